@@ -1,0 +1,19 @@
+"""What plans and validates in full and cannot be trained yet: one table, so that `mrl train` can say so and nothing falls back silently."""
+
+from collections.abc import Callable
+
+from mrl.config.schema import RunConfig
+
+_MISSING: tuple[tuple[Callable[[RunConfig], bool], str], ...] = (
+    (lambda c: c.cluster.placement == "colocated", "cluster.placement: colocated (use separate)"),
+    (lambda c: c.cluster.device == "npu", "cluster.device: npu (use cuda or cpu)"),
+    (lambda c: c.algorithm.use_kl_loss, "algorithm.use_kl_loss: true, which needs a reference model (use false)"),
+    (lambda c: c.actor.layout.context_parallel_size > 1, "actor.layout.context_parallel_size above 1"),
+    (lambda c: c.rollout.data_parallel_size > 1, "rollout.data_parallel_size above 1 (use more num_engines)"),
+    (lambda c: c.rollout.expert_parallel_size > 1, "rollout.expert_parallel_size above 1 (use tensor_model_parallel_size)"),
+)
+
+
+def missing_capabilities(config: RunConfig) -> list[str]:
+    """What the configuration asks for and `mrl train` cannot do yet, each with what to use instead; empty when it can run."""
+    return [message for asked, message in _MISSING if asked(config)]

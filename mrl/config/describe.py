@@ -1,0 +1,41 @@
+"""What a run is, in a line each: what is optimised (it stands in every resolved configuration), and on what."""
+
+from mrl.algo.spec import AGGREGATIONS, LOSSES
+from mrl.config.schema import RunConfig
+from mrl.layout import TrainLayout
+from mrl.models import ModelSpec
+
+
+def updates_per_rollout(config: RunConfig) -> int:
+    """Optimizer steps on each batch of generated responses."""
+    return config.updates_per_step
+
+
+def describe_loss(config: RunConfig) -> str:
+    """`gspo, seq-mean-token-mean, clip 0.0003/0.0004, 4 updates per rollout`, with the KL and entropy terms where there are any."""
+    algorithm, loss = config.algorithm, config.algorithm.policy_loss
+    spec, aggregation = LOSSES.get(loss.loss_mode), AGGREGATIONS.get(loss.loss_agg_mode)
+    scaled = aggregation is not None and aggregation.needs_scale_factor and loss.loss_scale_factor is not None
+    updates = updates_per_rollout(config)
+    parts = [
+        loss.loss_mode,
+        loss.loss_agg_mode + (f" / {loss.loss_scale_factor:g}" if scaled else ""),
+        f"clip {loss.clip_ratio_low:g}/{loss.clip_ratio_high:g}",
+        f"dual clip {loss.clip_ratio_c:g}" if spec is not None and spec.has_dual_clip else "",
+        f"{algorithm.kl_loss_type} KL x {algorithm.kl_loss_coef:g}" if algorithm.use_kl_loss else "",
+        f"entropy x {algorithm.entropy_coeff:g}" if algorithm.entropy_coeff else "",
+        f"{updates} update{'s' if updates != 1 else ''} per rollout",
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def describe_layout(config: RunConfig, model: ModelSpec) -> str:
+    """`actor 2 x cpu (TP 2, EP 2), 1 engine x TP 1, separate`; degrees of 1 are left out."""
+    layout, rollout, device = TrainLayout.build(config.actor.layout.model_dump(), model), config.rollout, config.cluster.device
+    degrees = {
+        "TP": layout.tensor, "PP": layout.pipeline, "VPP": layout.virtual_pipeline, "CP": layout.context, "EP": layout.expert,
+        "ETP": layout.expert_tensor, "DP": layout.data,
+    }  # fmt: skip
+    said = ", ".join(f"{name} {size}" for name, size in degrees.items() if size > 1) or "not sharded"
+    engines = f"{rollout.num_engines} engine{'s' if rollout.num_engines != 1 else ''} x TP {rollout.tensor_model_parallel_size}"
+    return f"actor {layout.world_size} x {device} ({said}), {engines}, {config.cluster.placement}"

@@ -1,0 +1,191 @@
+"""Composing a run: preset < recipe < `--set`, and where every value came from. Loading imports no torch and takes well under a second."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from mrl.algo.spec import AGGREGATIONS
+from mrl.config.describe import describe_loss
+from mrl.config.explain import schema_violations
+from mrl.config.schema import RunConfig
+from mrl.config.violation import InvalidConfig, did_you_mean
+from mrl.config.yaml_tree import Node, Origin, dump_value, merge, parse_yaml
+from mrl.errors import ConfigError
+
+RECIPES = Path(__file__).parent / "recipes"
+DEFAULT = Origin("default")
+COMMAND_LINE = "--set"
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """A whole configuration and, for every leaf (dotted key), where its value came from."""
+
+    config: RunConfig
+    origins: dict[str, Origin]
+    recipe: str | None = None
+    files: tuple[str, ...] = ()  # every YAML file that was read, the lowest first
+
+    def where(self, field: str) -> str:
+        """The origin of a key as text; of a section, the origin of its first leaf that is no default."""
+        below = [o for key, o in self.origins.items() if key == field or key.startswith(field + ".")]
+        return str(next((o for o in below if o != DEFAULT), below[0] if below else DEFAULT))
+
+    def to_yaml(self) -> str:
+        """The configuration with every default written out and each value's origin beside it.
+
+        `load_config` reads it back to an equal RunConfig: what a recipe said is written out, so it names none.
+        """
+        head = [f"# loss: {describe_loss(self.config)}", f"# recipe: {self.recipe or 'none'}", f"# files: {', '.join(self.files)}"]
+        return "\n".join([*head, *_lines(self.config.model_dump(), self.origins), ""])
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One part of the composition. `recipe`: the name of the recipe that it is."""
+
+    tree: Node
+    file: str | None = None
+    recipe: str | None = None
+
+
+def load_config(path: str | Path, recipe: str | None = None, overrides: Sequence[str] = ()) -> ResolvedConfig:
+    """Composes the preset at `path` (with what it names under `extends:` and `recipe:`), `recipe` and `overrides` (`a.b=value`).
+
+    Later wins. A file's own keys win over the recipe it names and that over the files it extends; `recipe` wins over the whole preset
+    and takes the place of the recipe it names. Raises ConfigError; InvalidConfig lists everything that the schema refuses.
+    """
+    layers = _file_layers(Path(path), ())
+    if recipe is not None:
+        layers = [*layers, _recipe_layer(recipe, "--recipe")]
+    layers = [*_with_last_recipe(layers), *(_Layer(_override(text)) for text in overrides)]
+    tree = reduce(merge, (layer.tree for layer in layers))
+    tree = _with_derived(tree, _validate(tree))
+    config = _validate(tree)
+    name = next((layer.recipe for layer in layers if layer.recipe), None)
+    return ResolvedConfig(config, dict(_origins(config.model_dump(), tree)), name, tuple(layer.file for layer in layers if layer.file))
+
+
+def available_recipes() -> tuple[str, ...]:
+    """Names of the recipes that come with the package."""
+    return tuple(sorted(file.stem for file in RECIPES.glob("*.yaml")))
+
+
+def _validate(tree: Node) -> RunConfig:
+    try:
+        return RunConfig.model_validate(tree.plain())
+    except ValidationError as error:
+        raise InvalidConfig(schema_violations(error, tree, RunConfig)) from None
+
+
+def _file_layers(path: Path, chain: tuple[Path, ...]) -> list[_Layer]:
+    """The files that a preset extends, its recipe and the preset itself, lowest first. `chain`: the files that led here."""
+    trail = " -> ".join(map(str, (*chain, path)))
+    if path.resolve() in {p.resolve() for p in chain}:
+        raise ConfigError(f"extends: goes in a circle: {trail}")
+    tree = parse_yaml(_read(path, trail), str(path))
+    if not tree.is_mapping:
+        raise ConfigError(f"{path}: must be a mapping of sections, such as model: and actor:")
+    if not tree.value and not chain:
+        raise ConfigError(f"{path}: is empty; a preset has at least model:, actor: and data:, or names a file under extends:")
+    keys = dict(tree.value)
+    bases, recipe = keys.pop("extends", None), keys.pop("recipe", None)
+    layers = [layer for base in _base_paths(bases, path) for layer in _file_layers(base, (*chain, path))]
+    if recipe is not None:
+        layers.append(_recipe_layer(recipe.plain(), str(recipe.origin)))
+    return [*layers, _Layer(Node(keys, tree.origin), file=str(path))]
+
+
+def _read(path: Path, trail: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{trail}: not UTF-8 text") from None
+    except OSError as error:
+        raise ConfigError(f"{trail}: cannot be read: {error.strerror}") from None
+
+
+def _base_paths(bases: Node | None, path: Path) -> list[Path]:
+    names = bases.plain() if bases is not None else []
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
+        raise ConfigError(f"{bases.origin}: extends must be a file name or a list of them, relative to this file")
+    return [_shortest(path.parent / name) for name in names]
+
+
+def _shortest(path: Path) -> Path:
+    """`a/b/../c.yaml` as `a/c.yaml`, so that origins read well; left alone where b is a link and the two differ."""
+    parts: list[str] = []
+    for part in path.parts:
+        if part == ".." and parts and parts[-1] not in ("..", "/"):
+            parts.pop()
+        else:
+            parts.append(part)
+    short = Path(*parts)
+    return short if short.resolve() == path.resolve() else path
+
+
+def _recipe_layer(name: Any, where: str) -> _Layer:
+    if name not in available_recipes():
+        raise ConfigError(f"{where}: no recipe {name}; {did_you_mean(str(name), available_recipes())}")
+    text = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8")
+    return _Layer(parse_yaml(text, f"recipe {name}", with_lines=False), recipe=name)
+
+
+def _with_last_recipe(layers: list[_Layer]) -> list[_Layer]:
+    """Recipes replace each other: two of them would mix one algorithm's clip with another's loss."""
+    named = [i for i, layer in enumerate(layers) if layer.recipe]
+    return [layer for i, layer in enumerate(layers) if i not in named[:-1]]
+
+
+def _override(text: str) -> Node:
+    key, equals, value = text.partition("=")
+    if not equals or not value.strip() or not all(key.strip().split(".")):
+        raise ConfigError(f"--set {text}: must read a.b=value, such as actor.optim.lr=1e-6 (null unsets a key)")
+    node = parse_yaml(value, f"--set {text}", with_lines=False)
+    return _nest(key.strip().split("."), _at_origin(node, Origin(COMMAND_LINE)))
+
+
+def _at_origin(node: Node, origin: Origin) -> Node:
+    return Node({k: _at_origin(v, origin) for k, v in node.value.items()} if node.is_mapping else node.value, origin)
+
+
+def _with_derived(tree: Node, config: RunConfig) -> Node:
+    """Dr.GRPO's constant divisor is the longest response; written out here so that it stands in the resolved configuration."""
+    loss = config.algorithm.policy_loss
+    aggregation = AGGREGATIONS.get(loss.loss_agg_mode)
+    if aggregation is None or not aggregation.needs_scale_factor or loss.loss_scale_factor is not None:
+        return tree
+    factor = Node(float(config.data.max_response_length), Origin("data.max_response_length"))
+    return merge(tree, _nest(("algorithm", "policy_loss", "loss_scale_factor"), factor))
+
+
+def _nest(path: Iterable[str], node: Node) -> Node:
+    for part in reversed(tuple(path)):
+        node = Node({part: node}, node.origin)
+    return node
+
+
+def _origins(values: dict[str, Any], tree: Node, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, Origin]]:
+    for key, value in values.items():
+        path = (*prefix, key)
+        if isinstance(value, dict) and value:
+            yield from _origins(value, tree, path)
+            continue
+        node, steps = tree.find(path)
+        yield ".".join(path), node.origin if steps == len(path) else DEFAULT
+
+
+def _lines(values: dict[str, Any], origins: dict[str, Origin], prefix: tuple[str, ...] = ()) -> Iterator[str]:
+    indent = "  " * len(prefix)
+    for key, value in values.items():
+        path = (*prefix, key)
+        if isinstance(value, dict) and value:
+            yield f"{indent}{dump_value(key)}:"
+            yield from _lines(value, origins, path)
+        else:
+            yield f"{indent}{dump_value(key)}: {dump_value(value)}  # {origins['.'.join(path)]}"

@@ -1,0 +1,147 @@
+"""`override_*` and `engine_kwargs`: keys must be fields that upstream has, and not ones that a key of ours already sets."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mrl.config.schema import RunConfig
+from mrl.config.upstream_fields import UPSTREAM_FIELDS
+from mrl.config.violation import Broken, did_you_mean
+from mrl.models import ModelSpec
+
+_LAYOUT = "actor.layout."
+_CHECKPOINT = "the checkpoint's config.json (model.path)"
+_SHARDED = "mrl itself, which always shards the optimizer"
+_SYNC = "mrl itself, for the weight transfer"
+
+# field -> the key (or, where there is none, what else) that decides it
+_TRANSFORMER = {
+    "tensor_model_parallel_size": _LAYOUT + "tensor_model_parallel_size",
+    "pipeline_model_parallel_size": _LAYOUT + "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size": _LAYOUT + "virtual_pipeline_model_parallel_size",
+    "context_parallel_size": _LAYOUT + "context_parallel_size",
+    "expert_model_parallel_size": _LAYOUT + "expert_model_parallel_size",
+    "expert_tensor_parallel_size": _LAYOUT + "expert_tensor_parallel_size",
+    "sequence_parallel": _LAYOUT + "sequence_parallel",
+    "num_layers_in_first_pipeline_stage": _LAYOUT + "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage": _LAYOUT + "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split": _LAYOUT + "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split": _LAYOUT + "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout": _LAYOUT + "pipeline_layers",
+    "params_dtype": "model.dtype",
+    "pipeline_dtype": "model.dtype",
+    "bf16": "model.dtype",
+    "fp16": "model.dtype",
+    "deterministic_mode": "trainer.deterministic",
+    **dict.fromkeys(
+        (
+            "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size", "moe_ffn_hidden_size",
+            "num_moe_experts", "moe_router_topk", "moe_layer_freq", "moe_shared_expert_intermediate_size", "normalization",
+            "layernorm_epsilon", "gated_linear_unit", "activation_func", "add_bias_linear", "add_qkv_bias", "qk_layernorm",
+        ),
+        _CHECKPOINT,
+    ),
+}  # fmt: skip
+_OPTIMIZER = {
+    "lr": "actor.optim.lr",
+    "min_lr": "actor.optim.min_lr",
+    "weight_decay": "actor.optim.weight_decay",
+    "adam_beta1": "actor.optim.betas",
+    "adam_beta2": "actor.optim.betas",
+    "adam_eps": "actor.optim.eps",
+    "clip_grad": "actor.optim.clip_grad",
+    "params_dtype": "model.dtype",
+    "bf16": "model.dtype",
+    "fp16": "model.dtype",
+    "optimizer": "mrl itself, which trains with Adam",
+    "use_distributed_optimizer": _SHARDED,
+}
+_DDP = {"use_distributed_optimizer": _SHARDED}
+_VLLM = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "dtype": "rollout.dtype",
+    "seed": "trainer.seed",
+    "max_model_len": "data.max_prompt_length + data.max_response_length",
+    "tensor_parallel_size": "rollout.tensor_model_parallel_size",
+    "data_parallel_size": "rollout.data_parallel_size",
+    "enable_expert_parallel": "rollout.expert_parallel_size",
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "max_num_seqs": "rollout.max_num_seqs",
+    "max_num_batched_tokens": "rollout.max_num_batched_tokens",
+    "enforce_eager": "rollout.enforce_eager",
+    "enable_prefix_caching": "rollout.enable_prefix_caching",
+    "generation_config": "mrl itself: sampling never comes from the model's folder",
+    "override_generation_config": "mrl itself: sampling never comes from the model's folder",
+    "logprobs_mode": "mrl itself: training needs processed_logprobs",
+    "trust_remote_code": "mrl itself: a checkpoint's code is never run",
+    "weight_transfer_config": _SYNC,
+    "worker_extension_cls": _SYNC,
+}
+
+_GATHER = "weights are read for log-probs, sync and checkpoints right after a step, when such a gather has not happened yet"
+_WHOLE = "checkpoints and the weight sync read parameters and optimizer shards as the plain distributed optimizer lays them out"
+_DELAYED = "nothing in the actor's schedule runs the postponed half, so gradients would be lost"
+
+# field -> the one value that it may have, and why: with another one the actor would run and compute something else
+_TRANSFORMER_ONLY = {
+    "calculate_per_token_loss": (False, "gradients would no longer be divided by the data-parallel size, for which the loss makes up"),
+    "delay_wgrad_compute": (False, _DELAYED),
+    "overlap_moe_expert_parallel_comm": (False, _DELAYED),
+}
+_OPTIMIZER_ONLY = {
+    "overlap_param_gather": (False, _GATHER),
+    "overlap_param_gather_with_optimizer_step": (False, _GATHER),
+    "loss_scale": (None, "gradients would be divided by a scale that the loss was never multiplied with"),
+}
+_DDP_ONLY = {
+    "overlap_param_gather": (False, _GATHER),
+    "overlap_grad_reduce": (False, "gradients would be reduced at the first micro-batch already, and again at every later one"),
+    "num_distributed_optimizer_instances": (1, _WHOLE),
+    "use_megatron_fsdp": (False, _WHOLE),
+    "use_custom_fsdp": (False, _WHOLE),
+    "data_parallel_sharding_strategy": ("no_shard", _WHOLE),
+    "delay_wgrad_compute": (False, _DELAYED),
+}
+
+_Only = Mapping[str, tuple[Any, str]]
+
+# key, upstream class, fields that are ours, fields that may have one value only
+_TARGETS: tuple[tuple[str, str, Mapping[str, str], _Only], ...] = (
+    ("model.override_transformer_config", "TransformerConfig", _TRANSFORMER, _TRANSFORMER_ONLY),
+    ("actor.optim.override_optimizer_config", "OptimizerConfig", _OPTIMIZER, _OPTIMIZER_ONLY),
+    ("actor.override_ddp_config", "DistributedDataParallelConfig", _DDP, _DDP_ONLY),
+    ("rollout.engine_kwargs.vllm", "AsyncEngineArgs", _VLLM, {}),
+)
+
+
+def override_rules(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
+    values = (
+        config.model.override_transformer_config,
+        config.actor.optim.override_optimizer_config,
+        config.actor.override_ddp_config,
+        config.rollout.engine_kwargs.get(config.rollout.name, {}),
+    )
+    for (key, upstream, ours, only), given in zip(_TARGETS, values, strict=True):
+        yield from _names(key, upstream, ours, given)
+        yield from _values(key, only, given)
+    for name in config.rollout.engine_kwargs:
+        if name != config.rollout.name:
+            rule = f"belongs to no engine in use; rollout.name is {config.rollout.name}"
+            yield Broken(f"rollout.engine_kwargs.{name}", rule, "it would be ignored", (config.rollout.name,))
+
+
+def _values(key: str, only: _Only, given: Mapping[str, Any]) -> Iterator[Broken]:
+    for name, (legal, why) in only.items():
+        if name in given and given[name] != legal:
+            yield Broken(f"{key}.{name}", f"must be {'null' if legal is None else str(legal).lower()}", why, (legal,))
+
+
+def _names(key: str, upstream: str, ours: Mapping[str, str], given: Mapping[str, Any]) -> Iterator[Broken]:
+    known = UPSTREAM_FIELDS[upstream]
+    for name in given:
+        if name in ours:
+            yield Broken(f"{key}.{name}", f"is decided by {ours[name]}", "two places could contradict each other")
+        elif name not in known.fields:
+            closest = did_you_mean(name, sorted(known.fields))
+            closest = closest if closest.startswith("did") else "no name is close to it"
+            yield Broken(f"{key}.{name}", f"is no field of {upstream} in {known.package} {known.version}; {closest}")

@@ -1,0 +1,47 @@
+"""Every rule that holds between keys, or between a key and the model. All are checked, so that one look shows all that is wrong."""
+
+from collections.abc import Iterator
+
+from mrl.config.batch_rules import batch_rules
+from mrl.config.load import ResolvedConfig
+from mrl.config.loss_rules import loss_notes, loss_rules
+from mrl.config.override_rules import override_rules
+from mrl.config.path_rules import path_rules
+from mrl.config.rollout_rules import rollout_notes, rollout_rules
+from mrl.config.run_rules import run_rules
+from mrl.config.schema import RunConfig, leaf
+from mrl.config.violation import Broken, ConfigViolation, InvalidConfig
+from mrl.layout import check_train_layout
+from mrl.models import ModelSpec
+
+_GROUPS = (batch_rules, loss_rules, rollout_rules, run_rules, override_rules)
+
+
+def violations(resolved: ResolvedConfig, model: ModelSpec, check_paths: bool = False) -> list[ConfigViolation]:
+    """All broken rules; empty when the configuration is legal. `check_paths`: also look at the files that it names."""
+    config = resolved.config
+    broken = [*_layout_rules(config, model), *(b for group in _GROUPS for b in group(config, model))]
+    if check_paths:
+        broken += path_rules(config)
+    return [_placed(b, resolved) for b in broken]
+
+
+def check(resolved: ResolvedConfig, model: ModelSpec, check_paths: bool = False) -> None:
+    """Raises InvalidConfig with all violations, if there are any."""
+    if found := violations(resolved, model, check_paths):
+        raise InvalidConfig(found)
+
+
+def notes(resolved: ResolvedConfig, model: ModelSpec) -> list[str]:
+    """What is legal and still worth a line at the start of a run."""
+    return [*loss_notes(resolved.config), *rollout_notes(resolved.config, model)]
+
+
+def _layout_rules(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
+    for v in check_train_layout(config.actor.layout.model_dump(), model):
+        yield Broken(f"actor.layout.{v.field}", v.rule, v.why, v.allowed)
+
+
+def _placed(broken: Broken, resolved: ResolvedConfig) -> ConfigViolation:
+    value = leaf(resolved.config, broken.field)
+    return ConfigViolation(broken.field, resolved.where(broken.field), value, broken.rule, broken.why, broken.allowed)

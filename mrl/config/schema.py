@@ -1,0 +1,238 @@
+"""The shape of a run's configuration: every key, its type and its default. No torch, no file access.
+
+Names are verl's wherever verl has the same thing, so that what people know carries over. Unknown keys are refused.
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+class Section(BaseModel):
+    """A mapping in the YAML file; immutable once built, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _as_written(cls, value: Any, info: ValidationInfo) -> Any:
+        """One text stands for a list of one; true and false are no numbers, although Python thinks so."""
+        annotation = cls.model_fields[info.field_name].annotation
+        if annotation == tuple[str, ...] and isinstance(value, str):
+            return (value,)
+        if isinstance(value, bool) and annotation in (int, float, int | None, float | None):
+            raise ValueError("a number is wanted")
+        return value
+
+
+class ModelConfig(Section):
+    """The Hugging Face checkpoint that the actor starts from."""
+
+    path: str
+    dtype: Dtype = "bfloat16"
+    override_transformer_config: dict[str, Any] = Field(default_factory=dict)
+
+
+class LayoutConfig(Section):
+    """Parallel degrees of the actor under their Megatron names. Data parallelism is what remains of the world size."""
+
+    world_size: int = Field(ge=1)
+    tensor_model_parallel_size: int = Field(1, ge=1)
+    pipeline_model_parallel_size: int = Field(1, ge=1)
+    virtual_pipeline_model_parallel_size: int | None = Field(None, ge=1)
+    context_parallel_size: int = Field(1, ge=1)
+    expert_model_parallel_size: int = Field(1, ge=1)
+    expert_tensor_parallel_size: int | None = Field(None, ge=1)  # None: 1
+    sequence_parallel: bool | None = None  # None: on when TP > 1
+    num_layers_in_first_pipeline_stage: int | None = Field(None, ge=1)
+    num_layers_in_last_pipeline_stage: int | None = Field(None, ge=1)
+    account_for_embedding_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = False
+    pipeline_layers: tuple[int, ...] | None = (
+        None  # explicit layer count of each stage; with virtual stages of each chunk, in the order of the layers
+    )
+
+
+class OptimConfig(Section):
+    """Adam under Megatron's distributed optimizer."""
+
+    lr: float = Field(1e-6, gt=0)
+    min_lr: float = Field(0.0, ge=0)
+    lr_warmup_steps: int = Field(0, ge=0)  # optimizer steps
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    lr_decay_steps: int | None = Field(None, ge=1)  # None: all optimizer steps of the run
+    weight_decay: float = Field(0.1, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    clip_grad: float = Field(1.0, ge=0)
+    override_optimizer_config: dict[str, Any] = Field(default_factory=dict)
+
+
+class ActorConfig(Section):
+    """The trained model: layout, batches, optimizer."""
+
+    layout: LayoutConfig
+    optim: OptimConfig = OptimConfig()
+    ppo_mini_batch_size: int = Field(ge=1)  # prompts per optimizer step
+    ppo_micro_batch_size_per_gpu: int = Field(8, ge=1)  # samples per forward-backward of one rank
+    log_prob_micro_batch_size_per_gpu: int = Field(8, ge=1)
+    override_ddp_config: dict[str, Any] = Field(default_factory=dict)
+
+
+class PolicyLossConfig(Section):
+    """Policy loss; names and allowed pairs stand in mrl/algo/spec.py."""
+
+    loss_mode: str = "gspo"
+    loss_agg_mode: str = "seq-mean-token-mean"
+    clip_ratio_low: float = Field(3e-4, ge=0)
+    clip_ratio_high: float = Field(4e-4, ge=0)
+    clip_ratio_c: float = Field(10.0, gt=1)  # dual clip, of the losses that have one
+    loss_scale_factor: float | None = Field(None, gt=0)  # of seq-mean-token-sum-norm; None: data.max_response_length
+    force: bool = False  # accept a pair that is refused as a likely mistake
+
+
+class AlgorithmConfig(Section):
+    """Advantage and loss."""
+
+    adv_estimator: str = "grpo"
+    norm_adv_by_std_in_grpo: bool = True
+    policy_loss: PolicyLossConfig = PolicyLossConfig()
+    entropy_coeff: float = 0.0
+    use_kl_loss: bool = False
+    kl_loss_coef: float = Field(0.0, ge=0)
+    kl_loss_type: str = "low_var_kl"
+
+
+class ValSamplingConfig(Section):
+    """Sampling of validation responses."""
+
+    n: int = Field(1, ge=1)
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = -1
+
+
+class RolloutConfig(Section):
+    """Groups of vLLM engines."""
+
+    name: Literal["vllm"] = "vllm"
+    num_engines: int = Field(1, ge=1)
+    tensor_model_parallel_size: int = Field(1, ge=1)
+    data_parallel_size: int = Field(1, ge=1)
+    expert_parallel_size: int = Field(1, ge=1)
+    dtype: Dtype | None = None  # None: the model's
+    n: int = Field(8, ge=1)  # responses per prompt
+    temperature: float = Field(1.0, ge=0.01)  # vLLM would silently raise a lower one to 0.01
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = -1
+    gpu_memory_utilization: float = Field(0.8, gt=0, le=1)
+    cpu_kvcache_gib: int = Field(1, ge=1)  # KV cache of one engine on CPU, GiB
+    max_num_seqs: int = Field(256, ge=1)
+    max_num_batched_tokens: int | None = Field(None, ge=1)
+    enforce_eager: bool | None = None  # None: as the device has it
+    enable_prefix_caching: bool = True
+    start_timeout_s: float = Field(900.0, gt=0)
+    generate_timeout_s: float = Field(3600.0, gt=0)
+    engine_kwargs: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    val_kwargs: ValSamplingConfig = ValSamplingConfig()
+
+
+class DataConfig(Section):
+    """Prompts, in verl's schema."""
+
+    train_files: tuple[str, ...] = ()
+    val_files: tuple[str, ...] = ()
+    prompt_key: str = "prompt"
+    train_batch_size: int = Field(ge=1)  # prompts per step
+    val_max_samples: int | None = Field(None, ge=1)
+    max_prompt_length: int = Field(1024, ge=1)  # tokens
+    max_response_length: int = Field(1024, ge=1)  # tokens
+    filter_overlong_prompts: bool = True
+    truncation: Literal["error", "left", "right", "middle"] = "error"
+    max_bad_row_share: float = Field(0.01, ge=0, le=1)  # more bad rows than this share stop the run
+    shuffle: bool = True
+    apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+class CustomRewardConfig(Section):
+    """A user's reward function: `name` in the Python file at `path`, with verl's compute_score signature."""
+
+    path: str
+    name: str = "compute_score"
+    reward_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+class RewardConfig(Section):
+    """Scoring of responses, in worker processes that are killed and replaced when they hang."""
+
+    function: str = "auto"  # a built-in rule by name; auto: by the row's data_source
+    custom_reward_function: CustomRewardConfig | None = None
+    num_workers: int = Field(2, ge=1)
+    timeout_s: float = Field(10.0, gt=0)  # one deadline for the whole scoring of one sample
+    failure_score: float = 0.0  # score of a sample whose reward raised, hung, returned NaN or died
+    max_failure_share: float = Field(0.2, ge=0, le=1)  # more failures than this share of one step stop the run
+
+
+class TrainerConfig(Section):
+    """The loop: how long, how often, where to."""
+
+    experiment_name: str = "default"
+    run_dir: str | None = None  # None: runs/<experiment_name>
+    seed: int = 0
+    deterministic: bool = False  # the actor's ranks use deterministic kernels only, so that a resumed run repeats bit by bit
+    total_epochs: int = Field(1, ge=1)
+    total_training_steps: int | None = Field(None, ge=1)  # None: total_epochs over the data
+    save_freq: int = -1  # steps; -1: only at the end
+    test_freq: int = -1  # steps; -1: never
+    val_before_train: bool = True
+    max_actor_ckpt_to_keep: int = Field(2, ge=1)
+    logger: tuple[str, ...] = ("console", "tensorboard")
+
+
+class ClusterConfig(Section):
+    """Where it runs."""
+
+    device: Literal["cpu", "cuda", "npu"] = "cuda"
+    nnodes: int = Field(1, ge=1)
+    n_gpus_per_node: int = Field(1, ge=1)  # devices; on cpu: ranks
+    placement: Literal["separate", "colocated"] = "separate"
+    cpus_per_actor: float = Field(1.0, gt=0)
+    cpus_per_engine: float = Field(1.0, gt=0)
+    address: str | None = None  # of a running Ray cluster; None: $RAY_ADDRESS, else one is started for the run
+    port: int | None = Field(None, ge=1024, le=65535)  # where the actor's ranks meet, on the host of rank 0; None: a free one
+    start_timeout_s: float = Field(600.0, gt=0)
+    step_timeout_s: float = Field(3600.0, gt=0)  # longest wait for one call to the actor's ranks
+
+
+class RunConfig(Section):
+    """A whole run."""
+
+    model: ModelConfig
+    actor: ActorConfig
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    data: DataConfig
+    reward: RewardConfig = RewardConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    cluster: ClusterConfig = ClusterConfig()
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps on the responses of one training step."""
+        return -(-self.data.train_batch_size // self.actor.ppo_mini_batch_size)
+
+    @property
+    def total_updates(self) -> int | None:
+        """Optimizer steps of the whole run, None when its length is given in epochs."""
+        steps = self.trainer.total_training_steps
+        return None if steps is None else steps * self.updates_per_step
+
+
+def leaf(config: BaseModel, field: str) -> Any:
+    """The value of a dotted key; None where the path ends early."""
+    value: Any = config
+    for part in field.split("."):
+        value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
+    return value

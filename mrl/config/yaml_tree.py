@@ -1,0 +1,181 @@
+"""YAML text -> a tree that remembers where every value was written. Only plain data is read: no tags, no duplicate keys, no merge keys.
+
+Plain scalars follow the YAML 1.2 core schema, not PyYAML's 1.1: `3e-4` is a number, `on` and `1:30` are text, dates stay text.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from mrl.errors import ConfigError
+
+MAX_NODES = 20_000  # after alias expansion; the largest real configuration has a few hundred
+_TAG = "tag:yaml.org,2002:"
+_FLOAT = r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+_SCALARS = (
+    (_TAG + "null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
+    (_TAG + "bool", r"^(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
+    (_TAG + "int", r"^(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$", list("-+0123456789")),
+    (_TAG + "float", _FLOAT, list("-+.0123456789")),
+)  # fmt: skip
+_MERGE = "<<"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value comes from: a file with its line, a recipe, the command line, another key, or the schema's default."""
+
+    name: str
+    line: int | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.line is None else f"{self.name}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Node:
+    """A value with its origin; a mapping holds further nodes, everything else is plain data."""
+
+    value: "dict[str, Node] | Any"
+    origin: Origin
+
+    @property
+    def is_mapping(self) -> bool:
+        return isinstance(self.value, dict)
+
+    def plain(self) -> Any:
+        """The value without origins."""
+        return {key: child.plain() for key, child in self.value.items()} if self.is_mapping else self.value
+
+    def find(self, path: Iterable[Any]) -> tuple["Node", int]:
+        """The deepest node along `path` and how many steps of it exist."""
+        node, steps = self, 0
+        for key in path:
+            if not node.is_mapping or key not in node.value:
+                break
+            node, steps = node.value[key], steps + 1
+        return node, steps
+
+
+def merge(below: Node, above: Node) -> Node:
+    """`above` wins; two mappings merge key by key, everything else (lists too) replaces."""
+    if not (below.is_mapping and above.is_mapping):
+        return above
+    merged = dict(below.value)
+    for key, child in above.value.items():
+        merged[key] = merge(merged[key], child) if key in merged else child
+    return Node(merged, above.origin)
+
+
+def parse_yaml(text: str, name: str, with_lines: bool = True) -> Node:
+    """Parses one document; an empty one is an empty mapping. `name` stands in origins and messages. Raises ConfigError."""
+    try:
+        root = _Loader(text).get_single_node()
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"{name}{line}: not valid YAML: {error.problem or error.context}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name}: not valid YAML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{name}: nested too deeply") from None
+    return _Builder(name, with_lines).node(root) if root is not None else Node({}, Origin(name))
+
+
+def dump_value(value: Any) -> str:
+    """A value on one line of YAML that `parse_yaml` reads back as the same value."""
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=2**31, allow_unicode=True, sort_keys=False)
+    return text.removesuffix("...\n").strip()
+
+
+class _Loader(yaml.SafeLoader):
+    """Composes nodes (nothing is constructed by PyYAML) and refuses every explicit tag."""
+
+    yaml_implicit_resolvers: dict = {}  # noqa: RUF012 - PyYAML's own name for its table
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()
+        if getattr(event, "tag", None) is not None:
+            raise yaml.MarkedYAMLError(problem=f"the tag {event.tag} is refused, only plain data is read", problem_mark=event.start_mark)
+        return super().compose_node(parent, index)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what the loader above would read as something else."""
+
+    yaml_implicit_resolvers: dict = {}  # noqa: RUF012
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _represent_str(dumper: _Dumper, text: str) -> yaml.Node:
+    return dumper.represent_scalar(_TAG + "str", text, style=None if text.isprintable() else '"')
+
+
+_Dumper.add_representer(str, _represent_str)
+_Dumper.add_representer(tuple, lambda dumper, items: dumper.represent_list(items))
+for _tag, _pattern, _first in _SCALARS:
+    _Loader.add_implicit_resolver(_tag, re.compile(_pattern), _first)
+    _Dumper.add_implicit_resolver(_tag, re.compile(_pattern), _first)
+
+
+def _scalar(node: yaml.ScalarNode) -> Any:
+    match node.tag.removeprefix(_TAG):
+        case "null":
+            return None
+        case "bool":
+            return node.value.lower() == "true"
+        case "int":
+            return int(node.value, 0) if node.value[:2] in ("0o", "0x") else int(node.value)
+        case "float":
+            return float(node.value.lower().replace(".inf", "inf").replace(".nan", "nan"))
+    return node.value
+
+
+class _Builder:
+    """Turns PyYAML's nodes into ours, counting them so that nested aliases cannot blow up."""
+
+    def __init__(self, name: str, with_lines: bool) -> None:
+        self.name, self.with_lines = name, with_lines
+        self.count = 0
+        self.open: set[int] = set()  # nodes being built: an alias to one of them contains itself
+
+    def fail(self, node: yaml.Node, problem: str) -> ConfigError:
+        return ConfigError(f"{self.name}:{node.start_mark.line + 1}: {problem}")
+
+    def node(self, node: yaml.Node, key: yaml.Node | None = None) -> Node:
+        line = (key or node).start_mark.line + 1 if self.with_lines else None
+        return Node(self.value(node), Origin(self.name, line))
+
+    def value(self, node: yaml.Node) -> Any:
+        self.count += 1
+        if self.count > MAX_NODES:
+            raise self.fail(node, f"more than {MAX_NODES} values once aliases are expanded")
+        if isinstance(node, yaml.ScalarNode):
+            return _scalar(node)
+        if id(node) in self.open:
+            raise self.fail(node, "an alias to what contains it")
+        self.open.add(id(node))
+        built = self.mapping(node) if isinstance(node, yaml.MappingNode) else [_plain(self.value(item)) for item in node.value]
+        self.open.discard(id(node))
+        return built
+
+    def mapping(self, node: yaml.MappingNode) -> dict[str, Node]:
+        built: dict[str, Node] = {}
+        for key, value in node.value:
+            name = key.value
+            if not isinstance(key, yaml.ScalarNode) or key.tag != _TAG + "str":
+                raise self.fail(key, "a key must be text; put it in quotes")
+            if name == _MERGE:
+                raise self.fail(key, "merge keys (<<) are not read; put what is shared into a file and name it under extends:")
+            if name in built:
+                raise self.fail(key, f"the key {name} stands twice in one mapping (first at line {built[name].origin.line})")
+            built[name] = self.node(value, key)
+        return built
+
+
+def _plain(value: Any) -> Any:
+    return {key: child.plain() for key, child in value.items()} if isinstance(value, dict) else value

@@ -1,0 +1,20 @@
+"""Hugging Face configurations -> sizes, tensor lists and counts. No weights, no torch."""
+
+from mrl.models.counts import active_parameter_count, forward_flops_per_token, parameter_count
+from mrl.models.reader import FAMILIES, load_model_spec, model_spec, read_hf_config
+from mrl.models.spec import Kind, ModelSpec, TensorSpec
+from mrl.models.tensors import tensor_specs
+
+__all__ = [
+    "FAMILIES",
+    "Kind",
+    "ModelSpec",
+    "TensorSpec",
+    "active_parameter_count",
+    "forward_flops_per_token",
+    "load_model_spec",
+    "model_spec",
+    "parameter_count",
+    "read_hf_config",
+    "tensor_specs",
+]

@@ -1,0 +1,74 @@
+"""Reading single keys of a Hugging Face config.json, and the checks that all families share."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from mrl.errors import ConfigError
+
+HfConfig = Mapping[str, Any]
+
+
+def required(config: HfConfig, *keys: str) -> Any:
+    """The value of the first of `keys` (old and new spellings of one thing) that is there. Raises ConfigError."""
+    for key in keys:
+        if config.get(key) is not None:
+            return config[key]
+    raise ConfigError(f"config.json of model_type {config.get('model_type')!r} has no {' or '.join(keys)}; is the checkpoint complete?")
+
+
+def rope_theta(config: HfConfig) -> float:
+    """The rotary base: a key of its own, or inside `rope_parameters` as transformers 5 writes it."""
+    return float(required({**config, **(config.get("rope_parameters") or {})}, "rope_theta"))
+
+
+def refuse_unlike_megatron(config: HfConfig) -> None:
+    """Refuses what Megatron's model would silently compute differently from the checkpoint's own definition. Raises ConfigError."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    _refuse_unless("rope scaling", rope.get("rope_type", rope.get("type", "default")), "default")
+    _refuse_unless("hidden_act", config.get("hidden_act", "silu"), "silu")
+    _refuse_unless("use_sliding_window", bool(config.get("use_sliding_window", False)), False)
+    _refuse_unless("attention_bias", bool(config.get("attention_bias", False)), False)
+
+
+def common(config: HfConfig) -> dict[str, Any]:
+    """The fields of ModelSpec that all families read alike."""
+    refuse_unlike_megatron(config)
+    heads = required(config, "num_attention_heads")
+    return {
+        "family": required(config, "model_type"),
+        "num_layers": required(config, "num_hidden_layers"),
+        "hidden_size": required(config, "hidden_size"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": config.get("num_key_value_heads") or heads,
+        "vocab_size": required(config, "vocab_size"),
+        "intermediate_size": required(config, "intermediate_size"),
+        "max_position_embeddings": required(config, "max_position_embeddings"),
+        "rope_theta": rope_theta(config),
+        "rms_norm_eps": float(required(config, "rms_norm_eps")),
+        "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "dtype": config.get("dtype") or config.get("torch_dtype") or "float32",
+    }
+
+
+def experts(config: HfConfig) -> dict[str, Any]:
+    """The fields of ModelSpec that the mixture-of-experts families read alike."""
+    num_experts = required(config, "num_experts", "num_local_experts")
+    sparse_step = config.get("decoder_sparse_step") or 1
+    dense = set(config.get("mlp_only_layers") or ())
+    layers = range(required(config, "num_hidden_layers"))
+    return {
+        "num_experts": num_experts,
+        "num_experts_per_tok": required(config, "num_experts_per_tok"),
+        "moe_intermediate_size": required(config, "moe_intermediate_size"),
+        "moe_layers": tuple(n for n in layers if n not in dense and (n + 1) % sparse_step == 0),
+        "norm_topk_prob": bool(config.get("norm_topk_prob", False)),
+    }
+
+
+def head_dim_from_hidden(config: HfConfig) -> int:
+    return config.get("head_dim") or required(config, "hidden_size") // required(config, "num_attention_heads")
+
+
+def _refuse_unless(key: str, value: Any, supported: Any) -> None:
+    if value != supported:
+        raise ConfigError(f"config.json: {key} = {value!r} is not supported (only {supported!r}): training would not compute this model")
