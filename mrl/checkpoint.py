@@ -1,0 +1,229 @@
+"""This rank's part of a checkpoint: weights, master weights, moments, step counts and random states, out of Megatron and back into it.
+
+Megatron's own optimizer checkpoints bring Adam's step back wrong without Transformer Engine and are pickles; ours are safetensors files
+whose manifest speaks Hugging Face coordinates, so one reader serves every layout (mrl.reshard.stored).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mrl.errors import ConfigError, EnvironmentFault
+from mrl.megatron.optimizer import current_lr
+from mrl.reshard.manifest import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, Entry, Manifest, RankFiles, file_facts, fsync, read_manifest
+from mrl.reshard.source import Shard, source_shards
+from mrl.reshard.stored import StoredTensors
+
+MOMENTS = {EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}  # role -> name in torch's Adam
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter of this rank, what it is in Hugging Face coordinates, and the optimizer that has a part of it."""
+
+    shard: Shard
+    parameter: torch.nn.Parameter
+    optimizer: DistributedOptimizer | None  # None: this data-parallel rank updates no part of it
+    flat: tuple[int, int] | None  # that part of the flattened parameter
+
+    @property
+    def key(self) -> str:
+        """Name in the file."""
+        return f"{self.shard.vp_chunk}.{self.shard.megatron_name}"
+
+    @property
+    def masters_itself(self) -> bool:
+        """float32 weights are their own master weights: the optimizer's tensor is a view of them."""
+        return self.parameter.dtype is torch.float32
+
+    def main(self) -> torch.nn.Parameter:
+        """The optimizer's float32 tensor of this rank's part."""
+        group, order = self.optimizer.model_param_group_index_map[self.parameter]
+        return self.optimizer.optimizer.param_groups[group]["params"][order]
+
+
+def save_rank(actor, folder: Path) -> RankFiles:
+    """Writes `rank-R.safetensors` into `folder`, durably. Every element of the model is written by one rank only."""
+    tensors: dict[str, Tensor] = {}
+    entries: list[Entry] = []
+    name = f"rank-{actor.rank:05d}.safetensors"
+    for held in held_parameters(actor):
+        for role, tensor, flat in _stored(actor, held):
+            key = f"{role}/{held.key}"
+            tensors[key] = tensor.detach().cpu().contiguous()
+            entries.append(Entry(name, key, role, held.shard.local_shape, flat, held.shard.pieces))
+    tensors |= {f"rng/{k}": v for k, v in _random_states(actor).items()}
+    path = folder / name
+    save_file(tensors, path)
+    fsync(path)
+    return RankFiles(tuple(entries), {name: file_facts(path)}, _optimizer_facts(actor))
+
+
+def load_rank(actor, folder: Path) -> None:
+    """Puts a checkpoint into a freshly built actor of the same or another layout. Raises EnvironmentFault when it does not fit.
+
+    Random states come back only at the layout that wrote them.
+    """
+    manifest = read_manifest(folder)
+    _check_model(actor, manifest, folder)
+    stored = StoredTensors(folder, manifest)
+    facts = manifest.optimizer
+    with torch.no_grad():
+        for held in held_parameters(actor):
+            stored.fill(WEIGHT, held.shard.pieces, held.parameter.data)
+            if held.optimizer is not None:
+                _load_optimizer_part(stored, held, facts["step"])
+    _restore_schedule(actor, facts, folder)
+    actor.num_updates = facts["num_updates"]
+    if manifest.layout == actor.config.actor.layout.model_dump():
+        _restore_random_states(actor, stored)
+
+
+def held_parameters(actor) -> Iterator[Held]:
+    """Every parameter of this rank, in a fixed order. Raises RuntimeError when the model has others than its description."""
+    described = {(s.vp_chunk, s.megatron_name): s for s in source_shards(actor.model, actor.layout, actor.rank)}
+    for number, chunk in enumerate(actor.chunks):
+        for name, parameter in chunk.named_parameters():
+            shard = described.pop((number, _plain(name)), None)
+            if shard is None or tuple(parameter.shape) != shard.local_shape:
+                raise RuntimeError(f"chunk {number}, {name} {tuple(parameter.shape)}: not as described ({shard})")
+            optimizer = next((o for o in _optimizers(actor) if parameter in o.model_param_group_index_map), None)
+            part = optimizer._get_model_param_range_map(parameter)["param"] if optimizer else None
+            yield Held(shard, parameter, optimizer, (part.start, part.end) if part else None)
+    if described:
+        raise RuntimeError(f"the model lacks described parameters: {sorted(described)[:4]}")
+
+
+def _plain(name: str) -> str:
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
+
+
+def _optimizers(actor) -> list[DistributedOptimizer]:
+    parts = [p for p in actor.optimizer.chained_optimizers if not getattr(p, "is_stub_optimizer", False)]
+    if not all(isinstance(p, DistributedOptimizer) for p in parts):
+        raise ConfigError("actor.override_ddp_config.use_distributed_optimizer: checkpoints need the distributed optimizer; leave it on")
+    return parts
+
+
+def _stored(actor, held: Held) -> Iterator[tuple[str, Tensor, tuple[int, int] | None]]:
+    """(role, tensor, flat range) of what this rank writes of a parameter: nothing of what another rank writes as well."""
+    if held.shard.primary == actor.rank:
+        yield WEIGHT, held.parameter, None
+    if held.optimizer is None or not _writes_optimizer_part(actor, held.shard):
+        return
+    main = held.main()
+    if not held.masters_itself:
+        yield MASTER, main, held.flat
+    state = held.optimizer.optimizer.state[main]
+    for role, name in MOMENTS.items():
+        # before the first update there are no moments; they are zero
+        yield role, state.get(name, torch.zeros_like(main)), held.flat
+
+
+def _writes_optimizer_part(actor, shard: Shard) -> bool:
+    """Replicas over data parallelism each have a part of their own; those over tensor or pipeline parallelism have the same parts again."""
+    layout = actor.layout
+    peers = layout.expert_group(actor.rank, "edp") if shard.is_expert else layout.dense_group(actor.rank, "cp", "dp")
+    return shard.primary in peers
+
+
+def _load_optimizer_part(stored: StoredTensors, held: Held, step: float | None) -> None:
+    main = held.main()
+    whole = torch.zeros(held.shard.local_shape, dtype=main.dtype)
+
+    def part(role: str) -> Tensor:
+        stored.fill(role, held.shard.pieces, whole)
+        return whole.reshape(-1)[slice(*held.flat)].to(main.device)
+
+    if not held.masters_itself:
+        main.copy_(part(MASTER).reshape(main.shape))
+    if step is not None:
+        moments = {name: part(role).reshape(main.shape).clone() for role, name in MOMENTS.items()}
+        set_adam_state(held.optimizer.optimizer, main, step, moments)
+
+
+def set_adam_state(adam: torch.optim.Optimizer, main: Tensor, step: float, moments: dict[str, Tensor]) -> None:
+    """Gives a parameter its moments and step. torch's Adam counts steps by parameter; fused ones (Transformer Engine, Apex) by group."""
+    if isinstance(adam, torch.optim.Adam):
+        adam.state[main] = {"step": torch.tensor(float(step)), **moments}
+        return
+    adam.state[main] = moments
+    next(group for group in adam.param_groups if any(p is main for p in group["params"]))["step"] = int(step)
+
+
+def adam_steps(adam: torch.optim.Optimizer) -> set[float]:
+    """Step counts of the parameters that have moments. Raises RuntimeError where there are moments and nobody counts their steps."""
+    steps = set()
+    for group in adam.param_groups:
+        for state in (adam.state[p] for p in group["params"] if adam.state.get(p)):
+            step = state.get("step", group.get("step"))
+            if step is None:
+                raise RuntimeError(f"{type(adam).__name__} has moments and no step count; a checkpoint of it could not be continued")
+            steps.add(float(step))
+    return steps
+
+
+def _optimizer_facts(actor) -> dict[str, Any]:
+    steps = {step for o in _optimizers(actor) for step in adam_steps(o.optimizer)}
+    if len(steps) > 1:
+        raise RuntimeError(f"parameters disagree on Adam's step: {sorted(steps)}")
+    return {
+        "step": steps.pop() if steps else None,
+        "num_updates": actor.num_updates,
+        "lr": current_lr(actor.optimizer),
+        "scheduler": actor.scheduler.state_dict(),
+    }
+
+
+def _restore_schedule(actor, facts: dict[str, Any], folder: Path) -> None:
+    """The rate follows from the step count; when the schedule is the saved one it must be the saved rate."""
+    now, then = actor.scheduler.state_dict(), dict(facts["scheduler"])
+    actor.scheduler.num_steps = then["num_steps"]
+    actor.scheduler.step(0)
+    same = all(now[k] == then[k] for k in now if k != "num_steps")
+    if same and current_lr(actor.optimizer) != facts["lr"]:
+        raise EnvironmentFault(f"{folder}: the learning rate comes back as {current_lr(actor.optimizer)}, not as {facts['lr']}")
+
+
+def _check_model(actor, manifest: Manifest, folder: Path) -> None:
+    from mrl.models import model_spec
+
+    if model_spec(manifest.hf_config) != actor.model:
+        raise EnvironmentFault(f"{folder}: a checkpoint of another model than model.path {actor.config.model.path}")
+    if manifest.dtype != actor.config.model.dtype:
+        raise EnvironmentFault(
+            f"{folder}: weights are {manifest.dtype}, model.dtype is {actor.config.model.dtype}; set model.dtype to match"
+        )
+
+
+def _random_states(actor) -> dict[str, Tensor]:
+    tracked = {f"tracker/{name}": _bytes(state) for name, state in get_cuda_rng_tracker().get_states().items()}
+    return {"device": actor.platform.rng_state(), "cpu": torch.get_rng_state()} | tracked
+
+
+def _bytes(state: Any) -> Tensor:
+    return (state.get_state() if isinstance(state, torch.Generator) else state).clone()
+
+
+def _restore_random_states(actor, stored: StoredTensors) -> None:
+    file = f"rank-{actor.rank:05d}.safetensors"
+    torch.set_rng_state(stored.tensor(file, "rng/cpu"))
+    actor.platform.set_rng_state(stored.tensor(file, "rng/device"))
+    tracker = get_cuda_rng_tracker()
+    tracker.set_states({name: _as_state(old, stored.tensor(file, f"rng/tracker/{name}")) for name, old in tracker.get_states().items()})
+
+
+def _as_state(old: Any, saved: Tensor) -> Any:
+    if isinstance(old, torch.Generator):
+        old.set_state(saved)
+        return old
+    return saved

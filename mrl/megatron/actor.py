@@ -1,0 +1,162 @@
+"""The trained model on one rank: log-probabilities, updates, and its weights under Hugging Face names."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import finalize_model_grads
+
+from mrl.algo.aggregate import Denominators
+from mrl.algo.losses import PolicyLossParameters
+from mrl.algo.metrics import FloatParts, merge, to_floats
+from mrl.config.schema import RunConfig
+from mrl.data.batch import TrainBatch
+from mrl.errors import DataError
+from mrl.layout import TrainLayout
+from mrl.megatron import parallel
+from mrl.megatron.batching import MicroBatch, check_batch, micro_arrays, mini_batches, split_micro_batches
+from mrl.megatron.bridge import DTYPES, Bridge, MBridge
+from mrl.megatron.forward import MicroInputs, log_prob_pass, loss_pass
+from mrl.megatron.optimizer import StepResult, build_optimizer, build_scheduler, step, zero_gradients
+from mrl.models import load_model_spec
+from mrl.platforms import get_platform
+
+
+@dataclass(frozen=True)
+class RowResult:
+    """Log-probabilities of some rows of a batch, handed out by one rank per data-parallel replica."""
+
+    rows: np.ndarray  # int64 [rows]: which rows of the batch these are
+    log_probs: np.ndarray  # float32 [rows, response_length]; zero outside the response
+    entropy: tuple[float, float]  # (sum over response tokens in nats, number of tokens)
+
+
+class MegatronActor:
+    """One rank of the actor. Every method is collective: all ranks call it with the same arguments, in the same order."""
+
+    def __init__(self, config: RunConfig, rank: int, world_size: int, master_addr: str, master_port: int) -> None:
+        """Joins the other ranks, builds this rank's part of the model and loads it from `config.model.path`.
+
+        Raises ConfigError for an illegal layout or override, EnvironmentFault when the ranks do not meet or the checkpoint is not usable.
+        """
+        self.config = config
+        self.rank = rank
+        self.platform = get_platform(config.cluster.device)
+        self.platform.set_device(rank % config.cluster.n_gpus_per_node)
+        self.platform.apply_patches()
+        if config.trainer.deterministic:
+            self.platform.deterministic()
+        self.model = load_model_spec(config.model.path)
+        self.layout = TrainLayout.build(config.actor.layout.model_dump(), self.model)
+        timeout_s = config.cluster.step_timeout_s
+        parallel.init_distributed(self.platform, rank, world_size, master_addr, master_port, timeout_s)
+        parallel.init_model_parallel(self.layout, config.trainer.seed, timeout_s)
+        self.bridge: Bridge = MBridge(config.model, config.actor, self.model, self.layout, config.trainer.deterministic)
+        self.chunks = self.bridge.build_model()
+        for chunk in self.chunks:
+            chunk.config.finalize_model_grads_func = finalize_model_grads
+        self.bridge.load_hf(config.model.path)
+        self.optimizer = build_optimizer(config.actor.optim, self.chunks, DTYPES[config.model.dtype])
+        self.scheduler = build_scheduler(config.actor.optim, self.optimizer, config.total_updates)
+        self.loss_parameters = _loss_parameters(config)
+        self.num_updates = 0  # optimizer steps applied
+
+    def log_probs(self, batch: TrainBatch) -> RowResult | None:
+        """Log-probabilities of the response tokens under the current weights, at the batch's temperatures.
+
+        Each data-parallel replica computes its share of the rows; the rank that holds its results returns them, the others None.
+        """
+        check_batch(batch)
+        micros = self._share(batch, self.config.actor.log_prob_micro_batch_size_per_gpu)
+        inputs = [self._inputs(batch, micro) for micro in micros]
+        outputs = log_prob_pass(self.chunks, inputs, self.model.vocab_size)
+        if not parallel.holds_result():
+            return None
+        kept = [(m, i, o) for m, i, o in zip(micros, inputs, outputs, strict=True) if not m.is_filler]
+        rows = np.concatenate([m.rows for m, _, _ in kept]) if kept else np.zeros(0, np.int64)
+        log_probs = np.zeros((len(rows), batch.rollout_log_probs.shape[1]), np.float32)
+        done = 0
+        for micro, i, o in kept:
+            block = log_probs[done : done + len(micro.rows), : i.response_mask.shape[1]]
+            block[:] = torch.where(i.response_mask, o.log_probs, 0.0).cpu().numpy()
+            done += len(micro.rows)
+        entropy = merge(
+            to_floats({"entropy": (torch.where(i.response_mask, o.entropy, 0.0).sum(), i.response_mask.sum())}) for _, i, o in kept
+        )
+        return RowResult(rows, log_probs, entropy.get("entropy", (0.0, 0.0)))
+
+    def update(self, batch: TrainBatch) -> list[FloatParts]:
+        """One optimizer step per mini-batch, in the order of the rows. Needs `old_log_probs` and `advantages`.
+
+        Returns one entry per mini-batch on the ranks that hold results, an empty list elsewhere; entries of all ranks add up. A mini-batch
+        whose gradient norm is not finite changes nothing and counts in `actor/skipped_updates`.
+        """
+        check_batch(batch)
+        if batch.old_log_probs is None or batch.advantages is None:
+            raise DataError("an update needs old_log_probs and advantages in the batch")
+        return [m for part in self._mini_batches(batch) if (m := self._update_once(part)) is not None]
+
+    def gradients(self, batch: TrainBatch) -> list[FloatParts]:
+        """Leaves the gradient of the loss over the whole batch, as one mini-batch, in the chunks' buffers.
+
+        Returns the loss metrics of this replica's micro-batches on the ranks that hold results, an empty list elsewhere.
+        """
+        micros = self._share(batch, self.config.actor.ppo_micro_batch_size_per_gpu)
+        inputs = [self._inputs(batch, micro) for micro in micros]
+        lengths = batch.response_lengths
+        denominators = Denominators(tokens=int(lengths.sum()), sequences=int((lengths > 0).sum()))
+        zero_gradients(self.chunks, self.optimizer)
+        parts = loss_pass(self.chunks, inputs, self.model.vocab_size, self.loss_parameters, denominators)
+        return [to_floats(p) for p in parts] if parallel.holds_result() else []
+
+    def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, full tensor) of every weight, on every rank, in the model's dtype; a tensor is valid until the next is asked for."""
+        return self.bridge.export_hf()
+
+    def close(self) -> None:
+        """Leaves the process groups. Safe to call twice."""
+        parallel.close()
+
+    def _mini_batches(self, batch: TrainBatch) -> Iterator[TrainBatch]:
+        rows = self.config.actor.ppo_mini_batch_size * self.config.rollout.n
+        return (batch.rows(part) for part in mini_batches(len(batch), rows))
+
+    def _update_once(self, batch: TrainBatch) -> FloatParts | None:
+        losses = self.gradients(batch)
+        result = step(self.optimizer, self.scheduler)
+        self.num_updates += result.applied
+        if not parallel.holds_result():
+            return None
+        return merge(losses) | (_step_metrics(result) if mpu.get_data_parallel_rank() == 0 else {})
+
+    def _share(self, batch: TrainBatch, micro_batch_size: int) -> tuple[MicroBatch, ...]:
+        lengths = batch.prompt_lengths + batch.response_lengths
+        count_multiple = self.layout.pipeline if self.layout.virtual_pipeline > 1 else 1
+        return split_micro_batches(lengths, self.layout.data, micro_batch_size, count_multiple)[mpu.get_data_parallel_rank()]
+
+    def _inputs(self, batch: TrainBatch, micro: MicroBatch) -> MicroInputs:
+        align = self.layout.tensor if self.layout.sequence_parallel else 1
+        return MicroInputs.of(micro_arrays(batch, micro, align), self.platform.device)
+
+
+def _step_metrics(result: StepResult) -> FloatParts:
+    """The same on every rank, so one rank hands them out."""
+    norm = {"actor/grad_norm": (result.grad_norm, 1.0)} if result.applied else {}
+    return norm | {"actor/lr": (result.lr, 1.0), "actor/skipped_updates": (float(not result.applied), 1.0)}
+
+
+def _loss_parameters(config: RunConfig) -> PolicyLossParameters:
+    loss = config.algorithm.policy_loss
+    return PolicyLossParameters(
+        loss_mode=loss.loss_mode,
+        loss_agg_mode=loss.loss_agg_mode,
+        clip_ratio_low=loss.clip_ratio_low,
+        clip_ratio_high=loss.clip_ratio_high,
+        clip_ratio_c=loss.clip_ratio_c,
+        loss_scale_factor=loss.loss_scale_factor,
+        entropy_coeff=config.algorithm.entropy_coeff,
+        kl_loss_coef=config.algorithm.kl_loss_coef if config.algorithm.use_kl_loss else 0.0,
+        kl_loss_type=config.algorithm.kl_loss_type,
+    )

@@ -1,0 +1,141 @@
+"""Between Hugging Face checkpoints and Megatron models. mbridge does the mapping; another bridge is another class here."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+import torch
+from mbridge import AutoBridge
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from transformers import AutoConfig
+
+from mrl.config.schema import ActorConfig, ModelConfig
+from mrl.errors import ConfigError
+from mrl.layout import TrainLayout, padded_vocab_size
+from mrl.megatron.hf_files import check_checkpoint
+from mrl.megatron.overrides import checked_overrides
+from mrl.models import ModelSpec
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Bridge(Protocol):
+    """What the actor needs of a bridge. All methods are collective: every rank calls them, in the same order."""
+
+    def build_model(self) -> list[torch.nn.Module]:
+        """The model chunks of this rank, wrapped for data-parallel training; weights are not set."""
+        ...
+
+    def load_hf(self, path: str) -> None:
+        """Fills the chunks from the safetensors files in `path`. Raises EnvironmentFault when they are not this model's."""
+        ...
+
+    def export_hf(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, full tensor) of every weight on every rank, in the model's dtype; a tensor is valid until the next is asked for."""
+        ...
+
+
+@dataclass
+class MBridge:
+    """mbridge 0.15.1 with transformers 5 and Megatron-core 0.16.1. Megatron's groups must exist before it is made."""
+
+    model_config: ModelConfig
+    actor_config: ActorConfig
+    model: ModelSpec
+    layout: TrainLayout
+    deterministic: bool = False  # Megatron's own switch, beside the platform's
+
+    def __post_init__(self) -> None:
+        _refuse_unmapped(self.model)
+        self.dtype = DTYPES[self.model_config.dtype]
+        pad_to = self.layout.tensor if padded_vocab_size(self.model.vocab_size, self.layout.tensor) != self.model.vocab_size else None
+        hf_config = _repaired_hf_config(self.model_config.path, self.model)
+        self._bridge = AutoBridge.from_config(hf_config, dtype=self.dtype, make_vocab_size_divisible_by=pad_to)
+        self._chunks: list[torch.nn.Module] = []
+        overrides = checked_overrides("model.override_transformer_config", self.model_config.override_transformer_config, TransformerConfig)
+        ours = _transformer_config(self.model, self.layout) | {"deterministic_mode": self.deterministic}
+        self._bridge.set_extra_args(**ours, **overrides)
+        if not find_spec("transformer_engine"):
+            self._use_torch_layers(overrides)
+
+    def _use_torch_layers(self, overrides: dict[str, Any]) -> None:
+        from mrl.megatron import torch_spec
+
+        self._bridge.set_extra_args(**torch_spec.CONFIG_WITHOUT_TRANSFORMER_ENGINE | overrides)
+        self._bridge.has_vp_stage = True  # mbridge sets it in the method that is replaced here
+        self._bridge._get_transformer_layer_spec = lambda vp_stage=None: torch_spec.decoder_block_spec(self._bridge.config, vp_stage)
+
+    def build_model(self) -> list[torch.nn.Module]:
+        ddp = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True}
+        ddp |= checked_overrides("actor.override_ddp_config", self.actor_config.override_ddp_config, DistributedDataParallelConfig)
+        with contextlib.redirect_stdout(sys.stderr):  # it prints parameter counts
+            self._chunks = self._bridge.get_model(
+                wrap_with_ddp=True,
+                bf16=self.dtype is torch.bfloat16,
+                ddp_config=ddp,
+                data_parallel_random_init=False,
+                post_model_creation_callbacks=[_mark_expert_parameters],
+            )
+        return self._chunks
+
+    def load_hf(self, path: str) -> None:
+        check_checkpoint(path, self.model)
+        with torch.no_grad():
+            self._bridge.load_weights(self._chunks, path)
+
+    def export_hf(self) -> Iterator[tuple[str, Tensor]]:
+        seen: set[str] = set()
+        with torch.no_grad():
+            for name, tensor in self._bridge.export_weights(self._chunks):
+                if name not in seen:  # tied embeddings come once from the first stage and once from the last
+                    seen.add(name)
+                    yield name, tensor
+
+
+def _refuse_unmapped(model: ModelSpec) -> None:
+    if model.is_moe and len(model.moe_layers) != model.num_layers:
+        raise ConfigError(
+            f"the {model.family} model has experts in {len(model.moe_layers)} of {model.num_layers} layers (mlp_only_layers or "
+            "decoder_sparse_step in config.json); the bridge maps models whose layers are all dense or all MoE"
+        )
+
+
+def _repaired_hf_config(path: str, model: ModelSpec) -> Any:
+    """transformers 5 renamed what mbridge reads."""
+    hf_config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    hf_config.rope_theta = model.rope_theta
+    if model.is_moe:
+        hf_config.num_experts = model.num_experts
+    return hf_config
+
+
+def _transformer_config(model: ModelSpec, layout: TrainLayout) -> dict[str, Any]:
+    """What differs from mbridge's defaults for every run."""
+    config: dict[str, Any] = {"sequence_parallel": layout.sequence_parallel}
+    if len({count for stage in layout.chunk_layers for count in stage}) > 1:
+        config["pipeline_model_parallel_layout"] = layout.pipeline_rows()
+    if model.is_moe:
+        # RL moves the policy by the reward alone: nothing else may push the router, and its choice must not depend on rounding.
+        config |= {
+            "moe_router_dtype": "fp32",
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_z_loss_coeff": None,
+            "moe_router_bias_update_rate": 0.0,
+            # Softmax over the chosen logits equals softmax over all, renormalised over the chosen.
+            "moe_router_pre_softmax": not model.norm_topk_prob,
+            "moe_shared_expert_gate": bool(model.shared_expert_intermediate_size),
+        }
+    return config
+
+
+def _mark_expert_parameters(chunk: torch.nn.Module, **_: Any) -> None:
+    """Megatron marks experts only where expert parallelism is on; without the mark, replicas over tensor ranks are never summed."""
+    for name, parameter in chunk.named_parameters():
+        if ".mlp.experts." in name:
+            parameter.allreduce = False

@@ -1,0 +1,127 @@
+"""Megatron's distributed Adam with its learning-rate schedule, and a step that never applies a gradient that is not finite."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from mrl.config.schema import OptimConfig
+from mrl.errors import ConfigError
+from mrl.megatron.overrides import checked_overrides
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did. `grad_norm` is the norm before clipping; `lr` is the rate that the step used."""
+
+    applied: bool
+    grad_norm: float
+    lr: float
+
+
+def build_optimizer(config: OptimConfig, chunks: list[torch.nn.Module], dtype: torch.dtype) -> MegatronOptimizer:
+    """Optimizer of wrapped chunks whose weights are set already: its float32 master weights are copied from them here."""
+    overrides = checked_overrides("actor.optim.override_optimizer_config", config.override_optimizer_config, OptimizerConfig)
+    values = {
+        "optimizer": "adam",
+        "lr": config.lr,
+        "min_lr": config.min_lr,
+        "weight_decay": config.weight_decay,
+        "adam_beta1": config.betas[0],
+        "adam_beta2": config.betas[1],
+        "adam_eps": config.eps,
+        "clip_grad": config.clip_grad,
+        "bf16": dtype is torch.bfloat16,
+        "params_dtype": dtype,
+        "use_distributed_optimizer": chunks[0].ddp_config.use_distributed_optimizer,
+    }
+    optimizer = get_megatron_optimizer(OptimizerConfig(**values | overrides), chunks, use_gloo_process_groups=False)
+    _count_every_expert(optimizer)
+    return optimizer
+
+
+def _count_every_expert(optimizer: MegatronOptimizer) -> None:
+    """Makes the gradient norm count experts on every tensor rank.
+
+    Parameters without tensor-parallel mark count on tensor rank 0 only, as copies. Experts are no copies over tensor ranks (other
+    experts, or other optimizer shards): what matters for them is the rank inside their own tensor group.
+    """
+    for part in optimizer.chained_optimizers:
+        if all(group.get("is_expert_parallel") for group in part.param_groups) and part.param_groups:
+            part.tp_group = mpu.get_expert_tensor_parallel_group()
+
+
+def build_scheduler(config: OptimConfig, optimizer: MegatronOptimizer, total_steps: int | None) -> OptimizerParamScheduler:
+    """Linear warm-up over `lr_warmup_steps`, then constant, or decay to `min_lr`, in optimizer steps.
+
+    Step k (from 1) of a warm-up of W steps uses lr * k / W; the last step of the decay uses `min_lr`.
+
+    `total_steps` is the length of the run, used when the decay names no length of its own. Raises ConfigError when neither is known.
+    """
+    decay_steps = config.lr_decay_steps or total_steps
+    if config.lr_decay_style == "constant":
+        decay_steps = config.lr_warmup_steps + 1  # not used by a constant rate, but has to exceed the warm-up
+    elif decay_steps is None:
+        raise ConfigError(
+            f"actor.optim.lr_decay_style={config.lr_decay_style} needs a length: set actor.optim.lr_decay_steps (optimizer steps) "
+            "or trainer.total_training_steps"
+        )
+    elif config.lr_warmup_steps >= decay_steps:
+        raise ConfigError(
+            f"actor.optim.lr_warmup_steps={config.lr_warmup_steps} leaves nothing of the {decay_steps} decay steps: "
+            f"allowed 0 to {decay_steps - 1}"
+        )
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0 if config.lr_warmup_steps else config.lr,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=config.lr_warmup_steps,
+        lr_decay_steps=decay_steps,
+        lr_decay_style=config.lr_decay_style,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+    scheduler.step(1)  # Megatron would take the first step with the rate of step 0, which under a warm-up is 0
+    return scheduler
+
+
+def zero_gradients(chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
+    """Clears both places that hold gradients: the buffers of the chunks and the optimizer's own references to them."""
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+
+
+@torch.no_grad()
+def step(optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler) -> StepResult:
+    """Clips and applies the gradients; leaves weights, moments and schedule as they were when the norm is not finite.
+
+    The norm is summed over all ranks, so every rank takes the same branch.
+    """
+    overflow = optimizer.prepare_grads()
+    grad_norm = math.nan if overflow else float(optimizer.get_grad_norm())
+    lr = current_lr(optimizer)
+    if not math.isfinite(grad_norm):
+        return StepResult(False, grad_norm, lr)
+    for part in optimizer.chained_optimizers:
+        parameters = [] if getattr(part, "is_stub_optimizer", False) else part.get_parameters()
+        if parameters and part.config.clip_grad > 0:
+            clip_grad_by_total_norm_fp32(
+                parameters, part.config.clip_grad, grad_norm, part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+            )
+    optimizer.step_with_ready_grads()
+    scheduler.step(1)
+    return StepResult(True, grad_norm, lr)
+
+
+def current_lr(optimizer: MegatronOptimizer) -> float:
+    """The rate that the next step will use."""
+    return float(next(group["lr"] for group in optimizer.param_groups if group.get("default_config", True)))

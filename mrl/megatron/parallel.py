@@ -1,0 +1,70 @@
+"""Joins this process to the run: torch.distributed, Megatron's process groups and generators, from the layout."""
+
+import math
+import os
+import socket
+from datetime import timedelta
+
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from mrl.errors import ConfigError, EnvironmentFault
+from mrl.layout import TrainLayout
+from mrl.platforms.base import Platform
+
+
+def free_port() -> int:
+    """A TCP port of this host that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def init_distributed(platform: Platform, rank: int, world_size: int, master_addr: str, master_port: int, timeout_s: float) -> None:
+    """Meets the other ranks. Every later collective fails after `timeout_s` instead of waiting forever.
+
+    Raises EnvironmentFault when the ranks do not meet in that time, or the port is taken.
+    """
+    os.environ.update(platform.network_environment(master_addr))
+    try:
+        dist.init_process_group(
+            platform.distributed_backend,
+            init_method=f"tcp://{master_addr}:{master_port}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except (RuntimeError, ValueError) as error:
+        raise EnvironmentFault(
+            f"actor rank {rank} of {world_size} could not meet the others at {master_addr}:{master_port} within {timeout_s:.0f} s: {error}"
+        ) from error
+
+
+def init_model_parallel(layout: TrainLayout, seed: int, timeout_s: float) -> None:
+    """Megatron's groups and random states. Call after `init_distributed`. Raises ConfigError when the world has another size."""
+    if dist.get_world_size() != layout.world_size:
+        raise ConfigError(f"actor.layout.world_size: the layout has {layout.world_size} ranks, {dist.get_world_size()} were started")
+    mpu.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
+        distributed_timeout_minutes=math.ceil(timeout_s / 60),
+        create_gloo_process_groups=False,  # only Megatron's own optimizer checkpoints use them
+    )
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def close() -> None:
+    """Leaves the run. Safe to call twice."""
+    if dist.is_initialized():
+        mpu.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def holds_result() -> bool:
+    """True on the ranks that hand out results of the last pipeline stage: one per data-parallel replica."""
+    return mpu.is_pipeline_last_stage(ignore_virtual=True) and mpu.get_tensor_model_parallel_rank() == 0

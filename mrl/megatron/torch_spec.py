@@ -1,0 +1,181 @@
+"""Layers in plain torch under Transformer Engine's parameter names, for installations without Transformer Engine.
+
+mbridge maps Transformer Engine's names (the norm before a linear layer belongs to that layer, experts are `weight{i}` of one grouped
+layer), so a model built from these modules loads and exports through it unchanged. Attributes on parameters tell Megatron how their
+gradients are to be summed; a wrong one leaves the loss right and the gradient wrong.
+"""
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
+
+# Fusions and schedules that need Transformer Engine, Apex or a CUDA kernel.
+CONFIG_WITHOUT_TRANSFORMER_ENGINE = {
+    "persist_layer_norm": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "masked_softmax_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "deallocate_pipeline_outputs": False,
+}
+
+
+def _norm_weight(size: int, config: TransformerConfig) -> torch.nn.Parameter:
+    weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype))
+    # Under sequence parallelism each tensor rank sees its own tokens (or heads); this asks for their sum over tensor ranks.
+    weight.sequence_parallel = config.sequence_parallel
+    return weight
+
+
+class Norm(torch.nn.Module):
+    """RMSNorm over the last dimension, named as TENorm."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_):
+        super().__init__()
+        self.weight, self.eps = _norm_weight(hidden_size, config), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+class NormColumnParallelLinear(ColumnParallelLinear):
+    """RMSNorm and column-parallel linear in one, named as TELayerNormColumnParallelLinear."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs):
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.layer_norm_weight = _norm_weight(input_size, config)
+
+    def forward(self, x: Tensor, *args, **kwargs):
+        normed = F.rms_norm(x, (x.shape[-1],), self.layer_norm_weight, self.config.layernorm_epsilon)
+        return super().forward(normed, *args, **kwargs)
+
+
+class GroupedLinear(torch.nn.Module):
+    """The local experts' matrices `weight{i}` [output, input], named as TEColumnParallelGroupedLinear."""
+
+    partition_dim = 0
+
+    def __init__(
+        self, num_gemms: int, input_size: int, output_size: int, *, config: TransformerConfig, init_method, bias: bool,
+        skip_bias_add: bool, is_expert: bool, tp_comm_buffer_name: str | None = None, pg_collection=None,
+    ):  # fmt: skip
+        super().__init__()
+        if bias or not is_expert:
+            raise ValueError("grouped linear layers stand for experts without bias")
+        expert_tensor_size = pg_collection.expt_tp.size()
+        shape = [output_size, input_size]
+        shape[self.partition_dim] //= expert_tensor_size
+        for i in range(num_gemms):
+            weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
+            if config.perform_initialization:
+                with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
+                    init_method(weight.data)
+            if expert_tensor_size > 1:  # mbridge gathers over tensor ranks what carries these, so unsliced experts must not
+                set_tensor_model_parallel_attributes(weight, True, self.partition_dim, 1)
+            self.register_parameter(f"weight{i}", weight)
+
+    def forward(self, x: Tensor, tokens_per_expert: list[int]) -> tuple[Tensor, None]:
+        """`x` [tokens, input], sorted by expert -> [tokens, output]."""
+        parts = x.split(list(tokens_per_expert))
+        return torch.cat([F.linear(part, getattr(self, f"weight{i}")) for i, part in enumerate(parts)]), None
+
+    def backward_dw(self) -> None:
+        """Weight gradients are never delayed here."""
+
+
+class GroupedRowLinear(GroupedLinear):
+    """Named as TERowParallelGroupedLinear."""
+
+    partition_dim = 1
+
+
+class CausalAttention(torch.nn.Module):
+    """Causal grouped-query attention of right-padded batches: a pad stands after every real token, so no real token can see one."""
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, attn_mask_type, attention_type: str,
+        cp_comm_type: str | None = None, softmax_scale: float | None = None, pg_collection=None,
+    ):  # fmt: skip
+        super().__init__()
+        if pg_collection.cp.size() > 1:
+            raise ValueError("attention without Transformer Engine does not do context parallelism")
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, attn_mask_type=None,
+        attention_bias: Tensor | None = None, packed_seq_params=None,
+    ) -> Tensor:  # fmt: skip
+        """`query` [seq, batch, heads, dim], `key` and `value` [seq, batch, groups, dim] -> [seq, batch, heads * dim]."""
+        if packed_seq_params is not None:
+            raise ValueError("attention without Transformer Engine does not do packed sequences")
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1])
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+class TorchSpecProvider(BackendSpecProvider):
+    """The modules above, for Megatron's layer specs."""
+
+    def column_parallel_linear(self) -> type:
+        return ColumnParallelLinear
+
+    def row_parallel_linear(self) -> type:
+        return RowParallelLinear
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        return True
+
+    def column_parallel_layer_norm_linear(self) -> type:
+        return NormColumnParallelLinear
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        return Norm
+
+    def core_attention(self) -> type:
+        return CausalAttention
+
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool) -> tuple[type, MLPSubmodules]:
+        return TEGroupedMLP, MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedRowLinear)
+
+    def activation_func(self) -> None:
+        return None
+
+
+def decoder_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """The layers of one model chunk of this rank; every layer is of one kind (all dense or all MoE)."""
+    layer, count = _layer_spec(config), get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=Norm)
+
+
+def _layer_spec(config: TransformerConfig) -> ModuleSpec:
+    is_moe = config.num_moe_experts is not None
+    attention = SelfAttentionSubmodules(
+        linear_qkv=NormColumnParallelLinear,
+        core_attention=CausalAttention,
+        linear_proj=RowParallelLinear,
+        q_layernorm=Norm if config.qk_layernorm else IdentityOp,
+        k_layernorm=Norm if config.qk_layernorm else IdentityOp,
+    )
+    mlp = get_mlp_module_spec_for_backend(TorchSpecProvider(), num_experts=config.num_moe_experts, moe_grouped_gemm=is_moe)
+    submodules = TransformerLayerSubmodules(
+        self_attention=ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
+        self_attn_bda=get_bias_dropout_add,
+        pre_mlp_layernorm=Norm if is_moe else IdentityOp,
+        mlp=mlp,
+        mlp_bda=get_bias_dropout_add,
+    )
+    return ModuleSpec(module=TransformerLayer, submodules=submodules)

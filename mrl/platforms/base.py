@@ -1,0 +1,62 @@
+"""What the trainer needs to know of a device."""
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Platform(Protocol):
+    """One kind of device. Implementations hold no state of their own beyond the chosen device index."""
+
+    name: str
+    distributed_backend: str  # of torch.distributed
+
+    @property
+    def device(self) -> "torch.device":
+        """The device of this process."""
+        ...
+
+    def set_device(self, local_rank: int) -> None:
+        """Chooses the device of this process from its rank on the host."""
+        ...
+
+    def apply_patches(self) -> None:
+        """Replaces in torch and Megatron what does not work here; in Megatron worker processes only, before a model is built."""
+        ...
+
+    def deterministic(self) -> None:
+        """Makes equal inputs give equal bits from here on, in this process."""
+        ...
+
+    def seed(self, seed: int) -> None:
+        """Seeds the device's generator (torch's CPU generator included)."""
+        ...
+
+    def rng_state(self) -> "torch.Tensor":
+        """State of the device's generator, uint8."""
+        ...
+
+    def set_rng_state(self, state: "torch.Tensor") -> None:
+        """Puts back what `rng_state` returned."""
+        ...
+
+    def synchronize(self) -> None:
+        """Waits for all work of this device."""
+        ...
+
+    def reset_peak_memory(self) -> None:
+        """Starts a new peak for `max_memory_allocated_gb`, where the device can."""
+        ...
+
+    def max_memory_allocated_gb(self) -> float:
+        """Peak of memory in use by this process, GiB."""
+        ...
+
+    def max_memory_reserved_gb(self) -> float:
+        """Peak of memory held by this process, GiB."""
+        ...
+
+    def network_environment(self, master_addr: str) -> dict[str, str]:
+        """Environment variables that must be set before torch.distributed starts with this rendezvous address."""
+        ...

@@ -1,0 +1,145 @@
+"""Everything that is replaced in torch and Megatron-core 0.16.1 inside Megatron worker processes: one table.
+
+Megatron takes an accelerator for granted. On CPU the accelerator's answers are given by the CPU itself; streams and events, which order
+work that here is already in order, do nothing. Rows with `devices` beyond cpu are defects of Megatron without Transformer Engine.
+"""
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from mrl.platforms.patches import MISSING, Patch
+
+_CPU = torch.device("cpu")
+_WITHOUT_TE = () if find_spec("transformer_engine") else ("cpu", "cuda")
+
+
+class _Event:
+    def synchronize(self) -> None:
+        pass
+
+
+class _Stream:
+    """A stream on a device that runs everything in order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+    def record_event(self, event: Any = None) -> _Event:
+        return _Event()
+
+
+_STREAM = _Stream()
+
+
+def _is_cuda(device: Any) -> bool:
+    return device is not None and str(device).startswith("cuda")
+
+
+def _on_cpu(factory: Any) -> Any:
+    """A tensor factory that answers a request for a CUDA tensor with a CPU tensor."""
+
+    def make(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        return factory(*args, device=_CPU if _is_cuda(device) else device, **kwargs)
+
+    return make
+
+
+def _known_constructors(original: Any) -> Any:
+    constructors = original.__wrapped__()  # of the factories as they are now, before they are wrapped
+    return lambda: constructors
+
+
+def _cuda_type_name(original: Any) -> Any:
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = original(self, *args, **kwargs)
+        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
+
+    return type_
+
+
+def _plain(sizes: Any) -> Any:
+    return sizes.tolist() if hasattr(sizes, "tolist") else sizes
+
+
+def _all_to_all_single(original: Any) -> Any:
+    def all_to_all_single(output: Any, input: Any, output_split_sizes: Any = None, input_split_sizes: Any = None, **kwargs: Any) -> Any:
+        return original(output, input, _plain(output_split_sizes), _plain(input_split_sizes), **kwargs)
+
+    return all_to_all_single
+
+
+def _all_gather(original: Any) -> Any:
+    def all_gather(tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, **kwargs: Any) -> Any:
+        if all(t.shape == tensor.shape for t in tensor_list):
+            return original(tensor_list, tensor, group=group, **kwargs)
+        rows = max(t.shape[0] for t in tensor_list)
+        padded = [tensor.new_empty(rows, *tensor.shape[1:]) for _ in tensor_list]
+        original(padded, F.pad(tensor, [0, 0] * (tensor.dim() - 1) + [0, rows - tensor.shape[0]]), group=group)
+        for target, source in zip(tensor_list, padded, strict=True):
+            target.copy_(source[: target.shape[0]])
+        return None
+
+    return all_gather
+
+
+def _recompute_without_fp8(original: Any) -> Any:
+    return lambda self, fp8=None: original(self, fp8 or None)
+
+
+def _answer(value: Any) -> Any:
+    """A function that gives one answer, whatever it is asked."""
+    return lambda original: lambda *args, **kwargs: value
+
+
+def _itself(original: Any) -> Any:
+    return lambda self, *args, **kwargs: self
+
+
+def _get_rng_state(original: Any) -> Any:
+    return lambda *args, **kwargs: torch.random.get_rng_state()
+
+
+def _set_rng_state(original: Any) -> Any:
+    return lambda state, *args, **kwargs: torch.random.set_rng_state(state)
+
+
+# The order matters in one place: the constructors of torch.device contexts are read before the factories are wrapped.
+PATCHES: tuple[Patch, ...] = (
+    Patch("torch.cuda.current_device", _answer(_CPU), "Megatron builds its tensors on this device"),
+    Patch("torch.cuda.synchronize", _answer(None), "pipeline stages wait for the shapes they receive"),
+    Patch("torch.cuda.get_rng_state", _get_rng_state, "the generator tracker saves a new state with it"),
+    Patch("torch.cuda.manual_seed", lambda _: torch.random.default_generator.manual_seed, "the generator tracker seeds with it"),
+    Patch("megatron.core.tensor_parallel.random._get_cuda_rng_state", _get_rng_state, "the generator tracker forks with it"),
+    Patch("megatron.core.tensor_parallel.random._set_cuda_rng_state", _set_rng_state, "the generator tracker forks with it"),
+    Patch("torch.cuda.Stream", lambda _: _Stream, "the all-to-all dispatcher makes a side stream"),
+    Patch("torch.cuda.current_stream", _answer(_STREAM), "the all-to-all dispatcher waits for it"),
+    Patch("torch.Tensor.cuda", _itself, "mbridge moves each model chunk to the device, Megatron tied embeddings"),
+    Patch("torch.Tensor.type", _cuda_type_name, "the optimizers recognise parameters by torch.cuda type names"),
+    Patch(
+        "torch.utils._device._device_constructors",
+        _known_constructors,
+        "torch.device('meta') contexts look the factories up here; wrapped ones would be missed and leave tensors unmoved",
+    ),
+    Patch("torch.tensor", _on_cpu, "gradient scalers and norms ask for device='cuda' by name"),
+    Patch("torch.zeros", _on_cpu, "schedules and gradient norms ask for device='cuda' by name"),
+    Patch("torch.distributed.all_to_all_single", _all_to_all_single, "gloo refuses split sizes given as tensors"),
+    Patch("torch.distributed.all_gather", _all_gather, "gloo refuses uneven sizes, which expert tensor parallelism gathers"),
+    Patch(
+        "megatron.core.transformer.moe.moe_utils.te_general_gemm",
+        lambda original: None if original is MISSING else original,
+        "the router reads this name although its import failed without Transformer Engine",
+        _WITHOUT_TE,
+    ),
+    Patch(
+        "megatron.core.tensor_parallel.random.CheckpointWithoutOutput.__init__",
+        _recompute_without_fp8,
+        "its default fp8=False counts as fp8 and reaches a Transformer Engine name",
+        _WITHOUT_TE,
+    ),
+)

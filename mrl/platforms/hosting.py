@@ -1,0 +1,75 @@
+"""How processes of each device are hosted: Ray resources, environment, engine arguments. No torch, so the driver stays light."""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from mrl.errors import EnvironmentFault
+
+
+@dataclass(frozen=True)
+class Hosting:
+    """One kind of device, seen from the process that starts others on it."""
+
+    device: str
+    ray_resource: str | None  # what Ray calls the accelerator
+    checks_batch_order: bool  # generation must not depend on what else is in the batch; only CPU can promise it
+
+    def ray_resources(self, cpus: float, devices: int) -> dict[str, float]:
+        """Resources of one process that uses `devices` accelerators."""
+        return {"CPU": cpus} | ({self.ray_resource: float(devices)} if self.ray_resource else {})
+
+    def actor_environment(self) -> dict[str, str]:
+        """Environment of one Megatron rank."""
+        if self.device == "cpu":
+            return {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        # one queue per device keeps the order in which Megatron overlaps communication with compute
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+    def engine_environment(self, engine_id: int, engines: int, tensor_parallel: int, kvcache_gib: int) -> dict[str, str]:
+        """Environment of one engine and the processes below it."""
+        common = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": "mrl"}
+        if self.device != "cpu":
+            return common
+        return common | {
+            "CUDA_VISIBLE_DEVICES": "",
+            "VLLM_CPU_KVCACHE_SPACE": str(kvcache_gib),
+            "VLLM_CPU_OMP_THREADS_BIND": cpu_binding(sorted(os.sched_getaffinity(0)), engine_id, engines, tensor_parallel),
+        }
+
+    def engine_arguments(self, max_model_len: int, max_num_batched_tokens: int | None) -> dict[str, Any]:
+        """Arguments of vLLM that this device needs, whatever the run says elsewhere."""
+        if self.device != "cpu":
+            return {}
+        return {
+            # A chunked prefill kills a request that has a seed, and makes log-probs depend on the rest of the batch.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(max_num_batched_tokens or 4096, max_model_len),
+            "enforce_eager": True,
+        }
+
+
+def cpu_binding(cores: list[int], engine_id: int, engines: int, tensor_parallel: int) -> str:
+    """vLLM's core list, `a,b|c,d` with one part a worker; every worker of every engine gets its share of the cores, at least one.
+
+    Shares wrap around when there are more workers than cores: slow, and still right.
+    """
+    workers = engines * tensor_parallel
+    share = max(1, len(cores) // workers)
+    parts = []
+    for worker in range(engine_id * tensor_parallel, (engine_id + 1) * tensor_parallel):
+        parts.append(",".join(str(cores[(worker * share + i) % len(cores)]) for i in range(share)))
+    return "|".join(parts)
+
+
+_HOSTING = {
+    "cpu": Hosting("cpu", None, checks_batch_order=True),
+    "cuda": Hosting("cuda", "GPU", checks_batch_order=False),
+}
+
+
+def get_hosting(device: str) -> Hosting:
+    """Hosting of a device by name. Raises EnvironmentFault for one that cannot be used yet."""
+    if device not in _HOSTING:
+        raise EnvironmentFault(f"cluster.device: {device} cannot be used yet; available: {', '.join(_HOSTING)}")
+    return _HOSTING[device]

@@ -1,0 +1,65 @@
+"""How a replaced symbol is described, put in place and taken out again. The rows themselves stand in cpu_patches."""
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from mrl.errors import EnvironmentFault
+
+MISSING = object()  # stands for the original of a name that Megatron never defined
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One replaced symbol: `make` gets the original and returns what stands in its place."""
+
+    target: str  # dotted path, e.g. "torch.cuda.Stream"
+    make: Callable[[Any], Any]
+    reason: str
+    devices: tuple[str, ...] = ("cpu",)
+
+
+_originals: dict[str, Any] = {}
+
+
+def rows_for(device: str) -> tuple[Patch, ...]:
+    """The rows that `device` needs in this installation."""
+    from mrl.platforms.cpu_patches import PATCHES
+
+    return tuple(p for p in PATCHES if device in p.devices)
+
+
+def apply(rows: Iterable[Patch]) -> None:
+    """Puts every row in place that is not in place yet. Raises EnvironmentFault in a process that has imported vllm."""
+    if "vllm" in sys.modules:
+        raise EnvironmentFault(
+            "torch cannot be adapted to Megatron in a process that has imported vllm: it would change what vllm runs on. "
+            "Run actor ranks and rollout engines in processes of their own"
+        )
+    for row in rows:
+        if row.target not in _originals:
+            owner, name = _owner(row.target)
+            original = _originals[row.target] = owner.__dict__.get(name, getattr(owner, name, MISSING))
+            setattr(owner, name, row.make(original))
+
+
+def revert(row: Patch) -> None:
+    """Puts the original back; for the tests that prove a row is still needed."""
+    owner, name = _owner(row.target)
+    original = _originals.pop(row.target)
+    if original is MISSING:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, original)
+
+
+def _owner(target: str) -> tuple[Any, str]:
+    """The module or class that holds the symbol, and the symbol's name in it."""
+    path, name = target.rsplit(".", 1)
+    try:
+        return importlib.import_module(path), name
+    except ModuleNotFoundError:
+        outer, inner = path.rsplit(".", 1)
+        return getattr(importlib.import_module(outer), inner), name
