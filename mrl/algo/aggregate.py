@@ -1,0 +1,94 @@
+"""From values per token to one number, with denominators counted over the whole mini-batch.
+
+A micro-batch gives a numerator; dividing it by the mini-batch's count makes the micro-batch losses add up to the mini-batch's loss, in
+value and in gradient, however the batch is cut or ordered.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mrl.algo.spec import AGGREGATIONS
+from mrl.errors import ConfigError
+
+Numerator = Callable[[Tensor, Tensor, float], Tensor]
+NUMERATORS: dict[str, Numerator] = {}
+
+
+@dataclass(frozen=True)
+class Denominators:
+    """Response tokens, and sequences with at least one response token, of a whole mini-batch over all ranks."""
+
+    tokens: int
+    sequences: int
+
+    def __add__(self, other: "Denominators") -> "Denominators":
+        return Denominators(self.tokens + other.tokens, self.sequences + other.sequences)
+
+    def of(self, loss_agg_mode: str) -> int:
+        """The count that divides this aggregation."""
+        return getattr(self, AGGREGATIONS[loss_agg_mode].denominator)
+
+
+def _aggregation(name: str) -> Callable[[Numerator], Numerator]:
+    def bind(function: Numerator) -> Numerator:
+        NUMERATORS[AGGREGATIONS[name].name] = function
+        return function
+
+    return bind
+
+
+@_aggregation("token-mean")
+def _tokens(values: Tensor, mask: Tensor, scale: float) -> Tensor:
+    return masked(values, mask).sum()
+
+
+@_aggregation("seq-mean-token-sum")
+def _token_sums(values: Tensor, mask: Tensor, scale: float) -> Tensor:
+    return masked(values, mask).sum()
+
+
+@_aggregation("seq-mean-token-mean")
+def _token_means(values: Tensor, mask: Tensor, scale: float) -> Tensor:
+    return sequence_mean(values, mask).sum()
+
+
+@_aggregation("seq-mean-token-sum-norm")
+def _scaled_token_sums(values: Tensor, mask: Tensor, scale: float) -> Tensor:
+    return masked(values, mask).sum() / scale
+
+
+def masked(values: Tensor, mask: Tensor) -> Tensor:
+    """`values` with zeros outside the mask, so that whatever stands in padding, NaN included, has no value and no gradient."""
+    return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
+
+
+def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """[batch]: mean over each row's masked tokens; 0 for a row without any."""
+    return masked(values, mask).sum(-1) / mask.sum(-1).clamp(min=1)
+
+
+def aggregate(values: Tensor, mask: Tensor, loss_agg_mode: str, loss_scale_factor: float | None = None) -> Tensor:
+    """Numerator of the aggregation, a scalar; divide it by `Denominators.of(loss_agg_mode)`.
+
+    `values` and `mask` (bool) are [batch, response_length]. `loss_scale_factor` is the constant of `seq-mean-token-sum-norm`; verl's
+    default for it, the padded width, changes with the batch, so here it has to be given (ConfigError).
+    """
+    spec = AGGREGATIONS.get(loss_agg_mode)
+    if spec is None:
+        raise ConfigError(f"loss_agg_mode: {loss_agg_mode!r} is unknown; allowed: {', '.join(AGGREGATIONS)}")
+    if spec.needs_scale_factor and loss_scale_factor is None:
+        raise ConfigError(f"loss_agg_mode {loss_agg_mode} needs loss_scale_factor, usually data.max_response_length; it is not set")
+    return NUMERATORS[loss_agg_mode](values, mask, loss_scale_factor or 1.0)
+
+
+def count(mask: Tensor) -> Denominators:
+    """Counts of one rank's part of a mini-batch ([batch, response_length] bool); add up the parts of all data-parallel ranks."""
+    return Denominators(int(mask.sum()), int(mask.any(-1).sum()))
+
+
+def local_weight(mask: Tensor, loss_agg_mode: str) -> Tensor:
+    """What this micro-batch contributes to the denominator, a scalar tensor on the mask's device (no sync)."""
+    return mask.sum() if AGGREGATIONS[loss_agg_mode].denominator == "tokens" else mask.any(-1).sum()

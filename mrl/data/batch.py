@@ -1,0 +1,73 @@
+"""What travels between generation, reward and training: plain integers, floats and numpy arrays; no torch."""
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One validated row of a data set, tokenised."""
+
+    prompt_id: int  # position of the row in the loaded data set, stable over runs and resumes
+    token_ids: tuple[int, ...]
+    data_source: str
+    ground_truth: Any
+    extra_info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response. Token ids in, token ids out: nothing is ever re-tokenised."""
+
+    prompt_id: int
+    group_id: int  # samples of one group share a prompt within one step
+    sample_id: int  # unique and stable within one step
+    seed: int
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    rollout_log_probs: tuple[float, ...]  # processed, at the sampling temperature; one per response token
+    stop_reason: str  # "stop" or "length"
+    weight_version: int
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """Samples of one step as arrays, right-padded; response arrays are aligned so that column t is response token t.
+
+    Rows are ordered by (group_id, sample_id), so a slice of whole prompts is a slice of rows.
+    """
+
+    input_ids: np.ndarray  # int64 [batch, length], prompt then response then pad
+    prompt_lengths: np.ndarray  # int64 [batch]
+    response_lengths: np.ndarray  # int64 [batch]
+    temperature: np.ndarray  # float32 [batch]
+    rollout_log_probs: np.ndarray  # float32 [batch, response_length]
+    old_log_probs: np.ndarray | None = None  # float32 [batch, response_length]
+    advantages: np.ndarray | None = None  # float32 [batch, response_length]
+
+    def __len__(self) -> int:
+        return len(self.prompt_lengths)
+
+    @property
+    def response_mask(self) -> np.ndarray:
+        """bool [batch, response_length]: true where a response token stands."""
+        return np.arange(self.rollout_log_probs.shape[1])[None] < self.response_lengths[:, None]
+
+    def rows(self, index: np.ndarray | slice) -> "TrainBatch":
+        """The same batch with only the given rows; widths are unchanged."""
+        picked = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{k: v[index] for k, v in picked.items() if v is not None})
+
+
+def collate(samples: list[Sample], temperature: float, pad_id: int) -> TrainBatch:
+    """Pads samples, in the given order, into a TrainBatch."""
+    prompt = np.array([len(s.prompt_ids) for s in samples], dtype=np.int64)
+    response = np.array([len(s.response_ids) for s in samples], dtype=np.int64)
+    ids = np.full((len(samples), int((prompt + response).max())), pad_id, dtype=np.int64)
+    log_probs = np.zeros((len(samples), int(response.max())), dtype=np.float32)
+    for row, s in enumerate(samples):
+        ids[row, : prompt[row] + response[row]] = s.prompt_ids + s.response_ids
+        log_probs[row, : response[row]] = s.rollout_log_probs
+    return TrainBatch(ids, prompt, response, np.full(len(samples), temperature, np.float32), log_probs)

@@ -1,0 +1,247 @@
+"""Validated, tokenised prompts in verl's schema, held as arrays, with a report of every row that was set aside.
+
+Schema: `data_source` str; the prompt (`prompt_key`), a list of {role, content} or one string, which is a single user message;
+`reward_model` {ground_truth, style}; `extra_info`, an optional mapping. Other columns are not read.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import pyarrow as pa
+
+from mrl.data.batch import Prompt
+from mrl.data.reader import RawRow, read_rows
+from mrl.errors import ConfigError, DataError
+
+EXAMPLES = 10
+ROWS_PER_CHUNK = 4096
+RESERVED_TEMPLATE_KEYS = ("add_generation_prompt", "tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length")
+
+
+class ChatTokenizer(Protocol):
+    """What is needed of a tokenizer."""
+
+    def apply_chat_template(self, conversation: list[dict[str, str]], **kwargs: Any) -> Any: ...
+
+
+@dataclass(frozen=True)
+class PromptParameters:
+    """How rows become prompts; names are those of the `data` section."""
+
+    prompt_key: str = "prompt"
+    max_prompt_length: int = 1024  # tokens
+    filter_overlong_prompts: bool = True
+    truncation: Literal["error", "left", "right", "middle"] = "error"
+    max_bad_row_share: float = 0.01
+    apply_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SetAside:
+    """A row that cannot be used, and why."""
+
+    file: str
+    row: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.file}, row {self.row}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What became of the rows read: rows = kept + bad + overlong filtered."""
+
+    rows: int
+    kept: int
+    bad: int
+    filtered: int  # over max_prompt_length, left out
+    truncated: int  # over max_prompt_length, cut; among the kept
+    examples: tuple[SetAside, ...]  # the first bad rows
+
+    def __str__(self) -> str:
+        head = f"{self.rows} rows read: {self.kept} kept ({self.truncated} truncated), {self.bad} bad, {self.filtered} over length"
+        return "\n  ".join([head, *map(str, self.examples)])
+
+
+class _BadRow(Exception):
+    """A row cannot become a prompt; the message says why."""
+
+
+@dataclass(frozen=True, eq=False)
+class PromptDataset(Sequence[Prompt]):
+    """Prompts by position. `prompt_id` is the row's number over all files, bad rows counted, so it finds the row again."""
+
+    tokens: pa.ChunkedArray  # list<int32>, one row a prompt
+    rest: pa.ChunkedArray  # JSON text: prompt_id, data_source, ground_truth, extra_info
+    report: LoadReport
+    data_sources: frozenset[str]  # all that occur, for checking that each has a reward function
+    fingerprint: str  # of prompt ids and tokens: an order can be resumed only on the same data
+
+    @classmethod
+    def load(
+        cls, files: Sequence[str], tokenizer: ChatTokenizer, parameters: PromptParameters, max_samples: int | None = None
+    ) -> "PromptDataset":
+        """Reads files until their end or `max_samples` kept prompts.
+
+        Raises DataError for unusable files, more bad rows than `max_bad_row_share`, prompts over length with truncation `error`, or
+        nothing left; ConfigError for template arguments that are not the user's to set.
+        """
+        _check_template_arguments(parameters.apply_chat_template_kwargs)
+        loader = _Loader(tokenizer, parameters)
+        for number, raw in enumerate(read_rows(files, parameters.prompt_key)):
+            loader.add(number, raw)
+            if max_samples is not None and loader.kept >= max_samples:
+                break
+        return loader.finish()
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> Prompt:
+        return Prompt(token_ids=tuple(self.tokens[index].as_py()), **json.loads(self.rest[index].as_py()))
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return (self[i] for i in range(len(self)))
+
+
+class _Loader:
+    """Accumulates rows, a chunk of Python objects at a time."""
+
+    def __init__(self, tokenizer: ChatTokenizer, parameters: PromptParameters):
+        self.tokenizer, self.parameters = tokenizer, parameters
+        self.rows = self.kept = self.bad = self.filtered = self.truncated = 0
+        self.examples: list[SetAside] = []
+        self.overlong: list[SetAside] = []
+        self.tokens: list[list[int]] = []
+        self.rest: list[str] = []
+        self.data_sources: set[str] = set()
+        self.token_chunks: list[pa.Array] = []
+        self.rest_chunks: list[pa.Array] = []
+        self.hash = hashlib.sha256()
+
+    def add(self, number: int, raw: RawRow) -> None:
+        self.rows += 1
+        try:
+            messages, rest = parse_row(raw, self.parameters.prompt_key)
+            tokens = self._tokenise(messages)
+        except _BadRow as problem:
+            self.bad += 1
+            self._note(self.examples, raw, str(problem))
+            return
+        tokens = self._fit(tokens, raw)
+        if tokens is not None:
+            self._keep(tokens, {"prompt_id": number, **rest})
+
+    def finish(self) -> PromptDataset:
+        report = LoadReport(self.rows, self.kept, self.bad, self.filtered, self.truncated, tuple(self.examples))
+        _check(report, self.truncated if self.overlong else 0, self.overlong, self.parameters)
+        self._flush()
+        tokens, rest = pa.chunked_array(self.token_chunks), pa.chunked_array(self.rest_chunks)
+        return PromptDataset(tokens, rest, report, frozenset(self.data_sources), self.hash.hexdigest())
+
+    def _tokenise(self, messages: list[dict[str, str]]) -> list[int]:
+        try:
+            out = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=False, **self.parameters.apply_chat_template_kwargs
+            )
+        except Exception as error:  # a template is a program of the model's author and raises what it likes
+            raise _BadRow(f"the chat template refused it: {type(error).__name__}: {error}") from error
+        ids = [int(i) for i in (out["input_ids"] if isinstance(out, Mapping) else out)]
+        if not ids:
+            raise _BadRow("the chat template gives no tokens")
+        return ids
+
+    def _fit(self, ids: list[int], raw: RawRow) -> list[int] | None:
+        """The prompt within max_prompt_length; None where it is left out."""
+        limit = self.parameters.max_prompt_length
+        if len(ids) <= limit:
+            return ids
+        if self.parameters.filter_overlong_prompts:
+            self.filtered += 1
+            return None
+        self.truncated += 1
+        if self.parameters.truncation == "error":
+            self._note(self.overlong, raw, f"{len(ids)} tokens")
+        return truncate(ids, limit, self.parameters.truncation)
+
+    def _keep(self, ids: list[int], rest: dict[str, Any]) -> None:
+        self.kept += 1
+        self.hash.update(repr((rest["prompt_id"], ids)).encode())
+        self.data_sources.add(rest["data_source"])
+        self.tokens.append(ids)
+        self.rest.append(json.dumps(rest, default=str))
+        if len(self.tokens) == ROWS_PER_CHUNK:
+            self._flush()
+
+    def _flush(self) -> None:
+        self.token_chunks.append(pa.array(self.tokens, pa.list_(pa.int32())))
+        self.rest_chunks.append(pa.array(self.rest, pa.string()))
+        self.tokens, self.rest = [], []
+
+    @staticmethod
+    def _note(notes: list[SetAside], raw: RawRow, reason: str) -> None:
+        if len(notes) < EXAMPLES:
+            notes.append(SetAside(raw.file, raw.row, reason))
+
+
+def parse_row(raw: RawRow, prompt_key: str) -> tuple[list[dict[str, str]], dict[str, Any]]:
+    """Messages, and the prompt's other fields. Values that JSON does not know (dates, decimals) become their text."""
+    if raw.problem:
+        raise _BadRow(raw.problem)
+    row = raw.value
+    if not isinstance(row["data_source"], str):
+        raise _BadRow(f"data_source is {_kind(row['data_source'])}, expected a string")
+    reward_model = row["reward_model"]
+    if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
+        raise _BadRow("reward_model.ground_truth is missing")
+    extra_info = row.get("extra_info")
+    if not isinstance(extra_info, dict | None):
+        raise _BadRow(f"extra_info is {_kind(extra_info)}, expected a mapping")
+    rest = {"data_source": row["data_source"], "ground_truth": reward_model["ground_truth"], "extra_info": extra_info or {}}
+    return _messages(row[prompt_key], prompt_key), rest
+
+
+def _messages(prompt: Any, key: str) -> list[dict[str, str]]:
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list) or not prompt:
+        raise _BadRow(f"{key} is {_kind(prompt)}, expected a string or a list of {{role, content}}")
+    for message in prompt:
+        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            raise _BadRow(f"{key} holds a message that is not {{role: text, content: text}}: {str(message)[:200]}")
+    # parquet gives every struct field to every message; a null one was not written
+    return [{k: v for k, v in message.items() if v is not None} for message in prompt]
+
+
+def truncate(ids: list[int], limit: int, side: str) -> list[int]:
+    """`limit` tokens: `left` cuts at the left, `right` at the right, `middle` keeps both ends (the right one is the longer)."""
+    if side == "middle":
+        head = limit // 2
+        return ids[:head] + ids[len(ids) - (limit - head) :]
+    return ids[-limit:] if side == "left" else ids[:limit]
+
+
+def _kind(value: Any) -> str:
+    return "empty" if value in (None, [], "") else f"{type(value).__name__} {str(value)[:60]!r}"
+
+
+def _check_template_arguments(arguments: Mapping[str, Any]) -> None:
+    reserved = [key for key in arguments if key in RESERVED_TEMPLATE_KEYS]
+    if reserved:
+        raise ConfigError(f"data.apply_chat_template_kwargs: {', '.join(reserved)} is set by mrl; leave it out")
+
+
+def _check(report: LoadReport, too_long: int, overlong: list[SetAside], parameters: PromptParameters) -> None:
+    if report.bad > parameters.max_bad_row_share * report.rows:
+        raise DataError(f"more bad rows than data.max_bad_row_share ({parameters.max_bad_row_share:g}) allows; {report}")
+    if too_long:
+        raise DataError(
+            f"{too_long} prompts are over data.max_prompt_length ({parameters.max_prompt_length} tokens); raise it, set "
+            "data.filter_overlong_prompts, or set data.truncation to left, right or middle\n  " + "\n  ".join(map(str, overlong))
+        )
+    if not report.kept:
+        raise DataError(f"no prompt is left to train on; {report}")

@@ -1,0 +1,58 @@
+"""The order of prompts as a pure function of (seed, epoch), and a position in it that is two integers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from mrl.data.batch import Prompt
+from mrl.errors import DataError
+
+
+@lru_cache(maxsize=2)
+def epoch_order(seed: int, epoch: int, size: int) -> np.ndarray:
+    """int64 [size], read-only: the epoch's permutation.
+
+    Sorts raw words of PCG64, a stream that numpy guarantees never to change; `Generator.permutation` is allowed to.
+    """
+    words = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(size)
+    order = np.argsort(words, kind="stable")
+    order.flags.writeable = False
+    return order
+
+
+@dataclass(frozen=True)
+class DataCursor:
+    """Where the next batch begins: `index` prompts of `epoch` have been drawn. `vars()` of it is its JSON."""
+
+    epoch: int = 0
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class PromptStream:
+    """Batches of prompts without end; an epoch's rest that does not fill a batch is dropped."""
+
+    prompts: Sequence[Prompt]
+    batch_size: int
+    seed: int
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        size = len(self.prompts)
+        if not 1 <= self.batch_size <= size:
+            raise DataError(f"data.train_batch_size is {self.batch_size} prompts and the data has {size}; allowed: 1 to {size}")
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return len(self.prompts) // self.batch_size
+
+    def next_batch(self, cursor: DataCursor) -> tuple[list[Prompt], DataCursor]:
+        """The batch at `cursor` and the cursor after it, whose epoch is the batch's."""
+        size = len(self.prompts)
+        if cursor.index + self.batch_size > size:
+            cursor = DataCursor(cursor.epoch + 1, 0)
+        order = epoch_order(self.seed, cursor.epoch, size) if self.shuffle else np.arange(size)
+        picked = order[cursor.index : cursor.index + self.batch_size]
+        return [self.prompts[int(i)] for i in picked], DataCursor(cursor.epoch, cursor.index + self.batch_size)

@@ -1,0 +1,81 @@
+"""Rows out of parquet and JSONL files, a record batch at a time, so that a large file is never Python objects all at once."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mrl.errors import DataError
+
+ROWS_AT_ONCE = 1024
+REQUIRED_COLUMNS = ("data_source", "reward_model")  # and the prompt's own
+
+
+@dataclass(frozen=True)
+class RawRow:
+    """One row as it stands in a file; `row` counts from 0 (in JSONL: the line number less one)."""
+
+    file: str
+    row: int
+    value: Any  # a mapping where the file is right
+    problem: str | None = None  # why there is no value
+
+
+def read_rows(files: Sequence[str], prompt_key: str) -> Iterator[RawRow]:
+    """All rows of all files in order. Raises DataError for a file that is missing, unreadable, of another kind or without the columns."""
+    readers = {".parquet": _parquet_rows, ".jsonl": _jsonl_rows}
+    for file in files:
+        path = Path(file).expanduser()
+        if path.suffix not in readers:
+            raise DataError(f"{file}: unknown kind of data file {path.suffix or '(no suffix)'!r}; allowed: {', '.join(readers)}")
+        if not path.is_file():
+            raise DataError(f"{file}: no such file (working directory: {Path.cwd()})")
+        yield from readers[path.suffix](path, (prompt_key, *REQUIRED_COLUMNS))
+
+
+def missing_columns(found: Sequence[str], expected: Sequence[str]) -> str | None:
+    """Says which expected columns are not among those found; None if all are."""
+    missing = [name for name in expected if name not in found]
+    if not missing:
+        return None
+    lists = [", ".join(names) or "none" for names in (missing, found, expected)]
+    return "no column {}; found: {}; expected: {} (data.prompt_key names the prompt's)".format(*lists)
+
+
+def _parquet_rows(path: Path, expected: Sequence[str]) -> Iterator[RawRow]:
+    try:
+        with pq.ParquetFile(path) as parquet:
+            names = parquet.schema_arrow.names
+            problem = missing_columns(names, expected)
+            if problem:
+                raise DataError(f"{path}: {problem}")
+            columns = [name for name in names if name in (*expected, "extra_info")]
+            row = 0
+            for batch in parquet.iter_batches(ROWS_AT_ONCE, columns=columns):
+                for value in batch.to_pylist():
+                    yield RawRow(str(path), row, value)
+                    row += 1
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path}: not readable as parquet: {error}") from error
+
+
+def _jsonl_rows(path: Path, expected: Sequence[str]) -> Iterator[RawRow]:
+    """Line by line with the json module: pyarrow's reader refuses a whole file for one bad line or one answer of another type."""
+    with path.open("rb") as lines:
+        for row, line in enumerate(lines):
+            if line.strip():
+                yield _jsonl_row(str(path), row, line, expected)
+
+
+def _jsonl_row(file: str, row: int, line: bytes, expected: Sequence[str]) -> RawRow:
+    try:
+        value = json.loads(line)
+    except ValueError as error:  # not JSON, or not UTF-8
+        return RawRow(file, row, None, f"not JSON: {error}")
+    if not isinstance(value, dict):
+        return RawRow(file, row, None, f"a JSON {type(value).__name__} where an object is expected")
+    return RawRow(file, row, value, missing_columns(list(value), expected))

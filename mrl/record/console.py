@@ -1,0 +1,163 @@
+"""What a person sees while a run goes on: a line a step, or a live table where there is a terminal."""
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
+
+Metrics = Mapping[str, float]
+
+HEADLINE = {
+    "reward": "critic/score/mean",
+    "length": "response_length/mean",
+    "entropy": "actor/entropy",
+    "clip": "actor/pg_clipfrac",
+    "grad": "actor/grad_norm",
+    "mismatch": "training/rollout_probs_diff_mean",
+    "tok/s/dev": "perf/throughput",
+}
+PHASE = "timing_s/"
+SHOWN_STEPS = 12
+
+
+def make_console(total_steps: int, stream: TextIO | None = None) -> "PlainConsole | LiveConsole":
+    """A live table on a terminal, else plain lines."""
+    stream = stream or sys.stdout
+    return LiveConsole(total_steps, stream) if stream.isatty() else PlainConsole(total_steps, stream)
+
+
+class Clock:
+    """Time left, from the mean step time so far in this process: set-up and validation before the first step are not counted."""
+
+    def __init__(self, total_steps: int, now: Callable[[], float] = time.monotonic) -> None:
+        self._total, self._now = total_steps, now
+        self._spent, self._steps = 0.0, 0
+
+    def left(self, step: int, metrics: Metrics) -> str:
+        """`1:02:03`; `?` before the first step is timed."""
+        if PHASE + "step" in metrics:
+            self._spent, self._steps = self._spent + metrics[PHASE + "step"], self._steps + 1
+        if not self._steps:
+            return "?"
+        return hms((self._total - step) * self._spent / self._steps)
+
+
+def hms(seconds: float) -> str:
+    """`h:mm:ss`."""
+    minutes, rest = divmod(round(max(seconds, 0.0)), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+def phases(metrics: Metrics) -> dict[str, float]:
+    """Seconds by phase, longest first, without the step as a whole."""
+    times = {name.removeprefix(PHASE): value for name, value in metrics.items() if name.startswith(PHASE) and name != PHASE + "step"}
+    return dict(sorted(times.items(), key=lambda item: -item[1]))
+
+
+def validation(metrics: Metrics) -> dict[str, float]:
+    """Held-out scores of this line."""
+    return {name: value for name, value in metrics.items() if name.startswith("val-core/")}
+
+
+def format_line(step: int, total_steps: int, metrics: Metrics, left: str) -> str:
+    """One plain line, metrics in a fixed order, those that are absent left out."""
+    words = [f"step {step}/{total_steps}"]
+    words += [f"{label} {metrics[name]:.4g}" for label, name in HEADLINE.items() if metrics.get(name) is not None]
+    words += [f"{name} {value:.4g}" for name, value in validation(metrics).items() if value is not None]
+    if PHASE + "step" in metrics:
+        times = ", ".join(f"{name} {seconds:.1f}" for name, seconds in phases(metrics).items())
+        words.append(f"{metrics[PHASE + 'step']:.1f} s ({times})")
+    return " | ".join([*words, f"left {left}"])
+
+
+class Pace:
+    """Lets something happen at most once in `seconds`; the first time is `seconds` after the start."""
+
+    def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
+        self._seconds, self._now, self._last = seconds, now, now()
+
+    def due(self) -> bool:
+        """True when it is time again."""
+        if self._now() - self._last < self._seconds:
+            return False
+        self._last = self._now()
+        return True
+
+
+class PlainConsole:
+    """A line a step, and in a phase that takes long a line now and then."""
+
+    def __init__(self, total_steps: int, stream: TextIO, pace: Pace | None = None) -> None:
+        self._total, self._stream, self._clock = total_steps, stream, Clock(total_steps)
+        self._pace = pace or Pace(30.0)
+
+    def progress(self, phase: str, done: int, total: int) -> None:
+        """Says how far a phase is."""
+        if self._pace.due():
+            print(f"{phase}: {done} of {total}", file=self._stream, flush=True)
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        print(format_line(step, self._total, metrics, self._clock.left(step, metrics)), file=self._stream, flush=True)
+
+    def close(self) -> None:
+        self._stream.flush()
+
+
+class LiveConsole:
+    """A table of the last steps that is drawn in place; the last picture stays when the run ends."""
+
+    def __init__(self, total_steps: int, stream: TextIO) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._total, self._clock = total_steps, Clock(total_steps)
+        self._rows: list[tuple[int, dict[str, float]]] = []
+        self._left, self._pace = "?", Pace(0.25)
+        self._live = Live(console=Console(file=stream), auto_refresh=False)
+        self._live.start()
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        self._rows = [*self._rows, (step, dict(metrics))][-SHOWN_STEPS:]
+        self._left = self._clock.left(step, metrics)
+        self._live.update(make_table(self._rows, self._total, self._left), refresh=True)
+
+    def progress(self, phase: str, done: int, total: int) -> None:
+        """Shows how far a phase is, below the table."""
+        if self._pace.due():
+            note = f"{phase}: {done} of {total}"
+            self._live.update(make_table(self._rows, self._total, self._left, note) if self._rows else note, refresh=True)
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+def make_table(rows: list[tuple[int, dict[str, float]]], total_steps: int, left: str, note: str = "") -> Any:
+    """A rich table: one row a step with headline metrics and held-out score; the phases of the last step, or `note`, stand below.
+
+    Columns that no row fills are left out, so that it fits 80 characters.
+    """
+    from rich.table import Table
+
+    last_step, last = rows[-1]
+    times = ", ".join(f"{name} {seconds:.1f}" for name, seconds in phases(last).items())
+    table = Table(
+        title=f"step {last_step} of {total_steps}, {left} left", caption=note or (f"seconds: {times}" if times else None), box=None
+    )
+    table.padding, table.pad_edge = (0, 1, 0, 0), False
+    cells = [_cells(step, metrics) for step, metrics in rows]
+    columns = [label for label in cells[0] if any(row[label] for row in cells)]
+    for label in columns:
+        table.add_column(label, justify="right")
+    for row in cells:
+        table.add_row(*(row[label] for label in columns))
+    return table
+
+
+def _cells(step: int, metrics: Metrics) -> dict[str, str]:
+    headline = {label: _cell(metrics.get(name)) for label, name in HEADLINE.items()}
+    held_out = " ".join(_cell(value) for value in validation(metrics).values())
+    return {"step": str(step), **headline, "held-out": held_out, "seconds": _cell(metrics.get(PHASE + "step"))}
+
+
+def _cell(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"

@@ -1,0 +1,114 @@
+"""Metrics as plain numbers: how parts are reduced, and what is read off a step's batch. numpy only."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from mrl.data.batch import TrainBatch
+from mrl.record.spec import DEVIATIONS, metric_spec
+
+MetricParts = Mapping[str, tuple[float, float]]  # mean: (sum of value x weight, sum of weight); any other kind: (value, 1)
+
+GENERATING = "gen"  # its time is shared among response tokens; every other phase's among all tokens
+PER_TOKEN_PHASES = (GENERATING, "ref", "old_log_prob", "adv", "update_actor")
+
+
+def reduce_parts(parts: Iterable[MetricParts]) -> dict[str, float]:
+    """One number a metric, by its declared kind, over micro-batches and ranks in the given order.
+
+    A mean without any weight is left out. Second moments become standard deviations. Raises KeyError for a metric that is not declared.
+    """
+    gathered: dict[str, list[tuple[float, float]]] = {}
+    for one in parts:
+        for name, part in one.items():
+            gathered.setdefault(name, []).append(part)
+    reduced = {name: _reduce(metric_spec(name).kind, pairs) for name, pairs in gathered.items()}
+    return _with_deviations({name: value for name, value in reduced.items() if value is not None})
+
+
+def _reduce(kind: str, pairs: Sequence[tuple[float, float]]) -> float | None:
+    values = [value for value, _ in pairs]
+    match kind:
+        case "mean":
+            weight = math.fsum(w for _, w in pairs)
+            return math.fsum(values) / weight if weight else None
+        case "sum":
+            return math.fsum(values)
+        case "max" | "min":
+            return float((np.max if kind == "max" else np.min)(values))  # numpy's, so that a NaN is kept and seen
+        case _:
+            return values[-1]
+
+
+def _with_deviations(values: dict[str, float]) -> dict[str, float]:
+    for name, (mean, square) in DEVIATIONS.items():
+        if mean in values and square in values:
+            values[name] = math.sqrt(max(values.pop(square) - values[mean] ** 2, 0.0))
+    return values
+
+
+def distribution(prefix: str, values: np.ndarray | Sequence[float]) -> dict[str, float]:
+    """`prefix/mean`, `prefix/max`, `prefix/min` of all values; nothing of none."""
+    array = np.asarray(values, dtype=np.float64)
+    if array.size == 0:
+        return {}
+    return {f"{prefix}/mean": float(array.mean()), f"{prefix}/max": float(array.max()), f"{prefix}/min": float(array.min())}
+
+
+def reward_metrics(scores: np.ndarray, rewards: np.ndarray) -> dict[str, float]:
+    """`critic/score/*` (as the reward function gave them) and `critic/rewards/*` (after penalties); both [batch]."""
+    return distribution("critic/score", scores) | distribution("critic/rewards", rewards)
+
+
+def batch_metrics(
+    batch: TrainBatch, max_prompt_length: int, max_response_length: int, returns: np.ndarray | None = None
+) -> dict[str, float]:
+    """Lengths, and advantages and returns over response tokens.
+
+    `returns` is [batch, response_length]; None where they are the advantages, as in every estimator without a critic.
+    """
+    metrics = _length_metrics("prompt_length", batch.prompt_lengths, max_prompt_length)
+    metrics |= _length_metrics("response_length", batch.response_lengths, max_response_length)
+    if batch.advantages is not None:
+        mask = batch.response_mask
+        metrics |= distribution("critic/advantages", batch.advantages[mask])
+        metrics |= distribution("critic/returns", (batch.advantages if returns is None else returns)[mask])
+    return metrics
+
+
+def _length_metrics(prefix: str, lengths: np.ndarray, longest: int) -> dict[str, float]:
+    return distribution(prefix, lengths) | {f"{prefix}/clip_ratio": float((lengths >= longest).mean())}
+
+
+def seqlen_metrics(lengths: np.ndarray, trained: Sequence[np.ndarray]) -> dict[str, float]:
+    """`global_seqlen/*`: tokens a data-parallel rank, for the batch cut in order into equal shares and as it is trained.
+
+    `lengths` are tokens a sequence, [batch]; `trained` holds the rows of each data-parallel rank. As in verl, `minmax_diff` is that of the
+    cut in order.
+    """
+    plain = np.array([share.sum() for share in np.array_split(lengths, len(trained))])
+    balanced = np.array([lengths[rows].sum() for rows in trained])
+    return {
+        "global_seqlen/min": float(plain.min()),
+        "global_seqlen/max": float(plain.max()),
+        "global_seqlen/minmax_diff": float(plain.max() - plain.min()),
+        "global_seqlen/balanced_min": float(balanced.min()),
+        "global_seqlen/balanced_max": float(balanced.max()),
+        "global_seqlen/mean": float(plain.mean()),
+    }
+
+
+def speed_metrics(batch: TrainBatch, seconds: Mapping[str, float], devices: int) -> dict[str, float]:
+    """`perf/*` and `timing_per_token_ms/*` from the phases' seconds (without the `timing_s/` prefix).
+
+    `devices` counts all devices of the run, trainer's and engines'. Throughput is prompt and response tokens over step time and devices.
+    """
+    response = int(batch.response_lengths.sum())
+    total = response + int(batch.prompt_lengths.sum())
+    shares = {name: response if name == GENERATING else total for name in PER_TOKEN_PHASES}
+    metrics = {f"timing_per_token_ms/{name}": 1e3 * seconds[name] / tokens for name, tokens in shares.items() if name in seconds and tokens}
+    metrics["perf/total_num_tokens"] = float(total)
+    if seconds.get("step"):
+        metrics |= {"perf/time_per_step": seconds["step"], "perf/throughput": total / seconds["step"] / devices}
+    return metrics

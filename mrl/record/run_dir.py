@@ -1,0 +1,211 @@
+"""The folder of one run: its layout, whose it is, and how it is continued without a line lost or doubled."""
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from mrl.errors import ConfigError
+
+CONFIG = "config.resolved.yaml"
+METRICS = "metrics.jsonl"
+LOCK = "run.lock"
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths of a run directory. Made by `RunDir.open`, which also takes the lock; `close` gives it back."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / CONFIG
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / METRICS
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @classmethod
+    def open(cls, path: Path | str, config_yaml: str, resume: bool = False) -> "RunDir":
+        """Takes `path` for this process, makes its folders and writes the resolved configuration where none stands.
+
+        A folder that holds a run is opened only to resume it, and keeps its configuration until `write_config`: an attempt to resume that
+        fails changes nothing. What an attempt left that reached no step is removed, and so are checkpoints that were never finished.
+        Raises ConfigError where another run stands, where a live process holds it, or where no folder can be written.
+        """
+        run = cls(Path(path))
+        try:
+            run._make(resume)
+            _take_lock(run.path / LOCK)
+        except OSError as error:
+            raise ConfigError(f"trainer.run_dir: cannot write {run.path} ({error.strerror}); give another one") from error
+        if not resume:
+            run.truncate_metrics(-1)  # what an attempt that reached no step left
+        for unfinished in run.checkpoints.glob("*.tmp-*"):
+            shutil.rmtree(unfinished, ignore_errors=True)  # its process was killed; no live one has this directory
+        if not (resume and run.config.exists()):
+            run.write_config(config_yaml)
+        return run
+
+    def write_config(self, config_yaml: str) -> None:
+        """Replaces the resolved configuration."""
+        write_text(self.config, config_yaml)
+
+    def refuse_another_run(self) -> None:
+        """Raises ConfigError where a run stands that has something to lose: a step, or a checkpoint."""
+        if self._holds_a_run():
+            raise ConfigError(
+                f"trainer.run_dir: {self.path} holds another run; "
+                "pass --resume to continue it, or give another --run-dir, or remove the folder"
+            )
+
+    def _make(self, resume: bool) -> None:
+        if not resume:
+            self.refuse_another_run()
+        for folder in (self.path, self.samples, self.checkpoints, self.logs):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def _holds_a_run(self) -> bool:
+        """Whether anything is there to lose. A run that died before its first step leaves at most a validation of the untrained model."""
+        trained = any(row["training/global_step"] > 0 for _, row in _whole_lines(self.metrics))
+        return trained or (self.checkpoints.is_dir() and any(self.checkpoints.iterdir()))
+
+    def close(self) -> None:
+        """Gives the lock back, if it is this process's."""
+        _give_back(self.path / LOCK)
+
+    def truncate_metrics(self, after_step: int) -> int:
+        """Drops what was written past `after_step`, the step of the checkpoint that is resumed; returns the number of lines kept.
+
+        The steps that are trained again write their lines, and samples, again, so none is there twice. A torn last line, left by a crash in
+        the middle of a write, is dropped. The file is rewritten atomically.
+        """
+        kept = [line for line, row in _whole_lines(self.metrics) if row["training/global_step"] <= after_step]
+        write_text(self.metrics, "".join(kept))
+        for file in self.samples.glob("step-*.jsonl"):
+            if int(file.stem.removeprefix("step-")) > after_step:
+                file.unlink()
+        shutil.rmtree(self.tensorboard, ignore_errors=True)  # its files cannot be cut; the sink writes the kept lines anew
+        return len(kept)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl, in order, without a torn last line; none of a file that is not there.
+
+    Raises ConfigError, naming the line, when a line in the middle is no JSON object.
+    """
+    return [row for _, row in _whole_lines(path)]
+
+
+def _whole_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    for number, line in enumerate(lines, 1):
+        if number == len(lines) and not line.endswith("\n"):
+            return  # torn: a line counts once its newline is there
+        try:
+            row = json.loads(line)
+            row["training/global_step"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path}:{number}: not a metrics line ({error!r}); mend or remove the line") from error
+        yield line, row
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces `path` atomically and durably: readers see the old text or the new one."""
+    work = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with work.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    work.replace(path)
+
+
+def _take_lock(lock: Path) -> None:
+    """Puts this process's mark into `lock`. Raises ConfigError while its holder lives; a stale mark is replaced."""
+    with _guarded(lock) as file:
+        holder = _holder(file)
+        if holder is not None and _alive(holder):
+            raise ConfigError(
+                f"trainer.run_dir: {lock.parent} is in use by process {holder['pid']} on host {holder['host']}; "
+                f"stop that run or give another --run-dir (if it is certainly dead, remove {lock})"
+            )
+        file.truncate(0)
+        json.dump(_own_mark(), file)
+
+
+def _give_back(lock: Path) -> None:
+    with _guarded(lock) as file:
+        if _holder(file) == _own_mark():
+            file.truncate(0)
+
+
+@contextmanager
+def _guarded(lock: Path) -> Iterator[TextIO]:
+    """The lock file, which is never removed, under the kernel's lock: two processes cannot both find it stale and both take it."""
+    with lock.open("a+", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield file
+
+
+def _holder(file: TextIO) -> dict[str, Any] | None:
+    """The mark in an open lock file; None of an empty or unreadable one."""
+    file.seek(0)
+    try:
+        mark = json.load(file)
+        return {"host": mark["host"], "pid": int(mark["pid"]), "started": mark["started"]}
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _own_mark() -> dict[str, Any]:
+    return {"host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid())}
+
+
+def _alive(holder: dict[str, Any]) -> bool:
+    """Of another host nothing can be known, so its lock counts; here the same pid with another start time is another process."""
+    if holder["host"] != socket.gethostname():
+        return True
+    try:
+        os.kill(holder["pid"], 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return _started(holder["pid"]) == holder["started"]
+
+
+def _started(pid: int) -> str | None:
+    """Start time of a process in clock ticks since boot (field 22 of Linux's /proc/PID/stat); None where there is no such file."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return None

@@ -1,0 +1,161 @@
+"""Every metric that a run may write: name, how parts of it are reduced, unit, meaning. A torch-free table, read by code and docs alike.
+
+Names are verl's where verl has the same metric, so that dashboards carry over; those under `reshard/` and `router/` are mrl's own.
+A `*` in a name stands for any text without an empty part: `val-core/*/mean@*`.
+"""
+
+import difflib
+import functools
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["sum", "mean", "max", "min", "last"]
+
+
+@dataclass(frozen=True)
+class MetricSpec:
+    """One metric, or one family of metrics with the same meaning.
+
+    `kind` says how parts from micro-batches and ranks become one number: mean parts are (sum of value x weight, sum of weight), all others
+    (value, 1). `last` takes the last part: what every rank knows alike, such as the learning rate.
+    """
+
+    name: str
+    kind: Kind
+    unit: str
+    summary: str
+
+
+def _distribution(prefix: str, unit: str, summary: str) -> list[MetricSpec]:
+    return [
+        MetricSpec(f"{prefix}/mean", "mean", unit, f"{summary}, mean"),
+        MetricSpec(f"{prefix}/max", "max", unit, f"{summary}, largest"),
+        MetricSpec(f"{prefix}/min", "min", unit, f"{summary}, smallest"),
+    ]
+
+
+def _phase(name: str, summary: str) -> MetricSpec:
+    return MetricSpec(f"timing_s/{name}", "max", "s", f"Wall time: {summary}")
+
+
+_TRAINING = [
+    MetricSpec("training/global_step", "last", "steps", "Steps finished when the line was written; 0 is the start"),
+    MetricSpec("training/epoch", "last", "epochs", "Passes over the training prompts that were begun before this step"),
+    MetricSpec("train/num_gen_batches", "last", "batches", "Prompt batches generated to fill this step's batch"),
+    MetricSpec("training/rollout_probs_diff_mean", "mean", "probability", "|p_actor - p_rollout| of the sampled tokens, mean"),
+    MetricSpec("training/rollout_probs_diff_max", "max", "probability", "|p_actor - p_rollout|, largest"),
+    MetricSpec("training/rollout_probs_diff_std", "last", "probability", "|p_actor - p_rollout|, standard deviation"),
+    MetricSpec("training/rollout_log_probs_abs_diff_mean", "mean", "nats", "|log p_actor - log p_rollout| of the sampled tokens, mean"),
+    MetricSpec("training/rollout_log_probs_abs_diff_max", "max", "nats", "|log p_actor - log p_rollout|, largest"),
+    MetricSpec("training/rollout_actor_probs_pearson_corr", "last", "1", "Correlation of the actor's and the rollout's probabilities"),
+    MetricSpec("rollout_corr/kl", "mean", "nats/token", "KL(rollout || actor), mean log ratio"),
+    MetricSpec("rollout_corr/k3_kl", "mean", "nats/token", "KL(rollout || actor), the k3 estimate, never negative"),
+    MetricSpec("rollout_corr/*", "mean", "1", "Off-policy correction: weights, rejected shares, perplexities"),
+]
+
+_CRITIC = [
+    *_distribution("critic/score", "reward", "Score of a response, as the reward function gave it"),
+    *_distribution("critic/rewards", "reward", "Reward of a response after penalties"),
+    *_distribution("critic/advantages", "1", "Advantage over the response tokens"),
+    *_distribution("critic/returns", "1", "Return over the response tokens"),
+    MetricSpec("reward/failed", "sum", "responses", "Responses whose reward function raised, hung, died or gave no finite number"),
+    MetricSpec("reward/failure_share", "mean", "share", "Failed rewards over all rewards of the step"),
+]
+
+_ACTOR = [
+    MetricSpec("actor/pg_loss", "mean", "1", "Policy loss"),
+    MetricSpec("actor/pg_clipfrac", "mean", "share", "Share of response tokens that the band clips; under GSPO whole sequences"),
+    MetricSpec("actor/pg_clipfrac_lower", "mean", "share", "Share clipped by the dual clip"),
+    MetricSpec("actor/ppo_kl", "mean", "nats/token", "KL(old || current), mean log ratio"),
+    MetricSpec("actor/log_seq_ratio_mean", "mean", "nats/token", "Log of the sequence ratio current/old, length-normalised"),
+    MetricSpec(
+        "actor/log_seq_ratio_square_mean", "mean", "nats²", "Second moment of the log sequence ratio; becomes its standard deviation"
+    ),
+    MetricSpec("actor/log_seq_ratio_std", "last", "nats/token", "Standard deviation of the log sequence ratio: the scale of a clip band"),
+    MetricSpec("actor/entropy", "mean", "nats/token", "Entropy of the policy that generated, mean over response tokens"),
+    MetricSpec("actor/entropy_loss", "mean", "nats/token", "Entropy as it stands in the loss, under its aggregation"),
+    MetricSpec("actor/kl_loss", "mean", "nats", "KL to the reference model as it stands in the loss"),
+    MetricSpec("actor/kl_coef", "last", "1", "Coefficient of the KL loss"),
+    MetricSpec("actor/grad_norm", "mean", "1", "Gradient norm before clipping, mean over the step's updates"),
+    MetricSpec("actor/lr", "last", "1", "Learning rate of the step's last update"),
+    MetricSpec("actor/updates", "sum", "updates", "Optimizer updates of the step"),
+    MetricSpec("actor/skipped_updates", "sum", "updates", "Updates left out because the gradient norm was not finite"),
+]
+
+_LENGTHS = [
+    *_distribution("response_length", "tokens", "Response length"),
+    MetricSpec("response_length/clip_ratio", "mean", "share", "Responses as long as the longest allowed"),
+    *_distribution("prompt_length", "tokens", "Prompt length"),
+    MetricSpec("prompt_length/clip_ratio", "mean", "share", "Prompts as long as the longest allowed"),
+    MetricSpec("global_seqlen/min", "min", "tokens", "Smallest load of a data-parallel rank, batch cut in order"),
+    MetricSpec("global_seqlen/max", "max", "tokens", "Largest load of a data-parallel rank, batch cut in order"),
+    MetricSpec("global_seqlen/minmax_diff", "max", "tokens", "Largest minus smallest load, batch cut in order"),
+    MetricSpec("global_seqlen/balanced_min", "min", "tokens", "Smallest load of a data-parallel rank as trained"),
+    MetricSpec("global_seqlen/balanced_max", "max", "tokens", "Largest load of a data-parallel rank as trained"),
+    MetricSpec("global_seqlen/mean", "mean", "tokens", "Mean load of a data-parallel rank"),
+]
+
+_TIMING = [
+    _phase("gen", "generation, rewards overlapping"),
+    _phase("reshard", "weights from the trainer into the engines, proof included"),
+    _phase("reward", "waiting for rewards after generation"),
+    _phase("old_log_prob", "log-probs under the old policy"),
+    _phase("ref", "log-probs under the reference model"),
+    _phase("adv", "advantages"),
+    _phase("update_actor", "all updates of the step"),
+    _phase("save_checkpoint", "saving"),
+    _phase("testing", "validation"),
+    _phase("step", "the whole step"),
+    MetricSpec("timing_per_token_ms/gen", "max", "ms/token", "Generation time over response tokens"),
+    MetricSpec("timing_per_token_ms/*", "max", "ms/token", "Phase time over all tokens of the batch"),
+]
+
+_PERF = [
+    MetricSpec("perf/total_num_tokens", "sum", "tokens", "Prompt and response tokens of the step"),
+    MetricSpec("perf/time_per_step", "max", "s", "Wall time of the step"),
+    MetricSpec("perf/throughput", "last", "tokens/s/device", "Tokens of the step over its time and devices"),
+    MetricSpec("perf/max_memory_allocated_gb", "max", "GiB", "Peak device memory allocated, largest rank"),
+    MetricSpec("perf/max_memory_reserved_gb", "max", "GiB", "Peak device memory reserved, largest rank"),
+    MetricSpec("perf/cpu_memory_used_gb", "max", "GiB", "Host memory in use, largest host"),
+    MetricSpec("perf/mfu/actor", "mean", "share", "Model FLOPs of the update over what the devices could do"),
+]
+
+_RESHARD = [
+    MetricSpec("reshard/bytes_required", "last", "bytes", "Bytes that the engines must receive and do not hold already"),
+    MetricSpec("reshard/bytes_moved", "last", "bytes", "Bytes sent"),
+    MetricSpec("reshard/seconds", "max", "s", "Time of one sync, slowest rank"),
+    MetricSpec("reshard/peak_staging_bytes", "max", "bytes", "Largest staging memory of a rank"),
+    MetricSpec("reshard/verified", "min", "0 or 1", "1 when every rank's digest agreed"),
+    MetricSpec("reshard/weight_version", "last", "versions", "Version that the engines hold after the sync"),
+    MetricSpec("router/drift", "mean", "share", "Routed experts that differ between rollout and training"),
+    MetricSpec("router/load/max", "max", "1", "Load of the busiest expert over the mean load"),
+    MetricSpec("router/load/min", "min", "1", "Load of the idlest expert over the mean load"),
+    MetricSpec("router/*", "mean", "1", "Other observations of the routers"),
+]
+
+_VALIDATION = [
+    MetricSpec("val-core/*/mean@*", "last", "reward", "Mean over n responses a prompt, per data source: val-core/SOURCE/reward/mean@N"),
+    MetricSpec("val-core/*", "last", "reward", "Held-out score per data source"),
+    MetricSpec("val-aux/*", "last", "1", "Other observations of validation per data source"),
+]
+
+METRICS: tuple[MetricSpec, ...] = (*_TRAINING, *_CRITIC, *_ACTOR, *_LENGTHS, *_TIMING, *_PERF, *_RESHARD, *_VALIDATION)
+
+# standard deviation <- (first moment, second moment): parts of a deviation do not add up, those of its moments do
+DEVIATIONS: dict[str, tuple[str, str]] = {"actor/log_seq_ratio_std": ("actor/log_seq_ratio_mean", "actor/log_seq_ratio_square_mean")}
+
+_EXACT = {spec.name: spec for spec in METRICS if "*" not in spec.name}
+_PATTERNS = [(re.compile(re.escape(spec.name).replace(r"\*", "(.+)")), spec) for spec in METRICS if "*" in spec.name]
+
+
+@functools.cache
+def metric_spec(name: str) -> MetricSpec:
+    """The entry that governs `name`: an exact one, else the first pattern that fits. Raises KeyError with the nearest names."""
+    if name in _EXACT:
+        return _EXACT[name]
+    for pattern, spec in _PATTERNS:
+        if pattern.fullmatch(name):
+            return spec
+    nearest = difflib.get_close_matches(name, [spec.name for spec in METRICS], n=3, cutoff=0.5)
+    raise KeyError(f"no metric is declared under the name {name!r}; nearest in mrl/record/spec.py: {', '.join(nearest) or 'none'}")

@@ -1,0 +1,60 @@
+"""What goes to the scoring workers and comes back. This room imports the standard library only, so that a worker starts in milliseconds."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mrl.errors import DataError
+
+OK, RAISED, TIMEOUT, DIED = "ok", "raised", "timeout", "died"
+NOT_A_NUMBER, WRONG_TYPE = "not_a_number", "wrong_type"
+REASONS = (OK, RAISED, TIMEOUT, DIED, NOT_A_NUMBER, WRONG_TYPE)
+
+
+@dataclass(frozen=True)
+class RewardSpec:
+    """Which function scores: a built-in by name, `auto` (by each row's data_source), or `name` in the user's file at `path`."""
+
+    function: str = "auto"
+    path: str | None = None
+    name: str = "compute_score"
+    kwargs: Mapping[str, Any] = field(default_factory=dict)  # added to every call of the user's function
+
+
+@dataclass(frozen=True)
+class RewardItem:
+    """One response to score; `ground_truth` and `extra_info` are the data row's, as JSON has them."""
+
+    sample_id: int
+    data_source: str
+    response_text: str
+    ground_truth: Any
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """`reason` is one of REASONS; where it is not `ok`, `score` is the pool's failure_score and `detail` says more."""
+
+    sample_id: int
+    score: float
+    parts: dict[str, float | str]
+    reason: str
+    detail: str = ""
+
+
+def failure_counts(results: Iterable[RewardResult]) -> dict[str, int]:
+    """Failures by reason, most frequent first."""
+    return dict(Counter(r.reason for r in results if r.reason != OK).most_common())
+
+
+def check_failures(results: list[RewardResult], max_failure_share: float) -> None:
+    """Raises DataError when more than this share of the results are failures, with counts by reason and one detail of each."""
+    counts = failure_counts(results)
+    failed = sum(counts.values())
+    if failed <= max_failure_share * len(results):
+        return
+    lines = [f"  {n} {reason}: {next(r.detail for r in results if r.reason == reason)}" for reason, n in counts.items()]
+    head = f"the reward failed on {failed} of {len(results)} responses, more than reward.max_failure_share ({max_failure_share:g}) allows:"
+    raise DataError("\n".join([head, *lines]))

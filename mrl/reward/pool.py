@@ -1,0 +1,227 @@
+"""Scoring in processes that can be killed: one sample that hangs, crashes or runs out of memory costs that sample and nothing else.
+
+Threads and alarms do not do: a regular expression gone exponential holds the interpreter lock and no exception reaches it.
+"""
+
+import atexit
+import json
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from mrl.errors import ConfigError, EnvironmentFault
+from mrl.reward.items import DIED, OK, RewardItem, RewardResult, RewardSpec
+from mrl.reward.process import WorkerFailure, WorkerProcess
+
+ITEMS_AT_ONCE = 64  # sent to a worker together; more would only make a slow item hold up others
+START_ATTEMPTS = 3
+POLL_S = 0.5
+
+
+def check_function(spec: RewardSpec, timeout_s: float = 60.0) -> None:
+    """Loads the function in a child process and lets it go. Raises ConfigError with the reason if that fails or takes too long."""
+    worker = WorkerProcess(spec)
+    try:
+        worker.wait_ready(timeout_s)
+    except WorkerFailure as failure:
+        raise ConfigError(f"the reward function ({_origin(spec)}) could not be loaded: {failure.detail}") from failure
+    finally:
+        worker.close()
+
+
+@dataclass(frozen=True)
+class _Job:
+    position: int
+    sample_id: int
+    request: bytes
+
+
+class _Closed(Exception):
+    """The pool is being closed; its threads leave."""
+
+
+class RewardPool:
+    """`num_workers` scoring processes, each held by one thread.
+
+    `timeout_s` is the one deadline of a sample's scoring, counted from when its worker begins it. A failed sample gets `failure_score`
+    and a reason. `submit` and `drain` let scoring overlap generation; `score` does both. Use as a context manager, from one thread.
+    """
+
+    def __init__(
+        self, spec: RewardSpec, num_workers: int = 2, timeout_s: float = 10.0, failure_score: float = 0.0,
+        log_path: Path | None = None, start_timeout_s: float = 60.0,
+    ):  # fmt: skip
+        """Returns when every worker is ready. Raises ConfigError if the function cannot be loaded, EnvironmentFault if no worker starts."""
+        self.spec, self.timeout_s, self.failure_score, self.start_timeout_s = spec, timeout_s, failure_score, start_timeout_s
+        self._log = log_path.open("ab") if log_path else None
+        self._changed = threading.Condition()
+        self._queue: deque[_Job] = deque()
+        self._results: dict[int, RewardResult] = {}
+        self._submitted = 0
+        self._ready = 0
+        self._closed = False
+        self._error: BaseException | None = None
+        self._workers: list[WorkerProcess | None] = [None] * num_workers
+        self._threads = [threading.Thread(target=self._serve, args=(slot,), daemon=True) for slot in range(num_workers)]
+        atexit.register(self.close)
+        for thread in self._threads:
+            thread.start()
+        try:
+            self._wait_for(lambda: self._ready == num_workers)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "RewardPool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def submit(self, item: RewardItem) -> None:
+        """Queues an item; scoring begins at once. Values that JSON does not know reach the function as their text."""
+        request = json.dumps([item.data_source, item.response_text, item.ground_truth, dict(item.extra_info)], default=str)
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("the reward pool is closed")
+            self._queue.append(_Job(self._submitted, item.sample_id, request.encode() + b"\n"))
+            self._submitted += 1
+            self._changed.notify()
+
+    def drain(self, poll: Callable[[], None] = lambda: None, max_failures: int | None = None) -> list[RewardResult]:
+        """Waits for everything submitted since the last drain; results in the order of submission.
+
+        `poll` is called about twice a second and may raise. The wait ends early, with the results that there are, once more than
+        `max_failures` samples failed: the caller refuses them, and the pool is then only good for closing.
+        """
+        self._wait_for(lambda: len(self._results) == self._submitted or self._failed_more_than(max_failures), poll)
+        with self._changed:
+            results = [self._results[i] for i in sorted(self._results)]
+            if len(results) == self._submitted:
+                self._results, self._submitted = {}, 0
+        return results
+
+    def _failed_more_than(self, limit: int | None) -> bool:
+        return limit is not None and sum(r.reason != OK for r in self._results.values()) > limit
+
+    def score(self, items: Iterable[RewardItem]) -> list[RewardResult]:
+        """Results in the order of `items`; not to be mixed with items submitted and not yet drained."""
+        if self._submitted:
+            raise RuntimeError(f"{self._submitted} items were submitted and not drained; drain them before score")
+        for item in items:
+            self.submit(item)
+        return self.drain()
+
+    def close(self) -> None:
+        """Kills and reaps the workers, what they are at included. May be called twice."""
+        atexit.unregister(self.close)
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            for worker in filter(None, self._workers):
+                worker.kill()
+        for thread in self._threads:
+            thread.join()
+        if self._log:
+            self._log.close()
+
+    def _wait_for(self, condition: Callable[[], bool], poll: Callable[[], None] = lambda: None) -> None:
+        over = False
+        while not over:
+            poll()
+            with self._changed:
+                over = self._changed.wait_for(lambda: self._error or self._closed or condition(), timeout=POLL_S)
+                if self._error:
+                    raise self._error
+                if self._closed:
+                    raise RuntimeError("the reward pool is closed")
+
+    def _serve(self, slot: int) -> None:
+        """A thread: keeps one worker alive and takes jobs for it."""
+        try:
+            self._start(slot)
+            with self._changed:
+                self._ready += 1
+                self._changed.notify_all()
+            while True:
+                self._work(slot, self._take())
+        except _Closed:
+            pass
+        except BaseException as error:  # whatever it is, the thread that waits in drain has to see it
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+        finally:
+            self._discard(slot)
+
+    def _take(self) -> list[_Job]:
+        """The next jobs: a share of what is queued, so that the last ones spread over all workers."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._closed)
+            if self._closed:
+                raise _Closed
+            share = -(-len(self._queue) // (2 * len(self._workers)))
+            return [self._queue.popleft() for _ in range(min(ITEMS_AT_ONCE, share))]
+
+    def _work(self, slot: int, jobs: list[_Job]) -> None:
+        """Has the slot's worker answer the jobs. On a failure the job it was at is finished with the reason, the rest go back."""
+        if not self._workers[slot].alive():  # killed while idle: no sample's fault
+            self._start(slot)
+        unanswered = deque(jobs)
+        requests = b"".join(job.request for job in jobs)
+        try:
+            for line in self._workers[slot].exchange(requests, len(jobs), self.timeout_s):
+                self._finish(unanswered[0], *_parse(line))
+                unanswered.popleft()
+        except WorkerFailure as failure:
+            if self._closed:
+                raise _Closed from failure
+            self._finish(unanswered.popleft(), failure.reason, None, {}, failure.detail)
+            with self._changed:
+                self._queue.extendleft(reversed(unanswered))
+                self._changed.notify_all()
+            self._start(slot)
+
+    def _finish(self, job: _Job, reason: str, score: float | None, parts: dict, detail: str) -> None:
+        value = score if reason == OK else self.failure_score
+        with self._changed:
+            self._results[job.position] = RewardResult(job.sample_id, value, parts, reason, detail)
+            if len(self._results) == self._submitted:
+                self._changed.notify_all()
+
+    def _start(self, slot: int) -> None:
+        """A fresh worker in the slot, in place of the one there. The user's file loaded before, so a failure here is tried again."""
+        for attempt in range(START_ATTEMPTS):
+            self._discard(slot)
+            with self._changed:
+                if self._closed:
+                    raise _Closed
+                self._workers[slot] = WorkerProcess(self.spec, self._log)
+            try:
+                return self._workers[slot].wait_ready(self.start_timeout_s)
+            except WorkerFailure as failure:
+                if self._closed:
+                    raise _Closed from failure
+                if attempt == START_ATTEMPTS - 1:
+                    message = f"no scoring process starts ({_origin(self.spec)}), {START_ATTEMPTS} attempts: {failure.detail}"
+                    raise EnvironmentFault(message) from failure
+
+    def _discard(self, slot: int) -> None:
+        with self._changed:
+            worker, self._workers[slot] = self._workers[slot], None
+        if worker:
+            worker.close()
+
+
+def _parse(line: bytes) -> tuple[str, float | None, dict, str]:
+    try:
+        reason, score, parts, detail = json.loads(line)
+    except (ValueError, TypeError) as error:
+        raise WorkerFailure(DIED, f"the function wrote into the worker's result channel: {line[:200]!r}") from error
+    return reason, score, parts, detail
+
+
+def _origin(spec: RewardSpec) -> str:
+    return f"{spec.name} in {spec.path}" if spec.path else spec.function

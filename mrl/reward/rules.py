@@ -1,0 +1,33 @@
+"""Built-in reward functions, with verl's signature: (data_source, solution_str, ground_truth, extra_info) -> score or dict(score=...)."""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Score = float | dict[str, Any]
+RewardFunction = Callable[..., Score]
+
+GSM8K_TAIL = 300  # characters: the answer stands at the end, and the pattern need not see the rest
+GSM8K_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
+
+
+def exact_match(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> float:
+    """1 if the response is the ground truth, spaces around both aside, else 0."""
+    return float(solution_str.strip() == str(ground_truth).strip())
+
+
+def gsm8k(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> Score:
+    """1 if the last `#### number` in the response's last 300 characters is the ground truth, thousands commas aside (verl's strict form).
+
+    The part `answered` says whether there was such a number at all.
+    """
+    answers = GSM8K_ANSWER.findall(solution_str[-GSM8K_TAIL:])
+    if not answers:
+        return {"score": 0.0, "answered": 0.0}
+    return {"score": float(answers[-1].replace(",", "") == str(ground_truth)), "answered": 1.0}
+
+
+RULES: dict[str, RewardFunction] = {"exact_match": exact_match, "gsm8k": gsm8k}
+
+# What `auto` uses for a data_source that is not itself a rule's name; the keys are those in verl's prepared files.
+RULE_OF_DATA_SOURCE: dict[str, str] = {"openai/gsm8k": "gsm8k"}

@@ -1,0 +1,100 @@
+"""The scoring process: JSON lines in on one descriptor, one JSON line out per item on another, in order.
+
+`python -m mrl.reward.worker REQUESTS RESULTS` with two inherited descriptors. The first line in is the RewardSpec; the first line out is
+{} when the function is ready, or {"error": text}. Standard input is empty and standard output is standard error, so that nothing a
+user's function reads or prints can touch the protocol. Imports only the standard library and this room.
+"""
+
+import ctypes
+import json
+import math
+import os
+import signal
+import sys
+import traceback
+from typing import Any
+
+from mrl.errors import ConfigError
+from mrl.reward.items import NOT_A_NUMBER, OK, RAISED, WRONG_TYPE, RewardSpec
+from mrl.reward.resolve import resolve
+from mrl.reward.rules import RewardFunction
+
+DETAIL_LIMIT = 2000  # characters
+PART_LIMIT = 500
+PR_SET_PDEATHSIG = 1
+
+Answer = tuple[str, float | None, dict[str, float | str], str]  # reason, score, parts, detail
+
+
+def main(requests_fd: int, results_fd: int) -> None:
+    """Serves until the requests end."""
+    _die_with_the_parent()
+    requests = os.fdopen(requests_fd, "rb")
+    spec = RewardSpec(**json.loads(requests.readline()))
+    try:
+        function = resolve(spec)
+    except ConfigError as error:
+        _send(results_fd, {"error": str(error)})
+        return
+    _send(results_fd, {})
+    for line in requests:
+        _send(results_fd, score_one(function, *json.loads(line)))
+
+
+def score_one(function: RewardFunction, data_source: str, response: str, ground_truth: Any, extra_info: dict[str, Any]) -> Answer:
+    """Calls the function and judges what it gives."""
+    try:
+        value = function(data_source=data_source, solution_str=response, ground_truth=ground_truth, extra_info=extra_info)
+        return judge(value)
+    except BaseException as error:  # SystemExit too: a user's function must not end its worker by accident
+        return RAISED, None, {}, _describe(error)
+
+
+def judge(value: Any) -> Answer:
+    """A number, or a mapping with `score` and further parts, as an answer; anything else is a failure with its reason."""
+    parts = {}
+    if isinstance(value, dict):
+        if "score" not in value:
+            return WRONG_TYPE, None, {}, f"a dict without 'score'; its keys: {', '.join(map(str, value)) or 'none'}"[:DETAIL_LIMIT]
+        parts = {str(k): _part(v) for k, v in value.items() if k != "score"}
+        value = value["score"]
+    number = _number(value)
+    if number is None:
+        return WRONG_TYPE, None, parts, f"{type(value).__name__} {str(value)[:PART_LIMIT]!r} where a number is expected"
+    if not math.isfinite(number):
+        return NOT_A_NUMBER, None, parts, f"the score is {number}"
+    return OK, number, parts, ""
+
+
+def _number(value: Any) -> float | None:
+    """A float from Python, numpy or a one-element tensor; None for everything else, text included."""
+    if not isinstance(value, bool | int | float) and getattr(value, "shape", None) is not None and getattr(value, "size", None) is not None:
+        value = value.item() if math.prod(value.shape) == 1 else None
+    return float(value) if isinstance(value, bool | int | float) else None
+
+
+def _part(value: Any) -> float | str:
+    number = _number(value)
+    return number if number is not None and math.isfinite(number) else str(value)[:PART_LIMIT]
+
+
+def _describe(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}"[:DETAIL_LIMIT] + where
+
+
+def _send(fd: int, value: Any) -> None:
+    data = (json.dumps(value) + "\n").encode()
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def _die_with_the_parent() -> None:
+    """Even SIGKILL of the trainer leaves no scoring process behind, hung ones included; Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
