@@ -1,0 +1,100 @@
+"""Boxes: axis-aligned blocks of a tensor's index space, and whether a set of them covers another. Integers only."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+
+@dataclass(frozen=True, order=True)
+class Box:
+    """Half-open ranges, one (start, stop) per dimension; never empty."""
+
+    ranges: tuple[tuple[int, int], ...]
+
+    def __post_init__(self) -> None:
+        if not all(0 <= start < stop for start, stop in self.ranges):
+            raise ValueError(f"{self.ranges}: every range must satisfy 0 <= start < stop")
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> "Box":
+        """The box of a complete tensor."""
+        return cls(tuple((0, size) for size in shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in self.ranges)
+
+    @property
+    def volume(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def origin(self) -> tuple[int, ...]:
+        return tuple(start for start, _ in self.ranges)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Index of an array."""
+        return tuple(slice(start, stop) for start, stop in self.ranges)
+
+    def intersect(self, other: "Box") -> "Box | None":
+        """What both have; None where they do not meet."""
+        ranges = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(self.ranges, other.ranges, strict=True))
+        return Box(ranges) if all(start < stop for start, stop in ranges) else None
+
+    def contains(self, other: "Box") -> bool:
+        return all(a <= c and d <= b for (a, b), (c, d) in zip(self.ranges, other.ranges, strict=True))
+
+    def shift(self, offsets: Sequence[int]) -> "Box":
+        """The box moved by an offset per dimension. Raises ValueError below zero."""
+        return Box(tuple((start + by, stop + by) for (start, stop), by in zip(self.ranges, offsets, strict=True)))
+
+    def rebase(self, old: "Box", new: "Box") -> "Box":
+        """This box, given in the frame where `old` lies, in the frame where the same block is called `new` (of equal shape)."""
+        if old.shape != new.shape:
+            raise ValueError(f"{old.ranges} and {new.ranges} differ in shape")
+        return self.shift([n - o for o, n in zip(old.origin, new.origin, strict=True)])
+
+    def subtract(self, other: "Box") -> list["Box"]:
+        """What remains without `other`, as disjoint boxes."""
+        common = self.intersect(other)
+        if common is None:
+            return [self]
+        rest, ranges = [], list(self.ranges)
+        for dim, (start, stop) in enumerate(common.ranges):
+            low, high = ranges[dim]
+            rest += [Box((*ranges[:dim], side, *ranges[dim + 1 :])) for side in ((low, start), (stop, high)) if side[0] < side[1]]
+            ranges[dim] = (start, stop)
+        return rest
+
+
+def uncovered(whole: Box, boxes: Iterable[Box]) -> list[Box]:
+    """The part of `whole` that none of `boxes` covers, as disjoint boxes; empty when they cover it."""
+    rest = [whole]
+    for box in boxes:
+        rest = [piece for part in rest for piece in part.subtract(box)]
+    return rest
+
+
+def first_overlap(boxes: Iterable[Box]) -> tuple[Box, Box] | None:
+    """Two boxes that share an element, or None when all are disjoint."""
+    active: list[Box] = []
+    for box in sorted(boxes):
+        active = [other for other in active if other.ranges[0][1] > box.ranges[0][0]]
+        for other in active:
+            if other.intersect(box):
+                return other, box
+        active.append(box)
+    return None
+
+
+def cover_fault(whole: Box, boxes: Sequence[Box]) -> str | None:
+    """Why `boxes` do not cover `whole` exactly once, in words; None when they do."""
+    if outside := next((box for box in boxes if not whole.contains(box)), None):
+        return f"{outside.ranges} lies outside {whole.ranges}"
+    if pair := first_overlap(boxes):
+        return f"{pair[0].ranges} and {pair[1].ranges} overlap"
+    if missing := whole.volume - sum(box.volume for box in boxes):
+        return f"{missing} of {whole.volume} elements are not covered, the first at {uncovered(whole, boxes)[0].origin}"
+    return None
