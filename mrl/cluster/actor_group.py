@@ -1,0 +1,129 @@
+"""All ranks of the trained model, called together."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from mrl.cluster.calls import LostPeer, blame, gather, unwrap
+from mrl.cluster.placement import Places, reserve
+from mrl.cluster.resources import actor_bundles
+from mrl.cluster.workers import ActorWorker
+from mrl.config.schema import RunConfig
+from mrl.data.batch import TrainBatch
+from mrl.errors import Interrupted
+from mrl.platforms.hosting import get_hosting
+
+_EXPORT = "weight export"
+_AHEAD = 2  # objects: the head and the data of one bucket are made while the bucket before is loaded
+
+
+class ActorGroup:
+    """Handles of the actor ranks; small answers come back, large things stay behind references."""
+
+    def __init__(
+        self, config: RunConfig, run_dir: Path, checkpoint: Path | None, poll: Callable[[], None] = lambda: None,
+        worker: type[ActorWorker] = ActorWorker,
+    ):  # fmt: skip
+        """Starts every rank and loads the model. Raises what the ranks raise, with the rank's name."""
+        self.config, self.poll = config, poll
+        hosting = get_hosting(config.cluster.device)
+        self.places: Places = reserve(actor_bundles(config, hosting), config.cluster.start_timeout_s)
+        environment = {"env_vars": hosting.actor_environment()}
+        kind = ray.remote(worker)
+        self.workers = [
+            kind.options(runtime_env=environment, **self.places.options(rank)).remote(
+                config.model_dump(), rank, str(run_dir / "logs" / f"actor-rank-{rank}.log")
+            )
+            for rank in range(config.actor.layout.world_size)
+        ]
+        self._start(checkpoint)
+
+    def _start(self, checkpoint: Path | None) -> None:
+        limit = self.config.cluster.start_timeout_s
+        first = {"rank 0": self.workers[0].host.remote()}
+        address = gather(first, limit, "starting the actor", self.poll)["rank 0"]
+        port = self.config.cluster.port
+        if port is None:
+            port = gather({"rank 0": self.workers[0].free_port.remote()}, limit, "starting the actor")["rank 0"]
+        self.pids = self.call("start", address, port, str(checkpoint) if checkpoint else None, timeout_s=limit)
+
+    def call(self, method: str, *arguments: Any, timeout_s: float | None = None, interruptible: bool = False) -> list[Any]:
+        """Calls a method on all ranks; answers in rank order."""
+        refs = self._refs(method, *arguments)
+        poll = self.poll if interruptible else lambda: None
+        return list(gather(refs, timeout_s or self.config.cluster.step_timeout_s, method, poll).values())
+
+    def _refs(self, method: str, *arguments: Any) -> dict[str, ray.ObjectRef]:
+        return {f"rank {i}": getattr(w, method).remote(*arguments) for i, w in enumerate(self.workers)}
+
+    def log_probs(self, batch: TrainBatch) -> tuple[np.ndarray, float]:
+        """Log-probs [batch, response_length] under the current weights, and the mean entropy over response tokens, in nats."""
+        found = np.zeros_like(batch.rollout_log_probs)
+        filled = np.zeros(len(batch), dtype=bool)
+        entropy = weight = 0.0
+        for part in self.call("log_probs", ray.put(batch), interruptible=True):
+            if part is None:
+                continue
+            found[part["rows"]], filled[part["rows"]] = part["log_probs"], True
+            entropy, weight = entropy + part["entropy"][0], weight + part["entropy"][1]
+        if not filled.all():
+            raise RuntimeError(f"no rank answered for rows {np.flatnonzero(~filled)[:8].tolist()}")
+        return found, entropy / weight
+
+    def update(self, batch: TrainBatch) -> list[dict]:
+        """All optimizer steps of one training step; mergeable metric parts of every rank."""
+        return [parts for rank in self.call("update", ray.put(batch)) for parts in rank]
+
+    def export_buckets(self, limit_bytes: int) -> Iterator[tuple[ray.ObjectRef, str]]:
+        """Buckets of full HF tensors as rank 0 makes them, one ahead: a reference to the data, and its SHA-256.
+
+        Raises what `call` raises; data of a bucket is never fetched here.
+        """
+        options = {"num_returns": "streaming", "_generator_backpressure_num_objects": _AHEAD}
+        streams = {w.export_buckets.options(**options).remote(limit_bytes): f"rank {i}" for i, w in enumerate(self.workers)}
+        first = next(iter(streams))
+        while first in streams:
+            head = self._next_of(first, streams)
+            if head is not None:
+                sha256 = self._exported(head, streams[first])
+                yield self._next_of(first, streams), sha256
+        while streams:
+            self._next_of(next(iter(streams)), streams)
+
+    def _next_of(self, stream: Any, streams: dict) -> ray.ObjectRef | None:
+        """The next reference of one rank's stream; None at its end, where it leaves `streams`. The other ranks yield nothing, or fail."""
+        limit = self.config.cluster.step_timeout_s
+        deadline = time.monotonic() + limit
+        while stream in streams:
+            ready, _ = ray.wait(list(streams), timeout=0.5, fetch_local=False)
+            if not ready and time.monotonic() > deadline:
+                raise Interrupted(f"{_EXPORT}: nothing from {streams[stream]} within {limit:g} s; see logs/ in the run directory")
+            for found in ready:
+                ref = next(found, None)
+                if ref is None:
+                    del streams[found]
+                elif found is stream:
+                    return ref
+                else:
+                    self._exported(ref, streams[found])
+        return None
+
+    def _exported(self, ref: ray.ObjectRef, name: str) -> Any:
+        try:
+            return unwrap(ref, name, _EXPORT)
+        except (LostPeer, ray.exceptions.RayTaskError) as error:
+            raise blame(error, self._refs("host"), _EXPORT) from error
+
+    def save(self, folder: Path) -> list[dict]:
+        """Every rank writes its files; its parts of the manifest in rank order."""
+        return self.call("save", str(folder))
+
+    def stop(self) -> None:
+        """Ends the ranks."""
+        for worker in self.workers:
+            ray.kill(worker)
+        self.places.release()

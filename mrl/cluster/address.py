@@ -1,0 +1,69 @@
+"""Which cluster a run goes to, and whether it can be reached. No Ray import: these are the checks that come before Ray."""
+
+import os
+import re
+import socket
+import sys
+
+from mrl.config.schema import RunConfig
+from mrl.errors import EnvironmentFault
+
+CONNECT_TIMEOUT_S = 10.0
+_HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # RFC 9113: preface, empty SETTINGS frame
+_SETTINGS = 4
+
+
+def ray_address(config: RunConfig) -> str | None:
+    """Address of the cluster to join; None when the run starts one of its own."""
+    address = config.cluster.address or os.environ.get("RAY_ADDRESS")
+    return None if address in (None, "", "local") else address
+
+
+def check_reachable(address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+    """Raises EnvironmentFault unless a gRPC server, which a Ray head is, answers at `address` in time.
+
+    Ray itself would try for minutes and then end the process.
+    """
+    if address == "auto":  # Ray looks for a cluster of this machine and says at once when there is none
+        return
+    match = re.fullmatch(r"(?:ray://)?\[?([^/\]]+?)\]?:(\d{1,5})", address)
+    if match is None:
+        raise unreachable(address, "it does not read HOST:PORT")
+    try:
+        with socket.create_connection((match[1], int(match[2])), timeout=timeout_s) as connection:
+            if os.environ.get("RAY_USE_TLS", "0") == "1":
+                return
+            connection.sendall(_HTTP2_HELLO)
+            answer = connection.recv(9)
+    except (OSError, OverflowError) as error:
+        raise unreachable(address, str(error)) from error
+    if len(answer) < 9 or answer[3] != _SETTINGS:
+        raise unreachable(address, "something else listens there; the dashboard's port, where jobs are submitted, is not the head's")
+
+
+def unreachable(address: str, why: str) -> EnvironmentFault:
+    """What is said when a cluster cannot be joined."""
+    return EnvironmentFault(
+        f"no Ray head answers at {address} (from cluster.address or $RAY_ADDRESS): {why}; start one with launch/start_head.sh and give "
+        "HOST:6379, or unset both and the run starts a cluster of its own"
+    )
+
+
+def check_port_free(port: int) -> None:
+    """Raises EnvironmentFault when something listens on `port` of this machine."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a connection that lingers after its run is no obstacle
+        try:
+            probe.bind(("", port))
+            probe.listen()
+        except OSError as error:
+            raise EnvironmentFault(f"cluster.port {port} is in use; choose another, or leave it out for a free one") from error
+
+
+def ask_for_token_authentication() -> None:
+    """Says to Ray what is its default for a cluster that it starts, and so spares its warning; a value of the user's stays.
+
+    Ray reads the variable when it is imported, and a change after that would split the cluster in two minds.
+    """
+    if "ray" not in sys.modules:
+        os.environ.setdefault("RAY_AUTH_MODE", "token")

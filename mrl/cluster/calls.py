@@ -1,0 +1,110 @@
+"""Waiting for Ray answers: every wait has a deadline and names who did not answer."""
+
+import errno
+import re
+import time
+from collections.abc import Callable
+
+import ray
+
+from mrl.errors import EnvironmentFault, Interrupted, MrlError
+
+SETTLE_S = 5.0  # a rank's peers notice its death before Ray does
+_LOST = re.compile(r"gloo/transport|connection (closed|reset|refused)|broken pipe|remote process exited|collective operation timeout", re.I)
+_FULL = re.compile(r"no space left on device|disk quota exceeded", re.I)
+_GONE = (
+    ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError, ray.exceptions.ObjectLostError, ray.exceptions.NodeDiedError,
+    ray.exceptions.OutOfMemoryError,
+)  # fmt: skip
+
+
+class LostPeer(Interrupted):
+    """A rank's connection to another one broke; who died, only Ray can say."""
+
+
+def gather(refs: dict[str, ray.ObjectRef], timeout_s: float, phase: str, poll: Callable[[], None] = lambda: None) -> dict:
+    """Answers by the same names. The first failure ends the wait at once, since the other ranks may hang in a collective.
+
+    `poll` is called about twice a second and may raise, which is how a signal ends a long phase.
+    Raises Interrupted for a lost process or a missed deadline, and re-raises errors that are the user's to mend.
+    """
+    names = {ref: name for name, ref in refs.items()}
+    waiting, answers, deadline = list(refs.values()), {}, time.monotonic() + timeout_s
+    while waiting:
+        poll()
+        ready, waiting = ray.wait(waiting, timeout=0.5)
+        for ref in ready:
+            try:
+                answers[names[ref]] = unwrap(ref, names[ref], phase)
+            except (LostPeer, ray.exceptions.RayTaskError) as error:
+                raise blame(error, {names[r]: r for r in waiting}, phase) from error
+        if waiting and time.monotonic() > deadline:
+            late = ", ".join(sorted(names[ref] for ref in waiting))
+            raise Interrupted(f"{phase}: no answer from {late} within {timeout_s:g} s; see logs/ in the run directory")
+    return {name: answers[name] for name in refs}
+
+
+def unwrap(ref: ray.ObjectRef, name: str, phase: str):
+    """The value behind a finished reference, with Ray's error wrapping taken off.
+
+    Raises Interrupted for a process that died, LostPeer for a broken connection, EnvironmentFault for a full disk, one of mrl.errors
+    as it was raised, and Ray's own error, traceback included, for a defect.
+    """
+    try:
+        return ray.get(ref)
+    except ray.exceptions.RayTaskError as error:
+        known = _known(_root(error), name, phase)
+        if known is None:
+            raise
+        raise known from None
+    except _GONE as error:
+        raise _died(error, name, phase) from error
+
+
+def blame(error: Exception, others: dict[str, ray.ObjectRef], phase: str) -> Exception:
+    """What to raise for a rank's failure: the error of another that died or failed for a known reason explains it better than its own.
+
+    `others`: calls to the other ranks that are under way; what they answer within SETTLE_S is looked at.
+    """
+    names = {ref: name for name, ref in others.items()}
+    waiting, deadline = list(names), time.monotonic() + SETTLE_S
+    while waiting and time.monotonic() < deadline:
+        ready, waiting = ray.wait(waiting, timeout=0.5)
+        for ref in ready:
+            try:
+                unwrap(ref, names[ref], phase)
+            except LostPeer:
+                continue
+            except MrlError as found:
+                return found
+            except ray.exceptions.RayTaskError as found:
+                error = found if isinstance(error, LostPeer) else error
+    return error
+
+
+def _known(cause: Exception, name: str, phase: str) -> MrlError | None:
+    if isinstance(cause, MrlError):
+        return cause
+    if isinstance(cause, _GONE):
+        return _died(cause, name, phase)
+    text = str(cause)
+    if getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or _FULL.search(text):
+        return EnvironmentFault(f"{phase}: {name} found no space left to write to ({_last_line(cause)}); make room and resume")
+    if isinstance(cause, RuntimeError | ConnectionError) and _LOST.search(text):
+        return LostPeer(f"{phase}: the ranks lost each other, as {name} saw ({_last_line(cause)}); their logs are in logs/")
+    return None
+
+
+def _root(error: Exception) -> Exception:
+    """What the task raised; a task whose argument failed carries the error of the task that made the argument."""
+    while isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, Exception):
+        error = error.cause
+    return error
+
+
+def _died(error: Exception, name: str, phase: str) -> Interrupted:
+    return Interrupted(f"{phase}: {name} died ({_last_line(error)}); its log is in logs/ of the run directory")
+
+
+def _last_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]

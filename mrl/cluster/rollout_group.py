@@ -1,0 +1,113 @@
+"""All engines: requests are spread over them, answers stream back, new weights reach every one or none is used."""
+
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+import ray
+
+from mrl.cluster.calls import gather, unwrap
+from mrl.cluster.placement import reserve
+from mrl.cluster.resources import engine_bundles
+from mrl.cluster.workers import EngineWorker
+from mrl.config.schema import RunConfig
+from mrl.errors import Interrupted
+from mrl.platforms.hosting import get_hosting
+from mrl.rollout.settings import engine_settings
+from mrl.rollout.types import Completion, Request, Sampling
+
+
+class RolloutGroup:
+    """Handles of the engines and the weight version that all of them serve."""
+
+    def __init__(self, config: RunConfig, run_dir: Path, poll: Callable[[], None] = lambda: None):
+        """Starts every engine. Raises EnvironmentFault when a start-up check fails."""
+        self.config, self.poll = config, poll
+        hosting = get_hosting(config.cluster.device)
+        count, tensor = config.rollout.num_engines, config.rollout.tensor_model_parallel_size
+        self.places = reserve(engine_bundles(config, hosting), config.cluster.start_timeout_s)
+        kind = ray.remote(EngineWorker)
+        self.engines = [
+            kind.options(
+                runtime_env={"env_vars": hosting.engine_environment(i, count, tensor, config.rollout.cpu_kvcache_gib)},
+                **self.places.options(i),
+            ).remote(engine_settings(config, i, run_dir / "logs"), str(run_dir / "logs" / f"engine-{i}.log"))
+            for i in range(count)
+        ]
+        self._starting = self._refs("start")
+
+    def wait_started(self) -> None:
+        """Blocks until every engine serves; the actor can start meanwhile."""
+        gather(self._starting, self.config.rollout.start_timeout_s, "starting the engines", self.poll)
+
+    def _refs(self, method: str, *arguments) -> dict[str, ray.ObjectRef]:
+        return {f"engine {i}": getattr(e, method).remote(*arguments) for i, e in enumerate(self.engines)}
+
+    def _all(self, method: str, *arguments) -> list:
+        return list(gather(self._refs(method, *arguments), self.config.cluster.step_timeout_s, method).values())
+
+    def generate(self, requests: list[Request], sampling: Sampling, on_batch: Callable[[list[Completion]], None]) -> list[Completion]:
+        """All completions in the order of `requests`; `on_batch` sees them as they finish.
+
+        Raises Interrupted when an engine dies or the deadline passes.
+        """
+        done: dict[int, Completion] = {}
+        streams = {
+            self.engines[i].generate.options(num_returns="streaming").remote(share, sampling): f"engine {i}"
+            for i, share in enumerate(spread(requests, len(self.engines)))
+            if share
+        }
+        deadline = time.monotonic() + self.config.rollout.generate_timeout_s
+        while streams:
+            self.poll()
+            ready, _ = ray.wait(list(streams), timeout=0.5)
+            for stream in ready:
+                self._take(stream, streams, done, on_batch)
+            if not ready and time.monotonic() > deadline:
+                late = ", ".join(streams.values())
+                raise Interrupted(f"generation: {len(requests) - len(done)} of {len(requests)} responses missing, waiting for {late}")
+        return [done[r.sample_id] for r in requests]
+
+    def _take(self, stream, streams: dict, done: dict[int, Completion], on_batch: Callable) -> None:
+        try:
+            ref = next(stream)
+        except StopIteration:
+            del streams[stream]
+            return
+        batch = unwrap(ref, streams[stream], "generation")
+        done.update((c.sample_id, c) for c in batch)
+        on_batch(batch)
+
+    def update_weights(self, buckets: Iterable[tuple[ray.ObjectRef, str]], version: int) -> int:
+        """Brings every engine to `version` with full HF tensors; returns bytes received, all engines together.
+
+        `buckets`: a reference to the bytes of a safetensors file as a uint8 array, and their SHA-256.
+
+        An engine whose update failed holds no version and refuses to generate, so a mixture is never served.
+        """
+        self._all("begin_update")
+        moved = sum(sum(self._all("load_bucket", data, sha256)) for data, sha256 in buckets)
+        self._all("commit_update", version)
+        return moved
+
+    def fingerprints(self) -> list[dict[str, str]]:
+        """Of each engine; see VllmEngine.fingerprints."""
+        return self._all("fingerprints")
+
+    def stop(self) -> None:
+        """Ends the engines and vLLM's processes below them."""
+        with suppress(Exception):  # the run is over either way; killing the actors ends what is left
+            gather(self._refs("stop"), 30.0, "stopping the engines")
+        for engine in self.engines:
+            ray.kill(engine)
+        self.places.release()
+
+
+def spread(requests: list[Request], engines: int) -> list[list[Request]]:
+    """Requests of each engine: prompts go round, responses of one prompt stay together and share its cached prefix."""
+    prompts: dict[tuple[int, ...], int] = {}
+    shares: list[list[Request]] = [[] for _ in range(engines)]
+    for request in requests:
+        shares[prompts.setdefault(request.prompt_ids, len(prompts)) % engines].append(request)
+    return shares

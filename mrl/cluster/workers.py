@@ -1,0 +1,141 @@
+"""The two kinds of Ray actors: one Megatron rank, one vLLM engine. Their public methods take and return small plain data."""
+
+import hashlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from mrl.config.schema import RunConfig
+from mrl.data.batch import TrainBatch
+
+
+def log_to(path: str) -> None:
+    """Sends this process's stdout and stderr, its children's included, to a file of the run directory."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+
+
+class ActorWorker:
+    """One rank of the trained model. Every method is collective: the group calls it on all ranks."""
+
+    def __init__(self, config: dict[str, Any], rank: int, log_path: str):
+        log_to(log_path)
+        self.config = RunConfig.model_validate(config)
+        self.rank = rank
+
+    def host(self) -> str:
+        """Address under which the other ranks reach this one."""
+        return ray.util.get_node_ip_address()
+
+    def free_port(self) -> int:
+        """A TCP port that nobody listens on now."""
+        from mrl.megatron.parallel import free_port
+
+        return free_port()
+
+    def start(self, master_addr: str, master_port: int, checkpoint: str | None) -> int:
+        """Builds the model and loads it: a checkpoint of ours, or the Hugging Face weights. Returns this process's id."""
+        from mrl.megatron.actor import MegatronActor
+
+        self.actor = MegatronActor(self.config, self.rank, self.config.actor.layout.world_size, master_addr, master_port)
+        if checkpoint is not None:
+            from mrl.checkpoint import load_rank
+
+            load_rank(self.actor, Path(checkpoint))
+        return os.getpid()
+
+    def log_probs(self, batch: TrainBatch) -> dict[str, Any] | None:
+        """Fields of a RowResult, or None; see MegatronActor.log_probs. The class itself would bring Megatron into the driver."""
+        result = self.actor.log_probs(batch)
+        return None if result is None else vars(result)
+
+    def update(self, batch: TrainBatch):
+        """All optimizer steps of one training step; see MegatronActor.update."""
+        return self.actor.update(batch)
+
+    def export_buckets(self, limit_bytes: int) -> Iterator[str | np.ndarray]:
+        """Full HF tensors in safetensors buckets of about `limit_bytes`; only rank 0 yields, the others take part.
+
+        Of each bucket first the SHA-256, then the bytes: so the driver sees an error without fetching data.
+        """
+        from safetensors.torch import save
+
+        bucket, size = {}, 0
+        for name, tensor in self.actor.export_hf():
+            if self.rank:
+                continue
+            if bucket and size + tensor.nbytes > limit_bytes:
+                yield from _packed(save(bucket))
+                bucket, size = {}, 0
+            # the exporter may reuse its buffers, and views share storage, which safetensors refuses
+            bucket[name] = tensor.detach().cpu().clone(memory_format=_contiguous())
+            size += tensor.nbytes
+        if bucket:
+            yield from _packed(save(bucket))
+
+    def save(self, folder: str) -> dict[str, Any]:
+        """Writes this rank's files of a checkpoint; returns its part of the manifest."""
+        from mrl.checkpoint import save_rank
+
+        return save_rank(self.actor, Path(folder)).to_json()
+
+
+def _contiguous():
+    import torch
+
+    return torch.contiguous_format
+
+
+def _packed(data: bytes) -> Iterator[str | np.ndarray]:
+    """A generator, no tuple: Ray sends into what a streaming method yields from."""
+    yield hashlib.sha256(data).hexdigest()
+    yield np.frombuffer(data, np.uint8)
+
+
+class EngineWorker:
+    """One vLLM engine in a Ray actor."""
+
+    def __init__(self, settings, log_path: str):
+        from mrl.rollout.engine import VllmEngine
+
+        log_to(log_path)
+        self.engine = VllmEngine(settings)
+
+    async def start(self) -> float:
+        """See VllmEngine.start."""
+        return await self.engine.start()
+
+    async def generate(self, requests, sampling):
+        """Streams lists of completions."""
+        async for batch in self.engine.generate(requests, sampling):
+            yield batch
+
+    async def begin_update(self) -> None:
+        """See VllmEngine.begin_update."""
+        await self.engine.begin_update()
+
+    async def load_bucket(self, data: np.ndarray, sha256: str) -> int:
+        """See VllmEngine.load_bucket."""
+        return await self.engine.load_bucket(data, sha256)
+
+    async def commit_update(self, version: int) -> None:
+        """See VllmEngine.commit_update."""
+        await self.engine.commit_update(version)
+
+    async def fingerprints(self) -> dict[str, str]:
+        """See VllmEngine.fingerprints."""
+        return await self.engine.fingerprints()
+
+    async def stop(self) -> None:
+        """See VllmEngine.stop."""
+        await self.engine.stop()

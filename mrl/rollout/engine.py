@@ -1,0 +1,227 @@
+"""One vLLM engine as a Python object: start, generate, take new weights. No Ray here; the cluster wraps it in an actor."""
+
+import asyncio
+import itertools
+import os
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from mrl.errors import EnvironmentFault, Interrupted
+from mrl.rollout.types import Completion, EngineSettings, Request, Sampling
+
+STAGING = "mrl-sync-"  # folders that weights pass through
+
+
+class VllmEngine:
+    """AsyncLLM plus the weight version it serves. While an update is under way, or after one failed, it serves nothing."""
+
+    def __init__(self, settings: EngineSettings):
+        self.settings = settings
+        self.version: int | None = None
+        self._llm = None
+        self._names = itertools.count()
+        self._staging: Path | None = None
+
+    async def start(self) -> float:
+        """Starts vLLM and checks it; returns seconds. Raises EnvironmentFault when the start-up check fails."""
+        from vllm.config.weight_transfer import WeightTransferConfig
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from mrl.reshard.receive import BACKEND, adapter_module
+
+        began = time.monotonic()
+        _remove_all(_noted(self.settings.segments_file))  # of an engine of this run that was killed
+        arguments = AsyncEngineArgs(
+            **self.settings.arguments,
+            weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+            worker_extension_cls=f"{adapter_module()}.WorkerExtension",
+        )
+        try:
+            self._llm = AsyncLLM.from_engine_args(arguments)
+        except Exception as error:  # vLLM ends its own children first; the reason stands in their output
+            raise EnvironmentFault(
+                f"engine {self.settings.engine_id} did not start ({type(error).__name__}: {error}); "
+                f"see logs/engine-{self.settings.engine_id}.log in the run directory"
+            ) from error
+        with self._alive():
+            expected = {name: list(shape) for name, shape in self.settings.expected}
+            await self._llm.init_weight_transfer_engine(WeightTransferInitRequest({"expected": expected}))
+            await self._llm.update_weight_version("0")
+        self.version = 0
+        self._note_shared_memory()
+        if self.settings.check_order:
+            await self._check_order()
+        return time.monotonic() - began
+
+    async def generate(self, requests: list[Request], sampling: Sampling) -> AsyncIterator[list[Completion]]:
+        """Yields completions as they finish, those that finish together in one list."""
+        if self.version is None:
+            raise RuntimeError(f"engine {self.settings.engine_id} holds no committed weights and must not generate")
+        done: asyncio.Queue[Completion | BaseException] = asyncio.Queue()
+        tasks = [asyncio.create_task(self._into(done, r, sampling)) for r in requests]
+        try:
+            left = len(requests)
+            while left:
+                batch = [await done.get()]
+                while not done.empty():
+                    batch.append(done.get_nowait())
+                for item in batch:
+                    if isinstance(item, BaseException):
+                        raise item
+                left -= len(batch)
+                yield batch
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _into(self, done: asyncio.Queue, request: Request, sampling: Sampling) -> None:
+        try:
+            await done.put(await self._complete(request, sampling))
+        except Exception as error:
+            await done.put(error)
+
+    async def _complete(self, request: Request, sampling: Sampling) -> Completion:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        parameters = SamplingParams(
+            temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, seed=request.seed, logprobs=0,
+            max_tokens=sampling.max_tokens, stop_token_ids=list(sampling.stop_token_ids), detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY, flat_logprobs=True,
+        )  # fmt: skip
+        name = f"{request.sample_id}-{next(self._names)}"
+        final = None
+        with self._alive():
+            async for output in self._llm.generate({"prompt_token_ids": list(request.prompt_ids)}, parameters, request_id=name):
+                final = output
+        answer = final.outputs[0]
+        versions = {span.version for span in answer.weight_versions or ()}
+        if versions != {str(self.version)}:
+            raise RuntimeError(f"sample {request.sample_id} was generated with weight versions {versions}, not {self.version}")
+        first = answer.logprobs.start_indices  # with logprobs=0 the sampled token's entry stands first at each position
+        log_probs = tuple(answer.logprobs.logprobs[i] for i in first)
+        return Completion(request.sample_id, tuple(answer.token_ids), log_probs, answer.finish_reason, self.version)
+
+    async def _check_order(self) -> None:
+        """The same prompts in two orders must give the same bits; else a run cannot be repeated, nor resumed exactly."""
+        rng = random.Random(0)
+        width = min(24, self.settings.arguments["max_model_len"] // 2)
+        vocab = self.settings.vocab_size
+        requests = [Request(i, tuple(rng.randrange(vocab) for _ in range(1 + i * width // 8)), i) for i in range(8)]
+        sampling = Sampling(temperature=1.0, max_tokens=8, stop_token_ids=())
+        runs = []
+        for order in (requests, requests[::-1]):
+            found = [c async for batch in self.generate(order, sampling) for c in batch]
+            runs.append(sorted(found, key=lambda c: c.sample_id))
+            await self._llm.reset_prefix_cache()
+        if runs[0] != runs[1]:
+            differing = sum(a != b for a, b in zip(*runs, strict=True))
+            raise EnvironmentFault(
+                f"engine {self.settings.engine_id}: {differing} of {len(requests)} prompts gave other bits in another order; "
+                "on CPU keep chunked prefill off (rollout.engine_kwargs.vllm.enable_chunked_prefill)"
+            )
+
+    async def begin_update(self) -> None:
+        """Enters the weight update; the engine serves nothing until `commit_update`."""
+        self.version = None
+        self._staging = Path(tempfile.mkdtemp(prefix=STAGING, dir=_memory_folder()))
+        self._note_shared_memory()
+        with self._alive():
+            await self._llm.start_weight_update()
+
+    async def load_bucket(self, data: np.ndarray, sha256: str) -> int:
+        """Loads one bucket, safetensors bytes as a uint8 array with their SHA-256; returns bytes."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        # a name of its own: workers keep tensors of a layer mapped until its last bucket has come, and the pages outlive the name
+        path = self._staging / f"bucket-{next(self._names)}.safetensors"
+        with path.open("wb") as file:
+            file.write(memoryview(data))
+        with self._alive():
+            await self._llm.update_weights(WeightTransferUpdateRequest({"path": str(path), "sha256": sha256}))
+        path.unlink()
+        return len(data)
+
+    async def commit_update(self, version: int) -> None:
+        """Leaves the update, drops what was cached under the old weights and serves `version`."""
+        with self._alive():
+            await self._llm.finish_weight_update(weight_version=str(version))
+            await self._llm.reset_prefix_cache()
+        shutil.rmtree(self._staging)
+        self._staging = None
+        self._note_shared_memory()
+        self.version = version
+
+    async def fingerprints(self) -> dict[str, str]:
+        """SHA-256 of everything each worker of this engine computes with, by rank and name."""
+        merged: dict[str, str] = {}
+        with self._alive():
+            for worker in await self._llm.collective_rpc("weight_fingerprints"):
+                merged |= worker
+        return merged
+
+    @contextmanager
+    def _alive(self) -> Iterator[None]:
+        """vLLM's processes may die below an engine that lives: that is a lost worker like any other."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            yield
+        except EngineDeadError as error:
+            engine = self.settings.engine_id
+            raise Interrupted(
+                f"engine {engine}: vLLM's process below it died; see logs/engine-{engine}.log in the run directory"
+            ) from error
+
+    def _note_shared_memory(self) -> None:
+        """Writes down what a kill would leave behind, for the successor to remove."""
+        held = shared_memory_below(os.getpid()) | ({self._staging} if self._staging else set())
+        Path(self.settings.segments_file).write_text("\n".join(map(str, held)))
+
+    async def stop(self) -> None:
+        """Ends vLLM's processes and removes what an unfinished update left behind."""
+        if self._staging is not None:
+            shutil.rmtree(self._staging, ignore_errors=True)
+        segments = shared_memory_below(os.getpid())
+        if self._llm is not None:
+            self._llm.shutdown()
+        _remove_all(segments)  # vLLM's workers are killed before they give back what they shared with each other
+
+
+def shared_memory_below(pid: int) -> set[Path]:
+    """Shared-memory segments that the descendants of `pid` have mapped, those of multiprocessing and of vLLM's CPU collectives."""
+    import psutil
+
+    found = set()
+    for child in psutil.Process(pid).children(recursive=True):
+        try:
+            paths = {Path(region.path) for region in child.memory_maps()}
+        except psutil.Error:
+            continue
+        found |= {p for p in paths if p.parent == Path("/dev/shm") and (p.name.startswith("psm_") or "cpushm" in p.name)}
+    return found
+
+
+def _noted(file: str) -> set[Path]:
+    return set(map(Path, Path(file).read_text().split())) if Path(file).exists() else set()
+
+
+def _remove_all(held: set[Path]) -> None:
+    for path in held:
+        if path.name.startswith(STAGING):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _memory_folder() -> str | None:
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None

@@ -1,0 +1,46 @@
+"""Requests to and answers from an engine: plain data that crosses process borders."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to sample. The seed alone decides its random numbers, so order of arrival changes nothing."""
+
+    sample_id: int
+    prompt_ids: tuple[int, ...]
+    seed: int
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Sampling of all requests of one call; every parameter is explicit, none comes from the model's own files."""
+
+    temperature: float
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+    top_p: float = 1.0
+    top_k: int = -1
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled response."""
+
+    sample_id: int
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]  # processed: after temperature, one per token
+    stop_reason: str  # "stop" or "length"
+    weight_version: int
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Everything one engine is started with."""
+
+    engine_id: int
+    arguments: dict  # of vLLM's AsyncEngineArgs
+    check_order: bool  # run the start-up check that batch composition changes no bit
+    vocab_size: int
+    expected: tuple[tuple[str, tuple[int, ...]], ...]  # HF name and shape of every tensor that a weight update has to bring
+    segments_file: str  # where the engine notes its shared memory, so that its successor can clean up after a kill

@@ -1,0 +1,56 @@
+"""The algorithm, on one screen: generate, reward, old log-probs, advantages, update, sync, validate, save.
+
+What each line does stands in phases.py, or saving.py, under the same name; what a run consists of, in run.py.
+"""
+
+from mrl.errors import Interrupted
+from mrl.record.timer import PhaseTimer
+from mrl.trainer import phases, saving
+from mrl.trainer.run import Run
+
+
+def train(run: Run) -> None:
+    """Trains until the last step. On a signal the state is saved and Interrupted raised."""
+    try:
+        if run.state.step > 0:
+            phases.bring_engines_to(run, run.state.step)  # engines start from the weights that training started from
+        elif run.config.trainer.val_before_train:
+            phases.record(run, phases.validate(run))
+        while run.state.step < run.total_steps:
+            train_step(run)
+        saving.save(run)
+    except Interrupted:
+        if run.stop.signal is not None and not run.stop.held:
+            saving.save(run)  # weights and data position are those of the last finished step
+        raise
+
+
+def train_step(run: Run) -> None:
+    """One step. Nothing is changed before `update`, so a signal may end it until then; from there on it runs to its end."""
+    timer, config = PhaseTimer(), run.config.trainer
+    with timer("step"):
+        with timer("gen"):
+            prompts, cursor = phases.next_prompts(run)
+            samples = phases.generate(run, prompts)  # responses are scored in the background as they arrive
+        with timer("reward"):
+            rewards = phases.collect_rewards(run, samples)
+            phases.write_samples(run, samples, rewards)
+        with timer("old_log_prob"):
+            batch, seen = phases.with_old_log_probs(run, samples)
+        with timer("adv"):
+            batch = phases.with_advantages(run, batch, samples, rewards)
+        run.stop.hold()
+        with timer("update_actor"):
+            updated = phases.update(run, batch)
+        with timer("reshard"):
+            synced = phases.sync_weights(run)
+        run.state = run.state.advanced(cursor)
+        metrics = phases.step_metrics(run, batch, rewards) | seen | updated | synced
+        if phases.due(run, config.test_freq):
+            with timer("testing"):
+                metrics |= phases.validate(run)
+        if phases.due(run, config.save_freq):
+            with timer("save_checkpoint"):
+                saving.save(run, metrics)
+    phases.record(run, metrics, timer, batch)
+    run.stop.release()
