@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Starts a Ray head on this machine for jobs. The dashboard answers on HOST only (default loopback), but Ray's own ports listen everywhere,
+# and a Ray cluster runs whatever it is sent: leave Ray's token authentication on.
+#   HOST=10.0.0.1 PORT=6379 DASHBOARD_PORT=8265 CPUS=2 TEMP=/tmp/ray-mrl launch/start_head.sh [arguments of ray start]
+set -euo pipefail
+host=${HOST:-127.0.0.1} port=${PORT:-6379} dashboard=${DASHBOARD_PORT:-8265}
+for p in "$port" "$dashboard"; do
+    if (exec 3<>"/dev/tcp/$host/$p") 2>/dev/null; then
+        echo "port $p on $host is in use; set PORT or DASHBOARD_PORT to a free one" >&2
+        exit 4
+    fi
+done
+# the token that guards a head is made on its first start (~/.ray/auth_token); RAY_AUTH_TOKEN names one from elsewhere
+export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
+exec ray start --head --node-ip-address "$host" --port "$port" --dashboard-host "$host" --dashboard-port "$dashboard" \
+    --num-cpus "${CPUS:-$(nproc)}" --temp-dir "${TEMP:-/tmp/ray-mrl}" --disable-usage-stats "$@"
