@@ -1,0 +1,74 @@
+"""One of two ranks over tensor and expert parallelism: the actor's own promises. Writes what it saw; see test_actor."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from ranks import agree_on_port
+
+from mrl.config.schema import RunConfig
+from mrl.data.batch import TrainBatch
+from mrl.megatron.actor import MegatronActor
+
+
+def main(rank: int, world_size: int, out: Path, plan: dict) -> None:
+    batch = TrainBatch(**np.load(plan["batch"]))
+    report: dict = {}
+
+    def actor(name: str, number: int) -> MegatronActor:
+        config = RunConfig.model_validate(plan["configs"][name])
+        return MegatronActor(config, rank, world_size, "127.0.0.1", agree_on_port(out, rank, number))
+
+    first = actor("float32", 0)
+    before, state = _weights(first), _optimizer_state(first)
+    bad = replace(batch, advantages=np.where(np.arange(len(batch))[:, None] == 1, np.inf, batch.advantages).astype(np.float32))
+    report["skipped"] = first.update(bad)
+    report["unchanged"] = _same(before, _weights(first)) and _same(state, _optimizer_state(first)) and first.num_updates == 0
+    log_probs, updates = first.log_probs(batch), [first.update(batch), first.update(batch)]
+    after, steps = _weights(first), first.num_updates
+    first.close()
+
+    second = actor("float32", 1)
+    again = second.log_probs(batch)
+    report["log_probs_repeat"] = (log_probs is None) == (again is None) and (
+        again is None or np.array_equal(log_probs.log_probs, again.log_probs)
+    )
+    report["updates_repeat"] = [second.update(batch), second.update(batch)] == updates
+    report["weights_repeat"] = _same(after, _weights(second)) and not _same(before, after) and second.num_updates == steps
+    second.close()
+
+    half = actor("bfloat16", 2)
+    loaded = _weights(half)
+    report["bfloat16_dtypes"] = sorted({str(t.dtype) for t in loaded.values()})
+    report["bfloat16_loads_rounded_weights"] = _same(loaded, {n: t.bfloat16() for n, t in before.items()})
+    if (result := half.log_probs(batch)) is not None:
+        exact = log_probs.log_probs[np.argsort(log_probs.rows)]
+        report["bfloat16_log_prob_error"] = float(np.abs(result.log_probs[np.argsort(result.rows)] - exact).mean())
+    report["bfloat16_update"] = half.update(batch)
+    report["bfloat16_moved"] = not _same(loaded, _weights(half))
+    half.close()
+    (out / f"report-{rank}.json").write_text(json.dumps(report))
+
+
+def _weights(actor: MegatronActor) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in actor.export_hf()}
+
+
+def _optimizer_state(actor: MegatronActor) -> dict[str, torch.Tensor]:
+    """Moments, step counts and the schedule's place."""
+    state = {"schedule": torch.tensor(actor.scheduler.num_steps)}
+    for part, optimizer in enumerate(actor.optimizer.chained_optimizers):
+        for number, values in enumerate(optimizer.optimizer.state.values()):
+            state |= {f"{part}.{number}.{name}": torch.as_tensor(value).clone() for name, value in values.items()}
+    return state
+
+
+def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), json.loads(Path(sys.argv[4]).read_text()))

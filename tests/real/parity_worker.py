@@ -1,0 +1,89 @@
+"""One rank: for each case in turn, builds the actor in its layout and writes what it computes. See test_parity."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from ranks import agree_on_port
+from safetensors.torch import load_file, save_file
+
+from mrl.config.schema import RunConfig
+from mrl.data.batch import TrainBatch
+from mrl.megatron.actor import MegatronActor
+
+
+def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:
+    for number, case in enumerate(json.loads(cases_file.read_text())):
+        config = RunConfig.model_validate(case["config"])
+        batch = TrainBatch(**np.load(case["batch"]))
+        actor = MegatronActor(config, rank, world_size, "127.0.0.1", agree_on_port(out, rank, number))
+        folder = out / case["name"]
+        folder.mkdir(exist_ok=True)
+        _report(actor, batch, case, folder)
+        actor.close()
+
+
+def _report(actor: MegatronActor, batch: TrainBatch, case: dict, folder: Path) -> None:
+    original = load_file(Path(actor.config.model.path) / "model.safetensors")
+    exported = _exported(actor)
+    report = {
+        "export_names_equal": sorted(exported) == sorted(original),
+        "export_differs": [n for n in exported if n not in original or not torch.equal(exported[n], original[n])],
+    }
+    if (result := actor.log_probs(batch)) is not None:
+        np.savez(folder / f"log_probs-{actor.rank}.npz", rows=result.rows, log_probs=result.log_probs, entropy=result.entropy)
+    for size in case["micro_batch_sizes"]:
+        _set_micro_batch_size(actor, size)
+        parts = actor.gradients(batch)
+        if actor.rank == 0:
+            save_file(_exported_gradients(actor), folder / f"gradients-{size}.safetensors")
+        else:
+            _exported_gradients(actor)
+        if parts:
+            (folder / f"metrics-{size}-{actor.rank}.json").write_text(json.dumps(parts))
+    updates = [actor.update(batch) for _ in range(2)]
+    weights = _exported(actor)
+    if actor.rank == 0:
+        save_file(weights, folder / "updated.safetensors")
+    if updates[0]:
+        (folder / f"updates-{actor.rank}.json").write_text(json.dumps(updates))
+    (folder / f"report-{actor.rank}.json").write_text(json.dumps(report))
+
+
+def _set_micro_batch_size(actor: MegatronActor, size: int) -> None:
+    part = actor.config.actor.model_copy(update={"ppo_micro_batch_size_per_gpu": size})
+    actor.config = actor.config.model_copy(update={"actor": part})
+
+
+def _exported(actor: MegatronActor) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone().contiguous() for name, tensor in actor.export_hf()}
+
+
+@torch.no_grad()
+def _exported_gradients(actor: MegatronActor) -> dict[str, torch.Tensor]:
+    """Full gradients under Hugging Face names: they take the weights' place for the length of an export."""
+    for chunk in actor.chunks:
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+            for bucket in buffer.buckets:
+                _gather_shards(bucket.grad_data, buffer.data_parallel_group)
+    parameters = [p for chunk in actor.chunks for p in chunk.parameters()]
+    weights = [p.clone() for p in parameters]
+    for parameter in parameters:
+        parameter.copy_(parameter.main_grad)
+    gradients = _exported(actor)
+    for parameter, weight in zip(parameters, weights, strict=True):
+        parameter.copy_(weight)
+    return gradients
+
+
+def _gather_shards(gradients: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """The distributed optimizer leaves each rank with its own shard of the summed gradient."""
+    shards = list(gradients.chunk(group.size()))
+    dist.all_gather(shards, shards[group.rank()].clone(), group=group)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))

@@ -1,0 +1,140 @@
+"""One of two ranks: takes each row of the CPU table out, runs the check that the row is there for, and writes what happened."""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from ranks import agree_on_port
+
+from mrl.config.schema import RunConfig
+from mrl.data.batch import TrainBatch
+from mrl.layout import TrainLayout
+from mrl.megatron import parallel
+from mrl.megatron.actor import MegatronActor
+from mrl.models import load_model_spec
+from mrl.platforms import get_platform, patches
+from mrl.platforms.cpu import CpuPlatform
+
+TIMEOUT_S = 10
+
+
+def main(rank: int, world_size: int, out: Path, plan: dict) -> None:
+    meeting = 0
+
+    def attempt(check: str) -> str | None:
+        """The error that the check ends with, None when it passes."""
+        nonlocal meeting
+        meeting += 1
+        try:
+            CHECKS[check](plan, rank, world_size, agree_on_port(out, rank, meeting))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            parallel.close()
+            _meet(out, rank, world_size, meeting)
+        return None
+
+    rows = {row.target: row for row in patches.rows_for("cpu")}
+    patches.apply(rows.values())
+    CpuPlatform.apply_patches = lambda self: None  # an actor would put the row back
+    report = {"all in place": {check: attempt(check) for check in CHECKS}}
+    for target, check in plan["rows"].items():
+        patches.revert(rows[target])
+        report[target] = attempt(check)
+        patches.apply([rows[target]])
+    (out / f"report-{rank}.json").write_text(json.dumps(report))
+
+
+def _meet(out: Path, rank: int, world_size: int, step: int) -> None:
+    """Waits until every rank has ended this step: one may fail at once where another waits for a collective to time out."""
+    (out / f"ended-{step}-{rank}").touch()
+    while not all((out / f"ended-{step}-{other}").exists() for other in range(world_size)):
+        time.sleep(0.01)  # the whole program has a deadline
+
+
+def generators(plan: dict, rank: int, world_size: int, port: int) -> None:
+    """In the tracker's fork tensor ranks draw different numbers, the same after the same seed; outside it leaves no trace."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    model = load_model_spec(plan["moe"])
+    layout = TrainLayout.build({"world_size": world_size, "tensor_model_parallel_size": world_size}, model)
+    parallel.init_distributed(get_platform("cpu"), rank, world_size, "127.0.0.1", port, TIMEOUT_S)
+    draws = []
+    for _ in range(2):
+        parallel.init_model_parallel(layout, 3, TIMEOUT_S)
+        before = torch.get_rng_state()
+        with get_cuda_rng_tracker().fork():
+            draws.append(torch.rand(8))
+        assert torch.equal(torch.get_rng_state(), before)
+        mpu.destroy_model_parallel()
+    assert torch.equal(*draws)
+    both = [torch.empty(8), torch.empty(8)]
+    dist.all_gather(both, draws[0])
+    assert not torch.equal(*both)
+
+
+def moe_update(plan: dict, rank: int, world_size: int, port: int) -> None:
+    """Builds a MoE over tensor and expert parallel ranks and takes one optimizer step, with activations recomputed."""
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = None  # it is made once per process
+    layout = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}
+    recompute = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
+    _update(plan, rank, world_size, port, "moe", layout, recompute)
+
+
+def pipeline_update(plan: dict, rank: int, world_size: int, port: int) -> None:
+    """One optimizer step of a dense model with tied embeddings over two pipeline stages."""
+    _update(plan, rank, world_size, port, "dense", {"pipeline_model_parallel_size": 2}, {})
+
+
+def uneven_gather(plan: dict, rank: int, world_size: int, port: int) -> None:
+    """Megatron's gather of unequal shares, forward and backward, as expert tensor parallelism uses it."""
+    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+    parallel.init_distributed(get_platform("cpu"), rank, world_size, "127.0.0.1", port, TIMEOUT_S)
+    mine = torch.full((1 + 2 * rank, 4), float(rank), requires_grad=True)
+    whole = gather_from_sequence_parallel_region(mine, group=dist.group.WORLD, output_split_sizes=[1, 3])
+    assert whole[:, 0].tolist() == [0.0, 1.0, 1.0, 1.0]
+    (whole * (rank + 1)).sum().backward()
+    assert torch.equal(mine.grad, torch.full_like(mine, 3.0))
+
+
+def meta_context(plan: dict, rank: int, world_size: int, port: int) -> None:
+    """A model built under torch.device("meta") has no memory, as transformers expects."""
+    with torch.device("meta"):
+        assert torch.zeros(3).is_meta
+        assert torch.tensor([1.0]).is_meta
+
+
+CHECKS: dict[str, Callable] = {
+    check.__name__: check for check in (moe_update, generators, pipeline_update, uneven_gather, meta_context)
+}  # fmt: skip
+
+
+def _update(plan: dict, rank: int, world_size: int, port: int, model: str, layout: dict, overrides: dict) -> None:
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": plan[model], "dtype": "float32", "override_transformer_config": overrides},
+            "actor": {"layout": {"world_size": world_size} | layout, "ppo_mini_batch_size": 4},
+            "rollout": {"n": 1},
+            "data": {"train_batch_size": 4},
+            "cluster": {"device": "cpu", "step_timeout_s": TIMEOUT_S},
+        }
+    )
+    actor = MegatronActor(config, rank, world_size, "127.0.0.1", port)
+    response = np.full((4, 3), -1.0, np.float32)
+    ids = np.random.default_rng(0).integers(1, 100, (4, 8))
+    lengths = np.full(4, 5), np.full(4, 3)
+    batch = TrainBatch(ids, *lengths, np.ones(4, np.float32), response, response, np.ones_like(response))
+    for part in actor.update(batch):
+        assert part.get("actor/skipped_updates", (0.0, 1.0))[0] == 0.0
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), json.loads(Path(sys.argv[4]).read_text()))

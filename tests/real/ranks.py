@@ -1,0 +1,77 @@
+"""Runs one program on several ranks as subprocesses, with a deadline, and always ends what it started."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from mrl.platforms.hosting import get_hosting
+
+ROOT = Path(__file__).resolve().parents[2]
+_TAIL = 4000  # characters of a failed rank's log that are shown
+
+
+def run_ranks(program: Path, world_size: int, out: Path, arguments: list[str], deadline_s: float) -> None:
+    """`python program rank world_size out *arguments` on every rank; results are files that ranks write under `out`.
+
+    Raises AssertionError with the end of the logs when a rank fails or the deadline passes.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    environment = os.environ | get_hosting("cpu").actor_environment() | {"PYTHONPATH": str(ROOT)}
+    logs = [out / f"rank-{rank}.log" for rank in range(world_size)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(program), str(rank), str(world_size), str(out), *arguments],
+            env=environment,
+            stdout=log.open("w"),
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        for rank, log in enumerate(logs)
+    ]
+    try:
+        problem = _wait(ranks, deadline_s)
+    finally:
+        for process in ranks:
+            _end(process)
+    if problem:
+        shown = "\n".join(f"--- {log.name}\n{log.read_text()[-_TAIL:]}" for log in logs)
+        raise AssertionError(f"{program.name} {' '.join(arguments)}: {problem}\n{shown}")
+
+
+def agree_on_port(out: Path, rank: int, meeting: int) -> int:
+    """For the ranks' program: a free port for their meeting number `meeting`, found by rank 0 right before it is used."""
+    file = out / f"port-{meeting}"
+    if rank == 0:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        file.with_suffix(".part").write_text(str(port))
+        file.with_suffix(".part").rename(file)
+    while not file.exists():
+        time.sleep(0.01)  # the program has a deadline
+    return int(file.read_text())
+
+
+def _wait(ranks: list[subprocess.Popen], deadline_s: float) -> str | None:
+    """What went wrong, or None. Returns at the first failure: the other ranks would wait for the failed one."""
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end:
+        codes = [process.poll() for process in ranks]
+        if failed := [rank for rank, code in enumerate(codes) if code]:
+            time.sleep(0.5)  # the others' own reports
+            return f"ranks {failed} failed"
+        if all(code == 0 for code in codes):
+            return None
+        time.sleep(0.05)
+    return f"not done after {deadline_s:.0f} s"
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Ends a rank with all its children."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

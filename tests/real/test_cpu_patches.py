@@ -1,0 +1,72 @@
+"""Every symbol that the CPU platform replaces still has to be replaced: without it, a training step or a collective fails."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from ranks import ROOT, run_ranks
+from tiny_models import save, tiny_dense, tiny_moe
+
+from mrl.platforms.cpu_patches import PATCHES
+
+pytestmark = pytest.mark.real
+
+# What fails without the row. The last row comes last: it is read before the tensor factories are wrapped, and cannot be put back after.
+CHECKED_BY = {
+    "torch.cuda.current_device": "moe_update",
+    "torch.cuda.get_rng_state": "generators",
+    "torch.cuda.manual_seed": "generators",
+    "megatron.core.tensor_parallel.random._get_cuda_rng_state": "generators",
+    "megatron.core.tensor_parallel.random._set_cuda_rng_state": "generators",
+    "torch.cuda.Stream": "moe_update",
+    "torch.cuda.current_stream": "moe_update",
+    "torch.Tensor.type": "moe_update",
+    "torch.tensor": "moe_update",
+    "torch.zeros": "moe_update",
+    "torch.distributed.all_to_all_single": "moe_update",
+    "megatron.core.transformer.moe.moe_utils.te_general_gemm": "moe_update",
+    "megatron.core.tensor_parallel.random.CheckpointWithoutOutput.__init__": "moe_update",
+    "torch.cuda.synchronize": "pipeline_update",
+    "torch.Tensor.cuda": "pipeline_update",
+    "torch.distributed.all_gather": "uneven_gather",
+    "torch.utils._device._device_constructors": "meta_context",
+}
+DEADLINE_S = 180.0
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory) -> list[dict]:
+    """What each of two ranks saw."""
+    out = tmp_path_factory.mktemp("patches")
+    plan = {"rows": CHECKED_BY, "moe": str(save(tiny_moe(), out / "moe")), "dense": str(save(tiny_dense(), out / "dense"))}
+    (out / "plan.json").write_text(json.dumps(plan))
+    run_ranks(ROOT / "tests/real/patches_worker.py", 2, out, [str(out / "plan.json")], DEADLINE_S)
+    return [json.loads(file.read_text()) for file in out.glob("report-*.json")]
+
+
+def test_every_row_has_a_check():
+    assert set(CHECKED_BY) == {row.target for row in PATCHES}
+
+
+def test_with_all_rows_in_place_every_check_passes(reports):
+    assert [set(report["all in place"].values()) for report in reports] == [{None}, {None}]
+
+
+@pytest.mark.parametrize("target", CHECKED_BY)
+def test_without_the_row_its_check_fails(target, reports):
+    assert any(report[target] for report in reports)
+
+
+def test_nothing_is_replaced_in_a_process_that_has_imported_vllm():
+    program = (
+        "import sys, types; sys.modules['vllm'] = types.ModuleType('vllm')\n"
+        "from mrl.errors import EnvironmentFault\n"
+        "from mrl.platforms import get_platform\n"
+        "import torch; before = torch.zeros\n"
+        "try: get_platform('cpu').apply_patches()\n"
+        "except EnvironmentFault as fault: print(fault, torch.zeros is before)\n"
+    )
+    answer = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "has imported vllm" in answer
+    assert answer.strip().endswith("True")

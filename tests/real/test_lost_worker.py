@@ -1,0 +1,50 @@
+"""A process that dies below a run ends it with exit code 5, without a traceback, whoever notices first; nothing is left behind."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from test_runs import finish, train, wait_for_step
+from world import make_world
+
+
+def rank_one(below: psutil.Process, run_dir: Path) -> psutil.Process | None:
+    """The actor's rank 1: it writes to that rank's log."""
+    log = str(run_dir / "logs" / "actor-rank-1.log")
+    ranks = [p for p in below.children(recursive=True) if "ActorWorker" in " ".join(p.cmdline())]
+    return next((p for p in ranks if log in {file.path for file in p.open_files()}), None)
+
+
+def engine_core(below: psutil.Process, run_dir: Path) -> psutil.Process | None:
+    """vLLM's own process, below the Ray actor that holds the engine."""
+    return next((p for p in below.children(recursive=True) if "EngineCore" in " ".join(p.cmdline())), None)
+
+
+@pytest.mark.real
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("find", "named"), [(rank_one, "rank 1 died"), (engine_core, "engine 0: vLLM's process below it died")])
+def test_a_lost_process_ends_the_run_as_resumable(tmp_path, find, named):
+    run_dir = tmp_path / "run"
+    process = train(make_world(tmp_path / "world"), run_dir, trainer__total_training_steps=500, trainer__val_before_train=False)
+    try:
+        wait_for_step(process, run_dir, 1, 150)
+        victim = find(psutil.Process(process.pid), run_dir)
+        assert victim is not None
+        time.sleep(0.3)  # somewhere in the middle of a step
+        os.kill(victim.pid, signal.SIGKILL)
+        code = finish(process, run_dir, 60)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    said = run_dir.with_suffix(".log").read_text()
+    assert code == 5, said[-3000:]
+    assert named in said
+    assert "Traceback" not in said
+    assert not [p for p in Path("/dev/shm").glob("mrl-sync-*") if str(p) in _noted(run_dir)]
+
+
+def _noted(run_dir: Path) -> str:
+    return "".join(file.read_text() for file in (run_dir / "logs").glob("*.segments"))

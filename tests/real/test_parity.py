@@ -1,0 +1,282 @@
+"""The Megatron actor computes what Hugging Face computes, in every layout: log-probs, gradients, updates and exported weights.
+
+The reference is the Hugging Face model with autograd, GSPO written in its sequence form, and torch's AdamW.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from safetensors.torch import load_file
+from tiny_models import save, tiny_dense, tiny_moe, tiny_shared
+from torch import Tensor
+
+from mrl.data.batch import Sample, TrainBatch, collate
+
+pytestmark = pytest.mark.real
+
+TP, PP, EP, ETP = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+# name -> (model, ranks, degrees); data parallelism is what remains of the ranks
+LAYOUTS = {
+    "moe-tp1": ("moe", 1, {}),
+    "dense-tp1": ("dense", 1, {}),
+    "shared-tp1": ("shared", 1, {}),
+    "moe-tp2": ("moe", 2, {TP: 2}),
+    "moe-tp2-whole-optimizer": ("moe", 2, {TP: 2}),
+    "moe-tp2-etp2": ("moe", 2, {TP: 2, ETP: 2}),
+    "moe-pp2": ("moe", 2, {PP: 2}),
+    "moe-pp1+3": ("moe", 2, {PP: 2, "pipeline_layers": [1, 3]}),
+    "moe-pp2-vpp2": ("moe", 2, {PP: 2, "virtual_pipeline_model_parallel_size": 2}),
+    "moe-ep2": ("moe", 2, {EP: 2}),
+    "moe-dp2": ("moe", 2, {}),
+    "moe-tp2-ep2": ("moe", 2, {TP: 2, EP: 2}),
+    "shared-tp2-ep2": ("shared", 2, {TP: 2, EP: 2}),
+    "dense-tp2": ("dense", 2, {TP: 2}),
+    "dense-pp2": ("dense", 2, {PP: 2}),
+    "moe-tp2-pp2-ep2": ("moe", 4, {TP: 2, PP: 2, EP: 2}),
+    "moe-tp2-ep2-etp2": ("moe", 4, {TP: 2, EP: 2, ETP: 2}),
+}
+# Megatron's plain optimizer keeps references to gradients that the distributed one does not.
+DDP_OVERRIDES = {"moe-tp2-whole-optimizer": {"use_distributed_optimizer": False}}
+MICRO_BATCH_SIZES = (5, 1)  # 13 rows on two data-parallel ranks: uneven micro-batches, and a filler
+CLIP_LOW, CLIP_HIGH = 0.03, 0.04
+# Of each sample: over the band, under it, inside it and at ratio one, for both signs of the advantage.
+LOG_RATIOS = np.array([0.0, 0.1, -0.1, 0.1, -0.1, 0.02, -0.02, 0.0, 0.2, -0.2, 0.3, -0.3, 0.01])
+ADVANTAGES = np.array([1.0, 1.0, 1.0, -1.0, -1.0, 1.0, -1.0, -1.0, -0.5, -0.5, 0.5, 0.5, 2.0])
+LR, EPS, WEIGHT_DECAY, CLIP_GRAD = 1e-3, 1e-4, 0.1, 0.5
+DEADLINE_S = 240.0
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the Hugging Face model computes."""
+
+    model_path: Path
+    batch: TrainBatch
+    batch_path: Path
+    log_probs: np.ndarray
+    entropy: float  # mean over response tokens
+    gradients: dict[str, Tensor]
+    gradient_norms: tuple[float, float]  # of two updates
+    start: dict[str, Tensor]
+    updated: dict[str, Tensor]  # after two updates
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory) -> dict[str, Reference]:
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("reference")
+    return {name: _reference(make(), folder / name) for name, make in (("moe", tiny_moe), ("dense", tiny_dense), ("shared", tiny_shared))}
+
+
+@pytest.fixture(scope="module")
+def results(references, tmp_path_factory) -> dict[str, Path]:
+    """Runs every layout once; layouts with equally many ranks share their processes."""
+    folders = {}
+    for world_size in sorted({world for _, world, _ in LAYOUTS.values()}):
+        out = tmp_path_factory.mktemp(f"ranks{world_size}")
+        names = [name for name, (_, world, _) in LAYOUTS.items() if world == world_size]
+        cases = out / "cases.json"
+        cases.write_text(json.dumps([_case(name, references) for name in names]))
+        run_ranks(Path(__file__).with_name("parity_worker.py"), world_size, out, [str(cases)], DEADLINE_S)
+        folders |= {name: out / name for name in names}
+    return folders
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_log_probs_and_entropy_are_those_of_hugging_face(layout, references, results):
+    reference = references[LAYOUTS[layout][0]]
+    parts = [np.load(file) for file in results[layout].glob("log_probs-*.npz")]
+    rows = np.concatenate([part["rows"] for part in parts])
+    assert sorted(rows) == list(range(len(reference.batch)))
+    log_probs = np.concatenate([part["log_probs"] for part in parts])[np.argsort(rows)]
+    assert np.abs(log_probs - reference.log_probs).max() < 1e-5
+    total, tokens = sum(part["entropy"] for part in parts)
+    assert tokens == reference.batch.response_mask.sum()
+    assert total / tokens == pytest.approx(reference.entropy, rel=1e-5)
+
+
+@pytest.mark.parametrize("model", ["moe", "dense", "shared"])
+@pytest.mark.parametrize("size", MICRO_BATCH_SIZES)
+def test_gradients_of_one_rank_are_those_of_hugging_face(model, size, references, results):
+    gradients = load_file(results[f"{model}-tp1"] / f"gradients-{size}.safetensors")
+    assert _worst(gradients, references[model].gradients) < 1e-4
+
+
+@pytest.mark.parametrize("size", MICRO_BATCH_SIZES)
+@pytest.mark.parametrize("layout", [name for name, (_, world, _) in LAYOUTS.items() if world > 1])
+def test_gradients_do_not_depend_on_the_layout_or_the_micro_batches(layout, size, references, results):
+    one_rank = load_file(results[f"{LAYOUTS[layout][0]}-tp1"] / f"gradients-{MICRO_BATCH_SIZES[0]}.safetensors")
+    gradients = load_file(results[layout] / f"gradients-{size}.safetensors")
+    assert _worst(gradients, one_rank) < 1e-5
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_clipping_and_loss_are_counted_once_over_the_whole_mini_batch(layout, references, results):
+    for size in MICRO_BATCH_SIZES:
+        files = list(results[layout].glob(f"metrics-{size}-*.json"))
+        parts = [part for file in files for part in json.loads(file.read_text())]
+        clipped, tokens = (sum(part["actor/pg_clipfrac"][i] for part in parts) for i in (0, 1))
+        expected_clipped, expected_tokens = _clipped_tokens(references[LAYOUTS[layout][0]].batch)
+        assert (clipped, tokens) == (expected_clipped, expected_tokens)
+        assert sum(part["actor/pg_loss"][1] for part in parts) == len(references[LAYOUTS[layout][0]].batch)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_updates_are_those_of_adamw(layout, references, results):
+    reference = references[LAYOUTS[layout][0]]
+    updated = load_file(results[layout] / "updated.safetensors")
+    moved = {name: updated[name] - reference.start[name] for name in updated}
+    expected = {name: reference.updated[name] - reference.start[name] for name in updated}
+    assert _worst(moved, expected) < 1e-3
+    updates = [json.loads(file.read_text()) for file in results[layout].glob("updates-*.json")]
+    reported = [u for rank in updates for u in rank if "actor/grad_norm" in u[0]]
+    norms = [update[0]["actor/grad_norm"][0] for update in reported]
+    assert norms == pytest.approx(reference.gradient_norms, rel=1e-4)
+    assert [update[0]["actor/lr"][0] for update in reported] == [LR / 2, LR]
+    assert [update[0]["actor/skipped_updates"][0] for update in reported] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_export_returns_the_loaded_bits_on_every_rank(layout, results):
+    reports = [json.loads(file.read_text()) for file in results[layout].glob("report-*.json")]
+    assert len(reports) == LAYOUTS[layout][1]
+    assert all(report["export_names_equal"] and report["export_differs"] == [] for report in reports)
+
+
+def _case(name: str, references: dict[str, Reference]) -> dict:
+    model, world_size, degrees = LAYOUTS[name]
+    reference = references[model]
+    optim = {
+        "lr": LR, "lr_warmup_steps": 2, "eps": EPS, "weight_decay": WEIGHT_DECAY, "betas": [0.9, 0.95], "clip_grad": CLIP_GRAD,
+    }  # fmt: skip
+    config = {
+        "model": {"path": str(reference.model_path), "dtype": "float32"},
+        "actor": {
+            "layout": {"world_size": world_size} | degrees,
+            "optim": optim,
+            "ppo_mini_batch_size": len(reference.batch),
+            "log_prob_micro_batch_size_per_gpu": 4,
+            "override_ddp_config": DDP_OVERRIDES.get(name, {}),
+        },
+        "rollout": {"n": 1},
+        "algorithm": {"policy_loss": {"clip_ratio_low": CLIP_LOW, "clip_ratio_high": CLIP_HIGH}},
+        "data": {"train_batch_size": len(reference.batch)},
+        "cluster": {"device": "cpu", "step_timeout_s": 60},
+    }
+    return {"name": name, "config": config, "batch": str(reference.batch_path), "micro_batch_sizes": MICRO_BATCH_SIZES}
+
+
+def _reference(model, path: Path) -> Reference:
+    model_path = save(model, path)
+    start = load_file(model_path / "model.safetensors")
+    batch = _samples(model.config.vocab_size)
+    with torch.no_grad():
+        log_probs, entropy = _token_outputs(model, batch)
+    mask = batch.response_mask
+    old = np.where(mask, log_probs.numpy() - LOG_RATIOS[:, None], 0).astype(np.float32)
+    batch = TrainBatch(
+        batch.input_ids, batch.prompt_lengths, batch.response_lengths, batch.temperature, batch.rollout_log_probs,
+        old, np.where(mask, ADVANTAGES[:, None], 0).astype(np.float32),
+    )  # fmt: skip
+    np.savez(path / "batch.npz", **vars(batch))
+    gradients, norms = {}, []
+    optimizer = _adamw(model)
+    for update in range(2):
+        model.zero_grad()
+        _sequence_gspo(model, batch).backward()
+        gradients = gradients or {name: p.grad.clone() for name, p in model.named_parameters()}
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD).item())
+        for group in optimizer.param_groups:
+            group["lr"] = LR * (update + 1) / 2
+        optimizer.step()
+    updated = {name: p.detach().clone() for name, p in model.named_parameters()}
+    gradients, updated = (_checkpoint_names(model, tensors, path) for tensors in (gradients, updated))
+    mean_entropy = float(entropy[torch.from_numpy(mask)].mean())
+    return Reference(
+        model_path, batch, path / "batch.npz", np.where(mask, log_probs.numpy(), 0), mean_entropy, gradients, tuple(norms), start, updated
+    )
+
+
+def _samples(vocab_size: int) -> TrainBatch:
+    """13 samples of uneven lengths, at two temperatures."""
+    rng = np.random.default_rng(1)
+    samples = []
+    for i, (prompt, response) in enumerate(
+        [(3, 9), (1, 1), (12, 4), (7, 17), (5, 2), (2, 24), (9, 9), (4, 6), (21, 3), (6, 11), (1, 13), (8, 8), (10, 5)]
+    ):
+        ids = rng.integers(1, vocab_size, prompt + response).tolist()
+        samples.append(Sample(i, i, i, 0, tuple(ids[:prompt]), tuple(ids[prompt:]), (0.0,) * response, "stop", 0))
+    batch = collate(samples, 1.0, 0)
+    batch.temperature[1::2] = 0.7
+    return batch
+
+
+def _token_outputs(model, batch: TrainBatch) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies [batch, response_length], one sample at a time and without padding."""
+    log_probs = torch.zeros(batch.rollout_log_probs.shape)
+    entropy = torch.zeros(batch.rollout_log_probs.shape)
+    rows = []
+    for row in range(len(batch)):
+        prompt, response = int(batch.prompt_lengths[row]), int(batch.response_lengths[row])
+        ids = torch.from_numpy(batch.input_ids[row, : prompt + response])
+        logits = model(ids[None]).logits[0, prompt - 1 : -1] / float(batch.temperature[row])
+        distribution = logits.log_softmax(-1)
+        chosen = distribution.gather(-1, ids[prompt:, None])[:, 0]
+        rows.append(torch.nn.functional.pad(chosen, (0, log_probs.shape[1] - response)))
+        entropy[row, :response] = -(distribution.exp() * distribution).sum(-1).detach()
+    return torch.stack(rows), entropy
+
+
+def _sequence_gspo(model, batch: TrainBatch) -> Tensor:
+    """GSPO's sequence form: mean over sequences of max(-A s, -A clip(s)), s = exp(mean log ratio)."""
+    mask = torch.from_numpy(batch.response_mask)
+    log_probs, _ = _token_outputs(model, batch)
+    log_ratio = torch.where(mask, log_probs - torch.from_numpy(batch.old_log_probs), 0.0)
+    ratio = (log_ratio.sum(1) / mask.sum(1)).exp()
+    advantage = torch.from_numpy(batch.advantages[:, 0])
+    return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)).mean()
+
+
+def _clipped_tokens(batch: TrainBatch) -> tuple[int, int]:
+    """Response tokens of the sequences whose clipped side is taken: ratio over the band with A > 0, or under it with A < 0."""
+    mask = batch.response_mask
+    ratios = np.exp(LOG_RATIOS)
+    above, below = ratios > 1 + CLIP_HIGH, ratios < 1 - CLIP_LOW
+    clipped = (above & (ADVANTAGES > 0)) | (below & (ADVANTAGES < 0))
+    assert 0 < clipped.sum() < len(batch)
+    return int(mask[clipped].sum()), int(mask.sum())
+
+
+def _adamw(model) -> torch.optim.AdamW:
+    """Vectors have no weight decay."""
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=EPS)
+
+
+def _checkpoint_names(model, tensors: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
+    """Under the names of the checkpoint: transformers keeps experts of a layer in one tensor, its files keep them apart."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(tensors[name])
+    model.save_pretrained(path / "renamed")
+    return load_file(path / "renamed" / "model.safetensors")
+
+
+def _worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Largest ||found - expected|| / ||expected|| over tensors."""
+    assert found.keys() == expected.keys()
+    errors = {n: ((found[n] - e).norm() / e.norm().clamp(min=1e-12)).item() for n, e in expected.items() if e.norm() or found[n].norm()}
+    return max(errors.values())

@@ -1,0 +1,183 @@
+"""Whole runs through the command line and through a Ray job: three steps on eight-fold parallelism's small sibling, and exact resume."""
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from world import ROOT, make_world, metrics, overrides, without_times
+
+from mrl.cluster.ray_cluster import ray_cluster
+from mrl.cluster.rollout_group import RolloutGroup
+from mrl.config.load import load_config
+from mrl.rollout.types import Request, Sampling
+
+PRESET = ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    return make_world(tmp_path_factory.mktemp("world"))
+
+
+def train(world: Path, run_dir: Path, *more: str, **values) -> subprocess.Popen:
+    command = ["mrl", "train", str(PRESET), "--run-dir", str(run_dir), *overrides(world, **values), *more]
+    log = run_dir.with_suffix(".log").open("a")
+    return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def finish(process: subprocess.Popen, run_dir: Path, deadline_s: float) -> int:
+    """Exit status; ends the process, with all it started, when the deadline passes."""
+    try:
+        return process.wait(deadline_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise AssertionError(f"not done after {deadline_s} s:\n{run_dir.with_suffix('.log').read_text()[-3000:]}") from None
+
+
+def wait_for_step(process: subprocess.Popen, run_dir: Path, step: int, deadline_s: float) -> None:
+    end = time.monotonic() + deadline_s
+    while not any(row["training/global_step"] >= step for row in metrics(run_dir)):
+        assert process.poll() is None, run_dir.with_suffix(".log").read_text()[-3000:]
+        assert time.monotonic() < end, f"step {step} did not come within {deadline_s} s"
+        time.sleep(0.05)
+
+
+def exported(run_dir: Path, folder: Path) -> dict:
+    """Weights of the newest checkpoint, through the conversion command."""
+    subprocess.run(["mrl", "convert", "megatron-to-hf", str(run_dir), "-o", str(folder)], check=True, timeout=120)
+    return {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.real
+@pytest.mark.timeout(400)
+def test_three_steps_on_tp2_pp2_ep2_with_two_engines(world, tmp_path):
+    run_dir = tmp_path / "run"
+    layout = dict(
+        actor__layout__world_size=4, actor__layout__pipeline_model_parallel_size=2, rollout__num_engines=2,
+        cluster__n_gpus_per_node=6, cluster__cpus_per_actor=0.25, cluster__cpus_per_engine=0.5,
+    )  # fmt: skip
+    process = train(world, run_dir, trainer__total_training_steps=3, trainer__val_before_train=False, trainer__test_freq=-1, **layout)
+    assert finish(process, run_dir, 300) == 0, run_dir.with_suffix(".log").read_text()[-3000:]
+    rows = metrics(run_dir)
+    assert [row["training/global_step"] for row in rows] == [1, 2, 3]
+    for row in rows:
+        assert row["training/rollout_log_probs_abs_diff_mean"] < 1e-4
+        assert row["reshard/weight_version"] == row["training/global_step"]
+        assert row["actor/grad_norm"] > 0 and row["actor/skipped_updates"] == 0
+    before, after = load_file(world / "model" / "model.safetensors"), exported(run_dir, tmp_path / "hf")
+    assert after.keys() == before.keys()
+    assert all((after[name] != before[name]).any() for name in before), "every tensor is trained"
+    _transformers_and_vllm_load(tmp_path / "hf")
+
+
+def _transformers_and_vllm_load(folder: Path) -> None:
+    """vLLM's log-probs of sampled tokens under an exported model are transformers' for the same tokens."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    config = load_config(PRESET, overrides=[f"model.path={folder}"]).config
+    prompt = (4, 20, 30, 40)
+    with ray_cluster(config):
+        engines = RolloutGroup(config, folder.parent / "engine")
+        try:
+            engines.wait_started()
+            (answer,) = engines.generate([Request(0, prompt, 0)], Sampling(1.0, 4, ()), lambda batch: None)
+        finally:
+            engines.stop()
+    ids = torch.tensor([prompt + answer.token_ids])
+    with torch.no_grad():
+        log_probs = model(ids).logits.log_softmax(-1)[0, len(prompt) - 1 : -1]
+    expected = log_probs.gather(-1, ids[0, len(prompt) :, None])[:, 0]
+    assert (expected - torch.tensor(answer.log_probs)).abs().max() < 1e-5
+
+
+@pytest.mark.real
+@pytest.mark.timeout(600)
+def test_stopped_killed_and_resumed_as_a_job_equals_uninterrupted(world, tmp_path):
+    settings = dict(trainer__total_training_steps=STEPS, trainer__save_freq=1, trainer__test_freq=2)
+    whole, broken, segments = tmp_path / "whole", tmp_path / "broken", set(Path("/dev/shm").glob("psm_*"))
+    assert finish(train(world, whole, **settings), whole, 200) == 0, whole.with_suffix(".log").read_text()[-3000:]
+
+    process = train(world, broken, **settings)
+    wait_for_step(process, broken, 1, 150)
+    process.send_signal(signal.SIGTERM)
+    assert finish(process, broken, 60) == 5, broken.with_suffix(".log").read_text()[-3000:]
+    saved = len(metrics(broken)) - 1
+    assert 1 <= saved < STEPS and (broken / "checkpoints" / f"step-{saved}" / "manifest.json").exists()
+
+    process = train(world, broken, "--resume", **settings)
+    wait_for_step(process, broken, saved + 1, 150)
+    started = [(p, p.name()) for p in psutil.Process(process.pid).children(recursive=True)]
+    process.kill()
+    process.wait()
+    kinds = ("ray::Actor", "ray::Engine", "VLLM")  # Ray's own processes leave in their own time
+    assert all(any(name.startswith(kind) for _, name in started) for kind in kinds), started
+    workers = [p for p, name in started if name.startswith(kinds)]
+    _, left = psutil.wait_procs(workers, timeout=60)
+    for worker in left:
+        worker.kill()
+    assert not left, f"outlived a killed driver: {left}"
+
+    with ray_head(tmp_path / "ray") as environment:
+        submit = [str(ROOT / "launch" / "submit.sh"), str(PRESET), "--run-dir", str(broken), *overrides(world, **settings)]
+        done = subprocess.run([*submit, "--resume"], env=environment, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        failed = subprocess.run([*submit, "--set", "actor.optim.lrr=1"], env=environment, capture_output=True, text=True, timeout=120)
+        assert failed.returncode != 0 and "did you mean" in failed.stdout + failed.stderr
+
+    assert set(Path("/dev/shm").glob("psm_*")) <= segments, "shared memory is left, of the killed run or of the others"
+    assert without_times(metrics(broken)) == without_times(metrics(whole))
+    first, second = exported(whole, tmp_path / "hf-whole"), exported(broken, tmp_path / "hf-broken")
+    assert first.keys() == second.keys()
+    assert all(first[name].equal(second[name]) for name in first)
+
+
+class ray_head:
+    """A Ray head on loopback with its own ports and folder, as launch/start_head.sh starts it; the environment of its clients."""
+
+    def __init__(self, folder: Path):
+        self.folder = Path("/tmp") / f"ray-{os.getpid()}"  # short, for Ray's sockets
+        self.log = folder.with_suffix(".log")
+
+    def __enter__(self) -> dict[str, str]:
+        port, dashboard = free_port(), free_port()
+        environment = os.environ | {
+            "PORT": str(port), "DASHBOARD_PORT": str(dashboard), "TEMP": str(self.folder), "CPUS": "2",
+            "RAY_API": f"http://127.0.0.1:{dashboard}",
+        }  # fmt: skip
+        self.process = subprocess.Popen(
+            [str(ROOT / "launch" / "start_head.sh"), "--block"], env=environment, stdout=self.log.open("w"), stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        self._wait(dashboard)
+        return environment
+
+    def _wait(self, port: int) -> None:
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            assert self.process.poll() is None, self.log.read_text()[-2000:]
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    return
+            time.sleep(0.2)
+        raise AssertionError(f"no dashboard after 60 s:\n{self.log.read_text()[-2000:]}")
+
+    def __exit__(self, *_) -> None:
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.terminate()
+        _, left = psutil.wait_procs([*children, psutil.Process(self.process.pid)], timeout=30)
+        for child in left:
+            child.kill()

@@ -1,0 +1,69 @@
+"""Tiny Hugging Face models whose errors show: a freshly made model is nearly uniform, so these have large matrices and uneven norms."""
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+_COMMON = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 128,
+    "max_position_embeddings": 256,
+    "attn_implementation": "eager",
+}
+
+
+def tiny_moe() -> PreTrainedModel:
+    """Qwen3-MoE, 8 experts, top 2. 127 words do not divide by 2, so tensor parallelism pads the vocabulary."""
+    config = Qwen3MoeConfig(
+        **_COMMON, vocab_size=127, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True
+    )  # fmt: skip
+    return _uneven(Qwen3MoeForCausalLM, config)
+
+
+def tiny_shared() -> PreTrainedModel:
+    """Qwen2-MoE: a gated shared expert, biases on q, k and v, router weights that are not renormalised."""
+    config = Qwen2MoeConfig(
+        **{k: v for k, v in _COMMON.items() if k != "head_dim"},
+        vocab_size=128,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=96,
+        norm_topk_prob=False,
+    )
+    return _uneven(Qwen2MoeForCausalLM, config)
+
+
+def tiny_dense() -> PreTrainedModel:
+    """Dense Qwen3 with tied embeddings, as its small sizes have."""
+    return _uneven(Qwen3ForCausalLM, Qwen3Config(**_COMMON, vocab_size=128, tie_word_embeddings=True))
+
+
+def _uneven(architecture: type, config) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = architecture(config).to(torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(5.0)
+            else:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def save(model: PreTrainedModel, path: Path) -> Path:
+    model.save_pretrained(path)
+    return path

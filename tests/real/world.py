@@ -1,0 +1,51 @@
+"""A world for whole runs in tests: the tiny world's tokenizer, model and task, without its warm start."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def make_world(folder: Path, prompts: int = 48) -> Path:
+    """Writes `model/`, `data/train.parquet` and `data/val.parquet`; returns the folder."""
+    spec = importlib.util.spec_from_file_location("make_tiny_world", ROOT / "scripts" / "make_tiny_world.py")
+    script = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    train, held_out = script.split_problems(seed=0)
+    script.save_model(script.make_model(seed=0), script.make_tokenizer(), folder / "model")
+    (folder / "data").mkdir(parents=True)
+    for name, problems in (("train", train[:prompts]), ("val", held_out[:16])):
+        pq.write_table(pa.Table.from_pylist(script.data_rows(problems, name)), folder / "data" / f"{name}.parquet")
+    return folder
+
+
+def overrides(world: Path, **values) -> list[str]:
+    """`--set` arguments that put the tiny preset on this world, with few prompts; `values` have `__` for dots."""
+    settings = {
+        "model.path": world / "model",
+        "data.train_files": world / "data" / "train.parquet",
+        "data.val_files": world / "data" / "val.parquet",
+        "data.train_batch_size": 8,
+        "actor.ppo_mini_batch_size": 4,
+        "actor.optim.lr_warmup_steps": 1,
+        "reward.custom_reward_function.path": ROOT / "tests" / "real" / "digits_reward.py",
+    } | {key.replace("__", "."): value for key, value in values.items()}
+    return [text for key, value in settings.items() for text in ("--set", f"{key}={json.dumps(value, default=str)}")]
+
+
+def metrics(run_dir: Path) -> list[dict]:
+    """Rows of metrics.jsonl, a torn last line left out; none before the file is there."""
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def without_times(rows: list[dict]) -> list[dict]:
+    """What an exact resume must repeat bit by bit."""
+    clock = ("timing_", "perf/", "reshard/seconds", "reshard/peak_")
+    return [{k: v for k, v in row.items() if not k.startswith(clock)} for row in rows]

@@ -1,0 +1,232 @@
+"""Checkpoints on disk: what is written reads back, damage is found and passed over, and nothing that is needed is removed."""
+
+import json
+import os
+import stat
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mrl.checkpoint import adam_steps, set_adam_state
+from mrl.convert import megatron_to_hf
+from mrl.errors import EnvironmentFault, NumericAbort
+from mrl.models import model_spec, tensor_specs
+from mrl.record.run_dir import RunDir
+from mrl.reshard.boxes import Box
+from mrl.reshard.manifest import (
+    WEIGHT,
+    Entry,
+    Manifest,
+    RankFiles,
+    check_digests,
+    file_facts,
+    newest_checkpoint,
+    read_manifest,
+    write_manifest,
+)
+from mrl.reshard.source import Piece
+from mrl.reshard.stored import StoredTensors
+from mrl.trainer.run import set_aside
+from mrl.trainer.saving import superseded, write_atomically
+
+FACTS = {"step": 2.0, "num_updates": 2, "lr": 0.5, "scheduler": {"num_steps": 3}}
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 4, "vocab_size": 16, "intermediate_size": 8, "max_position_embeddings": 32, "rope_theta": 1e4,
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "hidden_act": "silu",
+}  # fmt: skip
+
+
+def a_manifest(step: int, ranks: tuple[RankFiles, ...]) -> Manifest:
+    trainer = {"cursor": {"epoch": 0, "index": 4}, "metrics": {"actor/lr": 0.5}}
+    return Manifest(step, {"world_size": len(ranks)}, "float32", CONFIG, ranks, trainer, {"torch": "2"})
+
+
+def a_checkpoint(folder, step: int, facts=(FACTS, FACTS)):
+    """One tensor 0..11 of shape [3, 4], each rank with a flat part of it."""
+    path = folder / f"step-{step}"
+    path.mkdir(parents=True)
+    whole, values = Box.whole((3, 4)), torch.arange(12.0)
+    ranks = []
+    for rank, optimizer in enumerate(facts):
+        flat = (0, 5) if rank == 0 else (5, 12)
+        name, key = f"rank-{rank:05d}.safetensors", "weight/0.w"
+        save_file({key: values[slice(*flat)].clone()}, path / name)
+        ranks.append(
+            RankFiles((Entry(name, key, WEIGHT, (3, 4), flat, (Piece("w", whole, whole),)),), {name: file_facts(path / name)}, optimizer)
+        )
+    write_manifest(path, a_manifest(step, tuple(ranks)))
+    return path
+
+
+def flip_a_byte(path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_manifest_reads_back_as_it_was_written(tmp_path):
+    rank = RankFiles(
+        (
+            Entry("r", "k", WEIGHT, (2, 3), None, (Piece("a", Box(((0, 2), (3, 6))), Box(((0, 2), (0, 3)))),)),
+            Entry("r", "l", "exp_avg", (4,), (1, 3), ()),
+        ),
+        {},
+        FACTS,
+    )
+    manifest = a_manifest(7, (rank,))
+    write_manifest(tmp_path, manifest)
+    assert read_manifest(tmp_path) == manifest
+    assert json.loads((tmp_path / "manifest.json").read_text())["num_updates"] == 2
+
+
+def test_a_checkpoint_whose_ranks_disagree_is_neither_written_nor_read(tmp_path):
+    with pytest.raises(NumericAbort, match="rank 1 has optimizer num_updates 3, a rank before it 2"):
+        a_checkpoint(tmp_path, 1, (FACTS, FACTS | {"num_updates": 3}))
+    path = a_checkpoint(tmp_path, 2)
+    written = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(written | {"num_updates": 9}))
+    with pytest.raises(EnvironmentFault, match="ranks count 2 optimizer updates, the manifest 9"):
+        read_manifest(path)
+    written["ranks"][1]["optimizer"]["lr"] = 0.25
+    (path / "manifest.json").write_text(json.dumps(written))
+    with pytest.raises(EnvironmentFault, match=r"rank 1 has optimizer lr 0\.25, a rank before it 0\.5"):
+        read_manifest(path)
+
+
+def test_a_rank_without_a_part_of_the_optimizer_does_not_disagree():
+    ranks = tuple(RankFiles((), {}, facts) for facts in (FACTS | {"step": None}, FACTS, FACTS | {"step": None}))
+    assert a_manifest(1, ranks).optimizer == FACTS
+
+
+def test_parts_of_a_flat_tensor_are_put_together(tmp_path):
+    path = a_checkpoint(tmp_path, 1)
+    out = torch.zeros(2, 2)
+    StoredTensors(path, read_manifest(path)).fill(WEIGHT, [Piece("w", Box(((1, 3), (2, 4))), Box.whole((2, 2)))], out)
+    assert out.tolist() == [[6.0, 7.0], [10.0, 11.0]]
+
+
+def test_a_flipped_byte_is_found_and_an_older_step_taken(tmp_path):
+    old, new = a_checkpoint(tmp_path, 2), a_checkpoint(tmp_path, 10)
+    assert newest_checkpoint(tmp_path, digests=True).path == new
+    flip_a_byte(new / "rank-00001.safetensors")
+    found = newest_checkpoint(tmp_path, digests=True)
+    assert found.path == old and found.manifest.step == 2
+    assert list(found.damaged) == [new] and "SHA-256" in str(found.damaged[new]) and "rank-00001" in str(found.damaged[new])
+    with pytest.raises(EnvironmentFault, match="rank-00001"):
+        check_digests(new, read_manifest(new))
+
+
+def test_without_any_good_checkpoint_each_damage_is_named(tmp_path):
+    for step in (1, 2):
+        flip_a_byte(a_checkpoint(tmp_path, step) / "rank-00000.safetensors")
+    found = newest_checkpoint(tmp_path, digests=True)
+    assert found.path is None and found.manifest is None and [p.name for p in found.damaged] == ["step-2", "step-1"]
+
+
+def test_the_step_saved_just_now_outlives_retention_whatever_lies_beyond_it(tmp_path):
+    for step in (2, 3, 4, 6):
+        a_checkpoint(tmp_path, step)
+    assert superseded(tmp_path, saved=3, keep=2) == []
+    assert superseded(tmp_path, saved=3, keep=1) == [tmp_path / "step-2"]
+    assert superseded(tmp_path, saved=6, keep=2) == [tmp_path / "step-2", tmp_path / "step-3"]
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_counts_no_more(tmp_path):
+    a_checkpoint(tmp_path, 4)
+    assert set_aside(tmp_path / "step-4") == tmp_path / "damaged-step-4"
+    a_checkpoint(tmp_path, 4)
+    set_aside(tmp_path / "step-4")
+    assert [p.name for p in tmp_path.iterdir()] == ["damaged-step-4"]
+    assert newest_checkpoint(tmp_path, digests=False).path is None
+
+
+def test_a_folder_is_written_whole_or_not_at_all_and_is_readable_as_others_are(tmp_path):
+    folder = tmp_path / "step-1"
+
+    def fails(work):
+        (work / "half").write_text("")
+        raise OSError
+
+    with pytest.raises(OSError):
+        write_atomically(folder, fails)
+    assert list(tmp_path.iterdir()) == []
+    mask = os.umask(0o027)
+    try:
+        write_atomically(folder, lambda work: (work / "whole").write_text("x"))
+    finally:
+        os.umask(mask)
+    assert (folder / "whole").read_text() == "x" and stat.S_IMODE(folder.stat().st_mode) == 0o750
+
+
+def test_what_a_kill_in_the_middle_of_saving_left_is_removed_when_the_run_is_opened(tmp_path):
+    run = RunDir.open(tmp_path, "a: 1\n")
+    run.close()
+    (run.checkpoints / "step-3.tmp-ab12").mkdir()
+    (run.checkpoints / "step-3.tmp-ab12" / "rank-00000.safetensors").write_text("half")
+    (run.checkpoints / "step-2").mkdir()
+    RunDir.open(tmp_path, "", resume=True).close()
+    assert [p.name for p in run.checkpoints.iterdir()] == ["step-2"]
+
+
+def test_the_configuration_stays_until_the_resumed_run_stands(tmp_path):
+    RunDir.open(tmp_path, "a: 1\n").close()
+    run = RunDir.open(tmp_path, "a: 2\n", resume=True)
+    assert run.config.read_text() == "a: 1\n"
+    run.write_config("a: 2\n")
+    assert run.config.read_text() == "a: 2\n"
+
+
+class GroupAdam(torch.optim.Optimizer):
+    """Keeps moments as a fused Adam does: the step count is the group's."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for p in group["params"]:
+                self.state[p] = {"exp_avg": torch.ones_like(p), "exp_avg_sq": torch.ones_like(p)}
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, GroupAdam])
+def test_steps_of_per_parameter_and_of_fused_adams_survive(kind):
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    adam = kind([parameter])
+    assert adam_steps(adam) == set()
+    for _ in range(3):
+        parameter.grad = torch.ones(3)
+        adam.step()
+    assert adam_steps(adam) == {3.0}
+    fresh = kind([parameter])
+    set_adam_state(fresh, parameter, 3.0, {"exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3)})
+    assert adam_steps(fresh) == {3.0}
+    fresh.step()
+    assert adam_steps(fresh) == {4.0}
+
+
+def test_moments_whose_steps_nobody_counts_are_not_saved():
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    adam = GroupAdam([parameter])
+    adam.state[parameter] = {"exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3)}
+    with pytest.raises(RuntimeError, match="no step count"):
+        adam_steps(adam)
+
+
+@pytest.mark.parametrize(("keys", "named"), [(("dtype",), ("dtype",)), (("torch_dtype",), ("torch_dtype",)), ((), ("torch_dtype",))])
+def test_an_export_names_the_dtype_of_its_weights(tmp_path, keys, named):
+    path = tmp_path / "step-1"
+    (path / "hf").mkdir(parents=True)
+    (path / "hf" / "config.json").write_text(json.dumps(CONFIG | dict.fromkeys(keys, "bfloat16")))
+    tensors, entries = {}, []
+    for spec in tensor_specs(model_spec(CONFIG)):
+        whole = Box.whole(spec.shape)
+        tensors[spec.name] = torch.ones(spec.shape)
+        entries.append(Entry("r", spec.name, WEIGHT, spec.shape, None, (Piece(spec.name, whole, whole),)))
+    save_file(tensors, path / "r")
+    write_manifest(path, a_manifest(1, (RankFiles(tuple(entries), {"r": file_facts(path / "r")}, FACTS),)))
+    assert megatron_to_hf(path, tmp_path / "out") == len(tensors)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {key: written[key] for key in ("dtype", "torch_dtype") if key in written} == dict.fromkeys(named, "float32")

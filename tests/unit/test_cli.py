@@ -1,0 +1,181 @@
+"""The command line's manners: help, exit codes, machine-readable verdicts, values that arrive as they were given."""
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from small_model import SIZES
+
+from mrl.cli import _resolved, main
+from mrl.layout import TrainLayout
+from mrl.models import model_spec, tensor_specs
+from mrl.reshard.manifest import WEIGHT, Entry, Manifest, RankFiles, file_facts, write_manifest
+from mrl.reshard.source import source_shards
+
+TINY = str(Path(__file__).resolve().parents[2] / "parallel_configs" / "tiny-moe" / "cpu.yaml")
+
+
+@pytest.fixture
+def mrl(capfd, tmp_path, monkeypatch):
+    """Runs a command in a folder of its own: (exit code, standard output, standard error)."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(SIZES))
+
+    def mrl(*arguments: str) -> tuple[int, str, str]:
+        code = 0
+        try:
+            main(arguments)
+        except SystemExit as ended:
+            code = ended.code
+        return code, *capfd.readouterr()
+
+    return mrl
+
+
+@pytest.mark.parametrize(("arguments", "words"), [((), "validate"), (("convert",), "megatron-to-hf")])
+def test_without_a_command_the_help_is_printed_and_the_exit_code_is_that_of_usage(mrl, arguments, words):
+    code, out, err = mrl(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("usage: mrl") and words in err
+
+
+def test_an_unknown_command_is_usage_too(mrl):
+    code, _, err = mrl("trian")
+    assert code == 2 and "invalid choice: 'trian'" in err
+
+
+# --- validate ------------------------------------------------------------------------------------------------------------------
+
+OK = ("validate", TINY, "--set", "model.path=model")
+
+
+def verdict(answer: tuple[int, str, str]) -> tuple[int, list[dict]]:
+    code, out, err = answer
+    found = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert err == "" and set(found) == {"ok", "violations"} and found["ok"] == (not found["violations"])
+    assert all(list(v) == ["field", "where", "value", "rule", "why", "allowed"] for v in found["violations"])
+    return code, found["violations"]
+
+
+def test_a_legal_configuration_validates(mrl):
+    assert verdict(mrl(*OK, "--json")) == (0, [])
+    assert mrl(*OK)[:2] == (0, "ok\n")
+
+
+def test_broken_rules_are_rows_with_the_values_that_would_hold(mrl):
+    code, rows = verdict(mrl(*OK, "--json", "--set", "actor.ppo_mini_batch_size=3", "--set", "data.train_batch_size=4"))
+    assert code == 2
+    assert [(r["field"], r["where"], r["value"], r["allowed"]) for r in rows] == [("actor.ppo_mini_batch_size", "--set", 3, [1, 2, 4])]
+
+
+def test_what_the_schema_refuses_is_in_the_same_rows_all_at_once(mrl):
+    wrong = ("actor.lr=1", "rollout.n=many", "actor.optim.lr=.inf", "model.path=null")
+    code, rows = verdict(mrl("validate", TINY, "--json", *[part for w in wrong for part in ("--set", w)]))
+    assert code == 2
+    assert {r["field"]: r["value"] for r in rows} == {"actor.lr": None, "rollout.n": "many", "actor.optim.lr": "inf", "model.path": None}
+    assert next(r["rule"] for r in rows if r["field"] == "actor.lr") == "unknown key; did you mean actor.optim.lr?"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("validate", "none.yaml", "--json"), 2, "none.yaml: cannot be read"),
+        (("validate", TINY, "--json", "--set", "model.path=none"), 4, "none/config.json does not exist"),
+        (("validate", TINY, "--json", "--recipe", "gpso"), 2, "did you mean gspo?"),
+    ],
+)
+def test_what_cannot_be_judged_at_all_is_one_row_and_the_errors_own_exit_code(mrl, arguments, code, words):
+    found, rows = verdict(mrl(*arguments))
+    assert found == code and len(rows) == 1 and words in rows[0]["rule"]
+
+
+def test_checking_paths_looks_into_the_weights(mrl, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("")
+    arguments = (*OK, "--check-paths", "--set", "data.train_files=rows.jsonl", "--set", "data.val_files=rows.jsonl")
+    code, _, err = mrl(*arguments)
+    assert code == 4 and "no safetensors files there" in err
+
+
+# --- train ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("folder", ["runs/a", "a: b", "x # y", "null", "1e3", "007", "[a]", "'quoted\"", "ü", "- a", "{a: 1}"])
+def test_a_run_directory_arrives_as_it_was_given(folder):
+    options = argparse.Namespace(config=TINY, recipe=None, overrides=[], run_dir=folder)
+    assert _resolved(options).config.trainer.run_dir == folder
+
+
+# --- convert -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A saved step of one rank, made from weights that are all different, and those weights."""
+    rng, spec = np.random.default_rng(0), model_spec(SIZES)
+    weights = {t.name: rng.standard_normal(t.shape, np.float32) for t in tensor_specs(spec)}
+    folder = tmp_path / "runs" / "one" / "checkpoints" / "step-3"
+    (folder / "hf").mkdir(parents=True)
+    (folder / "hf" / "config.json").write_text(json.dumps(SIZES))
+    stored, entries = {}, []
+    for shard in source_shards(spec, TrainLayout.build({"world_size": 1}, spec), 0):
+        local = np.zeros(shard.local_shape, np.float32)
+        for piece in shard.pieces:
+            local[piece.local_box.slices] = weights[piece.hf_name][piece.hf_box.slices]
+        stored[shard.megatron_name] = local
+        entries.append(Entry("rank-00000.safetensors", shard.megatron_name, WEIGHT, shard.local_shape, None, shard.pieces))
+    save_file(stored, folder / "rank-00000.safetensors")
+    facts = {"rank-00000.safetensors": file_facts(folder / "rank-00000.safetensors")}
+    write_manifest(folder, Manifest(3, {}, "float32", SIZES, (RankFiles(tuple(entries), facts, {"num_updates": 3}),), {}, {}))
+    return folder, weights
+
+
+def test_a_step_or_its_run_directory_converts_to_its_weights(mrl, checkpoint, tmp_path):
+    folder, weights = checkpoint
+    for number, source in enumerate((folder, folder.parents[1])):
+        out = tmp_path / f"out{number}"
+        code, said, _ = mrl("convert", "megatron-to-hf", str(source), "-o", str(out))
+        assert code == 0 and f"wrote {len(weights)} tensors to {out}" in said
+        found = load_file(out / "model-00001.safetensors")
+        assert found.keys() == weights.keys() and all(np.array_equal(found[k], weights[k]) for k in weights)
+
+
+def flip_a_byte(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+
+
+DAMAGES = [
+    (lambda f: flip_a_byte(f / "rank-00000.safetensors"), ["rank-00000.safetensors", "SHA-256"]),
+    (lambda f: (f / "rank-00000.safetensors").unlink(), ["rank-00000.safetensors is missing"]),
+    (lambda f: (f / "manifest.json").write_text("{"), ["manifest.json", "not a readable checkpoint manifest"]),
+    (lambda f: (f / "manifest.json").write_text("[1]"), ["manifest.json", "not a manifest of format 1"]),
+    (lambda f: (f / "manifest.json").write_text('{"format": 1, "step": 3}'), ["manifest.json", "not a whole manifest"]),
+    (lambda f: (f / "manifest.json").unlink(), ["neither a checkpoint (no manifest.json) nor a run directory"]),
+    (lambda f: (f / "hf" / "config.json").rename(f / "x") and (f / "hf").rmdir(), ["hf is missing"]),
+]
+
+
+@pytest.mark.parametrize(("damage", "words"), DAMAGES, ids=["byte", "file", "json", "list", "cut", "no manifest", "no hf"])
+def test_a_damaged_checkpoint_is_named_and_leaves_no_output(mrl, checkpoint, tmp_path, damage, words):
+    folder, _ = checkpoint
+    damage(folder)
+    code, _, err = mrl("convert", "megatron-to-hf", str(folder), "-o", str(tmp_path / "out"))
+    assert code == 4 and all(word in err for word in words), err
+    assert not list(tmp_path.glob("*out*")) and not list(tmp_path.glob(".*"))
+
+
+def test_nonsense_and_outputs_in_the_way(mrl, checkpoint, tmp_path):
+    folder, _ = checkpoint
+    code, _, err = mrl("convert", "megatron-to-hf", "nowhere", "-o", "out")
+    assert code == 4 and "nowhere: neither a checkpoint" in err
+    for output, words in (("model", "is not an empty folder"), ("model/config.json", "is not an empty folder")):
+        before = (tmp_path / "model" / "config.json").read_text()
+        code, _, err = mrl("convert", "megatron-to-hf", str(folder), "-o", output)
+        assert code == 2 and words in err and (tmp_path / "model" / "config.json").read_text() == before
+    code, _, err = mrl("convert", "megatron-to-hf", str(folder), "-o", "model/config.json/out")
+    assert code == 2 and "cannot be written" in err

@@ -1,0 +1,133 @@
+"""Keys that reach upstream classes: real fields only, and none that a key of ours decides."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mrl.config import override_rules
+from mrl.config.load import load_config
+from mrl.config.schema import RunConfig, leaf
+from mrl.config.upstream_fields import UPSTREAM_FIELDS
+
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
+OURS = {name: ours for _, name, ours, _ in override_rules._TARGETS}
+ONLY = [(key, upstream, field) for key, upstream, _, only in override_rules._TARGETS for field in only]
+
+
+def broken(override: str):
+    return list(override_rules.override_rules(load_config(TINY, overrides=[override]).config, None))
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model.override_transformer_config={recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}",
+        "actor.optim.override_optimizer_config={optimizer_cpu_offload: true}",
+        "actor.override_ddp_config={overlap_grad_reduce: false, bucket_size: 40000000}",
+        "rollout.engine_kwargs={vllm: {block_size: 32, enable_chunked_prefill: false}}",
+    ],
+)
+def test_real_fields_pass(override):
+    assert broken(override) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "suggestion"),
+    [
+        ("model.override_transformer_config={recompute_granularty: full}", "did you mean recompute_granularity?"),
+        ("actor.optim.override_optimizer_config={optimiser_cpu_offload: true}", "did you mean optimizer_cpu_offload?"),
+        ("actor.override_ddp_config={overlap_grad_reduction: true}", "did you mean overlap_grad_reduce?"),
+        ("rollout.engine_kwargs={vllm: {enable_chunked_prefil: true}}", "did you mean enable_chunked_prefill?"),
+        ("rollout.engine_kwargs={vllm: {zzzzzz: true}}", "no name is close"),
+    ],
+)
+def test_a_typo_is_refused_with_the_nearest_field_and_the_version(override, suggestion):
+    (found,) = broken(override)
+    assert suggestion in found.rule
+    assert "megatron-core 0.16.1" in found.rule or "vllm 0.32.0" in found.rule
+
+
+@pytest.mark.parametrize(
+    ("override", "ours"),
+    [
+        ("model.override_transformer_config={tensor_model_parallel_size: 2}", "actor.layout.tensor_model_parallel_size"),
+        ("model.override_transformer_config={num_layers: 2}", "model.path"),
+        ("actor.optim.override_optimizer_config={lr: 1}", "actor.optim.lr"),
+        ("actor.override_ddp_config={use_distributed_optimizer: false}", "mrl itself"),
+        ("rollout.engine_kwargs={vllm: {tensor_parallel_size: 2}}", "rollout.tensor_model_parallel_size"),
+        ("rollout.engine_kwargs={vllm: {model: x}}", "model.path"),
+        ("rollout.engine_kwargs={vllm: {trust_remote_code: true}}", "mrl itself"),
+    ],
+)
+def test_a_field_that_is_ours_is_refused_with_our_key(override, ours):
+    (found,) = broken(override)
+    assert ours in found.rule
+
+
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [
+        ("actor.override_ddp_config={overlap_param_gather: true}", "right after a step"),
+        ("actor.override_ddp_config={overlap_grad_reduce: true}", "at the first micro-batch"),
+        ("actor.override_ddp_config={num_distributed_optimizer_instances: 2}", "plain distributed optimizer"),
+        ("actor.override_ddp_config={use_megatron_fsdp: true}", "plain distributed optimizer"),
+        ("actor.override_ddp_config={use_custom_fsdp: true}", "plain distributed optimizer"),
+        ("actor.override_ddp_config={data_parallel_sharding_strategy: optim}", "plain distributed optimizer"),
+        ("actor.override_ddp_config={delay_wgrad_compute: true}", "postponed half"),
+        ("model.override_transformer_config={calculate_per_token_loss: true}", "divided by the data-parallel size"),
+        ("model.override_transformer_config={delay_wgrad_compute: true}", "postponed half"),
+        ("model.override_transformer_config={overlap_moe_expert_parallel_comm: true}", "postponed half"),
+        ("actor.optim.override_optimizer_config={overlap_param_gather: true}", "right after a step"),
+        ("actor.optim.override_optimizer_config={overlap_param_gather_with_optimizer_step: true}", "right after a step"),
+        ("actor.optim.override_optimizer_config={loss_scale: 1024}", "never multiplied"),
+    ],
+)
+def test_a_value_under_which_the_actor_would_compute_something_else_is_refused_with_the_reason(override, why):
+    (found,) = broken(override)
+    assert why in found.why
+    assert found.rule.startswith("must be ") and len(found.allowed) == 1
+
+
+@pytest.mark.parametrize(("key", "upstream", "field"), ONLY)
+def test_every_field_of_one_value_exists_upstream_and_passes_with_it(key, upstream, field):
+    assert field in UPSTREAM_FIELDS[upstream].fields
+    legal = {only[field][0] for name, _, _, only in override_rules._TARGETS if name == key}.pop()
+    assert broken(f"{key}={{{field}: {json.dumps(legal)}}}") == []
+
+
+def test_arguments_of_another_engine_are_not_silently_ignored():
+    (found,) = broken("rollout.engine_kwargs={sglang: {x: 1}}")
+    assert (found.field, found.allowed) == ("rollout.engine_kwargs.sglang", ("vllm",))
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_every_field_that_is_ours_exists_upstream_and_every_key_named_for_it_exists_here(name):
+    assert set(OURS[name]) <= UPSTREAM_FIELDS[name].fields
+    config: RunConfig = load_config(TINY).config
+    keys = {key for text in OURS[name].values() for key in text.split(" + ") if " " not in key}
+    for key in keys:
+        section, _, field = key.rpartition(".")
+        assert field in type(leaf(config, section)).model_fields, key
+
+
+def test_the_tables_are_those_of_the_installed_packages():
+    script = ROOT / "scripts" / "generate_upstream_fields.py"
+    done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_reading_the_source_finds_what_importing_it_would():
+    # the one class that imports without its package; the others are read by the same code
+    code = (
+        "import importlib.util, dataclasses, sys, importlib.metadata as m\n"
+        "path = m.distribution('megatron-core').locate_file('megatron/core/distributed/distributed_data_parallel_config.py')\n"
+        "spec = importlib.util.spec_from_file_location('ddp', path); module = importlib.util.module_from_spec(spec)\n"
+        "sys.modules['ddp'] = module; spec.loader.exec_module(module)\n"
+        "print(*sorted(f.name for f in dataclasses.fields(module.DistributedDataParallelConfig)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert set(done.stdout.split()) == UPSTREAM_FIELDS["DistributedDataParallelConfig"].fields

@@ -1,0 +1,309 @@
+"""Rules between keys and against the model: every broken one is told, with where it was written and what would hold."""
+
+from pathlib import Path
+
+import pytest
+
+from mrl.config.capabilities import missing_capabilities
+from mrl.config.describe import describe_loss
+from mrl.config.load import load_config
+from mrl.config.rules import check, notes, violations
+from mrl.config.violation import InvalidConfig
+from mrl.errors import ConfigError
+from mrl.models import ModelSpec
+
+TINY = Path(__file__).parents[2] / "parallel_configs" / "tiny-moe" / "cpu.yaml"
+# What the tiny preset is made for, and a model of the size that people train.
+TINY_MODEL = ModelSpec(
+    family="qwen3_moe", num_layers=4, hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32, vocab_size=128,
+    intermediate_size=256, max_position_embeddings=128, rope_theta=1e4, rms_norm_eps=1e-6, tie_word_embeddings=False, qkv_bias=False,
+    qk_norm=True, dtype="float32", moe_layers=(0, 1, 2, 3), num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64,
+    norm_topk_prob=True,
+)  # fmt: skip
+DENSE_MODEL = ModelSpec(
+    family="qwen3", num_layers=36, hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=151936,
+    intermediate_size=12288, max_position_embeddings=40960, rope_theta=1e6, rms_norm_eps=1e-6, tie_word_embeddings=False, qkv_bias=False,
+    qk_norm=True, dtype="bfloat16",
+)  # fmt: skip
+GPU = ["cluster.device=cuda", "cluster.n_gpus_per_node=8"]
+L = "actor.layout."
+
+
+def broken(*overrides: str, model: ModelSpec = TINY_MODEL, recipe: str | None = None):
+    return violations(load_config(TINY, recipe, overrides), model)
+
+
+def only(*overrides: str, model: ModelSpec = TINY_MODEL, recipe: str | None = None):
+    (violation,) = broken(*overrides, model=model, recipe=recipe)
+    return violation
+
+
+def test_the_tiny_preset_breaks_no_rule_and_can_be_trained():
+    resolved = load_config(TINY)
+    assert violations(resolved, TINY_MODEL) == []
+    assert missing_capabilities(resolved.config) == []
+    assert list(notes(resolved, TINY_MODEL)) == []
+    check(resolved, TINY_MODEL)
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "dr_grpo"])
+def test_the_tiny_preset_is_legal_under_every_recipe(recipe):
+    assert broken(recipe=recipe) == []
+
+
+# --- layouts -------------------------------------------------------------------------------------------------------------------
+
+BAD_LAYOUTS = [
+    ([L + "world_size=3"], {"world_size"}),
+    ([L + "tensor_model_parallel_size=3"], {"world_size", "tensor_model_parallel_size"}),
+    ([L + "tensor_model_parallel_size=1"], {"sequence_parallel"}),
+    ([L + "sequence_parallel=false"], {"sequence_parallel"}),
+    ([L + "expert_model_parallel_size=3"], {"world_size", "expert_model_parallel_size"}),
+    ([L + "expert_tensor_parallel_size=5"], {"world_size", "expert_tensor_parallel_size"}),
+    ([L + "pipeline_model_parallel_size=3", L + "world_size=6"], {"pipeline_model_parallel_size"}),
+    ([L + "virtual_pipeline_model_parallel_size=2"], {"virtual_pipeline_model_parallel_size"}),
+    ([L + "pipeline_layers=[1,1]", L + "pipeline_model_parallel_size=2", L + "world_size=4"], {"pipeline_layers"}),
+    ([L + "num_layers_in_first_pipeline_stage=1"], {"num_layers_in_first_pipeline_stage"}),
+    ([L + "context_parallel_size=3"], {"world_size"}),
+    (
+        [L + "account_for_loss_in_pipeline_split=true", L + "pipeline_model_parallel_size=2", L + "world_size=4"],
+        {"pipeline_model_parallel_size"},
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "fields"), BAD_LAYOUTS)
+def test_a_bad_layout_is_told_under_its_own_keys(overrides, fields):
+    found = broken(*overrides, *GPU)
+    assert {v.field for v in found} == {L + f for f in fields}
+    assert all(v.rule and v.why for v in found)
+
+
+def test_a_dozen_mistakes_come_in_one_message():
+    overrides = [
+        L + "world_size=7", L + "tensor_model_parallel_size=3", L + "expert_model_parallel_size=5", L + "pipeline_model_parallel_size=3",
+        "data.train_batch_size=100", "rollout.n=1", "rollout.top_k=50", "rollout.top_p=0.9", "rollout.tensor_model_parallel_size=3",
+        "algorithm.policy_loss.loss_agg_mode=token-mean", "algorithm.policy_loss.clip_ratio_high=0.2", "data.max_response_length=4096",
+        "trainer.save_freq=0", "actor.optim.min_lr=1.0", "model.override_transformer_config={recompute_granularty: full}",
+    ]  # fmt: skip
+    with pytest.raises(InvalidConfig) as caught:
+        check(load_config(TINY, overrides=overrides), TINY_MODEL)
+    fields = {v.field for v in caught.value.violations}
+    named = {o.partition("=")[0] for o in overrides} - {"data.train_batch_size", "model.override_transformer_config"}
+    assert named <= fields
+    assert {"actor.ppo_mini_batch_size", "model.override_transformer_config.recompute_granularty", "cluster.n_gpus_per_node"} <= fields
+    message = str(caught.value)
+    assert message.startswith(f"{len(caught.value.violations)} problems in the configuration:\n")
+    assert all(str(v) in message for v in caught.value.violations)
+    assert isinstance(caught.value, ConfigError) and caught.value.exit_code == 2
+
+
+def test_a_violation_says_where_its_value_was_written():
+    assert only("trainer.save_freq=0").where == "--set"
+    assert only("rollout.n=1").where == "--set"
+    (batch,) = broken("data.train_batch_size=100")
+    assert (batch.field, batch.value, batch.where) == ("actor.ppo_mini_batch_size", 16, f"{TINY}:33")
+
+
+# --- batches -------------------------------------------------------------------------------------------------------------------
+
+
+def test_mini_batches_divide_the_batch():
+    violation = only("actor.ppo_mini_batch_size=48")
+    assert violation.field == "actor.ppo_mini_batch_size"
+    assert violation.allowed == (8, 16, 32, 64)
+    assert all(64 % size == 0 for size in violation.allowed)
+
+
+def test_a_mini_batch_divides_over_data_parallel_ranks():
+    # world 6 = TP2 x DP3; 16 prompts x 8 samples = 128 samples do not divide by 3, nor does any divisor of 64 prompts
+    layout = [L + "world_size=6", *GPU]
+    violation = only(*layout)
+    assert (violation.field, violation.allowed) == ("actor.ppo_mini_batch_size", ())
+    assert only(*layout, "data.train_batch_size=96").allowed == (3, 6, 12, 24)
+    assert broken(*layout, "rollout.n=3") == []
+
+
+def test_interleaved_pipelines_take_any_micro_batch_size():
+    # 128 samples in micro-batches of at most 128: one, where two stages in turn need an even number; the actor cuts finer
+    layout = [*GPU, L + "world_size=4", L + "pipeline_model_parallel_size=2", L + "virtual_pipeline_model_parallel_size=2"]
+    assert broken(*layout, "actor.ppo_micro_batch_size_per_gpu=128", "actor.log_prob_micro_batch_size_per_gpu=200") == []
+
+
+# --- loss ----------------------------------------------------------------------------------------------------------------------
+
+POLICY = "algorithm.policy_loss."
+
+
+def test_gspo_with_a_token_level_aggregation_is_refused_unless_forced():
+    violation = only(POLICY + "loss_agg_mode=token-mean")
+    assert (violation.field, violation.allowed) == (POLICY + "loss_agg_mode", ("seq-mean-token-mean",))
+    assert "force" in violation.why
+    assert broken(POLICY + "loss_agg_mode=token-mean", POLICY + "force=true") == []
+
+
+def test_gspo_with_a_token_level_clip_is_refused_unless_forced():
+    assert {v.field for v in broken(POLICY + "clip_ratio_low=0.2", POLICY + "clip_ratio_high=0.28")} == {
+        POLICY + "clip_ratio_low",
+        POLICY + "clip_ratio_high",
+    }
+    assert broken(POLICY + "clip_ratio_low=0.2", POLICY + "force=true") == []
+    assert broken(POLICY + "clip_ratio_low=0.2", POLICY + "clip_ratio_high=0.28", recipe="grpo") == []
+
+
+def test_a_wide_gspo_clip_is_legal_and_noted():
+    resolved = load_config(TINY, overrides=[POLICY + "clip_ratio_low=0.05"])
+    assert violations(resolved, TINY_MODEL) == []
+    (note,) = notes(resolved, TINY_MODEL)
+    assert "clip_ratio_low = 0.05 is wide for gspo" in note
+
+
+@pytest.mark.parametrize(
+    ("override", "suggestion"),
+    [
+        (POLICY + "loss_mode=gpso", "did you mean gspo?"),
+        (POLICY + "loss_mode=ppo", "known: "),
+        (POLICY + "loss_agg_mode=token_mean", "did you mean token-mean?"),
+        ("algorithm.adv_estimator=grop", "did you mean grpo?"),
+        ("algorithm.kl_loss_type=low_var_k", "did you mean low_var_kl?"),
+    ],
+)
+def test_unknown_names_get_the_closest(override, suggestion):
+    violation = only(override)
+    assert violation.field == override.partition("=")[0]
+    assert suggestion in violation.rule
+
+
+def test_a_group_advantage_needs_a_group():
+    assert only("rollout.n=1").allowed[0] == 2
+
+
+def test_the_loss_is_described_in_one_line():
+    assert describe_loss(load_config(TINY).config) == "gspo, seq-mean-token-mean, clip 0.01/0.01, 4 updates per rollout"
+    gspo = load_config(TINY, "gspo", ["actor.ppo_mini_batch_size=64"]).config
+    assert describe_loss(gspo) == "gspo, seq-mean-token-mean, clip 0.0003/0.0004, 1 update per rollout"
+    dr_grpo = load_config(TINY, "dr_grpo", ["algorithm.use_kl_loss=true", "algorithm.kl_loss_coef=1e-3"]).config
+    assert describe_loss(dr_grpo) == (
+        "vanilla, seq-mean-token-sum-norm / 4, clip 0.2/0.2, dual clip 10, low_var_kl KL x 0.001, 4 updates per rollout"
+    )
+
+
+# --- rollout -------------------------------------------------------------------------------------------------------------------
+
+
+def test_training_samples_from_the_whole_distribution():
+    assert "renormalised" in only("rollout.top_p=0.9").why
+    assert only("rollout.top_k=20").allowed == (-1,)
+    assert broken("rollout.val_kwargs={top_p: 0.7, top_k: 20}") == []
+
+
+def test_engines_divide_heads_and_experts():
+    rollout = "rollout.tensor_model_parallel_size"
+    heads = only(f"{rollout}=8", *GPU, "cluster.nnodes=2")
+    assert (heads.field, heads.allowed) == (rollout, (1, 2, 4))
+    dense = [*GPU, L + "expert_model_parallel_size=1", "data.max_response_length=1000"]
+    assert broken(f"{rollout}=4", *dense, model=DENSE_MODEL) == []
+    assert {v.field for v in broken(f"{rollout}=6", *dense, model=DENSE_MODEL)} == {rollout}
+    spread = [*GPU, "rollout.tensor_model_parallel_size=2", "rollout.data_parallel_size=2"]
+    assert broken(*spread, "rollout.expert_parallel_size=4") == []
+    assert only(*spread, "rollout.expert_parallel_size=2").allowed == (1, 4)
+    assert only(*dense, "rollout.expert_parallel_size=2", model=DENSE_MODEL).allowed == (1,)
+
+
+def test_actor_and_engines_fit_the_cluster():
+    violation = only("rollout.num_engines=4")
+    assert (violation.field, violation.allowed) == ("cluster.n_gpus_per_node", (6,))
+    assert "actor 2 + engines 4 x 1 = 6 devices" in violation.why
+    assert broken("cluster.placement=colocated", "rollout.num_engines=2", "cluster.n_gpus_per_node=2") == []
+    resolved = load_config(TINY, overrides=["cluster.n_gpus_per_node=8"])
+    assert any("5 of 8 devices" in note for note in notes(resolved, TINY_MODEL))
+
+
+def test_prompt_and_response_fit_the_models_positions():
+    assert broken("data.max_response_length=112") == []
+    assert only("data.max_response_length=113").allowed == (112,)
+    assert only("data.max_prompt_length=200").allowed == ()
+
+
+@pytest.mark.parametrize("override", ["rollout.enforce_eager=false", "rollout.engine_kwargs={vllm: {enable_chunked_prefill: true}}"])
+def test_what_cpu_would_not_obey_is_refused_there(override):
+    assert only(override).allowed[0] is ("eager" in override)
+    assert broken(override, *GPU) == []
+
+
+def test_a_device_chooses_eager_execution_unless_told():
+    assert broken("rollout.enforce_eager=null") == []
+
+
+def test_what_vllm_on_cpu_cannot_do_is_refused_on_cpu_only():
+    size = only(model=ModelSpec(**{**vars(TINY_MODEL), "moe_intermediate_size": 48}))
+    assert size.field == "model.path" and "moe_intermediate_size = 48" in size.rule and "32" in size.rule
+    hidden = ModelSpec(**{**vars(TINY_MODEL), "hidden_size": 100})
+    assert "hidden_size = 100" in only(model=hidden).rule
+    assert broken(*GPU, model=hidden) == []
+    wide = ["rollout.tensor_model_parallel_size=4", "cluster.n_gpus_per_node=6"]
+    # four workers would also leave 64 / 4 = 16 of each expert to one of them
+    assert {v.field for v in broken(*wide)} == {"rollout.tensor_model_parallel_size", "model.path"}
+    experts = ["rollout.tensor_model_parallel_size=2", "rollout.expert_parallel_size=2", "cluster.n_gpus_per_node=4"]
+    assert only(*experts).field == "rollout.expert_parallel_size"
+    assert only("rollout.max_num_batched_tokens=16").allowed == (20,)
+
+
+def test_other_number_formats_are_noted():
+    resolved = load_config(TINY, overrides=["rollout.dtype=bfloat16"])
+    (note,) = notes(resolved, TINY_MODEL)
+    assert note.startswith("rollout.dtype bfloat16 differs from model.dtype float32")
+    assert any("checkpoint's bfloat16" in n for n in notes(load_config(TINY), DENSE_MODEL))
+
+
+# --- loop, files, capabilities ---------------------------------------------------------------------------------------------------
+
+
+def test_rewards_and_loggers_are_known_by_name():
+    assert "did you mean exact_match?" in only("reward.function=exactmatch").rule
+    assert broken("reward={function: exactmatch, custom_reward_function: {path: r.py}}") == []
+    assert "did you mean tensorboard?" in only("trainer.logger=[console, tensorbord]").rule
+
+
+@pytest.mark.parametrize(
+    ("override", "field"),
+    [
+        ("trainer.test_freq=0", "trainer.test_freq"),
+        ("trainer.save_freq=-5", "trainer.save_freq"),
+        ("data.val_files=[]", "data.val_files"),
+        ("actor.optim.min_lr=1e-3", "actor.optim.min_lr"),
+        ("actor.optim.lr_decay_steps=5", "actor.optim.lr_decay_steps"),
+    ],
+)
+def test_the_loop_and_the_schedule_make_sense(override, field):
+    assert only(override).field == field
+
+
+def test_files_are_looked_for_only_when_asked(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    resolved = load_config(TINY, overrides=["reward.custom_reward_function={path: gone.py}", "trainer.run_dir=file/run"])
+    (tmp_path / "file").write_text("in the way")
+    assert violations(resolved, TINY_MODEL) == []
+    found = violations(resolved, TINY_MODEL, check_paths=True)
+    wanted = ["data.train_files", "data.val_files", "reward.custom_reward_function.path", "trainer.run_dir"]
+    assert [v.field for v in found] == wanted
+    assert str(tmp_path) in found[0].why
+    for name in ("train", "val"):
+        file = tmp_path / "tiny-world" / "data" / f"{name}.parquet"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    assert violations(load_config(TINY), TINY_MODEL, check_paths=True) == []
+    empty = violations(load_config(TINY, overrides=["data.train_files=[]"]), TINY_MODEL, check_paths=True)
+    assert [(v.field, v.rule) for v in empty] == [("data.train_files", "names no file")]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "cluster.placement=colocated", "cluster.device=npu", "algorithm.use_kl_loss=true", L + "context_parallel_size=2",
+        "rollout.data_parallel_size=2", "rollout.expert_parallel_size=2",
+    ],
+)  # fmt: skip
+def test_what_cannot_be_trained_yet_is_told_by_its_key(override):
+    (message,) = missing_capabilities(load_config(TINY, overrides=[override]).config)
+    assert message.startswith(override.partition("=")[0])

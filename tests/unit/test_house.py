@@ -1,0 +1,217 @@
+"""The house holds: imports point down, light rooms stay light, only platforms knows devices. Modules are found, not listed."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FLOORS = {
+    6: {"cli"},
+    5: {"trainer"},
+    4: {"cluster"},
+    3: {"rollout", "checkpoint", "convert"},
+    2: {"megatron", "reshard", "config", "memory", "doctor"},
+    1: {"platforms", "algo", "reward", "data", "record", "models", "layout"},
+    0: {"errors"},
+}
+FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
+# plain data that every floor speaks in: the shape of the configuration and the batch types; they import no other module of mrl
+VOCABULARY = {"mrl.config.schema", "mrl.data.batch"}
+LIGHT = (
+    "layout*.py",
+    "models/*.py",
+    "config/*.py",
+    "memory.py",
+    "memory/*.py",
+    "algo/spec.py",
+    "record/spec.py",
+    *(f"reshard/{part}.py" for part in ("boxes", "source", "target", "plan")),
+)
+HEAVY = ("torch", "ray", "megatron", "mbridge", "vllm")
+MAX_LINES = 500
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    return {module_name(p): ast.parse(p.read_text(encoding="utf-8")) for p in sorted((ROOT / "mrl").rglob("*.py"))}
+
+
+def room_of(module: str) -> str | None:
+    """The room of a module; layout_rules.py is part of layout. None for the package itself."""
+    parts = module.split(".")
+    if len(parts) < 2:
+        return None
+    stems = [room for room in FLOOR_OF if parts[1] == room or parts[1].startswith(room + "_")]
+    return stems[0] if stems else parts[1]
+
+
+def imported(node: ast.AST, module: str) -> Iterator[str]:
+    """Full names that one import statement asks for; `from a import b` gives a.b where that is a module, else a."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        assert node.level == 0, f"{module} imports relatively: {ast.unparse(node)}"
+        for alias in node.names:
+            inner = f"{node.module}.{alias.name}"
+            yield inner if inner in modules() else str(node.module)
+
+
+def all_imports(module: str) -> set[str]:
+    return {name for node in ast.walk(modules()[module]) for name in imported(node, module)}
+
+
+def top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements that run on import: not those of functions, nor those under TYPE_CHECKING."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        for name in ("body", "orelse", "finalbody"):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield from top_level(getattr(node, name, []))
+        for handler in getattr(node, "handlers", []):
+            yield from top_level(handler.body)
+
+
+def import_time_imports(module: str) -> set[str]:
+    return {name for node in top_level(modules()[module].body) for name in imported(node, module)}
+
+
+def with_parents(module: str) -> set[str]:
+    """A module and the packages whose __init__ runs before it."""
+    parts = module.split(".")
+    return {".".join(parts[:n]) for n in range(1, len(parts) + 1)}
+
+
+def loaded_by(module: str) -> set[str]:
+    """Every module name that importing `module` asks for, through mrl's own modules."""
+    seen: set[str] = set()
+    todo = with_parents(module)
+    while todo:
+        name = todo.pop()
+        seen.add(name)
+        if name in modules():
+            todo |= {part for wanted in import_time_imports(name) for part in with_parents(wanted)} - seen
+    return seen
+
+
+def test_every_module_has_a_room():
+    assert {room_of(m) for m in modules()} - {None} <= set(FLOOR_OF)
+
+
+def test_imports_point_down():
+    wrong = []
+    for module in modules():
+        here = room_of(module)
+        for name in all_imports(module) - VOCABULARY:
+            there = room_of(name) if name.split(".")[0] == "mrl" else None
+            if here and there and there != here and FLOOR_OF[there] >= FLOOR_OF[here]:
+                wrong.append(f"{module} (floor {FLOOR_OF[here]}) imports {name} (floor {FLOOR_OF[there]})")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_shared_vocabulary_imports_no_other_module():
+    for module in VOCABULARY:
+        assert not {name for name in all_imports(module) if name.split(".")[0] == "mrl"} - {"mrl.errors"}
+
+
+def test_nobody_uses_a_neighbours_private_parts():
+    wrong = []
+    for module, tree in modules().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mrl") and room_of(node.module) != room_of(module):
+                wrong += [f"{module}: {node.module}.{a.name}" for a in node.names if a.name.startswith("_") or "._" in node.module]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_modules_do_not_import_each_other_in_circles():
+    graph = {m: {n for n in import_time_imports(m) if n in modules() and n != m} for m in modules()}
+    while ends := [m for m, wanted in graph.items() if not wanted]:
+        for end in ends:
+            del graph[end]
+        graph = {m: wanted - set(ends) for m, wanted in graph.items()}
+    assert not graph, f"in or behind a circle: {graph}"
+
+
+def light_modules() -> list[str]:
+    return [module_name(p) for pattern in LIGHT for p in sorted((ROOT / "mrl").glob(pattern))]
+
+
+def test_light_rooms_load_nothing_heavy():
+    modules_to_import = light_modules()
+    assert {"mrl.layout", "mrl.models", "mrl.reshard.source", "mrl.config.schema"} <= set(modules_to_import)
+    program = (
+        "import importlib, sys\n"
+        f"for name in {modules_to_import!r}:\n"
+        "    importlib.import_module(name)\n"
+        f"    found = [h for h in {HEAVY!r} if h in sys.modules]\n"
+        "    if found: sys.exit(f'importing {name} loads {found}')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_light_rooms_do_not_import_heavy_packages_inside_functions_either():
+    wrong = [f"{m}: {n}" for m in light_modules() for n in all_imports(m) if n.split(".")[0] in HEAVY]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_receiving_side_can_be_imported_in_an_engine_process():
+    if "mrl.reshard.receive" not in modules():
+        pytest.skip("not written yet")
+    loaded = loaded_by("mrl.reshard.receive")
+    assert not [n for n in loaded if n.split(".")[0] in ("ray", "megatron", "mbridge", "vllm") or n.startswith("mrl.config")]
+
+
+DEVICE_WORDS = ("nccl", "hccl", "cuda", "npu")  # as whole strings
+DEVICE_PREFIXES = ("cuda:", "npu:", "CUDA_", "NCCL_", "ASCEND_", "HCCL_", "torch_npu", "mindspeed")
+# the configuration must be able to say which device; it does nothing with it
+MAY_SAY_DEVICE = ("mrl.platforms", "mrl.config")
+
+
+def device_names(tree: ast.Module) -> Iterator[str]:
+    """Places where code asks for a particular device: attributes of torch, imports, and string constants (docstrings are prose)."""
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.cuda", "torch.npu"):
+            yield f"line {node.lineno}: {ast.unparse(node)}"
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            text = ast.unparse(node)
+            if any(word in text for word in ("torch.cuda", "torch_npu", "mindspeed")):
+                yield f"line {node.lineno}: {text}"
+        text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose else ""
+        if text in DEVICE_WORDS or text.startswith(DEVICE_PREFIXES):
+            yield f"line {node.lineno}: {text!r}"
+
+
+def test_only_platforms_knows_devices():
+    wrong = [f"{m} {what}" for m, tree in modules().items() if not m.startswith(MAY_SAY_DEVICE) for what in device_names(tree)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nothing_unsafe_is_called():
+    """No pickle of strangers, no remote code, no object collectives, no unsafe YAML."""
+    wrong = []
+    for module, tree in modules().items():
+        for node in ast.walk(tree):
+            text = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if text.endswith(("pickle.load", "pickle.loads", "yaml.load", "_object", "_object_list")) or text in ("eval", "exec"):
+                wrong.append(f"{module}:{node.lineno} {text}")
+            if isinstance(node, ast.keyword) and node.arg == "trust_remote_code" and ast.unparse(node.value) != "False":
+                wrong.append(f"{module}:{node.value.lineno} trust_remote_code")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_files_stay_readable():
+    lengths = {p.relative_to(ROOT): len(p.read_text(encoding="utf-8").splitlines()) for p in (ROOT / "mrl").rglob("*.py")}
+    assert not {p: n for p, n in lengths.items() if n > MAX_LINES}

@@ -1,0 +1,104 @@
+"""Whatever a rank reports first, a run that lost a process ends as resumable and names who died. Ray's answers are played."""
+
+import errno
+from types import SimpleNamespace
+
+import pytest
+import ray
+
+from mrl.cluster import calls
+from mrl.errors import DataError, EnvironmentFault, Interrupted
+
+GLOO = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711")
+DEAD = ray.exceptions.ActorDiedError()
+
+
+def raised(cause: Exception) -> ray.exceptions.RayTaskError:
+    """As Ray hands out what a method raised."""
+    return ray.exceptions.RayTaskError("update", "Traceback ...", cause)
+
+
+class Answers:
+    """In place of Ray: each reference is an answer with the wait in which it is ready; waits cost no time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.waits, self.now = 0, 0.0
+        monkeypatch.setattr(calls.ray, "wait", self.wait)
+        monkeypatch.setattr(calls.ray, "get", self.get)
+        monkeypatch.setattr(calls, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+    def wait(self, refs, timeout):
+        self.waits, self.now = self.waits + 1, self.now + timeout
+        ready = [ref for ref in refs if ref[0] <= self.waits][:1]
+        return ready, [ref for ref in refs if ref not in ready]
+
+    def get(self, ref):
+        if isinstance(ref[1], Exception):
+            raise ref[1]
+        return ref[1]
+
+
+@pytest.fixture
+def gather(monkeypatch):
+    Answers(monkeypatch)
+
+    def run(*answers):
+        return calls.gather({f"rank {i}": answer for i, answer in enumerate(answers)}, 60.0, "update")
+
+    return run
+
+
+NEVER = (10**9, None)
+
+
+def test_answers_come_in_the_order_of_the_ranks(gather):
+    assert gather((3, "a"), (1, "b")) == {"rank 0": "a", "rank 1": "b"}
+
+
+def test_a_dead_rank_is_named_although_its_peer_complained_first(gather):
+    with pytest.raises(Interrupted, match="update: rank 1 died"):
+        gather((1, raised(GLOO)), (4, DEAD))
+
+
+def test_a_defect_of_a_peer_does_not_hide_a_dead_rank(gather):
+    with pytest.raises(Interrupted, match="rank 2 died"):
+        gather((1, raised(ValueError("half a message"))), (2, raised(GLOO)), (3, DEAD))
+
+
+def test_a_broken_connection_without_a_known_culprit_is_a_lost_worker(gather):
+    with pytest.raises(Interrupted, match="the ranks lost each other, as rank 0 saw"):
+        gather((1, raised(GLOO)), NEVER)
+
+
+def test_the_defect_that_broke_the_connection_is_what_is_told(gather):
+    with pytest.raises(ray.exceptions.RayTaskError) as caught:
+        gather((1, raised(GLOO)), (2, raised(KeyError("a bug"))))
+    assert isinstance(caught.value.cause, KeyError)
+
+
+def test_a_rank_that_fails_for_a_known_reason_explains_its_peers(gather):
+    with pytest.raises(DataError, match="an empty prompt"):
+        gather((1, raised(GLOO)), (2, raised(DataError("an empty prompt"))))
+
+
+def test_a_defect_keeps_its_traceback(gather):
+    with pytest.raises(ray.exceptions.RayTaskError):
+        gather((1, raised(ValueError("a bug"))), NEVER)
+
+
+@pytest.mark.parametrize(
+    "cause", [OSError(errno.ENOSPC, "No space left on device"), Exception("I/O error: No space left on device (os error 28)")]
+)
+def test_a_full_disk_is_the_environments_fault(gather, cause):
+    with pytest.raises(EnvironmentFault, match="update: rank 0 found no space left"):
+        gather((1, raised(cause)), NEVER)
+
+
+def test_a_task_whose_argument_was_lost_with_its_maker_is_a_lost_worker(gather):
+    with pytest.raises(Interrupted, match="died"):
+        gather((1, raised(raised(DEAD))))
+
+
+def test_a_missed_deadline_names_who_is_late(gather):
+    with pytest.raises(Interrupted, match="no answer from rank 1 within 60 s"):
+        gather((1, "a"), NEVER)

@@ -1,0 +1,217 @@
+"""Model specs: names and shapes are those of transformers' own models; counts are the published ones."""
+
+import json
+import warnings
+from math import prod
+
+import pytest
+
+from mrl.errors import ConfigError, EnvironmentFault
+from mrl.models import (
+    active_parameter_count,
+    forward_flops_per_token,
+    load_model_spec,
+    model_spec,
+    parameter_count,
+    read_hf_config,
+    tensor_specs,
+)
+
+TINY = {
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 60,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+}
+TINY_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [1], "decoder_sparse_step": 2}
+CASES = {
+    "qwen2 tied": ("Qwen2", "qwen2", {"tie_word_embeddings": True}),
+    "qwen2 untied": ("Qwen2", "qwen2", {"tie_word_embeddings": False}),
+    "qwen3": ("Qwen3", "qwen3", {"head_dim": 12}),
+    "qwen3, head size by default": ("Qwen3", "qwen3", {}),
+    "qwen2_moe": ("Qwen2Moe", "qwen2_moe", {**TINY_EXPERTS, "shared_expert_intermediate_size": 24}),
+    "qwen3_moe": ("Qwen3Moe", "qwen3_moe", {**TINY_EXPERTS, "head_dim": 16}),
+    "qwen3_moe, all layers sparse": ("Qwen3Moe", "qwen3_moe", {**TINY_EXPERTS, "mlp_only_layers": [], "decoder_sparse_step": 1}),
+}
+
+QWEN3_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+QWEN3_235B_A22B = {
+    **QWEN3_30B_A3B,
+    "hidden_size": 4096,
+    "num_hidden_layers": 94,
+    "num_attention_heads": 64,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+}
+QWEN25_05B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "use_sliding_window": False,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+
+
+def transformers_model(prefix: str, keys: dict):
+    """(config.json as transformers writes it, {checkpoint name: shape} of its model built without storage)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import torch
+        import transformers
+    known = {k: v for k, v in {**TINY, **keys}.items() if k != "rope_theta"}
+    config = getattr(transformers, f"{prefix}Config")(**known, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    with torch.device("meta"):
+        model = getattr(transformers, f"{prefix}ForCausalLM")(config)
+    written = json.loads(config.to_json_string(use_diff=False))
+    return {**written, "architectures": [type(model).__name__]}, checkpoint_shapes(model, config.tie_word_embeddings)
+
+
+def checkpoint_shapes(model, tied: bool) -> dict[str, tuple[int, ...]]:
+    """Names and shapes as in checkpoint files, where transformers writes its stacked experts one by one and tied embeddings once."""
+    shapes = {}
+    for name, tensor in model.state_dict().items():
+        shape = tuple(tensor.shape)
+        base = name.rsplit(".", 1)[0]
+        for e in range(shape[0] if ".mlp.experts." in name else 0):
+            if name.endswith("gate_up_proj"):
+                half = (shape[1] // 2, shape[2])
+                shapes |= {f"{base}.{e}.gate_proj.weight": half, f"{base}.{e}.up_proj.weight": half}
+            else:
+                shapes[f"{base}.{e}.down_proj.weight"] = shape[1:]
+        if ".mlp.experts." not in name and not (tied and name == "lm_head.weight"):
+            shapes[name] = shape
+    return shapes
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_names_and_shapes_are_those_of_transformers_own_model(case):
+    prefix, model_type, keys = CASES[case]
+    config, shapes = transformers_model(prefix, keys)
+    assert config["model_type"] == model_type
+    spec = model_spec(config)
+    assert {t.name: t.shape for t in tensor_specs(spec)} == shapes
+    assert parameter_count(spec) == sum(map(prod, shapes.values()))
+    assert spec.rope_theta == 10000.0
+
+
+def test_names_do_not_repeat_and_carry_layer_and_expert():
+    specs = tensor_specs(model_spec({**QWEN3_30B_A3B, "num_hidden_layers": 2}))
+    assert len({t.name for t in specs}) == len(specs)
+    for t in specs:
+        assert (t.layer is not None) == t.name.startswith("model.layers.")
+        assert t.layer is None or t.name.startswith(f"model.layers.{t.layer}.")
+        assert (t.expert is not None) == (".experts." in t.name)
+        assert t.expert is None or f".experts.{t.expert}." in t.name
+
+
+@pytest.mark.parametrize(
+    ("config", "billions", "active_billions"),
+    [(QWEN3_30B_A3B, 30.53, 3.35), (QWEN3_235B_A22B, 235.09, 22.19), (QWEN25_05B, 0.494, 0.494)],
+    ids=["Qwen3-30B-A3B", "Qwen3-235B-A22B", "Qwen2.5-0.5B"],
+)
+def test_parameter_counts_are_the_published_ones(config, billions, active_billions):
+    spec = model_spec(config)
+    assert parameter_count(spec) / 1e9 == pytest.approx(billions, rel=1e-3)
+    assert active_parameter_count(spec) / 1e9 == pytest.approx(active_billions, rel=2e-3)
+
+
+def test_flops_of_a_token_by_hand():
+    config = {**QWEN25_05B, "hidden_size": 4, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 8}
+    spec = model_spec({**config, "num_hidden_layers": 3, "vocab_size": 10})
+    # head size 2; per layer q 4x4, k and v 2x4 each, o 4x4, three MLP matrices 8x4; the output layer (tied) 10x4
+    matmul = 3 * (16 + 8 + 8 + 16 + 3 * 32) + 40
+    # scores and values: 2 heads of size 2 over 5 positions, twice
+    assert forward_flops_per_token(spec, context=5) == 2 * (matmul + 3 * 2 * 2 * 2 * 5)
+
+
+def test_only_the_chosen_experts_cost_flops():
+    spec = model_spec(QWEN3_30B_A3B)
+    one_more = model_spec({**QWEN3_30B_A3B, "num_experts_per_tok": 9})
+    assert forward_flops_per_token(one_more, 1) - forward_flops_per_token(spec, 1) == 2 * 48 * 3 * 2048 * 768
+
+
+def test_old_and_new_spellings_give_the_same_model():
+    old = {k: v for k, v in QWEN3_30B_A3B.items() if k not in ("rope_theta", "num_experts", "torch_dtype")}
+    new = {**old, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "num_local_experts": 128, "dtype": "bfloat16"}
+    assert model_spec(new) == model_spec(QWEN3_30B_A3B)
+
+
+def test_sparse_step_and_dense_layers_say_which_layers_have_experts():
+    spec = model_spec({**QWEN3_30B_A3B, "num_hidden_layers": 8, "decoder_sparse_step": 2, "mlp_only_layers": [3]})
+    assert spec.moe_layers == (1, 5, 7)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            "supported: Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen2MoeForCausalLM, Qwen3MoeForCausalLM",
+        ),
+        ({"auto_map": {"AutoModel": "modeling.X"}}, "trust_remote_code"),
+        ({"hidden_size": None}, "has no hidden_size"),
+        ({"num_experts": None}, "num_experts or num_local_experts"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling = 'yarn'"),
+        ({"use_sliding_window": True}, "use_sliding_window = True"),
+        ({"attention_bias": True}, "attention_bias = True"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_by_name(change, message):
+    with pytest.raises(ConfigError, match=message):
+        model_spec({**QWEN3_30B_A3B, **change})
+
+
+def test_a_directory_is_read_and_its_faults_are_named(tmp_path):
+    with pytest.raises(EnvironmentFault, match="no such directory"):
+        read_hf_config(tmp_path / "nowhere")
+    with pytest.raises(EnvironmentFault, match=r"config\.json does not exist"):
+        load_model_spec(tmp_path)
+    (tmp_path / "config.json").write_text("{broken")
+    with pytest.raises(EnvironmentFault, match="cannot be read as JSON"):
+        load_model_spec(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN3_30B_A3B, "architectures": ["Other"]}))
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        load_model_spec(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
+    assert load_model_spec(tmp_path) == model_spec(QWEN3_30B_A3B)

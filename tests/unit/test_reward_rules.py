@@ -1,0 +1,115 @@
+"""Built-in rewards, how a function is found, and how its answers are judged: all without a process."""
+
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from mrl.errors import ConfigError, DataError
+from mrl.reward.items import RewardResult, RewardSpec, check_failures
+from mrl.reward.resolve import check_data_sources, resolve
+from mrl.reward.rules import exact_match, gsm8k
+from mrl.reward.worker import judge, score_one
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "score"), [("42", "42", 1), (" 42\n", "42", 1), ("42", 42, 1), ("042", "42", 0), ("", "42", 0), ("4 2", "42", 0)]
+)
+def test_exact_match(response, truth, score):
+    assert exact_match("toy", response, truth) == score
+
+
+@pytest.mark.parametrize(
+    ("response", "score", "answered"),
+    [
+        ("so it is\n#### 1,234", 1, 1),
+        ("#### 7 no, #### 1234", 1, 1),  # the last one counts
+        ("#### 1234 no, #### 7", 0, 1),
+        ("the answer is 1234", 0, 0),  # strict: only after ####
+        ("####1234", 0, 0),
+        ("#### -1234", 0, 1),
+        ("#### 1234" + " " * 300, 0, 0),  # out of sight
+    ],
+)
+def test_gsm8k_is_strict(response, score, answered):
+    assert gsm8k("openai/gsm8k", response, "1234") == {"score": score, "answered": answered}
+
+
+def test_auto_goes_by_the_rows_data_source():
+    function = resolve(RewardSpec())
+    assert function("openai/gsm8k", "#### 3", "3", {})["score"] == 1
+    assert function("exact_match", "3", "3", {}) == 1
+    check_data_sources(RewardSpec(), {"openai/gsm8k", "exact_match"})
+    with pytest.raises(ConfigError, match=r"'other'.*exact_match, gsm8k"):
+        check_data_sources(RewardSpec(), {"openai/gsm8k", "other"})
+    check_data_sources(RewardSpec("exact_match"), {"other"})
+
+
+def test_a_users_function_gets_its_arguments_and_may_import_its_neighbours(tmp_path):
+    (tmp_path / "mrl_test_neighbour.py").write_text("BONUS = 0.5\n")
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from mrl_test_neighbour import BONUS\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, weight=1):\n"
+        "    return {'score': weight * BONUS, 'seen': f'{data_source} {solution_str} {ground_truth} {extra_info}'}\n"
+    )
+    function = resolve(RewardSpec(path=str(file), kwargs={"weight": 3}))
+    assert score_one(function, "s", "r", 5, {"a": 1}) == ("ok", 1.5, {"seen": "s r 5 {'a': 1}"}, "")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "no such file"),
+        ("import nowhere_to_be_found", "ModuleNotFoundError"),
+        ("import sys; sys.exit(3)", "SystemExit: 3"),
+        ("def score(): pass", "no function 'compute_score'; the file defines: score"),
+        ("compute_score = 3", "no function 'compute_score'; the file defines: no function"),
+    ],
+)
+def test_a_users_file_that_cannot_serve_is_refused_with_the_reason(tmp_path, text, message):
+    file = tmp_path / "mine.py"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        resolve(RewardSpec(path=str(file)))
+
+
+def test_an_unknown_rule_is_refused_with_the_known_ones():
+    with pytest.raises(ConfigError, match="auto, exact_match, gsm8k"):
+        resolve(RewardSpec("nope"))
+
+
+@pytest.mark.parametrize("value", [1, 1.0, True, np.float32(1), np.array([1.0]), np.bool_(True), {"score": 1}])
+def test_every_kind_of_number_is_a_score(value):
+    reason, score, _, _ = judge(value)
+    assert (reason, score, type(score)) == ("ok", 1.0, float)
+
+
+@pytest.mark.parametrize("value", ["1", None, [1], np.array([1.0, 2.0]), 1j, {"points": 1}, {"score": "1"}, {}])
+def test_everything_else_is_the_wrong_type(value):
+    assert judge(value)[0] == "wrong_type"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, {"score": math.nan}, np.float32("nan")])
+def test_a_score_that_is_no_number_is_said_to_be(value):
+    assert judge(value)[0] == "not_a_number"
+
+
+def test_parts_are_numbers_or_short_text():
+    assert judge({"score": 0, "acc": True, "why": "x" * 900, "nan": math.nan})[2] == {"acc": 1.0, "why": "x" * 500, "nan": "nan"}
+
+
+def test_failures_beyond_the_allowed_share_stop_the_run_with_their_reasons():
+    good = [RewardResult(i, 1.0, {}, "ok") for i in range(8)]
+    bad = [RewardResult(8, 0.0, {}, "timeout", "no answer within 1 s"), RewardResult(9, 0.0, {}, "raised", "KeyError: 'x'")]
+    check_failures(good + bad, 0.2)
+    with pytest.raises(DataError, match=r"2 of 10 responses[\s\S]*1 timeout: no answer within 1 s\n  1 raised: KeyError"):
+        check_failures(good + bad, 0.19)
+
+
+def test_the_worker_imports_nothing_heavy():
+    code = "import sys, mrl.reward.worker as w; print([m for m in ('torch', 'ray', 'vllm', 'numpy', 'transformers') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30).stdout.strip() == "[]"

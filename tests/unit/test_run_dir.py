@@ -1,0 +1,144 @@
+"""The run directory: one run at a time, continued without a line lost or doubled."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from mrl.data.batch import Sample
+from mrl.errors import ConfigError
+from mrl.record.run_dir import RunDir, read_metrics
+from mrl.record.samples import write_samples
+from mrl.record.sinks import JsonlSink
+
+
+def _with_steps(path, steps) -> RunDir:
+    run = RunDir.open(path, "a: 1\n")
+    sink = JsonlSink(run.metrics)
+    for step in steps:
+        sink.write(step, {"actor/lr": 0.1})
+    sink.close()
+    return run
+
+
+def test_a_new_run_gets_its_folders_and_configuration(tmp_path):
+    run = RunDir.open(tmp_path / "a" / "b", "model:\n  path: x\n")
+    assert run.config.read_text() == "model:\n  path: x\n"
+    assert all(folder.is_dir() for folder in (run.samples, run.checkpoints, run.logs))
+
+
+def test_a_folder_that_holds_another_run_is_refused_unless_resumed(tmp_path):
+    _with_steps(tmp_path, [1]).close()
+    with pytest.raises(ConfigError, match=r"--resume.*--run-dir"):
+        RunDir.open(tmp_path, "")
+    RunDir.open(tmp_path, "", resume=True).close()
+
+
+def test_a_run_that_died_before_its_first_line_is_no_obstacle(tmp_path):
+    _with_steps(tmp_path, []).close()
+    RunDir.open(tmp_path, "").close()
+
+
+def test_a_checkpoint_alone_makes_it_another_run(tmp_path):
+    run = RunDir.open(tmp_path, "")
+    (run.checkpoints / "step-1").mkdir()
+    run.close()
+    with pytest.raises(ConfigError, match="another run"):
+        RunDir.open(tmp_path, "")
+
+
+def test_two_live_runs_cannot_share_a_folder(tmp_path):
+    RunDir.open(tmp_path, "")
+    code = f"from mrl.record.run_dir import RunDir; RunDir.open({str(tmp_path)!r}, '', resume=True)"
+    other = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True, check=False)
+    assert f"in use by process {os.getpid()}" in other.stderr
+
+
+def test_the_lock_of_a_dead_process_is_stale(tmp_path):
+    code = f"from mrl.record.run_dir import RunDir; RunDir.open({str(tmp_path)!r}, '')"
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)  # ends without close
+    assert json.loads((tmp_path / "run.lock").read_text())["pid"] != os.getpid()
+    RunDir.open(tmp_path, "").close()
+
+
+def test_the_lock_is_stale_when_its_pid_is_another_process_now(tmp_path):
+    RunDir.open(tmp_path, "")
+    lock = tmp_path / "run.lock"
+    mark = json.loads(lock.read_text())
+    lock.write_text(json.dumps(mark | {"started": "1"}))
+    RunDir.open(tmp_path, "").close()
+
+
+def test_a_lock_from_another_host_counts(tmp_path):
+    (tmp_path / "run.lock").write_text(json.dumps({"host": "elsewhere", "pid": 1, "started": "1"}))
+    with pytest.raises(ConfigError, match="on host elsewhere"):
+        RunDir.open(tmp_path, "")
+
+
+def test_closing_gives_the_folder_back(tmp_path):
+    RunDir.open(tmp_path, "").close()
+    assert (tmp_path / "run.lock").read_text() == ""
+
+
+def test_a_path_that_cannot_be_a_folder_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"trainer\.run_dir"):
+        RunDir.open(tmp_path / "file", "")
+
+
+def test_resuming_replaces_the_lines_past_the_checkpoint(tmp_path):
+    run = _with_steps(tmp_path, [0, 1, 2, 3, 4])
+    assert run.truncate_metrics(after_step=2) == 3
+    sink = JsonlSink(run.metrics)
+    sink.write(3, {})
+    assert [row["training/global_step"] for row in read_metrics(run.metrics)] == [0, 1, 2, 3]
+
+
+def test_resuming_drops_samples_and_event_files_past_the_checkpoint(tmp_path):
+    run = _with_steps(tmp_path, [1, 2])
+    for step in (1, 2, 10):
+        write_samples(run.samples, step, [], [])
+    run.tensorboard.mkdir()
+    run.truncate_metrics(after_step=2)
+    assert sorted(file.name for file in run.samples.iterdir()) == ["step-1.jsonl", "step-2.jsonl"]
+    assert not run.tensorboard.exists()
+
+
+def test_a_torn_last_line_is_dropped_even_where_it_parses(tmp_path):
+    run = _with_steps(tmp_path, [1, 2])
+    with run.metrics.open("a") as file:
+        file.write('{"training/global_step": 3}')  # no newline: the write was cut
+    assert len(read_metrics(run.metrics)) == 2
+    assert run.truncate_metrics(after_step=9) == 2
+    assert run.metrics.read_text().endswith("}\n")
+
+
+def test_a_broken_line_in_the_middle_is_named(tmp_path):
+    run = _with_steps(tmp_path, [1])
+    run.metrics.write_text("garbage\n" + run.metrics.read_text())
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl:1"):
+        read_metrics(run.metrics)
+
+
+def test_truncating_a_run_without_metrics_is_nothing(tmp_path):
+    assert RunDir.open(tmp_path, "").truncate_metrics(5) == 0
+
+
+def test_samples_keep_token_ids_log_probs_version_and_reward_parts(tmp_path):
+    sample = Sample(7, 1, 0, 42, (5, 6), (8, 9), (-0.25, float("nan")), "stop", 3)
+    path = write_samples(tmp_path, 12, [sample], [{"score": 1.0, "format": 0.0}])
+    assert path.name == "step-12.jsonl"
+    assert json.loads(path.read_text()) == {
+        "prompt_id": 7,
+        "group_id": 1,
+        "sample_id": 0,
+        "seed": 42,
+        "prompt_ids": [5, 6],
+        "response_ids": [8, 9],
+        "rollout_log_probs": [-0.25, None],
+        "stop_reason": "stop",
+        "weight_version": 3,
+        "reward": {"score": 1.0, "format": 0.0},
+    }

@@ -1,0 +1,148 @@
+"""Sinks: the JSONL record is strict and always there; views neither stop training nor cost a line."""
+
+import io
+import json
+import logging
+
+import numpy as np
+import pytest
+
+from mrl.errors import ConfigError
+from mrl.record import console, sinks
+from mrl.record.run_dir import RunDir, read_metrics
+from mrl.record.sinks import JsonlSink, Record, TensorBoardSink, make_sinks
+
+
+class Broken:
+    """A view whose service is gone."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def write(self, step, metrics):
+        self.calls += 1
+        raise ConnectionError("service gone")
+
+    def close(self):
+        raise ConnectionError("service gone")
+
+
+def test_a_line_holds_the_step_first_and_the_metrics_in_their_order(tmp_path):
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    sink.write(3, {"b": 1.5, "a": np.float32(0.5)})
+    assert list(json.loads((tmp_path / "metrics.jsonl").read_text()).items()) == [("training/global_step", 3), ("b", 1.5), ("a", 0.5)]
+
+
+def test_numbers_that_json_cannot_hold_become_null(tmp_path):
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    sink.write(1, {"a": float("nan"), "b": float("inf"), "c": np.float64("nan")})
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(text, parse_constant=pytest.fail) == {"training/global_step": 1, "a": None, "b": None, "c": None}
+
+
+def test_a_broken_view_is_logged_once_and_costs_no_line(tmp_path, caplog):
+    broken = Broken()
+    record = Record(JsonlSink(tmp_path / "metrics.jsonl"), {"service": broken})
+    with caplog.at_level(logging.ERROR):
+        for step in (1, 2, 3):
+            record.write(step, {})
+        record.close()
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
+    assert broken.calls == 1
+    assert [r.getMessage().split(" failed")[0] for r in caplog.records] == ["trainer.logger: service"]
+
+
+def test_a_record_that_cannot_be_written_stops_the_run(tmp_path):
+    record = Record(JsonlSink(tmp_path / "metrics.jsonl"), {})
+    record.close()
+    with pytest.raises(ValueError, match="closed"):
+        record.write(1, {})
+
+
+def test_an_unknown_logger_is_refused_with_the_list_of_known_ones(tmp_path):
+    with pytest.raises(ConfigError, match=r"'wandbb'.*jsonl, console, tensorboard"):
+        make_sinks(["wandbb"], RunDir.open(tmp_path, ""), 1)
+
+
+def test_a_missing_package_is_a_configuration_error(tmp_path, monkeypatch):
+    def missing(run_dir, total_steps):
+        raise ModuleNotFoundError("No module named 'x'", name="x")
+
+    monkeypatch.setitem(sinks.VIEWS, "tensorboard", missing)
+    with pytest.raises(ConfigError, match="needs the package x"):
+        make_sinks(["tensorboard"], RunDir.open(tmp_path, ""), 1)
+
+
+def _scalars(folder) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars("actor/lr")]
+
+
+def test_tensorboard_reads_back_what_was_written(tmp_path):
+    sink = TensorBoardSink(tmp_path)
+    sink.write(1, {"actor/lr": 0.5})
+    sink.write(2, {"actor/lr": np.float32(0.25)})
+    sink.close()
+    assert _scalars(tmp_path) == [(1, 0.5), (2, 0.25)]
+
+
+def test_event_files_of_a_resumed_run_hold_each_step_once(tmp_path):
+    run = RunDir.open(tmp_path, "")
+    record = make_sinks(["tensorboard"], run, 4)
+    for step in (1, 2, 3):
+        record.write(step, {"actor/lr": float(step)})
+    record.close()
+    run.truncate_metrics(after_step=2)
+    record = make_sinks(["tensorboard"], run, 4)
+    record.write(3, {"actor/lr": 30.0})
+    record.close()
+    assert _scalars(run.tensorboard) == [(1, 1.0), (2, 2.0), (3, 30.0)]
+
+
+METRICS = {"critic/score/mean": 0.25, "perf/throughput": 1234.0, "timing_s/gen": 2.0, "timing_s/reshard": 0.5, "timing_s/step": 3.0}
+
+
+def test_without_a_terminal_a_step_is_one_plain_line():
+    stream = io.StringIO()
+    view = console.make_console(total_steps=11, stream=stream)
+    view.write(1, METRICS | {"val-core/tiny/reward/mean@1": 0.5})
+    expected = "step 1/11 | reward 0.25 | tok/s/dev 1234 | val-core/tiny/reward/mean@1 0.5 | 3.0 s (gen 2.0, reshard 0.5) | left 0:00:30\n"
+    assert stream.getvalue() == expected
+
+
+def test_time_left_is_unknown_before_the_first_timed_step():
+    assert console.Clock(10).left(0, {}) == "?"
+
+
+def test_on_a_terminal_the_table_shows_steps_rewards_and_phases():
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    view = console.make_console(total_steps=2, stream=stream)
+    assert isinstance(view, console.LiveConsole)
+    view.write(1, METRICS)
+    view.write(2, METRICS | {"critic/score/mean": None})
+    view.close()
+    assert "step 2 of 2" in stream.getvalue()
+
+
+def test_a_table_shows_the_columns_that_have_numbers_and_the_phases_longest_first():
+    table = console.make_table([(1, METRICS | {"timing_s/reshard": 2.5})], 2, "0:00:03")
+    assert [column.header for column in table.columns] == ["step", "reward", "tok/s/dev", "seconds"]
+    assert [next(iter(column.cells)) for column in table.columns] == ["1", "0.25", "1234", "3"]
+    assert table.caption == "seconds: reshard 2.5, gen 2.0"
+
+
+def test_a_long_phase_says_how_far_it_is_now_and_then(tmp_path):
+    seconds = iter([0.0, 10.0, 31.0, 31.0, 32.0, 62.0, 62.0])
+    stream = io.StringIO()
+    view = console.PlainConsole(5, stream, console.Pace(30.0, lambda: next(seconds)))
+    record = Record(JsonlSink(tmp_path / "metrics.jsonl"), {"console": view})
+    for done in (1, 2, 3, 4):  # at 10, 31, 32 and 62 seconds
+        record.progress("responses", done, 4)
+    assert stream.getvalue() == "responses: 2 of 4\nresponses: 4 of 4\n"
