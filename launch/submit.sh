@@ -9,6 +9,12 @@ cd "$(dirname "$0")/.."
 # the token that guards a head is made on its first start (~/.ray/auth_token); RAY_AUTH_TOKEN names one from elsewhere
 export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
 api=${RAY_API:-http://127.0.0.1:8265} job=mrl-$(date +%s)-$$
-ray job submit --address "$api" --submission-id "$job" --runtime-env "${RUNTIME_ENV:-launch/runtime_env.cpu.yaml}" -- mrl train "$@"
-# the line above also ends well when the head is lost while the job runs
+# a head that has just started takes the request before it has an agent that can run it
+until said=$(ray job submit --no-wait --address "$api" --submission-id "$job" --runtime-env "${RUNTIME_ENV:-launch/runtime_env.cpu.yaml}" -- \
+    mrl train "$@" 2>&1); do
+    [[ $said == *"No available agent"* && $SECONDS -lt ${AGENT_TIMEOUT_S:-120} ]] || { echo "$said" >&2; exit 4; }
+    sleep 1
+done
+echo "$said"
+ray job logs --follow --address "$api" "$job" || true # also ends well when the head is lost while the job runs: the status says
 ray job status --address "$api" "$job" 2>&1 | grep -q succeeded

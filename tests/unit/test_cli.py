@@ -9,7 +9,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from small_model import SIZES
 
-from mrl.cli import _resolved, main
+from mrl.cli import main
+from mrl.commands.config_arguments import resolved_config
 from mrl.layout import TrainLayout
 from mrl.models import model_spec, tensor_specs
 from mrl.reshard.manifest import WEIGHT, Entry, Manifest, RankFiles, file_facts, write_manifest
@@ -106,7 +107,7 @@ def test_checking_paths_looks_into_the_weights(mrl, tmp_path):
 @pytest.mark.parametrize("folder", ["runs/a", "a: b", "x # y", "null", "1e3", "007", "[a]", "'quoted\"", "ü", "- a", "{a: 1}"])
 def test_a_run_directory_arrives_as_it_was_given(folder):
     options = argparse.Namespace(config=TINY, recipe=None, overrides=[], run_dir=folder)
-    assert _resolved(options).config.trainer.run_dir == folder
+    assert resolved_config(options).config.trainer.run_dir == folder
 
 
 # --- convert -------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""The subcommands of `mrl`, a file each: `add` registers the arguments and the function that answers."""

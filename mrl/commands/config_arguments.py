@@ -1,0 +1,20 @@
+"""The arguments that name a configuration, the same for every command that reads one."""
+
+import argparse
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """CONFIG, --recipe and --set."""
+    parser.add_argument("config", help="a YAML file, such as parallel_configs/tiny-moe/cpu.yaml")
+    parser.add_argument("--recipe", help="algorithm settings that come with mrl, by name: gspo, grpo, ...")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="override one value; repeatable")
+
+
+def resolved_config(options: argparse.Namespace):
+    """The ResolvedConfig that the arguments name."""
+    from mrl.config.load import load_config
+    from mrl.config.yaml_tree import dump_value
+
+    run_dir = getattr(options, "run_dir", None)
+    own = [] if run_dir is None else [f"trainer.run_dir={dump_value(run_dir)}"]
+    return load_config(options.config, options.recipe, [*options.overrides, *own])

@@ -1,0 +1,62 @@
+"""`mrl validate`."""
+
+import argparse
+import json
+from typing import Any
+
+from mrl.commands.config_arguments import add_config, resolved_config
+from mrl.errors import ConfigError, MrlError
+
+
+def add(commands) -> None:
+    """Registers the command."""
+    validate = commands.add_parser("validate", help="check a configuration against every rule, in under a second")
+    add_config(validate)
+    validate.add_argument("--check-paths", action="store_true", help="also look at the files that it names")
+    validate.add_argument("--json", action="store_true", help="print one JSON object, also when the configuration cannot be read at all")
+    validate.set_defaults(run=_validate)
+
+
+def _validate(options: argparse.Namespace) -> None:
+    try:
+        found, remarks = _check(options)
+    except MrlError as error:
+        if not options.json:
+            raise
+        _print_verdict([_as_row(error, options.config)])
+        raise SystemExit(error.exit_code) from None
+    if options.json:
+        _print_verdict([violation.to_json() for violation in found])
+    else:
+        for line in [*map(str, found), *remarks] or ["ok"]:
+            print(line)
+    if found:
+        raise SystemExit(ConfigError.exit_code)
+
+
+def _check(options: argparse.Namespace) -> tuple[list, list[str]]:
+    """Violations, those of the schema too, and remarks. Raises what keeps the rules from being looked at."""
+    from mrl.config.rules import notes, violations
+    from mrl.config.violation import InvalidConfig
+    from mrl.megatron.hf_files import check_checkpoint
+    from mrl.models import load_model_spec
+
+    try:
+        resolved = resolved_config(options)
+    except InvalidConfig as error:
+        return list(error.violations), []
+    path = resolved.config.model.path
+    model = load_model_spec(path)
+    found = violations(resolved, model, options.check_paths)
+    if options.check_paths and not found:
+        check_checkpoint(path, model)
+    return found, notes(resolved, model)
+
+
+def _as_row(error: MrlError, config: str) -> dict[str, Any]:
+    """An error that concerns no single key, as a violation."""
+    return {"field": "", "where": config, "value": None, "rule": str(error), "why": "", "allowed": []}
+
+
+def _print_verdict(rows: list[dict[str, Any]]) -> None:
+    print(json.dumps({"ok": not rows, "violations": rows}))
