@@ -10,7 +10,8 @@ for p in "$port" "$dashboard"; do
         exit 4
     fi
 done
+# AGENT_PORT: where the agent that starts jobs listens; 0: a free one, since with Ray's default a second Ray on the host has a head without agent
 # the token that guards a head is made on its first start (~/.ray/auth_token); RAY_AUTH_TOKEN names one from elsewhere
 export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
 exec ray start --head --node-ip-address "$host" --port "$port" --dashboard-host "$host" --dashboard-port "$dashboard" \
-    --num-cpus "${CPUS:-$(nproc)}" --temp-dir "${TEMP:-/tmp/ray-mrl}" --disable-usage-stats "$@"
+    --dashboard-agent-listen-port "${AGENT_PORT:-0}" --num-cpus "${CPUS:-$(nproc)}" --temp-dir "${TEMP:-/tmp/ray-mrl}" --disable-usage-stats "$@"
