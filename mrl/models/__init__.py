@@ -1,6 +1,7 @@
 """Hugging Face configurations -> sizes, tensor lists and counts. No weights, no torch."""
 
 from mrl.models.counts import active_parameter_count, forward_flops_per_token, parameter_count
+from mrl.models.known import known_models, known_name, known_spec, planning_model_spec
 from mrl.models.reader import FAMILIES, load_model_spec, model_spec, read_hf_config
 from mrl.models.spec import Kind, ModelSpec, TensorSpec
 from mrl.models.tensors import tensor_specs
@@ -12,9 +13,13 @@ __all__ = [
     "TensorSpec",
     "active_parameter_count",
     "forward_flops_per_token",
+    "known_models",
+    "known_name",
+    "known_spec",
     "load_model_spec",
     "model_spec",
     "parameter_count",
+    "planning_model_spec",
     "read_hf_config",
     "tensor_specs",
 ]

@@ -1,0 +1,58 @@
+"""Published configurations by name, so that a preset can be planned where its checkpoint is not.
+
+`mrl/models/known/NAME.json` holds the fields of the public config.json of `Qwen/NAME` that a ModelSpec is read from.
+Training never looks here.
+"""
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+from mrl.errors import MrlError
+from mrl.models.reader import load_model_spec, model_spec
+from mrl.models.spec import ModelSpec
+
+_FOLDER = Path(__file__).parent / "known"
+# What publishers and users put behind a name without another shape of the weights (the 2507 releases only allow longer sequences).
+_SUFFIXES = ("", "base", "instruct", "chat", "instruct2507", "thinking2507", "basehf", "hf")
+# Names that leave something out and can still mean one model only.
+_SHORT = {"qwen330b": "Qwen3-30B-A3B", "qwen3235b": "Qwen3-235B-A22B"}
+
+
+@cache
+def known_models() -> tuple[str, ...]:
+    """The names that are known, e.g. Qwen3-30B-A3B."""
+    return tuple(sorted(file.stem for file in _FOLDER.glob("*.json")))
+
+
+def known_name(path: str | Path) -> str | None:
+    """The known model that the last part of a path or hub name means: case, punctuation and a trailing Base or Instruct aside."""
+    text = _plain(Path(path).name)
+    names = {_plain(name): name for name in known_models()} | _SHORT
+    return next((names[text.removesuffix(end)] for end in _SUFFIXES if text.endswith(end) and text.removesuffix(end) in names), None)
+
+
+@cache
+def known_spec(name: str) -> ModelSpec:
+    """The ModelSpec of a known name."""
+    return model_spec(json.loads((_FOLDER / f"{name}.json").read_text(encoding="utf-8")))
+
+
+def planning_model_spec(path: str | Path) -> tuple[ModelSpec, str]:
+    """The model for commands that only calculate, and a note where it is a published configuration and not the checkpoint's own.
+
+    A folder that is there is always read, and refused when it has no config.json or wants remote code. Only a path that is not on
+    this machine falls back to its name. Raises what `load_model_spec` raises when the name is not known either.
+    """
+    if Path(path).is_dir() or (name := known_name(path)) is None:
+        try:
+            return load_model_spec(path), ""
+        except MrlError as error:
+            here = "" if Path(path).is_dir() else f"; known by name for planning: {', '.join(known_models())}"
+            raise type(error)(f"{error}{here}") from None
+    return known_spec(name), f"model.path {path} is not on this machine: the published configuration of {name} stands in for it"
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())

@@ -1,0 +1,71 @@
+"""Published configurations that ship, so that a preset can be planned without its checkpoint."""
+
+import pytest
+
+from mrl.errors import ConfigError, EnvironmentFault
+from mrl.models import active_parameter_count, known_models, known_name, known_spec, parameter_count, planning_model_spec
+from tests.unit.small_model import SIZES, write_model
+
+# (all, active) in 10^9, as the model cards and the technical reports (arXiv:2505.09388, arXiv:2412.15115) give them
+PUBLISHED = {
+    "Qwen3-30B-A3B": (30.5, 3.3), "Qwen3-235B-A22B": (235, 22), "Qwen3-32B": (32.8, 32.8), "Qwen3-14B": (14.8, 14.8),
+    "Qwen3-8B": (8.2, 8.2), "Qwen3-4B": (4.0, 4.0), "Qwen3-1.7B": (1.7, 1.7), "Qwen3-0.6B": (0.6, 0.6), "Qwen2.5-72B": (72.7, 72.7),
+    "Qwen2.5-32B": (32.5, 32.5), "Qwen2.5-14B": (14.7, 14.7), "Qwen2.5-7B": (7.61, 7.61), "Qwen2.5-3B": (3.09, 3.09),
+    "Qwen2.5-1.5B": (1.54, 1.54), "Qwen2.5-0.5B": (0.49, 0.49), "Qwen2-7B": (7.6, 7.6),
+}  # fmt: skip
+
+
+def test_every_known_model_has_the_published_number_of_parameters():
+    assert set(known_models()) == set(PUBLISHED)
+    for name, (total, active) in PUBLISHED.items():
+        spec = known_spec(name)
+        assert parameter_count(spec) / 1e9 == pytest.approx(total, rel=0.02), name
+        assert active_parameter_count(spec) / 1e9 == pytest.approx(active, rel=0.02), name
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("Qwen/Qwen3-30B-A3B", "Qwen3-30B-A3B"),
+        ("/data/models/qwen3-30b-a3b-base", "Qwen3-30B-A3B"),
+        ("xx/weight/Qwen3_30B/Qwen3_30B", "Qwen3-30B-A3B"),
+        ("Qwen3-235B-A22B-Thinking-2507", "Qwen3-235B-A22B"),
+        ("XX/Qwen25-3B-Instruct", "Qwen2.5-3B"),
+        ("Qwen/Qwen3-VL-30B-A3B-Instruct", None),
+        ("Qwen/Qwen2.5-VL-7B-Instruct", None),
+        ("moonshotai/Moonlight-16B-A3B", None),
+    ],
+)
+def test_a_path_is_known_by_its_last_part(path, name):
+    assert known_name(path) == name
+
+
+def test_a_checkpoint_that_is_there_is_read_itself(tmp_path):
+    folder = tmp_path / "Qwen3-30B-A3B"
+    write_model(folder)
+    spec, note = planning_model_spec(folder)
+    assert (spec.num_layers, note) == (SIZES["num_hidden_layers"], "")
+
+
+def test_a_path_that_is_not_there_falls_back_and_says_so():
+    spec, note = planning_model_spec("/nowhere/Qwen3-8B-Base")
+    assert spec == known_spec("Qwen3-8B")
+    assert "not on this machine" in note and "Qwen3-8B" in note
+
+
+def test_a_folder_without_config_is_refused_whatever_its_name(tmp_path):
+    folder = tmp_path / "Qwen3-8B"
+    folder.mkdir()
+    with pytest.raises(EnvironmentFault, match=r"config\.json does not exist"):
+        planning_model_spec(folder)
+
+
+def test_a_folder_that_wants_its_own_code_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"auto_map": {"AutoConfig": "x.Y"}, "architectures": ["Qwen3MoeForCausalLM"]}')
+    with pytest.raises(ConfigError, match="auto_map"):
+        planning_model_spec(tmp_path)
+
+
+def test_an_unknown_name_lists_what_is_known():
+    with pytest.raises(EnvironmentFault, match=r"known by name for planning: .*Qwen3-235B-A22B"):
+        planning_model_spec("/nowhere/Llama-9")
