@@ -28,8 +28,8 @@ def actor_bundles(config: RunConfig, hosting: Hosting) -> list[dict[str, float]]
 
 
 def engine_bundles(config: RunConfig, hosting: Hosting) -> list[dict[str, float]]:
-    """Resources of each engine; its workers share one node."""
-    devices = config.rollout.tensor_model_parallel_size
+    """Resources of each engine; its workers, data-parallel ranks included, share one node."""
+    devices = config.rollout.tensor_model_parallel_size * config.rollout.data_parallel_size
     return [hosting.ray_resources(config.cluster.cpus_per_engine, devices=devices)] * config.rollout.num_engines
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from mrl.config.schema import RunConfig
 from mrl.models import load_model_spec, tensor_specs
 from mrl.platforms.hosting import get_hosting
+from mrl.rollout.launch import engine_launches
 from mrl.rollout.types import EngineSettings, Sampling
 
 
@@ -18,7 +19,6 @@ def engine_settings(config: RunConfig, engine_id: int, logs: Path) -> EngineSett
         "model": config.model.path,
         "dtype": rollout.dtype or config.model.dtype,
         "seed": config.trainer.seed,
-        "tensor_parallel_size": rollout.tensor_model_parallel_size,
         "max_model_len": max_model_len,
         "max_num_seqs": rollout.max_num_seqs,
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
@@ -27,10 +27,12 @@ def engine_settings(config: RunConfig, engine_id: int, logs: Path) -> EngineSett
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
         "trust_remote_code": False,
-        "distributed_executor_backend": "mp",  # inside a Ray actor vLLM would look for Ray workers of its own
+        **engine_launches(config)[engine_id].arguments,
     }
     if rollout.enforce_eager is not None:
         arguments["enforce_eager"] = rollout.enforce_eager
+    if rollout.enable_chunked_prefill is not None:
+        arguments["enable_chunked_prefill"] = rollout.enable_chunked_prefill
     if rollout.max_num_batched_tokens is not None:
         arguments["max_num_batched_tokens"] = rollout.max_num_batched_tokens
     hosting = get_hosting(config.cluster.device)

@@ -1,0 +1,136 @@
+"""Where engines and ranks go, and what vLLM is told: for hand-worked clusters and for every preset that ships."""
+
+from pathlib import Path
+
+import pytest
+
+from mrl.config.load import load_config
+from mrl.errors import ConfigError
+from mrl.layout import RolloutLayout
+from mrl.layout_places import ClusterShape, Place, actor_places, engine_places
+from mrl.rollout.launch import engine_launches, rank_places, rollout_layout
+
+ROOT = Path(__file__).parents[2]
+PRESETS = sorted((ROOT / "parallel_configs").glob("*/*.yaml"))
+TINY = ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
+
+
+def configured(**values):
+    """The tiny preset with `values` set; keys have __ for dots. Only the shape of its cluster and engines matters here."""
+    keys = [f"{key.replace('__', '.')}={value}" for key, value in values.items()]
+    return load_config(TINY, None, keys).config
+
+
+def test_ranks_fill_nodes_in_order():
+    assert actor_places(5, ClusterShape(2, 4)) == (Place(0, 0), Place(0, 1), Place(0, 2), Place(0, 3), Place(1, 0))
+
+
+def test_an_engine_that_fits_a_node_never_straddles_two():
+    # 3 actor devices leave one on node 0; an engine of 2 starts on node 1 and device 3 of node 0 stays idle
+    places = engine_places(RolloutLayout(2, tensor=2), ClusterShape(2, 4), first=3)
+    assert places == (Place(1, 0), Place(1, 1), Place(1, 2), Place(1, 3))
+
+
+def test_a_data_parallel_rank_of_a_wide_engine_stays_on_its_node():
+    # TP4 x DP4 = 16 workers on nodes of 8: two data-parallel ranks a node
+    places = engine_places(RolloutLayout(1, tensor=4, data=4, expert=16), ClusterShape(2, 8))
+    assert [p.node for p in places] == [0] * 8 + [1] * 8
+    assert [p.device for p in places] == [*range(8), *range(8)]
+
+
+def test_a_tensor_group_larger_than_a_node_fills_whole_nodes():
+    places = engine_places(RolloutLayout(1, tensor=16), ClusterShape(4, 8), first=4)
+    assert places == tuple(Place(node, device) for node in (1, 2) for device in range(8))
+
+
+@pytest.mark.parametrize(
+    ("layout", "cluster", "first", "said"),
+    [
+        (RolloutLayout(3, tensor=2), ClusterShape(1, 4), 0, "only 4 of 6 workers"),
+        (RolloutLayout(1, tensor=12), ClusterShape(2, 8), 0, "allowed next to it: 8, 16"),
+        # nine devices are free for eight workers: three on node 0, where no engine fits, and six on node 1, where one does
+        (RolloutLayout(2, tensor=4), ClusterShape(2, 6), 3, "only 4 of 8 workers .* since 4 of them have to share a node"),
+    ],
+)
+def test_engines_that_fit_nowhere_are_refused(layout, cluster, first, said):
+    with pytest.raises(ConfigError, match=said):
+        engine_places(layout, cluster, first)
+
+
+def test_an_actor_larger_than_the_cluster_is_refused():
+    with pytest.raises(ConfigError, match="world_size = 9"):
+        actor_places(9, ClusterShape(1, 8))
+
+
+def test_an_engine_on_one_node_is_one_actor_with_all_its_devices():
+    launch, other = engine_launches(configured(cluster__n_gpus_per_node=10, rollout__num_engines=2, rollout__tensor_model_parallel_size=4))
+    assert launch.arguments == {"tensor_parallel_size": 4, "enable_expert_parallel": False, "distributed_executor_backend": "mp"}
+    assert launch.bundles == (4,) and launch.nodes == (0,) and not launch.needs_meeting_point
+    assert [p.device for p in launch.places] == [2, 3, 4, 5] and [p.device for p in other.places] == [6, 7, 8, 9]
+
+
+def test_data_parallel_ranks_on_one_node_share_an_actor():
+    config = configured(
+        cluster__n_gpus_per_node=6, rollout__tensor_model_parallel_size=2, rollout__data_parallel_size=2, rollout__expert_parallel_size=4
+    )
+    (launch,) = engine_launches(config)
+    assert launch.arguments == {
+        "tensor_parallel_size": 2, "enable_expert_parallel": True, "distributed_executor_backend": "mp",
+        "data_parallel_size": 2, "data_parallel_backend": "mp",
+    }  # fmt: skip
+    assert launch.bundles == (4,) and launch.data_rank is None
+
+
+def test_data_parallel_ranks_over_nodes_are_actors_that_meet():
+    # 2 actor ranks, then TP2 x DP3 on nodes of 2: one data-parallel rank a node
+    config = configured(
+        cluster__nnodes=4, cluster__n_gpus_per_node=2, rollout__tensor_model_parallel_size=2, rollout__data_parallel_size=3,
+        rollout__expert_parallel_size=6,
+    )  # fmt: skip
+    launches = engine_launches(config)
+    assert [launch.data_rank for launch in launches] == [0, 1, 2]
+    assert [launch.nodes for launch in launches] == [(1,), (2,), (3,)]
+    assert [launch.workers for launch in launches] == [(0, 1), (2, 3), (4, 5)]
+    met = launches[2].at("10.0.0.2", 29550)
+    assert met.arguments == {
+        "tensor_parallel_size": 2, "enable_expert_parallel": True, "distributed_executor_backend": "mp", "data_parallel_size": 3,
+        "data_parallel_backend": "mp", "data_parallel_rank": 2, "data_parallel_size_local": 1, "data_parallel_address": "10.0.0.2",
+        "data_parallel_rpc_port": 29550,
+    }  # fmt: skip
+    assert launches[2].needs_meeting_point and "data_parallel_address" not in launches[2].arguments
+
+
+def test_a_tensor_group_over_nodes_uses_rays_executor_and_a_bundle_a_worker():
+    config = configured(cluster__nnodes=3, cluster__n_gpus_per_node=2, rollout__tensor_model_parallel_size=4)
+    (launch,) = engine_launches(config)
+    assert launch.executor == "ray" and launch.bundles == (1, 1, 1, 1) and launch.nodes == (1, 2)
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_every_preset_has_a_place_for_each_rank_and_worker(path):
+    config = load_config(path).config
+    layout, (ranks, workers) = rollout_layout(config), rank_places(config)
+    per_node, nodes = config.cluster.n_gpus_per_node, config.cluster.nnodes
+    assert len(ranks) == config.actor.layout.world_size and len(workers) == layout.num_engines * layout.tensor * layout.data
+    assert len(set(ranks)) == len(ranks) and len(set(workers)) == len(workers), "two share a device"
+    assert all(0 <= p.node < nodes and 0 <= p.device < per_node for p in (*ranks, *workers))
+    if config.cluster.placement == "separate":
+        assert not set(ranks) & set(workers)
+    for first in range(0, len(workers), layout.tensor):
+        group = {p.node for p in workers[first : first + layout.tensor]}
+        assert len(group) == -(-layout.tensor // per_node), "a tensor group is spread over more nodes than it needs"
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_every_preset_starts_each_worker_once_with_arguments_vllm_has(path):
+    from mrl.config.upstream_fields import UPSTREAM_FIELDS
+
+    config = load_config(path).config
+    layout, launches = rollout_layout(config), engine_launches(config)
+    assert sorted(w for launch in launches for w in launch.workers) == list(range(layout.num_engines * layout.tensor * layout.data))
+    for launch in launches:
+        assert sum(launch.bundles) == len(launch.workers) and max(launch.bundles) <= config.cluster.n_gpus_per_node
+        assert set(launch.at("host", 1).arguments) <= UPSTREAM_FIELDS["AsyncEngineArgs"].fields
+        assert (launch.executor == "mp") == (len(launch.nodes) == 1)
+        ranks_here = len(launch.workers) // layout.tensor
+        assert launch.arguments.get("data_parallel_size_local", layout.data) == ranks_here
