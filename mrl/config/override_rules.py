@@ -70,6 +70,7 @@ _VLLM = {
     "max_num_batched_tokens": "rollout.max_num_batched_tokens",
     "enforce_eager": "rollout.enforce_eager",
     "enable_prefix_caching": "rollout.enable_prefix_caching",
+    "enable_chunked_prefill": "rollout.enable_chunked_prefill",
     "generation_config": "mrl itself: sampling never comes from the model's folder",
     "override_generation_config": "mrl itself: sampling never comes from the model's folder",
     "logprobs_mode": "mrl itself: training needs processed_logprobs",

@@ -118,9 +118,9 @@ def _cpu(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
         yield Broken(_EP, "must be 1 on cpu", "vLLM's CPU kernel for spread experts crashes while it generates", (1,))
     if rollout.enforce_eager is False:
         yield Broken("rollout.enforce_eager", "must be true or null on cpu", "vLLM's CPU build has no graphs to capture", (True, None))
-    if rollout.engine_kwargs.get("vllm", {}).get("enable_chunked_prefill"):
+    if rollout.enable_chunked_prefill:
         why = "a prompt computed in parts kills requests with a seed, and its log-probs depend on the rest of the batch"
-        yield Broken("rollout.engine_kwargs.vllm.enable_chunked_prefill", "must be false on cpu", why, (False,))
+        yield Broken("rollout.enable_chunked_prefill", "must be false or null on cpu", why, (False, None))
     for name, size in _cpu_sizes(config, model):
         if size % _CPU_MULTIPLE:
             rule = f"has {name} = {size} on one worker, which must be a multiple of {_CPU_MULTIPLE}"

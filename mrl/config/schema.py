@@ -71,14 +71,31 @@ class OptimConfig(Section):
 
 
 class ActorConfig(Section):
-    """The trained model: layout, batches, optimizer."""
+    """The trained model: layout, batches, optimizer, what moves to the host while it is not needed."""
 
     layout: LayoutConfig
     optim: OptimConfig = OptimConfig()
     ppo_mini_batch_size: int = Field(ge=1)  # prompts per optimizer step
     ppo_micro_batch_size_per_gpu: int = Field(8, ge=1)  # samples per forward-backward of one rank
     log_prob_micro_batch_size_per_gpu: int = Field(8, ge=1)
+    use_dynamic_bsz: bool = False  # cut micro-batches by tokens instead of samples
+    ppo_max_token_len_per_gpu: int | None = Field(None, ge=1)  # tokens of one device in a micro-batch, with use_dynamic_bsz
+    log_prob_max_token_len_per_gpu: int | None = Field(None, ge=1)  # the same for log-probs; None: ppo_max_token_len_per_gpu
+    param_offload: bool = False  # parameters are on the host while the engines generate
+    grad_offload: bool = False
+    optimizer_offload: bool = False
+    router_replay: Literal["disabled", "R2", "R3"] = "disabled"  # experts chosen as the old log-probs (R2) or the engine (R3) chose
     override_ddp_config: dict[str, Any] = Field(default_factory=dict)
+
+
+class RefConfig(Section):
+    """The reference model of a KL loss. It lies as the actor does unless it has a layout of its own."""
+
+    layout: LayoutConfig | None = None
+    param_offload: bool = False
+    log_prob_micro_batch_size_per_gpu: int | None = Field(None, ge=1)  # None: the actor's
+    log_prob_use_dynamic_bsz: bool | None = None  # None: the actor's use_dynamic_bsz
+    log_prob_max_token_len_per_gpu: int | None = Field(None, ge=1)  # None: the actor's
 
 
 class PolicyLossConfig(Section):
@@ -133,6 +150,8 @@ class RolloutConfig(Section):
     max_num_batched_tokens: int | None = Field(None, ge=1)
     enforce_eager: bool | None = None  # None: as the device has it
     enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool | None = None  # None: as the device has it
+    calculate_log_probs: bool = True
     start_timeout_s: float = Field(900.0, gt=0)
     generate_timeout_s: float = Field(3600.0, gt=0)
     engine_kwargs: dict[str, dict[str, Any]] = Field(default_factory=dict)
@@ -211,6 +230,7 @@ class RunConfig(Section):
 
     model: ModelConfig
     actor: ActorConfig
+    ref: RefConfig = RefConfig()
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     data: DataConfig

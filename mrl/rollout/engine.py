@@ -127,7 +127,7 @@ class VllmEngine:
             differing = sum(a != b for a, b in zip(*runs, strict=True))
             raise EnvironmentFault(
                 f"engine {self.settings.engine_id}: {differing} of {len(requests)} prompts gave other bits in another order; "
-                "on CPU keep chunked prefill off (rollout.engine_kwargs.vllm.enable_chunked_prefill)"
+                "on CPU keep chunked prefill off (rollout.enable_chunked_prefill)"
             )
 
     async def begin_update(self) -> None:

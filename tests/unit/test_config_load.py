@@ -312,8 +312,8 @@ def test_each_line_of_the_resolved_configuration_names_its_origin(small):
 def test_every_leaf_has_an_origin(small):
     resolved = load_config(small)
     leaves = {key for key, _ in schema_leaves(RunConfig)}
-    optional = {key for key in leaves if key.startswith("reward.custom_reward_function.")}
-    assert set(resolved.origins) == leaves - optional | {"reward.custom_reward_function"}
+    optional = {key for key in leaves if key.startswith(("reward.custom_reward_function.", "ref.layout."))}
+    assert set(resolved.origins) == leaves - optional | {"reward.custom_reward_function", "ref.layout"}
 
 
 def test_loading_takes_under_a_second_and_no_heavy_import():

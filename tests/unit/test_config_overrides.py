@@ -28,7 +28,7 @@ def broken(override: str):
         "model.override_transformer_config={recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}",
         "actor.optim.override_optimizer_config={optimizer_cpu_offload: true}",
         "actor.override_ddp_config={overlap_grad_reduce: false, bucket_size: 40000000}",
-        "rollout.engine_kwargs={vllm: {block_size: 32, enable_chunked_prefill: false}}",
+        "rollout.engine_kwargs={vllm: {block_size: 32, enable_log_requests: false}}",
     ],
 )
 def test_real_fields_pass(override):

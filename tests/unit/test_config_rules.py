@@ -225,7 +225,7 @@ def test_prompt_and_response_fit_the_models_positions():
     assert only("data.max_prompt_length=200").allowed == ()
 
 
-@pytest.mark.parametrize("override", ["rollout.enforce_eager=false", "rollout.engine_kwargs={vllm: {enable_chunked_prefill: true}}"])
+@pytest.mark.parametrize("override", ["rollout.enforce_eager=false", "rollout.enable_chunked_prefill=true"])
 def test_what_cpu_would_not_obey_is_refused_there(override):
     assert only(override).allowed[0] is ("eager" in override)
     assert broken(override, *GPU) == []

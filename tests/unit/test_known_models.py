@@ -1,10 +1,10 @@
 """Published configurations that ship, so that a preset can be planned without its checkpoint."""
 
 import pytest
+from small_model import SIZES, write_model
 
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.models import active_parameter_count, known_models, known_name, known_spec, parameter_count, planning_model_spec
-from tests.unit.small_model import SIZES, write_model
 
 # (all, active) in 10^9, as the model cards and the technical reports (arXiv:2505.09388, arXiv:2412.15115) give them
 PUBLISHED = {
