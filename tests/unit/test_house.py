@@ -31,7 +31,7 @@ LIGHT = (
     "memory/*.py",
     "algo/spec.py",
     "record/spec.py",
-    *(f"reshard/{part}.py" for part in ("boxes", "source", "target", "plan")),
+    *(f"reshard/{part}.py" for part in ("boxes", "source", "target", "plan", "streams", "schedule", "prove", "summary", "rehearse")),
 )
 HEAVY = ("torch", "ray", "megatron", "mbridge", "vllm")
 MAX_LINES = 500
@@ -176,8 +176,8 @@ def test_the_receiving_side_can_be_imported_in_an_engine_process():
 
 DEVICE_WORDS = ("nccl", "hccl", "cuda", "npu")  # as whole strings
 DEVICE_PREFIXES = ("cuda:", "npu:", "CUDA_", "NCCL_", "ASCEND_", "HCCL_", "torch_npu", "mindspeed")
-# the configuration must be able to say which device; it does nothing with it
-MAY_SAY_DEVICE = ("mrl.platforms", "mrl.config")
+# the configuration must be able to say which device, and the reshard target whose weight layout it describes; they do nothing with it
+MAY_SAY_DEVICE = ("mrl.platforms", "mrl.config", "mrl.reshard.target")
 
 
 def device_names(tree: ast.Module) -> Iterator[str]:
