@@ -1,7 +1,7 @@
 """Shared memory of one host: every worker owns an arena of two halves, and ranks pack straight into it.
 
-A half serves one round. The worker grants each rank its place in it, the rank writes its message there and marks it ready, the worker unpacks
-and grants the half for the round after the next. Control words are 64-bit; what they do not order, the digests of the sync would show.
+A half serves one round. The worker grants each rank its place in it, the rank writes its message there and marks it ready, the worker
+unpacks and grants the half for the round after the next. Control words are 64-bit; what they do not order, the sync's digests would show.
 The arena is touched once, when it is made, and its file's name goes as soon as everybody has it open (`release_name`).
 """
 
@@ -169,9 +169,7 @@ class SharedMemoryReceiver:
         wait_until(ready, self._timeout, f"{who}: nothing came")
         found = words[_READY], words[_NBYTES], words[_PLAN]
         if found != (wanted, message.nbytes, self._plan_word):
-            raise TransferError(
-                f"{who}: not the message that the plan has there (number, bytes, plan {found}); is the other side of this run?"
-            )
+            raise TransferError(f"{who}: not the message that the plan has there (number, bytes, plan {found}); is the sender of this run?")
         data = self._data[words[_OFFSET] : words[_OFFSET] + message.nbytes]
         return data if data.device == self._transfer.device else data.to(self._transfer.device)
 

@@ -5,7 +5,7 @@ import socket
 import uuid
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from small_model import SIZES
@@ -176,10 +176,6 @@ class World:
 
     def __exit__(self, *_) -> None:
         self.close()
-
-
-def with_timeout(setup: SyncSetup, seconds: float) -> SyncSetup:
-    return replace(setup, timeout_s=seconds)
 
 
 def sums_of(sends: Iterable[SendReport], worker: int) -> dict[str, int]:

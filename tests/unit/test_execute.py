@@ -30,10 +30,6 @@ def check_engines(world: World, outcome, weights) -> None:
         assert writer.digests == sums_of(outcome.sends.values(), worker)
 
 
-def cpu_only(setup) -> bool:
-    return setup.dialect != "npu"
-
-
 @pytest.mark.parametrize("transport", ["shm", "p2p"])
 @pytest.mark.parametrize(("train", "rollout", "changes"), CASES.values(), ids=CASES)
 def test_every_element_arrives_where_it_belongs_sync_after_sync(transport, train, rollout, changes, monkeypatch):
