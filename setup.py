@@ -21,7 +21,7 @@ setup(
     version="0.1.0",
     description="Reinforcement learning of large mixture-of-experts language models on Megatron",
     packages=find_packages(include=["mrl", "mrl.*"]),
-    package_data={"mrl": ["config/recipes/*.yaml", "models/known/*.json"]},
+    package_data={"mrl": ["config/recipes/*.yaml", "models/known/*.json", "memory/devices.json"]},
     python_requires=">=3.11",
     install_requires=CORE,
     extras_require=EXTRAS,
