@@ -27,10 +27,12 @@ class MicroArrays:
     input_ids: np.ndarray  # int64 [rows, length]
     predictors: np.ndarray  # int64 [rows, response_length]: position whose logits predict response token t
     targets: np.ndarray  # int64 [rows, response_length]
-    response_mask: np.ndarray  # bool [rows, response_length]
+    response_mask: np.ndarray  # bool [rows, response_length]: tokens that count, rejected ones not
     temperature: np.ndarray  # float32 [rows]
     old_log_probs: np.ndarray | None  # float32 [rows, response_length]
     advantages: np.ndarray | None  # float32 [rows, response_length]
+    loss_weights: np.ndarray | None = None  # float32 [rows, response_length]
+    selected: np.ndarray | None = None  # bool [rows, response_length]
 
 
 def mini_batches(num_rows: int, rows_per_mini_batch: int) -> Iterator[slice]:
@@ -64,7 +66,7 @@ def micro_arrays(batch: TrainBatch, micro: MicroBatch, align: int) -> MicroArray
     input_ids = np.zeros((len(rows), length), dtype=np.int64)
     input_ids[:, :longest] = rows.input_ids[:, :longest]
     width = max(int(rows.response_lengths.max()), 1)
-    mask = rows.response_mask[:, :width] & (not micro.is_filler)
+    mask = rows.loss_mask[:, :width] & (not micro.is_filler)
     positions = rows.prompt_lengths[:, None] + np.arange(width)[None]
     positions = np.where(rows.response_mask[:, :width], positions, 1)
     return MicroArrays(
@@ -73,9 +75,15 @@ def micro_arrays(batch: TrainBatch, micro: MicroBatch, align: int) -> MicroArray
         targets=np.take_along_axis(input_ids, positions, axis=1) if length > 1 else np.zeros_like(positions),
         response_mask=mask,
         temperature=rows.temperature,
-        old_log_probs=None if rows.old_log_probs is None else rows.old_log_probs[:, :width],
-        advantages=None if rows.advantages is None else rows.advantages[:, :width],
+        old_log_probs=_cut(rows.old_log_probs, width),
+        advantages=_cut(rows.advantages, width),
+        loss_weights=_cut(rows.loss_weights, width),
+        selected=_cut(rows.selected, width),
     )
+
+
+def _cut(values: np.ndarray | None, width: int) -> np.ndarray | None:
+    return None if values is None else values[:, :width]
 
 
 def check_batch(batch: TrainBatch) -> None:

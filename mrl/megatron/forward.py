@@ -27,6 +27,8 @@ class MicroInputs:
     temperature: Tensor
     old_log_probs: Tensor | None
     advantages: Tensor | None
+    loss_weights: Tensor | None
+    selected: Tensor | None
 
     @classmethod
     def of(cls, arrays: MicroArrays, device: torch.device) -> "MicroInputs":
@@ -79,7 +81,10 @@ def loss_pass(
 
 def _loss(parameters: PolicyLossParameters, inputs: MicroInputs, outputs: TokenOutputs, denominators: Denominators) -> LossOutput:
     entropy = outputs.entropy if parameters.entropy_coeff else outputs.entropy.detach()
-    given = LossInputs(outputs.log_probs, inputs.old_log_probs, inputs.advantages, inputs.response_mask, entropy)
+    given = LossInputs(
+        outputs.log_probs, inputs.old_log_probs, inputs.advantages, inputs.response_mask, entropy,
+        weights=inputs.loss_weights, selected=inputs.selected,
+    )  # fmt: skip
     return policy_loss(parameters, given, denominators)
 
 

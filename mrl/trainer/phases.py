@@ -1,11 +1,12 @@
 """One function a phase of the loop. Each takes the run and what the phase works on, and returns what the next one needs."""
 
 import dataclasses
+from collections.abc import Mapping
 
 import numpy as np
 import psutil
 
-from mrl.algo.advantages import compute_advantages
+from mrl.algo.advantages import AdvantageInputs, compute_advantages
 from mrl.algo.mismatch import mismatch_metrics
 from mrl.data.batch import Prompt, Sample, TrainBatch, collate
 from mrl.data.order import DataCursor
@@ -17,7 +18,7 @@ from mrl.models import load_model_spec
 from mrl.record.metrics import batch_metrics, reduce_parts, reward_metrics, seqlen_metrics, speed_metrics
 from mrl.record.samples import write_samples as write_samples_file
 from mrl.record.timer import PhaseTimer, timing_metrics
-from mrl.reward.items import RewardItem, RewardResult, check_failures, failure_counts
+from mrl.reward.items import RewardItem, RewardResult, check_failures
 from mrl.rollout.settings import training_sampling, validation_sampling
 from mrl.rollout.types import Completion, Request, Sampling
 from mrl.trainer.run import Run
@@ -27,20 +28,24 @@ BUCKET_BYTES = 512 * 1024**2
 TRAIN, VALIDATION = "train", "validation"
 
 
-def next_prompts(run: Run) -> tuple[list[Prompt], DataCursor]:
-    """The step's prompts, and where the next step begins."""
-    return run.train_prompts.next_batch(run.state.cursor)
+def next_prompts(run: Run, cursor: DataCursor) -> tuple[list[Prompt], DataCursor]:
+    """The prompts at `cursor`, and where the next ones begin."""
+    return run.train_prompts.next_batch(cursor)
 
 
-def generate(run: Run, prompts: list[Prompt]) -> list[Sample]:
-    """`rollout.n` responses a prompt, ordered by prompt; each is handed to the reward pool as it arrives."""
-    return _sample(run, prompts, run.config.rollout.n, training_sampling(run.config), TRAIN, run.state.step + 1)
+def generate(run: Run, prompts: list[Prompt], gen_batch: int = 0) -> list[Sample]:
+    """`rollout.n` responses a prompt, ordered by prompt; each is handed to the reward pool as it arrives.
+
+    `gen_batch` counts the batches of prompts of one step, so that a prompt drawn twice in it is not answered alike.
+    """
+    n = run.config.rollout.n
+    return _sample(run, prompts, n, training_sampling(run.config), TRAIN, run.state.step + 1, first=gen_batch * n)
 
 
-def _sample(run: Run, prompts: list[Prompt], n: int, sampling: Sampling, purpose: str, step: int) -> list[Sample]:
+def _sample(run: Run, prompts: list[Prompt], n: int, sampling: Sampling, purpose: str, step: int, first: int = 0) -> list[Sample]:
     seed = run.config.trainer.seed
     wanted = [(group, prompt, k) for group, prompt in enumerate(prompts) for k in range(n)]
-    requests = [Request(i, p.token_ids, sample_seed(seed, purpose, step, p.prompt_id, k)) for i, (_, p, k) in enumerate(wanted)]
+    requests = [Request(i, p.token_ids, sample_seed(seed, purpose, step, p.prompt_id, first + k)) for i, (_, p, k) in enumerate(wanted)]
 
     arrived = 0
 
@@ -86,20 +91,24 @@ def with_old_log_probs(run: Run, samples: list[Sample]) -> tuple[TrainBatch, dic
     return dataclasses.replace(batch, old_log_probs=log_probs), {"actor/entropy": entropy} | apart
 
 
-def with_advantages(run: Run, batch: TrainBatch, samples: list[Sample], rewards: list[RewardResult]) -> TrainBatch:
-    """The batch with every response's advantage on its tokens."""
+def with_advantages(run: Run, batch: TrainBatch, samples: list[Sample], rewards: np.ndarray, parts: Mapping[str, np.ndarray]) -> TrainBatch:
+    """The batch with every response's advantage on its trained tokens. `rewards` and each of `parts` (of the reward) are [batch]."""
     algorithm = run.config.algorithm
-    groups = np.array([s.group_id for s in samples])
-    advantages = compute_advantages(
-        algorithm.adv_estimator, _scores(rewards), groups, batch.response_mask, algorithm.norm_adv_by_std_in_grpo
+    inputs = AdvantageInputs(
+        rewards,
+        np.array([s.group_id for s in samples]),
+        batch.loss_mask,
+        algorithm.norm_adv_by_std_in_grpo,
+        parts=parts,
+        part_weights=dict(zip(algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights, strict=False)),
     )
-    return dataclasses.replace(batch, advantages=advantages)
+    return dataclasses.replace(batch, advantages=compute_advantages(algorithm.adv_estimator, inputs))
 
 
 def update(run: Run, batch: TrainBatch) -> dict[str, float]:
     """All optimizer steps on the batch; reduced metrics. Raises NumericAbort when not one of them could be applied."""
     metrics = reduce_parts(run.actor.update(batch))
-    updates = run.config.updates_per_step
+    updates = -(-len(batch) // (run.config.actor.ppo_mini_batch_size * run.config.rollout.n))
     if metrics["actor/skipped_updates"] == updates:
         raise NumericAbort(
             f"step {run.state.step + 1}: the gradient norm of all {updates} updates was not finite; weights are those of the step before. "
@@ -139,17 +148,13 @@ def due(run: Run, freq: int) -> bool:
     return freq > 0 and (run.state.step % freq == 0 or run.state.step == run.total_steps)
 
 
-def step_metrics(run: Run, batch: TrainBatch, rewards: list[RewardResult]) -> dict[str, float]:
-    """What the step's samples say: lengths, scores, advantages, and how far generation is from training."""
-    scores, failed = _scores(rewards), sum(failure_counts(rewards).values())
+def step_metrics(run: Run, batch: TrainBatch, results: list[RewardResult], rewards: np.ndarray) -> dict[str, float]:
+    """What the step's samples say: lengths, scores, rewards after penalties, advantages."""
     return {
         "training/epoch": float(run.state.cursor.epoch),
-        **reward_metrics(scores, scores),
+        **reward_metrics(np.array([r.score for r in results]), rewards),
         **batch_metrics(batch, run.config.data.max_prompt_length, run.config.data.max_response_length),
         **seqlen_metrics(batch.prompt_lengths + batch.response_lengths, _trained_rows(run, batch)),
-        "train/num_gen_batches": 1.0,
-        "reward/failed": float(failed),
-        "reward/failure_share": failed / len(rewards),
     }
 
 
@@ -162,11 +167,7 @@ def _trained_rows(run: Run, batch: TrainBatch) -> list[np.ndarray]:
         shares = split_micro_batches(lengths[part], data_parallel, actor.ppo_micro_batch_size_per_gpu)
         for rank, micros in enumerate(shares):
             rows[rank] += [part.start + micro.rows for micro in micros if not micro.is_filler]
-    return [np.concatenate(of_rank) for of_rank in rows]
-
-
-def _scores(rewards: list[RewardResult]) -> np.ndarray:
-    return np.array([r.score for r in rewards])
+    return [np.concatenate([np.zeros(0, np.int64), *of_rank]) for of_rank in rows]  # a rank may have none of a small batch
 
 
 def record(run: Run, metrics: dict[str, float], timer: PhaseTimer | None = None, batch: TrainBatch | None = None) -> None:
