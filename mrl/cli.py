@@ -4,10 +4,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from mrl.commands import convert, train, validate
+from mrl.commands import convert, submit, train, validate
 from mrl.errors import ConfigError, Interrupted, MrlError
 
-COMMANDS = (train, validate, convert)
+COMMANDS = (train, validate, convert, submit)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

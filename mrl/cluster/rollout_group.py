@@ -25,12 +25,12 @@ class RolloutGroup:
         """Starts every engine. Raises EnvironmentFault when a start-up check fails."""
         self.config, self.poll = config, poll
         hosting = get_hosting(config.cluster.device)
-        count, tensor = config.rollout.num_engines, config.rollout.tensor_model_parallel_size
+        count, workers = config.rollout.num_engines, config.rollout.tensor_model_parallel_size * config.rollout.data_parallel_size
         self.places = reserve(engine_bundles(config, hosting), config.cluster.start_timeout_s)
         kind = ray.remote(EngineWorker)
         self.engines = [
             kind.options(
-                runtime_env={"env_vars": hosting.engine_environment(i, count, tensor, config.rollout.cpu_kvcache_gib)},
+                runtime_env={"env_vars": hosting.engine_environment(i, count, workers, config.rollout.cpu_kvcache_gib)},
                 **self.places.options(i),
             ).remote(engine_settings(config, i, run_dir / "logs"), str(run_dir / "logs" / f"engine-{i}.log"))
             for i in range(count)

@@ -12,6 +12,7 @@ import ray
 
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
+from mrl.platforms import prepare_process
 
 
 def log_to(path: str) -> None:
@@ -45,6 +46,7 @@ class ActorWorker:
 
     def start(self, master_addr: str, master_port: int, checkpoint: str | None) -> int:
         """Builds the model and loads it: a checkpoint of ours, or the Hugging Face weights. Returns this process's id."""
+        prepare_process(self.config.cluster.device, self.config.actor.layout.model_dump(), self.config.model.override_transformer_config)
         from mrl.megatron.actor import MegatronActor
 
         self.actor = MegatronActor(self.config, self.rank, self.config.actor.layout.world_size, master_addr, master_port)
