@@ -7,7 +7,7 @@ from, so two sides with equal hashes exchange the same messages.
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -17,10 +17,10 @@ import numpy as np
 from mrl.errors import ConfigError
 from mrl.layout import RolloutLayout, TrainLayout
 from mrl.models import ModelSpec
-from mrl.reshard.boxes import Box
+from mrl.reshard.circle import SAME_DEVICE, Circle, Devices
 from mrl.reshard.prove import PlanFault, template_faults
-from mrl.reshard.schedule import SAME_DEVICE, CircleTables, Devices, Flow, Loads, Schedule, make_schedule, refuse_budget
-from mrl.reshard.streams import ITEM_BYTES, Grain, Holdings, Miniature, Segment, Stream, segments, stream
+from mrl.reshard.schedule import Flow, Loads, Schedule, make_schedule
+from mrl.reshard.streams import ITEM_BYTES, Grain, Holder, Holdings, Miniature, Segment, Stream, segments, stream
 from mrl.reshard.target import Dialect
 from mrl.reshard.transfer import Copy, Message, Place, Topology
 
@@ -55,7 +55,7 @@ class ReshardPlan:
     @cached_property
     def bytes_required(self) -> int:
         """Bytes that workers hold after a sync and that no rank on their own device has."""
-        return sum(table.total for table in self.schedule.tables) * self.rollout.num_engines - self.bytes_local
+        return sum(circle.total for circle in self.schedule.circles) * self.rollout.num_engines - self.bytes_local
 
     @cached_property
     def bytes_moved(self) -> int:
@@ -127,6 +127,8 @@ class ReshardPlan:
 
     def to_json(self) -> dict[str, Any]:
         """Everything that the messages follow from, as plain data; equal plans give equal JSON."""
+        holders: dict[tuple[Holder, ...], int] = {}
+        streams = [[[_grain_json(g, holders) for g in block] for block in one.blocks] for one in self.streams]
         return {
             "format": FORMAT,
             "model": asdict(self.model),
@@ -139,9 +141,11 @@ class ReshardPlan:
             "num_rounds": self.num_rounds,
             "bytes_required": self.bytes_required,
             "bytes_moved": self.bytes_moved,
-            "starts": [self.schedule.start(worker) for worker in range(self.rollout.world_size)],
+            "starts": self.schedule.starts,
+            "choices": [hashlib.sha256(choices.astype("<i2").tobytes()).hexdigest() for choices in self.schedule.choices],
             "segments": [[s.block, s.layer, s.local_layer, s.first_rank, s.vp_chunk] for s in self.segments],
-            "streams": [[[_grain_json(g) for g in block] for block in one.blocks] for one in self.streams],
+            "holders": [[[h.offset, h.megatron_name, h.is_last_stage] for h in one] for one in holders],
+            "streams": streams,
         }
 
 
@@ -167,13 +171,13 @@ def plan_reshard(
     limit = min(_GRAIN_BYTES, max(1, budget_bytes // _GRAINS_PER_ROUND))
     while True:
         streams = tuple(stream(miniature, holdings, rollout, place, dialect, dtype, limit) for place in range(rollout.workers_per_engine))
-        tables = [CircleTables(one, parts) for one in streams]
+        circles = [Circle(one, parts) for one in streams]
         largest = max(one.largest for one in streams)
-        found = make_schedule(rollout, tables, devices, train.world_size, budget_bytes) if largest <= budget_bytes else None
+        found = make_schedule(rollout, circles, devices, train.world_size, budget_bytes) if largest <= budget_bytes else None
         if found is not None:
             break
         if largest > limit:  # single rows already
-            raise refuse_budget(budget_bytes, largest)
+            raise _too_small(budget_bytes, largest)
         limit //= 2
     plan = ReshardPlan(model, train, rollout, dialect, dtype, topology, budget_bytes, parts, streams, *found)
     if fault := next(template_faults(miniature, train.pipeline, rollout, streams, dialect, dtype), None):
@@ -191,6 +195,13 @@ def _check(train: TrainLayout, rollout: RolloutLayout, dtype: str, topology: Top
         )
 
 
+def _too_small(budget: int, largest: int) -> ConfigError:
+    return ConfigError(
+        f"reshard.budget_mb: a round of {budget} bytes is too small for this model, a row of which has {largest} bytes; "
+        "raise it until a process can send a row to each of its peers in one round"
+    )
+
+
 def _devices(train: TrainLayout, rollout: RolloutLayout, topology: Topology | None) -> Devices:
     if topology is None:
         return Devices.apart(train.world_size, rollout.world_size)
@@ -200,7 +211,8 @@ def _devices(train: TrainLayout, rollout: RolloutLayout, topology: Topology | No
     return Devices(*(part[side] for side in (slice(train.world_size), slice(train.world_size, None)) for part in (device, node)))
 
 
-def _grain_json(grain: Grain) -> list[Any]:
-    holders = [[h.offset, h.megatron_name, h.is_last_stage] for h in grain.holders]
-    boxes: Sequence[Box] = (grain.hf_box, grain.source_box, grain.target_box)
-    return [grain.hf_name, grain.parameter, *(box.ranges for box in boxes), grain.axes, grain.nbytes, holders]
+def _grain_json(grain: Grain, holders: dict[tuple[Holder, ...], int]) -> list[Any]:
+    """A template as plain data; its holders go into a table of their own."""
+    boxes = (grain.hf_box, grain.source_box, grain.target_box)
+    number = holders.setdefault(grain.holders, len(holders))
+    return [grain.hf_name, grain.parameter, *(box.ranges for box in boxes), grain.axes, grain.nbytes, number]

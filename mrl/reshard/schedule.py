@@ -1,8 +1,9 @@
-"""When each grain travels and from whom: rotation of workers over the model, choice among replicas, division into rounds.
+"""When each grain travels and from whom: rotation of workers over the model, division into rounds, choice among replicas.
 
 Every worker walks its stream as a circle, from a module of its own: workers stand evenly over the circle, so that at any time all
-pipeline stages send. Which worker stands where is chosen among a few strides by the load they put on the busiest rank. Only integers,
-so that every process comes to the same schedule.
+pipeline stages send. Which worker stands where is chosen among a few strides by the load they put on the busiest rank. What several
+ranks could send is shared so that, round by round, the least loaded send most. Only integers, so that every process comes to the same
+schedule.
 """
 
 from collections.abc import Sequence
@@ -12,70 +13,11 @@ from math import gcd
 
 import numpy as np
 
-from mrl.errors import ConfigError
 from mrl.layout import RolloutLayout
-from mrl.reshard.streams import Segment, Stream
+from mrl.reshard.circle import TIERS, Candidates, Circle, Devices
 
-SAME_DEVICE, SAME_NODE, REMOTE = TIERS = (0, 1, 2)  # nearer is less
-_CANDIDATES = 24  # strides that are tried
-
-
-class CircleTables:
-    """The stream of one place as arrays, a row a grain, in model order."""
-
-    def __init__(self, stream: Stream, segments: Sequence[Segment]):
-        sets: dict[tuple, int] = {}
-        rows, entry_of, known = [], [], {}
-        modules = []
-        for number, segment in enumerate(segments):
-            for index, grain in enumerate(stream.blocks[segment.block]):
-                key = (segment.first_rank, tuple(h.offset for h in grain.holders))
-                rows.append((number, index, grain.nbytes))
-                entry_of.append(sets.setdefault(key, len(sets)))
-                modules.append(known.setdefault((number, grain.module), len(known)))
-        table = np.array(rows, dtype=np.int64).reshape(-1, 3)
-        self.segment, self.index, self.nbytes = table.T
-        self.entry = np.array(entry_of, dtype=np.int64)
-        self.before = np.cumsum(self.nbytes) - self.nbytes  # bytes in front of each grain
-        self.total = int(self.nbytes.sum())
-        module = np.array(modules, dtype=np.int64)
-        self.starts = np.flatnonzero(np.diff(module, prepend=-1))  # first grain of each module
-        width = max((len(offsets) for _, offsets in sets), default=1)
-        self.count = np.array([len(offsets) for _, offsets in sets], dtype=np.int64)
-        self.ranks = np.array([[first + o for o in offsets] + [-1] * (width - len(offsets)) for first, offsets in sets], dtype=np.int64)
-        self.turn = _occurrences(self.entry)
-
-    def start_near(self, share: tuple[int, int]) -> int:
-        """The grain that begins a module, nearest to a part (numerator, denominator) of the way round."""
-        at = self.total * share[0] // share[1]
-        return int(self.starts[np.abs(self.before[self.starts] - at).argmin()])
-
-
-def _occurrences(values: np.ndarray) -> np.ndarray:
-    """How often each value stood before in the array."""
-    order = np.argsort(values, kind="stable")
-    ordered = values[order]
-    first = np.flatnonzero(np.diff(ordered, prepend=-1))
-    run = np.arange(len(values)) - np.repeat(first, np.diff(np.append(first, len(values))))
-    result = np.empty_like(run)
-    result[order] = run
-    return result
-
-
-@dataclass(frozen=True)
-class Devices:
-    """Number of the device and of the node of every rank and worker; without a topology all stand apart."""
-
-    rank_device: np.ndarray
-    rank_node: np.ndarray
-    worker_device: np.ndarray
-    worker_node: np.ndarray
-
-    @classmethod
-    def apart(cls, ranks: int, workers: int) -> "Devices":
-        """Every process on a device and a node of its own."""
-        rank, worker = np.arange(ranks), ranks + np.arange(workers)
-        return cls(rank, rank, worker, worker)
+_STRIDES = 24  # that are tried
+_ATTEMPTS = 6  # numbers of rounds that are tried
 
 
 @dataclass(frozen=True)
@@ -88,149 +30,185 @@ class Loads:
     @cached_property
     def largest(self) -> int:
         """Bytes of the busiest process in its busiest round."""
-        return int(max(self.sent.sum(0).max(initial=0), self.received.sum(0).max(initial=0)))
+        return int(max(self.sent.sum(axis=0).max(), self.received.sum(axis=0).max()))
 
 
 @dataclass(frozen=True)
 class Flow:
-    """What one worker receives, in order: arrays with a row a grain."""
+    """What one worker receives, in the order of its walk: arrays with a row a grain."""
 
     segment: np.ndarray
     index: np.ndarray  # in the segment's block
     nbytes: np.ndarray
-    choice: np.ndarray  # number of the chosen holder in the grain's `holders`
+    choice: np.ndarray  # number of the sender among the grain's holders
     source: np.ndarray  # rank
     round: np.ndarray
-    tier: np.ndarray
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Strides and the number of rounds; all else follows from them and the streams."""
+    """Everything about order and senders."""
 
-    rollout: RolloutLayout
-    tables: tuple[CircleTables, ...]  # of each place inside an engine
-    devices: Devices
-    stride: int
+    circles: tuple[Circle, ...]  # of each place inside an engine
+    starts: tuple[int, ...]  # of each worker: the grain it begins with
     num_rounds: int
-
-    def start(self, worker: int) -> int:
-        """The grain at which a worker begins."""
-        workers = self.rollout.world_size
-        return self.tables[worker % len(self.tables)].start_near((worker * self.stride % workers, workers))
+    choices: tuple[np.ndarray, ...]  # of each worker: number of the sender among the holders, in the order of its walk
 
     def flow(self, worker: int) -> Flow:
-        """What one worker receives, in order of rounds."""
-        table = self.tables[worker % len(self.tables)]
-        start = self.start(worker)
-        order = np.concatenate([np.arange(start, len(table.nbytes)), np.arange(start)])
-        begun = table.before[start] if len(order) else 0
-        travelled = (table.before[order] - begun) % max(table.total, 1)
-        entry = table.entry[order]
-        candidates, near, tier = self._candidates(table, worker)
-        turn = table.turn[order] + self._shift(worker) + table.segment[order]
-        choice = candidates[entry, turn % near[entry]]
-        source = table.ranks[entry, choice]
-        rounds = travelled * self.num_rounds // max(table.total, 1)
-        return Flow(table.segment[order], table.index[order], table.nbytes[order], choice, source, rounds, tier[entry])
-
-    def _shift(self, worker: int) -> int:
-        """Makes workers that want the same grains ask different replicas."""
-        return worker + worker // self.rollout.tensor + worker // self.rollout.workers_per_engine
-
-    def _candidates(self, table: CircleTables, worker: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """For each set of holders: their numbers, nearest first; how many are equally near; how near."""
-        d = self.devices
-        tier = np.full(table.ranks.shape, REMOTE)
-        tier[d.rank_node[table.ranks] == d.worker_node[worker]] = SAME_NODE
-        tier[d.rank_device[table.ranks] == d.worker_device[worker]] = SAME_DEVICE
-        tier[table.ranks < 0] = REMOTE + 1
-        nearest = tier.min(axis=1)
-        return np.argsort(tier, axis=1, kind="stable"), (tier == nearest[:, None]).sum(axis=1), nearest
-
-    def loads(self, num_ranks: int) -> Loads:
-        """Bytes per round of everybody."""
-        workers, rounds = self.rollout.world_size, self.num_rounds
-        sent = np.zeros((len(TIERS), rounds, num_ranks), dtype=np.int64)
-        received = np.zeros((len(TIERS), rounds, workers), dtype=np.int64)
-        for worker in range(workers):
-            flow = self.flow(worker)
-            cell = (flow.tier * rounds + flow.round) * num_ranks + flow.source
-            bytes_of = np.bincount(cell, flow.nbytes, sent.size).astype(np.int64).reshape(sent.shape)
-            sent += bytes_of
-            received[:, :, worker] = bytes_of.sum(axis=2)
-        return Loads(sent, received)
+        """What one worker receives."""
+        circle = self.circles[worker % len(self.circles)]
+        order, rounds = circle.travel(self.starts[worker], self.num_rounds)
+        choice = self.choices[worker]
+        source = circle.ranks[circle.holder_set[order], choice]
+        return Flow(circle.segment[order], circle.index[order], circle.nbytes[order], choice, source, rounds)
 
 
 def make_schedule(
-    rollout: RolloutLayout, tables: Sequence[CircleTables], devices: Devices, num_ranks: int, budget: int
+    rollout: RolloutLayout, circles: Sequence[Circle], devices: Devices, num_ranks: int, budget: int
 ) -> tuple[Schedule, Loads] | None:
-    """The schedule with few rounds in which nobody sends or receives more than `budget` bytes; None when no number of rounds does it."""
-    largest_grain = max((int(t.nbytes.max(initial=0)) for t in tables), default=0)
-    fullest = max((t.total for t in tables), default=0)
+    """The schedule with few rounds in which nobody sends or receives more than `budget` bytes; None when none was found."""
+    largest_grain = max(int(circle.nbytes.max()) for circle in circles)
+    fullest = max(circle.total for circle in circles)
     rounds = max(1, -(-fullest // max(budget - largest_grain, 1)))
-    stride = best_stride(rollout, tables, num_ranks, rounds)
-    for _ in range(12):
-        schedule = Schedule(rollout, tuple(tables), devices, stride, rounds)
-        loads = schedule.loads(num_ranks)
-        if loads.largest <= budget:
-            return schedule, loads
-        rounds = max(rounds + 1, rounds * loads.largest // budget + 1)
+    stride = best_stride(rollout.world_size, circles, num_ranks, rounds)
+    workers = range(rollout.world_size)
+    starts = [circles[w % len(circles)].start_near(w * stride % len(workers), len(workers)) for w in workers]
+    candidates = [circles[w % len(circles)].candidates(devices, w) for w in workers]
+    for _ in range(_ATTEMPTS):
+        sharing = _Sharing(circles, starts, candidates, num_ranks, rounds)
+        if sharing.largest <= max(budget - largest_grain, budget // 2):
+            choices, loads = sharing.assign()
+            if loads.largest <= budget:
+                return Schedule(tuple(circles), tuple(starts), rounds, choices), loads
+        rounds = max(rounds + 1, rounds * (sharing.largest + largest_grain) // budget + 1)
     return None
 
 
-def best_stride(rollout: RolloutLayout, tables: Sequence[CircleTables], num_ranks: int, rounds: int) -> int:
-    """The stride under which the busiest rank of each round has least to do, added over the rounds."""
-    workers = rollout.world_size
-    strides = [s for s in _strides(workers) if gcd(s, workers) == 1][:_CANDIDATES]
+class _Sharing:
+    """How replicas share what they all could send. A pool is what a set of equally near ranks has to send together."""
+
+    def __init__(self, circles: Sequence[Circle], starts: Sequence[int], candidates: Sequence[Candidates], num_ranks: int, num_rounds: int):
+        self.circles, self.starts, self.candidates, self.num_rounds = circles, starts, candidates, num_rounds
+        pools: dict[tuple[int, ...], int] = {}
+        self.pool_of = [np.array([pools.setdefault(ranks, len(pools)) for ranks in _rank_sets(c)]) for c in candidates]
+        self.pools = list(pools)
+        demand = np.zeros((len(pools), num_rounds), dtype=np.int64)
+        for worker, pool_of in enumerate(self.pool_of):
+            circle, order, rounds = self._walk(worker)
+            cells = circle.holder_set[order] * num_rounds + rounds
+            asked = np.bincount(cells, circle.nbytes[order], len(pool_of) * num_rounds)
+            np.add.at(demand, pool_of, asked.astype(np.int64).reshape(-1, num_rounds))
+        self.sent = np.zeros((num_rounds, num_ranks), dtype=np.int64)
+        self.bounds = self._share(demand)
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the busiest rank in its busiest round, give or take a grain."""
+        return int(self.sent.max())
+
+    def _walk(self, worker: int) -> tuple[Circle, np.ndarray, np.ndarray]:
+        circle = self.circles[worker % len(self.circles)]
+        return circle, *circle.travel(self.starts[worker], self.num_rounds)
+
+    def _share(self, demand: np.ndarray) -> np.ndarray:
+        """[pool, round, candidate]: up to which byte of the pool's demand each candidate sends. Those with the least choice come first."""
+        width = max(len(ranks) for ranks in self.pools)
+        bounds = np.full((len(self.pools), self.num_rounds, width), np.iinfo(np.int64).max)
+        for pool in sorted(range(len(self.pools)), key=lambda p: len(self.pools[p])):
+            ranks = list(self.pools[pool])
+            quota = level(self.sent[:, ranks], demand[pool])
+            self.sent[:, ranks] += quota
+            bounds[pool, :, : len(ranks) - 1] = quota.cumsum(axis=1)[:, :-1]
+        return bounds
+
+    def assign(self) -> tuple[tuple[np.ndarray, ...], Loads]:
+        """The sender of every grain, and what comes of it."""
+        filled = np.zeros(len(self.pools) * self.num_rounds, dtype=np.int64)
+        sent = np.zeros((len(TIERS), self.num_rounds, self.sent.shape[1]), dtype=np.int64)
+        received = np.zeros((len(TIERS), self.num_rounds, len(self.starts)), dtype=np.int64)
+        choices = []
+        for worker, candidates in enumerate(self.candidates):
+            circle, order, rounds = self._walk(worker)
+            sets, nbytes = circle.holder_set[order], circle.nbytes[order]
+            candidate = self._pick(worker, sets, rounds, nbytes, filled)
+            choices.append(candidates.numbers[sets, candidate].astype(np.int16))
+            tier = candidates.tier[sets]
+            np.add.at(sent, (tier, rounds, candidates.ranks[sets, candidate]), nbytes)
+            np.add.at(received[:, :, worker], (tier, rounds), nbytes)
+        return tuple(choices), Loads(sent, received)
+
+    def _pick(self, worker: int, sets: np.ndarray, rounds: np.ndarray, nbytes: np.ndarray, filled: np.ndarray) -> np.ndarray:
+        """Number of the candidate for each grain: the one whose part of the pool its middle byte falls into."""
+        candidate = np.zeros_like(sets)
+        open_ones = np.flatnonzero(self.candidates[worker].count[sets] > 1)
+        pool, at = self.pool_of[worker][sets[open_ones]], rounds[open_ones]
+        middle = _middles(pool * self.num_rounds + at, nbytes[open_ones], filled)
+        candidate[open_ones] = (middle[:, None] >= self.bounds[pool, at]).sum(axis=1)
+        return candidate
+
+
+def _rank_sets(candidates: Candidates) -> list[tuple[int, ...]]:
+    return [tuple(ranks[:count]) for ranks, count in zip(candidates.ranks.tolist(), candidates.count.tolist(), strict=True)]
+
+
+def _middles(keys: np.ndarray, nbytes: np.ndarray, filled: np.ndarray) -> np.ndarray:
+    """The middle byte of each grain in the row of all grains of its key; `filled` has the lengths of the rows and grows by them."""
+    order = np.argsort(keys, kind="stable")
+    key, size = keys[order], nbytes[order]
+    end = size.cumsum()
+    first = np.flatnonzero(np.diff(key, prepend=-1))
+    lengths = np.diff(np.append(first, len(key)))
+    origin = np.repeat(end[first] - size[first] - filled[key[first]], lengths)
+    filled[key[first]] += np.add.reduceat(size, first)
+    middles = np.empty_like(size)
+    middles[order] = end - size + size // 2 - origin
+    return middles
+
+
+def level(loads: np.ndarray, more: np.ndarray) -> np.ndarray:
+    """How to add `more[row]` to `loads[row, :]` so that the largest stays least: what each column gets, up to a few bytes."""
+    width = loads.shape[1]
+    ascending = np.sort(loads, axis=1)
+    total = ascending.cumsum(axis=1)
+    counts = np.arange(1, width + 1)
+    room = ascending[:, 1:] * counts[:-1] - total[:, :-1]  # what lifts the first columns to the next one
+    active = (room < more[:, None]).sum(axis=1)  # columns that take part, less one
+    rows = np.arange(len(loads))
+    height = (more + total[rows, active]) // counts[active]
+    return np.maximum(height[:, None] - loads, 0)
+
+
+def best_stride(workers: int, circles: Sequence[Circle], num_ranks: int, rounds: int) -> int:
+    """The stride under which the busiest rank of each round has least to do, added over the rounds. Worker w stands at w * stride."""
+    strides = _strides(workers)
     if len(strides) == 1:
         return strides[0]
-    bins = max(rounds, 2 * len(_stages(tables)))
+    bins = max(rounds, 64)
     loads = np.zeros((len(strides), bins, num_ranks), dtype=np.int64)
-    for place, table in enumerate(tables):
-        profile = _profile(table, bins, num_ranks)
+    for place, circle in enumerate(circles):
+        profile = np.tile(_profile(circle, bins, num_ranks), (2, 1))
         for n, stride in enumerate(strides):
-            for worker in range(place, workers, len(tables)):
-                loads[n] += np.roll(profile, -(worker * stride % workers * bins // workers), axis=0)
+            for worker in range(place, workers, len(circles)):
+                at = worker * stride % workers * bins // workers
+                loads[n] += profile[at : at + bins]
     return strides[int(loads.max(axis=2).sum(axis=1).argmin())]
 
 
-def _stages(tables: Sequence[CircleTables]) -> set[int]:
-    return {int(rank) for table in tables for rank in table.ranks[:, 0]}
-
-
 def _strides(workers: int) -> list[int]:
-    """One after the other, those near golden ratios, and those that step over blocks."""
-    blocks = [d for d in range(2, workers) if workers % d == 0]
-    found = [
-        1,
-        *(workers * f // 1000 for f in (618, 382, 236, 414, 293)),
-        *(d + 1 for d in blocks),
-        *(d - 1 for d in blocks),
-        3,
-        5,
-        7,
-        11,
-        13,
-    ]
-    return list(dict.fromkeys(s for s in found if 0 < s <= max(workers - 1, 1)))
+    """Strides that visit every place: one after the other, near golden ratios, past blocks, small primes."""
+    blocks = [size for size in range(2, workers) if workers % size == 0]
+    ratios = [workers * ratio // 1000 for ratio in (618, 382, 236, 414, 293)]
+    wanted = [1, *(size - 1 for size in blocks), *(size + 1 for size in blocks), *ratios, 3, 5, 7, 11, 13]
+    found = dict.fromkeys(stride for stride in wanted if 0 < stride < max(workers, 2) and gcd(stride, workers) == 1)
+    return list(found)[:_STRIDES]
 
 
-def _profile(table: CircleTables, bins: int, num_ranks: int) -> np.ndarray:
+def _profile(circle: Circle, bins: int, num_ranks: int) -> np.ndarray:
     """Bytes [bin, rank] that a worker starting at the beginning asks of each rank, replicas sharing equally."""
-    cell = table.before * bins // max(table.total, 1) * num_ranks
-    profile = np.zeros(bins * num_ranks, dtype=np.int64)
-    for replica in range(table.ranks.shape[1]):
-        has = table.count[table.entry] > replica
-        entry = table.entry[has]
-        share = table.nbytes[has] // table.count[entry]
-        profile += np.bincount(cell[has] + table.ranks[entry, replica], share, len(profile)).astype(np.int64)
-    return profile.reshape(bins, num_ranks)
-
-
-def refuse_budget(budget: int, largest: int) -> ConfigError:
-    """The error for a budget that no schedule can keep."""
-    return ConfigError(
-        f"reshard.budget_mb: a round of {budget} bytes is too small for this model, whose smallest unit has {largest} bytes; "
-        "raise it until every process can send one unit to each of its peers"
-    )
+    cells = circle.before * bins // circle.total * num_ranks
+    count = (circle.ranks >= 0).sum(axis=1)[circle.holder_set]
+    profile = np.zeros(bins * num_ranks)
+    for holder in range(circle.ranks.shape[1]):
+        has = count > holder
+        np.add.at(profile, cells[has] + circle.ranks[circle.holder_set[has], holder], circle.nbytes[has] // count[has])
+    return profile.astype(np.int64).reshape(bins, num_ranks)

@@ -142,7 +142,7 @@ def stream(
         after_layers = after_layers or layer is not None
         block = (len(blocks) - 1 if after_layers else 0) if layer is None else layer + 1
         blocks[block] += _grains(parameter, holdings, limit)
-    return Stream(tuple(tuple(_strided(block, place)) for block in blocks))
+    return Stream(tuple(tuple(_strided(block, (place, rollout.workers_per_engine))) for block in blocks))
 
 
 def _grains(parameter: TargetParameter, holdings: Holdings, limit: int) -> Iterator[Grain]:
@@ -181,21 +181,25 @@ def _in_target(part: Box, hf_box: Box, local_box: Box, axes: tuple[int, ...]) ->
     return Box(tuple(ranges))
 
 
-def _strided(grains: Iterable[Grain], place: int) -> Iterator[Grain]:
-    """Module after module; inside a module the ranks that hold it take turns, so that any part of the stream draws on all of them."""
+def _strided(grains: Iterable[Grain], place: tuple[int, int]) -> Iterator[Grain]:
+    """Module after module; inside a module the ranks that hold it take turns, so that any part of the stream draws on all of them.
+
+    `place` (number, of how many) lets workers that walk in step begin with different ranks.
+    """
     modules: dict[str, list[Grain]] = defaultdict(list)
     for grain in grains:
         modules[grain.module].append(grain)
     for module in modules.values():
-        queues: dict[tuple[Holder, ...], list[Grain]] = defaultdict(list)
+        queues: dict[tuple[int, ...], list[Grain]] = defaultdict(list)
         for grain in module:
-            queues[grain.holders].append(grain)
+            queues[tuple(holder.offset for holder in grain.holders)].append(grain)
         order = []
+        first = place[0] * len(queues) // place[1]
         for number, queue in enumerate(queues.values()):
             total, before = sum(g.nbytes for g in queue), 0
             for index, grain in enumerate(queue):
                 share = (2 * before + grain.nbytes) * _FINE // (2 * total)
-                order.append((share, (number + place) % len(queues), index, grain))
+                order.append((share, (number - first) % len(queues), index, grain))
                 before += grain.nbytes
         yield from (grain for *_, grain in sorted(order, key=lambda row: row[:3]))
 

@@ -31,7 +31,7 @@ LIGHT = (
     "memory/*.py",
     "algo/spec.py",
     "record/spec.py",
-    *(f"reshard/{part}.py" for part in ("boxes", "source", "target", "plan", "setup", "transfer", "streams", "schedule", "prove", "summary", "rehearse")),
+    *(f"reshard/{part}.py" for part in ("boxes", "source", "target", "plan", "setup", "transfer", "streams", "circle", "schedule", "prove", "summary", "rehearse")),
 )
 HEAVY = ("torch", "ray", "megatron", "mbridge", "vllm")
 MAX_LINES = 500
