@@ -220,6 +220,7 @@ class DataConfig(Section):
     """Prompts, in verl's schema."""
 
     train_files: tuple[str, ...] = ()
+    train_weights: tuple[float, ...] = ()  # of each of train_files, its share of an epoch's prompts; none given: every prompt once
     val_files: tuple[str, ...] = ()
     prompt_key: str = "prompt"
     train_batch_size: int = Field(ge=1)  # prompts per step
@@ -230,6 +231,8 @@ class DataConfig(Section):
     truncation: Literal["error", "left", "right", "middle"] = "error"
     max_bad_row_share: float = Field(0.01, ge=0, le=1)  # more bad rows than this share stop the run
     shuffle: bool = True
+    drop_duplicates: bool = True  # of rows with the same prompt only the first is kept
+    enable_thinking: bool | None = None  # the chat template's switch; None: as the template has it
     apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -245,9 +248,12 @@ class RewardConfig(Section):
     """Scoring of responses, in worker processes that are killed and replaced when they hang."""
 
     function: str = "auto"  # a built-in rule by name; auto: by the row's data_source
+    reward_manager: Literal["naive", "dapo"] | None = None  # verl's names: dapo goes with algorithm.overlong_buffer, naive without
+    bonus_rules: dict[str, float] = Field(default_factory=dict)  # further built-in rules, and the weight of each in the sum
     custom_reward_function: CustomRewardConfig | None = None
     num_workers: int = Field(2, ge=1)
     timeout_s: float = Field(10.0, gt=0)  # one deadline for the whole scoring of one sample
+    max_memory_gib: float | None = Field(16.0, gt=0)  # address space of one scoring process; None: unlimited
     failure_score: float = 0.0  # score of a sample whose reward raised, hung, returned NaN or died
     max_failure_share: float = Field(0.2, ge=0, le=1)  # more failures than this share of one step stop the run
 
@@ -264,8 +270,11 @@ class TrainerConfig(Section):
     save_freq: int = -1  # steps; -1: only at the end
     test_freq: int = -1  # steps; -1: never
     val_before_train: bool = True
+    log_val_generations: int = Field(0, ge=0)  # validation responses shown by the loggers that show text; all are saved in any case
     max_actor_ckpt_to_keep: int = Field(2, ge=1)
     logger: tuple[str, ...] = ("console", "tensorboard")
+    logger_timeout_s: float = Field(60.0, gt=0)  # a logger that is busy with one step for longer is left out from then on
+    project_name: str = "mrl"  # under which hosted loggers file the run; its name there is experiment_name
 
 
 class ClusterConfig(Section):

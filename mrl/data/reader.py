@@ -56,11 +56,23 @@ def _parquet_rows(path: Path, expected: Sequence[str]) -> Iterator[RawRow]:
             columns = [name for name in names if name in (*expected, "extra_info")]
             row = 0
             for batch in parquet.iter_batches(ROWS_AT_ONCE, columns=columns):
-                for value in batch.to_pylist():
-                    yield RawRow(str(path), row, value)
+                for value, problem in _values(batch):
+                    yield RawRow(str(path), row, value, problem)
                     row += 1
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}: not readable as parquet: {error}") from error
+
+
+def _values(batch: pa.RecordBatch) -> Iterator[tuple[Any, str | None]]:
+    """The batch's rows as Python values; one that is no UTF-8 costs itself only, since arrow checks none of it before."""
+    try:
+        yield from ((value, None) for value in batch.to_pylist())
+    except UnicodeDecodeError:
+        for i in range(len(batch)):
+            try:
+                yield batch.slice(i, 1).to_pylist()[0], None
+            except UnicodeDecodeError as error:
+                yield None, f"not UTF-8: {error}"
 
 
 def _jsonl_rows(path: Path, expected: Sequence[str]) -> Iterator[RawRow]:
