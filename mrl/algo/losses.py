@@ -105,6 +105,11 @@ def _token_ratio(log_ratio: Tensor) -> Tensor:
     return torch.exp(log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
+def _either(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
+    """One of two numbers in the precision of `like`; torch.where alone would round them to float32."""
+    return torch.where(condition, like.new_full((), yes), like.new_full((), no))
+
+
 @register_loss("gspo")
 def gspo(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
     """GSPO (arXiv:2507.18071, eq. 5): s = exp(mean of d over the response), clipped as a whole, under the response's mean advantage.
@@ -170,7 +175,7 @@ def geo_mean(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Te
 @register_loss("sapo")
 def sapo(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
     """SAPO (arXiv:2511.20347): -A (4 / tau) sigmoid(tau (r - 1)), tau_pos where A > 0, else tau_neg; slope 1 at r = 1. Clips nothing."""
-    tau = torch.where(inputs.advantages > 0, parameters.tau_pos, parameters.tau_neg).to(log_ratio.dtype)
+    tau = _either(inputs.advantages > 0, parameters.tau_pos, parameters.tau_neg, log_ratio)
     gate = 4.0 / tau * torch.sigmoid(tau * (_token_ratio(log_ratio) - 1))
     return TokenLoss(-inputs.advantages * gate, torch.zeros_like(inputs.response_mask))
 
@@ -211,7 +216,7 @@ def dppo_kl(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Ten
     old, new = torch.exp(inputs.old_log_probs), torch.exp(inputs.log_probs.detach())
     rest = _log1m(inputs.old_log_probs) - _log1m(inputs.log_probs.detach())
     divergence = -old * log_ratio.detach() + (1 - old) * rest
-    bound = torch.where(new > old, parameters.clip_ratio_high, parameters.clip_ratio_low)
+    bound = _either(new > old, parameters.clip_ratio_high, parameters.clip_ratio_low, log_ratio)
     return _divergence_masked(parameters, inputs, log_ratio, divergence > bound)
 
 
