@@ -128,7 +128,8 @@ class ReshardPlan:
     def to_json(self) -> dict[str, Any]:
         """Everything that the messages follow from, as plain data; equal plans give equal JSON."""
         holders: dict[tuple[Holder, ...], int] = {}
-        streams = [[[_grain_json(g, holders) for g in block] for block in one.blocks] for one in self.streams]
+        grains = {id(grain): grain for one in self.streams for block in one.blocks for grain in block}  # shared between streams
+        number = {key: n for n, key in enumerate(grains)}
         return {
             "format": FORMAT,
             "model": asdict(self.model),
@@ -144,8 +145,9 @@ class ReshardPlan:
             "starts": self.schedule.starts,
             "choices": [hashlib.sha256(choices.astype("<i2").tobytes()).hexdigest() for choices in self.schedule.choices],
             "segments": [[s.block, s.layer, s.local_layer, s.first_rank, s.vp_chunk] for s in self.segments],
+            "grains": [_grain_json(grain, holders) for grain in grains.values()],
             "holders": [[[h.offset, h.megatron_name, h.is_last_stage] for h in one] for one in holders],
-            "streams": streams,
+            "streams": [[[number[id(grain)] for grain in block] for block in one.blocks] for one in self.streams],
         }
 
 

@@ -108,6 +108,7 @@ class Holdings:
                 holder = Holder(offset, _open(shard.megatron_name, "decoder.layers."), stage > 0)
                 for piece in shard.pieces:
                     found[piece.hf_name, piece.hf_box, piece.local_box].append(holder)
+        self._cut: dict[tuple[TargetParameter, int], tuple[Grain, ...]] = {}  # workers have many parameters in common
         self._blocks: dict[str, list[tuple[Box, Box, tuple[Holder, ...]]]] = defaultdict(list)
         for (hf_name, hf_box, local_box), holders in found.items():
             self._blocks[hf_name].append((hf_box, local_box, tuple(holders)))
@@ -117,6 +118,24 @@ class Holdings:
         for hf_box, local_box, holders in self._blocks[hf_name]:
             if common := hf_box.intersect(box):
                 yield common, common.rebase(hf_box, local_box), holders
+
+    def grains(self, parameter: TargetParameter, limit: int) -> tuple[Grain, ...]:
+        """What fills one parameter, in grains of at most `limit` bytes or one row."""
+        if (parameter, limit) not in self._cut:
+            self._cut[parameter, limit] = tuple(self._grains(parameter, limit))
+        return self._cut[parameter, limit]
+
+    def _grains(self, parameter: TargetParameter, limit: int) -> Iterator[Grain]:
+        item = ITEM_BYTES[parameter.dtype]
+        name, module = (_open(text, "model.layers.") for text in (parameter.name, parameter.module))
+        for piece in parameter.pieces:
+            hf_name = _open(piece.hf_name, "model.layers.")
+            for common, source, holders in self.parts(piece.hf_name, piece.hf_box):
+                for rows in _row_ranges(common, limit // item):
+                    hf_box = Box((rows, *common.ranges[1:]))
+                    target_box = _in_target(hf_box, piece.hf_box, piece.local_box, piece.axes)
+                    source_box = _rows_of(hf_box, common, source)
+                    yield Grain(hf_name, hf_box, source_box, name, module, target_box, piece.axes, hf_box.volume * item, holders)
 
 
 @dataclass(frozen=True)
@@ -141,21 +160,8 @@ def stream(
         layer = _layer_number(parameter.name)
         after_layers = after_layers or layer is not None
         block = (len(blocks) - 1 if after_layers else 0) if layer is None else layer + 1
-        blocks[block] += _grains(parameter, holdings, limit)
+        blocks[block] += holdings.grains(parameter, limit)
     return Stream(tuple(tuple(_strided(block, (place, rollout.workers_per_engine))) for block in blocks))
-
-
-def _grains(parameter: TargetParameter, holdings: Holdings, limit: int) -> Iterator[Grain]:
-    item = ITEM_BYTES[parameter.dtype]
-    name, module = (_open(text, "model.layers.") for text in (parameter.name, parameter.module))
-    for piece in parameter.pieces:
-        hf_name = _open(piece.hf_name, "model.layers.")
-        for common, source, holders in holdings.parts(piece.hf_name, piece.hf_box):
-            for rows in _row_ranges(common, limit // item):
-                hf_box = Box((rows, *common.ranges[1:]))
-                target_box = _in_target(hf_box, piece.hf_box, piece.local_box, piece.axes)
-                source_box = _rows_of(hf_box, common, source)
-                yield Grain(hf_name, hf_box, source_box, name, module, target_box, piece.axes, hf_box.volume * item, holders)
 
 
 def _row_ranges(box: Box, max_elements: int) -> Iterator[tuple[int, int]]:
