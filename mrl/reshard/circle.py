@@ -70,6 +70,7 @@ class Circle:
         self.before = np.cumsum(self.nbytes) - self.nbytes  # bytes in front of each grain
         self.total = int(self.nbytes.sum())
         width = max(len(offsets) for _, offsets in sets)
+        self.holders = [frozenset(first + o for o in offsets) for first, offsets in sets]
         self.ranks = np.array([[first + o for o in offsets] + [-1] * (width - len(offsets)) for first, offsets in sets])  # [set, holder]
 
     def start_near(self, part: int, parts: int) -> int:

@@ -45,6 +45,7 @@ class ReshardPlan:
     budget_bytes: int
     segments: tuple[Segment, ...]
     streams: tuple[Stream, ...]  # of each place inside an engine
+    devices: Devices = field(repr=False, compare=False)
     schedule: Schedule = field(repr=False, compare=False)
     loads: Loads = field(repr=False, compare=False)
 
@@ -181,7 +182,7 @@ def plan_reshard(
         if largest > limit:  # single rows already
             raise _too_small(budget_bytes, largest)
         limit //= 2
-    plan = ReshardPlan(model, train, rollout, dialect, dtype, topology, budget_bytes, parts, streams, *found)
+    plan = ReshardPlan(model, train, rollout, dialect, dtype, topology, budget_bytes, parts, streams, devices, *found)
     if fault := next(template_faults(miniature, train.pipeline, rollout, streams, dialect, dtype), None):
         raise PlanFault(fault)
     return plan

@@ -13,9 +13,9 @@ from mrl.layout import RolloutLayout, TrainLayout
 from mrl.models import ModelSpec, tensor_specs
 from mrl.reshard.plan import Copy, ReshardPlan
 from mrl.reshard.source import Shard, source_shards
+from mrl.reshard.target import TRANSPOSED
 
 Arrays = dict[str, np.ndarray]
-_TRANSPOSED = "npu"
 
 
 def rehearse(plan: ReshardPlan) -> Iterator[str]:
@@ -36,7 +36,7 @@ def rehearse(plan: ReshardPlan) -> Iterator[str]:
 
 def _worker_faults(plan: ReshardPlan, worker: int, hf: Arrays, wire: dict[tuple[int, int, int], np.ndarray]) -> Iterator[str]:
     """Takes the worker's messages off the wire, and compares."""
-    wanted = loaded(plan.model, plan.rollout, worker, hf, transposed=plan.dialect == _TRANSPOSED)
+    wanted = loaded(plan.model, plan.rollout, worker, hf, transposed=plan.dialect == TRANSPOSED)
     held = {name: np.zeros_like(array) for name, array in wanted.items()}
     engine = plan.rollout.coords(worker).engine
     for message in plan.receives(worker):

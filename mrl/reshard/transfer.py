@@ -2,15 +2,10 @@
 
 from dataclasses import dataclass
 
+from mrl.layout_places import Place
 from mrl.reshard.boxes import Box
 
-
-@dataclass(frozen=True)
-class Place:
-    """Where a process stands: number of the node, number of the device on it."""
-
-    node: int
-    device: int
+__all__ = ["Copy", "Message", "Place", "Topology"]
 
 
 @dataclass(frozen=True)
