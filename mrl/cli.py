@@ -4,10 +4,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from mrl.commands import convert, submit, train, validate
+from mrl.commands import convert, data, doctor, submit, train, validate
 from mrl.errors import ConfigError, Interrupted, MrlError
 
-COMMANDS = (train, validate, convert, submit)
+COMMANDS = (train, validate, convert, data, submit, doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
