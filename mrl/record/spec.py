@@ -127,6 +127,8 @@ _PERF = [
 _RESHARD = [
     MetricSpec("reshard/bytes_required", "last", "bytes", "Bytes that the engines must receive and do not hold already"),
     MetricSpec("reshard/bytes_moved", "last", "bytes", "Bytes sent"),
+    MetricSpec("reshard/bytes_local", "last", "bytes", "Bytes that stayed on a device that trainer and engine share"),
+    MetricSpec("reshard/resynced", "sum", "engines", "Engines whose first sync of the step failed and was done again"),
     MetricSpec("reshard/seconds", "max", "s", "Time of one sync, slowest rank"),
     MetricSpec("reshard/peak_staging_bytes", "max", "bytes", "Largest staging memory of a rank"),
     MetricSpec("reshard/verified", "min", "0 or 1", "1 when every rank's digest agreed"),

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -12,10 +12,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mrl.reshard.digest import MODULUS, partial_digest
 from mrl.reshard.pack import Shards, ShardViews, WireViews, by_module, copy_all, module_of, target_view
 from mrl.reshard.plan import Copy, Message, ReshardPlan
 from mrl.reshard.setup import SyncSetup
+from mrl.reshard.shard_digests import ShardDigests
+from mrl.reshard.source import source_shards
 from mrl.reshard.transport import ReceivingEnd, SendingEnd, open_receiver, open_sender
 
 
@@ -52,10 +53,19 @@ class SendReport:
 
     rank: int
     digests: dict[int, dict[str, int]]  # worker -> parameter -> digest of this rank's share
-    bytes_moved: int  # to workers on other devices
-    bytes_local: int  # to workers on the rank's own device
+    shared: dict[str, int]  # parameter -> digest, of those that other ranks hold as well; empty when it was not asked for
+    moved: dict[int, int]  # worker on another device -> bytes
+    local: dict[int, int]  # worker on the rank's own device -> bytes
     staging_bytes: int
     seconds: dict[str, float]  # "wait", "pack" and "digest"
+
+    @property
+    def bytes_moved(self) -> int:
+        return sum(self.moved.values())
+
+    @property
+    def bytes_local(self) -> int:
+        return sum(self.local.values())
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -78,11 +88,12 @@ class Sender:
 
     def __init__(self, plan: ReshardPlan, rank: int, shards: Shards, end: SendingEnd, dtype: torch.dtype, local: Collection[int] = ()):
         """`local`: workers on this rank's own device; what goes to them does not count as moved."""
-        self.plan, self.rank, self.end, self.dtype, self._local = plan, rank, end, dtype, set(local)
+        self.plan, self.rank, self.end, self._local = plan, rank, end, set(local)
         self._messages = list(plan.sends(rank))
         self._sources, self._wire = ShardViews(shards), WireViews(dtype)
+        self._digests = ShardDigests(source_shards(plan.model, plan.train, rank), shards, dtype)
 
-    def send(self, update: int, workers: Collection[int], with_digests: bool = True) -> SendReport:
+    def send(self, update: int, workers: Collection[int], check_replicas: bool = True) -> SendReport:
         """Sends everything for `workers`, once. Raises TransferError; the peers are told that the rest does not come."""
         clock = Clock()
         messages = [m for m in self._messages if m.worker in workers]
@@ -93,12 +104,14 @@ class Sender:
         except BaseException:
             self.end.abandon()
             raise
-        digests: dict[int, dict[str, int]] = {}
-        if with_digests:
-            with clock("digest"), torch.no_grad():
-                digests = self._digests(messages)
-        moved, stayed = _counted(messages, lambda m: m.worker in self._local)
-        return SendReport(self.rank, digests, moved, stayed, self.end.staging_bytes, clock.seconds)
+        with clock("digest"), torch.no_grad():
+            digests = self._digests.sent(messages)
+            shared = self._digests.shared() if check_replicas else {}
+        counted = Counter()
+        for message in messages:
+            counted[message.worker] += message.nbytes
+        moved, local = ({w: n for w, n in counted.items() if (w in self._local) is here} for here in (False, True))
+        return SendReport(self.rank, digests, shared, moved, local, self.end.staging_bytes, clock.seconds)
 
     def _send(self, update: int, messages: list[Message], clock: Clock) -> None:
         self.end.begin(update, messages)
@@ -110,19 +123,6 @@ class Sender:
                 self.end.post(message)
         with clock("wait"):
             self.end.finish()
-
-    def _digests(self, messages: list[Message]) -> dict[int, dict[str, int]]:
-        """From the parameters themselves, not from what was packed. A box that goes to several workers is read once."""
-        known: dict[tuple, int] = {}
-        found: dict[int, dict[str, int]] = {}
-        for message in messages:
-            sums = found.setdefault(message.worker, {})
-            for copy, view in zip(message.copies, self._sources.of(message), strict=True):
-                key = copy.hf_name, copy.hf_box
-                if key not in known:
-                    known[key] = partial_digest(view.to(self.dtype), copy.hf_name, copy.hf_box.origin)
-                sums[copy.parameter] = (sums.get(copy.parameter, 0) + known[key]) % MODULUS
-        return found
 
 
 class Receiver:
@@ -144,8 +144,9 @@ class Receiver:
         except BaseException:
             self.end.abandon()
             raise
-        moved, stayed = _counted([m for messages in self._rounds for m in messages], lambda m: m.source in self._local)
-        return ReceiveReport(self.worker, moved, stayed, self.end.staging_bytes, clock.seconds)
+        messages = [message for of_round in self._rounds for message in of_round]
+        moved, local = (sum(m.nbytes for m in messages if (m.source in self._local) is here) for here in (False, True))
+        return ReceiveReport(self.worker, moved, local, self.end.staging_bytes, clock.seconds)
 
     def _receive(self, writer: Writer, update: int, clock: Clock) -> None:
         self.end.begin(update, self._rounds)
@@ -168,12 +169,6 @@ class Receiver:
 def _write(writer: Writer, copies: list[tuple[Copy, Tensor]]) -> None:
     tensors = {name: writer.tensor(name) for name in dict.fromkeys(copy.parameter for copy, _ in copies)}
     copy_all([target_view(tensors[copy.parameter], copy) for copy, _ in copies], [block for _, block in copies])
-
-
-def _counted(messages: list[Message], is_local: Callable[[Message], bool]) -> tuple[int, int]:
-    """Bytes (between devices, inside one device)."""
-    stayed = sum(m.nbytes for m in messages if is_local(m))
-    return sum(m.nbytes for m in messages) - stayed, stayed
 
 
 def connect_sender(setup: SyncSetup, rank: int, shards: Shards) -> Sender:

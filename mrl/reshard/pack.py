@@ -65,11 +65,10 @@ class ShardViews:
         """One view per copy; kept from the second sync on."""
         key = (message.round, message.worker)
         if key not in self._views:
-            self._views[key] = [source_view(self.shard(copy), copy) for copy in message.copies]
+            self._views[key] = [source_view(self._base(copy), copy) for copy in message.copies]
         return self._views[key]
 
-    def shard(self, copy: Copy) -> Tensor:
-        """The parameter that a copy comes from."""
+    def _base(self, copy: Copy) -> Tensor:
         key = (copy.megatron_name, copy.vp_chunk)
         if key not in self._bases:
             self._bases[key] = self._shards(*key).detach()

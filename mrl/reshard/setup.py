@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
+from mrl.errors import EnvironmentFault
 from mrl.layout import RolloutLayout, TrainLayout
 from mrl.models import ModelSpec, model_spec
 from mrl.reshard.plan import Place, ReshardPlan, Topology, plan_reshard
@@ -52,6 +53,14 @@ class SyncSetup:
     def plan(self) -> ReshardPlan:
         """The plan; built once in a process."""
         return _plan(json.dumps(self.to_json(), sort_keys=True))
+
+    def check_hash(self, expected: str, who: str) -> None:
+        """Raises EnvironmentFault when this process comes to another plan than the driver did."""
+        if self.plan().hash != expected:
+            raise EnvironmentFault(
+                f"{who} plans the weight sync as {self.plan().hash[:12]}, the driver as {expected[:12]}: they do not run the same mrl; "
+                "install one version on every host"
+            )
 
     def worker(self, engine: int, position: int) -> int:
         """Number among all workers of the worker at `position` in its engine: data-parallel rank, then tensor rank."""

@@ -2,7 +2,7 @@
 
 A half serves one round. The worker grants each rank its place in it, the rank writes its message there and marks it ready, the worker
 unpacks and grants the half for the round after the next. Control words are 64-bit; what they do not order, the sync's digests would show.
-The arena is touched once, when it is made, and its file's name goes as soon as everybody has it open (`release_name`).
+The arena is touched once, when it is made, and its file's name goes as soon as everybody has it open.
 """
 
 import mmap
@@ -18,6 +18,7 @@ from torch import Tensor
 from mrl.errors import EnvironmentFault
 from mrl.platforms.transfer import Transfer
 from mrl.reshard.plan import Message, ReshardPlan
+from mrl.reshard.session import GAVE_UP
 from mrl.reshard.setup import SyncSetup
 from mrl.reshard.transport import TransferError, route, wait_until
 
@@ -38,11 +39,10 @@ def arena_path(setup: SyncSetup, worker: int) -> Path:
     return Path(setup.transport.get("folder", "/dev/shm")) / f"{PREFIX}{name}-{worker}"
 
 
-def release_name(setup: SyncSetup, worker: int) -> None:
-    """Takes the name away once everybody has the arena open: from then on it ends with the last process that uses it, however that ends."""
+def arena_files(setup: SyncSetup, worker: int) -> list[Path]:
+    """Every name that a worker's arenas may have. Once everybody has them open the names can go: then nothing outlives the processes."""
     path = arena_path(setup, worker)
-    for name in (path.name, f"{path.name}.part", f"{path.name}{ON_DEVICE}", f"{path.name}{ON_DEVICE}.part"):
-        path.with_name(name).unlink(missing_ok=True)
+    return [path.with_name(f"{path.name}{where}{state}") for where in ("", ON_DEVICE) for state in ("", ".part")]
 
 
 def sequence(update: int, message: Message) -> int:
@@ -163,7 +163,7 @@ class SharedMemoryReceiver:
 
         def ready() -> bool:
             if stops[number] == self._update:
-                raise TransferError(f"{who}: the rank gave up")
+                raise TransferError(f"{who}: the rank {GAVE_UP}")
             return words[_READY] != 0
 
         wait_until(ready, self._timeout, f"{who}: nothing came")
@@ -266,7 +266,7 @@ class SharedMemorySender:
 
     def _check_alive(self, worker: int) -> None:
         if self._arenas[worker].stops[0] == self._update:
-            raise TransferError(f"worker {worker} gave up update {self._update}")
+            raise TransferError(f"worker {worker} {GAVE_UP} update {self._update}")
 
     def abandon(self) -> None:
         for worker, arena in self._arenas.items():

@@ -24,7 +24,6 @@ from mrl.rollout.types import Completion, Request, Sampling
 from mrl.trainer.run import Run
 from mrl.trainer.seeds import sample_seed
 
-BUCKET_BYTES = 512 * 1024**2
 TRAIN, VALIDATION = "train", "validation"
 
 
@@ -123,11 +122,8 @@ def sync_weights(run: Run) -> dict[str, float]:
 
 
 def bring_engines_to(run: Run, version: int) -> dict[str, float]:
-    """Full HF tensors from the bridge into every engine."""
-    timer = PhaseTimer()
-    with timer("sync"):
-        moved = run.engines.update_weights(run.actor.export_buckets(BUCKET_BYTES), version)
-    return {"reshard/seconds": timer.seconds["sync"], "reshard/bytes_moved": float(moved), "reshard/weight_version": float(version)}
+    """The trained weights into every engine; metrics of the sync. Raises Interrupted when an engine could not be brought there."""
+    return run.sync.bring_to(version)
 
 
 def validate(run: Run) -> dict[str, float]:

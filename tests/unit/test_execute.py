@@ -6,7 +6,7 @@ import pytest
 import torch
 from reshard_world import DictWriter, World, expected, hf_weights, setup_for, shards_of, sums_of
 
-from mrl.reshard.transport_shm import arena_path, release_name
+from mrl.reshard.transport_shm import arena_files, arena_path
 
 FOUR = dict(world_size=4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, expert_model_parallel_size=2)
 TWO = dict(world_size=2, tensor_model_parallel_size=2, expert_model_parallel_size=2)
@@ -129,7 +129,8 @@ def test_no_file_is_left_and_none_is_needed_once_everybody_has_the_arena_open():
     with World(setup, weights) as world:
         for worker in (0, 1):
             assert arena_path(setup, worker).exists()
-            release_name(setup, worker)
+            for path in arena_files(setup, worker):
+                path.unlink(missing_ok=True)
         assert not list(Path("/dev/shm").glob(f"*{setup.transport['name']}*"))
         check_engines(world, world.sync(1), weights)
 
