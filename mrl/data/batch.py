@@ -63,10 +63,14 @@ class TrainBatch:
         """bool [batch, response_length]: the response tokens that are trained on and counted in the loss's denominators."""
         return self.response_mask if self.keep is None else self.response_mask & self.keep
 
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The fields that there are, by name; `TrainBatch(**arrays)` is the batch again."""
+        return {f.name: array for f in fields(self) if (array := getattr(self, f.name)) is not None}
+
     def rows(self, index: np.ndarray | slice) -> "TrainBatch":
         """The same batch with only the given rows; widths are unchanged."""
-        picked = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{k: v[index] for k, v in picked.items() if v is not None})
+        return replace(self, **{name: array[index] for name, array in self.arrays.items()})
 
 
 def collate(samples: list[Sample], temperature: float, pad_id: int) -> TrainBatch:

@@ -72,6 +72,7 @@ class MegatronActor:
         Each data-parallel replica computes its share of the rows; the rank that holds its results returns them, the others None.
         """
         check_batch(batch)
+        batch = replace(batch, keep=None)  # what is rejected from the loss has log-probs all the same
         micros = self._share(batch, self.config.actor.log_prob_micro_batch_size_per_gpu)
         inputs = [self._inputs(batch, micro) for micro in micros]
         outputs = log_prob_pass(self.chunks, inputs, self.model.vocab_size)

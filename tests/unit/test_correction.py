@@ -124,7 +124,7 @@ def test_the_filter_drops_what_was_cut_off_and_not_what_ended_on_the_last_token(
 
 def filtered(config: RunConfig, samples: list[Sample], gap: float = 0.0) -> tuple[TrainBatch, dict[str, float]]:
     batch = collate(samples, 1.0, 0)
-    batch = TrainBatch(**{**vars(batch), "old_log_probs": batch.rollout_log_probs + np.float32(gap)})
+    batch = TrainBatch(**batch.arrays, old_log_probs=batch.rollout_log_probs + np.float32(gap))
     return corrected(config, batch, samples)
 
 
