@@ -4,7 +4,7 @@ import contextlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow as pa
@@ -47,7 +47,7 @@ class Report:
 
     def to_json(self) -> dict:
         """Plain data."""
-        return asdict(self)
+        return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
 
     def __str__(self) -> str:
         length = ", ".join(f"{name} {value:.0f}" for name, value in self.prompt_length.items())

@@ -14,17 +14,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 READ = """
-import json, resource, sys, time
+import json, sys, time
 from mrl.data.dataset import PromptDataset, PromptParameters
 
 class Bytes:
     def apply_chat_template(self, conversation, **_):
         return list(conversation[0]["content"].encode())
 
-before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+def peak():  # getrusage would give the parent's peak, which a process inherits
+    return 1024 * int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
+
+before, begin = peak(), time.perf_counter()
 data = PromptDataset.load([sys.argv[1]], Bytes(), PromptParameters())
-peak = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-print(json.dumps({"rows": data.report.rows, "kept": data.report.kept, "seconds": time.perf_counter() - begin, "peak_extra_bytes": peak}))
+seconds = time.perf_counter() - begin
+print(json.dumps({"rows": data.report.rows, "kept": data.report.kept, "seconds": seconds, "peak_extra_bytes": peak() - before}))
 """
 
 
