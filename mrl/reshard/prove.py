@@ -6,10 +6,9 @@ A fault is a sentence that names tensor and parameter. A plan that has one is ne
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from mrl.layout import RolloutLayout, TrainLayout
-from mrl.models import ModelSpec
+from mrl.layout import RolloutLayout
 from mrl.reshard.boxes import cover_fault
-from mrl.reshard.source import Shard, source_shards
+from mrl.reshard.source import Shard
 from mrl.reshard.streams import Grain, Holder, Miniature, Stream
 from mrl.reshard.target import Dialect, TargetParameter, TargetPiece, target_parameters
 from mrl.reshard.transfer import Copy
@@ -21,9 +20,9 @@ class PlanFault(Exception):
     """A plan that does not hold: a defect of mrl, never the user's."""
 
 
-def shard_table(model: ModelSpec, train: TrainLayout, rank: int) -> ShardTable:
+def shard_table(shards: Iterable[Shard]) -> ShardTable:
     """The shards of one rank by chunk and name."""
-    return {(shard.vp_chunk, shard.megatron_name): shard for shard in source_shards(model, train, rank)}
+    return {(shard.vp_chunk, shard.megatron_name): shard for shard in shards}
 
 
 def target_faults(parameters: Sequence[TargetParameter], copies: Iterable[Copy]) -> Iterator[str]:
@@ -73,7 +72,7 @@ def template_faults(
 ) -> Iterator[str]:
     """What is wrong with the templates of a plan for `pipeline` stages: the cover of every place inside an engine, and every sender."""
     # block n + 1 is layer n of the miniature
-    shards = [shard_table(small.model, small.train, rank) for rank in range(small.train.world_size)]
+    shards = [shard_table(held) for held in small.shards]
     seen = set()
     for place, one in enumerate(streams):
         grains = [(block - 1, grain) for block, part in enumerate(one.blocks) for grain in part]

@@ -14,7 +14,7 @@ from math import prod
 from mrl.layout import RolloutLayout, TrainLayout
 from mrl.models import ModelSpec
 from mrl.reshard.boxes import Box
-from mrl.reshard.source import source_shards
+from mrl.reshard.source import Shard, source_shards
 from mrl.reshard.target import Dialect, TargetParameter, target_parameters
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -75,6 +75,11 @@ class Miniature:
     def stage_size(self) -> int:
         return self.train.world_size // self.train.pipeline
 
+    @cached_property
+    def shards(self) -> tuple[tuple[Shard, ...], ...]:
+        """Of each rank."""
+        return tuple(source_shards(self.model, self.train, rank) for rank in range(self.train.world_size))
+
     def rank_of(self, holder: "Holder", pipeline: int) -> int:
         """The rank of this small layout that stands for a holder of a layout with `pipeline` stages."""
         return holder.offset - (pipeline - 2) * self.stage_size if holder.is_last_stage else holder.offset
@@ -101,10 +106,10 @@ class Holdings:
         """`pipeline`: stages of the real layout; ranks of the last one stand that much further away."""
         found: dict[tuple[str, Box, Box], list[Holder]] = defaultdict(list)
         size = miniature.stage_size
-        for rank in range(miniature.train.world_size):
+        for rank, shards in enumerate(miniature.shards):
             stage, slot = divmod(rank, size)
             offset = slot + stage * (pipeline - 1) * size
-            for shard in source_shards(miniature.model, miniature.train, rank):
+            for shard in shards:
                 holder = Holder(offset, _open(shard.megatron_name, "decoder.layers."), stage > 0)
                 for piece in shard.pieces:
                     found[piece.hf_name, piece.hf_box, piece.local_box].append(holder)
