@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Literal
 
 from mrl.layout import TrainLayout, padded_vocab_size
+from mrl.memory.state import layer_kinds
 from mrl.models import ModelSpec
 
 Kernels = Literal["torch", "transformer_engine"]
@@ -184,14 +185,26 @@ class Activations:
 
     # ---------------------------------------------------------------- a chunk of layers
 
-    def chunk(self, layers: range) -> tuple[int, int]:
-        """(bytes kept by one micro-batch in these layers, bytes that come back for a moment while they are recomputed)."""
-        full = [sum(self.layer(layer in self._moe_numbers).values()) for layer in layers]
+    def chunk(self, kinds: tuple[bool, ...]) -> tuple[int, int]:
+        """(bytes kept by one micro-batch in these layers, bytes that come back for a moment while they are recomputed).
+
+        `kinds`: of each layer, whether it has experts.
+        """
+        if kinds not in self._chunks:
+            self._chunks[kinds] = self._chunk(kinds)
+        return self._chunks[kinds]
+
+    @cached_property
+    def _chunks(self) -> dict[tuple[bool, ...], tuple[int, int]]:
+        return {}
+
+    def _chunk(self, kinds: tuple[bool, ...]) -> tuple[int, int]:
+        full = [sum(self.layer(kind).values()) for kind in kinds]
         match self.recompute.granularity:
             case None:
                 return sum(full), 0
             case "selective":
-                dropped = [self._dropped(self.layer(layer in self._moe_numbers)) for layer in layers]
+                dropped = [self._dropped(self.layer(kind)) for kind in kinds]
                 return sum(full) - sum(dropped), max(dropped, default=0)
         return self._fully_recomputed(full)
 
@@ -205,10 +218,6 @@ class Activations:
     def _dropped(self, terms: dict[str, int]) -> int:
         names = {name for module in self.recompute.modules for name in _DROPPED.get(module, ())}
         return sum(size for name, size in terms.items() if name in names)
-
-    @cached_property
-    def _moe_numbers(self) -> frozenset[int]:
-        return frozenset(self.model.moe_layers)
 
     # ---------------------------------------------------------------- the ends
 
@@ -244,7 +253,7 @@ class Activations:
     def stage_saved(self, pp: int, micro_batches: int) -> int:
         """Peak of the saved tensors of a stage in Megatron's 1F1B schedule (interleaved with virtual stages)."""
         layout = self.layout
-        chunks = [self.chunk(layout.stage_layers(pp, vp)) for vp in range(layout.virtual_pipeline)]
+        chunks = [self.chunk(layer_kinds(self.model, layout, pp, vp)) for vp in range(layout.virtual_pipeline)]
         kept = sum(chunks[vp][0] for vp in in_flight(layout, pp, micro_batches))
         if pp == 0:
             kept += self.embedding() * min(micro_batches, layout.pipeline)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from mrl.memory.devices import Device
 
-HOST_CURE = "actor.layout: fewer ranks a node hold copies, or switch an offload off"
+HOST_CURE = "switch off actor.param_offload or optimizer_offload, lower optimizer_offload_fraction, or take nodes with more memory"
 # largest term -> what to change, the likeliest help first
 CURES = {
     "parameters": "raise expert_model_parallel_size or pipeline_model_parallel_size (tensor_model_parallel_size inside a node)",
@@ -63,7 +63,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Offload:
-    """What leaves the device while it is not needed, as the keys of `actor` say; `optimizer_cpu`: share of Adam that always is on the host."""
+    """What leaves the device while it is not needed, by the keys of `actor`; `optimizer_cpu`: share of Adam that is always on the host."""
 
     parameters: bool = False
     gradients: bool = False

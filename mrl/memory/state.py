@@ -31,6 +31,9 @@ class Precision:
         return 0 if self.parameters == _FLOAT32 else _FLOAT32
 
 
+BF16, FLOAT32 = Precision(), Precision(parameters=_FLOAT32)
+
+
 @dataclass(frozen=True)
 class StateBytes:
     """Bytes of one rank."""
@@ -59,9 +62,7 @@ class _Numel:
         return _Numel(self.plain * times, self.aligned * times)
 
 
-def stage_state(
-    model: ModelSpec, layout: TrainLayout, pp: int, precision: Precision = Precision(), shard_optimizer: bool = True
-) -> StateBytes:
+def stage_state(model: ModelSpec, layout: TrainLayout, pp: int, precision: Precision = BF16, shard_optimizer: bool = True) -> StateBytes:
     """Bytes of a rank of pipeline stage `pp`; all ranks of a stage hold the same, up to the rounding of a shard."""
     numels = _stage_numels(model, layout, pp)
     shards = (layout.data * layout.context, layout.expert_data)
@@ -74,7 +75,7 @@ def stage_state(
     )
 
 
-def largest_layer(model: ModelSpec, layout: TrainLayout, pp: int) -> int:
+def largest_parameter(model: ModelSpec, layout: TrainLayout, pp: int) -> int:
     """Elements of the largest single parameter of a stage: a vocabulary matrix, or the fused projection of a layer."""
     sizes = [prod(shape) for part in (_attention(model, layout.tensor), _mlp(model, layout)) for shape in part]
     if pp in (0, layout.pipeline - 1):
@@ -82,12 +83,19 @@ def largest_layer(model: ModelSpec, layout: TrainLayout, pp: int) -> int:
     return max(sizes)
 
 
+def layer_kinds(model: ModelSpec, layout: TrainLayout, pp: int, vp: int) -> tuple[bool, ...]:
+    """Of each layer of a model chunk, whether it has experts."""
+    if len(model.moe_layers) in (0, model.num_layers):  # all are alike: which layers these are does not matter
+        return (model.is_moe,) * layout.chunk_layers[pp][vp]
+    return tuple(layer in model.moe_layers for layer in layout.stage_layers(pp, vp))
+
+
 def _stage_numels(model: ModelSpec, layout: TrainLayout, pp: int) -> tuple[_Numel, _Numel]:
     """(dense, expert) elements of a rank of the stage."""
-    layers = [layer for vp in range(layout.virtual_pipeline) for layer in layout.stage_layers(pp, vp)]
-    moe = len(set(layers) & _moe_layers(model))
+    kinds = [kind for vp in range(layout.virtual_pipeline) for kind in layer_kinds(model, layout, pp, vp)]
+    moe = sum(kinds)
     dense_layer, moe_layer, experts = _layer_numels(model, layout.tensor, layout.expert, layout.expert_tensor)
-    dense = dense_layer * (len(layers) - moe) + moe_layer * moe
+    dense = dense_layer * (len(kinds) - moe) + moe_layer * moe
     word, norm = _Numel.of(_vocabulary(model, layout.tensor)), _Numel.of((model.hidden_size,))
     if pp == 0:
         dense += word
@@ -96,11 +104,6 @@ def _stage_numels(model: ModelSpec, layout: TrainLayout, pp: int) -> tuple[_Nume
         if not (model.tie_word_embeddings and layout.pipeline == 1):  # tied weights lie twice only where the ends are two stages
             dense += word
     return dense, experts * moe
-
-
-@cache
-def _moe_layers(model: ModelSpec) -> frozenset[int]:
-    return frozenset(model.moe_layers)
 
 
 @cache
