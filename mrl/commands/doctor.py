@@ -16,9 +16,7 @@ def add(commands) -> None:
     """Registers the command."""
     doctor = commands.add_parser("doctor", help="is this host fit for a run? versions, devices, limits, Ray, engine; in seconds")
     doctor.add_argument("--device", choices=PLATFORMS, help="judge the host as one for runs on this; default: what it shows")
-    doctor.add_argument(
-        "--port", type=int, action="append", metavar="PORT", help="a port that must be free; repeatable; default: 6379, 8265"
-    )
+    doctor.add_argument("--port", type=int, action="append", metavar="PORT", help="a port to look at; repeatable; default: 6379, 8265")
     doctor.add_argument("--address", help="a Ray head to try, HOST:PORT; default: $RAY_ADDRESS")
     doctor.add_argument("--deep", action="store_true", help="also import mbridge and vLLM, each in a process of its own (a minute)")
     doctor.add_argument("--json", action="store_true", help="print one JSON object")

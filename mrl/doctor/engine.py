@@ -42,13 +42,9 @@ def _plugin(machine: Machine) -> Check:
     """vLLM imports mrl's receiving side through this entry point, in every process; a copied folder does not have it."""
     allowed = machine.environment.get("VLLM_PLUGINS")
     if PLUGIN not in machine.plugins:
-        return failure(
-            "vllm plugin", "the entry point vllm.general_plugins: mrl is missing", "pip install -e . (or install mrl) on every node"
-        )
+        return failure("vllm plugin", "no entry point vllm.general_plugins: mrl", "pip install -e . (or install mrl) on every node")
     if allowed is not None and PLUGIN not in allowed.split(","):
-        return warning(
-            "vllm plugin", f"VLLM_PLUGINS={allowed} leaves mrl out", "unset VLLM_PLUGINS; engines get mrl's own value, other tools do not"
-        )
+        return warning("vllm plugin", f"VLLM_PLUGINS={allowed} leaves mrl out", "unset VLLM_PLUGINS, or add mrl")
     return ok("vllm plugin", "registered")
 
 
@@ -82,9 +78,7 @@ def _expert_parallel_on_cpu(machine: Machine) -> Check:
     if machine.device != "cpu":
         return ok(name, "concerns vLLM's CPU build only")
     found = "vLLM's CPU build crashes while generating with experts spread over workers, and has no all_gatherv for data-parallel MoE"
-    return warning(
-        name, found, "on CPU keep rollout.expert_parallel_size and data_parallel_size at 1; more engines or tensor parallelism work"
-    )
+    return warning(name, found, "keep rollout.expert_parallel_size and data_parallel_size at 1; more engines or tensor parallelism work")
 
 
 def _expert_gradients(machine: Machine) -> Check:

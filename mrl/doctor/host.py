@@ -6,8 +6,8 @@ from mrl.doctor.check import Check, failure, ok, warning
 from mrl.doctor.machine import Machine
 from mrl.platforms.inventory import driver_fault, environment_faults, visible_faults
 
-# GiB. Below the first the run fails (containers give 0.06 by default: vLLM's queues and one bucket of weights do not fit), below the second it
-# may, once larger models pass their weights through it.
+# GiB. Below the first the run fails (containers give 0.06 by default: vLLM's queues and one bucket of weights do not fit), below the
+# second it may, once larger models pass their weights through it.
 SHM_LEAST, SHM_ENOUGH = 1.0, 8.0
 DISK_LEAST, DISK_ENOUGH = 2.0, 20.0  # GiB free: logs and a tiny checkpoint; a few checkpoints of a small model
 FILES_LEAST, FILES_ENOUGH = 4096, 65535  # Ray opens a few sockets per worker and asks for 65535
@@ -49,16 +49,14 @@ def _visible(machine: Machine) -> Check:
 def _ports(machine: Machine) -> Check:
     if machine.busy_ports:
         ports = ", ".join(map(str, machine.busy_ports))
-        cure = (
-            "a head that is to be started needs them: set PORT or DASHBOARD_PORT of launch/start_head.sh, or end what listens; a head that "
-        )
-        return warning("ports", f"{ports} in use", cure + "runs already is as it should be")
+        cure = "fine if that is the head; a head still to be started needs others: PORT or DASHBOARD_PORT of launch/start_head.sh"
+        return warning("ports", f"{ports} in use", cure)
     return ok("ports", "free")
 
 
 def _shared_memory(machine: Machine) -> Check:
     found = f"{machine.shm_free_gib:.1f} of {machine.shm_gib:.1f} GiB free in /dev/shm"
-    cure = f"give a container --shm-size=16g or --ipc=host, else mount -o remount,size=16G /dev/shm; {SHM_ENOUGH:g} GiB are enough to begin with"
+    cure = f"give a container --shm-size=16g or --ipc=host, else mount -o remount,size=16G /dev/shm; {SHM_ENOUGH:g} GiB will do at first"
     if machine.shm_free_gib < SHM_LEAST:
         return failure("shared memory", found, cure)
     return warning("shared memory", found, cure) if machine.shm_free_gib < SHM_ENOUGH else ok("shared memory", found)

@@ -30,9 +30,7 @@ ray.init(address=sys.argv[1], log_to_driver=False, logging_level='error', namesp
 print({name: amount for name, amount in ray.cluster_resources().items() if ':' not in name})
 """
 _BRIDGE = "import mbridge, megatron.core; print('mbridge and megatron-core', megatron.core.__version__, 'import')"
-_VLLM = (
-    "import vllm; from vllm.distributed.weight_transfer import WeightTransferEngineFactory as f; print('vLLM', vllm.__version__, 'imports')"
-)
+_VLLM = "import vllm, vllm.distributed.weight_transfer; print('vLLM', vllm.__version__, 'imports, with weight transfer')"
 _REINSTALL = "reinstall with scripts/install.sh; the message above says what is missing"
 
 

@@ -48,7 +48,7 @@ def _loose(machine: Machine, row: VersionRow) -> Check:
 
 
 def _companions(machine: Machine) -> Check:
-    """torchvision and its like: nothing here needs them, and one built for another torch makes `import mbridge` fail, through transformers."""
+    """torchvision and its like: nothing here needs them; one of another build makes `import mbridge` fail, through transformers."""
     torch = machine.versions.get("torch")
     found = {name: machine.versions[name] for name in _UNUSED if name in machine.versions}
     wrong = [name for name, version in found.items() if torch and not _same_build(name, version, torch)]
@@ -94,9 +94,8 @@ def _ascend_pairing(machine: Machine) -> Check:
     if machine.devices.toolkit not in (None, cann):
         off.append(f"CANN {machine.devices.toolkit} instead of {cann}")
     if off:
-        return failure(
-            name, f"vllm-ascend {version} with {', '.join(off)}", f"pip install {' '.join(f'{n}=={w}' for n, w in wanted.items())}"
-        )
+        cure = f"pip install {' '.join(f'{n}=={w}' for n, w in wanted.items())}"
+        return failure(name, f"vllm-ascend {version} with {', '.join(off)}", cure)
     if bare(torch_npu) not in TORCH_NPU.get(cann, (torch_npu,)):
         return warning(name, f"torch-npu {torch_npu} is not listed for CANN {cann}", f"listed: {', '.join(TORCH_NPU[cann])}")
     return ok(name, f"vllm-ascend {version} with its own row")

