@@ -8,6 +8,7 @@ import numpy as np
 from mrl.config.describe import updates_per_rollout
 from mrl.config.schema import RunConfig
 from mrl.record.sinks import Record
+from mrl.record.views import Rows
 
 CLIPS_TOO_MUCH = 0.4
 MISMATCH = "rollout_corr/k3_kl"
@@ -87,6 +88,10 @@ class AdvisedRecord:
     def progress(self, phase: str, done: int, total: int) -> None:
         """Passes on how far a phase is."""
         self._record.progress(phase, done, total)
+
+    def generations(self, step: int, rows: Rows) -> None:
+        """Passes on validation responses."""
+        self._record.generations(step, rows)
 
     def close(self) -> None:
         """Closes the record."""

@@ -1,11 +1,12 @@
 """The algorithm, on one screen: generate, reward, old log-probs, advantages, update, sync, validate, save.
 
-What each line does stands in phases.py, sampling.py, offpolicy.py or saving.py, under the same name; what a run consists of, in run.py.
+What each line does stands in phases.py, sampling.py, offpolicy.py, validation.py or saving.py, under the same name;
+what a run consists of, in run.py.
 """
 
 from mrl.errors import Interrupted
 from mrl.record.timer import PhaseTimer
-from mrl.trainer import offpolicy, phases, sampling, saving
+from mrl.trainer import offpolicy, phases, sampling, saving, validation
 from mrl.trainer.run import Run
 
 
@@ -15,7 +16,7 @@ def train(run: Run) -> None:
         if run.state.step > 0:
             phases.bring_engines_to(run, run.state.step)  # engines start from the weights that training started from
         elif run.config.trainer.val_before_train:
-            phases.record(run, phases.validate(run))
+            phases.record(run, validation.validate(run))
         while run.state.step < run.total_steps:
             train_step(run)
         saving.save(run)
@@ -48,7 +49,7 @@ def train_step(run: Run) -> None:
         metrics = phases.step_metrics(run, batch, results, rewards) | rollouts.metrics | seen | corrected | updated | synced
         if phases.due(run, config.test_freq):
             with timer("testing"):
-                metrics |= phases.validate(run)
+                metrics |= validation.validate(run)
         if phases.due(run, config.save_freq):
             with timer("save_checkpoint"):
                 saving.save(run, metrics)

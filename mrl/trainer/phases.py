@@ -18,13 +18,13 @@ from mrl.models import load_model_spec
 from mrl.record.metrics import batch_metrics, reduce_parts, reward_metrics, seqlen_metrics, speed_metrics
 from mrl.record.samples import write_samples as write_samples_file
 from mrl.record.timer import PhaseTimer, timing_metrics
-from mrl.reward.items import RewardItem, RewardResult, check_failures
-from mrl.rollout.settings import training_sampling, validation_sampling
-from mrl.rollout.types import Completion, Request, Sampling
+from mrl.reward.items import RewardResult
+from mrl.rollout.settings import training_sampling
+from mrl.trainer.responding import respond
 from mrl.trainer.run import Run
 from mrl.trainer.seeds import sample_seed
 
-TRAIN, VALIDATION = "train", "validation"
+TRAIN = "train"
 
 
 def next_prompts(run: Run, cursor: DataCursor) -> tuple[list[Prompt], DataCursor]:
@@ -37,47 +37,11 @@ def generate(run: Run, prompts: list[Prompt], gen_batch: int = 0) -> list[Sample
 
     `gen_batch` counts the batches of prompts of one step, so that a prompt drawn twice in it is not answered alike.
     """
-    n = run.config.rollout.n
-    return _sample(run, prompts, n, training_sampling(run.config), TRAIN, run.state.step + 1, first=gen_batch * n)
-
-
-def _sample(run: Run, prompts: list[Prompt], n: int, sampling: Sampling, purpose: str, step: int, first: int = 0) -> list[Sample]:
-    seed = run.config.trainer.seed
-    wanted = [(group, prompt, k) for group, prompt in enumerate(prompts) for k in range(n)]
-    requests = [Request(i, p.token_ids, sample_seed(seed, purpose, step, p.prompt_id, first + k)) for i, (_, p, k) in enumerate(wanted)]
-
-    arrived = 0
-
-    def score(batch: list[Completion]) -> None:
-        nonlocal arrived
-        arrived += len(batch)
-        run.record.progress(f"{purpose} responses", arrived, len(requests))
-        for completion in batch:
-            run.rewards.submit(_reward_item(run, wanted[completion.sample_id][1], completion))
-
-    done = run.engines.generate(requests, sampling, score)
-    return [
-        Sample(
-            prompt_id=prompt.prompt_id, group_id=group, sample_id=i, seed=request.seed, prompt_ids=prompt.token_ids,
-            response_ids=answer.token_ids, rollout_log_probs=answer.log_probs, stop_reason=answer.stop_reason,
-            weight_version=answer.weight_version,
-        )
-        for i, ((group, prompt, _), request, answer) in enumerate(zip(wanted, requests, done, strict=True))
-    ]  # fmt: skip
-
-
-def _reward_item(run: Run, prompt: Prompt, completion: Completion) -> RewardItem:
-    text = run.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-    return RewardItem(completion.sample_id, prompt.data_source, text, prompt.ground_truth, prompt.extra_info)
-
-
-def collect_rewards(run: Run, samples: list[Sample]) -> list[RewardResult]:
-    """Results in the order of `samples`. Raises DataError when too many failed."""
-    share = run.config.reward.max_failure_share
-    results = run.rewards.drain(run.stop.raise_if_set, int(share * len(samples)))
-    check_failures(results, share)
-    by_id = {result.sample_id: result for result in results}
-    return [by_id[s.sample_id] for s in samples]
+    n, seed, step = run.config.rollout.n, run.config.trainer.seed, run.state.step + 1
+    first = gen_batch * n
+    return respond(
+        run, prompts, n, training_sampling(run.config), lambda p, k: sample_seed(seed, TRAIN, step, p.prompt_id, first + k), TRAIN
+    )
 
 
 def with_old_log_probs(run: Run, samples: list[Sample]) -> tuple[TrainBatch, dict[str, float]]:
@@ -124,19 +88,6 @@ def sync_weights(run: Run) -> dict[str, float]:
 def bring_engines_to(run: Run, version: int) -> dict[str, float]:
     """The trained weights into every engine; metrics of the sync. Raises Interrupted when an engine could not be brought there."""
     return run.sync.bring_to(version)
-
-
-def validate(run: Run) -> dict[str, float]:
-    """Mean score on the held-out prompts, by data source; nothing without held-out prompts."""
-    if run.val_prompts is None:
-        return {}
-    n, prompts = run.config.rollout.val_kwargs.n, list(run.val_prompts)
-    samples = _sample(run, prompts, n, validation_sampling(run.config), VALIDATION, 0)
-    results = collect_rewards(run, samples)
-    by_source: dict[str, list[float]] = {}
-    for sample, result in zip(samples, results, strict=True):
-        by_source.setdefault(prompts[sample.group_id].data_source, []).append(result.score)
-    return {f"val-core/{source}/reward/mean@{n}": float(np.mean(scores)) for source, scores in sorted(by_source.items())}
 
 
 def due(run: Run, freq: int) -> bool:

@@ -17,6 +17,7 @@ from mrl.data.dataset import PromptDataset
 from mrl.data.order import DataCursor, PromptStream
 from mrl.data.tokenizer import load_tokenizer
 from mrl.errors import DataError, NothingToDo
+from mrl.record.hosted import RunInfo
 from mrl.record.run_dir import RunDir, read_metrics
 from mrl.record.sinks import make_sinks
 from mrl.reshard.manifest import Manifest, Newest
@@ -87,10 +88,15 @@ def open_run(resolved: ResolvedConfig, resume: bool) -> Iterator[Run]:
         stack.callback(actor.stop)
         engines.wait_started()
         run_dir.write_config(resolved.to_yaml())
-        record = AdvisedRecord(make_sinks(config.trainer.logger, run_dir, total), config)
+        record = AdvisedRecord(make_sinks(config.trainer.logger, run_dir, total, _run_info(config)), config)
         stack.callback(record.close)
         sync = WeightSync(config, actor, engines)
         yield Run(config, run_dir, tokenizer, stream, val, total, stop, record, rewards, actor, engines, sync, state, state.step)
+
+
+def _run_info(config: RunConfig) -> RunInfo:
+    trainer = config.trainer
+    return RunInfo(trainer.project_name, trainer.experiment_name, config.model_dump(mode="json"), trainer.logger_timeout_s)
 
 
 def _with_total(config: RunConfig, total: int) -> RunConfig:

@@ -18,6 +18,7 @@ from mrl.errors import DataError
 from mrl.record.timer import PhaseTimer
 from mrl.reward.items import OK, RewardResult, failure_counts
 from mrl.trainer import phases
+from mrl.trainer.responding import collect_rewards
 from mrl.trainer.run import Run
 
 SCORE, REWARD = "score", "reward"
@@ -56,9 +57,10 @@ def gather(run: Run, timer: PhaseTimer) -> Rollouts:
             prompts, cursor = phases.next_prompts(run, cursor)
             samples = phases.generate(run, prompts, batches)  # responses are scored in the background as they arrive
         with timer("reward"):
-            results = phases.collect_rewards(run, samples)
+            results = collect_rewards(run, samples)
         groups += as_groups(run.config, samples, results)
         batches += 1
+        run.record.progress(f"groups for the step, batch {batches}", min(sum(_taken(run.config, g) for g in groups), wanted), wanted)
     chosen = choose(run.config, groups, f"step {run.state.step + 1}: after {batches} batches of prompts")
     return Rollouts(*renumbered(chosen), cursor, _metrics(groups, chosen, batches))
 
