@@ -89,6 +89,12 @@ class LayoutDegrees:
         return self.tensor_model_parallel_size * self.context_parallel_size * self.pipeline_model_parallel_size
 
     @property
+    def sequence_parts(self) -> int:
+        """Equal parts that a sequence is cut into: over tensor ranks with sequence parallelism, twice over context ranks (zigzag)."""
+        over_tensor = self.tensor_model_parallel_size if self.uses_sequence_parallel else 1
+        return over_tensor * (2 * self.context_parallel_size if self.context_parallel_size > 1 else 1)
+
+    @property
     def expert_ranks(self) -> int:
         """Ranks that one copy of the experts takes."""
         return self.expert_tensor * self.expert_model_parallel_size * self.pipeline_model_parallel_size

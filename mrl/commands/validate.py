@@ -23,12 +23,12 @@ def _validate(options: argparse.Namespace) -> None:
     except MrlError as error:
         if not options.json:
             raise
-        _print_verdict([_as_row(error, options.config)])
+        _print_verdict([_as_row(error, options.config)], [])
         raise SystemExit(error.exit_code) from None
     if options.json:
-        _print_verdict([violation.to_json() for violation in found])
+        _print_verdict([violation.to_json() for violation in found], remarks)
     else:
-        for line in [*map(str, found), *remarks] or ["ok"]:
+        for line in [*map(str, found), *remarks, *([] if found else ["ok"])]:
             print(line)
     if found:
         raise SystemExit(ConfigError.exit_code)
@@ -36,21 +36,31 @@ def _validate(options: argparse.Namespace) -> None:
 
 def _check(options: argparse.Namespace) -> tuple[list, list[str]]:
     """Violations, those of the schema too, and remarks. Raises what keeps the rules from being looked at."""
-    from mrl.config.rules import notes, violations
     from mrl.config.violation import InvalidConfig
-    from mrl.megatron.hf_files import check_checkpoint
-    from mrl.models import load_model_spec
 
     try:
         resolved = resolved_config(options)
     except InvalidConfig as error:
         return list(error.violations), []
+    return check_config(resolved, options.check_paths)
+
+
+def check_config(resolved, check_paths: bool = False) -> tuple[list, list[str]]:
+    """Violations of a resolved configuration, and remarks: the batch in one line, what cannot be trained yet, notes."""
+    from mrl.config.capabilities import missing_capabilities
+    from mrl.config.describe import describe_batch
+    from mrl.config.rules import notes, violations
+    from mrl.megatron.hf_files import check_checkpoint
+    from mrl.models import planning_model_spec
+
     path = resolved.config.model.path
-    model = load_model_spec(path)
-    found = violations(resolved, model, options.check_paths)
-    if options.check_paths and not found:
+    model, stand_in = planning_model_spec(path)
+    found = violations(resolved, model, check_paths)
+    if check_paths and not found:
         check_checkpoint(path, model)
-    return found, notes(resolved, model)
+    missing = [f"mrl train cannot do this yet: {message}" for message in missing_capabilities(resolved.config)]
+    batch = [] if found else [f"batch: {describe_batch(resolved.config)}"]
+    return found, [*batch, *([stand_in] if stand_in else []), *missing, *notes(resolved, model)]
 
 
 def _as_row(error: MrlError, config: str) -> dict[str, Any]:
@@ -58,5 +68,5 @@ def _as_row(error: MrlError, config: str) -> dict[str, Any]:
     return {"field": "", "where": config, "value": None, "rule": str(error), "why": "", "allowed": []}
 
 
-def _print_verdict(rows: list[dict[str, Any]]) -> None:
-    print(json.dumps({"ok": not rows, "violations": rows}))
+def _print_verdict(rows: list[dict[str, Any]], remarks: list[str]) -> None:
+    print(json.dumps({"ok": not rows, "violations": rows, "notes": remarks}))

@@ -1,6 +1,7 @@
 """What a run is, in a line each: what is optimised (it stands in every resolved configuration), and on what."""
 
 from mrl.algo.spec import AGGREGATIONS, LOSSES
+from mrl.config.batch_rules import data_parallel_size
 from mrl.config.schema import RunConfig
 from mrl.layout import TrainLayout
 from mrl.models import ModelSpec
@@ -25,8 +26,35 @@ def describe_loss(config: RunConfig) -> str:
         f"{algorithm.kl_loss_type} KL x {algorithm.kl_loss_coef:g}" if algorithm.use_kl_loss else "",
         f"entropy x {algorithm.entropy_coeff:g}" if algorithm.entropy_coeff else "",
         f"{updates} update{'s' if updates != 1 else ''} per rollout",
+        *_what_is_trained_on(config),
     ]
     return ", ".join(part for part in parts if part)
+
+
+def _what_is_trained_on(config: RunConfig) -> list[str]:
+    """Estimator, anchor, correction, sampling and lengths, each where it is not the plain one."""
+    algorithm, correction = config.algorithm, config.algorithm.rollout_correction
+    low = "" if correction.low is None else f"{correction.low:g} to "
+    return [
+        f"advantages {algorithm.adv_estimator}" if algorithm.adv_estimator != "grpo" else "",
+        f"anchor {algorithm.anchor}" if algorithm.anchor != "recompute" else "",
+        f"rollout correction {correction.level} {correction.mode} {low}{correction.high:g}" if correction.level else "",
+        "dynamic sampling" if algorithm.filter_groups.enable else "",
+        f"overlong penalty in the last {algorithm.overlong_buffer.len} tokens" if algorithm.overlong_buffer.enable else "",
+        "cut-off responses left out" if algorithm.overlong_filter else "",
+    ]
+
+
+def describe_batch(config: RunConfig) -> str:
+    """`256 prompts x 16 = 4096 samples a step, 4 updates of 1024 samples, DP 4: 256 samples a rank, cut to 10240 tokens a device`."""
+    prompts, n, mini, actor = config.data.train_batch_size, config.rollout.n, config.actor.ppo_mini_batch_size, config.actor
+    dp, updates = data_parallel_size(config), updates_per_rollout(config)
+    by_tokens, by_samples = f"{actor.ppo_max_token_len_per_gpu} tokens a device", f"{actor.ppo_micro_batch_size_per_gpu} samples"
+    size = by_tokens if actor.use_dynamic_bsz else by_samples
+    return (
+        f"{prompts} prompts x {n} = {prompts * n} samples a step, {updates} update{'s' if updates != 1 else ''} of {mini * n} samples, "
+        f"DP {dp}: {mini * n // dp} samples a rank, cut to {size}"
+    )
 
 
 def describe_layout(config: RunConfig, model: ModelSpec) -> str:

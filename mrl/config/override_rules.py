@@ -75,9 +75,15 @@ _VLLM = {
     "override_generation_config": "mrl itself: sampling never comes from the model's folder",
     "logprobs_mode": "mrl itself: training needs processed_logprobs",
     "trust_remote_code": "mrl itself: a checkpoint's code is never run",
+    "enable_return_routed_experts": "actor.router_replay",
     "weight_transfer_config": _SYNC,
     "worker_extension_cls": _SYNC,
 }
+
+# Switches that MindSpeed core_r0.16.0 adds to Megatron's; only the npu platform imports it.
+MINDSPEED_FIELDS = frozenset(
+    ("use_flash_attn", "use_fused_rmsnorm", "use_fused_swiglu", "use_fused_rotary_pos_emb", "fused_permute_unpermute", "swap_optimizer")
+)
 
 _GATHER = "weights are read for log-probs, sync and checkpoints right after a step, when such a gather has not happened yet"
 _WHOLE = "checkpoints and the weight sync read parameters and optimizer shards as the plain distributed optimizer lays them out"
@@ -122,13 +128,23 @@ def override_rules(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
         config.actor.override_ddp_config,
         config.rollout.engine_kwargs.get(config.rollout.name, {}),
     )
-    for (key, upstream, ours, only), given in zip(_TARGETS, values, strict=True):
-        yield from _names(key, upstream, ours, given)
-        yield from _values(key, only, given)
+    for (key, *_), given in zip(_TARGETS, values, strict=True):
+        yield from override_faults(key, given, config.cluster.device)
     for name in config.rollout.engine_kwargs:
         if name != config.rollout.name:
             rule = f"belongs to no engine in use; rollout.name is {config.rollout.name}"
             yield Broken(f"rollout.engine_kwargs.{name}", rule, "it would be ignored", (config.rollout.name,))
+
+
+def override_faults(key: str, given: Mapping[str, Any], device: str) -> list[Broken]:
+    """What is wrong with fields given under one of the override keys on a device: `model.override_transformer_config`, ..."""
+    upstream, ours, only = next((upstream, ours, only) for target, upstream, ours, only in _TARGETS if target == key)
+    return [*_names(key, upstream, ours, given, device), *_values(key, only, given)]
+
+
+def decided_by(key: str, name: str) -> str | None:
+    """Our key (or what else) that decides a field of an override key; None where the field is the user's."""
+    return next(ours.get(name) for target, _, ours, _ in _TARGETS if target == key)
 
 
 def _values(key: str, only: _Only, given: Mapping[str, Any]) -> Iterator[Broken]:
@@ -137,11 +153,14 @@ def _values(key: str, only: _Only, given: Mapping[str, Any]) -> Iterator[Broken]
             yield Broken(f"{key}.{name}", f"must be {'null' if legal is None else str(legal).lower()}", why, (legal,))
 
 
-def _names(key: str, upstream: str, ours: Mapping[str, str], given: Mapping[str, Any]) -> Iterator[Broken]:
+def _names(key: str, upstream: str, ours: Mapping[str, str], given: Mapping[str, Any], device: str) -> Iterator[Broken]:
     known = UPSTREAM_FIELDS[upstream]
     for name in given:
         if name in ours:
             yield Broken(f"{key}.{name}", f"is decided by {ours[name]}", "two places could contradict each other")
+        elif name in MINDSPEED_FIELDS and upstream == "TransformerConfig":
+            if device != "npu":
+                yield Broken(f"{key}.{name}", "is MindSpeed's, which runs with cluster.device npu only", "Megatron has no such field")
         elif name not in known.fields:
             closest = did_you_mean(name, sorted(known.fields))
             closest = closest if closest.startswith("did") else "no name is close to it"

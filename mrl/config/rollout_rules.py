@@ -5,6 +5,9 @@ from collections.abc import Iterator
 from mrl.config.batch_rules import nearest
 from mrl.config.schema import RunConfig
 from mrl.config.violation import Broken
+from mrl.errors import ConfigError
+from mrl.layout import RolloutLayout
+from mrl.layout_places import ClusterShape, engine_places
 from mrl.models import ModelSpec
 
 _TP, _EP = "rollout.tensor_model_parallel_size", "rollout.expert_parallel_size"
@@ -15,7 +18,9 @@ _CPU_TENSOR = (1, 2)
 def rollout_rules(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
     yield from _layout(config, model)
     yield from _cluster(config)
+    yield from _placement(config)
     yield from _sampling(config)
+    yield from _engine(config)
     yield from _lengths(config, model)
     if config.cluster.device == "cpu":
         yield from _cpu(config, model)
@@ -29,6 +34,8 @@ def rollout_notes(config: RunConfig, model: ModelSpec) -> Iterator[str]:
         yield f"rollout.dtype {dtype} differs from model.dtype {trained}: generation and training compute other probabilities"
     if trained != model.dtype:
         yield f"model.dtype {trained} differs from the checkpoint's {model.dtype}: weights are converted when they are loaded"
+    if config.rollout.data_parallel_size > 1 and config.rollout.expert_parallel_size == 1 and model.is_moe:
+        yield "rollout.data_parallel_size above 1 without expert parallelism was seen to hang (verl-project/verl #5607)"
     idle = cluster_devices(config) - needed_devices(config)
     if idle > 0:
         yield f"{idle} of {cluster_devices(config)} devices are used by neither the actor nor an engine"
@@ -89,6 +96,57 @@ def _cluster(config: RunConfig) -> Iterator[Broken]:
     why = f"{how} = {need} devices, and {config.cluster.nnodes} x {config.cluster.n_gpus_per_node} = {have} are there"
     per_node = -(-need // config.cluster.nnodes)
     yield Broken("cluster.n_gpus_per_node", f"times nnodes must be at least {need}", why, (per_node,))
+
+
+def _placement(config: RunConfig) -> Iterator[Broken]:
+    """Engines stand on whole nodes or inside one; spoken only where there are devices enough."""
+    rollout, cluster = config.rollout, ClusterShape(config.cluster.nnodes, config.cluster.n_gpus_per_node)
+    if config.cluster.device == "cpu" or needed_devices(config) > cluster.devices:
+        return
+    first = config.actor.layout.world_size if config.cluster.placement == "separate" else 0
+    tp, dp = rollout.tensor_model_parallel_size, rollout.data_parallel_size
+
+    def fault(engines: int) -> str:
+        try:
+            engine_places(RolloutLayout(engines, tp, dp), cluster, first)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    if why := fault(rollout.num_engines):
+        allowed = nearest(rollout.num_engines, rollout.num_engines, lambda n: not fault(n))
+        yield Broken("rollout.num_engines", "cannot be placed on the nodes", why, allowed)
+
+
+def _engine(config: RunConfig) -> Iterator[Broken]:
+    rollout = config.rollout
+    if not rollout.calculate_log_probs:
+        readers = log_prob_readers(config)
+        why = f"read by {', '.join(readers)}; the engine computes them anyway"
+        yield Broken("rollout.calculate_log_probs", "must be true", why, (True,))
+    if (given := rollout.engine_kwargs.get("vllm", {})).get("quantization") is not None:
+        why = "weights arrive after every update as they are trained, and no sync of ours quantises them on the way"
+        yield Broken("rollout.engine_kwargs.vllm.quantization", "must be null", why, (None,))
+    if given.get("pipeline_parallel_size", 1) != 1:
+        why = "the weight sync knows engines cut by tensor, data and expert parallelism"
+        yield Broken("rollout.engine_kwargs.vllm.pipeline_parallel_size", "must be 1", why, (1,))
+    length, tokens = config.data.max_prompt_length + config.data.max_response_length, rollout.max_num_batched_tokens
+    on_cpu = config.cluster.device == "cpu"
+    if tokens is not None and tokens < rollout.max_num_seqs and (not on_cpu or tokens >= length):
+        why = "vLLM refuses to start: each sequence takes one token a step"
+        yield Broken("rollout.max_num_seqs", f"must be at most max_num_batched_tokens = {tokens}", why, (tokens,))
+    if not on_cpu and rollout.enable_chunked_prefill is False and (tokens or length) < length:
+        rule = f"must be at least max_prompt_length + max_response_length = {length} with enable_chunked_prefill: false"
+        yield Broken("rollout.max_num_batched_tokens", rule, "vLLM refuses to start: a prompt may then not come in parts", (length,))
+
+
+def log_prob_readers(config: RunConfig) -> list[str]:
+    """What needs the engine's log-probs."""
+    algorithm = config.algorithm
+    corrected = algorithm.rollout_correction.level is not None
+    anchored = algorithm.anchor == "rollout"
+    readers = [("algorithm.rollout_correction", corrected), ("algorithm.anchor: rollout", anchored), ("the mismatch metrics", True)]
+    return [name for name, needed in readers if needed]
 
 
 def _sampling(config: RunConfig) -> Iterator[Broken]:

@@ -1,0 +1,189 @@
+"""The actor beside its layout: token budgets of dynamic batches, offload, recompute, experts, router replay, reference model."""
+
+from collections.abc import Iterator
+from math import ceil
+from typing import Any
+
+from mrl.config.capabilities import offloaded
+from mrl.config.schema import RefConfig, RunConfig
+from mrl.config.violation import Broken
+from mrl.layout import LayoutDegrees, check_train_layout
+from mrl.models import ModelSpec
+
+_TRANSFORMER = "model.override_transformer_config"
+_OPTIMIZER = "actor.optim.override_optimizer_config"
+_VLLM = "rollout.engine_kwargs.vllm"
+_IGNORED = "it would be ignored"
+
+# What Megatron-core 0.16.1 lets selective recompute name (TransformerConfig.__post_init__), without those of attention we do not build.
+RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
+_DISPATCHERS = ("allgather", "alltoall", "flex")
+# vLLM arguments under which the engine's routes are refused, wrong or incomplete, each with the value that is right and why.
+# Sources: vllm-project/vllm PR 28284, PR 39917 and PR 48622.
+_ROUTES_NEED = {
+    "async_scheduling": (False, "the engine's buffer of routes is refused beside it"),
+    "pipeline_parallel_size": (1, "each stage sees the routes of its own layers only"),
+    "prefill_context_parallel_size": (1, "each rank sees the routes of its own tokens only"),
+    "decode_context_parallel_size": (1, "each rank sees the routes of its own tokens only"),
+    "speculative_config": (None, "a draft model's routers write over those of the first layers"),
+}
+
+
+def actor_rules(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
+    yield from _token_budgets(config)
+    yield from _context(config, model)
+    yield from _offload(config)
+    yield from _recompute(config)
+    yield from _experts(config, model)
+    yield from _replay(config, model)
+    yield from _reference(config, model)
+
+
+def actor_notes(config: RunConfig, model: ModelSpec) -> Iterator[str]:
+    """Settings that are legal and cost something, or do nothing."""
+    moved, given = offloaded(config), config.model.override_transformer_config
+    if moved and config.cluster.placement == "separate":
+        yield f"{', '.join(moved)}: the actor has its devices for itself (cluster.placement: separate), so this only costs time"
+    if config.actor.optimizer_offload and config.actor.optim.override_optimizer_config.get("optimizer_cpu_offload"):
+        yield "actor.optimizer_offload adds nothing to optimizer_cpu_offload, which keeps and updates Adam's states on the host anyway"
+    if model.is_moe and any(_number(given.get(name)) for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff")):
+        yield f"{_TRANSFORMER}: an auxiliary router loss moves log-probs that the policy loss does not account for; in RL it is usually 0"
+    if model.is_moe and "moe_router_dtype" in given and given["moe_router_dtype"] not in ("fp32", "fp64"):
+        yield f"{_TRANSFORMER}.moe_router_dtype: a router below fp32 picks other experts than the engine's in about one token of ten"
+    if config.ref != RefConfig() and not (config.algorithm.use_kl_loss or config.algorithm.use_kl_in_reward):
+        yield "ref: is set, and no reference model is loaded, because neither algorithm.use_kl_loss nor use_kl_in_reward is true"
+    if config.actor.router_replay == "R3" and config.rollout.enable_prefix_caching:
+        yield "actor.router_replay R3 with prefix caching: rows of a cached prompt can come back without routes and then use the trainer's"
+
+
+def longest_sample(config: RunConfig) -> int:
+    """Tokens of the longest sample as the actor computes it: padded to the parts that tensor and context parallelism cut it into."""
+    parts = LayoutDegrees.of(config.actor.layout.model_dump()).sequence_parts
+    return ceil((config.data.max_prompt_length + config.data.max_response_length) / parts) * parts
+
+
+def _token_budgets(config: RunConfig) -> Iterator[Broken]:
+    actor, ref = config.actor, config.ref
+    ref_on = actor.use_dynamic_bsz if ref.log_prob_use_dynamic_bsz is None else ref.log_prob_use_dynamic_bsz
+    budgets = (
+        ("actor.ppo_max_token_len_per_gpu", actor.ppo_max_token_len_per_gpu, actor.use_dynamic_bsz, "actor.use_dynamic_bsz"),
+        ("actor.log_prob_max_token_len_per_gpu", actor.log_prob_max_token_len_per_gpu, actor.use_dynamic_bsz, "actor.use_dynamic_bsz"),
+        ("ref.log_prob_max_token_len_per_gpu", ref.log_prob_max_token_len_per_gpu, ref_on, "ref.log_prob_use_dynamic_bsz"),
+    )
+    cp, longest = actor.layout.context_parallel_size, longest_sample(config)
+    least = ceil(longest / cp)
+    if actor.use_dynamic_bsz and actor.ppo_max_token_len_per_gpu is None:
+        rule = "is not set while actor.use_dynamic_bsz is true"
+        yield Broken("actor.ppo_max_token_len_per_gpu", rule, "micro-batches need a size", (least,))
+    for field, value, on, switch in budgets:
+        if value is not None and not on:
+            yield Broken(field, f"needs {switch}: true", _IGNORED, (None,))
+        elif value is not None and value < least:
+            rule = f"times context_parallel_size = {cp} must hold the longest sample: prompt and response, padded, are {longest} tokens"
+            yield Broken(field, rule, "a sample is never cut over micro-batches", (least, 2 * least))
+
+
+def _context(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
+    layout, kind = config.actor.layout, config.model.override_transformer_config.get("cp_comm_type")
+    cp, tp = layout.context_parallel_size, layout.tensor_model_parallel_size
+    if cp > 1 and kind == "a2a" and (model.num_attention_heads // tp % cp or model.num_key_value_heads // tp % cp):
+        rule = f"a2a needs context_parallel_size = {cp} to divide the heads of a tensor rank"
+        why = f"it trades tokens for heads: {model.num_attention_heads} and {model.num_key_value_heads} heads over {tp} tensor ranks"
+        yield Broken(f"{_TRANSFORMER}.cp_comm_type", rule, why, ("p2p", "all_gather"))
+
+
+def _offload(config: RunConfig) -> Iterator[Broken]:
+    if config.cluster.device == "cpu":
+        for field in offloaded(config):
+            yield Broken(field, "must be false on cpu", "the device is the host, there is nowhere to move anything", (False,))
+    given = config.actor.optim.override_optimizer_config
+    for name in ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"):
+        if given.get(name) and not given.get("optimizer_cpu_offload"):
+            yield Broken(f"{_OPTIMIZER}.{name}", "needs optimizer_cpu_offload: true", _IGNORED)
+    fraction = _number(given.get("optimizer_offload_fraction"))
+    if not 0 <= fraction <= 1:
+        yield Broken(f"{_OPTIMIZER}.optimizer_offload_fraction", "must be from 0 to 1", "it is the share of parameters", (0.0, 1.0))
+
+
+def _recompute(config: RunConfig) -> Iterator[Broken]:
+    given = config.model.override_transformer_config
+    kind, method, layers = (given.get(f"recompute_{part}") for part in ("granularity", "method", "num_layers"))
+    if kind not in (None, "full", "selective"):
+        yield Broken(f"{_TRANSFORMER}.recompute_granularity", "is unknown", "", ("full", "selective", None))
+    if kind == "full":
+        yield from _full_recompute(config, method, layers)
+    for part, value in (("method", method), ("num_layers", layers)):
+        if kind in (None, "selective") and value is not None:
+            why = _IGNORED if kind is None else "selective recompute goes by recompute_modules"
+            yield Broken(f"{_TRANSFORMER}.recompute_{part}", "needs recompute_granularity: full", why, (None,))
+    modules = given.get("recompute_modules")
+    if modules and kind != "selective":
+        yield Broken(f"{_TRANSFORMER}.recompute_modules", "needs recompute_granularity: selective", _IGNORED, (None,))
+    for name in modules if isinstance(modules, list) and kind == "selective" else ():
+        if name not in RECOMPUTE_MODULES:
+            yield Broken(f"{_TRANSFORMER}.recompute_modules", f"{name} is no module that can be recomputed", "", RECOMPUTE_MODULES)
+    sequence_parallel = LayoutDegrees.of(config.actor.layout.model_dump()).uses_sequence_parallel
+    if given.get("distribute_saved_activations") and sequence_parallel:
+        why = "with sequence parallelism they are distributed already"
+        yield Broken(f"{_TRANSFORMER}.distribute_saved_activations", "must be false", why, (False,))
+
+
+def _full_recompute(config: RunConfig, method: Any, layers: Any) -> Iterator[Broken]:
+    if method not in ("uniform", "block"):
+        yield Broken(f"{_TRANSFORMER}.recompute_method", "must say how with recompute_granularity: full", "", ("uniform", "block"))
+    if not isinstance(layers, int) or layers < 1:
+        why = "full recompute goes by groups of that many layers"
+        yield Broken(f"{_TRANSFORMER}.recompute_num_layers", "must be at least 1 with recompute_granularity: full", why, (1,))
+
+
+def _experts(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
+    given = config.model.override_transformer_config
+    if not model.is_moe:
+        for name in (n for n in given if n.startswith("moe_")):
+            yield Broken(f"{_TRANSFORMER}.{name}", "is of mixtures of experts, and the model is dense", _IGNORED)
+        return
+    dispatcher = given.get("moe_token_dispatcher_type", "alltoall")
+    if dispatcher not in _DISPATCHERS:
+        yield Broken(f"{_TRANSFORMER}.moe_token_dispatcher_type", "is unknown", "", _DISPATCHERS)
+    if given.get("moe_enable_deepep") and dispatcher != "flex":
+        yield Broken(f"{_TRANSFORMER}.moe_enable_deepep", "needs moe_token_dispatcher_type: flex", "Megatron refuses it", (False,))
+    if given.get("moe_shared_expert_overlap") and (dispatcher != "alltoall" or not model.shared_expert_intermediate_size):
+        rule = "needs a shared expert and moe_token_dispatcher_type: alltoall"
+        yield Broken(f"{_TRANSFORMER}.moe_shared_expert_overlap", rule, "there is nothing to overlap otherwise", (False,))
+    if given.get("moe_expert_capacity_factor") is not None:
+        why = "tokens over an expert's capacity are dropped in training and not in generation: the log-probs would differ"
+        yield Broken(f"{_TRANSFORMER}.moe_expert_capacity_factor", "must be null", why, (None,))
+
+
+def _replay(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
+    mode, given = config.actor.router_replay, config.rollout.engine_kwargs.get("vllm", {})
+    if mode == "disabled":
+        return
+    if not model.is_moe:
+        yield Broken("actor.router_replay", "must be disabled for a dense model", "there is no router to replay", ("disabled",))
+    if config.model.override_transformer_config.get("moe_router_fusion"):
+        why = "the fused kernel chooses experts where nothing can be replayed"
+        yield Broken(f"{_TRANSFORMER}.moe_router_fusion", f"must be false with actor.router_replay {mode}", why, (False,))
+    if mode != "R3":
+        return
+    if config.cluster.device == "cpu":
+        why = "vLLM returns routes (enable_return_routed_experts) only where Triton runs; R2 replays Megatron's own"
+        yield Broken("actor.router_replay", "must not be R3 on cpu", why, ("disabled", "R2"))
+    for name, (value, why) in _ROUTES_NEED.items():
+        if name in given and given[name] != value:
+            rule = f"must be {'null' if value is None else str(value).lower()} with actor.router_replay R3"
+            yield Broken(f"{_VLLM}.{name}", rule, why, (value,))
+
+
+def _reference(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
+    layout = config.ref.layout
+    if layout is None:
+        return
+    if layout.world_size != config.actor.layout.world_size:
+        rule = f"must be actor.layout.world_size = {config.actor.layout.world_size}"
+        yield Broken("ref.layout.world_size", rule, "the reference model stands on the actor's ranks", (config.actor.layout.world_size,))
+    yield from (Broken(f"ref.layout.{v.field}", v.rule, v.why, v.allowed) for v in check_train_layout(layout.model_dump(), model))
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0

@@ -1,0 +1,92 @@
+"""What an import gives: a configuration of ours, where each value came from, and what became of every key of verl's."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from mrl.config.schema import RunConfig
+from mrl.config.yaml_tree import dump_value
+
+KINDS = ("carried", "renamed", "implied", "chosen", "not_applicable", "unsupported", "unknown")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One key. `key` is verl's ("" for a value that no key of the script gave), `to` ours ("" where it goes nowhere)."""
+
+    kind: str
+    key: str
+    to: str
+    value: Any
+    why: str
+    line: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {"key": self.key, "to": self.to, "value": self.value, "why": self.why, "line": self.line}
+
+    def __str__(self) -> str:
+        key = " -> ".join(part for part in (self.key, self.to if self.to != self.key else "") if part)
+        return f"{key} = {dump_value(self.value)}" + (f": {self.why}" if self.why else "")
+
+
+@dataclass
+class Import:
+    """The result, filled while keys are read. `values`: our dotted key -> value; `notes`: our key -> the comment beside it."""
+
+    name: str
+    entries: list[Entry] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    def put(self, kind: str, key: str, to: str, value: Any, why: str = "", line: int = 0) -> None:
+        """Sets our key `to` and reports it."""
+        self.values[to] = value
+        self.notes[to] = f"line {line}" if line and not why else f"{kind}: {why}" if why else kind
+        self.entries.append(Entry(kind, key, to, value, why, line))
+
+    def leave(self, kind: str, key: str, value: Any, why: str, line: int = 0) -> None:
+        """Reports a key that goes nowhere."""
+        self.entries.append(Entry(kind, key, "", value, why, line))
+
+    def drop(self, to: str, why: str) -> None:
+        """Takes a value of ours back; its key is implied."""
+        if to in self.values:
+            del self.values[to], self.notes[to]
+            self.entries = [e if e.to != to else Entry("implied", e.key, "", e.value, why, e.line) for e in self.entries]
+
+    def of(self, kind: str) -> list[Entry]:
+        return [entry for entry in self.entries if entry.kind == kind]
+
+    def to_json(self) -> dict[str, Any]:
+        """The seven lists of entries and the warnings; plain data."""
+        return {**{kind: [e.to_json() for e in self.of(kind)] for kind in KINDS}, "warnings": list(self.warnings)}
+
+    def to_yaml(self) -> str:
+        """Our configuration in the order of the schema, each value with where it came from."""
+        head = [f"# Imported from {self.name} (verl). Beside each value: the line of the script, or why it stands here."]
+        head += [f"# warning: {line}" for warning in self.warnings for line in warning.splitlines()]
+        return "\n".join([*head, *self._sections(_tree(self.values), ()), ""])
+
+    def _sections(self, tree: dict[str, Any], path: tuple[str, ...]) -> Iterator[str]:
+        order = list(RunConfig.model_fields)
+        names = sorted(tree, key=lambda n: order.index(n) if not path and n in order else 0)
+        for name in names:
+            here, indent = (*path, name), "  " * len(path)
+            if isinstance(tree[name], dict) and ".".join(here) not in self.values:
+                yield f"{'' if path else chr(10)}{indent}{name}:"
+                yield from self._sections(tree[name], here)
+            else:
+                yield f"{indent}{dump_value(name)}: {dump_value(tree[name])}  # {self.notes['.'.join(here)]}"
+
+
+def _tree(values: dict[str, Any]) -> dict[str, Any]:
+    """Dotted keys as nested mappings. Keys below engine_kwargs and the like have no dots in themselves."""
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        *sections, last = key.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[last] = value
+    return tree
