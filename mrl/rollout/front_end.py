@@ -1,7 +1,7 @@
 """What differs between the front ends (AsyncLLM) of the supported generations of vLLM, one class each. vLLM itself is not imported.
 
-0.23, the newest that vllm-ascend supports, starts and ends a weight update as 0.32 does, and knows no weight versions: an engine there vouches
-for the version itself, by what it served before and after a request. Source: vllm/v1/engine/async_llm.py of 0.23.0 and 0.32.0.
+0.23, the newest that vllm-ascend supports, starts and ends a weight update as 0.32 does, and knows no weight versions: an engine there
+vouches for the version itself, by what it served before and after a request. Source: vllm/v1/engine/async_llm.py of 0.23.0 and 0.32.0.
 """
 
 from typing import Any, Protocol

@@ -7,7 +7,7 @@ from typing import Any
 from mrl.config.schema import RunConfig
 from mrl.models import load_model_spec, tensor_specs
 from mrl.platforms.hosting import get_hosting
-from mrl.rollout.launch import engine_launches
+from mrl.rollout.launch import EngineLaunch, engine_launches
 from mrl.rollout.types import EngineSettings, Sampling
 
 
@@ -27,7 +27,7 @@ def engine_settings(config: RunConfig, engine_id: int, logs: Path) -> EngineSett
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
         "trust_remote_code": False,
-        **engine_launches(config)[engine_id].arguments,
+        **_launch(config, engine_id).arguments,
     }
     if rollout.enforce_eager is not None:
         arguments["enforce_eager"] = rollout.enforce_eager
@@ -42,6 +42,12 @@ def engine_settings(config: RunConfig, engine_id: int, logs: Path) -> EngineSett
     expected = tuple((tensor.name, tensor.shape) for tensor in tensor_specs(model))
     segments = str(logs / f"engine-{engine_id}.segments")
     return EngineSettings(engine_id, arguments, hosting.checks_batch_order, model.vocab_size, expected, segments)
+
+
+def _launch(config: RunConfig, engine_id: int) -> EngineLaunch:
+    """How the engine is started; one that spans nodes, and so several actors, never gets here (mrl/config/capabilities.py)."""
+    (launch,) = [launch for launch in engine_launches(config) if launch.engine == engine_id]
+    return launch
 
 
 def training_sampling(config: RunConfig) -> Sampling:
