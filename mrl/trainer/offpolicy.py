@@ -14,7 +14,8 @@ from mrl.errors import NumericAbort
 def corrected(config: RunConfig, batch: TrainBatch, samples: list[Sample]) -> tuple[TrainBatch, dict[str, float]]:
     """The batch without what the over-long filter and the rollout correction reject, weighted, under the chosen anchor; and metrics.
 
-    `batch.old_log_probs` are the trainer's. Raises NumericAbort when nothing is left to train on.
+    `batch.old_log_probs` are the trainer's. What is rejected is out of the loss alone: its score stays in its group's mean and standard
+    deviation, as in DAPO, whose filter masks the loss. Raises NumericAbort when nothing is left to train on.
     """
     algorithm, metrics = config.algorithm, {}
     mask = batch.response_mask

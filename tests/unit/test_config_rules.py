@@ -190,6 +190,16 @@ def test_the_loss_is_described_in_one_line():
     )
 
 
+def test_what_is_not_plain_is_described_too():
+    correction = "algorithm.rollout_correction={level: token, mode: mask, low: 0.5, high: 5}"
+    dapo = load_config(TINY, "dapo", [correction, "algorithm.adv_estimator=rloo", "algorithm.overlong_filter=true"]).config
+    assert describe_loss(dapo) == (
+        "vanilla, token-mean, clip 0.2/0.28, dual clip 10, 4 updates per rollout, advantages rloo, rollout correction token mask 0.5 to 5, "
+        "dynamic sampling, overlong penalty in the last 1 tokens, cut-off responses left out"
+    )
+    assert describe_loss(load_config(TINY, overrides=["algorithm.anchor=rollout"]).config).endswith(", anchor rollout")
+
+
 # --- rollout -------------------------------------------------------------------------------------------------------------------
 
 

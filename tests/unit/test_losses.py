@@ -344,3 +344,18 @@ def test_k1_and_k3_are_unbiased_against_the_exact_kl_of_a_small_vocabulary():
     exact = torch.nn.functional.kl_div(log_q, log_p, log_target=True, reduction="sum")
     for kind in ("k1", "k3"):
         assert (log_p.exp() * kl_per_token(log_p, log_q, kind)).sum().item() == pytest.approx(exact.item())
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "k1+", "k3+"])
+def test_expected_gradients_of_kl_losses_over_a_small_vocabulary(kind):
+    """On-policy, k2's gradient is that of KL(p || q), k1's is zero on average, k3's is that of KL(q || p); with `+` all are k2's."""
+    generator = torch.Generator().manual_seed(2)
+    theta = (0.5 * torch.randn(50, generator=generator, dtype=torch.float64)).requires_grad_()
+    log_q = torch.log_softmax(0.5 * torch.randn(50, generator=generator, dtype=torch.float64), 0)
+    log_p = torch.log_softmax(theta, 0)
+    expected = (log_p.detach().exp() * kl_per_token(log_p, log_q, kind)).sum()  # words drawn from p, and not followed by the gradient
+    found = torch.autograd.grad(expected, theta, retain_graph=True)[0]
+    forward = (log_p.exp() * (log_p - log_q)).sum()
+    reverse = (log_q.exp() * (log_q - log_p)).sum()
+    right = torch.autograd.grad(reverse if kind == "k3" else forward, theta)[0]
+    torch.testing.assert_close(found, torch.zeros_like(theta) if kind == "k1" else right, rtol=1e-9, atol=1e-12)

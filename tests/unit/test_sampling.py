@@ -40,9 +40,11 @@ class World:
         self.scores, self.parts, self.lengths, self.asked = scores, parts or {}, lengths, []
         config = load_config(TINY, overrides=[*SIZES, *overrides]).config
         stream = PromptStream([prompt(p) for p in range(len(scores))], BATCH, seed=0, shuffle=False)
-        self.run = SimpleNamespace(config=config, train_prompts=stream, state=TrainState())
+        self.progress = []
+        record = SimpleNamespace(progress=lambda phase, done, total: self.progress.append((done, total)))
+        self.run = SimpleNamespace(config=config, train_prompts=stream, state=TrainState(), record=record)
         monkeypatch.setattr(phases, "generate", self.generate)
-        monkeypatch.setattr(phases, "collect_rewards", self.collect)
+        monkeypatch.setattr(sampling, "collect_rewards", self.collect)
 
     def generate(self, run, prompts, gen_batch):
         self.asked.append((gen_batch, [p.prompt_id for p in prompts]))
@@ -81,6 +83,7 @@ def test_groups_of_one_mind_are_replaced_until_the_batch_is_full(monkeypatch):
     assert [(r.sample_id, r.score) for r in found.results] == [(0, 1.0), (1, 0.0), (2, 1.0), (3, 0.0)]
     assert [batch for batch, _ in world.asked] == [0, 1, 2] and found.cursor == DataCursor(0, 6)
     assert found.metrics["train/num_gen_batches"] == 3
+    assert world.progress == [(1, 2), (1, 2), (2, 2)]
     assert found.metrics["train/uniform_group_share"] == pytest.approx(3 / 6)
     assert found.metrics["train/trained_groups"] == 2
 
