@@ -42,6 +42,8 @@ def loss_notes(config: RunConfig) -> Iterator[str]:
             yield f"{_LOSS}.{name} = {value:g} is wide for {algorithm.policy_loss.loss_mode} (over {limit:g}): it may never clip"
     if config.updates_per_step == 1 and algorithm.anchor == "recompute":
         yield "with one update a rollout and anchor recompute every ratio is exactly 1: the clip of the loss has no effect"
+    if algorithm.filter_groups.enable and config.trainer.total_training_steps is None:
+        yield "dynamic sampling may draw several batches of prompts a step, so trainer.total_epochs passes over the data more often"
     if algorithm.use_kl_loss and not algorithm.kl_loss_coef:
         yield "algorithm.use_kl_loss is true and kl_loss_coef 0: a reference model is computed and changes nothing"
 

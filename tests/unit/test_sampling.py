@@ -224,6 +224,12 @@ def test_an_update_that_cannot_clip_is_noted():
     assert not any("every ratio is exactly 1" in note for note in notes(anchored, TINY_MODEL))
 
 
+def test_epochs_under_dynamic_sampling_are_noted():
+    for steps, said in (("null", True), ("5", False)):
+        resolved = load_config(TINY, "dapo", [f"trainer.total_training_steps={steps}"])
+        assert any("passes over the data more often" in note for note in notes(resolved, TINY_MODEL)) == said
+
+
 @pytest.mark.parametrize("recipe", available_recipes())
 def test_every_recipe_goes_with_the_tiny_preset_by_name_alone(recipe):
     assert broken(recipe=recipe) == {}
