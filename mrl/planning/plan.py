@@ -45,7 +45,7 @@ def make_plan(inputs: PlanInputs) -> dict[str, Any]:
         "device": _device(inputs),
         "layout": _layout(inputs, ranks, workers),
         "batch": batch.to_json(),
-        "memory": _memory(inputs, batch, engine, ranks),
+        "memory": memory_section(inputs),
         "times": _times(inputs, batch, engine),
         "reshard": sync_section(inputs, ranks, workers),
         "assumptions": asdict(inputs.assumptions),
@@ -92,7 +92,10 @@ def _rank(inputs: PlanInputs, rank: int, place: Place) -> dict[str, int]:
     return {"rank": rank, **place._asdict(), **dense._asdict(), **expert._asdict()}
 
 
-def _memory(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory, ranks: tuple[Place, ...]) -> dict[str, Any]:
+def memory_section(inputs: PlanInputs) -> dict[str, Any]:
+    """Bytes on the fullest device of every phase, with what they consist of, the KV cache, and the host memory of the fullest node."""
+    batch, engine = batch_plan(inputs.config, inputs.train), engine_of(inputs)
+    ranks, _ = rank_places(inputs.config)
     actors = [actor_bytes(inputs, batch, pp) for pp in range(inputs.train.pipeline)]
     worker, cache, host = engine_bytes(inputs, engine), _cache(inputs, engine), _host(inputs, actors, ranks)
     per_stage = [colocated_phases(a, worker, inputs.device) if inputs.colocated else actor_phases(a, inputs.device) for a in actors]

@@ -47,7 +47,8 @@ def _places(rows: Sequence[dict[str, Any]]) -> str:
 def _batch_lines(batch: dict[str, Any]) -> Iterator[str]:
     yield (
         f"batch: {batch['train_batch_size']} prompts x {batch['n']} = {batch['samples_per_step']} samples a step, "
-        f"{batch['updates_per_step']} update{'s' if batch['updates_per_step'] != 1 else ''}; a rank's {batch['samples_per_rank_and_update']} samples of an update in "
+        f"{batch['updates_per_step']} update{'s' if batch['updates_per_step'] != 1 else ''}; "
+        f"a rank's {batch['samples_per_rank_and_update']} samples of an update in "
         f"{batch['micro_batches_per_update']} micro-batches of at most {batch['micro_batch_tokens']} tokens"
     )
 
@@ -84,7 +85,7 @@ def _time_lines(plan: dict[str, Any]) -> Iterator[str]:
 
 def search_lines(found: dict[str, Any]) -> Iterator[str]:
     """The best layouts, one paragraph each."""
-    yield f"{found['fitting']} of {found['legal']} legal layouts of {found['devices']} x {found['device']} fit; seconds of one update are predicted"
+    yield f"{found['fitting']} of {found['legal']} legal layouts on {found['devices']} x {found['device']} fit; fastest update first"
     for place, row in enumerate(found["layouts"], 1):
         degrees = ", ".join(f"{key} {value}" for key, value in row["degrees"].items() if key != "world_size") or "not sharded"
         yield f"{place:3}. {row['seconds']:8.2f} s  {degrees}"

@@ -1,0 +1,123 @@
+"""Activation terms by hand on small numbers, the schedule's micro-batches in flight, and what must not change whatever the sizes."""
+
+from dataclasses import replace
+
+import pytest
+
+from mrl.layout import TrainLayout
+from mrl.memory.activations import Activations, MicroBatch, Recompute, in_flight
+from mrl.models import known_spec, model_spec
+
+TP, PP, VPP, CP, EP, ETP = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "context_parallel_size",
+    "expert_model_parallel_size", "expert_tensor_parallel_size",
+)  # fmt: skip
+DENSE = model_spec(
+    {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 100, "num_hidden_layers": 8, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 10, "vocab_size": 1000, "intermediate_size": 300, "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+    }
+)  # fmt: skip
+MICRO = MicroBatch(rows=2, length=16, response=8)
+BIG = MicroBatch(1, 8192, 6144)
+
+
+def activations(model, micro=MICRO, **degrees) -> Activations:
+    dense = degrees.get(TP, 1) * degrees.get(PP, 1) * degrees.get(CP, 1)
+    sparse = degrees.get(ETP, 1) * degrees.get(EP, 1) * degrees.get(PP, 1)
+    world = degrees.pop("world_size", dense * sparse)
+    return Activations(model, TrainLayout.build({"world_size": world} | degrees, model), micro)
+
+
+def test_a_dense_layer_by_hand():
+    """32 tokens, hidden 100, 4 query and 2 key/value heads of 10, MLP 300, bf16 with fused kernels."""
+    terms = activations(DENSE).layer(is_moe=False)
+    assert terms["attention norm"] == 32 * (100 * 2 + 4) + 32 * 100 * 2  # input and scale, then what the projection reads
+    projection, norms, rotary = 32 * 80 * 2, 32 * (60 * 2 + 6 * 4), 4 * 16 * 10 * 2
+    assert terms["query, key, value"] == projection + norms + rotary
+    assert terms["core attention"] == 32 * (40 + 20 + 40) * 2  # rotated queries and keys, output
+    assert terms["attention statistics"] == 32 * 4 * 4
+    assert terms["mlp"] == 32 * (600 + 300) * 2  # gate and up, then the product
+
+
+def test_an_expert_layer_by_hand():
+    """8,192 tokens of the 30B model on TP4 with sequence parallelism and EP8: 2,048 tokens a rank, each to 8 experts."""
+    terms = activations(known_spec("Qwen3-30B-A3B"), BIG, world_size=8, **{TP: 4, EP: 8}).layer(is_moe=True)
+    assert terms["expert input"] == 2048 * 8 * 2048 * 2
+    assert terms["expert activation"] == 2048 * 8 * (3 * 768 * 2 + 4)
+    assert terms["router"] == 2048 * 8 * (8 + 4)
+    assert terms["dispatch"] == 2048 * (128 * 5 + 8 * 8)
+    assert terms["shared experts"] == 0
+
+
+def test_slices_of_an_expert_all_see_its_tokens():
+    whole, sliced = (activations(known_spec("Qwen3-30B-A3B"), BIG, world_size=8, **{EP: 2, ETP: etp}) for etp in (1, 2))
+    assert sliced.layer(True)["expert input"] == 2 * whole.layer(True)["expert input"]
+    assert sliced.expert_tokens == 2 * whole.expert_tokens
+
+
+@pytest.mark.parametrize(
+    ("degrees", "stage", "micro_batches", "chunks"),
+    [
+        ({PP: 4}, 0, 8, [0, 0, 0, 0]),
+        ({PP: 4}, 3, 8, [0]),
+        ({PP: 4}, 0, 2, [0, 0]),  # no more than there are
+        ({PP: 2, VPP: 2}, 0, 4, [0, 0, 1, 1, 0]),  # 2 x 1 + 1 x 2 passes of warm-up, and one more
+        ({PP: 2, VPP: 2}, 1, 4, [0, 0, 1]),
+        ({}, 0, 8, [0]),
+    ],
+)
+def test_micro_batches_in_flight_are_those_of_the_schedule(degrees, stage, micro_batches, chunks):
+    layout = TrainLayout.build({"world_size": degrees.get(PP, 1)} | degrees, DENSE)
+    assert in_flight(layout, stage, micro_batches) == chunks
+
+
+@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Qwen3-8B"])
+def test_recomputing_more_keeps_less(name):
+    none = activations(known_spec(name), BIG)
+    selective = replace(none, recompute=Recompute("selective"))
+    most = replace(none, recompute=Recompute("selective", modules=("core_attn", "mlp", "moe")))
+    full = replace(none, recompute=Recompute("full"))
+    kept = [a.chunk((a.model.is_moe,) * a.model.num_layers)[0] for a in (none, selective, most, full)]
+    assert kept == sorted(kept, reverse=True)
+    assert len(set(kept)) == 4
+    assert kept[-1] == none.model.num_layers * 8192 * none.model.hidden_size * 2  # the input of every layer
+
+
+def test_recomputing_in_larger_groups_keeps_fewer_inputs_and_brings_more_back():
+    one, four = (replace(activations(DENSE), recompute=Recompute("full", num_layers=n)) for n in (1, 4))
+    assert one.chunk((False,) * 8)[0] == 4 * four.chunk((False,) * 8)[0]
+    assert four.chunk((False,) * 8)[1] == 4 * one.chunk((False,) * 8)[1]
+
+
+@pytest.mark.parametrize("axis", [TP, CP])
+def test_cutting_the_sequence_over_ranks_divides_a_layer(axis):
+    model = known_spec("Qwen3-30B-A3B")
+    whole, halved = activations(model, BIG), activations(model, BIG, **{axis: 2})
+    ratio = sum(whole.layer(True).values()) / sum(halved.layer(True).values())
+    assert ratio == pytest.approx(2, rel=0.01)
+    assert halved.head() == pytest.approx(whole.head() / 2, rel=0.01)
+
+
+def test_the_fused_kernels_keep_less_than_plain_torch():
+    fused = activations(known_spec("Qwen3-30B-A3B"), BIG)
+    plain = replace(fused, kernels="torch")
+    terms = fused.layer(True)
+    assert all(terms[name] <= size for name, size in plain.layer(True).items())
+    assert sum(terms.values()) < 0.8 * sum(plain.layer(True).values())
+
+
+def test_with_more_tensor_ranks_than_key_value_heads_each_gathers_the_whole_projection():
+    model = known_spec("Qwen3-30B-A3B")  # 32 query heads, 4 key/value heads of 128
+    four, eight = (activations(model, BIG, world_size=8, **{TP: tp}).layer(True)["query, key, value"] for tp in (4, 8))
+    gathered = 8192 * 40 * 128 * 2
+    assert eight > gathered > four
+
+
+def test_the_last_stage_has_the_logits_and_their_gradient():
+    both = activations(known_spec("Qwen3-8B"), BIG, **{PP: 2})
+    vocabulary = 151936
+    assert both.head() > 8192 * vocabulary * 2
+    assert both.stage_temporaries(1) == 6144 * vocabulary * (3 * 4 + 2) + 8192 * vocabulary * 2
+    assert both.stage_temporaries(0) < both.stage_temporaries(1)

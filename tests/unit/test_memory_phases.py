@@ -1,0 +1,83 @@
+"""What is on a device in each phase, what is named when it is too much, and the table of devices."""
+
+import pytest
+
+from mrl.errors import ConfigError
+from mrl.memory.devices import default_device, devices, find_device
+from mrl.memory.phases import CURES, ActorBytes, EngineBytes, Offload, Phase, actor_phases, colocated_phases, engine_phases
+
+GIB = 1024**3
+DEVICE = find_device("h100-80g")
+ACTOR = ActorBytes(parameters=10, gradients=20, optimizer=30, activations=40, temporaries=5, log_prob=7, sync_staging=3)
+ENGINE = EngineBytes(weights=100, working_set=11, cache=200, sync_staging=4, asleep=2)
+
+
+def totals(phases: list[Phase]) -> dict[str, int]:
+    return {phase.name: phase.total for phase in phases}
+
+
+def with_offload(**what) -> ActorBytes:
+    return ActorBytes(**{**vars(ACTOR), "offload": Offload(**what)})
+
+
+def test_separate_devices_hold_only_their_own():
+    assert totals(actor_phases(ACTOR, DEVICE)) == {"train": 105, "log_prob": 67, "sync": 63}
+    assert totals(engine_phases(ENGINE, DEVICE)) == {"rollout": 311, "rollout_sync": 104}
+
+
+def test_a_shared_device_holds_both_at_every_hand_over():
+    assert totals(colocated_phases(ACTOR, ENGINE, DEVICE)) == {
+        "train": 107,
+        "log_prob": 69,
+        "train_to_sync": 60 + 100 + 7,
+        "sync_to_rollout": 60 + 311,
+        "rollout": 60 + 311,
+        "rollout_to_log_prob": 60 + 2 + 7,
+    }
+
+
+def test_what_is_offloaded_comes_back_only_where_it_is_needed():
+    phases = totals(colocated_phases(with_offload(parameters=True, gradients=True, optimizer=True), ENGINE, DEVICE))
+    assert phases["rollout"] == 311
+    assert phases["train_to_sync"] == 10 + 100 + 7  # parameters are read, optimizer and gradients are not
+    assert phases["train"] == 107
+
+
+def test_host_memory_holds_what_left_the_device_and_gradients_are_dropped():
+    assert with_offload(parameters=True, gradients=True, optimizer=True).host == 40
+    half = with_offload(optimizer_cpu=0.5)
+    assert (half.optimizer_on_device, half.host) == (15, 15)
+    assert ACTOR.host == 0
+
+
+@pytest.mark.parametrize("term", sorted(CURES))
+def test_what_does_not_fit_names_its_largest_part_and_what_to_change(term):
+    phase = Phase("train", {"other": 1, term: 79 * GIB}, DEVICE.usable)
+    assert (phase.fits, phase.largest, phase.cure) == (False, term, CURES[term])
+    assert Phase("train", {term: 1}, DEVICE.usable).cure == ""
+
+
+def test_every_term_has_a_cure():
+    phases = [*actor_phases(ACTOR, DEVICE), *engine_phases(ENGINE, DEVICE), *colocated_phases(ACTOR, ENGINE, DEVICE)]
+    assert {term for phase in phases for term in phase.terms} <= set(CURES)
+
+
+def test_the_device_table_has_the_devices_of_the_presets_each_with_a_source():
+    assert {"h100-80g", "h200-141g", "a100-80g", "ascend-910b-64g", "ascend-a3-64g", "cpu"} <= set(devices())
+    for device in devices().values():
+        assert device.source
+        assert 0 < device.usable < device.memory
+        assert device.network_rate <= device.node_rate <= device.memory_rate
+
+
+def test_an_unknown_device_is_refused_with_the_list():
+    with pytest.raises(ConfigError, match=r"h100-81g.*is not known.*h100-80g.*ascend-910b-64g"):
+        find_device("h100-81g")
+
+
+def test_without_a_name_the_smallest_memory_is_assumed():
+    assert {platform: default_device(platform).name for platform in ("cuda", "npu", "cpu")} == {
+        "cuda": "h100-80g",
+        "npu": "ascend-a3-64g",
+        "cpu": "cpu",
+    }
