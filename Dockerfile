@@ -1,5 +1,6 @@
 # syntax=docker/dockerfile:1
-# docker build --target cpu -t mrl:cpu .     Versions: setup.py. Never built.
+# docker build --target cpu -t mrl:cpu .      or cuda, or npu (--build-arg CHIP=910b for Atlas A2; the default is A3)
+# Versions are those of setup.py and mrl/platforms/versions.py; a test compares. None of the three was ever built.
 
 FROM python:3.11-slim-bookworm AS source
 ENV PIP_NO_CACHE_DIR=1 PYTHONDONTWRITEBYTECODE=1
@@ -25,5 +26,28 @@ COPY --from=source /opt/mrl .
 RUN bash -c 'source scripts/install.sh cuda'
 ENTRYPOINT ["mrl"]
 
-FROM source AS npu
-RUN echo "the npu platform is not there yet; see README.md" >&2 && exit 1
+# CHIP: a3 (Atlas A3) or 910b (Atlas A2). The driver, npu-smi and hccn_tool are mounted from the host when the container is started, with
+# --ipc=host --network=host and the devices /dev/davinci*, davinci_manager, devmm_svm and hisi_hdc.
+ARG CHIP=a3
+FROM swr.cn-south-1.myhuaweicloud.com/ascendhub/cann:9.1.0-${CHIP}-ubuntu22.04-py3.12 AS npu
+# which kernels vllm-ascend compiles; ascend910b1 for Atlas A2
+ARG SOC_VERSION=ascend910_9392
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
+ENV PIP_NO_CACHE_DIR=1 PIP_EXTRA_INDEX_URL=https://triton-ascend.osinfra.cn/pypi/simple/
+RUN apt-get update && apt-get install -y --no-install-recommends g++ cmake git libnuma-dev && rm -rf /var/lib/apt/lists/* \
+    && pip install setuptools==80.10.2 setuptools-scm==9.2.2 wheel==0.45.1 packaging==25.0
+WORKDIR /opt
+# vLLM without a device of its own, then its Ascend plugin, whose operators are compiled against CANN and the torch that is installed
+RUN git clone --depth 1 --branch v0.23.0 https://github.com/vllm-project/vllm.git \
+    && VLLM_TARGET_DEVICE=empty pip install ./vllm && rm -rf vllm
+RUN . /usr/local/Ascend/ascend-toolkit/set_env.sh && . /usr/local/Ascend/nnal/atb/set_env.sh \
+    && pip install torch==2.10.0 torch-npu==2.10.0.post4 \
+    && COMPILE_CUSTOM_KERNELS=1 SOC_VERSION=${SOC_VERSION} pip install --no-build-isolation vllm-ascend==0.23.0 \
+    && pip uninstall -y triton torchvision torchaudio && pip install triton-ascend==3.2.2
+# MindSpeed is on no package index and is imported from its sources
+RUN git clone --depth 1 --branch core_r0.16.0 https://gitcode.com/Ascend/MindSpeed.git && pip install -e ./MindSpeed
+WORKDIR /opt/mrl
+COPY --from=source /opt/mrl .
+RUN pip install -e ".[npu]"
+# CANN's libraries are found through variables that its scripts set
+ENTRYPOINT ["/bin/bash", "-c", "source /usr/local/Ascend/ascend-toolkit/set_env.sh && source /usr/local/Ascend/nnal/atb/set_env.sh && exec mrl \"$@\"", "mrl"]

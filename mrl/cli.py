@@ -4,10 +4,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from mrl.commands import convert, train, validate
+from mrl.commands import convert, data, doctor, plan, submit, train, validate, verify
 from mrl.errors import ConfigError, Interrupted, MrlError
 
-COMMANDS = (train, validate, convert)
+COMMANDS = (train, validate, convert, data, submit, doctor, plan, verify)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -16,6 +16,7 @@ import shutil
 import string
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ HELD_OUT = 256  # problems
 MAX_ANSWER = 4  # tokens: two digits, the end, and one to spare
 SPECIAL = ("<pad>", "<eos>", "<unk>", "<system>", "<user>", "<assistant>")
 VOCAB_SIZE = 128
+POSITIONS = 128  # tokens, prompt and response
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<' + message['role'] + '>' + message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
@@ -72,7 +74,7 @@ class Problem:
         return str(self.left + self.right)
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer(positions: int = POSITIONS) -> PreTrainedTokenizerFast:
     """One token a character over printable ASCII, role markers, and reserved words that fill the vocabulary to its padded size."""
     words = [*SPECIAL, *string.printable[:95], "\n"]
     words += [f"<reserved_{i}>" for i in range(VOCAB_SIZE - len(words))]
@@ -86,13 +88,13 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         unk_token="<unk>",
         additional_special_tokens=["<system>", "<user>", "<assistant>"],
         clean_up_tokenization_spaces=False,
-        model_max_length=128,
+        model_max_length=positions,
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
 
-def make_model(seed: int) -> Qwen3MoeForCausalLM:
+def make_model(seed: int, positions: int = POSITIONS) -> Qwen3MoeForCausalLM:
     """A float32 Qwen3-MoE whose every size divides by 32, so that it can be cut by any small layout."""
     torch.manual_seed(seed)
     config = Qwen3MoeConfig(
@@ -109,7 +111,7 @@ def make_model(seed: int) -> Qwen3MoeForCausalLM:
         norm_topk_prob=True,
         decoder_sparse_step=1,
         mlp_only_layers=[],
-        max_position_embeddings=128,
+        max_position_embeddings=positions,
         initializer_range=0.06,  # about 1/sqrt(hidden_size) / 1.5: learns several times faster at this width than the usual 0.02
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         tie_word_embeddings=False,
@@ -266,8 +268,8 @@ def existing(out: Path, seed: int, force: bool) -> dict[str, Any] | None:
     return world
 
 
-def make(out: Path, seed: int, force: bool, plan: WarmUp) -> dict[str, Any]:
-    """Builds next to `out` and renames, so that a folder at `out` is always whole."""
+def make(out: Path, seed: int, force: bool, plan: Any, build: Callable[[Path, int, Any], dict[str, Any]] = build) -> dict[str, Any]:
+    """Builds next to `out` and renames, so that a folder at `out` is always whole. `plan` is what `build` takes."""
     world = existing(out, seed, force)
     if world is not None:
         return world

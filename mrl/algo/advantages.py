@@ -1,16 +1,87 @@
-"""Advantages from scores, one number a response; numpy, because the driver holds scores and nothing else."""
+"""Advantages from scores, one number a response or a token; numpy, because the driver holds scores and nothing else.
 
-from collections.abc import Callable
+What every estimator does where it has little to go on: a group of one has baseline 0, as in verl, so its advantage is its score (under
+grpo_passk, which is about a lead over others, 0). A group whose scores are all equal has advantage 0 exactly, free of rounding. A group
+with missing responses is a smaller group. Whitening one value, or equal ones, gives 0.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from mrl.algo.spec import ADVANTAGES
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, DataError
 
 STD_EPS = 1e-6
+WHITEN_EPS = 1e-8
 
-AdvantageFunction = Callable[[np.ndarray, np.ndarray, bool], np.ndarray]
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """One step's responses, in any order.
+
+    `mask` holds the tokens that will be trained on; statistics over tokens are taken over them alone.
+    """
+
+    scores: np.ndarray  # [batch], after penalties
+    group_ids: np.ndarray  # [batch]; responses to one prompt share a group
+    mask: np.ndarray  # bool [batch, response_length]
+    norm_adv_by_std_in_grpo: bool = True
+    token_penalties: np.ndarray | None = None  # [batch, response_length], taken off the reward of each token: KL in the reward
+    parts: Mapping[str, np.ndarray] = field(default_factory=dict)  # gdpo: the reward's parts by name, [batch] each
+    part_weights: Mapping[str, float] = field(default_factory=dict)  # gdpo: weight of each part; a part without one weighs 1
+
+    @property
+    def totals(self) -> np.ndarray:
+        """float64 [batch]: scores less the penalties of all tokens."""
+        scores = np.asarray(self.scores, dtype=np.float64)
+        if self.token_penalties is None:
+            return scores
+        return scores - np.where(self.mask, self.token_penalties, 0.0).sum(-1)
+
+
+AdvantageFunction = Callable[[AdvantageInputs], np.ndarray]  # -> [batch], or [batch, response_length]
 ADVANTAGE_FUNCTIONS: dict[str, AdvantageFunction] = {}
+
+
+@dataclass(frozen=True)
+class Groups:
+    """`index` [batch]: which group a response is in, counted from 0; `size` [groups]."""
+
+    index: np.ndarray
+    size: np.ndarray
+
+    @classmethod
+    def of(cls, group_ids: np.ndarray) -> "Groups":
+        _, index, size = np.unique(np.asarray(group_ids), return_inverse=True, return_counts=True)
+        return cls(index, size)
+
+    def mean(self, values: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
+        """[groups], weighted; the plain mean of a group whose weights are all 0."""
+        plain = np.bincount(self.index, values, len(self.size)) / self.size
+        if weights is None:
+            return plain
+        weight = np.bincount(self.index, weights, len(self.size))
+        weighted = np.bincount(self.index, values * weights, len(self.size)) / np.where(weight > 0, weight, 1.0)
+        return np.where(weight > 0, weighted, plain)
+
+    def std(self, centred: np.ndarray) -> np.ndarray:
+        """[groups] over n - 1, of values whose group means are 0; 1 for a group of one."""
+        variance = np.bincount(self.index, centred**2, len(self.size)) / np.maximum(self.size - 1, 1)
+        return np.where(self.size > 1, np.sqrt(variance), 1.0)
+
+    def equal(self, scores: np.ndarray) -> np.ndarray:
+        """[groups] bool: more than one score and all the same."""
+        low, high = np.full(len(self.size), np.inf), np.full(len(self.size), -np.inf)
+        np.minimum.at(low, self.index, scores)
+        np.maximum.at(high, self.index, scores)
+        return (low == high) & (self.size > 1)
+
+    def centred(self, scores: np.ndarray, baseline: np.ndarray) -> np.ndarray:
+        """[batch]: scores less their group's baseline, which is 0 for a group of one; exactly 0 where a group's scores are all equal."""
+        baseline = np.where(self.size > 1, baseline, 0.0)
+        return np.where(self.equal(scores)[self.index], 0.0, scores - baseline[self.index])
 
 
 def _advantage(name: str) -> Callable[[AdvantageFunction], AdvantageFunction]:
@@ -22,40 +93,106 @@ def _advantage(name: str) -> Callable[[AdvantageFunction], AdvantageFunction]:
 
 
 @_advantage("grpo")
-def grpo(scores: np.ndarray, group_ids: np.ndarray, norm_adv_by_std_in_grpo: bool = True) -> np.ndarray:
+def grpo(inputs: AdvantageInputs) -> np.ndarray:
     """(score - group mean) / (group std + 1e-6), std over n - 1 (arXiv:2402.03300); without the std it is Dr.GRPO (arXiv:2503.20783).
 
-    A group of one has mean 0 and std 1, as in verl: its advantage is its score. A group whose scores are all equal has advantage 0
-    exactly, free of rounding. `scores` [batch], `group_ids` [batch] in any order; float64 [batch] out.
+    A group of one has mean 0 and std 1, as in verl: its advantage is its score.
     """
-    scores = np.asarray(scores, dtype=np.float64)
-    _, group, size = np.unique(np.asarray(group_ids), return_inverse=True, return_counts=True)
-    mean = np.where(size > 1, np.bincount(group, scores, len(size)) / size, 0.0)
-    centred = np.where(_equal_scores(scores, group, size)[group], 0.0, scores - mean[group])
-    if not norm_adv_by_std_in_grpo:
-        return centred
-    variance = np.bincount(group, centred**2, len(size)) / np.maximum(size - 1, 1)
-    std = np.where(size > 1, np.sqrt(variance), 1.0)
-    return centred / (std[group] + STD_EPS)
+    return _grpo(inputs.totals, Groups.of(inputs.group_ids), inputs.norm_adv_by_std_in_grpo)
 
 
-def _equal_scores(scores: np.ndarray, group: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """[groups] bool: more than one score and all the same."""
-    low, high = np.full(len(size), np.inf), np.full(len(size), -np.inf)
-    np.minimum.at(low, group, scores)
-    np.maximum.at(high, group, scores)
-    return (low == high) & (size > 1)
+def _grpo(scores: np.ndarray, groups: Groups, by_std: bool) -> np.ndarray:
+    centred = groups.centred(scores, groups.mean(scores))
+    return centred / (groups.std(centred)[groups.index] + STD_EPS) if by_std else centred
 
 
-def compute_advantages(
-    adv_estimator: str, scores: np.ndarray, group_ids: np.ndarray, response_mask: np.ndarray, norm_adv_by_std_in_grpo: bool = True
-) -> np.ndarray:
-    """float32 [batch, response_length]: the response's advantage on each of its tokens, 0 in padding.
+@_advantage("rloo")
+def rloo(inputs: AdvantageInputs) -> np.ndarray:
+    """score - mean of the other scores of the group = G / (G - 1) (score - group mean) (arXiv:2402.14740)."""
+    scores, groups = inputs.totals, Groups.of(inputs.group_ids)
+    others = np.where(groups.size > 1, groups.size / np.maximum(groups.size - 1, 1), 1.0)
+    return groups.centred(scores, groups.mean(scores)) * others[groups.index]
 
-    `scores` and `group_ids` are [batch], `response_mask` bool [batch, response_length]. Raises ConfigError for an unknown estimator.
+
+@_advantage("opo")
+def opo(inputs: AdvantageInputs) -> np.ndarray:
+    """score - sum(length x score) / sum(length) over the group (arXiv:2505.23585): the baseline of least variance when the squared
+    gradient of a response grows with its length. A group of one has baseline 0.
     """
+    scores, groups = inputs.totals, Groups.of(inputs.group_ids)
+    return groups.centred(scores, groups.mean(scores, inputs.mask.sum(-1).astype(np.float64)))
+
+
+@_advantage("grpo_passk")
+def grpo_passk(inputs: AdvantageInputs) -> np.ndarray:
+    """The best response of a group has (best - second best) / (group std + 1e-6), all others 0 (arXiv:2503.19595).
+
+    Ties for the best, and a group of one, leave nothing: 0. `norm_adv_by_std_in_grpo` False drops the std.
+    """
+    scores, groups = inputs.totals, Groups.of(inputs.group_ids)
+    order = np.lexsort((scores, groups.index))  # by group, then rising score
+    last = np.cumsum(groups.size) - 1
+    best, second = order[last], order[np.maximum(last - 1, 0)]
+    advantages = np.zeros(len(scores))
+    advantages[best] = np.where(groups.size > 1, scores[best] - scores[second], 0.0)
+    if not inputs.norm_adv_by_std_in_grpo:
+        return advantages
+    return advantages / (groups.std(groups.centred(scores, groups.mean(scores)))[groups.index] + STD_EPS)
+
+
+@_advantage("reinforce_plus_plus")
+def reinforce_plus_plus(inputs: AdvantageInputs) -> np.ndarray:
+    """Reward still to come at each token, undiscounted, whitened over the batch's tokens (arXiv:2501.03262): [batch, response_length].
+
+    The score stands at the last token; with KL in the reward each token has its own penalty, and what is to come differs by token.
+    """
+    returns = np.broadcast_to(np.asarray(inputs.scores, dtype=np.float64)[:, None], inputs.mask.shape)
+    if inputs.token_penalties is not None:
+        penalties = np.where(inputs.mask, inputs.token_penalties, 0.0)
+        returns = returns - penalties[:, ::-1].cumsum(-1)[:, ::-1]
+    return whiten(returns, inputs.mask)
+
+
+@_advantage("reinforce_plus_plus_baseline")
+def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> np.ndarray:
+    """score - group mean on every token, whitened over the batch's tokens (arXiv:2501.03262): [batch, response_length]."""
+    scores, groups = inputs.totals, Groups.of(inputs.group_ids)
+    return whiten(_on_tokens(groups.centred(scores, groups.mean(scores)), inputs.mask), inputs.mask)
+
+
+@_advantage("gdpo")
+def gdpo(inputs: AdvantageInputs) -> np.ndarray:
+    """Sum of weight x grpo(part) over the reward's parts, whitened over the batch's tokens (arXiv:2601.05242): [batch, response_length].
+
+    Normalising each part by itself keeps apart what a sum of parts would make equal. Raises DataError when no part is given.
+    """
+    if not inputs.parts:
+        raise DataError("adv_estimator gdpo needs the parts of the reward: name them under algorithm.gdpo_reward_keys")
+    groups, by_std = Groups.of(inputs.group_ids), inputs.norm_adv_by_std_in_grpo
+    total = sum(
+        inputs.part_weights.get(name, 1.0) * _grpo(np.asarray(part, dtype=np.float64), groups, by_std)
+        for name, part in inputs.parts.items()
+    )
+    return whiten(_on_tokens(total, inputs.mask), inputs.mask)
+
+
+def whiten(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """(values - mean) / sqrt(variance + 1e-8) with both taken over the mask, variance over n - 1; all [batch, response_length]."""
+    picked = values[mask]
+    if picked.size < 2 or picked.min() == picked.max():
+        return np.zeros(mask.shape)
+    return (values - picked.mean()) / np.sqrt(picked.var(ddof=1) + WHITEN_EPS)
+
+
+def _on_tokens(per_response: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    return np.broadcast_to(per_response[:, None], mask.shape)
+
+
+def compute_advantages(adv_estimator: str, inputs: AdvantageInputs) -> np.ndarray:
+    """float32 [batch, response_length]: the advantage of each token, 0 outside the mask. Raises ConfigError for an unknown estimator."""
     function = ADVANTAGE_FUNCTIONS.get(adv_estimator)
     if function is None:
         raise ConfigError(f"algorithm.adv_estimator: {adv_estimator!r} is unknown; allowed: {', '.join(ADVANTAGES)}")
-    per_response = function(scores, group_ids, norm_adv_by_std_in_grpo)
-    return (per_response[:, None] * response_mask).astype(np.float32)
+    found = function(inputs)
+    on_tokens = found if found.ndim == 2 else _on_tokens(found, inputs.mask)
+    return np.where(inputs.mask, on_tokens, 0.0).astype(np.float32)

@@ -1,5 +1,6 @@
 """Estimators of KL(policy || reference) from sampled tokens (http://joschu.net/blog/kl-approx.html)."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,3 +37,12 @@ def kl_per_token(log_probs: Tensor, ref_log_probs: Tensor, kl_loss_type: str) ->
         return value
     carrier = ESTIMATORS["k2"](log_ratio)
     return value.detach() + carrier - carrier.detach()
+
+
+def kl_in_reward(old_log_probs: np.ndarray, ref_log_probs: np.ndarray, kl_penalty: str, kl_coef: float) -> np.ndarray:
+    """float64 [batch, response_length]: kl_coef x KL of each token under the policy before the update, to be taken off its reward.
+
+    Only values matter in a reward, so a trailing `+` changes nothing.
+    """
+    old, ref = (torch.from_numpy(np.asarray(x, dtype=np.float64)) for x in (old_log_probs, ref_log_probs))
+    return kl_coef * kl_per_token(old, ref, kl_penalty).numpy()

@@ -1,10 +1,13 @@
 """Policy losses: pure tensor functions of log-probabilities and advantages.
 
 Notation: d = log_probs - old_log_probs per token, r = exp(d), A the advantage, L a response's length, sg stop-gradient.
+
+A loss of one's own is one function under `@register_loss(name)`, in a file that the configuration names under
+algorithm.policy_loss.custom; it has the signature of those below.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -12,7 +15,6 @@ from torch import Tensor
 from mrl.algo.aggregate import Denominators, aggregate, local_weight, masked, sequence_mean
 from mrl.algo.kl import LOG_RATIO_LIMIT, kl_per_token
 from mrl.algo.metrics import LOG_SEQ_RATIO, LOG_SEQ_RATIO_SQUARE, MetricParts
-from mrl.algo.spec import LOSSES
 from mrl.errors import ConfigError
 
 SEQUENCE_LOG_RATIO_MAX = 10.0
@@ -31,6 +33,14 @@ class PolicyLossParameters:
     entropy_coeff: float = 0.0
     kl_loss_coef: float = 0.0
     kl_loss_type: str = "low_var_kl"
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+    clip_cov_ratio: float = 2e-4
+    clip_cov_lb: float = 1.0
+    clip_cov_ub: float = 5.0
+    kl_cov_ratio: float = 2e-4
+    ppo_kl_coef: float = 0.1
+    custom: Mapping[str, float] = field(default_factory=dict)  # constants of a user's loss
 
 
 @dataclass(frozen=True)
@@ -38,11 +48,13 @@ class LossInputs:
     """One micro-batch; every tensor is [batch, response_length] and whole sequences (not cut by context parallelism)."""
 
     log_probs: Tensor  # of the current policy, carries the gradient
-    old_log_probs: Tensor
+    old_log_probs: Tensor  # of the anchor of the trust region
     advantages: Tensor
-    response_mask: Tensor  # bool
+    response_mask: Tensor  # bool: the tokens that count; rejected ones do not
     entropy: Tensor | None = None  # nats per token, carries the gradient where entropy_coeff is not 0
     ref_log_probs: Tensor | None = None  # needed where kl_loss_coef is not 0
+    weights: Tensor | None = None  # importance weights of the off-policy correction, on the policy loss alone
+    selected: Tensor | None = None  # bool: the tokens that mrl.algo.selection chose from the whole mini-batch
 
 
 @dataclass(frozen=True)
@@ -55,20 +67,28 @@ class LossOutput:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """All [batch, response_length]: the loss, and where it was clipped by the band or by the dual clip."""
+    """All [batch, response_length]: the loss, and where it was clipped by the band (or its counterpart) or by the dual clip."""
 
     values: Tensor
     clipped: Tensor
-    clipped_lower: Tensor
+    clipped_lower: Tensor | None = None
 
 
 TokenLossFunction = Callable[[PolicyLossParameters, LossInputs, Tensor], TokenLoss]
 TOKEN_LOSSES: dict[str, TokenLossFunction] = {}
 
 
-def _loss(name: str) -> Callable[[TokenLossFunction], TokenLossFunction]:
+def register_loss(name: str) -> Callable[[TokenLossFunction], TokenLossFunction]:
+    """Makes `function(parameters, inputs, log_ratio) -> TokenLoss` known under `name`; `log_ratio` is d, 0 outside the mask.
+
+    The function sees one micro-batch and must treat each sequence by itself, or the loss would depend on how a batch is cut. Raises
+    ConfigError for a name that is taken.
+    """
+
     def bind(function: TokenLossFunction) -> TokenLossFunction:
-        TOKEN_LOSSES[LOSSES[name].name] = function
+        if name in TOKEN_LOSSES:
+            raise ConfigError(f"register_loss: the name {name!r} is taken; taken: {', '.join(TOKEN_LOSSES)}")
+        TOKEN_LOSSES[name] = function
         return function
 
     return bind
@@ -81,31 +101,135 @@ def _clipped_surrogate(ratio: Tensor, advantages: Tensor, parameters: PolicyLoss
     return torch.maximum(plain, clipped), clipped > plain
 
 
-@_loss("gspo")
+def _token_ratio(log_ratio: Tensor) -> Tensor:
+    return torch.exp(log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+
+
+def _either(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
+    """One of two numbers in the precision of `like`; torch.where alone would round them to float32."""
+    return torch.where(condition, like.new_full((), yes), like.new_full((), no))
+
+
+@register_loss("gspo")
 def gspo(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
+    """GSPO (arXiv:2507.18071, eq. 5): s = exp(mean of d over the response), clipped as a whole, under the response's mean advantage.
+
+    The log ratio is bounded above by 10, so a response that drifted past e^10 gives a large finite loss without gradient instead of
+    infinity; there is no bound below, where exp goes to 0 by itself. Neither is reached inside a band.
+    """
+    ratio = torch.exp(sequence_mean(log_ratio, inputs.response_mask).clamp(max=SEQUENCE_LOG_RATIO_MAX))
+    values, clipped = _clipped_surrogate(ratio, sequence_mean(inputs.advantages, inputs.response_mask), parameters)
+    # a sequence's loss stands on each of its tokens, so that the mean over them is the sequence's
+    return TokenLoss(values[:, None].expand_as(log_ratio), clipped[:, None].expand_as(log_ratio))
+
+
+@register_loss("gspo-token")
+def gspo_token(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
     """GSPO-token (arXiv:2507.18071, eq. 13 and 14): r_t = sg[s] exp(log_probs - sg[log_probs]), s = exp(mean of d over the response).
 
     Every token has the sequence's ratio as its value and its own log-probability's gradient; with one advantage for the whole
-    sequence this is the sequence form. The log ratio is bounded above by 10, so a response that drifted past e^10 gives a large finite
-    loss without gradient instead of infinity; there is no bound below, where exp goes to 0 by itself. Neither is reached inside a band.
+    sequence this is the sequence form. Bounded as in `gspo`.
     """
     sequence_log_ratio = sequence_mean(log_ratio, inputs.response_mask).detach()[:, None]
     ratio = torch.exp((inputs.log_probs - inputs.log_probs.detach() + sequence_log_ratio).clamp(max=SEQUENCE_LOG_RATIO_MAX))
-    values, clipped = _clipped_surrogate(ratio, inputs.advantages, parameters)
-    return TokenLoss(values, clipped, torch.zeros_like(clipped))
+    return TokenLoss(*_clipped_surrogate(ratio, inputs.advantages, parameters))
 
 
-@_loss("vanilla")
+@register_loss("vanilla")
 def vanilla(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
     """PPO (arXiv:1707.06347, eq. 7) with separate bounds (DAPO), d bounded to [-20, 20], and the dual clip (arXiv:1912.09729, eq. 5).
 
     The dual clip holds the loss of a token with A < 0 at -A clip_ratio_c, where a large ratio would otherwise make it unbounded.
     """
-    ratio = torch.exp(log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
-    values, clipped = _clipped_surrogate(ratio, inputs.advantages, parameters)
+    values, clipped = _clipped_surrogate(_token_ratio(log_ratio), inputs.advantages, parameters)
     ceiling = -inputs.advantages * parameters.clip_ratio_c
     over = (inputs.advantages < 0) & (values > ceiling)
     return TokenLoss(torch.where(over, ceiling, values), clipped, over)
+
+
+@register_loss("cispo")
+def cispo(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
+    """CISPO (arXiv:2506.13585): -sg[clip(r, 1 - low, 1 + high)] A log_probs; no token loses its gradient.
+
+    The paper has no lower bound (clip_ratio_low 1) and a wide upper one.
+    """
+    ratio = _token_ratio(log_ratio.detach())
+    weight = ratio.clamp(1 - parameters.clip_ratio_low, 1 + parameters.clip_ratio_high)
+    return TokenLoss(-weight * inputs.advantages * inputs.log_probs, weight != ratio)
+
+
+@register_loss("geo_mean")
+def geo_mean(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
+    """GMPO (arXiv:2507.20673): -A exp(mean of clipped d), one ratio a sequence, but each token clipped before the mean.
+
+    The clip is in log space, d within [-low, high] on the side that the advantage's sign rewards. A is the sequence's mean advantage.
+    """
+    sign = torch.sign(inputs.advantages)
+    bounded = sign * log_ratio.clamp(-parameters.clip_ratio_low, parameters.clip_ratio_high)
+    held = sign * torch.minimum(sign * log_ratio, bounded)
+    ratio = torch.exp(sequence_mean(held, inputs.response_mask).clamp(max=SEQUENCE_LOG_RATIO_MAX))
+    values = -sequence_mean(inputs.advantages, inputs.response_mask) * ratio
+    return TokenLoss(values[:, None].expand_as(log_ratio), bounded < sign * log_ratio)
+
+
+@register_loss("sapo")
+def sapo(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
+    """SAPO (arXiv:2511.20347): -A (4 / tau) sigmoid(tau (r - 1)), tau_pos where A > 0, else tau_neg; slope 1 at r = 1. Clips nothing."""
+    tau = _either(inputs.advantages > 0, parameters.tau_pos, parameters.tau_neg, log_ratio)
+    gate = 4.0 / tau * torch.sigmoid(tau * (_token_ratio(log_ratio) - 1))
+    return TokenLoss(-inputs.advantages * gate, torch.zeros_like(inputs.response_mask))
+
+
+@register_loss("clip_cov")
+def clip_cov(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
+    """Clip-Cov (arXiv:2505.22617): PPO clipping, and selected tokens that it leaves alone give neither loss nor gradient."""
+    values, clipped = _clipped_surrogate(_token_ratio(log_ratio), inputs.advantages, parameters)
+    dropped = _selected(inputs) & ~clipped
+    return TokenLoss(torch.where(dropped, 0.0, values), clipped | dropped)
+
+
+@register_loss("kl_cov")
+def kl_cov(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
+    """KL-Cov (arXiv:2505.22617): -A r, and on selected tokens ppo_kl_coef |d| besides. Clips nothing; `clipped` is the selection."""
+    picked = _selected(inputs)
+    values = -inputs.advantages * _token_ratio(log_ratio)
+    return TokenLoss(values + torch.where(picked, parameters.ppo_kl_coef * log_ratio.abs(), 0.0), picked)
+
+
+def _selected(inputs: LossInputs) -> Tensor:
+    if inputs.selected is None:
+        raise ConfigError("this loss needs the tokens that mrl.algo.selection chooses from the whole mini-batch, and was given none")
+    return inputs.selected
+
+
+@register_loss("dppo_tv")
+def dppo_tv(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
+    """DPPO (arXiv:2602.04879) by total variation: a token leaves once its probability has moved by more than the clip, A's way."""
+    moved = torch.exp(inputs.log_probs.detach()) - torch.exp(inputs.old_log_probs)
+    beyond = torch.where(moved > 0, moved > parameters.clip_ratio_high, -moved > parameters.clip_ratio_low)
+    return _divergence_masked(parameters, inputs, log_ratio, beyond)
+
+
+@register_loss("dppo_kl")
+def dppo_kl(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
+    """DPPO by KL(old || new) of the two-way choice between this token and any other; the clip bounds it, high above and low below."""
+    old, new = torch.exp(inputs.old_log_probs), torch.exp(inputs.log_probs.detach())
+    rest = _log1m(inputs.old_log_probs) - _log1m(inputs.log_probs.detach())
+    divergence = -old * log_ratio.detach() + (1 - old) * rest
+    bound = _either(new > old, parameters.clip_ratio_high, parameters.clip_ratio_low, log_ratio)
+    return _divergence_masked(parameters, inputs, log_ratio, divergence > bound)
+
+
+def _log1m(log_probs: Tensor) -> Tensor:
+    """log(1 - p), p held below 1 - 1e-6 so that it stays finite."""
+    return torch.log1p(-torch.exp(log_probs).clamp(max=1 - 1e-6))
+
+
+def _divergence_masked(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor, beyond: Tensor) -> TokenLoss:
+    """-A sg[min(r, clip_ratio_c)] log_probs, without the tokens that are `beyond` and that A would push further."""
+    weight = _token_ratio(log_ratio.detach()).clamp(max=parameters.clip_ratio_c)
+    dropped = beyond & (inputs.advantages * log_ratio.detach() > 0)
+    return TokenLoss(torch.where(dropped, 0.0, -inputs.advantages * weight * inputs.log_probs), dropped)
 
 
 def policy_loss(parameters: PolicyLossParameters, inputs: LossInputs, denominators: Denominators) -> LossOutput:
@@ -114,13 +238,14 @@ def policy_loss(parameters: PolicyLossParameters, inputs: LossInputs, denominato
     `denominators` count the whole mini-batch over all data-parallel ranks, so gradients are to be summed over micro-batches and ranks,
     not averaged. Raises ConfigError for an unknown name or an input that the coefficients need and that is missing.
     """
-    spec = LOSSES.get(parameters.loss_mode)
-    if spec is None:
-        raise ConfigError(f"policy_loss.loss_mode: {parameters.loss_mode!r} is unknown; allowed: {', '.join(LOSSES)}")
+    function = TOKEN_LOSSES.get(parameters.loss_mode)
+    if function is None:
+        raise ConfigError(f"policy_loss.loss_mode: {parameters.loss_mode!r} is unknown; allowed: {', '.join(TOKEN_LOSSES)}")
     inputs = _without_padding(inputs)
     log_ratio = inputs.log_probs - inputs.old_log_probs
-    token_loss = TOKEN_LOSSES[spec.name](parameters, inputs, log_ratio)
-    numerators = {"actor/pg_loss": _numerator(parameters, inputs, token_loss.values)}
+    token_loss = function(parameters, inputs, log_ratio)
+    values = token_loss.values if inputs.weights is None else token_loss.values * inputs.weights
+    numerators = {"actor/pg_loss": _numerator(parameters, inputs, values)}
     total = numerators["actor/pg_loss"]
     if inputs.entropy is not None:
         numerators["actor/entropy_loss"] = _numerator(parameters, inputs, inputs.entropy)
@@ -158,9 +283,10 @@ def _ratio_metrics(inputs: LossInputs, log_ratio: Tensor, token_loss: TokenLoss)
     mask = inputs.response_mask
     tokens, sequences = mask.sum(), mask.any(-1).sum()
     log_seq_ratio = sequence_mean(log_ratio, mask)
+    lower = tokens.new_zeros(()) if token_loss.clipped_lower is None else (token_loss.clipped_lower & mask).sum()
     return {
         "actor/pg_clipfrac": ((token_loss.clipped & mask).sum(), tokens),
-        "actor/pg_clipfrac_lower": ((token_loss.clipped_lower & mask).sum(), tokens),
+        "actor/pg_clipfrac_lower": (lower, tokens),
         "actor/ppo_kl": (-log_ratio.sum(), tokens),
         LOG_SEQ_RATIO: (log_seq_ratio.sum(), sequences),
         LOG_SEQ_RATIO_SQUARE: (log_seq_ratio.square().sum(), sequences),

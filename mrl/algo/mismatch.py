@@ -30,8 +30,28 @@ def mismatch_metrics(rollout_log_probs: np.ndarray, actor_log_probs: np.ndarray,
         "training/rollout_actor_probs_pearson_corr": _pearson(np.exp(rollout), np.exp(actor)),
         "rollout_corr/kl": (rollout - actor).mean(),
         "rollout_corr/k3_kl": (np.expm1(log_ratio) - log_ratio).mean(),
+        "rollout_corr/chi2_token": np.expm1(2 * log_ratio).mean(),
+        **_sequence_metrics(rollout_log_probs, actor_log_probs, response_mask),
     }
     return {name: float(value) for name, value in values.items()}
+
+
+def _sequence_metrics(rollout: np.ndarray, actor: np.ndarray, mask: np.ndarray) -> dict[str, float]:
+    """Perplexities of responses and the chi-square divergence of whole responses, over those that have a token."""
+    rows = mask.any(-1)
+    lengths = mask[rows].sum(-1)
+    sums = [np.where(mask, x, 0.0)[rows].astype(np.float64).sum(-1) for x in (rollout, actor)]
+    rollout_ppl, actor_ppl = (np.exp(-total / lengths) for total in sums)
+    log_ratio = sums[1] - sums[0]
+    log_ppl_diff = -log_ratio / lengths  # positive where the trainer is the more surprised
+    return {
+        "rollout_corr/training_ppl": actor_ppl.mean(),
+        "rollout_corr/rollout_ppl": rollout_ppl.mean(),
+        "rollout_corr/ppl_ratio": np.exp(log_ppl_diff).mean(),
+        "rollout_corr/log_ppl_diff": log_ppl_diff.mean(),
+        "rollout_corr/log_ppl_abs_diff": np.abs(log_ppl_diff).mean(),
+        "rollout_corr/chi2_seq": np.expm1(2 * np.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)).mean(),
+    }
 
 
 def _finite(name: str, log_probs: np.ndarray, mask: np.ndarray) -> np.ndarray:

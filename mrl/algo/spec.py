@@ -1,7 +1,7 @@
-"""Names of advantages, losses, aggregations and KL estimators, with what holds for each; no torch.
+"""Names of advantages, losses, aggregations, KL estimators and corrections, with what holds for each; no torch.
 
 Configuration and docs read these tables. The implementations bind to them by name, and a test compares the two sets, so a name
-stands here exactly when it runs. Names are verl's.
+stands here exactly when it runs. Names are verl's; ALIASES are what people call some of them elsewhere.
 """
 
 from dataclasses import dataclass
@@ -10,10 +10,13 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class AdvantageSpec:
-    """`needs_group`: compares responses to one prompt, so one response a prompt leaves nothing to compare."""
+    """`needs_group`: compares responses to one prompt, so one response a prompt leaves nothing to compare. `needs_parts`: reads the
+    parts of the reward that are named in algorithm.gdpo_reward_keys. `uses_std`: obeys norm_adv_by_std_in_grpo."""
 
     name: str
     needs_group: bool
+    uses_std: bool
+    needs_parts: bool
     summary: str
 
 
@@ -29,14 +32,17 @@ class AggregationSpec:
 
 @dataclass(frozen=True)
 class LossSpec:
-    """`aggregations`: those that keep the loss what its paper says. `clip_warning_above`: a clip ratio above it is a likely mistake."""
+    """`aggregations`: those that keep the loss what its paper says. `clip_warning_above`: a clip ratio above it is a likely mistake.
+
+    `needs_rollout_anchor`: measures the step from generation's own probabilities, so it is that loss only under `anchor: rollout`.
+    """
 
     name: str
     aggregations: tuple[str, ...]
-    clip_warning_above: float | None
-    needs_rollout_log_probs: bool
-    has_dual_clip: bool
     summary: str
+    clip_warning_above: float | None = None
+    needs_rollout_anchor: bool = False
+    has_dual_clip: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,16 +55,42 @@ class KlSpec:
     summary: str
 
 
+@dataclass(frozen=True)
+class CorrectionSpec:
+    """A published correction as a point on the two axes, with the bounds that its authors or users give."""
+
+    level: str
+    mode: str
+    low: float | None
+    high: float
+    summary: str
+
+
 def _table(*specs):
     return {spec.name: spec for spec in specs}
 
 
+def _advantage(name: str, summary: str, needs_group: bool = True, uses_std: bool = False, needs_parts: bool = False) -> AdvantageSpec:
+    return AdvantageSpec(name, needs_group, uses_std, needs_parts, summary)
+
+
 ADVANTAGES: dict[str, AdvantageSpec] = _table(
-    AdvantageSpec(
+    _advantage(
         "grpo",
-        needs_group=True,
-        summary="(score - group mean) / group std (arXiv:2402.03300); norm_adv_by_std_in_grpo=False drops the std (Dr.GRPO)",
+        "(score - group mean) / group std (arXiv:2402.03300); norm_adv_by_std_in_grpo=False drops the std (Dr.GRPO)",
+        uses_std=True,
     ),
+    _advantage("rloo", "score - mean score of the group's other responses (arXiv:2402.14740)"),
+    _advantage("reinforce_plus_plus", "reward still to come, whitened over all tokens of the batch (arXiv:2501.03262)", needs_group=False),
+    _advantage("reinforce_plus_plus_baseline", "score - group mean, whitened over all tokens of the batch (arXiv:2501.03262)"),
+    _advantage("grpo_passk", "only the group's best response counts, by its lead over the second (arXiv:2503.19595)", uses_std=True),
+    _advantage(
+        "gdpo",
+        "each part of the reward as in grpo, weighted sum, whitened over all tokens of the batch (arXiv:2601.05242)",
+        uses_std=True,
+        needs_parts=True,
+    ),
+    _advantage("opo", "score - mean score of the group weighted by length (arXiv:2505.23585)"),
 )
 
 AGGREGATIONS: dict[str, AggregationSpec] = _table(
@@ -73,23 +105,49 @@ AGGREGATIONS: dict[str, AggregationSpec] = _table(
     ),
 )
 
+ANY_AGGREGATION = tuple(AGGREGATIONS)
+PER_SEQUENCE = ("seq-mean-token-mean",)
+# The sequence ratio's spread is a token's over sqrt(length): a band of 0.2 never clips; 0.02 is already wide at 4 tokens.
+SEQUENCE_BAND = 0.02
+
 LOSSES: dict[str, LossSpec] = _table(
+    LossSpec("gspo", PER_SEQUENCE, "one ratio and one clip for a whole sequence (arXiv:2507.18071, eq. 5)", SEQUENCE_BAND),
     LossSpec(
-        "gspo",
-        aggregations=("seq-mean-token-mean",),
-        # The sequence ratio's spread is a token's over sqrt(length): a band of 0.2 never clips; 0.02 is already wide at 4 tokens.
-        clip_warning_above=0.02,
-        needs_rollout_log_probs=False,
-        has_dual_clip=False,
-        summary="sequence-level ratio and clipping in its token form (GSPO-token, arXiv:2507.18071)",
+        "gspo-token",
+        PER_SEQUENCE,
+        "the sequence's ratio as value, each token's own gradient, so that advantages may differ by token (arXiv:2507.18071, eq. 13)",
+        SEQUENCE_BAND,
     ),
     LossSpec(
         "vanilla",
-        aggregations=tuple(AGGREGATIONS),
-        clip_warning_above=None,
-        needs_rollout_log_probs=False,
+        ANY_AGGREGATION,
+        "token-level PPO clipping with separate bounds (arXiv:1707.06347) and the dual clip (arXiv:1912.09729)",
         has_dual_clip=True,
-        summary="token-level PPO clipping with separate bounds (arXiv:1707.06347) and the dual clip (arXiv:1912.09729)",
+    ),
+    LossSpec("cispo", ANY_AGGREGATION, "log-probability weighted by the clipped ratio without gradient (arXiv:2506.13585)"),
+    LossSpec("geo_mean", PER_SEQUENCE, "geometric mean of a sequence's clipped token ratios (GMPO, arXiv:2507.20673)"),
+    LossSpec("sapo", PER_SEQUENCE, "a sigmoid gate in the place of the clip, tau_neg for A <= 0 (arXiv:2511.20347)"),
+    LossSpec(
+        "clip_cov",
+        ANY_AGGREGATION,
+        "PPO clipping, and no gradient for a few tokens of high covariance of advantage and log-probability (arXiv:2505.22617)",
+    ),
+    LossSpec(
+        "kl_cov",
+        ANY_AGGREGATION,
+        "unclipped ratio, and |d| as a penalty on the tokens of the highest covariance (arXiv:2505.22617)",
+    ),
+    LossSpec(
+        "dppo_tv",
+        ANY_AGGREGATION,
+        "tokens masked where the probability moved further than the clip in the advantage's direction (arXiv:2602.04879)",
+        needs_rollout_anchor=True,
+    ),
+    LossSpec(
+        "dppo_kl",
+        ANY_AGGREGATION,
+        "as dppo_tv, with the binary KL of the probability as the distance (arXiv:2602.04879)",
+        needs_rollout_anchor=True,
     ),
 )
 
@@ -108,3 +166,30 @@ KL_TYPES: dict[str, KlSpec] = _table(
         )
     )
 )
+
+LEVELS = ("token", "sequence", "geometric")
+MODES = ("mask", "clip", "truncate")
+CORRECTIONS: dict[str, CorrectionSpec] = {
+    "TIS": CorrectionSpec("token", "truncate", None, 2.0, "truncated importance sampling: min(ratio, 2)"),
+    "sequence TIS": CorrectionSpec("sequence", "truncate", None, 2.0, "the same with the ratio of the whole response"),
+    "MIS": CorrectionSpec("sequence", "mask", 0.5, 2.0, "masked importance sampling: responses outside the band leave the batch"),
+    "IcePop": CorrectionSpec("token", "mask", 0.5, 5.0, "tokens outside the band leave the batch (arXiv:2510.18855)"),
+    "geometric rejection": CorrectionSpec("geometric", "mask", 0.999, 1.001, "responses leave whose mean ratio is outside the band"),
+}
+
+ANCHORS = ("recompute", "rollout")
+
+# what people call a thing -> its name here; for the message that refuses the former
+ALIASES: dict[str, str] = {
+    "ppo": "vanilla",
+    "grpo": "vanilla",
+    "dapo": "vanilla",
+    "gmpo": "geo_mean",
+    "dppo": "dppo_tv",
+    "gspo_token": "gspo-token",
+    "dr_grpo": "grpo",
+    "reinforce++": "reinforce_plus_plus",
+    "reinforce++-baseline": "reinforce_plus_plus_baseline",
+    "pass@k": "grpo_passk",
+}
+NEEDS_CRITIC = ("gae",)  # estimators of a learned value function, which this trainer does not have

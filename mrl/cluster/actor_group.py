@@ -53,11 +53,12 @@ class ActorGroup:
 
     def call(self, method: str, *arguments: Any, timeout_s: float | None = None, interruptible: bool = False) -> list[Any]:
         """Calls a method on all ranks; answers in rank order."""
-        refs = self._refs(method, *arguments)
+        refs = self.refs(method, *arguments)
         poll = self.poll if interruptible else lambda: None
         return list(gather(refs, timeout_s or self.config.cluster.step_timeout_s, method, poll).values())
 
-    def _refs(self, method: str, *arguments: Any) -> dict[str, ray.ObjectRef]:
+    def refs(self, method: str, *arguments: Any) -> dict[str, ray.ObjectRef]:
+        """Calls a method on all ranks without waiting; answers to come, by name."""
         return {f"rank {i}": getattr(w, method).remote(*arguments) for i, w in enumerate(self.workers)}
 
     def log_probs(self, batch: TrainBatch) -> tuple[np.ndarray, float]:
@@ -116,7 +117,14 @@ class ActorGroup:
         try:
             return unwrap(ref, name, _EXPORT)
         except (LostPeer, ray.exceptions.RayTaskError) as error:
-            raise blame(error, self._refs("host"), _EXPORT) from error
+            raise blame(error, self.refs("host"), _EXPORT) from error
+
+    def meeting_point(self) -> str:
+        """host:port, free now, on the host of rank 0."""
+        first = self.workers[0]
+        refs = {"rank 0 host": first.host.remote(), "rank 0 port": first.free_port.remote()}
+        host, port = gather(refs, self.config.cluster.start_timeout_s, "finding a port").values()
+        return f"{host}:{port}"
 
     def save(self, folder: Path) -> list[dict]:
         """Every rank writes its files; its parts of the manifest in rank order."""

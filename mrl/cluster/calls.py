@@ -44,6 +44,26 @@ def gather(refs: dict[str, ray.ObjectRef], timeout_s: float, phase: str, poll: C
     return {name: answers[name] for name in refs}
 
 
+def settle(refs: dict[str, ray.ObjectRef], timeout_s: float, phase: str) -> dict:
+    """Answers by the same names once all are there; a call that failed on both sides of a connection answers with its error.
+
+    Raises what cannot be tried again: Interrupted for a lost process or a missed deadline, and errors that are the user's to mend.
+    """
+    names = {ref: name for name, ref in refs.items()}
+    waiting, answers, deadline = list(refs.values()), {}, time.monotonic() + timeout_s
+    while waiting:
+        ready, waiting = ray.wait(waiting, timeout=0.5)
+        for ref in ready:
+            try:
+                answers[names[ref]] = unwrap(ref, names[ref], phase)
+            except (LostPeer, ray.exceptions.RayTaskError) as error:
+                answers[names[ref]] = RuntimeError(f"{names[ref]}: {_last_line(_root(error))}")
+        if waiting and time.monotonic() > deadline:
+            late = ", ".join(sorted(names[ref] for ref in waiting))
+            raise Interrupted(f"{phase}: no answer from {late} within {timeout_s:g} s; see logs/ in the run directory")
+    return {name: answers[name] for name in refs}
+
+
 def unwrap(ref: ray.ObjectRef, name: str, phase: str):
     """The value behind a finished reference, with Ray's error wrapping taken off.
 

@@ -1,7 +1,7 @@
 """All engines: requests are spread over them, answers stream back, new weights reach every one or none is used."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,27 +25,29 @@ class RolloutGroup:
         """Starts every engine. Raises EnvironmentFault when a start-up check fails."""
         self.config, self.poll = config, poll
         hosting = get_hosting(config.cluster.device)
-        count, tensor = config.rollout.num_engines, config.rollout.tensor_model_parallel_size
+        count, workers = config.rollout.num_engines, config.rollout.tensor_model_parallel_size * config.rollout.data_parallel_size
         self.places = reserve(engine_bundles(config, hosting), config.cluster.start_timeout_s)
         kind = ray.remote(EngineWorker)
         self.engines = [
             kind.options(
-                runtime_env={"env_vars": hosting.engine_environment(i, count, tensor, config.rollout.cpu_kvcache_gib)},
+                runtime_env={"env_vars": hosting.engine_environment(i, count, workers, config.rollout.cpu_kvcache_gib)},
                 **self.places.options(i),
             ).remote(engine_settings(config, i, run_dir / "logs"), str(run_dir / "logs" / f"engine-{i}.log"))
             for i in range(count)
         ]
-        self._starting = self._refs("start")
+        self._starting = self.refs("start")
 
     def wait_started(self) -> None:
         """Blocks until every engine serves; the actor can start meanwhile."""
         gather(self._starting, self.config.rollout.start_timeout_s, "starting the engines", self.poll)
 
-    def _refs(self, method: str, *arguments) -> dict[str, ray.ObjectRef]:
-        return {f"engine {i}": getattr(e, method).remote(*arguments) for i, e in enumerate(self.engines)}
+    def refs(self, method: str, *arguments, engines: Sequence[int] | None = None) -> dict[str, ray.ObjectRef]:
+        """Calls a method on all engines, or on some, without waiting; answers to come, by name."""
+        return {f"engine {i}": getattr(e, method).remote(*arguments) for i, e in enumerate(self.engines) if engines is None or i in engines}
 
-    def _all(self, method: str, *arguments) -> list:
-        return list(gather(self._refs(method, *arguments), self.config.cluster.step_timeout_s, method).values())
+    def call(self, method: str, *arguments) -> list:
+        """Calls a method on all engines; answers in their order."""
+        return list(gather(self.refs(method, *arguments), self.config.cluster.step_timeout_s, method).values())
 
     def generate(self, requests: list[Request], sampling: Sampling, on_batch: Callable[[list[Completion]], None]) -> list[Completion]:
         """All completions in the order of `requests`; `on_batch` sees them as they finish.
@@ -86,19 +88,23 @@ class RolloutGroup:
 
         An engine whose update failed holds no version and refuses to generate, so a mixture is never served.
         """
-        self._all("begin_update")
-        moved = sum(sum(self._all("load_bucket", data, sha256)) for data, sha256 in buckets)
-        self._all("commit_update", version)
+        self.call("begin_update")
+        moved = sum(sum(self.call("load_bucket", data, sha256)) for data, sha256 in buckets)
+        self.call("commit_update", version)
         return moved
+
+    def commit(self, version: int) -> None:
+        """From here on every engine serves `version`. Each of them holds it already; see VllmEngine.receive_weights."""
+        self.call("commit", version)
 
     def fingerprints(self) -> list[dict[str, str]]:
         """Of each engine; see VllmEngine.fingerprints."""
-        return self._all("fingerprints")
+        return self.call("fingerprints")
 
     def stop(self) -> None:
         """Ends the engines and vLLM's processes below them."""
         with suppress(Exception):  # the run is over either way; killing the actors ends what is left
-            gather(self._refs("stop"), 30.0, "stopping the engines")
+            gather(self.refs("stop"), 30.0, "stopping the engines")
         for engine in self.engines:
             ray.kill(engine)
         self.places.release()

@@ -12,6 +12,7 @@ import ray
 
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
+from mrl.platforms import prepare_process
 
 
 def log_to(path: str) -> None:
@@ -25,6 +26,13 @@ def log_to(path: str) -> None:
     os.close(file)
 
 
+def own_places() -> list[tuple[str, int]]:
+    """(node, device) of every accelerator that Ray gave this process."""
+    context = ray.get_runtime_context()
+    devices = next((ids for ids in context.get_accelerator_ids().values() if ids), [])
+    return [(context.get_node_id(), int(device)) for device in devices]
+
+
 class ActorWorker:
     """One rank of the trained model. Every method is collective: the group calls it on all ranks."""
 
@@ -32,6 +40,7 @@ class ActorWorker:
         log_to(log_path)
         self.config = RunConfig.model_validate(config)
         self.rank = rank
+        self.sender = None  # of weight syncs, once they are connected
 
     def host(self) -> str:
         """Address under which the other ranks reach this one."""
@@ -45,6 +54,7 @@ class ActorWorker:
 
     def start(self, master_addr: str, master_port: int, checkpoint: str | None) -> int:
         """Builds the model and loads it: a checkpoint of ours, or the Hugging Face weights. Returns this process's id."""
+        prepare_process(self.config.cluster.device, self.config.actor.layout.model_dump(), self.config.model.override_transformer_config)
         from mrl.megatron.actor import MegatronActor
 
         self.actor = MegatronActor(self.config, self.rank, self.config.actor.layout.world_size, master_addr, master_port)
@@ -82,6 +92,28 @@ class ActorWorker:
             size += tensor.nbytes
         if bucket:
             yield from _packed(save(bucket))
+
+    def places(self) -> list[tuple[str, int | None]]:
+        """Node, and device on it where there is one, of this rank."""
+        return own_places() or [(ray.get_runtime_context().get_node_id(), None)]
+
+    def connect_sync(self, setup: dict[str, Any], plan_hash: str) -> None:
+        """Builds the plan of the weight syncs and meets the engines. Raises EnvironmentFault when it is not the driver's plan."""
+        from mrl.megatron.shards import RankShards
+        from mrl.reshard.execute import connect_sender
+        from mrl.reshard.setup import SyncSetup
+
+        agreed = SyncSetup.from_json(setup)
+        agreed.check_hash(plan_hash, f"rank {self.rank}")
+        if self.sender is not None:
+            self.sender.end.close()
+        self.shards = RankShards(self.actor.chunks)
+        self.sender = connect_sender(agreed, self.rank, self.shards)
+
+    def send_weights(self, update: int, workers: list[int], check_replicas: bool) -> dict[str, Any]:
+        """Sends this rank's part of the weights to `workers`; fields of a SendReport."""
+        self.shards.refresh()
+        return self.sender.send(update, workers, check_replicas).to_json()
 
     def save(self, folder: str) -> dict[str, Any]:
         """Writes this rank's files of a checkpoint; returns its part of the manifest."""
@@ -131,6 +163,26 @@ class EngineWorker:
     async def commit_update(self, version: int) -> None:
         """See VllmEngine.commit_update."""
         await self.engine.commit_update(version)
+
+    def places(self) -> list[tuple[str, int | None]]:
+        """Node, and device on it where there is one, of every worker of this engine."""
+        return own_places() or [(ray.get_runtime_context().get_node_id(), None)] * self.engine.settings.workers
+
+    async def connect_sync(self, setup: dict[str, Any], plan_hash: str) -> int:
+        """See VllmEngine.connect_sync."""
+        return await self.engine.connect_sync(setup, plan_hash)
+
+    async def release_arenas(self) -> None:
+        """See VllmEngine.release_arenas."""
+        self.engine.release_arenas()
+
+    async def receive_weights(self, update: int, read_back: bool) -> list[dict[str, Any]]:
+        """See VllmEngine.receive_weights."""
+        return await self.engine.receive_weights(update, read_back)
+
+    async def commit(self, version: int) -> None:
+        """See VllmEngine.commit."""
+        await self.engine.commit(version)
 
     async def fingerprints(self) -> dict[str, str]:
         """See VllmEngine.fingerprints."""

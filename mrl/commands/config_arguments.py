@@ -3,9 +3,9 @@
 import argparse
 
 
-def add_config(parser: argparse.ArgumentParser) -> None:
-    """CONFIG, --recipe and --set."""
-    parser.add_argument("config", help="a YAML file, such as parallel_configs/tiny-moe/cpu.yaml")
+def add_config(parser: argparse.ArgumentParser, optional: bool = False) -> None:
+    """CONFIG, --recipe and --set; with `optional` CONFIG may be left out."""
+    parser.add_argument("config", nargs="?" if optional else None, help="a YAML file, such as parallel_configs/tiny-moe/cpu.yaml")
     parser.add_argument("--recipe", help="algorithm settings that come with mrl, by name: gspo, grpo, ...")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="override one value; repeatable")
 

@@ -155,13 +155,21 @@ def _at_origin(node: Node, origin: Origin) -> Node:
 
 
 def _with_derived(tree: Node, config: RunConfig) -> Node:
-    """Dr.GRPO's constant divisor is the longest response; written out here so that it stands in the resolved configuration."""
-    loss = config.algorithm.policy_loss
+    """What follows from another key unless it is set, written out here so that it stands in the resolved configuration."""
+    length = Origin("data.max_response_length")
+    for path, value in _derived(config):
+        tree = merge(tree, _nest(path, Node(value, length)))
+    return tree
+
+
+def _derived(config: RunConfig) -> Iterator[tuple[tuple[str, ...], float]]:
+    """Dr.GRPO's constant divisor is the longest response; DAPO's buffer a fifth of it."""
+    loss, buffer, longest = config.algorithm.policy_loss, config.algorithm.overlong_buffer, config.data.max_response_length
     aggregation = AGGREGATIONS.get(loss.loss_agg_mode)
-    if aggregation is None or not aggregation.needs_scale_factor or loss.loss_scale_factor is not None:
-        return tree
-    factor = Node(float(config.data.max_response_length), Origin("data.max_response_length"))
-    return merge(tree, _nest(("algorithm", "policy_loss", "loss_scale_factor"), factor))
+    if aggregation is not None and aggregation.needs_scale_factor and loss.loss_scale_factor is None:
+        yield ("algorithm", "policy_loss", "loss_scale_factor"), float(longest)
+    if buffer.enable and buffer.len is None:
+        yield ("algorithm", "overlong_buffer", "len"), max(longest // 5, 1)
 
 
 def _nest(path: Iterable[str], node: Node) -> Node:

@@ -1,57 +1,177 @@
-"""Advantage, loss, aggregation and clip: names that exist, and pairs that compute what they are named for."""
+"""Advantage, loss, aggregation, clip, correction and sampling: names that exist, and settings that go together."""
 
 from collections.abc import Collection, Iterator
 
-from mrl.algo.spec import ADVANTAGES, AGGREGATIONS, KL_TYPES, LOSSES
+from mrl.algo.spec import ADVANTAGES, AGGREGATIONS, ALIASES, ANCHORS, CORRECTIONS, KL_TYPES, LEVELS, LOSSES, MODES, NEEDS_CRITIC
 from mrl.config.schema import RunConfig
 from mrl.config.violation import Broken, did_you_mean
 from mrl.models import ModelSpec
 
 _LOSS = "algorithm.policy_loss"
+_CORRECTION = "algorithm.rollout_correction"
+_GROUPS = "algorithm.filter_groups"
 # A clip this many times wider than the widest sensible one was written for another kind of ratio.
 _OTHER_SCALE = 10
 
 
 def loss_rules(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
     algorithm, loss = config.algorithm, config.algorithm.policy_loss
-    yield from _known("algorithm.adv_estimator", algorithm.adv_estimator, ADVANTAGES)
+    yield from _estimator(config)
     yield from _known("algorithm.kl_loss_type", algorithm.kl_loss_type, KL_TYPES)
-    yield from _known(f"{_LOSS}.loss_mode", loss.loss_mode, LOSSES)
+    yield from _known("algorithm.kl_penalty", algorithm.kl_penalty, KL_TYPES)
+    yield from _known("algorithm.anchor", algorithm.anchor, ANCHORS)
+    yield from _loss_name(config)
     yield from _known(f"{_LOSS}.loss_agg_mode", loss.loss_agg_mode, AGGREGATIONS)
     yield from _group(config)
-    if loss.loss_mode in LOSSES and not loss.force:
+    yield from _one_kl(config)
+    yield from _correction(config)
+    yield from _sampling(config)
+    yield from _lengths(config)
+    yield from _covariances(config)
+    if not loss.force:
         yield from _aggregation(config)
         yield from _clip(config)
+        yield from _anchor(config)
 
 
 def loss_notes(config: RunConfig) -> Iterator[str]:
-    """A clip ratio that is wide for its loss and not wide enough to be refused."""
+    """What is legal in a loss and may still not be what was meant."""
+    algorithm = config.algorithm
     for name, value, limit in _clips(config):
         if limit < value < limit * _OTHER_SCALE:
-            yield f"{_LOSS}.{name} = {value:g} is wide for {config.algorithm.policy_loss.loss_mode} (over {limit:g}): it may never clip"
+            yield f"{_LOSS}.{name} = {value:g} is wide for {algorithm.policy_loss.loss_mode} (over {limit:g}): it may never clip"
+    if config.updates_per_step == 1 and algorithm.anchor == "recompute":
+        yield "with one update a rollout and anchor recompute every ratio is exactly 1: the clip of the loss has no effect"
+    if algorithm.use_kl_loss and not algorithm.kl_loss_coef:
+        yield "algorithm.use_kl_loss is true and kl_loss_coef 0: a reference model is computed and changes nothing"
 
 
 def _known(field: str, name: str, table: Collection[str]) -> Iterator[Broken]:
-    if name not in table:
-        yield Broken(field, f"unknown name; {did_you_mean(name, table)}", "", tuple(table))
+    if name in table:
+        return
+    alias = ALIASES.get(name)
+    hint = f"it is called {alias} here" if alias in table else did_you_mean(name, table)
+    yield Broken(field, f"unknown name; {hint}", "", tuple(table))
+
+
+def _estimator(config: RunConfig) -> Iterator[Broken]:
+    field, name = "algorithm.adv_estimator", config.algorithm.adv_estimator
+    if name in NEEDS_CRITIC:
+        why = "it estimates from a learned value function, and nothing here trains one"
+        yield Broken(field, "needs a critic, which there is none of", why, tuple(ADVANTAGES))
+        return
+    yield from _known(field, name, ADVANTAGES)
+    if name in ADVANTAGES and ADVANTAGES[name].needs_parts:
+        yield from _parts(config)
+
+
+def _parts(config: RunConfig) -> Iterator[Broken]:
+    keys, weights = config.algorithm.gdpo_reward_keys, config.algorithm.gdpo_reward_weights
+    if not keys:
+        why = f"{config.algorithm.adv_estimator} normalises each part of the reward by itself; name the parts that the function returns"
+        yield Broken("algorithm.gdpo_reward_keys", "names no part of the reward", why)
+    elif weights and len(weights) != len(keys):
+        yield Broken("algorithm.gdpo_reward_weights", f"must have one number for each of the {len(keys)} gdpo_reward_keys, or none")
+
+
+def _loss_name(config: RunConfig) -> Iterator[Broken]:
+    loss = config.algorithm.policy_loss
+    if loss.custom is None:
+        yield from _known(f"{_LOSS}.loss_mode", loss.loss_mode, LOSSES)
+        return
+    if loss.loss_mode in LOSSES:
+        why = f"{_LOSS}.custom.path is set, and a function of one's own needs a name of its own"
+        yield Broken(f"{_LOSS}.loss_mode", "is the name of a built-in loss", why)
+    for name in loss.custom.aggregations:
+        yield from _known(f"{_LOSS}.custom.aggregations", name, AGGREGATIONS)
 
 
 def _group(config: RunConfig) -> Iterator[Broken]:
     spec = ADVANTAGES.get(config.algorithm.adv_estimator)
-    if spec is not None and spec.needs_group and config.rollout.n < 2:
+    if config.rollout.n > 1:
+        return
+    if spec is not None and spec.needs_group:
         why = "the advantage compares responses to one prompt; of a single one it says nothing"
         yield Broken("rollout.n", f"must be at least 2 with adv_estimator {spec.name}", why, (2, 4, 8, 16))
+    elif config.algorithm.filter_groups.enable:
+        why = "dynamic sampling keeps groups whose responses differ, and one response does not"
+        yield Broken("rollout.n", f"must be at least 2 with {_GROUPS}.enable", why, (2, 4, 8, 16))
+
+
+def _one_kl(config: RunConfig) -> Iterator[Broken]:
+    if config.algorithm.use_kl_in_reward and config.algorithm.use_kl_loss:
+        why = "the KL to the reference would count twice, once as a reward and once as a loss"
+        yield Broken("algorithm.use_kl_in_reward", "does not go with algorithm.use_kl_loss: true", why, (False,))
+
+
+def _correction(config: RunConfig) -> Iterator[Broken]:
+    correction = config.algorithm.rollout_correction
+    if correction.level is None:
+        return
+    yield from _known(f"{_CORRECTION}.level", correction.level, LEVELS)
+    yield from _known(f"{_CORRECTION}.mode", correction.mode, MODES)
+    low, high = correction.low, correction.high
+    usual = next((c for c in CORRECTIONS.values() if (c.level, c.mode) == (correction.level, correction.mode)), None)
+    if correction.mode == "truncate" and low is not None:
+        why = "truncation bounds the ratio above only; mode clip bounds it on both sides"
+        yield Broken(f"{_CORRECTION}.low", "must be null with mode truncate", why, (None,))
+    elif low is not None and low >= high:
+        allowed = (usual.low,) if usual else ()
+        yield Broken(f"{_CORRECTION}.low", f"must be below {_CORRECTION}.high = {high:g}", "the ratio is kept between the two", allowed)
+    elif high < 1 or (low or 0) > 1:
+        field = "high" if high < 1 else "low"
+        why = "where generation and training agree the ratio is 1"
+        yield Broken(f"{_CORRECTION}.{field}", "leaves 1 outside the band", why, (getattr(usual, field),) if usual else ())
+    if config.algorithm.anchor == "rollout":
+        why = (
+            "the ratio of the loss is then taken against generation's probabilities already, so the correction would count the same "
+            "gap twice; use algorithm.anchor: recompute with a correction, or no correction"
+        )
+        yield Broken(f"{_CORRECTION}.level", "does not go with algorithm.anchor: rollout", why, (None,))
+
+
+def _anchor(config: RunConfig) -> Iterator[Broken]:
+    spec = LOSSES.get(config.algorithm.policy_loss.loss_mode)
+    if spec is not None and spec.needs_rollout_anchor and config.algorithm.anchor != "rollout":
+        why = f"{spec.name} bounds how far a step leads from the policy that generated; {_LOSS}.force: true keeps it as it is"
+        yield Broken("algorithm.anchor", f"must be rollout with loss_mode {spec.name}", why, ("rollout",))
+
+
+def _sampling(config: RunConfig) -> Iterator[Broken]:
+    groups = config.algorithm.filter_groups
+    if groups.enable and groups.on_exhausted != "error" and groups.max_num_gen_batches == 0:
+        why = "0 generates without end, so what happens at the end is never asked"
+        yield Broken(f"{_GROUPS}.max_num_gen_batches", f"must be at least 1 with on_exhausted {groups.on_exhausted}", why, (5, 10))
+
+
+def _lengths(config: RunConfig) -> Iterator[Broken]:
+    buffer, longest = config.algorithm.overlong_buffer, config.data.max_response_length
+    if buffer.enable and buffer.len is not None and buffer.len > longest:
+        why = "the penalty begins that many tokens before the longest response"
+        yield Broken("algorithm.overlong_buffer.len", f"must be at most data.max_response_length = {longest}", why, (max(longest // 5, 1),))
+
+
+def _covariances(config: RunConfig) -> Iterator[Broken]:
+    loss = config.algorithm.policy_loss
+    if loss.loss_mode == "clip_cov" and loss.clip_cov_lb >= loss.clip_cov_ub:
+        why = "tokens are taken whose covariance lies between the two"
+        yield Broken(f"{_LOSS}.clip_cov_lb", f"must be below clip_cov_ub = {loss.clip_cov_ub:g}", why, (1.0,))
 
 
 def _aggregation(config: RunConfig) -> Iterator[Broken]:
     loss = config.algorithm.policy_loss
-    spec = LOSSES[loss.loss_mode]
-    if loss.loss_agg_mode in AGGREGATIONS and loss.loss_agg_mode not in spec.aggregations:
-        why = (
-            f"{spec.name} is defined per sequence, and {loss.loss_agg_mode} would weigh sequences by their length; "
-            f"{_LOSS}.force: true keeps it as it is"
-        )
-        yield Broken(f"{_LOSS}.loss_agg_mode", f"does not go with loss_mode {spec.name}", why, spec.aggregations)
+    if loss.loss_agg_mode not in AGGREGATIONS:
+        return
+    if loss.custom is not None:
+        allowed, why = loss.custom.aggregations, f"{_LOSS}.custom.aggregations does not name it"
+    elif loss.loss_mode in LOSSES:
+        allowed = LOSSES[loss.loss_mode].aggregations
+        why = f"{loss.loss_mode} is defined per sequence, and {loss.loss_agg_mode} would weigh sequences by their length"
+    else:
+        return
+    if allowed and loss.loss_agg_mode not in allowed:
+        why = f"{why}; {_LOSS}.force: true keeps it as it is"
+        yield Broken(f"{_LOSS}.loss_agg_mode", f"does not go with loss_mode {loss.loss_mode}", why, allowed)
 
 
 def _clip(config: RunConfig) -> Iterator[Broken]:

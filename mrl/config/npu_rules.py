@@ -25,7 +25,9 @@ def _engines(config: RunConfig) -> Iterator[Broken]:
     given = config.rollout.engine_kwargs.get("vllm", {})
     additional = given.get("additional_config") or {}
     if given.get("enable_eplb") or (additional.get("eplb_config") or {}).get("dynamic_eplb"):
-        yield Broken(f"{_VLLM}.enable_eplb", "must be off on npu", "redundant experts move between workers, and the sync's plan would be wrong")
+        yield Broken(
+            f"{_VLLM}.enable_eplb", "must be off on npu", "redundant experts move between workers, and the sync's plan would be wrong"
+        )
     if given.get("additional_config") is None:
         return
     key = f"{_VLLM}.additional_config"

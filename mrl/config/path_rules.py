@@ -21,6 +21,9 @@ def path_rules(config: RunConfig) -> Iterator[Broken]:
     custom = config.reward.custom_reward_function
     if custom is not None and not _readable(str(Path(custom.path).expanduser())):
         yield Broken("reward.custom_reward_function.path", "is not a file that can be read", _from_here(custom.path))
+    loss = config.algorithm.policy_loss.custom
+    if loss is not None and not _readable(loss.path):
+        yield Broken("algorithm.policy_loss.custom.path", "is not a file that can be read", _from_here(loss.path))
     yield from _writable(config)
 
 

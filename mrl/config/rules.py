@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 
+from mrl.config.actor_rules import actor_notes, actor_rules
 from mrl.config.batch_rules import batch_rules
 from mrl.config.load import ResolvedConfig
 from mrl.config.loss_rules import loss_notes, loss_rules
+from mrl.config.npu_rules import npu_rules
 from mrl.config.override_rules import override_rules
 from mrl.config.path_rules import path_rules
 from mrl.config.rollout_rules import rollout_notes, rollout_rules
@@ -14,7 +16,7 @@ from mrl.config.violation import Broken, ConfigViolation, InvalidConfig
 from mrl.layout import check_train_layout
 from mrl.models import ModelSpec
 
-_GROUPS = (batch_rules, loss_rules, rollout_rules, run_rules, override_rules)
+_GROUPS = (batch_rules, actor_rules, loss_rules, rollout_rules, run_rules, override_rules, npu_rules)
 
 
 def violations(resolved: ResolvedConfig, model: ModelSpec, check_paths: bool = False) -> list[ConfigViolation]:
@@ -34,7 +36,7 @@ def check(resolved: ResolvedConfig, model: ModelSpec, check_paths: bool = False)
 
 def notes(resolved: ResolvedConfig, model: ModelSpec) -> list[str]:
     """What is legal and still worth a line at the start of a run."""
-    return [*loss_notes(resolved.config), *rollout_notes(resolved.config, model)]
+    return [*loss_notes(resolved.config), *rollout_notes(resolved.config, model), *actor_notes(resolved.config, model)]
 
 
 def _layout_rules(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:

@@ -19,9 +19,25 @@ def run_rules(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
     if config.reward.custom_reward_function is None and config.reward.function not in _REWARDS:
         rule = f"is no built-in reward; {did_you_mean(config.reward.function, _REWARDS)}"
         yield Broken("reward.function", rule, "a function of your own goes under reward.custom_reward_function", _REWARDS)
+    for name in config.reward.bonus_rules:
+        if name not in RULES:
+            yield Broken("reward.bonus_rules", f"{name} is no built-in rule; {did_you_mean(name, tuple(RULES))}", "", tuple(RULES))
+    if config.reward.reward_manager == "naive" and config.algorithm.overlong_buffer.enable:
+        why = "verl's naive manager pays no overlong penalty; leave reward_manager out to have both"
+        yield Broken("reward.reward_manager", "is naive while algorithm.overlong_buffer is on", why, ("dapo", None))
+    yield from _mixing(config)
     for name in config.trainer.logger:
         if name not in _LOGGERS:
             yield Broken("trainer.logger", f"{name} is no logger; {did_you_mean(name, _LOGGERS)}", "", _LOGGERS)
+
+
+def _mixing(config: RunConfig) -> Iterator[Broken]:
+    weights, files = config.data.train_weights, config.data.train_files
+    if weights and len(weights) != len(files):
+        rule = f"has {len(weights)} weights for {len(files)} train_files"
+        yield Broken("data.train_weights", rule, "each file has one, in their order")
+    if weights and (min(weights) < 0 or sum(weights) == 0):
+        yield Broken("data.train_weights", "must be at least 0, and one of them more", "they are shares of an epoch's prompts")
 
 
 def _schedule(config: RunConfig) -> Iterator[Broken]:

@@ -99,16 +99,64 @@ class RefConfig(Section):
     log_prob_max_token_len_per_gpu: int | None = Field(None, ge=1)  # None: the actor's
 
 
+class CustomLossConfig(Section):
+    """A user's loss: the Python file at `path` binds a function to `loss_mode` with @register_loss; what holds for it stands here."""
+
+    path: str
+    aggregations: tuple[str, ...] = ()  # those it may be combined with; none named: all
+    parameters: dict[str, float] = Field(default_factory=dict)  # its constants, as parameters.custom
+
+
 class PolicyLossConfig(Section):
     """Policy loss; names and allowed pairs stand in mrl/algo/spec.py."""
 
     loss_mode: str = "gspo"
+    custom: CustomLossConfig | None = None
     loss_agg_mode: str = "seq-mean-token-mean"
     clip_ratio_low: float = Field(3e-4, ge=0)
     clip_ratio_high: float = Field(4e-4, ge=0)
     clip_ratio_c: float = Field(10.0, gt=1)  # dual clip, of the losses that have one
     loss_scale_factor: float | None = Field(None, gt=0)  # of seq-mean-token-sum-norm; None: data.max_response_length
+    tau_pos: float = Field(1.0, gt=0)  # sapo: temperature of the gate where the advantage is positive
+    tau_neg: float = Field(1.05, gt=0)  # sapo: elsewhere
+    clip_cov_ratio: float = Field(2e-4, ge=0, le=1)  # clip_cov: share of tokens left out
+    clip_cov_lb: float = 1.0  # clip_cov: covariance that a token must exceed
+    clip_cov_ub: float = 5.0  # clip_cov: and stay below
+    kl_cov_ratio: float = Field(2e-4, ge=0, le=1)  # kl_cov: share of tokens that are penalised
+    ppo_kl_coef: float = Field(0.1, ge=0)  # kl_cov: weight of the penalty
     force: bool = False  # accept a pair that is refused as a likely mistake
+
+
+class RolloutCorrectionConfig(Section):
+    """Weights or rejections for the gap between generation's and training's probabilities; named points in mrl/algo/spec.py."""
+
+    level: str | None = None  # token, sequence or geometric; None: no correction
+    mode: str = "truncate"  # mask, clip or truncate
+    low: float | None = Field(None, ge=0)  # of the ratio training / generation; None: no lower bound
+    high: float = Field(2.0, gt=0)
+
+
+class FilterGroupsConfig(Section):
+    """Dynamic sampling (DAPO): groups whose responses all have the same value are replaced by new prompts."""
+
+    enable: bool = False
+    metric: str = "score"  # score: as the reward function gave it; reward: after penalties; else a part of the reward by name
+    max_num_gen_batches: int = Field(0, ge=0)  # batches of prompts generated for one step; 0: without end
+    on_exhausted: Literal["error", "partial", "unfiltered"] = "error"  # partial: train on what there is; unfiltered: fill up
+
+
+class OverlongBufferConfig(Section):
+    """Soft overlong penalty (DAPO): from 0 at data.max_response_length - len tokens down to -penalty_factor at max_response_length."""
+
+    enable: bool = False
+    len: int | None = Field(None, ge=1)  # tokens; None: a fifth of data.max_response_length, as in the paper
+    penalty_factor: float = Field(1.0, ge=0)
+
+
+class KlControlConfig(Section):
+    """KL in the reward."""
+
+    kl_coef: float = Field(1e-3, ge=0)
 
 
 class AlgorithmConfig(Section):
@@ -116,6 +164,16 @@ class AlgorithmConfig(Section):
 
     adv_estimator: str = "grpo"
     norm_adv_by_std_in_grpo: bool = True
+    gdpo_reward_keys: tuple[str, ...] = ()  # gdpo: parts of the reward, by name
+    gdpo_reward_weights: tuple[float, ...] = ()  # gdpo: one each; none given: all 1
+    anchor: str = "recompute"  # whose log-probs the trust region starts from: recompute (the trainer's) or rollout (generation's)
+    rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
+    filter_groups: FilterGroupsConfig = FilterGroupsConfig()
+    overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
+    overlong_filter: bool = False  # responses that were cut off at the length limit are not trained on
+    use_kl_in_reward: bool = False
+    kl_penalty: str = "kl"  # estimator of the KL in the reward
+    kl_ctrl: KlControlConfig = KlControlConfig()
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     entropy_coeff: float = 0.0
     use_kl_loss: bool = False
@@ -163,6 +221,7 @@ class DataConfig(Section):
     """Prompts, in verl's schema."""
 
     train_files: tuple[str, ...] = ()
+    train_weights: tuple[float, ...] = ()  # of each of train_files, its share of an epoch's prompts; none given: every prompt once
     val_files: tuple[str, ...] = ()
     prompt_key: str = "prompt"
     train_batch_size: int = Field(ge=1)  # prompts per step
@@ -173,6 +232,8 @@ class DataConfig(Section):
     truncation: Literal["error", "left", "right", "middle"] = "error"
     max_bad_row_share: float = Field(0.01, ge=0, le=1)  # more bad rows than this share stop the run
     shuffle: bool = True
+    drop_duplicates: bool = True  # of rows with the same prompt only the first is kept
+    enable_thinking: bool | None = None  # the chat template's switch; None: as the template has it
     apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -188,9 +249,12 @@ class RewardConfig(Section):
     """Scoring of responses, in worker processes that are killed and replaced when they hang."""
 
     function: str = "auto"  # a built-in rule by name; auto: by the row's data_source
+    reward_manager: Literal["naive", "dapo"] | None = None  # verl's names: dapo goes with algorithm.overlong_buffer, naive without
+    bonus_rules: dict[str, float] = Field(default_factory=dict)  # further built-in rules, and the weight of each in the sum
     custom_reward_function: CustomRewardConfig | None = None
     num_workers: int = Field(2, ge=1)
     timeout_s: float = Field(10.0, gt=0)  # one deadline for the whole scoring of one sample
+    max_memory_gib: float | None = Field(16.0, gt=0)  # address space of one scoring process; None: unlimited
     failure_score: float = 0.0  # score of a sample whose reward raised, hung, returned NaN or died
     max_failure_share: float = Field(0.2, ge=0, le=1)  # more failures than this share of one step stop the run
 
@@ -207,8 +271,11 @@ class TrainerConfig(Section):
     save_freq: int = -1  # steps; -1: only at the end
     test_freq: int = -1  # steps; -1: never
     val_before_train: bool = True
+    log_val_generations: int = Field(0, ge=0)  # validation responses shown by the loggers that show text; all are saved in any case
     max_actor_ckpt_to_keep: int = Field(2, ge=1)
     logger: tuple[str, ...] = ("console", "tensorboard")
+    logger_timeout_s: float = Field(60.0, gt=0)  # a logger that is busy with one step for longer is left out from then on
+    project_name: str = "mrl"  # under which hosted loggers file the run; its name there is experiment_name
 
 
 class ClusterConfig(Section):
@@ -226,6 +293,16 @@ class ClusterConfig(Section):
     step_timeout_s: float = Field(3600.0, gt=0)  # longest wait for one call to the actor's ranks
 
 
+class ReshardConfig(Section):
+    """How trained weights reach the engines."""
+
+    path: Literal["fast", "slow"] = "slow"  # fast: shard to shard by a plan; slow: full tensors through vLLM's own loader
+    transport: Literal["auto", "shm", "p2p", "ipc"] = "auto"  # auto: the nearest that connects a pair; p2p: torch.distributed
+    budget_mb: int = Field(256, ge=1)  # MiB that one rank sends, or one worker receives, in a round; staging is twice that
+    verify_every: int = Field(1, ge=1)  # syncs; how often what an engine finally holds is read back (what it received: always)
+    timeout_s: float = Field(300.0, gt=0)  # longest wait for one peer
+
+
 class RunConfig(Section):
     """A whole run."""
 
@@ -238,6 +315,7 @@ class RunConfig(Section):
     reward: RewardConfig = RewardConfig()
     trainer: TrainerConfig = TrainerConfig()
     cluster: ClusterConfig = ClusterConfig()
+    reshard: ReshardConfig = ReshardConfig()
 
     @property
     def updates_per_step(self) -> int:

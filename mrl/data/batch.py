@@ -46,6 +46,9 @@ class TrainBatch:
     rollout_log_probs: np.ndarray  # float32 [batch, response_length]
     old_log_probs: np.ndarray | None = None  # float32 [batch, response_length]
     advantages: np.ndarray | None = None  # float32 [batch, response_length]
+    keep: np.ndarray | None = None  # bool [batch, response_length]: false where a token was rejected; None: none was
+    loss_weights: np.ndarray | None = None  # float32 [batch, response_length]: of the off-policy correction; None: all 1
+    selected: np.ndarray | None = None  # bool [batch, response_length]: tokens that the loss treats apart; the actor sets it
 
     def __len__(self) -> int:
         return len(self.prompt_lengths)
@@ -55,10 +58,19 @@ class TrainBatch:
         """bool [batch, response_length]: true where a response token stands."""
         return np.arange(self.rollout_log_probs.shape[1])[None] < self.response_lengths[:, None]
 
+    @property
+    def loss_mask(self) -> np.ndarray:
+        """bool [batch, response_length]: the response tokens that are trained on and counted in the loss's denominators."""
+        return self.response_mask if self.keep is None else self.response_mask & self.keep
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The fields that there are, by name; `TrainBatch(**arrays)` is the batch again."""
+        return {f.name: array for f in fields(self) if (array := getattr(self, f.name)) is not None}
+
     def rows(self, index: np.ndarray | slice) -> "TrainBatch":
         """The same batch with only the given rows; widths are unchanged."""
-        picked = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{k: v[index] for k, v in picked.items() if v is not None})
+        return replace(self, **{name: array[index] for name, array in self.arrays.items()})
 
 
 def collate(samples: list[Sample], temperature: float, pad_id: int) -> TrainBatch:

@@ -14,10 +14,12 @@ import pyarrow as pa
 
 from mrl.data.batch import Prompt
 from mrl.data.reader import RawRow, read_rows
+from mrl.data.seen import SeenPrompts
+from mrl.data.store import PromptStore
 from mrl.errors import ConfigError, DataError
 
 EXAMPLES = 10
-ROWS_PER_CHUNK = 4096
+THINKING = "enable_thinking"  # the name that Qwen3's templates, and those after them, give the switch
 RESERVED_TEMPLATE_KEYS = ("add_generation_prompt", "tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length")
 
 
@@ -37,6 +39,14 @@ class PromptParameters:
     truncation: Literal["error", "left", "right", "middle"] = "error"
     max_bad_row_share: float = 0.01
     apply_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    enable_thinking: bool | None = None  # None: as the template has it
+    drop_duplicates: bool = True
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """What the chat template is called with beside the messages."""
+        switch = {} if self.enable_thinking is None else {THINKING: self.enable_thinking}
+        return {**self.apply_chat_template_kwargs, **switch}
 
 
 @dataclass(frozen=True)
@@ -53,17 +63,21 @@ class SetAside:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What became of the rows read: rows = kept + bad + overlong filtered."""
+    """What became of the rows read: rows = kept + bad + overlong filtered + duplicates."""
 
     rows: int
     kept: int
     bad: int
     filtered: int  # over max_prompt_length, left out
     truncated: int  # over max_prompt_length, cut; among the kept
+    duplicates: int  # the same prompt as a row before
     examples: tuple[SetAside, ...]  # the first bad rows
 
     def __str__(self) -> str:
-        head = f"{self.rows} rows read: {self.kept} kept ({self.truncated} truncated), {self.bad} bad, {self.filtered} over length"
+        head = (
+            f"{self.rows} rows read: {self.kept} kept ({self.truncated} truncated), {self.bad} bad, {self.filtered} over length, "
+            f"{self.duplicates} duplicates"
+        )
         return "\n  ".join([head, *map(str, self.examples)])
 
 
@@ -80,6 +94,7 @@ class PromptDataset(Sequence[Prompt]):
     report: LoadReport
     data_sources: frozenset[str]  # all that occur, for checking that each has a reward function
     fingerprint: str  # of prompt ids and tokens: an order can be resumed only on the same data
+    sizes: tuple[int, ...]  # prompts kept of each file; they stand one file after another
 
     @classmethod
     def load(
@@ -88,15 +103,20 @@ class PromptDataset(Sequence[Prompt]):
         """Reads files until their end or `max_samples` kept prompts.
 
         Raises DataError for unusable files, more bad rows than `max_bad_row_share`, prompts over length with truncation `error`, or
-        nothing left; ConfigError for template arguments that are not the user's to set.
+        nothing left; ConfigError for template arguments that are not the user's to set, or a thinking switch that the template lacks.
         """
-        _check_template_arguments(parameters.apply_chat_template_kwargs)
+        _check_template_arguments(tokenizer, parameters)
         loader = _Loader(tokenizer, parameters)
-        for number, raw in enumerate(read_rows(files, parameters.prompt_key)):
-            loader.add(number, raw)
-            if max_samples is not None and loader.kept >= max_samples:
-                break
-        return loader.finish()
+        try:
+            for file in files:
+                loader.begin_file()
+                for raw in read_rows([file], parameters.prompt_key):
+                    loader.add(raw)
+                    if max_samples is not None and loader.kept >= max_samples:
+                        return loader.finish()
+            return loader.finish()
+        finally:
+            loader.store.close()
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -109,24 +129,29 @@ class PromptDataset(Sequence[Prompt]):
 
 
 class _Loader:
-    """Accumulates rows, a chunk of Python objects at a time."""
+    """Takes rows one by one and keeps what can be used."""
 
     def __init__(self, tokenizer: ChatTokenizer, parameters: PromptParameters):
         self.tokenizer, self.parameters = tokenizer, parameters
-        self.rows = self.kept = self.bad = self.filtered = self.truncated = 0
+        self.rows = self.kept = self.bad = self.filtered = self.truncated = self.duplicates = 0
+        self.sizes: list[int] = []
         self.examples: list[SetAside] = []
         self.overlong: list[SetAside] = []
-        self.tokens: list[list[int]] = []
-        self.rest: list[str] = []
         self.data_sources: set[str] = set()
-        self.token_chunks: list[pa.Array] = []
-        self.rest_chunks: list[pa.Array] = []
+        self.seen, self.store = SeenPrompts(), PromptStore()
         self.hash = hashlib.sha256()
 
-    def add(self, number: int, raw: RawRow) -> None:
+    def begin_file(self) -> None:
+        """What comes from here on is of the next file."""
+        self.sizes.append(0)
+
+    def add(self, raw: RawRow) -> None:
         self.rows += 1
         try:
             messages, rest = parse_row(raw, self.parameters.prompt_key)
+            if self.parameters.drop_duplicates and not self.seen.add(json.dumps(messages)):
+                self.duplicates += 1
+                return
             tokens = self._tokenise(messages)
         except _BadRow as problem:
             self.bad += 1
@@ -134,19 +159,18 @@ class _Loader:
             return
         tokens = self._fit(tokens, raw)
         if tokens is not None:
-            self._keep(tokens, {"prompt_id": number, **rest})
+            self._keep(tokens, {"prompt_id": self.rows - 1, **rest})
 
     def finish(self) -> PromptDataset:
-        report = LoadReport(self.rows, self.kept, self.bad, self.filtered, self.truncated, tuple(self.examples))
+        report = LoadReport(self.rows, self.kept, self.bad, self.filtered, self.truncated, self.duplicates, tuple(self.examples))
         _check(report, self.truncated if self.overlong else 0, self.overlong, self.parameters)
-        self._flush()
-        tokens, rest = pa.chunked_array(self.token_chunks), pa.chunked_array(self.rest_chunks)
-        return PromptDataset(tokens, rest, report, frozenset(self.data_sources), self.hash.hexdigest())
+        table, sources = self.store.finish(), frozenset(self.data_sources)
+        return PromptDataset(table["tokens"], table["rest"], report, sources, self.hash.hexdigest(), tuple(self.sizes))
 
     def _tokenise(self, messages: list[dict[str, str]]) -> list[int]:
         try:
             out = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False, **self.parameters.apply_chat_template_kwargs
+                messages, add_generation_prompt=True, tokenize=True, return_dict=False, **self.parameters.template_arguments
             )
         except Exception as error:  # a template is a program of the model's author and raises what it likes
             raise _BadRow(f"the chat template refused it: {type(error).__name__}: {error}") from error
@@ -170,17 +194,10 @@ class _Loader:
 
     def _keep(self, ids: list[int], rest: dict[str, Any]) -> None:
         self.kept += 1
+        self.sizes[-1] += 1
         self.hash.update(repr((rest["prompt_id"], ids)).encode())
         self.data_sources.add(rest["data_source"])
-        self.tokens.append(ids)
-        self.rest.append(json.dumps(rest, default=str))
-        if len(self.tokens) == ROWS_PER_CHUNK:
-            self._flush()
-
-    def _flush(self) -> None:
-        self.token_chunks.append(pa.array(self.tokens, pa.list_(pa.int32())))
-        self.rest_chunks.append(pa.array(self.rest, pa.string()))
-        self.tokens, self.rest = [], []
+        self.store.add(ids, json.dumps(rest, default=str))
 
     @staticmethod
     def _note(notes: list[SetAside], raw: RawRow, reason: str) -> None:
@@ -229,10 +246,16 @@ def _kind(value: Any) -> str:
     return "empty" if value in (None, [], "") else f"{type(value).__name__} {str(value)[:60]!r}"
 
 
-def _check_template_arguments(arguments: Mapping[str, Any]) -> None:
-    reserved = [key for key in arguments if key in RESERVED_TEMPLATE_KEYS]
+def _check_template_arguments(tokenizer: ChatTokenizer, parameters: PromptParameters) -> None:
+    reserved = [key for key in parameters.apply_chat_template_kwargs if key in RESERVED_TEMPLATE_KEYS]
     if reserved:
         raise ConfigError(f"data.apply_chat_template_kwargs: {', '.join(reserved)} is set by mrl; leave it out")
+    template = getattr(tokenizer, "chat_template", None)
+    if parameters.enable_thinking is not None and isinstance(template, str) and THINKING not in template:
+        raise ConfigError(
+            f"data.enable_thinking: the chat template of this model has no such switch (it never mentions {THINKING}); "
+            "leave the key out, or name the template's own switch in data.apply_chat_template_kwargs"
+        )
 
 
 def _check(report: LoadReport, too_long: int, overlong: list[SetAside], parameters: PromptParameters) -> None:

@@ -37,6 +37,31 @@ def read_rows(files: Sequence[str], prompt_key: str) -> Iterator[RawRow]:
         yield from readers[path.suffix](path, (prompt_key, *REQUIRED_COLUMNS))
 
 
+def read_foreign_rows(file: str) -> Iterator[RawRow]:
+    """All rows of a parquet, JSONL or JSON file, whatever its columns. Raises DataError for a file that is missing or unreadable."""
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise DataError(f"{file}: no such file (working directory: {Path.cwd()})")
+    if path.suffix == ".parquet":
+        return _parquet_rows(path, ())
+    if path.suffix not in (".jsonl", ".json"):
+        raise DataError(f"{file}: unknown kind of data file {path.suffix or '(no suffix)'!r}; allowed: .parquet, .jsonl, .json")
+    with path.open("rb") as lines:
+        is_array = lines.read(4096).lstrip()[:1] == b"["
+    return _json_array_rows(path) if is_array else _jsonl_rows(path, ())
+
+
+def _json_array_rows(path: Path) -> Iterator[RawRow]:
+    """The objects of one JSON array, which has to fit into memory."""
+    try:
+        values = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise DataError(f"{path}: not JSON: {error}") from error
+    for row, value in enumerate(values):
+        problem = None if isinstance(value, dict) else f"a JSON {type(value).__name__} where an object is expected"
+        yield RawRow(str(path), row, value if problem is None else None, problem)
+
+
 def missing_columns(found: Sequence[str], expected: Sequence[str]) -> str | None:
     """Says which expected columns are not among those found; None if all are."""
     missing = [name for name in expected if name not in found]
@@ -53,14 +78,26 @@ def _parquet_rows(path: Path, expected: Sequence[str]) -> Iterator[RawRow]:
             problem = missing_columns(names, expected)
             if problem:
                 raise DataError(f"{path}: {problem}")
-            columns = [name for name in names if name in (*expected, "extra_info")]
+            columns = [name for name in names if name in (*expected, "extra_info")] if expected else names
             row = 0
             for batch in parquet.iter_batches(ROWS_AT_ONCE, columns=columns):
-                for value in batch.to_pylist():
-                    yield RawRow(str(path), row, value)
+                for value, problem in _values(batch):
+                    yield RawRow(str(path), row, value, problem)
                     row += 1
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}: not readable as parquet: {error}") from error
+
+
+def _values(batch: pa.RecordBatch) -> Iterator[tuple[Any, str | None]]:
+    """The batch's rows as Python values; one that is no UTF-8 costs itself only, since arrow checks none of it before."""
+    try:
+        yield from ((value, None) for value in batch.to_pylist())
+    except UnicodeDecodeError:
+        for i in range(len(batch)):
+            try:
+                yield batch.slice(i, 1).to_pylist()[0], None
+            except UnicodeDecodeError as error:
+                yield None, f"not UTF-8: {error}"
 
 
 def _jsonl_rows(path: Path, expected: Sequence[str]) -> Iterator[RawRow]:

@@ -1,7 +1,8 @@
 """The trained model on one rank: log-probabilities, updates, and its weights under Hugging Face names."""
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -9,8 +10,10 @@ from megatron.core import parallel_state as mpu
 from megatron.core.distributed import finalize_model_grads
 
 from mrl.algo.aggregate import Denominators
+from mrl.algo.custom import load_custom_loss
 from mrl.algo.losses import PolicyLossParameters
 from mrl.algo.metrics import FloatParts, merge, to_floats
+from mrl.algo.selection import select
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
 from mrl.errors import DataError
@@ -19,7 +22,7 @@ from mrl.megatron import parallel
 from mrl.megatron.batching import MicroBatch, Splitter, check_batch, mini_batches
 from mrl.megatron.bridge import DTYPES, Bridge, MBridge
 from mrl.megatron.forward import MicroInputs, log_prob_pass, loss_pass, return_hidden_states
-from mrl.megatron.optimizer import StepResult, build_optimizer, build_scheduler, step, zero_gradients
+from mrl.megatron.optimizer import StepResult, build_optimizer, build_scheduler, current_lr, step, zero_gradients
 from mrl.megatron.packing import micro_arrays
 from mrl.models import load_model_spec
 from mrl.platforms import get_platform
@@ -44,6 +47,7 @@ class MegatronActor:
         """
         self.config = config
         self.rank = rank
+        self.loss_parameters = _loss_parameters(config)  # first: a user's file is the likeliest to be wrong
         self.platform = get_platform(config.cluster.device)
         self.platform.set_device(rank % config.cluster.n_gpus_per_node)
         self.platform.apply_patches()
@@ -62,7 +66,6 @@ class MegatronActor:
         self.bridge.load_hf(config.model.path)
         self.optimizer = build_optimizer(config.actor.optim, self.chunks, DTYPES[config.model.dtype])
         self.scheduler = build_scheduler(config.actor.optim, self.optimizer, config.total_updates)
-        self.loss_parameters = _loss_parameters(config)
         self.num_updates = 0  # optimizer steps applied
 
     def log_probs(self, batch: TrainBatch) -> RowResult | None:
@@ -71,8 +74,8 @@ class MegatronActor:
         Each data-parallel replica computes its share of the rows; the rank that holds its results returns them, the others None.
         """
         check_batch(batch)
-        splitter = Splitter.for_log_probs(self.config.actor, self.layout, self.model)
-        micros, inputs = self._share(batch, splitter)
+        batch = replace(batch, keep=None)  # what is rejected from the loss has log-probs all the same
+        micros, inputs = self._share(batch, Splitter.for_log_probs(self.config.actor, self.layout, self.model))
         outputs = log_prob_pass(self.chunks, inputs, self.model.vocab_size)
         if not parallel.holds_result():
             return None
@@ -91,7 +94,7 @@ class MegatronActor:
         """One optimizer step per mini-batch, in the order of the rows. Needs `old_log_probs` and `advantages`.
 
         Returns one entry per mini-batch on the ranks that hold results, an empty list elsewhere; entries of all ranks add up. A mini-batch
-        whose gradient norm is not finite changes nothing and counts in `actor/skipped_updates`.
+        whose gradient norm is not finite, or whose tokens are all rejected, changes nothing and counts in `actor/skipped_updates`.
         """
         check_batch(batch)
         if batch.old_log_probs is None or batch.advantages is None:
@@ -103,9 +106,10 @@ class MegatronActor:
 
         Returns the loss metrics of this replica's micro-batches on the ranks that hold results, an empty list elsewhere.
         """
+        mask = batch.loss_mask
+        batch = replace(batch, selected=select(self.loss_parameters, batch.advantages, batch.old_log_probs, mask))
         _, inputs = self._share(batch, Splitter.for_update(self.config.actor, self.layout, self.model))
-        lengths = batch.response_lengths
-        denominators = Denominators(tokens=int(lengths.sum()), sequences=int((lengths > 0).sum()))
+        denominators = Denominators(tokens=int(mask.sum()), sequences=int(mask.any(-1).sum()))
         zero_gradients(self.chunks, self.optimizer)
         parts = loss_pass(self.chunks, inputs, self.model.vocab_size, self.loss_parameters, denominators)
         return [to_floats(p) for p in parts] if parallel.holds_result() else []
@@ -123,8 +127,9 @@ class MegatronActor:
         return (batch.rows(part) for part in mini_batches(len(batch), rows))
 
     def _update_once(self, batch: TrainBatch) -> FloatParts | None:
-        losses = self.gradients(batch)
-        result = step(self.optimizer, self.scheduler)
+        trained = bool(batch.loss_mask.any())  # the same on every rank: each holds the whole batch
+        losses = self.gradients(batch) if trained else []
+        result = step(self.optimizer, self.scheduler) if trained else StepResult(False, math.nan, current_lr(self.optimizer))
         self.num_updates += result.applied
         if not parallel.holds_result():
             return None
@@ -146,6 +151,8 @@ def _step_metrics(result: StepResult) -> FloatParts:
 
 def _loss_parameters(config: RunConfig) -> PolicyLossParameters:
     loss = config.algorithm.policy_loss
+    if loss.custom is not None:
+        load_custom_loss(loss.custom.path, loss.loss_mode)
     return PolicyLossParameters(
         loss_mode=loss.loss_mode,
         loss_agg_mode=loss.loss_agg_mode,
@@ -156,4 +163,12 @@ def _loss_parameters(config: RunConfig) -> PolicyLossParameters:
         entropy_coeff=config.algorithm.entropy_coeff,
         kl_loss_coef=config.algorithm.kl_loss_coef if config.algorithm.use_kl_loss else 0.0,
         kl_loss_type=config.algorithm.kl_loss_type,
+        tau_pos=loss.tau_pos,
+        tau_neg=loss.tau_neg,
+        clip_cov_ratio=loss.clip_cov_ratio,
+        clip_cov_lb=loss.clip_cov_lb,
+        clip_cov_ub=loss.clip_cov_ub,
+        kl_cov_ratio=loss.kl_cov_ratio,
+        ppo_kl_coef=loss.ppo_kl_coef,
+        custom=loss.custom.parameters if loss.custom else {},
     )

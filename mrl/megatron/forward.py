@@ -39,6 +39,8 @@ class MicroInputs:
     response_mask: Tensor
     old_log_probs: Tensor | None
     advantages: Tensor | None
+    loss_weights: Tensor | None
+    selected: Tensor | None
     number: int  # of the micro-batch in its pass
 
     @classmethod
@@ -113,7 +115,10 @@ def loss_pass(
 
 
 def _loss(parameters: PolicyLossParameters, inputs: MicroInputs, outputs: TokenOutputs, denominators: Denominators) -> LossOutput:
-    given = LossInputs(outputs.log_probs, inputs.old_log_probs, inputs.advantages, inputs.response_mask, outputs.entropy)
+    given = LossInputs(
+        outputs.log_probs, inputs.old_log_probs, inputs.advantages, inputs.response_mask, outputs.entropy,
+        weights=inputs.loss_weights, selected=inputs.selected,
+    )  # fmt: skip
     return policy_loss(parameters, given, denominators)
 
 

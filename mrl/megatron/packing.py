@@ -54,9 +54,11 @@ class MicroArrays:
     targets: np.ndarray  # int64 [tokens]
     slots: np.ndarray  # int64 [tokens]: index of the token into rows * response_length
     token_temperature: np.ndarray  # float32 [tokens]
-    response_mask: np.ndarray  # bool [rows, response_length]; all false for a filler
+    response_mask: np.ndarray  # bool [rows, response_length]: tokens that count, rejected ones and a filler's not
     old_log_probs: np.ndarray | None  # float32 [rows, response_length]
     advantages: np.ndarray | None  # float32 [rows, response_length]
+    loss_weights: np.ndarray | None  # float32 [rows, response_length]
+    selected: np.ndarray | None  # bool [rows, response_length]
 
 
 def micro_arrays(batch: TrainBatch, rows: np.ndarray, shape: Shape, context_rank: int = 0, is_filler: bool = False) -> MicroArrays:
@@ -67,7 +69,7 @@ def micro_arrays(batch: TrainBatch, rows: np.ndarray, shape: Shape, context_rank
     starts = np.concatenate([[0], np.cumsum(padded)])
     ids, positions = _laid_out(picked.input_ids, lengths, padded, starts)
     width = max(int(picked.response_lengths.max()), 1)
-    mask = picked.response_mask[:, :width] & (not is_filler)
+    mask = picked.loss_mask[:, :width] & (not is_filler)
     row, column = np.nonzero(mask)
     target = starts[row] + picked.prompt_lengths[row] + column
     kept = kept_positions(padded, shape.context, context_rank)
@@ -84,9 +86,15 @@ def micro_arrays(batch: TrainBatch, rows: np.ndarray, shape: Shape, context_rank
         slots=(row * width + column)[here],
         token_temperature=picked.temperature[row][here],
         response_mask=mask,
-        old_log_probs=None if picked.old_log_probs is None else picked.old_log_probs[:, :width],
-        advantages=None if picked.advantages is None else picked.advantages[:, :width],
+        old_log_probs=_cut(picked.old_log_probs, width),
+        advantages=_cut(picked.advantages, width),
+        loss_weights=_cut(picked.loss_weights, width),
+        selected=_cut(picked.selected, width),
     )
+
+
+def _cut(values: np.ndarray | None, width: int) -> np.ndarray | None:
+    return None if values is None else values[:, :width]
 
 
 def _laid_out(input_ids: np.ndarray, lengths: np.ndarray, padded: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

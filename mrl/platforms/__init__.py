@@ -1,5 +1,8 @@
 """The only room that knows a device by name: cpu, cuda or npu. Everything else asks a `Platform`."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from mrl.errors import ConfigError
 from mrl.platforms.base import Platform
 
@@ -21,3 +24,14 @@ def get_platform(name: str) -> Platform:
 
         return NpuPlatform()
     raise ConfigError(f"cluster.device: {name!r} is no platform; allowed: {', '.join(PLATFORMS)}")
+
+
+def prepare_process(device: str, layout: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
+    """What the process of a Megatron rank needs before anything in it imports Megatron; only Ascend needs something.
+
+    `layout`: parallel sizes, `overrides`: fields of the transformer config, both under Megatron's names. Raises EnvironmentFault.
+    """
+    if device == "npu":
+        from mrl.platforms.npu_mindspeed import adapt
+
+        adapt(layout, overrides)

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from mrl.errors import EnvironmentFault
+from mrl.platforms import npu_environment as npu
 
 
 @dataclass(frozen=True)
 class Hosting:
     """One kind of device, seen from the process that starts others on it."""
 
-    device: str
+    device: str  # also the dialect in which an engine's final weights are described
     ray_resource: str | None  # what Ray calls the accelerator
     checks_batch_order: bool  # generation must not depend on what else is in the batch; only CPU can promise it
 
@@ -23,12 +24,17 @@ class Hosting:
         """Environment of one Megatron rank."""
         if self.device == "cpu":
             return {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        if self.device == "npu":
+            return npu.ACTOR
         # one queue per device keeps the order in which Megatron overlaps communication with compute
         return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
     def engine_environment(self, engine_id: int, engines: int, tensor_parallel: int, kvcache_gib: int) -> dict[str, str]:
         """Environment of one engine and the processes below it."""
-        common = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": "mrl"}
+        common = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
+        if self.device == "npu":
+            return common | npu.ENGINE  # no VLLM_PLUGINS: vllm-ascend is a handful of plugins itself
+        common["VLLM_PLUGINS"] = "mrl"
         if self.device != "cpu":
             return common
         return common | {
@@ -39,6 +45,8 @@ class Hosting:
 
     def engine_arguments(self, max_model_len: int, max_num_batched_tokens: int | None) -> dict[str, Any]:
         """Arguments of vLLM that this device needs, whatever the run says elsewhere."""
+        if self.device == "npu":
+            return npu.ENGINE_ARGUMENTS
         if self.device != "cpu":
             return {}
         return {
@@ -65,11 +73,12 @@ def cpu_binding(cores: list[int], engine_id: int, engines: int, tensor_parallel:
 _HOSTING = {
     "cpu": Hosting("cpu", None, checks_batch_order=True),
     "cuda": Hosting("cuda", "GPU", checks_batch_order=False),
+    "npu": Hosting("npu", "NPU", checks_batch_order=False),
 }
 
 
 def get_hosting(device: str) -> Hosting:
-    """Hosting of a device by name. Raises EnvironmentFault for one that cannot be used yet."""
+    """Hosting of a device by name. Raises EnvironmentFault for an unknown one."""
     if device not in _HOSTING:
-        raise EnvironmentFault(f"cluster.device: {device} cannot be used yet; available: {', '.join(_HOSTING)}")
+        raise EnvironmentFault(f"cluster.device: {device} is no device; available: {', '.join(_HOSTING)}")
     return _HOSTING[device]

@@ -33,16 +33,21 @@ def rows_for(device: str) -> tuple[Patch, ...]:
 
 def apply(rows: Iterable[Patch]) -> None:
     """Puts every row in place that is not in place yet. Raises EnvironmentFault in a process that has imported vllm."""
-    if "vllm" in sys.modules:
-        raise EnvironmentFault(
-            "torch cannot be adapted to Megatron in a process that has imported vllm: it would change what vllm runs on. "
-            "Run actor ranks and rollout engines in processes of their own"
-        )
+    refuse_beside_vllm()
     for row in rows:
         if row.target not in _originals:
             owner, name = _owner(row.target)
             original = _originals[row.target] = owner.__dict__.get(name, getattr(owner, name, MISSING))
             setattr(owner, name, row.make(original))
+
+
+def refuse_beside_vllm() -> None:
+    """Raises EnvironmentFault in a process that has imported vllm."""
+    if "vllm" in sys.modules:
+        raise EnvironmentFault(
+            "torch cannot be adapted to Megatron in a process that has imported vllm: it would change what vllm runs on. "
+            "Run actor ranks and rollout engines in processes of their own"
+        )
 
 
 def revert(row: Patch) -> None:

@@ -2,10 +2,10 @@
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TextIO
 
-Metrics = Mapping[str, float]
+from mrl.record.views import Metrics, Rows, View
 
 HEADLINE = {
     "reward": "critic/score/mean",
@@ -55,8 +55,21 @@ def phases(metrics: Metrics) -> dict[str, float]:
 
 
 def validation(metrics: Metrics) -> dict[str, float]:
-    """Held-out scores of this line."""
-    return {name: value for name, value in metrics.items() if name.startswith("val-core/")}
+    """Held-out scores of this line: the means, without what best-of and majorities say."""
+    return {name: value for name, value in metrics.items() if name.startswith("val-core/") and "/mean@" in name}
+
+
+def generation_lines(step: int, rows: Rows) -> str:
+    """Validation responses as a person reads them; long ones are cut in the middle."""
+    return "".join(
+        f"step {step}, {row['data_source']}, score {row['score']:g}\n  prompt: {_cut(row['input'])}\n"
+        f"  response: {_cut(row['output'])}\n  truth: {_cut(str(row['gts']))}\n"
+        for row in rows
+    )
+
+
+def _cut(text: str, length: int = 600) -> str:
+    return text if len(text) <= length else f"{text[: length // 2]} [...] {text[-length // 2 :]}"
 
 
 def format_line(step: int, total_steps: int, metrics: Metrics, left: str) -> str:
@@ -84,7 +97,7 @@ class Pace:
         return True
 
 
-class PlainConsole:
+class PlainConsole(View):
     """A line a step, and in a phase that takes long a line now and then."""
 
     def __init__(self, total_steps: int, stream: TextIO, pace: Pace | None = None) -> None:
@@ -99,11 +112,15 @@ class PlainConsole:
     def write(self, step: int, metrics: Metrics) -> None:
         print(format_line(step, self._total, metrics, self._clock.left(step, metrics)), file=self._stream, flush=True)
 
+    def generations(self, step: int, rows: Rows) -> None:
+        """Prints them."""
+        print(generation_lines(step, rows), end="", file=self._stream, flush=True)
+
     def close(self) -> None:
         self._stream.flush()
 
 
-class LiveConsole:
+class LiveConsole(View):
     """A table of the last steps that is drawn in place; the last picture stays when the run ends."""
 
     def __init__(self, total_steps: int, stream: TextIO) -> None:
@@ -126,6 +143,10 @@ class LiveConsole:
         if self._pace.due():
             note = f"{phase}: {done} of {total}"
             self._live.update(make_table(self._rows, self._total, self._left, note) if self._rows else note, refresh=True)
+
+    def generations(self, step: int, rows: Rows) -> None:
+        """Prints them above the table."""
+        self._live.console.print(generation_lines(step, rows), end="", markup=False, highlight=False)
 
     def close(self) -> None:
         self._live.stop()

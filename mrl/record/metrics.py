@@ -71,7 +71,7 @@ def batch_metrics(
     metrics = _length_metrics("prompt_length", batch.prompt_lengths, max_prompt_length)
     metrics |= _length_metrics("response_length", batch.response_lengths, max_response_length)
     if batch.advantages is not None:
-        mask = batch.response_mask
+        mask = batch.loss_mask
         metrics |= distribution("critic/advantages", batch.advantages[mask])
         metrics |= distribution("critic/returns", (batch.advantages if returns is None else returns)[mask])
     return metrics

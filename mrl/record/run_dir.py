@@ -41,6 +41,10 @@ class RunDir:
         return self.path / "samples"
 
     @property
+    def validation(self) -> Path:
+        return self.path / "validation"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -109,7 +113,7 @@ class RunDir:
         """
         kept = [line for line, row in _whole_lines(self.metrics) if row["training/global_step"] <= after_step]
         write_text(self.metrics, "".join(kept))
-        for file in self.samples.glob("step-*.jsonl"):
+        for file in (*self.samples.glob("step-*.jsonl"), *self.validation.glob("step-*.jsonl")):
             if int(file.stem.removeprefix("step-")) > after_step:
                 file.unlink()
         shutil.rmtree(self.tensorboard, ignore_errors=True)  # its files cannot be cut; the sink writes the kept lines anew

@@ -1,31 +1,18 @@
 """Where a step's metrics go. JSONL is the record and always on; the others are views, and none of them can stop training."""
 
 import json
-import logging
 import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from mrl.errors import ConfigError
-from mrl.record.run_dir import RunDir, read_metrics
-
-log = logging.getLogger(__name__)
-
-Metrics = Mapping[str, float]
-
-
-class Sink(Protocol):
-    """A view of the metrics."""
-
-    def write(self, step: int, metrics: Metrics) -> None: ...
-
-    def progress(self, phase: str, done: int, total: int) -> None:
-        """Called often while a long phase goes on; shows it where somebody looks."""
-
-    def close(self) -> None: ...
+from mrl.record.hosted import MlflowSink, RunInfo, SwanlabSink, WandbSink
+from mrl.record.run_dir import RunDir
+from mrl.record.tensorboard import TensorBoardSink
+from mrl.record.views import Metrics, Rows, View, ViewThread
 
 
 def json_safe(value: Any) -> Any:
@@ -65,95 +52,77 @@ class JsonlSink:
         self._file.close()
 
 
-class TensorBoardSink:
-    """Scalars in TensorBoard's event files, written with TensorBoard's own writer and without torch.
-
-    What already stands in `history`, the metrics.jsonl of a resumed run, is written first: event files cannot be cut at the resumed step,
-    so `RunDir.truncate_metrics` removes them.
-    """
-
-    def __init__(self, folder: Path, history: Path | None = None) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-        had_events = folder.is_dir() and any(folder.iterdir())
-        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
-        self._writer = EventFileWriter(str(folder))
-        if history is not None and not had_events:
-            for row in read_metrics(history):
-                self.write(row["training/global_step"], row)
-
-    def write(self, step: int, metrics: Metrics) -> None:
-        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items() if value is not None]
-        self._writer.add_event(self._event(step=step, wall_time=time.time(), summary=self._summary(value=values)))
-        self._writer.flush()
-
-    def progress(self, phase: str, done: int, total: int) -> None:
-        """Nothing: event files hold finished steps."""
-
-    def close(self) -> None:
-        self._writer.close()
-
-
 class Record:
     """All sinks of a run. The JSONL line is written first and its errors are raised: a run whose record cannot be written must not go on.
 
-    A view that raises is logged once, left out from then on, and training continues.
+    A view has a thread of its own. One that raises, or is busy with one call for more than `timeout_s` seconds, is logged once, left out
+    from then on, and training continues; it never waits for a view, except for as long again when the run ends.
     """
 
-    def __init__(self, jsonl: JsonlSink, views: Mapping[str, Sink]) -> None:
-        self._jsonl, self._views = jsonl, dict(views)
+    def __init__(self, jsonl: JsonlSink, views: Mapping[str, View], timeout_s: float = 60.0) -> None:
+        self._jsonl, self._timeout_s = jsonl, timeout_s
+        self._views = [ViewThread(name, view, timeout_s) for name, view in views.items()]
 
     def write(self, step: int, metrics: Metrics) -> None:
+        """Writes the line; the views follow."""
         self._jsonl.write(step, metrics)
-        for name in list(self._views):
-            self._attempt(name, lambda view: view.write(step, metrics))
+        kept = dict(metrics)  # the caller may change its own meanwhile
+        self._call(lambda view: view.write(step, kept))
 
     def progress(self, phase: str, done: int, total: int) -> None:
-        """`done` of `total` parts of a phase, for the views."""
-        for name in list(self._views):
-            self._attempt(name, lambda view: view.progress(phase, done, total))
+        """`done` of `total` parts of a phase, for the views; dropped while they are busy."""
+        self._call(lambda view: view.progress(phase, done, total), droppable=True)
+
+    def generations(self, step: int, rows: Rows) -> None:
+        """A few validation responses, for the views that show text."""
+        self._call(lambda view: view.generations(step, rows))
 
     def close(self) -> None:
-        for name in list(self._views):
-            self._attempt(name, lambda view: view.close())
+        """Waits for the views to finish, `timeout_s` seconds for all of them together."""
+        views = [view for view in self._views if view.alive]
+        for view in views:
+            view.ask_to_close()
+        deadline = time.monotonic() + self._timeout_s
+        for view in views:
+            view.wait_closed(deadline)
         self._jsonl.close()
 
-    def _attempt(self, name: str, action: Callable[[Sink], None]) -> None:
-        try:
-            action(self._views[name])
-        except Exception:
-            log.exception("trainer.logger: %s failed and is left out from now on; metrics.jsonl goes on", name)
-            del self._views[name]
+    def _call(self, job: Callable[[View], None], droppable: bool = False) -> None:
+        self._views = [view for view in self._views if view.alive]
+        for view in self._views:
+            view.call(job, droppable)
 
 
-def _console(run_dir: RunDir, total_steps: int) -> Sink:
+def _console(run_dir: RunDir, total_steps: int, info: RunInfo) -> View:
     from mrl.record.console import make_console
 
     return make_console(total_steps)
 
 
-def _tensorboard(run_dir: RunDir, total_steps: int) -> Sink:
-    return TensorBoardSink(run_dir.tensorboard, run_dir.metrics)
+VIEWS: dict[str, Callable[[RunDir, int, RunInfo], View]] = {
+    "console": _console,
+    "tensorboard": lambda run_dir, total_steps, info: TensorBoardSink(run_dir.tensorboard, run_dir.metrics),
+    "wandb": lambda run_dir, total_steps, info: WandbSink(run_dir.path, info),
+    "mlflow": lambda run_dir, total_steps, info: MlflowSink(run_dir.path, info, os.environ.get("MLFLOW_TRACKING_URI")),
+    "swanlab": lambda run_dir, total_steps, info: SwanlabSink(run_dir.path, info),
+}
 
 
-VIEWS: dict[str, Callable[[RunDir, int], Sink]] = {"console": _console, "tensorboard": _tensorboard}
-
-
-def make_sinks(names: Sequence[str], run_dir: RunDir, total_steps: int) -> Record:
+def make_sinks(names: Sequence[str], run_dir: RunDir, total_steps: int, info: RunInfo | None = None) -> Record:
     """The record of a run with the views that `trainer.logger` names; `jsonl` may be named and is on anyhow.
 
     Raises ConfigError for a name that is none, or a view whose package is missing.
     """
+    info = info or RunInfo()
     for name in names:
         if name not in VIEWS and name != "jsonl":
             raise ConfigError(f"trainer.logger: {name!r} is no logger; allowed: {', '.join(['jsonl', *VIEWS])}")
-    views = {name: _view(name, run_dir, total_steps) for name in dict.fromkeys(names) if name != "jsonl"}
-    return Record(JsonlSink(run_dir.metrics), views)
+    views = {name: _view(name, run_dir, total_steps, info) for name in dict.fromkeys(names) if name != "jsonl"}
+    return Record(JsonlSink(run_dir.metrics), views, info.timeout_s)
 
 
-def _view(name: str, run_dir: RunDir, total_steps: int) -> Sink:
+def _view(name: str, run_dir: RunDir, total_steps: int, info: RunInfo) -> View:
     try:
-        return VIEWS[name](run_dir, total_steps)
+        return VIEWS[name](run_dir, total_steps, info)
     except ImportError as error:
         raise ConfigError(f"trainer.logger: {name} needs the package {error.name}; install it or take {name} off the list") from error

@@ -43,6 +43,9 @@ _TRAINING = [
     MetricSpec("training/global_step", "last", "steps", "Steps finished when the line was written; 0 is the start"),
     MetricSpec("training/epoch", "last", "epochs", "Passes over the training prompts that were begun before this step"),
     MetricSpec("train/num_gen_batches", "last", "batches", "Prompt batches generated to fill this step's batch"),
+    MetricSpec("train/uniform_group_share", "mean", "share", "Generated groups whose responses all have the same value"),
+    MetricSpec("train/trained_groups", "last", "groups", "Groups that the step trained on"),
+    MetricSpec("train/overlong_filtered_share", "mean", "share", "Responses cut off at the length limit, not trained on"),
     MetricSpec("training/rollout_probs_diff_mean", "mean", "probability", "|p_actor - p_rollout| of the sampled tokens, mean"),
     MetricSpec("training/rollout_probs_diff_max", "max", "probability", "|p_actor - p_rollout|, largest"),
     MetricSpec("training/rollout_probs_diff_std", "last", "probability", "|p_actor - p_rollout|, standard deviation"),
@@ -126,6 +129,8 @@ _PERF = [
 _RESHARD = [
     MetricSpec("reshard/bytes_required", "last", "bytes", "Bytes that the engines must receive and do not hold already"),
     MetricSpec("reshard/bytes_moved", "last", "bytes", "Bytes sent"),
+    MetricSpec("reshard/bytes_local", "last", "bytes", "Bytes that stayed on a device that trainer and engine share"),
+    MetricSpec("reshard/resynced", "sum", "engines", "Engines whose first sync of the step failed and was done again"),
     MetricSpec("reshard/seconds", "max", "s", "Time of one sync, slowest rank"),
     MetricSpec("reshard/peak_staging_bytes", "max", "bytes", "Largest staging memory of a rank"),
     MetricSpec("reshard/verified", "min", "0 or 1", "1 when every rank's digest agreed"),

@@ -34,7 +34,7 @@ def register() -> None:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, adapter_module(), "FullTensorEngine")
+        WeightTransferEngineFactory.register_engine(BACKEND, adapter_module(), "Engine")
 
 
 @dataclass(frozen=True)

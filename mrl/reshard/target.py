@@ -15,7 +15,7 @@ from mrl.models import ModelSpec
 from mrl.reshard.boxes import Box
 
 Dialect = Literal["cpu", "cuda", "npu"]
-_TRANSPOSED: Dialect = "npu"
+TRANSPOSED: Dialect = "npu"
 _VOCABULARY_MULTIPLE = 64  # vLLM's DEFAULT_VOCAB_PADDING_SIZE
 
 
@@ -49,7 +49,7 @@ def target_parameters(model: ModelSpec, rollout: RolloutLayout, worker: int, dia
 
     Raises ConfigError for sizes that vLLM could not divide over the workers.
     """
-    return tuple(_Worker(model, rollout, worker, dialect == _TRANSPOSED, dtype).parameters())
+    return tuple(_Worker(model, rollout, worker, dialect == TRANSPOSED, dtype).parameters())
 
 
 @dataclass(frozen=True)

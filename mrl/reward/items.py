@@ -20,6 +20,9 @@ class RewardSpec:
     path: str | None = None
     name: str = "compute_score"
     kwargs: Mapping[str, Any] = field(default_factory=dict)  # added to every call of the user's function
+    data_sources: tuple[str, ...] = ()  # of the data, so that what `auto` will need is loaded before the first sample
+    bonus_rules: Mapping[str, float] = field(default_factory=dict)  # built-in rules whose weighted scores are added
+    max_memory_gib: float | None = None  # of a scoring process's address space; None: unlimited
 
 
 @dataclass(frozen=True)

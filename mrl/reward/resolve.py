@@ -1,53 +1,94 @@
 """From a RewardSpec to a function. Runs in the workers; a user's file is imported nowhere else."""
 
+import difflib
 import functools
 import importlib.util
+import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from mrl.errors import ConfigError
 from mrl.reward.items import RewardSpec
-from mrl.reward.rules import RULE_OF_DATA_SOURCE, RULES, RewardFunction, Score
+from mrl.reward.math_verifier import load_math_verify
+from mrl.reward.rules import RULE_OF_DATA_SOURCE, RULE_OF_PREFIX, RULES, RewardFunction, Score, rule_name
 
-AUTO = "auto"
+AUTO, MATH = "auto", "math"
 
 
 def resolve(spec: RewardSpec) -> RewardFunction:
-    """The function of `spec`. Raises ConfigError for an unknown name, and for a user's file that is missing, fails or lacks the name."""
+    """The function of `spec`, bonus rules included, ready to run.
+
+    Raises ConfigError for an unknown name, for a user's file that is missing, fails or lacks the name, and where math-verify is needed and
+    missing.
+    """
+    function = _main_function(spec)
+    if MATH in _rules_used(spec):
+        try:
+            load_math_verify()  # now, and not within the first sample's deadline
+        except ImportError as error:
+            raise ConfigError(f"reward.function: {error}") from error
+    for name in spec.bonus_rules:
+        _known_rule(name, "reward.bonus_rules")
+    return _with_bonus(function, spec.bonus_rules) if spec.bonus_rules else function
+
+
+def _main_function(spec: RewardSpec) -> RewardFunction:
     if spec.path is not None:
         function = _load(Path(spec.path).expanduser(), spec.name)
         return functools.partial(function, **spec.kwargs) if spec.kwargs else function
-    if spec.function == AUTO:
-        return _by_data_source
-    if spec.function not in RULES:
-        raise ConfigError(
-            f"reward.function: {spec.function!r} is unknown; allowed: {AUTO}, {', '.join(RULES)}, or a custom_reward_function"
-        )
-    return RULES[spec.function]
+    return _by_data_source if spec.function == AUTO else _known_rule(spec.function, "reward.function")
+
+
+def _rules_used(spec: RewardSpec) -> set[str]:
+    main = () if spec.path is not None else map(rule_name, spec.data_sources) if spec.function == AUTO else (spec.function,)
+    return {*main, *spec.bonus_rules}
+
+
+def _known_rule(name: str, key: str) -> RewardFunction:
+    if name not in RULES:
+        near = difflib.get_close_matches(name, RULES, n=1)
+        hint = f" (nearest: {near[0]})" if near else ""
+        raise ConfigError(f"{key}: {name!r} is unknown{hint}; allowed: {AUTO}, {', '.join(RULES)}, or a custom_reward_function")
+    return RULES[name]
+
+
+def _with_bonus(function: RewardFunction, weights: Mapping[str, float]) -> RewardFunction:
+    """The function's score plus weight x score of each further rule; each part is kept under its rule's name, the first under `main`."""
+
+    def score(**row: Any) -> Score:
+        value = function(**row)
+        parts = dict(value) if isinstance(value, dict) else {"score": value}
+        extra = {name: float(_plain(RULES[name](**row))) for name in weights}
+        if not isinstance(parts.get("score"), bool | int | float):
+            return value  # judged, and refused, as it is
+        total = float(parts["score"]) + math.fsum(weight * extra[name] for name, weight in weights.items())
+        return {**parts, **extra, "main": float(parts["score"]), "score": total}
+
+    return score
+
+
+def _plain(value: Score) -> float:
+    return value["score"] if isinstance(value, dict) else value
 
 
 def check_data_sources(spec: RewardSpec, data_sources: Iterable[str]) -> None:
     """Raises ConfigError if `auto` has no rule for one of the data's sources; call it before the first response is generated."""
     if spec.path is not None or spec.function != AUTO:
         return
-    unknown = sorted(source for source in data_sources if _rule_name(source) not in RULES)
+    unknown = sorted(source for source in data_sources if rule_name(source) not in RULES)
     if unknown:
         raise ConfigError(_no_rule(", ".join(map(repr, unknown))))
 
 
-def _rule_name(data_source: str) -> str:
-    return RULE_OF_DATA_SOURCE.get(data_source, data_source)
-
-
 def _no_rule(sources: str) -> str:
-    known = ", ".join([*RULES, *RULE_OF_DATA_SOURCE])
+    known = ", ".join([*RULES, *RULE_OF_DATA_SOURCE, *(f"{prefix}..." for prefix in RULE_OF_PREFIX)])
     return f"reward.function is auto and data_source {sources} has no rule; name a rule in reward.function, or use one of: {known}"
 
 
 def _by_data_source(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> Score:
-    rule = RULES.get(_rule_name(data_source))
+    rule = RULES.get(rule_name(data_source))
     if rule is None:
         raise ConfigError(_no_rule(repr(data_source)))
     return rule(data_source, solution_str, ground_truth, extra_info)

@@ -4,6 +4,11 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mrl.reward.choices import multiple_choice
+from mrl.reward.dapo_math import math_dapo
+from mrl.reward.form import boxed_format, think_format
+from mrl.reward.math_verifier import math
+
 Score = float | dict[str, Any]
 RewardFunction = Callable[..., Score]
 
@@ -27,7 +32,29 @@ def gsm8k(data_source: str, solution_str: str, ground_truth: Any, extra_info: Ma
     return {"score": float(answers[-1].replace(",", "") == str(ground_truth)), "answered": 1.0}
 
 
-RULES: dict[str, RewardFunction] = {"exact_match": exact_match, "gsm8k": gsm8k}
+RULES: dict[str, RewardFunction] = {
+    "exact_match": exact_match,
+    "gsm8k": gsm8k,
+    "math": math,
+    "math_dapo": math_dapo,
+    "multiple_choice": multiple_choice,
+    "think_format": think_format,
+    "boxed_format": boxed_format,
+}
 
-# What `auto` uses for a data_source that is not itself a rule's name; the keys are those in verl's prepared files.
-RULE_OF_DATA_SOURCE: dict[str, str] = {"openai/gsm8k": "gsm8k"}
+# What `auto` uses for a data_source that is not itself a rule's name; the keys are those in verl's prepared files and of `mrl data`.
+RULE_OF_DATA_SOURCE: dict[str, str] = {
+    "openai/gsm8k": "gsm8k",
+    "lighteval/MATH": "math",
+    "DigitalLearningGmbH/MATH-lighteval": "math",
+    "HuggingFaceH4/MATH-500": "math",
+    "math_dapo_reasoning": "math_dapo",
+}
+RULE_OF_PREFIX: dict[str, str] = {"aime": "math_dapo", "dianjin": "multiple_choice"}  # aime2024, aime_2025, dianjin/cflue_mcq, ...
+
+
+def rule_name(data_source: str) -> str:
+    """The rule that `auto` uses for a data source; its own name where none is known."""
+    if data_source in RULES or data_source in RULE_OF_DATA_SOURCE:
+        return RULE_OF_DATA_SOURCE.get(data_source, data_source)
+    return next((rule for prefix, rule in RULE_OF_PREFIX.items() if data_source.startswith(prefix)), data_source)

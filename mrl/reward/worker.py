@@ -9,6 +9,7 @@ import ctypes
 import json
 import math
 import os
+import resource
 import signal
 import sys
 import traceback
@@ -31,6 +32,7 @@ def main(requests_fd: int, results_fd: int) -> None:
     _die_with_the_parent()
     requests = os.fdopen(requests_fd, "rb")
     spec = RewardSpec(**json.loads(requests.readline()))
+    _limit_memory(spec.max_memory_gib)
     try:
         function = resolve(spec)
     except ConfigError as error:
@@ -88,6 +90,13 @@ def _send(fd: int, value: Any) -> None:
     data = (json.dumps(value) + "\n").encode()
     while data:
         data = data[os.write(fd, data) :]
+
+
+def _limit_memory(gib: float | None) -> None:
+    """An allocation beyond the limit raises MemoryError in the function that asks for it; the host is never out of memory because of it."""
+    if gib is not None:
+        limit = int(gib * 1024**3)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def _die_with_the_parent() -> None:

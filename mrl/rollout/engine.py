@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +29,7 @@ class VllmEngine:
         self._llm = None
         self._names = itertools.count()
         self._staging: Path | None = None
+        self._arenas: tuple[Path, ...] = ()  # files of weight syncs that still have a name
 
     async def start(self) -> float:
         """Starts vLLM and checks it; returns seconds. Raises EnvironmentFault when the start-up check fails."""
@@ -161,6 +163,56 @@ class VllmEngine:
         self._note_shared_memory()
         self.version = version
 
+    async def connect_sync(self, setup: dict[str, Any], plan_hash: str) -> int:
+        """Agrees on the plan of the weight syncs, checks vLLM's parameters against it and meets the ranks; returns bytes of weights held.
+
+        Raises what the workers raise: another plan, or parameters that are not as the plan has them, by name.
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        from mrl.reshard.setup import SyncSetup
+        from mrl.reshard.transport_shm import arena_files
+
+        agreed, engine = SyncSetup.from_json(setup), self.settings.engine_id
+        agreed.check_hash(plan_hash, f"engine {engine}")
+        workers = [agreed.worker(engine, position) for position in range(self.settings.workers)]
+        self._arenas = tuple(path for worker in workers for path in arena_files(agreed, worker))
+        self._note_shared_memory()
+        info = {"path": "fast", "expected": {}, "setup": setup, "engine": engine, "plan_hash": plan_hash}
+        with self._alive():
+            await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(info))
+            return sum(await self._llm.collective_rpc("weight_bytes"))
+
+    def release_arenas(self) -> None:
+        """Takes the names of shared memory away, now that every rank has it open: nothing is left behind however a process ends."""
+        for path in self._arenas:
+            path.unlink(missing_ok=True)
+        self._arenas = ()
+        self._note_shared_memory()
+
+    async def receive_weights(self, update: int, read_back: bool) -> list[dict[str, Any]]:
+        """Takes one sync; what each worker reports of it (see WorkerExtension.weight_update_report). Serves nothing until `commit`."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        self.version = None
+        info = {"path": "fast", "update": update, "read_back": read_back}
+        with self._alive():
+            try:
+                await self._llm.start_weight_update()
+                await self._llm.update_weights(WeightTransferUpdateRequest(info))
+                await self._llm.finish_weight_update()
+            except Exception:
+                await self._llm.collective_rpc("abandon_update")
+                raise
+            return await self._llm.collective_rpc("weight_update_report")
+
+    async def commit(self, version: int) -> None:
+        """Serves what was received last, as `version`, and drops what was cached under the old weights."""
+        with self._alive():
+            await self._llm.update_weight_version(str(version))
+            await self._llm.reset_prefix_cache()
+        self.version = version
+
     async def fingerprints(self) -> dict[str, str]:
         """SHA-256 of everything each worker of this engine computes with, by rank and name."""
         merged: dict[str, str] = {}
@@ -184,13 +236,14 @@ class VllmEngine:
 
     def _note_shared_memory(self) -> None:
         """Writes down what a kill would leave behind, for the successor to remove."""
-        held = shared_memory_below(os.getpid()) | ({self._staging} if self._staging else set())
+        held = shared_memory_below(os.getpid()) | ({self._staging} if self._staging else set()) | set(self._arenas)
         Path(self.settings.segments_file).write_text("\n".join(map(str, held)))
 
     async def stop(self) -> None:
         """Ends vLLM's processes and removes what an unfinished update left behind."""
         if self._staging is not None:
             shutil.rmtree(self._staging, ignore_errors=True)
+        self.release_arenas()
         segments = shared_memory_below(os.getpid())
         if self._llm is not None:
             self._llm.shutdown()

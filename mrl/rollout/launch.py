@@ -2,10 +2,10 @@
 
 Pure functions of the configuration; no Ray and no vLLM here. Argument names are those of AsyncEngineArgs in vLLM 0.32 (0.23 has the same).
 
-An engine that fits on a node is one Ray actor with all its devices: vLLM's `mp` executor starts a process per worker below it, data-parallel
-ranks included. Of an engine that spans nodes each data-parallel rank becomes an actor of its own (vLLM's external load balancing, one
-`data_parallel_rank` an actor), which meet at the address of the first. Only a tensor group larger than a node needs vLLM's `ray`
-executor, one bundle a worker.
+An engine that fits on a node is one Ray actor with all its devices: vLLM's `mp` executor starts a process per worker below it,
+data-parallel ranks included. Of an engine that spans nodes each data-parallel rank becomes an actor of its own (vLLM's external load
+balancing, one `data_parallel_rank` an actor), which meet at the address of the first. Only a tensor group larger than a node needs
+vLLM's `ray` executor, one bundle a worker.
 """
 
 from dataclasses import dataclass, replace

@@ -44,3 +44,8 @@ class EngineSettings:
     vocab_size: int
     expected: tuple[tuple[str, tuple[int, ...]], ...]  # HF name and shape of every tensor that a weight update has to bring
     segments_file: str  # where the engine notes its shared memory, so that its successor can clean up after a kill
+
+    @property
+    def workers(self) -> int:
+        """Processes that hold weights."""
+        return self.arguments.get("tensor_parallel_size", 1) * self.arguments.get("data_parallel_size", 1)

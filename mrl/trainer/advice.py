@@ -1,13 +1,19 @@
 """What a person should be told about a run while it goes on, beyond its numbers."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import sqrt
+
+import numpy as np
 
 from mrl.config.describe import updates_per_rollout
 from mrl.config.schema import RunConfig
 from mrl.record.sinks import Record
+from mrl.record.views import Rows
 
 CLIPS_TOO_MUCH = 0.4
+MISMATCH = "rollout_corr/k3_kl"
+MISMATCH_LIMIT = 1e-2  # nats a token; mixtures of experts without replay of routes have about 1.5e-3 (arXiv:2510.11370)
+FIRST_STEPS, DRIFT_FACTOR, DRIFT_FLOOR = 5, 5.0, 1e-4  # below the floor even a manyfold growth is rounding
 PAPER_BAND, PAPER_LENGTH = 3e-4, 1000  # GSPO's lower clip, and the response length in tokens at which it fits
 
 
@@ -17,7 +23,7 @@ def clip_advice(config: RunConfig, metrics: Mapping[str, float]) -> str | None:
     The first update on a rollout has ratios of one, so with a single update a rollout nothing is ever clipped, and that is right.
     """
     loss, clipped = config.algorithm.policy_loss, metrics.get("actor/pg_clipfrac")
-    if loss.loss_mode != "gspo" or clipped is None or updates_per_rollout(config) < 2:
+    if loss.loss_mode not in ("gspo", "gspo-token") or clipped is None or updates_per_rollout(config) < 2:
         return None
     if 0 < clipped <= CLIPS_TOO_MUCH:
         return None
@@ -31,23 +37,61 @@ def clip_advice(config: RunConfig, metrics: Mapping[str, float]) -> str | None:
     )
 
 
+class MismatchWatch:
+    """Says once when generation's and training's probabilities are far apart, or drift: k3_kl far above what the first steps had."""
+
+    def __init__(self) -> None:
+        self._first: list[float] = []
+
+    def advice(self, config: RunConfig, metrics: Mapping[str, float]) -> str | None:
+        """One line, or None when all is well or the step says nothing of it."""
+        now = metrics.get(MISMATCH)
+        if now is None:
+            return None
+        usual = float(np.median(self._first)) if len(self._first) == FIRST_STEPS else now
+        if len(self._first) < FIRST_STEPS:
+            self._first.append(now)
+        if now > MISMATCH_LIMIT:
+            found = f"above {MISMATCH_LIMIT:g}"
+        elif now > max(DRIFT_FACTOR * usual, DRIFT_FLOOR):
+            found = f"{now / usual:.0f} times that of the first {FIRST_STEPS} steps" if usual else "where it was 0 at first"
+        else:
+            return None
+        return f"warning: {MISMATCH} is {now:.2g} nats a token, {found}: {_cure(config)}"
+
+
+def _cure(config: RunConfig) -> str:
+    if config.algorithm.anchor == "rollout":
+        cure = "algorithm.anchor: rollout takes it for a step of the policy; use recompute with a rollout_correction"
+    elif config.algorithm.rollout_correction.level is None:
+        cure = "set algorithm.rollout_correction (level token, mode truncate, high 2 is TIS; level token, mode mask, 0.5 to 5 is IcePop)"
+    else:
+        cure = "the correction hides it at the price of samples; see rollout_corr/rejected_token_share and effective_sample_share"
+    return f"generation and training disagree more than rounding explains. Check rollout.dtype against model.dtype; {cure}"
+
+
 class AdvisedRecord:
-    """A record that also prints the first advice there is, once a run."""
+    """A record that also prints advice, the first of each kind there is, once a run."""
 
     def __init__(self, record: Record, config: RunConfig) -> None:
-        self._record, self._config, self._given = record, config, False
+        self._record, self._config = record, config
+        self._advisers: list[Callable[[RunConfig, Mapping[str, float]], str | None]] = [clip_advice, MismatchWatch().advice]
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes the step's metrics."""
         self._record.write(step, metrics)
-        advice = None if self._given else clip_advice(self._config, metrics)
-        if advice:
-            self._given = True
-            print(f"step {step}: {advice}", flush=True)  # a live table lets lines pass above it
+        for adviser in tuple(self._advisers):
+            if advice := adviser(self._config, metrics):
+                self._advisers.remove(adviser)
+                print(f"step {step}: {advice}", flush=True)  # a live table lets lines pass above it
 
     def progress(self, phase: str, done: int, total: int) -> None:
         """Passes on how far a phase is."""
         self._record.progress(phase, done, total)
+
+    def generations(self, step: int, rows: Rows) -> None:
+        """Passes on validation responses."""
+        self._record.generations(step, rows)
 
     def close(self) -> None:
         """Closes the record."""

@@ -1,11 +1,12 @@
 """The algorithm, on one screen: generate, reward, old log-probs, advantages, update, sync, validate, save.
 
-What each line does stands in phases.py, or saving.py, under the same name; what a run consists of, in run.py.
+What each line does stands in phases.py, sampling.py, offpolicy.py, validation.py or saving.py, under the same name;
+what a run consists of, in run.py.
 """
 
 from mrl.errors import Interrupted
 from mrl.record.timer import PhaseTimer
-from mrl.trainer import phases, saving
+from mrl.trainer import offpolicy, phases, sampling, saving, validation
 from mrl.trainer.run import Run
 
 
@@ -15,7 +16,7 @@ def train(run: Run) -> None:
         if run.state.step > 0:
             phases.bring_engines_to(run, run.state.step)  # engines start from the weights that training started from
         elif run.config.trainer.val_before_train:
-            phases.record(run, phases.validate(run))
+            phases.record(run, validation.validate(run))
         while run.state.step < run.total_steps:
             train_step(run)
         saving.save(run)
@@ -29,26 +30,26 @@ def train_step(run: Run) -> None:
     """One step. Nothing is changed before `update`, so a signal may end it until then; from there on it runs to its end."""
     timer, config = PhaseTimer(), run.config.trainer
     with timer("step"):
-        with timer("gen"):
-            prompts, cursor = phases.next_prompts(run)
-            samples = phases.generate(run, prompts)  # responses are scored in the background as they arrive
-        with timer("reward"):
-            rewards = phases.collect_rewards(run, samples)
-            phases.write_samples(run, samples, rewards)
+        rollouts = sampling.gather(run, timer)  # phases "gen" and "reward", as often as it takes to fill the batch
+        samples, results = rollouts.samples, rollouts.results
+        phases.write_samples(run, samples, results)
         with timer("old_log_prob"):
             batch, seen = phases.with_old_log_probs(run, samples)
         with timer("adv"):
-            batch = phases.with_advantages(run, batch, samples, rewards)
+            rewards = sampling.rewards_of(run.config, samples, results)
+            batch, corrected = offpolicy.corrected(run.config, batch, samples)
+            parts = sampling.part_values(run.config.algorithm.gdpo_reward_keys, results)
+            batch = phases.with_advantages(run, batch, samples, rewards, parts)
         run.stop.hold()
         with timer("update_actor"):
             updated = phases.update(run, batch)
         with timer("reshard"):
             synced = phases.sync_weights(run)
-        run.state = run.state.advanced(cursor)
-        metrics = phases.step_metrics(run, batch, rewards) | seen | updated | synced
+        run.state = run.state.advanced(rollouts.cursor)
+        metrics = phases.step_metrics(run, batch, results, rewards) | rollouts.metrics | seen | corrected | updated | synced
         if phases.due(run, config.test_freq):
             with timer("testing"):
-                metrics |= phases.validate(run)
+                metrics |= validation.validate(run)
         if phases.due(run, config.save_freq):
             with timer("save_checkpoint"):
                 saving.save(run, metrics)

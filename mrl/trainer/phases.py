@@ -1,11 +1,12 @@
 """One function a phase of the loop. Each takes the run and what the phase works on, and returns what the next one needs."""
 
 import dataclasses
+from collections.abc import Mapping
 
 import numpy as np
 import psutil
 
-from mrl.algo.advantages import compute_advantages
+from mrl.algo.advantages import AdvantageInputs, compute_advantages
 from mrl.algo.mismatch import mismatch_metrics
 from mrl.data.batch import Prompt, Sample, TrainBatch, collate
 from mrl.data.order import DataCursor
@@ -17,63 +18,30 @@ from mrl.models import load_model_spec
 from mrl.record.metrics import batch_metrics, reduce_parts, reward_metrics, seqlen_metrics, speed_metrics
 from mrl.record.samples import write_samples as write_samples_file
 from mrl.record.timer import PhaseTimer, timing_metrics
-from mrl.reward.items import RewardItem, RewardResult, check_failures, failure_counts
-from mrl.rollout.settings import training_sampling, validation_sampling
-from mrl.rollout.types import Completion, Request, Sampling
+from mrl.reward.items import RewardResult
+from mrl.rollout.settings import training_sampling
+from mrl.trainer.responding import respond
 from mrl.trainer.run import Run
 from mrl.trainer.seeds import sample_seed
 
-BUCKET_BYTES = 512 * 1024**2
-TRAIN, VALIDATION = "train", "validation"
+TRAIN = "train"
 
 
-def next_prompts(run: Run) -> tuple[list[Prompt], DataCursor]:
-    """The step's prompts, and where the next step begins."""
-    return run.train_prompts.next_batch(run.state.cursor)
+def next_prompts(run: Run, cursor: DataCursor) -> tuple[list[Prompt], DataCursor]:
+    """The prompts at `cursor`, and where the next ones begin."""
+    return run.train_prompts.next_batch(cursor)
 
 
-def generate(run: Run, prompts: list[Prompt]) -> list[Sample]:
-    """`rollout.n` responses a prompt, ordered by prompt; each is handed to the reward pool as it arrives."""
-    return _sample(run, prompts, run.config.rollout.n, training_sampling(run.config), TRAIN, run.state.step + 1)
+def generate(run: Run, prompts: list[Prompt], gen_batch: int = 0) -> list[Sample]:
+    """`rollout.n` responses a prompt, ordered by prompt; each is handed to the reward pool as it arrives.
 
-
-def _sample(run: Run, prompts: list[Prompt], n: int, sampling: Sampling, purpose: str, step: int) -> list[Sample]:
-    seed = run.config.trainer.seed
-    wanted = [(group, prompt, k) for group, prompt in enumerate(prompts) for k in range(n)]
-    requests = [Request(i, p.token_ids, sample_seed(seed, purpose, step, p.prompt_id, k)) for i, (_, p, k) in enumerate(wanted)]
-
-    arrived = 0
-
-    def score(batch: list[Completion]) -> None:
-        nonlocal arrived
-        arrived += len(batch)
-        run.record.progress(f"{purpose} responses", arrived, len(requests))
-        for completion in batch:
-            run.rewards.submit(_reward_item(run, wanted[completion.sample_id][1], completion))
-
-    done = run.engines.generate(requests, sampling, score)
-    return [
-        Sample(
-            prompt_id=prompt.prompt_id, group_id=group, sample_id=i, seed=request.seed, prompt_ids=prompt.token_ids,
-            response_ids=answer.token_ids, rollout_log_probs=answer.log_probs, stop_reason=answer.stop_reason,
-            weight_version=answer.weight_version,
-        )
-        for i, ((group, prompt, _), request, answer) in enumerate(zip(wanted, requests, done, strict=True))
-    ]  # fmt: skip
-
-
-def _reward_item(run: Run, prompt: Prompt, completion: Completion) -> RewardItem:
-    text = run.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-    return RewardItem(completion.sample_id, prompt.data_source, text, prompt.ground_truth, prompt.extra_info)
-
-
-def collect_rewards(run: Run, samples: list[Sample]) -> list[RewardResult]:
-    """Results in the order of `samples`. Raises DataError when too many failed."""
-    share = run.config.reward.max_failure_share
-    results = run.rewards.drain(run.stop.raise_if_set, int(share * len(samples)))
-    check_failures(results, share)
-    by_id = {result.sample_id: result for result in results}
-    return [by_id[s.sample_id] for s in samples]
+    `gen_batch` counts the batches of prompts of one step, so that a prompt drawn twice in it is not answered alike.
+    """
+    n, seed, step = run.config.rollout.n, run.config.trainer.seed, run.state.step + 1
+    first = gen_batch * n
+    return respond(
+        run, prompts, n, training_sampling(run.config), lambda p, k: sample_seed(seed, TRAIN, step, p.prompt_id, first + k), TRAIN
+    )
 
 
 def with_old_log_probs(run: Run, samples: list[Sample]) -> tuple[TrainBatch, dict[str, float]]:
@@ -86,20 +54,24 @@ def with_old_log_probs(run: Run, samples: list[Sample]) -> tuple[TrainBatch, dic
     return dataclasses.replace(batch, old_log_probs=log_probs), {"actor/entropy": entropy} | apart
 
 
-def with_advantages(run: Run, batch: TrainBatch, samples: list[Sample], rewards: list[RewardResult]) -> TrainBatch:
-    """The batch with every response's advantage on its tokens."""
+def with_advantages(run: Run, batch: TrainBatch, samples: list[Sample], rewards: np.ndarray, parts: Mapping[str, np.ndarray]) -> TrainBatch:
+    """The batch with every response's advantage on its trained tokens. `rewards` and each of `parts` (of the reward) are [batch]."""
     algorithm = run.config.algorithm
-    groups = np.array([s.group_id for s in samples])
-    advantages = compute_advantages(
-        algorithm.adv_estimator, _scores(rewards), groups, batch.response_mask, algorithm.norm_adv_by_std_in_grpo
+    inputs = AdvantageInputs(
+        rewards,
+        np.array([s.group_id for s in samples]),
+        batch.loss_mask,
+        algorithm.norm_adv_by_std_in_grpo,
+        parts=parts,
+        part_weights=dict(zip(algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights, strict=False)),
     )
-    return dataclasses.replace(batch, advantages=advantages)
+    return dataclasses.replace(batch, advantages=compute_advantages(algorithm.adv_estimator, inputs))
 
 
 def update(run: Run, batch: TrainBatch) -> dict[str, float]:
     """All optimizer steps on the batch; reduced metrics. Raises NumericAbort when not one of them could be applied."""
     metrics = reduce_parts(run.actor.update(batch))
-    updates = run.config.updates_per_step
+    updates = -(-len(batch) // (run.config.actor.ppo_mini_batch_size * run.config.rollout.n))
     if metrics["actor/skipped_updates"] == updates:
         raise NumericAbort(
             f"step {run.state.step + 1}: the gradient norm of all {updates} updates was not finite; weights are those of the step before. "
@@ -114,24 +86,8 @@ def sync_weights(run: Run) -> dict[str, float]:
 
 
 def bring_engines_to(run: Run, version: int) -> dict[str, float]:
-    """Full HF tensors from the bridge into every engine."""
-    timer = PhaseTimer()
-    with timer("sync"):
-        moved = run.engines.update_weights(run.actor.export_buckets(BUCKET_BYTES), version)
-    return {"reshard/seconds": timer.seconds["sync"], "reshard/bytes_moved": float(moved), "reshard/weight_version": float(version)}
-
-
-def validate(run: Run) -> dict[str, float]:
-    """Mean score on the held-out prompts, by data source; nothing without held-out prompts."""
-    if run.val_prompts is None:
-        return {}
-    n, prompts = run.config.rollout.val_kwargs.n, list(run.val_prompts)
-    samples = _sample(run, prompts, n, validation_sampling(run.config), VALIDATION, 0)
-    results = collect_rewards(run, samples)
-    by_source: dict[str, list[float]] = {}
-    for sample, result in zip(samples, results, strict=True):
-        by_source.setdefault(prompts[sample.group_id].data_source, []).append(result.score)
-    return {f"val-core/{source}/reward/mean@{n}": float(np.mean(scores)) for source, scores in sorted(by_source.items())}
+    """The trained weights into every engine; metrics of the sync. Raises Interrupted when an engine could not be brought there."""
+    return run.sync.bring_to(version)
 
 
 def due(run: Run, freq: int) -> bool:
@@ -139,17 +95,13 @@ def due(run: Run, freq: int) -> bool:
     return freq > 0 and (run.state.step % freq == 0 or run.state.step == run.total_steps)
 
 
-def step_metrics(run: Run, batch: TrainBatch, rewards: list[RewardResult]) -> dict[str, float]:
-    """What the step's samples say: lengths, scores, advantages, and how far generation is from training."""
-    scores, failed = _scores(rewards), sum(failure_counts(rewards).values())
+def step_metrics(run: Run, batch: TrainBatch, results: list[RewardResult], rewards: np.ndarray) -> dict[str, float]:
+    """What the step's samples say: lengths, scores, rewards after penalties, advantages."""
     return {
         "training/epoch": float(run.state.cursor.epoch),
-        **reward_metrics(scores, scores),
+        **reward_metrics(np.array([r.score for r in results]), rewards),
         **batch_metrics(batch, run.config.data.max_prompt_length, run.config.data.max_response_length),
         **_load_metrics(run, batch),
-        "train/num_gen_batches": 1.0,
-        "reward/failed": float(failed),
-        "reward/failure_share": failed / len(rewards),
     }
 
 
@@ -169,10 +121,6 @@ def _load_metrics(run: Run, batch: TrainBatch) -> dict[str, float]:
     return seqlen_metrics(lengths, [np.concatenate(of_rank) for of_rank in rows]) | {
         "actor/padding_share": float(np.mean(padding)), "actor/dp_imbalance": float(np.mean(imbalance)),
     }  # fmt: skip
-
-
-def _scores(rewards: list[RewardResult]) -> np.ndarray:
-    return np.array([r.score for r in rewards])
 
 
 def record(run: Run, metrics: dict[str, float], timer: PhaseTimer | None = None, batch: TrainBatch | None = None) -> None:

@@ -18,7 +18,7 @@ from mrl.record.run_dir import RunDir
 from mrl.reshard.manifest import Manifest, Newest, newest_checkpoint
 
 # what the order of the prompts and the samples of a step follow from: a resumed run keeps them
-FIXED = ("trainer.seed", "data.shuffle", "data.train_batch_size", "rollout.n")
+FIXED = ("trainer.seed", "data.shuffle", "data.train_weights", "data.train_batch_size", "rollout.n")
 
 
 def preflight(resolved: ResolvedConfig, resume: bool) -> ModelSpec:
@@ -69,8 +69,9 @@ def resume_point(config: RunConfig, run_dir: Path, digests: bool) -> Newest:
 
 
 def fixed_values(config: RunConfig) -> dict[str, Any]:
-    """What a checkpoint keeps of FIXED, to be compared when it is resumed."""
-    return {key: leaf(config, key) for key in FIXED}
+    """What a checkpoint keeps of FIXED, as JSON has it, to be compared when it is resumed."""
+    values = {key: leaf(config, key) for key in FIXED}
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
 
 def _check_same_values(config: RunConfig, manifest: Manifest, folder: Path) -> None:

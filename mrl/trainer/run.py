@@ -10,19 +10,20 @@ from typing import Any
 from mrl.cluster.actor_group import ActorGroup
 from mrl.cluster.ray_cluster import ray_cluster
 from mrl.cluster.rollout_group import RolloutGroup
+from mrl.cluster.weight_sync import WeightSync
 from mrl.config.load import ResolvedConfig
 from mrl.config.schema import RunConfig
-from mrl.data.dataset import PromptDataset, PromptParameters
+from mrl.data.dataset import PromptDataset
 from mrl.data.order import DataCursor, PromptStream
 from mrl.data.tokenizer import load_tokenizer
 from mrl.errors import DataError, NothingToDo
+from mrl.record.hosted import RunInfo
 from mrl.record.run_dir import RunDir, read_metrics
 from mrl.record.sinks import make_sinks
 from mrl.reshard.manifest import Manifest, Newest
-from mrl.reward.items import RewardSpec
 from mrl.reward.pool import RewardPool, check_function
-from mrl.reward.resolve import check_data_sources
 from mrl.trainer.advice import AdvisedRecord
+from mrl.trainer.inputs import load_training, load_validation, reward_pool, reward_spec
 from mrl.trainer.preflight import resume_point, run_dir_path
 from mrl.trainer.stop import StopFlag, stop_on_signals
 
@@ -54,6 +55,7 @@ class Run:
     rewards: RewardPool
     actor: ActorGroup
     engines: RolloutGroup
+    sync: WeightSync
     state: TrainState = field(default_factory=TrainState)
     saved_step: int = 0
 
@@ -67,8 +69,9 @@ def open_run(resolved: ResolvedConfig, resume: bool) -> Iterator[Run]:
     config = resolved.config
     with ExitStack() as stack:
         tokenizer = load_tokenizer(config.model.path)
-        stream, val = _load_data(config, tokenizer)
-        check_function(_reward_spec(config))
+        stream, val = load_training(config, tokenizer), load_validation(config, tokenizer)
+        scoring = reward_spec(config, stream.prompts.data_sources | (val.data_sources if val else frozenset()))
+        check_function(scoring)
         total = config.trainer.total_training_steps or config.trainer.total_epochs * stream.steps_per_epoch
         config = _with_total(config, total)
         path = run_dir_path(config, resume)
@@ -78,51 +81,27 @@ def open_run(resolved: ResolvedConfig, resume: bool) -> Iterator[Run]:
         run_dir = RunDir.open(path, resolved.to_yaml(), resume)
         stack.callback(run_dir.close)
         checkpoint, state = _rewind(run_dir, point) if resume else (None, TrainState())
-        rewards = stack.enter_context(_reward_pool(config, run_dir))
+        rewards = stack.enter_context(reward_pool(config, scoring, run_dir.logs))
         engines = RolloutGroup(config, run_dir.path, stop.raise_if_set)
         stack.callback(engines.stop)
         actor = ActorGroup(config, run_dir.path, checkpoint, stop.raise_if_set)
         stack.callback(actor.stop)
         engines.wait_started()
         run_dir.write_config(resolved.to_yaml())
-        record = AdvisedRecord(make_sinks(config.trainer.logger, run_dir, total), config)
+        record = AdvisedRecord(make_sinks(config.trainer.logger, run_dir, total, _run_info(config)), config)
         stack.callback(record.close)
-        yield Run(config, run_dir, tokenizer, stream, val, total, stop, record, rewards, actor, engines, state, state.step)
+        sync = WeightSync(config, actor, engines)
+        yield Run(config, run_dir, tokenizer, stream, val, total, stop, record, rewards, actor, engines, sync, state, state.step)
+
+
+def _run_info(config: RunConfig) -> RunInfo:
+    trainer = config.trainer
+    return RunInfo(trainer.project_name, trainer.experiment_name, config.model_dump(mode="json"), trainer.logger_timeout_s)
 
 
 def _with_total(config: RunConfig, total: int) -> RunConfig:
     """The length in steps is known to everybody, the learning-rate schedule included, however it was given."""
     return config.model_copy(update={"trainer": config.trainer.model_copy(update={"total_training_steps": total})})
-
-
-def _load_data(config: RunConfig, tokenizer: Any) -> tuple[PromptStream, PromptDataset | None]:
-    data = config.data
-    parameters = PromptParameters(
-        data.prompt_key, data.max_prompt_length, data.filter_overlong_prompts, data.truncation, data.max_bad_row_share,
-        data.apply_chat_template_kwargs,
-    )  # fmt: skip
-    train = PromptDataset.load(data.train_files, tokenizer, parameters)
-    print(f"training prompts: {train.report}")
-    val = None
-    if data.val_files:
-        val = PromptDataset.load(data.val_files, tokenizer, parameters, data.val_max_samples)
-        print(f"validation prompts: {val.report}")
-    sources = train.data_sources | (val.data_sources if val else frozenset())
-    check_data_sources(_reward_spec(config), sources)
-    return PromptStream(train, data.train_batch_size, config.trainer.seed, data.shuffle), val
-
-
-def _reward_spec(config: RunConfig) -> RewardSpec:
-    custom = config.reward.custom_reward_function
-    if custom is None:
-        return RewardSpec(config.reward.function)
-    return RewardSpec(path=str(Path(custom.path).resolve()), name=custom.name, kwargs=custom.reward_kwargs)
-
-
-def _reward_pool(config: RunConfig, run_dir: RunDir) -> RewardPool:
-    reward = config.reward
-    log = run_dir.logs / "reward.log"  # what the function prints
-    return RewardPool(_reward_spec(config), reward.num_workers, reward.timeout_s, reward.failure_score, log)
 
 
 def _resume_point(config: RunConfig, path: Path, stream: PromptStream) -> Newest:

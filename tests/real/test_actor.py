@@ -59,7 +59,7 @@ def _batch() -> dict[str, np.ndarray]:
         samples.append(Sample(i, i, i, 0, prompt, response, (0.0,) * len(response), "stop", 0))
     batch = collate(samples, 1.0, 0)
     advantages = np.where(batch.response_mask, rng.normal(size=(ROWS, 1)), 0).astype(np.float32)
-    return vars(batch) | {"old_log_probs": np.where(batch.response_mask, -4.0, 0).astype(np.float32), "advantages": advantages}
+    return batch.arrays | {"old_log_probs": np.where(batch.response_mask, -4.0, 0).astype(np.float32), "advantages": advantages}
 
 
 def _config(path: str, dtype: str) -> dict:

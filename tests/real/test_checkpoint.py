@@ -48,7 +48,7 @@ def results(tmp_path_factory) -> Path:
     for name, make in (("moe", tiny_moe), ("dense", tiny_dense)):
         model = make()
         save(model, out / name)
-        np.savez(out / f"{name}.npz", **vars(_batch(model.config.vocab_size)))
+        np.savez(out / f"{name}.npz", **_batch(model.config.vocab_size).arrays)
     _start(out, 2, [_task(out, name, WRITTEN[name], saves=True) for name in WRITTEN])
     again = [_task(out, f"{name} again", WRITTEN[name], load=name) for name in WRITTEN]
     moved = [_task(out, name, (*WRITTEN[source][:2], world, degrees), load=source) for name, (source, world, degrees) in MOVED.items()]

@@ -65,6 +65,8 @@ CLIP_LOW, CLIP_HIGH = 0.03, 0.04
 # Of each sample: over the band, under it, inside it and at ratio one, for both signs of the advantage.
 LOG_RATIOS = np.array([0.0, 0.1, -0.1, 0.1, -0.1, 0.02, -0.02, 0.0, 0.2, -0.2, 0.3, -0.3, 0.01])
 ADVANTAGES = np.array([1.0, 1.0, 1.0, -1.0, -1.0, 1.0, -1.0, -1.0, -0.5, -0.5, 0.5, 0.5, 2.0])
+REJECTED = 3  # this sample is rejected, and counts in no denominator
+WEIGHTS = np.linspace(0.5, 2.0, 13)  # of an off-policy correction
 LR, EPS, WEIGHT_DECAY, CLIP_GRAD = 1e-3, 1e-4, 0.1, 0.5
 DEADLINE_S = 240.0
 
@@ -141,7 +143,7 @@ def test_clipping_and_loss_are_counted_once_over_the_whole_mini_batch(layout, re
         clipped, tokens = (sum(part["actor/pg_clipfrac"][i] for part in parts) for i in (0, 1))
         expected_clipped, expected_tokens = _clipped_tokens(references[LAYOUTS[layout][0]].batch)
         assert (clipped, tokens) == (expected_clipped, expected_tokens)
-        assert sum(part["actor/pg_loss"][1] for part in parts) == len(references[LAYOUTS[layout][0]].batch)
+        assert sum(part["actor/pg_loss"][1] for part in parts) == len(references[LAYOUTS[layout][0]].batch) - 1  # one is rejected
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -200,8 +202,9 @@ def _reference(model, path: Path) -> Reference:
     batch = TrainBatch(
         batch.input_ids, batch.prompt_lengths, batch.response_lengths, batch.temperature, batch.rollout_log_probs,
         old, np.where(mask, ADVANTAGES[:, None], 0).astype(np.float32),
+        keep=mask & (np.arange(13) != REJECTED)[:, None], loss_weights=np.where(mask, WEIGHTS[:, None], 1).astype(np.float32),
     )  # fmt: skip
-    np.savez(path / "batch.npz", **vars(batch))
+    np.savez(path / "batch.npz", **batch.arrays)
     gradients, norms = {}, []
     optimizer = _adamw(model)
     for update in range(2):
@@ -251,18 +254,20 @@ def _token_outputs(model, batch: TrainBatch) -> tuple[Tensor, Tensor]:
 
 
 def _sequence_gspo(model, batch: TrainBatch) -> Tensor:
-    """GSPO's sequence form: mean over sequences of max(-A s, -A clip(s)), s = exp(mean log ratio)."""
+    """GSPO's sequence form: mean over the sequences that are kept of w max(-A s, -A clip(s)), s = exp(mean log ratio)."""
     mask = torch.from_numpy(batch.response_mask)
     log_probs, _ = _token_outputs(model, batch)
     log_ratio = torch.where(mask, log_probs - torch.from_numpy(batch.old_log_probs), 0.0)
     ratio = (log_ratio.sum(1) / mask.sum(1)).exp()
     advantage = torch.from_numpy(batch.advantages[:, 0])
-    return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)).mean()
+    loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH))
+    kept = [row for row in range(len(batch)) if row != REJECTED]
+    return (torch.from_numpy(WEIGHTS).float() * loss)[kept].mean()
 
 
 def _clipped_tokens(batch: TrainBatch) -> tuple[int, int]:
     """Response tokens of the sequences whose clipped side is taken: ratio over the band with A > 0, or under it with A < 0."""
-    mask = batch.response_mask
+    mask = batch.loss_mask
     ratios = np.exp(LOG_RATIOS)
     above, below = ratios > 1 + CLIP_HIGH, ratios < 1 - CLIP_LOW
     clipped = (above & (ADVANTAGES > 0)) | (below & (ADVANTAGES < 0))

@@ -5,11 +5,26 @@ import math
 import numpy as np
 import pytest
 
-from mrl.algo.advantages import ADVANTAGE_FUNCTIONS, compute_advantages, grpo
+from mrl.algo.advantages import ADVANTAGE_FUNCTIONS, AdvantageInputs, compute_advantages
 from mrl.algo.mismatch import mismatch_metrics
 from mrl.algo.spec import ADVANTAGES
-from mrl.errors import ConfigError, NumericAbort
+from mrl.errors import ConfigError, DataError, NumericAbort
 from mrl.record.spec import metric_spec
+
+
+def inputs(scores, groups, by_std=True, lengths=None, **more) -> AdvantageInputs:
+    """Responses of the given lengths, one token each unless told."""
+    lengths = np.ones(len(scores), int) if lengths is None else np.asarray(lengths)
+    mask = np.arange(lengths.max())[None] < lengths[:, None]
+    return AdvantageInputs(np.asarray(scores, float), np.asarray(groups), mask, by_std, **more)
+
+
+def per_response(estimator, scores, groups, by_std=True, **more):
+    return ADVANTAGE_FUNCTIONS[estimator](inputs(scores, groups, by_std, **more))
+
+
+def grpo(scores, groups, by_std=True):
+    return per_response("grpo", scores, groups, by_std)
 
 
 def test_every_advantage_in_the_table_has_an_implementation():
@@ -47,13 +62,101 @@ def test_a_group_of_one_keeps_its_score_as_in_verl():
     np.testing.assert_allclose(grpo(np.array([2.0]), np.array([3]), False), [2.0])
 
 
-def test_a_responses_advantage_stands_on_its_tokens_only():
+def test_a_responses_advantage_stands_on_its_trained_tokens_only():
     mask = np.array([[True, True], [True, False]])
-    out = compute_advantages("grpo", np.array([1.0, 0.0]), np.array([0, 0]), mask, norm_adv_by_std_in_grpo=False)
+    out = compute_advantages("grpo", AdvantageInputs(np.array([1.0, 0.0]), np.array([0, 0]), mask, norm_adv_by_std_in_grpo=False))
     assert out.dtype == np.float32
     np.testing.assert_array_equal(out, [[0.5, 0.5], [-0.5, 0.0]])
     with pytest.raises(ConfigError, match="grpo"):
-        compute_advantages("nope", np.array([1.0]), np.array([0]), mask[:1])
+        compute_advantages("nope", AdvantageInputs(np.array([1.0]), np.array([0]), mask[:1]))
+
+
+def test_rloo_compares_with_the_mean_of_the_others():
+    """Scores 3, 1, 2: others' means 1.5, 2.5, 2. A second group 4, 6."""
+    np.testing.assert_allclose(per_response("rloo", [3.0, 1, 4, 2, 6], [0, 0, 1, 0, 1]), [1.5, -1.5, -2.0, 0.0, 2.0])
+
+
+def test_opo_weighs_the_baseline_by_length():
+    """Scores 1, 0 of lengths 3, 1: baseline 3/4. Scores 2, 5 of no tokens at all: their plain mean."""
+    found = per_response("opo", [1.0, 0, 2, 5], [0, 0, 1, 1], lengths=[3, 1, 0, 0])
+    np.testing.assert_allclose(found, [0.25, -0.75, -1.5, 1.5])
+
+
+def test_pass_at_k_pays_the_best_its_lead_over_the_second():
+    """Scores 1, 4, 2 (std sqrt(7/3)) and a tie 3, 3, 0, which pays nobody."""
+    scores, groups = [1.0, 4, 2, 3, 3, 0], [0, 0, 0, 1, 1, 1]
+    np.testing.assert_allclose(per_response("grpo_passk", scores, groups, by_std=False), [0, 2, 0, 0, 0, 0])
+    np.testing.assert_allclose(per_response("grpo_passk", scores, groups)[1], 2 / (math.sqrt(7 / 3) + 1e-6))
+
+
+def test_reinforce_plus_plus_whitens_over_tokens():
+    """Scores 1 and 0 of lengths 3 and 1: four tokens 1, 1, 1, 0 with mean 3/4 and unbiased variance 1/4."""
+    found = compute_advantages("reinforce_plus_plus", inputs([1.0, 0.0], [0, 1], lengths=[3, 1]))
+    np.testing.assert_allclose(found, [[0.5, 0.5, 0.5], [-1.5, 0.0, 0.0]], atol=1e-6)
+
+
+def test_reinforce_plus_plus_with_kl_in_the_reward_sums_what_is_still_to_come():
+    """Score 1, penalties 0.1, 0.2, 0.3: returns 0.4, 0.5, 0.7. The second response: 0 - 0.5. Mean 0.275, squares sum 0.7875."""
+    penalties = np.array([[0.1, 0.2, 0.3], [0.5, 9.0, 9.0]])
+    found = compute_advantages("reinforce_plus_plus", inputs([1.0, 0.0], [0, 1], lengths=[3, 1], token_penalties=penalties))
+    returns = np.array([0.4, 0.5, 0.7, -0.5])
+    std = math.sqrt(((returns - 0.275) ** 2).sum() / 3)
+    np.testing.assert_allclose(found, [[0.125 / std, 0.225 / std, 0.425 / std], [-0.775 / std, 0, 0]], rtol=1e-6)
+
+
+def test_outcome_estimators_take_all_of_a_responses_kl_off_its_score():
+    penalties = np.array([[0.1, 0.2], [0.5, 9.0]])
+    np.testing.assert_allclose(
+        per_response("grpo", [1.0, 0.0], [0, 0], by_std=False, lengths=[2, 1], token_penalties=penalties), [0.6, -0.6]
+    )
+
+
+def test_the_baseline_form_subtracts_the_group_and_whitens_over_tokens():
+    """Centred 1, -1 on lengths 1, 3: tokens 1, -1, -1, -1 with mean -1/2 and unbiased variance 1."""
+    found = compute_advantages("reinforce_plus_plus_baseline", inputs([2.0, 0.0], [0, 0], lengths=[1, 3]))
+    np.testing.assert_allclose(found, [[1.5, 0, 0], [-0.5, -0.5, -0.5]], atol=1e-6)
+
+
+def test_gdpo_normalises_each_part_before_they_are_added():
+    """Two parts whose sums are alike (1 + 0 and 0 + 1) and would give 0: correctness weighs 2, format 1, so they do not."""
+    parts = {"correct": np.array([1.0, 0.0]), "format": np.array([0.0, 1.0])}
+    found = compute_advantages("gdpo", inputs([1.0, 1.0], [0, 0], by_std=False, parts=parts, part_weights={"correct": 2.0}))
+    np.testing.assert_allclose(found, [[1 / math.sqrt(2)], [-1 / math.sqrt(2)]], rtol=1e-6)  # 0.5 and -0.5, unbiased variance 1/2
+    with pytest.raises(DataError, match="gdpo_reward_keys"):
+        compute_advantages("gdpo", inputs([1.0], [0]))
+
+
+def test_gdpo_of_one_part_is_whitened_grpo():
+    rng = np.random.default_rng(0)
+    scores, groups = rng.normal(size=12), np.repeat([0, 1, 2], 4)
+    found = compute_advantages("gdpo", inputs(scores, groups, parts={"score": scores}))[:, 0]
+    plain = grpo(scores, groups)
+    np.testing.assert_allclose(found, (plain - plain.mean()) / plain.std(ddof=1), rtol=1e-5, atol=1e-6)
+
+
+RAGGED = [7, 7, 7, 8, 9, 9]  # a group that lost a response, and a group of one
+
+
+@pytest.mark.parametrize("estimator", ADVANTAGES)
+@pytest.mark.parametrize("scores", [[1.0, 0, 1, 1, 0, 1], [0.0] * 6, [1.0] * 6, [1e9, 1e9, 1e9, -1e9, 0, 0]])
+@pytest.mark.parametrize("lengths", [[3, 1, 2, 4, 1, 1], [1, 0, 0, 0, 0, 0], [0] * 6])
+def test_no_estimator_gives_a_nan_whatever_the_groups_are(estimator, scores, lengths):
+    parts = {"score": np.array(scores)}
+    found = compute_advantages(estimator, inputs(scores, RAGGED, lengths=lengths, parts=parts))
+    assert np.isfinite(found).all()
+    assert not found[~inputs(scores, RAGGED, lengths=lengths).mask].any()
+
+
+@pytest.mark.parametrize("estimator", [name for name in ADVANTAGES if name != "reinforce_plus_plus"])
+@pytest.mark.parametrize("score", [0.0, 0.1, 1e9 + 0.1])
+def test_groups_of_one_mind_teach_nothing_under_any_group_estimator(estimator, score):
+    scores = np.full(6, score)
+    assert not compute_advantages(estimator, inputs(scores, [0, 0, 0, 1, 1, 1], lengths=[1, 2, 3, 4, 5, 6], parts={"score": scores})).any()
+
+
+@pytest.mark.parametrize(("estimator", "advantage"), [("rloo", 2.0), ("opo", 2.0), ("grpo_passk", 0.0)])
+def test_a_group_of_one_has_no_baseline_and_no_lead(estimator, advantage):
+    assert per_response(estimator, [2.0], [0]) == [advantage]
 
 
 def test_mismatch_worked_by_hand():
@@ -70,6 +173,13 @@ def test_mismatch_worked_by_hand():
         "training/rollout_actor_probs_pearson_corr": -1.0,
         "rollout_corr/kl": 0.0,
         "rollout_corr/k3_kl": ((0.5 + log2 - 1) + (2 - log2 - 1)) / 2,
+        "rollout_corr/chi2_token": (0.25 + 4) / 2 - 1,
+        "rollout_corr/chi2_seq": 0.0,  # the two ratios 1/2 and 2 cancel
+        "rollout_corr/training_ppl": 1 / math.sqrt(0.25 * 0.4),
+        "rollout_corr/rollout_ppl": 1 / math.sqrt(0.5 * 0.2),
+        "rollout_corr/ppl_ratio": 1.0,
+        "rollout_corr/log_ppl_diff": 0.0,
+        "rollout_corr/log_ppl_abs_diff": 0.0,
     }
     assert metrics == pytest.approx(expected, abs=1e-12)
     assert all(metric_spec(name) for name in metrics)
@@ -79,7 +189,22 @@ def test_equal_log_probs_have_no_mismatch():
     log_probs = -np.random.default_rng(0).random((3, 4))
     metrics = mismatch_metrics(log_probs, log_probs, np.ones((3, 4), bool))
     assert metrics.pop("training/rollout_actor_probs_pearson_corr") == pytest.approx(1.0)
+    assert metrics.pop("rollout_corr/ppl_ratio") == 1.0
+    assert metrics.pop("rollout_corr/training_ppl") == metrics.pop("rollout_corr/rollout_ppl") > 1.0
     assert set(metrics.values()) == {0.0}
+
+
+def test_perplexities_are_means_over_responses_and_empty_ones_do_not_count():
+    """One response of ratio 2 in one token, one of ratio 1/2 and 1/2 in two; the third is empty."""
+    rollout = np.log([[0.4, 1.0], [0.5, 0.5], [1.0, 1.0]])
+    actor = np.log([[0.8, 1.0], [0.25, 0.25], [1.0, 1.0]])
+    found = mismatch_metrics(rollout, actor, np.array([[True, False], [True, True], [False, False]]))
+    assert found["rollout_corr/training_ppl"] == pytest.approx((1 / 0.8 + 4) / 2)
+    assert found["rollout_corr/rollout_ppl"] == pytest.approx((1 / 0.4 + 2) / 2)
+    assert found["rollout_corr/log_ppl_diff"] == pytest.approx((-math.log(2) + math.log(2)) / 2)
+    assert found["rollout_corr/log_ppl_abs_diff"] == pytest.approx(math.log(2))
+    assert found["rollout_corr/ppl_ratio"] == pytest.approx((0.5 + 2) / 2)
+    assert found["rollout_corr/chi2_seq"] == pytest.approx((4 + 1 / 16) / 2 - 1)
 
 
 def test_one_token_and_no_token_give_finite_answers():

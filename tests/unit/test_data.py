@@ -85,7 +85,7 @@ def test_a_large_file_keeps_its_rows_over_chunk_borders(tmp_path):
 
 def test_answers_of_any_json_type_survive(tmp_path):
     answers = ["4", 4, 0.5, ["a", "b"], {"x": 1}, False]
-    assert [p.ground_truth for p in load(write_jsonl(tmp_path / "a.jsonl", [row(answer=a) for a in answers]))] == answers
+    assert [p.ground_truth for p in load(write_jsonl(tmp_path / "a.jsonl", [row(str(i), a) for i, a in enumerate(answers)]))] == answers
 
 
 def test_a_plain_string_is_one_user_message(tmp_path):

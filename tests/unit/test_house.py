@@ -14,7 +14,7 @@ FLOORS = {
     7: {"cli"},
     6: {"commands"},
     5: {"trainer"},
-    4: {"cluster"},
+    4: {"cluster", "planning"},
     3: {"rollout", "checkpoint", "convert"},
     2: {"megatron", "reshard", "config", "memory", "doctor"},
     1: {"platforms", "algo", "reward", "data", "record", "models", "layout"},
@@ -29,9 +29,17 @@ LIGHT = (
     "config/*.py",
     "memory.py",
     "memory/*.py",
+    "doctor/*.py",
+    "platforms/versions.py",
+    "platforms/inventory.py",
+    "platforms/hosting.py",
+    "platforms/npu_environment.py",
+    "rollout/launch.py",
+    "cluster/job.py",
+    "planning/*.py",
     "algo/spec.py",
     "record/spec.py",
-    *(f"reshard/{part}.py" for part in ("boxes", "source", "target", "plan", "streams", "schedule", "prove", "summary", "rehearse")),
+    *(f"reshard/{part}.py" for part in ("boxes", "source", "target", "plan", "setup", "session", "transfer", "streams", "circle", "schedule", "prove", "summary", "rehearse", "verify")),
 )
 HEAVY = ("torch", "ray", "megatron", "mbridge", "vllm")
 MAX_LINES = 500

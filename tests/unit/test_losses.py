@@ -1,7 +1,8 @@
-"""Policy losses against hand-computed numbers, finite differences and invariants."""
+"""Policy losses against hand-computed numbers, finite differences and invariants; other forms' own numbers are in test_loss_forms.py."""
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from mrl.record.metrics import reduce_parts
 LOG2 = math.log(2.0)
 PPO = PolicyLossParameters("vanilla", "token-mean", clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=3.0)
 GSPO = PolicyLossParameters("gspo", "seq-mean-token-mean", clip_ratio_low=0.1, clip_ratio_high=0.2)
+GSPO_TOKEN = replace(GSPO, loss_mode="gspo-token")
+BOTH_GSPO = pytest.mark.parametrize("parameters", [GSPO, GSPO_TOKEN], ids=lambda p: p.loss_mode)
 
 
 def make(log_probs, old=None, advantages=1.0, mask=None, **more) -> LossInputs:
@@ -45,7 +48,8 @@ def random_batch(rows=6, width=5, seed=0, **more) -> LossInputs:
     advantages = torch.randn(rows, 1, generator=generator, dtype=torch.float64)
     log_probs = torch.where(mask, log_probs, torch.nan)
     more = {name: torch.rand(rows, width, generator=generator, dtype=torch.float64) for name in more}
-    return make(log_probs, old, advantages, mask, **more)
+    selected = torch.rand(rows, width, generator=generator) < 0.3  # of the losses that treat some tokens apart
+    return make(log_probs, old, advantages, mask, selected=selected, **more)
 
 
 def test_every_name_in_the_tables_has_an_implementation():
@@ -108,11 +112,12 @@ def test_ppo_of_one_token_worked_by_hand(ratio, advantage, loss, gradient, clipp
     assert metrics["actor/ppo_kl"] == pytest.approx(-math.log(ratio))
 
 
-def test_gspo_of_two_sequences_worked_by_hand():
+@BOTH_GSPO
+def test_gspo_of_two_sequences_worked_by_hand(parameters):
     """Row 0: log ratios log 2 and log 8, mean log 4, s = 4, A = -1: not clipped, loss 4, each token's gradient A s / L = 4 / 2, over 2
     rows. Row 1: one token, s = 2, A = 1: held at 1.2, no gradient."""
     inputs = make([[LOG2, 3 * LOG2], [LOG2, 99.0]], advantages=[[-1.0], [1.0]], mask=[[True, True], [True, False]])
-    output = policy_loss(GSPO, inputs, Denominators(tokens=3, sequences=2))
+    output = policy_loss(parameters, inputs, Denominators(tokens=3, sequences=2))
     assert output.loss.item() == pytest.approx((4.0 - 1.2) / 2)
     gradient = torch.autograd.grad(output.loss, inputs.log_probs)[0]
     torch.testing.assert_close(gradient, torch.tensor([[1.0, 1.0], [0.0, 0.0]], dtype=torch.float64))
@@ -124,8 +129,9 @@ def test_gspo_of_two_sequences_worked_by_hand():
     assert metrics["actor/log_seq_ratio_std"] == pytest.approx(0.5 * LOG2)
 
 
-def test_gspo_holds_a_log_ratio_above_ten_finite_and_without_gradient():
-    loss, gradient = loss_and_gradient(GSPO, make([[200.0, 400.0]], advantages=-1.0))
+@BOTH_GSPO
+def test_gspo_holds_a_log_ratio_above_ten_finite_and_without_gradient(parameters):
+    loss, gradient = loss_and_gradient(parameters, make([[200.0, 400.0]], advantages=-1.0))
     assert loss == pytest.approx(math.exp(10.0))
     assert not gradient.any()
 
@@ -142,17 +148,18 @@ def sequence_form(log_probs, inputs, parameters):
     return torch.stack(losses).mean()
 
 
-def test_gspo_equals_its_sequence_form_when_the_advantage_is_constant():
+@BOTH_GSPO
+def test_gspo_equals_its_sequence_form_when_the_advantage_is_constant(parameters):
     inputs = random_batch()
-    loss, gradient = loss_and_gradient(GSPO, inputs)
-    expected = sequence_form(inputs.log_probs, inputs, GSPO)
+    loss, gradient = loss_and_gradient(parameters, inputs)
+    expected = sequence_form(inputs.log_probs, inputs, parameters)
     assert loss == pytest.approx(expected.item(), rel=1e-12)
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, inputs.log_probs)[0], rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize(("log_ratio", "advantage"), list(itertools.product([-3.0, -0.4, 0.05, 0.5, 3.0], [-1.5, 1.5])))
 def test_gradients_agree_with_finite_differences_inside_and_outside_the_band(log_ratio, advantage):
-    """PPO alone: GSPO's value is detached from its gradient by design, so finite differences apply to its sequence form above."""
+    """With the entropy and KL terms besides; the other losses' gradients are in test_loss_forms.py."""
     old = torch.tensor([[-1.0, -2.0], [-0.5, -0.1]], dtype=torch.float64)
     log_probs = (old + log_ratio + torch.tensor([[0.01, -0.02], [0.03, 0.0]], dtype=torch.float64)).requires_grad_()
     ref = old - 0.3
@@ -164,18 +171,19 @@ def test_gradients_agree_with_finite_differences_inside_and_outside_the_band(log
     assert torch.autograd.gradcheck(loss, (log_probs,), eps=1e-6, atol=1e-6)
 
 
+@BOTH_GSPO
 @pytest.mark.parametrize(("log_ratio", "advantage"), list(itertools.product([-0.5, 0.05, 0.5], [-1.5, 1.5])))
-def test_gspo_gradient_agrees_with_finite_differences_of_its_value(log_ratio, advantage):
+def test_gspo_gradient_agrees_with_finite_differences_of_its_value(parameters, log_ratio, advantage):
     """Moving every token of a sequence by eps moves the mean log ratio by eps: the directional derivative is the gradient's row sum."""
     old = torch.tensor([[-1.0, -2.0, -0.5], [-0.5, -0.1, -0.7]], dtype=torch.float64)
     start = old + log_ratio + torch.tensor([[0.01, -0.02, 0.0], [0.03, 0.0, -0.01]], dtype=torch.float64)
-    _, gradient = loss_and_gradient(GSPO, make(start, old, advantage))
+    _, gradient = loss_and_gradient(parameters, make(start, old, advantage))
     eps = 1e-6
     for row in range(2):
         step = torch.zeros_like(start)
         step[row] = eps
-        up, _ = loss_and_gradient(GSPO, make(start + step, old, advantage))
-        down, _ = loss_and_gradient(GSPO, make(start - step, old, advantage))
+        up, _ = loss_and_gradient(parameters, make(start + step, old, advantage))
+        down, _ = loss_and_gradient(parameters, make(start - step, old, advantage))
         assert gradient[row].sum().item() == pytest.approx((up - down) / (2 * eps), abs=1e-8)
 
 
@@ -186,13 +194,16 @@ def parameters_for(loss_mode: str, mode: str) -> PolicyLossParameters:
 
 
 def select(inputs: LossInputs, rows: list[int]) -> LossInputs:
-    return LossInputs(**{name: value[rows] for name, value in vars(inputs).items()})
+    return LossInputs(**{name: None if value is None else value[rows] for name, value in vars(inputs).items()})
 
 
-@pytest.mark.parametrize(("loss_mode", "mode"), list(itertools.product(LOSSES, AGGREGATIONS)))
+EVERY_LOSS_AND_AGGREGATION = pytest.mark.parametrize(("loss_mode", "mode"), list(itertools.product(LOSSES, AGGREGATIONS)))
+
+
+@EVERY_LOSS_AND_AGGREGATION
 @pytest.mark.parametrize("split", [[[0, 1, 2, 3, 4, 5]], [[5, 3], [0], [4, 1, 2]], [[2], [1], [0], [5], [4], [3]]])
 def test_loss_gradient_and_metrics_do_not_depend_on_the_micro_batches(loss_mode, mode, split):
-    parameters, whole = parameters_for(loss_mode, mode), random_batch(entropy=True, ref_log_probs=True)
+    parameters, whole = parameters_for(loss_mode, mode), random_batch(entropy=True, ref_log_probs=True, weights=True)
     denominators = count(whole.response_mask)
     output = policy_loss(parameters, whole, denominators)
     expected = torch.autograd.grad(output.loss, whole.log_probs)[0]
@@ -203,6 +214,60 @@ def test_loss_gradient_and_metrics_do_not_depend_on_the_micro_batches(loss_mode,
     assert reduce_parts([merge(to_floats(part.metrics) for part in parts)]) == pytest.approx(
         reduce_parts([to_floats(output.metrics)]), rel=1e-9, abs=1e-12
     )
+
+
+@EVERY_LOSS_AND_AGGREGATION
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_data_parallel_ranks_add_up_to_one_process(loss_mode, mode, ranks):
+    """Each rank counts its own rows, the counts are added, and gradients are summed; four ranks hold unequally many rows."""
+    parameters, whole = parameters_for(loss_mode, mode), random_batch(entropy=True, ref_log_probs=True, weights=True)
+    loss, gradient = loss_and_gradient(parameters, whole)
+    shares = [select(whole, list(range(6))[rank::ranks]) for rank in range(ranks)]
+    counts = sum((count(share.response_mask) for share in shares), start=Denominators(0, 0))
+    total = sum(policy_loss(parameters, share, counts).loss for share in shares)
+    assert total.item() == pytest.approx(loss, rel=1e-12)
+    torch.testing.assert_close(torch.autograd.grad(total, whole.log_probs)[0], gradient, rtol=1e-12, atol=1e-15)
+
+
+@EVERY_LOSS_AND_AGGREGATION
+def test_rows_unpacked_to_other_widths_give_the_same_loss(loss_mode, mode):
+    """Packing lays rows of any length end to end; unpacked, each has the width of its micro-batch. Width is padding and means nothing."""
+    parameters, whole = parameters_for(loss_mode, mode), random_batch(entropy=True, ref_log_probs=True, weights=True)
+    loss, gradient = loss_and_gradient(parameters, whole)
+    denominators, width = count(whole.response_mask), whole.log_probs.shape[1]
+    for row in range(6):
+        one, length = select(whole, [row]), int(whole.response_mask[row].sum())
+        narrow = LossInputs(**{name: None if value is None else value[:, :length] for name, value in vars(one).items()})
+        loss -= policy_loss(parameters, narrow, denominators).loss.item()
+        wide = {
+            n: None if v is None else torch.nn.functional.pad(v, (0, 3), value=1.0 if v.is_floating_point() else 0)
+            for n, v in vars(one).items()
+        }
+        part = policy_loss(parameters, LossInputs(**wide), denominators).loss
+        found = torch.autograd.grad(part, whole.log_probs)[0]
+        torch.testing.assert_close(found[row, :width], gradient[row], rtol=1e-12, atol=1e-15)
+    assert loss == pytest.approx(0.0, abs=1e-12)
+
+
+@EVERY_LOSS_AND_AGGREGATION
+def test_a_rejected_sample_might_as_well_not_be_there(loss_mode, mode):
+    """Rejection empties a row's mask: loss and gradient are those of the batch without it, denominators included."""
+    parameters, whole = parameters_for(loss_mode, mode), random_batch(entropy=True, ref_log_probs=True)
+    mask = whole.response_mask.clone()
+    mask[[1, 4]] = False
+    loss, gradient = loss_and_gradient(parameters, replace(whole, response_mask=mask))
+    left = [0, 2, 3, 5]
+    output = policy_loss(parameters, select(whole, left), count(whole.response_mask[left]))
+    assert loss == pytest.approx(output.loss.item(), rel=1e-12)
+    torch.testing.assert_close(gradient, torch.autograd.grad(output.loss, whole.log_probs)[0], rtol=1e-12, atol=1e-15)
+
+
+def test_weights_of_the_correction_are_on_the_policy_loss_alone():
+    parameters = PolicyLossParameters("vanilla", "token-mean", 0.2, 0.2, entropy_coeff=0.5)
+    inputs = make([[0.0, 0.0]], advantages=1.0, entropy=torch.ones(1, 2), weights=torch.tensor([[2.0, 0.5]], dtype=torch.float64))
+    loss, gradient = loss_and_gradient(parameters, inputs)
+    assert loss == pytest.approx(-(2.0 + 0.5) / 2 - 0.5 * 1.0)
+    torch.testing.assert_close(gradient, torch.tensor([[-1.0, -0.25]], dtype=torch.float64))
 
 
 @pytest.mark.parametrize("loss_mode", LOSSES)
@@ -217,10 +282,25 @@ def test_what_stands_in_the_padding_has_no_value_and_no_gradient(loss_mode):
 @pytest.mark.parametrize("loss_mode", LOSSES)
 def test_on_policy_every_loss_is_the_policy_gradient(loss_mode):
     """At log_probs = old_log_probs the gradient is -A / (L x sequences) for seq-mean-token-mean, and nothing is clipped."""
-    inputs = make([[-1.0, -2.0], [-3.0, -1.0]], [[-1.0, -2.0], [-3.0, -1.0]], [[2.0], [-1.0]])
-    parameters = PolicyLossParameters(loss_mode, "seq-mean-token-mean")
-    _, gradient = loss_and_gradient(parameters, inputs)
+    same, none = [[-1.0, -2.0], [-3.0, -1.0]], torch.zeros(2, 2, dtype=torch.bool)
+    inputs = make(same, same, [[2.0], [-1.0]], selected=none)
+    output = policy_loss(PolicyLossParameters(loss_mode, "seq-mean-token-mean"), inputs, Denominators(4, 2))
+    gradient = torch.autograd.grad(output.loss, inputs.log_probs)[0]
     torch.testing.assert_close(gradient, torch.tensor([[-0.5, -0.5], [0.25, 0.25]], dtype=torch.float64))
+    assert output.metrics["actor/pg_clipfrac"][0] == 0
+
+
+def test_on_policy_dr_grpo_and_dapo_differ_from_grpo_by_their_normalisers_alone():
+    """Rows of 5, 1, 3, 4, 2, 5 tokens: GRPO divides a row by its length and the 6 rows, Dr.GRPO by 7 and 6, DAPO by all 20 tokens."""
+    inputs = random_batch()
+    inputs = replace(inputs, old_log_probs=inputs.log_probs.detach())
+    lengths = torch.tensor([5.0, 1, 3, 4, 2, 5], dtype=torch.float64)[:, None]
+    grpo, dr_grpo, dapo = (
+        loss_and_gradient(PolicyLossParameters("vanilla", mode, 0.2, 0.2, loss_scale_factor=7.0), inputs)[1]
+        for mode in ("seq-mean-token-mean", "seq-mean-token-sum-norm", "token-mean")
+    )
+    torch.testing.assert_close(dr_grpo, grpo * lengths / 7)
+    torch.testing.assert_close(dapo, grpo * lengths * 6 / 20)
 
 
 def test_entropy_is_rewarded_and_kl_is_punished_with_their_coefficients():

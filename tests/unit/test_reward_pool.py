@@ -1,5 +1,6 @@
 """The pool keeps its promise whatever a reward function does: each sample has its result, and the others do not notice."""
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -28,6 +29,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     if solution_str == "print": print("x" * 1_000_000)
     if solution_str == "read": return float(len(sys.stdin.read()))
     if solution_str == "pid": return os.getpid()
+    if solution_str == "memory": return len(bytearray(8 * 1024**3))
     if solution_str == "child":
         child = subprocess.Popen(["sleep", "3600"])
         open(extra_info["pid_file"], "w").write(str(child.pid))
@@ -82,6 +84,22 @@ def test_a_failing_sample_gets_the_failure_score_and_the_rest_their_own(spec, te
     assert [(r.score, r.reason) for r in results] == [(1.0, "ok")] * 2 + [(-7.0, reason)] + [(1.0, "ok")] * 2
     assert detail in results[2].detail
     assert results[0].parts == {"length": 4.0}
+
+
+def test_a_function_that_eats_memory_loses_its_sample_and_not_the_host(spec):
+    limited = dataclasses.replace(spec, max_memory_gib=2.0)
+    with RewardPool(limited, num_workers=1, timeout_s=5.0) as pool:
+        results = pool.score(items("good", "memory", "good"))
+    assert [r.reason for r in results] == ["ok", "raised", "ok"]
+    assert "MemoryError" in results[1].detail
+
+
+def test_work_is_shared_so_that_two_workers_take_half_the_time(spec):
+    """Sleeping costs no core, so this holds on any machine: 40 x 50 ms is 2 s for one worker."""
+    with RewardPool(spec, num_workers=4, timeout_s=5.0) as pool:
+        begin = time.monotonic()
+        pool.score(items(*["sleep0.05"] * 40))
+        assert time.monotonic() - begin < 1.0  # 0.5 s for four
 
 
 def test_printing_and_reading_do_not_touch_the_protocol(spec, tmp_path):
@@ -143,9 +161,9 @@ def test_submitted_and_scored_items_are_not_mixed(spec):
             pool.score(items("b"))
 
 
-def test_fifty_hangs_in_a_row_leave_the_pool_whole(spec):
-    with RewardPool(spec, num_workers=2, timeout_s=0.03) as pool:
-        assert {r.reason for r in pool.score(items(*["hang"] * 50))} == {"timeout"}
+def test_a_hundred_hangs_in_a_row_leave_the_pool_whole(spec):
+    with RewardPool(spec, num_workers=2, timeout_s=0.02) as pool:
+        assert {r.reason for r in pool.score(items(*["hang"] * 100))} == {"timeout"}
         pool.timeout_s = 10.0
         assert {r.reason for r in pool.score(items(*["good"] * 50))} == {"ok"}
 

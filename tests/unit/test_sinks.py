@@ -3,6 +3,11 @@
 import io
 import json
 import logging
+import subprocess
+import sys
+import tempfile
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -10,10 +15,12 @@ import pytest
 from mrl.errors import ConfigError
 from mrl.record import console, sinks
 from mrl.record.run_dir import RunDir, read_metrics
-from mrl.record.sinks import JsonlSink, Record, TensorBoardSink, make_sinks
+from mrl.record.sinks import JsonlSink, Record, make_sinks
+from mrl.record.tensorboard import TensorBoardSink
+from mrl.record.views import View
 
 
-class Broken:
+class Broken(View):
     """A view whose service is gone."""
 
     def __init__(self) -> None:
@@ -25,6 +32,33 @@ class Broken:
 
     def close(self):
         raise ConnectionError("service gone")
+
+
+class Hanging(View):
+    """A view whose service never answers, until the test lets it."""
+
+    def __init__(self) -> None:
+        self.let_go, self.calls = threading.Event(), 0
+
+    def write(self, step, metrics):
+        self.calls += 1
+        self.let_go.wait(30)
+
+
+class Seeing(View):
+    """A view that works."""
+
+    def __init__(self) -> None:
+        self.steps, self.texts, self.closed = [], [], False
+
+    def write(self, step, metrics):
+        self.steps.append(step)
+
+    def generations(self, step, rows):
+        self.texts.append((step, list(rows)))
+
+    def close(self):
+        self.closed = True
 
 
 def test_a_line_holds_the_step_first_and_the_metrics_in_their_order(tmp_path):
@@ -46,10 +80,79 @@ def test_a_broken_view_is_logged_once_and_costs_no_line(tmp_path, caplog):
     with caplog.at_level(logging.ERROR):
         for step in (1, 2, 3):
             record.write(step, {})
+            time.sleep(0.05)
         record.close()
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
     assert broken.calls == 1
     assert [r.getMessage().split(" failed")[0] for r in caplog.records] == ["trainer.logger: service"]
+
+
+def test_a_hanging_view_is_left_out_and_neither_the_run_nor_its_neighbours_wait(tmp_path, caplog):
+    hanging, seeing = Hanging(), Seeing()
+    record = Record(JsonlSink(tmp_path / "metrics.jsonl"), {"service": hanging, "other": seeing}, timeout_s=0.3)
+    begin = time.monotonic()
+    with caplog.at_level(logging.ERROR):
+        for step in range(50):
+            record.write(step, {"a": 1.0})
+        assert time.monotonic() - begin < 2  # 50 fsyncs, no waiting
+        time.sleep(0.4)
+        record.write(50, {})
+        record.close()
+    assert [row["training/global_step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == list(range(51))
+    assert (seeing.steps, seeing.closed) == (list(range(51)), True)
+    assert hanging.calls == 1
+    assert "busy with one call for more than trainer.logger_timeout_s (0.3 s)" in caplog.text
+    hanging.let_go.set()
+
+
+def test_a_view_that_hangs_at_the_end_is_left_to_itself(tmp_path, caplog):
+    hanging = Hanging()
+    record = Record(JsonlSink(tmp_path / "metrics.jsonl"), {"service": hanging}, timeout_s=0.3)
+    record.write(1, {})
+    begin = time.monotonic()
+    record.close()
+    assert time.monotonic() - begin < 2
+    hanging.let_go.set()
+
+
+def test_a_view_that_ends_the_process_only_ends_itself(tmp_path):
+    class Quitting(View):
+        def write(self, step, metrics):
+            raise SystemExit(3)
+
+    record = Record(JsonlSink(tmp_path / "metrics.jsonl"), {"service": Quitting()})
+    for step in (1, 2):
+        record.write(step, {})
+    record.close()
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
+
+
+def test_a_process_with_a_view_that_never_returns_still_ends():
+    code = (
+        "import time, pathlib, sys\nfrom mrl.record.sinks import *\n"
+        "class Hanging(View):\n    def write(self, step, metrics): time.sleep(3600)\n"
+        "record = Record(JsonlSink(pathlib.Path(sys.argv[1])), {'service': Hanging()}, timeout_s=0.2)\n"
+        "record.write(1, {}); record.close(); print('over')"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run([sys.executable, "-c", code, f"{folder}/m.jsonl"], capture_output=True, text=True, timeout=20)
+    assert done.stdout == "over\n"
+
+
+def test_validation_responses_reach_the_views_that_show_text(tmp_path):
+    seeing, rows = Seeing(), [{"data_source": "toy", "input": "1+1", "output": "2", "gts": "2", "score": 1.0}]
+    stream = io.StringIO()
+    views = {"seeing": seeing, "console": console.PlainConsole(2, stream), "tensorboard": TensorBoardSink(tmp_path / "tb")}
+    record = Record(JsonlSink(tmp_path / "metrics.jsonl"), views)
+    record.generations(2, rows)
+    record.close()
+    assert seeing.texts == [(2, rows)]
+    assert stream.getvalue() == "step 2, toy, score 1\n  prompt: 1+1\n  response: 2\n  truth: 2\n"
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    assert b"score 1 (toy)" in events.Tensors("val/generations/0")[0].tensor_proto.string_val[0]
 
 
 def test_a_record_that_cannot_be_written_stops_the_run(tmp_path):
@@ -65,7 +168,7 @@ def test_an_unknown_logger_is_refused_with_the_list_of_known_ones(tmp_path):
 
 
 def test_a_missing_package_is_a_configuration_error(tmp_path, monkeypatch):
-    def missing(run_dir, total_steps):
+    def missing(run_dir, total_steps, info):
         raise ModuleNotFoundError("No module named 'x'", name="x")
 
     monkeypatch.setitem(sinks.VIEWS, "tensorboard", missing)
@@ -145,4 +248,6 @@ def test_a_long_phase_says_how_far_it_is_now_and_then(tmp_path):
     record = Record(JsonlSink(tmp_path / "metrics.jsonl"), {"console": view})
     for done in (1, 2, 3, 4):  # at 10, 31, 32 and 62 seconds
         record.progress("responses", done, 4)
+        time.sleep(0.05)  # a busy view is not told
+    record.close()
     assert stream.getvalue() == "responses: 2 of 4\nresponses: 4 of 4\n"

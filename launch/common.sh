@@ -1,0 +1,56 @@
+# shellcheck shell=bash
+# Functions of the start scripts: which devices this node has, waiting for them, and waiting for those of the whole cluster.
+
+# The kind of device: $DEVICE (cpu, cuda or npu), else what this node shows.
+mrl_device() {
+    if [ -n "${DEVICE:-}" ]; then echo "$DEVICE"
+    elif compgen -G "${MRL_DEV:-/dev}/davinci[0-9]*" >/dev/null; then echo npu
+    elif command -v nvidia-smi >/dev/null; then echo cuda
+    else echo cpu; fi
+}
+
+# How many devices of kind $1 this node has now.
+mrl_count() {
+    case $1 in
+        cuda) { nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU' || true ;;
+        npu) compgen -G "${MRL_DEV:-/dev}/davinci[0-9]*" | wc -l ;;
+        cpu) nproc ;;
+        *) echo "DEVICE=$1 is no device; allowed: cpu, cuda, npu" >&2; return 2 ;;
+    esac
+}
+
+# Waits until this node shows $DEVICES devices of kind $1 (drivers take a while after a boot), prints their number; without $DEVICES all there are.
+mrl_wait_local() {
+    local kind=$1 have want=${DEVICES:-} end=$((SECONDS + ${DEVICE_TIMEOUT_S:-300}))
+    while have=$(mrl_count "$kind") || return; [ "$have" -lt "${want:-1}" ]; do
+        if [ $SECONDS -ge $end ]; then
+            echo "this node shows $have of ${want:-1} $kind devices after ${DEVICE_TIMEOUT_S:-300} s: look at nvidia-smi or npu-smi, or lower DEVICES" >&2
+            return 4
+        fi
+        sleep "${POLL_S:-2}"
+    done
+    echo "${want:-$have}"
+}
+
+# Arguments of `ray start` that announce $2 devices of kind $1. Ray cannot be relied on to find NPUs by itself, and their resource is called NPU.
+mrl_resources() {
+    case $1 in
+        cuda) echo "--num-gpus $2" ;;
+        npu) echo "--resources {\"NPU\":$2}" ;;
+        cpu) echo "--num-gpus 0" ;;
+    esac
+}
+
+# Waits until the cluster at $1 has $2 devices of kind $3 together.
+mrl_wait_cluster() {
+    local address=$1 want=$2 name have end=$((SECONDS + ${CLUSTER_TIMEOUT_S:-900}))
+    case $3 in cuda) name=GPU ;; npu) name=NPU ;; cpu) name=CPU ;; esac
+    while have=$(ray status --address "$address" 2>/dev/null | awk -v n="$name" '$2 == n { split($1, part, "/"); print int(part[2]) }'); [ "${have:-0}" -lt "$want" ]; do
+        if [ $SECONDS -ge $end ]; then
+            echo "the cluster at $address has ${have:-0} of $want $name after ${CLUSTER_TIMEOUT_S:-900} s: is launch/start_worker.sh running on every node?" >&2
+            return 4
+        fi
+        sleep "${POLL_S:-2}"
+    done
+    echo "the cluster at $address has $have $name"
+}

@@ -1,0 +1,154 @@
+"""`mrl train` as a job of a Ray cluster: its runtime environment, its submission, following it, and its exit status.
+
+The driver runs on the cluster and outlives the terminal. Ray itself is asked through its JobSubmissionClient, what `ray job submit` is
+made of; here it is a protocol, so that nothing of Ray is imported.
+"""
+
+import asyncio
+import os
+import shlex
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import yaml
+
+from mrl.errors import ConfigError, EnvironmentFault, Interrupted
+
+GRACE = "RAY_JOB_STOP_WAIT_TIME_S"
+GRACE_S = 120  # Ray kills a stopped job after 3 s unless told otherwise; finishing a step and saving it takes longer
+LOST_AFTER_S = 60.0  # a head that does not answer for so long is gone
+_ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
+_NOT_YET = "No available agent"  # a head that has just started takes requests before it has an agent that can run them
+_MIB = 1024**2
+
+
+class JobClient(Protocol):
+    """What is used of ray.job_submission.JobSubmissionClient (Ray 2.60)."""
+
+    def submit_job(self, *, entrypoint: str, submission_id: str, runtime_env: dict[str, Any]) -> str: ...
+    def get_job_status(self, job_id: str) -> Any: ...
+    def get_job_info(self, job_id: str) -> Any: ...
+    def stop_job(self, job_id: str) -> bool: ...
+    def tail_job_logs(self, job_id: str) -> AsyncIterator[str]: ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """One submission."""
+
+    name: str
+    entrypoint: str
+    runtime_env: dict[str, Any]
+
+
+def train_job(arguments: list[str], run_dir: Path, runtime_env: dict[str, Any]) -> Job:
+    """The job of `mrl train ARGUMENTS`. The run directory is given as an absolute path: the job's working directory is a copy that goes."""
+    words = ["mrl", "train", *arguments, "--run-dir", str(run_dir.absolute())]
+    return Job(f"mrl-{int(time.time())}-{os.getpid()}", shlex.join(words), runtime_env)
+
+
+def read_runtime_env(path: Path, grace_s: int | None = None) -> dict[str, Any]:
+    """The runtime environment in a YAML file, with the grace period in it. `grace_s` wins over the file's, the file's over GRACE_S.
+
+    Raises ConfigError for a file that is missing, no mapping, or has a variable that is not text (Ray would refuse the job later).
+    """
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"--runtime-env {path} cannot be read: {error}") from error
+    if not isinstance(found, dict) or not isinstance(found.get("env_vars", {}), dict):
+        raise ConfigError(f"--runtime-env {path}: a mapping with working_dir, excludes and env_vars (a mapping) is wanted")
+    variables = found.get("env_vars", {})
+    wrong = [name for name, value in variables.items() if not isinstance(value, str)]
+    if wrong:
+        raise ConfigError(f"--runtime-env {path}: env_vars {', '.join(map(str, wrong))}: values must be text; put them in quotes")
+    grace = str(grace_s) if grace_s is not None else variables.get(GRACE, str(GRACE_S))
+    return found | {"env_vars": variables | {GRACE: grace}}
+
+
+def submit(client: JobClient, job: Job, agent_timeout_s: float, wait: Callable[[float], None] = time.sleep) -> None:
+    """Hands the job over; tries again while the head has no agent yet. Raises EnvironmentFault, ConfigError for too large a package."""
+    deadline = time.monotonic() + agent_timeout_s
+    while True:
+        try:
+            client.submit_job(entrypoint=job.entrypoint, submission_id=job.name, runtime_env=job.runtime_env)
+            return
+        except ValueError as error:  # Ray's word for a package above its limit
+            raise ConfigError(f"the working directory cannot be sent: {error}. {_largest(job.runtime_env)}") from error
+        except (RuntimeError, ConnectionError) as error:
+            if _NOT_YET not in str(error) or time.monotonic() > deadline:
+                raise EnvironmentFault(f"the cluster did not take the job: {error}") from error
+        wait(1.0)
+
+
+def follow(client: JobClient, job: Job, say: Callable[[str], None]) -> int:
+    """Passes the job's output on until it ends; returns the status to exit with: the driver's own, 5 for a job that was stopped.
+
+    SIGINT and SIGTERM ask the job to stop, which saves the run, and the wait goes on. Raises Interrupted when the head is lost.
+    """
+    with _stopping(client, job, say):
+        with suppress(RuntimeError, OSError):  # the connection breaks with the head; what became of the job is asked below
+            asyncio.run(_print_logs(client, job, say))
+        status = _wait_for_end(client, job)
+    if status == "SUCCEEDED":
+        return 0
+    if status == "STOPPED":
+        say(f"job {job.name} was stopped\n")
+        return Interrupted.exit_code
+    info = client.get_job_info(job.name)
+    if info.driver_exit_code is None:
+        say(f"job {job.name} failed: {info.message}\n")
+    return info.driver_exit_code or 1
+
+
+async def _print_logs(client: JobClient, job: Job, say: Callable[[str], None]) -> None:
+    async for text in client.tail_job_logs(job.name):
+        say(text)
+
+
+def _wait_for_end(client: JobClient, job: Job) -> str:
+    answered = time.monotonic()
+    while True:
+        try:
+            status = str(getattr(client.get_job_status(job.name), "value", "UNKNOWN"))
+            answered = time.monotonic()
+            if status in _ENDED:
+                return status
+        except (RuntimeError, ConnectionError) as error:
+            if time.monotonic() - answered > LOST_AFTER_S:
+                raise Interrupted(f"the head no longer answers about job {job.name} ({error}); its run can be resumed") from error
+        time.sleep(1.0)
+
+
+@contextmanager
+def _stopping(client: JobClient, job: Job, say: Callable[[str], None]) -> Iterator[None]:
+    def ask(number: int, frame: Any) -> None:
+        say(f"stopping job {job.name}: it finishes what it must and saves\n")
+        with suppress(RuntimeError, ConnectionError):
+            client.stop_job(job.name)
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _largest(runtime_env: dict[str, Any]) -> str:
+    """The largest entries of the working directory, for who has to shorten it."""
+    root = Path(runtime_env.get("working_dir", "."))
+    sizes = sorted(((_size(entry), entry.name) for entry in root.iterdir()), reverse=True) if root.is_dir() else []
+    rows = ", ".join(f"{name} {size / _MIB:.0f} MiB" for size, name in sizes[:5])
+    return f"Largest in {root.absolute()}: {rows}; add what the job does not need to `excludes` of the runtime environment"
+
+
+def _size(path: Path) -> int:
+    if path.is_symlink() or not path.is_dir():
+        return path.lstat().st_size
+    return sum(file.lstat().st_size for file in path.rglob("*") if not file.is_dir())

@@ -1,0 +1,153 @@
+"""From a user's local copy of a data set to a parquet file in verl's schema, with a report of what became of every row."""
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mrl.data.reader import read_foreign_rows
+from mrl.data.seen import SeenPrompts
+from mrl.data.sources import BadSourceRow, Row, Source
+from mrl.errors import DataError
+
+ROWS_AT_ONCE = 4096
+EXAMPLES = 5
+SCHEMA = pa.schema(
+    [
+        ("data_source", pa.string()),
+        ("prompt", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
+        ("ability", pa.string()),
+        ("reward_model", pa.struct([("style", pa.string()), ("ground_truth", pa.string())])),
+        ("extra_info", pa.struct([("index", pa.int64()), ("split", pa.string()), ("solution", pa.string())])),
+    ]
+)
+
+
+@dataclass
+class Report:
+    """What became of the rows: read = written + bad + duplicates. Lengths are characters of the prompt's messages together."""
+
+    read: int = 0
+    written: int = 0
+    bad: int = 0
+    duplicates: int = 0
+    conflicts: int = 0  # duplicates that bring a truth not seen with their prompt before
+    data_sources: Counter = field(default_factory=Counter)
+    abilities: Counter = field(default_factory=Counter)
+    roles: Counter = field(default_factory=Counter)
+    prompt_length: dict[str, float] = field(default_factory=dict)
+    examples: list[str] = field(default_factory=list)  # of bad rows: file, row, reason
+    schema: dict[str, str] = field(default_factory=lambda: {f.name: str(f.type) for f in SCHEMA})
+    first: dict = field(default_factory=dict)  # the first row written
+
+    def to_json(self) -> dict:
+        """Plain data."""
+        return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
+
+    def __str__(self) -> str:
+        length = ", ".join(f"{name} {value:.0f}" for name, value in self.prompt_length.items())
+        lines = [
+            f"{self.read} rows read: {self.written} written, {self.bad} bad, {self.duplicates} duplicates "
+            f"({self.conflicts} with another truth)",
+            f"data_source: {_counts(self.data_sources)}; ability: {_counts(self.abilities)}; roles: {_counts(self.roles)}",
+            f"prompt characters: {length}",
+            *(f"column {name}: {kind}" for name, kind in self.schema.items()),
+            f"first row: {json.dumps(self.first, ensure_ascii=False)[:600]}",
+            *(f"bad: {example}" for example in self.examples),
+        ]
+        return "\n".join(lines)
+
+
+def _counts(counter: Counter) -> str:
+    return ", ".join(f"{name} {n}" for name, n in counter.most_common(5))
+
+
+def prepare(source: Source, files: Sequence[str], output: Path, split: str, max_bad_share: float = 0.01) -> Report:
+    """Converts `files` into `output`, which appears whole or not at all; the report of it.
+
+    Raises DataError for unusable files, an output that is there already, more bad rows than allowed, or none left.
+    """
+    if output.exists():
+        raise DataError(f"{output} is there already; give another --output or remove it")
+    work = output.with_name(f".{output.name}.tmp")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        report = Report()
+        with pq.ParquetWriter(work, SCHEMA) as writer:
+            for chunk in _chunks(_rows(source, files, split, report)):
+                writer.write_table(pa.Table.from_pylist(chunk, SCHEMA))
+        _check(report, max_bad_share)
+        work.replace(output)
+    except OSError as error:
+        raise DataError(f"cannot write {output}: {error.strerror}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            work.unlink()
+    return report
+
+
+def _rows(source: Source, files: Sequence[str], split: str, report: Report) -> Iterator[dict]:
+    """Rows to write, in order; the report is filled on the way."""
+    seen, pairs = SeenPrompts(), SeenPrompts()
+    for raw in (raw for file in files for raw in read_foreign_rows(file)):
+        report.read += 1
+        try:
+            if raw.problem:
+                raise BadSourceRow(raw.problem)
+            row = source.convert(raw.value, Path(raw.file).stem)
+        except BadSourceRow as problem:
+            report.bad += 1
+            report.examples += [f"{raw.file}, row {raw.row}: {problem}"] if len(report.examples) < EXAMPLES else []
+            continue
+        key = json.dumps(row.prompt)
+        new_pair = pairs.add(f"{key} {row.ground_truth}")
+        if not seen.add(key):
+            report.duplicates += 1
+            report.conflicts += new_pair
+            continue
+        yield _written(row, report, split)
+
+
+def _written(row: Row, report: Report, split: str) -> dict:
+    length = sum(len(message["content"]) for message in row.prompt)
+    known = report.prompt_length or {"min": length, "mean": 0.0, "max": length}
+    mean = known["mean"] + (length - known["mean"]) / (report.written + 1)
+    report.prompt_length = {"min": min(known["min"], length), "mean": mean, "max": max(known["max"], length)}
+    value = {
+        "data_source": row.data_source,
+        "prompt": row.prompt,
+        "ability": row.ability,
+        "reward_model": {"style": row.style, "ground_truth": row.ground_truth},
+        "extra_info": {"index": report.written, "split": split, "solution": row.solution},
+    }
+    report.first = report.first or value
+    report.data_sources[row.data_source] += 1
+    report.abilities[row.ability] += 1
+    report.roles[" ".join(message["role"] for message in row.prompt)] += 1
+    report.written += 1
+    return value
+
+
+def _chunks(rows: Iterator[dict]) -> Iterator[list[dict]]:
+    chunk: list[dict] = []
+    for row in rows:
+        chunk.append(row)
+        if len(chunk) == ROWS_AT_ONCE:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk
+
+
+def _check(report: Report, max_bad_share: float) -> None:
+    if report.bad > max_bad_share * report.read:
+        raise DataError(
+            f"{report.bad} of {report.read} rows are bad, more than {max_bad_share:g} of them:\n  " + "\n  ".join(report.examples)
+        )
+    if not report.written:
+        raise DataError("no row is left to write")

@@ -1,0 +1,126 @@
+"""Rows of public data sets, as their authors publish them, turned into verl's schema. The data itself is the user's own copy."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+GSM8K_ASK = 'Let\'s think step by step and output the final answer after "####".'
+BOX_ASK = "Let's think step by step and output the final answer within \\boxed{}."
+DAPO_ASK = (
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer: $Answer (without quotes) "
+    'where $Answer is the answer to the problem.\n\n{problem}\n\nRemember to put your answer on its own line after "Answer:".'
+)
+# as the data set writes it: \boxed{D}, \boxed{A, C}, \boxed{\text{B}}
+BOXED_LETTERS = re.compile(r"\\boxed\{\s*(?:\\text\{)?([A-J](?:[\s,、;；]*[A-J])*)\}?\s*\}")  # noqa: RUF001
+TAGGED_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+class BadSourceRow(Exception):
+    """The row is not what its data set promises; the message says how."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of verl's schema, but for its number."""
+
+    data_source: str
+    prompt: list[dict[str, str]]
+    ability: str
+    style: str
+    ground_truth: str
+    solution: str = ""  # the data set's own worked answer, for people
+
+
+def _text(row: Mapping[str, Any], *names: str) -> str:
+    """The first of the named fields that is there, whatever its capitals; numbers as text. Raises BadSourceRow."""
+    fields = {key.lower(): value for key, value in row.items()}
+    value = next((fields[name] for name in names if fields.get(name) is not None), None)
+    if not isinstance(value, str | int | float) or not str(value).strip():
+        raise BadSourceRow(f"no text under {' or '.join(names)}; found: {', '.join(row)}")
+    return str(value).strip()
+
+
+def _ask(content: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": content}]
+
+
+def gsm8k(row: Mapping[str, Any], file_stem: str) -> Row:
+    """`question`, `answer` with the number behind `####`."""
+    question, solution = _text(row, "question"), _text(row, "answer")
+    _, mark, number = solution.rpartition("####")
+    truth = number.strip().replace(",", "")
+    if not mark or not re.fullmatch(r"-?\d+(\.\d+)?", truth):
+        raise BadSourceRow(f"the answer has no number behind ####: {solution[-80:]!r}")
+    return Row("openai/gsm8k", _ask(f"{question} {GSM8K_ASK}"), "math", "rule", truth, solution)
+
+
+def math500(row: Mapping[str, Any], file_stem: str) -> Row:
+    """`problem`, `answer`, `solution`."""
+    problem, truth = _text(row, "problem"), _text(row, "answer")
+    return Row("HuggingFaceH4/MATH-500", _ask(f"{problem} {BOX_ASK}"), "math", "rule", truth, str(row.get("solution") or ""))
+
+
+def aime(row: Mapping[str, Any], file_stem: str) -> Row:
+    """`problem` (or `question`) and `answer`, an integer from 0 to 999; or rows that are in verl's schema already."""
+    if "reward_model" in row:
+        return ready_made(row, file_stem)
+    problem, truth = _text(row, "problem", "question"), _text(row, "answer")
+    if not re.fullmatch(r"\d{1,3}", truth):
+        raise BadSourceRow(f"the answer {truth[:40]!r} is no integer from 0 to 999")
+    year = re.search(r"20\d\d", file_stem)
+    source = f"aime{year[0]}" if year else "aime"
+    return Row(source, _ask(DAPO_ASK.format(problem=problem)), "math", "rule", str(int(truth)))
+
+
+def dapo_math(row: Mapping[str, Any], file_stem: str) -> Row:
+    """verl's schema as DAPO-Math-17k has it, or the processed copy with `prompt` as text and `solution` as the answer."""
+    if "reward_model" in row:
+        return ready_made(row, file_stem)
+    problem, truth = _text(row, "prompt", "problem"), _text(row, "solution", "answer")
+    return Row("math_dapo", _ask(DAPO_ASK.format(problem=problem)), "math", "rule", truth)
+
+
+def ready_made(row: Mapping[str, Any], file_stem: str) -> Row:
+    """A row of verl's schema, as it is."""
+    reward, prompt = row.get("reward_model"), row.get("prompt")
+    if not isinstance(reward, Mapping) or not isinstance(reward.get("ground_truth"), str | int | float):
+        raise BadSourceRow("reward_model.ground_truth is no text")
+    well_formed = isinstance(prompt, list) and prompt and all(isinstance(m, Mapping) and isinstance(m.get("content"), str) for m in prompt)
+    if not well_formed:
+        raise BadSourceRow("prompt is no list of {role, content}")
+    messages = [{"role": str(m.get("role", "user")), "content": m["content"]} for m in prompt]
+    truth, style = str(reward["ground_truth"]), str(reward.get("style") or "rule")
+    return Row(_text(row, "data_source"), messages, str(row.get("ability") or "math"), style, truth)
+
+
+def dianjin(row: Mapping[str, Any], file_stem: str) -> Row:
+    """DianJin-R1's multiple choice: `instruction`, and `output` whose `<answer>` boxes the letters."""
+    question, output = _text(row, "instruction"), _text(row, "output")
+    tagged = TAGGED_ANSWER.findall(output)
+    chosen = set(re.findall("[A-J]", " ".join(BOXED_LETTERS.findall(tagged[-1] if tagged else output))))
+    if not chosen:
+        raise BadSourceRow("the output's answer boxes no letter; only the multiple-choice files (cflue_mcq.json) can be scored by rule")
+    return Row(f"dianjin/{file_stem}", _ask(question), "financial", "rule", "".join(sorted(chosen)), output)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set by its name on the command line."""
+
+    name: str
+    title: str
+    convert: Callable[[Mapping[str, Any], str], Row]
+
+
+SOURCES = {
+    source.name: source
+    for source in (
+        Source("gsm8k", "GSM8K: question, answer (parquet or jsonl)", gsm8k),
+        Source("dapo-math-17k", "DAPO-Math-17k: verl's schema, 1.79 million rows of some 17 thousand prompts", dapo_math),
+        Source("math-500", "MATH-500: problem, answer (jsonl)", math500),
+        Source("aime", "AIME, any year: problem, answer (parquet or jsonl), or verl's aime-2024.parquet", aime),
+        Source("dianjin-r1", "DianJin-R1 multiple choice: instruction, output (cflue_mcq.json)", dianjin),
+        Source("verl", "any file that is in verl's schema already: checked and without duplicates", ready_made),
+    )
+}

@@ -1,0 +1,96 @@
+"""A plan, or the layouts that were found, as text for a terminal."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+_GIB = 1024**3
+
+
+def plan_lines(plan: dict[str, Any]) -> Iterator[str]:
+    """The plan in a screenful."""
+    model, device, actor = plan["model"], plan["device"], plan["layout"]["actor"]
+    yield f"model: {model['path']}, {model['parameters'] / 1e9:.1f} B parameters, {model['active_parameters'] / 1e9:.1f} B active"
+    yield f"device: {device['name']}, {device['usable'] / _GIB:.1f} of {device['memory'] / _GIB:.1f} GiB to plan with"
+    yield from _layout_lines(plan, actor)
+    yield from _batch_lines(plan["batch"])
+    yield "memory of the fullest device, GiB:"
+    yield from map(_phase_line, plan["memory"]["phases"].items())
+    yield from _memory_lines(plan["memory"])
+    yield from _time_lines(plan)
+    yield f"plan: {plan['hash'][:16]}"
+
+
+def _layout_lines(plan: dict[str, Any], actor: dict[str, Any]) -> Iterator[str]:
+    layout = plan["layout"]
+    degrees = ", ".join(f"{name} {size}" for name, size in actor.items() if size not in (1, False) and name != "world_size")
+    engines = layout["engines"]
+    yield f"actor: {actor['world_size']} ranks ({degrees or 'not sharded'}); stages of {', '.join(map(str, _stage_sizes(layout)))} layers"
+    yield f"  {_places(layout['ranks'])}"
+    sizes = ", ".join(f"{name} {engines[name]}" for name in ("tensor", "data", "expert") if engines[name] > 1) or "one worker"
+    yield f"engines: {engines['number']} ({sizes}), {layout['placement']}"
+    yield f"  {_places(layout['workers'])}"
+
+
+def _stage_sizes(layout: dict[str, Any]) -> list[int]:
+    return [sum(stop - start for start, stop in stage) for stage in layout["stages"]]
+
+
+def _places(rows: Sequence[dict[str, Any]]) -> str:
+    """`node 0: 0-7, node 1: 8-15`: ranks or workers in order of their numbers."""
+    nodes: dict[int, list[int]] = {}
+    for number, row in enumerate(rows):
+        nodes.setdefault(row["node"], []).append(number)
+    shown = [f"node {node}: {numbers[0]}-{numbers[-1]}" for node, numbers in nodes.items()]
+    return ", ".join(shown if len(shown) <= 8 else [*shown[:3], "...", shown[-1]])
+
+
+def _batch_lines(batch: dict[str, Any]) -> Iterator[str]:
+    yield (
+        f"batch: {batch['train_batch_size']} prompts x {batch['n']} = {batch['samples_per_step']} samples a step, "
+        f"{batch['updates_per_step']} update{'s' if batch['updates_per_step'] != 1 else ''}; a rank's {batch['samples_per_rank_and_update']} samples of an update in "
+        f"{batch['micro_batches_per_update']} micro-batches of at most {batch['micro_batch_tokens']} tokens"
+    )
+
+
+def _phase_line(named: tuple[str, dict[str, Any]]) -> str:
+    name, phase = named
+    terms = ", ".join(f"{term} {size / _GIB:.1f}" for term, size in sorted(phase["terms"].items(), key=lambda t: -t[1]) if size)
+    where = "" if phase["stage"] is None else f", stage {phase['stage']}"
+    verdict = "fits" if phase["fits"] else f"DOES NOT FIT: most is {phase['largest']}; change: {phase['change']}"
+    return f"  {name + where:<32} {phase['bytes'] / _GIB:7.1f} of {phase['device_bytes'] / _GIB:.1f} {verdict} ({terms})"
+
+
+def _memory_lines(memory: dict[str, Any]) -> Iterator[str]:
+    cache, host = memory["kv_cache"], memory["host"]
+    yield f"recompute: {memory['recompute']}"
+    yield (
+        f"KV cache: {cache['bytes_per_worker'] / _GIB:.1f} GiB a worker, {cache['tokens_per_engine']} tokens an engine "
+        f"({cache['longest_sequences_per_engine']} sequences of the longest kind) {cache['change']}".rstrip()
+    )
+    if host["bytes_per_node"]:
+        verdict = "fits" if host["fits"] else f"DOES NOT FIT: {host['change']}"
+        yield f"host: {host['bytes_per_node'] / _GIB:.0f} of {host['node_bytes'] / _GIB:.0f} GiB of a node, {verdict}"
+
+
+def _time_lines(plan: dict[str, Any]) -> Iterator[str]:
+    times, sync = plan["times"], plan["reshard"]
+    phases = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in times["phase_seconds"].items())
+    yield f"predicted at the assumed rates: {phases}; update {times['flops']['update']:.3g} FLOP, bubble {times['pipeline_bubble']:.1%}"
+    yield (
+        f"sync: {sync['bytes_moved'] / 1e9:.1f} GB in {sync['rounds']} rounds, staging at most {sync['peak_staging_bytes'] / 1e6:.0f} MB, "
+        f"predicted {sync['predicted_seconds']:.3g} s (bound {sync['bound_seconds']:.3g} s)"
+    )
+
+
+def search_lines(found: dict[str, Any]) -> Iterator[str]:
+    """The best layouts, one paragraph each."""
+    yield f"{found['fitting']} of {found['legal']} legal layouts of {found['devices']} x {found['device']} fit; seconds of one update are predicted"
+    for place, row in enumerate(found["layouts"], 1):
+        degrees = ", ".join(f"{key} {value}" for key, value in row["degrees"].items() if key != "world_size") or "not sharded"
+        yield f"{place:3}. {row['seconds']:8.2f} s  {degrees}"
+        yield f"       {row['why']}"
+        if row["missing"]:
+            yield f"       mrl train cannot do this yet: {'; '.join(row['missing'])}"
+    if found["too_large"]:
+        yield "do not fit, by what weighs most: " + ", ".join(f"{name} {count}" for name, count in found["too_large"].items())
+    yield from found["engines"]

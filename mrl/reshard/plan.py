@@ -1,0 +1,221 @@
+"""The reshard plan: every weight from the Megatron shards that hold it straight to the place in vLLM's parameters that needs it.
+
+A plan is a pure function of the model, both layouts, the dialect, the number format, the topology and the byte budget. It is small
+(templates and two numbers of a schedule) and expands lazily into what one process sends or receives. Its hash covers all that it expands
+from, so two sides with equal hashes exchange the same messages.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from mrl.errors import ConfigError
+from mrl.layout import RolloutLayout, TrainLayout
+from mrl.models import ModelSpec
+from mrl.reshard.circle import SAME_DEVICE, Circle, Devices
+from mrl.reshard.prove import PlanFault, template_faults
+from mrl.reshard.schedule import Flow, Loads, Schedule, make_schedule
+from mrl.reshard.streams import ITEM_BYTES, Grain, Holder, Holdings, Miniature, Segment, Stream, segments, stream
+from mrl.reshard.target import Dialect
+from mrl.reshard.transfer import Copy, Message, Place, Topology
+
+__all__ = ["MIB", "Copy", "Message", "Place", "ReshardPlan", "Topology", "plan_reshard"]
+
+FORMAT = 1
+MIB = 2**20
+_GRAIN_BYTES = 4 * MIB  # large enough to be copied at full speed
+_GRAINS_PER_ROUND = 16  # at least, of each process
+
+
+@dataclass(frozen=True)
+class ReshardPlan:
+    """Who sends what to whom in which round."""
+
+    model: ModelSpec
+    train: TrainLayout
+    rollout: RolloutLayout
+    dialect: Dialect
+    dtype: str  # of the engine
+    topology: Topology | None
+    budget_bytes: int
+    segments: tuple[Segment, ...]
+    streams: tuple[Stream, ...]  # of each place inside an engine
+    devices: Devices = field(repr=False, compare=False)
+    schedule: Schedule = field(repr=False, compare=False)
+    loads: Loads = field(repr=False, compare=False)
+
+    @property
+    def num_rounds(self) -> int:
+        return self.schedule.num_rounds
+
+    @cached_property
+    def bytes_required(self) -> int:
+        """Bytes that workers hold after a sync and that no rank on their own device has."""
+        return sum(circle.total for circle in self.schedule.circles) * self.rollout.num_engines - self.bytes_local
+
+    @cached_property
+    def bytes_moved(self) -> int:
+        """Bytes of all messages between different devices."""
+        return int(self.loads.received[SAME_DEVICE + 1 :].sum())
+
+    @cached_property
+    def bytes_local(self) -> int:
+        """Bytes of messages that stay on one device."""
+        return int(self.loads.received[SAME_DEVICE].sum())
+
+    @cached_property
+    def peak_staging_bytes(self) -> int:
+        """The most that any process stages while it works on one round and fills or empties the next."""
+        return max(self.peak_staging_of(self.loads.sent), self.peak_staging_of(self.loads.received))
+
+    def peak_staging_of(self, loads: np.ndarray) -> int:
+        """Of one side's loads [tier, round, process]."""
+        per_round = loads.sum(axis=0)
+        following = np.vstack([per_round[1:], np.zeros_like(per_round[:1])])
+        return int((per_round + following).max(initial=0))
+
+    def sends(self, rank: int) -> Iterator[Message]:
+        """What one rank sends, by round, then worker."""
+        flows = [self.schedule.flow(worker) for worker in range(self.rollout.world_size)]
+        rows = [np.flatnonzero(flow.source == rank) for flow in flows]
+        bounds = [np.searchsorted(flow.round[at], np.arange(self.num_rounds + 1)) for flow, at in zip(flows, rows, strict=True)]
+        for number in range(self.num_rounds):
+            for worker, (flow, at, bound) in enumerate(zip(flows, rows, bounds, strict=True)):
+                if bound[number] < bound[number + 1]:
+                    yield self._message(number, rank, worker, flow, at[bound[number] : bound[number + 1]])
+
+    def receives(self, worker: int) -> Iterator[Message]:
+        """What one worker receives, by round, then source."""
+        flow = self.schedule.flow(worker)
+        order = np.lexsort((np.arange(len(flow.source)), flow.source, flow.round))
+        keys = flow.round[order] * self.train.world_size + flow.source[order]
+        for rows in np.split(order, np.flatnonzero(np.diff(keys)) + 1):
+            yield self._message(int(flow.round[rows[0]]), int(flow.source[rows[0]]), worker, flow, rows)
+
+    def _message(self, number: int, source: int, worker: int, flow: Flow, rows: np.ndarray) -> Message:
+        blocks = self.streams[worker % len(self.streams)].blocks
+        copies = []
+        for part, index, choice in zip(flow.segment[rows].tolist(), flow.index[rows].tolist(), flow.choice[rows].tolist(), strict=True):
+            segment = self.segments[part]
+            copies.append(self.copy(blocks[segment.block][index], segment, choice))
+        return Message(number, source, worker, tuple(copies), int(flow.nbytes[rows].sum()))
+
+    def copy(self, grain: Grain, segment: Segment, choice: int) -> Copy:
+        """A template with its layer's numbers, from the chosen holder."""
+        holder = grain.holders[choice]
+        chunk = self.train.virtual_pipeline - 1 if holder.is_last_stage else segment.vp_chunk
+        return Copy(
+            grain.hf_name.format(segment.layer),
+            grain.hf_box,
+            holder.megatron_name.format(segment.local_layer),
+            chunk,
+            grain.source_box,
+            grain.parameter.format(segment.layer),
+            grain.target_box,
+            grain.axes,
+        )
+
+    @cached_property
+    def hash(self) -> str:
+        """SHA-256 of the canonical JSON."""
+        text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything that the messages follow from, as plain data; equal plans give equal JSON."""
+        holders: dict[tuple[Holder, ...], int] = {}
+        grains = {id(grain): grain for one in self.streams for block in one.blocks for grain in block}  # shared between streams
+        number = {key: n for n, key in enumerate(grains)}
+        return {
+            "format": FORMAT,
+            "model": asdict(self.model),
+            "train": asdict(self.train),
+            "rollout": asdict(self.rollout),
+            "dialect": self.dialect,
+            "dtype": self.dtype,
+            "topology": None if self.topology is None else asdict(self.topology),
+            "budget_bytes": self.budget_bytes,
+            "num_rounds": self.num_rounds,
+            "bytes_required": self.bytes_required,
+            "bytes_moved": self.bytes_moved,
+            "starts": self.schedule.starts,
+            "choices": [hashlib.sha256(choices.astype("<i2").tobytes()).hexdigest() for choices in self.schedule.choices],
+            "segments": [[s.block, s.layer, s.local_layer, s.first_rank, s.vp_chunk] for s in self.segments],
+            "grains": [_grain_json(grain, holders) for grain in grains.values()],
+            "holders": [[[h.offset, h.megatron_name, h.is_last_stage] for h in one] for one in holders],
+            "streams": [[[number[id(grain)] for grain in block] for block in one.blocks] for one in self.streams],
+        }
+
+
+def plan_reshard(
+    model: ModelSpec,
+    train: TrainLayout,
+    rollout: RolloutLayout,
+    *,
+    dialect: Dialect,
+    dtype: str,
+    topology: Topology | None = None,
+    budget_bytes: int = 256 * MIB,
+) -> ReshardPlan:
+    """The plan, proved: every element once, every source where it is said to be, no round over the budget.
+
+    Raises ConfigError for layouts that vLLM cannot have, a topology of another size and a budget that is too small.
+    """
+    _check(train, rollout, dtype, topology)
+    miniature = Miniature.of(model, train)
+    holdings = Holdings(miniature, train.pipeline)
+    parts = segments(model, train, miniature.kinds)
+    devices = _devices(train, rollout, topology)
+    limit = min(_GRAIN_BYTES, max(1, budget_bytes // _GRAINS_PER_ROUND))
+    while True:
+        streams = tuple(stream(miniature, holdings, rollout, place, dialect, dtype, limit) for place in range(rollout.workers_per_engine))
+        circles = [Circle(one, parts) for one in streams]
+        largest = max(one.largest for one in streams)
+        found = make_schedule(rollout, circles, devices, train.world_size, budget_bytes) if largest <= budget_bytes else None
+        if found is not None:
+            break
+        if largest > limit:  # single rows already
+            raise _too_small(budget_bytes, largest)
+        limit //= 2
+    plan = ReshardPlan(model, train, rollout, dialect, dtype, topology, budget_bytes, parts, streams, devices, *found)
+    if fault := next(template_faults(miniature, train.pipeline, rollout, streams, dialect, dtype), None):
+        raise PlanFault(fault)
+    return plan
+
+
+def _check(train: TrainLayout, rollout: RolloutLayout, dtype: str, topology: Topology | None) -> None:
+    if dtype not in ITEM_BYTES:
+        raise ConfigError(f"rollout.dtype = {dtype}: weights are moved as {', '.join(ITEM_BYTES)}")
+    if topology is not None and (len(topology.ranks), len(topology.workers)) != (train.world_size, rollout.world_size):
+        raise ConfigError(
+            f"the topology places {len(topology.ranks)} ranks and {len(topology.workers)} workers, "
+            f"the layouts have {train.world_size} and {rollout.world_size}"
+        )
+
+
+def _too_small(budget: int, largest: int) -> ConfigError:
+    return ConfigError(
+        f"reshard.budget_mb: a round of {budget} bytes is too small for this model, a row of which has {largest} bytes; "
+        "raise it until a process can send a row to each of its peers in one round"
+    )
+
+
+def _devices(train: TrainLayout, rollout: RolloutLayout, topology: Topology | None) -> Devices:
+    if topology is None:
+        return Devices.apart(train.world_size, rollout.world_size)
+    places = [*topology.ranks, *topology.workers]
+    device_of = {place: n for n, place in enumerate(dict.fromkeys(places))}
+    device, node = np.array([device_of[p] for p in places]), np.array([p.node for p in places])
+    return Devices(*(part[side] for side in (slice(train.world_size), slice(train.world_size, None)) for part in (device, node)))
+
+
+def _grain_json(grain: Grain, holders: dict[tuple[Holder, ...], int]) -> list[Any]:
+    """A template as plain data; its holders go into a table of their own."""
+    boxes = (grain.hf_box, grain.source_box, grain.target_box)
+    number = holders.setdefault(grain.holders, len(holders))
+    return [grain.hf_name, grain.parameter, *(box.ranges for box in boxes), grain.axes, grain.nbytes, number]

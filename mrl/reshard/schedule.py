@@ -1,0 +1,214 @@
+"""When each grain travels and from whom: rotation of workers over the model, division into rounds, choice among replicas.
+
+Every worker walks its stream as a circle, from a module of its own: workers stand evenly over the circle, so that at any time all
+pipeline stages send. Which worker stands where is chosen among a few strides by the load they put on the busiest rank. What several
+ranks could send is shared so that, round by round, the least loaded send most. Only integers, so that every process comes to the same
+schedule.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import gcd
+
+import numpy as np
+
+from mrl.layout import RolloutLayout
+from mrl.reshard.circle import TIERS, Candidates, Circle, Devices
+
+_STRIDES = 24  # that are tried
+_ATTEMPTS = 6  # numbers of rounds that are tried
+
+
+@dataclass(frozen=True)
+class Loads:
+    """Bytes of every round: [tier, round, rank] sent and [tier, round, worker] received."""
+
+    sent: np.ndarray
+    received: np.ndarray
+
+    @cached_property
+    def largest(self) -> int:
+        """Bytes of the busiest process in its busiest round."""
+        return int(max(self.sent.sum(axis=0).max(), self.received.sum(axis=0).max()))
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What one worker receives, in the order of its walk: arrays with a row a grain."""
+
+    segment: np.ndarray
+    index: np.ndarray  # in the segment's block
+    nbytes: np.ndarray
+    choice: np.ndarray  # number of the sender among the grain's holders
+    source: np.ndarray  # rank
+    round: np.ndarray
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Everything about order and senders."""
+
+    circles: tuple[Circle, ...]  # of each place inside an engine
+    starts: tuple[int, ...]  # of each worker: the grain it begins with
+    num_rounds: int
+    choices: tuple[np.ndarray, ...]  # of each worker: number of the sender among the holders, in the order of its walk
+
+    def flow(self, worker: int) -> Flow:
+        """What one worker receives."""
+        circle = self.circles[worker % len(self.circles)]
+        order, rounds = circle.travel(self.starts[worker], self.num_rounds)
+        choice = self.choices[worker]
+        source = circle.ranks[circle.holder_set[order], choice]
+        return Flow(circle.segment[order], circle.index[order], circle.nbytes[order], choice, source, rounds)
+
+
+def make_schedule(
+    rollout: RolloutLayout, circles: Sequence[Circle], devices: Devices, num_ranks: int, budget: int
+) -> tuple[Schedule, Loads] | None:
+    """The schedule with few rounds in which nobody sends or receives more than `budget` bytes; None when none was found."""
+    largest_grain = max(int(circle.nbytes.max()) for circle in circles)
+    fullest = max(circle.total for circle in circles)
+    rounds = max(1, -(-fullest // max(budget - largest_grain, 1)))
+    stride = best_stride(rollout.world_size, circles, num_ranks, rounds)
+    workers = range(rollout.world_size)
+    starts = [circles[w % len(circles)].start_near(w * stride % len(workers), len(workers)) for w in workers]
+    candidates = [circles[w % len(circles)].candidates(devices, w) for w in workers]
+    for _ in range(_ATTEMPTS):
+        sharing = _Sharing(circles, starts, candidates, num_ranks, rounds)
+        if sharing.largest <= max(budget - largest_grain, budget // 2):
+            choices, loads = sharing.assign()
+            if loads.largest <= budget:
+                return Schedule(tuple(circles), tuple(starts), rounds, choices), loads
+        rounds = max(rounds + 1, rounds * (sharing.largest + largest_grain) // budget + 1)
+    return None
+
+
+class _Sharing:
+    """How replicas share what they all could send. A pool is what a set of equally near ranks has to send together."""
+
+    def __init__(self, circles: Sequence[Circle], starts: Sequence[int], candidates: Sequence[Candidates], num_ranks: int, num_rounds: int):
+        self.circles, self.starts, self.candidates, self.num_rounds = circles, starts, candidates, num_rounds
+        pools: dict[tuple[int, ...], int] = {}
+        self.pool_of = [np.array([pools.setdefault(ranks, len(pools)) for ranks in _rank_sets(c)]) for c in candidates]
+        self.pools = list(pools)
+        demand = np.zeros((len(pools), num_rounds), dtype=np.int64)
+        for worker, pool_of in enumerate(self.pool_of):
+            circle, order, rounds = self._walk(worker)
+            cells = circle.holder_set[order] * num_rounds + rounds
+            asked = np.bincount(cells, circle.nbytes[order], len(pool_of) * num_rounds)
+            np.add.at(demand, pool_of, asked.astype(np.int64).reshape(-1, num_rounds))
+        self.sent = np.zeros((num_rounds, num_ranks), dtype=np.int64)
+        self.bounds = self._share(demand)
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the busiest rank in its busiest round, give or take a grain."""
+        return int(self.sent.max())
+
+    def _walk(self, worker: int) -> tuple[Circle, np.ndarray, np.ndarray]:
+        circle = self.circles[worker % len(self.circles)]
+        return circle, *circle.travel(self.starts[worker], self.num_rounds)
+
+    def _share(self, demand: np.ndarray) -> np.ndarray:
+        """[pool, round, candidate]: up to which byte of the pool's demand each candidate sends. Those with the least choice come first."""
+        width = max(len(ranks) for ranks in self.pools)
+        bounds = np.full((len(self.pools), self.num_rounds, width), np.iinfo(np.int64).max)
+        for pool in sorted(range(len(self.pools)), key=lambda p: len(self.pools[p])):
+            ranks = list(self.pools[pool])
+            quota = level(self.sent[:, ranks], demand[pool])
+            self.sent[:, ranks] += quota
+            bounds[pool, :, : len(ranks) - 1] = quota.cumsum(axis=1)[:, :-1]
+        return bounds
+
+    def assign(self) -> tuple[tuple[np.ndarray, ...], Loads]:
+        """The sender of every grain, and what comes of it."""
+        filled = np.zeros(len(self.pools) * self.num_rounds, dtype=np.int64)
+        sent = np.zeros((len(TIERS), self.num_rounds, self.sent.shape[1]), dtype=np.int64)
+        received = np.zeros((len(TIERS), self.num_rounds, len(self.starts)), dtype=np.int64)
+        choices = []
+        for worker, candidates in enumerate(self.candidates):
+            circle, order, rounds = self._walk(worker)
+            sets, nbytes = circle.holder_set[order], circle.nbytes[order]
+            candidate = self._pick(worker, sets, rounds, nbytes, filled)
+            choices.append(candidates.numbers[sets, candidate].astype(np.int16))
+            tier = candidates.tier[sets]
+            np.add.at(sent, (tier, rounds, candidates.ranks[sets, candidate]), nbytes)
+            np.add.at(received[:, :, worker], (tier, rounds), nbytes)
+        return tuple(choices), Loads(sent, received)
+
+    def _pick(self, worker: int, sets: np.ndarray, rounds: np.ndarray, nbytes: np.ndarray, filled: np.ndarray) -> np.ndarray:
+        """Number of the candidate for each grain: the one whose part of the pool its middle byte falls into."""
+        candidate = np.zeros_like(sets)
+        open_ones = np.flatnonzero(self.candidates[worker].count[sets] > 1)
+        pool, at = self.pool_of[worker][sets[open_ones]], rounds[open_ones]
+        middle = _middles(pool * self.num_rounds + at, nbytes[open_ones], filled)
+        candidate[open_ones] = (middle[:, None] >= self.bounds[pool, at]).sum(axis=1)
+        return candidate
+
+
+def _rank_sets(candidates: Candidates) -> list[tuple[int, ...]]:
+    return [tuple(ranks[:count]) for ranks, count in zip(candidates.ranks.tolist(), candidates.count.tolist(), strict=True)]
+
+
+def _middles(keys: np.ndarray, nbytes: np.ndarray, filled: np.ndarray) -> np.ndarray:
+    """The middle byte of each grain in the row of all grains of its key; `filled` has the lengths of the rows and grows by them."""
+    order = np.argsort(keys, kind="stable")
+    key, size = keys[order], nbytes[order]
+    end = size.cumsum()
+    first = np.flatnonzero(np.diff(key, prepend=-1))
+    lengths = np.diff(np.append(first, len(key)))
+    origin = np.repeat(end[first] - size[first] - filled[key[first]], lengths)
+    filled[key[first]] += np.add.reduceat(size, first)
+    middles = np.empty_like(size)
+    middles[order] = end - size + size // 2 - origin
+    return middles
+
+
+def level(loads: np.ndarray, more: np.ndarray) -> np.ndarray:
+    """How to add `more[row]` to `loads[row, :]` so that the largest stays least: what each column gets, up to a few bytes."""
+    width = loads.shape[1]
+    ascending = np.sort(loads, axis=1)
+    total = ascending.cumsum(axis=1)
+    counts = np.arange(1, width + 1)
+    room = ascending[:, 1:] * counts[:-1] - total[:, :-1]  # what lifts the first columns to the next one
+    active = (room < more[:, None]).sum(axis=1)  # columns that take part, less one
+    rows = np.arange(len(loads))
+    height = (more + total[rows, active]) // counts[active]
+    return np.maximum(height[:, None] - loads, 0)
+
+
+def best_stride(workers: int, circles: Sequence[Circle], num_ranks: int, rounds: int) -> int:
+    """The stride under which the busiest rank of each round has least to do, added over the rounds. Worker w stands at w * stride."""
+    strides = _strides(workers)
+    if len(strides) == 1:
+        return strides[0]
+    bins = max(rounds, 64)
+    loads = np.zeros((len(strides), bins, num_ranks), dtype=np.int64)
+    for place, circle in enumerate(circles):
+        profile = np.tile(_profile(circle, bins, num_ranks), (2, 1))
+        for n, stride in enumerate(strides):
+            for worker in range(place, workers, len(circles)):
+                at = worker * stride % workers * bins // workers
+                loads[n] += profile[at : at + bins]
+    return strides[int(loads.max(axis=2).sum(axis=1).argmin())]
+
+
+def _strides(workers: int) -> list[int]:
+    """Strides that visit every place: one after the other, near golden ratios, past blocks, small primes."""
+    blocks = [size for size in range(2, workers) if workers % size == 0]
+    ratios = [workers * ratio // 1000 for ratio in (618, 382, 236, 414, 293)]
+    wanted = [1, *(size - 1 for size in blocks), *(size + 1 for size in blocks), *ratios, 3, 5, 7, 11, 13]
+    found = dict.fromkeys(stride for stride in wanted if 0 < stride < max(workers, 2) and gcd(stride, workers) == 1)
+    return list(found)[:_STRIDES]
+
+
+def _profile(circle: Circle, bins: int, num_ranks: int) -> np.ndarray:
+    """Bytes [bin, rank] that a worker starting at the beginning asks of each rank, replicas sharing equally."""
+    cells = circle.before * bins // circle.total * num_ranks
+    count = (circle.ranks >= 0).sum(axis=1)[circle.holder_set]
+    profile = np.zeros(bins * num_ranks)
+    for holder in range(circle.ranks.shape[1]):
+        has = count > holder
+        np.add.at(profile, cells[has] + circle.ranks[circle.holder_set[has], holder], circle.nbytes[has] // count[has])
+    return profile.astype(np.int64).reshape(bins, num_ranks)

@@ -1,0 +1,99 @@
+"""What a sync came to, judged from the reports of both sides: engines hold the trainer's weights, or which tensor of which one differs."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mrl.reshard.setup import SyncSetup
+
+_MODULUS = 1 << 64  # of digests
+GAVE_UP = "gave up"  # in the error of a process whose peer failed first
+_SHOWN = 4  # disagreements that a message names
+
+Report = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """A parameter of one worker whose digests differ."""
+
+    engine: int
+    worker: int
+    parameter: str
+    where: str  # "on the way": what arrived is not what the ranks hold; "in the engine": what it holds is not what arrived
+    ranks: tuple[int, ...]  # that sent parts of it
+
+    def __str__(self) -> str:
+        by = f", sent by rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}" if self.ranks else ""
+        return f"engine {self.engine} worker {self.worker}: {self.parameter} differs {self.where}{by}"
+
+
+def disagreements(setup: SyncSetup, sends: Iterable[Report], receives: Iterable[Report]) -> list[Disagreement]:
+    """Every parameter whose digests do not agree: the sum of what ranks sent, what arrived, and (where it was read back) what is held.
+
+    `sends`: SendReport fields of every rank. `receives`: weight_update_report of every worker that was synced.
+    """
+    sent: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    senders: dict[tuple[int, str], list[int]] = defaultdict(list)
+    for report in sends:
+        for worker, digests in report["digests"].items():
+            for parameter, digest in digests.items():
+                sent[worker][parameter] = (sent[worker][parameter] + digest) % _MODULUS
+                senders[worker, parameter].append(report["rank"])
+    found = []
+    for report in receives:
+        worker, received = report["worker"], report["received"]
+        for parameter in {**sent[worker], **received}:
+            where = _where(parameter, sent[worker], report)
+            if where:
+                ranks = tuple(senders[worker, parameter])
+                found.append(Disagreement(setup.engine_of(worker), worker, parameter, where, ranks))
+    return found
+
+
+def replica_faults(sends: Iterable[Report]) -> list[str]:
+    """Parameters that ranks should hold alike and do not, as when one of them was left with the weights of the step before."""
+    holders: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for report in sends:
+        for name, digest in report["shared"].items():
+            holders[name][digest].append(report["rank"])
+    return [
+        f"{name} differs between ranks " + " and ".join(str(ranks).strip("[]") for ranks in sorted(by_digest.values()))
+        for name, by_digest in holders.items()
+        if len(by_digest) > 1
+    ]
+
+
+def _where(parameter: str, sent: Mapping[str, int], report: Report) -> str | None:
+    received, held = report["received"], report["held"]
+    if sent.get(parameter) != received.get(parameter):
+        return "on the way"
+    if held is not None and held.get(parameter) != report.get("shown", received).get(parameter):
+        return "in the engine"
+    return None
+
+
+def in_words(found: Sequence[Disagreement | str]) -> str:
+    """The first few, and how many more."""
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return "; ".join(map(str, found[:_SHOWN])) + more
+
+
+@dataclass(frozen=True)
+class SyncTotals:
+    """Counted over all engines of one sync that was verified."""
+
+    bytes_required: int  # what live engines must get, asked of them and not of the plan
+    bytes_moved: int  # between devices, counted in the transport
+    bytes_local: int  # inside a device
+    staging_bytes: int  # of the process that held most
+
+    @classmethod
+    def of(cls, bytes_sent: int, receives: list[Report], weight_bytes: int, staging_bytes: int) -> "SyncTotals":
+        """`bytes_sent`: to other devices, as the ranks counted. `staging_bytes`: of the rank that held most. `weight_bytes`: of all
+        weights in all engines. Raises RuntimeError when the two sides counted other bytes."""
+        received, local = (sum(report[key] for report in receives) for key in ("bytes_moved", "bytes_local"))
+        if bytes_sent != received:
+            raise RuntimeError(f"ranks sent {bytes_sent} bytes, engines received {received}")
+        return cls(weight_bytes - local, received, local, max([staging_bytes, *(report["staging_bytes"] for report in receives)]))

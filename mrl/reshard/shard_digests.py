@@ -1,0 +1,67 @@
+"""What a rank's shards hold, as digests: of the boxes that it sends, and of what it has in common with other ranks.
+
+Boxes are found through the description of the shards (mrl.reshard.source), not where the plan says they lie, so that a box taken from the
+wrong place shows.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from mrl.reshard.boxes import Box
+from mrl.reshard.digest import MODULUS, partial_digest
+from mrl.reshard.pack import Shards
+from mrl.reshard.plan import Copy, Message
+from mrl.reshard.source import Piece, Shard
+
+
+class ShardDigests:
+    """Of one rank; places are looked up once."""
+
+    def __init__(self, described: Sequence[Shard], shards: Shards, dtype: torch.dtype):
+        """`dtype`: the engine's, in which weights travel."""
+        self._described = {(s.megatron_name, s.vp_chunk): s for s in described}
+        self._shards, self._dtype = shards, dtype
+        self._boxes: dict[Copy, Box] = {}
+
+    def sent(self, messages: Iterable[Message]) -> dict[int, dict[str, int]]:
+        """Worker -> parameter -> digest of what this rank sends of it. A box that goes to several workers is read once."""
+        known: dict[tuple[str, Box], int] = {}
+        found: dict[int, dict[str, int]] = {}
+        for message in messages:
+            sums = found.setdefault(message.worker, {})
+            for copy in message.copies:
+                key = copy.hf_name, copy.hf_box
+                if key not in known:
+                    known[key] = self._digest(copy)
+                sums[copy.parameter] = (sums.get(copy.parameter, 0) + known[key]) % MODULUS
+        return found
+
+    def shared(self) -> dict[str, int]:
+        """Digest of each parameter that other ranks hold too, under the name and place of its first piece: theirs must be the same."""
+        return {
+            f"{shard.pieces[0].hf_name} {shard.pieces[0].hf_box.ranges}": self._whole(shard)
+            for shard in self._described.values()
+            if len(shard.replicas) > 1 and shard.pieces
+        }
+
+    def _whole(self, shard: Shard) -> int:
+        local = self._shards(shard.megatron_name, shard.vp_chunk)
+        return sum(self._of(local[p.local_box.slices], p.hf_name, p.hf_box) for p in shard.pieces) % MODULUS
+
+    def _digest(self, copy: Copy) -> int:
+        if copy not in self._boxes:
+            self._boxes[copy] = _local_box(self._described[copy.megatron_name, copy.vp_chunk].pieces, copy)
+        local = self._shards(copy.megatron_name, copy.vp_chunk)
+        return self._of(local[self._boxes[copy].slices], copy.hf_name, copy.hf_box)
+
+    def _of(self, block: Tensor, hf_name: str, hf_box: Box) -> int:
+        return partial_digest(block.detach().to(self._dtype), hf_name, hf_box.origin)
+
+
+def _local_box(pieces: Sequence[Piece], copy: Copy) -> Box:
+    for piece in pieces:
+        if piece.hf_name == copy.hf_name and piece.hf_box.contains(copy.hf_box):
+            return copy.hf_box.shift([local - hf for local, hf in zip(piece.local_box.origin, piece.hf_box.origin, strict=True)])
+    raise RuntimeError(f"{copy.megatron_name} does not hold {copy.hf_name} {copy.hf_box.ranges}, which the plan sends from it")

@@ -1,0 +1,277 @@
+"""Shared memory of one host: every worker owns an arena of two halves, and ranks pack straight into it.
+
+A half serves one round. The worker grants each rank its place in it, the rank writes its message there and marks it ready, the worker
+unpacks and grants the half for the round after the next. Control words are 64-bit; what they do not order, the sync's digests would show.
+The arena is touched once, when it is made, and its file's name goes as soon as everybody has it open.
+"""
+
+import mmap
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mrl.errors import EnvironmentFault
+from mrl.platforms.transfer import Transfer
+from mrl.reshard.plan import Message, ReshardPlan
+from mrl.reshard.session import GAVE_UP
+from mrl.reshard.setup import SyncSetup
+from mrl.reshard.transport import TransferError, route, wait_until
+
+PREFIX = "mrl-reshard-"
+ON_DEVICE = "-device"  # a worker may have a second arena, on its device
+_GRANTED, _OFFSET, _NBYTES, _READY, _PLAN = range(5)  # words of one (half, rank)
+_WORDS = 8  # a cache line
+_ALIGN = 64
+_PAGE = 4096
+_NOTE = 2048  # bytes in front, for what an arena elsewhere needs to be found
+
+
+def arena_path(setup: SyncSetup, worker: int) -> Path:
+    """File of a worker's arena; its name is of this run alone."""
+    name = setup.transport["name"]
+    if not re.fullmatch(r"[\w.-]+", name):
+        raise ValueError(f"transport name {name!r} is no file name")
+    return Path(setup.transport.get("folder", "/dev/shm")) / f"{PREFIX}{name}-{worker}"
+
+
+def arena_files(setup: SyncSetup, worker: int) -> list[Path]:
+    """Every name that a worker's arenas may have. Once everybody has them open the names can go: then nothing outlives the processes."""
+    path = arena_path(setup, worker)
+    return [path.with_name(f"{path.name}{where}{state}") for where in ("", ON_DEVICE) for state in ("", ".part")]
+
+
+def sequence(update: int, message: Message) -> int:
+    """A number that no other round of any sync has."""
+    return update << 24 | (message.round + 1)
+
+
+def plan_word(plan: ReshardPlan) -> int:
+    """The first 60 bits of the plan's hash."""
+    return int(re.sub(r"^\w+:", "", plan.hash)[:15], 16)
+
+
+def aligned(nbytes: int) -> int:
+    """Rounded up so that every message begins on a cache line."""
+    return -(-nbytes // _ALIGN) * _ALIGN
+
+
+def received_rounds(plan: ReshardPlan, worker: int, ranks: Sequence[int]) -> list[list[Message]]:
+    """What a worker receives from `ranks`, round by round, empty rounds left out."""
+    rounds: dict[int, list[Message]] = {}
+    for message in plan.receives(worker):
+        if message.source in ranks:
+            rounds.setdefault(message.round, []).append(message)
+    return list(rounds.values())
+
+
+class Arena:
+    """A mapped file: control words of every (half, rank), who gave up, and the data."""
+
+    def __init__(self, path: Path, ranks: int, half_bytes: int, create: bool):
+        self.path, self.half_bytes = path, half_bytes
+        control = _NOTE + 8 * (1 + ranks + 2 * ranks * _WORDS)
+        start = -(-control // _PAGE) * _PAGE
+        flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)
+        part = path.with_name(path.name + ".part")
+        file = os.open(part if create else path, flags, 0o600)
+        try:
+            if create:
+                _allocate(file, start + 2 * half_bytes, part)
+            elif os.fstat(file).st_size != start + 2 * half_bytes:
+                raise TransferError(f"{path} has another size than the plan says; do both sides use one configuration?")
+            self._map = mmap.mmap(file, start + 2 * half_bytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+        finally:
+            os.close(file)
+        words = np.frombuffer(self._map, np.int64, (control - _NOTE) // 8, _NOTE)
+        self.stops = words[: 1 + ranks]  # update that the worker (first) and each rank gave up
+        self.words = words[1 + ranks :].reshape(2, ranks, _WORDS)
+        self.note = np.frombuffer(self._map, np.uint8, _NOTE)
+        self.data = torch.frombuffer(self._map, dtype=torch.uint8, offset=start) if half_bytes else torch.empty(0, dtype=torch.uint8)
+
+    def publish(self) -> None:
+        """Gives the file the name under which the ranks look for it."""
+        self.path.with_name(self.path.name + ".part").rename(self.path)
+
+
+def _allocate(file: int, size: int, path: Path) -> None:
+    try:
+        os.posix_fallocate(file, 0, size)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise EnvironmentFault(
+            f"{path.parent} has no room for {size} bytes of staging ({error.strerror}); enlarge it or lower reshard.budget_mb"
+        ) from error
+
+
+class SharedMemoryReceiver:
+    """A worker's arena. See mrl.reshard.transport.ReceivingEnd."""
+
+    def __init__(self, setup: SyncSetup, worker: int, ranks: Sequence[int], transfer: Transfer):
+        plan = setup.plan()
+        self._worker, self._ranks, self._transfer, self._timeout = worker, list(ranks), transfer, setup.timeout_s
+        self._plan_word = plan_word(plan)
+        rounds = received_rounds(plan, worker, ranks)
+        half = max((sum(aligned(m.nbytes) for m in messages) for messages in rounds), default=0)
+        self.staging_bytes = 2 * half
+        self._arena = self._make(arena_path(setup, worker), half)
+        self._arena.publish()
+        self._rounds: list[Sequence[Message]] = []
+        self._granted = self._update = 0
+
+    def _make(self, path: Path, half: int) -> Arena:
+        self._data_elsewhere = None
+        return Arena(path, len(self._ranks), half, create=True)
+
+    @property
+    def _data(self) -> Tensor:
+        return self._arena.data if self._data_elsewhere is None else self._data_elsewhere
+
+    def begin(self, update: int, rounds: Sequence[Sequence[Message]]) -> None:
+        self._update, self._rounds, self._granted = update, list(rounds), 0
+        self._place: dict[int, tuple[int, int]] = {}  # round -> half, and number among this worker's rounds
+        self._arena.words[:] = 0
+        self._grant()
+        self._grant()
+
+    def _grant(self) -> None:
+        if self._granted == len(self._rounds):
+            return
+        half, at = self._granted % 2, self._granted % 2 * self._arena.half_bytes
+        for message in self._rounds[self._granted]:
+            words = self._words(half, message)
+            words[_OFFSET], words[_NBYTES], words[_READY], words[_PLAN] = at, message.nbytes, 0, self._plan_word
+            words[_GRANTED] = sequence(self._update, message)
+            at += aligned(message.nbytes)
+            self._place[message.round] = half, self._granted
+        self._granted += 1
+
+    def _words(self, half: int, message: Message) -> np.ndarray:
+        return self._arena.words[half, self._ranks.index(message.source)]
+
+    def take(self, messages: Sequence[Message]) -> list[Tensor]:
+        return [self._take(message) for message in messages]
+
+    def _take(self, message: Message) -> Tensor:
+        words = self._words(self._place[message.round][0], message)
+        who = f"rank {message.source}, round {message.round} of update {self._update} for worker {self._worker}"
+        stops, number, wanted = self._arena.stops, 1 + self._ranks.index(message.source), sequence(self._update, message)
+
+        def ready() -> bool:
+            if stops[number] == self._update:
+                raise TransferError(f"{who}: the rank {GAVE_UP}")
+            return words[_READY] != 0
+
+        wait_until(ready, self._timeout, f"{who}: nothing came")
+        found = words[_READY], words[_NBYTES], words[_PLAN]
+        if found != (wanted, message.nbytes, self._plan_word):
+            raise TransferError(f"{who}: not the message that the plan has there (number, bytes, plan {found}); is the sender of this run?")
+        data = self._data[words[_OFFSET] : words[_OFFSET] + message.nbytes]
+        return data if data.device == self._transfer.device else data.to(self._transfer.device)
+
+    def release(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            self._words(self._place[message.round][0], message)[_GRANTED] = 0
+        self._grant()
+
+    def abandon(self) -> None:
+        self._arena.stops[0] = self._update
+
+    def close(self) -> None:
+        self._arena.path.unlink(missing_ok=True)
+        self._arena.path.with_name(self._arena.path.name + ".part").unlink(missing_ok=True)
+
+
+class SharedMemorySender:
+    """A rank's places in the arenas of its workers. See mrl.reshard.transport.SendingEnd."""
+
+    kind = "shm"
+    staging_bytes = 0  # the arenas are the workers'
+
+    def __init__(self, setup: SyncSetup, rank: int, workers: Sequence[int], transfer: Transfer):
+        self._rank, self._transfer, self._timeout, self._update = rank, transfer, setup.timeout_s, 0
+        self._plan_word = plan_word(setup.plan())
+        self._arenas: dict[int, Arena] = {}
+        self._data: dict[int, Tensor] = {}
+        self._index: dict[int, int] = {}
+        self._staged: dict[int, Tensor] = {}
+        for worker in workers:
+            self._open(setup, worker)
+
+    def _open(self, setup: SyncSetup, worker: int) -> None:
+        world = range(setup.train_layout.world_size)
+        ranks = [r for r in world if route(setup, r, worker, self._transfer.shares_memory) == self.kind]
+        rounds = received_rounds(setup.plan(), worker, ranks)
+        half = max((sum(aligned(m.nbytes) for m in messages) for messages in rounds), default=0)
+        path = self._path(setup, worker)
+        wait_until(path.exists, self._timeout, f"worker {worker} did not make its arena {path.name}")
+        self._arenas[worker], self._data[worker] = self._find(path, len(ranks), half)
+        self._index[worker] = ranks.index(self._rank)
+
+    def _path(self, setup: SyncSetup, worker: int) -> Path:
+        return arena_path(setup, worker)
+
+    def _find(self, path: Path, ranks: int, half: int) -> tuple[Arena, Tensor]:
+        arena = Arena(path, ranks, half, create=False)
+        return arena, arena.data
+
+    def begin(self, update: int, messages: Sequence[Message]) -> None:
+        self._update, self._posted = update, []
+
+    def slot(self, message: Message) -> Tensor:
+        arena, index = self._arenas[message.worker], self._index[message.worker]
+        wanted, who = sequence(self._update, message), f"worker {message.worker}, round {message.round} of update {self._update}"
+        grants = arena.words[:, index, _GRANTED]
+
+        def granted() -> bool:
+            self._check_alive(message.worker)
+            return wanted in grants
+
+        wait_until(granted, self._timeout, f"{who}: rank {self._rank} got no room for its message")
+        words = arena.words[int(np.flatnonzero(grants == wanted)[0]), index]
+        if (words[_NBYTES], words[_PLAN]) != (message.nbytes, self._plan_word):
+            raise TransferError(f"{who}: the worker expects {words[_NBYTES]} bytes of another plan, rank {self._rank} has {message.nbytes}")
+        place = self._data[message.worker][words[_OFFSET] : words[_OFFSET] + message.nbytes]
+        if place.device == self._transfer.device:
+            return place
+        self._staged[message.worker] = torch.empty(message.nbytes, dtype=torch.uint8, device=self._transfer.device)
+        return self._staged[message.worker]
+
+    def post(self, message: Message) -> None:
+        arena, index, wanted = self._arenas[message.worker], self._index[message.worker], sequence(self._update, message)
+        words = arena.words[int(np.flatnonzero(arena.words[:, index, _GRANTED] == wanted)[0]), index]
+        if (staged := self._staged.pop(message.worker, None)) is not None:
+            self._data[message.worker][words[_OFFSET] : words[_OFFSET] + message.nbytes].copy_(staged)
+        self._transfer.synchronize()
+        words[_READY] = wanted
+        self._posted.append(message)
+
+    def finish(self) -> None:
+        for message in self._posted:
+            self._wait_taken(message)
+        self._posted = []
+
+    def _wait_taken(self, message: Message) -> None:
+        grants, wanted = self._arenas[message.worker].words[:, self._index[message.worker], _GRANTED], sequence(self._update, message)
+
+        def taken() -> bool:
+            self._check_alive(message.worker)
+            return wanted not in grants
+
+        wait_until(taken, self._timeout, f"worker {message.worker} did not take round {message.round} of update {self._update}")
+
+    def _check_alive(self, worker: int) -> None:
+        if self._arenas[worker].stops[0] == self._update:
+            raise TransferError(f"worker {worker} {GAVE_UP} update {self._update}")
+
+    def abandon(self) -> None:
+        for worker, arena in self._arenas.items():
+            arena.stops[1 + self._index[worker]] = self._update
+
+    def close(self) -> None:
+        self._arenas.clear()
+        self._data.clear()

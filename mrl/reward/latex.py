@@ -1,0 +1,245 @@
+"""Short mathematical answers in one way of writing, and what can be compared exactly: numbers, units, lists. Standard library only."""
+# ruff: noqa: RUF001  the characters that look alike are what this file is about
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+from mrl.reward.answers import closing_brace
+
+LONGEST_NUMBER = 400  # characters
+LARGEST_EXPONENT = 100  # of ten, in scientific notation
+UNIT = "§"  # marks a unit in a cleaned answer; dropped from what comes in
+
+# single characters and what they mean; whatever else is not ASCII stays as it is and equals only itself
+_UNICODE = {
+    **{chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)},  # full-width forms
+    **dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\u2014\ufe63", "-"),
+    **dict.fromkeys("\u00a0\u2009\u202f\u2002\u2003\u3000\u2005\u2006", " "),
+    **dict.fromkeys("\u200b\ufeff\u2060§", ""),
+    "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ", "÷": "/", "⁄": "/", "∕": "/", "π": r"\pi ", "∞": r"\infty ",
+    "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ", "°": r"^\circ ", "√": r"\sqrt ",
+    "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅕": r"\frac{1}{5}",
+    "⅛": r"\frac{1}{8}",
+    "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "γ": r"\gamma ", "λ": r"\lambda ", "，": ",", "。": ".", "、": ",",
+}  # fmt: skip
+_TABLE = str.maketrans(_UNICODE)
+_RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
+_LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
+
+_UNITS = {
+    "cm": "cm centimeter centimeters", "mm": "mm millimeter millimeters", "m": "m meter meters metre metres",
+    "km": "km kilometer kilometers", "in": "in inch inches", "ft": "ft foot feet", "yd": "yd yard yards", "mi": "mi mile miles",
+    "g": "g gram grams", "kg": "kg kilogram kilograms",
+    "lb": "lb lbs pound pounds", "oz": "oz ounce ounces", "s": "s sec second seconds", "min": "min minute minutes",
+    "h": "h hr hrs hour hours", "day": "day days", "week": "week weeks", "month": "month months", "year": "year years",
+    "dollar": "dollar dollars usd", "cent": "cent cents", "deg": "deg degree degrees", "rad": "rad radian radians", "mph": "mph",
+    "unit": "unit units",
+    "L": "L liter liters litre litres", "%": "percent", "元": "元", "万元": "万元", "亿元": "亿元",
+}  # fmt: skip
+_UNIT_OF = {spelling: unit for unit, spellings in _UNITS.items() for spelling in spellings.split()}
+_BARE_UNITS = sorted((s for s in _UNIT_OF if len(s) > 1 or s == "元"), key=len, reverse=True)  # one letter may be a variable
+_POWER = r"(?:\s*\^\s*\{?([23])\}?)?"
+_SQUARE = {"square": "2", "sq": "2", "cubic": "3"}
+_TRAILING_UNIT = re.compile(rf"(?<=[0-9)}}\s])\s*(?:(square|sq|cubic)\.?\s+)?({'|'.join(map(re.escape, _BARE_UNITS))}){_POWER}$")
+_TEXT_UNIT = re.compile(r"(?:(square|sq|cubic)\.?\s+)?([A-Za-z元万亿]+)" + _POWER + "$")
+_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|operatorname)\s*\{")
+
+_SPACES = re.compile(r"(?<!\\)\\(?:[,;:! ]|quad(?![a-zA-Z])|qquad(?![a-zA-Z])|enspace(?![a-zA-Z]))|~")
+_LEFT_OUT = re.compile(r"\\(?:left|right|displaystyle|bigl|bigr|Bigl|Bigr|big|Big|limits)(?![a-zA-Z])\.?|(?<!\\)\\[()\[\]]|\$")
+_DOLLARS = re.compile(r"^\s*\$?\s*([+-]?)\s*\\\$([^§]*?)(\$?)$")
+_FRACTION = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
+_SHORT_FRACTION = re.compile(r"\\frac\s*(?:(\d)\s*(\d)|\{([^{}]*)\}\s*(\d)|(\d)\s*\{([^{}]*)\})")
+_SHORT_ROOT = re.compile(r"\\sqrt\s*(\d|[a-z])(?![a-zA-Z])")
+_DEGREES = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|\\degree(?![a-zA-Z])")
+
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)"
+_DECIMAL = rf"(?:{_DIGITS}(?:\.\d+)?|\.\d+)"
+_PLAIN = re.compile(_DECIMAL, re.ASCII)
+_BRACED = rf"\{{\s*([+-]?)\s*({_DECIMAL})\s*\}}"
+_RATIO = re.compile(rf"\\frac{_BRACED}{_BRACED}|({_DECIMAL})\s*/\s*([+-]?)({_DECIMAL})", re.ASCII)
+_MIXED = re.compile(r"(\d+)\s*\\frac\{\s*(\d+)\s*\}\{\s*(\d+)\s*\}|(\d+) (\d+)/(\d+)", re.ASCII)
+_SCIENTIFIC = re.compile(rf"({_DECIMAL})\s*\\(?:times|cdot)\s*10\s*\^\s*(?:\{{\s*([+-]?\d+)\s*\}}|(\d))", re.ASCII)
+
+_OPEN, _CLOSE = "([", ")]"
+_SEPARATOR = re.compile(r",|;|\s+(?:and|or)\s+")
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """An exact number, the unit written behind it, and whether it was written with a decimal point."""
+
+    value: Fraction
+    unit: str = ""
+    decimal: bool = False
+
+
+def clean(text: str) -> str:
+    """The answer without dressing: no dollars, sizes, spacing commands, text wrappers and final period; units marked with `§`."""
+    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+", lambda m: "^{" + m[0].translate(_RAISED) + "}", text)
+    text = re.sub("[₀₁₂₃₄₅₆₇₈₉]+", lambda m: "_{" + m[0].translate(_LOWERED) + "}", text)
+    text = text.translate(_TABLE).replace("{,}", ",").replace(r"\%", "%").replace(r"\lbrace", r"\{").replace(r"\rbrace", r"\}")
+    text = _DOLLARS.sub(lambda m: f"{m[1]}{m[2]} {UNIT}$$", text).replace(r"\$", "").replace(f"{UNIT}$$", f"{UNIT}dollar")
+    text = _FRACTION.sub(lambda m: r"\frac", text)
+    text = _DEGREES.sub(f" {UNIT}deg", _LEFT_OUT.sub("", text))
+    text = _unwrap_text(_SPACES.sub(" ", text))
+    text = _SHORT_FRACTION.sub(_long_fraction, text)
+    text = _SHORT_ROOT.sub(lambda m: rf"\sqrt{{{m[1]}}}", text)
+    text = re.sub(r"\s+", " ", text).strip()
+    text = text[:-1].rstrip() if text.endswith(".") else text
+    return _TRAILING_UNIT.sub(lambda m: f" {UNIT}{_unit(*m.groups())}", text).replace(f" {UNIT}", UNIT)
+
+
+def _long_fraction(match: re.Match) -> str:
+    above, below = (next(part for part in pair if part is not None) for pair in (match.group(1, 3, 5), match.group(2, 4, 6)))
+    return rf"\frac{{{above}}}{{{below}}}"
+
+
+def _unwrap_text(text: str) -> str:
+    """`\\text{...}` as its content between spaces; as a marked unit where the content is one and something stands before it."""
+    while match := _TEXT.search(text):
+        end = closing_brace(text, match.end())
+        if end is None:
+            return text
+        content, before, after = text[match.end() : end], text[: match.start()], text[end + 1 :]
+        raised = re.match(r"\s*\^\s*\{?([23])\}?", after)
+        unit = _TEXT_UNIT.fullmatch(content.strip().rstrip(".") + (raised[0] if raised else ""))
+        if unit and unit[2] in _UNIT_OF and before.strip():
+            text = f"{before} {UNIT}{_unit(*unit.groups())} {after[raised.end() if raised else 0 :]}"
+        else:
+            text = f"{before} {content} {after}"
+    return text
+
+
+def _unit(shape: str | None, name: str, power: str | None) -> str:
+    return _UNIT_OF[name] + (_SQUARE.get(shape or "") or power or "")
+
+
+def quantity(text: str) -> Quantity | None:
+    """The exact number that a cleaned answer is, with its unit; None when it is anything else."""
+    if len(text) > LONGEST_NUMBER:
+        return None
+    body, _, unit = text.partition(UNIT)
+    if body.endswith("%"):
+        body, unit = body[:-1].rstrip(), unit or "%"
+    value = _number(body.strip())
+    return None if value is None else Quantity(value, unit.strip(), "." in body)
+
+
+def _number(text: str) -> Fraction | None:
+    if text[:1] == "(" and text[-1:] == ")" and "," not in text:  # with a comma it is a pair
+        text = text[1:-1].strip()
+    sign = -1 if text.startswith("-") else 1
+    text = text[1:].lstrip() if text[:1] in ("-", "+") else text
+    if _PLAIN.fullmatch(text):
+        return sign * _fraction(text)
+    try:
+        for pattern, value in ((_RATIO, _ratio), (_MIXED, _mixed), (_SCIENTIFIC, _scientific)):
+            if match := pattern.fullmatch(text):
+                return sign * value(*match.groups())
+    except (ZeroDivisionError, OverflowError):
+        pass
+    return None
+
+
+def _fraction(digits: str) -> Fraction:
+    return Fraction(re.sub("[, ]", "", digits))
+
+
+def _ratio(sign_a: str, a: str, sign_b: str, b: str, c: str, sign_d: str, d: str) -> Fraction:
+    above, below, signs = (a, b, sign_a + sign_b) if a else (c, d, sign_d)
+    return (-1) ** signs.count("-") * _fraction(above) / _fraction(below)
+
+
+def _mixed(*parts: str) -> Fraction:
+    whole, above, below = parts[:3] if parts[0] else parts[3:]
+    return int(whole) + Fraction(int(above), int(below))
+
+
+def _scientific(digits: str, braced: str, plain: str) -> Fraction:
+    exponent = int(braced or plain)
+    if abs(exponent) > LARGEST_EXPONENT:
+        raise OverflowError
+    return _fraction(digits) * Fraction(10) ** exponent
+
+
+def same_quantity(truth: Quantity, answer: Quantity) -> bool:
+    """Equal numbers, and no two different units.
+
+    A percentage equals its value (50 % is 0.5). Its bare number counts too, since questions ask for "how many percent", except where the
+    truth is a bare number below one, which is a share.
+    """
+    if truth.unit and answer.unit and truth.unit != answer.unit:
+        return False
+    if "%" in (truth.unit, answer.unit) and truth.unit != answer.unit:
+        shares = [q.value / 100 if q.unit == "%" else q.value for q in (truth, answer)]
+        return shares[0] == shares[1] or (truth.value == answer.value and (truth.unit == "%" or abs(truth.value) >= 1))
+    return truth.value == answer.value
+
+
+def split_top(text: str, separator: re.Pattern[str]) -> list[str]:
+    """`text` cut at separators that stand in no bracket."""
+    parts, begin = [], 0
+    depths = list(_depths(text))
+    for match in separator.finditer(text):
+        if depths[match.start()] == 0 and match.start() >= begin:
+            parts.append(text[begin : match.start()].strip())
+            begin = match.end()
+    return [*parts, text[begin:].strip()]
+
+
+def _depths(text: str) -> Iterator[int]:
+    depth = 0
+    for char in text:
+        depth -= char in ")]}"
+        yield depth
+        depth += char in "([{"
+
+
+@dataclass(frozen=True)
+class Collection:
+    """Several answers in one. `kind` is the pair of brackets, `list` for none and for braces, `union` for intervals joined."""
+
+    kind: str
+    items: tuple[str, ...]
+
+    @property
+    def ordered(self) -> bool:
+        return self.kind not in ("list", "union")
+
+
+_MATRIX = re.compile(r"\\begin\s*\{([pbv]?matrix|array)\}(.*)\\end\s*\{\1\}", re.DOTALL)
+_UNION = re.compile(r"\\cup(?![a-zA-Z])")
+_PLUS_MINUS = re.compile(r"\\pm(?![a-zA-Z])")
+
+
+def collection(text: str) -> Collection | None:
+    """A cleaned answer as its parts; None for a single one. `a \\pm b` is the two values, a matrix its entries."""
+    if matrix := _MATRIX.fullmatch(text):
+        rows = [tuple(cell.strip() for cell in row.split("&")) for row in matrix[2].split(r"\\") if row.strip()]
+        kind = "determinant" if matrix[1] == "vmatrix" else "matrix"
+        return Collection(f"{kind} {[len(row) for row in rows]}", tuple(cell for row in rows for cell in row))
+    if len(parts := split_top(text, _UNION)) > 1:
+        return Collection("union", tuple(parts))
+    text = re.sub(r"^and |^or ", "", text)
+    if len(parts := [p for p in split_top(text, _SEPARATOR) if p]) > 1:
+        return Collection("list", tuple(parts))
+    if len(_PLUS_MINUS.findall(text)) == 1:
+        plus, minus = _PLUS_MINUS.sub("+", text).lstrip("+ "), _PLUS_MINUS.sub("-", text)
+        return Collection("list", (plus.strip(), minus.strip()))
+    return _bracketed(text)
+
+
+def _bracketed(text: str) -> Collection | None:
+    inner, kind = None, ""
+    if text.startswith(r"\{") and text.endswith(r"\}"):
+        inner, kind = text[2:-2], "list"
+    elif len(text) > 2 and text[0] in _OPEN and text[-1] in _CLOSE and all(d > 0 for d in list(_depths(text))[1:-1]):
+        inner, kind = text[1:-1], text[0] + text[-1]
+    if inner is None:
+        return None
+    parts = split_top(inner, _SEPARATOR)
+    if kind != "list" and len(parts) < 2:
+        return None
+    return Collection(kind, tuple(parts))

@@ -1,0 +1,240 @@
+"""Is an answer the truth? Exact comparison of numbers, lists and text first, which is microseconds; math-verify for what is left.
+
+Strict where a policy could be paid for less than the answer: several different answers, a list where one is asked for, another unit,
+an interval with other ends, words around a number. Decimals are exact: 0.333 is not 1/3. No signal and no alarm is used: the one deadline
+is that of the scoring process (mrl.reward.pool).
+"""
+
+import functools
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mrl.reward.answers import answers, boxed, closing_brace
+from mrl.reward.latex import UNIT, Collection, clean, collection, quantity, same_quantity, split_top
+
+MATCH, WRONG, NO_ANSWER, SEVERAL, TOO_COMPLEX = "match", "wrong", "no_answer", "several_answers", "too_complex"
+VERDICTS = (MATCH, WRONG, NO_ANSWER, SEVERAL, TOO_COMPLEX)
+
+LONGEST = 500  # characters of an answer that is compared other than as text
+LONGEST_EXPRESSION = 200  # characters that are handed to math-verify
+MOST_ITEMS = 16
+LARGEST_EXPONENT = 10_000  # all whole exponents of an expression multiplied
+LARGEST_SYMBOLIC_EXPONENT = 50  # of something with letters in it
+
+_NAME = r"\\?[A-Za-z]+(?:_\{?\w+\}?)?'?"
+_ASSIGNED = re.compile(rf"({_NAME}(?:\(\s*{_NAME}(?:,\s*{_NAME})*\s*\))?)\s*(?:=|\\in(?![a-zA-Z]))\s*")
+_EQUALS = re.compile(r"(?<![<>!\\])=")
+_WORD = re.compile(r"(?<!\\)(?<![A-Za-z\\])[^\W\d_]{2,}|[^\x00-\x7f]")
+_SPACED_DIGITS = re.compile(r"\d\s+[\d.]")
+_COMMAND = re.compile(r"\\[A-Za-z]+|\\.")
+_KNOWN_COMMANDS = frozenset(
+    rf"\{name}"
+    for group in (
+        "frac sqrt pi cdot times div infty circ le leq ge geq ne neq lt gt lfloor rfloor lceil rceil vert emptyset varnothing mathbb",
+        "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp",
+        "theta alpha beta gamma delta lambda mu phi omega sigma rho tau epsilon",
+    )
+    for name in group.split()
+)
+# a power of a power, the factorial of anything but a number below 100
+_TOWER = re.compile(r"\}\s*\^|\)\s*\^[^()]*\)\s*\^|[^\d\s]\s*!|\d{3,}\s*!|!\s*!")
+
+
+class TooComplex(Exception):
+    """The answer is nothing that may be computed with: it could take for ever, or say anything."""
+
+
+def math(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """1 if the response's answer is the truth, else 0; parts: `acc`, `verdict` (one of VERDICTS) and `pred`, the answer as compared.
+
+    The answer is what stands in `\\boxed{}`, else behind `Answer:` or `answer is`, after `</think>`. A truth that is a list of texts names
+    alternatives. Raises ValueError for a truth without content.
+    """
+    truths = [_truth(t) for t in (ground_truth if isinstance(ground_truth, list) and ground_truth else [ground_truth])]
+    verdict, pred = judge(truths, solution_str)
+    correct = float(verdict == MATCH)
+    return {"score": correct, "acc": correct, "verdict": verdict, "pred": pred}
+
+
+def judge(truths: list[str], response: str) -> tuple[str, str]:
+    """(verdict, answer in its common form) for cleaned truths, any of which is right."""
+    given = list({canonical(a): a for a in map(clean, answers(response))}.values())
+    if not any(given):
+        return NO_ANSWER, ""
+    answer = given[0] if len(given) == 1 else ", ".join(given)  # several boxes are a list, which is right only where the truth is one
+    try:
+        right = any(equal(truth, answer) for truth in truths)
+    except TooComplex:
+        return TOO_COMPLEX, answer[:LONGEST]
+    verdict = MATCH if right else (WRONG if len(given) == 1 else SEVERAL)
+    return verdict, canonical(answer)[:LONGEST]
+
+
+def _truth(value: Any) -> str:
+    text = str(value)
+    inside = boxed(text)
+    cleaned = clean(inside[-1] if inside else text)
+    if not cleaned:
+        raise ValueError(f"ground_truth {value!r} has no content")
+    return cleaned
+
+
+def canonical(cleaned: str) -> str:
+    """One text for all spellings of the same number; for other answers their own without needless spaces. What majority votes count."""
+    named = _ASSIGNED.match(cleaned)
+    if named and len(_EQUALS.findall(cleaned)) <= 1:
+        cleaned = cleaned[named.end() :]
+    number = quantity(cleaned)
+    if number is None:
+        return " ".join(cleaned.split()) if _WORD.search(cleaned) or _SPACED_DIGITS.search(cleaned) else cleaned.replace(" ", "")
+    return str(number.value) + (UNIT + number.unit if number.unit else "")
+
+
+def equal(truth: str, answer: str) -> bool:
+    """Whether two cleaned answers are the same. Not symmetric: `x = 5` answers 5. Raises TooComplex."""
+    if _same_text(truth, answer):
+        return True
+    if max(len(truth), len(answer)) > LONGEST:
+        return False
+    known, given = quantity(truth), quantity(answer)
+    if known is not None and given is not None:
+        return same_quantity(known, given)
+    wholes, parts = collection(truth) if known is None else None, collection(answer) if given is None else None
+    if wholes is not None and parts is not None:
+        return _same_collection(wholes, parts)
+    if assigned := _without_names(truth, answer):
+        return equal(*assigned)
+    if wholes is not None or parts is not None:
+        return _set_of_one(wholes, parts, truth, answer)
+    return _same_expression(truth, answer)
+
+
+def _same_text(truth: str, answer: str) -> bool:
+    """The same but for spaces; words but for case, one letter but for brackets around it. `1 2` is not 12."""
+    if _SPACED_DIGITS.search(truth) or _SPACED_DIGITS.search(answer):
+        return _tight(truth) == _tight(answer)
+    if _WORD.search(truth):
+        return " ".join(truth.split()).casefold() == " ".join(answer.split()).casefold()
+    return _bare(truth) == _bare(answer)
+
+
+def _tight(text: str) -> str:
+    return re.sub(r"\{(\w)\}", r"\1", text)
+
+
+def _bare(text: str) -> str:
+    text = _tight(text).replace(" ", "")
+    return text[1:-1] if re.fullmatch(r"\([A-Za-z]\)", text) else text
+
+
+def _same_collection(truth: Collection, answer: Collection) -> bool:
+    if truth.kind != answer.kind or len(truth.items) != len(answer.items) or len(truth.items) > MOST_ITEMS:
+        return False
+    if truth.ordered:
+        return all(equal(t, a) for t, a in zip(truth.items, answer.items, strict=True))
+    left = list(answer.items)
+    for item in truth.items:
+        found = next((i for i, other in enumerate(left) if equal(item, other)), None)
+        if found is None:
+            return False
+        del left[found]
+    return True
+
+
+def _set_of_one(truth: Collection | None, answer: Collection | None, truth_text: str, answer_text: str) -> bool:
+    """Braces around a single answer do not change it; every other collection equals no single answer."""
+    one = truth or answer
+    if one.kind != "list" or len(one.items) != 1:
+        return False
+    return equal(one.items[0], answer_text) if truth else equal(truth_text, one.items[0])
+
+
+def _without_names(truth: str, answer: str) -> tuple[str, str] | None:
+    """Both sides without `x =`, `f(x) =` or `x \\in` where one has it, or both have the same; None where there is nothing to take off."""
+    known, given = _ASSIGNED.match(truth), _ASSIGNED.match(answer)
+    known = known if known and len(_EQUALS.findall(truth)) <= 1 else None
+    given = given if given and len(_EQUALS.findall(answer)) <= 1 else None
+    if known and given:
+        return (truth[known.end() :], answer[given.end() :]) if known[1].replace(" ", "") == given[1].replace(" ", "") else None
+    if given and "=" not in truth:
+        return truth, answer[given.end() :]
+    if known and "=" not in answer:
+        return truth[known.end() :], answer
+    return None
+
+
+def _same_expression(truth: str, answer: str) -> bool:
+    """The last layer. Words, units of one side's own, decimals for irrational numbers and chains of equations are not computed with."""
+    known, given = quantity(truth), quantity(answer)
+    if any(q is not None and q.decimal for q in (known, given)):
+        return False
+    truth, _, unit = truth.partition(UNIT)
+    answer, _, own = answer.partition(UNIT)
+    if unit and own and unit.strip() != own.strip():
+        return False
+    for text in (truth, answer):
+        if not _is_expression(text):
+            return False
+    if _letters(truth) != _letters(answer) or len(split_top(answer, _EQUALS)) != len(split_top(truth, _EQUALS)):
+        return False
+    for text in (truth, answer):
+        _check_size(text)
+    return _math_verify(truth.strip(), answer.strip())
+
+
+def _letters(text: str) -> set[str]:
+    """Its variables, capitals apart from small letters, which math-verify does not tell apart; without the constants e and i."""
+    return set(re.findall("[A-Za-z]", _COMMAND.sub(" ", text))) - {"e", "i"}
+
+
+def _is_expression(text: str) -> bool:
+    """Whether it is made of numbers, one-letter names, operators and known commands only."""
+    if not text.strip() or any(command not in _KNOWN_COMMANDS for command in _COMMAND.findall(text)):
+        return False
+    rest = _COMMAND.sub(" ", text)
+    return not (_WORD.search(rest) or re.search(r"\d\s+[\d.]|\d\s*_|['\"`?@#&|%:]|\.\.|\d\s*,\s*\d", rest))
+
+
+def _check_size(text: str) -> None:
+    """Raises TooComplex for an expression that is long, or has towers of powers, huge ones, or factorials of anything but small numbers."""
+    letters = re.search("[A-Za-z]", _COMMAND.sub(" ", text)) is not None
+    if len(text) > LONGEST_EXPRESSION or _TOWER.search(text) or re.search(r"\d{41}", text):
+        raise TooComplex
+    product = 1
+    for exponent in _exponents(text):
+        if "^" in exponent or "!" in exponent:
+            raise TooComplex
+        for number in re.findall(r"\d+", exponent):
+            product *= max(int(number), 1)
+        if product > (LARGEST_SYMBOLIC_EXPONENT if letters else LARGEST_EXPONENT):
+            raise TooComplex
+
+
+def _exponents(text: str) -> Iterator[str]:
+    """What stands behind each `^`: its group, or one character."""
+    for match in re.finditer(r"\^\s*", text):
+        end = closing_brace(text, match.end() + 1) if text[match.end() : match.end() + 1] == "{" else match.end() + 1
+        yield text[match.end() : end]
+
+
+def _math_verify(truth: str, answer: str) -> bool:
+    """math-verify on LaTeX only, without its alarms. An answer that it cannot read is wrong."""
+    parse, verify, targets = load_math_verify()
+    sides = [parse(f"${text}$", targets, fallback_mode="no_fallback", parsing_timeout=None) for text in (truth, answer)]
+    return bool(sides[0] and sides[1]) and bool(verify(*sides, timeout_seconds=None))
+
+
+@functools.cache
+def load_math_verify() -> tuple[Any, Any, list[Any]]:
+    """math-verify's two functions and how an answer is read; the import takes about a second. Raises ImportError with the cure."""
+    try:
+        from latex2sympy2_extended import NormalizationConfig
+        from math_verify import parse, verify
+        from math_verify.parser import LatexExtractionConfig
+    except ImportError as error:
+        raise ImportError("the rule `math` compares expressions with math-verify; pip install 'mrl[math]'") from error
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no time limit; the worker has
+    as_it_is = NormalizationConfig(basic_latex=True, units=False, malformed_operators=False, nits=False, boxed="none", equations=False)
+    return parse, verify, [LatexExtractionConfig(normalization_config=as_it_is)]

@@ -1,0 +1,204 @@
+"""One real vLLM engine that takes its weights shard by shard from a file instead of from ranks: `python engine_slices.py JOB.json`.
+
+Everything from the plan to the read-back is the product's own; only the wire is replaced, by one that packs each message from a checkpoint.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from safetensors.torch import load_file
+
+from mrl.reshard import shard_path
+from mrl.reshard.execute import Receiver
+from mrl.reshard.handshake import HandshakeError, check_loader
+from mrl.reshard.pack import wire_views
+from mrl.reshard.plan import Message
+from mrl.reshard.receive import adapter_module
+from mrl.reshard.setup import SyncSetup
+
+if "vllm" in sys.modules or __name__ != "__main__":  # vLLM imports this module in its workers
+    import importlib
+
+    adapter = importlib.import_module(adapter_module())
+    Base = adapter.WorkerExtension
+else:
+    Base = object
+
+
+class FileEnd:
+    """A ReceivingEnd whose messages are packed from full HF tensors."""
+
+    staging_bytes = 0
+    weights: ClassVar[dict[str, torch.Tensor]] = {}
+
+    def __init__(self, dtype: torch.dtype):
+        self.dtype = dtype
+
+    def begin(self, update: int, rounds: Sequence[Sequence[Message]]) -> None:
+        """Nothing to prepare."""
+
+    def take(self, messages: Sequence[Message]) -> list[torch.Tensor]:
+        """The messages as a sender would pack them."""
+        buffers = []
+        for message in messages:
+            buffer = torch.empty(message.nbytes, dtype=torch.uint8)
+            for copy, view in zip(message.copies, wire_views(message, buffer, self.dtype), strict=True):
+                view.copy_(self.weights[copy.hf_name][copy.hf_box.slices])
+            buffers.append(buffer)
+        return buffers
+
+    def release(self, messages: Sequence[Message]) -> None:
+        """Nothing is kept."""
+
+    def abandon(self) -> None:
+        """Nobody to tell."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def connect(setup: SyncSetup, worker: int) -> Receiver:
+    """In the place of mrl.reshard.execute.connect_receiver."""
+    dtype = getattr(torch, setup.dtype)
+    return Receiver(setup.plan(), worker, FileEnd(dtype), dtype)
+
+
+class SlicesExtension(Base):
+    """The product's worker extension, with a wire made of files and ways to do damage."""
+
+    def use_files(self, setup: dict) -> None:
+        """Initialises the fast path for `setup`."""
+        shard_path.connect_receiver = connect
+        plan_hash = SyncSetup.from_json(setup).plan().hash
+        self.init_weight_transfer_engine({"path": "fast", "setup": setup, "engine": 0, "plan_hash": plan_hash})
+
+    def refusal(self, setup: dict, plan_hash: str | None = None) -> str:
+        """What the handshake says of a setup that does not fit."""
+        shard_path.connect_receiver = connect
+        try:
+            made = plan_hash or SyncSetup.from_json(setup).plan().hash
+            self.init_weight_transfer_engine({"path": "fast", "setup": setup, "engine": 0, "plan_hash": made})
+        except (RuntimeError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def loader_refusals(self) -> list[str]:
+        """What the handshake says when the plan had gate and up, or two experts, or two heads, the other way round."""
+        path, found = self.weight_transfer_engine.path, []
+        for parameter in ("experts.routed_experts.w13_weight", "self_attn.qkv_proj.weight", "experts.routed_experts.w2_weight"):
+            targets = [swapped(t) if t.name.endswith(parameter) else t for t in path._targets]
+            try:
+                check_loader(path._model, path._setup.model, targets, path._adapter.reload)
+            except HandshakeError as error:
+                found.append(str(error))
+        return found
+
+    def write(self, folder: str, drop: str = "") -> dict:
+        """One update from a checkpoint; `drop`: a module whose copies do not come. Returns the report, or the error's text."""
+        FileEnd.weights = load_file(Path(folder) / "model.safetensors")
+        path = self.weight_transfer_engine.path
+        kept = path._receiver._rounds
+        if drop:
+            path._receiver._rounds = [[_without(message, drop) for message in messages] for messages in kept]
+        self.start_weight_update()
+        try:
+            self.update_weights({"path": "fast", "update": 1})
+            self.finish_weight_update()
+        except RuntimeError as error:
+            self.abandon_update()
+            return {"error": str(error)}
+        finally:
+            path._receiver._rounds = kept
+        return self.weight_update_report()
+
+    def write_slowly(self, folder: str) -> None:
+        """The same through vLLM's own loader, as the slow path does it."""
+        import hashlib
+
+        file = Path(folder) / "model.safetensors"
+        expected = {name: list(tensor.shape) for name, tensor in load_file(file).items()}
+        self.init_weight_transfer_engine({"path": "slow", "expected": expected})
+        self.start_weight_update()
+        self.update_weights({"path": str(file), "sha256": hashlib.sha256(file.read_bytes()).hexdigest()})
+        self.finish_weight_update()
+
+    def flip(self, module: str) -> str:
+        """Flips the lowest bit of one weight where the kernel keeps it; returns the parameter's name."""
+        layer = self.model_runner.get_model().get_submodule(module)
+        leaf = "w2_weight" if hasattr(layer, "w2_weight") else "weight"
+        kernel = getattr(layer, leaf).data
+        if kernel.numel():
+            kernel.view(torch.uint8).view(-1)[4 * 37] ^= 1
+        else:  # packed out of sight: pack a damaged copy instead
+            target = next(t for t in self.weight_transfer_engine.path._targets if t.name == f"{module}.weight")
+            weight = adapter.Adapter().final_tensor(self.model_runner.get_model(), layer, target)
+            weight.view(torch.uint8).view(-1)[4 * 37] ^= 1
+            layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+            layer.quant_method.process_weights_after_loading(layer)
+        return f"{module}.{leaf}"
+
+
+def swapped(target):
+    """A target whose first two pieces have changed places."""
+    from dataclasses import replace
+
+    one, two, *rest = target.pieces
+    if one.hf_box.shape != two.hf_box.shape:  # q and k: shift inside q instead
+        rows, columns = one.hf_box.ranges
+        half = (rows[1] - rows[0]) // 2
+        boxes = [((rows[0], rows[0] + half), columns), ((rows[0] + half, rows[1]), columns)]
+        local = [((0, half), columns), ((half, 2 * half), columns)]
+        box = type(one.hf_box)
+        one, two = (replace(one, hf_box=box(boxes[i]), local_box=box(local[1 - i])) for i in (0, 1))
+        return replace(target, pieces=(one, two, *target.pieces[1:]))
+    pieces = (replace(one, local_box=two.local_box), replace(two, local_box=one.local_box), *rest)
+    return replace(target, pieces=pieces)
+
+
+def _without(message: Message, module: str) -> Message:
+    from dataclasses import replace
+
+    copies = tuple(c for c in message.copies if not c.parameter.startswith(module + "."))
+    size = message.nbytes // sum(c.hf_box.volume for c in message.copies)
+    return replace(message, copies=copies, nbytes=size * sum(c.hf_box.volume for c in copies))
+
+
+def answers(llm) -> list:
+    """Tokens and log-probs of fixed requests."""
+    from vllm import SamplingParams
+
+    prompts = [{"prompt_token_ids": [3 + (7 * i + j) % 100 for j in range(3 + i % 9)]} for i in range(16)]
+    sampling = [SamplingParams(temperature=1.0, seed=i, max_tokens=10, logprobs=0, detokenize=False) for i in range(16)]
+    done = llm.generate(prompts, sampling, use_tqdm=False)
+    llm.reset_prefix_cache()
+    return [
+        [list(o.outputs[0].token_ids), [p[t].logprob for t, p in zip(o.outputs[0].token_ids, o.outputs[0].logprobs, strict=True)]]
+        for o in done
+    ]
+
+
+def main(job: dict) -> dict:
+    """Starts the engine, does what the job lists and returns what came of each step."""
+    from vllm import LLM
+    from vllm.config.weight_transfer import WeightTransferConfig
+
+    llm = LLM(
+        **job["arguments"], weight_transfer_config=WeightTransferConfig(backend="mrl"), worker_extension_cls="engine_slices.SlicesExtension"
+    )
+    found = []
+    for step, *arguments in job["steps"]:
+        found.append(answers(llm) if step == "answers" else llm.collective_rpc(step, args=tuple(arguments)))
+    return {"found": found}
+
+
+if __name__ == "__main__":
+    file = Path(sys.argv[1])
+    result = main(json.loads(file.read_text()))
+    file.with_suffix(".out").write_text(json.dumps(result))
+    sys.stdout.flush()
+    os._exit(0)  # vLLM's own teardown waits for seconds

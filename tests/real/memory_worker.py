@@ -1,0 +1,102 @@
+"""One rank: for each case in turn, builds the actor in its layout and writes the bytes that it holds. See test_memory_truth."""
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import torch
+from ranks import agree_on_port
+
+from mrl.config.schema import RunConfig
+from mrl.data.batch import TrainBatch
+from mrl.megatron.actor import MegatronActor
+
+
+class SavedTensors:
+    """Bytes of the storages that autograd keeps for the backward pass, those in `excluded` left out."""
+
+    def __init__(self, excluded: set[int]) -> None:
+        self.excluded, self.references, self.live, self.peak, self.total = excluded, Counter(), 0, 0, 0
+
+    def __enter__(self) -> "SavedTensors":
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: _Kept(self, tensor), lambda kept: kept.tensor)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._hooks.__exit__(*error)
+
+    def add(self, storage: int, nbytes: int) -> None:
+        if storage not in self.excluded:
+            self.references[storage] += 1
+            self._move(nbytes * (self.references[storage] == 1))
+
+    def drop(self, storage: int, nbytes: int) -> None:
+        if storage not in self.excluded:
+            self.references[storage] -= 1
+            self._move(-nbytes * (self.references[storage] == 0))
+
+    def _move(self, nbytes: int) -> None:
+        self.live += nbytes
+        self.total += max(nbytes, 0)
+        self.peak = max(self.peak, self.live)
+
+
+class _Kept:
+    """A saved tensor, counted from the moment it is saved until autograd lets it go."""
+
+    def __init__(self, counter: SavedTensors, tensor: torch.Tensor) -> None:
+        self.counter, self.tensor = counter, tensor
+        storage = tensor.untyped_storage()
+        self.key = storage.data_ptr(), storage.nbytes()
+        counter.add(*self.key)
+
+    def __del__(self) -> None:
+        self.counter.drop(*self.key)
+
+
+def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:
+    for number, case in enumerate(json.loads(cases_file.read_text())):
+        config = RunConfig.model_validate(case["config"])
+        batch = TrainBatch(**np.load(case["batch"]))
+        actor = MegatronActor(config, rank, world_size, "127.0.0.1", agree_on_port(out, rank, number))
+        stage = actor.layout.dense_coords(rank).pp
+        report = {"stage": stage, "activations": _activations(actor, batch), **_state(actor, batch)}
+        (out / f"{case['name']}-{rank}.json").write_text(json.dumps(report))
+        actor.close()
+
+
+def _activations(actor: MegatronActor, batch: TrainBatch) -> int:
+    """Peak of one forward and backward over the whole batch."""
+    with SavedTensors(set(_parameters(actor))) as saved:
+        actor.gradients(batch)
+    return saved.peak
+
+
+def _parameters(actor: MegatronActor) -> dict[int, int]:
+    """Storage -> bytes."""
+    storages = [p.untyped_storage() for chunk in actor.chunks for p in chunk.parameters()]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
+def _state(actor: MegatronActor, batch: TrainBatch) -> dict[str, int]:
+    """Weights, gradient buffers, and after one update the optimizer's own tensors."""
+    actor.update(batch)
+    parameters = _parameters(actor)
+    buffers = [b for chunk in actor.chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
+    own: dict[int, int] = {}
+    for part in actor.optimizer.chained_optimizers:
+        tensors = [p for group in part.param_groups for p in group["params"]]
+        tensors += [v for values in part.optimizer.state.values() for v in values.values() if torch.is_tensor(v)]
+        own |= {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return {
+        "parameters": sum(parameters.values()),
+        "gradients": sum(b.grad_data.nbytes for b in buffers),
+        "optimizer": sum(size for storage, size in own.items() if storage not in parameters),
+    }
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))

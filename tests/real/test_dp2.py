@@ -1,0 +1,65 @@
+"""Two data-parallel ranks inside one engine, on CPU, for real: what works and what does not with vLLM 0.32.
+
+Both ranks start and hold their weights. Generation of an MoE ends with `NotImplementedError`: the layer spreads tokens over the ranks with
+`all_gatherv`, which vLLM's CPU communicator does not have. When this test fails because generation works, take the check in
+mrl/doctor/engine.py and the row of mrl/config/capabilities.py away.
+"""
+
+import asyncio
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
+
+
+def run(folder: Path) -> None:
+    # at import, so that the child processes of this script find no pytest below it
+    from world import make_world, overrides
+
+    from mrl.config.load import load_config
+    from mrl.errors import Interrupted
+    from mrl.platforms.hosting import get_hosting
+    from mrl.rollout.engine import VllmEngine
+    from mrl.rollout.launch import engine_launches
+    from mrl.rollout.settings import engine_settings
+    from mrl.rollout.types import Request, Sampling
+
+    settings = overrides(make_world(folder / "world"), cluster__n_gpus_per_node=4, rollout__data_parallel_size=2)[1::2]
+    config = load_config(ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml", None, settings).config
+    (launch,) = engine_launches(config)
+    assert launch.arguments["data_parallel_size"] == 2 and launch.bundles == (2,)
+    os.environ.update(get_hosting("cpu").engine_environment(0, 1, 2, 1))
+    engine = VllmEngine(dataclasses.replace(engine_settings(config, 0, folder), check_order=False))
+
+    async def go() -> None:
+        try:
+            await engine.start()
+            print("STARTED", len(await engine.fingerprints()) > 0, flush=True)
+            try:
+                async for _ in engine.generate([Request(0, (1, 2, 3), 0)], Sampling(1.0, 4, ())):
+                    print("GENERATED", flush=True)
+            except Interrupted:
+                print("DIED", flush=True)
+        finally:
+            await engine.stop()
+
+    asyncio.run(go())
+
+
+def test_an_engine_of_two_data_parallel_ranks_loads_on_cpu_and_cannot_generate(tmp_path):
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"}
+    done = subprocess.run([sys.executable, __file__, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=280)
+    said = done.stdout + done.stderr
+    assert "STARTED True" in said, said[-3000:]
+    assert "GENERATED" not in said and "DIED" in said, said[-3000:]
+    assert "all_gatherv" in said and "NotImplementedError" in said
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]))

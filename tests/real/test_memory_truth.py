@@ -1,0 +1,133 @@
+"""The memory model against real Megatron ranks: what is predicted from sizes alone is what they hold.
+
+Activations are the unique storages that autograd keeps, parameters excluded, at the fullest moment of one forward and backward over a
+mini-batch. Where experts lie on several ranks, which rank gets a token is chance, so the ranks of a stage are compared by their mean.
+"""
+
+import json
+
+import numpy as np
+import pytest
+from ranks import ROOT, run_ranks
+from tiny_models import save, tiny_dense, tiny_moe, tiny_shared
+
+from mrl.data.batch import Sample, collate
+from mrl.layout import TrainLayout
+from mrl.memory.activations import Activations, MicroBatch, Recompute
+from mrl.memory.state import Precision, stage_state
+from mrl.models import load_model_spec
+
+pytestmark = pytest.mark.real
+
+TP, PP, EP, ETP, VPP = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+)  # fmt: skip
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+# name -> (model, ranks, degrees, dtype, recomputation)
+LAYOUTS = {
+    "moe-tp1": ("moe", 1, {}, "float32", {}),
+    "moe-tp1-full-recompute": ("moe", 1, {}, "bfloat16", FULL),
+    "moe-tp1-selective": ("moe", 1, {}, "bfloat16", {"recompute_granularity": "selective"}),
+    "dense-tp1": ("dense", 1, {}, "bfloat16", {}),
+    "moe-tp2-ep2": ("moe", 2, {TP: 2, EP: 2}, "bfloat16", {}),
+    "moe-tp2-etp2": ("moe", 2, {TP: 2, ETP: 2}, "float32", {}),
+    "moe-pp2": ("moe", 2, {PP: 2}, "bfloat16", {}),
+    "moe-pp1+3-full-recompute": ("moe", 2, {PP: 2, "pipeline_layers": [1, 3]}, "float32", FULL),
+    "moe-pp2-vpp2": ("moe", 2, {PP: 2, VPP: 2}, "bfloat16", {}),
+    "moe-dp2": ("moe", 2, {}, "bfloat16", {}),
+    "shared-tp2": ("shared", 2, {TP: 2}, "bfloat16", {}),
+    "dense-tp2": ("dense", 2, {TP: 2}, "float32", {}),
+    "dense-pp2": ("dense", 2, {PP: 2}, "bfloat16", {}),
+    "moe-tp2-pp2-ep2": ("moe", 4, {TP: 2, PP: 2, EP: 2}, "bfloat16", {}),
+    "moe-tp4-of-2-kv-heads": ("moe", 4, {TP: 4, EP: 2}, "float32", {}),
+}
+PROMPT, RESPONSE, ROWS, ROWS_PER_MICRO_BATCH = 16, 48, 8, 2
+STATE_BOUND, ACTIVATION_BOUND = 0.02, 0.10
+DEADLINE_S = 240.0
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory) -> dict[str, list[dict]]:
+    """What each rank of each layout held, and where the models are."""
+    out = tmp_path_factory.mktemp("memory")
+    models = {"moe": tiny_moe, "dense": tiny_dense, "shared": tiny_shared}
+    paths = {name: str(save(make(), out / name)) for name, make in models.items()}
+    np.savez(out / "batch.npz", **_batch())
+    for world in (1, 2, 4):
+        names = [name for name, (_, ranks, *_) in LAYOUTS.items() if ranks == world]
+        cases = [{"name": name, "config": _config(name, paths), "batch": str(out / "batch.npz")} for name in names]
+        (out / f"cases-{world}.json").write_text(json.dumps(cases))
+        run_ranks(ROOT / "tests/real/memory_worker.py", world, out / str(world), [str(out / f"cases-{world}.json")], DEADLINE_S)
+    found = {name: _reports(out / str(LAYOUTS[name][1]), name) for name in LAYOUTS}
+    return found | {"models": paths}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("what", ["parameters", "gradients", "optimizer"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_state_is_predicted_within_two_percent(layout, what, truth):
+    model, train = _built(layout, truth)
+    precision = Precision(parameters=_element_bytes(layout))
+    for report in truth[layout]:
+        predicted = getattr(stage_state(model, train, report["stage"], precision), what)
+        assert predicted == pytest.approx(report[what], rel=STATE_BOUND)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_activations_are_predicted_within_ten_percent(layout, truth):
+    model, train = _built(layout, truth)
+    micro = MicroBatch(ROWS_PER_MICRO_BATCH, PROMPT + RESPONSE, RESPONSE)
+    activations = Activations(model, train, micro, _element_bytes(layout), "torch", _recompute(layout))
+    count = ROWS // train.data // ROWS_PER_MICRO_BATCH
+    for stage in range(train.pipeline):
+        held = np.mean([report["activations"] for report in truth[layout] if report["stage"] == stage])
+        predicted = activations.stage_saved(stage, count)
+        print(f"{layout} stage {stage}: predicted / held = {predicted / held:.4f}")
+        assert predicted == pytest.approx(held, rel=ACTIVATION_BOUND)
+
+
+def _built(layout: str, truth) -> tuple:
+    name, world, degrees, *_ = LAYOUTS[layout]
+    model = load_model_spec(truth["models"][name])
+    return model, TrainLayout.build({"world_size": world} | degrees, model)
+
+
+def _element_bytes(layout: str) -> int:
+    return {"float32": 4, "bfloat16": 2}[LAYOUTS[layout][3]]
+
+
+def _recompute(layout: str) -> Recompute:
+    return Recompute(LAYOUTS[layout][4].get("recompute_granularity"))
+
+
+def _reports(folder, name: str) -> list[dict]:
+    return [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(LAYOUTS[name][1])]
+
+
+def _config(name: str, paths: dict[str, str]) -> dict:
+    model, world, degrees, dtype, recompute = LAYOUTS[name]
+    return {
+        "model": {"path": paths[model], "dtype": dtype, "override_transformer_config": recompute},
+        "actor": {
+            "layout": {"world_size": world} | degrees,
+            "ppo_mini_batch_size": ROWS,
+            "ppo_micro_batch_size_per_gpu": ROWS_PER_MICRO_BATCH,
+        },
+        "rollout": {"n": 1},
+        "data": {"train_batch_size": ROWS},
+        "cluster": {"device": "cpu", "step_timeout_s": 60},
+    }
+
+
+def _batch() -> dict[str, np.ndarray]:
+    """Rows of one length, so that every micro-batch has the same shape."""
+    rng = np.random.default_rng(0)
+    samples = []
+    for i in range(ROWS):
+        ids = tuple(rng.integers(1, 127, PROMPT + RESPONSE).tolist())
+        samples.append(Sample(i, i, i, 0, ids[:PROMPT], ids[PROMPT:], (0.0,) * RESPONSE, "length", 0))
+    batch = collate(samples, 1.0, 0)
+    advantages = np.where(batch.response_mask, rng.normal(size=(ROWS, 1)), 0).astype(np.float32)
+    return batch.arrays | {"old_log_probs": np.where(batch.response_mask, -4.0, 0).astype(np.float32), "advantages": advantages}

@@ -1,0 +1,50 @@
+"""`mrl submit` with a real head: the driver's exit status comes back, and a stopped job has saved."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from test_runs import ray_head
+from world import make_world, metrics, overrides
+
+ROOT = Path(__file__).resolve().parents[2]
+PRESET = ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
+pytestmark = [pytest.mark.real, pytest.mark.timeout(500)]
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory):
+    with ray_head(tmp_path_factory.mktemp("ray")) as environment:
+        yield environment | {"RAY_AUTH_MODE": "token"}
+
+
+def submit(head: dict[str, str], world: Path, run_dir: Path, **settings) -> subprocess.Popen:
+    words = ["mrl", "submit", "--address", head["RAY_API"], str(PRESET), "--run-dir", str(run_dir), *overrides(world, **settings)]
+    return subprocess.Popen(words, cwd=ROOT, env=head, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_the_drivers_exit_status_comes_back(head, tmp_path):
+    world = make_world(tmp_path / "world")
+    (world / "data" / "train.parquet").write_bytes(b"no parquet")
+    job = submit(head, world, tmp_path / "run")
+    said, _ = job.communicate(timeout=200)
+    assert job.returncode == 3, said  # data
+    assert "train.parquet" in said and not (tmp_path / "run").exists()
+
+
+def test_a_signal_stops_the_job_where_it_can_be_resumed(head, tmp_path):
+    world, run_dir = make_world(tmp_path / "world"), tmp_path / "run"
+    job = submit(head, world, run_dir, trainer__total_training_steps=500)
+    deadline = time.monotonic() + 300
+    while not any(row["training/global_step"] >= 1 for row in metrics(run_dir)):  # the first row is that of the untrained model
+        assert job.poll() is None and time.monotonic() < deadline, job.communicate()[0][-3000:]
+        time.sleep(0.5)
+    job.send_signal(signal.SIGTERM)
+    said, _ = job.communicate(timeout=150)
+    assert job.returncode == 5, said[-3000:]
+    assert "stopping job" in said
+    newest = metrics(run_dir)[-1]["training/global_step"]
+    assert (run_dir / "checkpoints" / f"step-{newest}").is_dir(), os.listdir(run_dir / "checkpoints")

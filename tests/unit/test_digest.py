@@ -1,0 +1,179 @@
+"""The digest adds up over every cut, and shows every change: swaps, shifts, repeated and lost boxes, one flipped bit anywhere."""
+
+import random
+import time
+from itertools import pairwise
+
+import pytest
+import torch
+
+from mrl.reshard import digest
+from mrl.reshard.digest import MODULUS, add, partial_digest
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def whole(tensor: torch.Tensor, name: str = "a.weight") -> int:
+    return partial_digest(tensor, name, (0,) * tensor.dim())
+
+
+def cut(shape: tuple[int, ...], rng: random.Random) -> list[tuple[slice, ...]]:
+    """A random cut into disjoint boxes: rows first, each strip by columns of its own."""
+    if len(shape) == 1:
+        ends = sorted({0, shape[0], *(rng.randrange(shape[0]) for _ in range(3))})
+        return [(slice(a, b),) for a, b in pairwise(ends)]
+    return [(rows, columns) for (rows,) in cut(shape[:1], rng) for (columns,) in cut(shape[1:], rng)]
+
+
+def by_hand(tensor: torch.Tensor, name: str, origin: tuple[int, int]) -> int:
+    """The definition at the head of the module, byte by byte in Python integers."""
+    tables = digest._tables("cpu", 4096, 4096)
+    size, names, total = tensor.element_size(), digest._name_weights(name), 0
+    for i, row in enumerate(tensor.contiguous().view(torch.int8).tolist()):
+        for b, byte in enumerate(row):
+            lanes = tables.columns[origin[1] * size + b].tolist()
+            total += byte * int(tables.rows[origin[0] + i]) * sum(n * c for n, c in zip(names, lanes, strict=True))
+    return total % MODULUS
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_is_the_sum_that_its_definition_says(dtype):
+    block = noise(5, 7, dtype=dtype)
+    assert partial_digest(block, "a.weight", (3, 11)) == by_hand(block, "a.weight", (3, 11))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1,), (257,), (37, 53), (300, 128), (3, 70_000), (100_000, 2)])
+def test_parts_add_up_to_the_whole_whatever_the_cut(dtype, shape):
+    tensor, rng = noise(*shape, dtype=dtype), random.Random(0)
+    for _ in range(8):
+        parts = [partial_digest(tensor[box], "a.weight", tuple(s.start for s in box)) for box in cut(shape, rng)]
+        assert add(parts) == whole(tensor)
+
+
+def test_storage_does_not_matter_only_orientation():
+    tensor = noise(48, 80)
+    transposed = tensor.t().contiguous().t()
+    padded = torch.zeros(64, 96)
+    padded[:48, :80] = tensor
+    assert whole(transposed) == whole(tensor) == whole(padded[:48, :80])
+    assert whole(tensor.t().contiguous()) != whole(tensor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_single_bit_counts(dtype):
+    tensor = noise(17, 33, dtype=dtype)
+    right = whole(tensor)
+    for flat in range(0, tensor.numel(), 7):
+        for bit in range(8 * tensor.element_size()):
+            changed = tensor.clone()
+            changed.view(torch.uint8).view(-1)[flat * tensor.element_size() + bit // 8] ^= 1 << (bit % 8)
+            assert whole(changed) != right, f"element {flat}, bit {bit}"
+
+
+def test_the_weight_of_every_byte_is_odd_so_that_no_change_within_a_byte_can_hide():
+    tables = digest._tables("cpu", 4096, 1 << 17)
+    assert bool((tables.rows & 1).all())
+    assert bool((tables.columns.sum(1, dtype=torch.int64) & 1).all())
+    assert all(weight & 1 for weight in digest._name_weights("a.weight"))
+
+
+def test_weights_of_two_positions_are_never_the_same():
+    tables = digest._tables("cpu", 1 << 18, 1 << 17)
+    assert len(tables.rows.unique()) == 1 << 18
+    assert len(tables.columns.unique(dim=0)) == 1 << 17
+    assert tables.columns.min() >= -64, "eight bits would saturate in int8 products of older processors"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_swapped_tensors_show(dtype):
+    """gate with up, q with k, one expert with another: each block is sound, only its name is wrong."""
+    a, b = noise(16, 32, dtype=dtype, seed=1), noise(16, 32, dtype=dtype, seed=2)
+    pairs = [("gate_proj", "up_proj"), ("q_proj", "k_proj"), ("experts.3.gate_proj", "experts.4.gate_proj")]
+    for one, other in pairs:
+        assert add([whole(a, one), whole(b, other)]) != add([whole(b, one), whole(a, other)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_blocks_that_moved_show(dtype):
+    tensor = noise(64, 48, dtype=dtype)
+    right = whole(tensor)
+    moved = {
+        "rows": tensor.roll(1, 0),
+        "columns": tensor.roll(1, 1),
+        "two rows": tensor[[1, 0, *range(2, 64)]],
+        "two columns": tensor[:, [1, 0, *range(2, 48)]],
+        "halves": torch.cat([tensor[32:], tensor[:32]]),
+        "heads": tensor.view(4, 16, 48)[[0, 2, 1, 3]].reshape(64, 48),
+        "transposed block": torch.cat([tensor[:48].t(), tensor[48:]]),
+    }
+    assert [name for name, other in moved.items() if whole(other) == right] == []
+    assert partial_digest(tensor, "a.weight", (1, 0)) != right != partial_digest(tensor, "a.weight", (0, 1))
+
+
+def test_lost_and_repeated_boxes_show():
+    tensor = noise(64, 48)
+    boxes = [partial_digest(tensor[r : r + 16], "a.weight", (r, 0)) for r in range(0, 64, 16)]
+    assert add(boxes) == whole(tensor)
+    assert add(boxes[:-1]) != whole(tensor) != add([*boxes, boxes[0]])
+    overwritten = torch.cat([tensor[:16], tensor[:16], tensor[32:]])
+    assert whole(overwritten) != whole(tensor)
+
+
+def test_a_stale_block_shows():
+    old, new = noise(64, 48, seed=1), noise(64, 48, seed=2)
+    assert whole(torch.cat([new[:63], old[63:]])) != whole(new)
+
+
+def test_random_small_damage_always_shows_even_in_rounded_values():
+    """fp32 values that came from bf16 have 16 zero bits each: damage then lives in few bits, the hardest case for a sum."""
+    tensor, rng = noise(64, 48).bfloat16().float(), random.Random(0)
+    right = whole(tensor)
+    for _ in range(2000):
+        changed = tensor.clone()
+        i, j, k, m = (rng.randrange(n) for n in (64, 48, 64, 48))
+        changed[i, j], changed[k, m] = tensor[k, m], tensor[i, j]
+        assert (whole(changed) == right) == bool(torch.equal(changed, tensor))
+
+
+def test_digests_spread_over_all_bits():
+    seen = [whole(noise(4, 4, seed=s)) for s in range(400)]
+    for bit in range(64):
+        ones = sum(value >> bit & 1 for value in seen)
+        assert 120 < ones < 280, f"bit {bit} is set in {ones} of 400"  # 8 standard deviations
+
+
+def test_a_device_without_an_int8_product_gives_the_same_number(monkeypatch):
+    tensor = noise(70, 50, dtype=torch.bfloat16)
+    right = partial_digest(tensor, "a.weight", (9, 5))
+    monkeypatch.setattr(digest, "_tables", lambda *of: digest._Tables(*_original(*of)[:2], False))
+    assert partial_digest(tensor, "a.weight", (9, 5)) == right
+
+
+_original = digest._tables
+
+
+@pytest.mark.parametrize(("shape", "origin"), [((2, 2, 2), (0, 0, 0)), ((2, 2), (0,)), ((), ())])
+def test_other_ranks_are_refused(shape, origin):
+    with pytest.raises(ValueError, match="dimensional"):
+        partial_digest(torch.zeros(shape), "a.weight", origin)
+
+
+def seconds(tensor: torch.Tensor) -> float:
+    began = time.perf_counter()
+    whole(tensor)
+    return time.perf_counter() - began
+
+
+def test_it_is_fast_enough_to_run_every_sync():
+    """Far below the figure of scripts/bench/digest.py, so that a busy machine does not fail it; a slow path would."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    tensor = noise(4096, 4096)
+    best = min(seconds(tensor) for _ in range(4))
+    torch.set_num_threads(threads)
+    assert tensor.nbytes / best > 1e9

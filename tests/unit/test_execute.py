@@ -1,0 +1,150 @@
+"""What ranks send arrives where the plan says, bit for bit, over every transport; what goes wrong on the way is noticed and named."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from reshard_world import DictWriter, World, expected, hf_weights, setup_for, shards_of, sums_of
+
+from mrl.reshard.transport_shm import arena_files, arena_path
+
+FOUR = dict(world_size=4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, expert_model_parallel_size=2)
+TWO = dict(world_size=2, tensor_model_parallel_size=2, expert_model_parallel_size=2)
+CASES = {
+    "tp2pp2ep2-to-tp1": (FOUR, {}, {}),
+    "tp2ep2-to-two-engines-of-tp2": (TWO, dict(num_engines=2, tensor=2), {}),
+    "tp2pp2ep2-to-tp2-with-expert-parallelism": (FOUR, dict(tensor=2, expert=2), {}),
+    "transposed-experts": (FOUR, dict(tensor=2), {"dialect": "npu"}),
+    "dp2-replicas-to-tp2": (dict(world_size=2), dict(tensor=2), {}),
+    "fp32-ranks-to-a-bf16-engine": (TWO, {}, {"dtype": "bfloat16"}),
+}
+
+
+def check_engines(world: World, outcome, weights) -> None:
+    """Every worker holds exactly its slices, and both sides' digests agree."""
+    assert outcome.errors() == []
+    for worker, writer in outcome.writers.items():
+        wanted = expected(world.setup, worker, weights)
+        assert writer.tensors.keys() == wanted.keys()
+        assert [name for name in wanted if not torch.equal(writer.tensors[name], wanted[name])] == []
+        assert writer.digests == sums_of(outcome.sends.values(), worker)
+
+
+@pytest.mark.parametrize("transport", ["shm", "p2p"])
+@pytest.mark.parametrize(("train", "rollout", "changes"), CASES.values(), ids=CASES)
+def test_every_element_arrives_where_it_belongs_sync_after_sync(transport, train, rollout, changes, monkeypatch):
+    monkeypatch.setattr("mrl.platforms.transfer._TRANSFERS", _cpu_for_all())
+    setup = setup_for(train, rollout, transport, **changes)
+    first, second = hf_weights(setup, 1), hf_weights(setup, 2)
+    with World(setup, first) as world:
+        check_engines(world, world.sync(1), first)
+        for rank, held in world.held.items():
+            for key, tensor in shards_of(setup, rank, second).items():
+                held[key].copy_(tensor)
+        check_engines(world, world.sync(2), second)
+
+
+def _cpu_for_all() -> dict:
+    """Ascend's layout of experts can be moved by any device; here it is moved by the CPU."""
+    from mrl.platforms.transfer import CpuTransfer
+
+    return dict.fromkeys(("cpu", "npu"), CpuTransfer)
+
+
+def test_neighbours_use_shared_memory_and_hosts_point_to_point_in_one_sync():
+    where = {"ranks": (0, 1, 0, 1), "workers": (0, 1)}
+    setup = setup_for(FOUR, dict(num_engines=2), "auto", nodes=lambda side, i: where[side][i])
+    weights = hf_weights(setup)
+    with World(setup, weights) as world:
+        kinds = [[type(end).__name__ for end in receiver.end._ends] for receiver in world.receivers.values()]
+        assert kinds == [["SharedMemoryReceiver", "PointToPointReceiver"]] * 2
+        check_engines(world, world.sync(1), weights)
+
+
+def test_device_ipc_goes_through_shared_memory_where_the_device_shares_none():
+    setup = setup_for(TWO, {}, "ipc")
+    weights = hf_weights(setup)
+    with World(setup, weights) as world:
+        assert type(world.receivers[0].end).__name__ == "SharedMemoryReceiver"
+        check_engines(world, world.sync(1), weights)
+
+
+def test_bytes_are_counted_once_on_each_side_and_are_what_the_workers_need():
+    setup = setup_for(FOUR, dict(num_engines=2, tensor=2))
+    weights = hf_weights(setup)
+    with World(setup, weights) as world:
+        outcome = world.sync(1)
+    needed = sum(p.numel() * 4 for w in range(4) for p in expected(setup, w, weights).values())
+    assert sum(r.bytes_moved for r in outcome.sends.values()) == needed
+    assert sum(r.bytes_moved for r in outcome.receives.values()) == needed
+    assert sum(r.bytes_local for r in outcome.receives.values()) == 0
+
+
+def test_what_stays_on_a_device_does_not_count_as_moved():
+    setup = setup_for(TWO, dict(tensor=2))
+    setup.topology["workers"][0] = setup.topology["ranks"][0]
+    with World(setup, hf_weights(setup)) as world:
+        outcome = world.sync(1)
+    sent, received = outcome.sends.values(), outcome.receives.values()
+    local = sum(r.bytes_local for r in sent)
+    assert local > 0
+    assert local == sum(r.bytes_local for r in received) == outcome.receives[0].bytes_local
+    assert sum(r.bytes_moved for r in sent) == sum(r.bytes_moved for r in received) == world.setup.plan().bytes_required
+
+
+@pytest.mark.parametrize("transport", ["shm", "p2p"])
+def test_staging_is_two_budgets_and_at_most_two_modules_are_open(transport):
+    setup = setup_for(FOUR, dict(tensor=2), transport)
+    slack = 4 * 2 * 128  # a header and a cache line for each message
+    with World(setup, hf_weights(setup)) as world:
+        outcome = world.sync(1)
+        assert setup.plan().num_rounds > 4
+    for report in [*outcome.sends.values(), *outcome.receives.values()]:
+        assert report.staging_bytes <= 2 * setup.budget_bytes + slack
+    assert max(writer.most_begun for writer in outcome.writers.values()) <= 2
+
+
+def test_one_engine_can_be_synced_again_while_the_other_is_left_alone():
+    setup = setup_for(FOUR, dict(num_engines=2))
+    weights = hf_weights(setup)
+    with World(setup, weights) as world:
+        outcome = world.sync(1, workers=[1])
+        assert set(outcome.writers) == {1}
+        check_engines(world, outcome, weights)
+
+
+def test_a_parameter_that_moved_in_memory_is_not_sent_from_where_it_was():
+    setup = setup_for(TWO, {})
+    first, second = hf_weights(setup, 1), hf_weights(setup, 2)
+    with World(setup, first) as world:
+        world.sync(1)
+        for rank in world.held:
+            world.held[rank] = shards_of(setup, rank, second)  # new tensors, as after an optimizer that swaps storage
+        check_engines(world, world.sync(2), second)
+
+
+def test_no_file_is_left_and_none_is_needed_once_everybody_has_the_arena_open():
+    setup = setup_for(TWO, dict(num_engines=2))
+    weights = hf_weights(setup)
+    with World(setup, weights) as world:
+        for worker in (0, 1):
+            assert arena_path(setup, worker).exists()
+            for path in arena_files(setup, worker):
+                path.unlink(missing_ok=True)
+        assert not list(Path("/dev/shm").glob(f"*{setup.transport['name']}*"))
+        check_engines(world, world.sync(1), weights)
+
+
+def test_a_writer_is_told_of_each_module_once_when_all_of_it_is_there():
+    setup = setup_for(FOUR, {})
+    weights = hf_weights(setup)
+    wanted, seen = expected(setup, 0, weights), []
+
+    def whole(name, tensor):
+        seen.append(name)
+        assert torch.equal(tensor, wanted[name])
+
+    with World(setup, weights) as world:
+        outcome = world.sync(1, spoil=whole)
+    assert outcome.errors() == []
+    assert sorted(seen) == sorted(DictWriter(setup, 0).parameters)

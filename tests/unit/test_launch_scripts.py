@@ -1,0 +1,139 @@
+"""The start scripts on a node made of stand-ins: `ray`, `nvidia-smi` and a folder for /dev that are what the test says."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+LAUNCH = Path(__file__).parents[2] / "launch"
+
+
+class Node:
+    """A node's PATH and devices; what `ray` was called with is in `calls`."""
+
+    def __init__(self, folder: Path):
+        self.bin, self.dev, self.log = folder / "bin", folder / "dev", folder / "calls"
+        self.bin.mkdir()
+        self.dev.mkdir()
+        self.status = folder / "status"
+        self.script("ray", f'echo "$@" >>{self.log}\n[ "$1" != status ] || cat {self.status}')
+
+    def script(self, name: str, text: str) -> None:
+        path = self.bin / name
+        path.write_text(f"#!/usr/bin/env bash\n{text}\n")
+        path.chmod(0o755)
+
+    def gpus(self, count: int) -> None:
+        self.script("nvidia-smi", "\n".join(f"echo 'GPU {i}: NVIDIA H100 (UUID: GPU-{i})'" for i in range(count)))
+
+    def npus(self, count: int) -> None:
+        for i in range(count):
+            (self.dev / f"davinci{i}").touch()
+
+    def run(self, script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+        own = {"PATH": f"{self.bin}:/usr/bin:/bin", "HOME": str(self.bin), "MRL_DEV": str(self.dev), "POLL_S": "0.1", "CPUS": "4"}
+        return subprocess.run(
+            [str(LAUNCH / script), *arguments], env=own | {"PORT": "1", "DASHBOARD_PORT": "2"} | environment,
+            capture_output=True, text=True, timeout=30,
+        )  # fmt: skip
+
+    @property
+    def calls(self) -> list[str]:
+        return self.log.read_text().splitlines() if self.log.exists() else []
+
+
+@pytest.fixture
+def node(tmp_path):
+    return Node(tmp_path)
+
+
+def test_npus_are_announced_under_the_name_that_runs_ask_for(node):
+    node.npus(16)
+    (node.dev / "davinci_manager").touch()  # no device
+    done = node.run("start_head.sh")
+    assert done.returncode == 0, done.stderr
+    assert '--resources {"NPU":16}' in node.calls[0] and "--head" in node.calls[0]
+
+
+def test_gpus_are_announced_and_arguments_passed_on(node):
+    node.gpus(8)
+    node.run("start_head.sh", "--block", DEVICES="4")
+    assert "--num-gpus 4" in node.calls[0] and node.calls[0].endswith("--block")
+
+
+def test_a_node_without_accelerators_is_a_cpu_node(node):
+    node.run("start_head.sh")
+    assert "--num-gpus 0" in node.calls[0] and "--num-cpus 4" in node.calls[0]
+
+
+def test_devices_that_come_up_late_are_waited_for(node):
+    late = node.bin / "late"
+    node.script("nvidia-smi", f"[ -e {late} ] || {{ touch {late}; exit 9; }}\necho 'GPU 0: x'; echo 'GPU 1: x'")
+    done = node.run("start_worker.sh", HEAD="127.0.0.1:1", RAY_AUTH_TOKEN="t" * 32, DEVICES="2", DEVICE_TIMEOUT_S="20", HEAD_TIMEOUT_S="0")
+    assert late.exists() and "no head answers" in done.stderr  # it got past its devices
+
+
+@pytest.mark.parametrize("script", ["start_head.sh", "start_worker.sh"])
+def test_missing_devices_are_named_with_both_numbers(node, script):
+    node.gpus(7)
+    done = node.run(script, HEAD="127.0.0.1:1", RAY_AUTH_TOKEN="t" * 32, DEVICES="8", DEVICE_TIMEOUT_S="0")
+    assert done.returncode == 4 and "this node shows 7 of 8 cuda devices" in done.stderr and not node.calls
+
+
+def test_an_unknown_device_is_refused_with_the_list(node):
+    done = node.run("start_head.sh", DEVICE="tpu")
+    assert done.returncode != 0 and "allowed: cpu, cuda, npu" in done.stderr and not node.calls
+
+
+def test_the_head_returns_once_every_nodes_devices_have_joined(node):
+    node.npus(8)
+    node.status.write_text("Usage:\n 0.0/64.0 CPU\n 0.0/16.0 NPU\n")
+    done = node.run("start_head.sh", NNODES="2", CLUSTER_TIMEOUT_S="5")
+    assert done.returncode == 0 and "has 16 NPU" in done.stdout
+
+
+def test_a_cluster_that_stays_too_small_is_named(node):
+    node.npus(8)
+    node.status.write_text(" 0.0/64.0 CPU\n 0.0/8.0 NPU\n")
+    done = node.run("start_head.sh", NNODES="2", CLUSTER_TIMEOUT_S="0")
+    assert done.returncode == 4 and "has 8 of 16 NPU" in done.stderr
+
+
+def test_a_worker_wants_a_head_and_a_token(node):
+    assert "HEAD=HOST:PORT" in node.run("start_worker.sh").stderr
+    done = node.run("start_worker.sh", HEAD="127.0.0.1:1")
+    assert done.returncode == 4 and "no token here" in done.stderr
+
+
+def test_a_worker_joins_with_its_devices(node):
+    import socket
+
+    node.gpus(2)
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        done = node.run("start_worker.sh", "--block", HEAD=address, RAY_AUTH_TOKEN="t" * 32)
+    assert done.returncode == 0, done.stderr
+    assert f"start --address {address}" in node.calls[0] and "--num-gpus 2" in node.calls[0] and node.calls[0].endswith("--block")
+
+
+def test_a_port_in_use_is_told_before_anything_starts(node):
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        done = node.run("start_head.sh", PORT=str(other.getsockname()[1]))
+    assert done.returncode == 4 and "is in use" in done.stderr and not node.calls
+
+
+def test_submitting_is_a_call_of_mrl_submit(node):
+    node.script("mrl", f'printf "%s\\n" "$@" >{node.log}')
+    node.run("submit.sh", "preset.yaml", "--set", "a=b c", RAY_API="http://h:1", RUNTIME_ENV="env.yaml", AGENT_TIMEOUT_S="5")
+    assert node.calls == [
+        "submit", "--address", "http://h:1", "--agent-timeout-s", "5", "--runtime-env", "env.yaml", "preset.yaml", "--set", "a=b c",
+    ]  # fmt: skip
+    assert node.run("submit.sh").returncode == 2
+
+
+def test_the_scripts_are_valid_bash():
+    for script in LAUNCH.glob("*.sh"):
+        assert subprocess.run(["bash", "-n", str(script)], env=os.environ).returncode == 0

@@ -1,0 +1,253 @@
+"""The NPU platform against stand-ins. They have the signatures of MindSpeed core_r0.16.0 (Ascend/MindSpeed on GitHub: mindspeed/
+megatron_adaptor.py, mindspeed/args_utils.py, features_manager/context_parallel/context_parallel_feature.py), of torch_npu and of Megatron;
+nothing here has seen hardware."""
+
+import ast
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from small_model import SIZES
+
+from mrl.config.load import load_config
+from mrl.config.rules import violations
+from mrl.errors import EnvironmentFault
+from mrl.models import model_spec
+from mrl.platforms import get_platform
+from mrl.platforms.hosting import get_hosting
+from mrl.platforms.npu_environment import environment_faults
+
+ROOT = Path(__file__).parents[2]
+
+STAND_INS = {
+    "torch_npu/__init__.py": "",
+    "torch_npu/contrib/__init__.py": "",
+    "torch_npu/contrib/transfer_to_npu.py": "",
+    "megatron/__init__.py": "",
+    "megatron/core/__init__.py": "",
+    "megatron/core/parallel_state.py": """
+STARTED = False
+def initialize_model_parallel(context_parallel_size=1):
+    return "megatron's own"
+def model_parallel_is_initialized():
+    return STARTED
+""",
+    "mindspeed/__init__.py": "",
+    "mindspeed/args_utils.py": """
+import argparse
+_MINDSPEED_ARGS = None
+def get_mindspeed_args(get_defaults=False):
+    global _MINDSPEED_ARGS
+    if not get_defaults and _MINDSPEED_ARGS is not None:
+        return _MINDSPEED_ARGS
+    parser = argparse.ArgumentParser(description='MindSpeed Arguments', allow_abbrev=False)
+    parser.add_argument('--context-parallel-algo', default='megatron_cp_algo', choices=['megatron_cp_algo', 'hybrid_cp_algo'])
+    args, unknown = parser.parse_known_args([] if get_defaults else None)
+    for name in unknown:  # what it does not know becomes an attribute, under an empty name where it is a lone dash
+        vars(args)[name[2:].replace('-', '_')] = True
+    if not get_defaults:
+        _MINDSPEED_ARGS = args
+    return args
+""",
+    "mindspeed/megatron_adaptor.py": """
+from torch_npu.contrib import transfer_to_npu
+from mindspeed.args_utils import get_mindspeed_args
+from megatron.core import parallel_state
+_ORIGINAL = parallel_state.initialize_model_parallel
+def _apply(args):
+    if int(getattr(args, 'context_parallel_size', 1)) > 1:
+        parallel_state.initialize_model_parallel = lambda *a, **k: "mindspeed's, with rings"
+def patch_features():
+    _apply(get_mindspeed_args())
+def repatch(args):
+    parallel_state.initialize_model_parallel = _ORIGINAL
+    full_args = get_mindspeed_args()
+    for k, v in args.items():
+        setattr(full_args, k, v)
+    _apply(full_args)
+patch_features()
+""",
+}  # fmt: skip
+
+LAYOUT = {"world_size": 4, "tensor_model_parallel_size": 2, "context_parallel_size": 2, "virtual_pipeline_model_parallel_size": None}
+
+
+def rank(folder: Path, program: str, *arguments: str, leave_out: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
+    """Runs `program` in a process of its own that finds the stand-ins instead of the real packages."""
+    for name, text in STAND_INS.items():
+        if not name.startswith(leave_out or ("-",)):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+    start = f"import sys; sys.path[:0] = [{str(folder)!r}, {str(ROOT)!r}]\nLAYOUT = {LAYOUT!r}\n"
+    return subprocess.run([sys.executable, "-c", start + program, *arguments], capture_output=True, text=True, timeout=60)
+
+
+PREPARE = "from mrl.platforms import prepare_process\nprepare_process('npu', LAYOUT, {'moe_grouped_gemm': True})\n"
+
+
+def test_mindspeed_is_applied_for_the_runs_own_sizes_before_megatron_initialises(tmp_path):
+    done = rank(
+        tmp_path, PREPARE + "from megatron.core import parallel_state as p\nprint(p.initialize_model_parallel(context_parallel_size=2))"
+    )
+    assert done.stdout.strip() == "mindspeed's, with rings", done.stderr
+
+
+def test_mindspeed_is_told_sizes_and_overrides_and_nothing_else_of_the_layout(tmp_path):
+    done = rank(tmp_path, PREPARE + "from mindspeed.args_utils import get_mindspeed_args as g\nprint(sorted(vars(g()).items()))")
+    assert ast.literal_eval(done.stdout) == [
+        ("context_parallel_algo", "megatron_cp_algo"), ("context_parallel_size", 2), ("moe_grouped_gemm", True),
+        ("tensor_model_parallel_size", 2), ("use_distributed_optimizer", True), ("use_flash_attn", True),
+    ], done.stderr  # fmt: skip
+
+
+def test_the_command_line_is_hidden_from_mindspeed_and_then_back(tmp_path):
+    # MindSpeed would end the process over the value, and make an attribute without a name of the lone dash
+    strange = ("--context-parallel-algo", "ours", "-")
+    done = rank(tmp_path, PREPARE + "print(sys.argv[1:])", *strange)
+    assert ast.literal_eval(done.stdout) == list(strange), done.stderr
+
+
+def test_two_runs_in_one_process_apply_it_twice(tmp_path):
+    again = "prepare_process('npu', LAYOUT | {'context_parallel_size': 1}, {})\n"
+    done = rank(tmp_path, PREPARE + again + "from megatron.core import parallel_state as p\nprint(p.initialize_model_parallel())")
+    assert done.stdout.strip() == "megatron's own", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("before", "leave_out", "said"),
+    [
+        ("import megatron.core\n", (), "megatron was imported before MindSpeed"),
+        ("import types; sys.modules['vllm'] = types.ModuleType('vllm')\n", (), "has imported vllm"),
+        ("", ("mindspeed/",), "cluster.device=npu needs MindSpeed core_r0.16.0"),
+        ("", ("torch_npu/",), "No module named 'torch_npu'"),
+        ("open(sys.path[0] + '/megatron_adaptor.py', 'w').close()\n", (), "core_r0.17.0 or newer"),
+        (PREPARE + "import megatron.core.parallel_state as p; p.STARTED = True\n", (), "process groups exist already"),
+    ],
+)
+def test_what_comes_too_early_or_is_missing_is_said(tmp_path, before, leave_out, said):
+    done = rank(tmp_path, before + PREPARE, leave_out=leave_out)
+    assert done.returncode == 1 and "EnvironmentFault" in done.stderr and said in done.stderr
+
+
+def test_other_devices_prepare_nothing():
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys, mrl.platforms as p; p.prepare_process('cpu', {}, {}); print('torch' in sys.modules)"],
+        cwd=ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.stdout.strip() == "False", done.stderr
+
+
+class Npu(types.ModuleType):
+    """torch.npu with two devices; records what it was asked."""
+
+    def __init__(self, available: bool = True):
+        super().__init__("torch.npu")
+        self.chosen, self.seeds, self.available = 0, [], available
+
+    def is_available(self):
+        return self.available
+
+    def device_count(self):
+        return 2
+
+    def current_device(self):
+        return self.chosen
+
+    def set_device(self, index):
+        self.chosen = index
+
+    def manual_seed(self, seed):
+        self.seeds.append(seed)
+
+    def max_memory_allocated(self):
+        return 3 * 2**30
+
+    def max_memory_reserved(self):
+        return 5 * 2**29
+
+
+@pytest.fixture
+def npu(monkeypatch):
+    stand_in = Npu()
+    monkeypatch.setitem(sys.modules, "torch_npu", types.ModuleType("torch_npu"))
+    monkeypatch.setattr(torch, "npu", stand_in, raising=False)
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    return stand_in
+
+
+def test_the_platform_answers_from_torch_npu(npu):
+    platform = get_platform("npu")
+    assert (platform.name, platform.distributed_backend) == ("npu", "hccl")
+    platform.set_device(3)  # rank 3 of a host that shows this process two devices
+    assert npu.chosen == 1
+    platform.seed(7)
+    assert npu.seeds == [7] and torch.initial_seed() == 7
+    assert (platform.max_memory_allocated_gb(), platform.max_memory_reserved_gb()) == (3.0, 2.5)
+
+
+def test_a_host_without_npus_is_told_what_to_look_at(npu):
+    npu.available = False
+    with pytest.raises(EnvironmentFault, match="npu-smi info"):
+        get_platform("npu")
+
+
+def test_without_torch_npu_nothing_falls_back(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch_npu", None)
+    with pytest.raises(EnvironmentFault, match="install the npu extra"):
+        get_platform("npu")
+
+
+def test_the_platform_refuses_an_environment_that_would_corrupt_weights(npu, monkeypatch):
+    monkeypatch.setenv("VLLM_ASCEND_ENABLE_NZ", "1")
+    with pytest.raises(EnvironmentFault, match="cannot be updated in place"):
+        get_platform("npu")
+
+
+def test_every_fault_of_the_environment_is_named_at_once():
+    broken = {"VLLM_ASCEND_ENABLE_NZ": "2", "VLLM_PLUGINS": "mrl", "VLLM_ASCEND_ENABLE_FUSED_MC2": "1", "TASK_QUEUE_ENABLE": "2"}
+    assert [fault.split()[0] for fault in environment_faults(broken)] == [
+        "VLLM_ASCEND_ENABLE_NZ", "VLLM_PLUGINS", "VLLM_ASCEND_ENABLE_FUSED_MC2", "TASK_QUEUE_ENABLE",
+    ]  # fmt: skip
+    assert environment_faults({"VLLM_ASCEND_ENABLE_NZ": "0", "VLLM_PLUGINS": "ascend,mrl", "TASK_QUEUE_ENABLE": "1"}) == []
+
+
+def test_our_own_environment_passes_our_own_check():
+    hosting = get_hosting("npu")
+    assert environment_faults(hosting.actor_environment()) == []
+    assert environment_faults(hosting.engine_environment(0, 1, 4, 1)) == []
+
+
+def test_ray_is_asked_for_npus_and_the_engine_for_storage_that_can_be_written():
+    hosting = get_hosting("npu")
+    assert hosting.ray_resources(cpus=2, devices=4) == {"CPU": 2, "NPU": 4.0}
+    assert hosting.engine_arguments(4096, None) == {"additional_config": {"rl_config": {"enabled": True}}}
+    engine = hosting.engine_environment(0, 1, 4, 1)
+    assert engine["VLLM_ASCEND_ENABLE_NZ"] == "0" and "VLLM_PLUGINS" not in engine
+    both = (hosting.actor_environment(), engine)  # actor and engine may share an NPU
+    assert all(e["HCCL_HOST_SOCKET_PORT_RANGE"] == e["HCCL_NPU_SOCKET_PORT_RANGE"] == "auto" for e in both)
+
+
+REFUSED = {
+    "actor.layout.virtual_pipeline_model_parallel_size": "actor.layout.virtual_pipeline_model_parallel_size=2",
+    "model.override_transformer_config.moe_use_legacy_grouped_gemm": "model.override_transformer_config.moe_use_legacy_grouped_gemm=true",
+    "rollout.engine_kwargs.vllm.enable_eplb": "rollout.engine_kwargs.vllm.enable_eplb=true",
+    "rollout.engine_kwargs.vllm.additional_config": "rollout.engine_kwargs.vllm.additional_config={seed: 1}",
+    "rollout.engine_kwargs.vllm.additional_config.weight_nz_mode":
+        "rollout.engine_kwargs.vllm.additional_config={rl_config: {enabled: true}, weight_nz_mode: 1}",
+    "rollout.engine_kwargs.vllm.additional_config.enable_fused_mc2":
+        "rollout.engine_kwargs.vllm.additional_config={rl_config: {enabled: true}, enable_fused_mc2: 1}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "setting"), REFUSED.items())
+def test_combinations_that_fail_on_npus_are_refused_there_and_only_there(field, setting):
+    model, preset = model_spec(SIZES), ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
+
+    def refused(device: str) -> bool:
+        found = violations(load_config(preset, None, [f"cluster.device={device}", setting]), model)
+        return any(v.field == field and ("npu" in v.rule or "rl_config" in v.rule or "must be" in v.rule) for v in found)
+
+    assert refused("npu") and not refused("cuda")

@@ -1,0 +1,235 @@
+"""Dynamic sampling: which groups a step trains on, what happens when the prompts run out, and rules between the settings."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from mrl.config.load import available_recipes, load_config
+from mrl.config.rules import notes, violations
+from mrl.data.batch import Prompt, Sample
+from mrl.data.order import DataCursor, PromptStream
+from mrl.errors import DataError
+from mrl.models import ModelSpec
+from mrl.record.spec import metric_spec
+from mrl.record.timer import PhaseTimer
+from mrl.reward.items import OK, RAISED, RewardResult
+from mrl.trainer import phases, sampling
+from mrl.trainer.run import TrainState
+
+TINY = "parallel_configs/tiny-moe/cpu.yaml"
+TINY_MODEL = ModelSpec(
+    family="qwen3_moe", num_layers=4, hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32, vocab_size=128,
+    intermediate_size=256, max_position_embeddings=128, rope_theta=1e4, rms_norm_eps=1e-6, tie_word_embeddings=False, qkv_bias=False,
+    qk_norm=True, dtype="float32", moe_layers=(0, 1, 2, 3), num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64,
+    norm_topk_prob=True,
+)  # fmt: skip
+FILTER = "algorithm.filter_groups.enable=true"
+BATCH, N = 2, 2  # prompts a step, responses a prompt
+SIZES = (f"data.train_batch_size={BATCH}", f"rollout.n={N}", f"actor.ppo_mini_batch_size={BATCH}", "data.max_response_length=4")
+
+
+def prompt(number: int) -> Prompt:
+    return Prompt(number, (1,), "test", "x")
+
+
+class World:
+    """A run whose prompt number p is answered with the scores `scores[p]`; the engines and the reward pool are stood in for."""
+
+    def __init__(self, monkeypatch, scores, *overrides, parts=None, lengths=(1, 1)):
+        self.scores, self.parts, self.lengths, self.asked = scores, parts or {}, lengths, []
+        config = load_config(TINY, overrides=[*SIZES, *overrides]).config
+        stream = PromptStream([prompt(p) for p in range(len(scores))], BATCH, seed=0, shuffle=False)
+        self.run = SimpleNamespace(config=config, train_prompts=stream, state=TrainState())
+        monkeypatch.setattr(phases, "generate", self.generate)
+        monkeypatch.setattr(phases, "collect_rewards", self.collect)
+
+    def generate(self, run, prompts, gen_batch):
+        self.asked.append((gen_batch, [p.prompt_id for p in prompts]))
+        wanted = [(group, p, k) for group, p in enumerate(prompts) for k in range(N)]
+        return [
+            Sample(p.prompt_id, group, i, 0, p.token_ids, (5,) * self.lengths[k], (0.0,) * self.lengths[k], "stop", 0)
+            for i, (group, p, k) in enumerate(wanted)
+        ]
+
+    def collect(self, run, samples):
+        return [
+            RewardResult(s.sample_id, self.scores[s.prompt_id][s.sample_id % N], dict(self.parts.get(s.prompt_id, {})), OK) for s in samples
+        ]
+
+    def gather(self):
+        return sampling.gather(self.run, PhaseTimer())
+
+
+EASY, HARD, MIXED = (1.0, 1.0), (0.0, 0.0), (1.0, 0.0)
+
+
+def test_without_filtering_one_batch_is_taken_as_it_comes(monkeypatch):
+    world = World(monkeypatch, [EASY, HARD, MIXED, MIXED])
+    found = world.gather()
+    assert [s.prompt_id for s in found.samples] == [0, 0, 1, 1]
+    assert world.asked == [(0, [0, 1])] and found.cursor == DataCursor(0, 2)
+    assert found.metrics["train/uniform_group_share"] == 1.0
+    assert all(metric_spec(name) for name in found.metrics)
+
+
+def test_groups_of_one_mind_are_replaced_until_the_batch_is_full(monkeypatch):
+    world = World(monkeypatch, [EASY, MIXED, HARD, HARD, MIXED, MIXED, MIXED, EASY], FILTER)
+    found = world.gather()
+    assert [s.prompt_id for s in found.samples] == [1, 1, 4, 4]  # 5 was generated too, and is more than a batch holds
+    assert [(s.group_id, s.sample_id) for s in found.samples] == [(0, 0), (0, 1), (1, 2), (1, 3)]
+    assert [(r.sample_id, r.score) for r in found.results] == [(0, 1.0), (1, 0.0), (2, 1.0), (3, 0.0)]
+    assert [batch for batch, _ in world.asked] == [0, 1, 2] and found.cursor == DataCursor(0, 6)
+    assert found.metrics["train/num_gen_batches"] == 3
+    assert found.metrics["train/uniform_group_share"] == pytest.approx(3 / 6)
+    assert found.metrics["train/trained_groups"] == 2
+
+
+ENDLESS = [EASY, MIXED, HARD, EASY, HARD, EASY]
+TWO = "algorithm.filter_groups.max_num_gen_batches=2"
+END = "algorithm.filter_groups.on_exhausted="
+
+
+def test_at_the_limit_a_run_stops_with_what_to_do(monkeypatch):
+    world = World(monkeypatch, ENDLESS, FILTER, TWO, END + "error")
+    with pytest.raises(DataError, match=r"step 1: after 2 batches of prompts, 1 of the 2 groups.*differ in score.*partial or unfiltered"):
+        world.gather()
+    assert len(world.asked) == 2
+
+
+def test_at_the_limit_a_step_may_train_on_what_there_is(monkeypatch):
+    found = World(monkeypatch, ENDLESS, FILTER, TWO, END + "partial").gather()
+    assert [s.prompt_id for s in found.samples] == [1, 1]
+    assert found.metrics["train/trained_groups"] == 1
+    with pytest.raises(DataError, match=r"0 of the 2 groups.*set on_exhausted to unfiltered"):
+        World(monkeypatch, [EASY, HARD] * 2, FILTER, TWO, END + "partial").gather()
+
+
+def test_at_the_limit_a_batch_may_be_filled_with_the_first_of_the_others(monkeypatch):
+    found = World(monkeypatch, ENDLESS, FILTER, TWO, END + "unfiltered").gather()
+    assert [s.prompt_id for s in found.samples] == [1, 1, 0, 0]
+    assert [s.group_id for s in found.samples] == [0, 0, 1, 1]
+
+
+def test_a_prompt_drawn_twice_in_a_step_is_not_answered_with_the_same_seeds(monkeypatch):
+    seeds = []
+
+    def engines_generate(requests, settings, score):
+        seeds.append([r.seed for r in requests])
+        return [SimpleNamespace(token_ids=(5,), log_probs=(0.0,), stop_reason="stop", weight_version=0) for _ in requests]
+
+    run = SimpleNamespace(
+        config=load_config(TINY, overrides=SIZES).config, state=TrainState(), engines=SimpleNamespace(generate=engines_generate)
+    )
+    for gen_batch in (0, 1):
+        phases.generate(run, [prompt(3)], gen_batch)
+    assert len({seed for drawn in seeds for seed in drawn}) == 2 * N
+
+
+def test_the_metric_may_be_the_reward_after_penalties_or_a_part_of_it(monkeypatch):
+    """Scores alike and lengths 1 and 4 of 4: only the penalised rewards differ. Parts alike and scores not: acc says uniform."""
+    penalty = ("algorithm.overlong_buffer={enable: true, len: 2}", FILTER, TWO, END + "partial")
+    by_reward = World(monkeypatch, [EASY] * 4, *penalty, "algorithm.filter_groups.metric=reward", lengths=(1, 4)).gather()
+    assert by_reward.metrics["train/uniform_group_share"] == 0
+    np.testing.assert_allclose(
+        sampling.rewards_of(load_config(TINY, overrides=[*SIZES, *penalty]).config, by_reward.samples, by_reward.results), [1, 0, 1, 0]
+    )
+    acc = {p: {"acc": True} for p in range(4)}
+    with pytest.raises(DataError, match="differ in acc"):
+        World(monkeypatch, [MIXED] * 4, FILTER, TWO, END + "partial", "algorithm.filter_groups.metric=acc", parts=acc).gather()
+
+
+def test_a_metric_that_the_reward_does_not_give_is_told_with_those_it_does(monkeypatch):
+    world = World(monkeypatch, [MIXED] * 4, FILTER, "algorithm.filter_groups.metric=acc", parts={0: {"format": 1.0, "pred": "7"}})
+    with pytest.raises(DataError, match=r"no number under 'acc'.*allowed: score, reward, format, pred"):
+        world.gather()
+
+
+def test_a_failed_reward_has_its_score_under_every_name():
+    results = [RewardResult(0, -1.0, {}, RAISED), RewardResult(1, 0.5, {"acc": 1}, OK)]
+    np.testing.assert_array_equal(sampling.part_values(("acc",), results)["acc"], [-1.0, 1.0])
+
+
+# --- rules ---------------------------------------------------------------------------------------------------------------------------
+
+
+def broken(*overrides, recipe=None):
+    return {v.field: v for v in violations(load_config(TINY, recipe, overrides), TINY_MODEL)}
+
+
+CORRECTION = "algorithm.rollout_correction"
+CONTRADICTIONS = [
+    (["algorithm.use_kl_in_reward=true", "algorithm.use_kl_loss=true"], "algorithm.use_kl_in_reward", "count twice"),
+    ([f"{CORRECTION}.level=token", "algorithm.anchor=rollout"], f"{CORRECTION}.level", "count the same gap twice"),
+    ([f"{CORRECTION}={{level: token, mode: truncate, low: 0.5}}"], f"{CORRECTION}.low", "above only"),
+    ([f"{CORRECTION}={{level: token, mode: mask, low: 3, high: 2}}"], f"{CORRECTION}.low", "between the two"),
+    ([f"{CORRECTION}={{level: sequence, mode: mask, high: 0.5}}"], f"{CORRECTION}.high", "the ratio is 1"),
+    ([f"{CORRECTION}.level=tokens"], f"{CORRECTION}.level", ""),
+    ([f"{CORRECTION}={{level: token, mode: truncated}}"], f"{CORRECTION}.mode", ""),
+    (["algorithm.anchor=recomputed"], "algorithm.anchor", ""),
+    (["algorithm.adv_estimator=gae"], "algorithm.adv_estimator", "learned value function"),
+    (["algorithm.adv_estimator=gdpo"], "algorithm.gdpo_reward_keys", "name the parts"),
+    (
+        ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a, b]", "algorithm.gdpo_reward_weights=[1]"],
+        "algorithm.gdpo_reward_weights",
+        "",
+    ),
+    ([FILTER, END + "partial"], "algorithm.filter_groups.max_num_gen_batches", "without end"),
+    (["rollout.n=1", "algorithm.adv_estimator=reinforce_plus_plus", FILTER], "rollout.n", "one response does not"),
+    (["algorithm.overlong_buffer={enable: true, len: 5}"], "algorithm.overlong_buffer.len", "before the longest response"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "field", "why"), CONTRADICTIONS)
+def test_settings_that_contradict_each_other_are_refused_by_their_key(overrides, field, why):
+    (violation,) = broken(*overrides).values()
+    assert violation.field == field and why in violation.why and violation.rule
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("algorithm.adv_estimator=reinforce++", "it is called reinforce_plus_plus here"),
+        ("algorithm.adv_estimator=rlo", "did you mean rloo?"),
+        ("algorithm.anchor=rolout", "did you mean rollout?"),
+        (f"{CORRECTION}.level=geometrical", "did you mean geometric?"),
+        ("algorithm.kl_penalty=low_var_k", "did you mean low_var_kl?"),
+    ],
+)
+def test_unknown_names_get_the_closest(given, told):
+    (violation,) = broken(given).values()
+    assert told in violation.rule
+
+
+def test_losses_measured_from_generation_want_its_anchor():
+    dppo = ["algorithm.policy_loss.loss_mode=dppo_tv", "algorithm.policy_loss.loss_agg_mode=token-mean"]
+    assert broken(*dppo, recipe="grpo")["algorithm.anchor"].allowed == ("rollout",)
+    assert broken(*dppo, "algorithm.anchor=rollout", recipe="grpo") == {}
+    assert broken(*dppo, "algorithm.policy_loss.force=true", recipe="grpo") == {}
+
+
+def test_covariance_bounds_must_leave_room():
+    loss = "algorithm.policy_loss."
+    found = broken(loss + "loss_mode=clip_cov", loss + "clip_cov_lb=5", recipe="grpo")
+    assert set(found) == {loss + "clip_cov_lb"}
+
+
+def test_an_update_that_cannot_clip_is_noted():
+    resolved = load_config(TINY, overrides=["actor.ppo_mini_batch_size=64"])
+    assert any("every ratio is exactly 1" in note for note in notes(resolved, TINY_MODEL))
+    anchored = load_config(TINY, overrides=["actor.ppo_mini_batch_size=64", "algorithm.anchor=rollout"])
+    assert not any("every ratio is exactly 1" in note for note in notes(anchored, TINY_MODEL))
+
+
+@pytest.mark.parametrize("recipe", available_recipes())
+def test_every_recipe_goes_with_the_tiny_preset_by_name_alone(recipe):
+    assert broken(recipe=recipe) == {}
+
+
+def test_a_recipe_leaves_nothing_of_another_behind():
+    """Every recipe sets the same switches, so that changing the name changes the whole algorithm."""
+    dapo = load_config(TINY, "dapo").config.algorithm
+    assert dapo.filter_groups.enable and dapo.overlong_buffer.enable and dapo.overlong_buffer.len == 1  # a fifth of 4, at least one
+    for recipe in {*available_recipes()} - {"dapo"}:
+        left = load_config(TINY, recipe, ["data.max_response_length=4"]).config.algorithm
+        assert not left.filter_groups.enable and not left.overlong_buffer.enable and not left.overlong_filter

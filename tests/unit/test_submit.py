@@ -1,0 +1,183 @@
+"""`mrl submit` against a stand-in of Ray's job client: what is sent, what is waited for, and the status that comes back."""
+
+import os
+import shlex
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from mrl.cli import main
+from mrl.cluster import job as jobs
+from mrl.commands import submit as command
+from mrl.errors import ConfigError, EnvironmentFault, Interrupted
+
+ROOT = Path(__file__).parents[2]
+PRESET = ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
+
+
+class Client:
+    """A head whose agent comes up after `busy` requests, and a job that ends as told."""
+
+    def __init__(self, status="SUCCEEDED", code=0, busy=0, error=None, on_logs=lambda: None):
+        self.status, self.code, self.busy, self.error, self.on_logs = status, code, busy, error, on_logs
+        self.submitted, self.stopped, self.asked = [], [], 0
+
+    def submit_job(self, **job):
+        self.asked += 1
+        if self.asked <= self.busy:
+            raise RuntimeError("Request failed with status code 500: No available agent to submit job, please try again later.")
+        if self.error:
+            raise self.error
+        self.submitted.append(job)
+        return job["submission_id"]
+
+    async def tail_job_logs(self, job_id):
+        yield "step 1\n"
+        self.on_logs()
+        yield "step 2\n"
+
+    def get_job_status(self, job_id):
+        return SimpleNamespace(value=self.status)
+
+    def get_job_info(self, job_id):
+        return SimpleNamespace(driver_exit_code=self.code, message="the node went away")
+
+    def stop_job(self, job_id):
+        self.stopped.append(job_id)
+        return True
+
+
+JOB = jobs.Job("mrl-1", "mrl train x.yaml", {"working_dir": "."})
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "expected"),
+    [("SUCCEEDED", 0, 0), ("FAILED", 2, 2), ("FAILED", 6, 6), ("FAILED", None, 1), ("STOPPED", None, 5)],
+)
+def test_the_exit_status_is_the_drivers(status, code, expected):
+    said = []
+    assert jobs.follow(Client(status, code), JOB, said.append) == expected
+    assert said[:2] == ["step 1\n", "step 2\n"]
+    if status == "FAILED" and code is None:
+        assert "the node went away" in said[-1]
+
+
+def test_a_signal_asks_the_job_to_stop_and_waits_for_it():
+    before = signal.getsignal(signal.SIGTERM)
+    client = Client("STOPPED", on_logs=lambda: os.kill(os.getpid(), signal.SIGTERM))
+    said = []
+    assert jobs.follow(client, JOB, said.append) == 5
+    assert client.stopped == ["mrl-1"] and "step 2\n" in said
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_head_that_is_lost_ends_the_wait_as_resumable(monkeypatch):
+    class Lost(Client):
+        def get_job_status(self, job_id):
+            raise ConnectionError("Failed to connect to Ray")
+
+    monkeypatch.setattr(jobs, "LOST_AFTER_S", -1.0)
+    with pytest.raises(Interrupted, match="no longer answers about job mrl-1"):
+        jobs.follow(Lost(), JOB, lambda text: None)
+
+
+def test_a_head_without_an_agent_is_asked_again():
+    client = Client(busy=3)
+    jobs.submit(client, JOB, agent_timeout_s=60, wait=lambda s: None)
+    assert client.asked == 4 and client.submitted[0]["entrypoint"] == "mrl train x.yaml"
+
+
+def test_it_is_not_asked_for_ever():
+    with pytest.raises(EnvironmentFault, match="No available agent"):
+        jobs.submit(Client(busy=99), JOB, agent_timeout_s=-1, wait=lambda s: None)
+
+
+def test_another_refusal_is_not_tried_again():
+    client = Client(error=RuntimeError("Request failed with status code 401: invalid token"))
+    with pytest.raises(EnvironmentFault, match="invalid token"):
+        jobs.submit(client, JOB, agent_timeout_s=60, wait=lambda s: None)
+    assert client.asked == 1
+
+
+def test_a_package_too_large_names_what_is_large(tmp_path):
+    (tmp_path / "weights.bin").write_bytes(bytes(3 * 2**20))
+    (tmp_path / "code.py").write_text("pass")
+    client = Client(error=ValueError("Package size (600.00MiB) exceeds the maximum size of 512.00MiB"))
+    job = jobs.Job("mrl-1", "mrl train", {"working_dir": str(tmp_path)})
+    with pytest.raises(ConfigError, match=r"weights.bin 3 MiB, code.py 0 MiB; add .* to `excludes`"):
+        jobs.submit(client, job, agent_timeout_s=60)
+
+
+def test_a_stopped_job_has_time_to_save(tmp_path):
+    path = tmp_path / "env.yaml"
+    path.write_text("working_dir: .\n")
+    assert jobs.read_runtime_env(path)["env_vars"] == {jobs.GRACE: "120"}
+    path.write_text(f"env_vars: {{{jobs.GRACE}: '300', A: b}}\n")
+    assert jobs.read_runtime_env(path)["env_vars"] == {jobs.GRACE: "300", "A": "b"}
+    assert jobs.read_runtime_env(path, grace_s=7)["env_vars"][jobs.GRACE] == "7"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("env_vars: {A: 1}", "A: values must be text"), ("- a", "a mapping"), ("env_vars: [a]", "a mapping"), ("a: [", "cannot be read")],
+)
+def test_a_runtime_environment_that_ray_would_refuse_later_is_refused_now(tmp_path, text, said):
+    path = tmp_path / "env.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        jobs.read_runtime_env(path)
+
+
+def submit(monkeypatch, capsys, *arguments, client=None) -> tuple[int, Client, str]:
+    client = client or Client()
+    monkeypatch.setattr(command, "_client", lambda address: client)
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as ended:
+        main(["submit", *arguments])
+    captured = capsys.readouterr()
+    return ended.value.code, client, captured.out + captured.err
+
+
+def test_the_whole_command_line_reaches_the_cluster(monkeypatch, capsys):
+    arguments = [str(PRESET), "--recipe", "grpo", "--run-dir", "/shared/run", "--set", "data.train_files=[a b.parquet]"]
+    code, client, said = submit(monkeypatch, capsys, "--grace-s", "9", *arguments)
+    assert code == 0 and "step 2" in said
+    (sent,) = client.submitted
+    assert shlex.split(sent["entrypoint"]) == ["mrl", "train", *arguments, "--run-dir", "/shared/run"]
+    assert sent["runtime_env"]["env_vars"][jobs.GRACE] == "9"
+    assert {".git/", ".venv/", "runs/"} <= set(sent["runtime_env"]["excludes"])
+
+
+def test_a_relative_run_directory_does_not_vanish_with_the_jobs_copy(monkeypatch, capsys):
+    _, client, _ = submit(monkeypatch, capsys, str(PRESET))
+    assert shlex.split(client.submitted[0]["entrypoint"])[-2:] == ["--run-dir", str(ROOT / "runs" / "tiny-moe")]
+
+
+def test_an_unknown_key_is_told_before_anything_is_sent(monkeypatch, capsys):
+    code, client, said = submit(monkeypatch, capsys, str(PRESET), "--set", "actor.optim.lrr=1")
+    assert code == 2 and "did you mean" in said and not client.submitted
+
+
+def test_a_dashboard_that_does_not_answer_is_the_environments_fault(monkeypatch, capsys):
+    def refused(address):
+        raise EnvironmentFault(f"no Ray dashboard answers at {address}")
+
+    monkeypatch.setattr(command, "_client", refused)
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as ended:
+        main(["submit", "--address", "http://127.0.0.1:9", str(PRESET)])
+    assert ended.value.code == 4 and "http://127.0.0.1:9" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])
+def test_every_runtime_environment_is_complete_and_explained(device):
+    path = ROOT / "launch" / f"runtime_env.{device}.yaml"
+    found = jobs.read_runtime_env(path)
+    assert found["working_dir"] == "." and ".venv/" in found["excludes"] and int(found["env_vars"][jobs.GRACE]) >= 120
+    lines = path.read_text().splitlines()
+    for name in yaml.safe_load(path.read_text())["env_vars"]:
+        at = next(i for i, line in enumerate(lines) if line.strip().startswith(f"{name}:"))
+        assert "#" in lines[at] or lines[at - 1].strip().startswith("#"), f"{name} is not explained"

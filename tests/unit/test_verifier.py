@@ -1,0 +1,57 @@
+"""The layered math verifier against verdicts written by hand (verifier_pairs.py)."""
+
+import pytest
+from verifier_pairs import ADVERSARIAL, EXPRESSIONS, LISTS, PLAIN, RESPONSES, UNITS, WORDS
+
+from mrl.reward.latex import clean
+from mrl.reward.math_verifier import MATCH, VERDICTS, canonical, math
+
+pytest.importorskip("math_verify")
+TABLE = [(truth, answer, right) for group in (PLAIN, UNITS, LISTS, EXPRESSIONS, WORDS, ADVERSARIAL) for truth, good, bad in group
+         for right, answers in ((True, good), (False, bad)) for answer in answers]  # fmt: skip
+
+
+def boxed_verdict(truth, answer) -> str:
+    return math("math", rf"Therefore \boxed{{{answer}}}", truth)["verdict"]
+
+
+def test_the_table_is_as_large_as_it_should_be():
+    assert len({(truth, answer) for truth, answer, _ in TABLE}) + len(RESPONSES) >= 300
+
+
+@pytest.mark.parametrize(("truth", "answer", "right"), TABLE, ids=lambda value: repr(value)[:40])
+def test_verdicts(truth, answer, right):
+    verdict = boxed_verdict(truth, answer)
+    assert verdict in VERDICTS
+    assert (verdict == MATCH) == right
+
+
+@pytest.mark.parametrize(("truth", "response", "verdict"), RESPONSES)
+def test_which_part_of_a_response_is_the_answer(truth, response, verdict):
+    result = math("math", response, truth)
+    assert (result["verdict"], result["score"], result["acc"]) == (verdict, verdict == MATCH, verdict == MATCH)
+
+
+def test_no_answer_of_the_adversarial_table_is_handed_to_a_computation_that_takes_long():
+    import time
+
+    begin = time.monotonic()
+    for truth, _, wrong in ADVERSARIAL:
+        for answer in wrong:
+            boxed_verdict(truth, answer)
+    assert time.monotonic() - begin < 5
+
+
+@pytest.mark.parametrize("spelling", ["0.5", r"\frac12", "1/2", "½", "x=0.5", r"\frac{2}{4}"])
+def test_spellings_of_a_number_vote_together(spelling):
+    assert canonical(clean(spelling)) == "1/2"
+
+
+def test_a_truth_without_content_is_an_error_not_a_wrong_answer():
+    with pytest.raises(ValueError, match="no content"):
+        math("math", r"\boxed{5}", " ")
+
+
+def test_the_answer_that_was_compared_is_kept():
+    assert math("math", r"\boxed{x = \dfrac12}", "0.5")["pred"] == "1/2"
+    assert math("math", "nothing", "0.5")["pred"] == ""

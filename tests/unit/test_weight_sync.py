@@ -1,0 +1,315 @@
+"""Faults of a weight sync: each is noticed and named, no engine serves a mixture, and the sync is done again once or the run stops.
+
+The driver, the plan, the transports and the digests are the real ones; ranks and engines are threads with plain tensors.
+"""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from reshard_world import DictWriter, World, expected, free_port, hf_weights, setup_for, shards_of
+
+from mrl.cluster import weight_sync
+from mrl.cluster.weight_sync import WeightSync
+from mrl.errors import EnvironmentFault, Interrupted
+from mrl.reshard.setup import SyncSetup
+from mrl.reshard.transport_shm import sequence
+
+TRAIN = dict(world_size=4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, expert_model_parallel_size=2)
+REPLICAS = dict(world_size=2)
+
+
+@dataclass
+class Engine:
+    """What VllmEngine is to the driver: it holds weights, and a version only after a commit."""
+
+    number: int
+    writer: DictWriter | None = None
+    version: int | None = 0
+
+
+class FakeCluster:
+    """Ranks and engines behind the two group interfaces that WeightSync uses. Faults are put in by replacing its methods."""
+
+    def __init__(self, setup: SyncSetup, weights: dict):
+        self.setup, self.weights = setup, weights
+        self.world: World | None = None
+        self.engines = [Engine(i) for i in range(setup.rollout_layout.num_engines)]
+        self.held = {rank: shards_of(setup, rank, weights) for rank in range(setup.train_layout.world_size)}
+        self.flip_storage = None  # engine whose storage is spoilt after the write
+
+    def actor(self) -> SimpleNamespace:
+        return SimpleNamespace(refs=self._rank_refs, meeting_point=lambda: f"127.0.0.1:{free_port()}")
+
+    def group(self) -> SimpleNamespace:
+        return SimpleNamespace(refs=self._engine_refs, commit=self.commit, call=lambda method: None)
+
+    def _rank_refs(self, method, *arguments):
+        if method == "connect_sync":  # ranks and engines meet together: see below
+            return {}
+        return {f"rank {r}": partial(getattr(self, method), r, *arguments) for r in self.held}
+
+    def _engine_refs(self, method, *arguments, engines=None):
+        chosen = range(len(self.engines)) if engines is None else engines
+        if method == "connect_sync":
+            return {"engine 0": partial(self.connect, *arguments)}
+        return {f"engine {i}": partial(getattr(self, method), i, *arguments) for i in chosen}
+
+    def places(self, number):
+        return [("node", None)]
+
+    def connect(self, data, plan_hash) -> int:
+        if self.world:
+            self.world.close()
+        setup = SyncSetup.from_json(data)
+        setup.check_hash(plan_hash, "engine 0")
+        self.world = World(setup, self.weights)
+        self.world.held = self.held
+        workers = range(setup.rollout_layout.world_size)
+        return sum(p.numel() * 4 for w in workers for p in expected(setup, w, self.weights).values())
+
+    def send_weights(self, rank, update, workers, check_replicas) -> dict:
+        return vars(self.world.senders[rank].send(update, workers, check_replicas))
+
+    def receive_weights(self, engine, update, read_back) -> list:
+        self.engines[engine].version = None
+        worker = engine  # one worker an engine
+        writer = self.engines[engine].writer = DictWriter(self.setup, worker)
+        report = self.world.receivers[worker].receive(writer, update)
+        if engine == self.flip_storage:
+            self.flip_storage = None
+            writer.tensors["model.norm.weight"].view(torch.int32)[5] ^= 1 << 20
+        held = {name: writer.digest(spec) for name, spec in writer.parameters.items()} if read_back else None
+        return [vars(report) | {"received": writer.digests, "held": held}]
+
+    def commit(self, version) -> None:
+        for engine in self.engines:
+            engine.version = version
+
+    def versions(self) -> list:
+        return [engine.version for engine in self.engines]
+
+
+def run_all(calls: dict, *_) -> dict:
+    """As mrl.cluster.calls.settle: errors are answers."""
+
+    def caught(call):
+        try:
+            return call()
+        except EnvironmentFault:
+            raise
+        except Exception as error:
+            return RuntimeError(str(error))
+
+    with ThreadPoolExecutor(max(1, len(calls))) as pool:
+        return dict(zip(calls, pool.map(caught, calls.values()), strict=True))
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    """A maker of (cluster, sync) whose transports are closed in the end."""
+    made = []
+    monkeypatch.setattr(weight_sync, "settle", run_all)
+    monkeypatch.setattr(weight_sync, "gather", run_all)
+
+    def make(engines=2, train=TRAIN, transport="shm", timeout_s=10.0, verify_every=1) -> tuple[FakeCluster, WeightSync]:
+        setup = setup_for(train, dict(num_engines=engines), transport, timeout_s=timeout_s)
+        found = FakeCluster(setup, hf_weights(setup))
+        config = SimpleNamespace(
+            reshard=SimpleNamespace(path="fast", transport=transport, verify_every=verify_every),
+            rollout=SimpleNamespace(num_engines=engines),
+            actor=SimpleNamespace(layout=SimpleNamespace(world_size=train["world_size"])),
+            cluster=SimpleNamespace(start_timeout_s=60.0, step_timeout_s=60.0),
+        )
+        sync = WeightSync(config, found.actor(), found.group())
+        sync._setup = lambda topology: replace(setup, topology=topology)
+        made.append(found)
+        return found, sync
+
+    yield make
+    for one in made:
+        one.world.close()
+
+
+def holds(cluster: FakeCluster, engine: int) -> bool:
+    """The engine holds exactly the trainer's weights."""
+    wanted = expected(cluster.setup, engine, cluster.weights)
+    return all(torch.equal(cluster.engines[engine].writer.tensors[name], wanted[name]) for name in wanted)
+
+
+def once(method, spoil):
+    """`method` whose first call goes through `spoil(method, *arguments)`."""
+    calls = []
+
+    def replaced(*arguments):
+        calls.append(arguments)
+        return spoil(method, *arguments) if len(calls) == 1 else method(*arguments)
+
+    return replaced
+
+
+def flip_a_byte(take, messages):
+    buffers = [buffer.clone() for buffer in take(messages)]
+    buffers[0][3] ^= 16
+    return buffers
+
+
+def test_a_clean_sync_moves_what_is_required_and_serves_the_version_everywhere(cluster):
+    world, sync = cluster()
+    metrics = sync.bring_to(7)
+    assert world.versions() == [7, 7]
+    assert holds(world, 0) and holds(world, 1)
+    assert metrics["reshard/bytes_moved"] == metrics["reshard/bytes_required"] > 0
+    assert (metrics["reshard/verified"], metrics["reshard/resynced"], metrics["reshard/weight_version"]) == (1, 0, 7)
+
+
+def test_a_byte_flipped_on_the_way_is_named_and_only_that_engine_is_synced_again(cluster, capsys):
+    world, sync = cluster()
+    sync.bring_to(1)
+    end = world.world.receivers[1].end
+    end.take = once(end.take, flip_a_byte)
+    kept = world.engines[0]
+    rounds = []
+    world.receive_weights = (lambda plain: lambda engine, *a: rounds.append(engine) or plain(engine, *a))(world.receive_weights)
+    metrics = sync.bring_to(2)
+    assert sorted(rounds) == [0, 1, 1]
+    assert metrics["reshard/resynced"] == 1 and metrics["reshard/bytes_moved"] == metrics["reshard/bytes_required"]
+    assert world.versions() == [2, 2] and holds(world, 1) and kept.version == 2
+    said = capsys.readouterr().err
+    first = next(iter(sync.setup.plan().receives(1)))
+    assert f"engine 1 worker 1: {first.copies[0].parameter} differs on the way" in said
+    assert "rank" in said
+
+
+def test_a_fault_that_stays_stops_the_run_and_no_engine_serves_a_mixture(cluster):
+    world, sync = cluster()
+    sync.bring_to(1)
+    end = world.world.receivers[1].end
+    end.take = partial(flip_a_byte, end.take)
+    with pytest.raises(
+        Interrupted, match=r"version 2: engine 1 could not be brought .* twice: engine 1 worker 1: .* differs on the way, sent by"
+    ):
+        sync.bring_to(2)
+    assert world.versions() == [None, None]
+    assert Interrupted.exit_code == 5
+
+
+def test_a_bit_flipped_in_the_engines_storage_after_the_write_is_found_by_the_read_back(cluster, capsys):
+    world, sync = cluster()
+    world.flip_storage = 0
+    assert sync.bring_to(1)["reshard/resynced"] == 1
+    assert "engine 0 worker 0: model.norm.weight differs in the engine" in capsys.readouterr().err
+    assert holds(world, 0) and world.versions() == [1, 1]
+
+
+def test_storage_is_read_back_every_so_many_syncs(cluster):
+    world, sync = cluster(verify_every=2)
+    seen = []
+    world.receive_weights = (lambda plain: lambda engine, update, read: seen.append(read) or plain(engine, update, read))(
+        world.receive_weights
+    )
+    for version in (1, 2, 3):
+        sync.bring_to(version)
+    assert seen == [True, True, False, False, True, True]
+
+
+@pytest.mark.parametrize("transport", ["shm", "p2p"])
+def test_a_dropped_message_is_missed_by_its_receiver_which_names_rank_and_round(cluster, capsys, transport):
+    world, sync = cluster(engines=1, transport=transport, timeout_s=1.0)
+    sync.bring_to(1)
+    end = world.world.senders[2].end
+    dropped = []
+    end.post = once(
+        end.post,
+        lambda post, message: dropped.append(message) or end._place.pop(0, None) if transport == "p2p" else dropped.append(message),
+    )
+    assert sync.bring_to(2)["reshard/resynced"] == 1
+    assert f"rank 2, round {dropped[0].round} of update 2 for worker 0: nothing came" in capsys.readouterr().err
+    assert holds(world, 0) and world.versions() == [2]
+
+
+def test_a_message_that_is_sent_twice_finds_no_room(cluster, capsys):
+    world, sync = cluster(engines=1, timeout_s=1.0)
+    sync.bring_to(1)
+    end = world.world.senders[0].end
+
+    def again(post, message):
+        post(message)
+        end._wait_taken(message)
+        end.slot(message)
+
+    end.post = once(end.post, again)
+    assert sync.bring_to(2)["reshard/resynced"] == 1
+    assert "rank 0, round" in capsys.readouterr().err  # it waits for room that no plan has, and its next message does not come
+    assert holds(world, 0)
+
+
+def test_a_message_of_an_earlier_sync_is_not_taken_for_this_ones(cluster, capsys):
+    world, sync = cluster(engines=1)
+    sync.bring_to(1)
+    end = world.world.senders[0].end
+
+    def old(post, message):
+        words = end._arenas[0].words[:, end._index[0]]
+        words[words[:, 0] == sequence(2, message), 3] = sequence(1, message)  # word 0: granted, word 3: ready
+
+    end.post = once(end.post, old)
+    assert sync.bring_to(2)["reshard/resynced"] == 1
+    assert "not the message that the plan has there" in capsys.readouterr().err
+    assert holds(world, 0)
+
+
+def test_gate_and_up_swapped_while_packing_do_not_pass(cluster, capsys):
+    world, sync = cluster(engines=1)
+    sync.bring_to(1)
+    for sender in world.world.senders.values():
+        for (number, worker), views in sender._sources._views.items():
+            message = next(m for m in sender._messages if (m.round, m.worker) == (number, worker))
+            at = {c.hf_name: i for i, c in enumerate(message.copies)}
+            for name, gate in at.items():
+                up = at.get(name.replace("gate_proj", "up_proj"))
+                if "gate_proj" in name and up is not None and views[gate].shape == views[up].shape:
+                    views[gate], views[up] = views[up], views[gate]
+    with pytest.raises(Interrupted, match=r"w13_weight differs on the way"):
+        sync.bring_to(2)
+    assert world.versions() == [None]
+
+
+def test_a_replica_left_with_old_weights_is_named_even_when_it_is_what_was_sent(cluster):
+    world, sync = cluster(engines=1, train=REPLICAS)
+    sync.bring_to(1)
+    for rank, held in world.held.items():
+        for (name, _), tensor in held.items():
+            if rank == 0 or "linear_proj" not in name:
+                tensor.mul_(2)
+    with pytest.raises(Interrupted, match=r"self_attn\.o_proj\.weight .* differs between ranks 0 and 1"):
+        sync.bring_to(2)
+    assert world.versions() == [None]
+
+
+def test_an_engine_that_fails_in_the_middle_is_told_to_the_ranks_at_once(cluster, capsys):
+    world, sync = cluster(engines=2, timeout_s=60.0)
+    sync.bring_to(1)
+    end = world.world.receivers[1].end
+
+    def fail(take, messages):
+        raise MemoryError("engine 1 worker 1: no memory for a module")
+
+    end.take = once(end.take, fail)
+    began = time.monotonic()
+    assert sync.bring_to(2)["reshard/resynced"] == 2
+    assert time.monotonic() - began < 20
+    said = capsys.readouterr().err
+    assert "no memory for a module" in said
+    assert world.versions() == [2, 2] and holds(world, 0) and holds(world, 1)
+
+
+def test_a_side_with_another_plan_is_refused_before_the_first_byte(cluster):
+    setup = setup_for(TRAIN, {})
+    other = replace(setup, budget_bytes=setup.budget_bytes // 2)
+    with pytest.raises(EnvironmentFault, match=r"rank 3 plans the weight sync as .* they do not run the same mrl"):
+        other.check_hash(setup.plan().hash, "rank 3")
