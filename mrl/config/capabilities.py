@@ -17,13 +17,8 @@ _MISSING: tuple[tuple[Callable[[RunConfig], bool], str], ...] = (
     (lambda c: c.algorithm.use_kl_loss, "algorithm.use_kl_loss: true, which needs a reference model (use false)"),
     (lambda c: c.algorithm.use_kl_in_reward, "algorithm.use_kl_in_reward: true, which needs a reference model (use false)"),
     (lambda c: c.ref.layout is not None, "ref.layout, the layout of a reference model (use null)"),
-    (
-        lambda c: c.actor.use_dynamic_bsz or bool(c.ref.log_prob_use_dynamic_bsz),
-        "actor.use_dynamic_bsz: true (use false with ppo_micro_batch_size_per_gpu)",
-    ),
     (lambda c: bool(offloaded(c)), "offload of parameters, gradients or optimizer to the host (param_offload, ...: use false)"),
     (lambda c: c.actor.router_replay != "disabled", "actor.router_replay (use disabled)"),
-    (lambda c: c.actor.layout.context_parallel_size > 1, "actor.layout.context_parallel_size above 1"),
     (lambda c: c.rollout.data_parallel_size > 1, "rollout.data_parallel_size above 1 (use more num_engines)"),
     (
         lambda c: c.rollout.tensor_model_parallel_size * c.rollout.data_parallel_size > c.cluster.n_gpus_per_node,

@@ -78,6 +78,7 @@ class ActorConfig(Section):
     ppo_mini_batch_size: int = Field(ge=1)  # prompts per optimizer step
     ppo_micro_batch_size_per_gpu: int = Field(8, ge=1)  # samples per forward-backward of one rank
     log_prob_micro_batch_size_per_gpu: int = Field(8, ge=1)
+    use_remove_padding: bool = True  # pack sequences end to end instead of padding them to one length
     use_dynamic_bsz: bool = False  # cut micro-batches by tokens instead of samples
     ppo_max_token_len_per_gpu: int | None = Field(None, ge=1)  # tokens of one device in a micro-batch, with use_dynamic_bsz
     log_prob_max_token_len_per_gpu: int | None = Field(None, ge=1)  # the same for log-probs; None: ppo_max_token_len_per_gpu

@@ -19,10 +19,11 @@ from mrl.data.batch import TrainBatch
 from mrl.errors import DataError
 from mrl.layout import TrainLayout
 from mrl.megatron import parallel
-from mrl.megatron.batching import MicroBatch, check_batch, micro_arrays, mini_batches, split_micro_batches
+from mrl.megatron.batching import MicroBatch, Splitter, check_batch, mini_batches
 from mrl.megatron.bridge import DTYPES, Bridge, MBridge
-from mrl.megatron.forward import MicroInputs, log_prob_pass, loss_pass
+from mrl.megatron.forward import MicroInputs, log_prob_pass, loss_pass, return_hidden_states
 from mrl.megatron.optimizer import StepResult, build_optimizer, build_scheduler, current_lr, step, zero_gradients
+from mrl.megatron.packing import micro_arrays
 from mrl.models import load_model_spec
 from mrl.platforms import get_platform
 
@@ -61,6 +62,7 @@ class MegatronActor:
         self.chunks = self.bridge.build_model()
         for chunk in self.chunks:
             chunk.config.finalize_model_grads_func = finalize_model_grads
+        return_hidden_states(self.chunks)
         self.bridge.load_hf(config.model.path)
         self.optimizer = build_optimizer(config.actor.optim, self.chunks, DTYPES[config.model.dtype])
         self.scheduler = build_scheduler(config.actor.optim, self.optimizer, config.total_updates)
@@ -73,8 +75,7 @@ class MegatronActor:
         """
         check_batch(batch)
         batch = replace(batch, keep=None)  # what is rejected from the loss has log-probs all the same
-        micros = self._share(batch, self.config.actor.log_prob_micro_batch_size_per_gpu)
-        inputs = [self._inputs(batch, micro) for micro in micros]
+        micros, inputs = self._share(batch, Splitter.for_log_probs(self.config.actor, self.layout, self.model))
         outputs = log_prob_pass(self.chunks, inputs, self.model.vocab_size)
         if not parallel.holds_result():
             return None
@@ -84,11 +85,9 @@ class MegatronActor:
         done = 0
         for micro, i, o in kept:
             block = log_probs[done : done + len(micro.rows), : i.response_mask.shape[1]]
-            block[:] = torch.where(i.response_mask, o.log_probs, 0.0).cpu().numpy()
+            block[:] = o.log_probs.cpu().numpy()
             done += len(micro.rows)
-        entropy = merge(
-            to_floats({"entropy": (torch.where(i.response_mask, o.entropy, 0.0).sum(), i.response_mask.sum())}) for _, i, o in kept
-        )
+        entropy = merge(to_floats({"entropy": (o.entropy.sum(), i.response_mask.sum())}) for _, i, o in kept)
         return RowResult(rows, log_probs, entropy.get("entropy", (0.0, 0.0)))
 
     def update(self, batch: TrainBatch) -> list[FloatParts]:
@@ -109,8 +108,7 @@ class MegatronActor:
         """
         mask = batch.loss_mask
         batch = replace(batch, selected=select(self.loss_parameters, batch.advantages, batch.old_log_probs, mask))
-        micros = self._share(batch, self.config.actor.ppo_micro_batch_size_per_gpu)
-        inputs = [self._inputs(batch, micro) for micro in micros]
+        _, inputs = self._share(batch, Splitter.for_update(self.config.actor, self.layout, self.model))
         denominators = Denominators(tokens=int(mask.sum()), sequences=int(mask.any(-1).sum()))
         zero_gradients(self.chunks, self.optimizer)
         parts = loss_pass(self.chunks, inputs, self.model.vocab_size, self.loss_parameters, denominators)
@@ -137,14 +135,12 @@ class MegatronActor:
             return None
         return merge(losses) | (_step_metrics(result) if mpu.get_data_parallel_rank() == 0 else {})
 
-    def _share(self, batch: TrainBatch, micro_batch_size: int) -> tuple[MicroBatch, ...]:
-        lengths = batch.prompt_lengths + batch.response_lengths
-        count_multiple = self.layout.pipeline if self.layout.virtual_pipeline > 1 else 1
-        return split_micro_batches(lengths, self.layout.data, micro_batch_size, count_multiple)[mpu.get_data_parallel_rank()]
-
-    def _inputs(self, batch: TrainBatch, micro: MicroBatch) -> MicroInputs:
-        align = self.layout.tensor if self.layout.sequence_parallel else 1
-        return MicroInputs.of(micro_arrays(batch, micro, align), self.platform.device)
+    def _share(self, batch: TrainBatch, splitter: Splitter) -> tuple[tuple[MicroBatch, ...], list[MicroInputs]]:
+        """This data-parallel replica's micro-batches, and what this rank computes of each."""
+        micros = splitter.shares(batch.prompt_lengths + batch.response_lengths)[mpu.get_data_parallel_rank()]
+        context_rank = mpu.get_context_parallel_rank()
+        arrays = (micro_arrays(batch, micro.rows, splitter.shape, context_rank, micro.is_filler) for micro in micros)
+        return micros, [MicroInputs.of(a, number, self.platform.device) for number, a in enumerate(arrays)]
 
 
 def _step_metrics(result: StepResult) -> FloatParts:

@@ -8,8 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mrl.config.schema import ActorConfig
 from mrl.data.batch import TrainBatch
 from mrl.errors import DataError
+from mrl.layout import TrainLayout
+from mrl.megatron.balance import balanced_parts, imbalance, sequence_costs
+from mrl.megatron.packing import Shape
+from mrl.models import ModelSpec, forward_flops_per_token
 
 
 @dataclass(frozen=True)
@@ -20,19 +25,7 @@ class MicroBatch:
     is_filler: bool = False
 
 
-@dataclass(frozen=True)
-class MicroArrays:
-    """One micro-batch as the model takes it, right-padded. `length` is padded to the alignment, `response_length` is the longest here."""
-
-    input_ids: np.ndarray  # int64 [rows, length]
-    predictors: np.ndarray  # int64 [rows, response_length]: position whose logits predict response token t
-    targets: np.ndarray  # int64 [rows, response_length]
-    response_mask: np.ndarray  # bool [rows, response_length]: tokens that count, rejected ones not
-    temperature: np.ndarray  # float32 [rows]
-    old_log_probs: np.ndarray | None  # float32 [rows, response_length]
-    advantages: np.ndarray | None  # float32 [rows, response_length]
-    loss_weights: np.ndarray | None = None  # float32 [rows, response_length]
-    selected: np.ndarray | None = None  # bool [rows, response_length]
+Shares = tuple[tuple[MicroBatch, ...], ...]  # [data-parallel rank][micro-batch]
 
 
 def mini_batches(num_rows: int, rows_per_mini_batch: int) -> Iterator[slice]:
@@ -41,49 +34,103 @@ def mini_batches(num_rows: int, rows_per_mini_batch: int) -> Iterator[slice]:
         yield slice(start, min(start + rows_per_mini_batch, num_rows))
 
 
-def split_micro_batches(
-    lengths: np.ndarray, data_parallel_size: int, micro_batch_size: int, count_multiple: int = 1
-) -> tuple[tuple[MicroBatch, ...], ...]:
-    """[data-parallel rank][micro-batch]; every row is in exactly one micro-batch that is no filler.
+@dataclass(frozen=True)
+class Splitter:
+    """How batches are cut: the degrees that matter, one of the two limits of a micro-batch, and what a sequence costs."""
 
-    `lengths` [rows] are tokens per row. Rows are dealt over ranks by falling length, so ranks get alike work, rows of one micro-batch have
-    alike lengths and the largest forward comes first. No micro-batch has more than `micro_batch_size` rows. Their number on each rank is a
-    multiple of `count_multiple`, as the interleaved pipeline schedule needs of the number of stages.
-    """
-    order = np.argsort(-lengths, kind="stable")
-    shares = [order[rank::data_parallel_size] for rank in range(data_parallel_size)]
-    count = -(-len(shares[0]) // micro_batch_size)
-    count = -(-count // count_multiple) * count_multiple
-    filler = MicroBatch(order[-1:], is_filler=True)
-    return tuple(tuple(MicroBatch(rows) if len(rows) else filler for rows in np.array_split(share, count)) for share in shares)
+    shape: Shape
+    data_parallel: int
+    micro_batch_size: int  # samples; used when max_tokens is None
+    max_tokens: int | None = None  # tokens of one device in a micro-batch, alignment included
+    count_multiple: int = 1  # the interleaved pipeline schedule needs a multiple of its stages
+    per_token: float = 1.0  # cost, see mrl.megatron.balance
+    per_pair: float = 0.0
+
+    @classmethod
+    def for_update(cls, actor: ActorConfig, layout: TrainLayout, model: ModelSpec) -> "Splitter":
+        """Of the update's forward-backward passes."""
+        return cls._of(actor, layout, model, actor.ppo_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu)
+
+    @classmethod
+    def for_log_probs(cls, actor: ActorConfig, layout: TrainLayout, model: ModelSpec) -> "Splitter":
+        """Of the forward-only passes."""
+        limit = actor.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
+        return cls._of(actor, layout, model, actor.log_prob_micro_batch_size_per_gpu, limit)
+
+    @classmethod
+    def _of(cls, actor: ActorConfig, layout: TrainLayout, model: ModelSpec, samples: int, tokens: int | None) -> "Splitter":
+        one = forward_flops_per_token(model, 1.0)
+        per_pair = forward_flops_per_token(model, 2.0) - one
+        return cls(
+            shape=Shape(actor.use_remove_padding, layout.context, layout.tensor if layout.sequence_parallel else 1),
+            data_parallel=layout.data,
+            micro_batch_size=samples,
+            max_tokens=tokens if actor.use_dynamic_bsz else None,
+            count_multiple=layout.pipeline if layout.virtual_pipeline > 1 else 1,
+            per_token=one - per_pair,
+            per_pair=per_pair,
+        )
+
+    def shares(self, lengths: np.ndarray) -> Shares:
+        """Every row is in exactly one micro-batch that is no filler. `lengths` [rows] are tokens per row.
+
+        Rows are dealt over ranks in equal numbers and at equal cost; so are a rank's rows over its micro-batches where sequences are
+        packed, and rows of like length go together where they are padded. The largest forward comes first. Raises DataError for a row
+        above the limit.
+        """
+        costs = sequence_costs(lengths, self.per_token, self.per_pair)
+        ranks = balanced_parts(costs, self.data_parallel)
+        count = self._first_count(lengths, ranks)
+        while True:
+            count = -(-count // self.count_multiple) * self.count_multiple
+            cut = [self._cut(lengths, costs, rows, count) for rows in ranks]
+            if self._fits(lengths, cut):
+                break
+            count += 1
+        filler = MicroBatch(np.array([int(lengths.argmin())]), is_filler=True)
+        return tuple(tuple(MicroBatch(rows) if len(rows) else filler for rows in rank) for rank in cut)
+
+    def _first_count(self, lengths: np.ndarray, ranks: list[np.ndarray]) -> int:
+        """The smallest number of micro-batches that can do."""
+        if self.max_tokens is None:
+            return max(-(-max(len(rows) for rows in ranks) // self.micro_batch_size), 1)
+        longest = int(lengths.argmax())
+        if self.shape.tokens(lengths[longest : longest + 1]) > self._limit:
+            raise DataError(
+                f"row {longest} of the batch has {int(lengths[longest])} tokens, more than a micro-batch may hold ({self._limit}: "
+                "actor.ppo_max_token_len_per_gpu or log_prob_max_token_len_per_gpu times context_parallel_size); raise that limit"
+            )
+        return max(-(-int(lengths[rows].sum()) // self._limit) for rows in ranks) or 1
+
+    @property
+    def _limit(self) -> int:
+        """Tokens of a micro-batch over all ranks of its context-parallel group."""
+        return (self.max_tokens or 0) * self.shape.context
+
+    def _cut(self, lengths: np.ndarray, costs: np.ndarray, rows: np.ndarray, count: int) -> list[np.ndarray]:
+        if self.shape.packed:
+            parts = [rows[part] for part in balanced_parts(costs[rows], count)]
+        else:
+            parts = np.array_split(rows[np.argsort(-lengths[rows], kind="stable")], count)
+        return sorted(parts, key=lambda part: -int(lengths[part].sum()))
+
+    def _fits(self, lengths: np.ndarray, cut: list[list[np.ndarray]]) -> bool:
+        return self.max_tokens is None or all(self.shape.tokens(lengths[part]) <= self._limit for rank in cut for part in rank if len(part))
+
+    def padding_share(self, lengths: np.ndarray, shares: Shares) -> float:
+        """Of the tokens that all ranks compute, the share that is padding: alignment, and what fillers repeat."""
+        computed = sum(self.shape.tokens(lengths[micro.rows]) for rank in shares for micro in rank)
+        return 1.0 - float(lengths.sum()) / computed
+
+    def imbalance(self, lengths: np.ndarray, shares: Shares) -> float:
+        """How much more than the mean the costliest data-parallel rank computes, as a share of the mean."""
+        return imbalance(sequence_costs(lengths, self.per_token, self.per_pair), trained_rows(shares))
 
 
-def micro_arrays(batch: TrainBatch, micro: MicroBatch, align: int) -> MicroArrays:
-    """Cuts the rows out and down to their own longest lengths. Sequence parallelism needs lengths that are a multiple of `align`."""
-    rows = batch.rows(micro.rows)
-    longest = int((rows.prompt_lengths + rows.response_lengths).max())
-    length = -(-longest // align) * align
-    input_ids = np.zeros((len(rows), length), dtype=np.int64)
-    input_ids[:, :longest] = rows.input_ids[:, :longest]
-    width = max(int(rows.response_lengths.max()), 1)
-    mask = rows.loss_mask[:, :width] & (not micro.is_filler)
-    positions = rows.prompt_lengths[:, None] + np.arange(width)[None]
-    positions = np.where(rows.response_mask[:, :width], positions, 1)
-    return MicroArrays(
-        input_ids=input_ids,
-        predictors=positions - 1,
-        targets=np.take_along_axis(input_ids, positions, axis=1) if length > 1 else np.zeros_like(positions),
-        response_mask=mask,
-        temperature=rows.temperature,
-        old_log_probs=_cut(rows.old_log_probs, width),
-        advantages=_cut(rows.advantages, width),
-        loss_weights=_cut(rows.loss_weights, width),
-        selected=_cut(rows.selected, width),
-    )
-
-
-def _cut(values: np.ndarray | None, width: int) -> np.ndarray | None:
-    return None if values is None else values[:, :width]
+def trained_rows(shares: Shares) -> list[np.ndarray]:
+    """Rows of each data-parallel rank, fillers left out."""
+    kept = [[micro.rows for micro in rank if not micro.is_filler] for rank in shares]
+    return [np.concatenate(rows) if rows else np.zeros(0, np.int64) for rows in kept]
 
 
 def check_batch(batch: TrainBatch) -> None:

@@ -1,19 +1,28 @@
 """One pass of micro-batches through Megatron's pipeline schedules, forward only or with backward."""
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state as mpu
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from mrl.algo.aggregate import Denominators
 from mrl.algo.losses import LossInputs, LossOutput, PolicyLossParameters, policy_loss
 from mrl.algo.metrics import MetricParts
-from mrl.megatron.batching import MicroArrays
-from mrl.megatron.logprob import vocab_parallel_log_probs
+from mrl.megatron.logprob import lean_log_probs
+from mrl.megatron.packing import MicroArrays
 
 
 @dataclass(frozen=True)
@@ -21,40 +30,64 @@ class MicroInputs:
     """MicroArrays as tensors on the device."""
 
     input_ids: Tensor
+    position_ids: Tensor
+    sequence_starts: Tensor | None
     predictors: Tensor
     targets: Tensor
+    slots: Tensor
+    token_temperature: Tensor
     response_mask: Tensor
-    temperature: Tensor
     old_log_probs: Tensor | None
     advantages: Tensor | None
     loss_weights: Tensor | None
     selected: Tensor | None
+    number: int  # of the micro-batch in its pass
 
     @classmethod
-    def of(cls, arrays: MicroArrays, device: torch.device) -> "MicroInputs":
-        named = {f.name: getattr(arrays, f.name) for f in fields(cls)}
-        return cls(**{k: None if v is None else torch.from_numpy(np.ascontiguousarray(v)).to(device) for k, v in named.items()})
+    def of(cls, arrays: MicroArrays, number: int, device: torch.device) -> "MicroInputs":
+        named = {f.name: getattr(arrays, f.name) for f in fields(arrays)}
+        return cls(
+            **{k: None if v is None else torch.from_numpy(np.ascontiguousarray(v)).to(device) for k, v in named.items()}, number=number
+        )
+
+    def packed(self) -> PackedSeqParams | None:
+        """Where sequences begin and end, for attention and rotary positions; pads belong to their sequence's end."""
+        starts = self.sequence_starts
+        if starts is None:
+            return None
+        longest = int((starts[1:] - starts[:-1]).max())
+        return PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, cu_seqlens_q_padded=starts, cu_seqlens_kv_padded=starts,
+            max_seqlen_q=longest, max_seqlen_kv=longest,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class TokenOutputs:
-    """Both [rows, response_length], float32; whatever stands outside the response mask means nothing."""
+    """Both [rows, response_length], float32, whole sequences on every rank; zero outside the response mask."""
 
     log_probs: Tensor
     entropy: Tensor
 
 
 LastStage = Callable[[MicroInputs, TokenOutputs], tuple[Tensor, object]]  # -> what to run backward on, what to hand out
+Around = Callable[[torch.nn.Module, MicroInputs], AbstractContextManager]  # held while one chunk computes one micro-batch
 
 
-def log_prob_pass(chunks: list[torch.nn.Module], micro_inputs: list[MicroInputs], vocab_size: int) -> list[TokenOutputs]:
+def _nothing_around(model: torch.nn.Module, inputs: MicroInputs) -> AbstractContextManager:
+    return nullcontext()
+
+
+def log_prob_pass(
+    chunks: list[torch.nn.Module], micro_inputs: list[MicroInputs], vocab_size: int, around: Around = _nothing_around
+) -> list[TokenOutputs]:
     """Forward only. The outputs of each micro-batch on the last stage, an empty list elsewhere."""
 
     def keep(inputs: MicroInputs, outputs: TokenOutputs) -> tuple[Tensor, TokenOutputs]:
         return outputs.log_probs.new_zeros(()), outputs
 
     with torch.no_grad():
-        return _run(chunks, micro_inputs, vocab_size, keep, forward_only=True)
+        return _run(chunks, micro_inputs, vocab_size, keep, around, forward_only=True)
 
 
 def loss_pass(
@@ -63,11 +96,13 @@ def loss_pass(
     vocab_size: int,
     parameters: PolicyLossParameters,
     denominators: Denominators,
+    around: Around = _nothing_around,
 ) -> list[MetricParts]:
     """Forward and backward. Adds the gradient of the mini-batch's loss to the buffers and sums it over all ranks that share a weight.
 
     `denominators` count the whole mini-batch, so the gradient does not depend on how it is cut. The schedule divides each loss by the
-    number of micro-batches and the gradient reduction by the number of data-parallel ranks; the factor below takes both back.
+    number of micro-batches and multiplies it by the context-parallel size, the gradient reduction divides by the number of data- and
+    context-parallel ranks; the factor below takes back what is not a sum.
     Returns the loss metrics of each micro-batch on the last stage, an empty list elsewhere.
     """
     undo_means = len(micro_inputs) * mpu.get_data_parallel_world_size()
@@ -76,26 +111,28 @@ def loss_pass(
         result = _loss(parameters, inputs, outputs, denominators)
         return result.loss * undo_means, result.metrics
 
-    return _run(chunks, micro_inputs, vocab_size, loss, forward_only=False)
+    return _run(chunks, micro_inputs, vocab_size, loss, around, forward_only=False, entropy_has_gradient=bool(parameters.entropy_coeff))
 
 
 def _loss(parameters: PolicyLossParameters, inputs: MicroInputs, outputs: TokenOutputs, denominators: Denominators) -> LossOutput:
-    entropy = outputs.entropy if parameters.entropy_coeff else outputs.entropy.detach()
     given = LossInputs(
-        outputs.log_probs, inputs.old_log_probs, inputs.advantages, inputs.response_mask, entropy,
+        outputs.log_probs, inputs.old_log_probs, inputs.advantages, inputs.response_mask, outputs.entropy,
         weights=inputs.loss_weights, selected=inputs.selected,
     )  # fmt: skip
     return policy_loss(parameters, given, denominators)
 
 
 def _run(
-    chunks: list[torch.nn.Module], micro_inputs: list[MicroInputs], vocab_size: int, last_stage: LastStage, forward_only: bool
-) -> list:
+    chunks: list[torch.nn.Module], micro_inputs: list[MicroInputs], vocab_size: int, last_stage: LastStage, around: Around,
+    forward_only: bool, entropy_has_gradient: bool = False,
+) -> list:  # fmt: skip
     def forward_step(data_iterator: Iterator[MicroInputs], model: torch.nn.Module):
         inputs = next(data_iterator)
-        positions = torch.arange(inputs.input_ids.shape[1], device=inputs.input_ids.device).expand_as(inputs.input_ids)
-        output = model(inputs.input_ids, positions, None, **_KEEP_DTYPE[_is_half(model)])
-        return output, lambda logits: last_stage(inputs, token_outputs(logits, inputs, vocab_size))
+        with around(model, inputs):
+            output = model(inputs.input_ids, inputs.position_ids, None, packed_seq_params=inputs.packed(), **_KEEP_DTYPE[_is_half(model)])
+        return output, lambda hidden: last_stage(
+            inputs, token_outputs(hidden, _head_weight(model), inputs, vocab_size, entropy_has_gradient)
+        )
 
     return get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -108,7 +145,7 @@ def _run(
     )
 
 
-# The 16-bit wrapper would copy all logits to float32; only the predicting positions are needed in it.
+# The 16-bit wrapper would copy what the last stage returns to float32; log-probs need that of a chunk at a time.
 _KEEP_DTYPE = {True: {"fp32_output": False}, False: {}}
 
 
@@ -116,8 +153,51 @@ def _is_half(model: torch.nn.Module) -> bool:
     return next(model.parameters()).dtype is not torch.float32
 
 
-def token_outputs(logits: Tensor, inputs: MicroInputs, vocab_size: int) -> TokenOutputs:
-    """Log-probs and entropies of the response tokens from `logits` [rows, length, padded_vocab / tp]."""
-    predicting = logits.gather(1, inputs.predictors[..., None].expand(-1, -1, logits.shape[-1]))
-    group = mpu.get_tensor_model_parallel_group()
-    return TokenOutputs(*vocab_parallel_log_probs(predicting, inputs.targets, inputs.temperature, vocab_size, group))
+def return_hidden_states(chunks: list[torch.nn.Module]) -> None:
+    """Makes the last stage's chunk return hidden states [batch, length, hidden] where it would multiply them into logits."""
+    for chunk in unwrap_model(chunks):
+        if chunk.post_process:
+            chunk.output_layer.forward = _gathered_tokens(chunk.config.sequence_parallel)
+
+
+def _gathered_tokens(sequence_parallel: bool) -> Callable:
+    """Stands in for an output layer: hands its input on, with all tokens on every tensor-parallel rank."""
+
+    def forward(hidden: Tensor, *_, **__) -> tuple[Tensor, None]:
+        # backward sums the ranks' gradients, each of which comes from that rank's part of the vocabulary
+        return (gather_from_sequence_parallel_region(hidden) if sequence_parallel else copy_to_tensor_model_parallel_region(hidden)), None
+
+    return forward
+
+
+def _head_weight(model: torch.nn.Module) -> Tensor:
+    core = unwrap_model(model)
+    return core.shared_embedding_or_output_weight() if core.share_embeddings_and_output_weights else core.output_layer.weight
+
+
+def token_outputs(hidden: Tensor, weight: Tensor, inputs: MicroInputs, vocab_size: int, entropy_has_gradient: bool) -> TokenOutputs:
+    """Log-probs and entropies of the response tokens from `hidden` [batch, length, hidden], this context-parallel rank's positions."""
+    predicting = hidden.flatten(0, 1)[inputs.predictors]
+    found = lean_log_probs(
+        predicting,
+        weight,
+        inputs.targets,
+        inputs.token_temperature,
+        vocab_size,
+        mpu.get_tensor_model_parallel_group(),
+        entropy_has_gradient,
+    )
+    return TokenOutputs(*(_whole_sequences(values, inputs) for values in found))
+
+
+def _whole_sequences(values: Tensor, inputs: MicroInputs) -> Tensor:
+    """[rows, response_length] from this rank's tokens and those of the other context-parallel ranks.
+
+    Every one of them then computes the same loss over whole sequences; backward hands each the gradient of its own tokens, once.
+    """
+    mask = inputs.response_mask
+    flat = values.new_zeros(mask.numel()).index_put((inputs.slots,), values)
+    group = mpu.get_context_parallel_group()
+    if dist.get_world_size(group) > 1:
+        flat = reduce_from_tensor_model_parallel_region(flat, group=group)
+    return flat.view(mask.shape)

@@ -1,57 +1,147 @@
-"""Log-probabilities and entropy from logits that are sharded over the vocabulary, without gathering them."""
+"""Log-probabilities and entropy from hidden states and the output layer's weight, without ever holding the logits.
+
+The logits of all tokens would be the largest tensor of a step ([8192, 151936] in float32 is 5 GB, and a softmax holds several). Here they
+are made a chunk of tokens at a time, reduced, dropped, and made again in the backward pass. The vocabulary may be divided over ranks.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+CHUNK_BYTES = 128 * 1024**2  # of one chunk of float32 logits; two tensors of this size are alive at a time
 
-class _VocabParallelLogProb(torch.autograd.Function):
+
+@dataclass(frozen=True)
+class _Head:
+    """This rank's rows of the output layer and what is asked of it. `weight` [vocab / tp, hidden]."""
+
+    weight: Tensor
+    width: int  # rows of `weight` that are real; the rest is padding
+    first: int  # token id of the first row
+    chunk: int  # tokens
+    group: dist.ProcessGroup
+
+    def chunks(self, tokens: int) -> Iterator[slice]:
+        for start in range(0, tokens, self.chunk):
+            yield slice(start, min(start + self.chunk, tokens))
+
+    def logits(self, hidden: Tensor, temperature: Tensor) -> Tensor:
+        """[tokens, width] float32, divided by the temperature [tokens]; a tensor that the caller may overwrite."""
+        return (hidden @ self.weight[: self.width].t()).float().div_(temperature[:, None])
+
+    def owned(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Column of each target and whether it is here; where it is not, the column means nothing."""
+        local = targets - self.first
+        return local.clamp(0, self.width - 1), (local >= 0) & (local < self.width)
+
+
+class _LeanLogProbs(torch.autograd.Function):
     """With z = logits / temperature, p = softmax(z): log p of the target, and entropy H = -sum p log p.
 
-    d log p_target / d logits = (onehot - p) / temperature;  d H / d logits = -p (log p + H) / temperature.
+    d log p_target / d z = onehot - p;  d H / d z = -p (log p + H).
     """
 
     @staticmethod
-    def forward(ctx, logits: Tensor, targets: Tensor, temperature: Tensor, start: int, width: int, group) -> tuple[Tensor, Tensor]:
-        z = logits[..., :width].float() / temperature
-        peak = z.amax(-1)
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
-        local = targets - start
-        here = (local >= 0) & (local < width)
-        local = local.clamp(0, width - 1)
-        target_logit = torch.where(here, z.gather(-1, local[..., None]).squeeze(-1) - peak, 0.0)
-        shifted = z - peak[..., None]
-        weights = shifted.exp()
-        sums = torch.stack([weights.sum(-1), (weights * shifted).sum(-1), target_logit])
-        dist.all_reduce(sums, group=group)
-        log_total = sums[0].log()
-        log_probs = sums[2] - log_total
-        entropy = log_total - sums[1] / sums[0]
-        ctx.save_for_backward(logits, temperature, peak + log_total, entropy, local, here)
-        ctx.width = width
-        return log_probs, entropy
+    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, head: _Head, entropy_has_gradient: bool):
+        peak, sums = hidden.new_zeros(len(hidden), dtype=torch.float32), hidden.new_zeros((3, len(hidden)), dtype=torch.float32)
+        for part in head.chunks(len(hidden)):
+            z = head.logits(hidden[part], temperature[part])
+            peak[part] = z.amax(-1)
+            column, here = head.owned(targets[part])
+            sums[2, part] = torch.where(here, z.gather(-1, column[:, None])[:, 0], 0.0)
+            weights = z.sub_(peak[part][:, None]).exp()
+            sums[0, part] = weights.sum(-1)
+            sums[1, part] = torch.linalg.vecdot(weights, z)
+        log_sum_exp, entropy, target_logit = _over_ranks(peak, sums, head.group)
+        ctx.save_for_backward(hidden, weight, targets, temperature, log_sum_exp, entropy)
+        ctx.head, ctx.entropy_has_gradient = head, entropy_has_gradient
+        if not entropy_has_gradient:
+            ctx.mark_non_differentiable(entropy)
+        return target_logit - log_sum_exp, entropy
 
     @staticmethod
     def backward(ctx, grad_log_probs: Tensor, grad_entropy: Tensor):
-        logits, temperature, log_sum_exp, entropy, local, here = ctx.saved_tensors
-        log_p = logits[..., : ctx.width].float() / temperature - log_sum_exp[..., None]
-        p = log_p.exp()
-        grad = -p * (grad_log_probs[..., None] + grad_entropy[..., None] * (log_p + entropy[..., None]))
-        grad.scatter_add_(-1, local[..., None], torch.where(here, grad_log_probs, 0.0)[..., None])
-        padding = logits.shape[-1] - ctx.width
-        grad = torch.nn.functional.pad(grad / temperature, (0, padding)) if padding else grad / temperature
-        return grad.to(logits.dtype), None, None, None, None, None
+        hidden, weight, targets, temperature, log_sum_exp, entropy = ctx.saved_tensors
+        head: _Head = ctx.head
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = _WeightGradient(weight, head.width)
+        for part in head.chunks(len(hidden)):
+            log_p = head.logits(hidden[part], temperature[part]).sub_(log_sum_exp[part][:, None])
+            scale = -grad_log_probs[part][:, None]
+            if ctx.entropy_has_gradient:
+                p = log_p.exp()
+                grad = p.mul_(log_p.add_(entropy[part][:, None]).mul_(-grad_entropy[part][:, None]).add_(scale))
+            else:
+                grad = log_p.exp_().mul_(scale)
+            column, here = head.owned(targets[part])
+            grad.scatter_add_(-1, column[:, None], torch.where(here, grad_log_probs[part], 0.0)[:, None])
+            grad = grad.div_(temperature[part][:, None]).to(hidden.dtype)
+            torch.mm(grad, weight[: head.width], out=grad_hidden[part])
+            grad_weight.add(grad, hidden[part])
+        return grad_hidden, grad_weight.result(), None, None, None, None
 
 
-def vocab_parallel_log_probs(logits: Tensor, targets: Tensor, temperature: Tensor, vocab_size: int, group) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and entropy of each distribution, in nats, float32, both [batch, length].
+def _over_ranks(peak: Tensor, sums: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """log-sum-exp, entropy and target logit, all [tokens], from each rank's peak [tokens] and sums [3, tokens]: of exp(z - peak), of
+    exp(z - peak) (z - peak), and the target's z on the rank that has it, 0 on the others."""
+    highest = peak.clone()
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+    shift = peak - highest
+    factor = shift.exp()
+    total = torch.stack([sums[0] * factor, (sums[1] + sums[0] * shift) * factor, sums[2]])
+    dist.all_reduce(total, group=group)
+    log_total = total[0].log()
+    return highest + log_total, log_total - total[1] / total[0], total[2]
 
-    `logits` [batch, length, padded_vocab / tp] is this rank's block of columns, any float dtype; `targets` [batch, length] are token ids;
-    `temperature` [batch] divides the logits, as sampling does; columns past `vocab_size` are padding and have no probability. `group` is
-    the tensor-parallel group. Gradient flows to the logits from both outputs, computed in float32; every rank of the group must use the
-    outputs alike, as Megatron's vocabulary-parallel cross entropy also assumes.
+
+class _WeightGradient:
+    """Sum over chunks of grad^T hidden [width, hidden], into Megatron's gradient buffer where the weight has one.
+
+    The buffer is float32 and exists anyway; a sum of its own would be as large as the layer and, in 16 bits, lose digits with every chunk.
     """
-    columns = logits.shape[-1]
-    start = dist.get_rank(group) * columns
-    width = min(columns, vocab_size - start)  # the layout pads by less than one block, so every rank has a real column
-    return _VocabParallelLogProb.apply(logits, targets, temperature.float()[:, None, None], start, width, group)
+
+    def __init__(self, weight: Tensor, width: int):
+        self.width, self.dtype = width, weight.dtype
+        self.buffer = getattr(weight, "main_grad", None)
+        self.total = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if self.buffer is None else self.buffer
+
+    def add(self, grad: Tensor, hidden: Tensor) -> None:
+        into = self.total[: self.width]
+        if grad.dtype is into.dtype:
+            into.addmm_(grad.t(), hidden)
+        else:
+            into.add_(grad.t() @ hidden)
+
+    def result(self) -> Tensor | None:
+        """What autograd adds to the weight's own gradient; None when it is in the buffer already."""
+        return self.total.to(self.dtype) if self.buffer is None else None
+
+
+def lean_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    vocab_size: int,
+    group: dist.ProcessGroup,
+    entropy_has_gradient: bool = False,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target and entropy of each distribution, in nats, float32, both [tokens].
+
+    `hidden` [tokens, hidden], any float dtype, are the states that predict `targets` [tokens] (token ids), the same on every rank of
+    `group`, the tensor-parallel group; `weight` [padded_vocab / tp, hidden] is this rank's block of rows. `temperature` [tokens] divides
+    the logits, as sampling does; rows past `vocab_size` are padding and have no probability. `chunk`: tokens whose logits are alive at a
+    time; None: as many as fit CHUNK_BYTES.
+
+    The gradient of `hidden` is this rank's share, to be summed over the group. The weight's gradient goes straight into
+    `weight.main_grad` where there is one. Gradients flow from the entropy only when asked for.
+    """
+    rows = weight.shape[0]
+    first = dist.get_rank(group) * rows
+    width = min(rows, vocab_size - first)  # the layout pads by less than one block, so every rank has a real row
+    head = _Head(weight.detach(), width, first, chunk or max(1, CHUNK_BYTES // (4 * width)), group)
+    return _LeanLogProbs.apply(hidden, weight, targets, temperature.float(), head, entropy_has_gradient)

@@ -67,4 +67,5 @@ def close() -> None:
 
 def holds_result() -> bool:
     """True on the ranks that hand out results of the last pipeline stage: one per data-parallel replica."""
-    return mpu.is_pipeline_last_stage(ignore_virtual=True) and mpu.get_tensor_model_parallel_rank() == 0
+    first = mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_context_parallel_rank() == 0
+    return first and mpu.is_pipeline_last_stage(ignore_virtual=True)

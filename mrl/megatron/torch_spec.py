@@ -23,6 +23,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
+from mrl.megatron.attention import CausalAttention
+
 # Fusions and schedules that need Transformer Engine, Apex or a CUDA kernel.
 CONFIG_WITHOUT_TRANSFORMER_ENGINE = {
     "persist_layer_norm": False,
@@ -101,30 +103,6 @@ class GroupedRowLinear(GroupedLinear):
     """Named as TERowParallelGroupedLinear."""
 
     partition_dim = 1
-
-
-class CausalAttention(torch.nn.Module):
-    """Causal grouped-query attention of right-padded batches: a pad stands after every real token, so no real token can see one."""
-
-    def __init__(
-        self, config: TransformerConfig, layer_number: int, attn_mask_type, attention_type: str,
-        cp_comm_type: str | None = None, softmax_scale: float | None = None, pg_collection=None,
-    ):  # fmt: skip
-        super().__init__()
-        if pg_collection.cp.size() > 1:
-            raise ValueError("attention without Transformer Engine does not do context parallelism")
-        self.softmax_scale = softmax_scale
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, attn_mask_type=None,
-        attention_bias: Tensor | None = None, packed_seq_params=None,
-    ) -> Tensor:  # fmt: skip
-        """`query` [seq, batch, heads, dim], `key` and `value` [seq, batch, groups, dim] -> [seq, batch, heads * dim]."""
-        if packed_seq_params is not None:
-            raise ValueError("attention without Transformer Engine does not do packed sequences")
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1])
-        return out.permute(2, 0, 1, 3).flatten(2)
 
 
 class TorchSpecProvider(BackendSpecProvider):

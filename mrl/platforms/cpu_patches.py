@@ -42,9 +42,9 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _on_cpu(factory: Any) -> Any:
-    """A tensor factory that answers a request for a CUDA tensor with a CPU tensor."""
+    """A tensor factory that answers a request for a CUDA tensor, or for one in pinned memory, with a plain CPU tensor."""
 
-    def make(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+    def make(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
         return factory(*args, device=_CPU if _is_cuda(device) else device, **kwargs)
 
     return make

@@ -91,6 +91,8 @@ _LENGTHS = [
     MetricSpec("response_length/clip_ratio", "mean", "share", "Responses as long as the longest allowed"),
     *_distribution("prompt_length", "tokens", "Prompt length"),
     MetricSpec("prompt_length/clip_ratio", "mean", "share", "Prompts as long as the longest allowed"),
+    MetricSpec("actor/padding_share", "mean", "share", "Of the tokens that an update computes, those that are padding or alignment"),
+    MetricSpec("actor/dp_imbalance", "mean", "share", "How much more than the mean the costliest data-parallel rank computes in an update"),
     MetricSpec("global_seqlen/min", "min", "tokens", "Smallest load of a data-parallel rank, batch cut in order"),
     MetricSpec("global_seqlen/max", "max", "tokens", "Largest load of a data-parallel rank, batch cut in order"),
     MetricSpec("global_seqlen/minmax_diff", "max", "tokens", "Largest minus smallest load, batch cut in order"),

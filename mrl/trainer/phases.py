@@ -13,7 +13,7 @@ from mrl.data.order import DataCursor
 from mrl.data.tokenizer import pad_token_id
 from mrl.errors import NumericAbort
 from mrl.layout import TrainLayout
-from mrl.megatron.batching import mini_batches, split_micro_batches
+from mrl.megatron.batching import Splitter, mini_batches, trained_rows
 from mrl.models import load_model_spec
 from mrl.record.metrics import batch_metrics, reduce_parts, reward_metrics, seqlen_metrics, speed_metrics
 from mrl.record.samples import write_samples as write_samples_file
@@ -101,20 +101,26 @@ def step_metrics(run: Run, batch: TrainBatch, results: list[RewardResult], rewar
         "training/epoch": float(run.state.cursor.epoch),
         **reward_metrics(np.array([r.score for r in results]), rewards),
         **batch_metrics(batch, run.config.data.max_prompt_length, run.config.data.max_response_length),
-        **seqlen_metrics(batch.prompt_lengths + batch.response_lengths, _trained_rows(run, batch)),
+        **_load_metrics(run, batch),
     }
 
 
-def _trained_rows(run: Run, batch: TrainBatch) -> list[np.ndarray]:
-    """Rows that each data-parallel rank trains on."""
+def _load_metrics(run: Run, batch: TrainBatch) -> dict[str, float]:
+    """How evenly the update lies on the data-parallel ranks, and how much of it is padding; the ranks cut batches by the same rule."""
     actor, lengths = run.config.actor, batch.prompt_lengths + batch.response_lengths
-    data_parallel = TrainLayout.build(actor.layout.model_dump(), load_model_spec(run.config.model.path)).data
-    rows: list[list[np.ndarray]] = [[] for _ in range(data_parallel)]
+    model = load_model_spec(run.config.model.path)
+    splitter = Splitter.for_update(actor, TrainLayout.build(actor.layout.model_dump(), model), model)
+    rows: list[list[np.ndarray]] = [[] for _ in range(splitter.data_parallel)]
+    padding, imbalance = [], []
     for part in mini_batches(len(batch), actor.ppo_mini_batch_size * run.config.rollout.n):
-        shares = split_micro_batches(lengths[part], data_parallel, actor.ppo_micro_batch_size_per_gpu)
-        for rank, micros in enumerate(shares):
-            rows[rank] += [part.start + micro.rows for micro in micros if not micro.is_filler]
-    return [np.concatenate([np.zeros(0, np.int64), *of_rank]) for of_rank in rows]  # a rank may have none of a small batch
+        shares = splitter.shares(lengths[part])
+        padding.append(splitter.padding_share(lengths[part], shares))
+        imbalance.append(splitter.imbalance(lengths[part], shares))
+        for rank, trained in enumerate(trained_rows(shares)):
+            rows[rank].append(part.start + trained)
+    return seqlen_metrics(lengths, [np.concatenate(of_rank) for of_rank in rows]) | {
+        "actor/padding_share": float(np.mean(padding)), "actor/dp_imbalance": float(np.mean(imbalance)),
+    }  # fmt: skip
 
 
 def record(run: Run, metrics: dict[str, float], timer: PhaseTimer | None = None, batch: TrainBatch | None = None) -> None:

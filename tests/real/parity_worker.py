@@ -35,15 +35,15 @@ def _report(actor: MegatronActor, batch: TrainBatch, case: dict, folder: Path) -
     }
     if (result := actor.log_probs(batch)) is not None:
         np.savez(folder / f"log_probs-{actor.rank}.npz", rows=result.rows, log_probs=result.log_probs, entropy=result.entropy)
-    for size in case["micro_batch_sizes"]:
-        _set_micro_batch_size(actor, size)
+    for cut, settings in case["cuts"].items():
+        _set_actor(actor, settings)
         parts = actor.gradients(batch)
         if actor.rank == 0:
-            save_file(_exported_gradients(actor), folder / f"gradients-{size}.safetensors")
+            save_file(_exported_gradients(actor), folder / f"gradients-{cut}.safetensors")
         else:
             _exported_gradients(actor)
         if parts:
-            (folder / f"metrics-{size}-{actor.rank}.json").write_text(json.dumps(parts))
+            (folder / f"metrics-{cut}-{actor.rank}.json").write_text(json.dumps(parts))
     updates = [actor.update(batch) for _ in range(2)]
     weights = _exported(actor)
     if actor.rank == 0:
@@ -53,8 +53,8 @@ def _report(actor: MegatronActor, batch: TrainBatch, case: dict, folder: Path) -
     (folder / f"report-{actor.rank}.json").write_text(json.dumps(report))
 
 
-def _set_micro_batch_size(actor: MegatronActor, size: int) -> None:
-    part = actor.config.actor.model_copy(update={"ppo_micro_batch_size_per_gpu": size})
+def _set_actor(actor: MegatronActor, settings: dict) -> None:
+    part = actor.config.actor.model_copy(update=settings)
     actor.config = actor.config.model_copy(update={"actor": part})
 
 

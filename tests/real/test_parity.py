@@ -19,9 +19,10 @@ from mrl.data.batch import Sample, TrainBatch, collate
 
 pytestmark = pytest.mark.real
 
-TP, PP, EP, ETP = (
+TP, PP, CP, EP, ETP = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
+    "context_parallel_size",
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
 )
@@ -44,10 +45,22 @@ LAYOUTS = {
     "dense-pp2": ("dense", 2, {PP: 2}),
     "moe-tp2-pp2-ep2": ("moe", 4, {TP: 2, PP: 2, EP: 2}),
     "moe-tp2-ep2-etp2": ("moe", 4, {TP: 2, EP: 2, ETP: 2}),
+    "moe-cp2": ("moe", 2, {CP: 2}),
+    "shared-cp2-ep2": ("shared", 2, {CP: 2, EP: 2}),
+    "dense-tp2-cp2": ("dense", 4, {TP: 2, CP: 2}),
+    "moe-pp2-cp2": ("moe", 4, {PP: 2, CP: 2}),
+    "moe-cp2-dp2": ("moe", 4, {CP: 2}),
+    "moe-tp2-pp2-cp2-ep2": ("moe", 8, {TP: 2, PP: 2, CP: 2, EP: 2}),
 }
 # Megatron's plain optimizer keeps references to gradients that the distributed one does not.
 DDP_OVERRIDES = {"moe-tp2-whole-optimizer": {"use_distributed_optimizer": False}}
-MICRO_BATCH_SIZES = (5, 1)  # 13 rows on two data-parallel ranks: uneven micro-batches, and a filler
+# 13 rows on two data-parallel ranks: uneven micro-batches, and a filler
+CUTS = {
+    "packed-5": {"use_remove_padding": True, "ppo_micro_batch_size_per_gpu": 5},
+    "packed-1": {"use_remove_padding": True, "ppo_micro_batch_size_per_gpu": 1},
+    "packed-40-tokens": {"use_remove_padding": True, "use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 40},
+    "padded-5": {"use_remove_padding": False, "ppo_micro_batch_size_per_gpu": 5},
+}
 CLIP_LOW, CLIP_HIGH = 0.03, 0.04
 # Of each sample: over the band, under it, inside it and at ratio one, for both signs of the advantage.
 LOG_RATIOS = np.array([0.0, 0.1, -0.1, 0.1, -0.1, 0.02, -0.02, 0.0, 0.2, -0.2, 0.3, -0.3, 0.01])
@@ -108,24 +121,24 @@ def test_log_probs_and_entropy_are_those_of_hugging_face(layout, references, res
 
 
 @pytest.mark.parametrize("model", ["moe", "dense", "shared"])
-@pytest.mark.parametrize("size", MICRO_BATCH_SIZES)
-def test_gradients_of_one_rank_are_those_of_hugging_face(model, size, references, results):
-    gradients = load_file(results[f"{model}-tp1"] / f"gradients-{size}.safetensors")
+@pytest.mark.parametrize("cut", CUTS)
+def test_gradients_of_one_rank_are_those_of_hugging_face(model, cut, references, results):
+    gradients = load_file(results[f"{model}-tp1"] / f"gradients-{cut}.safetensors")
     assert _worst(gradients, references[model].gradients) < 1e-4
 
 
-@pytest.mark.parametrize("size", MICRO_BATCH_SIZES)
+@pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("layout", [name for name, (_, world, _) in LAYOUTS.items() if world > 1])
-def test_gradients_do_not_depend_on_the_layout_or_the_micro_batches(layout, size, references, results):
-    one_rank = load_file(results[f"{LAYOUTS[layout][0]}-tp1"] / f"gradients-{MICRO_BATCH_SIZES[0]}.safetensors")
-    gradients = load_file(results[layout] / f"gradients-{size}.safetensors")
+def test_gradients_do_not_depend_on_the_layout_or_the_micro_batches(layout, cut, references, results):
+    one_rank = load_file(results[f"{LAYOUTS[layout][0]}-tp1"] / "gradients-packed-5.safetensors")
+    gradients = load_file(results[layout] / f"gradients-{cut}.safetensors")
     assert _worst(gradients, one_rank) < 1e-5
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_clipping_and_loss_are_counted_once_over_the_whole_mini_batch(layout, references, results):
-    for size in MICRO_BATCH_SIZES:
-        files = list(results[layout].glob(f"metrics-{size}-*.json"))
+    for cut in CUTS:
+        files = list(results[layout].glob(f"metrics-{cut}-*.json"))
         parts = [part for file in files for part in json.loads(file.read_text())]
         clipped, tokens = (sum(part["actor/pg_clipfrac"][i] for part in parts) for i in (0, 1))
         expected_clipped, expected_tokens = _clipped_tokens(references[LAYOUTS[layout][0]].batch)
@@ -175,7 +188,7 @@ def _case(name: str, references: dict[str, Reference]) -> dict:
         "data": {"train_batch_size": len(reference.batch)},
         "cluster": {"device": "cpu", "step_timeout_s": 60},
     }
-    return {"name": name, "config": config, "batch": str(reference.batch_path), "micro_batch_sizes": MICRO_BATCH_SIZES}
+    return {"name": name, "config": config, "batch": str(reference.batch_path), "cuts": CUTS}
 
 
 def _reference(model, path: Path) -> Reference:

@@ -1,4 +1,4 @@
-"""How a batch is cut into micro-batches."""
+"""How a batch is cut: every row once, equal counts, equal cost, under the limits."""
 
 import math
 from dataclasses import replace
@@ -8,96 +8,105 @@ import pytest
 
 from mrl.data.batch import Sample, collate
 from mrl.errors import DataError
-from mrl.megatron.batching import check_batch, micro_arrays, mini_batches, split_micro_batches
+from mrl.megatron.balance import balanced_parts, imbalance, sequence_costs
+from mrl.megatron.batching import Splitter, check_batch, mini_batches, trained_rows
+from mrl.megatron.packing import Shape
+
+PACKED, PADDED = Shape(packed=True), Shape(packed=False)
 
 
 def random_cuts():
     rng = np.random.default_rng(0)
-    for _ in range(200):
+    for number in range(200):
         rows, data_parallel, micro = rng.integers(1, 40), rng.integers(1, 9), rng.integers(1, 9)
-        yield rng.integers(1, 50, rows), int(data_parallel), int(micro)
+        yield rng.integers(1, 50, rows), Splitter(PACKED if number % 2 else PADDED, int(data_parallel), int(micro))
 
 
 def test_every_row_is_in_exactly_one_micro_batch_that_counts():
-    for lengths, data_parallel, micro in random_cuts():
-        ranks = split_micro_batches(lengths, data_parallel, micro)
-        rows = np.concatenate([m.rows for rank in ranks for m in rank if not m.is_filler])
-        assert sorted(rows) == list(range(len(lengths)))
+    for lengths, splitter in random_cuts():
+        assert sorted(np.concatenate(trained_rows(splitter.shares(lengths)))) == list(range(len(lengths)))
 
 
 def test_every_rank_has_the_same_number_of_micro_batches_and_none_is_empty_or_too_large():
-    for lengths, data_parallel, micro in random_cuts():
-        ranks = split_micro_batches(lengths, data_parallel, micro)
-        assert len(ranks) == data_parallel
-        assert {len(rank) for rank in ranks} == {math.ceil(math.ceil(len(lengths) / data_parallel) / micro)}
-        assert all(1 <= len(m.rows) <= micro for rank in ranks for m in rank)
+    for lengths, splitter in random_cuts():
+        ranks = splitter.shares(lengths)
+        assert len(ranks) == splitter.data_parallel
+        rows = math.ceil(len(lengths) / splitter.data_parallel)
+        assert {len(rank) for rank in ranks} == {math.ceil(rows / splitter.micro_batch_size)}
+        assert all(1 <= len(m.rows) <= splitter.micro_batch_size for rank in ranks for m in rank)
 
 
 def test_an_interleaved_pipeline_gets_a_multiple_of_its_stages():
-    for lengths, data_parallel, micro in random_cuts():
-        ranks = split_micro_batches(lengths, data_parallel, micro, count_multiple=3)
+    for lengths, splitter in random_cuts():
+        ranks = replace(splitter, count_multiple=3).shares(lengths)
         assert {len(rank) % 3 for rank in ranks} == {0}
-        rows = np.concatenate([m.rows for rank in ranks for m in rank if not m.is_filler])
-        assert sorted(rows) == list(range(len(lengths)))
+        assert sorted(np.concatenate(trained_rows(ranks))) == list(range(len(lengths)))
 
 
 def test_ranks_differ_by_at_most_one_row():
-    for lengths, data_parallel, micro in random_cuts():
-        counts = [sum(len(m.rows) for m in rank if not m.is_filler) for rank in split_micro_batches(lengths, data_parallel, micro)]
+    for lengths, splitter in random_cuts():
+        counts = [len(rows) for rows in trained_rows(splitter.shares(lengths))]
         assert max(counts) - min(counts) <= 1
 
 
-def test_rows_of_one_micro_batch_have_neighbouring_lengths():
-    (rank,) = split_micro_batches(np.array([3, 50, 4, 49]), 1, 2)
+@pytest.mark.parametrize("context", [1, 2])
+def test_a_token_limit_holds_for_every_micro_batch_alignment_included(context):
+    rng = np.random.default_rng(1)
+    for _ in range(100):
+        lengths = rng.integers(1, 50, rng.integers(1, 40))
+        splitter = Splitter(Shape(True, context, tensor=2), int(rng.integers(1, 5)), 1, max_tokens=60)
+        ranks = splitter.shares(lengths)
+        assert sorted(np.concatenate(trained_rows(ranks))) == list(range(len(lengths)))
+        assert len({len(rank) for rank in ranks}) == 1
+        assert all(splitter.shape.tokens(lengths[m.rows]) <= 60 * context for rank in ranks for m in rank)
+
+
+def test_a_row_above_the_token_limit_is_refused_by_number_and_key():
+    with pytest.raises(DataError, match=r"row 1 .* 61 tokens.*ppo_max_token_len_per_gpu"):
+        Splitter(PACKED, 1, 1, max_tokens=60).shares(np.array([5, 61, 7]))
+
+
+def test_padded_rows_of_one_micro_batch_have_neighbouring_lengths():
+    (rank,) = Splitter(PADDED, 1, 2).shares(np.array([3, 50, 4, 49]))
     assert [m.rows.tolist() for m in rank] == [[1, 3], [2, 0]]
+
+
+def test_packed_micro_batches_have_equal_loads():
+    (rank,) = Splitter(PACKED, 1, 2).shares(np.array([3, 50, 4, 49]))
+    assert sorted(m.rows.tolist() for m in rank) == [[0, 1], [2, 3]]
+
+
+def test_parts_are_equal_in_number_and_nearly_in_cost():
+    rng = np.random.default_rng(2)
+    costs = sequence_costs(rng.integers(1_000, 20_000, 512), 1.0, 1e-4)
+    parts = balanced_parts(costs, 16)
+    assert sorted(np.concatenate(parts)) == list(range(512))
+    assert {len(part) for part in parts} == {32}
+    assert imbalance(costs, parts) < 1e-4
+
+
+def test_an_exchange_mends_what_dealing_leaves():
+    costs = np.array([8.0, 7.0, 6.0, 5.0, 4.0, 0.0])  # dealt 8 + 5 + 4 and 7 + 6 + 0; exchanging 8 for 6 makes both 15
+    assert imbalance(costs, balanced_parts(costs, 2)) == 0.0
+
+
+def test_the_cost_of_a_sequence_counts_pairs_of_a_causal_attention():
+    assert sequence_costs(np.array([1, 4]), 10.0, 1.0).tolist() == [11.0, 50.0]
+
+
+def test_padding_counts_alignment_and_fillers():
+    splitter = Splitter(Shape(True, context=2, tensor=2), 2, 8)  # sequences to 4 tokens, a pack to 8
+    lengths = np.array([5])
+    shares = splitter.shares(lengths)
+    assert splitter.padding_share(lengths, shares) == pytest.approx(1 - 5 / 16)
 
 
 def test_mini_batches_are_consecutive_and_the_last_may_be_short():
     assert list(mini_batches(10, 4)) == [slice(0, 4), slice(4, 8), slice(8, 10)]
 
 
-def sample(prompt, response):
-    return Sample(0, 0, 0, 0, prompt, response, (-1.0,) * len(response), "stop", 0)
-
-
-@pytest.fixture
-def batch():
-    samples = [sample((11, 12, 13), (14, 15)), sample((21,), (22, 23, 24)), sample((31, 32, 33, 34, 35, 36), ())]
+def test_an_empty_prompt_is_refused_by_row():
+    samples = [Sample(0, 0, 0, 0, (1, 2, 3), (4,), (-1.0,), "stop", 0)] * 3
     batch = collate(samples, 0.7, pad_id=9)
-    return replace(batch, old_log_probs=batch.rollout_log_probs * 2, advantages=np.ones_like(batch.rollout_log_probs))
-
-
-def only(batch, *rows, align=1, micro_batch_size=8):
-    """The arrays of a micro-batch that holds just these rows."""
-    (rank,) = split_micro_batches(np.ones(len(rows), dtype=int), 1, micro_batch_size)
-    return micro_arrays(batch.rows(np.array(rows)), rank[0], align)
-
-
-def test_each_response_token_is_predicted_from_the_position_before_it(batch):
-    arrays = only(batch, 0, 1)
-    assert arrays.predictors[arrays.response_mask].tolist() == [2, 3, 0, 1, 2]
-    assert arrays.targets[arrays.response_mask].tolist() == [14, 15, 22, 23, 24]
-
-
-def test_arrays_are_no_wider_than_their_own_rows_but_for_the_alignment(batch):
-    assert only(batch, 1).input_ids.shape == (1, 4)
-    assert only(batch, 1).response_mask.shape == (1, 3)
-    assert only(batch, 0, align=4).input_ids.tolist() == [[11, 12, 13, 14, 15, 0, 0, 0]]
-
-
-def test_a_row_without_response_has_legal_indices_and_an_empty_mask(batch):
-    arrays = only(batch, 2)
-    assert not arrays.response_mask.any()
-    assert (arrays.predictors >= 0).all()
-    assert (arrays.predictors < arrays.input_ids.shape[1]).all()
-
-
-def test_nothing_of_a_filler_counts(batch):
-    ranks = split_micro_batches(np.array([5]), 2, 8)
-    assert [rank[0].is_filler for rank in ranks] == [False, True]
-    assert not micro_arrays(batch, ranks[1][0], 1).response_mask.any()
-
-
-def test_an_empty_prompt_is_refused_by_row(batch):
     with pytest.raises(DataError, match="row 1"):
-        check_batch(replace(batch, prompt_lengths=np.array([3, 0, 6])))
+        check_batch(replace(batch, prompt_lengths=np.array([3, 0, 3])))

@@ -1,12 +1,13 @@
-"""Log-probs and entropy from vocabulary-parallel logits are log_softmax's, in value and gradient, on one rank."""
+"""Log-probs and entropy made chunk by chunk from hidden states are log_softmax's, in value and gradient, on one rank."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from mrl.megatron.logprob import vocab_parallel_log_probs
+from mrl.megatron.logprob import lean_log_probs
 
-BATCH, LENGTH, VOCAB, PADDED = 3, 5, 11, 14
+TOKENS, HIDDEN, VOCAB, PADDED = 15, 6, 11, 14
+CHUNKS = [1, 4, 15, None]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -19,55 +20,88 @@ def one_rank(tmp_path_factory):
 @pytest.fixture
 def case():
     generator = torch.Generator().manual_seed(0)
-    logits = 4 * torch.randn(BATCH, LENGTH, PADDED, generator=generator)
-    targets = torch.randint(VOCAB, (BATCH, LENGTH), generator=generator)
-    temperature = torch.tensor([1.0, 0.5, 1.7])
-    weights = torch.randn(2, BATCH, LENGTH, generator=generator)
-    return logits, targets, temperature, weights
+    hidden = 2 * torch.randn(TOKENS, HIDDEN, generator=generator)
+    weight = torch.randn(PADDED, HIDDEN, generator=generator)
+    weight[VOCAB:] = 100.0  # padding would take all probability if it were let in
+    targets = torch.randint(VOCAB, (TOKENS,), generator=generator)
+    temperature = 0.5 + torch.rand(TOKENS, generator=generator)
+    return hidden, weight, targets, temperature, torch.randn(2, TOKENS, generator=generator)
 
 
-def oracle(logits, targets, temperature):
-    distribution = (logits[..., :VOCAB].double() / temperature.double()[:, None, None]).log_softmax(-1)
-    return distribution.gather(-1, targets[..., None])[..., 0], -(distribution.exp() * distribution).sum(-1)
+def oracle(hidden, weight, targets, temperature):
+    logits = hidden.double() @ weight.double().t()
+    distribution = (logits[:, :VOCAB] / temperature.double()[:, None]).log_softmax(-1)
+    return distribution.gather(-1, targets[:, None])[:, 0], -(distribution.exp() * distribution).sum(-1)
 
 
-def computed(logits, targets, temperature):
-    return vocab_parallel_log_probs(logits, targets, temperature, VOCAB, dist.group.WORLD)
+def computed(hidden, weight, targets, temperature, chunk=None):
+    return lean_log_probs(hidden, weight, targets, temperature, VOCAB, dist.group.WORLD, entropy_has_gradient=True, chunk=chunk)
 
 
-def test_values_are_those_of_log_softmax_over_the_real_vocabulary(case):
-    logits, targets, temperature, _ = case
-    logits[..., VOCAB:] = 100.0  # padding would take all probability if it were let in
-    for found, expected in zip(computed(logits, targets, temperature), oracle(logits, targets, temperature), strict=True):
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_values_are_those_of_log_softmax_over_the_real_vocabulary(case, chunk):
+    for found, expected in zip(computed(*case[:4], chunk), oracle(*case[:4]), strict=True):
         assert found.dtype is torch.float32
         torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("which", [(1.0, 0.0), (0.0, 1.0), (0.7, -0.3)], ids=["log_probs", "entropy", "both"])
-def test_gradients_are_those_of_autograd_through_log_softmax(case, which):
-    logits, targets, temperature, weights = case
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_gradients_are_those_of_autograd_through_log_softmax(case, chunk, which):
+    hidden, weight, targets, temperature, weights = case
     gradients = []
-    for function in (computed, oracle):
-        leaf = logits.clone().requires_grad_()
-        outputs = function(leaf, targets, temperature)
+    for function in (lambda *given: computed(*given, chunk), oracle):
+        leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        outputs = function(*leaves, targets, temperature)
         sum((c * w * o).sum() for c, w, o in zip(which, weights, outputs, strict=True)).backward()
+        gradients.append([leaf.grad for leaf in leaves])
+    for found, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert torch.count_nonzero(gradients[0][1][VOCAB:]) == 0
+
+
+def test_without_a_gradient_of_the_entropy_the_one_of_the_log_probs_is_the_same(case):
+    hidden, weight, targets, temperature, weights = case
+    gradients = []
+    for entropy_has_gradient in (True, False):
+        leaf = hidden.clone().requires_grad_()
+        log_probs, entropy = lean_log_probs(leaf, weight, targets, temperature, VOCAB, dist.group.WORLD, entropy_has_gradient)
+        assert entropy.requires_grad == entropy_has_gradient
+        (weights[0] * log_probs).sum().backward()
         gradients.append(leaf.grad)
-    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-5, atol=1e-6)
-    assert torch.count_nonzero(gradients[0][..., VOCAB:]) == 0
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
 
 
-def test_sixteen_bit_logits_are_computed_in_float32(case):
-    logits, targets, temperature, _ = case
-    half = logits.bfloat16()
-    log_probs, entropy = computed(half, targets, temperature)
-    exact = oracle(half, targets, temperature)
-    torch.testing.assert_close(log_probs.double(), exact[0], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(entropy.double(), exact[1], rtol=1e-6, atol=1e-6)
+def test_the_weight_gradient_is_added_to_the_buffer_of_a_weight_that_has_one(case):
+    hidden, weight, targets, temperature, weights = case
+    plain, buffered = weight.clone().requires_grad_(), weight.clone().requires_grad_()
+    buffered.main_grad = torch.ones_like(weight)
+    for leaf in (plain, buffered):
+        (weights[0] * computed(hidden, leaf, targets, temperature, 4)[0]).sum().backward()
+    assert buffered.grad is None
+    torch.testing.assert_close(buffered.main_grad, 1 + plain.grad, rtol=1e-6, atol=1e-6)
+
+
+def test_sixteen_bit_logits_are_reduced_in_float32(case):
+    hidden, weight, targets, temperature, _ = case
+    hidden, weight = hidden.bfloat16(), weight.bfloat16()
+    logits = (hidden @ weight.t()).double()[:, :VOCAB] / temperature.double()[:, None]
+    log_probs, entropy = computed(hidden, weight, targets, temperature, 4)
+    distribution = logits.log_softmax(-1)
+    torch.testing.assert_close(log_probs.double(), distribution.gather(-1, targets[:, None])[:, 0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(entropy.double(), -(distribution.exp() * distribution).sum(-1), rtol=1e-5, atol=1e-6)
 
 
 def test_a_certain_token_has_no_entropy_and_huge_logits_do_not_overflow():
-    logits = torch.full((1, 1, VOCAB), -3e4)
-    logits[..., 4] = 3e4
-    log_probs, entropy = computed(logits, torch.tensor([[4]]), torch.ones(1))
+    weight = torch.full((VOCAB, 1), -3e4)
+    weight[4] = 3e4
+    log_probs, entropy = lean_log_probs(torch.ones(1, 1), weight, torch.tensor([4]), torch.ones(1), VOCAB, dist.group.WORLD)
     assert log_probs.item() == 0.0
     assert entropy.item() == 0.0
+
+
+def test_no_tokens_are_no_fault():
+    hidden = torch.zeros(0, HIDDEN, requires_grad=True)
+    log_probs, _ = lean_log_probs(hidden, torch.zeros(PADDED, HIDDEN), torch.zeros(0, dtype=int), torch.zeros(0), VOCAB, dist.group.WORLD)
+    log_probs.sum().backward()
+    assert hidden.grad.shape == (0, HIDDEN)

@@ -1,0 +1,123 @@
+"""One micro-batch as the model takes it: sequences packed end to end, or padded to one length; cut for context parallelism. Pure numpy.
+
+Context-parallel rank r holds, of every sequence cut into 2 * context chunks, chunk r and chunk 2 * context - 1 - r ("zigzag"): so all ranks
+have the same share of a causal attention's work. What predicts what is settled before the cut, inside each sequence.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mrl.data.batch import TrainBatch
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What lengths in memory have to be multiples of. `tensor` is 1 without sequence parallelism."""
+
+    packed: bool
+    context: int = 1
+    tensor: int = 1
+
+    @property
+    def sequence_multiple(self) -> int:
+        return 2 * self.context if self.context > 1 else 1
+
+    @property
+    def total_multiple(self) -> int:
+        return self.sequence_multiple * self.tensor
+
+    def padded(self, lengths: np.ndarray) -> np.ndarray:
+        """Length in memory of each sequence, int64 [rows], over all context-parallel ranks."""
+        if not self.packed:
+            return np.full(len(lengths), _up(int(lengths.max()), self.total_multiple), dtype=np.int64)
+        padded = -(-lengths.astype(np.int64) // self.sequence_multiple) * self.sequence_multiple
+        padded[-1] += _up(int(padded.sum()), self.total_multiple) - int(padded.sum())
+        return padded
+
+    def tokens(self, lengths: np.ndarray) -> int:
+        """Tokens computed for one micro-batch of these sequences, over all context-parallel ranks."""
+        return int(self.padded(lengths).sum())
+
+
+@dataclass(frozen=True)
+class MicroArrays:
+    """One micro-batch of one context-parallel rank. `tokens` are the response tokens whose predicting position is on this rank.
+
+    `batch` is 1 where sequences are packed, else the number of rows; `response_length` is the longest one here.
+    """
+
+    input_ids: np.ndarray  # int64 [batch, length]
+    position_ids: np.ndarray  # int64 [batch, length]: position inside its sequence
+    sequence_starts: np.ndarray | None  # int32 [rows + 1]: where sequences begin and end in the pack, before the cut; None: padded
+    predictors: np.ndarray  # int64 [tokens]: index into batch * length of the position that predicts the token
+    targets: np.ndarray  # int64 [tokens]
+    slots: np.ndarray  # int64 [tokens]: index of the token into rows * response_length
+    token_temperature: np.ndarray  # float32 [tokens]
+    response_mask: np.ndarray  # bool [rows, response_length]: tokens that count, rejected ones and a filler's not
+    old_log_probs: np.ndarray | None  # float32 [rows, response_length]
+    advantages: np.ndarray | None  # float32 [rows, response_length]
+    loss_weights: np.ndarray | None  # float32 [rows, response_length]
+    selected: np.ndarray | None  # bool [rows, response_length]
+
+
+def micro_arrays(batch: TrainBatch, rows: np.ndarray, shape: Shape, context_rank: int = 0, is_filler: bool = False) -> MicroArrays:
+    """Cuts the rows out and lays their sequences into memory."""
+    picked = batch.rows(rows)
+    lengths = picked.prompt_lengths + picked.response_lengths
+    padded = shape.padded(lengths)
+    starts = np.concatenate([[0], np.cumsum(padded)])
+    ids, positions = _laid_out(picked.input_ids, lengths, padded, starts)
+    width = max(int(picked.response_lengths.max()), 1)
+    mask = picked.loss_mask[:, :width] & (not is_filler)
+    row, column = np.nonzero(mask)
+    target = starts[row] + picked.prompt_lengths[row] + column
+    kept = kept_positions(padded, shape.context, context_rank)
+    local = np.full(len(ids), -1, dtype=np.int64)
+    local[kept] = np.arange(len(kept))
+    here = local[target - 1] >= 0
+    lines = 1 if shape.packed else len(rows)
+    return MicroArrays(
+        input_ids=ids[kept].reshape(lines, -1),
+        position_ids=positions[kept].reshape(lines, -1),
+        sequence_starts=starts.astype(np.int32) if shape.packed else None,
+        predictors=local[target - 1][here],
+        targets=ids[target][here],
+        slots=(row * width + column)[here],
+        token_temperature=picked.temperature[row][here],
+        response_mask=mask,
+        old_log_probs=_cut(picked.old_log_probs, width),
+        advantages=_cut(picked.advantages, width),
+        loss_weights=_cut(picked.loss_weights, width),
+        selected=_cut(picked.selected, width),
+    )
+
+
+def _cut(values: np.ndarray | None, width: int) -> np.ndarray | None:
+    return None if values is None else values[:, :width]
+
+
+def _laid_out(input_ids: np.ndarray, lengths: np.ndarray, padded: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids and positions of all sequences end to end, with zeros for padding; both int64 [sum of padded]."""
+    ids, positions = np.zeros(int(starts[-1]), dtype=np.int64), np.zeros(int(starts[-1]), dtype=np.int64)
+    for row, (start, length, size) in enumerate(zip(starts, lengths, padded, strict=False)):
+        ids[start : start + length] = input_ids[row, :length]
+        positions[start : start + size] = np.arange(size)
+    return ids, positions
+
+
+def kept_positions(padded: np.ndarray, context: int, rank: int) -> np.ndarray:
+    """Of sequences laid end to end, each a multiple of 2 * context long, the positions that a context-parallel rank holds, int64."""
+    if context == 1:
+        return np.arange(int(padded.sum()))
+    kept, start = [], 0
+    for size in map(int, padded):
+        chunk = size // (2 * context)
+        for number in (rank, 2 * context - 1 - rank):
+            kept.append(np.arange(start + number * chunk, start + (number + 1) * chunk))
+        start += size
+    return np.concatenate(kept)
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,90 @@
+"""A micro-batch in memory: what predicts what, where, on which context-parallel rank."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mrl.data.batch import Sample, collate
+from mrl.megatron.packing import Shape, kept_positions, micro_arrays
+
+PACKED, PADDED = Shape(packed=True), Shape(packed=False)
+ALL = np.array([0, 1, 2])
+
+
+def sample(prompt, response):
+    return Sample(0, 0, 0, 0, prompt, response, (-1.0,) * len(response), "stop", 0)
+
+
+@pytest.fixture
+def batch():
+    samples = [sample((11, 12, 13), (14, 15)), sample((21,), (22, 23, 24)), sample((31, 32, 33, 34, 35, 36), ())]
+    batch = collate(samples, 0.7, pad_id=9)
+    batch.temperature[1] = 0.5
+    return replace(batch, old_log_probs=batch.rollout_log_probs * 2, advantages=np.ones_like(batch.rollout_log_probs))
+
+
+def test_packed_sequences_stand_end_to_end_and_positions_restart(batch):
+    arrays = micro_arrays(batch, ALL, PACKED)
+    assert arrays.input_ids.tolist() == [[11, 12, 13, 14, 15, 21, 22, 23, 24, 31, 32, 33, 34, 35, 36]]
+    assert arrays.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2, 3, 4, 5]]
+    assert arrays.sequence_starts.tolist() == [0, 5, 9, 15]
+
+
+def test_padded_sequences_have_one_length(batch):
+    arrays = micro_arrays(batch, np.array([0, 1]), replace(PADDED, tensor=4))
+    assert arrays.input_ids.tolist() == [[11, 12, 13, 14, 15, 0, 0, 0], [21, 22, 23, 24, 0, 0, 0, 0]]
+    assert arrays.position_ids.tolist() == [list(range(8))] * 2
+    assert arrays.sequence_starts is None
+
+
+@pytest.mark.parametrize("shape", [PACKED, PADDED, Shape(True, tensor=4)])
+def test_each_response_token_is_predicted_from_the_position_before_it(batch, shape):
+    arrays = micro_arrays(batch, ALL, shape)
+    assert arrays.targets.tolist() == [14, 15, 22, 23, 24]
+    assert arrays.input_ids.reshape(-1)[arrays.predictors].tolist() == [13, 14, 21, 22, 23]
+    assert arrays.slots.tolist() == [0, 1, 3, 4, 5]  # of [3, 3]
+    assert arrays.token_temperature.tolist() == pytest.approx([0.7, 0.7, 0.5, 0.5, 0.5])
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("context", [2, 4])
+def test_context_parallel_ranks_share_out_every_token_and_every_prediction(batch, context, packed):
+    shape = Shape(packed, context)
+    ranks = [micro_arrays(batch, ALL, shape, rank) for rank in range(context)]
+    assert len({arrays.input_ids.shape for arrays in ranks}) == 1
+    ids = np.concatenate([arrays.input_ids.reshape(-1) for arrays in ranks])
+    real = np.concatenate([batch.input_ids[row, :length] for row, length in enumerate((5, 4, 6))])
+    assert sorted(ids[ids > 0]) == sorted(real)
+    predicted = {}
+    for arrays in ranks:
+        states = arrays.input_ids.reshape(-1)[arrays.predictors]
+        predicted |= dict(zip(arrays.slots.tolist(), zip(states.tolist(), arrays.targets.tolist(), strict=True), strict=True))
+    assert predicted == {0: (13, 14), 1: (14, 15), 3: (21, 22), 4: (22, 23), 5: (23, 24)}
+
+
+def test_a_zigzag_rank_holds_a_chunk_from_either_end_of_every_sequence():
+    assert kept_positions(np.array([8, 4]), 2, 0).tolist() == [0, 1, 6, 7, 8, 11]
+    assert kept_positions(np.array([8, 4]), 2, 1).tolist() == [2, 3, 4, 5, 9, 10]
+
+
+def test_memory_lengths_are_multiples_of_what_the_degrees_need():
+    lengths = np.array([5, 3, 9])
+    assert PACKED.padded(lengths).tolist() == [5, 3, 9]
+    assert Shape(True, context=2).padded(lengths).tolist() == [8, 4, 12]
+    assert Shape(True, tensor=4).padded(lengths).tolist() == [5, 3, 12]  # the last sequence fills the pack up
+    assert Shape(True, context=2, tensor=4).padded(lengths).tolist() == [8, 4, 20]
+    assert Shape(False, context=2, tensor=2).padded(lengths).tolist() == [16, 16, 16]
+
+
+def test_nothing_of_a_filler_counts_and_a_row_without_response_is_no_fault(batch):
+    assert micro_arrays(batch, ALL, PACKED, is_filler=True).targets.size == 0
+    arrays = micro_arrays(batch, np.array([2]), PACKED)
+    assert arrays.targets.size == 0
+    assert arrays.response_mask.shape == (1, 1)
+
+
+def test_rejected_tokens_are_not_computed(batch):
+    keep = batch.response_mask.copy()
+    keep[1, 1] = False
+    assert micro_arrays(replace(batch, keep=keep), ALL, PACKED).targets.tolist() == [14, 15, 22, 24]
