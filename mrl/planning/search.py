@@ -15,7 +15,7 @@ from mrl.layout import TrainLayout, check_train_layout
 from mrl.memory.activations import Activations, Recompute
 from mrl.memory.devices import Device
 from mrl.memory.phases import ActorBytes, Phase, actor_phases
-from mrl.memory.state import BF16, Precision, StateBytes, stage_state
+from mrl.memory.state import BF16, Precision, StateBytes, layer_kinds, stage_state
 from mrl.models import ModelSpec
 from mrl.planning.assumptions import USUAL, Assumptions
 from mrl.planning.step_time import StepSeconds, UpdateWork, micro_batch_count, update_seconds
@@ -116,7 +116,7 @@ def legal_layouts(problem: SearchProblem) -> Iterator[tuple[dict[str, Any], Trai
         layout = TrainLayout.build(degrees, problem.model)
         if layout not in seen:
             seen.add(layout)
-            yield {key: value for key, value in degrees.items() if value not in (1, None, False)}, layout
+            yield {key: value for key, value in degrees.items() if value is True or value not in (None, False, 1)}, layout
 
 
 def _degrees(model: ModelSpec, world: int) -> Iterator[dict[str, Any]]:
@@ -142,26 +142,36 @@ def _pipelines(num_layers: int, divisors: list[int]) -> Iterator[tuple[int, int 
 
 def best_fit(problem: SearchProblem, degrees: dict[str, Any], layout: TrainLayout) -> Candidate | Phase:
     """The layout with the cheapest recomputation that fits, or the phase that is too large in every case."""
-    states = [stage_state(problem.model, layout, pp, problem.precision) for pp in range(layout.pipeline)]
-    fullest = Phase("train", vars(max(states, key=_whole)), problem.device.usable)
+    states = {pp: stage_state(problem.model, layout, pp, problem.precision) for pp in unlike_stages(problem.model, layout)}
+    heaviest = max(states.values(), key=_whole)
+    fullest = Phase("train", vars(heaviest), problem.device.usable)
     if not fullest.fits:
         return fullest
     for recompute in RECOMPUTE:
         fullest = fullest_phase(problem, layout, recompute, states)
         if fullest.fits:
-            return _candidate(problem, degrees, layout, recompute, fullest, max(states, key=_whole))
+            return _candidate(problem, degrees, layout, recompute, fullest, heaviest)
     return fullest
 
 
-def fullest_phase(problem: SearchProblem, layout: TrainLayout, recompute: Recompute, states: list[StateBytes]) -> Phase:
-    """Over all stages and phases of the actor."""
+def unlike_stages(model: ModelSpec, layout: TrainLayout) -> list[int]:
+    """The first stage of each kind. Later ones of a kind hold the same state and have fewer micro-batches in flight."""
+    first: dict[tuple, int] = {}
+    for pp in range(layout.pipeline):
+        kinds = tuple(layer_kinds(model, layout, pp, vp) for vp in range(layout.virtual_pipeline))
+        first.setdefault((kinds, pp == 0, pp == layout.pipeline - 1), pp)
+    return list(first.values())
+
+
+def fullest_phase(problem: SearchProblem, layout: TrainLayout, recompute: Recompute, states: dict[int, StateBytes]) -> Phase:
+    """Over the given stages and all phases of the actor."""
     load = problem.assumptions.expert_load if layout.expert > 1 else 1.0
     activations = Activations(
         problem.model, layout, problem.work.micro, problem.precision.parameters, recompute=recompute, expert_load=load
     )
     count = micro_batch_count(problem.work, layout)
     phases = []
-    for pp, state in enumerate(states):
+    for pp, state in states.items():
         actor = ActorBytes(
             **vars(state),
             activations=activations.stage_saved(pp, count),

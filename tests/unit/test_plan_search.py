@@ -1,0 +1,192 @@
+"""`mrl plan --search` finds every layout that fits, and no other, in the order that it claims."""
+
+import json
+import random
+import time
+from itertools import product
+
+import pytest
+
+from mrl.cli import main
+from mrl.layout import TrainLayout, check_train_layout
+from mrl.memory.activations import MicroBatch
+from mrl.memory.devices import find_device
+from mrl.memory.state import BF16, stage_state
+from mrl.models import forward_flops_per_token, known_spec
+from mrl.planning.search import RECOMPUTE, SearchProblem, SearchResult, fullest_phase, legal_layouts, search
+from mrl.planning.step_time import UpdateWork, micro_batch_count, update_seconds
+
+TP, PP, VPP, CP, EP, ETP = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "context_parallel_size",
+    "expert_model_parallel_size", "expert_tensor_parallel_size",
+)  # fmt: skip
+COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+CASES = {"30B on 32": ("Qwen3-30B-A3B", 32), "235B on 128": ("Qwen3-235B-A22B", 128)}
+
+
+def problem(name: str, devices: int, megatron: str = "0.16.1", device: str = "h100-80g") -> SearchProblem:
+    model, found = known_spec(name), find_device(device)
+    work = UpdateWork(model, MicroBatch(1, 10240, 8192), 512 * 5120, forward_flops_per_token(model, 2560))
+    return SearchProblem(work, found, devices, found.devices_per_node, 1 << 29, megatron)
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, tuple[SearchResult, float]]:
+    """Each case with the seconds that its search took."""
+    results = {}
+    for name, case in CASES.items():
+        start = time.perf_counter()
+        results[name] = search(problem(*case)), time.perf_counter() - start
+    return results
+
+
+def every_legal_layout(name: str, world: int) -> set[TrainLayout]:
+    """All degrees that the rules allow, one by one; evenly split stages, counting embedding and loss or not."""
+    model = known_spec(name)
+    sizes = [n for n in range(1, world + 1) if world % n == 0]
+    layouts = set()
+    for tp, pp, cp, ep, etp in product(sizes, repeat=5):
+        if world % (tp * cp * pp) or world % (ep * etp * pp):
+            continue
+        for embedding, loss in product((False, True), repeat=2):
+            stage = (model.num_layers + embedding + loss) / pp
+            for vp in range(1, int(stage) + 1) if pp > 1 else (1,):
+                degrees = dict(zip((TP, PP, VPP, CP, EP, ETP), (tp, pp, vp if vp > 1 else None, cp, ep, etp), strict=True))
+                degrees |= {"world_size": world} | dict(zip(COUNTED, (embedding, loss), strict=True))
+                if stage % vp == 0 and not check_train_layout(degrees, model):
+                    layouts.add(TrainLayout.build(degrees, model))
+    return layouts
+
+
+def cheapest_that_fits(case: SearchProblem, layout: TrainLayout):
+    """(predicted seconds, bytes, recomputation) without any shortcut; None where nothing fits."""
+    states = {pp: stage_state(case.model, layout, pp, BF16) for pp in range(layout.pipeline)}
+    for recompute in RECOMPUTE:
+        phase = fullest_phase(case, layout, recompute, states)
+        if phase.fits:
+            heaviest = max(states.values(), key=lambda s: s.parameters + s.gradients + s.optimizer)
+            again = recompute.granularity == "full"
+            seconds = update_seconds(case.work, layout, case.device, case.per_node, heaviest, again, case.assumptions)
+            return seconds.total, phase.total, recompute
+    return None
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_search_equals_brute_force_over_all_legal_layouts(name, found):
+    case, (result, _) = problem(*CASES[name]), found[name]
+    legal = every_legal_layout(*CASES[name])
+    assert result.legal == len(legal)
+    fitting = {layout: best for layout in legal if (best := cheapest_that_fits(case, layout))}
+    assert {c.layout: (c.seconds.total, c.phase.total, c.recompute) for c in result.fitting} == fitting
+    assert [(c.seconds.total, c.phase.total) for c in result.fitting] == sorted(best[:2] for best in fitting.values())
+    assert 0 < len(fitting) < len(legal)
+    assert sum(result.too_large.values()) == len(legal) - len(fitting)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_search_takes_less_than_ten_seconds(name, found):
+    assert found[name][1] < 10
+
+
+def test_any_legal_degrees_are_among_those_looked_at():
+    """Degrees drawn at random, divisors or not: what the rules allow is in the search's list."""
+    model, world, rng = known_spec("Qwen3-30B-A3B"), 32, random.Random(0)
+    looked_at = {layout for _, layout in legal_layouts(problem("Qwen3-30B-A3B", world))}
+    legal = 0
+    for _ in range(500):
+        sizes = [rng.choice((1, 1, 2, 3, 4, 8)) for _ in range(5)]
+        degrees = dict(zip((TP, PP, CP, EP, ETP), sizes, strict=True)) | {"world_size": world}
+        if not check_train_layout(degrees, model):
+            legal += 1
+            assert TrainLayout.build(degrees, model) in looked_at
+    assert legal > 20
+
+
+def test_every_layout_is_listed_once_under_degrees_that_give_it(found):
+    result, _ = found["235B on 128"]
+    assert len({c.layout for c in result.fitting}) == len(result.fitting)
+    model = known_spec("Qwen3-235B-A22B")
+    for candidate in result.fitting[::50]:
+        assert TrainLayout.build(candidate.degrees, model) == candidate.layout
+
+
+def test_no_layout_of_the_235b_model_fits_on_16_devices_of_80_gb():
+    result = search(problem("Qwen3-235B-A22B", 16))
+    assert result.legal > 0
+    assert result.fitting == ()
+    assert set(result.too_large) <= {"gradients", "optimizer", "parameters"}
+
+
+def test_more_tensor_ranks_than_key_value_heads_only_with_a_megatron_that_shares_heads():
+    old, new = ({layout.tensor for _, layout in legal_layouts(problem("Qwen3-30B-A3B", 32, version))} for version in ("0.12.1", "0.16.1"))
+    assert old == {1, 2, 4}
+    assert new == {1, 2, 4, 8, 16, 32}
+
+
+def test_interleaved_pipelines_get_a_multiple_of_their_stages_of_micro_batches():
+    model = known_spec("Qwen3-30B-A3B")
+    work = UpdateWork(model, MicroBatch(1, 1000, 800), 9_000, 1.0)
+    plain, interleaved = (TrainLayout.build({"world_size": 4, PP: 4} | more, model) for more in ({}, {VPP: 2}))
+    assert (micro_batch_count(work, plain), micro_batch_count(work, interleaved)) == (9, 12)
+
+
+def test_the_bubble_shrinks_with_virtual_stages_and_micro_batches():
+    case, model = problem("Qwen3-30B-A3B", 4), known_spec("Qwen3-30B-A3B")
+    shares = []
+    for more in ({}, {VPP: 2}, {VPP: 4}):
+        layout = TrainLayout.build({"world_size": 4, PP: 4} | more, model)
+        state = stage_state(model, layout, 0)
+        seconds = update_seconds(case.work, layout, case.device, 8, state, False, case.assumptions)
+        shares.append(seconds.bubble / (seconds.total - seconds.bubble))
+        count = micro_batch_count(case.work, layout)
+        assert seconds.bubble == pytest.approx((seconds.compute + seconds.tensor + seconds.expert + seconds.context + seconds.pipeline
+                                                / layout.virtual_pipeline) * 3 / (layout.virtual_pipeline * count))  # fmt: skip
+    assert shares == sorted(shares, reverse=True)
+
+
+def run_json(capsys, *arguments: str) -> dict:
+    main(["plan", "--search", *arguments, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_command_lists_the_best_with_reasons(capsys):
+    answer = run_json(capsys, "--model", "Qwen/Qwen3-8B", "--devices", "8", "--device", "h100-80g", "--top", "3")
+    assert (answer["devices"], answer["device"], len(answer["layouts"])) == (8, "h100-80g", 3)
+    assert [row["seconds"] for row in answer["layouts"]] == sorted(row["seconds"] for row in answer["layouts"])
+    for row in answer["layouts"]:
+        assert row["bytes"] <= row["device_bytes"]
+        assert "GiB" in row["why"]
+        assert row["missing"] == []
+    assert answer["engines"][0].startswith("engine of 1")
+
+
+def test_layouts_that_train_cannot_run_yet_say_so(monkeypatch, capsys):
+    table = ((lambda c: c.actor.layout.context_parallel_size > 1, "context"), (lambda c: True, "something else of the run"))
+    monkeypatch.setattr("mrl.config.capabilities._MISSING", table)
+    answer = run_json(capsys, "--model", "Qwen/Qwen3-8B", "--devices", "8", "--device", "h100-80g", "--top", "20")
+    said = {row["degrees"].get(CP, 1) > 1: row["missing"] for row in answer["layouts"]}
+    assert said == {True: ["context"], False: []}
+
+
+def test_the_command_says_so_when_nothing_fits(capsys):
+    main(["plan", "--search", "--model", "Qwen3-235B-A22B", "--devices", "8", "--device", "h100-80g"])
+    shown = capsys.readouterr().out
+    assert shown.startswith("0 of ")
+    assert "do not fit, by what weighs most" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--search",), "give CONFIG, or with --search a --model"),
+        (("--search", "--model", "Qwen3-8B"), "needs --devices N and --device NAME"),
+        (("--search", "--model", "Qwen3-8B", "--devices", "8", "--device", "x100"), "known: a100-80g"),
+        (("--search", "--model", "Owl-8B", "--devices", "8", "--device", "h100-80g"), "known by name for planning"),
+        (("config.yaml", "--model", "Qwen3-8B", "--search"), "give CONFIG, or with --search a --model"),
+    ],
+)
+def test_a_bad_request_is_refused(capsys, arguments, said):
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", *arguments])
+    assert stopped.value.code in (2, 4)
+    assert said in capsys.readouterr().err
