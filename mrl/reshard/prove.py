@@ -4,14 +4,14 @@ A fault is a sentence that names tensor and parameter. A plan that has one is ne
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from mrl.layout import RolloutLayout
 from mrl.reshard.boxes import cover_fault
 from mrl.reshard.source import Shard
 from mrl.reshard.streams import Grain, Holder, Miniature, Stream
 from mrl.reshard.target import Dialect, TargetParameter, TargetPiece, target_parameters
-from mrl.reshard.transfer import Copy
+from mrl.reshard.transfer import Copy, Message
 
 ShardTable = Mapping[tuple[int, str], Shard]  # by chunk and name
 
@@ -94,3 +94,17 @@ def _named(grain: Grain, layer: int, holder: Holder) -> Copy:
     names = (text.format(layer) for text in (grain.hf_name, holder.megatron_name, grain.parameter))
     hf_name, megatron_name, parameter = names
     return Copy(hf_name, grain.hf_box, megatron_name, 0, grain.source_box, parameter, grain.target_box, grain.axes)
+
+
+def worker_faults(
+    parameters: Sequence[TargetParameter], messages: Iterable[Message], shards_of: Callable[[int], ShardTable]
+) -> Iterator[str]:
+    """What is wrong with all that one worker receives: boxes that their senders do not hold, and what is not written exactly once."""
+    copies: list[Copy] = []
+    for message in messages:
+        shards = shards_of(message.source)
+        for copy in message.copies:
+            if fault := source_fault(shards, copy):
+                yield f"rank {message.source}: {fault}"
+        copies += message.copies
+    yield from target_faults(parameters, copies)

@@ -1,0 +1,110 @@
+"""Is a plan right, before there is a device or a weight? Two answers that do not lean on each other.
+
+The proof takes the plan at the model's real shapes apart into single copies and holds each against what ranks and workers have. The
+rehearsal carries out the same layouts on a shrunken model whose elements are numbered, and looks at every element.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from time import perf_counter
+
+from mrl.errors import ConfigError
+from mrl.reshard.plan import MIB, ReshardPlan, plan_reshard
+from mrl.reshard.prove import ShardTable, shard_table, worker_faults
+from mrl.reshard.rehearse import rehearse, shrink
+from mrl.reshard.source import source_shards
+from mrl.reshard.streams import ITEM_BYTES
+from mrl.reshard.target import target_parameters
+
+_PROOF_SECONDS = 10.0  # after which no further worker is taken apart
+_MIN_BUDGET = 4096
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Of the plan at real shapes. All workers are covered by the proof of their templates, which planning includes; these were in full."""
+
+    workers: int
+    copies: int
+    fault: str | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """Of the same layouts on a shrunken model."""
+
+    layers: int
+    experts: int
+    rounds: int
+    elements: int  # that were written and looked at
+    fault: str | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Both answers."""
+
+    proof: Proof
+    rehearsal: Rehearsal
+
+    @property
+    def fault(self) -> str | None:
+        """The first fault."""
+        return self.proof.fault or self.rehearsal.fault
+
+
+def verify(plan: ReshardPlan) -> Verdict:
+    """Takes about ten seconds for 128 ranks, and memory for one worker's copies."""
+    return Verdict(prove(plan), rehearse_small(plan))
+
+
+def prove(plan: ReshardPlan, seconds: float = _PROOF_SECONDS) -> Proof:
+    """Worker after worker, one engine's first, until the time is up; one at least."""
+    begun, workers, copies = perf_counter(), 0, 0
+    shards_of = _shards_of(plan)
+    for worker in range(plan.rollout.world_size):
+        if workers and perf_counter() - begun > seconds:
+            break
+        messages = list(plan.receives(worker))
+        workers, copies = workers + 1, copies + sum(len(message.copies) for message in messages)
+        wanted = target_parameters(plan.model, plan.rollout, worker, plan.dialect, plan.dtype)
+        if fault := next(worker_faults(wanted, messages, shards_of), None):
+            named = f"engine {plan.rollout.coords(worker).engine}, worker {worker}: {fault}"
+            return Proof(workers, copies, named, perf_counter() - begun)
+    return Proof(workers, copies, None, perf_counter() - begun)
+
+
+def _shards_of(plan: ReshardPlan) -> Callable[[int], ShardTable]:
+    @cache
+    def shards_of(rank: int) -> ShardTable:
+        return shard_table(source_shards(plan.model, plan.train, rank))
+
+    return shards_of
+
+
+def rehearse_small(plan: ReshardPlan) -> Rehearsal:
+    """The same layouts, dialect and placement; a budget that makes several rounds."""
+    begun = perf_counter()
+    model, train = shrink(plan.model, plan.train, plan.rollout)
+    for budget in _budgets():
+        try:
+            small = plan_reshard(
+                model, train, plan.rollout, dialect=plan.dialect, dtype=plan.dtype, topology=plan.topology, budget_bytes=budget
+            )
+        except ConfigError:
+            continue
+        break
+    fault = next(rehearse(small), None)
+    elements = (small.bytes_moved + small.bytes_local) // ITEM_BYTES[plan.dtype]
+    return Rehearsal(model.num_layers, model.num_experts, small.num_rounds, elements, fault, perf_counter() - begun)
+
+
+def _budgets() -> Iterator[int]:
+    budget = _MIN_BUDGET
+    while budget <= MIB:
+        yield budget
+        budget *= 4
+    yield 64 * MIB
