@@ -1,0 +1,219 @@
+#!/usr/bin/env python
+"""Writes docs/{configuration,metrics,from_verl,tuning,known_problems}.md from the schema, the spec tables and docs/source.
+
+    python scripts/generate_docs.py [--check]     with --check writes nothing and exits 1 when a page is out of date
+
+Raises ValueError when a text names a key or a metric that does not exist, or a field has no text: so the pages cannot go stale.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType
+from typing import Any, get_args
+
+import yaml
+from pydantic.fields import FieldInfo
+
+from mrl.algo import spec
+from mrl.config.explain import allowed_text
+from mrl.config.field_docs import FIELD_DOCS
+from mrl.config.schema import RunConfig, Section
+from mrl.config.verl.keys import ROWS
+from mrl.config.verl.special import HANDLERS
+from mrl.config.yaml_tree import dump_value
+from mrl.record.spec import METRICS, metric_spec
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "docs" / "source"
+_MADE = "<!-- made by scripts/generate_docs.py; edit mrl/config/field_docs.py, the spec tables or docs/source instead -->\n"
+
+
+def sections(section: type[Section] = RunConfig, prefix: str = "") -> Iterator[tuple[str, type[Section], dict[str, FieldInfo]]]:
+    """(dotted name, class, fields that are no sections) of every section, outer ones first; `ref.layout` is as `actor.layout`."""
+    inner = {name: below for name, field in section.model_fields.items() if (below := _section(field))}
+    plain = {name: field for name, field in section.model_fields.items() if name not in inner}
+    yield prefix.rstrip("."), section, plain
+    for name, below in inner.items():
+        if f"{prefix}{name}" != "ref.layout":
+            yield from sections(below, f"{prefix}{name}.")
+
+
+def _section(field: FieldInfo) -> type[Section] | None:
+    for annotation in (field.annotation, *get_args(field.annotation)):
+        if isinstance(annotation, type) and issubclass(annotation, Section):
+            return annotation
+    return None
+
+
+def keys() -> set[str]:
+    """Every key of the configuration, sections left out."""
+    return {f"{name}.{field}".lstrip(".") for name, _, fields in sections() for field in fields}
+
+
+def configuration() -> str:
+    """Every field with what it may be, its default, meaning and advice."""
+    page = [
+        _MADE,
+        "# Configuration\n",
+        "Every key of a preset, a recipe or `--set`. `mrl validate` checks them, and how they go together.\n",
+    ]
+    for name, section, fields in sections():
+        if fields:
+            page += [f"## {name}\n", f"{section.__doc__.strip()}\n", *_table(("key", "may be", "default", "meaning", "advice"))]
+            page += [_row(*_field(f"{name}.{field}", info)) for field, info in fields.items()]
+            page.append("")
+    page += ["## Names\n", *_names("Advantages", "algorithm.adv_estimator", spec.ADVANTAGES)]
+    page += _names("Policy losses", "algorithm.policy_loss.loss_mode", spec.LOSSES)
+    page += _names("Aggregations", "algorithm.policy_loss.loss_agg_mode", spec.AGGREGATIONS)
+    return "\n".join(page)
+
+
+def _field(key: str, info: FieldInfo) -> tuple[str, ...]:
+    if key not in FIELD_DOCS:
+        raise ValueError(f"{key} has no row in mrl/config/field_docs.py")
+    text = FIELD_DOCS[key]
+    meaning, advice = (text, "") if isinstance(text, str) else text
+    default = "required" if info.is_required() else f"`{_shown(info.get_default(call_default_factory=True))}`"
+    return f"`{key.rpartition('.')[2]}`", allowed_text(info), default, meaning, advice
+
+
+def _shown(value: Any) -> str:
+    return dump_value(list(value) if isinstance(value, tuple) else value)
+
+
+def _names(title: str, key: str, table: dict[str, Any]) -> list[str]:
+    return [f"### {title} (`{key}`)\n", *_table(("name", "what it is")), *(_row(f"`{n}`", s.summary) for n, s in table.items()), ""]
+
+
+def metrics() -> str:
+    """Every metric with unit, reduction and how to read it."""
+    reading = _source("metrics")
+    for name in reading:
+        if not any(_speaks_for(name, spec.name) for spec in METRICS):
+            raise ValueError(f"docs/source/metrics.yaml: no metric is called {name}")
+    kinds = "How parts become one number: sum, mean over weights (tokens or samples), max, min, or the last."
+    page = [
+        _MADE,
+        "# Metrics\n",
+        f"`metrics.jsonl` has one object a step. {kinds}\n",
+        *_table(("metric", "unit", "reduced by", "meaning", "how to read it")),
+    ]
+    for metric in METRICS:
+        best = max((name for name in reading if _speaks_for(name, metric.name)), key=len, default=None)
+        page.append(_row(f"`{metric.name}`", metric.unit, metric.kind, metric.summary, reading[best] if best else ""))
+    return "\n".join([*page, ""])
+
+
+def _speaks_for(name: str, metric: str) -> bool:
+    return metric == name or (name[-1] in "/_" and metric.startswith(name))
+
+
+def from_verl() -> str:
+    """Where each key of verl's goes."""
+    page = [
+        _MADE, "# From verl\n",
+        "`mrl import-verl SCRIPT` carries a launch script over and says of every key what became of it. A key ending in a dot stands for "
+        "everything below it.\n",
+        *_table(("verl", "here", "why")),
+    ]  # fmt: skip
+    for key, row in ROWS.items():
+        here = {"to": f"`{row.to}`", "implied": "always so", "not_applicable": "nothing to set", "unsupported": "**not supported**"}
+        said = here.get(row.kind) or _targets(HANDLERS[key])
+        if (
+            row.kind == "to"
+            and row.to not in keys()
+            and not row.to.startswith(("rollout.engine_kwargs", "model.override", "actor.optim.override"))
+        ):
+            raise ValueError(f"verl's {key} goes to {row.to}, which is no key")
+        page.append(_row(f"`{key}`", said, row.why))
+    return "\n".join([*page, ""])
+
+
+def _targets(handler: Callable) -> str:
+    """Our keys that a handler of mrl/config/verl/special.py names, in its own strings or in those of its module."""
+    names = handler.__code__.co_names
+    said = {text for text in [*_strings(handler.__code__), *map(handler.__globals__.get, names)] if isinstance(text, str)}
+    below = {text + "*" for text in said if text.endswith(".") and any(key.startswith(text) for key in keys())}
+    found = sorted(said & keys() | below)
+    return f"{', '.join(f'`{key}`' for key in found) or 'decided case by case'}; the import says why"
+
+
+def _strings(code: CodeType) -> Iterator[str]:
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _strings(constant)
+        elif isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, tuple):
+            yield from (item for item in constant if isinstance(item, str))
+
+
+def tuning() -> str:
+    """Goals, and what to turn in which order."""
+    page = [_MADE, "# Tuning\n", "What to turn, in which order. Every key is explained in [configuration.md](configuration.md).\n"]
+    for goal in _source("tuning"):
+        page += [f"## {goal['goal']}\n", f"{goal['intro']}\n"]
+        for number, step in enumerate(goal["steps"], 1):
+            _check_keys(step["keys"], "tuning.yaml")
+            page.append(f"{number}. {', '.join(f'`{key}`' for key in step['keys'])}: {step['text']}")
+        page.append("")
+        _check_metrics(goal["intro"] + "".join(step["text"] for step in goal["steps"]))
+    return "\n".join(page)
+
+
+def known_problems() -> str:
+    """Symptoms with cause and cure."""
+    page = [_MADE, "# Known problems\n", "`mrl doctor` finds those that can be seen on a host, `mrl validate` those of a configuration.\n"]
+    for problem in _source("known_problems"):
+        _check_metrics(problem["cure"])
+        page += [f"## {problem['title']}\n"]
+        page += [f"* **{part.capitalize()}** {problem[part]}" for part in ("seen", "cause", "cure")] + [""]
+    return "\n".join(page)
+
+
+def _check_keys(names: list[str], file: str) -> None:
+    if unknown := [name for name in names if name not in keys()]:
+        raise ValueError(f"docs/source/{file}: no key of the configuration: {', '.join(unknown)}")
+
+
+def _check_metrics(text: str) -> None:
+    for name in re.findall(r"\b(?:actor|train|training|timing_s|response_length|router|reshard)/[a-z_]+(?:/[a-z_]+)*", text):
+        metric_spec(name)  # raises KeyError with the nearest names
+
+
+def _source(name: str) -> Any:
+    return yaml.safe_load((SOURCE / f"{name}.yaml").read_text(encoding="utf-8"))
+
+
+def _table(heads: tuple[str, ...]) -> list[str]:
+    return [_row(*heads), _row(*["---"] * len(heads))]
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(re.sub(r"\s+", " ", cell).replace("|", "\\|") for cell in cells) + " |"
+
+
+PAGES = {"configuration": configuration, "metrics": metrics, "from_verl": from_verl, "tuning": tuning, "known_problems": known_problems}
+
+
+def main() -> None:
+    """Writes or checks the pages."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a page is out of date")
+    check = parser.parse_args().check
+    stale = []
+    for name, make in PAGES.items():
+        path, text = ROOT / "docs" / f"{name}.md", make()
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            stale.append(path.name)
+            if not check:
+                path.write_text(text, encoding="utf-8")
+    print(f"{'out of date' if check else 'written'}: {', '.join(stale) or 'none'}")
+    sys.exit(1 if check and stale else 0)
+
+
+if __name__ == "__main__":
+    main()

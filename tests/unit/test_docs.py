@@ -1,0 +1,69 @@
+"""The reference pages are what the schema and the tables say now."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mrl.config.field_docs import FIELD_DOCS
+from mrl.record.spec import METRICS
+
+ROOT = Path(__file__).parents[2]
+_spec = importlib.util.spec_from_file_location("generate_docs", ROOT / "scripts" / "generate_docs.py")
+docs = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(docs)
+
+
+@pytest.mark.parametrize("name", docs.PAGES)
+def test_a_page_is_up_to_date(name):
+    there = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    assert there == docs.PAGES[name](), f"docs/{name}.md is out of date: python scripts/generate_docs.py"
+
+
+def test_every_field_has_a_meaning_and_no_row_is_left_over():
+    assert docs.keys() == set(FIELD_DOCS), docs.keys() ^ set(FIELD_DOCS)
+
+
+def test_every_metric_is_on_the_page():
+    page = docs.metrics()
+    assert all(f"`{metric.name}`" in page for metric in METRICS)
+
+
+def test_a_key_that_is_gone_is_found(monkeypatch):
+    gone = [{"goal": "g", "intro": "i", "steps": [{"keys": ["actor.optim.learning_rate"], "text": "t"}]}]
+    monkeypatch.setattr(docs, "_source", lambda name: gone)
+    with pytest.raises(ValueError, match="learning_rate"):
+        docs.tuning()
+
+
+def test_a_metric_that_is_gone_is_found(monkeypatch):
+    monkeypatch.setattr(docs, "_source", lambda name: {"actor/gone": "text"})
+    with pytest.raises(ValueError, match="actor/gone"):
+        docs.metrics()
+
+
+def test_a_field_without_text_is_found(monkeypatch):
+    monkeypatch.delitem(docs.FIELD_DOCS, "model.path")
+    with pytest.raises(ValueError, match=r"model\.path has no row"):
+        docs.configuration()
+
+
+def test_the_seven_problems_of_users_on_ascend_are_there():
+    page = docs.known_problems()
+    for symptom in (
+        "flash_attn", "torch._dynamo", "Memory allocation fails", "Please set micro_batch_size", "Out of memory in the optimizer step",
+        "num_query_groups (4) must be a multiple", "Could not override 'algorithm.filter_groups.enable'",
+    ):  # fmt: skip
+        assert symptom in page
+
+
+def test_making_them_imports_nothing_heavy():
+    program = (
+        "import sys, runpy\nsys.argv = ['generate_docs.py', '--check']\n"
+        "try: runpy.run_path('scripts/generate_docs.py', run_name='__main__')\nexcept SystemExit as e: assert e.code == 0, e.code\n"
+        "print([m for m in ('torch', 'ray', 'megatron', 'vllm') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1:] == ["[]"], done.stdout + done.stderr
