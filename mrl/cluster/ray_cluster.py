@@ -15,13 +15,15 @@ from mrl.errors import EnvironmentFault
 
 
 @contextmanager
-def ray_cluster(config: RunConfig) -> Iterator[None]:
-    """Connects for the time of the block. Raises EnvironmentFault when the cluster is unreachable or too small."""
+def ray_cluster(config: RunConfig, actor: bool = True) -> Iterator[None]:
+    """Connects for the time of the block. Raises EnvironmentFault when the cluster is unreachable or too small; without `actor` only the
+    engines have to fit.
+    """
     address = ray_address(config)
     folder = None if address else tempfile.mkdtemp(prefix="mrl-ray-", dir="/tmp")  # short: Ray puts sockets below it
     try:
         _connect(address, folder)
-        check_size(config, ray.cluster_resources())
+        check_size(config, ray.cluster_resources(), actor=actor)
         yield
     finally:
         ray.shutdown()

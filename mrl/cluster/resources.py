@@ -12,11 +12,11 @@ def own_cpus() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def needed_resources(config: RunConfig) -> dict[str, float]:
-    """Ray resources of the whole run, by name."""
+def needed_resources(config: RunConfig, actor: bool = True) -> dict[str, float]:
+    """Ray resources of the whole run, by name; without `actor` those of its engines alone."""
     hosting = get_hosting(config.cluster.device)
     total: dict[str, float] = {}
-    for bundle in [*actor_bundles(config, hosting), *engine_bundles(config, hosting)]:
+    for bundle in [*(actor_bundles(config, hosting) if actor else ()), *engine_bundles(config, hosting)]:
         for name, amount in bundle.items():
             total[name] = total.get(name, 0.0) + amount
     return total
@@ -33,15 +33,15 @@ def engine_bundles(config: RunConfig, hosting: Hosting) -> list[dict[str, float]
     return [hosting.ray_resources(config.cluster.cpus_per_engine, devices=devices)] * config.rollout.num_engines
 
 
-def check_size(config: RunConfig, have: dict[str, float], names: tuple[str, ...] | None = None) -> None:
-    """Raises EnvironmentFault when the run needs more than `have`. `names`: only these resources are known."""
-    need = needed_resources(config)
+def check_size(config: RunConfig, have: dict[str, float], names: tuple[str, ...] | None = None, actor: bool = True) -> None:
+    """Raises EnvironmentFault when the run needs more than `have`. `names`: only these are known; `actor`: see needed_resources."""
+    need = needed_resources(config, actor)
     short = {n: amount for n, amount in need.items() if (names is None or n in names) and have.get(n, 0.0) + 1e-6 < amount}
     if not short:
         return
     lines = [f"{name}: the run needs {amount:g}, {have.get(name, 0.0):g} are there" for name, amount in short.items()]
     raise EnvironmentFault(
-        f"the cluster is too small: {'; '.join(lines)}. {config.actor.layout.world_size} actor ranks "
+        f"the cluster is too small: {'; '.join(lines)}. {config.actor.layout.world_size if actor else 0} actor ranks "
         f"(cluster.cpus_per_actor {config.cluster.cpus_per_actor:g}) and {config.rollout.num_engines} engines "
         f"(cluster.cpus_per_engine {config.cluster.cpus_per_engine:g}) must fit at once; "
         "add nodes, choose a smaller layout or lower the CPUs per process"

@@ -1,5 +1,6 @@
 """Where a step's metrics go. JSONL is the record and always on; the others are views, and none of them can stop training."""
 
+import importlib.util
 import json
 import math
 import os
@@ -106,6 +107,19 @@ VIEWS: dict[str, Callable[[RunDir, int, RunInfo], View]] = {
     "mlflow": lambda run_dir, total_steps, info: MlflowSink(run_dir.path, info, os.environ.get("MLFLOW_TRACKING_URI")),
     "swanlab": lambda run_dir, total_steps, info: SwanlabSink(run_dir.path, info),
 }
+HOSTED = ("wandb", "mlflow", "swanlab")  # extras of the same name, and packages
+
+
+def check_packages(names: Sequence[str]) -> None:
+    """Raises ConfigError for a view whose package is not installed; imports none, so it can be asked before a run starts anything."""
+    for name in names:
+        if name in HOSTED and importlib.util.find_spec(name) is None:
+            raise ConfigError(_missing(name, name))
+
+
+def _missing(view: str, package: str | None) -> str:
+    cure = f"pip install 'mrl[{view}]'" if view in HOSTED else "install it"
+    return f"trainer.logger: {view} needs the package {package}; {cure}, or take {view} off the list"
 
 
 def make_sinks(names: Sequence[str], run_dir: RunDir, total_steps: int, info: RunInfo | None = None) -> Record:
@@ -125,4 +139,4 @@ def _view(name: str, run_dir: RunDir, total_steps: int, info: RunInfo) -> View:
     try:
         return VIEWS[name](run_dir, total_steps, info)
     except ImportError as error:
-        raise ConfigError(f"trainer.logger: {name} needs the package {error.name}; install it or take {name} off the list") from error
+        raise ConfigError(_missing(name, error.name)) from error

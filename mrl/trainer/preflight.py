@@ -15,6 +15,7 @@ from mrl.errors import ConfigError
 from mrl.megatron.hf_files import check_checkpoint
 from mrl.models import ModelSpec, load_model_spec, model_spec
 from mrl.record.run_dir import RunDir
+from mrl.record.sinks import check_packages
 from mrl.reshard.manifest import Manifest, Newest, newest_checkpoint
 
 # what the order of the prompts and the samples of a step follow from: a resumed run keeps them
@@ -28,12 +29,36 @@ def preflight(resolved: ResolvedConfig, resume: bool) -> ModelSpec:
     check(resolved, model, check_paths=True)
     if missing := missing_capabilities(config):
         raise ConfigError("mrl train cannot do this yet: " + "; ".join(missing))
+    check_packages(config.trainer.logger)
     folder = run_dir_path(config, resume)
     if resume:
         resume_point(config, folder, digests=False)
     check_checkpoint(config.model.path, model)
     _check_cluster(config)
     return model
+
+
+def preflight_evaluation(resolved: ResolvedConfig, checkpoint: str | None) -> None:
+    """The same for an evaluation, which has engines and no actor. `checkpoint` stands in for model.path where one is given."""
+    config = resolved.config
+    if not config.data.val_files:
+        raise ConfigError("data.val_files names no file, and there is nothing to evaluate on; --set data.val_files=[FILE, ...]")
+    for file in config.data.val_files:
+        if not Path(file).is_file():
+            raise ConfigError(f"data.val_files: {file} is no file (working directory: {Path.cwd()})")
+    if checkpoint is not None and not Path(checkpoint).is_dir():
+        raise ConfigError(f"--checkpoint: {checkpoint} is no folder; give a step-N folder or a run directory")
+    if checkpoint is None:
+        model = load_model_spec(config.model.path)
+        check_checkpoint(config.model.path, model)
+        check(resolved, model)
+    if missing := [m for m in missing_capabilities(config) if m.startswith(("rollout.", "cluster.device"))]:
+        raise ConfigError("mrl eval cannot do this yet: " + "; ".join(missing))
+    address = ray_address(config)
+    if address is not None:
+        check_reachable(address)
+    else:
+        check_size(config, {"CPU": float(own_cpus())}, names=("CPU",), actor=False)
 
 
 def start_lines(resolved: ResolvedConfig, model: ModelSpec) -> list[str]:

@@ -1,0 +1,173 @@
+"""Validation from prompts to numbers, files and loggers, with engines stood in for; and what `mrl eval` refuses at once."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from test_data import CharTokenizer, load, row, write_jsonl
+
+from mrl.cli import main
+from mrl.config.load import load_config
+from mrl.data.batch import Prompt
+from mrl.errors import DataError
+from mrl.record.run_dir import RunDir
+from mrl.reward.items import RewardSpec
+from mrl.reward.pool import RewardPool
+from mrl.rollout.types import Completion, Sampling
+from mrl.trainer.responding import respond
+from mrl.trainer.run import TrainState
+from mrl.trainer.stop import StopFlag
+from mrl.trainer.validation import answer_and_score, validate
+
+TINY = "parallel_configs/tiny-moe/cpu.yaml"
+
+
+class Chars(CharTokenizer):
+    def decode(self, ids, skip_special_tokens=False):
+        return "".join(map(chr, ids))
+
+
+class Engines:
+    """Answers by seed: the k-th response to a prompt is what the test lists for its text, whatever order requests come in."""
+
+    def __init__(self, answers):
+        self.answers, self.requests, self.counts = answers, [], {}
+
+    def generate(self, requests, sampling, on_batch):
+        self.requests, self.sampling, done = requests, sampling, []
+        for request in requests:
+            text = "".join(map(chr, request.prompt_ids)).removeprefix("u:")
+            k = self.counts[text] = self.counts.get(text, -1) + 1
+            answer = self.answers[text][k % len(self.answers[text])]
+            ids = tuple(map(ord, answer))
+            done.append(Completion(request.sample_id, ids, (0.0,) * len(ids), "stop", 3))
+        on_batch(done[::-1])
+        return done
+
+
+class World:
+    """A run that validates at step 2 on two sets, with real scoring processes."""
+
+    def __init__(self, tmp_path, answers, rows, *overrides):
+        self.shown, self.engines = [], Engines(answers)
+        file = write_jsonl(tmp_path / "val.jsonl", rows)
+        record = SimpleNamespace(progress=lambda *_: None, generations=lambda step, found: self.shown.append((step, found)))
+        config = load_config(TINY, None, ["rollout.val_kwargs.n=2", "data.max_response_length=16", *overrides]).config
+        self.run = SimpleNamespace(
+            config=config, val_prompts=load(file, tokenizer=Chars()), tokenizer=Chars(), record=record, engines=self.engines,
+            stop=StopFlag(), state=TrainState(2), run_dir=RunDir(tmp_path / "run"),
+        )  # fmt: skip
+
+    def validate(self, spec):
+        with RewardPool(spec, num_workers=1, timeout_s=5.0) as self.run.rewards:
+            return validate(self.run)
+
+
+@pytest.fixture(autouse=True)
+def no_model_files(monkeypatch):
+    sampling = Sampling(temperature=0.5, max_tokens=16, stop_token_ids=())
+    monkeypatch.setattr("mrl.trainer.validation.validation_sampling", lambda config: sampling)
+
+
+ROWS = [row("a", "1", source="math_dapo"), row("b", "2", source="math_dapo"), row("c", "3", source="exact_match")]
+ANSWERS = {"a": ["Answer: 1", "Answer: 9"], "b": ["Answer: 2", "Answer: 2"], "c": ["4", "4"]}
+
+
+def test_each_set_has_its_numbers_under_verls_names(tmp_path):
+    metrics = World(tmp_path, ANSWERS, ROWS).validate(RewardSpec())
+    assert metrics["val-core/math_dapo/acc/mean@2"] == (0.5 + 1.0) / 2
+    assert metrics["val-core/math_dapo/acc/best@2/mean"] == (0.75 + 1.0) / 2
+    assert metrics["val-aux/math_dapo/reward/mean@2"] == (0.0 + 1.0) / 2  # -1 and 1, 1 and 1
+    assert metrics["val-core/exact_match/reward/mean@2"] == 0.0
+    assert "val-core/math_dapo/acc/maj@2/mean" in metrics and "val-core/exact_match/reward/maj@2/mean" not in metrics
+    assert (metrics["val-aux/response_length/mean"], metrics["val-aux/reward_failed"]) == ((9 * 4 + 2) / 6, 0.0)
+
+
+def test_every_response_is_kept_and_a_few_are_shown(tmp_path):
+    world = World(tmp_path, ANSWERS, ROWS, "trainer.log_val_generations=2")
+    world.validate(RewardSpec())
+    rows = [json.loads(line) for line in (tmp_path / "run" / "validation" / "step-2.jsonl").read_text().splitlines()]
+    assert [(r["input"], r["output"], r["gts"], r["score"]) for r in rows[:2]] == [
+        ("u:a", "Answer: 1", "1", 1.0),
+        ("u:a", "Answer: 9", "1", -1.0),
+    ]
+    assert rows[1]["reward"]["pred"] == "9" and rows[1]["weight_version"] == 3
+    ((step, shown),) = world.shown
+    assert step == 2 and [r["input"] for r in shown] == ["u:a", "u:b"]
+
+
+def test_nothing_is_shown_unless_asked_for_and_nothing_done_without_prompts(tmp_path):
+    world = World(tmp_path, ANSWERS, ROWS)
+    world.validate(RewardSpec())
+    assert world.shown == []
+    world.run.val_prompts = None
+    assert validate(world.run) == {}
+
+
+def test_validation_has_its_own_sampling_and_the_same_seeds_every_time(tmp_path):
+    world = World(tmp_path, ANSWERS, ROWS)
+    world.validate(RewardSpec())
+    first = world.engines.requests
+    assert world.engines.sampling.temperature == 0.5
+    world.run.state = TrainState(40)
+    world.validate(RewardSpec())
+    assert [r.seed for r in world.engines.requests] == [r.seed for r in first]
+    assert len({r.seed for r in first}) == 6
+
+
+def test_a_failed_reward_counts_with_its_score_and_is_told(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def compute_score(solution_str, **_):\n"
+        "    if solution_str == 'x': raise ValueError('no')\n"
+        "    return {'score': 1.0, 'acc': 1.0, 'pred': 'y'}\n"
+    )
+    spec = RewardSpec(path=str(tmp_path / "mine.py"))
+    rows, answers = [row("a", "1"), row("b", "1")], {"a": ["x", "y"], "b": ["y", "y"]}
+    metrics = World(tmp_path, answers, rows, "reward.max_failure_share=0.5").validate(spec)
+    assert (metrics["val-core/toy/acc/mean@2"], metrics["val-aux/reward_failed"]) == (0.75, 1.0)
+    with pytest.raises(DataError, match="max_failure_share"):
+        World(tmp_path, answers, rows, "reward.max_failure_share=0.2").validate(spec)
+
+
+def test_a_prompt_that_comes_twice_in_a_batch_is_not_answered_alike(tmp_path):
+    world = World(tmp_path, ANSWERS, ROWS)
+    prompt = Prompt(7, (ord("a"),), "exact_match", "1")
+    world.engines.answers = {"a": ["1"]}
+    with RewardPool(RewardSpec(), num_workers=1) as world.run.rewards:
+        samples = respond(world.run, [prompt, prompt], 2, Sampling(1.0, 4, ()), lambda p, k: p.prompt_id * 10**9 + k, "train")
+        world.run.rewards.drain()
+    assert [s.group_id for s in samples] == [0, 0, 1, 1]
+    assert len({s.seed for s in samples}) == 4
+
+
+def test_answers_come_back_in_the_order_of_prompts(tmp_path):
+    world = World(tmp_path, ANSWERS, ROWS)
+    with RewardPool(RewardSpec(), num_workers=1) as world.run.rewards:
+        found = answer_and_score(world.run, world.run.val_prompts)
+    assert [r["output"] for r in found.rows] == ["Answer: 1", "Answer: 9", "Answer: 2", "Answer: 2", "4", "4"]
+
+
+def test_a_resumed_run_drops_validations_past_its_checkpoint(tmp_path):
+    run_dir = RunDir.open(tmp_path / "run", "")
+    for step in (2, 4):
+        (run_dir.validation).mkdir(exist_ok=True)
+        (run_dir.validation / f"step-{step}.jsonl").write_text("")
+    run_dir.truncate_metrics(2)
+    assert [p.name for p in run_dir.validation.iterdir()] == ["step-2.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--set", "data.val_files=[]"], 2, "names no file"),
+        (["--set", "data.val_files=absent.parquet"], 2, "absent.parquet is no file"),
+        (["--set", "data.val_files={dir}/val.jsonl", "--checkpoint", "absent"], 2, "--checkpoint: absent is no folder"),
+        (["--set", "data.val_files={dir}/val.jsonl", "--model", "absent"], 4, "absent/config.json does not exist"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused_at_once(tmp_path, capsys, arguments, code, message):
+    write_jsonl(tmp_path / "val.jsonl", ROWS)
+    with pytest.raises(SystemExit) as ended:
+        main(["eval", TINY, *(a.format(dir=tmp_path) for a in arguments)])
+    assert ended.value.code == code
+    assert message in capsys.readouterr().err
