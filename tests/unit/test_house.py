@@ -27,6 +27,7 @@ LIGHT = (
     "layout*.py",
     "models/*.py",
     "config/*.py",
+    "config/verl/*.py",
     "memory.py",
     "memory/*.py",
     "doctor/*.py",

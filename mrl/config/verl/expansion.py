@@ -45,17 +45,17 @@ class Expander:
 
     def pieces(self, part: Part, line: int) -> list[Value]:
         """One part as one or more pieces; between two pieces a new argument begins."""
-        if part.kind == "variable" and (items := self.all_items(part.text)) is not None:
+        if part.kind == "variable" and (items := self.all_items(part)) is not None:
             return [item.at(item.line or line) for item in items]
         value = self.part(part, line)
         if part.quoted or part.kind == "text" or not value.known or len(value.text.split()) == 1:
             return [value]
         return [Value(text, line=value.line) for text in value.text.split()]
 
-    def all_items(self, text: str) -> tuple[Value, ...] | None:
-        """The items of `$@` or `${array[@]}`; None of another variable."""
-        match = _NAME.fullmatch(text)
-        if match is None or match[1] or match[4]:
+    def all_items(self, part: Part) -> tuple[Value, ...] | None:
+        """The items of `$@` or `${array[@]}`; None of another variable, and of a quoted `*`, which is one text."""
+        match = _NAME.fullmatch(part.text)
+        if match is None or match[1] or match[4] or (part.quoted and "*" in (match[2], match[3])):
             return None
         if match[2] in ("@", "*"):
             return self.positional
@@ -96,12 +96,12 @@ class Expander:
         if name.isdigit():
             at = int(name) - 1
             return self.positional[at] if 0 <= at < len(self.positional) else unset(name)
-        held = self.variables.get(name)
+        held = self.positional if name in ("@", "*") else self.variables.get(name)
         if held is None:
             return unset(name)
         if isinstance(held, Value):
             return held
-        if index in ("@", "*"):
+        if index in ("@", "*") or name in ("@", "*"):
             joined = EMPTY
             for i, item in enumerate(held):
                 joined = joined + Value(" " if i else "") + item

@@ -70,7 +70,8 @@ class Facts:
 
     @property
     def model_path(self) -> str | None:
-        path = self.value(M + "path", None)
+        """The model's path, also where a part of it is not known: its last part names the model."""
+        path = self.keys[M + "path"].value if M + "path" in self.keys else None
         return path if isinstance(path, str) else None
 
 

@@ -112,7 +112,7 @@ class Lexer:
         """Parts of one word up to a character of `stop`; with an empty `stop`, of all the text, blanks included."""
         found: list[Part] = []
         text = ""
-        while self.at < len(self.text) and (not stop or self.peek() not in stop):
+        while self.at < len(self.text) and (not stop or self.peek() not in stop or (self.peek() == "(" and text.endswith("="))):
             special = self.special(text, stop)
             if special is None:
                 text += self.literal()
@@ -167,12 +167,12 @@ class Lexer:
             elif self.peek(2) == "\\\n":
                 self.take(2)
             elif self.peek() in "$`" and (expanded := self.quoted_expansion()) is not None:
-                found += [Part("text", text, quoted=True), *expanded]
+                found += [*([Part("text", text, quoted=True)] if text else []), *expanded]
                 text = ""
             else:
                 text += self.take()
         self.take()
-        return [*found, Part("text", text, quoted=True)]
+        return [*found, *([Part("text", text, quoted=True)] if text or not found else [])]
 
     def quoted_expansion(self) -> list[Part] | None:
         if self.peek() == "$":

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from mrl.algo.spec import LOSSES
 from mrl.config.override_rules import MINDSPEED_FIELDS, decided_by, override_faults
 from mrl.config.verl.facts import Facts
 from mrl.config.verl.keys import LAYOUT, MEGATRON, TRANSFORMER, A, F, M, R
@@ -20,6 +21,12 @@ _METRICS = {"seq_reward": "score", "seq_final_reward": "reward"}
 
 def _loss_mode(o: Override, out: Import, facts: Facts) -> None:
     out.put("renamed", o.key, "algorithm.policy_loss.loss_mode", o.value, line=o.line)
+    spec = LOSSES.get(o.value) if isinstance(o.value, str) else None
+    if spec is None or not spec.needs_rollout_anchor or facts.value("algorithm.rollout_correction.bypass_mode", False) or facts.as_written:
+        return
+    why = f"verl measures the step of {o.value} from recomputed log-probs, its paper from those of generation (algorithm.anchor: rollout)"
+    out.put("chosen", "", "algorithm.policy_loss.force", True, why, o.line)
+    out.warnings.append(f"line {o.line}: {why}; force: true keeps what verl computes")
 
 
 def _aggregation(o: Override, out: Import, facts: Facts) -> None:

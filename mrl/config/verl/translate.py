@@ -43,8 +43,8 @@ _DEFAULTS: dict[str, Any] = {
     "cluster.device": "cuda",
 }
 # Files that the run reads: a text with an unset variable in it stands for them until it is replaced.
-_FILES = {"data.train_files", "data.val_files", "reward.custom_reward_function.path"}
-_NEEDED = {"data.train_batch_size", "data.max_prompt_length", "data.max_response_length", "actor.ppo_mini_batch_size", "model.path"}
+_FILES = {"model.path", "data.train_files", "data.val_files", "reward.custom_reward_function.path"}
+_NEEDED = {"data.train_batch_size", "data.max_prompt_length", "data.max_response_length", "actor.ppo_mini_batch_size"}
 
 
 def import_script(text: str, name: str, given: Mapping[str, str], extra: Sequence[str] = (), **options: Any) -> Import:
@@ -146,7 +146,7 @@ def _unknown(o: Override, out: Import, to: str) -> None:
         "unknown", o.key, o.value, f"depends on {names}, which the script does not set; give {hint or 'the value as an override'}", o.line
     )
     if to in _FILES:
-        out.put("chosen", "", to, o.value, f"{names} is not set in the script; put the files here", o.line)
+        out.put("chosen", "", to, o.value, f"{names} is not set in the script; put the path here", o.line)
     elif to in ("trainer.experiment_name", "trainer.project_name"):
         text = str(o.value)
         for name in o.missing:

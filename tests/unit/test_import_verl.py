@@ -1,0 +1,390 @@
+"""verl's scripts carried over: what one says about layout, batch, clip, rate and loss stands in ours, and no key is lost silently."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mrl.cli import main
+from mrl.config.load import load_config
+from mrl.config.rules import violations
+from mrl.config.schema import RunConfig, leaf
+from mrl.config.verl.keys import ROWS, row_of
+from mrl.config.verl.overrides import hydra_value
+from mrl.config.verl.report import KINDS
+from mrl.config.verl.special import HANDLERS
+from mrl.config.verl.translate import import_overrides, import_script
+from mrl.errors import ConfigError
+from mrl.models import planning_model_spec
+
+SCRIPTS = Path(__file__).parent / "verl_scripts"
+LAYOUT, LOSS, OPTIM, CORRECTION = "actor.layout.", "algorithm.policy_loss.", "actor.optim.", "algorithm.rollout_correction."
+ROLLOUT = "actor_rollout_ref.rollout."
+MEGATRON = "actor_rollout_ref.actor.megatron."
+
+# For each script, what it says, in our words and worked out by hand. Learning-rate schedules count updates here, training steps there.
+SAYS = {
+    "gspo_30b_megatron": {
+        LAYOUT + "world_size": 16, LAYOUT + "tensor_model_parallel_size": 4, LAYOUT + "pipeline_model_parallel_size": 4,
+        LAYOUT + "expert_model_parallel_size": 8, LAYOUT + "expert_tensor_parallel_size": 1,
+        "data.train_batch_size": 32, "actor.ppo_mini_batch_size": 4, "rollout.n": 2, "rollout.num_engines": 1,
+        "rollout.tensor_model_parallel_size": 4, "rollout.data_parallel_size": 8, "data.max_prompt_length": 2048,
+        "data.max_response_length": 8192, "actor.ppo_max_token_len_per_gpu": 10240, "rollout.max_num_batched_tokens": 10240,
+        LOSS + "loss_mode": "gspo", LOSS + "loss_agg_mode": "seq-mean-token-mean", LOSS + "clip_ratio_low": 3e-4,
+        LOSS + "clip_ratio_high": 4e-4, OPTIM + "lr": 1e-6, OPTIM + "lr_warmup_steps": 80, OPTIM + "weight_decay": 0.1,
+        OPTIM + "clip_grad": 1.0, "algorithm.overlong_buffer.len": 4096, "algorithm.use_kl_loss": False, "cluster.device": "npu",
+        "cluster.placement": "colocated", "model.override_transformer_config.use_flash_attn": True, "actor.grad_offload": True,
+        "trainer.total_training_steps": 300, "trainer.experiment_name": "GSPO-30B-tp4-ep", "trainer.log_val_generations": 10,
+        "rollout.val_kwargs.temperature": 1.0, "ref.param_offload": False,
+    },
+    "dapo_32b_fsdp": {
+        LAYOUT + "world_size": 64, LAYOUT + "tensor_model_parallel_size": 8, LAYOUT + "pipeline_model_parallel_size": 2,
+        "data.train_batch_size": 64, "actor.ppo_mini_batch_size": 32, "rollout.n": 16, "rollout.num_engines": 16,
+        "actor.ppo_max_token_len_per_gpu": 22528, LOSS + "loss_mode": "vanilla", LOSS + "loss_agg_mode": "token-mean",
+        LOSS + "clip_ratio_low": 0.2, LOSS + "clip_ratio_high": 0.28, LOSS + "clip_ratio_c": 10.0, OPTIM + "lr": 1e-6,
+        OPTIM + "lr_warmup_steps": 20, "actor.param_offload": True, "actor.optimizer_offload": True, "actor.grad_offload": False,
+        "model.override_transformer_config.recompute_granularity": "full", "algorithm.overlong_buffer.enable": True,
+        "reward.reward_manager": "dapo", "rollout.val_kwargs.temperature": 0.0, "data.filter_overlong_prompts": False,
+    },
+    "dapo_8b_custom_reward": {
+        LAYOUT + "world_size": 16, LAYOUT + "tensor_model_parallel_size": 2, "data.train_batch_size": 128,
+        "actor.ppo_micro_batch_size_per_gpu": 2, "actor.log_prob_micro_batch_size_per_gpu": 2, "rollout.num_engines": 8,
+        LOSS + "clip_ratio_low": 0.2, LOSS + "clip_ratio_high": 0.28, OPTIM + "lr_warmup_steps": 40, "algorithm.use_kl_loss": True,
+        "algorithm.kl_loss_coef": 0.001, "rollout.temperature": 0.6, "rollout.top_p": 1.0, "ref.param_offload": True,
+        "reward.custom_reward_function.path": "/path/to/reward_score.py", "trainer.test_freq": -1, "trainer.total_epochs": 30,
+    },
+    "grpo_7b_megatron": {
+        LAYOUT + "world_size": 8, LAYOUT + "tensor_model_parallel_size": 2, LAYOUT + "pipeline_model_parallel_size": 2,
+        "data.train_batch_size": 32, "actor.ppo_mini_batch_size": 16, "rollout.n": 3, "rollout.tensor_model_parallel_size": 2,
+        "rollout.num_engines": 4, LOSS + "loss_mode": "vanilla", LOSS + "loss_agg_mode": "token-mean", LOSS + "clip_ratio_low": 0.2,
+        LOSS + "clip_ratio_high": 0.2, LOSS + "clip_ratio_c": 3.0, OPTIM + "weight_decay": 0.01, OPTIM + "betas": (0.9, 0.999),
+        "algorithm.kl_loss_coef": 0.001, "ref.layout": None, "data.train_files": ("${train_files}",),
+    },
+    "gspo_3b_fsdp": {
+        LAYOUT + "world_size": 8, LAYOUT + "tensor_model_parallel_size": 2, "data.train_batch_size": 512,
+        "actor.ppo_max_token_len_per_gpu": 10240, OPTIM + "lr_warmup_steps": 100, LOSS + "clip_ratio_low": 3e-4,
+        LOSS + "loss_agg_mode": "seq-mean-token-mean", "trainer.experiment_name": "gspo-epslow-0.0003-Qwen25-3B-Instruct-RL",
+    },
+    "arrays_30b_megatron": {
+        LAYOUT + "world_size": 8, LAYOUT + "tensor_model_parallel_size": 2, LAYOUT + "expert_model_parallel_size": 4,
+        LAYOUT + "expert_tensor_parallel_size": 2,  # Megatron's default is the tensor size
+        LOSS + "loss_mode": "gspo", LOSS + "clip_ratio_high": 4e-4, OPTIM + "lr": 2e-6, "rollout.num_engines": 2,
+        "data.train_files": ("${HOME}/data/train.parquet",),
+    },
+    "grpo_8b_gsm8k": {
+        LAYOUT + "world_size": 8, LAYOUT + "tensor_model_parallel_size": 2, "data.train_batch_size": 1024, "rollout.n": 5,
+        "actor.ppo_micro_batch_size_per_gpu": 32, "ref.log_prob_micro_batch_size_per_gpu": 32, "trainer.save_freq": 20,
+        "actor.param_offload": False, "ref.param_offload": True, "cluster.device": "cuda",
+    },
+}  # fmt: skip
+
+
+def imported(name: str, tmp_path: Path, given: dict[str, str] | None = None, **options):
+    """(import, the configuration that its YAML reads back to)"""
+    out = import_script((SCRIPTS / f"{name}.sh").read_text(), name, given or {}, **options)
+    (tmp_path / "out.yaml").write_text(out.to_yaml())
+    return out, load_config(tmp_path / "out.yaml")
+
+
+def from_overrides(*words: str, **options):
+    return import_overrides(["actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B", "model_engine=megatron", *words], **options)
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    try:
+        main(list(arguments))
+        code = 0
+    except SystemExit as end:
+        code = end.code
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_every_fixture_has_its_expectations():
+    assert {file.stem for file in SCRIPTS.glob("*.sh")} == set(SAYS)
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_what_the_script_says_is_what_ours_says(name, tmp_path):
+    out, resolved = imported(name, tmp_path)
+    assert {key: leaf(resolved.config, key) for key in SAYS[name]} == SAYS[name]
+    assert not out.of("unsupported")
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_an_imported_script_validates(name, tmp_path):
+    given = {"NNODES": "4"} if name == "gspo_30b_megatron" else {}
+    _, resolved = imported(name, tmp_path, given)
+    model, _ = planning_model_spec(resolved.config.model.path)
+    assert violations(resolved, model) == []
+
+
+def test_two_nodes_cannot_hold_the_layout_of_source_004(tmp_path):
+    _, resolved = imported("gspo_30b_megatron", tmp_path)
+    found = {v.field: v for v in violations(resolved, planning_model_spec(resolved.config.model.path)[0])}
+    # TP4 x PP4 fits 16 devices; EP8 x PP4 does not, and neither does one engine of 4 x 8 workers
+    assert set(found) == {"actor.layout.world_size", "cluster.n_gpus_per_node"}
+    assert "32" in found["actor.layout.world_size"].rule and found["actor.layout.world_size"].allowed == (32, 64)
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_every_key_of_a_script_is_reported_exactly_once_or_with_its_parts(name, tmp_path):
+    text = (SCRIPTS / f"{name}.sh").read_text()
+    out, _ = imported(name, tmp_path)
+    reported = {entry.key for kind in KINDS for entry in out.of(kind)} - {""}
+    written = {
+        w.lstrip("+").partition("=")[0]
+        for w in text.replace("\\\n", " ").replace("(", " ").split()
+        if "=" in w and "." in w.partition("=")[0]
+    }
+    assert {
+        key for key in written if key.startswith(("data.", "actor_rollout_ref.", "algorithm.", "trainer.", "reward", "custom"))
+    } <= reported
+
+
+def test_gspo_with_token_mean_is_written_as_it_was_computed_and_as_written_keeps_it(tmp_path):
+    out, _ = imported("gspo_30b_megatron", tmp_path, {"NNODES": "4"})
+    assert any("token-mean" in w and "--as-written" in w for w in out.warnings)
+    _, kept = imported("gspo_30b_megatron", tmp_path, {"NNODES": "4"}, as_written=True)
+    (violation,) = violations(kept, planning_model_spec(kept.config.model.path)[0])
+    assert (violation.field, violation.value) == (LOSS + "loss_agg_mode", "token-mean")
+
+
+def test_a_layout_that_the_script_does_not_have_is_marked_chosen(tmp_path):
+    out, _ = imported("dapo_32b_fsdp", tmp_path)
+    chosen = {e.to: e for e in out.of("chosen")}
+    assert {LAYOUT + "tensor_model_parallel_size", LAYOUT + "pipeline_model_parallel_size"} <= set(chosen)
+    assert "qwen3-32b/a3-4x16.yaml" in chosen[LAYOUT + "tensor_model_parallel_size"].why
+    assert "# chosen: the script has no Megatron layout" in out.to_yaml()
+    assert not any(e.to.startswith(LAYOUT) for e in imported("grpo_7b_megatron", tmp_path)[0].of("chosen"))
+
+
+def test_a_preset_can_be_named_and_must_divide_over_the_devices(tmp_path):
+    preset = Path(__file__).parents[2] / "parallel_configs" / "qwen3-8b" / "h100-1x8.yaml"
+    out, _ = imported("dapo_8b_custom_reward", tmp_path, preset=str(preset))
+    assert out.values[LAYOUT + "tensor_model_parallel_size"] == 2
+    with pytest.raises(ConfigError, match="does not divide over the script's 16 devices"):
+        imported("dapo_8b_custom_reward", tmp_path, preset=str(preset.parents[1] / "qwen3-30b-a3b" / "a2-4x8.yaml"))
+
+
+def test_a_model_without_a_preset_is_not_given_a_layout_in_silence():
+    out = import_overrides(["actor_rollout_ref.model.path=Qwen/Qwen3-14B", "algorithm.adv_estimator=grpo"])
+    assert any("every degree is 1" in w for w in out.warnings)
+    assert not out.of("chosen")
+
+
+@pytest.mark.parametrize(
+    ("words", "ours"),
+    [
+        (["actor_rollout_ref.actor.tis_imp_ratio_cap=2.0"], {CORRECTION + "level": "token", CORRECTION + "high": 2.0}),
+        ([CORRECTION + "rollout_is=sequence"], {CORRECTION + "level": "sequence"}),
+        (
+            [CORRECTION + "rollout_is=token", CORRECTION + "rollout_is_threshold='0.5_5.0'"],
+            {CORRECTION + "low": 0.5, CORRECTION + "high": 5.0, CORRECTION + "mode": "mask"},
+        ),
+        (["algorithm.rollout_correction.bypass_mode=True"], {"algorithm.anchor": "rollout"}),
+        (["actor_rollout_ref.actor.router_replay.mode=R2"], {"actor.router_replay": "R2"}),
+        (["+" + ROLLOUT + "engine_kwargs.vllm.enable_expert_parallel=True", ROLLOUT + "tensor_model_parallel_size=4"],
+         {"rollout.expert_parallel_size": 4}),
+        (["+" + ROLLOUT + "engine_kwargs.vllm.max_num_seqs=64"], {"rollout.max_num_seqs": 64}),
+        ([ROLLOUT + "response_length=300"], {"data.max_response_length": 300}),
+        ([ROLLOUT + "val_kwargs.do_sample=False"], {"rollout.val_kwargs.temperature": 0.0}),
+        (["actor_rollout_ref.actor.clip_ratio=0.1"], {LOSS + "clip_ratio_low": 0.1, LOSS + "clip_ratio_high": 0.1}),
+        (["data.apply_chat_template_kwargs.enable_thinking=False"], {"data.enable_thinking": False}),
+        (["trainer.max_actor_ckpt_to_keep=3"], {"trainer.max_actor_ckpt_to_keep": 3}),
+        ([ROLLOUT + "nnodes=1", "trainer.nnodes=2"],
+         {"cluster.placement": "separate", "cluster.nnodes": 3, LAYOUT + "world_size": 16, "rollout.num_engines": 4}),
+        (
+            [MEGATRON + "override_transformer_config.num_layers_in_last_pipeline_stage=10"],
+            {LAYOUT + "num_layers_in_last_pipeline_stage": 10},
+        ),
+        (["algorithm.filter_groups.metric=seq_reward"], {"algorithm.filter_groups.metric": "score"}),
+    ],
+)  # fmt: skip
+def test_keys_whose_meaning_needs_a_second_look(words, ours):
+    out = from_overrides(*words)
+    assert {key: out.values.get(key) for key in ours} == ours
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("actor_rollout_ref.model.lora_rank=32", "LoRA"),
+        ("actor_rollout_ref.rollout.name=sglang", "only vLLM"),
+        ("actor_rollout_ref.rollout.multi_turn.enable=True", "multi-turn"),
+        ("actor_rollout_ref.model.trust_remote_code=True", "never run"),
+        ("reward_model.enable=True", "rewards are functions"),
+        ("actor_rollout_ref.actor.ppo_epochs=2", "trained on once"),
+        ("actor_rollout_ref.rollout.dtype=float16", "bfloat16 or float32"),
+        (MEGATRON + "override_transformer_config.num_layers=3", "decided by the checkpoint"),
+        (MEGATRON + "override_transformer_config.no_such_field=3", "no field of TransformerConfig"),
+        (MEGATRON + "override_ddp_config.overlap_grad_reduce=True", "must be false"),
+        ("actor_rollout_ref.actor.no_such_key=1", "no such key"),
+        ("algorithm.rollout_correction.rollout_rs=seq_max_k2", "no such correction"),
+    ],
+)
+def test_what_is_not_there_is_named_with_the_reason(word, reason):
+    (entry,) = from_overrides(word).of("unsupported")
+    assert entry.key == word.partition("=")[0] and reason in entry.why
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "actor_rollout_ref.model.lora_rank=0", "actor_rollout_ref.rollout.multi_turn.enable=False", "reward_model.enable=False",
+        "actor_rollout_ref.actor.ppo_epochs=1", "actor_rollout_ref.rollout.name=vllm",
+    ],
+)  # fmt: skip
+def test_a_feature_that_is_switched_off_is_not_missed(word):
+    out = from_overrides(word)
+    assert not out.of("unsupported") and word.partition("=")[0] in {e.key for e in out.of("implied")}
+
+
+@pytest.mark.parametrize(
+    ("path", "family"),
+    [
+        ("moonshotai/Moonlight-16B-A3B", "multi-head latent attention"),
+        ("deepseek-ai/DeepSeek-V3-0324", "multi-head latent attention"),
+        ("Qwen/Qwen3-VL-30B-A3B-Instruct", "images"),
+        ("openai/gpt-oss-20b", "gpt-oss"),
+        ("zai-org/GLM-4.5-Air", "GLM-4"),
+        ("XiaomiMiMo/MiMo-7B-RL", "MiMo"),
+        ("Qwen/Qwen3-Next-80B-A3B", "Qwen3-Next"),
+        ("deepseek-ai/deepseek-llm-7b-chat", "Llama"),
+    ],
+)
+def test_a_family_that_is_not_here_is_named(path, family):
+    out = import_overrides([f"actor_rollout_ref.model.path={path}", "model_engine=megatron"])
+    (entry,) = out.of("unsupported")
+    assert family in entry.why and "Qwen3MoeForCausalLM" in entry.why and path.split("/")[1] in entry.why
+
+
+# --- the tables ----------------------------------------------------------------------------------------------------------------
+
+
+def test_every_row_that_goes_somewhere_goes_to_a_key_of_the_schema():
+    open_ended = ("model.override_transformer_config.", "actor.optim.override_optimizer_config.", "rollout.engine_kwargs.vllm.")
+    config = RunConfig.model_validate({
+        "model": {"path": "m"}, "actor": {"layout": {"world_size": 1}, "ppo_mini_batch_size": 1}, "data": {"train_batch_size": 1},
+        "reward": {"custom_reward_function": {"path": "r.py"}}, "ref": {"layout": {"world_size": 1}},
+    })  # fmt: skip
+    dump = config.model_dump()
+    for key, row in ROWS.items():
+        if row.kind == "to" and not row.to.startswith(open_ended):
+            node = dump
+            for part in row.to.split("."):
+                assert part in node, f"{key} -> {row.to}"
+                node = node[part]
+
+
+def test_every_special_row_has_a_handler_and_every_handler_a_row():
+    assert {key for key, row in ROWS.items() if row.kind == "special"} == set(HANDLERS)
+
+
+def test_the_longest_row_speaks():
+    assert row_of("actor_rollout_ref.actor.fsdp_config.param_offload").to == "actor.param_offload"
+    assert row_of("actor_rollout_ref.actor.fsdp_config.wrap_policy.min_num_params").why == "FSDP only"
+    assert row_of("something.else") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-6", 1e-6), ("5", 5), ("True", True), ("false", False), ("null", None), ("vllm", "vllm"), ("['a', 'b']", ["a", "b"]),
+        ('["console","wandb"]', ["console", "wandb"]), ("'left'", "left"), ("/a/b:c", "/a/b:c"), ("10.", 10.0), ("", ""),
+        ("{a: 1}", {"a": 1}),
+        ("seq-mean-token-mean", "seq-mean-token-mean"), ("2_0", "2_0"), ("['${x}/y']", ["${x}/y"]),
+    ],
+)  # fmt: skip
+def test_values_are_read_as_hydra_reads_them(text, value):
+    assert hydra_value(text) == value and type(hydra_value(text)) is type(value)
+
+
+# --- the command ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_writes_a_file_that_validates(capsys, tmp_path):
+    file = tmp_path / "out.yaml"
+    code, out, err = run(capsys, "import-verl", str(SCRIPTS / "dapo_32b_fsdp.sh"), "-o", str(file))
+    assert (code, err) == (0, "") and out.splitlines()[-1].strip() == "valid"
+    assert run(capsys, "validate", str(file))[0] == 0
+
+
+def test_without_a_file_the_configuration_is_printed_and_the_report_is_beside_it(capsys, tmp_path):
+    code, out, err = run(capsys, "import-verl", str(SCRIPTS / "dapo_32b_fsdp.sh"))
+    (tmp_path / "printed.yaml").write_text(out)
+    assert code == 0 and "carried" in err and run(capsys, "validate", str(tmp_path / "printed.yaml"))[0] == 0
+
+
+def test_json_has_the_lists_that_others_rely_on(capsys):
+    code, out, _ = run(capsys, "import-verl", str(SCRIPTS / "gspo_30b_megatron.sh"), "--json")
+    found = json.loads(out)
+    assert code == 2 and not found["ok"]
+    assert {"carried", "renamed", "implied", "not_applicable", "unsupported", "warnings"} <= set(found)
+    assert {v["field"] for v in found["violations"]} == {"actor.layout.world_size", "cluster.n_gpus_per_node"}
+    rate = next(e for e in found["carried"] if e["to"] == "actor.optim.lr")
+    assert (rate["key"], rate["value"]) == ("actor_rollout_ref.actor.optim.lr", 1e-6)
+
+
+def test_variables_overrides_and_our_own_keys_are_given_on_the_command_line(capsys, tmp_path):
+    file = tmp_path / "out.yaml"
+    arguments = ("--set", "NNODES=4", "--set", "DATA_ROOT=/data", "--set", "trainer.seed=7", "-o", str(file))
+    code, _, _ = run(capsys, "import-verl", str(SCRIPTS / "gspo_30b_megatron.sh"), "trainer.total_epochs=3", *arguments)
+    config = load_config(file).config
+    assert code == 0
+    assert (config.cluster.nnodes, config.trainer.run_dir, config.trainer.seed, config.trainer.total_epochs) == (
+        4, "/data/checkpoint/GSPO-30B", 7, 3,
+    )  # fmt: skip
+
+
+def test_several_scripts_go_to_a_folder(capsys, tmp_path):
+    files = [str(SCRIPTS / f"{name}.sh") for name in ("dapo_32b_fsdp", "grpo_7b_megatron")]
+    assert run(capsys, "import-verl", *files, "-o", str(tmp_path / "out"))[0] == 0
+    assert {f.name for f in (tmp_path / "out").iterdir()} == {"dapo_32b_fsdp.yaml", "grpo_7b_megatron.yaml"}
+
+
+def test_overrides_alone_are_enough(capsys):
+    words = ["actor_rollout_ref.model.path=Qwen/Qwen3-8B", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8"]
+    code, out, _ = run(capsys, "import-verl", *words)
+    assert code == 0 and "n: 8" in out
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("echo hello\n", "is no verl launch script: it starts nothing"),
+        ("python train.py --lr 1\n", "it starts python"),
+        (
+            "torchrun -m verl.trainer.fsdp_sft_trainer data.train_files=x\n",
+            "verl.trainer.fsdp_sft_trainer, which is not verl's RL training",
+        ),
+        ("python3 -m verl.trainer.main_ppo a.b=1\npython3 -m verl.trainer.main_ppo a.b=2\n", "more than once (lines 1, 2)"),
+        ("python3 -m verl.trainer.main_ppo data.train_batch_size=$(nproc)\n", "data.train_batch_size depends on $(nproc)"),
+        ("n=$(nproc)\npython3 -m verl.trainer.main_ppo data.train_batch_size=$n\n", "give --set n=..."),
+        ("python3 -m verl.trainer.main_ppo 'unclosed\n", ":1: no closing '"),
+    ],
+)
+def test_a_script_that_cannot_be_carried_over_says_why(capsys, tmp_path, text, problem):
+    file = tmp_path / "s.sh"
+    file.write_text(text)
+    code, _, err = run(capsys, "import-verl", str(file))
+    assert code == 2 and problem in err
+
+
+@pytest.mark.parametrize("source", ["none.sh", "not an override"])
+def test_a_source_that_is_neither_file_nor_override_is_refused(capsys, source):
+    code, _, err = run(capsys, "import-verl", source)
+    assert code == 2 and "no such file, and no override" in err
+
+
+def test_a_file_that_is_no_text_is_refused(capsys, tmp_path):
+    (tmp_path / "s.sh").write_bytes(b"\xff\xfe\x00")
+    code, _, err = run(capsys, "import-verl", str(tmp_path / "s.sh"))
+    assert code == 2 and "cannot be read as text" in err
+
+
+def test_a_comment_inside_a_continued_command_is_pointed_out(tmp_path):
+    text = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo \\\n  # a remark\n  trainer.nnodes=2 \\\n  trainer.save_freq=5\n"
+    out = import_script(text, "s", {})
+    assert out.values["cluster.nnodes"] == 2
+    assert any("s:3: the shell ends the command above at the comment" in w for w in out.warnings)

@@ -1,0 +1,161 @@
+"""The shell reader against the shell itself: what it says a command line is, is what bash makes of it; what it cannot know, it says."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from mrl.config.verl.arithmetic import calculate
+from mrl.config.verl.shell import read_script
+from mrl.errors import ConfigError
+
+# Each ends with a call of `show`, whose arguments are compared. No line of them runs a program.
+SCRIPTS = {
+    "variables": 'a=1\nb="$a $a"\nc=\'$a\'\nshow $a "$b" $b "${c}x" d"$a"e',
+    "defaults": 'y=set\nshow ${x:-one} "${x:-two words}" ${y:-no} ${x:-"${y}/in"} ${x-"q"} "${y:+yes}" ${x:+no} end',
+    "assigning default": "show ${n:=8}\nshow $n",
+    "empty against unset": 'e=\nshow "${e:-colon}" "${e-plain}" "[$e]" $e last',
+    "arithmetic": "p=$((1024 * 2))\nr=$((1024*8)) # comment\nshow $(((p + r) / 3)) $((p - r)) $((p > r))",
+    "negative arithmetic": "show $((-7 / 2)) $((-7 % 3)) $((7 / -2)) $((7 % -3)) $((2 ** 10))",
+    "arithmetic with dollars": "p=4\nshow $(( $p * ${p} )) $((p*1))",
+    "arrays": 'A=(x=1 "y=a b" z=$((1+1))  # comment\n  last)\nA+=(more)\nshow "${A[@]}" ${#A[@]} ${A[1]} "${A[0]}"',
+    "empty array and arguments": 'A=()\nshow a "${A[@]}" $@ "$@" b',
+    "arguments of a function": 'f() { show "$*" "$@" $1; }\nf a "b c"',
+    "array beside text": 'A=(1 2)\nshow "x${A[@]}y"',
+    "continued lines": "show a \\\n  b=$((1+1)) \\\n  'c d' \\\n  e",
+    "if": 'm=vllm\nif [ "$m" = "vllm" ]; then k=yes; else k=no; fi\nshow $k',
+    "if elif": "m=3\nif [ $m -lt 2 ]; then k=a\nelif [ $m -ge 3 ]; then k=b\nelse k=c\nfi\nshow $k",
+    "double brackets": 'm=sglang\nif [[ "$m" == sg* && -n "$m" ]]; then k=1; else k=2; fi\nshow $k',
+    "case": "m=b\ncase $m in\n a) k=1 ;;\n b|c) k=2 ;;\n *) k=3 ;;\nesac\nshow $k",
+    "and or": 'a=1\n[ "$a" = 1 ] && b=yes || b=no\n[ "$a" = 2 ] && c=yes || c=no\nshow $b $c',
+    "for": 'for i in 1 2 3; do last=$i; all="$all$i"; done\nshow $last',
+    "function": 'f() {\n  local z=$1\n  out="got $z"\n}\nf here\nshow "$out"',
+    "subshell": "a=1\n(a=2)\n{ b=3; }\nshow $a $b",
+    "cut": "p=/a/b/model.tar.gz\nshow ${p##*/} ${p%/*} ${p%%.*} ${p#/a} ${p/b/c} ${p//a/A} ${p:1:3} ${#p}",
+    "basename": 'P=XX/Qwen25-3B-Instruct\nn=$(basename $P)\nshow "$n" "$(basename a/b.sh .sh)" $(dirname /x/y) `basename q/r`',
+    "quotes in quotes": "f=/d/t.parquet\nshow \"['$f', '$f']\" '[\"console\",\"wandb\"]' ['a','b'] \"a\\\"b\"",
+    "plus equals": 'a=x\na+=y\nA=(1)\nA+=(2 3)\nshow $a "${A[*]}"',
+    "here-document": "cat <<EOF >/dev/null\nshow not this $a\nEOF\nshow this",
+    "several on a line": "a=1; b=2; show $a$b",
+    "comment characters": "show a#b 'c # d' # no\n",
+    "redirects": "show a b 2>&1 >/dev/stdout",
+}
+
+
+def by_bash(script: str) -> list[list[str]]:
+    program = "set +o posix\nshow() { printf '%s\\0' CALL \"$@\" >&3; }\n" + script
+    command = ["bash", "--norc", "-c", f"exec 3>&1 >/dev/null\n{program}"]
+    done = subprocess.run(command, capture_output=True, timeout=20, env={"PATH": "/usr/bin:/bin"}, check=True)
+    calls: list[list[str]] = []
+    for field in done.stdout.decode().split("\0")[:-1]:
+        if field == "CALL":
+            calls.append([])
+        else:
+            calls[-1].append(field)
+    return calls
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_is_read_as_bash_runs_it(name):
+    read = read_script(SCRIPTS[name], "s", {})
+    shown = [c for c in read.commands if c.words[0].text == "show"]
+    assert [[w.text for w in c.words[1:]] for c in shown] == by_bash(SCRIPTS[name])
+    assert all(w.known for c in shown for w in c.words)
+
+
+def only_command(text: str, **given: str):
+    (command,) = (c for c in read_script(text, "s", given).commands if c.words[0].text == "show")
+    return command
+
+
+def test_nothing_of_a_script_is_run(tmp_path):
+    mark = tmp_path / "mark"
+    text = f"touch {mark}\nx=$(touch {mark})\n`touch {mark}`\ncat <<EOF\n$(touch {mark})\nEOF\nf() {{ touch {mark}; }}\nf\nshow $x {{a}}"
+    read_script(text, "s", {})
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "missing"),
+    [
+        ("show $NOBODY", {"NOBODY"}),
+        ("show ${ROOT}/data", {"ROOT"}),
+        ("stamp=$(date +%s)\nshow run-$stamp", {"stamp"}),
+        ("show $(date +%s)", {"$(date +%s)"}),
+        ("a=$ROOT/x\nb=$a/y\nshow $b", {"ROOT"}),
+        ("show $((NODES * 8))", {"NODES"}),
+        ("n=$(nvidia-smi -L | wc -l)\nshow $((n * 2))", {"n"}),
+        ("[ -f here.sh ] && a=1 || a=2\nshow $a", {"a"}),
+        ('if [ -n "$X" ]; then a=1; fi\nshow $a', {"a"}),
+        ("a=0\nwhile true; do a=1; done\nshow $a", {"a"}),
+    ],
+)
+def test_what_cannot_be_known_is_named_by_what_would_tell_it(text, missing):
+    assert only_command(text).words[1].missing == missing
+
+
+def test_a_given_variable_wins_over_the_script():
+    words = only_command("stamp=$(date)\nn=${n:-2}\nshow $stamp $n", stamp="now", n="4").words
+    assert [(w.text, w.known) for w in words[1:]] == [("now", True), ("4", True)]
+
+
+def test_branches_that_agree_leave_no_doubt():
+    words = only_command("if [ -d /x ]; then a=1; b=1; else a=1; b=2; fi\nshow $a $b").words
+    assert (words[1].text, words[1].known, words[2].known) == ("1", True, False)
+
+
+def test_a_branch_that_ends_the_script_is_not_the_one_that_was_taken():
+    text = "if [ $# -lt 1 ]; then echo usage; exit 1; fi\nn=2\nshow $n"
+    assert only_command(text).words[1].text == "2"
+
+
+def test_a_file_that_is_sourced_is_reported():
+    (remark,) = read_script("\nsource env.sh\nshow a", "s.sh", {}).remarks
+    assert remark.startswith("s.sh:2: source env.sh")
+
+
+def test_a_here_document_is_reported():
+    assert any("s:2: a here-document" in r for r in read_script("cat <<EOF\nx\nEOF\n", "s", {}).remarks)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("show 'a", "s:1: no closing '"),
+        ('a=1\nshow "b', 's:2: no closing "'),
+        ("show ${a", "no closing }"),
+        ("show $((1", "no closing )"),
+        ("A=(1 2", "no closing ) of an array"),
+        ("if true; then a=1", "fi is missing"),
+        ("fi", "fi without its beginning"),
+        ("f() { f; }\nf", "calls itself without end"),
+        ("for ((i=0;i<3;i++)); do a=1; done", "is not read"),
+        ("x" * 600_000, "no launch script"),
+        ("for a in " + " ".join("1" * 200) + "; do for b in " + " ".join("1" * 200) + "; do c=1; done; done", "no launch script"),
+        ("( " * 5000, "nested too deeply"),
+    ],
+)  # fmt: skip
+def test_text_that_is_no_script_is_refused_with_its_line(text, problem):
+    with pytest.raises(ConfigError) as caught:
+        read_script(text, "s", {})
+    assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["9**9**9**9", "1/0", "__import__('os')", "a.b", "[1]", "2**70", "(" * 300, "1 if 1 else 2", "'a'*9"])
+def test_arithmetic_calculates_integers_and_nothing_else(text):
+    with pytest.raises(ValueError):
+        calculate(text, lambda name: 3)
+
+
+def test_every_fixture_is_read_as_bash_reads_it():
+    """The words behind the module, over all fixtures: python3, ray and uv are replaced by a function that shows its arguments."""
+    for file in sorted((Path(__file__).parent / "verl_scripts").glob("*.sh")):
+        text = file.read_text().replace("set -xeuo pipefail", "set -e").replace("cd /opt/verl", ":").replace('"${PWD}"', "here")
+        fake = 'python3() { show python3 "$@"; }\nray() { show ray "$@"; }\nuv() { [ "$1" = sync ] || show uv "$@"; }\ntee() { :; }\n'
+        (expected,) = by_bash(fake + text)
+        launch = next(
+            c for c in read_script(text, "s", {}).commands if c.words[0].text == expected[0] and "-m" in [w.text for w in c.words]
+        )
+        assert [w.text for w in launch.words if w.known] == [
+            word for word, ours in zip(expected, launch.words, strict=True) if ours.known
+        ], file.name

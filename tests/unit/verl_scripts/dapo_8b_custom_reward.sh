@@ -1,0 +1,32 @@
+# Settings of source 000, section 7 (Qwen3-8B with a reward function of one's own), in a script of our own.
+export BASE_MODEL=/path/to/Qwen3-8B
+export REWARD=/path/to/reward_score.py
+export SAVE_DIR=/path/to/checkpoints/$EXPERIMENT
+python3 -m recipe.dapo.main_dapo \
+algorithm.adv_estimator=grpo \
+data.train_files=/path/to/train.parquet \
+data.train_batch_size=128 \
+data.max_prompt_length=1024 \
+data.max_response_length=10000 \
+actor_rollout_ref.model.path=$BASE_MODEL \
+actor_rollout_ref.model.enable_gradient_checkpointing=True \
+actor_rollout_ref.actor.optim.lr=1e-6 \
+actor_rollout_ref.actor.optim.lr_warmup_steps=10 \
+actor_rollout_ref.actor.ppo_mini_batch_size=32 \
+actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2 \
+actor_rollout_ref.actor.use_kl_loss=True \
+actor_rollout_ref.actor.kl_loss_coef=0.001 \
+actor_rollout_ref.actor.clip_ratio_high=0.28 \
+actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2 \
+actor_rollout_ref.rollout.tensor_model_parallel_size=2 \
+actor_rollout_ref.rollout.name=vllm \
+actor_rollout_ref.rollout.temperature=0.6 \
+actor_rollout_ref.rollout.top_p=0.95 \
+actor_rollout_ref.rollout.n=8 \
+actor_rollout_ref.ref.fsdp_config.param_offload=True \
+custom_reward_function.path=$REWARD \
+custom_reward_function.name=compute_score \
+trainer.n_gpus_per_node=16 \
+trainer.test_freq=-100 \
+trainer.max_critic_ckpt_to_keep=2 \
+trainer.device=npu
