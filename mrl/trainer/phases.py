@@ -138,5 +138,5 @@ def _devices(run: Run) -> int:
 
 def write_samples(run: Run, samples: list[Sample], rewards: list[RewardResult]) -> None:
     """Token ids, log-probs, versions and rewards of the coming step's samples."""
-    parts = [{"score": r.score, "reason": r.reason, **r.parts} for r in rewards]
+    parts = [{**r.parts, "score": r.score, "reason": r.reason} for r in rewards]
     write_samples_file(run.run_dir.samples, run.state.step + 1, samples, parts)
