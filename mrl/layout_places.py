@@ -5,13 +5,14 @@ inside a node. Engines follow (separate) or share the same devices (colocated). 
 engine where it fits one, else each data-parallel rank of it, else whole nodes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from mrl.errors import ConfigError
 from mrl.layout import RolloutLayout
 
-__all__ = ["ClusterShape", "Place", "actor_places", "engine_places", "unit_size"]
+__all__ = ["ClusterShape", "Place", "actor_places", "engine_places", "rank_order", "unit_size"]
 
 
 class Place(NamedTuple):
@@ -84,6 +85,18 @@ def engine_places(rollout: RolloutLayout, cluster: ClusterShape, first: int = 0)
         places += [cluster.place(first + i) for i in range(size)]
         first += size
     return tuple(places)
+
+
+def rank_order(nodes: Sequence[str], together: int = 1) -> tuple[int, ...]:
+    """Bundle of each rank, given the node of each bundle: node by node, every `together` ranks on one node as far as nodes allow.
+
+    Ray may scatter bundles, and a node may get a number of them that `together` does not divide: what is left over comes last, so that as
+    few groups of ranks as possible are spread.
+    """
+    by_node = {node: [i for i, at in enumerate(nodes) if at == node] for node in sorted(set(nodes))}
+    whole = [i for bundles in by_node.values() for i in bundles[: len(bundles) // together * together]]
+    rest = [i for bundles in by_node.values() for i in bundles[len(bundles) // together * together :]]
+    return (*whole, *rest)
 
 
 def _multiples(value: int, step: int) -> str:

@@ -31,7 +31,8 @@ class ActorGroup:
         """Starts every rank and loads the model. Raises what the ranks raise, with the rank's name."""
         self.config, self.poll = config, poll
         hosting = get_hosting(config.cluster.device)
-        self.places: Places = reserve(actor_bundles(config, hosting), config.cluster.start_timeout_s)
+        together = config.actor.layout.tensor_model_parallel_size  # what talks at every layer
+        self.places: Places = reserve(actor_bundles(config, hosting), config.cluster.start_timeout_s, together)
         environment = {"env_vars": hosting.actor_environment()}
         kind = ray.remote(worker)
         self.workers = [

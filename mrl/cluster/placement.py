@@ -7,6 +7,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mrl.errors import EnvironmentFault
+from mrl.layout_places import rank_order
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,15 @@ class Places:
         remove_placement_group(self.group)
 
 
-def reserve(bundles: list[dict[str, float]], timeout_s: float) -> Places:
-    """Reserves all bundles at once. Raises EnvironmentFault when the cluster cannot give them within the deadline."""
+def reserve(bundles: list[dict[str, float]], timeout_s: float, together: int = 1) -> Places:
+    """Reserves all bundles at once; every `together` neighbours in rank order share a node where that can be.
+
+    Raises EnvironmentFault when the cluster cannot give them within the deadline.
+    """
     group = placement_group(bundles, strategy="PACK")
     ready, _ = ray.wait([group.ready()], timeout=timeout_s)
     if not ready:
         remove_placement_group(group)
         raise EnvironmentFault(f"the cluster did not free {len(bundles)} bundles like {bundles[0]} within {timeout_s:g} s; is it busy?")
     nodes = placement_group_table(group)["bundles_to_node_id"]
-    # Ray may scatter neighbouring bundles; ranks go node by node so that tensor-parallel neighbours stay on one
-    order = sorted(range(len(bundles)), key=lambda i: (nodes[i], i))
-    return Places(group, tuple(bundles), tuple(order))
+    return Places(group, tuple(bundles), rank_order([nodes[i] for i in range(len(bundles))], together))

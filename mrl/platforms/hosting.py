@@ -29,8 +29,8 @@ class Hosting:
         # one queue per device keeps the order in which Megatron overlaps communication with compute
         return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
-    def engine_environment(self, engine_id: int, engines: int, tensor_parallel: int, kvcache_gib: int) -> dict[str, str]:
-        """Environment of one engine and the processes below it."""
+    def engine_environment(self, engine_id: int, engines: int, workers: int, kvcache_gib: int) -> dict[str, str]:
+        """Environment of one engine of `workers` processes."""
         common = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
         if self.device == "npu":
             return common | npu.ENGINE  # no VLLM_PLUGINS: vllm-ascend is a handful of plugins itself
@@ -40,7 +40,7 @@ class Hosting:
         return common | {
             "CUDA_VISIBLE_DEVICES": "",
             "VLLM_CPU_KVCACHE_SPACE": str(kvcache_gib),
-            "VLLM_CPU_OMP_THREADS_BIND": cpu_binding(sorted(os.sched_getaffinity(0)), engine_id, engines, tensor_parallel),
+            "VLLM_CPU_OMP_THREADS_BIND": cpu_binding(sorted(os.sched_getaffinity(0)), engine_id, engines, workers),
         }
 
     def engine_arguments(self, max_model_len: int, max_num_batched_tokens: int | None) -> dict[str, Any]:
@@ -57,15 +57,14 @@ class Hosting:
         }
 
 
-def cpu_binding(cores: list[int], engine_id: int, engines: int, tensor_parallel: int) -> str:
-    """vLLM's core list, `a,b|c,d` with one part a worker; every worker of every engine gets its share of the cores, at least one.
+def cpu_binding(cores: list[int], engine_id: int, engines: int, workers: int) -> str:
+    """vLLM's core list, `a,b|c,d` with one part for each of `workers`; all workers of all engines get equal shares of the cores.
 
     Shares wrap around when there are more workers than cores: slow, and still right.
     """
-    workers = engines * tensor_parallel
-    share = max(1, len(cores) // workers)
+    share = max(1, len(cores) // (engines * workers))
     parts = []
-    for worker in range(engine_id * tensor_parallel, (engine_id + 1) * tensor_parallel):
+    for worker in range(engine_id * workers, (engine_id + 1) * workers):
         parts.append(",".join(str(cores[(worker * share + i) % len(cores)]) for i in range(share)))
     return "|".join(parts)
 

@@ -1,5 +1,6 @@
 """`mrl submit` with a real head: the driver's exit status comes back, and a stopped job has saved."""
 
+import json
 import os
 import signal
 import subprocess
@@ -24,6 +25,19 @@ def head(tmp_path_factory):
 def submit(head: dict[str, str], world: Path, run_dir: Path, **settings) -> subprocess.Popen:
     words = ["mrl", "submit", "--address", head["RAY_API"], str(PRESET), "--run-dir", str(run_dir), *overrides(world, **settings)]
     return subprocess.Popen(words, cwd=ROOT, env=head, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_the_doctor_reaches_a_head_with_the_token_and_not_without(head):
+    def probe(**environment: str) -> tuple[int, dict]:
+        words = ["mrl", "doctor", "--json", "--address", f"127.0.0.1:{head['PORT']}"]
+        done = subprocess.run(words, cwd=ROOT, env=head | environment, capture_output=True, text=True, timeout=60)
+        (check,) = [check for check in json.loads(done.stdout)["checks"] if check["name"] == "ray cluster"]
+        return done.returncode, check
+
+    _, reached = probe()
+    assert reached["status"] == "ok" and "'CPU': 2.0" in reached["found"], reached
+    code, refused = probe(RAY_AUTH_TOKEN="0" * 64)
+    assert code == 4 and refused["status"] in ("failure", "warning") and "token" in refused["cure"], refused
 
 
 def test_the_drivers_exit_status_comes_back(head, tmp_path):

@@ -7,7 +7,8 @@ import pytest
 from mrl.config.load import load_config
 from mrl.errors import ConfigError
 from mrl.layout import RolloutLayout
-from mrl.layout_places import ClusterShape, Place, actor_places, engine_places
+from mrl.layout_places import ClusterShape, Place, actor_places, engine_places, rank_order
+from mrl.platforms.hosting import cpu_binding
 from mrl.rollout.launch import engine_launches, rank_places, rollout_layout
 
 ROOT = Path(__file__).parents[2]
@@ -106,6 +107,15 @@ def test_a_tensor_group_over_nodes_uses_rays_executor_and_a_bundle_a_worker():
     assert launch.executor == "ray" and launch.bundles == (1, 1, 1, 1) and launch.nodes == (1, 2)
 
 
+def test_ranks_of_a_tensor_group_share_a_node_wherever_bundles_fell():
+    # node a got 3 bundles, node b 5: two ranks together fit once on a and twice on b, and only the last pair is spread
+    nodes = ["a", "b", "a", "b", "b", "a", "b", "b"]
+    order = rank_order(nodes, together=2)
+    assert order == (0, 2, 1, 3, 4, 6, 5, 7)
+    assert [{nodes[i] for i in order[n : n + 2]} for n in range(0, 8, 2)] == [{"a"}, {"b"}, {"b"}, {"a", "b"}]
+    assert rank_order(nodes) == (0, 2, 5, 1, 3, 4, 6, 7)
+
+
 @pytest.mark.parametrize("path", PRESETS, ids=lambda p: f"{p.parent.name}/{p.stem}")
 def test_every_preset_has_a_place_for_each_rank_and_worker(path):
     config = load_config(path).config
@@ -134,3 +144,9 @@ def test_every_preset_starts_each_worker_once_with_arguments_vllm_has(path):
         assert (launch.executor == "mp") == (len(launch.nodes) == 1)
         ranks_here = len(launch.workers) // layout.tensor
         assert launch.arguments.get("data_parallel_size_local", layout.data) == ranks_here
+
+
+def test_cpu_workers_get_equal_shares_of_the_cores():
+    assert cpu_binding([0, 1, 2, 3], engine_id=1, engines=2, workers=2) == "2|3"
+    assert cpu_binding([4, 5, 6, 7], engine_id=0, engines=1, workers=2) == "4,5|6,7"
+    assert cpu_binding([0], engine_id=1, engines=2, workers=1) == "0"  # more workers than cores: they share
