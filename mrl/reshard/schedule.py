@@ -17,6 +17,7 @@ from mrl.layout import RolloutLayout
 from mrl.reshard.circle import TIERS, Candidates, Circle, Devices
 
 _STRIDES = 24  # that are tried
+_KEPT_GRAINS = 1 << 20
 _ATTEMPTS = 6  # numbers of rounds that are tried
 
 
@@ -56,6 +57,19 @@ class Schedule:
 
     def flow(self, worker: int) -> Flow:
         """What one worker receives."""
+        if worker in self._kept:
+            return self._kept[worker]
+        flow = self._flow(worker)
+        if sum(map(len, self.choices)) <= _KEPT_GRAINS:
+            self._kept[worker] = flow
+        return flow
+
+    @cached_property
+    def _kept(self) -> dict[int, Flow]:
+        """Flows of small plans, which are asked for once a rank."""
+        return {}
+
+    def _flow(self, worker: int) -> Flow:
         circle = self.circles[worker % len(self.circles)]
         order, rounds = circle.travel(self.starts[worker], self.num_rounds)
         choice = self.choices[worker]
