@@ -110,7 +110,7 @@ def offload_of(config: RunConfig) -> Offload:
     """What leaves the device, from `actor.*_offload` and Megatron's hybrid optimizer."""
     actor, given = config.actor, config.actor.optim.override_optimizer_config
     share = float(given.get("optimizer_offload_fraction") or 0.0) if given.get("optimizer_cpu_offload") else 0.0
-    return Offload(actor.param_offload, actor.grad_offload, actor.optimizer_offload, share)
+    return Offload(actor.param_offload, actor.grad_offload, actor.optimizer_offload, share, config.ref.param_offload)
 
 
 def batch_plan(config: RunConfig, train: TrainLayout) -> BatchPlan:
@@ -182,7 +182,18 @@ def actor_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> ActorBytes:
         log_prob=replace(activations, micro=batch.log_prob_micro).forward_only(pp),
         sync_staging=actor_staging(inputs, pp),
         offload=offload_of(inputs.config),
+        reference=reference_bytes(inputs, pp),
     )
+
+
+def reference_bytes(inputs: PlanInputs, pp: int) -> int:
+    """Parameters of the reference model of a KL term on a rank of stage `pp`; with a layout of its own, those of its fullest stage."""
+    algorithm, own = inputs.config.algorithm, inputs.config.ref.layout
+    if not (algorithm.use_kl_loss or algorithm.use_kl_in_reward):
+        return 0
+    layout = inputs.train if own is None else TrainLayout.build(own.model_dump(), inputs.model)
+    stages = (pp,) if own is None else range(layout.pipeline)
+    return max(stage_state(inputs.model, layout, stage, Precision(inputs.element_bytes)).parameters for stage in stages)
 
 
 def actor_staging(inputs: PlanInputs, pp: int) -> int:

@@ -287,3 +287,15 @@ def test_a_run_that_will_not_fit_is_told_what_to_change(preset, tmp_path):
     (note,) = plan_report(cramped, load_model_spec(tmp_path / "model"), tmp_path / "none.json")[1:]
     assert "phase rollout takes 20.0 of 7.0 GiB, most of it kv_cache" in note
     assert "gpu_memory_utilization" in note
+
+
+def test_a_kl_term_brings_the_reference_model_with_it(preset, tmp_path):
+    model = load_model_spec(tmp_path / "model")
+    plans = [
+        make_plan(PlanInputs.of(load_config(preset, None, overrides).config, model, find_device("cpu")))["memory"]["phases"]
+        for overrides in ([], ["algorithm.use_kl_loss=true"], ["algorithm.use_kl_loss=true", "ref.param_offload=true"])
+    ]
+    assert ["ref" in phases for phases in plans] == [False, True, True]
+    own = plans[0]["train"]["terms"]["parameters"]
+    assert plans[1]["train"]["terms"]["reference"] == plans[2]["ref"]["terms"]["reference"] == own
+    assert plans[2]["train"]["bytes"] == plans[0]["train"]["bytes"]
