@@ -260,4 +260,8 @@ def load_math_verify() -> tuple[Any, Any, list[Any]]:
         raise ImportError("the rule `math` compares expressions with math-verify; pip install 'mrl[math]'") from error
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no time limit; the worker has
     as_it_is = NormalizationConfig(basic_latex=True, units=False, malformed_operators=False, nits=False, boxed="none", equations=False)
-    return parse, verify, [LatexExtractionConfig(normalization_config=as_it_is)]
+    targets = [LatexExtractionConfig(normalization_config=as_it_is)]
+    verify(
+        parse("$x+1$", targets, parsing_timeout=None), parse("$1+x$", targets, parsing_timeout=None), timeout_seconds=None
+    )  # loads tables
+    return parse, verify, targets
