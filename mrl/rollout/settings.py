@@ -47,7 +47,7 @@ def engine_settings(config: RunConfig, engine_id: int, logs: Path) -> EngineSett
 
 
 def _launch(config: RunConfig, engine_id: int) -> EngineLaunch:
-    """How the engine is started; one that spans nodes, and so several actors, never gets here (mrl/config/capabilities.py)."""
+    """How the engine is started; one with several data-parallel ranks, and so actors, never gets here (mrl/config/capabilities.py)."""
     (launch,) = [launch for launch in engine_launches(config) if launch.engine == engine_id]
     return launch
 
