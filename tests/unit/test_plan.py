@@ -16,9 +16,11 @@ from mrl.config.schema import RunConfig
 from mrl.errors import ConfigError
 from mrl.memory.devices import find_device
 from mrl.models import known_spec, load_model_spec, model_spec
-from mrl.planning.inputs import PlanInputs, batch_plan
+from mrl.planning.assumptions import Assumptions
+from mrl.planning.inputs import PlanInputs, batch_plan, engine_of
 from mrl.planning.plan import differences, make_plan, memory_section, plan_hash, read_plan
 from mrl.planning.stored import plan_again, plan_report, plan_text
+from mrl.planning.times import phase_seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1024**3
@@ -299,3 +301,28 @@ def test_a_kl_term_brings_the_reference_model_with_it(preset, tmp_path):
     own = plans[0]["train"]["terms"]["parameters"]
     assert plans[1]["train"]["terms"]["reference"] == plans[2]["ref"]["terms"]["reference"] == own
     assert plans[2]["train"]["bytes"] == plans[0]["train"]["bytes"]
+
+
+# NeMo-RL v0.6, docs/about/performance-summary.md, on-policy on H100: seconds of a step, and what a step was
+STEPS = {
+    "Qwen3-30B-A3B on 32": (192, "Qwen3-30B-A3B", {"world_size": 32, EP: 8}, 2, 2048, 4096, 3203),
+    "Qwen3-235B-A22B on 128": (395, BIG, {"world_size": 128, TP: 2, CP: 2, PP: 8, EP: 16, **dict.fromkeys(ENDS, 11)}, 16, 512, 8192, 5698),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_predicted_steps_are_within_a_factor_of_two_of_published_ones(name):
+    seconds, model, layout, engine, samples, longest, mean = STEPS[name]
+    prompt, n = 512, 32
+    run = config(model, layout, ppo_mini_batch_size=16)
+    rollout = run.rollout.model_copy(
+        update={"tensor_model_parallel_size": engine, "num_engines": layout["world_size"] // engine, "n": n, "max_num_seqs": 1024}
+    )
+    data = run.data.model_copy(
+        update={"train_batch_size": samples // n, "max_prompt_length": prompt, "max_response_length": longest - prompt}
+    )
+    run = run.model_copy(update={"rollout": rollout, "data": data})
+    inputs = PlanInputs.of(run, known_spec(model), find_device("h100-80g"), Assumptions(response_share=mean / (longest - prompt)))
+    predicted = phase_seconds(inputs, batch_plan(run, inputs.train), engine_of(inputs))
+    assert set(predicted) == {"generation", "log_prob", "update"}
+    assert seconds / 2 < sum(predicted.values()) < seconds * 2
