@@ -156,6 +156,12 @@ def test_a_relative_run_directory_does_not_vanish_with_the_jobs_copy(monkeypatch
     assert shlex.split(client.submitted[0]["entrypoint"])[-2:] == ["--run-dir", str(ROOT / "runs" / "tiny-moe")]
 
 
+def test_a_relative_path_to_data_is_remarked_on(monkeypatch, capsys):
+    arguments = [str(PRESET), "--set", "data.train_files=[launch/submit.sh]", "--set", "data.val_files=[/abs.parquet, not-here.parquet]"]
+    _, client, said = submit(monkeypatch, capsys, *arguments, "--set", "model.path=/models/m")
+    assert client.submitted and said.count("note:") == 1 and "data.train_files: launch/submit.sh is relative" in said
+
+
 def test_an_unknown_key_is_told_before_anything_is_sent(monkeypatch, capsys):
     code, client, said = submit(monkeypatch, capsys, str(PRESET), "--set", "actor.optim.lrr=1")
     assert code == 2 and "did you mean" in said and not client.submitted
