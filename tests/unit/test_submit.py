@@ -74,6 +74,17 @@ def test_a_signal_asks_the_job_to_stop_and_waits_for_it():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_second_signal_ends_the_wait():
+    def twice():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    client = Client("RUNNING", on_logs=twice)
+    with pytest.raises(KeyboardInterrupt):
+        jobs.follow(client, JOB, lambda text: None)
+    assert client.stopped == ["mrl-1"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_a_head_that_is_lost_ends_the_wait_as_resumable(monkeypatch):
     class Lost(Client):
         def get_job_status(self, job_id):
