@@ -167,10 +167,40 @@ def test_a_preset_can_be_named_and_must_divide_over_the_devices(tmp_path):
         imported("dapo_8b_custom_reward", tmp_path, preset=str(preset.parents[1] / "qwen3-30b-a3b" / "a2-4x8.yaml"))
 
 
+FSDP_14B = [
+    "actor_rollout_ref.model.path=Qwen/Qwen3-14B", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8",
+    "actor_rollout_ref.actor.use_dynamic_bsz=True", "data.max_response_length=8192", "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.model.enable_gradient_checkpointing=True", "actor_rollout_ref.actor.fsdp_config.param_offload=True",
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True",
+]  # fmt: skip
+
+
 def test_a_model_without_a_preset_is_not_given_a_layout_in_silence():
-    out = import_overrides(["actor_rollout_ref.model.path=Qwen/Qwen3-14B", "algorithm.adv_estimator=grpo"])
-    assert any("every degree is 1" in w for w in out.warnings)
-    assert not out.of("chosen")
+    out = import_overrides(FSDP_14B)
+    assert out.lacks_layout and any("every degree is 1" in w for w in out.warnings)
+    assert not any(key.startswith(LAYOUT) and key != LAYOUT + "world_size" for key in out.values)
+
+
+def test_without_a_preset_the_layout_is_searched_for_and_fits(capsys, tmp_path):
+    file = tmp_path / "out.yaml"
+    code, out, _ = run(capsys, "import-verl", *FSDP_14B, "-o", str(file))
+    assert code == 0 and "(mrl plan --search)" in out
+    code, plan, _ = run(capsys, "plan", str(file), "--json")
+    phases = json.loads(plan)["memory"]["phases"]
+    assert code == 0 and all(phase["fits"] for phase in phases.values())
+
+
+def test_search_wins_over_the_preset_where_it_is_asked_for(capsys):
+    name = str(SCRIPTS / "grpo_8b_gsm8k.sh")
+    by_preset = json.loads(run(capsys, "import-verl", name, "--json")[1])
+    searched = json.loads(run(capsys, "import-verl", name, "--json", "--search")[1])
+    assert "preset" in by_preset["chosen"][0]["why"] and "mrl plan --search" in searched["chosen"][0]["why"]
+    assert by_preset["ok"] and searched["ok"]
+
+
+def test_a_degree_of_the_users_own_leaves_the_layout_to_the_user(capsys):
+    found = json.loads(run(capsys, "import-verl", *FSDP_14B, "--set", LAYOUT + "tensor_model_parallel_size=4", "--json")[1])
+    assert [(e["to"], e["value"]) for e in found["chosen"]] == [(LAYOUT + "tensor_model_parallel_size", 4)]
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ class Import:
     values: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    lacks_layout: bool = False  # neither the script nor a preset has a layout for the model
 
     def put(self, kind: str, key: str, to: str, value: Any, why: str = "", line: int = 0) -> None:
         """Sets our key `to` and reports it."""
