@@ -13,7 +13,6 @@ def offloaded(config: RunConfig) -> list[str]:
 
 _MISSING: tuple[tuple[Callable[[RunConfig], bool], str], ...] = (
     (lambda c: c.cluster.placement == "colocated", "cluster.placement: colocated (use separate)"),
-    (lambda c: c.cluster.device == "npu", "cluster.device: npu (use cuda or cpu)"),
     (lambda c: c.algorithm.use_kl_loss, "algorithm.use_kl_loss: true, which needs a reference model (use false)"),
     (lambda c: c.algorithm.use_kl_in_reward, "algorithm.use_kl_in_reward: true, which needs a reference model (use false)"),
     (lambda c: c.ref.layout is not None, "ref.layout, the layout of a reference model (use null)"),

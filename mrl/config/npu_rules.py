@@ -24,6 +24,15 @@ def npu_rules(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
     yield from _engines(config)
 
 
+def npu_notes(config: RunConfig) -> Iterator[str]:
+    """What who trains on NPUs has to know."""
+    if config.cluster.device == "npu":
+        yield (
+            "cluster.device npu: written against the documented interfaces and never run on hardware; begin with few steps, and read the "
+            "metrics of mismatch between engine and trainer"
+        )
+
+
 def _engines(config: RunConfig) -> Iterator[Broken]:
     given = config.rollout.engine_kwargs.get("vllm", {})
     additional = given.get("additional_config") or {}

@@ -12,8 +12,9 @@ import pytest
 import torch
 from small_model import SIZES
 
+from mrl.config.capabilities import missing_capabilities
 from mrl.config.load import load_config
-from mrl.config.rules import violations
+from mrl.config.rules import notes, violations
 from mrl.errors import EnvironmentFault
 from mrl.models import model_spec
 from mrl.platforms import get_platform
@@ -271,3 +272,11 @@ def test_combinations_that_fail_on_npus_are_refused_there_and_only_there(field, 
 
     assert refused("npu")
     assert not refused("cuda") or field.endswith("use_flash_attn")  # which no other device has at all
+
+
+def test_a_run_on_npus_says_that_nobody_has_tried_it():
+    model, preset = model_spec(SIZES), ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
+    on_npu, on_cpu = load_config(preset, None, ["cluster.device=npu"]), load_config(preset)
+    assert missing_capabilities(on_npu.config) == []
+    assert any("never run on hardware" in note for note in notes(on_npu, model))
+    assert not any("never run on hardware" in note for note in notes(on_cpu, model))
