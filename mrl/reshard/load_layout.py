@@ -58,10 +58,17 @@ class LayerwiseWriter:
     """The `Writer` of mrl.reshard.execute for a vLLM model, for one update. A module is complete once, and only after all its copies."""
 
     def __init__(
-        self, model: nn.Module, model_config, targets: Sequence[TargetParameter], reload: Reload, in_place: frozenset[str] = frozenset()
+        self,
+        model: nn.Module,
+        model_config,
+        targets: Sequence[TargetParameter],
+        reload: Reload,
+        in_place: frozenset[str] = frozenset(),
+        by_identity: frozenset[str] = frozenset(),
     ):
-        """`targets`: all parameters of this worker. `in_place`: those that are written straight into the kernel's memory."""
-        self._model, self._config, self._reload, self._in_place = model, model_config, reload, in_place
+        """`targets`: all parameters of this worker. `in_place`: those that are written straight into the kernel's memory. `by_identity`:
+        those that are read back through an identity matrix."""
+        self._model, self._config, self._reload, self._in_place, self._by_identity = model, model_config, reload, in_place, by_identity
         self._layers = layers_of(model, reload)
         self._targets = {t.name: t for t in targets}
         self._modules: dict[str, list[TargetParameter]] = {}
@@ -102,12 +109,11 @@ class LayerwiseWriter:
         self._done.add(module)
 
     def _take_digests(self, module: str) -> None:
-        is_read_by_identity = hasattr(self._layers[module], "cpu_linear")
         for target in self._modules[module]:
             if not target.pieces:
                 continue
             tensor = self._tensor(target)
-            rounded = what_reading_shows(tensor) if is_read_by_identity else tensor
+            rounded = what_reading_shows(tensor) if target.name in self._by_identity else tensor
             self.received[target.name] = digest = parameter_digest(tensor, target)
             self.shown[target.name] = digest if rounded is tensor else parameter_digest(rounded, target)
 

@@ -49,6 +49,10 @@ class Adapter(Protocol):
         """What the kernel computes with, read back into the target's layout."""
         ...
 
+    def reads_by_identity(self, model: nn.Module, layer: nn.Module, target: TargetParameter) -> bool:
+        """Whether `final_tensor` reads through an identity matrix, which does not show every value (see `what_reading_shows`)."""
+        ...
+
 
 class ShardPath:
     """One worker's side of every fast sync."""
@@ -84,8 +88,9 @@ class ShardPath:
     def start(self) -> None:
         """Enters an update; what an earlier one left unfinished is dropped."""
         self.abandon()
-        reload, in_place = self._adapter.reload, written_in_place(self._targets)
-        self._writer = LayerwiseWriter(self._model, self._config, self._targets, reload, in_place)
+        adapter, layers = self._adapter, layers_of(self._model, self._adapter.reload)
+        packed = frozenset(t.name for t in self._targets if adapter.reads_by_identity(self._model, layers[t.module], t))
+        self._writer = LayerwiseWriter(self._model, self._config, self._targets, adapter.reload, written_in_place(self._targets), packed)
         self._writer.begin()
 
     def receive(self, update: int) -> None:

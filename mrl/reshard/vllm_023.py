@@ -46,6 +46,9 @@ class Adapter:
         methods = (getattr(layer, "quant_method", None) for layer in model.modules() if hasattr(layer, "w13_weight"))
         return {method.unquantized_backend.name for method in methods}
 
+    def reads_by_identity(self, model: nn.Module, layer: nn.Module, target: TargetParameter) -> bool:
+        return shared.computes_packed(model, layer, target)
+
     def final_tensor(self, model: nn.Module, layer: nn.Module, target: TargetParameter) -> Tensor:
         experts = getattr(getattr(layer, "quant_method", None), "cpu_fused_moe", None) if hasattr(layer, "w13_weight") else None
         isa = getattr(experts, "isa", None)

@@ -152,9 +152,8 @@ def final_tensor(model: nn.Module, layer: nn.Module, target: TargetParameter, is
 
     Raises RuntimeError where the kernel pads experts, whose padding no plan describes.
     """
-    leaf = target.name.rpartition(".")[2]
-    parameter = getattr(layer, leaf).data
-    if leaf == "weight" and computes_packed(model, layer):
+    parameter = getattr(layer, target.name.rpartition(".")[2]).data
+    if computes_packed(model, layer, target):
         return through_identity(layer, target.local_shape, getattr(torch, target.dtype))
     if isa is None:
         return parameter
@@ -168,10 +167,10 @@ def final_tensor(model: nn.Module, layer: nn.Module, target: TargetParameter, is
     return unpacked(parameter, cpu_prepack_moe_weight, isa)
 
 
-def computes_packed(model: nn.Module, layer: nn.Module) -> bool:
-    """Whether the layer's products come from a packed copy. CPU packs word embeddings too, but looks rows up in the parameter."""
+def computes_packed(model: nn.Module, layer: nn.Module, target: TargetParameter) -> bool:
+    """Whether products come from a packed copy of the target. CPU packs word embeddings too, but looks rows up in the parameter."""
     is_output = layer is getattr(model, "lm_head", None)
-    return hasattr(layer, "cpu_linear") and (is_output or layer.weight.numel() == 0)
+    return target.name.endswith(".weight") and hasattr(layer, "cpu_linear") and (is_output or layer.weight.numel() == 0)
 
 
 class WorkerExtension:

@@ -178,6 +178,19 @@ def test_a_flipped_bit_in_the_kernels_memory_changes_the_digest_of_its_parameter
     assert [name for name in held if held[name] != writer.received[name]] == ["layers.1.fused.weight"]
 
 
+def test_what_an_identity_cannot_show_is_rounded_where_one_is_used_and_nowhere_else():
+    name, other = "layers.0.fused.weight", "layers.1.fused.weight"
+    writer = LayerwiseWriter(Engine(), None, targets(), ToyReload(), by_identity=frozenset({name}))
+    writer.begin()
+    write(writer, "layers.0.fused")
+    write(writer, "layers.1.fused")
+    for parameter in (name, other, "layers.0.fused.bias"):
+        writer.tensor(parameter).view(-1)[3] = -0.0
+    writer.complete("layers.0.fused")
+    writer.complete("layers.1.fused")
+    assert [parameter for parameter in writer.shown if writer.shown[parameter] != writer.received[parameter]] == [name]
+
+
 def test_padding_that_is_not_zero_is_named():
     engine = Engine()
     with pytest.raises(RuntimeError, match=r"embed.weight: the padding is not zero"):
