@@ -251,6 +251,11 @@ FIELD_DOCS: dict[str, str | tuple[str, str]] = {
     ),
     "cluster.cpus_per_actor": "CPUs that Ray reserves for a rank.",
     "cluster.cpus_per_engine": "CPUs that Ray reserves for an engine.",
+    "cluster.accelerator": "Model of the devices, as `mrl plan --device` names it; what memory and times are planned for.",
+    "cluster.versions": (
+        "Packages of the cluster whose version is not that of the tested row; the rules are then those of that version.",
+        "Leave it out and install the row; `mrl doctor` compares.",
+    ),
     "cluster.address": "HOST:PORT of a running Ray cluster; left out: $RAY_ADDRESS, else one is started for the run.",
     "cluster.port": "Where the actor's ranks meet, on the host of rank 0; left out: a free one.",
     "cluster.start_timeout_s": ("Longest wait for ranks to start and load, s.", "Large models on slow storage need more."),
