@@ -251,7 +251,7 @@ FIELD_DOCS: dict[str, str | tuple[str, str]] = {
     ),
     "cluster.cpus_per_actor": "CPUs that Ray reserves for a rank.",
     "cluster.cpus_per_engine": "CPUs that Ray reserves for an engine.",
-    "cluster.accelerator": "Model of the devices, as `mrl plan --device` names it; what memory and times are planned for.",
+    "cluster.accelerator": "Model of the devices, as `mrl plan --device` names it, that plans assume; left out: the smallest of its kind.",
     "cluster.versions": (
         "Packages of the cluster whose version is not that of the tested row; the rules are then those of that version.",
         "Leave it out and install the row; `mrl doctor` compares.",
