@@ -29,6 +29,10 @@ class Reload(Protocol):
         """Sets the kernels' tensors of every module aside and leaves empty (meta) ones in load layout."""
         ...
 
+    def leave_out(self, layer: nn.Module) -> None:
+        """Gives one module its kernel's tensors back at once: it takes no part in the reload that was entered."""
+        ...
+
     def load_tensor(self, layer: nn.Module, leaf: str) -> Tensor:
         """A parameter in load layout, maybe without data, when the reload was not entered."""
         ...
@@ -83,6 +87,9 @@ class LayerwiseWriter:
     def begin(self) -> None:
         """Enters the reload; from here to `finish` the engine must not generate."""
         self._reload.enter(self._model)
+        for module in self._modules:
+            if self._written_in_place(module):
+                self._reload.leave_out(self._layers[module])
 
     def tensor(self, parameter: str) -> Tensor:
         """The parameter in load layout. Raises RuntimeError for an unknown one and for one whose module is complete."""

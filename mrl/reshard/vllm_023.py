@@ -44,7 +44,9 @@ class Adapter:
 
     def moe_backends(self, model: nn.Module) -> set[str]:
         methods = (getattr(layer, "quant_method", None) for layer in model.modules() if hasattr(layer, "w13_weight"))
-        return {method.unquantized_backend.name for method in methods}
+        return {
+            getattr(getattr(method, "unquantized_backend", None), "name", "OOT") for method in methods
+        }  # Ascend's is a class of its own
 
     def reads_by_identity(self, model: nn.Module, layer: nn.Module, target: TargetParameter) -> bool:
         return shared.computes_packed(model, layer, target)

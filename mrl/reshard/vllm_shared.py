@@ -16,7 +16,7 @@ from vllm.model_executor.model_loader.reload.layerwise import _get_original_load
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
-from mrl.reshard.load_layout import weight_bytes
+from mrl.reshard.load_layout import weight_bytes, what_reading_shows
 from mrl.reshard.read_back import through_identity, unpacked
 from mrl.reshard.receive import Bucket, ReloadLedger
 from mrl.reshard.setup import SyncSetup
@@ -85,6 +85,11 @@ class LayerwiseReload:
     def enter(self, model: nn.Module) -> None:
         initialize_layerwise_reload(model)
 
+    def leave_out(self, layer: nn.Module) -> None:
+        info = get_layerwise_info(layer)
+        _place_kernel_tensors(layer, info)
+        info.reset()
+
     def load_tensor(self, layer: nn.Module, leaf: str) -> Tensor:
         parameters, _ = get_layerwise_info(layer).restore_metadata
         return parameters.get(leaf, getattr(layer, leaf))  # a bias is never set aside
@@ -120,8 +125,7 @@ class LayerwiseReload:
         for layer in model.modules():
             info = get_layerwise_info(layer)
             if info.can_load() and info.kernel_tensors is not None:
-                _place_kernel_tensors(layer, info)
-                info.reset()
+                self.leave_out(layer)
 
 
 def make_path(model: nn.Module, vllm_config: Any, adapter: Adapter, info: Any) -> "SlowPath | ShardPath":
@@ -154,7 +158,10 @@ def final_tensor(model: nn.Module, layer: nn.Module, target: TargetParameter, is
     """
     parameter = getattr(layer, target.name.rpartition(".")[2]).data
     if computes_packed(model, layer, target):
-        return through_identity(layer, target.local_shape, getattr(torch, target.dtype))
+        packed = through_identity(layer, target.local_shape, getattr(torch, target.dtype))
+        if parameter.numel() and not torch.equal(packed, what_reading_shows(parameter)):
+            raise RuntimeError(f"{target.name}: the rows that are looked up and the matrix that is multiplied with differ")
+        return packed
     if isa is None:
         return parameter
     from vllm._custom_ops import cpu_prepack_moe_weight
