@@ -95,38 +95,39 @@ def _check_module(model: nn.Module, layer: nn.Module, group: list[TargetParamete
     reload.open_loaders(layer)
     names = list(dict.fromkeys(piece.hf_name for t in group for piece in t.pieces))
     try:
-        for numbered in _passes(names, {name: shapes[name] for name in names}):
+        for numbered in _passes(names, {name: shapes[name] for name in names}, getattr(torch, group[0].dtype)):
             for target in group:
                 _leaf(layer, target).fill_(UNTOUCHED)
-            model.load_weights((name, tensor.to(getattr(torch, group[0].dtype))) for name, tensor in numbered.items())
+            model.load_weights(iter(numbered.items()))
             for target in group:
                 _compare(_leaf(layer, target), target, numbered)
     finally:
         for name, tensor in kept.items():
             live[name].copy_(tensor)
+        reload.leave_out(layer)
 
 
 def _leaf(layer: nn.Module, target: TargetParameter) -> Tensor:
     return getattr(layer, target.name.rpartition(".")[2]).data
 
 
-def _passes(names: list[str], shapes: dict[str, tuple[int, ...]]) -> Iterator[dict[str, Tensor]]:
+def _passes(names: list[str], shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
     """Tensors numbered by name, then by place along each dimension, digit by digit. They take no memory along the others."""
     for digit in range(_digits(len(names))):
-        yield {name: _digit(torch.tensor(i), digit).expand(shapes[name]) for i, name in enumerate(names)}
+        yield {name: _digit(torch.tensor(i), digit, dtype).expand(shapes[name]) for i, name in enumerate(names)}
     for dim in range(max(map(len, shapes.values()))):
         having = [name for name in names if len(shapes[name]) > dim]
         for digit in range(_digits(max(shapes[name][dim] for name in having))):
-            yield {name: _along(shapes[name], dim, digit) for name in having}
+            yield {name: _along(shapes[name], dim, digit, dtype) for name in having}
 
 
-def _along(shape: tuple[int, ...], dim: int, digit: int) -> Tensor:
-    places = _digit(torch.arange(shape[dim]), digit)
+def _along(shape: tuple[int, ...], dim: int, digit: int, dtype: torch.dtype) -> Tensor:
+    places = _digit(torch.arange(shape[dim]), digit, dtype)
     return places.view(*[-1 if d == dim else 1 for d in range(len(shape))]).expand(shape)
 
 
-def _digit(number: Tensor, digit: int) -> Tensor:
-    return (number // BASE**digit % BASE).to(torch.float32)
+def _digit(number: Tensor, digit: int, dtype: torch.dtype) -> Tensor:
+    return (number // BASE**digit % BASE).to(dtype)
 
 
 def _digits(count: int) -> int:
@@ -140,7 +141,8 @@ def _compare(found: Tensor, target: TargetParameter, numbered: dict[str, Tensor]
         if piece.hf_name not in numbered:
             return  # a tensor of fewer dimensions than this pass numbers
         covered += piece.local_box.volume
-        if not torch.equal(hf_block(found, piece).float(), numbered[piece.hf_name][piece.hf_box.slices]):
+        block = numbered[piece.hf_name][piece.hf_box.slices]
+        if not torch.equal(hf_block(found, piece).to(block.device, block.dtype), block):
             raise HandshakeError(
                 f"{target.name}: vLLM's loader does not put {piece.hf_name} {list(piece.hf_box.ranges)} at {list(piece.local_box.ranges)} "
                 "as the plan does"

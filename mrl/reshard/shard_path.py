@@ -83,7 +83,8 @@ class ShardPath:
         try:
             yield
         except (RuntimeError, ValueError) as error:
-            raise type(error)(f"engine {self._engine} worker {self.worker}: {error}") from error
+            error.args = (f"engine {self._engine} worker {self.worker}: {error}",)
+            raise
 
     def start(self) -> None:
         """Enters an update; what an earlier one left unfinished is dropped."""
