@@ -11,7 +11,7 @@ from mrl.reshard.rehearse import fill, loaded, numbered, rehearse
 from mrl.reshard.source import source_shards
 from mrl.reshard.streams import ITEM_BYTES
 
-SEEDS = range(16)
+SEEDS = range(10)
 PAIRS = 13  # for each seed
 
 
