@@ -204,6 +204,10 @@ FIELD_DOCS: dict[str, str | tuple[str, str]] = {
         "Prompts per step; x rollout.n samples.",
         "More makes generation more efficient and, at the same mini-batch size, training more off-policy.",
     ),
+    "data.gen_batch_size": (
+        "Prompts that dynamic sampling generates at a time; left out: train_batch_size.",
+        "More saves rounds where few groups differ, and throws more responses away.",
+    ),
     "data.val_max_samples": "Validation prompts; left out: all.",
     "data.max_prompt_length": ("Longest prompt, tokens.", "That of your data; less, with filter_overlong_prompts, when few are long."),
     "data.max_response_length": (

@@ -15,6 +15,9 @@ OVERRIDE_OPTIMIZER = "actor.optim.override_optimizer_config"
 OVERRIDE_DDP = "actor.override_ddp_config"
 ENGINE = "rollout.engine_kwargs.vllm"
 
+# What every model here has in any case.
+_OF_THE_MODELS = {"normalization": "RMSNorm", "position_embedding_type": "rope", "gated_linear_unit": True, "add_bias_linear": False}
+
 # What verl's reward managers return under the name that dynamic sampling looks at.
 _METRICS = {"seq_reward": "score", "seq_final_reward": "reward"}
 
@@ -95,11 +98,6 @@ def _metric(o: Override, out: Import, facts: Facts) -> None:
         _METRICS.get(o.value, o.value),
         line=o.line,
     )
-
-
-def _gen_batch(o: Override, out: Import, facts: Facts) -> None:
-    why = "as many prompts are generated as the step still lacks"
-    out.leave("not_applicable", o.key, o.value, why, o.line)
 
 
 def _dtype(o: Override, out: Import, facts: Facts) -> None:
@@ -218,6 +216,8 @@ def _transformer(o: Override, out: Import, facts: Facts) -> None:
     elif decider.startswith(LAYOUT):
         same = o.value == facts.value(MEGATRON + name, None) or (name == "sequence_parallel" and o.value is True)
         out.leave("implied" if same else "unsupported", o.key, o.value, f"is {decider}", o.line)
+    elif name in _OF_THE_MODELS and o.value == _OF_THE_MODELS[name]:
+        out.leave("implied", o.key, o.value, "as the checkpoint's config.json has it", o.line)
     elif name in MINDSPEED_FIELDS and facts.device != "npu":
         out.leave("not_applicable", o.key, o.value, "MindSpeed only, which runs on NPUs", o.line)
     elif name.startswith("moe_") and facts.dense:
@@ -237,7 +237,7 @@ def _ddp(o: Override, out: Import, facts: Facts) -> None:
 
 
 def _engine(o: Override, out: Import, facts: Facts) -> None:
-    name = o.key.removeprefix(R + "engine_kwargs.vllm.")
+    name = o.key.removeprefix(R).removeprefix("engine_kwargs.vllm.")
     decider = decided_by(ENGINE, name) or ""
     if name == "enable_expert_parallel":
         value = facts.value(R + "tensor_model_parallel_size", 2) * facts.value(R + "data_parallel_size", 1) if o.value else 1
@@ -280,7 +280,9 @@ def _chat_template(o: Override, out: Import, facts: Facts) -> None:
 
 
 def _reward_manager(o: Override, out: Import, facts: Facts) -> None:
-    if o.value in ("naive", "dapo"):
+    if o.value == "gdpo":
+        out.leave("implied", o.key, o.value, "the parts of a reward are always kept; algorithm.gdpo_reward_keys names them", o.line)
+    elif o.value in ("naive", "dapo"):
         out.put("renamed", o.key, "reward.reward_manager", o.value, line=o.line)
     else:
         out.leave("unsupported", o.key, o.value, "reward managers here are naive and dapo", o.line)
@@ -340,7 +342,6 @@ def _model_engine(o: Override, out: Import, facts: Facts) -> None:
 
 Handler = Callable[[Override, Import, Facts], None]
 HANDLERS: dict[str, Handler] = {
-    "data.gen_batch_size": _gen_batch,
     "data.apply_chat_template_kwargs.": _chat_template,
     M + "enable_gradient_checkpointing": _checkpointing,
     A + "strategy": _strategy,
@@ -367,6 +368,7 @@ HANDLERS: dict[str, Handler] = {
     R + "top_k": _sampling,
     R + "response_length": _response_length,
     R + "prompt_length": _response_length,
+    R + "enable_expert_parallel": _engine,
     R + "engine_kwargs.vllm.": _engine,
     R + "val_kwargs.do_sample": _greedy,
     R + "enable_rollout_routing_replay": _replay,
