@@ -17,6 +17,7 @@ _IGNORED = "it would be ignored"
 
 # What Megatron-core 0.16.1 lets selective recompute name (TransformerConfig.__post_init__), without those of attention we do not build.
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
+_STATE_DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")  # fields of OptimizerConfig
 _DISPATCHERS = ("allgather", "alltoall", "flex")
 # vLLM arguments under which the engine's routes are refused, wrong or incomplete, each with the value that is right and why.
 # Sources: vllm-project/vllm PR 28284, PR 39917 and PR 48622.
@@ -33,6 +34,7 @@ def actor_rules(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
     yield from _token_budgets(config)
     yield from _context(config, model)
     yield from _offload(config)
+    yield from _precision(config)
     yield from _recompute(config)
     yield from _experts(config, model)
     yield from _replay(config, model)
@@ -103,6 +105,14 @@ def _offload(config: RunConfig) -> Iterator[Broken]:
     fraction = _number(given.get("optimizer_offload_fraction"))
     if not 0 <= fraction <= 1:
         yield Broken(f"{_OPTIMIZER}.optimizer_offload_fraction", "must be from 0 to 1", "it is the share of parameters", (0.0, 1.0))
+
+
+def _precision(config: RunConfig) -> Iterator[Broken]:
+    given = config.actor.optim.override_optimizer_config
+    for name in _STATE_DTYPES:
+        if given.get(name) not in (None, "fp32", "float32") and not given.get("use_precision_aware_optimizer"):
+            why = "Megatron's plain Adam keeps gradients and states in float32"
+            yield Broken(f"{_OPTIMIZER}.{name}", "other than float32 needs use_precision_aware_optimizer: true", why, ("float32",))
 
 
 def _recompute(config: RunConfig) -> Iterator[Broken]:

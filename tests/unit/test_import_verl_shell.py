@@ -25,6 +25,8 @@ SCRIPTS = {
     "continued lines": "show a \\\n  b=$((1+1)) \\\n  'c d' \\\n  e",
     "if": 'm=vllm\nif [ "$m" = "vllm" ]; then k=yes; else k=no; fi\nshow $k',
     "if elif": "m=3\nif [ $m -lt 2 ]; then k=a\nelif [ $m -ge 3 ]; then k=b\nelse k=c\nfi\nshow $k",
+    "arithmetic condition": "t=2\nn=3\nif (( t <= 0 || n % t != 0 )); then k=bad; else k=good; fi\n(( n > t )) && j=more\nshow $k $j",
+    "truth values": "t=2\nshow $(( !t && 1 )) $(( t && 1 )) $(( 0 || t ))",
     "double brackets": 'm=sglang\nif [[ "$m" == sg* && -n "$m" ]]; then k=1; else k=2; fi\nshow $k',
     "case": "m=b\ncase $m in\n a) k=1 ;;\n b|c) k=2 ;;\n *) k=3 ;;\nesac\nshow $k",
     "and or": 'a=1\n[ "$a" = 1 ] && b=yes || b=no\n[ "$a" = 2 ] && c=yes || c=no\nshow $b $c',
@@ -133,6 +135,8 @@ def test_a_here_document_is_reported():
         ("x" * 600_000, "no launch script"),
         ("for a in " + " ".join("1" * 200) + "; do for b in " + " ".join("1" * 200) + "; do c=1; done; done", "no launch script"),
         ("( " * 5000, "nested too deeply"),
+        ("a=xxxxxxxx\n" + 'a="$a$a"\n' * 60, "grows over 1000000 characters"),
+        ("A=(1 2)\n" + 'A+=("${A[@]}")\n' * 60, "grows over 10000 items"),
     ],
 )  # fmt: skip
 def test_text_that_is_no_script_is_refused_with_its_line(text, problem):

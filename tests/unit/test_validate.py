@@ -123,6 +123,8 @@ def test_tp8_with_four_kv_heads_is_told_apart_by_the_version_of_megatron():
          "actor.optim.override_optimizer_config.optimizer_offload_fraction", ()),
         (["actor.optim.override_optimizer_config={optimizer_cpu_offload: true, optimizer_offload_fraction: 1.5}"],
          "actor.optim.override_optimizer_config.optimizer_offload_fraction", (0.0, 1.0)),
+        (["actor.optim.override_optimizer_config={exp_avg_dtype: bfloat16}"],
+         "actor.optim.override_optimizer_config.exp_avg_dtype", ("float32",)),
         ([TRANSFORMER + "recompute_granularity=half"], TRANSFORMER + "recompute_granularity", ("full", "selective", None)),
         ([TRANSFORMER + "recompute_method=all"], TRANSFORMER + "recompute_method", ("uniform", "block")),
         ([TRANSFORMER + "recompute_num_layers=0"], TRANSFORMER + "recompute_num_layers", (1,)),

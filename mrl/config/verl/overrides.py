@@ -86,6 +86,8 @@ def from_words(words: Sequence[Value], entry: str = "") -> VerlCommand:
 
 def hydra_value(text: str) -> Any:
     """A value as Hydra reads it: numbers, true and false, null, lists, mappings, quoted text, else text as it stands."""
+    if text.strip() == "None":
+        return None  # Python's way to write null, which scripts pass on from a variable
     if not (_STRUCTURED.match(text) or _PLAIN.fullmatch(text)):
         return text.strip()
     try:

@@ -67,6 +67,7 @@ class Import:
         """Our configuration in the order of the schema, each value with where it came from."""
         head = [f"# Imported from {self.name} (verl). Beside each value: the line of the script, or why it stands here."]
         head += [f"# warning: {line}" for warning in self.warnings for line in warning.splitlines()]
+        head += [f"# {kind}: {entry}" for kind in ("unsupported", "unknown") for entry in self.of(kind)]
         return "\n".join([*head, *self._sections(_tree(self.values), ()), ""])
 
     def _sections(self, tree: dict[str, Any], path: tuple[str, ...]) -> Iterator[str]:

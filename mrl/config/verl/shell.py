@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from mrl.config.verl.expansion import Expander, Variable
 from mrl.config.verl.shell_lexer import Word
 from mrl.config.verl.shell_syntax import Block, Case, Chain, Command, For, Function, If, Pipe, Simple, While, parse_script
-from mrl.config.verl.values import Launch, Value
+from mrl.config.verl.values import MAX_ITEMS, Launch, Value
 from mrl.errors import ConfigError
 
 _MAX_STEPS = 20_000
@@ -175,6 +175,8 @@ class _Reader:
             words.pop(0)
         if not words:
             return True
+        if len(words) == 1 and words[0].parts[0].kind == "arithmetic":
+            return self.truth(self.expander.text(words[0]), command.line)
         fields = self.expander.fields(words)
         if not fields:
             return True
@@ -225,7 +227,10 @@ class _Reader:
         if array is not None:
             items = tuple(self.expander.fields(array.words))
             before = held if isinstance(held, tuple) else () if held is None else (held,)
-            self.set(name, before + items if appended else items)
+            items = before + items if appended else items
+            if len(items) > MAX_ITEMS:
+                raise ConfigError(f"{self.name}:{word.line}: {name} grows over {MAX_ITEMS} items, which no launch script needs")
+            self.set(name, items)
             return
         value = self.expander.text(word)
         self.set(name, (held if isinstance(held, Value) else Value("")) + value if appended else value)
@@ -237,6 +242,13 @@ class _Reader:
         if isinstance(value, Value) and any(m.startswith("$") for m in value.missing):
             value = Value(value.text, frozenset(name if m.startswith("$") else m for m in value.missing), value.line)
         self.variables[name] = value
+
+    def truth(self, value: Value, line: int) -> bool | None:
+        """Of `((...))`, which is true where it is not zero."""
+        if not value.known:
+            self.remark(line, f"a condition depends on {', '.join(sorted(value.missing))}")
+            return None
+        return value.text != "0"
 
     def test(self, fields: list[Value], line: int) -> bool | None:
         arguments = [f for f in fields if f.text not in ("]", "]]")]

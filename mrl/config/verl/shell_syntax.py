@@ -219,7 +219,7 @@ class _Parser:
     def for_(self) -> For:
         line = self.now.line
         self.at += 1
-        if self.operator("("):
+        if self.now is not None and self.now.word is not None and self.now.word.parts[0].kind == "arithmetic":
             raise self.fail("for ((...)) is not read; write the values out")
         name = self.word().plain or ""
         words: list[Word] = []
