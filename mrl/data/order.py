@@ -52,7 +52,8 @@ class PromptStream:
             )
         if not 1 <= self.batch_size <= size:
             raise DataError(
-                f"data.train_batch_size (or gen_batch_size) is {self.batch_size} prompts and the data has {size}; allowed: 1 to {size}"
+                f"data.train_batch_size is {self.batch_size} prompts and the data has {size}; allowed: 1 to {size} (data.gen_batch_size, "
+                "where it is set)"
             )
 
     @property
