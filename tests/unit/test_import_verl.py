@@ -228,6 +228,8 @@ def test_a_degree_of_the_users_own_leaves_the_layout_to_the_user(capsys):
             [MEGATRON + "override_transformer_config.num_layers_in_last_pipeline_stage=10"],
             {LAYOUT + "num_layers_in_last_pipeline_stage": 10},
         ),
+        (["algorithm.filter_groups.enable=True", "data.gen_batch_size=512"], {"data.gen_batch_size": 512}),
+        (["data.gen_batch_size=512"], {"data.gen_batch_size": None}),
         (["algorithm.filter_groups.metric=seq_reward"], {"algorithm.filter_groups.metric": "score"}),
     ],
 )  # fmt: skip

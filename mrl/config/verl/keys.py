@@ -72,7 +72,7 @@ ROWS: dict[str, Row] = {
     "data.train_max_samples": _missing("all prompts of the files are trained on", -1, None),
     "data.apply_chat_template_kwargs.": _SPECIAL,
     "data.seed": _to("trainer.seed", lambda seed: 0 if seed is None else seed),
-    "data.gen_batch_size": _to("data.gen_batch_size"),
+    "data.gen_batch_size": _SPECIAL,
     "data.return_raw_chat": _implied("prompts are kept as chats and as token ids"),
     "data.return_raw_input_ids": _implied("prompts are kept as chats and as token ids"),
     "data.return_full_prompt": _implied("prompts are kept as chats and as token ids"),

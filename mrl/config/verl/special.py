@@ -100,6 +100,13 @@ def _metric(o: Override, out: Import, facts: Facts) -> None:
     )
 
 
+def _gen_batch(o: Override, out: Import, facts: Facts) -> None:
+    if facts.value("algorithm.filter_groups.enable", False):
+        out.put("carried", o.key, "data.gen_batch_size", o.value, line=o.line)
+    else:
+        out.leave("implied", o.key, o.value, "without dynamic sampling a step generates what it trains on", o.line)
+
+
 def _dtype(o: Override, out: Import, facts: Facts) -> None:
     to = "rollout.dtype" if o.key.startswith(R) else "model.dtype"
     if o.value in ("bfloat16", "float32"):
@@ -342,6 +349,7 @@ def _model_engine(o: Override, out: Import, facts: Facts) -> None:
 
 Handler = Callable[[Override, Import, Facts], None]
 HANDLERS: dict[str, Handler] = {
+    "data.gen_batch_size": _gen_batch,
     "data.apply_chat_template_kwargs.": _chat_template,
     M + "enable_gradient_checkpointing": _checkpointing,
     A + "strategy": _strategy,
