@@ -101,6 +101,10 @@ class ShardPath:
         names = ("bytes_moved", "bytes_local", "staging_bytes")
         self._report = {name: getattr(report, name) for name in names} | {"seconds": dict(report.seconds)}
 
+    def has_everything(self) -> bool:
+        """An update comes in one call."""
+        return True
+
     def finish(self, read_back: bool) -> None:
         """Leaves the update; reads back what the engine holds when asked to. Raises RuntimeError when modules are incomplete."""
         writer, began = self._writer, time.perf_counter()

@@ -53,6 +53,10 @@ class SlowPath:
                 self._ledger.receive(name, tuple(tensor.shape))
                 yield name, tensor
 
+    def has_everything(self) -> bool:
+        """Whether every tensor that has to come did."""
+        return self._ledger.expected.keys() <= self._ledger.received.keys()
+
     def finish(self, read_back: bool) -> None:
         """Leaves the reload; raises RuntimeError when a tensor did not come or a parameter was not written."""
         self._ledger.check_complete()
@@ -128,25 +132,24 @@ class LayerwiseReload:
                 self.leave_out(layer)
 
 
-def make_path(model: nn.Module, vllm_config: Any, adapter: Adapter, info: Any) -> "SlowPath | ShardPath":
+def make_path(model: nn.Module, model_config: Any, adapter: Adapter, info: Any, degrees: Degrees) -> "SlowPath | ShardPath":
     """The path that an InitInfo asks for. Raises HandshakeError, ValueError or TransferError when the fast one cannot be had."""
     if info.path == "slow":
-        return SlowPath(model, vllm_config.model_config, adapter.reload, info.expected or {})
-    setup, degrees = SyncSetup.from_json(info.setup), degrees_of(vllm_config)
-    return ShardPath(model, vllm_config.model_config, adapter, setup, info.engine, info.plan_hash, degrees)
+        return SlowPath(model, model_config, adapter.reload, info.expected or {})
+    setup = SyncSetup.from_json(info.setup)
+    return ShardPath(model, model_config, adapter, setup, info.engine, info.plan_hash, degrees)
 
 
-def degrees_of(vllm_config: Any) -> Degrees:
-    """What this engine was started with."""
-    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+def degrees_of(parallel: Any, quantization: str | None, dtype: torch.dtype) -> Degrees:
+    """What this engine was started with. `parallel`: vLLM's ParallelConfig."""
     return Degrees(
         tensor=parallel.tensor_parallel_size,
         pipeline=parallel.pipeline_parallel_size,
         data=parallel.data_parallel_size,
         spreads_experts=parallel.enable_expert_parallel and parallel.tensor_parallel_size * parallel.data_parallel_size > 1,
         linear_placement=parallel.expert_placement_strategy == "linear" and not parallel.enable_eplb,
-        quantization=model.quantization,
-        dtype=str(model.dtype).removeprefix("torch."),
+        quantization=quantization,
+        dtype=str(dtype).removeprefix("torch."),
         position=parallel.data_parallel_index * parallel.world_size + parallel.rank,
     )
 
@@ -187,7 +190,7 @@ class WorkerExtension:
 
     def sync_path(self) -> "SlowPath | ShardPath":
         """The path in use."""
-        raise RuntimeError("the adapter says where its path is")
+        return self.weight_transfer_engine.path
 
     def weight_fingerprints(self) -> dict[str, str]:
         """SHA-256 of everything this worker computes with: parameters, buffers and the linears that CPU packs out of sight.
