@@ -1,5 +1,7 @@
 """What vLLM workers hold: names, shapes and slices worked out by hand from vLLM's layers."""
 
+from dataclasses import replace
+
 import pytest
 from reshard_cases import QWEN3_30B, QWEN3_235B, bytes_of_a_worker, random_pairs
 from test_reshard_source import MODELS
@@ -95,8 +97,9 @@ def test_vocabulary_is_padded_to_64_and_ranks_may_hold_padding_only():
 
 def test_boundaries_of_the_published_vocabulary():
     """151936 rows are a multiple of 64 already: 37984, 18992 and 9496 rows a rank at TP 4, 8 and 16."""
+    model = replace(QWEN3_30B, num_layers=1)
     for tensor, rows in ((4, 37984), (8, 18992), (16, 9496)):
-        last = parameters(QWEN3_30B, RolloutLayout(1, tensor), tensor - 1)["model.embed_tokens.weight"]
+        last = parameters(model, RolloutLayout(1, tensor), tensor - 1)["model.embed_tokens.weight"]
         assert last.local_shape == (rows, 2048)
         assert last.pieces[0].hf_box.ranges[0] == (151936 - rows, 151936)
 
@@ -122,10 +125,9 @@ def test_pieces_of_a_parameter_are_disjoint_and_all_workers_of_an_engine_have_ev
 @pytest.mark.parametrize(
     ("model", "rollout", "gigabytes"),
     [
-        (QWEN3_30B, RolloutLayout(1, 4), 15.29),
+        (QWEN3_30B, RolloutLayout(1, 16), 3.88),
         (QWEN3_30B, RolloutLayout(1, 4, 2, 8), 8.04),
         (QWEN3_30B, RolloutLayout(1, 8, 4, 32), 2.24),
-        (QWEN3_235B, RolloutLayout(1, 8), 58.96),
         (QWEN3_235B, RolloutLayout(1, 4, 32, 128), 7.62),
     ],
 )
