@@ -24,6 +24,7 @@ _DEFAULTS: dict[str, Any] = {
     "data.max_prompt_length": 512,
     "data.max_response_length": 512,
     "data.filter_overlong_prompts": False,
+    "data.drop_duplicates": False,
     "actor.ppo_mini_batch_size": 256,
     "actor.optim.weight_decay": 0.01,
     "actor.optim.betas": [0.9, 0.999],
@@ -197,6 +198,9 @@ def _devices(out: Import, facts: Facts) -> None:
     out.put("implied", "", LAYOUT + "world_size", world, "all devices of the trainer")
     out.put("implied", "", "cluster.placement", "separate" if separate else "colocated", "how verl places engines")
     out.put("implied", "", "rollout.num_engines", max(1, (own if separate else world) // engine), "as many as the devices hold")
+    if not separate and not facts.megatron and "actor.grad_offload" not in out.values:
+        why = "FSDP frees gradients between steps; Megatron's buffers would stay beside the engine"
+        out.put("chosen", "", "actor.grad_offload", True, why)
     if separate:
         out.put(
             "implied", "", "cluster.nnodes", facts.value("trainer.nnodes", 1) + facts.value(R + "nnodes", 0), "actor's and engines' nodes"
