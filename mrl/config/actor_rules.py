@@ -119,7 +119,8 @@ def _recompute(config: RunConfig) -> Iterator[Broken]:
     given = config.model.override_transformer_config
     kind, method, layers = (given.get(f"recompute_{part}") for part in ("granularity", "method", "num_layers"))
     if kind not in (None, "full", "selective"):
-        yield Broken(f"{_TRANSFORMER}.recompute_granularity", "is unknown", "", ("full", "selective", None))
+        why = "Megatron recomputes whole layers, the modules that are named, or nothing"
+        yield Broken(f"{_TRANSFORMER}.recompute_granularity", "is unknown", why, ("full", "selective", None))
     if kind == "full":
         yield from _full_recompute(config, method, layers)
     for part, value in (("method", method), ("num_layers", layers)):
@@ -131,7 +132,8 @@ def _recompute(config: RunConfig) -> Iterator[Broken]:
         yield Broken(f"{_TRANSFORMER}.recompute_modules", "needs recompute_granularity: selective", _IGNORED, (None,))
     for name in modules if isinstance(modules, list) and kind == "selective" else ():
         if name not in RECOMPUTE_MODULES:
-            yield Broken(f"{_TRANSFORMER}.recompute_modules", f"{name} is no module that can be recomputed", "", RECOMPUTE_MODULES)
+            rule, why = f"{name} is no module that can be recomputed", "selective recompute goes by Megatron's own names"
+            yield Broken(f"{_TRANSFORMER}.recompute_modules", rule, why, RECOMPUTE_MODULES)
     sequence_parallel = LayoutDegrees.of(config.actor.layout.model_dump()).uses_sequence_parallel
     if given.get("distribute_saved_activations") and sequence_parallel:
         why = "with sequence parallelism they are distributed already"
@@ -140,7 +142,11 @@ def _recompute(config: RunConfig) -> Iterator[Broken]:
 
 def _full_recompute(config: RunConfig, method: Any, layers: Any) -> Iterator[Broken]:
     if method not in ("uniform", "block"):
-        yield Broken(f"{_TRANSFORMER}.recompute_method", "must say how with recompute_granularity: full", "", ("uniform", "block"))
+        rule, why = (
+            "must say how with recompute_granularity: full",
+            "layers go in equal groups (uniform), or only the first of a stage do (block)",
+        )
+        yield Broken(f"{_TRANSFORMER}.recompute_method", rule, why, ("uniform", "block"))
     if not isinstance(layers, int) or layers < 1:
         why = "full recompute goes by groups of that many layers"
         yield Broken(f"{_TRANSFORMER}.recompute_num_layers", "must be at least 1 with recompute_granularity: full", why, (1,))
@@ -154,7 +160,9 @@ def _experts(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
         return
     dispatcher = given.get("moe_token_dispatcher_type", "alltoall")
     if dispatcher not in _DISPATCHERS:
-        yield Broken(f"{_TRANSFORMER}.moe_token_dispatcher_type", "is unknown", "", _DISPATCHERS)
+        yield Broken(
+            f"{_TRANSFORMER}.moe_token_dispatcher_type", "is unknown", "Megatron has these ways to bring tokens to experts", _DISPATCHERS
+        )
     if given.get("moe_enable_deepep") and dispatcher != "flex":
         yield Broken(f"{_TRANSFORMER}.moe_enable_deepep", "needs moe_token_dispatcher_type: flex", "Megatron refuses it", (False,))
     if given.get("moe_shared_expert_overlap") and (dispatcher != "alltoall" or not model.shared_expert_intermediate_size):

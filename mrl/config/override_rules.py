@@ -160,4 +160,5 @@ def _names(key: str, upstream: str, ours: Mapping[str, str], given: Mapping[str,
         elif name not in known.fields:
             closest = did_you_mean(name, sorted(known.fields))
             closest = closest if closest.startswith("did") else "no name is close to it"
-            yield Broken(f"{key}.{name}", f"is no field of {upstream} in {known.package} {known.version}; {closest}")
+            rule = f"is no field of {upstream} in {known.package} {known.version}; {closest}"
+            yield Broken(f"{key}.{name}", rule, "it would only be found when that class is built, on the cluster")

@@ -67,7 +67,7 @@ def given(overrides: list[str]) -> list[str]:
 def test_a_mistake_is_refused_under_its_own_keys(issue, overrides, fields):
     named = found(overrides)
     assert set(named) == fields
-    assert all(v.rule and v.where for v in named.values())
+    assert all(v.rule and v.why and v.where for v in named.values())
 
 
 def test_all_of_them_come_in_one_answer(capsys):
@@ -143,7 +143,7 @@ def test_tp8_with_four_kv_heads_is_told_apart_by_the_version_of_megatron():
 )  # fmt: skip
 def test_each_rule_has_its_boundary(overrides, field, allowed):
     named = found(overrides)
-    assert list(named) == [field] and named[field].allowed == allowed
+    assert list(named) == [field] and named[field].allowed == allowed and named[field].why
 
 
 def test_on_the_other_side_of_the_boundary_nothing_is_said():
