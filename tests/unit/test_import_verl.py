@@ -1,6 +1,8 @@
 """verl's scripts carried over: what one says about layout, batch, clip, rate and loss stands in ours, and no key is lost silently."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -415,6 +417,33 @@ def test_a_file_that_is_no_text_is_refused(capsys, tmp_path):
     (tmp_path / "s.sh").write_bytes(b"\xff\xfe\x00")
     code, _, err = run(capsys, "import-verl", str(tmp_path / "s.sh"))
     assert code == 2 and "cannot be read as text" in err
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'srun --nodes=2 bash -c "python3 -m verl.trainer.main_ppo trainer.nnodes=$N \\\n  data.train_batch_size=64"\n',
+        'CMD="python3 -m verl.trainer.main_ppo trainer.nnodes=$N data.train_batch_size=64"\neval "$CMD"\n',
+        'CMD="python3 -m verl.trainer.main_ppo trainer.nnodes=$N data.train_batch_size=64"\n$CMD\n',
+        "env A=1 nohup python3 verl/trainer/main_ppo.py trainer.nnodes=$N data.train_batch_size=64 > log 2>&1 &\n",
+    ],
+)
+def test_a_launch_inside_another_command_is_found(text):
+    out = import_script("N=2\n" + text, "s", {})
+    assert (out.values["cluster.nnodes"], out.values["data.train_batch_size"]) == (2, 64)
+    assert not out.of("unsupported")
+
+
+def test_importing_imports_nothing_heavy():
+    program = (
+        "import sys, time; start = time.process_time()\n"
+        "from mrl.cli import main\n"
+        f"main(['import-verl', {str(SCRIPTS / 'dapo_32b_fsdp.sh')!r}])\n"
+        "spent = time.process_time() - start; assert spent < 2, spent\n"
+        "heavy = {'torch', 'ray', 'megatron', 'mbridge', 'vllm', 'transformers'} & set(sys.modules); assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_comment_inside_a_continued_command_is_pointed_out(tmp_path):

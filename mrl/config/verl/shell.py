@@ -99,9 +99,8 @@ class _Reader:
             case Function():
                 self.functions[command.name] = command.body
             case While():
-                self.remark(command.line, "a loop whose end cannot be known: what it sets is unknown")
-                self.maybe(lambda: self.block(command.body))
-        return None if isinstance(command, While) else True
+                return self.while_(command)
+        return True
 
     def chain(self, chain: Chain) -> bool | None:
         status: bool | None = True
@@ -167,6 +166,16 @@ class _Reader:
         for name in {name for end in ends for name in end}:
             if any(end.get(name) != ends[0].get(name) for end in ends):
                 self.variables[name] = Value(f"${{{name}}}", frozenset((name,)))
+
+    def while_(self, node: While) -> bool | None:
+        """A loop over arguments (`while [ $# -gt 0 ]`) is left out where there are none; the end of any other is not known."""
+        self.expander.counts_arguments = True
+        status = self.block(node.condition)
+        self.expander.counts_arguments = False
+        if status is node.until:
+            return True
+        self.remark(node.line, "a loop whose end cannot be known: what it sets is unknown")
+        return self.maybe(lambda: self.block(node.body))
 
     def simple(self, command: Simple) -> bool | None:
         words = list(command.words)

@@ -60,8 +60,10 @@ class For:
 
 @dataclass(frozen=True)
 class While:
+    condition: Block
     body: Block
     line: int
+    until: bool = False
 
 
 @dataclass(frozen=True)
@@ -232,10 +234,10 @@ class _Parser:
         return For(name, tuple(words), self.loop_body(), line)
 
     def while_(self) -> While:
-        line = self.now.line
+        line, until = self.now.line, self.reserved == "until"
         self.at += 1
-        self.block()
-        return While(self.loop_body(), line)
+        condition = self.block()
+        return While(condition, self.loop_body(), line, until)
 
     def loop_body(self) -> Block:
         self.expect("do")
