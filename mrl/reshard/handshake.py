@@ -31,7 +31,6 @@ def check_parameters(model: nn.Module, targets: Sequence[TargetParameter], reloa
     held = {reload.plan_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     aliases = held - {reload.plan_name(name) for name, _ in model.named_parameters()}
     faults = [f"{name} is a parameter of vLLM that the plan does not know" for name in sorted(held - wanted.keys() - aliases)]
-    faults += [f"{name} is shared by two modules, of which a sync would refresh one" for name in sorted(_tied(model, aliases, reload))]
     faults += [f"vLLM has no {name}" for name in sorted(wanted.keys() - held)]
     layers = layers_of(model, reload)
     for name in sorted(held & wanted.keys()):
@@ -45,17 +44,6 @@ def check_parameters(model: nn.Module, targets: Sequence[TargetParameter], reloa
     if faults:
         more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
         raise HandshakeError("; ".join(faults[:SHOWN]) + more)
-
-
-def _tied(model: nn.Module, aliases: set[str], reload: Reload) -> set[str]:
-    """Second names of a parameter that belong to a second module; one module under two names is harmless."""
-    owners: dict[int, set[int]] = {}
-    named = [
-        (reload.plan_name(f"{prefix}.{leaf}"), layer, p) for prefix, layer in model.named_modules() for leaf, p in layer._parameters.items()
-    ]
-    for _, layer, parameter in named:
-        owners.setdefault(id(parameter), set()).add(id(layer))
-    return {name for name, _, parameter in named if name in aliases and len(owners[id(parameter)]) > 1}
 
 
 def check_loader(model: nn.Module, spec: ModelSpec, targets: Sequence[TargetParameter], reload: Reload) -> int:

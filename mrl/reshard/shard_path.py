@@ -49,7 +49,7 @@ class Adapter(Protocol):
         """What the kernel computes with, read back into the target's layout."""
         ...
 
-    def reads_by_identity(self, model: nn.Module, layer: nn.Module, target: TargetParameter) -> bool:
+    def reads_by_identity(self, layer: nn.Module, target: TargetParameter) -> bool:
         """Whether `final_tensor` reads through an identity matrix, which does not show every value (see `what_reading_shows`)."""
         ...
 
@@ -90,7 +90,7 @@ class ShardPath:
         """Enters an update; what an earlier one left unfinished is dropped."""
         self.abandon()
         adapter, layers = self._adapter, layers_of(self._model, self._adapter.reload)
-        packed = frozenset(t.name for t in self._targets if adapter.reads_by_identity(self._model, layers[t.module], t))
+        packed = frozenset(t.name for t in self._targets if adapter.reads_by_identity(layers[t.module], t))
         self._writer = LayerwiseWriter(self._model, self._config, self._targets, adapter.reload, written_in_place(self._targets), packed)
         self._writer.begin()
 

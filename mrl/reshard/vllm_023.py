@@ -60,8 +60,8 @@ class Adapter:
             getattr(getattr(method, "unquantized_backend", None), "name", "OOT") for method in methods
         }  # Ascend's is a class of its own
 
-    def reads_by_identity(self, model: nn.Module, layer: nn.Module, target: TargetParameter) -> bool:
-        return shared.computes_packed(model, layer, target)
+    def reads_by_identity(self, layer: nn.Module, target: TargetParameter) -> bool:
+        return shared.computes_packed(layer, target)
 
     def final_tensor(self, model: nn.Module, layer: nn.Module, target: TargetParameter) -> Tensor:
         experts = getattr(getattr(layer, "quant_method", None), "cpu_fused_moe", None) if hasattr(layer, "w13_weight") else None

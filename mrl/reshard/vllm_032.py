@@ -60,8 +60,8 @@ class Adapter:
         methods = (getattr(layer, "quant_method", None) for layer in model.modules() if hasattr(layer, "w13_weight"))
         return {method.unquantized_backend.name for method in methods}
 
-    def reads_by_identity(self, model: nn.Module, layer: nn.Module, target: TargetParameter) -> bool:
-        return shared.computes_packed(model, layer, target)
+    def reads_by_identity(self, layer: nn.Module, target: TargetParameter) -> bool:
+        return shared.computes_packed(layer, target)
 
     def final_tensor(self, model: nn.Module, layer: nn.Module, target: TargetParameter) -> Tensor:
         experts = _experts(layer)

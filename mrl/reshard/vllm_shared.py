@@ -123,6 +123,7 @@ class LayerwiseReload:
 
     def finish(self, model: nn.Module, model_config: Any) -> None:
         finalize_layerwise_reload(model, model_config)
+        refresh_tied_head(model)
 
     def abandon(self, model: nn.Module) -> None:
         model._do_torchao_reload = getattr(model, "_original_do_torchao_reload", False)
@@ -154,19 +155,33 @@ def degrees_of(parallel: Any, quantization: str | None, dtype: torch.dtype) -> D
     )
 
 
+def refresh_tied_head(model: nn.Module) -> None:
+    """Packs a tied output layer anew. It has no weights of its own to load, so a reload leaves CPU's packed copy of the old ones."""
+    head = getattr(model, "lm_head", None)
+    shared = (
+        any(layer is not head and layer._parameters.get("weight") is head.weight for layer in model.modules())
+        if head is not None
+        else False
+    )
+    if shared and hasattr(head, "cpu_linear"):
+        head.quant_method.process_weights_after_loading(head)
+
+
 def final_tensor(model: nn.Module, layer: nn.Module, target: TargetParameter, isa: str | None) -> Tensor:
     """What the kernel computes with, in the target's layout. `isa`: for which instructions CPU packed experts; None: they are not packed.
 
-    Raises RuntimeError where the kernel pads experts, whose padding no plan describes.
+    Raises RuntimeError where the kernel pads experts, whose padding no plan describes, and where an output layer's packed copy is not
+    what its parameter says.
     """
-    parameter = getattr(layer, target.name.rpartition(".")[2]).data
-    if computes_packed(model, layer, target):
-        packed = through_identity(layer, target.local_shape, getattr(torch, target.dtype))
-        if parameter.numel() and not torch.equal(packed, what_reading_shows(parameter)):
-            raise RuntimeError(f"{target.name}: the rows that are looked up and the matrix that is multiplied with differ")
-        return packed
+    parameter, dtype = getattr(layer, target.name.rpartition(".")[2]), getattr(torch, target.dtype)
+    if computes_packed(layer, target):
+        return through_identity(layer, target.local_shape, dtype)
+    head = getattr(model, "lm_head", None)
+    is_output = head is not None and hasattr(head, "cpu_linear") and parameter is head._parameters.get("weight")
+    if is_output and not torch.equal(through_identity(head, target.local_shape, dtype), what_reading_shows(parameter.data)):
+        raise RuntimeError(f"{target.name}: the output layer multiplies with other weights than its parameter holds")
     if isa is None:
-        return parameter
+        return parameter.data
     from vllm._custom_ops import cpu_prepack_moe_weight
 
     if tuple(parameter.shape) != target.local_shape:
@@ -174,13 +189,12 @@ def final_tensor(model: nn.Module, layer: nn.Module, target: TargetParameter, is
             f"{target.name}: the kernel pads {list(target.local_shape)} to {list(parameter.shape)}; "
             "choose a rollout layout that leaves each worker a multiple of 32 of moe_intermediate_size"
         )
-    return unpacked(parameter, cpu_prepack_moe_weight, isa)
+    return unpacked(parameter.data, cpu_prepack_moe_weight, isa)
 
 
-def computes_packed(model: nn.Module, layer: nn.Module, target: TargetParameter) -> bool:
-    """Whether products come from a packed copy of the target. CPU packs word embeddings too, but looks rows up in the parameter."""
-    is_output = layer is getattr(model, "lm_head", None)
-    return target.name.endswith(".weight") and hasattr(layer, "cpu_linear") and (is_output or layer.weight.numel() == 0)
+def computes_packed(layer: nn.Module, target: TargetParameter) -> bool:
+    """Whether the target lives on only as CPU's packed copy."""
+    return target.name.endswith(".weight") and hasattr(layer, "cpu_linear") and layer.weight.numel() == 0
 
 
 class WorkerExtension:
