@@ -36,9 +36,14 @@ def _import(options: argparse.Namespace) -> None:
     scripts, words = _sources(options.source)
     if len(scripts) > 1 and words:
         raise ConfigError("overrides stand for one script's $@; give them with one script at a time")
-    results = [_one(script, words, options, len(scripts) > 1) for script in scripts or [None]]
+    if len(scripts) > 1:
+        results = [_one_of_several(script, options) for script in scripts]
+    else:
+        results = [_one(scripts[0] if scripts else None, words, options, several=False)]
     if options.json:
         print(json.dumps(results[0] if len(results) == 1 else {"scripts": results}))
+    elif len(results) > 1:
+        print(_summary(results))
     if not all(result["ok"] for result in results):
         raise SystemExit(ConfigError.exit_code)
 
@@ -51,13 +56,29 @@ def _sources(given: list[str]) -> tuple[list[Path], list[str]]:
     return scripts, words
 
 
+def _one_of_several(script: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """As `_one`; a script that cannot be carried over does not keep the others from it."""
+    try:
+        return _one(script, [], options, several=True)
+    except MrlError as error:
+        if not options.json:
+            print(f"{script}: {error}")
+        return {"script": str(script), "ok": False, "keys": 0, "unsupported": [], "error": str(error)}
+
+
+def _summary(results: list[dict[str, Any]]) -> str:
+    keys, missing = sum(r["keys"] for r in results), sum(len(r["unsupported"]) for r in results)
+    valid = sum(r["ok"] for r in results)
+    return f"{len(results)} scripts, {valid} valid; {keys} keys, {missing} unsupported ({missing / max(keys, 1):.1%})"
+
+
 def _one(script: Path | None, words: list[str], options: argparse.Namespace, several: bool) -> dict[str, Any]:
     """Imports one script (or `words` alone), writes or prints the result and its report."""
     out = _translated(script, words, options)
     text = out.to_yaml()
     file = _written(options.output, script, text, several)
     found, remarks = _checked(file, text)
-    result = {"script": out.name, "output": None if file is None else str(file), "ok": not found, **out.to_json()}
+    result = {"script": out.name, "output": None if file is None else str(file), "ok": not found, "keys": len(out.keys), **out.to_json()}
     if file is None:
         result["yaml"] = text
     if not options.json:
@@ -188,7 +209,7 @@ def _report(out, found: list, remarks: list[str], stream) -> None:
     from mrl.config.verl.report import KINDS
 
     counts = ", ".join(f"{len(out.of(kind))} {kind.replace('_', ' ')}" for kind in KINDS if out.of(kind))
-    print(f"{out.name}: {counts}", file=stream)
+    print(f"{out.name}: {len(out.keys)} keys: {counts}", file=stream)
     for kind in ("unsupported", "unknown", "chosen", "not_applicable"):
         for entry in out.of(kind):
             print(f"  {kind.replace('_', ' ')}: {entry}", file=stream)

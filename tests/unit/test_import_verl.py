@@ -375,8 +375,17 @@ def test_variables_overrides_and_our_own_keys_are_given_on_the_command_line(caps
 
 def test_several_scripts_go_to_a_folder(capsys, tmp_path):
     files = [str(SCRIPTS / f"{name}.sh") for name in ("dapo_32b_fsdp", "grpo_7b_megatron")]
-    assert run(capsys, "import-verl", *files, "-o", str(tmp_path / "out"))[0] == 0
+    code, out, _ = run(capsys, "import-verl", *files, "-o", str(tmp_path / "out"))
+    assert code == 0 and out.splitlines()[-1].startswith("2 scripts, 2 valid; ") and out.splitlines()[-1].endswith(" 0 unsupported (0.0%)")
     assert {f.name for f in (tmp_path / "out").iterdir()} == {"dapo_32b_fsdp.yaml", "grpo_7b_megatron.yaml"}
+
+
+def test_one_script_of_several_that_is_not_verls_does_not_stop_the_others(capsys, tmp_path):
+    other = tmp_path / "other.sh"
+    other.write_text("echo hello\n")
+    code, out, _ = run(capsys, "import-verl", str(other), str(SCRIPTS / "dapo_32b_fsdp.sh"), "-o", str(tmp_path / "out"))
+    assert code == 2 and "is no verl launch script" in out and out.splitlines()[-1].startswith("2 scripts, 1 valid; ")
+    assert (tmp_path / "out" / "dapo_32b_fsdp.yaml").exists()
 
 
 def test_overrides_alone_are_enough(capsys):

@@ -59,6 +59,11 @@ class Import:
     def of(self, kind: str) -> list[Entry]:
         return [entry for entry in self.entries if entry.kind == kind]
 
+    @property
+    def keys(self) -> set[str]:
+        """verl's keys that were read."""
+        return {entry.key for entry in self.entries} - {""}
+
     def to_json(self) -> dict[str, Any]:
         """The seven lists of entries and the warnings; plain data."""
         return {**{kind: [e.to_json() for e in self.of(kind)] for kind in KINDS}, "warnings": list(self.warnings)}
