@@ -216,6 +216,19 @@ def test_a_degree_of_the_users_own_leaves_the_layout_to_the_user(capsys):
             [CORRECTION + "rollout_is=token", CORRECTION + "rollout_is_threshold='0.5_5.0'"],
             {CORRECTION + "low": 0.5, CORRECTION + "high": 5.0, CORRECTION + "mode": "mask"},
         ),
+        (
+            [CORRECTION + "rollout_is=token", CORRECTION + "rollout_is_threshold=2.0", CORRECTION + "rollout_rs=null"],
+            {CORRECTION + "level": "token", CORRECTION + "high": 2.0, CORRECTION + "mode": None},
+        ),
+        (
+            [CORRECTION + "rollout_rs=seq_mean_k1", CORRECTION + "rollout_rs_threshold='0.999_1.001'"],
+            {CORRECTION + "level": "geometric", CORRECTION + "mode": "mask", CORRECTION + "low": 0.999, CORRECTION + "high": 1.001},
+        ),
+        (
+            [CORRECTION + "rollout_rs=seq_sum_k1", CORRECTION + "rollout_rs_threshold=2.0"],
+            {CORRECTION + "level": "sequence", CORRECTION + "mode": "mask", CORRECTION + "low": 0.5, CORRECTION + "high": 2.0},
+        ),
+        ([CORRECTION + "rollout_is_threshold=3.0"], {CORRECTION + "high": None}),
         (["algorithm.rollout_correction.bypass_mode=True"], {"algorithm.anchor": "rollout"}),
         (["actor_rollout_ref.actor.router_replay.mode=R2"], {"actor.router_replay": "R2"}),
         (["+" + ROLLOUT + "engine_kwargs.vllm.enable_expert_parallel=True", ROLLOUT + "tensor_model_parallel_size=4"],

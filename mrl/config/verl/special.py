@@ -63,31 +63,57 @@ def _tis_cap(o: Override, out: Import, facts: Facts) -> None:
     if not isinstance(o.value, int | float) or o.value <= 0:
         out.leave("implied", o.key, o.value, "no correction", o.line)
         return
-    out.put("renamed", o.key, "algorithm.rollout_correction.high", float(o.value), line=o.line)
-    out.put("implied", "", "algorithm.rollout_correction.level", "token", "tis_imp_ratio_cap weighs tokens", o.line)
-    out.put("implied", "", "algorithm.rollout_correction.mode", "truncate", "tis_imp_ratio_cap truncates", o.line)
+    out.put("renamed", o.key, _CORRECTION + "high", float(o.value), line=o.line)
+    out.put("implied", "", _CORRECTION + "level", "token", "tis_imp_ratio_cap weighs tokens", o.line)
+    out.put("implied", "", _CORRECTION + "mode", "truncate", "tis_imp_ratio_cap truncates", o.line)
+
+
+_CORRECTION = "algorithm.rollout_correction."
+# verl's rejections that look at the ratio itself, newer and older names -> the level here; each keeps what is inside a band.
+_REJECTIONS = {
+    "token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric", "token": "token", "sequence": "sequence",
+    "geometric": "geometric",
+}  # fmt: skip
 
 
 def _correction(o: Override, out: Import, facts: Facts) -> None:
-    name, base = o.key.rpartition(".")[2], "algorithm.rollout_correction"
+    name = o.key.rpartition(".")[2]
+    weighs = facts.value(_CORRECTION + "rollout_is", facts.value("algorithm.rollout_is", None)) not in (None, False)
     match name, o.value:
-        case ("rollout_is" | "rollout_rs" | "rollout_rs_threshold", None):
+        case ("rollout_is" | "rollout_rs" | "rollout_token_veto_threshold", None | False):
             out.leave("implied", o.key, o.value, "no correction", o.line)
         case ("rollout_is", "token" | "sequence"):
-            out.put("renamed", o.key, f"{base}.level", o.value, line=o.line)
-        case ("rollout_is_threshold", int() | float()):
-            out.put("renamed", o.key, f"{base}.high", float(o.value), line=o.line)
-        case ("rollout_is_threshold", str()) if o.value.count("_") == 1:
-            low, high = o.value.split("_")
-            out.put("renamed", o.key, f"{base}.low", float(low), line=o.line)
-            out.put("implied", o.key, f"{base}.high", float(high), "the second half of the band", o.line)
-            out.put("implied", o.key, f"{base}.mode", "mask", "a band masks what is outside it", o.line)
+            out.put("renamed", o.key, _CORRECTION + "level", o.value, line=o.line)
+        case ("rollout_rs", str()) if o.value in _REJECTIONS and not weighs:
+            out.put("renamed", o.key, _CORRECTION + "level", _REJECTIONS[o.value], line=o.line)
+            out.put("implied", o.key, _CORRECTION + "mode", "mask", "a rejection masks what is outside its band", o.line)
+        case ("rollout_is_threshold", _):
+            _band(o, out, weighs, one_sided=True)
+        case ("rollout_rs_threshold", _):
+            _band(o, out, not weighs and facts.value(_CORRECTION + "rollout_rs", None) in _REJECTIONS, one_sided=False)
         case ("bypass_mode", bool()):
             out.put("renamed", o.key, "algorithm.anchor", "rollout" if o.value else "recompute", line=o.line)
         case ("rollout_is_batch_normalize", False) | ("loss_type", "ppo_clip"):
             out.leave("implied", o.key, o.value, "as it is here", o.line)
         case _:
             out.leave("unsupported", o.key, o.value, "no such correction here; see algorithm.rollout_correction", o.line)
+
+
+def _band(o: Override, out: Import, used: bool, one_sided: bool) -> None:
+    """A threshold: `low_high`, or one number, of a weight the upper bound and of a rejection the bound on both sides (1/x and x)."""
+    parts = str(o.value).split("_")
+    if not used or o.value is None:
+        out.leave("implied", o.key, o.value, "of a correction that is off", o.line)
+        return
+    try:
+        bounds = [float(part) for part in parts]
+    except ValueError:
+        out.leave("unsupported", o.key, o.value, "a threshold here is one number, or low_high", o.line)
+        return
+    out.put("renamed", o.key, _CORRECTION + "high", bounds[-1], line=o.line)
+    if len(bounds) == 2 or not one_sided:
+        out.put("renamed", o.key, _CORRECTION + "low", bounds[0] if len(bounds) == 2 else 1 / bounds[0], line=o.line)
+        out.put("implied", o.key, _CORRECTION + "mode", "mask", "a band masks what is outside it", o.line)
 
 
 def _metric(o: Override, out: Import, facts: Facts) -> None:
