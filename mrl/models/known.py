@@ -14,8 +14,8 @@ from mrl.models.reader import load_model_spec, model_spec
 from mrl.models.spec import ModelSpec
 
 _FOLDER = Path(__file__).parent / "known"
-# What publishers and users put behind a name without another shape of the weights (the 2507 releases only allow longer sequences).
-_SUFFIXES = ("", "base", "instruct", "chat", "instruct2507", "thinking2507", "basehf", "hf")
+# Words behind a name that mean other weights than its own: what reads images, what is no language model, what is quantised.
+_OTHERS = ("vl", "omni", "embedding", "reranker", "awq", "gptq", "gguf", "int4", "int8", "fp8", "mxfp4")
 # Names that leave something out and can still mean one model only.
 _SHORT = {"qwen330b": "Qwen3-30B-A3B", "qwen3235b": "Qwen3-235B-A22B"}
 
@@ -27,10 +27,15 @@ def known_models() -> tuple[str, ...]:
 
 
 def known_name(path: str | Path) -> str | None:
-    """The known model that the last part of a path or hub name means: case, punctuation and a trailing Base or Instruct aside."""
+    """The known model that the last part of a path or hub name begins with, case and punctuation aside: `-Base`, `-Instruct` and what a
+    user adds to the name do not change the shape of the weights. None where it says that they are others."""
     text = _plain(Path(path).name)
     names = {_plain(name): name for name in known_models()} | _SHORT
-    return next((names[text.removesuffix(end)] for end in _SUFFIXES if text.endswith(end) and text.removesuffix(end) in names), None)
+    begun = [name for name in names if text.startswith(name)]
+    if not begun:
+        return None
+    longest = max(begun, key=len)
+    return None if any(word in text[len(longest) :] for word in _OTHERS) else names[longest]
 
 
 @cache

@@ -247,6 +247,10 @@ def test_a_degree_of_the_users_own_leaves_the_layout_to_the_user(capsys):
         ),
         (["algorithm.filter_groups.enable=True", "data.gen_batch_size=512"], {"data.gen_batch_size": 512}),
         (["data.gen_batch_size=512"], {"data.gen_batch_size": None}),
+        (
+            [ROLLOUT + "nnodes=1", ROLLOUT + "n_gpus_per_node=2", "trainer.nnodes=1", "trainer.n_gpus_per_node=6"],
+            {"cluster.nnodes": 1, "cluster.n_gpus_per_node": 8, LAYOUT + "world_size": 6, "rollout.num_engines": 1},
+        ),
         (["algorithm.filter_groups.metric=seq_reward"], {"algorithm.filter_groups.metric": "score"}),
     ],
 )  # fmt: skip
@@ -413,6 +417,7 @@ def test_overrides_alone_are_enough(capsys):
         ("echo hello\n", "is no verl launch script: it starts nothing"),
         ("python train.py --lr 1\n", "it starts python"),
         (
+            ("python3 -m recipe.r1.main_eval data.path=x\n", "recipe.r1.main_eval, which is not verl's RL training"),
             "torchrun -m verl.trainer.fsdp_sft_trainer data.train_files=x\n",
             "verl.trainer.fsdp_sft_trainer, which is not verl's RL training",
         ),

@@ -101,6 +101,7 @@ ROWS: dict[str, Row] = {
     M + "external_lib": _missing("no code but a reward function of the user's is loaded", None),
     M + "custom_chat_template": _missing("the chat template is the checkpoint's", None),
     **{M + f"override_config.{name}": _missing("no dropout here", 0, 0.0) for name in ("attention_dropout", "embd_pdrop", "resid_pdrop")},
+    M + "override_config.attn_implementation": _nothing("attention is Megatron's"),
     M + "override_config.model_config.max_position_embeddings": _implied("the limit of positions is the checkpoint's own"),
     M + "override_config.max_position_embeddings": _implied("the limit of positions is the checkpoint's own"),
     M + "override_config.": _missing("the model is what the checkpoint's config.json says", None, {}),

@@ -13,7 +13,7 @@ from mrl.errors import ConfigError
 # Entries that train with reinforcement learning, as modules; `recipe.dapo.main_dapo` adds dynamic sampling to the same keys.
 _ENTRY = re.compile(
     r"(verl\.trainer\.main_ppo(_sync|_v0)?|recipe\.dapo\.main_dapo|verl_recipe\.dapo\.main_dapo|"
-    r"verl\.experimental\.\w+\.(main_ppo|\w*_main)|recipe\.\w+\.(main_ppo|main_\w+|\w*_main))"
+    r"verl\.experimental\.\w+\.(main_ppo|\w*_main)|recipe\.\w+\.(main_(?!eval|gen|sft)\w+|\w*_main))"
 )
 _OTHER_VERL = re.compile(r"verl\.(trainer|model_merger|experimental)\b[\w.]*|recipe\.[\w.]+")
 _OVERRIDE = re.compile(r"(\+\+?|~)?([A-Za-z_][\w@/-]*(?:\.[\w@/-]+)*)=(.*)", re.DOTALL)

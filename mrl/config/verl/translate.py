@@ -202,9 +202,18 @@ def _devices(out: Import, facts: Facts) -> None:
         why = "FSDP frees gradients between steps; Megatron's buffers would stay beside the engine"
         out.put("chosen", "", "actor.grad_offload", True, why)
     if separate:
-        out.put(
-            "implied", "", "cluster.nnodes", facts.value("trainer.nnodes", 1) + facts.value(R + "nnodes", 0), "actor's and engines' nodes"
-        )
+        _beside(out, facts, per_node)
+
+
+def _beside(out: Import, facts: Facts, per_node: int) -> None:
+    """The cluster of actor and engines beside each other: on nodes of their own where these are alike, else sharing the same nodes."""
+    nodes, own_nodes = facts.value("trainer.nnodes", 1), facts.value(R + "nnodes", 0)
+    own_per_node = facts.value(R + "n_gpus_per_node", per_node)
+    if own_per_node == per_node:
+        out.put("implied", "", "cluster.nnodes", nodes + own_nodes, "nodes of the actor and of the engines")
+    else:
+        out.put("implied", "", "cluster.nnodes", max(nodes, own_nodes), "actor and engines share nodes")
+        out.put("implied", "", "cluster.n_gpus_per_node", per_node + own_per_node, "actor and engines share nodes")
 
 
 def _engine_workers(out: Import) -> int:
