@@ -196,6 +196,13 @@ def split_top(text: str, separator: re.Pattern[str]) -> list[str]:
     return [*parts, text[begin:].strip()]
 
 
+def deepest(text: str) -> int | None:
+    """How deep brackets of any kind are nested; None where they do not close."""
+    depths = [*_depths(text), 0]
+    balanced = min(depths) >= 0 and sum(c in "([{" for c in text) == sum(c in ")]}" for c in text)
+    return max(depths) if balanced else None
+
+
 def _depths(text: str) -> Iterator[int]:
     depth = 0
     for char in text:

@@ -12,13 +12,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mrl.reward.answers import answers, boxed, closing_brace
-from mrl.reward.latex import UNIT, Collection, clean, collection, quantity, same_quantity, split_top, split_unit
+from mrl.reward.latex import UNIT, Collection, clean, collection, deepest, quantity, same_quantity, split_top, split_unit
 
 MATCH, WRONG, NO_ANSWER, SEVERAL, TOO_COMPLEX = "match", "wrong", "no_answer", "several_answers", "too_complex"
 VERDICTS = (MATCH, WRONG, NO_ANSWER, SEVERAL, TOO_COMPLEX)
 
 LONGEST = 500  # characters of an answer that is compared other than as text
 LONGEST_EXPRESSION = 200  # characters that are handed to math-verify
+DEEPEST = 6  # brackets in brackets; the parser's time grows with powers of it
 MOST_ITEMS = 16
 LARGEST_EXPONENT = 10_000  # all whole exponents of an expression multiplied
 PRIMES = (11, 13, 17, 19, 23, 29, 31)  # numerators of the values at which expressions are compared
@@ -193,7 +194,8 @@ def _letters(text: str) -> set[str]:
 
 def _is_expression(text: str) -> bool:
     """Whether it is made of numbers, one-letter names, operators and known commands only."""
-    if not text.strip() or any(command not in _KNOWN_COMMANDS for command in _COMMAND.findall(text)):
+    depth = deepest(text)
+    if depth is None or depth > DEEPEST or not text.strip() or any(command not in _KNOWN_COMMANDS for command in _COMMAND.findall(text)):
         return False
     if r"\infty" in text and not re.fullmatch(r"\s*[+-]?\s*\\infty\s*", text):
         return False  # not a number to compute with
