@@ -184,9 +184,18 @@ def plan_reshard(
             raise _too_small(budget_bytes, largest)
         limit //= 2
     plan = ReshardPlan(model, train, rollout, dialect, dtype, topology, budget_bytes, parts, streams, devices, *found)
-    if fault := next(template_faults(miniature, train.pipeline, rollout, streams, dialect, dtype), None):
-        raise PlanFault(fault)
+    faults = (*template_faults(miniature, train.pipeline, rollout, streams, dialect, dtype), *_schedule_faults(plan))
+    if faults:
+        raise PlanFault(faults[0])
     return plan
+
+
+def _schedule_faults(plan: ReshardPlan) -> Iterator[str]:
+    """What is wrong with the order: bytes that no round brings, or a round over the budget."""
+    if plan.bytes_moved != plan.bytes_required:
+        yield f"rounds bring {plan.bytes_moved} of {plan.bytes_required} bytes"
+    if plan.loads.largest > plan.budget_bytes:
+        yield f"a process has {plan.loads.largest} bytes in one round, over the budget of {plan.budget_bytes}"
 
 
 def _check(train: TrainLayout, rollout: RolloutLayout, dtype: str, topology: Topology | None) -> None:
