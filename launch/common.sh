@@ -9,12 +9,15 @@ mrl_device() {
     else echo cpu; fi
 }
 
+# Cores that this process may use. `nproc` alone would answer OMP_NUM_THREADS, which is often 1 here.
+mrl_cores() { env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc; }
+
 # How many devices of kind $1 this node has now.
 mrl_count() {
     case $1 in
         cuda) { nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU' || true ;;
         npu) compgen -G "${MRL_DEV:-/dev}/davinci[0-9]*" | wc -l ;;
-        cpu) nproc ;;
+        cpu) echo "${CPUS:-$(mrl_cores)}" ;; # what Ray is told; nothing has to come up
         *) echo "DEVICE=$1 is no device; allowed: cpu, cuda, npu" >&2; return 2 ;;
     esac
 }

@@ -21,7 +21,7 @@ read -ra resources <<<"$(mrl_resources "$device" "$devices")"
 # the token that guards a head is made on its first start (~/.ray/auth_token); RAY_AUTH_TOKEN names one from elsewhere
 export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
 start=(ray start --head --node-ip-address "$host" --port "$port" --dashboard-host "$host" --dashboard-port "$dashboard"
-    --dashboard-agent-listen-port "${AGENT_PORT:-0}" --num-cpus "${CPUS:-$(nproc)}" --temp-dir "${TEMP:-/tmp/ray-mrl}" --disable-usage-stats
+    --dashboard-agent-listen-port "${AGENT_PORT:-0}" --num-cpus "${CPUS:-$(mrl_cores)}" --temp-dir "${TEMP:-/tmp/ray-mrl}" --disable-usage-stats
     "${resources[@]}" "$@")
 [ -n "${NNODES:-}" ] || exec "${start[@]}"
 "${start[@]}"

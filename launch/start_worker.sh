@@ -20,4 +20,4 @@ until (exec 3<>"/dev/tcp/${HEAD%:*}/${HEAD#*:}") 2>/dev/null; do
     [ $SECONDS -lt $end ] || { echo "no head answers at $HEAD after ${HEAD_TIMEOUT_S:-600} s; start it with launch/start_head.sh" >&2; exit 4; }
     sleep "${POLL_S:-2}"
 done
-exec ray start --address "$HEAD" --num-cpus "${CPUS:-$(nproc)}" --disable-usage-stats "${resources[@]}" "$@"
+exec ray start --address "$HEAD" --num-cpus "${CPUS:-$(mrl_cores)}" --disable-usage-stats "${resources[@]}" "$@"

@@ -34,7 +34,7 @@ def load(run_dir: Path) -> Curves:
     """Reads one run. Raises ConfigError where there is nothing to draw."""
     rows = read_metrics(run_dir / METRICS)
     train = [(row[STEP], row[SCORE]) for row in rows if row.get(SCORE) is not None]
-    names = sorted({name for row in rows for name in row if name.startswith(HELD_OUT)})
+    names = sorted({name for row in rows for name in row if name.startswith(HELD_OUT) and "/mean@" in name})
     held_out = {name: [(row[STEP], row[name]) for row in rows if row.get(name) is not None] for name in names}
     if not train and not names:
         raise ConfigError(f"{run_dir / METRICS} has no {SCORE} and no {HELD_OUT}*; give the folder of a run that has finished a step")

@@ -60,6 +60,13 @@ def check_port_free(port: int) -> None:
             raise EnvironmentFault(f"cluster.port {port} is in use; choose another, or leave it out for a free one") from error
 
 
+def free_port() -> int:
+    """A TCP port of this host that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
 def ask_for_token_authentication() -> None:
     """Says to Ray what is its default for a cluster that it starts, and so spares its warning; a value of the user's stays.
 

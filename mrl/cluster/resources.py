@@ -5,6 +5,7 @@ import os
 from mrl.config.schema import RunConfig
 from mrl.errors import EnvironmentFault
 from mrl.platforms.hosting import Hosting, get_hosting
+from mrl.rollout.launch import engine_launches
 
 
 def own_cpus() -> int:
@@ -28,9 +29,9 @@ def actor_bundles(config: RunConfig, hosting: Hosting) -> list[dict[str, float]]
 
 
 def engine_bundles(config: RunConfig, hosting: Hosting) -> list[dict[str, float]]:
-    """Resources of each engine; its workers, data-parallel ranks included, share one node."""
-    devices = config.rollout.tensor_model_parallel_size * config.rollout.data_parallel_size
-    return [hosting.ray_resources(config.cluster.cpus_per_engine, devices=devices)] * config.rollout.num_engines
+    """Resources of each engine's process; its workers share one node where they fit one (see mrl.rollout.launch)."""
+    sizes = [devices for launch in engine_launches(config) for devices in launch.bundles]
+    return [hosting.ray_resources(config.cluster.cpus_per_engine, devices=devices) for devices in sizes]
 
 
 def check_size(config: RunConfig, have: dict[str, float], names: tuple[str, ...] | None = None, actor: bool = True) -> None:

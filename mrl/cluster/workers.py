@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import ray
 
+from mrl.cluster.address import free_port
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
 from mrl.platforms import prepare_process
@@ -48,8 +49,6 @@ class ActorWorker:
 
     def free_port(self) -> int:
         """A TCP port that nobody listens on now."""
-        from mrl.megatron.parallel import free_port
-
         return free_port()
 
     def start(self, master_addr: str, master_port: int, checkpoint: str | None) -> int:

@@ -49,31 +49,32 @@ def _plan(options: argparse.Namespace) -> None:
 
 def _one(options: argparse.Namespace) -> dict[str, Any]:
     from mrl.config.rules import check
+    from mrl.planning.inputs import device_for
     from mrl.planning.plan import plan_of
-    from mrl.planning.versions import MEGATRON, check_version
+    from mrl.planning.stored import plan_text
     from mrl.record.run_dir import RunDir, write_text
 
-    resolved = resolved_config(options)
+    resolved = _resolved(options)
     config = resolved.config
     model, stand_in = _model(config.model.path)
     check(resolved, model)
-    check_version(options.megatron or MEGATRON, model, config.actor.layout.model_dump())
-    plan = plan_of(config, model, _device(options, config.cluster.device))
+    plan = plan_of(config, model, device_for(config, options.device))
     if options.run_dir is not None:
         file = RunDir(Path(options.run_dir)).plan
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_text(file, json.dumps(plan))
-    return plan | {"notes": _notes(options, plan["device"]["name"], stand_in)}
+        write_text(file, plan_text(plan))
+    return plan | {"notes": _notes(config, options.device, plan["device"]["name"], stand_in)}
 
 
 def _search(options: argparse.Namespace) -> dict[str, Any]:
     from mrl.memory.devices import find_device
+    from mrl.planning.inputs import device_for
     from mrl.planning.search_report import config_for_model, search_problem, search_report
     from mrl.planning.versions import MEGATRON
 
     if options.config is not None:
-        config = resolved_config(options).config
-        device = _device(options, config.cluster.device)
+        config = _resolved(options).config
+        device = device_for(config, options.device)
         devices, per_node = options.devices or config.actor.layout.world_size, config.cluster.n_gpus_per_node
     else:
         if options.devices is None or options.device is None:
@@ -81,8 +82,9 @@ def _search(options: argparse.Namespace) -> dict[str, Any]:
         device, devices = find_device(options.device), options.devices
         config, per_node = config_for_model(options.model, devices, device.platform), device.devices_per_node
     model, stand_in = _model(config.model.path)
-    problem = search_problem(config, model, device, devices, per_node, options.megatron or MEGATRON)
-    return search_report(config, problem, options.top) | {"notes": _notes(options, device.name, stand_in)}
+    megatron = config.cluster.versions.get("megatron-core", options.megatron or MEGATRON)
+    problem = search_problem(config, model, device, devices, per_node, megatron)
+    return search_report(config, problem, options.top) | {"notes": _notes(config, options.device, device.name, stand_in)}
 
 
 def _model(path: str):
@@ -91,18 +93,13 @@ def _model(path: str):
     return planning_model_spec(path)
 
 
-def _device(options: argparse.Namespace, platform: str):
-    from mrl.memory.devices import default_device, devices, find_device
-
-    if options.device is None:
-        return default_device(platform)
-    device = find_device(options.device)
-    if device.platform != platform:
-        fitting = ", ".join(d.name for d in devices().values() if d.platform == platform)
-        raise ConfigError(f"--device {device.name}: cluster.device is {platform}; allowed: {fitting} (or set cluster.device)")
-    return device
+def _resolved(options: argparse.Namespace):
+    """The configuration; --megatron is a shorter way to set its version."""
+    if options.megatron is not None:
+        options.overrides = [*options.overrides, f"cluster.versions.megatron-core={json.dumps(options.megatron)}"]
+    return resolved_config(options)
 
 
-def _notes(options: argparse.Namespace, device: str, stand_in: str) -> list[str]:
-    assumed = "" if options.device else f"planned for {device}; --device names another"
+def _notes(config, named: str | None, device: str, stand_in: str) -> list[str]:
+    assumed = "" if named or config.cluster.accelerator else f"planned for {device}; --device or cluster.accelerator names another"
     return [note for note in (assumed, stand_in) if note]

@@ -55,12 +55,26 @@ def check_config(resolved, check_paths: bool = False) -> tuple[list, list[str]]:
 
     path = resolved.config.model.path
     model, stand_in = planning_model_spec(path)
-    found = violations(resolved, model, check_paths)
+    found = [*violations(resolved, model, check_paths), *_accelerator(resolved)]
     if check_paths and not found:
         check_checkpoint(path, model)
     missing = [f"mrl train cannot do this yet: {message}" for message in missing_capabilities(resolved.config)]
     batch = [] if found else [f"batch: {describe_batch(resolved.config)}"]
     return found, [*batch, *([stand_in] if stand_in else []), *missing, *notes(resolved, model)]
+
+
+def _accelerator(resolved) -> list:
+    """The violation of a device that mrl has no figures of, or that cluster.device is not."""
+    from mrl.config.violation import ConfigViolation
+    from mrl.memory.devices import devices
+
+    cluster = resolved.config.cluster
+    fitting = tuple(device.name for device in devices().values() if device.platform == cluster.device)
+    if cluster.accelerator is None or cluster.accelerator in fitting:
+        return []
+    rule = f"is no {cluster.device} device that is known" if cluster.accelerator in devices() else "is no device that is known"
+    where, why = resolved.where("cluster.accelerator"), "a plan needs its memory and rates"
+    return [ConfigViolation("cluster.accelerator", where, cluster.accelerator, rule, why, fitting)]
 
 
 def _as_row(error: MrlError, config: str) -> dict[str, Any]:

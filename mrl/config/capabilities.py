@@ -21,8 +21,8 @@ _MISSING: tuple[tuple[Callable[[RunConfig], bool], str], ...] = (
     (lambda c: c.actor.router_replay != "disabled", "actor.router_replay (use disabled)"),
     (lambda c: c.rollout.data_parallel_size > 1, "rollout.data_parallel_size above 1 (use more num_engines)"),
     (
-        lambda c: c.rollout.tensor_model_parallel_size * c.rollout.data_parallel_size > c.cluster.n_gpus_per_node,
-        "a rollout engine with more workers than a node has devices (use a smaller tensor_model_parallel_size and more num_engines)",
+        lambda c: c.rollout.tensor_model_parallel_size > c.cluster.n_gpus_per_node,
+        "rollout.tensor_model_parallel_size above cluster.n_gpus_per_node (use a smaller one and more num_engines)",
     ),
     (lambda c: c.rollout.expert_parallel_size > 1, "rollout.expert_parallel_size above 1 (use tensor_model_parallel_size)"),
 )

@@ -9,14 +9,16 @@ from mrl.config.loss_rules import loss_notes, loss_rules
 from mrl.config.npu_rules import npu_rules
 from mrl.config.override_rules import override_rules
 from mrl.config.path_rules import path_rules
+from mrl.config.reshard_rules import reshard_notes, reshard_rules
 from mrl.config.rollout_rules import rollout_notes, rollout_rules
 from mrl.config.run_rules import run_rules
 from mrl.config.schema import RunConfig, leaf
+from mrl.config.version_rules import version_notes, version_rules
 from mrl.config.violation import Broken, ConfigViolation, InvalidConfig
 from mrl.layout import check_train_layout
 from mrl.models import ModelSpec
 
-_GROUPS = (batch_rules, actor_rules, loss_rules, rollout_rules, run_rules, override_rules, npu_rules)
+_GROUPS = (batch_rules, actor_rules, loss_rules, rollout_rules, reshard_rules, run_rules, override_rules, npu_rules, version_rules)
 
 
 def violations(resolved: ResolvedConfig, model: ModelSpec, check_paths: bool = False) -> list[ConfigViolation]:
@@ -36,7 +38,13 @@ def check(resolved: ResolvedConfig, model: ModelSpec, check_paths: bool = False)
 
 def notes(resolved: ResolvedConfig, model: ModelSpec) -> list[str]:
     """What is legal and still worth a line at the start of a run."""
-    return [*loss_notes(resolved.config), *rollout_notes(resolved.config, model), *actor_notes(resolved.config, model)]
+    return [
+        *loss_notes(resolved.config),
+        *rollout_notes(resolved.config, model),
+        *actor_notes(resolved.config, model),
+        *version_notes(resolved.config),
+        *reshard_notes(resolved.config),
+    ]
 
 
 def _layout_rules(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:

@@ -284,6 +284,8 @@ class ClusterConfig(Section):
     device: Literal["cpu", "cuda", "npu"] = "cuda"
     nnodes: int = Field(1, ge=1)
     n_gpus_per_node: int = Field(1, ge=1)  # devices; on cpu: ranks
+    accelerator: str | None = None  # a device of mrl's table, such as h100-80g, that plans are made for; None: the smallest of `device`
+    versions: dict[str, str] = Field(default_factory=dict)  # package -> version, where it is not the tested row's
     placement: Literal["separate", "colocated"] = "separate"
     cpus_per_actor: float = Field(1.0, gt=0)
     cpus_per_engine: float = Field(1.0, gt=0)

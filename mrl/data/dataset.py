@@ -250,6 +250,11 @@ def _check_template_arguments(tokenizer: ChatTokenizer, parameters: PromptParame
     reserved = [key for key in parameters.apply_chat_template_kwargs if key in RESERVED_TEMPLATE_KEYS]
     if reserved:
         raise ConfigError(f"data.apply_chat_template_kwargs: {', '.join(reserved)} is set by mrl; leave it out")
+    named = parameters.apply_chat_template_kwargs.get(THINKING, parameters.enable_thinking)
+    if parameters.enable_thinking is not None and named != parameters.enable_thinking:
+        raise ConfigError(
+            f"data.enable_thinking is {parameters.enable_thinking} and data.apply_chat_template_kwargs says {named}; keep one"
+        )
     template = getattr(tokenizer, "chat_template", None)
     if parameters.enable_thinking is not None and isinstance(template, str) and THINKING not in template:
         raise ConfigError(

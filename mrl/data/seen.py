@@ -1,4 +1,4 @@
-"""Which prompts came before, in 16 bytes a prompt at most: a Python set of digests would need ten times that for millions of rows."""
+"""Which prompts came before, in 16 to 32 bytes a prompt; a Python set of digests needs some 100."""
 
 import hashlib
 from array import array

@@ -2,7 +2,6 @@
 
 import math
 import os
-import socket
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -12,13 +11,6 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.layout import TrainLayout
 from mrl.platforms.base import Platform
-
-
-def free_port() -> int:
-    """A TCP port of this host that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
 
 
 def init_distributed(platform: Platform, rank: int, world_size: int, master_addr: str, master_port: int, timeout_s: float) -> None:

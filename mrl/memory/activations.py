@@ -19,11 +19,12 @@ from mrl.models import ModelSpec
 
 Kernels = Literal["torch", "transformer_engine"]
 _F32, _INT64 = 4, 8
-_PER_PREDICTED_TOKEN = 42  # bytes of the loss's own small tensors: ratios, masks, targets
+_PER_PREDICTED_TOKEN = 78  # bytes: indices, targets, temperatures, sums over the vocabulary, the loss's ratios and masks
+LOGIT_CHUNK = 128 * 1024**2  # bytes of float32 logits that mrl/megatron/logprob.py makes at a time (its CHUNK_BYTES)
 
 # what a module of Megatron's recompute_modules drops, in the terms below
 _DROPPED = {
-    "core_attn": ("attention statistics",),
+    "core_attn": ("attention internals",),
     "moe_act": ("expert activation",),
     "layernorm": ("mlp norm",),
     "mlp": ("mlp",),
@@ -52,11 +53,12 @@ class Recompute:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Padded shape of what goes through the model at once; packed sequences are one row as long as all of them."""
+    """Shape of what goes through the model at once, over all context-parallel ranks."""
 
     rows: int
     length: int  # tokens of a row, prompt and response and padding
     response: int  # positions of a row whose log-probabilities are wanted
+    packed: bool = True  # sequences lie end to end (use_remove_padding), each with rotary factors of its own
 
     @property
     def tokens(self) -> int:
@@ -124,13 +126,24 @@ class Activations:
         rows = (m.num_attention_heads + 2 * m.num_key_value_heads) * m.head_dim
         if m.num_key_value_heads >= self.layout.tensor:  # with fewer of them than ranks, the whole projection is gathered on each
             rows //= self.layout.tensor
-        rotary = 4 * self.micro.length // self.layout.context * m.head_dim
+        rotary = 4 * (s if self.micro.packed else self.micro.length // self.layout.context) * m.head_dim
         return {
             "attention norm": self._norm() + self._hidden(),
             "query, key, value": s * rows * self.bytes + self._qk_norms(queries, groups) + rotary * self.bytes,
             "core attention": s * (2 * queries + groups) * m.head_dim * self.bytes,  # rotated queries and keys, and the output
-            "attention statistics": s * queries * _F32,
+            "attention internals": s * queries * _F32 + (self._plain_attention(queries, groups) if self.kernels == "torch" else 0),
         }
+
+    def _plain_attention(self, queries: int, groups: int) -> int:
+        """What mrl/megatron/attention.py keeps beside flash attention's tensors: outputs by sequence before they are joined, and under
+        context parallelism keys and values of all ranks in place of the rotated keys, and a mask for each sequence."""
+        s, context = self.tokens, self.layout.context
+        per_token = queries * self.model.head_dim
+        if context == 1:
+            return s * per_token * self.bytes
+        gathered = (2 * context - 1) * groups * self.model.head_dim
+        masks = self.micro.rows * self.micro.length**2 // context
+        return (s * (per_token + gathered) + masks) * self.bytes
 
     def _qk_norms(self, queries: int, groups: int) -> int:
         if not self.model.qk_norm:
@@ -226,16 +239,20 @@ class Activations:
         return self.tokens * (_INT64 + (self.layout.tensor > 1))
 
     def head(self) -> int:
-        """Final norm, logits, and the log-probabilities of the predicted positions (mrl/megatron/logprob.py)."""
-        logits = self.tokens * self.vocabulary * self.bytes
-        chosen = self.predicted * (self.vocabulary * self.bytes + _INT64 + _PER_PREDICTED_TOKEN)
-        return self._norm() + self._hidden() + logits + chosen
+        """Final norm, and the hidden states of the predicted positions: logits are made again in the backward (mrl/megatron/logprob.py)."""
+        return self._norm() + self.predicted * (self.model.hidden_size * self.bytes + _PER_PREDICTED_TOKEN)
 
     # ---------------------------------------------------------------- temporaries
 
     def head_temporaries(self) -> int:
-        """Backward of the log-probabilities: three float32 blocks over the vocabulary, their gradient, and that of all logits."""
-        return self.predicted * self.vocabulary * (3 * _F32 + self.bytes) + self.tokens * self.vocabulary * self.bytes
+        """Backward of the log-probabilities: chunks of logits, hidden states of all tokens with their gradient, and that of the weight."""
+        h, weight = self.model.hidden_size * self.bytes, self.vocabulary * self.model.hidden_size * self.bytes
+        return self._logit_chunks() + (2 * self.tokens + self.predicted) * h + (weight if self.bytes < _F32 else 0)
+
+    def _logit_chunks(self) -> int:
+        """Two blocks of float32 logits and one in the weight's format, of as many tokens as a chunk has."""
+        rows = min(self.predicted, max(1, LOGIT_CHUNK // (_F32 * self.vocabulary)))
+        return rows * self.vocabulary * (2 * _F32 + self.bytes)
 
     def layer_temporaries(self) -> int:
         """An estimate: gradient and a gathered copy of the largest tensor that a layer works on."""
@@ -265,11 +282,11 @@ class Activations:
         return max(self.layer_temporaries(), self.head_temporaries() if pp == self.layout.pipeline - 1 else 0)
 
     def forward_only(self, pp: int) -> int:
-        """Peak of a pass that keeps nothing for a backward: one layer at work, or all logits and their log-probabilities."""
+        """Peak of a pass that keeps nothing for a backward: one layer at work, or the log-probabilities."""
         layer = self.layer_temporaries() + 2 * self._hidden()
         if pp != self.layout.pipeline - 1:
             return layer
-        return max(layer, self.tokens * self.vocabulary * self.bytes + self.predicted * self.vocabulary * (3 * _F32 + self.bytes))
+        return max(layer, self._logit_chunks() + (self.tokens + self.predicted) * self.model.hidden_size * self.bytes)
 
 
 def in_flight(layout: TrainLayout, pp: int, micro_batches: int) -> list[int]:

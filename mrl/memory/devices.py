@@ -43,7 +43,7 @@ def devices() -> dict[str, Device]:
 def find_device(name: str) -> Device:
     """Raises ConfigError with all names for one that is not known."""
     if name not in devices():
-        raise ConfigError(f"--device {name}: is not known; known: {', '.join(devices())}")
+        raise ConfigError(f"device {name}: is not known; known: {', '.join(devices())}")
     return devices()[name]
 
 

@@ -13,13 +13,14 @@ CURES = {
     "actor.optim.override_optimizer_config",
     "activations": "recompute_granularity: full in model.override_transformer_config, a smaller ppo_micro_batch_size_per_gpu, "
     "or a higher context_parallel_size",
-    "temporaries": "a smaller micro-batch, or a higher tensor_model_parallel_size, which divides the vocabulary",
+    "temporaries": "a smaller micro-batch, or a higher tensor_model_parallel_size or context_parallel_size",
     "log_prob": "a smaller log_prob_micro_batch_size_per_gpu",
     "sync_staging": "a smaller reshard.budget_mb",
     "engine_weights": "raise rollout.tensor_model_parallel_size, or rollout.expert_parallel_size with data_parallel_size",
     "engine_working_set": "a smaller rollout.max_num_batched_tokens or max_num_seqs",
     "kv_cache": "a smaller rollout.gpu_memory_utilization",
     "engine_asleep": "cluster.placement: separate",
+    "reference": "ref.param_offload: true, or a loss without KL",
 }
 
 
@@ -69,6 +70,7 @@ class Offload:
     gradients: bool = False
     optimizer: bool = False
     optimizer_cpu: float = 0.0
+    reference: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class ActorBytes:
     log_prob: int
     sync_staging: int
     offload: Offload = field(default_factory=Offload)
+    reference: int = 0  # parameters of a reference model; 0: there is none
 
     @property
     def optimizer_on_device(self) -> int:
@@ -92,7 +95,7 @@ class ActorBytes:
     def host(self) -> int:
         """Bytes of host memory of one rank at the moment when most is there: while engines generate."""
         o = self.offload
-        moved = o.parameters * self.parameters + o.optimizer * self.optimizer_on_device
+        moved = o.parameters * self.parameters + o.optimizer * self.optimizer_on_device + o.reference * self.reference
         return moved + self.optimizer - self.optimizer_on_device
 
 
@@ -108,7 +111,7 @@ class EngineBytes:
 
 
 def actor_phases(actor: ActorBytes, device: Device) -> list[Phase]:
-    """Training, log-probs and sync on a device that only the actor uses."""
+    """Training, log-probs (of a reference model too) and sync on a device that only the actor uses."""
     return [Phase(name, terms, device.usable) for name, terms in _actor_terms(actor).items()]
 
 
@@ -144,11 +147,19 @@ def colocated_phases(actor: ActorBytes, engine: EngineBytes, device: Device) -> 
 def _actor_terms(actor: ActorBytes) -> dict[str, dict[str, int]]:
     held = {"parameters": actor.parameters, "gradients": actor.gradients, "optimizer": actor.optimizer_on_device}
     without = _at_rest(actor, parameters=True)
-    return {
-        "train": held | {"activations": actor.activations, "temporaries": actor.temporaries},
+    phases = {
+        "train": held | _reference(actor) | {"activations": actor.activations, "temporaries": actor.temporaries},
         "log_prob": without | {"log_prob": actor.log_prob},
         "sync": without | {"sync_staging": actor.sync_staging},
     }
+    if actor.reference:
+        phases["ref"] = _at_rest(actor) | {"reference": actor.reference, "log_prob": actor.log_prob}
+    return phases
+
+
+def _reference(actor: ActorBytes) -> dict[str, int]:
+    """The reference model, where it stays on the device outside its own phase."""
+    return {"reference": actor.reference} if actor.reference and not actor.offload.reference else {}
 
 
 def _at_rest(actor: ActorBytes, parameters: bool = False) -> dict[str, int]:
@@ -159,7 +170,7 @@ def _at_rest(actor: ActorBytes, parameters: bool = False) -> dict[str, int]:
         "gradients": 0 if o.gradients else actor.gradients,
         "optimizer": 0 if o.optimizer else actor.optimizer_on_device,
     }
-    return {name: size for name, size in kept.items() if size}
+    return {name: size for name, size in kept.items() if size} | _reference(actor)
 
 
 def _awake(engine: EngineBytes) -> dict[str, int]:

@@ -3,9 +3,10 @@
 from dataclasses import dataclass, replace
 
 from mrl.config.schema import RunConfig
+from mrl.errors import ConfigError
 from mrl.layout import RolloutLayout, TrainLayout
 from mrl.memory.activations import Activations, Kernels, MicroBatch, Recompute
-from mrl.memory.devices import Device
+from mrl.memory.devices import Device, default_device, devices, find_device
 from mrl.memory.engine import GRAPHS, EngineMemory, engine_memory, engine_memory_with_cache
 from mrl.memory.phases import ActorBytes, EngineBytes, Offload
 from mrl.memory.state import Precision, largest_parameter, stage_state
@@ -77,6 +78,21 @@ class PlanInputs:
         return _ELEMENT_BYTES[self.config.rollout.dtype or self.config.model.dtype]
 
 
+def device_for(config: RunConfig, name: str | None = None) -> Device:
+    """The device called `name`, else the one that cluster.accelerator names, else the smallest that cluster.device can mean.
+
+    Raises ConfigError for a name that is not known or of another kind than cluster.device.
+    """
+    name = name or config.cluster.accelerator
+    if name is None:
+        return default_device(config.cluster.device)
+    device = find_device(name)
+    if device.platform != config.cluster.device:
+        fitting = ", ".join(d.name for d in devices().values() if d.platform == config.cluster.device)
+        raise ConfigError(f"device {name}: cluster.device is {config.cluster.device}; allowed: {fitting} (or set cluster.device)")
+    return device
+
+
 def recompute_of(config: RunConfig) -> Recompute:
     """Activation recomputation, from `model.override_transformer_config`."""
     given = config.model.override_transformer_config
@@ -94,7 +110,7 @@ def offload_of(config: RunConfig) -> Offload:
     """What leaves the device, from `actor.*_offload` and Megatron's hybrid optimizer."""
     actor, given = config.actor, config.actor.optim.override_optimizer_config
     share = float(given.get("optimizer_offload_fraction") or 0.0) if given.get("optimizer_cpu_offload") else 0.0
-    return Offload(actor.param_offload, actor.grad_offload, actor.optimizer_offload, share)
+    return Offload(actor.param_offload, actor.grad_offload, actor.optimizer_offload, share, config.ref.param_offload)
 
 
 def batch_plan(config: RunConfig, train: TrainLayout) -> BatchPlan:
@@ -119,11 +135,12 @@ def batch_plan(config: RunConfig, train: TrainLayout) -> BatchPlan:
 
 def _micro_batch(config: RunConfig, train: TrainLayout, rows: int, tokens: int | None, available: int) -> MicroBatch:
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
-    length = _up(prompt + response, train.tensor if train.sequence_parallel else 1)
+    multiple = (2 * train.context if train.context > 1 else 1) * (train.tensor if train.sequence_parallel else 1)
+    length, packed = _up(prompt + response, multiple), config.actor.use_remove_padding
     if not config.actor.use_dynamic_bsz or tokens is None:
-        return MicroBatch(min(rows, available), length, response)
-    budget = _up(min(max(tokens * train.context, length), available * length), train.tensor)
-    return MicroBatch(1, budget, budget * response // (prompt + response))
+        return MicroBatch(min(rows, available), length, response, packed)
+    budget = _up(min(max(tokens * train.context, length), available * length), multiple)
+    return MicroBatch(1, budget, budget * response // (prompt + response), packed)
 
 
 def _count(config: RunConfig, train: TrainLayout, micro: MicroBatch, per_rank: int) -> int:
@@ -165,7 +182,18 @@ def actor_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> ActorBytes:
         log_prob=replace(activations, micro=batch.log_prob_micro).forward_only(pp),
         sync_staging=actor_staging(inputs, pp),
         offload=offload_of(inputs.config),
+        reference=reference_bytes(inputs, pp),
     )
+
+
+def reference_bytes(inputs: PlanInputs, pp: int) -> int:
+    """Parameters of the reference model of a KL term on a rank of stage `pp`; with a layout of its own, those of its fullest stage."""
+    algorithm, own = inputs.config.algorithm, inputs.config.ref.layout
+    if not (algorithm.use_kl_loss or algorithm.use_kl_in_reward):
+        return 0
+    layout = inputs.train if own is None else TrainLayout.build(own.model_dump(), inputs.model)
+    stages = (pp,) if own is None else range(layout.pipeline)
+    return max(stage_state(inputs.model, layout, stage, Precision(inputs.element_bytes)).parameters for stage in stages)
 
 
 def actor_staging(inputs: PlanInputs, pp: int) -> int:

@@ -7,7 +7,7 @@ parameters, gradients and optimizer alone are too much, which no activation coul
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -26,10 +26,8 @@ _NOTATIONS = tuple(
     {"account_for_embedding_in_pipeline_split": embedding, "account_for_loss_in_pipeline_split": loss}
     for embedding, loss in product((False, True), repeat=2)
 )
-_KEYS = (
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "context_parallel_size",
-    "expert_model_parallel_size", "expert_tensor_parallel_size",
-)  # fmt: skip
+_TP, _PP, _VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
+_CP, _EP, _ETP = "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
 _GIB = 1024**3
 
 
@@ -65,7 +63,11 @@ class Candidate:
     @property
     def order(self) -> tuple:
         """Faster first; then what leaves more room; then fewer ways of cutting the model."""
-        return self.seconds.total, self.phase.total, tuple(str(self.degrees.get(key, "")) for key in (*_KEYS, *_NOTATIONS[0]))
+        return (
+            self.seconds.total,
+            self.phase.total,
+            tuple(str(self.degrees.get(key, "")) for key in (_TP, _PP, _VPP, _CP, _EP, _ETP, *_NOTATIONS[0])),
+        )
 
     @property
     def bubble(self) -> float:
@@ -110,25 +112,26 @@ def search(problem: SearchProblem) -> SearchResult:
 def legal_layouts(problem: SearchProblem) -> Iterator[tuple[dict[str, Any], TrainLayout]]:
     """Each legal layout once: where two notations split the layers alike, under the first."""
     seen: set[TrainLayout] = set()
-    for degrees in _degrees(problem.model, problem.devices):
-        if check_train_layout(degrees, problem.model) or refuses_layout(problem.megatron, problem.model, degrees):
-            continue
-        layout = TrainLayout.build(degrees, problem.model)
+    for degrees, layout in _legal(problem):
         if layout not in seen:
             seen.add(layout)
             yield {key: value for key, value in degrees.items() if value is True or value not in (None, False, 1)}, layout
 
 
-def _degrees(model: ModelSpec, world: int) -> Iterator[dict[str, Any]]:
-    """Combinations whose products divide the world; every other rule is left to check_train_layout."""
+def _legal(problem: SearchProblem) -> Iterator[tuple[dict[str, Any], TrainLayout]]:
+    """No rule ties the cut of the dense weights to that of the experts, so both are checked by themselves and then combined."""
+    model, world = problem.model, problem.devices
     divisors = [n for n in range(1, world + 1) if world % n == 0]
-    experts = divisors if model.is_moe else [1]
     for pp, vp, notation in _pipelines(model.num_layers, divisors):
-        rest = world // pp
-        dense = [(tp, cp) for tp, cp in product(divisors, repeat=2) if rest % (tp * cp) == 0]
-        sparse = [(ep, etp) for ep, etp in product(experts, repeat=2) if rest % (ep * etp) == 0]
-        for (tp, cp), (ep, etp) in product(dense, sparse):
-            yield {"world_size": world, **dict(zip(_KEYS, (tp, pp, vp, cp, ep, etp), strict=True)), **notation}
+        base = {"world_size": world, _PP: pp, _VPP: vp, **notation}
+        experts = [(ep, etp) for ep, etp in product(divisors, repeat=2) if not check_train_layout(base | {_EP: ep, _ETP: etp}, model)]
+        for tp, cp in product(divisors, repeat=2):
+            dense = base | {_TP: tp, _CP: cp}
+            if check_train_layout(dense, model) or refuses_layout(problem.megatron, model, dense):
+                continue
+            layout = TrainLayout.build(dense, model)
+            for ep, etp in experts:
+                yield dense | {_EP: ep, _ETP: etp}, replace(layout, expert=ep, expert_tensor=etp, expert_data=world // (ep * etp * pp))
 
 
 def _pipelines(num_layers: int, divisors: list[int]) -> Iterator[tuple[int, int | None, dict[str, bool]]]:

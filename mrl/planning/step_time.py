@@ -68,7 +68,7 @@ def update_seconds(
     data = _data_seconds(layout, state, links)
     steady = compute + tensor + expert + context + pipeline
     bubble = steady * (layout.pipeline - 1) / (layout.virtual_pipeline * count)
-    return StepSeconds(compute, tensor, expert, context, pipeline * layout.virtual_pipeline, data, bubble)
+    return StepSeconds(compute, tensor, expert, context, pipeline, data, bubble)
 
 
 def micro_batch_count(work: UpdateWork, layout: TrainLayout) -> int:
@@ -100,7 +100,7 @@ def _volumes(work: UpdateWork, layout: TrainLayout, layers: int) -> dict[str, fl
         "tensor": layers * (4 if dense else 2) * hidden * (layout.tensor - 1) / layout.tensor,
         "expert": layers * m.is_moe * 2 * sharded * m.num_experts_per_tok * _others(layout.expert * layout.expert_tensor),
         "context": layers * 2 * s * _kv_width(m, layout.tensor) * _BF16 * (layout.context - 1),
-        "pipeline": sharded * (layout.pipeline > 1),
+        "pipeline": sharded * layout.virtual_pipeline * (layout.pipeline > 1),
     }
 
 

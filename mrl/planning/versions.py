@@ -25,12 +25,6 @@ def refuses_layout(megatron: str, model: ModelFacts, degrees: Mapping[str, Any])
     return ""
 
 
-def check_version(megatron: str, model: ModelFacts, degrees: Mapping[str, Any]) -> None:
-    """Raises ConfigError when this version cannot have the layout."""
-    if refused := refuses_layout(megatron, model, degrees):
-        raise ConfigError(refused)
-
-
 def _release(version: str) -> tuple[int, int]:
     try:
         major, minor = version.removeprefix("core_r").split(".")[:2]

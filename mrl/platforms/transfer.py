@@ -66,7 +66,7 @@ class CpuTransfer:
 
 
 class CudaTransfer:
-    """NCCL, and CUDA's own inter-process handles."""
+    """NCCL, and CUDA's own inter-process handles. Written against torch's interfaces; untested on hardware."""
 
     shares_memory = True
     _FIELDS = ("device", "handle", "size", "offset", "counter", "counter_offset", "event", "event_sync")

@@ -143,7 +143,13 @@ _RESHARD = [
 
 _VALIDATION = [
     MetricSpec("val-core/*/mean@*", "last", "reward", "Mean over n responses a prompt, per data source: val-core/SOURCE/reward/mean@N"),
+    MetricSpec("val-core/*/best@*", "last", "reward", "Best of n responses a prompt, expected and its standard deviation, per data source"),
+    MetricSpec("val-core/*/maj@*", "last", "reward", "Score of the most frequent of n answers a prompt, per data source"),
     MetricSpec("val-core/*", "last", "reward", "Held-out score per data source"),
+    MetricSpec("val-aux/*/ci95", "last", "reward", "Half the width of the 95 % interval over prompts of the metric before it"),
+    MetricSpec("val-aux/reward_failed", "last", "responses", "Responses of the validation whose reward function failed"),
+    MetricSpec("val-aux/response_length/mean", "last", "tokens", "Length of the validation's responses, mean"),
+    MetricSpec("val-aux/response_length/clip_ratio", "last", "share", "Validation responses that were cut off at the length limit"),
     MetricSpec("val-aux/*", "last", "1", "Other observations of validation per data source"),
 ]
 

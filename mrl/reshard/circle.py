@@ -70,18 +70,32 @@ class Circle:
         self.before = np.cumsum(self.nbytes) - self.nbytes  # bytes in front of each grain
         self.total = int(self.nbytes.sum())
         width = max(len(offsets) for _, offsets in sets)
+        self.stage = np.repeat(np.array([segment.stage for segment in segments]), sizes)
+        self.num_stages = max(segment.stage for segment in segments) + 1
+        self.stage_total = np.bincount(self.stage, self.nbytes, self.num_stages).astype(np.int64)
+        self.stage_before = np.cumsum(self.stage_total) - self.stage_total
         self.holders = [frozenset(first + o for o in offsets) for first, offsets in sets]
         self.ranks = np.array([[first + o for o in offsets] + [-1] * (width - len(offsets)) for first, offsets in sets])  # [set, holder]
 
-    def start_near(self, part: int, parts: int) -> int:
-        """The grain that begins a module, nearest to `part` / `parts` of the way round."""
+    def start_near(self, part: int, parts: int, lockstep: bool) -> int:
+        """The grain that begins a module, nearest to `part` / `parts` of the way round; in lockstep one that begins a stage."""
+        if lockstep:
+            behind = (self.stage - part * self.num_stages // parts) % self.num_stages
+            return int(behind.argmin())
         return int(self.starts[np.abs(self.before[self.starts] - self.total * part // parts).argmin()])
 
-    def travel(self, start: int, num_rounds: int) -> tuple[np.ndarray, np.ndarray]:
-        """(grains in order, round of each) of a walk round from grain `start` in equal rounds."""
+    def travel(self, start: int, num_rounds: int, lockstep: bool) -> tuple[np.ndarray, np.ndarray]:
+        """(grains in order, round of each) of a walk round from grain `start`.
+
+        Rounds bring equal bytes of the whole walk. In lockstep every stage gets an equal number of rounds, which divide its bytes.
+        """
         order = np.concatenate([np.arange(start, len(self.nbytes)), np.arange(start)])
-        travelled = (self.before[order] - self.before[start]) % self.total
-        return order, travelled * num_rounds // self.total
+        if not lockstep:
+            travelled = (self.before[order] - self.before[start]) % self.total
+            return order, travelled * num_rounds // self.total
+        stage, each = self.stage[order], num_rounds // self.num_stages
+        in_stage = (self.before - self.stage_before[self.stage])[order] * each // self.stage_total[stage]
+        return order, (stage - self.stage[start]) % self.num_stages * each + in_stage
 
     def candidates(self, devices: Devices, worker: int) -> Candidates:
         """The nearest holders of everything, at most MAX_CANDIDATES of them, other ones for other workers."""
@@ -91,7 +105,17 @@ class Circle:
         tier[self.ranks < 0] = REMOTE + 1
         nearest = tier.min(axis=1)
         near = tier == nearest[:, None]
-        step = -(-near.sum(axis=1) // MAX_CANDIDATES)[:, None]
-        near &= (near.cumsum(axis=1) - 1) % step == worker % step
+        step = -(-near.sum(axis=1) // MAX_CANDIDATES)
+        turn = np.array([_digit_sum(worker, int(base)) for base in step]) % step
+        near &= (near.cumsum(axis=1) - 1) % step[:, None] == turn[:, None]
         numbers = np.argsort(~near, axis=1, kind="stable")[:, :MAX_CANDIDATES]
         return Candidates(numbers, np.take_along_axis(self.ranks, numbers, axis=1), near.sum(axis=1), nearest)
+
+
+def _digit_sum(number: int, base: int) -> int:
+    """Spreads numbers over their remainders evenly, also where only every so manieth number is taken."""
+    digits = 0
+    while number and base > 1:
+        number, digit = divmod(number, base)
+        digits += digit
+    return digits

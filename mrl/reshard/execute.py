@@ -95,15 +95,7 @@ class Sender:
 
     def send(self, update: int, workers: Collection[int], check_replicas: bool = True) -> SendReport:
         """Sends everything for `workers`, once. Raises TransferError; the peers are told that the rest does not come."""
-        clock = Clock()
-        messages = [m for m in self._messages if m.worker in workers]
-        self._sources.refresh()
-        try:
-            with torch.no_grad():
-                self._send(update, messages, clock)
-        except BaseException:
-            self.end.abandon()
-            raise
+        messages, clock = self.transfer(update, workers)
         with clock("digest"), torch.no_grad():
             digests = self._digests.sent(messages)
             shared = self._digests.shared() if check_replicas else {}
@@ -113,7 +105,19 @@ class Sender:
         moved, local = ({w: n for w, n in counted.items() if (w in self._local) is here} for here in (False, True))
         return SendReport(self.rank, digests, shared, moved, local, self.end.staging_bytes, clock.seconds)
 
-    def _send(self, update: int, messages: list[Message], clock: Clock) -> None:
+    def transfer(self, update: int, workers: Collection[int]) -> tuple[list[Message], Clock]:
+        """The sending alone: what was sent, and the time it took. Raises as `send` does."""
+        clock, messages = Clock(), [m for m in self._messages if m.worker in workers]
+        self._sources.refresh()
+        try:
+            with torch.no_grad():
+                self._transfer(update, messages, clock)
+        except BaseException:
+            self.end.abandon()
+            raise
+        return messages, clock
+
+    def _transfer(self, update: int, messages: list[Message], clock: Clock) -> None:
         self.end.begin(update, messages)
         for message in messages:
             with clock("wait"):

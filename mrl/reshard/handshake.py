@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mrl.models import ModelSpec, tensor_specs
-from mrl.reshard.load_layout import Reload, hf_block
+from mrl.reshard.load_layout import Reload, hf_block, layers_of
 from mrl.reshard.target import TargetParameter
 
 BASE = 256
@@ -27,12 +27,13 @@ class HandshakeError(RuntimeError):
 
 def check_parameters(model: nn.Module, targets: Sequence[TargetParameter], reload: Reload, in_place: frozenset[str] = frozenset()) -> None:
     """Compares names, shapes in load layout (of those `in_place`: in the kernel) and dtype. Raises HandshakeError naming what differs."""
-    held, wanted = {name for name, _ in model.named_parameters(remove_duplicate=False)}, {t.name: t for t in targets}
-    aliases = held - {name for name, _ in model.named_parameters()}
+    wanted = {t.name: t for t in targets}
+    held = {reload.plan_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    aliases = held - {reload.plan_name(name) for name, _ in model.named_parameters()}
     faults = [f"{name} is a parameter of vLLM that the plan does not know" for name in sorted(held - wanted.keys() - aliases)]
-    faults += [f"{name} is shared by two modules, of which a sync would refresh one" for name in sorted(_tied(model, aliases))]
+    faults += [f"{name} is shared by two modules, of which a sync would refresh one" for name in sorted(_tied(model, aliases, reload))]
     faults += [f"vLLM has no {name}" for name in sorted(wanted.keys() - held)]
-    layers = dict(model.named_modules())
+    layers = layers_of(model, reload)
     for name in sorted(held & wanted.keys()):
         target = wanted[name]
         layer, leaf = layers[target.module], name.rpartition(".")[2]
@@ -46,16 +47,15 @@ def check_parameters(model: nn.Module, targets: Sequence[TargetParameter], reloa
         raise HandshakeError("; ".join(faults[:SHOWN]) + more)
 
 
-def _tied(model: nn.Module, aliases: set[str]) -> set[str]:
+def _tied(model: nn.Module, aliases: set[str], reload: Reload) -> set[str]:
     """Second names of a parameter that belong to a second module; one module under two names is harmless."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    first = {id(p): name for name, p in model.named_parameters()}
-    everything = dict(model.named_parameters(remove_duplicate=False))
-
-    def owner(name: str) -> nn.Module:
-        return modules[name.rpartition(".")[0]]
-
-    return {name for name in aliases if owner(name) is not owner(first[id(everything[name])])}
+    owners: dict[int, set[int]] = {}
+    named = [
+        (reload.plan_name(f"{prefix}.{leaf}"), layer, p) for prefix, layer in model.named_modules() for leaf, p in layer._parameters.items()
+    ]
+    for _, layer, parameter in named:
+        owners.setdefault(id(parameter), set()).add(id(layer))
+    return {name for name, _, parameter in named if name in aliases and len(owners[id(parameter)]) > 1}
 
 
 def check_loader(model: nn.Module, spec: ModelSpec, targets: Sequence[TargetParameter], reload: Reload) -> int:
@@ -64,7 +64,7 @@ def check_loader(model: nn.Module, spec: ModelSpec, targets: Sequence[TargetPara
     Raises HandshakeError naming the first parameter that the loader fills otherwise than the plan says.
     """
     shapes = {t.name: t.shape for t in tensor_specs(spec)}
-    layers = dict(model.named_modules())
+    layers = layers_of(model, reload)
     chosen = _one_of_each_kind(layers, targets)
     reload.enter(model)
     try:
@@ -83,7 +83,7 @@ def _one_of_each_kind(layers: dict[str, nn.Module], targets: Sequence[TargetPara
         modules.setdefault(target.module, []).append(target)
     kinds = {}
     for module, group in modules.items():
-        kind = (re.sub(r"\.layers\.\d+\.", ".layers.N.", module), type(layers[module]), tuple((t.local_shape, t.dtype) for t in group))
+        kind = (re.sub(r"\blayers\.\d+\.", "layers.N.", module), type(layers[module]), tuple((t.local_shape, t.dtype) for t in group))
         kinds.setdefault(kind, group)
     return [group for group in kinds.values() if any(t.pieces for t in group)]
 

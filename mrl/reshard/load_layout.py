@@ -20,6 +20,10 @@ MAX_OPEN = 2  # modules in load layout at any moment
 class Reload(Protocol):
     """vLLM's layerwise reload, in the words of one generation of vLLM."""
 
+    def plan_name(self, name: str) -> str:
+        """What a plan calls a module or parameter of this name."""
+        ...
+
     def enter(self, model: nn.Module) -> None:
         """Sets the kernels' tensors of every module aside and leaves empty (meta) ones in load layout."""
         ...
@@ -57,7 +61,7 @@ class LayerwiseWriter:
     ):
         """`targets`: all parameters of this worker. `in_place`: those that are written straight into the kernel's memory."""
         self._model, self._config, self._reload, self._in_place = model, model_config, reload, in_place
-        self._layers = dict(model.named_modules())
+        self._layers = layers_of(model, reload)
         self._targets = {t.name: t for t in targets}
         self._modules: dict[str, list[TargetParameter]] = {}
         for target in targets:
@@ -140,6 +144,11 @@ class LayerwiseWriter:
 
     def _written_in_place(self, module: str) -> bool:
         return any(target.name in self._in_place for target in self._modules[module])
+
+
+def layers_of(model: nn.Module, reload: Reload) -> dict[str, nn.Module]:
+    """Modules by the names that plans use."""
+    return {reload.plan_name(name): layer for name, layer in model.named_modules()}
 
 
 def hf_block(tensor: Tensor, piece: TargetPiece) -> Tensor:

@@ -61,8 +61,8 @@ def source_fault(shards: ShardTable, copy: Copy) -> str | None:
         return f"there is no {copy.megatron_name} in chunk {copy.vp_chunk}"
     for piece in shard.pieces:
         if piece.hf_name == copy.hf_name and piece.local_box.contains(copy.source_box):
-            moved = copy.source_box.rebase(piece.local_box, piece.hf_box)
-            if moved == copy.hf_box:
+            offsets = [hf[0] - local[0] for hf, local in zip(piece.hf_box.ranges, piece.local_box.ranges, strict=True)]
+            if all((a + by, b + by) == at for (a, b), by, at in zip(copy.source_box.ranges, offsets, copy.hf_box.ranges, strict=True)):
                 return None
     return f"{copy.source_box.ranges} of {copy.megatron_name} in chunk {copy.vp_chunk} is not {copy.hf_name} {copy.hf_box.ranges}"
 

@@ -29,16 +29,18 @@ def rehearse(plan: ReshardPlan) -> Iterator[str]:
         shards = {(s.vp_chunk, s.megatron_name): fill(s, hf) for s in source_shards(plan.model, plan.train, rank)}
         for message in plan.sends(rank):
             wire[message.round, message.source, message.worker] = packed(shards, message.copies)
-    for worker in range(plan.rollout.world_size):
-        yield from _worker_faults(plan, worker, hf, wire)
+    for place in range(plan.rollout.workers_per_engine):  # what stands at one place of every engine is alike
+        wanted = loaded(plan.model, plan.rollout, place, hf, transposed=plan.dialect == TRANSPOSED)
+        for engine in range(plan.rollout.num_engines):
+            yield from _worker_faults(plan, engine, engine * plan.rollout.workers_per_engine + place, wanted, wire)
     yield from (f"round {at[0]}: worker {at[2]} does not expect what rank {at[1]} sends" for at in wire)
 
 
-def _worker_faults(plan: ReshardPlan, worker: int, hf: Arrays, wire: dict[tuple[int, int, int], np.ndarray]) -> Iterator[str]:
+def _worker_faults(
+    plan: ReshardPlan, engine: int, worker: int, wanted: Arrays, wire: dict[tuple[int, int, int], np.ndarray]
+) -> Iterator[str]:
     """Takes the worker's messages off the wire, and compares."""
-    wanted = loaded(plan.model, plan.rollout, worker, hf, transposed=plan.dialect == TRANSPOSED)
     held = {name: np.zeros_like(array) for name, array in wanted.items()}
-    engine = plan.rollout.coords(worker).engine
     for message in plan.receives(worker):
         data = wire.pop((message.round, message.source, worker), None)
         if data is None:
@@ -48,7 +50,7 @@ def _worker_faults(plan: ReshardPlan, worker: int, hf: Arrays, wire: dict[tuple[
     for name, array in wanted.items():
         if not np.array_equal(held[name], array):
             at = tuple(int(axis[0]) for axis in np.nonzero(held[name] != array))
-            yield f"worker {worker} (engine {engine}): {name} has element {held[name][at]} at {at}, not {array[at]}"
+            yield f"engine {engine}, worker {worker}: {name} has element {held[name][at]} at {at}, not {array[at]}"
 
 
 def numbered(model: ModelSpec) -> Arrays:
@@ -94,7 +96,7 @@ def loaded(model: ModelSpec, rollout: RolloutLayout, worker: int, hf: Arrays, tr
             rows = -(-len(hf[name]) // 64) * 64
             words = np.zeros((rows, model.hidden_size), np.int32)
             words[: len(hf[name])] = hf[name]
-            found[name] = np.split(words, size)[tp]
+            found[name] = _cut(words, size, tp)
     found["model.norm.weight"] = hf["model.norm.weight"]
     for layer in range(model.num_layers):
         at = f"model.layers.{layer}."
@@ -104,9 +106,9 @@ def loaded(model: ModelSpec, rollout: RolloutLayout, worker: int, hf: Arrays, tr
                 found[at + leaf] = hf[at + leaf]
         for mlp in (f"{at}mlp.", f"{at}mlp.shared_expert."):
             if f"{mlp}gate_proj.weight" in hf:
-                halves = [np.split(hf[f"{mlp}{part}_proj.weight"], size)[tp] for part in ("gate", "up")]
+                halves = [_cut(hf[f"{mlp}{part}_proj.weight"], size, tp) for part in ("gate", "up")]
                 found[f"{mlp}gate_up_proj.weight"] = np.concatenate(halves)
-                found[f"{mlp}down_proj.weight"] = np.split(hf[f"{mlp}down_proj.weight"], size, axis=1)[tp]
+                found[f"{mlp}down_proj.weight"] = _cut(hf[f"{mlp}down_proj.weight"], size, tp, axis=1)
         if layer in model.moe_layers:
             _load_experts(found, hf, f"{at}mlp.experts.", model.num_experts, rollout, worker, transposed)
     return found
@@ -118,9 +120,9 @@ def _load_attention(found: Arrays, hf: Arrays, at: str, kv_heads: int, tp: int, 
         if f"{attention}q_proj.{leaf}" in hf:
             q, k, v = (hf[f"{attention}{part}_proj.{leaf}"] for part in "qkv")
             copies = max(1, size // kv_heads)  # of each key/value head, on neighbouring ranks
-            heads = [np.split(x, size // copies)[tp // copies] for x in (k, v)]
-            found[f"{attention}qkv_proj.{leaf}"] = np.concatenate([np.split(q, size)[tp], *heads])
-    found[f"{attention}o_proj.weight"] = np.split(hf[f"{attention}o_proj.weight"], size, axis=1)[tp]
+            heads = [_cut(x, size // copies, tp // copies) for x in (k, v)]
+            found[f"{attention}qkv_proj.{leaf}"] = np.concatenate([_cut(q, size, tp), *heads])
+    found[f"{attention}o_proj.weight"] = _cut(hf[f"{attention}o_proj.weight"], size, tp, axis=1)
     for norm in ("q_norm.weight", "k_norm.weight"):
         if attention + norm in hf:
             found[attention + norm] = hf[attention + norm]
@@ -130,21 +132,29 @@ def _load_experts(found: Arrays, hf: Arrays, at: str, num_experts: int, rollout:
     flat, group = worker % rollout.workers_per_engine, rollout.workers_per_engine
     spread = rollout.expert > 1
     mine = np.array_split(np.arange(num_experts), group)[flat] if spread else range(num_experts)
-    cut, of = (0, 1) if spread else (flat, group)
+    parts, part = (1, 0) if spread else (group, flat)
     w13, w2 = [], []
     for expert in mine:
-        gate, up, down = (hf[f"{at}{expert}.{part}_proj.weight"] for part in ("gate", "up", "down"))
-        w13.append(np.concatenate([np.split(gate, of)[cut], np.split(up, of)[cut]]))
-        w2.append(np.split(down, of, axis=1)[cut])
+        gate, up, down = (hf[f"{at}{expert}.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        w13.append(np.concatenate([_cut(gate, parts, part), _cut(up, parts, part)]))
+        w2.append(_cut(down, parts, part, axis=1))
     for leaf, blocks in (("w13_weight", w13), ("w2_weight", w2)):
         stacked = np.stack(blocks)
         found[f"{at}routed_experts.{leaf}"] = stacked.transpose(0, 2, 1) if transposed else stacked
 
 
+def _cut(array: np.ndarray, parts: int, index: int, axis: int = 0) -> np.ndarray:
+    """One of equal parts along an axis."""
+    size, rest = divmod(array.shape[axis], parts)
+    if rest:
+        raise ValueError(f"{array.shape} cannot be cut into {parts} parts along {axis}")
+    return array[(slice(None),) * axis + (slice(index * size, (index + 1) * size),)]
+
+
 def shrink(model: ModelSpec, train: TrainLayout, rollout: RolloutLayout) -> tuple[ModelSpec, TrainLayout]:
     """A model of the same layout and divisibility, and the training layout for it: two layers a chunk, two experts a training rank, two
     rows a shard; heads, padding of the vocabulary and what is uneven stay."""
-    kept = [layers[:1] + layers[-1:] if len(layers) > 1 else layers for layers in _chunks(train)]
+    kept = [sorted({*layers[:1], *layers[-1:]}) for layers in _chunks(train)]
     layers = [layer for chunk in kept for layer in chunk]
     counts = iter(len(chunk) for chunk in kept)
     by_chunk = [[next(counts) for _ in range(train.pipeline)] for _ in range(train.virtual_pipeline)]

@@ -1,9 +1,10 @@
 """When each grain travels and from whom: rotation of workers over the model, division into rounds, choice among replicas.
 
 Every worker walks its stream as a circle, from a module of its own: workers stand evenly over the circle, so that at any time all
-pipeline stages send. Which worker stands where is chosen among a few strides by the load they put on the busiest rank. What several
-ranks could send is shared so that, round by round, the least loaded send most. Only integers, so that every process comes to the same
-schedule.
+pipeline stages send. They walk either freely, every round the same bytes, or in lockstep, every stage the same number of rounds: then
+those that share a stage always are the same ones, which counts where each draws on few ranks. Which of both, and which worker stands
+where, is chosen by the load on the busiest rank. What several ranks could send is shared so that, round by round, the least loaded
+send most. Only integers, so that every process comes to the same schedule.
 """
 
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ from mrl.layout import RolloutLayout
 from mrl.reshard.circle import TIERS, Candidates, Circle, Devices
 
 _STRIDES = 24  # that are tried
+_BINS = 64  # rounds for comparing walks
+_KEPT_GRAINS = 1 << 20
 _ATTEMPTS = 6  # numbers of rounds that are tried
 
 
@@ -51,13 +54,27 @@ class Schedule:
 
     circles: tuple[Circle, ...]  # of each place inside an engine
     starts: tuple[int, ...]  # of each worker: the grain it begins with
+    lockstep: bool
     num_rounds: int
     choices: tuple[np.ndarray, ...]  # of each worker: number of the sender among the holders, in the order of its walk
 
     def flow(self, worker: int) -> Flow:
         """What one worker receives."""
+        if worker in self._kept:
+            return self._kept[worker]
+        flow = self._flow(worker)
+        if sum(map(len, self.choices)) <= _KEPT_GRAINS:
+            self._kept[worker] = flow
+        return flow
+
+    @cached_property
+    def _kept(self) -> dict[int, Flow]:
+        """Flows of small plans, which are asked for once a rank."""
+        return {}
+
+    def _flow(self, worker: int) -> Flow:
         circle = self.circles[worker % len(self.circles)]
-        order, rounds = circle.travel(self.starts[worker], self.num_rounds)
+        order, rounds = circle.travel(self.starts[worker], self.num_rounds, self.lockstep)
         choice = self.choices[worker]
         source = circle.ranks[circle.holder_set[order], choice]
         return Flow(circle.segment[order], circle.index[order], circle.nbytes[order], choice, source, rounds)
@@ -68,27 +85,37 @@ def make_schedule(
 ) -> tuple[Schedule, Loads] | None:
     """The schedule with few rounds in which nobody sends or receives more than `budget` bytes; None when none was found."""
     largest_grain = max(int(circle.nbytes.max()) for circle in circles)
-    fullest = max(circle.total for circle in circles)
-    rounds = max(1, -(-fullest // max(budget - largest_grain, 1)))
-    stride = best_stride(rollout.world_size, circles, num_ranks, rounds)
+    room = max(budget - largest_grain, 1)
+    lockstep, stride = best_walk(rollout.world_size, circles, num_ranks)
+    step = circles[0].num_stages if lockstep else 1
+    fullest = max(int(circle.stage_total.max()) if lockstep else circle.total for circle in circles)
+    rounds = max(1, -(-fullest // room)) * step
     workers = range(rollout.world_size)
-    starts = [circles[w % len(circles)].start_near(w * stride % len(workers), len(workers)) for w in workers]
+    starts = [circles[w % len(circles)].start_near(w * stride % len(workers), len(workers), lockstep) for w in workers]
     candidates = [circles[w % len(circles)].candidates(devices, w) for w in workers]
     for _ in range(_ATTEMPTS):
-        sharing = _Sharing(circles, starts, candidates, num_ranks, rounds)
-        if sharing.largest <= max(budget - largest_grain, budget // 2):
+        sharing = _Sharing(circles, starts, lockstep, candidates, num_ranks, rounds)
+        if sharing.largest <= max(room, budget // 2):
             choices, loads = sharing.assign()
             if loads.largest <= budget:
-                return Schedule(tuple(circles), tuple(starts), rounds, choices), loads
-        rounds = max(rounds + 1, rounds * (sharing.largest + largest_grain) // budget + 1)
+                return Schedule(tuple(circles), tuple(starts), lockstep, rounds, choices), loads
+        rounds = -(-max(rounds + 1, rounds * (sharing.largest + largest_grain) // budget + 1) // step) * step
     return None
 
 
 class _Sharing:
     """How replicas share what they all could send. A pool is what a set of equally near ranks has to send together."""
 
-    def __init__(self, circles: Sequence[Circle], starts: Sequence[int], candidates: Sequence[Candidates], num_ranks: int, num_rounds: int):
-        self.circles, self.starts, self.candidates, self.num_rounds = circles, starts, candidates, num_rounds
+    def __init__(
+        self,
+        circles: Sequence[Circle],
+        starts: Sequence[int],
+        lockstep: bool,
+        candidates: Sequence[Candidates],
+        num_ranks: int,
+        num_rounds: int,
+    ):
+        self.circles, self.starts, self.lockstep, self.candidates, self.num_rounds = circles, starts, lockstep, candidates, num_rounds
         pools: dict[tuple[int, ...], int] = {}
         self.pool_of = [np.array([pools.setdefault(ranks, len(pools)) for ranks in _rank_sets(c)]) for c in candidates]
         self.pools = list(pools)
@@ -108,7 +135,7 @@ class _Sharing:
 
     def _walk(self, worker: int) -> tuple[Circle, np.ndarray, np.ndarray]:
         circle = self.circles[worker % len(self.circles)]
-        return circle, *circle.travel(self.starts[worker], self.num_rounds)
+        return circle, *circle.travel(self.starts[worker], self.num_rounds, self.lockstep)
 
     def _share(self, demand: np.ndarray) -> np.ndarray:
         """[pool, round, candidate]: up to which byte of the pool's demand each candidate sends. Those with the least choice come first."""
@@ -178,20 +205,32 @@ def level(loads: np.ndarray, more: np.ndarray) -> np.ndarray:
     return np.maximum(height[:, None] - loads, 0)
 
 
-def best_stride(workers: int, circles: Sequence[Circle], num_ranks: int, rounds: int) -> int:
-    """The stride under which the busiest rank of each round has least to do, added over the rounds. Worker w stands at w * stride."""
+def best_walk(workers: int, circles: Sequence[Circle], num_ranks: int) -> tuple[bool, int]:
+    """(in lockstep, stride) under which the busiest process of each round has least to do, added over the rounds.
+
+    Worker w begins w * stride workers' parts round the circle.
+    """
     strides = _strides(workers)
-    if len(strides) == 1:
-        return strides[0]
-    bins = max(rounds, 64)
-    loads = np.zeros((len(strides), bins, num_ranks), dtype=np.int64)
+    costs = [_walk_costs(workers, circles, num_ranks, strides, lockstep) for lockstep in (False, True)]
+    best = int(np.argmin(costs))
+    return best >= len(strides), strides[best % len(strides)]
+
+
+def _walk_costs(workers: int, circles: Sequence[Circle], num_ranks: int, strides: Sequence[int], lockstep: bool) -> list[int]:
+    """Bytes of the busiest process of each round, added, for each stride; in a coarse division into rounds."""
+    stages = circles[0].num_stages
+    bins = -(-_BINS // stages) * stages
+    sent = np.zeros((len(strides), bins, num_ranks), dtype=np.int64)
+    received = np.zeros(bins, dtype=np.int64)
     for place, circle in enumerate(circles):
-        profile = np.tile(_profile(circle, bins, num_ranks), (2, 1))
-        for n, stride in enumerate(strides):
-            for worker in range(place, workers, len(circles)):
+        profile = np.tile(_profile(circle, bins, num_ranks, lockstep), (2, 1))
+        for worker in range(place, workers, len(circles)):
+            for n, stride in enumerate(strides):
                 at = worker * stride % workers * bins // workers
-                loads[n] += profile[at : at + bins]
-    return strides[int(loads.max(axis=2).sum(axis=1).argmin())]
+                at -= at % (bins // stages) if lockstep else 0
+                sent[n] += profile[at : at + bins]
+        received = np.maximum(received, profile[:bins].sum(axis=1).max() if lockstep else -(-circle.total // bins))
+    return np.maximum(sent.max(axis=2), received).sum(axis=1).tolist()
 
 
 def _strides(workers: int) -> list[int]:
@@ -203,12 +242,12 @@ def _strides(workers: int) -> list[int]:
     return list(found)[:_STRIDES]
 
 
-def _profile(circle: Circle, bins: int, num_ranks: int) -> np.ndarray:
+def _profile(circle: Circle, bins: int, num_ranks: int, lockstep: bool) -> np.ndarray:
     """Bytes [bin, rank] that a worker starting at the beginning asks of each rank, replicas sharing equally."""
-    cells = circle.before * bins // circle.total * num_ranks
-    count = (circle.ranks >= 0).sum(axis=1)[circle.holder_set]
-    profile = np.zeros(bins * num_ranks)
-    for holder in range(circle.ranks.shape[1]):
-        has = count > holder
-        np.add.at(profile, cells[has] + circle.ranks[circle.holder_set[has], holder], circle.nbytes[has] // count[has])
-    return profile.astype(np.int64).reshape(bins, num_ranks)
+    sets = len(circle.holders)
+    cells = circle.travel(0, bins, lockstep)[1] * sets + circle.holder_set
+    asked = np.bincount(cells, circle.nbytes, bins * sets).astype(np.int64).reshape(bins, sets)
+    holds = np.zeros((sets, num_ranks), dtype=np.int64)
+    for number, ranks in enumerate(circle.holders):
+        holds[number, list(ranks)] = 1
+    return asked // holds.sum(axis=1) @ holds

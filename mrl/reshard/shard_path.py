@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mrl.reshard.execute import connect_receiver
 from mrl.reshard.handshake import HandshakeError, check_backend, check_loader, check_parameters
-from mrl.reshard.load_layout import LayerwiseWriter, Reload, held_digests
+from mrl.reshard.load_layout import LayerwiseWriter, Reload, held_digests, layers_of
 from mrl.reshard.setup import SyncSetup
 from mrl.reshard.target import TargetParameter, target_parameters
 
@@ -113,7 +113,7 @@ class ShardPath:
 
     def held(self) -> dict[str, int]:
         """Digest of every parameter as the engine holds it now. Raises RuntimeError where vocabulary padding is not zero."""
-        layers = dict(self._model.named_modules())
+        layers = layers_of(self._model, self._adapter.reload)
         return held_digests(self._targets, lambda t: self._adapter.final_tensor(self._model, layers[t.module], t))
 
     def abandon(self) -> None:
@@ -152,7 +152,7 @@ def check_engine(model: nn.Module, setup: SyncSetup, targets: Sequence[TargetPar
         check_backend(backend, _TRANSPOSING if in_place else _KEEPING)
     check_parameters(model, targets, adapter.reload, in_place)
     check_loader(model, setup.model, [t for t in targets if t.name not in in_place], adapter.reload)
-    layers = dict(model.named_modules())
+    layers = layers_of(model, adapter.reload)
     held_digests(targets, lambda t: adapter.final_tensor(model, layers[t.module], t))  # that everything can be read back
 
 

@@ -52,7 +52,8 @@ class Segment:
     block: int  # number of the template in a stream's `blocks`
     layer: int | None  # global number, for names of Hugging Face and vLLM
     local_layer: int | None  # number in the model chunk, for Megatron's names
-    first_rank: int  # of the pipeline stage
+    stage: int  # pipeline stage that has it
+    first_rank: int  # that holders are counted from
     vp_chunk: int  # chunk that has it
 
 
@@ -86,17 +87,16 @@ class Miniature:
 
 
 def segments(model: ModelSpec, train: TrainLayout, kinds: tuple[bool, ...]) -> tuple[Segment, ...]:
-    """All parts in model order. Blocks are numbered: before the layers, each layer kind, after the layers."""
+    """All parts, stage after stage. Blocks are numbered: before the layers, each layer kind, after the layers."""
     stage_size = train.world_size // train.pipeline
-    last = len(kinds) + 1
-    layers = {}
+    last = train.pipeline - 1
+    found = [Segment(0, None, None, 0, 0, 0)]
     for pp in range(train.pipeline):
         for vp in range(train.virtual_pipeline):
             for local, layer in enumerate(train.stage_layers(pp, vp)):
                 block = 1 + kinds.index(layer in model.moe_layers)
-                layers[layer] = Segment(block, layer, local, pp * stage_size, vp)
-    ends = Segment(0, None, None, 0, 0), Segment(last, None, None, 0, train.virtual_pipeline - 1)
-    return (ends[0], *(layers[n] for n in range(model.num_layers)), ends[1])
+                found.append(Segment(block, layer, local, pp, pp * stage_size, vp))
+    return (*found, Segment(len(kinds) + 1, None, None, last, 0, train.virtual_pipeline - 1))
 
 
 class Holdings:

@@ -17,7 +17,7 @@ from mrl.reshard.source import source_shards
 from mrl.reshard.streams import ITEM_BYTES
 from mrl.reshard.target import target_parameters
 
-_PROOF_SECONDS = 10.0  # after which no further worker is taken apart
+_PROOF_SECONDS = 6.0  # after which no further worker is taken apart
 _MIN_BUDGET = 4096
 
 

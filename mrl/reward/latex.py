@@ -40,6 +40,7 @@ _UNITS = {
 }  # fmt: skip
 _UNIT_OF = {spelling: unit for unit, spellings in _UNITS.items() for spelling in spellings.split()}
 _BARE_UNITS = sorted((s for s in _UNIT_OF if len(s) > 1 or s == "元"), key=len, reverse=True)  # one letter may be a variable
+_KNOWN_UNIT = re.compile(rf"(?:{'|'.join(map(re.escape, _UNITS))})[23]?")
 _POWER = r"(?:\s*\^\s*\{?([23])\}?)?"
 _SQUARE = {"square": "2", "sq": "2", "cubic": "3"}
 _TRAILING_UNIT = re.compile(rf"(?<=[0-9)}}\s])\s*(?:(square|sq|cubic)\.?\s+)?({'|'.join(map(re.escape, _BARE_UNITS))}){_POWER}$")
@@ -120,11 +121,17 @@ def quantity(text: str) -> Quantity | None:
     """The exact number that a cleaned answer is, with its unit; None when it is anything else."""
     if len(text) > LONGEST_NUMBER:
         return None
-    body, _, unit = text.partition(UNIT)
+    body, unit = split_unit(text)
     if body.endswith("%"):
         body, unit = body[:-1].rstrip(), unit or "%"
     value = _number(body.strip())
-    return None if value is None else Quantity(value, unit.strip(), "." in body)
+    return None if value is None else Quantity(value, unit, "." in body)
+
+
+def split_unit(text: str) -> tuple[str, str]:
+    """(what stands before the unit, the unit); a text whose unit is not its end is all body."""
+    body, marked, unit = text.partition(UNIT)
+    return (body.strip(), unit.strip()) if marked and _KNOWN_UNIT.fullmatch(unit.strip()) else (text, "")
 
 
 def _number(text: str) -> Fraction | None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mrl.reward.answers import answers, boxed, closing_brace
-from mrl.reward.latex import UNIT, Collection, clean, collection, quantity, same_quantity, split_top
+from mrl.reward.latex import UNIT, Collection, clean, collection, quantity, same_quantity, split_top, split_unit
 
 MATCH, WRONG, NO_ANSWER, SEVERAL, TOO_COMPLEX = "match", "wrong", "no_answer", "several_answers", "too_complex"
 VERDICTS = (MATCH, WRONG, NO_ANSWER, SEVERAL, TOO_COMPLEX)
@@ -21,9 +21,11 @@ LONGEST = 500  # characters of an answer that is compared other than as text
 LONGEST_EXPRESSION = 200  # characters that are handed to math-verify
 MOST_ITEMS = 16
 LARGEST_EXPONENT = 10_000  # all whole exponents of an expression multiplied
+PRIMES = (11, 13, 17, 19, 23, 29, 31)  # numerators of the values at which expressions are compared
+TOLERANCE = 1e-12
 LARGEST_SYMBOLIC_EXPONENT = 50  # of something with letters in it
 
-_NAME = r"\\?[A-Za-z]+(?:_\{?\w+\}?)?'?"
+_NAME = r"(?:[A-Za-z]+|\\(?:alpha|beta|gamma|theta|lambda|mu|phi|omega|rho|sigma|angle\s*[A-Z]+))(?:_\{?\w+\}?)?'?"
 _ASSIGNED = re.compile(rf"({_NAME}(?:\(\s*{_NAME}(?:,\s*{_NAME})*\s*\))?)\s*(?:=|\\in(?![a-zA-Z]))\s*")
 _EQUALS = re.compile(r"(?<![<>!\\])=")
 _WORD = re.compile(r"(?<!\\)(?<![A-Za-z\\])[^\W\d_]{2,}|[^\x00-\x7f]")
@@ -170,9 +172,9 @@ def _same_expression(truth: str, answer: str) -> bool:
     known, given = quantity(truth), quantity(answer)
     if any(q is not None and q.decimal for q in (known, given)):
         return False
-    truth, _, unit = truth.partition(UNIT)
-    answer, _, own = answer.partition(UNIT)
-    if unit and own and unit.strip() != own.strip():
+    truth, unit = split_unit(truth)
+    answer, own = split_unit(answer)
+    if unit and own and unit != own:
         return False
     for text in (truth, answer):
         if not _is_expression(text):
@@ -193,6 +195,8 @@ def _is_expression(text: str) -> bool:
     """Whether it is made of numbers, one-letter names, operators and known commands only."""
     if not text.strip() or any(command not in _KNOWN_COMMANDS for command in _COMMAND.findall(text)):
         return False
+    if r"\infty" in text and not re.fullmatch(r"\s*[+-]?\s*\\infty\s*", text):
+        return False  # not a number to compute with
     rest = _COMMAND.sub(" ", text)
     return not (_WORD.search(rest) or re.search(r"\d\s+[\d.]|\d\s*_|['\"`?@#&|%:]|\.\.|\d\s*,\s*\d", rest))
 
@@ -223,7 +227,26 @@ def _math_verify(truth: str, answer: str) -> bool:
     """math-verify on LaTeX only, without its alarms. An answer that it cannot read is wrong."""
     parse, verify, targets = load_math_verify()
     sides = [parse(f"${text}$", targets, fallback_mode="no_fallback", parsing_timeout=None) for text in (truth, answer)]
-    return bool(sides[0] and sides[1]) and bool(verify(*sides, timeout_seconds=None))
+    return bool(sides[0] and sides[1]) and bool(verify(*sides, timeout_seconds=None)) and _confirmed(sides[0][0], sides[1][0])
+
+
+def _confirmed(truth: Any, answer: Any) -> bool:
+    """Whether two expressions have the same finite value where their variables have some; true of what has no value, such as relations.
+
+    math-verify takes a difference that it cannot evaluate for none: it finds 7 pi^infinity equal to 5.
+    """
+    from sympy import Expr, Float, Rational
+
+    if not (isinstance(truth, Expr) and isinstance(answer, Expr)):
+        return True
+    names = sorted(truth.free_symbols | answer.free_symbols, key=str)
+    point = {name: Rational(PRIMES[i % len(PRIMES)], 7 + i) for i, name in enumerate(names)}
+    values = [side.subs(point).evalf(20) for side in (truth, answer)]
+    parts = [part for value in values for part in value.as_real_imag()]
+    if not all(isinstance(part, Float) or part.is_Rational for part in parts):
+        return truth == answer
+    real, imaginary = parts[0] - parts[2], parts[1] - parts[3]
+    return bool(max(abs(real), abs(imaginary)) <= TOLERANCE * max(1, *map(abs, parts)))
 
 
 @functools.cache
@@ -237,4 +260,8 @@ def load_math_verify() -> tuple[Any, Any, list[Any]]:
         raise ImportError("the rule `math` compares expressions with math-verify; pip install 'mrl[math]'") from error
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no time limit; the worker has
     as_it_is = NormalizationConfig(basic_latex=True, units=False, malformed_operators=False, nits=False, boxed="none", equations=False)
-    return parse, verify, [LatexExtractionConfig(normalization_config=as_it_is)]
+    targets = [LatexExtractionConfig(normalization_config=as_it_is)]
+    verify(
+        parse("$x+1$", targets, parsing_timeout=None), parse("$1+x$", targets, parsing_timeout=None), timeout_seconds=None
+    )  # loads tables
+    return parse, verify, targets

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from mrl.errors import EnvironmentFault, Interrupted
+from mrl.rollout.front_end import FrontEnd, front_end
 from mrl.rollout.types import Completion, EngineSettings, Request, Sampling
 
 STAGING = "mrl-sync-"  # folders that weights pass through
@@ -27,20 +28,23 @@ class VllmEngine:
         self.settings = settings
         self.version: int | None = None
         self._llm = None
+        self._front: FrontEnd | None = None
         self._names = itertools.count()
         self._staging: Path | None = None
+        self._path = "slow"  # or "fast": what vLLM's workers are ready for
         self._arenas: tuple[Path, ...] = ()  # files of weight syncs that still have a name
 
     async def start(self) -> float:
         """Starts vLLM and checks it; returns seconds. Raises EnvironmentFault when the start-up check fails."""
+        import vllm
         from vllm.config.weight_transfer import WeightTransferConfig
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from mrl.reshard.receive import BACKEND, adapter_module
 
         began = time.monotonic()
+        self._front = front_end(vllm.__version__)
         _remove_all(_noted(self.settings.segments_file))  # of an engine of this run that was killed
         arguments = AsyncEngineArgs(
             **self.settings.arguments,
@@ -54,10 +58,9 @@ class VllmEngine:
                 f"engine {self.settings.engine_id} did not start ({type(error).__name__}: {error}); "
                 f"see logs/engine-{self.settings.engine_id}.log in the run directory"
             ) from error
+        await self._connect_slow_path()
         with self._alive():
-            expected = {name: list(shape) for name, shape in self.settings.expected}
-            await self._llm.init_weight_transfer_engine(WeightTransferInitRequest({"expected": expected}))
-            await self._llm.update_weight_version("0")
+            await self._front.set_version(self._llm, 0)
         self.version = 0
         self._note_shared_memory()
         if self.settings.check_order:
@@ -100,13 +103,13 @@ class VllmEngine:
             max_tokens=sampling.max_tokens, stop_token_ids=list(sampling.stop_token_ids), detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY, flat_logprobs=True,
         )  # fmt: skip
-        name = f"{request.sample_id}-{next(self._names)}"
+        name, before = f"{request.sample_id}-{next(self._names)}", self.version
         final = None
         with self._alive():
             async for output in self._llm.generate({"prompt_token_ids": list(request.prompt_ids)}, parameters, request_id=name):
                 final = output
         answer = final.outputs[0]
-        versions = {span.version for span in answer.weight_versions or ()}
+        versions = self._front.versions(answer, before, self.version)
         if versions != {str(self.version)}:
             raise RuntimeError(f"sample {request.sample_id} was generated with weight versions {versions}, not {self.version}")
         first = answer.logprobs.start_indices  # with logprobs=0 the sampled token's entry stands first at each position
@@ -132,9 +135,19 @@ class VllmEngine:
                 "on CPU keep chunked prefill off (rollout.enable_chunked_prefill)"
             )
 
+    async def _connect_slow_path(self) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        expected = {name: list(shape) for name, shape in self.settings.expected}
+        with self._alive():
+            await self._llm.init_weight_transfer_engine(WeightTransferInitRequest({"path": "slow", "expected": expected}))
+        self._path = "slow"
+
     async def begin_update(self) -> None:
-        """Enters the weight update; the engine serves nothing until `commit_update`."""
+        """Enters the weight update by the slow path; the engine serves nothing until `commit_update`."""
         self.version = None
+        if self._path != "slow":
+            await self._connect_slow_path()
         self._staging = Path(tempfile.mkdtemp(prefix=STAGING, dir=_memory_folder()))
         self._note_shared_memory()
         with self._alive():
@@ -156,7 +169,8 @@ class VllmEngine:
     async def commit_update(self, version: int) -> None:
         """Leaves the update, drops what was cached under the old weights and serves `version`."""
         with self._alive():
-            await self._llm.finish_weight_update(weight_version=str(version))
+            await self._llm.finish_weight_update()
+            await self._front.set_version(self._llm, version)
             await self._llm.reset_prefix_cache()
         shutil.rmtree(self._staging)
         self._staging = None
@@ -166,7 +180,7 @@ class VllmEngine:
     async def connect_sync(self, setup: dict[str, Any], plan_hash: str) -> int:
         """Agrees on the plan of the weight syncs, checks vLLM's parameters against it and meets the ranks; returns bytes of weights held.
 
-        Raises what the workers raise: another plan, or parameters that are not as the plan has them, by name.
+        Raises EnvironmentFault: another plan, or parameters that are not as the plan has them, by name.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
@@ -180,8 +194,21 @@ class VllmEngine:
         self._note_shared_memory()
         info = {"path": "fast", "expected": {}, "setup": setup, "engine": engine, "plan_hash": plan_hash}
         with self._alive():
-            await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(info))
+            try:
+                await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(info))
+            except Exception as error:
+                raise self._refusal(error) from error
+            self._path = "fast"
             return sum(await self._llm.collective_rpc("weight_bytes"))
+
+    def _refusal(self, error: Exception) -> Exception:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        if isinstance(error, EngineDeadError):
+            return error
+        return EnvironmentFault(
+            f"engine {self.settings.engine_id} cannot take weights by the plan: {error}; reshard.path: slow goes through vLLM's own loader"
+        )
 
     def release_arenas(self) -> None:
         """Takes the names of shared memory away, now that every rank has it open: nothing is left behind however a process ends."""
@@ -209,7 +236,7 @@ class VllmEngine:
     async def commit(self, version: int) -> None:
         """Serves what was received last, as `version`, and drops what was cached under the old weights."""
         with self._alive():
-            await self._llm.update_weight_version(str(version))
+            await self._front.set_version(self._llm, version)
             await self._llm.reset_prefix_cache()
         self.version = version
 

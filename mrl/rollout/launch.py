@@ -2,10 +2,12 @@
 
 Pure functions of the configuration; no Ray and no vLLM here. Argument names are those of AsyncEngineArgs in vLLM 0.32 (0.23 has the same).
 
-An engine that fits on a node is one Ray actor with all its devices: vLLM's `mp` executor starts a process per worker below it,
-data-parallel ranks included. Of an engine that spans nodes each data-parallel rank becomes an actor of its own (vLLM's external load
-balancing, one `data_parallel_rank` an actor), which meet at the address of the first. Only a tensor group larger than a node needs
-vLLM's `ray` executor, one bundle a worker.
+Each data-parallel rank of an engine is a Ray actor with a front end of its own (vLLM's external load balancing, `data_parallel_rank`);
+they meet at the address of the first. vLLM could keep all ranks of a node behind one front end, which then hands back only the first
+rank's answer to a call on all workers (DPLBAsyncMPClient.call_utility_async), and a weight sync has to hear every worker.
+
+Below an actor, vLLM's `mp` executor starts a process per worker; only a tensor group larger than a node needs its `ray` executor, with one
+bundle a worker.
 """
 
 from dataclasses import dataclass, replace
@@ -13,15 +15,15 @@ from typing import Any
 
 from mrl.config.schema import RunConfig
 from mrl.layout import RolloutLayout
-from mrl.layout_places import ClusterShape, Place, actor_places, engine_places, unit_size
+from mrl.layout_places import ClusterShape, Place, actor_places, engine_places
 
 
 @dataclass(frozen=True)
 class EngineLaunch:
-    """One Ray actor with a vLLM front end in it: a whole engine, or one data-parallel rank of an engine that spans nodes."""
+    """One Ray actor with a vLLM front end in it: an engine, or one data-parallel rank of an engine that has several."""
 
     engine: int
-    data_rank: int | None  # None: all data-parallel ranks of the engine are in this actor
+    data_rank: int
     workers: tuple[int, ...]  # numbers as in RolloutLayout
     places: tuple[Place, ...]  # of each worker
     executor: str  # "mp" or "ray": vLLM's distributed_executor_backend
@@ -36,7 +38,7 @@ class EngineLaunch:
     @property
     def needs_meeting_point(self) -> bool:
         """True when `at` has to be called before the start."""
-        return self.data_rank is not None
+        return "data_parallel_rank" in self.arguments
 
     def at(self, address: str, port: int) -> "EngineLaunch":
         """The launch with the address (of data-parallel rank 0's node) and the port where the ranks of its engine meet."""
@@ -64,29 +66,27 @@ def rank_places(config: RunConfig) -> tuple[tuple[Place, ...], tuple[Place, ...]
 
 def engine_launches(config: RunConfig) -> tuple[EngineLaunch, ...]:
     """Every actor to start, engine by engine, then data-parallel rank. Raises ConfigError for what no cluster of this shape can hold."""
-    layout, cluster = rollout_layout(config), cluster_shape(config)
+    layout, per_node = rollout_layout(config), config.cluster.n_gpus_per_node
     _, places = rank_places(config)
-    whole = unit_size(layout, cluster.devices_per_node) == layout.workers_per_engine
-    ranks = (None,) if whole or layout.data == 1 else tuple(range(layout.data))
-    return tuple(_launch(layout, places, cluster, engine, rank) for engine in range(layout.num_engines) for rank in ranks)
+    return tuple(_launch(layout, places, per_node, engine, rank) for engine in range(layout.num_engines) for rank in range(layout.data))
 
 
-def _launch(layout: RolloutLayout, places: tuple[Place, ...], cluster: ClusterShape, engine: int, rank: int | None) -> EngineLaunch:
-    data = range(layout.data) if rank is None else (rank,)
-    workers = tuple(layout.worker_of(engine, dp, tp) for dp in data for tp in range(layout.tensor))
-    one_node = len(workers) <= cluster.devices_per_node
+def _launch(layout: RolloutLayout, places: tuple[Place, ...], per_node: int, engine: int, rank: int) -> EngineLaunch:
+    workers = tuple(layout.worker_of(engine, rank, tp) for tp in range(layout.tensor))
+    one_node = layout.tensor <= per_node
+    executor = "mp" if one_node else "ray"
     return EngineLaunch(
         engine=engine,
         data_rank=rank,
         workers=workers,
         places=tuple(places[w] for w in workers),
-        executor="mp" if one_node else "ray",
-        bundles=(len(workers),) if one_node else (1,) * len(workers),
-        arguments=_arguments(layout, rank, "mp" if one_node else "ray"),
+        executor=executor,
+        bundles=(layout.tensor,) if one_node else (1,) * layout.tensor,
+        arguments=_arguments(layout, rank, executor),
     )
 
 
-def _arguments(layout: RolloutLayout, rank: int | None, executor: str) -> dict[str, Any]:
+def _arguments(layout: RolloutLayout, rank: int, executor: str) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "tensor_parallel_size": layout.tensor,
         "enable_expert_parallel": layout.expert > 1,
@@ -94,7 +94,7 @@ def _arguments(layout: RolloutLayout, rank: int | None, executor: str) -> dict[s
         "distributed_executor_backend": executor,
     }
     if layout.data > 1:
-        arguments |= {"data_parallel_size": layout.data, "data_parallel_backend": "mp"}
-    if rank is not None:
-        arguments |= {"data_parallel_rank": rank, "data_parallel_size_local": 1}
+        arguments |= {
+            "data_parallel_size": layout.data, "data_parallel_backend": "mp", "data_parallel_rank": rank, "data_parallel_size_local": 1,
+        }  # fmt: skip
     return arguments

@@ -14,6 +14,7 @@ from mrl.config.schema import RunConfig, leaf
 from mrl.errors import ConfigError
 from mrl.megatron.hf_files import check_checkpoint
 from mrl.models import ModelSpec, load_model_spec, model_spec
+from mrl.planning.stored import plan_report
 from mrl.record.run_dir import RunDir
 from mrl.record.sinks import check_packages
 from mrl.reshard.manifest import Manifest, Newest, newest_checkpoint
@@ -64,7 +65,12 @@ def preflight_evaluation(resolved: ResolvedConfig, checkpoint: str | None) -> No
 def start_lines(resolved: ResolvedConfig, model: ModelSpec) -> list[str]:
     """What a run says of itself before it starts."""
     config = resolved.config
-    return [f"loss: {describe_loss(config)}", f"layout: {describe_layout(config, model)}", *(f"note: {n}" for n in notes(resolved, model))]
+    return [
+        f"loss: {describe_loss(config)}",
+        f"layout: {describe_layout(config, model)}",
+        *(f"note: {n}" for n in notes(resolved, model)),
+        *plan_report(config, model, RunDir(run_dir_of(config)).plan),
+    ]
 
 
 def run_dir_path(config: RunConfig, resume: bool) -> Path:

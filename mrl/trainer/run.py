@@ -17,8 +17,10 @@ from mrl.data.dataset import PromptDataset
 from mrl.data.order import DataCursor, PromptStream
 from mrl.data.tokenizer import load_tokenizer
 from mrl.errors import DataError, NothingToDo
+from mrl.models import load_model_spec
+from mrl.planning.stored import plan_again, plan_text
 from mrl.record.hosted import RunInfo
-from mrl.record.run_dir import RunDir, read_metrics
+from mrl.record.run_dir import RunDir, read_metrics, write_text
 from mrl.record.sinks import make_sinks
 from mrl.reshard.manifest import Manifest, Newest
 from mrl.reward.pool import RewardPool, check_function
@@ -88,6 +90,7 @@ def open_run(resolved: ResolvedConfig, resume: bool) -> Iterator[Run]:
         stack.callback(actor.stop)
         engines.wait_started()
         run_dir.write_config(resolved.to_yaml())
+        write_text(run_dir.plan, plan_text(plan_again(config, load_model_spec(config.model.path), run_dir.plan)))
         record = AdvisedRecord(make_sinks(config.trainer.logger, run_dir, total, _run_info(config)), config)
         stack.callback(record.close)
         sync = WeightSync(config, actor, engines)

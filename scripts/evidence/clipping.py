@@ -52,12 +52,13 @@ class Row:
 
 
 def rollouts(world: Path, prompts: int, n: int, seed: int) -> TrainBatch:
-    """Responses of at least SHORTEST tokens with their advantages; without log-probs."""
+    """Responses of at least SHORTEST tokens with their advantages; without log-probs. Makes the world where it is not there yet."""
     sys.path.insert(0, str(SCRIPTS))
     from counting_reward import compute_score
-    from make_long_world import answer, prompt_ids, sample, split_starts
+    from make_long_world import Counting, answer, build, make, prompt_ids, sample, split_starts
     from transformers import AutoTokenizer, Qwen3MoeForCausalLM
 
+    print(f"world: {make(world, 0, False, Counting(), build)}", flush=True)
     tokenizer = AutoTokenizer.from_pretrained(world / "model")
     model = Qwen3MoeForCausalLM.from_pretrained(world / "model").eval()
     starts = [start for start in split_starts(seed)[0][:prompts] for _ in range(n)]
@@ -140,7 +141,7 @@ def draw(rows: list[Row], log_ratio: np.ndarray, mask: np.ndarray, chosen: Row, 
     for name, marker in (("gspo", "o"), ("grpo", "s")):
         right.plot([r.token_std for r in rows], [getattr(r, name) for r in rows], marker, label=f"{name.upper()}'s clipped fraction")
     right.axhspan(*BAND, alpha=0.1, color="C1")
-    right.set(xlabel="standard deviation of the token log ratio", ylabel="clipped fraction", xscale="log", yscale="symlog")
+    right.set(xlabel="standard deviation of the token log ratio", ylabel="clipped fraction", xscale="log")
     right.set_yscale("symlog", linthresh=1e-5)
     right.grid(alpha=0.3)
     right.legend(fontsize=8)
@@ -154,10 +155,10 @@ def main() -> None:
     parser.add_argument("--world", type=Path, default=Path("long-world"))
     parser.add_argument("--json", type=Path, default=Path("docs/results/clipping.json"))
     parser.add_argument("--plot", type=Path, default=Path("docs/results/clipping.png"))
-    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--n", type=int, default=8)
     parser.add_argument("--updates", type=int, default=4)
-    parser.add_argument("--lrs", type=float, nargs="+", default=[1e-5, 3e-5, 1e-4, 3e-4, 1e-3])
+    parser.add_argument("--lrs", type=float, nargs="+", default=[3e-5, 1e-4, 3e-4, 1e-3])
     args = parser.parse_args()
     torch.set_num_threads(1)
     batch = rollouts(args.world, args.prompts, args.n, seed=0)

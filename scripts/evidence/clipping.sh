@@ -5,5 +5,4 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 source scripts/install.sh cpu
 export HF_HUB_OFFLINE=1
-python scripts/make_long_world.py --out long-world --seed 0
 python scripts/evidence/clipping.py --world long-world "$@"

@@ -3,10 +3,13 @@
 Everything from the plan to the read-back is the product's own; only the wire is replaced, by one that packs each message from a checkpoint.
 """
 
+import hashlib
+import importlib
 import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -16,18 +19,15 @@ from safetensors.torch import load_file
 from mrl.reshard import shard_path
 from mrl.reshard.execute import Receiver
 from mrl.reshard.handshake import HandshakeError, check_loader
+from mrl.reshard.load_layout import layers_of
 from mrl.reshard.pack import wire_views
 from mrl.reshard.plan import Message
-from mrl.reshard.receive import adapter_module
+from mrl.reshard.receive import WITHOUT_ENGINE, adapter_module
 from mrl.reshard.setup import SyncSetup
+from mrl.rollout.engine import shared_memory_below
 
-if "vllm" in sys.modules or __name__ != "__main__":  # vLLM imports this module in its workers
-    import importlib
-
-    adapter = importlib.import_module(adapter_module())
-    Base = adapter.WorkerExtension
-else:
-    Base = object
+adapter = importlib.import_module(adapter_module()) if __name__ != "__main__" else None  # vLLM imports this module in its workers
+Base = adapter.WorkerExtension if adapter else object
 
 
 class FileEnd:
@@ -71,25 +71,39 @@ def connect(setup: SyncSetup, worker: int) -> Receiver:
 class SlicesExtension(Base):
     """The product's worker extension, with a wire made of files and ways to do damage."""
 
+    def initialise(self, info: dict) -> None:
+        """vLLM 0.32 knows our engine; in 0.23 the extension has calls of its own."""
+        self.init_weight_transfer_engine(info) if hasattr(adapter, "Engine") else self.init_weight_sync(info)
+
+    def update(self, info: dict) -> None:
+        """One whole update."""
+        if hasattr(adapter, "Engine"):
+            self.start_weight_update()
+            self.update_weights(info)
+            self.finish_weight_update()
+        else:
+            self.start_weight_sync()
+            self.take_weight_sync(**info)
+            self.finish_weight_sync()
+
     def use_files(self, setup: dict) -> None:
         """Initialises the fast path for `setup`."""
         shard_path.connect_receiver = connect
-        plan_hash = SyncSetup.from_json(setup).plan().hash
-        self.init_weight_transfer_engine({"path": "fast", "setup": setup, "engine": 0, "plan_hash": plan_hash})
+        self.initialise({"path": "fast", "setup": setup, "engine": 0, "plan_hash": SyncSetup.from_json(setup).plan().hash})
 
     def refusal(self, setup: dict, plan_hash: str | None = None) -> str:
         """What the handshake says of a setup that does not fit."""
         shard_path.connect_receiver = connect
         try:
             made = plan_hash or SyncSetup.from_json(setup).plan().hash
-            self.init_weight_transfer_engine({"path": "fast", "setup": setup, "engine": 0, "plan_hash": made})
+            self.initialise({"path": "fast", "setup": setup, "engine": 0, "plan_hash": made})
         except (RuntimeError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
         return ""
 
     def loader_refusals(self) -> list[str]:
         """What the handshake says when the plan had gate and up, or two experts, or two heads, the other way round."""
-        path, found = self.weight_transfer_engine.path, []
+        path, found = self.sync_path(), []
         for parameter in ("experts.routed_experts.w13_weight", "self_attn.qkv_proj.weight", "experts.routed_experts.w2_weight"):
             targets = [swapped(t) if t.name.endswith(parameter) else t for t in path._targets]
             try:
@@ -101,14 +115,12 @@ class SlicesExtension(Base):
     def write(self, folder: str, drop: str = "") -> dict:
         """One update from a checkpoint; `drop`: a module whose copies do not come. Returns the report, or the error's text."""
         FileEnd.weights = load_file(Path(folder) / "model.safetensors")
-        path = self.weight_transfer_engine.path
+        path = self.sync_path()
         kept = path._receiver._rounds
         if drop:
             path._receiver._rounds = [[_without(message, drop) for message in messages] for messages in kept]
-        self.start_weight_update()
         try:
-            self.update_weights({"path": "fast", "update": 1})
-            self.finish_weight_update()
+            self.update({"path": "fast", "update": 1})
         except RuntimeError as error:
             self.abandon_update()
             return {"error": str(error)}
@@ -118,24 +130,20 @@ class SlicesExtension(Base):
 
     def write_slowly(self, folder: str) -> None:
         """The same through vLLM's own loader, as the slow path does it."""
-        import hashlib
-
         file = Path(folder) / "model.safetensors"
         expected = {name: list(tensor.shape) for name, tensor in load_file(file).items()}
-        self.init_weight_transfer_engine({"path": "slow", "expected": expected})
-        self.start_weight_update()
-        self.update_weights({"path": str(file), "sha256": hashlib.sha256(file.read_bytes()).hexdigest()})
-        self.finish_weight_update()
+        self.initialise({"path": "slow", "expected": expected})
+        self.update({"path": str(file), "sha256": hashlib.sha256(file.read_bytes()).hexdigest()})
 
     def flip(self, module: str) -> str:
         """Flips the lowest bit of one weight where the kernel keeps it; returns the parameter's name."""
-        layer = self.model_runner.get_model().get_submodule(module)
+        layer = layers_of(self.model_runner.get_model(), self.reload)[module]
         leaf = "w2_weight" if hasattr(layer, "w2_weight") else "weight"
         kernel = getattr(layer, leaf).data
         if kernel.numel():
             kernel.view(torch.uint8).view(-1)[4 * 37] ^= 1
         else:  # packed out of sight: pack a damaged copy instead
-            target = next(t for t in self.weight_transfer_engine.path._targets if t.name == f"{module}.weight")
+            target = next(t for t in self.sync_path()._targets if t.name == f"{module}.weight")
             weight = adapter.Adapter().final_tensor(self.model_runner.get_model(), layer, target)
             weight.view(torch.uint8).view(-1)[4 * 37] ^= 1
             layer.weight = torch.nn.Parameter(weight, requires_grad=False)
@@ -145,8 +153,6 @@ class SlicesExtension(Base):
 
 def swapped(target):
     """A target whose first two pieces have changed places."""
-    from dataclasses import replace
-
     one, two, *rest = target.pieces
     if one.hf_box.shape != two.hf_box.shape:  # q and k: shift inside q instead
         rows, columns = one.hf_box.ranges
@@ -161,8 +167,6 @@ def swapped(target):
 
 
 def _without(message: Message, module: str) -> Message:
-    from dataclasses import replace
-
     copies = tuple(c for c in message.copies if not c.parameter.startswith(module + "."))
     size = message.nbytes // sum(c.hf_box.volume for c in message.copies)
     return replace(message, copies=copies, nbytes=size * sum(c.hf_box.volume for c in copies))
@@ -187,12 +191,15 @@ def main(job: dict) -> dict:
     from vllm import LLM
     from vllm.config.weight_transfer import WeightTransferConfig
 
-    llm = LLM(
-        **job["arguments"], weight_transfer_config=WeightTransferConfig(backend="mrl"), worker_extension_cls="engine_slices.SlicesExtension"
-    )
+    known = {} if adapter_module() in WITHOUT_ENGINE else {"weight_transfer_config": WeightTransferConfig(backend="mrl")}
+    llm = LLM(**job["arguments"], **known, worker_extension_cls="engine_slices.SlicesExtension")
     found = []
     for step, *arguments in job["steps"]:
         found.append(answers(llm) if step == "answers" else llm.collective_rpc(step, args=tuple(arguments)))
+    segments = shared_memory_below(os.getpid())
+    llm.llm_engine.engine_core.shutdown()
+    for segment in segments:
+        segment.unlink(missing_ok=True)
     return {"found": found}
 
 
@@ -200,5 +207,3 @@ if __name__ == "__main__":
     file = Path(sys.argv[1])
     result = main(json.loads(file.read_text()))
     file.with_suffix(".out").write_text(json.dumps(result))
-    sys.stdout.flush()
-    os._exit(0)  # vLLM's own teardown waits for seconds

@@ -1,13 +1,60 @@
-"""An actor rank that a test can change: every weight times a constant, which is the same in any sharding."""
+"""An actor rank that a test can change: its weights, and its layout without a new process."""
+
+import time
+from typing import Any
 
 from mrl.cluster.workers import ActorWorker
+from mrl.config.schema import RunConfig
 
 
 class PerturbingWorker(ActorWorker):
-    """ActorWorker with a method that moves every weight."""
+    """ActorWorker whose weights and layout can be replaced."""
 
     def scale_weights(self, factor: float) -> None:
-        """Multiplies every parameter in place."""
+        """Multiplies every parameter in place: the same in any sharding."""
         for chunk in self.actor.chunks:
             for parameter in chunk.parameters():
                 parameter.data.mul_(factor)
+
+    def spoil_syncs(self, count: int) -> None:
+        """Flips one bit of the first message of each of the next `count` syncs, after it was packed."""
+        end, left = self.sender.end, [count]
+        begin, post = end.begin, end.post
+
+        def begin_spoilt(update, messages):
+            self.spoilt = messages[0] if left[0] > 0 and messages else None
+            left[0] -= 1
+            begin(update, messages)
+
+        def post_spoilt(message):
+            if message is self.spoilt:
+                end.slot(message)[5] ^= 4
+            post(message)
+
+        end.begin, end.post = begin_spoilt, post_spoilt
+
+    def stall(self, seconds: float) -> None:
+        """The last message of the next sync is late."""
+        end = self.sender.end
+        begin, post = end.begin, end.post
+
+        def begin_known(update, messages):
+            self.last = messages[-1]
+            begin(update, messages)
+
+        def post_late(message):
+            if message is self.last:
+                time.sleep(seconds)
+            post(message)
+
+        end.begin, end.post = begin_known, post_late
+
+    def rebuild(self, config: dict[str, Any], address: str) -> None:
+        """The model anew, in another layout of as many ranks, from its Hugging Face weights."""
+        if self.sender is not None:
+            self.sender.end.close()
+            self.sender = None
+        self.actor.close()
+        self.config = RunConfig.model_validate(config)
+        host, _, port = address.rpartition(":")
+        self.start(host, int(port), None)

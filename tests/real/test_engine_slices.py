@@ -3,12 +3,15 @@
 Each engine starts from one checkpoint (that is a fresh engine), is synced to another and back, and must then hold and say the same bits.
 """
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,6 +21,7 @@ from mrl.layout import RolloutLayout
 from mrl.models import load_model_spec
 from mrl.reshard.digest import MODULUS, partial_digest
 from mrl.reshard.target import target_parameters
+from mrl.rollout.engine import shared_memory_below
 
 HERE = Path(__file__).parent
 EXPERTS, QKV = "model.layers.1.mlp.experts.routed_experts", "model.layers.2.self_attn.qkv_proj"
@@ -60,13 +64,19 @@ def run(folder: Path, model: Path, dtype: str, steps: list, tensor: int = 1, exp
         "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(i % os.cpu_count()) for i in range(tensor)), "VLLM_NO_USAGE_STATS": "1",
         "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "VLLM_HOST_IP": "127.0.0.1",
     }  # fmt: skip
-    before = set(Path("/dev/shm").glob("*cpushm*"))
-    done = subprocess.run(
-        [sys.executable, str(HERE / "engine_slices.py"), str(job)], env=environment, capture_output=True, text=True, timeout=280
+    log = (folder / "log").open("w+")
+    process = subprocess.Popen(
+        [sys.executable, str(HERE / "engine_slices.py"), str(job)], env=environment, stdout=log, stderr=log, start_new_session=True
     )
-    for left in set(Path("/dev/shm").glob("*cpushm*")) - before if tensor > 1 else ():
-        left.unlink(missing_ok=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    try:
+        status = process.wait(timeout=200)
+    finally:
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):  # a driver that failed leaves vLLM's workers behind
+            segments = shared_memory_below(process.pid)
+            os.killpg(process.pid, signal.SIGKILL)
+            for segment in segments:
+                segment.unlink(missing_ok=True)
+    assert status == 0, log.seek(0) or log.read()[-6000:]
     return json.loads(job.with_suffix(".out").read_text())["found"]
 
 

@@ -19,9 +19,9 @@ from mrl.models import load_model_spec
 
 pytestmark = pytest.mark.real
 
-TP, PP, EP, ETP, VPP = (
+TP, PP, EP, ETP, VPP, CP = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
-    "virtual_pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size", "context_parallel_size",
 )  # fmt: skip
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 # name -> (model, ranks, degrees, dtype, recomputation)
@@ -29,6 +29,7 @@ LAYOUTS = {
     "moe-tp1": ("moe", 1, {}, "float32", {}),
     "moe-tp1-full-recompute": ("moe", 1, {}, "bfloat16", FULL),
     "moe-tp1-selective": ("moe", 1, {}, "bfloat16", {"recompute_granularity": "selective"}),
+    "moe-tp1-padded": ("moe", 1, {}, "float32", {}),
     "dense-tp1": ("dense", 1, {}, "bfloat16", {}),
     "moe-tp2-ep2": ("moe", 2, {TP: 2, EP: 2}, "bfloat16", {}),
     "moe-tp2-etp2": ("moe", 2, {TP: 2, ETP: 2}, "float32", {}),
@@ -36,6 +37,8 @@ LAYOUTS = {
     "moe-pp1+3-full-recompute": ("moe", 2, {PP: 2, "pipeline_layers": [1, 3]}, "float32", FULL),
     "moe-pp2-vpp2": ("moe", 2, {PP: 2, VPP: 2}, "bfloat16", {}),
     "moe-dp2": ("moe", 2, {}, "bfloat16", {}),
+    "moe-cp2": ("moe", 2, {CP: 2}, "bfloat16", {}),
+    "dense-cp2-padded": ("dense", 2, {CP: 2}, "float32", {}),
     "shared-tp2": ("shared", 2, {TP: 2}, "bfloat16", {}),
     "dense-tp2": ("dense", 2, {TP: 2}, "float32", {}),
     "dense-pp2": ("dense", 2, {PP: 2}, "bfloat16", {}),
@@ -78,7 +81,7 @@ def test_state_is_predicted_within_two_percent(layout, what, truth):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_activations_are_predicted_within_ten_percent(layout, truth):
     model, train = _built(layout, truth)
-    micro = MicroBatch(ROWS_PER_MICRO_BATCH, PROMPT + RESPONSE, RESPONSE)
+    micro = MicroBatch(ROWS_PER_MICRO_BATCH, PROMPT + RESPONSE, RESPONSE, packed="padded" not in layout)
     activations = Activations(model, train, micro, _element_bytes(layout), "torch", _recompute(layout))
     count = ROWS // train.data // ROWS_PER_MICRO_BATCH
     for stage in range(train.pipeline):
@@ -114,6 +117,7 @@ def _config(name: str, paths: dict[str, str]) -> dict:
             "layout": {"world_size": world} | degrees,
             "ppo_mini_batch_size": ROWS,
             "ppo_micro_batch_size_per_gpu": ROWS_PER_MICRO_BATCH,
+            "use_remove_padding": "padded" not in name,
         },
         "rollout": {"n": 1},
         "data": {"train_batch_size": ROWS},

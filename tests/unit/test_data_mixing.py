@@ -137,6 +137,12 @@ def test_a_template_without_the_switch_is_refused_instead_of_ignoring_it(tmp_pat
         load(file, tokenizer=Plain(), enable_thinking=False)
 
 
+def test_two_switches_that_contradict_each_other_are_refused(tmp_path):
+    file = write_jsonl(tmp_path / "a.jsonl", [row("a")])
+    with pytest.raises(ConfigError, match=r"enable_thinking is False and data\.apply_chat_template_kwargs says True"):
+        load(file, tokenizer=Thinker(), enable_thinking=False, apply_chat_template_kwargs={"enable_thinking": True})
+
+
 def test_a_row_that_is_no_utf8_costs_itself_only(tmp_path):
     good = json.dumps(row("a")).encode()
     (tmp_path / "a.jsonl").write_bytes(good + b"\n" + b'{"prompt": "\xff"}\n')

@@ -6,6 +6,9 @@ import pytest
 import torch
 from reshard_world import DictWriter, World, expected, hf_weights, setup_for, shards_of, sums_of
 
+from mrl.errors import EnvironmentFault
+from mrl.reshard.transport import route
+from mrl.reshard.transport_p2p import members
 from mrl.reshard.transport_shm import arena_files, arena_path
 
 FOUR = dict(world_size=4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, expert_model_parallel_size=2)
@@ -148,3 +151,32 @@ def test_a_writer_is_told_of_each_module_once_when_all_of_it_is_there():
         outcome = world.sync(1, spoil=whole)
     assert outcome.errors() == []
     assert sorted(seen) == sorted(DictWriter(setup, 0).parameters)
+
+
+PLACES = {"ranks": [[0, 0], [1, 0]], "workers": [[0, 0], [0, 1], [1, 0]]}
+ROUTES = {
+    # kind, devices share memory: rank 0 to the worker on its device, to a neighbour, to another host
+    ("auto", True): ["ipc", "shm", "p2p"],
+    ("auto", False): ["shm", "shm", "p2p"],
+    ("p2p", True): ["p2p", "p2p", "p2p"],
+}
+
+
+@pytest.mark.parametrize("asked", ROUTES, ids=str)
+def test_each_pair_gets_the_nearest_transport_that_connects_it(asked):
+    kind, shares = asked
+    setup = setup_for(dict(world_size=2), dict(num_engines=3), kind, topology=PLACES)
+    assert [route(setup, 0, worker, shares) for worker in range(3)] == ROUTES[asked]
+
+
+@pytest.mark.parametrize("kind", ["shm", "ipc"])
+def test_a_transport_of_one_host_is_refused_for_a_pair_on_two(kind):
+    setup = setup_for(dict(world_size=2), dict(num_engines=3), kind, topology=PLACES)
+    with pytest.raises(EnvironmentFault, match=f"reshard.transport: {kind} reaches no other host; rank 0 and worker 2 are on two"):
+        route(setup, 0, 2, True)
+
+
+def test_only_processes_with_a_peer_on_another_host_join_the_group():
+    places = {"ranks": [[0, 0], [0, 1]], "workers": [[0, 2], [1, 0]]}
+    setup = setup_for(dict(world_size=2), dict(num_engines=2), "auto", topology=places)
+    assert members(setup) == [("rank", 0), ("rank", 1), ("worker", 1)]

@@ -70,16 +70,14 @@ def test_an_engine_on_one_node_is_one_actor_with_all_its_devices():
     assert [p.device for p in launch.places] == [2, 3, 4, 5] and [p.device for p in other.places] == [6, 7, 8, 9]
 
 
-def test_data_parallel_ranks_on_one_node_share_an_actor():
+def test_data_parallel_ranks_are_actors_of_their_own_on_one_node_too():
     config = configured(
         cluster__n_gpus_per_node=6, rollout__tensor_model_parallel_size=2, rollout__data_parallel_size=2, rollout__expert_parallel_size=4
     )
-    (launch,) = engine_launches(config)
-    assert launch.arguments == {
-        "tensor_parallel_size": 2, "enable_expert_parallel": True, "distributed_executor_backend": "mp",
-        "data_parallel_size": 2, "data_parallel_backend": "mp",
-    }  # fmt: skip
-    assert launch.bundles == (4,) and launch.data_rank is None
+    first, second = engine_launches(config)
+    assert (first.engine, first.data_rank, second.engine, second.data_rank) == (0, 0, 0, 1)
+    assert [p.device for p in first.places] == [2, 3] and [p.device for p in second.places] == [4, 5]
+    assert first.bundles == second.bundles == (2,) and first.executor == "mp"
 
 
 def test_data_parallel_ranks_over_nodes_are_actors_that_meet():
@@ -142,8 +140,8 @@ def test_every_preset_starts_each_worker_once_with_arguments_vllm_has(path):
         assert sum(launch.bundles) == len(launch.workers) and max(launch.bundles) <= config.cluster.n_gpus_per_node
         assert set(launch.at("host", 1).arguments) <= UPSTREAM_FIELDS["AsyncEngineArgs"].fields
         assert (launch.executor == "mp") == (len(launch.nodes) == 1)
-        ranks_here = len(launch.workers) // layout.tensor
-        assert launch.arguments.get("data_parallel_size_local", layout.data) == ranks_here
+        assert launch.arguments.get("data_parallel_size_local", 1) == len(launch.workers) // layout.tensor == 1
+        assert launch.needs_meeting_point == (layout.data > 1)
 
 
 def test_cpu_workers_get_equal_shares_of_the_cores():

@@ -67,6 +67,12 @@ def test_a_node_without_accelerators_is_a_cpu_node(node):
     assert "--num-gpus 0" in node.calls[0] and "--num-cpus 4" in node.calls[0]
 
 
+def test_a_thread_limit_for_ranks_does_not_shrink_the_node(node):
+    # nproc answers OMP_NUM_THREADS where that is set
+    done = node.run("start_head.sh", CPUS="", OMP_NUM_THREADS="1")
+    assert f"--num-cpus {len(os.sched_getaffinity(0))} " in node.calls[0], done.stderr
+
+
 def test_devices_that_come_up_late_are_waited_for(node):
     late = node.bin / "late"
     node.script("nvidia-smi", f"[ -e {late} ] || {{ touch {late}; exit 9; }}\necho 'GPU 0: x'; echo 'GPU 1: x'")

@@ -50,6 +50,15 @@ def test_host_memory_holds_what_left_the_device_and_gradients_are_dropped():
     assert ACTOR.host == 0
 
 
+def test_a_reference_model_stays_unless_it_is_offloaded_and_has_a_phase_of_its_own():
+    kept = ActorBytes(**{**vars(ACTOR), "reference": 10})
+    away = ActorBytes(**{**vars(kept), "offload": Offload(reference=True)})
+    assert totals(actor_phases(kept, DEVICE)) == {"train": 115, "log_prob": 77, "sync": 73, "ref": 60 + 10 + 7}
+    assert totals(actor_phases(away, DEVICE)) == {"train": 105, "log_prob": 67, "sync": 63, "ref": 60 + 10 + 7}
+    assert (kept.host, away.host) == (0, 10)
+    assert totals(colocated_phases(kept, ENGINE, DEVICE))["rollout"] == 60 + 10 + 311
+
+
 @pytest.mark.parametrize("term", sorted(CURES))
 def test_what_does_not_fit_names_its_largest_part_and_what_to_change(term):
     phase = Phase("train", {"other": 1, term: 79 * GIB}, DEVICE.usable)
@@ -58,7 +67,11 @@ def test_what_does_not_fit_names_its_largest_part_and_what_to_change(term):
 
 
 def test_every_term_has_a_cure():
-    phases = [*actor_phases(ACTOR, DEVICE), *engine_phases(ENGINE, DEVICE), *colocated_phases(ACTOR, ENGINE, DEVICE)]
+    phases = [
+        *actor_phases(ActorBytes(**{**vars(ACTOR), "reference": 1}), DEVICE),
+        *engine_phases(ENGINE, DEVICE),
+        *colocated_phases(ACTOR, ENGINE, DEVICE),
+    ]
     assert {term for phase in phases for term in phase.terms} <= set(CURES)
 
 

@@ -140,6 +140,17 @@ def test_other_devices_prepare_nothing():
     assert done.stdout.strip() == "False", done.stderr
 
 
+def test_a_ranks_process_has_not_imported_megatron_when_it_is_prepared():
+    """Rank 0 is asked for a port before it starts; that alone would have brought Megatron, and made MindSpeed too late."""
+    program = (
+        "import sys\nfrom mrl.cluster.workers import ActorWorker\n"
+        "assert 1024 <= ActorWorker.free_port(None) <= 65535\n"
+        "print([name for name in sys.modules if name.split('.')[0] in ('megatron', 'mbridge', 'vllm', 'torch')])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
 class Npu(types.ModuleType):
     """torch.npu with two devices; records what it was asked."""
 

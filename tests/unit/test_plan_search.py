@@ -139,8 +139,8 @@ def test_the_bubble_shrinks_with_virtual_stages_and_micro_batches():
         seconds = update_seconds(case.work, layout, case.device, 8, state, False, case.assumptions)
         shares.append(seconds.bubble / (seconds.total - seconds.bubble))
         count = micro_batch_count(case.work, layout)
-        assert seconds.bubble == pytest.approx((seconds.compute + seconds.tensor + seconds.expert + seconds.context + seconds.pipeline
-                                                / layout.virtual_pipeline) * 3 / (layout.virtual_pipeline * count))  # fmt: skip
+        steady = seconds.compute + seconds.tensor + seconds.expert + seconds.context + seconds.pipeline
+        assert seconds.bubble == pytest.approx(steady * 3 / (layout.virtual_pipeline * count))
     assert shares == sorted(shares, reverse=True)
 
 

@@ -1,24 +1,144 @@
-"""Every preset that ships is read, and says where it was run."""
+"""Every preset that ships is read, breaks no rule, fits the device that it is for, and says where it comes from and whether it was run."""
 
+import json
 from pathlib import Path
 
 import pytest
+from small_model import SIZES
 
+from mrl.cli import main
+from mrl.config.capabilities import missing_capabilities
 from mrl.config.load import load_config
+from mrl.models import known_name
 
 FOLDER = Path(__file__).parents[2] / "parallel_configs"
 PRESETS = sorted(FOLDER.glob("*/*.yaml"))
+IDS = [f"{p.parent.name}/{p.stem}" for p in PRESETS]
+# the model that scripts/make_tiny_world.py makes, with room for the long answers of the other tiny world
+TINY = SIZES | {
+    "hidden_size": 128, "num_hidden_layers": 4, "head_dim": 32, "intermediate_size": 256, "num_experts": 8, "max_position_embeddings": 1024,
+}  # fmt: skip
+# (model, devices, where): what has to be there
+WANTED = {
+    ("qwen3-30b-a3b", 32, "a2"), ("qwen3-30b-a3b", 16, "a2"), ("qwen3-30b-a3b", 16, "a3"), ("qwen3-30b-a3b", 8, "h100"),
+    ("qwen3-30b-a3b", 32, "h100"), ("qwen3-30b-a3b", 8, "h200"), ("qwen3-30b-a3b", 32, "h200"), ("qwen3-235b-a22b", 128, "a3"),
+    ("qwen3-235b-a22b", 128, "h100"), ("qwen3-235b-a22b", 64, "h200"), ("qwen3-32b", 64, "a3"), ("qwen3-8b", 16, "a3"),
+    ("qwen3-8b", 8, "h100"), ("qwen2.5-7b", 8, "h100"), ("qwen2.5-3b", 8, "a2"),
+}  # fmt: skip
 
 
-def test_there_are_presets():
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    """A current directory in which the tiny presets find their models."""
+    for name in ("tiny-world", "long-world"):
+        (tmp_path / name / "model").mkdir(parents=True)
+        (tmp_path / name / "model" / "config.json").write_text(json.dumps(TINY))
+    monkeypatch.chdir(tmp_path)
+
+
+def answer(capsys, *arguments: str) -> tuple[int, dict]:
+    try:
+        main([*arguments, "--json"])
+        code = 0
+    except SystemExit as end:
+        code = end.code
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_there_is_a_preset_for_every_system_of_the_sources():
+    found = set()
+    for path in PRESETS:
+        cluster = load_config(path).config.cluster
+        found.add((path.parent.name, cluster.nnodes * cluster.n_gpus_per_node, path.stem.split("-")[0]))
+    assert found >= WANTED
     assert FOLDER / "tiny-moe" / "cpu.yaml" in PRESETS
 
 
-@pytest.mark.parametrize("path", PRESETS, ids=lambda p: f"{p.parent.name}/{p.stem}")
-def test_a_preset_loads_and_says_where_it_was_run(path):
-    load_config(path)
-    head = path.read_text().partition("\n\n")[0].lower()
-    assert "run on:" in head or "planned arithmetic only" in head
+@pytest.mark.parametrize("path", PRESETS, ids=IDS)
+def test_a_preset_says_where_it_comes_from_and_whether_it_was_run(path):
+    head = path.read_text().partition("\nextends")[0].partition("\n\n")[0].lower()
+    assert ("run on:" in head) != ("planned arithmetic only" in head)
+    assert "provenance:" in head or "made by:" in head
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=IDS)
+def test_a_preset_breaks_no_rule(path, world, capsys):
+    code, found = answer(capsys, "validate", str(path))
+    assert (code, found["violations"]) == (0, [])
+    assert any(note.startswith("batch: ") for note in found["notes"])
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=IDS)
+def test_a_preset_fits_the_device_that_it_is_for(path, world, capsys):
+    config = load_config(path).config
+    code, plan = answer(capsys, "plan", str(path))
+    assert code == 0
+    assert plan["device"]["name"] == (config.cluster.accelerator or "cpu")
+    phases = plan["memory"]["phases"]
+    assert phases and not {name: phase for name, phase in phases.items() if not phase["fits"]}
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=IDS)
+def test_a_preset_uses_the_devices_that_it_asks_for(path):
+    config = load_config(path).config
+    engines = config.rollout.num_engines * config.rollout.tensor_model_parallel_size * config.rollout.data_parallel_size
+    devices = config.cluster.nnodes * config.cluster.n_gpus_per_node
+    world = config.actor.layout.world_size
+    assert (world + engines if config.cluster.placement == "separate" else world) == devices
+    assert config.cluster.placement == "separate" or engines == devices
+
+
+@pytest.mark.parametrize("path", [p for p in PRESETS if p.stem != "cpu"], ids=[i for i in IDS if not i.endswith("/cpu")])
+def test_a_preset_is_of_a_model_that_can_be_planned_without_its_weights(path):
+    assert known_name(load_config(path).config.model.path).lower() == path.parent.name
+
+
+@pytest.mark.parametrize("path", [p for p in PRESETS if p.stem != "cpu"], ids=[i for i in IDS if not i.endswith("/cpu")])
+def test_what_cannot_run_yet_is_named(path, world, capsys):
+    """A colocated preset ends with exit code 2 and the capability, whatever else is missing on this machine."""
+    missing = missing_capabilities(load_config(path).config)
+    notes = answer(capsys, "validate", str(path))[1]["notes"]
+    assert {f"mrl train cannot do this yet: {line}" for line in missing} <= set(notes)
+    assert missing or "separate" in path.stem
+
+
+def test_a_colocated_preset_is_not_trained_in_silence(world, capsys, tmp_path):
+    """On a checkpoint that is there, so that nothing else stands in the way."""
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    arguments = [
+        "train", str(FOLDER / "tiny-moe" / "cpu.yaml"), "--set", "cluster.placement=colocated",
+        "--set", "data.train_files=rows.jsonl", "--set", "data.val_files=rows.jsonl",
+    ]  # fmt: skip
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2 and "cluster.placement: colocated" in capsys.readouterr().err
+
+
+def test_every_number_of_a_preset_is_a_number():
+    """PyYAML would read 1e-6 as text."""
+    for path in PRESETS:
+        config = load_config(path).config
+        numbers = [config.actor.optim.lr, config.algorithm.policy_loss.clip_ratio_low, config.rollout.gpu_memory_utilization]
+        assert all(type(n) is float for n in (*numbers, *config.actor.optim.betas)), path
+
+
+def test_the_layout_of_source_004_is_what_the_source_says():
+    config = load_config(FOLDER / "qwen3-30b-a3b" / "a2-4x8.yaml").config
+    layout, loss = config.actor.layout, config.algorithm.policy_loss
+    assert (layout.world_size, layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size) == (32, 4, 4)
+    assert (layout.expert_model_parallel_size, layout.expert_tensor_parallel_size) == (8, 1)
+    assert (config.rollout.tensor_model_parallel_size, config.rollout.data_parallel_size, config.rollout.n) == (4, 8, 2)
+    assert (config.data.train_batch_size, config.actor.ppo_mini_batch_size) == (32, 4)
+    assert (loss.loss_mode, loss.loss_agg_mode, loss.clip_ratio_low, loss.clip_ratio_high) == ("gspo", "seq-mean-token-mean", 3e-4, 4e-4)
+
+
+def test_dapo_presets_have_the_settings_of_source_001():
+    for name in ("qwen3-235b-a22b/a3-8x16", "qwen3-235b-a22b/h100-16x8", "qwen3-235b-a22b/h200-8x8"):
+        algorithm = load_config(FOLDER / f"{name}.yaml").config.algorithm
+        loss = algorithm.policy_loss
+        assert (loss.loss_mode, loss.loss_agg_mode, loss.clip_ratio_low, loss.clip_ratio_high) == ("vanilla", "token-mean", 0.2, 0.28)
+        assert (algorithm.use_kl_loss, algorithm.use_kl_in_reward, algorithm.entropy_coeff) == (False, False, 0.0)
+        assert (algorithm.filter_groups.enable, algorithm.overlong_buffer.len) == (True, 4096)
 
 
 def test_the_tiny_preset_is_what_its_comments_say():

@@ -55,3 +55,17 @@ def test_a_truth_without_content_is_an_error_not_a_wrong_answer():
 def test_the_answer_that_was_compared_is_kept():
     assert math("math", r"\boxed{x = \dfrac12}", "0.5")["pred"] == "1/2"
     assert math("math", "nothing", "0.5")["pred"] == ""
+
+
+def test_loading_math_verify_is_not_on_the_first_samples_clock():
+    import time
+
+    from mrl.reward.items import RewardItem, RewardSpec
+    from mrl.reward.pool import RewardPool
+
+    begin = time.monotonic()
+    with RewardPool(RewardSpec("auto", data_sources=("HuggingFaceH4/MATH-500",)), num_workers=1, timeout_s=20.0) as pool:
+        ready = time.monotonic()
+        assert pool.score([RewardItem(0, "HuggingFaceH4/MATH-500", r"\boxed{\sqrt{12}}", r"2\sqrt{3}")])[0].score == 1
+        answered = time.monotonic()
+    assert answered - ready < 0.7 * (ready - begin)  # an import within the sample would take as long as the start with it

@@ -1,0 +1,221 @@
+"""A plan with a fault sown into it is caught, by the proof and by the rehearsal, and the fault is named."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from functools import cache
+
+import pytest
+from reshard_cases import Pair, random_pairs
+from test_reshard_source import MODELS
+
+from mrl.layout import RolloutLayout, TrainLayout
+from mrl.reshard import verify
+from mrl.reshard.plan import Copy, Message, Place, ReshardPlan, Topology, plan_reshard
+from mrl.reshard.prove import PlanFault, shard_table, worker_faults
+from mrl.reshard.rehearse import rehearse, shrink
+from mrl.reshard.source import source_shards
+from mrl.reshard.target import target_parameters
+
+WORKER = 1
+LAYER = "model.layers.2."
+W13 = f"{LAYER}mlp.experts.routed_experts.w13_weight"
+
+
+@cache
+def good_plan() -> ReshardPlan:
+    """TP2, PP2, EP2, DP2 to two engines of TP2, in several rounds."""
+    model = MODELS["qwen3_moe"]
+    degrees = {"world_size": 8, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}
+    train = TrainLayout.build(degrees, model)
+    return plan_reshard(model, train, RolloutLayout(2, 2), dialect="cpu", dtype="float32", budget_bytes=8192)
+
+
+@dataclass(frozen=True)
+class SpoiledPlan(ReshardPlan):
+    """The good plan, whose messages to WORKER pass through a function on both sides."""
+
+    spoil: Callable[[list[Message]], list[Message]]
+
+    def receives(self, worker: int) -> Iterator[Message]:
+        messages = list(super().receives(worker))
+        return iter(self.spoil(messages) if worker == WORKER else messages)
+
+    def sends(self, rank: int) -> Iterator[Message]:
+        others = [message for message in super().sends(rank) if message.worker != WORKER]
+        mine = [message for message in self.receives(WORKER) if message.source == rank]
+        return iter(sorted([*others, *mine], key=lambda m: (m.round, m.worker)))
+
+
+def spoiled(spoil: Callable[[list[Message]], list[Message]]) -> SpoiledPlan:
+    plan = good_plan()
+    return SpoiledPlan(**{field.name: getattr(plan, field.name) for field in fields(plan)}, spoil=spoil)
+
+
+def each_copy(change: Callable[[Copy], list[Copy]], wanted: Callable[[Copy], bool]) -> Callable[[list[Message]], list[Message]]:
+    """Changes the first copy that is wanted."""
+
+    def spoil(messages: list[Message]) -> list[Message]:
+        done, found = False, []
+        for message in messages:
+            copies: list[Copy] = []
+            for copy in message.copies:
+                hit = not done and wanted(copy)
+                copies += change(copy) if hit else [copy]
+                done = done or hit
+            found.append(replace(message, copies=tuple(copies)))
+        assert done
+        return found
+
+    return spoil
+
+
+def gate(copy: Copy) -> bool:
+    return copy.parameter == W13 and "gate_proj" in copy.hf_name
+
+
+def moved(copy: Copy, box: str, axis: int, by: int) -> list[Copy]:
+    offsets = [0] * len(getattr(copy, box).ranges)
+    offsets[axis] = by
+    return [replace(copy, **{box: getattr(copy, box).shift(offsets)})]
+
+
+def other_expert(copy: Copy) -> list[Copy]:
+    stem, number = copy.megatron_name.split(".weight")
+    return [replace(copy, megatron_name=f"{stem}.weight{(int(number) + 1) % 4}")]
+
+
+def renamed(old: str, new: str) -> Callable[[Copy], list[Copy]]:
+    return lambda copy: [replace(copy, hf_name=copy.hf_name.replace(old, new))]
+
+
+def elsewhere(name: str) -> Callable[[Copy], list[Copy]]:
+    return lambda copy: [replace(copy, megatron_name=name)]
+
+
+FAULTS: dict[str, tuple[Callable, Callable]] = {
+    "dropped": (lambda c: [], gate),
+    "doubled": (lambda c: [c, c], gate),
+    "written an expert too far": (lambda c: moved(c, "target_box", 0, 1), lambda c: gate(c) and c.target_box.ranges[0][1] < 8),
+    "gate written where up belongs": (lambda c: moved(c, "target_box", 1, 6), gate),
+    "taken from where up lies": (lambda c: moved(c, "source_box", 0, 12), gate),
+    "taken from another expert": (other_expert, gate),
+    "said to be gate and is up": (renamed("up_proj", "gate_proj"), lambda c: "up_proj" in c.hf_name),
+    "taken from another layer": (elsewhere("decoder.layers.9.mlp.router.weight"), lambda c: "mlp.gate" in c.hf_name),
+    "taken from another chunk": (lambda c: [replace(c, vp_chunk=1)], gate),
+    "written along swapped axes": (lambda c: [replace(c, axes=(2, 1))], gate),
+}  # fmt: skip
+
+
+def first_fault(plan: ReshardPlan) -> str | None:
+    return verify.prove(plan).fault
+
+
+def test_the_good_plan_has_no_fault():
+    assert first_fault(good_plan()) is None
+    assert list(rehearse(good_plan())) == []
+    assert good_plan().num_rounds > 2
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_spoiled_copy_is_caught_by_the_proof_and_named(fault):
+    change, wanted = FAULTS[fault]
+    named = first_fault(spoiled(each_copy(change, wanted)))
+    assert named is not None
+    assert "engine 0, worker 1" in named
+    assert LAYER in named or "decoder.layers" in named or "model.layers" in named
+
+
+# of the others the rehearsal takes the same elements to the same place, or cannot even carry them out
+VISIBLE = ["dropped", "written an expert too far", "gate written where up belongs", "taken from where up lies", "taken from another expert"]
+
+
+@pytest.mark.parametrize("fault", VISIBLE)
+def test_a_spoiled_copy_is_caught_by_the_rehearsal_and_named(fault):
+    faults = list(rehearse(spoiled(each_copy(*FAULTS[fault]))))
+    assert faults
+    assert all("engine 0, worker 1" in text for text in faults)
+    assert any(W13 in text or "routed_experts" in text for text in faults)
+
+
+def test_a_message_from_a_rank_that_has_something_else_is_caught():
+    def swap(messages: list[Message]) -> list[Message]:
+        index = next(n for n, m in enumerate(messages) if any(gate(c) for c in m.copies))
+        messages[index] = replace(messages[index], source=messages[index].source ^ 1)
+        return messages
+
+    assert "rank" in (first_fault(spoiled(swap)) or "")
+
+
+def test_a_lost_message_is_caught_on_both_sides():
+    plan = good_plan()
+
+    class Deaf(SpoiledPlan):
+        def sends(self, rank: int) -> Iterator[Message]:
+            return ReshardPlan.sends(self, rank)
+
+    deaf = Deaf(**{field.name: getattr(plan, field.name) for field in fields(plan)}, spoil=lambda messages: messages[1:])
+    faults = list(rehearse(deaf))
+    assert any("does not expect" in text for text in faults)
+    assert any("engine 0, worker 1" in text for text in faults)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_expanded_plans_hold_against_the_real_shards(seed):
+    """The proof at plan time looks at templates; here every copy of every worker is held against the real layout."""
+    for pair in random_pairs(1000 + seed, 6):
+        plan = pair.plan()
+        tables = [shard_table(source_shards(pair.model, pair.train, rank)) for rank in range(pair.train.world_size)]
+        for worker in range(pair.rollout.world_size):
+            wanted = target_parameters(pair.model, pair.rollout, worker, pair.dialect, pair.dtype)
+            assert list(worker_faults(wanted, plan.receives(worker), tables.__getitem__)) == [], pair
+
+
+def test_a_wrong_description_of_the_target_stops_the_planner(monkeypatch):
+    """The proof does not take the planner's word: a planner that forgets every down projection is stopped."""
+    from mrl.reshard import streams
+
+    real = streams.Holdings._grains
+
+    def forgetful(self, parameter, limit):
+        return (grain for grain in real(self, parameter, limit) if "experts.3.down_proj" not in grain.hf_name)
+
+    monkeypatch.setattr(streams.Holdings, "_grains", forgetful)
+    plan = good_plan()
+    with pytest.raises(PlanFault, match=r"w2_weight: model\.layers\.0\.mlp\.experts\.3\.down_proj\.weight .* not covered"):
+        plan_reshard(plan.model, plan.train, plan.rollout, dialect="cpu", dtype="float32")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_shrunken_models_keep_layouts_legal_and_shards_of_two_rows(seed):
+    for pair in random_pairs(2000 + seed, 8):
+        small, train = shrink(pair.model, pair.train, pair.rollout)
+        assert (train.world_size, train.pipeline, train.virtual_pipeline) == (
+            pair.train.world_size, pair.train.pipeline, pair.train.virtual_pipeline,
+        )  # fmt: skip
+        assert train.num_layers == small.num_layers
+        for rank in range(train.world_size):
+            for shard in source_shards(small, train, rank):
+                rows = [
+                    piece.hf_box.shape
+                    for piece in shard.pieces
+                    if len(piece.hf_box.ranges) == 2 and "shared_expert_gate" not in piece.hf_name
+                ]
+                assert all(min(shape) >= 2 for shape in rows if "proj" in shard.megatron_name or "experts" in shard.megatron_name)
+        assert list(rehearse(replace_model(pair, small, train))) == []
+
+
+def replace_model(pair: Pair, model, train) -> ReshardPlan:
+    return replace(pair, model=model, train=train).plan()
+
+
+def test_verdict_counts_what_it_looked_at():
+    places = tuple(Place(0, device) for device in range(8))
+    plan = good_plan()
+    plan = plan_reshard(
+        plan.model, plan.train, plan.rollout, dialect="npu", dtype="bfloat16", topology=Topology(places, places[:4]), budget_bytes=8192
+    )
+    verdict = verify.verify(plan)
+    assert verdict.fault is None
+    assert verdict.proof.workers == 4
+    assert verdict.proof.copies == sum(len(m.copies) for worker in range(4) for m in plan.receives(worker))
+    assert (verdict.rehearsal.layers, verdict.rehearsal.experts) == (4, 4)
