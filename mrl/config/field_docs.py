@@ -66,8 +66,8 @@ FIELD_DOCS: dict[str, str | tuple[str, str]] = {
         "As large as memory allows; it changes speed and memory, never the gradient.",
     ),
     "actor.log_prob_micro_batch_size_per_gpu": (
-        "Samples in one forward pass for log-probs.",
-        "Twice that of training or more: there is no backward pass.",
+        "Samples in one forward pass for log-probs; left out: cut as the update.",
+        "Left out, the first update's ratio is exactly 1. Larger is faster: there is no backward pass.",
     ),
     "actor.use_dynamic_bsz": (
         "Cuts micro-batches by tokens instead of samples.",

@@ -45,6 +45,7 @@ class TrainBatch:
     temperature: np.ndarray  # float32 [batch]
     rollout_log_probs: np.ndarray  # float32 [batch, response_length]
     old_log_probs: np.ndarray | None = None  # float32 [batch, response_length]
+    ref_log_probs: np.ndarray | None = None  # float32 [batch, response_length]
     advantages: np.ndarray | None = None  # float32 [batch, response_length]
     keep: np.ndarray | None = None  # bool [batch, response_length]: false where a token was rejected; None: none was
     loss_weights: np.ndarray | None = None  # float32 [batch, response_length]: of the off-policy correction; None: all 1
