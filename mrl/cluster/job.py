@@ -89,7 +89,8 @@ def submit(client: JobClient, job: Job, agent_timeout_s: float, wait: Callable[[
 def follow(client: JobClient, job: Job, say: Callable[[str], None]) -> int:
     """Passes the job's output on until it ends; returns the status to exit with: the driver's own, 5 for a job that was stopped.
 
-    SIGINT and SIGTERM ask the job to stop, which saves the run, and the wait goes on. Raises Interrupted when the head is lost.
+    A first SIGINT or SIGTERM asks the job to stop, which saves the run, and the wait goes on; a second one acts as it would without this.
+    Raises Interrupted when the head is lost.
     """
     with _stopping(client, job, say):
         with suppress(RuntimeError, OSError):  # the connection breaks with the head; what became of the job is asked below
@@ -128,16 +129,20 @@ def _wait_for_end(client: JobClient, job: Job) -> str:
 @contextmanager
 def _stopping(client: JobClient, job: Job, say: Callable[[str], None]) -> Iterator[None]:
     def ask(number: int, frame: Any) -> None:
-        say(f"stopping job {job.name}: it finishes what it must and saves\n")
+        restore()
+        say(f"stopping job {job.name}: it finishes what it must and saves; the same again only ends this wait\n")
         with suppress(RuntimeError, ConnectionError):
             client.stop_job(job.name)
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        restore()
 
 
 def _largest(runtime_env: dict[str, Any]) -> str:

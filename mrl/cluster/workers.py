@@ -53,7 +53,9 @@ class ActorWorker:
 
     def start(self, master_addr: str, master_port: int, checkpoint: str | None) -> int:
         """Builds the model and loads it: a checkpoint of ours, or the Hugging Face weights. Returns this process's id."""
-        prepare_process(self.config.cluster.device, self.config.actor.layout.model_dump(), self.config.model.override_transformer_config)
+        model = self.config.model
+        own = prepare_process(self.config.cluster.device, self.config.actor.layout.model_dump(), model.override_transformer_config)
+        self.config = self.config.model_copy(update={"model": model.model_copy(update={"override_transformer_config": own})})
         from mrl.megatron.actor import MegatronActor
 
         self.actor = MegatronActor(self.config, self.rank, self.config.actor.layout.world_size, master_addr, master_port)

@@ -34,6 +34,8 @@ def _submit(options: argparse.Namespace) -> None:
     config = resolved_config(_train_options(options.train)).config  # what cannot be read is told before anything is sent
     path = options.runtime_env or Path(f"launch/runtime_env.{config.cluster.device}.yaml")
     job = train_job(options.train, run_dir(config), read_runtime_env(path, options.grace_s))
+    for key, value in local_only(config):
+        print(f"note: {key}: {value} is relative: the job looks in its copy of the working directory; give an absolute path")
     ask_for_token_authentication()
     client = _client(options.address)
     submit(client, job, options.agent_timeout_s)
@@ -42,6 +44,13 @@ def _submit(options: argparse.Namespace) -> None:
         print(f"follow it with: ray job logs --follow --address {options.address} {job.name}")
         return
     raise SystemExit(follow(client, job, _say))
+
+
+def local_only(config) -> list[tuple[str, str]]:
+    """(key, path) of models and data that are here under a relative path; the job's copy of the working directory leaves them out."""
+    named = [("model.path", config.model.path)]
+    named += [(f"data.{name}", file) for name in ("train_files", "val_files") for file in getattr(config.data, name)]
+    return [(key, path) for key, path in named if not Path(path).is_absolute() and Path(path).exists()]
 
 
 def _train_options(arguments: list[str]) -> argparse.Namespace:

@@ -17,6 +17,7 @@ _IGNORED = "it would be ignored"
 
 # What Megatron-core 0.16.1 lets selective recompute name (TransformerConfig.__post_init__), without those of attention we do not build.
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
+_STATE_DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")  # fields of OptimizerConfig
 _DISPATCHERS = ("allgather", "alltoall", "flex")
 # vLLM arguments under which the engine's routes are refused, wrong or incomplete, each with the value that is right and why.
 # Sources: vllm-project/vllm PR 28284, PR 39917 and PR 48622.
@@ -33,6 +34,7 @@ def actor_rules(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
     yield from _token_budgets(config)
     yield from _context(config, model)
     yield from _offload(config)
+    yield from _precision(config)
     yield from _recompute(config)
     yield from _experts(config, model)
     yield from _replay(config, model)
@@ -105,11 +107,20 @@ def _offload(config: RunConfig) -> Iterator[Broken]:
         yield Broken(f"{_OPTIMIZER}.optimizer_offload_fraction", "must be from 0 to 1", "it is the share of parameters", (0.0, 1.0))
 
 
+def _precision(config: RunConfig) -> Iterator[Broken]:
+    given = config.actor.optim.override_optimizer_config
+    for name in _STATE_DTYPES:
+        if given.get(name) not in (None, "fp32", "float32") and not given.get("use_precision_aware_optimizer"):
+            why = "Megatron's plain Adam keeps gradients and states in float32"
+            yield Broken(f"{_OPTIMIZER}.{name}", "other than float32 needs use_precision_aware_optimizer: true", why, ("float32",))
+
+
 def _recompute(config: RunConfig) -> Iterator[Broken]:
     given = config.model.override_transformer_config
     kind, method, layers = (given.get(f"recompute_{part}") for part in ("granularity", "method", "num_layers"))
     if kind not in (None, "full", "selective"):
-        yield Broken(f"{_TRANSFORMER}.recompute_granularity", "is unknown", "", ("full", "selective", None))
+        why = "Megatron recomputes whole layers, the modules that are named, or nothing"
+        yield Broken(f"{_TRANSFORMER}.recompute_granularity", "is unknown", why, ("full", "selective", None))
     if kind == "full":
         yield from _full_recompute(config, method, layers)
     for part, value in (("method", method), ("num_layers", layers)):
@@ -121,7 +132,8 @@ def _recompute(config: RunConfig) -> Iterator[Broken]:
         yield Broken(f"{_TRANSFORMER}.recompute_modules", "needs recompute_granularity: selective", _IGNORED, (None,))
     for name in modules if isinstance(modules, list) and kind == "selective" else ():
         if name not in RECOMPUTE_MODULES:
-            yield Broken(f"{_TRANSFORMER}.recompute_modules", f"{name} is no module that can be recomputed", "", RECOMPUTE_MODULES)
+            rule, why = f"{name} is no module that can be recomputed", "selective recompute goes by Megatron's own names"
+            yield Broken(f"{_TRANSFORMER}.recompute_modules", rule, why, RECOMPUTE_MODULES)
     sequence_parallel = LayoutDegrees.of(config.actor.layout.model_dump()).uses_sequence_parallel
     if given.get("distribute_saved_activations") and sequence_parallel:
         why = "with sequence parallelism they are distributed already"
@@ -130,7 +142,11 @@ def _recompute(config: RunConfig) -> Iterator[Broken]:
 
 def _full_recompute(config: RunConfig, method: Any, layers: Any) -> Iterator[Broken]:
     if method not in ("uniform", "block"):
-        yield Broken(f"{_TRANSFORMER}.recompute_method", "must say how with recompute_granularity: full", "", ("uniform", "block"))
+        rule, why = (
+            "must say how with recompute_granularity: full",
+            "layers go in equal groups (uniform), or only the first of a stage do (block)",
+        )
+        yield Broken(f"{_TRANSFORMER}.recompute_method", rule, why, ("uniform", "block"))
     if not isinstance(layers, int) or layers < 1:
         why = "full recompute goes by groups of that many layers"
         yield Broken(f"{_TRANSFORMER}.recompute_num_layers", "must be at least 1 with recompute_granularity: full", why, (1,))
@@ -144,7 +160,9 @@ def _experts(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
         return
     dispatcher = given.get("moe_token_dispatcher_type", "alltoall")
     if dispatcher not in _DISPATCHERS:
-        yield Broken(f"{_TRANSFORMER}.moe_token_dispatcher_type", "is unknown", "", _DISPATCHERS)
+        yield Broken(
+            f"{_TRANSFORMER}.moe_token_dispatcher_type", "is unknown", "Megatron has these ways to bring tokens to experts", _DISPATCHERS
+        )
     if given.get("moe_enable_deepep") and dispatcher != "flex":
         yield Broken(f"{_TRANSFORMER}.moe_enable_deepep", "needs moe_token_dispatcher_type: flex", "Megatron refuses it", (False,))
     if given.get("moe_shared_expert_overlap") and (dispatcher != "alltoall" or not model.shared_expert_intermediate_size):
@@ -165,7 +183,7 @@ def _replay(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
         why = "the fused kernel chooses experts where nothing can be replayed"
         yield Broken(f"{_TRANSFORMER}.moe_router_fusion", f"must be false with actor.router_replay {mode}", why, (False,))
     if mode == "R2":
-        yield from _same_cut(config)
+        yield from _same_cut(config) if model.is_moe else ()
         return
     if config.cluster.device == "cpu":
         why = "vLLM returns routes (enable_return_routed_experts) only where Triton runs; R2 replays Megatron's own"

@@ -13,7 +13,6 @@ def offloaded(config: RunConfig) -> list[str]:
 
 _MISSING: tuple[tuple[Callable[[RunConfig], bool], str], ...] = (
     (lambda c: c.cluster.placement == "colocated", "cluster.placement: colocated (use separate)"),
-    (lambda c: c.cluster.device == "npu", "cluster.device: npu (use cuda or cpu)"),
     (lambda c: c.ref.layout is not None, "ref.layout, a layout of the reference model's own (use null)"),
     (lambda c: bool(offloaded(c)), "offload of parameters, gradients or optimizer to the host (param_offload, ...: use false)"),
     (lambda c: c.actor.router_replay == "R3", "actor.router_replay: R3 (use R2 or disabled)"),

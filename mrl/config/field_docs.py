@@ -91,6 +91,7 @@ FIELD_DOCS: dict[str, str | tuple[str, str]] = {
         "disabled for one update a step; R2 for two; R3 for four or more, or when router/drift is high. GSPO often needs none.",
     ),
     "actor.override_ddp_config": "Fields of Megatron's DistributedDataParallelConfig.",
+    "ref.path": "Checkpoint of the reference model, of the actor's architecture; left out: the actor's start (model.path).",
     "ref.param_offload": ("The reference model's parameters are on the host when it is not asked.", "As the actor has it."),
     "ref.log_prob_micro_batch_size_per_gpu": "Samples in one forward pass of the reference model; left out: the actor's.",
     "ref.log_prob_use_dynamic_bsz": "Cuts its micro-batches by tokens; left out: as the actor.",
@@ -204,6 +205,10 @@ FIELD_DOCS: dict[str, str | tuple[str, str]] = {
         "Prompts per step; x rollout.n samples.",
         "More makes generation more efficient and, at the same mini-batch size, training more off-policy.",
     ),
+    "data.gen_batch_size": (
+        "Prompts that dynamic sampling generates at a time; left out: train_batch_size.",
+        "More saves rounds where few groups differ, and throws more responses away.",
+    ),
     "data.val_max_samples": "Validation prompts; left out: all.",
     "data.max_prompt_length": ("Longest prompt, tokens.", "That of your data; less, with filter_overlong_prompts, when few are long."),
     "data.max_response_length": (
@@ -251,6 +256,11 @@ FIELD_DOCS: dict[str, str | tuple[str, str]] = {
     ),
     "cluster.cpus_per_actor": "CPUs that Ray reserves for a rank.",
     "cluster.cpus_per_engine": "CPUs that Ray reserves for an engine.",
+    "cluster.accelerator": "Model of the devices, as `mrl plan --device` names it, that plans assume; left out: the smallest of its kind.",
+    "cluster.versions": (
+        "Packages of the cluster whose version is not that of the tested row; the rules are then those of that version.",
+        "Leave it out and install the row; `mrl doctor` compares.",
+    ),
     "cluster.address": "HOST:PORT of a running Ray cluster; left out: $RAY_ADDRESS, else one is started for the run.",
     "cluster.port": "Where the actor's ranks meet, on the host of rank 0; left out: a free one.",
     "cluster.start_timeout_s": ("Longest wait for ranks to start and load, s.", "Large models on slow storage need more."),

@@ -140,7 +140,10 @@ def _anchor(config: RunConfig) -> Iterator[Broken]:
 
 
 def _sampling(config: RunConfig) -> Iterator[Broken]:
-    groups = config.algorithm.filter_groups
+    groups, data = config.algorithm.filter_groups, config.data
+    if not groups.enable and data.gen_batch_size not in (None, data.train_batch_size):
+        why = f"without {_GROUPS}.enable a step trains on all that it generates"
+        yield Broken("data.gen_batch_size", f"must be data.train_batch_size = {data.train_batch_size}", why, (data.train_batch_size,))
     if groups.enable and groups.on_exhausted != "error" and groups.max_num_gen_batches == 0:
         why = "0 generates without end, so what happens at the end is never asked"
         yield Broken(f"{_GROUPS}.max_num_gen_batches", f"must be at least 1 with on_exhausted {groups.on_exhausted}", why, (5, 10))

@@ -18,7 +18,19 @@ def npu_rules(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
     if config.model.override_transformer_config.get("moe_use_legacy_grouped_gemm"):
         why = "its expert weights are flattened and transposed, which no name mapping of ours describes"
         yield Broken("model.override_transformer_config.moe_use_legacy_grouped_gemm", "must be false on npu", why, (False,))
+    if config.model.override_transformer_config.get("use_flash_attn") is False:
+        why = "MindSpeed's packed and context-parallel attention exist in that form only"
+        yield Broken("model.override_transformer_config.use_flash_attn", "must be true on npu, or left out", why, (True,))
     yield from _engines(config)
+
+
+def npu_notes(config: RunConfig) -> Iterator[str]:
+    """What who trains on NPUs has to know."""
+    if config.cluster.device == "npu":
+        yield (
+            "cluster.device npu: written against the documented interfaces and never run on hardware; begin with few steps, and read the "
+            "metrics of mismatch between engine and trainer"
+        )
 
 
 def _engines(config: RunConfig) -> Iterator[Broken]:

@@ -7,6 +7,7 @@ from mrl.config.schema import RunConfig
 from mrl.config.upstream_fields import UPSTREAM_FIELDS
 from mrl.config.violation import Broken, did_you_mean
 from mrl.models import ModelSpec
+from mrl.platforms.npu_environment import MINDSPEED_FIELDS
 
 _LAYOUT = "actor.layout."
 _CHECKPOINT = "the checkpoint's config.json (model.path)"
@@ -79,11 +80,6 @@ _VLLM = {
     "weight_transfer_config": _SYNC,
     "worker_extension_cls": _SYNC,
 }
-
-# Switches that MindSpeed core_r0.16.0 adds to Megatron's; only the npu platform imports it.
-MINDSPEED_FIELDS = frozenset(
-    ("use_flash_attn", "use_fused_rmsnorm", "use_fused_swiglu", "use_fused_rotary_pos_emb", "fused_permute_unpermute", "swap_optimizer")
-)
 
 _GATHER = "weights are read for log-probs, sync and checkpoints right after a step, when such a gather has not happened yet"
 _WHOLE = "checkpoints and the weight sync read parameters and optimizer shards as the plain distributed optimizer lays them out"
@@ -164,4 +160,5 @@ def _names(key: str, upstream: str, ours: Mapping[str, str], given: Mapping[str,
         elif name not in known.fields:
             closest = did_you_mean(name, sorted(known.fields))
             closest = closest if closest.startswith("did") else "no name is close to it"
-            yield Broken(f"{key}.{name}", f"is no field of {upstream} in {known.package} {known.version}; {closest}")
+            rule = f"is no field of {upstream} in {known.package} {known.version}; {closest}"
+            yield Broken(f"{key}.{name}", rule, "it would only be found when that class is built, on the cluster")

@@ -6,7 +6,7 @@ from mrl.config.actor_rules import actor_notes, actor_rules
 from mrl.config.batch_rules import batch_rules
 from mrl.config.load import ResolvedConfig
 from mrl.config.loss_rules import loss_notes, loss_rules
-from mrl.config.npu_rules import npu_rules
+from mrl.config.npu_rules import npu_notes, npu_rules
 from mrl.config.override_rules import override_rules
 from mrl.config.path_rules import path_rules
 from mrl.config.reshard_rules import reshard_notes, reshard_rules
@@ -43,6 +43,7 @@ def notes(resolved: ResolvedConfig, model: ModelSpec) -> list[str]:
         *rollout_notes(resolved.config, model),
         *actor_notes(resolved.config, model),
         *version_notes(resolved.config),
+        *npu_notes(resolved.config),
         *reshard_notes(resolved.config),
     ]
 

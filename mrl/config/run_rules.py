@@ -28,7 +28,9 @@ def run_rules(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
     yield from _mixing(config)
     for name in config.trainer.logger:
         if name not in _LOGGERS:
-            yield Broken("trainer.logger", f"{name} is no logger; {did_you_mean(name, _LOGGERS)}", "", _LOGGERS)
+            yield Broken(
+                "trainer.logger", f"{name} is no logger; {did_you_mean(name, _LOGGERS)}", "each is a view of the metrics", _LOGGERS
+            )
 
 
 def _mixing(config: RunConfig) -> Iterator[Broken]:

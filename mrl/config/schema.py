@@ -231,6 +231,7 @@ class DataConfig(Section):
     val_files: tuple[str, ...] = ()
     prompt_key: str = "prompt"
     train_batch_size: int = Field(ge=1)  # prompts per step
+    gen_batch_size: int | None = Field(None, ge=1)  # prompts generated at a time by dynamic sampling; None: train_batch_size
     val_max_samples: int | None = Field(None, ge=1)
     max_prompt_length: int = Field(1024, ge=1)  # tokens
     max_response_length: int = Field(1024, ge=1)  # tokens

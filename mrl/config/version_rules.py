@@ -24,7 +24,7 @@ def version_rules(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
             yield Broken(_KEY, rule, "what is named here has to be something that is compared", tuple(tested))
     for name, version in config.cluster.versions.items():
         if name in tested and _release(version) is None and name != _TOOLKIT:
-            yield Broken(f"{_KEY}.{name}", "is no version", "", (tested[name],))
+            yield Broken(f"{_KEY}.{name}", "is no version", "it is compared with what layout and engines need", (tested[name],))
     versions = tested | config.cluster.versions
     yield from _megatron(config, model, versions)
     yield from _vllm(config, versions)
@@ -75,7 +75,7 @@ def _ascend(config: RunConfig, versions: dict[str, str]) -> Iterator[Broken]:
         yield Broken(f"{_KEY}.vllm", rule, "the pairing is strict: vllm-ascend replaces functions of that release", (pair[0],))
     toolkit, torch_npu = versions[_TOOLKIT], versions["torch-npu"]
     if toolkit not in TORCH_NPU:
-        yield Broken(f"{_KEY}.{_TOOLKIT}", "is no CANN release that is known", "", tuple(TORCH_NPU))
+        yield Broken(f"{_KEY}.{_TOOLKIT}", "is no CANN release that is known", "torch_npu is built for one", tuple(TORCH_NPU))
     elif torch_npu not in TORCH_NPU[toolkit]:
         rule = f"is not released for CANN {toolkit}"
         yield Broken(f"{_KEY}.torch-npu", rule, "torch_npu is built against one CANN", TORCH_NPU[toolkit])

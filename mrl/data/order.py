@@ -51,7 +51,10 @@ class PromptStream:
                 f"data.train_weights: the file number {empty[0] + 1} of data.train_files has a weight and no prompt that is kept"
             )
         if not 1 <= self.batch_size <= size:
-            raise DataError(f"data.train_batch_size is {self.batch_size} prompts and the data has {size}; allowed: 1 to {size}")
+            raise DataError(
+                f"data.train_batch_size is {self.batch_size} prompts and the data has {size}; allowed: 1 to {size} (data.gen_batch_size, "
+                "where it is set)"
+            )
 
     @property
     def steps_per_epoch(self) -> int:

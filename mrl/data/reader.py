@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 from mrl.errors import DataError
 
 ROWS_AT_ONCE = 1024
+BUFFER_BYTES = 1024**2  # of each column, so that a file of one large row group is not read whole
 REQUIRED_COLUMNS = ("data_source", "reward_model")  # and the prompt's own
 
 
@@ -73,17 +74,18 @@ def missing_columns(found: Sequence[str], expected: Sequence[str]) -> str | None
 
 def _parquet_rows(path: Path, expected: Sequence[str]) -> Iterator[RawRow]:
     try:
-        with pq.ParquetFile(path) as parquet:
+        with pq.ParquetFile(path, buffer_size=BUFFER_BYTES) as parquet:
             names = parquet.schema_arrow.names
             problem = missing_columns(names, expected)
             if problem:
                 raise DataError(f"{path}: {problem}")
             columns = [name for name in names if name in (*expected, "extra_info")] if expected else names
             row = 0
-            for batch in parquet.iter_batches(ROWS_AT_ONCE, columns=columns):
-                for value, problem in _values(batch):
-                    yield RawRow(str(path), row, value, problem)
-                    row += 1
+            for group in range(parquet.num_row_groups):  # one reader over all groups keeps what it read of them
+                for batch in parquet.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=columns, use_threads=False):
+                    for value, problem in _values(batch):
+                        yield RawRow(str(path), row, value, problem)
+                        row += 1
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}: not readable as parquet: {error}") from error
 

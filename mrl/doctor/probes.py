@@ -22,6 +22,7 @@ class Probe:
     program: str
     cure: str
     arguments: tuple[str, ...] = ()
+    must_answer: bool = False  # no answer by the deadline is a failure: a head that refuses the token lets Ray try on and on
 
 
 _RAY = """
@@ -39,14 +40,14 @@ def probes(device: str, address: str | None, deep: bool) -> tuple[Probe, ...]:
     found = [Probe("torch", TORCH_PROBES[device], "install the build of torch that fits the device and its driver; see version:torch")]
     if address:
         cure = "is the head up (launch/start_head.sh), HOST:PORT right, and its token in RAY_AUTH_TOKEN or ~/.ray/auth_token?"
-        found.append(Probe("ray cluster", _RAY, cure, (address,)))
+        found.append(Probe("ray cluster", _RAY, cure, (address,), must_answer=True))
     if deep:
         found += [Probe("import mbridge", _BRIDGE, _REINSTALL), Probe("import vllm", _VLLM, _REINSTALL)]
     return tuple(found)
 
 
 def run_probes(wanted: Iterable[Probe], deadline_s: float = DEADLINE_S) -> Iterator[Check]:
-    """Runs all at once; one that has not answered by the deadline is ended and counts as a warning."""
+    """Runs all at once; one that has not answered by the deadline is ended, and counts as a warning or as it says."""
     quiet = os.environ | {"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "token"), "VLLM_LOGGING_LEVEL": "ERROR"}
     started = [
         (probe, subprocess.Popen([sys.executable, "-c", probe.program, *probe.arguments], env=quiet, text=True,
@@ -64,7 +65,8 @@ def _answer(probe: Probe, process: subprocess.Popen, left_s: float, deadline_s: 
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-        return warning(probe.name, f"no answer within {deadline_s:g} s", f"the host is busy, or {probe.cure}")
+        judge = failure if probe.must_answer else warning
+        return judge(probe.name, f"no answer within {deadline_s:g} s", f"the host is busy, or: {probe.cure}")
     if process.returncode == 0:
         return ok(probe.name, _last(said))
     return failure(probe.name, _last(error) or f"ended with status {process.returncode}", probe.cure)

@@ -129,21 +129,27 @@ class Activations:
         rotary = 4 * (s if self.micro.packed else self.micro.length // self.layout.context) * m.head_dim
         return {
             "attention norm": self._norm() + self._hidden(),
-            "query, key, value": s * rows * self.bytes + self._qk_norms(queries, groups) + rotary * self.bytes,
+            "query, key, value": s * rows * self.bytes * self._keeps_projection + self._qk_norms(queries, groups) + rotary * self.bytes,
             "core attention": s * (2 * queries + groups) * m.head_dim * self.bytes,  # rotated queries and keys, and the output
             "attention internals": s * queries * _F32 + (self._plain_attention(queries, groups) if self.kernels == "torch" else 0),
         }
 
+    @property
+    def _keeps_projection(self) -> bool:
+        """Whether anything saved is a view of the fused projection: values are, unless plain attention gathers them over context ranks;
+        a float32 norm's input is."""
+        return self.kernels != "torch" or self.layout.context == 1 or (self.model.qk_norm and self.bytes == _F32)
+
     def _plain_attention(self, queries: int, groups: int) -> int:
         """What mrl/megatron/attention.py keeps beside flash attention's tensors: outputs by sequence before they are joined, and under
-        context parallelism keys and values of all ranks in place of the rotated keys, and a mask for each sequence."""
+        context parallelism keys and values of all ranks in place of the rotated keys, and a mask for each length."""
         s, context = self.tokens, self.layout.context
         per_token = queries * self.model.head_dim
         if context == 1:
             return s * per_token * self.bytes
         gathered = (2 * context - 1) * groups * self.model.head_dim
-        masks = self.micro.rows * self.micro.length**2 // context
-        return (s * (per_token + gathered) + masks) * self.bytes
+        masks = (self.micro.rows if self.micro.packed else 1) * self.micro.length**2 // context
+        return (s * (per_token + gathered) + masks) * self.bytes + 2 * s * context * _INT64  # and the order of what was gathered
 
     def _qk_norms(self, queries: int, groups: int) -> int:
         if not self.model.qk_norm:

@@ -71,6 +71,8 @@ def _memory_lines(memory: dict[str, Any]) -> Iterator[str]:
     if host["bytes_per_node"]:
         verdict = "fits" if host["fits"] else f"DOES NOT FIT: {host['change']}"
         yield f"host: {host['bytes_per_node'] / _GIB:.0f} of {host['node_bytes'] / _GIB:.0f} GiB of a node, {verdict}"
+    for change in memory["would_fit_with"]:
+        yield "would fit with: " + " ".join(f"--set {setting}" for setting in change)
 
 
 def _time_lines(plan: dict[str, Any]) -> Iterator[str]:

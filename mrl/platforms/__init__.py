@@ -26,12 +26,16 @@ def get_platform(name: str) -> Platform:
     raise ConfigError(f"cluster.device: {name!r} is no platform; allowed: {', '.join(PLATFORMS)}")
 
 
-def prepare_process(device: str, layout: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
+def prepare_process(device: str, layout: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """What the process of a Megatron rank needs before anything in it imports Megatron; only Ascend needs something.
 
-    `layout`: parallel sizes, `overrides`: fields of the transformer config, both under Megatron's names. Raises EnvironmentFault.
+    `layout`: parallel sizes, `overrides`: fields of the transformer config, both under Megatron's names. Returns those of `overrides` that
+    Megatron itself is to be given. Raises EnvironmentFault.
     """
-    if device == "npu":
-        from mrl.platforms.npu_mindspeed import adapt
+    if device != "npu":
+        return dict(overrides)
+    from mrl.platforms.npu_environment import MINDSPEED_FIELDS
+    from mrl.platforms.npu_mindspeed import adapt
 
-        adapt(layout, overrides)
+    adapt(layout, overrides)
+    return {name: value for name, value in overrides.items() if name not in MINDSPEED_FIELDS}

@@ -33,6 +33,12 @@ ENGINE = _SHARED_DEVICE_PORTS | {
 ENGINE_ARGUMENTS = {"additional_config": {"rl_config": {"enabled": True}}}
 
 
+# fields of a transformer config that are MindSpeed's alone: it takes them when it is applied, and Megatron's own class has no such fields
+MINDSPEED_FIELDS = frozenset(
+    ("use_flash_attn", "use_fused_rmsnorm", "use_fused_swiglu", "use_fused_rotary_pos_emb", "fused_permute_unpermute", "swap_optimizer")
+)
+
+
 def check_environment(environment: Mapping[str, str]) -> None:
     """Raises EnvironmentFault that lists every variable of this process that is known to break training on Ascend."""
     if faults := environment_faults(environment):

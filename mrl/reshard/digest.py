@@ -11,6 +11,7 @@ Lanes are small integers so that the sum over a row, which is nearly all the wor
 """
 
 import hashlib
+from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
@@ -19,7 +20,9 @@ import torch
 
 MODULUS = 1 << 64
 LANES = 8
-TILE_BYTES = 1 << 20  # stays in cache
+_TILE_BYTES = {"cpu": 1 << 22}  # in cache, and few products
+_DEVICE_TILE_BYTES = 1 << 28  # elsewhere: few launches, little memory
+_MIN_ROWS = 256  # of a tile, else a product spends its time on the columns
 MAX_COLUMNS = 1 << 17  # bytes of a row at a time: 128 * 64 * 2^17 < 2^31, so that no sum overflows int32
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -50,19 +53,36 @@ def lane_sums(block: torch.Tensor, origin: tuple[int, ...]) -> torch.Tensor:
         raise ValueError(f"a block of shape {tuple(block.shape)} at {tuple(origin)}: only one- and two-dimensional tensors have a digest")
     if block.dim() == 1:
         block, origin = block[None], (0, *origin)
-    size = block.element_size()
+    return lane_sums_of_each(block[None], origin)[0]
+
+
+def lane_sums_of_each(blocks: torch.Tensor, origin: tuple[int, int]) -> torch.Tensor:
+    """[n, LANES]: `lane_sums` of n blocks at the same place of n tensors, such as the experts of a layer. `blocks`: [n, rows, columns]."""
+    count, height, width = blocks.shape
+    size, device = blocks.element_size(), blocks.device
     first, start = origin[0], origin[1] * size
-    tables = _tables(str(block.device), _room(first + block.shape[0]), _room(start + block.shape[1] * size))
-    rows, columns = tables.rows[first:], tables.columns[start:]
-    total = torch.zeros(LANES, dtype=torch.int64, device=block.device)
-    step = max(1, TILE_BYTES // (block.shape[1] * size))
-    for row in range(0, block.shape[0], step):
-        tile = block[row : row + step]
-        raw = (tile if tile.stride(1) == 1 else tile.contiguous()).view(torch.int8)
-        for column in range(0, raw.shape[1], MAX_COLUMNS):
-            part = raw[:, column : column + MAX_COLUMNS]
-            total += _weighted(part, rows[row : row + len(part)], columns[column : column + part.shape[1]], tables.multiplies_int8)
+    tables = _tables(str(device), _room(first + height), _room(start + width * size))
+    rows, step = tables.rows[first : first + height, None], MAX_COLUMNS // size
+    total = torch.zeros(count, LANES, dtype=torch.int64, device=device)
+    for column in range(0, width, step):
+        part = blocks[..., column : column + step]
+        columns = tables.columns[start + column * size :][: part.shape[2] * size]
+        sums = torch.cat([_row_sums(tile, columns, tables.multiplies_int8) for tile in _tiles(part)])
+        total += (sums.view(count, height, LANES) * rows).sum(1)
     return total
+
+
+def _tiles(blocks: torch.Tensor) -> Iterator[torch.Tensor]:
+    """[rows, bytes] int8: all rows of all blocks in order, a cache's worth at a time."""
+    count, height, width = blocks.shape
+    step = max(_MIN_ROWS, _TILE_BYTES.get(blocks.device.type, _DEVICE_TILE_BYTES) // (width * blocks.element_size()))
+    if step >= height:
+        several = max(1, step // height)
+        parts = (blocks[at : at + several].reshape(-1, width) for at in range(0, count, several))
+    else:
+        parts = (block[row : row + step] for block in blocks for row in range(0, height, step))
+    for part in parts:
+        yield (part if part.stride(1) == 1 else part.contiguous()).view(torch.int8)
 
 
 def combine(sums: list[int], hf_name: str) -> int:
@@ -70,16 +90,15 @@ def combine(sums: list[int], hf_name: str) -> int:
     return sum(weight * lane for weight, lane in zip(_name_weights(hf_name), sums, strict=True)) % MODULUS
 
 
-def _weighted(raw: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, multiplies_int8: bool) -> torch.Tensor:
-    """[LANES] int64: rows^T raw columns, mod 2^64. `raw`: [rows, bytes] int8."""
+def _row_sums(raw: torch.Tensor, columns: torch.Tensor, multiplies_int8: bool) -> torch.Tensor:
+    """[rows, LANES], exact. `raw`: [rows, bytes] int8."""
     if not multiplies_int8:
-        return ((raw.to(torch.int64) * rows[:, None]).sum(0)[:, None] * columns).sum(0)
-    short = -len(raw) % 32 if raw.device.type != "cpu" else 0  # accelerators want more than 16 rows and multiples of 8 bytes
-    if short or (raw.shape[1] % 8 and raw.device.type != "cpu"):
-        raw = torch.nn.functional.pad(raw, (0, -raw.shape[1] % 8, 0, short))
+        return torch.stack([(raw * lane.to(torch.int64)).sum(1) for lane in columns.t()], 1)
+    count = len(raw)
+    if raw.device.type != "cpu" and (count % 32 or raw.shape[1] % 8):  # accelerators want more than 16 rows and multiples of 8 bytes
+        raw = torch.nn.functional.pad(raw, (0, -raw.shape[1] % 8, 0, -count % 32))
         columns = torch.nn.functional.pad(columns, (0, 0, 0, raw.shape[1] - len(columns)))
-        rows = torch.nn.functional.pad(rows, (0, short))
-    return (torch._int_mm(raw, columns).to(torch.int64) * rows[:, None]).sum(0)
+    return torch._int_mm(raw, columns)[:count]
 
 
 @cache

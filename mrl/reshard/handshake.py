@@ -31,7 +31,6 @@ def check_parameters(model: nn.Module, targets: Sequence[TargetParameter], reloa
     held = {reload.plan_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     aliases = held - {reload.plan_name(name) for name, _ in model.named_parameters()}
     faults = [f"{name} is a parameter of vLLM that the plan does not know" for name in sorted(held - wanted.keys() - aliases)]
-    faults += [f"{name} is shared by two modules, of which a sync would refresh one" for name in sorted(_tied(model, aliases, reload))]
     faults += [f"vLLM has no {name}" for name in sorted(wanted.keys() - held)]
     layers = layers_of(model, reload)
     for name in sorted(held & wanted.keys()):
@@ -45,17 +44,6 @@ def check_parameters(model: nn.Module, targets: Sequence[TargetParameter], reloa
     if faults:
         more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
         raise HandshakeError("; ".join(faults[:SHOWN]) + more)
-
-
-def _tied(model: nn.Module, aliases: set[str], reload: Reload) -> set[str]:
-    """Second names of a parameter that belong to a second module; one module under two names is harmless."""
-    owners: dict[int, set[int]] = {}
-    named = [
-        (reload.plan_name(f"{prefix}.{leaf}"), layer, p) for prefix, layer in model.named_modules() for leaf, p in layer._parameters.items()
-    ]
-    for _, layer, parameter in named:
-        owners.setdefault(id(parameter), set()).add(id(layer))
-    return {name for name, _, parameter in named if name in aliases and len(owners[id(parameter)]) > 1}
 
 
 def check_loader(model: nn.Module, spec: ModelSpec, targets: Sequence[TargetParameter], reload: Reload) -> int:
@@ -95,38 +83,39 @@ def _check_module(model: nn.Module, layer: nn.Module, group: list[TargetParamete
     reload.open_loaders(layer)
     names = list(dict.fromkeys(piece.hf_name for t in group for piece in t.pieces))
     try:
-        for numbered in _passes(names, {name: shapes[name] for name in names}):
+        for numbered in _passes(names, {name: shapes[name] for name in names}, getattr(torch, group[0].dtype)):
             for target in group:
                 _leaf(layer, target).fill_(UNTOUCHED)
-            model.load_weights((name, tensor.to(getattr(torch, group[0].dtype))) for name, tensor in numbered.items())
+            model.load_weights(iter(numbered.items()))
             for target in group:
                 _compare(_leaf(layer, target), target, numbered)
     finally:
         for name, tensor in kept.items():
             live[name].copy_(tensor)
+        reload.leave_out(layer)
 
 
 def _leaf(layer: nn.Module, target: TargetParameter) -> Tensor:
     return getattr(layer, target.name.rpartition(".")[2]).data
 
 
-def _passes(names: list[str], shapes: dict[str, tuple[int, ...]]) -> Iterator[dict[str, Tensor]]:
+def _passes(names: list[str], shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
     """Tensors numbered by name, then by place along each dimension, digit by digit. They take no memory along the others."""
     for digit in range(_digits(len(names))):
-        yield {name: _digit(torch.tensor(i), digit).expand(shapes[name]) for i, name in enumerate(names)}
+        yield {name: _digit(torch.tensor(i), digit, dtype).expand(shapes[name]) for i, name in enumerate(names)}
     for dim in range(max(map(len, shapes.values()))):
         having = [name for name in names if len(shapes[name]) > dim]
         for digit in range(_digits(max(shapes[name][dim] for name in having))):
-            yield {name: _along(shapes[name], dim, digit) for name in having}
+            yield {name: _along(shapes[name], dim, digit, dtype) for name in having}
 
 
-def _along(shape: tuple[int, ...], dim: int, digit: int) -> Tensor:
-    places = _digit(torch.arange(shape[dim]), digit)
+def _along(shape: tuple[int, ...], dim: int, digit: int, dtype: torch.dtype) -> Tensor:
+    places = _digit(torch.arange(shape[dim]), digit, dtype)
     return places.view(*[-1 if d == dim else 1 for d in range(len(shape))]).expand(shape)
 
 
-def _digit(number: Tensor, digit: int) -> Tensor:
-    return (number // BASE**digit % BASE).to(torch.float32)
+def _digit(number: Tensor, digit: int, dtype: torch.dtype) -> Tensor:
+    return (number // BASE**digit % BASE).to(dtype)
 
 
 def _digits(count: int) -> int:
@@ -140,7 +129,8 @@ def _compare(found: Tensor, target: TargetParameter, numbered: dict[str, Tensor]
         if piece.hf_name not in numbered:
             return  # a tensor of fewer dimensions than this pass numbers
         covered += piece.local_box.volume
-        if not torch.equal(hf_block(found, piece).float(), numbered[piece.hf_name][piece.hf_box.slices]):
+        block = numbered[piece.hf_name][piece.hf_box.slices]
+        if not torch.equal(hf_block(found, piece).to(block.device, block.dtype), block):
             raise HandshakeError(
                 f"{target.name}: vLLM's loader does not put {piece.hf_name} {list(piece.hf_box.ranges)} at {list(piece.local_box.ranges)} "
                 "as the plan does"

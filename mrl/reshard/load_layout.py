@@ -6,12 +6,13 @@ vLLM's layerwise reload brings single modules back into it. What differs between
 
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from mrl.reshard.digest import add, partial_digest
+from mrl.reshard.digest import add, combine, lane_sums, lane_sums_of_each
 from mrl.reshard.target import TargetParameter, TargetPiece
 
 MAX_OPEN = 2  # modules in load layout at any moment
@@ -26,6 +27,10 @@ class Reload(Protocol):
 
     def enter(self, model: nn.Module) -> None:
         """Sets the kernels' tensors of every module aside and leaves empty (meta) ones in load layout."""
+        ...
+
+    def leave_out(self, layer: nn.Module) -> None:
+        """Gives one module its kernel's tensors back at once: it takes no part in the reload that was entered."""
         ...
 
     def load_tensor(self, layer: nn.Module, leaf: str) -> Tensor:
@@ -57,10 +62,17 @@ class LayerwiseWriter:
     """The `Writer` of mrl.reshard.execute for a vLLM model, for one update. A module is complete once, and only after all its copies."""
 
     def __init__(
-        self, model: nn.Module, model_config, targets: Sequence[TargetParameter], reload: Reload, in_place: frozenset[str] = frozenset()
+        self,
+        model: nn.Module,
+        model_config,
+        targets: Sequence[TargetParameter],
+        reload: Reload,
+        in_place: frozenset[str] = frozenset(),
+        by_identity: frozenset[str] = frozenset(),
     ):
-        """`targets`: all parameters of this worker. `in_place`: those that are written straight into the kernel's memory."""
-        self._model, self._config, self._reload, self._in_place = model, model_config, reload, in_place
+        """`targets`: all parameters of this worker. `in_place`: those that are written straight into the kernel's memory. `by_identity`:
+        those that are read back through an identity matrix."""
+        self._model, self._config, self._reload, self._in_place, self._by_identity = model, model_config, reload, in_place, by_identity
         self._layers = layers_of(model, reload)
         self._targets = {t.name: t for t in targets}
         self._modules: dict[str, list[TargetParameter]] = {}
@@ -75,6 +87,9 @@ class LayerwiseWriter:
     def begin(self) -> None:
         """Enters the reload; from here to `finish` the engine must not generate."""
         self._reload.enter(self._model)
+        for module in self._modules:
+            if self._written_in_place(module):
+                self._reload.leave_out(self._layers[module])
 
     def tensor(self, parameter: str) -> Tensor:
         """The parameter in load layout. Raises RuntimeError for an unknown one and for one whose module is complete."""
@@ -101,12 +116,11 @@ class LayerwiseWriter:
         self._done.add(module)
 
     def _take_digests(self, module: str) -> None:
-        is_read_by_identity = hasattr(self._layers[module], "cpu_linear")
         for target in self._modules[module]:
             if not target.pieces:
                 continue
             tensor = self._tensor(target)
-            rounded = what_reading_shows(tensor) if is_read_by_identity else tensor
+            rounded = what_reading_shows(tensor) if target.name in self._by_identity else tensor
             self.received[target.name] = digest = parameter_digest(tensor, target)
             self.shown[target.name] = digest if rounded is tensor else parameter_digest(rounded, target)
 
@@ -160,8 +174,32 @@ def hf_block(tensor: Tensor, piece: TargetPiece) -> Tensor:
 
 def parameter_digest(tensor: Tensor, target: TargetParameter) -> int:
     """Digest of a parameter in load layout: the sum over its pieces, in the engine's dtype (kernels may keep a bias in fp32)."""
-    dtype = getattr(torch, target.dtype)
-    return add([partial_digest(hf_block(tensor, p).to(dtype), p.hf_name, p.hf_box.origin) for p in target.pieces])
+    dtype, digests = getattr(torch, target.dtype), []
+    for pieces in _alike(target.pieces):
+        first = pieces[0]
+        if len(pieces) == 1:
+            sums = lane_sums(hf_block(tensor, first).to(dtype), first.hf_box.origin)[None]
+        else:
+            experts = tensor[(slice(None), *first.local_box.slices[1:])].permute(0, *first.axes)
+            sums = lane_sums_of_each(experts.to(dtype), first.hf_box.origin)
+        digests += [combine(lanes, piece.hf_name) for lanes, piece in zip(sums.tolist(), pieces, strict=True)]
+    return add(digests)
+
+
+@cache
+def _alike(pieces: tuple[TargetPiece, ...]) -> tuple[tuple[TargetPiece, ...], ...]:
+    """Pieces that are digested together: the same box of all experts, in the order of their slots; the others alone."""
+    groups: dict[tuple, list[TargetPiece]] = {}
+    for piece in pieces:
+        is_expert = len(piece.axes) < len(piece.local_box.shape)
+        key = (piece.hf_box, piece.axes, piece.local_box.ranges[1:]) if is_expert else (piece,)
+        groups.setdefault(key, []).append(piece)
+    found: list[tuple[TargetPiece, ...]] = []
+    slots = max((group[-1].local_box.ranges[0][1] for group in groups.values()), default=0)
+    for group in groups.values():
+        in_order = [piece.local_box.ranges[0] for piece in group] == [(slot, slot + 1) for slot in range(slots)]
+        found += [tuple(group)] if in_order else [(piece,) for piece in group]
+    return tuple(found)
 
 
 def has_padding(target: TargetParameter) -> bool:
@@ -179,10 +217,15 @@ def what_reading_shows(tensor: Tensor) -> Tensor:
 
     Returns `tensor` itself where it has no such values.
     """
-    hidden = (tensor.abs() < torch.finfo(tensor.dtype).tiny) & (tensor.view(_WORDS[tensor.element_size()]) != 0)
-    return tensor.masked_fill(hidden, 0.0) if bool(hidden.any()) else tensor
+    tiny, words = torch.finfo(tensor.dtype).tiny, tensor.view(_WORDS[tensor.element_size()])
+    for part, bits in zip(tensor.view(-1).split(_IN_CACHE), words.view(-1).split(_IN_CACHE), strict=True):
+        small = part.abs() < tiny
+        if bool(small.any()) and bool((small & (bits != 0)).any()):
+            return tensor.masked_fill((tensor.abs() < tiny) & (words != 0), 0.0)
+    return tensor
 
 
+_IN_CACHE = 1 << 16  # elements
 _WORDS = {2: torch.int16, 4: torch.int32}
 
 

@@ -36,22 +36,23 @@ def unpacked(packed: Tensor, pack: Pack, isa: str) -> Tensor:
     order = _order(rows, columns, packed.dtype, pack, isa)
     found = torch.empty_like(packed)
     for expert in range(experts):
-        found[expert].view(-1)[order] = packed[expert].reshape(-1)
+        torch.take(packed[expert], order, out=found[expert].view(-1))
     return found
 
 
 @cache
 def _order(rows: int, columns: int, dtype: torch.dtype, pack: Pack, isa: str) -> Tensor:
-    """[rows * columns] int64: place in load layout of each packed element, from packing numbers written as bit patterns."""
+    """[rows * columns] int64: where packing puts each element, found by packing numbers that are written as bit patterns."""
     numbers = torch.arange(rows * columns, dtype=torch.int32)
     if dtype.itemsize == 4:
         found = _packed_words(numbers, (rows, columns), dtype, pack, isa)
     else:
         low, high = (_packed_words(part.to(torch.int16), (rows, columns), dtype, pack, isa) for part in (numbers & 0x7FFF, numbers >> 15))
         found = high << 15 | low
-    if not torch.equal(found.sort().values, numbers.to(torch.int64)):
+    places, order = found.sort()
+    if not torch.equal(places, numbers.to(torch.int64)):
         raise RuntimeError(f"this kernel does not just move the elements of [{rows}, {columns}] {dtype} when it packs them")
-    return found
+    return order
 
 
 def _packed_words(words: Tensor, shape: tuple[int, int], dtype: torch.dtype, pack: Pack, isa: str) -> Tensor:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 BACKEND = "mrl"
 ADAPTERS = {"0.32": "mrl.reshard.vllm_032", "0.23": "mrl.reshard.vllm_023"}
-WITHOUT_ENGINE = ("mrl.reshard.vllm_023",)  # the worker extension drives their updates
 
 
 def adapter_module() -> str:
@@ -32,8 +31,6 @@ def adapter_module() -> str:
 
 def register() -> None:
     """vLLM plugin entry point: makes the weight-transfer backend `mrl` known. Called in every vLLM process, maybe twice."""
-    if adapter_module() in WITHOUT_ENGINE:
-        return
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:

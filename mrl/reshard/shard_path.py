@@ -49,6 +49,10 @@ class Adapter(Protocol):
         """What the kernel computes with, read back into the target's layout."""
         ...
 
+    def reads_by_identity(self, layer: nn.Module, target: TargetParameter) -> bool:
+        """Whether `final_tensor` reads through an identity matrix, which does not show every value (see `what_reading_shows`)."""
+        ...
+
 
 class ShardPath:
     """One worker's side of every fast sync."""
@@ -79,13 +83,15 @@ class ShardPath:
         try:
             yield
         except (RuntimeError, ValueError) as error:
-            raise type(error)(f"engine {self._engine} worker {self.worker}: {error}") from error
+            error.args = (f"engine {self._engine} worker {self.worker}: {error}",)
+            raise
 
     def start(self) -> None:
         """Enters an update; what an earlier one left unfinished is dropped."""
         self.abandon()
-        reload, in_place = self._adapter.reload, written_in_place(self._targets)
-        self._writer = LayerwiseWriter(self._model, self._config, self._targets, reload, in_place)
+        adapter, layers = self._adapter, layers_of(self._model, self._adapter.reload)
+        packed = frozenset(t.name for t in self._targets if adapter.reads_by_identity(layers[t.module], t))
+        self._writer = LayerwiseWriter(self._model, self._config, self._targets, adapter.reload, written_in_place(self._targets), packed)
         self._writer.begin()
 
     def receive(self, update: int) -> None:
@@ -94,6 +100,10 @@ class ShardPath:
             report = self._receiver.receive(self._writer, update)
         names = ("bytes_moved", "bytes_local", "staging_bytes")
         self._report = {name: getattr(report, name) for name in names} | {"seconds": dict(report.seconds)}
+
+    def has_everything(self) -> bool:
+        """An update comes in one call."""
+        return True
 
     def finish(self, read_back: bool) -> None:
         """Leaves the update; reads back what the engine holds when asked to. Raises RuntimeError when modules are incomplete."""

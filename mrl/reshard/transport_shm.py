@@ -2,7 +2,7 @@
 
 A half serves one round. The worker grants each rank its place in it, the rank writes its message there and marks it ready, the worker
 unpacks and grants the half for the round after the next. Control words are 64-bit; what they do not order, the sync's digests would show.
-The arena is touched once, when it is made, and its file's name goes as soon as everybody has it open.
+The arena is touched when it is made, and its file's name goes as soon as everybody has it open.
 """
 
 import mmap
@@ -84,7 +84,9 @@ class Arena:
                 _allocate(file, start + 2 * half_bytes, part)
             elif os.fstat(file).st_size != start + 2 * half_bytes:
                 raise TransferError(f"{path} has another size than the plan says; do both sides use one configuration?")
-            self._map = mmap.mmap(file, start + 2 * half_bytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+            # the worker touches all of it now, once; a rank only ever touches its own places
+            populate = getattr(mmap, "MAP_POPULATE", 0) if create else 0
+            self._map = mmap.mmap(file, start + 2 * half_bytes, flags=mmap.MAP_SHARED | populate)
         finally:
             os.close(file)
         words = np.frombuffer(self._map, np.int64, (control - _NOTE) // 8, _NOTE)

@@ -1,16 +1,18 @@
 """Adapter for vLLM 0.23, the generation that vllm-ascend supports: names, experts, and a lifecycle that the worker drives.
 
-In 0.23 an update is started and finished by the worker, not by the weight-transfer engine, and ends in a device synchronisation that CPU
-does not have. So no engine is registered with vLLM here: the worker extension drives the same two paths through calls of its own.
+In 0.23 the worker itself enters and leaves the reload, around calls of the engine's `receive_weights`, and tells the engine neither. So an
+update is begun by the first call and finished by the one that makes it whole; what the worker then still does finds nothing to do.
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from mrl.reshard import vllm_shared as shared
 from mrl.reshard.receive import Bucket
@@ -18,8 +20,8 @@ from mrl.reshard.shard_path import ShardPath
 from mrl.reshard.target import TargetParameter
 
 
-@dataclass(frozen=True)
-class InitInfo:
+@dataclass
+class InitInfo(WeightTransferInitInfo):
     """Which path, and what it needs to know once; see mrl.reshard.vllm_032.InitInfo."""
 
     path: str = "slow"
@@ -27,6 +29,16 @@ class InitInfo:
     setup: dict[str, Any] | None = None
     engine: int = 0
     plan_hash: str = ""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """One bucket (slow) or the whole update (fast); see mrl.reshard.vllm_032.UpdateInfo."""
+
+    path: str
+    sha256: str = ""
+    update: int = 0
+    read_back: bool = True
 
 
 class Reload(shared.LayerwiseReload):
@@ -44,7 +56,12 @@ class Adapter:
 
     def moe_backends(self, model: nn.Module) -> set[str]:
         methods = (getattr(layer, "quant_method", None) for layer in model.modules() if hasattr(layer, "w13_weight"))
-        return {method.unquantized_backend.name for method in methods}
+        return {
+            getattr(getattr(method, "unquantized_backend", None), "name", "OOT") for method in methods
+        }  # Ascend's is a class of its own
+
+    def reads_by_identity(self, layer: nn.Module, target: TargetParameter) -> bool:
+        return shared.computes_packed(layer, target)
 
     def final_tensor(self, model: nn.Module, layer: nn.Module, target: TargetParameter) -> Tensor:
         experts = getattr(getattr(layer, "quant_method", None), "cpu_fused_moe", None) if hasattr(layer, "w13_weight") else None
@@ -56,38 +73,72 @@ class Adapter:
         return shared.final_tensor(model, layer, target, isa)
 
 
+class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """vLLM's weight-transfer engine `mrl`: the fast path or the slow one, as it was last initialised."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    path: "shared.SlowPath | ShardPath | None" = None
+    is_under_way = False
+
+    def __init__(self, config: Any, parallel_config: Any, model: nn.Module):
+        super().__init__(config, parallel_config, model)
+        if not torch.accelerator.is_available():
+            torch.accelerator.synchronize = lambda *device: None  # the worker calls it after every update; without a device it raises
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Chooses the path; may be called again. Raises HandshakeError, ValueError or TransferError when the fast one cannot be had."""
+        self.shutdown()
+        dtype = Adapter.reload.load_tensor(self.model.model.embed_tokens, "weight").dtype
+        quantization = self.model.quant_config.get_name() if self.model.quant_config is not None else None
+        degrees = shared.degrees_of(self.parallel_config, quantization, dtype)
+        # of vLLM's ModelConfig, which an engine of 0.23 does not get, leaving the reload takes the dtype alone
+        self.path = shared.make_path(self.model, SimpleNamespace(dtype=dtype), Adapter(), init_info, degrees)
+
+    def receive_weights(self, update_info: UpdateInfo, load_weights: Callable) -> None:
+        """Takes the whole update (fast) or one bucket (slow); leaves the reload when nothing is missing any more."""
+        if not self.is_under_way:
+            self.path.start()
+            self.is_under_way = True
+        if isinstance(self.path, ShardPath):
+            self.path.receive(update_info.update)
+        else:
+            self.path.receive(Bucket(update_info.path, update_info.sha256))
+        if self.path.has_everything():
+            self.path.finish(update_info.read_back)
+            self.is_under_way = False
+
+    def abandon(self) -> None:
+        """Drops an update that failed, from any point, so that another can start."""
+        self.is_under_way = False
+        if self.path is not None:
+            self.path.abandon()
+        Adapter.reload.abandon(self.model)  # the worker enters the reload on its own
+
+    def shutdown(self) -> None:
+        """Closes the transport."""
+        if self.path is not None:
+            self.path.close()
+            self.path = None
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """Ranks send through mrl.reshard.execute; nobody calls this."""
+        raise RuntimeError("trainer ranks send by mrl.reshard.execute, not through vLLM")
+
+
 class WorkerExtension(shared.WorkerExtension):
-    """What can be asked of a worker of this generation; the update's own calls too."""
+    """What can be asked of a worker of this generation."""
 
     reload = Adapter.reload
-    _mrl_path: "shared.SlowPath | ShardPath | None" = None
 
-    def sync_path(self) -> "shared.SlowPath | ShardPath":
-        """The path in use."""
-        return self._mrl_path
-
-    def init_weight_sync(self, info: dict[str, Any]) -> None:
-        """Chooses the path; may be called again. Raises HandshakeError, ValueError or TransferError when the fast one cannot be had."""
-        if self._mrl_path is not None:
-            self._mrl_path.close()
-        with set_current_vllm_config(self.vllm_config):
-            self._mrl_path = shared.make_path(self.model_runner.get_model(), self.vllm_config, Adapter(), InitInfo(**info))
-
-    def start_weight_sync(self) -> None:
-        """Enters vLLM's reload lifecycle; from here the model is in load layout and cannot generate."""
-        with torch.device(self.device), set_current_vllm_config(self.vllm_config):
-            self._mrl_path.start()
-
-    def take_weight_sync(self, path: str, sha256: str = "", update: int = 0) -> None:
-        """Takes one bucket (slow) or the whole update (fast)."""
-        with torch.device(self.device), set_current_vllm_config(self.vllm_config):
-            self._mrl_path.receive(update if isinstance(self._mrl_path, ShardPath) else Bucket(path, sha256))
-
-    def finish_weight_sync(self, read_back: bool = True) -> None:
-        """Leaves the reload lifecycle; raises RuntimeError when something did not come or was not written."""
-        with torch.device(self.device), set_current_vllm_config(self.vllm_config):
-            self._mrl_path.finish(read_back)
+    def weight_update_report(self) -> dict[str, Any]:
+        """As in 0.32. Raises RuntimeError when the update never became whole: 0.23 finishes one without asking."""
+        if self.weight_transfer_engine.is_under_way:
+            raise RuntimeError("the update was finished before everything had come")
+        return super().weight_update_report()
 
     def abandon_update(self) -> None:
         """After a failed update, wherever it failed: the next one may start. What the engine holds is a mixture until then."""
-        self._mrl_path.abandon()
+        self.weight_transfer_engine.abandon()
+        self._weight_update_active, self._is_checkpoint_format = False, True

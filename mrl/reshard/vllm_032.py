@@ -60,6 +60,9 @@ class Adapter:
         methods = (getattr(layer, "quant_method", None) for layer in model.modules() if hasattr(layer, "w13_weight"))
         return {method.unquantized_backend.name for method in methods}
 
+    def reads_by_identity(self, layer: nn.Module, target: TargetParameter) -> bool:
+        return shared.computes_packed(layer, target)
+
     def final_tensor(self, model: nn.Module, layer: nn.Module, target: TargetParameter) -> Tensor:
         experts = _experts(layer)
         packs = hasattr(experts, "isa") and not experts._use_zentorch
@@ -83,7 +86,8 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Chooses the path; may be called again. Raises HandshakeError, ValueError or TransferError when the fast one cannot be had."""
         self.shutdown()
-        self.path = shared.make_path(self.model, self.vllm_config, Adapter(), init_info)
+        degrees = shared.degrees_of(self.parallel_config, self.model_config.quantization, self.model_config.dtype)
+        self.path = shared.make_path(self.model, self.model_config, Adapter(), init_info, degrees)
 
     def start_weight_update(self) -> None:
         """Enters vLLM's reload lifecycle; from here the model is in load layout and cannot generate."""
@@ -125,10 +129,6 @@ class WorkerExtension(shared.WorkerExtension):
     """What can be asked of a worker of this generation."""
 
     reload = Adapter.reload
-
-    def sync_path(self) -> "shared.SlowPath | ShardPath":
-        """The path in use."""
-        return self.weight_transfer_engine.path
 
     def abandon_update(self) -> None:
         """After a failed update, wherever it failed: the next one may start. What the engine holds is a mixture until then."""

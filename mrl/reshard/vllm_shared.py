@@ -16,7 +16,7 @@ from vllm.model_executor.model_loader.reload.layerwise import _get_original_load
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
-from mrl.reshard.load_layout import weight_bytes
+from mrl.reshard.load_layout import weight_bytes, what_reading_shows
 from mrl.reshard.read_back import through_identity, unpacked
 from mrl.reshard.receive import Bucket, ReloadLedger
 from mrl.reshard.setup import SyncSetup
@@ -53,6 +53,10 @@ class SlowPath:
                 self._ledger.receive(name, tuple(tensor.shape))
                 yield name, tensor
 
+    def has_everything(self) -> bool:
+        """Whether every tensor that has to come did."""
+        return self._ledger.expected.keys() <= self._ledger.received.keys()
+
     def finish(self, read_back: bool) -> None:
         """Leaves the reload; raises RuntimeError when a tensor did not come or a parameter was not written."""
         self._ledger.check_complete()
@@ -85,6 +89,11 @@ class LayerwiseReload:
     def enter(self, model: nn.Module) -> None:
         initialize_layerwise_reload(model)
 
+    def leave_out(self, layer: nn.Module) -> None:
+        info = get_layerwise_info(layer)
+        _place_kernel_tensors(layer, info)
+        info.reset()
+
     def load_tensor(self, layer: nn.Module, leaf: str) -> Tensor:
         parameters, _ = get_layerwise_info(layer).restore_metadata
         return parameters.get(leaf, getattr(layer, leaf))  # a bias is never set aside
@@ -114,50 +123,65 @@ class LayerwiseReload:
 
     def finish(self, model: nn.Module, model_config: Any) -> None:
         finalize_layerwise_reload(model, model_config)
+        refresh_tied_head(model)
 
     def abandon(self, model: nn.Module) -> None:
         model._do_torchao_reload = getattr(model, "_original_do_torchao_reload", False)
         for layer in model.modules():
             info = get_layerwise_info(layer)
             if info.can_load() and info.kernel_tensors is not None:
-                _place_kernel_tensors(layer, info)
-                info.reset()
+                self.leave_out(layer)
 
 
-def make_path(model: nn.Module, vllm_config: Any, adapter: Adapter, info: Any) -> "SlowPath | ShardPath":
+def make_path(model: nn.Module, model_config: Any, adapter: Adapter, info: Any, degrees: Degrees) -> "SlowPath | ShardPath":
     """The path that an InitInfo asks for. Raises HandshakeError, ValueError or TransferError when the fast one cannot be had."""
     if info.path == "slow":
-        return SlowPath(model, vllm_config.model_config, adapter.reload, info.expected or {})
-    setup, degrees = SyncSetup.from_json(info.setup), degrees_of(vllm_config)
-    return ShardPath(model, vllm_config.model_config, adapter, setup, info.engine, info.plan_hash, degrees)
+        return SlowPath(model, model_config, adapter.reload, info.expected or {})
+    setup = SyncSetup.from_json(info.setup)
+    return ShardPath(model, model_config, adapter, setup, info.engine, info.plan_hash, degrees)
 
 
-def degrees_of(vllm_config: Any) -> Degrees:
-    """What this engine was started with."""
-    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+def degrees_of(parallel: Any, quantization: str | None, dtype: torch.dtype) -> Degrees:
+    """What this engine was started with. `parallel`: vLLM's ParallelConfig."""
     return Degrees(
         tensor=parallel.tensor_parallel_size,
         pipeline=parallel.pipeline_parallel_size,
         data=parallel.data_parallel_size,
         spreads_experts=parallel.enable_expert_parallel and parallel.tensor_parallel_size * parallel.data_parallel_size > 1,
         linear_placement=parallel.expert_placement_strategy == "linear" and not parallel.enable_eplb,
-        quantization=model.quantization,
-        dtype=str(model.dtype).removeprefix("torch."),
+        quantization=quantization,
+        dtype=str(dtype).removeprefix("torch."),
         position=parallel.data_parallel_index * parallel.world_size + parallel.rank,
     )
+
+
+def refresh_tied_head(model: nn.Module) -> None:
+    """Packs a tied output layer anew. It has no weights of its own to load, so a reload leaves CPU's packed copy of the old ones."""
+    head = getattr(model, "lm_head", None)
+    shared = (
+        any(layer is not head and layer._parameters.get("weight") is head.weight for layer in model.modules())
+        if head is not None
+        else False
+    )
+    if shared and hasattr(head, "cpu_linear"):
+        head.quant_method.process_weights_after_loading(head)
 
 
 def final_tensor(model: nn.Module, layer: nn.Module, target: TargetParameter, isa: str | None) -> Tensor:
     """What the kernel computes with, in the target's layout. `isa`: for which instructions CPU packed experts; None: they are not packed.
 
-    Raises RuntimeError where the kernel pads experts, whose padding no plan describes.
+    Raises RuntimeError where the kernel pads experts, whose padding no plan describes, and where an output layer's packed copy is not
+    what its parameter says.
     """
-    leaf = target.name.rpartition(".")[2]
-    parameter = getattr(layer, leaf).data
-    if leaf == "weight" and computes_packed(model, layer):
-        return through_identity(layer, target.local_shape, getattr(torch, target.dtype))
+    parameter, dtype = getattr(layer, target.name.rpartition(".")[2]), getattr(torch, target.dtype)
+    if computes_packed(layer, target):
+        return through_identity(layer, target.local_shape, dtype)
+    head = getattr(model, "lm_head", None)
+    is_output = head is not None and hasattr(head, "cpu_linear") and parameter is head._parameters.get("weight")
+    if is_output and not torch.equal(through_identity(head, target.local_shape, dtype), what_reading_shows(parameter.data)):
+        raise RuntimeError(f"{target.name}: the output layer multiplies with other weights than its parameter holds")
     if isa is None:
-        return parameter
+        return parameter.data
     from vllm._custom_ops import cpu_prepack_moe_weight
 
     if tuple(parameter.shape) != target.local_shape:
@@ -165,13 +189,12 @@ def final_tensor(model: nn.Module, layer: nn.Module, target: TargetParameter, is
             f"{target.name}: the kernel pads {list(target.local_shape)} to {list(parameter.shape)}; "
             "choose a rollout layout that leaves each worker a multiple of 32 of moe_intermediate_size"
         )
-    return unpacked(parameter, cpu_prepack_moe_weight, isa)
+    return unpacked(parameter.data, cpu_prepack_moe_weight, isa)
 
 
-def computes_packed(model: nn.Module, layer: nn.Module) -> bool:
-    """Whether the layer's products come from a packed copy. CPU packs word embeddings too, but looks rows up in the parameter."""
-    is_output = layer is getattr(model, "lm_head", None)
-    return hasattr(layer, "cpu_linear") and (is_output or layer.weight.numel() == 0)
+def computes_packed(layer: nn.Module, target: TargetParameter) -> bool:
+    """Whether the target lives on only as CPU's packed copy."""
+    return target.name.endswith(".weight") and hasattr(layer, "cpu_linear") and layer.weight.numel() == 0
 
 
 class WorkerExtension:
@@ -181,7 +204,7 @@ class WorkerExtension:
 
     def sync_path(self) -> "SlowPath | ShardPath":
         """The path in use."""
-        raise RuntimeError("the adapter says where its path is")
+        return self.weight_transfer_engine.path
 
     def weight_fingerprints(self) -> dict[str, str]:
         """SHA-256 of everything this worker computes with: parameters, buffers and the linears that CPU packs out of sight.

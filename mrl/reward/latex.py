@@ -84,7 +84,7 @@ def clean(text: str) -> str:
     text = _DOLLARS.sub(lambda m: f"{m[1]}{m[2]} {UNIT}$$", text).replace(r"\$", "").replace(f"{UNIT}$$", f"{UNIT}dollar")
     text = _FRACTION.sub(lambda m: r"\frac", text)
     text = _DEGREES.sub(f" {UNIT}deg", _LEFT_OUT.sub("", text))
-    text = _unwrap_text(_SPACES.sub(" ", text))
+    text = _unwrap_text(_SPACES.sub(" ", text.replace(r"\!", "")))
     text = _SHORT_FRACTION.sub(_long_fraction, text)
     text = _SHORT_ROOT.sub(lambda m: rf"\sqrt{{{m[1]}}}", text)
     text = re.sub(r"\s+", " ", text).strip()

@@ -197,7 +197,7 @@ def _is_expression(text: str) -> bool:
         return False
     if r"\infty" in text and not re.fullmatch(r"\s*[+-]?\s*\\infty\s*", text):
         return False  # not a number to compute with
-    rest = _COMMAND.sub(" ", text)
+    rest = _COMMAND.sub("*", text)
     return not (_WORD.search(rest) or re.search(r"\d\s+[\d.]|\d\s*_|['\"`?@#&|%:]|\.\.|\d\s*,\s*\d", rest))
 
 

@@ -47,5 +47,5 @@ class EngineSettings:
 
     @property
     def workers(self) -> int:
-        """Processes that hold weights."""
-        return self.arguments.get("tensor_parallel_size", 1) * self.arguments.get("data_parallel_size", 1)
+        """Processes below this engine that hold weights."""
+        return self.arguments.get("tensor_parallel_size", 1) * self.arguments.get("data_parallel_size_local", 1)

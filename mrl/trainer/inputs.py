@@ -26,7 +26,8 @@ def load_training(config: RunConfig, tokenizer: Any) -> PromptStream:
     data = config.data
     prompts = PromptDataset.load(data.train_files, tokenizer, prompt_parameters(config))
     print(f"training prompts: {prompts.report}")
-    return PromptStream(prompts, data.train_batch_size, config.trainer.seed, data.shuffle, prompts.sizes, data.train_weights)
+    at_a_time = data.gen_batch_size or data.train_batch_size
+    return PromptStream(prompts, at_a_time, config.trainer.seed, data.shuffle, prompts.sizes, data.train_weights)
 
 
 def load_validation(config: RunConfig, tokenizer: Any) -> PromptDataset | None:

@@ -20,7 +20,7 @@ from mrl.record.sinks import check_packages
 from mrl.reshard.manifest import Manifest, Newest, newest_checkpoint
 
 # what the order of the prompts and the samples of a step follow from: a resumed run keeps them
-FIXED = ("trainer.seed", "data.shuffle", "data.train_weights", "data.train_batch_size", "rollout.n")
+FIXED = ("trainer.seed", "data.shuffle", "data.train_weights", "data.train_batch_size", "data.gen_batch_size", "rollout.n")
 
 
 def preflight(resolved: ResolvedConfig, resume: bool) -> ModelSpec:

@@ -1,8 +1,9 @@
 """Which responses a step trains on: those to one batch of prompts, or with dynamic sampling (DAPO) of as many as it takes to fill it.
 
 A group whose responses all have the same value has advantage 0 and teaches nothing. With algorithm.filter_groups such groups are dropped
-and further prompts generated, in the order of the data, until data.train_batch_size groups are left over; what is more than that is
-dropped too. The place in the data moves past every prompt that was generated, so a resumed run repeats nothing and misses nothing.
+and further prompts generated, data.gen_batch_size at a time in the order of the data, until data.train_batch_size groups are left over;
+what is more than that is dropped too. The place in the data moves past every prompt that was generated, so a resumed run repeats nothing
+and misses nothing.
 """
 
 import dataclasses

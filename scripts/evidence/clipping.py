@@ -131,18 +131,22 @@ def draw(rows: list[Row], log_ratio: np.ndarray, mask: np.ndarray, chosen: Row, 
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), dpi=130, layout="constrained")
     sequences = np.where(mask, log_ratio, 0).sum(1) / mask.sum(1)
-    left.hist(log_ratio[mask], bins=np.linspace(-0.4, 0.4, 161), density=True, alpha=0.6, label="tokens (GRPO's ratio)")
-    left.hist(sequences, bins=60, density=True, alpha=0.6, label="responses (GSPO's ratio)")
+    edges = np.logspace(-4, 0.5, 37)
+    bins = np.concatenate([-edges[::-1], edges])
+    for values, label in ((log_ratio[mask], "tokens (GRPO's ratio)"), (sequences, "responses (GSPO's ratio)")):
+        left.hist(values, bins=bins, weights=np.full(len(values), 1 / len(values)), alpha=0.6, label=label)
     for parameters, style in ((GRPO, "--"), (GSPO, ":")):
         for edge in (1 - parameters.clip_ratio_low, 1 + parameters.clip_ratio_high):
-            left.axvline(np.log(edge), color="black", linestyle=style, linewidth=0.8)
-    left.set(xlabel="log ratio (nats)", ylabel="density", yscale="log", title=f"lr {chosen.lr:g}, after the last update; lines: the bands")
+            left.axvline(np.log(edge), color="black", linestyle=style, linewidth=0.9)
+    left.set_xscale("symlog", linthresh=edges[0])
+    left.set_xticks([-1, -1e-1, -1e-2, -1e-3, 0, 1e-3, 1e-2, 1e-1, 1])
+    left.set(xlabel="log ratio (nats)", ylabel="share")
+    left.set_title(f"lr {chosen.lr:g}, after the last update; dashed: GRPO's band, dotted: GSPO's", fontsize=9)
     left.legend(fontsize=8)
     for name, marker in (("gspo", "o"), ("grpo", "s")):
         right.plot([r.token_std for r in rows], [getattr(r, name) for r in rows], marker, label=f"{name.upper()}'s clipped fraction")
-    right.axhspan(*BAND, alpha=0.1, color="C1")
-    right.set(xlabel="standard deviation of the token log ratio", ylabel="clipped fraction", xscale="log")
-    right.set_yscale("symlog", linthresh=1e-5)
+    right.axhspan(*BAND, alpha=0.1, color="C1", label="where they are compared")
+    right.set(xlabel="standard deviation of the token log ratio", ylabel="clipped fraction", xscale="log", yscale="log")
     right.grid(alpha=0.3)
     right.legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ from mrl.reshard.handshake import HandshakeError, check_loader
 from mrl.reshard.load_layout import layers_of
 from mrl.reshard.pack import wire_views
 from mrl.reshard.plan import Message
-from mrl.reshard.receive import WITHOUT_ENGINE, adapter_module
+from mrl.reshard.receive import adapter_module
 from mrl.reshard.setup import SyncSetup
 from mrl.rollout.engine import shared_memory_below
 
@@ -71,32 +71,23 @@ def connect(setup: SyncSetup, worker: int) -> Receiver:
 class SlicesExtension(Base):
     """The product's worker extension, with a wire made of files and ways to do damage."""
 
-    def initialise(self, info: dict) -> None:
-        """vLLM 0.32 knows our engine; in 0.23 the extension has calls of its own."""
-        self.init_weight_transfer_engine(info) if hasattr(adapter, "Engine") else self.init_weight_sync(info)
-
-    def update(self, info: dict) -> None:
+    def take(self, info: dict) -> None:
         """One whole update."""
-        if hasattr(adapter, "Engine"):
-            self.start_weight_update()
-            self.update_weights(info)
-            self.finish_weight_update()
-        else:
-            self.start_weight_sync()
-            self.take_weight_sync(**info)
-            self.finish_weight_sync()
+        self.start_weight_update()
+        self.update_weights(info)
+        self.finish_weight_update()
 
     def use_files(self, setup: dict) -> None:
         """Initialises the fast path for `setup`."""
         shard_path.connect_receiver = connect
-        self.initialise({"path": "fast", "setup": setup, "engine": 0, "plan_hash": SyncSetup.from_json(setup).plan().hash})
+        self.init_weight_transfer_engine({"path": "fast", "setup": setup, "engine": 0, "plan_hash": SyncSetup.from_json(setup).plan().hash})
 
     def refusal(self, setup: dict, plan_hash: str | None = None) -> str:
         """What the handshake says of a setup that does not fit."""
         shard_path.connect_receiver = connect
         try:
             made = plan_hash or SyncSetup.from_json(setup).plan().hash
-            self.initialise({"path": "fast", "setup": setup, "engine": 0, "plan_hash": made})
+            self.init_weight_transfer_engine({"path": "fast", "setup": setup, "engine": 0, "plan_hash": made})
         except (RuntimeError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
         return ""
@@ -120,7 +111,7 @@ class SlicesExtension(Base):
         if drop:
             path._receiver._rounds = [[_without(message, drop) for message in messages] for messages in kept]
         try:
-            self.update({"path": "fast", "update": 1})
+            self.take({"path": "fast", "update": 1})
         except RuntimeError as error:
             self.abandon_update()
             return {"error": str(error)}
@@ -132,8 +123,8 @@ class SlicesExtension(Base):
         """The same through vLLM's own loader, as the slow path does it."""
         file = Path(folder) / "model.safetensors"
         expected = {name: list(tensor.shape) for name, tensor in load_file(file).items()}
-        self.initialise({"path": "slow", "expected": expected})
-        self.update({"path": str(file), "sha256": hashlib.sha256(file.read_bytes()).hexdigest()})
+        self.init_weight_transfer_engine({"path": "slow", "expected": expected})
+        self.take({"path": str(file), "sha256": hashlib.sha256(file.read_bytes()).hexdigest()})
 
     def flip(self, module: str) -> str:
         """Flips the lowest bit of one weight where the kernel keeps it; returns the parameter's name."""
@@ -191,8 +182,9 @@ def main(job: dict) -> dict:
     from vllm import LLM
     from vllm.config.weight_transfer import WeightTransferConfig
 
-    known = {} if adapter_module() in WITHOUT_ENGINE else {"weight_transfer_config": WeightTransferConfig(backend="mrl")}
-    llm = LLM(**job["arguments"], **known, worker_extension_cls="engine_slices.SlicesExtension")
+    llm = LLM(
+        **job["arguments"], weight_transfer_config=WeightTransferConfig(backend="mrl"), worker_extension_cls="engine_slices.SlicesExtension"
+    )
     found = []
     for step, *arguments in job["steps"]:
         found.append(answers(llm) if step == "answers" else llm.collective_rpc(step, args=tuple(arguments)))

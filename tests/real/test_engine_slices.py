@@ -46,7 +46,7 @@ def setup_of(folder: Path, dtype: str, train: dict, tensor: int, expert: int) ->
         "hf_config": json.loads((folder / "config.json").read_text()), "train": train,
         "rollout": {"num_engines": 1, "tensor": tensor, "data": 1, "expert": expert}, "dialect": "cpu", "dtype": dtype,
         "topology": {"ranks": ranks, "workers": [[0, 100 + i] for i in range(tensor)]},
-        "budget_bytes": 1 << 20, "timeout_s": 10.0, "transport": {"kind": "shm"},
+        "budget_bytes": 1 << 16, "timeout_s": 10.0, "transport": {"kind": "shm"},
     }  # fmt: skip
 
 
@@ -103,6 +103,14 @@ def merged(per_worker: list[dict[str, str]]) -> dict[str, str]:
     return {k: v for one in per_worker for k, v in written(one).items()}
 
 
+def fingerprints_of(worker: int, parameter: str, known: dict[str, str]) -> set[str]:
+    """Names under which a worker tells the parameter's bits; vLLM 0.23 has no `routed_experts`."""
+    name = f"rank{worker}.{parameter}"
+    found = {name, name.replace(".routed_experts", ""), name.removesuffix(".weight") + ".<packed>"} & known.keys()
+    assert found, name
+    return found
+
+
 CASES = {
     "moe-tp1-fp32": (tiny_moe, "float32", EIGHT, 1, 1),
     "moe-tp2-bf16": (tiny_moe, "bfloat16", ONE_RANK, 2, 1),
@@ -133,9 +141,9 @@ def test_written_by_boxes_an_engine_equals_a_fresh_one(tmp_path, case):
     other_answers = next(found) if generates else None
     digests, _, slowly = next(found), next(found), merged(next(found))
 
-    changed = [name for name in fresh if fresh[name] != held[name]]
-    empty = {name.replace(".<packed>", ".weight") for name in fresh if name.endswith(".<packed>")}
-    assert set(fresh) - set(changed) <= empty | {n for n in fresh if n.endswith("_expert_map")}, "every weight must have changed"
+    for worker, parameters in enumerate(digests):
+        same = [name for name in parameters if all(fresh[n] == held[n] for n in fingerprints_of(worker, name, fresh))]
+        assert same == [], "every weight must have changed"
     assert held == slowly, "by boxes and by vLLM's own loader"
     assert [r["received"] for r in reports] == file_digests(other, dtype, tensor, expert)
     assert [r["held"] for r in reports] == [r["shown"] for r in reports] == digests
@@ -189,6 +197,6 @@ def test_faults_are_found_and_named(tmp_path):
     assert {name for name in digests if digests[name] != report["shown"][name]} == {experts, qkv}
 
     (refused,), (report,), again, said_again = (next(found) for _ in range(4))
-    assert f"the update left 1 of 43 modules incomplete: {EXPERTS}" in refused["error"]
+    assert f"the update left 1 of 35 modules incomplete: {EXPERTS}" in refused["error"]
     assert report["held"] == report["shown"] == report["received"]
     assert again == fresh and said_again == said, "after an update that failed, the next one makes the engine whole"

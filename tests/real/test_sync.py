@@ -62,7 +62,7 @@ CASES = {
         {"tp2ep4": dict(tensor_model_parallel_size=2, expert_model_parallel_size=4)},
     ),
 }  # fmt: skip
-MODELS = {"moe": tiny_moe, "dense": tiny_dense, "shared": tiny_shared}
+MODELS = {"moe": tiny_moe, "dense": tiny_dense, "shared": lambda: tiny_shared(num_attention_heads=2)}  # vLLM's CPU heads: 32 or more
 
 
 def config_for(model: Path, case: Case, layout: dict, path: str = "fast", **engines) -> RunConfig:

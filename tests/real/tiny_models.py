@@ -33,10 +33,10 @@ def tiny_moe() -> PreTrainedModel:
     return _uneven(Qwen3MoeForCausalLM, config)
 
 
-def tiny_shared() -> PreTrainedModel:
+def tiny_shared(**changes) -> PreTrainedModel:
     """Qwen2-MoE: a gated shared expert, biases on q, k and v, router weights that are not renormalised."""
     config = Qwen2MoeConfig(
-        **{k: v for k, v in _COMMON.items() if k != "head_dim"},
+        **{k: v for k, v in _COMMON.items() if k != "head_dim"} | changes,
         vocab_size=128,
         num_experts=8,
         num_experts_per_tok=2,

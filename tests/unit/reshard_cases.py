@@ -52,6 +52,15 @@ class Pair:
         )  # fmt: skip
 
 
+def bytes_of_a_worker(model: ModelSpec, rollout: RolloutLayout) -> int:
+    """R of the lower bounds, by its closed formula, for bf16 Qwen3-MoE: attention, experts, router and norms, embedding and head."""
+    m, t, hidden, wide = model, rollout.tensor, model.hidden_size, model.num_attention_heads * model.head_dim
+    layer = 2 * wide // t * hidden + 2 * max(m.num_key_value_heads // t, 1) * m.head_dim * hidden
+    layer += 3 * m.num_experts * m.moe_intermediate_size * hidden // rollout.workers_per_engine
+    layer += m.num_experts * hidden + 2 * hidden + 2 * m.head_dim
+    return 2 * (m.num_layers * layer + 2 * m.vocab_size * hidden // t + hidden)
+
+
 def random_pairs(seed: int, count: int) -> list[Pair]:
     """Legal pairs: every family, dialect and number format, uneven experts, several engines, all kinds of placement, small budgets."""
     rng, found = random.Random(seed), []

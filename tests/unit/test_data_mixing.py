@@ -177,22 +177,21 @@ def growth(path) -> tuple[int, int, int]:
     return int(kept), int(duplicates), int(kib)
 
 
-def write_large(path, rows: int, unique: int) -> None:
-    """A parquet of `rows` rows over `unique` prompts of 200 bytes, written a slice at a time."""
+def write_large(path, rows: int) -> None:
+    """A parquet of `rows` different prompts with 4000 bytes of solution each, written a slice at a time."""
     writer = None
-    for begin in range(0, rows, 20_000):
-        numbers = range(begin, min(begin + 20_000, rows))
-        table = pa.Table.from_pylist([row(f"{i % unique:0200d}", str(i % unique)) for i in numbers])
+    for begin in range(0, rows, 4000):
+        table = pa.Table.from_pylist([row(str(i), extra_info={"solution": f"{i:04000d}"}) for i in range(begin, min(begin + 4000, rows))])
         writer = writer or pq.ParquetWriter(path, table.schema)
         writer.write_table(table)
     writer.close()
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path):
-    """Four times the rows, all different: what grows is the table of prompts seen, 16 to 32 bytes a prompt, not the prompts."""
-    write_large(tmp_path / "small.parquet", 15_000, 15_000)
-    write_large(tmp_path / "large.parquet", 60_000, 60_000)
+    """Five times the rows, all different: what grows is the table of prompts seen, 16 to 32 bytes a prompt, not the prompts."""
+    write_large(tmp_path / "small.parquet", 8_000)
+    write_large(tmp_path / "large.parquet", 40_000)
     small, large = growth(tmp_path / "small.parquet"), growth(tmp_path / "large.parquet")
-    assert (small[0], large[0]) == (15_000, 60_000)
-    tokens_kib = 45_000 * 200 * 4 / 1024  # the prompts alone that the large file has more: 35 MiB
-    assert large[2] - small[2] < 0.4 * tokens_kib
+    assert (small[0], large[0]) == (8_000, 40_000)
+    solutions_kib = 32_000 * 4000 / 1024  # what the large file's rows hold more: 122 MiB
+    assert large[2] - small[2] < 0.2 * solutions_kib

@@ -157,6 +157,16 @@ def test_a_device_without_an_int8_product_gives_the_same_number(monkeypatch):
 _original = digest._tables
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(5, 8, 6), (3, 900, 700), (2, 3, 70_000)], ids=["several at once", "larger than a tile", "wide"])
+def test_blocks_of_many_tensors_taken_together_are_those_taken_alone(dtype, shape):
+    blocks = noise(shape[0], 2 * shape[1], shape[2], dtype=dtype)[:, shape[1] :]  # with gaps, as the second half of w13
+    together = digest.lane_sums_of_each(blocks, (4, 2)).tolist()
+    assert [digest.combine(sums, f"e{i}") for i, sums in enumerate(together)] == [
+        partial_digest(block, f"e{i}", (4, 2)) for i, block in enumerate(blocks)
+    ]
+
+
 @pytest.mark.parametrize(("shape", "origin"), [((2, 2, 2), (0, 0, 0)), ((2, 2), (0,)), ((), ())])
 def test_other_ranks_are_refused(shape, origin):
     with pytest.raises(ValueError, match="dimensional"):

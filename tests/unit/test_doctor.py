@@ -146,6 +146,12 @@ def test_probes_share_one_deadline():
     assert [c.status for c in found] == ["warning"] * 4 and time.monotonic() - began < 5
 
 
+def test_a_cluster_that_does_not_answer_is_a_failure():
+    (check,) = run_probes([Probe("ray cluster", "import time; time.sleep(60)", "token?", must_answer=True)], deadline_s=0.5)
+    assert check.status == "failure" and "token?" in check.cure
+    assert [p.must_answer for p in probes("cpu", "h:1", deep=False)] == [False, True]
+
+
 def test_a_cluster_is_probed_only_where_there_is_one():
     assert [p.name for p in probes("cpu", None, deep=False)] == ["torch"]
     assert [p.name for p in probes("npu", "10.0.0.1:6379", deep=True)] == ["torch", "ray cluster", "import mbridge", "import vllm"]

@@ -1,6 +1,8 @@
 """verl's scripts carried over: what one says about layout, batch, clip, rate and loss stands in ours, and no key is lost silently."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,9 +44,10 @@ SAYS = {
         "data.train_batch_size": 64, "actor.ppo_mini_batch_size": 32, "rollout.n": 16, "rollout.num_engines": 16,
         "actor.ppo_max_token_len_per_gpu": 22528, LOSS + "loss_mode": "vanilla", LOSS + "loss_agg_mode": "token-mean",
         LOSS + "clip_ratio_low": 0.2, LOSS + "clip_ratio_high": 0.28, LOSS + "clip_ratio_c": 10.0, OPTIM + "lr": 1e-6,
-        OPTIM + "lr_warmup_steps": 20, "actor.param_offload": True, "actor.optimizer_offload": True, "actor.grad_offload": False,
+        OPTIM + "lr_warmup_steps": 20, "actor.param_offload": True, "actor.optimizer_offload": True, "actor.grad_offload": True,
         "model.override_transformer_config.recompute_granularity": "full", "algorithm.overlong_buffer.enable": True,
         "reward.reward_manager": "dapo", "rollout.val_kwargs.temperature": 0.0, "data.filter_overlong_prompts": False,
+        "data.drop_duplicates": False,
     },
     "dapo_8b_custom_reward": {
         LAYOUT + "world_size": 16, LAYOUT + "tensor_model_parallel_size": 2, "data.train_batch_size": 128,
@@ -167,10 +170,41 @@ def test_a_preset_can_be_named_and_must_divide_over_the_devices(tmp_path):
         imported("dapo_8b_custom_reward", tmp_path, preset=str(preset.parents[1] / "qwen3-30b-a3b" / "a2-4x8.yaml"))
 
 
+FSDP_14B = [
+    "actor_rollout_ref.model.path=Qwen/Qwen3-14B", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8",
+    "actor_rollout_ref.actor.use_dynamic_bsz=True", "data.max_response_length=8192", "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.model.enable_gradient_checkpointing=True", "actor_rollout_ref.actor.fsdp_config.param_offload=True",
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True",
+]  # fmt: skip
+
+
 def test_a_model_without_a_preset_is_not_given_a_layout_in_silence():
-    out = import_overrides(["actor_rollout_ref.model.path=Qwen/Qwen3-14B", "algorithm.adv_estimator=grpo"])
-    assert any("every degree is 1" in w for w in out.warnings)
-    assert not out.of("chosen")
+    out = import_overrides(FSDP_14B)
+    assert out.lacks_layout and any("every degree is 1" in w for w in out.warnings)
+    assert not any(key.startswith(LAYOUT) and key != LAYOUT + "world_size" for key in out.values)
+
+
+def test_without_a_preset_the_layout_is_searched_for_and_fits(capsys, tmp_path):
+    file = tmp_path / "out.yaml"
+    code, out, _ = run(capsys, "import-verl", *FSDP_14B, "-o", str(file))
+    assert code == 0 and "(mrl plan --search)" in out
+    code, plan, _ = run(capsys, "plan", str(file), "--json")
+    phases = json.loads(plan)["memory"]["phases"]
+    assert code == 0 and all(phase["fits"] for phase in phases.values())
+
+
+def test_search_wins_over_the_preset_where_it_is_asked_for(capsys):
+    name = str(SCRIPTS / "grpo_8b_gsm8k.sh")
+    by_preset = json.loads(run(capsys, "import-verl", name, "--json")[1])
+    searched = json.loads(run(capsys, "import-verl", name, "--json", "--search")[1])
+    assert "preset" in by_preset["chosen"][0]["why"] and "mrl plan --search" in searched["chosen"][0]["why"]
+    assert by_preset["ok"] and searched["ok"]
+
+
+def test_a_degree_of_the_users_own_leaves_the_layout_to_the_user(capsys):
+    found = json.loads(run(capsys, "import-verl", *FSDP_14B, "--set", LAYOUT + "tensor_model_parallel_size=4", "--json")[1])
+    layout = [(e["to"], e["value"]) for e in found["chosen"] if e["to"].startswith(LAYOUT)]
+    assert layout == [(LAYOUT + "tensor_model_parallel_size", 4)]
 
 
 @pytest.mark.parametrize(
@@ -182,6 +216,19 @@ def test_a_model_without_a_preset_is_not_given_a_layout_in_silence():
             [CORRECTION + "rollout_is=token", CORRECTION + "rollout_is_threshold='0.5_5.0'"],
             {CORRECTION + "low": 0.5, CORRECTION + "high": 5.0, CORRECTION + "mode": "mask"},
         ),
+        (
+            [CORRECTION + "rollout_is=token", CORRECTION + "rollout_is_threshold=2.0", CORRECTION + "rollout_rs=null"],
+            {CORRECTION + "level": "token", CORRECTION + "high": 2.0, CORRECTION + "mode": None},
+        ),
+        (
+            [CORRECTION + "rollout_rs=seq_mean_k1", CORRECTION + "rollout_rs_threshold='0.999_1.001'"],
+            {CORRECTION + "level": "geometric", CORRECTION + "mode": "mask", CORRECTION + "low": 0.999, CORRECTION + "high": 1.001},
+        ),
+        (
+            [CORRECTION + "rollout_rs=seq_sum_k1", CORRECTION + "rollout_rs_threshold=2.0"],
+            {CORRECTION + "level": "sequence", CORRECTION + "mode": "mask", CORRECTION + "low": 0.5, CORRECTION + "high": 2.0},
+        ),
+        ([CORRECTION + "rollout_is_threshold=3.0"], {CORRECTION + "high": None}),
         (["algorithm.rollout_correction.bypass_mode=True"], {"algorithm.anchor": "rollout"}),
         (["actor_rollout_ref.actor.router_replay.mode=R2"], {"actor.router_replay": "R2"}),
         (["+" + ROLLOUT + "engine_kwargs.vllm.enable_expert_parallel=True", ROLLOUT + "tensor_model_parallel_size=4"],
@@ -198,6 +245,8 @@ def test_a_model_without_a_preset_is_not_given_a_layout_in_silence():
             [MEGATRON + "override_transformer_config.num_layers_in_last_pipeline_stage=10"],
             {LAYOUT + "num_layers_in_last_pipeline_stage": 10},
         ),
+        (["algorithm.filter_groups.enable=True", "data.gen_batch_size=512"], {"data.gen_batch_size": 512}),
+        (["data.gen_batch_size=512"], {"data.gen_batch_size": None}),
         (["algorithm.filter_groups.metric=seq_reward"], {"algorithm.filter_groups.metric": "score"}),
     ],
 )  # fmt: skip
@@ -339,8 +388,17 @@ def test_variables_overrides_and_our_own_keys_are_given_on_the_command_line(caps
 
 def test_several_scripts_go_to_a_folder(capsys, tmp_path):
     files = [str(SCRIPTS / f"{name}.sh") for name in ("dapo_32b_fsdp", "grpo_7b_megatron")]
-    assert run(capsys, "import-verl", *files, "-o", str(tmp_path / "out"))[0] == 0
+    code, out, _ = run(capsys, "import-verl", *files, "-o", str(tmp_path / "out"))
+    assert code == 0 and out.splitlines()[-1].startswith("2 scripts, 2 valid; ") and out.splitlines()[-1].endswith(" 0 unsupported (0.0%)")
     assert {f.name for f in (tmp_path / "out").iterdir()} == {"dapo_32b_fsdp.yaml", "grpo_7b_megatron.yaml"}
+
+
+def test_one_script_of_several_that_is_not_verls_does_not_stop_the_others(capsys, tmp_path):
+    other = tmp_path / "other.sh"
+    other.write_text("echo hello\n")
+    code, out, _ = run(capsys, "import-verl", str(other), str(SCRIPTS / "dapo_32b_fsdp.sh"), "-o", str(tmp_path / "out"))
+    assert code == 2 and "is no verl launch script" in out and out.splitlines()[-1].startswith("2 scripts, 1 valid; ")
+    assert (tmp_path / "out" / "dapo_32b_fsdp.yaml").exists()
 
 
 def test_overrides_alone_are_enough(capsys):
@@ -381,6 +439,33 @@ def test_a_file_that_is_no_text_is_refused(capsys, tmp_path):
     (tmp_path / "s.sh").write_bytes(b"\xff\xfe\x00")
     code, _, err = run(capsys, "import-verl", str(tmp_path / "s.sh"))
     assert code == 2 and "cannot be read as text" in err
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'srun --nodes=2 bash -c "python3 -m verl.trainer.main_ppo trainer.nnodes=$N \\\n  data.train_batch_size=64"\n',
+        'CMD="python3 -m verl.trainer.main_ppo trainer.nnodes=$N data.train_batch_size=64"\neval "$CMD"\n',
+        'CMD="python3 -m verl.trainer.main_ppo trainer.nnodes=$N data.train_batch_size=64"\n$CMD\n',
+        "env A=1 nohup python3 verl/trainer/main_ppo.py trainer.nnodes=$N data.train_batch_size=64 > log 2>&1 &\n",
+    ],
+)
+def test_a_launch_inside_another_command_is_found(text):
+    out = import_script("N=2\n" + text, "s", {})
+    assert (out.values["cluster.nnodes"], out.values["data.train_batch_size"]) == (2, 64)
+    assert not out.of("unsupported")
+
+
+def test_importing_imports_nothing_heavy():
+    program = (
+        "import sys, time; start = time.process_time()\n"
+        "from mrl.cli import main\n"
+        f"main(['import-verl', {str(SCRIPTS / 'dapo_32b_fsdp.sh')!r}])\n"
+        "spent = time.process_time() - start; assert spent < 2, spent\n"
+        "heavy = {'torch', 'ray', 'megatron', 'mbridge', 'vllm', 'transformers'} & set(sys.modules); assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_comment_inside_a_continued_command_is_pointed_out(tmp_path):

@@ -25,6 +25,11 @@ SCRIPTS = {
     "continued lines": "show a \\\n  b=$((1+1)) \\\n  'c d' \\\n  e",
     "if": 'm=vllm\nif [ "$m" = "vllm" ]; then k=yes; else k=no; fi\nshow $k',
     "if elif": "m=3\nif [ $m -lt 2 ]; then k=a\nelif [ $m -ge 3 ]; then k=b\nelse k=c\nfi\nshow $k",
+    "arithmetic condition": "t=2\nn=3\nif (( t <= 0 || n % t != 0 )); then k=bad; else k=good; fi\n(( n > t )) && j=more\nshow $k $j",
+    "truth values": "t=2\nshow $(( !t && 1 )) $(( t && 1 )) $(( 0 || t ))",
+    "arguments that are not there": "n=4\nwhile [[ $# -gt 0 ]]; do case $1 in --n) n=$2; shift 2 ;; esac; done\nshow $n",
+    "items by expression": 'A=(a b c)\ni=1\nshow ${A[i]} ${A[$i + 1]} ${A[-1]} "${A[0]}"',
+    "colon that assigns": ': "${n:=8}"\n: ${m:=x}\nshow $n $m',
     "double brackets": 'm=sglang\nif [[ "$m" == sg* && -n "$m" ]]; then k=1; else k=2; fi\nshow $k',
     "case": "m=b\ncase $m in\n a) k=1 ;;\n b|c) k=2 ;;\n *) k=3 ;;\nesac\nshow $k",
     "and or": 'a=1\n[ "$a" = 1 ] && b=yes || b=no\n[ "$a" = 2 ] && c=yes || c=no\nshow $b $c',
@@ -88,6 +93,7 @@ def test_nothing_of_a_script_is_run(tmp_path):
         ("[ -f here.sh ] && a=1 || a=2\nshow $a", {"a"}),
         ('if [ -n "$X" ]; then a=1; fi\nshow $a', {"a"}),
         ("a=0\nwhile true; do a=1; done\nshow $a", {"a"}),
+        ("declare -A M=([x]=1)\nshow ${M[x]}", {"M[x]"}),
     ],
 )
 def test_what_cannot_be_known_is_named_by_what_would_tell_it(text, missing):
@@ -133,6 +139,8 @@ def test_a_here_document_is_reported():
         ("x" * 600_000, "no launch script"),
         ("for a in " + " ".join("1" * 200) + "; do for b in " + " ".join("1" * 200) + "; do c=1; done; done", "no launch script"),
         ("( " * 5000, "nested too deeply"),
+        ("a=xxxxxxxx\n" + 'a="$a$a"\n' * 60, "grows over 1000000 characters"),
+        ("A=(1 2)\n" + 'A+=("${A[@]}")\n' * 60, "grows over 10000 items"),
     ],
 )  # fmt: skip
 def test_text_that_is_no_script_is_refused_with_its_line(text, problem):

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from mrl.cluster.resources import engine_bundles, needed_resources
 from mrl.config.load import load_config
 from mrl.errors import ConfigError
 from mrl.layout import RolloutLayout
 from mrl.layout_places import ClusterShape, Place, actor_places, engine_places, rank_order
-from mrl.platforms.hosting import cpu_binding
+from mrl.platforms.hosting import cpu_binding, get_hosting
 from mrl.rollout.launch import engine_launches, rank_places, rollout_layout
 
 ROOT = Path(__file__).parents[2]
@@ -148,3 +149,21 @@ def test_cpu_workers_get_equal_shares_of_the_cores():
     assert cpu_binding([0, 1, 2, 3], engine_id=1, engines=2, workers=2) == "2|3"
     assert cpu_binding([4, 5, 6, 7], engine_id=0, engines=1, workers=2) == "4,5|6,7"
     assert cpu_binding([0], engine_id=1, engines=2, workers=1) == "0"  # more workers than cores: they share
+
+
+def test_ray_reserves_what_each_process_of_an_engine_needs():
+    config = configured(
+        cluster__device="npu", cluster__nnodes=2, cluster__n_gpus_per_node=4, cluster__cpus_per_engine=3, rollout__num_engines=3,
+        rollout__tensor_model_parallel_size=2,
+    )  # fmt: skip
+    assert engine_bundles(config, get_hosting("npu")) == [{"CPU": 3.0, "NPU": 2.0}] * 3
+    assert needed_resources(config) == {"CPU": 2 * 0.5 + 3 * 3, "NPU": 2.0 + 3 * 2}
+
+
+def test_an_actor_asks_ray_for_the_devices_of_its_bundle():
+    from mrl.cluster.placement import Places  # brings Ray
+
+    places = Places(group=None, bundles=({"CPU": 1.0, "NPU": 2.0}, {"CPU": 1.0, "GPU": 4.0}), order=(1, 0))
+    gpu, npu = places.options(0), places.options(1)
+    assert (gpu["num_gpus"], gpu["resources"], gpu["scheduling_strategy"].placement_group_bundle_index) == (4.0, {}, 1)
+    assert (npu["num_gpus"], npu["resources"], npu["scheduling_strategy"].placement_group_bundle_index) == (0, {"NPU": 2.0}, 0)

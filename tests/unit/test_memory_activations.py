@@ -140,7 +140,7 @@ def test_plain_attention_joins_sequences_and_under_context_parallelism_gathers_k
     one, two = (replace(activations(DENSE, **degrees), kernels="torch") for degrees in ({}, {CP: 2}))
     assert one.layer(False)["attention internals"] == 32 * 4 * 4 + 32 * 40 * 2
     masks = 2 * (8 * 16) * 2  # own positions x all positions of each sequence
-    assert two.layer(False)["attention internals"] == 16 * 4 * 4 + 16 * 40 * 2 + (2 * 32 - 16) * 20 * 2 + masks
+    assert two.layer(False)["attention internals"] == 16 * 4 * 4 + 16 * 40 * 2 + (2 * 32 - 16) * 20 * 2 + masks + 2 * 32 * 8
 
 
 def test_padded_rows_share_their_rotary_factors():

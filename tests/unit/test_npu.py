@@ -12,8 +12,9 @@ import pytest
 import torch
 from small_model import SIZES
 
+from mrl.config.capabilities import missing_capabilities
 from mrl.config.load import load_config
-from mrl.config.rules import violations
+from mrl.config.rules import notes, violations
 from mrl.errors import EnvironmentFault
 from mrl.models import model_spec
 from mrl.platforms import get_platform
@@ -85,7 +86,9 @@ def rank(folder: Path, program: str, *arguments: str, leave_out: tuple[str, ...]
     return subprocess.run([sys.executable, "-c", start + program, *arguments], capture_output=True, text=True, timeout=60)
 
 
-PREPARE = "from mrl.platforms import prepare_process\nprepare_process('npu', LAYOUT, {'moe_grouped_gemm': True})\n"
+PREPARE = (
+    "from mrl.platforms import prepare_process\nOWN = prepare_process('npu', LAYOUT, {'moe_grouped_gemm': True, 'swap_optimizer': True})\n"
+)
 
 
 def test_mindspeed_is_applied_for_the_runs_own_sizes_before_megatron_initialises(tmp_path):
@@ -99,8 +102,13 @@ def test_mindspeed_is_told_sizes_and_overrides_and_nothing_else_of_the_layout(tm
     done = rank(tmp_path, PREPARE + "from mindspeed.args_utils import get_mindspeed_args as g\nprint(sorted(vars(g()).items()))")
     assert ast.literal_eval(done.stdout) == [
         ("context_parallel_algo", "megatron_cp_algo"), ("context_parallel_size", 2), ("moe_grouped_gemm", True),
-        ("tensor_model_parallel_size", 2), ("use_distributed_optimizer", True), ("use_flash_attn", True),
+        ("swap_optimizer", True), ("tensor_model_parallel_size", 2), ("use_distributed_optimizer", True), ("use_flash_attn", True),
     ], done.stderr  # fmt: skip
+
+
+def test_megatron_itself_is_given_its_own_fields_only(tmp_path):
+    done = rank(tmp_path, PREPARE + "print(OWN)")
+    assert ast.literal_eval(done.stdout) == {"moe_grouped_gemm": True}, done.stderr
 
 
 def test_the_command_line_is_hidden_from_mindspeed_and_then_back(tmp_path):
@@ -242,6 +250,7 @@ def test_ray_is_asked_for_npus_and_the_engine_for_storage_that_can_be_written():
 
 
 REFUSED = {
+    "model.override_transformer_config.use_flash_attn": "model.override_transformer_config.use_flash_attn=false",
     "actor.layout.virtual_pipeline_model_parallel_size": "actor.layout.virtual_pipeline_model_parallel_size=2",
     "model.override_transformer_config.moe_use_legacy_grouped_gemm": "model.override_transformer_config.moe_use_legacy_grouped_gemm=true",
     "rollout.engine_kwargs.vllm.enable_eplb": "rollout.engine_kwargs.vllm.enable_eplb=true",
@@ -261,4 +270,13 @@ def test_combinations_that_fail_on_npus_are_refused_there_and_only_there(field, 
         found = violations(load_config(preset, None, [f"cluster.device={device}", setting]), model)
         return any(v.field == field and ("npu" in v.rule or "rl_config" in v.rule or "must be" in v.rule) for v in found)
 
-    assert refused("npu") and not refused("cuda")
+    assert refused("npu")
+    assert not refused("cuda") or field.endswith("use_flash_attn")  # which no other device has at all
+
+
+def test_a_run_on_npus_says_that_nobody_has_tried_it():
+    model, preset = model_spec(SIZES), ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
+    on_npu, on_cpu = load_config(preset, None, ["cluster.device=npu"]), load_config(preset)
+    assert missing_capabilities(on_npu.config) == []
+    assert any("never run on hardware" in note for note in notes(on_npu, model))
+    assert not any("never run on hardware" in note for note in notes(on_cpu, model))

@@ -18,7 +18,8 @@ from mrl.memory.devices import find_device
 from mrl.models import known_spec, load_model_spec, model_spec
 from mrl.planning.assumptions import Assumptions
 from mrl.planning.inputs import PlanInputs, batch_plan, engine_of
-from mrl.planning.plan import differences, make_plan, memory_section, plan_hash, read_plan
+from mrl.planning.memory_plan import memory_section
+from mrl.planning.plan import differences, make_plan, plan_hash, read_plan
 from mrl.planning.stored import plan_again, plan_report, plan_text
 from mrl.planning.times import phase_seconds
 
@@ -326,3 +327,20 @@ def test_predicted_steps_are_within_a_factor_of_two_of_published_ones(name):
     predicted = phase_seconds(inputs, batch_plan(run, inputs.train), engine_of(inputs))
     assert set(predicted) == {"generation", "log_prob", "update"}
     assert seconds / 2 < sum(predicted.values()) < seconds * 2
+
+
+def test_what_would_make_it_fit_is_named_and_does(preset, capsys):
+    sizes = {"data.max_prompt_length": 60, "data.max_response_length": 60, "data.train_batch_size": 4096, "actor.ppo_mini_batch_size": 4096}
+    sizes |= {"rollout.n": 16, "actor.ppo_micro_batch_size_per_gpu": 65536}
+    many = [f"--set={key}={value}" for key, value in sizes.items()]
+    plan = run_json(capsys, str(preset), *many)
+    assert not plan["memory"]["fits"]
+    assert plan["memory"]["phases"]["train"]["largest"] in ("activations", "temporaries")
+    assert plan["memory"]["would_fit_with"]
+    for change in plan["memory"]["would_fit_with"]:
+        assert run_json(capsys, str(preset), *many, *(f"--set={setting}" for setting in change))["memory"]["fits"]
+
+
+def test_nothing_is_named_where_all_fits_or_nothing_helps(preset, capsys):
+    assert run_json(capsys, str(preset))["memory"]["would_fit_with"] == []
+    assert run_json(capsys, str(preset), "--set=rollout.cpu_kvcache_gib=500")["memory"]["would_fit_with"] == []

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from reshard_cases import Pair, random_pairs
 
-from mrl.reshard.plan import Message
+from mrl.reshard.plan import Message, Place
 from mrl.reshard.rehearse import fill, loaded, numbered, rehearse
 from mrl.reshard.source import source_shards
 from mrl.reshard.streams import ITEM_BYTES
 
-SEEDS = range(16)
-PAIRS = 13  # for each seed
+SEEDS = range(10)
+PAIRS = 16  # for each seed
 
 
 def messages(pair: Pair) -> tuple[list[Message], list[Message]]:
@@ -96,15 +96,15 @@ def test_at_most_two_modules_of_a_worker_are_unfinished_at_any_time(seed):
 def test_moved_bytes_are_those_that_no_rank_on_the_device_has(seed):
     for pair in random_pairs(seed, 8):
         hf, plan = numbered(pair.model), pair.plan()
-        at_hand: dict[object, set[int]] = defaultdict(set)
+        at_hand: dict[Place, list[np.ndarray]] = defaultdict(list)
         for rank in range(pair.train.world_size if pair.topology else 0):
-            for shard in source_shards(pair.model, pair.train, rank):
-                at_hand[pair.topology.ranks[rank]].update(fill(shard, hf).ravel().tolist())
+            held = [fill(shard, hf).ravel() for shard in source_shards(pair.model, pair.train, rank)]
+            at_hand[pair.topology.ranks[rank]] += held
         required = 0
         for worker in range(pair.rollout.world_size):
-            place = pair.topology.workers[worker] if pair.topology else None
             wanted = loaded(pair.model, pair.rollout, worker, hf, transposed=False).values()
             elements = np.concatenate([array.ravel() for array in wanted])
-            required += sum(1 for element in elements[elements > 0].tolist() if element not in at_hand[place])
+            here = at_hand[pair.topology.workers[worker]] if pair.topology else []
+            required += np.count_nonzero(~np.isin(elements, np.concatenate([[0], *here])))  # 0 is padding
         assert plan.bytes_required == plan.bytes_moved == required * ITEM_BYTES[pair.dtype]
         assert sum(m.nbytes for m in messages(pair)[0]) == plan.bytes_moved + plan.bytes_local

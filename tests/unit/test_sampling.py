@@ -36,10 +36,10 @@ def prompt(number: int) -> Prompt:
 class World:
     """A run whose prompt number p is answered with the scores `scores[p]`; the engines and the reward pool are stood in for."""
 
-    def __init__(self, monkeypatch, scores, *overrides, parts=None, lengths=(1, 1)):
+    def __init__(self, monkeypatch, scores, *overrides, parts=None, lengths=(1, 1), at_a_time=BATCH):
         self.scores, self.parts, self.lengths, self.asked = scores, parts or {}, lengths, []
         config = load_config(TINY, overrides=[*SIZES, *overrides]).config
-        stream = PromptStream([prompt(p) for p in range(len(scores))], BATCH, seed=0, shuffle=False)
+        stream = PromptStream([prompt(p) for p in range(len(scores))], at_a_time, seed=0, shuffle=False)
         self.progress = []
         record = SimpleNamespace(progress=lambda phase, done, total: self.progress.append((done, total)))
         self.run = SimpleNamespace(config=config, train_prompts=stream, state=TrainState(), record=record)
@@ -86,6 +86,13 @@ def test_groups_of_one_mind_are_replaced_until_the_batch_is_full(monkeypatch):
     assert world.progress == [(1, 2), (1, 2), (2, 2)]
     assert found.metrics["train/uniform_group_share"] == pytest.approx(3 / 6)
     assert found.metrics["train/trained_groups"] == 2
+
+
+def test_more_prompts_may_be_generated_at_a_time_than_are_trained_on(monkeypatch):
+    world = World(monkeypatch, [EASY, MIXED, HARD, MIXED, MIXED, EASY], FILTER, "data.gen_batch_size=3", at_a_time=3)
+    found = world.gather()
+    assert [s.prompt_id for s in found.samples] == [1, 1, 3, 3]
+    assert world.asked == [(0, [0, 1, 2]), (1, [3, 4, 5])] and found.cursor == DataCursor(0, 6)
 
 
 ENDLESS = [EASY, MIXED, HARD, EASY, HARD, EASY]
@@ -177,6 +184,7 @@ CONTRADICTIONS = [
         "algorithm.gdpo_reward_weights",
         "",
     ),
+    (["data.gen_batch_size=128"], "data.gen_batch_size", "trains on all that it generates"),
     ([FILTER, END + "partial"], "algorithm.filter_groups.max_num_gen_batches", "without end"),
     (["rollout.n=1", "algorithm.adv_estimator=reinforce_plus_plus", FILTER], "rollout.n", "one response does not"),
     (["algorithm.overlong_buffer={enable: true, len: 5}"], "algorithm.overlong_buffer.len", "before the longest response"),

@@ -74,6 +74,17 @@ def test_a_signal_asks_the_job_to_stop_and_waits_for_it():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_second_signal_ends_the_wait():
+    def twice():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    client = Client("RUNNING", on_logs=twice)
+    with pytest.raises(KeyboardInterrupt):
+        jobs.follow(client, JOB, lambda text: None)
+    assert client.stopped == ["mrl-1"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_a_head_that_is_lost_ends_the_wait_as_resumable(monkeypatch):
     class Lost(Client):
         def get_job_status(self, job_id):
@@ -154,6 +165,12 @@ def test_the_whole_command_line_reaches_the_cluster(monkeypatch, capsys):
 def test_a_relative_run_directory_does_not_vanish_with_the_jobs_copy(monkeypatch, capsys):
     _, client, _ = submit(monkeypatch, capsys, str(PRESET))
     assert shlex.split(client.submitted[0]["entrypoint"])[-2:] == ["--run-dir", str(ROOT / "runs" / "tiny-moe")]
+
+
+def test_a_relative_path_to_data_is_remarked_on(monkeypatch, capsys):
+    arguments = [str(PRESET), "--set", "data.train_files=[launch/submit.sh]", "--set", "data.val_files=[/abs.parquet, not-here.parquet]"]
+    _, client, said = submit(monkeypatch, capsys, *arguments, "--set", "model.path=/models/m")
+    assert client.submitted and said.count("note:") == 1 and "data.train_files: launch/submit.sh is relative" in said
 
 
 def test_an_unknown_key_is_told_before_anything_is_sent(monkeypatch, capsys):

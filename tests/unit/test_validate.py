@@ -67,7 +67,7 @@ def given(overrides: list[str]) -> list[str]:
 def test_a_mistake_is_refused_under_its_own_keys(issue, overrides, fields):
     named = found(overrides)
     assert set(named) == fields
-    assert all(v.rule and v.where for v in named.values())
+    assert all(v.rule and v.why and v.where for v in named.values())
 
 
 def test_all_of_them_come_in_one_answer(capsys):
@@ -123,6 +123,8 @@ def test_tp8_with_four_kv_heads_is_told_apart_by_the_version_of_megatron():
          "actor.optim.override_optimizer_config.optimizer_offload_fraction", ()),
         (["actor.optim.override_optimizer_config={optimizer_cpu_offload: true, optimizer_offload_fraction: 1.5}"],
          "actor.optim.override_optimizer_config.optimizer_offload_fraction", (0.0, 1.0)),
+        (["actor.optim.override_optimizer_config={exp_avg_dtype: bfloat16}"],
+         "actor.optim.override_optimizer_config.exp_avg_dtype", ("float32",)),
         ([TRANSFORMER + "recompute_granularity=half"], TRANSFORMER + "recompute_granularity", ("full", "selective", None)),
         ([TRANSFORMER + "recompute_method=all"], TRANSFORMER + "recompute_method", ("uniform", "block")),
         ([TRANSFORMER + "recompute_num_layers=0"], TRANSFORMER + "recompute_num_layers", (1,)),
@@ -141,7 +143,7 @@ def test_tp8_with_four_kv_heads_is_told_apart_by_the_version_of_megatron():
 )  # fmt: skip
 def test_each_rule_has_its_boundary(overrides, field, allowed):
     named = found(overrides)
-    assert list(named) == [field] and named[field].allowed == allowed
+    assert list(named) == [field] and named[field].allowed == allowed and named[field].why
 
 
 def test_on_the_other_side_of_the_boundary_nothing_is_said():

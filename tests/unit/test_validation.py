@@ -171,3 +171,12 @@ def test_what_cannot_be_evaluated_is_refused_at_once(tmp_path, capsys, arguments
         main(["eval", TINY, *(a.format(dir=tmp_path) for a in arguments)])
     assert ended.value.code == code
     assert message in capsys.readouterr().err
+
+
+def test_the_table_of_an_evaluation_shows_each_core_metric_with_its_interval():
+    from mrl.trainer.evaluation import table
+
+    metrics = {"val-core/a/acc/mean@2": 0.5, "val-aux/a/acc/mean@2/ci95": 0.1, "val-core/a/acc/best@2/std": 0.3, "val-aux/a/acc/std@2": 0.2}
+    lines = table({"prompts": 3, "responses": {"a": 6}, "seconds": 12.3, "metrics": metrics}).splitlines()
+    assert lines[0] == "3 prompts, 6 responses, 12 s"
+    assert [line.split() for line in lines[1:]] == [["a/acc/mean@2", "0.5000", "+-", "0.1000"]]

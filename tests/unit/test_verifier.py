@@ -69,3 +69,31 @@ def test_loading_math_verify_is_not_on_the_first_samples_clock():
         assert pool.score([RewardItem(0, "HuggingFaceH4/MATH-500", r"\boxed{\sqrt{12}}", r"2\sqrt{3}")])[0].score == 1
         answered = time.monotonic()
     assert answered - ready < 0.7 * (ready - begin)  # an import within the sample would take as long as the start with it
+
+
+def _spellings(value):
+    """Ways to write one fraction, all of them exact."""
+    n, d = value.numerator, value.denominator
+    sign, size = ("-" if n < 0 else ""), abs(n)
+    yield from (f"{n}/{d}", rf"{sign}\frac{{{size}}}{{{d}}}", rf"\dfrac{{{3 * n}}}{{{3 * d}}}", rf"$\frac{{{-n}}}{{{-d}}}$")
+    if d == 1:
+        yield from (f"{n:,}", f"{n}.00", rf"{sign}{size:,}".replace(",", "{,}"), rf"\text{{{n}}}")
+    if 1000 % d == 0:
+        yield from (f"{float(value):.3f}", rf"{float(value) * 100:.1f}\%")
+    if d > 1 and size > d:
+        yield rf"{sign}{size // d}\frac{{{size % d}}}{{{d}}}"
+
+
+def test_numbers_are_equal_exactly_when_their_fractions_are():
+    """Python's fractions are the oracle: 200 pairs of values that are often near each other, in every spelling of both."""
+    import random
+    from fractions import Fraction
+
+    rng = random.Random(0)
+    for _ in range(200):
+        truth = Fraction(rng.randint(-2000, 2000), rng.choice((1, 1, 2, 3, 4, 5, 7, 8)))
+        answer = rng.choice((truth, -truth, 1 / truth if truth else truth, truth + Fraction(1, 8), truth / 10, truth * 1000))
+        for spelled in _spellings(answer):
+            got = boxed_verdict(next(_spellings(truth)), spelled) == MATCH
+            percent_number = spelled.endswith(r"\%") and answer * 100 == truth and abs(truth) >= 1
+            assert got == (truth == answer or percent_number), (str(truth), spelled)

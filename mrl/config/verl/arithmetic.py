@@ -31,7 +31,8 @@ def calculate(text: str, value_of: Callable[[str], int]) -> int:
     if len(text) > 1000:
         raise ValueError("too long an expression")
     try:
-        tree = ast.parse(re.sub(r"(?<!/)/(?!/)", "//", text.strip() or "0"), mode="eval")
+        python = re.sub(r"(?<!/)/(?!/)", "//", text.strip() or "0").replace("&&", " and ").replace("||", " or ")
+        tree = ast.parse(re.sub(r"!(?!=)", " not ", python).strip(), mode="eval")
         return _value(tree.body, value_of)
     except (SyntaxError, ZeroDivisionError, RecursionError, MemoryError) as error:
         raise ValueError(f"cannot be calculated: {error}") from None
@@ -54,6 +55,11 @@ def _plain_value(node: ast.expr, value_of: Callable[[str], int]) -> int:
             return -_value(operand, value_of)
         case ast.UnaryOp(op=ast.UAdd(), operand=operand):
             return _value(operand, value_of)
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            return int(not _value(operand, value_of))
+        case ast.BoolOp(op=op, values=parts):
+            truths = [_value(part, value_of) != 0 for part in parts]
+            return int(all(truths) if isinstance(op, ast.And) else any(truths))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
             return _OPERATIONS[type(op)](_value(left, value_of), _value(right, value_of))
         case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARISONS:

@@ -22,6 +22,7 @@ class Expander:
 
     def __init__(self, variables: dict[str, Variable], positional: Sequence[Value], name: str) -> None:
         self.variables, self.positional, self.name = variables, tuple(positional), name
+        self.counts_arguments = False  # whether $# is known: a script that asks for arguments was written to get some
 
     def fields(self, words: Sequence[Word]) -> list[Value]:
         """The arguments that words become, split at blanks outside quotes."""
@@ -96,6 +97,8 @@ class Expander:
         if name.isdigit():
             at = int(name) - 1
             return self.positional[at] if 0 <= at < len(self.positional) else unset(name)
+        if name == "#" and self.counts_arguments:
+            return Value(str(len(self.positional)))
         held = self.positional if name in ("@", "*") else self.variables.get(name)
         if held is None:
             return unset(name)
@@ -106,7 +109,10 @@ class Expander:
             for i, item in enumerate(held):
                 joined = joined + Value(" " if i else "") + item
             return joined
-        at = int(index) if (index or "0").lstrip("-").isdigit() else 0
+        place = self.arithmetic(index or "0")
+        if not place.known:
+            return Value(f"${{{name}[{index}]}}", frozenset((f"{name}[{index}]",)))
+        at = int(place.text)
         return held[at] if -len(held) <= at < len(held) else unset(name)
 
     def operation(self, name: str, value: Value, rest: str, line: int) -> Value:

@@ -17,7 +17,7 @@ _DEFAULT = LayoutConfig(world_size=1).model_dump()
 
 @dataclass(frozen=True)
 class Chosen:
-    """Degrees (keys of LayoutConfig, without world_size and defaults) and the preset that they are from."""
+    """Degrees (keys of LayoutConfig, without world_size and defaults) and where they are from, in words."""
 
     degrees: dict[str, Any]
     source: str
@@ -56,7 +56,7 @@ def _candidates(model: str, device: str, devices: int) -> Iterator[tuple[tuple[A
 def _layout_of(file: Path) -> Chosen | None:
     layout = load_config(file).config.actor.layout.model_dump()
     degrees = {key: value for key, value in layout.items() if key != "world_size" and value != _DEFAULT[key]}
-    return Chosen(degrees, f"{file.parent.name}/{file.name}")
+    return Chosen(degrees, f"that of the preset {file.parent.name}/{file.name}")
 
 
 def _ranks(degrees: dict[str, Any]) -> int:

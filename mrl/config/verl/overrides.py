@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mrl.config.verl.shell import Script
+from mrl.config.verl.shell import Script, read_script
 from mrl.config.verl.values import Launch, Value
 from mrl.config.yaml_tree import parse_yaml
 from mrl.errors import ConfigError
@@ -44,6 +44,8 @@ class VerlCommand:
 def from_script(script: Script, name: str) -> VerlCommand:
     """The one command of a script that starts verl's RL training. Raises ConfigError where there is none, or more than one."""
     found = [(launch, entry) for launch in script.commands if (entry := _entry(launch)) is not None]
+    if not found and (inner := _inside(script, name)) is not None:
+        return from_script(inner, name)
     if not found:
         raise ConfigError(f"{name}: {_why_not(script)}")
     if len({tuple(w.text for w in launch.words) for launch, _ in found}) > 1:
@@ -86,6 +88,8 @@ def from_words(words: Sequence[Value], entry: str = "") -> VerlCommand:
 
 def hydra_value(text: str) -> Any:
     """A value as Hydra reads it: numbers, true and false, null, lists, mappings, quoted text, else text as it stands."""
+    if text.strip() == "None":
+        return None  # Python's way to write null, which scripts pass on from a variable
     if not (_STRUCTURED.match(text) or _PLAIN.fullmatch(text)):
         return text.strip()
     try:
@@ -102,6 +106,16 @@ def _entry(launch: Launch) -> str | None:
         module = name.removesuffix(".py").replace("/", ".").lstrip(".") if name.endswith(".py") else name
         if (before == "-m" or name.endswith(".py")) and (match := _ENTRY.search(module)):
             return match[0]
+    return None
+
+
+def _inside(script: Script, name: str) -> Script | None:
+    """The script that a command gets as one text, as in `bash -c "..."` and `eval "..."`, where that starts verl; else None."""
+    for launch in script.commands:
+        for word in launch.words:
+            if re.search(r"\s", word.text.strip()) and re.search(r"-m\s+\S*main_|main_\w+\.py", word.text):
+                inner = read_script(word.text, f"{name}:{launch.line}", {})
+                return Script(inner.commands, (*script.remarks, *inner.remarks))
     return None
 
 

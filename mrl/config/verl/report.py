@@ -38,6 +38,7 @@ class Import:
     values: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    lacks_layout: bool = False  # neither the script nor a preset has a layout for the model
 
     def put(self, kind: str, key: str, to: str, value: Any, why: str = "", line: int = 0) -> None:
         """Sets our key `to` and reports it."""
@@ -58,6 +59,11 @@ class Import:
     def of(self, kind: str) -> list[Entry]:
         return [entry for entry in self.entries if entry.kind == kind]
 
+    @property
+    def keys(self) -> set[str]:
+        """verl's keys that were read."""
+        return {entry.key for entry in self.entries} - {""}
+
     def to_json(self) -> dict[str, Any]:
         """The seven lists of entries and the warnings; plain data."""
         return {**{kind: [e.to_json() for e in self.of(kind)] for kind in KINDS}, "warnings": list(self.warnings)}
@@ -66,6 +72,7 @@ class Import:
         """Our configuration in the order of the schema, each value with where it came from."""
         head = [f"# Imported from {self.name} (verl). Beside each value: the line of the script, or why it stands here."]
         head += [f"# warning: {line}" for warning in self.warnings for line in warning.splitlines()]
+        head += [f"# {kind}: {entry}" for kind in ("unsupported", "unknown") for entry in self.of(kind)]
         return "\n".join([*head, *self._sections(_tree(self.values), ()), ""])
 
     def _sections(self, tree: dict[str, Any], path: tuple[str, ...]) -> Iterator[str]:

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from mrl.config.verl.expansion import Expander, Variable
 from mrl.config.verl.shell_lexer import Word
 from mrl.config.verl.shell_syntax import Block, Case, Chain, Command, For, Function, If, Pipe, Simple, While, parse_script
-from mrl.config.verl.values import Launch, Value
+from mrl.config.verl.values import MAX_ITEMS, Launch, Value
 from mrl.errors import ConfigError
 
 _MAX_STEPS = 20_000
@@ -99,9 +99,8 @@ class _Reader:
             case Function():
                 self.functions[command.name] = command.body
             case While():
-                self.remark(command.line, "a loop whose end cannot be known: what it sets is unknown")
-                self.maybe(lambda: self.block(command.body))
-        return None if isinstance(command, While) else True
+                return self.while_(command)
+        return True
 
     def chain(self, chain: Chain) -> bool | None:
         status: bool | None = True
@@ -168,6 +167,16 @@ class _Reader:
             if any(end.get(name) != ends[0].get(name) for end in ends):
                 self.variables[name] = Value(f"${{{name}}}", frozenset((name,)))
 
+    def while_(self, node: While) -> bool | None:
+        """A loop over arguments (`while [ $# -gt 0 ]`) is left out where there are none; the end of any other is not known."""
+        self.expander.counts_arguments = True
+        status = self.block(node.condition)
+        self.expander.counts_arguments = False
+        if status is node.until:
+            return True
+        self.remark(node.line, "a loop whose end cannot be known: what it sets is unknown")
+        return self.maybe(lambda: self.block(node.body))
+
     def simple(self, command: Simple) -> bool | None:
         words = list(command.words)
         while words and (assigned := _assignment(words[0])) is not None:
@@ -175,6 +184,8 @@ class _Reader:
             words.pop(0)
         if not words:
             return True
+        if len(words) == 1 and words[0].parts[0].kind == "arithmetic":
+            return self.truth(self.expander.text(words[0]), command.line)
         fields = self.expander.fields(words)
         if not fields:
             return True
@@ -225,7 +236,10 @@ class _Reader:
         if array is not None:
             items = tuple(self.expander.fields(array.words))
             before = held if isinstance(held, tuple) else () if held is None else (held,)
-            self.set(name, before + items if appended else items)
+            items = before + items if appended else items
+            if len(items) > MAX_ITEMS:
+                raise ConfigError(f"{self.name}:{word.line}: {name} grows over {MAX_ITEMS} items, which no launch script needs")
+            self.set(name, items)
             return
         value = self.expander.text(word)
         self.set(name, (held if isinstance(held, Value) else Value("")) + value if appended else value)
@@ -237,6 +251,13 @@ class _Reader:
         if isinstance(value, Value) and any(m.startswith("$") for m in value.missing):
             value = Value(value.text, frozenset(name if m.startswith("$") else m for m in value.missing), value.line)
         self.variables[name] = value
+
+    def truth(self, value: Value, line: int) -> bool | None:
+        """Of `((...))`, which is true where it is not zero."""
+        if not value.known:
+            self.remark(line, f"a condition depends on {', '.join(sorted(value.missing))}")
+            return None
+        return value.text != "0"
 
     def test(self, fields: list[Value], line: int) -> bool | None:
         arguments = [f for f in fields if f.text not in ("]", "]]")]

@@ -9,6 +9,7 @@ from mrl.errors import ConfigError
 _OPERATORS = (";;&", "<<<", "<<-", "&>>", ";;", ";&", "&&", "||", "<<", ">>", "&>", ">&", "<&", "|&", ";", "&", "|", "<", ">", "(", ")")
 REDIRECTS = frozenset(("<<<", "<<", "<<-", ">>", "&>", "&>>", ">&", "<&", "<", ">"))
 _BLANK = " \t\r"
+_AHEAD_OF_COMMANDS = ("if", "elif", "then", "else", "while", "until", "do", "for", "!", "{")
 _DESCRIPTOR = re.compile(r"[0-9]+(?=[<>])")  # the number in `2>&1`
 
 
@@ -42,7 +43,7 @@ class Token:
 
 
 class Lexer:
-    """Reads a text once, from front to back; `line` is where it stands."""
+    """Reads a text once, from front to back; `line` is where it stands. `((...))` becomes a word of one arithmetic part."""
 
     def __init__(self, text: str, name: str, line: int = 1) -> None:
         self.text, self.name, self.at, self.line = text, name, 0, line
@@ -75,6 +76,9 @@ class Lexer:
             return Token("\n", None, line)
         if descriptor := _DESCRIPTOR.match(self.text, self.at):
             self.take(len(descriptor.group()))
+        if self.peek(2) == "((" and not (before and before[-1].word is not None and before[-1].word.plain not in _AHEAD_OF_COMMANDS):
+            self.take(2)
+            return Token("", Word((Part("arithmetic", self.balanced("(", ")", depth=2)[:-1]),), line), line)
         operator = next((o for o in _OPERATORS if self.peek(len(o)) == o), None)
         if operator is not None:
             self.take(len(operator))

@@ -60,8 +60,10 @@ class For:
 
 @dataclass(frozen=True)
 class While:
+    condition: Block
     body: Block
     line: int
+    until: bool = False
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,7 @@ class _Parser:
     def for_(self) -> For:
         line = self.now.line
         self.at += 1
-        if self.operator("("):
+        if self.now is not None and self.now.word is not None and self.now.word.parts[0].kind == "arithmetic":
             raise self.fail("for ((...)) is not read; write the values out")
         name = self.word().plain or ""
         words: list[Word] = []
@@ -232,10 +234,10 @@ class _Parser:
         return For(name, tuple(words), self.loop_body(), line)
 
     def while_(self) -> While:
-        line = self.now.line
+        line, until = self.now.line, self.reserved == "until"
         self.at += 1
-        self.block()
-        return While(self.loop_body(), line)
+        condition = self.block()
+        return While(condition, self.loop_body(), line, until)
 
     def loop_body(self) -> Block:
         self.expect("do")

@@ -15,6 +15,9 @@ OVERRIDE_OPTIMIZER = "actor.optim.override_optimizer_config"
 OVERRIDE_DDP = "actor.override_ddp_config"
 ENGINE = "rollout.engine_kwargs.vllm"
 
+# What every model here has in any case.
+_OF_THE_MODELS = {"normalization": "RMSNorm", "position_embedding_type": "rope", "gated_linear_unit": True, "add_bias_linear": False}
+
 # What verl's reward managers return under the name that dynamic sampling looks at.
 _METRICS = {"seq_reward": "score", "seq_final_reward": "reward"}
 
@@ -60,31 +63,57 @@ def _tis_cap(o: Override, out: Import, facts: Facts) -> None:
     if not isinstance(o.value, int | float) or o.value <= 0:
         out.leave("implied", o.key, o.value, "no correction", o.line)
         return
-    out.put("renamed", o.key, "algorithm.rollout_correction.high", float(o.value), line=o.line)
-    out.put("implied", "", "algorithm.rollout_correction.level", "token", "tis_imp_ratio_cap weighs tokens", o.line)
-    out.put("implied", "", "algorithm.rollout_correction.mode", "truncate", "tis_imp_ratio_cap truncates", o.line)
+    out.put("renamed", o.key, _CORRECTION + "high", float(o.value), line=o.line)
+    out.put("implied", "", _CORRECTION + "level", "token", "tis_imp_ratio_cap weighs tokens", o.line)
+    out.put("implied", "", _CORRECTION + "mode", "truncate", "tis_imp_ratio_cap truncates", o.line)
+
+
+_CORRECTION = "algorithm.rollout_correction."
+# verl's rejections that look at the ratio itself, newer and older names -> the level here; each keeps what is inside a band.
+_REJECTIONS = {
+    "token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric", "token": "token", "sequence": "sequence",
+    "geometric": "geometric",
+}  # fmt: skip
 
 
 def _correction(o: Override, out: Import, facts: Facts) -> None:
-    name, base = o.key.rpartition(".")[2], "algorithm.rollout_correction"
+    name = o.key.rpartition(".")[2]
+    weighs = facts.value(_CORRECTION + "rollout_is", facts.value("algorithm.rollout_is", None)) not in (None, False)
     match name, o.value:
-        case ("rollout_is" | "rollout_rs" | "rollout_rs_threshold", None):
+        case ("rollout_is" | "rollout_rs" | "rollout_token_veto_threshold", None | False):
             out.leave("implied", o.key, o.value, "no correction", o.line)
         case ("rollout_is", "token" | "sequence"):
-            out.put("renamed", o.key, f"{base}.level", o.value, line=o.line)
-        case ("rollout_is_threshold", int() | float()):
-            out.put("renamed", o.key, f"{base}.high", float(o.value), line=o.line)
-        case ("rollout_is_threshold", str()) if o.value.count("_") == 1:
-            low, high = o.value.split("_")
-            out.put("renamed", o.key, f"{base}.low", float(low), line=o.line)
-            out.put("implied", o.key, f"{base}.high", float(high), "the second half of the band", o.line)
-            out.put("implied", o.key, f"{base}.mode", "mask", "a band masks what is outside it", o.line)
+            out.put("renamed", o.key, _CORRECTION + "level", o.value, line=o.line)
+        case ("rollout_rs", str()) if o.value in _REJECTIONS and not weighs:
+            out.put("renamed", o.key, _CORRECTION + "level", _REJECTIONS[o.value], line=o.line)
+            out.put("implied", o.key, _CORRECTION + "mode", "mask", "a rejection masks what is outside its band", o.line)
+        case ("rollout_is_threshold", _):
+            _band(o, out, weighs, one_sided=True)
+        case ("rollout_rs_threshold", _):
+            _band(o, out, not weighs and facts.value(_CORRECTION + "rollout_rs", None) in _REJECTIONS, one_sided=False)
         case ("bypass_mode", bool()):
             out.put("renamed", o.key, "algorithm.anchor", "rollout" if o.value else "recompute", line=o.line)
         case ("rollout_is_batch_normalize", False) | ("loss_type", "ppo_clip"):
             out.leave("implied", o.key, o.value, "as it is here", o.line)
         case _:
             out.leave("unsupported", o.key, o.value, "no such correction here; see algorithm.rollout_correction", o.line)
+
+
+def _band(o: Override, out: Import, used: bool, one_sided: bool) -> None:
+    """A threshold: `low_high`, or one number, of a weight the upper bound and of a rejection the bound on both sides (1/x and x)."""
+    parts = str(o.value).split("_")
+    if not used or o.value is None:
+        out.leave("implied", o.key, o.value, "of a correction that is off", o.line)
+        return
+    try:
+        bounds = [float(part) for part in parts]
+    except ValueError:
+        out.leave("unsupported", o.key, o.value, "a threshold here is one number, or low_high", o.line)
+        return
+    out.put("renamed", o.key, _CORRECTION + "high", bounds[-1], line=o.line)
+    if len(bounds) == 2 or not one_sided:
+        out.put("renamed", o.key, _CORRECTION + "low", bounds[0] if len(bounds) == 2 else 1 / bounds[0], line=o.line)
+        out.put("implied", o.key, _CORRECTION + "mode", "mask", "a band masks what is outside it", o.line)
 
 
 def _metric(o: Override, out: Import, facts: Facts) -> None:
@@ -98,8 +127,10 @@ def _metric(o: Override, out: Import, facts: Facts) -> None:
 
 
 def _gen_batch(o: Override, out: Import, facts: Facts) -> None:
-    why = "as many prompts are generated as the step still lacks"
-    out.leave("not_applicable", o.key, o.value, why, o.line)
+    if facts.value("algorithm.filter_groups.enable", False):
+        out.put("carried", o.key, "data.gen_batch_size", o.value, line=o.line)
+    else:
+        out.leave("implied", o.key, o.value, "without dynamic sampling a step generates what it trains on", o.line)
 
 
 def _dtype(o: Override, out: Import, facts: Facts) -> None:
@@ -218,6 +249,8 @@ def _transformer(o: Override, out: Import, facts: Facts) -> None:
     elif decider.startswith(LAYOUT):
         same = o.value == facts.value(MEGATRON + name, None) or (name == "sequence_parallel" and o.value is True)
         out.leave("implied" if same else "unsupported", o.key, o.value, f"is {decider}", o.line)
+    elif name in _OF_THE_MODELS and o.value == _OF_THE_MODELS[name]:
+        out.leave("implied", o.key, o.value, "as the checkpoint's config.json has it", o.line)
     elif name in MINDSPEED_FIELDS and facts.device != "npu":
         out.leave("not_applicable", o.key, o.value, "MindSpeed only, which runs on NPUs", o.line)
     elif name.startswith("moe_") and facts.dense:
@@ -237,7 +270,7 @@ def _ddp(o: Override, out: Import, facts: Facts) -> None:
 
 
 def _engine(o: Override, out: Import, facts: Facts) -> None:
-    name = o.key.removeprefix(R + "engine_kwargs.vllm.")
+    name = o.key.removeprefix(R).removeprefix("engine_kwargs.vllm.")
     decider = decided_by(ENGINE, name) or ""
     if name == "enable_expert_parallel":
         value = facts.value(R + "tensor_model_parallel_size", 2) * facts.value(R + "data_parallel_size", 1) if o.value else 1
@@ -280,7 +313,9 @@ def _chat_template(o: Override, out: Import, facts: Facts) -> None:
 
 
 def _reward_manager(o: Override, out: Import, facts: Facts) -> None:
-    if o.value in ("naive", "dapo"):
+    if o.value == "gdpo":
+        out.leave("implied", o.key, o.value, "the parts of a reward are always kept; algorithm.gdpo_reward_keys names them", o.line)
+    elif o.value in ("naive", "dapo"):
         out.put("renamed", o.key, "reward.reward_manager", o.value, line=o.line)
     else:
         out.leave("unsupported", o.key, o.value, "reward managers here are naive and dapo", o.line)
@@ -367,6 +402,7 @@ HANDLERS: dict[str, Handler] = {
     R + "top_k": _sampling,
     R + "response_length": _response_length,
     R + "prompt_length": _response_length,
+    R + "enable_expert_parallel": _engine,
     R + "engine_kwargs.vllm.": _engine,
     R + "val_kwargs.do_sample": _greedy,
     R + "enable_rollout_routing_replay": _replay,

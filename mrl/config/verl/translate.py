@@ -2,13 +2,14 @@
 verl's default where ours differs, and a layout that it cannot have is chosen."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mrl.config.verl.facts import Facts, says_megatron
 from mrl.config.verl.families import unknown_family
 from mrl.config.verl.keys import LAYOUT, MEGATRON, ROWS, TRANSFORMER, A, M, R, row_of
-from mrl.config.verl.layouts import choose_layout
+from mrl.config.verl.layouts import Chosen, choose_layout
 from mrl.config.verl.overrides import Override, VerlCommand, from_script, from_words
 from mrl.config.verl.report import Import
 from mrl.config.verl.shell import read_script
@@ -23,6 +24,7 @@ _DEFAULTS: dict[str, Any] = {
     "data.max_prompt_length": 512,
     "data.max_response_length": 512,
     "data.filter_overlong_prompts": False,
+    "data.drop_duplicates": False,
     "actor.ppo_mini_batch_size": 256,
     "actor.optim.weight_decay": 0.01,
     "actor.optim.betas": [0.9, 0.999],
@@ -64,12 +66,24 @@ def import_overrides(words: Sequence[str], **options: Any) -> Import:
     return translate(command, "overrides", **options)
 
 
-def translate(command: VerlCommand, name: str, as_written: bool = False, preset: str | None = None, own: Sequence[str] = ()) -> Import:
-    """`as_written`: keep what is usually mended (and refused by validation). `preset`: whose layout a script without one gets.
-    `own`: our keys that the user sets; one of the layout's makes the choice of a layout the user's."""
+def translate(
+    command: VerlCommand,
+    name: str,
+    as_written: bool = False,
+    preset: str | None = None,
+    chosen: Chosen | None = None,
+    own: Sequence[str] = (),
+) -> Import:
+    """`as_written`: keep what is usually mended (and refused by validation). A script without a layout gets `chosen`, else that of
+    `preset`, else that of the nearest preset for its model; `own`: our keys that the user sets, and a degree among them leaves the
+    layout to the user. Where none is found, `Import.lacks_layout` says so."""
     out = Import(name, warnings=list(command.remarks))
     keys = {o.key: o for o in command.overrides}
-    facts = _facts(command, keys, as_written, preset, any(key.startswith(LAYOUT) for key in own), out)
+    plain = Facts(command, keys, None, {}, as_written)
+    if not says_megatron(command, keys) and chosen is None and not any(key.startswith(LAYOUT) for key in own):
+        chosen = choose_layout(plain.model_path or "", plain.device, plain.devices, preset)
+        out.lacks_layout = chosen is None
+    facts = _facts(plain, chosen, out)
     for override in command.overrides:
         _one(override, out, facts)
     _defaults(out, facts)
@@ -81,23 +95,20 @@ def translate(command: VerlCommand, name: str, as_written: bool = False, preset:
     return out
 
 
-def _facts(command: VerlCommand, keys: Mapping[str, Override], as_written: bool, preset: str | None, own: bool, out: Import) -> Facts:
-    """Reads the layout off the script, or chooses one and writes it."""
-    plain = Facts(command, keys, None, {}, as_written)
+def _facts(plain: Facts, chosen: Chosen | None, out: Import) -> Facts:
+    """Reads the layout off the script, or writes the chosen one."""
     model = _model(plain)
-    if says_megatron(command, keys):
-        return Facts(command, keys, model, _script_degrees(plain), as_written)
-    chosen = None if own else choose_layout(plain.model_path or "", plain.device, plain.devices, preset)
-    if chosen is None:
-        if not own:
-            out.warnings.append(
-                f"the script has no Megatron layout, and no preset for {plain.model_path} fits {plain.devices} devices: every degree is 1; "
-                "set actor.layout.tensor_model_parallel_size and its kin, or find a layout with mrl plan --search"
-            )
-        return Facts(command, keys, model, {}, as_written)
-    for key, value in chosen.degrees.items():
-        out.put("chosen", "", LAYOUT + key, value, f"the script has no Megatron layout; this is that of the preset {chosen.source}")
-    return Facts(command, keys, model, chosen.degrees, as_written)
+    if plain.megatron:
+        return replace(plain, model=model, degrees=_script_degrees(plain))
+    if out.lacks_layout:
+        out.warnings.append(
+            f"the script has no Megatron layout, and no preset for {plain.model_path} divides over its {plain.devices} devices: "
+            "every degree is 1; set actor.layout.tensor_model_parallel_size and its kin by --set"
+        )
+    degrees = chosen.degrees if chosen is not None else {}
+    for key, value in degrees.items():
+        out.put("chosen", "", LAYOUT + key, value, f"the script has no Megatron layout; this is {chosen.source}")
+    return replace(plain, model=model, degrees=degrees)
 
 
 def _script_degrees(facts: Facts) -> dict[str, Any]:
@@ -129,7 +140,7 @@ def _one(o: Override, out: Import, facts: Facts) -> None:
     elif row.kind == "special":
         HANDLERS[_handler_key(o.key)](o, out, facts)
     elif row.kind == "unsupported":
-        kind = "implied" if row.neutral and o.value in row.neutral and not isinstance(o.value, dict) else "unsupported"
+        kind = "implied" if o.value in row.neutral else "unsupported"
         out.leave(kind, o.key, o.value, row.why, o.line)
     else:
         out.leave(row.kind, o.key, o.value, row.why, o.line)
@@ -187,6 +198,9 @@ def _devices(out: Import, facts: Facts) -> None:
     out.put("implied", "", LAYOUT + "world_size", world, "all devices of the trainer")
     out.put("implied", "", "cluster.placement", "separate" if separate else "colocated", "how verl places engines")
     out.put("implied", "", "rollout.num_engines", max(1, (own if separate else world) // engine), "as many as the devices hold")
+    if not separate and not facts.megatron and "actor.grad_offload" not in out.values:
+        why = "FSDP frees gradients between steps; Megatron's buffers would stay beside the engine"
+        out.put("chosen", "", "actor.grad_offload", True, why)
     if separate:
         out.put(
             "implied", "", "cluster.nnodes", facts.value("trainer.nnodes", 1) + facts.value(R + "nnodes", 0), "actor's and engines' nodes"

@@ -2,6 +2,11 @@
 
 from dataclasses import dataclass, replace
 
+from mrl.errors import ConfigError
+
+MAX_TEXT = 1_000_000  # characters of one variable
+MAX_ITEMS = 10_000  # of one array
+
 
 @dataclass(frozen=True)
 class Value:
@@ -16,6 +21,8 @@ class Value:
         return not self.missing
 
     def __add__(self, other: "Value") -> "Value":
+        if len(self.text) + len(other.text) > MAX_TEXT:
+            raise ConfigError(f"a variable of the script grows over {MAX_TEXT} characters, which no launch script needs")
         return Value(self.text + other.text, self.missing | other.missing, self.line or other.line)
 
     def at(self, line: int) -> "Value":

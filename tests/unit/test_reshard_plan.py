@@ -1,0 +1,169 @@
+"""The plan as an object: stable, small, quick, near its bound, and refused when it cannot be."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from reshard_cases import QWEN3_30B, QWEN3_235B, TRAIN_235B, Pair, bytes_of_a_worker, random_pairs
+from test_reshard_source import MODELS
+
+from mrl.errors import ConfigError
+from mrl.layout import RolloutLayout, TrainLayout
+from mrl.reshard.plan import MIB, Place, Topology, plan_reshard
+from mrl.reshard.schedule import level
+from mrl.reshard.summary import Link, reshard_summary
+
+TP8, EP128 = RolloutLayout(16, 8), RolloutLayout(1, 4, 32, 128)
+
+
+def pair_of(name: str = "qwen3_moe") -> Pair:
+    degrees = {"world_size": 4, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    return Pair(MODELS[name], TrainLayout.build(degrees, MODELS[name]), RolloutLayout(2, 2), "cpu", "float32", None, 1 << 20)
+
+
+@pytest.mark.parametrize("rollout", [TP8, EP128], ids=["tp8", "ep128"])
+def test_qwen3_235b_on_128_ranks_is_planned_in_two_seconds_and_twenty_megabytes(rollout):
+    needed = bytes_of_a_worker(QWEN3_235B, rollout)
+    begun = time.process_time()
+    plan = plan_reshard(QWEN3_235B, TRAIN_235B, rollout, dialect="cuda", dtype="bfloat16")
+    seconds = time.process_time() - begun
+    summary = reshard_summary(plan)
+    assert seconds < 2
+    assert len(json.dumps(plan.to_json())) < 20e6
+    assert plan.bytes_required == plan.bytes_moved == 128 * needed
+    assert summary["received_bytes"] == [needed] * 128
+    assert summary["predicted_seconds"] <= 1.15 * summary["bound_seconds"]
+    assert summary["bound_seconds"] >= needed / 46e9
+
+
+def test_time_grows_no_faster_than_ranks_times_tensors():
+    """Twice the ranks, twice the layers: at most four times the work (and half as much again for noise)."""
+
+    def seconds(layers: int, ranks: int) -> float:
+        model = replace(QWEN3_30B, num_layers=layers, moe_layers=tuple(range(layers)))
+        degrees = {"world_size": ranks, "tensor_model_parallel_size": 2, "expert_model_parallel_size": 4}
+        train, begun = TrainLayout.build(degrees, model), time.process_time()
+        plan_reshard(model, train, RolloutLayout(ranks // 2, 2), dialect="cuda", dtype="bfloat16")
+        return time.process_time() - begun
+
+    small = min(seconds(12, 16) for _ in range(2))
+    assert seconds(24, 32) < 6 * small
+
+
+@pytest.mark.parametrize(
+    ("degrees", "rollout"),
+    [
+        ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 8}, RolloutLayout(8, 4)),
+        ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 8}, RolloutLayout(1, 8, 4, 32)),
+        ({"tensor_model_parallel_size": 4, "expert_model_parallel_size": 8}, RolloutLayout(4, 4, 2, 8)),
+    ],
+)
+def test_qwen3_30b_is_near_its_bound(degrees, rollout):
+    train = TrainLayout.build(degrees | {"world_size": 32}, QWEN3_30B)
+    summary = reshard_summary(plan_reshard(QWEN3_30B, train, rollout, dialect="npu", dtype="bfloat16"))
+    assert summary["predicted_seconds"] <= 1.15 * summary["bound_seconds"]
+
+
+def test_what_is_on_the_device_or_the_node_is_taken_from_there():
+    """Two nodes of two devices, a replica of everything on each: no byte leaves a node, and half of a worker's bytes its device."""
+    model = MODELS["qwen3"]
+    train = TrainLayout.build({"world_size": 4, "tensor_model_parallel_size": 2}, model)
+    places = tuple(Place(*divmod(device, 2)) for device in range(4))
+    plan = plan_reshard(model, train, RolloutLayout(4, 1), dialect="cuda", dtype="bfloat16", topology=Topology(places, places))
+    device, node, remote = plan.loads.received.sum(axis=(1, 2)).tolist()
+    assert remote == 0
+    assert (plan.bytes_local, plan.bytes_moved) == (device, node)
+    sources = {(m.worker, m.source) for worker in range(4) for m in plan.receives(worker)}
+    assert sources == {(w, r) for w in range(4) for r in range(4) if w // 2 == r // 2}
+
+
+def test_replicas_share_the_work():
+    """Four replicas of everything and one worker: each sends a quarter, up to a grain."""
+    model = MODELS["qwen3"]
+    train = TrainLayout.build({"world_size": 4}, model)
+    plan = plan_reshard(model, train, RolloutLayout(), dialect="cpu", dtype="float32", budget_bytes=4096)
+    sent = plan.loads.sent.sum(axis=(0, 1))
+    assert max(sent) - min(sent) <= plan.num_rounds * max(stream.largest for stream in plan.streams)
+    assert (plan.loads.sent.sum(axis=0) > 0).all(), "all of them in every round"
+
+
+@pytest.mark.parametrize(
+    ("loads", "more", "expected"),
+    [
+        ([[0, 0, 0]], [9], [[3, 3, 3]]),
+        ([[5, 0, 1]], [3], [[0, 2, 1]]),
+        ([[5, 0, 1]], [12], [[1, 6, 5]]),
+        ([[4, 9]], [0], [[0, 0]]),
+        ([[7]], [5], [[5]]),
+    ],
+)
+def test_levelling_fills_the_least_loaded_first(loads, more, expected):
+    assert level(np.array(loads), np.array(more)).tolist() == expected
+
+
+def test_every_process_comes_to_the_same_hash():
+    program = (
+        "import sys; sys.path.insert(0, 'tests/unit')\n"
+        "from reshard_cases import random_pairs\n"
+        "print(*(pair.plan().hash for pair in random_pairs(7, 4)))\n"
+    )
+    here = " ".join(pair.plan().hash for pair in random_pairs(7, 4))
+    root = Path(__file__).resolve().parents[2]
+    for seed in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-c", program], cwd=root, env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True, timeout=60
+        )
+        assert done.stdout.strip() == here, done.stderr
+
+
+def test_the_hash_covers_every_argument():
+    pair = pair_of()
+    places = tuple(Place(0, device) for device in range(8))
+    changed = [
+        replace(pair, model=replace(pair.model, vocab_size=23)),
+        replace(pair, train=replace(pair.train, chunk_layers=((1,), (3,)))),
+        replace(pair, rollout=RolloutLayout(1, 2)),
+        replace(pair, rollout=RolloutLayout(2, 2, 1, 2)),
+        replace(pair, dialect="npu"),
+        replace(pair, dtype="bfloat16"),
+        replace(pair, budget=pair.budget // 2),
+        replace(pair, topology=Topology(places[:4], places[4:])),
+        replace(pair, topology=Topology(places[:4], places[:4])),
+    ]
+    hashes = [one.plan().hash for one in (pair, *changed)]
+    assert len(set(hashes)) == len(hashes)
+    assert pair.plan().hash == hashes[0]
+
+
+def test_budget_below_a_row_is_refused():
+    with pytest.raises(ConfigError, match=r"reshard\.budget_mb: a round of 16 bytes is too small"):
+        replace(pair_of(), budget=16).plan()
+
+
+def test_topology_of_another_size_is_refused():
+    with pytest.raises(ConfigError, match="places 4 ranks and 3 workers, the layouts have 4 and 4"):
+        replace(pair_of(), topology=Topology((Place(0, 0),) * 4, (Place(0, 0),) * 3)).plan()
+
+
+def test_number_format_that_nobody_moves_is_refused():
+    with pytest.raises(ConfigError, match="float8"):
+        replace(pair_of(), dtype="float8").plan()
+
+
+def test_summary_predicts_each_round_by_its_busiest_device():
+    """One rank, one worker, one round of 1 MiB budget: all bytes over the slowest link at its rate; staging is that round."""
+    model = MODELS["qwen3"]
+    train = TrainLayout.build({"world_size": 1}, model)
+    plan = plan_reshard(model, train, RolloutLayout(), dialect="cpu", dtype="float32", budget_bytes=MIB)
+    summary = reshard_summary(plan, Link(between_nodes=1000.0), plan_seconds=0.5)
+    assert summary["rounds"] == 1
+    assert summary["predicted_seconds"] == summary["bound_seconds"] == pytest.approx(plan.bytes_moved / 1000)
+    assert summary["peak_staging_bytes"] == plan.bytes_moved == summary["sent_bytes"][0]
+    assert summary["plan_seconds"] == 0.5
+    assert summary.keys() >= {"bytes_required", "bytes_moved", "peak_staging_bytes", "rounds", "predicted_seconds", "bound_seconds", "hash"}

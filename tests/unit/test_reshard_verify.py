@@ -1,0 +1,70 @@
+"""`mrl verify`: what it says, in how long, and how it ends."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from small_model import SIZES
+
+from mrl.cli import main
+from mrl.reshard import verify
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = str(ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml")
+
+
+@pytest.fixture
+def run(capfd, tmp_path, monkeypatch):
+    """Runs `mrl verify` on the tiny preset in a folder with a small model: (exit code, standard output, standard error)."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(SIZES))
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = 0
+        try:
+            main(["verify", TINY, "--set", "model.path=model", *arguments])
+        except SystemExit as ended:
+            code = ended.code
+        return code, *capfd.readouterr()
+
+    return run
+
+
+def test_a_right_plan_is_said_to_be_right(run):
+    code, out, _ = run()
+    assert code == 0
+    assert out.splitlines()[-1] == "ok: every element arrives exactly once, from a shard that holds it"
+
+
+def test_one_json_object_says_what_was_looked_at(run):
+    code, out, _ = run("--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["ok"] is True and found["fault"] is None
+    assert found["proof"]["workers"] == found["workers"]
+    assert found["proof"]["copies"] > 0 and found["rehearsal"]["elements"] > 0
+    assert found["seconds"] < 20
+
+
+def test_a_fault_is_printed_with_its_name_and_ends_with_1(run, monkeypatch):
+    fault = "engine 0, worker 1: model.norm.weight: 3 of 64 elements are not covered"
+    real = verify.prove
+    monkeypatch.setattr(verify, "prove", lambda plan: replace(real(plan), fault=fault))
+    code, out, _ = run()
+    assert code == 1
+    assert out.splitlines()[-1] == f"FAULT: {fault}"
+
+
+def test_a_layout_that_is_not_legal_ends_like_every_configuration_error(run):
+    code, out, err = run("--set", "rollout.tensor_model_parallel_size=3")
+    assert (code, out) == (2, "")
+    assert "rollout.tensor_model_parallel_size" in err
+
+
+def test_a_budget_without_room_for_a_row_names_the_key(run, monkeypatch):
+    monkeypatch.setattr("mrl.reshard.plan.MIB", 16)
+    code, _, err = run("--set", "reshard.budget_mb=1")
+    assert code == 2
+    assert "reshard.budget_mb" in err
