@@ -64,10 +64,17 @@ class ActorGroup:
 
     def log_probs(self, batch: TrainBatch) -> tuple[np.ndarray, float]:
         """Log-probs [batch, response_length] under the current weights, and the mean entropy over response tokens, in nats."""
+        return self._log_probs("log_probs", batch)
+
+    def ref_log_probs(self, batch: TrainBatch) -> np.ndarray:
+        """Log-probs [batch, response_length] under the reference model's weights."""
+        return self._log_probs("ref_log_probs", batch)[0]
+
+    def _log_probs(self, method: str, batch: TrainBatch) -> tuple[np.ndarray, float]:
         found = np.zeros_like(batch.rollout_log_probs)
         filled = np.zeros(len(batch), dtype=bool)
         entropy = weight = 0.0
-        for part in self.call("log_probs", ray.put(batch), interruptible=True):
+        for part in self.call(method, ray.put(batch), interruptible=True):
             if part is None:
                 continue
             found[part["rows"]], filled[part["rows"]] = part["log_probs"], True

@@ -70,6 +70,11 @@ class ActorWorker:
         result = self.actor.log_probs(batch)
         return None if result is None else vars(result)
 
+    def ref_log_probs(self, batch: TrainBatch) -> dict[str, Any] | None:
+        """The same under the reference model; see MegatronActor.ref_log_probs."""
+        result = self.actor.ref_log_probs(batch)
+        return None if result is None else vars(result)
+
     def update(self, batch: TrainBatch):
         """All optimizer steps of one training step; see MegatronActor.update."""
         return self.actor.update(batch)

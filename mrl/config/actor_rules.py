@@ -182,7 +182,8 @@ def _replay(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
     if config.model.override_transformer_config.get("moe_router_fusion"):
         why = "the fused kernel chooses experts where nothing can be replayed"
         yield Broken(f"{_TRANSFORMER}.moe_router_fusion", f"must be false with actor.router_replay {mode}", why, (False,))
-    if mode != "R3":
+    if mode == "R2":
+        yield from _same_cut(config) if model.is_moe else ()
         return
     if config.cluster.device == "cpu":
         why = "vLLM returns routes (enable_return_routed_experts) only where Triton runs; R2 replays Megatron's own"
@@ -191,6 +192,13 @@ def _replay(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
         if name in given and given[name] != value:
             rule = f"must be {'null' if value is None else str(value).lower()} with actor.router_replay R3"
             yield Broken(f"{_VLLM}.{name}", rule, why, (value,))
+
+
+def _same_cut(config: RunConfig) -> Iterator[Broken]:
+    for name in ("log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu"):
+        if getattr(config.actor, name) is not None:
+            why = "routes are kept by micro-batch, so old log-probs must be cut as the update is"
+            yield Broken(f"actor.{name}", "must be left out with actor.router_replay R2", why, (None,))
 
 
 def _reference(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:

@@ -13,11 +13,9 @@ def offloaded(config: RunConfig) -> list[str]:
 
 _MISSING: tuple[tuple[Callable[[RunConfig], bool], str], ...] = (
     (lambda c: c.cluster.placement == "colocated", "cluster.placement: colocated (use separate)"),
-    (lambda c: c.algorithm.use_kl_loss, "algorithm.use_kl_loss: true, which needs a reference model (use false)"),
-    (lambda c: c.algorithm.use_kl_in_reward, "algorithm.use_kl_in_reward: true, which needs a reference model (use false)"),
-    (lambda c: c.ref.layout is not None, "ref.layout, the layout of a reference model (use null)"),
+    (lambda c: c.ref.layout is not None, "ref.layout, a layout of the reference model's own (use null)"),
     (lambda c: bool(offloaded(c)), "offload of parameters, gradients or optimizer to the host (param_offload, ...: use false)"),
-    (lambda c: c.actor.router_replay != "disabled", "actor.router_replay (use disabled)"),
+    (lambda c: c.actor.router_replay == "R3", "actor.router_replay: R3 (use R2 or disabled)"),
     (lambda c: c.rollout.data_parallel_size > 1, "rollout.data_parallel_size above 1 (use more num_engines)"),
     (
         lambda c: c.rollout.tensor_model_parallel_size > c.cluster.n_gpus_per_node,

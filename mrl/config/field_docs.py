@@ -66,8 +66,8 @@ FIELD_DOCS: dict[str, str | tuple[str, str]] = {
         "As large as memory allows; it changes speed and memory, never the gradient.",
     ),
     "actor.log_prob_micro_batch_size_per_gpu": (
-        "Samples in one forward pass for log-probs.",
-        "Twice that of training or more: there is no backward pass.",
+        "Samples in one forward pass for log-probs; left out: cut as the update.",
+        "Left out, the first update's ratio is exactly 1. Larger is faster: there is no backward pass.",
     ),
     "actor.use_dynamic_bsz": (
         "Cuts micro-batches by tokens instead of samples.",
@@ -91,6 +91,7 @@ FIELD_DOCS: dict[str, str | tuple[str, str]] = {
         "disabled for one update a step; R2 for two; R3 for four or more, or when router/drift is high. GSPO often needs none.",
     ),
     "actor.override_ddp_config": "Fields of Megatron's DistributedDataParallelConfig.",
+    "ref.path": "Checkpoint of the reference model, of the actor's architecture; left out: the actor's start (model.path).",
     "ref.param_offload": ("The reference model's parameters are on the host when it is not asked.", "As the actor has it."),
     "ref.log_prob_micro_batch_size_per_gpu": "Samples in one forward pass of the reference model; left out: the actor's.",
     "ref.log_prob_use_dynamic_bsz": "Cuts its micro-batches by tokens; left out: as the actor.",

@@ -77,11 +77,11 @@ class ActorConfig(Section):
     optim: OptimConfig = OptimConfig()
     ppo_mini_batch_size: int = Field(ge=1)  # prompts per optimizer step
     ppo_micro_batch_size_per_gpu: int = Field(8, ge=1)  # samples per forward-backward of one rank
-    log_prob_micro_batch_size_per_gpu: int = Field(8, ge=1)
+    log_prob_micro_batch_size_per_gpu: int | None = Field(None, ge=1)  # None: cut as the update, which gives the same bits
     use_remove_padding: bool = True  # pack sequences end to end instead of padding them to one length
     use_dynamic_bsz: bool = False  # cut micro-batches by tokens instead of samples
     ppo_max_token_len_per_gpu: int | None = Field(None, ge=1)  # tokens of one device in a micro-batch, with use_dynamic_bsz
-    log_prob_max_token_len_per_gpu: int | None = Field(None, ge=1)  # the same for log-probs; None: ppo_max_token_len_per_gpu
+    log_prob_max_token_len_per_gpu: int | None = Field(None, ge=1)  # the same for log-probs; None: cut as the update
     param_offload: bool = False  # parameters are on the host while the engines generate
     grad_offload: bool = False
     optimizer_offload: bool = False
@@ -92,6 +92,7 @@ class ActorConfig(Section):
 class RefConfig(Section):
     """The reference model of a KL loss. It lies as the actor does unless it has a layout of its own."""
 
+    path: str | None = None  # of another checkpoint of the same architecture; None: the model's
     layout: LayoutConfig | None = None
     param_offload: bool = False
     log_prob_micro_batch_size_per_gpu: int | None = Field(None, ge=1)  # None: the actor's
@@ -179,6 +180,11 @@ class AlgorithmConfig(Section):
     use_kl_loss: bool = False
     kl_loss_coef: float = Field(0.0, ge=0)
     kl_loss_type: str = "low_var_kl"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether log-probs of a reference model are needed."""
+        return self.use_kl_loss or self.use_kl_in_reward
 
 
 class ValSamplingConfig(Section):

@@ -49,6 +49,7 @@ class TrainBatch:
     keep: np.ndarray | None = None  # bool [batch, response_length]: false where a token was rejected; None: none was
     loss_weights: np.ndarray | None = None  # float32 [batch, response_length]: of the off-policy correction; None: all 1
     selected: np.ndarray | None = None  # bool [batch, response_length]: tokens that the loss treats apart; the actor sets it
+    ref_log_probs: np.ndarray | None = None  # float32 [batch, response_length]
 
     def __len__(self) -> int:
         return len(self.prompt_lengths)

@@ -1,7 +1,7 @@
 """The trained model on one rank: log-probabilities, updates, and its weights under Hugging Face names."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,9 +21,12 @@ from mrl.layout import TrainLayout
 from mrl.megatron import parallel
 from mrl.megatron.batching import MicroBatch, Splitter, check_batch, mini_batches
 from mrl.megatron.bridge import DTYPES, Bridge, MBridge
-from mrl.megatron.forward import MicroInputs, log_prob_pass, loss_pass, return_hidden_states
+from mrl.megatron.forward import Around, MicroInputs, log_prob_pass, loss_pass, nothing_around, return_hidden_states
+from mrl.megatron.hf_files import check_same_architecture
 from mrl.megatron.optimizer import StepResult, build_optimizer, build_scheduler, current_lr, step, zero_gradients
 from mrl.megatron.packing import micro_arrays
+from mrl.megatron.reference import FrozenWeights
+from mrl.megatron.routing import Routing
 from mrl.models import load_model_spec
 from mrl.platforms import get_platform
 
@@ -63,20 +66,44 @@ class MegatronActor:
         for chunk in self.chunks:
             chunk.config.finalize_model_grads_func = finalize_model_grads
         return_hidden_states(self.chunks)
+        self.reference = self._load_reference() if config.algorithm.needs_reference else None
         self.bridge.load_hf(config.model.path)
+        replay = config.actor.router_replay == "R2"
+        self.routing = Routing(self.chunks, self.model.num_experts, replay) if self.model.is_moe else None
         self.optimizer = build_optimizer(config.actor.optim, self.chunks, DTYPES[config.model.dtype])
         self.scheduler = build_scheduler(config.actor.optim, self.optimizer, config.total_updates)
         self.num_updates = 0  # optimizer steps applied
 
+    def _load_reference(self) -> FrozenWeights:
+        """Through the model, before the actor's own weights take its place."""
+        path = self.config.ref.path or self.config.model.path
+        check_same_architecture("ref.path", path, self.model)
+        self.bridge.load_hf(path)
+        return FrozenWeights(self.chunks)
+
     def log_probs(self, batch: TrainBatch) -> RowResult | None:
-        """Log-probabilities of the response tokens under the current weights, at the batch's temperatures.
+        """Log-probabilities of the response tokens under the current weights, at the batch's temperatures: the old policy of a step.
 
         Each data-parallel replica computes its share of the rows; the rank that holds its results returns them, the others None.
         """
-        check_batch(batch)
+        micros = self._log_prob_micros(batch, Splitter.for_log_probs(self.config.actor, self.layout, self.model))
+        if self.routing is None:
+            return self._log_probs(batch, micros, nothing_around)
+        self.routing.begin_step()
+        return self._log_probs(batch, micros, self.routing.recording)
+
+    def ref_log_probs(self, batch: TrainBatch) -> RowResult | None:
+        """The same under the reference model's weights."""
+        if self.reference is None:
+            raise RuntimeError("no reference model was loaded: algorithm.use_kl_loss and use_kl_in_reward are both false")
+        micros = self._log_prob_micros(batch, Splitter.for_reference(self.config.actor, self.config.ref, self.layout, self.model))
+        with self.reference.in_place():
+            return self._log_probs(batch, micros, nothing_around)
+
+    def _log_probs(self, batch: TrainBatch, micros: list[MicroBatch], around: Around) -> RowResult | None:
         batch = replace(batch, keep=None)  # what is rejected from the loss has log-probs all the same
-        micros, inputs = self._share(batch, Splitter.for_log_probs(self.config.actor, self.layout, self.model))
-        outputs = log_prob_pass(self.chunks, inputs, self.model.vocab_size)
+        inputs = self._inputs(batch, micros)
+        outputs = log_prob_pass(self.chunks, inputs, self.model.vocab_size, around)
         if not parallel.holds_result():
             return None
         kept = [(m, i, o) for m, i, o in zip(micros, inputs, outputs, strict=True) if not m.is_filler]
@@ -99,19 +126,29 @@ class MegatronActor:
         check_batch(batch)
         if batch.old_log_probs is None or batch.advantages is None:
             raise DataError("an update needs old_log_probs and advantages in the batch")
-        return [m for part in self._mini_batches(batch) if (m := self._update_once(part)) is not None]
+        parts, first = [], 0
+        for rows in self._mini_batches(batch):
+            mini_batch = batch.rows(rows)
+            micros = self._micros(mini_batch, self._update_splitter)
+            parts.append(self._update_once(mini_batch, micros, first))
+            first += len(micros)
+        routing = self.routing.metrics() if self.routing else {}
+        return [part for part in (*parts, routing) if part]
 
-    def gradients(self, batch: TrainBatch) -> list[FloatParts]:
+    def gradients(self, batch: TrainBatch, micros: Sequence[MicroBatch] | None = None, first: int = 0) -> list[FloatParts]:
         """Leaves the gradient of the loss over the whole batch, as one mini-batch, in the chunks' buffers.
+
+        `micros`: how it is cut, where that is known already; `first`: number of its first micro-batch within the step.
 
         Returns the loss metrics of this replica's micro-batches on the ranks that hold results, an empty list elsewhere.
         """
         mask = batch.loss_mask
         batch = replace(batch, selected=select(self.loss_parameters, batch.advantages, batch.old_log_probs, mask))
-        _, inputs = self._share(batch, Splitter.for_update(self.config.actor, self.layout, self.model))
+        inputs = self._inputs(batch, self._micros(batch, self._update_splitter) if micros is None else micros, first)
         denominators = Denominators(tokens=int(mask.sum()), sequences=int(mask.any(-1).sum()))
         zero_gradients(self.chunks, self.optimizer)
-        parts = loss_pass(self.chunks, inputs, self.model.vocab_size, self.loss_parameters, denominators)
+        around = self.routing.comparing if self.routing else nothing_around
+        parts = loss_pass(self.chunks, inputs, self.model.vocab_size, self.loss_parameters, denominators, around)
         return [to_floats(p) for p in parts] if parallel.holds_result() else []
 
     def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -122,25 +159,42 @@ class MegatronActor:
         """Leaves the process groups. Safe to call twice."""
         parallel.close()
 
-    def _mini_batches(self, batch: TrainBatch) -> Iterator[TrainBatch]:
-        rows = self.config.actor.ppo_mini_batch_size * self.config.rollout.n
-        return (batch.rows(part) for part in mini_batches(len(batch), rows))
+    def _mini_batches(self, batch: TrainBatch) -> Iterator[slice]:
+        return mini_batches(len(batch), self.config.actor.ppo_mini_batch_size * self.config.rollout.n)
 
-    def _update_once(self, batch: TrainBatch) -> FloatParts | None:
+    def _update_once(self, batch: TrainBatch, micros: Sequence[MicroBatch], first: int) -> FloatParts | None:
         trained = bool(batch.loss_mask.any())  # the same on every rank: each holds the whole batch
-        losses = self.gradients(batch) if trained else []
+        losses = self.gradients(batch, micros, first) if trained else []
         result = step(self.optimizer, self.scheduler) if trained else StepResult(False, math.nan, current_lr(self.optimizer))
         self.num_updates += result.applied
         if not parallel.holds_result():
             return None
         return merge(losses) | (_step_metrics(result) if mpu.get_data_parallel_rank() == 0 else {})
 
-    def _share(self, batch: TrainBatch, splitter: Splitter) -> tuple[tuple[MicroBatch, ...], list[MicroInputs]]:
-        """This data-parallel replica's micro-batches, and what this rank computes of each."""
-        micros = splitter.shares(batch.prompt_lengths + batch.response_lengths)[mpu.get_data_parallel_rank()]
-        context_rank = mpu.get_context_parallel_rank()
-        arrays = (micro_arrays(batch, micro.rows, splitter.shape, context_rank, micro.is_filler) for micro in micros)
-        return micros, [MicroInputs.of(a, number, self.platform.device) for number, a in enumerate(arrays)]
+    @property
+    def _update_splitter(self) -> Splitter:
+        return Splitter.for_update(self.config.actor, self.layout, self.model)
+
+    def _log_prob_micros(self, batch: TrainBatch, own: Splitter | None) -> list[MicroBatch]:
+        """As the update will cut the batch, unless the pass has limits of its own: the same sums then give the same bits."""
+        check_batch(batch)
+        if own is not None:
+            return list(self._micros(batch, own))
+        micros = []
+        for rows in self._mini_batches(batch):
+            part = self._micros(batch.rows(rows), self._update_splitter)
+            micros += [replace(micro, rows=rows.start + micro.rows) for micro in part]
+        return micros
+
+    def _micros(self, batch: TrainBatch, splitter: Splitter) -> tuple[MicroBatch, ...]:
+        """This data-parallel replica's micro-batches."""
+        return splitter.shares(batch.prompt_lengths + batch.response_lengths)[mpu.get_data_parallel_rank()]
+
+    def _inputs(self, batch: TrainBatch, micros: Sequence[MicroBatch], first: int = 0) -> list[MicroInputs]:
+        """What this rank computes of each micro-batch."""
+        shape, context_rank = self._update_splitter.shape, mpu.get_context_parallel_rank()
+        arrays = (micro_arrays(batch, micro.rows, shape, context_rank, micro.is_filler) for micro in micros)
+        return [MicroInputs.of(a, number, self.platform.device) for number, a in enumerate(arrays, first)]
 
 
 def _step_metrics(result: StepResult) -> FloatParts:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mrl.config.schema import ActorConfig
+from mrl.config.schema import ActorConfig, RefConfig
 from mrl.data.batch import TrainBatch
 from mrl.errors import DataError
 from mrl.layout import TrainLayout
@@ -52,10 +52,23 @@ class Splitter:
         return cls._of(actor, layout, model, actor.ppo_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu)
 
     @classmethod
-    def for_log_probs(cls, actor: ActorConfig, layout: TrainLayout, model: ModelSpec) -> "Splitter":
-        """Of the forward-only passes."""
-        limit = actor.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
-        return cls._of(actor, layout, model, actor.log_prob_micro_batch_size_per_gpu, limit)
+    def for_log_probs(cls, actor: ActorConfig, layout: TrainLayout, model: ModelSpec) -> "Splitter | None":
+        """Of the old policy's forward-only passes; None when they have no limit of their own and are to be cut as the update is."""
+        samples, tokens = actor.log_prob_micro_batch_size_per_gpu, actor.log_prob_max_token_len_per_gpu
+        if (tokens if actor.use_dynamic_bsz else samples) is None:
+            return None
+        return cls._of(actor, layout, model, samples or actor.ppo_micro_batch_size_per_gpu, tokens)
+
+    @classmethod
+    def for_reference(cls, actor: ActorConfig, ref: RefConfig, layout: TrainLayout, model: ModelSpec) -> "Splitter | None":
+        """The same of the reference model, which has the actor's limits where it has none of its own."""
+        given = {
+            "use_dynamic_bsz": ref.log_prob_use_dynamic_bsz,
+            "log_prob_micro_batch_size_per_gpu": ref.log_prob_micro_batch_size_per_gpu,
+            "log_prob_max_token_len_per_gpu": ref.log_prob_max_token_len_per_gpu,
+        }
+        own = actor.model_copy(update={name: value for name, value in given.items() if value is not None})
+        return cls.for_log_probs(own, layout, model)
 
     @classmethod
     def _of(cls, actor: ActorConfig, layout: TrainLayout, model: ModelSpec, samples: int, tokens: int | None) -> "Splitter":

@@ -31,6 +31,7 @@ class MicroInputs:
 
     input_ids: Tensor
     position_ids: Tensor
+    real: Tensor
     sequence_starts: Tensor | None
     predictors: Tensor
     targets: Tensor
@@ -39,6 +40,7 @@ class MicroInputs:
     response_mask: Tensor
     old_log_probs: Tensor | None
     advantages: Tensor | None
+    ref_log_probs: Tensor | None
     loss_weights: Tensor | None
     selected: Tensor | None
     number: int  # of the micro-batch in its pass
@@ -74,12 +76,13 @@ LastStage = Callable[[MicroInputs, TokenOutputs], tuple[Tensor, object]]  # -> w
 Around = Callable[[torch.nn.Module, MicroInputs], AbstractContextManager]  # held while one chunk computes one micro-batch
 
 
-def _nothing_around(model: torch.nn.Module, inputs: MicroInputs) -> AbstractContextManager:
+def nothing_around(model: torch.nn.Module, inputs: MicroInputs) -> AbstractContextManager:
+    """For passes that nobody looks on at."""
     return nullcontext()
 
 
 def log_prob_pass(
-    chunks: list[torch.nn.Module], micro_inputs: list[MicroInputs], vocab_size: int, around: Around = _nothing_around
+    chunks: list[torch.nn.Module], micro_inputs: list[MicroInputs], vocab_size: int, around: Around = nothing_around
 ) -> list[TokenOutputs]:
     """Forward only. The outputs of each micro-batch on the last stage, an empty list elsewhere."""
 
@@ -96,7 +99,7 @@ def loss_pass(
     vocab_size: int,
     parameters: PolicyLossParameters,
     denominators: Denominators,
-    around: Around = _nothing_around,
+    around: Around = nothing_around,
 ) -> list[MetricParts]:
     """Forward and backward. Adds the gradient of the mini-batch's loss to the buffers and sums it over all ranks that share a weight.
 
@@ -117,7 +120,7 @@ def loss_pass(
 def _loss(parameters: PolicyLossParameters, inputs: MicroInputs, outputs: TokenOutputs, denominators: Denominators) -> LossOutput:
     given = LossInputs(
         outputs.log_probs, inputs.old_log_probs, inputs.advantages, inputs.response_mask, outputs.entropy,
-        weights=inputs.loss_weights, selected=inputs.selected,
+        ref_log_probs=inputs.ref_log_probs, weights=inputs.loss_weights, selected=inputs.selected,
     )  # fmt: skip
     return policy_loss(parameters, given, denominators)
 

@@ -1,10 +1,11 @@
 """Looks at a Hugging Face checkpoint before a model is built from it: safetensors headers only, no weights, no pickle."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
-from mrl.errors import EnvironmentFault
-from mrl.models import ModelSpec, tensor_specs
+from mrl.errors import ConfigError, EnvironmentFault
+from mrl.models import ModelSpec, load_model_spec, tensor_specs
 
 _HEADER_LIMIT = 100 * 1024**2  # bytes; the format's own bound
 _SHOWN = 5
@@ -53,6 +54,15 @@ def check_checkpoint(path: str | Path, model: ModelSpec) -> None:
             f"model.path {path}: the weights are not those of the {model.family} model that config.json describes "
             f"({len(problems)} differences): {shown}{' ...' if len(problems) > _SHOWN else ''}"
         )
+
+
+def check_same_architecture(key: str, path: str | Path, model: ModelSpec) -> None:
+    """Raises ConfigError when config.json in `path`, which configuration key `key` names, describes another model than `model`."""
+    other = load_model_spec(path)
+    names = [f.name for f in fields(model) if f.name != "dtype" and getattr(other, f.name) != getattr(model, f.name)]
+    if names:
+        shown = ", ".join(f"{name} {getattr(other, name)}, not {getattr(model, name)}" for name in names[:_SHOWN])
+        raise ConfigError(f"{key} {path}: another architecture than model.path's ({shown}); give a checkpoint of the same one")
 
 
 def _is_spare(name: str, model: ModelSpec) -> bool:

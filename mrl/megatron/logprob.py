@@ -55,6 +55,7 @@ class _LeanLogProbs(torch.autograd.Function):
             weights = z.sub_(peak[part][:, None]).exp()
             sums[0, part] = weights.sum(-1)
             sums[1, part] = torch.linalg.vecdot(weights, z)
+            del z, weights  # before the next chunk's are made
         log_sum_exp, entropy, target_logit = _over_ranks(peak, sums, head.group)
         ctx.save_for_backward(hidden, weight, targets, temperature, log_sum_exp, entropy)
         ctx.head, ctx.entropy_has_gradient = head, entropy_has_gradient
@@ -81,6 +82,7 @@ class _LeanLogProbs(torch.autograd.Function):
             grad = grad.div_(temperature[part][:, None]).to(hidden.dtype)
             torch.mm(grad, weight[: head.width], out=grad_hidden[part])
             grad_weight.add(grad, hidden[part])
+            del grad, log_p
         return grad_hidden, grad_weight.result(), None, None, None, None
 
 

@@ -49,6 +49,7 @@ class MicroArrays:
 
     input_ids: np.ndarray  # int64 [batch, length]
     position_ids: np.ndarray  # int64 [batch, length]: position inside its sequence
+    real: np.ndarray  # bool [batch, length]: no padding
     sequence_starts: np.ndarray | None  # int32 [rows + 1]: where sequences begin and end in the pack, before the cut; None: padded
     predictors: np.ndarray  # int64 [tokens]: index into batch * length of the position that predicts the token
     targets: np.ndarray  # int64 [tokens]
@@ -57,6 +58,7 @@ class MicroArrays:
     response_mask: np.ndarray  # bool [rows, response_length]: tokens that count, rejected ones and a filler's not
     old_log_probs: np.ndarray | None  # float32 [rows, response_length]
     advantages: np.ndarray | None  # float32 [rows, response_length]
+    ref_log_probs: np.ndarray | None  # float32 [rows, response_length]
     loss_weights: np.ndarray | None  # float32 [rows, response_length]
     selected: np.ndarray | None  # bool [rows, response_length]
 
@@ -67,7 +69,7 @@ def micro_arrays(batch: TrainBatch, rows: np.ndarray, shape: Shape, context_rank
     lengths = picked.prompt_lengths + picked.response_lengths
     padded = shape.padded(lengths)
     starts = np.concatenate([[0], np.cumsum(padded)])
-    ids, positions = _laid_out(picked.input_ids, lengths, padded, starts)
+    ids, positions, real = _laid_out(picked.input_ids, lengths, padded, starts)
     width = max(int(picked.response_lengths.max()), 1)
     mask = picked.loss_mask[:, :width] & (not is_filler)
     row, column = np.nonzero(mask)
@@ -80,6 +82,7 @@ def micro_arrays(batch: TrainBatch, rows: np.ndarray, shape: Shape, context_rank
     return MicroArrays(
         input_ids=ids[kept].reshape(lines, -1),
         position_ids=positions[kept].reshape(lines, -1),
+        real=real[kept].reshape(lines, -1),
         sequence_starts=starts.astype(np.int32) if shape.packed else None,
         predictors=local[target - 1][here],
         targets=ids[target][here],
@@ -88,6 +91,7 @@ def micro_arrays(batch: TrainBatch, rows: np.ndarray, shape: Shape, context_rank
         response_mask=mask,
         old_log_probs=_cut(picked.old_log_probs, width),
         advantages=_cut(picked.advantages, width),
+        ref_log_probs=_cut(picked.ref_log_probs, width),
         loss_weights=_cut(picked.loss_weights, width),
         selected=_cut(picked.selected, width),
     )
@@ -97,13 +101,14 @@ def _cut(values: np.ndarray | None, width: int) -> np.ndarray | None:
     return None if values is None else values[:, :width]
 
 
-def _laid_out(input_ids: np.ndarray, lengths: np.ndarray, padded: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids and positions of all sequences end to end, with zeros for padding; both int64 [sum of padded]."""
-    ids, positions = np.zeros(int(starts[-1]), dtype=np.int64), np.zeros(int(starts[-1]), dtype=np.int64)
+def _laid_out(input_ids: np.ndarray, lengths: np.ndarray, padded: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Token ids with zeros for padding, positions (both int64), and which are no padding: [sum of padded], sequences end to end."""
+    ids, positions, real = (np.zeros(int(starts[-1]), dtype=dtype) for dtype in (np.int64, np.int64, np.bool_))
     for row, (start, length, size) in enumerate(zip(starts, lengths, padded, strict=False)):
         ids[start : start + length] = input_ids[row, :length]
         positions[start : start + size] = np.arange(size)
-    return ids, positions
+        real[start : start + length] = True
+    return ids, positions, real
 
 
 def kept_positions(padded: np.ndarray, context: int, rank: int) -> np.ndarray:

@@ -120,7 +120,8 @@ def batch_plan(config: RunConfig, train: TrainLayout) -> BatchPlan:
     per_rank = -(-samples // train.data)
     micro = _micro_batch(config, train, actor.ppo_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu, per_rank)
     packed = actor.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
-    log_prob = _micro_batch(config, train, actor.log_prob_micro_batch_size_per_gpu, packed, -(-data.train_batch_size * n // train.data))
+    rows = actor.log_prob_micro_batch_size_per_gpu or actor.ppo_micro_batch_size_per_gpu
+    log_prob = _micro_batch(config, train, rows, packed, -(-data.train_batch_size * n // train.data))
     return BatchPlan(
         prompts=data.train_batch_size,
         responses_per_prompt=n,
@@ -189,7 +190,7 @@ def actor_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> ActorBytes:
 def reference_bytes(inputs: PlanInputs, pp: int) -> int:
     """Parameters of the reference model of a KL term on a rank of stage `pp`; with a layout of its own, those of its fullest stage."""
     algorithm, own = inputs.config.algorithm, inputs.config.ref.layout
-    if not (algorithm.use_kl_loss or algorithm.use_kl_in_reward):
+    if not algorithm.needs_reference:
         return 0
     layout = inputs.train if own is None else TrainLayout.build(own.model_dump(), inputs.model)
     stages = (pp,) if own is None else range(layout.pipeline)

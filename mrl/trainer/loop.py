@@ -35,8 +35,12 @@ def train_step(run: Run) -> None:
         phases.write_samples(run, samples, results)
         with timer("old_log_prob"):
             batch, seen = phases.with_old_log_probs(run, samples)
+        if run.config.algorithm.needs_reference:
+            with timer("ref"):
+                batch = phases.with_ref_log_probs(run, batch)
         with timer("adv"):
             rewards = sampling.rewards_of(run.config, samples, results)
+            rewards, penalties = phases.less_kl(run, batch, rewards)
             batch, corrected = offpolicy.corrected(run.config, batch, samples)
             parts = sampling.part_values(run.config.algorithm.gdpo_reward_keys, results)
             batch = phases.with_advantages(run, batch, samples, rewards, parts)
@@ -46,7 +50,7 @@ def train_step(run: Run) -> None:
         with timer("reshard"):
             synced = phases.sync_weights(run)
         run.state = run.state.advanced(rollouts.cursor)
-        metrics = phases.step_metrics(run, batch, results, rewards) | rollouts.metrics | seen | corrected | updated | synced
+        metrics = phases.step_metrics(run, batch, results, rewards) | rollouts.metrics | seen | corrected | penalties | updated | synced
         if phases.due(run, config.test_freq):
             with timer("testing"):
                 metrics |= validation.validate(run)

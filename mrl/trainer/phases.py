@@ -7,6 +7,7 @@ import numpy as np
 import psutil
 
 from mrl.algo.advantages import AdvantageInputs, compute_advantages
+from mrl.algo.kl import kl_in_reward
 from mrl.algo.mismatch import mismatch_metrics
 from mrl.data.batch import Prompt, Sample, TrainBatch, collate
 from mrl.data.order import DataCursor
@@ -52,6 +53,24 @@ def with_old_log_probs(run: Run, samples: list[Sample]) -> tuple[TrainBatch, dic
     log_probs, entropy = run.actor.log_probs(batch)
     apart = mismatch_metrics(batch.rollout_log_probs, log_probs, batch.response_mask)
     return dataclasses.replace(batch, old_log_probs=log_probs), {"actor/entropy": entropy} | apart
+
+
+def with_ref_log_probs(run: Run, batch: TrainBatch) -> TrainBatch:
+    """The batch with the reference model's log-probs."""
+    return dataclasses.replace(batch, ref_log_probs=run.actor.ref_log_probs(batch))
+
+
+def less_kl(run: Run, batch: TrainBatch, rewards: np.ndarray) -> tuple[np.ndarray, dict[str, float]]:
+    """Rewards [batch] less each response's summed KL to the reference model, where `algorithm.use_kl_in_reward` asks for it.
+
+    An estimator without a critic takes one reward a response, so the penalties of its tokens are added up.
+    """
+    algorithm = run.config.algorithm
+    if not algorithm.use_kl_in_reward:
+        return rewards, {}
+    penalty = kl_in_reward(batch.old_log_probs, batch.ref_log_probs, algorithm.kl_penalty, algorithm.kl_ctrl.kl_coef)
+    penalty = np.where(batch.response_mask, penalty, 0.0).sum(-1)
+    return rewards - penalty, {"actor/reward_kl_penalty": float(penalty.mean()), "actor/kl_coef": algorithm.kl_ctrl.kl_coef}
 
 
 def with_advantages(run: Run, batch: TrainBatch, samples: list[Sample], rewards: np.ndarray, parts: Mapping[str, np.ndarray]) -> TrainBatch:

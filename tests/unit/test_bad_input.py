@@ -210,7 +210,7 @@ def test_a_parquet_file_of_another_schema_or_none_at_all(refused):
 
 
 def test_a_few_bad_rows_are_set_aside_and_counted(refused):
-    write_rows(Path("train.jsonl"), [*[row()] * 199, "not json\n"])
+    write_rows(Path("train.jsonl"), [*(row(f"{i}+1=") for i in range(199)), "not json\n"])
     refused(4, ["200 rows read: 199 kept (0 truncated), 1 bad", "train.jsonl, row 199: not JSON", REACHED])
 
 
@@ -259,7 +259,14 @@ def made_run(world, steps=(), checkpoint=None, **changes) -> Path:
     sink.close()
     if checkpoint is not None:
         prompts = PromptDataset.load(["train.jsonl"], load_tokenizer("model"), PromptParameters(max_prompt_length=16))
-        fixed = {"trainer.seed": 0, "data.shuffle": True, "data.train_batch_size": 32, "rollout.n": 8}
+        fixed = {
+            "trainer.seed": 0,
+            "data.shuffle": True,
+            "data.train_batch_size": 32,
+            "data.train_weights": [],
+            "rollout.n": 8,
+            "data.gen_batch_size": None,
+        }
         trainer = {"cursor": {"epoch": 0, "index": 32}, "data_fingerprint": prompts.fingerprint, "metrics": {}, "fixed": fixed}
         folder = run.checkpoints / f"step-{checkpoint}"
         folder.mkdir()
@@ -416,7 +423,7 @@ def scored(tmp_path):
     """The rewards of one step's responses as the loop collects them, failures scored -1 and allowed up to a share of one half."""
 
     def scored(texts: list[str]) -> list:
-        from mrl.trainer.phases import collect_rewards
+        from mrl.trainer.responding import collect_rewards
         from mrl.trainer.stop import StopFlag
 
         (tmp_path / "mine.py").write_text(FAILING)

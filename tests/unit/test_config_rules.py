@@ -312,7 +312,7 @@ def test_files_are_looked_for_only_when_asked(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "override",
     [
-        "cluster.placement=colocated", "algorithm.use_kl_loss=true",
+        "cluster.placement=colocated", "actor.router_replay=R3",
         "rollout.data_parallel_size=2", "rollout.expert_parallel_size=2",
     ],
 )  # fmt: skip
