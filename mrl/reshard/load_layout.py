@@ -246,11 +246,12 @@ def held_digests(targets: Sequence[TargetParameter], final: Callable[[TargetPara
 
 def weight_bytes(model: nn.Module, reload: Reload, dtype: torch.dtype) -> int:
     """Bytes that an update has to bring: all parameters as vLLM itself has them, without vocabulary padding, in the engine's `dtype`."""
-    total = 0
+    total, seen = 0, set()
     for layer in model.modules():
-        for leaf in layer._parameters:
-            if layer._parameters[leaf] is None:
+        for leaf, parameter in layer._parameters.items():
+            if parameter is None or id(parameter) in seen:  # a tied head has the embedding's
                 continue
+            seen.add(id(parameter))
             tensor = reload.load_tensor(layer, leaf)
             rows = getattr(layer, "shard_indices", None)  # of a vocabulary
             padding = rows.num_elements_padded - rows.num_org_elements - rows.num_added_elements if rows is not None else 0
