@@ -7,19 +7,20 @@ whose manifest speaks Hugging Face coordinates, so one reader serves every layou
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from safetensors.torch import save_file
 from torch import Tensor
 
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.megatron.optimizer import current_lr
-from mrl.reshard.manifest import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, Entry, Manifest, RankFiles, file_facts, fsync, read_manifest
+from mrl.reshard.manifest import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, Entry, Manifest, RankFiles, read_manifest
 from mrl.reshard.source import Shard, source_shards
 from mrl.reshard.stored import StoredTensors
+from mrl.reshard.tensor_file import file_bytes, write_tensors
 
 MOMENTS = {EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}  # role -> name in torch's Adam
 
@@ -49,27 +50,65 @@ class Held:
         return self.optimizer.optimizer.param_groups[group]["params"][order]
 
 
+class HostCopy:
+    """This rank's part of a checkpoint in host memory: copied there while training waits, written while it goes on.
+
+    The buffers are made by the first copy and used again by every later one.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+        self._entries: tuple[Entry, ...] = ()
+        self._facts: dict[str, Any] = {}
+        self._file = ""
+        self._in_use = Lock()  # two saves at once would mix two steps in one file
+
+    def take(self, actor) -> int:
+        """Copies everything that this rank saves; returns the bytes that `write` will need. Raises RuntimeError during a `write`."""
+        if not self._in_use.acquire(blocking=False):
+            raise RuntimeError("the checkpoint before is still being written")
+        try:
+            self._file = f"rank-{actor.rank:05d}.safetensors"
+            entries: list[Entry] = []
+            for held in held_parameters(actor):
+                for role, tensor, flat in _stored(actor, held):
+                    entries.append(Entry(self._file, f"{role}/{held.key}", role, held.shard.local_shape, flat, held.shard.pieces))
+                    self._keep(entries[-1].key, tensor)
+            for name, state in _random_states(actor).items():
+                self._keep(f"rng/{name}", state)
+            self._entries, self._facts = tuple(entries), _optimizer_facts(actor)
+        finally:
+            self._in_use.release()
+        return file_bytes(self._buffers)
+
+    def write(self, folder: Path) -> RankFiles:
+        """Writes `rank-R.safetensors` into `folder`, durably. Raises EnvironmentFault when the disk does not take it."""
+        with self._in_use:
+            path = folder / self._file
+            try:
+                facts = write_tensors(path, self._buffers)
+            except OSError as error:
+                raise EnvironmentFault(f"{path} cannot be written ({error.strerror})") from error
+            return RankFiles(self._entries, {self._file: facts}, self._facts)
+
+    def _keep(self, key: str, tensor: Tensor) -> None:
+        buffer = self._buffers.get(key)
+        if buffer is None:
+            buffer = self._buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        buffer.copy_(tensor.detach())
+
+
 def save_rank(actor, folder: Path) -> RankFiles:
     """Writes `rank-R.safetensors` into `folder`, durably. Every element of the model is written by one rank only."""
-    tensors: dict[str, Tensor] = {}
-    entries: list[Entry] = []
-    name = f"rank-{actor.rank:05d}.safetensors"
-    for held in held_parameters(actor):
-        for role, tensor, flat in _stored(actor, held):
-            key = f"{role}/{held.key}"
-            tensors[key] = tensor.detach().cpu().contiguous()
-            entries.append(Entry(name, key, role, held.shard.local_shape, flat, held.shard.pieces))
-    tensors |= {f"rng/{k}": v for k, v in _random_states(actor).items()}
-    path = folder / name
-    save_file(tensors, path)
-    fsync(path)
-    return RankFiles(tuple(entries), {name: file_facts(path)}, _optimizer_facts(actor))
+    copy = HostCopy()
+    copy.take(actor)
+    return copy.write(folder)
 
 
 def load_rank(actor, folder: Path) -> None:
     """Puts a checkpoint into a freshly built actor of the same or another layout. Raises EnvironmentFault when it does not fit.
 
-    Random states come back only at the layout that wrote them.
+    Random states come back only at the layout that wrote them. A checkpoint converted from weights alone is a fresh start from them.
     """
     manifest = read_manifest(folder)
     _check_model(actor, manifest, folder)
@@ -79,10 +118,11 @@ def load_rank(actor, folder: Path) -> None:
         for held in held_parameters(actor):
             stored.fill(WEIGHT, held.shard.pieces, held.parameter.data)
             if held.optimizer is not None:
-                _load_optimizer_part(stored, held, facts["step"])
-    _restore_schedule(actor, facts, folder)
+                _load_optimizer_part(stored, held, facts["step"], WEIGHT if manifest.weights_only else MASTER)
+    if not manifest.weights_only:
+        _restore_schedule(actor, facts, folder)
     actor.num_updates = facts["num_updates"]
-    if manifest.layout == actor.config.actor.layout.model_dump():
+    if not manifest.converted and manifest.layout == actor.config.actor.layout.model_dump():
         _restore_random_states(actor, stored)
 
 
@@ -136,7 +176,8 @@ def _writes_optimizer_part(actor, shard: Shard) -> bool:
     return shard.primary in peers
 
 
-def _load_optimizer_part(stored: StoredTensors, held: Held, step: float | None) -> None:
+def _load_optimizer_part(stored: StoredTensors, held: Held, step: float | None, masters: str) -> None:
+    """`masters`: the role that the master weights are taken from."""
     main = held.main()
     whole = torch.zeros(held.shard.local_shape, dtype=main.dtype)
 
@@ -145,7 +186,7 @@ def _load_optimizer_part(stored: StoredTensors, held: Held, step: float | None) 
         return whole.reshape(-1)[slice(*held.flat)].to(main.device)
 
     if not held.masters_itself:
-        main.copy_(part(MASTER).reshape(main.shape))
+        main.copy_(part(masters).reshape(main.shape))
     if step is not None:
         moments = {name: part(role).reshape(main.shape).clone() for role, name in MOMENTS.items()}
         set_adam_state(held.optimizer.optimizer, main, step, moments)

@@ -11,7 +11,7 @@ import ray
 from mrl.cluster.calls import LostPeer, blame, gather, unwrap
 from mrl.cluster.placement import Places, reserve
 from mrl.cluster.resources import actor_bundles
-from mrl.cluster.workers import ActorWorker
+from mrl.cluster.workers import WRITING, ActorWorker
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
 from mrl.errors import Interrupted
@@ -34,7 +34,7 @@ class ActorGroup:
         together = config.actor.layout.tensor_model_parallel_size  # what talks at every layer
         self.places: Places = reserve(actor_bundles(config, hosting), config.cluster.start_timeout_s, together)
         environment = {"env_vars": hosting.actor_environment()}
-        kind = ray.remote(worker)
+        kind = ray.remote(concurrency_groups={WRITING: 1})(worker)
         self.workers = [
             kind.options(runtime_env=environment, **self.places.options(rank)).remote(
                 config.model_dump(), rank, str(run_dir / "logs" / f"actor-rank-{rank}.log")
@@ -134,9 +134,16 @@ class ActorGroup:
         host, port = gather(refs, self.config.cluster.start_timeout_s, "finding a port").values()
         return f"{host}:{port}"
 
-    def save(self, folder: Path) -> list[dict]:
-        """Every rank writes its files; its parts of the manifest in rank order."""
-        return self.call("save", str(folder))
+    def take_checkpoint(self) -> int:
+        """Every rank copies its part of a checkpoint to host memory; the bytes that writing all of them will need."""
+        return sum(self.call("take_checkpoint"))
+
+    def write_checkpoint(self, folder: Path) -> list[dict]:
+        """Every rank writes the copy it took, while it answers other calls; its parts of the manifest in rank order.
+
+        Raises EnvironmentFault when a disk does not take it.
+        """
+        return self.call("write_checkpoint", str(folder))
 
     def stop(self) -> None:
         """Ends the ranks."""

@@ -15,6 +15,8 @@ from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
 from mrl.platforms import prepare_process
 
+WRITING = "writing"  # the methods that a rank answers in a thread of their own, while it trains
+
 
 def log_to(path: str) -> None:
     """Sends this process's stdout and stderr, its children's included, to a file of the run directory."""
@@ -35,13 +37,14 @@ def own_places() -> list[tuple[str, int]]:
 
 
 class ActorWorker:
-    """One rank of the trained model. Every method is collective: the group calls it on all ranks."""
+    """One rank of the trained model. Every method but those of WRITING is collective: the group calls it on all ranks."""
 
     def __init__(self, config: dict[str, Any], rank: int, log_path: str):
         log_to(log_path)
         self.config = RunConfig.model_validate(config)
         self.rank = rank
         self.sender = None  # of weight syncs, once they are connected
+        self.host_copy = None  # of a checkpoint, once one is saved
 
     def host(self) -> str:
         """Address under which the other ranks reach this one."""
@@ -121,11 +124,17 @@ class ActorWorker:
         self.shards.refresh()
         return self.sender.send(update, workers, check_replicas).to_json()
 
-    def save(self, folder: str) -> dict[str, Any]:
-        """Writes this rank's files of a checkpoint; returns its part of the manifest."""
-        from mrl.checkpoint import save_rank
+    def take_checkpoint(self) -> int:
+        """Copies this rank's part of a checkpoint to host memory; returns the bytes that writing it will need."""
+        from mrl.checkpoint import HostCopy
 
-        return save_rank(self.actor, Path(folder)).to_json()
+        self.host_copy = self.host_copy or HostCopy()
+        return self.host_copy.take(self.actor)
+
+    @ray.method(concurrency_group=WRITING)
+    def write_checkpoint(self, folder: str) -> dict[str, Any]:
+        """Writes what was taken last into `folder`, beside whatever else this rank does; returns its part of the manifest."""
+        return self.host_copy.write(Path(folder)).to_json()
 
 
 def _contiguous():

@@ -244,6 +244,14 @@ FIELD_DOCS: dict[str, str | tuple[str, str]] = {
     "trainer.val_before_train": ("Validates the untrained model too.", "true: without it nobody knows what was gained."),
     "trainer.log_val_generations": ("Validation responses that loggers of text show.", "10 while a run is new: read them."),
     "trainer.max_actor_ckpt_to_keep": "Newest checkpoints that are kept.",
+    "trainer.async_save": (
+        "Checkpoints are written while training goes on, from a copy in host memory.",
+        "Off where host memory cannot hold a second copy of weights and optimizer.",
+    ),
+    "trainer.max_skipped_updates": (
+        "So many updates in a row that could not be applied (NaN or inf in loss or gradient) stop the run with exit code 6.",
+        "One bad batch is passed over; a run of them means that the weights or the learning rate are the trouble.",
+    ),
     "trainer.logger": "Where metrics go, besides metrics.jsonl.",
     "trainer.logger_timeout_s": "A logger that is busy with one step for longer is left out from then on, s.",
     "trainer.project_name": "Under which hosted loggers file the run.",

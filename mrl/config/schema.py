@@ -280,6 +280,8 @@ class TrainerConfig(Section):
     val_before_train: bool = True
     log_val_generations: int = Field(0, ge=0)  # validation responses shown by the loggers that show text; all are saved in any case
     max_actor_ckpt_to_keep: int = Field(2, ge=1)
+    async_save: bool = True  # write checkpoints while training goes on, from a copy in host memory; false: training waits
+    max_skipped_updates: int = Field(3, ge=1)  # so many updates in a row that could not be applied (NaN, inf) stop the run, exit code 6
     logger: tuple[str, ...] = ("console", "tensorboard")
     logger_timeout_s: float = Field(60.0, gt=0)  # a logger that is busy with one step for longer is left out from then on
     project_name: str = "mrl"  # under which hosted loggers file the run; its name there is experiment_name

@@ -16,7 +16,7 @@ from mrl.algo.metrics import FloatParts, merge, to_floats
 from mrl.algo.selection import select
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
-from mrl.errors import DataError
+from mrl.errors import DataError, NumericAbort
 from mrl.layout import TrainLayout
 from mrl.megatron import parallel
 from mrl.megatron.batching import MicroBatch, Splitter, check_batch, mini_batches
@@ -73,6 +73,7 @@ class MegatronActor:
         self.optimizer = build_optimizer(config.actor.optim, self.chunks, DTYPES[config.model.dtype])
         self.scheduler = build_scheduler(config.actor.optim, self.optimizer, config.total_updates)
         self.num_updates = 0  # optimizer steps applied
+        self.skipped_in_a_row = 0  # the newest of those that could not be applied
 
     def _load_reference(self) -> FrozenWeights:
         """Through the model, before the actor's own weights take its place."""
@@ -122,6 +123,7 @@ class MegatronActor:
 
         Returns one entry per mini-batch on the ranks that hold results, an empty list elsewhere; entries of all ranks add up. A mini-batch
         whose gradient norm is not finite, or whose tokens are all rejected, changes nothing and counts in `actor/skipped_updates`.
+        Raises NumericAbort, on all ranks, at the trainer.max_skipped_updates-th such mini-batch in a row.
         """
         check_batch(batch)
         if batch.old_log_probs is None or batch.advantages is None:
@@ -167,9 +169,21 @@ class MegatronActor:
         losses = self.gradients(batch, micros, first) if trained else []
         result = step(self.optimizer, self.scheduler) if trained else StepResult(False, math.nan, current_lr(self.optimizer))
         self.num_updates += result.applied
+        self._count_skipped(result, trained)
         if not parallel.holds_result():
             return None
         return merge(losses) | (_step_metrics(result) if mpu.get_data_parallel_rank() == 0 else {})
+
+    def _count_skipped(self, result: StepResult, trained: bool) -> None:
+        """The norm is summed over all ranks, so all of them count alike and give up together."""
+        self.skipped_in_a_row = 0 if result.applied else self.skipped_in_a_row + 1
+        limit = self.config.trainer.max_skipped_updates
+        if self.skipped_in_a_row >= limit:
+            why = f"the last gradient's norm is {result.grad_norm}" if trained else "every token of the last one was rejected"
+            raise NumericAbort(
+                f"{limit} updates in a row could not be applied (trainer.max_skipped_updates), {why}; weights are those of the "
+                f"{self.num_updates} updates before. Look at the samples of the last steps and resume with a smaller actor.optim.lr"
+            )
 
     @property
     def _update_splitter(self) -> Splitter:

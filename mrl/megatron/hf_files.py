@@ -1,7 +1,8 @@
 """Looks at a Hugging Face checkpoint before a model is built from it: safetensors headers only, no weights, no pickle."""
 
 import json
-from dataclasses import fields
+import shutil
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from mrl.errors import ConfigError, EnvironmentFault
@@ -10,10 +11,21 @@ from mrl.models import ModelSpec, load_model_spec, tensor_specs
 _HEADER_LIMIT = 100 * 1024**2  # bytes; the format's own bound
 _SHOWN = 5
 INDEX = "model.safetensors.index.json"
+HF_FILES = ("*.json", "*.jinja", "*.txt", "*.model")  # configuration and tokenizer of a model's folder
 
 
-def read_safetensors_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """Tensor name -> shape. Raises EnvironmentFault when the file is missing, cut short or no safetensors file."""
+@dataclass(frozen=True)
+class TensorBytes:
+    """Where a tensor lies in a safetensors file."""
+
+    dtype: str  # as the format names it: "F32", "BF16", ...
+    shape: tuple[int, ...]
+    start: int  # bytes from the beginning of the file
+    stop: int
+
+
+def read_safetensors_header(file: Path) -> dict[str, TensorBytes]:
+    """Tensor name -> dtype, shape and place. Raises EnvironmentFault when the file is missing, cut short or no safetensors file."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -25,18 +37,36 @@ def read_safetensors_shapes(file: Path) -> dict[str, tuple[int, ...]]:
         end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
         if size < 8 + length + end:
             raise ValueError(f"its header describes {8 + length + end} bytes and it has {size}: it was cut short")
-        return {name: tuple(entry["shape"]) for name, entry in header.items()}
+        return {name: _tensor_bytes(entry, 8 + length) for name, entry in header.items()}
     except FileNotFoundError:
         raise EnvironmentFault(f"{file} does not exist although {INDEX} lists it: download the checkpoint again") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise EnvironmentFault(f"{file} cannot be read as safetensors: {error}; download the checkpoint again") from None
 
 
+def _tensor_bytes(entry: dict, base: int) -> TensorBytes:
+    start, stop = entry["data_offsets"]
+    return TensorBytes(entry["dtype"], tuple(entry["shape"]), base + start, base + stop)
+
+
+def read_safetensors_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """Tensor name -> shape. Raises as `read_safetensors_header` does."""
+    return {name: tensor.shape for name, tensor in read_safetensors_header(file).items()}
+
+
+def copy_hf_files(model: Path, folder: Path) -> None:
+    """Configuration and tokenizer of a checkpoint folder, into `folder`; the index of its weights stays."""
+    for pattern in HF_FILES:
+        for file in model.glob(pattern):
+            if not file.name.endswith(".index.json"):
+                shutil.copy(file, folder / file.name)
+
+
 def checkpoint_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
     """Shapes of all tensors of a checkpoint directory. Raises EnvironmentFault when there are no safetensors files or one is broken."""
     folder = Path(path)
     shapes: dict[str, tuple[int, ...]] = {}
-    for file in _files(folder):
+    for file in weight_files(folder):
         shapes.update(read_safetensors_shapes(file))
     return shapes
 
@@ -70,7 +100,8 @@ def _is_spare(name: str, model: ModelSpec) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and model.tie_word_embeddings)
 
 
-def _files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint folder. Raises EnvironmentFault when there are none or the index cannot be followed."""
     index = folder / INDEX
     if index.exists():
         try:

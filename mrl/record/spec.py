@@ -42,6 +42,7 @@ def _phase(name: str, summary: str) -> MetricSpec:
 _TRAINING = [
     MetricSpec("training/global_step", "last", "steps", "Steps finished when the line was written; 0 is the start"),
     MetricSpec("training/epoch", "last", "epochs", "Passes over the training prompts that were begun before this step"),
+    MetricSpec("training/failed_saves", "last", "checkpoints", "Checkpoints that the disk did not take since the run was started"),
     MetricSpec("train/num_gen_batches", "last", "batches", "Prompt batches generated to fill this step's batch"),
     MetricSpec("train/uniform_group_share", "mean", "share", "Generated groups whose responses all have the same value"),
     MetricSpec("train/trained_groups", "last", "groups", "Groups that the step trained on"),
@@ -84,7 +85,7 @@ _ACTOR = [
     MetricSpec("actor/grad_norm", "mean", "1", "Gradient norm before clipping, mean over the step's updates"),
     MetricSpec("actor/lr", "last", "1", "Learning rate of the step's last update"),
     MetricSpec("actor/updates", "sum", "updates", "Optimizer updates of the step"),
-    MetricSpec("actor/skipped_updates", "sum", "updates", "Updates left out because the gradient norm was not finite"),
+    MetricSpec("actor/skipped_updates", "sum", "updates", "Updates left out: a gradient norm not finite, or every token rejected"),
 ]
 
 _LENGTHS = [
@@ -110,7 +111,8 @@ _TIMING = [
     _phase("ref", "log-probs under the reference model"),
     _phase("adv", "advantages"),
     _phase("update_actor", "all updates of the step"),
-    _phase("save_checkpoint", "saving"),
+    _phase("save_checkpoint", "saving, as far as training waits for it"),
+    _phase("write_checkpoint", "writing a checkpoint beside the training, on the line of the step that heard of its end"),
     _phase("testing", "validation"),
     _phase("step", "the whole step"),
     MetricSpec("timing_per_token_ms/gen", "max", "ms/token", "Generation time over response tokens"),

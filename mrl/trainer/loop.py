@@ -19,10 +19,10 @@ def train(run: Run) -> None:
             phases.record(run, validation.validate(run))
         while run.state.step < run.total_steps:
             train_step(run)
-        saving.save(run)
+        saving.finish(run)
     except Interrupted:
         if run.stop.signal is not None and not run.stop.held:
-            saving.save(run)  # weights and data position are those of the last finished step
+            saving.finish(run)  # weights and data position are those of the last finished step
         raise
 
 
@@ -54,8 +54,9 @@ def train_step(run: Run) -> None:
         if phases.due(run, config.test_freq):
             with timer("testing"):
                 metrics |= validation.validate(run)
+        metrics |= saving.heard(run)  # of a save that training went on beside
         if phases.due(run, config.save_freq):
             with timer("save_checkpoint"):
-                saving.save(run, metrics)
-    phases.record(run, metrics, timer, batch)
+                metrics |= saving.save(run, metrics)
+    phases.record(run, metrics | {"training/failed_saves": float(run.failed_saves)}, timer, batch)
     run.stop.release()

@@ -12,7 +12,6 @@ from mrl.algo.mismatch import mismatch_metrics
 from mrl.data.batch import Prompt, Sample, TrainBatch, collate
 from mrl.data.order import DataCursor
 from mrl.data.tokenizer import pad_token_id
-from mrl.errors import NumericAbort
 from mrl.layout import TrainLayout
 from mrl.megatron.batching import Splitter, mini_batches, trained_rows
 from mrl.models import load_model_spec
@@ -88,14 +87,9 @@ def with_advantages(run: Run, batch: TrainBatch, samples: list[Sample], rewards:
 
 
 def update(run: Run, batch: TrainBatch) -> dict[str, float]:
-    """All optimizer steps on the batch; reduced metrics. Raises NumericAbort when not one of them could be applied."""
+    """All optimizer steps on the batch; reduced metrics. Raises NumericAbort when too many in a row could not be applied."""
     metrics = reduce_parts(run.actor.update(batch))
     updates = -(-len(batch) // (run.config.actor.ppo_mini_batch_size * run.config.rollout.n))
-    if metrics["actor/skipped_updates"] == updates:
-        raise NumericAbort(
-            f"step {run.state.step + 1}: the gradient norm of all {updates} updates was not finite; weights are those of the step before. "
-            "Look at the samples of the step and resume with a smaller actor.optim.lr"
-        )
     return metrics | {"actor/updates": updates - metrics["actor/skipped_updates"]}
 
 

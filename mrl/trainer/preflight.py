@@ -18,6 +18,7 @@ from mrl.planning.stored import plan_report
 from mrl.record.run_dir import RunDir
 from mrl.record.sinks import check_packages
 from mrl.reshard.manifest import Manifest, Newest, newest_checkpoint
+from mrl.trainer.room import check_room, checkpoint_bytes, room_note
 
 # what the order of the prompts and the samples of a step follow from: a resumed run keeps them
 FIXED = ("trainer.seed", "data.shuffle", "data.train_weights", "data.train_batch_size", "data.gen_batch_size", "rollout.n")
@@ -35,6 +36,7 @@ def preflight(resolved: ResolvedConfig, resume: bool) -> ModelSpec:
     if resume:
         resume_point(config, folder, digests=False)
     check_checkpoint(config.model.path, model)
+    check_room(folder, checkpoint_bytes(model, config.model.dtype))
     _check_cluster(config)
     return model
 
@@ -69,6 +71,7 @@ def start_lines(resolved: ResolvedConfig, model: ModelSpec) -> list[str]:
         f"loss: {describe_loss(config)}",
         f"layout: {describe_layout(config, model)}",
         *(f"note: {n}" for n in notes(resolved, model)),
+        *room_note(config, model, run_dir_of(config)),
         *plan_report(config, model, RunDir(run_dir_of(config)).plan),
     ]
 

@@ -25,6 +25,7 @@ from mrl.record.sinks import make_sinks
 from mrl.reshard.manifest import Manifest, Newest
 from mrl.reward.pool import RewardPool, check_function
 from mrl.trainer.advice import AdvisedRecord
+from mrl.trainer.background import BackgroundWrite
 from mrl.trainer.inputs import load_training, load_validation, reward_pool, reward_spec
 from mrl.trainer.preflight import resume_point, run_dir_path
 from mrl.trainer.stop import StopFlag, stop_on_signals
@@ -44,7 +45,7 @@ class TrainState:
 
 @dataclass
 class Run:
-    """A run under way. Only `state` and `saved_step` change."""
+    """A run under way. Only the last five change."""
 
     config: RunConfig
     run_dir: RunDir
@@ -58,8 +59,11 @@ class Run:
     actor: ActorGroup
     engines: RolloutGroup
     sync: WeightSync
+    writing: BackgroundWrite
     state: TrainState = field(default_factory=TrainState)
-    saved_step: int = 0
+    saved_step: int = 0  # of the newest complete checkpoint
+    failed_saves: int = 0
+    last_fault: str = ""  # why the newest of them failed
 
 
 @contextmanager
@@ -94,7 +98,9 @@ def open_run(resolved: ResolvedConfig, resume: bool) -> Iterator[Run]:
         record = AdvisedRecord(make_sinks(config.trainer.logger, run_dir, total, _run_info(config)), config)
         stack.callback(record.close)
         sync = WeightSync(config, actor, engines)
-        yield Run(config, run_dir, tokenizer, stream, val, total, stop, record, rewards, actor, engines, sync, state, state.step)
+        writing = BackgroundWrite()
+        stack.callback(writing.close)  # before the ranks end
+        yield Run(config, run_dir, tokenizer, stream, val, total, stop, record, rewards, actor, engines, sync, writing, state, state.step)
 
 
 def _run_info(config: RunConfig) -> RunInfo:

@@ -1,32 +1,87 @@
-"""Checkpoints of a run: written whole or not at all, and no more of them than are wanted."""
+"""Checkpoints of a run: written whole or not at all, beside the training, and no more of them than are wanted."""
 
 import importlib.metadata
 import json
-import os
+import secrets
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mrl.errors import EnvironmentFault
+from mrl.megatron.hf_files import copy_hf_files
 from mrl.reshard.manifest import Manifest, RankFiles, checkpoint_steps, fsync, write_manifest
 from mrl.trainer.preflight import fixed_values
-from mrl.trainer.run import Run
+from mrl.trainer.room import BESIDE_TENSORS, check_room
+from mrl.trainer.run import Run, TrainState
 
-HF_FILES = ("*.json", "*.jinja", "*.txt", "*.model")  # configuration and tokenizer of the model's folder
+
+def save(run: Run, metrics: dict[str, float] | None = None) -> dict[str, float]:
+    """Begins a checkpoint of the last finished step, unless there is one; with its metrics, should the process die before their line.
+
+    The ranks copy their parts to host memory and write them while training goes on; a save waits for the one before it. A disk that
+    does not take a checkpoint is no reason to stop: it is said, counted, and the checkpoints that are there stay. Returns what `heard`
+    does.
+    """
+    told = heard(run, wait=True)
+    state = run.state
+    if run.saved_step == state.step:
+        return told
+    try:
+        check_room(run.run_dir.checkpoints, run.actor.take_checkpoint() + BESIDE_TENSORS)
+    except EnvironmentFault as fault:
+        _count_failure(run, state.step, str(fault))
+        return told
+    run.writing.begin(state.step, partial(_write, run, state, dict(metrics or {})))
+    return told if run.config.trainer.async_save else told | heard(run, wait=True)
 
 
-def save(run: Run, metrics: dict[str, float] | None = None) -> None:
-    """A checkpoint of the last finished step, unless there is one; with the step's metrics, should the process die before their line."""
-    if run.saved_step == run.state.step:
-        return
-    folder = run.run_dir.checkpoints / f"step-{run.state.step}"
-    write_atomically(folder, lambda work: _write_checkpoint(run, work, metrics or {}))
-    fsync(folder.parent)
-    run.saved_step = run.state.step
-    for old in superseded(run.run_dir.checkpoints, run.state.step, run.config.trainer.max_actor_ckpt_to_keep):
-        shutil.rmtree(old)
+def heard(run: Run, wait: bool = False) -> dict[str, float]:
+    """How the save under way ended, if it did: the time it took. Raises what went wrong with it, a disk's refusal excepted."""
+    ended = run.writing.ended(wait)
+    if ended is None:
+        return {}
+    if ended.fault:
+        _count_failure(run, ended.step, ended.fault)
+    else:
+        run.saved_step = ended.step
+    return {"timing_s/write_checkpoint": ended.seconds}
+
+
+def finish(run: Run) -> None:
+    """Leaves a checkpoint of the last finished step behind. Raises EnvironmentFault when the disk takes none, even now."""
+    save(run)
+    heard(run, wait=True)
+    if run.saved_step != run.state.step:
+        newest = f"the newest checkpoint is that of step {run.saved_step}" if run.saved_step else "there is no checkpoint"
+        raise EnvironmentFault(
+            f"{run.run_dir.checkpoints}: step {run.state.step} is not saved ({run.last_fault}); {newest}. Make room and pass --resume"
+        )
+
+
+def _count_failure(run: Run, step: int, fault: str) -> None:
+    run.failed_saves += 1
+    run.last_fault = fault
+    print(f"error: step {step} is not saved: {fault}. Training goes on; the checkpoints before it are as they were", flush=True)
+
+
+def _write(run: Run, state: TrainState, metrics: dict[str, float]) -> None:
+    """The whole of a save but for the ranks' copies; in a thread, so of `run` it uses only what does not change."""
+    folder = run.run_dir.checkpoints / f"step-{state.step}"
+    write_atomically(folder, lambda work: _write_checkpoint(run, state, work, metrics))
+    for old in superseded(run.run_dir.checkpoints, state.step, run.config.trainer.max_actor_ckpt_to_keep):
+        discard(old)
+
+
+def discard(checkpoint: Path) -> None:
+    """Removes a checkpoint. It loses its name first: killed in the middle, this leaves no folder that looks like a damaged one."""
+    aside = checkpoint.with_name(f"{checkpoint.name}.tmp-{secrets.token_hex(4)}")
+    try:
+        shutil.rmtree(checkpoint.rename(aside))
+    except OSError as error:
+        print(f"warning: {checkpoint}, which is no longer wanted, cannot be removed: {error}", flush=True)
 
 
 def superseded(folder: Path, saved: int, keep: int) -> list[Path]:
@@ -38,46 +93,40 @@ def superseded(folder: Path, saved: int, keep: int) -> list[Path]:
 
 
 def write_atomically(folder: Path, write: Callable[[Path], None]) -> None:
-    """Calls `write(work)` on a fresh folder beside `folder`, then gives it that name. What was there before stays until then.
+    """Calls `write(work)` on a fresh folder beside `folder`, then gives it that name, durably. What was there before stays until then.
 
     A process killed in between leaves `work`, whose name ends in `.tmp-` and a suffix; opening the run directory again removes it.
     """
-    work = Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp-", dir=folder.parent))
+    work = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
+    work.mkdir()
     try:
-        work.chmod(0o777 & ~_umask())  # mkdtemp lets nobody but the owner in
         write(work)
         if folder.exists():
             shutil.rmtree(folder)
         work.rename(folder)
+        fsync(folder.parent)
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         raise
 
 
-def _umask() -> int:
-    """This process's file mode mask; it can be read only by setting it."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
-
-
-def _write_checkpoint(run: Run, work: Path, metrics: dict[str, float]) -> None:
-    ranks = tuple(RankFiles.from_json(part) for part in run.actor.save(work))
+def _write_checkpoint(run: Run, state: TrainState, work: Path, metrics: dict[str, float]) -> None:
+    ranks = tuple(RankFiles.from_json(part) for part in run.actor.write_checkpoint(work))
     model = Path(run.config.model.path)
-    (work / "hf").mkdir()
-    for pattern in HF_FILES:
-        for file in model.glob(pattern):
-            if not file.name.endswith(".index.json"):
-                shutil.copy(file, work / "hf" / file.name)
+    hf = work / "hf"
+    hf.mkdir()
+    copy_hf_files(model, hf)
+    for path in (*hf.iterdir(), hf):
+        fsync(path)
     trainer = {
-        "cursor": vars(run.state.cursor),
+        "cursor": vars(state.cursor),
         "data_fingerprint": run.train_prompts.prompts.fingerprint,
         "fixed": fixed_values(run.config),
         "metrics": metrics,
     }
     hf_config = json.loads((model / "config.json").read_text())
     layout = run.config.actor.layout.model_dump()
-    write_manifest(work, Manifest(run.state.step, layout, run.config.model.dtype, hf_config, ranks, trainer, _versions()))
+    write_manifest(work, Manifest(state.step, layout, run.config.model.dtype, hf_config, ranks, trainer, _versions()))
 
 
 def _versions() -> dict[str, Any]:

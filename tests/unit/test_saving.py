@@ -1,0 +1,288 @@
+"""Saving beside the training: what a full disk, a death at any moment and an error in the background do, and what they never do."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_model import SIZES, write_model
+
+from mrl.checkpoint import HostCopy
+from mrl.config.schema import RunConfig
+from mrl.data.order import DataCursor
+from mrl.errors import EnvironmentFault, NumericAbort
+from mrl.models import model_spec
+from mrl.reshard.boxes import Box
+from mrl.reshard.manifest import WEIGHT, Entry, RankFiles, check_digests, file_facts, newest_checkpoint, read_manifest
+from mrl.reshard.source import Piece
+from mrl.reshard.tensor_file import file_bytes, write_tensors
+from mrl.trainer import room, saving
+from mrl.trainer.background import BackgroundWrite
+from mrl.trainer.run import TrainState
+
+FULL = Path("/dev/full")  # every write to it finds no space left
+WHOLE = Box.whole((4,))
+
+
+class FakeActor:
+    """One rank with four weights that are all the step's number."""
+
+    def __init__(self):
+        self.weights = torch.zeros(4)
+        self.disk_is_full = False
+        self.may_write = Event()
+        self.may_write.set()
+        self.num_updates = [1]
+
+    def take_checkpoint(self) -> int:
+        self.taken = {"weight/w": self.weights.clone()}
+        return file_bytes(self.taken)
+
+    def write_checkpoint(self, work: Path) -> list[dict]:
+        assert self.may_write.wait(10)
+        file = work / "rank-00000.safetensors"
+        if self.disk_is_full:
+            file.symlink_to(FULL)
+        facts = {file.name: write_tensors(file, self.taken)}
+        entries = (Entry(file.name, "weight/w", WEIGHT, (4,), None, (Piece("w", WHOLE, WHOLE),)),)
+        return [RankFiles(entries, facts, {"num_updates": n, "step": float(n)}).to_json() for n in self.num_updates]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("saving") / "model"
+    write_model(folder)
+    return folder
+
+
+@pytest.fixture
+def run(model, tmp_path):
+    return made_run(model, tmp_path)
+
+
+def made_run(model: Path, folder: Path, **trainer):
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": str(model), "dtype": "float32"}, "actor": {"layout": {"world_size": 1}, "ppo_mini_batch_size": 1},
+            "data": {"train_batch_size": 1}, "trainer": trainer, "cluster": {"device": "cpu"},
+        }
+    )  # fmt: skip
+    return SimpleNamespace(
+        config=config, run_dir=SimpleNamespace(checkpoints=folder), actor=FakeActor(), writing=BackgroundWrite(), state=TrainState(),
+        saved_step=0, failed_saves=0, last_fault="", train_prompts=SimpleNamespace(prompts=SimpleNamespace(fingerprint="f")),
+    )  # fmt: skip
+
+
+def trained(run) -> None:
+    """One more step."""
+    run.state = run.state.advanced(DataCursor(0, run.state.step + 1))
+    run.actor.weights += 1
+
+
+def stored(folder: Path) -> float:
+    """The number that all weights of a checkpoint are, every byte of which is checked."""
+    check_digests(folder, read_manifest(folder))
+    (number,) = set(load_file(folder / "rank-00000.safetensors")["weight/w"].tolist())
+    return number
+
+
+def bytes_below(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_a_file_reads_back_through_safetensors_and_its_facts_are_those_of_the_disk(tmp_path):
+    torch.manual_seed(0)
+    tensors = {
+        "odd bytes": torch.arange(7, dtype=torch.uint8), "half": torch.randn(3, 5).bfloat16(), "whole": torch.randn(2, 3),
+        "one": torch.tensor(2.5, dtype=torch.float64), "none": torch.zeros(0, 4), "counts": torch.arange(5), "flag": torch.tensor([True]),
+    }  # fmt: skip
+    path = tmp_path / "a.safetensors"
+    assert write_tensors(path, tensors) == file_facts(path) and path.stat().st_size == file_bytes(tensors)
+    read = load_file(path)
+    assert read.keys() == tensors.keys()
+    assert all(read[name].dtype == t.dtype and torch.equal(read[name], t) for name, t in tensors.items())
+
+
+def test_a_tensor_longer_than_a_piece_is_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr("mrl.reshard.tensor_file._PIECE", 5)
+    tensors = {"a": torch.arange(9.0), "b": torch.arange(3, dtype=torch.uint8)}
+    assert write_tensors(tmp_path / "a", tensors) == file_facts(tmp_path / "a")
+    assert torch.equal(load_file(tmp_path / "a")["a"], tensors["a"])
+
+
+def test_a_rank_says_which_file_the_disk_did_not_take(tmp_path):
+    copy = HostCopy()
+    copy._file = "rank-00003.safetensors"
+    (tmp_path / copy._file).symlink_to(FULL)
+    with pytest.raises(EnvironmentFault, match=r"rank-00003.*No space left on device"):
+        copy.write(tmp_path)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(run):
+    trained(run)
+    run.actor.may_write.clear()
+    saving.save(run, {"actor/lr": 0.5})
+    trained(run)
+    assert saving.heard(run) == {} and run.saved_step == 0
+    run.actor.may_write.set()
+    assert saving.heard(run, wait=True)["timing_s/write_checkpoint"] > 0
+    folder = run.run_dir.checkpoints / "step-1"
+    assert stored(folder) == 1.0 and run.saved_step == 1
+    manifest = read_manifest(folder)
+    assert manifest.trainer["metrics"] == {"actor/lr": 0.5} and manifest.trainer["cursor"] == {"epoch": 0, "index": 1}
+    assert (folder / "hf" / "tokenizer.json").is_file()
+
+
+def test_a_save_waits_for_the_one_before(run):
+    trained(run)
+    saving.save(run)
+    trained(run)
+    saving.save(run)
+    assert stored(run.run_dir.checkpoints / "step-1") == 1.0
+    saving.finish(run)
+    assert stored(run.run_dir.checkpoints / "step-2") == 2.0
+    with pytest.raises(RuntimeError, match="before it is known how the save of step 1 ended"):
+        run.writing.begin(1, lambda: None)
+        run.writing.begin(2, lambda: None)
+
+
+def test_without_async_save_a_checkpoint_is_there_when_training_goes_on(model, tmp_path):
+    run = made_run(model, tmp_path, async_save=False)
+    trained(run)
+    saving.save(run)
+    assert stored(tmp_path / "step-1") == 1.0 and run.saved_step == 1
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_a_full_disk_costs_the_checkpoint_that_did_not_fit_and_nothing_else(model, tmp_path, capsys, async_save):
+    run = made_run(model, tmp_path, async_save=async_save, max_actor_ckpt_to_keep=1)
+    trained(run)
+    saving.save(run)
+    saving.heard(run, wait=True)
+    before = bytes_below(tmp_path)
+    run.actor.disk_is_full = True
+    trained(run)
+    saving.save(run)
+    saving.heard(run, wait=True)
+    assert run.failed_saves == 1 and run.saved_step == 1
+    assert bytes_below(tmp_path) == before and [p.name for p in tmp_path.iterdir()] == ["step-1"]
+    said = capsys.readouterr().out
+    assert "step 2 is not saved" in said and "No space left on device" in said
+    run.actor.disk_is_full = False
+    trained(run)
+    saving.finish(run)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-3"] and run.failed_saves == 1
+
+
+def test_where_there_is_no_room_nothing_is_begun(run, monkeypatch, capsys):
+    monkeypatch.setattr(room, "free_bytes", lambda folder: 1_000_000)
+    trained(run)
+    saving.save(run)
+    assert list(run.run_dir.checkpoints.iterdir()) == [] and run.failed_saves == 1
+    assert "a checkpoint needs 4.20 MB and 1.00 MB are free" in capsys.readouterr().out  # 4 MiB beside the tensors, rounded up
+
+
+def test_the_last_step_unsaved_ends_the_run_with_an_error_that_says_what_is_left(run):
+    trained(run)
+    saving.finish(run)
+    run.actor.disk_is_full = True
+    trained(run)
+    with pytest.raises(EnvironmentFault, match=r"step 2 is not saved \(.*No space.*the newest checkpoint is that of step 1.*--resume"):
+        saving.finish(run)
+    run.actor.disk_is_full = False
+    saving.finish(run)
+    assert stored(run.run_dir.checkpoints / "step-2") == 2.0
+
+
+def test_what_is_no_fault_of_the_disk_is_raised_when_it_is_heard_of(run):
+    run.actor.num_updates = [1, 2]
+    trained(run)
+    saving.save(run)
+    with pytest.raises(NumericAbort, match="rank 1 has optimizer num_updates 2"):
+        saving.heard(run, wait=True)
+    assert list(run.run_dir.checkpoints.iterdir()) == []
+
+
+def test_a_run_that_ends_early_waits_for_what_it_began(run, capsys):
+    trained(run)
+    saving.save(run)
+    run.writing.close()
+    assert stored(run.run_dir.checkpoints / "step-1") == 1.0
+    other = BackgroundWrite()
+    other.begin(7, lambda: 1 / 0)
+    other.close()
+    assert "not saved: division by zero" in capsys.readouterr().out
+
+
+def dies_at(event: int, model: Path, folder: Path) -> bool:
+    """Saves a second step in a process that is gone at its `event`-th touch of the disk; whether it came so far."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    run = made_run(model, folder, async_save=False, max_actor_ckpt_to_keep=1)
+    run.saved_step = 1
+    for _ in range(2):
+        trained(run)
+    left = [event]
+
+    def watch(name: str, arguments: tuple) -> None:
+        if name in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir") or name.startswith("shutil."):
+            left[0] -= 1
+            if left[0] == 0:
+                os._exit(9)
+
+    sys.addaudithook(watch)
+    saving.save(run)
+    os._exit(0)
+
+
+def test_a_death_at_any_touch_of_the_disk_leaves_a_whole_checkpoint(model, tmp_path):
+    """Retention keeps one, so the first is removed within the same save. Every call that changes the disk is a place to die."""
+    event, ended = 0, False
+    while not ended:
+        event += 1
+        folder = tmp_path / str(event)
+        folder.mkdir()
+        run = made_run(model, folder)
+        trained(run)
+        saving.finish(run)
+        ended = not dies_at(event, model, folder)
+        found = newest_checkpoint(folder, digests=True)
+        assert found.path is not None and found.damaged == {}, f"event {event}: {found}"
+        assert stored(found.path) == found.manifest.step
+    assert found.manifest.step == 2 and [p.name for p in folder.iterdir()] == ["step-2"]
+    assert event > 30, "a save touches the disk more often than that"
+
+
+def test_the_arithmetic_of_room_counts_every_parameter_once():
+    """float32: the weight and two moments, 12 bytes. bfloat16: 2 for the weight, 4 for its master, 8 for the moments."""
+    h, heads, kv, d, vocab, experts, wide = 64, 4, 2, 16, 128, 4, 64
+    layer = 2 * h + h * heads * d * 2 + h * kv * d * 2 + 2 * d + experts * h + experts * 3 * h * wide
+    parameters = 2 * vocab * h + 2 * layer + h
+    assert room.checkpoint_bytes(model_spec(SIZES), "float32") - room.BESIDE_TENSORS == 12 * parameters
+    assert room.checkpoint_bytes(model_spec(SIZES), "bfloat16") - room.BESIDE_TENSORS == 14 * parameters
+
+
+def test_a_run_whose_checkpoint_does_not_fit_is_refused_before_anything_is_written(model, tmp_path, monkeypatch):
+    assert room.free_bytes(tmp_path / "not" / "there" / "yet") > 0
+    monkeypatch.setattr(room, "free_bytes", lambda folder: 5_000_000)
+    with pytest.raises(EnvironmentFault, match=r"a checkpoint needs 5\.01 GB and 5\.00 MB are free; make room"):
+        room.check_room(tmp_path, 5_000_000_001)
+    room.check_room(tmp_path, 5_000_000)
+    config = made_run(model, tmp_path, max_actor_ckpt_to_keep=2).config
+    (note,) = room.room_note(config, model_spec(SIZES), tmp_path)
+    assert "trainer.max_actor_ckpt_to_keep is 2, and one more" in note and "room for 0 more" in note
+    monkeypatch.setattr(room, "free_bytes", lambda folder: 10**9)
+    assert room.room_note(config, model_spec(SIZES), tmp_path) == []
+
+
+def test_the_manifest_of_a_save_is_json_of_plain_numbers(run):
+    trained(run)
+    saving.finish(run)
+    written = json.loads((run.run_dir.checkpoints / "step-1" / "manifest.json").read_text())
+    assert written["step"] == 1 and written["num_updates"] == 1
