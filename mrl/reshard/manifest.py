@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from mrl.reshard.source import Piece
 FORMAT = 1
 MANIFEST = "manifest.json"
 WEIGHT, MASTER, EXP_AVG, EXP_AVG_SQ = ROLES = ("weight", "master", "exp_avg", "exp_avg_sq")
+# what `mrl convert` writes under "converted" of a manifest's trainer part
+WEIGHTS_ONLY, WITH_OPTIMIZER = "weights", "weights and optimizer"
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,16 @@ class Manifest:
     def files(self) -> dict[str, dict[str, Any]]:
         """Size and digest of every file."""
         return {name: facts for rank in self.ranks for name, facts in rank.files.items()}
+
+    @property
+    def converted(self) -> bool:
+        """Written by `mrl convert`: it has no random states."""
+        return "converted" in self.trainer
+
+    @property
+    def weights_only(self) -> bool:
+        """Converted from weights alone: there are no master weights, moments and schedule either, and training starts from the weights."""
+        return self.trainer.get("converted") == WEIGHTS_ONLY
 
     @property
     def optimizer(self) -> dict[str, Any]:
@@ -128,6 +141,22 @@ def read_manifest(folder: Path) -> Manifest:
             state = "is missing" if found is None else f"has {found} bytes, not {size}"
             raise EnvironmentFault(f"{file} {state}; the checkpoint is damaged, resume from an older one")
     return manifest
+
+
+Holder = tuple[tuple[Entry, ...], Piece]  # a local tensor, as the flat parts that make it up, and the piece that is asked for
+
+
+def holders(entries: Iterable[Entry]) -> dict[tuple[str, str], list[Holder]]:
+    """(role, Hugging Face name) -> the stored tensors that hold parts of it."""
+    parts: dict[tuple, list[Entry]] = defaultdict(list)
+    for entry in entries:
+        parts[entry.role, entry.pieces].append(entry)  # flat parts of one local tensor describe the same pieces
+    found: dict[tuple[str, str], list[Holder]] = defaultdict(list)
+    for (role, pieces), group in parts.items():
+        ordered = tuple(sorted(group, key=lambda e: e.flat or (0, 0)))
+        for piece in pieces:
+            found[role, piece.hf_name].append((ordered, piece))
+    return found
 
 
 def check_digests(folder: Path, manifest: Manifest) -> None:

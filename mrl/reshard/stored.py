@@ -1,6 +1,5 @@
 """Reads a checkpoint of ours into any layout: stored boxes and wanted boxes are intersected in Hugging Face coordinates."""
 
-from collections import defaultdict
 from collections.abc import Iterable
 from functools import lru_cache
 from math import prod
@@ -10,7 +9,7 @@ import torch
 from safetensors import safe_open
 
 from mrl.errors import EnvironmentFault
-from mrl.reshard.manifest import Entry, Manifest, check_digest
+from mrl.reshard.manifest import Entry, Manifest, check_digest, holders
 from mrl.reshard.source import Piece
 
 
@@ -19,14 +18,7 @@ class StoredTensors:
 
     def __init__(self, folder: Path, manifest: Manifest):
         self.folder, self._facts = folder, manifest.files()
-        parts: dict[tuple, list[Entry]] = defaultdict(list)
-        for entry in manifest.entries():
-            parts[entry.role, entry.pieces].append(entry)  # flat parts of one local tensor describe the same pieces
-        self._holders: dict[tuple[str, str], list[tuple[tuple[Entry, ...], Piece]]] = defaultdict(list)
-        for (role, pieces), entries in parts.items():
-            group = tuple(sorted(entries, key=lambda e: e.flat or (0, 0)))
-            for piece in pieces:
-                self._holders[role, piece.hf_name].append((group, piece))
+        self._holders = holders(manifest.entries())
         self._open = lru_cache(maxsize=None)(self._open_checked)
         self._tensor = lru_cache(maxsize=4)(self._read)
 

@@ -109,6 +109,11 @@ def fixed_values(config: RunConfig) -> dict[str, Any]:
 
 
 def _check_same_values(config: RunConfig, manifest: Manifest, folder: Path) -> None:
+    if manifest.weights_only:
+        raise ConfigError(
+            f"{folder} was converted from weights alone and belongs to no run: start a new one with the Hugging Face checkpoint as "
+            "model.path (mrl convert megatron-to-hf writes one from this)"
+        )
     then = manifest.trainer["fixed"]
     changed = [f"{key}: {now}, and {folder} was trained with {then[key]}" for key, now in fixed_values(config).items() if now != then[key]]
     if changed:

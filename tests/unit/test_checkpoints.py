@@ -227,6 +227,6 @@ def test_an_export_names_the_dtype_of_its_weights(tmp_path, keys, named):
         entries.append(Entry("r", spec.name, WEIGHT, spec.shape, None, (Piece(spec.name, whole, whole),)))
     save_file(tensors, path / "r")
     write_manifest(path, a_manifest(1, (RankFiles(tuple(entries), {"r": file_facts(path / "r")}, FACTS),)))
-    assert megatron_to_hf(path, tmp_path / "out") == len(tensors)
+    assert megatron_to_hf(path, tmp_path / "out").tensors == len(tensors)
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert {key: written[key] for key in ("dtype", "torch_dtype") if key in written} == dict.fromkeys(named, "float32")

@@ -31,6 +31,7 @@ LIGHT = (
     "memory.py",
     "memory/*.py",
     "doctor/*.py",
+    "convert/*.py",
     "platforms/versions.py",
     "platforms/inventory.py",
     "platforms/hosting.py",
