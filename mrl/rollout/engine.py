@@ -7,7 +7,7 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from mrl.rollout.front_end import FrontEnd, front_end
 from mrl.rollout.types import Completion, EngineSettings, Request, Sampling
 
 STAGING = "mrl-sync-"  # folders that weights pass through
+WATCH_S = 1.0  # between looks whether vLLM's processes live
 
 
 class VllmEngine:
@@ -127,7 +128,7 @@ class VllmEngine:
         for order in (requests, requests[::-1]):
             found = [c async for batch in self.generate(order, sampling) for c in batch]
             runs.append(sorted(found, key=lambda c: c.sample_id))
-            await self._llm.reset_prefix_cache()
+            await self._ask(self._llm.reset_prefix_cache())
         if runs[0] != runs[1]:
             differing = sum(a != b for a, b in zip(*runs, strict=True))
             raise EnvironmentFault(
@@ -140,7 +141,7 @@ class VllmEngine:
 
         expected = {name: list(shape) for name, shape in self.settings.expected}
         with self._alive():
-            await self._llm.init_weight_transfer_engine(WeightTransferInitRequest({"path": "slow", "expected": expected}))
+            await self._ask(self._llm.init_weight_transfer_engine(WeightTransferInitRequest({"path": "slow", "expected": expected})))
         self._path = "slow"
 
     async def begin_update(self) -> None:
@@ -151,7 +152,7 @@ class VllmEngine:
         self._staging = Path(tempfile.mkdtemp(prefix=STAGING, dir=_memory_folder()))
         self._note_shared_memory()
         with self._alive():
-            await self._llm.start_weight_update()
+            await self._ask(self._llm.start_weight_update())
 
     async def load_bucket(self, data: np.ndarray, sha256: str) -> int:
         """Loads one bucket, safetensors bytes as a uint8 array with their SHA-256; returns bytes."""
@@ -162,16 +163,16 @@ class VllmEngine:
         with path.open("wb") as file:
             file.write(memoryview(data))
         with self._alive():
-            await self._llm.update_weights(WeightTransferUpdateRequest({"path": str(path), "sha256": sha256}))
+            await self._ask(self._llm.update_weights(WeightTransferUpdateRequest({"path": str(path), "sha256": sha256})))
         path.unlink()
         return len(data)
 
     async def commit_update(self, version: int) -> None:
         """Leaves the update, drops what was cached under the old weights and serves `version`."""
         with self._alive():
-            await self._llm.finish_weight_update()
+            await self._ask(self._llm.finish_weight_update())
             await self._front.set_version(self._llm, version)
-            await self._llm.reset_prefix_cache()
+            await self._ask(self._llm.reset_prefix_cache())
         shutil.rmtree(self._staging)
         self._staging = None
         self._note_shared_memory()
@@ -195,11 +196,11 @@ class VllmEngine:
         info = {"path": "fast", "expected": {}, "setup": setup, "engine": engine, "plan_hash": plan_hash}
         with self._alive():
             try:
-                await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(info))
+                await self._ask(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(info)))
             except Exception as error:
                 raise self._refusal(error) from error
             self._path = "fast"
-            return sum(await self._llm.collective_rpc("weight_bytes"))
+            return sum(await self._ask(self._llm.collective_rpc("weight_bytes")))
 
     def _refusal(self, error: Exception) -> Exception:
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -225,28 +226,39 @@ class VllmEngine:
         info = {"path": "fast", "update": update, "read_back": read_back}
         with self._alive():
             try:
-                await self._llm.start_weight_update()
-                await self._llm.update_weights(WeightTransferUpdateRequest(info))
-                await self._llm.finish_weight_update()
+                await self._ask(self._llm.start_weight_update())
+                await self._ask(self._llm.update_weights(WeightTransferUpdateRequest(info)))
+                await self._ask(self._llm.finish_weight_update())
             except Exception:
-                await self._llm.collective_rpc("abandon_update")
+                await self._ask(self._llm.collective_rpc("abandon_update"))
                 raise
-            return await self._llm.collective_rpc("weight_update_report")
+            return await self._ask(self._llm.collective_rpc("weight_update_report"))
 
     async def commit(self, version: int) -> None:
         """Serves what was received last, as `version`, and drops what was cached under the old weights."""
         with self._alive():
             await self._front.set_version(self._llm, version)
-            await self._llm.reset_prefix_cache()
+            await self._ask(self._llm.reset_prefix_cache())
         self.version = version
 
     async def fingerprints(self) -> dict[str, str]:
         """SHA-256 of everything each worker of this engine computes with, by rank and name."""
         merged: dict[str, str] = {}
         with self._alive():
-            for worker in await self._llm.collective_rpc("weight_fingerprints"):
+            for worker in await self._ask(self._llm.collective_rpc("weight_fingerprints")):
                 merged |= worker
         return merged
+
+    async def _ask(self, call: Awaitable[Any]) -> Any:
+        """The answer of vLLM's processes. One that died never answers, and vLLM tells only requests so: its death is watched for here."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        task = asyncio.ensure_future(call)
+        while not (await asyncio.wait([task], timeout=WATCH_S))[0]:
+            if self._llm.errored:
+                task.cancel()
+                raise EngineDeadError
+        return task.result()
 
     @contextmanager
     def _alive(self) -> Iterator[None]:
