@@ -283,7 +283,7 @@ class VllmEngine:
         if self._staging is not None:
             shutil.rmtree(self._staging, ignore_errors=True)
         self.release_arenas()
-        segments = shared_memory_below(os.getpid())
+        segments = shared_memory_below(os.getpid()) | _noted(self.settings.segments_file)  # what a process that died held was noted
         if self._llm is not None:
             self._llm.shutdown()
         _remove_all(segments)  # vLLM's workers are killed before they give back what they shared with each other
