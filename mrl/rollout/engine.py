@@ -280,10 +280,10 @@ class VllmEngine:
 
     async def stop(self) -> None:
         """Ends vLLM's processes and removes what an unfinished update left behind."""
+        segments = shared_memory_below(os.getpid()) | _noted(self.settings.segments_file)  # what a process that died held was noted
         if self._staging is not None:
             shutil.rmtree(self._staging, ignore_errors=True)
         self.release_arenas()
-        segments = shared_memory_below(os.getpid()) | _noted(self.settings.segments_file)  # what a process that died held was noted
         if self._llm is not None:
             self._llm.shutdown()
         _remove_all(segments)  # vLLM's workers are killed before they give back what they shared with each other
