@@ -39,5 +39,24 @@ def test_dapo_with_icepop_and_a_users_loss(tmp_path):
     assert "loss: leashed, token-mean" in done.stdout
 
 
+@pytest.mark.timeout(300)
+def test_grpo_with_a_kl_to_the_start_and_replayed_routes(tmp_path):
+    """Two steps under a token budget; the first mini-batch of the run stands at its reference, the others have left it."""
+    world, run_dir = make_world(tmp_path / "world"), tmp_path / "run"
+    settings = overrides(
+        world, trainer__total_training_steps=2, trainer__val_before_train=False, trainer__test_freq=-1, rollout__n=4,
+        algorithm__use_kl_loss=True, algorithm__kl_loss_coef=1e-3, actor__router_replay="R2",
+        actor__use_dynamic_bsz=True, actor__ppo_max_token_len_per_gpu=256,
+    )  # fmt: skip
+    command = ["mrl", "train", str(PRESET), "--recipe", "grpo", "--run-dir", str(run_dir), *settings]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    first, second = metrics(run_dir)
+    assert 0 <= first["actor/kl_loss"] < second["actor/kl_loss"] < 1
+    assert first["router/drift"] == second["router/drift"] == 0
+    assert first["timing_s/ref"] > 0
+    assert first["actor/padding_share"] < 0.02
+
+
 def read(run_dir: Path, step: int) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "samples" / f"step-{step}.jsonl").read_text().splitlines()]
