@@ -40,17 +40,17 @@ def train_step(run: Run) -> None:
                 batch = phases.with_ref_log_probs(run, batch)
         with timer("adv"):
             rewards = sampling.rewards_of(run.config, samples, results)
-            rewards, penalties = phases.less_kl(run, batch, rewards)
+            penalties, penalised = phases.kl_penalties(run, batch)
             batch, corrected = offpolicy.corrected(run.config, batch, samples)
             parts = sampling.part_values(run.config.algorithm.gdpo_reward_keys, results)
-            batch = phases.with_advantages(run, batch, samples, rewards, parts)
+            batch = phases.with_advantages(run, batch, samples, rewards, parts, penalties)
         run.stop.hold()
         with timer("update_actor"):
             updated = phases.update(run, batch)
         with timer("reshard"):
             synced = phases.sync_weights(run)
         run.state = run.state.advanced(rollouts.cursor)
-        metrics = phases.step_metrics(run, batch, results, rewards) | rollouts.metrics | seen | corrected | penalties | updated | synced
+        metrics = phases.step_metrics(run, batch, results, rewards) | rollouts.metrics | seen | corrected | penalised | updated | synced
         if phases.due(run, config.test_freq):
             with timer("testing"):
                 metrics |= validation.validate(run)

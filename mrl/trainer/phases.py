@@ -59,27 +59,30 @@ def with_ref_log_probs(run: Run, batch: TrainBatch) -> TrainBatch:
     return dataclasses.replace(batch, ref_log_probs=run.actor.ref_log_probs(batch))
 
 
-def less_kl(run: Run, batch: TrainBatch, rewards: np.ndarray) -> tuple[np.ndarray, dict[str, float]]:
-    """Rewards [batch] less each response's summed KL to the reference model, where `algorithm.use_kl_in_reward` asks for it.
-
-    An estimator without a critic takes one reward a response, so the penalties of its tokens are added up.
-    """
+def kl_penalties(run: Run, batch: TrainBatch) -> tuple[np.ndarray | None, dict[str, float]]:
+    """What the KL to the reference model takes off each token's reward, [batch, response_length]; None without use_kl_in_reward."""
     algorithm = run.config.algorithm
     if not algorithm.use_kl_in_reward:
-        return rewards, {}
-    penalty = kl_in_reward(batch.old_log_probs, batch.ref_log_probs, algorithm.kl_penalty, algorithm.kl_ctrl.kl_coef)
-    penalty = np.where(batch.response_mask, penalty, 0.0).sum(-1)
-    return rewards - penalty, {"actor/reward_kl_penalty": float(penalty.mean()), "actor/kl_coef": algorithm.kl_ctrl.kl_coef}
+        return None, {}
+    penalties = kl_in_reward(batch.old_log_probs, batch.ref_log_probs, algorithm.kl_penalty, algorithm.kl_ctrl.kl_coef)
+    of_response = np.where(batch.response_mask, penalties, 0.0).sum(-1)
+    return penalties, {"actor/reward_kl_penalty": float(of_response.mean()), "actor/kl_coef": algorithm.kl_ctrl.kl_coef}
 
 
-def with_advantages(run: Run, batch: TrainBatch, samples: list[Sample], rewards: np.ndarray, parts: Mapping[str, np.ndarray]) -> TrainBatch:
-    """The batch with every response's advantage on its trained tokens. `rewards` and each of `parts` (of the reward) are [batch]."""
+def with_advantages(
+    run: Run, batch: TrainBatch, samples: list[Sample], rewards: np.ndarray, parts: Mapping[str, np.ndarray], penalties: np.ndarray | None
+) -> TrainBatch:
+    """The batch with every response's advantage on its trained tokens.
+
+    `rewards` and each of `parts` (of the reward) are [batch]; `penalties` [batch, response_length] are taken off the reward.
+    """
     algorithm = run.config.algorithm
     inputs = AdvantageInputs(
         rewards,
         np.array([s.group_id for s in samples]),
         batch.loss_mask,
         algorithm.norm_adv_by_std_in_grpo,
+        token_penalties=penalties,
         parts=parts,
         part_weights=dict(zip(algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights, strict=False)),
     )
