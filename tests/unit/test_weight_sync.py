@@ -6,6 +6,7 @@ The driver, the plan, the transports and the digests are the real ones; ranks an
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 
@@ -116,7 +117,7 @@ def cluster(monkeypatch):
     monkeypatch.setattr(weight_sync, "settle", run_all)
     monkeypatch.setattr(weight_sync, "gather", run_all)
 
-    def make(engines=2, train=TRAIN, transport="shm", timeout_s=10.0, verify_every=1) -> tuple[FakeCluster, WeightSync]:
+    def make(engines=2, train=TRAIN, transport="shm", timeout_s=30.0, verify_every=1) -> tuple[FakeCluster, WeightSync]:
         setup = setup_for(train, dict(num_engines=engines), transport, timeout_s=timeout_s)
         found = FakeCluster(setup, hf_weights(setup))
         config = SimpleNamespace(
@@ -150,6 +151,14 @@ def once(method, spoil):
         return spoil(method, *arguments) if len(calls) == 1 else method(*arguments)
 
     return replaced
+
+
+def be_impatient(world: World) -> None:
+    """Until transports are opened again, nobody waits long."""
+    for side in (*world.senders.values(), *world.receivers.values()):
+        if hasattr(side.end, "_joined"):
+            side.end._joined._timeout = timedelta(seconds=2)
+        side.end._timeout = 2.0
 
 
 def flip_a_byte(take, messages):
@@ -219,8 +228,9 @@ def test_storage_is_read_back_every_so_many_syncs(cluster):
 
 @pytest.mark.parametrize("transport", ["shm", "p2p"])
 def test_a_dropped_message_is_missed_by_its_receiver_which_names_rank_and_round(cluster, capsys, transport):
-    world, sync = cluster(engines=1, transport=transport, timeout_s=1.0)
+    world, sync = cluster(engines=1, transport=transport)
     sync.bring_to(1)
+    be_impatient(world.world)
     end = world.world.senders[2].end
     dropped = []
     end.post = once(
@@ -233,8 +243,9 @@ def test_a_dropped_message_is_missed_by_its_receiver_which_names_rank_and_round(
 
 
 def test_a_message_that_is_sent_twice_finds_no_room(cluster, capsys):
-    world, sync = cluster(engines=1, timeout_s=1.0)
+    world, sync = cluster(engines=1)
     sync.bring_to(1)
+    be_impatient(world.world)
     end = world.world.senders[0].end
 
     def again(post, message):
