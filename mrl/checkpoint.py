@@ -63,6 +63,11 @@ class HostCopy:
         self._file = ""
         self._in_use = Lock()  # two saves at once would mix two steps in one file
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """What was copied last, by its name in the file."""
+        return self._buffers
+
     def take(self, actor) -> int:
         """Copies everything that this rank saves; returns the bytes that `write` will need. Raises RuntimeError during a `write`."""
         if not self._in_use.acquire(blocking=False):

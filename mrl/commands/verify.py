@@ -11,15 +11,33 @@ from mrl.commands.config_arguments import add_config, resolved_config
 
 def add(commands) -> None:
     """Registers the command."""
-    parser = commands.add_parser("verify", help="prove that the weight sync of a configuration puts every element in its place; no device")
+    parser = commands.add_parser(
+        "verify",
+        help="prove that the weight sync of a configuration puts every element in its place (no device), or that its runs resume exactly",
+    )
     add_config(parser)
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="train, save, go on; resume the save, go on; compare weights, optimizer and metrics bit by bit",
+    )
+    parser.add_argument(
+        "--steps", type=_positive, default=2, metavar="K", help="with --resume: steps before and after the save (default 2)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_verify)
 
 
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number of steps; give 1 or more")
+    return int(text)
+
+
 def _verify(options: argparse.Namespace) -> None:
-    found = _verdict(options)
-    print(json.dumps(found) if options.json else "\n".join(_lines(found)))
+    found = _resume_verdict(options) if options.resume else _verdict(options)
+    lines = _resume_lines if options.resume else _lines
+    print(json.dumps(found) if options.json else "\n".join(lines(found)))
     if not found["ok"]:
         raise SystemExit(1)
 
@@ -62,6 +80,27 @@ def _verdict(options: argparse.Namespace) -> dict[str, Any]:
         "rehearsal": asdict(verdict.rehearsal),
         "seconds": perf_counter() - begun,
     }
+
+
+def _resume_verdict(options: argparse.Namespace) -> dict[str, Any]:
+    """Raises ConfigError for a configuration that is not legal, and what its runs end with."""
+    from mrl.config.rules import check
+    from mrl.models import load_model_spec
+    from mrl.trainer.resume_check import verify_resume
+
+    resolved = resolved_config(options)
+    check(resolved, load_model_spec(resolved.config.model.path), check_paths=True)
+    verdict = verify_resume(resolved, options.steps)
+    return {"ok": verdict.difference is None, "model": resolved.config.model.path} | asdict(verdict)
+
+
+def _resume_lines(found: dict[str, Any]) -> list[str]:
+    k = found["steps"]
+    return [
+        f"trained    {2 * k} steps, and from the checkpoint of step {k} the last {k} again; {found['seconds']:.0f} s",
+        f"compared   {found['bytes']} bytes of weights, optimizer and random states, {found['lines']} lines of metrics",
+        "ok: not one bit differs" if found["ok"] else f"FAULT: {found['difference']}",
+    ]
 
 
 def _lines(found: dict[str, Any]) -> list[str]:

@@ -112,7 +112,6 @@ _TIMING = [
     _phase("adv", "advantages"),
     _phase("update_actor", "all updates of the step"),
     _phase("save_checkpoint", "saving, as far as training waits for it"),
-    _phase("write_checkpoint", "writing a checkpoint beside the training, on the line of the step that heard of its end"),
     _phase("testing", "validation"),
     _phase("step", "the whole step"),
     MetricSpec("timing_per_token_ms/gen", "max", "ms/token", "Generation time over response tokens"),
@@ -126,6 +125,7 @@ _PERF = [
     MetricSpec("perf/max_memory_allocated_gb", "max", "GiB", "Peak device memory allocated, largest rank"),
     MetricSpec("perf/max_memory_reserved_gb", "max", "GiB", "Peak device memory reserved, largest rank"),
     MetricSpec("perf/cpu_memory_used_gb", "max", "GiB", "Host memory in use, largest host"),
+    MetricSpec("perf/checkpoint_write_s", "max", "s", "Writing a checkpoint beside the training, told by the step in which it ended"),
     MetricSpec("perf/mfu/actor", "mean", "share", "Model FLOPs of the update over what the devices could do"),
 ]
 

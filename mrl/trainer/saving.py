@@ -47,7 +47,7 @@ def heard(run: Run, wait: bool = False) -> dict[str, float]:
         _count_failure(run, ended.step, ended.fault)
     else:
         run.saved_step = ended.step
-    return {"timing_s/write_checkpoint": ended.seconds}
+    return {"perf/checkpoint_write_s": ended.seconds}
 
 
 def finish(run: Run) -> None:

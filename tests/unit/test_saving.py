@@ -130,7 +130,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(r
     trained(run)
     assert saving.heard(run) == {} and run.saved_step == 0
     run.actor.may_write.set()
-    assert saving.heard(run, wait=True)["timing_s/write_checkpoint"] > 0
+    assert saving.heard(run, wait=True)["perf/checkpoint_write_s"] > 0
     folder = run.run_dir.checkpoints / "step-1"
     assert stored(folder) == 1.0 and run.saved_step == 1
     manifest = read_manifest(folder)
