@@ -7,7 +7,11 @@ import numpy as np
 import pytest
 from ranks import run_ranks
 from test_checkpoint import _batch
+from test_runs import finish, train
 from tiny_models import save, tiny_moe
+from world import ROOT, make_world, metrics
+
+from mrl.reshard.manifest import newest_checkpoint
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
@@ -52,3 +56,21 @@ def test_the_third_in_a_row_stops_every_rank_with_the_weights_of_the_last_good_u
         assert "3 updates in a row could not be applied (trainer.max_skipped_updates)" in third["error"]
         assert "those of the 2 updates before" in third["error"]
         assert third["bits"] == again["bits"]
+
+
+def test_a_run_whose_every_gradient_is_nan_passes_over_two_updates_and_ends_with_code_6_at_the_third(tmp_path):
+    """Two updates a step: the first step is finished and saved with the weights it began with, the second one is not."""
+    world, run_dir = make_world(tmp_path / "world"), tmp_path / "run"
+    settings = dict(
+        trainer__total_training_steps=4, trainer__save_freq=1, trainer__test_freq=-1, trainer__val_before_train=False,
+        algorithm__policy_loss__custom={"path": str(ROOT / "tests" / "real" / "nan_loss.py"), "parameters": {}},
+        algorithm__policy_loss__loss_mode="not_a_number",
+    )  # fmt: skip
+    code = finish(train(world, run_dir, "--recipe", "grpo", **settings), run_dir, 250)
+    said = run_dir.with_suffix(".log").read_text()
+    assert code == 6, said[-3000:]
+    assert "3 updates in a row could not be applied" in said and "Traceback" not in said
+    (row,) = metrics(run_dir)
+    assert row["actor/skipped_updates"] == 2 and row["actor/updates"] == 0
+    point = newest_checkpoint(run_dir / "checkpoints", digests=True)
+    assert point.manifest.step == 1 and point.manifest.optimizer["num_updates"] == 0
