@@ -121,32 +121,27 @@ class MegatronActor:
     def update(self, batch: TrainBatch) -> list[FloatParts]:
         """One optimizer step per mini-batch, in the order of the rows. Needs `old_log_probs` and `advantages`.
 
-        Returns one entry per mini-batch on the ranks that hold results, an empty list elsewhere; entries of all ranks add up. A mini-batch
+        Returns one entry per mini-batch on the ranks that hold results; the last, on one rank of every pipeline stage the only one, has
+        what is known of the stage's routers. Entries of all ranks add up. A mini-batch
         whose gradient norm is not finite, or whose tokens are all rejected, changes nothing and counts in `actor/skipped_updates`.
         Raises NumericAbort, on all ranks, at the trainer.max_skipped_updates-th such mini-batch in a row.
         """
         check_batch(batch)
         if batch.old_log_probs is None or batch.advantages is None:
             raise DataError("an update needs old_log_probs and advantages in the batch")
-        parts, first = [], 0
-        for rows in self._mini_batches(batch):
-            mini_batch = batch.rows(rows)
-            micros = self._micros(mini_batch, self._update_splitter)
-            parts.append(self._update_once(mini_batch, micros, first))
-            first += len(micros)
-        routing = self.routing.metrics() if self.routing else {}
-        return [part for part in (*parts, routing) if part]
+        parts = [part for rows in self._mini_batches(batch) if (part := self._update_once(batch.rows(rows))) is not None]
+        if self.routing and (routing := self.routing.metrics()):
+            parts[-1:] = [(parts[-1] if parts else {}) | routing]
+        return parts
 
-    def gradients(self, batch: TrainBatch, micros: Sequence[MicroBatch] | None = None, first: int = 0) -> list[FloatParts]:
+    def gradients(self, batch: TrainBatch) -> list[FloatParts]:
         """Leaves the gradient of the loss over the whole batch, as one mini-batch, in the chunks' buffers.
-
-        `micros`: how it is cut, where that is known already; `first`: number of its first micro-batch within the step.
 
         Returns the loss metrics of this replica's micro-batches on the ranks that hold results, an empty list elsewhere.
         """
         mask = batch.loss_mask
         batch = replace(batch, selected=select(self.loss_parameters, batch.advantages, batch.old_log_probs, mask))
-        inputs = self._inputs(batch, self._micros(batch, self._update_splitter) if micros is None else micros, first)
+        inputs = self._inputs(batch, self._micros(batch, self._update_splitter))
         denominators = Denominators(tokens=int(mask.sum()), sequences=int(mask.any(-1).sum()))
         zero_gradients(self.chunks, self.optimizer)
         around = self.routing.comparing if self.routing else nothing_around
@@ -164,9 +159,9 @@ class MegatronActor:
     def _mini_batches(self, batch: TrainBatch) -> Iterator[slice]:
         return mini_batches(len(batch), self.config.actor.ppo_mini_batch_size * self.config.rollout.n)
 
-    def _update_once(self, batch: TrainBatch, micros: Sequence[MicroBatch], first: int) -> FloatParts | None:
+    def _update_once(self, batch: TrainBatch) -> FloatParts | None:
         trained = bool(batch.loss_mask.any())  # the same on every rank: each holds the whole batch
-        losses = self.gradients(batch, micros, first) if trained else []
+        losses = self.gradients(batch) if trained else []
         result = step(self.optimizer, self.scheduler) if trained else StepResult(False, math.nan, current_lr(self.optimizer))
         self.num_updates += result.applied
         self._count_skipped(result, trained)
@@ -204,11 +199,11 @@ class MegatronActor:
         """This data-parallel replica's micro-batches."""
         return splitter.shares(batch.prompt_lengths + batch.response_lengths)[mpu.get_data_parallel_rank()]
 
-    def _inputs(self, batch: TrainBatch, micros: Sequence[MicroBatch], first: int = 0) -> list[MicroInputs]:
+    def _inputs(self, batch: TrainBatch, micros: Sequence[MicroBatch]) -> list[MicroInputs]:
         """What this rank computes of each micro-batch."""
         shape, context_rank = self._update_splitter.shape, mpu.get_context_parallel_rank()
         arrays = (micro_arrays(batch, micro.rows, shape, context_rank, micro.is_filler) for micro in micros)
-        return [MicroInputs.of(a, number, self.platform.device) for number, a in enumerate(arrays, first)]
+        return [MicroInputs.of(a, self.platform.device) for a in arrays]
 
 
 def _step_metrics(result: StepResult) -> FloatParts:

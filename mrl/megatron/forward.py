@@ -1,5 +1,6 @@
 """One pass of micro-batches through Megatron's pipeline schedules, forward only or with backward."""
 
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
@@ -43,14 +44,13 @@ class MicroInputs:
     ref_log_probs: Tensor | None
     loss_weights: Tensor | None
     selected: Tensor | None
-    number: int  # of the micro-batch in its pass
+    content: bytes  # digest of the token ids: two passes that cut a batch alike have the same micro-batches
 
     @classmethod
-    def of(cls, arrays: MicroArrays, number: int, device: torch.device) -> "MicroInputs":
+    def of(cls, arrays: MicroArrays, device: torch.device) -> "MicroInputs":
         named = {f.name: getattr(arrays, f.name) for f in fields(arrays)}
-        return cls(
-            **{k: None if v is None else torch.from_numpy(np.ascontiguousarray(v)).to(device) for k, v in named.items()}, number=number
-        )
+        tensors = {k: None if v is None else torch.from_numpy(np.ascontiguousarray(v)).to(device) for k, v in named.items()}
+        return cls(**tensors, content=hashlib.blake2b(arrays.input_ids.tobytes(), digest_size=16).digest())
 
     def packed(self) -> PackedSeqParams | None:
         """Where sequences begin and end, for attention and rotary positions; pads belong to their sequence's end."""

@@ -53,7 +53,7 @@ class Routing:
         self._routers = {id(core): [m for m in core.modules() if isinstance(m, TopKRouter)] for core in cores}
         for router in self._all():
             router.router_replay = _Chooser()
-        self._recorded: dict[tuple[int, int], list[Tensor]] = {}
+        self._recorded: dict[tuple[int, bytes], list[Tensor]] = {}
         self.begin_step()
 
     def _all(self) -> Iterator[TopKRouter]:
@@ -70,15 +70,15 @@ class Routing:
         """Around one chunk's forward at the old log-probs."""
         core = unwrap_model(model)
         yield
-        self._recorded[id(core), inputs.number] = [r.router_replay.chosen.to(torch.int16) for r in self._routers[id(core)]]
+        self._recorded[id(core), inputs.content] = [r.router_replay.chosen.to(torch.int16) for r in self._routers[id(core)]]
 
     @contextmanager
     def comparing(self, model: torch.nn.Module, inputs: MicroInputs) -> Iterator[None]:
         """Around one chunk's forward in the update. Raises RuntimeError when replay is on and nothing was recorded for it."""
         core = unwrap_model(model)
-        routers, before = self._routers[id(core)], self._recorded.get((id(core), inputs.number))
+        routers, before = self._routers[id(core)], self._recorded.get((id(core), inputs.content))
         if self.replay and before is None:
-            raise RuntimeError(f"no routes were recorded for micro-batch {inputs.number}: old log-probs and update cut it differently")
+            raise RuntimeError("no routes were recorded for a micro-batch of the update: it was cut otherwise at the old log-probs")
         for n, router in enumerate(routers):
             router.router_replay.training = True
             router.router_replay.wanted = before[n].long() if self.replay else None
