@@ -253,24 +253,27 @@ def end(ranks: list[subprocess.Popen]) -> None:
 # --- the whole loop
 
 
-def whole_loop(world: Path, work: Path, kills: int, steps: int, seed: int) -> Findings:
+def whole_loop(world: Path, work: Path, kills: int, steps: int, seed: int, more: list[str]) -> Findings:
     """`mrl train` with a checkpoint every step, killed `kills` times and resumed each time, against one that nobody touched."""
     begun, dice, found = time.monotonic(), random.Random(seed), Findings()
     whole, broken = work / "whole", work / "killed"
     work.mkdir(parents=True, exist_ok=True)
-    finish([train(world, whole, steps)], work)
+    finish([train(world, whole, steps, *more)], work)
     for number in range(kills):
-        process = train(world, broken, steps, *["--resume"] * (number > 0))
-        lines, target = broken / METRICS, 1 + number * (steps - 1) // kills
+        process = train(world, broken, steps, *more, *["--resume"] * (number > 0))
+        lines = broken / METRICS
+        target = last_step(lines) + 1  # each start gets a step further, so none is killed before it has resumed
         try:
-            wait(lambda file=lines, t=target: file.exists() and last_step(file) >= t, [process], START_S + STEP_S, work)
+            wait(lambda file=lines, t=target: last_step(file) >= t, [process], START_S + STEP_S, work)
             time.sleep(dice.uniform(0, 2.0))
+            if process.poll() is not None:
+                raise SystemExit(f"{work}: the run ended before kill {number}; give it more steps")
         finally:
             kill_driver(process)
         inside = any((broken / "checkpoints").glob("*.tmp-*"))
         point = newest_checkpoint(broken / "checkpoints", digests=True)
         found.kills.append(Kill(inside, last_step(lines), point.manifest.step if point.manifest else 0))
-    finish([train(world, broken, steps, "--resume")], work)
+    finish([train(world, broken, steps, *more, "--resume")], work)
     last = f"checkpoints/step-{steps}"
     differences = [
         metrics_difference(read_metrics(whole / METRICS), read_metrics(broken / METRICS)),
@@ -312,17 +315,17 @@ def kill_driver(process: subprocess.Popen) -> None:
         child.kill()
 
 
-def write_result(parts: dict[str, Findings], out: Path | None) -> bool:
-    """The results file, and a line of what matters; whether all is well."""
+def write_result(parts: dict[str, Findings], out: Path | None) -> None:
+    """The results file, and a line of what matters."""
     kills = [kill for part in parts.values() for kill in part.kills]
     errors = [kill.moved_error for kill in kills if kill.moved_error is not None]
     told = {"ok": all(part.ok for part in parts.values()), "kills": len(kills), "during_save": sum(k.during_save for k in kills)}
     told["worst_at_another_layout"] = max(errors, default=None)
     print(json.dumps(told), flush=True)
-    made = {"date": date.today().isoformat(), "machine": f"{platform.machine()}, {os.cpu_count()} cores", "command": shlex.join(sys.argv)}
+    command = shlex.join(["scripts/evidence/resume.py", *sys.argv[1:]])
+    made = {"date": date.today().isoformat(), "machine": f"{platform.machine()}, {os.cpu_count()} cores", "command": command}
     if out:
         out.write_text(json.dumps(told | made | {name: asdict(part) for name, part in parts.items()}, indent=1) + "\n")
-    return told["ok"]
 
 
 def main() -> None:
@@ -331,17 +334,21 @@ def main() -> None:
     parser.add_argument("--world", type=Path, default=Path("tiny-world"), help="made by scripts/make_tiny_world.py")
     parser.add_argument("--work", type=Path, required=True, help="a new folder; it is left for a look when something fails")
     parser.add_argument("--out", type=Path, help="results file")
-    parser.add_argument("--kills", type=int, default=16, help="of the ranks alone")
+    parser.add_argument("--kills", type=int, default=16, help="of the ranks alone; 0 leaves it out")
     parser.add_argument("--loop-kills", type=int, default=4, help="of the whole loop; 0 leaves it out")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="for the whole loop; repeatable")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     world = options.world.resolve()
-    parts = {"ranks_only": ranks_only(world / "model", options.work.resolve() / "ranks", options.kills, options.seed)}
-    ok = write_result(parts, options.out)
+    parts: dict[str, Findings] = {}
+    if options.kills:
+        parts["ranks_only"] = ranks_only(world / "model", options.work.resolve() / "ranks", options.kills, options.seed)
+        write_result(parts, options.out)
     if options.loop_kills:
-        steps = options.loop_kills + 2
-        parts["whole_loop"] = whole_loop(world, options.work.resolve() / "loop", options.loop_kills, steps, options.seed)
-        ok = write_result(parts, options.out)
+        steps, more = 3 * options.loop_kills + 2, [text for value in options.overrides for text in ("--set", value)]
+        parts["whole_loop"] = whole_loop(world, options.work.resolve() / "loop", options.loop_kills, steps, options.seed, more)
+        write_result(parts, options.out)
+    ok = all(part.ok for part in parts.values())
     if not ok:
         raise SystemExit(1)
     shutil.rmtree(options.work)
