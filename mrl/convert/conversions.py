@@ -9,7 +9,7 @@ from typing import Any
 from mrl.config.schema import LayoutConfig
 from mrl.convert.job import Facts, Options, Report, convert
 from mrl.convert.plan import PlannedFile, entry_bytes, hf_plan, rank_plan
-from mrl.convert.source import HF_FOLDER, Checkpoint, open_hf, open_ours
+from mrl.convert.source import HF_FOLDER, Checkpoint, open_hf, open_ours, refuse_torch_dist
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.layout import TrainLayout
 from mrl.megatron.hf_files import INDEX, check_same_architecture, copy_hf_files
@@ -60,7 +60,7 @@ def megatron_to_hf(checkpoint: str | Path, output: str | Path, options: Options 
         _name_dtype(folder / "config.json", source.dtype)
         _write_index(folder, files, source.dtype)
 
-    return convert(source, files, Path(output), finish, options or Options())
+    return convert(source, files, Path(output), finish, False, options or Options())
 
 
 def hf_to_megatron(
@@ -108,7 +108,7 @@ def _to_megatron(
         copy_hf_files(source.hf_files, folder / HF_FOLDER)
         write_manifest(folder, _manifest(source, degrees, roles, _rank_files(source, layout, files, roles, facts)))
 
-    return convert(source, files, output, finish, options or Options())
+    return convert(source, files, output, finish, True, options or Options())
 
 
 def _rank_files(
@@ -144,6 +144,7 @@ def _weights_only(source: Checkpoint, roles: tuple[str, ...]) -> bool:
 
 
 def _ours(path: Path) -> Path:
+    refuse_torch_dist(path)
     newest = path if (path / MANIFEST).exists() else _newest_of_run(path)
     if newest is None:
         raise EnvironmentFault(f"{path}: neither a checkpoint (no {MANIFEST}) nor a run directory with a complete one")

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from mrl.errors import ConfigError, EnvironmentFault
 from mrl.reshard.manifest import check_digest, fsync
 
 SMALL_BYTES = 64 * 1024**2  # starting processes would take longer than this
-Facts = dict[str, dict[str, Any]]  # file name -> {"bytes", "sha256"}
+Facts = dict[str, dict[str, Any]]  # file name -> {"bytes", "sha256"}; the digest only where something reads it
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,13 @@ class Report:
     seconds: float
 
 
-def convert(source: Checkpoint, files: tuple[PlannedFile, ...], output: Path, finish: Callable[[Path, Facts], None], options: Options):
+def convert(
+    source: Checkpoint, files: tuple[PlannedFile, ...], output: Path, finish: Callable[[Path, Facts], None], digests: bool, options: Options
+) -> Report:
     """Writes `files` into a folder beside `output`, calls `finish(folder, facts)` for what goes with them, and renames the folder.
 
-    An interrupted conversion goes on where it was when it is started again with the same source and plan. Returns a Report.
+    The facts have SHA-256 with `digests`, for a manifest; it is about half of the work.
+    An interrupted conversion goes on where it was when it is started again with the same source and plan.
     Raises ConfigError for an output that is in the way, EnvironmentFault for a damaged source or a disk that is too small or full.
     """
     began, work = time.monotonic(), output.with_name(f".{output.name}.partial")
@@ -56,22 +59,33 @@ def convert(source: Checkpoint, files: tuple[PlannedFile, ...], output: Path, fi
     sizes = {file.name: file_bytes(file, source.dtype) for file in files}
     workers = options.workers if sum(sizes.values()) > SMALL_BYTES else 1
     _check_source(source, workers)
-    with _locked(work, _identity(source, files), sizes) as (folder, done):
+    digests = digests or options.verify
+    with _locked(work, _identity(source, files, digests), sizes) as (folder, done):
         resumed = len(done)
         with _progress(options.progress, folder, sum(sizes.values())):
-            for file, facts in in_parallel(write_file_of, (source.folder,), [(folder, f) for f in files if f.name not in done], workers):
-                _keep(work, file[1].name, facts)
-                done[file[1].name] = facts
+            tasks = [(folder, file, digests) for file in files if file.name not in done]
+            for (_, file, _), facts in in_parallel(write_file_of, (source.folder,), tasks, workers):
+                _keep(work, file.name, facts)
+                done[file.name] = facts
         finish(folder, done)
         tensors = len({piece.hf_name for file in files for entry in file.entries for piece in entry.pieces})
         if options.verify:
-            verify_output(source, folder, files, done, workers)
+            _verify(source, folder, files, done, workers)
         _publish(folder, output)
     shutil.rmtree(work, ignore_errors=True)
     return Report(tensors, sum(sizes.values()), len(files), resumed, options.verify, time.monotonic() - began)
 
 
-def write_file_of(readers, task: tuple[Path, PlannedFile]) -> dict[str, Any]:
+def _verify(source: Checkpoint, folder: Path, files: tuple[PlannedFile, ...], done: Facts, workers: int) -> None:
+    """Wrong files are not left for the next start to go on from."""
+    try:
+        verify_output(source, folder, files, done, workers)
+    except EnvironmentFault:
+        shutil.rmtree(folder.parent, ignore_errors=True)
+        raise
+
+
+def write_file_of(readers, task: tuple[Path, PlannedFile, bool]) -> dict[str, Any]:
     """One task of a worker process."""
     return write_file(readers[0], *task)
 
@@ -95,10 +109,9 @@ def _check_source(source: Checkpoint, workers: int) -> None:
             pass
 
 
-def _identity(source: Checkpoint, files: tuple[PlannedFile, ...]) -> str:
-    """Two conversions of the same identity write the same bytes."""
-    plan = [asdict(file) for file in files]
-    return hashlib.sha256(repr((source.identity, plan)).encode()).hexdigest()
+def _identity(source: Checkpoint, files: tuple[PlannedFile, ...], digests: bool) -> str:
+    """Two conversions of the same identity write and record the same."""
+    return hashlib.sha256(repr((source.identity, files, digests)).encode()).hexdigest()
 
 
 @contextmanager

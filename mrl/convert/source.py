@@ -67,8 +67,18 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return open_ours(folder) if (folder / MANIFEST).exists() else open_hf(folder)
 
 
+def refuse_torch_dist(folder: Path) -> None:
+    """Raises ConfigError for a checkpoint in Megatron's own format, or a folder of such ones."""
+    if any(folder.glob("*.distcp")) or any(folder.glob("iter_*/*.distcp")) or (folder / "latest_checkpointed_iteration.txt").is_file():
+        raise ConfigError(
+            f"{folder}: Megatron's torch_dist format, whose metadata are pickles, is neither read nor written. Export it as Hugging Face "
+            "safetensors with the program that wrote it, and convert that with mrl convert hf-to-megatron"
+        )
+
+
 def open_hf(folder: Path) -> Checkpoint:
     """A Hugging Face checkpoint. Raises ConfigError for an unsupported model, EnvironmentFault for files that are not its weights."""
+    refuse_torch_dist(folder)
     try:
         model = load_model_spec(folder)
         check_checkpoint(folder, model)

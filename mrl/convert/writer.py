@@ -38,8 +38,8 @@ def file_bytes(file: PlannedFile, dtype: str) -> int:
     return len(header_of(file, dtype)) + sum(entry_bytes(entry, dtype) for entry in file.entries)
 
 
-def write_file(reader: Reader, folder: Path, file: PlannedFile) -> dict[str, Any]:
-    """Writes `folder/NAME.part`, renames it when it is on the disk, and returns its size and SHA-256.
+def write_file(reader: Reader, folder: Path, file: PlannedFile, digests: bool) -> dict[str, Any]:
+    """Writes `folder/NAME.part`, renames it when it is on the disk, and returns its size and, with `digests`, its SHA-256.
 
     Raises EnvironmentFault when the disk is full or fails.
     """
@@ -47,7 +47,8 @@ def write_file(reader: Reader, folder: Path, file: PlannedFile) -> dict[str, Any
     try:
         with part.open("wb", buffering=0) as out:
             for block in _blocks(reader, file):
-                digest.update(block)
+                if digests:
+                    digest.update(block)
                 size += len(block)
                 _write_all(out, block)
             os.fsync(out.fileno())
@@ -56,7 +57,7 @@ def write_file(reader: Reader, folder: Path, file: PlannedFile) -> dict[str, Any
         cure = "free some and run the same command again: finished files are kept" if error.errno == errno.ENOSPC else "check the disk"
         raise EnvironmentFault(f"{part} cannot be written ({error.strerror}); {cure}") from error
     part.rename(folder / file.name)
-    return {"bytes": size, "sha256": digest.hexdigest()}
+    return {"bytes": size} | ({"sha256": digest.hexdigest()} if digests else {})
 
 
 def _write_all(out, block: memoryview) -> None:

@@ -170,9 +170,17 @@ def with_optimizer(model: Path, folder: Path) -> Path:
 def test_worker_processes_write_the_same_files(models, tmp_path, monkeypatch):
     monkeypatch.setattr(mrl.convert.job, "SMALL_BYTES", 0)
     for workers in (1, 2):
-        hf_to_megatron(models["qwen3_moe"], tmp_path / f"ours{workers}", parse_layout("tp=2"), options=Options(workers, verify=True))
+        hf_to_megatron(
+            models["qwen3_moe"], tmp_path / f"ours{workers}", parse_layout("tp=2"), options=Options(workers, verify=workers == 2)
+        )
     one, two = (read_manifest(tmp_path / f"ours{workers}") for workers in (1, 2))
     assert one == two and len(one.files()) == 2
+
+
+def test_the_bar_shows_the_bytes_of_the_whole_output(models, tmp_path, capsys):
+    report = hf_to_megatron(models["half"], tmp_path / "ours", parse_layout("tp=2"), options=Options(progress=True))
+    shown = capsys.readouterr().err
+    assert f"{report.bytes / 1e6:.1f}/{report.bytes / 1e6:.1f} MB" in shown
 
 
 # --- interruptions ---------------------------------------------------------------------------------------------------------------
@@ -317,6 +325,17 @@ def test_a_manifest_that_does_not_match_its_files_is_refused(models, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["ours"]
 
 
+@pytest.mark.parametrize("file", ["__0_0.distcp", "iter_0000005/__0_0.distcp", "latest_checkpointed_iteration.txt"])
+def test_megatrons_own_format_is_refused_and_its_pickles_are_not_opened(tmp_path, file):
+    (tmp_path / "theirs" / file).parent.mkdir(parents=True)
+    (tmp_path / "theirs" / file).write_bytes(b"")
+    (tmp_path / "theirs" / file).with_name(".metadata").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
+    with pytest.raises(ConfigError, match="torch_dist format"):
+        megatron_to_hf(tmp_path / "theirs", tmp_path / "hf")
+    with pytest.raises(ConfigError, match="torch_dist format"):
+        hf_to_megatron(tmp_path / "theirs", tmp_path / "ours", parse_layout("tp=1"))
+
+
 def test_verification_finds_one_wrong_bit_and_gives_the_output_no_name(models, tmp_path, monkeypatch):
     real = mrl.convert.writer._fill
 
@@ -328,7 +347,7 @@ def test_verification_finds_one_wrong_bit_and_gives_the_output_no_name(models, t
     monkeypatch.setattr(mrl.convert.writer, "_fill", flips)
     with pytest.raises(EnvironmentFault, match=r"model\.layers\.2\.self_attn\.o_proj\.weight \(weight\) differs .* in row 5"):
         hf_to_megatron(models["qwen3_moe"], tmp_path / "ours", parse_layout("tp=1"), options=Options(verify=True))
-    assert not (tmp_path / "ours").exists()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("text", ["", "tp", "tp=0", "tp=two", "dp=2", "tp=2,tp=2", "tp=2;pp=2"])
