@@ -123,6 +123,19 @@ def test_a_rank_says_which_file_the_disk_did_not_take(tmp_path):
         copy.write(tmp_path)
 
 
+def test_a_copy_that_is_being_written_is_not_overwritten(tmp_path, monkeypatch):
+    copy = HostCopy()
+    copy._file = "rank-00000.safetensors"
+
+    def takes_meanwhile(path, tensors):
+        with pytest.raises(RuntimeError, match="still being written"):
+            copy.take(None)
+        return {"bytes": 0, "sha256": ""}
+
+    monkeypatch.setattr("mrl.checkpoint.write_tensors", takes_meanwhile)
+    assert copy.write(tmp_path).files == {"rank-00000.safetensors": {"bytes": 0, "sha256": ""}}
+
+
 def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(run):
     trained(run)
     run.actor.may_write.clear()
