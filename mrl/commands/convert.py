@@ -16,6 +16,7 @@ DEGREES = {
     "first": "num_layers_in_first_pipeline_stage", "last": "num_layers_in_last_pipeline_stage",
 }  # fmt: skip
 MOST_WORKERS = 8  # more of them wait for the disk
+SHOWN = 3
 
 
 def add(commands) -> None:
@@ -87,6 +88,9 @@ def _say(options: argparse.Namespace, report) -> None:
     resumed = f", {report.resumed_files} of its {report.files} files by an earlier start" if report.resumed_files else ""
     verified = "; read again: names, shapes, dtypes, bytes and digests are the source's" if report.verified else ""
     rate = f"{report.bytes / 1e9:.2f} GB in {report.seconds:.1f} s"
+    if report.left_out:
+        shown = ", ".join(report.left_out[:SHOWN]) + (", ..." if len(report.left_out) > SHOWN else "")
+        print(f"note: {len(report.left_out)} tensors of the source are no parameters and stay behind: {shown}")
     print(f"wrote {report.tensors} tensors to {options.output} ({rate}{resumed}){verified}")
 
 

@@ -15,10 +15,10 @@ from typing import Any
 from mrl.convert.plan import PlannedFile
 from mrl.convert.processes import in_parallel
 from mrl.convert.source import Checkpoint
-from mrl.convert.verify import verify_output
+from mrl.convert.verify import check_files, verify_output
 from mrl.convert.writer import file_bytes, write_file
 from mrl.errors import ConfigError, EnvironmentFault
-from mrl.reshard.manifest import check_digest, fsync
+from mrl.reshard.manifest import fsync
 
 SMALL_BYTES = 64 * 1024**2  # starting processes would take longer than this
 Facts = dict[str, dict[str, Any]]  # file name -> {"bytes", "sha256"}; the digest only where something reads it
@@ -43,6 +43,7 @@ class Report:
     resumed_files: int  # of them, finished by an earlier start that was interrupted
     verified: bool
     seconds: float
+    left_out: tuple[str, ...]  # tensors of the source that its model computes by itself, and random states of another layout
 
 
 def convert(
@@ -73,7 +74,7 @@ def convert(
             _verify(source, folder, files, done, workers)
         _publish(folder, output)
     shutil.rmtree(work, ignore_errors=True)
-    return Report(tensors, sum(sizes.values()), len(files), resumed, options.verify, time.monotonic() - began)
+    return Report(tensors, sum(sizes.values()), len(files), resumed, options.verify, time.monotonic() - began, source.unused)
 
 
 def _verify(source: Checkpoint, folder: Path, files: tuple[PlannedFile, ...], done: Facts, workers: int) -> None:
@@ -90,11 +91,6 @@ def write_file_of(readers, task: tuple[Path, PlannedFile, bool]) -> dict[str, An
     return write_file(readers[0], *task)
 
 
-def check_digest_of(_, task: tuple[Path, str, Facts]) -> None:
-    """One task of a worker process."""
-    check_digest(*task)
-
-
 def _refuse_in_the_way(output: Path) -> None:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"{output} exists and is not an empty folder; choose another output")
@@ -103,10 +99,7 @@ def _refuse_in_the_way(output: Path) -> None:
 def _check_source(source: Checkpoint, workers: int) -> None:
     """Every byte of a checkpoint of ours is what was written. Hugging Face checkpoints carry no digests."""
     if source.manifest is not None:
-        facts = source.manifest.files()
-        tasks = [(source.folder, name, {name: facts[name]}) for name in facts]
-        for _ in in_parallel(check_digest_of, (), tasks, workers):
-            pass
+        check_files(source.folder, source.manifest.files(), workers)
 
 
 def _identity(source: Checkpoint, files: tuple[PlannedFile, ...], digests: bool) -> str:

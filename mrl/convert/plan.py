@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
-from mrl.convert.source import CODES, item_bytes
+from mrl.convert.source import code_of, item_bytes
 from mrl.layout import TrainLayout
 from mrl.models import tensor_specs
 from mrl.models.spec import ModelSpec
@@ -22,11 +22,6 @@ class PlannedFile:
     name: str
     rank: int  # whose part it is; 0 in a Hugging Face checkpoint
     entries: tuple[Entry, ...]
-
-
-def code_of(role: str, dtype: str) -> str:
-    """Safetensors' dtype of a role in a checkpoint whose weights are `dtype`."""
-    return CODES[dtype] if role == WEIGHT else CODES["float32"]
 
 
 def entry_bytes(entry: Entry, dtype: str) -> int:

@@ -57,9 +57,10 @@ class Checkpoint:
         facts = [(name, (stat := (self.folder / name).stat()).st_size, stat.st_mtime_ns) for name in names]
         return hashlib.sha256(repr((str(self.folder.resolve()), facts, self.hf_config)).encode()).hexdigest()
 
-    def code(self, role: str) -> str:
-        """Safetensors' name of the dtype of what is stored in a role: master weights and moments are always float32."""
-        return CODES[self.dtype] if role == WEIGHT else CODES["float32"]
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Tensors in the files that no conversion carries: those that a model computes by itself, and random states."""
+        return tuple(sorted({key for _, key in self.tensors} - {entry.key for entry in self.entries}))
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -124,7 +125,7 @@ def _one_dtype(folder: Path, codes: dict[str, str]) -> str:
 def _check_places(checkpoint: Checkpoint) -> None:
     """Every entry is in its file, with the dtype and the bytes that it describes."""
     for entry in checkpoint.entries:
-        at, code = checkpoint.tensors.get((entry.file, entry.key)), checkpoint.code(entry.role)
+        at, code = checkpoint.tensors.get((entry.file, entry.key)), code_of(entry.role, checkpoint.dtype)
         size = (entry.flat[1] - entry.flat[0] if entry.flat else prod(entry.shape)) * item_bytes(code)
         if at is None or at.dtype != code or at.stop - at.start != size or prod(at.shape) * item_bytes(code) != size:
             has = "nothing" if at is None else f"{at.dtype} {list(at.shape)}, {at.stop - at.start} bytes"
@@ -144,6 +145,11 @@ def _check_names(checkpoint: Checkpoint) -> None:
                 f"{checkpoint.folder / MANIFEST}: its {role} tensors are not those of its hf_config ({len(odd)} differ): "
                 f"{', '.join(odd[:_SHOWN])}{' ...' if len(odd) > _SHOWN else ''}; it is damaged or of another model"
             )
+
+
+def code_of(role: str, dtype: str) -> str:
+    """Safetensors' dtype of a role in a checkpoint whose weights are `dtype`: master weights and moments are always float32."""
+    return CODES[dtype] if role == WEIGHT else CODES["float32"]
 
 
 def item_bytes(code: str) -> int:

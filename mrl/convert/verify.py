@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from mrl.convert.plan import PlannedFile, code_of
+from mrl.convert.plan import PlannedFile
 from mrl.convert.processes import in_parallel
-from mrl.convert.source import Checkpoint, Reader, open_checkpoint
+from mrl.convert.source import Checkpoint, Reader, code_of, open_checkpoint
 from mrl.convert.writer import tensor_blocks
 from mrl.errors import EnvironmentFault
 from mrl.models import tensor_specs
@@ -21,11 +21,15 @@ BATCH_BYTES = 256 * 1024**2
 _SHOWN = 5
 
 
+def check_files(folder: Path, facts: dict[str, dict[str, Any]], workers: int) -> None:
+    """Reads every file that `facts` names. Raises EnvironmentFault naming one whose size or SHA-256 is another."""
+    for _ in in_parallel(_digest_of, (), [(folder, name, {name: facts[name]}) for name in facts], workers):
+        pass
+
+
 def verify_output(source: Checkpoint, folder: Path, files: tuple[PlannedFile, ...], facts: dict[str, dict[str, Any]], workers: int) -> None:
     """Raises EnvironmentFault naming the first difference between `source` and what is in `folder` now."""
-    tasks = [(folder, file.name, {file.name: facts[file.name]}) for file in files]
-    for _ in in_parallel(_digest_of, (), tasks, workers):
-        pass
+    check_files(folder, facts, workers)
     written = open_checkpoint(folder)
     roles = tuple(dict.fromkeys(entry.role for file in files for entry in file.entries))
     _same_descriptions(source, written, roles)
@@ -48,7 +52,7 @@ def _described(checkpoint: Checkpoint, role: str) -> dict[str, tuple[str, tuple[
     for piece in (p for entry in checkpoint.entries if entry.role == role for p in entry.pieces):
         stops = tuple(stop for _, stop in piece.hf_box.ranges)
         corner[piece.hf_name] = tuple(map(max, corner.get(piece.hf_name, stops), stops))
-    return {name: (checkpoint.code(role), shape) for name, shape in corner.items()}
+    return {name: (code_of(role, checkpoint.dtype), shape) for name, shape in corner.items()}
 
 
 def _batches(source: Checkpoint, roles: tuple[str, ...]) -> Iterator[list[tuple[str, str, tuple[int, ...]]]]:

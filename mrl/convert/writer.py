@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from mrl.convert.plan import PlannedFile, code_of, entry_bytes
-from mrl.convert.source import Reader, word_type
+from mrl.convert.plan import PlannedFile, entry_bytes
+from mrl.convert.source import Reader, code_of, word_type
 from mrl.errors import EnvironmentFault
 from mrl.reshard.boxes import Box
 from mrl.reshard.manifest import Entry

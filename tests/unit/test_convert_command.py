@@ -67,6 +67,13 @@ def test_a_configuration_gives_the_layout_and_says_which_model(capsys, model, tm
     assert code == 2 and "weights are float32, model.dtype" in err and not (tmp_path / "again").exists()
 
 
+def test_tensors_that_stay_behind_are_told(capsys, model, tmp_path):
+    file = model / "model.safetensors"
+    save_file(load_file(file) | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}, file)
+    code, said, _ = run(capsys, "hf-to-megatron", model, "-o", tmp_path / "ours", "--layout", "tp=1", "--verify")
+    assert code == 0 and "1 tensors of the source are no parameters and stay behind: model.layers.0.self_attn.rotary_emb.inv_freq" in said
+
+
 def test_usage_is_answered_with_2_and_a_bad_checkpoint_with_4(capsys, model, tmp_path):
     assert run(capsys, "hf-to-megatron", model, "-o", tmp_path / "o")[0] == 2  # neither --layout nor --config
     code, _, err = run(capsys, "hf-to-megatron", model, "-o", tmp_path / "o", "--layout", "tp=3")
