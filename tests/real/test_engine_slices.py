@@ -69,7 +69,7 @@ def run(folder: Path, model: Path, dtype: str, steps: list, tensor: int = 1, exp
         [sys.executable, str(HERE / "engine_slices.py"), str(job)], env=environment, stdout=log, stderr=log, start_new_session=True
     )
     try:
-        status = process.wait(timeout=200)
+        status = process.wait(timeout=280)
     finally:
         with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):  # a driver that failed leaves vLLM's workers behind
             segments = shared_memory_below(process.pid)
@@ -126,7 +126,7 @@ CASES = {
 
 
 @pytest.mark.real
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(320)
 @pytest.mark.parametrize("case", CASES)
 def test_written_by_boxes_an_engine_equals_a_fresh_one(tmp_path, case):
     build, dtype, train, tensor, expert = CASES[case]
@@ -165,7 +165,7 @@ def test_written_by_boxes_an_engine_equals_a_fresh_one(tmp_path, case):
 
 
 @pytest.mark.real
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(320)
 def test_faults_are_found_and_named(tmp_path):
     start, other = checkpoints(tmp_path, tiny_moe(), torch.float32)
     right = setup_of(start, "float32", ONE_RANK, 1, 1)
