@@ -17,7 +17,7 @@ import pytest
 from world import make_world, overrides
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.real, pytest.mark.long, pytest.mark.timeout(300)]
 
 
 def run(folder: Path) -> None:

@@ -10,7 +10,7 @@ from mrl.cli import main
 FOLDER = Path(__file__).parents[2] / "parallel_configs"
 PRESETS = [p for p in sorted(FOLDER.glob("*/*.yaml")) if p.stem != "cpu"]  # the tiny ones have no model before it is made
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.real, pytest.mark.long, pytest.mark.timeout(120)]
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda p: f"{p.parent.name}/{p.stem}")
