@@ -34,16 +34,16 @@ def tiny_moe() -> PreTrainedModel:
 
 
 def tiny_shared(**changes) -> PreTrainedModel:
-    """Qwen2-MoE: a gated shared expert, biases on q, k and v, router weights that are not renormalised."""
-    config = Qwen2MoeConfig(
-        **{k: v for k, v in _COMMON.items() if k != "head_dim"} | changes,
-        vocab_size=128,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        shared_expert_intermediate_size=96,
-        norm_topk_prob=False,
-    )
+    """Qwen2-MoE: a gated shared expert, biases on q, k and v, router weights that are not renormalised. `changes`: to its configuration."""
+    sizes = {k: v for k, v in _COMMON.items() if k != "head_dim"} | {
+        "vocab_size": 128,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 96,
+        "norm_topk_prob": False,
+    }
+    config = Qwen2MoeConfig(**(sizes | changes))
     return _uneven(Qwen2MoeForCausalLM, config)
 
 
