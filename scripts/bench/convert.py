@@ -5,6 +5,8 @@ The model is a synthetic Qwen3-MoE of random bits. Every side runs as a command 
 
 import argparse
 import json
+import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -54,7 +56,18 @@ def copied(source: Path, target: Path) -> float:
 def converted(direction: str, source: Path, target: Path, workers: int) -> tuple[float, int]:
     """(seconds of the whole command, largest peak of resident memory among its processes in bytes)."""
     layout = [] if direction == "megatron-to-hf" else ["--layout", LAYOUT]
-    command = [Path(sys.executable).with_name("mrl"), "convert", direction, source, "-o", target, "--workers", str(workers), "--json", *layout]
+    command = [
+        Path(sys.executable).with_name("mrl"),
+        "convert",
+        direction,
+        source,
+        "-o",
+        target,
+        "--workers",
+        str(workers),
+        "--json",
+        *layout,
+    ]
     began, peak = time.perf_counter(), 0
     process = subprocess.Popen([*map(str, command)], stdout=subprocess.DEVNULL)
     while process.poll() is None:
@@ -63,6 +76,12 @@ def converted(direction: str, source: Path, target: Path, workers: int) -> tuple
     if process.returncode:
         raise SystemExit(f"{direction} ended with {process.returncode}")
     return time.perf_counter() - began, peak
+
+
+def cpu_of_children() -> float:
+    """Seconds of processor that ended child processes and theirs have used."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def family(pid: int) -> list[int]:
@@ -96,18 +115,23 @@ def measure(work: Path, rounds: int, workers: int) -> dict:
     nbytes = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     subprocess.run(["sync", *model.glob("*.safetensors")], check=True)
     seconds: dict[str, list[float]] = {"copy": [], "hf-to-megatron": [], "megatron-to-hf": []}
+    cpu: dict[str, list[float]] = {name: [] for name in seconds}  # on a machine that others use, the waiting is theirs
     peak = 0
     for _ in range(rounds):
+        used_cpu = cpu_of_children()
         seconds["copy"].append(copied(model, copy))
+        cpu["copy"].append(cpu_of_children() - used_cpu)
         for direction, source, target in (("hf-to-megatron", model, ours), ("megatron-to-hf", ours, back)):
+            used_cpu = cpu_of_children()
             spent, used = converted(direction, source, target, workers)
             seconds[direction].append(spent)
+            cpu[direction].append(cpu_of_children() - used_cpu)
             peak = max(peak, used)
         for folder in (copy, ours, back):
             shutil.rmtree(folder)
     rates = {name: nbytes / median(values) for name, values in seconds.items()}
     return {
-        "bytes": nbytes, "workers": workers, "layout": LAYOUT, "seconds": seconds,
+        "bytes": nbytes, "workers": workers, "layout": LAYOUT, "seconds": seconds, "cpu_seconds": cpu, "load": os.getloadavg()[0],
         "bytes_per_s": rates["hf-to-megatron"], "back_bytes_per_s": rates["megatron-to-hf"], "copy_bytes_per_s": rates["copy"],
         "peak_rss_over_imports_bytes": peak - level_after_imports(),
     }  # fmt: skip
@@ -126,9 +150,13 @@ def main() -> None:
         print(json.dumps(found))
         return
     print(f"{found['bytes'] / 1e9:.2f} GB, {LAYOUT}, {found['workers']} workers; seconds of each round, GB/s of the median")
+    print(f"load of the machine: {found['load']:.1f} on {os.cpu_count()} cores")
     for name, key in (("copy", "copy"), ("hf-to-megatron", ""), ("megatron-to-hf", "back")):
         rate = found[f"{key}_bytes_per_s" if key else "bytes_per_s"]
-        print(f"{name:16} {' '.join(f'{s:6.2f}' for s in found['seconds'][name])}   {rate / 1e9:5.2f} GB/s")
+        print(
+            f"{name:16} {' '.join(f'{s:6.2f}' for s in found['seconds'][name])}   {rate / 1e9:5.2f} GB/s   "
+            f"processor {median(found['cpu_seconds'][name]):.2f} s"
+        )
     print(f"peak of a process over the level after imports: {found['peak_rss_over_imports_bytes'] / 1e6:.0f} MB")
 
 
