@@ -75,6 +75,8 @@ class ShardPath:
             check_degrees(setup, degrees)
             self._targets = target_parameters(setup.model, setup.rollout_layout, self.worker, setup.dialect, setup.dtype)
             check_engine(model, setup, self._targets, adapter)
+            layers = layers_of(model, adapter.reload)  # asked now: in vLLM 0.23 the worker enters the reload before an update gets here
+            self._packed = frozenset(t.name for t in self._targets if adapter.reads_by_identity(layers[t.module], t))
             self._receiver = connect_receiver(setup, self.worker)
 
     @contextmanager
@@ -89,9 +91,9 @@ class ShardPath:
     def start(self) -> None:
         """Enters an update; what an earlier one left unfinished is dropped."""
         self.abandon()
-        adapter, layers = self._adapter, layers_of(self._model, self._adapter.reload)
-        packed = frozenset(t.name for t in self._targets if adapter.reads_by_identity(layers[t.module], t))
-        self._writer = LayerwiseWriter(self._model, self._config, self._targets, adapter.reload, written_in_place(self._targets), packed)
+        self._writer = LayerwiseWriter(
+            self._model, self._config, self._targets, self._adapter.reload, written_in_place(self._targets), self._packed
+        )
         self._writer.begin()
 
     def receive(self, update: int) -> None:
