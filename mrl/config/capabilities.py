@@ -11,9 +11,21 @@ def offloaded(config: RunConfig) -> list[str]:
     return [key for key, on in {**switches, "ref.param_offload": config.ref.param_offload}.items() if on]
 
 
+def _adam(config: RunConfig, name: str) -> bool:
+    return bool(config.actor.optim.override_optimizer_config.get(name))
+
+
 _MISSING: tuple[tuple[Callable[[RunConfig], bool], str], ...] = (
     (lambda c: c.cluster.placement == "colocated", "cluster.placement: colocated (use separate)"),
     (lambda c: c.ref.layout is not None, "ref.layout, a layout of the reference model's own (use null)"),
+    (
+        lambda c: _adam(c, "optimizer_cpu_offload"),
+        "actor.optim.override_optimizer_config.optimizer_cpu_offload, whose states no save holds",
+    ),
+    (
+        lambda c: _adam(c, "use_precision_aware_optimizer"),
+        "actor.optim.override_optimizer_config.use_precision_aware_optimizer, whose fp32 weights no save holds",
+    ),
     (lambda c: bool(offloaded(c)), "offload of parameters, gradients or optimizer to the host (param_offload, ...: use false)"),
     (lambda c: c.actor.router_replay == "R3", "actor.router_replay: R3 (use R2 or disabled)"),
     (lambda c: c.rollout.data_parallel_size > 1, "rollout.data_parallel_size above 1 (use more num_engines)"),

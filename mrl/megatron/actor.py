@@ -68,8 +68,9 @@ class MegatronActor:
         return_hidden_states(self.chunks)
         self.reference = self._load_reference() if config.algorithm.needs_reference else None
         self.bridge.load_hf(config.model.path)
+        fused = config.model.override_transformer_config.get("moe_router_fusion")  # chooses where nobody can look
         replay = config.actor.router_replay == "R2"
-        self.routing = Routing(self.chunks, self.model.num_experts, replay) if self.model.is_moe else None
+        self.routing = Routing(self.chunks, self.model.num_experts, replay) if self.model.is_moe and not fused else None
         self.optimizer = build_optimizer(config.actor.optim, self.chunks, DTYPES[config.model.dtype])
         self.scheduler = build_scheduler(config.actor.optim, self.optimizer, config.total_updates)
         self.num_updates = 0  # optimizer steps applied

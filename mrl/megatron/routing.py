@@ -104,6 +104,8 @@ class Routing:
 
         `router/drift` is the share of (token, layer) whose set of experts is another than at the old log-probs. Loads are of real tokens.
         """
+        if not len(self._load):  # a stage of the embedding alone, as all ranks of its group have it
+            return {}
         group = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
         counts = torch.cat([self._load.flatten(), torch.tensor([self._differing, self._compared])])
         counts = counts.to(next(self._all()).weight.device)

@@ -6,7 +6,7 @@ starts from other weights, and every weight moves between two syncs. One engine,
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import perturbing
@@ -16,11 +16,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import save, tiny_dense, tiny_moe, tiny_shared
 
+from mrl.cluster import rollout_group
 from mrl.cluster.actor_group import ActorGroup
 from mrl.cluster.ray_cluster import ray_cluster
 from mrl.cluster.rollout_group import RolloutGroup
 from mrl.cluster.weight_sync import WeightSync
 from mrl.config.schema import RunConfig
+from mrl.rollout.settings import engine_settings
 from mrl.rollout.types import Request, Sampling
 
 FACTOR = 1.25
@@ -60,6 +62,7 @@ CASES = {
     "fp32-shared-experts-and-qkv-bias-to-tp2": Case(
         "shared", "float32", dict(tensor_model_parallel_size=2),
         {"tp2ep4": dict(tensor_model_parallel_size=2, expert_model_parallel_size=4)},
+        generates=False,  # its answers depend on the order of the prompts on CPU, by 1e-6: the engine would refuse to start
     ),
 }  # fmt: skip
 # vLLM's CPU attention has heads of 32 and more, and its kernels want multiples of 32 on each worker
@@ -108,7 +111,9 @@ def world(request, tmp_path_factory) -> Iterator[World]:
     start, other = two_models(folder, case)
     config = config_for(start, case, next(iter(case.layouts.values())))
     groups = []
-    with ray_cluster(config):
+    with ray_cluster(config), pytest.MonkeyPatch.context() as patch:
+        if not case.generates:
+            patch.setattr(rollout_group, "engine_settings", lambda *given: replace(engine_settings(*given), check_order=False))
         try:
             groups.append(RolloutGroup(config_for(other, case, {}), folder / "synced"))
             if case.fresh:
