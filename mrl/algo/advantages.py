@@ -21,7 +21,8 @@ WHITEN_EPS = 1e-8
 class AdvantageInputs:
     """One step's responses, in any order.
 
-    `mask` holds the tokens that will be trained on; statistics over tokens are taken over them alone.
+    `mask` holds the tokens that will be trained on; statistics over tokens are taken over them alone. What belongs to a response as it
+    was generated, its length and the sum of its penalties, is taken over `response_mask`, so a rejection shifts no group's baseline.
     """
 
     scores: np.ndarray  # [batch], after penalties
@@ -29,16 +30,22 @@ class AdvantageInputs:
     mask: np.ndarray  # bool [batch, response_length]
     norm_adv_by_std_in_grpo: bool = True
     token_penalties: np.ndarray | None = None  # [batch, response_length], taken off the reward of each token: KL in the reward
+    response_mask: np.ndarray | None = None  # bool [batch, response_length], all generated tokens; None: nothing is rejected, it is `mask`
     parts: Mapping[str, np.ndarray] = field(default_factory=dict)  # gdpo: the reward's parts by name, [batch] each
     part_weights: Mapping[str, float] = field(default_factory=dict)  # gdpo: weight of each part; a part without one weighs 1
 
     @property
+    def generated(self) -> np.ndarray:
+        """bool [batch, response_length]: tokens of the responses, rejected ones among them."""
+        return self.mask if self.response_mask is None else self.response_mask
+
+    @property
     def totals(self) -> np.ndarray:
-        """float64 [batch]: scores less the penalties of all tokens."""
+        """float64 [batch]: scores less the penalties of all generated tokens."""
         scores = np.asarray(self.scores, dtype=np.float64)
         if self.token_penalties is None:
             return scores
-        return scores - np.where(self.mask, self.token_penalties, 0.0).sum(-1)
+        return scores - np.where(self.generated, self.token_penalties, 0.0).sum(-1)
 
 
 AdvantageFunction = Callable[[AdvantageInputs], np.ndarray]  # -> [batch], or [batch, response_length]
@@ -120,7 +127,7 @@ def opo(inputs: AdvantageInputs) -> np.ndarray:
     gradient of a response grows with its length. A group of one has baseline 0.
     """
     scores, groups = inputs.totals, Groups.of(inputs.group_ids)
-    return groups.centred(scores, groups.mean(scores, inputs.mask.sum(-1).astype(np.float64)))
+    return groups.centred(scores, groups.mean(scores, inputs.generated.sum(-1).astype(np.float64)))
 
 
 @_advantage("grpo_passk")
@@ -148,7 +155,7 @@ def reinforce_plus_plus(inputs: AdvantageInputs) -> np.ndarray:
     """
     returns = np.broadcast_to(np.asarray(inputs.scores, dtype=np.float64)[:, None], inputs.mask.shape)
     if inputs.token_penalties is not None:
-        penalties = np.where(inputs.mask, inputs.token_penalties, 0.0)
+        penalties = np.where(inputs.generated, inputs.token_penalties, 0.0)
         returns = returns - penalties[:, ::-1].cumsum(-1)[:, ::-1]
     return whiten(returns, inputs.mask)
 

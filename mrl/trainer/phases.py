@@ -83,6 +83,7 @@ def with_advantages(
         batch.loss_mask,
         algorithm.norm_adv_by_std_in_grpo,
         token_penalties=penalties,
+        response_mask=batch.response_mask,
         parts=parts,
         part_weights=dict(zip(algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights, strict=False)),
     )

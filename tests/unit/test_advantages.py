@@ -1,6 +1,7 @@
 """Group advantages and the mismatch between generation and training."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -109,6 +110,35 @@ def test_outcome_estimators_take_all_of_a_responses_kl_off_its_score():
     np.testing.assert_allclose(
         per_response("grpo", [1.0, 0.0], [0, 0], by_std=False, lengths=[2, 1], token_penalties=penalties), [0.6, -0.6]
     )
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "grpo_passk", "opo"])
+def test_a_rejected_response_keeps_its_penalties_and_its_length_in_the_baseline(estimator):
+    """What stays is trained on with the advantage that it has where nothing is rejected."""
+    full = inputs([1.0, 0.0, 0.5], [0, 0, 0], lengths=[2, 1, 3], token_penalties=np.full((3, 3), 0.25))
+    kept = full.mask & np.array([[True], [True], [False]])
+    found = compute_advantages(estimator, replace(full, mask=kept, response_mask=full.mask))
+    np.testing.assert_array_equal(found, np.where(kept, compute_advantages(estimator, full), 0.0))
+
+
+def test_opo_weighs_a_rejected_response_by_its_generated_length():
+    """Scores 1 and 0 of lengths 1 and 3, the second rejected: baseline (1 x 1 + 3 x 0) / 4, so 3/4 for the first."""
+    full = inputs([1.0, 0.0], [0, 0], lengths=[1, 3])
+    kept = full.mask & np.array([[True], [False]])
+    found = compute_advantages("opo", replace(full, mask=kept, response_mask=full.mask))
+    np.testing.assert_allclose(found, [[0.75, 0, 0], [0, 0, 0]])
+
+
+def test_a_rejected_token_still_costs_what_comes_before_it():
+    """Score 1, penalties 0.1, 0.2, 0.3, the last token rejected: returns 0.4 and 0.5, whitened to -/+ 1/sqrt(2)."""
+    full = inputs([1.0], [0], lengths=[3], token_penalties=np.array([[0.1, 0.2, 0.3]]))
+    kept = np.array([[True, True, False]])
+    found = compute_advantages("reinforce_plus_plus", replace(full, mask=kept, response_mask=full.mask))
+    np.testing.assert_allclose(found, [[-math.sqrt(0.5), math.sqrt(0.5), 0]], rtol=1e-5)
+    alone = inputs([0.0, 1.0], [0, 1], lengths=[1, 2], token_penalties=np.array([[0.0, 0.0], [0.0, 1.0]]))
+    kept = np.array([[True, False], [True, False]])
+    found = compute_advantages("reinforce_plus_plus", replace(alone, mask=kept, response_mask=alone.mask))
+    np.testing.assert_array_equal(found, 0.0)  # 1 less the penalty of the rejected token is 0, as the other response has
 
 
 def test_the_baseline_form_subtracts_the_group_and_whitens_over_tokens():
