@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 import shutil
 import socket
 from collections.abc import Iterator
@@ -131,7 +132,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def _whole_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     if not path.exists():
         return
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    # only "\n" ends a line: JSON text may hold U+2028 and U+0085, at which splitlines() would cut too
+    lines = re.findall(r"[^\n]*\n|[^\n]+", path.read_text(encoding="utf-8", errors="replace"))
     for number, line in enumerate(lines, 1):
         if number == len(lines) and not line.endswith("\n"):
             return  # torn: a line counts once its newline is there

@@ -11,7 +11,7 @@ from mrl.data.batch import Sample
 from mrl.errors import ConfigError
 from mrl.record.run_dir import RunDir, read_metrics
 from mrl.record.samples import write_samples
-from mrl.record.sinks import JsonlSink
+from mrl.record.sinks import JsonlSink, json_line
 
 
 def _with_steps(path, steps) -> RunDir:
@@ -104,6 +104,14 @@ def test_resuming_drops_samples_and_event_files_past_the_checkpoint(tmp_path):
     run.truncate_metrics(after_step=2)
     assert sorted(file.name for file in run.samples.iterdir()) == ["step-1.jsonl", "step-2.jsonl"]
     assert not run.tensorboard.exists()
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\u0085", "\x0b", "\x0c", "\x1c"])
+def test_a_text_that_holds_another_line_separator_stays_one_line(tmp_path, separator):
+    path = tmp_path / "metrics.jsonl"
+    rows = [{"training/global_step": step, "note": f"a{separator}b"} for step in (1, 2)]
+    path.write_text("".join(map(json_line, rows)), encoding="utf-8")
+    assert read_metrics(path) == rows
 
 
 def test_a_torn_last_line_is_dropped_even_where_it_parses(tmp_path):
