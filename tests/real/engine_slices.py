@@ -164,7 +164,7 @@ def _without(message: Message, module: str) -> Message:
 
 
 def answers(llm) -> list:
-    """Tokens and log-probs of fixed requests, one at a time: who else is in a batch may change a last bit, and arrival is a matter of time."""
+    """Tokens and log-probs of fixed requests, one at a time: what else is in a batch may change a last bit."""
     from vllm import SamplingParams
 
     prompts = [{"prompt_token_ids": [3 + (7 * i + j) % 100 for j in range(3 + i % 9)]} for i in range(16)]
