@@ -127,10 +127,10 @@ class ActorGroup:
         except (LostPeer, ray.exceptions.RayTaskError) as error:
             raise blame(error, self.refs("host"), _EXPORT) from error
 
-    def meeting_point(self) -> str:
-        """host:port, free now, on the host of rank 0."""
-        first = self.workers[0]
-        refs = {"rank 0 host": first.host.remote(), "rank 0 port": first.free_port.remote()}
+    def meeting_point(self, rank: int = 0) -> str:
+        """host:port, free now, on the host of `rank`."""
+        worker = self.workers[rank]
+        refs = {f"rank {rank} host": worker.host.remote(), f"rank {rank} port": worker.free_port.remote()}
         host, port = gather(refs, self.config.cluster.start_timeout_s, "finding a port").values()
         return f"{host}:{port}"
 

@@ -8,7 +8,7 @@ import itertools
 import sys
 import uuid
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mrl.cluster.actor_group import ActorGroup
@@ -115,8 +115,9 @@ class WeightSync:
         if self.setup is None:
             places = gather(self.actor.refs("places") | self.engines.refs("places"), limit, "placing the weight sync")
             self.setup = self._setup(_topology(places, config.actor.layout.world_size))
-        meeting = {"kind": config.reshard.transport, "name": uuid.uuid4().hex[:12], "address": self.actor.meeting_point()}
-        self.setup = SyncSetup.from_json(self.setup.to_json() | {"transport": meeting})
+        meeting = {"kind": config.reshard.transport, "name": uuid.uuid4().hex[:12]}
+        address = self.actor.meeting_point(_hosting_rank(replace(self.setup, transport=meeting)))
+        self.setup = replace(self.setup, transport=meeting | {"address": address})
         data, plan_hash = self.setup.to_json(), self.setup.plan().hash
         refs = self.engines.refs("connect_sync", data, plan_hash) | self.actor.refs("connect_sync", data, plan_hash)
         answers = gather(refs, limit, "connecting the weight sync")
@@ -139,6 +140,13 @@ class WeightSync:
             timeout_s=config.reshard.timeout_s,
             transport={},
         )  # fmt: skip
+
+
+def _hosting_rank(setup: SyncSetup) -> int:
+    """The rank at whose address the point-to-point group meets: its first member, which holds the store. Rank 0 may not be in the group."""
+    from mrl.reshard.transport_p2p import members
+
+    return next((number for side, number in members(setup) if side == "rank"), 0)
 
 
 def _topology(places: dict[str, Any], ranks: int) -> dict[str, list[list[int]]]:

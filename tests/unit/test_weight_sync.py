@@ -41,13 +41,18 @@ class FakeCluster:
         self.world: World | None = None
         self.engines = [Engine(i) for i in range(setup.rollout_layout.num_engines)]
         self.held = {rank: shards_of(setup, rank, weights) for rank in range(setup.train_layout.world_size)}
+        self.met_at: list[int] = []
         self.flip_storage = None  # engine whose storage is spoilt after the write
 
     def actor(self) -> SimpleNamespace:
-        return SimpleNamespace(refs=self._rank_refs, meeting_point=lambda: f"127.0.0.1:{free_port()}")
+        return SimpleNamespace(refs=self._rank_refs, meeting_point=self.meeting_point)
 
     def group(self) -> SimpleNamespace:
         return SimpleNamespace(refs=self._engine_refs, commit=self.commit, call=lambda method: None)
+
+    def meeting_point(self, rank: int) -> str:
+        self.met_at.append(rank)
+        return f"127.0.0.1:{free_port()}"
 
     def _rank_refs(self, method, *arguments):
         if method == "connect_sync":  # ranks and engines meet together: see below
@@ -324,3 +329,11 @@ def test_a_side_with_another_plan_is_refused_before_the_first_byte(cluster):
     other = replace(setup, budget_bytes=setup.budget_bytes // 2)
     with pytest.raises(EnvironmentFault, match=r"rank 3 plans the weight sync as .* they do not run the same mrl"):
         other.check_hash(setup.plan().hash, "rank 3")
+
+
+def test_the_group_meets_at_its_first_member_though_rank_0_has_no_peer_on_another_host(cluster):
+    world, sync = cluster(engines=1, train=REPLICAS, transport="auto")
+    world.places = lambda number: [(("here", "there")[number], None)]  # the engine and rank 0 here, rank 1 there
+    sync.bring_to(1)
+    assert world.met_at == [1]
+    assert holds(world, 0) and world.versions() == [1]
