@@ -22,6 +22,13 @@ CURES = {
     "engine_asleep": "cluster.placement: separate",
     "reference": "ref.param_offload: true, or a loss without KL",
 }
+# instead of those above where actor.use_dynamic_bsz packs micro-batches up to a budget of tokens: sample counts do nothing there
+PACKED_CURES = {
+    "activations": "recompute_granularity: full in model.override_transformer_config, a smaller ppo_max_token_len_per_gpu, "
+    "or a higher context_parallel_size",
+    "temporaries": "a smaller ppo_max_token_len_per_gpu, or a higher tensor_model_parallel_size or context_parallel_size",
+    "log_prob": "a smaller log_prob_max_token_len_per_gpu",
+}
 
 
 @dataclass(frozen=True)

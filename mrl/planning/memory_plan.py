@@ -5,7 +5,7 @@ from typing import Any
 
 from mrl.layout_places import Place
 from mrl.memory.engine import EngineMemory, cache_bytes_per_token
-from mrl.memory.phases import HOST_CURE, ActorBytes, Phase, actor_phases, colocated_phases, engine_phases
+from mrl.memory.phases import HOST_CURE, PACKED_CURES, ActorBytes, Phase, actor_phases, colocated_phases, engine_phases
 from mrl.planning.inputs import PlanInputs, activations_of, actor_bytes, batch_plan, engine_bytes, engine_of, recompute_of
 from mrl.rollout.launch import rank_places
 
@@ -19,7 +19,7 @@ def memory_section(inputs: PlanInputs) -> dict[str, Any]:
     actors = [actor_bytes(inputs, batch, pp) for pp in range(inputs.train.pipeline)]
     worker, cache, host = engine_bytes(inputs, engine), _cache(inputs, engine), _host(inputs, actors, ranks)
     per_stage = [colocated_phases(a, worker, inputs.device) if inputs.colocated else actor_phases(a, inputs.device) for a in actors]
-    fullest = {phase.name: _fullest(per_stage, number) for number, phase in enumerate(per_stage[0])}
+    fullest = {phase.name: _fullest(inputs, per_stage, number) for number, phase in enumerate(per_stage[0])}
     if not inputs.colocated:
         fullest |= {phase.name: {"stage": None, **phase.to_json()} for phase in engine_phases(worker, inputs.device)}
     return {
@@ -32,10 +32,12 @@ def memory_section(inputs: PlanInputs) -> dict[str, Any]:
     }
 
 
-def _fullest(per_stage: list[list[Phase]], number: int) -> dict[str, Any]:
+def _fullest(inputs: PlanInputs, per_stage: list[list[Phase]], number: int) -> dict[str, Any]:
     """The stage with the most bytes in one phase."""
     stage = max(range(len(per_stage)), key=lambda pp: per_stage[pp][number].total)
-    return {"stage": stage, **per_stage[stage][number].to_json()}
+    phase = per_stage[stage][number]
+    packed = PACKED_CURES if inputs.config.actor.use_dynamic_bsz and not phase.fits else {}
+    return {"stage": stage, **phase.to_json(), "change": packed.get(phase.largest, phase.cure)}
 
 
 def _cache(inputs: PlanInputs, engine: EngineMemory) -> dict[str, Any]:

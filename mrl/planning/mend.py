@@ -33,6 +33,7 @@ def _changes(config: RunConfig) -> Iterator[_Change]:
     actor, rollout = config.actor, config.rollout
     if actor.ppo_micro_batch_size_per_gpu > 1 and not actor.use_dynamic_bsz:
         yield {"actor.ppo_micro_batch_size_per_gpu": 1, "actor.log_prob_micro_batch_size_per_gpu": 1}
+    yield _least_tokens(config)
     for name in ("param_offload", "grad_offload", "optimizer_offload") if config.cluster.placement == "colocated" else ():
         yield {} if getattr(actor, name) else {f"actor.{name}": True}
     if config.model.override_transformer_config.get("recompute_granularity") != "full":
@@ -48,6 +49,15 @@ def _changes(config: RunConfig) -> Iterator[_Change]:
         }
     for share in (0.1, 0.2):
         yield {"rollout.gpu_memory_utilization": round(rollout.gpu_memory_utilization - share, 2)}
+
+
+def _least_tokens(config: RunConfig) -> _Change:
+    """The least budget of tokens that holds the longest sample; empty where there is no larger one."""
+    actor, data = config.actor, config.data
+    least = -(-(data.max_prompt_length + data.max_response_length) // actor.layout.context_parallel_size)
+    if not actor.use_dynamic_bsz or max(actor.ppo_max_token_len_per_gpu or 0, actor.log_prob_max_token_len_per_gpu or 0) <= least:
+        return {}
+    return {"actor.ppo_max_token_len_per_gpu": least, "actor.log_prob_max_token_len_per_gpu": least}
 
 
 def _fits(inputs: PlanInputs, change: _Change) -> bool:

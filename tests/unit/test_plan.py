@@ -162,6 +162,17 @@ def test_a_token_budget_packs_a_micro_batch():
     assert batch.micro_batches == 80  # 128 samples of at most 10,240 tokens
 
 
+def test_under_a_token_budget_the_cures_are_budgets_and_the_tried_one_is_the_longest_sample():
+    """A count of samples does nothing there. 10,240 tokens over 2 context ranks: 5,120 is the least that holds the longest sample."""
+    layout, budget = {"world_size": 32, TP: 4, EP: 8, CP: 2}, {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 1 << 20}
+    run = config("Qwen3-30B-A3B", layout, **budget)
+    found = make_plan(PlanInputs.of(run, known_spec("Qwen3-30B-A3B"), find_device("h100-80g")))["memory"]
+    cures = {name: phase["change"] for name, phase in found["phases"].items() if not phase["fits"]}
+    assert "ppo_max_token_len_per_gpu" in cures["train"]
+    assert not any("micro_batch_size" in text for text in cures.values())
+    assert found["would_fit_with"][0] == ["actor.ppo_max_token_len_per_gpu=5120", "actor.log_prob_max_token_len_per_gpu=5120"]
+
+
 def test_a_plan_is_the_same_every_time_and_another_for_another_layout():
     first, second = (tiny_plan(**{TP: 2, EP: 4}) for _ in range(2))
     assert first == second
