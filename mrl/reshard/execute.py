@@ -123,7 +123,7 @@ class Sender:
             with clock("wait"):
                 slot = self.end.slot(message)
             with clock("pack"):
-                copy_all(self._wire.of(message, slot), self._sources.of(message))
+                copy_all(self._wire.of(message, slot, self.end.lasting(message)), self._sources.of(message))
                 self.end.post(message)
         with clock("wait"):
             self.end.finish()
@@ -158,7 +158,8 @@ class Receiver:
         for messages in self._rounds:
             with clock("wait"):
                 buffers = self.end.take(messages)
-            blocks = [self._wire.of(message, buffer) for message, buffer in zip(messages, buffers, strict=True)]
+            held = zip(messages, buffers, strict=True)
+            blocks = [self._wire.of(message, buffer, self.end.lasting(message)) for message, buffer in held]
             for module, copies in by_module(messages, blocks, list(left)):
                 with clock("unpack"):
                     _write(writer, copies)

@@ -83,13 +83,16 @@ def _same_memory(one: Tensor, other: Tensor) -> bool:
 
 
 class WireViews:
-    """Blocks of messages in staging memory, kept for as long as a message keeps its place."""
+    """Blocks of messages in staging memory, kept for as long as a message keeps its place in memory that outlives it."""
 
     def __init__(self, dtype: torch.dtype):
         self._dtype = dtype
         self._views: dict[tuple[int, int, int], tuple[int, list[Tensor]]] = {}
 
-    def of(self, message: Message, buffer: Tensor) -> list[Tensor]:
+    def of(self, message: Message, buffer: Tensor, lasting: bool) -> list[Tensor]:
+        """`lasting`: the buffer lies in the transport's own staging. Views of another are not kept, since they would keep its memory."""
+        if not lasting:
+            return wire_views(message, buffer, self._dtype)
         key, place = (message.round, message.source, message.worker), buffer.data_ptr()
         known, views = self._views.get(key, (None, []))
         if known != place:

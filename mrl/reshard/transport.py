@@ -37,6 +37,10 @@ class SendingEnd(Protocol):
         """Memory for the message, uint8 [nbytes], once the receiver has taken what was in it before. Raises TransferError."""
         ...
 
+    def lasting(self, message: Message) -> bool:
+        """Whether the message's slot lies in staging that is kept from sync to sync, not in memory made for this message."""
+        ...
+
     def post(self, message: Message) -> None:
         """Hands over what was written into the slot."""
         ...
@@ -65,6 +69,10 @@ class ReceivingEnd(Protocol):
 
     def take(self, messages: Sequence[Message]) -> list[Tensor]:
         """The bytes of one round's messages, uint8 [nbytes] each, valid until `release`. Raises TransferError."""
+        ...
+
+    def lasting(self, message: Message) -> bool:
+        """Whether the message's bytes lie in staging that is kept from sync to sync, not in memory made for this message."""
         ...
 
     def release(self, messages: Sequence[Message]) -> None:
@@ -162,6 +170,9 @@ class SenderBundle:
     def slot(self, message: Message) -> Tensor:
         return self._by_worker[message.worker].slot(message)
 
+    def lasting(self, message: Message) -> bool:
+        return self._by_worker[message.worker].lasting(message)
+
     def post(self, message: Message) -> None:
         self._by_worker[message.worker].post(message)
 
@@ -198,6 +209,9 @@ class ReceiverBundle:
         for end, share in self._shares(messages):
             found |= zip([m.source for m in share], end.take(share), strict=True)
         return [found[m.source] for m in messages]
+
+    def lasting(self, message: Message) -> bool:
+        return self._by_rank[message.source].lasting(message)
 
     def release(self, messages: Sequence[Message]) -> None:
         for end, share in self._shares(messages):

@@ -96,6 +96,9 @@ class PointToPointSender:
         self._place[message.worker] = whole
         return whole[_HEADER:]
 
+    def lasting(self, message: Message) -> bool:
+        return True
+
     def post(self, message: Message) -> None:
         whole = self._place.pop(message.worker)
         words = torch.tensor(_header(self._update, message, self._plan_word), dtype=torch.int64)
@@ -161,6 +164,9 @@ class PointToPointReceiver:
         if found != wanted:
             raise TransferError(f"{who}: not the message that the plan has there (number, bytes, plan, rank {found}, not {wanted})")
         return whole[_HEADER:]
+
+    def lasting(self, message: Message) -> bool:
+        return True
 
     def release(self, messages: Sequence[Message]) -> None:
         self._ask()

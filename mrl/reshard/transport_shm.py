@@ -173,7 +173,10 @@ class SharedMemoryReceiver:
         if found != (wanted, message.nbytes, self._plan_word):
             raise TransferError(f"{who}: not the message that the plan has there (number, bytes, plan {found}); is the sender of this run?")
         data = self._data[words[_OFFSET] : words[_OFFSET] + message.nbytes]
-        return data if data.device == self._transfer.device else data.to(self._transfer.device)
+        return data if self.lasting(message) else data.to(self._transfer.device)
+
+    def lasting(self, message: Message) -> bool:
+        return self._data.device == self._transfer.device
 
     def release(self, messages: Sequence[Message]) -> None:
         for message in messages:
@@ -238,10 +241,13 @@ class SharedMemorySender:
         if (words[_NBYTES], words[_PLAN]) != (message.nbytes, self._plan_word):
             raise TransferError(f"{who}: the worker expects {words[_NBYTES]} bytes of another plan, rank {self._rank} has {message.nbytes}")
         place = self._data[message.worker][words[_OFFSET] : words[_OFFSET] + message.nbytes]
-        if place.device == self._transfer.device:
+        if self.lasting(message):
             return place
         self._staged[message.worker] = torch.empty(message.nbytes, dtype=torch.uint8, device=self._transfer.device)
         return self._staged[message.worker]
+
+    def lasting(self, message: Message) -> bool:
+        return self._data[message.worker].device == self._transfer.device
 
     def post(self, message: Message) -> None:
         arena, index, wanted = self._arenas[message.worker], self._index[message.worker], sequence(self._update, message)

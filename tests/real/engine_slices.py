@@ -52,6 +52,10 @@ class FileEnd:
             buffers.append(buffer)
         return buffers
 
+    def lasting(self, message: Message) -> bool:
+        """Every message has memory of its own."""
+        return False
+
     def release(self, messages: Sequence[Message]) -> None:
         """Nothing is kept."""
 

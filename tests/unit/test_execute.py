@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 from reshard_world import DictWriter, World, expected, hf_weights, setup_for, shards_of, sums_of
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from mrl.errors import EnvironmentFault
 from mrl.reshard.transport import route
 from mrl.reshard.transport_p2p import members
-from mrl.reshard.transport_shm import arena_files, arena_path
+from mrl.reshard.transport_shm import SharedMemoryReceiver, SharedMemorySender, arena_files, arena_path
 
 FOUR = dict(world_size=4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, expert_model_parallel_size=2)
 TWO = dict(world_size=2, tensor_model_parallel_size=2, expert_model_parallel_size=2)
@@ -180,3 +181,30 @@ def test_only_processes_with_a_peer_on_another_host_join_the_group():
     places = {"ranks": [[0, 0], [0, 1]], "workers": [[0, 2], [1, 0]]}
     setup = setup_for(dict(world_size=2), dict(num_engines=2), "auto", topology=places)
     assert members(setup) == [("rank", 0), ("rank", 1), ("worker", 1)]
+
+
+def test_memory_made_for_one_message_is_given_back_when_the_message_is_through(monkeypatch):
+    """As on an accelerator: messages pass through host memory, and each is staged on the device in a tensor of its own."""
+    alive_at_most, made = 0, []
+
+    def counted(buffer: torch.Tensor) -> torch.Tensor:
+        nonlocal alive_at_most
+        made.append(StorageWeakRef(buffer.untyped_storage()))
+        alive_at_most = max(alive_at_most, sum(not one.expired() for one in made))
+        return buffer
+
+    for end in (SharedMemorySender, SharedMemoryReceiver):
+        monkeypatch.setattr(end, "lasting", lambda self, message: False)
+    setup = setup_for(dict(world_size=1), {})
+    weights = hf_weights(setup)
+    with World(setup, weights) as world:
+        sender, receiver = world.senders[0].end, world.receivers[0].end
+        slot, take = sender.slot, receiver.take
+        sender.slot = lambda message: counted(slot(message))
+        receiver.take = lambda messages: [counted(buffer.clone()) for buffer in take(messages)]
+        for update in (1, 2):
+            check_engines(world, world.sync(update), weights)
+    rounds = setup.plan().num_rounds
+    assert rounds >= 5 and len(made) == 2 * 2 * rounds
+    assert alive_at_most <= 4  # on each side the round at hand, and the one before while its name is taken over
+    assert all(one.expired() for one in made)
