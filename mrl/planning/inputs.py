@@ -117,8 +117,7 @@ def batch_plan(config: RunConfig, train: TrainLayout) -> BatchPlan:
     """The batches of a step. Under a token budget a micro-batch is one packed row of that many tokens."""
     actor, data, n = config.actor, config.data, config.rollout.n
     samples = actor.ppo_mini_batch_size * n
-    per_rank = -(-samples // train.data)
-    micro = _micro_batch(config, train, actor.ppo_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu, per_rank)
+    per_rank, micro = -(-samples // train.data), update_micro_batch(config, train)
     packed = actor.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
     rows = actor.log_prob_micro_batch_size_per_gpu or actor.ppo_micro_batch_size_per_gpu
     log_prob = _micro_batch(config, train, rows, packed, -(-data.train_batch_size * n // train.data))
@@ -132,6 +131,13 @@ def batch_plan(config: RunConfig, train: TrainLayout) -> BatchPlan:
         micro_batches=_count(config, train, micro, per_rank),
         log_prob_micro=log_prob,
     )
+
+
+def update_micro_batch(config: RunConfig, train: TrainLayout) -> MicroBatch:
+    """The largest micro-batch of the update in a layout: a token budget is of one device, so context parallelism multiplies it."""
+    actor = config.actor
+    per_rank = -(-actor.ppo_mini_batch_size * config.rollout.n // train.data)
+    return _micro_batch(config, train, actor.ppo_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu, per_rank)
 
 
 def _micro_batch(config: RunConfig, train: TrainLayout, rows: int, tokens: int | None, available: int) -> MicroBatch:

@@ -6,13 +6,13 @@ parameters, gradients and optimizer alone are too much, which no activation coul
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 from mrl.layout import TrainLayout, check_train_layout
-from mrl.memory.activations import Activations, Recompute
+from mrl.memory.activations import Activations, MicroBatch, Recompute
 from mrl.memory.devices import Device
 from mrl.memory.phases import ActorBytes, Phase, actor_phases
 from mrl.memory.state import BF16, Precision, StateBytes, layer_kinds, stage_state
@@ -43,10 +43,15 @@ class SearchProblem:
     megatron: str  # version of megatron-core
     assumptions: Assumptions = USUAL
     precision: Precision = BF16
+    micro_of: Callable[[TrainLayout], MicroBatch] | None = None  # None: that of `work` in every layout
 
     @property
     def model(self) -> ModelSpec:
         return self.work.model
+
+    def work_in(self, layout: TrainLayout) -> UpdateWork:
+        """The work with the micro-batches of a layout: budgets of a device grow with context parallelism."""
+        return self.work if self.micro_of is None else replace(self.work, micro=self.micro_of(layout))
 
 
 @dataclass(frozen=True)
@@ -169,10 +174,9 @@ def unlike_stages(model: ModelSpec, layout: TrainLayout) -> list[int]:
 def fullest_phase(problem: SearchProblem, layout: TrainLayout, recompute: Recompute, states: dict[int, StateBytes]) -> Phase:
     """Over the given stages and all phases of the actor."""
     load = problem.assumptions.expert_load if layout.expert > 1 else 1.0
-    activations = Activations(
-        problem.model, layout, problem.work.micro, problem.precision.parameters, recompute=recompute, expert_load=load
-    )
-    count = micro_batch_count(problem.work, layout)
+    work = problem.work_in(layout)
+    activations = Activations(problem.model, layout, work.micro, problem.precision.parameters, recompute=recompute, expert_load=load)
+    count = micro_batch_count(work, layout)
     phases = []
     for pp, state in states.items():
         actor = ActorBytes(
@@ -189,9 +193,9 @@ def fullest_phase(problem: SearchProblem, layout: TrainLayout, recompute: Recomp
 def _candidate(
     problem: SearchProblem, degrees: dict[str, Any], layout: TrainLayout, recompute: Recompute, phase: Phase, state: StateBytes
 ) -> Candidate:
-    recomputed = recompute.granularity == "full"
-    seconds = update_seconds(problem.work, layout, problem.device, problem.per_node, state, recomputed, problem.assumptions)
-    return Candidate(degrees, layout, recompute, phase, seconds, micro_batch_count(problem.work, layout))
+    recomputed, work = recompute.granularity == "full", problem.work_in(layout)
+    seconds = update_seconds(work, layout, problem.device, problem.per_node, state, recomputed, problem.assumptions)
+    return Candidate(degrees, layout, recompute, phase, seconds, micro_batch_count(work, layout))
 
 
 def _whole(state: StateBytes) -> int:

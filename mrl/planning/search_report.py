@@ -1,15 +1,16 @@
 """`mrl plan --search`: from a configuration, or only a model, to the layouts that fit, as plain data."""
 
+from functools import partial
 from typing import Any
 
 from mrl.config.capabilities import missing_capabilities
 from mrl.config.schema import LayoutConfig, RunConfig
-from mrl.layout import RolloutLayout
-from mrl.memory.activations import MicroBatch
+from mrl.layout import RolloutLayout, TrainLayout
 from mrl.memory.devices import Device
 from mrl.memory.engine import engine_memory
 from mrl.models import ModelSpec, forward_flops_per_token
 from mrl.planning.assumptions import USUAL
+from mrl.planning.inputs import update_micro_batch
 from mrl.planning.search import Candidate, SearchProblem, search
 from mrl.planning.step_time import UpdateWork
 
@@ -33,17 +34,12 @@ def config_for_model(path: str, devices: int, platform: str) -> RunConfig:
 def search_problem(config: RunConfig, model: ModelSpec, device: Device, devices: int, per_node: int, megatron: str) -> SearchProblem:
     """The actor's work in `config` on so many devices; its own layout does not matter."""
     assumed, data = USUAL, config.data
-    length = data.max_prompt_length + data.max_response_length
-    budget = config.actor.ppo_max_token_len_per_gpu if config.actor.use_dynamic_bsz else None
-    if budget is None:
-        micro = MicroBatch(config.actor.ppo_micro_batch_size_per_gpu, length, data.max_response_length)
-    else:
-        tokens = max(budget, length)
-        micro = MicroBatch(1, tokens, tokens * data.max_response_length // length)
+    micro_of = partial(update_micro_batch, config)
     mean = data.max_prompt_length * assumed.prompt_share + data.max_response_length * assumed.response_share
     tokens = config.actor.ppo_mini_batch_size * config.rollout.n * mean
+    micro = micro_of(TrainLayout.build({"world_size": devices}, model))
     work = UpdateWork(model, micro, tokens, forward_flops_per_token(model, (mean + 1) / 2))
-    return SearchProblem(work, device, devices, per_node, 2 * config.reshard.budget_mb * _MIB, megatron, assumed)
+    return SearchProblem(work, device, devices, per_node, 2 * config.reshard.budget_mb * _MIB, megatron, assumed, micro_of=micro_of)
 
 
 def search_report(config: RunConfig, problem: SearchProblem, top: int) -> dict[str, Any]:
@@ -68,6 +64,7 @@ def _row(config: RunConfig, problem: SearchProblem, found: Candidate) -> dict[st
         "data": found.layout.data,
         "expert_data": found.layout.expert_data,
         "recompute": str(found.recompute),
+        "micro_batch": vars(problem.work_in(found.layout).micro),
         "micro_batches": found.micro_batches,
         "seconds": found.seconds.total,
         "parts": vars(found.seconds),

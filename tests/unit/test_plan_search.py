@@ -13,7 +13,9 @@ from mrl.memory.activations import MicroBatch
 from mrl.memory.devices import find_device
 from mrl.memory.state import BF16, stage_state
 from mrl.models import forward_flops_per_token, known_spec
+from mrl.planning.inputs import batch_plan
 from mrl.planning.search import RECOMPUTE, SearchProblem, SearchResult, fullest_phase, legal_layouts, search
+from mrl.planning.search_report import config_for_model, search_problem
 from mrl.planning.step_time import UpdateWork, micro_batch_count, update_seconds
 
 TP, PP, VPP, CP, EP, ETP = (
@@ -66,7 +68,7 @@ def cheapest_that_fits(case: SearchProblem, layout: TrainLayout):
         if phase.fits:
             heaviest = max(states.values(), key=lambda s: s.parameters + s.gradients + s.optimizer)
             again = recompute.granularity == "full"
-            seconds = update_seconds(case.work, layout, case.device, case.per_node, heaviest, again, case.assumptions)
+            seconds = update_seconds(case.work_in(layout), layout, case.device, case.per_node, heaviest, again, case.assumptions)
             return seconds.total, phase.total, recompute
     return None
 
@@ -142,6 +144,23 @@ def test_the_bubble_shrinks_with_virtual_stages_and_micro_batches():
         steady = seconds.compute + seconds.tensor + seconds.expert + seconds.context + seconds.pipeline
         assert seconds.bubble == pytest.approx(steady * 3 / (layout.virtual_pipeline * count))
     assert shares == sorted(shares, reverse=True)
+
+
+def test_a_token_budget_is_of_one_device_so_context_parallelism_multiplies_it():
+    """16,384 tokens a device; over 4 context ranks a micro-batch of 65,536, as the plan has it. 5,120 a device: never under a sample."""
+    device, model = find_device("h100-80g"), known_spec("Qwen3-30B-A3B")
+    for budget, expected in ((16384, {1: 16384, 2: 32768, 4: 65536}), (5120, {1: 10240, 2: 10240, 4: 20480})):
+        config = config_for_model("Qwen3-30B-A3B", 32, "cuda")
+        actor = config.actor.model_copy(update={"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": budget})
+        config = config.model_copy(update={"actor": actor})
+        case = search_problem(config, model, device, 32, 8, "0.16.1")
+        layouts = {cp: TrainLayout.build({"world_size": 32, CP: cp}, model) for cp in expected}
+        assert {cp: case.work_in(layout).micro.tokens for cp, layout in layouts.items()} == expected
+        assert {cp: batch_plan(config, layout).micro for cp, layout in layouts.items()} == {
+            cp: case.work_in(layout).micro for cp, layout in layouts.items()
+        }
+        count = micro_batch_count(case.work_in(layouts[4]), layouts[4])
+        assert count == -(-int(case.work.tokens) // (expected[4] * 8))  # 32 devices in 4 context ranks: 8 replicas
 
 
 def run_json(capsys, *arguments: str) -> dict:
