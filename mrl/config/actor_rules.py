@@ -77,6 +77,9 @@ def _token_budgets(config: RunConfig) -> Iterator[Broken]:
     if actor.use_dynamic_bsz and actor.ppo_max_token_len_per_gpu is None:
         rule = "is not set while actor.use_dynamic_bsz is true"
         yield Broken("actor.ppo_max_token_len_per_gpu", rule, "micro-batches need a size", (least,))
+    if ref_on and not actor.use_dynamic_bsz and ref.log_prob_max_token_len_per_gpu is None:
+        rule = "is not set while ref.log_prob_use_dynamic_bsz is true and actor.use_dynamic_bsz is false"
+        yield Broken("ref.log_prob_max_token_len_per_gpu", rule, "the actor has no limit in tokens to lend", (least,))
     for field, value, on, switch in budgets:
         if value is not None and not on:
             yield Broken(field, f"needs {switch}: true", _IGNORED, (None,))

@@ -61,14 +61,21 @@ class Splitter:
 
     @classmethod
     def for_reference(cls, actor: ActorConfig, ref: RefConfig, layout: TrainLayout, model: ModelSpec) -> "Splitter | None":
-        """The same of the reference model, which has the actor's limits where it has none of its own."""
+        """The same of the reference model, which has the actor's limits where it has none of its own.
+
+        Where it is cut by tokens and the actor by samples, or the other way round, the update's cut cannot be its own: it then has the
+        update's limit of its own kind.
+        """
         given = {
             "use_dynamic_bsz": ref.log_prob_use_dynamic_bsz,
             "log_prob_micro_batch_size_per_gpu": ref.log_prob_micro_batch_size_per_gpu,
             "log_prob_max_token_len_per_gpu": ref.log_prob_max_token_len_per_gpu,
         }
         own = actor.model_copy(update={name: value for name, value in given.items() if value is not None})
-        return cls.for_log_probs(own, layout, model)
+        if own.use_dynamic_bsz == actor.use_dynamic_bsz:
+            return cls.for_log_probs(own, layout, model)
+        samples = own.log_prob_micro_batch_size_per_gpu or actor.ppo_micro_batch_size_per_gpu
+        return cls._of(own, layout, model, samples, own.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu)
 
     @classmethod
     def _of(cls, actor: ActorConfig, layout: TrainLayout, model: ModelSpec, samples: int, tokens: int | None) -> "Splitter":

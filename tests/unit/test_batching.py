@@ -2,16 +2,21 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from mrl.config.load import load_config
 from mrl.data.batch import Sample, collate
 from mrl.errors import DataError
+from mrl.layout import TrainLayout
 from mrl.megatron.balance import balanced_parts, imbalance, sequence_costs
 from mrl.megatron.batching import Splitter, check_batch, mini_batches, trained_rows
 from mrl.megatron.packing import Shape
+from mrl.models import planning_model_spec
 
+MODEL = planning_model_spec("Qwen/Qwen3-30B-A3B")[0]
 PACKED, PADDED = Shape(packed=True), Shape(packed=False)
 
 
@@ -92,6 +97,32 @@ def test_an_exchange_mends_what_dealing_leaves():
 
 def test_the_cost_of_a_sequence_counts_pairs_of_a_causal_attention():
     assert sequence_costs(np.array([1, 4]), 10.0, 1.0).tolist() == [11.0, 50.0]
+
+
+TINY = Path(__file__).parents[2] / "parallel_configs" / "tiny-moe" / "cpu.yaml"
+BY_TOKENS = ["actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=4000"]
+REF = "ref.log_prob_"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "limits"),
+    [
+        ([], None),
+        ([REF + "micro_batch_size_per_gpu=5"], (5, None)),
+        (BY_TOKENS, None),
+        ([*BY_TOKENS, REF + "max_token_len_per_gpu=900"], (3, 900)),
+        ([*BY_TOKENS, REF + "use_dynamic_bsz=false"], (3, None)),
+        ([*BY_TOKENS, REF + "use_dynamic_bsz=false", REF + "micro_batch_size_per_gpu=5"], (5, None)),
+        ([*BY_TOKENS, REF + "use_dynamic_bsz=false", "actor.log_prob_micro_batch_size_per_gpu=6"], (6, None)),
+        ([REF + "use_dynamic_bsz=true", REF + "max_token_len_per_gpu=900"], (3, 900)),
+        ([REF + "use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=4000"], (3, 4000)),
+    ],
+)
+def test_the_reference_model_is_cut_by_its_own_kind_of_limit(overrides, limits):
+    """(samples, tokens) of a micro-batch; None: cut as the update. Switched to another kind than the actor's it has the update's limit."""
+    config = load_config(TINY, overrides=["actor.ppo_micro_batch_size_per_gpu=3", *overrides]).config
+    cut = Splitter.for_reference(config.actor, config.ref, TrainLayout.build(config.actor.layout.model_dump(), MODEL), MODEL)
+    assert (cut and (cut.micro_batch_size, cut.max_tokens)) == limits
 
 
 def test_padding_counts_alignment_and_fillers():
