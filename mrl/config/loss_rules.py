@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator
 
 from mrl.algo.spec import ADVANTAGES, AGGREGATIONS, ALIASES, ANCHORS, CORRECTIONS, KL_TYPES, LEVELS, LOSSES, MODES, NEEDS_CRITIC
-from mrl.config.schema import RunConfig
+from mrl.config.schema import RolloutCorrectionConfig, RunConfig
 from mrl.config.violation import Broken, did_you_mean
 from mrl.models import ModelSpec
 
@@ -109,6 +109,7 @@ def _one_kl(config: RunConfig) -> Iterator[Broken]:
 def _correction(config: RunConfig) -> Iterator[Broken]:
     correction = config.algorithm.rollout_correction
     if correction.level is None:
+        yield from _without_level(correction)
         return
     yield from _known(f"{_CORRECTION}.level", correction.level, LEVELS)
     yield from _known(f"{_CORRECTION}.mode", correction.mode, MODES)
@@ -130,6 +131,14 @@ def _correction(config: RunConfig) -> Iterator[Broken]:
             "gap twice; use algorithm.anchor: recompute with a correction, or no correction"
         )
         yield Broken(f"{_CORRECTION}.level", "does not go with algorithm.anchor: rollout", why, (None,))
+
+
+def _without_level(correction: RolloutCorrectionConfig) -> Iterator[Broken]:
+    default = RolloutCorrectionConfig()
+    for name in ("mode", "low", "high"):
+        if getattr(correction, name) != getattr(default, name):
+            why = "without a level nothing is corrected, and the setting would be ignored"
+            yield Broken(f"{_CORRECTION}.{name}", f"needs {_CORRECTION}.level", why, (getattr(default, name),))
 
 
 def _anchor(config: RunConfig) -> Iterator[Broken]:

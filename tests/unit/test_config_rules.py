@@ -180,6 +180,18 @@ def test_a_group_advantage_needs_a_group():
     assert only("rollout.n=1").allowed[0] == 2
 
 
+@pytest.mark.parametrize(("name", "value", "default"), [("mode", "mask", "truncate"), ("low", 0.5, None), ("high", 5.0, 2.0)])
+def test_a_correction_without_a_level_is_not_ignored_silently(name, value, default):
+    found = only(f"algorithm.rollout_correction.{name}={value}")
+    assert found.field == f"algorithm.rollout_correction.{name}" and found.allowed == (default,)
+    assert found.rule == "needs algorithm.rollout_correction.level"
+
+
+def test_a_reference_cut_by_tokens_needs_a_limit_that_an_actor_cut_by_samples_has_not():
+    assert only("ref.log_prob_use_dynamic_bsz=true").field == "ref.log_prob_max_token_len_per_gpu"
+    assert broken("ref.log_prob_use_dynamic_bsz=true", "ref.log_prob_max_token_len_per_gpu=4096") == []
+
+
 def test_the_loss_is_described_in_one_line():
     assert describe_loss(load_config(TINY).config) == "gspo, seq-mean-token-mean, clip 0.01/0.01, 4 updates per rollout"
     gspo = load_config(TINY, "gspo", ["actor.ppo_mini_batch_size=64"]).config
