@@ -6,7 +6,7 @@ import numpy as np
 
 from mrl.algo.correction import CorrectionParameters, correct
 from mrl.algo.overlong import without_truncated
-from mrl.config.schema import RunConfig
+from mrl.config.schema import AlgorithmConfig, RunConfig
 from mrl.data.batch import Sample, TrainBatch
 from mrl.errors import NumericAbort
 
@@ -29,17 +29,21 @@ def corrected(config: RunConfig, batch: TrainBatch, samples: list[Sample]) -> tu
         result = correct(parameters, batch.old_log_probs, batch.rollout_log_probs, mask)
         mask, weights = result.keep, result.weights
         metrics |= result.metrics
-    _check_left(batch, mask, metrics)
+    _check_left(algorithm, batch, mask, metrics)
     old = batch.rollout_log_probs if algorithm.anchor == "rollout" else batch.old_log_probs
     return dataclasses.replace(batch, old_log_probs=old, keep=mask, loss_weights=weights), metrics
 
 
-def _check_left(batch: TrainBatch, mask: np.ndarray, metrics: dict[str, float]) -> None:
+def _check_left(algorithm: AlgorithmConfig, batch: TrainBatch, mask: np.ndarray, metrics: dict[str, float]) -> None:
     if mask.any() or not batch.response_mask.any():
         return
-    filtered = metrics.get("train/overlong_filtered_share", 0.0)
-    raise NumericAbort(
-        f"nothing of the step is left to train on: algorithm.overlong_filter dropped {filtered:.0%} of the responses and "
-        "algorithm.rollout_correction every token of the rest. Raise data.max_response_length, widen the band of the correction, or look "
-        "at rollout_corr/k3_kl: generation and training may not hold the same weights"
-    )
+    dropped, cures = [], []
+    if algorithm.overlong_filter:
+        dropped.append(f"algorithm.overlong_filter dropped {metrics['train/overlong_filtered_share']:.0%} of the responses")
+        cures.append("raise data.max_response_length, or look at why no response ends")
+    if algorithm.rollout_correction.level is not None:
+        dropped.append("algorithm.rollout_correction rejected every token" + " of the rest" * bool(dropped))
+        cures.append(
+            "widen the band of the correction, or look at rollout_corr/k3_kl: generation and training may not hold the same weights"
+        )
+    raise NumericAbort(f"nothing of the step is left to train on: {' and '.join(dropped)}. To cure it: {'; '.join(cures)}")

@@ -146,8 +146,25 @@ def test_a_step_of_which_nothing_is_left_stops_and_says_what_dropped_it():
     config = load_config(TINY, overrides=[ICEPOP]).config
     batch, _ = filtered(config, [sample(2, "stop")], gap=math.log(4))
     np.testing.assert_allclose(batch.loss_weights, 4.0, rtol=1e-6)
-    with pytest.raises(NumericAbort, match=r"nothing of the step is left.*overlong_filter dropped 0%.*rollout_correction"):
+    with pytest.raises(NumericAbort, match=r"nothing of the step is left.*rollout_correction rejected every token"):
         filtered(config, [sample(2, "stop")], gap=2.0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named", "unnamed"),
+    [
+        (["algorithm.overlong_filter=true"], ["overlong_filter dropped 100% of the responses", "max_response_length"], ["rollout_corr"]),
+        ([ICEPOP], ["rollout_correction rejected every token", "k3_kl"], ["overlong_filter", "max_response_length"]),
+        (["algorithm.overlong_filter=true", ICEPOP], ["dropped 50%", "rejected every token of the rest"], []),
+    ],
+)
+def test_only_what_is_on_is_named_where_nothing_is_left(overrides, named, unnamed):
+    config = load_config(TINY, overrides=overrides).config
+    last = "stop" if len(overrides) == 2 else "length"
+    with pytest.raises(NumericAbort) as caught:
+        filtered(config, [sample(2, "length"), sample(2, last)], gap=2.0)
+    assert all(text in str(caught.value) for text in named)
+    assert not any(text in str(caught.value) for text in unnamed)
 
 
 # --- KL in the reward ----------------------------------------------------------------------------------------------------------------
