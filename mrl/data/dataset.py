@@ -98,9 +98,16 @@ class PromptDataset(Sequence[Prompt]):
 
     @classmethod
     def load(
-        cls, files: Sequence[str], tokenizer: ChatTokenizer, parameters: PromptParameters, max_samples: int | None = None
+        cls,
+        files: Sequence[str],
+        tokenizer: ChatTokenizer,
+        parameters: PromptParameters,
+        max_samples: int | None = None,
+        files_apart: bool = False,
     ) -> "PromptDataset":
         """Reads files until their end or `max_samples` kept prompts.
+
+        `files_apart`: a prompt is a duplicate of prompts of its own file alone, so that each of several test sets stays whole.
 
         Raises DataError for unusable files, more bad rows than `max_bad_row_share`, prompts over length with truncation `error`, or
         nothing left; ConfigError for template arguments that are not the user's to set, or a thinking switch that the template lacks.
@@ -109,7 +116,7 @@ class PromptDataset(Sequence[Prompt]):
         loader = _Loader(tokenizer, parameters)
         try:
             for file in files:
-                loader.begin_file()
+                loader.begin_file(files_apart)
                 for raw in read_rows([file], parameters.prompt_key):
                     loader.add(raw)
                     if max_samples is not None and loader.kept >= max_samples:
@@ -141,9 +148,11 @@ class _Loader:
         self.seen, self.store = SeenPrompts(), PromptStore()
         self.hash = hashlib.sha256()
 
-    def begin_file(self) -> None:
-        """What comes from here on is of the next file."""
+    def begin_file(self, apart: bool) -> None:
+        """What comes from here on is of the next file; `apart`: what came before duplicates nothing in it."""
         self.sizes.append(0)
+        if apart:
+            self.seen = SeenPrompts()
 
     def add(self, raw: RawRow) -> None:
         self.rows += 1

@@ -35,7 +35,7 @@ def load_validation(config: RunConfig, tokenizer: Any) -> PromptDataset | None:
     data = config.data
     if not data.val_files:
         return None
-    prompts = PromptDataset.load(data.val_files, tokenizer, prompt_parameters(config), data.val_max_samples)
+    prompts = PromptDataset.load(data.val_files, tokenizer, prompt_parameters(config), data.val_max_samples, files_apart=True)
     print(f"validation prompts: {prompts.report}")
     return prompts
 
