@@ -69,9 +69,9 @@ class HostCopy:
         return self._buffers
 
     def take(self, actor) -> int:
-        """Copies everything that this rank saves; returns the bytes that `write` will need. Raises RuntimeError during a `write`."""
+        """Copies everything that this rank saves; returns the bytes that `write` will need. Raises EnvironmentFault during a `write`."""
         if not self._in_use.acquire(blocking=False):
-            raise RuntimeError("the checkpoint before is still being written")
+            raise EnvironmentFault("the checkpoint before is still being written: the disk is slower than saves come")
         try:
             self._file = f"rank-{actor.rank:05d}.safetensors"
             entries: list[Entry] = []

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import ray
 
-from mrl.cluster.calls import LostPeer, blame, gather, unwrap
+from mrl.cluster.calls import Late, LostPeer, blame, gather, gather_all, unwrap
 from mrl.cluster.placement import Places, reserve
 from mrl.cluster.resources import actor_bundles
 from mrl.cluster.workers import WRITING, ActorWorker
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
-from mrl.errors import Interrupted
+from mrl.errors import EnvironmentFault, Interrupted
 from mrl.platforms.hosting import get_hosting
 
 _EXPORT = "weight export"
@@ -141,9 +141,13 @@ class ActorGroup:
     def write_checkpoint(self, folder: Path) -> list[dict]:
         """Every rank writes the copy it took, while it answers other calls; its parts of the manifest in rank order.
 
-        Raises EnvironmentFault when a disk does not take it.
+        Raises EnvironmentFault when a disk does not take it, once no rank writes any more, or not within cluster.step_timeout_s.
         """
-        return self.call("write_checkpoint", str(folder))
+        try:
+            parts = gather_all(self.refs("write_checkpoint", str(folder)), self.config.cluster.step_timeout_s, "write_checkpoint")
+        except Late as error:
+            raise EnvironmentFault(f"{error}; the disk is slow, or raise cluster.step_timeout_s") from error
+        return list(parts.values())
 
     def stop(self) -> None:
         """Ends the ranks."""

@@ -18,6 +18,10 @@ _GONE = (
 )  # fmt: skip
 
 
+class Late(Interrupted):
+    """Nobody died, and not everybody answered in time."""
+
+
 class LostPeer(Interrupted):
     """A rank's connection to another one broke; who died, only Ray can say."""
 
@@ -39,8 +43,7 @@ def gather(refs: dict[str, ray.ObjectRef], timeout_s: float, phase: str, poll: C
             except (LostPeer, ray.exceptions.RayTaskError) as error:
                 raise blame(error, {names[r]: r for r in waiting}, phase) from error
         if waiting and time.monotonic() > deadline:
-            late = ", ".join(sorted(names[ref] for ref in waiting))
-            raise Interrupted(f"{phase}: no answer from {late} within {timeout_s:g} s; see logs/ in the run directory")
+            raise _late(waiting, names, timeout_s, phase)
     return {name: answers[name] for name in refs}
 
 
@@ -59,8 +62,29 @@ def settle(refs: dict[str, ray.ObjectRef], timeout_s: float, phase: str) -> dict
             except (LostPeer, ray.exceptions.RayTaskError) as error:
                 answers[names[ref]] = RuntimeError(f"{names[ref]}: {_last_line(_root(error))}")
         if waiting and time.monotonic() > deadline:
-            late = ", ".join(sorted(names[ref] for ref in waiting))
-            raise Interrupted(f"{phase}: no answer from {late} within {timeout_s:g} s; see logs/ in the run directory")
+            raise _late(waiting, names, timeout_s, phase)
+    return {name: answers[name] for name in refs}
+
+
+def gather_all(refs: dict[str, ray.ObjectRef], timeout_s: float, phase: str) -> dict:
+    """As `gather`, but a failure is raised when everybody has answered: for calls that wait for nobody and hold something until they end.
+
+    Raises Late for those that have not answered in time; they may still be at it.
+    """
+    names = {ref: name for name, ref in refs.items()}
+    waiting, answers, failures, deadline = list(refs.values()), {}, [], time.monotonic() + timeout_s
+    while waiting:
+        ready, waiting = ray.wait(waiting, timeout=0.5)
+        for ref in ready:
+            try:
+                answers[names[ref]] = unwrap(ref, names[ref], phase)
+            except (MrlError, ray.exceptions.RayTaskError) as error:
+                failures.append(error)
+        if waiting and time.monotonic() > deadline:
+            raise _late(waiting, names, timeout_s, phase)
+    if failures:
+        # a lost process or a defect ends the run, a full disk does not: what is worst is told
+        raise min(failures, key=lambda error: isinstance(error, EnvironmentFault))
     return {name: answers[name] for name in refs}
 
 
@@ -100,6 +124,11 @@ def blame(error: Exception, others: dict[str, ray.ObjectRef], phase: str) -> Exc
             except ray.exceptions.RayTaskError as found:
                 error = found if isinstance(error, LostPeer) else error
     return error
+
+
+def _late(waiting: list[ray.ObjectRef], names: dict[ray.ObjectRef, str], timeout_s: float, phase: str) -> Late:
+    late = ", ".join(sorted(names[ref] for ref in waiting))
+    return Late(f"{phase}: no answer from {late} within {timeout_s:g} s; see logs/ in the run directory")
 
 
 def _known(cause: Exception, name: str, phase: str) -> MrlError | None:

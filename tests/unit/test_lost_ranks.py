@@ -7,6 +7,7 @@ import pytest
 import ray
 
 from mrl.cluster import calls
+from mrl.cluster.actor_group import ActorGroup
 from mrl.errors import DataError, EnvironmentFault, Interrupted
 
 GLOO = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711")
@@ -102,3 +103,38 @@ def test_a_task_whose_argument_was_lost_with_its_maker_is_a_lost_worker(gather):
 def test_a_missed_deadline_names_who_is_late(gather):
     with pytest.raises(Interrupted, match="no answer from rank 1 within 60 s"):
         gather((1, "a"), NEVER)
+
+
+@pytest.fixture
+def write(monkeypatch):
+    """ActorGroup.write_checkpoint over played answers, with 60 s for them: (the call, what stands for Ray)."""
+    played = Answers(monkeypatch)
+
+    def run(*answers):
+        group = object.__new__(ActorGroup)
+        group.config = SimpleNamespace(cluster=SimpleNamespace(step_timeout_s=60.0))
+        group.refs = lambda method, folder: {f"rank {i}": answer for i, answer in enumerate(answers)}
+        return group.write_checkpoint("folder")
+
+    return run, played
+
+
+def test_a_write_that_failed_is_told_when_no_rank_writes_any_more(write):
+    run, played = write
+    with pytest.raises(EnvironmentFault, match="full"):
+        run((1, raised(EnvironmentFault("full"))), (40, "slower"), (9, raised(EnvironmentFault("full as well"))))
+    assert played.waits == 40
+
+
+def test_a_rank_that_died_in_a_write_is_told_before_a_full_disk(write):
+    with pytest.raises(Interrupted, match="rank 1 died"):
+        write[0]((1, raised(EnvironmentFault("full"))), (2, DEAD))
+
+
+def test_parts_of_a_checkpoint_come_in_the_order_of_the_ranks(write):
+    assert write[0]((7, "a"), (1, "b")) == ["a", "b"]
+
+
+def test_a_disk_that_is_too_slow_is_a_fault_of_the_disk_and_no_interruption(write):
+    with pytest.raises(EnvironmentFault, match=r"no answer from rank 1 within 60 s.*raise cluster\.step_timeout_s"):
+        write[0]((1, "a"), NEVER)

@@ -128,7 +128,7 @@ def test_a_copy_that_is_being_written_is_not_overwritten(tmp_path, monkeypatch):
     copy._file = "rank-00000.safetensors"
 
     def takes_meanwhile(path, tensors):
-        with pytest.raises(RuntimeError, match="still being written"):
+        with pytest.raises(EnvironmentFault, match="still being written"):
             copy.take(None)
         return {"bytes": 0, "sha256": ""}
 
