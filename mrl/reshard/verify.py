@@ -86,17 +86,21 @@ def _shards_of(plan: ReshardPlan) -> Callable[[int], ShardTable]:
 
 
 def rehearse_small(plan: ReshardPlan) -> Rehearsal:
-    """The same layouts, dialect and placement; a budget that makes several rounds."""
+    """The same layouts, dialect and placement; a budget that makes several rounds. Raises ConfigError when no budget will do."""
     begun = perf_counter()
     model, train = shrink(plan.model, plan.train, plan.rollout)
+    small, refusal = None, None
     for budget in _budgets():
         try:
             small = plan_reshard(
                 model, train, plan.rollout, dialect=plan.dialect, dtype=plan.dtype, topology=plan.topology, budget_bytes=budget
             )
-        except ConfigError:
+        except ConfigError as error:
+            refusal = error
             continue
         break
+    if small is None:
+        raise refusal
     fault = next(rehearse(small), None)
     elements = (small.bytes_moved + small.bytes_local) // ITEM_BYTES[plan.dtype]
     return Rehearsal(model.num_layers, model.num_experts, small.num_rounds, elements, fault, perf_counter() - begun)

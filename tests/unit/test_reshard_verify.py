@@ -8,6 +8,7 @@ import pytest
 from small_model import SIZES
 
 from mrl.cli import main
+from mrl.errors import ConfigError
 from mrl.reshard import verify
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,3 +69,13 @@ def test_a_budget_without_room_for_a_row_names_the_key(run, monkeypatch):
     code, _, err = run("--set", "reshard.budget_mb=1")
     assert code == 2
     assert "reshard.budget_mb" in err
+
+
+def test_a_rehearsal_that_no_budget_allows_ends_with_the_last_refusal(run, monkeypatch):
+    def refuse(*_, budget_bytes, **__):
+        raise ConfigError(f"a row does not fit into {budget_bytes} bytes")
+
+    monkeypatch.setattr(verify, "plan_reshard", refuse)
+    code, _, err = run()
+    assert code == 2
+    assert "a row does not fit into 67108864 bytes" in err  # 64 MiB
