@@ -171,7 +171,7 @@ def _stored(actor, held: Held) -> Iterator[tuple[str, Tensor, tuple[int, int] | 
     state = held.optimizer.optimizer.state[main]
     for role, name in MOMENTS.items():
         # before the first update there are no moments; they are zero
-        yield role, state.get(name, torch.zeros_like(main)), held.flat
+        yield role, state[name] if name in state else torch.zeros_like(main), held.flat
 
 
 def _writes_optimizer_part(actor, shard: Shard) -> bool:

@@ -12,13 +12,14 @@ import torch
 from safetensors.torch import load_file
 from small_model import SIZES, write_model
 
+from mrl import checkpoint
 from mrl.checkpoint import HostCopy
 from mrl.config.schema import RunConfig
 from mrl.data.order import DataCursor
 from mrl.errors import EnvironmentFault, NumericAbort
 from mrl.models import model_spec
 from mrl.reshard.boxes import Box
-from mrl.reshard.manifest import WEIGHT, Entry, RankFiles, check_digests, file_facts, newest_checkpoint, read_manifest
+from mrl.reshard.manifest import EXP_AVG, EXP_AVG_SQ, WEIGHT, Entry, RankFiles, check_digests, file_facts, newest_checkpoint, read_manifest
 from mrl.reshard.source import Piece
 from mrl.reshard.tensor_file import file_bytes, write_tensors
 from mrl.trainer import room, saving
@@ -134,6 +135,24 @@ def test_a_copy_that_is_being_written_is_not_overwritten(tmp_path, monkeypatch):
 
     monkeypatch.setattr("mrl.checkpoint.write_tensors", takes_meanwhile)
     assert copy.write(tmp_path).files == {"rank-00000.safetensors": {"bytes": 0, "sha256": ""}}
+
+
+def test_moments_are_copied_as_they_are_and_zeros_are_made_only_where_there_are_none(monkeypatch):
+    weight = torch.nn.Parameter(torch.ones(4))
+    adam = torch.optim.Adam([weight])
+    index = SimpleNamespace(optimizer=adam, model_param_group_index_map={weight: (0, 0)})
+    held = checkpoint.Held(SimpleNamespace(primary=1), weight, index, (0, 4))
+    monkeypatch.setattr(checkpoint, "_writes_optimizer_part", lambda actor, shard: True)
+
+    def moments() -> list[torch.Tensor]:
+        found = list(checkpoint._stored(SimpleNamespace(rank=0), held))
+        assert [(role, flat) for role, _, flat in found] == [(EXP_AVG, (0, 4)), (EXP_AVG_SQ, (0, 4))]
+        return [tensor for _, tensor, _ in found]
+
+    assert all(torch.equal(moment, torch.zeros(4)) for moment in moments())
+    adam.state[weight] = {"exp_avg": torch.full((4,), 2.0), "exp_avg_sq": torch.full((4,), 3.0)}
+    monkeypatch.setattr(checkpoint.torch, "zeros_like", lambda tensor: pytest.fail("memory for nothing"))
+    assert [moment.data_ptr() for moment in moments()] == [adam.state[weight][name].data_ptr() for name in ("exp_avg", "exp_avg_sq")]
 
 
 def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(run):
