@@ -64,17 +64,7 @@ def _train(config: Path, run: RunDir, steps: int, log: Path, *more: str) -> None
         "trainer.val_before_train": "false", "trainer.test_freq": -1, "trainer.logger": "[console]",
     }  # fmt: skip
     overrides = [text for key, value in settings.items() for text in ("--set", f"{key}={value}")]
-    command = [
-        sys.executable,
-        "-c",
-        "from mrl.cli import main; main()",
-        "train",
-        str(config),
-        "--run-dir",
-        str(run.path),
-        *overrides,
-        *more,
-    ]
+    command = [sys.executable, "-c", "from mrl.cli import main; main()", "train", str(config), "--run-dir", str(run.path)]
     with log.open("w") as file:
         code = subprocess.run([*command, *overrides, *more], stdout=file, stderr=subprocess.STDOUT).returncode
     if code:

@@ -1,7 +1,9 @@
 """Two runs are the same only when every bit is, and what differs first is named."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -153,6 +155,16 @@ def test_a_real_process_that_fails_is_told_with_its_last_words(tmp_path):
     (tmp_path / "config.yaml").write_text("nothing: 1\n")
     with pytest.raises(resume_check.MrlError, match=r"(?s)ended with exit code 2:.*nothing"):
         resume_check._train(tmp_path / "config.yaml", RunDir(tmp_path / "run"), 1, tmp_path / "log")
+
+
+def test_the_process_that_trains_is_told_every_setting_once(tmp_path, monkeypatch):
+    commands = []
+    monkeypatch.setattr(resume_check.subprocess, "run", lambda command, **_: commands.append(command) or SimpleNamespace(returncode=0))
+    resume_check._train(tmp_path / "config.yaml", RunDir(tmp_path / "run"), 3, tmp_path / "log", "--resume")
+    (command,) = commands
+    keys = [after.partition("=")[0] for word, after in pairwise(command) if word == "--set"]
+    assert len(keys) == len(set(keys)) > 0 and command.count("--resume") == 1
+    assert "trainer.total_training_steps=6" in command and "trainer.save_freq=3" in command
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "two"])
