@@ -274,6 +274,7 @@ def test_keys_whose_meaning_needs_a_second_look(words, ours):
         (MEGATRON + "override_ddp_config.overlap_grad_reduce=True", "must be false"),
         ("actor_rollout_ref.actor.no_such_key=1", "no such key"),
         ("algorithm.rollout_correction.rollout_rs=seq_max_k2", "no such correction"),
+        ("trainer.critic_warmup=10", "trained from the first step"),
     ],
 )
 def test_what_is_not_there_is_named_with_the_reason(word, reason):
@@ -281,9 +282,29 @@ def test_what_is_not_there_is_named_with_the_reason(word, reason):
     assert entry.key == word.partition("=")[0] and reason in entry.why
 
 
+def test_a_discount_is_missed_where_verl_would_apply_it():
+    def gamma(value, estimator):
+        out = from_overrides(f"algorithm.gamma={value}", f"algorithm.adv_estimator={estimator}")
+        (kind,) = [kind for kind in KINDS if any(e.key == "algorithm.gamma" for e in out.of(kind))]
+        return kind
+
+    assert gamma(0.99, "reinforce_plus_plus") == "unsupported"
+    assert gamma(1.0, "reinforce_plus_plus") == "implied"
+    assert gamma(0.99, "grpo") == "not_applicable"
+
+
+@pytest.mark.parametrize(
+    ("rejection", "warned"), [("token_k1", True), ("seq_sum_k1", True), ("sequence", True), ("seq_mean_k1", False), ("geometric", False)]
+)
+def test_a_rejection_that_also_weighs_here_is_warned_of(rejection, warned):
+    out = from_overrides(CORRECTION + f"rollout_rs={rejection}")
+    assert any(rejection in w and "weighs what it keeps by its ratio" in w for w in out.warnings) == warned
+
+
 @pytest.mark.parametrize(
     "word",
     [
+        "trainer.critic_warmup=0",
         "actor_rollout_ref.model.lora_rank=0", "actor_rollout_ref.rollout.multi_turn.enable=False", "reward_model.enable=False",
         "actor_rollout_ref.actor.ppo_epochs=1", "actor_rollout_ref.rollout.name=vllm",
     ],

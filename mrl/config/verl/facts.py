@@ -36,6 +36,10 @@ class Facts:
         return self.value("trainer.device", "cuda")
 
     @property
+    def estimator(self) -> str:
+        return self.value("algorithm.adv_estimator", "gae")
+
+    @property
     def devices(self) -> int:
         return self.value("trainer.nnodes", 1) * self.value("trainer.n_gpus_per_node", 8)
 

@@ -68,6 +68,16 @@ def _tis_cap(o: Override, out: Import, facts: Facts) -> None:
     out.put("implied", "", _CORRECTION + "mode", "truncate", "tis_imp_ratio_cap truncates", o.line)
 
 
+def _gamma(o: Override, out: Import, facts: Facts) -> None:
+    """verl's estimators without a critic do not read it, but for the one whose reward is spread over tokens."""
+    if o.value == 1:
+        out.leave("implied", o.key, o.value, "rewards are not discounted", o.line)
+    elif facts.estimator == "reinforce_plus_plus":
+        out.leave("unsupported", o.key, o.value, "rewards are not discounted here: reinforce_plus_plus has gamma 1", o.line)
+    else:
+        out.leave("not_applicable", o.key, o.value, "the estimator does not discount", o.line)
+
+
 _CORRECTION = "algorithm.rollout_correction."
 # verl's rejections that look at the ratio itself, newer and older names -> the level here; each keeps what is inside a band.
 _REJECTIONS = {
@@ -87,6 +97,7 @@ def _correction(o: Override, out: Import, facts: Facts) -> None:
         case ("rollout_rs", str()) if o.value in _REJECTIONS and not weighs:
             out.put("renamed", o.key, _CORRECTION + "level", _REJECTIONS[o.value], line=o.line)
             out.put("implied", o.key, _CORRECTION + "mode", "mask", "a rejection masks what is outside its band", o.line)
+            _warn_of_weights(o, out)
         case ("rollout_is_threshold", _):
             _band(o, out, weighs, one_sided=True)
         case ("rollout_rs_threshold", _):
@@ -97,6 +108,14 @@ def _correction(o: Override, out: Import, facts: Facts) -> None:
             out.leave("implied", o.key, o.value, "as it is here", o.line)
         case _:
             out.leave("unsupported", o.key, o.value, "no such correction here; see algorithm.rollout_correction", o.line)
+
+
+def _warn_of_weights(o: Override, out: Import) -> None:
+    if _REJECTIONS[o.value] != "geometric":
+        out.warnings.append(
+            f"line {o.line}: rollout_rs={o.value} without rollout_is rejects in verl and leaves what it keeps at weight 1; mode mask at "
+            f"level {_REJECTIONS[o.value]} here also weighs what it keeps by its ratio (only level geometric does not)"
+        )
 
 
 def _band(o: Override, out: Import, used: bool, one_sided: bool) -> None:
@@ -410,6 +429,7 @@ HANDLERS: dict[str, Handler] = {
     R + "n_gpus_per_node": _separate,
     "actor_rollout_ref.hybrid_engine": _separate,
     "algorithm.filter_groups.metric": _metric,
+    "algorithm.gamma": _gamma,
     "algorithm.rollout_correction.": _correction,
     "algorithm.rollout_is": _correction,
     "algorithm.rollout_is_threshold": _correction,
