@@ -46,6 +46,8 @@ def loss_notes(config: RunConfig) -> Iterator[str]:
         yield "dynamic sampling may draw several batches of prompts a step, so trainer.total_epochs passes over the data more often"
     if algorithm.use_kl_loss and not algorithm.kl_loss_coef:
         yield "algorithm.use_kl_loss is true and kl_loss_coef 0: a reference model is computed and changes nothing"
+    if algorithm.kl_loss_coef and not algorithm.use_kl_loss:
+        yield f"algorithm.kl_loss_coef = {algorithm.kl_loss_coef:g} is not read: algorithm.use_kl_loss is false"
 
 
 def _known(field: str, name: str, table: Collection[str]) -> Iterator[Broken]:

@@ -192,6 +192,13 @@ def test_a_reference_cut_by_tokens_needs_a_limit_that_an_actor_cut_by_samples_ha
     assert broken("ref.log_prob_use_dynamic_bsz=true", "ref.log_prob_max_token_len_per_gpu=4096") == []
 
 
+def test_a_kl_coefficient_that_nothing_reads_is_noted():
+    coefficient = "algorithm.kl_loss_coef=0.001"
+    (note,) = notes(load_config(TINY, overrides=[coefficient]), TINY_MODEL)
+    assert "kl_loss_coef = 0.001 is not read" in note and "use_kl_loss is false" in note
+    assert not any("is not read" in n for n in notes(load_config(TINY, overrides=[coefficient, "algorithm.use_kl_loss=true"]), TINY_MODEL))
+
+
 def test_the_loss_is_described_in_one_line():
     assert describe_loss(load_config(TINY).config) == "gspo, seq-mean-token-mean, clip 0.01/0.01, 4 updates per rollout"
     gspo = load_config(TINY, "gspo", ["actor.ppo_mini_batch_size=64"]).config
