@@ -9,6 +9,8 @@ from typing import Any
 from mrl.commands.config_arguments import add_config, resolved_config
 from mrl.errors import ConfigError
 
+_ACTOR_ALONE = "counted for the actor alone; mrl plan CONFIG with a layout counts a reference model, engines and the host too"
+
 
 def add(commands) -> None:
     """Registers the command."""
@@ -84,7 +86,9 @@ def _search(options: argparse.Namespace) -> dict[str, Any]:
     model, stand_in = _model(config.model.path)
     megatron = config.cluster.versions.get("megatron-core", options.megatron or MEGATRON)
     problem = search_problem(config, model, device, devices, per_node, megatron)
-    return search_report(config, problem, options.top) | {"notes": _notes(config, options.device, device.name, stand_in)}
+    planned = options.config is not None and devices == config.actor.layout.world_size
+    notes = _notes(config, options.device, device.name, stand_in) + ([] if planned else [_ACTOR_ALONE])
+    return search_report(config, problem, options.top, planned) | {"notes": notes}
 
 
 def _model(path: str):

@@ -87,13 +87,17 @@ def _time_lines(plan: dict[str, Any]) -> Iterator[str]:
 
 def search_lines(found: dict[str, Any]) -> Iterator[str]:
     """The best layouts, one paragraph each."""
-    yield f"{found['fitting']} of {found['legal']} legal layouts on {found['devices']} x {found['device']} fit; fastest update first"
+    whole = ", counting the actor alone; below, those that fit with the whole configuration" if found["planned"] else ""
+    yield f"{found['fitting']} of {found['legal']} legal layouts on {found['devices']} x {found['device']} fit{whole}; fastest update first"
     for place, row in enumerate(found["layouts"], 1):
         degrees = ", ".join(f"{key} {value}" for key, value in row["degrees"].items() if key != "world_size") or "not sharded"
         yield f"{place:3}. {row['seconds']:8.2f} s  {degrees}"
         yield f"       {row['why']}"
         if row["missing"]:
             yield f"       mrl train cannot do this yet: {'; '.join(row['missing'])}"
+    if found["left_out"]:
+        reasons = "; ".join(f"{why} ({count})" for why, count in found["left_out"].items())
+        yield f"faster ones left out, with which the plan of the whole configuration does not fit: {reasons}"
     if found["too_large"]:
         yield "do not fit, by what weighs most: " + ", ".join(f"{name} {count}" for name, count in found["too_large"].items())
     yield from found["engines"]

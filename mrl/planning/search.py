@@ -158,7 +158,7 @@ def best_fit(problem: SearchProblem, degrees: dict[str, Any], layout: TrainLayou
     for recompute in RECOMPUTE:
         fullest = fullest_phase(problem, layout, recompute, states)
         if fullest.fits:
-            return _candidate(problem, degrees, layout, recompute, fullest, heaviest)
+            return candidate_of(problem, degrees, layout, recompute, fullest, heaviest)
     return fullest
 
 
@@ -190,9 +190,10 @@ def fullest_phase(problem: SearchProblem, layout: TrainLayout, recompute: Recomp
     return max(phases, key=lambda phase: phase.total)
 
 
-def _candidate(
+def candidate_of(
     problem: SearchProblem, degrees: dict[str, Any], layout: TrainLayout, recompute: Recompute, phase: Phase, state: StateBytes
 ) -> Candidate:
+    """The layout with its predicted time; `phase` the fullest, `state` of the heaviest stage."""
     recomputed, work = recompute.granularity == "full", problem.work_in(layout)
     seconds = update_seconds(work, layout, problem.device, problem.per_node, state, recomputed, problem.assumptions)
     return Candidate(degrees, layout, recompute, phase, seconds, micro_batch_count(work, layout))

@@ -12,6 +12,7 @@ from mrl.models import ModelSpec, forward_flops_per_token
 from mrl.planning.assumptions import USUAL
 from mrl.planning.inputs import update_micro_batch
 from mrl.planning.search import Candidate, SearchProblem, search
+from mrl.planning.search_fits import fastest_that_fit
 from mrl.planning.step_time import UpdateWork
 
 _MIB, _GIB = 1024**2, 1024**3
@@ -42,9 +43,13 @@ def search_problem(config: RunConfig, model: ModelSpec, device: Device, devices:
     return SearchProblem(work, device, devices, per_node, 2 * config.reshard.budget_mb * _MIB, megatron, assumed, micro_of=micro_of)
 
 
-def search_report(config: RunConfig, problem: SearchProblem, top: int) -> dict[str, Any]:
-    """The `top` best layouts with their reasons, and what is wrong with those that do not fit."""
+def search_report(config: RunConfig, problem: SearchProblem, top: int, planned: bool = False) -> dict[str, Any]:
+    """The `top` best layouts with their reasons, and what is wrong with those that do not fit.
+
+    `planned`: show only those with which the plan of the whole `config` fits too.
+    """
     result = search(problem)
+    shown, left_out = fastest_that_fit(config, problem, result, top) if planned else (result.fitting[:top], {})
     return {
         "device": problem.device.name,
         "devices": problem.devices,
@@ -52,7 +57,9 @@ def search_report(config: RunConfig, problem: SearchProblem, top: int) -> dict[s
         "micro_batch": vars(problem.work.micro),
         "legal": result.legal,
         "fitting": len(result.fitting),
-        "layouts": [_row(config, problem, candidate) for candidate in result.fitting[:top]],
+        "layouts": [_row(config, problem, candidate) for candidate in shown],
+        "planned": planned,
+        "left_out": dict(left_out),
         "too_large": dict(result.too_large.most_common()),
         "engines": _engine_lines(config, problem),
     }

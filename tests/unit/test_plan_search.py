@@ -4,20 +4,25 @@ import json
 import random
 import time
 from itertools import product
+from pathlib import Path
 
 import pytest
 
 from mrl.cli import main
+from mrl.config.load import load_config
 from mrl.layout import TrainLayout, check_train_layout
 from mrl.memory.activations import MicroBatch
 from mrl.memory.devices import find_device
 from mrl.memory.state import BF16, stage_state
 from mrl.models import forward_flops_per_token, known_spec
-from mrl.planning.inputs import batch_plan
+from mrl.planning.inputs import PlanInputs, batch_plan
+from mrl.planning.memory_plan import memory_section
 from mrl.planning.search import RECOMPUTE, SearchProblem, SearchResult, fullest_phase, legal_layouts, search
+from mrl.planning.search_fits import run_with
 from mrl.planning.search_report import config_for_model, search_problem
 from mrl.planning.step_time import UpdateWork, micro_batch_count, update_seconds
 
+ROOT = Path(__file__).resolve().parents[2]
 TP, PP, VPP, CP, EP, ETP = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "context_parallel_size",
     "expert_model_parallel_size", "expert_tensor_parallel_size",
@@ -177,6 +182,36 @@ def test_the_command_lists_the_best_with_reasons(capsys):
         assert "GiB" in row["why"]
         assert row["missing"] == []
     assert answer["engines"][0].startswith("engine of 1")
+
+
+def test_with_a_configuration_only_layouts_are_shown_that_fit_by_its_whole_plan(capsys):
+    """A reference model is not the search's to count: what it takes for the fastest is too much beside one, and mrl plan says so."""
+    file = str(ROOT / "parallel_configs/qwen3-30b-a3b/h100-4x8-separate.yaml")
+    kl = ("--set", "algorithm.use_kl_loss=true")
+    without, beside = (run_json(capsys, file, "--top", "6", *more)["layouts"] for more in ((), kl))
+    config = load_config(file, overrides=["algorithm.use_kl_loss=true"]).config
+    model, device = known_spec("Qwen3-30B-A3B"), find_device("h100-80g")
+
+    def fullest(row: dict) -> dict:
+        recompute = next(way for way in RECOMPUTE if str(way) == row["recompute"])
+        return memory_section(PlanInputs.of(run_with(config, row["degrees"], recompute), model, device))
+
+    assert not fullest(without[0])["fits"]
+    assert len(beside) == 6
+    assert [row["seconds"] for row in beside] == sorted(row["seconds"] for row in beside)
+    for row in beside:
+        memory = fullest(row)
+        actor = [phase["bytes"] for phase in memory["phases"].values() if phase["stage"] is not None]
+        assert (memory["fits"], max(actor)) == (True, row["bytes"])
+        assert "reference" in row["terms"]
+
+
+def test_a_configuration_with_which_nothing_fits_says_why(capsys):
+    """Engines that take no more than 2% of their devices hold no model, whatever the actor's layout."""
+    file = str(ROOT / "parallel_configs/qwen3-30b-a3b/h100-4x8-separate.yaml")
+    answer = run_json(capsys, file, "--set", "rollout.gpu_memory_utilization=0.02")
+    assert answer["layouts"] == []
+    assert list(answer["left_out"]) == ["a cache of less than one sequence"]
 
 
 def test_layouts_that_train_cannot_run_yet_say_so(monkeypatch, capsys):
