@@ -219,7 +219,7 @@ FIELD_DOCS: dict[str, str | tuple[str, str]] = {
     "data.truncation": ("What happens to those that are not filtered.", "error: a prompt without its end asks another question."),
     "data.max_bad_row_share": "More bad rows than this share stop the run.",
     "data.shuffle": "Another order of prompts each epoch, the same for the same seed.",
-    "data.drop_duplicates": "Of rows with the same prompt only the first is kept.",
+    "data.drop_duplicates": "Of rows with the same prompt only the first is kept: over all training files, and in each validation file.",
     "data.enable_thinking": "The chat template's switch; left out: as the template has it.",
     "data.apply_chat_template_kwargs": "Further arguments of the chat template.",
     "reward.function": "A built-in rule by name; auto: by each row's data_source.",
