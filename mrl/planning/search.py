@@ -7,14 +7,14 @@ parameters, gradients and optimizer alone are too much, which no activation coul
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
 from mrl.layout import TrainLayout, check_train_layout
 from mrl.memory.activations import Activations, MicroBatch, Recompute
 from mrl.memory.devices import Device
-from mrl.memory.phases import ActorBytes, Phase, actor_phases
+from mrl.memory.phases import ActorBytes, Offload, Phase, actor_phases
 from mrl.memory.state import BF16, Precision, StateBytes, layer_kinds, stage_state
 from mrl.models import ModelSpec
 from mrl.planning.assumptions import USUAL, Assumptions
@@ -44,6 +44,7 @@ class SearchProblem:
     assumptions: Assumptions = USUAL
     precision: Precision = BF16
     micro_of: Callable[[TrainLayout], MicroBatch] | None = None  # None: that of `work` in every layout
+    offload: Offload = field(default_factory=Offload)  # what the actor keeps on the host
 
     @property
     def model(self) -> ModelSpec:
@@ -152,7 +153,8 @@ def best_fit(problem: SearchProblem, degrees: dict[str, Any], layout: TrainLayou
     """The layout with the cheapest recomputation that fits, or the phase that is too large in every case."""
     states = {pp: stage_state(problem.model, layout, pp, problem.precision) for pp in unlike_stages(problem.model, layout)}
     heaviest = max(states.values(), key=_whole)
-    fullest = Phase("train", vars(heaviest), problem.device.usable)
+    on_device = round(heaviest.optimizer * (1 - problem.offload.optimizer_cpu))
+    fullest = Phase("train", vars(heaviest) | {"optimizer": on_device}, problem.device.usable)
     if not fullest.fits:
         return fullest
     for recompute in RECOMPUTE:
@@ -185,6 +187,7 @@ def fullest_phase(problem: SearchProblem, layout: TrainLayout, recompute: Recomp
             temporaries=activations.stage_temporaries(pp),
             log_prob=activations.forward_only(pp),
             sync_staging=problem.sync_staging,
+            offload=problem.offload,
         )
         phases += actor_phases(actor, problem.device)
     return max(phases, key=lambda phase: phase.total)

@@ -10,7 +10,7 @@ from mrl.memory.devices import Device
 from mrl.memory.engine import engine_memory
 from mrl.models import ModelSpec, forward_flops_per_token
 from mrl.planning.assumptions import USUAL
-from mrl.planning.inputs import update_micro_batch
+from mrl.planning.inputs import offload_of, update_micro_batch
 from mrl.planning.search import Candidate, SearchProblem, search
 from mrl.planning.search_fits import fastest_that_fit
 from mrl.planning.step_time import UpdateWork
@@ -40,7 +40,8 @@ def search_problem(config: RunConfig, model: ModelSpec, device: Device, devices:
     tokens = config.actor.ppo_mini_batch_size * config.rollout.n * mean
     micro = micro_of(TrainLayout.build({"world_size": devices}, model))
     work = UpdateWork(model, micro, tokens, forward_flops_per_token(model, (mean + 1) / 2))
-    return SearchProblem(work, device, devices, per_node, 2 * config.reshard.budget_mb * _MIB, megatron, assumed, micro_of=micro_of)
+    staging, offload = 2 * config.reshard.budget_mb * _MIB, offload_of(config)
+    return SearchProblem(work, device, devices, per_node, staging, megatron, assumed, micro_of=micro_of, offload=offload)
 
 
 def search_report(config: RunConfig, problem: SearchProblem, top: int, planned: bool = False) -> dict[str, Any]:

@@ -206,6 +206,19 @@ def test_with_a_configuration_only_layouts_are_shown_that_fit_by_its_whole_plan(
         assert "reference" in row["terms"]
 
 
+def test_an_optimizer_on_the_host_lets_layouts_fit_that_do_not_with_it_on_the_device(capsys):
+    file = str(ROOT / "parallel_configs/qwen3-30b-a3b/h100-1x8.yaml")
+    key = "actor.optim.override_optimizer_config"
+    kept, host = (
+        run_json(
+            capsys, file, "--set", f"{key}.optimizer_cpu_offload=true", "--set", f"{key}.optimizer_offload_fraction={share}", "--top", "1"
+        )
+        for share in (0.0, 1.0)
+    )
+    assert host["fitting"] > kept["fitting"]
+    assert host["layouts"][0]["terms"].get("optimizer", 0) == 0
+
+
 def test_a_configuration_with_which_nothing_fits_says_why(capsys):
     """Engines that take no more than 2% of their devices hold no model, whatever the actor's layout."""
     file = str(ROOT / "parallel_configs/qwen3-30b-a3b/h100-4x8-separate.yaml")
