@@ -307,7 +307,7 @@ class ClusterConfig(Section):
 class ReshardConfig(Section):
     """How trained weights reach the engines."""
 
-    path: Literal["fast", "slow"] = "slow"  # fast: shard to shard by a plan; slow: full tensors through vLLM's own loader
+    path: Literal["fast", "slow"] = "fast"  # fast: shard to shard by a plan; slow: full tensors through vLLM's own loader
     transport: Literal["auto", "shm", "p2p", "ipc"] = "auto"  # auto: the nearest that connects a pair; p2p: torch.distributed
     budget_mb: int = Field(256, ge=1)  # MiB that one rank sends, or one worker receives, in a round; staging is twice that
     verify_every: int = Field(1, ge=1)  # syncs; how often what an engine finally holds is read back (what it received: always)
