@@ -7,7 +7,7 @@ from typing import Any
 from mrl.reshard.manifest import Manifest, check_digests, read_manifest
 
 # what a clock or the state of the machine decides
-CLOCK = ("timing_", "perf/", "reshard/seconds", "reshard/peak_")
+CLOCK = ("timing_", "perf/", "reshard/seconds", "reshard/peak_staging_bytes")
 
 
 def checkpoint_difference(one: Path, other: Path) -> str | None:

@@ -11,7 +11,7 @@ from tiny_models import save, tiny_moe
 
 from mrl.convert import Options, hf_to_megatron, megatron_to_megatron
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.real, pytest.mark.long, pytest.mark.timeout(240)]
 
 HALF = ("moe", "bfloat16", 2, {TP: 2, EP: 2})
 OTHER = ("other", *HALF[1:])  # the same architecture with other weights: what the ranks hold before they load a checkpoint

@@ -126,6 +126,7 @@ CASES = {
 
 
 @pytest.mark.real
+@pytest.mark.long
 @pytest.mark.timeout(320)
 @pytest.mark.parametrize("case", CASES)
 def test_written_by_boxes_an_engine_equals_a_fresh_one(tmp_path, case):
@@ -165,6 +166,7 @@ def test_written_by_boxes_an_engine_equals_a_fresh_one(tmp_path, case):
 
 
 @pytest.mark.real
+@pytest.mark.long
 @pytest.mark.timeout(320)
 def test_faults_are_found_and_named(tmp_path):
     start, other = checkpoints(tmp_path, tiny_moe(), torch.float32)

@@ -31,6 +31,7 @@ def held_out(row: dict) -> dict:
 
 
 @pytest.mark.real
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_an_evaluation_repeats_the_runs_own_validation(tmp_path):
     world, run_dir = make_world(tmp_path / "world"), tmp_path / "run"

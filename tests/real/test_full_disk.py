@@ -24,6 +24,7 @@ def small_disk(tmp_path):
 
 
 @pytest.mark.real
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_training_goes_on_and_the_old_checkpoint_stays_and_the_end_says_so(small_disk: Path, tmp_path):
     world, run_dir = make_world(tmp_path / "world"), tmp_path / "run"

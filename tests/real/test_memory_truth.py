@@ -17,7 +17,7 @@ from mrl.memory.activations import Activations, MicroBatch, Recompute
 from mrl.memory.state import Precision, stage_state
 from mrl.models import load_model_spec
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.long]
 
 TP, PP, EP, ETP, VPP, CP = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",

@@ -11,6 +11,7 @@ pytestmark = pytest.mark.real
 PRESET = ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_dapo_with_icepop_and_a_users_loss(tmp_path):
     """Two steps: groups of one mind are replaced, the reward is penalised for length, and the file's loss is what trains."""

@@ -19,6 +19,7 @@ def harness():
 
 
 @pytest.mark.real
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_killed_twice_and_resumed_is_as_if_never_killed(harness, tmp_path):
     world = make_world(tmp_path / "world")
@@ -31,6 +32,7 @@ def test_killed_twice_and_resumed_is_as_if_never_killed(harness, tmp_path):
     assert outside.moved_error <= 1e-5 and inside.moved_error <= 1e-5
 
 
+@pytest.mark.long
 def test_the_harness_sees_a_start_that_went_another_way(harness):
     expected = [[[1, "a"], [2, "b"], [3, "c"]]]
     assert harness.unlike([[[2, "b"], [3, "c"]]], expected, 1) == []

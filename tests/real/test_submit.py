@@ -13,7 +13,7 @@ from world import make_world, metrics, overrides
 
 ROOT = Path(__file__).resolve().parents[2]
 PRESET = ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
-pytestmark = [pytest.mark.real, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.real, pytest.mark.long, pytest.mark.timeout(500)]
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,6 @@ def submit(head: dict[str, str], world: Path, run_dir: Path, **settings) -> subp
     return subprocess.Popen(words, cwd=ROOT, env=head, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-@pytest.mark.long
 def test_the_doctor_reaches_a_head_with_the_token_and_not_without(head):
     def probe(**environment: str) -> tuple[int, dict]:
         words = ["mrl", "doctor", "--json", "--address", f"127.0.0.1:{head['PORT']}"]
@@ -50,7 +49,6 @@ def test_the_drivers_exit_status_comes_back(head, tmp_path):
     assert "train.parquet" in said and not (tmp_path / "run").exists()
 
 
-@pytest.mark.long
 def test_a_signal_stops_the_job_where_it_can_be_resumed(head, tmp_path):
     world, run_dir = make_world(tmp_path / "world"), tmp_path / "run"
     job = submit(head, world, run_dir, trainer__total_training_steps=500)
