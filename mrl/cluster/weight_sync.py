@@ -115,10 +115,11 @@ class WeightSync:
         if self.setup is None:
             places = gather(self.actor.refs("places") | self.engines.refs("places"), limit, "placing the weight sync")
             self.setup = self._setup(_topology(places, config.actor.layout.world_size))
+        plan_hash = self.setup.plan().hash  # first: it refuses layouts that these processes do not have
         meeting = {"kind": config.reshard.transport, "name": uuid.uuid4().hex[:12]}
         address = self.actor.meeting_point(_hosting_rank(replace(self.setup, transport=meeting)))
         self.setup = replace(self.setup, transport=meeting | {"address": address})
-        data, plan_hash = self.setup.to_json(), self.setup.plan().hash
+        data = self.setup.to_json()
         refs = self.engines.refs("connect_sync", data, plan_hash) | self.actor.refs("connect_sync", data, plan_hash)
         answers = gather(refs, limit, "connecting the weight sync")
         self.engines.call("release_arenas")
