@@ -33,7 +33,6 @@ _MISSING: tuple[tuple[Callable[[RunConfig], bool], str], ...] = (
         lambda c: c.rollout.tensor_model_parallel_size > c.cluster.n_gpus_per_node,
         "rollout.tensor_model_parallel_size above cluster.n_gpus_per_node (use a smaller one and more num_engines)",
     ),
-    (lambda c: c.rollout.expert_parallel_size > 1, "rollout.expert_parallel_size above 1 (use tensor_model_parallel_size)"),
 )
 
 
