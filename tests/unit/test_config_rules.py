@@ -332,7 +332,7 @@ def test_files_are_looked_for_only_when_asked(tmp_path, monkeypatch):
     "override",
     [
         "cluster.placement=colocated", "actor.router_replay=R3",
-        "rollout.data_parallel_size=2", "rollout.expert_parallel_size=2",
+        "rollout.data_parallel_size=2",
     ],
 )  # fmt: skip
 def test_what_cannot_be_trained_yet_is_told_by_its_key(override):
