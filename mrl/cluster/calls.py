@@ -9,6 +9,7 @@ import ray
 
 from mrl.errors import EnvironmentFault, Interrupted, MrlError
 
+_MOST = 800  # characters of a cause
 SETTLE_S = 5.0  # a rank's peers notice its death before Ray does
 _LOST = re.compile(r"gloo/transport|connection (closed|reset|refused)|broken pipe|remote process exited|collective operation timeout", re.I)
 _FULL = re.compile(r"no space left on device|disk quota exceeded", re.I)
@@ -48,7 +49,8 @@ def gather(refs: dict[str, ray.ObjectRef], timeout_s: float, phase: str, poll: C
 
 
 def settle(refs: dict[str, ray.ObjectRef], timeout_s: float, phase: str) -> dict:
-    """Answers by the same names once all are there; a call that failed on both sides of a connection answers with its error.
+    """Answers by the same names once all are there; a call that failed on both sides of a connection answers with its error, which says
+    whose it is, all of the cause, and where the log lies.
 
     Raises what cannot be tried again: Interrupted for a lost process or a missed deadline, and errors that are the user's to mend.
     """
@@ -60,7 +62,7 @@ def settle(refs: dict[str, ray.ObjectRef], timeout_s: float, phase: str) -> dict
             try:
                 answers[names[ref]] = unwrap(ref, names[ref], phase)
             except (LostPeer, ray.exceptions.RayTaskError) as error:
-                answers[names[ref]] = RuntimeError(f"{names[ref]}: {_last_line(_root(error))}")
+                answers[names[ref]] = RuntimeError(f"{names[ref]}: {_in_short(_root(error))} ({_log_of(names[ref])})")
         if waiting and time.monotonic() > deadline:
             raise _late(waiting, names, timeout_s, phase)
     return {name: answers[name] for name in refs}
@@ -138,9 +140,9 @@ def _known(cause: Exception, name: str, phase: str) -> MrlError | None:
         return _died(cause, name, phase)
     text = str(cause)
     if getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or _FULL.search(text):
-        return EnvironmentFault(f"{phase}: {name} found no space left to write to ({_last_line(cause)}); make room and resume")
+        return EnvironmentFault(f"{phase}: {name} found no space left to write to ({_in_short(cause)}); make room and resume")
     if isinstance(cause, RuntimeError | ConnectionError) and _LOST.search(text):
-        return LostPeer(f"{phase}: the ranks lost each other, as {name} saw ({_last_line(cause)}); their logs are in logs/")
+        return LostPeer(f"{phase}: the ranks lost each other, as {name} saw ({_in_short(cause)}); their logs are in logs/")
     return None
 
 
@@ -157,3 +159,21 @@ def _died(error: Exception, name: str, phase: str) -> Interrupted:
 
 def _last_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+
+
+def _in_short(error: Exception) -> str:
+    """The cause in one line: of a traceback what follows its frames, of a C++ error what precedes them; the beginning names the place."""
+    lines = str(error).split("\nException raised from")[0].strip().splitlines()
+    if isinstance(error, ray.exceptions.RayTaskError):
+        frames = [number for number, line in enumerate(lines) if line.startswith((" ", "Traceback"))]
+        lines = lines[frames[-1] + 1 :] if frames else lines
+    text = " ".join(line.strip() for line in lines if line.strip())
+    if not isinstance(error, RuntimeError | ValueError | ray.exceptions.RayTaskError):
+        text = f"{type(error).__name__}: {text}".removesuffix(": ")
+    return text if len(text) <= _MOST else f"{text[:_MOST]}..."
+
+
+def _log_of(name: str) -> str:
+    """File of the run directory that a rank's or an engine's output goes to."""
+    kind, _, number = name.partition(" ")
+    return f"logs/{'actor-rank' if kind == 'rank' else kind}-{number}.log"

@@ -107,21 +107,25 @@ class ActorWorker:
         return own_places() or [(ray.get_runtime_context().get_node_id(), None)]
 
     def connect_sync(self, setup: dict[str, Any], plan_hash: str) -> None:
-        """Builds the plan of the weight syncs and meets the engines. Raises EnvironmentFault when it is not the driver's plan."""
+        """Builds the plan of the weight syncs and meets the engines.
+
+        Raises EnvironmentFault when it is not the driver's plan, RuntimeError naming parameters that are not as the plan has them.
+        """
         from mrl.megatron.shards import RankShards
         from mrl.reshard.execute import connect_sender
         from mrl.reshard.setup import SyncSetup
+        from mrl.reshard.source import source_shards
 
         agreed = SyncSetup.from_json(setup)
         agreed.check_hash(plan_hash, f"rank {self.rank}")
         if self.sender is not None:
             self.sender.end.close()
-        self.shards = RankShards(self.actor.chunks)
-        self.sender = connect_sender(agreed, self.rank, self.shards)
+        shards = RankShards(self.actor.chunks)
+        shards.check(source_shards(agreed.model, agreed.train_layout, self.rank))
+        self.sender = connect_sender(agreed, self.rank, shards)
 
     def send_weights(self, update: int, workers: list[int], check_replicas: bool) -> dict[str, Any]:
         """Sends this rank's part of the weights to `workers`; fields of a SendReport."""
-        self.shards.refresh()
         return self.sender.send(update, workers, check_replicas).to_json()
 
     def take_checkpoint(self) -> int:

@@ -1,15 +1,23 @@
 """This rank's weights under their Megatron names, current and where they lie: what a reshard plan sends from."""
 
-from megatron.core.distributed import DistributedDataParallel
+from collections.abc import Sequence
+
 from torch import Tensor
 from torch.nn import Module
 
+from mrl.reshard.source import Shard
+
+_SHOWN = 8  # names in one message
+
 
 class RankShards:
-    """Looks parameters up by (name, model chunk), as mrl.reshard.source names them."""
+    """Looks parameters up by (name, model chunk), as mrl.reshard.source names them.
+
+    They are read right after an optimizer step, so the configuration refuses overlap_param_gather, which leaves them stale until the next
+    forward (mrl.config.override_rules).
+    """
 
     def __init__(self, chunks: list[Module]):
-        self._chunks = chunks
         self._parameters = {
             (_plain(name), number): parameter for number, chunk in enumerate(chunks) for name, parameter in chunk.named_parameters()
         }
@@ -21,14 +29,18 @@ class RankShards:
             raise RuntimeError(f"model chunk {chunk} has no parameter {name}: the model is not as mrl.reshard.source describes it")
         return parameter.data
 
-    def refresh(self) -> None:
-        """Brings every parameter up to date on this rank. Collective over data parallelism.
-
-        With overlap_param_gather an optimizer step leaves the other data-parallel ranks' part of a parameter stale until the next forward.
-        """
-        for chunk in self._chunks:
-            if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
-                chunk.start_param_sync(force_sync=True)
+    def check(self, described: Sequence[Shard]) -> None:
+        """Raises RuntimeError naming parameters that the model and its description do not have in common, or in other shapes."""
+        wanted = {(shard.megatron_name, shard.vp_chunk): shard.local_shape for shard in described}
+        held = {key: tuple(parameter.shape) for key, parameter in self._parameters.items()}
+        faults = [
+            f"{name} of chunk {chunk} is {held.get((name, chunk), 'not there')}, described as {wanted.get((name, chunk), 'not there')}"
+            for name, chunk in sorted(held.keys() | wanted.keys())
+            if held.get((name, chunk)) != wanted.get((name, chunk))
+        ]
+        if faults:
+            more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+            raise RuntimeError(f"the model is not as its description: {'; '.join(faults[:_SHOWN])}{more}")
 
 
 def _plain(name: str) -> str:

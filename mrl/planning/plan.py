@@ -27,7 +27,7 @@ def plan_of(config: RunConfig, model: ModelSpec, device: Device) -> dict[str, An
 
 
 def make_plan(inputs: PlanInputs) -> dict[str, Any]:
-    """The whole plan, with its hash. `seconds` and other measured times are the caller's to add: they are not part of the plan.
+    """The whole plan, with its hash. Measured times (`reshard.plan_seconds`, and `seconds`, which callers add) do not enter the hash.
 
     Raises ConfigError for layouts that cannot stand on the cluster.
     """
@@ -55,7 +55,9 @@ def make_plan(inputs: PlanInputs) -> dict[str, Any]:
 
 def plan_hash(plan: dict[str, Any]) -> str:
     """SHA-256 of the canonical JSON of all that is planned."""
-    text = json.dumps({k: v for k, v in plan.items() if k not in ("hash", "seconds")}, sort_keys=True, separators=(",", ":"))
+    planned = {k: v for k, v in plan.items() if k not in ("hash", "seconds")}
+    planned["reshard"] = {k: v for k, v in plan["reshard"].items() if k != "plan_seconds"}
+    text = json.dumps(planned, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -108,7 +110,7 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """`layout.actor.tensor: 2 -> 4` for every value that differs, lists of ranks as a whole."""
     then, now = dict(_leaves(old)), dict(_leaves(new))
     keys = [*then, *(key for key in now if key not in then)]
-    skipped = ("hash", "seconds")
+    skipped = ("hash", "seconds", "reshard.plan_seconds")
     return [f"{key}: {then.get(key)} -> {now.get(key)}" for key in keys if key not in skipped and then.get(key) != now.get(key)]
 
 

@@ -17,6 +17,7 @@ def plan_lines(plan: dict[str, Any]) -> Iterator[str]:
     yield from map(_phase_line, plan["memory"]["phases"].items())
     yield from _memory_lines(plan["memory"])
     yield from _time_lines(plan)
+    yield from _sync_lines(plan["reshard"])
     yield f"plan: {plan['hash'][:16]}"
 
 
@@ -76,13 +77,34 @@ def _memory_lines(memory: dict[str, Any]) -> Iterator[str]:
 
 
 def _time_lines(plan: dict[str, Any]) -> Iterator[str]:
-    times, sync = plan["times"], plan["reshard"]
+    times = plan["times"]
     phases = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in times["phase_seconds"].items())
     yield f"predicted at the assumed rates: {phases}; update {times['flops']['update']:.3g} FLOP, bubble {times['pipeline_bubble']:.1%}"
+
+
+def _sync_lines(sync: dict[str, Any]) -> Iterator[str]:
+    link = sync["link_bytes_per_second"]
+    here = f", {_size(sync['bytes_local'])} inside devices" if sync["bytes_local"] else ""
     yield (
-        f"sync: {sync['bytes_moved'] / 1e9:.1f} GB in {sync['rounds']} rounds, staging at most {sync['peak_staging_bytes'] / 1e6:.0f} MB, "
-        f"predicted {sync['predicted_seconds']:.3g} s (bound {sync['bound_seconds']:.3g} s)"
+        f"sync: {_size(sync['bytes_required'])} required, {_size(sync['bytes_moved'])} moved{here}, in {sync['rounds']} rounds; "
+        f"predicted {sync['predicted_seconds']:.3g} s (bound {sync['bound_seconds']:.3g} s) at {link['between_nodes'] / 1e9:.3g} GB/s "
+        f"between nodes, {link['inside_node'] / 1e9:.3g} inside one"
     )
+    yield f"  {_spread('rank', 'sends', sync['sent_bytes'])}, stages at most {_size(sync['peak_staging_bytes_trainer'])}"
+    yield f"  {_spread('worker', 'receives', sync['received_bytes'])}, stages at most {_size(sync['peak_staging_bytes_engine'])}"
+    yield f"  planned in {sync['plan_seconds']:.2f} s, hash {sync['hash'][:16]}; what each sends and receives: --json"
+
+
+def _spread(who: str, does: str, sizes: Sequence[int]) -> str:
+    """What the members of one side have to do; one number where they have the same."""
+    least, most = min(sizes), max(sizes)
+    how = _size(most) if least == most else f"{_size(least)} to {_size(most)} ({who} {sizes.index(most)})"
+    return f"each of {len(sizes)} {who}s {does} {how}"
+
+
+def _size(nbytes: int) -> str:
+    """In GB, or in MB below one."""
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.3g} MB"
 
 
 def search_lines(found: dict[str, Any]) -> Iterator[str]:

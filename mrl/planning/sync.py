@@ -1,5 +1,6 @@
 """The weight sync of a plan: the reshard plan's own summary, for the places where ranks and workers stand."""
 
+from time import perf_counter
 from typing import Any
 
 from mrl.layout_places import Place
@@ -13,8 +14,11 @@ _MIB = 1024**2
 
 
 def sync_section(inputs: PlanInputs, ranks: tuple[Place, ...], workers: tuple[Place, ...]) -> dict[str, Any]:
-    """Bytes, rounds, staging and predicted seconds of one sync, with the hash that both sides will compare."""
-    config = inputs.config
+    """Bytes, rounds, staging and predicted seconds of one sync, with the hash that both sides will compare.
+
+    `plan_seconds` is measured and differs from run to run.
+    """
+    config, begun = inputs.config, perf_counter()
     plan = plan_reshard(
         inputs.model,
         inputs.train,
@@ -24,8 +28,8 @@ def sync_section(inputs: PlanInputs, ranks: tuple[Place, ...], workers: tuple[Pl
         topology=Topology(tuple(SyncPlace(*place) for place in ranks), tuple(SyncPlace(*place) for place in workers)),
         budget_bytes=config.reshard.budget_mb * _MIB,
     )
-    summary = reshard_summary(plan, device_link(inputs.device, inputs.assumptions.link_share))
-    return {key: value for key, value in summary.items() if key != "plan_seconds"}  # the plan is the same however long it took
+    link = device_link(inputs.device, inputs.assumptions.link_share)
+    return reshard_summary(plan, link, plan_seconds=perf_counter() - begun)
 
 
 def device_link(device: Device, share: float) -> Link:

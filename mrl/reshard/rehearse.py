@@ -3,7 +3,7 @@
 What a worker should end up with is said anew here, as vLLM 0.32's loader slices full tensors, without the boxes that the plan is made of.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from math import lcm
 
@@ -152,9 +152,9 @@ def _cut(array: np.ndarray, parts: int, index: int, axis: int = 0) -> np.ndarray
 
 
 def shrink(model: ModelSpec, train: TrainLayout, rollout: RolloutLayout) -> tuple[ModelSpec, TrainLayout]:
-    """A model of the same layout and divisibility, and the training layout for it: two layers a chunk, two experts a training rank, two
-    rows a shard; heads, padding of the vocabulary and what is uneven stay."""
-    kept = [sorted({*layers[:1], *layers[-1:]}) for layers in _chunks(train)]
+    """A model of the same layout and divisibility, and the training layout for it: two layers a chunk (and of each kind), two experts a rank on either side
+    (where the model has as many), two rows a shard; heads, padding of the vocabulary and what is uneven stay."""
+    kept = [_kept(layers, model.moe_layers) for layers in _chunks(train)]
     layers = [layer for chunk in kept for layer in chunk]
     counts = iter(len(chunk) for chunk in kept)
     by_chunk = [[next(counts) for _ in range(train.pipeline)] for _ in range(train.virtual_pipeline)]
@@ -164,7 +164,7 @@ def shrink(model: ModelSpec, train: TrainLayout, rollout: RolloutLayout) -> tupl
         moe_layers=tuple(n for n, layer in enumerate(layers) if layer in model.moe_layers),
         hidden_size=4,
         head_dim=2,
-        vocab_size=64 * rollout.tensor - (-model.vocab_size % 64),
+        vocab_size=128 * lcm(train.tensor, rollout.tensor) - (-model.vocab_size % 64),
         intermediate_size=2 * lcm(train.tensor, rollout.tensor),
         moe_intermediate_size=2 * lcm(train.expert_tensor, rollout.expert_tensor),
         shared_expert_intermediate_size=2 * lcm(train.tensor, rollout.tensor) if model.shared_expert_intermediate_size else 0,
@@ -173,15 +173,21 @@ def shrink(model: ModelSpec, train: TrainLayout, rollout: RolloutLayout) -> tupl
     return small, replace(train, chunk_layers=tuple(zip(*by_chunk, strict=True)))
 
 
+def _kept(layers: range, moe_layers: Collection[int]) -> list[int]:
+    """First and last layer of a chunk, and one of the kind that neither is."""
+    of_each_kind = {layer in moe_layers: layer for layer in (*layers, *layers[:1])}.values()
+    return sorted({*layers[:1], *layers[-1:], *of_each_kind})
+
+
 def _chunks(train: TrainLayout) -> list[range]:
     """Layers of each chunk in model order."""
     return [train.stage_layers(pp, vp) for vp in range(train.virtual_pipeline) for pp in range(train.pipeline)]
 
 
 def _few_experts(num_experts: int, train: int, rollout: int) -> int:
-    """At least two a training rank and one a worker, as even or uneven over the workers as the real number."""
-    even = num_experts % rollout == 0
-    count = 2 * train
-    while count < rollout or (count % rollout == 0) != even:
+    """At least two a training rank and a worker, or the one that a worker has; as even or uneven over the workers as the real number."""
+    even, least = num_experts % rollout == 0, max(2 * train, min(2, num_experts // rollout) * rollout)
+    count = -(-least // train) * train
+    while (count % rollout == 0) != even:
         count += train
     return count

@@ -6,7 +6,7 @@ receiver unpacks round r, the senders pack round r + 1. Every wait has a deadlin
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -153,32 +153,27 @@ def _joined(routes: dict[int, str], make: Callable, bundle: type):
     return next(iter(ends.values())) if len(ends) == 1 else bundle({peer: ends[kind] for peer, kind in routes.items()}, list(ends.values()))
 
 
-class SenderBundle:
-    """Some workers by one transport, the others by another."""
+class _Bundle:
+    """Some peers by one transport, the others by another."""
 
-    def __init__(self, by_worker: dict[int, SendingEnd], ends: list[SendingEnd]):
-        self._by_worker, self._ends = by_worker, ends
+    def __init__(self, by_peer: dict[int, Any], ends: list[Any]):
+        """`by_peer`: the one of `ends` that serves each rank or worker."""
+        self._by_peer, self._ends = by_peer, ends
+
+    def _end(self, message: Message) -> Any:
+        raise NotImplementedError
+
+    def _shares(self, messages: Sequence[Message]) -> list[tuple[Any, list[Message]]]:
+        """The messages of each end that has some."""
+        shares = [(end, [m for m in messages if self._end(m) is end]) for end in self._ends]
+        return [(end, share) for end, share in shares if share]
 
     @property
     def staging_bytes(self) -> int:
         return sum(end.staging_bytes for end in self._ends)
 
-    def begin(self, update: int, messages: Sequence[Message]) -> None:
-        for end in self._ends:
-            end.begin(update, [m for m in messages if self._by_worker[m.worker] is end])
-
-    def slot(self, message: Message) -> Tensor:
-        return self._by_worker[message.worker].slot(message)
-
     def lasting(self, message: Message) -> bool:
-        return self._by_worker[message.worker].lasting(message)
-
-    def post(self, message: Message) -> None:
-        self._by_worker[message.worker].post(message)
-
-    def finish(self) -> None:
-        for end in self._ends:
-            end.finish()
+        return self._end(message).lasting(message)
 
     def abandon(self) -> None:
         for end in self._ends:
@@ -189,19 +184,36 @@ class SenderBundle:
             end.close()
 
 
-class ReceiverBundle:
-    """Some ranks by one transport, the others by another."""
+class SenderBundle(_Bundle):
+    """A SendingEnd of several."""
 
-    def __init__(self, by_rank: dict[int, ReceivingEnd], ends: list[ReceivingEnd]):
-        self._by_rank, self._ends = by_rank, ends
+    def _end(self, message: Message) -> SendingEnd:
+        return self._by_peer[message.worker]
 
-    @property
-    def staging_bytes(self) -> int:
-        return sum(end.staging_bytes for end in self._ends)
+    def begin(self, update: int, messages: Sequence[Message]) -> None:
+        for end in self._ends:
+            end.begin(update, [m for m in messages if self._end(m) is end])
+
+    def slot(self, message: Message) -> Tensor:
+        return self._end(message).slot(message)
+
+    def post(self, message: Message) -> None:
+        self._end(message).post(message)
+
+    def finish(self) -> None:
+        for end in self._ends:
+            end.finish()
+
+
+class ReceiverBundle(_Bundle):
+    """A ReceivingEnd of several."""
+
+    def _end(self, message: Message) -> ReceivingEnd:
+        return self._by_peer[message.source]
 
     def begin(self, update: int, rounds: Sequence[Sequence[Message]]) -> None:
         for end in self._ends:
-            shares = ([m for m in messages if self._by_rank[m.source] is end] for messages in rounds)
+            shares = ([m for m in messages if self._end(m) is end] for messages in rounds)
             end.begin(update, [share for share in shares if share])
 
     def take(self, messages: Sequence[Message]) -> list[Tensor]:
@@ -210,21 +222,6 @@ class ReceiverBundle:
             found |= zip([m.source for m in share], end.take(share), strict=True)
         return [found[m.source] for m in messages]
 
-    def lasting(self, message: Message) -> bool:
-        return self._by_rank[message.source].lasting(message)
-
     def release(self, messages: Sequence[Message]) -> None:
         for end, share in self._shares(messages):
             end.release(share)
-
-    def _shares(self, messages: Sequence[Message]) -> list[tuple[ReceivingEnd, list[Message]]]:
-        shares = [(end, [m for m in messages if self._by_rank[m.source] is end]) for end in self._ends]
-        return [(end, share) for end, share in shares if share]
-
-    def abandon(self) -> None:
-        for end in self._ends:
-            end.abandon()
-
-    def close(self) -> None:
-        for end in self._ends:
-            end.close()

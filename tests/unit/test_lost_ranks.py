@@ -138,3 +138,34 @@ def test_parts_of_a_checkpoint_come_in_the_order_of_the_ranks(write):
 def test_a_disk_that_is_too_slow_is_a_fault_of_the_disk_and_no_interruption(write):
     with pytest.raises(EnvironmentFault, match=r"no answer from rank 1 within 60 s.*raise cluster\.step_timeout_s"):
         write[0]((1, "a"), NEVER)
+
+
+SEVERAL_LINES = RuntimeError(
+    "rank 3: worker 0 did not take round 2 of update 7:\n  model.norm.weight\nException raised from wait at pair.cc:1\nframe #0: ..."
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "said"),
+    [
+        ("rank 3", raised(SEVERAL_LINES), "rank 3: rank 3: worker 0 did not take round 2 of update 7: model.norm.weight (logs/actor-rank-3.log)"),
+        ("engine 1", raised(KeyError("w13")), "engine 1: KeyError: 'w13' (logs/engine-1.log)"),
+        ("engine 1", raised(MemoryError()), "engine 1: MemoryError (logs/engine-1.log)"),
+        (
+            "rank 0",
+            ray.exceptions.RayTaskError("send_weights", "Traceback (most recent call last):\n  File x\n    y()\nE: rank 0\nmodel.norm", None),
+            "rank 0: E: rank 0 model.norm (logs/actor-rank-0.log)",
+        ),
+    ],
+)
+def test_a_call_that_may_be_tried_again_answers_with_all_of_its_cause_and_the_log(monkeypatch, name, error, said):
+    Answers(monkeypatch)
+    answer = calls.settle({name: (1, error)}, 60.0, "weight sync")[name]
+    assert str(answer) == said
+
+
+def test_a_broken_connection_keeps_what_the_transport_said_before_it(monkeypatch):
+    Answers(monkeypatch)
+    lost = RuntimeError("rank 0: worker 1 did not take round 4\n[gloo/transport/tcp] Connection closed by peer\nframes")
+    answer = calls.settle({"rank 0": (1, raised(lost))}, 60.0, "weight sync")["rank 0"]
+    assert "worker 1 did not take round 4" in str(answer)

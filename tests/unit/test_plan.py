@@ -123,9 +123,12 @@ def test_the_largest_model_is_planned_on_128_devices_in_five_seconds_without_hea
     assert heavy == "[]"
     assert float(seconds) < 5
     assert {"layout", "batch", "memory", "reshard", "hash", "seconds"} <= set(plan)
-    assert {"bytes_required", "bytes_moved", "peak_staging_bytes", "rounds", "predicted_seconds", "bound_seconds", "hash"} <= set(
-        plan["reshard"]
-    )
+    sync = plan["reshard"]
+    assert {"bytes_required", "bytes_moved", "peak_staging_bytes", "rounds", "predicted_seconds", "bound_seconds", "hash"} <= set(sync)
+    assert {"peak_staging_bytes_trainer", "peak_staging_bytes_engine", "link_bytes_per_second"} <= set(sync)
+    assert len(sync["sent_bytes"]) == 128 == len(sync["received_bytes"])
+    assert sum(sync["sent_bytes"]) == sum(sync["received_bytes"]) == sync["bytes_moved"] + sync["bytes_local"]
+    assert 0 < sync["plan_seconds"] < plan["seconds"]
     assert len(plan["layout"]["ranks"]) == 128
 
 
@@ -175,7 +178,8 @@ def test_under_a_token_budget_the_cures_are_budgets_and_the_tried_one_is_the_lon
 
 def test_a_plan_is_the_same_every_time_and_another_for_another_layout():
     first, second = (tiny_plan(**{TP: 2, EP: 4}) for _ in range(2))
-    assert first == second
+    assert differences(first, second) == [] and first.keys() == second.keys()
+    assert first["hash"] == second["hash"]
     assert first["hash"] == plan_hash(first) == plan_hash(json.loads(json.dumps(first)))
     assert tiny_plan(**{TP: 4, EP: 4})["hash"] != first["hash"]
 
@@ -222,6 +226,23 @@ def test_the_command_prints_a_screenful(preset, capsys):
     assert "planned for cpu" in shown
     for part in ("actor: 2 ranks (tensor 2, expert 2", "batch: 8 prompts x 2", "train, stage 0", "KV cache", "sync:", "plan: "):
         assert part in shown
+
+
+def test_the_command_says_what_the_sync_will_cost_each_side(preset, capsys):
+    sync = run_json(capsys, str(preset))["reshard"]
+    main(["plan", str(preset)])
+    shown = capsys.readouterr().out
+    assert f"sync: {sync['bytes_required'] / 1e6:.3g} MB required, {sync['bytes_moved'] / 1e6:.3g} MB moved" in shown
+    assert f"in {sync['rounds']} rounds; predicted {sync['predicted_seconds']:.3g} s (bound {sync['bound_seconds']:.3g} s) at " in shown
+    assert f"each of 2 ranks sends {_span(sync['sent_bytes'])}" in shown
+    assert f"stages at most {sync['peak_staging_bytes_trainer'] / 1e6:.3g} MB" in shown
+    assert f"each of {len(sync['received_bytes'])} workers receives {_span(sync['received_bytes'])}" in shown
+    assert f"hash {sync['hash'][:16]}" in shown and "planned in " in shown
+
+
+def _span(sizes: list[int]) -> str:
+    least, most = (f"{size / 1e6:.3g} MB" for size in (min(sizes), max(sizes)))
+    return most if least == most else f"{least} to {most}"
 
 
 def test_the_plan_is_left_in_a_run_directory(preset, tmp_path, capsys):

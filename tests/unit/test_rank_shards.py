@@ -1,30 +1,29 @@
-"""A rank's weights are found under their Megatron names, where training changes them, and brought up to date before a sync."""
-
-from types import SimpleNamespace
+"""A rank's weights are found under their Megatron names, where training changes them, and are as the plan describes them."""
 
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from mrl.megatron.shards import RankShards
+from mrl.reshard.source import Shard
 
 
 class Wrapped(DistributedDataParallel):
-    """Megatron's wrapper as far as its weights go: `module.` in front of names, and a gather that is counted."""
+    """Megatron's wrapper as far as its weights go: `module.` in front of names."""
 
-    def __init__(self, module: torch.nn.Module, overlap_param_gather: bool):
+    def __init__(self, module: torch.nn.Module):
         torch.nn.Module.__init__(self)
-        self.module, self.gathers = module, []
-        self.ddp_config = SimpleNamespace(overlap_param_gather=overlap_param_gather)
-
-    def start_param_sync(self, *, force_sync: bool = False) -> None:
-        self.gathers.append(force_sync)
+        self.module = module
 
 
-def chunk(overlap_param_gather: bool = False) -> Wrapped:
+def chunk() -> Wrapped:
     inner = torch.nn.Module()
     inner.module = torch.nn.ModuleDict({"layer": torch.nn.Linear(3, 2)})  # Float16Module wraps a second time
-    return Wrapped(inner, overlap_param_gather)
+    return Wrapped(inner)
+
+
+def described(name: str, shape: tuple[int, ...], number: int = 0) -> Shard:
+    return Shard(name, number, shape, (), False, (0,))
 
 
 def test_names_are_the_models_own_and_numbers_those_of_the_chunks():
@@ -46,7 +45,22 @@ def test_a_parameter_that_is_not_there_is_named():
         RankShards([chunk()])("layer.weight", 1)
 
 
-def test_parameters_left_to_be_gathered_later_are_gathered_before_a_sync_and_at_once():
-    late, current = chunk(overlap_param_gather=True), chunk()
-    RankShards([late, current]).refresh()
-    assert (late.gathers, current.gathers) == ([True], [])
+RIGHT = [described("layer.weight", (2, 3)), described("layer.bias", (2,))]
+
+
+def test_a_model_as_it_is_described_passes():
+    RankShards([chunk()]).check(RIGHT)
+
+
+@pytest.mark.parametrize(
+    ("shards", "said"),
+    [
+        (RIGHT[:1], r"layer\.bias of chunk 0 is \(2,\), described as not there"),
+        ([*RIGHT, described("layer.scale", (2,))], r"layer\.scale of chunk 0 is not there, described as \(2,\)"),
+        ([*RIGHT, described("layer.bias", (2,), 1)], r"layer\.bias of chunk 1 is not there"),
+        ([described("layer.weight", (1, 3)), RIGHT[1]], r"layer\.weight of chunk 0 is \(2, 3\), described as \(1, 3\)"),
+    ],
+)
+def test_a_parameter_that_is_missing_unknown_or_of_another_shape_is_named(shards, said):
+    with pytest.raises(RuntimeError, match=said):
+        RankShards([chunk()]).check(shards)

@@ -193,15 +193,28 @@ def test_shrunken_models_keep_layouts_legal_and_shards_of_two_rows(seed):
             pair.train.world_size, pair.train.pipeline, pair.train.virtual_pipeline,
         )  # fmt: skip
         assert train.num_layers == small.num_layers
-        for rank in range(train.world_size):
-            for shard in source_shards(small, train, rank):
-                rows = [
-                    piece.hf_box.shape
-                    for piece in shard.pieces
-                    if len(piece.hf_box.ranges) == 2 and "shared_expert_gate" not in piece.hf_name
-                ]
-                assert all(min(shape) >= 2 for shape in rows if "proj" in shard.megatron_name or "experts" in shard.megatron_name)
+        shards = [shard for rank in range(train.world_size) for shard in source_shards(small, train, rank)]
+        pieces = [piece for shard in shards for piece in shard.pieces]
+        for worker in range(pair.rollout.workers_per_engine):
+            pieces += [p for t in target_parameters(small, pair.rollout, worker, "cpu", "float32") for p in t.pieces]
+        assert [p for p in pieces if min(p.hf_box.shape) < 2 and "shared_expert_gate" not in p.hf_name] == []  # which has one row
+        if small.is_moe:
+            assert small.num_experts >= max(2 * train.expert, min(2, pair.model.num_experts // pair.rollout.expert) * pair.rollout.expert)
+        kinds = [{layer in pair.model.moe_layers for layer in pair.train.stage_layers(p, v)} for p, v in chunks(train)]
+        assert kinds == [{layer in small.moe_layers for layer in train.stage_layers(p, v)} for p, v in chunks(train)]
         assert list(rehearse(replace_model(pair, small, train))) == []
+
+
+def chunks(train: TrainLayout) -> list[tuple[int, int]]:
+    return [(stage, chunk) for stage in range(train.pipeline) for chunk in range(train.virtual_pipeline)]
+
+
+def test_a_layer_kind_in_the_middle_of_a_stage_is_kept():
+    """Dense, with experts, dense: the ends alone would rehearse no expert."""
+    model = replace(MODELS["mixed"], num_layers=3, moe_layers=(1,))
+    small, train = shrink(model, TrainLayout.build({"world_size": 2, "expert_model_parallel_size": 2}, model), RolloutLayout())
+    assert (small.num_layers, small.moe_layers) == (3, (1,))
+    assert train.num_layers == 3
 
 
 def replace_model(pair: Pair, model, train) -> ReshardPlan:
