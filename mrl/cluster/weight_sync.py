@@ -75,10 +75,10 @@ class WeightSync:
             if number + 1 == _ATTEMPTS:
                 raise Interrupted(f"weight sync to version {version}: {names} could not be brought to the trained weights, twice: {why}")
             print(f"weight sync to version {version}: {names} fenced and synced again: {why}", file=sys.stderr)
-        self.engines.commit(version)
-        self._syncs += 1
         receives = [report for reports in done.receives.values() for report in reports]
         totals = SyncTotals.of(done.bytes_sent, receives, self._weight_bytes, done.staging_bytes)
+        self.engines.commit(version)
+        self._syncs += 1
         return _metrics(totals, len(done.reasons))
 
     def _attempt(self, pending: set[int], done: Attempt) -> None:

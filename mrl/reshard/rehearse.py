@@ -152,8 +152,11 @@ def _cut(array: np.ndarray, parts: int, index: int, axis: int = 0) -> np.ndarray
 
 
 def shrink(model: ModelSpec, train: TrainLayout, rollout: RolloutLayout) -> tuple[ModelSpec, TrainLayout]:
-    """A model of the same layout and divisibility, and the training layout for it: two layers a chunk (and of each kind), two experts a rank on either side
-    (where the model has as many), two rows a shard; heads, padding of the vocabulary and what is uneven stay."""
+    """A model of the same layout and divisibility, and the training layout for it.
+
+    Two layers a chunk (and one of each kind), two experts a rank on either side (where the model has as many), two rows a shard; heads,
+    padding of the vocabulary and what is uneven stay.
+    """
     kept = [_kept(layers, model.moe_layers) for layers in _chunks(train)]
     layers = [layer for chunk in kept for layer in chunk]
     counts = iter(len(chunk) for chunk in kept)

@@ -13,7 +13,7 @@ import perturbing
 import psutil
 import pytest
 import ray
-from test_sync import Case, World, answers, config_for, held_by, two_models
+from test_sync import Case, World, answers, config_for, equal, held_by, two_models
 
 from mrl.cluster.actor_group import ActorGroup
 from mrl.cluster.ray_cluster import ray_cluster
@@ -76,8 +76,9 @@ def a_flipped_bit_is_named_and_the_engine_synced_again(world, capfd):
     sync = sync_of(world)
     sync.bring_to(1)
     clean, said = held_by(world.engines), answers(world.engines)
+    move_every_weight(world, sync, 2, clean)
     ray.get(world.actor.workers[1].spoil_syncs.remote(1))
-    metrics = sync.bring_to(2)
+    metrics = sync.bring_to(3)
     assert (metrics["reshard/resynced"], metrics["reshard/verified"]) == (1, 1)
     assert metrics["reshard/bytes_moved"] == metrics["reshard/bytes_required"]
     reported = capfd.readouterr().err
@@ -86,24 +87,34 @@ def a_flipped_bit_is_named_and_the_engine_synced_again(world, capfd):
     assert answers(world.engines) == said
 
 
+def move_every_weight(world, sync, version, clean):
+    """The engine holds other weights throughout; the ranks have those of `clean` again: twice a number, halved, is the number."""
+    world.actor.call("scale_weights", 2.0)
+    sync.bring_to(version)
+    assert all(equal(now, then) == [] for now, then in zip(held_by(world.engines), clean, strict=True))
+    world.actor.call("scale_weights", 0.5)
+
+
 def a_fault_that_stays_leaves_an_engine_that_refuses_to_generate(world):
     sync = sync_of(world)
-    sync.bring_to(3)
+    sync.bring_to(4)
     clean = held_by(world.engines)
+    move_every_weight(world, sync, 5, clean)
     ray.get(world.actor.workers[1].spoil_syncs.remote(2))
-    with pytest.raises(Interrupted, match=r"weight sync to version 4: engine 0 could not be brought .* twice: engine 0 worker 0: "):
-        sync.bring_to(4)
+    with pytest.raises(Interrupted, match=r"weight sync to version 6: engine 0 could not be brought .* twice: engine 0 worker 0: ") as told:
+        sync.bring_to(6)
+    assert "model." in str(told.value) and "sent by rank" in str(told.value)
     assert held_by(world.engines) != clean
     with pytest.raises(ray.exceptions.RayTaskError, match="engine 0 holds no committed weights and must not generate"):
         answers(world.engines)
-    sync.bring_to(5)  # the fault has passed
+    sync.bring_to(7)  # the fault has passed
     assert held_by(world.engines) == clean
     answers(world.engines)
 
 
 def a_worker_that_dies_in_the_middle_ends_the_run_as_resumable(world):
     sync = sync_of(world)
-    sync.bring_to(6)
+    sync.bring_to(8)
     ray.get([worker.stall.remote(8.0) for worker in world.actor.workers])
     processes = psutil.Process().children(recursive=True)
     core = next(p for p in processes if "EngineCore" in " ".join(p.cmdline()) or "EngineCore" in p.name())
@@ -111,6 +122,6 @@ def a_worker_that_dies_in_the_middle_ends_the_run_as_resumable(world):
     killer.start()
     began = time.monotonic()
     with pytest.raises(Interrupted, match="engine 0: vLLM's process below it died"):
-        sync.bring_to(7)
+        sync.bring_to(9)
     assert time.monotonic() - began < 30
     killer.join()

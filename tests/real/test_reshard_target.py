@@ -1,4 +1,4 @@
-"""What a worker must hold, judged by vLLM alone: its own models, built as each rank of a layout, fill numbered tensors with their own loaders.
+"""What a worker must hold, judged by vLLM alone: its own models, built as each rank of a layout, take numbered tensors by their loaders.
 
 Every element of a checkpoint has a number of its own (below 2^24, so that fp32 holds it), and every parameter of vLLM must afterwards hold
 exactly the numbers that `mrl.reshard.target` says, zeros where it says padding. Only the process groups are stand-ins that know a size

@@ -4,9 +4,11 @@ import json
 import os
 import stat
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from test_reshard_source import assembled, random_layouts, tagged
 
 from mrl.checkpoint import adam_steps, set_adam_state
 from mrl.convert import megatron_to_hf
@@ -25,7 +27,7 @@ from mrl.reshard.manifest import (
     read_manifest,
     write_manifest,
 )
-from mrl.reshard.source import Piece
+from mrl.reshard.source import Piece, source_shards
 from mrl.reshard.stored import StoredTensors
 from mrl.trainer.run import set_aside
 from mrl.trainer.saving import superseded, write_atomically
@@ -105,6 +107,38 @@ def test_parts_of_a_flat_tensor_are_put_together(tmp_path):
     out = torch.zeros(2, 2)
     StoredTensors(path, read_manifest(path)).fill(WEIGHT, [Piece("w", Box(((1, 3), (2, 4))), Box.whole((2, 2)))], out)
     assert out.tolist() == [[6.0, 7.0], [10.0, 11.0]]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_element_of_a_checkpoint_finds_its_place_in_any_other_layout(tmp_path, seed):
+    """Random pairs of layouts of one model, elements numbered: what a rank loads is what it would have of the Hugging Face tensors."""
+    pairs = 0
+    for number, (model, written) in enumerate(random_layouts(seed, 5)):
+        others = [layout for other, layout in random_layouts(100 * seed + number, 20) if other is model]
+        folder, hf = tmp_path / f"{number}", tagged(model)
+        folder.mkdir()
+        stored = StoredTensors(folder, write_layout(folder, model, written, hf))
+        for layout in others[:1]:
+            pairs += 1
+            for rank in range(layout.world_size):
+                for shard in source_shards(model, layout, rank):
+                    found = torch.zeros(shard.local_shape, dtype=torch.int64)
+                    stored.fill(WEIGHT, shard.pieces, found)
+                    assert np.array_equal(found.numpy(), assembled(shard, hf)), (shard.megatron_name, written, layout)
+    assert pairs > 3
+
+
+def write_layout(folder, model, layout, hf) -> Manifest:
+    """What each rank of `layout` would write of its weights, those of its replicas left out."""
+    ranks = []
+    for rank in range(layout.world_size):
+        shards = [shard for shard in source_shards(model, layout, rank) if shard.primary == rank]
+        name = f"rank-{rank:05d}.safetensors"
+        keys = {f"{shard.vp_chunk}.{shard.megatron_name}": shard for shard in shards}
+        save_file({key: torch.from_numpy(assembled(shard, hf)) for key, shard in keys.items()}, folder / name)
+        entries = tuple(Entry(name, key, WEIGHT, shard.local_shape, None, shard.pieces) for key, shard in keys.items())
+        ranks.append(RankFiles(entries, {name: file_facts(folder / name)}, FACTS))
+    return a_manifest(1, tuple(ranks))
 
 
 def test_a_flipped_byte_is_found_and_an_older_step_taken(tmp_path):

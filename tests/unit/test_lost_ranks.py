@@ -141,19 +141,19 @@ def test_a_disk_that_is_too_slow_is_a_fault_of_the_disk_and_no_interruption(writ
 
 
 SEVERAL_LINES = RuntimeError(
-    "rank 3: worker 0 did not take round 2 of update 7:\n  model.norm.weight\nException raised from wait at pair.cc:1\nframe #0: ..."
+    "worker 0 did not take round 2 of 7:\n  model.norm.weight\nException raised from wait at pair.cc:1\nframe #0: ..."
 )
 
 
 @pytest.mark.parametrize(
     ("name", "error", "said"),
     [
-        ("rank 3", raised(SEVERAL_LINES), "rank 3: rank 3: worker 0 did not take round 2 of update 7: model.norm.weight (logs/actor-rank-3.log)"),
+        ("rank 3", raised(SEVERAL_LINES), "rank 3: worker 0 did not take round 2 of 7: model.norm.weight (logs/actor-rank-3.log)"),
         ("engine 1", raised(KeyError("w13")), "engine 1: KeyError: 'w13' (logs/engine-1.log)"),
         ("engine 1", raised(MemoryError()), "engine 1: MemoryError (logs/engine-1.log)"),
         (
             "rank 0",
-            ray.exceptions.RayTaskError("send_weights", "Traceback (most recent call last):\n  File x\n    y()\nE: rank 0\nmodel.norm", None),
+            ray.exceptions.RayTaskError("send", "Traceback (most recent call last):\n  File x\n    y()\nE: rank 0\nmodel.norm", None),
             "rank 0: E: rank 0 model.norm (logs/actor-rank-0.log)",
         ),
     ],

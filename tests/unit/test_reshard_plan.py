@@ -83,14 +83,31 @@ def test_what_is_on_the_device_or_the_node_is_taken_from_there():
     assert sources == {(w, r) for w in range(4) for r in range(4) if w // 2 == r // 2}
 
 
-def test_replicas_share_the_work():
-    """Four replicas of everything and one worker: each sends a quarter, up to a grain."""
-    model = MODELS["qwen3"]
-    train = TrainLayout.build({"world_size": 4}, model)
+@pytest.mark.parametrize(
+    ("name", "degrees"),
+    [
+        ("qwen3", {"world_size": 4}),
+        ("qwen3", {"world_size": 4, "context_parallel_size": 2}),
+        ("qwen3_moe", {"world_size": 4, "context_parallel_size": 2}),
+    ],
+)
+def test_replicas_share_the_work(name, degrees):
+    """Data- and context-parallel replicas of everything, and one worker: each sends an equal share, up to a grain."""
+    model = MODELS[name]
+    train = TrainLayout.build(degrees, model)
     plan = plan_reshard(model, train, RolloutLayout(), dialect="cpu", dtype="float32", budget_bytes=4096)
     sent = plan.loads.sent.sum(axis=(0, 1))
     assert max(sent) - min(sent) <= plan.num_rounds * max(stream.largest for stream in plan.streams)
     assert (plan.loads.sent.sum(axis=0) > 0).all(), "all of them in every round"
+
+
+@pytest.mark.parametrize("degrees", [{"world_size": 8}, {"world_size": 16, "tensor_model_parallel_size": 2}], ids=str)
+def test_replicas_of_a_published_model_share_the_work(degrees):
+    """Context, data and expert-data parallelism at once: nobody sends 5 % more than the mean."""
+    degrees = degrees | {"context_parallel_size": 2, "expert_model_parallel_size": degrees["world_size"] // 4}
+    train = TrainLayout.build(degrees, QWEN3_30B)
+    sent = plan_reshard(QWEN3_30B, train, RolloutLayout(2, 2), dialect="cuda", dtype="bfloat16").loads.sent.sum(axis=(0, 1))
+    assert max(sent) <= 1.05 * sent.mean()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from mrl.reshard.rehearse import fill, loaded, numbered, rehearse
 from mrl.reshard.source import source_shards
 from mrl.reshard.streams import ITEM_BYTES
 
-SEEDS = range(10)
+SEEDS = range(16)
 PAIRS = 16  # for each seed
 
 

@@ -247,6 +247,27 @@ def test_a_dropped_message_is_missed_by_its_receiver_which_names_rank_and_round(
     assert holds(world, 0) and world.versions() == [2]
 
 
+def test_a_round_that_is_sent_twice_is_taken_by_nobody(cluster, capsys):
+    """Between hosts; the receiver asks for each round once, so the repetition is never matched and its sender says so."""
+    world, sync = cluster(engines=1, transport="p2p")
+    sync.bring_to(1)
+    be_impatient(world.world)
+    end = world.world.senders[0].end
+    repeated = []
+
+    def again(post, message):
+        repeated.append(message)
+        place = end._place[message.worker]
+        post(message)
+        end._place[message.worker] = place
+        post(message)
+
+    end.post = once(end.post, again)
+    assert sync.bring_to(2)["reshard/resynced"] == 1
+    assert f"rank 0: worker 0 did not take round {repeated[0].round} of update 2" in capsys.readouterr().err
+    assert holds(world, 0) and world.versions() == [2]
+
+
 def test_a_message_that_is_sent_twice_finds_no_room(cluster, capsys):
     world, sync = cluster(engines=1)
     sync.bring_to(1)
@@ -322,6 +343,16 @@ def test_an_engine_that_fails_in_the_middle_is_told_to_the_ranks_at_once(cluster
     said = capsys.readouterr().err
     assert "no memory for a module" in said
     assert world.versions() == [2, 2] and holds(world, 0) and holds(world, 1)
+
+
+def test_sides_that_counted_other_bytes_are_not_served(cluster):
+    world, sync = cluster(engines=1)
+    sync.bring_to(1)
+    receive = world.receive_weights
+    world.receive_weights = lambda *of: [report | {"bytes_moved": report["bytes_moved"] - 4} for report in receive(*of)]
+    with pytest.raises(RuntimeError, match=r"ranks sent \d+ bytes, engines received \d+"):
+        sync.bring_to(2)
+    assert world.versions() == [None]
 
 
 def test_a_side_with_another_plan_is_refused_before_the_first_byte(cluster):
