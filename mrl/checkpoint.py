@@ -17,8 +17,9 @@ from torch import Tensor
 
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.megatron.optimizer import current_lr
+from mrl.megatron.shards import RankShards, plain_name
 from mrl.reshard.manifest import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, Entry, Manifest, RankFiles, read_manifest
-from mrl.reshard.source import Shard, source_shards
+from mrl.reshard.source import Shard, local_shapes, source_shards
 from mrl.reshard.stored import StoredTensors
 from mrl.reshard.tensor_file import file_bytes, write_tensors
 
@@ -134,22 +135,12 @@ def load_rank(actor, folder: Path) -> None:
 def held_parameters(actor) -> Iterator[Held]:
     """Every parameter of this rank, in a fixed order. Raises RuntimeError when the model has others than its description."""
     described = {(s.vp_chunk, s.megatron_name): s for s in source_shards(actor.model, actor.layout, actor.rank)}
+    RankShards(actor.chunks).check(local_shapes(described.values()))
     for number, chunk in enumerate(actor.chunks):
         for name, parameter in chunk.named_parameters():
-            shard = described.pop((number, _plain(name)), None)
-            if shard is None or tuple(parameter.shape) != shard.local_shape:
-                raise RuntimeError(f"chunk {number}, {name} {tuple(parameter.shape)}: not as described ({shard})")
             optimizer = next((o for o in _optimizers(actor) if parameter in o.model_param_group_index_map), None)
             part = optimizer._get_model_param_range_map(parameter)["param"] if optimizer else None
-            yield Held(shard, parameter, optimizer, (part.start, part.end) if part else None)
-    if described:
-        raise RuntimeError(f"the model lacks described parameters: {sorted(described)[:4]}")
-
-
-def _plain(name: str) -> str:
-    while name.startswith("module."):
-        name = name.removeprefix("module.")
-    return name
+            yield Held(described[number, plain_name(name)], parameter, optimizer, (part.start, part.end) if part else None)
 
 
 def _optimizers(actor) -> list[DistributedOptimizer]:

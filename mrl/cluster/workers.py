@@ -114,14 +114,14 @@ class ActorWorker:
         from mrl.megatron.shards import RankShards
         from mrl.reshard.execute import connect_sender
         from mrl.reshard.setup import SyncSetup
-        from mrl.reshard.source import source_shards
+        from mrl.reshard.source import local_shapes, source_shards
 
         agreed = SyncSetup.from_json(setup)
         agreed.check_hash(plan_hash, f"rank {self.rank}")
         if self.sender is not None:
             self.sender.end.close()
         shards = RankShards(self.actor.chunks)
-        shards.check(source_shards(agreed.model, agreed.train_layout, self.rank))
+        shards.check(local_shapes(source_shards(agreed.model, agreed.train_layout, self.rank)))
         self.sender = connect_sender(agreed, self.rank, shards)
 
     def send_weights(self, update: int, workers: list[int], check_replicas: bool) -> dict[str, Any]:

@@ -1,11 +1,9 @@
 """This rank's weights under their Megatron names, current and where they lie: what a reshard plan sends from."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from torch import Tensor
 from torch.nn import Module
-
-from mrl.reshard.source import Shard
 
 _SHOWN = 8  # names in one message
 
@@ -19,7 +17,7 @@ class RankShards:
 
     def __init__(self, chunks: list[Module]):
         self._parameters = {
-            (_plain(name), number): parameter for number, chunk in enumerate(chunks) for name, parameter in chunk.named_parameters()
+            (plain_name(name), number): parameter for number, chunk in enumerate(chunks) for name, parameter in chunk.named_parameters()
         }
 
     def __call__(self, name: str, chunk: int) -> Tensor:
@@ -29,9 +27,11 @@ class RankShards:
             raise RuntimeError(f"model chunk {chunk} has no parameter {name}: the model is not as mrl.reshard.source describes it")
         return parameter.data
 
-    def check(self, described: Sequence[Shard]) -> None:
-        """Raises RuntimeError naming parameters that the model and its description do not have in common, or in other shapes."""
-        wanted = {(shard.megatron_name, shard.vp_chunk): shard.local_shape for shard in described}
+    def check(self, wanted: Mapping[tuple[str, int], tuple[int, ...]]) -> None:
+        """`wanted`: the shape of each (name, model chunk) that the description has.
+
+        Raises RuntimeError naming parameters that only one of model and description has, or that have another shape.
+        """
         held = {key: tuple(parameter.shape) for key, parameter in self._parameters.items()}
         faults = [
             f"{name} of chunk {chunk} is {held.get((name, chunk), 'not there')}, described as {wanted.get((name, chunk), 'not there')}"
@@ -43,8 +43,8 @@ class RankShards:
             raise RuntimeError(f"the model is not as its description: {'; '.join(faults[:_SHOWN])}{more}")
 
 
-def _plain(name: str) -> str:
-    """Without the wrappers' prefixes."""
+def plain_name(name: str) -> str:
+    """A parameter's name without the prefixes of Megatron's wrappers."""
     while name.startswith("module."):
         name = name.removeprefix("module.")
     return name

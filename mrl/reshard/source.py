@@ -5,7 +5,7 @@ before a fused linear layer belongs to that layer (`linear_qkv.layer_norm_weight
 and expert numbers in them are local to the model chunk and the rank, as in `named_parameters()` of the unwrapped chunk.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 
@@ -38,6 +38,11 @@ class Shard:
     def primary(self) -> int:
         """The replica that counts when each element is to be counted once."""
         return self.replicas[0]
+
+
+def local_shapes(shards: Iterable[Shard]) -> dict[tuple[str, int], tuple[int, ...]]:
+    """(Megatron name, model chunk) -> shape, as the model itself can be asked."""
+    return {(shard.megatron_name, shard.vp_chunk): shard.local_shape for shard in shards}
 
 
 def source_shards(model: ModelSpec, layout: TrainLayout, rank: int) -> tuple[Shard, ...]:

@@ -169,3 +169,10 @@ def test_a_broken_connection_keeps_what_the_transport_said_before_it(monkeypatch
     lost = RuntimeError("rank 0: worker 1 did not take round 4\n[gloo/transport/tcp] Connection closed by peer\nframes")
     answer = calls.settle({"rank 0": (1, raised(lost))}, 60.0, "weight sync")["rank 0"]
     assert "worker 1 did not take round 4" in str(answer)
+
+
+def test_a_rank_that_dies_in_a_sync_ends_it_as_resumable_although_others_complained_first(monkeypatch):
+    Answers(monkeypatch)
+    refs = {"rank 0": (1, raised(GLOO)), "engine 0": (2, raised(RuntimeError("nothing came"))), "rank 1": (4, DEAD)}
+    with pytest.raises(Interrupted, match="weight sync: rank 1 died"):
+        calls.settle(refs, 60.0, "weight sync")

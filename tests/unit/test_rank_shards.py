@@ -5,7 +5,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from mrl.megatron.shards import RankShards
-from mrl.reshard.source import Shard
+from mrl.reshard.source import Shard, local_shapes
 
 
 class Wrapped(DistributedDataParallel):
@@ -49,7 +49,7 @@ RIGHT = [described("layer.weight", (2, 3)), described("layer.bias", (2,))]
 
 
 def test_a_model_as_it_is_described_passes():
-    RankShards([chunk()]).check(RIGHT)
+    RankShards([chunk()]).check(local_shapes(RIGHT))
 
 
 @pytest.mark.parametrize(
@@ -63,4 +63,4 @@ def test_a_model_as_it_is_described_passes():
 )
 def test_a_parameter_that_is_missing_unknown_or_of_another_shape_is_named(shards, said):
     with pytest.raises(RuntimeError, match=said):
-        RankShards([chunk()]).check(shards)
+        RankShards([chunk()]).check(local_shapes(shards))

@@ -42,6 +42,16 @@ def test_qwen3_235b_on_128_ranks_is_planned_in_two_seconds_and_twenty_megabytes(
     assert summary["bound_seconds"] >= needed / 46e9
 
 
+@pytest.mark.parametrize(("tensor", "data"), [(16, 1), (4, 2), (4, 4), (4, 8), (8, 2), (8, 4)])
+def test_qwen3_235b_is_near_its_bound_in_every_layout_of_the_table_of_bounds(tensor, data):
+    """At 400 Gb/s; TP8 and TP4-DP32-EP128 above. With data parallelism inside an engine experts are spread."""
+    workers = tensor * data
+    rollout = RolloutLayout(128 // workers, tensor, data, workers if data > 1 else 1)
+    summary = reshard_summary(plan_reshard(QWEN3_235B, TRAIN_235B, rollout, dialect="cuda", dtype="bfloat16"))
+    assert bytes_of_a_worker(QWEN3_235B, rollout) / 46e9 <= summary["bound_seconds"]
+    assert summary["predicted_seconds"] <= 1.15 * summary["bound_seconds"]
+
+
 def test_time_grows_no_faster_than_ranks_times_tensors():
     """Twice the ranks, twice the layers: at most four times the work (and half as much again for noise)."""
 
