@@ -276,6 +276,7 @@ FIELD_DOCS: dict[str, str | tuple[str, str]] = {
     "reshard.path": "How weights reach the engines: shard to shard by a plan, or full tensors through vLLM's own loader.",
     "reshard.transport": "How two processes exchange bytes; auto: the nearest that connects them.",
     "reshard.budget_mb": ("MiB that a rank sends in one round; staging is twice that.", "256; less when memory is short, and more rounds."),
-    "reshard.verify_every": "Syncs between two readings of what an engine finally holds; what it received is proved every time.",
+    "reshard.verify_every": "Syncs between two readings of what engines finally hold and what ranks hold in common; "
+    "what an engine received is proved every time.",
     "reshard.timeout_s": "Longest wait for one peer, s.",
 }  # fmt: skip

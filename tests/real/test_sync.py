@@ -70,11 +70,12 @@ MODELS = {"moe": tiny_moe, "dense": tiny_dense, "shared": lambda: tiny_shared(nu
 
 
 def config_for(model: Path, case: Case, layout: dict, path: str = "fast", **engines) -> RunConfig:
-    kwargs = {"vllm": {"skip_tokenizer_init": True} | case.engines.get("engine_kwargs", {}).get("vllm", {})}
+    # blocks as small as the CPU kernel takes them, so that prompts fill some and a prefix cache that was kept would show
+    kwargs = {"vllm": {"skip_tokenizer_init": True, "block_size": 32} | case.engines.get("engine_kwargs", {}).get("vllm", {})}
     return RunConfig.model_validate({
         "model": {"path": str(model), "dtype": case.dtype},
         "actor": {"layout": {"world_size": 4, **layout}, "ppo_mini_batch_size": 4},
-        "data": {"train_batch_size": 4, "max_prompt_length": 32, "max_response_length": 16},
+        "data": {"train_batch_size": 4, "max_prompt_length": 64, "max_response_length": 16},
         "rollout": {"num_engines": 1, "max_num_seqs": 32} | case.engines | engines | {"engine_kwargs": kwargs},
         "cluster": {"device": "cpu", "n_gpus_per_node": 8, "cpus_per_actor": 0.1, "cpus_per_engine": 0.1},
         "reshard": {"path": path, "budget_mb": 1, "timeout_s": 60.0},
@@ -133,8 +134,9 @@ def world(request, tmp_path_factory) -> Iterator[World]:
 
 
 def answers(group: RolloutGroup) -> list:
-    """Tokens and log-probs of fixed requests; every engine of the group answers some."""
-    requests = [Request(i, tuple(3 + (7 * i + j) % 100 for j in range(3 + i % 9)), i) for i in range(24)]
+    """Tokens and log-probs of fixed requests, some of them longer than a block of the cache; every engine of the group answers some."""
+    lengths = [40 + i if i % 6 == 0 else 3 + i % 9 for i in range(24)]
+    requests = [Request(i, tuple(3 + (7 * i + j) % 100 for j in range(length)), i) for i, length in enumerate(lengths)]
     done = group.generate(requests, Sampling(1.0, 12, ()), lambda batch: None)
     return [(c.token_ids, c.log_probs) for c in done]
 
