@@ -4,7 +4,8 @@ Imported only through the adapter of the installed generation, vllm_032 or vllm_
 """
 
 import hashlib
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -201,6 +202,18 @@ class WorkerExtension:
     """Methods that vLLM mixes into its worker (`worker_extension_cls`), called through `collective_rpc`."""
 
     reload: ClassVar[LayerwiseReload]  # of this generation
+
+    def answer(self, method: str, arguments: Sequence[Any] = ()) -> dict[str, Any]:
+        """Calls one of this worker's methods: {"value": what it returned}, or {"error": what it raised}.
+
+        Nothing may be raised to vLLM here: its executor stops reading at the first worker that failed, and what the others answered is
+        then taken for their answer to the next call (MultiprocExecutor.collective_rpc of 0.23 and 0.32).
+        """
+        try:
+            return {"value": getattr(self, method)(*arguments)}
+        except Exception as error:
+            traceback.print_exc()
+            return {"error": str(error) or type(error).__name__}
 
     def sync_path(self) -> "SlowPath | ShardPath":
         """The path in use."""

@@ -137,11 +137,9 @@ class VllmEngine:
             )
 
     async def _connect_slow_path(self) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
         expected = {name: list(shape) for name, shape in self.settings.expected}
         with self._alive():
-            await self._ask(self._llm.init_weight_transfer_engine(WeightTransferInitRequest({"path": "slow", "expected": expected})))
+            await self._workers("init_weight_transfer_engine", {"path": "slow", "expected": expected})
         self._path = "slow"
 
     async def begin_update(self) -> None:
@@ -152,25 +150,23 @@ class VllmEngine:
         self._staging = Path(tempfile.mkdtemp(prefix=STAGING, dir=_memory_folder()))
         self._note_shared_memory()
         with self._alive():
-            await self._ask(self._llm.start_weight_update())
+            await self._workers("start_weight_update")
 
     async def load_bucket(self, data: np.ndarray, sha256: str) -> int:
         """Loads one bucket, safetensors bytes as a uint8 array with their SHA-256; returns bytes."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
         # a name of its own: workers keep tensors of a layer mapped until its last bucket has come, and the pages outlive the name
         path = self._staging / f"bucket-{next(self._names)}.safetensors"
         with path.open("wb") as file:
             file.write(memoryview(data))
         with self._alive():
-            await self._ask(self._llm.update_weights(WeightTransferUpdateRequest({"path": str(path), "sha256": sha256})))
+            await self._workers("update_weights", {"path": str(path), "sha256": sha256})
         path.unlink()
         return len(data)
 
     async def commit_update(self, version: int) -> None:
         """Leaves the update, drops what was cached under the old weights and serves `version`."""
         with self._alive():
-            await self._ask(self._llm.finish_weight_update())
+            await self._workers("finish_weight_update")
             await self._front.set_version(self._llm, version)
             await self._ask(self._llm.reset_prefix_cache())
         shutil.rmtree(self._staging)
@@ -183,8 +179,6 @@ class VllmEngine:
 
         Raises EnvironmentFault: another plan, or parameters that are not as the plan has them, by name.
         """
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
         from mrl.reshard.setup import SyncSetup
         from mrl.reshard.transport_shm import arena_files
 
@@ -196,11 +190,11 @@ class VllmEngine:
         info = {"path": "fast", "expected": {}, "setup": setup, "engine": engine, "plan_hash": plan_hash}
         with self._alive():
             try:
-                await self._ask(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(info)))
+                await self._workers("init_weight_transfer_engine", info)
             except Exception as error:
                 raise self._refusal(error) from error
             self._path = "fast"
-            return sum(await self._ask(self._llm.collective_rpc("weight_bytes")))
+            return sum(await self._workers("weight_bytes"))
 
     def _refusal(self, error: Exception) -> Exception:
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -220,19 +214,17 @@ class VllmEngine:
 
     async def receive_weights(self, update: int, read_back: bool) -> list[dict[str, Any]]:
         """Takes one sync; what each worker reports of it (see WorkerExtension.weight_update_report). Serves nothing until `commit`."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
         self.version = None
         info = {"path": "fast", "update": update, "read_back": read_back}
         with self._alive():
             try:
-                await self._ask(self._llm.start_weight_update())
-                await self._ask(self._llm.update_weights(WeightTransferUpdateRequest(info)))
-                await self._ask(self._llm.finish_weight_update())
+                await self._workers("start_weight_update")
+                await self._workers("update_weights", info)
+                await self._workers("finish_weight_update")
             except Exception:
-                await self._ask(self._llm.collective_rpc("abandon_update"))
+                await self._workers("abandon_update")
                 raise
-            return await self._ask(self._llm.collective_rpc("weight_update_report"))
+            return await self._workers("weight_update_report")
 
     async def commit(self, version: int) -> None:
         """Serves what was received last, as `version`, and drops what was cached under the old weights."""
@@ -245,9 +237,18 @@ class VllmEngine:
         """SHA-256 of everything each worker of this engine computes with, by rank and name."""
         merged: dict[str, str] = {}
         with self._alive():
-            for worker in await self._ask(self._llm.collective_rpc("weight_fingerprints")):
+            for worker in await self._workers("weight_fingerprints"):
                 merged |= worker
         return merged
+
+    async def _workers(self, method: str, *arguments: Any) -> list[Any]:
+        """What a method of each of this engine's workers returns. Raises RuntimeError with all that they raised, causes first."""
+        from mrl.reshard.session import GAVE_UP
+
+        answers = await self._ask(self._llm.collective_rpc("answer", args=(method, arguments)))
+        if errors := [answer["error"] for answer in answers if "error" in answer]:
+            raise RuntimeError("; ".join(sorted(dict.fromkeys(errors), key=lambda text: GAVE_UP in text)))
+        return [answer["value"] for answer in answers]
 
     async def _ask(self, call: Awaitable[Any]) -> Any:
         """The answer of vLLM's processes. One that died never answers, and vLLM tells only requests so: its death is watched for here."""

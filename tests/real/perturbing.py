@@ -33,6 +33,19 @@ class PerturbingWorker(ActorWorker):
 
         end.begin, end.post = begin_spoilt, post_spoilt
 
+    def lose_message(self) -> None:
+        """The first message of the next sync is packed and never handed over."""
+        end, left = self.sender.end, [1]
+        post = end.post
+
+        def post_the_others(message):
+            if left[0]:
+                left[0] = 0
+            else:
+                post(message)
+
+        end.post = post_the_others
+
     def stall(self, seconds: float) -> None:
         """The last message of the next sync is late."""
         end = self.sender.end

@@ -4,6 +4,7 @@ Faults that need no engine are in tests/unit/test_weight_sync.py; what a worker'
 """
 
 import os
+import re
 import signal
 import threading
 import time
@@ -22,13 +23,13 @@ from mrl.cluster.weight_sync import WeightSync
 from mrl.config.schema import RunConfig
 from mrl.errors import ConfigError, EnvironmentFault, Interrupted
 
-CASE = Case("moe", "float32", {}, {})
+CASE = Case("moe", "float32", dict(tensor_model_parallel_size=2), {})  # two workers: what one answers must not be taken for the other's
 LAYOUT = dict(world_size=2, tensor_model_parallel_size=2)
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """One engine of other weights, two ranks."""
+    """One engine of two workers and other weights, two ranks."""
     folder = tmp_path_factory.mktemp("faults")
     start, other = two_models(folder, CASE)
     config = config_for(start, CASE, LAYOUT)
@@ -58,6 +59,7 @@ def test_faults_one_after_the_other(world, capfd):
     """In one test, because what each leaves behind is where the next begins."""
     an_engine_of_another_dtype_or_layout_is_refused_and_the_parameter_is_named(world)
     a_flipped_bit_is_named_and_the_engine_synced_again(world, capfd)
+    a_message_that_never_comes_is_named_and_the_engine_synced_again(world, capfd)
     a_fault_that_stays_leaves_an_engine_that_refuses_to_generate(world)
     a_worker_that_dies_in_the_middle_ends_the_run_as_resumable(world)
 
@@ -66,8 +68,8 @@ def an_engine_of_another_dtype_or_layout_is_refused_and_the_parameter_is_named(w
     before = held_by(world.engines)
     with pytest.raises(EnvironmentFault, match=r"engine 0 .*dtype is float32 in vLLM, bfloat16 in the plan"):
         sync_of(world, rollout__dtype="bfloat16", reshard__timeout_s=3.0).bring_to(1)  # so long the ranks wait for the engine
-    with pytest.raises(ConfigError, match="2 ranks and 1 workers, the layouts have 2 and 2"):
-        sync_of(world, rollout__tensor_model_parallel_size=2).bring_to(1)
+    with pytest.raises(ConfigError, match="2 ranks and 2 workers, the layouts have 2 and 1"):
+        sync_of(world, rollout__tensor_model_parallel_size=1).bring_to(1)
     assert held_by(world.engines) == before
     answers(world.engines)  # it serves what it served
 
@@ -83,6 +85,21 @@ def a_flipped_bit_is_named_and_the_engine_synced_again(world, capfd):
     assert metrics["reshard/bytes_moved"] == metrics["reshard/bytes_required"]
     reported = capfd.readouterr().err
     assert "engine 0 worker 0: " in reported and "differs on the way, sent by rank" in reported
+    assert held_by(world.engines) == clean
+    assert answers(world.engines) == said
+
+
+def a_message_that_never_comes_is_named_and_the_engine_synced_again(world, capfd):
+    """Both workers fail, one of them because the other did; transports are opened anew."""
+    sync = sync_of(world, reshard__timeout_s=8.0)
+    sync.bring_to(10)
+    clean, said = held_by(world.engines), answers(world.engines)
+    move_every_weight(world, sync, 11, clean)
+    ray.get(world.actor.workers[1].lose_message.remote())
+    assert sync.bring_to(12)["reshard/resynced"] == 1
+    reported = capfd.readouterr().err
+    assert re.search(r"engine 0 worker 0: rank 1, round 0 of update \d+ for worker 0: nothing came|rank 1 got no room", reported), reported
+    assert "(logs/engine-0.log)" in reported
     assert held_by(world.engines) == clean
     assert answers(world.engines) == said
 
