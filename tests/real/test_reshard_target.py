@@ -6,6 +6,7 @@ and a rank.
 """
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -165,10 +166,19 @@ def stored(loaded: torch.Tensor, name: str, dialect: str) -> torch.Tensor:
     return loaded.transpose(1, 2) if dialect == "npu" else loaded
 
 
+@pytest.fixture(scope="module", autouse=True)
+def environment() -> Iterator[None]:
+    """Importing vLLM sets variables, which later tests would hand to the processes that they start."""
+    before = dict(os.environ)
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
 @pytest.fixture
-def folder(request, tmp_path, monkeypatch) -> Path:
+def folder(request, tmp_path) -> Path:
     """A model's configuration, which is all that vLLM needs of it here."""
-    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
     (tmp_path / "config.json").write_text(json.dumps(SIZES | MODELS[request.param]))
     return tmp_path
 
