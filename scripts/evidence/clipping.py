@@ -10,6 +10,7 @@ those of the training loss itself: tokens whose clipped side is taken, under GSP
 import argparse
 import json
 import socket
+import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -183,8 +184,9 @@ def main() -> None:
     if best is None:
         raise SystemExit(f"no learning rate of {args.lrs} brings GRPO's clipped fraction to {BAND[0]:.1%} - {BAND[1]:.0%}; try others")
     draw(rows, best[1], batch.response_mask, best[0], args.plot)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
     facts = {
-        "command": "scripts/evidence/clipping.sh", "responses": len(batch), "shortest": int(batch.response_lengths.min()),
+        "commit": commit, "command": "scripts/evidence/clipping.sh", "responses": len(batch), "shortest": int(batch.response_lengths.min()),
         "mean_length": round(float(batch.response_lengths.mean()), 1), "grpo_band": [0.2, 0.27], "gspo_band": [3e-4, 4e-4],
         "rows": [vars(r) | {"times": None if not r.grpo else round(r.times, 1)} for r in rows],
         "least_times_within_goal": round(min(r.times for r in inside), 1),
