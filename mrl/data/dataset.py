@@ -222,12 +222,13 @@ def parse_row(raw: RawRow, prompt_key: str) -> tuple[list[dict[str, str]], dict[
     if not isinstance(row["data_source"], str):
         raise _BadRow(f"data_source is {_kind(row['data_source'])}, expected a string")
     reward_model = row["reward_model"]
-    if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
+    truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
+    if truth is None or truth != truth:  # NaN is what tables have where nothing stands
         raise _BadRow("reward_model.ground_truth is missing")
     extra_info = row.get("extra_info")
     if not isinstance(extra_info, dict | None):
         raise _BadRow(f"extra_info is {_kind(extra_info)}, expected a mapping")
-    rest = {"data_source": row["data_source"], "ground_truth": reward_model["ground_truth"], "extra_info": extra_info or {}}
+    rest = {"data_source": row["data_source"], "ground_truth": truth, "extra_info": extra_info or {}}
     return _messages(row[prompt_key], prompt_key), rest
 
 

@@ -120,9 +120,9 @@ def _part(result: RewardResult, name: str) -> float:
     )
 
 
-def part_values(names: tuple[str, ...], results: list[RewardResult]) -> dict[str, np.ndarray]:
-    """The reward's parts by name, float64 [batch] each."""
-    return {name: metric_values(name, results, np.array([r.score for r in results])) for name in names}
+def part_values(names: tuple[str, ...], results: list[RewardResult], rewards: np.ndarray) -> dict[str, np.ndarray]:
+    """The reward's parts by name, float64 [batch] each; `rewards` [batch] are those after penalties, the part `reward`."""
+    return {name: metric_values(name, results, rewards) for name in names}
 
 
 def choose(config: RunConfig, groups: list[Group], when: str) -> list[Group]:

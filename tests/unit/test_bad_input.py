@@ -430,7 +430,8 @@ def scored(tmp_path):
         with RewardPool(RewardSpec(path=str(tmp_path / "mine.py")), 1, timeout_s=0.3, failure_score=-1.0) as pool:
             for number, text in enumerate(texts):
                 pool.submit(RewardItem(number, "sum", text, "2"))
-            run = SimpleNamespace(rewards=pool, stop=StopFlag(), config=SimpleNamespace(reward=RewardConfig(max_failure_share=0.5)))
+            reward = RewardConfig(max_failure_share=0.5, failure_score=-1.0)
+            run = SimpleNamespace(rewards=pool, stop=StopFlag(), config=SimpleNamespace(reward=reward))
             return collect_rewards(run, [SimpleNamespace(sample_id=n) for n in range(len(texts))])
 
     return scored
