@@ -4,8 +4,8 @@ python scripts/bench/data.py [--rows 2000000] [--small 200000] [--unique 17000] 
 
 Synthetic parquet files in verl's schema with prompts of 400 characters, in the row groups that pyarrow and pandas write (1,048,576 rows):
 `--unique` prompts again and again, as DAPO-Math-17k has them, and all prompts distinct. Each is read by a process of its own, which then
-draws four batches in shuffled order. `load_peak_mb` is all memory while reading; `own_peak_mb` that of both without pages of files, which
-the system takes back when it needs them; `with_mapped_pages_mb` counts the pages of the prompts that the batches touched, too.
+draws four batches in shuffled order. `load_peak_mb` is all memory while reading, `peak_mb` that of both, `own_peak_mb` that of both without
+pages of files such as libraries, from which `own_bytes_a_row_more` follows.
 """
 
 import argparse
@@ -51,7 +51,7 @@ own.join()
 print(json.dumps({
     "rows": data.report.rows, "kept": data.report.kept, "seconds": round(seconds, 1),
     "load_peak_mb": round((loaded - before) / 1e6, 1), "own_peak_mb": round((own.peak - own_before) / 1e6, 1),
-    "with_mapped_pages_mb": round((status("VmHWM") - before) / 1e6, 1),
+    "peak_mb": round((status("VmHWM") - before) / 1e6, 1),
 }))
 """
 

@@ -1,6 +1,8 @@
 """Reading, validating, tokenising and ordering prompts."""
 
+import errno
 import json
+import tempfile
 from collections import Counter, UserDict
 
 import pyarrow as pa
@@ -9,6 +11,7 @@ import pytest
 
 from mrl.data.dataset import PromptDataset, PromptParameters, truncate
 from mrl.data.order import DataCursor, PromptStream, epoch_order
+from mrl.data.store import PromptStore
 from mrl.data.tokenizer import load_tokenizer, pad_token_id
 from mrl.errors import ConfigError, DataError, EnvironmentFault
 
@@ -81,6 +84,35 @@ def test_prompt_ids_run_over_all_files_and_count_bad_rows(tmp_path):
 def test_a_large_file_keeps_its_rows_over_chunk_borders(tmp_path):
     data = load(write_jsonl(tmp_path / "a.jsonl", [row(str(i), i) for i in range(4100)]))
     assert [data[i].ground_truth for i in (0, 4095, 4096, 4099)] == [0, 4095, 4096, 4099]
+
+
+def test_prompts_come_back_by_position_whatever_their_length_and_words():
+    store, prompts = PromptStore(), [([1, 2, 3], "a"), ([], ""), ([2**31 - 1, 0], '{"é": "\U0001f600\n"}'), (list(range(1000)), "x" * 9999)]
+    for tokens, rest in prompts:
+        store.add(tokens, rest)
+    store.finish()
+    expected = [(tuple(tokens), rest) for tokens, rest in prompts]
+    assert [store[i] for i in (3, 0, 2, 1)] == [expected[i] for i in (3, 0, 2, 1)]
+    assert store[-1] == expected[3] and list(store) == expected
+    with pytest.raises(IndexError):
+        store[4]
+
+
+def test_a_full_temporary_folder_is_named(tmp_path, monkeypatch):
+    def full(self):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(PromptStore, "finish", lambda self: self._written(lambda: full(self)))
+    with pytest.raises(EnvironmentFault, match=rf"{tmp_path}: prompts cannot be kept there \(No space left on device\); set TMPDIR"):
+        load(write_jsonl(tmp_path / "a.jsonl", [row("a")]))
+
+
+def test_the_temporary_file_has_no_name(tmp_path, monkeypatch):
+    """So nothing is left behind, however the process ends."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    data = load(write_jsonl(tmp_path / "a.jsonl", [row("a")]))
+    assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"] and len(data) == 1
 
 
 def test_answers_of_any_json_type_survive(tmp_path):
