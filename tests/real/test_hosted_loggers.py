@@ -50,7 +50,8 @@ def test_wandb_offline(tmp_path, monkeypatch, caplog):
 
 def test_wandb_without_an_account_is_left_out(tmp_path, monkeypatch, caplog):
     """Online is W&B's own default; where it cannot log in, it raises, and the run goes on."""
-    pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb")
+    wandb.teardown()  # of a test before, whose mode it would keep
     for variable in ("WANDB_MODE", "WANDB_API_KEY"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
