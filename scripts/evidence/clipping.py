@@ -56,7 +56,8 @@ def rollouts(world: Path, prompts: int, n: int, seed: int) -> TrainBatch:
     """Responses of at least SHORTEST tokens with their advantages; without log-probs. Makes the world where it is not there yet."""
     sys.path.insert(0, str(SCRIPTS))
     from counting_reward import compute_score
-    from make_long_world import Counting, answer, build, make, prompt_ids, sample, split_starts
+    from make_long_world import Counting, answer, build, prompt_ids, sample, split_starts
+    from make_tiny_world import make
     from transformers import AutoTokenizer, Qwen3MoeForCausalLM
 
     print(f"world: {make(world, 0, False, Counting(), build)}", flush=True)
