@@ -121,6 +121,27 @@ def test_at_the_limit_a_batch_may_be_filled_with_the_first_of_the_others(monkeyp
     assert [s.group_id for s in found.samples] == [0, 0, 1, 1]
 
 
+@pytest.mark.parametrize(
+    ("settings", "held"),
+    [
+        ([], [2, 2, 2, 2, 2, 2]),  # without filtering nothing is dropped
+        ([FILTER], [0, 2, 0, 0, 0, 2]),
+        ([FILTER, TWO, END + "partial"], [0, 2, 0, 0, 0, 2]),
+        ([FILTER, TWO, END + "unfiltered"], [2, 2, 2, 0, 0, 2]),  # the first two may fill a batch of two
+    ],
+)
+def test_dropped_responses_do_not_stay_in_memory(monkeypatch, settings, held):
+    """Groups easy, mixed, hard, easy, hard, mixed, two responses each; results stay, because the metrics count them."""
+    world = World(monkeypatch, [EASY] * BATCH, *settings)
+    groups = [
+        sampling.Group((object(),) * N, (RewardResult(0, 1.0, {}, OK),) * N, scores == MIXED)
+        for scores in (EASY, MIXED, HARD, EASY, HARD, MIXED)
+    ]
+    found = sampling.without_dropped_tokens(world.run.config, groups)
+    assert [len(g.samples) for g in found] == held and all(len(g.results) == N for g in found)
+    assert sampling.without_dropped_tokens(world.run.config, found) == found
+
+
 def test_a_prompt_drawn_twice_in_a_step_is_not_answered_with_the_same_seeds(monkeypatch):
     seeds = []
 
