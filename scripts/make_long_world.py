@@ -8,8 +8,6 @@ character never gets three hundred of them right at once. The same seed gives th
 says what was made.
 """
 
-import argparse
-import json
 import random
 import sys
 import time
@@ -21,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from counting_reward import compute_score
-from make_tiny_world import make, make_model, make_tokenizer, save_model
+from make_tiny_world import main, make_model, make_tokenizer, save_model
 from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM
 
 DATA_SOURCE = "tiny/counting"
@@ -136,15 +134,5 @@ def build(out: Path, seed: int, plan: Counting) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("long-world"))
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--force", action="store_true", help="rebuild a world that stands at --out")
-    args = parser.parse_args()
-    torch.set_num_threads(2)  # whatever the environment says: sums depend on it
-    print(json.dumps({"out": str(args.out), **make(args.out, args.seed, args.force, Counting(), build)}))
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, "long-world", Counting(), build)

@@ -287,16 +287,16 @@ def make(out: Path, seed: int, force: bool, plan: Any, build: Callable[[Path, in
     return world
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("tiny-world"))
+def main(description: str, out: str, plan: Any, build: Callable[[Path, int, Any], dict[str, Any]]) -> None:
+    """The command of a script that makes a world, by default at `out`."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path(out))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--force", action="store_true", help="rebuild a tiny world that stands at --out")
+    parser.add_argument("--force", action="store_true", help="rebuild a world that stands at --out")
     args = parser.parse_args()
     torch.set_num_threads(2)  # whatever the environment says: sums depend on it
-    world = make(args.out, args.seed, args.force, WarmUp())
-    print(json.dumps({"out": str(args.out), **world}))
+    print(json.dumps({"out": str(args.out), **make(args.out, args.seed, args.force, plan, build)}))
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, "tiny-world", WarmUp(), build)

@@ -32,7 +32,8 @@ class AggregationSpec:
 
 @dataclass(frozen=True)
 class LossSpec:
-    """`aggregations`: those that keep the loss what its paper says. `clip_warning_above`: a clip ratio above it is a likely mistake.
+    """`aggregations`: those that keep the loss what its paper says. `clip_warning_above`: a clip ratio above it is a likely mistake;
+    `clips_tokens`: one below TOKEN_BAND is, because it was written for the ratio of a sequence.
 
     `needs_rollout_anchor`: measures the step from generation's own probabilities, so it is that loss only under `anchor: rollout`.
     """
@@ -43,6 +44,7 @@ class LossSpec:
     clip_warning_above: float | None = None
     needs_rollout_anchor: bool = False
     has_dual_clip: bool = False
+    clips_tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,7 @@ ANY_AGGREGATION = tuple(AGGREGATIONS)
 PER_SEQUENCE = ("seq-mean-token-mean",)
 # The sequence ratio's spread is a token's over sqrt(length): a band of 0.2 never clips; 0.02 is already wide at 4 tokens.
 SEQUENCE_BAND = 0.02
+TOKEN_BAND = 0.005  # a tenth of the narrowest in use (DPPO's 0.05); GSPO's 3e-4 would clip nearly every token
 
 LOSSES: dict[str, LossSpec] = _table(
     LossSpec("gspo", PER_SEQUENCE, "one ratio and one clip for a whole sequence (arXiv:2507.18071, eq. 5)", SEQUENCE_BAND),
@@ -123,14 +126,18 @@ LOSSES: dict[str, LossSpec] = _table(
         ANY_AGGREGATION,
         "token-level PPO clipping with separate bounds (arXiv:1707.06347) and the dual clip (arXiv:1912.09729)",
         has_dual_clip=True,
+        clips_tokens=True,
     ),
-    LossSpec("cispo", ANY_AGGREGATION, "log-probability weighted by the clipped ratio without gradient (arXiv:2506.13585)"),
-    LossSpec("geo_mean", PER_SEQUENCE, "geometric mean of a sequence's clipped token ratios (GMPO, arXiv:2507.20673)"),
+    LossSpec(
+        "cispo", ANY_AGGREGATION, "log-probability weighted by the clipped ratio without gradient (arXiv:2506.13585)", clips_tokens=True
+    ),
+    LossSpec("geo_mean", PER_SEQUENCE, "geometric mean of a sequence's clipped token ratios (GMPO, arXiv:2507.20673)", clips_tokens=True),
     LossSpec("sapo", PER_SEQUENCE, "a sigmoid gate in the place of the clip, tau_neg for A <= 0 (arXiv:2511.20347)"),
     LossSpec(
         "clip_cov",
         ANY_AGGREGATION,
         "PPO clipping, and no gradient for a few tokens of high covariance of advantage and log-probability (arXiv:2505.22617)",
+        clips_tokens=True,
     ),
     LossSpec(
         "kl_cov",
@@ -142,6 +149,7 @@ LOSSES: dict[str, LossSpec] = _table(
         ANY_AGGREGATION,
         "tokens masked where the probability moved further than the clip in the advantage's direction (arXiv:2602.04879)",
         needs_rollout_anchor=True,
+        clips_tokens=True,
     ),
     LossSpec(
         "dppo_kl",

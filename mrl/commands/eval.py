@@ -31,19 +31,17 @@ def _eval(options: argparse.Namespace) -> None:
     if options.model is not None:
         options.overrides = [*options.overrides, f"model.path={dump_value(options.model)}"]
     resolved = resolved_config(options)
-    preflight_evaluation(resolved, options.checkpoint)
+    checkpoint = preflight_evaluation(resolved, options.checkpoint)
     if ray_address(resolved.config) is None:
         ask_for_token_authentication()
 
     from mrl.trainer.evaluation import evaluate, table  # brings Ray, which takes seconds
 
-    output = Path(options.output or Path("evals") / _name(resolved.config.trainer.experiment_name, options.checkpoint))
+    output = Path(options.output or Path("evals") / _name(resolved.config.trainer.experiment_name, checkpoint))
     with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
-        results = evaluate(resolved, options.checkpoint, output, PlainConsole(0, sys.stderr))
+        results = evaluate(resolved, checkpoint, output, PlainConsole(0, sys.stderr))
     print(json.dumps(results) if options.json else f"{table(results)}\nresults and generations: {output}")
 
 
-def _name(experiment: str, checkpoint: str | None) -> str:
-    from pathlib import Path
-
-    return experiment if checkpoint is None else f"{experiment}-{Path(checkpoint).name}"
+def _name(experiment: str, checkpoint) -> str:
+    return experiment if checkpoint is None else f"{experiment}-{checkpoint.name}"

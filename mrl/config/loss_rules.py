@@ -2,7 +2,19 @@
 
 from collections.abc import Collection, Iterator
 
-from mrl.algo.spec import ADVANTAGES, AGGREGATIONS, ALIASES, ANCHORS, CORRECTIONS, KL_TYPES, LEVELS, LOSSES, MODES, NEEDS_CRITIC
+from mrl.algo.spec import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    ALIASES,
+    ANCHORS,
+    CORRECTIONS,
+    KL_TYPES,
+    LEVELS,
+    LOSSES,
+    MODES,
+    NEEDS_CRITIC,
+    TOKEN_BAND,
+)
 from mrl.config.schema import RolloutCorrectionConfig, RunConfig
 from mrl.config.violation import Broken, did_you_mean
 from mrl.models import ModelSpec
@@ -12,6 +24,7 @@ _CORRECTION = "algorithm.rollout_correction"
 _GROUPS = "algorithm.filter_groups"
 # A clip this many times wider than the widest sensible one was written for another kind of ratio.
 _OTHER_SCALE = 10
+_PENALISED = "reward"  # the part that is the score after penalties
 
 
 def loss_rules(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
@@ -31,6 +44,7 @@ def loss_rules(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
     if not loss.force:
         yield from _aggregation(config)
         yield from _clip(config)
+        yield from _token_clip(config)
         yield from _anchor(config)
 
 
@@ -70,12 +84,19 @@ def _estimator(config: RunConfig) -> Iterator[Broken]:
 
 
 def _parts(config: RunConfig) -> Iterator[Broken]:
-    keys, weights = config.algorithm.gdpo_reward_keys, config.algorithm.gdpo_reward_weights
+    algorithm = config.algorithm
+    keys, weights, name = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights, algorithm.adv_estimator
     if not keys:
-        why = f"{config.algorithm.adv_estimator} normalises each part of the reward by itself; name the parts that the function returns"
+        why = f"{name} normalises each part of the reward by itself; name the parts that the function returns"
         yield Broken("algorithm.gdpo_reward_keys", "names no part of the reward", why)
     elif weights and len(weights) != len(keys):
         yield Broken("algorithm.gdpo_reward_weights", f"must have one number for each of the {len(keys)} gdpo_reward_keys, or none")
+    if algorithm.use_kl_in_reward:
+        why = f"{name} reads the named parts of the reward, and the KL is in none of them; algorithm.use_kl_loss works with it"
+        yield Broken("algorithm.use_kl_in_reward", f"does not go with adv_estimator {name}", why, (False,))
+    if keys and algorithm.overlong_buffer.enable and _PENALISED not in keys:
+        why = f"{name} reads the named parts of the reward, and the penalty is in none but {_PENALISED}, the whole of it"
+        yield Broken("algorithm.gdpo_reward_keys", f"must name {_PENALISED} with algorithm.overlong_buffer.enable", why)
 
 
 def _loss_name(config: RunConfig) -> Iterator[Broken]:
@@ -199,6 +220,17 @@ def _clip(config: RunConfig) -> Iterator[Broken]:
             )
             rule = f"is a token-level clip, too wide for loss_mode {config.algorithm.policy_loss.loss_mode} (at most {limit:g})"
             yield Broken(f"{_LOSS}.{name}", rule, why, (3e-4, 4e-4))
+
+
+def _token_clip(config: RunConfig) -> Iterator[Broken]:
+    loss = config.algorithm.policy_loss
+    if loss.loss_mode in LOSSES and LOSSES[loss.loss_mode].clips_tokens and loss.clip_ratio_high < TOKEN_BAND:
+        why = (
+            "it was written for the ratio of a whole sequence; single tokens move further than that at any update, so nearly all of them "
+            f"would be clipped; {_LOSS}.force: true keeps it as it is"
+        )
+        rule = f"is too narrow for loss_mode {loss.loss_mode}, which clips single tokens (at least {TOKEN_BAND:g})"
+        yield Broken(f"{_LOSS}.clip_ratio_high", rule, why, (0.2, 0.28))
 
 
 def _clips(config: RunConfig) -> list[tuple[str, float, float]]:

@@ -52,7 +52,7 @@ def megatron_to_hf(checkpoint: str | Path, output: str | Path, options: Options 
     `checkpoint` is a `step-N` folder, or a run directory, whose newest complete step is taken. The folder appears whole or not at all.
     Raises EnvironmentFault for a checkpoint that is not complete, ConfigError for an output that is in the way or cannot be written.
     """
-    source = open_ours(_ours(Path(checkpoint)))
+    source = open_ours(step_folder(Path(checkpoint)))
     files = hf_plan(source.model, source.dtype)
 
     def finish(folder: Path, _: Facts) -> None:
@@ -86,7 +86,7 @@ def megatron_to_megatron(
 
     Raises as `megatron_to_hf` and `hf_to_megatron` do.
     """
-    source = open_ours(_ours(Path(checkpoint)))
+    source = open_ours(step_folder(Path(checkpoint)))
     return _to_megatron(source, Path(output), degrees, expected, (WEIGHT,) if weights_only else source.roles, options)
 
 
@@ -143,7 +143,11 @@ def _weights_only(source: Checkpoint, roles: tuple[str, ...]) -> bool:
     return roles == (WEIGHT,) or source.manifest is None
 
 
-def _ours(path: Path) -> Path:
+def step_folder(path: Path) -> Path:
+    """The folder of a checkpoint of ours: `path` itself, or the newest complete step of the run directory `path`.
+
+    Raises ConfigError for a checkpoint of another kind, EnvironmentFault where there is none.
+    """
     refuse_torch_dist(path)
     newest = path if (path / MANIFEST).exists() else _newest_of_run(path)
     if newest is None:

@@ -1,4 +1,4 @@
-"""Validated, tokenised prompts in verl's schema, held as arrays, with a report of every row that was set aside.
+"""Validated, tokenised prompts in verl's schema, with a report of every row that was set aside.
 
 Schema: `data_source` str; the prompt (`prompt_key`), a list of {role, content} or one string, which is a single user message;
 `reward_model` {ground_truth, style}; `extra_info`, an optional mapping. Other columns are not read.
@@ -9,8 +9,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
-
-import pyarrow as pa
 
 from mrl.data.batch import Prompt
 from mrl.data.reader import RawRow, read_rows
@@ -89,8 +87,7 @@ class _BadRow(Exception):
 class PromptDataset(Sequence[Prompt]):
     """Prompts by position. `prompt_id` is the row's number over all files, bad rows counted, so it finds the row again."""
 
-    tokens: pa.ChunkedArray  # list<int32>, one row a prompt
-    rest: pa.ChunkedArray  # JSON text: prompt_id, data_source, ground_truth, extra_info
+    store: PromptStore  # tokens, and as JSON text prompt_id, data_source, ground_truth, extra_info
     report: LoadReport
     data_sources: frozenset[str]  # all that occur, for checking that each has a reward function
     fingerprint: str  # of prompt ids and tokens: an order can be resumed only on the same data
@@ -110,7 +107,8 @@ class PromptDataset(Sequence[Prompt]):
         `files_apart`: a prompt is a duplicate of prompts of its own file alone, so that each of several test sets stays whole.
 
         Raises DataError for unusable files, more bad rows than `max_bad_row_share`, prompts over length with truncation `error`, or
-        nothing left; ConfigError for template arguments that are not the user's to set, or a thinking switch that the template lacks.
+        nothing left; EnvironmentFault where TMPDIR has no room; ConfigError for template arguments that are not the user's to set, or a
+        thinking switch that the template lacks.
         """
         _check_template_arguments(tokenizer, parameters)
         loader = _Loader(tokenizer, parameters)
@@ -122,14 +120,16 @@ class PromptDataset(Sequence[Prompt]):
                     if max_samples is not None and loader.kept >= max_samples:
                         return loader.finish()
             return loader.finish()
-        finally:
+        except BaseException:
             loader.store.close()
+            raise
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self.store)
 
     def __getitem__(self, index: int) -> Prompt:
-        return Prompt(token_ids=tuple(self.tokens[index].as_py()), **json.loads(self.rest[index].as_py()))
+        tokens, rest = self.store[index]
+        return Prompt(token_ids=tokens, **json.loads(rest))
 
     def __iter__(self) -> Iterator[Prompt]:
         return (self[i] for i in range(len(self)))
@@ -173,8 +173,8 @@ class _Loader:
     def finish(self) -> PromptDataset:
         report = LoadReport(self.rows, self.kept, self.bad, self.filtered, self.truncated, self.duplicates, tuple(self.examples))
         _check(report, self.truncated if self.overlong else 0, self.overlong, self.parameters)
-        table, sources = self.store.finish(), frozenset(self.data_sources)
-        return PromptDataset(table["tokens"], table["rest"], report, sources, self.hash.hexdigest(), tuple(self.sizes))
+        self.store.finish()
+        return PromptDataset(self.store, report, frozenset(self.data_sources), self.hash.hexdigest(), tuple(self.sizes))
 
     def _tokenise(self, messages: list[dict[str, str]]) -> list[int]:
         try:
@@ -222,12 +222,13 @@ def parse_row(raw: RawRow, prompt_key: str) -> tuple[list[dict[str, str]], dict[
     if not isinstance(row["data_source"], str):
         raise _BadRow(f"data_source is {_kind(row['data_source'])}, expected a string")
     reward_model = row["reward_model"]
-    if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
+    truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
+    if truth is None or truth != truth:  # NaN is what tables have where nothing stands
         raise _BadRow("reward_model.ground_truth is missing")
     extra_info = row.get("extra_info")
     if not isinstance(extra_info, dict | None):
         raise _BadRow(f"extra_info is {_kind(extra_info)}, expected a mapping")
-    rest = {"data_source": row["data_source"], "ground_truth": reward_model["ground_truth"], "extra_info": extra_info or {}}
+    rest = {"data_source": row["data_source"], "ground_truth": truth, "extra_info": extra_info or {}}
     return _messages(row[prompt_key], prompt_key), rest
 
 

@@ -36,7 +36,7 @@ def _text(row: Mapping[str, Any], *names: str) -> str:
     """The first of the named fields that is there, whatever its capitals; numbers as text. Raises BadSourceRow."""
     fields = {key.lower(): value for key, value in row.items()}
     value = next((fields[name] for name in names if fields.get(name) is not None), None)
-    if not isinstance(value, str | int | float) or not str(value).strip():
+    if not isinstance(value, str | int | float) or value != value or not str(value).strip():  # NaN: nothing stands there in a table
         raise BadSourceRow(f"no text under {' or '.join(names)}; found: {', '.join(row)}")
     return str(value).strip()
 
@@ -84,14 +84,15 @@ def dapo_math(row: Mapping[str, Any], file_stem: str) -> Row:
 def ready_made(row: Mapping[str, Any], file_stem: str) -> Row:
     """A row of verl's schema, as it is."""
     reward, prompt = row.get("reward_model"), row.get("prompt")
-    if not isinstance(reward, Mapping) or not isinstance(reward.get("ground_truth"), str | int | float):
+    truth = reward.get("ground_truth") if isinstance(reward, Mapping) else None
+    if not isinstance(truth, str | int | float) or truth != truth:
         raise BadSourceRow("reward_model.ground_truth is no text")
     well_formed = isinstance(prompt, list) and prompt and all(isinstance(m, Mapping) and isinstance(m.get("content"), str) for m in prompt)
     if not well_formed:
         raise BadSourceRow("prompt is no list of {role, content}")
     messages = [{"role": str(m.get("role", "user")), "content": m["content"]} for m in prompt]
-    truth, style = str(reward["ground_truth"]), str(reward.get("style") or "rule")
-    return Row(_text(row, "data_source"), messages, str(row.get("ability") or "math"), style, truth)
+    style, ability = str(reward.get("style") or "rule"), str(row.get("ability") or "math")
+    return Row(_text(row, "data_source"), messages, ability, style, str(truth))
 
 
 def dianjin(row: Mapping[str, Any], file_stem: str) -> Row:

@@ -1,46 +1,57 @@
-"""Prompts in a temporary Arrow file that is mapped into memory: a data set of any size costs the pages that are being read."""
+"""Prompts in a temporary file without a name: a data set of any size costs eight bytes of memory a prompt."""
 
+import os
 import tempfile
-from pathlib import Path
+from array import array
 
-import pyarrow as pa
+import numpy as np
 
-ROWS_PER_CHUNK = 4096
-SCHEMA = pa.schema([("tokens", pa.list_(pa.int32())), ("rest", pa.string())])
+from mrl.errors import EnvironmentFault
+
+TOKEN = np.dtype("<i4")
+LENGTH_BYTES = 4  # in front of a prompt's tokens, their number
 
 
 class PromptStore:
-    """Takes rows, then gives them back as a table. The file lies in TMPDIR, loses its name once it is read, and goes with the process."""
+    """Takes prompts, then gives them back by position. The file lies in TMPDIR and goes with the process, however that ends.
+
+    Read with pread and not mapped: pages of a mapping count as the process's memory, all of them after one epoch.
+    """
 
     def __init__(self) -> None:
-        self._file = tempfile.NamedTemporaryFile(prefix="mrl-prompts-", suffix=".arrow")  # noqa: SIM115  kept open until `finish`
-        self._writer = pa.ipc.new_file(self._file.name, SCHEMA)
-        self._tokens: list[list[int]] = []
-        self._rest: list[str] = []
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115  as long as the store lives
+        self._ends = array("q")  # bytes: where each prompt's record ends
 
     def add(self, tokens: list[int], rest: str) -> None:
-        """One prompt: its token ids, and everything else as text."""
-        self._tokens.append(tokens)
-        self._rest.append(rest)
-        if len(self._tokens) == ROWS_PER_CHUNK:
-            self._flush()
+        """One prompt: its token ids, and everything else as text. Raises EnvironmentFault when there is no room for it."""
+        ids, text = np.array(tokens, TOKEN), rest.encode()
+        record = len(ids).to_bytes(LENGTH_BYTES, "little") + ids.tobytes() + text
+        self._written(lambda: self._file.write(record))
+        self._ends.append((self._ends[-1] if self._ends else 0) + len(record))
 
-    def finish(self) -> pa.Table:
-        """All rows, memory-mapped; nothing can be added any more."""
-        self._flush()
-        self._writer.close()
-        with pa.memory_map(self._file.name) as source:
-            table = pa.ipc.open_file(source).read_all()
-        self._file.close()
-        return table
+    def finish(self) -> None:
+        """Makes everything readable; nothing is added any more. Raises EnvironmentFault."""
+        self._written(self._file.flush)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, index: int) -> tuple[tuple[int, ...], str]:
+        """Token ids and text of a prompt."""
+        place = range(len(self))[index]  # counts from the end where it is negative, and refuses what is beyond
+        start = self._ends[place - 1] if place else 0
+        record = os.pread(self._file.fileno(), self._ends[place] - start, start)
+        text = LENGTH_BYTES + TOKEN.itemsize * int.from_bytes(record[:LENGTH_BYTES], "little")
+        return tuple(np.frombuffer(record[LENGTH_BYTES:text], TOKEN).tolist()), record[text:].decode()
 
     def close(self) -> None:
-        """Removes the file of a store that was not finished."""
-        if not Path(self._file.name).exists():
-            return
-        self._writer.close()
+        """Gives the file up. May be called twice."""
         self._file.close()
 
-    def _flush(self) -> None:
-        self._writer.write_batch(pa.record_batch([pa.array(self._tokens, SCHEMA.field(0).type), pa.array(self._rest)], schema=SCHEMA))
-        self._tokens, self._rest = [], []
+    @staticmethod
+    def _written(write) -> None:
+        try:
+            write()
+        except OSError as error:
+            where = tempfile.gettempdir()
+            raise EnvironmentFault(f"{where}: prompts cannot be kept there ({error.strerror}); set TMPDIR to a folder with room") from error

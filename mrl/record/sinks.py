@@ -140,3 +140,6 @@ def _view(name: str, run_dir: RunDir, total_steps: int, info: RunInfo) -> View:
         return VIEWS[name](run_dir, total_steps, info)
     except ImportError as error:
         raise ConfigError(_missing(name, error.name)) from error
+    except Exception as error:  # a broken installation raises anything, and a run should not begin without what it was asked for
+        what = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"trainer.logger: {name} cannot be started ({what}); mend it, or take {name} off the list") from error

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mrl.errors import DataError
@@ -50,6 +50,15 @@ class RewardResult:
 def failure_counts(results: Iterable[RewardResult]) -> dict[str, int]:
     """Failures by reason, most frequent first."""
     return dict(Counter(r.reason for r in results if r.reason != OK).most_common())
+
+
+def failures_at_the_bottom(results: list[RewardResult]) -> list[RewardResult]:
+    """The results with failed ones scored as the lowest of the others, and at most 0.
+
+    Any fixed score would stand above the wrong answers of some rule: 0 does above the -1 of math_dapo, and hanging would be learned.
+    """
+    lowest = min([0.0, *(r.score for r in results if r.reason == OK)])
+    return [r if r.reason == OK else replace(r, score=lowest) for r in results]
 
 
 def check_failures(results: list[RewardResult], max_failure_share: float) -> None:

@@ -200,7 +200,8 @@ def _is_expression(text: str) -> bool:
     if r"\infty" in text and not re.fullmatch(r"\s*[+-]?\s*\\infty\s*", text):
         return False  # not a number to compute with
     rest = _COMMAND.sub("*", text)
-    return not (_WORD.search(rest) or re.search(r"\d\s+[\d.]|\d\s*_|['\"`?@#&|%:]|\.\.|\d\s*,\s*\d", rest))
+    odd = r"\d\s+[\d.]|\d\s*_|['\"`?@#&|%:]|\.\.|\d\s*,\s*\d|(?<![\d.])0\d"  # a leading zero stands in dates, such as 2023-01-01
+    return not (_WORD.search(rest) or re.search(odd, rest))
 
 
 def _check_size(text: str) -> None:

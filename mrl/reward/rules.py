@@ -29,7 +29,7 @@ def gsm8k(data_source: str, solution_str: str, ground_truth: Any, extra_info: Ma
     answers = GSM8K_ANSWER.findall(solution_str[-GSM8K_TAIL:])
     if not answers:
         return {"score": 0.0, "answered": 0.0}
-    return {"score": float(answers[-1].replace(",", "") == str(ground_truth)), "answered": 1.0}
+    return {"score": float(answers[-1].replace(",", "") == str(ground_truth).replace(",", "")), "answered": 1.0}
 
 
 RULES: dict[str, RewardFunction] = {

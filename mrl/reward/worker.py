@@ -22,6 +22,7 @@ from mrl.reward.rules import RewardFunction
 
 DETAIL_LIMIT = 2000  # characters
 PART_LIMIT = 500
+LARGEST_SCORE = 1e30  # advantages are float32, and squares of scores are summed
 PR_SET_PDEATHSIG = 1
 
 Answer = tuple[str, float | None, dict[str, float | str], str]  # reason, score, parts, detail
@@ -63,8 +64,8 @@ def judge(value: Any) -> Answer:
     number = _number(value)
     if number is None:
         return WRONG_TYPE, None, parts, f"{type(value).__name__} {str(value)[:PART_LIMIT]!r} where a number is expected"
-    if not math.isfinite(number):
-        return NOT_A_NUMBER, None, parts, f"the score is {number}"
+    if not abs(number) <= LARGEST_SCORE:
+        return NOT_A_NUMBER, None, parts, f"the score is {number:g}" + f", beyond {LARGEST_SCORE:g}" * math.isfinite(number)
     return OK, number, parts, ""
 
 

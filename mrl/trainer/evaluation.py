@@ -12,7 +12,7 @@ from mrl.cluster.ray_cluster import ray_cluster
 from mrl.cluster.rollout_group import RolloutGroup
 from mrl.config.load import ResolvedConfig
 from mrl.config.schema import RunConfig
-from mrl.convert import megatron_to_hf
+from mrl.convert import HF_FOLDER, megatron_to_hf
 from mrl.data.dataset import PromptDataset
 from mrl.data.tokenizer import load_tokenizer
 from mrl.errors import ConfigError
@@ -39,21 +39,24 @@ class Evaluation:
     stop: StopFlag
 
 
-def evaluate(resolved: ResolvedConfig, checkpoint: str | None, output: Path, console: PlainConsole) -> dict[str, Any]:
+def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, console: PlainConsole) -> dict[str, Any]:
     """Answers and scores every held-out prompt; writes results, generations and configuration into `output`; returns the results.
 
-    `checkpoint`: a `step-N` folder or a run directory, None for the configuration's model.path. It is brought into Hugging Face's form
-    within `output` and removed at the end. Raises one of mrl.errors; an output that holds results already is refused.
+    `checkpoint`: a `step-N` folder, None for the configuration's model.path. It is brought into Hugging Face's form within `output` once
+    prompts and reward are known to be good, and removed at the end. Raises one of mrl.errors; an output that holds results already is
+    refused.
     """
     if (output / RESULTS).exists():
         raise ConfigError(f"--output: {output} holds results already; give another folder")
     began = time.monotonic()
     with _folder(output), ExitStack() as stack:
-        config = resolved.config if checkpoint is None else _with_checkpoint(resolved.config, checkpoint, output)
-        tokenizer = load_tokenizer(config.model.path)
+        config = resolved.config
+        tokenizer = load_tokenizer(config.model.path if checkpoint is None else str(checkpoint / HF_FOLDER))
         prompts = load_validation(config, tokenizer)
         scoring = reward_spec(config, prompts.data_sources)
         check_function(scoring)
+        if checkpoint is not None:
+            config = _with_checkpoint(config, checkpoint, output)
         stack.enter_context(ray_cluster(config, actor=False))
         stop = stack.enter_context(stop_on_signals())
         rewards = stack.enter_context(reward_pool(config, scoring, output / "logs"))
@@ -81,17 +84,17 @@ def _folder(output: Path) -> Iterator[None]:
         shutil.rmtree(output / MODEL, ignore_errors=True)
 
 
-def _with_checkpoint(config: RunConfig, checkpoint: str, output: Path) -> RunConfig:
+def _with_checkpoint(config: RunConfig, checkpoint: Path, output: Path) -> RunConfig:
     shutil.rmtree(output / MODEL, ignore_errors=True)  # of an evaluation that was killed
     megatron_to_hf(checkpoint, output / MODEL)
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str((output / MODEL).resolve())})})
 
 
-def _results(config: RunConfig, checkpoint: str | None, prompts: PromptDataset, found: HeldOut, seconds: float) -> dict[str, Any]:
+def _results(config: RunConfig, checkpoint: Path | None, prompts: PromptDataset, found: HeldOut, seconds: float) -> dict[str, Any]:
     sources = [row["data_source"] for row in found.rows]
     return {
         "model": config.model.path,
-        "checkpoint": checkpoint,
+        "checkpoint": checkpoint and str(checkpoint),
         "sampling": config.rollout.val_kwargs.model_dump(),
         "prompts": len(prompts),
         "responses": {source: sources.count(source) for source in sorted(set(sources))},

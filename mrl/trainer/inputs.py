@@ -55,4 +55,4 @@ def reward_spec(config: RunConfig, data_sources: Iterable[str] = ()) -> RewardSp
 def reward_pool(config: RunConfig, spec: RewardSpec, logs: Path) -> RewardPool:
     """The scoring processes; what the function prints goes to `logs/reward.log`."""
     reward = config.reward
-    return RewardPool(spec, reward.num_workers, reward.timeout_s, reward.failure_score, logs / "reward.log")
+    return RewardPool(spec, reward.num_workers, reward.timeout_s, reward.failure_score or 0.0, logs / "reward.log")

@@ -42,7 +42,7 @@ def train_step(run: Run) -> None:
             rewards = sampling.rewards_of(run.config, samples, results)
             penalties, penalised = phases.kl_penalties(run, batch)
             batch, corrected = offpolicy.corrected(run.config, batch, samples)
-            parts = sampling.part_values(run.config.algorithm.gdpo_reward_keys, results)
+            parts = sampling.part_values(run.config.algorithm.gdpo_reward_keys, results, rewards)
             batch = phases.with_advantages(run, batch, samples, rewards, parts, penalties)
         run.stop.hold()
         with timer("update_actor"):

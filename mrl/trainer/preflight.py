@@ -11,13 +11,14 @@ from mrl.config.load import ResolvedConfig
 from mrl.config.path_rules import run_dir as run_dir_of
 from mrl.config.rules import check, notes
 from mrl.config.schema import RunConfig, leaf
+from mrl.convert import step_folder
 from mrl.errors import ConfigError
 from mrl.megatron.hf_files import check_checkpoint
 from mrl.models import ModelSpec, load_model_spec, model_spec
 from mrl.planning.stored import plan_report
 from mrl.record.run_dir import RunDir
 from mrl.record.sinks import check_packages
-from mrl.reshard.manifest import Manifest, Newest, newest_checkpoint
+from mrl.reshard.manifest import Manifest, Newest, newest_checkpoint, read_manifest
 from mrl.trainer.room import check_room, checkpoint_bytes, room_note
 
 # what the order of the prompts and the samples of a step follow from: a resumed run keeps them
@@ -41,8 +42,10 @@ def preflight(resolved: ResolvedConfig, resume: bool) -> ModelSpec:
     return model
 
 
-def preflight_evaluation(resolved: ResolvedConfig, checkpoint: str | None) -> None:
-    """The same for an evaluation, which has engines and no actor. `checkpoint` stands in for model.path where one is given."""
+def preflight_evaluation(resolved: ResolvedConfig, checkpoint: str | None) -> Path | None:
+    """The same for an evaluation, which has engines and no actor. `checkpoint`, a step or a run, stands in for model.path where one is
+    given; the folder of its step is returned.
+    """
     config = resolved.config
     if not config.data.val_files:
         raise ConfigError("data.val_files names no file, and there is nothing to evaluate on; --set data.val_files=[FILE, ...]")
@@ -52,9 +55,12 @@ def preflight_evaluation(resolved: ResolvedConfig, checkpoint: str | None) -> No
     if checkpoint is not None and not Path(checkpoint).is_dir():
         raise ConfigError(f"--checkpoint: {checkpoint} is no folder; give a step-N folder or a run directory")
     if checkpoint is None:
-        model = load_model_spec(config.model.path)
+        folder, model = None, load_model_spec(config.model.path)
         check_checkpoint(config.model.path, model)
-        check(resolved, model)
+    else:
+        folder = step_folder(Path(checkpoint))
+        model = _model_of(folder, config)
+    check(resolved, model)
     if missing := [m for m in missing_capabilities(config) if m.startswith(("rollout.", "cluster.device"))]:
         raise ConfigError("mrl eval cannot do this yet: " + "; ".join(missing))
     address = ray_address(config)
@@ -62,6 +68,18 @@ def preflight_evaluation(resolved: ResolvedConfig, checkpoint: str | None) -> No
         check_reachable(address)
     else:
         check_size(config, {"CPU": float(own_cpus())}, names=("CPU",), actor=False)
+    return folder
+
+
+def _model_of(folder: Path, config: RunConfig) -> ModelSpec:
+    """The model of a checkpoint of ours. Raises ConfigError where its dtype is not the configured one and none is set for engines."""
+    manifest = read_manifest(folder)
+    if config.rollout.dtype is None and manifest.dtype != config.model.dtype:
+        raise ConfigError(
+            f"model.dtype: {config.model.dtype}, and the weights in {folder} are {manifest.dtype}; set it to that, or rollout.dtype to "
+            "what the engines are to compute in"
+        )
+    return model_spec(manifest.hf_config)
 
 
 def start_lines(resolved: ResolvedConfig, model: ModelSpec) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from mrl.cluster.rollout_group import RolloutGroup
 from mrl.config.schema import RunConfig
 from mrl.data.batch import Prompt, Sample
-from mrl.reward.items import RewardItem, RewardResult, check_failures
+from mrl.reward.items import RewardItem, RewardResult, check_failures, failures_at_the_bottom
 from mrl.reward.pool import RewardPool
 from mrl.rollout.types import Completion, Request, Sampling
 from mrl.trainer.stop import StopFlag
@@ -74,9 +74,13 @@ def _reward_item(tokenizer: Any, prompt: Prompt, completion: Completion) -> Rewa
 
 
 def collect_rewards(who: Answering, samples: list[Sample]) -> list[RewardResult]:
-    """Results in the order of `samples`. Raises DataError when too many failed."""
+    """Results in the order of `samples`, failed ones at the bottom where reward.failure_score is not set. Raises DataError when too many
+    failed.
+    """
     share = who.config.reward.max_failure_share
     results = who.rewards.drain(who.stop.raise_if_set, int(share * len(samples)))
     check_failures(results, share)
+    if who.config.reward.failure_score is None:
+        results = failures_at_the_bottom(results)
     by_id = {result.sample_id: result for result in results}
     return [by_id[s.sample_id] for s in samples]

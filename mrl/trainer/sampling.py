@@ -27,7 +27,7 @@ SCORE, REWARD = "score", "reward"
 
 @dataclass(frozen=True)
 class Group:
-    """The responses to one prompt, with what they scored. `differs`: they do not all have the same value."""
+    """The responses to one prompt, with what they scored. `differs`: they do not all have the same value. A dropped one has no samples."""
 
     samples: tuple[Sample, ...]
     results: tuple[RewardResult, ...]
@@ -59,11 +59,25 @@ def gather(run: Run, timer: PhaseTimer) -> Rollouts:
             samples = phases.generate(run, prompts, batches)  # responses are scored in the background as they arrive
         with timer("reward"):
             results = collect_rewards(run, samples)
-        groups += as_groups(run.config, samples, results)
+        groups = without_dropped_tokens(run.config, [*groups, *as_groups(run.config, samples, results)])
         batches += 1
         run.record.progress(f"groups for the step, batch {batches}", min(sum(_taken(run.config, g) for g in groups), wanted), wanted)
     chosen = choose(run.config, groups, f"step {run.state.step + 1}: after {batches} batches of prompts")
     return Rollouts(*renumbered(chosen), cursor, _metrics(groups, chosen, batches))
+
+
+def without_dropped_tokens(config: RunConfig, groups: list[Group]) -> list[Group]:
+    """The groups, without the samples of those that nothing can bring back: tokens of many batches would fill the driver's memory.
+
+    Results stay, for the metrics. `on_exhausted: unfiltered` may bring back as many of the first as a batch holds.
+    """
+    filtering, left = config.algorithm.filter_groups, []
+    spare = config.data.train_batch_size if filtering.on_exhausted == "unfiltered" else 0
+    for group in groups:
+        dropped = not _taken(config, group)
+        left.append(dataclasses.replace(group, samples=()) if dropped and not spare else group)
+        spare -= dropped and spare > 0
+    return left
 
 
 def _most_batches(config: RunConfig) -> float:
@@ -120,9 +134,9 @@ def _part(result: RewardResult, name: str) -> float:
     )
 
 
-def part_values(names: tuple[str, ...], results: list[RewardResult]) -> dict[str, np.ndarray]:
-    """The reward's parts by name, float64 [batch] each."""
-    return {name: metric_values(name, results, np.array([r.score for r in results])) for name in names}
+def part_values(names: tuple[str, ...], results: list[RewardResult], rewards: np.ndarray) -> dict[str, np.ndarray]:
+    """The reward's parts by name, float64 [batch] each; `rewards` [batch] are those after penalties, the part `reward`."""
+    return {name: metric_values(name, results, rewards) for name in names}
 
 
 def choose(config: RunConfig, groups: list[Group], when: str) -> list[Group]:

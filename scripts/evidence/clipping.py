@@ -10,6 +10,7 @@ those of the training loss itself: tokens whose clipped side is taken, under GSP
 import argparse
 import json
 import socket
+import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -55,7 +56,8 @@ def rollouts(world: Path, prompts: int, n: int, seed: int) -> TrainBatch:
     """Responses of at least SHORTEST tokens with their advantages; without log-probs. Makes the world where it is not there yet."""
     sys.path.insert(0, str(SCRIPTS))
     from counting_reward import compute_score
-    from make_long_world import Counting, answer, build, make, prompt_ids, sample, split_starts
+    from make_long_world import Counting, answer, build, prompt_ids, sample, split_starts
+    from make_tiny_world import make
     from transformers import AutoTokenizer, Qwen3MoeForCausalLM
 
     print(f"world: {make(world, 0, False, Counting(), build)}", flush=True)
@@ -183,8 +185,9 @@ def main() -> None:
     if best is None:
         raise SystemExit(f"no learning rate of {args.lrs} brings GRPO's clipped fraction to {BAND[0]:.1%} - {BAND[1]:.0%}; try others")
     draw(rows, best[1], batch.response_mask, best[0], args.plot)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
     facts = {
-        "command": "scripts/evidence/clipping.sh", "responses": len(batch), "shortest": int(batch.response_lengths.min()),
+        "commit": commit, "command": "scripts/evidence/clipping.sh", "responses": len(batch), "shortest": int(batch.response_lengths.min()),
         "mean_length": round(float(batch.response_lengths.mean()), 1), "grpo_band": [0.2, 0.27], "gspo_band": [3e-4, 4e-4],
         "rows": [vars(r) | {"times": None if not r.grpo else round(r.times, 1)} for r in rows],
         "least_times_within_goal": round(min(r.times for r in inside), 1),

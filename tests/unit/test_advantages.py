@@ -156,6 +156,17 @@ def test_gdpo_normalises_each_part_before_they_are_added():
         compute_advantages("gdpo", inputs([1.0], [0]))
 
 
+def test_gdpo_worked_by_hand_with_groups_lengths_and_stds():
+    """Group 0 has correct 1, 0 and group 1 has 3, 1: both +-1/sqrt 2 after their stds 1/sqrt 2 and sqrt 2. Format 0, 1 and 2, 2 gives
+    -+1/sqrt 2 and 0, with weight 2: sums -c, +c, +c, -c with c = 1/sqrt 2. Lengths 1, 2, 1, 2: tokens -c, c, c, c, -c, -c have mean 0
+    and unbiased variance 6 c^2 / 5 = 3/5, so all are +-sqrt(5/6).
+    """
+    parts = {"correct": np.array([1.0, 0, 3, 1]), "format": np.array([0.0, 1, 2, 2])}
+    given = inputs([9.0] * 4, [0, 0, 1, 1], lengths=[1, 2, 1, 2], parts=parts, part_weights={"format": 2.0})
+    value = math.sqrt(5 / 6)
+    np.testing.assert_allclose(compute_advantages("gdpo", given), [[-value, 0], [value, value], [value, 0], [-value, -value]], rtol=3e-6)
+
+
 def test_gdpo_of_one_part_is_whitened_grpo():
     rng = np.random.default_rng(0)
     scores, groups = rng.normal(size=12), np.repeat([0, 1, 2], 4)
@@ -182,6 +193,15 @@ def test_no_estimator_gives_a_nan_whatever_the_groups_are(estimator, scores, len
 def test_groups_of_one_mind_teach_nothing_under_any_group_estimator(estimator, score):
     scores = np.full(6, score)
     assert not compute_advantages(estimator, inputs(scores, [0, 0, 0, 1, 1, 1], lengths=[1, 2, 3, 4, 5, 6], parts={"score": scores})).any()
+
+
+def test_a_group_of_one_under_the_whitened_estimators():
+    """Scores 1 and 0 of a pair and 2 alone: centred 1/2, -1/2 and 2, as its baseline is 0; mean 2/3, squares sum 4.5 - 4/3 = 19/6."""
+    std = math.sqrt(19 / 12)
+    expected = [[(0.5 - 2 / 3) / std], [(-0.5 - 2 / 3) / std], [(2 - 2 / 3) / std]]
+    np.testing.assert_allclose(compute_advantages("reinforce_plus_plus_baseline", inputs([1.0, 0, 2], [0, 0, 1])), expected, rtol=1e-6)
+    plain = [[0.0], [-1.0], [1.0]]  # scores 1, 0, 2 less their mean, over their std of 1
+    np.testing.assert_allclose(compute_advantages("reinforce_plus_plus", inputs([1.0, 0, 2], [0, 0, 1])), plain, atol=1e-7)
 
 
 @pytest.mark.parametrize(("estimator", "advantage"), [("rloo", 2.0), ("opo", 2.0), ("grpo_passk", 0.0)])

@@ -430,7 +430,8 @@ def scored(tmp_path):
         with RewardPool(RewardSpec(path=str(tmp_path / "mine.py")), 1, timeout_s=0.3, failure_score=-1.0) as pool:
             for number, text in enumerate(texts):
                 pool.submit(RewardItem(number, "sum", text, "2"))
-            run = SimpleNamespace(rewards=pool, stop=StopFlag(), config=SimpleNamespace(reward=RewardConfig(max_failure_share=0.5)))
+            reward = RewardConfig(max_failure_share=0.5, failure_score=-1.0)
+            run = SimpleNamespace(rewards=pool, stop=StopFlag(), config=SimpleNamespace(reward=reward))
             return collect_rewards(run, [SimpleNamespace(sample_id=n) for n in range(len(texts))])
 
     return scored
@@ -443,6 +444,21 @@ def test_failing_rewards_get_the_failure_score_and_the_run_goes_on(scored):
     results = scored([*REASONS, "right", "right", "right", "right"])
     assert [r.reason for r in results] == [*REASONS.values(), "ok", "ok", "ok", "ok"]
     assert [r.score for r in results] == [-1.0] * 4 + [1.0] * 4
+
+
+def test_without_a_failure_score_a_failure_counts_as_the_lowest_of_its_batch(tmp_path):
+    """Scores -1, the wrong answer, and 1; the one that hangs must not stand between them."""
+    from mrl.trainer.responding import collect_rewards
+    from mrl.trainer.stop import StopFlag
+
+    (tmp_path / "mine.py").write_text(FAILING.replace("return 1.0", "return 1.0 if solution_str == ground_truth else -1.0"))
+    config = SimpleNamespace(reward=RewardConfig(max_failure_share=0.5))
+    with RewardPool(RewardSpec(path=str(tmp_path / "mine.py")), 1, timeout_s=0.3) as pool:
+        for number, text in enumerate(("hang", "2", "3")):
+            pool.submit(RewardItem(number, "sum", text, "2"))
+        run = SimpleNamespace(rewards=pool, stop=StopFlag(), config=config)
+        results = collect_rewards(run, [SimpleNamespace(sample_id=n) for n in (2, 0, 1)])
+    assert [(r.score, r.reason) for r in results] == [(-1.0, "ok"), (-1.0, "timeout"), (1.0, "ok")]
 
 
 def test_more_failing_rewards_than_allowed_end_the_run_with_the_reasons(scored):

@@ -1,6 +1,8 @@
 """Reading, validating, tokenising and ordering prompts."""
 
+import errno
 import json
+import tempfile
 from collections import Counter, UserDict
 
 import pyarrow as pa
@@ -9,6 +11,7 @@ import pytest
 
 from mrl.data.dataset import PromptDataset, PromptParameters, truncate
 from mrl.data.order import DataCursor, PromptStream, epoch_order
+from mrl.data.store import PromptStore
 from mrl.data.tokenizer import load_tokenizer, pad_token_id
 from mrl.errors import ConfigError, DataError, EnvironmentFault
 
@@ -83,6 +86,35 @@ def test_a_large_file_keeps_its_rows_over_chunk_borders(tmp_path):
     assert [data[i].ground_truth for i in (0, 4095, 4096, 4099)] == [0, 4095, 4096, 4099]
 
 
+def test_prompts_come_back_by_position_whatever_their_length_and_words():
+    store, prompts = PromptStore(), [([1, 2, 3], "a"), ([], ""), ([2**31 - 1, 0], '{"é": "\U0001f600\n"}'), (list(range(1000)), "x" * 9999)]
+    for tokens, rest in prompts:
+        store.add(tokens, rest)
+    store.finish()
+    expected = [(tuple(tokens), rest) for tokens, rest in prompts]
+    assert [store[i] for i in (3, 0, 2, 1)] == [expected[i] for i in (3, 0, 2, 1)]
+    assert store[-1] == expected[3] and list(store) == expected
+    with pytest.raises(IndexError):
+        store[4]
+
+
+def test_a_full_temporary_folder_is_named(tmp_path, monkeypatch):
+    def full(self):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(PromptStore, "finish", lambda self: self._written(lambda: full(self)))
+    with pytest.raises(EnvironmentFault, match=rf"{tmp_path}: prompts cannot be kept there \(No space left on device\); set TMPDIR"):
+        load(write_jsonl(tmp_path / "a.jsonl", [row("a")]))
+
+
+def test_the_temporary_file_has_no_name(tmp_path, monkeypatch):
+    """So nothing is left behind, however the process ends."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    data = load(write_jsonl(tmp_path / "a.jsonl", [row("a")]))
+    assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"] and len(data) == 1
+
+
 def test_answers_of_any_json_type_survive(tmp_path):
     answers = ["4", 4, 0.5, ["a", "b"], {"x": 1}, False]
     assert [p.ground_truth for p in load(write_jsonl(tmp_path / "a.jsonl", [row(str(i), a) for i, a in enumerate(answers)]))] == answers
@@ -114,6 +146,8 @@ BAD_ROWS = [
     (row(source=3), "data_source is int '3'"),
     (row(reward_model={"style": "rule"}), "ground_truth is missing"),
     (row(reward_model=None), "ground_truth is missing"),
+    (row(answer=None), "ground_truth is missing"),
+    (row(answer=float("nan")), "ground_truth is missing"),
     (row(extra_info=[1]), "extra_info is list"),
     (row(prompt=[]), "prompt is empty"),
     (row(prompt=5), "prompt is int '5'"),

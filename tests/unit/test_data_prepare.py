@@ -77,6 +77,8 @@ def test_the_prompt_asks_for_the_answer_in_the_form_that_its_rule_reads(tmp_path
         ("dianjin-r1", {"instruction": "i", "output": "<answer>text</answer>"}, "boxes no letter"),
         ("dapo-math-17k", {"reward_model": None, "prompt": []}, "ground_truth is no text"),
         ("verl", DAPO | {"prompt": "text"}, "no list of"),
+        ("verl", DAPO | {"reward_model": {"ground_truth": float("nan")}}, "ground_truth is no text"),
+        ("math-500", {"problem": "p", "answer": float("nan")}, "no text under answer"),
     ],
 )
 def test_a_row_that_is_not_what_was_promised_is_counted_with_its_reason(tmp_path, source, row, reason):

@@ -69,7 +69,9 @@ def test_a_response_ends_with_its_end_or_at_the_limit(long):
 
 def test_a_world_is_written_whole(long, tmp_path, monkeypatch):
     monkeypatch.setattr(long, "sample", functools.partial(long.sample, tokens=8))  # the check at the end, cut short
-    world = long.make(tmp_path / "w", 0, False, long.Counting(steps=1, batch=1), long.build)
+    from make_tiny_world import make
+
+    world = make(tmp_path / "w", 0, False, long.Counting(steps=1, batch=1), long.build)
     assert json.loads((tmp_path / "w" / "world.json").read_text())["sampled_score"] == world["sampled_score"]
     rows = pq.read_table(tmp_path / "w" / "data" / "val.parquet").to_pylist()
     start = rows[0]["prompt"][0]["content"].removesuffix(">")

@@ -130,6 +130,29 @@ def test_gspo_of_two_sequences_worked_by_hand(parameters):
 
 
 @BOTH_GSPO
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient", "clipped"),
+    [
+        (1.0, 2.0, -2.0, -1.0, 0),  # on policy: d loss / d log_prob = -A s / L
+        (1.1, 2.0, -2.2, -1.1, 0),  # inside the band
+        (1.1, -2.0, 2.2, 1.1, 0),
+        (1.5, 2.0, -2.4, 0.0, 1),  # above it, A > 0: held at 1.2
+        (1.5, -2.0, 3.0, 1.5, 0),  # above it, A < 0: not held, and there is no dual clip
+        (0.5, 2.0, -1.0, -0.5, 0),  # below it, A > 0: not held
+        (0.5, -2.0, 1.8, 0.0, 1),  # below it, A < 0: held at 0.9
+        (1.5, 0.0, 0.0, 0.0, 0),  # a group of one mind
+    ],
+)
+def test_gspo_of_one_sequence_on_both_sides_of_its_band(parameters, ratio, advantage, loss, gradient, clipped):
+    """Two tokens that moved by 2 log s and not at all, so their geometric mean is s; the gradient falls on both alike."""
+    inputs = make([[2 * math.log(ratio), 0.0]], advantages=advantage)
+    output = policy_loss(parameters, inputs, Denominators(2, 1))
+    assert output.loss.item() == pytest.approx(loss)
+    assert torch.autograd.grad(output.loss, inputs.log_probs)[0][0].tolist() == pytest.approx([gradient, gradient])
+    assert reduce_parts([to_floats(output.metrics)])["actor/pg_clipfrac"] == clipped
+
+
+@BOTH_GSPO
 def test_gspo_holds_a_log_ratio_above_ten_finite_and_without_gradient(parameters):
     loss, gradient = loss_and_gradient(parameters, make([[200.0, 400.0]], advantages=-1.0))
     assert loss == pytest.approx(math.exp(10.0))
@@ -335,6 +358,36 @@ def test_kl_estimators_at_a_ratio_of_two(kind, value, gradient):
     kl = kl_per_token(log_probs, torch.zeros(1, 1, dtype=torch.float64), kind)
     assert kl.item() == pytest.approx(value)
     assert torch.autograd.grad(kl.sum(), log_probs)[0].item() == pytest.approx(gradient)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "gradient"),
+    [
+        ("k1", -LOG2, 1.0),
+        ("k1+", -LOG2, -LOG2),
+        ("abs", LOG2, -1.0),
+        ("abs+", LOG2, -LOG2),
+        ("k2", LOG2**2 / 2, -LOG2),
+        ("mse+", LOG2**2 / 2, -LOG2),
+        ("k3", 2 - LOG2 - 1, -1.0),
+        ("k3+", 2 - LOG2 - 1, -LOG2),
+    ],
+)
+def test_kl_estimators_at_a_ratio_of_one_half(kind, value, gradient):
+    """l = -log 2: exp(-l) = 2, and k3's gradient is 1 - exp(-l) = -1."""
+    log_probs = torch.tensor([[-LOG2]], dtype=torch.float64, requires_grad=True)
+    kl = kl_per_token(log_probs, torch.zeros(1, 1, dtype=torch.float64), kind)
+    assert kl.item() == pytest.approx(value)
+    assert torch.autograd.grad(kl.sum(), log_probs)[0].item() == pytest.approx(gradient)
+
+
+@pytest.mark.parametrize(
+    ("log_ratio", "value"), [(-30.0, 10.0), (30.0, 10.0), (-3.0, 10.0), (-2.0, math.exp(2) - 3), (3.0, math.exp(-3) + 2)]
+)
+def test_k3_is_bounded_at_ten_and_stays_finite(log_ratio, value):
+    """exp(3) - 3 - 1 = 16 is beyond the bound, exp(2) - 2 - 1 = 4.4 is not; a log ratio counts up to 20."""
+    kl = kl_per_token(torch.tensor([log_ratio], dtype=torch.float64), torch.zeros(1, dtype=torch.float64), "k3")
+    assert kl.item() == pytest.approx(value)
 
 
 def test_k1_and_k3_are_unbiased_against_the_exact_kl_of_a_small_vocabulary():

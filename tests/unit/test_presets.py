@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from small_model import SIZES
 
 from mrl.cli import main
 from mrl.config.capabilities import missing_capabilities
-from mrl.config.load import load_config
-from mrl.models import known_name
+from mrl.config.load import RECIPES, available_recipes, load_config
+from mrl.config.rules import violations
+from mrl.models import known_name, planning_model_spec
 
 FOLDER = Path(__file__).parents[2] / "parallel_configs"
 PRESETS = sorted(FOLDER.glob("*/*.yaml"))
@@ -66,6 +68,20 @@ def test_a_preset_breaks_no_rule(path, world, capsys):
     code, found = answer(capsys, "validate", str(path))
     assert (code, found["violations"]) == (0, [])
     assert any(note.startswith("batch: ") for note in found["notes"])
+
+
+@pytest.mark.parametrize("recipe", available_recipes())
+@pytest.mark.parametrize("path", PRESETS, ids=IDS)
+def test_every_recipe_goes_with_every_preset_by_its_name(path, recipe, world):
+    """One word changes the algorithm: what the recipe says stands, whatever recipe the preset was made with, and no rule is broken."""
+    resolved = load_config(path, recipe)
+    assert violations(resolved, planning_model_spec(resolved.config.model.path)[0]) == []
+    said = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text())["algorithm"]
+    kept, settled = resolved.config.algorithm.model_dump(), {"loss_scale_factor", "len"}  # null in a recipe: derived from data
+    for name, value in said.items():
+        wanted = {name: value} if not isinstance(value, dict) else {k: v for k, v in value.items() if k not in settled}
+        found = kept if not isinstance(value, dict) else kept[name]
+        assert {k: found[k] for k in wanted} == {k: float(v) if k.startswith("clip_") else v for k, v in wanted.items()}
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=IDS)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mrl.errors import ConfigError, DataError
-from mrl.reward.items import RewardResult, RewardSpec, check_failures
+from mrl.reward.items import RewardResult, RewardSpec, check_failures, failures_at_the_bottom
 from mrl.reward.resolve import check_data_sources, resolve
 from mrl.reward.rules import exact_match, gsm8k
 from mrl.reward.worker import judge, score_one
@@ -33,8 +33,9 @@ def test_exact_match(response, truth, score):
         ("#### 1234" + " " * 300, 0, 0),  # out of sight
     ],
 )
-def test_gsm8k_is_strict(response, score, answered):
-    assert gsm8k("openai/gsm8k", response, "1234") == {"score": score, "answered": answered}
+@pytest.mark.parametrize("truth", ["1234", "1,234", 1234])
+def test_gsm8k_is_strict(response, score, answered, truth):
+    assert gsm8k("openai/gsm8k", response, truth) == {"score": score, "answered": answered}
 
 
 def test_auto_goes_by_the_rows_data_source():
@@ -93,13 +94,25 @@ def test_everything_else_is_the_wrong_type(value):
     assert judge(value)[0] == "wrong_type"
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, {"score": math.nan}, np.float32("nan")])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, {"score": math.nan}, np.float32("nan"), 1e31, -(10**300)])
 def test_a_score_that_is_no_number_is_said_to_be(value):
     assert judge(value)[0] == "not_a_number"
 
 
 def test_parts_are_numbers_or_short_text():
     assert judge({"score": 0, "acc": True, "why": "x" * 900, "nan": math.nan})[2] == {"acc": 1.0, "why": "x" * 500, "nan": "nan"}
+
+
+@pytest.mark.parametrize(
+    ("good", "failed"),
+    [([1.0, 0.0], 0.0), ([1.0, 1.0], 0.0), ([1.0, -1.0], -1.0), ([1.0], 0.0), ([-2.5, -0.5], -2.5), ([], 0.0)],
+)
+def test_a_failure_is_never_worth_more_than_a_wrong_answer(good, failed):
+    """Under math_dapo, whose wrong answers have -1, a fixed 0 would pay for an answer that hangs its verifier."""
+    results = [RewardResult(0, 7.0, {}, "timeout"), *(RewardResult(i + 1, score, {}, "ok") for i, score in enumerate(good))]
+    found = failures_at_the_bottom(results)
+    assert [r.score for r in found] == [failed, *good]
+    assert [(r.sample_id, r.reason) for r in found] == [(r.sample_id, r.reason) for r in results]
 
 
 def test_failures_beyond_the_allowed_share_stop_the_run_with_their_reasons():

@@ -121,6 +121,27 @@ def test_at_the_limit_a_batch_may_be_filled_with_the_first_of_the_others(monkeyp
     assert [s.group_id for s in found.samples] == [0, 0, 1, 1]
 
 
+@pytest.mark.parametrize(
+    ("settings", "held"),
+    [
+        ([], [2, 2, 2, 2, 2, 2]),  # without filtering nothing is dropped
+        ([FILTER], [0, 2, 0, 0, 0, 2]),
+        ([FILTER, TWO, END + "partial"], [0, 2, 0, 0, 0, 2]),
+        ([FILTER, TWO, END + "unfiltered"], [2, 2, 2, 0, 0, 2]),  # the first two may fill a batch of two
+    ],
+)
+def test_dropped_responses_do_not_stay_in_memory(monkeypatch, settings, held):
+    """Groups easy, mixed, hard, easy, hard, mixed, two responses each; results stay, because the metrics count them."""
+    world = World(monkeypatch, [EASY] * BATCH, *settings)
+    groups = [
+        sampling.Group((object(),) * N, (RewardResult(0, 1.0, {}, OK),) * N, scores == MIXED)
+        for scores in (EASY, MIXED, HARD, EASY, HARD, MIXED)
+    ]
+    found = sampling.without_dropped_tokens(world.run.config, groups)
+    assert [len(g.samples) for g in found] == held and all(len(g.results) == N for g in found)
+    assert sampling.without_dropped_tokens(world.run.config, found) == found
+
+
 def test_a_prompt_drawn_twice_in_a_step_is_not_answered_with_the_same_seeds(monkeypatch):
     seeds = []
 
@@ -157,7 +178,14 @@ def test_a_metric_that_the_reward_does_not_give_is_told_with_those_it_does(monke
 
 def test_a_failed_reward_has_its_score_under_every_name():
     results = [RewardResult(0, -1.0, {}, RAISED), RewardResult(1, 0.5, {"acc": 1}, OK)]
-    np.testing.assert_array_equal(sampling.part_values(("acc",), results)["acc"], [-1.0, 1.0])
+    np.testing.assert_array_equal(sampling.part_values(("acc",), results, np.zeros(2))["acc"], [-1.0, 1.0])
+
+
+def test_the_part_called_reward_is_what_is_left_after_penalties():
+    """So gdpo, which reads parts alone, sees the overlong penalty where it names `reward`."""
+    results, rewards = [RewardResult(0, 1.0, {"acc": 1}, OK)], np.array([0.25])
+    found = sampling.part_values(("score", "reward", "acc"), results, rewards)
+    assert {name: values.tolist() for name, values in found.items()} == {"score": [1.0], "reward": [0.25], "acc": [1.0]}
 
 
 # --- rules ---------------------------------------------------------------------------------------------------------------------------
@@ -183,6 +211,16 @@ CONTRADICTIONS = [
         ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a, b]", "algorithm.gdpo_reward_weights=[1]"],
         "algorithm.gdpo_reward_weights",
         "",
+    ),
+    (
+        ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[acc]", "algorithm.use_kl_in_reward=true"],
+        "algorithm.use_kl_in_reward",
+        "the KL is in none of them",
+    ),
+    (
+        ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[acc]", "algorithm.overlong_buffer.enable=true"],
+        "algorithm.gdpo_reward_keys",
+        "the penalty is in none but reward",
     ),
     (["data.gen_batch_size=128"], "data.gen_batch_size", "trains on all that it generates"),
     ([FILTER, END + "partial"], "algorithm.filter_groups.max_num_gen_batches", "without end"),
@@ -217,6 +255,22 @@ def test_losses_measured_from_generation_want_its_anchor():
     assert broken(*dppo, recipe="grpo")["algorithm.anchor"].allowed == ("rollout",)
     assert broken(*dppo, "algorithm.anchor=rollout", recipe="grpo") == {}
     assert broken(*dppo, "algorithm.policy_loss.force=true", recipe="grpo") == {}
+
+
+def test_gdpo_with_the_reward_among_its_parts_takes_a_penalty():
+    parts = ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[acc, reward]", "algorithm.overlong_buffer.enable=true"]
+    assert broken(*parts) == {}
+
+
+@pytest.mark.parametrize("loss_mode", ["vanilla", "cispo", "geo_mean", "clip_cov", "dppo_tv"])
+def test_a_clip_of_sequences_is_refused_for_losses_that_clip_tokens(loss_mode):
+    """Changing gspo's loss_mode alone leaves its band of 4e-4, which clips nearly every token."""
+    loss = "algorithm.policy_loss."
+    settings = [f"{loss}loss_mode={loss_mode}", "algorithm.anchor=" + ("rollout" if loss_mode == "dppo_tv" else "recompute")]
+    found = broken(*settings, f"{loss}clip_ratio_high=4e-4", recipe="gspo")
+    assert set(found) == {loss + "clip_ratio_high"} and "single tokens" in found[loss + "clip_ratio_high"].why
+    assert broken(*settings, f"{loss}clip_ratio_high=0.2", recipe="gspo") == {}
+    assert broken(*settings, f"{loss}clip_ratio_high=4e-4", f"{loss}force=true", recipe="gspo") == {}
 
 
 def test_covariance_bounds_must_leave_room():

@@ -178,6 +178,17 @@ def test_a_missing_package_is_a_configuration_error(tmp_path, monkeypatch):
         make_sinks(["tensorboard"], RunDir.open(tmp_path, ""), 1)
 
 
+def test_a_package_that_breaks_while_it_is_loaded_is_a_configuration_error(tmp_path, monkeypatch):
+    def broken(run_dir, total_steps, info):
+        raise TypeError("descriptors cannot be created")
+
+    monkeypatch.setitem(sinks.VIEWS, "wandb", broken)
+    with pytest.raises(
+        ConfigError, match=r"wandb cannot be started \(TypeError: descriptors cannot be created\); mend it, or take wandb off"
+    ):
+        make_sinks(["wandb"], RunDir.open(tmp_path, ""), 1)
+
+
 def _scalars(folder) -> list[tuple[int, float]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

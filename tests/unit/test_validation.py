@@ -180,3 +180,30 @@ def test_the_table_of_an_evaluation_shows_each_core_metric_with_its_interval():
     lines = table({"prompts": 3, "responses": {"a": 6}, "seconds": 12.3, "metrics": metrics}).splitlines()
     assert lines[0] == "3 prompts, 6 responses, 12 s"
     assert [line.split() for line in lines[1:]] == [["a/acc/mean@2", "0.5000", "+-", "0.1000"]]
+
+
+def test_validation_comes_before_training_every_few_steps_and_at_the_end(monkeypatch):
+    """test_freq 2 of 5 steps: before the first, after 2 and 4, and after the last; a resumed run does not begin with one."""
+    from mrl.trainer import loop, phases
+
+    assert [step for step in range(1, 6) if phases.due(SimpleNamespace(state=TrainState(step), total_steps=5), 2)] == [2, 4, 5]
+    assert not any(phases.due(SimpleNamespace(state=TrainState(step), total_steps=5), -1) for step in range(1, 6))
+    done = []
+    monkeypatch.setattr(loop.validation, "validate", lambda run: done.append(f"validate {run.state.step}") or {"val-core/x": 1.0})
+    monkeypatch.setattr(loop.phases, "record", lambda run, metrics: done.append(f"record {sorted(metrics)}"))
+    monkeypatch.setattr(loop.phases, "bring_engines_to", lambda run, version: done.append(f"sync {version}"))
+    monkeypatch.setattr(loop.saving, "finish", lambda run: done.append("finish"))
+
+    def step(run):
+        run.state = TrainState(run.state.step + 1)
+        done.append(f"step {run.state.step}")
+
+    monkeypatch.setattr(loop, "train_step", step)
+    for first, before in ((0, True), (0, False), (1, True)):
+        config = load_config(TINY, None, [f"trainer.val_before_train={before}"]).config
+        loop.train(SimpleNamespace(config=config, state=TrainState(first), total_steps=2, stop=StopFlag()))
+    assert done == [
+        "validate 0", "record ['val-core/x']", "step 1", "step 2", "finish",
+        "step 1", "step 2", "finish",
+        "sync 1", "step 2", "finish",
+    ]  # fmt: skip

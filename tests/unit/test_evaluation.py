@@ -1,0 +1,94 @@
+"""`mrl eval` of a checkpoint: configuration, data and reward are looked at before the checkpoint is converted or anything starts."""
+
+from pathlib import Path
+
+import pytest
+from small_model import write_model
+from test_data import row, write_jsonl
+
+import mrl.trainer.evaluation as evaluation
+from mrl.cli import main
+from mrl.convert import hf_to_megatron
+
+TINY = Path(__file__).resolve().parents[2] / "parallel_configs" / "tiny-moe" / "cpu.yaml"
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    """A run with one saved step, and a held-out file."""
+    folder = tmp_path_factory.mktemp("world")
+    write_model(folder / "model")
+    (folder / "run" / "checkpoints").mkdir(parents=True)
+    hf_to_megatron(folder / "model", folder / "run" / "checkpoints" / "step-7", {"world_size": 1})
+    write_jsonl(folder / "val.jsonl", [row("1+1", "2", source="exact_match")])
+    return folder
+
+
+@pytest.fixture
+def refused(world, tmp_path, monkeypatch, capsys):
+    """The exit code and message of an evaluation that must not have converted or started anything."""
+
+    def nothing_may_start(*_, **__):
+        raise AssertionError("too late: something was converted or started")
+
+    for name in ("megatron_to_hf", "ray_cluster", "RolloutGroup"):
+        monkeypatch.setattr(evaluation, name, nothing_may_start)
+    monkeypatch.chdir(tmp_path)
+
+    def refused(*arguments: str) -> tuple[int, str]:
+        files = ["--set", f"data.val_files={world}/val.jsonl", "--set", "model.path=nowhere"]
+        with pytest.raises(SystemExit) as ended:
+            main(["eval", str(TINY), *files, "--checkpoint", str(world / "run"), "-o", "out", *arguments])
+        return ended.value.code, capsys.readouterr().err
+
+    return refused
+
+
+def test_all_that_the_configuration_breaks_is_told_at_once(refused, tmp_path):
+    code, said = refused("--set", "rollout.top_p=0.9", "--set", "data.max_response_length=4096")
+    assert code == 2 and "rollout.top_p" in said and "data.max_response_length" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_model_is_the_checkpoints_and_not_that_of_the_configuration(refused):
+    """Which is not there; the checkpoint's has 128 positions, for prompts of 16 tokens and so at most 112 more."""
+    code, said = refused("--set", "data.max_response_length=113")
+    assert code == 2 and "data.max_response_length = 113" in said and "128" in said
+
+
+def test_weights_of_another_dtype_are_refused_unless_the_engines_have_one_of_their_own(refused):
+    code, said = refused("--set", "model.dtype=bfloat16")
+    assert code == 2 and "model.dtype: bfloat16, and the weights in " in said and "step-7 are float32" in said
+    code, said = refused("--set", "model.dtype=bfloat16", "--set", "rollout.dtype=bfloat16", "--set", "reward.function=nothing")
+    assert "model.dtype" not in said
+
+
+def test_a_folder_without_a_checkpoint(refused, tmp_path):
+    (tmp_path / "empty").mkdir()
+    code, said = refused("--checkpoint", "empty")
+    assert code == 4 and "empty: neither a checkpoint" in said
+
+
+def test_data_and_reward_are_read_before_the_checkpoint_is_converted(refused, tmp_path):
+    bad = write_jsonl(tmp_path / "bad.jsonl", ["{", "{"])
+    code, said = refused("--set", f"data.val_files={bad}")
+    assert code == 3 and "2 bad" in said
+    mine = tmp_path / "mine.py"
+    mine.write_text("import nowhere_to_be_found")
+    code, said = refused("--set", f"reward.custom_reward_function.path={mine}")
+    assert code == 2 and "ModuleNotFoundError" in said
+
+
+def test_a_run_stands_for_its_newest_step(world, tmp_path, monkeypatch, capsys):
+    given = []
+
+    def evaluate(resolved, checkpoint, output, console):
+        given.append((checkpoint, output))
+        return {"prompts": 0, "responses": {}, "seconds": 0.0, "metrics": {}}
+
+    monkeypatch.setattr(evaluation, "evaluate", evaluate)
+    monkeypatch.chdir(tmp_path)
+    main(["eval", str(TINY), "--set", f"data.val_files={world}/val.jsonl", "--checkpoint", str(world / "run")])
+    ((checkpoint, output),) = given
+    assert checkpoint == world / "run" / "checkpoints" / "step-7" and output.name.endswith("-step-7")
+    capsys.readouterr()
