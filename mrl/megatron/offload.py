@@ -163,13 +163,3 @@ def check_resident(what: str, tensors: Iterable[Tensor]) -> None:
     """Raises RuntimeError when one has been emptied; torch itself would read at address 0."""
     if any(t.numel() and not t.untyped_storage().nbytes() for t in tensors):
         raise RuntimeError(f"{what} is not on the device: it may be touched within Residence.using only")
-
-
-def frozen_copy(chunks: Sequence[Module], allocate: Callable[[int], Tensor]) -> list[tuple[UntypedStorage, Place]]:
-    """Each storage of the chunks' parameters, and a copy of it as it is now in memory that `allocate` makes."""
-    storages = list(storages_of([parameter for chunk in chunks for parameter in chunk.parameters()]).values())
-    places = reserve([storage.nbytes() for storage in storages], allocate)
-    with torch.no_grad():
-        for storage, place in zip(storages, places, strict=True):
-            place.keep(bytes_of(storage))
-    return list(zip(storages, places, strict=True))

@@ -4,6 +4,8 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 from torch.nn import Module
 
+from mrl.megatron.offload import check_resident
+
 
 class RankShards:
     """Looks parameters up by (name, model chunk), as mrl.reshard.source names them."""
@@ -15,10 +17,11 @@ class RankShards:
         }
 
     def __call__(self, name: str, chunk: int) -> Tensor:
-        """The parameter's data. Raises RuntimeError for one that the model does not have."""
+        """The parameter's data. Raises RuntimeError for one that the model does not have, or that is not on the device."""
         parameter = self._parameters.get((name, chunk))
         if parameter is None:
             raise RuntimeError(f"model chunk {chunk} has no parameter {name}: the model is not as mrl.reshard.source describes it")
+        check_resident(name, [parameter])
         return parameter.data
 
     def refresh(self) -> None:
