@@ -85,7 +85,7 @@ class Residence:
         """Raises RuntimeError when one of them is not on the device: what computes on emptied storages crashes or is wrong."""
         if gone := [kind for kind in kinds if kind in self._gone]:
             keys = ", ".join(f"actor.{SWITCHES[kind]}" for kind in gone)
-            raise RuntimeError(f"{', '.join(gone)} are not on the device ({keys}): they may be touched within Residence.using only")
+            raise RuntimeError(f"{', '.join(gone)}: not on the device ({keys}), and may be touched within Residence.using only")
 
     def _leave(self, kinds: Iterable[str]) -> None:
         if leaving := [kind for kind in kinds if not self._used[kind] and kind not in self._gone]:
@@ -162,4 +162,4 @@ def needs(*kinds: str) -> Callable:
 def check_resident(what: str, tensors: Iterable[Tensor]) -> None:
     """Raises RuntimeError when one has been emptied; torch itself would read at address 0."""
     if any(t.numel() and not t.untyped_storage().nbytes() for t in tensors):
-        raise RuntimeError(f"{what} is not on the device: it may be touched within Residence.using only")
+        raise RuntimeError(f"{what}: not on the device, and may be touched within Residence.using only")

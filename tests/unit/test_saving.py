@@ -17,9 +17,9 @@ from mrl.checkpoint import HostCopy
 from mrl.config.schema import RunConfig
 from mrl.data.order import DataCursor
 from mrl.errors import EnvironmentFault, NumericAbort
+from mrl.megatron.adam_state import AdamState
 from mrl.models import model_spec
 from mrl.reshard.boxes import Box
-from mrl.megatron.adam_state import AdamState
 from mrl.reshard.manifest import EXP_AVG, EXP_AVG_SQ, WEIGHT, Entry, RankFiles, check_digests, file_facts, newest_checkpoint, read_manifest
 from mrl.reshard.source import Piece
 from mrl.reshard.tensor_file import file_bytes, write_tensors
