@@ -142,7 +142,7 @@ class Residence:
 
 def switched(actor: ActorConfig) -> tuple[str, ...]:
     """The kinds that the configuration lets leave the device."""
-    return tuple(kind for kind, key in SWITCHES.items() if getattr(actor, key))
+    return tuple(kind for kind, key in SWITCHES.items() if key in actor.offloaded)
 
 
 def needs(*kinds: str) -> Callable:
