@@ -77,7 +77,7 @@ def _offload_notes(config: RunConfig) -> Iterator[str]:
     if share == 0:
         yield f"{_OPTIMIZER}.optimizer_cpu_offload moves nothing while optimizer_offload_fraction is 0, its default"
     elif not aware:
-        yield f"{_OPTIMIZER}.optimizer_cpu_offload without use_precision_aware_optimizer keeps a second float32 copy of weights on the device"
+        yield f"{_OPTIMIZER}.optimizer_cpu_offload without use_precision_aware_optimizer leaves float32 weights on the device too"
     elif share == 1 and config.actor.optimizer_offload:
         yield "actor.optimizer_offload adds nothing to optimizer_cpu_offload, which keeps and updates Adam's states on the host anyway"
 

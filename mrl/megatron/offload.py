@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
-import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor, UntypedStorage
 from torch.nn import Module
