@@ -15,7 +15,7 @@ ROWS = 8
 DEADLINE_S = 240.0
 TP2_EP2 = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}
 # name -> (dtype, degrees); data parallelism is what remains of two ranks
-CASES = {"float32-tp2-ep2": ("float32", TP2_EP2), "bfloat16-tp2-ep2": ("bfloat16", TP2_EP2), "bfloat16-dp2": ("bfloat16", {})}
+CASES = {"float32-tp2-ep2": ("float32", TP2_EP2), "bfloat16-dp2": ("bfloat16", {})}
 SWITCHES = ("param_offload", "grad_offload", "optimizer_offload")
 
 
