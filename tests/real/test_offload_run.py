@@ -1,4 +1,4 @@
-"""Whole runs whose actor leaves its devices while the engines generate: the same metrics and weights as of one that stays, and resumed too."""
+"""Whole runs whose actor leaves its devices while engines generate: metrics and weights as of one that stays, and resumed too."""
 
 import subprocess
 from pathlib import Path
