@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.megatron.adam_state import AdamState
-from mrl.megatron.offload import OPTIMIZER, PARAMETERS
+from mrl.megatron.offload import OPTIMIZER, PARAMETERS, check_resident
 from mrl.megatron.optimizer import current_lr
 from mrl.reshard.manifest import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, Entry, Manifest, RankFiles, read_manifest
 from mrl.reshard.source import Shard, source_shards
@@ -104,6 +104,7 @@ class HostCopy:
             return RankFiles(self._entries, {self._file: facts}, self._facts)
 
     def _keep(self, key: str, tensor: Tensor) -> None:
+        check_resident(key, [tensor])
         buffer = self._buffers.get(key)
         if buffer is None:
             buffer = self._buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype)
