@@ -16,6 +16,8 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
 from mrl.errors import ConfigError, EnvironmentFault
+from mrl.megatron.adam_state import AdamState
+from mrl.megatron.offload import OPTIMIZER, PARAMETERS, check_resident
 from mrl.megatron.optimizer import current_lr
 from mrl.megatron.shards import RankShards, plain_name
 from mrl.reshard.manifest import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, Entry, Manifest, RankFiles, read_manifest
@@ -34,6 +36,7 @@ class Held:
     parameter: torch.nn.Parameter
     optimizer: DistributedOptimizer | None  # None: this data-parallel rank updates no part of it
     flat: tuple[int, int] | None  # that part of the flattened parameter
+    adam: AdamState | None = None  # of that optimizer
 
     @property
     def key(self) -> str:
@@ -42,11 +45,11 @@ class Held:
 
     @property
     def masters_itself(self) -> bool:
-        """float32 weights are their own master weights: the optimizer's tensor is a view of them."""
+        """float32 weights are their own master weights: the optimizer's tensor is a view of them, or a copy with the same values."""
         return self.parameter.dtype is torch.float32
 
-    def main(self) -> torch.nn.Parameter:
-        """The optimizer's float32 tensor of this rank's part."""
+    def main(self) -> Tensor:
+        """What the distributed optimizer has of this rank's part: its master weights, or a shard of the weights where Adam has those."""
         group, order = self.optimizer.model_param_group_index_map[self.parameter]
         return self.optimizer.optimizer.param_groups[group]["params"][order]
 
@@ -74,18 +77,22 @@ class HostCopy:
         if not self._in_use.acquire(blocking=False):
             raise EnvironmentFault("the checkpoint before is still being written: the disk is slower than saves come")
         try:
-            self._file = f"rank-{actor.rank:05d}.safetensors"
-            entries: list[Entry] = []
-            for held in held_parameters(actor):
-                for role, tensor, flat in _stored(actor, held):
-                    entries.append(Entry(self._file, f"{role}/{held.key}", role, held.shard.local_shape, flat, held.shard.pieces))
-                    self._keep(entries[-1].key, tensor)
-            for name, state in _random_states(actor).items():
-                self._keep(f"rng/{name}", state)
-            self._entries, self._facts = tuple(entries), _optimizer_facts(actor)
+            with actor.residence.using(PARAMETERS, OPTIMIZER):
+                self._copy(actor)
         finally:
             self._in_use.release()
         return file_bytes(self._buffers)
+
+    def _copy(self, actor) -> None:
+        self._file = f"rank-{actor.rank:05d}.safetensors"
+        entries: list[Entry] = []
+        for held in held_parameters(actor):
+            for role, tensor, flat in _stored(actor, held):
+                entries.append(Entry(self._file, f"{role}/{held.key}", role, held.shard.local_shape, flat, held.shard.pieces))
+                self._keep(entries[-1].key, tensor)
+        for name, state in _random_states(actor).items():
+            self._keep(f"rng/{name}", state)
+        self._entries, self._facts = tuple(entries), _optimizer_facts(actor)
 
     def write(self, folder: Path) -> RankFiles:
         """Writes `rank-R.safetensors` into `folder`, durably. Raises EnvironmentFault when the disk does not take it."""
@@ -98,6 +105,7 @@ class HostCopy:
             return RankFiles(self._entries, {self._file: facts}, self._facts)
 
     def _keep(self, key: str, tensor: Tensor) -> None:
+        check_resident(key, [tensor])
         buffer = self._buffers.get(key)
         if buffer is None:
             buffer = self._buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -120,11 +128,11 @@ def load_rank(actor, folder: Path) -> None:
     _check_model(actor, manifest, folder)
     stored = StoredTensors(folder, manifest)
     facts = manifest.optimizer
-    with torch.no_grad():
+    with torch.no_grad(), actor.residence.using(PARAMETERS, OPTIMIZER):
         for held in held_parameters(actor):
             stored.fill(WEIGHT, held.shard.pieces, held.parameter.data)
             if held.optimizer is not None:
-                _load_optimizer_part(stored, held, facts["step"], WEIGHT if manifest.weights_only else MASTER)
+                _load_optimizer_part(stored, held, facts["step"], not manifest.weights_only)
     if not manifest.weights_only:
         _restore_schedule(actor, facts, folder)
     actor.num_updates = facts["num_updates"]
@@ -133,14 +141,20 @@ def load_rank(actor, folder: Path) -> None:
 
 
 def held_parameters(actor) -> Iterator[Held]:
-    """Every parameter of this rank, in a fixed order. Raises RuntimeError when the model has others than its description."""
+    """Every parameter of this rank, in a fixed order. Raises RuntimeError when the model has others than its description.
+
+    They and their optimizer states have to be on the device for as long as they are read or written.
+    """
+    actor.residence.require(PARAMETERS, OPTIMIZER)
+    states = {id(o): AdamState(o.optimizer) for o in _optimizers(actor)}
     described = {(s.vp_chunk, s.megatron_name): s for s in source_shards(actor.model, actor.layout, actor.rank)}
     RankShards(actor.chunks).check(local_shapes(described.values()))
     for number, chunk in enumerate(actor.chunks):
         for name, parameter in chunk.named_parameters():
             optimizer = next((o for o in _optimizers(actor) if parameter in o.model_param_group_index_map), None)
             part = optimizer._get_model_param_range_map(parameter)["param"] if optimizer else None
-            yield Held(described[number, plain_name(name)], parameter, optimizer, (part.start, part.end) if part else None)
+            states_of = states[id(optimizer)] if optimizer else None
+            yield Held(described[number, plain_name(name)], parameter, optimizer, (part.start, part.end) if part else None, states_of)
 
 
 def _optimizers(actor) -> list[DistributedOptimizer]:
@@ -157,12 +171,12 @@ def _stored(actor, held: Held) -> Iterator[tuple[str, Tensor, tuple[int, int] | 
     if held.optimizer is None or not _writes_optimizer_part(actor, held.shard):
         return
     main = held.main()
+    master, moments = held.adam.master(main), held.adam.moments(main)
     if not held.masters_itself:
-        yield MASTER, main, held.flat
-    state = held.optimizer.optimizer.state[main]
+        yield MASTER, master, held.flat
     for role, name in MOMENTS.items():
         # before the first update there are no moments; they are zero
-        yield role, state[name] if name in state else torch.zeros_like(main), held.flat
+        yield role, moments[name] if name in moments else torch.zeros_like(master), held.flat
 
 
 def _writes_optimizer_part(actor, shard: Shard) -> bool:
@@ -172,45 +186,26 @@ def _writes_optimizer_part(actor, shard: Shard) -> bool:
     return shard.primary in peers
 
 
-def _load_optimizer_part(stored: StoredTensors, held: Held, step: float | None, masters: str) -> None:
-    """`masters`: the role that the master weights are taken from."""
+def _load_optimizer_part(stored: StoredTensors, held: Held, step: float | None, has_masters: bool) -> None:
+    """Without master weights in the checkpoint, and where weights are their own, they come from the weights, which are in place."""
     main = held.main()
-    whole = torch.zeros(held.shard.local_shape, dtype=main.dtype)
+    master = held.adam.master(main)
+    whole = torch.zeros(held.shard.local_shape, dtype=torch.float32)
 
     def part(role: str) -> Tensor:
         stored.fill(role, held.shard.pieces, whole)
-        return whole.reshape(-1)[slice(*held.flat)].to(main.device)
+        return whole.reshape(-1)[slice(*held.flat)].reshape(master.shape)
 
-    if not held.masters_itself:
-        main.copy_(part(masters).reshape(main.shape))
+    weights = held.parameter.detach().reshape(-1)[slice(*held.flat)]
+    values = part(MASTER) if has_masters and not held.masters_itself else weights.reshape(master.shape)
+    for tensor in (main, master):  # they may be one
+        tensor.copy_(values)
     if step is not None:
-        moments = {name: part(role).reshape(main.shape).clone() for role, name in MOMENTS.items()}
-        set_adam_state(held.optimizer.optimizer, main, step, moments)
-
-
-def set_adam_state(adam: torch.optim.Optimizer, main: Tensor, step: float, moments: dict[str, Tensor]) -> None:
-    """Gives a parameter its moments and step. torch's Adam counts steps by parameter; fused ones (Transformer Engine, Apex) by group."""
-    if isinstance(adam, torch.optim.Adam):
-        adam.state[main] = {"step": torch.tensor(float(step)), **moments}
-        return
-    adam.state[main] = moments
-    next(group for group in adam.param_groups if any(p is main for p in group["params"]))["step"] = int(step)
-
-
-def adam_steps(adam: torch.optim.Optimizer) -> set[float]:
-    """Step counts of the parameters that have moments. Raises RuntimeError where there are moments and nobody counts their steps."""
-    steps = set()
-    for group in adam.param_groups:
-        for state in (adam.state[p] for p in group["params"] if adam.state.get(p)):
-            step = state.get("step", group.get("step"))
-            if step is None:
-                raise RuntimeError(f"{type(adam).__name__} has moments and no step count; a checkpoint of it could not be continued")
-            steps.add(float(step))
-    return steps
+        held.adam.set_moments(main, step, {name: part(role).clone() for role, name in MOMENTS.items()})
 
 
 def _optimizer_facts(actor) -> dict[str, Any]:
-    steps = {step for o in _optimizers(actor) for step in adam_steps(o.optimizer)}
+    steps = {step for o in _optimizers(actor) for step in AdamState(o.optimizer).steps()}
     if len(steps) > 1:
         raise RuntimeError(f"parameters disagree on Adam's step: {sorted(steps)}")
     return {

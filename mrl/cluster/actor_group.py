@@ -87,6 +87,11 @@ class ActorGroup:
         """All optimizer steps of one training step; mergeable metric parts of every rank."""
         return [parts for rank in self.call("update", ray.put(batch)) for parts in rank]
 
+    def offload(self) -> None:
+        """What `actor.*_offload` names leaves the devices, until it is needed again; nothing happens without such a key."""
+        if self.config.actor.offloaded:
+            self.call("offload")
+
     def export_buckets(self, limit_bytes: int) -> Iterator[tuple[ray.ObjectRef, str]]:
         """Buckets of full HF tensors as rank 0 makes them, one ahead: a reference to the data, and its SHA-256.
 

@@ -82,6 +82,10 @@ class ActorWorker:
         """All optimizer steps of one training step; see MegatronActor.update."""
         return self.actor.update(batch)
 
+    def offload(self) -> None:
+        """See MegatronActor.offload."""
+        self.actor.offload()
+
     def export_buckets(self, limit_bytes: int) -> Iterator[str | np.ndarray]:
         """Full HF tensors in safetensors buckets of about `limit_bytes`; only rank 0 yields, the others take part.
 
@@ -111,6 +115,7 @@ class ActorWorker:
 
         Raises EnvironmentFault when it is not the driver's plan, RuntimeError naming parameters that are not as the plan has them.
         """
+        from mrl.megatron.offload import PARAMETERS
         from mrl.megatron.shards import RankShards
         from mrl.reshard.execute import connect_sender
         from mrl.reshard.setup import SyncSetup
@@ -122,11 +127,15 @@ class ActorWorker:
             self.sender.end.close()
         shards = RankShards(self.actor.chunks)
         shards.check(local_shapes(source_shards(agreed.model, agreed.train_layout, self.rank)))
-        self.sender = connect_sender(agreed, self.rank, shards)
+        with self.actor.residence.using(PARAMETERS):
+            self.sender = connect_sender(agreed, self.rank, shards)
 
     def send_weights(self, update: int, workers: list[int], check_replicas: bool) -> dict[str, Any]:
         """Sends this rank's part of the weights to `workers`; fields of a SendReport."""
-        return self.sender.send(update, workers, check_replicas).to_json()
+        from mrl.megatron.offload import PARAMETERS
+
+        with self.actor.residence.using(PARAMETERS):
+            return self.sender.send(update, workers, check_replicas).to_json()
 
     def take_checkpoint(self) -> int:
         """Copies this rank's part of a checkpoint to host memory; returns the bytes that writing it will need."""

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from math import ceil
 from typing import Any
 
-from mrl.config.capabilities import offloaded
 from mrl.config.schema import RefConfig, RunConfig
 from mrl.config.violation import Broken
 from mrl.layout import LayoutDegrees, check_train_layout
@@ -18,6 +17,16 @@ _IGNORED = "it would be ignored"
 # What Megatron-core 0.16.1 lets selective recompute name (TransformerConfig.__post_init__), without those of attention we do not build.
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
 _STATE_DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")  # fields of OptimizerConfig
+_GRAPHS = "graphs that were captured go on using the addresses that weights and gradients had"
+# key, field, its value that is compatible with parameters or gradients that leave the device and come back elsewhere, and why
+_KEEP_ADDRESSES = (
+    (_TRANSFORMER, "enable_cuda_graph", False, _GRAPHS),
+    (_TRANSFORMER, "external_cuda_graph", False, _GRAPHS),
+    (_TRANSFORMER, "cuda_graph_impl", "none", _GRAPHS),
+    (_TRANSFORMER, "fp8_param", False, "weights in fp8 lie beside Megatron's buffers"),
+    ("actor.override_ddp_config", "fp8_param_gather", False, "weights in fp8 lie beside Megatron's buffers"),
+    ("actor.override_ddp_config", "nccl_ub", False, "the communicator has registered the memory of the buffers"),
+)
 _DISPATCHERS = ("allgather", "alltoall", "flex")
 # vLLM arguments under which the engine's routes are refused, wrong or incomplete, each with the value that is right and why.
 # Sources: vllm-project/vllm PR 28284, PR 39917 and PR 48622.
@@ -43,11 +52,8 @@ def actor_rules(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
 
 def actor_notes(config: RunConfig, model: ModelSpec) -> Iterator[str]:
     """Settings that are legal and cost something, or do nothing."""
-    moved, given = offloaded(config), config.model.override_transformer_config
-    if moved and config.cluster.placement == "separate":
-        yield f"{', '.join(moved)}: the actor has its devices for itself (cluster.placement: separate), so this only costs time"
-    if config.actor.optimizer_offload and config.actor.optim.override_optimizer_config.get("optimizer_cpu_offload"):
-        yield "actor.optimizer_offload adds nothing to optimizer_cpu_offload, which keeps and updates Adam's states on the host anyway"
+    given = config.model.override_transformer_config
+    yield from _offload_notes(config)
     if model.is_moe and any(_number(given.get(name)) for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff")):
         yield f"{_TRANSFORMER}: an auxiliary router loss moves log-probs that the policy loss does not account for; in RL it is usually 0"
     if model.is_moe and "moe_router_dtype" in given and given["moe_router_dtype"] not in ("fp32", "fp64"):
@@ -56,6 +62,24 @@ def actor_notes(config: RunConfig, model: ModelSpec) -> Iterator[str]:
         yield "ref: is set, and no reference model is loaded, because neither algorithm.use_kl_loss nor use_kl_in_reward is true"
     if config.actor.router_replay == "R3" and config.rollout.enable_prefix_caching:
         yield "actor.router_replay R3 with prefix caching: rows of a cached prompt can come back without routes and then use the trainer's"
+
+
+def _offload_notes(config: RunConfig) -> Iterator[str]:
+    moved = [f"actor.{name}" for name in config.actor.offloaded] + ["ref.param_offload"] * config.ref.param_offload
+    given = config.actor.optim.override_optimizer_config
+    share, aware = _number(given.get("optimizer_offload_fraction")), given.get("use_precision_aware_optimizer")
+    if moved and config.cluster.placement == "separate":
+        yield f"{', '.join(moved)}: the actor has its devices for itself (cluster.placement: separate), so this only costs time"
+    if moved and config.cluster.device == "cpu":
+        yield f"{', '.join(moved)}: on cpu the device is the host, whose memory then holds what is moved twice"
+    if not given.get("optimizer_cpu_offload"):
+        return
+    if share == 0:
+        yield f"{_OPTIMIZER}.optimizer_cpu_offload moves nothing while optimizer_offload_fraction is 0, its default"
+    elif not aware:
+        yield f"{_OPTIMIZER}.optimizer_cpu_offload without use_precision_aware_optimizer leaves float32 weights on the device too"
+    elif share == 1 and config.actor.optimizer_offload:
+        yield "actor.optimizer_offload adds nothing to optimizer_cpu_offload, which keeps and updates Adam's states on the host anyway"
 
 
 def longest_sample(config: RunConfig) -> int:
@@ -98,16 +122,37 @@ def _context(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
 
 
 def _offload(config: RunConfig) -> Iterator[Broken]:
-    if config.cluster.device == "cpu":
-        for field in offloaded(config):
-            yield Broken(field, "must be false on cpu", "the device is the host, there is nowhere to move anything", (False,))
     given = config.actor.optim.override_optimizer_config
+    yield from _storages_stay(config)
+    if given.get("optimizer_cpu_offload"):
+        yield from _hybrid_adam(config, given)
     for name in ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"):
         if given.get(name) and not given.get("optimizer_cpu_offload"):
             yield Broken(f"{_OPTIMIZER}.{name}", "needs optimizer_cpu_offload: true", _IGNORED)
     fraction = _number(given.get("optimizer_offload_fraction"))
     if not 0 <= fraction <= 1:
         yield Broken(f"{_OPTIMIZER}.optimizer_offload_fraction", "must be from 0 to 1", "it is the share of parameters", (0.0, 1.0))
+
+
+def _storages_stay(config: RunConfig) -> Iterator[Broken]:
+    """What knows weights or gradients by their address, or keeps them elsewhere than Megatron's buffers."""
+    moved = " and ".join(f"actor.{name}" for name in config.actor.offloaded if name != "optimizer_offload")
+    places = {_TRANSFORMER: config.model.override_transformer_config, "actor.override_ddp_config": config.actor.override_ddp_config}
+    for place, name, off, why in _KEEP_ADDRESSES if moved else ():
+        if places[place].get(name, off) not in (off, None):
+            yield Broken(f"{place}.{name}", f"must be {str(off).lower()} with {moved}", why, (off,))
+
+
+def _hybrid_adam(config: RunConfig, given: dict[str, Any]) -> Iterator[Broken]:
+    if config.model.dtype == "float32":
+        why = "Megatron 0.16.1 builds this Adam over views of float32 weights, which torch refuses"
+        yield Broken(f"{_OPTIMIZER}.optimizer_cpu_offload", "needs model.dtype: bfloat16", why, (False,))
+    if not given.get("decoupled_weight_decay", True):
+        yield Broken(f"{_OPTIMIZER}.decoupled_weight_decay", "must be true with optimizer_cpu_offload", "Megatron's is an AdamW", (True,))
+    for name in _STATE_DTYPES:
+        if given.get(name) not in (None, "fp32", "float32"):
+            why = f"its states are float32; {_IGNORED}"
+            yield Broken(f"{_OPTIMIZER}.{name}", "must be float32 with optimizer_cpu_offload", why, ("float32",))
 
 
 def _precision(config: RunConfig) -> Iterator[Broken]:

@@ -5,12 +5,6 @@ from collections.abc import Callable
 from mrl.config.schema import RunConfig
 
 
-def offloaded(config: RunConfig) -> list[str]:
-    """The keys that send something of the actor or the reference model to the host."""
-    switches = {f"actor.{name}": getattr(config.actor, name) for name in ("param_offload", "grad_offload", "optimizer_offload")}
-    return [key for key, on in {**switches, "ref.param_offload": config.ref.param_offload}.items() if on]
-
-
 def _adam(config: RunConfig, name: str) -> bool:
     return bool(config.actor.optim.override_optimizer_config.get(name))
 
@@ -19,14 +13,10 @@ _MISSING: tuple[tuple[Callable[[RunConfig], bool], str], ...] = (
     (lambda c: c.cluster.placement == "colocated", "cluster.placement: colocated (use separate)"),
     (lambda c: c.ref.layout is not None, "ref.layout, a layout of the reference model's own (use null)"),
     (
-        lambda c: _adam(c, "optimizer_cpu_offload"),
-        "actor.optim.override_optimizer_config.optimizer_cpu_offload, whose states no save holds",
+        lambda c: _adam(c, "use_precision_aware_optimizer") and not _adam(c, "optimizer_cpu_offload"),
+        "actor.optim.override_optimizer_config.use_precision_aware_optimizer without optimizer_cpu_offload: Transformer Engine's Adam then "
+        "has the fp32 weights, in forms of its own that no save holds (use false, or optimizer_cpu_offload: true)",
     ),
-    (
-        lambda c: _adam(c, "use_precision_aware_optimizer"),
-        "actor.optim.override_optimizer_config.use_precision_aware_optimizer, whose fp32 weights no save holds",
-    ),
-    (lambda c: bool(offloaded(c)), "offload of parameters, gradients or optimizer to the host (param_offload, ...: use false)"),
     (lambda c: c.actor.router_replay == "R3", "actor.router_replay: R3 (use R2 or disabled)"),
     (lambda c: c.rollout.data_parallel_size > 1, "rollout.data_parallel_size above 1 (use more num_engines)"),
     (

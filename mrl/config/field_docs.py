@@ -84,8 +84,8 @@ FIELD_DOCS: dict[str, str | tuple[str, str]] = {
         "true: padding is computed like text; packing changes results by rounding only.",
     ),
     "actor.param_offload": ("Parameters are on the host while the engines generate.", "For colocated placement, when memory is short."),
-    "actor.grad_offload": "Gradient buffers are on the host while the engines generate.",
-    "actor.optimizer_offload": "Optimizer state is on the host while the engines generate.",
+    "actor.grad_offload": "Gradient buffers have no memory but in updates; they are made anew, as zeros.",
+    "actor.optimizer_offload": "Float32 weights and moments are on the host but in updates and saves.",
     "actor.router_replay": (
         "Training uses the experts that were chosen before: R2 when old log-probs were computed, R3 when the engine generated.",
         "disabled for one update a step; R2 for two; R3 for four or more, or when router/drift is high. GSPO often needs none.",

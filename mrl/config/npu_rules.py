@@ -7,6 +7,7 @@ from mrl.config.violation import Broken
 from mrl.models import ModelSpec
 
 _VLLM = "rollout.engine_kwargs.vllm"
+_TRANSFORMER = "model.override_transformer_config"
 
 
 def npu_rules(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
@@ -21,6 +22,9 @@ def npu_rules(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
     if config.model.override_transformer_config.get("use_flash_attn") is False:
         why = "MindSpeed's packed and context-parallel attention exist in that form only"
         yield Broken("model.override_transformer_config.use_flash_attn", "must be true on npu, or left out", why, (True,))
+    if config.model.override_transformer_config.get("swap_optimizer") and config.actor.optimizer_offload:
+        why = "both empty and fill the same storages, each without knowing of the other"
+        yield Broken("actor.optimizer_offload", f"must be false with {_TRANSFORMER}.swap_optimizer", why, (False,))
     yield from _engines(config)
 
 

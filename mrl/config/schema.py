@@ -88,6 +88,11 @@ class ActorConfig(Section):
     router_replay: Literal["disabled", "R2", "R3"] = "disabled"  # experts chosen as the old log-probs (R2) or the engine (R3) chose
     override_ddp_config: dict[str, Any] = Field(default_factory=dict)
 
+    @property
+    def offloaded(self) -> tuple[str, ...]:
+        """The keys here that send something to the host."""
+        return tuple(name for name in ("param_offload", "grad_offload", "optimizer_offload") if getattr(self, name))
+
 
 class RefConfig(Section):
     """The reference model of a KL loss. It lies as the actor does unless it has a layout of its own."""

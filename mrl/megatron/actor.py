@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from mrl.megatron.batching import MicroBatch, Splitter, check_batch, mini_batche
 from mrl.megatron.bridge import DTYPES, Bridge, MBridge
 from mrl.megatron.forward import Around, MicroInputs, log_prob_pass, loss_pass, nothing_around, return_hidden_states
 from mrl.megatron.hf_files import check_same_architecture
+from mrl.megatron.offload import GRADIENTS, OPTIMIZER, PARAMETERS, Residence, needs, switched
 from mrl.megatron.optimizer import StepResult, build_optimizer, build_scheduler, current_lr, step, zero_gradients
 from mrl.megatron.packing import micro_arrays
 from mrl.megatron.reference import FrozenWeights
@@ -73,6 +75,7 @@ class MegatronActor:
         self.routing = Routing(self.chunks, self.model.num_experts, replay) if self.model.is_moe and not fused else None
         self.optimizer = build_optimizer(config.actor.optim, self.chunks, DTYPES[config.model.dtype])
         self.scheduler = build_scheduler(config.actor.optim, self.optimizer, config.total_updates)
+        self.residence = Residence(self.platform, self.chunks, self.optimizer, switched(config.actor))
         self.num_updates = 0  # optimizer steps applied
         self.skipped_in_a_row = 0  # the newest of those that could not be applied
 
@@ -81,8 +84,15 @@ class MegatronActor:
         path = self.config.ref.path or self.config.model.path
         check_same_architecture("ref.path", path, self.model)
         self.bridge.load_hf(path)
-        return FrozenWeights(self.chunks)
+        on_device = partial(torch.empty, dtype=torch.uint8, device=self.platform.device)
+        memory = self.platform.host_memory if self.config.ref.param_offload else on_device
+        return FrozenWeights(self.chunks, memory, self.platform.synchronize)
 
+    def offload(self) -> None:
+        """What `actor.*_offload` names leaves the device. Whatever needs it again brings it back by itself."""
+        self.residence.offload()
+
+    @needs(PARAMETERS)
     def log_probs(self, batch: TrainBatch) -> RowResult | None:
         """Log-probabilities of the response tokens under the current weights, at the batch's temperatures: the old policy of a step.
 
@@ -94,6 +104,7 @@ class MegatronActor:
         self.routing.begin_step()
         return self._log_probs(batch, micros, self.routing.recording)
 
+    @needs(PARAMETERS)
     def ref_log_probs(self, batch: TrainBatch) -> RowResult | None:
         """The same under the reference model's weights."""
         if self.reference is None:
@@ -119,6 +130,7 @@ class MegatronActor:
         entropy = merge(to_floats({"entropy": (o.entropy.sum(), i.response_mask.sum())}) for _, i, o in kept)
         return RowResult(rows, log_probs, entropy.get("entropy", (0.0, 0.0)))
 
+    @needs(PARAMETERS, GRADIENTS, OPTIMIZER)
     def update(self, batch: TrainBatch) -> list[FloatParts]:
         """One optimizer step per mini-batch, in the order of the rows. Needs `old_log_probs` and `advantages`.
 
@@ -135,6 +147,7 @@ class MegatronActor:
             parts[-1:] = [(parts[-1] if parts else {}) | routing]
         return parts
 
+    @needs(PARAMETERS, GRADIENTS)
     def gradients(self, batch: TrainBatch) -> list[FloatParts]:
         """Leaves the gradient of the loss over the whole batch, as one mini-batch, in the chunks' buffers.
 
@@ -151,7 +164,8 @@ class MegatronActor:
 
     def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, full tensor) of every weight, on every rank, in the model's dtype; a tensor is valid until the next is asked for."""
-        return self.bridge.export_hf()
+        with self.residence.using(PARAMETERS):
+            yield from self.bridge.export_hf()
 
     def close(self) -> None:
         """Leaves the process groups. Safe to call twice."""

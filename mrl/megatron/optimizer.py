@@ -12,6 +12,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mrl.config.schema import OptimConfig
 from mrl.errors import ConfigError
+from mrl.megatron.offload import check_resident
 from mrl.megatron.overrides import checked_overrides
 
 
@@ -95,6 +96,7 @@ def build_scheduler(config: OptimConfig, optimizer: MegatronOptimizer, total_ste
 
 def zero_gradients(chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
     """Clears both places that hold gradients: the buffers of the chunks and the optimizer's own references to them."""
+    check_resident("gradients", (b.grad_data for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)))
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
@@ -106,6 +108,7 @@ def step(optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler) -> St
 
     The norm is summed over all ranks, so every rank takes the same branch.
     """
+    check_resident("the optimizer's part of the weights", (p for group in optimizer.param_groups for p in group["params"]))
     overflow = optimizer.prepare_grads()
     grad_norm = math.nan if overflow else float(optimizer.get_grad_norm())
     lr = current_lr(optimizer)

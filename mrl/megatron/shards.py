@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from torch import Tensor
 from torch.nn import Module
 
+from mrl.megatron.offload import check_resident
+
 _SHOWN = 8  # names in one message
 
 
@@ -21,10 +23,11 @@ class RankShards:
         }
 
     def __call__(self, name: str, chunk: int) -> Tensor:
-        """The parameter's data. Raises RuntimeError for one that the model does not have."""
+        """The parameter's data. Raises RuntimeError for one that the model does not have, or that is not on the device."""
         parameter = self._parameters.get((name, chunk))
         if parameter is None:
             raise RuntimeError(f"model chunk {chunk} has no parameter {name}: the model is not as mrl.reshard.source describes it")
+        check_resident(name, [parameter])
         return parameter.data
 
     def check(self, wanted: Mapping[tuple[str, int], tuple[int, ...]]) -> None:

@@ -71,12 +71,11 @@ class Phase:
 
 @dataclass(frozen=True)
 class Offload:
-    """What leaves the device while it is not needed, by the keys of `actor`; `optimizer_cpu`: share of Adam that is always on the host."""
+    """What leaves the device while it is not needed, by the keys of `actor` and `ref`."""
 
     parameters: bool = False
     gradients: bool = False
     optimizer: bool = False
-    optimizer_cpu: float = 0.0
     reference: bool = False
 
 
@@ -93,17 +92,13 @@ class ActorBytes:
     sync_staging: int
     offload: Offload = field(default_factory=Offload)
     reference: int = 0  # parameters of a reference model; 0: there is none
-
-    @property
-    def optimizer_on_device(self) -> int:
-        return round(self.optimizer * (1 - self.offload.optimizer_cpu))
+    optimizer_host: int = 0  # of an Adam on the host, where it stays
 
     @property
     def host(self) -> int:
         """Bytes of host memory of one rank at the moment when most is there: while engines generate."""
         o = self.offload
-        moved = o.parameters * self.parameters + o.optimizer * self.optimizer_on_device + o.reference * self.reference
-        return moved + self.optimizer - self.optimizer_on_device
+        return o.parameters * self.parameters + o.optimizer * self.optimizer + o.reference * self.reference + self.optimizer_host
 
 
 @dataclass(frozen=True)
@@ -152,7 +147,7 @@ def colocated_phases(actor: ActorBytes, engine: EngineBytes, device: Device) -> 
 
 
 def _actor_terms(actor: ActorBytes) -> dict[str, dict[str, int]]:
-    held = {"parameters": actor.parameters, "gradients": actor.gradients, "optimizer": actor.optimizer_on_device}
+    held = {"parameters": actor.parameters, "gradients": actor.gradients, "optimizer": actor.optimizer}
     without = _at_rest(actor, parameters=True)
     phases = {
         "train": held | _reference(actor) | {"activations": actor.activations, "temporaries": actor.temporaries},
@@ -160,7 +155,7 @@ def _actor_terms(actor: ActorBytes) -> dict[str, dict[str, int]]:
         "sync": without | {"sync_staging": actor.sync_staging},
     }
     if actor.reference:
-        phases["ref"] = _at_rest(actor) | {"reference": actor.reference, "log_prob": actor.log_prob}
+        phases["ref"] = without | {"log_prob": actor.log_prob}  # its weights and the actor's change places for it
     return phases
 
 
@@ -175,7 +170,7 @@ def _at_rest(actor: ActorBytes, parameters: bool = False) -> dict[str, int]:
     kept = {
         "parameters": 0 if o.parameters and not parameters else actor.parameters,
         "gradients": 0 if o.gradients else actor.gradients,
-        "optimizer": 0 if o.optimizer else actor.optimizer_on_device,
+        "optimizer": 0 if o.optimizer else actor.optimizer,
     }
     return {name: size for name, size in kept.items() if size} | _reference(actor)
 

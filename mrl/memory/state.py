@@ -2,8 +2,9 @@
 
 Sources: megatron-core 0.16.1 distributed/param_and_grad_buffer.py (one buffer for dense and one for expert parameters; parameters begin
 at multiples of 64 elements, a buffer ends at a multiple of lcm(shards, 128)) and optimizer/distrib_optimizer.py (each of the ranks that
-share a buffer keeps one shard of Adam's moments, and of float32 master weights where the parameters have 16 bits). Dense buffers are
-shared by dp x cp ranks, those of experts by the expert grid's own data-parallel ranks.
+share a buffer keeps one shard of Adam's moments, and of float32 master weights where the parameters have 16 bits); with
+optimizer_cpu_offload optimizer/cpu_offloading/hybrid_optimizer.py. Dense buffers are shared by dp x cp ranks, those of experts by the
+expert grid's own data-parallel ranks.
 """
 
 from dataclasses import dataclass
@@ -24,11 +25,24 @@ class Precision:
     parameters: int = 2
     gradients: int = _FLOAT32  # Megatron's grad_reduce_in_fp32, which mrl switches on
     moments: int = 2 * _FLOAT32
+    host_share: float = 0.0  # of Adam, that Megatron's hybrid optimizer has on the host for good
+    masters_stay: bool = True  # the device keeps float32 weights beside those on the host: without use_precision_aware_optimizer
 
     @property
     def master(self) -> int:
         """A second copy of the weights, where their own format is too coarse for small updates."""
         return 0 if self.parameters == _FLOAT32 else _FLOAT32
+
+    @property
+    def adam(self) -> float:
+        """Of master weights and moments, on the device."""
+        staying = self.master if self.masters_stay else 0.0
+        return (self.master + self.moments) * (1 - self.host_share) + staying * self.host_share
+
+    @property
+    def adam_on_host(self) -> float:
+        """Of the hybrid optimizer: weights, their gradients and moments, all in float32."""
+        return (2 * _FLOAT32 + self.moments) * self.host_share
 
 
 BF16, FLOAT32 = Precision(), Precision(parameters=_FLOAT32)
@@ -41,6 +55,7 @@ class StateBytes:
     parameters: int
     gradients: int
     optimizer: int
+    optimizer_host: int = 0  # in host memory for good
 
 
 @dataclass(frozen=True)
@@ -71,7 +86,8 @@ def stage_state(model: ModelSpec, layout: TrainLayout, pp: int, precision: Preci
     return StateBytes(
         parameters=sum(buffers) * precision.parameters,
         gradients=sum(buffers) * precision.gradients,
-        optimizer=sharded * (precision.master + precision.moments),
+        optimizer=round(sharded * precision.adam),
+        optimizer_host=round(sharded * precision.adam_on_host),
     )
 
 

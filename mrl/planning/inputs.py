@@ -107,10 +107,16 @@ def recompute_of(config: RunConfig) -> Recompute:
 
 
 def offload_of(config: RunConfig) -> Offload:
-    """What leaves the device, from `actor.*_offload` and Megatron's hybrid optimizer."""
-    actor, given = config.actor, config.actor.optim.override_optimizer_config
+    """What leaves the device between phases."""
+    actor = config.actor
+    return Offload(actor.param_offload, actor.grad_offload, actor.optimizer_offload, config.ref.param_offload)
+
+
+def precision_of(config: RunConfig, element_bytes: int) -> Precision:
+    """Of weights of `element_bytes`, with the share of Adam that Megatron's hybrid optimizer has on the host."""
+    given = config.actor.optim.override_optimizer_config
     share = float(given.get("optimizer_offload_fraction") or 0.0) if given.get("optimizer_cpu_offload") else 0.0
-    return Offload(actor.param_offload, actor.grad_offload, actor.optimizer_offload, share, config.ref.param_offload)
+    return Precision(element_bytes, host_share=share, masters_stay=not given.get("use_precision_aware_optimizer"))
 
 
 def batch_plan(config: RunConfig, train: TrainLayout) -> BatchPlan:
@@ -178,12 +184,13 @@ def activations_of(inputs: PlanInputs, micro: MicroBatch) -> Activations:
 
 def actor_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> ActorBytes:
     """Terms of one rank of pipeline stage `pp`."""
-    state = stage_state(inputs.model, inputs.train, pp, Precision(inputs.element_bytes))
+    state = stage_state(inputs.model, inputs.train, pp, precision_of(inputs.config, inputs.element_bytes))
     activations = activations_of(inputs, batch.micro)
     return ActorBytes(
         parameters=state.parameters,
         gradients=state.gradients,
         optimizer=state.optimizer,
+        optimizer_host=state.optimizer_host,
         activations=activations.stage_saved(pp, batch.micro_batches),
         temporaries=activations.stage_temporaries(pp),
         log_prob=replace(activations, micro=batch.log_prob_micro).forward_only(pp),

@@ -14,7 +14,7 @@ from mrl.planning.memory_plan import memory_section
 
 _Change = dict[str, Any]  # dotted key -> value
 _RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-_HOST_ADAM = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+_HOST_ADAM = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0, "use_precision_aware_optimizer": True}
 _TRANSFORMER, _OPTIMIZER = "model.override_transformer_config", "actor.optim.override_optimizer_config"
 _DOUBLED = ("expert_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
 _SHOWN = 5

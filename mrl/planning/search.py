@@ -153,8 +153,8 @@ def best_fit(problem: SearchProblem, degrees: dict[str, Any], layout: TrainLayou
     """The layout with the cheapest recomputation that fits, or the phase that is too large in every case."""
     states = {pp: stage_state(problem.model, layout, pp, problem.precision) for pp in unlike_stages(problem.model, layout)}
     heaviest = max(states.values(), key=_whole)
-    on_device = round(heaviest.optimizer * (1 - problem.offload.optimizer_cpu))
-    fullest = Phase("train", vars(heaviest) | {"optimizer": on_device}, problem.device.usable)
+    on_device = {"parameters": heaviest.parameters, "gradients": heaviest.gradients, "optimizer": heaviest.optimizer}
+    fullest = Phase("train", on_device, problem.device.usable)
     if not fullest.fits:
         return fullest
     for recompute in RECOMPUTE:

@@ -8,9 +8,10 @@ from mrl.config.schema import LayoutConfig, RunConfig
 from mrl.layout import RolloutLayout, TrainLayout
 from mrl.memory.devices import Device
 from mrl.memory.engine import engine_memory
+from mrl.memory.state import BF16
 from mrl.models import ModelSpec, forward_flops_per_token
 from mrl.planning.assumptions import USUAL
-from mrl.planning.inputs import offload_of, update_micro_batch
+from mrl.planning.inputs import offload_of, precision_of, update_micro_batch
 from mrl.planning.search import Candidate, SearchProblem, search
 from mrl.planning.search_fits import fastest_that_fit
 from mrl.planning.step_time import UpdateWork
@@ -41,7 +42,8 @@ def search_problem(config: RunConfig, model: ModelSpec, device: Device, devices:
     micro = micro_of(TrainLayout.build({"world_size": devices}, model))
     work = UpdateWork(model, micro, tokens, forward_flops_per_token(model, (mean + 1) / 2))
     staging, offload = 2 * config.reshard.budget_mb * _MIB, offload_of(config)
-    return SearchProblem(work, device, devices, per_node, staging, megatron, assumed, micro_of=micro_of, offload=offload)
+    precision = precision_of(config, BF16.parameters)
+    return SearchProblem(work, device, devices, per_node, staging, megatron, assumed, precision, micro_of, offload)
 
 
 def search_report(config: RunConfig, problem: SearchProblem, top: int, planned: bool = False) -> dict[str, Any]:

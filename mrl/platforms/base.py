@@ -60,3 +60,11 @@ class Platform(Protocol):
     def network_environment(self, master_addr: str) -> dict[str, str]:
         """Environment variables that must be set before torch.distributed starts with this rendezvous address."""
         ...
+
+    def host_memory(self, nbytes: int) -> "torch.Tensor":
+        """uint8 [nbytes] on the host, in memory that the device reads and writes at full speed. Contents are not set."""
+        ...
+
+    def release_cache(self) -> None:
+        """Gives freed device memory back to the device, so that other processes on it can have it."""
+        ...

@@ -55,3 +55,9 @@ class CpuPlatform:
     def network_environment(self, master_addr: str) -> dict[str, str]:
         # gloo picks the interface that the host's name resolves to, which on a laptop may be none.
         return {"GLOO_SOCKET_IFNAME": "lo"} if master_addr in ("127.0.0.1", "localhost") else {}
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def release_cache(self) -> None:
+        pass

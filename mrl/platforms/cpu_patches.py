@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 from mrl.platforms.patches import MISSING, Patch
 
@@ -18,6 +19,9 @@ _WITHOUT_TE = () if find_spec("transformer_engine") else ("cpu", "cuda")
 
 class _Event:
     def synchronize(self) -> None:
+        pass
+
+    def wait(self, stream: Any = None) -> None:
         pass
 
 
@@ -92,6 +96,31 @@ def _recompute_without_fp8(original: Any) -> Any:
     return lambda self, fp8=None: original(self, fp8 or None)
 
 
+class _TwoSides(TorchFunctionMode):
+    """Tells host from device where both are one memory: what `cpu()` returned is on the host, and so is what is made from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._host: dict[int, torch.Tensor] = {}  # they are kept, so that no other tensor gets their id
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = bool(args) and id(args[0]) in self._host
+        if func == torch.Tensor.is_cuda.__get__:
+            return not known
+        answer = args[0] if func is torch.Tensor.pin_memory else func(*args, **(kwargs or {}))
+        if isinstance(answer, torch.Tensor) and (known or func is torch.Tensor.cpu):
+            self._host[id(answer)] = answer
+        return answer
+
+
+def _with_two_sides(original: Any) -> Any:
+    def sorted_by_side(*args: Any, **kwargs: Any) -> Any:
+        with _TwoSides():
+            return original(*args, **kwargs)
+
+    return sorted_by_side
+
+
 def _answer(value: Any) -> Any:
     """A function that gives one answer, whatever it is asked."""
     return lambda original: lambda *args, **kwargs: value
@@ -128,12 +157,24 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch("torch.tensor", _on_cpu, "gradient scalers and norms ask for device='cuda' by name"),
     Patch("torch.zeros", _on_cpu, "schedules and gradient norms ask for device='cuda' by name"),
+    Patch("torch.empty", _on_cpu, "the hybrid optimizer asks for gradients in pinned memory"),
+    Patch(
+        "megatron.core.optimizer.cpu_offloading.hybrid_optimizer.HybridDeviceOptimizer._get_sub_optimizer_param_groups",
+        _with_two_sides,
+        "the hybrid optimizer (optimizer_cpu_offload) goes by is_cuda, and pins what it copies",
+    ),
     Patch("torch.distributed.all_to_all_single", _all_to_all_single, "gloo refuses split sizes given as tensors"),
     Patch("torch.distributed.all_gather", _all_gather, "gloo refuses uneven sizes, which expert tensor parallelism gathers"),
     Patch(
         "megatron.core.transformer.moe.moe_utils.te_general_gemm",
         lambda original: None if original is MISSING else original,
         "the router reads this name although its import failed without Transformer Engine",
+        _WITHOUT_TE,
+    ),
+    Patch(
+        "megatron.core.optimizer.optimizer_config.is_te_min_version",
+        _answer(False),
+        "use_precision_aware_optimizer compares the version of Transformer Engine, which is None without it",
         _WITHOUT_TE,
     ),
     Patch(

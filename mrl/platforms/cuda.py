@@ -65,3 +65,9 @@ class CudaPlatform:
 
     def network_environment(self, master_addr: str) -> dict[str, str]:
         return {}
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def release_cache(self) -> None:
+        torch.cuda.empty_cache()

@@ -74,3 +74,9 @@ class NpuPlatform:
 
     def network_environment(self, master_addr: str) -> dict[str, str]:
         return {}  # which interface HCCL and gloo use between nodes is the cluster's to say: launch/runtime_env.npu.yaml
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def release_cache(self) -> None:
+        torch.npu.empty_cache()

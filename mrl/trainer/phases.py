@@ -39,6 +39,7 @@ def generate(run: Run, prompts: list[Prompt], gen_batch: int = 0) -> list[Sample
     """
     n, seed, step = run.config.rollout.n, run.config.trainer.seed, run.state.step + 1
     first = gen_batch * n
+    run.actor.offload()
     return respond(
         run, prompts, n, training_sampling(run.config), lambda p, k: sample_seed(seed, TRAIN, step, p.prompt_id, first + k), TRAIN
     )

@@ -35,6 +35,7 @@ def validate(run: Run) -> dict[str, float]:
     if run.val_prompts is None:
         return {}
     step = run.state.step
+    run.actor.offload()
     found = answer_and_score(run, run.val_prompts)
     write_generations(run.run_dir.validation / f"step-{step}.jsonl", found.rows)
     limit = run.config.trainer.log_val_generations

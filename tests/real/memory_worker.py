@@ -77,8 +77,7 @@ def _activations(actor: MegatronActor, batch: TrainBatch) -> int:
 
 def _parameters(actor: MegatronActor) -> dict[int, int]:
     """Storage -> bytes."""
-    storages = [p.untyped_storage() for chunk in actor.chunks for p in chunk.parameters()]
-    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return _sizes([p for chunk in actor.chunks for p in chunk.parameters()])
 
 
 def _state(actor: MegatronActor, batch: TrainBatch) -> dict[str, int]:
@@ -87,15 +86,26 @@ def _state(actor: MegatronActor, batch: TrainBatch) -> dict[str, int]:
     parameters = _parameters(actor)
     buffers = [b for chunk in actor.chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
     own: dict[int, int] = {}
+    host: dict[int, int] = {}
     for part in actor.optimizer.chained_optimizers:
-        tensors = [p for group in part.param_groups for p in group["params"]]
-        tensors += [v for values in part.optimizer.state.values() for v in values.values() if torch.is_tensor(v)]
-        own |= {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        on_host = getattr(part.optimizer, "cpu_optimizers", [])  # of Megatron's hybrid optimizer
+        own |= _sizes([p for group in part.param_groups for p in group["params"]])
+        for adam in getattr(part.optimizer, "sub_optimizers", [part.optimizer]):
+            weights = [p for group in adam.param_groups for p in group["params"]]
+            states = [v for values in adam.state.values() for v in values.values() if torch.is_tensor(v)]
+            place = host if any(adam is one for one in on_host) else own
+            place |= _sizes(weights + states + ([p.grad for p in weights] if place is host else []))
     return {
         "parameters": sum(parameters.values()),
         "gradients": sum(b.grad_data.nbytes for b in buffers),
         "optimizer": sum(size for storage, size in own.items() if storage not in parameters),
+        "optimizer_host": sum(host.values()),
     }
+
+
+def _sizes(tensors: list[torch.Tensor]) -> dict[int, int]:
+    """Storage -> bytes."""
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
 
 if __name__ == "__main__":

@@ -88,6 +88,12 @@ def moe_update(plan: dict, rank: int, world_size: int, port: int) -> None:
     _update(plan, rank, world_size, port, "moe", layout, recompute)
 
 
+def hybrid_update(plan: dict, rank: int, world_size: int, port: int) -> None:
+    """One step of Megatron's hybrid Adam, with all of it on the host and bfloat16 weights alone on the device."""
+    optim = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0, "use_precision_aware_optimizer": True}
+    _update(plan, rank, world_size, port, "dense", {"pipeline_model_parallel_size": 2}, {}, optim)
+
+
 def pipeline_update(plan: dict, rank: int, world_size: int, port: int) -> None:
     """One optimizer step of a dense model with tied embeddings over two pipeline stages."""
     _update(plan, rank, world_size, port, "dense", {"pipeline_model_parallel_size": 2}, {})
@@ -113,15 +119,21 @@ def meta_context(plan: dict, rank: int, world_size: int, port: int) -> None:
 
 
 CHECKS: dict[str, Callable] = {
-    check.__name__: check for check in (moe_update, generators, pipeline_update, uneven_gather, meta_context)
+    check.__name__: check for check in (moe_update, generators, pipeline_update, hybrid_update, uneven_gather, meta_context)
 }  # fmt: skip
 
 
-def _update(plan: dict, rank: int, world_size: int, port: int, model: str, layout: dict, overrides: dict) -> None:
+def _update(
+    plan: dict, rank: int, world_size: int, port: int, model: str, layout: dict, overrides: dict, optim: dict | None = None
+) -> None:
     config = RunConfig.model_validate(
         {
-            "model": {"path": plan[model], "dtype": "float32", "override_transformer_config": overrides},
-            "actor": {"layout": {"world_size": world_size} | layout, "ppo_mini_batch_size": 4},
+            "model": {"path": plan[model], "dtype": "bfloat16" if optim else "float32", "override_transformer_config": overrides},
+            "actor": {
+                "layout": {"world_size": world_size} | layout,
+                "ppo_mini_batch_size": 4,
+                "optim": {"override_optimizer_config": optim or {}},
+            },
             "rollout": {"n": 1},
             "data": {"train_batch_size": 4},
             "cluster": {"device": "cpu", "step_timeout_s": TIMEOUT_S},

@@ -17,7 +17,13 @@ from mrl.data.batch import Sample, TrainBatch, collate
 pytestmark = pytest.mark.real
 
 TP, PP, EP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"
-# name -> (model, dtype, ranks, degrees); data parallelism is what remains of the ranks
+# Megatron's hybrid Adam: half of it on the host, with float32 weights on the device too; all of it, with none there
+HALF_ON_HOST = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
+ALL_ON_HOST = {
+    "optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0, "use_precision_aware_optimizer": True,
+    "overlap_cpu_optimizer_d2h_h2d": True,
+}  # fmt: skip
+# name -> (model, dtype, ranks, degrees, optimizer); data parallelism is what remains of the ranks
 WRITTEN = {
     "moe-dp2": ("moe", "float32", 2, {}),
     "moe-dp2-half": ("moe", "bfloat16", 2, {}),
@@ -25,8 +31,10 @@ WRITTEN = {
     "moe-tp2-ep2": ("moe", "float32", 2, {TP: 2, EP: 2}),
     "moe-tp2-ep2-half": ("moe", "bfloat16", 2, {TP: 2, EP: 2}),
     "dense-tp2": ("dense", "float32", 2, {TP: 2}),
+    "moe-dp2-half-on-host": ("moe", "bfloat16", 2, {}, HALF_ON_HOST),
+    "moe-tp2-ep2-all-on-host": ("moe", "bfloat16", 2, {TP: 2, EP: 2}, ALL_ON_HOST),
 }
-# name -> (checkpoint of, ranks, degrees)
+# name -> (checkpoint of, ranks, degrees, optimizer)
 MOVED = {
     "tp2-ep2 to pp2": ("moe-tp2-ep2", 2, {PP: 2}),
     "tp2-ep2 to dp2": ("moe-tp2-ep2", 2, {}),
@@ -36,6 +44,9 @@ MOVED = {
     "half, dp2 to one rank": ("moe-dp2-half", 1, {}),
     "dense, tp2 to pp2": ("dense-tp2", 2, {PP: 2}),  # one embedding that is two then
     "dense, tp2 to one rank": ("dense-tp2", 1, {}),
+    "half on host, dp2 to one rank": ("moe-dp2-half-on-host", 1, {}, HALF_ON_HOST),
+    "all on host, tp2-ep2 to dp2 on the device": ("moe-tp2-ep2-all-on-host", 2, {}),
+    "half, dp2 to one rank on the host": ("moe-dp2-half", 1, {}, ALL_ON_HOST),
 }
 DEADLINE_S = 240.0
 
@@ -51,7 +62,7 @@ def results(tmp_path_factory) -> Path:
         np.savez(out / f"{name}.npz", **_batch(model.config.vocab_size).arrays)
     _start(out, 2, [_task(out, name, WRITTEN[name], saves=True) for name in WRITTEN])
     again = [_task(out, f"{name} again", WRITTEN[name], load=name) for name in WRITTEN]
-    moved = [_task(out, name, (*WRITTEN[source][:2], world, degrees), load=source) for name, (source, world, degrees) in MOVED.items()]
+    moved = [_task(out, name, (*WRITTEN[source][:2], *kind), load=source) for name, (source, *kind) in MOVED.items()]
     _start(out, 2, again + [task for task in moved if task["config"]["actor"]["layout"]["world_size"] == 2])
     _start(out, 1, [task for task in moved if task["config"]["actor"]["layout"]["world_size"] == 1])
     return out
@@ -98,13 +109,14 @@ def _start(out: Path, world_size: int, tasks: list[dict]) -> None:
 
 def _task(out: Path, name: str, kind: tuple, load: str | None = None, saves: bool = False) -> dict:
     """The first tasks make two updates, save, and make one more; those that load make that one more."""
-    model, dtype, world_size, degrees = kind
+    model, dtype, world_size, degrees, *optimizer = kind
+    overrides = {"override_optimizer_config": optimizer[0]} if optimizer else {}
     config = {
         "model": {"path": str(out / model), "dtype": dtype},
         "actor": {
             "layout": {"world_size": world_size} | degrees,
             # an eps that is not tiny: where a gradient is zero but for rounding, Adam would take its sign
-            "optim": {"lr": 1e-3, "lr_warmup_steps": 4, "eps": 1e-4, "weight_decay": 0.1, "clip_grad": 0.5},
+            "optim": {"lr": 1e-3, "lr_warmup_steps": 4, "eps": 1e-4, "weight_decay": 0.1, "clip_grad": 0.5} | overrides,
             "ppo_mini_batch_size": 6,
         },
         "rollout": {"n": 1},

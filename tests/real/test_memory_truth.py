@@ -45,6 +45,11 @@ LAYOUTS = {
     "moe-tp2-pp2-ep2": ("moe", 4, {TP: 2, PP: 2, EP: 2}, "bfloat16", {}),
     "moe-tp4-of-2-kv-heads": ("moe", 4, {TP: 4, EP: 2}, "float32", {}),
 }
+# an Adam on the host: all of it, and half of it with float32 weights on the device beside
+ON_HOST = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0, "use_precision_aware_optimizer": True}
+HALF = ON_HOST | {"optimizer_offload_fraction": 0.5, "use_precision_aware_optimizer": False}
+OPTIMIZERS = {"moe-tp2-ep2-on-host": ON_HOST, "moe-dp2-half-on-host": HALF}
+LAYOUTS |= {"moe-tp2-ep2-on-host": LAYOUTS["moe-tp2-ep2"], "moe-dp2-half-on-host": LAYOUTS["moe-dp2"]}
 PROMPT, RESPONSE, ROWS, ROWS_PER_MICRO_BATCH = 16, 48, 8, 2
 STATE_BOUND, ACTIVATION_BOUND = 0.02, 0.10
 DEADLINE_S = 240.0
@@ -67,11 +72,13 @@ def truth(tmp_path_factory) -> dict[str, list[dict]]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("what", ["parameters", "gradients", "optimizer"])
+@pytest.mark.parametrize("what", ["parameters", "gradients", "optimizer", "optimizer_host"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_state_is_predicted_within_two_percent(layout, what, truth):
     model, train = _built(layout, truth)
-    precision = Precision(parameters=_element_bytes(layout))
+    adam = OPTIMIZERS.get(layout, {"optimizer_offload_fraction": 0.0})
+    staying = not adam.get("use_precision_aware_optimizer")
+    precision = Precision(parameters=_element_bytes(layout), host_share=adam["optimizer_offload_fraction"], masters_stay=staying)
     for report in truth[layout]:
         predicted = getattr(stage_state(model, train, report["stage"], precision), what)
         assert predicted == pytest.approx(report[what], rel=STATE_BOUND)
@@ -118,6 +125,7 @@ def _config(name: str, paths: dict[str, str]) -> dict:
             "ppo_mini_batch_size": ROWS,
             "ppo_micro_batch_size_per_gpu": ROWS_PER_MICRO_BATCH,
             "use_remove_padding": "padded" not in name,
+            "optim": {"override_optimizer_config": OPTIMIZERS.get(name, {})},
         },
         "rollout": {"n": 1},
         "data": {"train_batch_size": ROWS},

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 from test_reshard_source import assembled, random_layouts, tagged
 
-from mrl.checkpoint import adam_steps, set_adam_state
 from mrl.convert import megatron_to_hf
 from mrl.errors import EnvironmentFault, NumericAbort
+from mrl.megatron.adam_state import AdamState
 from mrl.models import model_spec, tensor_specs
 from mrl.record.run_dir import RunDir
 from mrl.reshard.boxes import Box
@@ -229,16 +229,16 @@ class GroupAdam(torch.optim.Optimizer):
 def test_steps_of_per_parameter_and_of_fused_adams_survive(kind):
     parameter = torch.nn.Parameter(torch.zeros(3))
     adam = kind([parameter])
-    assert adam_steps(adam) == set()
+    assert AdamState(adam).steps() == set()
     for _ in range(3):
         parameter.grad = torch.ones(3)
         adam.step()
-    assert adam_steps(adam) == {3.0}
+    assert AdamState(adam).steps() == {3.0}
     fresh = kind([parameter])
-    set_adam_state(fresh, parameter, 3.0, {"exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3)})
-    assert adam_steps(fresh) == {3.0}
+    AdamState(fresh).set_moments(parameter, 3.0, {"exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3)})
+    assert AdamState(fresh).steps() == {3.0}
     fresh.step()
-    assert adam_steps(fresh) == {4.0}
+    assert AdamState(fresh).steps() == {4.0}
 
 
 def test_moments_whose_steps_nobody_counts_are_not_saved():
@@ -246,7 +246,7 @@ def test_moments_whose_steps_nobody_counts_are_not_saved():
     adam = GroupAdam([parameter])
     adam.state[parameter] = {"exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3)}
     with pytest.raises(RuntimeError, match="no step count"):
-        adam_steps(adam)
+        AdamState(adam).steps()
 
 
 @pytest.mark.parametrize(("keys", "named"), [(("dtype",), ("dtype",)), (("torch_dtype",), ("torch_dtype",)), ((), ("torch_dtype",))])

@@ -333,8 +333,22 @@ def test_files_are_looked_for_only_when_asked(tmp_path, monkeypatch):
     [
         "cluster.placement=colocated", "actor.router_replay=R3",
         "rollout.data_parallel_size=2",
+        "actor.optim.override_optimizer_config={use_precision_aware_optimizer: true}",
     ],
 )  # fmt: skip
 def test_what_cannot_be_trained_yet_is_told_by_its_key(override):
     (message,) = missing_capabilities(load_config(TINY, overrides=[override]).config)
     assert message.startswith(override.partition("=")[0])
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "actor.param_offload=true", "actor.grad_offload=true", "actor.optimizer_offload=true", "ref.param_offload=true",
+        "actor.optim.override_optimizer_config={optimizer_cpu_offload: true, use_precision_aware_optimizer: true}",
+    ],
+)  # fmt: skip
+def test_offload_can_be_trained_on_every_device(override):
+    config = load_config(TINY, overrides=[override, "model.dtype=bfloat16"])
+    assert missing_capabilities(config.config) == []
+    assert violations(config, TINY_MODEL) == []

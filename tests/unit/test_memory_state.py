@@ -72,6 +72,23 @@ def test_float32_parameters_need_no_master_copy():
     assert Precision(2).master == 4
 
 
+# bytes per element: on the device the float32 weights and moments of what is not on the host, on the host a copy, its gradient and moments
+@pytest.mark.parametrize(
+    ("precision", "device", "host"),
+    [
+        (Precision(2, host_share=1.0, masters_stay=False), 0, 16),
+        (Precision(2, host_share=1.0), 4, 16),
+        (Precision(2, host_share=0.5, masters_stay=False), 6, 8),
+        (Precision(2, host_share=0.5), 8, 8),
+    ],
+)
+def test_an_adam_on_the_host_has_weights_gradients_and_moments_there(precision, device, host):
+    model = model_spec(MODELS["qwen3"])
+    layout = TrainLayout.build({"world_size": 1}, model)
+    state = stage_state(model, layout, 0, precision)
+    assert (2 * state.optimizer, 2 * state.optimizer_host) == (device * state.parameters, host * state.parameters)
+
+
 @pytest.mark.parametrize(("name", "gigabytes"), [("Qwen3-30B-A3B", 61.06), ("Qwen3-235B-A22B", 470.19)])
 def test_a_whole_model_on_one_rank_has_the_published_size(name, gigabytes):
     model = known_spec(name)

@@ -274,6 +274,13 @@ def test_combinations_that_fail_on_npus_are_refused_there_and_only_there(field, 
     assert not refused("cuda") or field.endswith("use_flash_attn")  # which no other device has at all
 
 
+def test_two_that_move_optimizer_states_are_not_combined():
+    model, preset = model_spec(SIZES), ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
+    both = ["cluster.device=npu", "model.override_transformer_config.swap_optimizer=true", "actor.optimizer_offload=true"]
+    assert [v.field for v in violations(load_config(preset, None, both), model)] == ["actor.optimizer_offload"]
+    assert violations(load_config(preset, None, both[:2]), model) == []
+
+
 def test_a_run_on_npus_says_that_nobody_has_tried_it():
     model, preset = model_spec(SIZES), ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
     on_npu, on_cpu = load_config(preset, None, ["cluster.device=npu"]), load_config(preset)

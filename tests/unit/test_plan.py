@@ -32,7 +32,7 @@ TP, PP, CP, EP, ETP = (
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 ONE_SAMPLE = ("ppo_micro_batch_size_per_gpu", "log_prob_micro_batch_size_per_gpu")
 OFFLOAD = ("param_offload", "grad_offload", "optimizer_offload")
-ON_HOST = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+ON_HOST = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0, "use_precision_aware_optimizer": True}
 
 
 def config(model: str, layout: dict, platform: str = "cuda", per_node: int = 8, **more) -> RunConfig:
@@ -332,7 +332,8 @@ def test_a_kl_term_brings_the_reference_model_with_it(preset, tmp_path):
     ]
     assert ["ref" in phases for phases in plans] == [False, True, True]
     own = plans[0]["train"]["terms"]["parameters"]
-    assert plans[1]["train"]["terms"]["reference"] == plans[2]["ref"]["terms"]["reference"] == own
+    assert plans[1]["train"]["terms"]["reference"] == plans[1]["ref"]["terms"]["reference"] == plans[2]["ref"]["terms"]["parameters"] == own
+    assert "reference" not in plans[2]["ref"]["terms"]  # the actor's weights are on the host meanwhile
     assert plans[2]["train"]["bytes"] == plans[0]["train"]["bytes"]
 
 

@@ -143,15 +143,17 @@ def test_dropped_responses_do_not_stay_in_memory(monkeypatch, settings, held):
 
 
 def test_a_prompt_drawn_twice_in_a_step_is_not_answered_with_the_same_seeds(monkeypatch):
-    seeds = []
+    seeds, gone = [], []
 
     def engines_generate(requests, settings, score):
+        assert len(gone) == len(seeds) + 1, "the actor leaves its devices before the engines generate"
         seeds.append([r.seed for r in requests])
         return [SimpleNamespace(token_ids=(5,), log_probs=(0.0,), stop_reason="stop", weight_version=0) for _ in requests]
 
     run = SimpleNamespace(
-        config=load_config(TINY, overrides=SIZES).config, state=TrainState(), engines=SimpleNamespace(generate=engines_generate)
-    )
+        config=load_config(TINY, overrides=SIZES).config, state=TrainState(), engines=SimpleNamespace(generate=engines_generate),
+        actor=SimpleNamespace(offload=lambda: gone.append(True)),
+    )  # fmt: skip
     for gen_batch in (0, 1):
         phases.generate(run, [prompt(3)], gen_batch)
     assert len({seed for drawn in seeds for seed in drawn}) == 2 * N

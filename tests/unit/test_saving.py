@@ -17,6 +17,7 @@ from mrl.checkpoint import HostCopy
 from mrl.config.schema import RunConfig
 from mrl.data.order import DataCursor
 from mrl.errors import EnvironmentFault, NumericAbort
+from mrl.megatron.adam_state import AdamState
 from mrl.models import model_spec
 from mrl.reshard.boxes import Box
 from mrl.reshard.manifest import EXP_AVG, EXP_AVG_SQ, WEIGHT, Entry, RankFiles, check_digests, file_facts, newest_checkpoint, read_manifest
@@ -141,7 +142,7 @@ def test_moments_are_copied_as_they_are_and_zeros_are_made_only_where_there_are_
     weight = torch.nn.Parameter(torch.ones(4))
     adam = torch.optim.Adam([weight])
     index = SimpleNamespace(optimizer=adam, model_param_group_index_map={weight: (0, 0)})
-    held = checkpoint.Held(SimpleNamespace(primary=1), weight, index, (0, 4))
+    held = checkpoint.Held(SimpleNamespace(primary=1), weight, index, (0, 4), AdamState(adam))
     monkeypatch.setattr(checkpoint, "_writes_optimizer_part", lambda actor, shard: True)
 
     def moments() -> list[torch.Tensor]:

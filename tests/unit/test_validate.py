@@ -123,6 +123,16 @@ def test_tp8_with_four_kv_heads_is_told_apart_by_the_version_of_megatron():
          "actor.optim.override_optimizer_config.optimizer_offload_fraction", ()),
         (["actor.optim.override_optimizer_config={optimizer_cpu_offload: true, optimizer_offload_fraction: 1.5}"],
          "actor.optim.override_optimizer_config.optimizer_offload_fraction", (0.0, 1.0)),
+        (["actor.optim.override_optimizer_config={optimizer_cpu_offload: true}", "model.dtype=float32"],
+         "actor.optim.override_optimizer_config.optimizer_cpu_offload", (False,)),
+        (["actor.optim.override_optimizer_config={optimizer_cpu_offload: true, decoupled_weight_decay: false}"],
+         "actor.optim.override_optimizer_config.decoupled_weight_decay", (True,)),
+        (["actor.optim.override_optimizer_config="
+          "{optimizer_cpu_offload: true, use_precision_aware_optimizer: true, exp_avg_dtype: bfloat16}"],
+         "actor.optim.override_optimizer_config.exp_avg_dtype", ("float32",)),
+        (["actor.param_offload=true", TRANSFORMER + "enable_cuda_graph=true"], TRANSFORMER + "enable_cuda_graph", (False,)),
+        (["actor.grad_offload=true", TRANSFORMER + "cuda_graph_impl=local"], TRANSFORMER + "cuda_graph_impl", ("none",)),
+        (["actor.param_offload=true", "actor.override_ddp_config={nccl_ub: true}"], "actor.override_ddp_config.nccl_ub", (False,)),
         (["actor.optim.override_optimizer_config={exp_avg_dtype: bfloat16}"],
          "actor.optim.override_optimizer_config.exp_avg_dtype", ("float32",)),
         ([TRANSFORMER + "recompute_granularity=half"], TRANSFORMER + "recompute_granularity", ("full", "selective", None)),
@@ -251,7 +261,12 @@ def test_settings_that_do_nothing_are_mentioned():
 
     assert "so this only costs time" in said("actor.param_offload=true", base=PRESETS / "qwen3-30b-a3b" / "h100-4x8-separate.yaml")
     assert "no reference model is loaded" in said("ref.param_offload=true")
-    assert "adds nothing to optimizer_cpu_offload" in said("actor.optim.override_optimizer_config={optimizer_cpu_offload: true}")
+    hybrid = ("optimizer_cpu_offload: true", "optimizer_offload_fraction: 1.0", "use_precision_aware_optimizer: true")
+    for keys, note in enumerate(
+        ("moves nothing", "leaves float32 weights on the device", "adds nothing to optimizer_cpu_offload"), start=1
+    ):
+        assert note in said(f"actor.optim.override_optimizer_config={{{', '.join(hybrid[:keys])}}}", "actor.optimizer_offload=true")
+    assert "holds what is moved twice" in said("actor.grad_offload=true", base=PRESETS / "tiny-moe" / "cpu.yaml")
     assert "auxiliary router loss" in said(TRANSFORMER + "moe_aux_loss_coeff=0.01")
     assert "below fp32" in said(TRANSFORMER + "moe_router_dtype=null")
     assert "prefix caching" in said("actor.router_replay=R3")

@@ -55,7 +55,7 @@ class World:
         config = load_config(TINY, None, ["rollout.val_kwargs.n=2", "data.max_response_length=16", *overrides]).config
         self.run = SimpleNamespace(
             config=config, val_prompts=load(file, tokenizer=Chars()), tokenizer=Chars(), record=record, engines=self.engines,
-            stop=StopFlag(), state=TrainState(2), run_dir=RunDir(tmp_path / "run"),
+            stop=StopFlag(), state=TrainState(2), run_dir=RunDir(tmp_path / "run"), actor=SimpleNamespace(offload=lambda: None),
         )  # fmt: skip
 
     def validate(self, spec):

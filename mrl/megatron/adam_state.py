@@ -1,0 +1,81 @@
+"""Where an Adam keeps a parameter's float32 weights, moments and step count.
+
+torch's Adam counts steps by parameter, the fused ones of Transformer Engine and Apex by group. Megatron's HybridDeviceOptimizer (0.16.1,
+optimizer_cpu_offload) has Adams of its own inside, over float32 copies that it makes when it is built: of a share of the parameters in
+host memory, of the others, where they are no float32, on the device. Weights that are set later have to be set in those copies too.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+@dataclass(frozen=True)
+class _Updated:
+    """The tensor that an Adam updates in a parameter's stead, that Adam, and the group of it that the tensor is in."""
+
+    tensor: Tensor
+    adam: Optimizer
+    group: dict
+
+
+class AdamState:
+    """States by the tensors that Megatron's distributed optimizer has in `param_groups`, called main here."""
+
+    def __init__(self, optimizer: Optimizer):
+        self._optimizer = optimizer
+        self._hybrid = isinstance(optimizer, HybridDeviceOptimizer)
+        inner = optimizer.sub_optimizers if self._hybrid else [optimizer]
+        updated = [_Updated(tensor, adam, group) for adam in inner for group in adam.param_groups for tensor in group["params"]]
+        of = {id(one.tensor): one for one in updated}
+        mains = [main for group in optimizer.param_groups for main in group["params"]]
+        self._of = {id(main): of[id(optimizer.param_to_inner_param[main] if self._hybrid else main)] for main in mains}
+        self._mains = mains
+
+    def master(self, main: Tensor) -> Tensor:
+        """The float32 weights that Adam updates."""
+        return self._of[id(main)].tensor
+
+    def moments(self, main: Tensor) -> dict[str, Tensor]:
+        """exp_avg and exp_avg_sq; empty before the first update."""
+        one = self._of[id(main)]
+        return dict(one.adam.state.get(one.tensor, {}))
+
+    def set_moments(self, main: Tensor, step: float, moments: dict[str, Tensor]) -> None:
+        """Gives a parameter its moments and step count."""
+        one = self._of[id(main)]
+        moments = {name: value.to(one.tensor.device) for name, value in moments.items()}
+        if isinstance(one.adam, torch.optim.Adam):
+            device = one.tensor.device if one.group.get("fused") or one.group.get("capturable") else "cpu"
+            one.adam.state[one.tensor] = {"step": torch.tensor(float(step)).to(device), **moments}
+            return
+        one.adam.state[one.tensor] = moments
+        one.group["step"] = int(step)
+
+    def steps(self) -> set[float]:
+        """Step counts of the parameters that have moments. Raises RuntimeError where there are moments and nobody counts their steps."""
+        found = set()
+        for one in self._of.values():
+            if state := one.adam.state.get(one.tensor):
+                step = state.get("step", one.group.get("step"))
+                if step is None:
+                    name = type(one.adam).__name__
+                    raise RuntimeError(f"{name} has moments and no step count; a checkpoint of it could not be continued")
+                found.add(float(step))
+        return found
+
+    def on_device(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of masters and moments, without those that are on the host for good. Names last over a run."""
+        for number, main in enumerate(self._mains):
+            one = self._of[id(main)]
+            yield f"{number}/main", main
+            if self._hybrid and one.adam is not self._optimizer.gpu_optimizer:
+                continue
+            yield f"{number}/master", one.tensor
+            for name, value in self.moments(main).items():
+                if torch.is_tensor(value) and value.dim():  # a step count is a single number, and may have to stay on the host
+                    yield f"{number}/{name}", value

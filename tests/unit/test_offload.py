@@ -1,0 +1,194 @@
+"""Storages leave their device and come back under the tensors that lie on them; host memory is made once, and misuse is refused."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mrl.megatron.offload import GRADIENTS, OPTIMIZER, PARAMETERS, Residence, check_resident, needs
+from mrl.megatron.places import bytes_of, reserve
+
+KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER)
+
+
+class Host:
+    """A platform that counts the host memory that it makes."""
+
+    def __init__(self):
+        self.made = []
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        self.made.append(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def synchronize(self) -> None:
+        pass
+
+    release_cache = synchronize
+
+
+class Chunk(torch.nn.Module):
+    """Two trained weights that are views of one buffer, as Megatron's are, and a frozen one beside."""
+
+    def __init__(self):
+        super().__init__()
+        self.data, grads = torch.arange(6.0), torch.zeros(6)
+        self.a, self.b = torch.nn.Parameter(self.data[:4].view(2, 2)), torch.nn.Parameter(self.data[4:])
+        self.frozen = torch.nn.Parameter(torch.full((3,), 7.0), requires_grad=False)
+        self.buffers, self.expert_parallel_buffers = [SimpleNamespace(grad_data=grads[:4].clone())], [SimpleNamespace(grad_data=grads[4:])]
+
+    def forward(self):
+        return self.a.sum()
+
+
+class World:
+    """A chunk, an Adam over float32 copies of its weights, and what decides where they are."""
+
+    def __init__(self, switched=KINDS):
+        self.chunk, self.host = Chunk(), Host()
+        self.adam = torch.optim.AdamW([p.detach().clone() for p in (self.chunk.a, self.chunk.b)], lr=0.1)
+        part = SimpleNamespace(optimizer=self.adam)
+        self.optimizer = SimpleNamespace(chained_optimizers=[part], zero_grad=self.adam.zero_grad)
+        self.residence = Residence(self.host, [self.chunk], self.optimizer, switched)
+
+    @property
+    def masters(self) -> list[torch.Tensor]:
+        return self.adam.param_groups[0]["params"]
+
+    def step(self) -> None:
+        with self.residence.using(*KINDS):
+            for master in self.masters:
+                master.grad = torch.ones_like(master)
+            self.adam.step()
+            self.chunk.data[:4].copy_(self.masters[0].reshape(-1))
+
+    def sizes(self) -> dict[str, int]:
+        tensors = {
+            PARAMETERS: [self.chunk.data, self.chunk.frozen],
+            GRADIENTS: [b.grad_data for b in (*self.chunk.buffers, *self.chunk.expert_parallel_buffers)],
+            OPTIMIZER: self.masters + [v for state in self.adam.state.values() for v in state.values() if v.dim()],
+        }
+        return {kind: sum(t.untyped_storage().nbytes() for t in of_kind) for kind, of_kind in tensors.items()}
+
+
+def test_what_left_comes_back_under_the_same_tensors_bit_for_bit():
+    kept, moved = World(()), World()
+    for _ in range(3):
+        for world in (kept, moved):
+            world.residence.offload()
+            world.step()
+    with moved.residence.using(PARAMETERS, OPTIMIZER):
+        assert torch.equal(moved.chunk.a, kept.chunk.a) and moved.chunk.a.data_ptr() == moved.chunk.data.data_ptr()
+        assert torch.equal(moved.chunk.frozen, kept.chunk.frozen)
+        for one, other in zip(moved.masters, kept.masters, strict=True):
+            assert torch.equal(one, other)
+            assert all(torch.equal(moved.adam.state[one][name], kept.adam.state[other][name]) for name in ("exp_avg", "exp_avg_sq", "step"))
+
+
+def test_only_what_is_in_use_has_memory_on_the_device():
+    world = World()
+    world.step()
+    full = world.sizes()
+    assert full == {PARAMETERS: 36, GRADIENTS: 40, OPTIMIZER: 72}
+    world.residence.offload()
+    assert world.sizes() == dict.fromkeys(KINDS, 0)
+    with world.residence.using(PARAMETERS):
+        assert world.sizes() == full | {GRADIENTS: 0, OPTIMIZER: 0}
+        with world.residence.using(GRADIENTS):
+            assert world.sizes() == full | {OPTIMIZER: 0}
+            assert not any(b.grad_data.any() for b in world.chunk.buffers)
+
+
+def test_nothing_moves_without_its_switch():
+    world = World((GRADIENTS,))
+    world.step()
+    full = world.sizes()
+    world.residence.offload()
+    assert world.sizes() == full | {GRADIENTS: 0}
+    assert world.host.made == []
+
+
+def test_host_memory_is_made_when_something_first_leaves_and_never_again():
+    world = World()
+    world.residence.offload()
+    assert sum(world.host.made) == 36 + 24  # there are no moments yet
+    for _ in range(4):
+        world.step()
+        world.residence.offload()
+    assert sum(world.host.made) == world.residence.host_bytes == 36 + 72
+
+
+def test_moments_that_a_checkpoint_made_anew_take_the_places_of_the_old():
+    world = World()
+    world.step()
+    world.residence.offload()
+    with world.residence.using(OPTIMIZER):
+        for state in world.adam.state.values():
+            state |= {name: torch.full_like(state[name], 5.0) for name in ("exp_avg", "exp_avg_sq")}
+    made = list(world.host.made)
+    world.residence.offload()
+    with world.residence.using(OPTIMIZER):
+        assert all((state["exp_avg"] == 5.0).all() for state in world.adam.state.values())
+    assert world.host.made == made
+
+
+def test_what_is_in_use_does_not_leave_and_what_left_is_not_computed_with():
+    world = World()
+    with world.residence.using(PARAMETERS), pytest.raises(RuntimeError, match="parameters cannot leave the device: in use"):
+        world.residence.offload()
+    world.residence.offload()
+    with pytest.raises(RuntimeError, match=r"parameters: not on the device \(actor\.param_offload\)"):
+        world.chunk()
+    with pytest.raises(RuntimeError, match=r"gradients, optimizer: .*actor\.grad_offload, actor\.optimizer_offload"):
+        world.residence.require(GRADIENTS, OPTIMIZER)
+    with pytest.raises(RuntimeError, match="weights: not on the device"):
+        check_resident("weights", [torch.zeros(2), world.chunk.b])
+    with world.residence.using(PARAMETERS):
+        assert world.chunk() == 6.0
+
+
+def test_an_error_ends_the_use():
+    world = World()
+    with pytest.raises(ValueError, match="inside"), world.residence.using(PARAMETERS):
+        raise ValueError("inside")
+    world.residence.offload()
+    assert world.sizes()[PARAMETERS] == 0
+
+
+def test_a_method_says_what_it_needs():
+    class Owner:
+        def __init__(self, residence: Residence):
+            self.residence = residence
+
+        @needs(PARAMETERS)
+        def total(self, factor: float) -> float:
+            """Doubled."""
+            return float(world.chunk.data.sum()) * factor
+
+    world = World()
+    world.residence.offload()
+    assert Owner(world.residence).total(factor=2.0) == 30.0
+    assert Owner.total.__doc__ == "Doubled."
+
+
+@pytest.mark.parametrize("piece", [4, 5, 16, 1000])
+def test_places_of_any_piece_size_keep_give_and_exchange_every_byte(piece):
+    sizes, made = [16, 4, 36, 8], []
+
+    def allocate(nbytes: int) -> torch.Tensor:
+        made.append(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    sources = [torch.randn(size // 4) for size in sizes]
+    places = reserve(sizes, allocate, piece)
+    assert sum(made) == sum(sizes) == sum(p.nbytes for p in places) and max(made) <= piece
+    for place, source in zip(places, sources, strict=True):
+        place.keep(bytes_of(source.untyped_storage()))
+    for place, source in zip(places, sources, strict=True):
+        other = torch.zeros_like(source)
+        place.exchange(bytes_of(other.untyped_storage()))
+        assert torch.equal(other, source)
+        place.give(bytes_of(other.untyped_storage()))
+        assert not other.any()
+    with pytest.raises(RuntimeError, match="8 bytes do not fit a place of 16"):
+        places[0].keep(bytes_of(torch.zeros(2).untyped_storage()))
