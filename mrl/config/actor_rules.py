@@ -177,6 +177,8 @@ def _experts(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
 
 
 def _replay(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
+    if config.actor.freeze_router and not model.is_moe:
+        yield Broken("actor.freeze_router", "must be false for a dense model", "there is no router to freeze", (False,))
     mode, given = config.actor.router_replay, config.rollout.engine_kwargs.get("vllm", {})
     if mode == "disabled":
         return

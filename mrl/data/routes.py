@@ -33,7 +33,7 @@ class RouteShape:
         return np.dtype(np.int8 if self.num_experts <= 128 else np.int16)
 
     def from_engine(self, given: np.ndarray | None, tokens: int, whose: str) -> np.ndarray | None:
-        """Routes of a sample of `tokens` tokens, prompt and response, from what an engine returned: [tokens - 1, layers of the model, topk].
+        """Routes of a sample of `tokens` tokens, prompt and response, from an engine's [tokens - 1, layers of the model, topk].
 
         None stays None. Raises DataError that names `whose` and says what is wrong.
         """
@@ -43,7 +43,7 @@ class RouteShape:
             expected = f"[{tokens - 1}, {self.num_layers}, {self.topk}]"
             raise DataError(f"{whose}: routes are {list(given.shape)}, expected {expected} (computed tokens, layers, experts per token)")
         if len(given) != tokens - 1:
-            raise DataError(f"{whose}: routes of {len(given)} tokens, expected {tokens - 1}: every token but the last, which is not computed")
+            raise DataError(f"{whose}: routes of {len(given)} tokens, expected {tokens - 1}: all but the last, which is not computed")
         if not np.issubdtype(given.dtype, np.integer):
             raise DataError(f"{whose}: routes are {given.dtype}, expected integers")
         of_moe = given if len(self.moe_layers) == self.num_layers else given[:, list(self.moe_layers)]
@@ -59,7 +59,8 @@ class RouteShape:
             return routes.astype(self.dtype)
         if int(routes.max()) >= self.num_experts or int(routes.min()) < MISSING:
             wrong = (routes >= self.num_experts) | (routes < MISSING)
-            raise DataError(f"{whose}: {self._at(routes, wrong)} is no expert of 0 to {self.num_experts - 1}, nor {MISSING} for a missing route")
+            allowed = f"no expert of 0 to {self.num_experts - 1}, nor {MISSING} for a missing route"
+            raise DataError(f"{whose}: {self._at(routes, wrong)} is {allowed}")
         routes = routes.astype(self.dtype)
         ordered = np.sort(routes, axis=-1)
         repeated = (ordered[..., 1:] == ordered[..., :-1]).any(-1) & (ordered[..., 0] != MISSING)

