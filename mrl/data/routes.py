@@ -11,6 +11,7 @@ import numpy as np
 from mrl.errors import DataError
 
 MISSING = -1
+ASKED = "mrl_routes"  # marks requests to an engine whose routes are wanted, where mrl collects them itself
 
 
 @dataclass(frozen=True)

@@ -60,14 +60,14 @@ def _gathered(scores: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class _Counts:
-    """(token, layer) pairs of a step on one rank, padding left out."""
+    """(token, layer) pairs of a step on one rank, padding left out. On the device until `metrics`: no forward waits for a count."""
 
-    differing: int = 0  # in the update, another set of experts than at the old log-probs
-    compared: int = 0
-    missing: int = 0  # in the update, the router's own choice because no route came with the sample
-    routed: int = 0
-    disagreeing: int = 0  # at the old log-probs, the engine's set is another than the router's own choice
-    supplied: int = 0
+    differing: Tensor | int = 0  # in the update, another set of experts than at the old log-probs
+    compared: Tensor | int = 0
+    missing: Tensor | int = 0  # in the update, the router's own choice because no route came with the sample
+    routed: Tensor | int = 0
+    disagreeing: Tensor | int = 0  # at the old log-probs, the engine's set is another than the router's own choice
+    supplied: Tensor | int = 0
 
 
 class Routing:
@@ -80,6 +80,7 @@ class Routing:
         for router in self._all():
             router.router_replay = _Chooser()
         self._columns = {id(r): model.moe_layers.index(r.layer_number - 1) for r in self._all()}  # in routes that came with samples
+        self._device = next((router.weight.device for router in self._all()), torch.device("cpu"))
         self._recorded: dict[tuple[int, bytes], list[Tensor]] = {}
         self.begin_step()
 
@@ -90,7 +91,7 @@ class Routing:
         """Forgets the routes and counts of the step before."""
         self._recorded.clear()
         self._counts = _Counts()
-        self._load = torch.zeros(sum(map(len, self._routers.values())), self._num_experts, dtype=torch.int64)
+        self._load = torch.zeros(sum(map(len, self._routers.values())), self._num_experts, dtype=torch.int64, device=self._device)
 
     @contextmanager
     def recording(self, model: torch.nn.Module, inputs: MicroInputs) -> Iterator[None]:
@@ -104,8 +105,8 @@ class Routing:
             real = _in_routers_order(inputs.real, core)
             for chooser, wanted in zip(choosers, supplied, strict=True):
                 known = real & (wanted[:, 0] != MISSING)
-                self._counts.disagreeing += _differing(wanted[known], chooser.own[known])
-                self._counts.supplied += int(known.sum())
+                self._counts.disagreeing += (_differ(wanted, chooser.own) & known).sum()
+                self._counts.supplied += known.sum()
 
     @contextmanager
     def supplying(self, model: torch.nn.Module, inputs: MicroInputs) -> Iterator[None]:
@@ -129,18 +130,18 @@ class Routing:
             yield
         real, first = _in_routers_order(inputs.real, core), self._first(core)
         for n, chooser in enumerate(choosers):
-            self._load[first + n] += torch.bincount(chooser.chosen[real].flatten(), minlength=self._num_experts).cpu()
+            self._load[first + n].scatter_add_(0, chooser.chosen.flatten(), real[:, None].expand_as(chooser.chosen).flatten().long())
             if before is not None:
-                self._counts.differing += _differing(before[n][real], chooser.chosen[real])
-                self._counts.compared += int(real.sum())
+                self._counts.differing += (_differ(before[n], chooser.chosen) & real).sum()
+                self._counts.compared += real.sum()
         if self.replay == "R3":
             self._count_missing(supplied, _in_routers_order(inputs.predicting, core), len(choosers))
 
     def _count_missing(self, supplied: list[Tensor] | None, predicting: Tensor, layers: int) -> None:
         """`predicting` [tokens]: a sequence's last token never has a route, and nobody reads what comes of it."""
-        routed = int(predicting.sum()) * layers
+        routed = predicting.sum() * layers
         self._counts.routed += routed
-        self._counts.missing += routed if supplied is None else sum(int((s[predicting, 0] == MISSING).sum()) for s in supplied)
+        self._counts.missing += routed if supplied is None else sum(((s[:, 0] == MISSING) & predicting).sum() for s in supplied)
 
     def _choosers(self, core: torch.nn.Module) -> list[_Chooser]:
         return [router.router_replay for router in self._routers[id(core)]]
@@ -167,8 +168,8 @@ class Routing:
         if not len(self._load):  # a stage of the embedding alone, as all ranks of its group have it
             return {}
         group = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
-        pairs = torch.tensor(list(vars(self._counts).values()))
-        counts = torch.cat([self._load.flatten(), pairs]).to(next(self._all()).weight.device)
+        pairs = [torch.as_tensor(count, device=self._device) for count in vars(self._counts).values()]
+        counts = torch.cat([self._load.flatten(), torch.stack(pairs)])
         dist.all_reduce(counts, group=group)
         load, total = counts[: -len(pairs)].view(self._load.shape).double(), _Counts(*counts[-len(pairs) :].tolist())
         if dist.get_rank(group) or not load.any():
@@ -197,9 +198,9 @@ def _choosing(choosers: list[_Chooser], wanted: list[Tensor] | None, has_gaps: b
         chooser.training, chooser.wanted = False, None
 
 
-def _differing(routes: Tensor, others: Tensor) -> int:
-    """How many of two lists of routes, both [tokens, topk], name other sets of experts."""
-    return int((routes.long().sort(-1).values != others.long().sort(-1).values).any(-1).sum())
+def _differ(routes: Tensor, others: Tensor) -> Tensor:
+    """bool [tokens]: where two lists of routes, both [tokens, topk], name other sets of experts."""
+    return (routes.long().sort(-1).values != others.long().sort(-1).values).any(-1)
 
 
 def _in_routers_order(values: Tensor, core: torch.nn.Module) -> Tensor:

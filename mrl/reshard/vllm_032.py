@@ -138,7 +138,9 @@ class WorkerExtension(shared.WorkerExtension):
 
     def capture_routes(self) -> None:
         """From here on keeps the routes of requests that ask for them."""
-        self.route_capture = RouteCapture(self.model_runner)
+        from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
+
+        self.route_capture = RouteCapture(self.model_runner, bind_routed_experts_capturer)
 
     def take_routes(self, name: str, computed: int) -> tuple[list[int], bytes]:
         """Shape and int16 bytes of what RouteCapture.take returns."""

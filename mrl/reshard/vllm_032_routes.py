@@ -4,26 +4,26 @@ Its `enable_return_routed_experts` is wired to model runner V2 alone, which need
 their choice all the same; what is here ties the choices of a step to the requests of that step, as model runner V1 lays them out.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
 
-ASKED = "mrl_routes"  # in SamplingParams.extra_args: routes of this request are wanted
-_MISSING = -1
+from mrl.data.routes import ASKED, MISSING
 
 
 class RouteCapture:
     """Stands between a worker and its model runner. A request's routes are kept until they are taken."""
 
-    def __init__(self, runner: Any):
+    def __init__(self, runner: Any, bind: Callable[[Any, "RouteCapture"], None]):
+        """`bind(model, self)` makes every router of the model call `capture`: vLLM's bind_routed_experts_capturer."""
         self._runner, self._execute = runner, runner.execute_model
         self._layers = runner.model_config.get_total_num_hidden_layers()
         self._step: dict[int, Tensor] = {}  # layer -> experts [tokens of the step, topk]
         self._kept: dict[str, list[tuple[int, np.ndarray]]] = {}  # request -> (first position, [tokens, layers, topk]) of each step
-        bind_routed_experts_capturer(runner.get_model(), self)
+        bind(runner.get_model(), self)
         runner.execute_model = self._execute_and_keep
 
     def capture(self, layer_id: int, topk_ids: Tensor) -> None:
@@ -66,7 +66,7 @@ class RouteCapture:
         -1 where a token was not: the prefix cache had it. What was scheduled ahead of the request's end is left out.
         """
         parts = self._kept.pop(name)
-        routes = np.full((computed, *parts[0][1].shape[1:]), _MISSING, np.int16)
+        routes = np.full((computed, *parts[0][1].shape[1:]), MISSING, np.int16)
         for start, rows in parts:
             routes[start : start + len(rows)] = rows[: max(computed - start, 0)]
         return routes

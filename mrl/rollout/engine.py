@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from mrl.data.routes import ASKED
 from mrl.errors import EnvironmentFault, Interrupted
 from mrl.rollout.front_end import FrontEnd, front_end
 from mrl.rollout.types import Completion, EngineSettings, Request, Sampling
 
-ROUTES = "mrl_routes"  # marks requests whose routes are wanted, where mrl collects them itself
 STAGING = "mrl-sync-"  # folders that weights pass through
 WATCH_S = 1.0  # between looks whether vLLM's processes live
 
@@ -105,7 +105,7 @@ class VllmEngine:
         parameters = SamplingParams(
             temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, seed=request.seed, logprobs=0,
             max_tokens=sampling.max_tokens, stop_token_ids=list(sampling.stop_token_ids), detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY, flat_logprobs=True, extra_args={ROUTES: True} if sampling.routes else None,
+            output_kind=RequestOutputKind.FINAL_ONLY, flat_logprobs=True, extra_args={ASKED: True} if sampling.routes else None,
         )  # fmt: skip
         name, before = f"{request.sample_id}-{next(self._names)}", self.version
         final = None

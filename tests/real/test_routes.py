@@ -36,6 +36,7 @@ LAYOUTS = {
     "dp2-ep2-packed": ({EP: 2}, PACKED),  # 9 rows on two ranks: one of them has a filler
 }
 WITH_REFERENCE = ("tp2-ep2-packed",)  # the policy itself, so at ratio one its KL has no gradient
+WITHOUT_ANY = "dp2-ep2-packed"  # also has a batch whose engine returned no routes at all
 LENGTHS = [(3, 9), (1, 1), (12, 4), (7, 17), (5, 2), (2, 24), (9, 9), (4, 6), (1, 13)]
 LAYERS, EXPERTS, TOPK = 4, 8, 2
 UNKNOWN = 2  # the sample that comes without routes where some are missing
@@ -145,6 +146,7 @@ def world(tmp_path_factory) -> tuple[Path, dict[str, Expected]]:
         "own": [recorded[str(i)].astype(np.int8) for i in range(len(LENGTHS))],
         "forced": _forced(),
         "holes": _with_holes(_forced()),
+        "none": [None] * len(LENGTHS),
     }
     files = {}
     for name, routes in given.items():
@@ -177,7 +179,9 @@ def _written(file: Path, samples: list[Sample], expected: Expected, advantages: 
 
 
 def _run(out: Path, name: str, world_size: int, cases: list[dict], batches: dict[str, str]) -> None:
-    (out / f"{name}.json").write_text(json.dumps([c | {"batches": batches} for c in cases]))
+    for case in cases:
+        case["batches"] = {k: v for k, v in batches.items() if k != "none" or case["name"] == WITHOUT_ANY}
+    (out / f"{name}.json").write_text(json.dumps(cases))
     run_ranks(Path(__file__).with_name("routes_worker.py"), world_size, out / name, [str(out / f"{name}.json")], 240.0)
 
 
@@ -246,6 +250,13 @@ def test_missing_and_differing_routes_are_counted_one_by_one(layout, routes, wor
     assert counts["router/missing_routes"] == (expected.missing, expected.routed)
     assert counts["router/rollout_drift"] == (expected.own_is_another, expected.supplied)
     assert (expected.own_is_another > 0) == (routes != "own") and (expected.missing > 0) == (routes == "holes")
+
+
+def test_a_batch_without_any_route_is_the_trainers_own_choice_and_said_to_be(world):
+    expected, counts = world[1]["none"], counted(world, WITHOUT_ANY, "none")
+    assert np.abs(log_probs(world, WITHOUT_ANY, "none") - expected.log_probs).max() < 1e-5
+    assert counts["router/missing_routes"] == (expected.routed, expected.routed) == (480.0, 480.0)
+    assert "router/rollout_drift" not in counts
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
