@@ -158,7 +158,7 @@ def batch_of(world: Path) -> TrainBatch:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(world / "model")
-    prompts = pq.read_table(world / "train.parquet").column("prompt").to_pylist()[:SAMPLES]
+    prompts = pq.read_table(world / "data" / "train.parquet").column("prompt").to_pylist()[:SAMPLES]
     rng, digits, samples = np.random.default_rng(0), tokenizer.convert_tokens_to_ids(list("0123456789")), []
     for i, prompt in enumerate(prompts):
         ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
