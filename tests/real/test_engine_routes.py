@@ -13,7 +13,7 @@ from tiny_models import save, tiny_moe
 
 from mrl.platforms.hosting import get_hosting
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.real, pytest.mark.long, pytest.mark.timeout(240)]
 HERE = Path(__file__).parent
 
 

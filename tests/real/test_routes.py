@@ -35,6 +35,8 @@ LAYOUTS = {
     "cp2-padded": ({CP: 2}, PADDED),
     "dp2-ep2-packed": ({EP: 2}, PACKED),  # 9 rows on two ranks: one of them has a filler
 }
+QUICK = ("tp2-ep2-packed", "cp2-packed")  # run by continuous integration
+EVERY_LAYOUT = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.long) for name in LAYOUTS]
 WITH_REFERENCE = ("tp2-ep2-packed",)  # the policy itself, so at ratio one its KL has no gradient
 WITHOUT_ANY = "dp2-ep2-packed"  # also has a batch whose engine returned no routes at all
 LENGTHS = [(3, 9), (1, 1), (12, 4), (7, 17), (5, 2), (2, 24), (9, 9), (4, 6), (1, 13)]
@@ -130,9 +132,28 @@ def _expected(model, samples: list[Sample], advantages: np.ndarray) -> Expected:
     return Expected(log_probs, gradients, another, supplied, missing, routed)
 
 
+@dataclass(frozen=True)
+class World:
+    """What is expected of each set of routes, and the ranks' files, which come to be when they are asked for."""
+
+    out: Path
+    model: Path
+    expected: dict[str, Expected]
+    batches: dict[str, str]  # files, by set of routes
+
+    def folder(self, layout: str) -> Path:
+        """Of what all ranks of a layout found."""
+        group = [name for name in LAYOUTS if (name in QUICK) == (layout in QUICK)]
+        started = self.out / group[0]
+        if not started.exists():
+            actor = {"ppo_micro_batch_size_per_gpu": 3, "log_prob_micro_batch_size_per_gpu": 2, "router_replay": "R3"}
+            cases = [_case(name, self.model, {"world_size": 2} | LAYOUTS[name][0], actor | LAYOUTS[name][1]) for name in group]
+            _run(self.out, group[0], 2, cases, self.batches)
+        return started / layout
+
+
 @pytest.fixture(scope="module")
-def world(tmp_path_factory) -> tuple[Path, dict[str, Expected]]:
-    """Folder of the ranks' files, and what is expected of each set of routes."""
+def world(tmp_path_factory) -> World:
     out = tmp_path_factory.mktemp("routes")
     model = tiny_moe()
     path = save(model, out / "model")
@@ -153,10 +174,7 @@ def world(tmp_path_factory) -> tuple[Path, dict[str, Expected]]:
         samples = _samples(routes)
         expected[name] = _expected(model, samples, advantages)
         files[name] = _written(out / f"{name}.npz", samples, expected[name], advantages)
-    actor = {"ppo_micro_batch_size_per_gpu": 3, "log_prob_micro_batch_size_per_gpu": 2, "router_replay": "R3"}
-    cases = [_case(name, path, {"world_size": 2} | degrees, actor | cut) for name, (degrees, cut) in LAYOUTS.items()]
-    _run(out, "second", 2, cases, files)
-    return out, expected
+    return World(out, path, expected, files)
 
 
 def _case(name: str, path: Path, layout: dict, actor: dict) -> dict:
@@ -185,19 +203,18 @@ def _run(out: Path, name: str, world_size: int, cases: list[dict], batches: dict
     run_ranks(Path(__file__).with_name("routes_worker.py"), world_size, out / name, [str(out / f"{name}.json")], 240.0)
 
 
-def log_probs(world, layout: str, routes: str) -> np.ndarray:
-    out, _ = world
+def log_probs(world: World, layout: str, routes: str) -> np.ndarray:
     found = np.zeros((len(LENGTHS), 24), np.float32)
-    for file in (out / "second" / layout).glob(f"{routes}-*.npz"):
+    for file in world.folder(layout).glob(f"{routes}-*.npz"):
         part = np.load(file)
         found[part["rows"]] = part["log_probs"]
     return found
 
 
-def counted(world, layout: str, routes: str) -> dict[str, tuple[float, float]]:
+def counted(world: World, layout: str, routes: str) -> dict[str, tuple[float, float]]:
     """Numerators and denominators, added over the ranks."""
     total: dict[str, tuple[float, float]] = {}
-    for file in (world[0] / "second" / layout).glob(f"{routes}-*.json"):
+    for file in world.folder(layout).glob(f"{routes}-*.json"):
         for name, (part, whole) in json.loads(file.read_text()).items():
             before = total.get(name, (0.0, 0.0))
             total[name] = (before[0] + part, before[1] + whole)
@@ -206,7 +223,7 @@ def counted(world, layout: str, routes: str) -> dict[str, tuple[float, float]]:
 
 def test_the_routes_one_rank_recorded_are_those_of_hugging_face(world):
     model = tiny_moe()
-    recorded = np.load(world[0] / "first" / "own" / "recorded.npz")
+    recorded = np.load(world.out / "first" / "own" / "recorded.npz")
     for i, s in enumerate(_samples([None] * len(LENGTHS))):
         own: list[np.ndarray] = []
         with torch.no_grad(), _routers_choosing(model, None, own):
@@ -215,28 +232,28 @@ def test_the_routes_one_rank_recorded_are_those_of_hugging_face(world):
 
 
 @pytest.mark.parametrize("routes", ["own", "forced", "holes"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EVERY_LAYOUT)
 def test_log_probs_are_those_of_hugging_face_by_the_same_routes(layout, routes, world):
-    assert np.abs(log_probs(world, layout, routes) - world[1][routes].log_probs).max() < 1e-5
+    assert np.abs(log_probs(world, layout, routes) - world.expected[routes].log_probs).max() < 1e-5
 
 
 @pytest.mark.parametrize("routes", ["forced", "holes"])
 @pytest.mark.parametrize("layout", WITH_REFERENCE)
 def test_the_reference_is_asked_by_the_same_routes_so_the_kl_to_oneself_is_zero(layout, routes, world):
-    found = [np.load(file) for file in (world[0] / "second" / layout).glob(f"{routes}-*.npz")]
+    found = [np.load(file) for file in world.folder(layout).glob(f"{routes}-*.npz")]
     assert found and all(np.array_equal(part["reference"], part["log_probs"]) for part in found)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EVERY_LAYOUT)
 def test_other_routes_give_other_log_probs(layout, world):
     assert np.abs(log_probs(world, layout, "forced") - log_probs(world, layout, "own")).max() > 0.1
 
 
 @pytest.mark.parametrize("routes", ["own", "forced", "holes"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EVERY_LAYOUT)
 def test_gradients_are_those_of_hugging_face_and_the_routers_have_some(layout, routes, world):
-    found = load_file(world[0] / "second" / layout / f"{routes}.safetensors")
-    expected = {n: g for n, g in world[1][routes].gradients.items() if n in found}
+    found = load_file(world.folder(layout) / f"{routes}.safetensors")
+    expected = {n: g for n, g in world.expected[routes].gradients.items() if n in found}
     routers = [n for n in expected if n.endswith("mlp.gate.weight")]
     assert len(routers) == LAYERS and all(found[n].norm() > 0 for n in routers)
     worst = max(float((found[n] - g).norm() / g.norm()) for n, g in expected.items())
@@ -244,22 +261,23 @@ def test_gradients_are_those_of_hugging_face_and_the_routers_have_some(layout, r
 
 
 @pytest.mark.parametrize("routes", ["own", "forced", "holes"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EVERY_LAYOUT)
 def test_missing_and_differing_routes_are_counted_one_by_one(layout, routes, world):
-    expected, counts = world[1][routes], counted(world, layout, routes)
+    expected, counts = world.expected[routes], counted(world, layout, routes)
     assert counts["router/missing_routes"] == (expected.missing, expected.routed)
     assert counts["router/rollout_drift"] == (expected.own_is_another, expected.supplied)
     assert (expected.own_is_another > 0) == (routes != "own") and (expected.missing > 0) == (routes == "holes")
 
 
+@pytest.mark.long
 def test_a_batch_without_any_route_is_the_trainers_own_choice_and_said_to_be(world):
-    expected, counts = world[1]["none"], counted(world, WITHOUT_ANY, "none")
+    expected, counts = world.expected["none"], counted(world, WITHOUT_ANY, "none")
     assert np.abs(log_probs(world, WITHOUT_ANY, "none") - expected.log_probs).max() < 1e-5
     assert counts["router/missing_routes"] == (expected.routed, expected.routed) == (480.0, 480.0)
     assert "router/rollout_drift" not in counts
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EVERY_LAYOUT)
 def test_load_is_counted_over_the_samples_tokens_alone(layout, world):
     """Neither padding nor a filler counts: the busiest and the idlest expert are those of the given routes."""
     routes = [r[:-1] for r in _forced()]
