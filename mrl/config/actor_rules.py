@@ -31,7 +31,6 @@ _DISPATCHERS = ("allgather", "alltoall", "flex")
 # vLLM arguments under which the engine's routes are refused, wrong or incomplete, each with the value that is right and why.
 # Sources: vllm-project/vllm PR 28284, PR 39917 and PR 48622.
 _ROUTES_NEED = {
-    "async_scheduling": (False, "the engine's buffer of routes is refused beside it"),
     "pipeline_parallel_size": (1, "each stage sees the routes of its own layers only"),
     "prefill_context_parallel_size": (1, "each rank sees the routes of its own tokens only"),
     "decode_context_parallel_size": (1, "each rank sees the routes of its own tokens only"),
@@ -60,8 +59,9 @@ def actor_notes(config: RunConfig, model: ModelSpec) -> Iterator[str]:
         yield f"{_TRANSFORMER}.moe_router_dtype: a router below fp32 picks other experts than the engine's in about one token of ten"
     if config.ref != RefConfig() and not (config.algorithm.use_kl_loss or config.algorithm.use_kl_in_reward):
         yield "ref: is set, and no reference model is loaded, because neither algorithm.use_kl_loss nor use_kl_in_reward is true"
-    if config.actor.router_replay == "R3" and config.rollout.enable_prefix_caching:
-        yield "actor.router_replay R3 with prefix caching: rows of a cached prompt can come back without routes and then use the trainer's"
+    if config.actor.router_replay == "R3" and config.rollout.enable_prefix_caching and config.cluster.device != "cuda":
+        why = "tokens that the cache had can come back without routes and then use the trainer's own (router/missing_routes says how many)"
+        yield f"actor.router_replay R3 with prefix caching on {config.cluster.device}: {why}"
 
 
 def _offload_notes(config: RunConfig) -> Iterator[str]:
@@ -222,6 +222,8 @@ def _experts(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
 
 
 def _replay(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
+    if config.actor.freeze_router and not model.is_moe:
+        yield Broken("actor.freeze_router", "must be false for a dense model", "there is no router to freeze", (False,))
     mode, given = config.actor.router_replay, config.rollout.engine_kwargs.get("vllm", {})
     if mode == "disabled":
         return
@@ -233,9 +235,6 @@ def _replay(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
     if mode == "R2":
         yield from _same_cut(config) if model.is_moe else ()
         return
-    if config.cluster.device == "cpu":
-        why = "vLLM returns routes (enable_return_routed_experts) only where Triton runs; R2 replays Megatron's own"
-        yield Broken("actor.router_replay", "must not be R3 on cpu", why, ("disabled", "R2"))
     for name, (value, why) in _ROUTES_NEED.items():
         if name in given and given[name] != value:
             rule = f"must be {'null' if value is None else str(value).lower()} with actor.router_replay R3"

@@ -17,7 +17,6 @@ _MISSING: tuple[tuple[Callable[[RunConfig], bool], str], ...] = (
         "actor.optim.override_optimizer_config.use_precision_aware_optimizer without optimizer_cpu_offload: Transformer Engine's Adam then "
         "has the fp32 weights, in forms of its own that no save holds (use false, or optimizer_cpu_offload: true)",
     ),
-    (lambda c: c.actor.router_replay == "R3", "actor.router_replay: R3 (use R2 or disabled)"),
     (lambda c: c.rollout.data_parallel_size > 1, "rollout.data_parallel_size above 1 (use more num_engines)"),
     (
         lambda c: c.rollout.tensor_model_parallel_size > c.cluster.n_gpus_per_node,

@@ -90,6 +90,10 @@ FIELD_DOCS: dict[str, str | tuple[str, str]] = {
         "Training uses the experts that were chosen before: R2 when old log-probs were computed, R3 when the engine generated.",
         "disabled for one update a step; R2 for two; R3 for four or more, or when router/drift is high. GSPO often needs none.",
     ),
+    "actor.freeze_router": (
+        "Routers stay as the checkpoint has them: no gradient, no decay.",
+        "A last resort when router/drift or router/max_violation grows although routes are replayed.",
+    ),
     "actor.override_ddp_config": "Fields of Megatron's DistributedDataParallelConfig.",
     "ref.path": "Checkpoint of the reference model, of the actor's architecture; left out: the actor's start (model.path).",
     "ref.param_offload": ("The reference model's parameters are on the host when it is not asked.", "As the actor has it."),

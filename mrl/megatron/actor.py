@@ -25,7 +25,7 @@ from mrl.megatron.bridge import DTYPES, Bridge, MBridge
 from mrl.megatron.forward import Around, MicroInputs, log_prob_pass, loss_pass, nothing_around, return_hidden_states
 from mrl.megatron.hf_files import check_same_architecture
 from mrl.megatron.offload import GRADIENTS, OPTIMIZER, PARAMETERS, Residence, needs, switched
-from mrl.megatron.optimizer import StepResult, build_optimizer, build_scheduler, current_lr, step, zero_gradients
+from mrl.megatron.optimizer import StepResult, build_optimizer, build_scheduler, current_lr, freeze, step, zero_gradients
 from mrl.megatron.packing import micro_arrays
 from mrl.megatron.reference import FrozenWeights
 from mrl.megatron.routing import Routing
@@ -71,8 +71,10 @@ class MegatronActor:
         self.reference = self._load_reference() if config.algorithm.needs_reference else None
         self.bridge.load_hf(config.model.path)
         fused = config.model.override_transformer_config.get("moe_router_fusion")  # chooses where nobody can look
-        replay = config.actor.router_replay == "R2"
-        self.routing = Routing(self.chunks, self.model.num_experts, replay) if self.model.is_moe and not fused else None
+        replay = config.actor.router_replay
+        self.routing = Routing(self.chunks, self.model, replay) if self.model.is_moe and not fused else None
+        if config.actor.freeze_router:
+            freeze(p for chunk in self.chunks for name, p in chunk.named_parameters() if name.endswith(".router.weight"))
         self.optimizer = build_optimizer(config.actor.optim, self.chunks, DTYPES[config.model.dtype])
         self.scheduler = build_scheduler(config.actor.optim, self.optimizer, config.total_updates)
         self.residence = Residence(self.platform, self.chunks, self.optimizer, switched(config.actor))
@@ -111,7 +113,7 @@ class MegatronActor:
             raise RuntimeError("no reference model was loaded: algorithm.use_kl_loss and use_kl_in_reward are both false")
         micros = self._log_prob_micros(batch, Splitter.for_reference(self.config.actor, self.config.ref, self.layout, self.model))
         with self.reference.in_place():
-            return self._log_probs(batch, micros, nothing_around)
+            return self._log_probs(batch, micros, self.routing.supplying if self.routing else nothing_around)
 
     def _log_probs(self, batch: TrainBatch, micros: list[MicroBatch], around: Around) -> RowResult | None:
         batch = replace(batch, keep=None)  # what is rejected from the loss has log-probs all the same
@@ -139,7 +141,7 @@ class MegatronActor:
         whose gradient norm is not finite, or whose tokens are all rejected, changes nothing and counts in `actor/skipped_updates`.
         Raises NumericAbort, on all ranks, at the trainer.max_skipped_updates-th such mini-batch in a row.
         """
-        check_batch(batch)
+        check_batch(batch, self.model)
         if batch.old_log_probs is None or batch.advantages is None:
             raise DataError("an update needs old_log_probs and advantages in the batch")
         parts = [part for rows in self._mini_batches(batch) if (part := self._update_once(batch.rows(rows))) is not None]
@@ -201,7 +203,7 @@ class MegatronActor:
 
     def _log_prob_micros(self, batch: TrainBatch, own: Splitter | None) -> list[MicroBatch]:
         """As the update will cut the batch, unless the pass has limits of its own: the same sums then give the same bits."""
-        check_batch(batch)
+        check_batch(batch, self.model)
         if own is not None:
             return list(self._micros(batch, own))
         micros = []

@@ -1,5 +1,8 @@
 """Core attention in plain torch, where there is no Transformer Engine: causal, grouped-query, padded or packed, context-parallel."""
 
+from functools import lru_cache
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -46,11 +49,8 @@ class CausalAttention(torch.nn.Module):
 
     def _in_order(self, x: Tensor, lengths: list[int]) -> Tensor:
         """All positions of all sequences, in order, from every rank's zigzag part."""
-        size = self.group.size()
         gathered = gather_from_sequence_parallel_region(x.contiguous(), group=self.group)
-        padded = torch.tensor(lengths).numpy()
-        held = torch.cat([torch.from_numpy(kept_positions(padded, size, rank)) for rank in range(size)])
-        return gathered[held.argsort().to(x.device)]
+        return gathered[_sequence_order(tuple(lengths), self.group.size(), x.device)]
 
     def _one(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """One sequence, or equally long ones: this rank's queries against all keys -> [seq, batch, heads * dim]."""
@@ -63,8 +63,20 @@ class CausalAttention(torch.nn.Module):
         """bool [this rank's positions, length]; None where it is the plain causal one."""
         if self.group.size() == 1:
             return None
-        own = kept_positions(torch.tensor([length]).numpy(), self.group.size(), self.group.rank())
-        return torch.from_numpy(own).to(device)[:, None] >= torch.arange(length, device=device)[None]
+        own = _held((length,), self.group.size(), self.group.rank(), device)
+        return own[:, None] >= torch.arange(length, device=device)[None]
+
+
+@lru_cache(maxsize=64)  # every layer of a micro-batch asks, and its backward again
+def _sequence_order(lengths: tuple[int, ...], size: int, device: torch.device) -> Tensor:
+    """Where among the zigzag parts of all ranks, one after the other, each position of the sequences stands."""
+    return torch.cat([_held(lengths, size, rank, device) for rank in range(size)]).argsort()
+
+
+@lru_cache(maxsize=64)
+def _held(lengths: tuple[int, ...], size: int, rank: int, device: torch.device) -> Tensor:
+    """Positions that a rank holds, see kept_positions."""
+    return torch.from_numpy(kept_positions(np.array(lengths), size, rank)).to(device)
 
 
 def _lengths(packed_seq_params) -> list[int]:

@@ -153,8 +153,8 @@ def trained_rows(shares: Shares) -> list[np.ndarray]:
     return [np.concatenate(rows) if rows else np.zeros(0, np.int64) for rows in kept]
 
 
-def check_batch(batch: TrainBatch) -> None:
-    """Raises DataError for rows that no model can be asked about."""
+def check_batch(batch: TrainBatch, model: ModelSpec) -> None:
+    """Raises DataError for rows that the model cannot be asked about."""
     if len(batch) == 0:
         raise DataError("a training batch without rows")
     if int(batch.prompt_lengths.min()) < 1:
@@ -163,3 +163,6 @@ def check_batch(batch: TrainBatch) -> None:
     longest = int((batch.prompt_lengths + batch.response_lengths).max())
     if longest > batch.input_ids.shape[1]:
         raise DataError(f"a row of the batch claims {longest} tokens and the batch is {batch.input_ids.shape[1]} wide")
+    expected = (int((batch.prompt_lengths + batch.response_lengths).sum()), len(model.moe_layers), model.num_experts_per_tok)
+    if batch.routes is not None and batch.routes.shape != expected:
+        raise DataError(f"the batch's routes are {list(batch.routes.shape)}, expected {list(expected)} (tokens, MoE layers, topk)")

@@ -33,6 +33,7 @@ class MicroInputs:
     input_ids: Tensor
     position_ids: Tensor
     real: Tensor
+    predicting: Tensor
     sequence_starts: Tensor | None
     predictors: Tensor
     targets: Tensor
@@ -44,6 +45,7 @@ class MicroInputs:
     ref_log_probs: Tensor | None
     loss_weights: Tensor | None
     selected: Tensor | None
+    routes: Tensor | None
     content: bytes  # digest of the token ids: two passes that cut a batch alike have the same micro-batches
 
     @classmethod

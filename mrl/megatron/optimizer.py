@@ -1,11 +1,12 @@
 """Megatron's distributed Adam with its learning-rate schedule, and a step that never applies a gradient that is not finite."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from megatron.core import parallel_state as mpu
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -14,6 +15,8 @@ from mrl.config.schema import OptimConfig
 from mrl.errors import ConfigError
 from mrl.megatron.offload import check_resident
 from mrl.megatron.overrides import checked_overrides
+
+_FROZEN = "mrl_frozen"  # mark of a parameter that is not to be updated
 
 
 @dataclass(frozen=True)
@@ -41,9 +44,22 @@ def build_optimizer(config: OptimConfig, chunks: list[torch.nn.Module], dtype: t
         "params_dtype": dtype,
         "use_distributed_optimizer": chunks[0].ddp_config.use_distributed_optimizer,
     }
-    optimizer = get_megatron_optimizer(OptimizerConfig(**values | overrides), chunks, use_gloo_process_groups=False)
+    upstream = OptimizerConfig(**values | overrides)
+    groups = get_standard_config_overrides(upstream) | {ParamKey(attr=_FROZEN): {"wd_mult": 0.0}}
+    optimizer = get_megatron_optimizer(upstream, chunks, groups, use_gloo_process_groups=False)
     _count_every_expert(optimizer)
     return optimizer
+
+
+def freeze(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Keeps parameters where they are; to be called before the optimizer is built.
+
+    Their gradient is zero and nothing decays them, so Adam leaves every bit. They keep their place in buffers, optimizer and checkpoints:
+    freezing changes no layout, and a run may freeze what it trained before, or train on what was frozen.
+    """
+    for parameter in parameters:
+        parameter.register_hook(torch.zeros_like)
+        setattr(parameter, _FROZEN, True)
 
 
 def _count_every_expert(optimizer: MegatronOptimizer) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mrl.data.batch import TrainBatch
+from mrl.data.routes import MISSING
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ class MicroArrays:
 
     input_ids: np.ndarray  # int64 [batch, length]
     position_ids: np.ndarray  # int64 [batch, length]: position inside its sequence
-    real: np.ndarray  # bool [batch, length]: no padding
+    real: np.ndarray  # bool [batch, length]: no padding, and no filler's
+    predicting: np.ndarray  # bool [batch, length]: real, and not its sequence's last token, whose output nobody reads
     sequence_starts: np.ndarray | None  # int32 [rows + 1]: where sequences begin and end in the pack, before the cut; None: padded
     predictors: np.ndarray  # int64 [tokens]: index into batch * length of the position that predicts the token
     targets: np.ndarray  # int64 [tokens]
@@ -61,6 +63,7 @@ class MicroArrays:
     ref_log_probs: np.ndarray | None  # float32 [rows, response_length]
     loss_weights: np.ndarray | None  # float32 [rows, response_length]
     selected: np.ndarray | None  # bool [rows, response_length]
+    routes: np.ndarray | None  # int8 or int16 [batch, length, MoE layers, topk]; -1 where unknown, as of padding
 
 
 def micro_arrays(batch: TrainBatch, rows: np.ndarray, shape: Shape, context_rank: int = 0, is_filler: bool = False) -> MicroArrays:
@@ -69,7 +72,7 @@ def micro_arrays(batch: TrainBatch, rows: np.ndarray, shape: Shape, context_rank
     lengths = picked.prompt_lengths + picked.response_lengths
     padded = shape.padded(lengths)
     starts = np.concatenate([[0], np.cumsum(padded)])
-    ids, positions, real = _laid_out(picked.input_ids, lengths, padded, starts)
+    ids, positions, left = _laid_out(picked.input_ids, lengths, padded, starts)
     width = max(int(picked.response_lengths.max()), 1)
     mask = picked.loss_mask[:, :width] & (not is_filler)
     row, column = np.nonzero(mask)
@@ -82,7 +85,8 @@ def micro_arrays(batch: TrainBatch, rows: np.ndarray, shape: Shape, context_rank
     return MicroArrays(
         input_ids=ids[kept].reshape(lines, -1),
         position_ids=positions[kept].reshape(lines, -1),
-        real=real[kept].reshape(lines, -1),
+        real=((left > 0) & (not is_filler))[kept].reshape(lines, -1),
+        predicting=((left > 1) & (not is_filler))[kept].reshape(lines, -1),
         sequence_starts=starts.astype(np.int32) if shape.packed else None,
         predictors=local[target - 1][here],
         targets=ids[target][here],
@@ -94,6 +98,7 @@ def micro_arrays(batch: TrainBatch, rows: np.ndarray, shape: Shape, context_rank
         ref_log_probs=_cut(picked.ref_log_probs, width),
         loss_weights=_cut(picked.loss_weights, width),
         selected=_cut(picked.selected, width),
+        routes=None if picked.routes is None else _laid_out_routes(picked.routes, left)[kept].reshape(lines, -1, *picked.routes.shape[1:]),
     )
 
 
@@ -102,13 +107,22 @@ def _cut(values: np.ndarray | None, width: int) -> np.ndarray | None:
 
 
 def _laid_out(input_ids: np.ndarray, lengths: np.ndarray, padded: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Token ids with zeros for padding, positions (both int64), and which are no padding: [sum of padded], sequences end to end."""
-    ids, positions, real = (np.zeros(int(starts[-1]), dtype=dtype) for dtype in (np.int64, np.int64, np.bool_))
+    """Sequences end to end, all int64 [sum of padded]: token ids with zeros for padding, positions, and how many real tokens of its
+    sequence each has left, itself included: 0 of padding.
+    """
+    ids, positions, left = (np.zeros(int(starts[-1]), dtype=np.int64) for _ in range(3))
     for row, (start, length, size) in enumerate(zip(starts, lengths, padded, strict=False)):
         ids[start : start + length] = input_ids[row, :length]
         positions[start : start + size] = np.arange(size)
-        real[start : start + length] = True
-    return ids, positions, real
+        left[start : start + length] = np.arange(length, 0, -1)
+    return ids, positions, left
+
+
+def _laid_out_routes(routes: np.ndarray, left: np.ndarray) -> np.ndarray:
+    """[sum of padded, MoE layers, topk] from the real tokens', end to end."""
+    laid_out = np.full((len(left), *routes.shape[1:]), MISSING, routes.dtype)
+    laid_out[left > 0] = routes
+    return laid_out
 
 
 def kept_positions(padded: np.ndarray, context: int, rank: int) -> np.ndarray:

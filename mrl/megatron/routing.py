@@ -1,13 +1,15 @@
-"""Which experts the routers choose: seen at the old log-probs, compared with in the update, and chosen again there when replay is on (R2).
+"""Which experts the routers choose: seen at the old log-probs, compared with in the update, and chosen again where replay is on.
 
-Megatron-core 0.16.1 asks `router.router_replay` for the choice of experts; the objects here stand in that place. A router whose choice
-is replayed still computes its scores with the current weights, so it still gets a gradient.
+R2 replays in the update what the routers chose at the old log-probs; R3 replays in every pass what the engine's routers chose, which came
+with the samples. Megatron-core 0.16.1 asks `router.router_replay` for the choice of experts; the objects here stand in that place. A router
+whose choice is replayed still computes its scores with the current weights, so it still gets a gradient.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -17,23 +19,35 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from mrl.algo.metrics import FloatParts
+from mrl.data.routes import MISSING
 from mrl.megatron.forward import MicroInputs
+from mrl.models import ModelSpec
+
+Replay = Literal["disabled", "R2", "R3"]
 
 
 @dataclass
 class _Chooser:
     """The choice of experts of one router, [tokens, topk], for the forward under way."""
 
-    wanted: Tensor | None = None  # choose these instead of the highest scores
+    wanted: Tensor | None = None  # choose these instead of the highest scores; any integers
+    has_gaps: bool = False  # there may be MISSING in `wanted`: its own choice there
     training: bool = False
     chosen: Tensor | None = None  # what the latest forward chose
+    own: Tensor | None = None  # where `has_gaps`: what it would have chosen
     pending: deque[Tensor] = field(default_factory=deque)  # choices of forwards that will be recomputed in backward, oldest first
 
     def get_replay_topk(self, scores: Tensor, topk: int, num_groups, group_topk, default: Callable) -> tuple[Tensor, Tensor]:
         """Megatron's name and signature. Values and indices of the chosen experts, both [tokens, topk]."""
         if torch._C._current_graph_task_id() != -1:  # recomputed inside a backward pass: what this forward chose the first time
             return _gathered(scores, self.pending.popleft())
-        found = default(scores, topk, num_groups, group_topk) if self.wanted is None else _gathered(scores, self.wanted)
+        if self.wanted is None:
+            found = default(scores, topk, num_groups, group_topk)
+        elif self.has_gaps:
+            self.own = default(scores, topk, num_groups, group_topk)[1]
+            found = _gathered(scores, torch.where(self.wanted == MISSING, self.own, self.wanted.long()))
+        else:
+            found = _gathered(scores, self.wanted.long())
         self.chosen = found[1]
         if self.training and not torch.is_grad_enabled():  # a forward without graph in training is one that backward repeats
             self.pending.append(found[1])
@@ -44,15 +58,29 @@ def _gathered(scores: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     return scores.gather(1, index), index
 
 
-class Routing:
-    """The routers of one rank. Routes are kept by model chunk and micro-batch, so both passes must cut a batch alike."""
+@dataclass
+class _Counts:
+    """(token, layer) pairs of a step on one rank, padding left out. On the device until `metrics`: no forward waits for a count."""
 
-    def __init__(self, chunks: list[torch.nn.Module], num_experts: int, replay: bool):
-        self.replay, self._num_experts = replay, num_experts
+    differing: Tensor | int = 0  # in the update, another set of experts than at the old log-probs
+    compared: Tensor | int = 0
+    missing: Tensor | int = 0  # in the update, the router's own choice because no route came with the sample
+    routed: Tensor | int = 0
+    disagreeing: Tensor | int = 0  # at the old log-probs, the engine's set is another than the router's own choice
+    supplied: Tensor | int = 0
+
+
+class Routing:
+    """The routers of one rank. R2 keeps routes by model chunk and micro-batch, so there both passes must cut a batch alike."""
+
+    def __init__(self, chunks: list[torch.nn.Module], model: ModelSpec, replay: Replay):
+        self.replay, self._num_experts = replay, model.num_experts
         cores = unwrap_model(chunks)
         self._routers = {id(core): [m for m in core.modules() if isinstance(m, TopKRouter)] for core in cores}
         for router in self._all():
             router.router_replay = _Chooser()
+        self._columns = {id(r): model.moe_layers.index(r.layer_number - 1) for r in self._all()}  # in routes that came with samples
+        self._device = next((router.weight.device for router in self._all()), torch.device("cpu"))
         self._recorded: dict[tuple[int, bytes], list[Tensor]] = {}
         self.begin_step()
 
@@ -62,37 +90,68 @@ class Routing:
     def begin_step(self) -> None:
         """Forgets the routes and counts of the step before."""
         self._recorded.clear()
-        self._differing = self._compared = 0
-        self._load = torch.zeros(sum(map(len, self._routers.values())), self._num_experts, dtype=torch.int64)
+        self._counts = _Counts()
+        self._load = torch.zeros(sum(map(len, self._routers.values())), self._num_experts, dtype=torch.int64, device=self._device)
 
     @contextmanager
     def recording(self, model: torch.nn.Module, inputs: MicroInputs) -> Iterator[None]:
         """Around one chunk's forward at the old log-probs."""
         core = unwrap_model(model)
-        yield
-        self._recorded[id(core), inputs.content] = [r.router_replay.chosen.to(torch.int16) for r in self._routers[id(core)]]
+        with self.supplying(model, inputs):
+            yield
+        choosers = self._choosers(core)
+        self._recorded[id(core), inputs.content] = [c.chosen.to(torch.int16) for c in choosers]
+        if (supplied := self._supplied(core, inputs)) is not None:
+            real = _in_routers_order(inputs.real, core)
+            for chooser, wanted in zip(choosers, supplied, strict=True):
+                known = real & (wanted[:, 0] != MISSING)
+                self._counts.disagreeing += (_differ(wanted, chooser.own) & known).sum()
+                self._counts.supplied += known.sum()
+
+    @contextmanager
+    def supplying(self, model: torch.nn.Module, inputs: MicroInputs) -> Iterator[None]:
+        """Around one chunk's forward under weights of any policy: with R3 all of them are asked about the engine's routes.
+
+        So the KL to a reference model that equals the policy is 0, and not what the engine's numerics make of its routes.
+        """
+        core = unwrap_model(model)
+        with _choosing(self._choosers(core), self._supplied(core, inputs), has_gaps=True):
+            yield
 
     @contextmanager
     def comparing(self, model: torch.nn.Module, inputs: MicroInputs) -> Iterator[None]:
-        """Around one chunk's forward in the update. Raises RuntimeError when replay is on and nothing was recorded for it."""
+        """Around one chunk's forward in the update. Raises RuntimeError when R2 is on and nothing was recorded for it."""
         core = unwrap_model(model)
-        routers, before = self._routers[id(core)], self._recorded.get((id(core), inputs.content))
-        if self.replay and before is None:
+        choosers, before = self._choosers(core), self._recorded.get((id(core), inputs.content))
+        if self.replay == "R2" and before is None:
             raise RuntimeError("no routes were recorded for a micro-batch of the update: it was cut otherwise at the old log-probs")
-        for n, router in enumerate(routers):
-            router.router_replay.training = True
-            router.router_replay.wanted = before[n].long() if self.replay else None
-        yield
-        real = _real_tokens(inputs, core.config.sequence_parallel)
-        first = self._first(core)
-        for n, router in enumerate(routers):
-            chooser: _Chooser = router.router_replay
-            chooser.training, chooser.wanted = False, None
-            self._load[first + n] += torch.bincount(chooser.chosen[real].flatten(), minlength=self._num_experts).cpu()
+        supplied = self._supplied(core, inputs)
+        with _choosing(choosers, before if self.replay == "R2" else supplied, has_gaps=self.replay == "R3", training=True):
+            yield
+        real, first = _in_routers_order(inputs.real, core), self._first(core)
+        for n, chooser in enumerate(choosers):
+            self._load[first + n].scatter_add_(0, chooser.chosen.flatten(), real[:, None].expand_as(chooser.chosen).flatten().long())
             if before is not None:
-                was, now = before[n].long()[real].sort(-1).values, chooser.chosen[real].sort(-1).values
-                self._differing += int((was != now).any(-1).sum())
-                self._compared += len(now)
+                self._counts.differing += (_differ(before[n], chooser.chosen) & real).sum()
+                self._counts.compared += real.sum()
+        if self.replay == "R3":
+            self._count_missing(supplied, _in_routers_order(inputs.predicting, core), len(choosers))
+
+    def _count_missing(self, supplied: list[Tensor] | None, predicting: Tensor, layers: int) -> None:
+        """`predicting` [tokens]: a sequence's last token never has a route, and nobody reads what comes of it."""
+        routed = predicting.sum() * layers
+        self._counts.routed += routed
+        self._counts.missing += routed if supplied is None else sum(((s[:, 0] == MISSING) & predicting).sum() for s in supplied)
+
+    def _choosers(self, core: torch.nn.Module) -> list[_Chooser]:
+        return [router.router_replay for router in self._routers[id(core)]]
+
+    def _supplied(self, core: torch.nn.Module, inputs: MicroInputs) -> list[Tensor] | None:
+        """What came with the samples for each router of a chunk, [tokens, topk]; None without R3 or without any."""
+        if self.replay != "R3" or inputs.routes is None:
+            return None
+        routes = _in_routers_order(inputs.routes, core)
+        return [routes[:, self._columns[id(router)]] for router in self._routers[id(core)]]
 
     def _first(self, core: torch.nn.Module) -> int:
         """Number of the chunk's first router among those of this rank."""
@@ -102,30 +161,53 @@ class Routing:
     def metrics(self) -> FloatParts:
         """Of the step's updates. Collective over the ranks that hold copies of the same layers; one of them hands the answer out.
 
-        `router/drift` is the share of (token, layer) whose set of experts is another than at the old log-probs. Loads are of real tokens.
+        Shares are of (token, layer) pairs: `router/drift` of those whose set of experts is another than at the old log-probs,
+        `router/missing_routes` of those that should have had an engine's route, `router/rollout_drift` of those whose engine's set is
+        another than the trainer's own choice at the old log-probs. Loads are of real tokens.
         """
         if not len(self._load):  # a stage of the embedding alone, as all ranks of its group have it
             return {}
         group = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
-        counts = torch.cat([self._load.flatten(), torch.tensor([self._differing, self._compared])])
-        counts = counts.to(next(self._all()).weight.device)
+        pairs = [torch.as_tensor(count, device=self._device) for count in vars(self._counts).values()]
+        counts = torch.cat([self._load.flatten(), torch.stack(pairs)])
         dist.all_reduce(counts, group=group)
-        if dist.get_rank(group) or not counts[:-2].any():
+        load, total = counts[: -len(pairs)].view(self._load.shape).double(), _Counts(*counts[-len(pairs) :].tolist())
+        if dist.get_rank(group) or not load.any():
             return {}
-        load = counts[:-2].view(self._load.shape).double()
         relative = load / load.mean(-1, keepdim=True)
         layers = float(len(relative))
-        drift = {"router/drift": (float(counts[-2]), float(counts[-1]))} if counts[-1] else {}
-        return drift | {
+        shares = {
+            "router/drift": (float(total.differing), float(total.compared)),
+            "router/missing_routes": (float(total.missing), float(total.routed)),
+            "router/rollout_drift": (float(total.disagreeing), float(total.supplied)),
+        }
+        return {name: share for name, share in shares.items() if share[1]} | {
             "router/load/max": (float(relative.amax(-1).sum()), layers),
             "router/load/min": (float(relative.amin(-1).sum()), layers),
             "router/max_violation": (float((relative.amax(-1) - 1).sum()), layers),
         }
 
 
-def _real_tokens(inputs: MicroInputs, sequence_parallel: bool) -> Tensor:
-    """bool [tokens] in the order in which a router sees them: position by position, under sequence parallelism this rank's part."""
-    real = inputs.real.t()
-    if sequence_parallel:
-        real = real.chunk(mpu.get_tensor_model_parallel_world_size())[mpu.get_tensor_model_parallel_rank()]
-    return real.flatten()
+@contextmanager
+def _choosing(choosers: list[_Chooser], wanted: list[Tensor] | None, has_gaps: bool, training: bool = False) -> Iterator[None]:
+    """Lets routers choose what is wanted of them; by themselves where that is None."""
+    for n, chooser in enumerate(choosers):
+        chooser.training, chooser.has_gaps, chooser.wanted = training, has_gaps, wanted[n] if wanted else None
+    yield
+    for chooser in choosers:
+        chooser.training, chooser.wanted = False, None
+
+
+def _differ(routes: Tensor, others: Tensor) -> Tensor:
+    """bool [tokens]: where two lists of routes, both [tokens, topk], name other sets of experts."""
+    return (routes.long().sort(-1).values != others.long().sort(-1).values).any(-1)
+
+
+def _in_routers_order(values: Tensor, core: torch.nn.Module) -> Tensor:
+    """[tokens, ...] from [batch, length, ...] in the order in which a router sees tokens: position by position, under sequence
+    parallelism this rank's part.
+    """
+    values = values.transpose(0, 1)
+    if core.config.sequence_parallel:
+        values = values.chunk(mpu.get_tensor_model_parallel_world_size())[mpu.get_tensor_model_parallel_rank()]
+    return values.flatten(0, 1)

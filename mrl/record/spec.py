@@ -139,6 +139,10 @@ _RESHARD = [
     MetricSpec("reshard/verified", "min", "0 or 1", "1 when every rank's digest agreed"),
     MetricSpec("reshard/weight_version", "last", "versions", "Version that the engines hold after the sync"),
     MetricSpec("router/drift", "mean", "share", "Tokens of a layer that go to another set of experts than at the old log-probs"),
+    MetricSpec("router/missing_routes", "mean", "share", "With R3, tokens of a layer that came to the update without the engine's experts"),
+    MetricSpec(
+        "router/rollout_drift", "mean", "share", "With R3, tokens of a layer whose experts in the engine are not the trainer's choice"
+    ),
     MetricSpec("router/max_violation", "mean", "1", "Load of the busiest expert over the mean load, less 1; mean over layers"),
     MetricSpec("router/load/max", "max", "1", "Load of the busiest expert over the mean load"),
     MetricSpec("router/load/min", "min", "1", "Load of the idlest expert over the mean load"),

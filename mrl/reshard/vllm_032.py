@@ -14,6 +14,7 @@ from mrl.reshard import vllm_shared as shared
 from mrl.reshard.receive import Bucket
 from mrl.reshard.shard_path import ShardPath
 from mrl.reshard.target import TargetParameter
+from mrl.reshard.vllm_032_routes import RouteCapture
 
 
 @dataclass
@@ -134,3 +135,14 @@ class WorkerExtension(shared.WorkerExtension):
         """After a failed update, wherever it failed: the next one may start. What the engine holds is a mixture until then."""
         self.weight_transfer_engine.abandon()
         self._weight_update_active = False
+
+    def capture_routes(self) -> None:
+        """From here on keeps the routes of requests that ask for them."""
+        from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
+
+        self.route_capture = RouteCapture(self.model_runner, bind_routed_experts_capturer)
+
+    def take_routes(self, name: str, computed: int) -> tuple[list[int], bytes]:
+        """Shape and int16 bytes of what RouteCapture.take returns."""
+        routes = self.route_capture.take(name, computed)
+        return list(routes.shape), routes.tobytes()

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from mrl.data.routes import ASKED
 from mrl.errors import EnvironmentFault, Interrupted
 from mrl.rollout.front_end import FrontEnd, front_end
 from mrl.rollout.types import Completion, EngineSettings, Request, Sampling
@@ -62,6 +63,8 @@ class VllmEngine:
         await self._connect_slow_path()
         with self._alive():
             await self._front.set_version(self._llm, 0)
+            if self.settings.captures_routes:
+                await self._ask(self._llm.collective_rpc("capture_routes"))
         self.version = 0
         self._note_shared_memory()
         if self.settings.check_order:
@@ -102,7 +105,7 @@ class VllmEngine:
         parameters = SamplingParams(
             temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, seed=request.seed, logprobs=0,
             max_tokens=sampling.max_tokens, stop_token_ids=list(sampling.stop_token_ids), detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY, flat_logprobs=True,
+            output_kind=RequestOutputKind.FINAL_ONLY, flat_logprobs=True, extra_args={ASKED: True} if sampling.routes else None,
         )  # fmt: skip
         name, before = f"{request.sample_id}-{next(self._names)}", self.version
         final = None
@@ -115,7 +118,17 @@ class VllmEngine:
             raise RuntimeError(f"sample {request.sample_id} was generated with weight versions {versions}, not {self.version}")
         first = answer.logprobs.start_indices  # with logprobs=0 the sampled token's entry stands first at each position
         log_probs = tuple(answer.logprobs.logprobs[i] for i in first)
-        return Completion(request.sample_id, tuple(answer.token_ids), log_probs, answer.finish_reason, self.version)
+        routes = await self._routes(name, request, answer) if sampling.routes else None
+        return Completion(request.sample_id, tuple(answer.token_ids), log_probs, answer.finish_reason, self.version, routes)
+
+    async def _routes(self, name: str, request: Request, answer: Any) -> np.ndarray | None:
+        """Routes of prompt and response, or None where vLLM returned none. Raises DataError for such as cannot be."""
+        tokens, found = len(request.prompt_ids) + len(answer.token_ids), answer.routed_experts
+        if self.settings.captures_routes:
+            with self._alive():
+                shape, data = (await self._ask(self._llm.collective_rpc("take_routes", args=(name, tokens - 1))))[0]
+            found = np.frombuffer(data, np.int16).reshape(shape)
+        return self.settings.routes.from_engine(found, tokens, f"engine {self.settings.engine_id}, sample {request.sample_id}")
 
     async def _check_order(self) -> None:
         """The same prompts in two orders must give the same bits; else a run cannot be repeated, nor resumed exactly."""

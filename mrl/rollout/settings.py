@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.config.schema import RunConfig
+from mrl.data.routes import RouteShape
 from mrl.models import load_model_spec, tensor_specs
 from mrl.platforms.hosting import get_hosting
 from mrl.rollout.launch import EngineLaunch, engine_launches
@@ -37,13 +38,18 @@ def engine_settings(config: RunConfig, engine_id: int, logs: Path) -> EngineSett
         arguments["max_num_batched_tokens"] = rollout.max_num_batched_tokens
     hosting = get_hosting(config.cluster.device)
     arguments |= hosting.engine_arguments(max_model_len, rollout.max_num_batched_tokens)
+    wants_routes = config.actor.router_replay == "R3"
+    if wants_routes and hosting.returns_routes:
+        arguments["enable_return_routed_experts"] = True
     arguments |= rollout.engine_kwargs.get("vllm", {})
     model = load_model_spec(config.model.path)
     expected = tuple((tensor.name, tensor.shape) for tensor in tensor_specs(model))
     segments = str(logs / f"engine-{engine_id}.segments")
     # with spread experts vLLM's CPU kernel can hold weights but not generate; the rules refuse such a run, and a test of weights needs none
     checks_order = hosting.checks_batch_order and rollout.expert_parallel_size == 1
-    return EngineSettings(engine_id, arguments, checks_order, model.vocab_size, expected, segments)
+    routes = RouteShape(model.num_layers, model.moe_layers, model.num_experts_per_tok, model.num_experts) if model.is_moe else None
+    captures = wants_routes and not hosting.returns_routes
+    return EngineSettings(engine_id, arguments, checks_order, model.vocab_size, expected, segments, routes, captures)
 
 
 def _launch(config: RunConfig, engine_id: int) -> EngineLaunch:
@@ -55,7 +61,8 @@ def _launch(config: RunConfig, engine_id: int) -> EngineLaunch:
 def training_sampling(config: RunConfig) -> Sampling:
     """How training responses are sampled: on the whole distribution, so that log-probs mean the same on both sides."""
     rollout = config.rollout
-    return Sampling(rollout.temperature, config.data.max_response_length, stop_token_ids(config.model.path), rollout.top_p, rollout.top_k)
+    stop, routes = stop_token_ids(config.model.path), config.actor.router_replay == "R3"
+    return Sampling(rollout.temperature, config.data.max_response_length, stop, rollout.top_p, rollout.top_k, routes)
 
 
 def validation_sampling(config: RunConfig) -> Sampling:

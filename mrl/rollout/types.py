@@ -1,6 +1,10 @@
 """Requests to and answers from an engine: plain data that crosses process borders."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mrl.data.routes import RouteShape
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...]
     top_p: float = 1.0
     top_k: int = -1
+    routes: bool = False  # completions bring the experts that the routers chose
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,7 @@ class Completion:
     log_probs: tuple[float, ...]  # processed: after temperature, one per token
     stop_reason: str  # "stop" or "length"
     weight_version: int
+    routes: np.ndarray | None = field(default=None, compare=False, repr=False)  # of prompt and response, see mrl.data.routes
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,8 @@ class EngineSettings:
     vocab_size: int
     expected: tuple[tuple[str, tuple[int, ...]], ...]  # HF name and shape of every tensor that a weight update has to bring
     segments_file: str  # where the engine notes its shared memory, so that its successor can clean up after a kill
+    routes: RouteShape | None = None  # what is asked of it when `Sampling.routes`; None: a model without experts
+    captures_routes: bool = False  # vLLM returns none on this device: mrl's worker extension collects them
 
     @property
     def workers(self) -> int:

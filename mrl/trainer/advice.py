@@ -37,6 +37,16 @@ def clip_advice(config: RunConfig, metrics: Mapping[str, float]) -> str | None:
     )
 
 
+def routes_advice(config: RunConfig, metrics: Mapping[str, float]) -> str | None:
+    """One line when tokens came to a replayed update without the engine's routes; None when all had theirs, or none were asked for."""
+    missing = metrics.get("router/missing_routes", 0.0)
+    if not missing:
+        return None
+    cached = config.rollout.enable_prefix_caching and config.cluster.device != "cuda"
+    cure = "rollout.enable_prefix_caching: false brings those of cached prompts" if cached else "see logs/engine-N.log in the run directory"
+    return f"warning: router/missing_routes is {missing:.3g}: this share of choices is the trainer's own, not the engine's (R3); {cure}"
+
+
 class MismatchWatch:
     """Says once when generation's and training's probabilities are far apart, or drift: k3_kl far above what the first steps had."""
 
@@ -75,7 +85,7 @@ class AdvisedRecord:
 
     def __init__(self, record: Record, config: RunConfig) -> None:
         self._record, self._config = record, config
-        self._advisers: list[Callable[[RunConfig, Mapping[str, float]], str | None]] = [clip_advice, MismatchWatch().advice]
+        self._advisers: list[Callable[[RunConfig, Mapping[str, float]], str | None]] = [clip_advice, routes_advice, MismatchWatch().advice]
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes the step's metrics."""

@@ -52,7 +52,7 @@ def respond(
         Sample(
             prompt_id=prompt.prompt_id, group_id=group, sample_id=i, seed=request.seed, prompt_ids=prompt.token_ids,
             response_ids=answer.token_ids, rollout_log_probs=answer.log_probs, stop_reason=answer.stop_reason,
-            weight_version=answer.weight_version,
+            weight_version=answer.weight_version, routes=answer.routes,
         )
         for i, ((group, prompt, _), request, answer) in enumerate(zip(wanted, requests, done, strict=True))
     ]  # fmt: skip

@@ -39,9 +39,9 @@ def _report(actor: MegatronActor, batch: TrainBatch, case: dict, folder: Path) -
         _set_actor(actor, settings)
         parts = actor.gradients(batch)
         if actor.rank == 0:
-            save_file(_exported_gradients(actor), folder / f"gradients-{cut}.safetensors")
+            save_file(exported_gradients(actor), folder / f"gradients-{cut}.safetensors")
         else:
-            _exported_gradients(actor)
+            exported_gradients(actor)
         if parts:
             (folder / f"metrics-{cut}-{actor.rank}.json").write_text(json.dumps(parts))
     updates = [actor.update(batch) for _ in range(2)]
@@ -63,7 +63,7 @@ def _exported(actor: MegatronActor) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def _exported_gradients(actor: MegatronActor) -> dict[str, torch.Tensor]:
+def exported_gradients(actor: MegatronActor) -> dict[str, torch.Tensor]:
     """Full gradients under Hugging Face names: they take the weights' place for the length of an export."""
     for chunk in actor.chunks:
         for buffer in chunk.buffers + chunk.expert_parallel_buffers:

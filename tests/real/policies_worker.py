@@ -30,6 +30,7 @@ def _observed(actor: MegatronActor, batch: TrainBatch) -> dict:
         for module in chunk.modules():
             if isinstance(module, TopKRouter):
                 module.register_forward_hook(lambda _, __, output: maps.append(output[1].clone()))
+    start = {name: p.detach().clone() for c in actor.chunks for name, p in c.named_parameters()}
     before = actor.log_probs(batch)
     first_maps = list(maps)
     maps.clear()
@@ -51,6 +52,9 @@ def _observed(actor: MegatronActor, batch: TrainBatch) -> dict:
     report["router_gradients"] = [
         float(p.main_grad.norm()) for c in actor.chunks for n, p in c.named_parameters() if n.endswith("router.weight")
     ]
+    moved = {name: float((p - start[name]).abs().max()) for c in actor.chunks for name, p in c.named_parameters()}
+    report["routers_moved"] = [change for name, change in moved.items() if name.endswith("router.weight")]
+    report["others_moved"] = min(change for name, change in moved.items() if not name.endswith("router.weight"))
     if actor.reference is not None:
         after = actor.ref_log_probs(batch)
         report["reference_unchanged"] = digest == actor.reference.digest()

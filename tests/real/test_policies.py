@@ -50,6 +50,7 @@ def reports(tmp_path_factory) -> dict[str, list[dict]]:
         case("other", 1e-3, algorithm=kl, ref={"path": str(other)}),
         case("slow", 1e-5), case("fast", 1e-2),
         case("replayed", 1e-2, actor={"router_replay": "R2"}),
+        case("frozen", 1e-2, actor={"freeze_router": True, "optim": {"lr": 1e-2, "weight_decay": 0.1}}),
         case("recomputed", 1e-2, actor={"router_replay": "R2"}, model={"override_transformer_config": RECOMPUTE}),
     ]  # fmt: skip
     (out / "cases.json").write_text(json.dumps(cases))
@@ -117,6 +118,13 @@ def test_without_replay_the_experts_drift_and_more_with_a_larger_rate(reports):
 def test_recomputing_activations_under_replay_changes_no_gradient(reports):
     for plain, recomputed in zip(reports["replayed"], reports["recomputed"], strict=True):
         assert recomputed["router_gradients"] == pytest.approx(plain["router_gradients"], rel=1e-5)
+
+
+def test_frozen_routers_keep_every_bit_while_all_else_learns(reports):
+    for report in reports["frozen"]:
+        assert len(report["routers_moved"]) == 4 and set(report["routers_moved"]) == {0.0}
+        assert set(report["router_gradients"]) == {0.0} and report["others_moved"] > 0.0
+    assert all(min(report["routers_moved"]) > 0.0 for report in reports["fast"])
 
 
 def test_expert_loads_are_counted_over_real_tokens(reports):

@@ -13,14 +13,17 @@ PRESET = ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_dapo_with_icepop_and_a_users_loss(tmp_path):
-    """Two steps: groups of one mind are replaced, the reward is penalised for length, and the file's loss is what trains."""
+def test_dapo_with_icepop_and_a_users_loss_by_the_engines_routes(tmp_path):
+    """Two steps: groups of one mind are replaced, the reward is penalised for length, and the file's loss is what trains.
+
+    Training chooses the experts that the engine chose; both compute in float32, so that they seldom disagree.
+    """
     world, run_dir = make_world(tmp_path / "world"), tmp_path / "run"
     settings = overrides(
         world, trainer__total_training_steps=2, trainer__val_before_train=False, trainer__test_freq=-1, rollout__n=4,
         algorithm__rollout_correction={"level": "token", "mode": "mask", "low": 0.5, "high": 5.0},
         algorithm__policy_loss__custom={"path": str(ROOT / "tests" / "real" / "users_loss.py"), "parameters": {"beta": 0.1}},
-        algorithm__policy_loss__loss_mode="leashed",
+        algorithm__policy_loss__loss_mode="leashed", actor__router_replay="R3",
     )  # fmt: skip
     command = ["mrl", "train", str(PRESET), "--recipe", "dapo", "--run-dir", str(run_dir), *settings]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
@@ -37,6 +40,7 @@ def test_dapo_with_icepop_and_a_users_loss(tmp_path):
         assert row["critic/rewards/mean"] - row["critic/score/mean"] == pytest.approx(sum(penalties) / len(samples))
         assert row["rollout_corr/rejected_token_share"] == 0 and row["rollout_corr/weight_mean"] == pytest.approx(1.0, abs=1e-3)
         assert row["actor/pg_clipfrac"] == 0 and row["actor/grad_norm"] > 0
+        assert row["router/missing_routes"] == row["router/drift"] == 0 and row["router/rollout_drift"] < 0.01
     assert "loss: leashed, token-mean" in done.stdout
 
 

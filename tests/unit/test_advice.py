@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mrl.config.load import load_config
-from mrl.trainer.advice import AdvisedRecord, clip_advice
+from mrl.trainer.advice import AdvisedRecord, clip_advice, routes_advice
 
 TINY = Path(__file__).resolve().parents[2] / "parallel_configs" / "tiny-moe" / "cpu.yaml"
 SIZES = ("data.train_batch_size=64", "actor.ppo_mini_batch_size=16")
@@ -55,3 +55,11 @@ def test_it_is_printed_once_and_every_step_is_recorded(capsys):
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 1 and said[0].startswith("step 2: warning: actor/pg_clipfrac is 0 ")
     assert recorder.steps == [1, 2, 3]
+
+
+def test_missing_routes_are_told_with_what_brings_them():
+    replayed, missing = ("actor.router_replay=R3", "rollout.enable_prefix_caching=true"), {"router/missing_routes": 0.25}
+    assert "enable_prefix_caching: false" in routes_advice(config(*replayed), missing)
+    assert "engine-N.log" in routes_advice(config(*replayed, "cluster.device=cuda"), missing)
+    for none in ({"router/missing_routes": 0.0}, {}):
+        assert routes_advice(config(*replayed), none) is None

@@ -140,4 +140,12 @@ def test_an_empty_prompt_is_refused_by_row():
     samples = [Sample(0, 0, 0, 0, (1, 2, 3), (4,), (-1.0,), "stop", 0)] * 3
     batch = collate(samples, 0.7, pad_id=9)
     with pytest.raises(DataError, match="row 1"):
-        check_batch(replace(batch, prompt_lengths=np.array([3, 0, 3])))
+        check_batch(replace(batch, prompt_lengths=np.array([3, 0, 3])), MODEL)
+
+
+def test_routes_of_another_model_are_refused():
+    samples = [Sample(0, 0, 0, 0, (1, 2, 3), (4,), (-1.0,), "stop", 0)] * 3
+    batch = collate(samples, 0.7, pad_id=9)
+    check_batch(replace(batch, routes=np.zeros((12, 48, 8), np.int8)), MODEL)
+    with pytest.raises(DataError, match=r"\[12, 47, 8\], expected \[12, 48, 8\]"):
+        check_batch(replace(batch, routes=np.zeros((12, 47, 8), np.int8)), MODEL)

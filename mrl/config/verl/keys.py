@@ -220,7 +220,7 @@ ROWS: dict[str, Row] = {
     MEGATRON + "router_replay.": _nothing("routes are kept with the samples"),
     MEGATRON + "use_megatron_fsdp": _missing("the optimizer is sharded, parameters are not", False),
     MEGATRON + "dynamic_context_parallel": _missing("one context-parallel size for the whole run", False),
-    MEGATRON + "freeze_moe_router": _missing("the router is trained with the rest", False),
+    MEGATRON + "freeze_moe_router": _to("actor.freeze_router"),
     MEGATRON + "override_mcore_model_config.": _missing("the model is what the checkpoint's config.json says", None, {}),
     MEGATRON + "qat.enable": _missing("no quantised training here", False),
     MEGATRON: _nothing("a matter of verl's Megatron worker"),

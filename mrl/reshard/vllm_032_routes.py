@@ -1,0 +1,77 @@
+"""The experts that vLLM 0.32's routers choose, collected request by request where vLLM itself returns none.
+
+Its `enable_return_routed_experts` is wired to model runner V2 alone, which needs Triton, so the CPU build refuses it. Its routers offer
+their choice all the same; what is here ties the choices of a step to the requests of that step, as model runner V1 lays them out.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mrl.data.routes import ASKED, MISSING
+
+
+class RouteCapture:
+    """Stands between a worker and its model runner. A request's routes are kept until they are taken."""
+
+    def __init__(self, runner: Any, bind: Callable[[Any, "RouteCapture"], None]):
+        """`bind(model, self)` makes every router of the model call `capture`: vLLM's bind_routed_experts_capturer."""
+        self._runner, self._execute = runner, runner.execute_model
+        self._layers = runner.model_config.get_total_num_hidden_layers()
+        self._step: dict[int, Tensor] = {}  # layer -> experts [tokens of the step, topk]
+        self._kept: dict[str, list[tuple[int, np.ndarray]]] = {}  # request -> (first position, [tokens, layers, topk]) of each step
+        bind(runner.get_model(), self)
+        runner.execute_model = self._execute_and_keep
+
+    def capture(self, layer_id: int, topk_ids: Tensor) -> None:
+        """Called by every router in every forward."""
+        self._step[layer_id] = topk_ids.to(torch.int16)
+
+    def _execute_and_keep(self, scheduled: Any, *arguments: Any, **named: Any) -> Any:
+        self._step.clear()
+        output = self._execute(scheduled, *arguments, **named)
+        if self._step:
+            self._keep(scheduled)
+        return output
+
+    def _keep(self, scheduled: Any) -> None:
+        """Cuts the step's choices by request; the runner has them in the order of its input batch."""
+        cached = scheduled.scheduled_cached_reqs
+        starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for new in scheduled.scheduled_new_reqs:
+            starts[new.req_id] = new.num_computed_tokens
+            if new.sampling_params is not None and (new.sampling_params.extra_args or {}).get(ASKED):
+                self._kept[_name(new.req_id)] = []
+        rows, first = self._rows(), 0
+        for request in self._runner.input_batch.req_ids:
+            last = first + scheduled.num_scheduled_tokens[request]
+            if (kept := self._kept.get(_name(request))) is not None:
+                kept.append((starts[request], rows[first:last]))
+            first = last
+
+    def _rows(self) -> np.ndarray:
+        """int16 [tokens, layers of the model, topk]; zeros where a layer has no experts, as vLLM's own capture has it."""
+        any_layer = next(iter(self._step.values()))
+        rows = np.zeros((len(any_layer), self._layers, any_layer.shape[1]), np.int16)
+        for layer, chosen in self._step.items():
+            rows[:, layer] = chosen.cpu().numpy()
+        return rows
+
+    def take(self, name: str, computed: int) -> np.ndarray:
+        """int16 [computed, layers, topk] of a request that finished after so many tokens had to be computed, and forgets it.
+
+        -1 where a token was not: the prefix cache had it. What was scheduled ahead of the request's end is left out.
+        """
+        parts = self._kept.pop(name)
+        routes = np.full((computed, *parts[0][1].shape[1:]), MISSING, np.int16)
+        for start, rows in parts:
+            routes[start : start + len(rows)] = rows[: max(computed - start, 0)]
+        return routes
+
+
+def _name(request: str) -> str:
+    """As the front end was told; vLLM appends something random."""
+    return request.rpartition("-")[0]

@@ -1,0 +1,42 @@
+"""One real vLLM engine that is asked for its routes: `python engine_routes.py CONFIG.json OUT.npz`. See test_engine_routes."""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from mrl.config.schema import RunConfig
+from mrl.rollout.engine import VllmEngine
+from mrl.rollout.settings import engine_settings, training_sampling, validation_sampling
+from mrl.rollout.types import Completion, Request
+
+LONG = 200  # tokens of a prompt that fills a block of the prefix cache
+
+
+async def main(config: RunConfig, out: Path) -> None:
+    rng = np.random.default_rng(5)
+    vocab = 127
+    engine = VllmEngine(engine_settings(config, 0, out.parent))
+    short = [Request(i, tuple(rng.integers(1, vocab, 3 + 4 * i).tolist()), i) for i in range(8)]
+    long = tuple(rng.integers(1, vocab, LONG).tolist())
+    try:
+        await engine.start()
+        found: list[tuple[Request, Completion]] = []
+        for requests in (short, [Request(8, long, 8)], [Request(9, long, 9)]):
+            async for batch in engine.generate(requests, training_sampling(config)):
+                found += [(next(r for r in requests if r.sample_id == c.sample_id), c) for c in batch]
+        async for batch in engine.generate(short[:1], validation_sampling(config)):
+            assert batch[0].routes is None
+    finally:
+        await engine.stop()
+    arrays = {}
+    for request, completion in found:
+        arrays[f"ids-{request.sample_id}"] = np.array(request.prompt_ids + completion.token_ids)
+        arrays[f"routes-{request.sample_id}"] = completion.routes
+    np.savez(out, **arrays)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(RunConfig.model_validate(json.loads(Path(sys.argv[1]).read_text())), Path(sys.argv[2])))

@@ -1,0 +1,113 @@
+"""Routes at the border: what an engine returns is checked before anything is trained on it, and keeps to its sample through every cut."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mrl.data.batch import Sample, collate
+from mrl.data.routes import MISSING, RouteShape
+from mrl.errors import DataError
+from mrl.megatron.packing import Shape, micro_arrays
+
+SHAPE = RouteShape(num_layers=3, moe_layers=(1, 2), topk=2, num_experts=4)  # the first layer is dense
+WHOSE = "engine 1, sample 7"
+
+
+def routes_of(tokens: int, seed: int = 0) -> np.ndarray:
+    """As an engine returns them: of every token but the last, zeros where a layer has no experts."""
+    given = np.random.default_rng(seed).random((tokens - 1, 3, 4)).argsort(-1)[..., :2].astype(np.uint8)
+    given[:, 0] = 0
+    return given
+
+
+def test_an_engines_routes_lose_the_dense_layers_and_gain_the_last_token():
+    given = routes_of(6)
+    found = SHAPE.from_engine(given, 6, WHOSE)
+    assert found.dtype == np.int8 and np.array_equal(found[:-1], given[:, 1:]) and (found[-1] == MISSING).all()
+    assert SHAPE.from_engine(None, 6, WHOSE) is None
+
+
+def test_ids_beyond_a_byte_keep_their_value():
+    wide = replace(SHAPE, num_experts=384)
+    found = wide.from_engine(np.full((1, 3, 2), [0, 383], np.uint16), 2, WHOSE)
+    assert found.dtype == np.int16 and found[0].tolist() == [[0, 383]] * 2
+
+
+def test_a_prompt_of_one_token_and_no_response_has_no_route():
+    assert SHAPE.from_engine(np.zeros((0, 3, 2), np.uint8), 1, WHOSE).tolist() == [[[MISSING] * 2] * 2]
+
+
+def spoilt(where: tuple, value) -> np.ndarray:
+    given = routes_of(6).astype(np.int64)
+    given[where] = value
+    return given
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        (routes_of(6)[:, 1:], "[5, 2, 2], expected [5, 3, 2]"),
+        (routes_of(6)[:, :, :1], "[5, 2, 1], expected [5, 2, 2]"),
+        (routes_of(6)[0], "[3, 2], expected [5, 3, 2]"),
+        (routes_of(7), "of 6 tokens, expected 5"),
+        (routes_of(5), "of 4 tokens, expected 5"),
+        (routes_of(6).astype(np.float32), "float32, expected integers"),
+        (spoilt((3, 2, 1), 4), "4 at token 3, layer 2 is no expert of 0 to 3"),
+        (spoilt((3, 2, 1), 260), "260 at token 3, layer 2"),  # would be 4 in a byte
+        (spoilt((2, 1, 0), -2), "-2 at token 2, layer 1"),
+        (spoilt((4, 1), 3), "[3, 3] at token 4, layer 1 names an expert twice"),
+        (spoilt((0, 2), [2, -1]), "[2, -1] at token 0, layer 2 is missing in part"),
+    ],
+)
+def test_bad_routes_are_refused_by_sample_and_place(given, said):
+    with pytest.raises(DataError) as error:
+        SHAPE.from_engine(given, 6, WHOSE)
+    assert WHOSE in str(error.value) and said in str(error.value)
+
+
+def sample(i: int, prompt: int, response: int, routes: bool = True) -> Sample:
+    """Token ids are unique over all samples, and so are routes: ids of the token, so that what belongs together is seen."""
+    ids = tuple(range(100 * i + 1, 100 * i + 1 + prompt + response))
+    own = np.array(ids, np.int16)[:, None, None] + np.zeros((1, 2, 2), np.int16)
+    own[-1] = MISSING
+    return Sample(i, i, i, 0, ids[:prompt], ids[prompt:], (0.0,) * response, "stop", 0, own if routes else None)
+
+
+@pytest.fixture
+def batch():
+    return collate([sample(0, 3, 4), sample(1, 2, 9), sample(2, 5, 1, routes=False), sample(3, 6, 2)], 1.0, 0)
+
+
+def test_a_batch_of_samples_without_routes_has_none():
+    assert collate([sample(0, 3, 4, routes=False)], 1.0, 0).routes is None
+
+
+@pytest.mark.parametrize("index", [slice(1, 3), slice(0, 4), slice(2, 2), slice(0, 4, 2), np.array([3, 0, 0]), np.array([], np.int64)])
+def test_rows_take_their_routes_along(batch, index):
+    picked = batch.rows(index)
+    lengths = picked.prompt_lengths + picked.response_lengths
+    ids = np.concatenate([np.zeros(0), *(picked.input_ids[r, :n] for r, n in enumerate(lengths))])
+    assert len(picked.routes) == lengths.sum()
+    known = picked.routes[:, 0, 0] != MISSING
+    assert np.array_equal(picked.routes[known, 1, 1], ids[known])
+    assert np.array_equal(ids[~known], [i for i in ids if i in (7, 111, 308) or 200 < i < 300])
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("context", [1, 2, 4])
+def test_routes_stand_where_their_tokens_stand(batch, packed, context):
+    rows = np.array([3, 1, 2])
+    for rank in range(context):
+        arrays = micro_arrays(batch, rows, Shape(packed, context), rank)
+        assert arrays.routes.shape == (*arrays.input_ids.shape, 2, 2)
+        ids = arrays.input_ids
+        unknown = (ids == 0) | (ids == 111) | (ids == 308) | ((ids > 200) & (ids < 300))
+        assert np.array_equal(arrays.routes[..., 1, 0], np.where(unknown, MISSING, ids))
+        last = (ids == 111) | (ids == 308) | (ids == 206)
+        assert np.array_equal(arrays.real, ids > 0) and np.array_equal(arrays.predicting, (ids > 0) & ~last)
+
+
+def test_a_fillers_tokens_are_in_no_statistic(batch):
+    arrays = micro_arrays(batch, np.array([0]), Shape(True), is_filler=True)
+    assert not arrays.real.any() and not arrays.predicting.any()
