@@ -6,6 +6,7 @@ mapped pages would count as this process's memory.
 
 import hashlib
 import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -24,26 +25,23 @@ from mrl.reshard.source import Piece
 HF_FOLDER = "hf"  # configuration and tokenizer, beside the weights of every checkpoint of ours
 DTYPES = {"F32": "float32", "BF16": "bfloat16"}  # safetensors' names -> the configuration's
 CODES = {name: code for code, name in DTYPES.items()}
-SCRATCH_BYTES = 8 * 1024**2
+SCRATCH_BYTES = 1024**2
 _SHOWN = 5
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What is stored where. `manifest` is None for a Hugging Face checkpoint."""
+    """What is stored where. `manifest` is None unless it is one of ours."""
 
     folder: Path
+    hf_files: Path  # the folder of configuration and tokenizer
     model: ModelSpec
     hf_config: dict[str, Any]
     dtype: str  # of the weights: "float32", "bfloat16"
     entries: tuple[Entry, ...]
-    tensors: dict[tuple[str, str], TensorBytes]  # (file, key) -> its place; from the files' own headers
+    tensors: Mapping[tuple[str, str], TensorBytes]  # (file, key) -> its place; from the files' own headers
     manifest: Manifest | None
-
-    @property
-    def hf_files(self) -> Path:
-        """The folder of configuration and tokenizer."""
-        return self.folder if self.manifest is None else self.folder / HF_FOLDER
+    left_out: tuple[str, ...]  # tensors that no conversion carries: those that a model computes by itself, and random states
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -57,29 +55,9 @@ class Checkpoint:
         facts = [(name, (stat := (self.folder / name).stat()).st_size, stat.st_mtime_ns) for name in names]
         return hashlib.sha256(repr((str(self.folder.resolve()), facts, self.hf_config)).encode()).hexdigest()
 
-    @property
-    def unused(self) -> tuple[str, ...]:
-        """Tensors in the files that no conversion carries: those that a model computes by itself, and random states."""
-        return tuple(sorted({key for _, key in self.tensors} - {entry.key for entry in self.entries}))
-
-
-def open_checkpoint(folder: Path) -> Checkpoint:
-    """Reads headers and manifest. Raises EnvironmentFault naming what is missing, cut short or not as described."""
-    return open_ours(folder) if (folder / MANIFEST).exists() else open_hf(folder)
-
-
-def refuse_torch_dist(folder: Path) -> None:
-    """Raises ConfigError for a checkpoint in Megatron's own format, or a folder of such ones."""
-    if any(folder.glob("*.distcp")) or any(folder.glob("iter_*/*.distcp")) or (folder / "latest_checkpointed_iteration.txt").is_file():
-        raise ConfigError(
-            f"{folder}: Megatron's torch_dist format, whose metadata are pickles, is neither read nor written. Export it as Hugging Face "
-            "safetensors with the program that wrote it, and convert that with mrl convert hf-to-megatron"
-        )
-
 
 def open_hf(folder: Path) -> Checkpoint:
     """A Hugging Face checkpoint. Raises ConfigError for an unsupported model, EnvironmentFault for files that are not its weights."""
-    refuse_torch_dist(folder)
     try:
         model = load_model_spec(folder)
         check_checkpoint(folder, model)
@@ -91,8 +69,9 @@ def open_hf(folder: Path) -> Checkpoint:
     for spec in tensor_specs(model):
         whole = Box.whole(spec.shape)
         entries.append(Entry(file_of[spec.name], spec.name, WEIGHT, spec.shape, None, (Piece(spec.name, whole, whole),)))
-    code = _one_dtype(folder, {entry.key: found[entry.file, entry.key].dtype for entry in entries})
-    checkpoint = Checkpoint(folder, model, read_hf_config(folder), DTYPES[code], tuple(entries), found, None)
+    code = one_dtype(folder, {entry.key: found[entry.file, entry.key].dtype for entry in entries})
+    left_out = _left_out(found, entries)
+    checkpoint = Checkpoint(folder, folder, model, read_hf_config(folder), DTYPES[code], tuple(entries), found, None, left_out)
     _check_places(checkpoint)
     return checkpoint
 
@@ -104,13 +83,19 @@ def open_ours(folder: Path) -> Checkpoint:
         raise EnvironmentFault(f"{folder / MANIFEST}: dtype {manifest.dtype}; allowed: {', '.join(CODES)}")
     found = {(name, key): at for name in manifest.files() for key, at in read_safetensors_header(folder / name).items()}
     model = model_spec(manifest.hf_config)
-    checkpoint = Checkpoint(folder, model, manifest.hf_config, manifest.dtype, tuple(manifest.entries()), found, manifest)
+    entries = tuple(manifest.entries())
+    left_out = _left_out(found, entries)
+    checkpoint = Checkpoint(folder, folder / HF_FOLDER, model, manifest.hf_config, manifest.dtype, entries, found, manifest, left_out)
     _check_places(checkpoint)
     _check_names(checkpoint)
     return checkpoint
 
 
-def _one_dtype(folder: Path, codes: dict[str, str]) -> str:
+def _left_out(found: Iterable[tuple[str, str]], entries: Iterable[Entry]) -> tuple[str, ...]:
+    return tuple(sorted({key for _, key in found} - {entry.key for entry in entries}))
+
+
+def one_dtype(folder: Path, codes: dict[str, str]) -> str:
     """All weights are of one dtype, as in training: a cast would not be the same checkpoint any more."""
     names = {code: name for name, code in codes.items()}
     if len(names) == 1 and (code := next(iter(names))) in DTYPES:
@@ -169,12 +154,7 @@ class Reader:
         self.checkpoint = checkpoint
         self._holders = holders(checkpoint.entries)
         self._handles: dict[str, int] = {}
-
-    def __enter__(self) -> "Reader":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        self._scratch = np.empty(SCRATCH_BYTES, np.uint8)
 
     def close(self) -> None:
         """Closes the files."""
@@ -207,9 +187,12 @@ class Reader:
         if columns == Box.whole(shape[1:]) and target.flags.c_contiguous:
             self._read_rows(group, first, target.reshape(-1))
             return
-        step = max(1, SCRATCH_BYTES // (prod(shape[1:]) * target.itemsize))
+        row_bytes = prod(shape[1:]) * target.itemsize
+        step = max(1, len(self._scratch) // row_bytes)
+        space = self._scratch if row_bytes <= len(self._scratch) else np.empty(row_bytes, np.uint8)
         for row in range(first, last, step):
-            rows = np.empty((min(step, last - row), *shape[1:]), target.dtype)
+            count = min(step, last - row)
+            rows = space[: count * row_bytes].view(target.dtype).reshape(count, *shape[1:])
             self._read_rows(group, row, rows.reshape(-1))
             target[row - first : row - first + len(rows)] = rows[(slice(None), *columns.slices)]
 
