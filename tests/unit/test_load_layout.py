@@ -126,7 +126,7 @@ class ToyReload:
 def final(engine: Engine):
     def read(target):
         kernel = engine.get_submodule(target.module).get_parameter(target.name.rpartition(".")[2]).data
-        return kernel.t() if kernel.dim() == 2 else kernel
+        return [kernel.t() if kernel.dim() == 2 else kernel]
 
     return read
 
@@ -274,6 +274,20 @@ def test_experts_that_a_kernel_keeps_transposed_are_written_where_they_lie():
     assert reload.log == ["finish"]
 
 
+@pytest.mark.parametrize("slots", [(0, 1, 2, 3, 4), (0, 2, 1, 3, 4)], ids=["in order", "placed otherwise"])
+def test_the_digest_of_experts_is_the_same_in_parts_and_whole(slots):
+    halves = (((0, 16), (0, 8)), ((16, 32), (0, 8)))
+    pieces = tuple(
+        piece(f"e{e}.{'gu'[n]}", ((0, 16), (0, 8)), ((slot, slot + 1), *half), (1, 2))
+        for n, half in enumerate(halves)
+        for e, slot in enumerate(slots)
+    )
+    target, weight = TargetParameter("experts.w13_weight", "experts", (5, 32, 8), "float32", pieces), torch.randn(5, 32, 8)
+    right = sum(partial_digest(hf_block(weight, p), p.hf_name, (0, 0)) for p in pieces) % 2**64
+    for size in (1, 2, 5):
+        assert held_digests([target], lambda _, size=size: weight.split(size)) == {target.name: right}
+
+
 def test_bytes_that_have_to_come_are_counted_from_the_engine():
     engine = Engine()
     engine.embed.shard_indices = type("Rows", (), {"num_elements_padded": 4, "num_org_elements": 3, "num_added_elements": 0})
@@ -357,7 +371,7 @@ def test_reading_through_an_identity_shows_every_bit_but_signs_of_zero_and_subno
     layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
     layer.cpu_linear = lambda x, _, bias: nn.functional.linear(x, weight, bias)
     assert what_reading_shows(weight) is weight
-    assert torch.equal(through_identity(layer, (40, 700), dtype).view(torch.uint8), weight.view(torch.uint8))
+    assert torch.equal(through_identity(layer, (40, 700), dtype).contiguous().view(torch.uint8), weight.view(torch.uint8))
     weight[3, 5], weight[4, 6], weight[0, 0] = -0.0, torch.finfo(dtype).tiny / 4, 0.0
     shown = what_reading_shows(weight)
     assert shown is not weight
@@ -374,7 +388,22 @@ def blocked(weight: torch.Tensor, isa: str) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_packed_experts_are_unpacked_whatever_the_packing_moves_where(dtype):
     weight = torch.randn(3, 256, 300).to(dtype)  # more elements than 16 bits can number
-    assert torch.equal(unpacked(blocked(weight, "vec"), blocked, "vec"), weight)
+    for pack in (blocked, shuffled):
+        assert torch.equal(torch.cat([part.clone() for part in unpacked(pack(weight, "vec"), pack, "vec")]), weight)
+
+
+def shuffled(weight: torch.Tensor, isa: str) -> torch.Tensor:
+    """An order without blocks."""
+    experts, rows, columns = weight.shape
+    order = torch.randperm(rows * columns, generator=torch.Generator().manual_seed(0))
+    return weight.reshape(experts, -1)[:, order].view(weight.shape)
+
+
+def test_experts_are_unpacked_a_few_at_a_time():
+    weight = torch.randn(9, 512, 256)  # half a megabyte each
+    parts = [part.clone() for part in unpacked(blocked(weight, "vec"), blocked, "vec")]
+    assert [len(part) for part in parts] == [2, 2, 2, 2, 1]
+    assert torch.equal(torch.cat(parts), weight)
 
 
 def rounding(weight: torch.Tensor, isa: str) -> torch.Tensor:
@@ -383,4 +412,4 @@ def rounding(weight: torch.Tensor, isa: str) -> torch.Tensor:
 
 def test_a_packing_that_does_more_than_move_is_refused():
     with pytest.raises(RuntimeError, match=r"does not just move"):
-        unpacked(torch.zeros(1, 16, 16), rounding, "vec")
+        list(unpacked(torch.zeros(1, 16, 16), rounding, "vec"))
