@@ -204,7 +204,7 @@ def step_folder(path: Path) -> Path:
     """
     if find_torch_dist(path) is not None:
         raise ConfigError(
-            f"{path}: Megatron's torch_dist format; make it one of Hugging Face with mrl convert megatron-to-hf, and name that as model.path"
+            f"{path}: Megatron's torch_dist format; convert it with mrl convert megatron-to-hf, and name the result as model.path"
         )
     newest = path if (path / MANIFEST).exists() else _newest_of_run(path)
     if newest is None:
