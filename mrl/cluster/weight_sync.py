@@ -15,7 +15,7 @@ from mrl.cluster.actor_group import ActorGroup
 from mrl.cluster.calls import gather, settle
 from mrl.cluster.rollout_group import RolloutGroup
 from mrl.config.schema import RunConfig
-from mrl.errors import Interrupted
+from mrl.errors import EnvironmentFault, Interrupted
 from mrl.models import read_hf_config
 from mrl.record.timer import PhaseTimer
 from mrl.reshard.session import GAVE_UP, Report, SyncTotals, disagreements, in_words, replica_faults
@@ -62,10 +62,10 @@ class WeightSync:
         if self.setup is None:
             self._connect()
         everybody = range(self.config.rollout.num_engines)
-        done, pending = Attempt(), set(everybody)
+        done, pending, why = Attempt(), set(everybody), ""
         for number in range(_ATTEMPTS):
             if number and done.broken:
-                self._connect()
+                self._connect_again(version, why)
             self._attempt(pending, done)
             pending -= done.receives.keys()
             if not pending:
@@ -108,6 +108,13 @@ class WeightSync:
         for report in () if failed else sends:
             done.bytes_sent += sum(n for worker, n in report["moved"].items() if self.setup.engine_of(worker) in done.receives)
             done.staging_bytes = max(done.staging_bytes, report["staging_bytes"])
+
+    def _connect_again(self, version: int, why: str) -> None:
+        """After a transport broke. Raises Interrupted with what broke it, which is more than that peers do not meet any more."""
+        try:
+            self._connect()
+        except EnvironmentFault as error:
+            raise Interrupted(f"weight sync to version {version}: {why}; and connecting again failed: {error}") from error
 
     def _connect(self) -> None:
         """Agrees on the plan and opens the transports; before the first byte, and again after a transport broke."""

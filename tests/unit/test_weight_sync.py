@@ -356,6 +356,24 @@ def test_sides_that_counted_other_bytes_are_not_served(cluster):
     assert world.versions() == [None]
 
 
+def test_when_peers_do_not_meet_again_the_run_stops_with_what_broke_the_first_attempt(cluster):
+    world, sync = cluster(engines=1)
+    sync.bring_to(1)
+    end = world.world.receivers[0].end
+
+    def fail(take, messages):
+        raise MemoryError("no memory for a module")
+
+    def refuse(data, plan_hash):
+        raise EnvironmentFault("engine 0 cannot take weights by the plan")
+
+    end.take = once(end.take, fail)
+    world.connect = refuse
+    with pytest.raises(Interrupted, match=r"version 2: .*no memory for a module.*; and connecting again failed: engine 0 cannot take"):
+        sync.bring_to(2)
+    assert world.versions() == [None]
+
+
 def test_a_side_with_another_plan_is_refused_before_the_first_byte(cluster):
     setup = setup_for(TRAIN, {})
     other = replace(setup, budget_bytes=setup.budget_bytes // 2)
