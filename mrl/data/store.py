@@ -3,6 +3,7 @@
 import os
 import tempfile
 from array import array
+from collections.abc import Callable
 
 import numpy as np
 
@@ -49,7 +50,7 @@ class PromptStore:
         self._file.close()
 
     @staticmethod
-    def _written(write) -> None:
+    def _written(write: Callable[[], object]) -> None:
         try:
             write()
         except OSError as error:

@@ -1,6 +1,9 @@
 """`mrl eval` of a checkpoint: configuration, data and reward are looked at before the checkpoint is converted or anything starts."""
 
+import contextlib
+import json
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from small_model import write_model
@@ -9,6 +12,7 @@ from test_data import row, write_jsonl
 import mrl.trainer.evaluation as evaluation
 from mrl.cli import main
 from mrl.convert import hf_to_megatron
+from mrl.rollout.types import Completion
 
 TINY = Path(__file__).resolve().parents[2] / "parallel_configs" / "tiny-moe" / "cpu.yaml"
 
@@ -77,6 +81,41 @@ def test_data_and_reward_are_read_before_the_checkpoint_is_converted(refused, tm
     mine.write_text("import nowhere_to_be_found")
     code, said = refused("--set", f"reward.custom_reward_function.path={mine}")
     assert code == 2 and "ModuleNotFoundError" in said
+
+
+class Engines:
+    """Answers every prompt with 2; notes what stood in the model's folder when it was started."""
+
+    started: ClassVar[list] = []
+
+    def __init__(self, config, output, raise_if_stopped):
+        self.started.append(sorted(p.name for p in Path(config.model.path).iterdir()))
+
+    def wait_started(self):
+        pass
+
+    def stop(self):
+        pass
+
+    def generate(self, requests, sampling, on_batch):
+        done = [Completion(r.sample_id, (2 + ord("2") - 32,), (0.0,), "stop", 0) for r in requests]
+        on_batch(done)
+        return done
+
+
+def test_a_checkpoint_is_answered_with_and_leaves_nothing_of_itself(world, tmp_path, monkeypatch, capsys):
+    """Engines and Ray are stood in for; conversion, tokenizer, data and scoring are the real ones."""
+    monkeypatch.setattr(evaluation, "ray_cluster", lambda config, actor: contextlib.nullcontext())
+    monkeypatch.setattr(evaluation, "RolloutGroup", Engines)
+    files = [f"data.val_files={world}/val.jsonl", "model.path=nowhere", "rollout.val_kwargs.n=2"]
+    settings = [part for text in files for part in ("--set", text)]
+    main(["eval", str(TINY), *settings, "--checkpoint", str(world / "run"), "-o", str(tmp_path / "out"), "--json"])
+    results = json.loads(capsys.readouterr().out)
+    assert results["metrics"]["val-core/exact_match/reward/mean@2"] == 1.0 and results["responses"] == {"exact_match": 2}
+    assert results["checkpoint"].endswith("step-7")
+    (there,) = Engines.started
+    assert {"config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors.index.json"} <= set(there)
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["config.resolved.yaml", "generations.jsonl", "logs", "results.json"]
 
 
 def test_a_run_stands_for_its_newest_step(world, tmp_path, monkeypatch, capsys):
