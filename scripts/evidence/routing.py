@@ -2,8 +2,9 @@
 
     python scripts/evidence/routing.py --world tiny-world --out docs/results/routing.json
 
-Real Megatron ranks (TP 2, EP 2) train the world's model on its prompts: old log-probs of a batch, then several updates on it, each on other
-rows, as in a step of `mrl train`. Answers are digits at random, advantages +1 or -1: what is measured is the routers, not learning.
+Real Megatron ranks (two: TP 2, EP 2) train the world's model on its prompts: old log-probs of a batch, then several updates on it, each
+on other rows, as in a step of `mrl train`. Answers are digits at random, advantages +1 or -1: what is measured is the routers, not
+learning.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from mrl.platforms.hosting import get_hosting
 
 ROOT = Path(__file__).resolve().parents[2]
 RATES = (1e-5, 1e-4, 1e-3, 1e-2)
-SAMPLES, UPDATES, RANKS = 128, 8, 2
+SAMPLES, UPDATES = 128, 8
 DEADLINE_S = 600.0
 
 
@@ -50,20 +51,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world", type=Path, required=True)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--ranks", type=int, choices=(1, 2), default=2)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)  # this process is a rank
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.rank is not None:
-        run_rank(given.world, given.rank, given.work)
+        run_rank(given.world, given.rank, given.ranks, given.work)
         return 0
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as work:
-        run_ranks(given.world, Path(work))
-        rows = read_rows(Path(work))
+        run_ranks(given.world, given.ranks, Path(work))
+        rows = read_rows(given.ranks, Path(work))
+    command = "scripts/evidence/routing.sh" + (" --ranks 1" if given.ranks == 1 else "")
+    machine = f"{platform.machine()}, {os.cpu_count()} cores"
     found = {
-        "ok": holds(rows), "date": date.today().isoformat(), "commit": commit(), "command": "scripts/evidence/routing.sh",
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores", "samples": SAMPLES, "updates": UPDATES,
-        "seconds": round(time.monotonic() - begun, 1), "rows": [asdict(row) for row in rows],
+        "ok": holds(rows), "date": date.today().isoformat(), "commit": commit(), "command": command, "machine": machine,
+        "ranks": given.ranks, "samples": SAMPLES, "updates": UPDATES, "seconds": round(time.monotonic() - begun, 1),
+        "rows": [asdict(row) for row in rows],
     }  # fmt: skip
     print(table(rows))
     if given.out:
@@ -86,27 +90,27 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def run_ranks(world: Path, work: Path) -> None:
-    """Both ranks as processes of their own, which are ended whatever happens."""
+def run_ranks(world: Path, ranks: int, work: Path) -> None:
+    """Every rank as a process of its own, which is ended whatever happens."""
     environment = os.environ | get_hosting("cpu").actor_environment() | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, __file__, "--world", str(world), "--work", str(work), "--rank"]
-    ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(RANKS)]
+    command = [sys.executable, __file__, "--world", str(world), "--work", str(work), "--ranks", str(ranks), "--rank"]
+    processes = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(ranks)]
     try:
-        for rank in ranks:
-            if rank.wait(timeout=DEADLINE_S):
+        for process in processes:
+            if process.wait(timeout=DEADLINE_S):
                 raise SystemExit("a rank failed; its error stands above")
     finally:
-        for rank in ranks:
-            rank.kill()
+        for process in processes:
+            process.kill()
 
 
-def run_rank(world: Path, rank: int, work: Path) -> None:
+def run_rank(world: Path, rank: int, ranks: int, work: Path) -> None:
     """Every case in turn."""
     from mrl.megatron.actor import MegatronActor
 
     batch = batch_of(world)
     for number, (lr, replay) in enumerate((lr, replay) for lr in RATES for replay in ("disabled", "R2")):
-        actor = MegatronActor(config_of(world, lr, replay), rank, RANKS, "127.0.0.1", meeting_port(work, rank, number))
+        actor = MegatronActor(config_of(world, ranks, lr, replay), rank, ranks, "127.0.0.1", meeting_port(work, rank, number))
         with_old = replace(batch, old_log_probs=old_log_probs(actor, batch))
         metrics = merge(actor.update(with_old))
         routers = [float(p.main_grad.norm()) for chunk in actor.chunks for n, p in chunk.named_parameters() if n.endswith("router.weight")]
@@ -125,11 +129,11 @@ def old_log_probs(actor, batch: TrainBatch) -> np.ndarray:
     return found.numpy()
 
 
-def read_rows(work: Path) -> list[Row]:
+def read_rows(ranks: int, work: Path) -> list[Row]:
     """What the ranks wrote, counts added up."""
     rows = []
     for number in range(2 * len(RATES)):
-        cases = [json.loads((work / f"{number}-{rank}.json").read_text()) for rank in range(RANKS)]
+        cases = [json.loads((work / f"{number}-{rank}.json").read_text()) for rank in range(ranks)]
         metrics: FloatParts = merge(case[2] for case in cases)
         (lr, replay, last, _), (differing, compared) = cases[0], metrics["router/drift"]
         norm, updates = last["actor/grad_norm"]
@@ -138,8 +142,8 @@ def read_rows(work: Path) -> list[Row]:
     return rows
 
 
-def config_of(world: Path, lr: float, replay: str) -> RunConfig:
-    layout = {"world_size": RANKS, "tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}
+def config_of(world: Path, ranks: int, lr: float, replay: str) -> RunConfig:
+    layout = {"world_size": ranks, "tensor_model_parallel_size": ranks, "expert_model_parallel_size": ranks}
     return RunConfig.model_validate({
         "model": {"path": str(world / "model"), "dtype": "float32"},
         "actor": {
