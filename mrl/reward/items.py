@@ -7,9 +7,9 @@ from typing import Any
 
 from mrl.errors import DataError
 
-OK, RAISED, TIMEOUT, DIED = "ok", "raised", "timeout", "died"
+OK, RAISED, TIMEOUT, DIED, OUT_OF_MEMORY = "ok", "raised", "timeout", "died", "out_of_memory"
 NOT_A_NUMBER, WRONG_TYPE = "not_a_number", "wrong_type"
-REASONS = (OK, RAISED, TIMEOUT, DIED, NOT_A_NUMBER, WRONG_TYPE)
+REASONS = (OK, RAISED, TIMEOUT, DIED, OUT_OF_MEMORY, NOT_A_NUMBER, WRONG_TYPE)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mrl.errors import ConfigError, EnvironmentFault
-from mrl.reward.items import DIED, OK, RewardItem, RewardResult, RewardSpec
+from mrl.reward.items import DIED, OK, OUT_OF_MEMORY, RewardItem, RewardResult, RewardSpec
 from mrl.reward.process import WorkerFailure, WorkerProcess
 
 ITEMS_AT_ONCE = 64  # sent to a worker together; more would only make a slow item hold up others
@@ -166,23 +166,30 @@ class RewardPool:
             return [self._queue.popleft() for _ in range(min(ITEMS_AT_ONCE, share))]
 
     def _work(self, slot: int, jobs: list[_Job]) -> None:
-        """Has the slot's worker answer the jobs. On a failure the job it was at is finished with the reason, the rest go back."""
+        """Has the slot's worker answer the jobs. On a failure the job it was at is finished with the reason, the rest go to a fresh one."""
         if not self._workers[slot].alive():  # killed while idle: no sample's fault
             self._start(slot)
         unanswered = deque(jobs)
         requests = b"".join(job.request for job in jobs)
         try:
             for line in self._workers[slot].exchange(requests, len(jobs), self.timeout_s):
-                self._finish(unanswered[0], *_parse(line))
+                answer = _parse(line)
+                self._finish(unanswered[0], *answer)
                 unanswered.popleft()
+                if answer[0] == OUT_OF_MEMORY:  # what filled it may have been kept, and every later sample would fail too
+                    return self._start_again(slot, unanswered)
         except WorkerFailure as failure:
             if self._closed:
                 raise _Closed from failure
             self._finish(unanswered.popleft(), failure.reason, None, {}, failure.detail)
-            with self._changed:
-                self._queue.extendleft(reversed(unanswered))
-                self._changed.notify_all()
-            self._start(slot)
+            self._start_again(slot, unanswered)
+
+    def _start_again(self, slot: int, unanswered: deque[_Job]) -> None:
+        """A fresh worker, and its jobs back to the queue for whoever is free."""
+        with self._changed:
+            self._queue.extendleft(reversed(unanswered))
+            self._changed.notify_all()
+        self._start(slot)
 
     def _finish(self, job: _Job, reason: str, score: float | None, parts: dict, detail: str) -> None:
         value = score if reason == OK else self.failure_score

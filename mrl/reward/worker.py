@@ -16,7 +16,7 @@ import traceback
 from typing import Any
 
 from mrl.errors import ConfigError
-from mrl.reward.items import NOT_A_NUMBER, OK, RAISED, WRONG_TYPE, RewardSpec
+from mrl.reward.items import NOT_A_NUMBER, OK, OUT_OF_MEMORY, RAISED, WRONG_TYPE, RewardSpec
 from mrl.reward.resolve import resolve
 from mrl.reward.rules import RewardFunction
 
@@ -49,6 +49,8 @@ def score_one(function: RewardFunction, data_source: str, response: str, ground_
     try:
         value = function(data_source=data_source, solution_str=response, ground_truth=ground_truth, extra_info=extra_info)
         return judge(value)
+    except MemoryError as error:
+        return OUT_OF_MEMORY, None, {}, _describe(error)
     except BaseException as error:  # SystemExit too: a user's function must not end its worker by accident
         return RAISED, None, {}, _describe(error)
 

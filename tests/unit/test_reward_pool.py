@@ -16,6 +16,7 @@ from mrl.reward.pool import RewardPool, check_function
 
 USER_FILE = """
 import os, re, signal, subprocess, sys, time
+KEPT = []
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     if solution_str == "raise": raise KeyError("deep")
@@ -30,6 +31,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     if solution_str == "read": return float(len(sys.stdin.read()))
     if solution_str == "pid": return os.getpid()
     if solution_str == "memory": return len(bytearray(8 * 1024**3))
+    if solution_str == "leak": KEPT.append(bytearray(1024**3))
     if solution_str == "child":
         child = subprocess.Popen(["sleep", "3600"])
         open(extra_info["pid_file"], "w").write(str(child.pid))
@@ -90,8 +92,18 @@ def test_a_function_that_eats_memory_loses_its_sample_and_not_the_host(spec):
     limited = dataclasses.replace(spec, max_memory_gib=2.0)
     with RewardPool(limited, num_workers=1, timeout_s=5.0) as pool:
         results = pool.score(items("good", "memory", "good"))
-    assert [r.reason for r in results] == ["ok", "raised", "ok"]
+    assert [r.reason for r in results] == ["ok", "out_of_memory", "ok"]
     assert "MemoryError" in results[1].detail
+
+
+def test_a_function_that_keeps_what_it_allocates_costs_a_sample_now_and_then(spec):
+    """It keeps 1 GiB of addresses a call under a limit of 4: the worker that is full is replaced, or every later sample would fail."""
+    limited = dataclasses.replace(spec, max_memory_gib=4.0)
+    with RewardPool(limited, num_workers=1, timeout_s=20.0) as pool:
+        reasons = [r.reason for r in pool.score(items(*["leak"] * 12))]
+    full = [i for i, reason in enumerate(reasons) if reason != "ok"]
+    assert {reasons[i] for i in full} == {"out_of_memory"} and 2 <= len(full) <= 4
+    assert reasons[full[0] + 1] == "ok"
 
 
 def test_work_is_shared_so_that_two_workers_take_half_the_time(spec):
