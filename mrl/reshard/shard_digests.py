@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mrl.reshard.boxes import Box
-from mrl.reshard.digest import MODULUS, partial_digest
+from mrl.reshard.digest import MODULUS, partial_digests
 from mrl.reshard.pack import Shards
 from mrl.reshard.plan import Copy, Message
 from mrl.reshard.source import Piece, Shard
@@ -27,15 +27,13 @@ class ShardDigests:
 
     def sent(self, messages: Iterable[Message]) -> dict[int, dict[str, int]]:
         """Worker -> parameter -> digest of what this rank sends of it. A box that goes to several workers is read once."""
-        known: dict[tuple[str, Box], int] = {}
+        messages = list(messages)
+        known = self._digests(copy for message in messages for copy in message.copies)
         found: dict[int, dict[str, int]] = {}
         for message in messages:
             sums = found.setdefault(message.worker, {})
             for copy in message.copies:
-                key = copy.hf_name, copy.hf_box
-                if key not in known:
-                    known[key] = self._digest(copy)
-                sums[copy.parameter] = (sums.get(copy.parameter, 0) + known[key]) % MODULUS
+                sums[copy.parameter] = (sums.get(copy.parameter, 0) + known[copy.hf_name, copy.hf_box]) % MODULUS
         return found
 
     def shared(self) -> dict[str, int]:
@@ -47,17 +45,25 @@ class ShardDigests:
         }
 
     def _whole(self, shard: Shard) -> int:
-        local = self._shards(shard.megatron_name, shard.vp_chunk)
-        return sum(self._of(local[p.local_box.slices], p.hf_name, p.hf_box) for p in shard.pieces) % MODULUS
+        local = self._shards(shard.megatron_name, shard.vp_chunk).detach()
+        blocks = (partial_digests([local[p.local_box.slices]], [p.hf_name], p.hf_box.origin, self._dtype) for p in shard.pieces)
+        return sum(digest for (digest,) in blocks) % MODULUS
 
-    def _digest(self, copy: Copy) -> int:
+    def _digests(self, copies: Iterable[Copy]) -> dict[tuple[str, Box], int]:
+        """(name, box) -> digest. The same box of several tensors, as of a layer's experts, is taken together."""
+        groups: dict[Box, dict[str, Copy]] = {}
+        for copy in copies:
+            groups.setdefault(copy.hf_box, {}).setdefault(copy.hf_name, copy)
+        found = {}
+        for box, by_name in groups.items():
+            digests = partial_digests([self._block(copy) for copy in by_name.values()], list(by_name), box.origin, self._dtype)
+            found |= {(name, box): digest for name, digest in zip(by_name, digests, strict=True)}
+        return found
+
+    def _block(self, copy: Copy) -> Tensor:
         if copy not in self._boxes:
             self._boxes[copy] = _local_box(self._described[copy.megatron_name, copy.vp_chunk].pieces, copy)
-        local = self._shards(copy.megatron_name, copy.vp_chunk)
-        return self._of(local[self._boxes[copy].slices], copy.hf_name, copy.hf_box)
-
-    def _of(self, block: Tensor, hf_name: str, hf_box: Box) -> int:
-        return partial_digest(block.detach().to(self._dtype), hf_name, hf_box.origin)
+        return self._shards(copy.megatron_name, copy.vp_chunk).detach()[self._boxes[copy].slices]
 
 
 def _local_box(pieces: Sequence[Piece], copy: Copy) -> Box:

@@ -159,11 +159,12 @@ def once(method, spoil):
 
 
 def be_impatient(world: World) -> None:
-    """Until transports are opened again, nobody waits long."""
-    for side in (*world.senders.values(), *world.receivers.values()):
+    """Until transports are opened again, nobody waits long: receivers, which know what is missing, the shortest."""
+    patience = {side: 2.0 for side in world.receivers.values()} | {side: 4.0 for side in world.senders.values()}
+    for side, seconds in patience.items():
         if hasattr(side.end, "_joined"):
-            side.end._joined._timeout = timedelta(seconds=2)
-        side.end._timeout = 2.0
+            side.end._joined._timeout = timedelta(seconds=seconds)
+        side.end._timeout = seconds
 
 
 def flip_a_byte(take, messages):
