@@ -5,7 +5,8 @@ vLLM's layerwise reload brings single modules back into it. What differs between
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Protocol
 
@@ -121,8 +122,8 @@ class LayerwiseWriter:
                 continue
             tensor = self._tensor(target)
             rounded = what_reading_shows(tensor) if target.name in self._by_identity else tensor
-            self.received[target.name] = digest = parameter_digest(tensor, target)
-            self.shown[target.name] = digest if rounded is tensor else parameter_digest(rounded, target)
+            self.received[target.name] = digest = parameter_digest([tensor], target)
+            self.shown[target.name] = digest if rounded is tensor else parameter_digest([rounded], target)
 
     def finish(self) -> None:
         """Leaves the reload. Raises RuntimeError naming the modules that the update did not complete."""
@@ -172,18 +173,38 @@ def hf_block(tensor: Tensor, piece: TargetPiece) -> Tensor:
     return block[(..., *[0] * len(others))]
 
 
-def parameter_digest(tensor: Tensor, target: TargetParameter) -> int:
-    """Digest of a parameter in load layout: the sum over its pieces, in the engine's dtype (kernels may keep a bias in fp32)."""
-    dtype, digests = getattr(torch, target.dtype), []
-    for pieces in _alike(target.pieces):
-        first = pieces[0]
-        if len(pieces) == 1:
-            sums = lane_sums(hf_block(tensor, first).to(dtype), first.hf_box.origin)[None]
-        else:
-            experts = tensor[(slice(None), *first.local_box.slices[1:])].permute(0, *first.axes)
-            sums = lane_sums_of_each(experts.to(dtype), first.hf_box.origin)
-        digests += [combine(lanes, piece.hf_name) for lanes, piece in zip(sums.tolist(), pieces, strict=True)]
+def parameter_digest(parts: Iterable[Tensor], target: TargetParameter) -> int:
+    """Digest of a parameter in load layout: the sum over its pieces, in the engine's dtype (kernels may keep a bias in fp32).
+
+    `parts`: what the parameter consists of along its first dimension, in order. Only experts come in more than one.
+    """
+    digests, first, groups = [], 0, _alike(target.pieces)
+    for part in parts:
+        digests += _part_digests(part, first, groups, getattr(torch, target.dtype))
+        first += len(part)
     return add(digests)
+
+
+def _part_digests(part: Tensor, first: int, groups: Sequence[Sequence[TargetPiece]], dtype: torch.dtype) -> list[int]:
+    """Digests of the pieces in `part`, which begins at `first` of the parameter."""
+    found = []
+    for pieces in groups:
+        one = pieces[0]
+        if len(pieces) > 1:
+            pieces = pieces[first : first + len(part)]
+            experts = part[(slice(None), *one.local_box.slices[1:])].permute(0, *one.axes)
+            sums = lane_sums_of_each(experts, one.hf_box.origin, dtype)
+        elif _is_expert(one) and not first <= one.local_box.origin[0] < first + len(part):
+            continue
+        else:
+            block = hf_block(part, replace(one, local_box=one.local_box.shift([-first if _is_expert(one) else 0] + [0] * (part.dim() - 1))))
+            sums = lane_sums(block.to(dtype), one.hf_box.origin)[None]
+        found += [combine(lanes, piece.hf_name) for lanes, piece in zip(sums.tolist(), pieces, strict=True)]
+    return found
+
+
+def _is_expert(piece: TargetPiece) -> bool:
+    return len(piece.axes) < len(piece.local_box.shape)
 
 
 @cache
@@ -191,8 +212,7 @@ def _alike(pieces: tuple[TargetPiece, ...]) -> tuple[tuple[TargetPiece, ...], ..
     """Pieces that are digested together: the same box of all experts, in the order of their slots; the others alone."""
     groups: dict[tuple, list[TargetPiece]] = {}
     for piece in pieces:
-        is_expert = len(piece.axes) < len(piece.local_box.shape)
-        key = (piece.hf_box, piece.axes, piece.local_box.ranges[1:]) if is_expert else (piece,)
+        key = (piece.hf_box, piece.axes, piece.local_box.ranges[1:]) if _is_expert(piece) else (piece,)
         groups.setdefault(key, []).append(piece)
     found: list[tuple[TargetPiece, ...]] = []
     slots = max((group[-1].local_box.ranges[0][1] for group in groups.values()), default=0)
@@ -209,7 +229,7 @@ def has_padding(target: TargetParameter) -> bool:
 
 def padding_is_zero(tensor: Tensor, target: TargetParameter) -> bool:
     """Whether all elements under no piece are zero."""
-    return not has_padding(target) or int(tensor.count_nonzero()) == sum(int(hf_block(tensor, p).count_nonzero()) for p in target.pieces)
+    return int(tensor.count_nonzero()) == sum(int(hf_block(tensor, p).count_nonzero()) for p in target.pieces)
 
 
 def what_reading_shows(tensor: Tensor) -> Tensor:
@@ -229,19 +249,27 @@ _IN_CACHE = 1 << 16  # elements
 _WORDS = {2: torch.int16, 4: torch.int32}
 
 
-def held_digests(targets: Sequence[TargetParameter], final: Callable[[TargetParameter], Tensor]) -> dict[str, int]:
-    """Digests of what the engine finally holds. `final` reads one parameter back into load layout.
+def held_digests(targets: Sequence[TargetParameter], final: Callable[[TargetParameter], Iterable[Tensor]]) -> dict[str, int]:
+    """Digests of what the engine finally holds. `final` reads one parameter back into load layout, in parts along its first dimension.
 
     Raises RuntimeError naming a parameter whose padding is not zero.
     """
     found = {}
     for target in targets:
-        tensor = final(target)
-        if not padding_is_zero(tensor, target):
-            raise RuntimeError(f"{target.name}: the padding is not zero")
+        digest = parameter_digest(_checked(final(target), target), target)
         if target.pieces:
-            found[target.name] = parameter_digest(tensor, target)
+            found[target.name] = digest
     return found
+
+
+def _checked(parts: Iterable[Tensor], target: TargetParameter) -> Iterator[Tensor]:
+    if not has_padding(target):
+        yield from parts
+        return
+    for part in parts:
+        if not padding_is_zero(part, target):
+            raise RuntimeError(f"{target.name}: the padding is not zero")
+        yield part
 
 
 def weight_bytes(model: nn.Module, reload: Reload, dtype: torch.dtype) -> int:

@@ -45,12 +45,15 @@ class Adapter(Protocol):
         """Names of the MoE kernels in use; empty for a dense model."""
         ...
 
-    def final_tensor(self, model: nn.Module, layer: nn.Module, target: TargetParameter) -> Tensor:
-        """What the kernel computes with, read back into the target's layout."""
+    def final_parts(self, model: nn.Module, layer: nn.Module, target: TargetParameter) -> Iterator[Tensor]:
+        """What the kernel computes with, read back into the target's layout, in parts along the first dimension.
+
+        A part is valid until the next is asked for. Only experts come in more than one.
+        """
         ...
 
     def reads_by_identity(self, layer: nn.Module, target: TargetParameter) -> bool:
-        """Whether `final_tensor` reads through an identity matrix, which does not show every value (see `what_reading_shows`)."""
+        """Whether `final_parts` reads through an identity matrix, which does not show every value (see `what_reading_shows`)."""
         ...
 
 
@@ -126,7 +129,7 @@ class ShardPath:
     def held(self) -> dict[str, int]:
         """Digest of every parameter as the engine holds it now. Raises RuntimeError where vocabulary padding is not zero."""
         layers = layers_of(self._model, self._adapter.reload)
-        return held_digests(self._targets, lambda t: self._adapter.final_tensor(self._model, layers[t.module], t))
+        return held_digests(self._targets, lambda t: self._adapter.final_parts(self._model, layers[t.module], t))
 
     def abandon(self) -> None:
         """Drops an update that failed; the engine then holds a mixture and has to be synced again."""
@@ -165,7 +168,7 @@ def check_engine(model: nn.Module, setup: SyncSetup, targets: Sequence[TargetPar
     check_parameters(model, targets, adapter.reload, in_place)
     check_loader(model, setup.model, [t for t in targets if t.name not in in_place], adapter.reload)
     layers = layers_of(model, adapter.reload)
-    held_digests(targets, lambda t: adapter.final_tensor(model, layers[t.module], t))  # that everything can be read back
+    held_digests(targets, lambda t: adapter.final_parts(model, layers[t.module], t))  # that everything can be read back
 
 
 def written_in_place(targets: Sequence[TargetParameter]) -> frozenset[str]:

@@ -5,7 +5,7 @@ update is begun by the first call and finished by the one that makes it whole; w
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -63,14 +63,14 @@ class Adapter:
     def reads_by_identity(self, layer: nn.Module, target: TargetParameter) -> bool:
         return shared.computes_packed(layer, target)
 
-    def final_tensor(self, model: nn.Module, layer: nn.Module, target: TargetParameter) -> Tensor:
+    def final_parts(self, model: nn.Module, layer: nn.Module, target: TargetParameter) -> Iterator[Tensor]:
         experts = getattr(getattr(layer, "quant_method", None), "cpu_fused_moe", None) if hasattr(layer, "w13_weight") else None
         isa = getattr(experts, "isa", None)
         if experts is not None and isa in (None, "none"):
             raise RuntimeError(
                 f"{target.name}: this processor's expert kernel ({type(experts).__name__}) has a layout that cannot be read back"
             )
-        return shared.final_tensor(model, layer, target, isa)
+        return shared.final_parts(model, layer, target, isa)
 
 
 class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):

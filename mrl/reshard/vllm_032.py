@@ -3,16 +3,19 @@
 Everything here and in vllm_shared that starts with an underscore in vLLM is private there; another generation gets a file of its own.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from mrl.reshard import vllm_shared as shared
 from mrl.reshard.receive import Bucket
 from mrl.reshard.shard_path import ShardPath
+from mrl.reshard.staging import Staging
 from mrl.reshard.target import TargetParameter
 
 
@@ -37,8 +40,47 @@ class UpdateInfo(WeightTransferUpdateInfo):
     read_back: bool = True  # digest what the engine finally holds
 
 
+_EXPERTS = ("w13_weight", "w2_weight")
+
+
 class Reload(shared.LayerwiseReload):
-    """vLLM 0.32's layerwise reload."""
+    """vLLM 0.32's layerwise reload.
+
+    Experts that CPU packs, which are nearly all of a model, take a shorter way than vLLM's, to the same bits: their load layout is memory
+    that one layer takes over from another, and vLLM's own operator packs it straight into the kernel's memory. vLLM's way takes fresh
+    memory for either and copies afterwards.
+    """
+
+    def __init__(self) -> None:
+        self._staging = Staging()
+
+    def materialise(self, layer: nn.Module) -> None:
+        super().materialise(layer)
+        if _packing(layer):
+            self._staging.lend(layer, _EXPERTS)
+
+    def process(self, layer: nn.Module) -> None:
+        info, isa = get_layerwise_info(layer), _packing(layer)
+        kernels = info.kernel_tensors[0]
+        if isa and kernels.keys() == {*_EXPERTS} and all(getattr(layer, leaf).shape == kernels[leaf].shape for leaf in _EXPERTS):
+            for leaf in _EXPERTS:
+                torch.ops._C.prepack_moe_weight(getattr(layer, leaf).data, kernels[leaf].data, isa)
+            self.leave_out(layer)
+        else:
+            super().process(layer)
+            self._staging.take_back(layer)
+
+    def leave_out(self, layer: nn.Module) -> None:
+        super().leave_out(layer)
+        self._staging.take_back(layer)
+
+    def finish(self, model: nn.Module, model_config: Any) -> None:
+        super().finish(model, model_config)
+        self._staging.clear()
+
+    def abandon(self, model: nn.Module) -> None:
+        super().abandon(model)
+        self._staging.clear()
 
     def prepare_experts(self, layer: nn.Module) -> None:
         """Puts reloaded experts into kernel layout.
@@ -63,16 +105,20 @@ class Adapter:
     def reads_by_identity(self, layer: nn.Module, target: TargetParameter) -> bool:
         return shared.computes_packed(layer, target)
 
-    def final_tensor(self, model: nn.Module, layer: nn.Module, target: TargetParameter) -> Tensor:
-        experts = _experts(layer)
-        packs = hasattr(experts, "isa") and not experts._use_zentorch
-        return shared.final_tensor(model, layer, target, experts.isa if packs else None)
+    def final_parts(self, model: nn.Module, layer: nn.Module, target: TargetParameter) -> Iterator[Tensor]:
+        return shared.final_parts(model, layer, target, _packing(layer))
 
 
 def _experts(layer: nn.Module) -> Any:
     """The kernel of a fused-MoE layer; None for other layers."""
     kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
     return kernel.fused_experts if kernel is not None and hasattr(layer, "w13_weight") else None
+
+
+def _packing(layer: nn.Module) -> str | None:
+    """For which instructions CPU packs this layer's experts; None for other layers and kernels."""
+    experts = _experts(layer)
+    return experts.isa if hasattr(experts, "isa") and not experts._use_zentorch else None
 
 
 class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from vllm import _custom_ops
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, _place_kernel_tensors, get_layerwise_info
@@ -167,7 +168,7 @@ def refresh_tied_head(model: nn.Module) -> None:
         head.quant_method.process_weights_after_loading(head)
 
 
-def final_tensor(model: nn.Module, layer: nn.Module, target: TargetParameter, isa: str | None) -> Tensor:
+def final_parts(model: nn.Module, layer: nn.Module, target: TargetParameter, isa: str | None) -> Iterator[Tensor]:
     """What the kernel computes with, in the target's layout. `isa`: for which instructions CPU packed experts; None: they are not packed.
 
     Raises RuntimeError where the kernel pads experts, whose padding no plan describes, and where an output layer's packed copy is not
@@ -175,21 +176,21 @@ def final_tensor(model: nn.Module, layer: nn.Module, target: TargetParameter, is
     """
     parameter, dtype = getattr(layer, target.name.rpartition(".")[2]), getattr(torch, target.dtype)
     if computes_packed(layer, target):
-        return through_identity(layer, target.local_shape, dtype)
+        yield through_identity(layer, target.local_shape, dtype)
+        return
     head = getattr(model, "lm_head", None)
     is_output = head is not None and hasattr(head, "cpu_linear") and parameter is head._parameters.get("weight")
     if is_output and not torch.equal(through_identity(head, target.local_shape, dtype), what_reading_shows(parameter.data)):
         raise RuntimeError(f"{target.name}: the output layer multiplies with other weights than its parameter holds")
     if isa is None:
-        return parameter.data
-    from vllm._custom_ops import cpu_prepack_moe_weight
-
+        yield parameter.data
+        return
     if tuple(parameter.shape) != target.local_shape:
         raise RuntimeError(
             f"{target.name}: the kernel pads {list(target.local_shape)} to {list(parameter.shape)}; "
             "choose a rollout layout that leaves each worker a multiple of 32 of moe_intermediate_size"
         )
-    return unpacked(parameter.data, cpu_prepack_moe_weight, isa)
+    yield from unpacked(parameter.data, _custom_ops.cpu_prepack_moe_weight, isa)
 
 
 def computes_packed(layer: nn.Module, target: TargetParameter) -> bool:

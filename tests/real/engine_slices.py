@@ -139,7 +139,8 @@ class SlicesExtension(Base):
             kernel.view(torch.uint8).view(-1)[4 * 37] ^= 1
         else:  # packed out of sight: pack a damaged copy instead
             target = next(t for t in self.sync_path()._targets if t.name == f"{module}.weight")
-            weight = adapter.Adapter().final_tensor(self.model_runner.get_model(), layer, target)
+            (weight,) = adapter.Adapter().final_parts(self.model_runner.get_model(), layer, target)
+            weight = weight.contiguous()
             weight.view(torch.uint8).view(-1)[4 * 37] ^= 1
             layer.weight = torch.nn.Parameter(weight, requires_grad=False)
             layer.quant_method.process_weights_after_loading(layer)

@@ -126,7 +126,7 @@ class ToyReload:
 def final(engine: Engine):
     def read(target):
         kernel = engine.get_submodule(target.module).get_parameter(target.name.rpartition(".")[2]).data
-        return kernel.t() if kernel.dim() == 2 else kernel
+        return [kernel.t() if kernel.dim() == 2 else kernel]
 
     return read
 
@@ -357,7 +357,7 @@ def test_reading_through_an_identity_shows_every_bit_but_signs_of_zero_and_subno
     layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
     layer.cpu_linear = lambda x, _, bias: nn.functional.linear(x, weight, bias)
     assert what_reading_shows(weight) is weight
-    assert torch.equal(through_identity(layer, (40, 700), dtype).view(torch.uint8), weight.view(torch.uint8))
+    assert torch.equal(through_identity(layer, (40, 700), dtype).contiguous().view(torch.uint8), weight.view(torch.uint8))
     weight[3, 5], weight[4, 6], weight[0, 0] = -0.0, torch.finfo(dtype).tiny / 4, 0.0
     shown = what_reading_shows(weight)
     assert shown is not weight
@@ -374,7 +374,22 @@ def blocked(weight: torch.Tensor, isa: str) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_packed_experts_are_unpacked_whatever_the_packing_moves_where(dtype):
     weight = torch.randn(3, 256, 300).to(dtype)  # more elements than 16 bits can number
-    assert torch.equal(unpacked(blocked(weight, "vec"), blocked, "vec"), weight)
+    for pack in (blocked, shuffled):
+        assert torch.equal(torch.cat([part.clone() for part in unpacked(pack(weight, "vec"), pack, "vec")]), weight)
+
+
+def shuffled(weight: torch.Tensor, isa: str) -> torch.Tensor:
+    """An order without blocks."""
+    experts, rows, columns = weight.shape
+    order = torch.randperm(rows * columns, generator=torch.Generator().manual_seed(0))
+    return weight.reshape(experts, -1)[:, order].view(weight.shape)
+
+
+def test_experts_are_unpacked_a_few_at_a_time():
+    weight = torch.randn(9, 512, 256)  # half a megabyte each
+    parts = [part.clone() for part in unpacked(blocked(weight, "vec"), blocked, "vec")]
+    assert [len(part) for part in parts] == [2, 2, 2, 2, 1]
+    assert torch.equal(torch.cat(parts), weight)
 
 
 def rounding(weight: torch.Tensor, isa: str) -> torch.Tensor:
@@ -383,4 +398,4 @@ def rounding(weight: torch.Tensor, isa: str) -> torch.Tensor:
 
 def test_a_packing_that_does_more_than_move_is_refused():
     with pytest.raises(RuntimeError, match=r"does not just move"):
-        unpacked(torch.zeros(1, 16, 16), rounding, "vec")
+        list(unpacked(torch.zeros(1, 16, 16), rounding, "vec"))

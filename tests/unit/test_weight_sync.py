@@ -160,7 +160,7 @@ def once(method, spoil):
 
 def be_impatient(world: World) -> None:
     """Until transports are opened again, nobody waits long: receivers, which know what is missing, the shortest."""
-    patience = {side: 2.0 for side in world.receivers.values()} | {side: 4.0 for side in world.senders.values()}
+    patience = dict.fromkeys(world.receivers.values(), 2.0) | dict.fromkeys(world.senders.values(), 4.0)
     for side, seconds in patience.items():
         if hasattr(side.end, "_joined"):
             side.end._joined._timeout = timedelta(seconds=seconds)
