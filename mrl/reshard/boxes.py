@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 
 @dataclass(frozen=True, order=True)
 class Box:
-    """Half-open ranges, one (start, stop) per dimension; never empty."""
+    """Half-open ranges, one (start, stop) per dimension; never empty. Many copies share a box, so what is asked of it often is kept."""
 
     ranges: tuple[tuple[int, int], ...]
 
@@ -21,11 +22,11 @@ class Box:
         """The box of a complete tensor."""
         return cls(tuple((0, size) for size in shape))
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         return tuple(stop - start for start, stop in self.ranges)
 
-    @property
+    @cached_property
     def volume(self) -> int:
         """Number of elements."""
         return prod(self.shape)
@@ -34,7 +35,7 @@ class Box:
     def origin(self) -> tuple[int, ...]:
         return tuple(start for start, _ in self.ranges)
 
-    @property
+    @cached_property
     def slices(self) -> tuple[slice, ...]:
         """Index of an array."""
         return tuple(slice(start, stop) for start, stop in self.ranges)

@@ -30,6 +30,7 @@ FORMAT = 1
 MIB = 2**20
 _GRAIN_BYTES = 4 * MIB  # large enough to be copied at full speed
 _GRAINS_PER_ROUND = 16  # at least, of each process
+_KEPT_COPIES = 1 << 18  # of a place, while the plan lives: what a verification of a large plan can use
 
 
 @dataclass(frozen=True)
@@ -98,12 +99,22 @@ class ReshardPlan:
             yield self._message(int(flow.round[rows[0]]), int(flow.source[rows[0]]), worker, flow, rows)
 
     def _message(self, number: int, source: int, worker: int, flow: Flow, rows: np.ndarray) -> Message:
-        blocks = self.streams[worker % len(self.streams)].blocks
-        copies = []
-        for part, index, choice in zip(flow.segment[rows].tolist(), flow.index[rows].tolist(), flow.choice[rows].tolist(), strict=True):
-            segment = self.segments[part]
-            copies.append(self.copy(blocks[segment.block][index], segment, choice))
+        place = worker % len(self.streams)
+        blocks, made, copies = self.streams[place].blocks, self._made[place], []
+        for key in zip(flow.segment[rows].tolist(), flow.index[rows].tolist(), flow.choice[rows].tolist(), strict=True):
+            copy = made.get(key)
+            if copy is None:
+                segment = self.segments[key[0]]
+                copy = self.copy(blocks[segment.block][key[1]], segment, key[2])
+                if len(made) < _KEPT_COPIES:
+                    made[key] = copy
+            copies.append(copy)
         return Message(number, source, worker, tuple(copies), int(flow.nbytes[rows].sum()))
+
+    @cached_property
+    def _made(self) -> list[dict[tuple[int, int, int], Copy]]:
+        """Copies of each place inside an engine by part, grain and holder: every engine and both sides have the same."""
+        return [{} for _ in self.streams]
 
     def copy(self, grain: Grain, segment: Segment, choice: int) -> Copy:
         """A template with its layer's numbers, from the chosen holder."""

@@ -82,9 +82,11 @@ def unpack(held: Arrays, copies: Sequence[Copy], data: np.ndarray) -> None:
         block = data[at : at + copy.hf_box.volume].reshape(copy.hf_box.shape)
         at += block.size
         place = held[copy.parameter][copy.target_box.slices]
-        # dimensions of the parameter that the tensor has not (the expert) come first
-        rest = [axis for axis in range(place.ndim) if axis not in copy.axes]
-        place.transpose([*rest, *copy.axes])[...] = block
+        if copy.axes != tuple(range(place.ndim))[-len(copy.axes) :]:
+            # dimensions of the parameter that the tensor has not (the expert) come first
+            rest = [axis for axis in range(place.ndim) if axis not in copy.axes]
+            place = place.transpose([*rest, *copy.axes])
+        place[...] = block
 
 
 def loaded(model: ModelSpec, rollout: RolloutLayout, worker: int, hf: Arrays, transposed: bool) -> Arrays:
