@@ -9,6 +9,10 @@ wire_s        pack, send, unpack, into plain tensors in load layout
 reference_s   the same bytes in the same rounds and messages, packed and unpacked as one contiguous block each
 digest_s      both sides' digests, the slower side; finalise_s: vLLM processes what was written; read_back_s: what it then holds is read
 total_s       the whole sync with all of these, verified
+floor         what of this cannot be left out, each alone in the engine's process, with the same sizes: copy_s (every byte of the
+              experts once), pack_s (vLLM's operator puts them into the kernel's layout), digest_s (one pass), identity_s (linears that
+              vLLM packs out of sight are read back), pack_linears_s (vLLM packs them); sum_s: two copies, two digests and one of each
+              of the others. vllm_pack_s: the experts as vLLM's own reload packs them, into fresh memory that is copied afterwards
 peak_extra_bytes   resident memory at its peak over that before transports were opened, at two depths of the model
 """
 
@@ -196,6 +200,54 @@ class Engine:
                 at += buffer.numel()
             end.release(messages)
 
+    def floor(self) -> dict[str, float]:
+        """Seconds of single steps, the best of three. The engine's weights are lost."""
+        import torch
+        from vllm._custom_ops import cpu_prepack_moe_weight
+
+        from mrl.reshard.digest import lane_sums_of_each
+        from mrl.reshard.vllm_shared import packed_linears
+
+        model = self.worker.model_runner.get_model()
+        layers = [layer for layer in model.modules() if hasattr(layer, "w13_weight")]
+        isa = layers[0].quant_method.moe_kernel.fused_experts.isa
+        loaded = {leaf: torch.randn_like(getattr(layers[0], leaf)) for leaf in ("w13_weight", "w2_weight")}
+        pairs = [(loaded[leaf], getattr(layer, leaf).data) for layer in layers for leaf in loaded]
+        linears = [(layer, weight.contiguous()) for layer, weight in _hidden_linears(model)]
+        steps = {
+            "copy_s": lambda: [kernel.copy_(load) for load, kernel in pairs],
+            "pack_s": lambda: [torch.ops._C.prepack_moe_weight(load, kernel, isa) for load, kernel in pairs],
+            "digest_s": lambda: [lane_sums_of_each(kernel, (0, 0)) for _, kernel in pairs],
+            "identity_s": lambda: list(packed_linears(model)),
+            "pack_linears_s": lambda: [_pack_linear(layer, weight) for layer, weight in linears],
+            "vllm_pack_s": lambda: [kernel.copy_(cpu_prepack_moe_weight(load, isa)) for load, kernel in pairs],
+        }
+        with torch.no_grad():
+            found = {name: min(_seconds(step) for _ in range(3)) for name, step in steps.items()}
+        alone = sum(found[name] for name in ("pack_s", "identity_s", "pack_linears_s"))
+        return found | {"sum_s": alone + 2 * found["copy_s"] + 2 * found["digest_s"]}
+
+
+def _hidden_linears(model: Any) -> list[tuple[Any, Any]]:
+    """(layer, weight) of linears whose weight lives on in the kernel's own form alone."""
+    from mrl.reshard.vllm_shared import packed_linears
+
+    layers = dict(model.named_modules())
+    return [(layers[name], weight) for name, weight in packed_linears(model) if layers[name].weight.numel() == 0]
+
+
+def _pack_linear(layer: Any, weight: Any) -> None:
+    import torch
+
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    layer.quant_method.process_weights_after_loading(layer)
+
+
+def _seconds(step: Any) -> float:
+    began = time.perf_counter()
+    step()
+    return time.perf_counter() - began
+
 
 class PlainTensors:
     """A Writer of tensors in load layout that stay."""
@@ -357,6 +409,8 @@ def measure(folder: Path, budget: int, repeat: int) -> dict[str, Any]:
                     result[name], setup, needed = measure_times(world, kind, budget, repeat)
                 exports = [max(world.call("export", of=world.ranks)[1]) for _ in range(repeat + 1)][1:]
                 result |= {"export_s": round(median(exports), 4), "bytes_required": needed, "bytes_moved": result["shm"]["bytes_moved"]}
+                (floor,) = world.call("floor", of=[world.engine])[1]
+                result["floor"] = {name: round(seconds, 4) for name, seconds in floor.items()}
         finally:
             world.end()
     modules: dict[str, int] = {}
@@ -409,6 +463,7 @@ def main() -> None:
     )
     for name in KINDS:
         print(f"{name:6}" + "  ".join(f"{key} {value:.3f}" for key, value in result[name].items() if key.endswith("_s")))
+    print("floor " + "  ".join(f"{key} {value:.3f}" for key, value in result["floor"].items()))
     for depth, kinds in result["peak_extra_bytes"].items():
         print(f"peak extra MiB at {depth}: { ({n: {s: round(b / 2**20, 1) for s, b in sides.items()} for n, sides in kinds.items()}) }")
     print(f"allowed MiB: { ({s: round(b / 2**20, 1) for s, b in result['peak_allowed_bytes'].items()}) }")

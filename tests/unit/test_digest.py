@@ -167,6 +167,15 @@ def test_blocks_of_many_tensors_taken_together_are_those_taken_alone(dtype, shap
     ]
 
 
+@pytest.mark.parametrize("shape", [(9, 33), (700, 1030), (50,)], ids=["several a tile", "larger than a tile", "vectors"])
+def test_boxes_of_several_tensors_in_the_engines_dtype_are_those_taken_alone(shape):
+    blocks = [noise(*shape, seed=i) for i in range(5)]
+    names, origin = [f"e{i}" for i in range(5)], (3, 8)[: len(shape)]
+    assert digest.partial_digests(blocks, names, origin, torch.bfloat16) == [
+        partial_digest(block.bfloat16(), name, origin) for block, name in zip(blocks, names, strict=True)
+    ]
+
+
 @pytest.mark.parametrize(("shape", "origin"), [((2, 2, 2), (0, 0, 0)), ((2, 2), (0,)), ((), ())])
 def test_other_ranks_are_refused(shape, origin):
     with pytest.raises(ValueError, match="dimensional"):

@@ -274,6 +274,20 @@ def test_experts_that_a_kernel_keeps_transposed_are_written_where_they_lie():
     assert reload.log == ["finish"]
 
 
+@pytest.mark.parametrize("slots", [(0, 1, 2, 3, 4), (0, 2, 1, 3, 4)], ids=["in order", "placed otherwise"])
+def test_the_digest_of_experts_is_the_same_in_parts_and_whole(slots):
+    halves = (((0, 16), (0, 8)), ((16, 32), (0, 8)))
+    pieces = tuple(
+        piece(f"e{e}.{'gu'[n]}", ((0, 16), (0, 8)), ((slot, slot + 1), *half), (1, 2))
+        for n, half in enumerate(halves)
+        for e, slot in enumerate(slots)
+    )
+    target, weight = TargetParameter("experts.w13_weight", "experts", (5, 32, 8), "float32", pieces), torch.randn(5, 32, 8)
+    right = sum(partial_digest(hf_block(weight, p), p.hf_name, (0, 0)) for p in pieces) % 2**64
+    for size in (1, 2, 5):
+        assert held_digests([target], lambda _, size=size: weight.split(size)) == {target.name: right}
+
+
 def test_bytes_that_have_to_come_are_counted_from_the_engine():
     engine = Engine()
     engine.embed.shard_indices = type("Rows", (), {"num_elements_padded": 4, "num_org_elements": 3, "num_added_elements": 0})

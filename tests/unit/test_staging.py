@@ -1,0 +1,50 @@
+"""Layers that are written one after the other share one piece of memory, and none keeps it."""
+
+import torch
+from torch import nn
+
+from mrl.reshard.staging import Staging
+
+LEAVES = ("w13_weight", "w2_weight")
+
+
+def layer(experts: int, width: int = 24, dtype: torch.dtype = torch.float32) -> nn.Module:
+    made = nn.Module()
+    made.w13_weight = nn.Parameter(torch.empty(experts, width, 7, dtype=dtype), requires_grad=False)
+    made.w2_weight = nn.Parameter(torch.empty(experts, 7, width // 2, dtype=dtype), requires_grad=False)
+    return made
+
+
+def lent(staging: Staging, to: nn.Module) -> tuple[int, int]:
+    staging.lend(to, LEAVES)
+    return tuple(getattr(to, leaf).data_ptr() for leaf in LEAVES)
+
+
+def test_parameters_lie_apart_and_aligned_and_keep_their_shapes():
+    staging, one = Staging(), layer(3)
+    places = lent(staging, one)
+    assert (one.w13_weight.shape, one.w2_weight.shape) == ((3, 24, 7), (3, 7, 12))
+    assert (places[1] - places[0]) % 64 == 0 and places[1] - places[0] >= one.w13_weight.nbytes
+    one.w13_weight.data.fill_(1), one.w2_weight.data.fill_(2)
+    assert bool((one.w13_weight == 1).all()) and bool((one.w2_weight == 2).all())
+
+
+def test_what_was_given_back_is_lent_again_and_not_before():
+    staging, one, two, three = Staging(), layer(3), layer(3), layer(2, dtype=torch.bfloat16)
+    first, second = lent(staging, one), lent(staging, two)
+    assert not set(first) & set(second), "two modules may be open"
+    staging.take_back(one)
+    staging.take_back(one)
+    assert lent(staging, three)[0] == first[0], "a smaller layer fits as well"
+
+
+def test_a_larger_layer_gets_memory_of_its_own_and_the_smaller_one_is_not_kept_beside_it():
+    staging, one, two = Staging(), layer(3), layer(30)
+    lent(staging, one)
+    staging.take_back(one)
+    lent(staging, two)
+    two.w13_weight.data.fill_(1), two.w2_weight.data.fill_(2)
+    assert staging._free == []
+    staging.take_back(two)
+    staging.clear()
+    assert not staging._free and not staging._lent
