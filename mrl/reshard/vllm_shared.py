@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from vllm import _custom_ops
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, _place_kernel_tensors, get_layerwise_info
@@ -185,12 +184,14 @@ def final_parts(model: nn.Module, layer: nn.Module, target: TargetParameter, isa
     if isa is None:
         yield parameter.data
         return
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
     if tuple(parameter.shape) != target.local_shape:
         raise RuntimeError(
             f"{target.name}: the kernel pads {list(target.local_shape)} to {list(parameter.shape)}; "
             "choose a rollout layout that leaves each worker a multiple of 32 of moe_intermediate_size"
         )
-    yield from unpacked(parameter.data, _custom_ops.cpu_prepack_moe_weight, isa)
+    yield from unpacked(parameter.data, cpu_prepack_moe_weight, isa)
 
 
 def computes_packed(layer: nn.Module, target: TargetParameter) -> bool:
