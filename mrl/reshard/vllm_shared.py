@@ -186,12 +186,14 @@ def final_parts(model: nn.Module, layer: nn.Module, target: TargetParameter, isa
     if isa is None:
         yield parameter.data
         return
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
     if tuple(parameter.shape) != target.local_shape:
         raise RuntimeError(
             f"{target.name}: the kernel pads {list(target.local_shape)} to {list(parameter.shape)}; "
             "choose a rollout layout that leaves each worker a multiple of 32 of moe_intermediate_size"
         )
-    yield from unpacked(parameter.data, _custom_ops.cpu_prepack_moe_weight, isa)
+    yield from unpacked(parameter.data, cpu_prepack_moe_weight, isa)
 
 
 def computes_packed(layer: nn.Module, target: TargetParameter) -> bool:

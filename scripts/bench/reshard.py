@@ -155,12 +155,12 @@ class Engine:
 
         from mrl.reshard.receive import adapter_module
 
-        llm = LLM(
+        self._llm = LLM(  # kept: collecting it takes the model from the worker
             model=str(model), dtype="float32", skip_tokenizer_init=True, max_model_len=128, max_num_seqs=4, enforce_eager=True,
             enable_chunked_prefill=False, max_num_batched_tokens=128, weight_transfer_config=WeightTransferConfig(backend="mrl"),
             worker_extension_cls=f"{adapter_module()}.WorkerExtension",
         )  # fmt: skip
-        self.worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        self.worker = self._llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
         self.memory = Memory()
 
     level, peak = Rank.level, Rank.peak
