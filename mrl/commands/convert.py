@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from mrl.errors import ConfigError
@@ -25,23 +26,40 @@ def add(commands) -> None:
     convert.set_defaults(parser=convert)
     conversions = convert.add_subparsers(dest="conversion", metavar="WHICH")
     to_hf = conversions.add_parser("megatron-to-hf", help="write a saved step as a Hugging Face checkpoint")
-    to_hf.add_argument("checkpoint", help="a step-N folder, or a run directory for its newest one")
+    _add_megatron_source(to_hf)
     _add_common(to_hf, _megatron_to_hf)
     from_hf = conversions.add_parser("hf-to-megatron", help="write Hugging Face weights as a checkpoint at a layout")
     from_hf.add_argument("checkpoint", help="folder with config.json, safetensors files and tokenizer")
-    _add_common(from_hf, _hf_to_megatron, layout=True)
+    _add_target(from_hf)
+    _add_common(from_hf, _hf_to_megatron)
     again = conversions.add_parser("megatron-to-megatron", help="write a saved step at another layout, optimizer state included")
-    again.add_argument("checkpoint", help="a step-N folder, or a run directory for its newest one")
+    _add_megatron_source(again)
     again.add_argument("--weights-only", action="store_true", help="leave master weights, moments and schedule out")
-    _add_common(again, _megatron_to_megatron, layout=True)
+    _add_target(again)
+    _add_common(again, _megatron_to_megatron)
 
 
-def _add_common(parser: argparse.ArgumentParser, run, layout: bool = False) -> None:
+def _add_megatron_source(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "checkpoint",
+        help="a step-N folder, or a run directory for its newest one; with --trust-checkpoint also a torch_dist checkpoint of Megatron's",
+    )
+    parser.add_argument("--hf-files", type=Path, metavar="FOLDER", help="configuration and tokenizer of a torch_dist checkpoint's model")
+
+
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--layout", metavar="tp=2,pp=2,ep=2", help=f"degrees, of {', '.join(DEGREES)}; world defaults to the least")
+    which.add_argument("--config", help="a configuration, for its actor.layout; its model must be the checkpoint's")
+    which.add_argument("--format", choices=["torch_dist"], help="Megatron's own format, for any layout; needs --trust-checkpoint")
+    parser.add_argument(
+        "--non-homogeneous-layers", action="store_true", help="torch_dist keys by layer, for Megatron models that are built so"
+    )
+
+
+def _add_common(parser: argparse.ArgumentParser, run) -> None:
     parser.add_argument("-o", "--output", required=True, help="folder to write; must not exist or be empty")
-    if layout:
-        which = parser.add_mutually_exclusive_group(required=True)
-        which.add_argument("--layout", metavar="tp=2,pp=2,ep=2", help=f"degrees, of {', '.join(DEGREES)}; world defaults to the least")
-        which.add_argument("--config", help="a configuration, for its actor.layout; its model must be the checkpoint's")
+    parser.add_argument("--trust-checkpoint", action="store_true", help="allow Megatron's torch_dist format, which contains pickles")
     cores = min(len(os.sched_getaffinity(0)), MOST_WORKERS)
     parser.add_argument("--workers", type=_positive, default=cores, metavar="N", help=f"processes that write (default here: {cores})")
     parser.add_argument("--verify", action="store_true", help="read all of it again and compare with the source before it gets its name")
@@ -59,20 +77,29 @@ def _positive(text: str) -> int:
 def _megatron_to_hf(options: argparse.Namespace) -> None:
     from mrl.convert import megatron_to_hf
 
-    _say(options, megatron_to_hf(options.checkpoint, options.output, _how(options)))
+    _say(options, megatron_to_hf(options.checkpoint, options.output, _how(options), _trust(options)))
 
 
 def _hf_to_megatron(options: argparse.Namespace) -> None:
     from mrl.convert import hf_to_megatron
 
-    _say(options, hf_to_megatron(options.checkpoint, options.output, *_target(options), options=_how(options)))
+    _say(options, hf_to_megatron(options.checkpoint, options.output, *_target(options), options=_how(options), trust=_trust(options)))
 
 
 def _megatron_to_megatron(options: argparse.Namespace) -> None:
     from mrl.convert import megatron_to_megatron
 
-    degrees, expected = _target(options)
-    _say(options, megatron_to_megatron(options.checkpoint, options.output, degrees, expected, options.weights_only, _how(options)))
+    target, expected = _target(options)
+    report = megatron_to_megatron(
+        options.checkpoint, options.output, target, expected, options.weights_only, _how(options), _trust(options)
+    )  # fmt: skip
+    _say(options, report)
+
+
+def _trust(options: argparse.Namespace):
+    from mrl.convert import Trust
+
+    return Trust(getattr(options, "hf_files", None)) if options.trust_checkpoint else None
 
 
 def _how(options: argparse.Namespace):
@@ -94,8 +121,14 @@ def _say(options: argparse.Namespace, report) -> None:
     print(f"wrote {report.tensors} tensors to {options.output} ({rate}{resumed}){verified}")
 
 
-def _target(options: argparse.Namespace) -> tuple[dict[str, Any], Any]:
-    """Degrees under the keys of actor.layout, and what --config expects of the checkpoint."""
+def _target(options: argparse.Namespace) -> tuple[Any, Any]:
+    """Degrees under the keys of actor.layout or Megatron's own format, and what --config expects of the checkpoint."""
+    if options.format is not None:
+        from mrl.convert import TorchDist
+
+        return TorchDist(options.non_homogeneous_layers), None
+    if options.non_homogeneous_layers:
+        raise ConfigError("--non-homogeneous-layers names keys of --format torch_dist; give both or neither")
     if options.layout is not None:
         return parse_layout(options.layout), None
     from mrl.config.load import load_config

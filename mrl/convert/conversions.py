@@ -3,13 +3,18 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mrl.config.schema import LayoutConfig
-from mrl.convert.job import Facts, Options, Report, convert
+from mrl.convert.containers import Safetensors
+from mrl.convert.job import Options, Report, Target, convert
 from mrl.convert.plan import PlannedFile, entry_bytes, hf_plan, rank_plan
-from mrl.convert.source import HF_FOLDER, Checkpoint, open_hf, open_ours, refuse_torch_dist
+from mrl.convert.source import HF_FOLDER, Checkpoint, open_hf, open_ours
+from mrl.convert.torch_dist import FLAG, Trust, find_torch_dist, open_torch_dist, refuse_untrusted
+from mrl.convert.torch_dist_write import TorchDistFiles
+from mrl.convert.work_folder import Facts
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.layout import TrainLayout
 from mrl.megatron.hf_files import INDEX, check_same_architecture, copy_hf_files
@@ -46,13 +51,21 @@ class Expected:
 NO_OPTIMIZER = {"step": None, "num_updates": 0, "lr": None, "scheduler": None}
 
 
-def megatron_to_hf(checkpoint: str | Path, output: str | Path, options: Options | None = None) -> Report:
+@dataclass(frozen=True)
+class TorchDist:
+    """Megatron's own format as a target, instead of a layout: such a checkpoint is of none."""
+
+    separate_layers: bool = False  # keys of Megatron's non_homogeneous_layers
+
+
+def megatron_to_hf(checkpoint: str | Path, output: str | Path, options: Options | None = None, trust: Trust | None = None) -> Report:
     """Writes safetensors files with index, configuration and tokenizer.
 
-    `checkpoint` is a `step-N` folder, or a run directory, whose newest complete step is taken. The folder appears whole or not at all.
+    `checkpoint` is a `step-N` folder, or a run directory, whose newest complete step is taken, or with `trust` one in Megatron's
+    torch_dist format. The folder appears whole or not at all.
     Raises EnvironmentFault for a checkpoint that is not complete, ConfigError for an output that is in the way or cannot be written.
     """
-    source = open_ours(_ours(Path(checkpoint)))
+    source = _open_megatron(Path(checkpoint), trust)
     files = hf_plan(source.model, source.dtype)
 
     def finish(folder: Path, _: Facts) -> None:
@@ -60,55 +73,87 @@ def megatron_to_hf(checkpoint: str | Path, output: str | Path, options: Options 
         _name_dtype(folder / "config.json", source.dtype)
         _write_index(folder, files, source.dtype)
 
-    return convert(source, files, Path(output), finish, False, options or Options())
+    return convert(source, Target(files, Safetensors(source.dtype), False, finish, open_hf), Path(output), options or Options())
 
 
 def hf_to_megatron(
-    model: str | Path, output: str | Path, degrees: Mapping[str, Any], expected: Expected | None = None, options: Options | None = None
+    model: str | Path,
+    output: str | Path,
+    target: Mapping[str, Any] | TorchDist,
+    expected: Expected | None = None,
+    options: Options | None = None,
+    trust: Trust | None = None,
 ) -> Report:
-    """Writes the weights as a checkpoint of ours at a layout, step 0; `degrees` has the keys of actor.layout.
+    """Writes the weights as a checkpoint of ours at a layout, step 0; `target` has the keys of actor.layout. Or, with `trust`, torch_dist.
 
     Raises ConfigError for an illegal layout or an unsupported or unexpected model, EnvironmentFault for files that are not its weights.
     """
-    source = open_hf(Path(model))
-    return _to_megatron(source, Path(output), degrees, expected, (WEIGHT,), options)
+    refuse_untrusted(Path(model), None)  # a Megatron checkpoint has its own conversion
+    return _to_megatron(open_hf(Path(model)), Path(output), target, expected, (WEIGHT,), options, trust)
 
 
 def megatron_to_megatron(
     checkpoint: str | Path,
     output: str | Path,
-    degrees: Mapping[str, Any],
+    target: Mapping[str, Any] | TorchDist,
     expected: Expected | None = None,
     weights_only: bool = False,
     options: Options | None = None,
+    trust: Trust | None = None,
 ) -> Report:
     """Writes a checkpoint of ours at another layout, with master weights, moments and schedule where it has them, without random states.
 
+    With `trust`, source or target may be of Megatron's torch_dist format, of which only weights are read or written.
     Raises as `megatron_to_hf` and `hf_to_megatron` do.
     """
-    source = open_ours(_ours(Path(checkpoint)))
-    return _to_megatron(source, Path(output), degrees, expected, (WEIGHT,) if weights_only else source.roles, options)
+    source = _open_megatron(Path(checkpoint), trust)
+    return _to_megatron(source, Path(output), target, expected, (WEIGHT,) if weights_only else source.roles, options, trust)
 
 
 def _to_megatron(
     source: Checkpoint,
     output: Path,
-    degrees: Mapping[str, Any],
+    target: Mapping[str, Any] | TorchDist,
     expected: Expected | None,
     roles: tuple[str, ...],
     options: Options | None,
+    trust: Trust | None,
 ) -> Report:
     if expected is not None:
         expected.check(source)
+    made = _torch_dist(source, target, trust) if isinstance(target, TorchDist) else _ranks(source, target, roles)
+    return convert(source, made, output, options or Options())
+
+
+def _ranks(source: Checkpoint, degrees: Mapping[str, Any], roles: tuple[str, ...]) -> Target:
     layout = TrainLayout.build(degrees, source.model)
     files = rank_plan(source.model, layout, roles, source.dtype)
 
     def finish(folder: Path, facts: Facts) -> None:
-        (folder / HF_FOLDER).mkdir(exist_ok=True)
-        copy_hf_files(source.hf_files, folder / HF_FOLDER)
+        _copy_hf_files(source, folder)
         write_manifest(folder, _manifest(source, degrees, roles, _rank_files(source, layout, files, roles, facts)))
 
-    return convert(source, files, output, finish, True, options or Options())
+    return Target(files, Safetensors(source.dtype), True, finish, open_ours)
+
+
+def _torch_dist(source: Checkpoint, target: TorchDist, trust: Trust | None) -> Target:
+    if trust is None:
+        raise ConfigError(
+            f"torch_dist is a format of pickles, which whoever loads it lets run; give {FLAG} to write it, or leave --format out and "
+            "get safetensors"
+        )
+    plan = TorchDistFiles(source.model, source.dtype, target.separate_layers)
+
+    def finish(folder: Path, _: Facts) -> None:
+        _copy_hf_files(source, folder)
+        plan.finish(folder)
+
+    return Target(plan.files, plan.container, False, finish, partial(open_torch_dist, trust=Trust()))
+
+
+def _copy_hf_files(source: Checkpoint, folder: Path) -> None:
+    (folder / HF_FOLDER).mkdir(exist_ok=True)
+    copy_hf_files(source.hf_files, folder / HF_FOLDER)
 
 
 def _rank_files(
@@ -143,8 +188,12 @@ def _weights_only(source: Checkpoint, roles: tuple[str, ...]) -> bool:
     return roles == (WEIGHT,) or source.manifest is None
 
 
+def _open_megatron(path: Path, trust: Trust | None) -> Checkpoint:
+    refuse_untrusted(path, trust)
+    return open_ours(_ours(path)) if find_torch_dist(path) is None else open_torch_dist(path, trust)
+
+
 def _ours(path: Path) -> Path:
-    refuse_torch_dist(path)
     newest = path if (path / MANIFEST).exists() else _newest_of_run(path)
     if newest is None:
         raise EnvironmentFault(f"{path}: neither a checkpoint (no {MANIFEST}) nor a run directory with a complete one")

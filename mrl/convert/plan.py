@@ -17,10 +17,10 @@ FILE_BYTES = 1024**3  # a file is what is written again after a kill, and what o
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """One safetensors file."""
+    """One file of tensors."""
 
     name: str
-    rank: int  # whose part it is; 0 in a Hugging Face checkpoint
+    rank: int  # whose part it is; 0 in checkpoints that are of no layout
     entries: tuple[Entry, ...]
 
 
@@ -35,7 +35,7 @@ def hf_plan(model: ModelSpec, dtype: str) -> tuple[PlannedFile, ...]:
     for spec in tensor_specs(model):
         whole = Box.whole(spec.shape)
         entries.append(Entry("", spec.name, WEIGHT, spec.shape, None, (Piece(spec.name, whole, whole),)))
-    return tuple(_file(f"model-{n:05d}.safetensors", 0, part) for n, part in enumerate(_parts(entries, dtype), 1))
+    return tuple(_file(f"model-{n:05d}.safetensors", 0, part) for n, part in enumerate(parts(entries, dtype), 1))
 
 
 def rank_plan(model: ModelSpec, layout: TrainLayout, roles: Iterable[str], dtype: str) -> tuple[PlannedFile, ...]:
@@ -48,9 +48,9 @@ def rank_plan(model: ModelSpec, layout: TrainLayout, roles: Iterable[str], dtype
             for role in roles
             for shard in shards
         ]
-        parts = list(_parts(entries, dtype))
-        names = [f"rank-{rank:05d}{f'-{n:05d}' if len(parts) > 1 else ''}.safetensors" for n in range(len(parts))]
-        files += [_file(name, rank, part) for name, part in zip(names, parts, strict=True)]
+        portions = list(parts(entries, dtype))
+        names = [f"rank-{rank:05d}{f'-{n:05d}' if len(portions) > 1 else ''}.safetensors" for n in range(len(portions))]
+        files += [_file(name, rank, part) for name, part in zip(names, portions, strict=True)]
     return tuple(files)
 
 
@@ -60,7 +60,7 @@ def _file(name: str, rank: int, entries: list[Entry]) -> PlannedFile:
     return PlannedFile(name, rank, tuple(Entry(name, e.key, e.role, e.shape, e.flat, e.pieces) for e in ordered))
 
 
-def _parts(entries: list[Entry], dtype: str) -> Iterator[list[Entry]]:
+def parts(entries: list[Entry], dtype: str) -> Iterator[list[Entry]]:
     """Consecutive entries of about FILE_BYTES; a larger tensor has a file of its own."""
     part: list[Entry] = []
     size = 0

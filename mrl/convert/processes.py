@@ -6,34 +6,50 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
+from contextlib import contextmanager
+from functools import partial
 from multiprocessing import connection, get_context, parent_process
-from pathlib import Path
 from typing import Any, TypeVar
 
-from mrl.convert.source import Reader, open_checkpoint
+from mrl.convert.source import Checkpoint, Reader
 from mrl.errors import EnvironmentFault
 
-Task = TypeVar("Task")
+Task = TypeVar("Task", bound=Callable[[Sequence[Reader]], Any])
+Run = Callable[[Sequence[Any]], Iterator[tuple[Any, Any]]]  # tasks -> (task, result) as they finish
 _READERS: list[Reader] = []  # of a worker process
 
 
-def in_parallel(
-    function: Callable[[Sequence[Reader], Task], Any], folders: Sequence[Path], tasks: Sequence[Task], workers: int
-) -> Iterator[tuple[Task, Any]]:
-    """(task, function(readers, task)) as they finish; `readers` are of the checkpoints in `folders`, opened once a process.
+@contextmanager
+def workers(count: int, checkpoints: Sequence[Checkpoint]) -> Iterator[Run]:
+    """A function run(tasks) that gives (task, task(readers)) as they finish; `readers` are of `checkpoints`.
 
-    With one worker all of it happens here. The first error stops what has not begun and is raised.
+    With a count of one all of it happens here. The first error stops what has not begun and is raised. The processes are forked at once,
+    so that they have what is imported and opened here; call this before threads are started.
     """
-    if min(workers, len(tasks)) <= 1:
-        with ExitStack() as stack:
-            readers = [stack.enter_context(Reader(open_checkpoint(folder))) for folder in folders] if tasks else []
-            for task in tasks:
-                yield task, function(readers, task)
+    if count <= 1:
+        readers = [Reader(checkpoint) for checkpoint in checkpoints]
+        try:
+            yield partial(_here, readers)
+        finally:
+            for reader in readers:
+                reader.close()
         return
-    pool = ProcessPoolExecutor(min(workers, len(tasks)), get_context("spawn"), _start, (tuple(folders),))
+    pool = ProcessPoolExecutor(count, get_context("fork"), _start, (tuple(checkpoints),))
+    pool.submit(os.getpid).result()
     try:
-        futures = {pool.submit(_call, function, task): task for task in tasks}
+        yield partial(_there, pool)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _here(readers: list[Reader], tasks: Sequence[Task]) -> Iterator[tuple[Task, Any]]:
+    for task in tasks:
+        yield task, task(readers)
+
+
+def _there(pool: ProcessPoolExecutor, tasks: Sequence[Task]) -> Iterator[tuple[Task, Any]]:
+    try:
+        futures = {pool.submit(_call, task): task for task in tasks}
         for future in as_completed(futures):
             yield futures[future], future.result()
     except BrokenProcessPool:
@@ -41,14 +57,12 @@ def in_parallel(
             "a worker process ended by itself, most likely for want of memory; finished files are kept: run the same command again "
             "with fewer --workers"
         ) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
-def _start(folders: tuple[Path, ...]) -> None:
+def _start(checkpoints: tuple[Checkpoint, ...]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it and stops giving out tasks
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _READERS.extend(Reader(open_checkpoint(folder)) for folder in folders)
+    _READERS.extend(Reader(checkpoint) for checkpoint in checkpoints)
 
 
 def _end_with_parent() -> None:
@@ -56,5 +70,5 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _call(function: Callable[[Sequence[Reader], Task], Any], task: Task) -> Any:
-    return function(_READERS, task)
+def _call(task: Task) -> Any:
+    return task(_READERS)

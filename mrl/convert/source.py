@@ -6,6 +6,7 @@ mapped pages would count as this process's memory.
 
 import hashlib
 import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -30,20 +31,17 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What is stored where. `manifest` is None for a Hugging Face checkpoint."""
+    """What is stored where. `manifest` is None unless it is one of ours."""
 
     folder: Path
+    hf_files: Path  # the folder of configuration and tokenizer
     model: ModelSpec
     hf_config: dict[str, Any]
     dtype: str  # of the weights: "float32", "bfloat16"
     entries: tuple[Entry, ...]
-    tensors: dict[tuple[str, str], TensorBytes]  # (file, key) -> its place; from the files' own headers
+    tensors: Mapping[tuple[str, str], TensorBytes]  # (file, key) -> its place; from the files' own headers
     manifest: Manifest | None
-
-    @property
-    def hf_files(self) -> Path:
-        """The folder of configuration and tokenizer."""
-        return self.folder if self.manifest is None else self.folder / HF_FOLDER
+    left_out: tuple[str, ...]  # tensors that no conversion carries: those that a model computes by itself, and random states
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -57,29 +55,9 @@ class Checkpoint:
         facts = [(name, (stat := (self.folder / name).stat()).st_size, stat.st_mtime_ns) for name in names]
         return hashlib.sha256(repr((str(self.folder.resolve()), facts, self.hf_config)).encode()).hexdigest()
 
-    @property
-    def unused(self) -> tuple[str, ...]:
-        """Tensors in the files that no conversion carries: those that a model computes by itself, and random states."""
-        return tuple(sorted({key for _, key in self.tensors} - {entry.key for entry in self.entries}))
-
-
-def open_checkpoint(folder: Path) -> Checkpoint:
-    """Reads headers and manifest. Raises EnvironmentFault naming what is missing, cut short or not as described."""
-    return open_ours(folder) if (folder / MANIFEST).exists() else open_hf(folder)
-
-
-def refuse_torch_dist(folder: Path) -> None:
-    """Raises ConfigError for a checkpoint in Megatron's own format, or a folder of such ones."""
-    if any(folder.glob("*.distcp")) or any(folder.glob("iter_*/*.distcp")) or (folder / "latest_checkpointed_iteration.txt").is_file():
-        raise ConfigError(
-            f"{folder}: Megatron's torch_dist format, whose metadata are pickles, is neither read nor written. Export it as Hugging Face "
-            "safetensors with the program that wrote it, and convert that with mrl convert hf-to-megatron"
-        )
-
 
 def open_hf(folder: Path) -> Checkpoint:
     """A Hugging Face checkpoint. Raises ConfigError for an unsupported model, EnvironmentFault for files that are not its weights."""
-    refuse_torch_dist(folder)
     try:
         model = load_model_spec(folder)
         check_checkpoint(folder, model)
@@ -91,8 +69,9 @@ def open_hf(folder: Path) -> Checkpoint:
     for spec in tensor_specs(model):
         whole = Box.whole(spec.shape)
         entries.append(Entry(file_of[spec.name], spec.name, WEIGHT, spec.shape, None, (Piece(spec.name, whole, whole),)))
-    code = _one_dtype(folder, {entry.key: found[entry.file, entry.key].dtype for entry in entries})
-    checkpoint = Checkpoint(folder, model, read_hf_config(folder), DTYPES[code], tuple(entries), found, None)
+    code = one_dtype(folder, {entry.key: found[entry.file, entry.key].dtype for entry in entries})
+    left_out = _left_out(found, entries)
+    checkpoint = Checkpoint(folder, folder, model, read_hf_config(folder), DTYPES[code], tuple(entries), found, None, left_out)
     _check_places(checkpoint)
     return checkpoint
 
@@ -104,13 +83,19 @@ def open_ours(folder: Path) -> Checkpoint:
         raise EnvironmentFault(f"{folder / MANIFEST}: dtype {manifest.dtype}; allowed: {', '.join(CODES)}")
     found = {(name, key): at for name in manifest.files() for key, at in read_safetensors_header(folder / name).items()}
     model = model_spec(manifest.hf_config)
-    checkpoint = Checkpoint(folder, model, manifest.hf_config, manifest.dtype, tuple(manifest.entries()), found, manifest)
+    entries = tuple(manifest.entries())
+    left_out = _left_out(found, entries)
+    checkpoint = Checkpoint(folder, folder / HF_FOLDER, model, manifest.hf_config, manifest.dtype, entries, found, manifest, left_out)
     _check_places(checkpoint)
     _check_names(checkpoint)
     return checkpoint
 
 
-def _one_dtype(folder: Path, codes: dict[str, str]) -> str:
+def _left_out(found: Iterable[tuple[str, str]], entries: Iterable[Entry]) -> tuple[str, ...]:
+    return tuple(sorted({key for _, key in found} - {entry.key for entry in entries}))
+
+
+def one_dtype(folder: Path, codes: dict[str, str]) -> str:
     """All weights are of one dtype, as in training: a cast would not be the same checkpoint any more."""
     names = {code: name for name, code in codes.items()}
     if len(names) == 1 and (code := next(iter(names))) in DTYPES:

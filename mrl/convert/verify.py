@@ -1,15 +1,16 @@
-"""Holds a written checkpoint against its source: names, shapes, dtypes, every byte, and the digest of every file as it is on the disk."""
+"""Holds a source against its own digests, and a written checkpoint against its source: names, shapes, dtypes, every byte."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mrl.convert.plan import PlannedFile
-from mrl.convert.processes import in_parallel
-from mrl.convert.source import Checkpoint, Reader, code_of, open_checkpoint
+from mrl.convert.processes import Run
+from mrl.convert.source import Checkpoint, Reader, code_of
+from mrl.convert.torch_dist import Archives
 from mrl.convert.writer import tensor_blocks
 from mrl.errors import EnvironmentFault
 from mrl.models import tensor_specs
@@ -21,20 +22,46 @@ BATCH_BYTES = 256 * 1024**2
 _SHOWN = 5
 
 
-def check_files(folder: Path, facts: dict[str, dict[str, Any]], workers: int) -> None:
-    """Reads every file that `facts` names. Raises EnvironmentFault naming one whose size or SHA-256 is another."""
-    for _ in in_parallel(_digest_of, (), [(folder, name, {name: facts[name]}) for name in facts], workers):
-        pass
+@dataclass(frozen=True)
+class Check:
+    """One file to be read and held against what is known of it: its SHA-256, or the checksums of the archives in it."""
+
+    folder: Path
+    name: str
+    facts: dict[str, Any] | None  # None: it has archives
+
+    def __call__(self, readers: Sequence[Reader]) -> EnvironmentFault | None:
+        """What is wrong, naming the file; not raised, so that it can be told from a disk that is full."""
+        try:
+            if self.facts is not None:
+                check_digest(self.folder, self.name, {self.name: self.facts})
+            else:
+                readers[0].checkpoint.tensors.check_file(self.name)
+        except EnvironmentFault as error:
+            return error
+        return None
 
 
-def verify_output(source: Checkpoint, folder: Path, files: tuple[PlannedFile, ...], facts: dict[str, dict[str, Any]], workers: int) -> None:
-    """Raises EnvironmentFault naming the first difference between `source` and what is in `folder` now."""
-    check_files(folder, facts, workers)
-    written = open_checkpoint(folder)
-    roles = tuple(dict.fromkeys(entry.role for file in files for entry in file.entries))
+def source_checks(source: Checkpoint) -> list[Check]:
+    """Every byte of a checkpoint of ours, or of Megatron's, is what was written. Hugging Face checkpoints carry no digests."""
+    if source.manifest is not None:
+        return [Check(source.folder, name, facts) for name, facts in source.manifest.files().items()]
+    if isinstance(source.tensors, Archives):
+        return [Check(source.folder, name, None) for name in sorted({file for file, _ in source.tensors})]
+    return []
+
+
+def verify_output(run: Run, source: Checkpoint, written: Checkpoint, folder: Path, facts: dict[str, dict[str, Any]]) -> None:
+    """Raises EnvironmentFault naming the first difference between `source` and `written` as it is on the disk now.
+
+    The readers of `run` are of these two; `facts` is of the files that were written into `folder`.
+    """
+    roles = written.roles
     _same_descriptions(source, written, roles)
-    for _ in in_parallel(_same_bytes, (source.folder, folder), list(_batches(source, roles)), workers):
-        pass
+    checks = [Check((folder / name).parent, Path(name).name, fact) for name, fact in facts.items()]
+    for _, error in run([*checks, *(Compare(tuple(batch)) for batch in _batches(source, roles))]):
+        if error is not None:
+            raise error
 
 
 def _same_descriptions(source: Checkpoint, written: Checkpoint, roles: tuple[str, ...]) -> None:
@@ -70,19 +97,25 @@ def _batches(source: Checkpoint, roles: tuple[str, ...]) -> Iterator[list[tuple[
         yield batch
 
 
-def _digest_of(_, task: tuple[Path, str, dict[str, Any]]) -> None:
-    check_digest(*task)
+@dataclass(frozen=True)
+class Compare:
+    """Some tensors (role, name, shape) to be read from both sides, put together in Hugging Face coordinates."""
+
+    tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
+
+    def __call__(self, readers: Sequence[Reader]) -> EnvironmentFault | None:
+        for tensor in self.tensors:
+            if (error := _difference(*readers, *tensor)) is not None:
+                return error
+        return None
 
 
-def _same_bytes(readers: list[Reader], task: list[tuple[str, str, tuple[int, ...]]]) -> None:
-    """Both sides of each tensor in turn, put together in Hugging Face coordinates."""
-    source, written = readers
-    for role, name, shape in task:
-        whole = Box.whole(shape)
-        entry = Entry("", name, role, shape, None, (Piece(name, whole, whole),))
-        code = code_of(role, source.checkpoint.dtype)
-        pairs = zip(tensor_blocks(source, entry, code), tensor_blocks(written, entry, code), strict=True)
-        for (first, here), (_, there) in pairs:
-            if not np.array_equal(here, there):
-                row = first + int(np.argmax((here != there).reshape(len(here), -1).any(axis=1)))
-                raise EnvironmentFault(f"{written.checkpoint.folder}: {name} ({role}) differs from {source.checkpoint.folder} in row {row}")
+def _difference(source: Reader, written: Reader, role: str, name: str, shape: tuple[int, ...]) -> EnvironmentFault | None:
+    whole = Box.whole(shape)
+    entry = Entry("", name, role, shape, None, (Piece(name, whole, whole),))
+    code = code_of(role, source.checkpoint.dtype)
+    for (first, here), (_, there) in zip(tensor_blocks(source, entry, code), tensor_blocks(written, entry, code), strict=True):
+        if not np.array_equal(here, there):
+            row = first + int(np.argmax((here != there).reshape(len(here), -1).any(axis=1)))
+            return EnvironmentFault(f"{written.checkpoint.folder}: {name} ({role}) differs from {source.checkpoint.folder} in row {row}")
+    return None

@@ -1,63 +1,56 @@
-"""Writes one planned safetensors file block by block, durably, and takes its digest on the way."""
+"""Writes one planned file block by block, and takes its digest on the way."""
 
+import ctypes
 import errno
 import hashlib
-import json
-import os
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
-from mrl.convert.plan import PlannedFile, entry_bytes
+from mrl.convert.containers import Container
+from mrl.convert.plan import PlannedFile
 from mrl.convert.source import Reader, code_of, word_type
 from mrl.errors import EnvironmentFault
 from mrl.reshard.boxes import Box
 from mrl.reshard.manifest import Entry
 
 BLOCK_BYTES = 4 * 1024**2  # stays in the processor's cache between reading, hashing and writing
+WRITEBACK_BYTES = 64 * 1024**2
+_SYNC_FILE_RANGE_WRITE = 2
 
 
-def header_of(file: PlannedFile, dtype: str) -> bytes:
-    """The first bytes of the file: length and JSON, padded so that the data begin at a multiple of 8."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for entry in file.entries:
-        end = at + entry_bytes(entry, dtype)
-        header[entry.key] = {"dtype": code_of(entry.role, dtype), "shape": entry.shape, "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def file_bytes(file: PlannedFile, dtype: str) -> int:
-    """Bytes of the finished file."""
-    return len(header_of(file, dtype)) + sum(entry_bytes(entry, dtype) for entry in file.entries)
-
-
-def write_file(reader: Reader, folder: Path, file: PlannedFile, digests: bool) -> dict[str, Any]:
-    """Writes `folder/NAME.part`, renames it when it is on the disk, and returns its size and, with `digests`, its SHA-256.
+def write_file(reader: Reader, folder: Path, file: PlannedFile, container: Container, digests: bool) -> dict[str, Any]:
+    """Writes `folder/NAME.part` and returns its size and, with `digests`, its SHA-256. It is not waited for the disk.
 
     Raises EnvironmentFault when the disk is full or fails.
     """
-    part, digest, size = folder / f"{file.name}.part", hashlib.sha256(), 0
+    part, digest, size, begun = folder / f"{file.name}.part", hashlib.sha256(), 0, 0
+    part.parent.mkdir(parents=True, exist_ok=True)
     try:
         with part.open("wb", buffering=0) as out:
-            for block in _blocks(reader, file):
+            for block in _blocks(reader, file, container):
                 if digests:
                     digest.update(block)
-                size += len(block)
                 _write_all(out, block)
-            os.fsync(out.fileno())
+                size += len(block)
+                if size - begun >= WRITEBACK_BYTES:
+                    _begin_writeback(out.fileno(), begun, size - begun)
+                    begun = size
+            _begin_writeback(out.fileno(), begun, size - begun)
     except OSError as error:
-        part.unlink(missing_ok=True)
-        cure = "free some and run the same command again: finished files are kept" if error.errno == errno.ENOSPC else "check the disk"
-        raise EnvironmentFault(f"{part} cannot be written ({error.strerror}); {cure}") from error
-    part.rename(folder / file.name)
+        raise disk_fault(part, error) from error
     return {"bytes": size} | ({"sha256": digest.hexdigest()} if digests else {})
+
+
+def disk_fault(part: Path, error: OSError) -> EnvironmentFault:
+    """Takes an unfinished file away and says why it could not be finished."""
+    part.unlink(missing_ok=True)
+    cure = "free some and run the same command again: finished files are kept" if error.errno == errno.ENOSPC else "check the disk"
+    return EnvironmentFault(f"{part} cannot be written ({error.strerror}); {cure}")
 
 
 def _write_all(out, block: memoryview) -> None:
@@ -65,25 +58,51 @@ def _write_all(out, block: memoryview) -> None:
         block = block[out.write(block) :]
 
 
-def _blocks(reader: Reader, file: PlannedFile) -> Iterator[memoryview]:
-    dtype = reader.checkpoint.dtype
-    yield memoryview(header_of(file, dtype))
+def _begin_writeback(handle: int, start: int, nbytes: int) -> None:
+    """Lets the disk begin with what is written, so that the final fsync finds little left; Linux only, and no promise at all."""
+    if _LIBC is not None and nbytes:
+        _LIBC.sync_file_range(handle, ctypes.c_int64(start), ctypes.c_int64(nbytes), _SYNC_FILE_RANGE_WRITE)
+
+
+def _libc() -> ctypes.CDLL | None:
+    library = ctypes.CDLL(None)
+    return library if hasattr(library, "sync_file_range") else None
+
+
+_LIBC = _libc()
+
+
+def _blocks(reader: Reader, file: PlannedFile, container: Container) -> Iterator[memoryview]:
+    dtype, buffer = reader.checkpoint.dtype, np.empty(BLOCK_BYTES, np.uint8)
+    if head := container.head(file):
+        yield memoryview(head)
     for entry in file.entries:
-        for _, block in tensor_blocks(reader, entry, code_of(entry.role, dtype)):
-            yield memoryview(block.reshape(-1)).cast("B")
+        crc = 0
+        if before := container.before(entry):
+            yield memoryview(before)
+        for _, block in tensor_blocks(reader, entry, code_of(entry.role, dtype), buffer):
+            view = memoryview(block.reshape(-1)).cast("B")
+            if container.checksums:
+                crc = crc32(view, crc)
+            yield view
+        if after := container.after(entry, crc):
+            yield memoryview(after)
 
 
-def tensor_blocks(reader: Reader, entry: Entry, code: str) -> Iterator[tuple[int, np.ndarray]]:
+def tensor_blocks(reader: Reader, entry: Entry, code: str, buffer: np.ndarray | None = None) -> Iterator[tuple[int, np.ndarray]]:
     """(first row, rows) of a local tensor, some megabytes at a time; a block is valid until the next is asked for.
 
-    Elements under no piece are vocabulary padding and are zero.
+    Blocks lie in `buffer` (bytes) where they fit. Elements under no piece are vocabulary padding and are zero.
     """
     words, (rows, *tail) = word_type(code), entry.shape
     step = max(1, BLOCK_BYTES // (prod(tail) * words.itemsize))
     padded = sum(piece.local_box.volume for piece in entry.pieces) != prod(entry.shape)
-    buffer = np.empty((min(step, rows), *tail), words)
+    shape = (min(step, rows), *tail)
+    size = prod(shape) * words.itemsize
+    fits = buffer is not None and size <= len(buffer)
+    whole = buffer[:size].view(words).reshape(shape) if fits else np.empty(shape, words)
     for first in range(0, rows, step):
-        block = buffer[: min(step, rows - first)]
+        block = whole[: min(step, rows - first)]
         if padded:
             block.fill(0)
         _fill(reader, entry, first, block)

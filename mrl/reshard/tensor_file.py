@@ -1,16 +1,14 @@
-"""Writes a safetensors file piece by piece from host memory: durable, its digest on the way, and no second copy of anything.
-
-The format (huggingface.co/docs/safetensors, "Format"): eight bytes with the header's length, the header as JSON, the tensors' bytes.
-"""
+"""Writes a safetensors file piece by piece from host memory: durable, its digest on the way, and no second copy of anything."""
 
 import hashlib
-import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from mrl.reshard.safetensors_header import safetensors_header
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -49,14 +47,7 @@ def _pieces(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]
 
 
 def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    entries, end = {}, 0
-    for name in _order(tensors):
-        tensor = tensors[name]
-        begin, end = end, end + tensor.nbytes
-        entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data begins aligned
-    return len(text).to_bytes(8, "little") + text
+    return safetensors_header((n, _NAMES[t.dtype], tuple(t.shape), t.nbytes) for n, t in ((n, tensors[n]) for n in _order(tensors)))
 
 
 def _order(tensors: Mapping[str, torch.Tensor]) -> list[str]:

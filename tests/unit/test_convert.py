@@ -238,7 +238,7 @@ def test_two_conversions_do_not_write_one_output(models, tmp_path, monkeypatch):
     def second(*_):
         hf_to_megatron(models["qwen3"], tmp_path / "ours", parse_layout("tp=1"))
 
-    monkeypatch.setattr(mrl.convert.job, "write_file_of", second)
+    monkeypatch.setattr(mrl.convert.job, "write_file", second)
     with pytest.raises(ConfigError, match="being written by another conversion"):
         hf_to_megatron(models["qwen3"], tmp_path / "ours", parse_layout("tp=1"))
 

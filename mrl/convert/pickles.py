@@ -1,0 +1,107 @@
+"""Reads and writes the pickles of torch_dist checkpoints without importing or calling anything that they name.
+
+Every class or function that a pickle names becomes a stand-in which remembers what it was given. Names outside the few packages that
+such files are made of are refused, so that a file made to run something is told from a checkpoint.
+"""
+
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+_PACKAGES = ("torch", "megatron", "transformer_engine", "pathlib")
+_HARMLESS = {("collections", "OrderedDict"): OrderedDict, ("builtins", "set"): set, ("builtins", "frozenset"): frozenset}
+
+
+class Recorded:
+    """What a pickle would have made an object of."""
+
+    pickled_name = ""  # "torch.Size"
+
+    def __new__(cls, *arguments: Any, **_: Any) -> "Recorded":
+        made = super().__new__(cls)
+        made.arguments, made.state = arguments, None
+        return made
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """The arguments are kept by `__new__`, which is all that some pickles call."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def attribute(self, name: str) -> Any:
+        """Of an object that was pickled by its attributes. Raises KeyError."""
+        return self.state[name]
+
+
+@cache
+def _stand_in(module: str, name: str) -> type[Recorded]:
+    return type("Recorded", (Recorded,), {"pickled_name": f"{module}.{name}"})
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _HARMLESS:
+            return _HARMLESS[module, name]
+        if module.split(".")[0] not in _PACKAGES:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint's description needs")
+        return _stand_in(module, name)
+
+    def persistent_load(self, pid: Any) -> Any:
+        return pid
+
+
+def read_pickle(data: bytes) -> Any:
+    """What `data` describes, made of plain values and `Recorded`. Raises ValueError for anything else, naming what it asks for."""
+    try:
+        return _Unpickler(io.BytesIO(data)).load()
+    except Exception as error:  # a pickle is a program; a damaged one fails in any way there is
+        raise ValueError(str(error) or type(error).__name__) from error
+
+
+@dataclass(frozen=True)
+class Persistent:
+    """What a pickle leaves to its reader: torch.save's storages."""
+
+    id: tuple[Any, ...]
+
+
+@dataclass(frozen=True, eq=False)  # a key of dictionaries by what it is, whatever it holds
+class Named:
+    """An object to be pickled under the name of a class or function that is not imported here.
+
+    With neither arguments nor state it is the named thing itself; with arguments what calling it gives; with state an instance that has
+    it: a dictionary of its attributes, or whatever its class's `__setstate__` takes.
+    """
+
+    module: str
+    name: str
+    arguments: tuple[Any, ...] | None = None
+    state: Any = None
+
+
+def write_pickle(value: Any) -> bytes:
+    """A pickle (protocol 2) of plain values and `Named`."""
+    return b"\x80\x02" + b"".join(_opcodes(value)) + b"."
+
+
+def _opcodes(value: Any) -> Iterator[bytes]:
+    if isinstance(value, Named):
+        yield f"c{value.module}\n{value.name}\n".encode()
+        if value.arguments is not None:
+            yield from (*_opcodes(value.arguments), b"R")
+        elif value.state is not None:
+            yield from (b")\x81", *_opcodes(value.state), b"b")
+    elif isinstance(value, Persistent):
+        yield from (*_opcodes(value.id), b"Q")
+    elif isinstance(value, tuple):
+        yield from (b"(", *(code for item in value for code in _opcodes(item)), b"t")
+    elif isinstance(value, list):
+        yield from (b"](", *(code for item in value for code in _opcodes(item)), b"e")
+    elif isinstance(value, dict):
+        yield from (b"}(", *(code for pair in value.items() for item in pair for code in _opcodes(item)), b"u")
+    else:
+        yield pickle.dumps(value, 2)[2:-1]  # without the protocol before and the stop behind
