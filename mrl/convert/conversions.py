@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mrl.config.schema import LayoutConfig
 from mrl.convert.containers import Safetensors
 from mrl.convert.job import Options, Report, Target, convert
 from mrl.convert.plan import PlannedFile, entry_bytes, hf_plan, rank_plan
@@ -88,7 +87,10 @@ def hf_to_megatron(
 
     Raises ConfigError for an illegal layout or an unsupported or unexpected model, EnvironmentFault for files that are not its weights.
     """
-    refuse_untrusted(Path(model), None)  # a Megatron checkpoint has its own conversion
+    if find_torch_dist(Path(model)) is not None:
+        raise ConfigError(
+            f"{model}: Megatron's torch_dist format, not Hugging Face files; use mrl convert megatron-to-megatron with {FLAG}"
+        )
     return _to_megatron(open_hf(Path(model)), Path(output), target, expected, (WEIGHT,), options, trust)
 
 
@@ -170,6 +172,8 @@ def _rank_files(
 
 
 def _manifest(source: Checkpoint, degrees: Mapping[str, Any], roles: tuple[str, ...], ranks: tuple[RankFiles, ...]) -> Manifest:
+    from mrl.config.schema import LayoutConfig  # as long to import as all the rest, and the disk is busy by now
+
     alone, old = _weights_only(source, roles), source.manifest
     converted = {"converted": WEIGHTS_ONLY if alone else WITH_OPTIMIZER}
     return Manifest(

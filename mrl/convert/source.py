@@ -25,7 +25,7 @@ from mrl.reshard.source import Piece
 HF_FOLDER = "hf"  # configuration and tokenizer, beside the weights of every checkpoint of ours
 DTYPES = {"F32": "float32", "BF16": "bfloat16"}  # safetensors' names -> the configuration's
 CODES = {name: code for code, name in DTYPES.items()}
-SCRATCH_BYTES = 8 * 1024**2
+SCRATCH_BYTES = 1024**2
 _SHOWN = 5
 
 
@@ -154,12 +154,7 @@ class Reader:
         self.checkpoint = checkpoint
         self._holders = holders(checkpoint.entries)
         self._handles: dict[str, int] = {}
-
-    def __enter__(self) -> "Reader":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        self._scratch = np.empty(SCRATCH_BYTES, np.uint8)
 
     def close(self) -> None:
         """Closes the files."""
@@ -192,9 +187,12 @@ class Reader:
         if columns == Box.whole(shape[1:]) and target.flags.c_contiguous:
             self._read_rows(group, first, target.reshape(-1))
             return
-        step = max(1, SCRATCH_BYTES // (prod(shape[1:]) * target.itemsize))
+        row_bytes = prod(shape[1:]) * target.itemsize
+        step = max(1, len(self._scratch) // row_bytes)
+        space = self._scratch if row_bytes <= len(self._scratch) else np.empty(row_bytes, np.uint8)
         for row in range(first, last, step):
-            rows = np.empty((min(step, last - row), *shape[1:]), target.dtype)
+            count = min(step, last - row)
+            rows = space[: count * row_bytes].view(target.dtype).reshape(count, *shape[1:])
             self._read_rows(group, row, rows.reshape(-1))
             target[row - first : row - first + len(rows)] = rows[(slice(None), *columns.slices)]
 

@@ -18,7 +18,7 @@ from mrl.errors import EnvironmentFault
 from mrl.reshard.boxes import Box
 from mrl.reshard.manifest import Entry
 
-BLOCK_BYTES = 4 * 1024**2  # stays in the processor's cache between reading, hashing and writing
+BLOCK_BYTES = 1024**2  # stays in a core's own cache between reading, hashing and writing
 WRITEBACK_BYTES = 64 * 1024**2
 _SYNC_FILE_RANGE_WRITE = 2
 
@@ -90,7 +90,7 @@ def _blocks(reader: Reader, file: PlannedFile, container: Container) -> Iterator
 
 
 def tensor_blocks(reader: Reader, entry: Entry, code: str, buffer: np.ndarray | None = None) -> Iterator[tuple[int, np.ndarray]]:
-    """(first row, rows) of a local tensor, some megabytes at a time; a block is valid until the next is asked for.
+    """(first row, rows) of a local tensor, about a megabyte at a time; a block is valid until the next is asked for.
 
     Blocks lie in `buffer` (bytes) where they fit. Elements under no piece are vocabulary padding and are zero.
     """
