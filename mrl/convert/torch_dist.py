@@ -91,7 +91,9 @@ def open_torch_dist(path: Path, trust: Trust) -> Checkpoint:
     """
     folder = find_torch_dist(path)
     if folder is None or not (folder / METADATA).is_file():
-        raise EnvironmentFault(f"{(folder or path) / METADATA}, which describes the files, is missing: the save was interrupted")
+        old = any((folder or path).glob("mp_rank_*"))
+        why = "it is of the older format `torch`, which is not read: save it as torch_dist" if old else "the save was interrupted"
+        raise EnvironmentFault(f"{(folder or path) / METADATA}, which describes the files, is missing: {why}")
     hf_files = _hf_files(folder, trust)
     model = load_model_spec(hf_files)
     stored = read_description(folder / METADATA)

@@ -1,6 +1,7 @@
 """Speed of `mrl convert` both ways beside `cp` and `sync` of the same bytes, alternated, and the memory of its processes.
 
-The model is a synthetic Qwen3-MoE of random bits. Every side runs as a command of its own, start-up included. `--json` prints one object.
+The model is a synthetic Qwen3-MoE of random bits. Every side runs as a command of its own, start-up included. A checkpoint of ours has a
+SHA-256 of every file, written or checked, so what `sha256sum` alone takes on one core is measured beside. `--json` prints one object.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from operator import truediv
 from pathlib import Path
 from statistics import median
 
@@ -25,7 +27,7 @@ CONFIG = {
 POLL_S = 0.01
 
 
-def make_model(folder: Path) -> None:
+def make_model(folder: Path, experts: int) -> None:
     """A checkpoint of random bfloat16 numbers, a file a layer."""
     import torch
     from safetensors.torch import save_file
@@ -33,9 +35,10 @@ def make_model(folder: Path) -> None:
     from mrl.models import model_spec, tensor_specs
 
     torch.manual_seed(0)
+    config = CONFIG | {"num_experts": experts}
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    specs = tensor_specs(model_spec(CONFIG))
+    (folder / "config.json").write_text(json.dumps(config))
+    specs = tensor_specs(model_spec(config))
     weight_map = {}
     for layer in sorted({-1 if spec.layer is None else spec.layer for spec in specs}):
         own = [spec for spec in specs if (-1 if spec.layer is None else spec.layer) == layer]
@@ -50,6 +53,13 @@ def copied(source: Path, target: Path) -> float:
     began = time.perf_counter()
     subprocess.run(["cp", "-r", source, target], check=True)
     subprocess.run(["sync", *target.rglob("*.safetensors")], check=True)
+    return time.perf_counter() - began
+
+
+def digested(folder: Path) -> float:
+    """Seconds of `sha256sum` of a folder's weights."""
+    began = time.perf_counter()
+    subprocess.run(["sha256sum", *folder.glob("*.safetensors")], check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - began
 
 
@@ -108,19 +118,22 @@ def level_after_imports() -> int:
     return int(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout) * 1024
 
 
-def measure(work: Path, rounds: int, workers: int) -> dict:
+def measure(work: Path, rounds: int, workers: int, experts: int) -> dict:
     """Alternates copy, there and back."""
     model, ours, back, copy = (work / name for name in ("model", "ours", "back", "copy"))
-    make_model(model)
+    make_model(model, experts)
     nbytes = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     subprocess.run(["sync", *model.glob("*.safetensors")], check=True)
-    seconds: dict[str, list[float]] = {"copy": [], "hf-to-megatron": [], "megatron-to-hf": []}
+    seconds: dict[str, list[float]] = {"copy": [], "sha256sum": [], "hf-to-megatron": [], "megatron-to-hf": []}
     cpu: dict[str, list[float]] = {name: [] for name in seconds}  # on a machine that others use, the waiting is theirs
     peak = 0
     for _ in range(rounds):
         used_cpu = cpu_of_children()
         seconds["copy"].append(copied(model, copy))
         cpu["copy"].append(cpu_of_children() - used_cpu)
+        used_cpu = cpu_of_children()
+        seconds["sha256sum"].append(digested(model))
+        cpu["sha256sum"].append(cpu_of_children() - used_cpu)
         for direction, source, target in (("hf-to-megatron", model, ours), ("megatron-to-hf", ours, back)):
             used_cpu = cpu_of_children()
             spent, used = converted(direction, source, target, workers)
@@ -133,6 +146,7 @@ def measure(work: Path, rounds: int, workers: int) -> dict:
     return {
         "bytes": nbytes, "workers": workers, "layout": LAYOUT, "seconds": seconds, "cpu_seconds": cpu, "load": os.getloadavg()[0],
         "bytes_per_s": rates["hf-to-megatron"], "back_bytes_per_s": rates["megatron-to-hf"], "copy_bytes_per_s": rates["copy"],
+        "ratio_to_copy": {name: median(map(truediv, seconds["copy"], seconds[name])) for name in seconds if name != "copy"},
         "peak_rss_over_imports_bytes": peak - level_after_imports(),
     }  # fmt: skip
 
@@ -141,22 +155,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--experts", type=int, default=CONFIG["num_experts"], help="in a layer; 64 make 2 GB, 16 make 0.65 GB")
     parser.add_argument("--folder", type=Path, help="where to write some 8 GB, on the disk that is meant (default: the temporary folder)")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as work:
-        found = measure(Path(work), options.rounds, options.workers)
+        found = measure(Path(work), options.rounds, options.workers, options.experts)
     if options.json:
         print(json.dumps(found))
         return
     print(f"{found['bytes'] / 1e9:.2f} GB, {LAYOUT}, {found['workers']} workers; seconds of each round, GB/s of the median")
     print(f"load of the machine: {found['load']:.1f} on {os.cpu_count()} cores")
-    for name, key in (("copy", "copy"), ("hf-to-megatron", ""), ("megatron-to-hf", "back")):
-        rate = found[f"{key}_bytes_per_s" if key else "bytes_per_s"]
-        print(
-            f"{name:16} {' '.join(f'{s:6.2f}' for s in found['seconds'][name])}   {rate / 1e9:5.2f} GB/s   "
-            f"processor {median(found['cpu_seconds'][name]):.2f} s"
-        )
+    for name, seconds in found["seconds"].items():
+        ratio = f"   {found['ratio_to_copy'][name]:.2f} of the copy's speed" if name != "copy" else ""
+        rounds = " ".join(f"{s:6.2f}" for s in seconds)
+        print(f"{name:16} {rounds}   {found['bytes'] / median(seconds) / 1e9:5.2f} GB/s   "
+              f"processor {median(found['cpu_seconds'][name]):.2f} s{ratio}")  # fmt: skip
     print(f"peak of a process over the level after imports: {found['peak_rss_over_imports_bytes'] / 1e6:.0f} MB")
 
 

@@ -1,6 +1,7 @@
 """Megatron's own checkpoints: what its dist_checkpointing saves is read bit by bit, and what is written here it loads bit by bit.
 
-Both sides run Megatron's code on real models whose weights mbridge loaded; nothing of mrl's conversion has a part in them.
+Both sides run Megatron's code on real models whose weights mbridge loaded; nothing of mrl's conversion has a part in them. Checkpoints of
+ours are held against mbridge's load and export in the same ranks, for every family of models.
 """
 
 import json
@@ -11,15 +12,15 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
-from tiny_models import save, tiny_dense, tiny_moe, tiny_shared
+from tiny_models import save, tiny_dense, tiny_moe, tiny_qwen2, tiny_shared
 
 from mrl.convert import Options, TorchDist, Trust, hf_to_megatron, megatron_to_hf
 
-pytestmark = [pytest.mark.real, pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.real, pytest.mark.long, pytest.mark.timeout(480)]
 
 TP, PP, EP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"
-MODELS = {"moe": tiny_moe, "shared": tiny_shared, "dense": tiny_dense}
-DEGREES = {"moe": {TP: 2, PP: 2, EP: 2}, "shared": {TP: 2, PP: 2, EP: 2}, "dense": {TP: 2, PP: 2}}
+MODELS = {"moe": tiny_moe, "shared": tiny_shared, "dense": tiny_dense, "qwen2": tiny_qwen2}
+DEGREES = {"moe": {TP: 2, PP: 2, EP: 2}, "shared": {TP: 2, PP: 2, EP: 2}, "dense": {TP: 2, PP: 2}, "qwen2": {TP: 2, PP: 2}}
 STYLES = {"stacked": None, "layers": {"non_homogeneous_layers": True}, "singleton": {"singleton_local_shards": True}}
 VERIFIED = Options(verify=True)
 
@@ -34,23 +35,26 @@ def results(tmp_path_factory) -> Path:
         save(make().to(torch.bfloat16), out / name)
         (out / name / "tokenizer.json").write_text("{}")
         hf_to_megatron(out / name, out / f"ours-{name}", TorchDist(), options=VERIFIED, trust=Trust())
+        hf_to_megatron(out / name, out / f"mrl-{name}", {"world_size": 4} | DEGREES[name], options=VERIFIED)
         loads.append((name, name, None))
     hf_to_megatron(out / "moe", out / "ours-layers", TorchDist(separate_layers=True), options=VERIFIED, trust=Trust())
     loads.append(("moe", "layers", STYLES["layers"]))
-    many = [_task(out, f"save-{name}", name, DEGREES[name], 4) | {"save": str(out / f"saved-{name}"), "styles": STYLES} for name in MODELS]
+    many = [_task(out, "save", name, DEGREES[name], 4) | {"path": str(out / f"saved-{name}"), "styles": STYLES} for name in MODELS]
+    many += [_task(out, "ours", name, DEGREES[name], 4) | {"path": str(out / f"mrl-{name}")} for name in MODELS]
     for world, tasks in ((4, many), (1, [])):
         for name, written, metadata in loads:
             degrees = DEGREES[name] if world == 4 else {}
-            task = _task(out, f"load-{written}", name, degrees, world)
-            tasks.append(task | {"load": str(out / f"ours-{written}" / "release"), "metadata": metadata})
+            task = _task(out, "load", name, degrees, world)
+            path = str(out / f"ours-{written}" / "release")
+            tasks.append(task | {"name": f"load-{written}", "path": path, "metadata": metadata})
         folder = out / f"world-{world}"
         folder.mkdir()
         (folder / "tasks.json").write_text(json.dumps(tasks))
-        run_ranks(Path(__file__).with_name("torch_dist_worker.py"), world, folder, [str(folder / "tasks.json")], 240.0)
+        run_ranks(Path(__file__).with_name("torch_dist_worker.py"), world, folder, [str(folder / "tasks.json")], 400.0)
     return out
 
 
-def _task(out: Path, task: str, model: str, degrees: dict[str, int], world: int) -> dict:
+def _task(out: Path, kind: str, model: str, degrees: dict[str, int], world: int) -> dict:
     config = {
         "model": {"path": str(out / model), "dtype": "bfloat16"},
         "actor": {"layout": {"world_size": world} | degrees, "ppo_mini_batch_size": 4},
@@ -58,7 +62,7 @@ def _task(out: Path, task: str, model: str, degrees: dict[str, int], world: int)
         "data": {"train_batch_size": 4},
         "cluster": {"device": "cpu", "step_timeout_s": 60},
     }
-    return {"name": task, "config": config, "load": None, "save": None}
+    return {"kind": kind, "name": f"{kind}-{model}", "config": config}
 
 
 @pytest.mark.parametrize("world", [4, 1])
@@ -68,6 +72,13 @@ def test_megatron_loads_what_is_written_as_mbridge_loads_the_original(results, w
         report = json.loads((results / f"world-{world}" / f"load-{written}-{rank}.json").read_text())
         assert report["wrong"] == report["missing"] == [] and report["count"] > 10
         assert report["common"]["iteration"] == 0
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_converted_checkpoint_of_ours_is_what_mbridge_loads_and_exports(results, model):
+    for rank in range(4):
+        report = json.loads((results / "world-4" / f"ours-{model}-{rank}.json").read_text())
+        assert report["wrong"] == report["missing"] == report["exported_wrong"] == [] and report["count"] > 10
 
 
 @pytest.mark.parametrize("style", STYLES)

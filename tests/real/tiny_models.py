@@ -5,6 +5,8 @@ from pathlib import Path
 import torch
 from transformers import (
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
     Qwen3Config,
@@ -50,6 +52,12 @@ def tiny_shared(**changes) -> PreTrainedModel:
 def tiny_dense() -> PreTrainedModel:
     """Dense Qwen3 with tied embeddings, as its small sizes have."""
     return _uneven(Qwen3ForCausalLM, Qwen3Config(**_COMMON, vocab_size=128, tie_word_embeddings=True))
+
+
+def tiny_qwen2() -> PreTrainedModel:
+    """Dense Qwen2 or 2.5: biases on q, k and v, no norm of heads, embeddings that are not tied."""
+    sizes = {k: v for k, v in _COMMON.items() if k != "head_dim"}
+    return _uneven(Qwen2ForCausalLM, Qwen2Config(**sizes, vocab_size=128, tie_word_embeddings=False))
 
 
 def _uneven(architecture: type, config) -> PreTrainedModel:

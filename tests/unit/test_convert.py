@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "real"))
-from tiny_models import save, tiny_dense, tiny_moe, tiny_shared
+from tiny_models import save, tiny_dense, tiny_moe, tiny_qwen2, tiny_shared
 
+import mrl.convert.conversions
 import mrl.convert.job
 import mrl.convert.plan
 import mrl.convert.source
@@ -28,7 +30,7 @@ from mrl.reshard.manifest import EXP_AVG, MASTER, WEIGHT, read_manifest
 from mrl.reshard.source import Piece, source_shards
 from mrl.reshard.stored import StoredTensors
 
-FAMILIES = {"qwen3_moe": tiny_moe, "qwen2_moe": tiny_shared, "qwen3": tiny_dense}
+FAMILIES = {"qwen3_moe": tiny_moe, "qwen2_moe": tiny_shared, "qwen3": tiny_dense, "qwen2": tiny_qwen2}
 LAYOUTS = {
     "one rank": "tp=1", "tp2 pp2 ep2": "tp=2,pp=2,ep=2", "tp4, fewer key heads": "tp=4", "vpp2": "pp=2,vpp=2",
     "uneven stages": "pp=2,first=1,last=3", "etp2": "tp=2,etp=2", "replicas": "tp=2,world=8,ep=4",
@@ -72,7 +74,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 CASES = [
     *(("qwen3_moe", LAYOUTS[name]) for name in LAYOUTS), ("qwen2_moe", "tp=2,pp=2,ep=2"), ("half", "tp=2,pp=2,ep=2"),
-    *(("qwen3", DENSE[name]) for name in DENSE),
+    *(("qwen3", DENSE[name]) for name in DENSE), ("qwen2", DENSE["tp2 pp2"]),
 ]  # fmt: skip
 
 
@@ -246,6 +248,28 @@ def test_two_conversions_do_not_write_one_output(models, tmp_path, monkeypatch):
 # --- bad input -------------------------------------------------------------------------------------------------------------------
 
 
+def test_damaged_files_of_a_checkpoint_of_ours_are_named_and_nothing_is_made_of_them(models, tmp_path):
+    hf_to_megatron(models["qwen3_moe"], tmp_path / "ours", parse_layout("tp=2"))
+    file = tmp_path / "ours" / "rank-00001.safetensors"
+    whole = bytearray(file.read_bytes())
+    whole[-5] ^= 1
+    file.write_bytes(whole)
+    said = r"rank-00001\.safetensors: its bytes are not those that were written \(SHA-256 differs\)"
+    for convert in (
+        lambda: megatron_to_hf(tmp_path / "ours", tmp_path / "out"),
+        lambda: megatron_to_megatron(tmp_path / "ours", tmp_path / "out", parse_layout("tp=4")),
+    ):
+        with pytest.raises(EnvironmentFault, match=said):
+            convert()
+    file.write_bytes(whole[:-1])
+    with pytest.raises(EnvironmentFault, match=rf"rank-00001\.safetensors has {len(whole) - 1} bytes, not {len(whole)}"):
+        megatron_to_hf(tmp_path / "ours", tmp_path / "out")
+    file.unlink()
+    with pytest.raises(EnvironmentFault, match=r"rank-00001\.safetensors is missing"):
+        megatron_to_hf(tmp_path / "ours", tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == ["ours"]
+
+
 def test_a_disk_that_is_too_small_is_told_before_anything_is_written(models, tmp_path, monkeypatch):
     needed = sum(t.nbytes for t in weights(models["qwen3"]).values())
     usage = namedtuple("usage", "total used free")
@@ -348,6 +372,29 @@ def test_verification_finds_one_wrong_bit_and_gives_the_output_no_name(models, t
     with pytest.raises(EnvironmentFault, match=r"model\.layers\.2\.self_attn\.o_proj\.weight \(weight\) differs .* in row 5"):
         hf_to_megatron(models["qwen3_moe"], tmp_path / "ours", parse_layout("tp=1"), options=Options(verify=True))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_verification_reads_the_disk_again_and_misses_no_tensor(models, tmp_path, monkeypatch):
+    real_finish, real_plan = mrl.convert.job.finish_file, mrl.convert.conversions.hf_plan
+
+    def damages(work, name, facts):
+        real_finish(work, name, facts)
+        file = work / "files" / name
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+
+    def forgets(model, dtype):
+        (first, *rest) = real_plan(model, dtype)
+        return (replace(first, entries=first.entries[:-1]), *rest)
+
+    hf_to_megatron(models["qwen2"], tmp_path / "ours", parse_layout("tp=2"))
+    for where, name, change, said in (
+        (mrl.convert.job, "finish_file", damages, r"model-00001\.safetensors: its bytes are not those"),
+        (mrl.convert.conversions, "hf_plan", forgets, r"lm_head\.weight is missing"),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(EnvironmentFault, match=said):
+            patch.setattr(where, name, change)
+            megatron_to_hf(tmp_path / "ours", tmp_path / "hf", Options(verify=True))
+        assert [p.name for p in tmp_path.iterdir()] == ["ours"]
 
 
 @pytest.mark.parametrize("text", ["", "tp", "tp=0", "tp=two", "dp=2", "tp=2,tp=2", "tp=2;pp=2"])

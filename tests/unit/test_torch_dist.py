@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "real"))
-from tiny_models import save, tiny_dense, tiny_moe, tiny_shared
+from tiny_models import save, tiny_dense, tiny_moe, tiny_qwen2, tiny_shared
 
 import mrl.convert.plan
 import mrl.convert.writer
@@ -31,7 +31,7 @@ from mrl.convert.torch_dist_names import global_tensors
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.models import load_model_spec
 
-FAMILIES = {"qwen3_moe": tiny_moe, "qwen2_moe": tiny_shared, "qwen3": tiny_dense}
+FAMILIES = {"qwen3_moe": tiny_moe, "qwen2_moe": tiny_shared, "qwen3": tiny_dense, "qwen2": tiny_qwen2}
 VERIFIED = Options(verify=True)
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -359,6 +359,13 @@ def test_an_archive_whose_tensor_is_not_in_order_is_refused(models, tmp_path):
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(EnvironmentFault, match=rf"turned\.distcp: {key}.* cannot be read: its elements are not in order"):
         megatron_to_hf(folder, tmp_path / "hf", None, Trust(models["qwen3_moe"]))
+
+
+def test_megatrons_older_format_is_told_from_an_interrupted_save(models, tmp_path):
+    (tmp_path / "iter_0000005" / "mp_rank_00").mkdir(parents=True)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
+    with pytest.raises(EnvironmentFault, match=r"iter_0000005/\.metadata.* is missing: it is of the older format `torch`"):
+        megatron_to_hf(tmp_path, tmp_path / "hf", None, Trust(models["qwen3"]))
 
 
 def test_one_that_is_given_as_hugging_face_files_is_sent_to_its_own_conversion(models, tmp_path):
