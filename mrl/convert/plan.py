@@ -12,7 +12,7 @@ from mrl.reshard.boxes import Box
 from mrl.reshard.manifest import WEIGHT, Entry
 from mrl.reshard.source import Piece, source_shards
 
-FILE_BYTES = 1024**3  # a file is what is written again after a kill, and what one process works on
+FILE_BYTES = 512 * 1024**2  # a file is what is written again after a kill, and what one process works on
 
 
 @dataclass(frozen=True)
