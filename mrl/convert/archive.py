@@ -43,21 +43,34 @@ def find_data(handle: int, offset: int, length: int) -> Data:
     try:
         with zipfile.ZipFile(_Part(handle, offset, length)) as archive:
             records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-            pickled, info = archive.read(records["data.pkl"]), records.get("data/0")
-            if "byteorder" in records and archive.read(records["byteorder"]) != b"little":
-                raise ValueError("its bytes are big-endian")
+        pickled, info = _contents(handle, offset, records["data.pkl"]), records["data/0"]
+        if "byteorder" in records and _contents(handle, offset, records["byteorder"]) != b"little":
+            raise ValueError("its bytes are big-endian")
+        begin = _begin(handle, offset, info)
     except (zipfile.BadZipFile, KeyError, EOFError, struct.error, NotImplementedError) as error:
         raise ValueError(f"no archive of torch.save begins at byte {offset} ({error})") from None
     storage, first, shape = _described(pickled)
-    if info is None or info.compress_type != zipfile.ZIP_STORED:
-        raise ValueError("its elements are compressed or missing")
-    header = os.pread(handle, _LOCAL.size, offset + info.header_offset)
-    begin = offset + info.header_offset + _LOCAL.size + sum(_LOCAL.unpack(header)[-2:])
     item = ITEM_BYTES[storage]
     start, size = begin + first * item, prod(shape) * item
     if start + size > begin + info.file_size or begin + info.file_size > offset + length:
         raise ValueError(f"it describes {size} bytes and has {info.file_size}")
     return Data(start, start + size, storage, shape, (begin, begin + info.file_size), info.CRC)
+
+
+def _begin(handle: int, offset: int, info: zipfile.ZipInfo) -> int:
+    """Where a record's bytes begin in the file."""
+    if info.compress_type != zipfile.ZIP_STORED:
+        raise ValueError(f"{info.filename} is compressed")
+    header = os.pread(handle, _LOCAL.size, offset + info.header_offset)
+    return offset + info.header_offset + _LOCAL.size + sum(_LOCAL.unpack(header)[-2:])
+
+
+def _contents(handle: int, offset: int, info: zipfile.ZipInfo) -> bytes:
+    """A small record. Its checksum counts where there is one: torch.save can be told to leave it out."""
+    data = os.pread(handle, info.file_size, _begin(handle, offset, info))
+    if info.CRC and crc32(data) != info.CRC:
+        raise ValueError(f"the bytes of {info.filename} are not those that were written (CRC-32 differs)")
+    return data
 
 
 def _described(pickled: bytes) -> tuple[str, int, tuple[int, ...]]:

@@ -30,7 +30,7 @@ _HF_FOLDERS = (HF_FOLDER, "huggingface")  # ours and verl's
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 _WRAPPERS = re.compile(r"((module|model)\.)*")
 _TORCH_DTYPES = {"torch.float32": "F32", "torch.bfloat16": "BF16"}
-_READ_BYTES = 4 * 1024**2
+_READ_BYTES = 1024**2
 _SHOWN = 5
 
 
@@ -258,13 +258,14 @@ class Archives(Mapping):
 
     def check_file(self, file: str) -> None:
         """Reads the elements in one file. Raises EnvironmentFault naming file and tensor where a checksum is another."""
+        part = memoryview(bytearray(_READ_BYTES))
         with (self.folder / file).open("rb", buffering=0) as stream:
             for name in (name for name in self.blocks if name[0] == file):
                 data, crc = self.data(name), 0
                 stream.seek(data.storage[0])
                 left = data.storage[1] - data.storage[0] if data.crc else 0
-                while left and (part := stream.read(min(left, _READ_BYTES))):
-                    crc, left = crc32(part, crc), left - len(part)
+                while left and (count := stream.readinto(part[:left])):
+                    crc, left = crc32(part[:count], crc), left - count
                 if left or crc != data.crc:
                     raise EnvironmentFault(
                         f"{self.folder / file}: the bytes of {name[1]} are not those that were written (CRC-32 differs); the checkpoint "

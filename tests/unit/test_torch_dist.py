@@ -158,6 +158,16 @@ def test_padding_of_the_vocabulary_wrappers_and_optimizer_states_stay_behind(mod
     assert report.left_out == ("chained_0.optimizer.state.step", "optimizer.state.exp_avg.decoder.x")
 
 
+def test_archives_without_checksums_are_read_too(models, tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        folder = saved_by_torch(models, tmp_path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    megatron_to_hf(folder, tmp_path / "hf", VERIFIED, Trust(models["qwen3_moe"]))
+    assert_same(weights(tmp_path / "hf"), weights(models["qwen3_moe"]))
+
+
 def test_blocks_cut_anywhere_are_what_a_whole_tensor_has_there(models):
     """Of every kind of key, with layers and experts cut too, as a resharded checkpoint may have them."""
     spec, full = load_model_spec(models["qwen2_moe"]), weights(models["qwen2_moe"])
