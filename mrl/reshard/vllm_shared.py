@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from vllm import _custom_ops
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, _place_kernel_tensors, get_layerwise_info

@@ -19,7 +19,8 @@ from mrl.convert import Options, TorchDist, Trust, hf_to_megatron, megatron_to_h
 pytestmark = [pytest.mark.real, pytest.mark.long, pytest.mark.timeout(480)]
 
 TP, PP, EP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"
-MODELS = {"moe": tiny_moe, "shared": tiny_shared, "dense": tiny_dense, "qwen2": tiny_qwen2}
+# the tied one last: mbridge 0.15.1 writes its map of tied embeddings into a class, so a later model of the process loads a wrong lm_head
+MODELS = {"moe": tiny_moe, "shared": tiny_shared, "qwen2": tiny_qwen2, "dense": tiny_dense}
 DEGREES = {"moe": {TP: 2, PP: 2, EP: 2}, "shared": {TP: 2, PP: 2, EP: 2}, "dense": {TP: 2, PP: 2}, "qwen2": {TP: 2, PP: 2}}
 STYLES = {"stacked": None, "layers": {"non_homogeneous_layers": True}, "singleton": {"singleton_local_shards": True}}
 VERIFIED = Options(verify=True)
@@ -38,15 +39,16 @@ def results(tmp_path_factory) -> Path:
         hf_to_megatron(out / name, out / f"mrl-{name}", {"world_size": 4} | DEGREES[name], options=VERIFIED)
         loads.append((name, name, None))
     hf_to_megatron(out / "moe", out / "ours-layers", TorchDist(separate_layers=True), options=VERIFIED, trust=Trust())
-    loads.append(("moe", "layers", STYLES["layers"]))
-    many = [_task(out, "save", name, DEGREES[name], 4) | {"path": str(out / f"saved-{name}"), "styles": STYLES} for name in MODELS]
-    many += [_task(out, "ours", name, DEGREES[name], 4) | {"path": str(out / f"mrl-{name}")} for name in MODELS]
-    for world, tasks in ((4, many), (1, [])):
+    loads.insert(0, ("moe", "layers", STYLES["layers"]))
+    for world in (4, 1):
+        tasks = []
         for name, written, metadata in loads:
             degrees = DEGREES[name] if world == 4 else {}
-            task = _task(out, "load", name, degrees, world)
             path = str(out / f"ours-{written}" / "release")
-            tasks.append(task | {"name": f"load-{written}", "path": path, "metadata": metadata})
+            tasks.append(_task(out, "load", name, degrees, world) | {"name": f"load-{written}", "path": path, "metadata": metadata})
+            if world == 4 and name == written:
+                tasks.append(_task(out, "save", name, degrees, 4) | {"path": str(out / f"saved-{name}"), "styles": STYLES})
+                tasks.append(_task(out, "ours", name, degrees, 4) | {"path": str(out / f"mrl-{name}")})
         folder = out / f"world-{world}"
         folder.mkdir()
         (folder / "tasks.json").write_text(json.dumps(tasks))
