@@ -60,7 +60,10 @@ def _gathered(scores: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class _Counts:
-    """(token, layer) pairs of a step on one rank, padding left out. On the device until `metrics`: no forward waits for a count."""
+    """(token, layer) pairs of a step on one rank. On the device until `metrics`: no forward waits for a count.
+
+    Neither padding counts, nor in the update a sequence's last token: it never has an engine's route, and nobody reads what comes of it.
+    """
 
     differing: Tensor | int = 0  # in the update, another set of experts than at the old log-probs
     compared: Tensor | int = 0
@@ -128,17 +131,17 @@ class Routing:
         supplied = self._supplied(core, inputs)
         with _choosing(choosers, before if self.replay == "R2" else supplied, has_gaps=self.replay == "R3", training=True):
             yield
-        real, first = _in_routers_order(inputs.real, core), self._first(core)
+        real, predicting = (_in_routers_order(values, core) for values in (inputs.real, inputs.predicting))
+        first = self._first(core)
         for n, chooser in enumerate(choosers):
             self._load[first + n].scatter_add_(0, chooser.chosen.flatten(), real[:, None].expand_as(chooser.chosen).flatten().long())
             if before is not None:
-                self._counts.differing += (_differ(before[n], chooser.chosen) & real).sum()
-                self._counts.compared += real.sum()
+                self._counts.differing += (_differ(before[n], chooser.chosen) & predicting).sum()
+                self._counts.compared += predicting.sum()
         if self.replay == "R3":
-            self._count_missing(supplied, _in_routers_order(inputs.predicting, core), len(choosers))
+            self._count_missing(supplied, predicting, len(choosers))
 
     def _count_missing(self, supplied: list[Tensor] | None, predicting: Tensor, layers: int) -> None:
-        """`predicting` [tokens]: a sequence's last token never has a route, and nobody reads what comes of it."""
         routed = predicting.sum() * layers
         self._counts.routed += routed
         self._counts.missing += routed if supplied is None else sum(((s[:, 0] == MISSING) & predicting).sum() for s in supplied)

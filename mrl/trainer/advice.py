@@ -7,6 +7,7 @@ import numpy as np
 
 from mrl.config.describe import updates_per_rollout
 from mrl.config.schema import RunConfig
+from mrl.platforms.hosting import get_hosting
 from mrl.record.sinks import Record
 from mrl.record.views import Rows
 
@@ -42,7 +43,7 @@ def routes_advice(config: RunConfig, metrics: Mapping[str, float]) -> str | None
     missing = metrics.get("router/missing_routes", 0.0)
     if not missing:
         return None
-    cached = config.rollout.enable_prefix_caching and config.cluster.device != "cuda"
+    cached = config.rollout.enable_prefix_caching and not get_hosting(config.cluster.device).returns_routes
     cure = "rollout.enable_prefix_caching: false brings those of cached prompts" if cached else "see logs/engine-N.log in the run directory"
     return f"warning: router/missing_routes is {missing:.3g}: this share of choices is the trainer's own, not the engine's (R3); {cure}"
 

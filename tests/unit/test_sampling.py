@@ -148,7 +148,7 @@ def test_a_prompt_drawn_twice_in_a_step_is_not_answered_with_the_same_seeds(monk
     def engines_generate(requests, settings, score):
         assert len(gone) == len(seeds) + 1, "the actor leaves its devices before the engines generate"
         seeds.append([r.seed for r in requests])
-        return [SimpleNamespace(token_ids=(5,), log_probs=(0.0,), stop_reason="stop", weight_version=0) for _ in requests]
+        return [SimpleNamespace(token_ids=(5,), log_probs=(0.0,), stop_reason="stop", weight_version=0, routes=None) for _ in requests]
 
     run = SimpleNamespace(
         config=load_config(TINY, overrides=SIZES).config, state=TrainState(), engines=SimpleNamespace(generate=engines_generate),
