@@ -60,7 +60,8 @@ def run(folder: Path, model: Path, dtype: str, steps: list, tensor: int = 1, exp
     }  # fmt: skip
     job.write_text(json.dumps({"arguments": arguments, "steps": steps}))
     environment = os.environ | {
-        "PYTHONPATH": str(HERE), "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_PLUGINS": "mrl", "VLLM_LOGGING_LEVEL": "ERROR",
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])]),
+        "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_PLUGINS": "mrl", "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(i % os.cpu_count()) for i in range(tensor)), "VLLM_NO_USAGE_STATS": "1",
         "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "VLLM_HOST_IP": "127.0.0.1",
     }  # fmt: skip
