@@ -324,7 +324,12 @@ def write_result(parts: dict[str, Findings], out: Path | None) -> None:
     print(json.dumps(told), flush=True)
     command = shlex.join(["scripts/evidence/resume.py", *sys.argv[1:]])
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-    made = {"commit": commit, "date": date.today().isoformat(), "machine": f"{platform.machine()}, {os.cpu_count()} cores", "command": command}
+    made = {
+        "commit": commit,
+        "date": date.today().isoformat(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "command": command,
+    }
     if out:
         out.write_text(json.dumps(told | made | {name: asdict(part) for name, part in parts.items()}, indent=1) + "\n")
 
