@@ -154,7 +154,7 @@ class Routing:
             self._count_missing(supplied, predicting, len(choosers))
 
     def check_recomputed(self) -> None:
-        """After a backward pass. Raises RuntimeError when it left a forward out that it should recompute: the next would take its routes."""
+        """After a backward pass. Raises RuntimeError when it did not recompute all it should: the next would take the routes left over."""
         if left := sum(len(router.router_replay.pending) for router in self._all()):
             raise RuntimeError(f"{left} choices of experts were kept for a recomputation that did not come")
 
