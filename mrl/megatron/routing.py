@@ -84,6 +84,7 @@ class Routing:
             router.router_replay = _Chooser()
         self._columns = {id(r): model.moe_layers.index(r.layer_number - 1) for r in self._all()}  # in routes that came with samples
         self._device = next((router.weight.device for router in self._all()), torch.device("cpu"))
+        self._narrow = torch.uint8 if model.num_experts <= 256 else torch.int16  # routes of a step lie on the device
         self._recorded: dict[tuple[int, bytes], list[Tensor]] = {}
         self.begin_step()
 
@@ -105,7 +106,7 @@ class Routing:
         with self.supplying(model, inputs):
             yield
         choosers = self._choosers(core)
-        self._record((id(core), inputs.content), [c.chosen.to(torch.int16) for c in choosers], _in_routers_order(inputs.real, core))
+        self._record((id(core), inputs.content), [c.chosen.to(self._narrow) for c in choosers], _in_routers_order(inputs.real, core))
         if (supplied := self._supplied(core, inputs)) is not None:
             real = _in_routers_order(inputs.real, core)
             for chooser, wanted in zip(choosers, supplied, strict=True):

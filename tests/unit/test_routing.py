@@ -73,3 +73,18 @@ def test_choices_that_no_backward_took_are_an_error_and_do_not_reach_the_next_st
         routing.check_recomputed()
     routing.begin_step()
     routing.check_recomputed()
+
+
+@pytest.mark.parametrize(("experts", "bytes_each"), [(4, 1), (256, 1), (257, 2)])
+def test_routes_are_kept_in_the_narrowest_numbers_that_hold_every_expert(experts, bytes_each):
+    model = torch.nn.Sequential(Router())
+    model.config = SimpleNamespace(sequence_parallel=False)
+    routing = Routing([model], SimpleNamespace(num_experts=experts, moe_layers=(0,)), "R2")
+    inputs = SimpleNamespace(content=b"a", real=REAL[None], predicting=REAL[None])
+    scores = torch.arange(3.0 * experts).view(3, experts)  # the last expert is the highest everywhere
+    for around in (routing.recording, routing.comparing):
+        with around(model, inputs):
+            _, chosen = next(routing._all()).router_replay.get_replay_topk(scores, 2, None, None, lambda s, k, *_: s.topk(k))
+        assert chosen.tolist() == [[experts - 1, experts - 2]] * 3
+    ((kept,),) = routing._recorded.values()
+    assert kept.element_size() == bytes_each
