@@ -18,7 +18,7 @@ from torch import Tensor
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.megatron.adam_state import AdamState
 from mrl.megatron.offload import OPTIMIZER, PARAMETERS, check_resident
-from mrl.megatron.optimizer import current_lr
+from mrl.megatron.optimizer import current_lr, is_frozen
 from mrl.megatron.shards import RankShards, plain_name
 from mrl.reshard.manifest import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, Entry, Manifest, RankFiles, read_manifest
 from mrl.reshard.source import Shard, local_shapes, source_shards
@@ -187,7 +187,10 @@ def _writes_optimizer_part(actor, shard: Shard) -> bool:
 
 
 def _load_optimizer_part(stored: StoredTensors, held: Held, step: float | None, has_masters: bool) -> None:
-    """Without master weights in the checkpoint, and where weights are their own, they come from the weights, which are in place."""
+    """Without master weights in the checkpoint, and where weights are their own, they come from the weights, which are in place.
+
+    A frozen parameter starts with zero moments: Adam would follow those of the updates before for many steps, with no gradient at all.
+    """
     main = held.main()
     master = held.adam.master(main)
     whole = torch.zeros(held.shard.local_shape, dtype=torch.float32)
@@ -201,7 +204,9 @@ def _load_optimizer_part(stored: StoredTensors, held: Held, step: float | None, 
     for tensor in (main, master):  # they may be one
         tensor.copy_(values)
     if step is not None:
-        held.adam.set_moments(main, step, {name: part(role).clone() for role, name in MOMENTS.items()})
+        frozen = is_frozen(held.parameter)
+        moments = {name: torch.zeros_like(master) if frozen else part(role).clone() for role, name in MOMENTS.items()}
+        held.adam.set_moments(main, step, moments)
 
 
 def _optimizer_facts(actor) -> dict[str, Any]:

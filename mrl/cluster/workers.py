@@ -4,6 +4,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -94,15 +95,16 @@ class ActorWorker:
         from safetensors.torch import save
 
         bucket, size = {}, 0
-        for name, tensor in self.actor.export_hf():
-            if self.rank:
-                continue
-            if bucket and size + tensor.nbytes > limit_bytes:
-                yield from _packed(save(bucket))
-                bucket, size = {}, 0
-            # the exporter may reuse its buffers, and views share storage, which safetensors refuses
-            bucket[name] = tensor.detach().cpu().clone(memory_format=_contiguous())
-            size += tensor.nbytes
+        with closing(self.actor.export_hf()) as exported:  # it holds the parameters on the device until it ends, also where we are left
+            for name, tensor in exported:
+                if self.rank:
+                    continue
+                if bucket and size + tensor.nbytes > limit_bytes:
+                    yield from _packed(save(bucket))
+                    bucket, size = {}, 0
+                # the exporter may reuse its buffers, and views share storage, which safetensors refuses
+                bucket[name] = tensor.detach().cpu().clone(memory_format=_contiguous())
+                size += tensor.nbytes
         if bucket:
             yield from _packed(save(bucket))
 

@@ -10,6 +10,7 @@ from mrl.commands.config_arguments import add_config, resolved_config
 from mrl.errors import ConfigError
 
 _ACTOR_ALONE = "counted for the actor alone; mrl plan CONFIG with a layout counts a reference model, engines and the host too"
+_SAVES = "host memory is counted without the copy that checkpoints are written from: each rank's weights, float32 weights and moments"
 
 
 def add(commands) -> None:
@@ -65,7 +66,7 @@ def _one(options: argparse.Namespace) -> dict[str, Any]:
         file = RunDir(Path(options.run_dir)).plan
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, plan_text(plan))
-    return plan | {"notes": _notes(config, options.device, plan["device"]["name"], stand_in)}
+    return plan | {"notes": [*_notes(config, options.device, plan["device"]["name"], stand_in), _SAVES]}
 
 
 def _search(options: argparse.Namespace) -> dict[str, Any]:

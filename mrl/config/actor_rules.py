@@ -28,6 +28,7 @@ _KEEP_ADDRESSES = (
     ("actor.override_ddp_config", "nccl_ub", False, "the communicator has registered the memory of the buffers"),
 )
 _DISPATCHERS = ("allgather", "alltoall", "flex")
+_BALANCING = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
 # vLLM arguments under which the engine's routes are refused, wrong or incomplete, each with the value that is right and why.
 # Sources: vllm-project/vllm PR 28284, PR 39917 and PR 48622.
 _ROUTES_NEED = {
@@ -219,6 +220,13 @@ def _experts(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
     if given.get("moe_expert_capacity_factor") is not None:
         why = "tokens over an expert's capacity are dropped in training and not in generation: the log-probs would differ"
         yield Broken(f"{_TRANSFORMER}.moe_expert_capacity_factor", "must be null", why, (None,))
+
+    balancing = given.get("moe_router_load_balancing_type", "none")
+    if not all(kind in _BALANCING for kind in (balancing if isinstance(balancing, list) else [balancing])):
+        why = (
+            "experts must be chosen by the highest scores, as engines choose them and as routes are recorded; sinkhorn's choice is another"
+        )
+        yield Broken(f"{_TRANSFORMER}.moe_router_load_balancing_type", "must keep the routers' own choice", why, _BALANCING)
 
 
 def _replay(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:

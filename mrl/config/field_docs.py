@@ -249,8 +249,8 @@ FIELD_DOCS: dict[str, str | tuple[str, str]] = {
     "trainer.log_val_generations": ("Validation responses that loggers of text show.", "10 while a run is new: read them."),
     "trainer.max_actor_ckpt_to_keep": "Newest checkpoints that are kept.",
     "trainer.async_save": (
-        "Checkpoints are written while training goes on, from a copy in host memory.",
-        "Off where host memory cannot hold a second copy of weights and optimizer.",
+        "Checkpoints are written while training goes on; false: training waits for the disk. Either way from a copy in host memory.",
+        "Off where a disk that is busy with a checkpoint slows training more than waiting does. It saves no memory.",
     ),
     "trainer.max_skipped_updates": (
         "So many updates in a row that could not be applied (NaN or inf in loss or gradient) stop the run with exit code 6.",

@@ -162,6 +162,8 @@ class MegatronActor:
         zero_gradients(self.chunks, self.optimizer)
         around = self.routing.comparing if self.routing else nothing_around
         parts = loss_pass(self.chunks, inputs, self.model.vocab_size, self.loss_parameters, denominators, around)
+        if self.routing:
+            self.routing.check_recomputed()
         return [to_floats(p) for p in parts] if parallel.holds_result() else []
 
     def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,6 +1,5 @@
 """One pass of micro-batches through Megatron's pipeline schedules, forward only or with backward."""
 
-import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
@@ -28,7 +27,7 @@ from mrl.megatron.packing import MicroArrays
 
 @dataclass(frozen=True)
 class MicroInputs:
-    """MicroArrays as tensors on the device."""
+    """MicroArrays, its arrays as tensors on the device."""
 
     input_ids: Tensor
     position_ids: Tensor
@@ -46,13 +45,13 @@ class MicroInputs:
     loss_weights: Tensor | None
     selected: Tensor | None
     routes: Tensor | None
-    content: bytes  # digest of the token ids: two passes that cut a batch alike have the same micro-batches
+    content: bytes
 
     @classmethod
     def of(cls, arrays: MicroArrays, device: torch.device) -> "MicroInputs":
         named = {f.name: getattr(arrays, f.name) for f in fields(arrays)}
-        tensors = {k: None if v is None else torch.from_numpy(np.ascontiguousarray(v)).to(device) for k, v in named.items()}
-        return cls(**tensors, content=hashlib.blake2b(arrays.input_ids.tobytes(), digest_size=16).digest())
+        arrays_alone = {k: v for k, v in named.items() if isinstance(v, np.ndarray)}
+        return cls(**named | {k: torch.from_numpy(np.ascontiguousarray(v)).to(device) for k, v in arrays_alone.items()})
 
     def packed(self) -> PackedSeqParams | None:
         """Where sequences begin and end, for attention and rotary positions; pads belong to their sequence's end."""

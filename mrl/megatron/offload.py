@@ -108,9 +108,17 @@ class Residence:
         return [_Gone(storage, storage.nbytes(), self._places[name]) for name, storage in held.items()]
 
     def _come_back(self, kind: str) -> None:
+        """All of it or, when memory runs out, nothing: what came back in part would be taken for gone, and its next state be lost."""
         if gone := self._gone.get(kind):
-            for one in gone:
-                one.come_back()
+            try:
+                for one in gone:
+                    one.come_back()
+            except BaseException:
+                self._platform.synchronize()  # copies into what came back may be under way
+                for one in gone:
+                    one.storage.resize_(0)
+                self._platform.release_cache()
+                raise
             self._platform.synchronize()
         self._gone.pop(kind, None)
 

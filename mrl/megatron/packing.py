@@ -4,6 +4,7 @@ Context-parallel rank r holds, of every sequence cut into 2 * context chunks, ch
 have the same share of a causal attention's work. What predicts what is settled before the cut, inside each sequence.
 """
 
+import hashlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,6 +65,7 @@ class MicroArrays:
     loss_weights: np.ndarray | None  # float32 [rows, response_length]
     selected: np.ndarray | None  # bool [rows, response_length]
     routes: np.ndarray | None  # int8 or int16 [batch, length, MoE layers, topk]; -1 where unknown, as of padding
+    content: bytes  # digest of all that a forward takes, before the cut: two passes that cut a batch alike have the same micro-batches
 
 
 def micro_arrays(batch: TrainBatch, rows: np.ndarray, shape: Shape, context_rank: int = 0, is_filler: bool = False) -> MicroArrays:
@@ -99,7 +101,18 @@ def micro_arrays(batch: TrainBatch, rows: np.ndarray, shape: Shape, context_rank
         loss_weights=_cut(picked.loss_weights, width),
         selected=_cut(picked.selected, width),
         routes=None if picked.routes is None else _laid_out_routes(picked.routes, left)[kept].reshape(lines, -1, *picked.routes.shape[1:]),
+        content=_digest(ids, lengths, padded, picked.routes),
     )
+
+
+def _digest(*whole: np.ndarray | None) -> bytes:
+    """Of arrays as they are on all context-parallel ranks: samples that differ in another rank's part only have other digests here too."""
+    digest = hashlib.blake2b(digest_size=16)
+    for array in whole:
+        if array is not None:
+            digest.update(f"{array.dtype}{array.shape}".encode())
+            digest.update(np.ascontiguousarray(array))
+    return digest.digest()
 
 
 def _cut(values: np.ndarray | None, width: int) -> np.ndarray | None:

@@ -84,6 +84,7 @@ class Routing:
             router.router_replay = _Chooser()
         self._columns = {id(r): model.moe_layers.index(r.layer_number - 1) for r in self._all()}  # in routes that came with samples
         self._device = next((router.weight.device for router in self._all()), torch.device("cpu"))
+        self._narrow = torch.uint8 if model.num_experts <= 256 else torch.int16  # routes of a step lie on the device
         self._recorded: dict[tuple[int, bytes], list[Tensor]] = {}
         self.begin_step()
 
@@ -93,6 +94,8 @@ class Routing:
     def begin_step(self) -> None:
         """Forgets the routes and counts of the step before."""
         self._recorded.clear()
+        for router in self._all():
+            router.router_replay.pending.clear()  # of a step that broke off
         self._counts = _Counts()
         self._load = torch.zeros(sum(map(len, self._routers.values())), self._num_experts, dtype=torch.int64, device=self._device)
 
@@ -103,13 +106,23 @@ class Routing:
         with self.supplying(model, inputs):
             yield
         choosers = self._choosers(core)
-        self._recorded[id(core), inputs.content] = [c.chosen.to(torch.int16) for c in choosers]
+        self._record((id(core), inputs.content), [c.chosen.to(self._narrow) for c in choosers], _in_routers_order(inputs.real, core))
         if (supplied := self._supplied(core, inputs)) is not None:
             real = _in_routers_order(inputs.real, core)
             for chooser, wanted in zip(choosers, supplied, strict=True):
                 known = real & (wanted[:, 0] != MISSING)
                 self._counts.disagreeing += (_differ(wanted, chooser.own) & known).sum()
                 self._counts.supplied += known.sum()
+
+    def _record(self, key: tuple[int, bytes], chosen: list[Tensor], real: Tensor) -> None:
+        """Raises RuntimeError where sameness is promised and micro-batches of the same content chose otherwise.
+
+        Without that promise they may differ by rounding, and either's routes are as good.
+        """
+        before = self._recorded.get(key, []) if torch.are_deterministic_algorithms_enabled() else []
+        if any((_differ(one, other) & real).any() for one, other in zip(before, chosen, strict=False)):
+            raise RuntimeError("two micro-batches of the same tokens chose other experts; their routes cannot be told apart")
+        self._recorded[key] = chosen
 
     @contextmanager
     def supplying(self, model: torch.nn.Module, inputs: MicroInputs) -> Iterator[None]:
@@ -140,6 +153,11 @@ class Routing:
                 self._counts.compared += predicting.sum()
         if self.replay == "R3":
             self._count_missing(supplied, predicting, len(choosers))
+
+    def check_recomputed(self) -> None:
+        """After a backward pass. Raises RuntimeError when it did not recompute all it should: the next would take the routes left over."""
+        if left := sum(len(router.router_replay.pending) for router in self._all()):
+            raise RuntimeError(f"{left} choices of experts were kept for a recomputation that did not come")
 
     def _count_missing(self, supplied: list[Tensor] | None, predicting: Tensor, layers: int) -> None:
         routed = predicting.sum() * layers
@@ -196,9 +214,11 @@ def _choosing(choosers: list[_Chooser], wanted: list[Tensor] | None, has_gaps: b
     """Lets routers choose what is wanted of them; by themselves where that is None."""
     for n, chooser in enumerate(choosers):
         chooser.training, chooser.has_gaps, chooser.wanted = training, has_gaps, wanted[n] if wanted else None
-    yield
-    for chooser in choosers:
-        chooser.training, chooser.wanted = False, None
+    try:
+        yield
+    finally:
+        for chooser in choosers:
+            chooser.training, chooser.wanted = False, None
 
 
 def _differ(routes: Tensor, others: Tensor) -> Tensor:

@@ -192,3 +192,7 @@ class WorkerExtension(shared.WorkerExtension):
         """Shape and int16 bytes of what RouteCapture.take returns."""
         routes = self.route_capture.take(name, computed)
         return list(routes.shape), routes.tobytes()
+
+    def forget_routes(self) -> None:
+        """Drops the routes of requests that were given up."""
+        self.route_capture.forget()

@@ -4,6 +4,7 @@ Its `enable_return_routed_experts` is wired to model runner V2 alone, which need
 their choice all the same; what is here ties the choices of a step to the requests of that step, as model runner V1 lays them out.
 """
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,17 +13,26 @@ import torch
 from torch import Tensor
 
 from mrl.data.routes import ASKED, MISSING
+from mrl.errors import EnvironmentFault
+
+_PLAIN_NAMES = "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"  # of vLLM
 
 
 class RouteCapture:
-    """Stands between a worker and its model runner. A request's routes are kept until they are taken."""
+    """Stands between a worker and its model runner. A request's routes are kept until they are taken, or given up by `forget`."""
 
     def __init__(self, runner: Any, bind: Callable[[Any, "RouteCapture"], None]):
-        """`bind(model, self)` makes every router of the model call `capture`: vLLM's bind_routed_experts_capturer."""
+        """`bind(model, self)` makes every router of the model call `capture`: vLLM's bind_routed_experts_capturer.
+
+        Raises EnvironmentFault when vLLM is told to name requests otherwise than routes are kept by.
+        """
+        if os.environ.get(_PLAIN_NAMES, "0") not in ("", "0"):
+            raise EnvironmentFault(f"{_PLAIN_NAMES} is set: routes are kept by request, whose names end in something random; unset it")
         self._runner, self._execute = runner, runner.execute_model
         self._layers = runner.model_config.get_total_num_hidden_layers()
         self._step: dict[int, Tensor] = {}  # layer -> experts [tokens of the step, topk]
         self._kept: dict[str, list[tuple[int, np.ndarray]]] = {}  # request -> (first position, [tokens, layers, topk]) of each step
+        self._fault = ""  # what was found wrong; said when routes are taken, as an error inside a step would end the engine
         bind(runner.get_model(), self)
         runner.execute_model = self._execute_and_keep
 
@@ -33,7 +43,11 @@ class RouteCapture:
     def _execute_and_keep(self, scheduled: Any, *arguments: Any, **named: Any) -> Any:
         self._step.clear()
         output = self._execute(scheduled, *arguments, **named)
-        if self._step:
+        tokens = sum(scheduled.num_scheduled_tokens.values())
+        wrong = {layer: len(chosen) for layer, chosen in self._step.items() if len(chosen) != tokens}
+        if wrong:
+            self._fault = f"routers chose for other tokens than the {tokens} of a step: {wrong} (layer: tokens)"
+        elif self._step:
             self._keep(scheduled)
         return output
 
@@ -60,11 +74,19 @@ class RouteCapture:
             rows[:, layer] = chosen.cpu().numpy()
         return rows
 
+    def forget(self) -> None:
+        """Drops what was kept for requests that nobody will take: to be called when none is under way."""
+        self._kept.clear()
+
     def take(self, name: str, computed: int) -> np.ndarray:
         """int16 [computed, layers, topk] of a request that finished after so many tokens had to be computed, and forgets it.
 
         -1 where a token was not: the prefix cache had it. What was scheduled ahead of the request's end is left out.
+
+        Raises RuntimeError when routers chose for other tokens than were scheduled: from there on nobody knows what belongs to whom.
         """
+        if self._fault:
+            raise RuntimeError(self._fault)
         parts = self._kept.pop(name)
         routes = np.full((computed, *parts[0][1].shape[1:]), MISSING, np.int16)
         for start, rows in parts:

@@ -63,8 +63,7 @@ class VllmEngine:
         await self._connect_slow_path()
         with self._alive():
             await self._front.set_version(self._llm, 0)
-            if self.settings.captures_routes:
-                await self._ask(self._llm.collective_rpc("capture_routes"))
+            await self._capture_routes()
         self.version = 0
         self._note_shared_memory()
         if self.settings.check_order:
@@ -126,9 +125,22 @@ class VllmEngine:
         tokens, found = len(request.prompt_ids) + len(answer.token_ids), answer.routed_experts
         if self.settings.captures_routes:
             with self._alive():
-                shape, data = (await self._ask(self._llm.collective_rpc("take_routes", args=(name, tokens - 1))))[0]
+                shape, data = (await self._workers("take_routes", name, tokens - 1))[0]
             found = np.frombuffer(data, np.int16).reshape(shape)
         return self.settings.routes.from_engine(found, tokens, f"engine {self.settings.engine_id}, sample {request.sample_id}")
+
+    async def _capture_routes(self) -> None:
+        if not self.settings.captures_routes:
+            return
+        try:
+            await self._workers("capture_routes")
+        except RuntimeError as error:
+            raise EnvironmentFault(f"engine {self.settings.engine_id} cannot tell its routes (actor.router_replay: R3): {error}") from error
+
+    async def _forget_routes(self) -> None:
+        """With new weights: requests that were given up left theirs behind, and no other is under way."""
+        if self.settings.captures_routes:
+            await self._workers("forget_routes")
 
     async def _check_order(self) -> None:
         """The same prompts in two orders must give the same bits; else a run cannot be repeated, nor resumed exactly."""
@@ -182,6 +194,7 @@ class VllmEngine:
             await self._workers("finish_weight_update")
             await self._front.set_version(self._llm, version)
             await self._ask(self._llm.reset_prefix_cache())
+            await self._forget_routes()
         shutil.rmtree(self._staging)
         self._staging = None
         self._note_shared_memory()
@@ -244,6 +257,7 @@ class VllmEngine:
         with self._alive():
             await self._front.set_version(self._llm, version)
             await self._ask(self._llm.reset_prefix_cache())
+            await self._forget_routes()
         self.version = version
 
     async def fingerprints(self) -> dict[str, str]:

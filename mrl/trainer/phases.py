@@ -11,7 +11,9 @@ from mrl.algo.kl import kl_in_reward
 from mrl.algo.mismatch import mismatch_metrics
 from mrl.data.batch import Prompt, Sample, TrainBatch, collate
 from mrl.data.order import DataCursor
+from mrl.data.routes import MISSING
 from mrl.data.tokenizer import pad_token_id
+from mrl.errors import EnvironmentFault
 from mrl.layout import TrainLayout
 from mrl.megatron.batching import Splitter, mini_batches, trained_rows
 from mrl.models import load_model_spec
@@ -47,12 +49,23 @@ def generate(run: Run, prompts: list[Prompt], gen_batch: int = 0) -> list[Sample
 
 def with_old_log_probs(run: Run, samples: list[Sample]) -> tuple[TrainBatch, dict[str, float]]:
     """The samples as a batch, with log-probs of the same weights under Megatron's numerics; the policy's entropy, and how far apart
-    generation and training are. Raises NumericAbort for log-probs that are not finite.
+    generation and training are. Raises NumericAbort for log-probs that are not finite, EnvironmentFault when no sample has a route of R3.
     """
+    if run.config.actor.router_replay == "R3":
+        check_any_route(samples)
     batch = collate(samples, run.config.rollout.temperature, pad_token_id(run.tokenizer))
     log_probs, entropy = run.actor.log_probs(batch)
     apart = mismatch_metrics(batch.rollout_log_probs, log_probs, batch.response_mask)
     return dataclasses.replace(batch, old_log_probs=log_probs), {"actor/entropy": entropy} | apart
+
+
+def check_any_route(samples: list[Sample]) -> None:
+    """Some may be missing, as those of cached prompts are; where all are, nothing would be replayed under the name of R3."""
+    if not any(sample.routes is not None and (sample.routes != MISSING).any() for sample in samples):
+        raise EnvironmentFault(
+            f"actor.router_replay: R3, and the vLLM engines (rollout) returned no route for any of {len(samples)} samples; "
+            "see logs/engine-N.log in the run directory, or set actor.router_replay: R2 or disabled, which need none"
+        )
 
 
 def with_ref_log_probs(run: Run, batch: TrainBatch) -> TrainBatch:

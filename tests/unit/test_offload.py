@@ -1,5 +1,6 @@
 """Storages leave their device and come back under the tensors that lie on them; host memory is made once, and misuse is refused."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -153,6 +154,35 @@ def test_an_error_ends_the_use():
         raise ValueError("inside")
     world.residence.offload()
     assert world.sizes()[PARAMETERS] == 0
+
+
+class Full:
+    """A storage of a device that has no memory for it."""
+
+    def __init__(self, storage: torch.UntypedStorage):
+        self.storage = storage
+
+    def resize_(self, nbytes: int) -> None:
+        if nbytes:
+            raise MemoryError(f"no {nbytes} bytes")
+        self.storage.resize_(0)
+
+
+def test_a_return_for_which_memory_runs_out_leaves_everything_away_and_can_be_tried_again():
+    kept, world = World(()), World()
+    for one in (kept, world):
+        one.step()
+    world.residence.offload()
+    whole = world.residence._gone[OPTIMIZER]
+    world.residence._gone[OPTIMIZER] = [whole[0], replace(whole[1], storage=Full(whole[1].storage)), *whole[2:]]
+    with pytest.raises(MemoryError), world.residence.using(OPTIMIZER):
+        pass
+    assert world.sizes()[OPTIMIZER] == 0
+    with pytest.raises(RuntimeError, match="optimizer: not on the device"):
+        world.residence.require(OPTIMIZER)
+    world.residence._gone[OPTIMIZER] = whole
+    with world.residence.using(OPTIMIZER):
+        assert all(torch.equal(*pair) for pair in zip(world.masters, kept.masters, strict=True))
 
 
 def test_a_method_says_what_it_needs():

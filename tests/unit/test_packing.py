@@ -88,3 +88,26 @@ def test_rejected_tokens_are_not_computed(batch):
     keep = batch.response_mask.copy()
     keep[1, 1] = False
     assert micro_arrays(replace(batch, keep=keep), ALL, PACKED).targets.tolist() == [14, 15, 22, 24]
+
+
+@pytest.mark.parametrize("shape", [Shape(True, 2), Shape(False, 2)])
+def test_micro_batches_that_differ_in_another_ranks_part_alone_differ_in_content_on_every_rank(shape):
+    def cuts(*ids):
+        return [micro_arrays(collate([sample(ids[:4], ids[4:])], 1.0, 0), np.array([0]), shape, rank) for rank in (0, 1)]
+
+    one, again, other = cuts(*range(8)), cuts(*range(8)), cuts(0, 1, 2, 99, 4, 5, 6, 7)
+    assert np.array_equal(one[0].input_ids, other[0].input_ids)
+    assert one[0].content == one[1].content == again[0].content == again[1].content
+    assert other[0].content == other[1].content != one[0].content
+
+
+def test_the_same_tokens_cut_into_other_sequences_have_another_content():
+    whole, cut = [sample((1, 2), (3, 4))], [sample((1,), (2,)), sample((3,), (4,))]
+    one, other = (micro_arrays(collate(samples, 1.0, 0), np.arange(len(samples)), PACKED) for samples in (whole, cut))
+    assert np.array_equal(one.input_ids, other.input_ids) and one.content != other.content
+
+
+def test_samples_that_the_engine_routed_otherwise_have_another_content():
+    routes = [np.full((4, 1, 1), expert, np.int8) for expert in (0, 1)]
+    one, other = (micro_arrays(collate([replace(sample((1, 2), (3, 4)), routes=r)], 1.0, 0), np.array([0]), PACKED) for r in routes)
+    assert one.content != other.content

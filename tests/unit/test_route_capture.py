@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mrl.data.routes import ASKED, MISSING
+from mrl.errors import EnvironmentFault
 from mrl.reshard.vllm_032_routes import RouteCapture
 
 LAYERS, DENSE, TOPK = 3, 1, 2
@@ -39,11 +40,12 @@ def runner():
     return Runner()
 
 
+def bind(model, capturer):
+    model.capture = capturer.capture
+
+
 @pytest.fixture
 def capture(runner):
-    def bind(model, capturer):
-        model.capture = capturer.capture
-
     return RouteCapture(runner, bind)
 
 
@@ -102,3 +104,29 @@ def test_routes_are_kept_only_for_who_asks_and_only_once(runner, capture):
     for name in ("a", "b"):
         with pytest.raises(KeyError):
             capture.take(name, 1)
+
+
+def test_names_that_vllm_leaves_as_they_are_are_refused_at_the_start(runner, monkeypatch):
+    for value in ("0", ""):
+        monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", value)
+        RouteCapture(runner, bind)
+    monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
+    with pytest.raises(EnvironmentFault, match="VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is set"):
+        RouteCapture(runner, bind)
+
+
+@pytest.mark.parametrize("cut", [slice(0, 2), slice(-1, 5)])
+def test_a_layer_that_chose_for_other_tokens_than_were_scheduled_is_named_when_routes_are_taken(runner, capture, cut):
+    whole = runner.capture
+    runner.capture = lambda layer, topk_ids: whole(layer, topk_ids[cut] if layer == 2 else topk_ids)
+    step(runner, new=[("a-x", 0, 3, True)])  # the step itself goes on
+    with pytest.raises(RuntimeError, match=f"the 3 of a step: {{2: {len(range(3)[cut])}}}"):
+        capture.take("a", 3)
+
+
+def test_what_nobody_took_is_forgotten_when_told_to(runner, capture):
+    step(runner, new=[("a-x", 0, 2, True)])
+    capture.forget()
+    step(runner, cached=[("a-x", 2, 1)])
+    with pytest.raises(KeyError):
+        capture.take("a", 2)

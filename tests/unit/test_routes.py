@@ -1,14 +1,16 @@
 """Routes at the border: what an engine returns is checked before anything is trained on it, and keeps to its sample through every cut."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from mrl.data.batch import Sample, collate
 from mrl.data.routes import MISSING, RouteShape
-from mrl.errors import DataError
+from mrl.errors import DataError, EnvironmentFault, NumericAbort
 from mrl.megatron.packing import Shape, micro_arrays
+from mrl.trainer.phases import check_any_route, with_old_log_probs
 
 SHAPE = RouteShape(num_layers=3, moe_layers=(1, 2), topk=2, num_experts=4)  # the first layer is dense
 WHOSE = "engine 1, sample 7"
@@ -77,6 +79,28 @@ def sample(i: int, prompt: int, response: int, routes: bool = True) -> Sample:
 @pytest.fixture
 def batch():
     return collate([sample(0, 3, 4), sample(1, 2, 9), sample(2, 5, 1, routes=False), sample(3, 6, 2)], 1.0, 0)
+
+
+@pytest.mark.parametrize("unknown", [None, np.full((7, 2, 2), MISSING, np.int8)])
+def test_a_step_of_r3_without_any_route_is_a_fault_and_one_with_some_is_not(unknown):
+    without = replace(sample(0, 3, 4), routes=unknown)
+    with pytest.raises(EnvironmentFault, match=r"no route for any of 2 samples.*engine-N\.log.*R2 or disabled"):
+        check_any_route([without, without])
+    check_any_route([without, sample(1, 2, 9)])
+
+
+@pytest.mark.parametrize("replay", ["R3", "R2", "disabled"])
+def test_only_r3_asks_for_routes(replay):
+    config = SimpleNamespace(actor=SimpleNamespace(router_replay=replay), rollout=SimpleNamespace(temperature=1.0))
+    run = SimpleNamespace(
+        config=config, tokenizer=SimpleNamespace(pad_token_id=0, eos_token_id=0), actor=SimpleNamespace(log_probs=_not_finite)
+    )
+    with pytest.raises(EnvironmentFault if replay == "R3" else NumericAbort):
+        with_old_log_probs(run, [sample(0, 3, 4, routes=False)])
+
+
+def _not_finite(batch):
+    raise NumericAbort("asked")
 
 
 def test_a_batch_of_samples_without_routes_has_none():

@@ -143,6 +143,10 @@ def test_tp8_with_four_kv_heads_is_told_apart_by_the_version_of_megatron():
         ([TRANSFORMER + "moe_enable_deepep=true"], TRANSFORMER + "moe_enable_deepep", (False,)),
         ([TRANSFORMER + "moe_token_dispatcher_type=alltoal"], TRANSFORMER + "moe_token_dispatcher_type", ("allgather", "alltoall", "flex")),
         ([TRANSFORMER + "moe_shared_expert_overlap=true"], TRANSFORMER + "moe_shared_expert_overlap", (False,)),
+        (
+            [TRANSFORMER + "moe_router_load_balancing_type=sinkhorn"], TRANSFORMER + "moe_router_load_balancing_type",
+            ("none", "aux_loss", "seq_aux_loss", "global_aux_loss"),
+        ),
         ([TRANSFORMER + "moe_expert_capacity_factor=1.0"], TRANSFORMER + "moe_expert_capacity_factor", (None,)),
         ([TRANSFORMER + "use_flash_attn=true"], TRANSFORMER + "use_flash_attn", ()),
         (["actor.router_replay=R3", "rollout.engine_kwargs={vllm: {async_scheduling: true}}", "cluster.versions={vllm: 0.23.0}"],
@@ -162,6 +166,7 @@ def test_on_the_other_side_of_the_boundary_nothing_is_said():
     assert found([LAYOUT + "context_parallel_size=4", "actor.ppo_max_token_len_per_gpu=2560"]) == {}
     selective = [TRANSFORMER + f"recompute_{name}" for name in ("granularity=selective", "method=null", "num_layers=null", "modules=[moe]")]
     assert found(selective) == {}
+    assert found([TRANSFORMER + "moe_router_load_balancing_type=[aux_loss,seq_aux_loss]"]) == {}
     assert found([TRANSFORMER + "moe_enable_deepep=true", TRANSFORMER + "moe_token_dispatcher_type=flex"]) == {}
     assert found(["actor.router_replay=R3", "rollout.engine_kwargs={vllm: {async_scheduling: true}}"]) == {}
     assert found(["actor.router_replay=R3", "rollout.enable_prefix_caching=false", "cluster.versions={vllm: 0.23.0}"]) == {}
