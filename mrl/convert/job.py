@@ -23,6 +23,7 @@ from mrl.errors import ConfigError, EnvironmentFault
 
 SMALL_BYTES = 64 * 1024**2  # starting processes would take longer than this
 _SYNCS = 4  # files that are waited for at once
+_FORMAT = 1  # of the written files; another one does not go on with what an older mrl began
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def convert(source: Checkpoint, target: Target, output: Path, options: Options) 
     sizes = {file.name: places(target.container, file, source.dtype)[-1][0] for file in files}
     processes = options.workers if sum(sizes.values()) > SMALL_BYTES else 1
     digests = target.digests or options.verify
-    with locked(work, _identity(source, files, digests), sizes) as (folder, done), workers(processes, [source]) as run:
+    with locked(work, _identity(source, target, digests), sizes) as (folder, done), workers(processes, [source]) as run:
         resumed = len(done)
         tasks = [Write(folder, file, target.container, digests) for file in files if file.name not in done]
         with _progress(options.progress, folder, sizes):
@@ -141,9 +142,9 @@ def _refuse_in_the_way(output: Path) -> None:
         raise ConfigError(f"{output} exists and is not an empty folder; choose another output")
 
 
-def _identity(source: Checkpoint, files: tuple[PlannedFile, ...], digests: bool) -> str:
-    """Two conversions of the same identity write and record the same."""
-    return hashlib.sha256(repr((source.identity, files, digests)).encode()).hexdigest()
+def _identity(source: Checkpoint, target: Target, digests: bool) -> str:
+    """Two conversions of the same identity write and record the same. Two plans may differ only in what stands around the tensors."""
+    return hashlib.sha256(repr((_FORMAT, source.identity, target.files, target.container, digests)).encode()).hexdigest()
 
 
 @contextmanager

@@ -216,6 +216,26 @@ def test_a_killed_export_goes_on_with_the_files_that_it_had_not_finished(models,
     assert_same(weights(tmp_path / "hf"), weights(models["qwen3_moe"]))
 
 
+def test_one_that_was_begun_with_the_other_kind_of_keys_is_not_gone_on_with(models, tmp_path, monkeypatch):
+    monkeypatch.setattr(mrl.convert.plan, "FILE_BYTES", 300_000)
+    real, seen = mrl.convert.writer._write_all, []
+
+    def killed(out, block):
+        seen.append(out.name)
+        if len(set(seen)) > 2:
+            raise KeyboardInterrupt
+        real(out, block)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mrl.convert.writer, "_write_all", killed)
+        with pytest.raises(KeyboardInterrupt):
+            hf_to_megatron(models["qwen3_moe"], tmp_path / "td", TorchDist(), trust=Trust())
+    report = hf_to_megatron(models["qwen3_moe"], tmp_path / "td", TorchDist(separate_layers=True), trust=Trust())
+    assert report.resumed_files == 0
+    megatron_to_hf(tmp_path / "td", tmp_path / "hf", None, Trust())
+    assert_same(weights(tmp_path / "hf"), weights(models["qwen3_moe"]))
+
+
 # --- the command -----------------------------------------------------------------------------------------------------------------
 
 
