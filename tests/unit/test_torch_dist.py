@@ -9,6 +9,7 @@ import pickle
 import re
 import shutil
 import sys
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -360,6 +361,47 @@ def test_a_description_that_would_run_something_is_refused_and_runs_nothing(mode
     for data in (b"", b"\x80\x04N", pickle.dumps({"a": eval})):
         with pytest.raises(ValueError, match=r"."):
             read_pickle(data)
+
+
+def redescribed(folder: Path, key: str, change) -> None:
+    """`change` is applied to (offsets, sizes) of the one block of a tensor, in both places that name it."""
+    with (folder / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    (chunk,) = metadata.state_dict_metadata[key].chunks
+    index = next(i for i in metadata.storage_data if i.fqn == key)
+    info = metadata.storage_data.pop(index)
+    offsets, sizes = change(tuple(chunk.offsets), tuple(chunk.sizes))
+    metadata.state_dict_metadata[key].chunks = [replace(chunk, offsets=torch.Size(offsets), sizes=torch.Size(sizes))]
+    metadata.storage_data[replace(index, offset=torch.Size(offsets))] = info
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+BLOCKS = {
+    "beyond the last layer": lambda offsets, sizes: ((1, *offsets[1:]), sizes),
+    "beyond the rows": lambda offsets, sizes: (offsets, (sizes[0], sizes[1] + 1, *sizes[2:])),
+    "more layers than memory": lambda offsets, sizes: (offsets, (2**60, *sizes[1:])),
+    "an axis missing": lambda offsets, sizes: (offsets[1:], sizes[1:]),
+    "an axis too many": lambda offsets, sizes: (offsets, (*sizes, 1)),
+    "below zero": lambda offsets, sizes: ((-1, *offsets[1:]), sizes),
+}
+
+
+@pytest.mark.parametrize("case", BLOCKS)
+def test_blocks_that_do_not_lie_in_their_tensor_are_named(models, tmp_path, case):
+    folder = saved_by_torch(models, tmp_path)
+    redescribed(folder, ROUTER, BLOCKS[case])
+    with pytest.raises(EnvironmentFault, match=rf"\.metadata.*{ROUTER}.* block"):
+        megatron_to_hf(folder, tmp_path / "hf", None, Trust(models["qwen3_moe"]))
+
+
+def test_a_block_that_is_named_twice_is_refused(models, tmp_path):
+    folder = saved_by_torch(models, tmp_path)
+    with (folder / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    metadata.state_dict_metadata[ROUTER].chunks *= 2
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(EnvironmentFault, match=rf"the blocks of {ROUTER} are more than its shape"):
+        megatron_to_hf(folder, tmp_path / "hf", None, Trust(models["qwen3_moe"]))
 
 
 def test_files_outside_the_checkpoint_are_not_read(models, tmp_path):
