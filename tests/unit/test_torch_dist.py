@@ -159,14 +159,24 @@ def test_padding_of_the_vocabulary_wrappers_and_optimizer_states_stay_behind(mod
     assert report.left_out == ("chained_0.optimizer.state.step", "optimizer.state.exp_avg.decoder.x")
 
 
-def test_archives_without_checksums_are_read_too(models, tmp_path):
+def test_archives_without_checksums_are_read_too_and_counted(models, tmp_path, capsys):
     torch.serialization.set_crc32_options(False)
     try:
         folder = saved_by_torch(models, tmp_path)
     finally:
         torch.serialization.set_crc32_options(True)
-    megatron_to_hf(folder, tmp_path / "hf", VERIFIED, Trust(models["qwen3_moe"]))
+    report = megatron_to_hf(folder, tmp_path / "hf", VERIFIED, Trust(models["qwen3_moe"]))
     assert_same(weights(tmp_path / "hf"), weights(models["qwen3_moe"]))
+    assert report.unchecked == 12
+    command = ("megatron-to-hf", folder, "--trust-checkpoint", "--hf-files", models["qwen3_moe"])
+    _, said, _ = run(capsys, *command, "-o", tmp_path / "told")
+    assert "12 tensors carry no checksum; damage in them cannot be seen" in said
+    _, said, _ = run(capsys, *command, "-o", tmp_path / "json", "--json")
+    assert json.loads(said)["unchecked"] == 12
+
+
+def test_archives_with_checksums_are_not_said_to_have_none(models, tmp_path):
+    assert megatron_to_hf(saved_by_torch(models, tmp_path), tmp_path / "hf", None, Trust(models["qwen3_moe"])).unchecked == 0
 
 
 def test_blocks_cut_anywhere_are_what_a_whole_tensor_has_there(models):
