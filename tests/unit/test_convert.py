@@ -279,6 +279,26 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(models, tmp
     assert list(tmp_path.iterdir()) == []
 
 
+def test_files_of_another_conversion_that_are_deleted_count_as_free(models, tmp_path, monkeypatch):
+    degrees, usage = parse_layout("tp=2,pp=2,ep=2"), namedtuple("usage", "total used free")
+    with monkeypatch.context() as patch:
+        killed_after(patch, 1)
+        with pytest.raises(Killed):
+            hf_to_megatron(models["qwen3_moe"], tmp_path / "ours", degrees)
+    files = tmp_path / ".ours.partial" / "files"
+    left = {file.name: file.stat().st_size for file in files.iterdir()}
+    assert sum(name.endswith(".safetensors") for name in left) == 1
+    dense = parse_layout("tp=2,pp=2")
+    needed = hf_to_megatron(models["qwen3"], tmp_path / "whole", dense).bytes
+    assert needed > sum(left.values())
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(needed, 0, needed - sum(left.values()) - 1))
+    with pytest.raises(EnvironmentFault, match=r"GB are to be written and .* GB are free"):
+        hf_to_megatron(models["qwen3"], tmp_path / "ours", dense)
+    assert {file.name: file.stat().st_size for file in files.iterdir()} == left
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(needed, 0, needed - sum(left.values())))
+    assert hf_to_megatron(models["qwen3"], tmp_path / "ours", dense).resumed_files == 0
+
+
 def test_a_disk_that_fills_up_keeps_what_is_finished(models, tmp_path, monkeypatch):
     real, calls = mrl.convert.writer._write_all, []
 
