@@ -21,7 +21,7 @@ from mrl.convert.torch_dist_names import GlobalTensor, global_tensors
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.megatron.hf_files import TensorBytes
 from mrl.models import load_model_spec, read_hf_config, tensor_specs
-from mrl.reshard.manifest import WEIGHT, Entry
+from mrl.reshard.manifest import WEIGHT, Entry, check_disjoint, holders
 
 METADATA, TRACKER = ".metadata", "latest_checkpointed_iteration.txt"
 RELEASE = "release"  # what the tracker calls weights that no training of Megatron's has made
@@ -225,7 +225,7 @@ def _check_files(folder: Path, blocks: Mapping[tuple[str, str], Block]) -> None:
 
 
 def _check_whole(checkpoint: Checkpoint) -> None:
-    """Every tensor of the model is there."""
+    """Every element of every tensor of the model is there, once."""
     held: dict[str, int] = {}
     for piece in (piece for entry in checkpoint.entries for piece in entry.pieces):
         held[piece.hf_name] = held.get(piece.hf_name, 0) + piece.hf_box.volume
@@ -237,6 +237,7 @@ def _check_whole(checkpoint: Checkpoint) -> None:
             f"{checkpoint.folder}: {len(odd)} tensors of the model that config.json describes are not whole: "
             f"{shown}{' ...' if len(odd) > _SHOWN else ''}; the checkpoint is damaged or of another model"
         )
+    check_disjoint(checkpoint.folder, holders(checkpoint.entries))
 
 
 @dataclass

@@ -369,6 +369,20 @@ def test_a_manifest_that_does_not_match_its_files_is_refused(models, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["ours"]
 
 
+def test_a_manifest_with_a_hole_and_an_equally_large_overlap_is_refused(models, tmp_path):
+    ours, name = tmp_path / "ours", "model.layers.1.self_attn.o_proj.weight"
+    hf_to_megatron(models["qwen3"], ours, parse_layout("tp=2"))
+    manifest = json.loads((ours / "manifest.json").read_text())
+    (piece,) = (piece for entry in manifest["ranks"][1]["entries"] for piece in entry["pieces"] if piece[0] == name)
+    low, high = piece[1][1]
+    piece[1][1] = [low - 4, high - 4]
+    (ours / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(EnvironmentFault, match=rf"{name} \(weight\) is stored twice"):
+        megatron_to_hf(ours, tmp_path / "hf")
+    with pytest.raises(EnvironmentFault, match=rf"{name} \(weight\) is stored twice"):
+        StoredTensors(ours, read_manifest(ours))
+
+
 @pytest.mark.parametrize("file", ["__0_0.distcp", "iter_0000005/__0_0.distcp", "latest_checkpointed_iteration.txt"])
 def test_megatrons_own_format_is_refused_and_its_pickles_are_not_opened(tmp_path, file):
     (tmp_path / "theirs" / file).parent.mkdir(parents=True)

@@ -443,6 +443,26 @@ def test_an_archive_whose_tensor_is_not_in_order_is_refused(models, tmp_path):
         megatron_to_hf(folder, tmp_path / "hf", None, Trust(models["qwen3_moe"]))
 
 
+def test_blocks_with_a_hole_and_an_equally_large_overlap_are_refused(models, tmp_path):
+    folder = saved_by_torch(models, tmp_path)
+    with (folder / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    (chunk,) = metadata.state_dict_metadata[ROUTER].chunks
+    index = next(i for i in metadata.storage_data if i.fqn == ROUTER)
+    info, chunks = metadata.storage_data.pop(index), []
+    for number, expert in enumerate((0, 2)):  # experts 2 and 3 are there twice, 6 and 7 not at all
+        name, offsets, sizes = f"part{number}.distcp", torch.Size((0, expert, 0)), torch.Size((4, 4, 64))
+        with (folder / name).open("wb") as file:
+            torch.save(torch.zeros(sizes, dtype=torch.bfloat16), file)
+        length = (folder / name).stat().st_size
+        metadata.storage_data[replace(index, offset=offsets)] = replace(info, relative_path=name, offset=0, length=length)
+        chunks.append(replace(chunk, offsets=offsets, sizes=sizes))
+    metadata.state_dict_metadata[ROUTER].chunks = chunks
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(EnvironmentFault, match=r"model\.layers\.\d\.mlp\.gate\.weight \(weight\) is stored twice"):
+        megatron_to_hf(folder, tmp_path / "hf", None, Trust(models["qwen3_moe"]))
+
+
 def test_megatrons_older_format_is_told_from_an_interrupted_save(models, tmp_path):
     (tmp_path / "iter_0000005" / "mp_rank_00").mkdir(parents=True)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
