@@ -118,6 +118,8 @@ def _say(options: argparse.Namespace, report) -> None:
     if report.left_out:
         shown = ", ".join(report.left_out[:SHOWN]) + (", ..." if len(report.left_out) > SHOWN else "")
         print(f"note: {len(report.left_out)} tensors of the source are no parameters and stay behind: {shown}")
+    if report.unchecked:
+        print(f"note: {report.unchecked} tensors carry no checksum; damage in them cannot be seen")
     print(f"wrote {report.tensors} tensors to {options.output} ({rate}{resumed}){verified}")
 
 

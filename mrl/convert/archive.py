@@ -15,9 +15,9 @@ from math import prod
 from zlib import crc32
 
 from mrl.convert.pickles import Named, Persistent, Recorded, read_pickle, write_pickle
+from mrl.convert.source import item_bytes
 
 STORAGES = {"F32": "FloatStorage", "BF16": "BFloat16Storage"}  # safetensors' dtype -> torch's storage class
-ITEM_BYTES = {"F32": 4, "BF16": 2}
 _ROOT = "archive"
 _ALIGNMENT = 64
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
@@ -50,7 +50,7 @@ def find_data(handle: int, offset: int, length: int) -> Data:
     except (zipfile.BadZipFile, KeyError, EOFError, struct.error, NotImplementedError) as error:
         raise ValueError(f"no archive of torch.save begins at byte {offset} ({error})") from None
     storage, first, shape = _described(pickled)
-    item = ITEM_BYTES[storage]
+    item = item_bytes(storage)
     start, size = begin + first * item, prod(shape) * item
     if start + size > begin + info.file_size or begin + info.file_size > offset + length:
         raise ValueError(f"it describes {size} bytes and has {info.file_size}")
@@ -128,7 +128,7 @@ class Frame:
     @property
     def nbytes(self) -> int:
         """Of the elements."""
-        return prod(self.shape) * ITEM_BYTES[self.code]
+        return prod(self.shape) * item_bytes(self.code)
 
     def before(self) -> bytes:
         """Up to the first element, which is aligned."""

@@ -23,6 +23,7 @@ from mrl.errors import ConfigError, EnvironmentFault
 
 SMALL_BYTES = 64 * 1024**2  # starting processes would take longer than this
 _SYNCS = 4  # files that are waited for at once
+_FORMAT = 1  # of the written files; another one does not go on with what an older mrl began
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Report:
     verified: bool
     seconds: float
     left_out: tuple[str, ...]  # tensors of the source that its model computes by itself, random states, Megatron's optimizer states
+    unchecked: int  # stored tensors of a torch_dist source without a checksum: damage in them cannot be seen
 
 
 @dataclass(frozen=True)
@@ -82,22 +84,26 @@ def convert(source: Checkpoint, target: Target, output: Path, options: Options) 
     sizes = {file.name: places(target.container, file, source.dtype)[-1][0] for file in files}
     processes = options.workers if sum(sizes.values()) > SMALL_BYTES else 1
     digests = target.digests or options.verify
-    with locked(work, _identity(source, files, digests), sizes) as (folder, done), workers(processes, [source]) as run:
+    with locked(work, _identity(source, target, digests), sizes) as (folder, done), workers(processes, [source]) as run:
         resumed = len(done)
         tasks = [Write(folder, file, target.container, digests) for file in files if file.name not in done]
         with _progress(options.progress, folder, sizes):
-            _do(run, tasks, source_checks(source), work, done)
+            unchecked = _do(run, tasks, source_checks(source), work, done)
         target.finish(folder, done)
         if options.verify:
             _verify(source, target, folder, done, processes)
         publish(folder, output, done)
     shutil.rmtree(work, ignore_errors=True)
     tensors = len({piece.hf_name for file in files for entry in file.entries for piece in entry.pieces})
-    return Report(tensors, sum(sizes.values()), len(files), resumed, options.verify, time.monotonic() - began, source.left_out)
+    seconds = time.monotonic() - began
+    return Report(tensors, sum(sizes.values()), len(files), resumed, options.verify, seconds, source.left_out, unchecked)
 
 
-def _do(run: Run, writes: list[Write], checks: list[Check], work: Path, done: Facts) -> None:
-    """Writes the files and holds the source against its digests meanwhile: the processor has work while the disk has."""
+def _do(run: Run, writes: list[Write], checks: list[Check], work: Path, done: Facts) -> int:
+    """Writes the files and holds the source against its digests meanwhile: the processor has work while the disk has.
+
+    Returns how many tensors of the source carry no checksum.
+    """
 
     def finish(name: str, facts: dict[str, Any]) -> None:
         try:
@@ -106,19 +112,22 @@ def _do(run: Run, writes: list[Write], checks: list[Check], work: Path, done: Fa
             raise disk_fault(work / "files" / f"{name}.part", error) from error
         done[name] = facts
 
-    finishing, damage = [], None
+    finishing, damage, unchecked = [], None, 0
     with ThreadPoolExecutor(_SYNCS) as disk:
         for task, result in run(_alternated(checks, writes)):
             if isinstance(task, Write):
                 finishing.append(disk.submit(finish, task.file.name, result))
-            elif result is not None:
+            elif isinstance(result, EnvironmentFault):
                 damage = result
                 break
+            else:
+                unchecked += result
     if damage is not None:
         done.clear()  # nothing that was made of a damaged source is gone on with
         raise damage
     for waited in finishing:
         waited.result()
+    return unchecked
 
 
 def _alternated(one: Iterable[Any], other: Iterable[Any]) -> list[Any]:
@@ -141,9 +150,9 @@ def _refuse_in_the_way(output: Path) -> None:
         raise ConfigError(f"{output} exists and is not an empty folder; choose another output")
 
 
-def _identity(source: Checkpoint, files: tuple[PlannedFile, ...], digests: bool) -> str:
-    """Two conversions of the same identity write and record the same."""
-    return hashlib.sha256(repr((source.identity, files, digests)).encode()).hexdigest()
+def _identity(source: Checkpoint, target: Target, digests: bool) -> str:
+    """Two conversions of the same identity write and record the same. Two plans may differ only in what stands around the tensors."""
+    return hashlib.sha256(repr((_FORMAT, source.identity, target.files, target.container, digests)).encode()).hexdigest()
 
 
 @contextmanager

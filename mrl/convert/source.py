@@ -19,7 +19,7 @@ from mrl.megatron.hf_files import TensorBytes, check_checkpoint, read_safetensor
 from mrl.models import load_model_spec, model_spec, read_hf_config, tensor_specs
 from mrl.models.spec import ModelSpec
 from mrl.reshard.boxes import Box
-from mrl.reshard.manifest import MANIFEST, WEIGHT, Entry, Manifest, holders, read_manifest
+from mrl.reshard.manifest import MANIFEST, WEIGHT, Entry, Manifest, check_disjoint, holders, read_manifest
 from mrl.reshard.source import Piece
 
 HF_FOLDER = "hf"  # configuration and tokenizer, beside the weights of every checkpoint of ours
@@ -88,6 +88,7 @@ def open_ours(folder: Path) -> Checkpoint:
     checkpoint = Checkpoint(folder, folder / HF_FOLDER, model, manifest.hf_config, manifest.dtype, entries, found, manifest, left_out)
     _check_places(checkpoint)
     _check_names(checkpoint)
+    check_disjoint(folder, holders(entries))
     return checkpoint
 
 

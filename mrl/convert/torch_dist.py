@@ -21,7 +21,7 @@ from mrl.convert.torch_dist_names import GlobalTensor, global_tensors
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.megatron.hf_files import TensorBytes
 from mrl.models import load_model_spec, read_hf_config, tensor_specs
-from mrl.reshard.manifest import WEIGHT, Entry
+from mrl.reshard.manifest import WEIGHT, Entry, check_disjoint, holders
 
 METADATA, TRACKER = ".metadata", "latest_checkpointed_iteration.txt"
 RELEASE = "release"  # what the tracker calls weights that no training of Megatron's has made
@@ -100,6 +100,7 @@ def open_torch_dist(path: Path, trust: Trust) -> Checkpoint:
     weights = {key: tensor for key, tensor in stored.items() if not _OPTIMIZER.match(key)}
     known = global_tensors(model)
     _check_keys(folder, weights, known)
+    _check_blocks(folder, weights)
     entries, blocks = _entries(weights, known)
     _check_files(folder, blocks)
     dtype = DTYPES[one_dtype(folder, {key: tensor.dtype for key, tensor in weights.items()})]
@@ -147,7 +148,7 @@ def _size(size: Recorded) -> tuple[int, ...]:
 def _stored(key: str, tensor: Recorded, infos: dict) -> Stored:
     properties = tensor.attribute("properties").state
     dtype = (properties["dtype"] if isinstance(properties, dict) else properties[0]).pickled_name
-    code, blocks = _TORCH_DTYPES.get(dtype, dtype), []
+    code, blocks, size = _TORCH_DTYPES.get(dtype, dtype), [], _size(tensor.attribute("size"))
     for chunk in tensor.attribute("chunks"):
         offsets, sizes = _size(chunk.attribute("offsets")), _size(chunk.attribute("sizes"))
         info = infos[key, offsets]
@@ -155,8 +156,10 @@ def _stored(key: str, tensor: Recorded, infos: dict) -> Stored:
             raise ValueError(f"{key} is stored through {info['transform_descriptors']}, which is not read")
         if Path(info["relative_path"]).name != info["relative_path"]:
             raise ValueError(f"{key} is said to be in {info['relative_path']}, outside the checkpoint")
+        if not all(type(number) is int and number >= 0 for number in (*size, *offsets, *sizes, info["offset"], info["length"])):
+            raise ValueError(f"{key} has a block at {offsets} of {sizes}, byte {info['offset']} of {info['length']}: no whole numbers")
         blocks.append(Block(key, offsets, sizes, info["relative_path"], info["offset"], info["length"], code))
-    return Stored(_size(tensor.attribute("size")), code, tuple(blocks))
+    return Stored(size, code, tuple(blocks))
 
 
 def _plain(key: str) -> str:
@@ -178,11 +181,28 @@ def _check_keys(folder: Path, weights: Mapping[str, Stored], known: Mapping[str,
         )
 
 
+def _check_blocks(folder: Path, weights: Mapping[str, Stored]) -> None:
+    """Every block lies in its tensor, and they are not more than it: what is built of them afterwards is of the model's size."""
+    for key, tensor in weights.items():
+        for block in tensor.blocks:
+            ranks = {len(tensor.size), len(block.offsets), len(block.sizes)}
+            if len(ranks) > 1 or any(at + size > end for at, size, end in zip(block.offsets, block.sizes, tensor.size, strict=True)):
+                raise EnvironmentFault(
+                    f"{folder / METADATA}: {key} of shape {list(tensor.size)} is said to have a block of {list(block.sizes)} at "
+                    f"{list(block.offsets)}; the checkpoint is damaged, choose another one"
+                )
+        if sum(prod(block.sizes) for block in tensor.blocks) > prod(tensor.size):
+            raise EnvironmentFault(
+                f"{folder / METADATA}: the blocks of {key} are more than its shape {list(tensor.size)}, so some are there twice; "
+                "the checkpoint is damaged, choose another one"
+            )
+
+
 def _entries(weights: Mapping[str, Stored], known: Mapping[str, GlobalTensor]) -> tuple[tuple[Entry, ...], dict[tuple[str, str], Block]]:
     entries, blocks = [], {}
     for key, tensor in weights.items():
         part = known[_plain(key)]
-        for block in tensor.blocks:
+        for block in (block for block in tensor.blocks if prod(block.sizes)):  # a rank may have saved an empty one
             shape, pieces = part.pieces(block.offsets, block.sizes)
             if pieces:
                 name = f"{key}{list(block.offsets)}"
@@ -205,7 +225,7 @@ def _check_files(folder: Path, blocks: Mapping[tuple[str, str], Block]) -> None:
 
 
 def _check_whole(checkpoint: Checkpoint) -> None:
-    """Every tensor of the model is there."""
+    """Every element of every tensor of the model is there, once."""
     held: dict[str, int] = {}
     for piece in (piece for entry in checkpoint.entries for piece in entry.pieces):
         held[piece.hf_name] = held.get(piece.hf_name, 0) + piece.hf_box.volume
@@ -217,6 +237,7 @@ def _check_whole(checkpoint: Checkpoint) -> None:
             f"{checkpoint.folder}: {len(odd)} tensors of the model that config.json describes are not whole: "
             f"{shown}{' ...' if len(odd) > _SHOWN else ''}; the checkpoint is damaged or of another model"
         )
+    check_disjoint(checkpoint.folder, holders(checkpoint.entries))
 
 
 @dataclass
@@ -256,12 +277,17 @@ class Archives(Mapping):
             self._found[name] = found
         return self._found[name]
 
-    def check_file(self, file: str) -> None:
-        """Reads the elements in one file. Raises EnvironmentFault naming file and tensor where a checksum is another."""
+    def check_file(self, file: str) -> int:
+        """Reads the elements in one file; returns how many of its tensors carry no checksum, which torch.save can be told to leave out.
+
+        Raises EnvironmentFault naming file and tensor where a checksum is another.
+        """
+        unchecked = 0
         part = memoryview(bytearray(_READ_BYTES))
         with (self.folder / file).open("rb", buffering=0) as stream:
             for name in (name for name in self.blocks if name[0] == file):
                 data, crc = self.data(name), 0
+                unchecked += data.crc == 0
                 stream.seek(data.storage[0])
                 left = data.storage[1] - data.storage[0] if data.crc else 0
                 while left and (count := stream.readinto(part[:left])):
@@ -271,3 +297,4 @@ class Archives(Mapping):
                         f"{self.folder / file}: the bytes of {name[1]} are not those that were written (CRC-32 differs); the checkpoint "
                         "is damaged, choose another one"
                     )
+        return unchecked

@@ -30,16 +30,15 @@ class Check:
     name: str
     facts: dict[str, Any] | None  # None: it has archives
 
-    def __call__(self, readers: Sequence[Reader]) -> EnvironmentFault | None:
-        """What is wrong, naming the file; not raised, so that it can be told from a disk that is full."""
+    def __call__(self, readers: Sequence[Reader]) -> EnvironmentFault | int:
+        """How many of its tensors carry no checksum; or what is wrong, not raised, so that it can be told from a disk that is full."""
         try:
             if self.facts is not None:
                 check_digest(self.folder, self.name, {self.name: self.facts})
-            else:
-                readers[0].checkpoint.tensors.check_file(self.name)
+                return 0
+            return readers[0].checkpoint.tensors.check_file(self.name)
         except EnvironmentFault as error:
             return error
-        return None
 
 
 def source_checks(source: Checkpoint) -> list[Check]:
@@ -59,9 +58,9 @@ def verify_output(run: Run, source: Checkpoint, written: Checkpoint, folder: Pat
     roles = written.roles
     _same_descriptions(source, written, roles)
     checks = [Check((folder / name).parent, Path(name).name, fact) for name, fact in facts.items()]
-    for _, error in run([*checks, *(Compare(tuple(batch)) for batch in _batches(source, roles))]):
-        if error is not None:
-            raise error
+    for _, result in run([*checks, *(Compare(tuple(batch)) for batch in _batches(source, roles))]):
+        if isinstance(result, EnvironmentFault):
+            raise result
 
 
 def _same_descriptions(source: Checkpoint, written: Checkpoint, roles: tuple[str, ...]) -> None:

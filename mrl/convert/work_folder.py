@@ -20,8 +20,6 @@ def locked(work: Path, identity: str, sizes: dict[str, int]) -> Iterator[tuple[P
 
     Before anything is written, the disk is known to be large enough. A start that finishes nothing leaves nothing behind.
     """
-    done = _finished(work, identity, sizes)
-    _check_space(work, sum(size for name, size in sizes.items() if name not in done))
     folder = work / "files"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -33,6 +31,7 @@ def locked(work: Path, identity: str, sizes: dict[str, int]) -> Iterator[tuple[P
         except OSError:
             raise ConfigError(f"{work} is being written by another conversion; wait for it or choose another output") from None
         done = _finished(work, identity, sizes)
+        _check_space(work, done, sizes)
         if not done:
             _empty(work)
         (work / "identity").write_text(identity)
@@ -84,13 +83,20 @@ def _empty(work: Path) -> None:
     (work / "files").mkdir()
 
 
-def _check_space(work: Path, needed: int) -> None:
-    existing = next(parent for parent in work.absolute().parents if parent.is_dir())
-    held = sum(f.stat().st_size for f in work.rglob("*.part")) if work.is_dir() else 0
-    free = shutil.disk_usage(existing).free + held
+def _check_space(work: Path, done: Facts, sizes: dict[str, int]) -> None:
+    """What will be deleted counts as free: files in work, or where nothing is gone on with, all files of the start before.
+
+    Where the disk is too small they stay, for that start's own conversion to go on with; an empty folder does not.
+    """
+    needed = sum(size for name, size in sizes.items() if name not in done)
+    old = [file for file in (work / "files").rglob("*.part" if done else "*") if file.is_file()]
+    free = shutil.disk_usage(work).free + sum(file.stat().st_size for file in old)
     if needed > free:
+        if not done and not old:
+            shutil.rmtree(work, ignore_errors=True)
+        disk = work.absolute().parent
         raise EnvironmentFault(
-            f"{existing}: {needed / 1e9:.1f} GB are to be written and {free / 1e9:.1f} GB are free; free some or choose another output"
+            f"{disk}: {needed / 1e9:.1f} GB are to be written and {free / 1e9:.1f} GB are free; free some or choose another output"
         )
 
 

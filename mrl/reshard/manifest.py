@@ -9,13 +9,14 @@ import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from mrl.errors import EnvironmentFault, NumericAbort
-from mrl.reshard.boxes import Box
+from mrl.reshard.boxes import Box, first_overlap
 from mrl.reshard.source import Piece
 
 FORMAT = 1
@@ -157,6 +158,29 @@ def holders(entries: Iterable[Entry]) -> dict[tuple[str, str], list[Holder]]:
         for piece in pieces:
             found[role, piece.hf_name].append((ordered, piece))
     return found
+
+
+def check_disjoint(folder: Path, held: Mapping[tuple[str, str], list[Holder]]) -> None:
+    """No element is stored twice, of a tensor or of the flat parts of a local one: then counting elements tells what is missing.
+
+    Raises EnvironmentFault naming the tensor.
+    """
+    damaged = "the checkpoint is damaged, choose another one"
+    for (role, name), found in held.items():
+        if len(found) == 1:
+            continue
+        boxes = [piece.hf_box for _, piece in found]
+        if 0 in (ranks := {len(box.ranges) for box in boxes}) or len(ranks) > 1:
+            raise EnvironmentFault(f"{folder}: the stored blocks of {name} ({role}) are of ranks {sorted(ranks)}; {damaged}")
+        if pair := first_overlap(boxes):
+            raise EnvironmentFault(f"{folder}: {name} ({role}) is stored twice, in {pair[0].ranges} and {pair[1].ranges}; {damaged}")
+    for group in {id(group): group for found in held.values() for group, _ in found}.values():
+        ranges = [entry.flat or (0, prod(entry.shape)) for entry in group]
+        ends = [0, *(stop for _, stop in ranges)]
+        if [start for start, _ in ranges] != ends[:-1] or ends[-1] != prod(group[0].shape):
+            raise EnvironmentFault(
+                f"{folder}: {group[0].key} is stored in parts that do not add up, {ranges}; a rank's file is missing or {damaged}"
+            )
 
 
 def check_digests(folder: Path, manifest: Manifest) -> None:

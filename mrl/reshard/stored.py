@@ -9,16 +9,20 @@ import torch
 from safetensors import safe_open
 
 from mrl.errors import EnvironmentFault
-from mrl.reshard.manifest import Entry, Manifest, check_digest, holders
+from mrl.reshard.manifest import Entry, Manifest, check_digest, check_disjoint, holders
 from mrl.reshard.source import Piece
 
 
 class StoredTensors:
-    """The tensors of one checkpoint. Files are checked against their digests when they are first opened."""
+    """The tensors of one checkpoint. Files are checked against their digests when they are first opened.
+
+    Raises EnvironmentFault for a manifest that describes an element twice.
+    """
 
     def __init__(self, folder: Path, manifest: Manifest):
         self.folder, self._facts = folder, manifest.files()
         self._holders = holders(manifest.entries())
+        check_disjoint(folder, self._holders)
         self._open = lru_cache(maxsize=None)(self._open_checked)
         self._tensor = lru_cache(maxsize=4)(self._read)
 

@@ -65,6 +65,16 @@ def test_random_partitions_are_covers_and_every_damage_is_named():
         assert "outside" in cover_fault(whole, [*parts, Box(((11, 13), (0, 1)))])
 
 
+def test_in_a_grid_of_many_boxes_no_pair_is_compared_and_one_moved_box_is_found(monkeypatch):
+    grid = [Box(((8 * row, 8 * row + 8), (column, column + 1))) for row in range(20) for column in range(2000)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Box, "intersect", lambda *_: pytest.fail("compared"))
+        assert first_overlap(grid) is None
+    grid[7] = grid[7].shift((4, 0))  # a hole, and as many elements twice
+    assert grid[7] in first_overlap(grid)
+    assert cover_fault(Box.whole((160, 2000)), grid).endswith("overlap")
+
+
 def split(rng: random.Random, box: Box) -> list[Box]:
     """Two halves of a box along a random dimension, or the box itself where it is thin."""
     dim = rng.randrange(len(box.ranges))

@@ -109,6 +109,15 @@ def test_parts_of_a_flat_tensor_are_put_together(tmp_path):
     assert out.tolist() == [[6.0, 7.0], [10.0, 11.0]]
 
 
+def test_flat_parts_with_a_hole_and_an_equally_large_overlap_are_refused(tmp_path):
+    path = a_checkpoint(tmp_path, 1)
+    written = json.loads((path / "manifest.json").read_text())
+    written["ranks"][1]["entries"][0]["flat"] = [4, 11]
+    (path / "manifest.json").write_text(json.dumps(written))
+    with pytest.raises(EnvironmentFault, match=r"weight/0\.w is stored in parts that do not add up, \[\(0, 5\), \(4, 11\)\]"):
+        StoredTensors(path, read_manifest(path))
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_every_element_of_a_checkpoint_finds_its_place_in_any_other_layout(tmp_path, seed):
     """Random pairs of layouts of one model, elements numbered: what a rank loads is what it would have of the Hugging Face tensors."""

@@ -279,6 +279,26 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(models, tmp
     assert list(tmp_path.iterdir()) == []
 
 
+def test_files_of_another_conversion_that_are_deleted_count_as_free(models, tmp_path, monkeypatch):
+    degrees, usage = parse_layout("tp=2,pp=2,ep=2"), namedtuple("usage", "total used free")
+    with monkeypatch.context() as patch:
+        killed_after(patch, 1)
+        with pytest.raises(Killed):
+            hf_to_megatron(models["qwen3_moe"], tmp_path / "ours", degrees)
+    files = tmp_path / ".ours.partial" / "files"
+    left = {file.name: file.stat().st_size for file in files.iterdir()}
+    assert sum(name.endswith(".safetensors") for name in left) == 1
+    dense = parse_layout("tp=2,pp=2")
+    needed = hf_to_megatron(models["qwen3"], tmp_path / "whole", dense).bytes
+    assert needed > sum(left.values())
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(needed, 0, needed - sum(left.values()) - 1))
+    with pytest.raises(EnvironmentFault, match=r"GB are to be written and .* GB are free"):
+        hf_to_megatron(models["qwen3"], tmp_path / "ours", dense)
+    assert {file.name: file.stat().st_size for file in files.iterdir()} == left
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(needed, 0, needed - sum(left.values())))
+    assert hf_to_megatron(models["qwen3"], tmp_path / "ours", dense).resumed_files == 0
+
+
 def test_a_disk_that_fills_up_keeps_what_is_finished(models, tmp_path, monkeypatch):
     real, calls = mrl.convert.writer._write_all, []
 
@@ -347,6 +367,20 @@ def test_a_manifest_that_does_not_match_its_files_is_refused(models, tmp_path):
         with pytest.raises(EnvironmentFault, match=said):
             megatron_to_hf(ours, tmp_path / "hf")
     assert [p.name for p in tmp_path.iterdir()] == ["ours"]
+
+
+def test_a_manifest_with_a_hole_and_an_equally_large_overlap_is_refused(models, tmp_path):
+    ours, name = tmp_path / "ours", "model.layers.1.self_attn.o_proj.weight"
+    hf_to_megatron(models["qwen3"], ours, parse_layout("tp=2"))
+    manifest = json.loads((ours / "manifest.json").read_text())
+    (piece,) = (piece for entry in manifest["ranks"][1]["entries"] for piece in entry["pieces"] if piece[0] == name)
+    low, high = piece[1][1]
+    piece[1][1] = [low - 4, high - 4]
+    (ours / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(EnvironmentFault, match=rf"{name} \(weight\) is stored twice"):
+        megatron_to_hf(ours, tmp_path / "hf")
+    with pytest.raises(EnvironmentFault, match=rf"{name} \(weight\) is stored twice"):
+        StoredTensors(ours, read_manifest(ours))
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", "iter_0000005/__0_0.distcp", "latest_checkpointed_iteration.txt"])

@@ -9,6 +9,7 @@ import pickle
 import re
 import shutil
 import sys
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -158,14 +159,24 @@ def test_padding_of_the_vocabulary_wrappers_and_optimizer_states_stay_behind(mod
     assert report.left_out == ("chained_0.optimizer.state.step", "optimizer.state.exp_avg.decoder.x")
 
 
-def test_archives_without_checksums_are_read_too(models, tmp_path):
+def test_archives_without_checksums_are_read_too_and_counted(models, tmp_path, capsys):
     torch.serialization.set_crc32_options(False)
     try:
         folder = saved_by_torch(models, tmp_path)
     finally:
         torch.serialization.set_crc32_options(True)
-    megatron_to_hf(folder, tmp_path / "hf", VERIFIED, Trust(models["qwen3_moe"]))
+    report = megatron_to_hf(folder, tmp_path / "hf", VERIFIED, Trust(models["qwen3_moe"]))
     assert_same(weights(tmp_path / "hf"), weights(models["qwen3_moe"]))
+    assert report.unchecked == 12
+    command = ("megatron-to-hf", folder, "--trust-checkpoint", "--hf-files", models["qwen3_moe"])
+    _, said, _ = run(capsys, *command, "-o", tmp_path / "told")
+    assert "12 tensors carry no checksum; damage in them cannot be seen" in said
+    _, said, _ = run(capsys, *command, "-o", tmp_path / "json", "--json")
+    assert json.loads(said)["unchecked"] == 12
+
+
+def test_archives_with_checksums_are_not_said_to_have_none(models, tmp_path):
+    assert megatron_to_hf(saved_by_torch(models, tmp_path), tmp_path / "hf", None, Trust(models["qwen3_moe"])).unchecked == 0
 
 
 def test_blocks_cut_anywhere_are_what_a_whole_tensor_has_there(models):
@@ -212,6 +223,26 @@ def test_a_killed_export_goes_on_with_the_files_that_it_had_not_finished(models,
     assert not (tmp_path / "td").exists()
     report = hf_to_megatron(models["qwen3_moe"], tmp_path / "td", TorchDist(), options=VERIFIED, trust=Trust())
     assert report.resumed_files == 2 and report.files > 3
+    megatron_to_hf(tmp_path / "td", tmp_path / "hf", None, Trust())
+    assert_same(weights(tmp_path / "hf"), weights(models["qwen3_moe"]))
+
+
+def test_one_that_was_begun_with_the_other_kind_of_keys_is_not_gone_on_with(models, tmp_path, monkeypatch):
+    monkeypatch.setattr(mrl.convert.plan, "FILE_BYTES", 300_000)
+    real, seen = mrl.convert.writer._write_all, []
+
+    def killed(out, block):
+        seen.append(out.name)
+        if len(set(seen)) > 2:
+            raise KeyboardInterrupt
+        real(out, block)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mrl.convert.writer, "_write_all", killed)
+        with pytest.raises(KeyboardInterrupt):
+            hf_to_megatron(models["qwen3_moe"], tmp_path / "td", TorchDist(), trust=Trust())
+    report = hf_to_megatron(models["qwen3_moe"], tmp_path / "td", TorchDist(separate_layers=True), trust=Trust())
+    assert report.resumed_files == 0
     megatron_to_hf(tmp_path / "td", tmp_path / "hf", None, Trust())
     assert_same(weights(tmp_path / "hf"), weights(models["qwen3_moe"]))
 
@@ -342,6 +373,47 @@ def test_a_description_that_would_run_something_is_refused_and_runs_nothing(mode
             read_pickle(data)
 
 
+def redescribed(folder: Path, key: str, change) -> None:
+    """`change` is applied to (offsets, sizes) of the one block of a tensor, in both places that name it."""
+    with (folder / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    (chunk,) = metadata.state_dict_metadata[key].chunks
+    index = next(i for i in metadata.storage_data if i.fqn == key)
+    info = metadata.storage_data.pop(index)
+    offsets, sizes = change(tuple(chunk.offsets), tuple(chunk.sizes))
+    metadata.state_dict_metadata[key].chunks = [replace(chunk, offsets=torch.Size(offsets), sizes=torch.Size(sizes))]
+    metadata.storage_data[replace(index, offset=torch.Size(offsets))] = info
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+BLOCKS = {
+    "beyond the last layer": lambda offsets, sizes: ((1, *offsets[1:]), sizes),
+    "beyond the rows": lambda offsets, sizes: (offsets, (sizes[0], sizes[1] + 1, *sizes[2:])),
+    "more layers than memory": lambda offsets, sizes: (offsets, (2**60, *sizes[1:])),
+    "an axis missing": lambda offsets, sizes: (offsets[1:], sizes[1:]),
+    "an axis too many": lambda offsets, sizes: (offsets, (*sizes, 1)),
+    "below zero": lambda offsets, sizes: ((-1, *offsets[1:]), sizes),
+}
+
+
+@pytest.mark.parametrize("case", BLOCKS)
+def test_blocks_that_do_not_lie_in_their_tensor_are_named(models, tmp_path, case):
+    folder = saved_by_torch(models, tmp_path)
+    redescribed(folder, ROUTER, BLOCKS[case])
+    with pytest.raises(EnvironmentFault, match=rf"\.metadata.*{ROUTER}.* block"):
+        megatron_to_hf(folder, tmp_path / "hf", None, Trust(models["qwen3_moe"]))
+
+
+def test_a_block_that_is_named_twice_is_refused(models, tmp_path):
+    folder = saved_by_torch(models, tmp_path)
+    with (folder / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    metadata.state_dict_metadata[ROUTER].chunks *= 2
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(EnvironmentFault, match=rf"the blocks of {ROUTER} are more than its shape"):
+        megatron_to_hf(folder, tmp_path / "hf", None, Trust(models["qwen3_moe"]))
+
+
 def test_files_outside_the_checkpoint_are_not_read(models, tmp_path):
     folder = saved_by_torch(models, tmp_path)
     data = (folder / ".metadata").read_bytes()
@@ -368,6 +440,26 @@ def test_an_archive_whose_tensor_is_not_in_order_is_refused(models, tmp_path):
     metadata.storage_data[index].length = (folder / "turned.distcp").stat().st_size
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(EnvironmentFault, match=rf"turned\.distcp: {key}.* cannot be read: its elements are not in order"):
+        megatron_to_hf(folder, tmp_path / "hf", None, Trust(models["qwen3_moe"]))
+
+
+def test_blocks_with_a_hole_and_an_equally_large_overlap_are_refused(models, tmp_path):
+    folder = saved_by_torch(models, tmp_path)
+    with (folder / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    (chunk,) = metadata.state_dict_metadata[ROUTER].chunks
+    index = next(i for i in metadata.storage_data if i.fqn == ROUTER)
+    info, chunks = metadata.storage_data.pop(index), []
+    for number, expert in enumerate((0, 2)):  # experts 2 and 3 are there twice, 6 and 7 not at all
+        name, offsets, sizes = f"part{number}.distcp", torch.Size((0, expert, 0)), torch.Size((4, 4, 64))
+        with (folder / name).open("wb") as file:
+            torch.save(torch.zeros(sizes, dtype=torch.bfloat16), file)
+        length = (folder / name).stat().st_size
+        metadata.storage_data[replace(index, offset=offsets)] = replace(info, relative_path=name, offset=0, length=length)
+        chunks.append(replace(chunk, offsets=offsets, sizes=sizes))
+    metadata.state_dict_metadata[ROUTER].chunks = chunks
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(EnvironmentFault, match=r"model\.layers\.\d\.mlp\.gate\.weight \(weight\) is stored twice"):
         megatron_to_hf(folder, tmp_path / "hf", None, Trust(models["qwen3_moe"]))
 
 
