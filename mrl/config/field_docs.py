@@ -235,7 +235,9 @@ FIELD_DOCS: dict[str, str | tuple[str, str]] = {
     "reward.num_workers": ("Processes that score.", "Until timing_s/reward is small: scoring runs beside generation."),
     "reward.timeout_s": "Deadline for the whole scoring of one sample, s; the process is then killed and replaced.",
     "reward.max_memory_gib": "Address space of one scoring process; left out: unlimited.",
-    "reward.failure_score": "Score of a sample whose reward raised, hung, returned NaN or died; null: its batch's lowest, at most 0.",
+    "reward.failure_score": (
+        "Score of a sample whose reward raised, hung, returned NaN or died; null: the lowest of its data source in the batch, at most 0."
+    ),
     "reward.max_failure_share": "More failures than this share of a step stop the run.",
     "trainer.experiment_name": ("Name of the run, and of its folder.", "model, recipe, and what is tried: qwen3-30b-gspo-clip4e-4."),
     "trainer.run_dir": ("Where the run writes; left out: runs/<experiment_name>.", "Absolute, on storage that every node sees."),

@@ -35,6 +35,7 @@ def check_function(spec: RewardSpec, timeout_s: float = 60.0) -> None:
 class _Job:
     position: int
     sample_id: int
+    data_source: str
     request: bytes
 
 
@@ -86,7 +87,7 @@ class RewardPool:
         with self._changed:
             if self._closed:
                 raise RuntimeError("the reward pool is closed")
-            self._queue.append(_Job(self._submitted, item.sample_id, request.encode() + b"\n"))
+            self._queue.append(_Job(self._submitted, item.sample_id, item.data_source, request.encode() + b"\n"))
             self._submitted += 1
             self._changed.notify()
 
@@ -194,7 +195,7 @@ class RewardPool:
     def _finish(self, job: _Job, reason: str, score: float | None, parts: dict, detail: str) -> None:
         value = score if reason == OK else self.failure_score
         with self._changed:
-            self._results[job.position] = RewardResult(job.sample_id, value, parts, reason, detail)
+            self._results[job.position] = RewardResult(job.sample_id, value, parts, reason, detail, job.data_source)
             if len(self._results) == self._submitted:
                 self._changed.notify_all()
 
