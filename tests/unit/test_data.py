@@ -108,6 +108,14 @@ def test_a_full_temporary_folder_is_named(tmp_path, monkeypatch):
         load(write_jsonl(tmp_path / "a.jsonl", [row("a")]))
 
 
+@pytest.mark.parametrize("rows", [1, 400])
+def test_a_folder_that_is_full_is_the_environments_fault_and_closing_does_not_hide_it(tmp_path, monkeypatch, rows):
+    """/dev/full refuses every byte: 1 row meets that at the flush, 400 in the midst of writing; close() flushes the buffer again."""
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda: open("/dev/full", "wb"))  # noqa: SIM115  the store closes it
+    with pytest.raises(EnvironmentFault, match="set TMPDIR to a folder with room"):
+        load(write_jsonl(tmp_path / "a.jsonl", [row(f"{i} {'x' * 100}") for i in range(rows)]))
+
+
 def test_the_temporary_file_has_no_name(tmp_path, monkeypatch):
     """So nothing is left behind, however the process ends."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
