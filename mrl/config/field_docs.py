@@ -213,7 +213,10 @@ FIELD_DOCS: dict[str, str | tuple[str, str]] = {
         "Prompts that dynamic sampling generates at a time; left out: train_batch_size.",
         "More saves rounds where few groups differ, and throws more responses away.",
     ),
-    "data.val_max_samples": "Validation prompts; left out: all.",
+    "data.val_max_samples": (
+        "Validation prompts of all val_files together, the first ones in the order of the files; left out: all.",
+        "More than the first files hold, or the later ones drop out.",
+    ),
     "data.max_prompt_length": ("Longest prompt, tokens.", "That of your data; less, with filter_overlong_prompts, when few are long."),
     "data.max_response_length": (
         "Longest response, tokens.",

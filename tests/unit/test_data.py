@@ -209,6 +209,12 @@ def test_max_samples_stops_reading(tmp_path):
     assert (len(data), data.report.rows) == (4, 4)
 
 
+def test_max_samples_counts_over_all_files_in_their_order(tmp_path):
+    """As the configuration's page says of data.val_max_samples; verl joins the files before it counts, too."""
+    files = [write_jsonl(tmp_path / name, [row(f"{name}{i}") for i in range(3)]) for name in ("a.jsonl", "b.jsonl", "c.jsonl")]
+    assert load(files, max_samples=4).sizes == (3, 1)
+
+
 def test_unusable_files_are_named(tmp_path):
     empty, wrong, broken = tmp_path / "empty.jsonl", tmp_path / "wrong.parquet", tmp_path / "broken.parquet"
     empty.write_text("")
