@@ -99,7 +99,10 @@ def _megatron_to_megatron(options: argparse.Namespace) -> None:
 def _trust(options: argparse.Namespace):
     from mrl.convert import Trust
 
-    return Trust(getattr(options, "hf_files", None)) if options.trust_checkpoint else None
+    files = getattr(options, "hf_files", None)
+    if files is not None and not options.trust_checkpoint:
+        raise ConfigError("--hf-files belongs to a torch_dist checkpoint, which needs --trust-checkpoint; give both or neither")
+    return Trust(files) if options.trust_checkpoint else None
 
 
 def _how(options: argparse.Namespace):

@@ -213,7 +213,10 @@ FIELD_DOCS: dict[str, str | tuple[str, str]] = {
         "Prompts that dynamic sampling generates at a time; left out: train_batch_size.",
         "More saves rounds where few groups differ, and throws more responses away.",
     ),
-    "data.val_max_samples": "Validation prompts; left out: all.",
+    "data.val_max_samples": (
+        "Validation prompts of all val_files together, the first ones in the order of the files; left out: all.",
+        "More than the first files hold, or the later ones drop out.",
+    ),
     "data.max_prompt_length": ("Longest prompt, tokens.", "That of your data; less, with filter_overlong_prompts, when few are long."),
     "data.max_response_length": (
         "Longest response, tokens.",
@@ -235,7 +238,9 @@ FIELD_DOCS: dict[str, str | tuple[str, str]] = {
     "reward.num_workers": ("Processes that score.", "Until timing_s/reward is small: scoring runs beside generation."),
     "reward.timeout_s": "Deadline for the whole scoring of one sample, s; the process is then killed and replaced.",
     "reward.max_memory_gib": "Address space of one scoring process; left out: unlimited.",
-    "reward.failure_score": "Score of a sample whose reward raised, hung, returned NaN or died; null: its batch's lowest, at most 0.",
+    "reward.failure_score": (
+        "Score of a sample whose reward raised, hung, returned NaN or died; null: the lowest of its data source in the batch, at most 0."
+    ),
     "reward.max_failure_share": "More failures than this share of a step stop the run.",
     "trainer.experiment_name": ("Name of the run, and of its folder.", "model, recipe, and what is tried: qwen3-30b-gspo-clip4e-4."),
     "trainer.run_dir": ("Where the run writes; left out: runs/<experiment_name>.", "Absolute, on storage that every node sees."),

@@ -268,7 +268,7 @@ class RewardConfig(Section):
     num_workers: int = Field(2, ge=1)
     timeout_s: float = Field(10.0, gt=0)  # one deadline for the whole scoring of one sample
     max_memory_gib: float | None = Field(16.0, gt=0)  # address space of one scoring process; None: unlimited
-    failure_score: float | None = None  # of a sample whose reward raised, hung, returned NaN or died; None: the batch's lowest, at most 0
+    failure_score: float | None = None  # of a sample whose reward failed; None: the lowest of its data source in the batch, at most 0
     max_failure_share: float = Field(0.2, ge=0, le=1)  # more failures than this share of one step stop the run
 
 

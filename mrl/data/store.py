@@ -1,5 +1,6 @@
 """Prompts in a temporary file without a name: a data set of any size costs eight bytes of memory a prompt."""
 
+import contextlib
 import os
 import tempfile
 from array import array
@@ -47,7 +48,8 @@ class PromptStore:
 
     def close(self) -> None:
         """Gives the file up. May be called twice."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # closing writes what is buffered: where there was no room, there is none still
+            self._file.close()
 
     @staticmethod
     def _written(write: Callable[[], object]) -> None:

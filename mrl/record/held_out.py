@@ -94,7 +94,7 @@ def validation_metrics(answers: Sequence[Answers]) -> dict[str, float]:
 
 def _over_prompts(source: str, quantity: str, rows: list[dict[str, float]], n: int, core: bool) -> dict[str, float]:
     metrics = {}
-    for name in rows[0]:
+    for name in dict.fromkeys(name for row in rows for name in row):
         values = np.array([row[name] for row in rows if name in row])
         room = "val-core" if core and name.startswith(("mean@", "maj@", "best@")) and _at(name) == n else "val-aux"
         metrics[f"{room}/{source}/{quantity}/{name}"] = float(values.mean())

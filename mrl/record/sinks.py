@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, EnvironmentFault
 from mrl.record.hosted import MlflowSink, RunInfo, SwanlabSink, WandbSink
 from mrl.record.run_dir import RunDir
 from mrl.record.tensorboard import TensorBoardSink
@@ -125,7 +125,8 @@ def _missing(view: str, package: str | None) -> str:
 def make_sinks(names: Sequence[str], run_dir: RunDir, total_steps: int, info: RunInfo | None = None) -> Record:
     """The record of a run with the views that `trainer.logger` names; `jsonl` may be named and is on anyhow.
 
-    Raises ConfigError for a name that is none, or a view whose package is missing.
+    Raises ConfigError for a name that is none, or a view whose package is missing or broken; EnvironmentFault where the disk or the network
+    refuses a view.
     """
     info = info or RunInfo()
     for name in names:
@@ -141,5 +142,6 @@ def _view(name: str, run_dir: RunDir, total_steps: int, info: RunInfo) -> View:
     except ImportError as error:
         raise ConfigError(_missing(name, error.name)) from error
     except Exception as error:  # a broken installation raises anything, and a run should not begin without what it was asked for
+        fault = EnvironmentFault if isinstance(error, OSError) else ConfigError
         what = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"trainer.logger: {name} cannot be started ({what}); mend it, or take {name} off the list") from error
+        raise fault(f"trainer.logger: {name} cannot be started ({what}); mend it, or take {name} off the list") from error

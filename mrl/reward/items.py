@@ -45,6 +45,7 @@ class RewardResult:
     parts: dict[str, float | str]
     reason: str
     detail: str = ""
+    data_source: str = ""
 
 
 def failure_counts(results: Iterable[RewardResult]) -> dict[str, int]:
@@ -53,12 +54,17 @@ def failure_counts(results: Iterable[RewardResult]) -> dict[str, int]:
 
 
 def failures_at_the_bottom(results: list[RewardResult]) -> list[RewardResult]:
-    """The results with failed ones scored as the lowest of the others, and at most 0.
+    """The results with failed ones scored as the lowest of their data source, of all where it has no other, and at most 0.
 
-    Any fixed score would stand above the wrong answers of some rule: 0 does above the -1 of math_dapo, and hanging would be learned.
+    Any fixed score would stand above the wrong answers of some rule: 0 does above the -1 of math_dapo, and hanging would be learned. The
+    lowest of another source may be out of all proportion: in a group of 0 and 1, a -100 would be all that is learned from.
     """
-    lowest = min([0.0, *(r.score for r in results if r.reason == OK)])
-    return [r if r.reason == OK else replace(r, score=lowest) for r in results]
+    lowest: dict[str, float] = {}
+    for r in results:
+        if r.reason == OK:
+            lowest[r.data_source] = min(lowest.get(r.data_source, 0.0), r.score)
+    of_all = min(lowest.values(), default=0.0)
+    return [r if r.reason == OK else replace(r, score=lowest.get(r.data_source, of_all)) for r in results]
 
 
 def check_failures(results: list[RewardResult], max_failure_share: float) -> None:

@@ -35,6 +35,7 @@ def check_function(spec: RewardSpec, timeout_s: float = 60.0) -> None:
 class _Job:
     position: int
     sample_id: int
+    data_source: str
     request: bytes
 
 
@@ -86,7 +87,7 @@ class RewardPool:
         with self._changed:
             if self._closed:
                 raise RuntimeError("the reward pool is closed")
-            self._queue.append(_Job(self._submitted, item.sample_id, request.encode() + b"\n"))
+            self._queue.append(_Job(self._submitted, item.sample_id, item.data_source, request.encode() + b"\n"))
             self._submitted += 1
             self._changed.notify()
 
@@ -165,8 +166,11 @@ class RewardPool:
             share = -(-len(self._queue) // (2 * len(self._workers)))
             return [self._queue.popleft() for _ in range(min(ITEMS_AT_ONCE, share))]
 
-    def _work(self, slot: int, jobs: list[_Job]) -> None:
-        """Has the slot's worker answer the jobs. On a failure the job it was at is finished with the reason, the rest go to a fresh one."""
+    def _work(self, slot: int, jobs: list[_Job], alone: bool = False) -> None:
+        """Has the slot's worker answer the jobs. On a failure the job it was at is finished with the reason, the rest go to a fresh one.
+
+        `alone`: the one job has a fresh worker to itself, so that memory it does not find is no other sample's fault.
+        """
         if not self._workers[slot].alive():  # killed while idle: no sample's fault
             self._start(slot)
         unanswered = deque(jobs)
@@ -174,6 +178,8 @@ class RewardPool:
         try:
             for line in self._workers[slot].exchange(requests, len(jobs), self.timeout_s):
                 answer = _parse(line)
+                if answer[0] == OUT_OF_MEMORY and not alone:
+                    return self._work_alone(slot, unanswered)
                 self._finish(unanswered[0], *answer)
                 unanswered.popleft()
                 if answer[0] == OUT_OF_MEMORY:  # what filled it may have been kept, and every later sample would fail too
@@ -183,6 +189,12 @@ class RewardPool:
                 raise _Closed from failure
             self._finish(unanswered.popleft(), failure.reason, None, {}, failure.detail)
             self._start_again(slot, unanswered)
+
+    def _work_alone(self, slot: int, unanswered: deque[_Job]) -> None:
+        """The first job again, in a fresh worker: what filled the old one may be what samples before it left there."""
+        job = unanswered.popleft()
+        self._start_again(slot, unanswered)
+        self._work(slot, [job], alone=True)
 
     def _start_again(self, slot: int, unanswered: deque[_Job]) -> None:
         """A fresh worker, and its jobs back to the queue for whoever is free."""
@@ -194,7 +206,7 @@ class RewardPool:
     def _finish(self, job: _Job, reason: str, score: float | None, parts: dict, detail: str) -> None:
         value = score if reason == OK else self.failure_score
         with self._changed:
-            self._results[job.position] = RewardResult(job.sample_id, value, parts, reason, detail)
+            self._results[job.position] = RewardResult(job.sample_id, value, parts, reason, detail, job.data_source)
             if len(self._results) == self._submitted:
                 self._changed.notify_all()
 

@@ -74,8 +74,9 @@ def _reward_item(tokenizer: Any, prompt: Prompt, completion: Completion) -> Rewa
 
 
 def collect_rewards(who: Answering, samples: list[Sample]) -> list[RewardResult]:
-    """Results in the order of `samples`, failed ones at the bottom where reward.failure_score is not set. Raises DataError when too many
-    failed.
+    """Results in the order of `samples`, failed ones at the bottom of their data source where reward.failure_score is not set.
+
+    Raises DataError when too many failed.
     """
     share = who.config.reward.max_failure_share
     results = who.rewards.drain(who.stop.raise_if_set, int(share * len(samples)))

@@ -1,5 +1,6 @@
 """Held-out prompts answered and scored: the numbers, every response in a file, a few for people to look at."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,20 +60,36 @@ def answer_and_score(who: Answering, dataset: PromptDataset) -> HeldOut:
         VALIDATION,
     )
     results = collect_rewards(who, samples)
-    answers = [_answers(prompts[g], results[g * n : (g + 1) * n]) for g in range(len(prompts))]
+    answers = _answers(prompts, [results[g * n : (g + 1) * n] for g in range(len(prompts))])
     failed = sum(failure_counts(results).values())
     metrics = validation_metrics(answers) | {"val-aux/reward_failed": float(failed)}
     rows = [_row(who, prompts[s.group_id], s, r) for s, r in zip(samples, results, strict=True)]
     return HeldOut(metrics | _lengths(samples), rows)
 
 
-def _answers(prompt: Prompt, results: Sequence[RewardResult]) -> Answers:
-    """Quantities that every response has; a failed one has its score, an accuracy of 0 and no answer."""
+def _answers(prompts: Sequence[Prompt], results: Sequence[Sequence[RewardResult]]) -> list[Answers]:
+    """One a prompt, from its results. What is measured is decided by data source: a prompt whose responses all failed takes part too."""
+    of_source = defaultdict(list)
+    for prompt, found in zip(prompts, results, strict=True):
+        of_source[prompt.data_source].extend(found)
+    measured = {source: _measured(found) for source, found in of_source.items()}
+    return [_answers_of(prompt, found, *measured[prompt.data_source]) for prompt, found in zip(prompts, results, strict=True)]
+
+
+def _measured(results: Sequence[RewardResult]) -> tuple[set[str], bool]:
+    """Numbers that all responses of a data source have beside the score, and whether each says what it answered.
+
+    A failed response has an accuracy of 0 and an empty answer, and no other number: where one failed, those are left out.
+    """
     scored = [r for r in results if r.reason == OK]
-    names = set.intersection(*({k for k, v in r.parts.items() if isinstance(v, float | int)} for r in scored)) if scored else set()
-    kept = names & {ACC} if len(scored) < len(results) else names
-    values = {REWARD: [r.score for r in results]} | {name: [r.parts.get(name, 0.0) for r in results] for name in kept}
-    voting = bool(scored) and all(PRED in r.parts for r in scored)
+    if not scored:
+        return set(), False
+    names = set.intersection(*({k for k, v in r.parts.items() if isinstance(v, float | int)} for r in scored))
+    return names if len(scored) == len(results) else names & {ACC}, all(PRED in r.parts for r in scored)
+
+
+def _answers_of(prompt: Prompt, results: Sequence[RewardResult], names: set[str], voting: bool) -> Answers:
+    values = {REWARD: [r.score for r in results]} | {name: [r.parts.get(name, 0.0) for r in results] for name in names}
     return Answers(prompt.data_source, values, [str(r.parts.get(PRED, "")) for r in results] if voting else None)
 
 

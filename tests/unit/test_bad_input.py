@@ -461,6 +461,23 @@ def test_without_a_failure_score_a_failure_counts_as_the_lowest_of_its_batch(tmp
     assert [(r.score, r.reason) for r in results] == [(-1.0, "ok"), (-1.0, "timeout"), (1.0, "ok")]
 
 
+def test_in_training_a_failure_counts_as_the_lowest_of_its_own_data_source(tmp_path):
+    """Under a rule of 0 and 1, the -100 of another source would be all that its group learns from."""
+    from mrl.trainer.responding import collect_rewards
+    from mrl.trainer.stop import StopFlag
+
+    scores = "return (-100.0 if data_source == 'steep' else 0.0) if solution_str == 'wrong' else 1.0"
+    (tmp_path / "mine.py").write_text(FAILING.replace("return 1.0", scores))
+    answers = [("flat", "raise"), ("flat", "wrong"), ("flat", "right"), ("steep", "wrong"), ("steep", "raise"), ("mute", "raise")]
+    config = SimpleNamespace(reward=RewardConfig(max_failure_share=0.5))
+    with RewardPool(RewardSpec(path=str(tmp_path / "mine.py")), 1, timeout_s=5.0) as pool:
+        for number, (source, text) in enumerate(answers):
+            pool.submit(RewardItem(number, source, text, "2"))
+        run = SimpleNamespace(rewards=pool, stop=StopFlag(), config=config)
+        results = collect_rewards(run, [SimpleNamespace(sample_id=n) for n in range(len(answers))])
+    assert [r.score for r in results] == [0.0, 0.0, 1.0, -100.0, -100.0, -100.0]  # mute has no score of its own: the batch's lowest
+
+
 def test_more_failing_rewards_than_allowed_end_the_run_with_the_reasons(scored):
     with pytest.raises(DataError) as error:
         scored([*REASONS, "right"])

@@ -67,6 +67,13 @@ def test_a_configuration_gives_the_layout_and_says_which_model(capsys, model, tm
     assert code == 2 and "weights are float32, model.dtype" in err and not (tmp_path / "again").exists()
 
 
+@pytest.mark.parametrize(("which", "more"), [("megatron-to-hf", []), ("megatron-to-megatron", ["--layout", "tp=1"])])
+def test_files_of_a_torch_dist_checkpoint_are_not_ignored_where_it_is_not_trusted(capsys, model, tmp_path, which, more):
+    assert run(capsys, "hf-to-megatron", model, "-o", tmp_path / "ours", "--layout", "tp=1")[0] == 0
+    code, _, said = run(capsys, which, tmp_path / "ours", "-o", tmp_path / "again", "--hf-files", model, *more)
+    assert code == 2 and "--hf-files" in said and "--trust-checkpoint" in said and not (tmp_path / "again").exists()
+
+
 def test_tensors_that_stay_behind_are_told(capsys, model, tmp_path):
     file = model / "model.safetensors"
     save_file(load_file(file) | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}, file)

@@ -108,6 +108,14 @@ def test_a_full_temporary_folder_is_named(tmp_path, monkeypatch):
         load(write_jsonl(tmp_path / "a.jsonl", [row("a")]))
 
 
+@pytest.mark.parametrize("rows", [1, 400])
+def test_a_folder_that_is_full_is_the_environments_fault_and_closing_does_not_hide_it(tmp_path, monkeypatch, rows):
+    """/dev/full refuses every byte: 1 row meets that at the flush, 400 in the midst of writing; close() flushes the buffer again."""
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda: open("/dev/full", "wb"))  # noqa: SIM115  the store closes it
+    with pytest.raises(EnvironmentFault, match="set TMPDIR to a folder with room"):
+        load(write_jsonl(tmp_path / "a.jsonl", [row(f"{i} {'x' * 100}") for i in range(rows)]))
+
+
 def test_the_temporary_file_has_no_name(tmp_path, monkeypatch):
     """So nothing is left behind, however the process ends."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -199,6 +207,12 @@ def test_long_prompts_are_filtered_and_counted_or_stop_the_run(tmp_path):
 def test_max_samples_stops_reading(tmp_path):
     data = load(write_jsonl(tmp_path / "a.jsonl", [row(str(i)) for i in range(9)]), max_samples=4)
     assert (len(data), data.report.rows) == (4, 4)
+
+
+def test_max_samples_counts_over_all_files_in_their_order(tmp_path):
+    """As the configuration's page says of data.val_max_samples; verl joins the files before it counts, too."""
+    files = [write_jsonl(tmp_path / name, [row(f"{name}{i}") for i in range(3)]) for name in ("a.jsonl", "b.jsonl", "c.jsonl")]
+    assert load(files, max_samples=4).sizes == (3, 1)
 
 
 def test_unusable_files_are_named(tmp_path):

@@ -1,5 +1,6 @@
 """Sinks: the JSONL record is strict and always there; views neither stop training nor cost a line."""
 
+import errno
 import io
 import json
 import logging
@@ -12,7 +13,7 @@ import time
 import numpy as np
 import pytest
 
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, EnvironmentFault
 from mrl.record import console, sinks
 from mrl.record.run_dir import RunDir, read_metrics
 from mrl.record.sinks import JsonlSink, Record, make_sinks
@@ -187,6 +188,18 @@ def test_a_package_that_breaks_while_it_is_loaded_is_a_configuration_error(tmp_p
         ConfigError, match=r"wandb cannot be started \(TypeError: descriptors cannot be created\); mend it, or take wandb off"
     ):
         make_sinks(["wandb"], RunDir.open(tmp_path, ""), 1)
+
+
+def test_a_view_that_the_disk_or_the_network_refuses_is_the_environments_fault(tmp_path, monkeypatch):
+    def full(run_dir, total_steps, info):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setitem(sinks.VIEWS, "tensorboard", full)
+    with pytest.raises(
+        EnvironmentFault, match=r"tensorboard cannot be started \(OSError: \[Errno 28\] No space left on device\)"
+    ) as refused:
+        make_sinks(["tensorboard"], RunDir.open(tmp_path, ""), 1)
+    assert refused.value.exit_code == 4
 
 
 def _scalars(folder) -> list[tuple[int, float]]:

@@ -129,6 +129,36 @@ def test_a_failed_reward_counts_with_its_score_and_is_told(tmp_path):
         World(tmp_path, answers, rows, "reward.max_failure_share=0.2").validate(spec)
 
 
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("failing", ["a", "c"])
+def test_a_prompt_whose_responses_all_fail_counts_as_wrong_in_every_quantity(tmp_path, failing, n):
+    """Three prompts, two of them right; which of them fails, the first or the last, changes no name and no number."""
+    (tmp_path / "mine.py").write_text(
+        "def compute_score(solution_str, **_):\n"
+        "    if solution_str == 'x': raise ValueError('no')\n"
+        "    return {'score': 1.0, 'acc': 1.0, 'pred': 'y', 'length': 1.0}\n"
+    )
+    answers = {key: ["x" if key == failing else "y"] for key in "abc"}
+    world = World(tmp_path, answers, [row(key, "1") for key in "abc"], "reward.max_failure_share=0.5", f"rollout.val_kwargs.n={n}")
+    metrics = world.validate(RewardSpec(path=str(tmp_path / "mine.py")))
+    core = ["mean@1"] if n == 1 else ["mean@2", "best@2/mean", "maj@2/mean"]
+    assert {name: metrics.get(f"val-core/toy/acc/{name}") for name in core} == dict.fromkeys(core, pytest.approx(2 / 3))
+    assert metrics[f"val-aux/toy/reward/mean@{n}"] == pytest.approx(2 / 3)
+    assert not [name for name in metrics if name.startswith("val-core/toy/reward") or "length/mean@" in name]
+
+
+def test_in_validation_a_failure_counts_as_the_lowest_of_its_own_data_source(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def compute_score(data_source, solution_str, **_):\n"
+        "    if solution_str == 'x': raise ValueError('no')\n"
+        "    return -100.0 if data_source == 'steep' else 1.0\n"
+    )
+    rows, answers = [row("a", "1", source="flat"), row("b", "1", source="steep")], {"a": ["x", "y"], "b": ["y", "x"]}
+    world = World(tmp_path, answers, rows, "reward.max_failure_share=0.5")
+    metrics = world.validate(RewardSpec(path=str(tmp_path / "mine.py")))
+    assert (metrics["val-core/flat/reward/mean@2"], metrics["val-core/steep/reward/mean@2"]) == (0.5, -100.0)
+
+
 def test_a_prompt_that_comes_twice_in_a_batch_is_not_answered_alike(tmp_path):
     world = World(tmp_path, ANSWERS, ROWS)
     prompt = Prompt(7, (ord("a"),), "exact_match", "1")

@@ -90,6 +90,12 @@ def test_a_part_that_some_responses_lack_is_left_out():
     assert not [name for name in metrics if "bonus" in name]
 
 
+def test_a_majority_is_told_whichever_prompt_has_one():
+    voted, silent = Answers("a", {"reward": [1.0, 1.0]}, ["y", "y"]), Answers("a", {"reward": [0.0, 0.0]})
+    assert validation_metrics([silent, voted]).keys() == validation_metrics([voted, silent]).keys()
+    assert validation_metrics([silent, voted])["val-core/a/reward/maj@2/mean"] == 1.0
+
+
 def test_what_is_shown_is_the_same_choice_every_time():
     assert shown(100, 5) == shown(100, 5)
     assert len(shown(100, 5)) == 5 and shown(3, 5) == [0, 1, 2]
