@@ -25,7 +25,10 @@ def engine_core(below: psutil.Process, run_dir: Path) -> psutil.Process | None:
 
 @pytest.mark.real
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("find", "named"), [(rank_one, "rank 1 died"), (engine_core, "engine 0: vLLM's process below it died")])
+@pytest.mark.parametrize(
+    ("find", "named"),
+    [pytest.param(rank_one, "rank 1 died", marks=pytest.mark.long), (engine_core, "engine 0: vLLM's process below it died")],
+)
 def test_a_lost_process_ends_the_run_as_resumable(tmp_path, find, named):
     run_dir = tmp_path / "run"
     process = train(make_world(tmp_path / "world"), run_dir, trainer__total_training_steps=500, trainer__val_before_train=False)
