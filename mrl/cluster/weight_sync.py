@@ -48,7 +48,10 @@ class WeightSync:
         self._weight_bytes = 0
 
     def bring_to(self, version: int) -> dict[str, float]:
-        """Metrics of one sync after which every engine serves `version`. Raises Interrupted when one could not be brought there."""
+        """Metrics of one sync after which every engine serves `version`.
+
+        Raises Interrupted when one could not be brought there, EnvironmentFault when ranks and engines cannot meet.
+        """
         timer = PhaseTimer()
         with timer("sync"):
             found = self._fast(version) if self.config.reshard.path == "fast" else self._slow(version)
@@ -109,11 +112,11 @@ class WeightSync:
             done.staging_bytes = max(done.staging_bytes, report["staging_bytes"])
 
     def _connect_again(self, version: int, why: str) -> None:
-        """After a transport broke. Raises Interrupted with what broke it, which is more than that peers do not meet any more."""
+        """After a transport broke. Raises EnvironmentFault with what broke it, which is more than that peers do not meet any more."""
         try:
             self._connect()
         except EnvironmentFault as error:
-            raise Interrupted(f"weight sync to version {version}: {why}; and connecting again failed: {error}") from error
+            raise EnvironmentFault(f"weight sync to version {version}: {why}; and connecting again failed: {error}") from error
 
     def _connect(self) -> None:
         """Agrees on the plan and opens the transports; before the first byte, and again after a transport broke."""

@@ -398,7 +398,7 @@ def test_when_peers_do_not_meet_again_the_run_stops_with_what_broke_the_first_at
 
     end.take = once(end.take, fail)
     world.connect = refuse
-    with pytest.raises(Interrupted, match=r"version 2: .*no memory for a module.*; and connecting again failed: engine 0 cannot take"):
+    with pytest.raises(EnvironmentFault, match=r"version 2: .*no memory for a module.*; and connecting again failed: engine 0 cannot take"):
         sync.bring_to(2)
     assert world.versions() == [None]
 
