@@ -1,5 +1,6 @@
 """A plan with a fault sown into it is caught, by the proof and by the rehearsal, and the fault is named."""
 
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -219,6 +220,21 @@ def test_a_layer_kind_in_the_middle_of_a_stage_is_kept():
 
 def replace_model(pair: Pair, model, train) -> ReshardPlan:
     return replace(pair, model=model, train=train).plan()
+
+
+def test_one_engine_and_a_worker_of_each_other_are_taken_apart_whatever_the_time(monkeypatch):
+    plan = good_plan()
+    plan = plan_reshard(plan.model, plan.train, RolloutLayout(num_engines=3, tensor=2), dialect="cpu", dtype="float32")
+    seen = []
+    real = verify.target_parameters
+    monkeypatch.setattr(
+        verify, "target_parameters", lambda model, rollout, worker, *of: seen.append(worker) or real(model, rollout, worker, *of)
+    )
+    proof = verify.prove(plan, seconds=0.0)
+    assert (seen, proof.workers, proof.of_workers, proof.fault) == ([0, 1, 2, 4], 4, 6, None)
+    seen.clear()
+    assert verify.prove(plan).workers == 6 and seen == [0, 1, 2, 4, 3, 5]
+    assert gc.isenabled()
 
 
 def test_verdict_counts_what_it_looked_at():
