@@ -45,3 +45,10 @@ class NothingToDo(MrlError):
     """No fault of anybody's: what was asked for is there already."""
 
     exit_code = 0
+
+
+def described(error: Exception) -> str:
+    """What an error says, after its type where the text alone may say nothing, as that of a KeyError does."""
+    if isinstance(error, RuntimeError | ValueError | MrlError) and str(error):
+        return str(error)
+    return f"{type(error).__name__}: {error}".removesuffix(": ")

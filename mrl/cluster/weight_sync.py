@@ -1,7 +1,7 @@
 """One weight sync over all ranks and engines: plan agreed on, weights moved, digests compared, and only then a version that is served.
 
-An engine whose sync failed is fenced: it holds no version and refuses to generate. It is synced once more from the first round; when that
-fails too, the run stops with the reason and can be resumed.
+An engine whose sync failed is fenced: it holds no version and refuses to generate. It is synced once more from the first round, and what it
+then holds is read back whatever reshard.verify_every says; when that fails too, the run stops with the reason and can be resumed.
 """
 
 import itertools
@@ -48,7 +48,10 @@ class WeightSync:
         self._weight_bytes = 0
 
     def bring_to(self, version: int) -> dict[str, float]:
-        """Metrics of one sync after which every engine serves `version`. Raises Interrupted when one could not be brought there."""
+        """Metrics of one sync after which every engine serves `version`.
+
+        Raises Interrupted when one could not be brought there, EnvironmentFault when ranks and engines cannot meet.
+        """
         timer = PhaseTimer()
         with timer("sync"):
             found = self._fast(version) if self.config.reshard.path == "fast" else self._slow(version)
@@ -66,7 +69,7 @@ class WeightSync:
         for number in range(_ATTEMPTS):
             if number and done.broken:
                 self._connect_again(version, why)
-            self._attempt(pending, done)
+            self._attempt(pending, done, read_back=number > 0 or self._syncs % self.config.reshard.verify_every == 0)
             pending -= done.receives.keys()
             if not pending:
                 break
@@ -79,13 +82,12 @@ class WeightSync:
         totals = SyncTotals.of(done.bytes_sent, receives, self._weight_bytes, done.staging_bytes)
         self.engines.commit(version)
         self._syncs += 1
-        return _metrics(totals, len(done.reasons))
+        return _metrics(totals, len(done.reasons), all(report["held"] is not None for report in receives))
 
-    def _attempt(self, pending: set[int], done: Attempt) -> None:
-        """One try for the `pending` engines; adds to `done` what it reached."""
+    def _attempt(self, pending: set[int], done: Attempt, read_back: bool) -> None:
+        """One try for the `pending` engines; adds to `done` what it reached. `read_back`: digest what engines finally hold."""
         update, limit = next(self._updates), self.config.cluster.step_timeout_s
         workers = [w for w in range(self.setup.rollout_layout.world_size) if self.setup.engine_of(w) in pending]
-        read_back = self._syncs % self.config.reshard.verify_every == 0
         sending = self.actor.refs("send_weights", update, workers, read_back)
         receiving = self.engines.refs("receive_weights", update, read_back, engines=sorted(pending))
         answers = settle(sending | receiving, limit, "weight sync")
@@ -110,11 +112,11 @@ class WeightSync:
             done.staging_bytes = max(done.staging_bytes, report["staging_bytes"])
 
     def _connect_again(self, version: int, why: str) -> None:
-        """After a transport broke. Raises Interrupted with what broke it, which is more than that peers do not meet any more."""
+        """After a transport broke. Raises EnvironmentFault with what broke it, which is more than that peers do not meet any more."""
         try:
             self._connect()
         except EnvironmentFault as error:
-            raise Interrupted(f"weight sync to version {version}: {why}; and connecting again failed: {error}") from error
+            raise EnvironmentFault(f"weight sync to version {version}: {why}; and connecting again failed: {error}") from error
 
     def _connect(self) -> None:
         """Agrees on the plan and opens the transports; before the first byte, and again after a transport broke."""
@@ -177,12 +179,13 @@ def _by_engine(found: list) -> dict[int, list]:
     return groups
 
 
-def _metrics(totals: SyncTotals, resynced: int) -> dict[str, float]:
+def _metrics(totals: SyncTotals, resynced: int, read_back: bool) -> dict[str, float]:
+    """`read_back`: what every engine finally holds was read."""
     return {
         "reshard/bytes_required": float(totals.bytes_required),
         "reshard/bytes_moved": float(totals.bytes_moved),
         "reshard/bytes_local": float(totals.bytes_local),
         "reshard/peak_staging_bytes": float(totals.staging_bytes),
         "reshard/resynced": float(resynced),
-        "reshard/verified": 1.0,
+        "reshard/verified": float(read_back),
     }

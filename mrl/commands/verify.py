@@ -109,8 +109,15 @@ def _lines(found: dict[str, Any]) -> list[str]:
     return [
         *note,
         f"plan       {found['ranks']} ranks -> {found['workers']} workers, {found['plan_seconds']:.2f} s, hash {found['hash'][:16]}",
-        f"proof      {proof['copies']} copies of {proof['workers']} workers at real shapes, {proof['seconds']:.2f} s",
+        f"proof      {proof['copies']} copies of {proof['workers']} of {proof['of_workers']} workers at real shapes, "
+        f"{proof['seconds']:.2f} s",
         f"rehearsal  {rehearsal['elements']} elements in {rehearsal['rounds']} rounds, {rehearsal['layers']} layers, "
         f"{rehearsal['experts']} experts, {rehearsal['seconds']:.2f} s",
-        "ok: every element arrives exactly once, from a shard that holds it" if found["ok"] else f"FAULT: {found['fault']}",
+        _ok(proof) if found["ok"] else f"FAULT: {found['fault']}",
     ]
+
+
+def _ok(proof: dict[str, Any]) -> str:
+    """What was proved, and of how many workers in full; of the others it is their templates and the rehearsal."""
+    full = f"{proof['workers']} of {proof['of_workers']} workers in full"
+    return f"ok: every element arrives exactly once, from a shard that holds it ({full})"

@@ -136,7 +136,7 @@ _RESHARD = [
     MetricSpec("reshard/resynced", "sum", "engines", "Engines whose first sync of the step failed and was done again"),
     MetricSpec("reshard/seconds", "max", "s", "Time of one sync, slowest rank"),
     MetricSpec("reshard/peak_staging_bytes", "max", "bytes", "Largest staging memory of a rank"),
-    MetricSpec("reshard/verified", "min", "0 or 1", "1 when every rank's digest agreed"),
+    MetricSpec("reshard/verified", "min", "0 or 1", "1 when what every engine finally holds was read back and is what the ranks sent"),
     MetricSpec("reshard/weight_version", "last", "versions", "Version that the engines hold after the sync"),
     MetricSpec("router/drift", "mean", "share", "Tokens of a layer that go to another set of experts than at the old log-probs"),
     MetricSpec("router/missing_routes", "mean", "share", "With R3, tokens of a layer that came to the update without the engine's experts"),

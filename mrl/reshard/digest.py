@@ -20,9 +20,10 @@ import torch
 
 MODULUS = 1 << 64
 LANES = 8
-_TILE_BYTES = {"cpu": 1 << 21}  # in cache, and few products
-_DEVICE_TILE_BYTES = 1 << 28  # elsewhere: few launches, little memory
-_MIN_ROWS = 256  # of a tile, else a product spends its time on the columns
+_CPU_TILE_BYTES = 1 << 21  # in cache, and few products
+_DEVICE_TILE_BYTES = 1 << 28  # elsewhere, where rows can be used as they lie: few launches
+_DEVICE_COPY_BYTES = 1 << 23  # elsewhere, where they must be copied: little memory, and at least 64 rows
+_MIN_ROWS = 256  # of a tile on CPU, else a product spends its time on the columns
 _NARROW = 4096  # bytes of a row: a product walks over many short rows slower than a copy does, unless they are in cache
 MAX_COLUMNS = 1 << 17  # bytes of a row at a time: 128 * 64 * 2^17 < 2^31, so that no sum overflows int32
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -84,7 +85,7 @@ def lane_sums_of_each(
     for column in range(0, width, step):
         parts = _columns(blocks, column, min(column + step, width))
         columns = tables.columns[start + column * size :][: parts[0].shape[1] * size]
-        sums = torch.cat([_row_sums(tile, columns, tables.multiplies_int8) for tile in _tiles(parts, dtype)])
+        sums = torch.cat([_row_sums(tile, columns, tables.multiplies_int8) for tile in _tiles(parts, dtype, device.type)])
         total += (sums.view(count, height, LANES) * rows).sum(1)
     return total
 
@@ -93,16 +94,23 @@ def _columns(blocks: torch.Tensor | Sequence[torch.Tensor], start: int, stop: in
     return blocks[..., start:stop] if isinstance(blocks, torch.Tensor) else [block[:, start:stop] for block in blocks]
 
 
-def _tiles(blocks: torch.Tensor | Sequence[torch.Tensor], dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """[rows, bytes] int8: all rows of all blocks in order, a cache's worth at a time. A tile is valid until the next is asked for."""
+def _tiles(blocks: torch.Tensor | Sequence[torch.Tensor], dtype: torch.dtype, kind: str) -> Iterator[torch.Tensor]:
+    """[rows, bytes] int8: all rows of all blocks in order, some at a time. A tile is valid until the next is asked for.
+
+    `kind`: of the device. On CPU a tile is a cache's worth; elsewhere rows are copied only where they do not lie end to end.
+    """
     count, (height, width), device = len(blocks), blocks[0].shape, blocks[0].device
-    step = max(_MIN_ROWS, _TILE_BYTES.get(device.type, _DEVICE_TILE_BYTES) // (width * dtype.itemsize))
+    size = width * dtype.itemsize
+    if kind != "cpu" and (rows := _end_to_end(blocks, dtype)) is not None:
+        yield from (tile.view(torch.int8) for tile in rows.split(_whole_rows(_DEVICE_TILE_BYTES, size)))
+        return
+    step = max(_MIN_ROWS, _CPU_TILE_BYTES // size) if kind == "cpu" else _whole_rows(_DEVICE_COPY_BYTES, size)
     several = max(1, step // height)
     room: torch.Tensor | None = None
     for at in range(0, count, several):
         for row in range(0, height, step):
             parts = [block[row : row + step] for block in blocks[at : at + several]]
-            if _can_be_used(parts, dtype):
+            if _can_be_used(parts, dtype, kind):
                 yield parts[0].view(torch.int8)
                 continue
             if room is None:
@@ -112,10 +120,29 @@ def _tiles(blocks: torch.Tensor | Sequence[torch.Tensor], dtype: torch.dtype) ->
             yield tile.view(-1, width).view(torch.int8)
 
 
-def _can_be_used(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
+def _whole_rows(nbytes: int, size: int) -> int:
+    """How many rows of `size` bytes a tile gets: a multiple of 32, which accelerators multiply without filling up; see `_row_sums`."""
+    return max(32, nbytes // size // 32 * 32)
+
+
+def _end_to_end(blocks: torch.Tensor | Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor | None:
+    """All rows of all blocks as a view; None where they lie otherwise or have another dtype."""
+    if not isinstance(blocks, torch.Tensor):
+        if len(blocks) > 1:
+            return None
+        blocks = blocks[0][None]
+    if blocks.dtype != dtype or blocks.stride(2) != 1:
+        return None
+    try:
+        return blocks.view(-1, blocks.shape[2])
+    except RuntimeError:  # there are gaps between blocks
+        return None
+
+
+def _can_be_used(parts: Sequence[torch.Tensor], dtype: torch.dtype, kind: str) -> bool:
     """Whether these rows are a tile as they are: else they are copied to the tile's own memory."""
     part = parts[0]
-    is_narrow = part.device.type == "cpu" and part.shape[1] * dtype.itemsize <= _NARROW
+    is_narrow = kind == "cpu" and part.shape[1] * dtype.itemsize <= _NARROW
     return len(parts) == 1 and part.dtype == dtype and part.stride(1) == 1 and not is_narrow
 
 

@@ -252,7 +252,7 @@ _WORDS = {2: torch.int16, 4: torch.int32}
 def held_digests(targets: Sequence[TargetParameter], final: Callable[[TargetParameter], Iterable[Tensor]]) -> dict[str, int]:
     """Digests of what the engine finally holds. `final` reads one parameter back into load layout, in parts along its first dimension.
 
-    Raises RuntimeError naming a parameter whose padding is not zero.
+    Raises RuntimeError naming a parameter whose padding is not zero, or that has padding and comes in more than one part.
     """
     found = {}
     for target in targets:
@@ -266,7 +266,9 @@ def _checked(parts: Iterable[Tensor], target: TargetParameter) -> Iterator[Tenso
     if not has_padding(target):
         yield from parts
         return
-    for part in parts:
+    for number, part in enumerate(parts):
+        if number:
+            raise RuntimeError(f"{target.name}: padded, yet read back in several parts, in which its padding cannot be found")
         if not padding_is_zero(part, target):
             raise RuntimeError(f"{target.name}: the padding is not zero")
         yield part

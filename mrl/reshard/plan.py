@@ -30,7 +30,7 @@ FORMAT = 1
 MIB = 2**20
 _GRAIN_BYTES = 4 * MIB  # large enough to be copied at full speed
 _GRAINS_PER_ROUND = 16  # at least, of each process
-_KEPT_COPIES = 1 << 18  # of a place, while the plan lives: what a verification of a large plan can use
+KEPT_COPIES = 1 << 18  # of a place inside an engine, while the plan lives: what a verification of a large plan can use
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class ReshardPlan:
             if copy is None:
                 segment = self.segments[key[0]]
                 copy = self.copy(blocks[segment.block][key[1]], segment, key[2])
-                if len(made) < _KEPT_COPIES:
+                if len(made) < KEPT_COPIES:
                     made[key] = copy
             copies.append(copy)
         return Message(number, source, worker, tuple(copies), int(flow.nbytes[rows].sum()))

@@ -1,9 +1,21 @@
 """Memory for modules in load layout, used again from one module to the next."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
 _ALIGN = 64  # bytes, as torch's own memory
+
+
+def check_same_shapes(loaded: Mapping[str, Tensor], kernels: Mapping[str, Tensor]) -> None:
+    """Raises RuntimeError unless `loaded` are all of a layer's `kernels` tensors, in their shapes: only then are they packed one into one.
+
+    The handshake refuses engines whose kernels pad experts or give them a bias, so that no update gets here with one.
+    """
+    wanted, found = ({name: tuple(tensor.shape) for name, tensor in tensors.items()} for tensors in (loaded, kernels))
+    if wanted != found:
+        raise RuntimeError(f"experts of shapes {wanted} cannot be packed into the kernel's {found}; reshard.path: slow can load them")
 
 
 class Staging:

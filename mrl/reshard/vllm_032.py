@@ -15,7 +15,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from mrl.reshard import vllm_shared as shared
 from mrl.reshard.receive import Bucket
 from mrl.reshard.shard_path import ShardPath
-from mrl.reshard.staging import Staging
+from mrl.reshard.staging import Staging, check_same_shapes
 from mrl.reshard.target import TargetParameter
 from mrl.reshard.vllm_032_routes import RouteCapture
 
@@ -61,15 +61,15 @@ class Reload(shared.LayerwiseReload):
             self._staging.lend(layer, _EXPERTS)
 
     def process(self, layer: nn.Module) -> None:
-        info, isa = get_layerwise_info(layer), _packing(layer)
-        kernels = info.kernel_tensors[0]
-        if isa and kernels.keys() == {*_EXPERTS} and all(getattr(layer, leaf).shape == kernels[leaf].shape for leaf in _EXPERTS):
-            for leaf in _EXPERTS:
-                torch.ops._C.prepack_moe_weight(getattr(layer, leaf).data, kernels[leaf].data, isa)
-            self.leave_out(layer)
-        else:
+        isa = _packing(layer)
+        if not isa:
             super().process(layer)
-            self._staging.take_back(layer)
+            return
+        kernels = get_layerwise_info(layer).kernel_tensors[0]
+        check_same_shapes({leaf: getattr(layer, leaf) for leaf in _EXPERTS}, kernels)
+        for leaf in _EXPERTS:
+            torch.ops._C.prepack_moe_weight(getattr(layer, leaf).data, kernels[leaf].data, isa)
+        self.leave_out(layer)
 
     def leave_out(self, layer: nn.Module) -> None:
         super().leave_out(layer)

@@ -17,6 +17,7 @@ from vllm.model_executor.model_loader.reload.layerwise import _get_original_load
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
+from mrl.errors import described
 from mrl.reshard.load_layout import weight_bytes, what_reading_shows
 from mrl.reshard.read_back import through_identity, unpacked
 from mrl.reshard.receive import Bucket, ReloadLedger
@@ -215,7 +216,7 @@ class WorkerExtension:
             return {"value": getattr(self, method)(*arguments)}
         except Exception as error:
             traceback.print_exc()
-            return {"error": str(error) or type(error).__name__}
+            return {"error": described(error)}
 
     def sync_path(self) -> "SlowPath | ShardPath":
         """The path in use."""

@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 
 from mrl.data.routes import ASKED
-from mrl.errors import EnvironmentFault, Interrupted
+from mrl.errors import EnvironmentFault, Interrupted, described
 from mrl.rollout.front_end import FrontEnd, front_end
 from mrl.rollout.types import Completion, EngineSettings, Request, Sampling
 
 STAGING = "mrl-sync-"  # folders that weights pass through
 WATCH_S = 1.0  # between looks whether vLLM's processes live
+DROP_S = 5.0  # for blocks of the prefix cache to come free
 
 
 class VllmEngine:
@@ -153,7 +154,7 @@ class VllmEngine:
         for order in (requests, requests[::-1]):
             found = [c async for batch in self.generate(order, sampling) for c in batch]
             runs.append(sorted(found, key=lambda c: c.sample_id))
-            await self._ask(self._llm.reset_prefix_cache())
+            await self._drop_cache()
         if runs[0] != runs[1]:
             differing = sum(a != b for a, b in zip(*runs, strict=True))
             raise EnvironmentFault(
@@ -193,7 +194,7 @@ class VllmEngine:
         with self._alive():
             await self._workers("finish_weight_update")
             await self._front.set_version(self._llm, version)
-            await self._ask(self._llm.reset_prefix_cache())
+            await self._drop_cache()
             await self._forget_routes()
         shutil.rmtree(self._staging)
         self._staging = None
@@ -247,18 +248,44 @@ class VllmEngine:
                 await self._workers("start_weight_update")
                 await self._workers("update_weights", info)
                 await self._workers("finish_weight_update")
-            except Exception:
-                await self._workers("abandon_update")
+            except Exception as error:
+                await self._abandon(error)
                 raise
             return await self._workers("weight_update_report")
+
+    async def _abandon(self, error: Exception) -> None:
+        """Drops the update that `error` ended. Raises RuntimeError with both causes when that fails too."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            await self._workers("abandon_update")
+        except EngineDeadError:
+            raise
+        except Exception as second:
+            raise RuntimeError(f"{described(error)}; and dropping the update failed: {described(second)}") from error
 
     async def commit(self, version: int) -> None:
         """Serves what was received last, as `version`, and drops what was cached under the old weights."""
         with self._alive():
             await self._front.set_version(self._llm, version)
-            await self._ask(self._llm.reset_prefix_cache())
+            await self._drop_cache()
             await self._forget_routes()
         self.version = version
+
+    async def _drop_cache(self) -> None:
+        """Empties the prefix cache. Raises Interrupted when vLLM does not: what was computed with old weights would be served as new.
+
+        vLLM 0.23 and 0.32 answer True, with prefix caching off as well, or False while a block is in use, that of a request that was just
+        aborted for example. Of several data-parallel cores 0.32 answers for all, 0.23 for the first.
+        """
+        deadline = time.monotonic() + DROP_S
+        while not (emptied := await self._ask(self._llm.reset_prefix_cache())) and time.monotonic() < deadline:
+            await asyncio.sleep(DROP_S / 50)
+        if emptied is not True and self.settings.arguments.get("enable_prefix_caching", True):
+            raise Interrupted(
+                f"engine {self.settings.engine_id}: vLLM did not empty its prefix cache within {DROP_S:g} s (it answered {emptied}), "
+                f"so it still holds what other weights computed; see logs/engine-{self.settings.engine_id}.log in the run directory"
+            )
 
     async def fingerprints(self) -> dict[str, str]:
         """SHA-256 of everything each worker of this engine computes with, by rank and name."""

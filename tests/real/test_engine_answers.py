@@ -92,3 +92,9 @@ def test_what_a_worker_raises_itself_would_be_taken_for_its_next_answer(engine):
         asyncio.run(engine._llm.collective_rpc("update_weights", ({},)))
     with pytest.raises(RuntimeError, match="no memory"):
         asyncio.run(engine._llm.collective_rpc("weight_bytes"))
+
+
+def test_an_error_whose_text_says_nothing_is_told_with_its_type(engine):
+    engine._llm.workers[0].weight_bytes = lambda: {}["model.norm.weight"]
+    with pytest.raises(RuntimeError, match=r"^KeyError: 'model\.norm\.weight'$"):
+        asyncio.run(engine._workers("weight_bytes"))

@@ -200,6 +200,16 @@ def test_padding_that_is_not_zero_is_named():
         held_digests(targets(), final(engine))
 
 
+def test_a_padded_parameter_must_be_read_back_in_one_part():
+    """Its pieces lie in the whole parameter: in a second part they would name other elements."""
+    words = targets()[0]
+    whole = torch.cat([torch.randn(3, WIDTH), torch.zeros(1, WIDTH)])
+    assert words.name in held_digests([words], lambda _: [whole])
+    for size in (1, 3):
+        with pytest.raises(RuntimeError, match=r"embed.weight: padded, yet read back in several parts"):
+            held_digests([words], lambda _, size=size: whole.split(size))
+
+
 def test_a_module_that_did_not_come_is_named():
     writer, reload = begun(Engine())
     write_all(writer, ("embed", "layers.1.fused"))

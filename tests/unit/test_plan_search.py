@@ -42,8 +42,8 @@ def found() -> dict[str, tuple[SearchResult, float]]:
     """Each case with the seconds that its search took."""
     results = {}
     for name, case in CASES.items():
-        start = time.perf_counter()
-        results[name] = search(problem(*case)), time.perf_counter() - start
+        start = time.process_time()  # of this process alone, however busy the machine is
+        results[name] = search(problem(*case)), time.process_time() - start
     return results
 
 

@@ -1,5 +1,6 @@
 """A plan with a fault sown into it is caught, by the proof and by the rehearsal, and the fault is named."""
 
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -219,6 +220,26 @@ def test_a_layer_kind_in_the_middle_of_a_stage_is_kept():
 
 def replace_model(pair: Pair, model, train) -> ReshardPlan:
     return replace(pair, model=model, train=train).plan()
+
+
+def test_one_engine_and_a_worker_of_each_other_are_taken_apart_whatever_the_time(monkeypatch):
+    plan = good_plan()
+    plan = plan_reshard(plan.model, plan.train, RolloutLayout(num_engines=3, tensor=2), dialect="cpu", dtype="float32")
+    seen, real = [], ReshardPlan.receives
+    monkeypatch.setattr(ReshardPlan, "receives", lambda plan, worker: seen.append(worker) or real(plan, worker))
+    proof = verify.prove(plan, seconds=0.0)
+    assert (sorted(seen), proof.workers, proof.of_workers, proof.fault) == ([0, 1, 2, 4], 4, 6, None)
+    seen.clear()
+    assert verify.prove(plan).workers == 6 and sorted(seen) == list(range(6))
+    assert gc.isenabled()
+
+
+def test_what_a_worker_wants_depends_on_its_place_inside_the_engine_alone():
+    for pair in random_pairs(3000, 6):
+        size = pair.rollout.workers_per_engine
+        for worker in range(pair.rollout.world_size):
+            one, other = (target_parameters(pair.model, pair.rollout, w, pair.dialect, pair.dtype) for w in (worker, worker % size))
+            assert one == other
 
 
 def test_verdict_counts_what_it_looked_at():

@@ -1,9 +1,10 @@
 """Layers that are written one after the other share one piece of memory, and none keeps it."""
 
+import pytest
 import torch
 from torch import nn
 
-from mrl.reshard.staging import Staging
+from mrl.reshard.staging import Staging, check_same_shapes
 
 LEAVES = ("w13_weight", "w2_weight")
 
@@ -48,3 +49,12 @@ def test_a_larger_layer_gets_memory_of_its_own_and_the_smaller_one_is_not_kept_b
     staging.take_back(two)
     staging.clear()
     assert not staging._free and not staging._lent
+
+
+def test_experts_are_packed_into_a_kernel_of_their_own_shapes_and_into_no_other():
+    loaded = {name: torch.empty(2, *shape) for name, shape in zip(LEAVES, ((24, 7), (7, 12)), strict=True)}
+    check_same_shapes(loaded, {name: tensor.clone() for name, tensor in loaded.items()})
+    with pytest.raises(RuntimeError, match=r"'w2_weight': \(2, 7, 32\)"):
+        check_same_shapes(loaded, loaded | {"w2_weight": torch.empty(2, 7, 32)})
+    with pytest.raises(RuntimeError, match=r"'w13_bias': \(2, 24\)}; reshard.path: slow can load them"):
+        check_same_shapes(loaded, loaded | {"w13_bias": torch.empty(2, 24)})

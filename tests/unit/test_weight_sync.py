@@ -227,9 +227,38 @@ def test_storage_is_read_back_every_so_many_syncs(cluster):
     world.receive_weights = (lambda plain: lambda engine, update, read: seen.append(read) or plain(engine, update, read))(
         world.receive_weights
     )
-    for version in (1, 2, 3):
-        sync.bring_to(version)
+    assert [sync.bring_to(version)["reshard/verified"] for version in (1, 2, 3)] == [1, 0, 1]
     assert seen == [True, True, False, False, True, True]
+
+
+def test_an_engine_that_is_synced_again_is_read_back_out_of_turn(cluster):
+    world, sync = cluster(verify_every=9)
+    sync.bring_to(1)
+    end = world.world.receivers[1].end
+    end.take = once(end.take, flip_a_byte)
+    seen = []
+    plain = world.receive_weights
+    world.receive_weights = lambda engine, update, read: seen.append((engine, read)) or plain(engine, update, read)
+    metrics = sync.bring_to(2)
+    assert sorted(seen) == [(0, False), (1, False), (1, True)]
+    assert (metrics["reshard/resynced"], metrics["reshard/verified"]) == (1, 0), "engine 0 was not read back"
+
+
+def test_what_a_second_attempt_wrote_wrongly_is_not_served(cluster):
+    world, sync = cluster(engines=1, verify_every=9)
+    sync.bring_to(1)
+    end = world.world.receivers[0].end
+    end.take = once(end.take, flip_a_byte)
+    receive = world.receive_weights
+
+    def spoilt_the_second_time(engine, update, read):
+        world.flip_storage = engine if update == 3 else None
+        return receive(engine, update, read)
+
+    world.receive_weights = spoilt_the_second_time
+    with pytest.raises(Interrupted, match=r"twice: engine 0 worker 0: model\.norm\.weight differs in the engine"):
+        sync.bring_to(2)
+    assert world.versions() == [None]
 
 
 @pytest.mark.parametrize("transport", ["shm", "p2p"])
@@ -369,7 +398,7 @@ def test_when_peers_do_not_meet_again_the_run_stops_with_what_broke_the_first_at
 
     end.take = once(end.take, fail)
     world.connect = refuse
-    with pytest.raises(Interrupted, match=r"version 2: .*no memory for a module.*; and connecting again failed: engine 0 cannot take"):
+    with pytest.raises(EnvironmentFault, match=r"version 2: .*no memory for a module.*; and connecting again failed: engine 0 cannot take"):
         sync.bring_to(2)
     assert world.versions() == [None]
 

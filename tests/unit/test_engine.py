@@ -1,0 +1,103 @@
+"""An engine's answers to vLLM's refusals: no version is served beside an old cache, and no cause is lost. vLLM is a stand-in."""
+
+import asyncio
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from mrl.errors import Interrupted, described
+from mrl.rollout import engine as module
+from mrl.rollout.engine import VllmEngine
+from mrl.rollout.front_end import front_end
+
+
+class Llm:
+    """Of AsyncLLM what leaving an update asks for."""
+
+    errored = False
+
+    def __init__(self, resets: list, errors: dict[str, str] | None = None):
+        self.resets, self.errors = resets, errors or {}
+
+    async def reset_prefix_cache(self):
+        return self.resets.pop(0) if len(self.resets) > 1 else self.resets[0]
+
+    async def collective_rpc(self, method, args=()):
+        name = args[0]
+        return [{"error": self.errors[name]} if name in self.errors else {"value": name}]
+
+
+@pytest.fixture
+def engine(monkeypatch, tmp_path):
+    """A maker of an engine that received weights and serves nothing yet."""
+    dead = type("EngineDeadError", (Exception,), {})
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine.exceptions", SimpleNamespace(EngineDeadError=dead))
+    monkeypatch.setattr(module, "DROP_S", 0.05)
+
+    def make(resets: list, errors: dict[str, str] | None = None, **arguments) -> VllmEngine:
+        made = VllmEngine(SimpleNamespace(engine_id=3, arguments=arguments, segments_file=str(tmp_path / "segments")))
+        made._llm, made._front = Llm(resets, errors), front_end("0.23.0")
+        return made
+
+    return make
+
+
+def leave_fast(engine: VllmEngine) -> None:
+    asyncio.run(engine.commit(7))
+
+
+def leave_slow(engine: VllmEngine) -> None:
+    folder = engine.settings.segments_file + "-staging"
+    module.Path(folder).mkdir()
+    engine._staging = module.Path(folder)
+    asyncio.run(engine.commit_update(7))
+
+
+@pytest.mark.parametrize("leave", [leave_fast, leave_slow])
+@pytest.mark.parametrize("answer", [False, None])
+def test_a_version_is_not_served_while_vllm_keeps_what_old_weights_computed(engine, leave, answer):
+    made = engine([answer])
+    with pytest.raises(Interrupted, match=rf"engine 3: vLLM did not empty its prefix cache .*\(it answered {answer}\)"):
+        leave(made)
+    assert made.version is None
+
+
+@pytest.mark.parametrize("leave", [leave_fast, leave_slow])
+def test_a_block_that_comes_free_a_moment_later_does_not_stop_the_run(engine, leave):
+    made = engine([False, False, True])
+    leave(made)
+    assert made.version == 7
+
+
+def test_without_prefix_caching_there_is_nothing_to_empty(engine):
+    made = engine([False], enable_prefix_caching=False)
+    leave_fast(made)
+    assert made.version == 7
+
+
+def test_when_dropping_a_failed_update_fails_too_both_causes_are_told(engine):
+    made = engine([True], {"update_weights": "nothing came from rank 2", "abandon_update": "no memory"})
+    with pytest.raises(RuntimeError, match=r"^nothing came from rank 2; and dropping the update failed: no memory$"):
+        asyncio.run(made.receive_weights(4, True))
+    assert made.version is None
+
+
+def test_an_update_that_failed_and_was_dropped_is_told_as_it_is(engine):
+    with pytest.raises(RuntimeError, match=r"^nothing came from rank 2$"):
+        asyncio.run(engine([True], {"update_weights": "nothing came from rank 2"}).receive_weights(4, True))
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (RuntimeError("gave up"), "gave up"),
+        (ValueError("damaged bytes"), "damaged bytes"),
+        (Interrupted("a lost worker"), "a lost worker"),
+        (KeyError("model.norm.weight"), "KeyError: 'model.norm.weight'"),
+        (MemoryError(), "MemoryError"),
+        (RuntimeError(), "RuntimeError"),
+    ],
+)
+def test_an_error_whose_text_may_say_nothing_is_told_with_its_type(error, text):
+    assert described(error) == text
