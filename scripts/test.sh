@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 source scripts/install.sh cpu
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-unit() { python -m pytest tests/unit "$@"; }
+unit() { python -m pytest tests/unit -n 2 "$@"; }
 real() { python -m pytest tests/real -m "not long" "$@"; }
 long() { python -m pytest tests/real -m long "$@"; }
 

@@ -36,7 +36,9 @@ def engine(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "DROP_S", 0.05)
 
     def make(resets: list, errors: dict[str, str] | None = None, **arguments) -> VllmEngine:
-        made = VllmEngine(SimpleNamespace(engine_id=3, arguments=arguments, segments_file=str(tmp_path / "segments")))
+        made = VllmEngine(
+            SimpleNamespace(engine_id=3, arguments=arguments, captures_routes=False, segments_file=str(tmp_path / "segments"))
+        )
         made._llm, made._front = Llm(resets, errors), front_end("0.23.0")
         return made
 

@@ -28,7 +28,7 @@ class Llm:
         return [{"error": self.error}] if self.error else [{"value": value}]
 
     async def reset_prefix_cache(self):
-        pass
+        return True
 
 
 async def answer_of(call):
