@@ -3,7 +3,7 @@
 import errno
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import ray
 
@@ -33,18 +33,12 @@ def gather(refs: dict[str, ray.ObjectRef], timeout_s: float, phase: str, poll: C
     `poll` is called about twice a second and may raise, which is how a signal ends a long phase.
     Raises Interrupted for a lost process or a missed deadline, and re-raises errors that are the user's to mend.
     """
-    names = {ref: name for name, ref in refs.items()}
-    waiting, answers, deadline = list(refs.values()), {}, time.monotonic() + timeout_s
-    while waiting:
-        poll()
-        ready, waiting = ray.wait(waiting, timeout=0.5)
-        for ref in ready:
-            try:
-                answers[names[ref]] = unwrap(ref, names[ref], phase)
-            except (LostPeer, ray.exceptions.RayTaskError) as error:
-                raise blame(error, {names[r]: r for r in waiting}, phase) from error
-        if waiting and time.monotonic() > deadline:
-            raise _late(waiting, names, timeout_s, phase)
+    answers = {}
+    for name, others in _finished(refs, timeout_s, phase, poll):
+        try:
+            answers[name] = unwrap(refs[name], name, phase)
+        except (LostPeer, ray.exceptions.RayTaskError) as error:
+            raise blame(error, others, phase) from error
     return {name: answers[name] for name in refs}
 
 
@@ -54,17 +48,12 @@ def settle(refs: dict[str, ray.ObjectRef], timeout_s: float, phase: str) -> dict
 
     Raises what cannot be tried again: Interrupted for a lost process or a missed deadline, and errors that are the user's to mend.
     """
-    names = {ref: name for name, ref in refs.items()}
-    waiting, answers, deadline = list(refs.values()), {}, time.monotonic() + timeout_s
-    while waiting:
-        ready, waiting = ray.wait(waiting, timeout=0.5)
-        for ref in ready:
-            try:
-                answers[names[ref]] = unwrap(ref, names[ref], phase)
-            except (LostPeer, ray.exceptions.RayTaskError) as error:
-                answers[names[ref]] = RuntimeError(f"{names[ref]}: {_in_short(_root(error))} ({_log_of(names[ref])})")
-        if waiting and time.monotonic() > deadline:
-            raise _late(waiting, names, timeout_s, phase)
+    answers = {}
+    for name, _ in _finished(refs, timeout_s, phase):
+        try:
+            answers[name] = unwrap(refs[name], name, phase)
+        except (LostPeer, ray.exceptions.RayTaskError) as error:
+            answers[name] = RuntimeError(f"{name}: {_in_short(_root(error))} ({_log_of(name)})")
     return {name: answers[name] for name in refs}
 
 
@@ -73,17 +62,12 @@ def gather_all(refs: dict[str, ray.ObjectRef], timeout_s: float, phase: str) -> 
 
     Raises Late for those that have not answered in time; they may still be at it.
     """
-    names = {ref: name for name, ref in refs.items()}
-    waiting, answers, failures, deadline = list(refs.values()), {}, [], time.monotonic() + timeout_s
-    while waiting:
-        ready, waiting = ray.wait(waiting, timeout=0.5)
-        for ref in ready:
-            try:
-                answers[names[ref]] = unwrap(ref, names[ref], phase)
-            except (MrlError, ray.exceptions.RayTaskError) as error:
-                failures.append(error)
-        if waiting and time.monotonic() > deadline:
-            raise _late(waiting, names, timeout_s, phase)
+    answers, failures = {}, []
+    for name, _ in _finished(refs, timeout_s, phase):
+        try:
+            answers[name] = unwrap(refs[name], name, phase)
+        except (MrlError, ray.exceptions.RayTaskError) as error:
+            failures.append(error)
     if failures:
         # a lost process or a defect ends the run, a full disk does not: what is worst is told
         raise min(failures, key=lambda error: isinstance(error, EnvironmentFault))
@@ -128,9 +112,21 @@ def blame(error: Exception, others: dict[str, ray.ObjectRef], phase: str) -> Exc
     return error
 
 
-def _late(waiting: list[ray.ObjectRef], names: dict[ray.ObjectRef, str], timeout_s: float, phase: str) -> Late:
-    late = ", ".join(sorted(names[ref] for ref in waiting))
-    return Late(f"{phase}: no answer from {late} within {timeout_s:g} s; see logs/ in the run directory")
+def _finished(
+    refs: dict[str, ray.ObjectRef], timeout_s: float, phase: str, poll: Callable[[], None] = lambda: None
+) -> Iterator[tuple[str, dict[str, ray.ObjectRef]]]:
+    """Names of calls as they finish, each with the calls that nobody has heard of yet. Raises Late with their names after `timeout_s`."""
+    names = {ref: name for name, ref in refs.items()}
+    waiting, deadline = list(refs.values()), time.monotonic() + timeout_s
+    while waiting:
+        poll()
+        ready, waiting = ray.wait(waiting, timeout=0.5)
+        others = {names[ref]: ref for ref in waiting}
+        for ref in ready:
+            yield names[ref], others
+        if waiting and time.monotonic() > deadline:
+            late = ", ".join(sorted(others))
+            raise Late(f"{phase}: no answer from {late} within {timeout_s:g} s; see logs/ in the run directory")
 
 
 def _known(cause: Exception, name: str, phase: str) -> MrlError | None:

@@ -106,9 +106,9 @@ class Routing:
         with self.supplying(model, inputs):
             yield
         choosers = self._choosers(core)
-        self._record((id(core), inputs.content), [c.chosen.to(self._narrow) for c in choosers], _in_routers_order(inputs.real, core))
+        real = _in_routers_order(inputs.real, core)
+        self._record((id(core), inputs.content), [c.chosen.to(self._narrow) for c in choosers], real)
         if (supplied := self._supplied(core, inputs)) is not None:
-            real = _in_routers_order(inputs.real, core)
             for chooser, wanted in zip(choosers, supplied, strict=True):
                 known = real & (wanted[:, 0] != MISSING)
                 self._counts.disagreeing += (_differ(wanted, chooser.own) & known).sum()

@@ -6,7 +6,7 @@ receiver unpacks round r, the senders pack round r + 1. Every wait has a deadlin
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -156,12 +156,14 @@ def _joined(routes: dict[int, str], make: Callable, bundle: type):
 class _Bundle:
     """Some peers by one transport, the others by another."""
 
+    _peer: ClassVar[str]  # field of a message that names whom this side deals with
+
     def __init__(self, by_peer: dict[int, Any], ends: list[Any]):
         """`by_peer`: the one of `ends` that serves each rank or worker."""
         self._by_peer, self._ends = by_peer, ends
 
     def _end(self, message: Message) -> Any:
-        raise NotImplementedError
+        return self._by_peer[getattr(message, self._peer)]
 
     def _shares(self, messages: Sequence[Message]) -> list[tuple[Any, list[Message]]]:
         """The messages of each end that has some."""
@@ -187,8 +189,7 @@ class _Bundle:
 class SenderBundle(_Bundle):
     """A SendingEnd of several."""
 
-    def _end(self, message: Message) -> SendingEnd:
-        return self._by_peer[message.worker]
+    _peer = "worker"
 
     def begin(self, update: int, messages: Sequence[Message]) -> None:
         for end in self._ends:
@@ -208,8 +209,7 @@ class SenderBundle(_Bundle):
 class ReceiverBundle(_Bundle):
     """A ReceivingEnd of several."""
 
-    def _end(self, message: Message) -> ReceivingEnd:
-        return self._by_peer[message.source]
+    _peer = "source"
 
     def begin(self, update: int, rounds: Sequence[Sequence[Message]]) -> None:
         for end in self._ends:

@@ -206,7 +206,7 @@ def test_blocks_cut_anywhere_are_what_a_whole_tensor_has_there(models):
     assert kinds > 30
 
 
-def test_a_killed_export_goes_on_with_the_files_that_it_had_not_finished(models, tmp_path, monkeypatch):
+def export_killed_in_its_third_file(model, target, monkeypatch):
     monkeypatch.setattr(mrl.convert.plan, "FILE_BYTES", 300_000)
     real, seen = mrl.convert.writer._write_all, []
 
@@ -219,7 +219,11 @@ def test_a_killed_export_goes_on_with_the_files_that_it_had_not_finished(models,
     with monkeypatch.context() as patch:
         patch.setattr(mrl.convert.writer, "_write_all", killed)
         with pytest.raises(KeyboardInterrupt):
-            hf_to_megatron(models["qwen3_moe"], tmp_path / "td", TorchDist(), options=VERIFIED, trust=Trust())
+            hf_to_megatron(model, target, TorchDist(), options=VERIFIED, trust=Trust())
+
+
+def test_a_killed_export_goes_on_with_the_files_that_it_had_not_finished(models, tmp_path, monkeypatch):
+    export_killed_in_its_third_file(models["qwen3_moe"], tmp_path / "td", monkeypatch)
     assert not (tmp_path / "td").exists()
     report = hf_to_megatron(models["qwen3_moe"], tmp_path / "td", TorchDist(), options=VERIFIED, trust=Trust())
     assert report.resumed_files == 2 and report.files > 3
@@ -228,19 +232,7 @@ def test_a_killed_export_goes_on_with_the_files_that_it_had_not_finished(models,
 
 
 def test_one_that_was_begun_with_the_other_kind_of_keys_is_not_gone_on_with(models, tmp_path, monkeypatch):
-    monkeypatch.setattr(mrl.convert.plan, "FILE_BYTES", 300_000)
-    real, seen = mrl.convert.writer._write_all, []
-
-    def killed(out, block):
-        seen.append(out.name)
-        if len(set(seen)) > 2:
-            raise KeyboardInterrupt
-        real(out, block)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(mrl.convert.writer, "_write_all", killed)
-        with pytest.raises(KeyboardInterrupt):
-            hf_to_megatron(models["qwen3_moe"], tmp_path / "td", TorchDist(), trust=Trust())
+    export_killed_in_its_third_file(models["qwen3_moe"], tmp_path / "td", monkeypatch)
     report = hf_to_megatron(models["qwen3_moe"], tmp_path / "td", TorchDist(separate_layers=True), trust=Trust())
     assert report.resumed_files == 0
     megatron_to_hf(tmp_path / "td", tmp_path / "hf", None, Trust())
