@@ -28,13 +28,13 @@ setup(
     version="0.1.0",
     description="Reinforcement learning of large mixture-of-experts language models on Megatron",
     packages=find_packages(include=["mrl", "mrl.*"]),
-    package_data={"mrl": ["config/recipes/*.yaml", "models/known/*.json", "memory/devices.json"]},
+    package_data={"mrl": ["config/recipes/*.yaml", "model/known/*.json", "plan/devices.json"]},
     python_requires=">=3.11",
     install_requires=CORE,
     extras_require=EXTRAS,
     entry_points={
-        "console_scripts": ["mrl = mrl.cli:main"],
+        "console_scripts": ["mrl = mrl.cli.main:main"],
         # imported by vLLM in every engine process; registers our weight-transfer engine there
-        "vllm.general_plugins": ["mrl = mrl.reshard.receive:register"],
+        "vllm.general_plugins": ["mrl = mrl.vllm.receive:register"],
     },
 )

@@ -7,7 +7,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mrl.errors import EnvironmentFault
-from mrl.layout_places import rank_order
+from mrl.model.device_grid import rank_order
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import os
 from mrl.config.schema import RunConfig
 from mrl.errors import EnvironmentFault
 from mrl.platforms.hosting import Hosting, get_hosting
-from mrl.rollout.launch import engine_launches
+from mrl.vllm.launch import engine_launches
 
 
 def own_cpus() -> int:
@@ -29,7 +29,7 @@ def actor_bundles(config: RunConfig, hosting: Hosting) -> list[dict[str, float]]
 
 
 def engine_bundles(config: RunConfig, hosting: Hosting) -> list[dict[str, float]]:
-    """Resources of each engine's process; its workers share one node where they fit one (see mrl.rollout.launch)."""
+    """Resources of each engine's process; its workers share one node where they fit one (see mrl.vllm.launch)."""
     sizes = [devices for launch in engine_launches(config) for devices in launch.bundles]
     return [hosting.ray_resources(config.cluster.cpus_per_engine, devices=devices) for devices in sizes]
 

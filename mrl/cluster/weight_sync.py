@@ -16,10 +16,10 @@ from mrl.cluster.calls import gather, settle
 from mrl.cluster.rollout_group import RolloutGroup
 from mrl.config.schema import RunConfig
 from mrl.errors import EnvironmentFault, Interrupted
-from mrl.models import read_hf_config
+from mrl.model import read_hf_config
 from mrl.record.timer import PhaseTimer
-from mrl.reshard.session import GAVE_UP, Report, SyncTotals, disagreements, in_words, replica_faults
 from mrl.reshard.setup import SyncSetup
+from mrl.reshard.sync_report import GAVE_UP, Report, SyncTotals, disagreements, in_words, replica_faults
 
 BUCKET_BYTES = 512 * 1024**2
 MIB = 1024**2

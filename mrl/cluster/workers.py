@@ -64,7 +64,7 @@ class ActorWorker:
 
         self.actor = MegatronActor(self.config, self.rank, self.config.actor.layout.world_size, master_addr, master_port)
         if checkpoint is not None:
-            from mrl.checkpoint import load_rank
+            from mrl.checkpoint.rank_state import load_rank
 
             load_rank(self.actor, Path(checkpoint))
         return os.getpid()
@@ -118,10 +118,10 @@ class ActorWorker:
         Raises EnvironmentFault when it is not the driver's plan, RuntimeError naming parameters that are not as the plan has them.
         """
         from mrl.megatron.offload import PARAMETERS
-        from mrl.megatron.shards import RankShards
+        from mrl.megatron.rank_shards import RankShards
+        from mrl.model.megatron_shards import local_shapes, source_shards
         from mrl.reshard.execute import connect_sender
         from mrl.reshard.setup import SyncSetup
-        from mrl.reshard.source import local_shapes, source_shards
 
         agreed = SyncSetup.from_json(setup)
         agreed.check_hash(plan_hash, f"rank {self.rank}")
@@ -141,7 +141,7 @@ class ActorWorker:
 
     def take_checkpoint(self) -> int:
         """Copies this rank's part of a checkpoint to host memory; returns the bytes that writing it will need."""
-        from mrl.checkpoint import HostCopy
+        from mrl.checkpoint.rank_state import HostCopy
 
         self.host_copy = self.host_copy or HostCopy()
         return self.host_copy.take(self.actor)
@@ -168,7 +168,7 @@ class EngineWorker:
     """One vLLM engine in a Ray actor."""
 
     def __init__(self, settings, log_path: str):
-        from mrl.rollout.engine import VllmEngine
+        from mrl.vllm.engine import VllmEngine
 
         log_to(log_path)
         self.engine = VllmEngine(settings)

@@ -6,8 +6,8 @@ from typing import Any
 
 from mrl.config.schema import RefConfig, RunConfig
 from mrl.config.violation import Broken
-from mrl.layout import LayoutDegrees, check_train_layout
-from mrl.models import ModelSpec
+from mrl.model import ModelSpec
+from mrl.model.layout import LayoutDegrees, check_train_layout
 
 _TRANSFORMER = "model.override_transformer_config"
 _OPTIMIZER = "actor.optim.override_optimizer_config"

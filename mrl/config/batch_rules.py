@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 from mrl.config.schema import RunConfig
 from mrl.config.violation import Broken
-from mrl.layout import LayoutDegrees
-from mrl.models import ModelSpec
+from mrl.model import ModelSpec
+from mrl.model.layout import LayoutDegrees
 
 _MINI, _BATCH = "actor.ppo_mini_batch_size", "data.train_batch_size"
 

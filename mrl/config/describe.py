@@ -3,8 +3,8 @@
 from mrl.algo.spec import AGGREGATIONS, LOSSES
 from mrl.config.batch_rules import data_parallel_size
 from mrl.config.schema import RunConfig
-from mrl.layout import TrainLayout
-from mrl.models import ModelSpec
+from mrl.model import ModelSpec
+from mrl.model.layout import TrainLayout
 
 
 def updates_per_rollout(config: RunConfig) -> int:

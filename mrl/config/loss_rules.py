@@ -17,7 +17,7 @@ from mrl.algo.spec import (
 )
 from mrl.config.schema import RolloutCorrectionConfig, RunConfig
 from mrl.config.violation import Broken, did_you_mean
-from mrl.models import ModelSpec
+from mrl.model import ModelSpec
 
 _LOSS = "algorithm.policy_loss"
 _CORRECTION = "algorithm.rollout_correction"

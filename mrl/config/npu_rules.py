@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from mrl.config.schema import RunConfig
 from mrl.config.violation import Broken
-from mrl.models import ModelSpec
+from mrl.model import ModelSpec
 
 _VLLM = "rollout.engine_kwargs.vllm"
 _TRANSFORMER = "model.override_transformer_config"

@@ -6,7 +6,7 @@ from typing import Any
 from mrl.config.schema import RunConfig
 from mrl.config.upstream_fields import UPSTREAM_FIELDS
 from mrl.config.violation import Broken, did_you_mean
-from mrl.models import ModelSpec
+from mrl.model import ModelSpec
 from mrl.platforms.npu_environment import MINDSPEED_FIELDS
 
 _LAYOUT = "actor.layout."

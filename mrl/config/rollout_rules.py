@@ -6,9 +6,9 @@ from mrl.config.batch_rules import nearest
 from mrl.config.schema import RunConfig
 from mrl.config.violation import Broken
 from mrl.errors import ConfigError
-from mrl.layout import RolloutLayout
-from mrl.layout_places import ClusterShape, engine_places
-from mrl.models import ModelSpec
+from mrl.model import ModelSpec
+from mrl.model.device_grid import ClusterShape, engine_places
+from mrl.model.layout import RolloutLayout
 
 _TP, _EP = "rollout.tensor_model_parallel_size", "rollout.expert_parallel_size"
 _CPU_MULTIPLE = 32  # of vLLM's CPU kernels

@@ -15,8 +15,8 @@ from mrl.config.run_rules import run_rules
 from mrl.config.schema import RunConfig, leaf
 from mrl.config.version_rules import version_notes, version_rules
 from mrl.config.violation import Broken, ConfigViolation, InvalidConfig
-from mrl.layout import check_train_layout
-from mrl.models import ModelSpec
+from mrl.model import ModelSpec
+from mrl.model.layout import check_train_layout
 
 _GROUPS = (batch_rules, actor_rules, loss_rules, rollout_rules, reshard_rules, run_rules, override_rules, npu_rules, version_rules)
 

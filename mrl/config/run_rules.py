@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from mrl.config.schema import RunConfig
 from mrl.config.violation import Broken, did_you_mean
-from mrl.models import ModelSpec
+from mrl.model import ModelSpec
 from mrl.record.sinks import VIEWS
 from mrl.reward.resolve import AUTO
 from mrl.reward.rules import RULES

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from mrl.data.batch import Prompt
+from mrl.data.dedup import SeenPrompts
 from mrl.data.reader import RawRow, read_rows
-from mrl.data.seen import SeenPrompts
 from mrl.data.store import PromptStore
 from mrl.errors import ConfigError, DataError
 

@@ -18,18 +18,18 @@ from mrl.algo.selection import select
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
 from mrl.errors import DataError, NumericAbort
-from mrl.layout import TrainLayout
 from mrl.megatron import parallel
 from mrl.megatron.batching import MicroBatch, Splitter, check_batch, mini_batches
 from mrl.megatron.bridge import DTYPES, Bridge, MBridge
 from mrl.megatron.forward import Around, MicroInputs, log_prob_pass, loss_pass, nothing_around, return_hidden_states
-from mrl.megatron.hf_files import check_same_architecture
 from mrl.megatron.offload import GRADIENTS, OPTIMIZER, PARAMETERS, Residence, needs, switched
 from mrl.megatron.optimizer import StepResult, build_optimizer, build_scheduler, current_lr, freeze, step, zero_gradients
 from mrl.megatron.packing import micro_arrays
 from mrl.megatron.reference import FrozenWeights
 from mrl.megatron.routing import Routing
-from mrl.models import load_model_spec
+from mrl.model import load_model_spec
+from mrl.model.hf_files import check_same_architecture
+from mrl.model.layout import TrainLayout
 from mrl.platforms import get_platform
 
 

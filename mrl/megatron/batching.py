@@ -11,10 +11,10 @@ import numpy as np
 from mrl.config.schema import ActorConfig, RefConfig
 from mrl.data.batch import TrainBatch
 from mrl.errors import DataError
-from mrl.layout import TrainLayout
 from mrl.megatron.balance import balanced_parts, imbalance, sequence_costs
 from mrl.megatron.packing import Shape
-from mrl.models import ModelSpec, forward_flops_per_token
+from mrl.model import ModelSpec, forward_flops_per_token
+from mrl.model.layout import TrainLayout
 
 
 @dataclass(frozen=True)

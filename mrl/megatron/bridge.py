@@ -16,10 +16,10 @@ from transformers import AutoConfig
 
 from mrl.config.schema import ActorConfig, ModelConfig
 from mrl.errors import ConfigError
-from mrl.layout import TrainLayout, padded_vocab_size
-from mrl.megatron.hf_files import check_checkpoint
 from mrl.megatron.overrides import checked_overrides
-from mrl.models import ModelSpec
+from mrl.model import ModelSpec
+from mrl.model.hf_files import check_checkpoint
+from mrl.model.layout import TrainLayout, padded_vocab_size
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -17,7 +17,7 @@ from torch.nn import Module
 
 from mrl.config.schema import ActorConfig
 from mrl.megatron.adam_state import AdamState
-from mrl.megatron.places import Place, bytes_of, reserve, storages_of
+from mrl.megatron.host_buffers import Place, bytes_of, reserve, storages_of
 from mrl.platforms.base import Platform
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"

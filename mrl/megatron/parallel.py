@@ -9,7 +9,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from mrl.errors import ConfigError, EnvironmentFault
-from mrl.layout import TrainLayout
+from mrl.model.layout import TrainLayout
 from mrl.platforms.base import Platform
 
 

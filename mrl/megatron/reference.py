@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from mrl.megatron.places import bytes_of, reserve, storages_of
+from mrl.megatron.host_buffers import bytes_of, reserve, storages_of
 
 
 class FrozenWeights:

@@ -21,7 +21,7 @@ from torch import Tensor
 from mrl.algo.metrics import FloatParts
 from mrl.data.routes import MISSING
 from mrl.megatron.forward import MicroInputs
-from mrl.models import ModelSpec
+from mrl.model import ModelSpec
 
 Replay = Literal["disabled", "R2", "R3"]
 

@@ -6,11 +6,11 @@ A fault is a sentence that names tensor and parameter. A plan that has one is ne
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from mrl.layout import RolloutLayout
-from mrl.reshard.boxes import cover_fault
-from mrl.reshard.source import Shard
+from mrl.model.boxes import cover_fault
+from mrl.model.layout import RolloutLayout
+from mrl.model.megatron_shards import Shard
+from mrl.model.vllm_parameters import Dialect, TargetParameter, TargetPiece, target_parameters
 from mrl.reshard.streams import Grain, Holder, Miniature, Stream
-from mrl.reshard.target import Dialect, TargetParameter, TargetPiece, target_parameters
 from mrl.reshard.transfer import Copy, Message
 
 ShardTable = Mapping[tuple[int, str], Shard]  # by chunk and name

@@ -14,8 +14,8 @@ from math import gcd
 
 import numpy as np
 
-from mrl.layout import RolloutLayout
-from mrl.reshard.circle import TIERS, Candidates, Circle, Devices
+from mrl.model.layout import RolloutLayout
+from mrl.reshard.worker_stream import TIERS, Candidates, Circle, Devices
 
 _STRIDES = 24  # that are tried
 _BINS = 64  # rounds for comparing walks

@@ -6,8 +6,8 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from mrl.errors import EnvironmentFault
-from mrl.layout import RolloutLayout, TrainLayout
-from mrl.models import ModelSpec, model_spec
+from mrl.model import ModelSpec, model_spec
+from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.reshard.plan import Place, ReshardPlan, Topology, plan_reshard
 
 

@@ -1,7 +1,7 @@
 """What a rank's shards hold, as digests: of the boxes that it sends, and of what it has in common with other ranks.
 
-Boxes are found through the description of the shards (mrl.reshard.source), not where the plan says they lie, so that a box taken from the
-wrong place shows.
+Boxes are found through the description of the shards (mrl.model.megatron_shards), not where the plan says they lie, so that a box taken
+from the wrong place shows.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from mrl.reshard.boxes import Box
+from mrl.model.boxes import Box
+from mrl.model.megatron_shards import Piece, Shard
 from mrl.reshard.digest import MODULUS, partial_digests
 from mrl.reshard.pack import Shards
 from mrl.reshard.plan import Copy, Message
-from mrl.reshard.source import Piece, Shard
 
 
 class ShardDigests:

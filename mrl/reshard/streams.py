@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-from mrl.layout import RolloutLayout, TrainLayout
-from mrl.models import ModelSpec
-from mrl.reshard.boxes import Box
-from mrl.reshard.source import Shard, source_shards
-from mrl.reshard.target import Dialect, TargetParameter, target_parameters
+from mrl.model import ModelSpec
+from mrl.model.boxes import Box
+from mrl.model.layout import RolloutLayout, TrainLayout
+from mrl.model.megatron_shards import Shard, source_shards
+from mrl.model.vllm_parameters import Dialect, TargetParameter, target_parameters
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _FINE = 1 << 40  # fractions of a module are compared as integers, so that every process orders alike

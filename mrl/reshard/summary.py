@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from mrl.reshard.circle import REMOTE, SAME_DEVICE, SAME_NODE, TIERS
 from mrl.reshard.plan import ReshardPlan
+from mrl.reshard.worker_stream import REMOTE, SAME_DEVICE, SAME_NODE, TIERS
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from mrl.layout_places import Place
-from mrl.reshard.boxes import Box
+from mrl.model.boxes import Box
+from mrl.model.device_grid import Place
 
 __all__ = ["Copy", "Message", "Place", "Topology"]
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from mrl.errors import EnvironmentFault
 from mrl.platforms.transfer import Transfer
 from mrl.reshard.plan import Message, ReshardPlan
-from mrl.reshard.session import GAVE_UP
 from mrl.reshard.setup import SyncSetup
+from mrl.reshard.sync_report import GAVE_UP
 from mrl.reshard.transport import TransferError, route, wait_until
 
 PREFIX = "mrl-reshard-"

@@ -12,13 +12,13 @@ from functools import cache, lru_cache
 from time import perf_counter
 
 from mrl.errors import ConfigError
-from mrl.layout import RolloutLayout
+from mrl.model.layout import RolloutLayout
+from mrl.model.megatron_shards import source_shards
+from mrl.model.vllm_parameters import TargetParameter, target_parameters
 from mrl.reshard.plan import MIB, ReshardPlan, plan_reshard
 from mrl.reshard.prove import ShardTable, shard_table, worker_faults
-from mrl.reshard.rehearse import rehearse, shrink
-from mrl.reshard.source import source_shards
+from mrl.reshard.simulate import rehearse, shrink
 from mrl.reshard.streams import ITEM_BYTES
-from mrl.reshard.target import TargetParameter, target_parameters
 
 _PROOF_SECONDS = 6.0  # after which no worker is taken apart beyond those that always are
 _MIN_BUDGET = 4096

@@ -6,7 +6,7 @@ from typing import Any
 
 from mrl.reward.choices import multiple_choice
 from mrl.reward.dapo_math import math_dapo
-from mrl.reward.form import boxed_format, think_format
+from mrl.reward.format_rules import boxed_format, think_format
 from mrl.reward.math_verifier import math
 
 Score = float | dict[str, Any]

@@ -33,7 +33,7 @@ def make_model(folder: Path, experts: int) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from mrl.models import model_spec, tensor_specs
+    from mrl.model import model_spec, tensor_specs
 
     torch.manual_seed(0)
     config = CONFIG | {"num_experts": experts}
@@ -117,7 +117,10 @@ def _status(pid: int, field: str) -> int:
 
 def level_after_imports() -> int:
     """Resident bytes of a process that has imported what a conversion imports."""
-    program = "import mrl.cli, mrl.convert\nprint(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM:')))"
+    program = (
+        "import mrl.cli.main, mrl.checkpoint.conversions\n"
+        "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM:')))"
+    )
     return int(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout) * 1024
 
 

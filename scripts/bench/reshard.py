@@ -54,7 +54,7 @@ def write_model(folder: Path, layers: int) -> Path:
     import numpy as np
     from safetensors.numpy import save_file
 
-    from mrl.models import model_spec, tensor_specs
+    from mrl.model import model_spec, tensor_specs
 
     folder.mkdir()
     config, random = hf_config(layers), np.random.default_rng(0)
@@ -93,7 +93,7 @@ class Rank:
 
         from mrl.config.schema import RunConfig
         from mrl.megatron.actor import MegatronActor
-        from mrl.megatron.shards import RankShards
+        from mrl.megatron.rank_shards import RankShards
 
         torch.set_num_threads(1)
         config = RunConfig.model_validate({
@@ -153,7 +153,7 @@ class Engine:
         from vllm import LLM
         from vllm.config.weight_transfer import WeightTransferConfig
 
-        from mrl.reshard.receive import adapter_module
+        from mrl.vllm.receive import adapter_module
 
         self._llm = LLM(  # kept: collecting it takes the model from the worker
             model=str(model), dtype="float32", skip_tokenizer_init=True, max_model_len=128, max_num_seqs=4, enforce_eager=True,
@@ -206,7 +206,7 @@ class Engine:
         from vllm._custom_ops import cpu_prepack_moe_weight
 
         from mrl.reshard.digest import lane_sums_of_each
-        from mrl.reshard.vllm_shared import packed_linears
+        from mrl.vllm.lifecycle import packed_linears
 
         model = self.worker.model_runner.get_model()
         layers = [layer for layer in model.modules() if hasattr(layer, "w13_weight")]
@@ -230,7 +230,7 @@ class Engine:
 
 def _hidden_linears(model: Any) -> list[tuple[Any, Any]]:
     """(layer, weight) of linears whose weight lives on in the kernel's own form alone."""
-    from mrl.reshard.vllm_shared import packed_linears
+    from mrl.vllm.lifecycle import packed_linears
 
     layers = dict(model.named_modules())
     return [(layers[name], weight) for name, weight in packed_linears(model) if layers[name].weight.numel() == 0]
@@ -255,7 +255,7 @@ class PlainTensors:
     def __init__(self, plan: Any):
         import torch
 
-        from mrl.reshard.target import target_parameters
+        from mrl.model.vllm_parameters import target_parameters
 
         targets = target_parameters(plan.model, plan.rollout, 0, plan.dialect, plan.dtype)
         self._tensors = {t.name: torch.zeros(t.local_shape) for t in targets}
@@ -371,7 +371,7 @@ def measure_memory(world: World, kind: str, budget: int) -> dict[str, int]:
 
 def measure_times(world: World, kind: str, budget: int, repeat: int) -> tuple[dict[str, Any], Any, int]:
     """Medians of one transport, the setup, and the bytes that the live engine needs."""
-    from mrl.reshard.session import disagreements
+    from mrl.reshard.sync_report import disagreements
 
     setup, needed = world.connect(kind, budget)
     found: dict[str, list[float]] = {"wire_s": [], "reference_s": [], "total_s": [], "digest_s": [], "finalise_s": [], "read_back_s": []}
@@ -396,7 +396,7 @@ def measure_times(world: World, kind: str, budget: int, repeat: int) -> tuple[di
 
 def measure(folder: Path, budget: int, repeat: int) -> dict[str, Any]:
     """Everything: see the module's docstring."""
-    from mrl.reshard.target import target_parameters
+    from mrl.model.vllm_parameters import target_parameters
 
     result: dict[str, Any] = {"budget_bytes": budget, "repeat": repeat, "peak_extra_bytes": {}, "peak_allowed_bytes": {}}
     for layers in LAYERS:

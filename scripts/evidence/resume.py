@@ -27,10 +27,10 @@ from typing import Any
 
 import psutil
 
+from mrl.checkpoint.manifest import checkpoint_steps, newest_checkpoint
 from mrl.platforms.hosting import get_hosting
 from mrl.record.run_dir import METRICS, read_metrics
-from mrl.reshard.manifest import checkpoint_steps, newest_checkpoint
-from mrl.trainer.sameness import checkpoint_difference, metrics_difference
+from mrl.train.compare_runs import checkpoint_difference, metrics_difference
 
 ROOT = Path(__file__).resolve().parents[2]
 RANK = Path(__file__).with_name("resume_rank.py")
@@ -300,7 +300,17 @@ def train(world: Path, run_dir: Path, steps: int, *more: str) -> subprocess.Pope
         "trainer.total_training_steps": steps, "trainer.test_freq": -1, "trainer.val_before_train": "false", "trainer.logger": "[console]",
     }  # fmt: skip
     overrides = [text for key, value in settings.items() for text in ("--set", f"{key}={value}")]
-    command = [sys.executable, "-c", "from mrl.cli import main; main()", "train", str(PRESET), "--run-dir", str(run_dir), *overrides, *more]
+    command = [
+        sys.executable,
+        "-c",
+        "from mrl.cli.main import main; main()",
+        "train",
+        str(PRESET),
+        "--run-dir",
+        str(run_dir),
+        *overrides,
+        *more,
+    ]
     log = run_dir.with_suffix(".log").open("a")
     return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 

@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from mrl.checkpoint import HostCopy, load_rank
+from mrl.checkpoint.manifest import Manifest, RankFiles, checkpoint_steps, write_manifest
+from mrl.checkpoint.rank_state import HostCopy, load_rank
 from mrl.cluster.address import free_port
 from mrl.config.schema import RunConfig
 from mrl.data.batch import Sample, TrainBatch, collate
 from mrl.megatron.actor import MegatronActor
-from mrl.reshard.manifest import Manifest, RankFiles, checkpoint_steps, write_manifest
-from mrl.trainer.background import BackgroundWrite
-from mrl.trainer.saving import discard, superseded, write_atomically
+from mrl.train.background_save import BackgroundWrite
+from mrl.train.saving import discard, superseded, write_atomically
 
 SAMPLES = 6
 KEEP = 2

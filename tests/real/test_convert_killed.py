@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mrl.models import model_spec, tensor_specs
+from mrl.model import model_spec, tensor_specs
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
 

@@ -2,8 +2,8 @@
 
 Both ranks start and hold their weights. Generation of an MoE ends with `NotImplementedError`: the layer spreads tokens over the ranks with
 `all_gatherv`, which vLLM's CPU communicator does not have. When this test fails because generation works, take the check in
-mrl/doctor/engine.py and the row of mrl/config/capabilities.py away. Both ranks are behind one front end here, the simplest way to start
-them; how mrl would start them is in mrl/rollout/launch.py, and the layer is the same.
+mrl/plan/doctor/engine.py and the row of mrl/config/capabilities.py away. Both ranks are behind one front end here, the simplest
+way to start them; how mrl would start them is in mrl/vllm/launch.py, and the layer is the same.
 """
 
 import asyncio
@@ -24,9 +24,9 @@ def run(folder: Path) -> None:
     from mrl.config.load import load_config
     from mrl.errors import Interrupted
     from mrl.platforms.hosting import get_hosting
-    from mrl.rollout.engine import VllmEngine
-    from mrl.rollout.settings import engine_settings
-    from mrl.rollout.types import Request, Sampling
+    from mrl.vllm.engine import VllmEngine
+    from mrl.vllm.requests import Request, Sampling
+    from mrl.vllm.settings import engine_settings
 
     settings = overrides(make_world(folder / "world"), cluster__n_gpus_per_node=4)[1::2]
     config = load_config(ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml", None, settings).config

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from mrl.reshard.receive import adapter_module
-from mrl.rollout.engine import VllmEngine
+from mrl.vllm.engine import VllmEngine
+from mrl.vllm.receive import adapter_module
 
 pytestmark = pytest.mark.real
 

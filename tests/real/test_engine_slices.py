@@ -17,11 +17,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import save, tiny_dense, tiny_moe, tiny_shared
 
-from mrl.layout import RolloutLayout
-from mrl.models import load_model_spec
+from mrl.model import load_model_spec
+from mrl.model.layout import RolloutLayout
+from mrl.model.vllm_parameters import target_parameters
 from mrl.reshard.digest import MODULUS, partial_digest
-from mrl.reshard.target import target_parameters
-from mrl.rollout.engine import shared_memory_below
+from mrl.vllm.engine import shared_memory_below
 
 HERE = Path(__file__).parent
 EXPERTS, QKV = "model.layers.1.mlp.experts.routed_experts", "model.layers.2.self_attn.qkv_proj"

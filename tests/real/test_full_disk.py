@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from test_runs import finish, train
 from world import make_world, metrics
 
-from mrl.reshard.manifest import check_digests, newest_checkpoint, read_manifest
+from mrl.checkpoint.manifest import check_digests, newest_checkpoint, read_manifest
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from ranks import ROOT, run_ranks
 from tiny_models import save, tiny_dense, tiny_moe, tiny_shared
 
 from mrl.data.batch import Sample, collate
-from mrl.layout import TrainLayout
-from mrl.memory.activations import Activations, MicroBatch, Recompute
-from mrl.memory.state import Precision, stage_state
-from mrl.models import load_model_spec
+from mrl.model import load_model_spec
+from mrl.model.layout import TrainLayout
+from mrl.plan.activations import Activations, MicroBatch, Recompute
+from mrl.plan.model_state import Precision, stage_state
 
 pytestmark = [pytest.mark.real, pytest.mark.long]
 

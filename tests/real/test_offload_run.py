@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from world import ROOT, make_world, metrics, overrides, without_times
 
-from mrl.reshard.manifest import read_manifest
-from mrl.trainer.sameness import checkpoint_difference
+from mrl.checkpoint.manifest import read_manifest
+from mrl.train.compare_runs import checkpoint_difference
 
 pytestmark = [pytest.mark.real, pytest.mark.long]
 

@@ -22,7 +22,9 @@ pytestmark = [pytest.mark.real, pytest.mark.long, pytest.mark.timeout(120)]
 @pytest.mark.parametrize("path", PRESETS, ids=lambda p: f"{p.parent.name}/{p.stem}")
 def test_the_weight_sync_of_a_preset_puts_every_element_in_its_place(path, tmp_path):
     with (tmp_path / "out").open("w+") as out:
-        process = subprocess.Popen([sys.executable, "-c", "from mrl.cli import main; main()", "verify", str(path), "--json"], stdout=out)
+        process = subprocess.Popen(
+            [sys.executable, "-c", "from mrl.cli.main import main; main()", "verify", str(path), "--json"], stdout=out
+        )
         _, status, used = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         assert process.returncode == 0

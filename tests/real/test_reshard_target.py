@@ -1,8 +1,8 @@
 """What a worker must hold, judged by vLLM alone: its own models, built as each rank of a layout, take numbered tensors by their loaders.
 
 Every element of a checkpoint has a number of its own (below 2^24, so that fp32 holds it), and every parameter of vLLM must afterwards hold
-exactly the numbers that `mrl.reshard.target` says, zeros where it says padding. Only the process groups are stand-ins that know a size
-and a rank.
+exactly the numbers that `mrl.model.vllm_parameters` says, zeros where it says padding. Only the process groups are stand-ins that know
+a size and a rank.
 """
 
 import json
@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from mrl.layout import RolloutLayout
-from mrl.models import ModelSpec, model_spec, tensor_specs
-from mrl.reshard.target import TargetParameter, target_parameters
+from mrl.model import ModelSpec, model_spec, tensor_specs
+from mrl.model.layout import RolloutLayout
+from mrl.model.vllm_parameters import TargetParameter, target_parameters
 
 UNTOUCHED = -1.0
 # 90 words in 128 rows: of eight tensor ranks the last two hold padding only. 8 query heads share 2 key/value heads

@@ -17,7 +17,7 @@ from world import ROOT, make_world, metrics, overrides, without_times
 from mrl.cluster.ray_cluster import ray_cluster
 from mrl.cluster.rollout_group import RolloutGroup
 from mrl.config.load import load_config
-from mrl.rollout.types import Request, Sampling
+from mrl.vllm.requests import Request, Sampling
 
 PRESET = ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
 STEPS = 4

@@ -14,7 +14,9 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny_models import save, tiny_dense, tiny_moe, tiny_qwen2, tiny_shared
 
-from mrl.convert import Options, TorchDist, Trust, hf_to_megatron, megatron_to_hf
+from mrl.checkpoint.conversion_job import Options
+from mrl.checkpoint.conversions import TorchDist, hf_to_megatron, megatron_to_hf
+from mrl.extras.torch_dist.read import Trust
 
 pytestmark = [pytest.mark.real, pytest.mark.long, pytest.mark.timeout(480)]
 

@@ -11,12 +11,12 @@ import torch
 from small_model import SIZES
 from torch import Tensor
 
-from mrl.models import tensor_specs
+from mrl.model import tensor_specs
+from mrl.model.megatron_shards import source_shards
+from mrl.model.vllm_parameters import TargetParameter, target_parameters
 from mrl.reshard.digest import MODULUS, partial_digest
 from mrl.reshard.execute import ReceiveReport, Sender, SendReport, connect_receiver, connect_sender
 from mrl.reshard.setup import SyncSetup
-from mrl.reshard.source import source_shards
-from mrl.reshard.target import TargetParameter, target_parameters
 
 
 def setup_for(

@@ -7,7 +7,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-from mrl.models import model_spec, tensor_specs
+from mrl.model import model_spec, tensor_specs
 
 SIZES = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 64, "num_hidden_layers": 2,

@@ -15,13 +15,13 @@ import pytest
 import yaml
 from small_model import write_model
 
-from mrl.cli import main
+from mrl.checkpoint.manifest import Manifest, RankFiles, file_facts, write_manifest
+from mrl.cli.main import main
 from mrl.cluster.address import check_reachable
 from mrl.config.schema import RewardConfig
 from mrl.errors import DataError, EnvironmentFault
 from mrl.record.run_dir import RunDir
 from mrl.record.sinks import JsonlSink
-from mrl.reshard.manifest import Manifest, RankFiles, file_facts, write_manifest
 from mrl.reward.items import RewardItem, RewardSpec
 from mrl.reward.pool import RewardPool
 
@@ -70,7 +70,7 @@ def train(world, monkeypatch, capfd):
     """Runs `mrl train run.yaml`; its exit code and what it said. Where all is right, the place of the cluster ends it with code 4."""
 
     def train(*arguments: str, config="run.yaml") -> tuple[int, str]:
-        from mrl.trainer import run
+        from mrl.train import run
 
         @contextmanager
         def no_cluster(_):
@@ -423,8 +423,8 @@ def scored(tmp_path):
     """The rewards of one step's responses as the loop collects them, failures scored -1 and allowed up to a share of one half."""
 
     def scored(texts: list[str]) -> list:
-        from mrl.trainer.responding import collect_rewards
-        from mrl.trainer.stop import StopFlag
+        from mrl.train.responding import collect_rewards
+        from mrl.train.stop import StopFlag
 
         (tmp_path / "mine.py").write_text(FAILING)
         with RewardPool(RewardSpec(path=str(tmp_path / "mine.py")), 1, timeout_s=0.3, failure_score=-1.0) as pool:
@@ -448,8 +448,8 @@ def test_failing_rewards_get_the_failure_score_and_the_run_goes_on(scored):
 
 def test_without_a_failure_score_a_failure_counts_as_the_lowest_of_its_batch(tmp_path):
     """Scores -1, the wrong answer, and 1; the one that hangs must not stand between them."""
-    from mrl.trainer.responding import collect_rewards
-    from mrl.trainer.stop import StopFlag
+    from mrl.train.responding import collect_rewards
+    from mrl.train.stop import StopFlag
 
     (tmp_path / "mine.py").write_text(FAILING.replace("return 1.0", "return 1.0 if solution_str == ground_truth else -1.0"))
     config = SimpleNamespace(reward=RewardConfig(max_failure_share=0.5))
@@ -463,8 +463,8 @@ def test_without_a_failure_score_a_failure_counts_as_the_lowest_of_its_batch(tmp
 
 def test_in_training_a_failure_counts_as_the_lowest_of_its_own_data_source(tmp_path):
     """Under a rule of 0 and 1, the -100 of another source would be all that its group learns from."""
-    from mrl.trainer.responding import collect_rewards
-    from mrl.trainer.stop import StopFlag
+    from mrl.train.responding import collect_rewards
+    from mrl.train.stop import StopFlag
 
     scores = "return (-100.0 if data_source == 'steep' else 0.0) if solution_str == 'wrong' else 1.0"
     (tmp_path / "mine.py").write_text(FAILING.replace("return 1.0", scores))

@@ -10,11 +10,11 @@ import pytest
 from mrl.config.load import load_config
 from mrl.data.batch import Sample, collate
 from mrl.errors import DataError
-from mrl.layout import TrainLayout
 from mrl.megatron.balance import balanced_parts, imbalance, sequence_costs
 from mrl.megatron.batching import Splitter, check_batch, mini_batches, trained_rows
 from mrl.megatron.packing import Shape
-from mrl.models import planning_model_spec
+from mrl.model import planning_model_spec
+from mrl.model.layout import TrainLayout
 
 MODEL = planning_model_spec("Qwen/Qwen3-30B-A3B")[0]
 PACKED, PADDED = Shape(packed=True), Shape(packed=False)

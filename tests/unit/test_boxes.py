@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from mrl.reshard.boxes import Box, cover_fault, first_overlap, uncovered
+from mrl.model.boxes import Box, cover_fault, first_overlap, uncovered
 
 
 def random_box(rng: random.Random, shape: tuple[int, ...]) -> Box:

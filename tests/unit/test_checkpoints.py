@@ -10,13 +10,8 @@ import torch
 from safetensors.torch import save_file
 from test_reshard_source import assembled, random_layouts, tagged
 
-from mrl.convert import megatron_to_hf
-from mrl.errors import EnvironmentFault, NumericAbort
-from mrl.megatron.adam_state import AdamState
-from mrl.models import model_spec, tensor_specs
-from mrl.record.run_dir import RunDir
-from mrl.reshard.boxes import Box
-from mrl.reshard.manifest import (
+from mrl.checkpoint.conversions import megatron_to_hf
+from mrl.checkpoint.manifest import (
     WEIGHT,
     Entry,
     Manifest,
@@ -27,10 +22,15 @@ from mrl.reshard.manifest import (
     read_manifest,
     write_manifest,
 )
-from mrl.reshard.source import Piece, source_shards
-from mrl.reshard.stored import StoredTensors
-from mrl.trainer.run import set_aside
-from mrl.trainer.saving import superseded, write_atomically
+from mrl.checkpoint.stored_tensors import StoredTensors
+from mrl.errors import EnvironmentFault, NumericAbort
+from mrl.megatron.adam_state import AdamState
+from mrl.model import model_spec, tensor_specs
+from mrl.model.boxes import Box
+from mrl.model.megatron_shards import Piece, source_shards
+from mrl.record.run_dir import RunDir
+from mrl.train.run import set_aside
+from mrl.train.saving import superseded, write_atomically
 
 FACTS = {"step": 2.0, "num_updates": 2, "lr": 0.5, "scheduler": {"num_steps": 3}}
 CONFIG = {

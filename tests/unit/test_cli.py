@@ -9,12 +9,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from small_model import SIZES
 
-from mrl.cli import main
-from mrl.commands.config_arguments import resolved_config
-from mrl.layout import TrainLayout
-from mrl.models import model_spec, tensor_specs
-from mrl.reshard.manifest import WEIGHT, Entry, Manifest, RankFiles, file_facts, write_manifest
-from mrl.reshard.source import source_shards
+from mrl.checkpoint.manifest import WEIGHT, Entry, Manifest, RankFiles, file_facts, write_manifest
+from mrl.cli.config_arguments import resolved_config
+from mrl.cli.main import main
+from mrl.model import model_spec, tensor_specs
+from mrl.model.layout import TrainLayout
+from mrl.model.megatron_shards import source_shards
 
 TINY = str(Path(__file__).resolve().parents[2] / "parallel_configs" / "tiny-moe" / "cpu.yaml")
 

@@ -10,7 +10,7 @@ from mrl.config.load import load_config
 from mrl.config.rules import check, notes, violations
 from mrl.config.violation import InvalidConfig
 from mrl.errors import ConfigError
-from mrl.models import ModelSpec
+from mrl.model import ModelSpec
 
 TINY = Path(__file__).parents[2] / "parallel_configs" / "tiny-moe" / "cpu.yaml"
 # What the tiny preset is made for, and a model of the size that people train.

@@ -15,20 +15,21 @@ from safetensors.torch import load_file, save_file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "real"))
 from tiny_models import save, tiny_dense, tiny_moe, tiny_qwen2, tiny_shared
 
-import mrl.convert.conversions
-import mrl.convert.job
-import mrl.convert.plan
-import mrl.convert.source
-import mrl.convert.writer
-from mrl.commands.convert import parse_layout
-from mrl.convert import Expected, Options, hf_to_megatron, megatron_to_hf, megatron_to_megatron
+import mrl.checkpoint.conversion_job
+import mrl.checkpoint.conversions
+import mrl.checkpoint.file_plan
+import mrl.checkpoint.file_writer
+import mrl.checkpoint.source
+from mrl.checkpoint.conversion_job import Options
+from mrl.checkpoint.conversions import Expected, hf_to_megatron, megatron_to_hf, megatron_to_megatron
+from mrl.checkpoint.manifest import EXP_AVG, MASTER, WEIGHT, read_manifest
+from mrl.checkpoint.stored_tensors import StoredTensors
+from mrl.cli.convert import parse_layout
 from mrl.errors import ConfigError, EnvironmentFault
-from mrl.layout import TrainLayout
-from mrl.models import load_model_spec
-from mrl.reshard.boxes import Box
-from mrl.reshard.manifest import EXP_AVG, MASTER, WEIGHT, read_manifest
-from mrl.reshard.source import Piece, source_shards
-from mrl.reshard.stored import StoredTensors
+from mrl.model import load_model_spec
+from mrl.model.boxes import Box
+from mrl.model.layout import TrainLayout
+from mrl.model.megatron_shards import Piece, source_shards
 
 FAMILIES = {"qwen3_moe": tiny_moe, "qwen2_moe": tiny_shared, "qwen3": tiny_dense, "qwen2": tiny_qwen2}
 LAYOUTS = {
@@ -55,9 +56,9 @@ def models(tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture
 def small_parts(monkeypatch) -> None:
     """Tensors do not fit into a block or a scratch buffer, nor a rank's part into a file."""
-    monkeypatch.setattr(mrl.convert.writer, "BLOCK_BYTES", 5000)
-    monkeypatch.setattr(mrl.convert.source, "SCRATCH_BYTES", 3000)
-    monkeypatch.setattr(mrl.convert.plan, "FILE_BYTES", 600_000)
+    monkeypatch.setattr(mrl.checkpoint.file_writer, "BLOCK_BYTES", 5000)
+    monkeypatch.setattr(mrl.checkpoint.source, "SCRATCH_BYTES", 3000)
+    monkeypatch.setattr(mrl.checkpoint.file_plan, "FILE_BYTES", 600_000)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -94,7 +95,7 @@ def test_there_and_back_gives_the_same_bytes_whatever_the_layout(models, tmp_pat
 
 @pytest.mark.parametrize(("model", "layout"), [("qwen3_moe", "tp=2,pp=2,ep=2"), ("qwen2_moe", "tp=4,etp=2,ep=2"), ("half", "pp=2,vpp=2")])
 def test_each_rank_is_stored_what_megatron_has_there(models, tmp_path, model, layout):
-    """Against an oracle that slices whole tensors; `mrl.reshard.stored`, by which ranks load, reads it."""
+    """Against an oracle that slices whole tensors; `mrl.checkpoint.stored_tensors`, by which ranks load, reads it."""
     degrees, spec, full = parse_layout(layout), load_model_spec(models[model]), weights(models[model])
     hf_to_megatron(models[model], tmp_path / "ours", degrees)
     manifest = read_manifest(tmp_path / "ours")
@@ -139,7 +140,7 @@ def numbered(tensor: torch.Tensor) -> torch.Tensor:
 
 def with_optimizer(model: Path, folder: Path) -> Path:
     """A saved step of two data-parallel ranks, written here by hand: each has an uneven flat part of every moment."""
-    from mrl.reshard.manifest import Entry, Manifest, RankFiles, file_facts, write_manifest
+    from mrl.checkpoint.manifest import Entry, Manifest, RankFiles, file_facts, write_manifest
 
     folder.mkdir()
     (folder / "hf").mkdir()
@@ -170,7 +171,7 @@ def with_optimizer(model: Path, folder: Path) -> Path:
 
 
 def test_worker_processes_write_the_same_files(models, tmp_path, monkeypatch):
-    monkeypatch.setattr(mrl.convert.job, "SMALL_BYTES", 0)
+    monkeypatch.setattr(mrl.checkpoint.conversion_job, "SMALL_BYTES", 0)
     for workers in (1, 2):
         hf_to_megatron(
             models["qwen3_moe"], tmp_path / f"ours{workers}", parse_layout("tp=2"), options=Options(workers, verify=workers == 2)
@@ -194,7 +195,7 @@ class Killed(BaseException):
 
 def killed_after(monkeypatch, count: int) -> None:
     """The process ends while the file after `count` files is being written."""
-    real, calls = mrl.convert.writer._write_all, []
+    real, calls = mrl.checkpoint.file_writer._write_all, []
 
     def write(out, block):
         if out.name not in calls:
@@ -204,7 +205,7 @@ def killed_after(monkeypatch, count: int) -> None:
             raise Killed
         real(out, block)
 
-    monkeypatch.setattr(mrl.convert.writer, "_write_all", write)
+    monkeypatch.setattr(mrl.checkpoint.file_writer, "_write_all", write)
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -240,7 +241,7 @@ def test_two_conversions_do_not_write_one_output(models, tmp_path, monkeypatch):
     def second(*_):
         hf_to_megatron(models["qwen3"], tmp_path / "ours", parse_layout("tp=1"))
 
-    monkeypatch.setattr(mrl.convert.job, "write_file", second)
+    monkeypatch.setattr(mrl.checkpoint.conversion_job, "write_file", second)
     with pytest.raises(ConfigError, match="being written by another conversion"):
         hf_to_megatron(models["qwen3"], tmp_path / "ours", parse_layout("tp=1"))
 
@@ -300,7 +301,7 @@ def test_files_of_another_conversion_that_are_deleted_count_as_free(models, tmp_
 
 
 def test_a_disk_that_fills_up_keeps_what_is_finished(models, tmp_path, monkeypatch):
-    real, calls = mrl.convert.writer._write_all, []
+    real, calls = mrl.checkpoint.file_writer._write_all, []
 
     def write(out, block):
         calls.append(out.name)
@@ -309,7 +310,7 @@ def test_a_disk_that_fills_up_keeps_what_is_finished(models, tmp_path, monkeypat
         real(out, block)
 
     with monkeypatch.context() as patch:
-        patch.setattr(mrl.convert.writer, "_write_all", write)
+        patch.setattr(mrl.checkpoint.file_writer, "_write_all", write)
         with pytest.raises(EnvironmentFault, match=r"No space left on device\); free some and run the same command again"):
             hf_to_megatron(models["qwen3_moe"], tmp_path / "ours", parse_layout("tp=2,pp=2,ep=2"))
     assert not list(tmp_path.rglob("*.part"))
@@ -395,21 +396,21 @@ def test_megatrons_own_format_is_refused_and_its_pickles_are_not_opened(tmp_path
 
 
 def test_verification_finds_one_wrong_bit_and_gives_the_output_no_name(models, tmp_path, monkeypatch):
-    real = mrl.convert.writer._fill
+    real = mrl.checkpoint.file_writer._fill
 
     def flips(reader, entry, first, block):
         real(reader, entry, first, block)
         if entry.key.endswith("layers.2.self_attention.linear_proj.weight") and not first:
             block[5, 3] ^= np.uint32(1)
 
-    monkeypatch.setattr(mrl.convert.writer, "_fill", flips)
+    monkeypatch.setattr(mrl.checkpoint.file_writer, "_fill", flips)
     with pytest.raises(EnvironmentFault, match=r"model\.layers\.2\.self_attn\.o_proj\.weight \(weight\) differs .* in row 5"):
         hf_to_megatron(models["qwen3_moe"], tmp_path / "ours", parse_layout("tp=1"), options=Options(verify=True))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_verification_reads_the_disk_again_and_misses_no_tensor(models, tmp_path, monkeypatch):
-    real_finish, real_plan = mrl.convert.job.finish_file, mrl.convert.conversions.hf_plan
+    real_finish, real_plan = mrl.checkpoint.conversion_job.finish_file, mrl.checkpoint.conversions.hf_plan
 
     def damages(work, name, facts):
         real_finish(work, name, facts)
@@ -422,8 +423,8 @@ def test_verification_reads_the_disk_again_and_misses_no_tensor(models, tmp_path
 
     hf_to_megatron(models["qwen2"], tmp_path / "ours", parse_layout("tp=2"))
     for where, name, change, said in (
-        (mrl.convert.job, "finish_file", damages, r"model-00001\.safetensors: its bytes are not those"),
-        (mrl.convert.conversions, "hf_plan", forgets, r"lm_head\.weight is missing"),
+        (mrl.checkpoint.conversion_job, "finish_file", damages, r"model-00001\.safetensors: its bytes are not those"),
+        (mrl.checkpoint.conversions, "hf_plan", forgets, r"lm_head\.weight is missing"),
     ):
         with monkeypatch.context() as patch, pytest.raises(EnvironmentFault, match=said):
             patch.setattr(where, name, change)

@@ -9,10 +9,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from small_model import SIZES
 
-from mrl.cli import main
+from mrl.checkpoint.manifest import read_manifest
+from mrl.cli.main import main
 from mrl.config.load import load_config
-from mrl.models import model_spec, tensor_specs
-from mrl.reshard.manifest import read_manifest
+from mrl.model import model_spec, tensor_specs
 
 PRESET = Path(__file__).resolve().parents[2] / "parallel_configs" / "tiny-moe" / "cpu.yaml"
 

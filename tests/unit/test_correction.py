@@ -15,8 +15,8 @@ from mrl.config.schema import RunConfig
 from mrl.data.batch import Sample, TrainBatch, collate
 from mrl.errors import NumericAbort
 from mrl.record.spec import metric_spec
-from mrl.trainer.advice import AdvisedRecord
-from mrl.trainer.offpolicy import corrected
+from mrl.train.advice import AdvisedRecord
+from mrl.train.offpolicy import corrected
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
 # ratios old / rollout of two responses: 4, 1/2 (product 2, geometric mean sqrt 2) and 8 (with padding that must not be seen)

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 from test_data import CharTokenizer
 
-from mrl.cli import main
+from mrl.cli.main import main
 from mrl.data.dataset import PromptDataset, PromptParameters
 from mrl.data.prepare import prepare
 from mrl.data.sources import SOURCES

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from mrl.doctor.check import Check
-from mrl.doctor.cluster import cluster_checks
-from mrl.doctor.engine import engine_checks
-from mrl.doctor.host import host_checks
-from mrl.doctor.machine import Machine, read_machine
-from mrl.doctor.probes import Probe, probes, run_probes
-from mrl.doctor.versions import version_checks
+from mrl.plan.doctor.check import Check
+from mrl.plan.doctor.cluster import cluster_checks
+from mrl.plan.doctor.engine import engine_checks
+from mrl.plan.doctor.host import host_checks
+from mrl.plan.doctor.machine import Machine, read_machine
+from mrl.plan.doctor.probes import Probe, probes, run_probes
+from mrl.plan.doctor.versions import version_checks
 from mrl.platforms.inventory import Devices
 from mrl.platforms.versions import ROWS, TORCH_NPU, VLLM_ASCEND
 
@@ -160,7 +160,7 @@ def test_a_cluster_is_probed_only_where_there_is_one():
 def doctor(*arguments: str) -> tuple[int, dict, list[str]]:
     """Exit status, the JSON object, and which heavy packages the command itself imported."""
     program = (
-        "import sys\nfrom mrl.cli import main\ncode = 0\n"
+        "import sys\nfrom mrl.cli.main import main\ncode = 0\n"
         "try: main(['doctor', '--json', *sys.argv[1:]])\n"
         "except SystemExit as e: code = e.code\n"
         "print([h for h in ('torch', 'ray', 'megatron', 'mbridge', 'vllm') if h in sys.modules], file=sys.stderr)\nsys.exit(code)"

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from mrl.errors import Interrupted, described
-from mrl.rollout import engine as module
-from mrl.rollout.engine import VllmEngine
-from mrl.rollout.front_end import front_end
+from mrl.vllm import engine as module
+from mrl.vllm.engine import VllmEngine
+from mrl.vllm.front_end import front_end
 
 
 class Llm:

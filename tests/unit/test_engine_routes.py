@@ -9,8 +9,8 @@ import pytest
 
 from mrl.data.routes import RouteShape
 from mrl.errors import EnvironmentFault
-from mrl.rollout.engine import VllmEngine
-from mrl.rollout.types import Request
+from mrl.vllm.engine import VllmEngine
+from mrl.vllm.requests import Request
 
 ROUTES = np.array([[[0, 1]], [[1, 2]]], np.int16)  # of two tokens
 

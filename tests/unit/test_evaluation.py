@@ -9,10 +9,10 @@ import pytest
 from small_model import write_model
 from test_data import row, write_jsonl
 
-import mrl.trainer.evaluation as evaluation
-from mrl.cli import main
-from mrl.convert import hf_to_megatron
-from mrl.rollout.types import Completion
+import mrl.train.evaluation as evaluation
+from mrl.checkpoint.conversions import hf_to_megatron
+from mrl.cli.main import main
+from mrl.vllm.requests import Completion
 
 TINY = Path(__file__).resolve().parents[2] / "parallel_configs" / "tiny-moe" / "cpu.yaml"
 

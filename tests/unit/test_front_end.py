@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from mrl.errors import EnvironmentFault
-from mrl.rollout.front_end import front_end
+from mrl.vllm.front_end import front_end
 
 
 class Llm032:

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mrl.checkpoint import MOMENTS, Held, _load_optimizer_part
+from mrl.checkpoint.manifest import MASTER
+from mrl.checkpoint.rank_state import MOMENTS, Held, _load_optimizer_part
 from mrl.megatron.adam_state import AdamState
 from mrl.megatron.optimizer import freeze, is_frozen
-from mrl.reshard.manifest import MASTER
 
 VALUES = {MASTER: 0.3} | dict.fromkeys(MOMENTS, 0.01)
 

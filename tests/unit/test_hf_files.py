@@ -7,8 +7,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from mrl.errors import EnvironmentFault
-from mrl.megatron.hf_files import check_checkpoint, checkpoint_shapes
-from mrl.models import model_spec, tensor_specs
+from mrl.model import model_spec, tensor_specs
+from mrl.model.hf_files import check_checkpoint, checkpoint_shapes
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,

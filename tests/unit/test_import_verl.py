@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from mrl.cli import main
+from mrl.cli.main import main
 from mrl.config.load import load_config
 from mrl.config.rules import violations
 from mrl.config.schema import RunConfig, leaf
-from mrl.config.verl.keys import ROWS, row_of
-from mrl.config.verl.overrides import hydra_value
-from mrl.config.verl.report import KINDS
-from mrl.config.verl.special import HANDLERS
-from mrl.config.verl.translate import import_overrides, import_script
 from mrl.errors import ConfigError
-from mrl.models import planning_model_spec
+from mrl.extras.import_verl.keys import ROWS, row_of
+from mrl.extras.import_verl.overrides import hydra_value
+from mrl.extras.import_verl.report import KINDS
+from mrl.extras.import_verl.special import HANDLERS
+from mrl.extras.import_verl.translate import import_overrides, import_script
+from mrl.model import planning_model_spec
 
 SCRIPTS = Path(__file__).parent / "verl_scripts"
 LAYOUT, LOSS, OPTIM, CORRECTION = "actor.layout.", "algorithm.policy_loss.", "actor.optim.", "algorithm.rollout_correction."
@@ -485,7 +485,7 @@ def test_a_launch_inside_another_command_is_found(text):
 def test_importing_imports_nothing_heavy():
     program = (
         "import sys, time; start = time.process_time()\n"
-        "from mrl.cli import main\n"
+        "from mrl.cli.main import main\n"
         f"main(['import-verl', {str(SCRIPTS / 'dapo_32b_fsdp.sh')!r}])\n"
         "spent = time.process_time() - start; assert spent < 2, spent\n"
         "heavy = {'torch', 'ray', 'megatron', 'mbridge', 'vllm', 'transformers'} & set(sys.modules); assert not heavy, heavy"

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config.verl.arithmetic import calculate
-from mrl.config.verl.shell import read_script
 from mrl.errors import ConfigError
+from mrl.extras.import_verl.arithmetic import calculate
+from mrl.extras.import_verl.shell import read_script
 
 # Each ends with a call of `show`, whose arguments are compared. No line of them runs a program.
 SCRIPTS = {

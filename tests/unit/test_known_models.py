@@ -4,7 +4,7 @@ import pytest
 from small_model import SIZES, write_model
 
 from mrl.errors import ConfigError, EnvironmentFault
-from mrl.models import active_parameter_count, known_models, known_name, known_spec, parameter_count, planning_model_spec
+from mrl.model import active_parameter_count, known_models, known_name, known_spec, parameter_count, planning_model_spec
 
 # (all, active) in 10^9, as the model cards and the technical reports (arXiv:2505.09388, arXiv:2412.15115) give them
 PUBLISHED = {

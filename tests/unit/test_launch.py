@@ -7,10 +7,10 @@ import pytest
 from mrl.cluster.resources import engine_bundles, needed_resources
 from mrl.config.load import load_config
 from mrl.errors import ConfigError
-from mrl.layout import RolloutLayout
-from mrl.layout_places import ClusterShape, Place, actor_places, engine_places, rank_order
+from mrl.model.device_grid import ClusterShape, Place, actor_places, engine_places, rank_order
+from mrl.model.layout import RolloutLayout
 from mrl.platforms.hosting import cpu_binding, get_hosting
-from mrl.rollout.launch import engine_launches, rank_places, rollout_layout
+from mrl.vllm.launch import engine_launches, rank_places, rollout_layout
 
 ROOT = Path(__file__).parents[2]
 PRESETS = sorted((ROOT / "parallel_configs").glob("*/*.yaml"))

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from mrl.errors import ConfigError
-from mrl.layout import RolloutLayout, TrainLayout, check_train_layout, padded_vocab_size
+from mrl.model.layout import RolloutLayout, TrainLayout, check_train_layout, padded_vocab_size
 
 
 @dataclass(frozen=True)

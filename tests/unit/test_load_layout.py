@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from mrl.models.spec import TensorSpec
-from mrl.reshard import handshake
-from mrl.reshard.boxes import Box
+from mrl.model.boxes import Box
+from mrl.model.spec import TensorSpec
+from mrl.model.vllm_parameters import TargetParameter, TargetPiece
 from mrl.reshard.digest import partial_digest
-from mrl.reshard.handshake import HandshakeError, check_backend, check_loader, check_parameters
-from mrl.reshard.load_layout import LayerwiseWriter, held_digests, hf_block, weight_bytes, what_reading_shows
-from mrl.reshard.read_back import through_identity, unpacked
-from mrl.reshard.target import TargetParameter, TargetPiece
+from mrl.vllm import handshake
+from mrl.vllm.handshake import HandshakeError, check_backend, check_loader, check_parameters
+from mrl.vllm.load_layout import LayerwiseWriter, held_digests, hf_block, weight_bytes, what_reading_shows
+from mrl.vllm.read_back import through_identity, unpacked
 
 ROWS, WIDTH = 300, 6  # more than one digit of base 256
 HF = {"q.weight": (ROWS, WIDTH), "k.weight": (4, WIDTH), "q.bias": (ROWS,), "k.bias": (4,), "embed.weight": (5, WIDTH)}

@@ -15,7 +15,7 @@ from mrl.algo.selection import SELECTIONS, covariance, select
 from mrl.config.load import load_config
 from mrl.config.rules import violations
 from mrl.errors import ConfigError
-from mrl.models import ModelSpec
+from mrl.model import ModelSpec
 from mrl.record.metrics import reduce_parts
 
 LOG2 = math.log(2.0)

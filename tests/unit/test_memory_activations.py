@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 import mrl.megatron.logprob
-from mrl.layout import TrainLayout
-from mrl.memory.activations import LOGIT_CHUNK, Activations, MicroBatch, Recompute, in_flight
-from mrl.models import known_spec, model_spec
+from mrl.model import known_spec, model_spec
+from mrl.model.layout import TrainLayout
+from mrl.plan.activations import LOGIT_CHUNK, Activations, MicroBatch, Recompute, in_flight
 
 TP, PP, VPP, CP, EP, ETP = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "context_parallel_size",

@@ -2,10 +2,10 @@
 
 import pytest
 
-from mrl.layout import RolloutLayout
-from mrl.memory.engine import cache_bytes_per_token, engine_memory, engine_memory_with_cache, worker_weights
-from mrl.models import known_spec
-from mrl.reshard.target import target_parameters
+from mrl.model import known_spec
+from mrl.model.layout import RolloutLayout
+from mrl.model.vllm_parameters import target_parameters
+from mrl.plan.engine_memory import cache_bytes_per_token, engine_memory, engine_memory_with_cache, worker_weights
 
 # (tensor, data, expert) -> bytes a worker must receive of the 30B and the 235B model, GB
 RECEIVED = {

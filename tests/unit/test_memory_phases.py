@@ -3,8 +3,8 @@
 import pytest
 
 from mrl.errors import ConfigError
-from mrl.memory.devices import default_device, devices, find_device
-from mrl.memory.phases import CURES, ActorBytes, EngineBytes, Offload, Phase, actor_phases, colocated_phases, engine_phases
+from mrl.plan.devices import default_device, devices, find_device
+from mrl.plan.phases import CURES, ActorBytes, EngineBytes, Offload, Phase, actor_phases, colocated_phases, engine_phases
 
 GIB = 1024**3
 DEVICE = find_device("h100-80g")

@@ -4,10 +4,10 @@ from math import lcm, prod
 
 import pytest
 
-from mrl.layout import TrainLayout
-from mrl.memory.state import FLOAT32, Precision, stage_state
-from mrl.models import known_spec, model_spec, parameter_count
-from mrl.reshard.source import source_shards
+from mrl.model import known_spec, model_spec, parameter_count
+from mrl.model.layout import TrainLayout
+from mrl.model.megatron_shards import source_shards
+from mrl.plan.model_state import FLOAT32, Precision, stage_state
 
 TP, PP, VPP, CP, EP, ETP = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "context_parallel_size",

@@ -7,7 +7,7 @@ from math import prod
 import pytest
 
 from mrl.errors import ConfigError, EnvironmentFault
-from mrl.models import (
+from mrl.model import (
     active_parameter_count,
     forward_flops_per_token,
     load_model_spec,

@@ -16,7 +16,7 @@ from mrl.config.capabilities import missing_capabilities
 from mrl.config.load import load_config
 from mrl.config.rules import notes, violations
 from mrl.errors import EnvironmentFault
-from mrl.models import model_spec
+from mrl.model import model_spec
 from mrl.platforms import get_platform
 from mrl.platforms.hosting import get_hosting
 from mrl.platforms.npu_environment import environment_faults

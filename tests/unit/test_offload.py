@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mrl.megatron.host_buffers import bytes_of, reserve
 from mrl.megatron.offload import GRADIENTS, OPTIMIZER, PARAMETERS, Residence, check_resident, needs
-from mrl.megatron.places import bytes_of, reserve
 
 KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER)
 

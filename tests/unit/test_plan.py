@@ -10,18 +10,18 @@ import pytest
 import yaml
 from small_model import SIZES, write_model
 
-from mrl.cli import main
+from mrl.cli.main import main
 from mrl.config.load import load_config
 from mrl.config.schema import RunConfig
 from mrl.errors import ConfigError
-from mrl.memory.devices import find_device
-from mrl.models import known_spec, load_model_spec, model_spec
-from mrl.planning.assumptions import Assumptions
-from mrl.planning.inputs import PlanInputs, batch_plan, engine_of
-from mrl.planning.memory_plan import memory_section
-from mrl.planning.plan import differences, make_plan, plan_hash, read_plan
-from mrl.planning.stored import plan_again, plan_report, plan_text
-from mrl.planning.times import phase_seconds
+from mrl.model import known_spec, load_model_spec, model_spec
+from mrl.plan.assumptions import Assumptions
+from mrl.plan.devices import find_device
+from mrl.plan.inputs import PlanInputs, batch_plan, engine_of
+from mrl.plan.memory import memory_section
+from mrl.plan.run_plan import differences, make_plan, plan_hash, read_plan
+from mrl.plan.stored_plan import plan_again, plan_report, plan_text
+from mrl.plan.times import phase_seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1024**3
@@ -112,7 +112,7 @@ def test_the_largest_model_is_planned_on_128_devices_in_five_seconds_without_hea
     preset = ROOT / "parallel_configs/qwen3-235b-a22b/h100-16x8.yaml"
     program = (
         "import sys, time\n"
-        "from mrl.cli import main\n"
+        "from mrl.cli.main import main\n"
         f"main(['plan', {str(preset)!r}, '--device', 'h100-80g', '--json'])\n"
         "heavy = [name for name in ('torch', 'ray', 'megatron', 'mbridge', 'vllm') if name in sys.modules]\n"
         "print(time.process_time(), heavy, file=sys.stderr)\n"  # its own: other processes may share the core

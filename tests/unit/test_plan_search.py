@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from mrl.cli import main
+from mrl.cli.main import main
 from mrl.config.load import load_config
-from mrl.layout import TrainLayout, check_train_layout
-from mrl.memory.activations import MicroBatch
-from mrl.memory.devices import find_device
-from mrl.memory.state import BF16, stage_state
-from mrl.models import forward_flops_per_token, known_spec
-from mrl.planning.inputs import PlanInputs, batch_plan
-from mrl.planning.memory_plan import memory_section
-from mrl.planning.search import RECOMPUTE, SearchProblem, SearchResult, fullest_phase, legal_layouts, search
-from mrl.planning.search_fits import run_with
-from mrl.planning.search_report import config_for_model, search_problem
-from mrl.planning.step_time import UpdateWork, micro_batch_count, update_seconds
+from mrl.model import forward_flops_per_token, known_spec
+from mrl.model.layout import TrainLayout, check_train_layout
+from mrl.plan.activations import MicroBatch
+from mrl.plan.devices import find_device
+from mrl.plan.inputs import PlanInputs, batch_plan
+from mrl.plan.memory import memory_section
+from mrl.plan.model_state import BF16, stage_state
+from mrl.plan.search import RECOMPUTE, SearchProblem, SearchResult, fullest_phase, legal_layouts, search
+from mrl.plan.search_fits import run_with
+from mrl.plan.search_report import config_for_model, search_problem
+from mrl.plan.step_time import UpdateWork, micro_batch_count, update_seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 TP, PP, VPP, CP, EP, ETP = (

@@ -7,11 +7,11 @@ import pytest
 import yaml
 from small_model import SIZES
 
-from mrl.cli import main
+from mrl.cli.main import main
 from mrl.config.capabilities import missing_capabilities
 from mrl.config.load import RECIPES, available_recipes, load_config
 from mrl.config.rules import violations
-from mrl.models import known_name, planning_model_spec
+from mrl.model import known_name, planning_model_spec
 
 FOLDER = Path(__file__).parents[2] / "parallel_configs"
 PRESETS = sorted(FOLDER.glob("*/*.yaml"))

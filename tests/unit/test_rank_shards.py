@@ -4,8 +4,8 @@ import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
-from mrl.megatron.shards import RankShards
-from mrl.reshard.source import Shard, local_shapes
+from mrl.megatron.rank_shards import RankShards
+from mrl.model.megatron_shards import Shard, local_shapes
 
 
 class Wrapped(DistributedDataParallel):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mrl.reshard.receive import ReloadLedger
+from mrl.vllm.receive import ReloadLedger
 
 # one fused parameter in the engine, three tensors of the checkpoint
 EXPECTED = {"q_proj.weight": [8, 4], "k_proj.weight": [2, 4], "v_proj.weight": [2, 4]}

@@ -14,7 +14,7 @@ from reshard_cases import QWEN3_30B, QWEN3_235B, TRAIN_235B, Pair, bytes_of_a_wo
 from test_reshard_source import MODELS
 
 from mrl.errors import ConfigError
-from mrl.layout import RolloutLayout, TrainLayout
+from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.reshard.plan import MIB, Place, Topology, plan_reshard
 from mrl.reshard.schedule import level
 from mrl.reshard.summary import Link, reshard_summary

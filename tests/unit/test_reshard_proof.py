@@ -9,13 +9,13 @@ import pytest
 from reshard_cases import Pair, random_pairs
 from test_reshard_source import MODELS
 
-from mrl.layout import RolloutLayout, TrainLayout
+from mrl.model.layout import RolloutLayout, TrainLayout
+from mrl.model.megatron_shards import source_shards
+from mrl.model.vllm_parameters import target_parameters
 from mrl.reshard import verify
 from mrl.reshard.plan import Copy, Message, Place, ReshardPlan, Topology, plan_reshard
 from mrl.reshard.prove import PlanFault, shard_table, worker_faults
-from mrl.reshard.rehearse import rehearse, shrink
-from mrl.reshard.source import source_shards
-from mrl.reshard.target import target_parameters
+from mrl.reshard.simulate import rehearse, shrink
 
 WORKER = 1
 LAYER = "model.layers.2."

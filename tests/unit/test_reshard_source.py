@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mrl.layout import TrainLayout, check_train_layout, padded_vocab_size
-from mrl.models import ModelSpec, tensor_specs
-from mrl.reshard.boxes import Box, cover_fault
-from mrl.reshard.source import Shard, source_shards
+from mrl.model import ModelSpec, tensor_specs
+from mrl.model.boxes import Box, cover_fault
+from mrl.model.layout import TrainLayout, check_train_layout, padded_vocab_size
+from mrl.model.megatron_shards import Shard, source_shards
 
 BASE = {
     "num_layers": 4,

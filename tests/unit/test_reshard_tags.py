@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from reshard_cases import Pair, random_pairs
 
+from mrl.model.megatron_shards import source_shards
 from mrl.reshard.plan import Message, Place
-from mrl.reshard.rehearse import fill, loaded, numbered, rehearse
-from mrl.reshard.source import source_shards
+from mrl.reshard.simulate import fill, loaded, numbered, rehearse
 from mrl.reshard.streams import ITEM_BYTES
 
 SEEDS = range(16)

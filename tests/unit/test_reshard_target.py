@@ -7,10 +7,10 @@ from reshard_cases import QWEN3_30B, QWEN3_235B, bytes_of_a_worker, random_pairs
 from test_reshard_source import MODELS
 
 from mrl.errors import ConfigError
-from mrl.layout import RolloutLayout
-from mrl.models import ModelSpec, tensor_specs
-from mrl.reshard.boxes import Box, cover_fault
-from mrl.reshard.target import TargetParameter, target_parameters
+from mrl.model import ModelSpec, tensor_specs
+from mrl.model.boxes import Box, cover_fault
+from mrl.model.layout import RolloutLayout
+from mrl.model.vllm_parameters import TargetParameter, target_parameters
 
 
 def parameters(model: ModelSpec, rollout: RolloutLayout, worker: int, dialect: str = "cuda") -> dict[str, TargetParameter]:

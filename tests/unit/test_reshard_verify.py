@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from small_model import SIZES
 
-from mrl.cli import main
+from mrl.cli.main import main
 from mrl.errors import ConfigError
 from mrl.reshard import verify
 

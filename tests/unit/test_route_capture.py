@@ -8,7 +8,7 @@ import torch
 
 from mrl.data.routes import ASKED, MISSING
 from mrl.errors import EnvironmentFault
-from mrl.reshard.vllm_032_routes import RouteCapture
+from mrl.vllm.v0_32_routes import RouteCapture
 
 LAYERS, DENSE, TOPK = 3, 1, 2
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mrl.cli import main
+from mrl.checkpoint.manifest import EXP_AVG, Entry, Manifest, RankFiles, file_facts, write_manifest
+from mrl.cli.main import main
 from mrl.errors import EnvironmentFault, Interrupted
+from mrl.model.boxes import Box
+from mrl.model.megatron_shards import Piece
 from mrl.record.run_dir import RunDir
-from mrl.reshard.boxes import Box
-from mrl.reshard.manifest import EXP_AVG, Entry, Manifest, RankFiles, file_facts, write_manifest
-from mrl.reshard.source import Piece
-from mrl.trainer import resume_check
-from mrl.trainer.sameness import checkpoint_difference, metrics_difference
+from mrl.train import resume_check
+from mrl.train.compare_runs import checkpoint_difference, metrics_difference
 
 WHOLE = Box.whole((2, 3))
 

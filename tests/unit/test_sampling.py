@@ -10,12 +10,12 @@ from mrl.config.rules import notes, violations
 from mrl.data.batch import Prompt, Sample
 from mrl.data.order import DataCursor, PromptStream
 from mrl.errors import DataError
-from mrl.models import ModelSpec
+from mrl.model import ModelSpec
 from mrl.record.spec import metric_spec
 from mrl.record.timer import PhaseTimer
 from mrl.reward.items import OK, RAISED, RewardResult
-from mrl.trainer import phases, sampling
-from mrl.trainer.run import TrainState
+from mrl.train import phases, sampling
+from mrl.train.run import TrainState
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
 TINY_MODEL = ModelSpec(

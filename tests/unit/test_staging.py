@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from mrl.reshard.staging import Staging, check_same_shapes
+from mrl.vllm.staging import Staging, check_same_shapes
 
 LEAVES = ("w13_weight", "w2_weight")
 

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from mrl.cli import main
+from mrl.cli import submit as command
+from mrl.cli.main import main
 from mrl.cluster import job as jobs
-from mrl.commands import submit as command
 from mrl.errors import ConfigError, EnvironmentFault, Interrupted
 
 ROOT = Path(__file__).parents[2]

@@ -22,15 +22,17 @@ from safetensors.torch import load_file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "real"))
 from tiny_models import save, tiny_dense, tiny_moe, tiny_qwen2, tiny_shared
 
-import mrl.convert.plan
-import mrl.convert.writer
-from mrl.cli import main
-from mrl.commands.convert import parse_layout
-from mrl.convert import Options, TorchDist, Trust, hf_to_megatron, megatron_to_hf, megatron_to_megatron
-from mrl.convert.pickles import read_pickle
-from mrl.convert.torch_dist_names import global_tensors
+import mrl.checkpoint.file_plan
+import mrl.checkpoint.file_writer
+from mrl.checkpoint.conversion_job import Options
+from mrl.checkpoint.conversions import TorchDist, hf_to_megatron, megatron_to_hf, megatron_to_megatron
+from mrl.cli.convert import parse_layout
+from mrl.cli.main import main
 from mrl.errors import ConfigError, EnvironmentFault
-from mrl.models import load_model_spec
+from mrl.extras.torch_dist.names import global_tensors
+from mrl.extras.torch_dist.pickles import read_pickle
+from mrl.extras.torch_dist.read import Trust
+from mrl.model import load_model_spec
 
 FAMILIES = {"qwen3_moe": tiny_moe, "qwen2_moe": tiny_shared, "qwen3": tiny_dense, "qwen2": tiny_qwen2}
 VERIFIED = Options(verify=True)
@@ -119,7 +121,7 @@ def test_torch_reads_what_is_written_under_megatrons_keys_by_layer(models, tmp_p
 @pytest.mark.parametrize("separate_layers", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_there_and_back_and_what_torch_writes_of_the_same_are_the_same_bytes(models, tmp_path, monkeypatch, name, separate_layers):
-    monkeypatch.setattr(mrl.convert.plan, "FILE_BYTES", 300_000)
+    monkeypatch.setattr(mrl.checkpoint.file_plan, "FILE_BYTES", 300_000)
     release = written(models, tmp_path, name, separate_layers)
     assert len(list(release.glob("*.distcp"))) > 2
     megatron_to_hf(tmp_path / "td", tmp_path / "hf", VERIFIED, Trust())
@@ -207,8 +209,8 @@ def test_blocks_cut_anywhere_are_what_a_whole_tensor_has_there(models):
 
 
 def export_killed_in_its_third_file(model, target, monkeypatch):
-    monkeypatch.setattr(mrl.convert.plan, "FILE_BYTES", 300_000)
-    real, seen = mrl.convert.writer._write_all, []
+    monkeypatch.setattr(mrl.checkpoint.file_plan, "FILE_BYTES", 300_000)
+    real, seen = mrl.checkpoint.file_writer._write_all, []
 
     def killed(out, block):
         seen.append(out.name)
@@ -217,7 +219,7 @@ def export_killed_in_its_third_file(model, target, monkeypatch):
         real(out, block)
 
     with monkeypatch.context() as patch:
-        patch.setattr(mrl.convert.writer, "_write_all", killed)
+        patch.setattr(mrl.checkpoint.file_writer, "_write_all", killed)
         with pytest.raises(KeyboardInterrupt):
             hf_to_megatron(model, target, TorchDist(), options=VERIFIED, trust=Trust())
 

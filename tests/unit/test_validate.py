@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from small_model import SIZES, write_model
 
-from mrl.cli import main
+from mrl.cli.main import main
 from mrl.config.load import load_config
 from mrl.config.rules import notes, violations
-from mrl.models import known_spec
+from mrl.model import known_spec
 
 PRESETS = Path(__file__).parents[2] / "parallel_configs"
 BASE = PRESETS / "qwen3-30b-a3b" / "h100-4x8.yaml"  # 48 layers, 4 key-value heads, 128 experts; TP2 EP8 on 32 devices, engines of TP4
@@ -254,7 +254,7 @@ def test_a_legal_preset_shows_its_batch_and_what_cannot_run_yet(capsys):
 def test_it_answers_in_under_a_second_and_imports_nothing_heavy():
     program = (
         "import sys, time; start = time.process_time()\n"
-        "from mrl.cli import main\n"
+        "from mrl.cli.main import main\n"
         f"main(['validate', {str(PRESETS / 'qwen3-235b-a22b' / 'h100-16x8.yaml')!r}])\n"
         "spent = time.process_time() - start; assert spent < 1, spent\n"
         "heavy = {'torch', 'ray', 'megatron', 'mbridge', 'vllm', 'transformers'} & set(sys.modules); assert not heavy, heavy"

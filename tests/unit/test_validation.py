@@ -6,18 +6,18 @@ from types import SimpleNamespace
 import pytest
 from test_data import CharTokenizer, load, row, write_jsonl
 
-from mrl.cli import main
+from mrl.cli.main import main
 from mrl.config.load import load_config
 from mrl.data.batch import Prompt
 from mrl.errors import DataError
 from mrl.record.run_dir import RunDir
 from mrl.reward.items import RewardSpec
 from mrl.reward.pool import RewardPool
-from mrl.rollout.types import Completion, Sampling
-from mrl.trainer.responding import respond
-from mrl.trainer.run import TrainState
-from mrl.trainer.stop import StopFlag
-from mrl.trainer.validation import answer_and_score, validate
+from mrl.train.responding import respond
+from mrl.train.run import TrainState
+from mrl.train.stop import StopFlag
+from mrl.train.validation import answer_and_score, validate
+from mrl.vllm.requests import Completion, Sampling
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
 
@@ -66,7 +66,7 @@ class World:
 @pytest.fixture(autouse=True)
 def no_model_files(monkeypatch):
     sampling = Sampling(temperature=0.5, max_tokens=16, stop_token_ids=())
-    monkeypatch.setattr("mrl.trainer.validation.validation_sampling", lambda config: sampling)
+    monkeypatch.setattr("mrl.train.validation.validation_sampling", lambda config: sampling)
 
 
 ROWS = [row("a", "1", source="math_dapo"), row("b", "2", source="math_dapo"), row("c", "3", source="exact_match")]
@@ -204,7 +204,7 @@ def test_what_cannot_be_evaluated_is_refused_at_once(tmp_path, capsys, arguments
 
 
 def test_the_table_of_an_evaluation_shows_each_core_metric_with_its_interval():
-    from mrl.trainer.evaluation import table
+    from mrl.train.evaluation import table
 
     metrics = {"val-core/a/acc/mean@2": 0.5, "val-aux/a/acc/mean@2/ci95": 0.1, "val-core/a/acc/best@2/std": 0.3, "val-aux/a/acc/std@2": 0.2}
     lines = table({"prompts": 3, "responses": {"a": 6}, "seconds": 12.3, "metrics": metrics}).splitlines()
@@ -214,7 +214,7 @@ def test_the_table_of_an_evaluation_shows_each_core_metric_with_its_interval():
 
 def test_validation_comes_before_training_every_few_steps_and_at_the_end(monkeypatch):
     """test_freq 2 of 5 steps: before the first, after 2 and 4, and after the last; a resumed run does not begin with one."""
-    from mrl.trainer import loop, phases
+    from mrl.train import loop, phases
 
     assert [step for step in range(1, 6) if phases.due(SimpleNamespace(state=TrainState(step), total_steps=5), 2)] == [2, 4, 5]
     assert not any(phases.due(SimpleNamespace(state=TrainState(step), total_steps=5), -1) for step in range(1, 6))

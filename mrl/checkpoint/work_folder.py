@@ -1,0 +1,113 @@
+"""The folder that a conversion writes into until it is done: locked, sized, gone on with after a kill, and renamed at the end."""
+
+import fcntl
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mrl.checkpoint.manifest import fsync
+from mrl.errors import ConfigError, EnvironmentFault
+
+Facts = dict[str, dict[str, Any]]  # file name -> {"bytes", "sha256"}; the digest only where something reads it
+
+
+@contextmanager
+def locked(work: Path, identity: str, sizes: dict[str, int]) -> Iterator[tuple[Path, Facts]]:
+    """The folder to write into and the files that an earlier start finished there; nobody else writes meanwhile.
+
+    Before anything is written, the disk is known to be large enough. A start that finishes nothing leaves nothing behind.
+    """
+    folder = work / "files"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{work.parent} cannot be written ({error.strerror}); choose another output") from error
+    with (work / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(f"{work} is being written by another conversion; wait for it or choose another output") from None
+        done = _finished(work, identity, sizes)
+        _check_space(work, done, sizes)
+        if not done:
+            _empty(work)
+        (work / "identity").write_text(identity)
+        try:
+            yield folder, done
+        finally:
+            if not done:
+                shutil.rmtree(work, ignore_errors=True)
+
+
+def finish_file(work: Path, name: str, facts: dict[str, Any]) -> None:
+    """Waits until a written file is on the disk, names it and records that it is finished. Raises OSError as the disk does."""
+    part = work / "files" / f"{name}.part"
+    fsync(part)
+    part.rename(work / "files" / name)
+    (work / "done").mkdir(exist_ok=True)
+    record = _record(work, name)
+    # not waited for: a record that a power failure takes or leaves empty only makes its file be written again
+    record.with_suffix(".part").write_text(json.dumps(facts))
+    record.with_suffix(".part").rename(record)
+
+
+def _record(work: Path, name: str) -> Path:
+    return work / "done" / f"{name.replace('/', '-')}.json"
+
+
+def _finished(work: Path, identity: str, sizes: dict[str, int]) -> Facts:
+    """What an earlier start of the same conversion finished and recorded."""
+    try:
+        if (work / "identity").read_text() != identity:
+            return {}
+    except OSError:
+        return {}
+    found = {name: facts for name in sizes if (facts := _read_record(_record(work, name))) is not None}
+    return {name: f for name, f in found.items() if (file := work / "files" / name).is_file() and file.stat().st_size == sizes[name]}
+
+
+def _read_record(record: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(record.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _empty(work: Path) -> None:
+    """Of another conversion, or of one that finished nothing."""
+    shutil.rmtree(work / "done", ignore_errors=True)
+    shutil.rmtree(work / "files")
+    (work / "files").mkdir()
+
+
+def _check_space(work: Path, done: Facts, sizes: dict[str, int]) -> None:
+    """What will be deleted counts as free: files in work, or where nothing is gone on with, all files of the start before.
+
+    Where the disk is too small they stay, for that start's own conversion to go on with; an empty folder does not.
+    """
+    needed = sum(size for name, size in sizes.items() if name not in done)
+    old = [file for file in (work / "files").rglob("*.part" if done else "*") if file.is_file()]
+    free = shutil.disk_usage(work).free + sum(file.stat().st_size for file in old)
+    if needed > free:
+        if not done and not old:
+            shutil.rmtree(work, ignore_errors=True)
+        disk = work.absolute().parent
+        raise EnvironmentFault(
+            f"{disk}: {needed / 1e9:.1f} GB are to be written and {free / 1e9:.1f} GB are free; free some or choose another output"
+        )
+
+
+def publish(folder: Path, output: Path, durable: Iterable[str]) -> None:
+    """Gives the finished folder its name; the files `durable` are on the disk already."""
+    known = {folder / name for name in durable}
+    for file in folder.rglob("*"):
+        if file not in known:
+            fsync(file)
+    fsync(folder)
+    if output.exists():
+        output.rmdir()
+    folder.rename(output)
+    fsync(output.parent)

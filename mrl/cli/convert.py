@@ -1,0 +1,157 @@
+"""`mrl convert`."""
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mrl.errors import ConfigError
+
+# --layout's short names -> keys of actor.layout
+DEGREES = {
+    "tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "vpp": "virtual_pipeline_model_parallel_size",
+    "cp": "context_parallel_size", "ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size", "world": "world_size",
+    "first": "num_layers_in_first_pipeline_stage", "last": "num_layers_in_last_pipeline_stage",
+}  # fmt: skip
+MOST_WORKERS = 8  # more of them wait for the disk
+SHOWN = 3
+
+
+def add(commands) -> None:
+    """Registers the command."""
+    convert = commands.add_parser("convert", help="convert checkpoints between Hugging Face's form and ours, and between layouts")
+    convert.set_defaults(parser=convert)
+    conversions = convert.add_subparsers(dest="conversion", metavar="WHICH")
+    to_hf = conversions.add_parser("megatron-to-hf", help="write a saved step as a Hugging Face checkpoint")
+    _add_megatron_source(to_hf)
+    _add_common(to_hf, _megatron_to_hf)
+    from_hf = conversions.add_parser("hf-to-megatron", help="write Hugging Face weights as a checkpoint at a layout")
+    from_hf.add_argument("checkpoint", help="folder with config.json, safetensors files and tokenizer")
+    _add_target(from_hf)
+    _add_common(from_hf, _hf_to_megatron)
+    again = conversions.add_parser("megatron-to-megatron", help="write a saved step at another layout, optimizer state included")
+    _add_megatron_source(again)
+    again.add_argument("--weights-only", action="store_true", help="leave master weights, moments and schedule out")
+    _add_target(again)
+    _add_common(again, _megatron_to_megatron)
+
+
+def _add_megatron_source(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "checkpoint",
+        help="a step-N folder, or a run directory for its newest one; with --trust-checkpoint also a torch_dist checkpoint of Megatron's",
+    )
+    parser.add_argument("--hf-files", type=Path, metavar="FOLDER", help="configuration and tokenizer of a torch_dist checkpoint's model")
+
+
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--layout", metavar="tp=2,pp=2,ep=2", help=f"degrees, of {', '.join(DEGREES)}; world defaults to the least")
+    which.add_argument("--config", help="a configuration, for its actor.layout; its model must be the checkpoint's")
+    which.add_argument("--format", choices=["torch_dist"], help="Megatron's own format, for any layout; needs --trust-checkpoint")
+    parser.add_argument(
+        "--non-homogeneous-layers", action="store_true", help="torch_dist keys by layer, for Megatron models that are built so"
+    )
+
+
+def _add_common(parser: argparse.ArgumentParser, run) -> None:
+    parser.add_argument("-o", "--output", required=True, help="folder to write; must not exist or be empty")
+    parser.add_argument("--trust-checkpoint", action="store_true", help="allow Megatron's torch_dist format, which contains pickles")
+    cores = min(len(os.sched_getaffinity(0)), MOST_WORKERS)
+    parser.add_argument("--workers", type=_positive, default=cores, metavar="N", help=f"processes that write (default here: {cores})")
+    parser.add_argument("--verify", action="store_true", help="read all of it again and compare with the source before it gets its name")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def _megatron_to_hf(options: argparse.Namespace) -> None:
+    from mrl.checkpoint.conversions import megatron_to_hf
+
+    _say(options, megatron_to_hf(options.checkpoint, options.output, _how(options), _trust(options)))
+
+
+def _hf_to_megatron(options: argparse.Namespace) -> None:
+    from mrl.checkpoint.conversions import hf_to_megatron
+
+    _say(options, hf_to_megatron(options.checkpoint, options.output, *_target(options), options=_how(options), trust=_trust(options)))
+
+
+def _megatron_to_megatron(options: argparse.Namespace) -> None:
+    from mrl.checkpoint.conversions import megatron_to_megatron
+
+    target, expected = _target(options)
+    report = megatron_to_megatron(
+        options.checkpoint, options.output, target, expected, options.weights_only, _how(options), _trust(options)
+    )  # fmt: skip
+    _say(options, report)
+
+
+def _trust(options: argparse.Namespace):
+    from mrl.extras.torch_dist.read import Trust
+
+    files = getattr(options, "hf_files", None)
+    if files is not None and not options.trust_checkpoint:
+        raise ConfigError("--hf-files belongs to a torch_dist checkpoint, which needs --trust-checkpoint; give both or neither")
+    return Trust(files) if options.trust_checkpoint else None
+
+
+def _how(options: argparse.Namespace):
+    from mrl.checkpoint.conversion_job import Options
+
+    return Options(options.workers, options.verify, progress=sys.stderr.isatty())
+
+
+def _say(options: argparse.Namespace, report) -> None:
+    if options.json:
+        print(json.dumps(asdict(report) | {"output": options.output}))
+        return
+    resumed = f", {report.resumed_files} of its {report.files} files by an earlier start" if report.resumed_files else ""
+    verified = "; read again: names, shapes, dtypes, bytes and digests are the source's" if report.verified else ""
+    rate = f"{report.bytes / 1e9:.2f} GB in {report.seconds:.1f} s"
+    if report.left_out:
+        shown = ", ".join(report.left_out[:SHOWN]) + (", ..." if len(report.left_out) > SHOWN else "")
+        print(f"note: {len(report.left_out)} tensors of the source are no parameters and stay behind: {shown}")
+    if report.unchecked:
+        print(f"note: {report.unchecked} tensors carry no checksum; damage in them cannot be seen")
+    print(f"wrote {report.tensors} tensors to {options.output} ({rate}{resumed}){verified}")
+
+
+def _target(options: argparse.Namespace) -> tuple[Any, Any]:
+    """Degrees under the keys of actor.layout or Megatron's own format, and what --config expects of the checkpoint."""
+    if options.format is not None:
+        from mrl.checkpoint.conversions import TorchDist
+
+        return TorchDist(options.non_homogeneous_layers), None
+    if options.non_homogeneous_layers:
+        raise ConfigError("--non-homogeneous-layers names keys of --format torch_dist; give both or neither")
+    if options.layout is not None:
+        return parse_layout(options.layout), None
+    from mrl.checkpoint.conversions import Expected
+    from mrl.config.load import load_config
+
+    config = load_config(options.config).config
+    return config.actor.layout.model_dump(), Expected(options.config, config.model.path, config.model.dtype)
+
+
+def parse_layout(text: str) -> dict[str, int]:
+    """`tp=2,pp=2,ep=2` -> keys of actor.layout; the world is the least that both grids fit. Raises ConfigError."""
+    from math import lcm, prod
+
+    short: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        if name not in DEGREES or name in short or not value.isdecimal() or int(value) < 1:
+            raise ConfigError(f"--layout: {part!r}; give each of {', '.join(DEGREES)} at most once, positive, as in tp=2,ep=4")
+        short[name] = int(value)
+    least = lcm(*(prod(short.get(name, 1) for name in grid) for grid in (("tp", "cp", "pp"), ("etp", "ep", "pp"))))
+    return {DEGREES[name]: value for name, value in ({"world": least} | short).items()}

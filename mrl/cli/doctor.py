@@ -1,0 +1,64 @@
+"""`mrl doctor`."""
+
+import argparse
+import json
+import os
+import time
+
+from mrl.errors import EnvironmentFault
+from mrl.platforms import PLATFORMS
+
+PORTS = (6379, 8265)  # of a Ray head: itself, its dashboard
+_DEEP_DEADLINE_S = 120.0
+
+
+def add(commands) -> None:
+    """Registers the command."""
+    doctor = commands.add_parser("doctor", help="is this host fit for a run? versions, devices, limits, Ray, engine; in seconds")
+    doctor.add_argument("--device", choices=PLATFORMS, help="judge the host as one for runs on this; default: what it shows")
+    doctor.add_argument("--port", type=int, action="append", metavar="PORT", help="a port to look at; repeatable; default: 6379, 8265")
+    doctor.add_argument("--address", help="a Ray head to try, HOST:PORT; default: $RAY_ADDRESS")
+    doctor.add_argument("--deep", action="store_true", help="also import mbridge and vLLM, each in a process of its own (a minute)")
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")
+    doctor.set_defaults(run=_doctor)
+
+
+def _doctor(options: argparse.Namespace) -> None:
+    began = time.monotonic()
+    from mrl.platforms.inventory import detect_kind
+
+    device = options.device or detect_kind()
+    checks = _checks(device, options)
+    failed = any(check.status == "failure" for check in checks)
+    if options.json:
+        rows = [check.to_json() for check in checks]
+        print(json.dumps({"ok": not failed, "device": device, "seconds": round(time.monotonic() - began, 2), "checks": rows}))
+    else:
+        _print_table(device, checks)
+    if failed:
+        raise SystemExit(EnvironmentFault.exit_code)
+
+
+def _checks(device: str, options: argparse.Namespace) -> list:
+    from mrl.plan.doctor.cluster import cluster_checks
+    from mrl.plan.doctor.engine import engine_checks
+    from mrl.plan.doctor.host import host_checks
+    from mrl.plan.doctor.machine import read_machine
+    from mrl.plan.doctor.probes import DEADLINE_S, probes, run_probes
+    from mrl.plan.doctor.versions import version_checks
+
+    machine = read_machine(device, options.port or PORTS)
+    judged = [check for part in (version_checks, host_checks, cluster_checks, engine_checks) for check in part(machine)]
+    address = options.address or os.environ.get("RAY_ADDRESS")
+    tried = probes(device, None if address in ("", "local") else address, options.deep)
+    return [*judged, *run_probes(tried, _DEEP_DEADLINE_S if options.deep else DEADLINE_S)]
+
+
+def _print_table(device: str, checks: list) -> None:
+    print(f"as a host for runs on {device}:")
+    for check in checks:
+        print(f"  {check.status:8}{check.name}: {check.found}")
+        if check.cure:
+            print(f"          -> {check.cure}")
+    bad = [sum(check.status == status for check in checks) for status in ("failure", "warning")]
+    print(f"{len(checks)} checks, {bad[0]} failures, {bad[1]} warnings")

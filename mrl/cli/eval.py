@@ -1,0 +1,47 @@
+"""`mrl eval`."""
+
+import argparse
+
+from mrl.cli.config_arguments import add_config, resolved_config
+
+
+def add(commands) -> None:
+    """Registers the command."""
+    evaluate = commands.add_parser("eval", help="answer and score the held-out sets (data.val_files) with rollout.val_kwargs")
+    add_config(evaluate)
+    which = evaluate.add_mutually_exclusive_group()
+    which.add_argument("--checkpoint", help="a step-N folder of a run, or a run directory for its newest; default: model.path")
+    which.add_argument("--model", help="folder of a Hugging Face checkpoint (model.path)")
+    evaluate.add_argument("-o", "--output", help="folder to write; default: evals/<experiment_name>[-step-N]")
+    evaluate.add_argument("--json", action="store_true", help="print the results as one JSON object")
+    evaluate.set_defaults(run=_eval)
+
+
+def _eval(options: argparse.Namespace) -> None:
+    import contextlib
+    import json
+    import sys
+    from pathlib import Path
+
+    from mrl.cluster.address import ask_for_token_authentication, ray_address
+    from mrl.config.yaml_tree import dump_value
+    from mrl.record.console import PlainConsole
+    from mrl.train.preflight import preflight_evaluation
+
+    if options.model is not None:
+        options.overrides = [*options.overrides, f"model.path={dump_value(options.model)}"]
+    resolved = resolved_config(options)
+    checkpoint = preflight_evaluation(resolved, options.checkpoint)
+    if ray_address(resolved.config) is None:
+        ask_for_token_authentication()
+
+    from mrl.train.evaluation import evaluate, table  # brings Ray, which takes seconds
+
+    output = Path(options.output or Path("evals") / _name(resolved.config.trainer.experiment_name, checkpoint))
+    with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
+        results = evaluate(resolved, checkpoint, output, PlainConsole(0, sys.stderr))
+    print(json.dumps(results) if options.json else f"{table(results)}\nresults and generations: {output}")
+
+
+def _name(experiment: str, checkpoint) -> str:
+    return experiment if checkpoint is None else f"{experiment}-{checkpoint.name}"

@@ -1,0 +1,218 @@
+"""`mrl import-verl`."""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from mrl.errors import ConfigError, MrlError
+
+_TRIED = 50  # layouts from the search, fastest first, until one breaks no rule and fits with the rest of the configuration
+
+
+def add(commands) -> None:
+    """Registers the command."""
+    parser = commands.add_parser("import-verl", help="write our configuration from a verl launch script, without running anything of it")
+    what = "launch scripts, overrides behind one (its $@), or overrides alone"
+    parser.add_argument("source", nargs="+", metavar="SCRIPT|KEY=VALUE", help=what)
+    parser.add_argument("-o", "--output", help="file to write (a folder for several scripts); default: print it")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", dest="given",
+        help="a shell variable of the script, or (with a dot) a key of ours; repeatable",
+    )  # fmt: skip
+    parser.add_argument("--preset", help="whose layout a script without one gets; default: that of the nearest preset for its model")
+    parser.add_argument(
+        "--search", action="store_true",
+        help="give a script without a layout the fastest one that fits, not that of a preset (also done where there is no preset)",
+    )  # fmt: skip
+    parser.add_argument("--as-written", action="store_true", help="keep what means something else today; validation may then refuse it")
+    parser.add_argument("--json", action="store_true", help="print one JSON object: what became of every key, warnings, violations")
+    parser.set_defaults(run=_import)
+
+
+def _import(options: argparse.Namespace) -> None:
+    scripts, words = _sources(options.source)
+    if len(scripts) > 1 and words:
+        raise ConfigError("overrides stand for one script's $@; give them with one script at a time")
+    if len(scripts) > 1:
+        results = [_one_of_several(script, options) for script in scripts]
+    else:
+        results = [_one(scripts[0] if scripts else None, words, options, several=False)]
+    if options.json:
+        print(json.dumps(results[0] if len(results) == 1 else {"scripts": results}))
+    elif len(results) > 1:
+        print(_summary(results))
+    if not all(result["ok"] for result in results):
+        raise SystemExit(ConfigError.exit_code)
+
+
+def _sources(given: list[str]) -> tuple[list[Path], list[str]]:
+    scripts = [Path(text) for text in given if Path(text).is_file()]
+    words = [text for text in given if not Path(text).is_file()]
+    if lost := [word for word in words if "=" not in word or "\n" in word]:
+        raise ConfigError(f"{', '.join(lost)}: no such file, and no override (key=value) either")
+    return scripts, words
+
+
+def _one_of_several(script: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """As `_one`; a script that cannot be carried over does not keep the others from it."""
+    try:
+        return _one(script, [], options, several=True)
+    except MrlError as error:
+        if not options.json:
+            print(f"{script}: {error}")
+        return {"script": str(script), "ok": False, "keys": 0, "unsupported": [], "error": str(error)}
+
+
+def _summary(results: list[dict[str, Any]]) -> str:
+    keys, missing = sum(r["keys"] for r in results), sum(len(r["unsupported"]) for r in results)
+    valid = sum(r["ok"] for r in results)
+    return f"{len(results)} scripts, {valid} valid; {keys} keys, {missing} unsupported ({missing / max(keys, 1):.1%})"
+
+
+def _one(script: Path | None, words: list[str], options: argparse.Namespace, several: bool) -> dict[str, Any]:
+    """Imports one script (or `words` alone), writes or prints the result and its report."""
+    out = _translated(script, words, options)
+    text = out.to_yaml()
+    file = _written(options.output, script, text, several)
+    found, remarks = _checked(file, text)
+    result = {"script": out.name, "output": None if file is None else str(file), "ok": not found, "keys": len(out.keys), **out.to_json()}
+    if file is None:
+        result["yaml"] = text
+    if not options.json:
+        if file is None:
+            print(text)
+        _report(out, found, remarks, sys.stderr if file is None else sys.stdout)
+    return result | {"violations": [v.to_json() for v in found], "notes": remarks}
+
+
+def _translated(script: Path | None, words: list[str], options: argparse.Namespace):
+    variables, own = _given(options.given)
+
+    def translated(chosen=None):
+        out = _read(script, words, variables, as_written=options.as_written, preset=options.preset, own=tuple(own), chosen=chosen)
+        for key, value in own.items():
+            out.put("chosen", "", key, value, "--set")
+        return out
+
+    out = translated()
+    has_choice = any(entry.to.startswith("actor.layout.") and entry.why != "--set" for entry in out.of("chosen"))
+    if out.lacks_layout or (options.search and has_choice):
+        return _searched(out, translated) or out
+    return out
+
+
+def _read(script: Path | None, words: list[str], variables: dict[str, str], **settings: Any):
+    from mrl.extras.import_verl.translate import import_overrides, import_script
+
+    if script is None:
+        return import_overrides(words, **settings)
+    try:
+        text = script.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{script}: cannot be read as text: {error}") from None
+    return import_script(text, str(script), variables, words, **settings)
+
+
+def _searched(out, translated):
+    """The import with the fastest layout that breaks no rule and fits in every phase; None where there is none, or no known model."""
+    from mrl.extras.import_verl.layouts import Chosen
+    from mrl.model import planning_model_spec
+    from mrl.plan.inputs import PlanInputs, device_for
+    from mrl.plan.megatron_versions import MEGATRON
+    from mrl.plan.memory import memory_section
+    from mrl.plan.search import search
+    from mrl.plan.search_report import search_problem
+
+    try:
+        config = _loaded(out.to_yaml()).config
+        model, device = planning_model_spec(config.model.path)[0], device_for(config)
+    except MrlError:
+        return None
+    problem = search_problem(config, model, device, config.actor.layout.world_size, config.cluster.n_gpus_per_node, MEGATRON)
+    why = f"the fastest that fits {device.name} (mrl plan --search)"
+    for candidate in search(problem).fitting[:_TRIED]:
+        found = translated(Chosen({k: v for k, v in candidate.degrees.items() if k != "world_size"}, why))
+        _recompute(found, candidate.recompute, device.name)
+        text = found.to_yaml()
+        if not _checked(None, text)[0] and memory_section(PlanInputs.of(_loaded(text).config, model, device))["fits"]:
+            return found
+    out.warnings.append(f"mrl plan --search found no layout that fits {device.name} in every phase with the rest as it is")
+    return None
+
+
+def _recompute(out, recompute, device: str) -> None:
+    """What a layout that was searched for takes for granted; a script that recomputes anyway is left as it is."""
+    key = "model.override_transformer_config.recompute_"
+    if recompute.granularity != "full" or f"{key}granularity" in out.values:
+        return
+    for name, value in (("granularity", "full"), ("method", recompute.method), ("num_layers", recompute.num_layers)):
+        out.put("chosen", "", key + name, value, f"without it the layout does not fit {device}")
+
+
+def _given(texts: list[str]) -> tuple[dict[str, str], dict[str, Any]]:
+    """(shell variables, keys of ours) that --set gives."""
+    from mrl.extras.import_verl.overrides import hydra_value
+
+    variables, own = {}, {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise ConfigError(f"--set {text}: must read NAME=VALUE")
+        if "." in name:
+            own[name] = hydra_value(value)
+        else:
+            variables[name] = value
+    return variables, own
+
+
+def _written(output: str | None, script: Path | None, text: str, several: bool) -> Path | None:
+    if output is None:
+        return None
+    file = Path(output) / f"{script.stem}.yaml" if several else Path(output)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"-o {file}: cannot be written: {error.strerror}") from None
+    return file
+
+
+def _checked(file: Path | None, text: str) -> tuple[list, list[str]]:
+    """Violations of the result and remarks, as `mrl validate` gives them."""
+    from mrl.cli.validate import check_config
+    from mrl.config.violation import ConfigViolation, InvalidConfig
+
+    try:
+        return check_config(_loaded(text, file))
+    except InvalidConfig as error:
+        return list(error.violations), []
+    except MrlError as error:
+        return [ConfigViolation("model.path", str(file or ""), None, str(error))], []
+
+
+def _loaded(text: str, file: Path | None = None):
+    """The ResolvedConfig of `file`, or of `text` where none was written."""
+    from mrl.config.load import load_config
+
+    if file is not None:
+        return load_config(file)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "imported.yaml"
+        path.write_text(text, encoding="utf-8")
+        return load_config(path)
+
+
+def _report(out, found: list, remarks: list[str], stream) -> None:
+    from mrl.extras.import_verl.report import KINDS
+
+    counts = ", ".join(f"{len(out.of(kind))} {kind.replace('_', ' ')}" for kind in KINDS if out.of(kind))
+    print(f"{out.name}: {len(out.keys)} keys: {counts}", file=stream)
+    for kind in ("unsupported", "unknown", "chosen", "not_applicable"):
+        for entry in out.of(kind):
+            print(f"  {kind.replace('_', ' ')}: {entry}", file=stream)
+    for line in [*(f"warning: {w}" for w in out.warnings), *(f"violation: {v}" for v in found), *remarks]:
+        print(f"  {line}", file=stream)
+    print("  valid" if not found else f"  refused: {len(found)} violations", file=stream)

@@ -1,0 +1,37 @@
+"""`mrl train`."""
+
+import argparse
+
+from mrl.cli.config_arguments import add_config, resolved_config
+
+
+def add(commands) -> None:
+    """Registers the command."""
+    train = commands.add_parser("train", help="train a policy")
+    add_config(train)
+    train.add_argument("--run-dir", help="where the run writes (trainer.run_dir); default: runs/<experiment_name>")
+    train.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue the run in the run directory from its newest complete checkpoint; a run that has all its steps stays as it is",
+    )
+    train.set_defaults(run=_train)
+
+
+def _train(options: argparse.Namespace) -> None:
+    from mrl.cluster.address import ask_for_token_authentication, ray_address
+    from mrl.train.preflight import preflight, start_lines
+
+    resolved = resolved_config(options)
+    model = preflight(resolved, options.resume)
+    for line in start_lines(resolved, model):
+        print(line, flush=True)
+    if ray_address(resolved.config) is None:
+        ask_for_token_authentication()
+
+    from mrl.train.loop import train  # brings Ray, which takes seconds
+    from mrl.train.run import open_run
+
+    with open_run(resolved, options.resume) as run:
+        train(run)
+        print(f"finished {run.state.step} steps in {run.run_dir.path}")

@@ -1,0 +1,86 @@
+"""`mrl validate`."""
+
+import argparse
+import json
+from typing import Any
+
+from mrl.cli.config_arguments import add_config, resolved_config
+from mrl.errors import ConfigError, MrlError
+
+
+def add(commands) -> None:
+    """Registers the command."""
+    validate = commands.add_parser("validate", help="check a configuration against every rule, in under a second")
+    add_config(validate)
+    validate.add_argument("--check-paths", action="store_true", help="also look at the files that it names")
+    validate.add_argument("--json", action="store_true", help="print one JSON object, also when the configuration cannot be read at all")
+    validate.set_defaults(run=_validate)
+
+
+def _validate(options: argparse.Namespace) -> None:
+    try:
+        found, remarks = _check(options)
+    except MrlError as error:
+        if not options.json:
+            raise
+        _print_verdict([_as_row(error, options.config)], [])
+        raise SystemExit(error.exit_code) from None
+    if options.json:
+        _print_verdict([violation.to_json() for violation in found], remarks)
+    else:
+        for line in [*map(str, found), *remarks, *([] if found else ["ok"])]:
+            print(line)
+    if found:
+        raise SystemExit(ConfigError.exit_code)
+
+
+def _check(options: argparse.Namespace) -> tuple[list, list[str]]:
+    """Violations, those of the schema too, and remarks. Raises what keeps the rules from being looked at."""
+    from mrl.config.violation import InvalidConfig
+
+    try:
+        resolved = resolved_config(options)
+    except InvalidConfig as error:
+        return list(error.violations), []
+    return check_config(resolved, options.check_paths)
+
+
+def check_config(resolved, check_paths: bool = False) -> tuple[list, list[str]]:
+    """Violations of a resolved configuration, and remarks: the batch in one line, what cannot be trained yet, notes."""
+    from mrl.config.capabilities import missing_capabilities
+    from mrl.config.describe import describe_batch
+    from mrl.config.rules import notes, violations
+    from mrl.model import planning_model_spec
+    from mrl.model.hf_files import check_checkpoint
+
+    path = resolved.config.model.path
+    model, stand_in = planning_model_spec(path)
+    found = [*violations(resolved, model, check_paths), *_accelerator(resolved)]
+    if check_paths and not found:
+        check_checkpoint(path, model)
+    missing = [f"mrl train cannot do this yet: {message}" for message in missing_capabilities(resolved.config)]
+    batch = [] if found else [f"batch: {describe_batch(resolved.config)}"]
+    return found, [*batch, *([stand_in] if stand_in else []), *missing, *notes(resolved, model)]
+
+
+def _accelerator(resolved) -> list:
+    """The violation of a device that mrl has no figures of, or that cluster.device is not."""
+    from mrl.config.violation import ConfigViolation
+    from mrl.plan.devices import devices
+
+    cluster = resolved.config.cluster
+    fitting = tuple(device.name for device in devices().values() if device.platform == cluster.device)
+    if cluster.accelerator is None or cluster.accelerator in fitting:
+        return []
+    rule = f"is no {cluster.device} device that is known" if cluster.accelerator in devices() else "is no device that is known"
+    where, why = resolved.where("cluster.accelerator"), "a plan needs its memory and rates"
+    return [ConfigViolation("cluster.accelerator", where, cluster.accelerator, rule, why, fitting)]
+
+
+def _as_row(error: MrlError, config: str) -> dict[str, Any]:
+    """An error that concerns no single key, as a violation."""
+    return {"field": "", "where": config, "value": None, "rule": str(error), "why": "", "allowed": []}
+
+
+def _print_verdict(rows: list[dict[str, Any]], remarks: list[str]) -> None:
+    print(json.dumps({"ok": not rows, "violations": rows, "notes": remarks}))

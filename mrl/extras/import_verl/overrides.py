@@ -1,0 +1,140 @@
+"""The command that starts verl, and its overrides: `key=value` in Hydra's notation, with what of them is not known."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mrl.config.yaml_tree import parse_yaml
+from mrl.errors import ConfigError
+from mrl.extras.import_verl.shell import Script, read_script
+from mrl.extras.import_verl.values import Launch, Value
+
+# Entries that train with reinforcement learning, as modules; `recipe.dapo.main_dapo` adds dynamic sampling to the same keys.
+_ENTRY = re.compile(
+    r"(verl\.trainer\.main_ppo(_sync|_v0)?|recipe\.dapo\.main_dapo|verl_recipe\.dapo\.main_dapo|"
+    r"verl\.experimental\.\w+\.(main_ppo|\w*_main)|recipe\.\w+\.(main_(?!eval|gen|sft)\w+|\w*_main))"
+)
+_OTHER_VERL = re.compile(r"verl\.(trainer|model_merger|experimental)\b[\w.]*|recipe\.[\w.]+")
+_OVERRIDE = re.compile(r"(\+\+?|~)?([A-Za-z_][\w@/-]*(?:\.[\w@/-]+)*)=(.*)", re.DOTALL)
+_STRUCTURED = re.compile(r"\s*[\[{'\"]")
+_PLAIN = re.compile(r"\s*(?:[-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?|[Tt]rue|[Ff]alse|null|TRUE|FALSE)\s*")
+
+
+@dataclass(frozen=True)
+class Override:
+    """One setting of verl's. `missing` is empty where the value is known."""
+
+    key: str
+    value: Any
+    line: int
+    missing: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class VerlCommand:
+    """What a script starts verl with."""
+
+    entry: str  # the module, e.g. verl.trainer.main_ppo; "" for overrides given by themselves
+    config_name: str
+    overrides: tuple[Override, ...]
+    remarks: tuple[str, ...]
+
+
+def from_script(script: Script, name: str) -> VerlCommand:
+    """The one command of a script that starts verl's RL training. Raises ConfigError where there is none, or more than one."""
+    found = [(launch, entry) for launch in script.commands if (entry := _entry(launch)) is not None]
+    if not found and (inner := _inside(script, name)) is not None:
+        return from_script(inner, name)
+    if not found:
+        raise ConfigError(f"{name}: {_why_not(script)}")
+    if len({tuple(w.text for w in launch.words) for launch, _ in found}) > 1:
+        lines = ", ".join(str(launch.line) for launch, _ in found)
+        raise ConfigError(
+            f"{name}: starts verl more than once (lines {lines}); give one script a run, or the variable that chooses by --set"
+        )
+    launch, entry = found[-1]
+    stray = [word for other in script.commands if other.line > launch.line and _strays(other) for word in other.words]
+    remarks = list(script.remarks)
+    if stray:
+        remarks.append(
+            f"{name}:{stray[0].line}: the shell ends the command above at the comment inside it, so verl never got what follows; it is "
+            "taken as it was meant"
+        )
+    command = from_words([*launch.words, *stray], entry)
+    return VerlCommand(entry, command.config_name, command.overrides, (*remarks, *command.remarks))
+
+
+def from_words(words: Sequence[Value], entry: str = "") -> VerlCommand:
+    """The overrides among the words of a command."""
+    overrides: dict[str, Override] = {}
+    config_name, remarks = "", []
+    names = [word.text for word in words]
+    for i, word in enumerate(words):
+        option, _, value = word.text.partition("=")
+        if option in ("--config-name", "-cn"):
+            config_name = value or (names[i + 1] if i + 1 < len(names) else "")
+        elif option.startswith("-"):
+            continue
+        elif (match := _OVERRIDE.fullmatch(word.text)) is not None and not _is_launcher_word(names[:i], entry):
+            override = Override(match[2], hydra_value(match[3]), word.line, word.missing)
+            if match[2] in overrides and overrides[match[2]].value != override.value:
+                remarks.append(f"line {word.line}: {match[2]} is set again; the later value wins, as with verl")
+            overrides.pop(match[2], None)
+            if match[1] != "~":
+                overrides[match[2]] = override
+    return VerlCommand(entry, config_name, tuple(overrides.values()), tuple(remarks))
+
+
+def hydra_value(text: str) -> Any:
+    """A value as Hydra reads it: numbers, true and false, null, lists, mappings, quoted text, else text as it stands."""
+    if text.strip() == "None":
+        return None  # Python's way to write null, which scripts pass on from a variable
+    if not (_STRUCTURED.match(text) or _PLAIN.fullmatch(text)):
+        return text.strip()
+    try:
+        node = parse_yaml(f"x: {text}", "value", with_lines=False)
+    except ConfigError:
+        return text.strip()
+    return node.value["x"].plain()
+
+
+def _entry(launch: Launch) -> str | None:
+    """The module of verl's that a command starts, `-m module` or its file; None of another command."""
+    names = [word.text for word in launch.words]
+    for before, name in zip(["", *names], names, strict=False):
+        module = name.removesuffix(".py").replace("/", ".").lstrip(".") if name.endswith(".py") else name
+        if (before == "-m" or name.endswith(".py")) and (match := _ENTRY.search(module)):
+            return match[0]
+    return None
+
+
+def _inside(script: Script, name: str) -> Script | None:
+    """The script that a command gets as one text, as in `bash -c "..."` and `eval "..."`, where that starts verl; else None."""
+    for launch in script.commands:
+        for word in launch.words:
+            if re.search(r"\s", word.text.strip()) and re.search(r"-m\s+\S*main_|main_\w+\.py", word.text):
+                inner = read_script(word.text, f"{name}:{launch.line}", {})
+                return Script(inner.commands, (*script.remarks, *inner.remarks))
+    return None
+
+
+def _why_not(script: Script) -> str:
+    names = [word.text for launch in script.commands for word in launch.words]
+    other = next((name for name in names if _OTHER_VERL.fullmatch(name)), None)
+    if other is not None:
+        return f"starts {other}, which is not verl's RL training; mrl trains with reinforcement learning only"
+    started = ", ".join(dict.fromkeys(launch.words[0].text for launch in script.commands)) or "nothing"
+    return (
+        f"is no verl launch script: it starts {started}, and no `python3 -m verl.trainer.main_ppo` (or recipe.dapo.main_dapo); "
+        "a list of overrides can be given instead of a script"
+    )
+
+
+def _strays(launch: Launch) -> bool:
+    return all(_OVERRIDE.fullmatch(word.text) for word in launch.words)
+
+
+def _is_launcher_word(before: Sequence[str], entry: str) -> bool:
+    """A word ahead of the module: an option's value of python, ray or torchrun."""
+    return bool(entry) and not any(name == "-m" or name.endswith(".py") for name in before)

@@ -1,0 +1,270 @@
+"""verl's overrides -> a configuration of ours, with what became of every key. The script's own values are kept; what it does not say is
+verl's default where ours differs, and a layout that it cannot have is chosen."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mrl.errors import ConfigError, MrlError
+from mrl.extras.import_verl.facts import Facts, says_megatron
+from mrl.extras.import_verl.families import unknown_family
+from mrl.extras.import_verl.keys import LAYOUT, MEGATRON, ROWS, TRANSFORMER, A, M, R, row_of
+from mrl.extras.import_verl.layouts import Chosen, choose_layout
+from mrl.extras.import_verl.overrides import Override, VerlCommand, from_script, from_words
+from mrl.extras.import_verl.report import Import
+from mrl.extras.import_verl.shell import read_script
+from mrl.extras.import_verl.special import HANDLERS
+from mrl.extras.import_verl.values import Value
+from mrl.model import ModelSpec, planning_model_spec
+
+# verl's defaults where ours are others: our key -> value. Those of the policy loss only hold for the loss that reads them.
+_DEFAULTS: dict[str, Any] = {
+    "data.train_batch_size": 1024,
+    "data.max_prompt_length": 512,
+    "data.max_response_length": 512,
+    "data.filter_overlong_prompts": False,
+    "data.drop_duplicates": False,
+    "actor.ppo_mini_batch_size": 256,
+    "actor.optim.weight_decay": 0.01,
+    "actor.optim.betas": [0.9, 0.999],
+    "algorithm.adv_estimator": "gae",
+    "algorithm.policy_loss.loss_mode": "vanilla",
+    "algorithm.policy_loss.loss_agg_mode": "token-mean",
+    "algorithm.policy_loss.clip_ratio_low": 0.2,
+    "algorithm.policy_loss.clip_ratio_high": 0.2,
+    "algorithm.policy_loss.clip_ratio_c": 3.0,
+    "rollout.n": 1,
+    "rollout.tensor_model_parallel_size": 2,
+    "rollout.gpu_memory_utilization": 0.5,
+    "rollout.enable_chunked_prefill": True,
+    "rollout.val_kwargs.temperature": 0.0,
+    "trainer.total_epochs": 30,
+    "cluster.nnodes": 1,
+    "cluster.n_gpus_per_node": 8,
+    "cluster.device": "cuda",
+}
+# Files that the run reads: a text with an unset variable in it stands for them until it is replaced.
+_FILES = {"model.path", "data.train_files", "data.val_files", "reward.custom_reward_function.path"}
+_NEEDED = {"data.train_batch_size", "data.max_prompt_length", "data.max_response_length", "actor.ppo_mini_batch_size"}
+
+
+def import_script(text: str, name: str, given: Mapping[str, str], extra: Sequence[str] = (), **options: Any) -> Import:
+    """Reads a launch script; nothing of it runs. `given`: shell variables that the user sets; `extra`: overrides behind the script.
+
+    Options are those of `translate`. Raises ConfigError for a script that is not verl's, or that cannot be read.
+    """
+    script = read_script(text, name, given, extra)
+    return translate(from_script(script, name), name, **options)
+
+
+def import_overrides(words: Sequence[str], **options: Any) -> Import:
+    """Reads a list of overrides (`key=value`). Raises ConfigError where there is none."""
+    command = from_words([Value(word) for word in words])
+    if not command.overrides:
+        raise ConfigError(f"{' '.join(words)}: neither a script that can be read nor overrides (key=value)")
+    return translate(command, "overrides", **options)
+
+
+def translate(
+    command: VerlCommand,
+    name: str,
+    as_written: bool = False,
+    preset: str | None = None,
+    chosen: Chosen | None = None,
+    own: Sequence[str] = (),
+) -> Import:
+    """`as_written`: keep what is usually mended (and refused by validation). A script without a layout gets `chosen`, else that of
+    `preset`, else that of the nearest preset for its model; `own`: our keys that the user sets, and a degree among them leaves the
+    layout to the user. Where none is found, `Import.lacks_layout` says so."""
+    out = Import(name, warnings=list(command.remarks))
+    keys = {o.key: o for o in command.overrides}
+    plain = Facts(command, keys, None, {}, as_written)
+    if not says_megatron(command, keys) and chosen is None and not any(key.startswith(LAYOUT) for key in own):
+        chosen = choose_layout(plain.model_path or "", plain.device, plain.devices, preset)
+        out.lacks_layout = chosen is None
+    facts = _facts(plain, chosen, out)
+    for override in command.overrides:
+        _one(override, out, facts)
+    _defaults(out, facts)
+    _devices(out, facts)
+    _experts(out, facts)
+    _reference(out, facts)
+    _engine(out, facts)
+    _family(out, facts)
+    return out
+
+
+def _facts(plain: Facts, chosen: Chosen | None, out: Import) -> Facts:
+    """Reads the layout off the script, or writes the chosen one."""
+    model = _model(plain)
+    if plain.megatron:
+        return replace(plain, model=model, degrees=_script_degrees(plain))
+    if out.lacks_layout:
+        out.warnings.append(
+            f"the script has no Megatron layout, and no preset for {plain.model_path} divides over its {plain.devices} devices: "
+            "every degree is 1; set actor.layout.tensor_model_parallel_size and its kin by --set"
+        )
+    degrees = chosen.degrees if chosen is not None else {}
+    for key, value in degrees.items():
+        out.put("chosen", "", LAYOUT + key, value, f"the script has no Megatron layout; this is {chosen.source}")
+    return replace(plain, model=model, degrees=degrees)
+
+
+def _script_degrees(facts: Facts) -> dict[str, Any]:
+    """The degrees that the script sets, under our names."""
+    found = {}
+    for key, row in ROWS.items():
+        if row.to.startswith(LAYOUT) and key.startswith((MEGATRON, TRANSFORMER)) and (value := facts.value(key, None)) is not None:
+            found[row.to.removeprefix(LAYOUT)] = value
+    return found
+
+
+def _model(facts: Facts) -> ModelSpec | None:
+    try:
+        return planning_model_spec(facts.model_path)[0] if facts.model_path else None
+    except MrlError:
+        return None
+
+
+def _one(o: Override, out: Import, facts: Facts) -> None:
+    row = row_of(o.key)
+    if row is None:
+        out.leave("unsupported", o.key, o.value, "no such key here, nor in verl as it is known", o.line)
+    elif o.missing and row.kind in ("to", "special"):
+        _unknown(o, out, row.to)
+    elif row.kind == "to":
+        value = row.convert(o.value) if row.convert else o.value
+        short = o.key.removeprefix("actor_rollout_ref.")
+        out.put("carried" if short == row.to else "renamed", o.key, row.to, value, line=o.line)
+    elif row.kind == "special":
+        HANDLERS[_handler_key(o.key)](o, out, facts)
+    elif row.kind == "unsupported":
+        kind = "implied" if o.value in row.neutral else "unsupported"
+        out.leave(kind, o.key, o.value, row.why, o.line)
+    else:
+        out.leave(row.kind, o.key, o.value, row.why, o.line)
+
+
+def _handler_key(key: str) -> str:
+    return key if key in HANDLERS else max((k for k in HANDLERS if k.endswith(".") and f"{key}.".startswith(k)), key=len)
+
+
+def _unknown(o: Override, out: Import, to: str) -> None:
+    names = ", ".join(sorted(o.missing))
+    hint = " ".join(f"--set {name}=..." for name in sorted(o.missing) if not name.startswith("$"))
+    out.leave(
+        "unknown", o.key, o.value, f"depends on {names}, which the script does not set; give {hint or 'the value as an override'}", o.line
+    )
+    if to in _FILES:
+        out.put("chosen", "", to, o.value, f"{names} is not set in the script; put the path here", o.line)
+    elif to in ("trainer.experiment_name", "trainer.project_name"):
+        text = str(o.value)
+        for name in o.missing:
+            text = text.replace(f"${{{name}}}", "")
+        out.put("chosen", "", to, text.rstrip("-_/") or "default", "without the part that is not known", o.line)
+    elif to in _NEEDED:
+        raise ConfigError(f"{out.name}:{o.line}: {o.key} depends on {names}, and nothing can be written without it; give {hint}")
+
+
+def _defaults(out: Import, facts: Facts) -> None:
+    loss = out.values.get("algorithm.policy_loss.loss_mode", "vanilla")
+    for key, value in _DEFAULTS.items():
+        if key in out.values or (key.endswith("clip_ratio_c") and loss != "vanilla"):
+            continue
+        if key.endswith("loss_agg_mode") and loss == "gspo":
+            out.put("implied", "", key, "seq-mean-token-mean", "what gspo averages")
+            continue
+        out.put("implied", "", key, value, "verl's default")
+    if out.values.get("algorithm.use_kl_loss") and "algorithm.kl_loss_coef" not in out.values:
+        out.put("implied", "", "algorithm.kl_loss_coef", 0.001, "verl's default")
+    if facts.value(A + "use_dynamic_bsz", False) and "actor.ppo_max_token_len_per_gpu" not in out.values:
+        least = -(-facts.longest // facts.context_parallel)
+        out.put("implied", "", "actor.ppo_max_token_len_per_gpu", max(16384, least), "verl's default, at least one longest sample")
+    if facts.value(A + "use_dynamic_bsz", False):
+        for key in (
+            "actor.ppo_micro_batch_size_per_gpu",
+            "actor.log_prob_micro_batch_size_per_gpu",
+            "ref.log_prob_micro_batch_size_per_gpu",
+        ):
+            out.drop(key, "micro-batches are cut by tokens (use_dynamic_bsz)")
+
+
+def _devices(out: Import, facts: Facts) -> None:
+    """World size, placement and number of engines: verl's actor takes all devices of the trainer, and its engines the same ones."""
+    per_node, engine = facts.value("trainer.n_gpus_per_node", 8), _engine_workers(out)
+    own = facts.value(R + "nnodes", 0) * facts.value(R + "n_gpus_per_node", per_node)
+    world, separate = facts.devices, own > 0
+    out.put("implied", "", LAYOUT + "world_size", world, "all devices of the trainer")
+    out.put("implied", "", "cluster.placement", "separate" if separate else "colocated", "how verl places engines")
+    out.put("implied", "", "rollout.num_engines", max(1, (own if separate else world) // engine), "as many as the devices hold")
+    if not separate and not facts.megatron and "actor.grad_offload" not in out.values:
+        why = "FSDP frees gradients between steps; Megatron's buffers would stay beside the engine"
+        out.put("chosen", "", "actor.grad_offload", True, why)
+    if separate:
+        _beside(out, facts, per_node)
+
+
+def _beside(out: Import, facts: Facts, per_node: int) -> None:
+    """The cluster of actor and engines beside each other: on nodes of their own where these are alike, else sharing the same nodes."""
+    nodes, own_nodes = facts.value("trainer.nnodes", 1), facts.value(R + "nnodes", 0)
+    own_per_node = facts.value(R + "n_gpus_per_node", per_node)
+    if own_per_node == per_node:
+        out.put("implied", "", "cluster.nnodes", nodes + own_nodes, "nodes of the actor and of the engines")
+    else:
+        out.put("implied", "", "cluster.nnodes", max(nodes, own_nodes), "actor and engines share nodes")
+        out.put("implied", "", "cluster.n_gpus_per_node", per_node + own_per_node, "actor and engines share nodes")
+
+
+def _engine_workers(out: Import) -> int:
+    sizes = [out.values.get(f"rollout.{name}_parallel_size", 1) for name in ("tensor_model", "data")]
+    return max(1, sizes[0] * sizes[1]) if all(isinstance(s, int) for s in sizes) else 1
+
+
+def _experts(out: Import, facts: Facts) -> None:
+    """Megatron's expert tensor size is the tensor size unless set, ours is 1; a dense model has none."""
+    to, tp = LAYOUT + "expert_tensor_parallel_size", out.values.get(LAYOUT + "tensor_model_parallel_size", 1)
+    if facts.dense:
+        for name in ("expert_tensor_parallel_size", "expert_model_parallel_size"):
+            if out.values.get(LAYOUT + name) in (1, None):
+                out.drop(LAYOUT + name, "the model is dense")
+    elif facts.megatron and out.values.get(to) is None and tp != 1:
+        out.drop(to, "Megatron's default")
+        out.put("implied", "", to, tp, "Megatron takes the tensor size where nothing is set")
+
+
+def _reference(out: Import, facts: Facts) -> None:
+    """A reference model is loaded for a KL term only; its layout is written whole where it is not the actor's."""
+    used = out.values.get("algorithm.use_kl_loss") or out.values.get("algorithm.use_kl_in_reward")
+    given = [key for key in out.values if key.startswith("ref.")]
+    if not used:
+        for key in given:
+            out.drop(key, "no reference model is loaded without a KL term")
+    elif any(key.startswith("ref.layout.") for key in given):
+        for key in [k for k in out.values if k.startswith(LAYOUT)]:
+            twin = "ref.layout." + key.removeprefix(LAYOUT)
+            if twin not in out.values:
+                out.put("implied", "", twin, out.values[key], "as the actor")
+
+
+def _engine(out: Import, facts: Facts) -> None:
+    """Settings of vLLM that it would not start with."""
+    tokens, chunked = out.values.get("rollout.max_num_batched_tokens"), out.values.get("rollout.enable_chunked_prefill")
+    longest = out.values["data.max_prompt_length"] + out.values["data.max_response_length"]
+    if chunked is False and isinstance(tokens, int) and tokens < longest:
+        out.warnings.append(
+            f"enable_chunked_prefill=False with max_num_batched_tokens={tokens}: vLLM refuses to start with fewer than {longest}; "
+            "chunked prefill is left to the device"
+        )
+        out.drop("rollout.enable_chunked_prefill", "vLLM would refuse to start")
+    if isinstance(tokens, int) and tokens < out.values.get("rollout.max_num_seqs", 256):
+        out.put("chosen", "", "rollout.max_num_seqs", tokens, "vLLM wants at most max_num_batched_tokens sequences")
+
+
+def _family(out: Import, facts: Facts) -> None:
+    if facts.model is not None or facts.model_path is None:
+        return
+    if (family := unknown_family(facts.model_path, Path(facts.model_path).is_dir())) is not None:
+        line = facts.keys[M + "path"].line
+        out.leave("unsupported", M + "path", facts.model_path, family, line)
+        out.warnings.append(f"line {line}: {family}")

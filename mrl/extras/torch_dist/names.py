@@ -1,0 +1,126 @@
+"""The keys of torch_dist checkpoints, and what each part of their tensors is in Hugging Face coordinates.
+
+Megatron-core 0.16.1 names a layer's parameter in one of three ways, of which a checkpoint has one (`sharded_state_dict` of
+transformer_block.py, experts.py and mlp.py):
+
+* homogeneous, its default: one tensor for all layers, `decoder.layers.self_attention.linear_qkv.weight` [layers, ...];
+* `non_homogeneous_layers`: `decoder.layers.3.self_attention...`, and one tensor for all experts of a layer,
+  `decoder.layers.3.mlp.experts.experts.linear_fc1.weight` [experts, ...];
+* `singleton_local_shards`: every expert and both halves of a gated layer by themselves,
+  `decoder.layers.3.mlp.experts.experts.7.linear_fc1.weight_w` (gate) and `_v` (up).
+
+In all of them a tensor is what one rank without any parallelism would hold: the fused qkv rows group by group, gate above up, and the
+vocabulary with the padding rows of whoever saved it.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+
+from mrl.model import ModelSpec
+from mrl.model.boxes import Box
+from mrl.model.layout import TrainLayout
+from mrl.model.megatron_shards import Piece, Shard, source_shards
+
+_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+?)(\d*)")
+_EXPERTS = "mlp.experts."
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter lies: at `index` of the leading axes of tensor `key`, whose sizes are `lead`. Of a gated layer perhaps one half."""
+
+    key: str
+    index: tuple[int, ...]
+    lead: tuple[int, ...]
+    first_row: int  # of the parameter
+    rows: int
+
+
+def whole_parameters(model: ModelSpec) -> tuple[Shard, ...]:
+    """The parameters of a rank that has all of them; layers and experts have their global numbers."""
+    return source_shards(model, TrainLayout.build({"world_size": 1}, model), 0)
+
+
+def stacked_place(shard: Shard, model: ModelSpec, separate_layers: bool) -> Place:
+    """Where it is written: homogeneous, or with `separate_layers` in Megatron's non-homogeneous way."""
+    places = _whole_places(shard, model)
+    return places[1] if separate_layers and len(places) > 1 else places[0]
+
+
+@dataclass(frozen=True)
+class GlobalTensor:
+    """A tensor of a torch_dist checkpoint: parameters of equal shape, stacked along its leading axes."""
+
+    lead: tuple[int, ...]
+    shape: tuple[int, ...]  # of one of them
+    padded: bool  # rows of vocabulary padding may follow
+    members: Mapping[tuple[int, ...], tuple[Shard, int]]  # index on the leading axes -> parameter, and its row where the shape begins
+
+    def fits(self, size: tuple[int, ...]) -> bool:
+        """Is it what a checkpoint says of the tensor's size?"""
+        if self.padded and len(size) == len(self.shape):
+            return size[0] >= self.shape[0] and size[1:] == self.shape[1:]
+        return size == (*self.lead, *self.shape)
+
+    def pieces(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
+        """Shape of a stored block, its leading axes and rows taken as one, and the pieces in it. Padding has none."""
+        axes = len(self.lead)
+        indices = list(product(*(range(at, at + size) for at, size in zip(offsets[:axes], sizes[:axes], strict=True))))
+        rows, *columns = sizes[axes:]
+        pieces: list[Piece] = []
+        for number, index in enumerate(indices):
+            shard, first = self.members[index]
+            begin = (first + offsets[axes], *offsets[axes + 1 :])
+            window = Box(tuple((at, at + size) for at, size in zip(begin, sizes[axes:], strict=True)))
+            to = (number * rows - begin[0], *(-at for at in begin[1:]))
+            common = ((piece, window.intersect(piece.local_box)) for piece in shard.pieces)
+            pieces += [Piece(p.hf_name, box.rebase(p.local_box, p.hf_box), box.shift(to)) for p, box in common if box is not None]
+        return (len(indices) * rows, *columns), tuple(pieces)
+
+
+def global_tensors(model: ModelSpec) -> dict[str, GlobalTensor]:
+    """Every key that a checkpoint of the model may have."""
+    members: dict[str, dict[tuple[int, ...], tuple[Shard, int]]] = {}
+    facts: dict[str, tuple[tuple[int, ...], tuple[int, ...], bool]] = {}
+    for shard in whole_parameters(model):
+        for place in _places(shard, model):
+            members.setdefault(place.key, {})[place.index] = (shard, place.first_row)
+            facts[place.key] = (place.lead, (place.rows, *shard.local_shape[1:]), shard.megatron_name in _VOCABULARY)
+    return {key: GlobalTensor(*facts[key], found) for key, found in members.items()}
+
+
+def _places(shard: Shard, model: ModelSpec) -> Iterator[Place]:
+    """All places that a parameter may have."""
+    for place in _whole_places(shard, model):
+        yield place
+        if place.key.endswith("pre_mlp_layernorm.weight"):
+            # without Transformer Engine, Megatron names the norm before experts as if it were fused with a dense layer
+            key = place.key.replace("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
+            yield Place(key, place.index, place.lead, 0, place.rows)
+    *_, last = _whole_places(shard, model)
+    if last.key.endswith("linear_fc1.weight") and not last.lead:
+        half = shard.local_shape[0] // 2
+        yield Place(f"{last.key}_w", (), (), 0, half)
+        yield Place(f"{last.key}_v", (), (), half, half)
+
+
+def _whole_places(shard: Shard, model: ModelSpec) -> list[Place]:
+    """Homogeneous, non-homogeneous and, for experts, singleton."""
+    rows = shard.local_shape[0]
+    match = _LAYER.fullmatch(shard.megatron_name)
+    if match is None:
+        return [Place(shard.megatron_name, (), (), 0, rows)]
+    layer, rest = int(match[1]), match[2]
+    if not rest.startswith(_EXPERTS):
+        stacked = Place(f"decoder.layers.{rest}", (layer,), (model.num_layers,), 0, rows)
+        return [stacked, Place(f"decoder.layers.{layer}.{rest}", (), (), 0, rows)]
+    expert, leaf = int(match[3]), rest.removeprefix(_EXPERTS)
+    experts, at = f"{_EXPERTS}experts.", f"decoder.layers.{layer}."
+    return [
+        Place(f"decoder.layers.{experts}{leaf}", (layer, expert), (model.num_layers, model.num_experts), 0, rows),
+        Place(f"{at}{experts}{leaf}", (expert,), (model.num_experts,), 0, rows),
+        Place(f"{at}{experts}{expert}.{leaf}", (), (), 0, rows),
+    ]

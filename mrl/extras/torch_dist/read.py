@@ -1,0 +1,300 @@
+"""Megatron's own checkpoints (format torch_dist): found, described and read as stored blocks in Hugging Face coordinates.
+
+A checkpoint is a folder of `*.distcp` files, each a row of torch.save archives, and `.metadata`, a pickle that says which block of
+which tensor is where (torch/distributed/checkpoint/metadata.py). Nothing of it is executed and `common.pt`, the pickle of everything
+that is no tensor, is never opened. Optimizer states stay behind.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+from mrl.checkpoint.manifest import WEIGHT, Entry, check_disjoint, holders
+from mrl.checkpoint.source import DTYPES, HF_FOLDER, Checkpoint, one_dtype
+from mrl.errors import ConfigError, EnvironmentFault
+from mrl.extras.torch_dist.archive import Data, find_data
+from mrl.extras.torch_dist.names import GlobalTensor, global_tensors
+from mrl.extras.torch_dist.pickles import Recorded, read_pickle
+from mrl.model import load_model_spec, read_hf_config, tensor_specs
+from mrl.model.hf_files import TensorBytes
+
+METADATA, TRACKER = ".metadata", "latest_checkpointed_iteration.txt"
+RELEASE = "release"  # what the tracker calls weights that no training of Megatron's has made
+FLAG = "--trust-checkpoint"
+_HF_FOLDERS = (HF_FOLDER, "huggingface")  # ours and verl's
+_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
+_WRAPPERS = re.compile(r"((module|model)\.)*")
+_TORCH_DTYPES = {"torch.float32": "F32", "torch.bfloat16": "BF16"}
+_READ_BYTES = 1024**2
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Trust:
+    """The user's word that a torch_dist checkpoint may be opened."""
+
+    hf_files: Path | None = None  # folder of configuration and tokenizer, which such a checkpoint does not have; None: look beside it
+
+
+@dataclass(frozen=True)
+class Block:
+    """One stored block of a tensor."""
+
+    key: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    at: int  # bytes
+    length: int  # bytes of the archive
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor as `.metadata` describes it."""
+
+    size: tuple[int, ...]
+    dtype: str  # as safetensors names it, or torch's name where that has none here
+    blocks: tuple[Block, ...]
+
+
+def find_torch_dist(path: Path) -> Path | None:
+    """The folder with `.metadata`: `path`, or the iteration below it that Megatron's tracker names, or the newest; None where is none."""
+    if (path / METADATA).is_file() or any(path.glob("*.distcp")):
+        return path
+    tracker = path / TRACKER
+    if tracker.is_file():
+        word = tracker.read_text().strip()
+        return path / (f"iter_{int(word):07d}" if word.isdecimal() else word)
+    below = sorted(p.parent for p in (*path.glob("iter_*/*.distcp"), *path.glob("dist_ckpt/*.distcp")))
+    return below[-1] if below else None
+
+
+def refuse_untrusted(path: Path, trust: Trust | None) -> None:
+    """Raises ConfigError for a torch_dist checkpoint that nobody said may be opened."""
+    if trust is None and find_torch_dist(path) is not None:
+        raise ConfigError(
+            f"{path}: Megatron's torch_dist format, whose description is a pickle; a pickle can be made to run anything. Give {FLAG} "
+            "if you know where it comes from (its weights are then read without running what the pickle names)"
+        )
+
+
+def open_torch_dist(path: Path, trust: Trust) -> Checkpoint:
+    """Reads the description of a checkpoint, or of the newest in a folder of them.
+
+    Raises EnvironmentFault naming what is missing, unknown or of another model, ConfigError where there is no config.json.
+    """
+    folder = find_torch_dist(path)
+    if folder is None or not (folder / METADATA).is_file():
+        old = any((folder or path).glob("mp_rank_*"))
+        why = "it is of the older format `torch`, which is not read: save it as torch_dist" if old else "the save was interrupted"
+        raise EnvironmentFault(f"{(folder or path) / METADATA}, which describes the files, is missing: {why}")
+    hf_files = _hf_files(folder, trust)
+    model = load_model_spec(hf_files)
+    stored = read_description(folder / METADATA)
+    weights = {key: tensor for key, tensor in stored.items() if not _OPTIMIZER.match(key)}
+    known = global_tensors(model)
+    _check_keys(folder, weights, known)
+    _check_blocks(folder, weights)
+    entries, blocks = _entries(weights, known)
+    _check_files(folder, blocks)
+    dtype = DTYPES[one_dtype(folder, {key: tensor.dtype for key, tensor in weights.items()})]
+    left_out, archives = tuple(sorted(stored.keys() - weights)), Archives(folder, blocks)
+    checkpoint = Checkpoint(folder, hf_files, model, read_hf_config(hf_files), dtype, entries, archives, None, left_out)
+    _check_whole(checkpoint)
+    return checkpoint
+
+
+def _hf_files(folder: Path, trust: Trust) -> Path:
+    beside = [at / name for at in (folder, folder.parent) for name in _HF_FOLDERS]
+    places = [trust.hf_files] if trust.hf_files else [*beside, folder, folder.parent]
+    for place in places:
+        if (place / "config.json").is_file():
+            return place
+    raise ConfigError(
+        f"{folder}: a torch_dist checkpoint says nothing of its model and there is no config.json in {', '.join(map(str, places))}; "
+        "give the folder of its Hugging Face configuration and tokenizer with --hf-files"
+    )
+
+
+def read_description(file: Path) -> dict[str, Stored]:
+    """Key -> tensor, from `.metadata`; what is no tensor is left out. Raises EnvironmentFault for a file that does not say it."""
+    try:
+        metadata = read_pickle(file.read_bytes())
+        infos = {}
+        for index, info in metadata.attribute("storage_data").items():
+            offset = index.state.get("offset")
+            infos[index.attribute("fqn"), None if offset is None else _size(offset)] = info.state
+        found = metadata.attribute("state_dict_metadata").items()
+        return {key: _stored(key, tensor, infos) for key, tensor in found if _is(tensor, "TensorStorageMetadata")}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise EnvironmentFault(f"{file} is not the description of a torch_dist checkpoint ({error}); choose another checkpoint") from error
+
+
+def _is(thing: Any, name: str) -> bool:
+    return isinstance(thing, Recorded) and thing.pickled_name == f"torch.distributed.checkpoint.metadata.{name}"
+
+
+def _size(size: Recorded) -> tuple[int, ...]:
+    """A torch.Size."""
+    return tuple(size.arguments[0]) if isinstance(size, Recorded) else tuple(size)
+
+
+def _stored(key: str, tensor: Recorded, infos: dict) -> Stored:
+    properties = tensor.attribute("properties").state
+    dtype = (properties["dtype"] if isinstance(properties, dict) else properties[0]).pickled_name
+    code, blocks, size = _TORCH_DTYPES.get(dtype, dtype), [], _size(tensor.attribute("size"))
+    for chunk in tensor.attribute("chunks"):
+        offsets, sizes = _size(chunk.attribute("offsets")), _size(chunk.attribute("sizes"))
+        info = infos[key, offsets]
+        if info.get("transform_descriptors"):
+            raise ValueError(f"{key} is stored through {info['transform_descriptors']}, which is not read")
+        if Path(info["relative_path"]).name != info["relative_path"]:
+            raise ValueError(f"{key} is said to be in {info['relative_path']}, outside the checkpoint")
+        if not all(type(number) is int and number >= 0 for number in (*size, *offsets, *sizes, info["offset"], info["length"])):
+            raise ValueError(f"{key} has a block at {offsets} of {sizes}, byte {info['offset']} of {info['length']}: no whole numbers")
+        blocks.append(Block(key, offsets, sizes, info["relative_path"], info["offset"], info["length"], code))
+    return Stored(size, code, tuple(blocks))
+
+
+def _plain(key: str) -> str:
+    """Without the prefixes of wrapped models."""
+    return key[_WRAPPERS.match(key).end() :]
+
+
+def _check_keys(folder: Path, weights: Mapping[str, Stored], known: Mapping[str, GlobalTensor]) -> None:
+    problems = [f"{key} is not part of the model" for key in weights if _plain(key) not in known]
+    for key, tensor in weights.items():
+        part = known.get(_plain(key))
+        if part is not None and not part.fits(tensor.size):
+            problems.append(f"{key} has shape {list(tensor.size)}, not {[*part.lead, *part.shape]}")
+    if problems:
+        shown = "; ".join(sorted(problems)[:_SHOWN])
+        raise EnvironmentFault(
+            f"{folder}: its tensors are not those of the model that config.json describes ({len(problems)} differences): "
+            f"{shown}{' ...' if len(problems) > _SHOWN else ''}; give the configuration of its own model"
+        )
+
+
+def _check_blocks(folder: Path, weights: Mapping[str, Stored]) -> None:
+    """Every block lies in its tensor, and they are not more than it: what is built of them afterwards is of the model's size."""
+    for key, tensor in weights.items():
+        for block in tensor.blocks:
+            ranks = {len(tensor.size), len(block.offsets), len(block.sizes)}
+            if len(ranks) > 1 or any(at + size > end for at, size, end in zip(block.offsets, block.sizes, tensor.size, strict=True)):
+                raise EnvironmentFault(
+                    f"{folder / METADATA}: {key} of shape {list(tensor.size)} is said to have a block of {list(block.sizes)} at "
+                    f"{list(block.offsets)}; the checkpoint is damaged, choose another one"
+                )
+        if sum(prod(block.sizes) for block in tensor.blocks) > prod(tensor.size):
+            raise EnvironmentFault(
+                f"{folder / METADATA}: the blocks of {key} are more than its shape {list(tensor.size)}, so some are there twice; "
+                "the checkpoint is damaged, choose another one"
+            )
+
+
+def _entries(weights: Mapping[str, Stored], known: Mapping[str, GlobalTensor]) -> tuple[tuple[Entry, ...], dict[tuple[str, str], Block]]:
+    entries, blocks = [], {}
+    for key, tensor in weights.items():
+        part = known[_plain(key)]
+        for block in (block for block in tensor.blocks if prod(block.sizes)):  # a rank may have saved an empty one
+            shape, pieces = part.pieces(block.offsets, block.sizes)
+            if pieces:
+                name = f"{key}{list(block.offsets)}"
+                entries.append(Entry(block.file, name, WEIGHT, shape, None, pieces))
+                blocks[block.file, name] = block
+    return tuple(entries), blocks
+
+
+def _check_files(folder: Path, blocks: Mapping[tuple[str, str], Block]) -> None:
+    """Every file is there and long enough."""
+    ends: dict[str, int] = {}
+    for block in blocks.values():
+        ends[block.file] = max(ends.get(block.file, 0), block.at + block.length)
+    for name, end in sorted(ends.items()):
+        file = folder / name
+        found = file.stat().st_size if file.is_file() else None
+        if found is None or found < end:
+            state = "is missing" if found is None else f"has {found} bytes, not {end}"
+            raise EnvironmentFault(f"{file} {state}; the checkpoint is damaged, choose another one")
+
+
+def _check_whole(checkpoint: Checkpoint) -> None:
+    """Every element of every tensor of the model is there, once."""
+    held: dict[str, int] = {}
+    for piece in (piece for entry in checkpoint.entries for piece in entry.pieces):
+        held[piece.hf_name] = held.get(piece.hf_name, 0) + piece.hf_box.volume
+    wanted = {spec.name: prod(spec.shape) for spec in tensor_specs(checkpoint.model)}
+    odd = [f"{name}: {held.get(name, 0)} of {size} elements" for name, size in wanted.items() if held.get(name) != size]
+    if odd:
+        shown = "; ".join(odd[:_SHOWN])
+        raise EnvironmentFault(
+            f"{checkpoint.folder}: {len(odd)} tensors of the model that config.json describes are not whole: "
+            f"{shown}{' ...' if len(odd) > _SHOWN else ''}; the checkpoint is damaged or of another model"
+        )
+    check_disjoint(checkpoint.folder, holders(checkpoint.entries))
+
+
+@dataclass
+class Archives(Mapping):
+    """(file, key of an entry) -> where its elements are. An archive is looked into when it is asked for, and held against `.metadata`."""
+
+    folder: Path
+    blocks: dict[tuple[str, str], Block]
+    _found: dict[tuple[str, str], Data] = field(default_factory=dict)
+
+    def __getitem__(self, name: tuple[str, str]) -> TensorBytes:
+        data = self.data(name)
+        return TensorBytes(data.dtype, data.shape, data.start, data.stop)
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        return iter(self.blocks)
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def data(self, name: tuple[str, str]) -> Data:
+        """Raises EnvironmentFault naming file and tensor when the archive is damaged or holds something else."""
+        if name not in self._found:
+            block = self.blocks[name]
+            try:
+                handle = os.open(self.folder / block.file, os.O_RDONLY)
+                try:
+                    found = find_data(handle, block.at, block.length)
+                finally:
+                    os.close(handle)
+                if (found.dtype, found.shape) != (block.dtype, block.sizes):
+                    raise ValueError(f"it is {found.dtype} {list(found.shape)}, {METADATA} says {block.dtype} {list(block.sizes)}")
+            except (OSError, ValueError) as error:
+                raise EnvironmentFault(
+                    f"{self.folder / block.file}: {name[1]} cannot be read: {error}; the checkpoint is damaged, choose another one"
+                ) from error
+            self._found[name] = found
+        return self._found[name]
+
+    def check_file(self, file: str) -> int:
+        """Reads the elements in one file; returns how many of its tensors carry no checksum, which torch.save can be told to leave out.
+
+        Raises EnvironmentFault naming file and tensor where a checksum is another.
+        """
+        unchecked = 0
+        part = memoryview(bytearray(_READ_BYTES))
+        with (self.folder / file).open("rb", buffering=0) as stream:
+            for name in (name for name in self.blocks if name[0] == file):
+                data, crc = self.data(name), 0
+                unchecked += data.crc == 0
+                stream.seek(data.storage[0])
+                left = data.storage[1] - data.storage[0] if data.crc else 0
+                while left and (count := stream.readinto(part[:left])):
+                    crc, left = crc32(part[:count], crc), left - count
+                if left or crc != data.crc:
+                    raise EnvironmentFault(
+                        f"{self.folder / file}: the bytes of {name[1]} are not those that were written (CRC-32 differs); the checkpoint "
+                        "is damaged, choose another one"
+                    )
+        return unchecked

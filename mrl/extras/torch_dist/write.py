@@ -1,0 +1,105 @@
+"""Writes weights as a torch_dist checkpoint that megatron-core 0.16.1 loads at any layout: plan of its files, and what describes them.
+
+The output is what Megatron-LM's `--load` takes: a tracker that says `release`, and the checkpoint in a folder of that name. Every
+parameter is stored whole, one block a layer and expert, which Megatron's loader cuts as it needs. `common.pt` says no more than that no
+training has made the weights; there are no arguments, optimizer or random states. A module's `_extra_state` (what Transformer Engine
+keeps of 8-bit scales) is None, as Megatron's own modules without Transformer Engine write it; a loader insists that there is one.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mrl.checkpoint.containers import TorchArchives, places
+from mrl.checkpoint.file_plan import PlannedFile, parts
+from mrl.checkpoint.manifest import WEIGHT, Entry
+from mrl.extras.torch_dist.archive import pickle_archive
+from mrl.extras.torch_dist.names import Place, stacked_place, whole_parameters
+from mrl.extras.torch_dist.pickles import Named, write_pickle
+from mrl.extras.torch_dist.read import METADATA, RELEASE, TRACKER
+from mrl.model import ModelSpec
+
+_DCP = "torch.distributed.checkpoint.metadata"
+_CONFIG = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+_NONE, _NONE_FILE = pickle_archive(write_pickle([None])), "__1_0.distcp"  # all extra states are this one
+_LINEAR_LAYOUT = Named("torch.serialization", "_get_layout", ("torch.strided",))
+
+
+class TorchDistFiles:
+    """The plan of one torch_dist checkpoint."""
+
+    def __init__(self, model: ModelSpec, dtype: str, separate_layers: bool):
+        """`separate_layers`: Megatron's non-homogeneous keys, which a model with layers of two kinds has anyway."""
+        self.dtype = dtype
+        self.separate_layers = separate_layers or (model.is_moe and len(model.moe_layers) != model.num_layers)
+        shards = whole_parameters(model)
+        self._places = {shard.megatron_name: stacked_place(shard, model, self.separate_layers) for shard in shards}
+        entries = [Entry("", shard.megatron_name, WEIGHT, shard.local_shape, None, shard.pieces) for shard in shards]
+        names = ((f"{RELEASE}/__0_{n}.distcp", part) for n, part in enumerate(parts(entries, dtype)))
+        self.files = tuple(PlannedFile(name, 0, tuple(part)) for name, part in names)
+        self.container = TorchArchives(dtype, {name: len(place.lead) for name, place in self._places.items()})
+
+    def finish(self, folder: Path) -> None:
+        """Writes the description and what Megatron reads beside it."""
+        release = folder / RELEASE
+        (release / _NONE_FILE).write_bytes(_NONE)
+        (release / METADATA).write_bytes(write_pickle(self._description()))
+        content = {"non_homogeneous_layers": True} if self.separate_layers else {}
+        common = {"checkpoint_version": 3.0, "iteration": 0, "content_metadata": content}
+        (release / "common.pt").write_bytes(pickle_archive(write_pickle(common)))
+        (release / "metadata.json").write_text(json.dumps(_CONFIG))
+        (folder / TRACKER).write_text(RELEASE)
+
+    def _description(self) -> Named:
+        """A `Metadata` of torch.distributed.checkpoint."""
+        tensors: dict[str, tuple[tuple[int, ...], list[Named]]] = {}
+        storage: dict[Named, Named] = {}
+        for file in self.files:
+            for entry, (at, length) in zip(file.entries, places(self.container, file, self.dtype), strict=False):
+                place = self._places[entry.key]
+                offsets, sizes = _block(place, entry)
+                _, blocks = tensors.setdefault(place.key, ((*place.lead, *entry.shape), []))
+                index = {"fqn": place.key, "index": len(blocks), "offset": _size(offsets)}
+                storage[_made("MetadataIndex", index)] = _stored(Path(file.name).name, at, length)
+                blocks.append(_made("ChunkStorageMetadata", {"offsets": _size(offsets), "sizes": _size(sizes)}))
+        described = {key: self._tensor(size, blocks) for key, (size, blocks) in tensors.items()}
+        for key in self._extra_states():
+            described[key] = _made("BytesStorageMetadata", {})
+            storage[_made("MetadataIndex", {"fqn": key, "index": None})] = _stored(_NONE_FILE, 0, len(_NONE))
+        facts = {"planner_data": {}, "storage_meta": None, "version": None}
+        return _made("Metadata", {"state_dict_metadata": described, "storage_data": storage} | facts)
+
+    def _extra_states(self) -> list[str]:
+        """Keys of every module that may have one, each a Megatron `ShardedObject`."""
+        found: dict[str, None] = {}
+        for place in self._places.values():
+            module = place.key.rpartition(".")[0]
+            modules = [module]
+            if module.endswith("self_attention.linear_proj"):
+                modules.append(module.replace("linear_proj", "core_attention"))  # has no parameter
+            at, of = (".".join(map(str, axes)) for axes in (place.index or (0,), place.lead or (1,)))
+            found |= dict.fromkeys(f"{name}._extra_state/shard_{at}_{of}" for name in modules)
+        return list(found)
+
+    def _tensor(self, size: tuple[int, ...], blocks: list[Named]) -> Named:
+        contiguous = Named(_DCP, "_MEM_FORMAT_ENCODING", (0,))
+        properties = _made("TensorProperties", (Named("torch", self.dtype), _LINEAR_LAYOUT, False, contiguous, False))
+        return _made("TensorStorageMetadata", {"properties": properties, "size": _size(size), "chunks": blocks})
+
+
+def _block(place: Place, entry: Entry) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(offsets, sizes) in the global tensor."""
+    return (*place.index, *(0 for _ in entry.shape)), (*(1 for _ in place.lead), *entry.shape)
+
+
+def _stored(file: str, at: int, length: int) -> Named:
+    info = {"relative_path": file, "offset": at, "length": length}
+    return Named("torch.distributed.checkpoint.filesystem", "_StorageInfo", state=info)
+
+
+def _made(name: str, state: Any) -> Named:
+    return Named(_DCP, name, state=state)
+
+
+def _size(sizes: tuple[int, ...]) -> Named:
+    return Named("torch", "Size", (sizes,))

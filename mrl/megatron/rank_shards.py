@@ -1,0 +1,53 @@
+"""This rank's weights under their Megatron names, current and where they lie: what a reshard plan sends from."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+from torch.nn import Module
+
+from mrl.megatron.offload import check_resident
+
+_SHOWN = 8  # names in one message
+
+
+class RankShards:
+    """Looks parameters up by (name, model chunk), as mrl.model.megatron_shards names them.
+
+    They are read right after an optimizer step, so the configuration refuses overlap_param_gather, which leaves them stale until the next
+    forward (mrl.config.override_rules).
+    """
+
+    def __init__(self, chunks: list[Module]):
+        self._parameters = {
+            (plain_name(name), number): parameter for number, chunk in enumerate(chunks) for name, parameter in chunk.named_parameters()
+        }
+
+    def __call__(self, name: str, chunk: int) -> Tensor:
+        """The parameter's data. Raises RuntimeError for one that the model does not have, or that is not on the device."""
+        parameter = self._parameters.get((name, chunk))
+        if parameter is None:
+            raise RuntimeError(f"model chunk {chunk} has no parameter {name}: the model is not as mrl.model.megatron_shards describes it")
+        check_resident(name, [parameter])
+        return parameter.data
+
+    def check(self, wanted: Mapping[tuple[str, int], tuple[int, ...]]) -> None:
+        """`wanted`: the shape of each (name, model chunk) that the description has.
+
+        Raises RuntimeError naming parameters that only one of model and description has, or that have another shape.
+        """
+        held = {key: tuple(parameter.shape) for key, parameter in self._parameters.items()}
+        faults = [
+            f"{name} of chunk {chunk} is {held.get((name, chunk), 'not there')}, described as {wanted.get((name, chunk), 'not there')}"
+            for name, chunk in sorted(held.keys() | wanted.keys())
+            if held.get((name, chunk)) != wanted.get((name, chunk))
+        ]
+        if faults:
+            more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+            raise RuntimeError(f"the model is not as its description: {'; '.join(faults[:_SHOWN])}{more}")
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without the prefixes of Megatron's wrappers."""
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name

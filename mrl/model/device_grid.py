@@ -1,0 +1,104 @@
+"""Where ranks and engine workers stand on a cluster: rank -> node -> device, as pure integers.
+
+Devices are numbered node by node. The actor takes the first ones in rank order, so that Megatron's fastest axis, tensor parallelism, stays
+inside a node. Engines follow (separate) or share the same devices (colocated). What talks at every layer is kept on one node: a whole
+engine where it fits one, else each data-parallel rank of it, else whole nodes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mrl.errors import ConfigError
+from mrl.model.layout import RolloutLayout
+
+__all__ = ["ClusterShape", "Place", "actor_places", "engine_places", "rank_order", "unit_size"]
+
+
+class Place(NamedTuple):
+    """One device: the node's number and the device's number on it, both from 0."""
+
+    node: int
+    device: int
+
+
+@dataclass(frozen=True)
+class ClusterShape:
+    """Equal nodes with equal devices."""
+
+    nodes: int
+    devices_per_node: int
+
+    @property
+    def devices(self) -> int:
+        return self.nodes * self.devices_per_node
+
+    def place(self, device: int) -> Place:
+        """Place of the `device`-th device of the cluster. Raises IndexError past its end."""
+        if not 0 <= device < self.devices:
+            raise IndexError(f"device {device} is outside a cluster of {self.nodes} nodes with {self.devices_per_node} devices")
+        return Place(*divmod(device, self.devices_per_node))
+
+
+def actor_places(world_size: int, cluster: ClusterShape) -> tuple[Place, ...]:
+    """Place of every rank of the actor, in rank order. Raises ConfigError when the cluster is smaller than that."""
+    if world_size > cluster.devices:
+        raise ConfigError(
+            f"actor.layout.world_size = {world_size} needs more than the {cluster.devices} devices of "
+            f"cluster.nnodes x n_gpus_per_node = {cluster.nodes} x {cluster.devices_per_node}"
+        )
+    return tuple(cluster.place(rank) for rank in range(world_size))
+
+
+def unit_size(rollout: RolloutLayout, devices_per_node: int) -> int:
+    """How many workers have to stand on one node together: an engine, a data-parallel rank of it, or a node's share of a tensor group.
+
+    Raises ConfigError when a tensor group is larger than a node and does not fill whole nodes.
+    """
+    for size in (rollout.workers_per_engine, rollout.tensor):
+        if size <= devices_per_node:
+            return size
+    if rollout.tensor % devices_per_node:
+        raise ConfigError(
+            f"rollout.tensor_model_parallel_size = {rollout.tensor} is more than a node's {devices_per_node} devices and must then be a "
+            f"multiple of them, so that it fills whole nodes; allowed next to it: {_multiples(rollout.tensor, devices_per_node)}"
+        )
+    return devices_per_node
+
+
+def engine_places(rollout: RolloutLayout, cluster: ClusterShape, first: int = 0) -> tuple[Place, ...]:
+    """Place of every engine worker, in worker order; `first`: number of the first device they may use.
+
+    A unit never straddles nodes: what is left of a node and too small for one stays idle. Raises ConfigError when the engines do not fit.
+    """
+    size, per_node = unit_size(rollout, cluster.devices_per_node), cluster.devices_per_node
+    places: list[Place] = []
+    for _ in range(rollout.num_engines * rollout.workers_per_engine // size):
+        if first % per_node + size > per_node:
+            first += per_node - first % per_node
+        if first + size > cluster.devices:
+            raise ConfigError(
+                f"rollout.num_engines = {rollout.num_engines} engines of {rollout.workers_per_engine} workers do not fit: only "
+                f"{len(places)} of {rollout.num_engines * rollout.workers_per_engine} workers found a device on "
+                f"{cluster.nodes} x {per_node}, since {size} of them have to share a node; give fewer engines or more nodes"
+            )
+        places += [cluster.place(first + i) for i in range(size)]
+        first += size
+    return tuple(places)
+
+
+def rank_order(nodes: Sequence[str], together: int = 1) -> tuple[int, ...]:
+    """Bundle of each rank, given the node of each bundle: node by node, every `together` ranks on one node as far as nodes allow.
+
+    Ray may scatter bundles, and a node may get a number of them that `together` does not divide: what is left over comes last, so that as
+    few groups of ranks as possible are spread.
+    """
+    by_node = {node: [i for i, at in enumerate(nodes) if at == node] for node in sorted(set(nodes))}
+    whole = [i for bundles in by_node.values() for i in bundles[: len(bundles) // together * together]]
+    rest = [i for bundles in by_node.values() for i in bundles[len(bundles) // together * together :]]
+    return (*whole, *rest)
+
+
+def _multiples(value: int, step: int) -> str:
+    below = value - value % step
+    return ", ".join(str(v) for v in (below, below + step) if v)

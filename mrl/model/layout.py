@@ -1,0 +1,223 @@
+"""Parallel layouts as pure integers: degrees, rank <-> coordinates, group membership, pipeline stage -> layers.
+
+Ranks are ordered as Megatron-core 0.16.1 orders them by default ("tp-cp-ep-dp-pp": tensor fastest, pipeline slowest). Dense parameters
+live on a grid (tp, cp, dp, pp) and experts on a second grid over the same ranks (etp, ep, edp, pp); both share the pipeline axis.
+Nobody else computes a rank: ask a `TrainLayout` or a `RolloutLayout`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import Any, NamedTuple
+
+from mrl.errors import ConfigError
+from mrl.model.layout_rules import LayoutDegrees, ModelFacts, Violation, check_train_layout, chunk_layer_counts, padded_vocab_size
+
+__all__ = [
+    "DenseCoords",
+    "ExpertCoords",
+    "LayoutDegrees",
+    "ModelFacts",
+    "RolloutLayout",
+    "TrainLayout",
+    "Violation",
+    "WorkerCoords",
+    "check_train_layout",
+    "padded_vocab_size",
+]
+
+
+class DenseCoords(NamedTuple):
+    """Where a rank stands among the ranks that share dense parameters."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+
+
+class ExpertCoords(NamedTuple):
+    """Where a rank stands among the ranks that share experts."""
+
+    etp: int
+    ep: int
+    edp: int
+    pp: int
+
+
+@dataclass(frozen=True)
+class TrainLayout:
+    """A legal layout of the actor. Build it with `TrainLayout.build`, which refuses an illegal one with every violation at once."""
+
+    tensor: int
+    pipeline: int
+    virtual_pipeline: int  # model chunks per pipeline stage; 1: no interleaving
+    context: int
+    expert: int
+    expert_tensor: int
+    data: int
+    expert_data: int
+    sequence_parallel: bool
+    chunk_layers: tuple[tuple[int, ...], ...]  # [pipeline][virtual_pipeline]: number of layers of each model chunk
+
+    @classmethod
+    def build(cls, degrees: Mapping[str, Any], model: ModelFacts) -> "TrainLayout":
+        """`degrees` has the keys of LayoutConfig (mrl/config/schema.py). Raises ConfigError that lists all violations."""
+        if violations := check_train_layout(degrees, model):
+            raise ConfigError("illegal parallel layout:\n" + "\n".join(f"  {v}" for v in violations))
+        d = LayoutDegrees.of(degrees)
+        return cls(
+            tensor=d.tensor_model_parallel_size,
+            pipeline=d.pipeline_model_parallel_size,
+            virtual_pipeline=d.virtual_pipeline,
+            context=d.context_parallel_size,
+            expert=d.expert_model_parallel_size,
+            expert_tensor=d.expert_tensor,
+            data=d.world_size // d.dense_ranks,
+            expert_data=d.world_size // d.expert_ranks,
+            sequence_parallel=d.uses_sequence_parallel,
+            chunk_layers=chunk_layer_counts(d, model.num_layers),
+        )
+
+    @property
+    def world_size(self) -> int:
+        return prod(self.dense_sizes)
+
+    @property
+    def dense_sizes(self) -> DenseCoords:
+        return DenseCoords(self.tensor, self.context, self.data, self.pipeline)
+
+    @property
+    def expert_sizes(self) -> ExpertCoords:
+        return ExpertCoords(self.expert_tensor, self.expert, self.expert_data, self.pipeline)
+
+    @property
+    def num_layers(self) -> int:
+        return sum(map(sum, self.chunk_layers))
+
+    def dense_coords(self, rank: int) -> DenseCoords:
+        return DenseCoords(*_unravel(rank, self.dense_sizes))
+
+    def expert_coords(self, rank: int) -> ExpertCoords:
+        return ExpertCoords(*_unravel(rank, self.expert_sizes))
+
+    def rank_of_dense(self, tp: int, cp: int, dp: int, pp: int) -> int:
+        return _ravel((tp, cp, dp, pp), self.dense_sizes)
+
+    def rank_of_expert(self, etp: int, ep: int, edp: int, pp: int) -> int:
+        return _ravel((etp, ep, edp, pp), self.expert_sizes)
+
+    def dense_group(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """Ranks, ascending, that differ from `rank` only along `axes` ("tp", "cp", "dp", "pp"): dense_group(r, "cp", "dp") is Megatron's
+        data-parallel group with context parallelism."""
+        return _group(DenseCoords._fields, self.dense_sizes, self.dense_coords(rank), axes)
+
+    def expert_group(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """Ranks, ascending, that differ from `rank` only along `axes` ("etp", "ep", "edp", "pp")."""
+        return _group(ExpertCoords._fields, self.expert_sizes, self.expert_coords(rank), axes)
+
+    def stage_layers(self, pp_rank: int, vp_rank: int = 0) -> range:
+        """Global layer numbers (from 0) of one chunk. Chunks are numbered stage by stage, then virtual chunk by virtual chunk."""
+        ends = list(accumulate(self.chunk_layers[p][v] for v in range(self.virtual_pipeline) for p in range(self.pipeline)))
+        end = ends[vp_rank * self.pipeline + pp_rank]
+        return range(end - self.chunk_layers[pp_rank][vp_rank], end)
+
+    def is_first_chunk(self, pp_rank: int, vp_rank: int = 0) -> bool:
+        """True of the chunk that holds the word embeddings."""
+        return pp_rank == 0 and vp_rank == 0
+
+    def is_last_chunk(self, pp_rank: int, vp_rank: int = 0) -> bool:
+        """True of the chunk that holds the final norm and the output layer."""
+        return pp_rank == self.pipeline - 1 and vp_rank == self.virtual_pipeline - 1
+
+    def pipeline_rows(self) -> list[list[str]]:
+        """The split as Megatron's `pipeline_model_parallel_layout`: one row a chunk, in model order. It can say every uneven split."""
+        rows = [["decoder"] * self.chunk_layers[p][v] for v in range(self.virtual_pipeline) for p in range(self.pipeline)]
+        rows[0].insert(0, "embedding")
+        rows[-1].append("loss")
+        return rows
+
+
+class WorkerCoords(NamedTuple):
+    """Where a vLLM worker stands: engine, data-parallel rank inside it, tensor rank inside that."""
+
+    engine: int
+    dp: int
+    tp: int
+
+
+@dataclass(frozen=True)
+class RolloutLayout:
+    """Groups of vLLM workers, numbered engine by engine, then data-parallel rank, then tensor rank.
+
+    vLLM's expert parallelism is a switch: experts are spread whole over all workers of an engine (`expert` = tensor * data), or
+    (`expert` = 1) each expert is sliced over all of them.
+    """
+
+    num_engines: int = 1
+    tensor: int = 1
+    data: int = 1
+    expert: int = 1
+
+    def __post_init__(self) -> None:
+        if self.expert not in (1, self.workers_per_engine):
+            raise ConfigError(
+                f"rollout.expert_parallel_size = {self.expert}: vLLM spreads experts over all workers of an engine or over none; "
+                f"allowed: 1, {self.workers_per_engine} (tensor x data)"
+            )
+
+    @property
+    def workers_per_engine(self) -> int:
+        return self.tensor * self.data
+
+    @property
+    def world_size(self) -> int:
+        return self.num_engines * self.workers_per_engine
+
+    def coords(self, worker: int) -> WorkerCoords:
+        tp, dp, engine = _unravel(worker, (self.tensor, self.data, self.num_engines))
+        return WorkerCoords(engine, dp, tp)
+
+    def worker_of(self, engine: int, dp: int, tp: int) -> int:
+        return _ravel((tp, dp, engine), (self.tensor, self.data, self.num_engines))
+
+    def expert_coords(self, worker: int) -> tuple[int, int]:
+        """(expert-parallel rank, tensor rank inside an expert) of a worker."""
+        flat = worker % self.workers_per_engine
+        return (flat, 0) if self.expert > 1 else (0, flat)
+
+    @property
+    def expert_tensor(self) -> int:
+        """Over how many workers one expert is sliced."""
+        return self.workers_per_engine // self.expert
+
+
+def _unravel(index: int, sizes: tuple[int, ...]) -> list[int]:
+    """Coordinates of `index`, first axis fastest. Raises IndexError outside the grid."""
+    if not 0 <= index < prod(sizes):
+        raise IndexError(f"rank {index} is outside a grid of {prod(sizes)}")
+    coords = []
+    for size in sizes:
+        index, coord = divmod(index, size)
+        coords.append(coord)
+    return coords
+
+
+def _ravel(coords: tuple[int, ...], sizes: tuple[int, ...]) -> int:
+    if not all(0 <= c < s for c, s in zip(coords, sizes, strict=True)):
+        raise IndexError(f"coordinates {coords} are outside a grid of {tuple(sizes)}")
+    index = 0
+    for coord, size in zip(reversed(coords), reversed(sizes), strict=True):
+        index = index * size + coord
+    return index
+
+
+def _group(names: tuple[str, ...], sizes: tuple[int, ...], coords: tuple[int, ...], axes: tuple[str, ...]) -> tuple[int, ...]:
+    if unknown := set(axes) - set(names):
+        raise ValueError(f"no axis {sorted(unknown)}; axes are {names}")
+    free = [range(s) if n in axes else (c,) for n, s, c in zip(names, sizes, coords, strict=True)]
+    ranks: list[tuple[int, ...]] = [()]
+    for choices in free:
+        ranks = [(*r, c) for r in ranks for c in choices]
+    return tuple(sorted(_ravel(r, sizes) for r in ranks))

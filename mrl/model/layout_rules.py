@@ -1,0 +1,360 @@
+"""The rules that a training layout must meet, as one table; all of them are checked at once. Used through mrl/model/layout.py."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from math import lcm
+from typing import Any, Protocol
+
+
+class ModelFacts(Protocol):
+    """What the rules ask of a model; mrl.model.ModelSpec has it."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def num_key_value_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...  # of dense MLP layers
+    @property
+    def moe_layers(self) -> tuple[int, ...]: ...  # numbers of the layers that have experts
+    @property
+    def num_experts(self) -> int: ...  # 0: a dense model
+    @property
+    def moe_intermediate_size(self) -> int: ...
+    @property
+    def shared_expert_intermediate_size(self) -> int: ...  # 0: no shared expert
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One broken rule: which key, what it says, what must hold and why, and the nearest values that hold with all else unchanged."""
+
+    field: str
+    value: Any
+    rule: str
+    why: str
+    allowed: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        allowed = ", ".join(map(str, self.allowed)) or "none while the other keys stay as they are"
+        return f"{self.field} = {self.value}: {self.rule}; {self.why}; allowed: {allowed}"
+
+
+@dataclass(frozen=True)
+class LayoutDegrees:
+    """The keys of LayoutConfig (mrl/config/schema.py) with its defaults.
+
+    `expert_tensor_parallel_size` None means 1, unlike Megatron, where it means the tensor size: slicing small experts costs more in
+    communication than it saves, and every public recipe sets 1 by hand.
+    """
+
+    world_size: int
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int | None = None
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None
+    sequence_parallel: bool | None = None
+    num_layers_in_first_pipeline_stage: int | None = None
+    num_layers_in_last_pipeline_stage: int | None = None
+    account_for_embedding_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = False
+    pipeline_layers: tuple[int, ...] | None = None  # layers of each chunk in model order (stage by stage, then the next virtual chunk)
+
+    @classmethod
+    def of(cls, degrees: Mapping[str, Any]) -> "LayoutDegrees":
+        listed = degrees.get("pipeline_layers")
+        return cls(**{**degrees, "pipeline_layers": None if listed is None else tuple(listed)})
+
+    @property
+    def virtual_pipeline(self) -> int:
+        return self.virtual_pipeline_model_parallel_size or 1
+
+    @property
+    def expert_tensor(self) -> int:
+        return self.expert_tensor_parallel_size or 1
+
+    @property
+    def uses_sequence_parallel(self) -> bool:
+        return self.tensor_model_parallel_size > 1 if self.sequence_parallel is None else self.sequence_parallel
+
+    @property
+    def dense_ranks(self) -> int:
+        """Ranks that one copy of the dense parameters and one sequence take."""
+        return self.tensor_model_parallel_size * self.context_parallel_size * self.pipeline_model_parallel_size
+
+    @property
+    def sequence_parts(self) -> int:
+        """Equal parts that a sequence is cut into: over tensor ranks with sequence parallelism, twice over context ranks (zigzag)."""
+        over_tensor = self.tensor_model_parallel_size if self.uses_sequence_parallel else 1
+        return over_tensor * (2 * self.context_parallel_size if self.context_parallel_size > 1 else 1)
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that one copy of the experts takes."""
+        return self.expert_tensor * self.expert_model_parallel_size * self.pipeline_model_parallel_size
+
+    @property
+    def end_stages(self) -> tuple[int, ...]:
+        """The layer counts given for the first and the last stage, as far as they are given."""
+        ends = (self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage)
+        return tuple(n for n in ends if n is not None)
+
+    @property
+    def counted_extras(self) -> int:
+        """How many of embedding and loss count as a layer in the split."""
+        return int(self.account_for_embedding_in_pipeline_split) + int(self.account_for_loss_in_pipeline_split)
+
+    @property
+    def notations(self) -> int:
+        """How many of the three uneven notations are in use; at most one may be."""
+        return (self.pipeline_layers is not None) + bool(self.end_stages) + bool(self.counted_extras)
+
+
+def padded_vocab_size(vocab_size: int, tensor: int) -> int:
+    """Rows of the embedding over all tensor ranks: the vocabulary rounded up to a multiple of the tensor degree.
+
+    The least that Megatron's vocabulary-parallel embedding accepts. The bridge is given this multiple (mbridge:
+    `make_vocab_size_divisible_by`), which pads nothing unless it is told to; padding rows are zero and never exported.
+    """
+    return -(-vocab_size // tensor) * tensor
+
+
+def chunk_layer_counts(d: LayoutDegrees, num_layers: int) -> tuple[tuple[int, ...], ...]:
+    """[pipeline][virtual_pipeline] layer counts of legal degrees, as megatron-core 0.16.1 splits them
+    (transformer_block.get_num_layers_to_build; an explicit list is its `pipeline_model_parallel_layout`)."""
+    pp, vp = d.pipeline_model_parallel_size, d.virtual_pipeline
+    if d.pipeline_layers is not None:
+        return tuple(tuple(d.pipeline_layers[v * pp + p] for v in range(vp)) for p in range(pp))
+    if d.end_stages:
+        return tuple((n // vp,) * vp for n in _end_stage_counts(d, num_layers))
+    per_chunk = (num_layers + d.counted_extras) // (pp * vp)
+    counts = [[per_chunk] * vp for _ in range(pp)]
+    counts[0][0] -= d.account_for_embedding_in_pipeline_split
+    counts[-1][-1] -= d.account_for_loss_in_pipeline_split
+    return tuple(map(tuple, counts))
+
+
+def _end_stage_counts(d: LayoutDegrees, num_layers: int) -> tuple[int, ...]:
+    """Layers of each stage when the first or last stage is given; the rest is shared evenly by the other stages."""
+    first, last = d.num_layers_in_first_pipeline_stage, d.num_layers_in_last_pipeline_stage
+    middle = d.pipeline_model_parallel_size - len(d.end_stages)
+    each = (num_layers - sum(d.end_stages)) // middle if middle > 0 else 0
+    return (() if first is None else (first,)) + (each,) * middle + (() if last is None else (last,))
+
+
+@dataclass(frozen=True)
+class _Rule:
+    field: str
+    holds: Callable[[LayoutDegrees, ModelFacts], bool]
+    rule: str  # formatted with d (degrees) and m (model)
+    why: str
+
+
+def _is_moe(m: ModelFacts) -> bool:
+    return m.num_experts > 0
+
+
+def _has_dense_mlp(m: ModelFacts) -> bool:
+    return len(m.moe_layers) < m.num_layers
+
+
+def _kv_heads_split(d: LayoutDegrees, m: ModelFacts) -> bool:
+    tp, kv = d.tensor_model_parallel_size, m.num_key_value_heads
+    return kv % tp == 0 or tp % kv == 0
+
+
+def _qkv_rows_split(d: LayoutDegrees, m: ModelFacts) -> bool:
+    return (m.num_attention_heads + 2 * m.num_key_value_heads) * m.head_dim % d.tensor_model_parallel_size == 0
+
+
+def _middle_is_even(d: LayoutDegrees, m: ModelFacts) -> bool:
+    if d.notations != 1 or not d.end_stages:
+        return True
+    middle, left = d.pipeline_model_parallel_size - len(d.end_stages), m.num_layers - sum(d.end_stages)
+    return left == 0 if middle == 0 else middle > 0 and left > 0 and left % middle == 0
+
+
+def _stages_are_even(d: LayoutDegrees, m: ModelFacts) -> bool:
+    if d.pipeline_layers is not None or d.end_stages:
+        return True
+    return (m.num_layers + d.counted_extras) % d.pipeline_model_parallel_size == 0
+
+
+def _chunks_are_even(d: LayoutDegrees, m: ModelFacts) -> bool:
+    if d.pipeline_layers is not None or not (_stages_are_even(d, m) and _middle_is_even(d, m)):
+        return True  # another rule speaks
+    pp = d.pipeline_model_parallel_size
+    stages = _end_stage_counts(d, m.num_layers) if d.end_stages else ((m.num_layers + d.counted_extras) // pp,)
+    return all(n % d.virtual_pipeline == 0 for n in stages)
+
+
+def _list_fits(d: LayoutDegrees, m: ModelFacts) -> bool:
+    if (listed := d.pipeline_layers) is None:
+        return True
+    chunks = d.pipeline_model_parallel_size * d.virtual_pipeline
+    return len(listed) == chunks and min(listed) >= 0 and sum(listed) == m.num_layers
+
+
+_TP, _PP, _VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
+_EP, _ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
+_FIRST, _LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+_MIDDLE_RULE = "of {m.num_layers} layers, those left for the middle stages must be at least one a stage and divide evenly"
+_MIDDLE_WHY = "Megatron gives every stage without a count of its own the same number of layers"
+
+_RULES = (
+    _Rule(
+        "world_size",
+        lambda d, m: d.world_size % d.dense_ranks == 0,
+        "must be a multiple of tensor x context x pipeline = {d.dense_ranks}",
+        "data parallelism is what remains of the world, and must be whole",
+    ),
+    _Rule(
+        "world_size",
+        lambda d, m: d.world_size % d.expert_ranks == 0,
+        "must be a multiple of expert x expert tensor x pipeline = {d.expert_ranks}",
+        "the experts' data parallelism is what remains of the world, and must be whole",
+    ),
+    _Rule(
+        _TP,
+        lambda d, m: m.num_attention_heads % d.tensor_model_parallel_size == 0,
+        "must divide num_attention_heads = {m.num_attention_heads}",
+        "each tensor rank computes whole heads",
+    ),
+    _Rule(
+        _TP,
+        _kv_heads_split,
+        "must divide num_key_value_heads = {m.num_key_value_heads} or be a multiple of it",
+        "a key/value head lies on one tensor rank, or is shared by a whole number of them",
+    ),
+    _Rule(
+        _TP,
+        _qkv_rows_split,
+        "must divide the rows of the fused query-key-value weight",
+        "Megatron cuts that weight into equal slices",
+    ),
+    _Rule(
+        _TP,
+        lambda d, m: not _has_dense_mlp(m) or m.intermediate_size % d.tensor_model_parallel_size == 0,
+        "must divide intermediate_size = {m.intermediate_size}",
+        "gate, up and down projections are cut into equal slices",
+    ),
+    _Rule(
+        _TP,
+        lambda d, m: m.shared_expert_intermediate_size % d.tensor_model_parallel_size == 0,
+        "must divide shared_expert_intermediate_size = {m.shared_expert_intermediate_size}",
+        "the shared expert is cut over the tensor ranks",
+    ),
+    _Rule(
+        _EP,
+        lambda d, m: not _is_moe(m) or m.num_experts % d.expert_model_parallel_size == 0,
+        "must divide num_experts = {m.num_experts}",
+        "each expert rank holds the same number of experts",
+    ),
+    _Rule(
+        _EP, lambda d, m: _is_moe(m) or d.expert_model_parallel_size == 1, "must be 1 for a dense model", "there are no experts to spread"
+    ),
+    _Rule(
+        _ETP,
+        lambda d, m: not _is_moe(m) or m.moe_intermediate_size % d.expert_tensor == 0,
+        "must divide moe_intermediate_size = {m.moe_intermediate_size}",
+        "each expert is cut into equal slices",
+    ),
+    _Rule(_ETP, lambda d, m: _is_moe(m) or d.expert_tensor == 1, "must be 1 for a dense model", "there are no experts to cut"),
+    _Rule(
+        "sequence_parallel",
+        lambda d, m: not d.uses_sequence_parallel or d.tensor_model_parallel_size > 1,
+        "needs tensor_model_parallel_size > 1",
+        "the sequence is cut over the tensor ranks",
+    ),
+    _Rule(
+        "sequence_parallel",
+        lambda d, m: d.uses_sequence_parallel or not _is_moe(m) or d.tensor_model_parallel_size == 1,
+        "must be on for a mixture of experts with tensor_model_parallel_size > 1",
+        "Megatron refuses to train one without it",
+    ),
+    _Rule(
+        _VPP,
+        lambda d, m: d.virtual_pipeline == 1 or d.pipeline_model_parallel_size > 1,
+        "needs pipeline_model_parallel_size > 1",
+        "only a pipeline can be interleaved",
+    ),
+    _Rule(
+        _VPP,
+        _chunks_are_even,
+        "must divide the layers of every stage",
+        "each stage is cut into equal model chunks; pipeline_layers can say an uneven cut",
+    ),
+    _Rule(
+        _PP,
+        _stages_are_even,
+        "must divide num_layers = {m.num_layers} plus the {d.counted_extras} counted of embedding and loss",
+        "stages are equal unless an uneven split is given (num_layers_in_first/last_pipeline_stage, account_for_*, pipeline_layers)",
+    ),
+    _Rule(_FIRST, lambda d, m: d.num_layers_in_first_pipeline_stage is None or _middle_is_even(d, m), _MIDDLE_RULE, _MIDDLE_WHY),
+    _Rule(_LAST, lambda d, m: d.num_layers_in_last_pipeline_stage is None or _middle_is_even(d, m), _MIDDLE_RULE, _MIDDLE_WHY),
+    _Rule(
+        "pipeline_layers",
+        _list_fits,
+        "must have one count (0 or more) for each of {d.pipeline_model_parallel_size} x {d.virtual_pipeline} chunks, in all {m.num_layers}",
+        "every layer lies in exactly one model chunk",
+    ),
+    _Rule(
+        "pipeline_layers",
+        lambda d, m: d.pipeline_layers is None or d.notations == 1,
+        "cannot stand beside another way to say an uneven split",
+        "two notations could contradict each other",
+    ),
+    _Rule(
+        "account_for_embedding_in_pipeline_split",
+        lambda d, m: not (d.account_for_embedding_in_pipeline_split and d.end_stages),
+        "cannot stand beside num_layers_in_first/last_pipeline_stage",
+        "two notations could contradict each other",
+    ),
+    _Rule(
+        "account_for_loss_in_pipeline_split",
+        lambda d, m: not (d.account_for_loss_in_pipeline_split and d.end_stages),
+        "cannot stand beside num_layers_in_first/last_pipeline_stage",
+        "two notations could contradict each other",
+    ),
+)
+
+
+def check_train_layout(degrees: Mapping[str, Any], model: ModelFacts) -> list[Violation]:
+    """All violations of a layout at once, in the order of the table; empty when it is legal.
+
+    `degrees` is a mapping with the keys of LayoutConfig (mrl/config/schema.py), e.g. `config.actor.layout.model_dump()`; degrees are
+    positive, which the schema sees to. `Violation.allowed` holds the nearest values that satisfy every rule on the same key while
+    the other keys stay as they are; it is empty when there is none.
+    """
+    d = LayoutDegrees.of(degrees)
+    broken = [rule for rule in _RULES if not rule.holds(d, model)]
+    return [Violation(r.field, getattr(d, r.field), r.rule.format(d=d, m=model), r.why, _nearest_legal(r.field, d, model)) for r in broken]
+
+
+def _nearest_legal(field: str, d: LayoutDegrees, m: ModelFacts, count: int = 4) -> tuple[Any, ...]:
+    rules = [rule for rule in _RULES if rule.field == field]
+    legal = [v for v in _candidates(field, d, m) if all(rule.holds(replace(d, **{field: v}), m) for rule in rules)]
+    value = getattr(d, field)
+    if not isinstance(value, int) or isinstance(value, bool):
+        return tuple(legal[:count])
+    return tuple(sorted(sorted(legal, key=lambda v: (abs(v - value), v))[:count]))
+
+
+def _candidates(field: str, d: LayoutDegrees, m: ModelFacts) -> Iterable[Any]:
+    """Values of a key that are worth trying."""
+    if field == "world_size":
+        step = lcm(d.dense_ranks, d.expert_ranks)
+        below = d.world_size // step
+        return [step * k for k in range(max(1, below - 1), below + 3)]
+    if field == "pipeline_layers":
+        each, more = divmod(m.num_layers, chunks := d.pipeline_model_parallel_size * d.virtual_pipeline)
+        return [None] if d.notations > 1 else [tuple(each + (i < more) for i in range(chunks))]
+    if field == "sequence_parallel" or field.startswith("account_for_"):
+        return [False, True]
+    return range(1, max(m.num_attention_heads, m.num_experts, m.num_layers + 2) + 1)

@@ -1,0 +1,307 @@
+"""What autograd keeps of a forward pass until its backward, by term, on one rank.
+
+Every term is a tensor that the named operation saves; the lists were read off megatron-core 0.16.1's modules and are held against the
+storages that torch reports on real ranks (tests/real/test_memory_truth.py). Two sets of kernels: `torch`, the layers of
+mrl/megatron/torch_spec.py, which is what runs without Transformer Engine, and `transformer_engine`, whose fused norms, SwiGLU and
+attention save less (Transformer Engine 2.x module/layernorm_linear.py, Megatron's fusions/fused_bias_swiglu.py). With flash attention
+the score matrix of Korthikanti et al., arXiv 2205.05198, does not exist; what is left of it is one float32 a head and token.
+
+Notation: s tokens of a rank (its share under context parallelism), `sharded` those under sequence parallelism, h hidden size, b bytes.
+"""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from mrl.model import ModelSpec
+from mrl.model.layout import TrainLayout, padded_vocab_size
+from mrl.plan.model_state import layer_kinds
+
+Kernels = Literal["torch", "transformer_engine"]
+_F32, _INT64 = 4, 8
+_PER_PREDICTED_TOKEN = 78  # bytes: indices, targets, temperatures, sums over the vocabulary, the loss's ratios and masks
+LOGIT_CHUNK = 128 * 1024**2  # bytes of float32 logits that mrl/megatron/logprob.py makes at a time (its CHUNK_BYTES)
+
+# what a module of Megatron's recompute_modules drops, in the terms below
+_DROPPED = {
+    "core_attn": ("attention internals",),
+    "moe_act": ("expert activation",),
+    "layernorm": ("mlp norm",),
+    "mlp": ("mlp",),
+    "moe": ("router", "dispatch", "expert input", "expert activation", "shared experts"),
+    "shared_experts": ("shared experts",),
+}
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Megatron's activation recomputation, by its own names."""
+
+    granularity: Literal["selective", "full"] | None = None
+    method: Literal["uniform", "block"] = "uniform"
+    num_layers: int = 1
+    modules: tuple[str, ...] = ("core_attn",)
+
+    def __str__(self) -> str:
+        match self.granularity:
+            case None:
+                return "none"
+            case "full":
+                return f"full ({self.method}, {self.num_layers})"
+        return f"selective ({', '.join(self.modules)})"
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Shape of what goes through the model at once, over all context-parallel ranks."""
+
+    rows: int
+    length: int  # tokens of a row, prompt and response and padding
+    response: int  # positions of a row whose log-probabilities are wanted
+    packed: bool = True  # sequences lie end to end (use_remove_padding), each with rotary factors of its own
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.length
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes that a rank's forward of one micro-batch keeps, and the largest temporaries beside them."""
+
+    model: ModelSpec
+    layout: TrainLayout
+    micro: MicroBatch
+    bytes: int = 2  # per element
+    kernels: Kernels = "transformer_engine"
+    recompute: Recompute = field(default_factory=Recompute)
+    expert_load: float = 1.0  # tokens of the busiest expert rank over the mean
+
+    # ---------------------------------------------------------------- sizes
+
+    @cached_property
+    def tokens(self) -> int:
+        """Of one rank, before sequence parallelism."""
+        return -(-self.micro.tokens // self.layout.context)
+
+    @cached_property
+    def sharded(self) -> int:
+        """Of one rank between the tensor-parallel layers."""
+        return -(-self.tokens // self.layout.tensor) if self.layout.sequence_parallel else self.tokens
+
+    @cached_property
+    def expert_tokens(self) -> float:
+        """Rows that a rank's experts compute: each token goes to its top-k experts, and to every slice of them."""
+        return self.sharded * self.model.num_experts_per_tok * self.layout.expert_tensor * self.expert_load
+
+    @cached_property
+    def _heads(self) -> tuple[int, int]:
+        """(query, key/value) heads of one rank."""
+        m, tp = self.model, self.layout.tensor
+        return m.num_attention_heads // tp, max(1, m.num_key_value_heads // tp)
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """Columns of the logits of one rank."""
+        return padded_vocab_size(self.model.vocab_size, self.layout.tensor) // self.layout.tensor
+
+    @cached_property
+    def predicted(self) -> int:
+        """Positions whose log-probability a rank computes."""
+        return -(-self.micro.rows * self.micro.response // self.layout.context)
+
+    # ---------------------------------------------------------------- one layer
+
+    def _norm(self) -> int:
+        """Of a norm alone: its input and the reciprocal of its scale; torch also keeps the normalised input, both in float32."""
+        per_element = 2 * _F32 if self.kernels == "torch" else self.bytes
+        return self.sharded * (self.model.hidden_size * per_element + _F32)
+
+    def _hidden(self) -> int:
+        """A tensor of the residual stream's shape."""
+        return self.sharded * self.model.hidden_size * self.bytes
+
+    def _attention(self) -> dict[str, int]:
+        m, (queries, groups), s = self.model, self._heads, self.tokens
+        rows = (m.num_attention_heads + 2 * m.num_key_value_heads) * m.head_dim
+        if m.num_key_value_heads >= self.layout.tensor:  # with fewer of them than ranks, the whole projection is gathered on each
+            rows //= self.layout.tensor
+        rotary = 4 * (s if self.micro.packed else self.micro.length // self.layout.context) * m.head_dim
+        return {
+            "attention norm": self._norm() + self._hidden(),
+            "query, key, value": s * rows * self.bytes * self._keeps_projection + self._qk_norms(queries, groups) + rotary * self.bytes,
+            "core attention": s * (2 * queries + groups) * m.head_dim * self.bytes,  # rotated queries and keys, and the output
+            "attention internals": s * queries * _F32 + (self._plain_attention(queries, groups) if self.kernels == "torch" else 0),
+        }
+
+    @property
+    def _keeps_projection(self) -> bool:
+        """Whether anything saved is a view of the fused projection: values are, unless plain attention gathers them over context ranks;
+        a float32 norm's input is."""
+        return self.kernels != "torch" or self.layout.context == 1 or (self.model.qk_norm and self.bytes == _F32)
+
+    def _plain_attention(self, queries: int, groups: int) -> int:
+        """What mrl/megatron/attention.py keeps beside flash attention's tensors: outputs by sequence before they are joined, and under
+        context parallelism keys and values of all ranks in place of the rotated keys, and a mask for each length."""
+        s, context = self.tokens, self.layout.context
+        per_token = queries * self.model.head_dim
+        if context == 1:
+            return s * per_token * self.bytes
+        gathered = (2 * context - 1) * groups * self.model.head_dim
+        masks = (self.micro.rows if self.micro.packed else 1) * self.micro.length**2 // context
+        return (s * (per_token + gathered) + masks) * self.bytes + 2 * s * context * _INT64  # and the order of what was gathered
+
+    def _qk_norms(self, queries: int, groups: int) -> int:
+        if not self.model.qk_norm:
+            return 0
+        s, d = self.tokens, self.model.head_dim
+        scales = s * (queries + groups) * _F32
+        if self.kernels == "transformer_engine":
+            return scales + s * (queries + groups) * d * self.bytes
+        copied = queries + groups if self.bytes < _F32 else queries * (groups > 1)  # float32 inputs are views of the projection
+        return scales + s * (copied + queries + groups) * d * _F32
+
+    def _gated(self, tokens: float, intermediate: int, extra_copies: int) -> int:
+        """Output of the gate-and-up projection and input of the down projection; unfused SwiGLU keeps copies in between."""
+        copies = 3 + (extra_copies if self.kernels == "torch" else 0)
+        return round(tokens * intermediate * copies * self.bytes)
+
+    def _mlp(self) -> dict[str, int]:
+        norm = {"mlp norm": self._norm() + self._hidden()}  # its output is the input of the projection, or of the router
+        return norm | {"mlp": self._gated(self.tokens, self.model.intermediate_size // self.layout.tensor, 2)}
+
+    def _moe(self) -> dict[str, int]:
+        m, s, k = self.model, self.sharded, self.model.num_experts_per_tok
+        probabilities = k if m.norm_topk_prob else m.num_experts  # softmax over the chosen, or over all
+        inner = m.moe_intermediate_size // self.layout.expert_tensor
+        return {
+            "mlp norm": self._norm() + self._hidden(),
+            "router": s * (k * _INT64 + probabilities * _F32),
+            "dispatch": s * (m.num_experts * (1 + _F32) + k * _INT64),  # the routing map, its probabilities, the order of the rows
+            "expert input": round(self.expert_tokens * m.hidden_size * self.bytes),
+            "expert activation": self._gated(self.expert_tokens, inner, 3) + round(self.expert_tokens * _F32),
+            "shared experts": self._shared(),
+        }
+
+    def _shared(self) -> int:
+        if not self.model.shared_expert_intermediate_size:
+            return 0
+        gathered = self.tokens * self.model.hidden_size * self.bytes if self.layout.sequence_parallel else 0
+        inner = self._gated(self.tokens, self.model.shared_expert_intermediate_size // self.layout.tensor, 1)
+        return gathered + inner + self._hidden() + self.sharded * self.bytes  # the gate keeps its score and what it weighs
+
+    def layer(self, is_moe: bool) -> dict[str, int]:
+        """One layer without recomputation, by term."""
+        return self._moe_layer if is_moe else self._dense_layer
+
+    @cached_property
+    def _moe_layer(self) -> dict[str, int]:
+        return self._attention() | self._moe()
+
+    @cached_property
+    def _dense_layer(self) -> dict[str, int]:
+        return self._attention() | self._mlp()
+
+    # ---------------------------------------------------------------- a chunk of layers
+
+    def chunk(self, kinds: tuple[bool, ...]) -> tuple[int, int]:
+        """(bytes kept by one micro-batch in these layers, bytes that come back for a moment while they are recomputed).
+
+        `kinds`: of each layer, whether it has experts.
+        """
+        if kinds not in self._chunks:
+            self._chunks[kinds] = self._chunk(kinds)
+        return self._chunks[kinds]
+
+    @cached_property
+    def _chunks(self) -> dict[tuple[bool, ...], tuple[int, int]]:
+        return {}
+
+    def _chunk(self, kinds: tuple[bool, ...]) -> tuple[int, int]:
+        full = [sum(self.layer(kind).values()) for kind in kinds]
+        match self.recompute.granularity:
+            case None:
+                return sum(full), 0
+            case "selective":
+                dropped = [self._dropped(self.layer(kind)) for kind in kinds]
+                return sum(full) - sum(dropped), max(dropped, default=0)
+        return self._fully_recomputed(full)
+
+    def _fully_recomputed(self, full: list[int]) -> tuple[int, int]:
+        n = self.recompute.num_layers
+        if self.recompute.method == "block":
+            return sum(full[n:]) + len(full[:n]) * self._hidden(), max(full[:n], default=0)
+        groups = [sum(full[i : i + n]) for i in range(0, len(full), n)]
+        return len(groups) * self._hidden(), max(groups, default=0)
+
+    def _dropped(self, terms: dict[str, int]) -> int:
+        names = {name for module in self.recompute.modules for name in _DROPPED.get(module, ())}
+        return sum(size for name, size in terms.items() if name in names)
+
+    # ---------------------------------------------------------------- the ends
+
+    def embedding(self) -> int:
+        """Token ids, and with a divided vocabulary which of them are this rank's."""
+        return self.tokens * (_INT64 + (self.layout.tensor > 1))
+
+    def head(self) -> int:
+        """Final norm, and the hidden states of the predicted positions: logits are made again in the backward (mrl/megatron/logprob.py)."""
+        return self._norm() + self.predicted * (self.model.hidden_size * self.bytes + _PER_PREDICTED_TOKEN)
+
+    # ---------------------------------------------------------------- temporaries
+
+    def head_temporaries(self) -> int:
+        """Backward of the log-probabilities: chunks of logits, hidden states of all tokens with their gradient, and that of the weight."""
+        h, weight = self.model.hidden_size * self.bytes, self.vocabulary * self.model.hidden_size * self.bytes
+        return self._logit_chunks() + (2 * self.tokens + self.predicted) * h + (weight if self.bytes < _F32 else 0)
+
+    def _logit_chunks(self) -> int:
+        """Two blocks of float32 logits and one in the weight's format, of as many tokens as a chunk has."""
+        rows = min(self.predicted, max(1, LOGIT_CHUNK // (_F32 * self.vocabulary)))
+        return rows * self.vocabulary * (2 * _F32 + self.bytes)
+
+    def layer_temporaries(self) -> int:
+        """An estimate: gradient and a gathered copy of the largest tensor that a layer works on."""
+        m, s = self.model, self.tokens
+        sizes = [s * m.hidden_size]
+        if m.is_moe:
+            inner = 2 * m.moe_intermediate_size // self.layout.expert_tensor
+            sizes.append(round(self.expert_tokens * max(m.hidden_size, inner)))
+        if len(m.moe_layers) < m.num_layers:
+            sizes.append(s * 2 * m.intermediate_size // self.layout.tensor)
+        return 2 * max(sizes) * self.bytes
+
+    # ---------------------------------------------------------------- a pipeline stage
+
+    def stage_saved(self, pp: int, micro_batches: int) -> int:
+        """Peak of the saved tensors of a stage in Megatron's 1F1B schedule (interleaved with virtual stages)."""
+        layout = self.layout
+        chunks = [self.chunk(layer_kinds(self.model, layout, pp, vp)) for vp in range(layout.virtual_pipeline)]
+        kept = sum(chunks[vp][0] for vp in in_flight(layout, pp, micro_batches))
+        if pp == 0:
+            kept += self.embedding() * min(micro_batches, layout.pipeline)
+        head = self.head() if pp == layout.pipeline - 1 else 0
+        return kept + max(head, max(again for _, again in chunks))
+
+    def stage_temporaries(self, pp: int) -> int:
+        """Largest temporaries of a stage's backward pass."""
+        return max(self.layer_temporaries(), self.head_temporaries() if pp == self.layout.pipeline - 1 else 0)
+
+    def forward_only(self, pp: int) -> int:
+        """Peak of a pass that keeps nothing for a backward: one layer at work, or the log-probabilities."""
+        layer = self.layer_temporaries() + 2 * self._hidden()
+        if pp != self.layout.pipeline - 1:
+            return layer
+        return max(layer, self._logit_chunks() + (self.tokens + self.predicted) * self.model.hidden_size * self.bytes)
+
+
+def in_flight(layout: TrainLayout, pp: int, micro_batches: int) -> list[int]:
+    """The model chunks whose micro-batches stage `pp` has sent forward before its first backward, in order.
+
+    megatron-core 0.16.1 pipeline_parallel/schedules.py, get_pp_rank_microbatches and get_schedule_table: a warm-up of pipeline - 1 - pp
+    micro-batches and one more; with v virtual stages 2 (pipeline - 1 - pp) + (v - 1) pipeline chunk passes and one more.
+    """
+    v, size = layout.virtual_pipeline, layout.pipeline
+    warm_up = size - pp - 1 if v == 1 else 2 * (size - pp - 1) + (v - 1) * size
+    passes = min(warm_up + 1, micro_batches * v)
+    return [i // size % v if v > 1 else 0 for i in range(passes)]

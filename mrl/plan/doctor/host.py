@@ -1,0 +1,104 @@
+"""Devices, memory, limits, disk and ports of the host."""
+
+from collections.abc import Iterator
+
+from mrl.plan.doctor.check import Check, failure, ok, warning
+from mrl.plan.doctor.machine import Machine
+from mrl.platforms.inventory import driver_fault, environment_faults, visible_faults
+
+# GiB. Below the first the run fails (containers give 0.06 by default: vLLM's queues and one bucket of weights do not fit), below the
+# second it may, once larger models pass their weights through it.
+SHM_LEAST, SHM_ENOUGH = 1.0, 8.0
+DISK_LEAST, DISK_ENOUGH = 2.0, 20.0  # GiB free: logs and a tiny checkpoint; a few checkpoints of a small model
+FILES_LEAST, FILES_ENOUGH = 4096, 65535  # Ray opens a few sockets per worker and asks for 65535
+LOCKED_ENOUGH = 1.0  # GiB; RDMA pins its buffers
+
+
+def host_checks(machine: Machine) -> Iterator[Check]:
+    yield _devices(machine)
+    yield _visible(machine)
+    yield _ports(machine)
+    yield _shared_memory(machine)
+    yield _left_behind(machine)
+    yield _open_files(machine)
+    yield _locked_memory(machine)
+    yield from (_disk(folder, free) for folder, free in machine.disk_gib.items())
+    yield _environment(machine)
+    yield _driver(machine)
+
+
+def _devices(machine: Machine) -> Check:
+    devices = machine.devices
+    if devices.kind == "cpu":
+        found = f"{devices.count} cores ({devices.driver or 'no vector extensions'})"
+        if "avx" not in (devices.driver or "avx"):
+            return failure("devices", found, "vLLM's CPU build needs AVX2 or AVX-512")
+        return ok("devices", found)
+    if devices.count == 0 or devices.error:
+        cure = "install the driver and its tools; in a container pass the devices in; or choose another --device"
+        return failure("devices", f"{devices.count} {devices.kind} devices ({devices.error or 'none shown'})", cure)
+    return ok("devices", f"{devices.count} {devices.kind} devices, driver {devices.driver or 'unknown'}")
+
+
+def _visible(machine: Machine) -> Check:
+    if faults := visible_faults(machine.device, machine.devices.count, machine.environment):
+        return failure("visible devices", "; ".join(faults), "unset the variable; Ray sets it for each process")
+    return ok("visible devices", "not restricted, or to devices that are there")
+
+
+def _ports(machine: Machine) -> Check:
+    if machine.busy_ports:
+        ports = ", ".join(map(str, machine.busy_ports))
+        cure = "fine if that is the head; a head still to be started needs others: PORT or DASHBOARD_PORT of launch/start_head.sh"
+        return warning("ports", f"{ports} in use", cure)
+    return ok("ports", "free")
+
+
+def _shared_memory(machine: Machine) -> Check:
+    found = f"{machine.shm_free_gib:.1f} of {machine.shm_gib:.1f} GiB free in /dev/shm"
+    cure = f"give a container --shm-size=16g or --ipc=host, else mount -o remount,size=16G /dev/shm; {SHM_ENOUGH:g} GiB will do at first"
+    if machine.shm_free_gib < SHM_LEAST:
+        return failure("shared memory", found, cure)
+    return warning("shared memory", found, cure) if machine.shm_free_gib < SHM_ENOUGH else ok("shared memory", found)
+
+
+def _left_behind(machine: Machine) -> Check:
+    if machine.shm_left:
+        names = ", ".join(machine.shm_left[:5])
+        cure = "when no run and no engine is alive here, remove them; killed engines leave them"
+        return warning("left in shared memory", f"{len(machine.shm_left)} segments: {names}", cure)
+    return ok("left in shared memory", "nothing")
+
+
+def _open_files(machine: Machine) -> Check:
+    found, cure = f"ulimit -n {machine.open_files}", f"ulimit -n {FILES_ENOUGH} in the shell that starts Ray, or limits.conf"
+    if machine.open_files < FILES_LEAST:
+        return failure("open files", found, cure)
+    return warning("open files", found, cure) if machine.open_files < FILES_ENOUGH and machine.device != "cpu" else ok("open files", found)
+
+
+def _locked_memory(machine: Machine) -> Check:
+    found = f"ulimit -l {machine.locked_memory:.2g} GiB"
+    if machine.device != "cpu" and machine.locked_memory < LOCKED_ENOUGH:
+        return warning("locked memory", found, "ulimit -l unlimited, or --ulimit memlock=-1 for a container: RDMA pins its buffers")
+    return ok("locked memory", found)
+
+
+def _disk(folder: str, free: float) -> Check:
+    name, found = f"disk:{folder}", f"{free:.1f} GiB free"
+    cure = "make room, or give --run-dir (and TEMP of launch/start_head.sh) another file system"
+    if free < DISK_LEAST:
+        return failure(name, found, cure)
+    return warning(name, found, cure) if free < DISK_ENOUGH else ok(name, found)
+
+
+def _environment(machine: Machine) -> Check:
+    if faults := environment_faults(machine.device, machine.environment):
+        return failure("environment", "; ".join(faults), "each says its own cure")
+    return ok("environment", "nothing set that is known to break a run")
+
+
+def _driver(machine: Machine) -> Check:
+    if fault := driver_fault(machine.devices):
+        return warning("driver", *fault)
+    return ok("driver", machine.devices.driver if machine.device != "cpu" else "none needed")

@@ -1,0 +1,96 @@
+"""Facts about this host and this installation, read without importing anything heavy."""
+
+import importlib.metadata
+import importlib.util
+import os
+import resource
+import shutil
+import socket
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from mrl.platforms.inventory import Devices, find_devices
+from mrl.platforms.versions import PACKAGES
+
+_SHM, _GIB = "/dev/shm", 1024**3
+_LEFT_BEHIND = ("psm_*", "vllm_dist_*", "mrl-sync-*")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the judgements look at. Sizes in GiB."""
+
+    device: str
+    python: tuple[int, int]
+    versions: dict[str, str]  # installed packages of PACKAGES
+    devices: Devices
+    environment: dict[str, str]
+    busy_ports: tuple[int, ...]  # of those that were asked about
+    shm_gib: float  # size of /dev/shm
+    shm_free_gib: float
+    shm_left: tuple[str, ...]  # segments of ours that nobody may own any more
+    open_files: int  # soft limit
+    locked_memory: float  # soft limit in GiB, inf for none
+    disk_gib: dict[str, float]  # free, by folder
+    token_mode: int | None  # permissions of Ray's token file, None without one
+    plugins: tuple[str, ...]  # vllm.general_plugins that are installed
+    adapters: tuple[str, ...]  # generations of vLLM, like "0.32", that mrl can bring weights to
+
+
+def read_machine(device: str, ports: Iterable[int]) -> Machine:
+    """Reads all of it in well under a second, drivers apart (5 s at most)."""
+    size, _, free = shutil.disk_usage(_SHM) if Path(_SHM).is_dir() else (0, 0, 0)
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return Machine(
+        device=device,
+        python=sys.version_info[:2],
+        versions=_versions(),
+        devices=find_devices(device),
+        environment=dict(os.environ),
+        busy_ports=tuple(port for port in ports if _busy(port)),
+        shm_gib=size / _GIB,
+        shm_free_gib=free / _GIB,
+        shm_left=tuple(sorted(p.name for pattern in _LEFT_BEHIND for p in Path(_SHM).glob(pattern))),
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        locked_memory=float("inf") if locked == resource.RLIM_INFINITY else locked / _GIB,
+        disk_gib={folder: shutil.disk_usage(folder).free / _GIB for folder in (str(Path.cwd()), "/tmp")},
+        token_mode=_token_mode(),
+        plugins=tuple(point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")),
+        adapters=tuple(_adapters()),
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _busy(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+            probe.listen()
+        except OSError:
+            return True
+    return False
+
+
+def _token_mode() -> int | None:
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    return path.stat().st_mode & 0o777 if path.is_file() else None
+
+
+def _adapters() -> Iterable[str]:
+    """Generations that have a file mrl/vllm/v0_NN.py."""
+    spec = importlib.util.find_spec("mrl")
+    for folder in spec.submodule_search_locations or ():
+        for file in sorted(Path(folder, "vllm").glob("v0_[0-9][0-9].py")):
+            yield f"0.{file.stem.removeprefix('v0_')}"

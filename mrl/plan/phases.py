@@ -1,0 +1,179 @@
+"""A run's phases on one device: what is on it in each, whether that fits, what weighs most and what would help."""
+
+from dataclasses import dataclass, field
+
+from mrl.plan.devices import Device
+
+HOST_CURE = "switch off actor.param_offload or optimizer_offload, lower optimizer_offload_fraction, or take nodes with more memory"
+# largest term -> what to change, the likeliest help first
+CURES = {
+    "parameters": "raise expert_model_parallel_size or pipeline_model_parallel_size (tensor_model_parallel_size inside a node)",
+    "gradients": "raise expert_model_parallel_size or pipeline_model_parallel_size (tensor_model_parallel_size inside a node)",
+    "optimizer": "take more devices (its shards are divided over data parallelism), or optimizer_cpu_offload in "
+    "actor.optim.override_optimizer_config",
+    "activations": "recompute_granularity: full in model.override_transformer_config, a smaller ppo_micro_batch_size_per_gpu, "
+    "or a higher context_parallel_size",
+    "temporaries": "a smaller micro-batch, or a higher tensor_model_parallel_size or context_parallel_size",
+    "log_prob": "a smaller log_prob_micro_batch_size_per_gpu",
+    "sync_staging": "a smaller reshard.budget_mb",
+    "engine_weights": "raise rollout.tensor_model_parallel_size, or rollout.expert_parallel_size with data_parallel_size",
+    "engine_working_set": "a smaller rollout.max_num_batched_tokens or max_num_seqs",
+    "kv_cache": "a smaller rollout.gpu_memory_utilization",
+    "engine_asleep": "cluster.placement: separate",
+    "reference": "ref.param_offload: true, or a loss without KL",
+}
+# instead of those above where actor.use_dynamic_bsz packs micro-batches up to a budget of tokens: sample counts do nothing there
+PACKED_CURES = {
+    "activations": "recompute_granularity: full in model.override_transformer_config, a smaller ppo_max_token_len_per_gpu, "
+    "or a higher context_parallel_size",
+    "temporaries": "a smaller ppo_max_token_len_per_gpu, or a higher tensor_model_parallel_size or context_parallel_size",
+    "log_prob": "a smaller log_prob_max_token_len_per_gpu",
+}
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Bytes on one device while a phase runs, by term. `device_bytes`: what the device has for them."""
+
+    name: str
+    terms: dict[str, int]
+    device_bytes: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.terms.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.device_bytes
+
+    @property
+    def largest(self) -> str:
+        """The name of the largest term."""
+        return max(self.terms, key=lambda name: self.terms[name])
+
+    @property
+    def cure(self) -> str:
+        """What to change when it does not fit; empty when it does."""
+        return "" if self.fits else CURES[self.largest]
+
+    def to_json(self) -> dict:
+        """Plain data."""
+        return {
+            "terms": self.terms,
+            "bytes": self.total,
+            "device_bytes": self.device_bytes,
+            "fits": self.fits,
+            "largest": self.largest,
+            "change": self.cure,
+        }
+
+
+@dataclass(frozen=True)
+class Offload:
+    """What leaves the device while it is not needed, by the keys of `actor` and `ref`."""
+
+    parameters: bool = False
+    gradients: bool = False
+    optimizer: bool = False
+    reference: bool = False
+
+
+@dataclass(frozen=True)
+class ActorBytes:
+    """Terms of the fullest pipeline stage of the actor, on one rank."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    temporaries: int
+    log_prob: int
+    sync_staging: int
+    offload: Offload = field(default_factory=Offload)
+    reference: int = 0  # parameters of a reference model; 0: there is none
+    optimizer_host: int = 0  # of an Adam on the host, where it stays
+
+    @property
+    def host(self) -> int:
+        """Bytes of host memory of one rank at the moment when most is there: while engines generate."""
+        o = self.offload
+        return o.parameters * self.parameters + o.optimizer * self.optimizer + o.reference * self.reference + self.optimizer_host
+
+
+@dataclass(frozen=True)
+class EngineBytes:
+    """Terms of one engine worker."""
+
+    weights: int
+    working_set: int
+    cache: int
+    sync_staging: int
+    asleep: int  # what stays on the device while the engine sleeps: context, graphs
+
+
+def actor_phases(actor: ActorBytes, device: Device) -> list[Phase]:
+    """Training, log-probs (of a reference model too) and sync on a device that only the actor uses."""
+    return [Phase(name, terms, device.usable) for name, terms in _actor_terms(actor).items()]
+
+
+def engine_phases(engine: EngineBytes, device: Device) -> list[Phase]:
+    """Generation and sync on a device that only an engine uses."""
+    return [
+        Phase("rollout", _awake(engine), device.usable),
+        Phase("rollout_sync", {"engine_weights": engine.weights, "sync_staging": engine.sync_staging}, device.usable),
+    ]
+
+
+def colocated_phases(actor: ActorBytes, engine: EngineBytes, device: Device) -> list[Phase]:
+    """Every phase and every hand-over of a device that actor and engine take turns on.
+
+    The engine sleeps while the actor works, and has its weights back, but no cache yet, while it is synced. Parameters that are offloaded
+    come back for the sync; the optimizer and the gradients that are offloaded do not.
+    """
+    asleep, rest = {"engine_asleep": engine.asleep}, _at_rest(actor)
+    phases = [Phase(name, terms | asleep, device.usable) for name, terms in _actor_terms(actor).items() if name != "sync"]
+    syncing = _at_rest(actor, parameters=True) | {
+        "engine_weights": engine.weights,
+        "sync_staging": actor.sync_staging + engine.sync_staging,
+    }
+    return [
+        *phases,
+        Phase("train_to_sync", syncing, device.usable),
+        Phase("sync_to_rollout", rest | _awake(engine), device.usable),
+        Phase("rollout", rest | _awake(engine), device.usable),
+        Phase("rollout_to_log_prob", _at_rest(actor, parameters=True) | asleep | {"log_prob": actor.log_prob}, device.usable),
+    ]
+
+
+def _actor_terms(actor: ActorBytes) -> dict[str, dict[str, int]]:
+    held = {"parameters": actor.parameters, "gradients": actor.gradients, "optimizer": actor.optimizer}
+    without = _at_rest(actor, parameters=True)
+    phases = {
+        "train": held | _reference(actor) | {"activations": actor.activations, "temporaries": actor.temporaries},
+        "log_prob": without | {"log_prob": actor.log_prob},
+        "sync": without | {"sync_staging": actor.sync_staging},
+    }
+    if actor.reference:
+        phases["ref"] = without | {"log_prob": actor.log_prob}  # its weights and the actor's change places for it
+    return phases
+
+
+def _reference(actor: ActorBytes) -> dict[str, int]:
+    """The reference model, where it stays on the device outside its own phase."""
+    return {"reference": actor.reference} if actor.reference and not actor.offload.reference else {}
+
+
+def _at_rest(actor: ActorBytes, parameters: bool = False) -> dict[str, int]:
+    """What stays on the device between updates; `parameters`: they are needed there."""
+    o = actor.offload
+    kept = {
+        "parameters": 0 if o.parameters and not parameters else actor.parameters,
+        "gradients": 0 if o.gradients else actor.gradients,
+        "optimizer": 0 if o.optimizer else actor.optimizer,
+    }
+    return {name: size for name, size in kept.items() if size} | _reference(actor)
+
+
+def _awake(engine: EngineBytes) -> dict[str, int]:
+    return {"engine_weights": engine.weights, "engine_working_set": engine.working_set, "kv_cache": engine.cache}

@@ -1,0 +1,86 @@
+"""Changes that would make a plan fit: each tried on the configuration, and named only when the whole plan then fits."""
+
+from collections.abc import Iterator
+from itertools import combinations
+from typing import Any
+
+from mrl.config.load import ResolvedConfig
+from mrl.config.rules import violations
+from mrl.config.schema import RunConfig
+from mrl.config.yaml_tree import dump_value
+from mrl.errors import ConfigError
+from mrl.plan.inputs import PlanInputs
+from mrl.plan.memory import memory_section
+
+_Change = dict[str, Any]  # dotted key -> value
+_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+_HOST_ADAM = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0, "use_precision_aware_optimizer": True}
+_TRANSFORMER, _OPTIMIZER = "model.override_transformer_config", "actor.optim.override_optimizer_config"
+_DOUBLED = ("expert_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+_SHOWN = 5
+
+
+def fitting_changes(inputs: PlanInputs) -> list[list[str]]:
+    """Arguments for --set that each make it fit, single changes first, then pairs; what costs least speed stands first."""
+    single = [change for change in _changes(inputs.config) if change]
+    for tried in (single, [first | second for first, second in combinations(single, 2)]):
+        if fitting := [_said(change) for change in tried if _fits(inputs, change)]:
+            return fitting[:_SHOWN]
+    return []
+
+
+def _changes(config: RunConfig) -> Iterator[_Change]:
+    actor, rollout = config.actor, config.rollout
+    if actor.ppo_micro_batch_size_per_gpu > 1 and not actor.use_dynamic_bsz:
+        yield {"actor.ppo_micro_batch_size_per_gpu": 1, "actor.log_prob_micro_batch_size_per_gpu": 1}
+    yield _least_tokens(config)
+    for name in ("param_offload", "grad_offload", "optimizer_offload") if config.cluster.placement == "colocated" else ():
+        yield {} if getattr(actor, name) else {f"actor.{name}": True}
+    if config.model.override_transformer_config.get("recompute_granularity") != "full":
+        yield {f"{_TRANSFORMER}.{key}": value for key, value in _RECOMPUTE.items()}
+    for name in _DOUBLED:
+        yield {f"actor.layout.{name}": 2 * getattr(actor.layout, name)}
+    if not actor.optim.override_optimizer_config.get("optimizer_cpu_offload"):
+        yield {f"{_OPTIMIZER}.{key}": value for key, value in _HOST_ADAM.items()}
+    if rollout.num_engines % 2 == 0:
+        yield {
+            "rollout.tensor_model_parallel_size": 2 * rollout.tensor_model_parallel_size,
+            "rollout.num_engines": rollout.num_engines // 2,
+        }
+    for share in (0.1, 0.2):
+        yield {"rollout.gpu_memory_utilization": round(rollout.gpu_memory_utilization - share, 2)}
+
+
+def _least_tokens(config: RunConfig) -> _Change:
+    """The least budget of tokens that holds the longest sample; empty where there is no larger one."""
+    actor, data = config.actor, config.data
+    least = -(-(data.max_prompt_length + data.max_response_length) // actor.layout.context_parallel_size)
+    if not actor.use_dynamic_bsz or max(actor.ppo_max_token_len_per_gpu or 0, actor.log_prob_max_token_len_per_gpu or 0) <= least:
+        return {}
+    return {"actor.ppo_max_token_len_per_gpu": least, "actor.log_prob_max_token_len_per_gpu": least}
+
+
+def _fits(inputs: PlanInputs, change: _Change) -> bool:
+    try:
+        config = _changed(inputs.config, change)
+        if violations(ResolvedConfig(config, {}), inputs.model):
+            return False
+        changed = PlanInputs.of(config, inputs.model, inputs.device, inputs.assumptions)
+        return memory_section(changed)["fits"]
+    except (ConfigError, ValueError):  # no such layout, or no value that the schema takes
+        return False
+
+
+def _changed(config: RunConfig, change: _Change) -> RunConfig:
+    values = config.model_dump()
+    for key, value in change.items():
+        *path, last = key.split(".")
+        section = values
+        for part in path:
+            section = section[part]
+        section[last] = value
+    return RunConfig.model_validate(values)
+
+
+def _said(change: _Change) -> list[str]:
+    return [f"{key}={dump_value(value)}" for key, value in change.items()]

@@ -1,0 +1,117 @@
+"""`mrl eval`: engines alone, on a Hugging Face checkpoint or a saved step, over the held-out sets of a configuration."""
+
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mrl.checkpoint.conversions import megatron_to_hf
+from mrl.checkpoint.source import HF_FOLDER
+from mrl.cluster.ray_cluster import ray_cluster
+from mrl.cluster.rollout_group import RolloutGroup
+from mrl.config.load import ResolvedConfig
+from mrl.config.schema import RunConfig
+from mrl.data.dataset import PromptDataset
+from mrl.data.tokenizer import load_tokenizer
+from mrl.errors import ConfigError
+from mrl.record.console import PlainConsole
+from mrl.record.run_dir import write_text
+from mrl.record.sinks import json_line
+from mrl.reward.pool import RewardPool, check_function
+from mrl.train.inputs import load_validation, reward_pool, reward_spec
+from mrl.train.stop import StopFlag, stop_on_signals
+from mrl.train.validation import HeldOut, answer_and_score, write_generations
+
+RESULTS, GENERATIONS, CONFIG, MODEL = "results.json", "generations.jsonl", "config.resolved.yaml", "model.tmp"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What answers and scores; see mrl.train.responding."""
+
+    config: RunConfig
+    tokenizer: Any
+    record: PlainConsole
+    rewards: RewardPool
+    engines: RolloutGroup
+    stop: StopFlag
+
+
+def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, console: PlainConsole) -> dict[str, Any]:
+    """Answers and scores every held-out prompt; writes results, generations and configuration into `output`; returns the results.
+
+    `checkpoint`: a `step-N` folder, None for the configuration's model.path. It is brought into Hugging Face's form within `output` once
+    prompts and reward are known to be good, and removed at the end. Raises one of mrl.errors; an output that holds results already is
+    refused.
+    """
+    if (output / RESULTS).exists():
+        raise ConfigError(f"--output: {output} holds results already; give another folder")
+    began = time.monotonic()
+    with _folder(output), ExitStack() as stack:
+        config = resolved.config
+        tokenizer = load_tokenizer(config.model.path if checkpoint is None else str(checkpoint / HF_FOLDER))
+        prompts = load_validation(config, tokenizer)
+        scoring = reward_spec(config, prompts.data_sources)
+        check_function(scoring)
+        if checkpoint is not None:
+            config = _with_checkpoint(config, checkpoint, output)
+        stack.enter_context(ray_cluster(config, actor=False))
+        stop = stack.enter_context(stop_on_signals())
+        rewards = stack.enter_context(reward_pool(config, scoring, output / "logs"))
+        engines = RolloutGroup(config, output, stop.raise_if_set)
+        stack.callback(engines.stop)
+        engines.wait_started()
+        found = answer_and_score(Evaluation(config, tokenizer, console, rewards, engines, stop), prompts)
+        results = _results(resolved.config, checkpoint, prompts, found, time.monotonic() - began)
+        write_generations(output / GENERATIONS, found.rows)
+        write_text(output / CONFIG, resolved.to_yaml())
+        write_text(output / RESULTS, json_line(results))
+    return results
+
+
+@contextmanager
+def _folder(output: Path) -> Iterator[None]:
+    """The folder to write into; a converted checkpoint in it goes at the end in any case."""
+    try:
+        (output / "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output: cannot write {output} ({error.strerror}); give another folder") from error
+    try:
+        yield
+    finally:
+        shutil.rmtree(output / MODEL, ignore_errors=True)
+
+
+def _with_checkpoint(config: RunConfig, checkpoint: Path, output: Path) -> RunConfig:
+    shutil.rmtree(output / MODEL, ignore_errors=True)  # of an evaluation that was killed
+    megatron_to_hf(checkpoint, output / MODEL)
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": str((output / MODEL).resolve())})})
+
+
+def _results(config: RunConfig, checkpoint: Path | None, prompts: PromptDataset, found: HeldOut, seconds: float) -> dict[str, Any]:
+    sources = [row["data_source"] for row in found.rows]
+    return {
+        "model": config.model.path,
+        "checkpoint": checkpoint and str(checkpoint),
+        "sampling": config.rollout.val_kwargs.model_dump(),
+        "prompts": len(prompts),
+        "responses": {source: sources.count(source) for source in sorted(set(sources))},
+        "metrics": found.metrics,
+        "seconds": seconds,
+    }
+
+
+def table(results: dict[str, Any]) -> str:
+    """One line a set and core metric, with half the width of its 95 % interval over prompts where there is one."""
+    metrics = results["metrics"]
+    lines = []
+    for name, value in metrics.items():
+        room, _, rest = name.partition("/")
+        if room == "val-core" and not name.endswith("/std"):
+            half = metrics.get(f"val-aux/{rest}/ci95")
+            lines.append(f"{rest:56} {value:8.4f}" + (f" +- {half:.4f}" if half is not None else ""))
+    head = f"{results['prompts']} prompts, {sum(results['responses'].values())} responses, {results['seconds']:.0f} s"
+    return "\n".join([head, *lines])

@@ -1,0 +1,117 @@
+"""Held-out prompts answered and scored: the numbers, every response in a file, a few for people to look at."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mrl.data.batch import Prompt, Sample
+from mrl.data.dataset import PromptDataset
+from mrl.record.held_out import ACC, PRED, REWARD, Answers, shown, validation_metrics
+from mrl.record.run_dir import write_text
+from mrl.record.sinks import json_line
+from mrl.reward.items import OK, RewardResult, failure_counts
+from mrl.train.responding import Answering, collect_rewards, respond
+from mrl.train.run import Run
+from mrl.train.seeds import sample_seed
+from mrl.vllm.settings import validation_sampling
+
+VALIDATION = "validation"
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """One validation: metrics, and a row a response in the order of prompts."""
+
+    metrics: dict[str, float]
+    rows: list[dict[str, Any]]
+
+
+def validate(run: Run) -> dict[str, float]:
+    """Metrics of all held-out sets under the weights that the engines hold; nothing without held-out prompts.
+
+    Every response stands in `validation/step-N.jsonl`; `trainer.log_val_generations` of them go to the loggers.
+    """
+    if run.val_prompts is None:
+        return {}
+    step = run.state.step
+    run.actor.offload()
+    found = answer_and_score(run, run.val_prompts)
+    write_generations(run.run_dir.validation / f"step-{step}.jsonl", found.rows)
+    limit = run.config.trainer.log_val_generations
+    if limit:
+        run.record.generations(step, [found.rows[i] for i in shown(len(found.rows), limit)])
+    return found.metrics
+
+
+def answer_and_score(who: Answering, dataset: PromptDataset) -> HeldOut:
+    """`rollout.val_kwargs.n` responses a prompt under the sampling of validation; seeds are the same at every validation.
+
+    Raises DataError when too many rewards failed.
+    """
+    n, seed, prompts = who.config.rollout.val_kwargs.n, who.config.trainer.seed, list(dataset)
+    samples = respond(
+        who,
+        prompts,
+        n,
+        validation_sampling(who.config),
+        lambda prompt, k: sample_seed(seed, VALIDATION, 0, prompt.prompt_id, k),
+        VALIDATION,
+    )
+    results = collect_rewards(who, samples)
+    answers = _answers(prompts, [results[g * n : (g + 1) * n] for g in range(len(prompts))])
+    failed = sum(failure_counts(results).values())
+    metrics = validation_metrics(answers) | {"val-aux/reward_failed": float(failed)}
+    rows = [_row(who, prompts[s.group_id], s, r) for s, r in zip(samples, results, strict=True)]
+    return HeldOut(metrics | _lengths(samples), rows)
+
+
+def _answers(prompts: Sequence[Prompt], results: Sequence[Sequence[RewardResult]]) -> list[Answers]:
+    """One a prompt, from its results. What is measured is decided by data source: a prompt whose responses all failed takes part too."""
+    of_source = defaultdict(list)
+    for prompt, found in zip(prompts, results, strict=True):
+        of_source[prompt.data_source].extend(found)
+    measured = {source: _measured(found) for source, found in of_source.items()}
+    return [_answers_of(prompt, found, *measured[prompt.data_source]) for prompt, found in zip(prompts, results, strict=True)]
+
+
+def _measured(results: Sequence[RewardResult]) -> tuple[set[str], bool]:
+    """Numbers that all responses of a data source have beside the score, and whether each says what it answered.
+
+    A failed response has an accuracy of 0 and an empty answer, and no other number: where one failed, those are left out.
+    """
+    scored = [r for r in results if r.reason == OK]
+    if not scored:
+        return set(), False
+    names = set.intersection(*({k for k, v in r.parts.items() if isinstance(v, float | int)} for r in scored))
+    return names if len(scored) == len(results) else names & {ACC}, all(PRED in r.parts for r in scored)
+
+
+def _answers_of(prompt: Prompt, results: Sequence[RewardResult], names: set[str], voting: bool) -> Answers:
+    values = {REWARD: [r.score for r in results]} | {name: [r.parts.get(name, 0.0) for r in results] for name in names}
+    return Answers(prompt.data_source, values, [str(r.parts.get(PRED, "")) for r in results] if voting else None)
+
+
+def _lengths(samples: Sequence[Sample]) -> dict[str, float]:
+    lengths = [len(s.response_ids) for s in samples]
+    return {
+        "val-aux/response_length/mean": sum(lengths) / len(lengths),
+        "val-aux/response_length/clip_ratio": sum(s.stop_reason == "length" for s in samples) / len(samples),
+    }
+
+
+def _row(who: Answering, prompt: Prompt, sample: Sample, result: RewardResult) -> dict[str, Any]:
+    """One response for people and for audits; `input` and `output` keep special tokens, `gts` is the truth, as verl names it."""
+    return {
+        "data_source": prompt.data_source, "prompt_id": prompt.prompt_id, "sample_id": sample.sample_id, "seed": sample.seed,
+        "input": who.tokenizer.decode(sample.prompt_ids), "output": who.tokenizer.decode(sample.response_ids), "gts": prompt.ground_truth,
+        "score": result.score, "reason": result.reason, "detail": result.detail, "reward": dict(result.parts),
+        "response_length": len(sample.response_ids), "stop_reason": sample.stop_reason, "weight_version": sample.weight_version,
+    }  # fmt: skip
+
+
+def write_generations(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """A line a response; the file appears whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, "".join(map(json_line, rows)))

@@ -1,0 +1,150 @@
+"""Before the first sync: does vLLM really hold what the plan assumes? Names, shapes, dtype, and what its own loader does with each tensor.
+
+The loader is asked by giving it numbered tensors: one module of each kind is brought into load layout, the model's own `load_weights`
+gets Hugging Face tensors whose elements say where they come from, and what arrives is compared with the plan's boxes. Elements are
+numbered in digits of base 256, which every dtype holds exactly, one pass a digit. Nothing of the engine's weights is touched.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from mrl.model import ModelSpec, tensor_specs
+from mrl.model.vllm_parameters import TargetParameter
+from mrl.vllm.load_layout import Reload, hf_block, layers_of
+
+BASE = 256
+UNTOUCHED = -1.0
+SHOWN = 8  # names in one message
+
+
+class HandshakeError(RuntimeError):
+    """vLLM and the plan disagree about the engine's parameters."""
+
+
+def check_parameters(model: nn.Module, targets: Sequence[TargetParameter], reload: Reload, in_place: frozenset[str] = frozenset()) -> None:
+    """Compares names, shapes in load layout (of those `in_place`: in the kernel) and dtype. Raises HandshakeError naming what differs."""
+    wanted = {t.name: t for t in targets}
+    held = {reload.plan_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    aliases = held - {reload.plan_name(name) for name, _ in model.named_parameters()}
+    faults = [f"{name} is a parameter of vLLM that the plan does not know" for name in sorted(held - wanted.keys() - aliases)]
+    faults += [f"vLLM has no {name}" for name in sorted(wanted.keys() - held)]
+    layers = layers_of(model, reload)
+    for name in sorted(held & wanted.keys()):
+        target = wanted[name]
+        layer, leaf = layers[target.module], name.rpartition(".")[2]
+        tensor = getattr(layer, leaf) if name in in_place else reload.load_tensor(layer, leaf)
+        if tuple(tensor.shape) != target.local_shape:
+            faults.append(f"{name} is {list(tensor.shape)} in vLLM, {list(target.local_shape)} in the plan")
+        elif tensor.dtype != getattr(torch, target.dtype) and not name.endswith(".bias"):  # kernels keep some biases in fp32
+            faults.append(f"{name} is {str(tensor.dtype).removeprefix('torch.')} in vLLM, {target.dtype} in the plan")
+    if faults:
+        more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
+        raise HandshakeError("; ".join(faults[:SHOWN]) + more)
+
+
+def check_loader(model: nn.Module, spec: ModelSpec, targets: Sequence[TargetParameter], reload: Reload) -> int:
+    """Runs vLLM's loader on numbered tensors, one module of each kind; returns the number of modules tried.
+
+    Raises HandshakeError naming the first parameter that the loader fills otherwise than the plan says.
+    """
+    shapes = {t.name: t.shape for t in tensor_specs(spec)}
+    layers = layers_of(model, reload)
+    chosen = _one_of_each_kind(layers, targets)
+    reload.enter(model)
+    try:
+        for group in chosen:
+            with torch.no_grad():
+                _check_module(model, layers[group[0].module], group, shapes, reload)
+    finally:
+        reload.abandon(model)
+    return len(chosen)
+
+
+def _one_of_each_kind(layers: dict[str, nn.Module], targets: Sequence[TargetParameter]) -> list[list[TargetParameter]]:
+    """Parameters of one module per kind: modules that differ only in the layer's number are alike."""
+    modules: dict[str, list[TargetParameter]] = {}
+    for target in targets:
+        modules.setdefault(target.module, []).append(target)
+    kinds = {}
+    for module, group in modules.items():
+        kind = (re.sub(r"\blayers\.\d+\.", "layers.N.", module), type(layers[module]), tuple((t.local_shape, t.dtype) for t in group))
+        kinds.setdefault(kind, group)
+    return [group for group in kinds.values() if any(t.pieces for t in group)]
+
+
+def _check_module(model: nn.Module, layer: nn.Module, group: list[TargetParameter], shapes: dict, reload: Reload) -> None:
+    live = {t.name: _leaf(layer, t) for t in group if not _leaf(layer, t).is_meta}  # a bias stays in the kernel's memory
+    kept = {name: tensor.clone() for name, tensor in live.items()}
+    reload.materialise(layer)
+    reload.open_loaders(layer)
+    names = list(dict.fromkeys(piece.hf_name for t in group for piece in t.pieces))
+    try:
+        for numbered in _passes(names, {name: shapes[name] for name in names}, getattr(torch, group[0].dtype)):
+            for target in group:
+                _leaf(layer, target).fill_(UNTOUCHED)
+            model.load_weights(iter(numbered.items()))
+            for target in group:
+                _compare(_leaf(layer, target), target, numbered)
+    finally:
+        for name, tensor in kept.items():
+            live[name].copy_(tensor)
+        reload.leave_out(layer)
+
+
+def _leaf(layer: nn.Module, target: TargetParameter) -> Tensor:
+    return getattr(layer, target.name.rpartition(".")[2]).data
+
+
+def _passes(names: list[str], shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
+    """Tensors numbered by name, then by place along each dimension, digit by digit. They take no memory along the others."""
+    for digit in range(_digits(len(names))):
+        yield {name: _digit(torch.tensor(i), digit, dtype).expand(shapes[name]) for i, name in enumerate(names)}
+    for dim in range(max(map(len, shapes.values()))):
+        having = [name for name in names if len(shapes[name]) > dim]
+        for digit in range(_digits(max(shapes[name][dim] for name in having))):
+            yield {name: _along(shapes[name], dim, digit, dtype) for name in having}
+
+
+def _along(shape: tuple[int, ...], dim: int, digit: int, dtype: torch.dtype) -> Tensor:
+    places = _digit(torch.arange(shape[dim]), digit, dtype)
+    return places.view(*[-1 if d == dim else 1 for d in range(len(shape))]).expand(shape)
+
+
+def _digit(number: Tensor, digit: int, dtype: torch.dtype) -> Tensor:
+    return (number // BASE**digit % BASE).to(dtype)
+
+
+def _digits(count: int) -> int:
+    return max(1, -(-(max(count, 2) - 1).bit_length() // 8))
+
+
+def _compare(found: Tensor, target: TargetParameter, numbered: dict[str, Tensor]) -> None:
+    """Every piece must hold exactly its block of the numbered tensor, and nothing else may have been written but zeros as padding."""
+    covered = 0
+    for piece in target.pieces:
+        if piece.hf_name not in numbered:
+            return  # a tensor of fewer dimensions than this pass numbers
+        covered += piece.local_box.volume
+        block = numbered[piece.hf_name][piece.hf_box.slices]
+        if not torch.equal(hf_block(found, piece).to(block.device, block.dtype), block):
+            raise HandshakeError(
+                f"{target.name}: vLLM's loader does not put {piece.hf_name} {list(piece.hf_box.ranges)} at {list(piece.local_box.ranges)} "
+                "as the plan does"
+            )
+    rest = (found != UNTOUCHED) & (found != 0)
+    inside = sum(int((hf_block(found, p) != 0).sum()) for p in target.pieces)
+    if covered < prod(target.local_shape) and int(rest.sum()) != inside:
+        raise HandshakeError(f"{target.name}: vLLM's loader writes elements that the plan takes for padding")
+
+
+def check_backend(backend: str, allowed: Sequence[str]) -> None:
+    """Raises HandshakeError when the MoE kernels in use keep experts in a layout that no dialect describes."""
+    if backend not in allowed:
+        raise HandshakeError(
+            f"vLLM's MoE backend is {backend}, which stores experts in a layout of its own; allowed: {', '.join(allowed)} "
+            "(rollout.engine_kwargs.vllm.moe_backend, e.g. triton)"
+        )
