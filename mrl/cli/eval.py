@@ -23,7 +23,7 @@ def _eval(options: argparse.Namespace) -> None:
     import sys
     from pathlib import Path
 
-    from mrl.cluster.address import ask_for_token_authentication, ray_address
+    from mrl.cluster.prerequisites import ask_for_token_authentication, ray_address
     from mrl.config.yaml_tree import dump_value
     from mrl.record.console import PlainConsole
     from mrl.train.preflight import preflight_evaluation

@@ -19,7 +19,7 @@ def add(commands) -> None:
 
 
 def _train(options: argparse.Namespace) -> None:
-    from mrl.cluster.address import ask_for_token_authentication, ray_address
+    from mrl.cluster.prerequisites import ask_for_token_authentication, ray_address
     from mrl.train.preflight import preflight, start_lines
 
     resolved = resolved_config(options)

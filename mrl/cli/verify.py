@@ -48,7 +48,7 @@ def _verdict(options: argparse.Namespace) -> dict[str, Any]:
     from mrl.model import planning_model_spec
     from mrl.model.layout import TrainLayout
     from mrl.reshard.plan import MIB, Topology, plan_reshard
-    from mrl.reshard.verify import verify
+    from mrl.reshard.proof import verify
     from mrl.vllm.launch import rank_places, rollout_layout
 
     begun = perf_counter()

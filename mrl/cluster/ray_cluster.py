@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import ray
 
-from mrl.cluster.address import ray_address, unreachable
+from mrl.cluster.prerequisites import ray_address, unreachable
 from mrl.cluster.resources import check_size, own_cpus
 from mrl.config.schema import RunConfig
 from mrl.errors import EnvironmentFault

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from mrl.cluster.address import free_port
+from mrl.cluster.prerequisites import free_port
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
 from mrl.platforms import prepare_process

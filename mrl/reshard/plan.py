@@ -18,10 +18,10 @@ from mrl.errors import ConfigError
 from mrl.model import ModelSpec
 from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.model.vllm_parameters import Dialect
-from mrl.reshard.prove import PlanFault, template_faults
+from mrl.reshard.faults import PlanFault, template_faults
+from mrl.reshard.messages import Copy, Message, Place, Topology
 from mrl.reshard.schedule import Flow, Loads, Schedule, make_schedule
 from mrl.reshard.streams import ITEM_BYTES, Grain, Holder, Holdings, Miniature, Segment, Stream, segments, stream
-from mrl.reshard.transfer import Copy, Message, Place, Topology
 from mrl.reshard.worker_stream import SAME_DEVICE, Circle, Devices
 
 __all__ = ["MIB", "Copy", "Message", "Place", "ReshardPlan", "Topology", "plan_reshard"]

@@ -17,7 +17,7 @@ from small_model import write_model
 
 from mrl.checkpoint.manifest import Manifest, RankFiles, file_facts, write_manifest
 from mrl.cli.main import main
-from mrl.cluster.address import check_reachable
+from mrl.cluster.prerequisites import check_reachable
 from mrl.config.schema import RewardConfig
 from mrl.errors import DataError, EnvironmentFault
 from mrl.record.run_dir import RunDir

@@ -12,9 +12,9 @@ from test_reshard_source import MODELS
 from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.model.megatron_shards import source_shards
 from mrl.model.vllm_parameters import target_parameters
-from mrl.reshard import verify
+from mrl.reshard import proof
+from mrl.reshard.faults import PlanFault, shard_table, worker_faults
 from mrl.reshard.plan import Copy, Message, Place, ReshardPlan, Topology, plan_reshard
-from mrl.reshard.prove import PlanFault, shard_table, worker_faults
 from mrl.reshard.simulate import rehearse, shrink
 
 WORKER = 1
@@ -108,7 +108,7 @@ FAULTS: dict[str, tuple[Callable, Callable]] = {
 
 
 def first_fault(plan: ReshardPlan) -> str | None:
-    return verify.prove(plan).fault
+    return proof.prove(plan).fault
 
 
 def test_the_good_plan_has_no_fault():
@@ -227,10 +227,10 @@ def test_one_engine_and_a_worker_of_each_other_are_taken_apart_whatever_the_time
     plan = plan_reshard(plan.model, plan.train, RolloutLayout(num_engines=3, tensor=2), dialect="cpu", dtype="float32")
     seen, real = [], ReshardPlan.receives
     monkeypatch.setattr(ReshardPlan, "receives", lambda plan, worker: seen.append(worker) or real(plan, worker))
-    proof = verify.prove(plan, seconds=0.0)
-    assert (sorted(seen), proof.workers, proof.of_workers, proof.fault) == ([0, 1, 2, 4], 4, 6, None)
+    checked = proof.prove(plan, seconds=0.0)
+    assert (sorted(seen), checked.workers, checked.of_workers, checked.fault) == ([0, 1, 2, 4], 4, 6, None)
     seen.clear()
-    assert verify.prove(plan).workers == 6 and sorted(seen) == list(range(6))
+    assert proof.prove(plan).workers == 6 and sorted(seen) == list(range(6))
     assert gc.isenabled()
 
 
@@ -248,7 +248,7 @@ def test_verdict_counts_what_it_looked_at():
     plan = plan_reshard(
         plan.model, plan.train, plan.rollout, dialect="npu", dtype="bfloat16", topology=Topology(places, places[:4]), budget_bytes=8192
     )
-    verdict = verify.verify(plan)
+    verdict = proof.verify(plan)
     assert verdict.fault is None
     assert verdict.proof.workers == 4
     assert verdict.proof.copies == sum(len(m.copies) for worker in range(4) for m in plan.receives(worker))

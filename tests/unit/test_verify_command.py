@@ -10,7 +10,7 @@ from small_model import SIZES
 
 from mrl.cli.main import main
 from mrl.errors import ConfigError
-from mrl.reshard import verify
+from mrl.reshard import proof
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = str(ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml")
@@ -54,8 +54,8 @@ def test_one_json_object_says_what_was_looked_at(run):
 
 def test_a_fault_is_printed_with_its_name_and_ends_with_1(run, monkeypatch):
     fault = "engine 0, worker 1: model.norm.weight: 3 of 64 elements are not covered"
-    real = verify.prove
-    monkeypatch.setattr(verify, "prove", lambda plan: replace(real(plan), fault=fault))
+    real = proof.prove
+    monkeypatch.setattr(proof, "prove", lambda plan: replace(real(plan), fault=fault))
     code, out, _ = run()
     assert code == 1
     assert out.splitlines()[-1] == f"FAULT: {fault}"
@@ -78,7 +78,7 @@ def test_a_rehearsal_that_no_budget_allows_ends_with_the_last_refusal(run, monke
     def refuse(*_, budget_bytes, **__):
         raise ConfigError(f"a row does not fit into {budget_bytes} bytes")
 
-    monkeypatch.setattr(verify, "plan_reshard", refuse)
+    monkeypatch.setattr(proof, "plan_reshard", refuse)
     code, _, err = run()
     assert code == 2
     assert "a row does not fit into 67108864 bytes" in err  # 64 MiB

@@ -10,8 +10,8 @@ from mrl.model.boxes import cover_fault
 from mrl.model.layout import RolloutLayout
 from mrl.model.megatron_shards import Shard
 from mrl.model.vllm_parameters import Dialect, TargetParameter, TargetPiece, target_parameters
+from mrl.reshard.messages import Copy, Message
 from mrl.reshard.streams import Grain, Holder, Miniature, Stream
-from mrl.reshard.transfer import Copy, Message
 
 ShardTable = Mapping[tuple[int, str], Shard]  # by chunk and name
 

@@ -15,8 +15,8 @@ from mrl.errors import ConfigError
 from mrl.model.layout import RolloutLayout
 from mrl.model.megatron_shards import source_shards
 from mrl.model.vllm_parameters import TargetParameter, target_parameters
+from mrl.reshard.faults import ShardTable, shard_table, worker_faults
 from mrl.reshard.plan import MIB, ReshardPlan, plan_reshard
-from mrl.reshard.prove import ShardTable, shard_table, worker_faults
 from mrl.reshard.simulate import rehearse, shrink
 from mrl.reshard.streams import ITEM_BYTES
 
