@@ -47,7 +47,8 @@ def _verdict(options: argparse.Namespace) -> dict[str, Any]:
     from mrl.config.rules import check
     from mrl.model import planning_model_spec
     from mrl.model.layout import TrainLayout
-    from mrl.reshard.plan import MIB, Topology, plan_reshard
+    from mrl.reshard.messages import Topology
+    from mrl.reshard.plan import MIB, plan_reshard
     from mrl.reshard.proof import verify
     from mrl.vllm.launch import rank_places, rollout_layout
 

@@ -6,11 +6,9 @@ from typing import Any
 from mrl.model.device_grid import Place
 from mrl.plan.devices import Device
 from mrl.plan.inputs import PlanInputs
-from mrl.reshard.plan import Place as SyncPlace
-from mrl.reshard.plan import Topology, plan_reshard
+from mrl.reshard.messages import Topology
+from mrl.reshard.plan import MIB, plan_reshard
 from mrl.reshard.summary import Link, reshard_summary
-
-_MIB = 1024**2
 
 
 def sync_section(inputs: PlanInputs, ranks: tuple[Place, ...], workers: tuple[Place, ...]) -> dict[str, Any]:
@@ -25,8 +23,8 @@ def sync_section(inputs: PlanInputs, ranks: tuple[Place, ...], workers: tuple[Pl
         inputs.rollout,
         dialect=config.cluster.device,
         dtype=config.rollout.dtype or config.model.dtype,
-        topology=Topology(tuple(SyncPlace(*place) for place in ranks), tuple(SyncPlace(*place) for place in workers)),
-        budget_bytes=config.reshard.budget_mb * _MIB,
+        topology=Topology(ranks, workers),
+        budget_bytes=config.reshard.budget_mb * MIB,
     )
     link = device_link(inputs.device, inputs.assumptions.link_share)
     return reshard_summary(plan, link, plan_seconds=perf_counter() - begun)

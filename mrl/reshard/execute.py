@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from mrl.model.megatron_shards import source_shards
+from mrl.reshard.messages import Copy, Message
 from mrl.reshard.pack import Shards, ShardViews, WireViews, by_module, copy_all, module_of, target_view
-from mrl.reshard.plan import Copy, Message, ReshardPlan
+from mrl.reshard.plan import ReshardPlan
 from mrl.reshard.setup import SyncSetup
 from mrl.reshard.shard_digests import ShardDigests
 from mrl.reshard.transport import ReceivingEnd, SendingEnd, open_receiver, open_sender

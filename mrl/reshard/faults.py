@@ -1,4 +1,4 @@
-"""Proofs about a plan, from its copies alone; of the planner they use nothing but the descriptions of the two sides.
+"""What is wrong with a plan, judged from its copies alone: of the planner this uses nothing but the descriptions of the two sides.
 
 A fault is a sentence that names tensor and parameter. A plan that has one is never executed.
 """
@@ -11,7 +11,7 @@ from mrl.model.layout import RolloutLayout
 from mrl.model.megatron_shards import Shard
 from mrl.model.vllm_parameters import Dialect, TargetParameter, TargetPiece, target_parameters
 from mrl.reshard.messages import Copy, Message
-from mrl.reshard.streams import Grain, Holder, Miniature, Stream
+from mrl.reshard.streams import Grain, Holder, Miniature, StreamTemplate
 
 ShardTable = Mapping[tuple[int, str], Shard]  # by chunk and name
 
@@ -26,7 +26,7 @@ def shard_table(shards: Iterable[Shard]) -> ShardTable:
 
 
 def target_faults(parameters: Sequence[TargetParameter], copies: Iterable[Copy]) -> Iterator[str]:
-    """What `copies` of one worker do not write exactly once, or write with something else than its parameters want."""
+    """Elements that the `copies` of one worker do not write exactly once, or fill from another place than its parameters want."""
     arriving: dict[tuple[str, str], list[Copy]] = defaultdict(list)
     for copy in copies:
         arriving[copy.parameter, copy.hf_name].append(copy)
@@ -41,12 +41,12 @@ def _piece_faults(name: str, piece: TargetPiece, copies: Sequence[Copy]) -> Iter
     if fault := cover_fault(piece.hf_box, [copy.hf_box for copy in copies]):
         yield f"{name}: {piece.hf_name} {fault}"
     for copy in copies:
-        if copy.axes != piece.axes or not _lies_right(copy, piece):
+        if copy.axes != piece.axes or not _is_in_place(copy, piece):
             yield f"{name}: {piece.hf_name} {copy.hf_box.ranges} is written to {copy.target_box.ranges} along {copy.axes}"
 
 
-def _lies_right(copy: Copy, piece: TargetPiece) -> bool:
-    """Whether the copy stands in the parameter as far from the piece's corner as it stands in the tensor."""
+def _is_in_place(copy: Copy, piece: TargetPiece) -> bool:
+    """Whether the copy's distance from the piece's corner is the same in the parameter as in the tensor."""
     wanted = list(piece.local_box.ranges)
     for (start, stop), (first, _), axis in zip(copy.hf_box.ranges, piece.hf_box.ranges, piece.axes, strict=True):
         origin = piece.local_box.ranges[axis][0] - first
@@ -56,44 +56,44 @@ def _lies_right(copy: Copy, piece: TargetPiece) -> bool:
 
 def source_fault(shards: ShardTable, copy: Copy) -> str | None:
     """Why a rank with these shards cannot make the copy; None when it can."""
-    shard = shards.get((copy.vp_chunk, copy.megatron_name))
+    shard = shards.get((copy.vp_chunk, copy.source_name))
     if shard is None:
-        return f"there is no {copy.megatron_name} in chunk {copy.vp_chunk}"
+        return f"there is no {copy.source_name} in chunk {copy.vp_chunk}"
     for piece in shard.pieces:
         if piece.hf_name == copy.hf_name and piece.local_box.contains(copy.source_box):
             offsets = [hf[0] - local[0] for hf, local in zip(piece.hf_box.ranges, piece.local_box.ranges, strict=True)]
             if all((a + by, b + by) == at for (a, b), by, at in zip(copy.source_box.ranges, offsets, copy.hf_box.ranges, strict=True)):
                 return None
-    return f"{copy.source_box.ranges} of {copy.megatron_name} in chunk {copy.vp_chunk} is not {copy.hf_name} {copy.hf_box.ranges}"
+    return f"{copy.source_box.ranges} of {copy.source_name} in chunk {copy.vp_chunk} is not {copy.hf_name} {copy.hf_box.ranges}"
 
 
 def template_faults(
-    small: Miniature, pipeline: int, rollout: RolloutLayout, streams: Sequence[Stream], dialect: Dialect, dtype: str
+    miniature: Miniature, pipeline: int, rollout: RolloutLayout, templates: Sequence[StreamTemplate], dialect: Dialect, dtype: str
 ) -> Iterator[str]:
-    """What is wrong with the templates of a plan for `pipeline` stages: the cover of every place inside an engine, and every sender."""
-    # block n + 1 is layer n of the miniature
-    shards = [shard_table(held) for held in small.shards]
-    seen = set()
-    for place, one in enumerate(streams):
-        grains = [(block - 1, grain) for block, part in enumerate(one.blocks) for grain in part]
-        parameters = target_parameters(small.model, rollout, place, dialect, dtype)
-        for fault in target_faults(parameters, [_named(grain, layer, grain.holders[0]) for layer, grain in grains]):
-            yield f"worker {place} of each engine: {fault}"
+    """What is wrong with the templates of a plan for `pipeline` stages: the cover of every position inside an engine, and every sender."""
+    shards = [shard_table(of_rank) for of_rank in miniature.shards]
+    checked = set()
+    for position, template in enumerate(templates):
+        # block n + 1 is layer n of the miniature
+        grains = [(block - 1, grain) for block, of_block in enumerate(template.blocks) for grain in of_block]
+        parameters = target_parameters(miniature.model, rollout, position, dialect, dtype)
+        for fault in target_faults(parameters, [_copy_of(grain, layer, grain.holders[0]) for layer, grain in grains]):
+            yield f"worker {position} of each engine: {fault}"
         for layer, grain in grains:
             key = (layer, grain.hf_name, grain.hf_box, grain.source_box, id(grain.holders))
-            if key in seen:
+            if key in checked:
                 continue
-            seen.add(key)
+            checked.add(key)
             for holder in grain.holders:
-                rank = small.rank_of(holder, pipeline)
-                if fault := source_fault(shards[rank], _named(grain, layer, holder)):
+                rank = miniature.rank_of(holder, pipeline)
+                if fault := source_fault(shards[rank], _copy_of(grain, layer, holder)):
                     yield f"rank {holder.offset} of its stage: {fault}"
 
 
-def _named(grain: Grain, layer: int, holder: Holder) -> Copy:
-    names = (text.format(layer) for text in (grain.hf_name, holder.megatron_name, grain.parameter))
-    hf_name, megatron_name, parameter = names
-    return Copy(hf_name, grain.hf_box, megatron_name, 0, grain.source_box, parameter, grain.target_box, grain.axes)
+def _copy_of(grain: Grain, layer: int, holder: Holder) -> Copy:
+    """The grain as a copy of the miniature, where every layer is in chunk 0."""
+    hf_name, source_name, parameter = (name.format(layer) for name in (grain.hf_name, holder.source_name, grain.parameter))
+    return Copy(hf_name, grain.hf_box, source_name, 0, grain.source_box, parameter, grain.target_box, grain.axes)
 
 
 def worker_faults(

@@ -1,16 +1,15 @@
-"""The words of a plan: where processes stand, one copy, one message."""
+"""What a plan consists of: where the processes stand, one copy, one message. Parameter names are opaque strings here."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mrl.model.boxes import Box
 from mrl.model.device_grid import Place
 
-__all__ = ["Copy", "Message", "Place", "Topology"]
-
 
 @dataclass(frozen=True)
 class Topology:
-    """Where each Megatron rank and each vLLM worker stands. Two processes at one place share the device."""
+    """Where each source rank and each engine worker stands. Two processes at one place share the device."""
 
     ranks: tuple[Place, ...]
     workers: tuple[Place, ...]
@@ -18,14 +17,14 @@ class Topology:
 
 @dataclass(frozen=True)
 class Copy:
-    """One box from one shard into one parameter.
+    """One box from one source shard into one target parameter.
 
     `source_box` and `hf_box` have one shape; `target_box` has it along `axes` (see TargetPiece).
     """
 
     hf_name: str
     hf_box: Box
-    megatron_name: str
+    source_name: str
     vp_chunk: int
     source_box: Box
     parameter: str
@@ -35,11 +34,26 @@ class Copy:
 
 @dataclass(frozen=True)
 class Message:
-    """All that one source sends to one worker in one round: its copies in order, each contiguous in Hugging Face orientation, in the
-    engine's number format."""
+    """All that one rank sends to one worker in one round.
+
+    Its copies follow each other in order, each contiguous in Hugging Face orientation, in the engine's number format.
+    """
 
     round: int
     source: int
     worker: int
     copies: tuple[Copy, ...]
     nbytes: int
+
+
+def by_round(messages: Iterable[Message]) -> list[list[Message]]:
+    """Messages of one process, round by round in their order; empty rounds left out."""
+    rounds: dict[int, list[Message]] = {}
+    for message in messages:
+        rounds.setdefault(message.round, []).append(message)
+    return list(rounds.values())
+
+
+def module_of(parameter: str) -> str:
+    """The module of a target parameter: what the engine materialises and processes as one."""
+    return parameter.rpartition(".")[0]

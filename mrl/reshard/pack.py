@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from mrl.reshard.plan import Copy, Message
+from mrl.reshard.messages import Copy, Message
 
 Shards = Callable[[str, int], Tensor]  # (megatron name, model chunk) -> this rank's parameter
 
@@ -29,7 +29,7 @@ def source_view(shard: Tensor, copy: Copy) -> Tensor:
     """The copy's block of a Megatron parameter, which has Hugging Face orientation. Raises RuntimeError when it is no such shard."""
     view = shard[copy.source_box.slices]
     if view.shape != copy.hf_box.shape:
-        raise RuntimeError(f"{copy.megatron_name} is {tuple(shard.shape)}: it does not hold {copy.source_box.ranges} of {copy.hf_name}")
+        raise RuntimeError(f"{copy.source_name} is {tuple(shard.shape)}: it does not hold {copy.source_box.ranges} of {copy.hf_name}")
     return view
 
 
@@ -69,7 +69,7 @@ class ShardViews:
         return self._views[key]
 
     def _base(self, copy: Copy) -> Tensor:
-        key = (copy.megatron_name, copy.vp_chunk)
+        key = (copy.source_name, copy.vp_chunk)
         if key not in self._bases:
             self._bases[key] = self._shards(*key).detach()
         return self._bases[key]

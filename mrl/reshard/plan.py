@@ -1,8 +1,37 @@
-"""The reshard plan: every weight from the Megatron shards that hold it straight to the place in vLLM's parameters that needs it.
+"""The reshard plan: every weight from the source shards that hold it straight to the places in target parameters that need it.
 
-A plan is a pure function of the model, both layouts, the dialect, the number format, the topology and the byte budget. It is small
-(templates and two numbers of a schedule) and expands lazily into what one process sends or receives. Its hash covers all that it expands
-from, so two sides with equal hashes exchange the same messages.
+Worked example: a weight of 4 rows and 6 columns, 2 bytes an element. Two ranks hold three columns each (TP2), three workers need two
+columns each (TP3). Where what is held meets what is needed there are four boxes, a to d:
+
+             rank 0    rank 1        worker 0  worker 1  worker 2
+    row 0    a a b     c d d         a a       b c       d d
+    row 1    a a b     c d d         a a       b c       d d
+    row 2    a a b     c d d         a a       b c       d d
+    row 3    a a b     c d d         a a       b c       d d
+
+A box is a `Copy`: where it lies in the whole tensor, in the source shard and in the target parameter, as [rows, columns]:
+
+    a  [0:4, 0:2]  from rank 0 [0:4, 0:2]  to worker 0 [0:4, 0:2]
+    b  [0:4, 2:3]  from rank 0 [0:4, 2:3]  to worker 1 [0:4, 0:1]
+    c  [0:4, 3:4]  from rank 1 [0:4, 0:1]  to worker 1 [0:4, 1:2]
+    d  [0:4, 4:6]  from rank 1 [0:4, 1:3]  to worker 2 [0:4, 0:2]
+
+With a budget of 16 bytes for one process in one round, boxes are cut into rows (grains) and travel in two rounds. In a round there is
+one `Message` from each rank to each worker that needs something of it:
+
+    round 0  rank 0 -> worker 0  8 bytes  a[0:1] a[1:2]
+    round 0  rank 0 -> worker 1  4 bytes  b[0:1] b[1:2]
+    round 0  rank 1 -> worker 1  4 bytes  c[0:1] c[1:2]
+    round 0  rank 1 -> worker 2  8 bytes  d[0:1] d[1:2]
+    round 1  rank 0 -> worker 0  8 bytes  a[2:3] a[3:4]
+    round 1  rank 0 -> worker 1  4 bytes  b[2:3] b[3:4]
+    round 1  rank 1 -> worker 1  4 bytes  c[2:3] c[3:4]
+    round 1  rank 1 -> worker 2  8 bytes  d[2:3] d[3:4]
+
+Where several ranks hold a box (replicas), the schedule chooses the nearest and shares the work among equals. A plan is a pure function of
+the model, both layouts, the dialect, the number format, the topology and the budget. It is small (templates and two numbers of a schedule)
+and expands lazily into what one process sends or receives. Its hash covers all that it expands from, so two sides with equal hashes
+exchange the same messages.
 """
 
 import hashlib
@@ -19,18 +48,28 @@ from mrl.model import ModelSpec
 from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.model.vllm_parameters import Dialect
 from mrl.reshard.faults import PlanFault, template_faults
-from mrl.reshard.messages import Copy, Message, Place, Topology
+from mrl.reshard.messages import Copy, Message, Topology
 from mrl.reshard.schedule import Flow, Loads, Schedule, make_schedule
-from mrl.reshard.streams import ITEM_BYTES, Grain, Holder, Holdings, Miniature, Segment, Stream, segments, stream
-from mrl.reshard.worker_stream import SAME_DEVICE, Circle, Devices
-
-__all__ = ["MIB", "Copy", "Message", "Place", "ReshardPlan", "Topology", "plan_reshard"]
+from mrl.reshard.streams import (
+    ITEM_BYTES,
+    SAME_DEVICE,
+    Devices,
+    Grain,
+    Holder,
+    Holdings,
+    Miniature,
+    Segment,
+    StreamTemplate,
+    WorkerStream,
+    segments,
+    stream_template,
+)  # fmt: skip
 
 FORMAT = 1
 MIB = 2**20
 _GRAIN_BYTES = 4 * MIB  # large enough to be copied at full speed
 _GRAINS_PER_ROUND = 16  # at least, of each process
-KEPT_COPIES = 1 << 18  # of a place inside an engine, while the plan lives: what a verification of a large plan can use
+KEPT_COPIES = 1 << 18  # of a position inside an engine, while the plan lives: what a proof of a large plan can use
 
 
 @dataclass(frozen=True)
@@ -45,7 +84,7 @@ class ReshardPlan:
     topology: Topology | None
     budget_bytes: int
     segments: tuple[Segment, ...]
-    streams: tuple[Stream, ...]  # of each place inside an engine
+    templates: tuple[StreamTemplate, ...]  # of each position inside an engine
     devices: Devices = field(repr=False, compare=False)
     schedule: Schedule = field(repr=False, compare=False)
     loads: Loads = field(repr=False, compare=False)
@@ -57,7 +96,7 @@ class ReshardPlan:
     @cached_property
     def bytes_required(self) -> int:
         """Bytes that workers hold after a sync and that no rank on their own device has."""
-        return sum(circle.total for circle in self.schedule.circles) * self.rollout.num_engines - self.bytes_local
+        return sum(stream.total for stream in self.schedule.streams) * self.rollout.num_engines - self.bytes_local
 
     @cached_property
     def bytes_moved(self) -> int:
@@ -83,12 +122,13 @@ class ReshardPlan:
     def sends(self, rank: int) -> Iterator[Message]:
         """What one rank sends, by round, then worker."""
         flows = [self.schedule.flow(worker) for worker in range(self.rollout.world_size)]
-        rows = [np.flatnonzero(flow.source == rank) for flow in flows]
-        bounds = [np.searchsorted(flow.round[at], np.arange(self.num_rounds + 1)) for flow, at in zip(flows, rows, strict=True)]
+        rows_of = [np.flatnonzero(flow.source == rank) for flow in flows]
+        rounds = np.arange(self.num_rounds + 1)
+        bounds_of = [np.searchsorted(flow.round[rows], rounds) for flow, rows in zip(flows, rows_of, strict=True)]
         for number in range(self.num_rounds):
-            for worker, (flow, at, bound) in enumerate(zip(flows, rows, bounds, strict=True)):
-                if bound[number] < bound[number + 1]:
-                    yield self._message(number, rank, worker, flow, at[bound[number] : bound[number + 1]])
+            for worker, (flow, rows, bounds) in enumerate(zip(flows, rows_of, bounds_of, strict=True)):
+                if bounds[number] < bounds[number + 1]:
+                    yield self._message(number, rank, worker, flow, rows[bounds[number] : bounds[number + 1]])
 
     def receives(self, worker: int) -> Iterator[Message]:
         """What one worker receives, by round, then source."""
@@ -99,22 +139,22 @@ class ReshardPlan:
             yield self._message(int(flow.round[rows[0]]), int(flow.source[rows[0]]), worker, flow, rows)
 
     def _message(self, number: int, source: int, worker: int, flow: Flow, rows: np.ndarray) -> Message:
-        place = worker % len(self.streams)
-        blocks, made, copies = self.streams[place].blocks, self._made[place], []
+        position = worker % len(self.templates)
+        blocks, kept, copies = self.templates[position].blocks, self._kept_copies[position], []
         for key in zip(flow.segment[rows].tolist(), flow.index[rows].tolist(), flow.choice[rows].tolist(), strict=True):
-            copy = made.get(key)
+            copy = kept.get(key)
             if copy is None:
                 segment = self.segments[key[0]]
                 copy = self.copy(blocks[segment.block][key[1]], segment, key[2])
-                if len(made) < KEPT_COPIES:
-                    made[key] = copy
+                if len(kept) < KEPT_COPIES:
+                    kept[key] = copy
             copies.append(copy)
         return Message(number, source, worker, tuple(copies), int(flow.nbytes[rows].sum()))
 
     @cached_property
-    def _made(self) -> list[dict[tuple[int, int, int], Copy]]:
-        """Copies of each place inside an engine by part, grain and holder: every engine and both sides have the same."""
-        return [{} for _ in self.streams]
+    def _kept_copies(self) -> list[dict[tuple[int, int, int], Copy]]:
+        """Of each position inside an engine, by segment, grain and holder: every engine and both sides have the same."""
+        return [{} for _ in self.templates]
 
     def copy(self, grain: Grain, segment: Segment, choice: int) -> Copy:
         """A template with its layer's numbers, from the chosen holder."""
@@ -123,7 +163,7 @@ class ReshardPlan:
         return Copy(
             grain.hf_name.format(segment.layer),
             grain.hf_box,
-            holder.megatron_name.format(segment.local_layer),
+            holder.source_name.format(segment.local_layer),
             chunk,
             grain.source_box,
             grain.parameter.format(segment.layer),
@@ -139,8 +179,8 @@ class ReshardPlan:
 
     def to_json(self) -> dict[str, Any]:
         """Everything that the messages follow from, as plain data; equal plans give equal JSON."""
-        holders: dict[tuple[Holder, ...], int] = {}
-        grains = {id(grain): grain for one in self.streams for block in one.blocks for grain in block}  # shared between streams
+        holder_sets: dict[tuple[Holder, ...], int] = {}
+        grains = {id(grain): grain for template in self.templates for block in template.blocks for grain in block}  # some are shared
         number = {key: n for n, key in enumerate(grains)}
         return {
             "format": FORMAT,
@@ -158,9 +198,9 @@ class ReshardPlan:
             "starts": self.schedule.starts,
             "choices": [hashlib.sha256(choices.astype("<i2").tobytes()).hexdigest() for choices in self.schedule.choices],
             "segments": [[s.block, s.layer, s.local_layer, s.stage, s.first_rank, s.vp_chunk] for s in self.segments],
-            "grains": [_grain_json(grain, holders) for grain in grains.values()],
-            "holders": [[[h.offset, h.megatron_name, h.is_last_stage] for h in one] for one in holders],
-            "streams": [[[number[id(grain)] for grain in block] for block in one.blocks] for one in self.streams],
+            "grains": [_grain_json(grain, holder_sets) for grain in grains.values()],
+            "holders": [[[h.offset, h.source_name, h.is_last_stage] for h in holders] for holders in holder_sets],
+            "streams": [[[number[id(grain)] for grain in block] for block in template.blocks] for template in self.templates],
         }
 
 
@@ -176,26 +216,27 @@ def plan_reshard(
 ) -> ReshardPlan:
     """The plan, proved: every element once, every source where it is said to be, no round over the budget.
 
-    Raises ConfigError for layouts that vLLM cannot have, a topology of another size and a budget that is too small.
+    Raises ConfigError for layouts that the engine cannot have, a topology of another size and a budget that is too small.
     """
-    _check(train, rollout, dtype, topology)
+    _check_inputs(train, rollout, dtype, topology)
     miniature = Miniature.of(model, train)
     holdings = Holdings(miniature, train.pipeline)
     parts = segments(model, train, miniature.kinds)
     devices = _devices(train, rollout, topology)
+    positions = range(rollout.workers_per_engine)
     limit = min(_GRAIN_BYTES, max(1, budget_bytes // _GRAINS_PER_ROUND))
     while True:
-        streams = tuple(stream(miniature, holdings, rollout, place, dialect, dtype, limit) for place in range(rollout.workers_per_engine))
-        circles = [Circle(one, parts) for one in streams]
-        largest = max(one.largest for one in streams)
-        found = make_schedule(rollout, circles, devices, train.world_size, budget_bytes) if largest <= budget_bytes else None
-        if found is not None:
+        templates = tuple(stream_template(miniature, holdings, rollout, position, dialect, dtype, limit) for position in positions)
+        streams = [WorkerStream(template, parts) for template in templates]
+        largest = max(template.largest for template in templates)
+        scheduled = make_schedule(rollout, streams, devices, train.world_size, budget_bytes) if largest <= budget_bytes else None
+        if scheduled is not None:
             break
         if largest > limit:  # single rows already
             raise _too_small(budget_bytes, largest)
         limit //= 2
-    plan = ReshardPlan(model, train, rollout, dialect, dtype, topology, budget_bytes, parts, streams, devices, *found)
-    faults = (*template_faults(miniature, train.pipeline, rollout, streams, dialect, dtype), *_schedule_faults(plan))
+    plan = ReshardPlan(model, train, rollout, dialect, dtype, topology, budget_bytes, parts, templates, devices, *scheduled)
+    faults = (*template_faults(miniature, train.pipeline, rollout, templates, dialect, dtype), *_schedule_faults(plan))
     if faults:
         raise PlanFault(faults[0])
     return plan
@@ -209,7 +250,7 @@ def _schedule_faults(plan: ReshardPlan) -> Iterator[str]:
         yield f"a process has {plan.loads.largest} bytes in one round, over the budget of {plan.budget_bytes}"
 
 
-def _check(train: TrainLayout, rollout: RolloutLayout, dtype: str, topology: Topology | None) -> None:
+def _check_inputs(train: TrainLayout, rollout: RolloutLayout, dtype: str, topology: Topology | None) -> None:
     if dtype not in ITEM_BYTES:
         raise ConfigError(f"rollout.dtype = {dtype}: weights are moved as {', '.join(ITEM_BYTES)}")
     if topology is not None and (len(topology.ranks), len(topology.workers)) != (train.world_size, rollout.world_size):
@@ -230,13 +271,14 @@ def _devices(train: TrainLayout, rollout: RolloutLayout, topology: Topology | No
     if topology is None:
         return Devices.apart(train.world_size, rollout.world_size)
     places = [*topology.ranks, *topology.workers]
-    device_of = {place: n for n, place in enumerate(dict.fromkeys(places))}
-    device, node = np.array([device_of[p] for p in places]), np.array([p.node for p in places])
-    return Devices(*(part[side] for side in (slice(train.world_size), slice(train.world_size, None)) for part in (device, node)))
+    number_of = {place: number for number, place in enumerate(dict.fromkeys(places))}
+    device, node = np.array([number_of[place] for place in places]), np.array([place.node for place in places])
+    ranks, workers = slice(train.world_size), slice(train.world_size, None)
+    return Devices(device[ranks], node[ranks], device[workers], node[workers])
 
 
-def _grain_json(grain: Grain, holders: dict[tuple[Holder, ...], int]) -> list[Any]:
+def _grain_json(grain: Grain, holder_sets: dict[tuple[Holder, ...], int]) -> list[Any]:
     """A template as plain data; its holders go into a table of their own."""
     boxes = (grain.hf_box, grain.source_box, grain.target_box)
-    number = holders.setdefault(grain.holders, len(holders))
+    number = holder_sets.setdefault(grain.holders, len(holder_sets))
     return [grain.hf_name, grain.parameter, *(box.ranges for box in boxes), grain.axes, grain.nbytes, number]

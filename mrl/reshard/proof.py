@@ -1,27 +1,36 @@
-"""Is a plan right, before there is a device or a weight? Two answers that do not lean on each other.
+"""Is a plan right, before there is a device or a weight? Two answers that are independent of each other.
 
 The proof takes the plan at the model's real shapes apart into single copies and holds each against what ranks and workers have. The
-rehearsal carries out the same layouts on a shrunken model whose elements are numbered, and looks at every element.
+rehearsal carries out the same layouts on a shrunken model. There every element is an integer of its own, so that no mistake hides, and
+every worker is compared with what its engine's own loader makes of full tensors.
 """
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from math import lcm
 from time import perf_counter
 
+import numpy as np
+
 from mrl.errors import ConfigError
-from mrl.model.layout import RolloutLayout
-from mrl.model.megatron_shards import source_shards
-from mrl.model.vllm_parameters import TargetParameter, target_parameters
+from mrl.model import ModelSpec, tensor_specs
+from mrl.model.layout import RolloutLayout, TrainLayout
+from mrl.model.megatron_shards import Shard, source_shards
+from mrl.model.vllm_parameters import TRANSPOSED, TargetParameter, target_parameters
 from mrl.reshard.faults import ShardTable, shard_table, worker_faults
+from mrl.reshard.messages import Copy
 from mrl.reshard.plan import MIB, ReshardPlan, plan_reshard
-from mrl.reshard.simulate import rehearse, shrink
+from mrl.reshard.simulate import loaded
 from mrl.reshard.streams import ITEM_BYTES
 
+Arrays = dict[str, np.ndarray]
+Wire = dict[tuple[int, int, int], np.ndarray]  # (round, source, worker) -> the message's elements
+
 _PROOF_SECONDS = 6.0  # after which no worker is taken apart beyond those that always are
-_MIN_BUDGET = 4096
+_BUDGETS = (*(4096 * 4**power for power in range(5)), 64 * MIB)  # of a rehearsal: the first that is large enough
 
 
 @dataclass(frozen=True)
@@ -42,7 +51,7 @@ class Rehearsal:
     layers: int
     experts: int
     rounds: int
-    elements: int  # that were written and looked at
+    elements: int  # that were written and compared
     fault: str | None
     seconds: float
 
@@ -62,52 +71,41 @@ class Verdict:
 
 def verify(plan: ReshardPlan) -> Verdict:
     """Takes about 15 seconds for 128 ranks, and memory for one worker's copies and those that the plan keeps (`plan.KEPT_COPIES`)."""
-    return Verdict(prove(plan), rehearse_small(plan))
+    return Verdict(prove(plan), rehearse(plan))
 
 
 def prove(plan: ReshardPlan, seconds: float = _PROOF_SECONDS) -> Proof:
     """Worker after worker: one whole engine and the first worker of each other engine in any case, the rest until the time is up."""
     begun, workers, copies, fault = perf_counter(), 0, 0, None
-    shards_of, wanted_at, (always, rest) = _shards_of(plan), _targets_of(plan), _order(plan.rollout)
+    shards_of, parameters_of, (always, rest) = _shards_of(plan), _parameters_of(plan), _order(plan.rollout)
     with _no_collection():
         for worker in [*always, *rest]:
             if fault or (workers >= len(always) and perf_counter() - begun > seconds):
                 break
             messages = list(plan.receives(worker))
             workers, copies = workers + 1, copies + sum(len(message.copies) for message in messages)
-            if found := next(worker_faults(wanted_at(worker % plan.rollout.workers_per_engine), messages, shards_of), None):
-                fault = f"engine {plan.rollout.coords(worker).engine}, worker {worker}: {found}"
+            parameters = parameters_of(worker % plan.rollout.workers_per_engine)
+            if first := next(worker_faults(parameters, messages, shards_of), None):
+                fault = f"engine {plan.rollout.coords(worker).engine}, worker {worker}: {first}"
     return Proof(workers, plan.rollout.world_size, copies, fault, perf_counter() - begun)
 
 
 def _order(rollout: RolloutLayout) -> tuple[list[int], list[int]]:
-    """Workers that are always taken apart, and the others; those at one place of their engines follow each other, see `_targets_of`."""
+    """Workers that are always taken apart, and the others; those at one position follow each other, see `_parameters_of`."""
     size = rollout.workers_per_engine
     first = range(0, rollout.world_size, size)
-    rest = [engine + place for place in range(1, size) for engine in first[1:]]
+    rest = [engine + position for position in range(1, size) for engine in first[1:]]
     return [*range(1, size), *first], rest
 
 
-def _targets_of(plan: ReshardPlan) -> Callable[[int], tuple[TargetParameter, ...]]:
-    """By place inside an engine: every engine wants the same. The last place's are kept."""
+def _parameters_of(plan: ReshardPlan) -> Callable[[int], tuple[TargetParameter, ...]]:
+    """By position inside an engine: every engine wants the same. The last position's are kept."""
 
     @lru_cache(maxsize=1)
-    def targets_of(place: int) -> tuple[TargetParameter, ...]:
-        return target_parameters(plan.model, plan.rollout, place, plan.dialect, plan.dtype)
+    def parameters_of(position: int) -> tuple[TargetParameter, ...]:
+        return target_parameters(plan.model, plan.rollout, position, plan.dialect, plan.dtype)
 
-    return targets_of
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Copies refer to no one that refers to them: looking for cycles among hundreds of thousands would double the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
+    return parameters_of
 
 
 def _shards_of(plan: ReshardPlan) -> Callable[[int], ShardTable]:
@@ -118,30 +116,148 @@ def _shards_of(plan: ReshardPlan) -> Callable[[int], ShardTable]:
     return shards_of
 
 
-def rehearse_small(plan: ReshardPlan) -> Rehearsal:
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Copies form no cycles: looking for some among hundreds of thousands of them would double the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def rehearse(plan: ReshardPlan) -> Rehearsal:
     """The same layouts, dialect and placement; a budget that makes several rounds. Raises ConfigError when no budget will do."""
     begun = perf_counter()
+    small = _small_plan(plan)
+    fault = next(simulated_faults(small), None)
+    elements = (small.bytes_moved + small.bytes_local) // ITEM_BYTES[small.dtype]
+    return Rehearsal(small.model.num_layers, small.model.num_experts, small.num_rounds, elements, fault, perf_counter() - begun)
+
+
+def _small_plan(plan: ReshardPlan) -> ReshardPlan:
+    """The plan for the shrunken model. Raises ConfigError when even the largest budget will not do."""
     model, train = shrink(plan.model, plan.train, plan.rollout)
-    small, refusal = None, None
-    for budget in _budgets():
-        try:
-            small = plan_reshard(
-                model, train, plan.rollout, dialect=plan.dialect, dtype=plan.dtype, topology=plan.topology, budget_bytes=budget
-            )
-        except ConfigError as error:
-            refusal = error
-            continue
-        break
-    if small is None:
-        raise refusal
-    fault = next(rehearse(small), None)
-    elements = (small.bytes_moved + small.bytes_local) // ITEM_BYTES[plan.dtype]
-    return Rehearsal(model.num_layers, model.num_experts, small.num_rounds, elements, fault, perf_counter() - begun)
+    arguments = {"dialect": plan.dialect, "dtype": plan.dtype, "topology": plan.topology}
+    *budgets, largest = _BUDGETS
+    for budget in budgets:
+        with suppress(ConfigError):
+            return plan_reshard(model, train, plan.rollout, **arguments, budget_bytes=budget)
+    return plan_reshard(model, train, plan.rollout, **arguments, budget_bytes=largest)
 
 
-def _budgets() -> Iterator[int]:
-    budget = _MIN_BUDGET
-    while budget <= MIB:
-        yield budget
-        budget *= 4
-    yield 64 * MIB
+def shrink(model: ModelSpec, train: TrainLayout, rollout: RolloutLayout) -> tuple[ModelSpec, TrainLayout]:
+    """A model of the same layout and divisibility, and the training layout for it.
+
+    Two layers a chunk (and one of each kind), two experts a rank on either side (where the model has as many), two rows a shard; heads,
+    padding of the vocabulary and what is uneven stay.
+    """
+    kept = [_kept_layers(layers, model.moe_layers) for layers in _chunks(train)]
+    layers = [layer for chunk in kept for layer in chunk]
+    counts = iter(len(chunk) for chunk in kept)
+    by_chunk = [[next(counts) for _ in range(train.pipeline)] for _ in range(train.virtual_pipeline)]
+    small = replace(
+        model,
+        num_layers=len(layers),
+        moe_layers=tuple(number for number, layer in enumerate(layers) if layer in model.moe_layers),
+        hidden_size=4,
+        head_dim=2,
+        vocab_size=128 * lcm(train.tensor, rollout.tensor) - (-model.vocab_size % 64),
+        intermediate_size=2 * lcm(train.tensor, rollout.tensor),
+        moe_intermediate_size=2 * lcm(train.expert_tensor, rollout.expert_tensor),
+        shared_expert_intermediate_size=2 * lcm(train.tensor, rollout.tensor) if model.shared_expert_intermediate_size else 0,
+        num_experts=_few_experts(model.num_experts, train.expert, rollout.expert) if model.is_moe else 0,
+    )
+    return small, replace(train, chunk_layers=tuple(zip(*by_chunk, strict=True)))
+
+
+def _kept_layers(layers: range, moe_layers: Collection[int]) -> list[int]:
+    """First and last layer of a chunk, and one of the kind that neither is."""
+    of_each_kind = {layer in moe_layers: layer for layer in (*layers, *layers[:1])}.values()
+    return sorted({*layers[:1], *layers[-1:], *of_each_kind})
+
+
+def _chunks(train: TrainLayout) -> list[range]:
+    """Layers of each chunk in model order."""
+    return [train.stage_layers(stage, chunk) for chunk in range(train.virtual_pipeline) for stage in range(train.pipeline)]
+
+
+def _few_experts(num_experts: int, train: int, rollout: int) -> int:
+    """At least two a training rank and a worker, or the one that a worker has; as even or uneven over the workers as the real number."""
+    even, least = num_experts % rollout == 0, max(2 * train, min(2, num_experts // rollout) * rollout)
+    count = -(-least // train) * train
+    while (count % rollout == 0) != even:
+        count += train
+    return count
+
+
+def simulated_faults(plan: ReshardPlan) -> Iterator[str]:
+    """Faults of the plan carried out in memory, as sentences; none when every worker ends up with what the engine's loader gives it.
+
+    Holds the whole model in 4-byte integers once a replica on either side: for small models.
+    """
+    hf = numbered(plan.model)
+    wire: Wire = {}
+    for rank in range(plan.train.world_size):
+        shards = {(s.vp_chunk, s.megatron_name): fill(s, hf) for s in source_shards(plan.model, plan.train, rank)}
+        for message in plan.sends(rank):
+            wire[message.round, message.source, message.worker] = _packed(shards, message.copies)
+    for position in range(plan.rollout.workers_per_engine):
+        wanted = loaded(plan.model, plan.rollout, position, hf, transposed=plan.dialect == TRANSPOSED)
+        for engine in range(plan.rollout.num_engines):
+            worker = engine * plan.rollout.workers_per_engine + position
+            yield from (f"engine {engine}, worker {worker}: {fault}" for fault in _arrival_faults(plan, worker, wanted, wire))
+    yield from (f"round {key[0]}: worker {key[2]} does not expect what rank {key[1]} sends" for key in wire)
+
+
+def _arrival_faults(plan: ReshardPlan, worker: int, wanted: Arrays, wire: Wire) -> Iterator[str]:
+    """Takes the worker's messages off the wire, and compares."""
+    parameters = {name: np.zeros_like(array) for name, array in wanted.items()}
+    for message in plan.receives(worker):
+        data = wire.pop((message.round, message.source, worker), None)
+        if data is None:
+            yield f"round {message.round}: rank {message.source} sends nothing to worker {worker}, which waits for it"
+            return
+        _unpack(parameters, message.copies, data)
+    for name, array in wanted.items():
+        if not np.array_equal(parameters[name], array):
+            index = tuple(int(axis[0]) for axis in np.nonzero(parameters[name] != array))
+            yield f"{name} has element {parameters[name][index]} at {index}, not {array[index]}"
+
+
+def numbered(model: ModelSpec) -> Arrays:
+    """A checkpoint in which every element is a number of its own; 0 is kept for padding."""
+    arrays, number = {}, 1
+    for spec in tensor_specs(model):
+        arrays[spec.name] = np.arange(number, number + spec.numel, dtype=np.int32).reshape(spec.shape)
+        number += spec.numel
+    return arrays
+
+
+def fill(shard: Shard, hf: Arrays) -> np.ndarray:
+    """What a rank holds in one parameter."""
+    local = np.zeros(shard.local_shape, dtype=np.int32)
+    for piece in shard.pieces:
+        local[piece.local_box.slices] = hf[piece.hf_name][piece.hf_box.slices]
+    return local
+
+
+def _packed(shards: dict[tuple[int, str], np.ndarray], copies: Sequence[Copy]) -> np.ndarray:
+    """A message as it travels."""
+    return np.concatenate([shards[copy.vp_chunk, copy.source_name][copy.source_box.slices].ravel() for copy in copies])
+
+
+def _unpack(parameters: Arrays, copies: Sequence[Copy], data: np.ndarray) -> None:
+    """Writes a message into a worker's parameters."""
+    start = 0
+    for copy in copies:
+        block = data[start : start + copy.hf_box.volume].reshape(copy.hf_box.shape)
+        start += block.size
+        target = parameters[copy.parameter][copy.target_box.slices]
+        if copy.axes != tuple(range(target.ndim))[-len(copy.axes) :]:
+            # dimensions of the parameter that the tensor does not have (the expert) come first
+            others = [axis for axis in range(target.ndim) if axis not in copy.axes]
+            target = target.transpose([*others, *copy.axes])
+        target[...] = block

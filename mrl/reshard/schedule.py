@@ -1,10 +1,10 @@
 """When each grain travels and from whom: rotation of workers over the model, division into rounds, choice among replicas.
 
-Every worker walks its stream as a circle, from a module of its own: workers stand evenly over the circle, so that at any time all
-pipeline stages send. They walk either freely, every round the same bytes, or in lockstep, every stage the same number of rounds: then
-those that share a stage always are the same ones, which counts where each draws on few ranks. Which of both, and which worker stands
-where, is chosen by the load on the busiest rank. What several ranks could send is shared so that, round by round, the least loaded
-send most. Only integers, so that every process comes to the same schedule.
+Every worker walks its stream as a circle and starts at a module of its own. Workers stand evenly over the circle, so that at any time all
+pipeline stages send. There are two ways to walk: freely, where every round brings the same bytes; and in lockstep, where every stage
+takes the same number of rounds, so that the workers that share a stage always are the same ones. Way and starting points are chosen by
+the load of the busiest rank. What several ranks could send is shared so that, round by round, the least loaded rank sends most.
+Only integers, so that every process comes to the same schedule.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ from math import gcd
 import numpy as np
 
 from mrl.model.layout import RolloutLayout
-from mrl.reshard.worker_stream import TIERS, Candidates, Circle, Devices
+from mrl.reshard.streams import TIERS, Candidates, Devices, WorkerStream
 
 _STRIDES = 24  # that are tried
 _BINS = 64  # rounds for comparing walks
-_KEPT_GRAINS = 1 << 20
+_KEPT_GRAINS = 1 << 20  # plans of at most so many keep their flows
 _ATTEMPTS = 6  # numbers of rounds that are tried
 
 
@@ -50,9 +50,9 @@ class Flow:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Everything about order and senders."""
+    """The order of all grains, and their senders."""
 
-    circles: tuple[Circle, ...]  # of each place inside an engine
+    streams: tuple[WorkerStream, ...]  # of each position inside an engine
     starts: tuple[int, ...]  # of each worker: the grain it begins with
     lockstep: bool
     num_rounds: int
@@ -73,32 +73,32 @@ class Schedule:
         return {}
 
     def _flow(self, worker: int) -> Flow:
-        circle = self.circles[worker % len(self.circles)]
-        order, rounds = circle.travel(self.starts[worker], self.num_rounds, self.lockstep)
+        stream = self.streams[worker % len(self.streams)]
+        order, rounds = stream.travel(self.starts[worker], self.num_rounds, self.lockstep)
         choice = self.choices[worker]
-        source = circle.ranks[circle.holder_set[order], choice]
-        return Flow(circle.segment[order], circle.index[order], circle.nbytes[order], choice, source, rounds)
+        source = stream.ranks[stream.holder_set[order], choice]
+        return Flow(stream.segment[order], stream.index[order], stream.nbytes[order], choice, source, rounds)
 
 
 def make_schedule(
-    rollout: RolloutLayout, circles: Sequence[Circle], devices: Devices, num_ranks: int, budget: int
+    rollout: RolloutLayout, streams: Sequence[WorkerStream], devices: Devices, num_ranks: int, budget: int
 ) -> tuple[Schedule, Loads] | None:
     """The schedule with few rounds in which nobody sends or receives more than `budget` bytes; None when none was found."""
-    largest_grain = max(int(circle.nbytes.max()) for circle in circles)
-    room = max(budget - largest_grain, 1)
-    lockstep, stride = best_walk(rollout.world_size, circles, num_ranks)
-    step = circles[0].num_stages if lockstep else 1
-    fullest = max(int(circle.stage_total.max()) if lockstep else circle.total for circle in circles)
-    rounds = max(1, -(-fullest // room)) * step
+    largest_grain = max(int(stream.nbytes.max()) for stream in streams)
+    usable = max(budget - largest_grain, 1)  # a round may end in the middle of a grain
+    lockstep, stride = best_walk(rollout.world_size, streams, num_ranks)
+    step = streams[0].num_stages if lockstep else 1
+    fullest = max(int(stream.stage_total.max()) if lockstep else stream.total for stream in streams)
+    rounds = max(1, -(-fullest // usable)) * step
     workers = range(rollout.world_size)
-    starts = [circles[w % len(circles)].start_near(w * stride % len(workers), len(workers), lockstep) for w in workers]
-    candidates = [circles[w % len(circles)].candidates(devices, w) for w in workers]
+    starts = [streams[w % len(streams)].start_near(w * stride % len(workers), len(workers), lockstep) for w in workers]
+    candidates = [streams[w % len(streams)].candidates(devices, w) for w in workers]
     for _ in range(_ATTEMPTS):
-        sharing = _Sharing(circles, starts, lockstep, candidates, num_ranks, rounds)
-        if sharing.largest <= max(room, budget // 2):
+        sharing = _Sharing(streams, starts, lockstep, candidates, num_ranks, rounds)
+        if sharing.largest <= max(usable, budget // 2):
             choices, loads = sharing.assign()
             if loads.largest <= budget:
-                return Schedule(tuple(circles), tuple(starts), lockstep, rounds, choices), loads
+                return Schedule(tuple(streams), tuple(starts), lockstep, rounds, choices), loads
         rounds = -(-max(rounds + 1, rounds * (sharing.largest + largest_grain) // budget + 1) // step) * step
     return None
 
@@ -108,22 +108,22 @@ class _Sharing:
 
     def __init__(
         self,
-        circles: Sequence[Circle],
+        streams: Sequence[WorkerStream],
         starts: Sequence[int],
         lockstep: bool,
         candidates: Sequence[Candidates],
         num_ranks: int,
         num_rounds: int,
     ):
-        self.circles, self.starts, self.lockstep, self.candidates, self.num_rounds = circles, starts, lockstep, candidates, num_rounds
+        self.streams, self.starts, self.lockstep, self.candidates, self.num_rounds = streams, starts, lockstep, candidates, num_rounds
         pools: dict[tuple[int, ...], int] = {}
         self.pool_of = [np.array([pools.setdefault(ranks, len(pools)) for ranks in _rank_sets(c)]) for c in candidates]
         self.pools = list(pools)
         demand = np.zeros((len(pools), num_rounds), dtype=np.int64)
         for worker, pool_of in enumerate(self.pool_of):
-            circle, order, rounds = self._walk(worker)
-            cells = circle.holder_set[order] * num_rounds + rounds
-            asked = np.bincount(cells, circle.nbytes[order], len(pool_of) * num_rounds)
+            stream, order, rounds = self._walk(worker)
+            cells = stream.holder_set[order] * num_rounds + rounds
+            asked = np.bincount(cells, stream.nbytes[order], len(pool_of) * num_rounds)
             np.add.at(demand, pool_of, asked.astype(np.int64).reshape(-1, num_rounds))
         self.sent = np.zeros((num_rounds, num_ranks), dtype=np.int64)
         self.bounds = self._share(demand)
@@ -133,9 +133,9 @@ class _Sharing:
         """Bytes of the busiest rank in its busiest round, give or take a grain."""
         return int(self.sent.max())
 
-    def _walk(self, worker: int) -> tuple[Circle, np.ndarray, np.ndarray]:
-        circle = self.circles[worker % len(self.circles)]
-        return circle, *circle.travel(self.starts[worker], self.num_rounds, self.lockstep)
+    def _walk(self, worker: int) -> tuple[WorkerStream, np.ndarray, np.ndarray]:
+        stream = self.streams[worker % len(self.streams)]
+        return stream, *stream.travel(self.starts[worker], self.num_rounds, self.lockstep)
 
     def _share(self, demand: np.ndarray) -> np.ndarray:
         """[pool, round, candidate]: up to which byte of the pool's demand each candidate sends. Those with the least choice come first."""
@@ -155,8 +155,8 @@ class _Sharing:
         received = np.zeros((len(TIERS), self.num_rounds, len(self.starts)), dtype=np.int64)
         choices = []
         for worker, candidates in enumerate(self.candidates):
-            circle, order, rounds = self._walk(worker)
-            sets, nbytes = circle.holder_set[order], circle.nbytes[order]
+            stream, order, rounds = self._walk(worker)
+            sets, nbytes = stream.holder_set[order], stream.nbytes[order]
             candidate = self._pick(worker, sets, rounds, nbytes, filled)
             choices.append(candidates.numbers[sets, candidate].astype(np.int16))
             tier = candidates.tier[sets]
@@ -167,10 +167,10 @@ class _Sharing:
     def _pick(self, worker: int, sets: np.ndarray, rounds: np.ndarray, nbytes: np.ndarray, filled: np.ndarray) -> np.ndarray:
         """Number of the candidate for each grain: the one whose part of the pool its middle byte falls into."""
         candidate = np.zeros_like(sets)
-        open_ones = np.flatnonzero(self.candidates[worker].count[sets] > 1)
-        pool, at = self.pool_of[worker][sets[open_ones]], rounds[open_ones]
-        middle = _middles(pool * self.num_rounds + at, nbytes[open_ones], filled)
-        candidate[open_ones] = (middle[:, None] >= self.bounds[pool, at]).sum(axis=1)
+        shared = np.flatnonzero(self.candidates[worker].count[sets] > 1)
+        pool, round_of = self.pool_of[worker][sets[shared]], rounds[shared]
+        middle = _middles(pool * self.num_rounds + round_of, nbytes[shared], filled)
+        candidate[shared] = (middle[:, None] >= self.bounds[pool, round_of]).sum(axis=1)
         return candidate
 
 
@@ -198,38 +198,38 @@ def level(loads: np.ndarray, more: np.ndarray) -> np.ndarray:
     ascending = np.sort(loads, axis=1)
     total = ascending.cumsum(axis=1)
     counts = np.arange(1, width + 1)
-    room = ascending[:, 1:] * counts[:-1] - total[:, :-1]  # what lifts the first columns to the next one
-    active = (room < more[:, None]).sum(axis=1)  # columns that take part, less one
+    needed = ascending[:, 1:] * counts[:-1] - total[:, :-1]  # what lifts the first columns to the next one
+    active = (needed < more[:, None]).sum(axis=1)  # columns that take part, less one
     rows = np.arange(len(loads))
     height = (more + total[rows, active]) // counts[active]
     return np.maximum(height[:, None] - loads, 0)
 
 
-def best_walk(workers: int, circles: Sequence[Circle], num_ranks: int) -> tuple[bool, int]:
+def best_walk(workers: int, streams: Sequence[WorkerStream], num_ranks: int) -> tuple[bool, int]:
     """(in lockstep, stride) under which the busiest process of each round has least to do, added over the rounds.
 
-    Worker w begins w * stride workers' parts round the circle.
+    Worker w begins w * stride workers' parts round the stream.
     """
     strides = _strides(workers)
-    costs = [_walk_costs(workers, circles, num_ranks, strides, lockstep) for lockstep in (False, True)]
+    costs = [_walk_costs(workers, streams, num_ranks, strides, lockstep) for lockstep in (False, True)]
     best = int(np.argmin(costs))
     return best >= len(strides), strides[best % len(strides)]
 
 
-def _walk_costs(workers: int, circles: Sequence[Circle], num_ranks: int, strides: Sequence[int], lockstep: bool) -> list[int]:
+def _walk_costs(workers: int, streams: Sequence[WorkerStream], num_ranks: int, strides: Sequence[int], lockstep: bool) -> list[int]:
     """Bytes of the busiest process of each round, added, for each stride; in a coarse division into rounds."""
-    stages = circles[0].num_stages
+    stages = streams[0].num_stages
     bins = -(-_BINS // stages) * stages
     sent = np.zeros((len(strides), bins, num_ranks), dtype=np.int64)
     received = np.zeros(bins, dtype=np.int64)
-    for place, circle in enumerate(circles):
-        profile = np.tile(_profile(circle, bins, num_ranks, lockstep), (2, 1))
-        for worker in range(place, workers, len(circles)):
+    for position, stream in enumerate(streams):
+        profile = np.tile(_profile(stream, bins, num_ranks, lockstep), (2, 1))
+        for worker in range(position, workers, len(streams)):
             for n, stride in enumerate(strides):
-                at = worker * stride % workers * bins // workers
-                at -= at % (bins // stages) if lockstep else 0
-                sent[n] += profile[at : at + bins]
-        received = np.maximum(received, profile[:bins].sum(axis=1).max() if lockstep else -(-circle.total // bins))
+                start = worker * stride % workers * bins // workers
+                start -= start % (bins // stages) if lockstep else 0
+                sent[n] += profile[start : start + bins]
+        received = np.maximum(received, profile[:bins].sum(axis=1).max() if lockstep else -(-stream.total // bins))
     return np.maximum(sent.max(axis=2), received).sum(axis=1).tolist()
 
 
@@ -237,17 +237,17 @@ def _strides(workers: int) -> list[int]:
     """Strides that visit every place: one after the other, near golden ratios, past blocks, small primes."""
     blocks = [size for size in range(2, workers) if workers % size == 0]
     ratios = [workers * ratio // 1000 for ratio in (618, 382, 236, 414, 293)]
-    wanted = [1, *(size - 1 for size in blocks), *(size + 1 for size in blocks), *ratios, 3, 5, 7, 11, 13]
-    found = dict.fromkeys(stride for stride in wanted if 0 < stride < max(workers, 2) and gcd(stride, workers) == 1)
-    return list(found)[:_STRIDES]
+    candidates = [1, *(size - 1 for size in blocks), *(size + 1 for size in blocks), *ratios, 3, 5, 7, 11, 13]
+    strides = dict.fromkeys(stride for stride in candidates if 0 < stride < max(workers, 2) and gcd(stride, workers) == 1)
+    return list(strides)[:_STRIDES]
 
 
-def _profile(circle: Circle, bins: int, num_ranks: int, lockstep: bool) -> np.ndarray:
+def _profile(stream: WorkerStream, bins: int, num_ranks: int, lockstep: bool) -> np.ndarray:
     """Bytes [bin, rank] that a worker starting at the beginning asks of each rank, replicas sharing equally."""
-    sets = len(circle.holders)
-    cells = circle.travel(0, bins, lockstep)[1] * sets + circle.holder_set
-    asked = np.bincount(cells, circle.nbytes, bins * sets).astype(np.int64).reshape(bins, sets)
+    sets = len(stream.holders)
+    cells = stream.travel(0, bins, lockstep)[1] * sets + stream.holder_set
+    asked = np.bincount(cells, stream.nbytes, bins * sets).astype(np.int64).reshape(bins, sets)
     holds = np.zeros((sets, num_ranks), dtype=np.int64)
-    for number, ranks in enumerate(circle.holders):
+    for number, ranks in enumerate(stream.holders):
         holds[number, list(ranks)] = 1
     return asked // holds.sum(axis=1) @ holds

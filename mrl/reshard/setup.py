@@ -7,8 +7,10 @@ from typing import Any
 
 from mrl.errors import EnvironmentFault
 from mrl.model import ModelSpec, model_spec
+from mrl.model.device_grid import Place
 from mrl.model.layout import RolloutLayout, TrainLayout
-from mrl.reshard.plan import Place, ReshardPlan, Topology, plan_reshard
+from mrl.reshard.messages import Topology
+from mrl.reshard.plan import ReshardPlan, plan_reshard
 
 
 @dataclass(frozen=True)

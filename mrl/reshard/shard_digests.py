@@ -12,8 +12,8 @@ from torch import Tensor
 from mrl.model.boxes import Box
 from mrl.model.megatron_shards import Piece, Shard
 from mrl.reshard.digest import MODULUS, partial_digests
+from mrl.reshard.messages import Copy, Message
 from mrl.reshard.pack import Shards
-from mrl.reshard.plan import Copy, Message
 
 
 class ShardDigests:
@@ -62,12 +62,12 @@ class ShardDigests:
 
     def _block(self, copy: Copy) -> Tensor:
         if copy not in self._boxes:
-            self._boxes[copy] = _local_box(self._described[copy.megatron_name, copy.vp_chunk].pieces, copy)
-        return self._shards(copy.megatron_name, copy.vp_chunk).detach()[self._boxes[copy].slices]
+            self._boxes[copy] = _local_box(self._described[copy.source_name, copy.vp_chunk].pieces, copy)
+        return self._shards(copy.source_name, copy.vp_chunk).detach()[self._boxes[copy].slices]
 
 
 def _local_box(pieces: Sequence[Piece], copy: Copy) -> Box:
     for piece in pieces:
         if piece.hf_name == copy.hf_name and piece.hf_box.contains(copy.hf_box):
             return copy.hf_box.shift([local - hf for local, hf in zip(piece.local_box.origin, piece.hf_box.origin, strict=True)])
-    raise RuntimeError(f"{copy.megatron_name} does not hold {copy.hf_name} {copy.hf_box.ranges}, which the plan sends from it")
+    raise RuntimeError(f"{copy.source_name} does not hold {copy.hf_name} {copy.hf_box.ranges}, which the plan sends from it")

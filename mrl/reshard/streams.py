@@ -1,15 +1,19 @@
-"""What one kind of worker receives, as a stream of grains: boxes that some ranks hold, in the order of the worker's modules.
+"""What one worker receives, as a stream of grains in the order of its modules: first as templates, then as arrays.
 
-Layers of one kind differ in their numbers only, and so do pipeline stages; workers at one place inside their engines hold the same. So
-grains are worked out once for each layer kind and place inside an engine, on a model with one layer of each kind, and every layer is
-that template with other numbers. The size of a plan then does not grow with depth or with the number of engines.
+Layers of one kind differ in their numbers only, and so do pipeline stages; workers at one position inside their engines hold the same.
+So grains are worked out once for each layer kind and position, on a model with one layer of each kind, and every layer is that template
+with other numbers. The size of a plan then grows neither with depth nor with the number of engines. The schedule computes with arrays
+that have one row for each grain of the whole model.
 """
 
+import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+
+import numpy as np
 
 from mrl.model import ModelSpec
 from mrl.model.boxes import Box
@@ -18,7 +22,10 @@ from mrl.model.megatron_shards import Shard, source_shards
 from mrl.model.vllm_parameters import Dialect, TargetParameter, target_parameters
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_FINE = 1 << 40  # fractions of a module are compared as integers, so that every process orders alike
+SAME_DEVICE, SAME_NODE, REMOTE = TIERS = (0, 1, 2)  # nearer is less
+MAX_CANDIDATES = 16  # replicas that one worker may ask for the same grain
+_SHARE_UNITS = 1 << 40  # shares of a module are compared as integers, so that every process orders alike
+_LAYER_NUMBER = re.compile(r"(?<=\blayers\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True)
@@ -26,7 +33,7 @@ class Holder:
     """A rank that has a grain: `offset` from the first rank of the layer's pipeline stage, and the parameter there."""
 
     offset: int
-    megatron_name: str
+    source_name: str
     is_last_stage: bool  # of tied embeddings and of what follows the layers
 
 
@@ -49,12 +56,24 @@ class Grain:
 class Segment:
     """One part of every stream: what precedes the layers, one layer, or what follows them."""
 
-    block: int  # number of the template in a stream's `blocks`
-    layer: int | None  # global number, for names of Hugging Face and vLLM
-    local_layer: int | None  # number in the model chunk, for Megatron's names
+    block: int  # number of the template in StreamTemplate.blocks
+    layer: int | None  # global number, for tensor names and target parameters
+    local_layer: int | None  # number in the model chunk, for source parameters
     stage: int  # pipeline stage that has it
     first_rank: int  # that holders are counted from
     vp_chunk: int  # chunk that has it
+
+
+@dataclass(frozen=True)
+class StreamTemplate:
+    """Templates of what a worker at one position inside its engine receives; block numbers are those of `Segment`."""
+
+    blocks: tuple[tuple[Grain, ...], ...]
+
+    @cached_property
+    def largest(self) -> int:
+        """Bytes of the largest grain."""
+        return max((grain.nbytes for block in self.blocks for grain in block), default=0)
 
 
 @dataclass(frozen=True)
@@ -67,10 +86,15 @@ class Miniature:
 
     @classmethod
     def of(cls, model: ModelSpec, train: TrainLayout) -> "Miniature":
+        """The miniature of a model and its layout."""
         kinds = tuple(dict.fromkeys(layer in model.moe_layers for layer in range(model.num_layers)))
-        small = replace(model, num_layers=len(kinds), moe_layers=tuple(n for n, has_experts in enumerate(kinds) if has_experts))
+        moe_layers = tuple(layer for layer, has_experts in enumerate(kinds) if has_experts)
         stages = ((len(kinds),), (0,))[: train.pipeline]
-        return cls(small, replace(train, pipeline=len(stages), virtual_pipeline=1, chunk_layers=stages), kinds)
+        return cls(
+            replace(model, num_layers=len(kinds), moe_layers=moe_layers),
+            replace(train, pipeline=len(stages), virtual_pipeline=1, chunk_layers=stages),
+            kinds,
+        )
 
     @property
     def stage_size(self) -> int:
@@ -81,7 +105,7 @@ class Miniature:
         """Of each rank."""
         return tuple(source_shards(self.model, self.train, rank) for rank in range(self.train.world_size))
 
-    def rank_of(self, holder: "Holder", pipeline: int) -> int:
+    def rank_of(self, holder: Holder, pipeline: int) -> int:
         """The rank of this small layout that stands for a holder of a layout with `pipeline` stages."""
         return holder.offset - (pipeline - 2) * self.stage_size if holder.is_last_stage else holder.offset
 
@@ -89,14 +113,15 @@ class Miniature:
 def segments(model: ModelSpec, train: TrainLayout, kinds: tuple[bool, ...]) -> tuple[Segment, ...]:
     """All parts, stage after stage. Blocks are numbered: before the layers, each layer kind, after the layers."""
     stage_size = train.world_size // train.pipeline
-    last = train.pipeline - 1
-    found = [Segment(0, None, None, 0, 0, 0)]
-    for pp in range(train.pipeline):
-        for vp in range(train.virtual_pipeline):
-            for local, layer in enumerate(train.stage_layers(pp, vp)):
-                block = 1 + kinds.index(layer in model.moe_layers)
-                found.append(Segment(block, layer, local, pp, pp * stage_size, vp))
-    return (*found, Segment(len(kinds) + 1, None, None, last, 0, train.virtual_pipeline - 1))
+    layers = [
+        Segment(1 + kinds.index(layer in model.moe_layers), layer, local, stage, stage * stage_size, chunk)
+        for stage in range(train.pipeline)
+        for chunk in range(train.virtual_pipeline)
+        for local, layer in enumerate(train.stage_layers(stage, chunk))
+    ]
+    before = Segment(0, None, None, 0, 0, 0)
+    after = Segment(len(kinds) + 1, None, None, train.pipeline - 1, 0, train.virtual_pipeline - 1)
+    return (before, *layers, after)
 
 
 class Holdings:
@@ -104,22 +129,22 @@ class Holdings:
 
     def __init__(self, miniature: Miniature, pipeline: int):
         """`pipeline`: stages of the real layout; ranks of the last one stand that much further away."""
-        found: dict[tuple[str, Box, Box], list[Holder]] = defaultdict(list)
+        holders_of: dict[tuple[str, Box, Box], list[Holder]] = defaultdict(list)
         size = miniature.stage_size
         for rank, shards in enumerate(miniature.shards):
-            stage, slot = divmod(rank, size)
-            offset = slot + stage * (pipeline - 1) * size
+            stage, rank_in_stage = divmod(rank, size)
+            offset = rank_in_stage + stage * (pipeline - 1) * size
             for shard in shards:
-                holder = Holder(offset, _open(shard.megatron_name, "decoder.layers."), stage > 0)
+                holder = Holder(offset, with_open_layer(shard.megatron_name), stage > 0)
                 for piece in shard.pieces:
-                    found[piece.hf_name, piece.hf_box, piece.local_box].append(holder)
+                    holders_of[piece.hf_name, piece.hf_box, piece.local_box].append(holder)
         self._cut: dict[tuple[TargetParameter, int], tuple[Grain, ...]] = {}  # workers have many parameters in common
         self._blocks: dict[str, list[tuple[Box, Box, tuple[Holder, ...]]]] = defaultdict(list)
-        for (hf_name, hf_box, local_box), holders in found.items():
+        for (hf_name, hf_box, local_box), holders in holders_of.items():
             self._blocks[hf_name].append((hf_box, local_box, tuple(holders)))
 
     def parts(self, hf_name: str, box: Box) -> Iterator[tuple[Box, Box, tuple[Holder, ...]]]:
-        """(common box, the same in the local frame, who has it) of every block that meets `box`."""
+        """(common box, the same in the source parameter, who has it) of every block that meets `box`."""
         for hf_box, local_box, holders in self._blocks[hf_name]:
             if common := hf_box.intersect(box):
                 yield common, common.rebase(hf_box, local_box), holders
@@ -132,9 +157,9 @@ class Holdings:
 
     def _grains(self, parameter: TargetParameter, limit: int) -> Iterator[Grain]:
         item = ITEM_BYTES[parameter.dtype]
-        name, module = (_open(text, "model.layers.") for text in (parameter.name, parameter.module))
+        name, module = with_open_layer(parameter.name), with_open_layer(parameter.module)
         for piece in parameter.pieces:
-            hf_name = _open(piece.hf_name, "model.layers.")
+            hf_name = with_open_layer(piece.hf_name)
             for common, source, holders in self.parts(piece.hf_name, piece.hf_box):
                 for rows in _row_ranges(common, limit // item):
                     hf_box = Box((rows, *common.ranges[1:]))
@@ -143,30 +168,28 @@ class Holdings:
                     yield Grain(hf_name, hf_box, source_box, name, module, target_box, piece.axes, hf_box.volume * item, holders)
 
 
-@dataclass(frozen=True)
-class Stream:
-    """Templates of what a worker at one place inside its engine receives; block numbers are those of `Segment`."""
-
-    blocks: tuple[tuple[Grain, ...], ...]
-
-    @cached_property
-    def largest(self) -> int:
-        """Bytes of the largest grain."""
-        return max((grain.nbytes for block in self.blocks for grain in block), default=0)
-
-
-def stream(
-    miniature: Miniature, holdings: Holdings, rollout: RolloutLayout, place: int, dialect: Dialect, dtype: str, limit: int
-) -> Stream:
-    """Of the workers at `place` of their engines. Grains have at most `limit` bytes, but never less than one row."""
+def stream_template(
+    miniature: Miniature, holdings: Holdings, rollout: RolloutLayout, position: int, dialect: Dialect, dtype: str, limit: int
+) -> StreamTemplate:
+    """Of the workers at `position` of their engines. Grains have at most `limit` bytes, but never less than one row."""
     blocks: list[list[Grain]] = [[] for _ in range(len(miniature.kinds) + 2)]
     after_layers = False
-    for parameter in target_parameters(miniature.model, rollout, place, dialect, dtype):
+    for parameter in target_parameters(miniature.model, rollout, position, dialect, dtype):
         layer = _layer_number(parameter.name)
         after_layers = after_layers or layer is not None
         block = (len(blocks) - 1 if after_layers else 0) if layer is None else layer + 1
         blocks[block] += holdings.grains(parameter, limit)
-    return Stream(tuple(tuple(_strided(block, (place, rollout.workers_per_engine))) for block in blocks))
+    return StreamTemplate(tuple(tuple(_interleaved(block, position, rollout.workers_per_engine)) for block in blocks))
+
+
+def with_open_layer(name: str) -> str:
+    """The name with `{}` in place of its layer number: `model.layers.7.mlp` gives `model.layers.{}.mlp`."""
+    return _LAYER_NUMBER.sub("{}", name, count=1)
+
+
+def _layer_number(name: str) -> int | None:
+    match = _LAYER_NUMBER.search(name)
+    return int(match[0]) if match else None
 
 
 def _row_ranges(box: Box, max_elements: int) -> Iterator[tuple[int, int]]:
@@ -184,7 +207,7 @@ def _rows_of(part: Box, whole: Box, elsewhere: Box) -> Box:
 
 
 def _in_target(part: Box, hf_box: Box, local_box: Box, axes: tuple[int, ...]) -> Box:
-    """Where `part` of `hf_box` lies in the parameter where the whole of it lies at `local_box`, its dimensions along `axes`."""
+    """Where `part` of `hf_box` lies in the parameter, where all of it lies at `local_box` with its dimensions along `axes`."""
     ranges = list(local_box.ranges)
     for dim, axis in enumerate(axes):
         start = local_box.ranges[axis][0] - hf_box.ranges[dim][0]
@@ -192,10 +215,10 @@ def _in_target(part: Box, hf_box: Box, local_box: Box, axes: tuple[int, ...]) ->
     return Box(tuple(ranges))
 
 
-def _strided(grains: Iterable[Grain], place: tuple[int, int]) -> Iterator[Grain]:
+def _interleaved(grains: Iterable[Grain], position: int, positions: int) -> Iterator[Grain]:
     """Module after module; inside a module the ranks that hold it take turns, so that any part of the stream draws on all of them.
 
-    `place` (number, of how many) lets workers that walk in step begin with different ranks.
+    `position` of `positions` lets workers that walk in step begin with different ranks.
     """
     modules: dict[str, list[Grain]] = defaultdict(list)
     for grain in grains:
@@ -205,22 +228,123 @@ def _strided(grains: Iterable[Grain], place: tuple[int, int]) -> Iterator[Grain]
         for grain in module:
             queues[tuple(holder.offset for holder in grain.holders)].append(grain)
         order = []
-        first = place[0] * len(queues) // place[1]
+        first = position * len(queues) // positions
         for number, queue in enumerate(queues.values()):
-            total, before = sum(g.nbytes for g in queue), 0
+            total, before = sum(grain.nbytes for grain in queue), 0
             for index, grain in enumerate(queue):
-                share = (2 * before + grain.nbytes) * _FINE // (2 * total)
+                share = (2 * before + grain.nbytes) * _SHARE_UNITS // (2 * total)
                 order.append((share, (number - first) % len(queues), index, grain))
                 before += grain.nbytes
         yield from (grain for *_, grain in sorted(order, key=lambda row: row[:3]))
 
 
-def _layer_number(name: str) -> int | None:
-    return int(name.split(".")[2]) if name.startswith("model.layers.") else None
+@dataclass(frozen=True)
+class Devices:
+    """Number of the device and of the node of every rank and worker."""
+
+    rank_device: np.ndarray
+    rank_node: np.ndarray
+    worker_device: np.ndarray
+    worker_node: np.ndarray
+
+    @classmethod
+    def apart(cls, ranks: int, workers: int) -> "Devices":
+        """Every process on a device and a node of its own."""
+        rank, worker = np.arange(ranks), ranks + np.arange(workers)
+        return cls(rank, rank, worker, worker)
 
 
-def _open(name: str, prefix: str) -> str:
-    """The name with its layer number left open."""
-    if not name.startswith(prefix):
-        return name
-    return f"{prefix}{{}}.{name[len(prefix) :].partition('.')[2]}"
+@dataclass(frozen=True)
+class Candidates:
+    """Whom one worker may ask for the grains of each holder set: arrays with a row a set."""
+
+    numbers: np.ndarray  # [set, candidate]: number among the holders; those beyond `count` mean nothing
+    ranks: np.ndarray  # [set, candidate]
+    count: np.ndarray
+    tier: np.ndarray  # how near they are, all alike
+
+
+class _Block:
+    """One template of a stream as arrays."""
+
+    def __init__(self, grains: Sequence[Grain]):
+        sets: dict[tuple[int, ...], int] = {}
+        numbers = [sets.setdefault(tuple(holder.offset for holder in grain.holders), len(sets)) for grain in grains]
+        self.nbytes = np.array([grain.nbytes for grain in grains], dtype=np.int64)
+        self.holder_set = np.array(numbers, dtype=np.int64)
+        self.sets = list(sets)
+        begins = [n == 0 or grains[n - 1].module != grain.module for n, grain in enumerate(grains)]
+        self.begins_module = np.array(begins, dtype=bool)
+
+
+class WorkerStream:
+    """The whole stream of one position inside an engine: arrays with a row a grain, in model order. A worker walks it as a circle."""
+
+    def __init__(self, template: StreamTemplate, segments: Sequence[Segment]):
+        blocks = [_Block(grains) for grains in template.blocks]
+        chosen = [blocks[segment.block] for segment in segments]
+        sets: dict[tuple[int, tuple[int, ...]], int] = {}
+        entries = []
+        for segment, block in zip(segments, chosen, strict=True):
+            numbers = [sets.setdefault((segment.first_rank, offsets), len(sets)) for offsets in block.sets]
+            entries.append(np.array(numbers, dtype=np.int64)[block.holder_set])
+        sizes = [len(block.nbytes) for block in chosen]
+        self.segment = np.repeat(np.arange(len(segments)), sizes)
+        self.index = np.concatenate([np.arange(size) for size in sizes])
+        self.nbytes = np.concatenate([block.nbytes for block in chosen])
+        self.holder_set = np.concatenate(entries)
+        self.module_starts = np.flatnonzero(np.concatenate([block.begins_module for block in chosen]))  # first grain of each module
+        self.before = np.cumsum(self.nbytes) - self.nbytes  # bytes in front of each grain
+        self.total = int(self.nbytes.sum())
+        width = max(len(offsets) for _, offsets in sets)
+        self.stage = np.repeat(np.array([segment.stage for segment in segments]), sizes)
+        self.num_stages = max(segment.stage for segment in segments) + 1
+        self.stage_total = np.bincount(self.stage, self.nbytes, self.num_stages).astype(np.int64)
+        self.stage_before = np.cumsum(self.stage_total) - self.stage_total
+        self.holders = [frozenset(first + offset for offset in offsets) for first, offsets in sets]
+        rows = [[first + offset for offset in offsets] + [-1] * (width - len(offsets)) for first, offsets in sets]
+        self.ranks = np.array(rows)  # [set, holder]
+
+    def start_near(self, part: int, parts: int, lockstep: bool) -> int:
+        """The grain that begins a module, nearest to `part` / `parts` of the way round; in lockstep one that begins a stage."""
+        if lockstep:
+            behind = (self.stage - part * self.num_stages // parts) % self.num_stages
+            return int(behind.argmin())
+        distance = np.abs(self.before[self.module_starts] - self.total * part // parts)
+        return int(self.module_starts[distance.argmin()])
+
+    def travel(self, start: int, num_rounds: int, lockstep: bool) -> tuple[np.ndarray, np.ndarray]:
+        """(grains in order, round of each) of a walk round from grain `start`.
+
+        Rounds bring equal bytes of the whole walk. In lockstep every stage gets an equal number of rounds, which divide its bytes.
+        """
+        order = np.concatenate([np.arange(start, len(self.nbytes)), np.arange(start)])
+        if not lockstep:
+            travelled = (self.before[order] - self.before[start]) % self.total
+            return order, travelled * num_rounds // self.total
+        stage, stage_rounds = self.stage[order], num_rounds // self.num_stages
+        in_stage = (self.before - self.stage_before[self.stage])[order] * stage_rounds // self.stage_total[stage]
+        return order, (stage - self.stage[start]) % self.num_stages * stage_rounds + in_stage
+
+    def candidates(self, devices: Devices, worker: int) -> Candidates:
+        """The nearest holders of everything, at most MAX_CANDIDATES of them, other ones for other workers."""
+        tier = np.full(self.ranks.shape, REMOTE)
+        tier[devices.rank_node[self.ranks] == devices.worker_node[worker]] = SAME_NODE
+        tier[devices.rank_device[self.ranks] == devices.worker_device[worker]] = SAME_DEVICE
+        tier[self.ranks < 0] = REMOTE + 1
+        nearest = tier.min(axis=1)
+        near = tier == nearest[:, None]
+        step = -(-near.sum(axis=1) // MAX_CANDIDATES)
+        turn = np.array([_digit_sum(worker, int(base)) for base in step]) % step
+        near &= (near.cumsum(axis=1) - 1) % step[:, None] == turn[:, None]
+        numbers = np.argsort(~near, axis=1, kind="stable")[:, :MAX_CANDIDATES]
+        return Candidates(numbers, np.take_along_axis(self.ranks, numbers, axis=1), near.sum(axis=1), nearest)
+
+
+def _digit_sum(number: int, base: int) -> int:
+    """Spreads numbers evenly over their remainders, also where only every so manieth number is taken."""
+    digits = 0
+    while number and base > 1:
+        number, digit = divmod(number, base)
+        digits += digit
+    return digits

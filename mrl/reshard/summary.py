@@ -1,4 +1,4 @@
-"""What a plan will cost, beside the least that any plan without relays could cost. Seconds are predictions for a stated link."""
+"""Predicted cost of a plan, beside the lower bound of any plan without relays. Seconds are predictions for a stated link."""
 
 from collections import defaultdict
 from dataclasses import asdict, dataclass
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mrl.reshard.plan import ReshardPlan
-from mrl.reshard.worker_stream import REMOTE, SAME_DEVICE, SAME_NODE, TIERS
+from mrl.reshard.streams import REMOTE, SAME_DEVICE, SAME_NODE, TIERS
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ def bound_seconds(plan: ReshardPlan, link: Link) -> float:
     groups: dict[frozenset[int], int] = defaultdict(int)
     for ranks, nbytes in demand.items():
         stages = {rank // stage_size for rank in ranks}
-        wider = frozenset(rank for stage in stages for rank in range(stage * stage_size, (stage + 1) * stage_size))
-        for group in {ranks, wider, frozenset(range(plan.train.world_size))}:
+        whole_stages = frozenset(rank for stage in stages for rank in range(stage * stage_size, (stage + 1) * stage_size))
+        for group in {ranks, whole_stages, frozenset(range(plan.train.world_size))}:
             groups[group] += nbytes
     rank_device = plan.devices.rank_device.tolist()
     egress = (nbytes / len({rank_device[rank] for rank in ranks}) for ranks, nbytes in groups.items())
@@ -82,9 +82,9 @@ def _remote_demand(plan: ReshardPlan) -> dict[frozenset[int], int]:
     """Bytes that workers need from other nodes, by the set of ranks that have them."""
     demand: dict[frozenset[int], int] = defaultdict(int)
     for worker in range(plan.rollout.world_size):
-        circle = plan.schedule.circles[worker % len(plan.schedule.circles)]
-        tier = circle.candidates(plan.devices, worker).tier
-        asked = np.bincount(circle.holder_set, circle.nbytes, len(tier))
+        stream = plan.schedule.streams[worker % len(plan.schedule.streams)]
+        tier = stream.candidates(plan.devices, worker).tier
+        asked = np.bincount(stream.holder_set, stream.nbytes, len(tier))
         for holder_set in np.flatnonzero(tier == REMOTE):
-            demand[circle.holders[holder_set]] += int(asked[holder_set])
+            demand[stream.holders[holder_set]] += int(asked[holder_set])
     return demand

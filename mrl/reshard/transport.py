@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mrl.errors import EnvironmentFault
 from mrl.platforms.transfer import get_transfer
-from mrl.reshard.plan import Message
+from mrl.reshard.messages import Message
 from mrl.reshard.setup import SyncSetup
 
 KINDS = ("auto", "shm", "p2p", "ipc")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mrl.errors import EnvironmentFault
-from mrl.reshard.plan import Message
+from mrl.reshard.messages import Message
 from mrl.reshard.setup import SyncSetup
 from mrl.reshard.transport_shm import ON_DEVICE, Arena, SharedMemoryReceiver, SharedMemorySender, arena_path
 

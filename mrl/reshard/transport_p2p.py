@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.platforms.transfer import Transfer
-from mrl.reshard.plan import Message
+from mrl.reshard.messages import Message
 from mrl.reshard.setup import SyncSetup
 from mrl.reshard.transport import TransferError, route
 from mrl.reshard.transport_shm import aligned, plan_word, received_rounds, sequence

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from mrl.errors import EnvironmentFault
 from mrl.platforms.transfer import Transfer
-from mrl.reshard.plan import Message, ReshardPlan
+from mrl.reshard.messages import Message
+from mrl.reshard.plan import ReshardPlan
 from mrl.reshard.setup import SyncSetup
 from mrl.reshard.sync_report import GAVE_UP
 from mrl.reshard.transport import TransferError, route, wait_until

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from mrl.reshard.execute import Receiver
+from mrl.reshard.messages import Message
 from mrl.reshard.pack import wire_views
-from mrl.reshard.plan import Message
 from mrl.reshard.setup import SyncSetup
 from mrl.vllm import shard_path
 from mrl.vllm.engine import shared_memory_below

@@ -7,9 +7,11 @@ from test_reshard_source import random_layouts
 
 from mrl.errors import ConfigError
 from mrl.model import ModelSpec
+from mrl.model.device_grid import Place
 from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.model.vllm_parameters import target_parameters
-from mrl.reshard.plan import Place, ReshardPlan, Topology, plan_reshard
+from mrl.reshard.messages import Topology
+from mrl.reshard.plan import ReshardPlan, plan_reshard
 
 _QWEN3_MOE = {
     "family": "qwen3_moe", "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960, "rope_theta": 1e6,

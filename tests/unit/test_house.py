@@ -56,7 +56,7 @@ LIGHT = (
         for part in ("check_output", "containers", "conversion_job", "conversions", "disk_space", "file_plan", "file_writer", "manifest")
     ),
     *(f"checkpoint/{part}.py" for part in ("processes", "source", "work_folder")),
-    *(f"reshard/{part}.py" for part in ("plan", "setup", "sync_report", "messages", "streams", "worker_stream")),
+    *(f"reshard/{part}.py" for part in ("plan", "setup", "sync_report", "messages", "streams")),
     *(f"reshard/{part}.py" for part in ("schedule", "faults", "summary", "simulate", "proof")),
 )
 HEAVY = ("torch", "ray", "megatron", "mbridge", "vllm")

@@ -14,8 +14,10 @@ from reshard_cases import QWEN3_30B, QWEN3_235B, TRAIN_235B, Pair, bytes_of_a_wo
 from test_reshard_source import MODELS
 
 from mrl.errors import ConfigError
+from mrl.model.device_grid import Place
 from mrl.model.layout import RolloutLayout, TrainLayout
-from mrl.reshard.plan import MIB, Place, Topology, plan_reshard
+from mrl.reshard.messages import Topology
+from mrl.reshard.plan import MIB, plan_reshard
 from mrl.reshard.schedule import level
 from mrl.reshard.summary import Link, reshard_summary
 
@@ -107,7 +109,7 @@ def test_replicas_share_the_work(name, degrees):
     train = TrainLayout.build(degrees, model)
     plan = plan_reshard(model, train, RolloutLayout(), dialect="cpu", dtype="float32", budget_bytes=4096)
     sent = plan.loads.sent.sum(axis=(0, 1))
-    assert max(sent) - min(sent) <= plan.num_rounds * max(stream.largest for stream in plan.streams)
+    assert max(sent) - min(sent) <= plan.num_rounds * max(stream.largest for stream in plan.templates)
     assert (plan.loads.sent.sum(axis=0) > 0).all(), "all of them in every round"
 
 

@@ -9,13 +9,15 @@ import pytest
 from reshard_cases import Pair, random_pairs
 from test_reshard_source import MODELS
 
+from mrl.model.device_grid import Place
 from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.model.megatron_shards import source_shards
 from mrl.model.vllm_parameters import target_parameters
 from mrl.reshard import proof
 from mrl.reshard.faults import PlanFault, shard_table, worker_faults
-from mrl.reshard.plan import Copy, Message, Place, ReshardPlan, Topology, plan_reshard
-from mrl.reshard.simulate import rehearse, shrink
+from mrl.reshard.messages import Copy, Message, Topology
+from mrl.reshard.plan import ReshardPlan, plan_reshard
+from mrl.reshard.proof import shrink, simulated_faults
 
 WORKER = 1
 LAYER = "model.layers.2."
@@ -81,8 +83,8 @@ def moved(copy: Copy, box: str, axis: int, by: int) -> list[Copy]:
 
 
 def other_expert(copy: Copy) -> list[Copy]:
-    stem, number = copy.megatron_name.split(".weight")
-    return [replace(copy, megatron_name=f"{stem}.weight{(int(number) + 1) % 4}")]
+    stem, number = copy.source_name.split(".weight")
+    return [replace(copy, source_name=f"{stem}.weight{(int(number) + 1) % 4}")]
 
 
 def renamed(old: str, new: str) -> Callable[[Copy], list[Copy]]:
@@ -90,7 +92,7 @@ def renamed(old: str, new: str) -> Callable[[Copy], list[Copy]]:
 
 
 def elsewhere(name: str) -> Callable[[Copy], list[Copy]]:
-    return lambda copy: [replace(copy, megatron_name=name)]
+    return lambda copy: [replace(copy, source_name=name)]
 
 
 FAULTS: dict[str, tuple[Callable, Callable]] = {
@@ -113,7 +115,7 @@ def first_fault(plan: ReshardPlan) -> str | None:
 
 def test_the_good_plan_has_no_fault():
     assert first_fault(good_plan()) is None
-    assert list(rehearse(good_plan())) == []
+    assert list(simulated_faults(good_plan())) == []
     assert good_plan().num_rounds > 2
 
 
@@ -132,7 +134,7 @@ VISIBLE = ["dropped", "written an expert too far", "gate written where up belong
 
 @pytest.mark.parametrize("fault", VISIBLE)
 def test_a_spoiled_copy_is_caught_by_the_rehearsal_and_named(fault):
-    faults = list(rehearse(spoiled(each_copy(*FAULTS[fault]))))
+    faults = list(simulated_faults(spoiled(each_copy(*FAULTS[fault]))))
     assert faults
     assert all("engine 0, worker 1" in text for text in faults)
     assert any(W13 in text or "routed_experts" in text for text in faults)
@@ -155,7 +157,7 @@ def test_a_lost_message_is_caught_on_both_sides():
             return ReshardPlan.sends(self, rank)
 
     deaf = Deaf(**{field.name: getattr(plan, field.name) for field in fields(plan)}, spoil=lambda messages: messages[1:])
-    faults = list(rehearse(deaf))
+    faults = list(simulated_faults(deaf))
     assert any("does not expect" in text for text in faults)
     assert any("engine 0, worker 1" in text for text in faults)
 
@@ -203,7 +205,7 @@ def test_shrunken_models_keep_layouts_legal_and_shards_of_two_rows(seed):
             assert small.num_experts >= max(2 * train.expert, min(2, pair.model.num_experts // pair.rollout.expert) * pair.rollout.expert)
         kinds = [{layer in pair.model.moe_layers for layer in pair.train.stage_layers(p, v)} for p, v in chunks(train)]
         assert kinds == [{layer in small.moe_layers for layer in train.stage_layers(p, v)} for p, v in chunks(train)]
-        assert list(rehearse(replace_model(pair, small, train))) == []
+        assert list(simulated_faults(replace_model(pair, small, train))) == []
 
 
 def chunks(train: TrainLayout) -> list[tuple[int, int]]:

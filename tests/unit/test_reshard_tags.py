@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 from reshard_cases import Pair, random_pairs
 
+from mrl.model.device_grid import Place
 from mrl.model.megatron_shards import source_shards
-from mrl.reshard.plan import Message, Place
-from mrl.reshard.simulate import fill, loaded, numbered, rehearse
+from mrl.reshard.messages import Message
+from mrl.reshard.proof import fill, numbered, simulated_faults
+from mrl.reshard.simulate import loaded
 from mrl.reshard.streams import ITEM_BYTES
 
 SEEDS = range(16)
@@ -26,7 +28,7 @@ def messages(pair: Pair) -> tuple[list[Message], list[Message]]:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_worker_gets_what_vllms_loader_would_give_it(seed):
     for pair in random_pairs(seed, PAIRS):
-        assert list(rehearse(pair.plan())) == [], pair
+        assert list(simulated_faults(pair.plan())) == [], pair
 
 
 def test_the_pairs_are_of_every_kind():
