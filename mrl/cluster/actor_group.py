@@ -9,8 +9,8 @@ import numpy as np
 import ray
 
 from mrl.cluster.calls import Late, LostPeer, blame, gather, gather_all, unwrap
-from mrl.cluster.placement import Places, reserve
-from mrl.cluster.resources import actor_bundles
+from mrl.cluster.prerequisites import actor_bundles
+from mrl.cluster.ray_cluster import reserve
 from mrl.cluster.workers import WRITING, ActorWorker
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
@@ -32,11 +32,11 @@ class ActorGroup:
         self.config, self.poll = config, poll
         hosting = get_hosting(config.cluster.device)
         together = config.actor.layout.tensor_model_parallel_size  # what talks at every layer
-        self.places: Places = reserve(actor_bundles(config, hosting), config.cluster.start_timeout_s, together)
+        self.reserved = reserve(actor_bundles(config, hosting), config.cluster.start_timeout_s, together)
         environment = {"env_vars": hosting.actor_environment()}
         kind = ray.remote(concurrency_groups={WRITING: 1})(worker)
         self.workers = [
-            kind.options(runtime_env=environment, **self.places.options(rank)).remote(
+            kind.options(runtime_env=environment, **self.reserved.options(rank)).remote(
                 config.model_dump(), rank, str(run_dir / "logs" / f"actor-rank-{rank}.log")
             )
             for rank in range(config.actor.layout.world_size)
@@ -158,4 +158,4 @@ class ActorGroup:
         """Ends the ranks."""
         for worker in self.workers:
             ray.kill(worker)
-        self.places.release()
+        self.reserved.release()

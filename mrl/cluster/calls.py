@@ -9,7 +9,7 @@ import ray
 
 from mrl.errors import EnvironmentFault, Interrupted, MrlError
 
-_MOST = 800  # characters of a cause
+_CAUSE_CHARACTERS = 800
 SETTLE_S = 5.0  # a rank's peers notice its death before Ray does
 _LOST = re.compile(r"gloo/transport|connection (closed|reset|refused)|broken pipe|remote process exited|collective operation timeout", re.I)
 _FULL = re.compile(r"no space left on device|disk quota exceeded", re.I)
@@ -105,10 +105,10 @@ def blame(error: Exception, others: dict[str, ray.ObjectRef], phase: str) -> Exc
                 unwrap(ref, names[ref], phase)
             except LostPeer:
                 continue
-            except MrlError as found:
-                return found
-            except ray.exceptions.RayTaskError as found:
-                error = found if isinstance(error, LostPeer) else error
+            except MrlError as other:
+                return other
+            except ray.exceptions.RayTaskError as other:
+                error = other if isinstance(error, LostPeer) else error
     return error
 
 
@@ -166,7 +166,7 @@ def _in_short(error: Exception) -> str:
     text = " ".join(line.strip() for line in lines if line.strip())
     if not isinstance(error, RuntimeError | ValueError | ray.exceptions.RayTaskError):
         text = f"{type(error).__name__}: {text}".removesuffix(": ")
-    return text if len(text) <= _MOST else f"{text[:_MOST]}..."
+    return text if len(text) <= _CAUSE_CHARACTERS else f"{text[:_CAUSE_CHARACTERS]}..."
 
 
 def _log_of(name: str) -> str:

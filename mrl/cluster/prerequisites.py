@@ -1,4 +1,4 @@
-"""Which cluster a run goes to, and whether it can be reached. No Ray import: these are the checks that come before Ray."""
+"""What a run needs of its cluster, known and checked before Ray is imported: a head that answers, a free port, CPUs and devices enough."""
 
 import os
 import re
@@ -7,6 +7,8 @@ import sys
 
 from mrl.config.schema import RunConfig
 from mrl.errors import EnvironmentFault
+from mrl.platforms.hosting import Hosting, get_hosting
+from mrl.vllm.launch import engine_launches
 
 CONNECT_TIMEOUT_S = 10.0
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # RFC 9113: preface, empty SETTINGS frame
@@ -74,3 +76,44 @@ def ask_for_token_authentication() -> None:
     """
     if "ray" not in sys.modules:
         os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+
+def own_cpus() -> int:
+    """CPUs that this process may use, and so the CPUs of a cluster that the run starts for itself."""
+    return len(os.sched_getaffinity(0))
+
+
+def needed_resources(config: RunConfig, actor: bool = True) -> dict[str, float]:
+    """Ray resources of the whole run, by name; without `actor` those of its engines alone."""
+    hosting = get_hosting(config.cluster.device)
+    total: dict[str, float] = {}
+    for bundle in [*(actor_bundles(config, hosting) if actor else ()), *engine_bundles(config, hosting)]:
+        for name, amount in bundle.items():
+            total[name] = total.get(name, 0.0) + amount
+    return total
+
+
+def actor_bundles(config: RunConfig, hosting: Hosting) -> list[dict[str, float]]:
+    """Resources of each actor rank."""
+    return [hosting.ray_resources(config.cluster.cpus_per_actor, devices=1)] * config.actor.layout.world_size
+
+
+def engine_bundles(config: RunConfig, hosting: Hosting) -> list[dict[str, float]]:
+    """Resources of each engine's process; its workers share one node where they fit one (see mrl.vllm.launch)."""
+    sizes = [devices for launch in engine_launches(config) for devices in launch.bundles]
+    return [hosting.ray_resources(config.cluster.cpus_per_engine, devices=devices) for devices in sizes]
+
+
+def check_size(config: RunConfig, have: dict[str, float], names: tuple[str, ...] | None = None, actor: bool = True) -> None:
+    """Raises EnvironmentFault when the run needs more than `have`. `names`: only these are known; `actor`: see needed_resources."""
+    need = needed_resources(config, actor)
+    short = {n: amount for n, amount in need.items() if (names is None or n in names) and have.get(n, 0.0) + 1e-6 < amount}
+    if not short:
+        return
+    lines = [f"{name}: the run needs {amount:g}, {have.get(name, 0.0):g} are there" for name, amount in short.items()]
+    raise EnvironmentFault(
+        f"the cluster is too small: {'; '.join(lines)}. {config.actor.layout.world_size if actor else 0} actor ranks "
+        f"(cluster.cpus_per_actor {config.cluster.cpus_per_actor:g}) and {config.rollout.num_engines} engines "
+        f"(cluster.cpus_per_engine {config.cluster.cpus_per_engine:g}) must fit at once; "
+        "add nodes, choose a smaller layout or lower the CPUs per process"
+    )

@@ -1,17 +1,23 @@
-"""The Ray cluster that a run works on: joined when there is one, else started for the run. Ray listens on all addresses, with a token."""
+"""The Ray cluster that a run works on, joined or started for the run, and what it reserves there: one bundle a rank, one an engine.
+
+Ray listens on all addresses, with a token.
+"""
 
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from mrl.cluster.prerequisites import ray_address, unreachable
-from mrl.cluster.resources import check_size, own_cpus
+from mrl.cluster.prerequisites import check_size, own_cpus, ray_address, unreachable
 from mrl.config.schema import RunConfig
 from mrl.errors import EnvironmentFault
+from mrl.model.device_grid import rank_order
 
 
 @contextmanager
@@ -42,3 +48,43 @@ def _connect(address: str | None, folder: str | None) -> None:
         if address is None:
             raise EnvironmentFault(f"Ray did not start on this machine: {type(error).__name__}: {error}") from error
         raise unreachable(address, str(error)) from error
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """A reserved placement group and its bundle indices in rank order."""
+
+    group: PlacementGroup
+    bundles: tuple[dict[str, float], ...]
+    order: tuple[int, ...]
+
+    def options(self, position: int) -> dict:
+        """Options of the Ray actor at `position` (a rank, or an engine number)."""
+        bundle = self.bundles[self.order[position]]
+        strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.order[position])
+        own = {k: v for k, v in bundle.items() if k not in ("CPU", "GPU")}
+        return {
+            "scheduling_strategy": strategy,
+            "num_cpus": bundle.get("CPU", 0),
+            "num_gpus": bundle.get("GPU", 0),
+            "resources": own,
+            "max_restarts": 0,
+        }
+
+    def release(self) -> None:
+        """Gives the bundles back."""
+        remove_placement_group(self.group)
+
+
+def reserve(bundles: list[dict[str, float]], timeout_s: float, together: int = 1) -> Reservation:
+    """Reserves all bundles at once; every `together` neighbours in rank order share a node where that can be.
+
+    Raises EnvironmentFault when the cluster cannot give them within the deadline.
+    """
+    group = placement_group(bundles, strategy="PACK")
+    ready, _ = ray.wait([group.ready()], timeout=timeout_s)
+    if not ready:
+        remove_placement_group(group)
+        raise EnvironmentFault(f"the cluster did not free {len(bundles)} bundles like {bundles[0]} within {timeout_s:g} s; is it busy?")
+    nodes = placement_group_table(group)["bundles_to_node_id"]
+    return Reservation(group, tuple(bundles), rank_order([nodes[i] for i in range(len(bundles))], together))

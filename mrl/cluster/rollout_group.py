@@ -8,8 +8,8 @@ from pathlib import Path
 import ray
 
 from mrl.cluster.calls import gather, unwrap
-from mrl.cluster.placement import reserve
-from mrl.cluster.resources import engine_bundles
+from mrl.cluster.prerequisites import engine_bundles
+from mrl.cluster.ray_cluster import reserve
 from mrl.cluster.workers import EngineWorker
 from mrl.config.schema import RunConfig
 from mrl.errors import Interrupted
@@ -26,12 +26,12 @@ class RolloutGroup:
         self.config, self.poll = config, poll
         hosting = get_hosting(config.cluster.device)
         count, workers = config.rollout.num_engines, config.rollout.tensor_model_parallel_size * config.rollout.data_parallel_size
-        self.places = reserve(engine_bundles(config, hosting), config.cluster.start_timeout_s)
+        self.reserved = reserve(engine_bundles(config, hosting), config.cluster.start_timeout_s)
         kind = ray.remote(EngineWorker)
         self.engines = [
             kind.options(
                 runtime_env={"env_vars": hosting.engine_environment(i, count, workers, config.rollout.cpu_kvcache_gib)},
-                **self.places.options(i),
+                **self.reserved.options(i),
             ).remote(engine_settings(config, i, run_dir / "logs"), str(run_dir / "logs" / f"engine-{i}.log"))
             for i in range(count)
         ]
@@ -107,7 +107,7 @@ class RolloutGroup:
             gather(self.refs("stop"), 30.0, "stopping the engines")
         for engine in self.engines:
             ray.kill(engine)
-        self.places.release()
+        self.reserved.release()
 
 
 def spread(requests: list[Request], engines: int) -> list[list[Request]]:

@@ -1,13 +1,16 @@
-"""One weight sync over all ranks and engines: plan agreed on, weights moved, digests compared, and only then a version that is served.
+"""One weight sync over all ranks and engines: agree on a plan, move the weights, compare digests, commit a version.
 
-An engine whose sync failed is fenced: it holds no version and refuses to generate. It is synced once more from the first round, and what it
-then holds is read back whatever reshard.verify_every says; when that fails too, the run stops with the reason and can be resumed.
+Fencing: an engine that takes weights holds no version from the first byte on and refuses to generate (VllmEngine.receive_weights);
+only the commit, which comes when every engine is verified, gives it one again. An engine whose sync failed stays fenced and is synced once
+more from the first round. What it then holds is read back whatever reshard.verify_every says. When that fails too, the run stops with the
+reason and can be resumed.
 """
 
 import itertools
 import sys
 import uuid
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,23 +21,42 @@ from mrl.config.schema import RunConfig
 from mrl.errors import EnvironmentFault, Interrupted
 from mrl.model import read_hf_config
 from mrl.record.timer import PhaseTimer
-from mrl.reshard.setup import SyncSetup
-from mrl.reshard.sync_report import GAVE_UP, Report, SyncTotals, disagreements, in_words, replica_faults
+from mrl.reshard.plan import MIB
+from mrl.reshard.setup import SyncSetup, p2p_members
+from mrl.reshard.sync_report import GAVE_UP, Disagreement, Report, SyncTotals, disagreements, in_words, replica_faults
 
-BUCKET_BYTES = 512 * 1024**2
-MIB = 1024**2
+BUCKET_BYTES = 512 * MIB
 _ATTEMPTS = 2
 
 
-@dataclass
-class Attempt:
-    """What has been reached in one sync, over its attempts."""
+@dataclass(frozen=True)
+class Answers:
+    """What ranks and engines answered to one attempt: a report, or the error."""
 
-    bytes_sent: int = 0  # to engines that are verified
-    staging_bytes: int = 0  # of the rank that held most
-    receives: dict[int, list[Report]] = field(default_factory=dict)  # engine -> its workers, when verified
+    sends: list[Report | Exception]  # of each rank
+    receives: dict[int, list[Report] | Exception]  # engine -> of each of its workers
+
+    @property
+    def has_errors(self) -> bool:
+        """A transport may be in an unknown state."""
+        return any(isinstance(answer, Exception) for answer in (*self.sends, *self.receives.values()))
+
+
+@dataclass
+class Progress:
+    """What one sync has reached, over its attempts."""
+
+    fenced: set[int]  # engines that are not verified yet
+    verified: dict[int, list[Report]] = field(default_factory=dict)  # engine -> reports of its workers
     reasons: dict[int, str] = field(default_factory=dict)  # engine -> why the last attempt failed
-    broken: bool = False  # the last attempt left transports in an unknown state
+    bytes_sent: int = 0  # to verified engines
+    staging_bytes: int = 0  # of the rank that held most
+    transports_broken: bool = False  # by the last attempt
+
+    @property
+    def why(self) -> str:
+        """Why engines are still fenced."""
+        return "; ".join(dict.fromkeys(self.reasons[engine] for engine in sorted(self.fenced)))
 
 
 class WeightSync:
@@ -54,8 +76,8 @@ class WeightSync:
         """
         timer = PhaseTimer()
         with timer("sync"):
-            found = self._fast(version) if self.config.reshard.path == "fast" else self._slow(version)
-        return found | {"reshard/seconds": timer.seconds["sync"], "reshard/weight_version": float(version)}
+            metrics = self._fast(version) if self.config.reshard.path == "fast" else self._slow(version)
+        return metrics | {"reshard/seconds": timer.seconds["sync"], "reshard/weight_version": float(version)}
 
     def _slow(self, version: int) -> dict[str, float]:
         moved = self.engines.update_weights(self.actor.export_buckets(BUCKET_BYTES), version)
@@ -63,62 +85,72 @@ class WeightSync:
 
     def _fast(self, version: int) -> dict[str, float]:
         if self.setup is None:
-            self._connect()
-        everybody = range(self.config.rollout.num_engines)
-        done, pending, why = Attempt(), set(everybody), ""
-        for number in range(_ATTEMPTS):
-            if number and done.broken:
-                self._connect_again(version, why)
-            self._attempt(pending, done, read_back=number > 0 or self._syncs % self.config.reshard.verify_every == 0)
-            pending -= done.receives.keys()
-            if not pending:
-                break
-            why = "; ".join(dict.fromkeys(done.reasons[engine] for engine in sorted(pending)))
-            names = ", ".join(f"engine {engine}" for engine in sorted(pending))
-            if number + 1 == _ATTEMPTS:
-                raise Interrupted(f"weight sync to version {version}: {names} could not be brought to the trained weights, twice: {why}")
-            print(f"weight sync to version {version}: {names} fenced and synced again: {why}", file=sys.stderr)
-        receives = [report for reports in done.receives.values() for report in reports]
-        totals = SyncTotals.of(done.bytes_sent, receives, self._weight_bytes, done.staging_bytes)
+            self._agree()
+        progress = Progress(fenced=set(range(self.config.rollout.num_engines)))
+        for attempt in itertools.count():
+            if progress.transports_broken:
+                self._agree_again(version, progress.why)
+            read_back = attempt > 0 or self._syncs % self.config.reshard.verify_every == 0
+            self._compare(self._move(progress.fenced, read_back), progress)
+            if not progress.fenced:
+                return self._commit(version, progress)
+            self._keep_fenced(version, progress, is_last=attempt + 1 == _ATTEMPTS)
+
+    def _move(self, engines: set[int], read_back: bool) -> Answers:
+        """Sends all weights to these engines. `read_back`: digest what they finally hold, too."""
+        update = next(self._updates)
+        workers = [w for w in range(self.setup.rollout_layout.world_size) if self.setup.engine_of(w) in engines]
+        sending = self.actor.refs("send_weights", update, workers, read_back)
+        receiving = self.engines.refs("receive_weights", update, read_back, engines=sorted(engines))
+        answers = settle(sending | receiving, self.config.cluster.step_timeout_s, "weight sync")
+        return Answers([answers[name] for name in sending], {engine: answers[f"engine {engine}"] for engine in sorted(engines)})
+
+    def _compare(self, answers: Answers, progress: Progress) -> None:
+        """Takes the engines that hold what the ranks sent out of `progress.fenced`, and notes why the others do not."""
+        progress.transports_broken = answers.has_errors
+        faults = _sending_faults(answers.sends)
+        sends = [] if faults else answers.sends
+        receives = [report for reports in answers.receives.values() if not isinstance(reports, Exception) for report in reports]
+        differing = _by_engine(disagreements(self.setup, sends, receives))
+        for engine, answer in answers.receives.items():
+            if isinstance(answer, Exception):
+                progress.reasons[engine] = "; ".join([str(answer), *faults[:1]])
+            elif faults:
+                progress.reasons[engine] = faults[0]
+            elif engine in differing:
+                progress.reasons[engine] = in_words(differing[engine])
+            else:
+                progress.verified[engine] = answer
+        progress.fenced -= progress.verified.keys()
+        for report in sends:
+            progress.bytes_sent += sum(n for worker, n in report["moved"].items() if self.setup.engine_of(worker) in progress.verified)
+            progress.staging_bytes = max(progress.staging_bytes, report["staging_bytes"])
+
+    def _keep_fenced(self, version: int, progress: Progress, is_last: bool) -> None:
+        """Says which engines are synced again. Raises Interrupted after the last attempt: they stay fenced."""
+        names = ", ".join(f"engine {engine}" for engine in sorted(progress.fenced))
+        if is_last:
+            raise Interrupted(
+                f"weight sync to version {version}: {names} could not be brought to the trained weights, twice: {progress.why}"
+            )
+        print(f"weight sync to version {version}: {names} fenced and synced again: {progress.why}", file=sys.stderr)
+
+    def _commit(self, version: int, progress: Progress) -> dict[str, float]:
+        """From here on every engine serves `version`; metrics of the sync. Raises RuntimeError when the two sides counted other bytes."""
+        receives = [report for reports in progress.verified.values() for report in reports]
+        totals = SyncTotals.of(progress.bytes_sent, receives, self._weight_bytes, progress.staging_bytes)
         self.engines.commit(version)
         self._syncs += 1
-        return _metrics(totals, len(done.reasons), all(report["held"] is not None for report in receives))
+        return _metrics(totals, len(progress.reasons), all(report["held"] is not None for report in receives))
 
-    def _attempt(self, pending: set[int], done: Attempt, read_back: bool) -> None:
-        """One try for the `pending` engines; adds to `done` what it reached. `read_back`: digest what engines finally hold."""
-        update, limit = next(self._updates), self.config.cluster.step_timeout_s
-        workers = [w for w in range(self.setup.rollout_layout.world_size) if self.setup.engine_of(w) in pending]
-        sending = self.actor.refs("send_weights", update, workers, read_back)
-        receiving = self.engines.refs("receive_weights", update, read_back, engines=sorted(pending))
-        answers = settle(sending | receiving, limit, "weight sync")
-        sends = [answers[name] for name in sending]
-        done.broken = any(isinstance(answer, Exception) for answer in answers.values())
-        failed = sorted((str(a) for a in sends if isinstance(a, Exception)), key=lambda text: GAVE_UP in text)  # causes, then effects
-        if not failed and (stale := replica_faults(sends)):
-            failed = [in_words(stale)]
-        found = _by_engine(disagreements(self.setup, [] if failed else sends, _reports(answers, receiving)))
-        for engine in sorted(pending):
-            answer = answers[f"engine {engine}"]
-            if isinstance(answer, Exception):
-                done.reasons[engine] = "; ".join([str(answer), *failed[:1]])
-            elif failed:
-                done.reasons[engine] = failed[0]
-            elif engine in found:
-                done.reasons[engine] = in_words(found[engine])
-            else:
-                done.receives[engine] = answer
-        for report in () if failed else sends:
-            done.bytes_sent += sum(n for worker, n in report["moved"].items() if self.setup.engine_of(worker) in done.receives)
-            done.staging_bytes = max(done.staging_bytes, report["staging_bytes"])
-
-    def _connect_again(self, version: int, why: str) -> None:
+    def _agree_again(self, version: int, why: str) -> None:
         """After a transport broke. Raises EnvironmentFault with what broke it, which is more than that peers do not meet any more."""
         try:
-            self._connect()
+            self._agree()
         except EnvironmentFault as error:
             raise EnvironmentFault(f"weight sync to version {version}: {why}; and connecting again failed: {error}") from error
 
-    def _connect(self) -> None:
+    def _agree(self) -> None:
         """Agrees on the plan and opens the transports; before the first byte, and again after a transport broke."""
         config, limit = self.config, self.config.cluster.start_timeout_s
         if self.setup is None:
@@ -154,28 +186,31 @@ class WeightSync:
 
 def _hosting_rank(setup: SyncSetup) -> int:
     """The rank at whose address the point-to-point group meets: its first member, which holds the store. Rank 0 may not be in the group."""
-    from mrl.reshard.transport_p2p import members
-
-    return next((number for side, number in members(setup) if side == "rank"), 0)
+    return next((number for side, number in p2p_members(setup) if side == "rank"), 0)
 
 
 def _topology(places: dict[str, Any], ranks: int) -> dict[str, list[list[int]]]:
     """Nodes numbered as they come; a process without an accelerator stands on a device of its own."""
     nodes: dict[str, int] = {}
-    found = [(nodes.setdefault(node, len(nodes)), device) for answer in places.values() for node, device in answer]
-    own = itertools.count(1 << 16)
-    every = [[node, next(own) if device is None else device] for node, device in found]
-    return {"ranks": every[:ranks], "workers": every[ranks:]}
+    standing = [(nodes.setdefault(node, len(nodes)), device) for answer in places.values() for node, device in answer]
+    own_device = itertools.count(1 << 16)
+    numbered = [[node, next(own_device) if device is None else device] for node, device in standing]
+    return {"ranks": numbered[:ranks], "workers": numbered[ranks:]}
 
 
-def _reports(answers: dict[str, Any], engines: dict[str, Any]) -> list[Report]:
-    return [report for name in engines if not isinstance(answers[name], Exception) for report in answers[name]]
+def _sending_faults(sends: Sequence[Report | Exception]) -> list[str]:
+    """Why what was sent cannot be trusted: errors of ranks, causes before effects, else replicas that differ."""
+    errors = sorted((str(answer) for answer in sends if isinstance(answer, Exception)), key=lambda text: GAVE_UP in text)
+    if errors:
+        return errors
+    stale = replica_faults(sends)
+    return [in_words(stale)] if stale else []
 
 
-def _by_engine(found: list) -> dict[int, list]:
+def _by_engine(differing: list[Disagreement]) -> dict[int, list[Disagreement]]:
     groups = defaultdict(list)
-    for one in found:
-        groups[one.engine].append(one)
+    for disagreement in differing:
+        groups[disagreement.engine].append(disagreement)
     return groups
 
 

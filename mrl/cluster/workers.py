@@ -120,7 +120,7 @@ class ActorWorker:
         from mrl.megatron.offload import PARAMETERS
         from mrl.megatron.rank_shards import RankShards
         from mrl.model.megatron_shards import local_shapes, source_shards
-        from mrl.reshard.execute import connect_sender
+        from mrl.reshard.connect import connect_sender
         from mrl.reshard.setup import SyncSetup
 
         agreed = SyncSetup.from_json(setup)

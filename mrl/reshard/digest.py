@@ -11,14 +11,20 @@ Lanes are small integers so that the sum over a row, which is nearly all the wor
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-MODULUS = 1 << 64
+from mrl.model.boxes import Box
+from mrl.model.megatron_shards import Piece, Shard
+from mrl.reshard.messages import Copy, Message
+from mrl.reshard.sync_report import MODULUS, add
+
+Shards = Callable[[str, int], torch.Tensor]  # (source name, model chunk) -> this rank's parameter
+
 LANES = 8
 _CPU_TILE_BYTES = 1 << 21  # in cache, and few products
 _DEVICE_TILE_BYTES = 1 << 28  # elsewhere, where rows can be used as they lie: few launches
@@ -51,11 +57,6 @@ def partial_digests(blocks: Sequence[torch.Tensor], hf_names: Sequence[str], ori
     return [combine(lanes, name) for lanes, name in zip(sums, hf_names, strict=True)]
 
 
-def add(digests: list[int]) -> int:
-    """The digest of a union of disjoint blocks from theirs."""
-    return sum(digests) % MODULUS
-
-
 def lane_sums(block: torch.Tensor, origin: tuple[int, ...]) -> torch.Tensor:
     """[LANES] int64 on the block's device: `partial_digest` before the tensor's name enters. Additive as well."""
     block, origin = _as_matrix(block, origin)
@@ -79,7 +80,7 @@ def lane_sums_of_each(
     dtype = dtype or blocks[0].dtype
     size = dtype.itemsize
     first, start = origin[0], origin[1] * size
-    tables = _tables(str(device), _room(first + height), _room(start + width * size))
+    tables = _tables(str(device), _table_size(first + height), _table_size(start + width * size))
     rows, step = tables.rows[first : first + height, None], MAX_COLUMNS // size
     total = torch.zeros(count, LANES, dtype=torch.int64, device=device)
     for column in range(0, width, step):
@@ -106,16 +107,16 @@ def _tiles(blocks: torch.Tensor | Sequence[torch.Tensor], dtype: torch.dtype, ki
         return
     step = max(_MIN_ROWS, _CPU_TILE_BYTES // size) if kind == "cpu" else _whole_rows(_DEVICE_COPY_BYTES, size)
     several = max(1, step // height)
-    room: torch.Tensor | None = None
-    for at in range(0, count, several):
+    buffer: torch.Tensor | None = None
+    for first in range(0, count, several):
         for row in range(0, height, step):
-            parts = [block[row : row + step] for block in blocks[at : at + several]]
+            parts = [block[row : row + step] for block in blocks[first : first + several]]
             if _can_be_used(parts, dtype, kind):
                 yield parts[0].view(torch.int8)
                 continue
-            if room is None:
-                room = torch.empty(min(step, count * height) * width, dtype=dtype, device=device)
-            tile = room[: len(parts) * parts[0].numel()].view(len(parts), *parts[0].shape)
+            if buffer is None:
+                buffer = torch.empty(min(step, count * height) * width, dtype=dtype, device=device)
+            tile = buffer[: len(parts) * parts[0].numel()].view(len(parts), *parts[0].shape)
             torch._foreach_copy_(list(tile.unbind()), parts)
             yield tile.view(-1, width).view(torch.int8)
 
@@ -171,7 +172,7 @@ def _tables(device: str, rows: int, columns: int) -> _Tables:
     return _Tables(row_weights.to(device), torch.from_numpy(lanes).to(device), _multiplies_int8(device))
 
 
-def _room(size: int) -> int:
+def _table_size(size: int) -> int:
     return max(4096, 1 << (size - 1).bit_length())
 
 
@@ -181,10 +182,10 @@ def _multiplies_int8(device: str) -> bool:
     left = torch.arange(-128, 128, dtype=torch.int16).to(torch.int8).repeat(32).reshape(32, 256)
     right = torch.arange(256 * LANES).remainder(128).sub(64).to(torch.int8).reshape(256, LANES)
     try:
-        found = torch._int_mm(left.to(device), right.to(device)).cpu()
+        product = torch._int_mm(left.to(device), right.to(device)).cpu()
     except (RuntimeError, NotImplementedError):
         return False
-    return bool(torch.equal(found.to(torch.int64), left.to(torch.int64) @ right.to(torch.int64)))
+    return bool(torch.equal(product.to(torch.int64), left.to(torch.int64) @ right.to(torch.int64)))
 
 
 def _mixed(count: int, stream: int) -> np.ndarray:
@@ -200,3 +201,64 @@ def _name_weights(hf_name: str) -> tuple[int, ...]:
     """One odd number of 64 bits a lane."""
     data = hashlib.blake2b(hf_name.encode(), digest_size=8 * LANES).digest()
     return tuple(int.from_bytes(data[8 * lane : 8 * lane + 8], "little") | 1 for lane in range(LANES))
+
+
+class ShardDigests:
+    """What one rank's shards hold, as digests: of the boxes that it sends, and of what it has in common with other ranks.
+
+    Boxes are found through the description of the shards, not where the plan says they lie, so that a box taken from the wrong place
+    shows. Where they lie is looked up once.
+    """
+
+    def __init__(self, described: Sequence[Shard], shards: Shards, dtype: torch.dtype):
+        """`dtype`: the engine's, in which weights travel."""
+        self._described = {(shard.megatron_name, shard.vp_chunk): shard for shard in described}
+        self._shards, self._dtype = shards, dtype
+        self._boxes: dict[Copy, Box] = {}
+
+    def sent(self, messages: Iterable[Message]) -> dict[int, dict[str, int]]:
+        """Worker -> parameter -> digest of what this rank sends of it. A box that goes to several workers is read once."""
+        messages = list(messages)
+        known = self._digests(copy for message in messages for copy in message.copies)
+        sums: dict[int, dict[str, int]] = {}
+        for message in messages:
+            of_worker = sums.setdefault(message.worker, {})
+            for copy in message.copies:
+                of_worker[copy.parameter] = add([of_worker.get(copy.parameter, 0), known[copy.hf_name, copy.hf_box]])
+        return sums
+
+    def shared(self) -> dict[str, int]:
+        """Digest of each parameter that other ranks hold too, under the name and place of its first piece: theirs must be the same."""
+        return {
+            f"{shard.pieces[0].hf_name} {shard.pieces[0].hf_box.ranges}": self._whole(shard)
+            for shard in self._described.values()
+            if len(shard.replicas) > 1 and shard.pieces
+        }
+
+    def _whole(self, shard: Shard) -> int:
+        local = self._shards(shard.megatron_name, shard.vp_chunk).detach()
+        blocks = [partial_digests([local[p.local_box.slices]], [p.hf_name], p.hf_box.origin, self._dtype) for p in shard.pieces]
+        return add(digest for (digest,) in blocks)
+
+    def _digests(self, copies: Iterable[Copy]) -> dict[tuple[str, Box], int]:
+        """(name, box) -> digest. The same box of several tensors, as of a layer's experts, is taken together."""
+        groups: dict[Box, dict[str, Copy]] = {}
+        for copy in copies:
+            groups.setdefault(copy.hf_box, {}).setdefault(copy.hf_name, copy)
+        digest_of = {}
+        for box, by_name in groups.items():
+            digests = partial_digests([self._block(copy) for copy in by_name.values()], list(by_name), box.origin, self._dtype)
+            digest_of |= {(name, box): digest for name, digest in zip(by_name, digests, strict=True)}
+        return digest_of
+
+    def _block(self, copy: Copy) -> torch.Tensor:
+        if copy not in self._boxes:
+            self._boxes[copy] = _local_box(self._described[copy.source_name, copy.vp_chunk].pieces, copy)
+        return self._shards(copy.source_name, copy.vp_chunk).detach()[self._boxes[copy].slices]
+
+
+def _local_box(pieces: Sequence[Piece], copy: Copy) -> Box:
+    for piece in pieces:
+        if piece.hf_name == copy.hf_name and piece.hf_box.contains(copy.hf_box):
+            return copy.hf_box.shift([local - hf for local, hf in zip(piece.local_box.origin, piece.hf_box.origin, strict=True)])
+    raise RuntimeError(f"{copy.source_name} does not hold {copy.hf_name} {copy.hf_box.ranges}, which the plan sends from it")

@@ -1,24 +1,23 @@
-"""Runs a plan: a rank packs and sends its messages round by round, a worker unpacks them into its parameters, module by module."""
+"""Runs a plan: a rank packs and sends its messages round by round, a worker unpacks them into its parameters, module by module.
 
-import time
+A message is the boxes of its copies one after the other, each contiguous, and so are views that are copied in one call. Views of what
+stays where it is (shards, staging) are made once and kept; making them costs more than copying a small box.
+"""
+
 from collections import Counter
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import groupby
-from operator import attrgetter
-from typing import Any, Protocol
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from mrl.model.megatron_shards import source_shards
-from mrl.reshard.messages import Copy, Message
-from mrl.reshard.pack import Shards, ShardViews, WireViews, by_module, copy_all, module_of, target_view
+from mrl.record.timer import PhaseTimer
+from mrl.reshard.digest import ShardDigests, Shards
+from mrl.reshard.messages import Copy, Message, by_round, module_of
 from mrl.reshard.plan import ReshardPlan
-from mrl.reshard.setup import SyncSetup
-from mrl.reshard.shard_digests import ShardDigests
-from mrl.reshard.transport import ReceivingEnd, SendingEnd, open_receiver, open_sender
+from mrl.reshard.sync_report import ReceiveReport, SendReport
+from mrl.reshard.transport import ReceivingEnd, SendingEnd
 
 
 class Writer(Protocol):
@@ -33,57 +32,6 @@ class Writer(Protocol):
         ...
 
 
-@dataclass
-class Clock:
-    """Seconds by phase."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - began
-
-
-@dataclass(frozen=True)
-class SendReport:
-    """What one rank sent."""
-
-    rank: int
-    digests: dict[int, dict[str, int]]  # worker -> parameter -> digest of this rank's share
-    shared: dict[str, int]  # parameter -> digest, of those that other ranks hold as well; empty when it was not asked for
-    moved: dict[int, int]  # worker on another device -> bytes
-    local: dict[int, int]  # worker on the rank's own device -> bytes
-    staging_bytes: int
-    seconds: dict[str, float]  # "wait", "pack" and "digest"
-
-    @property
-    def bytes_moved(self) -> int:
-        return sum(self.moved.values())
-
-    @property
-    def bytes_local(self) -> int:
-        return sum(self.local.values())
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return vars(self)
-
-
-@dataclass(frozen=True)
-class ReceiveReport:
-    """What one worker received."""
-
-    worker: int
-    bytes_moved: int
-    bytes_local: int
-    staging_bytes: int
-    seconds: dict[str, float]  # "wait", "unpack" and "complete": vLLM's processing and the digests
-
-
 class Sender:
     """One rank's sending side, kept over the run so that its views are made once."""
 
@@ -96,37 +44,37 @@ class Sender:
 
     def send(self, update: int, workers: Collection[int], check_replicas: bool = True) -> SendReport:
         """Sends everything for `workers`, once. Raises TransferError; the peers are told that the rest does not come."""
-        messages, clock = self.transfer(update, workers)
-        with clock("digest"), torch.no_grad():
+        messages, timer = self.transfer(update, workers)
+        with timer("digest"), torch.no_grad():
             digests = self._digests.sent(messages)
             shared = self._digests.shared() if check_replicas else {}
-        counted = Counter()
+        nbytes = Counter()
         for message in messages:
-            counted[message.worker] += message.nbytes
-        moved, local = ({w: n for w, n in counted.items() if (w in self._local) is here} for here in (False, True))
-        return SendReport(self.rank, digests, shared, moved, local, self.end.staging_bytes, clock.seconds)
+            nbytes[message.worker] += message.nbytes
+        moved, local = ({w: n for w, n in nbytes.items() if (w in self._local) is is_local} for is_local in (False, True))
+        return SendReport(self.rank, digests, shared, moved, local, self.end.staging_bytes, dict(timer.seconds))
 
-    def transfer(self, update: int, workers: Collection[int]) -> tuple[list[Message], Clock]:
+    def transfer(self, update: int, workers: Collection[int]) -> tuple[list[Message], PhaseTimer]:
         """The sending alone: what was sent, and the time it took. Raises as `send` does."""
-        clock, messages = Clock(), [m for m in self._messages if m.worker in workers]
+        timer, messages = PhaseTimer(), [message for message in self._messages if message.worker in workers]
         self._sources.refresh()
         try:
             with torch.no_grad():
-                self._transfer(update, messages, clock)
+                self._transfer(update, messages, timer)
         except BaseException:
             self.end.abandon()
             raise
-        return messages, clock
+        return messages, timer
 
-    def _transfer(self, update: int, messages: list[Message], clock: Clock) -> None:
+    def _transfer(self, update: int, messages: list[Message], timer: PhaseTimer) -> None:
         self.end.begin(update, messages)
         for message in messages:
-            with clock("wait"):
+            with timer("wait"):
                 slot = self.end.slot(message)
-            with clock("pack"):
+            with timer("pack"):
                 copy_all(self._wire.of(message, slot, self.end.lasting(message)), self._sources.of(message))
                 self.end.post(message)
-        with clock("wait"):
+        with timer("wait"):
             self.end.finish()
 
 
@@ -136,38 +84,38 @@ class Receiver:
     def __init__(self, plan: ReshardPlan, worker: int, end: ReceivingEnd, dtype: torch.dtype, local: Collection[int] = ()):
         """`local`: ranks on this worker's own device."""
         self.plan, self.worker, self.end, self._local = plan, worker, end, set(local)
-        self._rounds = [list(messages) for _, messages in groupby(plan.receives(worker), key=attrgetter("round"))]
+        self._rounds = by_round(plan.receives(worker))
         self._copies = Counter(module_of(c.parameter) for messages in self._rounds for m in messages for c in m.copies)
         self._wire = WireViews(dtype)
 
     def receive(self, writer: Writer, update: int) -> ReceiveReport:
         """Takes everything for this worker. Raises TransferError; the peers are told that no more is taken."""
-        clock = Clock()
+        timer = PhaseTimer()
         try:
             with torch.no_grad():
-                self._receive(writer, update, clock)
+                self._receive(writer, update, timer)
         except BaseException:
             self.end.abandon()
             raise
         messages = [message for of_round in self._rounds for message in of_round]
-        moved, local = (sum(m.nbytes for m in messages if (m.source in self._local) is here) for here in (False, True))
-        return ReceiveReport(self.worker, moved, local, self.end.staging_bytes, clock.seconds)
+        moved, local = (sum(m.nbytes for m in messages if (m.source in self._local) is is_local) for is_local in (False, True))
+        return ReceiveReport(self.worker, moved, local, self.end.staging_bytes, dict(timer.seconds))
 
-    def _receive(self, writer: Writer, update: int, clock: Clock) -> None:
+    def _receive(self, writer: Writer, update: int, timer: PhaseTimer) -> None:
         self.end.begin(update, self._rounds)
-        left: dict[str, int] = {}  # modules that are begun -> copies they lack
+        missing: dict[str, int] = {}  # modules that are begun -> copies they lack
         for messages in self._rounds:
-            with clock("wait"):
+            with timer("wait"):
                 buffers = self.end.take(messages)
-            held = zip(messages, buffers, strict=True)
-            blocks = [self._wire.of(message, buffer, self.end.lasting(message)) for message, buffer in held]
-            for module, copies in by_module(messages, blocks, list(left)):
-                with clock("unpack"):
+            pairs = zip(messages, buffers, strict=True)
+            blocks = [self._wire.of(message, buffer, self.end.lasting(message)) for message, buffer in pairs]
+            for module, copies in by_module(messages, blocks, list(missing)):
+                with timer("unpack"):
                     _write(writer, copies)
-                left[module] = left.get(module, self._copies[module]) - len(copies)
-                if not left[module]:
-                    del left[module]
-                    with clock("complete"):
+                missing[module] = missing.get(module, self._copies[module]) - len(copies)
+                if not missing[module]:
+                    del missing[module]
+                    with timer("complete"):
                         writer.complete(module)
             self.end.release(messages)
 
@@ -177,15 +125,109 @@ def _write(writer: Writer, copies: list[tuple[Copy, Tensor]]) -> None:
     copy_all([target_view(tensors[copy.parameter], copy) for copy, _ in copies], [block for _, block in copies])
 
 
-def connect_sender(setup: SyncSetup, rank: int, shards: Shards) -> Sender:
-    """Opens the rank's end and meets its workers, which do the same now. Raises TransferError."""
-    place, workers = setup.places.ranks[rank], setup.places.workers
-    local = [worker for worker, other in enumerate(workers) if other == place]
-    return Sender(setup.plan(), rank, shards, open_sender(setup, rank), getattr(torch, setup.dtype), local)
+def wire_views(message: Message, buffer: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Each copy's block, in Hugging Face orientation, in a uint8 `buffer` that holds the message from its first byte on."""
+    flat, start, views = buffer[: message.nbytes].view(dtype), 0, []
+    for copy in message.copies:
+        stop = start + copy.hf_box.volume
+        views.append(flat[start:stop].view(copy.hf_box.shape))
+        start = stop
+    if start * dtype.itemsize != message.nbytes:
+        raise RuntimeError(f"round {message.round}, rank {message.source} to worker {message.worker}: copies do not add up to nbytes")
+    return views
 
 
-def connect_receiver(setup: SyncSetup, worker: int) -> Receiver:
-    """Opens the worker's end and meets its ranks, which do the same now. Raises TransferError."""
-    place, ranks = setup.places.workers[worker], setup.places.ranks
-    local = [rank for rank, other in enumerate(ranks) if other == place]
-    return Receiver(setup.plan(), worker, open_receiver(setup, worker), getattr(torch, setup.dtype), local)
+def source_view(shard: Tensor, copy: Copy) -> Tensor:
+    """The copy's block of a source shard, which has Hugging Face orientation. Raises RuntimeError when it is no such shard."""
+    view = shard[copy.source_box.slices]
+    if view.shape != copy.hf_box.shape:
+        raise RuntimeError(f"{copy.source_name} is {tuple(shard.shape)}: it does not hold {copy.source_box.ranges} of {copy.hf_name}")
+    return view
+
+
+def target_view(parameter: Tensor, copy: Copy) -> Tensor:
+    """The copy's block of an engine's parameter, turned to Hugging Face orientation.
+
+    Hugging Face dimension d lies along the parameter's dimension `axes[d]`; the others, an expert's number, have extent 1.
+    """
+    block = parameter[copy.target_box.slices]
+    view = block.as_strided(copy.hf_box.shape, [block.stride(axis) for axis in copy.axes])
+    if view.numel() != block.numel():
+        raise RuntimeError(f"{copy.parameter} is {tuple(parameter.shape)}: it has no {copy.target_box.ranges} for {copy.hf_name}")
+    return view
+
+
+class ShardViews:
+    """The blocks that one rank sends. They are made again when a parameter has moved in memory, so that none is stale."""
+
+    def __init__(self, shards: Shards):
+        self._shards = shards
+        self._bases: dict[tuple[str, int], Tensor] = {}
+        self._views: dict[tuple[int, int], list[Tensor]] = {}
+
+    def refresh(self) -> None:
+        """Looks every parameter up again. Call once before each sync."""
+        for (name, chunk), known in self._bases.items():
+            if not _same_memory(known, self._shards(name, chunk)):
+                self._bases.clear()
+                self._views.clear()
+                return
+
+    def of(self, message: Message) -> list[Tensor]:
+        """One view per copy; kept from the second sync on."""
+        key = (message.round, message.worker)
+        if key not in self._views:
+            self._views[key] = [source_view(self._base(copy), copy) for copy in message.copies]
+        return self._views[key]
+
+    def _base(self, copy: Copy) -> Tensor:
+        key = (copy.source_name, copy.vp_chunk)
+        if key not in self._bases:
+            self._bases[key] = self._shards(*key).detach()
+        return self._bases[key]
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    def memory(tensor: Tensor) -> tuple:
+        return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+    return memory(one) == memory(other)
+
+
+class WireViews:
+    """Blocks of messages in staging memory, kept for as long as a message keeps its place in memory that outlives it."""
+
+    def __init__(self, dtype: torch.dtype):
+        self._dtype = dtype
+        self._views: dict[tuple[int, int, int], tuple[int, list[Tensor]]] = {}
+
+    def of(self, message: Message, buffer: Tensor, lasting: bool) -> list[Tensor]:
+        """`lasting`: the buffer lies in the transport's own staging. Views of another are not kept, since they would keep its memory."""
+        if not lasting:
+            return wire_views(message, buffer, self._dtype)
+        key, address = (message.round, message.source, message.worker), buffer.data_ptr()
+        known_address, views = self._views.get(key, (None, []))
+        if known_address != address:
+            views = wire_views(message, buffer, self._dtype)
+            self._views[key] = address, views
+        return views
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies each source into its target, converting the dtype where they differ."""
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources))
+
+
+def by_module(
+    messages: Sequence[Message], blocks: Sequence[Sequence[Tensor]], begun: Iterable[str]
+) -> Iterator[tuple[str, list[tuple[Copy, Tensor]]]]:
+    """(module, its copies with their blocks) of the messages of one round, so that modules are written one at a time.
+
+    Those that were `begun` in an earlier round come first, the others in the order of the messages.
+    """
+    modules: dict[str, list[tuple[Copy, Tensor]]] = {module: [] for module in begun}
+    for message, views in zip(messages, blocks, strict=True):
+        for copy, view in zip(message.copies, views, strict=True):
+            modules.setdefault(module_of(copy.parameter), []).append((copy, view))
+    yield from ((module, copies) for module, copies in modules.items() if copies)

@@ -1,4 +1,4 @@
-"""What trainer and engines must agree on before a weight sync, as plain data: both sides build the same plan from it. No torch."""
+"""What trainer and engines must agree on before a weight sync, as plain data: both sides build the same plan and routes from it."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -18,14 +18,14 @@ class SyncSetup:
     """Inputs of the plan, and where the two sides meet."""
 
     hf_config: dict[str, Any]  # the model's config.json
-    train: dict[str, Any]  # degrees of the actor under their Megatron names
+    train: dict[str, Any]  # degrees of the actor, as TrainLayout.build takes them
     rollout: dict[str, int]  # fields of RolloutLayout
-    dialect: str  # how vLLM lays weights out: "cpu", "cuda" or "npu"
+    dialect: str  # how the engine lays weights out: "cpu", "cuda" or "npu"
     dtype: str  # of the engines: what travels
     topology: dict[str, list[list[int]]]  # "ranks" and "workers": [node, device] of each
     budget_bytes: int  # of one worker's or one rank's data in one round
     timeout_s: float  # longest wait for one peer
-    transport: dict[str, Any]  # see mrl.reshard.transport
+    transport: dict[str, Any]  # "kind" (reshard.transport), "name" of this meeting, and "address" of the point-to-point group
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; `from_json` reads it back."""
@@ -57,7 +57,7 @@ class SyncSetup:
         return _plan(json.dumps(self.to_json(), sort_keys=True))
 
     def check_hash(self, expected: str, who: str) -> None:
-        """Raises EnvironmentFault when this process comes to another plan than the driver did."""
+        """Raises EnvironmentFault when `who`, this process, comes to another plan than the driver did."""
         if self.plan().hash != expected:
             raise EnvironmentFault(
                 f"{who} plans the weight sync as {self.plan().hash[:12]}, the driver as {expected[:12]}: they do not run the same mrl; "
@@ -79,3 +79,27 @@ def _plan(text: str) -> ReshardPlan:
         setup.model, setup.train_layout, setup.rollout_layout, dialect=setup.dialect, dtype=setup.dtype, topology=setup.places,
         budget_bytes=setup.budget_bytes,
     )  # fmt: skip
+
+
+def route(setup: SyncSetup, rank: int, worker: int, shares_devices: bool) -> str:
+    """Which transport serves the pair: "ipc" on one device, "shm" on one host, else "p2p"; a kind that is asked for must be possible.
+
+    Raises EnvironmentFault for shm or ipc between hosts. `shares_devices`: processes can hand each other device memory; where they cannot,
+    ipc goes through shared memory.
+    """
+    kind, rank_place, worker_place = setup.transport["kind"], setup.places.ranks[rank], setup.places.workers[worker]
+    if kind == "p2p":
+        return "p2p"
+    if rank_place.node != worker_place.node:
+        if kind != "auto":
+            raise EnvironmentFault(f"reshard.transport: {kind} reaches no other host; rank {rank} and worker {worker} are on two; use auto")
+        return "p2p"
+    same_device = rank_place == worker_place or kind == "ipc"
+    return "ipc" if same_device and shares_devices else "shm"
+
+
+def p2p_members(setup: SyncSetup) -> list[tuple[str, int]]:
+    """("rank", r) and ("worker", w) of everybody in the point-to-point group, in the group's order."""
+    ranks, workers = range(setup.train_layout.world_size), range(setup.rollout_layout.world_size)
+    pairs = [(r, w) for r in ranks for w in workers if route(setup, r, w, False) == "p2p"]
+    return [("rank", r) for r in sorted({r for r, _ in pairs})] + [("worker", w) for w in sorted({w for _, w in pairs})]

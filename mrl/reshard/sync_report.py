@@ -1,4 +1,4 @@
-"""What a sync came to, judged from the reports of both sides: engines hold the trainer's weights, or which tensor of which one differs."""
+"""What both sides report of a sync, and the verdict: engines hold the trainer's weights, or which tensor of which engine differs."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,11 +7,47 @@ from typing import Any
 
 from mrl.reshard.setup import SyncSetup
 
-_MODULUS = 1 << 64  # of digests
+MODULUS = 1 << 64  # digests are numbers modulo this; see mrl.reshard.digest, which needs torch
 GAVE_UP = "gave up"  # in the error of a process whose peer failed first
-_SHOWN = 4  # disagreements that a message names
+_NAMED = 4  # disagreements that a message names
 
 Report = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class SendReport:
+    """What one rank sent."""
+
+    rank: int
+    digests: dict[int, dict[str, int]]  # worker -> parameter -> digest of this rank's share
+    shared: dict[str, int]  # parameter -> digest, of those that other ranks hold as well; empty when it was not asked for
+    moved: dict[int, int]  # worker on another device -> bytes
+    local: dict[int, int]  # worker on the rank's own device -> bytes
+    staging_bytes: int
+    seconds: dict[str, float]  # "wait", "pack" and "digest"
+
+    @property
+    def bytes_moved(self) -> int:
+        return sum(self.moved.values())
+
+    @property
+    def bytes_local(self) -> int:
+        return sum(self.local.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return vars(self)
+
+
+@dataclass(frozen=True)
+class ReceiveReport:
+    """What one worker received."""
+
+    worker: int
+    bytes_moved: int
+    bytes_local: int
+    staging_bytes: int
+    seconds: dict[str, float]  # "wait", "unpack" and "complete": the engine's processing and the digests
 
 
 @dataclass(frozen=True)
@@ -29,6 +65,11 @@ class Disagreement:
         return f"engine {self.engine} worker {self.worker}: {self.parameter} differs {self.where}{by}"
 
 
+def add(digests: Iterable[int]) -> int:
+    """The digest of a union of disjoint blocks from theirs."""
+    return sum(digests) % MODULUS
+
+
 def disagreements(setup: SyncSetup, sends: Iterable[Report], receives: Iterable[Report]) -> list[Disagreement]:
     """Every parameter whose digests do not agree: the sum of what ranks sent, what arrived, and (where it was read back) what is held.
 
@@ -39,30 +80,16 @@ def disagreements(setup: SyncSetup, sends: Iterable[Report], receives: Iterable[
     for report in sends:
         for worker, digests in report["digests"].items():
             for parameter, digest in digests.items():
-                sent[worker][parameter] = (sent[worker][parameter] + digest) % _MODULUS
+                sent[worker][parameter] = add([sent[worker][parameter], digest])
                 senders[worker, parameter].append(report["rank"])
-    found = []
+    differing = []
     for report in receives:
         worker, received = report["worker"], report["received"]
         for parameter in {**sent[worker], **received}:
-            where = _where(parameter, sent[worker], report)
-            if where:
+            if where := _where(parameter, sent[worker], report):
                 ranks = tuple(senders[worker, parameter])
-                found.append(Disagreement(setup.engine_of(worker), worker, parameter, where, ranks))
-    return found
-
-
-def replica_faults(sends: Iterable[Report]) -> list[str]:
-    """Parameters that ranks should hold alike and do not, as when one of them was left with the weights of the step before."""
-    holders: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for report in sends:
-        for name, digest in report["shared"].items():
-            holders[name][digest].append(report["rank"])
-    return [
-        f"{name} differs between ranks " + " and ".join(str(ranks).strip("[]") for ranks in sorted(by_digest.values()))
-        for name, by_digest in holders.items()
-        if len(by_digest) > 1
-    ]
+                differing.append(Disagreement(setup.engine_of(worker), worker, parameter, where, ranks))
+    return differing
 
 
 def _where(parameter: str, sent: Mapping[str, int], report: Report) -> str | None:
@@ -74,10 +101,23 @@ def _where(parameter: str, sent: Mapping[str, int], report: Report) -> str | Non
     return None
 
 
-def in_words(found: Sequence[Disagreement | str]) -> str:
+def replica_faults(sends: Iterable[Report]) -> list[str]:
+    """Parameters that ranks should hold alike and do not, as when one of them was left with the weights of the step before."""
+    ranks_by_digest: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for report in sends:
+        for name, digest in report["shared"].items():
+            ranks_by_digest[name][digest].append(report["rank"])
+    return [
+        f"{name} differs between ranks " + " and ".join(str(ranks).strip("[]") for ranks in sorted(by_digest.values()))
+        for name, by_digest in ranks_by_digest.items()
+        if len(by_digest) > 1
+    ]
+
+
+def in_words(faults: Sequence[Disagreement | str]) -> str:
     """The first few, and how many more."""
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return "; ".join(map(str, found[:_SHOWN])) + more
+    more = f" and {len(faults) - _NAMED} more" if len(faults) > _NAMED else ""
+    return "; ".join(map(str, faults[:_NAMED])) + more
 
 
 @dataclass(frozen=True)

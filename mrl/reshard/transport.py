@@ -1,23 +1,22 @@
-"""How messages travel: one protocol, and which transport serves which pair of rank and worker.
+"""How messages travel: the protocol of both ends, and what every transport shares.
 
 A sync is numbered (`update`), so that nothing of an earlier or an abandoned one can be taken for this one's. Staging is double: while the
 receiver unpacks round r, the senders pack round r + 1. Every wait has a deadline and names the peer that did not move.
+Which transport serves which pair of rank and worker is said in setup.py; connect.py opens the ends.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
 
 from torch import Tensor
 
-from mrl.errors import EnvironmentFault
-from mrl.platforms.transfer import get_transfer
-from mrl.reshard.messages import Message
-from mrl.reshard.setup import SyncSetup
+from mrl.reshard.messages import Message, by_round
+from mrl.reshard.plan import ReshardPlan
 
-KINDS = ("auto", "shm", "p2p", "ipc")
 _SPINS = 50
 _NAP_S = 1e-4
+_ALIGN = 64  # bytes: a cache line
 
 
 class TransferError(RuntimeError):
@@ -100,128 +99,26 @@ def wait_until(arrived: Callable[[], bool], timeout_s: float, what: str) -> None
         time.sleep(_NAP_S)
 
 
-def route(setup: SyncSetup, rank: int, worker: int, shares_devices: bool) -> str:
-    """Which transport serves the pair: "ipc" on one device, "shm" on one host, else "p2p"; a kind that is asked for must be possible.
-
-    Raises EnvironmentFault for shm or ipc between hosts. `shares_devices`: processes can hand each other device memory; where they cannot,
-    ipc goes through shared memory.
-    """
-    kind, one, other = setup.transport["kind"], setup.places.ranks[rank], setup.places.workers[worker]
-    if kind == "p2p":
-        return "p2p"
-    if one.node != other.node:
-        if kind != "auto":
-            raise EnvironmentFault(f"reshard.transport: {kind} reaches no other host; rank {rank} and worker {worker} are on two; use auto")
-        return "p2p"
-    same_device = one == other or kind == "ipc"
-    return "ipc" if same_device and shares_devices else "shm"
+def sequence_number(update: int, message: Message) -> int:
+    """A number that no other round of any sync has."""
+    return update << 24 | (message.round + 1)
 
 
-def open_sender(setup: SyncSetup, rank: int) -> SendingEnd:
-    """The sending end of one rank. Meets its peers, so all ranks and workers open at the same time. Raises TransferError."""
-    transfer = get_transfer(setup.dialect)
-    routes = {w: route(setup, rank, w, transfer.shares_memory) for w in range(setup.rollout_layout.world_size)}
-    return _joined(routes, lambda kind, peers: _ends(kind)[0](setup, rank, peers, transfer), SenderBundle)
+def plan_word(plan: ReshardPlan) -> int:
+    """The first 60 bits of the plan's hash: travels with every message."""
+    return int(plan.hash[:15], 16)
 
 
-def open_receiver(setup: SyncSetup, worker: int) -> ReceivingEnd:
-    """The receiving end of one worker. Meets its peers, so all ranks and workers open at the same time. Raises TransferError."""
-    transfer = get_transfer(setup.dialect)
-    routes = {r: route(setup, r, worker, transfer.shares_memory) for r in range(setup.train_layout.world_size)}
-    return _joined(routes, lambda kind, peers: _ends(kind)[1](setup, worker, peers, transfer), ReceiverBundle)
+def aligned(nbytes: int) -> int:
+    """Rounded up so that every message begins on a cache line."""
+    return -(-nbytes // _ALIGN) * _ALIGN
 
 
-def _ends(kind: str) -> tuple[Callable, Callable]:
-    if kind == "p2p":
-        from mrl.reshard import transport_p2p
-
-        return transport_p2p.PointToPointSender, transport_p2p.PointToPointReceiver
-    if kind == "ipc":
-        from mrl.reshard import transport_ipc
-
-        return transport_ipc.DeviceSender, transport_ipc.DeviceReceiver
-    from mrl.reshard import transport_shm
-
-    return transport_shm.SharedMemorySender, transport_shm.SharedMemoryReceiver
+def received_rounds(plan: ReshardPlan, worker: int, ranks: Collection[int]) -> list[list[Message]]:
+    """What a worker receives from `ranks`, round by round, empty rounds left out."""
+    return by_round(message for message in plan.receives(worker) if message.source in ranks)
 
 
-def _joined(routes: dict[int, str], make: Callable, bundle: type):
-    """One end per kind of route. Point-to-point comes last: its meeting waits for everybody."""
-    ends = {}
-    for kind in sorted(set(routes.values()), key=("shm", "ipc", "p2p").index):
-        ends[kind] = make(kind, [peer for peer, of in routes.items() if of == kind])
-    return next(iter(ends.values())) if len(ends) == 1 else bundle({peer: ends[kind] for peer, kind in routes.items()}, list(ends.values()))
-
-
-class _Bundle:
-    """Some peers by one transport, the others by another."""
-
-    _peer: ClassVar[str]  # field of a message that names whom this side deals with
-
-    def __init__(self, by_peer: dict[int, Any], ends: list[Any]):
-        """`by_peer`: the one of `ends` that serves each rank or worker."""
-        self._by_peer, self._ends = by_peer, ends
-
-    def _end(self, message: Message) -> Any:
-        return self._by_peer[getattr(message, self._peer)]
-
-    def _shares(self, messages: Sequence[Message]) -> list[tuple[Any, list[Message]]]:
-        """The messages of each end that has some."""
-        shares = [(end, [m for m in messages if self._end(m) is end]) for end in self._ends]
-        return [(end, share) for end, share in shares if share]
-
-    @property
-    def staging_bytes(self) -> int:
-        return sum(end.staging_bytes for end in self._ends)
-
-    def lasting(self, message: Message) -> bool:
-        return self._end(message).lasting(message)
-
-    def abandon(self) -> None:
-        for end in self._ends:
-            end.abandon()
-
-    def close(self) -> None:
-        for end in self._ends:
-            end.close()
-
-
-class SenderBundle(_Bundle):
-    """A SendingEnd of several."""
-
-    _peer = "worker"
-
-    def begin(self, update: int, messages: Sequence[Message]) -> None:
-        for end in self._ends:
-            end.begin(update, [m for m in messages if self._end(m) is end])
-
-    def slot(self, message: Message) -> Tensor:
-        return self._end(message).slot(message)
-
-    def post(self, message: Message) -> None:
-        self._end(message).post(message)
-
-    def finish(self) -> None:
-        for end in self._ends:
-            end.finish()
-
-
-class ReceiverBundle(_Bundle):
-    """A ReceivingEnd of several."""
-
-    _peer = "source"
-
-    def begin(self, update: int, rounds: Sequence[Sequence[Message]]) -> None:
-        for end in self._ends:
-            shares = ([m for m in messages if self._end(m) is end] for messages in rounds)
-            end.begin(update, [share for share in shares if share])
-
-    def take(self, messages: Sequence[Message]) -> list[Tensor]:
-        found: dict[int, Tensor] = {}
-        for end, share in self._shares(messages):
-            found |= zip([m.source for m in share], end.take(share), strict=True)
-        return [found[m.source] for m in messages]
-
-    def release(self, messages: Sequence[Message]) -> None:
-        for end, share in self._shares(messages):
-            end.release(share)
+def largest_round(rounds: Sequence[Sequence[Message]], header_bytes: int = 0) -> int:
+    """Staging bytes of the largest round; `header_bytes`: in front of each message."""
+    return max((sum(aligned(header_bytes + message.nbytes) for message in messages) for messages in rounds), default=0)

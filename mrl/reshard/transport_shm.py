@@ -1,10 +1,13 @@
-"""Shared memory of one host: every worker owns an arena of two halves, and ranks pack straight into it.
+"""Shared memory of one host, and device memory that trainer and engine share: ranks pack straight into the worker's arena.
 
-A half serves one round. The worker grants each rank its place in it, the rank writes its message there and marks it ready, the worker
-unpacks and grants the half for the round after the next. Control words are 64-bit; what they do not order, the sync's digests would show.
-The arena is touched when it is made, and its file's name goes as soon as everybody has it open.
+An arena has two halves, and a half serves one round. The worker grants each rank its slot in it, the rank writes its message there and
+marks it ready, the worker unpacks and grants the half for the round after the next. Control words are 64-bit; what they do not order, the
+sync's digests would show. The arena is touched when it is made, and its file's name goes as soon as everybody has it open.
+
+On a shared device (`DeviceReceiver`, `DeviceSender`) only the data lies on the device; the control words stay in a file of the host.
 """
 
+import json
 import mmap
 import os
 import re
@@ -18,16 +21,14 @@ from torch import Tensor
 from mrl.errors import EnvironmentFault
 from mrl.platforms.transfer import Transfer
 from mrl.reshard.messages import Message
-from mrl.reshard.plan import ReshardPlan
-from mrl.reshard.setup import SyncSetup
+from mrl.reshard.setup import SyncSetup, route
 from mrl.reshard.sync_report import GAVE_UP
-from mrl.reshard.transport import TransferError, route, wait_until
+from mrl.reshard.transport import TransferError, aligned, largest_round, plan_word, received_rounds, sequence_number, wait_until
 
 PREFIX = "mrl-reshard-"
 ON_DEVICE = "-device"  # a worker may have a second arena, on its device
 _GRANTED, _OFFSET, _NBYTES, _READY, _PLAN = range(5)  # words of one (half, rank)
 _WORDS = 8  # a cache line
-_ALIGN = 64
 _PAGE = 4096
 _NOTE = 2048  # bytes in front, for what an arena elsewhere needs to be found
 
@@ -44,30 +45,6 @@ def arena_files(setup: SyncSetup, worker: int) -> list[Path]:
     """Every name that a worker's arenas may have. Once everybody has them open the names can go: then nothing outlives the processes."""
     path = arena_path(setup, worker)
     return [path.with_name(f"{path.name}{where}{state}") for where in ("", ON_DEVICE) for state in ("", ".part")]
-
-
-def sequence(update: int, message: Message) -> int:
-    """A number that no other round of any sync has."""
-    return update << 24 | (message.round + 1)
-
-
-def plan_word(plan: ReshardPlan) -> int:
-    """The first 60 bits of the plan's hash."""
-    return int(re.sub(r"^\w+:", "", plan.hash)[:15], 16)
-
-
-def aligned(nbytes: int) -> int:
-    """Rounded up so that every message begins on a cache line."""
-    return -(-nbytes // _ALIGN) * _ALIGN
-
-
-def received_rounds(plan: ReshardPlan, worker: int, ranks: Sequence[int]) -> list[list[Message]]:
-    """What a worker receives from `ranks`, round by round, empty rounds left out."""
-    rounds: dict[int, list[Message]] = {}
-    for message in plan.receives(worker):
-        if message.source in ranks:
-            rounds.setdefault(message.round, []).append(message)
-    return list(rounds.values())
 
 
 class Arena:
@@ -118,8 +95,7 @@ class SharedMemoryReceiver:
         plan = setup.plan()
         self._worker, self._ranks, self._transfer, self._timeout = worker, list(ranks), transfer, setup.timeout_s
         self._plan_word = plan_word(plan)
-        rounds = received_rounds(plan, worker, ranks)
-        half = max((sum(aligned(m.nbytes) for m in messages) for messages in rounds), default=0)
+        half = largest_round(received_rounds(plan, worker, ranks))
         self.staging_bytes = 2 * half
         self._arena = self._make(arena_path(setup, worker), half)
         self._arena.publish()
@@ -127,16 +103,16 @@ class SharedMemoryReceiver:
         self._granted = self._update = 0
 
     def _make(self, path: Path, half: int) -> Arena:
-        self._data_elsewhere = None
+        self._device_data = None
         return Arena(path, len(self._ranks), half, create=True)
 
     @property
     def _data(self) -> Tensor:
-        return self._arena.data if self._data_elsewhere is None else self._data_elsewhere
+        return self._arena.data if self._device_data is None else self._device_data
 
     def begin(self, update: int, rounds: Sequence[Sequence[Message]]) -> None:
         self._update, self._rounds, self._granted = update, list(rounds), 0
-        self._place: dict[int, tuple[int, int]] = {}  # round -> half, and number among this worker's rounds
+        self._half_of: dict[int, int] = {}  # by round
         self._arena.words[:] = 0
         self._grant()
         self._grant()
@@ -144,13 +120,14 @@ class SharedMemoryReceiver:
     def _grant(self) -> None:
         if self._granted == len(self._rounds):
             return
-        half, at = self._granted % 2, self._granted % 2 * self._arena.half_bytes
+        half = self._granted % 2
+        offset = half * self._arena.half_bytes
         for message in self._rounds[self._granted]:
             words = self._words(half, message)
-            words[_OFFSET], words[_NBYTES], words[_READY], words[_PLAN] = at, message.nbytes, 0, self._plan_word
-            words[_GRANTED] = sequence(self._update, message)
-            at += aligned(message.nbytes)
-            self._place[message.round] = half, self._granted
+            words[_OFFSET], words[_NBYTES], words[_READY], words[_PLAN] = offset, message.nbytes, 0, self._plan_word
+            words[_GRANTED] = sequence_number(self._update, message)
+            offset += aligned(message.nbytes)
+            self._half_of[message.round] = half
         self._granted += 1
 
     def _words(self, half: int, message: Message) -> np.ndarray:
@@ -160,9 +137,9 @@ class SharedMemoryReceiver:
         return [self._take(message) for message in messages]
 
     def _take(self, message: Message) -> Tensor:
-        words = self._words(self._place[message.round][0], message)
+        words = self._words(self._half_of[message.round], message)
         who = f"rank {message.source}, round {message.round} of update {self._update} for worker {self._worker}"
-        stops, number, wanted = self._arena.stops, 1 + self._ranks.index(message.source), sequence(self._update, message)
+        stops, number, wanted = self._arena.stops, 1 + self._ranks.index(message.source), sequence_number(self._update, message)
 
         def ready() -> bool:
             if stops[number] == self._update:
@@ -170,9 +147,11 @@ class SharedMemoryReceiver:
             return words[_READY] != 0
 
         wait_until(ready, self._timeout, f"{who}: nothing came")
-        found = words[_READY], words[_NBYTES], words[_PLAN]
-        if found != (wanted, message.nbytes, self._plan_word):
-            raise TransferError(f"{who}: not the message that the plan has there (number, bytes, plan {found}); is the sender of this run?")
+        arrived = words[_READY], words[_NBYTES], words[_PLAN]
+        if arrived != (wanted, message.nbytes, self._plan_word):
+            raise TransferError(
+                f"{who}: not the message that the plan has there (number, bytes, plan {arrived}); is the sender of this run?"
+            )
         data = self._data[words[_OFFSET] : words[_OFFSET] + message.nbytes]
         return data if self.lasting(message) else data.to(self._transfer.device)
 
@@ -181,7 +160,7 @@ class SharedMemoryReceiver:
 
     def release(self, messages: Sequence[Message]) -> None:
         for message in messages:
-            self._words(self._place[message.round][0], message)[_GRANTED] = 0
+            self._words(self._half_of[message.round], message)[_GRANTED] = 0
         self._grant()
 
     def abandon(self) -> None:
@@ -211,8 +190,7 @@ class SharedMemorySender:
     def _open(self, setup: SyncSetup, worker: int) -> None:
         world = range(setup.train_layout.world_size)
         ranks = [r for r in world if route(setup, r, worker, self._transfer.shares_memory) == self.kind]
-        rounds = received_rounds(setup.plan(), worker, ranks)
-        half = max((sum(aligned(m.nbytes) for m in messages) for messages in rounds), default=0)
+        half = largest_round(received_rounds(setup.plan(), worker, ranks))
         path = self._path(setup, worker)
         wait_until(path.exists, self._timeout, f"worker {worker} did not make its arena {path.name}")
         self._arenas[worker], self._data[worker] = self._find(path, len(ranks), half)
@@ -230,7 +208,7 @@ class SharedMemorySender:
 
     def slot(self, message: Message) -> Tensor:
         arena, index = self._arenas[message.worker], self._index[message.worker]
-        wanted, who = sequence(self._update, message), f"worker {message.worker}, round {message.round} of update {self._update}"
+        wanted, who = sequence_number(self._update, message), f"worker {message.worker}, round {message.round} of update {self._update}"
         grants = arena.words[:, index, _GRANTED]
 
         def granted() -> bool:
@@ -241,9 +219,8 @@ class SharedMemorySender:
         words = arena.words[int(np.flatnonzero(grants == wanted)[0]), index]
         if (words[_NBYTES], words[_PLAN]) != (message.nbytes, self._plan_word):
             raise TransferError(f"{who}: the worker expects {words[_NBYTES]} bytes of another plan, rank {self._rank} has {message.nbytes}")
-        place = self._data[message.worker][words[_OFFSET] : words[_OFFSET] + message.nbytes]
         if self.lasting(message):
-            return place
+            return self._data[message.worker][words[_OFFSET] : words[_OFFSET] + message.nbytes]
         self._staged[message.worker] = torch.empty(message.nbytes, dtype=torch.uint8, device=self._transfer.device)
         return self._staged[message.worker]
 
@@ -251,7 +228,7 @@ class SharedMemorySender:
         return self._data[message.worker].device == self._transfer.device
 
     def post(self, message: Message) -> None:
-        arena, index, wanted = self._arenas[message.worker], self._index[message.worker], sequence(self._update, message)
+        arena, index, wanted = self._arenas[message.worker], self._index[message.worker], sequence_number(self._update, message)
         words = arena.words[int(np.flatnonzero(arena.words[:, index, _GRANTED] == wanted)[0]), index]
         if (staged := self._staged.pop(message.worker, None)) is not None:
             self._data[message.worker][words[_OFFSET] : words[_OFFSET] + message.nbytes].copy_(staged)
@@ -265,7 +242,10 @@ class SharedMemorySender:
         self._posted = []
 
     def _wait_taken(self, message: Message) -> None:
-        grants, wanted = self._arenas[message.worker].words[:, self._index[message.worker], _GRANTED], sequence(self._update, message)
+        grants, wanted = (
+            self._arenas[message.worker].words[:, self._index[message.worker], _GRANTED],
+            sequence_number(self._update, message),
+        )
 
         def taken() -> bool:
             self._check_alive(message.worker)
@@ -284,3 +264,45 @@ class SharedMemorySender:
     def close(self) -> None:
         self._arenas.clear()
         self._data.clear()
+
+
+class DeviceReceiver(SharedMemoryReceiver):
+    """A worker's arena on its device. Chosen only where the platform can share memory; elsewhere the pair uses shared memory."""
+
+    def _make(self, path: Path, half: int) -> Arena:
+        self._device_data = torch.empty(2 * half, dtype=torch.uint8, device=self._transfer.device)
+        self._transfer.synchronize()
+        arena = Arena(_device_path(path), len(self._ranks), 0, create=True)
+        arena.half_bytes = half
+        note = json.dumps(self._transfer.share_memory(self._device_data)).encode()
+        if len(note) >= arena.note.size:
+            raise EnvironmentFault(f"a device-memory handle of {len(note)} bytes does not fit; set reshard.transport: shm")
+        arena.note[: len(note)] = np.frombuffer(note, np.uint8)
+        return arena
+
+    def release(self, messages: Sequence[Message]) -> None:
+        self._transfer.synchronize()  # what was unpacked from the half must have been read before it is granted again
+        super().release(messages)
+
+    def close(self) -> None:
+        super().close()
+        self._device_data = None
+
+
+class DeviceSender(SharedMemorySender):
+    """A rank's places in arenas on its own device."""
+
+    kind = "ipc"
+
+    def _find(self, path: Path, ranks: int, half: int) -> tuple[Arena, Tensor]:
+        arena = Arena(path, ranks, 0, create=False)
+        handle = json.loads(arena.note.tobytes().rstrip(b"\0"))
+        return arena, self._transfer.open_memory(handle)
+
+    def _path(self, setup: SyncSetup, worker: int) -> Path:
+        return _device_path(arena_path(setup, worker))
+
+
+def _device_path(path: Path) -> Path:
+    """Of the arena on the device: a worker may have one in host memory as well, for the ranks of other devices."""
+    return path.with_name(path.name + ON_DEVICE)

@@ -6,8 +6,7 @@ from typing import Any
 from mrl.checkpoint.conversions import step_folder
 from mrl.checkpoint.disk_space import check_room, checkpoint_bytes, room_note
 from mrl.checkpoint.manifest import Manifest, Newest, newest_checkpoint, read_manifest
-from mrl.cluster.prerequisites import check_port_free, check_reachable, ray_address
-from mrl.cluster.resources import check_size, own_cpus
+from mrl.cluster.prerequisites import check_port_free, check_reachable, check_size, own_cpus, ray_address
 from mrl.config.capabilities import missing_capabilities
 from mrl.config.describe import describe_layout, describe_loss
 from mrl.config.load import ResolvedConfig

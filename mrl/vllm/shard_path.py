@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from mrl.model.vllm_parameters import TargetParameter, target_parameters
-from mrl.reshard.execute import connect_receiver
+from mrl.reshard.connect import connect_receiver
 from mrl.reshard.setup import SyncSetup
 from mrl.vllm.handshake import HandshakeError, check_backend, check_loader, check_parameters
 from mrl.vllm.load_layout import LayerwiseWriter, Reload, held_digests, layers_of
@@ -63,18 +63,17 @@ class ShardPath:
     def __init__(
         self, model: nn.Module, model_config: Any, adapter: Adapter, setup: SyncSetup, engine: int, plan_hash: str, degrees: Degrees
     ):
-        """Checks that this engine is what the plan was made for, then meets the ranks. Raises HandshakeError, ValueError, TransferError."""
+        """Checks that this engine is what the plan was made for, then meets the ranks.
+
+        Raises EnvironmentFault, HandshakeError and TransferError.
+        """
         self.worker = setup.worker(engine, degrees.position)
         self._engine, self._setup = engine, setup
         self._model, self._config, self._adapter = model, model_config, adapter
         self._writer: LayerwiseWriter | None = None
         self._report: dict[str, Any] = {}
+        setup.check_hash(plan_hash, f"engine {engine} worker {self.worker}")
         with self.named():
-            if setup.plan().hash != plan_hash:
-                raise ValueError(
-                    f"the plan made here has hash {setup.plan().hash[:16]}, the trainer's {plan_hash[:16]}: "
-                    "the two sides run other code or other settings; install the same mrl on all nodes"
-                )
             check_degrees(setup, degrees)
             self._targets = target_parameters(setup.model, setup.rollout_layout, self.worker, setup.dialect, setup.dtype)
             check_engine(model, setup, self._targets, adapter)

@@ -26,7 +26,6 @@ import sys
 import tempfile
 import time
 import uuid
-from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -110,7 +109,7 @@ class Rank:
         return self.memory.peak()
 
     def connect(self, setup: dict) -> None:
-        from mrl.reshard.execute import connect_sender
+        from mrl.reshard.connect import connect_sender
         from mrl.reshard.setup import SyncSetup
 
         if self.sender is not None:
@@ -189,8 +188,10 @@ class Engine:
         """Each message as one block into contiguous memory of the engine's size."""
         import torch
 
+        from mrl.reshard.messages import by_round
+
         if self.block is None:
-            self.rounds = [list(messages) for _, messages in groupby(self.receiver.plan.receives(0), key=lambda m: m.round)]
+            self.rounds = by_round(self.receiver.plan.receives(0))
             self.block = torch.zeros(sum(m.nbytes for messages in self.rounds for m in messages), dtype=torch.uint8)
         end, at = self.receiver.end, 0
         end.begin(update, self.rounds)

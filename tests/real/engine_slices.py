@@ -16,9 +16,9 @@ from typing import ClassVar
 import torch
 from safetensors.torch import load_file
 
-from mrl.reshard.execute import Receiver
+from mrl.errors import EnvironmentFault
+from mrl.reshard.execute import Receiver, wire_views
 from mrl.reshard.messages import Message
-from mrl.reshard.pack import wire_views
 from mrl.reshard.setup import SyncSetup
 from mrl.vllm import shard_path
 from mrl.vllm.engine import shared_memory_below
@@ -67,7 +67,7 @@ class FileEnd:
 
 
 def connect(setup: SyncSetup, worker: int) -> Receiver:
-    """In the place of mrl.reshard.execute.connect_receiver."""
+    """In the place of mrl.reshard.connect.connect_receiver."""
     dtype = getattr(torch, setup.dtype)
     return Receiver(setup.plan(), worker, FileEnd(dtype), dtype)
 
@@ -92,7 +92,7 @@ class SlicesExtension(Base):
         try:
             made = plan_hash or SyncSetup.from_json(setup).plan().hash
             self.init_weight_transfer_engine({"path": "fast", "setup": setup, "engine": 0, "plan_hash": made})
-        except (RuntimeError, ValueError) as error:
+        except (EnvironmentFault, RuntimeError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
         return ""
 

@@ -14,9 +14,11 @@ from torch import Tensor
 from mrl.model import tensor_specs
 from mrl.model.megatron_shards import source_shards
 from mrl.model.vllm_parameters import TargetParameter, target_parameters
+from mrl.reshard.connect import connect_receiver, connect_sender
 from mrl.reshard.digest import MODULUS, partial_digest
-from mrl.reshard.execute import ReceiveReport, Sender, SendReport, connect_receiver, connect_sender
+from mrl.reshard.execute import Sender
 from mrl.reshard.setup import SyncSetup
+from mrl.reshard.sync_report import ReceiveReport, SendReport
 
 
 def setup_for(

@@ -8,8 +8,7 @@ from reshard_world import DictWriter, World, expected, hf_weights, setup_for, sh
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mrl.errors import EnvironmentFault
-from mrl.reshard.transport import route
-from mrl.reshard.transport_p2p import members
+from mrl.reshard.setup import p2p_members, route
 from mrl.reshard.transport_shm import SharedMemoryReceiver, SharedMemorySender, arena_files, arena_path
 
 FOUR = dict(world_size=4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, expert_model_parallel_size=2)
@@ -180,7 +179,7 @@ def test_a_transport_of_one_host_is_refused_for_a_pair_on_two(kind):
 def test_only_processes_with_a_peer_on_another_host_join_the_group():
     places = {"ranks": [[0, 0], [0, 1]], "workers": [[0, 2], [1, 0]]}
     setup = setup_for(dict(world_size=2), dict(num_engines=2), "auto", topology=places)
-    assert members(setup) == [("rank", 0), ("rank", 1), ("worker", 1)]
+    assert p2p_members(setup) == [("rank", 0), ("rank", 1), ("worker", 1)]
 
 
 def test_memory_made_for_one_message_is_given_back_when_the_message_is_through(monkeypatch):

@@ -49,6 +49,7 @@ LIGHT = (
     "platforms/npu_environment.py",
     "vllm/launch.py",
     "cluster/job.py",
+    "cluster/prerequisites.py",
     "algo/spec.py",
     "record/spec.py",
     *(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.cluster.resources import engine_bundles, needed_resources
+from mrl.cluster.prerequisites import engine_bundles, needed_resources
 from mrl.config.load import load_config
 from mrl.errors import ConfigError
 from mrl.model.device_grid import ClusterShape, Place, actor_places, engine_places, rank_order
@@ -161,9 +161,9 @@ def test_ray_reserves_what_each_process_of_an_engine_needs():
 
 
 def test_an_actor_asks_ray_for_the_devices_of_its_bundle():
-    from mrl.cluster.placement import Places  # brings Ray
+    from mrl.cluster.ray_cluster import Reservation  # brings Ray
 
-    places = Places(group=None, bundles=({"CPU": 1.0, "NPU": 2.0}, {"CPU": 1.0, "GPU": 4.0}), order=(1, 0))
-    gpu, npu = places.options(0), places.options(1)
+    reserved = Reservation(group=None, bundles=({"CPU": 1.0, "NPU": 2.0}, {"CPU": 1.0, "GPU": 4.0}), order=(1, 0))
+    gpu, npu = reserved.options(0), reserved.options(1)
     assert (gpu["num_gpus"], gpu["resources"], gpu["scheduling_strategy"].placement_group_bundle_index) == (4.0, {}, 1)
     assert (npu["num_gpus"], npu["resources"], npu["scheduling_strategy"].placement_group_bundle_index) == (0, {"NPU": 2.0}, 0)

@@ -18,7 +18,7 @@ from mrl.cluster import weight_sync
 from mrl.cluster.weight_sync import WeightSync
 from mrl.errors import EnvironmentFault, Interrupted
 from mrl.reshard.setup import SyncSetup
-from mrl.reshard.transport_shm import sequence
+from mrl.reshard.transport import sequence_number
 
 TRAIN = dict(world_size=4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, expert_model_parallel_size=2)
 REPLICAS = dict(world_size=2)
@@ -162,8 +162,8 @@ def be_impatient(world: World) -> None:
     """Until transports are opened again nobody waits long, receivers least: so they complain before the sender that they wait for."""
     for sides, seconds in ((world.senders, 4.0), (world.receivers, 1.5)):
         for side in sides.values():
-            if hasattr(side.end, "_joined"):
-                side.end._joined._timeout = timedelta(seconds=seconds)
+            if hasattr(side.end, "_group"):
+                side.end._group._timeout = timedelta(seconds=seconds)
             side.end._timeout = seconds
 
 
@@ -270,7 +270,7 @@ def test_a_dropped_message_is_missed_by_its_receiver_which_names_rank_and_round(
     dropped = []
     end.post = once(
         end.post,
-        lambda post, message: dropped.append(message) or end._place.pop(0, None) if transport == "p2p" else dropped.append(message),
+        lambda post, message: dropped.append(message) or end._slots.pop(0, None) if transport == "p2p" else dropped.append(message),
     )
     assert sync.bring_to(2)["reshard/resynced"] == 1
     assert f"rank 2, round {dropped[0].round} of update 2 for worker 0: nothing came" in capsys.readouterr().err
@@ -287,9 +287,9 @@ def test_a_round_that_is_sent_twice_is_taken_by_nobody(cluster, capsys):
 
     def again(post, message):
         repeated.append(message)
-        place = end._place[message.worker]
+        slot = end._slots[message.worker]
         post(message)
-        end._place[message.worker] = place
+        end._slots[message.worker] = slot
         post(message)
 
     end.post = once(end.post, again)
@@ -322,7 +322,7 @@ def test_a_message_of_an_earlier_sync_is_not_taken_for_this_ones(cluster, capsys
 
     def old(post, message):
         words = end._arenas[0].words[:, end._index[0]]
-        words[words[:, 0] == sequence(2, message), 3] = sequence(1, message)  # word 0: granted, word 3: ready
+        words[words[:, 0] == sequence_number(2, message), 3] = sequence_number(1, message)  # word 0: granted, word 3: ready
 
     end.post = once(end.post, old)
     assert sync.bring_to(2)["reshard/resynced"] == 1
