@@ -160,7 +160,7 @@ def _recompute(out, recompute, device: str) -> None:
 
 def _given(texts: list[str]) -> tuple[dict[str, str], dict[str, Any]]:
     """(shell variables, keys of ours) that --set gives."""
-    from mrl.extras.import_verl.overrides import hydra_value
+    from mrl.extras.import_verl.verl_command import hydra_value
 
     variables, own = {}, {}
     for text in texts:

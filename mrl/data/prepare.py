@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mrl.data.dedup import SeenPrompts
-from mrl.data.reader import read_foreign_rows
+from mrl.data.row_files import read_foreign_rows
 from mrl.data.sources import BadSourceRow, Row, Source
 from mrl.errors import DataError
 

@@ -14,9 +14,9 @@ from mrl.config.schema import RunConfig, leaf
 from mrl.errors import ConfigError
 from mrl.extras.import_verl.handlers import HANDLERS
 from mrl.extras.import_verl.keys import ROWS, row_of
-from mrl.extras.import_verl.overrides import hydra_value
 from mrl.extras.import_verl.report import KINDS
 from mrl.extras.import_verl.translate import import_overrides, import_script
+from mrl.extras.import_verl.verl_command import hydra_value
 from mrl.model import planning_model_spec
 
 SCRIPTS = Path(__file__).parent / "verl_scripts"

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from mrl.algo.spec import LOSSES
 from mrl.config.override_rules import MINDSPEED_FIELDS, decided_by, override_faults
 from mrl.extras.import_verl.keys import LAYOUT, MEGATRON, TRANSFORMER, A, F, M, R
-from mrl.extras.import_verl.overrides import Override, VerlSettings
 from mrl.extras.import_verl.report import Import
+from mrl.extras.import_verl.verl_command import Override, VerlSettings
 from mrl.record.sinks import VIEWS
 
 OVERRIDE_TRANSFORMER = "model.override_transformer_config"

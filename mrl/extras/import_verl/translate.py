@@ -10,10 +10,10 @@ from mrl.errors import ConfigError, MrlError
 from mrl.extras.import_verl.expansion import Value
 from mrl.extras.import_verl.handlers import HANDLERS
 from mrl.extras.import_verl.keys import LAYOUT, MEGATRON, ROWS, TRANSFORMER, A, M, R, row_of
-from mrl.extras.import_verl.overrides import Override, VerlCommand, VerlSettings, from_script, from_words, says_megatron
 from mrl.extras.import_verl.report import Import
 from mrl.extras.import_verl.script_model import Chosen, choose_layout, unknown_family
 from mrl.extras.import_verl.shell import read_script
+from mrl.extras.import_verl.verl_command import Override, VerlCommand, VerlSettings, from_script, from_words, says_megatron
 from mrl.model import ModelSpec, planning_model_spec
 
 # verl's defaults where ours are others: our key -> value. Those of the policy loss only hold for the loss that reads them.
