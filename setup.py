@@ -2,7 +2,10 @@
 
 from setuptools import find_packages, setup
 
-CORE = ["pydantic==2.14.3", "PyYAML==6.0.3", "numpy==2.3.5", "pyarrow==26.0.1", "rich==15.0.0", "tensorboard==2.21.0"]
+CORE = [
+    "pydantic==2.14.3", "PyYAML==6.0.3", "numpy==2.3.5", "pyarrow==26.0.1", "rich==15.0.0", "tensorboard==2.21.0",
+    "tree-sitter==0.26.1", "tree-sitter-bash==0.25.1",  # the grammar that mrl import-verl reads scripts with
+]  # fmt: skip
 TRAIN = ["megatron-core==0.16.1", "mbridge==0.15.1", "ray[default]==2.60.0", "transformers==5.19.0", "safetensors==0.8.0", "psutil==7.2.2"]
 # math-verify pins latex2sympy2_extended 1.11.0; Hydra up to 1.3 wants antlr4-python3-runtime 4.9 and cannot stand beside this row.
 MATH = ["math-verify==0.9.0", "latex2sympy2_extended==1.11.0", "antlr4-python3-runtime==4.13.2"]

@@ -22,8 +22,8 @@ from mrl.config.explain import allowed_text
 from mrl.config.field_docs import FIELD_DOCS
 from mrl.config.schema import RunConfig, Section
 from mrl.config.yaml_tree import dump_value
+from mrl.extras.import_verl.handlers import HANDLERS
 from mrl.extras.import_verl.keys import ROWS
-from mrl.extras.import_verl.special import HANDLERS
 from mrl.record.spec import METRICS, metric_spec
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -133,7 +133,7 @@ def from_verl() -> str:
 
 
 def _targets(handler: Callable) -> str:
-    """Our keys that a handler of mrl/extras/import_verl/special.py names, in its own strings or in those of its module."""
+    """Our keys that a handler of mrl/extras/import_verl/handlers.py names, in its own strings or in those of its module."""
     names = handler.__code__.co_names
     said = {text for text in [*_strings(handler.__code__), *map(handler.__globals__.get, names)] if isinstance(text, str)}
     below = {text + "*" for text in said if text.endswith(".") and any(key.startswith(text) for key in keys())}

@@ -78,7 +78,13 @@ def _one(script: Path | None, words: list[str], options: argparse.Namespace, sev
     text = out.to_yaml()
     file = _written(options.output, script, text, several)
     found, remarks = _checked(file, text)
-    result = {"script": out.name, "output": None if file is None else str(file), "ok": not found, "keys": len(out.keys), **out.to_json()}
+    result = {
+        "script": out.name,
+        "output": None if file is None else str(file),
+        "ok": not (found or out.faults),
+        "keys": len(out.keys),
+        **out.to_json(),
+    }
     if file is None:
         result["yaml"] = text
     if not options.json:
@@ -118,7 +124,7 @@ def _read(script: Path | None, words: list[str], variables: dict[str, str], **se
 
 def _searched(out, translated):
     """The import with the fastest layout that breaks no rule and fits in every phase; None where there is none, or no known model."""
-    from mrl.extras.import_verl.layouts import Chosen
+    from mrl.extras.import_verl.script_model import Chosen
     from mrl.model import planning_model_spec
     from mrl.plan.inputs import PlanInputs, device_for
     from mrl.plan.megatron_versions import MEGATRON
@@ -154,7 +160,7 @@ def _recompute(out, recompute, device: str) -> None:
 
 def _given(texts: list[str]) -> tuple[dict[str, str], dict[str, Any]]:
     """(shell variables, keys of ours) that --set gives."""
-    from mrl.extras.import_verl.overrides import hydra_value
+    from mrl.extras.import_verl.verl_command import hydra_value
 
     variables, own = {}, {}
     for text in texts:
@@ -215,4 +221,5 @@ def _report(out, found: list, remarks: list[str], stream) -> None:
             print(f"  {kind.replace('_', ' ')}: {entry}", file=stream)
     for line in [*(f"warning: {w}" for w in out.warnings), *(f"violation: {v}" for v in found), *remarks]:
         print(f"  {line}", file=stream)
-    print("  valid" if not found else f"  refused: {len(found)} violations", file=stream)
+    unread = f", {len(out.faults)} places that cannot be read" if out.faults else ""
+    print("  valid" if not (found or unread) else f"  refused: {len(found)} violations{unread}", file=stream)

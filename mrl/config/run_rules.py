@@ -6,8 +6,8 @@ from mrl.config.schema import RunConfig
 from mrl.config.violation import Broken, did_you_mean
 from mrl.model import ModelSpec
 from mrl.record.sinks import VIEWS
+from mrl.reward.builtin_rules import RULES
 from mrl.reward.resolve import AUTO
-from mrl.reward.rules import RULES
 
 _REWARDS = (AUTO, *RULES)
 _LOGGERS = ("jsonl", *VIEWS)

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from mrl.data.batch import Prompt
-from mrl.data.dedup import SeenPrompts
-from mrl.data.reader import RawRow, read_rows
-from mrl.data.store import PromptStore
+from mrl.data.prompt_store import PromptStore, SeenPrompts
+from mrl.data.row_files import RawRow, read_rows
 from mrl.errors import ConfigError, DataError
 
 EXAMPLES = 10

@@ -10,8 +10,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mrl.data.dedup import SeenPrompts
-from mrl.data.reader import read_foreign_rows
+from mrl.data.prompt_store import SeenPrompts
+from mrl.data.row_files import read_foreign_rows
 from mrl.data.sources import BadSourceRow, Row, Source
 from mrl.errors import DataError
 

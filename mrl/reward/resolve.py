@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from mrl.errors import ConfigError
+from mrl.reward.builtin_rules import RULE_OF_DATA_SOURCE, RULE_OF_PREFIX, RULES, RewardFunction, Score, rule_name
 from mrl.reward.items import RewardSpec
 from mrl.reward.math_verifier import load_math_verify
-from mrl.reward.rules import RULE_OF_DATA_SOURCE, RULE_OF_PREFIX, RULES, RewardFunction, Score, rule_name
 
 AUTO, MATH = "auto", "math"
 

@@ -16,9 +16,9 @@ import traceback
 from typing import Any
 
 from mrl.errors import ConfigError
+from mrl.reward.builtin_rules import RewardFunction
 from mrl.reward.items import NOT_A_NUMBER, OK, OUT_OF_MEMORY, RAISED, WRONG_TYPE, RewardSpec
 from mrl.reward.resolve import resolve
-from mrl.reward.rules import RewardFunction
 
 DETAIL_LIMIT = 2000  # characters
 PART_LIMIT = 500

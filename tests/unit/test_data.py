@@ -11,7 +11,7 @@ import pytest
 
 from mrl.data.dataset import PromptDataset, PromptParameters, truncate
 from mrl.data.order import DataCursor, PromptStream, epoch_order
-from mrl.data.store import PromptStore
+from mrl.data.prompt_store import PromptStore
 from mrl.data.tokenizer import load_tokenizer, pad_token_id
 from mrl.errors import ConfigError, DataError, EnvironmentFault
 

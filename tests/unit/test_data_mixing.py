@@ -11,9 +11,8 @@ import pytest
 from test_data import CharTokenizer, load, row, write_jsonl, write_parquet
 
 from mrl.config.load import load_config
-from mrl.data.dedup import SeenPrompts
-from mrl.data.mixing import epoch_counts, mixed_order
-from mrl.data.order import DataCursor, PromptStream
+from mrl.data.order import DataCursor, PromptStream, epoch_counts, mixed_order
+from mrl.data.prompt_store import SeenPrompts
 from mrl.errors import ConfigError, DataError
 
 

@@ -12,11 +12,11 @@ from mrl.config.load import load_config
 from mrl.config.rules import violations
 from mrl.config.schema import RunConfig, leaf
 from mrl.errors import ConfigError
+from mrl.extras.import_verl.handlers import HANDLERS
 from mrl.extras.import_verl.keys import ROWS, row_of
-from mrl.extras.import_verl.overrides import hydra_value
 from mrl.extras.import_verl.report import KINDS
-from mrl.extras.import_verl.special import HANDLERS
 from mrl.extras.import_verl.translate import import_overrides, import_script
+from mrl.extras.import_verl.verl_command import hydra_value
 from mrl.model import planning_model_spec
 
 SCRIPTS = Path(__file__).parent / "verl_scripts"
@@ -252,6 +252,11 @@ def test_a_degree_of_the_users_own_leaves_the_layout_to_the_user(capsys):
             {"cluster.nnodes": 1, "cluster.n_gpus_per_node": 8, LAYOUT + "world_size": 6, "rollout.num_engines": 1},
         ),
         (["algorithm.filter_groups.metric=seq_reward"], {"algorithm.filter_groups.metric": "score"}),
+        *(
+            ([f"actor_rollout_ref.{key}use_remove_padding={value}"], {"actor.use_remove_padding": None if value == "True" else False})
+            for key in ("model.", "actor.", "actor.megatron.")
+            for value in ("True", "False")
+        ),
     ],
 )  # fmt: skip
 def test_keys_whose_meaning_needs_a_second_look(words, ours):
@@ -453,6 +458,18 @@ def test_a_script_that_cannot_be_carried_over_says_why(capsys, tmp_path, text, p
     file.write_text(text)
     code, _, err = run(capsys, "import-verl", str(file))
     assert code == 2 and problem in err
+
+
+def test_a_place_that_the_grammar_cannot_read_is_told_and_forbids_the_answer_valid(capsys, tmp_path):
+    text = (SCRIPTS / "dapo_32b_fsdp.sh").read_text()
+    (tmp_path / "s.sh").write_text(text + "\necho done | | cat\n")
+    fault = f"{tmp_path / 's.sh'}:{len(text.splitlines()) + 2}: cannot be read as shell: |"
+    code, out, _ = run(capsys, "import-verl", str(tmp_path / "s.sh"), "-o", str(tmp_path / "out.yaml"))
+    assert code == 2 and f"warning: {fault}" in out
+    assert out.splitlines()[-1].strip() == "refused: 0 violations, 1 places that cannot be read"
+    assert f"# warning: {fault}" in (tmp_path / "out.yaml").read_text()
+    found = json.loads(run(capsys, "import-verl", str(tmp_path / "s.sh"), "--json")[1])
+    assert not found["ok"] and fault in found["warnings"] and not found["violations"]
 
 
 @pytest.mark.parametrize("source", ["none.sh", "not an override"])

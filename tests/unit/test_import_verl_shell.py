@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mrl.errors import ConfigError
-from mrl.extras.import_verl.arithmetic import calculate
+from mrl.extras.import_verl.expansion import calculate
 from mrl.extras.import_verl.shell import read_script
 
 # Each ends with a call of `show`, whose arguments are compared. No line of them runs a program.
@@ -22,6 +22,16 @@ SCRIPTS = {
     "empty array and arguments": 'A=()\nshow a "${A[@]}" $@ "$@" b',
     "arguments of a function": 'f() { show "$*" "$@" $1; }\nf a "b c"',
     "array beside text": 'A=(1 2)\nshow "x${A[@]}y"',
+    "a calculation as a default": "show ${x:-$((2 * (3 + 1)))} ${y:-$((1024*2))}",
+    "continued inside a word": "a=1\nshow a\\\nb${a}\\\nc",
+    "continued at the end": "show a \\\n",
+    "blanks in quotes": 'a=1\nshow " $a  $a " "\n$a\n" "a\n b" \'  c \'',
+    "escapes": 'a=1\nshow \\$a "\\$a" "\\x" x=\\[1\\] "\\\\" \\"q\\"',
+    "words behind redirects": "show a > /dev/null b 2>&1 c",
+    "what follows a here-document": "cat <<EOF && show a\nx $b\nEOF\ncat <<EOF | show b\nx\nEOF\n",
+    "function with a body in brackets": 'f() ( show $1 )\nfunction g { show "$@"; }\nf a\ng b "c d"',
+    "slashes in a pattern": "p=a/b/c\nn=2\nshow ${p//\\//_} ${p/\\/b/x} ${p:n:1} ${p:0:-1} ${p: -1}",
+    "pattern with a variable": 'p=/a/b.tar\ns=.tar\nq=\nshow ${p%$s} ${p#/a$q/} ${p%"$s"} ${p/$s/$q}',
     "continued lines": "show a \\\n  b=$((1+1)) \\\n  'c d' \\\n  e",
     "if": 'm=vllm\nif [ "$m" = "vllm" ]; then k=yes; else k=no; fi\nshow $k',
     "if elif": "m=3\nif [ $m -lt 2 ]; then k=a\nelif [ $m -ge 3 ]; then k=b\nelse k=c\nfi\nshow $k",
@@ -93,6 +103,11 @@ def test_nothing_of_a_script_is_run(tmp_path):
         ("[ -f here.sh ] && a=1 || a=2\nshow $a", {"a"}),
         ('if [ -n "$X" ]; then a=1; fi\nshow $a', {"a"}),
         ("a=0\nwhile true; do a=1; done\nshow $a", {"a"}),
+        ("p=a/b\nshow ${p%$q}", {"q"}),
+        ("p=a/b\nshow ${p/$q/x}", {"q"}),
+        ("p=a/b\nshow ${p/a*/x}", {"p/a*/x"}),
+        ("p=a/b\nshow ${p:$n}", {"n"}),
+        ("A=(1 2)\nA[1]=5\nshow ${A[1]}", {"A"}),
         ("declare -A M=([x]=1)\nshow ${M[x]}", {"M[x]"}),
     ],
 )
@@ -127,18 +142,12 @@ def test_a_here_document_is_reported():
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("show 'a", "s:1: no closing '"),
-        ('a=1\nshow "b', 's:2: no closing "'),
-        ("show ${a", "no closing }"),
-        ("show $((1", "no closing )"),
-        ("A=(1 2", "no closing ) of an array"),
-        ("if true; then a=1", "fi is missing"),
-        ("fi", "fi without its beginning"),
         ("f() { f; }\nf", "calls itself without end"),
         ("for ((i=0;i<3;i++)); do a=1; done", "is not read"),
         ("x" * 600_000, "no launch script"),
         ("for a in " + " ".join("1" * 200) + "; do for b in " + " ".join("1" * 200) + "; do c=1; done; done", "no launch script"),
-        ("( " * 5000, "nested too deeply"),
+        ("select x in a b; do show $x; done", "s:1: select asks a person"),
+        ("( " * 5000 + "a" + " )" * 5000, "nested too deeply"),
         ("a=xxxxxxxx\n" + 'a="$a$a"\n' * 60, "grows over 1000000 characters"),
         ("A=(1 2)\n" + 'A+=("${A[@]}")\n' * 60, "grows over 10000 items"),
     ],
@@ -147,6 +156,35 @@ def test_text_that_is_no_script_is_refused_with_its_line(text, problem):
     with pytest.raises(ConfigError) as caught:
         read_script(text, "s", {})
     assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "faults"),
+    [
+        ("show 'a", ["s:1: no closing ': 'a"]),
+        ('a=1\nshow "b', ['s:2: no closing "']),
+        ("a=1\nshow ${a", ["s:2: no closing }"]),
+        ("show $((1", ["s:1: cannot be read as shell: $((1"]),
+        ("A=(1 2", ["s:1: no closing )"]),
+        ("if true; then a=1", ["s:1: cannot be read as shell: if true; then a=1"]),
+        ("a=1\nif x; then\n  show y\n", ["s:4: fi is missing"]),
+        ("while x; do\n  show y\n", ["s:3: done is missing"]),
+        ("show a\nfi", ["s:2: fi without its beginning"]),
+        ("show a | | show b\nshow x\necho )", ["s:1: cannot be read as shell: |", "s:3: cannot be read as shell: )"]),
+        ("( " * 5000, ["s:1: cannot be read as shell: " + ("( " * 30)]),
+    ],
+)
+def test_every_place_that_the_grammar_cannot_read_is_told_with_line_and_text(text, faults):
+    assert list(read_script(text, "s", {}).faults) == faults
+
+
+def test_what_stands_around_a_fault_is_read():
+    read = read_script("a=1\nshow $a | | show b\nshow c", "s", {})
+    assert [[w.text for w in c.words] for c in read.commands] == [["show", "1"], ["show", "b"], ["show", "c"]]
+
+
+def test_no_script_that_bash_reads_has_faults():
+    assert not any(read_script(text, "s", {}).faults for text in SCRIPTS.values())
 
 
 @pytest.mark.parametrize("text", ["9**9**9**9", "1/0", "__import__('os')", "a.b", "[1]", "2**70", "(" * 300, "1 if 1 else 2", "'a'*9"])

@@ -5,12 +5,9 @@ import time
 import pytest
 
 from mrl.errors import ConfigError
-from mrl.reward.choices import letters, multiple_choice
-from mrl.reward.dapo_math import math_dapo, normalised
-from mrl.reward.format_rules import boxed_format, think_format
+from mrl.reward.builtin_rules import boxed_format, letters, math_dapo, multiple_choice, normalised, rule_name, think_format
 from mrl.reward.items import RewardSpec
 from mrl.reward.resolve import check_data_sources, resolve
-from mrl.reward.rules import rule_name
 from mrl.reward.worker import score_one
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from mrl.errors import ConfigError, DataError
+from mrl.reward.builtin_rules import exact_match, gsm8k
 from mrl.reward.items import RewardResult, RewardSpec, check_failures, failures_at_the_bottom
 from mrl.reward.resolve import check_data_sources, resolve
-from mrl.reward.rules import exact_match, gsm8k
 from mrl.reward.worker import judge, score_one
 
 

@@ -1,19 +1,72 @@
-"""Words of a script -> texts: variables with their defaults, arrays, arithmetic, and the few commands that only shape text."""
+"""Words of a script -> values: variables with their defaults, arrays, integer arithmetic, and the few commands that only shape text.
 
+What cannot be known without running something is named in the value. Arithmetic, `(a + b) * 2 / sp`, is calculated from its syntax tree;
+nothing is evaluated as code.
+"""
+
+import ast
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 
 from mrl.errors import ConfigError
-from mrl.extras.import_verl.arithmetic import calculate
-from mrl.extras.import_verl.shell_lexer import Part, Word
-from mrl.extras.import_verl.shell_syntax import Simple, parse_script, parse_text
-from mrl.extras.import_verl.values import EMPTY, Value, unset
+from mrl.extras.import_verl.shell_syntax import Part, Simple, Word, parse_script, parse_text
 
+MAX_TEXT = 1_000_000  # characters of one variable
+MAX_ITEMS = 10_000  # of one array
 _NAME = re.compile(r"(#)?([A-Za-z_][A-Za-z0-9_]*|[0-9]+|[@*#?!$])(?:\[([^\]]*)\])?(.*)", re.DOTALL)
 _OPERATION = re.compile(r"(:?[-=+?]|##?|%%?|//?|,,|\^\^|:)(.*)", re.DOTALL)
 _IN_ARITHMETIC = re.compile(r"\$\{([A-Za-z_]\w*)\}|\$([A-Za-z_]\w*)")
+_LIMIT = 10**18  # the shell calculates in 64 bits
+_OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+    ast.FloorDiv: lambda a, b: abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1),  # the shell cuts towards zero
+    ast.Mod: lambda a, b: abs(a) % abs(b) * (-1 if a < 0 else 1),
+    ast.Pow: lambda a, b: a**b if 0 <= b <= 63 and abs(a) <= 1_000_000 else _LIMIT,
+}
+_COMPARISONS: dict[type[ast.cmpop], Callable[[int, int], bool]] = {
+    ast.Lt: lambda a, b: a < b,
+    ast.LtE: lambda a, b: a <= b,
+    ast.Gt: lambda a, b: a > b,
+    ast.GtE: lambda a, b: a >= b,
+    ast.Eq: lambda a, b: a == b,
+    ast.NotEq: lambda a, b: a != b,
+}
+
+
+@dataclass(frozen=True)
+class Value:
+    """`missing`: names of variables that nobody sets, and command substitutions; empty when the text is known."""
+
+    text: str
+    missing: frozenset[str] = frozenset()
+    line: int = 0
+
+    @property
+    def known(self) -> bool:
+        return not self.missing
+
+    def __add__(self, other: "Value") -> "Value":
+        if len(self.text) + len(other.text) > MAX_TEXT:
+            raise ConfigError(f"a variable of the script grows over {MAX_TEXT} characters, which no launch script needs")
+        return Value(self.text + other.text, self.missing | other.missing, self.line or other.line)
+
+    def at(self, line: int) -> "Value":
+        return replace(self, line=line)
+
+
+EMPTY = Value("")
+
+
+def unset(name: str) -> Value:
+    """A variable that nobody sets."""
+    return Value(f"${{{name}}}", frozenset((name,)))
+
+
 Variable = Value | tuple[Value, ...]
 
 
@@ -123,7 +176,7 @@ class Expander:
         is_set = value.known or name not in value.missing
         if operator in ("-", ":-", "=", ":=", "?", ":?", "+", ":+"):
             return self.default(name, value, operator, argument, is_set and (operator[0] != ":" or value.text != ""), line)
-        return value if not value.known else Value(self.shaped(value.text, operator, argument, line))
+        return value if not value.known else self.shaped(name, value.text, operator, argument, line)
 
     def default(self, name: str, value: Value, operator: str, argument: str, holds: bool, line: int) -> Value:
         other = self.text(parse_text(argument, line, self.name)) if not operator.endswith("?") else value
@@ -135,22 +188,26 @@ class Expander:
             self.variables[name] = other
         return other
 
-    def shaped(self, text: str, operator: str, argument: str, line: int) -> str:
-        """`${x#pattern}` and its kin."""
-        if operator in ("//", "/"):
-            old, _, new = argument.partition("/")
-            return text.replace(old, new) if operator == "//" else text.replace(old, new, 1)
+    def shaped(self, name: str, text: str, operator: str, argument: str, line: int) -> Value:
+        """`${x#pattern}` and its kin for a known text; not known where a variable of the argument is not."""
         if operator in (",,", "^^"):
-            return text.lower() if operator == ",," else text.upper()
+            return Value(text.lower() if operator == ",," else text.upper())
         if operator == ":":
-            start, _, length = argument.partition(":")
-            begin = int(start) if start.strip().lstrip("-").isdigit() else 0
-            return text[begin:][: int(length) if length.isdigit() else None]
-        pattern = self.text(parse_text(argument, line, self.name)).text
-        cuts = range(len(text) + 1) if operator in ("#", "%%") else range(len(text), -1, -1)
-        if operator in ("#", "##"):
-            return next((text[cut:] for cut in cuts if fnmatchcase(text[:cut], pattern)), text)
-        return next((text[:cut] for cut in cuts if fnmatchcase(text[cut:], pattern)), text)
+            arguments = [self.arithmetic(part) for part in argument.split(":", 1)]
+        else:
+            parts = re.split(r"(?<!\\)/", argument, maxsplit=1) if operator in ("/", "//") else [argument]
+            arguments = [self.text(parse_text(part, line, self.name)) for part in parts]
+        whole = f"{name}{operator}{argument}"
+        if missing := frozenset().union(*(a.missing for a in arguments)):
+            return Value(f"${{{whole}}}", missing)
+        first, second = arguments[0].text, arguments[1].text if len(arguments) > 1 else ""
+        if operator == ":":
+            return Value(_substring(text, int(first), int(second) if second else None))
+        if operator not in ("/", "//"):
+            return Value(_cut(text, operator, first))
+        if set(first) & set("*?["):
+            return Value(f"${{{whole}}}", frozenset((whole,)))  # which part a pattern stands for is not worked out
+        return Value(text.replace(first, second, -1 if operator == "//" else 1) if first else text)
 
     def arithmetic(self, text: str) -> Value:
         plain = _IN_ARITHMETIC.sub(lambda m: m[1] or m[2], text)
@@ -173,17 +230,31 @@ class Expander:
         """What a command prints, for the few that do nothing but shape their arguments."""
         unknown = Value(f"$({text})", frozenset((f"$({text.strip()})",)))
         try:
-            block, _ = parse_script(text, f"{self.name}:{line}")
+            script = parse_script(text, f"{self.name}:{line}")
         except ConfigError:
             return unknown
-        if len(block.commands) != 1 or not isinstance(block.commands[0], Simple):
+        if script.faults or len(script.block.commands) != 1 or not isinstance(script.block.commands[0], Simple):
             return unknown
-        name, *arguments = self.fields(block.commands[0].words) or [EMPTY]
+        name, *arguments = self.fields(script.block.commands[0].words) or [EMPTY]
         shape = _TEXT_COMMANDS.get(name.text)
         if shape is None or not arguments:
             return unknown
         missing = frozenset().union(*(a.missing for a in arguments))
         return Value(f"$({text})", missing) if missing else Value(shape([a.text for a in arguments]))
+
+
+def _substring(text: str, start: int, length: int | None) -> str:
+    """`${x:start:length}`; numbers below zero count from the end."""
+    rest = text[start:] if start >= 0 or -start <= len(text) else ""
+    return rest if length is None else rest[:length]
+
+
+def _cut(text: str, operator: str, pattern: str) -> str:
+    """`text` without the shortest (`#`, `%`) or longest (`##`, `%%`) piece at its start or end that fits the pattern."""
+    cuts = range(len(text) + 1) if operator in ("#", "%%") else range(len(text), -1, -1)
+    if operator in ("#", "##"):
+        return next((text[cut:] for cut in cuts if fnmatchcase(text[:cut], pattern)), text)
+    return next((text[:cut] for cut in cuts if fnmatchcase(text[cut:], pattern)), text)
 
 
 def _basename(arguments: list[str]) -> str:
@@ -196,3 +267,47 @@ _TEXT_COMMANDS: Mapping[str, Callable[[list[str]], str]] = {
     "dirname": lambda arguments: str(PurePosixPath(arguments[0]).parent),
     "echo": " ".join,
 }
+
+
+def calculate(text: str, value_of: Callable[[str], int]) -> int:
+    """The value of an expression. `value_of` gives variables by name and may raise.
+
+    Raises ValueError for what is no such expression, divides by zero or leaves 64 bits.
+    """
+    if len(text) > 1000:
+        raise ValueError("too long an expression")
+    try:
+        python = re.sub(r"(?<!/)/(?!/)", "//", text.strip() or "0").replace("&&", " and ").replace("||", " or ")
+        tree = ast.parse(re.sub(r"!(?!=)", " not ", python).strip(), mode="eval")
+        return _value(tree.body, value_of)
+    except (SyntaxError, ZeroDivisionError, RecursionError, MemoryError) as error:
+        raise ValueError(f"cannot be calculated: {error}") from None
+
+
+def _value(node: ast.expr, value_of: Callable[[str], int]) -> int:
+    result = _plain_value(node, value_of)
+    if abs(result) >= _LIMIT:
+        raise ValueError("a number out of range")
+    return result
+
+
+def _plain_value(node: ast.expr, value_of: Callable[[str], int]) -> int:
+    match node:
+        case ast.Constant(value=int() as number) if not isinstance(number, bool):
+            return number
+        case ast.Name(id=name):
+            return value_of(name)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand, value_of)
+        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+            return _value(operand, value_of)
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            return int(not _value(operand, value_of))
+        case ast.BoolOp(op=op, values=parts):
+            truths = [_value(part, value_of) != 0 for part in parts]
+            return int(all(truths) if isinstance(op, ast.And) else any(truths))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
+            return _OPERATIONS[type(op)](_value(left, value_of), _value(right, value_of))
+        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARISONS:
+            return int(_COMPARISONS[type(op)](_value(left, value_of), _value(right, value_of)))
+    raise ValueError(f"{ast.unparse(node)} is no shell arithmetic that is read")

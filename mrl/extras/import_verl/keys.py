@@ -1,6 +1,6 @@
 """verl's keys, one row each: where the value goes here, or why it goes nowhere. Names as of verl 0.9.1 and of the releases before it.
 
-A row ending in a dot speaks for everything below it; the longest row that fits wins. What needs more than a row is in translate.py.
+A row ending in a dot speaks for everything below it; the longest row that fits wins. What needs more than a row is in handlers.py.
 """
 
 from collections.abc import Callable
@@ -88,7 +88,7 @@ ROWS: dict[str, Row] = {
     "data.": _nothing("a matter of how verl loads data"),
     # --- model
     M + "path": _to("model.path"),
-    M + "use_remove_padding": _implied("padding is always removed"),
+    M + "use_remove_padding": _SPECIAL,
     M + "enable_gradient_checkpointing": _SPECIAL,
     M + "use_fused_kernels": _implied("log-probs are always computed without the full logits"),
     M + "fused_kernel_options.": _implied("log-probs are always computed without the full logits"),
@@ -161,7 +161,7 @@ ROWS: dict[str, Row] = {
     A + "checkpoint.": _nothing("checkpoints always hold weights, optimizer, random state and place in the data"),
     A + "load_weight": _implied(_BRIDGE),
     A + "rollout_n": _implied("is rollout.n"),
-    A + "use_remove_padding": _implied("padding is always removed"),
+    A + "use_remove_padding": _SPECIAL,
     A + "pad_to_length": _nothing("padding is always removed"),
     A + "router_replay.mode": _to("actor.router_replay"),
     A + "router_replay.": _nothing("routes are kept with the samples"),
@@ -214,7 +214,7 @@ ROWS: dict[str, Row] = {
         for name in ("use_mbridge", "vanilla_mbridge", "use_dist_checkpointing", "dist_checkpointing_path", "load_weight")
     },
     MEGATRON + "use_distributed_optimizer": _implied("the optimizer is always sharded over the data-parallel ranks"),
-    MEGATRON + "use_remove_padding": _implied("padding is always removed"),
+    MEGATRON + "use_remove_padding": _SPECIAL,
     MEGATRON + "seed": _implied("all seeds follow from trainer.seed"),
     MEGATRON + "router_replay.mode": _to("actor.router_replay"),
     MEGATRON + "router_replay.": _nothing("routes are kept with the samples"),

@@ -38,6 +38,7 @@ class Import:
     values: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    faults: tuple[str, ...] = ()  # places of the script that cannot be read; with one of them an import is never valid
     lacks_layout: bool = False  # neither the script nor a preset has a layout for the model
 
     def put(self, kind: str, key: str, to: str, value: Any, why: str = "", line: int = 0) -> None:

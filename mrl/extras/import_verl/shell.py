@@ -5,10 +5,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from mrl.errors import ConfigError
-from mrl.extras.import_verl.expansion import Expander, Variable
-from mrl.extras.import_verl.shell_lexer import Word
-from mrl.extras.import_verl.shell_syntax import Block, Case, Chain, Command, For, Function, If, Pipe, Simple, While, parse_script
-from mrl.extras.import_verl.values import MAX_ITEMS, Launch, Value
+from mrl.extras.import_verl.expansion import MAX_ITEMS, Expander, Value, Variable, unset
+from mrl.extras.import_verl.shell_syntax import Block, Case, Chain, Command, For, Function, If, Pipe, Simple, While, Word, parse_script
 
 _MAX_STEPS = 20_000
 _MAX_DEPTH = 40
@@ -18,29 +16,41 @@ _FILE_TESTS = frozenset("abcdefghkprstuwxGLNOS")
 
 
 @dataclass(frozen=True)
+class Launch:
+    """A command line with all its variables put in."""
+
+    words: tuple[Value, ...]
+    line: int
+
+
+@dataclass(frozen=True)
 class Script:
-    """What following a script gives: every command that is neither a built-in nor a function, and remarks with their lines."""
+    """What following a script gives: every command that is neither a built-in nor a function, and remarks with their lines.
+
+    `faults`: places that the grammar cannot read. What stands there is left out, so the commands may lack something.
+    """
 
     commands: tuple[Launch, ...]
     remarks: tuple[str, ...]
+    faults: tuple[str, ...] = ()
 
 
 def read_script(text: str, name: str, given: Mapping[str, str], arguments: Sequence[str] = ()) -> Script:
     """Follows a script. `given`: variables that the user sets, which win over the script's own; `arguments`: what `$@` stands for.
 
-    Raises ConfigError for text that is no shell script, with the line.
+    Raises ConfigError for what is no launch script: too long, nested too deeply, without end.
     """
-    block, here_documents = parse_script(text, name)
+    parsed = parse_script(text, name)
     reader = _Reader(name, given, [Value(a) for a in arguments])
-    for line in here_documents:
+    for line in parsed.here_documents:
         reader.remark(line, "a here-document, which is not read")
     try:
-        reader.block(block)
+        reader.block(parsed.block)
     except _Exit:
         pass
     except RecursionError:
         raise ConfigError(f"{name}: nested too deeply") from None
-    return Script(tuple(reader.commands), tuple(reader.remarks))
+    return Script(tuple(reader.commands), tuple(reader.remarks), parsed.faults)
 
 
 class _Exit(Exception):
@@ -233,6 +243,10 @@ class _Reader:
     def assign(self, name: str, word: Word, appended: bool) -> None:
         array = next((part for part in word.parts if part.kind == "array"), None)
         held = self.variables.get(name)
+        if "[" in name:  # one item is not followed: from here on nothing of the array is known
+            array_name = name.partition("[")[0]
+            self.set(array_name, unset(array_name))
+            return
         if array is not None:
             items = tuple(self.expander.fields(array.words))
             before = held if isinstance(held, tuple) else () if held is None else (held,)
@@ -268,14 +282,14 @@ class _Reader:
 
 
 def _assignment(word: Word) -> tuple[str, Word, bool] | None:
-    """(name, value, whether it is appended) of `name=value` and `name+=value`, else None."""
+    """(name, value, whether it is appended) of `name=value`, `name+=value` and `name[index]=value`, else None."""
     first = word.parts[0]
     if first.kind != "text" or first.quoted or "=" not in first.text:
         return None
     name, _, rest = first.text.partition("=")
     appended = name.endswith("+")
     name = name.removesuffix("+")
-    if not name.isidentifier():
+    if not name.partition("[")[0].isidentifier():
         return None
     value = ([type(first)("text", rest)] if rest or len(word.parts) == 1 else []) + list(word.parts[1:])
     return name, Word(tuple(value), word.line), appended

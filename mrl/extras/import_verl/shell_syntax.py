@@ -1,13 +1,44 @@
-"""Words and operators -> a tree of commands: the part of bash that launch scripts are written in. What it means is in shell.py."""
+"""Shell text -> a tree of commands, by the grammar tree-sitter-bash. The names of the grammar's nodes are known to this file alone.
 
-from collections.abc import Callable
-from dataclasses import dataclass
+What the commands mean is in shell.py, what their words mean in expansion.py.
+"""
+
+import re
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal
+
+import tree_sitter_bash
+from tree_sitter import Language, Node, Parser
 
 from mrl.errors import ConfigError
-from mrl.extras.import_verl.shell_lexer import REDIRECTS, Lexer, Part, Token, Word
 
-_ENDS = ("then", "fi", "else", "elif", "do", "done", "esac", "}")
 MAX_TEXT = 500_000  # characters of a script; real ones have a few thousand
+_SHOWN = 60  # characters of the text of a fault
+_CONTINUED = b"\\\n"
+_RESERVED = frozenset(("then", "fi", "else", "elif", "do", "done", "esac", "}"))  # the grammar takes them for names of commands
+_REDIRECTS = frozenset(("file_redirect", "herestring_redirect", "heredoc_redirect"))
+_CONDITIONS = frozenset(("binary_expression", "unary_expression", "parenthesized_expression"))  # inside [ ] and [[ ]]
+_EXPANSIONS = frozenset(("simple_expansion", "expansion", "arithmetic_expansion", "command_substitution"))
+_QUOTES = frozenset(("string", "raw_string", "ansi_c_string", "process_substitution"))  # not such inside double quotes
+_CLOSERS = frozenset("\"'`)}")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a word. `text` is the inside: of quotes, of ${...}, of $((...)), of $(...)."""
+
+    kind: Literal["text", "variable", "arithmetic", "command", "array"]
+    text: str
+    quoted: bool = False
+    words: tuple["Word", ...] = ()  # of an array
+
+
+@dataclass(frozen=True)
+class Word:
+    parts: tuple[Part, ...]
+    line: int
 
 
 @dataclass(frozen=True)
@@ -75,222 +106,314 @@ class Function:
 Command = Simple | Block | Chain | Pipe | If | Case | For | While | Function
 
 
-def parse_script(text: str, name: str) -> tuple[Block, list[int]]:
-    """The commands of a script, and the lines of its here-documents, which are skipped. Raises ConfigError with the line."""
+@dataclass(frozen=True)
+class ParsedScript:
+    """`here_documents`: lines of their first rows; `faults`: every place that the grammar cannot read, with its line and text."""
+
+    block: Block
+    here_documents: tuple[int, ...]
+    faults: tuple[str, ...]
+
+
+def parse_script(text: str, name: str) -> ParsedScript:
+    """The commands of a script; here-documents are skipped. Raises ConfigError for what is too long or nested too deeply."""
     if len(text) > MAX_TEXT:
         raise ConfigError(f"{name}: {len(text)} characters are no launch script (at most {MAX_TEXT})")
-    lexer = Lexer(text, name)
-    tokens = lexer.tokens()
     try:
-        block = _Parser(tokens, name).whole()
+        return _TreeReader(_with_plain_ends(text), name).script()
     except RecursionError:
         raise ConfigError(f"{name}: nested too deeply") from None
-    return block, lexer.here_documents
 
 
 def parse_text(text: str, line: int, name: str) -> Word:
-    """Text with expansions in it, as in `${x:-HERE}` or a quoted string: blanks are kept."""
-    lexer = Lexer(text, name, line)
-    return Word(tuple(lexer.parts(stop="")), line)
+    """Text with expansions in it, as in `${x:-HERE}`: blanks are kept. Raises ConfigError for what cannot be read."""
+    reader = _TreeReader("${_:-" + text + "}", name, line)
+    if faults := reader.faults():
+        raise ConfigError(faults[0])
+    (expansion,) = _outermost((reader.root,), ("expansion",))
+    return Word(tuple(reader.parts(expansion.children, len("${_:-"), expansion.end_byte - 1)) or (Part("text", ""),), line)
 
 
-class _Parser:
-    def __init__(self, tokens: list[Token], name: str) -> None:
-        self.tokens, self.name, self.at = tokens, name, 0
+@cache
+def _parser() -> Parser:
+    return Parser(Language(tree_sitter_bash.language()))
 
-    @property
-    def now(self) -> Token | None:
-        return self.tokens[self.at] if self.at < len(self.tokens) else None
 
-    @property
-    def reserved(self) -> str | None:
-        """The plain text of the word here, else None."""
-        return self.now.word.plain if self.now is not None and self.now.word is not None else None
+def _with_plain_ends(text: str) -> str:
+    """Lines end in \\n alone, and the last one is not continued: the shell overlooks a backslash before the end of a file."""
+    text = text.replace("\r\n", "\n").replace("\r", " ")
+    return re.sub(r"(?<!\\)\\\s*\Z", "\n", text)
 
-    def operator(self, *wanted: str) -> bool:
-        return self.now is not None and self.now.word is None and self.now.operator in wanted
 
-    def fail(self, problem: str) -> ConfigError:
-        line = self.now.line if self.now is not None else self.tokens[-1].line
-        return ConfigError(f"{self.name}:{line}: {problem}")
+class _TreeReader:
+    """Reads one syntax tree. `first_line` is the line that the text starts at."""
 
-    def whole(self) -> Block:
-        block = self.block()
-        if self.now is not None:
-            raise self.fail(f"{self.reserved or self.now.operator} without its beginning")
-        return block
+    def __init__(self, text: str, name: str, first_line: int = 1) -> None:
+        self.source, self.name, self.first_line = text.encode(), name, first_line
+        self.root = _parser().parse(self.source).root_node
+        self.here_documents: list[int] = []
 
-    def block(self) -> Block:
-        """Commands up to a word or operator that ends a compound command, which is left."""
-        commands = []
-        while self.now is not None:
-            if self.operator("\n", ";", "&"):
-                self.at += 1
-            elif self.reserved in _ENDS or self.operator(")", ";;", ";&", ";;&"):
-                break
-            else:
-                commands.append(self.chain())
-        return Block(tuple(commands))
+    def script(self) -> ParsedScript:
+        block = self.block(self.root.children)
+        return ParsedScript(block, tuple(self.here_documents), tuple(self.faults()))
 
-    def chain(self) -> Command:
-        links = [("", self.pipe())]
-        while self.operator("&&", "||"):
-            operator = self.now.operator
-            self.at += 1
-            self.skip_lines()
-            links.append((operator, self.pipe()))
-        return links[0][1] if len(links) == 1 else Chain(tuple(links))
+    def line(self, node: Node) -> int:
+        return self.first_line + node.start_point.row
 
-    def pipe(self) -> Command:
-        negated = self.reserved == "!"
-        self.at += negated
-        commands = [self.command()]
-        while self.operator("|", "|&"):
-            self.at += 1
-            self.skip_lines()
-            commands.append(self.command())
-        return commands[0] if len(commands) == 1 and not negated else Pipe(tuple(commands), negated)
+    def text(self, start: int, end: int) -> str:
+        return self.source[start:end].decode(errors="replace")
 
-    def skip_lines(self) -> None:
-        while self.operator("\n"):
-            self.at += 1
+    def faults(self) -> list[str]:
+        """One line of text for every node of the tree that is an error or missing."""
+        nodes = (node for node in _walk(self.root) if _is_fault(node))
+        return list(dict.fromkeys(f"{self.name}:{self.line(node)}: {self.fault(node)}" for node in nodes))
 
-    def command(self) -> Command:
-        compound: dict[str, Callable[[], Command]] = {
-            "if": self.if_, "case": self.case, "for": self.for_, "while": self.while_, "until": self.while_, "{": self.braces,
-            "function": self.function,
-        }  # fmt: skip
-        if self.operator("("):
-            return self.subshell()
-        if self.reserved in compound:
-            command = compound[self.reserved]()
-            self.redirects()
-            return command
-        return self.simple()
+    def fault(self, node: Node) -> str:
+        if node.is_missing:
+            return f"no closing {node.type}" if node.type in _CLOSERS else f"{node.type} is missing"
+        shown = self.text(node.start_byte, node.end_byte).strip()
+        start = next(iter(shown.splitlines()), "")[:_SHOWN]
+        if node.type == "command_name":
+            return f"{start} without its beginning"
+        if shown.startswith(("'", '"')):
+            return f"no closing {shown[0]}: {start}"
+        return f"cannot be read as shell: {start}"
 
-    def expect(self, word: str) -> None:
-        if self.reserved != word and not self.operator(word):
-            raise self.fail(f"{word} is missing")
-        self.at += 1
+    # --- commands
 
-    def if_(self) -> If:
-        branches, otherwise = [], Block(())
-        while self.reserved in ("if", "elif"):
-            self.at += 1
-            condition = self.block()
-            self.expect("then")
-            branches.append((condition, self.block()))
-        if self.reserved == "else":
-            self.at += 1
-            otherwise = self.block()
-        self.expect("fi")
-        return If(tuple(branches), otherwise)
+    def block(self, nodes: Sequence[Node], subshell: bool = False) -> Block:
+        commands = (self.command(node) for node in nodes if node.is_named)
+        return Block(tuple(command for command in commands if command is not None), subshell)
 
-    def case(self) -> Case:
-        line = self.now.line
-        self.at += 1
-        word = self.word()
-        self.skip_lines()
-        self.expect("in")
-        branches = []
-        while True:
-            self.skip_lines()
-            if self.reserved == "esac":
-                self.at += 1
-                return Case(word, tuple(branches), line)
-            branches.append(self.case_branch())
+    def command(self, node: Node) -> Command | None:
+        """None of a comment, and of what cannot be read, which is among the faults."""
+        match node.type:
+            case "command" | "declaration_command" | "unset_command" | "test_command" | "variable_assignments":
+                return Simple(self.words(self.word_nodes(node)), self.line(node))
+            case "variable_assignment":
+                return Simple((self.assignment(node),), self.line(node))
+            case "redirected_statement":
+                return self.redirected(node)
+            case "list":
+                return self.chain(node)
+            case "pipeline":
+                return self.pipe(node)
+            case "negated_command":
+                return Pipe(self.block(node.children).commands, negated=True)
+            case "subshell":
+                return self.block(node.children, subshell=True)
+            case "compound_statement":
+                return self.compound(node)
+            case "if_statement":
+                return self.if_(node)
+            case "case_statement":
+                return self.case(node)
+            case "for_statement":
+                return self.for_(node)
+            case "c_style_for_statement":
+                raise ConfigError(f"{self.name}:{self.line(node)}: for ((...)) is not read; write the values out")
+            case "while_statement":
+                condition = self.block(node.children_by_field_name("condition"))
+                return While(condition, self.body(node), self.line(node), until=node.children[0].type == "until")
+            case "function_definition":
+                return self.function(node)
+        return None
 
-    def case_branch(self) -> tuple[tuple[Word, ...], Block]:
-        self.at += self.operator("(")
-        patterns = [self.word()]
-        while self.operator("|"):
-            self.at += 1
-            patterns.append(self.word())
-        self.expect(")")
-        body = self.block()
-        if self.operator(";;", ";&", ";;&"):
-            self.at += 1
-        return tuple(patterns), body
+    def word_nodes(self, node: Node) -> Iterator[Node]:
+        """The nodes of a command's words in their order. The grammar counts words behind a redirection among its targets."""
+        for child in node.children:
+            if child.type in _REDIRECTS:
+                yield from self.behind_redirect(child)
+            elif child.type in _CONDITIONS:
+                yield from self.word_nodes(child)
+            elif child.type not in ("comment", "ERROR") and not child.is_missing and child.end_byte > child.start_byte:
+                yield child
 
-    def word(self) -> Word:
-        if self.now is None or self.now.word is None:
-            raise self.fail("a word is missing")
-        self.at += 1
-        return self.tokens[self.at - 1].word
+    def behind_redirect(self, node: Node) -> list[Node]:
+        return [*node.children_by_field_name("destination")[1:], *node.children_by_field_name("argument")]
 
-    def for_(self) -> For:
-        line = self.now.line
-        self.at += 1
-        if self.now is not None and self.now.word is not None and self.now.word.parts[0].kind == "arithmetic":
-            raise self.fail("for ((...)) is not read; write the values out")
-        name = self.word().plain or ""
+    def words(self, nodes: Iterable[Node]) -> tuple[Word, ...]:
+        """Nodes as words. Two nodes with nothing but a continued line between them are one word to the shell."""
         words: list[Word] = []
-        if self.reserved == "in":
-            self.at += 1
-            while self.now is not None and self.now.word is not None:
-                words.append(self.word())
-        while self.operator("\n", ";"):
-            self.at += 1
-        return For(name, tuple(words), self.loop_body(), line)
-
-    def while_(self) -> While:
-        line, until = self.now.line, self.reserved == "until"
-        self.at += 1
-        condition = self.block()
-        return While(condition, self.loop_body(), line, until)
-
-    def loop_body(self) -> Block:
-        self.expect("do")
-        body = self.block()
-        self.expect("done")
-        return body
-
-    def braces(self) -> Block:
-        self.at += 1
-        body = self.block()
-        self.expect("}")
-        return body
-
-    def subshell(self) -> Block:
-        self.at += 1
-        body = self.block()
-        self.expect(")")
-        self.redirects()
-        return Block(body.commands, subshell=True)
-
-    def function(self) -> Function:
-        self.at += self.reserved == "function"
-        name = self.word().plain or ""
-        if self.operator("("):
-            self.at += 1
-            self.expect(")")
-        self.skip_lines()
-        if self.reserved != "{":
-            raise self.fail("a function's body is a { ... }")
-        return Function(name, self.braces())
-
-    def redirects(self) -> None:
-        while self.operator(*REDIRECTS):
-            self.at += 2
-
-    def simple(self) -> Command:
-        first = self.now
-        following = self.tokens[self.at + 1 : self.at + 3]
-        if first.word is not None and [t.operator for t in following] == ["(", ")"]:
-            return self.function()
-        words: list[Word] = []
-        conditional = self.reserved == "[["
-        while self.now is not None and (
-            self.now.word is not None or self.operator(*REDIRECTS) or (conditional and not self.operator("\n"))
-        ):
-            if self.now.word is not None:
-                words.append(self.word())
-                conditional = conditional and words[-1].plain != "]]"
-            elif conditional:
-                words.append(Word((Part("text", self.now.operator),), self.now.line))
-                self.at += 1
+        end = -1
+        for node in nodes:
+            word = self.assignment(node) if node.type == "variable_assignment" else self.word(node)
+            if words and self.source[end : node.start_byte] in (b"", _CONTINUED):
+                words[-1] = Word((*words[-1].parts, *word.parts), words[-1].line)
             else:
-                self.redirects()
-        if not words:
-            raise self.fail(f"unexpected {first.operator!r}")
-        return Simple(tuple(words), first.line)
+                words.append(word)
+            end = node.end_byte
+        return tuple(words)
+
+    def redirected(self, node: Node) -> Command | None:
+        body = node.child_by_field_name("body")
+        command = self.command(body) if body is not None else Block(())
+        for redirect in node.children_by_field_name("redirect"):
+            extra = self.words(self.behind_redirect(redirect))
+            command = _with_words(command, extra) if command is not None and extra else command
+            if redirect.type == "heredoc_redirect":
+                command = self.behind_here_document(redirect, command or Block(()))
+        return command
+
+    def behind_here_document(self, node: Node, command: Command) -> Command:
+        """What stands on the line of `<<END`, which the grammar counts to the here-document."""
+        rows = [child for child in node.children if child.type in ("heredoc_body", "heredoc_end")]
+        self.here_documents.append(self.line(rows[0] if rows else node))
+        operator = node.child_by_field_name("operator")
+        for child in node.children:
+            if child.type == "pipeline":
+                command = Pipe((command, self.pipe(child)))
+            elif operator is not None and (following := self.command(child)) is not None:
+                command = Chain((("", command), (operator.type, following)))
+        return command
+
+    def chain(self, node: Node) -> Chain:
+        links: list[tuple[str, Command]] = []
+        operator = ""
+        for child in node.children:
+            if child.type in ("&&", "||"):
+                operator = child.type
+            elif (command := self.command(child)) is not None:
+                links += command.links if child.type == "list" and not links else [(operator, command)]
+        return Chain(tuple(links))
+
+    def pipe(self, node: Node) -> Pipe:
+        commands = self.block(node.children).commands
+        first = commands[0] if commands else None
+        if isinstance(first, Pipe) and first.negated:  # `! a | b` negates what b says
+            return Pipe((*first.commands, *commands[1:]), negated=True)
+        return Pipe(commands)
+
+    def compound(self, node: Node) -> Command:
+        if node.children[0].type != "((":
+            return self.block(node.children)
+        inside = self.text(node.children[0].end_byte, node.children[-1].start_byte)
+        return Simple((Word((Part("arithmetic", inside),), self.line(node)),), self.line(node))
+
+    def if_(self, node: Node) -> If:
+        clauses = [node, *(child for child in node.children if child.type == "elif_clause")]
+        otherwise = next((child for child in node.children if child.type == "else_clause"), None)
+        return If(tuple(self.branch(clause) for clause in clauses), self.block(otherwise.children if otherwise is not None else ()))
+
+    def branch(self, node: Node) -> tuple[Block, Block]:
+        then = next((i for i, child in enumerate(node.children) if child.type == "then"), len(node.children))
+        return self.block(node.children[:then]), self.block(node.children[then:])
+
+    def case(self, node: Node) -> Case:
+        items = [child for child in node.children if child.type == "case_item"]
+        return Case(self.word(node.child_by_field_name("value")), tuple(self.case_branch(item) for item in items), self.line(node))
+
+    def case_branch(self, node: Node) -> tuple[tuple[Word, ...], Block]:
+        values = node.children_by_field_name("value")
+        behind = [child for child in node.children if child.start_byte >= values[-1].end_byte] if values else node.children
+        return tuple(self.word(value) for value in values), self.block(behind)
+
+    def for_(self, node: Node) -> For:
+        if node.children[0].type == "select":
+            raise ConfigError(f"{self.name}:{self.line(node)}: select asks a person, and is not read")
+        name = node.child_by_field_name("variable")
+        values = self.words(node.children_by_field_name("value"))
+        return For(self.text(name.start_byte, name.end_byte), values, self.body(node), self.line(node))
+
+    def body(self, node: Node) -> Block:
+        body = node.child_by_field_name("body")
+        return self.block(body.children if body is not None else ())
+
+    def function(self, node: Node) -> Function:
+        name, body = node.child_by_field_name("name"), node.child_by_field_name("body")
+        command = self.command(body) if body is not None else None
+        block = command if isinstance(command, Block) else Block((command,) if command is not None else ())
+        return Function(self.text(name.start_byte, name.end_byte), block)
+
+    # --- words
+
+    def assignment(self, node: Node) -> Word:
+        value = node.child_by_field_name("value")
+        if value is None:
+            return self.word(node)
+        head = Part("text", self.text(node.start_byte, value.start_byte))
+        if value.type != "array":
+            return Word((head, *self.word(value).parts), self.line(node))
+        items = [child for child in value.children if child.is_named and child.type not in ("comment", "ERROR")]
+        return Word((head, Part("array", "", words=self.words(items))), self.line(node))
+
+    def word(self, node: Node) -> Word:
+        return Word(tuple(self.parts((node,), node.start_byte, node.end_byte)) or (Part("text", ""),), self.line(node))
+
+    def parts(self, nodes: Sequence[Node], start: int, end: int, quoted: bool = False) -> Iterator[Part]:
+        """Parts of the bytes from `start` to `end`, which `nodes` lie in. Blanks that the grammar gives to no node are text as well."""
+        literal = _quoted_text if quoted else _plain_text
+        for child in _outermost(nodes, _EXPANSIONS if quoted else _EXPANSIONS | _QUOTES):
+            opening = child.end_byte - len(self.source[child.start_byte : child.end_byte].lstrip())
+            if text := literal(self.text(start, opening)):
+                yield Part("text", text, quoted)
+            yield from self.special(child, self.text(opening, child.end_byte), quoted)
+            start = child.end_byte
+        if text := literal(self.text(start, end)):
+            yield Part("text", text, quoted)
+
+    def special(self, node: Node, text: str, quoted: bool) -> Iterable[Part]:
+        """Parts of a quoted text or of an expansion."""
+        match node.type:
+            case "string":
+                end = node.end_byte - (not node.children[-1].is_missing)
+                return list(self.parts(node.children, node.start_byte + 1, end, quoted=True)) or [Part("text", "", quoted=True)]
+            case "raw_string" | "ansi_c_string":
+                return [Part("text", text[:-1].removeprefix("$").removeprefix("'"), quoted=True)]
+            case "simple_expansion":
+                return [Part("variable", text[1:], quoted)]
+            case "expansion":
+                return [Part("variable", text[2:-1], quoted)]
+        if _is_arithmetic(node):
+            return [Part("arithmetic", text[2:-1] if text.startswith("$[") else text[3:-2], quoted)]
+        return [Part("command", text[1:-1] if text.startswith("`") else text[2:-1], quoted)]
+
+
+def _with_words(command: Command, words: tuple[Word, ...]) -> Command:
+    """`command` with words that stand behind its redirections; they belong to the last command of a chain or pipe."""
+    match command:
+        case Simple():
+            return replace(command, words=command.words + words)
+        case Chain(links=(*links, (operator, last))):
+            return Chain((*links, (operator, _with_words(last, words))))
+        case Pipe(commands=(*commands, last)):
+            return replace(command, commands=(*commands, _with_words(last, words)))
+    return command
+
+
+def _walk(node: Node) -> Iterator[Node]:
+    """`node` and all nodes below it, from front to back, but not those of a calculation."""
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        waiting += [] if node.type == "command_substitution" and _is_arithmetic(node) else reversed(node.children)
+
+
+def _is_arithmetic(node: Node) -> bool:
+    """In `${x:-$((y * (z + 1)))}` the grammar takes the calculation for a command in brackets, and may find errors in it."""
+    text = node.text.strip()
+    return node.type == "arithmetic_expansion" or (text.startswith(b"$((") and text.endswith(b"))"))
+
+
+def _is_fault(node: Node) -> bool:
+    return node.is_error or node.is_missing or (node.type == "command_name" and node.text.decode(errors="replace") in _RESERVED)
+
+
+def _outermost(nodes: Sequence[Node], types: Container[str]) -> Iterator[Node]:
+    """The nodes of these types at and below `nodes` that lie in no other of them."""
+    for node in nodes:
+        if node.type in types:
+            yield node
+        else:
+            yield from _outermost(node.children, types)
+
+
+def _plain_text(text: str) -> str:
+    """Text outside quotes: a backslash takes the meaning from the character behind it, and a continued line is no character."""
+    return re.sub(r"\\(.)", lambda match: match[1].strip("\n"), text, flags=re.DOTALL)
+
+
+def _quoted_text(text: str) -> str:
+    """Text inside double quotes, where a backslash stands for itself before any other character than these."""
+    return re.sub(r'\\(["\\$`\n])', lambda match: match[1].strip("\n"), text)

@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from mrl.errors import ConfigError, MrlError
-from mrl.extras.import_verl.facts import Facts, says_megatron
-from mrl.extras.import_verl.families import unknown_family
+from mrl.extras.import_verl.expansion import Value
+from mrl.extras.import_verl.handlers import HANDLERS
 from mrl.extras.import_verl.keys import LAYOUT, MEGATRON, ROWS, TRANSFORMER, A, M, R, row_of
-from mrl.extras.import_verl.layouts import Chosen, choose_layout
-from mrl.extras.import_verl.overrides import Override, VerlCommand, from_script, from_words
 from mrl.extras.import_verl.report import Import
+from mrl.extras.import_verl.script_model import Chosen, choose_layout, unknown_family
 from mrl.extras.import_verl.shell import read_script
-from mrl.extras.import_verl.special import HANDLERS
-from mrl.extras.import_verl.values import Value
+from mrl.extras.import_verl.verl_command import Override, VerlCommand, VerlSettings, from_script, from_words, says_megatron
 from mrl.model import ModelSpec, planning_model_spec
 
 # verl's defaults where ours are others: our key -> value. Those of the policy loss only hold for the loss that reads them.
@@ -77,25 +75,25 @@ def translate(
     """`as_written`: keep what is usually mended (and refused by validation). A script without a layout gets `chosen`, else that of
     `preset`, else that of the nearest preset for its model; `own`: our keys that the user sets, and a degree among them leaves the
     layout to the user. Where none is found, `Import.lacks_layout` says so."""
-    out = Import(name, warnings=list(command.remarks))
+    out = Import(name, warnings=[*command.faults, *command.remarks], faults=command.faults)
     keys = {o.key: o for o in command.overrides}
-    plain = Facts(command, keys, None, {}, as_written)
+    plain = VerlSettings(command, keys, None, {}, as_written)
     if not says_megatron(command, keys) and chosen is None and not any(key.startswith(LAYOUT) for key in own):
         chosen = choose_layout(plain.model_path or "", plain.device, plain.devices, preset)
         out.lacks_layout = chosen is None
-    facts = _facts(plain, chosen, out)
+    settings = _settings(plain, chosen, out)
     for override in command.overrides:
-        _one(override, out, facts)
-    _defaults(out, facts)
-    _devices(out, facts)
-    _experts(out, facts)
-    _reference(out, facts)
-    _engine(out, facts)
-    _family(out, facts)
+        _one(override, out, settings)
+    _defaults(out, settings)
+    _devices(out, settings)
+    _experts(out, settings)
+    _reference(out, settings)
+    _engine(out, settings)
+    _family(out, settings)
     return out
 
 
-def _facts(plain: Facts, chosen: Chosen | None, out: Import) -> Facts:
+def _settings(plain: VerlSettings, chosen: Chosen | None, out: Import) -> VerlSettings:
     """Reads the layout off the script, or writes the chosen one."""
     model = _model(plain)
     if plain.megatron:
@@ -111,23 +109,23 @@ def _facts(plain: Facts, chosen: Chosen | None, out: Import) -> Facts:
     return replace(plain, model=model, degrees=degrees)
 
 
-def _script_degrees(facts: Facts) -> dict[str, Any]:
+def _script_degrees(settings: VerlSettings) -> dict[str, Any]:
     """The degrees that the script sets, under our names."""
     found = {}
     for key, row in ROWS.items():
-        if row.to.startswith(LAYOUT) and key.startswith((MEGATRON, TRANSFORMER)) and (value := facts.value(key, None)) is not None:
+        if row.to.startswith(LAYOUT) and key.startswith((MEGATRON, TRANSFORMER)) and (value := settings.value(key, None)) is not None:
             found[row.to.removeprefix(LAYOUT)] = value
     return found
 
 
-def _model(facts: Facts) -> ModelSpec | None:
+def _model(settings: VerlSettings) -> ModelSpec | None:
     try:
-        return planning_model_spec(facts.model_path)[0] if facts.model_path else None
+        return planning_model_spec(settings.model_path)[0] if settings.model_path else None
     except MrlError:
         return None
 
 
-def _one(o: Override, out: Import, facts: Facts) -> None:
+def _one(o: Override, out: Import, settings: VerlSettings) -> None:
     row = row_of(o.key)
     if row is None:
         out.leave("unsupported", o.key, o.value, "no such key here, nor in verl as it is known", o.line)
@@ -138,7 +136,7 @@ def _one(o: Override, out: Import, facts: Facts) -> None:
         short = o.key.removeprefix("actor_rollout_ref.")
         out.put("carried" if short == row.to else "renamed", o.key, row.to, value, line=o.line)
     elif row.kind == "special":
-        HANDLERS[_handler_key(o.key)](o, out, facts)
+        HANDLERS[_handler_key(o.key)](o, out, settings)
     elif row.kind == "unsupported":
         kind = "implied" if o.value in row.neutral else "unsupported"
         out.leave(kind, o.key, o.value, row.why, o.line)
@@ -167,7 +165,7 @@ def _unknown(o: Override, out: Import, to: str) -> None:
         raise ConfigError(f"{out.name}:{o.line}: {o.key} depends on {names}, and nothing can be written without it; give {hint}")
 
 
-def _defaults(out: Import, facts: Facts) -> None:
+def _defaults(out: Import, settings: VerlSettings) -> None:
     loss = out.values.get("algorithm.policy_loss.loss_mode", "vanilla")
     for key, value in _DEFAULTS.items():
         if key in out.values or (key.endswith("clip_ratio_c") and loss != "vanilla"):
@@ -178,10 +176,10 @@ def _defaults(out: Import, facts: Facts) -> None:
         out.put("implied", "", key, value, "verl's default")
     if out.values.get("algorithm.use_kl_loss") and "algorithm.kl_loss_coef" not in out.values:
         out.put("implied", "", "algorithm.kl_loss_coef", 0.001, "verl's default")
-    if facts.value(A + "use_dynamic_bsz", False) and "actor.ppo_max_token_len_per_gpu" not in out.values:
-        least = -(-facts.longest // facts.context_parallel)
+    if settings.value(A + "use_dynamic_bsz", False) and "actor.ppo_max_token_len_per_gpu" not in out.values:
+        least = -(-settings.longest // settings.context_parallel)
         out.put("implied", "", "actor.ppo_max_token_len_per_gpu", max(16384, least), "verl's default, at least one longest sample")
-    if facts.value(A + "use_dynamic_bsz", False):
+    if settings.value(A + "use_dynamic_bsz", False):
         for key in (
             "actor.ppo_micro_batch_size_per_gpu",
             "actor.log_prob_micro_batch_size_per_gpu",
@@ -190,25 +188,25 @@ def _defaults(out: Import, facts: Facts) -> None:
             out.drop(key, "micro-batches are cut by tokens (use_dynamic_bsz)")
 
 
-def _devices(out: Import, facts: Facts) -> None:
+def _devices(out: Import, settings: VerlSettings) -> None:
     """World size, placement and number of engines: verl's actor takes all devices of the trainer, and its engines the same ones."""
-    per_node, engine = facts.value("trainer.n_gpus_per_node", 8), _engine_workers(out)
-    own = facts.value(R + "nnodes", 0) * facts.value(R + "n_gpus_per_node", per_node)
-    world, separate = facts.devices, own > 0
+    per_node, engine = settings.value("trainer.n_gpus_per_node", 8), _engine_workers(out)
+    own = settings.value(R + "nnodes", 0) * settings.value(R + "n_gpus_per_node", per_node)
+    world, separate = settings.devices, own > 0
     out.put("implied", "", LAYOUT + "world_size", world, "all devices of the trainer")
     out.put("implied", "", "cluster.placement", "separate" if separate else "colocated", "how verl places engines")
     out.put("implied", "", "rollout.num_engines", max(1, (own if separate else world) // engine), "as many as the devices hold")
-    if not separate and not facts.megatron and "actor.grad_offload" not in out.values:
+    if not separate and not settings.megatron and "actor.grad_offload" not in out.values:
         why = "FSDP frees gradients between steps; Megatron's buffers would stay beside the engine"
         out.put("chosen", "", "actor.grad_offload", True, why)
     if separate:
-        _beside(out, facts, per_node)
+        _beside(out, settings, per_node)
 
 
-def _beside(out: Import, facts: Facts, per_node: int) -> None:
+def _beside(out: Import, settings: VerlSettings, per_node: int) -> None:
     """The cluster of actor and engines beside each other: on nodes of their own where these are alike, else sharing the same nodes."""
-    nodes, own_nodes = facts.value("trainer.nnodes", 1), facts.value(R + "nnodes", 0)
-    own_per_node = facts.value(R + "n_gpus_per_node", per_node)
+    nodes, own_nodes = settings.value("trainer.nnodes", 1), settings.value(R + "nnodes", 0)
+    own_per_node = settings.value(R + "n_gpus_per_node", per_node)
     if own_per_node == per_node:
         out.put("implied", "", "cluster.nnodes", nodes + own_nodes, "nodes of the actor and of the engines")
     else:
@@ -221,19 +219,19 @@ def _engine_workers(out: Import) -> int:
     return max(1, sizes[0] * sizes[1]) if all(isinstance(s, int) for s in sizes) else 1
 
 
-def _experts(out: Import, facts: Facts) -> None:
+def _experts(out: Import, settings: VerlSettings) -> None:
     """Megatron's expert tensor size is the tensor size unless set, ours is 1; a dense model has none."""
     to, tp = LAYOUT + "expert_tensor_parallel_size", out.values.get(LAYOUT + "tensor_model_parallel_size", 1)
-    if facts.dense:
+    if settings.dense:
         for name in ("expert_tensor_parallel_size", "expert_model_parallel_size"):
             if out.values.get(LAYOUT + name) in (1, None):
                 out.drop(LAYOUT + name, "the model is dense")
-    elif facts.megatron and out.values.get(to) is None and tp != 1:
+    elif settings.megatron and out.values.get(to) is None and tp != 1:
         out.drop(to, "Megatron's default")
         out.put("implied", "", to, tp, "Megatron takes the tensor size where nothing is set")
 
 
-def _reference(out: Import, facts: Facts) -> None:
+def _reference(out: Import, settings: VerlSettings) -> None:
     """A reference model is loaded for a KL term only; its layout is written whole where it is not the actor's."""
     used = out.values.get("algorithm.use_kl_loss") or out.values.get("algorithm.use_kl_in_reward")
     given = [key for key in out.values if key.startswith("ref.")]
@@ -247,7 +245,7 @@ def _reference(out: Import, facts: Facts) -> None:
                 out.put("implied", "", twin, out.values[key], "as the actor")
 
 
-def _engine(out: Import, facts: Facts) -> None:
+def _engine(out: Import, settings: VerlSettings) -> None:
     """Settings of vLLM that it would not start with."""
     tokens, chunked = out.values.get("rollout.max_num_batched_tokens"), out.values.get("rollout.enable_chunked_prefill")
     longest = out.values["data.max_prompt_length"] + out.values["data.max_response_length"]
@@ -261,10 +259,10 @@ def _engine(out: Import, facts: Facts) -> None:
         out.put("chosen", "", "rollout.max_num_seqs", tokens, "vLLM wants at most max_num_batched_tokens sequences")
 
 
-def _family(out: Import, facts: Facts) -> None:
-    if facts.model is not None or facts.model_path is None:
+def _family(out: Import, settings: VerlSettings) -> None:
+    if settings.model is not None or settings.model_path is None:
         return
-    if (family := unknown_family(facts.model_path, Path(facts.model_path).is_dir())) is not None:
-        line = facts.keys[M + "path"].line
-        out.leave("unsupported", M + "path", facts.model_path, family, line)
+    if (family := unknown_family(settings.model_path, Path(settings.model_path).is_dir())) is not None:
+        line = settings.keys[M + "path"].line
+        out.leave("unsupported", M + "path", settings.model_path, family, line)
         out.warnings.append(f"line {line}: {family}")

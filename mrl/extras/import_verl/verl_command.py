@@ -1,14 +1,21 @@
-"""The command that starts verl, and its overrides: `key=value` in Hydra's notation, with what of them is not known."""
+"""The command that starts verl, its overrides (`key=value` in Hydra's notation), and what they say together.
+
+What of a value is not known stands beside it.
+"""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from mrl.config.yaml_tree import parse_yaml
 from mrl.errors import ConfigError
-from mrl.extras.import_verl.shell import Script, read_script
-from mrl.extras.import_verl.values import Launch, Value
+from mrl.extras.import_verl.expansion import Value
+from mrl.extras.import_verl.keys import MEGATRON, TRANSFORMER, A, M, R
+from mrl.extras.import_verl.shell import Launch, Script, read_script
+from mrl.model import ModelSpec
+from mrl.model.layout import LayoutDegrees
 
 # Entries that train with reinforcement learning, as modules; `recipe.dapo.main_dapo` adds dynamic sampling to the same keys.
 _ENTRY = re.compile(
@@ -39,6 +46,7 @@ class VerlCommand:
     config_name: str
     overrides: tuple[Override, ...]
     remarks: tuple[str, ...]
+    faults: tuple[str, ...] = ()  # places of the script that cannot be read
 
 
 def from_script(script: Script, name: str) -> VerlCommand:
@@ -47,7 +55,7 @@ def from_script(script: Script, name: str) -> VerlCommand:
     if not found and (inner := _inside(script, name)) is not None:
         return from_script(inner, name)
     if not found:
-        raise ConfigError(f"{name}: {_why_not(script)}")
+        raise ConfigError("; ".join((*script.faults, f"{name}: {_why_not(script)}")))
     if len({tuple(w.text for w in launch.words) for launch, _ in found}) > 1:
         lines = ", ".join(str(launch.line) for launch, _ in found)
         raise ConfigError(
@@ -62,7 +70,7 @@ def from_script(script: Script, name: str) -> VerlCommand:
             "taken as it was meant"
         )
     command = from_words([*launch.words, *stray], entry)
-    return VerlCommand(entry, command.config_name, command.overrides, (*remarks, *command.remarks))
+    return VerlCommand(entry, command.config_name, command.overrides, (*remarks, *command.remarks), script.faults)
 
 
 def from_words(words: Sequence[Value], entry: str = "") -> VerlCommand:
@@ -99,6 +107,84 @@ def hydra_value(text: str) -> Any:
     return node.value["x"].plain()
 
 
+@dataclass(frozen=True)
+class VerlSettings:
+    """What a whole set of overrides says, for keys whose meaning depends on others.
+
+    `degrees`: of the layout that the actor gets, from the script or chosen for it. `model`: None where it is not known.
+    """
+
+    command: VerlCommand
+    keys: Mapping[str, Override]
+    model: ModelSpec | None
+    degrees: Mapping[str, Any]
+    as_written: bool
+
+    def value(self, key: str, default: Any) -> Any:
+        """The value of a key of verl's; `default` (verl's) where it is not set, or not known."""
+        override = self.keys.get(key)
+        return default if override is None or override.missing else override.value
+
+    @property
+    def megatron(self) -> bool:
+        """Whether verl would train with Megatron."""
+        return says_megatron(self.command, self.keys)
+
+    @property
+    def device(self) -> str:
+        return self.value("trainer.device", "cuda")
+
+    @property
+    def estimator(self) -> str:
+        return self.value("algorithm.adv_estimator", "gae")
+
+    @property
+    def devices(self) -> int:
+        return self.value("trainer.nnodes", 1) * self.value("trainer.n_gpus_per_node", 8)
+
+    @property
+    def dense(self) -> bool:
+        return self.model is not None and not self.model.is_moe
+
+    @property
+    def loss_mode(self) -> str:
+        return self.value(A + "policy_loss.loss_mode", "vanilla")
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates of one training step."""
+        batch, mini = self.value("data.train_batch_size", 1024), self.value(A + "ppo_mini_batch_size", 256)
+        whole = isinstance(batch, int) and isinstance(mini, int) and mini > 0
+        return max(1, -(-batch // mini)) if whole else 1
+
+    @property
+    def context_parallel(self) -> int:
+        return self.degrees.get("context_parallel_size") or 1
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest sample, padded as the layout cuts it; 0 where the limits are not known."""
+        prompt = self.value(R + "prompt_length", self.value("data.max_prompt_length", 512))
+        response = self.value(R + "response_length", self.value("data.max_response_length", 512))
+        if not isinstance(prompt, int) or not isinstance(response, int):
+            return 0
+        cuts = LayoutDegrees.of({**self.degrees, "world_size": 1}).sequence_parts
+        return -(-(prompt + response) // cuts) * cuts
+
+    @property
+    def model_path(self) -> str | None:
+        """The model's path, also where a part of it is not known: its last part names the model."""
+        path = self.keys[M + "path"].value if M + "path" in self.keys else None
+        return path if isinstance(path, str) else None
+
+
+def says_megatron(command: VerlCommand, keys: Mapping[str, Override]) -> bool:
+    """By the configuration's name, the engine, the strategy, or a degree of Megatron's."""
+    named = "megatron" in command.config_name
+    said = any(key in keys and keys[key].value == "megatron" for key in ("model_engine", A + "strategy"))
+    return named or said or any((key.startswith(MEGATRON) and key.endswith("parallel_size")) or key.startswith(TRANSFORMER) for key in keys)
+
+
 def _entry(launch: Launch) -> str | None:
     """The module of verl's that a command starts, `-m module` or its file; None of another command."""
     names = [word.text for word in launch.words]
@@ -115,7 +201,7 @@ def _inside(script: Script, name: str) -> Script | None:
         for word in launch.words:
             if re.search(r"\s", word.text.strip()) and re.search(r"-m\s+\S*main_|main_\w+\.py", word.text):
                 inner = read_script(word.text, f"{name}:{launch.line}", {})
-                return Script(inner.commands, (*script.remarks, *inner.remarks))
+                return Script(inner.commands, (*script.remarks, *inner.remarks), (*script.faults, *inner.faults))
     return None
 
 

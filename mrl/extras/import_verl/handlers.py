@@ -4,10 +4,9 @@ from collections.abc import Callable
 
 from mrl.algo.spec import LOSSES
 from mrl.config.override_rules import MINDSPEED_FIELDS, decided_by, override_faults
-from mrl.extras.import_verl.facts import Facts
 from mrl.extras.import_verl.keys import LAYOUT, MEGATRON, TRANSFORMER, A, F, M, R
-from mrl.extras.import_verl.overrides import Override
 from mrl.extras.import_verl.report import Import
+from mrl.extras.import_verl.verl_command import Override, VerlSettings
 from mrl.record.sinks import VIEWS
 
 OVERRIDE_TRANSFORMER = "model.override_transformer_config"
@@ -22,19 +21,20 @@ _OF_THE_MODELS = {"normalization": "RMSNorm", "position_embedding_type": "rope",
 _METRICS = {"seq_reward": "score", "seq_final_reward": "reward"}
 
 
-def _loss_mode(o: Override, out: Import, facts: Facts) -> None:
+def _loss_mode(o: Override, out: Import, settings: VerlSettings) -> None:
     out.put("renamed", o.key, "algorithm.policy_loss.loss_mode", o.value, line=o.line)
     spec = LOSSES.get(o.value) if isinstance(o.value, str) else None
-    if spec is None or not spec.needs_rollout_anchor or facts.value("algorithm.rollout_correction.bypass_mode", False) or facts.as_written:
+    bypassed = settings.value("algorithm.rollout_correction.bypass_mode", False)
+    if spec is None or not spec.needs_rollout_anchor or bypassed or settings.as_written:
         return
     why = f"verl measures the step of {o.value} from recomputed log-probs, its paper from those of generation (algorithm.anchor: rollout)"
     out.put("chosen", "", "algorithm.policy_loss.force", True, why, o.line)
     out.warnings.append(f"line {o.line}: {why}; force: true keeps what verl computes")
 
 
-def _aggregation(o: Override, out: Import, facts: Facts) -> None:
+def _aggregation(o: Override, out: Import, settings: VerlSettings) -> None:
     to = "algorithm.policy_loss.loss_agg_mode"
-    if facts.loss_mode == "gspo" and o.value != "seq-mean-token-mean" and not facts.as_written:
+    if settings.loss_mode == "gspo" and o.value != "seq-mean-token-mean" and not settings.as_written:
         why = f"verl computed it for gspo until early 2026, whatever this key said ({o.value})"
         out.put("renamed", o.key, to, "seq-mean-token-mean", why, o.line)
         out.warnings.append(
@@ -46,8 +46,8 @@ def _aggregation(o: Override, out: Import, facts: Facts) -> None:
     out.put("renamed", o.key, to, o.value, line=o.line)
 
 
-def _clip(o: Override, out: Import, facts: Facts) -> None:
-    given = [name for name in ("clip_ratio_low", "clip_ratio_high") if A + name in facts.keys]
+def _clip(o: Override, out: Import, settings: VerlSettings) -> None:
+    given = [name for name in ("clip_ratio_low", "clip_ratio_high") if A + name in settings.keys]
     for name in ("clip_ratio_low", "clip_ratio_high"):
         if name not in given:
             out.put("renamed", o.key, f"algorithm.policy_loss.{name}", o.value, line=o.line)
@@ -59,7 +59,7 @@ def _clip(o: Override, out: Import, facts: Facts) -> None:
         )
 
 
-def _tis_cap(o: Override, out: Import, facts: Facts) -> None:
+def _tis_cap(o: Override, out: Import, settings: VerlSettings) -> None:
     if not isinstance(o.value, int | float) or o.value <= 0:
         out.leave("implied", o.key, o.value, "no correction", o.line)
         return
@@ -68,11 +68,11 @@ def _tis_cap(o: Override, out: Import, facts: Facts) -> None:
     out.put("implied", "", _CORRECTION + "mode", "truncate", "tis_imp_ratio_cap truncates", o.line)
 
 
-def _gamma(o: Override, out: Import, facts: Facts) -> None:
+def _gamma(o: Override, out: Import, settings: VerlSettings) -> None:
     """verl's estimators without a critic do not read it, but for the one whose reward is spread over tokens."""
     if o.value == 1:
         out.leave("implied", o.key, o.value, "rewards are not discounted", o.line)
-    elif facts.estimator == "reinforce_plus_plus":
+    elif settings.estimator == "reinforce_plus_plus":
         out.leave("unsupported", o.key, o.value, "rewards are not discounted here: reinforce_plus_plus has gamma 1", o.line)
     else:
         out.leave("not_applicable", o.key, o.value, "the estimator does not discount", o.line)
@@ -86,9 +86,9 @@ _REJECTIONS = {
 }  # fmt: skip
 
 
-def _correction(o: Override, out: Import, facts: Facts) -> None:
+def _correction(o: Override, out: Import, settings: VerlSettings) -> None:
     name = o.key.rpartition(".")[2]
-    weighs = facts.value(_CORRECTION + "rollout_is", facts.value("algorithm.rollout_is", None)) not in (None, False)
+    weighs = settings.value(_CORRECTION + "rollout_is", settings.value("algorithm.rollout_is", None)) not in (None, False)
     match name, o.value:
         case ("rollout_is" | "rollout_rs" | "rollout_token_veto_threshold", None | False):
             out.leave("implied", o.key, o.value, "no correction", o.line)
@@ -101,7 +101,7 @@ def _correction(o: Override, out: Import, facts: Facts) -> None:
         case ("rollout_is_threshold", _):
             _band(o, out, weighs, one_sided=True)
         case ("rollout_rs_threshold", _):
-            _band(o, out, not weighs and facts.value(_CORRECTION + "rollout_rs", None) in _REJECTIONS, one_sided=False)
+            _band(o, out, not weighs and settings.value(_CORRECTION + "rollout_rs", None) in _REJECTIONS, one_sided=False)
         case ("bypass_mode", bool()):
             out.put("renamed", o.key, "algorithm.anchor", "rollout" if o.value else "recompute", line=o.line)
         case ("rollout_is_batch_normalize", False) | ("loss_type", "ppo_clip"):
@@ -135,7 +135,7 @@ def _band(o: Override, out: Import, used: bool, one_sided: bool) -> None:
         out.put("implied", o.key, _CORRECTION + "mode", "mask", "a band masks what is outside it", o.line)
 
 
-def _metric(o: Override, out: Import, facts: Facts) -> None:
+def _metric(o: Override, out: Import, settings: VerlSettings) -> None:
     out.put(
         "renamed" if o.value in _METRICS else "carried",
         o.key,
@@ -145,14 +145,14 @@ def _metric(o: Override, out: Import, facts: Facts) -> None:
     )
 
 
-def _gen_batch(o: Override, out: Import, facts: Facts) -> None:
-    if facts.value("algorithm.filter_groups.enable", False):
+def _gen_batch(o: Override, out: Import, settings: VerlSettings) -> None:
+    if settings.value("algorithm.filter_groups.enable", False):
         out.put("carried", o.key, "data.gen_batch_size", o.value, line=o.line)
     else:
         out.leave("implied", o.key, o.value, "without dynamic sampling a step generates what it trains on", o.line)
 
 
-def _dtype(o: Override, out: Import, facts: Facts) -> None:
+def _dtype(o: Override, out: Import, settings: VerlSettings) -> None:
     to = "rollout.dtype" if o.key.startswith(R) else "model.dtype"
     if o.value in ("bfloat16", "float32"):
         out.put("carried" if to == "rollout.dtype" else "renamed", o.key, to, o.value, line=o.line)
@@ -160,10 +160,10 @@ def _dtype(o: Override, out: Import, facts: Facts) -> None:
         out.leave("unsupported", o.key, o.value, "training and generation are in bfloat16 or float32", o.line)
 
 
-def _sampling(o: Override, out: Import, facts: Facts) -> None:
+def _sampling(o: Override, out: Import, settings: VerlSettings) -> None:
     name = o.key.rpartition(".")[2]
     neutral = {"top_p": 1.0, "top_k": -1}[name]
-    if o.value == neutral or facts.as_written:
+    if o.value == neutral or settings.as_written:
         out.put("carried", o.key, f"rollout.{name}", o.value, line=o.line)
         return
     why = f"{o.value} in the script: log-probs of a filtered set are not those that training computes"
@@ -173,77 +173,85 @@ def _sampling(o: Override, out: Import, facts: Facts) -> None:
     )
 
 
-def _greedy(o: Override, out: Import, facts: Facts) -> None:
+def _greedy(o: Override, out: Import, settings: VerlSettings) -> None:
     if o.value is True:
         out.leave("implied", o.key, o.value, "temperature says it", o.line)
     else:
         out.put("renamed", o.key, "rollout.val_kwargs.temperature", 0.0, "do_sample: false is greedy", o.line)
 
 
-def _response_length(o: Override, out: Import, facts: Facts) -> None:
+def _response_length(o: Override, out: Import, settings: VerlSettings) -> None:
     to = "data.max_response_length" if o.key.endswith("response_length") else "data.max_prompt_length"
     out.put("renamed", o.key, to, o.value, line=o.line)
 
 
-def _dynamic(o: Override, out: Import, facts: Facts) -> None:
-    if o.value == facts.value(A + "use_dynamic_bsz", False):
+def _dynamic(o: Override, out: Import, settings: VerlSettings) -> None:
+    if o.value == settings.value(A + "use_dynamic_bsz", False):
         out.leave("implied", o.key, o.value, "log-probs are cut as updates are (actor.use_dynamic_bsz)", o.line)
     else:
         why = "log-probs and updates are cut alike (actor.use_dynamic_bsz), so that they compute the same numbers"
         out.leave("not_applicable", o.key, o.value, why, o.line)
 
 
-def _budget(o: Override, out: Import, facts: Facts) -> None:
+def _budget(o: Override, out: Import, settings: VerlSettings) -> None:
     """Token budgets of one device, here and there. Each must hold the longest sample, as far as the layout does not cut it."""
     to = {A: "actor.ppo_max_token_len_per_gpu", R: "actor.log_prob_max_token_len_per_gpu", F: "ref.log_prob_max_token_len_per_gpu"}[
         next(prefix for prefix in (A, R, F) if o.key.startswith(prefix))
     ]
-    least = -(-facts.longest // facts.context_parallel)
-    if not facts.value(A + "use_dynamic_bsz", False):
+    least = -(-settings.longest // settings.context_parallel)
+    if not settings.value(A + "use_dynamic_bsz", False):
         out.leave("not_applicable", o.key, o.value, "micro-batches are cut by samples (use_dynamic_bsz is false)", o.line)
     elif isinstance(o.value, int) and o.value < least:
-        out.warnings.append(f"line {o.line}: {o.key}={o.value} cannot hold a sample of {facts.longest} tokens; {least} is written")
-        why = f"the script says {o.value}; a sample of {facts.longest} tokens lies on {facts.context_parallel} devices of this layout"
+        out.warnings.append(f"line {o.line}: {o.key}={o.value} cannot hold a sample of {settings.longest} tokens; {least} is written")
+        why = f"the script says {o.value}; a sample of {settings.longest} tokens lies on {settings.context_parallel} devices of this layout"
         out.put("chosen", o.key, to, least, why, o.line)
     else:
         out.put("carried" if to == "actor.ppo_max_token_len_per_gpu" else "renamed", o.key, to, o.value, line=o.line)
 
 
-def _warmup(o: Override, out: Import, facts: Facts) -> None:
+def _warmup(o: Override, out: Import, settings: VerlSettings) -> None:
     """verl's schedule counts training steps, ours optimizer updates."""
     name, to = o.key.rpartition(".")[2], "actor.optim.lr_warmup_steps"
     if name == "lr_warmup_steps_ratio":
-        _warmup_ratio(o, out, facts)
+        _warmup_ratio(o, out, settings)
     elif not isinstance(o.value, int) or o.value <= 0:
         out.leave("implied", o.key, o.value, "no warm-up" if name == "lr_warmup_steps" else "as long as the run", o.line)
     else:
         to = f"actor.optim.{name}"
-        why = f"{o.value} training steps of {facts.updates} updates each: a schedule counts updates here" if facts.updates > 1 else ""
-        out.put("renamed" if why else "carried", o.key, to, o.value * facts.updates, why, o.line)
+        why = f"{o.value} training steps of {settings.updates} updates each: a schedule counts updates here" if settings.updates > 1 else ""
+        out.put("renamed" if why else "carried", o.key, to, o.value * settings.updates, why, o.line)
 
 
-def _warmup_ratio(o: Override, out: Import, facts: Facts) -> None:
-    steps = facts.value("trainer.total_training_steps", None)
-    explicit = facts.value(A + "optim.lr_warmup_steps", -1)
+def _warmup_ratio(o: Override, out: Import, settings: VerlSettings) -> None:
+    steps = settings.value("trainer.total_training_steps", None)
+    explicit = settings.value(A + "optim.lr_warmup_steps", -1)
     if not o.value or (isinstance(explicit, int) and explicit > 0):
         out.leave("implied", o.key, o.value, "no warm-up by share", o.line)
     elif not isinstance(steps, int):
         out.leave("unsupported", o.key, o.value, "a share of a run whose steps are not given; set actor.optim.lr_warmup_steps", o.line)
     else:
-        updates = int(o.value * steps) * facts.updates
-        why = f"{o.value:g} of {steps} training steps of {facts.updates} updates each"
+        updates = int(o.value * steps) * settings.updates
+        why = f"{o.value:g} of {steps} training steps of {settings.updates} updates each"
         out.put("renamed", o.key, "actor.optim.lr_warmup_steps", updates, why, o.line)
 
 
-def _strategy(o: Override, out: Import, facts: Facts) -> None:
-    if facts.megatron:
+def _padding(o: Override, out: Import, settings: VerlSettings) -> None:
+    if o.value in (True, None):
+        out.leave("implied", o.key, o.value, "padding is removed unless actor.use_remove_padding is false", o.line)
+    else:
+        kind = "carried" if o.key == A + "use_remove_padding" else "renamed"
+        out.put(kind, o.key, "actor.use_remove_padding", o.value, line=o.line)
+
+
+def _strategy(o: Override, out: Import, settings: VerlSettings) -> None:
+    if settings.megatron:
         out.leave("implied", o.key, o.value, "the actor is Megatron's", o.line)
     else:
         out.leave("not_applicable", o.key, o.value, "FSDP; the actor here is Megatron's", o.line)
 
 
-def _checkpointing(o: Override, out: Import, facts: Facts) -> None:
-    if facts.megatron:
+def _checkpointing(o: Override, out: Import, settings: VerlSettings) -> None:
+    if settings.megatron:
         out.leave("not_applicable", o.key, o.value, "FSDP only; with Megatron override_transformer_config.recompute_* decide", o.line)
     elif o.value:
         out.put("renamed", o.key, f"{OVERRIDE_TRANSFORMER}.recompute_granularity", "full", "gradient checkpointing of every layer", o.line)
@@ -253,76 +261,76 @@ def _checkpointing(o: Override, out: Import, facts: Facts) -> None:
         out.leave("implied", o.key, o.value, "nothing is recomputed unless asked for", o.line)
 
 
-def _sequence_parallel(o: Override, out: Import, facts: Facts) -> None:
+def _sequence_parallel(o: Override, out: Import, settings: VerlSettings) -> None:
     if o.value is True:
         out.leave("implied", o.key, o.value, "on with tensor parallelism", o.line)
     else:
         out.put("renamed", o.key, LAYOUT + "sequence_parallel", o.value, line=o.line)
 
 
-def _transformer(o: Override, out: Import, facts: Facts) -> None:
+def _transformer(o: Override, out: Import, settings: VerlSettings) -> None:
     name = o.key.removeprefix(TRANSFORMER)
     decider = decided_by(OVERRIDE_TRANSFORMER, name) or ""
-    if name == "recompute_modules" and facts.value(TRANSFORMER + "recompute_granularity", None) != "selective":
+    if name == "recompute_modules" and settings.value(TRANSFORMER + "recompute_granularity", None) != "selective":
         out.leave("implied", o.key, o.value, "only selective recompute has modules", o.line)
     elif decider.startswith(LAYOUT):
-        same = o.value == facts.value(MEGATRON + name, None) or (name == "sequence_parallel" and o.value is True)
+        same = o.value == settings.value(MEGATRON + name, None) or (name == "sequence_parallel" and o.value is True)
         out.leave("implied" if same else "unsupported", o.key, o.value, f"is {decider}", o.line)
     elif name in _OF_THE_MODELS and o.value == _OF_THE_MODELS[name]:
         out.leave("implied", o.key, o.value, "as the checkpoint's config.json has it", o.line)
-    elif name in MINDSPEED_FIELDS and facts.device != "npu":
+    elif name in MINDSPEED_FIELDS and settings.device != "npu":
         out.leave("not_applicable", o.key, o.value, "MindSpeed only, which runs on NPUs", o.line)
-    elif name.startswith("moe_") and facts.dense:
+    elif name.startswith("moe_") and settings.dense:
         out.leave("not_applicable", o.key, o.value, "the model is dense", o.line)
     elif o.value is None:
         out.leave("implied", o.key, o.value, "as it is without the key", o.line)
     else:
-        _upstream(o, out, OVERRIDE_TRANSFORMER, name, facts)
+        _upstream(o, out, OVERRIDE_TRANSFORMER, name, settings)
 
 
-def _optimizer(o: Override, out: Import, facts: Facts) -> None:
-    _upstream(o, out, OVERRIDE_OPTIMIZER, o.key.removeprefix(A + "optim.override_optimizer_config."), facts)
+def _optimizer(o: Override, out: Import, settings: VerlSettings) -> None:
+    _upstream(o, out, OVERRIDE_OPTIMIZER, o.key.removeprefix(A + "optim.override_optimizer_config."), settings)
 
 
-def _ddp(o: Override, out: Import, facts: Facts) -> None:
-    _upstream(o, out, OVERRIDE_DDP, o.key.removeprefix(MEGATRON + "override_ddp_config."), facts)
+def _ddp(o: Override, out: Import, settings: VerlSettings) -> None:
+    _upstream(o, out, OVERRIDE_DDP, o.key.removeprefix(MEGATRON + "override_ddp_config."), settings)
 
 
-def _engine(o: Override, out: Import, facts: Facts) -> None:
+def _engine(o: Override, out: Import, settings: VerlSettings) -> None:
     name = o.key.removeprefix(R).removeprefix("engine_kwargs.vllm.")
     decider = decided_by(ENGINE, name) or ""
     if name == "enable_expert_parallel":
-        value = facts.value(R + "tensor_model_parallel_size", 2) * facts.value(R + "data_parallel_size", 1) if o.value else 1
+        value = settings.value(R + "tensor_model_parallel_size", 2) * settings.value(R + "data_parallel_size", 1) if o.value else 1
         out.put("renamed", o.key, "rollout.expert_parallel_size", value, "experts are spread over all workers of an engine", o.line)
     elif decider.startswith("rollout."):
         out.put("renamed", o.key, decider, o.value, line=o.line)
     else:
-        _upstream(o, out, ENGINE, name, facts)
+        _upstream(o, out, ENGINE, name, settings)
 
 
-def _upstream(o: Override, out: Import, target: str, name: str, facts: Facts) -> None:
+def _upstream(o: Override, out: Import, target: str, name: str, settings: VerlSettings) -> None:
     """A field of Megatron's or vLLM's: carried where it exists and is the user's, else refused with the rule's reason."""
     if "." in name:
         out.leave("unsupported", o.key, o.value, "a value inside a field; give the field as a whole", o.line)
         return
-    if faults := override_faults(target, {name: o.value}, facts.device):
+    if faults := override_faults(target, {name: o.value}, settings.device):
         out.leave("unsupported", o.key, o.value, "; ".join(part for part in (faults[0].rule, faults[0].why) if part), o.line)
         return
     out.put("carried", o.key, f"{target}.{name}", o.value, line=o.line)
 
 
-def _reference(o: Override, out: Import, facts: Facts) -> None:
+def _reference(o: Override, out: Import, settings: VerlSettings) -> None:
     name = o.key.removeprefix(F + "megatron.")
     actor = MEGATRON + name
     if name == "param_offload":
         out.put("carried", o.key, "ref.param_offload", o.value, line=o.line)
-    elif name.endswith("parallel_size") and o.value != facts.value(actor, 1 if name != "expert_tensor_parallel_size" else None):
+    elif name.endswith("parallel_size") and o.value != settings.value(actor, 1 if name != "expert_tensor_parallel_size" else None):
         out.put("renamed", o.key, f"ref.layout.{name}", o.value, line=o.line)
     else:
         out.leave("implied", o.key, o.value, "the reference model is built and lies as the actor", o.line)
 
 
-def _chat_template(o: Override, out: Import, facts: Facts) -> None:
+def _chat_template(o: Override, out: Import, settings: VerlSettings) -> None:
     name = o.key.removeprefix("data.apply_chat_template_kwargs.")
     to = "data.enable_thinking" if name == "enable_thinking" else f"data.apply_chat_template_kwargs.{name}"
     if name == "data.apply_chat_template_kwargs":
@@ -331,7 +339,7 @@ def _chat_template(o: Override, out: Import, facts: Facts) -> None:
         out.put("renamed" if name == "enable_thinking" else "carried", o.key, to, o.value, line=o.line)
 
 
-def _reward_manager(o: Override, out: Import, facts: Facts) -> None:
+def _reward_manager(o: Override, out: Import, settings: VerlSettings) -> None:
     if o.value == "gdpo":
         out.leave("implied", o.key, o.value, "the parts of a reward are always kept; algorithm.gdpo_reward_keys names them", o.line)
     elif o.value in ("naive", "dapo"):
@@ -340,13 +348,13 @@ def _reward_manager(o: Override, out: Import, facts: Facts) -> None:
         out.leave("unsupported", o.key, o.value, "reward managers here are naive and dapo", o.line)
 
 
-def _overlong(o: Override, out: Import, facts: Facts) -> None:
+def _overlong(o: Override, out: Import, settings: VerlSettings) -> None:
     name = o.key.rpartition(".")[2]
     to = f"algorithm.overlong_buffer.{name}"
     if name in ("enable", "len", "penalty_factor"):
         out.put("renamed", o.key, to, o.value, line=o.line)
     elif name == "max_resp_len":
-        same = o.value == facts.value("data.max_response_length", 512)
+        same = o.value == settings.value("data.max_response_length", 512)
         out.leave("implied" if same else "unsupported", o.key, o.value, "is data.max_response_length", o.line)
     elif name == "log":
         out.leave("implied", o.key, o.value, "the penalty is always recorded", o.line)
@@ -354,19 +362,19 @@ def _overlong(o: Override, out: Import, facts: Facts) -> None:
         out.leave("unsupported", o.key, o.value, "no such setting of a built-in reward", o.line)
 
 
-def _reward_argument(o: Override, out: Import, facts: Facts) -> None:
+def _reward_argument(o: Override, out: Import, settings: VerlSettings) -> None:
     name = o.key.partition("reward_kwargs.")[2]
     out.put("carried", o.key, f"reward.custom_reward_function.reward_kwargs.{name}", o.value, line=o.line)
 
 
-def _keep(o: Override, out: Import, facts: Facts) -> None:
+def _keep(o: Override, out: Import, settings: VerlSettings) -> None:
     if isinstance(o.value, int) and o.value >= 1:
         out.put("carried", o.key, "trainer.max_actor_ckpt_to_keep", o.value, line=o.line)
     else:
         out.put("carried", o.key, "trainer.max_actor_ckpt_to_keep", 1_000_000, "all are kept", o.line)
 
 
-def _logger(o: Override, out: Import, facts: Facts) -> None:
+def _logger(o: Override, out: Import, settings: VerlSettings) -> None:
     names = o.value if isinstance(o.value, list) else [o.value]
     known = [name for name in names if name in VIEWS]
     out.put("carried", o.key, "trainer.logger", known, line=o.line)
@@ -376,29 +384,28 @@ def _logger(o: Override, out: Import, facts: Facts) -> None:
         )
 
 
-def _replay(o: Override, out: Import, facts: Facts) -> None:
+def _replay(o: Override, out: Import, settings: VerlSettings) -> None:
     if o.value:
         out.put("renamed", o.key, "actor.router_replay", "R3", line=o.line)
     else:
         out.leave("implied", o.key, o.value, "no routes are asked of the engine", o.line)
 
 
-def _separate(o: Override, out: Import, facts: Facts) -> None:
+def _separate(o: Override, out: Import, settings: VerlSettings) -> None:
     """Devices of engines that do not share the actor's; what they come to is written by translate.py."""
     out.leave("implied", o.key, o.value, "decides cluster.placement and rollout.num_engines", o.line)
 
 
-def _model_engine(o: Override, out: Import, facts: Facts) -> None:
-    _strategy(o, out, facts)
-
-
-Handler = Callable[[Override, Import, Facts], None]
+Handler = Callable[[Override, Import, VerlSettings], None]
 HANDLERS: dict[str, Handler] = {
     "data.gen_batch_size": _gen_batch,
     "data.apply_chat_template_kwargs.": _chat_template,
     M + "enable_gradient_checkpointing": _checkpointing,
+    M + "use_remove_padding": _padding,
+    A + "use_remove_padding": _padding,
+    MEGATRON + "use_remove_padding": _padding,
     A + "strategy": _strategy,
-    "model_engine": _model_engine,
+    "model_engine": _strategy,
     A + "ppo_max_token_len_per_gpu": _budget,
     R + "log_prob_max_token_len_per_gpu": _budget,
     F + "log_prob_max_token_len_per_gpu": _budget,

@@ -1,0 +1,160 @@
+"""Built-in reward functions, with verl's signature: (data_source, solution_str, ground_truth, extra_info) -> score or dict(score=...)."""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mrl.reward.answers import boxed, conclusion
+from mrl.reward.latex import clean
+from mrl.reward.math_verifier import math
+
+Score = float | dict[str, Any]
+RewardFunction = Callable[..., Score]
+
+GSM8K_TAIL = 300  # characters: the answer stands at the end, and the pattern need not see the rest
+GSM8K_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
+
+LETTERS = "ABCDEFGHIJ"
+LONGEST_CHOICE = 500  # characters; a box with more is an essay
+# A, (A), AB, "A, C and D"; then perhaps the option's own text behind a period, colon or bracket: "D. 780"
+_CHOICE = re.compile(rf"\(?([{LETTERS}](?:[\s,;/&{LETTERS}]|and|和|与)*)\)?(?:\s*[.:)].*)?", re.DOTALL)
+
+DAPO_TAIL = 300  # characters
+DAPO_ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
+DAPO_NOTHING = "[INVALID]"
+
+# applied in this order, each to the result of the one before
+_DAPO_REPLACED = (
+    ("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text"), (",\\text{and}", ","),
+    ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
+)  # fmt: skip
+_DAPO_REMOVED = (
+    "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue", "points", "feet", "minutes",
+    "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students", "childrentickets", "multiples", "\\text{s}",
+    "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!",
+    "{,}", '"', "\\dots",
+)  # fmt: skip
+_DAPO_PATTERNS = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"(.*?)(\$)(.*?)(\$)(.*)", r"$\3$"),
+        (r"(\\text\{)(.*?)(\})", r"\2"),
+        (r"(\\textbf\{)(.*?)(\})", r"\2"),
+        (r"(\\overline\{)(.*?)(\})", r"\2"),
+        (r"(\\boxed\{)(.*)(\})", r"\2"),
+        (r"(frac)([^{])(.)", r"frac{\2}{\3}"),
+        (r"(sqrt)([^{])", r"sqrt{\2}"),
+    )
+)
+
+
+def exact_match(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> float:
+    """1 if the response is the ground truth, spaces around both aside, else 0."""
+    return float(solution_str.strip() == str(ground_truth).strip())
+
+
+def gsm8k(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> Score:
+    """1 if the last `#### number` in the response's last 300 characters is the ground truth, thousands commas aside (verl's strict form).
+
+    The part `answered` says whether there was such a number at all.
+    """
+    answers = GSM8K_ANSWER.findall(solution_str[-GSM8K_TAIL:])
+    if not answers:
+        return {"score": 0.0, "answered": 0.0}
+    return {"score": float(answers[-1].replace(",", "") == str(ground_truth).replace(",", "")), "answered": 1.0}
+
+
+def normalised(answer: str) -> str:
+    """What follows the last `=`, without units, dressing and shorthand; whole numbers without thousands commas."""
+    text = answer.rpartition("=")[2]
+    for before, after in (*_DAPO_REPLACED, *((word, "") for word in _DAPO_REMOVED)):
+        text = text.replace(before, after)
+    for pattern, replacement in _DAPO_PATTERNS:
+        text = pattern.sub(replacement, text)
+    text = text.replace("$", "")
+    digits = text.replace(",", "")
+    return (digits if digits.isdigit() else text).strip()
+
+
+def math_dapo(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """`score` 1 or -1, `acc` 1 or 0, `pred` the normalised answer, `[INVALID]` where there is no `Answer:` in the last 300 characters.
+
+    Behaviour of verl's math_dapo (itself Minerva's normalisation), so that scores are comparable with published runs, its quirks included.
+    The layered verifier of mrl.reward.math_verifier is the better judge; this one is the reference.
+    """
+    found = DAPO_ANSWER.findall(solution_str[-DAPO_TAIL:])
+    pred = normalised(found[-1] if found else DAPO_NOTHING)
+    correct = pred == normalised(str(ground_truth))
+    verdict = "match" if correct else ("wrong" if found else "no_answer")
+    return {"score": 1.0 if correct else -1.0, "acc": float(correct), "verdict": verdict, "pred": pred}
+
+
+def letters(text: str) -> str | None:
+    """The letters that a text chooses, in the order of the alphabet, each once; None where it is no choice ("ALL", "the first")."""
+    match = _CHOICE.fullmatch(clean(text[:LONGEST_CHOICE]))
+    if match is None:
+        return None
+    return "".join(sorted({c for c in match[1] if c in LETTERS}))
+
+
+def multiple_choice(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """1 if the last `\\boxed{}` after the reasoning chooses exactly the right letters, order and separators aside, else 0.
+
+    Parts: `acc`, `verdict`, `pred`. Unlike a search for letters anywhere in the box, `\\boxed{CAB}` as a word of letters counts and
+    `\\boxed{None}` does not. Raises ValueError for a truth that is no choice.
+    """
+    truth = letters("".join(ground_truth) if isinstance(ground_truth, list) else str(ground_truth))
+    if truth is None:
+        raise ValueError(f"ground_truth {ground_truth!r} names no choice; expected letters of {LETTERS}")
+    boxes = boxed(conclusion(solution_str))
+    pred = letters(boxes[-1]) if boxes else None
+    correct = float(pred == truth)
+    verdict = "match" if correct else ("no_answer" if pred is None else "wrong")
+    return {"score": correct, "acc": correct, "verdict": verdict, "pred": pred or ""}
+
+
+def think_format(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> float:
+    """1 if the response is reasoning, one `</think>`, and an answer behind it, both with content.
+
+    The opening `<think>` may be missing: chat templates with thinking on put it into the prompt.
+    """
+    text = solution_str.strip()
+    opened, closed = text.count("<think>"), text.count("</think>")
+    if closed != 1 or opened > 1 or (opened == 1 and not text.startswith("<think>")):
+        return 0.0
+    thought, _, answer = text.removeprefix("<think>").partition("</think>")
+    return float(bool(thought.strip()) and bool(answer.strip()))
+
+
+def boxed_format(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> float:
+    """1 if there is exactly one `\\boxed{}` with content behind the reasoning."""
+    found = boxed(conclusion(solution_str))
+    return float(len(found) == 1 and bool(found[0].strip()))
+
+
+RULES: dict[str, RewardFunction] = {
+    "exact_match": exact_match,
+    "gsm8k": gsm8k,
+    "math": math,
+    "math_dapo": math_dapo,
+    "multiple_choice": multiple_choice,
+    "think_format": think_format,
+    "boxed_format": boxed_format,
+}
+
+# What `auto` uses for a data_source that is not itself a rule's name; the keys are those in verl's prepared files and of `mrl data`.
+RULE_OF_DATA_SOURCE: dict[str, str] = {
+    "openai/gsm8k": "gsm8k",
+    "lighteval/MATH": "math",
+    "DigitalLearningGmbH/MATH-lighteval": "math",
+    "HuggingFaceH4/MATH-500": "math",
+    "math_dapo_reasoning": "math_dapo",
+}
+RULE_OF_PREFIX: dict[str, str] = {"aime": "math_dapo", "dianjin": "multiple_choice"}  # aime2024, aime_2025, dianjin/cflue_mcq, ...
+
+
+def rule_name(data_source: str) -> str:
+    """The rule that `auto` uses for a data source; its own name where none is known."""
+    if data_source in RULES or data_source in RULE_OF_DATA_SOURCE:
+        return RULE_OF_DATA_SOURCE.get(data_source, data_source)
+    return next((rule for prefix, rule in RULE_OF_PREFIX.items() if data_source.startswith(prefix)), data_source)
