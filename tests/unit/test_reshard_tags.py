@@ -7,8 +7,9 @@ import pytest
 from reshard_cases import Pair, random_pairs
 
 from mrl.model.megatron_shards import source_shards
+from mrl.model.vllm_loader import loaded
 from mrl.reshard.plan import Message, Place
-from mrl.reshard.simulate import fill, loaded, numbered, rehearse
+from mrl.reshard.simulate import fill, numbered, rehearse
 from mrl.reshard.streams import ITEM_BYTES
 
 SEEDS = range(16)
