@@ -6,6 +6,7 @@ Layer and expert numbers in names are local to the model chunk and the rank, as 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import NamedTuple
 
 from mrl.model.boxes import Box
 from mrl.model.hf_config import ModelSpec
@@ -48,11 +49,6 @@ def local_shapes(shards: Iterable[Shard]) -> dict[tuple[str, int], tuple[int, ..
 def source_shards(model: ModelSpec, layout: TrainLayout, rank: int) -> tuple[Shard, ...]:
     """The parameters of one rank, chunk by chunk. The layout must be legal for the model (`TrainLayout.build` sees to it)."""
     return tuple(_Rank(model, layout, rank).shards())
-
-
-def first_stage_weights(model: ModelSpec) -> tuple[Weight, ...]:
-    """What the first model chunk has before its layers."""
-    return (weight_map(model).embedding,)
 
 
 def last_stage_weights(model: ModelSpec, pipeline: int) -> tuple[Weight, ...]:
@@ -102,6 +98,16 @@ def _window(segments: list[tuple[Part, int, int]], start: int, stop: int) -> Sli
     return Slice((stop - start, *tail), tuple(blocks))
 
 
+class _Numbers(NamedTuple):
+    """What stands in a name for its layer and its expert."""
+
+    layer: int | None = None
+    expert: int | None = None
+
+
+_OUTSIDE = _Numbers()  # the layers
+
+
 @dataclass(frozen=True)
 class _Rank:
     model: ModelSpec
@@ -112,7 +118,7 @@ class _Rank:
         weights, layout, pp = weight_map(self.model), self.layout, self.layout.dense_coords(self.rank).pp
         for vp in range(layout.virtual_pipeline):
             if layout.is_first_chunk(pp, vp):
-                yield from (self._shard(weight, vp) for weight in first_stage_weights(self.model))
+                yield self._shard(weights.embedding, vp)
             for local, layer in enumerate(layout.stage_layers(pp, vp)):
                 yield from self._layer(weights, vp, local, layer)
             if layout.is_last_chunk(pp, vp):
@@ -122,17 +128,15 @@ class _Rank:
         each = self.model.num_experts // self.layout.expert
         first = self.layout.expert_coords(self.rank).ep * each
         for weight, expert in per_expert(weights.layer(layer).megatron, range(each)):
-            yield self._shard(weight, vp, (local, expert), (layer, None if expert is None else first + expert))
+            yield self._shard(weight, vp, _Numbers(local, expert), _Numbers(layer, None if expert is None else first + expert))
 
-    def _shard(
-        self, weight: Weight, vp: int, local: tuple[int | None, int | None] = (None, None), hf: tuple[int | None, int | None] = (None, None)
-    ) -> Shard:
-        """`local` and `hf`: numbers of layer and expert in Megatron's name and in the checkpoint's."""
+    def _shard(self, weight: Weight, vp: int, local: _Numbers = _OUTSIDE, hf: _Numbers = _OUTSIDE) -> Shard:
+        """`local` and `hf`: numbers in Megatron's name and in the checkpoint's."""
         index = self._expert_index if weight.is_expert else self._tensor_index
-        part = megatron_slice(weight, self.layout.tensor, self.layout.expert_tensor, index)
-        pieces = tuple(Piece(b.part.name.format(layer=hf[0], expert=hf[1]), b.hf_box, b.local_box) for b in part.blocks)
-        name = weight.megatron.format(layer=local[0], expert=local[1])
-        return Shard(name, vp, part.shape, pieces, weight.is_expert, self._replicas(weight))
+        local_slice = megatron_slice(weight, self.layout.tensor, self.layout.expert_tensor, index)
+        pieces = tuple(Piece(b.part.name.format(layer=hf.layer, expert=hf.expert), b.hf_box, b.local_box) for b in local_slice.blocks)
+        name = weight.megatron.format(layer=local.layer, expert=local.expert)
+        return Shard(name, vp, local_slice.shape, pieces, weight.is_expert, self._replicas(weight))
 
     def _replicas(self, weight: Weight) -> tuple[int, ...]:
         """Ranks that hold the same slice."""

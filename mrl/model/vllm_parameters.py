@@ -2,7 +2,8 @@
 
 Names and shapes are those of vLLM 0.32's models in load layout, that is as `load_weights` fills them, before a kernel packs or
 shuffles anything. The dialect says how a device's build lays experts out: everybody but Ascend stores them as [expert, out, in],
-vllm-ascend transposed. Experts are placed as vLLM's linear strategy places them.
+vllm-ascend transposed. Experts are placed as vLLM's linear strategy places them. Sources: model_executor/layers/linear.py (queries are
+divided, key/value heads repeated where there are fewer of them than workers) and vocab_parallel_embedding.py (rows are padded first).
 """
 
 from collections.abc import Iterator
@@ -57,8 +58,10 @@ def target_parameters(model: ModelSpec, rollout: RolloutLayout, worker: int, dia
 
 @cache
 def worker_slice(weight: Weight, workers: int, index: int) -> Slice:
-    """The slice of worker `index` of those that share the weight, of one expert's where it is an expert's. Sizes that do not divide are
-    rounded, as a plan of memory may ask for."""
+    """The slice of worker `index` of the workers that share a weight (an expert's: of those that share one expert).
+
+    Sizes that do not divide are rounded: `target_parameters` refuses them, a memory plan need not.
+    """
     match weight.split:
         case "heads":
             return _heads(weight, workers, index)
@@ -122,23 +125,24 @@ class _Worker:
 
     def _dense(self, weight: Weight, layer: int | None) -> TargetParameter:
         _check_dense(self.model, self.rollout.tensor, weight, layer)
-        part = worker_slice(weight, self.rollout.tensor, self.rollout.coords(self.worker).tp)
-        axes = tuple(range(len(part.shape)))
-        pieces = (TargetPiece(b.part.name.format(layer=layer), b.hf_box, b.local_box, axes) for b in part.blocks)
-        return self._named(weight, layer, part.shape, tuple(pieces))
+        local = worker_slice(weight, self.rollout.tensor, self.rollout.coords(self.worker).tp)
+        axes = tuple(range(len(local.shape)))
+        pieces = (TargetPiece(b.part.name.format(layer=layer), b.hf_box, b.local_box, axes) for b in local.blocks)
+        return self._named(weight, layer, local.shape, tuple(pieces))
 
     def _experts(self, weight: Weight, layer: int | None) -> TargetParameter:
         """[expert, rows, columns], or on Ascend with the last two swapped."""
         _check_experts(self.model, self.rollout)
         ep, etp = self.rollout.expert_coords(self.worker)
-        part, experts = worker_slice(weight, self.rollout.expert_tensor, etp), expert_range(self.model.num_experts, self.rollout.expert, ep)
+        local = worker_slice(weight, self.rollout.expert_tensor, etp)
+        experts = expert_range(self.model.num_experts, self.rollout.expert, ep)
         step, axes = (-1, (2, 1)) if self.transposed else (1, (1, 2))
         pieces = tuple(
             TargetPiece(b.part.name.format(layer=layer, expert=expert), b.hf_box, Box(((n, n + 1), *b.local_box.ranges[::step])), axes)
             for n, expert in enumerate(experts)
-            for b in part.blocks
+            for b in local.blocks
         )
-        return self._named(weight, layer, (len(experts), *part.shape[::step]), pieces)
+        return self._named(weight, layer, (len(experts), *local.shape[::step]), pieces)
 
     def _named(self, weight: Weight, layer: int | None, shape: tuple[int, ...], pieces: tuple[TargetPiece, ...]) -> TargetParameter:
         name = weight.vllm.format(layer=layer)

@@ -14,7 +14,7 @@ from math import lcm
 
 from mrl.model import ModelSpec
 from mrl.model.layout import TrainLayout
-from mrl.model.megatron_shards import first_stage_weights, last_stage_weights, megatron_slice
+from mrl.model.megatron_shards import last_stage_weights, megatron_slice
 from mrl.model.precision import BF16, Precision
 from mrl.model.registry import weight_map
 from mrl.model.weight_map import Weight
@@ -76,25 +76,25 @@ def layer_kinds(model: ModelSpec, layout: TrainLayout, pp: int, vp: int) -> tupl
 
 def _ends(model: ModelSpec, pipeline: int, pp: int) -> tuple[Weight, ...]:
     """What a stage has beside its layers."""
-    first = first_stage_weights(model) if pp == 0 else ()
-    return (*first, *(last_stage_weights(model, pipeline) if pp == pipeline - 1 else ()))
+    first = (weight_map(model).embedding,) if pp == 0 else ()
+    last = last_stage_weights(model, pipeline) if pp == pipeline - 1 else ()
+    return (*first, *last)
 
 
 def _stage_numel(model: ModelSpec, layout: TrainLayout, pp: int) -> _Numel:
     kinds = [kind for vp in range(layout.virtual_pipeline) for kind in layer_kinds(model, layout, pp, vp)]
-    with_experts = sum(kinds)
-    dense_layer, expert_layer = _layer_numels(model, layout.tensor, layout.expert, layout.expert_tensor)
-    ends = _end_numel(model, layout.tensor, layout.pipeline, pp)
-    return ends + dense_layer * (len(kinds) - with_experts) + expert_layer * with_experts
+    numel = _end_numel(model, layout.tensor, layout.pipeline, pp)
+    for kind in set(kinds):
+        numel += _layer_numel(model, kind, layout.tensor, layout.expert, layout.expert_tensor) * kinds.count(kind)
+    return numel
 
 
 @cache
-def _layer_numels(model: ModelSpec, tensor: int, expert: int, expert_tensor: int) -> tuple[_Numel, _Numel]:
-    """(a layer without experts, a layer with experts) on one rank."""
-    weights, local_experts = weight_map(model), model.num_experts // expert
-    kinds = (weights.dense_layer, weights.expert_layer)
-    dense, with_experts = (_aligned(kind.megatron, tensor, expert_tensor, local_experts) for kind in kinds)
-    return dense, with_experts
+def _layer_numel(model: ModelSpec, has_experts: bool, tensor: int, expert: int, expert_tensor: int) -> _Numel:
+    """Of one layer on one rank."""
+    weights = weight_map(model)
+    layer = weights.expert_layer if has_experts else weights.dense_layer
+    return _aligned(layer.megatron, tensor, expert_tensor, model.num_experts // expert)
 
 
 @cache
