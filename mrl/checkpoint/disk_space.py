@@ -6,9 +6,8 @@ from pathlib import Path
 
 from mrl.config.schema import RunConfig
 from mrl.errors import EnvironmentFault
-from mrl.model import ModelSpec
-from mrl.model.counts import parameter_count
-from mrl.plan.model_state import BF16, FLOAT32
+from mrl.model import ModelSpec, parameter_count
+from mrl.model.precision import BF16, FLOAT32
 
 BESIDE_TENSORS = 4 * 1024**2  # bytes: manifest, tokenizer and configuration of the model, rounding to blocks
 
@@ -16,7 +15,7 @@ BESIDE_TENSORS = 4 * 1024**2  # bytes: manifest, tokenizer and configuration of 
 def checkpoint_bytes(model: ModelSpec, dtype: str) -> int:
     """Size of one checkpoint: weights, float32 master weights where the weights are narrower, and Adam's two moments, each once."""
     precision = FLOAT32 if dtype == "float32" else BF16
-    return parameter_count(model) * (precision.parameters + precision.master + precision.moments) + BESIDE_TENSORS
+    return parameter_count(model) * precision.checkpoint + BESIDE_TENSORS
 
 
 def free_bytes(folder: Path) -> int:

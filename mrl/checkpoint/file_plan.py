@@ -6,11 +6,10 @@ from math import prod
 
 from mrl.checkpoint.manifest import WEIGHT, Entry
 from mrl.checkpoint.source import code_of, item_bytes
-from mrl.model import tensor_specs
+from mrl.model import ModelSpec, tensor_specs
 from mrl.model.boxes import Box
 from mrl.model.layout import TrainLayout
 from mrl.model.megatron_shards import Piece, source_shards
-from mrl.model.spec import ModelSpec
 
 FILE_BYTES = 512 * 1024**2  # a file is what is written again after a kill, and what one process works on
 

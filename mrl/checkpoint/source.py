@@ -16,11 +16,10 @@ import numpy as np
 
 from mrl.checkpoint.manifest import MANIFEST, WEIGHT, Entry, Manifest, check_disjoint, holders, read_manifest
 from mrl.errors import ConfigError, EnvironmentFault
-from mrl.model import load_model_spec, model_spec, read_hf_config, tensor_specs
+from mrl.model import ModelSpec, load_model_spec, model_spec, read_hf_config, tensor_specs
 from mrl.model.boxes import Box
 from mrl.model.hf_files import TensorBytes, check_checkpoint, read_safetensors_header, weight_files
 from mrl.model.megatron_shards import Piece
-from mrl.model.spec import ModelSpec
 
 HF_FOLDER = "hf"  # configuration and tokenizer, beside the weights of every checkpoint of ours
 DTYPES = {"F32": "float32", "BF16": "bfloat16"}  # safetensors' names -> the configuration's

@@ -1,17 +1,29 @@
-"""Hugging Face configurations -> sizes, tensor lists and counts. No weights, no torch."""
+"""A model without its weights: config.json -> ModelSpec, parallel layouts, and the weight map from which all else is derived.
 
-from mrl.model.counts import active_parameter_count, forward_flops_per_token, parameter_count
-from mrl.model.known import known_models, known_name, known_spec, planning_model_spec
-from mrl.model.reader import FAMILIES, load_model_spec, model_spec, read_hf_config
-from mrl.model.spec import Kind, ModelSpec, TensorSpec
-from mrl.model.tensors import tensor_specs
+Main types: `ModelSpec` (sizes), `WeightMap` and `Weight` (weight_map.py: every tensor in the checkpoint, in Megatron and in vLLM),
+`TrainLayout` and `RolloutLayout` (layout.py: ranks and workers), `Box` (boxes.py). A new family is one file, listed in registry.py.
+Imports nothing of mrl but `errors`; neither torch, ray, megatron nor vllm.
+"""
+
+from mrl.model.hf_config import ModelSpec
+from mrl.model.registry import (
+    FAMILIES,
+    known_models,
+    known_name,
+    known_spec,
+    load_model_spec,
+    model_spec,
+    planning_model_spec,
+    read_hf_config,
+)
+from mrl.model.tensors import TensorSpec, active_parameter_count, expert_share, forward_flops_per_token, parameter_count, tensor_specs
 
 __all__ = [
     "FAMILIES",
-    "Kind",
     "ModelSpec",
     "TensorSpec",
     "active_parameter_count",
+    "expert_share",
     "forward_flops_per_token",
     "known_models",
     "known_name",

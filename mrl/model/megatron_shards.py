@@ -1,17 +1,18 @@
-"""What each Megatron rank holds, as boxes in Hugging Face coordinates.
+"""Megatron's view of the weight map: what each rank holds, as boxes in Hugging Face coordinates.
 
-Names are those of megatron-core 0.16.1 GPT models built with Transformer Engine's module names, which mbridge 0.15.1 maps: the norm
-before a fused linear layer belongs to that layer (`linear_qkv.layer_norm_weight`), experts are `experts.linear_fc1.weight{i}`. Layer
-and expert numbers in them are local to the model chunk and the rank, as in `named_parameters()` of the unwrapped chunk.
+Layer and expert numbers in names are local to the model chunk and the rank, as in `named_parameters()` of the unwrapped chunk.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import NamedTuple
 
-from mrl.model import ModelSpec, tensor_specs
 from mrl.model.boxes import Box
+from mrl.model.hf_config import ModelSpec
 from mrl.model.layout import TrainLayout, padded_vocab_size
+from mrl.model.registry import weight_map
+from mrl.model.weight_map import Block, Part, Slice, Weight, WeightMap, even_slice, per_expert, share
 
 
 @dataclass(frozen=True)
@@ -47,169 +48,129 @@ def local_shapes(shards: Iterable[Shard]) -> dict[tuple[str, int], tuple[int, ..
 
 def source_shards(model: ModelSpec, layout: TrainLayout, rank: int) -> tuple[Shard, ...]:
     """The parameters of one rank, chunk by chunk. The layout must be legal for the model (`TrainLayout.build` sees to it)."""
-    pp = layout.dense_coords(rank).pp
-    return tuple(shard for vp in range(layout.virtual_pipeline) for shard in _Chunk(model, layout, rank, pp, vp).shards())
+    return tuple(_Rank(model, layout, rank).shards())
 
 
-@dataclass(frozen=True)
-class _Cut:
-    """How a parameter is divided: this rank has part `index` of `parts`, and `replicas` have the same part."""
+def last_stage_weights(model: ModelSpec, pipeline: int) -> tuple[Weight, ...]:
+    """What the last model chunk has behind its layers.
 
-    index: int
-    parts: int
-    replicas: tuple[int, ...]
-    is_expert: bool = False
-
-    def share(self, size: int) -> tuple[int, int]:
-        """(start, stop) of this rank's part of a dimension."""
-        part = size // self.parts
-        return self.index * part, (self.index + 1) * part
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """One model chunk on one rank."""
-
-    model: ModelSpec
-    layout: TrainLayout
-    rank: int
-    pp: int
-    vp: int
-
-    def shards(self) -> Iterator[Shard]:
-        if self.layout.is_first_chunk(self.pp, self.vp):
-            yield self._vocabulary("embedding.word_embeddings.weight", "model.embed_tokens.weight", self._vocabulary_cut)
-        for local, layer in enumerate(self.layout.stage_layers(self.pp, self.vp)):
-            yield from self._layer(f"decoder.layers.{local}.", layer)
-        if self.layout.is_last_chunk(self.pp, self.vp):
-            yield self._copied("decoder.final_layernorm.weight", "model.norm.weight")
-            yield from self._output_layer()
-
-    def _output_layer(self) -> Iterator[Shard]:
-        if not self.model.tie_word_embeddings:
-            yield self._vocabulary("output_layer.weight", "lm_head.weight", self._tensor_cut)
-        elif self.layout.pipeline > 1:
-            # the last stage has no embedding to share, so Megatron gives it a copy and keeps the two equal
-            yield self._vocabulary("output_layer.weight", "model.embed_tokens.weight", self._vocabulary_cut)
-
-    def _layer(self, to: str, layer: int) -> Iterator[Shard]:
-        hf = f"model.layers.{layer}."
-        yield from self._attention(to, hf)
-        if layer in self.model.moe_layers:
-            yield self._copied(f"{to}pre_mlp_layernorm.weight", f"{hf}post_attention_layernorm.weight")
-            yield from self._moe(f"{to}mlp.", f"{hf}mlp.")
-        else:
-            yield self._copied(f"{to}mlp.linear_fc1.layer_norm_weight", f"{hf}post_attention_layernorm.weight")
-            yield from self._mlp(f"{to}mlp.", f"{hf}mlp.", self._tensor_cut)
-
-    def _attention(self, to: str, hf: str) -> Iterator[Shard]:
-        to, att = f"{to}self_attention.", f"{hf}self_attn."
-        yield self._copied(f"{to}linear_qkv.layer_norm_weight", f"{hf}input_layernorm.weight")
-        yield self._qkv(f"{to}linear_qkv.weight", att, "weight")
-        if self.model.qkv_bias:
-            yield self._qkv(f"{to}linear_qkv.bias", att, "bias")
-        if self.model.qk_norm:
-            yield self._copied(f"{to}q_layernorm.weight", f"{att}q_norm.weight")
-            yield self._copied(f"{to}k_layernorm.weight", f"{att}k_norm.weight")
-        yield self._columns(f"{to}linear_proj.weight", f"{att}o_proj.weight", self._tensor_cut)
-
-    def _moe(self, to: str, hf: str) -> Iterator[Shard]:
-        yield self._copied(f"{to}router.weight", f"{hf}gate.weight")
-        per_rank = self.model.num_experts // self.layout.expert
-        first = self.layout.expert_coords(self.rank).ep * per_rank
-        for local in range(per_rank):
-            yield from self._mlp(f"{to}experts.", f"{hf}experts.{first + local}.", self._expert_cut, suffix=str(local))
-        if self.model.shared_expert_intermediate_size:
-            yield from self._mlp(f"{to}shared_experts.", f"{hf}shared_expert.", self._tensor_cut)
-            yield self._copied(f"{to}shared_experts.gate_weight", f"{hf}shared_expert_gate.weight")
-
-    def _mlp(self, to: str, hf: str, cut: _Cut, suffix: str = "") -> Iterator[Shard]:
-        yield self._stacked_rows(f"{to}linear_fc1.weight{suffix}", (f"{hf}gate_proj.weight", f"{hf}up_proj.weight"), cut)
-        yield self._columns(f"{to}linear_fc2.weight{suffix}", f"{hf}down_proj.weight", cut)
-
-    @cached_property
-    def _tensor_cut(self) -> _Cut:
-        """Divided over the tensor ranks."""
-        return _Cut(self.layout.dense_coords(self.rank).tp, self.layout.tensor, self.layout.dense_group(self.rank, "cp", "dp"))
-
-    @cached_property
-    def _copy_cut(self) -> _Cut:
-        """Whole on every tensor rank."""
-        return _Cut(0, 1, self.layout.dense_group(self.rank, "tp", "cp", "dp"))
-
-    @cached_property
-    def _expert_cut(self) -> _Cut:
-        """Divided over the tensor ranks of the expert grid."""
-        coords = self.layout.expert_coords(self.rank)
-        return _Cut(coords.etp, self.layout.expert_tensor, self.layout.expert_group(self.rank, "edp"), is_expert=True)
-
-    @cached_property
-    def _vocabulary_cut(self) -> _Cut:
-        """Word embeddings, which the last stage has a copy of when they are tied."""
-        cut, layout = self._tensor_cut, self.layout
-        if not self.model.tie_word_embeddings:
-            return cut
-        ends = {0, layout.pipeline - 1}
-        tp = cut.index
-        ranks = (layout.rank_of_dense(tp, cp, dp, pp) for pp in ends for dp in range(layout.data) for cp in range(layout.context))
-        return _Cut(tp, cut.parts, tuple(sorted(ranks)))
-
-    @cached_property
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return _shapes(self.model)
-
-    def _shard(self, name: str, shape: tuple[int, ...], pieces: tuple[Piece, ...], cut: _Cut) -> Shard:
-        return Shard(name, self.vp, shape, pieces, cut.is_expert, cut.replicas)
-
-    def _copied(self, name: str, hf_name: str) -> Shard:
-        box = Box.whole(self._shapes[hf_name])
-        return self._shard(name, box.shape, (Piece(hf_name, box, box),), self._copy_cut)
-
-    def _columns(self, name: str, hf_name: str, cut: _Cut) -> Shard:
-        """A row-parallel layer: its input dimension, the second one, is divided."""
-        rows, columns = self._shapes[hf_name]
-        box = Box(((0, rows), cut.share(columns)))
-        return self._shard(name, box.shape, (Piece(hf_name, box, Box.whole(box.shape)),), cut)
-
-    def _stacked_rows(self, name: str, hf_names: tuple[str, ...], cut: _Cut) -> Shard:
-        """A gated column-parallel layer: this rank's rows of gate, then its rows of up."""
-        segments = []
-        for hf_name in hf_names:
-            start, stop = cut.share(self._shapes[hf_name][0])
-            segments.append((hf_name, start, stop - start))
-        return self._rows(name, segments, 0, sum(rows for _, _, rows in segments), cut)
-
-    def _qkv(self, name: str, hf: str, leaf: str) -> Shard:
-        """The fused projection: for each key/value head the query heads that use it, then the key head, then the value head.
-
-        The fused rows are cut evenly, so with more tensor ranks than key/value heads a rank's part may begin inside a group.
-        """
-        m, cut = self.model, self._tensor_cut
-        queries = m.num_attention_heads // m.num_key_value_heads * m.head_dim
-        segments = []
-        for group in range(m.num_key_value_heads):
-            segments.append((f"{hf}q_proj.{leaf}", group * queries, queries))
-            segments += [(f"{hf}{part}_proj.{leaf}", group * m.head_dim, m.head_dim) for part in ("k", "v")]
-        return self._rows(name, segments, *cut.share(sum(rows for _, _, rows in segments)), cut)
-
-    def _vocabulary(self, name: str, hf_name: str, cut: _Cut) -> Shard:
-        vocab = self.model.vocab_size
-        return self._rows(name, [(hf_name, 0, vocab)], *cut.share(padded_vocab_size(vocab, cut.parts)), cut)
-
-    def _rows(self, name: str, segments: list[tuple[str, int, int]], start: int, stop: int, cut: _Cut) -> Shard:
-        """Rows [start, stop) of the concatenation of `segments` (hf name, first row, number of rows); rows beyond it are padding."""
-        tail = self._shapes[segments[0][0]][1:]
-        pieces, at = [], 0
-        for hf_name, first, rows in segments:
-            low, high = max(start, at), min(stop, at + rows)
-            if low < high:
-                columns = Box.whole(tail).ranges
-                hf_box = Box(((first + low - at, first + high - at), *columns))
-                pieces.append(Piece(hf_name, hf_box, Box(((low - start, high - start), *columns))))
-            at += rows
-        return self._shard(name, (stop - start, *tail), tuple(pieces), cut)
+    Where embeddings are tied and the ends are two stages, Megatron gives the last one a copy of the embedding and keeps the two equal.
+    """
+    weights = weight_map(model)
+    shares_embedding = model.tie_word_embeddings and pipeline == 1
+    return (weights.final_norm,) if shares_embedding else (weights.final_norm, weights.output)
 
 
 @cache
-def _shapes(model: ModelSpec) -> dict[str, tuple[int, ...]]:
-    return {t.name: t.shape for t in tensor_specs(model)}
+def megatron_slice(weight: Weight, tensor: int, expert_tensor: int, index: int = 0) -> Slice:
+    """The slice of tensor rank `index`; of an expert's weight, of a rank of the expert grid."""
+    ranks = expert_tensor if weight.is_expert else tensor
+    match weight.split:
+        case "heads":
+            segments = _head_groups(weight)
+            return _window(segments, *share(sum(rows for _, _, rows in segments), ranks, index))
+        case "vocabulary":
+            (part,) = weight.parts
+            return _window([(part, 0, part.shape[0])], *share(padded_vocab_size(part.shape[0], ranks), ranks, index))
+    return even_slice(weight, ranks, index)
+
+
+def _head_groups(weight: Weight) -> list[tuple[Part, int, int]]:
+    """(part, first row, number of rows): for each key/value head the query heads that use it, then the key head, then the value head.
+
+    The fused rows are cut evenly, so with more tensor ranks than key/value heads a rank's slice may begin inside a group.
+    """
+    rows = [(part, part.shape[0] // weight.groups) for part in weight.parts]
+    return [(part, group * each, each) for group in range(weight.groups) for part, each in rows]
+
+
+def _window(segments: list[tuple[Part, int, int]], start: int, stop: int) -> Slice:
+    """Rows [start, stop) of the concatenation of `segments` (part, first row, number of rows); rows beyond it are padding."""
+    tail = segments[0][0].shape[1:]
+    columns = Box.whole(tail).ranges
+    blocks, at = [], 0
+    for part, first, rows in segments:
+        low, high = max(start, at), min(stop, at + rows)
+        if low < high:
+            hf_box, local_box = ((first + low - at, first + high - at), *columns), ((low - start, high - start), *columns)
+            blocks.append(Block(part, Box(hf_box), Box(local_box)))
+        at += rows
+    return Slice((stop - start, *tail), tuple(blocks))
+
+
+class _Numbers(NamedTuple):
+    """What stands in a name for its layer and its expert."""
+
+    layer: int | None = None
+    expert: int | None = None
+
+
+_OUTSIDE = _Numbers()  # the layers
+
+
+@dataclass(frozen=True)
+class _Rank:
+    model: ModelSpec
+    layout: TrainLayout
+    rank: int
+
+    def shards(self) -> Iterator[Shard]:
+        weights, layout, pp = weight_map(self.model), self.layout, self.layout.dense_coords(self.rank).pp
+        for vp in range(layout.virtual_pipeline):
+            if layout.is_first_chunk(pp, vp):
+                yield self._shard(weights.embedding, vp)
+            for local, layer in enumerate(layout.stage_layers(pp, vp)):
+                yield from self._layer(weights, vp, local, layer)
+            if layout.is_last_chunk(pp, vp):
+                yield from (self._shard(weight, vp) for weight in last_stage_weights(self.model, layout.pipeline))
+
+    def _layer(self, weights: WeightMap, vp: int, local: int, layer: int) -> Iterator[Shard]:
+        each = self.model.num_experts // self.layout.expert
+        first = self.layout.expert_coords(self.rank).ep * each
+        for weight, expert in per_expert(weights.layer(layer).megatron, range(each)):
+            yield self._shard(weight, vp, _Numbers(local, expert), _Numbers(layer, None if expert is None else first + expert))
+
+    def _shard(self, weight: Weight, vp: int, local: _Numbers = _OUTSIDE, hf: _Numbers = _OUTSIDE) -> Shard:
+        """`local` and `hf`: numbers in Megatron's name and in the checkpoint's."""
+        index = self._expert_index if weight.is_expert else self._tensor_index
+        local_slice = megatron_slice(weight, self.layout.tensor, self.layout.expert_tensor, index)
+        pieces = tuple(Piece(b.part.name.format(layer=hf.layer, expert=hf.expert), b.hf_box, b.local_box) for b in local_slice.blocks)
+        name = weight.megatron.format(layer=local.layer, expert=local.expert)
+        return Shard(name, vp, local_slice.shape, pieces, weight.is_expert, self._replicas(weight))
+
+    def _replicas(self, weight: Weight) -> tuple[int, ...]:
+        """Ranks that hold the same slice."""
+        if weight.is_expert:
+            return self._expert_replicas
+        if weight.split == "copied":
+            return self._copies
+        if weight.split == "vocabulary" and self.model.tie_word_embeddings:
+            return self._tied_replicas
+        return self._tensor_replicas
+
+    @cached_property
+    def _tensor_index(self) -> int:
+        return self.layout.dense_coords(self.rank).tp
+
+    @cached_property
+    def _expert_index(self) -> int:
+        return self.layout.expert_coords(self.rank).etp
+
+    @cached_property
+    def _tensor_replicas(self) -> tuple[int, ...]:
+        return self.layout.dense_group(self.rank, "cp", "dp")
+
+    @cached_property
+    def _copies(self) -> tuple[int, ...]:
+        return self.layout.dense_group(self.rank, "tp", "cp", "dp")
+
+    @cached_property
+    def _expert_replicas(self) -> tuple[int, ...]:
+        return self.layout.expert_group(self.rank, "edp")
+
+    @cached_property
+    def _tied_replicas(self) -> tuple[int, ...]:
+        """Of word embeddings of which the last stage has a copy."""
+        layout = self.layout
+        ends = {0, layout.pipeline - 1}
+        return tuple(rank for rank in layout.dense_group(self.rank, "cp", "dp", "pp") if layout.dense_coords(rank).pp in ends)

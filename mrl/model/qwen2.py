@@ -1,10 +1,12 @@
 """Qwen2 and Qwen2.5, dense: biased query, key and value projections; small sizes tie their embeddings."""
 
-from mrl.model.fields import HfConfig, common, head_dim_from_hidden
-from mrl.model.spec import ModelSpec
-
-ARCHITECTURE = "Qwen2ForCausalLM"
+from mrl.model.decoder_weights import dense_layer
+from mrl.model.hf_config import HfConfig, ModelSpec, common, head_dim_from_hidden
+from mrl.model.weight_map import Family
 
 
 def read(config: HfConfig) -> ModelSpec:
     return ModelSpec(**common(config), head_dim=head_dim_from_hidden(config), qkv_bias=True, qk_norm=False)
+
+
+FAMILY = Family("Qwen2ForCausalLM", "qwen2", read, dense_layer)

@@ -1,9 +1,8 @@
 """Qwen1.5-MoE and Qwen2-MoE: routed experts beside one shared expert whose output a scalar gate weighs."""
 
-from mrl.model.fields import HfConfig, common, experts, head_dim_from_hidden, required
-from mrl.model.spec import ModelSpec
-
-ARCHITECTURE = "Qwen2MoeForCausalLM"
+from mrl.model.decoder_weights import dense_layer, expert_layer, gated_mlp
+from mrl.model.hf_config import HfConfig, ModelSpec, common, experts, head_dim_from_hidden, required
+from mrl.model.weight_map import Family, Weight, copied
 
 
 def read(config: HfConfig) -> ModelSpec:
@@ -15,3 +14,15 @@ def read(config: HfConfig) -> ModelSpec:
         qk_norm=False,
         shared_expert_intermediate_size=required(config, "shared_expert_intermediate_size"),
     )
+
+
+def with_shared_expert(m: ModelSpec) -> tuple[Weight, ...]:
+    """A layer with routed experts, the shared one and the gate on its output."""
+    if not m.shared_expert_intermediate_size:
+        return expert_layer(m)
+    shared = gated_mlp(m, m.shared_expert_intermediate_size, "mlp.shared_expert.", "mlp.shared_experts.")
+    gate = copied("mlp.shared_expert_gate.weight", (1, m.hidden_size), "mlp.shared_experts.gate_weight", matmul=True)
+    return expert_layer(m, (*shared, gate))
+
+
+FAMILY = Family("Qwen2MoeForCausalLM", "qwen2_moe", read, dense_layer, with_shared_expert)

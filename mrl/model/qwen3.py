@@ -1,11 +1,14 @@
 """Qwen3, dense: norms on queries and keys instead of biases, and a head size of its own."""
 
-from mrl.model.fields import HfConfig, common
-from mrl.model.spec import ModelSpec
+from mrl.model.decoder_weights import dense_layer
+from mrl.model.hf_config import HfConfig, ModelSpec, common
+from mrl.model.weight_map import Family
 
-ARCHITECTURE = "Qwen3ForCausalLM"
 _HEAD_DIM = 128  # what a configuration without the key means
 
 
 def read(config: HfConfig) -> ModelSpec:
     return ModelSpec(**common(config), head_dim=config.get("head_dim") or _HEAD_DIM, qkv_bias=False, qk_norm=True)
+
+
+FAMILY = Family("Qwen3ForCausalLM", "qwen3", read, dense_layer)

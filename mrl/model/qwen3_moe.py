@@ -1,10 +1,12 @@
 """Qwen3-MoE: routed experts, no shared one; norms on queries and keys."""
 
-from mrl.model.fields import HfConfig, common, experts, head_dim_from_hidden
-from mrl.model.spec import ModelSpec
-
-ARCHITECTURE = "Qwen3MoeForCausalLM"
+from mrl.model.decoder_weights import dense_layer, expert_layer
+from mrl.model.hf_config import HfConfig, ModelSpec, common, experts, head_dim_from_hidden
+from mrl.model.weight_map import Family
 
 
 def read(config: HfConfig) -> ModelSpec:
     return ModelSpec(**common(config), **experts(config), head_dim=head_dim_from_hidden(config), qkv_bias=False, qk_norm=True)
+
+
+FAMILY = Family("Qwen3MoeForCausalLM", "qwen3_moe", read, dense_layer, expert_layer)

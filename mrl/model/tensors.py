@@ -1,73 +1,81 @@
-"""ModelSpec -> the tensors of its Hugging Face checkpoint: names and shapes, in the order of the layers."""
+"""The checkpoint's view of the weight map: names and shapes of all tensors, numbers of parameters, FLOPs of a token."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
+from math import prod
 
-from mrl.model.spec import Kind, ModelSpec, TensorSpec
+from mrl.model.hf_config import ModelSpec
+from mrl.model.registry import weight_map
+from mrl.model.weight_map import Weight, per_expert
 
-_Named = tuple[str, tuple[int, ...], Kind]
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of a Hugging Face checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    layer: int | None = None  # from 0; None outside the layers
+    expert: int | None = None  # global number, from 0
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
 
 
 @cache
 def tensor_specs(model: ModelSpec) -> tuple[TensorSpec, ...]:
-    """All tensors. Tied embeddings are one tensor (`model.embed_tokens.weight`), as in the checkpoint files."""
-    embedding = (model.vocab_size, model.hidden_size)
-    specs = [TensorSpec("model.embed_tokens.weight", embedding, model.dtype, "embedding")]
+    """All tensors in the order of the layers. Tied embeddings are one (`model.embed_tokens.weight`), as in the checkpoint files."""
+    weights = weight_map(model)
+    specs = [*_tensors(model, weights.embedding)]
     for layer in range(model.num_layers):
-        specs += _layer(model, layer)
-    specs.append(TensorSpec("model.norm.weight", (model.hidden_size,), model.dtype, "norm"))
-    if not model.tie_word_embeddings:
-        specs.append(TensorSpec("lm_head.weight", embedding, model.dtype, "lm_head"))
-    return tuple(specs)
+        for weight, expert in per_expert(weights.layer(layer).hf, range(model.num_experts)):
+            specs += _tensors(model, weight, layer, expert)
+    return (*specs, *(spec for weight in weights.ends for spec in _tensors(model, weight)))
 
 
-def _layer(model: ModelSpec, layer: int) -> Iterator[TensorSpec]:
-    prefix = f"model.layers.{layer}."
-    dense = [*_norms(model), *_attention(model), *(_moe_block(model) if layer in model.moe_layers else _mlp(model))]
-    for name, shape, kind in dense:
-        yield TensorSpec(prefix + name, shape, model.dtype, kind, layer)
-    for expert in range(model.num_experts if layer in model.moe_layers else 0):
-        for name, shape, kind in _expert(model, expert):
-            yield TensorSpec(prefix + name, shape, model.dtype, kind, layer, expert)
+def _tensors(model: ModelSpec, weight: Weight, layer: int | None = None, expert: int | None = None) -> Iterator[TensorSpec]:
+    for part in weight.parts:
+        yield TensorSpec(part.name.format(layer=layer, expert=expert), part.shape, model.dtype, layer, expert)
 
 
-def _norms(m: ModelSpec) -> Iterator[_Named]:
-    yield "input_layernorm.weight", (m.hidden_size,), "norm"
-    yield "post_attention_layernorm.weight", (m.hidden_size,), "norm"
+def parameter_count(model: ModelSpec) -> int:
+    """All parameters; tied embeddings count once."""
+    return _count(model, model.num_experts)
 
 
-def _attention(m: ModelSpec) -> Iterator[_Named]:
-    q, kv = m.num_attention_heads * m.head_dim, m.num_key_value_heads * m.head_dim
-    yield "self_attn.q_proj.weight", (q, m.hidden_size), "q_weight"
-    yield "self_attn.k_proj.weight", (kv, m.hidden_size), "k_weight"
-    yield "self_attn.v_proj.weight", (kv, m.hidden_size), "v_weight"
-    if m.qkv_bias:
-        yield "self_attn.q_proj.bias", (q,), "q_bias"
-        yield "self_attn.k_proj.bias", (kv,), "k_bias"
-        yield "self_attn.v_proj.bias", (kv,), "v_bias"
-    if m.qk_norm:
-        yield "self_attn.q_norm.weight", (m.head_dim,), "qk_norm"
-        yield "self_attn.k_norm.weight", (m.head_dim,), "qk_norm"
-    yield "self_attn.o_proj.weight", (m.hidden_size, q), "attention_out"
+def active_parameter_count(model: ModelSpec) -> int:
+    """Parameters that one token uses: all but the experts that it is not routed to (embeddings included, as model cards count)."""
+    return _count(model, model.num_experts_per_tok)
 
 
-def _mlp(m: ModelSpec) -> Iterator[_Named]:
-    yield "mlp.gate_proj.weight", (m.intermediate_size, m.hidden_size), "mlp_gate"
-    yield "mlp.up_proj.weight", (m.intermediate_size, m.hidden_size), "mlp_up"
-    yield "mlp.down_proj.weight", (m.hidden_size, m.intermediate_size), "mlp_down"
+def _count(model: ModelSpec, experts: int) -> int:
+    """Parameters with so many experts a layer."""
+    return sum(weight.numel * layers * (experts if weight.is_expert else 1) for weight, layers in weight_map(model).counted)
 
 
-def _moe_block(m: ModelSpec) -> Iterator[_Named]:
-    yield "mlp.gate.weight", (m.num_experts, m.hidden_size), "router"
-    if shared := m.shared_expert_intermediate_size:
-        yield "mlp.shared_expert.gate_proj.weight", (shared, m.hidden_size), "shared_gate"
-        yield "mlp.shared_expert.up_proj.weight", (shared, m.hidden_size), "shared_up"
-        yield "mlp.shared_expert.down_proj.weight", (m.hidden_size, shared), "shared_down"
-        yield "mlp.shared_expert_gate.weight", (1, m.hidden_size), "shared_router"
+def expert_share(model: ModelSpec) -> float:
+    """Share of the parameters that belongs to routed experts."""
+    experts = parameter_count(model) - _count(model, 0)
+    return experts / parameter_count(model)
 
 
-def _expert(m: ModelSpec, expert: int) -> Iterator[_Named]:
-    prefix = f"mlp.experts.{expert}."
-    yield prefix + "gate_proj.weight", (m.moe_intermediate_size, m.hidden_size), "expert_gate"
-    yield prefix + "up_proj.weight", (m.moe_intermediate_size, m.hidden_size), "expert_up"
-    yield prefix + "down_proj.weight", (m.hidden_size, m.moe_intermediate_size), "expert_down"
+def forward_flops_per_token(model: ModelSpec, context: float) -> float:
+    """Floating-point operations (a multiply-add is two) of one token's forward pass.
+
+    `context`: mean number of positions that a token attends to, itself included: (length + 1) / 2 for a causal sequence, not the
+    whole length, since the masked half need not be computed. Counted are matrix products and attention; a backward pass costs twice
+    as much.
+    """
+    weights = weight_map(model)
+    tied = [(weights.output, 1)] if model.tie_word_embeddings else []  # a product with the embedding, which is counted as a look-up
+    matmul = sum(_matmul_numel(model, weight) * layers for weight, layers in (*weights.counted, *tied))
+    scores_and_values = 2 * model.num_attention_heads * model.head_dim * context * model.num_layers
+    return 2.0 * (matmul + scores_and_values)
+
+
+def _matmul_numel(model: ModelSpec, weight: Weight) -> int:
+    """Elements of a weight that one token is multiplied with in one layer."""
+    return sum(part.numel for part in weight.parts if part.matmul) * (model.num_experts_per_tok if weight.is_expert else 1)

@@ -1,22 +1,26 @@
-"""What each vLLM worker must hold: its fused parameters as boxes in Hugging Face coordinates.
+"""vLLM's view of the weight map: the fused parameters that each worker must hold, as boxes in Hugging Face coordinates.
 
-Names and shapes are those of vLLM 0.32's Qwen models in load layout, that is as `load_weights` fills them, before a kernel packs or
+Names and shapes are those of vLLM 0.32's models in load layout, that is as `load_weights` fills them, before a kernel packs or
 shuffles anything. The dialect says how a device's build lays experts out: everybody but Ascend stores them as [expert, out, in],
-vllm-ascend transposed. Experts are placed as vLLM's linear strategy places them.
+vllm-ascend transposed. Experts are placed as vLLM's linear strategy places them. Sources: model_executor/layers/linear.py (queries are
+divided, key/value heads repeated where there are fewer of them than workers) and vocab_parallel_embedding.py (rows are padded first).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from mrl.errors import ConfigError
-from mrl.model import ModelSpec
 from mrl.model.boxes import Box
+from mrl.model.hf_config import ModelSpec
 from mrl.model.layout import RolloutLayout
+from mrl.model.registry import weight_map
+from mrl.model.weight_map import Slice, Weight, even_slice, share, stacked
 
 Dialect = Literal["cpu", "cuda", "npu"]
 TRANSPOSED: Dialect = "npu"
-_VOCABULARY_MULTIPLE = 64  # vLLM's DEFAULT_VOCAB_PADDING_SIZE
+VOCABULARY_MULTIPLE = 64  # vLLM's DEFAULT_VOCAB_PADDING_SIZE: rows are padded to it before they are divided
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,55 @@ def target_parameters(model: ModelSpec, rollout: RolloutLayout, worker: int, dia
     return tuple(_Worker(model, rollout, worker, dialect == TRANSPOSED, dtype).parameters())
 
 
+@cache
+def worker_slice(weight: Weight, workers: int, index: int) -> Slice:
+    """The slice of worker `index` of the workers that share a weight (an expert's: of those that share one expert).
+
+    Sizes that do not divide are rounded: `target_parameters` refuses them, a memory plan need not.
+    """
+    match weight.split:
+        case "heads":
+            return _heads(weight, workers, index)
+        case "vocabulary":
+            return _vocabulary(weight, workers, index)
+    return even_slice(weight, workers, index)
+
+
+def _heads(weight: Weight, workers: int, index: int) -> Slice:
+    """Query rows, key rows, value rows. With more workers than key/value heads, neighbours hold the same head."""
+    query, key, value = weight.parts
+    heads, copies = max(weight.groups // workers, 1), max(workers // weight.groups, 1)
+    rows = key.shape[0] // weight.groups * heads
+    first = index // copies * rows
+    return stacked([(query, *share(query.shape[0], workers, index)), (key, first, first + rows), (value, first, first + rows)])
+
+
+def _vocabulary(weight: Weight, workers: int, index: int) -> Slice:
+    """Rows of the padded vocabulary; a worker may hold padding only."""
+    (part,) = weight.parts
+    vocab = part.shape[0]
+    each = -(-_padded(vocab) // workers)
+    return stacked([(part, index * each, min(index * each + each, vocab))], rows=each)
+
+
+def _padded(vocab: int) -> int:
+    return -(-vocab // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+
+
+def expert_range(num_experts: int, ranks: int, index: int) -> range:
+    """Numbers of a rank's experts; what cannot be divided goes to the first ranks."""
+    each, more = divmod(num_experts, ranks)
+    first = index * each + min(index, more)
+    return range(first, first + each + (index < more))
+
+
+def fullest_numel(model: ModelSpec, rollout: RolloutLayout, weight: Weight) -> int:
+    """Elements of one layer's parameter, padding included, on the worker that has most of them: the first one."""
+    if weight.is_expert:
+        return len(expert_range(model.num_experts, rollout.expert, 0)) * worker_slice(weight, rollout.expert_tensor, 0).numel
+    return worker_slice(weight, rollout.tensor, 0).numel
+
+
 @dataclass(frozen=True)
 class _Worker:
     model: ModelSpec
@@ -60,136 +113,64 @@ class _Worker:
     transposed: bool
     dtype: str
 
-    @property
-    def tp(self) -> int:
-        return self.rollout.coords(self.worker).tp
-
     def parameters(self) -> Iterator[TargetParameter]:
-        yield self._vocabulary("model.embed_tokens.weight")
+        weights = weight_map(self.model)
+        yield self._parameter(weights.embedding, None)
         for layer in range(self.model.num_layers):
-            yield from self._layer(f"model.layers.{layer}.", layer in self.model.moe_layers)
-        yield self._whole("model.norm.weight", (self.model.hidden_size,))
-        if not self.model.tie_word_embeddings:
-            yield self._vocabulary("lm_head.weight")
+            yield from (self._parameter(weight, layer) for weight in weights.layer(layer).vllm)
+        yield from (self._parameter(weight, None) for weight in weights.ends)
 
-    def _layer(self, at: str, has_experts: bool) -> Iterator[TargetParameter]:
-        m = self.model
-        yield self._qkv(at + "self_attn.", "weight", (m.hidden_size,))
-        if m.qkv_bias:
-            yield self._qkv(at + "self_attn.", "bias", ())
-        yield self._columns(at + "self_attn.o_proj.weight", m.hidden_size, m.num_attention_heads * m.head_dim)
-        if m.qk_norm:
-            yield self._whole(at + "self_attn.q_norm.weight", (m.head_dim,))
-            yield self._whole(at + "self_attn.k_norm.weight", (m.head_dim,))
-        if has_experts:
-            yield from self._moe(at + "mlp.")
-        else:
-            yield from self._mlp(at + "mlp.", m.intermediate_size)
-        yield self._whole(at + "input_layernorm.weight", (m.hidden_size,))
-        yield self._whole(at + "post_attention_layernorm.weight", (m.hidden_size,))
+    def _parameter(self, weight: Weight, layer: int | None) -> TargetParameter:
+        return self._experts(weight, layer) if weight.is_expert else self._dense(weight, layer)
 
-    def _moe(self, at: str) -> Iterator[TargetParameter]:
-        m = self.model
-        yield self._whole(at + "gate.weight", (m.num_experts, m.hidden_size))
-        if m.shared_expert_intermediate_size:
-            yield self._whole(at + "shared_expert_gate.weight", (1, m.hidden_size))
-            yield from self._mlp(at + "shared_expert.", m.shared_expert_intermediate_size)
-        yield from self._experts(at)
+    def _dense(self, weight: Weight, layer: int | None) -> TargetParameter:
+        _check_dense(self.model, self.rollout.tensor, weight, layer)
+        local = worker_slice(weight, self.rollout.tensor, self.rollout.coords(self.worker).tp)
+        axes = tuple(range(len(local.shape)))
+        pieces = (TargetPiece(b.part.name.format(layer=layer), b.hf_box, b.local_box, axes) for b in local.blocks)
+        return self._named(weight, layer, local.shape, tuple(pieces))
 
-    def _mlp(self, at: str, size: int) -> Iterator[TargetParameter]:
-        rows = self._share(size, f"{at}gate_proj")
-        hidden = self.model.hidden_size
-        segments = [(f"{at}{part}_proj.weight", *rows) for part in ("gate", "up")]
-        yield self._stacked(f"{at}gate_up_proj.weight", segments, (hidden,))
-        yield self._columns(f"{at}down_proj.weight", hidden, size)
+    def _experts(self, weight: Weight, layer: int | None) -> TargetParameter:
+        """[expert, rows, columns], or on Ascend with the last two swapped."""
+        _check_experts(self.model, self.rollout)
+        ep, etp = self.rollout.expert_coords(self.worker)
+        local = worker_slice(weight, self.rollout.expert_tensor, etp)
+        experts = expert_range(self.model.num_experts, self.rollout.expert, ep)
+        step, axes = (-1, (2, 1)) if self.transposed else (1, (1, 2))
+        pieces = tuple(
+            TargetPiece(b.part.name.format(layer=layer, expert=expert), b.hf_box, Box(((n, n + 1), *b.local_box.ranges[::step])), axes)
+            for n, expert in enumerate(experts)
+            for b in local.blocks
+        )
+        return self._named(weight, layer, (len(experts), *local.shape[::step]), pieces)
 
-    def _qkv(self, at: str, leaf: str, tail: tuple[int, ...]) -> TargetParameter:
-        """Query rows, key rows, value rows. With more tensor ranks than key/value heads, neighbouring ranks hold the same head."""
-        m, parts = self.model, self.rollout.tensor
-        heads = self._share(m.num_attention_heads, "attention heads")
-        kv, copies = max(m.num_key_value_heads // parts, 1), max(parts // m.num_key_value_heads, 1)
-        if kv * parts != m.num_key_value_heads * copies:
-            raise ConfigError(
-                f"{m.num_key_value_heads} key/value heads can neither be divided over {parts} tensor ranks nor repeated on them"
-            )
-        first = self.tp // copies * kv
-        ranges = {"q": heads, "k": (first, first + kv), "v": (first, first + kv)}
-        segments = [(f"{at}{part}_proj.{leaf}", start * m.head_dim, stop * m.head_dim) for part, (start, stop) in ranges.items()]
-        return self._stacked(f"{at}qkv_proj.{leaf}", segments, tail)
+    def _named(self, weight: Weight, layer: int | None, shape: tuple[int, ...], pieces: tuple[TargetPiece, ...]) -> TargetParameter:
+        name = weight.vllm.format(layer=layer)
+        return TargetParameter(name, name.rpartition(".")[0], shape, self.dtype, pieces)
 
-    def _experts(self, at: str) -> Iterator[TargetParameter]:
-        """w13 [expert, gate rows then up rows, hidden] and w2 [expert, hidden, columns], or both with the last two swapped."""
-        m, module = self.model, f"{at}experts.routed_experts"
-        experts, (start, stop) = self._expert_share(), self._expert_rows()
-        size, axes = stop - start, (2, 1) if self.transposed else (1, 2)
-        w13, w2 = [], []
-        for slot, expert in enumerate(experts):
-            hf, one = f"{at}experts.{expert}.", (slot, slot + 1)
-            for half, part in enumerate(("gate", "up")):
-                hf_box = Box(((start, stop), (0, m.hidden_size)))
-                w13.append(
-                    self._expert_piece(
-                        f"{hf}{part}_proj.weight", hf_box, one, ((half * size, half * size + size), (0, m.hidden_size)), axes
-                    )
+
+def _check_dense(model: ModelSpec, workers: int, weight: Weight, layer: int | None) -> None:
+    """Raises ConfigError for a weight that vLLM could not divide."""
+    part = weight.parts[0]
+    match weight.split:
+        case "rows" | "columns":
+            _check_share(part.shape[weight.split == "columns"], workers, part.name.format(layer=layer).removesuffix(".weight"))
+        case "vocabulary":
+            _check_share(_padded(part.shape[0]), workers, "padded vocabulary")
+        case "heads":
+            _check_share(model.num_attention_heads, workers, "attention heads")
+            if weight.groups % workers and workers % weight.groups:
+                raise ConfigError(
+                    f"{weight.groups} key/value heads can neither be divided over {workers} tensor ranks nor repeated on them"
                 )
-            hf_box = Box(((0, m.hidden_size), (start, stop)))
-            w2.append(self._expert_piece(f"{hf}down_proj.weight", hf_box, one, ((0, m.hidden_size), (0, size)), axes))
-        for leaf, shape, pieces in (("w13_weight", (2 * size, m.hidden_size), w13), ("w2_weight", (m.hidden_size, size), w2)):
-            shape = shape[::-1] if self.transposed else shape
-            yield TargetParameter(f"{module}.{leaf}", module, (len(experts), *shape), self.dtype, tuple(pieces))
-
-    def _expert_piece(self, hf_name: str, hf_box: Box, slot: tuple[int, int], ranges: tuple, axes: tuple[int, int]) -> TargetPiece:
-        return TargetPiece(hf_name, hf_box, Box((slot, *(ranges[::-1] if self.transposed else ranges))), axes)
-
-    def _expert_share(self) -> range:
-        """Numbers of this worker's experts; what cannot be divided goes to the first ranks."""
-        parts, (index, _) = self.rollout.expert, self.rollout.expert_coords(self.worker)
-        each, more = divmod(self.model.num_experts, parts)
-        if not each:
-            raise ConfigError(f"{self.model.num_experts} experts cannot be spread over {parts} workers: some would have none")
-        first = index * each + min(index, more)
-        return range(first, first + each + (index < more))
-
-    def _expert_rows(self) -> tuple[int, int]:
-        _, index = self.rollout.expert_coords(self.worker)
-        return _part(self.model.moe_intermediate_size, self.rollout.expert_tensor, index, "moe_intermediate_size")
-
-    def _share(self, size: int, what: str) -> tuple[int, int]:
-        return _part(size, self.rollout.tensor, self.tp, what)
-
-    def _vocabulary(self, name: str) -> TargetParameter:
-        """Rows of the vocabulary padded to a multiple of 64; a rank may hold padding only."""
-        vocab, hidden = self.model.vocab_size, self.model.hidden_size
-        start, stop = self._share(-(-vocab // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE, "padded vocabulary")
-        held = [(name, start, min(stop, vocab))] if start < vocab else []
-        return self._stacked(name, held, (hidden,), rows=stop - start)
-
-    def _whole(self, name: str, shape: tuple[int, ...]) -> TargetParameter:
-        return self._parameter(name, shape, [(name, Box.whole(shape), Box.whole(shape))])
-
-    def _columns(self, name: str, rows: int, columns: int) -> TargetParameter:
-        box = Box(((0, rows), self._share(columns, name)))
-        return self._parameter(name, box.shape, [(name, box, Box.whole(box.shape))])
-
-    def _stacked(
-        self, name: str, segments: Sequence[tuple[str, int, int]], tail: tuple[int, ...], rows: int | None = None
-    ) -> TargetParameter:
-        """Rows [start, stop) of several tensors (hf name, start, stop), one under the other."""
-        blocks, at, columns = [], 0, Box.whole(tail).ranges
-        for hf_name, start, stop in segments:
-            blocks.append((hf_name, Box(((start, stop), *columns)), Box(((at, at + stop - start), *columns))))
-            at += stop - start
-        return self._parameter(name, (at if rows is None else rows, *tail), blocks)
-
-    def _parameter(self, name: str, shape: tuple[int, ...], blocks: Sequence[tuple[str, Box, Box]]) -> TargetParameter:
-        axes = tuple(range(len(shape)))
-        pieces = tuple(TargetPiece(hf_name, hf_box, local_box, axes) for hf_name, hf_box, local_box in blocks)
-        return TargetParameter(name, name.rpartition(".")[0], tuple(shape), self.dtype, pieces)
 
 
-def _part(size: int, parts: int, index: int, what: str) -> tuple[int, int]:
-    """(start, stop) of an equal share. Raises ConfigError when there is none."""
-    if size % parts:
-        raise ConfigError(f"{what} = {size} cannot be divided over {parts} workers; choose rollout degrees that divide it")
-    each = size // parts
-    return index * each, (index + 1) * each
+def _check_experts(model: ModelSpec, rollout: RolloutLayout) -> None:
+    if model.num_experts < rollout.expert:
+        raise ConfigError(f"{model.num_experts} experts cannot be spread over {rollout.expert} workers: some would have none")
+    _check_share(model.moe_intermediate_size, rollout.expert_tensor, "moe_intermediate_size")
+
+
+def _check_share(size: int, workers: int, what: str) -> None:
+    if size % workers:
+        raise ConfigError(f"{what} = {size} cannot be divided over {workers} workers; choose rollout degrees that divide it")

@@ -15,6 +15,7 @@ from typing import Literal
 
 from mrl.model import ModelSpec
 from mrl.model.layout import TrainLayout, padded_vocab_size
+from mrl.model.registry import weight_map
 from mrl.plan.model_state import layer_kinds
 
 Kernels = Literal["torch", "transformer_engine"]
@@ -188,7 +189,8 @@ class Activations:
             return 0
         gathered = self.tokens * self.model.hidden_size * self.bytes if self.layout.sequence_parallel else 0
         inner = self._gated(self.tokens, self.model.shared_expert_intermediate_size // self.layout.tensor, 1)
-        return gathered + inner + self._hidden() + self.sharded * self.bytes  # the gate keeps its score and what it weighs
+        gate = self._hidden() + self.sharded * self.bytes if weight_map(self.model).has("mlp.shared_experts.gate_weight") else 0
+        return gathered + inner + gate  # the gate keeps its score and what it weighs
 
     def layer(self, is_moe: bool) -> dict[str, int]:
         """One layer without recomputation, by term."""

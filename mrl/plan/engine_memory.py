@@ -1,17 +1,19 @@
 """What a vLLM worker holds: weights, and the KV cache in what its share of the memory leaves.
 
-Sources: vLLM 0.32 model_executor/layers/linear.py (queries divided over the tensor group, key/value heads repeated where there are fewer
-of them than workers), vocab_parallel_embedding.py (rows padded to 64 before they are divided), v1/worker/gpu_worker.py (the cache gets
-gpu_memory_utilization of the device less weights and the peak of a profiling run).
+Weights are those of the weight map (mrl/model/vllm_parameters.py). The cache gets gpu_memory_utilization of the device less weights and
+the peak of a profiling run (vLLM 0.32 v1/worker/gpu_worker.py).
 """
 
+from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 
 from mrl.model import ModelSpec
 from mrl.model.layout import RolloutLayout
+from mrl.model.registry import weight_map
+from mrl.model.vllm_parameters import fullest_numel
 
 _F32 = 4
-_VOCABULARY_PADDING = 64
 BLOCK = 16  # tokens of a cache block
 GRAPHS = 1024**3  # bytes that captured graphs take beside the share (an estimate)
 
@@ -57,38 +59,19 @@ def cache_bytes_per_token(model: ModelSpec, tensor: int, dtype_bytes: int) -> in
     return model.num_layers * 2 * max(1, model.num_key_value_heads // tensor) * model.head_dim * dtype_bytes
 
 
+@cache
 def worker_weights(model: ModelSpec, rollout: RolloutLayout) -> int:
-    """Elements of one worker's weights."""
-    h, t = model.hidden_size, rollout.tensor
-    moe = len(model.moe_layers)
-    dense = model.num_layers - moe
-    per_layer = _attention(model, t) + 2 * h
-    total = model.num_layers * per_layer + dense * 3 * h * model.intermediate_size // t + h
-    if moe:
-        shared = model.shared_expert_intermediate_size
-        total += moe * (_experts(model, rollout) + model.num_experts * h + 3 * h * shared // t + h * bool(shared))
-    return total + (1 if model.tie_word_embeddings else 2) * _vocabulary_rows(model, t) * h
+    """Elements of the weights of the worker that has most."""
+    return sum(fullest_numel(model, rollout, weight) * layers for weight, layers in weight_map(model).counted)
 
 
-def _attention(m: ModelSpec, tensor: int) -> int:
-    queries, groups = m.num_attention_heads // tensor, max(1, m.num_key_value_heads // tensor)
-    rows = (queries + 2 * groups) * m.head_dim
-    return rows * m.hidden_size + m.hidden_size * queries * m.head_dim + rows * m.qkv_bias + 2 * m.head_dim * m.qk_norm
-
-
-def _experts(m: ModelSpec, rollout: RolloutLayout) -> int:
-    """Of one layer: whole experts under expert parallelism, else a slice of each."""
-    return 3 * m.hidden_size * m.moe_intermediate_size * m.num_experts // rollout.workers_per_engine
-
-
-def _vocabulary_rows(m: ModelSpec, tensor: int) -> int:
-    padded = -(-m.vocab_size // _VOCABULARY_PADDING) * _VOCABULARY_PADDING
-    return -(-padded // tensor)
-
-
-def _largest_module(m: ModelSpec, rollout: RolloutLayout) -> int:
-    sizes = [_vocabulary_rows(m, rollout.tensor) * m.hidden_size, _attention(m, rollout.tensor)]
-    return max([*sizes, _experts(m, rollout) if m.is_moe else 0])
+@cache
+def _largest_module(model: ModelSpec, rollout: RolloutLayout) -> int:
+    """Elements of what vLLM's layerwise reload processes as one: parameters of equal name but for the last part."""
+    modules: Counter[str] = Counter()
+    for weight, _ in weight_map(model).counted:
+        modules[weight.vllm.rpartition(".")[0]] += fullest_numel(model, rollout, weight)
+    return max(modules.values())
 
 
 def _working_set(m: ModelSpec, rollout: RolloutLayout, dtype_bytes: int, batched_tokens: int, max_num_seqs: int) -> int:

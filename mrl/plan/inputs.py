@@ -6,11 +6,12 @@ from mrl.config.schema import RunConfig
 from mrl.errors import ConfigError
 from mrl.model import ModelSpec
 from mrl.model.layout import RolloutLayout, TrainLayout
+from mrl.model.precision import Precision
 from mrl.plan.activations import Activations, Kernels, MicroBatch, Recompute
 from mrl.plan.assumptions import USUAL, Assumptions
 from mrl.plan.devices import Device, default_device, devices, find_device
 from mrl.plan.engine_memory import GRAPHS, EngineMemory, engine_memory, engine_memory_with_cache
-from mrl.plan.model_state import Precision, largest_parameter, stage_state
+from mrl.plan.model_state import largest_parameter, stage_state
 from mrl.plan.phases import ActorBytes, EngineBytes, Offload
 from mrl.vllm.launch import rollout_layout
 

@@ -13,11 +13,12 @@ from typing import Any
 
 from mrl.model import ModelSpec
 from mrl.model.layout import TrainLayout, check_train_layout
+from mrl.model.precision import BF16, Precision
 from mrl.plan.activations import Activations, MicroBatch, Recompute
 from mrl.plan.assumptions import USUAL, Assumptions
 from mrl.plan.devices import Device
 from mrl.plan.megatron_versions import refuses_layout
-from mrl.plan.model_state import BF16, Precision, StateBytes, layer_kinds, stage_state
+from mrl.plan.model_state import StateBytes, layer_kinds, stage_state
 from mrl.plan.phases import ActorBytes, Offload, Phase, actor_phases
 from mrl.plan.step_time import StepSeconds, UpdateWork, micro_batch_count, update_seconds
 

@@ -7,11 +7,11 @@ from mrl.config.capabilities import missing_capabilities
 from mrl.config.schema import LayoutConfig, RunConfig
 from mrl.model import ModelSpec, forward_flops_per_token
 from mrl.model.layout import RolloutLayout, TrainLayout
+from mrl.model.precision import BF16
 from mrl.plan.assumptions import USUAL
 from mrl.plan.devices import Device
 from mrl.plan.engine_memory import engine_memory
 from mrl.plan.inputs import offload_of, precision_of, update_micro_batch
-from mrl.plan.model_state import BF16
 from mrl.plan.search import Candidate, SearchProblem, search
 from mrl.plan.search_fits import fastest_that_fit
 from mrl.plan.step_time import UpdateWork

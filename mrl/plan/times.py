@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mrl.model import forward_flops_per_token, tensor_specs
+from mrl.model import expert_share, forward_flops_per_token
 from mrl.plan.engine_memory import EngineMemory, cache_bytes_per_token
 from mrl.plan.inputs import BatchPlan, PlanInputs, recompute_of
 
@@ -74,6 +74,4 @@ def _touched(inputs: PlanInputs, sequences: float) -> float:
         return 1.0
     everybody = sequences * (inputs.rollout.data if inputs.rollout.expert > 1 else 1)
     chosen = 1 - (1 - model.num_experts_per_tok / model.num_experts) ** everybody
-    experts = sum(t.numel for t in tensor_specs(model) if t.expert is not None)
-    share = experts / sum(t.numel for t in tensor_specs(model))
-    return 1 - share * (1 - chosen)
+    return 1 - expert_share(model) * (1 - chosen)

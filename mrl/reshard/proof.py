@@ -19,11 +19,11 @@ from mrl.errors import ConfigError
 from mrl.model import ModelSpec, tensor_specs
 from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.model.megatron_shards import Shard, source_shards
-from mrl.model.vllm_parameters import TRANSPOSED, TargetParameter, target_parameters
+from mrl.model.vllm_loader import loaded
+from mrl.model.vllm_parameters import TRANSPOSED, VOCABULARY_MULTIPLE, TargetParameter, target_parameters
 from mrl.reshard.faults import ShardTable, shard_table, worker_faults
 from mrl.reshard.messages import Copy
 from mrl.reshard.plan import MIB, ReshardPlan, plan_reshard
-from mrl.reshard.simulate import loaded
 from mrl.reshard.streams import ITEM_BYTES
 
 Arrays = dict[str, np.ndarray]
@@ -164,7 +164,7 @@ def shrink(model: ModelSpec, train: TrainLayout, rollout: RolloutLayout) -> tupl
         moe_layers=tuple(number for number, layer in enumerate(layers) if layer in model.moe_layers),
         hidden_size=4,
         head_dim=2,
-        vocab_size=128 * lcm(train.tensor, rollout.tensor) - (-model.vocab_size % 64),
+        vocab_size=128 * lcm(train.tensor, rollout.tensor) - (-model.vocab_size % VOCABULARY_MULTIPLE),
         intermediate_size=2 * lcm(train.tensor, rollout.tensor),
         moe_intermediate_size=2 * lcm(train.expert_tensor, rollout.expert_tensor),
         shared_expert_intermediate_size=2 * lcm(train.tensor, rollout.tensor) if model.shared_expert_intermediate_size else 0,

@@ -15,8 +15,7 @@ import numpy as np
 
 from mrl.megatron.batching import Splitter
 from mrl.megatron.packing import Shape
-from mrl.model import forward_flops_per_token
-from mrl.model.known import known_spec
+from mrl.model import forward_flops_per_token, known_spec
 
 MODEL = "Qwen3-30B-A3B"
 SHAPE = Shape(packed=True, context=2, tensor=4)

@@ -11,8 +11,7 @@ import json
 import time
 from dataclasses import dataclass
 
-from mrl.model import ModelSpec
-from mrl.model.known import known_spec
+from mrl.model import ModelSpec, known_spec
 from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.reshard.plan import plan_reshard
 from mrl.reshard.summary import Link, reshard_summary

@@ -14,8 +14,9 @@ from tiny_models import save, tiny_dense, tiny_moe, tiny_shared
 from mrl.data.batch import Sample, collate
 from mrl.model import load_model_spec
 from mrl.model.layout import TrainLayout
+from mrl.model.precision import Precision
 from mrl.plan.activations import Activations, MicroBatch, Recompute
-from mrl.plan.model_state import Precision, stage_state
+from mrl.plan.model_state import stage_state
 
 pytestmark = [pytest.mark.real, pytest.mark.long]
 

@@ -40,7 +40,6 @@ PENDING = {
     ("mrl.checkpoint.containers", "mrl.extras.torch_dist.archive"),
     ("mrl.checkpoint.conversions", "mrl.extras.torch_dist.read"),
     ("mrl.checkpoint.conversions", "mrl.extras.torch_dist.write"),
-    ("mrl.checkpoint.disk_space", "mrl.plan.model_state"),
 }
 LIGHT = (
     "model/*.py",

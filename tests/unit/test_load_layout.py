@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from mrl.model import TensorSpec
 from mrl.model.boxes import Box
-from mrl.model.spec import TensorSpec
 from mrl.model.vllm_parameters import TargetParameter, TargetPiece
 from mrl.reshard.digest import partial_digest
 from mrl.vllm import handshake
@@ -307,7 +307,7 @@ def test_bytes_that_have_to_come_are_counted_from_the_engine():
 class TestHandshake:
     @pytest.fixture(autouse=True)
     def spec(self, monkeypatch):
-        monkeypatch.setattr(handshake, "tensor_specs", lambda spec: [TensorSpec(n, s, "float32", "norm") for n, s in HF.items()])
+        monkeypatch.setattr(handshake, "tensor_specs", lambda spec: [TensorSpec(n, s, "float32") for n, s in HF.items()])
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_an_engine_as_planned_passes_and_keeps_its_weights(self, dtype):

@@ -1,5 +1,7 @@
 """What a vLLM worker holds: weights against hand-computed bounds of published engines, the cache a token takes from its definition."""
 
+from math import prod
+
 import pytest
 
 from mrl.model import known_spec
@@ -35,13 +37,15 @@ def test_weights_are_those_of_the_target_layout(name, tensor):
     model, layout = known_spec(name), RolloutLayout(1, tensor)
     if model.num_attention_heads % tensor or (model.num_key_value_heads % tensor and tensor % model.num_key_value_heads):
         pytest.skip("vLLM refuses this degree")
-    held = 0
-    for parameter in target_parameters(model, layout, 0, "cuda", "bfloat16"):
-        size = 1
-        for extent in parameter.local_shape:
-            size *= extent
-        held += size
+    held = sum(prod(parameter.local_shape) for parameter in target_parameters(model, layout, 0, "cuda", "bfloat16"))
     assert worker_weights(model, layout) == held
+
+
+def test_experts_that_do_not_divide_count_on_the_worker_that_has_most():
+    """128 experts over 3 workers: 43 on the first, 42 on the last."""
+    model, layout = known_spec("Qwen3-30B-A3B"), RolloutLayout(1, 1, 3, 3)
+    first, last = (sum(prod(p.local_shape) for p in target_parameters(model, layout, n, "cuda", "bfloat16")) for n in (0, 2))
+    assert worker_weights(model, layout) == first == last + 48 * 3 * 2048 * 768
 
 
 def test_a_token_takes_keys_and_values_of_every_layer():

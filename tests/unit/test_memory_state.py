@@ -7,7 +7,8 @@ import pytest
 from mrl.model import known_spec, model_spec, parameter_count
 from mrl.model.layout import TrainLayout
 from mrl.model.megatron_shards import source_shards
-from mrl.plan.model_state import FLOAT32, Precision, stage_state
+from mrl.model.precision import FLOAT32, Precision
+from mrl.plan.model_state import stage_state
 
 TP, PP, VPP, CP, EP, ETP = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "context_parallel_size",

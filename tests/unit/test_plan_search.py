@@ -12,11 +12,12 @@ from mrl.cli.main import main
 from mrl.config.load import load_config
 from mrl.model import forward_flops_per_token, known_spec
 from mrl.model.layout import TrainLayout, check_train_layout
+from mrl.model.precision import BF16
 from mrl.plan.activations import MicroBatch
 from mrl.plan.devices import find_device
 from mrl.plan.inputs import PlanInputs, batch_plan
 from mrl.plan.memory import memory_section
-from mrl.plan.model_state import BF16, stage_state
+from mrl.plan.model_state import stage_state
 from mrl.plan.search import RECOMPUTE, SearchProblem, SearchResult, fullest_phase, legal_layouts, search
 from mrl.plan.search_fits import run_with
 from mrl.plan.search_report import config_for_model, search_problem

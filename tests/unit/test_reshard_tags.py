@@ -8,9 +8,9 @@ from reshard_cases import Pair, random_pairs
 
 from mrl.model.device_grid import Place
 from mrl.model.megatron_shards import source_shards
+from mrl.model.vllm_loader import loaded
 from mrl.reshard.messages import Message
 from mrl.reshard.proof import fill, numbered, simulated_faults
-from mrl.reshard.simulate import loaded
 from mrl.reshard.streams import ITEM_BYTES
 
 SEEDS = range(16)

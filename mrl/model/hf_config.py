@@ -1,11 +1,43 @@
-"""Reading single keys of a Hugging Face config.json, and the checks that all families share."""
+"""What a Hugging Face config.json says of a model: ModelSpec, and how the families read its fields."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from mrl.errors import ConfigError
 
 HfConfig = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Sizes of one model, under the names that Hugging Face configurations use."""
+
+    family: str  # the configuration's model_type
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    intermediate_size: int  # of dense MLP layers
+    max_position_embeddings: int
+    rope_theta: float
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    qk_norm: bool
+    dtype: str  # of the checkpoint, e.g. "bfloat16"
+    moe_layers: tuple[int, ...] = ()  # numbers (from 0) of the layers that have experts
+    num_experts: int = 0  # 0: a dense model
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    shared_expert_intermediate_size: int = 0  # 0: no shared expert
+    norm_topk_prob: bool = False  # router weights of the chosen experts sum to one
+
+    @property
+    def is_moe(self) -> bool:
+        return bool(self.moe_layers)
 
 
 def required(config: HfConfig, *keys: str) -> Any:
@@ -66,6 +98,7 @@ def experts(config: HfConfig) -> dict[str, Any]:
 
 
 def head_dim_from_hidden(config: HfConfig) -> int:
+    """`head_dim`, which is hidden size over heads where the configuration has no such key."""
     return config.get("head_dim") or required(config, "hidden_size") // required(config, "num_attention_heads")
 
 

@@ -1,0 +1,77 @@
+"""Rows of the weight map that families have in common: norms, grouped-query attention, gated MLPs, routed experts.
+
+Checkpoint names are those of transformers' Qwen models. Megatron's are those of megatron-core 0.16.1 GPT models with Transformer Engine's
+module names, which mbridge 0.15.1 maps: the norm before a fused linear layer belongs to that layer (`linear_qkv.layer_norm_weight`).
+vLLM's are those of its 0.32 models.
+"""
+
+from mrl.model.hf_config import ModelSpec
+from mrl.model.weight_map import Part, Weight, copied
+
+
+def dense_layer(m: ModelSpec) -> tuple[Weight, ...]:
+    """A layer with one MLP."""
+    return (*layer_norms(m, "mlp.linear_fc1.layer_norm_weight"), *attention(m), *gated_mlp(m, m.intermediate_size))
+
+
+def expert_layer(m: ModelSpec, shared: tuple[Weight, ...] = ()) -> tuple[Weight, ...]:
+    """A layer with a router and routed experts; `shared`: weights of experts that every token uses."""
+    return (*layer_norms(m, "pre_mlp_layernorm.weight"), *attention(m), router(m), *shared, *routed_experts(m))
+
+
+def layer_norms(m: ModelSpec, megatron_mlp_norm: str) -> tuple[Weight, ...]:
+    """The norms before attention and before the MLP."""
+    return (
+        copied("input_layernorm.weight", (m.hidden_size,), "self_attention.linear_qkv.layer_norm_weight"),
+        copied("post_attention_layernorm.weight", (m.hidden_size,), megatron_mlp_norm),
+    )
+
+
+def attention(m: ModelSpec) -> tuple[Weight, ...]:
+    """Query, key and value projections with or without bias, norms on queries and keys where there are any, output projection."""
+    norms = [copied(f"self_attn.{x}_norm.weight", (m.head_dim,), f"self_attention.{x}_layernorm.weight") for x in ("q", "k") if m.qk_norm]
+    queries = m.num_attention_heads * m.head_dim
+    out = Part("self_attn.o_proj.weight", (m.hidden_size, queries))
+    return (
+        _qkv(m, "weight", (m.hidden_size,)),
+        *([_qkv(m, "bias", ())] if m.qkv_bias else []),
+        *norms,
+        Weight((out,), "self_attention.linear_proj.weight", "self_attn.o_proj.weight", "columns"),
+    )
+
+
+def _qkv(m: ModelSpec, leaf: str, columns: tuple[int, ...]) -> Weight:
+    heads = {"q": m.num_attention_heads, "k": m.num_key_value_heads, "v": m.num_key_value_heads}
+    parts = tuple(Part(f"self_attn.{x}_proj.{leaf}", (n * m.head_dim, *columns), leaf == "weight") for x, n in heads.items())
+    megatron, vllm = f"self_attention.linear_qkv.{leaf}", f"self_attn.qkv_proj.{leaf}"
+    return Weight(parts, megatron, vllm, "heads", groups=m.num_key_value_heads)
+
+
+def gated_mlp(m: ModelSpec, size: int, hf: str = "mlp.", megatron: str = "mlp.") -> tuple[Weight, ...]:
+    """Gate and up projection to `size`, fused, and down projection; vLLM's module has the checkpoint's name."""
+    gate_up, down = _gated_parts(m, size, hf)
+    return (
+        Weight(gate_up, f"{megatron}linear_fc1.weight", f"{hf}gate_up_proj.weight", "rows"),
+        Weight(down, f"{megatron}linear_fc2.weight", f"{hf}down_proj.weight", "columns"),
+    )
+
+
+def routed_experts(m: ModelSpec) -> tuple[Weight, ...]:
+    """Gated MLPs of all experts."""
+    gate_up, down = _gated_parts(m, m.moe_intermediate_size, "mlp.experts.{expert}.")
+    megatron, vllm = "mlp.experts.linear_", "mlp.experts.routed_experts."
+    return (
+        Weight(gate_up, f"{megatron}fc1.weight{{expert}}", f"{vllm}w13_weight", "rows", is_expert=True),
+        Weight(down, f"{megatron}fc2.weight{{expert}}", f"{vllm}w2_weight", "columns", is_expert=True),
+    )
+
+
+def _gated_parts(m: ModelSpec, size: int, hf: str) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
+    """(gate and up, down)"""
+    gate_up = tuple(Part(f"{hf}{x}_proj.weight", (size, m.hidden_size)) for x in ("gate", "up"))
+    return gate_up, (Part(f"{hf}down_proj.weight", (m.hidden_size, size)),)
+
+
+def router(m: ModelSpec) -> Weight:
+    """Scores of all experts."""
+    return copied("mlp.gate.weight", (m.num_experts, m.hidden_size), "mlp.router.weight", matmul=True)

@@ -1,0 +1,40 @@
+"""Bytes that training keeps for each parameter: weights, gradients, float32 master weights, Adam's moments."""
+
+from dataclasses import dataclass
+
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes per element of what training keeps."""
+
+    parameters: int = 2
+    gradients: int = _FLOAT32  # Megatron's grad_reduce_in_fp32, which mrl switches on
+    moments: int = 2 * _FLOAT32
+    host_share: float = 0.0  # of Adam, that Megatron's hybrid optimizer has on the host for good
+    masters_stay: bool = True  # the device keeps float32 weights beside those on the host: without use_precision_aware_optimizer
+
+    @property
+    def master(self) -> int:
+        """A second copy of the weights, where their own format is too coarse for small updates."""
+        return 0 if self.parameters == _FLOAT32 else _FLOAT32
+
+    @property
+    def adam(self) -> float:
+        """Of master weights and moments, on the device."""
+        staying = self.master if self.masters_stay else 0.0
+        return (self.master + self.moments) * (1 - self.host_share) + staying * self.host_share
+
+    @property
+    def adam_on_host(self) -> float:
+        """Of the hybrid optimizer: weights, their gradients and moments, all in float32."""
+        return (2 * _FLOAT32 + self.moments) * self.host_share
+
+    @property
+    def checkpoint(self) -> int:
+        """Of a checkpoint: weights, master weights and moments, each once."""
+        return self.parameters + self.master + self.moments
+
+
+BF16, FLOAT32 = Precision(), Precision(parameters=_FLOAT32)

@@ -1,0 +1,120 @@
+"""The families that are there, and the way from a checkpoint directory or a published name to a ModelSpec and its weight map.
+
+Nothing but JSON is read and no code of a checkpoint runs. `mrl/model/known/NAME.json` holds the fields of the public config.json of
+`Qwen/NAME` that a ModelSpec is read from, so that a preset can be planned where its checkpoint is not; training never looks there.
+"""
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from mrl.errors import ConfigError, EnvironmentFault, MrlError
+from mrl.model import qwen2, qwen2_moe, qwen3, qwen3_moe
+from mrl.model.hf_config import HfConfig, ModelSpec
+from mrl.model.weight_map import WeightMap
+
+FAMILIES = {module.FAMILY.architecture: module.FAMILY for module in (qwen2, qwen3, qwen2_moe, qwen3_moe)}
+_KNOWN = Path(__file__).parent / "known"
+# Words behind a name that mean other weights than its own: what reads images, what is no language model, what is quantised.
+_OTHER_WEIGHTS = ("vl", "omni", "embedding", "reranker", "awq", "gptq", "gguf", "int4", "int8", "fp8", "mxfp4")
+# Names that leave something out and can still mean one model only.
+_SHORT = {"qwen330b": "Qwen3-30B-A3B", "qwen3235b": "Qwen3-235B-A22B"}
+
+
+@cache
+def weight_map(model: ModelSpec) -> WeightMap:
+    """Every weight of a model. Raises ConfigError for a model type that is of no family."""
+    family = next((family for family in FAMILIES.values() if family.model_type == model.family), None)
+    if family is None:
+        known = ", ".join(family.model_type for family in FAMILIES.values())
+        raise ConfigError(f"config.json: model_type = {model.family!r} is not supported; supported: {known}")
+    return WeightMap.of(model, family)
+
+
+def read_hf_config(path: str | Path) -> dict[str, Any]:
+    """The config.json of a checkpoint directory. Raises EnvironmentFault when it is missing or no JSON object."""
+    file = Path(path) / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        hint = "" if Path(path).is_dir() else " (no such directory; a hub name must be downloaded first)"
+        raise EnvironmentFault(f"{file} does not exist{hint}: model.path must be a Hugging Face checkpoint directory") from None
+    except (OSError, ValueError) as error:
+        raise EnvironmentFault(f"{file} cannot be read as JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise EnvironmentFault(f"{file} holds a {type(config).__name__}, not a JSON object")
+    return config
+
+
+def model_spec(config: HfConfig) -> ModelSpec:
+    """Raises ConfigError for remote code, an unsupported architecture, a missing key or a feature that training would not compute."""
+    if config.get("auto_map"):
+        raise ConfigError(
+            "config.json has auto_map: the checkpoint wants its own code to run (trust_remote_code), which mrl never does; "
+            f"use a checkpoint of {_supported()}"
+        )
+    names = config.get("architectures") or []
+    family = next((FAMILIES[name] for name in names if name in FAMILIES), None)
+    if family is None:
+        raise ConfigError(f"config.json: architectures = {names} is not supported; supported: {_supported()}")
+    return family.read(config)
+
+
+def load_model_spec(path: str | Path) -> ModelSpec:
+    """The model in a checkpoint directory. Raises EnvironmentFault and ConfigError that name the directory."""
+    config = read_hf_config(path)
+    try:
+        return model_spec(config)
+    except ConfigError as error:
+        raise ConfigError(f"model.path {path}: {error}") from None
+
+
+@cache
+def known_models() -> tuple[str, ...]:
+    """The names that are known, e.g. Qwen3-30B-A3B."""
+    return tuple(sorted(file.stem for file in _KNOWN.glob("*.json")))
+
+
+def known_name(path: str | Path) -> str | None:
+    """The known model that the last part of a path or hub name begins with, case and punctuation aside.
+
+    `-Base`, `-Instruct` and what a user adds do not change the shape of the weights. None where the rest of the name says that they differ.
+    """
+    text = _plain(Path(path).name)
+    names = {_plain(name): name for name in known_models()} | _SHORT
+    prefixes = [name for name in names if text.startswith(name)]
+    if not prefixes:
+        return None
+    longest = max(prefixes, key=len)
+    return None if any(word in text[len(longest) :] for word in _OTHER_WEIGHTS) else names[longest]
+
+
+@cache
+def known_spec(name: str) -> ModelSpec:
+    """The ModelSpec of a known name."""
+    return model_spec(json.loads((_KNOWN / f"{name}.json").read_text(encoding="utf-8")))
+
+
+def planning_model_spec(path: str | Path) -> tuple[ModelSpec, str]:
+    """The model for commands that only calculate, and a note where it is a published configuration and not the checkpoint's own.
+
+    A folder that is there is always read, and refused when it has no config.json or wants remote code. Only a path that is not on
+    this machine falls back to its name. Raises what `load_model_spec` raises when the name is not known either.
+    """
+    if Path(path).is_dir() or (name := known_name(path)) is None:
+        try:
+            return load_model_spec(path), ""
+        except MrlError as error:
+            here = "" if Path(path).is_dir() else f"; known by name for planning: {', '.join(known_models())}"
+            raise type(error)(f"{error}{here}") from None
+    return known_spec(name), f"model.path {path} is not on this machine: the published configuration of {name} stands in for it"
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _supported() -> str:
+    return ", ".join(FAMILIES)

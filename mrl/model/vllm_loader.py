@@ -1,0 +1,72 @@
+"""What vLLM 0.32's own loader makes of full tensors: the oracle that plans are held against. Numbers in, numbers out.
+
+Said anew, without the weight map and its boxes, as `load_weights` does it: name by name, each layer class slicing what it is given.
+"""
+
+from collections import defaultdict
+
+import numpy as np
+
+from mrl.model.hf_config import ModelSpec
+from mrl.model.layout import RolloutLayout
+
+Arrays = dict[str, np.ndarray]
+# packed_modules_mapping: a module of the checkpoint -> the fused module, and its place there
+_FUSED = {
+    **{f"{x}_proj": ("qkv_proj", place) for place, x in enumerate("qkv")},
+    **{f"{x}_proj": ("gate_up_proj", place) for place, x in enumerate(("gate", "up"))},
+}
+_VOCABULARY = ("embed_tokens", "lm_head")
+_COLUMN_PARALLEL, _ROW_PARALLEL = ("q_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
+
+
+def loaded(model: ModelSpec, rollout: RolloutLayout, worker: int, hf: Arrays, transposed: bool) -> Arrays:
+    """The parameters of one worker after the loader has seen all tensors of `hf`; `transposed`: as vllm-ascend stores experts."""
+    tp = rollout.coords(worker).tp
+    slices: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
+    for name, tensor in hf.items():
+        if ".experts." not in name:
+            *path, module, leaf = name.split(".")
+            fused, place = _FUSED.get(module, (module, 0))
+            slices[".".join([*path, fused, leaf])][place] = _sliced(module, tensor, model.num_key_value_heads, tp, rollout.tensor)
+    parameters = {name: np.concatenate([parts[place] for place in sorted(parts)]) for name, parts in slices.items()}
+    for layer in model.moe_layers:
+        parameters |= _experts(hf, f"model.layers.{layer}.mlp.experts.", model.num_experts, rollout, worker, transposed)
+    return parameters
+
+
+def _sliced(module: str, tensor: np.ndarray, kv_heads: int, tp: int, size: int) -> np.ndarray:
+    """A worker's part of a tensor, by the class of the layer that it belongs to."""
+    if module in _VOCABULARY:
+        rows = -(-len(tensor) // 64) * 64
+        padding = np.zeros((rows - len(tensor), *tensor.shape[1:]), tensor.dtype)
+        return _cut(np.concatenate([tensor, padding]), size, tp)
+    if module in ("k_proj", "v_proj"):
+        copies = max(1, size // kv_heads)  # of each key/value head, on neighbouring ranks
+        return _cut(tensor, size // copies, tp // copies)
+    if module in _COLUMN_PARALLEL:
+        return _cut(tensor, size, tp)
+    return _cut(tensor, size, tp, axis=1) if module in _ROW_PARALLEL else tensor
+
+
+def _experts(hf: Arrays, prefix: str, num_experts: int, rollout: RolloutLayout, worker: int, transposed: bool) -> Arrays:
+    """w13 and w2 of one layer: whole experts of the worker's own, or a slice of each."""
+    workers, flat = rollout.workers_per_engine, worker % rollout.workers_per_engine
+    spread = rollout.expert > 1
+    own = np.array_split(np.arange(num_experts), workers)[flat] if spread else range(num_experts)
+    parts, part = (1, 0) if spread else (workers, flat)
+    w13, w2 = [], []
+    for expert in own:
+        gate, up, down = (hf[f"{prefix}{expert}.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        w13.append(np.concatenate([_cut(gate, parts, part), _cut(up, parts, part)]))
+        w2.append(_cut(down, parts, part, axis=1))
+    stacks = {f"{prefix}routed_experts.w13_weight": np.stack(w13), f"{prefix}routed_experts.w2_weight": np.stack(w2)}
+    return {name: stack.transpose(0, 2, 1) if transposed else stack for name, stack in stacks.items()}
+
+
+def _cut(array: np.ndarray, parts: int, index: int, axis: int = 0) -> np.ndarray:
+    """One of equal parts along an axis."""
+    size, rest = divmod(array.shape[axis], parts)
+    if rest:
+        raise ValueError(f"{array.shape} cannot be cut into {parts} parts along {axis}")
+    return array[(slice(None),) * axis + (slice(index * size, (index + 1) * size),)]

@@ -1,0 +1,255 @@
+"""The weight map: what every tensor of a model is in the checkpoint, in Megatron and in vLLM.
+
+A family's file (qwen3.py, ...) lists its `Weight`s. Each says of which checkpoint tensors it consists, under which name Megatron and vLLM
+keep it, and how both divide it over tensor ranks. The three views are derived from these rows, without knowledge of a family:
+tensors.py (checkpoint, parameters, FLOPs), megatron_shards.py (blocks and memory of a rank), vllm_parameters.py (of an engine worker).
+
+An example: attention with four query heads and two key/value heads. Each word below stands for the `head_dim` rows of one head.
+
+    checkpoint    self_attn.q_proj.weight  q0 q1 q2 q3
+                  self_attn.k_proj.weight  k0 k1
+                  self_attn.v_proj.weight  v0 v1
+
+    one row       parts=(q_proj, k_proj, v_proj), split="heads", groups=2
+    of the map    megatron="self_attention.linear_qkv.weight", vllm="self_attn.qkv_proj.weight"
+
+                  Megatron                           vLLM
+                  head group by head group           queries, then keys, then values of a worker's heads;
+                  (its queries, key, value),         with more workers than key/value heads,
+                  then cut evenly                    neighbours hold the same one
+
+    TP1           q0 q1 k0 v0 q2 q3 k1 v1            q0 q1 q2 q3 k0 k1 v0 v1
+
+    TP2  rank 0   q0 q1 k0 v0                        q0 q1 k0 v0
+         rank 1   q2 q3 k1 v1                        q2 q3 k1 v1
+
+    TP4  rank 0   q0 q1                              q0 k0 v0
+         rank 1   k0 v0                              q1 k0 v0
+         rank 2   q2 q3                              q2 k1 v1
+         rank 3   k1 v1                              q3 k1 v1
+
+Every word of a view is a `Block`: at TP1 and head_dim 1, k1 is row [1, 2) of k_proj, row [6, 7) in Megatron and row [5, 6) in vLLM.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+from math import prod
+from typing import Literal
+
+from mrl.model.boxes import Box
+from mrl.model.hf_config import HfConfig, ModelSpec
+
+Split = Literal[
+    "copied",  # whole on every tensor rank
+    "rows",  # each part cut along its first dimension, the slices of all parts one under the other
+    "columns",  # cut along the second dimension
+    "heads",  # a fused query, key and value projection: see the example above
+    "vocabulary",  # rows, after padding to a multiple that each side chooses
+]
+# names of a layer's weights begin with these
+HF_LAYER, MEGATRON_LAYER, VLLM_LAYER = "model.layers.{layer}.", "decoder.layers.{layer}.", "model.layers.{layer}."
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of a Hugging Face checkpoint. `{layer}` and `{expert}` in the name stand for global numbers from 0."""
+
+    name: str
+    shape: tuple[int, ...]
+    matmul: bool = True  # multiplied as a matrix; neither looked up by index, nor a norm, nor a bias
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One row of the map: checkpoint tensors that are one parameter in Megatron and in vLLM.
+
+    In `megatron`, `{layer}` and `{expert}` are numbers local to the model chunk and the rank. vLLM stacks the experts of a layer in one
+    parameter, whose leading axis is the expert.
+    """
+
+    parts: tuple[Part, ...]
+    megatron: str
+    vllm: str
+    split: Split
+    is_expert: bool = False  # every routed expert has one
+    groups: int = 0  # of "heads": number of key/value heads
+
+    @property
+    def numel(self) -> int:
+        """Elements in the checkpoint, of one expert."""
+        return sum(part.numel for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a family's file says."""
+
+    architecture: str  # in config.json's `architectures`
+    model_type: str  # ModelSpec.family
+    read: Callable[[HfConfig], ModelSpec]
+    dense_layer: Callable[[ModelSpec], tuple[Weight, ...]]  # weights of a layer without experts, in the checkpoint's order
+    expert_layer: Callable[[ModelSpec], tuple[Weight, ...]] | None = None  # of a layer with experts
+    # Both sides list a layer's weights in an order of their own: by the first of these that a weight's checkpoint name begins with.
+    megatron_order: tuple[str, ...] = ("input_layernorm.", "self_attn.", "post_attention_layernorm.", "mlp.gate.", "mlp.experts.", "mlp.")
+    vllm_order: tuple[str, ...] = (
+        *("self_attn.q_proj.", "self_attn.o_proj.", "self_attn."),
+        *("mlp.gate.", "mlp.shared_expert_gate.", "mlp."),
+        *("input_layernorm.", "post_attention_layernorm."),
+    )
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """Weights of one kind of layer, in the order of each side."""
+
+    hf: tuple[Weight, ...]
+    megatron: tuple[Weight, ...]
+    vllm: tuple[Weight, ...]
+
+
+@dataclass(frozen=True)
+class WeightMap:
+    """All weights of a model."""
+
+    model: ModelSpec
+    embedding: Weight
+    dense_layer: LayerWeights
+    expert_layer: LayerWeights
+    final_norm: Weight
+    output: Weight  # where embeddings are tied, its tensor is the embedding's
+
+    @classmethod
+    def of(cls, model: ModelSpec, family: Family) -> "WeightMap":
+        """The rows that the family lists, between the vocabulary matrices and the final norm that all decoders have."""
+        words, hidden = (model.vocab_size, model.hidden_size), (model.hidden_size,)
+        output = "model.embed_tokens.weight" if model.tie_word_embeddings else "lm_head.weight"
+        return cls(
+            model,
+            _vocabulary(Part("model.embed_tokens.weight", words, matmul=False), "embedding.word_embeddings.weight"),
+            _layer_weights(family, family.dense_layer(model)),
+            _layer_weights(family, family.expert_layer(model) if family.expert_layer and model.is_moe else ()),
+            copied("model.norm.weight", hidden, "decoder.final_layernorm.weight"),
+            _vocabulary(Part(output, words), "output_layer.weight"),
+        )
+
+    def layer(self, number: int) -> LayerWeights:
+        """Weights of a layer by its global number."""
+        return self.expert_layer if number in self.model.moe_layers else self.dense_layer
+
+    @property
+    def ends(self) -> tuple[Weight, ...]:
+        """What follows the layers in a checkpoint and in vLLM."""
+        return (self.final_norm,) if self.model.tie_word_embeddings else (self.final_norm, self.output)
+
+    @cached_property
+    def layers(self) -> tuple[tuple[LayerWeights, int], ...]:
+        """Each kind of layer with the number of layers of that kind; no kind that the model has not."""
+        with_experts = len(self.model.moe_layers)
+        kinds = ((self.dense_layer, self.model.num_layers - with_experts), (self.expert_layer, with_experts))
+        return tuple((kind, count) for kind, count in kinds if count)
+
+    @cached_property
+    def counted(self) -> tuple[tuple[Weight, int], ...]:
+        """Every weight of the checkpoint's and vLLM's, with the number of layers that have it."""
+        inside = ((weight, count) for kind, count in self.layers for weight in kind.hf)
+        return ((self.embedding, 1), *inside, *((weight, 1) for weight in self.ends))
+
+    def has(self, megatron_name: str) -> bool:
+        """Whether any layer has a Megatron parameter of that name, e.g. "mlp.router.weight"."""
+        return any(weight.megatron == MEGATRON_LAYER + megatron_name for weight, _ in self.counted)
+
+
+def copied(hf_name: str, shape: tuple[int, ...], megatron: str, vllm: str = "", matmul: bool = False) -> Weight:
+    """A weight that is whole on every rank; vLLM gives most of these the checkpoint's name."""
+    return Weight((Part(hf_name, shape, matmul),), megatron, vllm or hf_name, "copied")
+
+
+def per_expert(weights: Iterable[Weight], experts: Iterable[int]) -> Iterator[tuple[Weight, int | None]]:
+    """Each weight with the number of its expert, neighbours of one expert together; None for what is not an expert's."""
+    for is_expert, group in groupby(weights, key=lambda weight: weight.is_expert):
+        together = tuple(group)
+        yield from ((weight, expert) for expert in (experts if is_expert else (None,)) for weight in together)
+
+
+def _vocabulary(part: Part, megatron: str) -> Weight:
+    return Weight((part,), megatron, part.name, "vocabulary")
+
+
+def _layer_weights(family: Family, weights: tuple[Weight, ...]) -> LayerWeights:
+    def ordered(prefixes: tuple[str, ...]) -> list[Weight]:
+        def position(weight: Weight) -> int:
+            return next(n for n, prefix in enumerate(prefixes) if weight.parts[0].name.startswith(prefix))
+
+        return sorted(weights, key=position)
+
+    orders = (weights, ordered(family.megatron_order), ordered(family.vllm_order))
+    return LayerWeights(*(tuple(map(_in_layer, order)) for order in orders))
+
+
+def _in_layer(weight: Weight) -> Weight:
+    """The weight under complete names."""
+    parts = tuple(replace(part, name=HF_LAYER + part.name) for part in weight.parts)
+    return replace(weight, parts=parts, megatron=MEGATRON_LAYER + weight.megatron, vllm=VLLM_LAYER + weight.vllm)
+
+
+# ---------------------------------------------------------------- slices
+
+
+@dataclass(frozen=True)
+class Block:
+    """A box of a checkpoint tensor, and where it lies in a rank's slice; both boxes have one shape."""
+
+    part: Part
+    hf_box: Box
+    local_box: Box
+
+
+@dataclass(frozen=True)
+class Slice:
+    """What one rank holds of a weight (of one expert's). Local elements under no block are vocabulary padding."""
+
+    shape: tuple[int, ...]
+    blocks: tuple[Block, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements, padding included."""
+        return prod(self.shape)
+
+
+def even_slice(weight: Weight, ranks: int, index: int) -> Slice:
+    """Part `index` of `ranks` of a weight that Megatron and vLLM cut alike: "copied", "rows" or "columns"."""
+    part = weight.parts[0]
+    match weight.split:
+        case "copied":
+            box = Box.whole(part.shape)
+            return Slice(box.shape, (Block(part, box, box),))
+        case "rows":
+            return stacked([(part, *share(part.shape[0], ranks, index)) for part in weight.parts])
+        case "columns":
+            box = Box(((0, part.shape[0]), share(part.shape[1], ranks, index)))
+            return Slice(box.shape, (Block(part, box, Box.whole(box.shape)),))
+    raise ValueError(f"{weight.megatron}: Megatron and vLLM cut {weight.split!r} each in its own way")
+
+
+def stacked(segments: Sequence[tuple[Part, int, int]], rows: int | None = None) -> Slice:
+    """Rows [start, stop) of several parts, one under the other; `rows`: height of the slice where padding follows."""
+    blocks, at = [], 0
+    columns = Box.whole(segments[0][0].shape[1:]).ranges
+    for part, start, stop in segments:
+        if start < stop:
+            blocks.append(Block(part, Box(((start, stop), *columns)), Box(((at, at + stop - start), *columns))))
+        at += max(0, stop - start)
+    return Slice((at if rows is None else rows, *segments[0][0].shape[1:]), tuple(blocks))
+
+
+def share(size: int, ranks: int, index: int) -> tuple[int, int]:
+    """(start, stop) of one of equal shares of a dimension."""
+    each = size // ranks
+    return index * each, (index + 1) * each
