@@ -11,7 +11,7 @@ from mrl.plan.assumptions import USUAL, Assumptions
 from mrl.plan.devices import Device, default_device, devices, find_device
 from mrl.plan.engine_memory import GRAPHS, EngineMemory, engine_memory, engine_memory_with_cache
 from mrl.plan.model_state import Precision, largest_parameter, stage_state
-from mrl.plan.phases import ActorBytes, EngineBytes, Offload
+from mrl.plan.memory_phases import ActorBytes, EngineBytes, Offload
 from mrl.vllm.launch import rollout_layout
 
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}

@@ -18,7 +18,7 @@ from mrl.plan.assumptions import USUAL, Assumptions
 from mrl.plan.devices import Device
 from mrl.plan.megatron_versions import refuses_layout
 from mrl.plan.model_state import BF16, Precision, StateBytes, layer_kinds, stage_state
-from mrl.plan.phases import ActorBytes, Offload, Phase, actor_phases
+from mrl.plan.memory_phases import ActorBytes, Offload, Phase, actor_phases
 from mrl.plan.step_time import StepSeconds, UpdateWork, micro_batch_count, update_seconds
 
 RECOMPUTE = (Recompute(), Recompute("full"))  # what is cheaper comes first

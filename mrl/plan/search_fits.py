@@ -15,7 +15,7 @@ from mrl.plan.activations import Recompute
 from mrl.plan.inputs import PlanInputs
 from mrl.plan.memory import memory_section
 from mrl.plan.model_state import stage_state
-from mrl.plan.phases import Phase
+from mrl.plan.memory_phases import Phase
 from mrl.plan.search import RECOMPUTE, Candidate, SearchProblem, SearchResult, candidate_of, unlike_stages
 
 _TRIED = 100  # plans at most: a search of thousands of layouts is not planned whole

@@ -15,11 +15,11 @@ import pytest
 
 from mrl.plan.doctor.check import Check
 from mrl.plan.doctor.cluster import cluster_checks
-from mrl.plan.doctor.engine import engine_checks
-from mrl.plan.doctor.host import host_checks
+from mrl.plan.doctor.engine_checks import engine_checks
+from mrl.plan.doctor.host_checks import host_checks
 from mrl.plan.doctor.machine import Machine, read_machine
 from mrl.plan.doctor.probes import Probe, probes, run_probes
-from mrl.plan.doctor.versions import version_checks
+from mrl.plan.doctor.version_checks import version_checks
 from mrl.platforms.inventory import Devices
 from mrl.platforms.versions import ROWS, TORCH_NPU, VLLM_ASCEND
 

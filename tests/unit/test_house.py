@@ -19,7 +19,7 @@ FLOORS = {
     3: {"reshard"},
     2: {"config"},
     1: {"model", "algo", "data", "reward", "record", "platforms"},
-    0: {"errors"},
+    0: {"errors", "units"},
 }
 FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
 # arrows between rooms of one floor: importing room -> imported modules, and why
