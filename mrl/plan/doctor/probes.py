@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from mrl.plan.doctor.check import Check, failure, ok, warning
+from mrl.plan.doctor.machine import Finding, failure, ok, warning
 from mrl.platforms.inventory import TORCH_PROBES
 
 DEADLINE_S = 8.0
@@ -46,7 +46,7 @@ def probes(device: str, address: str | None, deep: bool) -> tuple[Probe, ...]:
     return tuple(found)
 
 
-def run_probes(wanted: Iterable[Probe], deadline_s: float = DEADLINE_S) -> Iterator[Check]:
+def run_probes(wanted: Iterable[Probe], deadline_s: float = DEADLINE_S) -> Iterator[Finding]:
     """Runs all at once; one that has not answered by the deadline is ended, and counts as a warning or as it says."""
     quiet = os.environ | {"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "token"), "VLLM_LOGGING_LEVEL": "ERROR"}
     started = [
@@ -59,7 +59,7 @@ def run_probes(wanted: Iterable[Probe], deadline_s: float = DEADLINE_S) -> Itera
         yield _answer(probe, process, max(end - time.monotonic(), 0.1), deadline_s)
 
 
-def _answer(probe: Probe, process: subprocess.Popen, left_s: float, deadline_s: float) -> Check:
+def _answer(probe: Probe, process: subprocess.Popen, left_s: float, deadline_s: float) -> Finding:
     try:
         said, error = process.communicate(timeout=left_s)
     except subprocess.TimeoutExpired:

@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator
 
-from mrl.plan.doctor.check import Check, failure, ok, warning
-from mrl.plan.doctor.machine import Machine
+from mrl.plan.doctor.machine import Finding, Machine, failure, ok, warning
 from mrl.platforms.versions import MIN_PYTHON, TORCH_NPU, VLLM_ASCEND, VersionRow, bare, row_of, torchvision_of
 
 _UNUSED = ("torchvision", "torchaudio", "torchcodec")
 
 
-def version_checks(machine: Machine) -> Iterator[Check]:
+def version_checks(machine: Machine) -> Iterator[Finding]:
     row = row_of(machine.device)
     yield _python(machine)
     yield from (_package(machine, row, name, wanted) for name, wanted in row.packages.items())
@@ -21,14 +20,14 @@ def version_checks(machine: Machine) -> Iterator[Check]:
     yield from (_source_only(machine, name, branch) for name, branch in row.source_only.items())
 
 
-def _python(machine: Machine) -> Check:
+def _python(machine: Machine) -> Finding:
     found = ".".join(map(str, machine.python))
     if machine.python < MIN_PYTHON:
         return failure("python", found, f"use Python {'.'.join(map(str, MIN_PYTHON))} or newer")
     return ok("python", found)
 
 
-def _package(machine: Machine, row: VersionRow, name: str, wanted: str) -> Check:
+def _package(machine: Machine, row: VersionRow, name: str, wanted: str) -> Finding:
     found = machine.versions.get(name)
     install = f'pip install -e ".[{row.name}]", or pip install {name}=={wanted}'
     if found is None:
@@ -38,7 +37,7 @@ def _package(machine: Machine, row: VersionRow, name: str, wanted: str) -> Check
     return ok(f"version:{name}", found)
 
 
-def _loose(machine: Machine, row: VersionRow) -> Check:
+def _loose(machine: Machine, row: VersionRow) -> Finding:
     off = {name: machine.versions.get(name) for name, wanted in row.loose.items() if bare(machine.versions.get(name, "")) != wanted}
     if not off:
         return ok("version:others", f"{len(row.loose)} packages as in the {row.name} row")
@@ -47,7 +46,7 @@ def _loose(machine: Machine, row: VersionRow) -> Check:
     return (failure if None in off.values() else warning)("version:others", f"{found}; off the {row.name} row", install)
 
 
-def _companions(machine: Machine) -> Check:
+def _companions(machine: Machine) -> Finding:
     """torchvision and its like: nothing here needs them; one of another build makes `import mbridge` fail, through transformers."""
     torch = machine.versions.get("torch")
     found = {name: machine.versions[name] for name in _UNUSED if name in machine.versions}
@@ -65,7 +64,7 @@ def _same_build(name: str, version: str, torch: str) -> bool:
     return right_line and ("+cpu" in version) == ("+cpu" in torch)
 
 
-def _toolkit(machine: Machine, row: VersionRow) -> Check:
+def _toolkit(machine: Machine, row: VersionRow) -> Finding:
     found = machine.devices.toolkit
     if found is None:
         return failure("CANN", "not found", f"install CANN {row.toolkit} with nnal and source both set_env.sh")
@@ -74,14 +73,14 @@ def _toolkit(machine: Machine, row: VersionRow) -> Check:
     return ok("CANN", found)
 
 
-def _source_only(machine: Machine, name: str, source: str) -> Check:
+def _source_only(machine: Machine, name: str, source: str) -> Finding:
     found = machine.versions.get(name)
     if found is None:
         return failure(f"version:{name}", "not installed", f"pip install {source} (it is on no package index)")
     return ok(f"version:{name}", f"{found}; its own number does not say the branch, which must be that of {source}")
 
 
-def _ascend_pairing(machine: Machine) -> Check:
+def _ascend_pairing(machine: Machine) -> Finding:
     """vllm-ascend was released for exactly one set; the wrong neighbour is the commonest reason why it does not start."""
     name, version = "vllm-ascend pairing", machine.versions.get("vllm-ascend")
     if version is None:
