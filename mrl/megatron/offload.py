@@ -18,7 +18,7 @@ from torch.nn import Module
 from mrl.config.schema import ActorConfig
 from mrl.megatron.adam_state import AdamState
 from mrl.megatron.host_buffers import Place, bytes_of, reserve, storages_of
-from mrl.platforms.base import Platform
+from mrl.platforms import Platform
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 SWITCHES = {PARAMETERS: "param_offload", GRADIENTS: "grad_offload", OPTIMIZER: "optimizer_offload"}  # kind -> key of `actor`

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
 
-from mrl.platforms import npu_environment
 from mrl.platforms.versions import MIN_NPU_DRIVER_FOR_IPC
 
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
@@ -62,11 +61,6 @@ def visible_faults(kind: str, count: int, environment: Mapping[str, str]) -> lis
         return [f"{name} is empty, which hides every device; unset it"]
     wrong = [part for part in listed if part.isdigit() and int(part) >= count]
     return [f"{name}={value} names {', '.join(wrong)}, and this host has devices 0 to {count - 1}"] if wrong and count else []
-
-
-def environment_faults(kind: str, environment: Mapping[str, str]) -> list[str]:
-    """Variables that are known to break a run on this kind of device, each with its cure."""
-    return npu_environment.environment_faults(environment) if kind == "npu" else []
 
 
 def driver_fault(devices: HostDevices) -> tuple[str, str] | None:

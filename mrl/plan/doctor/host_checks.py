@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from mrl.plan.doctor.machine import Finding, Machine, failure, ok, warning
-from mrl.platforms.inventory import driver_fault, environment_faults, visible_faults
+from mrl.platforms.hosting import environment_faults
+from mrl.platforms.inventory import driver_fault, visible_faults
 
 # GiB. Below the first the run fails (containers give 0.06 by default: vLLM's queues and one bucket of weights do not fit), below the
 # second it may, once larger models pass their weights through it.
