@@ -113,14 +113,14 @@ def _npu_driver() -> str | None:
 def _cann() -> str | None:
     for folder in (os.environ.get("ASCEND_TOOLKIT_HOME"), _ASCEND / "ascend-toolkit" / "latest"):
         for file in sorted(Path(folder).glob("*/ascend_toolkit_install.info")) if folder else ():
-            if found := _stated(file, r"^version=(\S+)"):
-                return found
+            if version := _stated(file, r"^version=(\S+)"):
+                return version
     return None
 
 
 def _stated(file: Path, pattern: str) -> str | None:
     try:
-        found = re.search(pattern, file.read_text(encoding="utf-8"), re.MULTILINE)
+        match = re.search(pattern, file.read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
         return None
-    return found[1] if found else None
+    return match[1] if match else None

@@ -19,7 +19,7 @@ from mrl.plan.model_state import BF16, stage_state
 from mrl.plan.plan_inputs import PlanInputs, batch_plan
 from mrl.plan.search import RECOMPUTE, SearchProblem, SearchResult, fullest_phase, legal_layouts, search
 from mrl.plan.search_report import config_for_model, run_with, search_problem
-from mrl.plan.times import UpdateWork, micro_batch_count, update_seconds
+from mrl.plan.times import UpdateWork, bubble_share, micro_batch_count, update_seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 TP, PP, VPP, CP, EP, ETP = (
@@ -146,6 +146,7 @@ def test_the_bubble_shrinks_with_virtual_stages_and_micro_batches():
         count = micro_batch_count(case.work, layout)
         steady = seconds.compute + seconds.tensor + seconds.expert + seconds.context + seconds.pipeline
         assert seconds.bubble == pytest.approx(steady * 3 / (layout.virtual_pipeline * count))
+        assert seconds.bubble / (steady + seconds.bubble) == pytest.approx(bubble_share(layout, count))  # which mrl plan prints
     assert shares == sorted(shares, reverse=True)
 
 
@@ -248,6 +249,8 @@ def test_the_command_says_so_when_nothing_fits(capsys):
         (("--search", "--model", "Qwen3-8B", "--devices", "8", "--device", "x100"), "known: a100-80g"),
         (("--search", "--model", "Owl-8B", "--devices", "8", "--device", "h100-80g"), "known by name for planning"),
         (("config.yaml", "--model", "Qwen3-8B", "--search"), "give CONFIG, or with --search a --model"),
+        (("--search", "--model", "Qwen3-8B", "--devices", "0"), "argument --devices: must be at least 1"),
+        (("--search", "--model", "Qwen3-8B", "--top", "many"), "argument --top: must be at least 1"),
     ],
 )
 def test_a_bad_request_is_refused(capsys, arguments, said):

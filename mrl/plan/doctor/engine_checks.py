@@ -9,6 +9,7 @@ PLUGIN = "mrl"
 
 
 def engine_checks(machine: Machine) -> Iterator[Finding]:
+    """What vLLM's version can do here, and the known defects of vLLM and Megatron."""
     name, version = _vllm(machine)
     yield _weight_transfer(machine, name, version)
     yield _plugin(machine)

@@ -15,6 +15,7 @@ LOCKED_ENOUGH = 1.0  # GiB; RDMA pins its buffers
 
 
 def host_checks(machine: Machine) -> Iterator[Finding]:
+    """Devices, ports, memory, limits, disks, environment and driver."""
     yield _devices(machine)
     yield _visible(machine)
     yield _ports(machine)
@@ -105,6 +106,7 @@ def _driver(machine: Machine) -> Finding:
 
 
 def cluster_checks(machine: Machine) -> Iterator[Finding]:
+    """Ray's address and token."""
     address = machine.environment.get("RAY_ADDRESS")
     if address in (None, "", "local"):
         yield ok("ray address", "RAY_ADDRESS is not set: a run starts a cluster of its own on this host")

@@ -113,12 +113,15 @@ class Finding:
 
 
 def ok(name: str, found: str) -> Finding:
+    """Nothing to do."""
     return Finding(name, OK, found)
 
 
 def warning(name: str, found: str, cure: str) -> Finding:
+    """A run may start, and may fail."""
     return Finding(name, WARNING, found, cure)
 
 
 def failure(name: str, found: str, cure: str) -> Finding:
+    """A run cannot work: `mrl doctor` ends with the exit code of a faulty environment."""
     return Finding(name, FAILURE, found, cure)

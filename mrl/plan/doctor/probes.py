@@ -37,13 +37,13 @@ _REINSTALL = "reinstall with scripts/install.sh; the message above says what is 
 
 def probes(device: str, address: str | None, deep: bool) -> tuple[Probe, ...]:
     """What there is to try. `address`: of a Ray cluster that the run would join. `deep`: also imports that take tens of seconds."""
-    found = [Probe("torch", TORCH_PROBES[device], "install the build of torch that fits the device and its driver; see version:torch")]
+    wanted = [Probe("torch", TORCH_PROBES[device], "install the build of torch that fits the device and its driver; see version:torch")]
     if address:
         cure = "is the head up (launch/start_head.sh), HOST:PORT right, and its token in RAY_AUTH_TOKEN or ~/.ray/auth_token?"
-        found.append(Probe("ray cluster", _RAY, cure, (address,), must_answer=True))
+        wanted.append(Probe("ray cluster", _RAY, cure, (address,), must_answer=True))
     if deep:
-        found += [Probe("import mbridge", _BRIDGE, _REINSTALL), Probe("import vllm", _VLLM, _REINSTALL)]
-    return tuple(found)
+        wanted += [Probe("import mbridge", _BRIDGE, _REINSTALL), Probe("import vllm", _VLLM, _REINSTALL)]
+    return tuple(wanted)
 
 
 def run_probes(wanted: Iterable[Probe], deadline_s: float = DEADLINE_S) -> Iterator[Finding]:
