@@ -29,7 +29,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
     3: ("reshard",),
     2: ("config",),
     1: ("model", "algo", "data", "reward", "record", "platforms"),
-    0: ("errors",),
+    0: ("errors", "units"),
 }
 FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
 CORE = ("train", "megatron", "vllm", "reshard", "checkpoint", "cluster", "config")  # the path of a training step

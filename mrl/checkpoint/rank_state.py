@@ -20,9 +20,9 @@ from mrl.checkpoint.stored_tensors import StoredTensors
 from mrl.checkpoint.tensor_file import file_bytes, write_tensors
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.megatron.adam_state import AdamState
+from mrl.megatron.local_parameters import LocalParameters, plain_name
 from mrl.megatron.offload import OPTIMIZER, PARAMETERS, check_resident
 from mrl.megatron.optimizer import current_lr, is_frozen
-from mrl.megatron.rank_shards import RankShards, plain_name
 from mrl.model.megatron_shards import Shard, local_shapes, source_shards
 
 MOMENTS = {EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}  # role -> name in torch's Adam
@@ -148,7 +148,7 @@ def held_parameters(actor) -> Iterator[Held]:
     actor.residence.require(PARAMETERS, OPTIMIZER)
     states = {id(o): AdamState(o.optimizer) for o in _optimizers(actor)}
     described = {(s.vp_chunk, s.megatron_name): s for s in source_shards(actor.model, actor.layout, actor.rank)}
-    RankShards(actor.chunks).check(local_shapes(described.values()))
+    LocalParameters(actor.chunks).check(local_shapes(described.values()))
     for number, chunk in enumerate(actor.chunks):
         for name, parameter in chunk.named_parameters():
             optimizer = next((o for o in _optimizers(actor) if parameter in o.model_param_group_index_map), None)

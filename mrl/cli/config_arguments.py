@@ -1,4 +1,4 @@
-"""The arguments that name a configuration, the same for every command that reads one."""
+"""Arguments that several commands have: those that name a configuration, and counts."""
 
 import argparse
 
@@ -8,6 +8,13 @@ def add_config(parser: argparse.ArgumentParser, optional: bool = False) -> None:
     parser.add_argument("config", nargs="?" if optional else None, help="a YAML file, such as parallel_configs/tiny-moe/cpu.yaml")
     parser.add_argument("--recipe", help="algorithm settings that come with mrl, by name: gspo, grpo, ...")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="override one value; repeatable")
+
+
+def positive(text: str) -> int:
+    """A count, as argparse's `type`."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return int(text)
 
 
 def resolved_config(options: argparse.Namespace):

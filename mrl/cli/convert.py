@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from mrl.cli.config_arguments import positive
 from mrl.errors import ConfigError
 
 # --layout's short names -> keys of actor.layout
@@ -61,17 +62,10 @@ def _add_common(parser: argparse.ArgumentParser, run) -> None:
     parser.add_argument("-o", "--output", required=True, help="folder to write; must not exist or be empty")
     parser.add_argument("--trust-checkpoint", action="store_true", help="allow Megatron's torch_dist format, which contains pickles")
     cores = min(len(os.sched_getaffinity(0)), MOST_WORKERS)
-    parser.add_argument("--workers", type=_positive, default=cores, metavar="N", help=f"processes that write (default here: {cores})")
+    parser.add_argument("--workers", type=positive, default=cores, metavar="N", help=f"processes that write (default here: {cores})")
     parser.add_argument("--verify", action="store_true", help="read all of it again and compare with the source before it gets its name")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
 
 
 def _megatron_to_hf(options: argparse.Namespace) -> None:

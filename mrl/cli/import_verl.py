@@ -126,11 +126,11 @@ def _searched(out, translated):
     """The import with the fastest layout that breaks no rule and fits in every phase; None where there is none, or no known model."""
     from mrl.extras.import_verl.script_model import Chosen
     from mrl.model import planning_model_spec
-    from mrl.plan.inputs import PlanInputs, device_for
-    from mrl.plan.megatron_versions import MEGATRON
     from mrl.plan.memory import memory_section
+    from mrl.plan.plan_inputs import PlanInputs, device_for
     from mrl.plan.search import search
     from mrl.plan.search_report import search_problem
+    from mrl.platforms.versions import MEGATRON
 
     try:
         config = _loaded(out.to_yaml()).config

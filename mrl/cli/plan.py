@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mrl.cli.config_arguments import add_config, resolved_config
+from mrl.cli.config_arguments import add_config, positive, resolved_config
 from mrl.errors import ConfigError
 
 _ACTOR_ALONE = "counted for the actor alone; mrl plan CONFIG with a layout counts a reference model, engines and the host too"
@@ -22,17 +22,10 @@ def add(commands) -> None:
     plan.add_argument("--run-dir", help="also write plan.json there; mrl train compares its own plan with it")
     plan.add_argument("--json", action="store_true", help="print one JSON object")
     plan.add_argument("--search", action="store_true", help="list the layouts of the actor that fit on --devices, best first")
-    plan.add_argument("--devices", type=_positive, metavar="N", help="with --search: devices of the actor; default: its world_size")
+    plan.add_argument("--devices", type=positive, metavar="N", help="with --search: devices of the actor; default: its world_size")
     plan.add_argument("--model", metavar="PATH", help="with --search: a checkpoint folder or a known name, instead of CONFIG")
-    plan.add_argument("--top", type=_positive, default=10, metavar="N", help="with --search: how many to list (default 10)")
+    plan.add_argument("--top", type=positive, default=10, metavar="N", help="with --search: how many to list (default 10)")
     plan.set_defaults(run=_plan)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
 
 
 def _plan(options: argparse.Namespace) -> None:
@@ -41,20 +34,19 @@ def _plan(options: argparse.Namespace) -> None:
     start = time.perf_counter()
     if (options.config is None) != (options.search and options.model is not None):
         raise ConfigError("give CONFIG, or with --search a --model in its place")
-    found, lines = (_search(options), search_lines) if options.search else (_one(options), plan_lines)
-    found["seconds"] = time.perf_counter() - start
+    answer, lines = (_search(options), search_lines) if options.search else (_plan_of_run(options), plan_lines)
+    answer["seconds"] = time.perf_counter() - start
     if options.json:
-        print(json.dumps(found))
+        print(json.dumps(answer))
     else:
-        for line in [*lines(found), *(f"note: {note}" for note in found["notes"])]:
+        for line in [*lines(answer), *(f"note: {note}" for note in answer["notes"])]:
             print(line)
 
 
-def _one(options: argparse.Namespace) -> dict[str, Any]:
+def _plan_of_run(options: argparse.Namespace) -> dict[str, Any]:
     from mrl.config.rules import check
-    from mrl.plan.inputs import device_for
-    from mrl.plan.run_plan import plan_of
-    from mrl.plan.stored_plan import plan_text
+    from mrl.plan.plan_inputs import device_for
+    from mrl.plan.run_plan import plan_of, plan_text
     from mrl.record.run_dir import RunDir, write_text
 
     resolved = _resolved(options)
@@ -71,9 +63,9 @@ def _one(options: argparse.Namespace) -> dict[str, Any]:
 
 def _search(options: argparse.Namespace) -> dict[str, Any]:
     from mrl.plan.devices import find_device
-    from mrl.plan.inputs import device_for
-    from mrl.plan.megatron_versions import MEGATRON
+    from mrl.plan.plan_inputs import device_for
     from mrl.plan.search_report import config_for_model, search_problem, search_report
+    from mrl.platforms.versions import MEGATRON
 
     if options.config is not None:
         config = _resolved(options).config

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from time import perf_counter
 from typing import Any
 
-from mrl.cli.config_arguments import add_config, resolved_config
+from mrl.cli.config_arguments import add_config, positive, resolved_config
 
 
 def add(commands) -> None:
@@ -21,51 +21,32 @@ def add(commands) -> None:
         action="store_true",
         help="train, save, go on; resume the save, go on; compare weights, optimizer and metrics bit by bit",
     )
-    parser.add_argument(
-        "--steps", type=_positive, default=2, metavar="K", help="with --resume: steps before and after the save (default 2)"
-    )
+    parser.add_argument("--steps", type=positive, default=2, metavar="K", help="with --resume: steps before and after the save (default 2)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_verify)
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no number of steps; give 1 or more")
-    return int(text)
-
-
 def _verify(options: argparse.Namespace) -> None:
-    found = _resume_verdict(options) if options.resume else _verdict(options)
-    lines = _resume_lines if options.resume else _lines
-    print(json.dumps(found) if options.json else "\n".join(lines(found)))
-    if not found["ok"]:
+    answer, lines = (_resume_verdict(options), _resume_lines) if options.resume else (_sync_verdict(options), _sync_lines)
+    print(json.dumps(answer) if options.json else "\n".join(lines(answer)))
+    if not answer["ok"]:
         raise SystemExit(1)
 
 
-def _verdict(options: argparse.Namespace) -> dict[str, Any]:
+def _sync_verdict(options: argparse.Namespace) -> dict[str, Any]:
     """Raises ConfigError for a configuration or a layout that is not legal."""
     from mrl.config.rules import check
     from mrl.model import planning_model_spec
     from mrl.model.layout import TrainLayout
-    from mrl.reshard.messages import Topology
-    from mrl.reshard.plan import MIB, plan_reshard
+    from mrl.plan.run_plan import reshard_plan_of
     from mrl.reshard.proof import verify
-    from mrl.vllm.launch import rank_places, rollout_layout
 
     begun = perf_counter()
     resolved = resolved_config(options)
     config = resolved.config
     model, stand_in = planning_model_spec(config.model.path)
     check(resolved, model)
-    plan = plan_reshard(
-        model,
-        TrainLayout.build(config.actor.layout.model_dump(), model),
-        rollout_layout(config),
-        dialect=config.cluster.device,
-        dtype=config.rollout.dtype or config.model.dtype,
-        topology=Topology(*rank_places(config)),
-        budget_bytes=config.reshard.budget_mb * MIB,
-    )
+    plan = reshard_plan_of(config, model, TrainLayout.build(config.actor.layout.model_dump(), model))
     planned = perf_counter() - begun
     verdict = verify(plan)
     return {
@@ -95,26 +76,26 @@ def _resume_verdict(options: argparse.Namespace) -> dict[str, Any]:
     return {"ok": verdict.difference is None, "model": resolved.config.model.path} | asdict(verdict)
 
 
-def _resume_lines(found: dict[str, Any]) -> list[str]:
-    k = found["steps"]
+def _resume_lines(answer: dict[str, Any]) -> list[str]:
+    k = answer["steps"]
     return [
-        f"trained    {2 * k} steps, and from the checkpoint of step {k} the last {k} again; {found['seconds']:.0f} s",
-        f"compared   {found['bytes']} bytes of weights, optimizer and random states, {found['lines']} lines of metrics",
-        "ok: not one bit differs" if found["ok"] else f"FAULT: {found['difference']}",
+        f"trained    {2 * k} steps, and from the checkpoint of step {k} the last {k} again; {answer['seconds']:.0f} s",
+        f"compared   {answer['bytes']} bytes of weights, optimizer and random states, {answer['lines']} lines of metrics",
+        "ok: not one bit differs" if answer["ok"] else f"FAULT: {answer['difference']}",
     ]
 
 
-def _lines(found: dict[str, Any]) -> list[str]:
-    proof, rehearsal = found["proof"], found["rehearsal"]
-    note = [f"note: {found['note']}"] if found["note"] else []
+def _sync_lines(answer: dict[str, Any]) -> list[str]:
+    proof, rehearsal = answer["proof"], answer["rehearsal"]
+    note = [f"note: {answer['note']}"] if answer["note"] else []
     return [
         *note,
-        f"plan       {found['ranks']} ranks -> {found['workers']} workers, {found['plan_seconds']:.2f} s, hash {found['hash'][:16]}",
+        f"plan       {answer['ranks']} ranks -> {answer['workers']} workers, {answer['plan_seconds']:.2f} s, hash {answer['hash'][:16]}",
         f"proof      {proof['copies']} copies of {proof['workers']} of {proof['of_workers']} workers at real shapes, "
         f"{proof['seconds']:.2f} s",
         f"rehearsal  {rehearsal['elements']} elements in {rehearsal['rounds']} rounds, {rehearsal['layers']} layers, "
         f"{rehearsal['experts']} experts, {rehearsal['seconds']:.2f} s",
-        _ok(proof) if found["ok"] else f"FAULT: {found['fault']}",
+        _ok(proof) if answer["ok"] else f"FAULT: {answer['fault']}",
     ]
 
 

@@ -117,8 +117,8 @@ class ActorWorker:
 
         Raises EnvironmentFault when it is not the driver's plan, RuntimeError naming parameters that are not as the plan has them.
         """
+        from mrl.megatron.local_parameters import LocalParameters
         from mrl.megatron.offload import PARAMETERS
-        from mrl.megatron.rank_shards import RankShards
         from mrl.model.megatron_shards import local_shapes, source_shards
         from mrl.reshard.connect import connect_sender
         from mrl.reshard.setup import SyncSetup
@@ -127,7 +127,7 @@ class ActorWorker:
         agreed.check_hash(plan_hash, f"rank {self.rank}")
         if self.sender is not None:
             self.sender.end.close()
-        shards = RankShards(self.actor.chunks)
+        shards = LocalParameters(self.actor.chunks)
         shards.check(local_shapes(source_shards(agreed.model, agreed.train_layout, self.rank)))
         with self.actor.residence.using(PARAMETERS):
             self.sender = connect_sender(agreed, self.rank, shards)

@@ -7,7 +7,7 @@ from mrl.config.schema import RunConfig
 from mrl.config.upstream_fields import UPSTREAM_FIELDS
 from mrl.config.violation import Broken, did_you_mean
 from mrl.model import ModelSpec
-from mrl.platforms.npu_environment import MINDSPEED_FIELDS
+from mrl.platforms.npu_mindspeed import MINDSPEED_FIELDS
 
 _LAYOUT = "actor.layout."
 _CHECKPOINT = "the checkpoint's config.json (model.path)"

@@ -22,10 +22,9 @@ from mrl.megatron import parallel
 from mrl.megatron.batching import MicroBatch, Splitter, check_batch, mini_batches
 from mrl.megatron.bridge import DTYPES, Bridge, MBridge
 from mrl.megatron.forward import Around, MicroInputs, log_prob_pass, loss_pass, nothing_around, return_hidden_states
-from mrl.megatron.offload import GRADIENTS, OPTIMIZER, PARAMETERS, Residence, needs, switched
+from mrl.megatron.offload import GRADIENTS, OPTIMIZER, PARAMETERS, FrozenWeights, Residence, needs, switched
 from mrl.megatron.optimizer import StepResult, build_optimizer, build_scheduler, current_lr, freeze, step, zero_gradients
 from mrl.megatron.packing import micro_arrays
-from mrl.megatron.reference import FrozenWeights
 from mrl.megatron.routing import Routing
 from mrl.model import load_model_spec
 from mrl.model.hf_files import check_same_architecture

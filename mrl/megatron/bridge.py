@@ -1,9 +1,10 @@
 """Between Hugging Face checkpoints and Megatron models. mbridge does the mapping; another bridge is another class here."""
 
 import contextlib
+import difflib
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from typing import Any, Protocol
 
@@ -16,7 +17,6 @@ from transformers import AutoConfig
 
 from mrl.config.schema import ActorConfig, ModelConfig
 from mrl.errors import ConfigError
-from mrl.megatron.overrides import checked_overrides
 from mrl.model import ModelSpec
 from mrl.model.hf_files import check_checkpoint
 from mrl.model.layout import TrainLayout, padded_vocab_size
@@ -139,3 +139,18 @@ def _mark_expert_parameters(chunk: torch.nn.Module, **_: Any) -> None:
     for name, parameter in chunk.named_parameters():
         if ".mlp.experts." in name:
             parameter.allreduce = False
+
+
+def checked_overrides(key: str, overrides: dict[str, Any], config_class: type) -> dict[str, Any]:
+    """`overrides` as given, after a check against the fields of the dataclass `config_class`. `key` is where they stand in the YAML.
+
+    Raises ConfigError that lists every unknown name with the nearest real ones.
+    """
+    known = [f.name for f in fields(config_class)]
+    unknown = [name for name in overrides if name not in known]
+    if unknown:
+        lines = [
+            f"  {name}: did you mean {' or '.join(difflib.get_close_matches(name, known) or ['none of its fields'])}?" for name in unknown
+        ]
+        raise ConfigError(f"{key}: not a field of Megatron's {config_class.__name__}:\n" + "\n".join(lines))
+    return dict(overrides)

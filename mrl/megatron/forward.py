@@ -182,7 +182,7 @@ def _head_weight(model: torch.nn.Module) -> Tensor:
 def token_outputs(hidden: Tensor, weight: Tensor, inputs: MicroInputs, vocab_size: int, entropy_has_gradient: bool) -> TokenOutputs:
     """Log-probs and entropies of the response tokens from `hidden` [batch, length, hidden], this context-parallel rank's positions."""
     predicting = hidden.flatten(0, 1)[inputs.predictors]
-    found = lean_log_probs(
+    per_token = lean_log_probs(
         predicting,
         weight,
         inputs.targets,
@@ -191,7 +191,7 @@ def token_outputs(hidden: Tensor, weight: Tensor, inputs: MicroInputs, vocab_siz
         mpu.get_tensor_model_parallel_group(),
         entropy_has_gradient,
     )
-    return TokenOutputs(*(_whole_sequences(values, inputs) for values in found))
+    return TokenOutputs(*(_whole_sequences(values, inputs) for values in per_token))
 
 
 def _whole_sequences(values: Tensor, inputs: MicroInputs) -> Tensor:

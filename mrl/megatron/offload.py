@@ -1,9 +1,10 @@
-"""What of the actor is on its device, and what is on the host until it is needed again.
+"""What of the actor is on its device, what is on the host until it is needed again, and weights that change places with a reference's.
 
 Storages are emptied and filled again under the tensors that lie on them, as verl and slime do, so every view stays valid: parameters in
-Megatron's buffers, gradients, shards that the optimizer updates. Host places are made at a storage's first departure and used for good.
+Megatron's buffers, gradients, shards that the optimizer updates. Host buffers are made at a storage's first departure and used for good.
 """
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,34 +12,101 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
+import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor, UntypedStorage
 from torch.nn import Module
 
 from mrl.config.schema import ActorConfig
 from mrl.megatron.adam_state import AdamState
-from mrl.megatron.host_buffers import Place, bytes_of, reserve, storages_of
-from mrl.platforms.base import Platform
+from mrl.platforms import Platform
+from mrl.units import MIB
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 SWITCHES = {PARAMETERS: "param_offload", GRADIENTS: "grad_offload", OPTIMIZER: "optimizer_offload"}  # kind -> key of `actor`
+# Allocators of pinned memory round a request up to a power of two: asked for as a whole, 33 GB would take 64.
+PIECE = 256 * MIB  # bytes
 
 
 @dataclass(frozen=True)
-class _Gone:
-    """A storage that is empty, and how it comes back: from its place, or as zeros."""
+class StorageBuffer:
+    """Room for the bytes of one storage, on the host or in a second copy on the device: uint8 pieces, one after the other."""
+
+    pieces: tuple[Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.numel() for piece in self.pieces)
+
+    def copy_from(self, source: Tensor) -> None:
+        """Copies `source` here, uint8 [nbytes]. The caller synchronizes before either side is touched again."""
+        for piece, part in self._pairs(source):
+            piece.copy_(part, non_blocking=True)
+
+    def copy_to(self, target: Tensor) -> None:
+        """Copies what lies here into `target`; else as `copy_from`."""
+        for piece, part in self._pairs(target):
+            part.copy_(piece, non_blocking=True)
+
+    def exchange(self, other: Tensor) -> None:
+        """Puts what lies here into `other` and what lies there here, through a piece's worth of memory beside `other`."""
+        for piece, part in self._pairs(other):
+            scratch = part.clone()
+            part.copy_(piece, non_blocking=True)
+            piece.copy_(scratch, non_blocking=True)
+
+    def _pairs(self, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        if whole.numel() != self.nbytes:
+            raise RuntimeError(f"{whole.numel()} bytes do not fit a buffer of {self.nbytes}")
+        yield from zip(self.pieces, whole.split([piece.numel() for piece in self.pieces]), strict=True)
+
+
+def reserve(sizes: Sequence[int], allocate: Callable[[int], Tensor], piece_bytes: int = PIECE) -> list[StorageBuffer]:
+    """A buffer for each size, in bytes above 0. `allocate(n)` makes a uint8 tensor of n; none is larger than `piece_bytes`."""
+    total = sum(sizes)
+    free = [allocate(min(piece_bytes, total - begin)) for begin in range(0, total, piece_bytes)][::-1]
+    return [StorageBuffer(tuple(_first_pieces(free, size))) for size in sizes]
+
+
+def _first_pieces(free: list[Tensor], size: int) -> Iterator[Tensor]:
+    """The first `size` bytes of what is free, whose next piece stands last; takes them away there."""
+    while size:
+        piece = free.pop()
+        if piece.numel() > size:
+            free.append(piece[size:])
+            piece = piece[:size]
+        size -= piece.numel()
+        yield piece
+
+
+def bytes_of(storage: UntypedStorage) -> Tensor:
+    """The whole storage as uint8 [nbytes]."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def storages_of(tensors: Sequence[Tensor]) -> dict[int, UntypedStorage]:
+    """The storages under `tensors`, each once and in their order, by an identity that lasts as long as the storage."""
+    return {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+
+
+@dataclass(frozen=True)
+class _EmptiedStorage:
+    """A storage that leaves the device, and how it comes back: from its buffer, or as zeros."""
 
     storage: UntypedStorage
     nbytes: int
-    place: Place | None
+    buffer: StorageBuffer | None
 
-    def come_back(self) -> None:
+    def empty(self) -> None:
+        self.storage.resize_(0)
+
+    def restore(self) -> None:
         self.storage.resize_(self.nbytes)
         whole = bytes_of(self.storage)
-        if self.place is None:
+        if self.buffer is None:
             whole.zero_()
         else:
-            self.place.give(whole)
+            self.buffer.copy_to(whole)
 
 
 class Residence:
@@ -51,8 +119,8 @@ class Residence:
         """`switched`: the kinds that may leave the device."""
         self._platform, self._chunks, self._optimizer = platform, chunks, optimizer
         self.switched = tuple(kind for kind in SWITCHES if kind in switched)
-        self._places: dict[str, Place] = {}  # by the name of what lies there
-        self._gone: dict[str, list[_Gone]] = {}  # by kind
+        self._buffers: dict[str, StorageBuffer] = {}  # by the name of what lies there
+        self._emptied: dict[str, list[_EmptiedStorage]] = {}  # by kind
         self._used: Counter[str] = Counter()
         for chunk in chunks if PARAMETERS in self.switched else ():
             chunk.register_forward_pre_hook(lambda *_: self.require(PARAMETERS))
@@ -60,7 +128,7 @@ class Residence:
     @property
     def host_bytes(self) -> int:
         """Host memory that was made so far."""
-        return sum(place.nbytes for place in self._places.values())
+        return sum(buffer.nbytes for buffer in self._buffers.values())
 
     @contextmanager
     def using(self, *kinds: str) -> Iterator[None]:
@@ -82,45 +150,45 @@ class Residence:
 
     def require(self, *kinds: str) -> None:
         """Raises RuntimeError when one of them is not on the device: what computes on emptied storages crashes or is wrong."""
-        if gone := [kind for kind in kinds if kind in self._gone]:
+        if gone := [kind for kind in kinds if kind in self._emptied]:
             keys = ", ".join(f"actor.{SWITCHES[kind]}" for kind in gone)
             raise RuntimeError(f"{', '.join(gone)}: not on the device ({keys}), and may be touched within Residence.using only")
 
     def _leave(self, kinds: Iterable[str]) -> None:
-        if leaving := [kind for kind in kinds if not self._used[kind] and kind not in self._gone]:
+        if leaving := [kind for kind in kinds if not self._used[kind] and kind not in self._emptied]:
             self._platform.synchronize()  # other streams may still read or write what leaves
-            self._gone |= {kind: self._depart(kind) for kind in leaving}
+            self._emptied |= {kind: self._depart(kind) for kind in leaving}
             self._platform.synchronize()
-            for gone in (gone for kind in leaving for gone in self._gone[kind]):
-                gone.storage.resize_(0)
+            for storage in (storage for kind in leaving for storage in self._emptied[kind]):
+                storage.empty()
             self._platform.release_cache()
 
-    def _depart(self, kind: str) -> list[_Gone]:
+    def _depart(self, kind: str) -> list[_EmptiedStorage]:
         """Copies what has to be kept to the host; nothing is emptied yet."""
         if kind == GRADIENTS:  # they are cleared before every use
             self._optimizer.zero_grad()  # else its own references would keep copies in other formats alive
-            return [_Gone(s, s.nbytes(), None) for s in self._gradients().values()]
-        held = {f"{kind}/{name}": s for name, s in self._named(kind).items() if s.nbytes()}
-        new = [name for name, s in held.items() if name not in self._places or self._places[name].nbytes != s.nbytes()]
-        self._places |= zip(new, reserve([held[name].nbytes() for name in new], self._platform.host_memory), strict=True)
-        for name, storage in held.items():
-            self._places[name].keep(bytes_of(storage))
-        return [_Gone(storage, storage.nbytes(), self._places[name]) for name, storage in held.items()]
+            return [_EmptiedStorage(s, s.nbytes(), None) for s in self._gradients().values()]
+        storages = {f"{kind}/{name}": s for name, s in self._named(kind).items() if s.nbytes()}
+        new = [name for name, s in storages.items() if name not in self._buffers or self._buffers[name].nbytes != s.nbytes()]
+        self._buffers |= zip(new, reserve([storages[name].nbytes() for name in new], self._platform.host_memory), strict=True)
+        for name, storage in storages.items():
+            self._buffers[name].copy_from(bytes_of(storage))
+        return [_EmptiedStorage(storage, storage.nbytes(), self._buffers[name]) for name, storage in storages.items()]
 
     def _come_back(self, kind: str) -> None:
         """All of it or, when memory runs out, nothing: what came back in part would be taken for gone, and its next state be lost."""
-        if gone := self._gone.get(kind):
+        if emptied := self._emptied.get(kind):
             try:
-                for one in gone:
-                    one.come_back()
+                for storage in emptied:
+                    storage.restore()
             except BaseException:
                 self._platform.synchronize()  # copies into what came back may be under way
-                for one in gone:
-                    one.storage.resize_(0)
+                for storage in emptied:
+                    storage.empty()
                 self._platform.release_cache()
                 raise
             self._platform.synchronize()
-        self._gone.pop(kind, None)
+        self._emptied.pop(kind, None)
 
     def _named(self, kind: str) -> dict[str, UntypedStorage]:
         """Storages by names that stay the same when a tensor is made anew, as moments are by a checkpoint that is loaded."""
@@ -170,3 +238,43 @@ def check_resident(what: str, tensors: Iterable[Tensor]) -> None:
     """Raises RuntimeError when one has been emptied; torch itself would read at address 0."""
     if any(t.numel() and not t.untyped_storage().nbytes() for t in tensors):
         raise RuntimeError(f"{what}: not on the device, and may be touched within Residence.using only")
+
+
+class FrozenWeights:
+    """The reference model of a KL term: a copy of this rank's weights as they are now, which computes in their stead for a forward.
+
+    Only contents change places, through a piece's worth of scratch memory: parameters, gradient buffers and optimizer states stay
+    where they are, and the actor's weights come back bit for bit.
+    """
+
+    def __init__(self, chunks: list[Module], allocate: Callable[[int], Tensor], synchronize: Callable[[], None]):
+        """`allocate(n)` makes uint8 memory for the copy, on the host or on the device; `synchronize` waits for the device."""
+        self._synchronize = synchronize
+        self._storages = list(storages_of([parameter for chunk in chunks for parameter in chunk.parameters()]).values())
+        self._buffers = reserve([storage.nbytes() for storage in self._storages], allocate)
+        for storage, buffer in zip(self._storages, self._buffers, strict=True):
+            buffer.copy_from(bytes_of(storage))
+        self._synchronize()
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The frozen weights compute, until the block ends. The parameters have to be on the device."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for storage, buffer in zip(self._storages, self._buffers, strict=True):
+            buffer.exchange(bytes_of(storage))
+        self._synchronize()
+
+    def digest(self) -> str:
+        """SHA-256 of the frozen weights' storages, padding included."""
+        digest = hashlib.sha256()
+        for buffer in self._buffers:
+            for piece in buffer.pieces:
+                digest.update(piece.cpu().numpy())
+        return digest.hexdigest()

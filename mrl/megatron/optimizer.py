@@ -13,8 +13,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mrl.config.schema import OptimConfig
 from mrl.errors import ConfigError
+from mrl.megatron.bridge import checked_overrides
 from mrl.megatron.offload import check_resident
-from mrl.megatron.overrides import checked_overrides
 
 _FROZEN = "mrl_frozen"  # mark of a parameter that is not to be updated
 

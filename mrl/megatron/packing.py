@@ -11,6 +11,7 @@ import numpy as np
 
 from mrl.data.batch import TrainBatch
 from mrl.data.routes import MISSING
+from mrl.units import round_up
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,9 @@ class Shape:
     def padded(self, lengths: np.ndarray) -> np.ndarray:
         """Length in memory of each sequence, int64 [rows], over all context-parallel ranks."""
         if not self.packed:
-            return np.full(len(lengths), _up(int(lengths.max()), self.total_multiple), dtype=np.int64)
+            return np.full(len(lengths), round_up(int(lengths.max()), self.total_multiple), dtype=np.int64)
         padded = -(-lengths.astype(np.int64) // self.sequence_multiple) * self.sequence_multiple
-        padded[-1] += _up(int(padded.sum()), self.total_multiple) - int(padded.sum())
+        padded[-1] += round_up(int(padded.sum()), self.total_multiple) - int(padded.sum())
         return padded
 
     def tokens(self, lengths: np.ndarray) -> int:
@@ -149,7 +150,3 @@ def kept_positions(padded: np.ndarray, context: int, rank: int) -> np.ndarray:
             kept.append(np.arange(start + number * chunk, start + (number + 1) * chunk))
         start += size
     return np.concatenate(kept)
-
-
-def _up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

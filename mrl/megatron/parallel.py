@@ -10,7 +10,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model.layout import TrainLayout
-from mrl.platforms.base import Platform
+from mrl.platforms import Platform
 
 
 def init_distributed(platform: Platform, rank: int, world_size: int, master_addr: str, master_port: int, timeout_s: float) -> None:

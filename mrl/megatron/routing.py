@@ -42,16 +42,16 @@ class _Chooser:
         if torch._C._current_graph_task_id() != -1:  # recomputed inside a backward pass: what this forward chose the first time
             return _gathered(scores, self.pending.popleft())
         if self.wanted is None:
-            found = default(scores, topk, num_groups, group_topk)
+            choice = default(scores, topk, num_groups, group_topk)
         elif self.has_gaps:
             self.own = default(scores, topk, num_groups, group_topk)[1]
-            found = _gathered(scores, torch.where(self.wanted == MISSING, self.own, self.wanted.long()))
+            choice = _gathered(scores, torch.where(self.wanted == MISSING, self.own, self.wanted.long()))
         else:
-            found = _gathered(scores, self.wanted.long())
-        self.chosen = found[1]
+            choice = _gathered(scores, self.wanted.long())
+        self.chosen = choice[1]
         if self.training and not torch.is_grad_enabled():  # a forward without graph in training is one that backward repeats
-            self.pending.append(found[1])
-        return found
+            self.pending.append(choice[1])
+        return choice
 
 
 def _gathered(scores: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,7 +120,7 @@ class Routing:
         Without that promise they may differ by rounding, and either's routes are as good.
         """
         before = self._recorded.get(key, []) if torch.are_deterministic_algorithms_enabled() else []
-        if any((_differ(one, other) & real).any() for one, other in zip(before, chosen, strict=False)):
+        if any((_differ(earlier, now) & real).any() for earlier, now in zip(before, chosen, strict=False)):
             raise RuntimeError("two micro-batches of the same tokens chose other experts; their routes cannot be told apart")
         self._recorded[key] = chosen
 

@@ -53,8 +53,8 @@ class Recompute:
 
 
 @dataclass(frozen=True)
-class MicroBatch:
-    """Shape of what goes through the model at once, over all context-parallel ranks."""
+class MicroBatchShape:
+    """What goes through the model at once, over all context-parallel ranks."""
 
     rows: int
     length: int  # tokens of a row, prompt and response and padding
@@ -72,7 +72,7 @@ class Activations:
 
     model: ModelSpec
     layout: TrainLayout
-    micro: MicroBatch
+    micro: MicroBatchShape
     bytes: int = 2  # per element
     kernels: Kernels = "transformer_engine"
     recompute: Recompute = field(default_factory=Recompute)

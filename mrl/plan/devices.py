@@ -1,4 +1,7 @@
-"""Published figures of the devices that a plan can be made for: mrl/plan/devices.json, each with its source."""
+"""What a plan knows of hardware: published figures of devices (mrl/plan/devices.json, each with its source), and assumed shares of them.
+
+Every plan prints the assumptions that it used. Predicted times are no better than these.
+"""
 
 import json
 from dataclasses import dataclass
@@ -6,9 +9,10 @@ from functools import cache
 from pathlib import Path
 
 from mrl.errors import ConfigError
+from mrl.model.layout import TrainLayout
+from mrl.units import GIB, MIB
 
 _FILE = Path(__file__).with_name("devices.json")
-_MIB, _GIB = 1024**2, 1024**3
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,11 @@ def devices() -> dict[str, Device]:
     return {name: _device(name, row) for name, row in rows.items()}
 
 
+def devices_of(platform: str) -> tuple[Device, ...]:
+    """All known devices of a cluster.device."""
+    return tuple(device for device in devices().values() if device.platform == platform)
+
+
 def find_device(name: str) -> Device:
     """Raises ConfigError with all names for one that is not known."""
     if name not in devices():
@@ -49,20 +58,50 @@ def find_device(name: str) -> Device:
 
 def default_device(platform: str) -> Device:
     """What a plan assumes where only `cluster.device` is given: the smaller memory, so that what fits here fits on the others."""
-    return min((d for d in devices().values() if d.platform == platform), key=lambda d: (d.memory, -d.flops))
+    return min(devices_of(platform), key=lambda device: (device.memory, -device.flops))
 
 
 def _device(name: str, row: dict) -> Device:
     return Device(
         name=name,
         platform=row["platform"],
-        memory=row["memory_mib"] * _MIB,
-        reserved=row["reserved_mib"] * _MIB,
+        memory=row["memory_mib"] * MIB,
+        reserved=row["reserved_mib"] * MIB,
         flops=row["bf16_tflops"] * 1e12,
         memory_rate=row["memory_gb_per_s"] * 1e9,
         node_rate=row["node_link_gb_per_s"] * 1e9,
         network_rate=row["network_gb_per_s"] * 1e9,
         devices_per_node=row["devices_per_node"],
-        host_memory=row["host_memory_gib"] * _GIB,
+        host_memory=row["host_memory_gib"] * GIB,
         source=row["source"],
     )
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What a plan cannot know: shares of a device's peak rates, mean lengths, unevenness."""
+
+    # What updates of mixtures of experts in RL report: 0.03 to 0.15 on H100 and H200 (prime-rl's benchmarks), 0.19 for a 671B model and
+    # 0.31 to 0.40 on H20, whose peak is a seventh (verl docs/perf/dpsk.md). Pre-training on H100: 0.24 to 0.31 (NVIDIA/Megatron-LM#5728).
+    train_mfu: float = 0.15
+    log_prob_mfu: float = 0.15
+    prefill_mfu: float = 0.15
+    # A decode step reads the weights that its tokens touch and their caches, at this share of the memory's rate. Set so that whole steps
+    # come out near published ones (NeMo-RL's performance table; tests/unit/test_plan.py has the comparison).
+    decode_memory_share: float = 0.35
+    # 46 of 50 GB/s of a 400 Gb/s adapter.
+    link_share: float = 0.92
+    # Mean lengths over the limits of the configuration.
+    prompt_share: float = 0.5
+    response_share: float = 0.5
+    # Without a balancing loss, which RL leaves out, the busiest expert rank gets more than the mean.
+    expert_load: float = 1.25
+    # Bytes that a sleeping engine keeps on its device: context and graphs (vLLM sleep level 2).
+    engine_asleep: int = 2 * GIB
+
+    def expert_load_in(self, layout: TrainLayout) -> float:
+        """Tokens of the busiest expert rank over the mean; 1 where every rank has all experts."""
+        return self.expert_load if layout.expert > 1 else 1.0
+
+
+USUAL = Assumptions()

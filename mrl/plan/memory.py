@@ -1,15 +1,33 @@
-"""The memory of a plan: every phase on its fullest device, the KV cache, the host."""
+"""The memory of a plan: terms of the actor and of an engine, every phase on its fullest device, the KV cache, the host."""
 
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
+from mrl.config.schema import RunConfig
 from mrl.model.device_grid import Place
-from mrl.plan.engine_memory import EngineMemory, cache_bytes_per_token
-from mrl.plan.inputs import PlanInputs, activations_of, actor_bytes, batch_plan, engine_bytes, engine_of, recompute_of
-from mrl.plan.phases import HOST_CURE, PACKED_CURES, ActorBytes, Phase, actor_phases, colocated_phases, engine_phases
+from mrl.model.layout import TrainLayout
+from mrl.plan.activations import Activations, Kernels, MicroBatchShape
+from mrl.plan.devices import Device
+from mrl.plan.engine_memory import GRAPHS, EngineMemory, cache_bytes_per_token
+from mrl.plan.memory_phases import (
+    HOST_CURE,
+    PACKED_CURES,
+    ActorBytes,
+    EngineBytes,
+    Offload,
+    Phase,
+    actor_phases,
+    colocated_phases,
+    engine_phases,
+)
+from mrl.plan.model_state import Precision, largest_parameter, stage_state
+from mrl.plan.plan_inputs import BatchPlan, PlanInputs, batch_plan, engine_of, precision_of, recompute_of, sync_budget
+from mrl.units import MIB
 from mrl.vllm.launch import rank_places
 
 _CACHE_CURE = "the cache holds not one sequence: raise rollout.tensor_model_parallel_size or gpu_memory_utilization"
+_SLOW_BUCKET = 512 * MIB  # of full tensors on their way through the driver
 
 
 def memory_section(inputs: PlanInputs) -> dict[str, Any]:
@@ -58,3 +76,82 @@ def _host(inputs: PlanInputs, actors: list[ActorBytes], ranks: tuple[Place, ...]
     used = max(sum(actors[pp].host for _, pp in on_node) for _, on_node in nodes)
     fits = used <= inputs.device.host_memory
     return {"bytes_per_node": used, "node_bytes": inputs.device.host_memory, "fits": fits, "change": "" if fits else HOST_CURE}
+
+
+# ---------------------------------------------------------------- the actor
+
+
+def actor_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> ActorBytes:
+    """Terms of one rank of pipeline stage `pp`."""
+    state = stage_state(inputs.model, inputs.train, pp, precision_of(inputs.config, inputs.element_bytes))
+    activations = activations_of(inputs, batch.micro)
+    return ActorBytes(
+        parameters=state.parameters,
+        gradients=state.gradients,
+        optimizer=state.optimizer,
+        optimizer_host=state.optimizer_host,
+        activations=activations.stage_saved(pp, batch.micro_batches),
+        temporaries=activations.stage_temporaries(pp),
+        log_prob=replace(activations, micro=batch.log_prob_micro).forward_only(pp),
+        sync_staging=_actor_staging(inputs, pp),
+        offload=offload_of(inputs.config),
+        reference=_reference_bytes(inputs, pp),
+    )
+
+
+def activations_of(inputs: PlanInputs, micro: MicroBatchShape) -> Activations:
+    """The activation model of the configured actor."""
+    return Activations(
+        model=inputs.model,
+        layout=inputs.train,
+        micro=micro,
+        bytes=inputs.element_bytes,
+        kernels=_kernels_of(inputs.device),
+        recompute=recompute_of(inputs.config),
+        expert_load=inputs.assumptions.expert_load_in(inputs.train),
+    )
+
+
+def _kernels_of(device: Device) -> Kernels:
+    """Transformer Engine, or its Ascend counterpart, is there on every accelerator that a preset is written for."""
+    return "torch" if device.platform == "cpu" else "transformer_engine"
+
+
+def offload_of(config: RunConfig) -> Offload:
+    """What leaves the device between phases."""
+    actor = config.actor
+    return Offload(actor.param_offload, actor.grad_offload, actor.optimizer_offload, config.ref.param_offload)
+
+
+def _reference_bytes(inputs: PlanInputs, pp: int) -> int:
+    """Parameters of the reference model of a KL term on a rank of stage `pp`; with a layout of its own, those of its fullest stage."""
+    algorithm, own = inputs.config.algorithm, inputs.config.ref.layout
+    if not algorithm.needs_reference:
+        return 0
+    layout = inputs.train if own is None else TrainLayout.build(own.model_dump(), inputs.model)
+    stages = (pp,) if own is None else range(layout.pipeline)
+    return max(stage_state(inputs.model, layout, stage, Precision(inputs.element_bytes)).parameters for stage in stages)
+
+
+def _actor_staging(inputs: PlanInputs, pp: int) -> int:
+    """Fast path: a round being packed and one on the wire. Slow path: a bucket, and the largest tensor gathered and merged."""
+    if inputs.config.reshard.path == "fast":
+        return 2 * sync_budget(inputs.config)
+    gathered = largest_parameter(inputs.model, inputs.train, pp) * inputs.train.tensor * inputs.element_bytes
+    return _SLOW_BUCKET + 2 * gathered
+
+
+# ---------------------------------------------------------------- an engine
+
+
+def engine_bytes(inputs: PlanInputs, engine: EngineMemory) -> EngineBytes:
+    """Terms of one engine worker. A sync stages two rounds and, at its peak, two modules in load layout."""
+    staging = 2 * sync_budget(inputs.config) if inputs.config.reshard.path == "fast" else _SLOW_BUCKET
+    graphs = 0 if inputs.config.rollout.enforce_eager or inputs.device.platform == "cpu" else GRAPHS
+    return EngineBytes(
+        weights=engine.weights,
+        working_set=engine.working_set + graphs,
+        cache=engine.cache,
+        sync_staging=staging + 2 * engine.largest_module,
+        asleep=inputs.assumptions.engine_asleep,
+    )

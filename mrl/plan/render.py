@@ -3,14 +3,14 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-_GIB = 1024**3
+from mrl.units import GIB
 
 
 def plan_lines(plan: dict[str, Any]) -> Iterator[str]:
     """The plan in a screenful."""
     model, device, actor = plan["model"], plan["device"], plan["layout"]["actor"]
     yield f"model: {model['path']}, {model['parameters'] / 1e9:.1f} B parameters, {model['active_parameters'] / 1e9:.1f} B active"
-    yield f"device: {device['name']}, {device['usable'] / _GIB:.1f} of {device['memory'] / _GIB:.1f} GiB to plan with"
+    yield f"device: {device['name']}, {device['usable'] / GIB:.1f} of {device['memory'] / GIB:.1f} GiB to plan with"
     yield from _layout_lines(plan, actor)
     yield from _batch_lines(plan["batch"])
     yield "memory of the fullest device, GiB:"
@@ -56,22 +56,22 @@ def _batch_lines(batch: dict[str, Any]) -> Iterator[str]:
 
 def _phase_line(named: tuple[str, dict[str, Any]]) -> str:
     name, phase = named
-    terms = ", ".join(f"{term} {size / _GIB:.1f}" for term, size in sorted(phase["terms"].items(), key=lambda t: -t[1]) if size)
+    terms = ", ".join(f"{term} {size / GIB:.1f}" for term, size in sorted(phase["terms"].items(), key=lambda t: -t[1]) if size)
     where = "" if phase["stage"] is None else f", stage {phase['stage']}"
     verdict = "fits" if phase["fits"] else f"DOES NOT FIT: most is {phase['largest']}; change: {phase['change']}"
-    return f"  {name + where:<32} {phase['bytes'] / _GIB:7.1f} of {phase['device_bytes'] / _GIB:.1f} {verdict} ({terms})"
+    return f"  {name + where:<32} {phase['bytes'] / GIB:7.1f} of {phase['device_bytes'] / GIB:.1f} {verdict} ({terms})"
 
 
 def _memory_lines(memory: dict[str, Any]) -> Iterator[str]:
     cache, host = memory["kv_cache"], memory["host"]
     yield f"recompute: {memory['recompute']}"
     yield (
-        f"KV cache: {cache['bytes_per_worker'] / _GIB:.1f} GiB a worker, {cache['tokens_per_engine']} tokens an engine "
+        f"KV cache: {cache['bytes_per_worker'] / GIB:.1f} GiB a worker, {cache['tokens_per_engine']} tokens an engine "
         f"({cache['longest_sequences_per_engine']} sequences of the longest kind) {cache['change']}".rstrip()
     )
     if host["bytes_per_node"]:
         verdict = "fits" if host["fits"] else f"DOES NOT FIT: {host['change']}"
-        yield f"host: {host['bytes_per_node'] / _GIB:.0f} of {host['node_bytes'] / _GIB:.0f} GiB of a node, {verdict}"
+        yield f"host: {host['bytes_per_node'] / GIB:.0f} of {host['node_bytes'] / GIB:.0f} GiB of a node, {verdict}"
     for change in memory["would_fit_with"]:
         yield "would fit with: " + " ".join(f"--set {setting}" for setting in change)
 
@@ -107,19 +107,20 @@ def _size(nbytes: int) -> str:
     return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.3g} MB"
 
 
-def search_lines(found: dict[str, Any]) -> Iterator[str]:
+def search_lines(result: dict[str, Any]) -> Iterator[str]:
     """The best layouts, one paragraph each."""
-    whole = ", counting the actor alone; below, those that fit with the whole configuration" if found["planned"] else ""
-    yield f"{found['fitting']} of {found['legal']} legal layouts on {found['devices']} x {found['device']} fit{whole}; fastest update first"
-    for place, row in enumerate(found["layouts"], 1):
+    whole = ", counting the actor alone; below, those that fit with the whole configuration" if result["planned"] else ""
+    where = f"{result['devices']} x {result['device']}"
+    yield f"{result['fitting']} of {result['legal']} legal layouts on {where} fit{whole}; fastest update first"
+    for place, row in enumerate(result["layouts"], 1):
         degrees = ", ".join(f"{key} {value}" for key, value in row["degrees"].items() if key != "world_size") or "not sharded"
         yield f"{place:3}. {row['seconds']:8.2f} s  {degrees}"
         yield f"       {row['why']}"
         if row["missing"]:
             yield f"       mrl train cannot do this yet: {'; '.join(row['missing'])}"
-    if found["left_out"]:
-        reasons = "; ".join(f"{why} ({count})" for why, count in found["left_out"].items())
+    if result["left_out"]:
+        reasons = "; ".join(f"{why} ({count})" for why, count in result["left_out"].items())
         yield f"faster ones left out, with which the plan of the whole configuration does not fit: {reasons}"
-    if found["too_large"]:
-        yield "do not fit, by what weighs most: " + ", ".join(f"{name} {count}" for name, count in found["too_large"].items())
-    yield from found["engines"]
+    if result["too_large"]:
+        yield "do not fit, by what weighs most: " + ", ".join(f"{name} {count}" for name, count in result["too_large"].items())
+    yield from result["engines"]

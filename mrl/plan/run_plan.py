@@ -1,24 +1,34 @@
-"""A run's plan as plain data: where every rank stands, memory of every phase, predicted times, the weight sync, the batches; hashed."""
+"""A run's plan as plain data: where every rank stands, memory of every phase, predicted times, the weight sync, the batches; hashed.
+
+It is stored as plan.json of a run directory and compared with what a run that starts later would plan.
+"""
 
 import hashlib
 import json
 from dataclasses import asdict
+from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from mrl.config.schema import RunConfig
 from mrl.errors import ConfigError
 from mrl.model import ModelSpec, active_parameter_count, parameter_count
 from mrl.model.device_grid import Place
-from mrl.plan.devices import Device
+from mrl.model.layout import TrainLayout
+from mrl.plan.devices import Device, devices
 from mrl.plan.engine_memory import EngineMemory
-from mrl.plan.inputs import BatchPlan, PlanInputs, batch_plan, engine_of
 from mrl.plan.memory import memory_section
+from mrl.plan.plan_inputs import BatchPlan, PlanInputs, batch_plan, device_for, engine_of, sync_budget
 from mrl.plan.suggest_fixes import fitting_changes
-from mrl.plan.sync_cost import sync_section
-from mrl.plan.times import bubble, mean_lengths, phase_seconds, step_flops
-from mrl.vllm.launch import rank_places
+from mrl.plan.times import bubble_share, mean_lengths, phase_seconds, step_flops
+from mrl.reshard.plan import ReshardPlan, Topology, plan_reshard
+from mrl.reshard.summary import Link, reshard_summary
+from mrl.units import GIB
+from mrl.vllm.launch import rank_places, rollout_layout
 
 FORMAT = 1
+_SHOWN = 8  # differences in one message
+_NOT_COMPARED = ("hash", "seconds", "reshard.plan_seconds")
 
 
 def plan_of(config: RunConfig, model: ModelSpec, device: Device) -> dict[str, Any]:
@@ -47,7 +57,7 @@ def make_plan(inputs: PlanInputs) -> dict[str, Any]:
         "batch": batch.to_json(),
         "memory": memory | {"would_fit_with": [] if memory["fits"] else fitting_changes(inputs)},
         "times": _times(inputs, batch, engine),
-        "reshard": sync_section(inputs, ranks, workers),
+        "reshard": _sync(inputs),
         "assumptions": asdict(inputs.assumptions),
     }
     return plan | {"hash": plan_hash(plan)}
@@ -95,31 +105,52 @@ def _rank(inputs: PlanInputs, rank: int, place: Place) -> dict[str, int]:
 
 
 def _times(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory) -> dict[str, Any]:
-    lengths = mean_lengths(inputs)
+    lengths = mean_lengths(inputs.config, inputs.assumptions)
     return {
         "predicted": True,
         "mean_prompt_tokens": lengths.prompt,
         "mean_response_tokens": lengths.response,
         "flops": step_flops(inputs, batch),
-        "pipeline_bubble": bubble(inputs, batch),
+        "pipeline_bubble": bubble_share(inputs.train, batch.micro_batches),
         "phase_seconds": phase_seconds(inputs, batch, engine),
     }
 
 
-def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """`layout.actor.tensor: 2 -> 4` for every value that differs, lists of ranks as a whole."""
-    then, now = dict(_leaves(old)), dict(_leaves(new))
-    keys = [*then, *(key for key in now if key not in then)]
-    skipped = ("hash", "seconds", "reshard.plan_seconds")
-    return [f"{key}: {then.get(key)} -> {now.get(key)}" for key in keys if key not in skipped and then.get(key) != now.get(key)]
+def _sync(inputs: PlanInputs) -> dict[str, Any]:
+    """Bytes, rounds, staging and predicted seconds of one weight sync, with the hash that both sides will compare.
+
+    `plan_seconds` is measured and differs from run to run.
+    """
+    begun = perf_counter()
+    plan = reshard_plan_of(inputs.config, inputs.model, inputs.train)
+    return reshard_summary(plan, _link(inputs), plan_seconds=perf_counter() - begun)
 
 
-def _leaves(value: Any, path: str = "") -> list[tuple[str, Any]]:
-    if isinstance(value, dict):
-        return [leaf for key, inner in value.items() for leaf in _leaves(inner, f"{path}.{key}" if path else key)]
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        return [(path, f"{len(value)} entries, {hashlib.sha256(json.dumps(value).encode()).hexdigest()[:8]}")]
-    return [(path, value)]
+def _link(inputs: PlanInputs) -> Link:
+    """The rates of a device's links; a copy on the device reads and writes its memory."""
+    device, share = inputs.device, inputs.assumptions.link_share
+    return Link(device.network_rate * share, device.node_rate * share, device.memory_rate * share / 2)
+
+
+def reshard_plan_of(config: RunConfig, model: ModelSpec, train: TrainLayout) -> ReshardPlan:
+    """The plan of a configuration's weight sync. Raises ConfigError for layouts that cannot stand on the cluster."""
+    return plan_reshard(
+        model,
+        train,
+        rollout_layout(config),
+        dialect=config.cluster.device,
+        dtype=config.rollout.dtype or config.model.dtype,
+        topology=Topology(*rank_places(config)),
+        budget_bytes=sync_budget(config),
+    )
+
+
+# ---------------------------------------------------------------- as it is stored and compared
+
+
+def plan_text(plan: dict[str, Any]) -> str:
+    """As it is stored."""
+    return json.dumps(plan, indent=1)
 
 
 def read_plan(text: str, where: str) -> dict[str, Any]:
@@ -131,3 +162,61 @@ def read_plan(text: str, where: str) -> dict[str, Any]:
     if not isinstance(plan, dict) or plan.get("format") != FORMAT:
         raise ConfigError(f"{where} is no plan of this version (format {FORMAT}); remove it or write it anew with mrl plan")
     return plan
+
+
+def plan_again(config: RunConfig, model: ModelSpec, file: Path) -> dict[str, Any]:
+    """The plan as it is now; where the configuration names no device, for the one that the plan stored in `file` was made for."""
+    return plan_of(config, model, _same_device(config, _stored(file)))
+
+
+def plan_report(config: RunConfig, model: ModelSpec, file: Path) -> list[str]:
+    """What a run says of its plan before it starts: whether it is the stored one, what changed, and what will not fit."""
+    stored, plan = _stored(file), plan_again(config, model, file)
+    lines = [f"plan: {plan['hash'][:16]} for {plan['device']['name']}{_compared(stored, plan)}"]
+    return lines + [f"note: {problem}" for problem in _problems(plan["memory"])]
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """`layout.actor.tensor: 2 -> 4` for every value that differs, lists of ranks as a whole."""
+    before, after = dict(_leaves(old)), dict(_leaves(new))
+    keys = [key for key in before | after if key not in _NOT_COMPARED]
+    return [f"{key}: {before.get(key)} -> {after.get(key)}" for key in keys if before.get(key) != after.get(key)]
+
+
+def _leaves(value: Any, path: str = "") -> list[tuple[str, Any]]:
+    if isinstance(value, dict):
+        return [leaf for key, inner in value.items() for leaf in _leaves(inner, f"{path}.{key}" if path else key)]
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return [(path, f"{len(value)} entries, {hashlib.sha256(json.dumps(value).encode()).hexdigest()[:8]}")]
+    return [(path, value)]
+
+
+def _stored(file: Path) -> dict[str, Any] | None:
+    """None where there is no file. Raises ConfigError for a file that holds something else."""
+    return read_plan(file.read_text(encoding="utf-8"), str(file)) if file.is_file() else None
+
+
+def _same_device(config: RunConfig, stored: dict[str, Any] | None) -> Device:
+    before = devices().get(stored["device"]["name"]) if stored and config.cluster.accelerator is None else None
+    return before if before is not None and before.platform == config.cluster.device else device_for(config)
+
+
+def _compared(stored: dict[str, Any] | None, plan: dict[str, Any]) -> str:
+    if stored is None:
+        return ""
+    changed = differences(stored, plan)
+    if not changed:
+        return ", as planned before"
+    more = f"; and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
+    return f", not as planned before ({stored['hash'][:16]}): {'; '.join(changed[:_SHOWN])}{more}"
+
+
+def _problems(memory: dict[str, Any]) -> list[str]:
+    """Estimates, so a run starts all the same."""
+    phases = [
+        f"by the plan's estimate phase {name} takes {phase['bytes'] / GIB:.1f} of {phase['device_bytes'] / GIB:.1f} GiB, "
+        f"most of it {phase['largest']}; change: {phase['change']}"
+        for name, phase in memory["phases"].items()
+        if not phase["fits"]
+    ]
+    return [*phases, *(memory[part]["change"] for part in ("kv_cache", "host") if memory[part]["change"])]

@@ -6,21 +6,22 @@ parameters, gradients and optimizer alone are too much, which no activation coul
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
+from mrl.errors import ConfigError
 from mrl.model import ModelSpec
 from mrl.model.layout import TrainLayout, check_train_layout
 from mrl.model.precision import BF16, Precision
-from mrl.plan.activations import Activations, MicroBatch, Recompute
-from mrl.plan.assumptions import USUAL, Assumptions
-from mrl.plan.devices import Device
-from mrl.plan.megatron_versions import refuses_layout
+from mrl.plan.activations import Activations, MicroBatchShape, Recompute
+from mrl.plan.devices import USUAL, Assumptions, Device
+from mrl.plan.memory_phases import ActorBytes, Offload, Phase, actor_phases
 from mrl.plan.model_state import StateBytes, layer_kinds, stage_state
-from mrl.plan.phases import ActorBytes, Offload, Phase, actor_phases
-from mrl.plan.step_time import StepSeconds, UpdateWork, micro_batch_count, update_seconds
+from mrl.plan.times import UpdateSeconds, UpdateWork, micro_batch_count, update_seconds
+from mrl.platforms.versions import MEGATRON, release_of, shares_key_value_heads
+from mrl.units import GIB
 
 RECOMPUTE = (Recompute(), Recompute("full"))  # what is cheaper comes first
 _NOTATIONS = tuple(
@@ -29,7 +30,6 @@ _NOTATIONS = tuple(
 )
 _TP, _PP, _VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 _CP, _EP, _ETP = "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
-_GIB = 1024**3
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class SearchProblem:
     megatron: str  # version of megatron-core
     assumptions: Assumptions = USUAL
     precision: Precision = BF16
-    micro_of: Callable[[TrainLayout], MicroBatch] | None = None  # None: that of `work` in every layout
+    micro_of: Callable[[TrainLayout], MicroBatchShape] | None = None  # None: that of `work` in every layout
     offload: Offload = field(default_factory=Offload)  # what the actor keeps on the host
 
     @property
@@ -64,7 +64,7 @@ class Candidate:
     layout: TrainLayout
     recompute: Recompute
     phase: Phase  # the fullest
-    seconds: StepSeconds
+    seconds: UpdateSeconds
     micro_batches: int
 
     @property
@@ -89,7 +89,7 @@ class Candidate:
         where = "inside a node" if layout.tensor <= per_node else "across nodes"
         experts = layout.expert * layout.expert_tensor
         spread = f"; experts {'inside a node' if experts <= per_node else 'across nodes'}" if experts > 1 else ""
-        room = f"{self.phase.total / _GIB:.1f} of {self.phase.device_bytes / _GIB:.1f} GiB in {self.phase.name}, most {self.phase.largest}"
+        room = f"{self.phase.total / GIB:.1f} of {self.phase.device_bytes / GIB:.1f} GiB in {self.phase.name}, most {self.phase.largest}"
         share = f"computing {s.compute / s.total:.0%} of the update, then {worst} {costs[worst] / s.total:.0%}"
         return f"{room}; {share}; tensor {where}{spread}; recompute {self.recompute}"
 
@@ -108,11 +108,11 @@ def search(problem: SearchProblem) -> SearchResult:
     fitting, too_large, legal = [], Counter(), 0
     for degrees, layout in legal_layouts(problem):
         legal += 1
-        found = best_fit(problem, degrees, layout)
-        if isinstance(found, Candidate):
-            fitting.append(found)
+        best = best_fit(problem, degrees, layout)
+        if isinstance(best, Candidate):
+            fitting.append(best)
         else:
-            too_large[found.largest] += 1
+            too_large[best.largest] += 1
     return SearchResult(tuple(sorted(fitting, key=lambda c: c.order)), legal, too_large)
 
 
@@ -126,15 +126,20 @@ def legal_layouts(problem: SearchProblem) -> Iterator[tuple[dict[str, Any], Trai
 
 
 def _legal(problem: SearchProblem) -> Iterator[tuple[dict[str, Any], TrainLayout]]:
-    """No rule ties the cut of the dense weights to that of the experts, so both are checked by themselves and then combined."""
-    model, world = problem.model, problem.devices
+    """No rule ties the cut of the dense weights to that of the experts, so both are checked by themselves and then combined.
+
+    Raises ConfigError where `problem.megatron` is no version.
+    """
+    if release_of(problem.megatron) is None:
+        raise ConfigError(f"--megatron {problem.megatron}: is no version of megatron-core, such as {MEGATRON}")
+    model, world, shares_heads = problem.model, problem.devices, shares_key_value_heads(problem.megatron)
     divisors = [n for n in range(1, world + 1) if world % n == 0]
     for pp, vp, notation in _pipelines(model.num_layers, divisors):
         base = {"world_size": world, _PP: pp, _VPP: vp, **notation}
         experts = [(ep, etp) for ep, etp in product(divisors, repeat=2) if not check_train_layout(base | {_EP: ep, _ETP: etp}, model)]
         for tp, cp in product(divisors, repeat=2):
             dense = base | {_TP: tp, _CP: cp}
-            if check_train_layout(dense, model) or refuses_layout(problem.megatron, model, dense):
+            if (model.num_key_value_heads % tp and not shares_heads) or check_train_layout(dense, model):
                 continue
             layout = TrainLayout.build(dense, model)
             for ep, etp in experts:
@@ -153,7 +158,7 @@ def _pipelines(num_layers: int, divisors: list[int]) -> Iterator[tuple[int, int 
 def best_fit(problem: SearchProblem, degrees: dict[str, Any], layout: TrainLayout) -> Candidate | Phase:
     """The layout with the cheapest recomputation that fits, or the phase that is too large in every case."""
     states = {pp: stage_state(problem.model, layout, pp, problem.precision) for pp in unlike_stages(problem.model, layout)}
-    heaviest = max(states.values(), key=_whole)
+    heaviest = heaviest_stage(states.values())
     on_device = {"parameters": heaviest.parameters, "gradients": heaviest.gradients, "optimizer": heaviest.optimizer}
     fullest = Phase("train", on_device, problem.device.usable)
     if not fullest.fits:
@@ -163,6 +168,11 @@ def best_fit(problem: SearchProblem, degrees: dict[str, Any], layout: TrainLayou
         if fullest.fits:
             return candidate_of(problem, degrees, layout, recompute, fullest, heaviest)
     return fullest
+
+
+def heaviest_stage(states: Iterable[StateBytes]) -> StateBytes:
+    """The one with the most bytes on the device."""
+    return max(states, key=lambda state: state.parameters + state.gradients + state.optimizer)
 
 
 def unlike_stages(model: ModelSpec, layout: TrainLayout) -> list[int]:
@@ -176,8 +186,7 @@ def unlike_stages(model: ModelSpec, layout: TrainLayout) -> list[int]:
 
 def fullest_phase(problem: SearchProblem, layout: TrainLayout, recompute: Recompute, states: dict[int, StateBytes]) -> Phase:
     """Over the given stages and all phases of the actor."""
-    load = problem.assumptions.expert_load if layout.expert > 1 else 1.0
-    work = problem.work_in(layout)
+    load, work = problem.assumptions.expert_load_in(layout), problem.work_in(layout)
     activations = Activations(problem.model, layout, work.micro, problem.precision.parameters, recompute=recompute, expert_load=load)
     count = micro_batch_count(work, layout)
     phases = []
@@ -198,10 +207,6 @@ def candidate_of(
     problem: SearchProblem, degrees: dict[str, Any], layout: TrainLayout, recompute: Recompute, phase: Phase, state: StateBytes
 ) -> Candidate:
     """The layout with its predicted time; `phase` the fullest, `state` of the heaviest stage."""
-    recomputed, work = recompute.granularity == "full", problem.work_in(layout)
-    seconds = update_seconds(work, layout, problem.device, problem.per_node, state, recomputed, problem.assumptions)
+    work = problem.work_in(layout)
+    seconds = update_seconds(work, layout, problem.device, problem.per_node, state, recompute, problem.assumptions)
     return Candidate(degrees, layout, recompute, phase, seconds, micro_batch_count(work, layout))
-
-
-def _whole(state: StateBytes) -> int:
-    return state.parameters + state.gradients + state.optimizer

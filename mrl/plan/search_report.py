@@ -1,22 +1,34 @@
-"""`mrl plan --search`: from a configuration, or only a model, to the layouts that fit, as plain data."""
+"""`mrl plan --search`: from a configuration, or only a model, to the layouts that fit, as plain data.
 
+The search itself counts the actor alone. Of what it finds, a configuration is shown the fastest that fit by the plan of the whole run: with
+reference model, engines and real staging. Recomputation is tried when a layout fits only with it; such a layout takes its later place.
+"""
+
+import heapq
+from collections import Counter
+from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 from mrl.config.capabilities import missing_capabilities
 from mrl.config.schema import LayoutConfig, RunConfig
-from mrl.model import ModelSpec, forward_flops_per_token
+from mrl.errors import ConfigError
+from mrl.model import ModelSpec
 from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.model.precision import BF16
-from mrl.plan.assumptions import USUAL
-from mrl.plan.devices import Device
+from mrl.plan.activations import Recompute
+from mrl.plan.devices import USUAL, Device
 from mrl.plan.engine_memory import engine_memory
-from mrl.plan.inputs import offload_of, precision_of, update_micro_batch
-from mrl.plan.search import Candidate, SearchProblem, search
-from mrl.plan.search_fits import fastest_that_fit
-from mrl.plan.step_time import UpdateWork
+from mrl.plan.memory import memory_section, offload_of
+from mrl.plan.memory_phases import Phase
+from mrl.plan.model_state import stage_state
+from mrl.plan.plan_inputs import PlanInputs, precision_of, sync_budget, update_micro_batch
+from mrl.plan.search import RECOMPUTE, Candidate, SearchProblem, SearchResult, candidate_of, heaviest_stage, search, unlike_stages
+from mrl.plan.times import UpdateWork, mean_flops_per_token, mean_lengths
+from mrl.units import GIB
 
-_MIB, _GIB = 1024**2, 1024**3
+_TRIED = 100  # plans of whole runs at most
 _PROMPT, _RESPONSE, _PROMPTS, _N = 2048, 8192, 64, 16  # where there is only a model: a usual run of long answers
 
 
@@ -35,15 +47,20 @@ def config_for_model(path: str, devices: int, platform: str) -> RunConfig:
 
 def search_problem(config: RunConfig, model: ModelSpec, device: Device, devices: int, per_node: int, megatron: str) -> SearchProblem:
     """The actor's work in `config` on so many devices; its own layout does not matter."""
-    assumed, data = USUAL, config.data
-    micro_of = partial(update_micro_batch, config)
-    mean = data.max_prompt_length * assumed.prompt_share + data.max_response_length * assumed.response_share
-    tokens = config.actor.ppo_mini_batch_size * config.rollout.n * mean
+    micro_of, lengths = partial(update_micro_batch, config), mean_lengths(config, USUAL)
     micro = micro_of(TrainLayout.build({"world_size": devices}, model))
-    work = UpdateWork(model, micro, tokens, forward_flops_per_token(model, (mean + 1) / 2))
-    staging, offload = 2 * config.reshard.budget_mb * _MIB, offload_of(config)
-    precision = precision_of(config, BF16.parameters)
-    return SearchProblem(work, device, devices, per_node, staging, megatron, assumed, precision, micro_of, offload)
+    tokens = config.actor.ppo_mini_batch_size * config.rollout.n * lengths.total
+    return SearchProblem(
+        work=UpdateWork(model, micro, tokens, mean_flops_per_token(model, lengths)),
+        device=device,
+        devices=devices,
+        per_node=per_node,
+        sync_staging=2 * sync_budget(config),
+        megatron=megatron,
+        precision=precision_of(config, BF16.parameters),
+        micro_of=micro_of,
+        offload=offload_of(config),
+    )
 
 
 def search_report(config: RunConfig, problem: SearchProblem, top: int, planned: bool = False) -> dict[str, Any]:
@@ -68,21 +85,21 @@ def search_report(config: RunConfig, problem: SearchProblem, top: int, planned: 
     }
 
 
-def _row(config: RunConfig, problem: SearchProblem, found: Candidate) -> dict[str, Any]:
+def _row(config: RunConfig, problem: SearchProblem, candidate: Candidate) -> dict[str, Any]:
     return {
-        "degrees": found.degrees,
-        "data": found.layout.data,
-        "expert_data": found.layout.expert_data,
-        "recompute": str(found.recompute),
-        "micro_batch": vars(problem.work_in(found.layout).micro),
-        "micro_batches": found.micro_batches,
-        "seconds": found.seconds.total,
-        "parts": vars(found.seconds),
-        "bytes": found.phase.total,
-        "device_bytes": found.phase.device_bytes,
-        "terms": found.phase.terms,
-        "why": found.reasons(problem.per_node),
-        "missing": _missing(config, found.degrees),
+        "degrees": candidate.degrees,
+        "data": candidate.layout.data,
+        "expert_data": candidate.layout.expert_data,
+        "recompute": str(candidate.recompute),
+        "micro_batch": vars(problem.work_in(candidate.layout).micro),
+        "micro_batches": candidate.micro_batches,
+        "seconds": candidate.seconds.total,
+        "parts": vars(candidate.seconds),
+        "bytes": candidate.phase.total,
+        "device_bytes": candidate.phase.device_bytes,
+        "terms": candidate.phase.terms,
+        "why": candidate.reasons(problem.per_node),
+        "missing": _missing(config, candidate.degrees),
     }
 
 
@@ -106,5 +123,72 @@ def _engine_lines(config: RunConfig, problem: SearchProblem) -> list[str]:
             continue
         engine = engine_memory(model, RolloutLayout(1, tensor), round(device.memory * config.rollout.gpu_memory_utilization))
         if engine.cache_tokens >= length:
-            lines.append(f"engine of {tensor}: weights {engine.weights / _GIB:.1f} GiB a device, cache of {engine.cache_tokens} tokens")
+            lines.append(f"engine of {tensor}: weights {engine.weights / GIB:.1f} GiB a device, cache of {engine.cache_tokens} tokens")
     return lines or ["no engine inside a node holds the model and one sequence"]
+
+
+# ---------------------------------------------------------------- layouts that fit with the whole configuration
+
+
+def fastest_that_fit(config: RunConfig, problem: SearchProblem, result: SearchResult, top: int) -> tuple[list[Candidate], Counter[str]]:
+    """The `top` best whose plan fits, their phase that of the plan; and why those before them were left out."""
+    number = count()
+    waiting = [(candidate.order, next(number), candidate, None) for candidate in result.fitting]  # sorted, so a heap; the plan, once made
+    shown: list[Candidate] = []
+    left_out: Counter[str] = Counter()
+    for _ in range(_TRIED):
+        if not waiting or len(shown) == top:
+            break
+        *_, candidate, memory = heapq.heappop(waiting)
+        memory = memory or _planned(config, problem, candidate)
+        if memory["fits"]:
+            shown.append(replace(candidate, phase=_fullest(memory)))
+            continue
+        recomputed = _recomputed(problem, candidate)
+        memory = _planned(config, problem, recomputed)
+        if memory["fits"]:
+            heapq.heappush(waiting, (recomputed.order, next(number), recomputed, memory))
+        else:
+            left_out[_too_large(memory)] += 1
+    return shown, left_out
+
+
+def run_with(config: RunConfig, degrees: dict[str, Any], recompute: Recompute) -> RunConfig:
+    """`config` with another layout of its actor, recomputed in that way."""
+    given = {k: v for k, v in config.model.override_transformer_config.items() if not k.startswith("recompute_")}
+    if recompute.granularity == "full":
+        given |= {"recompute_granularity": "full", "recompute_method": recompute.method, "recompute_num_layers": recompute.num_layers}
+    actor = config.actor.model_copy(update={"layout": LayoutConfig(**degrees)})
+    model = config.model.model_copy(update={"override_transformer_config": given})
+    return config.model_copy(update={"actor": actor, "model": model})
+
+
+def _planned(config: RunConfig, problem: SearchProblem, candidate: Candidate) -> dict[str, Any]:
+    changed = run_with(config, candidate.degrees, candidate.recompute)
+    try:
+        return memory_section(PlanInputs.of(changed, problem.model, problem.device, problem.assumptions))
+    except ConfigError as error:
+        return {"fits": False, "refused": str(error)}
+
+
+def _recomputed(problem: SearchProblem, candidate: Candidate) -> Candidate:
+    """The same layout with the recomputation that saves most."""
+    states = [stage_state(problem.model, candidate.layout, pp, problem.precision) for pp in unlike_stages(problem.model, candidate.layout)]
+    return candidate_of(problem, candidate.degrees, candidate.layout, RECOMPUTE[-1], candidate.phase, heaviest_stage(states))
+
+
+def _fullest(memory: dict[str, Any]) -> Phase:
+    """The fullest phase of the actor's devices."""
+    actor = {name: phase for name, phase in memory["phases"].items() if phase["stage"] is not None}
+    name = max(actor, key=lambda phase: actor[phase]["bytes"])
+    return Phase(name, actor[name]["terms"], actor[name]["device_bytes"])
+
+
+def _too_large(memory: dict[str, Any]) -> str:
+    if "refused" in memory:
+        return memory["refused"]
+    large = [(phase["bytes"], name, phase["largest"]) for name, phase in memory["phases"].items() if not phase["fits"]]
+    if large:
+        _, name, term = max(large)
+        return f"{name}, most {term}"
+    return "host memory" if not memory["host"]["fits"] else "a cache of less than one sequence"

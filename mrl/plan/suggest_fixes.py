@@ -9,8 +9,8 @@ from mrl.config.rules import violations
 from mrl.config.schema import RunConfig
 from mrl.config.yaml_tree import dump_value
 from mrl.errors import ConfigError
-from mrl.plan.inputs import PlanInputs
 from mrl.plan.memory import memory_section
+from mrl.plan.plan_inputs import PlanInputs
 
 _Change = dict[str, Any]  # dotted key -> value
 _RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -24,7 +24,7 @@ def fitting_changes(inputs: PlanInputs) -> list[list[str]]:
     """Arguments for --set that each make it fit, single changes first, then pairs; what costs least speed stands first."""
     single = [change for change in _changes(inputs.config) if change]
     for tried in (single, [first | second for first, second in combinations(single, 2)]):
-        if fitting := [_said(change) for change in tried if _fits(inputs, change)]:
+        if fitting := [_settings(change) for change in tried if _fits(inputs, change)]:
             return fitting[:_SHOWN]
     return []
 
@@ -82,5 +82,5 @@ def _changed(config: RunConfig, change: _Change) -> RunConfig:
     return RunConfig.model_validate(values)
 
 
-def _said(change: _Change) -> list[str]:
+def _settings(change: _Change) -> list[str]:
     return [f"{key}={dump_value(value)}" for key, value in change.items()]

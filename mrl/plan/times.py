@@ -1,10 +1,31 @@
-"""FLOPs of a step and the seconds that its phases would take at the stated rates. Predicted, not measured; nothing overlaps."""
+"""Predicted FLOPs and seconds of a step: generation, log-probs and update. Not measured; nothing overlaps.
+
+The update is predicted for two ends, from the same passes, the same pipeline bubble and the same assumed rates. `phase_seconds` says how
+long a step of a configuration takes: its mean samples, at a share of the peak that published steps reached, communication included.
+`update_seconds` ranks layouts: whole micro-batches on the slowest stage, with every collective apart, since those tell layouts from each
+other. Its sum is the larger of the two, and no promise.
+
+Volumes a layer and rank, of s tokens and hidden size h: tensor parallelism with sequence parallelism gathers and scatters s h twice
+(Korthikanti et al., arXiv 2205.05198, section 4.2.2); experts send each token to its top-k experts and back; context parallelism passes
+keys and values around; a stage hands s h on. A backward pass moves twice what the forward does, in the same places.
+"""
 
 from dataclasses import dataclass
 
-from mrl.model import expert_share, forward_flops_per_token
+from mrl.config.schema import RunConfig
+from mrl.model import ModelSpec, expert_share, forward_flops_per_token
+from mrl.model.layout import TrainLayout
+from mrl.plan.activations import MicroBatchShape, Recompute
+from mrl.plan.devices import Assumptions, Device
 from mrl.plan.engine_memory import EngineMemory, cache_bytes_per_token
-from mrl.plan.inputs import BatchPlan, PlanInputs, recompute_of
+from mrl.plan.model_state import StateBytes
+from mrl.plan.plan_inputs import BatchPlan, PlanInputs, recompute_of
+from mrl.units import round_up
+
+_BF16 = 2  # bytes
+
+
+# ---------------------------------------------------------------- what both predictions of the update share
 
 
 @dataclass(frozen=True)
@@ -19,59 +40,178 @@ class Lengths:
         return self.prompt + self.response
 
 
-def mean_lengths(inputs: PlanInputs) -> Lengths:
+def mean_lengths(config: RunConfig, assumptions: Assumptions) -> Lengths:
     """The configured limits times the assumed shares."""
-    data, a = inputs.config.data, inputs.assumptions
-    return Lengths(data.max_prompt_length * a.prompt_share, data.max_response_length * a.response_share)
+    data = config.data
+    return Lengths(data.max_prompt_length * assumptions.prompt_share, data.max_response_length * assumptions.response_share)
+
+
+def mean_flops_per_token(model: ModelSpec, lengths: Lengths) -> float:
+    """Of a forward pass over a sample of mean length, in which a token attends to (length + 1) / 2 others on average."""
+    return forward_flops_per_token(model, (lengths.total + 1) / 2)
+
+
+def update_passes(recompute: Recompute) -> int:
+    """Forward passes that an update costs: the forward itself, the backward as two, and one more where all activations are made again."""
+    return 4 if recompute.granularity == "full" else 3
+
+
+def pipeline_slots(layout: TrainLayout, micro_batches: int) -> tuple[int, int]:
+    """(slots that a pipeline stage waits, slots that it works): p - 1 and v m, Narayanan et al., arXiv 2104.04473, section 2.2."""
+    return layout.pipeline - 1, layout.virtual_pipeline * micro_batches
+
+
+def bubble_share(layout: TrainLayout, micro_batches: int) -> float:
+    """Share of the whole time that a pipeline stage waits."""
+    waiting, working = pipeline_slots(layout, micro_batches)
+    return waiting / (working + waiting)
+
+
+# ---------------------------------------------------------------- a step of a configuration
 
 
 def step_flops(inputs: PlanInputs, batch: BatchPlan) -> dict[str, float]:
     """Floating-point operations of each phase of one step, over all devices."""
-    lengths = mean_lengths(inputs)
-    forward = batch.samples * lengths.total * forward_flops_per_token(inputs.model, (lengths.total + 1) / 2)
-    again = recompute_of(inputs.config).granularity == "full"
-    return {"log_prob": forward, "update": forward * (4 if again else 3), "generation": forward}
+    lengths = mean_lengths(inputs.config, inputs.assumptions)
+    forward = batch.samples * lengths.total * mean_flops_per_token(inputs.model, lengths)
+    return {"log_prob": forward, "update": forward * update_passes(recompute_of(inputs.config)), "generation": forward}
 
 
 def phase_seconds(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory) -> dict[str, float]:
     """Predicted seconds of generation, log-probs and update."""
-    flops, a = step_flops(inputs, batch), inputs.assumptions
-    world = inputs.train.world_size * inputs.device.flops
-    busy = 1 - bubble(inputs, batch)
+    flops, assumed = step_flops(inputs, batch), inputs.assumptions
+    peak = inputs.train.world_size * inputs.device.flops
+    busy = 1 - bubble_share(inputs.train, batch.micro_batches)
     return {
         "generation": _generation(inputs, batch, engine, flops["generation"]),
-        "log_prob": flops["log_prob"] / (world * a.log_prob_mfu) / busy,
-        "update": flops["update"] / (world * a.train_mfu) / busy,
+        "log_prob": flops["log_prob"] / (peak * assumed.log_prob_mfu) / busy,
+        "update": flops["update"] / (peak * assumed.train_mfu) / busy,
     }
-
-
-def bubble(inputs: PlanInputs, batch: BatchPlan) -> float:
-    """Share of the time that a pipeline stage waits: (p - 1) / (v m + p - 1), Narayanan et al., arXiv 2104.04473, section 2.2."""
-    waiting = inputs.train.pipeline - 1
-    return waiting / (inputs.train.virtual_pipeline * batch.micro_batches + waiting)
 
 
 def _generation(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory, flops: float) -> float:
     """Waves of as many sequences as the cache and max_num_seqs hold; the last tokens are those of the longest response."""
-    rollout, lengths, device, a = inputs.rollout, mean_lengths(inputs), inputs.device, inputs.assumptions
-    groups = rollout.num_engines * rollout.data
-    per_group = batch.samples / groups
-    fits = engine.cache_tokens / rollout.data / lengths.total
-    together = max(1.0, min(per_group, inputs.config.rollout.max_num_seqs, fits))
+    rollout, device, assumed = inputs.rollout, inputs.device, inputs.assumptions
+    lengths = mean_lengths(inputs.config, assumed)
+    per_group = batch.samples / (rollout.num_engines * rollout.data)
+    cached = engine.cache_tokens / rollout.data / lengths.total
+    together = max(1.0, min(per_group, inputs.config.rollout.max_num_seqs, cached))
     steps = per_group / together * lengths.response
     tail = inputs.config.data.max_response_length - lengths.response
     cache = together * lengths.total / 2 * cache_bytes_per_token(inputs.model, rollout.tensor, inputs.engine_element_bytes)
-    read = (engine.weights * _touched(inputs, together) + cache) / (device.memory_rate * a.decode_memory_share)
-    alone = engine.weights * _touched(inputs, 1) / (device.memory_rate * a.decode_memory_share)
-    compute = flops / (rollout.world_size * device.flops * a.prefill_mfu)
-    return max(steps * read, compute) + tail * alone
+    step = (engine.weights * _weights_read(inputs, together) + cache) / (device.memory_rate * assumed.decode_memory_share)
+    tail_step = engine.weights * _weights_read(inputs, 1) / (device.memory_rate * assumed.decode_memory_share)
+    compute = flops / (rollout.world_size * device.flops * assumed.prefill_mfu)
+    return max(steps * step, compute) + tail * tail_step
 
 
-def _touched(inputs: PlanInputs, sequences: float) -> float:
+def _weights_read(inputs: PlanInputs, sequences: float) -> float:
     """Share of the weights that one decode step of a data-parallel rank reads: an expert that no token chose is not read."""
     model = inputs.model
     if not model.is_moe:
         return 1.0
-    everybody = sequences * (inputs.rollout.data if inputs.rollout.expert > 1 else 1)
-    chosen = 1 - (1 - model.num_experts_per_tok / model.num_experts) ** everybody
+    tokens = sequences * (inputs.rollout.data if inputs.rollout.expert > 1 else 1)
+    chosen = 1 - (1 - model.num_experts_per_tok / model.num_experts) ** tokens
     return 1 - expert_share(model) * (1 - chosen)
+
+
+# ---------------------------------------------------------------- one update in a layout, for ranking layouts
+
+
+@dataclass(frozen=True)
+class UpdateWork:
+    """What one update computes, whatever the layout."""
+
+    model: ModelSpec
+    micro: MicroBatchShape  # of one data-parallel replica
+    tokens: float  # of the whole update
+    flops_per_token: float  # of a forward pass
+
+
+@dataclass(frozen=True)
+class UpdateSeconds:
+    """Of one update on the slowest stage."""
+
+    compute: float
+    tensor: float
+    expert: float
+    context: float
+    pipeline: float  # handing over between stages
+    data: float  # gradients and parameters over data parallelism
+    bubble: float
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.tensor + self.expert + self.context + self.pipeline + self.data + self.bubble
+
+
+def update_seconds(
+    work: UpdateWork, layout: TrainLayout, device: Device, per_node: int, state: StateBytes, recompute: Recompute, assumed: Assumptions
+) -> UpdateSeconds:
+    """Sums over the micro-batches of one rank; the stage with the most layers sets the pace."""
+    count, passes = micro_batch_count(work, layout), update_passes(recompute)
+    forward = work.micro.tokens * work.flops_per_token / (layout.tensor * layout.context)
+    layers = max(map(sum, layout.chunk_layers))
+    share = layers / work.model.num_layers
+    compute = count * passes * forward * share / (device.flops * assumed.train_mfu)
+    links = _Links(device, per_node, assumed.link_share)
+    volumes = _volumes(work, layout, layers)
+    tensor, expert, context, pipeline = (
+        count * passes * volumes[name] / links.rate(size)
+        for name, size in (
+            ("tensor", layout.tensor),
+            ("expert", layout.expert_tensor * layout.expert),
+            ("context", layout.tensor * layout.context),
+            ("pipeline", layout.world_size),
+        )
+    )
+    data = _data_seconds(layout, state, links)
+    waiting, working = pipeline_slots(layout, count)
+    bubble = (compute + tensor + expert + context + pipeline) * waiting / working
+    return UpdateSeconds(compute, tensor, expert, context, pipeline, data, bubble)
+
+
+def micro_batch_count(work: UpdateWork, layout: TrainLayout) -> int:
+    """Micro-batches of one rank; a multiple of the stages with virtual ones."""
+    count = max(1, -(-int(work.tokens) // (work.micro.tokens * layout.data)))
+    return round_up(count, layout.pipeline) if layout.virtual_pipeline > 1 else count
+
+
+@dataclass(frozen=True)
+class _Links:
+    device: Device
+    per_node: int
+    share: float
+
+    def rate(self, group: int) -> float:
+        """Bytes per second inside a group of consecutive ranks: the node's link while the group stays in one."""
+        return self.share * (self.device.node_rate if group <= self.per_node else self.device.network_rate)
+
+
+def _volumes(work: UpdateWork, layout: TrainLayout, layers: int) -> dict[str, float]:
+    """Bytes that a rank sends in the forward pass of one micro-batch through its stage."""
+    m = work.model
+    tokens = work.micro.tokens / layout.context
+    hidden = tokens * m.hidden_size * _BF16
+    sharded = hidden / layout.tensor
+    has_dense_layers = len(m.moe_layers) < m.num_layers
+    kv_of_a_layer = cache_bytes_per_token(m, layout.tensor, _BF16) // m.num_layers
+    return {
+        "tensor": layers * (4 if has_dense_layers else 2) * hidden * (layout.tensor - 1) / layout.tensor,
+        "expert": layers * m.is_moe * 2 * sharded * m.num_experts_per_tok * _leaving_share(layout.expert * layout.expert_tensor),
+        "context": layers * tokens * kv_of_a_layer * (layout.context - 1),
+        "pipeline": sharded * layout.virtual_pipeline * (layout.pipeline > 1),
+    }
+
+
+def _leaving_share(size: int) -> float:
+    """The share of what is spread evenly over `size` ranks that leaves a rank."""
+    return (size - 1) / size
+
+
+def _data_seconds(layout: TrainLayout, state: StateBytes, links: _Links) -> float:
+    """Reduce-scatter of the gradients and all-gather of the parameters, once an update."""
+    ranks = layout.data * layout.context
+    if ranks == 1:
+        return 0.0
+    return (state.gradients + state.parameters) * _leaving_share(ranks) / links.rate(layout.tensor * ranks)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from mrl.platforms.patches import MISSING, Patch
+from mrl.platforms.patching import MISSING, Patch
 
 _CPU = torch.device("cpu")
 _WITHOUT_TE = () if find_spec("transformer_engine") else ("cpu", "cuda")
@@ -184,3 +184,8 @@ PATCHES: tuple[Patch, ...] = (
         _WITHOUT_TE,
     ),
 )
+
+
+def rows_for(device: str) -> tuple[Patch, ...]:
+    """The rows that `device` needs in this installation."""
+    return tuple(row for row in PATCHES if device in row.devices)

@@ -1,11 +1,40 @@
-"""How processes of each device are hosted: Ray resources, environment, engine arguments. No torch, so the driver stays light."""
+"""How processes of each device are hosted: Ray resources, environment, engine arguments. No torch, so the driver stays light.
+
+Sources of what is set on Ascend: documentation of vllm-ascend 0.23 (reinforcement learning, additional configuration), MindSpeed
+core_r0.16.0 and CANN 9.1.
+"""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mrl.errors import EnvironmentFault
-from mrl.platforms import npu_environment as npu
+
+_NPU_SHARED_DEVICE = {
+    # HCCL listens on 16666 by default, so a second process on the same NPU (an engine beside an actor) fails with EJ0003
+    "HCCL_HOST_SOCKET_PORT_RANGE": "auto",
+    "HCCL_NPU_SOCKET_PORT_RANGE": "auto",
+}
+
+_NPU_ACTOR = _NPU_SHARED_DEVICE | {
+    # one queue per device keeps the order in which Megatron overlaps communication with compute; Megatron asserts it
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "HCCL_CONNECT_TIMEOUT": "1800",  # s; the default of 120 is short while rank 0 still reads weights
+    "HCCL_EXEC_TIMEOUT": "7200",  # s; ranks are idle while the engines generate
+    "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",  # lengths differ from step to step; fixed segments fragment
+    "HF_DEACTIVATE_ASYNC_LOAD": "1",  # transformers 5 loads in threads, which is not stable on torch_npu
+}
+
+_NPU_ENGINE = _NPU_SHARED_DEVICE | {
+    "VLLM_ASCEND_ENABLE_NZ": "0",  # FRACTAL_NZ storage cannot be written in place: new weights would come out as garbage
+    "VLLM_ASCEND_AUTO_DETECT_QUANTIZATION": "0",  # a bf16 checkpoint is never to be taken for a quantised one
+    "TASK_QUEUE_ENABLE": "1",  # 2 dispatches faster, conflicts with captured graphs and raises the peak of memory
+    "VLLM_ALL2ALL_BACKEND": "flashinfer_all2allv",  # the one that data and expert parallelism work with on NPU
+}
+
+# vLLM argument: vllm-ascend's switch for reinforcement learning (0.23 and later) turns NZ off and drops expandable segments
+_NPU_ENGINE_ARGUMENTS = {"additional_config": {"rl_config": {"enabled": True}}}
 
 
 @dataclass(frozen=True)
@@ -26,7 +55,7 @@ class Hosting:
         if self.device == "cpu":
             return {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         if self.device == "npu":
-            return npu.ACTOR
+            return _NPU_ACTOR
         # one queue per device keeps the order in which Megatron overlaps communication with compute
         return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
@@ -34,7 +63,7 @@ class Hosting:
         """Environment of one engine of `workers` processes."""
         common = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
         if self.device == "npu":
-            return common | npu.ENGINE  # no VLLM_PLUGINS: vllm-ascend is a handful of plugins itself
+            return common | _NPU_ENGINE  # no VLLM_PLUGINS: vllm-ascend is a handful of plugins itself
         common["VLLM_PLUGINS"] = "mrl"
         if self.device != "cpu":
             return common
@@ -47,7 +76,7 @@ class Hosting:
     def engine_arguments(self, max_model_len: int, max_num_batched_tokens: int | None) -> dict[str, Any]:
         """Arguments of vLLM that this device needs, whatever the run says elsewhere."""
         if self.device == "npu":
-            return npu.ENGINE_ARGUMENTS
+            return _NPU_ENGINE_ARGUMENTS
         if self.device != "cpu":
             return {}
         return {
@@ -82,3 +111,36 @@ def get_hosting(device: str) -> Hosting:
     if device not in _HOSTING:
         raise EnvironmentFault(f"cluster.device: {device} is no device; available: {', '.join(_HOSTING)}")
     return _HOSTING[device]
+
+
+def check_npu_environment(environment: Mapping[str, str]) -> None:
+    """Raises EnvironmentFault that lists every variable of this process that is known to break training on Ascend."""
+    if faults := _npu_faults(environment):
+        raise EnvironmentFault("the environment is not fit for training on NPUs: " + "; ".join(faults))
+
+
+def environment_faults(device: str, environment: Mapping[str, str]) -> list[str]:
+    """Variables that are known to break a run on this kind of device, each with the reason and the cure."""
+    return _npu_faults(environment) if device == "npu" else []
+
+
+def _npu_faults(environment: Mapping[str, str]) -> list[str]:
+    rows = (
+        (
+            environment.get("VLLM_ASCEND_ENABLE_NZ", "0") != "0",
+            "VLLM_ASCEND_ENABLE_NZ is on: weights in FRACTAL_NZ cannot be updated in place; unset it or set 0",
+        ),
+        (
+            bool(environment.get("VLLM_PLUGINS")) and "ascend" not in environment["VLLM_PLUGINS"].split(","),
+            "VLLM_PLUGINS leaves vllm-ascend's platform plugin out, so vLLM would not see the NPUs; unset it or add ascend and mrl",
+        ),
+        (
+            environment.get("VLLM_ASCEND_ENABLE_FUSED_MC2", "0") != "0",
+            "VLLM_ASCEND_ENABLE_FUSED_MC2 is on: it keeps copies of the expert weights that no update reaches; unset it or set 0",
+        ),
+        (
+            environment.get("TASK_QUEUE_ENABLE", "1") == "2",
+            "TASK_QUEUE_ENABLE is 2, which conflicts with the engines' captured graphs; unset it or set 1",
+        ),
+    )
+    return [message for broken, message in rows if broken]

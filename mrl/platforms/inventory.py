@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
 
-from mrl.platforms import npu_environment
 from mrl.platforms.versions import MIN_NPU_DRIVER_FOR_IPC
 
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
@@ -25,7 +24,7 @@ _TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
-class Devices:
+class HostDevices:
     """Devices of one kind on this host."""
 
     kind: str
@@ -42,13 +41,13 @@ def detect_kind() -> str:
     return "cuda" if Path("/proc/driver/nvidia/version").exists() else "cpu"
 
 
-def find_devices(kind: str) -> Devices:
+def find_devices(kind: str) -> HostDevices:
     """Devices of that kind. Never raises: what went wrong is in `error`."""
     if kind == "cpu":
-        return Devices("cpu", len(os.sched_getaffinity(0)), driver=_cpu_features())
+        return HostDevices("cpu", len(os.sched_getaffinity(0)), driver=_cpu_features())
     if kind == "cuda":
         return _nvidia()
-    return Devices("npu", len(glob("/dev/davinci[0-9]*")), _npu_driver(), _cann(), _failure(["npu-smi", "info"]))
+    return HostDevices("npu", len(glob("/dev/davinci[0-9]*")), _npu_driver(), _cann(), _failure(["npu-smi", "info"]))
 
 
 def visible_faults(kind: str, count: int, environment: Mapping[str, str]) -> list[str]:
@@ -64,12 +63,7 @@ def visible_faults(kind: str, count: int, environment: Mapping[str, str]) -> lis
     return [f"{name}={value} names {', '.join(wrong)}, and this host has devices 0 to {count - 1}"] if wrong and count else []
 
 
-def environment_faults(kind: str, environment: Mapping[str, str]) -> list[str]:
-    """Variables that are known to break a run on this kind of device, each with its cure."""
-    return npu_environment.environment_faults(environment) if kind == "npu" else []
-
-
-def driver_fault(devices: Devices) -> tuple[str, str] | None:
+def driver_fault(devices: HostDevices) -> tuple[str, str] | None:
     """What is wrong with the driver, and the cure; None when nothing is known against it."""
     if devices.kind != "npu":
         return None
@@ -86,14 +80,14 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version.lower().partition("rc")[0]))
 
 
-def _nvidia() -> Devices:
+def _nvidia() -> HostDevices:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        return Devices("cuda", 0, error=f"{command[0]}: {error}")
+        return HostDevices("cuda", 0, error=f"{command[0]}: {error}")
     lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
-    return Devices("cuda", len(lines), driver=lines[0] if lines else None)
+    return HostDevices("cuda", len(lines), driver=lines[0] if lines else None)
 
 
 def _failure(command: list[str]) -> str | None:
@@ -119,14 +113,14 @@ def _npu_driver() -> str | None:
 def _cann() -> str | None:
     for folder in (os.environ.get("ASCEND_TOOLKIT_HOME"), _ASCEND / "ascend-toolkit" / "latest"):
         for file in sorted(Path(folder).glob("*/ascend_toolkit_install.info")) if folder else ():
-            if found := _stated(file, r"^version=(\S+)"):
-                return found
+            if version := _stated(file, r"^version=(\S+)"):
+                return version
     return None
 
 
 def _stated(file: Path, pattern: str) -> str | None:
     try:
-        found = re.search(pattern, file.read_text(encoding="utf-8"), re.MULTILINE)
+        match = re.search(pattern, file.read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
         return None
-    return found[1] if found else None
+    return match[1] if match else None

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from mrl.errors import EnvironmentFault
-from mrl.platforms.patches import refuse_beside_vllm
+from mrl.platforms.patching import refuse_beside_vllm
 
 ADAPTOR = "mindspeed.megatron_adaptor"
 BRANCH = "core_r0.16.0"
@@ -29,6 +29,10 @@ SIZES = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "context_parallel_size",
     "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel",
 )  # fmt: skip
+# fields of a transformer config that are MindSpeed's alone: it takes them when it is applied, and Megatron's own class has no such fields
+MINDSPEED_FIELDS = frozenset(
+    ("use_flash_attn", "use_fused_rmsnorm", "use_fused_swiglu", "use_fused_rotary_pos_emb", "fused_permute_unpermute", "swap_optimizer")
+)
 
 
 def adapt(layout: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:

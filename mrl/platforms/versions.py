@@ -4,6 +4,7 @@ compare.
 Sources of the Ascend rows: the release matrix of vllm-ascend, the torch_npu/CANN table of Ascend/pytorch, and verl's image for CANN 9.1.0.
 """
 
+import re
 from dataclasses import dataclass, field
 
 
@@ -27,7 +28,8 @@ PACKAGES = (
 )  # fmt: skip
 
 MIN_PYTHON = (3, 11)
-_MEGATRON = {"megatron-core": "0.16.1", "mbridge": "0.15.1"}
+MEGATRON = "0.16.1"
+_MEGATRON = {"megatron-core": MEGATRON, "mbridge": "0.15.1"}
 _LOOSE = {"ray": "2.60.0", "transformers": "5.19.0", "safetensors": "0.8.0", "psutil": "7.2.2", "numpy": "2.3.5", "pydantic": "2.14.3"}
 
 ROWS = (
@@ -72,6 +74,7 @@ TORCH_NPU = {
 
 MIN_NPU_DRIVER_FOR_IPC = "25.3"  # HDK; older ones cannot share device memory between processes
 _TORCHVISION_AHEAD = 15
+_SHARED_HEADS = (0, 16)  # megatron-core: from here on tensor ranks may share a key/value head (attention.py); before, it asserts
 
 
 def row_of(device: str) -> VersionRow:
@@ -87,3 +90,14 @@ def torchvision_of(torch: str) -> str:
 def bare(version: str) -> str:
     """A version without its local part: 2.13.0+cpu -> 2.13.0."""
     return version.partition("+")[0]
+
+
+def release_of(version: str) -> tuple[int, int] | None:
+    """Major and minor number; None of a text that has none."""
+    match = re.match(r"(?:core_r)?(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def shares_key_value_heads(megatron: str) -> bool:
+    """Whether that megatron-core takes more tensor ranks than key/value heads; true of a text that is no version."""
+    return (release_of(megatron) or _SHARED_HEADS) >= _SHARED_HEADS

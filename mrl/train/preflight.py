@@ -16,7 +16,7 @@ from mrl.config.schema import RunConfig, leaf
 from mrl.errors import ConfigError
 from mrl.model import ModelSpec, load_model_spec, model_spec
 from mrl.model.hf_files import check_checkpoint
-from mrl.plan.stored_plan import plan_report
+from mrl.plan.run_plan import plan_report
 from mrl.record.run_dir import RunDir
 from mrl.record.sinks import check_packages
 

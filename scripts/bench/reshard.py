@@ -92,7 +92,7 @@ class Rank:
 
         from mrl.config.schema import RunConfig
         from mrl.megatron.actor import MegatronActor
-        from mrl.megatron.rank_shards import RankShards
+        from mrl.megatron.local_parameters import LocalParameters
 
         torch.set_num_threads(1)
         config = RunConfig.model_validate({
@@ -100,7 +100,7 @@ class Rank:
             "data": {"train_batch_size": 1}, "cluster": {"device": "cpu", "n_gpus_per_node": 5}, "trainer": {"total_training_steps": 1},
         })  # fmt: skip
         self.number, self.actor, self.sender = number, MegatronActor(config, number, 4, "127.0.0.1", port), None
-        self.shards, self.memory = RankShards(self.actor.chunks), Memory()
+        self.shards, self.memory = LocalParameters(self.actor.chunks), Memory()
 
     def level(self) -> None:
         self.memory.set_level()

@@ -14,8 +14,8 @@ from mrl.checkpoint.rank_state import HostCopy, held_parameters
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
 from mrl.megatron.actor import MegatronActor
+from mrl.megatron.local_parameters import LocalParameters
 from mrl.megatron.optimizer import step, zero_gradients
-from mrl.megatron.rank_shards import RankShards
 
 ROUNDS = 3
 
@@ -89,7 +89,7 @@ def refusals(actor: MegatronActor) -> list[str]:
     name = next(name for name, _ in actor.chunks[0].named_parameters()).replace("module.", "")
     attempts = (
         lambda: actor.chunks[0](None, None, None),
-        lambda: RankShards(actor.chunks)(name, 0),
+        lambda: LocalParameters(actor.chunks)(name, 0),
         lambda: list(held_parameters(actor)),
         lambda: zero_gradients(actor.chunks, actor.optimizer),
         lambda: step(actor.optimizer, actor.scheduler),

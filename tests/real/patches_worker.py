@@ -19,8 +19,9 @@ from mrl.megatron import parallel
 from mrl.megatron.actor import MegatronActor
 from mrl.model import load_model_spec
 from mrl.model.layout import TrainLayout
-from mrl.platforms import get_platform, patches
-from mrl.platforms.cpu import CpuPlatform
+from mrl.platforms import get_platform, patching
+from mrl.platforms.cpu_patches import rows_for
+from mrl.platforms.torch_platforms import CpuPlatform
 
 TIMEOUT_S = 10
 
@@ -41,14 +42,14 @@ def main(rank: int, world_size: int, out: Path, plan: dict) -> None:
             _meet(out, rank, world_size, meeting)
         return None
 
-    rows = {row.target: row for row in patches.rows_for("cpu")}
-    patches.apply(rows.values())
+    rows = {row.target: row for row in rows_for("cpu")}
+    patching.apply(rows.values())
     CpuPlatform.apply_patches = lambda self: None  # an actor would put the row back
     report = {"all in place": {check: attempt(check) for check in CHECKS}}
     for target, check in plan["rows"].items():
-        patches.revert(rows[target])
+        patching.revert(rows[target])
         report[target] = attempt(check)
-        patches.apply([rows[target]])
+        patching.apply([rows[target]])
     (out / f"report-{rank}.json").write_text(json.dumps(report))
 
 

@@ -15,7 +15,7 @@ from mrl.data.batch import Sample, collate
 from mrl.model import load_model_spec
 from mrl.model.layout import TrainLayout
 from mrl.model.precision import Precision
-from mrl.plan.activations import Activations, MicroBatch, Recompute
+from mrl.plan.activations import Activations, MicroBatchShape, Recompute
 from mrl.plan.model_state import stage_state
 
 pytestmark = [pytest.mark.real, pytest.mark.long]
@@ -89,7 +89,7 @@ def test_state_is_predicted_within_two_percent(layout, what, truth):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_activations_are_predicted_within_ten_percent(layout, truth):
     model, train = _built(layout, truth)
-    micro = MicroBatch(ROWS_PER_MICRO_BATCH, PROMPT + RESPONSE, RESPONSE, packed="padded" not in layout)
+    micro = MicroBatchShape(ROWS_PER_MICRO_BATCH, PROMPT + RESPONSE, RESPONSE, packed="padded" not in layout)
     activations = Activations(model, train, micro, _element_bytes(layout), "torch", _recompute(layout))
     count = ROWS // train.data // ROWS_PER_MICRO_BATCH
     for stage in range(train.pipeline):

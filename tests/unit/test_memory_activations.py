@@ -7,7 +7,7 @@ import pytest
 import mrl.megatron.logprob
 from mrl.model import known_spec, model_spec
 from mrl.model.layout import TrainLayout
-from mrl.plan.activations import LOGIT_CHUNK, Activations, MicroBatch, Recompute, in_flight
+from mrl.plan.activations import LOGIT_CHUNK, Activations, MicroBatchShape, Recompute, in_flight
 
 TP, PP, VPP, CP, EP, ETP = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "context_parallel_size",
@@ -20,8 +20,8 @@ DENSE = model_spec(
         "rms_norm_eps": 1e-6, "rope_theta": 1e4,
     }
 )  # fmt: skip
-MICRO = MicroBatch(rows=2, length=16, response=8)
-BIG = MicroBatch(1, 8192, 6144)
+MICRO = MicroBatchShape(rows=2, length=16, response=8)
+BIG = MicroBatchShape(1, 8192, 6144)
 
 
 def activations(model, micro=MICRO, **degrees) -> Activations:
@@ -127,7 +127,7 @@ def test_logits_are_alive_a_chunk_at_a_time():
     tokens = 128 * 1024**2 // (4 * 151936)  # of one chunk: 220
     chunks = tokens * 151936 * (4 + 4 + 2)
     assert both.head_temporaries() == chunks + (2 * 8192 + 6144) * 4096 * 2 + 151936 * 4096 * 2
-    few = replace(both, micro=MicroBatch(1, 64, 10))
+    few = replace(both, micro=MicroBatchShape(1, 64, 10))
     assert few.head_temporaries() < both.head_temporaries() - 200 * 151936 * 10
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from mrl.errors import ConfigError
 from mrl.plan.devices import default_device, devices, find_device
-from mrl.plan.phases import CURES, ActorBytes, EngineBytes, Offload, Phase, actor_phases, colocated_phases, engine_phases
+from mrl.plan.memory_phases import CURES, ActorBytes, EngineBytes, Offload, Phase, actor_phases, colocated_phases, engine_phases
 
 GIB = 1024**3
 DEVICE = find_device("h100-80g")

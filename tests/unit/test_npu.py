@@ -18,8 +18,7 @@ from mrl.config.rules import notes, violations
 from mrl.errors import EnvironmentFault
 from mrl.model import model_spec
 from mrl.platforms import get_platform
-from mrl.platforms.hosting import get_hosting
-from mrl.platforms.npu_environment import environment_faults
+from mrl.platforms.hosting import environment_faults, get_hosting
 
 ROOT = Path(__file__).parents[2]
 
@@ -227,16 +226,16 @@ def test_the_platform_refuses_an_environment_that_would_corrupt_weights(npu, mon
 
 def test_every_fault_of_the_environment_is_named_at_once():
     broken = {"VLLM_ASCEND_ENABLE_NZ": "2", "VLLM_PLUGINS": "mrl", "VLLM_ASCEND_ENABLE_FUSED_MC2": "1", "TASK_QUEUE_ENABLE": "2"}
-    assert [fault.split()[0] for fault in environment_faults(broken)] == [
+    assert [fault.split()[0] for fault in environment_faults("npu", broken)] == [
         "VLLM_ASCEND_ENABLE_NZ", "VLLM_PLUGINS", "VLLM_ASCEND_ENABLE_FUSED_MC2", "TASK_QUEUE_ENABLE",
     ]  # fmt: skip
-    assert environment_faults({"VLLM_ASCEND_ENABLE_NZ": "0", "VLLM_PLUGINS": "ascend,mrl", "TASK_QUEUE_ENABLE": "1"}) == []
+    assert environment_faults("npu", {"VLLM_ASCEND_ENABLE_NZ": "0", "VLLM_PLUGINS": "ascend,mrl", "TASK_QUEUE_ENABLE": "1"}) == []
 
 
 def test_our_own_environment_passes_our_own_check():
     hosting = get_hosting("npu")
-    assert environment_faults(hosting.actor_environment()) == []
-    assert environment_faults(hosting.engine_environment(0, 1, 4, 1)) == []
+    assert environment_faults("npu", hosting.actor_environment()) == []
+    assert environment_faults("npu", hosting.engine_environment(0, 1, 4, 1)) == []
 
 
 def test_ray_is_asked_for_npus_and_the_engine_for_storage_that_can_be_written():

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mrl.megatron.host_buffers import bytes_of, reserve
-from mrl.megatron.offload import GRADIENTS, OPTIMIZER, PARAMETERS, Residence, check_resident, needs
+from mrl.megatron.offload import GRADIENTS, OPTIMIZER, PARAMETERS, Residence, bytes_of, check_resident, needs, reserve
 
 KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER)
 
@@ -173,14 +172,14 @@ def test_a_return_for_which_memory_runs_out_leaves_everything_away_and_can_be_tr
     for one in (kept, world):
         one.step()
     world.residence.offload()
-    whole = world.residence._gone[OPTIMIZER]
-    world.residence._gone[OPTIMIZER] = [whole[0], replace(whole[1], storage=Full(whole[1].storage)), *whole[2:]]
+    whole = world.residence._emptied[OPTIMIZER]
+    world.residence._emptied[OPTIMIZER] = [whole[0], replace(whole[1], storage=Full(whole[1].storage)), *whole[2:]]
     with pytest.raises(MemoryError), world.residence.using(OPTIMIZER):
         pass
     assert world.sizes()[OPTIMIZER] == 0
     with pytest.raises(RuntimeError, match="optimizer: not on the device"):
         world.residence.require(OPTIMIZER)
-    world.residence._gone[OPTIMIZER] = whole
+    world.residence._emptied[OPTIMIZER] = whole
     with world.residence.using(OPTIMIZER):
         assert all(torch.equal(*pair) for pair in zip(world.masters, kept.masters, strict=True))
 
@@ -202,7 +201,7 @@ def test_a_method_says_what_it_needs():
 
 
 @pytest.mark.parametrize("piece", [4, 5, 16, 1000])
-def test_places_of_any_piece_size_keep_give_and_exchange_every_byte(piece):
+def test_buffers_of_any_piece_size_keep_give_and_exchange_every_byte(piece):
     sizes, made = [16, 4, 36, 8], []
 
     def allocate(nbytes: int) -> torch.Tensor:
@@ -210,15 +209,15 @@ def test_places_of_any_piece_size_keep_give_and_exchange_every_byte(piece):
         return torch.empty(nbytes, dtype=torch.uint8)
 
     sources = [torch.randn(size // 4) for size in sizes]
-    places = reserve(sizes, allocate, piece)
-    assert sum(made) == sum(sizes) == sum(p.nbytes for p in places) and max(made) <= piece
-    for place, source in zip(places, sources, strict=True):
-        place.keep(bytes_of(source.untyped_storage()))
-    for place, source in zip(places, sources, strict=True):
+    buffers = reserve(sizes, allocate, piece)
+    assert sum(made) == sum(sizes) == sum(b.nbytes for b in buffers) and max(made) <= piece
+    for buffer, source in zip(buffers, sources, strict=True):
+        buffer.copy_from(bytes_of(source.untyped_storage()))
+    for buffer, source in zip(buffers, sources, strict=True):
         other = torch.zeros_like(source)
-        place.exchange(bytes_of(other.untyped_storage()))
+        buffer.exchange(bytes_of(other.untyped_storage()))
         assert torch.equal(other, source)
-        place.give(bytes_of(other.untyped_storage()))
+        buffer.copy_to(bytes_of(other.untyped_storage()))
         assert not other.any()
-    with pytest.raises(RuntimeError, match="8 bytes do not fit a place of 16"):
-        places[0].keep(bytes_of(torch.zeros(2).untyped_storage()))
+    with pytest.raises(RuntimeError, match="8 bytes do not fit a buffer of 16"):
+        buffers[0].copy_from(bytes_of(torch.zeros(2).untyped_storage()))

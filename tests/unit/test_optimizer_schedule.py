@@ -7,8 +7,8 @@ from megatron.core.optimizer import OptimizerConfig
 
 from mrl.config.schema import OptimConfig
 from mrl.errors import ConfigError
+from mrl.megatron.bridge import checked_overrides
 from mrl.megatron.optimizer import build_scheduler, current_lr
-from mrl.megatron.overrides import checked_overrides
 
 
 def rates(steps: int, total: int | None = None, **optim) -> list[float]:

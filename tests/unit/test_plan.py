@@ -15,12 +15,10 @@ from mrl.config.load import load_config
 from mrl.config.schema import RunConfig
 from mrl.errors import ConfigError
 from mrl.model import known_spec, load_model_spec, model_spec
-from mrl.plan.assumptions import Assumptions
-from mrl.plan.devices import find_device
-from mrl.plan.inputs import PlanInputs, batch_plan, engine_of
+from mrl.plan.devices import Assumptions, find_device
 from mrl.plan.memory import memory_section
-from mrl.plan.run_plan import differences, make_plan, plan_hash, read_plan
-from mrl.plan.stored_plan import plan_again, plan_report, plan_text
+from mrl.plan.plan_inputs import PlanInputs, batch_plan, engine_of
+from mrl.plan.run_plan import differences, make_plan, plan_again, plan_hash, plan_report, plan_text, read_plan
 from mrl.plan.times import phase_seconds
 
 ROOT = Path(__file__).resolve().parents[2]

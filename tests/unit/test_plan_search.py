@@ -13,15 +13,14 @@ from mrl.config.load import load_config
 from mrl.model import forward_flops_per_token, known_spec
 from mrl.model.layout import TrainLayout, check_train_layout
 from mrl.model.precision import BF16
-from mrl.plan.activations import MicroBatch
+from mrl.plan.activations import MicroBatchShape
 from mrl.plan.devices import find_device
-from mrl.plan.inputs import PlanInputs, batch_plan
 from mrl.plan.memory import memory_section
 from mrl.plan.model_state import stage_state
+from mrl.plan.plan_inputs import PlanInputs, batch_plan
 from mrl.plan.search import RECOMPUTE, SearchProblem, SearchResult, fullest_phase, legal_layouts, search
-from mrl.plan.search_fits import run_with
-from mrl.plan.search_report import config_for_model, search_problem
-from mrl.plan.step_time import UpdateWork, micro_batch_count, update_seconds
+from mrl.plan.search_report import config_for_model, run_with, search_problem
+from mrl.plan.times import UpdateWork, bubble_share, micro_batch_count, update_seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 TP, PP, VPP, CP, EP, ETP = (
@@ -34,7 +33,7 @@ CASES = {"30B on 32": ("Qwen3-30B-A3B", 32), "235B on 128": ("Qwen3-235B-A22B", 
 
 def problem(name: str, devices: int, megatron: str = "0.16.1", device: str = "h100-80g") -> SearchProblem:
     model, found = known_spec(name), find_device(device)
-    work = UpdateWork(model, MicroBatch(1, 10240, 8192), 512 * 5120, forward_flops_per_token(model, 2560))
+    work = UpdateWork(model, MicroBatchShape(1, 10240, 8192), 512 * 5120, forward_flops_per_token(model, 2560))
     return SearchProblem(work, found, devices, found.devices_per_node, 1 << 29, megatron)
 
 
@@ -73,8 +72,7 @@ def cheapest_that_fits(case: SearchProblem, layout: TrainLayout):
         phase = fullest_phase(case, layout, recompute, states)
         if phase.fits:
             heaviest = max(states.values(), key=lambda s: s.parameters + s.gradients + s.optimizer)
-            again = recompute.granularity == "full"
-            seconds = update_seconds(case.work_in(layout), layout, case.device, case.per_node, heaviest, again, case.assumptions)
+            seconds = update_seconds(case.work_in(layout), layout, case.device, case.per_node, heaviest, recompute, case.assumptions)
             return seconds.total, phase.total, recompute
     return None
 
@@ -133,7 +131,7 @@ def test_more_tensor_ranks_than_key_value_heads_only_with_a_megatron_that_shares
 
 def test_interleaved_pipelines_get_a_multiple_of_their_stages_of_micro_batches():
     model = known_spec("Qwen3-30B-A3B")
-    work = UpdateWork(model, MicroBatch(1, 1000, 800), 9_000, 1.0)
+    work = UpdateWork(model, MicroBatchShape(1, 1000, 800), 9_000, 1.0)
     plain, interleaved = (TrainLayout.build({"world_size": 4, PP: 4} | more, model) for more in ({}, {VPP: 2}))
     assert (micro_batch_count(work, plain), micro_batch_count(work, interleaved)) == (9, 12)
 
@@ -144,11 +142,12 @@ def test_the_bubble_shrinks_with_virtual_stages_and_micro_batches():
     for more in ({}, {VPP: 2}, {VPP: 4}):
         layout = TrainLayout.build({"world_size": 4, PP: 4} | more, model)
         state = stage_state(model, layout, 0)
-        seconds = update_seconds(case.work, layout, case.device, 8, state, False, case.assumptions)
+        seconds = update_seconds(case.work, layout, case.device, 8, state, RECOMPUTE[0], case.assumptions)
         shares.append(seconds.bubble / (seconds.total - seconds.bubble))
         count = micro_batch_count(case.work, layout)
         steady = seconds.compute + seconds.tensor + seconds.expert + seconds.context + seconds.pipeline
         assert seconds.bubble == pytest.approx(steady * 3 / (layout.virtual_pipeline * count))
+        assert seconds.bubble / (steady + seconds.bubble) == pytest.approx(bubble_share(layout, count))  # which mrl plan prints
     assert shares == sorted(shares, reverse=True)
 
 
@@ -251,6 +250,8 @@ def test_the_command_says_so_when_nothing_fits(capsys):
         (("--search", "--model", "Qwen3-8B", "--devices", "8", "--device", "x100"), "known: a100-80g"),
         (("--search", "--model", "Owl-8B", "--devices", "8", "--device", "h100-80g"), "known by name for planning"),
         (("config.yaml", "--model", "Qwen3-8B", "--search"), "give CONFIG, or with --search a --model"),
+        (("--search", "--model", "Qwen3-8B", "--devices", "0"), "argument --devices: must be at least 1"),
+        (("--search", "--model", "Qwen3-8B", "--top", "many"), "argument --top: must be at least 1"),
     ],
 )
 def test_a_bad_request_is_refused(capsys, arguments, said):

@@ -68,7 +68,7 @@ def test_a_layout_that_is_not_legal_ends_like_every_configuration_error(run):
 
 
 def test_a_budget_without_room_for_a_row_names_the_key(run, monkeypatch):
-    monkeypatch.setattr("mrl.reshard.plan.MIB", 16)
+    monkeypatch.setattr("mrl.plan.plan_inputs.MIB", 16)
     code, _, err = run("--set", "reshard.budget_mb=1")
     assert code == 2
     assert "reshard.budget_mb" in err

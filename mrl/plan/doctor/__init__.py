@@ -1,2 +1,6 @@
-"""Is this host fit for a run? Facts are read (machine) and judged by pure functions (versions, host, engine); what needs a heavy
-import is tried by probes in processes of their own."""
+"""Is this host fit for a run? `mrl doctor` asks here, in seconds.
+
+`machine` reads the facts (`Machine`) and gives findings their form (`Finding`); `host_checks`, `version_checks` and `engine_checks` are
+pure functions from one to the other. What needs a heavy import is tried by `probes`, in processes of their own.
+Imports `platforms` alone; torch, Ray and vLLM only as programs that `probes` starts.
+"""

@@ -1,4 +1,4 @@
-"""Facts about this host and this installation, read without importing anything heavy."""
+"""Facts about this host and this installation, read without importing anything heavy, and the form in which they are judged."""
 
 import importlib.metadata
 import importlib.util
@@ -8,24 +8,26 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mrl.platforms.inventory import Devices, find_devices
+from mrl.platforms.inventory import HostDevices, find_devices
 from mrl.platforms.versions import PACKAGES
+from mrl.units import GIB
 
-_SHM, _GIB = "/dev/shm", 1024**3
+_SHM = "/dev/shm"
+OK, WARNING, FAILURE = "ok", "warning", "failure"
 _LEFT_BEHIND = ("psm_*", "vllm_dist_*", "mrl-sync-*")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the judgements look at. Sizes in GiB."""
+    """What the checks look at. Sizes in GiB."""
 
     device: str
     python: tuple[int, int]
     versions: dict[str, str]  # installed packages of PACKAGES
-    devices: Devices
+    devices: HostDevices
     environment: dict[str, str]
     busy_ports: tuple[int, ...]  # of those that were asked about
     shm_gib: float  # size of /dev/shm
@@ -50,12 +52,12 @@ def read_machine(device: str, ports: Iterable[int]) -> Machine:
         devices=find_devices(device),
         environment=dict(os.environ),
         busy_ports=tuple(port for port in ports if _busy(port)),
-        shm_gib=size / _GIB,
-        shm_free_gib=free / _GIB,
+        shm_gib=size / GIB,
+        shm_free_gib=free / GIB,
         shm_left=tuple(sorted(p.name for pattern in _LEFT_BEHIND for p in Path(_SHM).glob(pattern))),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        locked_memory=float("inf") if locked == resource.RLIM_INFINITY else locked / _GIB,
-        disk_gib={folder: shutil.disk_usage(folder).free / _GIB for folder in (str(Path.cwd()), "/tmp")},
+        locked_memory=float("inf") if locked == resource.RLIM_INFINITY else locked / GIB,
+        disk_gib={folder: shutil.disk_usage(folder).free / GIB for folder in (str(Path.cwd()), "/tmp")},
         token_mode=_token_mode(),
         plugins=tuple(point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")),
         adapters=tuple(_adapters()),
@@ -63,13 +65,13 @@ def read_machine(device: str, ports: Iterable[int]) -> Machine:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    installed = {}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def _busy(port: int) -> bool:
@@ -94,3 +96,32 @@ def _adapters() -> Iterable[str]:
     for folder in spec.submodule_search_locations or ():
         for file in sorted(Path(folder, "vllm").glob("v0_[0-9][0-9].py")):
             yield f"0.{file.stem.removeprefix('v0_')}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check says of the host. `cure` is what to do about it, empty when all is well."""
+
+    name: str
+    status: str
+    found: str
+    cure: str = ""
+
+    def to_json(self) -> dict[str, str]:
+        """name, status, found, cure."""
+        return asdict(self)
+
+
+def ok(name: str, found: str) -> Finding:
+    """Nothing to do."""
+    return Finding(name, OK, found)
+
+
+def warning(name: str, found: str, cure: str) -> Finding:
+    """A run may start, and may fail."""
+    return Finding(name, WARNING, found, cure)
+
+
+def failure(name: str, found: str, cure: str) -> Finding:
+    """A run cannot work: `mrl doctor` ends with the exit code of a faulty environment."""
+    return Finding(name, FAILURE, found, cure)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from mrl.plan.doctor.check import Check, failure, ok, warning
+from mrl.plan.doctor.machine import Finding, failure, ok, warning
 from mrl.platforms.inventory import TORCH_PROBES
 
 DEADLINE_S = 8.0
@@ -37,16 +37,16 @@ _REINSTALL = "reinstall with scripts/install.sh; the message above says what is 
 
 def probes(device: str, address: str | None, deep: bool) -> tuple[Probe, ...]:
     """What there is to try. `address`: of a Ray cluster that the run would join. `deep`: also imports that take tens of seconds."""
-    found = [Probe("torch", TORCH_PROBES[device], "install the build of torch that fits the device and its driver; see version:torch")]
+    wanted = [Probe("torch", TORCH_PROBES[device], "install the build of torch that fits the device and its driver; see version:torch")]
     if address:
         cure = "is the head up (launch/start_head.sh), HOST:PORT right, and its token in RAY_AUTH_TOKEN or ~/.ray/auth_token?"
-        found.append(Probe("ray cluster", _RAY, cure, (address,), must_answer=True))
+        wanted.append(Probe("ray cluster", _RAY, cure, (address,), must_answer=True))
     if deep:
-        found += [Probe("import mbridge", _BRIDGE, _REINSTALL), Probe("import vllm", _VLLM, _REINSTALL)]
-    return tuple(found)
+        wanted += [Probe("import mbridge", _BRIDGE, _REINSTALL), Probe("import vllm", _VLLM, _REINSTALL)]
+    return tuple(wanted)
 
 
-def run_probes(wanted: Iterable[Probe], deadline_s: float = DEADLINE_S) -> Iterator[Check]:
+def run_probes(wanted: Iterable[Probe], deadline_s: float = DEADLINE_S) -> Iterator[Finding]:
     """Runs all at once; one that has not answered by the deadline is ended, and counts as a warning or as it says."""
     quiet = os.environ | {"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "token"), "VLLM_LOGGING_LEVEL": "ERROR"}
     started = [
@@ -59,7 +59,7 @@ def run_probes(wanted: Iterable[Probe], deadline_s: float = DEADLINE_S) -> Itera
         yield _answer(probe, process, max(end - time.monotonic(), 0.1), deadline_s)
 
 
-def _answer(probe: Probe, process: subprocess.Popen, left_s: float, deadline_s: float) -> Check:
+def _answer(probe: Probe, process: subprocess.Popen, left_s: float, deadline_s: float) -> Finding:
     try:
         said, error = process.communicate(timeout=left_s)
     except subprocess.TimeoutExpired:

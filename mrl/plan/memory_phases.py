@@ -147,10 +147,10 @@ def colocated_phases(actor: ActorBytes, engine: EngineBytes, device: Device) -> 
 
 
 def _actor_terms(actor: ActorBytes) -> dict[str, dict[str, int]]:
-    held = {"parameters": actor.parameters, "gradients": actor.gradients, "optimizer": actor.optimizer}
+    state = {"parameters": actor.parameters, "gradients": actor.gradients, "optimizer": actor.optimizer}
     without = _at_rest(actor, parameters=True)
     phases = {
-        "train": held | _reference(actor) | {"activations": actor.activations, "temporaries": actor.temporaries},
+        "train": state | _reference(actor) | {"activations": actor.activations, "temporaries": actor.temporaries},
         "log_prob": without | {"log_prob": actor.log_prob},
         "sync": without | {"sync_staging": actor.sync_staging},
     }

@@ -4,7 +4,7 @@ import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
-from mrl.megatron.rank_shards import RankShards
+from mrl.megatron.local_parameters import LocalParameters
 from mrl.model.megatron_shards import Shard, local_shapes
 
 
@@ -28,28 +28,28 @@ def described(name: str, shape: tuple[int, ...], number: int = 0) -> Shard:
 
 def test_names_are_the_models_own_and_numbers_those_of_the_chunks():
     chunks = [chunk(), chunk()]
-    shards = RankShards(chunks)
+    parameters = LocalParameters(chunks)
     for number, one in enumerate(chunks):
-        assert shards("layer.weight", number).data_ptr() == one.module.module["layer"].weight.data_ptr()
+        assert parameters("layer.weight", number).data_ptr() == one.module.module["layer"].weight.data_ptr()
 
 
 def test_storage_that_was_swapped_is_found_anew():
     one = chunk()
-    shards = RankShards([one])
+    parameters = LocalParameters([one])
     one.module.module["layer"].weight.data = torch.full((2, 3), 5.0)
-    assert shards("layer.weight", 0).eq(5.0).all()
+    assert parameters("layer.weight", 0).eq(5.0).all()
 
 
 def test_a_parameter_that_is_not_there_is_named():
     with pytest.raises(RuntimeError, match=r"model chunk 1 has no parameter layer\.weight"):
-        RankShards([chunk()])("layer.weight", 1)
+        LocalParameters([chunk()])("layer.weight", 1)
 
 
 RIGHT = [described("layer.weight", (2, 3)), described("layer.bias", (2,))]
 
 
 def test_a_model_as_it_is_described_passes():
-    RankShards([chunk()]).check(local_shapes(RIGHT))
+    LocalParameters([chunk()]).check(local_shapes(RIGHT))
 
 
 @pytest.mark.parametrize(
@@ -63,4 +63,4 @@ def test_a_model_as_it_is_described_passes():
 )
 def test_a_parameter_that_is_missing_unknown_or_of_another_shape_is_named(shards, said):
     with pytest.raises(RuntimeError, match=said):
-        RankShards([chunk()]).check(local_shapes(shards))
+        LocalParameters([chunk()]).check(local_shapes(shards))

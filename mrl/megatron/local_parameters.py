@@ -10,8 +10,8 @@ from mrl.megatron.offload import check_resident
 _SHOWN = 8  # names in one message
 
 
-class RankShards:
-    """Looks parameters up by (name, model chunk), as mrl.model.megatron_shards names them.
+class LocalParameters:
+    """Looks this rank's parameters up by (name, model chunk), as mrl.model.megatron_shards names them.
 
     They are read right after an optimizer step, so the configuration refuses overlap_param_gather, which leaves them stale until the next
     forward (mrl.config.override_rules).
@@ -35,11 +35,11 @@ class RankShards:
 
         Raises RuntimeError naming parameters that only one of model and description has, or that have another shape.
         """
-        held = {key: tuple(parameter.shape) for key, parameter in self._parameters.items()}
+        actual = {key: tuple(parameter.shape) for key, parameter in self._parameters.items()}
         faults = [
-            f"{name} of chunk {chunk} is {held.get((name, chunk), 'not there')}, described as {wanted.get((name, chunk), 'not there')}"
-            for name, chunk in sorted(held.keys() | wanted.keys())
-            if held.get((name, chunk)) != wanted.get((name, chunk))
+            f"{name} of chunk {chunk} is {actual.get((name, chunk), 'not there')}, described as {wanted.get((name, chunk), 'not there')}"
+            for name, chunk in sorted(actual.keys() | wanted.keys())
+            if actual.get((name, chunk)) != wanted.get((name, chunk))
         ]
         if faults:
             more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""

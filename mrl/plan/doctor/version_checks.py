@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 
-from mrl.plan.doctor.check import Check, failure, ok, warning
-from mrl.plan.doctor.machine import Machine
+from mrl.plan.doctor.machine import Finding, Machine, failure, ok, warning
 from mrl.platforms.versions import MIN_PYTHON, TORCH_NPU, VLLM_ASCEND, VersionRow, bare, row_of, torchvision_of
 
 _UNUSED = ("torchvision", "torchaudio", "torchcodec")
 
 
-def version_checks(machine: Machine) -> Iterator[Check]:
+def version_checks(machine: Machine) -> Iterator[Finding]:
+    """Python, the packages of the device's row, what must go with torch, and Ascend's toolkit."""
     row = row_of(machine.device)
     yield _python(machine)
     yield from (_package(machine, row, name, wanted) for name, wanted in row.packages.items())
@@ -21,40 +21,40 @@ def version_checks(machine: Machine) -> Iterator[Check]:
     yield from (_source_only(machine, name, branch) for name, branch in row.source_only.items())
 
 
-def _python(machine: Machine) -> Check:
-    found = ".".join(map(str, machine.python))
+def _python(machine: Machine) -> Finding:
+    running = ".".join(map(str, machine.python))
     if machine.python < MIN_PYTHON:
-        return failure("python", found, f"use Python {'.'.join(map(str, MIN_PYTHON))} or newer")
-    return ok("python", found)
+        return failure("python", running, f"use Python {'.'.join(map(str, MIN_PYTHON))} or newer")
+    return ok("python", running)
 
 
-def _package(machine: Machine, row: VersionRow, name: str, wanted: str) -> Check:
-    found = machine.versions.get(name)
-    install = f'pip install -e ".[{row.name}]", or pip install {name}=={wanted}'
-    if found is None:
-        return failure(f"version:{name}", "not installed", install)
-    if bare(found) != wanted:
-        return failure(f"version:{name}", f"{found}; the {row.name} row ({row.tested}) has {wanted}", install)
-    return ok(f"version:{name}", found)
+def _package(machine: Machine, row: VersionRow, name: str, wanted: str) -> Finding:
+    installed = machine.versions.get(name)
+    command = f'pip install -e ".[{row.name}]", or pip install {name}=={wanted}'
+    if installed is None:
+        return failure(f"version:{name}", "not installed", command)
+    if bare(installed) != wanted:
+        return failure(f"version:{name}", f"{installed}; the {row.name} row ({row.tested}) has {wanted}", command)
+    return ok(f"version:{name}", installed)
 
 
-def _loose(machine: Machine, row: VersionRow) -> Check:
+def _loose(machine: Machine, row: VersionRow) -> Finding:
     off = {name: machine.versions.get(name) for name, wanted in row.loose.items() if bare(machine.versions.get(name, "")) != wanted}
     if not off:
         return ok("version:others", f"{len(row.loose)} packages as in the {row.name} row")
-    found = ", ".join(f"{name} {version or 'missing'}" for name, version in off.items())
-    install = "pip install " + " ".join(f"{name}=={row.loose[name]}" for name in off)
-    return (failure if None in off.values() else warning)("version:others", f"{found}; off the {row.name} row", install)
+    listed = ", ".join(f"{name} {version or 'missing'}" for name, version in off.items())
+    command = "pip install " + " ".join(f"{name}=={row.loose[name]}" for name in off)
+    return (failure if None in off.values() else warning)("version:others", f"{listed}; off the {row.name} row", command)
 
 
-def _companions(machine: Machine) -> Check:
+def _companions(machine: Machine) -> Finding:
     """torchvision and its like: nothing here needs them; one of another build makes `import mbridge` fail, through transformers."""
     torch = machine.versions.get("torch")
-    found = {name: machine.versions[name] for name in _UNUSED if name in machine.versions}
-    wrong = [name for name, version in found.items() if torch and not _same_build(name, version, torch)]
+    installed = {name: machine.versions[name] for name in _UNUSED if name in machine.versions}
+    wrong = [name for name, version in installed.items() if torch and not _same_build(name, version, torch)]
     if not wrong:
-        return ok("torch companions", ", ".join(f"{n} {v}" for n, v in found.items()) or "none installed, none needed")
-    listed = ", ".join(f"{name} {found[name]}" for name in wrong)
+        return ok("torch companions", ", ".join(f"{n} {v}" for n, v in installed.items()) or "none installed, none needed")
+    listed = ", ".join(f"{name} {installed[name]}" for name in wrong)
     cure = f"pip uninstall -y {' '.join(wrong)}; `import mbridge` fails with them (operator torchvision::nms does not exist)"
     return failure("torch companions", f"{listed} beside torch {torch}: another build", cure)
 
@@ -65,23 +65,23 @@ def _same_build(name: str, version: str, torch: str) -> bool:
     return right_line and ("+cpu" in version) == ("+cpu" in torch)
 
 
-def _toolkit(machine: Machine, row: VersionRow) -> Check:
-    found = machine.devices.toolkit
-    if found is None:
+def _toolkit(machine: Machine, row: VersionRow) -> Finding:
+    installed = machine.devices.toolkit
+    if installed is None:
         return failure("CANN", "not found", f"install CANN {row.toolkit} with nnal and source both set_env.sh")
-    if found != row.toolkit:
-        return failure("CANN", f"{found}; the {row.name} row has {row.toolkit}", f"install CANN {row.toolkit}")
-    return ok("CANN", found)
+    if installed != row.toolkit:
+        return failure("CANN", f"{installed}; the {row.name} row has {row.toolkit}", f"install CANN {row.toolkit}")
+    return ok("CANN", installed)
 
 
-def _source_only(machine: Machine, name: str, source: str) -> Check:
-    found = machine.versions.get(name)
-    if found is None:
+def _source_only(machine: Machine, name: str, source: str) -> Finding:
+    installed = machine.versions.get(name)
+    if installed is None:
         return failure(f"version:{name}", "not installed", f"pip install {source} (it is on no package index)")
-    return ok(f"version:{name}", f"{found}; its own number does not say the branch, which must be that of {source}")
+    return ok(f"version:{name}", f"{installed}; its own number does not say the branch, which must be that of {source}")
 
 
-def _ascend_pairing(machine: Machine) -> Check:
+def _ascend_pairing(machine: Machine) -> Finding:
     """vllm-ascend was released for exactly one set; the wrong neighbour is the commonest reason why it does not start."""
     name, version = "vllm-ascend pairing", machine.versions.get("vllm-ascend")
     if version is None:

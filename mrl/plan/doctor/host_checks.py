@@ -1,10 +1,10 @@
-"""Devices, memory, limits, disk and ports of the host."""
+"""Devices, memory, limits, disk and ports of the host; Ray as far as it can be judged without asking it: address and token."""
 
 from collections.abc import Iterator
 
-from mrl.plan.doctor.check import Check, failure, ok, warning
-from mrl.plan.doctor.machine import Machine
-from mrl.platforms.inventory import driver_fault, environment_faults, visible_faults
+from mrl.plan.doctor.machine import Finding, Machine, failure, ok, warning
+from mrl.platforms.hosting import environment_faults
+from mrl.platforms.inventory import driver_fault, visible_faults
 
 # GiB. Below the first the run fails (containers give 0.06 by default: vLLM's queues and one bucket of weights do not fit), below the
 # second it may, once larger models pass their weights through it.
@@ -14,7 +14,8 @@ FILES_LEAST, FILES_ENOUGH = 4096, 65535  # Ray opens a few sockets per worker an
 LOCKED_ENOUGH = 1.0  # GiB; RDMA pins its buffers
 
 
-def host_checks(machine: Machine) -> Iterator[Check]:
+def host_checks(machine: Machine) -> Iterator[Finding]:
+    """Devices, ports, memory, limits, disks, environment and driver."""
     yield _devices(machine)
     yield _visible(machine)
     yield _ports(machine)
@@ -27,7 +28,7 @@ def host_checks(machine: Machine) -> Iterator[Check]:
     yield _driver(machine)
 
 
-def _devices(machine: Machine) -> Check:
+def _devices(machine: Machine) -> Finding:
     devices = machine.devices
     if devices.kind == "cpu":
         found = f"{devices.count} cores ({devices.driver or 'no vector extensions'})"
@@ -40,13 +41,13 @@ def _devices(machine: Machine) -> Check:
     return ok("devices", f"{devices.count} {devices.kind} devices, driver {devices.driver or 'unknown'}")
 
 
-def _visible(machine: Machine) -> Check:
+def _visible(machine: Machine) -> Finding:
     if faults := visible_faults(machine.device, machine.devices.count, machine.environment):
         return failure("visible devices", "; ".join(faults), "unset the variable; Ray sets it for each process")
     return ok("visible devices", "not restricted, or to devices that are there")
 
 
-def _ports(machine: Machine) -> Check:
+def _ports(machine: Machine) -> Finding:
     if machine.busy_ports:
         ports = ", ".join(map(str, machine.busy_ports))
         cure = "fine if that is the head; a head still to be started needs others: PORT or DASHBOARD_PORT of launch/start_head.sh"
@@ -54,7 +55,7 @@ def _ports(machine: Machine) -> Check:
     return ok("ports", "free")
 
 
-def _shared_memory(machine: Machine) -> Check:
+def _shared_memory(machine: Machine) -> Finding:
     found = f"{machine.shm_free_gib:.1f} of {machine.shm_gib:.1f} GiB free in /dev/shm"
     cure = f"give a container --shm-size=16g or --ipc=host, else mount -o remount,size=16G /dev/shm; {SHM_ENOUGH:g} GiB will do at first"
     if machine.shm_free_gib < SHM_LEAST:
@@ -62,7 +63,7 @@ def _shared_memory(machine: Machine) -> Check:
     return warning("shared memory", found, cure) if machine.shm_free_gib < SHM_ENOUGH else ok("shared memory", found)
 
 
-def _left_behind(machine: Machine) -> Check:
+def _left_behind(machine: Machine) -> Finding:
     if machine.shm_left:
         names = ", ".join(machine.shm_left[:5])
         cure = "when no run and no engine is alive here, remove them; killed engines leave them"
@@ -70,21 +71,21 @@ def _left_behind(machine: Machine) -> Check:
     return ok("left in shared memory", "nothing")
 
 
-def _open_files(machine: Machine) -> Check:
+def _open_files(machine: Machine) -> Finding:
     found, cure = f"ulimit -n {machine.open_files}", f"ulimit -n {FILES_ENOUGH} in the shell that starts Ray, or limits.conf"
     if machine.open_files < FILES_LEAST:
         return failure("open files", found, cure)
     return warning("open files", found, cure) if machine.open_files < FILES_ENOUGH and machine.device != "cpu" else ok("open files", found)
 
 
-def _locked_memory(machine: Machine) -> Check:
+def _locked_memory(machine: Machine) -> Finding:
     found = f"ulimit -l {machine.locked_memory:.2g} GiB"
     if machine.device != "cpu" and machine.locked_memory < LOCKED_ENOUGH:
         return warning("locked memory", found, "ulimit -l unlimited, or --ulimit memlock=-1 for a container: RDMA pins its buffers")
     return ok("locked memory", found)
 
 
-def _disk(folder: str, free: float) -> Check:
+def _disk(folder: str, free: float) -> Finding:
     name, found = f"disk:{folder}", f"{free:.1f} GiB free"
     cure = "make room, or give --run-dir (and TEMP of launch/start_head.sh) another file system"
     if free < DISK_LEAST:
@@ -92,13 +93,35 @@ def _disk(folder: str, free: float) -> Check:
     return warning(name, found, cure) if free < DISK_ENOUGH else ok(name, found)
 
 
-def _environment(machine: Machine) -> Check:
+def _environment(machine: Machine) -> Finding:
     if faults := environment_faults(machine.device, machine.environment):
         return failure("environment", "; ".join(faults), "each says its own cure")
     return ok("environment", "nothing set that is known to break a run")
 
 
-def _driver(machine: Machine) -> Check:
+def _driver(machine: Machine) -> Finding:
     if fault := driver_fault(machine.devices):
         return warning("driver", *fault)
     return ok("driver", machine.devices.driver if machine.device != "cpu" else "none needed")
+
+
+def cluster_checks(machine: Machine) -> Iterator[Finding]:
+    """Ray's address and token."""
+    address = machine.environment.get("RAY_ADDRESS")
+    if address in (None, "", "local"):
+        yield ok("ray address", "RAY_ADDRESS is not set: a run starts a cluster of its own on this host")
+    yield _authentication(machine)
+
+
+def _authentication(machine: Machine) -> Finding:
+    mode = machine.environment.get("RAY_AUTH_MODE", "token")
+    if mode != "token":
+        cure = "unset RAY_AUTH_MODE: Ray listens on every address and runs what it is sent; the token is what keeps others out"
+        return failure("ray token", f"RAY_AUTH_MODE={mode}", cure)
+    if machine.environment.get("RAY_AUTH_TOKEN"):
+        return ok("ray token", "given in RAY_AUTH_TOKEN")
+    if machine.token_mode is None:
+        return ok("ray token", "none yet: the first head on this host makes ~/.ray/auth_token")
+    if machine.token_mode & 0o077:
+        return warning("ray token", f"~/.ray/auth_token can be read by others (mode {machine.token_mode:o})", "chmod 600 ~/.ray/auth_token")
+    return ok("ray token", "in ~/.ray/auth_token")

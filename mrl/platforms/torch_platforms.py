@@ -1,0 +1,181 @@
+"""The three platforms, through torch: CPU over gloo, NVIDIA GPUs over NCCL, Ascend NPUs through torch_npu over HCCL.
+
+The NPU platform is written against documented interfaces and was never run on hardware. MindSpeed has to be in place before Megatron is
+imported: see mrl.platforms.npu_mindspeed.
+"""
+
+import importlib
+import logging
+import os
+import resource
+from typing import Any
+
+import torch
+
+from mrl.errors import EnvironmentFault
+from mrl.platforms.cpu_patches import rows_for
+from mrl.platforms.hosting import check_npu_environment
+from mrl.platforms.patching import apply
+from mrl.units import GIB
+
+_KIB_PER_GIB = GIB // 1024
+
+
+class CpuPlatform:
+    """One process a rank, one compute thread, gloo collectives; stand-ins for what Megatron asks of torch.cuda (see cpu_patches)."""
+
+    name = "cpu"
+    distributed_backend = "gloo"
+    device = torch.device("cpu")
+
+    def set_device(self, local_rank: int) -> None:
+        pass
+
+    def apply_patches(self) -> None:
+        apply(rows_for("cpu"))
+        # Megatron warns when the CPU generator moves inside its tracker's fork; here that generator is the tracked one.
+        logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
+
+    def deterministic(self) -> None:
+        # Sums over threads depend on how work is cut; filling fresh memory would only hide a read of it, at the price of a pass.
+        torch.set_num_threads(1)
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+
+    def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def rng_state(self) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        torch.set_rng_state(state)
+
+    def synchronize(self) -> None:
+        pass
+
+    def reset_peak_memory(self) -> None:
+        pass
+
+    def max_memory_allocated_gb(self) -> float:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / _KIB_PER_GIB
+
+    def max_memory_reserved_gb(self) -> float:
+        return self.max_memory_allocated_gb()
+
+    def network_environment(self, master_addr: str) -> dict[str, str]:
+        # gloo picks the interface that the host's name resolves to, which on a laptop may be none.
+        return {"GLOO_SOCKET_IFNAME": "lo"} if master_addr in ("127.0.0.1", "localhost") else {}
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def release_cache(self) -> None:
+        pass
+
+
+class _Accelerator:
+    """What torch.cuda and torch.npu have in common: one process a device."""
+
+    name: str
+    distributed_backend: str
+
+    @property
+    def _torch(self) -> Any:
+        """torch.cuda or torch.npu."""
+        return getattr(torch, self.name)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.name, self._torch.current_device())
+
+    def set_device(self, local_rank: int) -> None:
+        # A scheduler that shows each process only its own device makes that device number 0.
+        self._torch.set_device(local_rank % self._torch.device_count())
+
+    def rng_state(self) -> torch.Tensor:
+        return self._torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        self._torch.set_rng_state(state)
+
+    def synchronize(self) -> None:
+        self._torch.synchronize()
+
+    def reset_peak_memory(self) -> None:
+        self._torch.reset_peak_memory_stats()
+
+    def max_memory_allocated_gb(self) -> float:
+        return self._torch.max_memory_allocated() / GIB
+
+    def max_memory_reserved_gb(self) -> float:
+        return self._torch.max_memory_reserved() / GIB
+
+    def network_environment(self, master_addr: str) -> dict[str, str]:
+        return {}  # which interface is used between nodes is the cluster's to say: launch/runtime_env.*.yaml
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def release_cache(self) -> None:
+        self._torch.empty_cache()
+
+
+class CudaPlatform(_Accelerator):
+    """NVIDIA GPUs through torch.cuda and NCCL."""
+
+    name = "cuda"
+    distributed_backend = "nccl"
+
+    def __init__(self) -> None:
+        if not torch.cuda.is_available():
+            raise EnvironmentFault(
+                f"cluster.device=cuda, but torch {torch.__version__} sees no CUDA device on this host: "
+                "install the cuda extra and a driver, or set cluster.device=cpu"
+            )
+
+    def apply_patches(self) -> None:
+        apply(rows_for("cuda"))
+
+    def deterministic(self) -> None:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # Megatron's deterministic mode refuses Transformer Engine without it
+        os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+
+    def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+
+class NpuPlatform(_Accelerator):
+    """Ascend NPUs through torch_npu and HCCL; an Atlas A3 card is two of them."""
+
+    name = "npu"
+    distributed_backend = "hccl"
+
+    def __init__(self) -> None:
+        try:
+            importlib.import_module("torch_npu")  # adds torch.npu
+        except ImportError as error:
+            raise EnvironmentFault(
+                f"cluster.device=npu, but torch_npu cannot be imported ({error}); install the npu extra and CANN, source CANN's "
+                "set_env.sh, or set cluster.device to cuda or cpu"
+            ) from error
+        if not torch.npu.is_available():
+            raise EnvironmentFault(
+                "cluster.device=npu, but torch_npu sees no NPU on this host: check `npu-smi info`, ASCEND_RT_VISIBLE_DEVICES and that "
+                "CANN's set_env.sh was sourced"
+            )
+        check_npu_environment(os.environ)
+
+    def apply_patches(self) -> None:
+        """Nothing is left to do: MindSpeed replaced what Megatron needs before Megatron was imported."""
+
+    def deterministic(self) -> None:
+        os.environ["HCCL_DETERMINISTIC"] = "true"  # read when a communicator is made
+        torch.use_deterministic_algorithms(True)
+
+    def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        torch.npu.manual_seed(seed)

@@ -1,0 +1,8 @@
+"""Sizes in bytes, and counts rounded up."""
+
+MIB, GIB = 1024**2, 1024**3
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is not below `value`."""
+    return -(-value // multiple) * multiple
