@@ -13,7 +13,7 @@ _TOOLKIT = "CANN"
 _SHARED_HEADS = (0, 16)  # megatron-core: from here on a key/value head may be shared by tensor ranks (attention.py); before, it asserts
 _ROUTES = (0, 14)  # vLLM: from here on it returns routed experts (vllm-project/vllm PR 28284)
 _BY_BLOCK = (0, 32)  # vLLM: from here on routes are kept beside the prefix cache (vllm/distributed/aux_output_connector)
-_CAPTURED = (0, 32)  # vLLM that mrl's own capture of routes is written for (mrl/vllm/v0_32_routes.py)
+_CAPTURED = (0, 32)  # vLLM that mrl's own capture of routes is written for (mrl/vllm/route_capture.py)
 _ADAPTERS = ((0, 23), (0, 32))  # vLLM generations that the weight sync is written for
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from mrl.model.vllm_parameters import TargetParameter
-from mrl.vllm import lifecycle as shared
+from mrl.vllm import v0_common as shared
 from mrl.vllm.receive import Bucket
 from mrl.vllm.shard_path import ShardPath
 

@@ -1,6 +1,6 @@
 """Adapter for vLLM 0.32: its weight-transfer engine class, and how its experts get into and out of kernel layout.
 
-Everything here and in lifecycle.py that starts with an underscore in vLLM is private there; another generation gets a file of its own.
+Everything here and in v0_common.py that starts with an underscore in vLLM is private there; another generation gets a file of its own.
 """
 
 from collections.abc import Iterator
@@ -13,11 +13,11 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from mrl.model.vllm_parameters import TargetParameter
-from mrl.vllm import lifecycle as shared
+from mrl.vllm import v0_common as shared
 from mrl.vllm.receive import Bucket
+from mrl.vllm.route_capture import RouteCapture
 from mrl.vllm.shard_path import ShardPath
 from mrl.vllm.staging import Staging, check_same_shapes
-from mrl.vllm.v0_32_routes import RouteCapture
 
 
 @dataclass
