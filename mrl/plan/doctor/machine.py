@@ -1,7 +1,6 @@
 """Facts about this host and this installation, read without importing anything heavy."""
 
 import importlib.metadata
-import importlib.util
 import os
 import resource
 import shutil
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mrl.platforms.inventory import Devices, find_devices
-from mrl.platforms.versions import PACKAGES
+from mrl.platforms.versions import PACKAGES, VLLM_GENERATIONS
 
 _SHM, _GIB = "/dev/shm", 1024**3
 _LEFT_BEHIND = ("psm_*", "vllm_dist_*", "mrl-sync-*")
@@ -58,7 +57,7 @@ def read_machine(device: str, ports: Iterable[int]) -> Machine:
         disk_gib={folder: shutil.disk_usage(folder).free / _GIB for folder in (str(Path.cwd()), "/tmp")},
         token_mode=_token_mode(),
         plugins=tuple(point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")),
-        adapters=tuple(_adapters()),
+        adapters=tuple(generation.name for generation in VLLM_GENERATIONS),
     )
 
 
@@ -86,11 +85,3 @@ def _busy(port: int) -> bool:
 def _token_mode() -> int | None:
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
     return path.stat().st_mode & 0o777 if path.is_file() else None
-
-
-def _adapters() -> Iterable[str]:
-    """Generations that have a file mrl/vllm/v0_NN.py."""
-    spec = importlib.util.find_spec("mrl")
-    for folder in spec.submodule_search_locations or ():
-        for file in sorted(Path(folder, "vllm").glob("v0_[0-9][0-9].py")):
-            yield f"0.{file.stem.removeprefix('v0_')}"
