@@ -61,7 +61,7 @@ def _verdict(options: argparse.Namespace) -> dict[str, Any]:
         TrainLayout.build(config.actor.layout.model_dump(), model),
         rollout_layout(config),
         dialect=config.cluster.device,
-        dtype=config.rollout.dtype or config.model.dtype,
+        dtype=config.rollout_dtype,
         topology=Topology(*rank_places(config)),
         budget_bytes=config.reshard.budget_mb * MIB,
     )

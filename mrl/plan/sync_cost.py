@@ -24,7 +24,7 @@ def sync_section(inputs: PlanInputs, ranks: tuple[Place, ...], workers: tuple[Pl
         inputs.train,
         inputs.rollout,
         dialect=config.cluster.device,
-        dtype=config.rollout.dtype or config.model.dtype,
+        dtype=config.rollout_dtype,
         topology=Topology(tuple(SyncPlace(*place) for place in ranks), tuple(SyncPlace(*place) for place in workers)),
         budget_bytes=config.reshard.budget_mb * _MIB,
     )

@@ -25,8 +25,7 @@ def run(folder: Path) -> None:
     from mrl.errors import Interrupted
     from mrl.platforms.hosting import get_hosting
     from mrl.vllm.engine import VllmEngine
-    from mrl.vllm.requests import Request, Sampling
-    from mrl.vllm.settings import engine_settings
+    from mrl.vllm.requests import Request, Sampling, engine_settings
 
     settings = overrides(make_world(folder / "world"), cluster__n_gpus_per_node=4)[1::2]
     config = load_config(ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml", None, settings).config
