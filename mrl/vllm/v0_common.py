@@ -1,6 +1,11 @@
-"""What is the same in vLLM 0.23 and 0.32, private parts included: the layerwise reload, the slow path, what a worker answers.
+"""What is the same in vLLM 0.23 and 0.32, private parts included. Imported only through v0_23 or v0_32, which hold what differs.
 
-Imported only through the adapter of the installed generation, vllm_032 or vllm_023, which hold what differs.
+Private in vLLM, and why it is touched:
+
+* `model_loader.reload.layerwise` and `.meta`, `.utils`: vLLM's own reload takes whole models of full tensors; here single modules are
+  brought into load layout, written box by box, processed and put back into their kernels' memory.
+* `layer.cpu_linear`: on CPU a linear's weight lives on as this closure's packed copy only; what it holds is read by multiplying with it.
+* `_already_called_process_weights_after_loading`, `_do_torchao_reload`: marks that the reload leaves on layers and on the model.
 """
 
 import hashlib
@@ -9,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, _place_kernel_tensors, get_layerwise_info
@@ -19,74 +24,25 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 from mrl.errors import described
 from mrl.model.vllm_parameters import TargetParameter
-from mrl.reshard.setup import SyncSetup
-from mrl.vllm.load_layout import weight_bytes, what_reading_shows
-from mrl.vllm.read_back import through_identity, unpacked
-from mrl.vllm.receive import Bucket, ReloadLedger
-from mrl.vllm.shard_path import Adapter, Degrees, ShardPath
+from mrl.vllm.handshake import EngineDegrees
+from mrl.vllm.load_layout import leaf_of, weight_bytes
+from mrl.vllm.read_back import through_identity, unpacked, what_reading_shows
+from mrl.vllm.receive import InitInfo, UpdateInfo, UpdatePath
 
 
-class SlowPath:
-    """Full HF tensors through the model's own `load_weights`, inside vLLM's layerwise reload.
-
-    It is what the fast path is judged by, so it leans on vLLM's own loader for every layout question.
-    """
-
-    def __init__(self, model: nn.Module, model_config: Any, reload: "LayerwiseReload", expected: dict[str, list[int]]):
-        """`expected`: HF name and shape of every tensor that each update has to bring."""
-        self._model, self._config, self._reload, self._expected = model, model_config, reload, expected
-
-    def start(self) -> None:
-        """Enters the reload; what an earlier update left unfinished is dropped."""
-        self.abandon()
-        self._ledger = ReloadLedger({name for name, _ in self._model.named_parameters()}, self._expected)
-        self._reload.enter(self._model)
-
-    def receive(self, bucket: Bucket) -> None:
-        """Loads one bucket. Raises ValueError for damaged bytes and whatever vLLM's loader raises for a tensor it cannot place."""
-        path = bucket.checked()
-        with torch.no_grad():
-            self._ledger.add(set(self._model.load_weights(self._tensors(str(path)))))
-
-    def _tensors(self, path: str) -> Iterator[tuple[str, Tensor]]:
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
-                tensor = file.get_tensor(name)
-                self._ledger.receive(name, tuple(tensor.shape))
-                yield name, tensor
-
-    def has_everything(self) -> bool:
-        """Whether every tensor that has to come did."""
-        return self._ledger.expected.keys() <= self._ledger.received.keys()
-
-    def finish(self, read_back: bool) -> None:
-        """Leaves the reload; raises RuntimeError when a tensor did not come or a parameter was not written."""
-        self._ledger.check_complete()
-        self._reload.finish(self._model, self._config)
-        for layer in self._model.modules():
-            self._reload.prepare_experts(layer)
-
-    def abandon(self) -> None:
-        """Gives every module its kernels' tensors back."""
-        self._reload.abandon(self._model)
-
-    def report(self) -> dict[str, Any]:
-        """There are no digests on this path."""
-        return {}
-
-    def close(self) -> None:
-        """Holds nothing between updates."""
-
-
-class LayerwiseReload:
-    """vLLM's layerwise reload, one module at a time; see mrl.vllm.load_layout.Reload."""
+class CommonAdapter:
+    """What mrl asks of vLLM; see mrl.vllm.load_layout.Adapter. A generation adds `moe_backends` and `expert_isa`."""
 
     def plan_name(self, name: str) -> str:
         """Plans speak of parameters as vLLM 0.32 does."""
         return name
 
+    def expert_isa(self, layer: nn.Module) -> str | None:
+        """For which instructions CPU packs this layer's experts; None for other layers and kernels."""
+        raise NotImplementedError
+
     def prepare_experts(self, layer: nn.Module) -> None:
-        """What turning a fused-MoE layer's weights into kernel layout needs after its quantisation method; nothing here."""
+        """Nothing is left to do after the layer's quantisation method."""
 
     def enter(self, model: nn.Module) -> None:
         initialize_layerwise_reload(model)
@@ -125,7 +81,7 @@ class LayerwiseReload:
 
     def finish(self, model: nn.Module, model_config: Any) -> None:
         finalize_layerwise_reload(model, model_config)
-        refresh_tied_head(model)
+        _refresh_tied_head(model)
 
     def abandon(self, model: nn.Module) -> None:
         model._do_torchao_reload = getattr(model, "_original_do_torchao_reload", False)
@@ -134,18 +90,66 @@ class LayerwiseReload:
             if info.can_load() and info.kernel_tensors is not None:
                 self.leave_out(layer)
 
+    def reads_by_identity(self, layer: nn.Module, target: TargetParameter) -> bool:
+        """The target lives on only as CPU's packed copy."""
+        return target.name.endswith(".weight") and hasattr(layer, "cpu_linear") and layer.weight.numel() == 0
 
-def make_path(model: nn.Module, model_config: Any, adapter: Adapter, info: Any, degrees: Degrees) -> "SlowPath | ShardPath":
-    """The path that an InitInfo asks for. Raises HandshakeError, ValueError or TransferError when the fast one cannot be had."""
-    if info.path == "slow":
-        return SlowPath(model, model_config, adapter.reload, info.expected or {})
-    setup = SyncSetup.from_json(info.setup)
-    return ShardPath(model, model_config, adapter, setup, info.engine, info.plan_hash, degrees)
+    def final_parts(self, model: nn.Module, layer: nn.Module, target: TargetParameter) -> Iterator[Tensor]:
+        """Raises RuntimeError where the kernel pads experts, whose padding no plan describes, and where an output layer's packed copy is
+        not what its parameter says."""
+        parameter, dtype = getattr(layer, leaf_of(target)), getattr(torch, target.dtype)
+        if self.reads_by_identity(layer, target):
+            yield through_identity(layer, target.local_shape, dtype)
+            return
+        head = getattr(model, "lm_head", None)
+        is_output = head is not None and hasattr(head, "cpu_linear") and parameter is head._parameters.get("weight")
+        if is_output and not torch.equal(through_identity(head, target.local_shape, dtype), what_reading_shows(parameter.data)):
+            raise RuntimeError(f"{target.name}: the output layer multiplies with other weights than its parameter holds")
+        isa = self.expert_isa(layer)
+        if isa is None:
+            yield parameter.data
+            return
+        from vllm._custom_ops import cpu_prepack_moe_weight
+
+        if tuple(parameter.shape) != target.local_shape:
+            raise RuntimeError(
+                f"{target.name}: the kernel pads {list(target.local_shape)} to {list(parameter.shape)}; "
+                "choose a rollout layout that leaves each worker a multiple of 32 of moe_intermediate_size"
+            )
+        yield from unpacked(parameter.data, cpu_prepack_moe_weight, isa)
 
 
-def degrees_of(parallel: Any, quantization: str | None, dtype: torch.dtype) -> Degrees:
+def _refresh_tied_head(model: nn.Module) -> None:
+    """Packs a tied output layer anew. It has no weights of its own to load, so a reload leaves CPU's packed copy of the old ones."""
+    head = getattr(model, "lm_head", None)
+    if head is None or not hasattr(head, "cpu_linear"):
+        return
+    if any(layer is not head and layer._parameters.get("weight") is head.weight for layer in model.modules()):
+        head.quant_method.process_weights_after_loading(head)
+
+
+class CommonTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """vLLM's weight-transfer engine `mrl`: the fast path or the slow one, as it was last initialised."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    path: UpdatePath | None = None
+
+    def abandon(self) -> None:
+        """Drops an update that failed, from any point, so that another can start."""
+        if self.path is not None:
+            self.path.abandon()
+
+    def shutdown(self) -> None:
+        """Closes the transport."""
+        if self.path is not None:
+            self.path.close()
+            self.path = None
+
+
+def degrees_of(parallel: Any, quantization: str | None, dtype: torch.dtype) -> EngineDegrees:
     """What this engine was started with. `parallel`: vLLM's ParallelConfig."""
-    return Degrees(
+    return EngineDegrees(
         tensor=parallel.tensor_parallel_size,
         pipeline=parallel.pipeline_parallel_size,
         data=parallel.data_parallel_size,
@@ -157,54 +161,10 @@ def degrees_of(parallel: Any, quantization: str | None, dtype: torch.dtype) -> D
     )
 
 
-def refresh_tied_head(model: nn.Module) -> None:
-    """Packs a tied output layer anew. It has no weights of its own to load, so a reload leaves CPU's packed copy of the old ones."""
-    head = getattr(model, "lm_head", None)
-    shared = (
-        any(layer is not head and layer._parameters.get("weight") is head.weight for layer in model.modules())
-        if head is not None
-        else False
-    )
-    if shared and hasattr(head, "cpu_linear"):
-        head.quant_method.process_weights_after_loading(head)
-
-
-def final_parts(model: nn.Module, layer: nn.Module, target: TargetParameter, isa: str | None) -> Iterator[Tensor]:
-    """What the kernel computes with, in the target's layout. `isa`: for which instructions CPU packed experts; None: they are not packed.
-
-    Raises RuntimeError where the kernel pads experts, whose padding no plan describes, and where an output layer's packed copy is not
-    what its parameter says.
-    """
-    parameter, dtype = getattr(layer, target.name.rpartition(".")[2]), getattr(torch, target.dtype)
-    if computes_packed(layer, target):
-        yield through_identity(layer, target.local_shape, dtype)
-        return
-    head = getattr(model, "lm_head", None)
-    is_output = head is not None and hasattr(head, "cpu_linear") and parameter is head._parameters.get("weight")
-    if is_output and not torch.equal(through_identity(head, target.local_shape, dtype), what_reading_shows(parameter.data)):
-        raise RuntimeError(f"{target.name}: the output layer multiplies with other weights than its parameter holds")
-    if isa is None:
-        yield parameter.data
-        return
-    from vllm._custom_ops import cpu_prepack_moe_weight
-
-    if tuple(parameter.shape) != target.local_shape:
-        raise RuntimeError(
-            f"{target.name}: the kernel pads {list(target.local_shape)} to {list(parameter.shape)}; "
-            "choose a rollout layout that leaves each worker a multiple of 32 of moe_intermediate_size"
-        )
-    yield from unpacked(parameter.data, cpu_prepack_moe_weight, isa)
-
-
-def computes_packed(layer: nn.Module, target: TargetParameter) -> bool:
-    """Whether the target lives on only as CPU's packed copy."""
-    return target.name.endswith(".weight") and hasattr(layer, "cpu_linear") and layer.weight.numel() == 0
-
-
-class WorkerExtension:
+class CommonWorkerExtension:
     """Methods that vLLM mixes into its worker (`worker_extension_cls`), called through `collective_rpc`."""
 
-    reload: ClassVar[LayerwiseReload]  # of this generation
+    adapter: ClassVar[CommonAdapter]  # of this generation
 
     def answer(self, method: str, arguments: Sequence[Any] = ()) -> dict[str, Any]:
         """Calls one of this worker's methods: {"value": what it returned}, or {"error": what it raised}.
@@ -218,7 +178,7 @@ class WorkerExtension:
             traceback.print_exc()
             return {"error": described(error)}
 
-    def sync_path(self) -> "SlowPath | ShardPath":
+    def update_path(self) -> UpdatePath:
         """The path in use."""
         return self.weight_transfer_engine.path
 
@@ -228,21 +188,21 @@ class WorkerExtension:
         vLLM's own `compute_weight_checksums` reads parameters only, and on CPU a packed linear's parameter is empty.
         """
         model = self.model_runner.get_model()
-        held = {name: _sha256(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+        plain = {name: _sha256(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
         packed = {f"{name}.<packed>": _sha256(weight) for name, weight in packed_linears(model)}
-        return {f"rank{self.rank}.{name}": digest for name, digest in (held | packed).items()}
+        return {f"rank{self.rank}.{name}": digest for name, digest in (plain | packed).items()}
 
     def weight_update_report(self) -> dict[str, Any]:
         """What the last fast update brought and what the engine then held; digests by parameter, bytes and seconds."""
-        return self.sync_path().report()
+        return self.update_path().report()
 
     def weight_digests(self) -> dict[str, int]:
         """Digest of every parameter as the engine holds it now (fast path only)."""
-        return self.sync_path().held()
+        return self.update_path().held_digests()
 
     def weight_bytes(self) -> int:
         """Bytes that an update has to bring to this worker, from vLLM's own parameters."""
-        return weight_bytes(self.model_runner.get_model(), self.reload, self.model_config.dtype)
+        return weight_bytes(self.model_runner.get_model(), self.adapter, self.model_config.dtype)
 
 
 def packed_linears(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

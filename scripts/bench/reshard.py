@@ -176,7 +176,7 @@ class Engine:
 
     def sync(self, update: int) -> dict:
         self.worker.start_weight_update()
-        self.worker.update_weights({"path": "fast", "update": update, "read_back": True})
+        self.worker.update_weights({"update": update, "read_back": True})
         self.worker.finish_weight_update()
         return self.worker.weight_update_report()
 
