@@ -1,4 +1,7 @@
-"""One vLLM engine as a Python object: start, generate, take new weights. No Ray here; the cluster wraps it in an actor."""
+"""One vLLM engine as a Python object: start, generate, take new weights.
+
+No Ray here; the cluster wraps it in an actor.
+"""
 
 import asyncio
 import itertools
@@ -25,7 +28,10 @@ DROP_S = 5.0  # for blocks of the prefix cache to come free
 
 
 class VllmEngine:
-    """AsyncLLM plus the weight version it serves. While an update is under way, or after one failed, it serves nothing."""
+    """AsyncLLM plus the weight version it serves.
+
+    While an update is under way, or after one failed, it serves nothing.
+    """
 
     def __init__(self, settings: EngineSettings):
         self.settings = settings
@@ -126,7 +132,10 @@ class VllmEngine:
             await self._llm.update_weight_version(str(version))
 
     def _versions_of(self, answer: Any, version_before: int | None) -> set[str]:
-        """Versions that took part in a completion. Where vLLM does not stamp them: those served when the request came and when it ended."""
+        """Versions that took part in a completion.
+
+        Where vLLM does not stamp them: those served when the request came and when it ended.
+        """
         if self._generation.stamps_versions:
             return {span.version for span in answer.weight_versions or ()}
         return {str(version_before), str(self.version)}
@@ -154,7 +163,7 @@ class VllmEngine:
             await self._workers("forget_routes")
 
     async def _check_order(self) -> None:
-        """The same prompts in two orders must give the same bits; else a run cannot be repeated, nor resumed exactly."""
+        """The same prompts in two orders must give the same bits; else no run can be repeated or resumed exactly."""
         rng = random.Random(0)
         width = min(24, self.settings.arguments["max_model_len"] // 2)
         vocab = self.settings.vocab_size
@@ -190,7 +199,7 @@ class VllmEngine:
 
     async def load_bucket(self, data: np.ndarray, sha256: str) -> int:
         """Loads one bucket, safetensors bytes as a uint8 array with their SHA-256; returns bytes."""
-        # a name of its own: workers keep tensors of a layer mapped until its last bucket has come, and the pages outlive the name
+        # a name of its own: workers keep tensors of a layer mapped until its last bucket has come; pages outlive names
         path = self._buckets / f"bucket-{next(self._numbers)}.safetensors"
         with path.open("wb") as file:
             file.write(memoryview(data))
@@ -210,7 +219,7 @@ class VllmEngine:
         self.version = version
 
     async def connect_sync(self, setup: dict[str, Any], plan_hash: str) -> int:
-        """Agrees on the plan of the weight syncs, checks vLLM's parameters against it and meets the ranks; returns bytes of weights held.
+        """Agrees on the plan of weight syncs, checks vLLM's parameters against it, meets the ranks; returns bytes of weights.
 
         Raises EnvironmentFault: another plan, or parameters that are not as the plan has them, by name.
         """
@@ -241,14 +250,17 @@ class VllmEngine:
         )
 
     def release_arenas(self) -> None:
-        """Takes the names of shared memory away, now that every rank has it open: nothing is left behind however a process ends."""
+        """Unlinks shared memory, now that every rank has it open: nothing is left behind however a process ends."""
         for path in self._arenas:
             path.unlink(missing_ok=True)
         self._arenas = ()
         self._note_shared_memory()
 
     async def receive_weights(self, update: int, read_back: bool) -> list[dict[str, Any]]:
-        """Takes one sync; returns each worker's report (WorkerExtension.weight_update_report). Serves nothing until `commit`."""
+        """Takes one sync; returns each worker's report (WorkerExtension.weight_update_report).
+
+        Serves nothing until `commit`.
+        """
         self.version = None
         with self._alive():
             try:
@@ -283,10 +295,11 @@ class VllmEngine:
         await self._forget_routes()
 
     async def _drop_cache(self) -> None:
-        """Empties the prefix cache. Raises Interrupted when vLLM does not: what was computed with old weights would be served as new.
+        """Empties the prefix cache, which old weights filled. Raises Interrupted when vLLM does not empty it.
 
-        vLLM 0.23 and 0.32 answer True, with prefix caching off as well, or False while a block is in use, that of a request that was just
-        aborted for example. Of several data-parallel cores 0.32 answers for all, 0.23 for the first.
+        vLLM 0.23 and 0.32 answer True, with prefix caching off as well, or False while a block is in use, that of a
+        request that was just aborted for example. Of several data-parallel cores 0.32 answers for all, 0.23 for the
+        first.
         """
         deadline = time.monotonic() + DROP_S
         while not (emptied := await self._ask(self._llm.reset_prefix_cache())) and time.monotonic() < deadline:
@@ -306,7 +319,10 @@ class VllmEngine:
         return merged
 
     async def _workers(self, method: str, *arguments: Any) -> list[Any]:
-        """What a method of each of this engine's workers returns. Raises RuntimeError with all that they raised, causes first."""
+        """What a method of each of this engine's workers returns.
+
+        Raises RuntimeError with all that they raised, causes first.
+        """
         from mrl.reshard.sync_report import GAVE_UP
 
         answers = await self._ask(self._llm.collective_rpc("answer", args=(method, arguments)))
@@ -315,7 +331,10 @@ class VllmEngine:
         return [answer["value"] for answer in answers]
 
     async def _ask(self, call: Awaitable[Any]) -> Any:
-        """The answer of vLLM's processes. One that died never answers, and vLLM tells only requests so: its death is watched for here."""
+        """The answer of vLLM's processes.
+
+        One that died never answers, and vLLM tells only requests so: its death is watched for here.
+        """
         from vllm.v1.engine.exceptions import EngineDeadError
 
         task = asyncio.ensure_future(call)
@@ -355,7 +374,7 @@ class VllmEngine:
 
 
 def shared_memory_below(pid: int) -> set[Path]:
-    """Shared-memory segments that the descendants of `pid` have mapped, those of multiprocessing and of vLLM's CPU collectives."""
+    """Shared memory that descendants of `pid` have mapped: segments of multiprocessing and of vLLM's CPU collectives."""
     import psutil
 
     segments = set()

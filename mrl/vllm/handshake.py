@@ -1,8 +1,9 @@
-"""Before the first sync: does vLLM really hold what the plan assumes? Degrees, names, shapes, dtype, and what its own loader does.
+"""Checks before the first sync: does vLLM hold what the plan assumes? Degrees, names, shapes, dtypes, and its loader.
 
-The loader is asked by giving it numbered tensors: one module of each kind is brought into load layout, the model's own `load_weights`
-gets Hugging Face tensors whose elements say where they come from, and what arrives is compared with the plan's boxes. Elements are
-numbered in digits of base 256, which every dtype holds exactly, one pass a digit. Nothing of the engine's weights is touched.
+The loader is asked by giving it numbered tensors: one module of each kind is brought into load layout, the model's
+own `load_weights` gets Hugging Face tensors whose elements say where they come from, and what arrives is compared
+with the plan's boxes. Elements are numbered in digits of base 256, which every dtype holds exactly, one pass a digit.
+Nothing of the engine's weights is touched.
 """
 
 import re
@@ -137,7 +138,8 @@ def _one_of_each_kind(layers: dict[str, nn.Module], targets: Sequence[TargetPara
 
 
 def _check_module(model: nn.Module, layer: nn.Module, group: list[TargetParameter], shapes: dict, adapter: Adapter) -> None:
-    live = {t.name: parameter_of(layer, t) for t in group if not parameter_of(layer, t).is_meta}  # a bias stays in the kernel's memory
+    # a bias stays in the kernel's memory
+    live = {t.name: parameter_of(layer, t) for t in group if not parameter_of(layer, t).is_meta}
     kept = {name: tensor.clone() for name, tensor in live.items()}
     adapter.materialise(layer)
     adapter.open_loaders(layer)
@@ -156,7 +158,10 @@ def _check_module(model: nn.Module, layer: nn.Module, group: list[TargetParamete
 
 
 def _passes(names: list[str], shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
-    """Tensors numbered by name, then by place along each dimension, digit by digit. They take no memory along the others."""
+    """Tensors numbered by name, then by place along each dimension, digit by digit.
+
+    They take no memory along the others.
+    """
     for digit in range(_digits(len(names))):
         yield {name: _digit(torch.tensor(i), digit, dtype).expand(shapes[name]) for i, name in enumerate(names)}
     for dim in range(max(map(len, shapes.values()))):
@@ -179,7 +184,7 @@ def _digits(count: int) -> int:
 
 
 def _compare(loaded: Tensor, target: TargetParameter, numbered: dict[str, Tensor]) -> None:
-    """Every piece must hold exactly its block of the numbered tensor, and nothing else may have been written but zeros as padding."""
+    """Every piece must hold exactly its block of the numbered tensor; elsewhere only zeros may have been written."""
     covered = 0
     for piece in target.pieces:
         if piece.hf_name not in numbered:

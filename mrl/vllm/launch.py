@@ -1,13 +1,15 @@
-"""How each rollout engine is started: which workers form a process group of their own, where they stand, and vLLM's parallel arguments.
+"""How each rollout engine is started: its process groups, their nodes and devices, and vLLM's parallel arguments.
 
-Pure functions of the configuration; no Ray and no vLLM here. Argument names are those of AsyncEngineArgs in vLLM 0.32 (0.23 has the same).
+Pure functions of the configuration; no Ray and no vLLM here. Argument names are those of AsyncEngineArgs in vLLM 0.32
+(0.23 has the same).
 
-Each data-parallel rank of an engine is a Ray actor with a front end of its own (vLLM's external load balancing, `data_parallel_rank`);
-they meet at the address of the first. vLLM could keep all ranks of a node behind one front end, which then hands back only the first
-rank's answer to a call on all workers (DPLBAsyncMPClient.call_utility_async), and a weight sync has to hear every worker.
+Each data-parallel rank of an engine is a Ray actor with a front end of its own (vLLM's external load balancing,
+`data_parallel_rank`); they meet at the address of the first. vLLM could keep all ranks of a node behind one front
+end, which then hands back only the first rank's answer to a call on all workers
+(DPLBAsyncMPClient.call_utility_async), and a weight sync has to hear every worker.
 
-Below an actor, vLLM's `mp` executor starts a process per worker; only a tensor group larger than a node needs its `ray` executor, with one
-bundle a worker.
+Below an actor, vLLM's `mp` executor starts a process per worker; only a tensor group larger than a node needs its
+`ray` executor, with one bundle a worker.
 """
 
 from dataclasses import dataclass, replace
@@ -41,7 +43,7 @@ class EngineLaunch:
         return "data_parallel_rank" in self.arguments
 
     def at(self, address: str, port: int) -> "EngineLaunch":
-        """The launch with the address (of data-parallel rank 0's node) and the port where the ranks of its engine meet."""
+        """The launch with the address (data-parallel rank 0's node) and the port where the ranks of its engine meet."""
         met = self.arguments | {"data_parallel_address": address, "data_parallel_rpc_port": port}
         return replace(self, arguments=met)
 
@@ -65,7 +67,10 @@ def rank_places(config: RunConfig) -> tuple[tuple[Place, ...], tuple[Place, ...]
 
 
 def engine_launches(config: RunConfig) -> tuple[EngineLaunch, ...]:
-    """Every actor to start, engine by engine, then data-parallel rank. Raises ConfigError for what no cluster of this shape can hold."""
+    """Every actor to start, engine by engine, then data-parallel rank.
+
+    Raises ConfigError for what no cluster of this shape can hold.
+    """
     layout, per_node = rollout_layout(config), config.cluster.n_gpus_per_node
     _, places = rank_places(config)
     return tuple(_launch(layout, places, per_node, engine, rank) for engine in range(layout.num_engines) for rank in range(layout.data))

@@ -1,9 +1,10 @@
 """Writes an engine's parameters in load layout, module by module, and hands each finished module to vLLM.
 
-Load layout is how vLLM's `load_weights` fills parameters, before kernels pack or shuffle them; after that they can no longer be written.
-vLLM's layerwise reload brings single modules back into it. A module goes through these states in one update:
+Load layout is how vLLM's `load_weights` fills parameters, before kernels pack or shuffle them; after that they can no
+longer be written. vLLM's layerwise reload brings single modules back into it. A module goes through these states in
+one update:
 
-    kernel layout --enter--> empty --materialise--> load layout --(all copies written, digests taken)--process--> kernel layout
+    kernel layout --enter--> empty --materialise--> load layout --(written, digests taken)--process--> kernel layout
 
 What differs between generations of vLLM is behind `Adapter`. vLLM itself is not imported here.
 """
@@ -42,7 +43,7 @@ class Adapter(Protocol):
         ...
 
     def open_loaders(self, layer: nn.Module) -> None:
-        """Gives a materialised module its own weight loaders, which fill its parameters at once, instead of the reload's."""
+        """Gives a materialised module its own weight loaders, which fill parameters at once, instead of the reload's."""
         ...
 
     def materialise(self, layer: nn.Module) -> None:
@@ -50,7 +51,10 @@ class Adapter(Protocol):
         ...
 
     def process(self, layer: nn.Module) -> None:
-        """Turns one written module into what its kernel reads, in the kernel's own memory. Buffers stay as they were."""
+        """Turns one written module into what its kernel reads, in the kernel's own memory.
+
+        Buffers stay as they were.
+        """
         ...
 
     def prepare_experts(self, layer: nn.Module) -> None:
@@ -62,7 +66,10 @@ class Adapter(Protocol):
         ...
 
     def abandon(self, model: nn.Module) -> None:
-        """Leaves the reload from any point: modules that were not processed get their kernels' tensors back. Safe to call twice."""
+        """Leaves the reload from any point: modules that were not processed get their kernels' tensors back.
+
+        Safe to call twice.
+        """
         ...
 
     def moe_backends(self, model: nn.Module) -> set[str]:
@@ -77,12 +84,15 @@ class Adapter(Protocol):
         ...
 
     def reads_by_identity(self, layer: nn.Module, target: TargetParameter) -> bool:
-        """Whether `final_parts` reads through an identity matrix, which does not show every value (see `what_reading_shows`)."""
+        """Whether `final_parts` reads through an identity matrix, which shows `what_reading_shows`, not every value."""
         ...
 
 
 class LayerwiseWriter:
-    """The `Writer` of mrl.reshard.execute for a vLLM model, for one update. A module is complete once, and only after all its copies."""
+    """The `Writer` of mrl.reshard.execute for a vLLM model, for one update.
+
+    A module is complete once, and only after all its copies.
+    """
 
     def __init__(
         self,
@@ -92,7 +102,10 @@ class LayerwiseWriter:
         adapter: Adapter,
         by_identity: frozenset[str] = frozenset(),
     ):
-        """`targets`: all parameters of this worker. `by_identity`: those that are read back through an identity matrix."""
+        """`targets`: all parameters of this worker.
+
+        `by_identity`: those that are read back through an identity matrix.
+        """
         self._model, self._config, self._adapter, self._by_identity = model, model_config, adapter, by_identity
         self._in_place = written_in_place(targets)
         self._layers = layers_of(model, adapter)
@@ -124,7 +137,10 @@ class LayerwiseWriter:
         return self._tensor(target)
 
     def complete(self, module: str) -> None:
-        """Takes the digests of a written module and hands it to vLLM. Raises RuntimeError when nothing was written into it."""
+        """Takes the digests of a written module and hands it to vLLM.
+
+        Raises RuntimeError when nothing was written into it.
+        """
         if module not in self._open:
             raise RuntimeError(f"module {module} is said to be complete, but it is not being written")
         began = time.perf_counter()
@@ -198,12 +214,15 @@ def leaf_of(target: TargetParameter) -> str:
 
 
 def written_in_place(targets: Sequence[TargetParameter]) -> frozenset[str]:
-    """Names of experts that are stored transposed. Their kernel reads them as they are, so they are written where they lie."""
+    """Names of experts that are stored transposed.
+
+    Their kernel reads them as they are, so they are written where they lie.
+    """
     return frozenset(t.name for t in targets if any(piece.axes != tuple(sorted(piece.axes)) for piece in t.pieces))
 
 
 def weight_bytes(model: nn.Module, adapter: Adapter, dtype: torch.dtype) -> int:
-    """Bytes that an update has to bring: all parameters as vLLM itself has them, without vocabulary padding, in the engine's `dtype`."""
+    """Bytes that an update has to bring: vLLM's own parameters in the engine's `dtype`, without vocabulary padding."""
     total, counted = 0, set()
     for layer in model.modules():
         for leaf, parameter in layer._parameters.items():
@@ -228,7 +247,7 @@ class ModuleBuffers:
         self._lent: dict[nn.Module, Tensor] = {}
 
     def lend(self, layer: nn.Module, leaves: tuple[str, ...]) -> None:
-        """Puts parameters of a layer, whose own memory nobody has touched yet, into memory that an earlier layer gave back."""
+        """Puts parameters of a layer, whose own memory is still untouched, into memory that an earlier layer gave back."""
         tensors = [getattr(layer, leaf) for leaf in leaves]
         starts, size = [], 0
         for tensor in tensors:
@@ -258,7 +277,7 @@ class ModuleBuffers:
 
 
 def check_same_shapes(loaded: Mapping[str, Tensor], kernels: Mapping[str, Tensor]) -> None:
-    """Raises RuntimeError unless `loaded` are all of a layer's `kernels` tensors, in their shapes: only then are they packed one into one.
+    """Raises RuntimeError unless `loaded` are all of a layer's `kernels` tensors, in their shapes.
 
     The handshake refuses engines whose kernels pad experts or give them a bias, so that no update gets here with one.
     """

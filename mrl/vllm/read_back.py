@@ -1,7 +1,7 @@
 """What an engine holds: read out of its kernels into load layout, bit for bit, and digested parameter by parameter.
 
-Kernels are told apart by a layer's attributes. Memory is what reading costs most, so large parameters come in parts along their first
-dimension, each in memory that the next one takes over; digests are taken part by part.
+Kernels are told apart by a layer's attributes. Memory is what reading costs most, so large parameters come in parts
+along their first dimension, each in memory that the next one takes over; digests are taken part by part.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,9 +23,10 @@ Pack = Callable[[Tensor, str], Tensor]  # (load layout, instruction set) -> pack
 
 
 def through_identity(layer: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """[out, in] of a linear that CPU packs out of sight: every product of an identity matrix is x*1 or x*0, every sum has one term.
+    """[out, in] of a linear that CPU packs out of sight, by multiplying an identity matrix with it.
 
-    What it cannot show are -0.0 and, in bf16, subnormals. The tensor's memory is [in, out].
+    Every product is x*1 or x*0 and every sum has one term, so that only -0.0 and, in bf16, subnormals do not show. The
+    tensor's memory is [in, out].
     """
     height, width = shape
     transposed = torch.empty(width, height, dtype=dtype)
@@ -38,7 +39,7 @@ def through_identity(layer: nn.Module, shape: tuple[int, ...], dtype: torch.dtyp
 
 
 def what_reading_shows(tensor: Tensor) -> Tensor:
-    """The tensor as an identity matrix through its kernel shows it: -0.0 comes out as 0.0, and bf16 instructions flush subnormals.
+    """The tensor as an identity matrix through its kernel shows it: 0.0 for -0.0 and, in bf16, for subnormals.
 
     Returns `tensor` itself where it has no such values.
     """
@@ -51,10 +52,10 @@ def what_reading_shows(tensor: Tensor) -> Tensor:
 
 
 def unpacked(packed: Tensor, pack: Pack, isa: str) -> Iterator[Tensor]:
-    """[some experts, rows, columns] each, all in order, from a kernel's packed form of that shape; valid until the next is asked for.
+    """[some experts, rows, columns] each, in order, from a kernel's packed form; valid until the next is asked for.
 
-    Follows where `pack` moves each element of one expert. Raises RuntimeError when it does more than move elements. It must move them the
-    same way for every expert.
+    Follows where `pack` moves each element of one expert. Raises RuntimeError when it does more than move elements.
+    It must move them the same way for every expert.
     """
     experts, rows, columns = packed.shape
     order = _order(rows, columns, packed.dtype, pack, isa)
@@ -76,7 +77,8 @@ def unpacked(packed: Tensor, pack: Pack, isa: str) -> Iterator[Tensor]:
 def _order(rows: int, columns: int, dtype: torch.dtype, pack: Pack, isa: str) -> Tensor | int:
     """[rows * columns] int32: where packing puts each element, seen by packing numbers that are written as bit patterns.
 
-    Where it lays so many rows in columns, block by block, just their number: such elements are copied without being looked up one by one.
+    Where it lays so many rows in columns, block by block, just their number: such elements are copied without being
+    looked up one by one.
     """
     numbers = torch.arange(rows * columns, dtype=torch.int32)
     if dtype.itemsize == 4:
@@ -110,9 +112,12 @@ def has_padding(target: TargetParameter) -> bool:
 
 
 def held_digests(targets: Sequence[TargetParameter], final: Callable[[TargetParameter], Iterable[Tensor]]) -> dict[str, int]:
-    """Digests of what the engine finally holds. `final` reads one parameter back into load layout, in parts along its first dimension.
+    """Digests of what the engine finally holds, by parameter.
 
-    Raises RuntimeError naming a parameter whose padding is not zero, or that has padding and comes in more than one part.
+    `final` reads one parameter back into load layout, in parts along its first dimension.
+
+    Raises RuntimeError naming a parameter whose padding is not zero, or that has padding and comes in more than one
+    part.
     """
     digests = {target.name: parameter_digest(_with_checked_padding(final(target), target), target) for target in targets}
     return {target.name: digests[target.name] for target in targets if target.pieces}
@@ -131,7 +136,7 @@ def _with_checked_padding(parts: Iterable[Tensor], target: TargetParameter) -> I
 
 
 def parameter_digest(parts: Iterable[Tensor], target: TargetParameter) -> int:
-    """Digest of a parameter in load layout: the sum over its pieces, in the engine's dtype (kernels may keep a bias in fp32).
+    """Digest of a parameter in load layout: the sum over its pieces, in the engine's dtype, whatever a kernel keeps.
 
     `parts`: what the parameter consists of along its first dimension, in order. Only experts come in more than one.
     """

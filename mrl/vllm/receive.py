@@ -4,7 +4,7 @@ vLLM imports this module in each of its processes through the plugin entry point
 workers then drive one of two paths, call by call:
 
     start      FastPath: each module gets into load layout     SlowPath: the whole model does
-    receive    this worker's shards, by the plan               one bucket of full Hugging Face tensors, through vLLM's own loader
+    receive    this worker's shards, by the plan               one bucket of full tensors, through vLLM's own loader
     finish     everything came; read back what is held         everything came and was written
     report     digests, bytes and seconds                      nothing
 
@@ -39,7 +39,10 @@ BACKEND = "mrl"
 
 
 def register() -> None:
-    """vLLM plugin entry point: makes the weight-transfer backend `mrl` known. Called in every vLLM process, maybe twice."""
+    """vLLM plugin entry point: makes the weight-transfer backend `mrl` known.
+
+    Called in every vLLM process, maybe twice.
+    """
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:
@@ -70,7 +73,7 @@ class InitInfo:
     """Arguments of vLLM's `init_weight_transfer_engine`: which path, and what it needs to know once."""
 
     path: str = "slow"  # "slow": full tensors through vLLM's own loader; "fast": shard to shard by the plan
-    expected: dict[str, list[int]] | None = None  # slow: HF name and shape of every tensor that each update has to bring
+    expected: dict[str, list[int]] | None = None  # slow: HF name and shape of every tensor of an update
     setup: dict[str, Any] | None = None  # fast: of mrl.reshard.setup.SyncSetup
     engine: int = 0
     plan_hash: str = ""
@@ -119,17 +122,23 @@ class UpdatePath(Protocol):
 
 
 def open_path(model: nn.Module, model_config: Any, adapter: Adapter, info: InitInfo, degrees: EngineDegrees) -> UpdatePath:
-    """The path that `info` asks for. Raises HandshakeError, ValueError or TransferError when the fast one cannot be had."""
+    """The path that `info` asks for.
+
+    Raises HandshakeError, ValueError or TransferError when the fast one cannot be had.
+    """
     if info.path == "slow":
         return SlowPath(model, model_config, adapter, info.expected or {})
     return FastPath(model, model_config, adapter, info, degrees)
 
 
 class FastPath:
-    """One worker's side of every fast sync: takes its shards by the plan, proves what arrived and what the engine then holds."""
+    """One worker's side of every fast sync: takes its shards by the plan; digests what arrived and what is then held."""
 
     def __init__(self, model: nn.Module, model_config: Any, adapter: Adapter, info: InitInfo, degrees: EngineDegrees):
-        """Checks that this engine is what the plan was made for, then meets the ranks. Raises HandshakeError, ValueError, TransferError."""
+        """Checks that this engine is what the plan was made for, then meets the ranks.
+
+        Raises HandshakeError, ValueError, TransferError.
+        """
         self._setup = setup = SyncSetup.from_json(info.setup)
         self._engine, self._worker = info.engine, setup.worker(info.engine, degrees.position)
         self._model, self._config, self._adapter = model, model_config, adapter
@@ -145,7 +154,7 @@ class FastPath:
             check_degrees(setup, degrees)
             self._targets = target_parameters(setup.model, setup.rollout_layout, self._worker, setup.dialect, setup.dtype)
             check_engine(model, setup, self._targets, adapter)
-            layers = layers_of(model, adapter)  # asked now: in vLLM 0.23 the worker enters the reload before an update gets here
+            layers = layers_of(model, adapter)  # asked now: vLLM 0.23 enters the reload before an update gets here
             self._by_identity = frozenset(t.name for t in self._targets if adapter.reads_by_identity(layers[t.module], t))
             self._receiver = connect_receiver(setup, self._worker)
 
@@ -177,7 +186,10 @@ class FastPath:
         return True
 
     def finish(self) -> None:
-        """Leaves the update; reads back what the engine holds when asked to. Raises RuntimeError when modules are incomplete."""
+        """Leaves the update; reads back what the engine holds when asked to.
+
+        Raises RuntimeError when modules are incomplete.
+        """
         writer, began = self._writer, time.perf_counter()
         with self._named_errors():
             writer.finish()
@@ -193,7 +205,10 @@ class FastPath:
         return self._report
 
     def held_digests(self) -> dict[str, int]:
-        """Digest of every parameter as the engine holds it now. Raises RuntimeError where vocabulary padding is not zero."""
+        """Digest of every parameter as the engine holds it now.
+
+        Raises RuntimeError where vocabulary padding is not zero.
+        """
         layers = layers_of(self._model, self._adapter)
         return held_digests(self._targets, lambda t: self._adapter.final_parts(self._model, layers[t.module], t))
 
@@ -226,7 +241,10 @@ class SlowPath:
         self._adapter.enter(self._model)
 
     def receive(self, info: UpdateInfo) -> None:
-        """Loads one bucket. Raises ValueError for damaged bytes and whatever vLLM's loader raises for a tensor it cannot place."""
+        """Loads one bucket.
+
+        Raises ValueError for damaged bytes and whatever vLLM's loader raises for a tensor it cannot place.
+        """
         _check_bytes(Path(info.bucket), info.sha256)
         with torch.no_grad():
             self._ledger.add(set(self._model.load_weights(self._tensors(info.bucket))))
@@ -270,10 +288,10 @@ def _check_bytes(bucket: Path, sha256: str) -> None:
 
 
 class ReloadLedger:
-    """What one slow update brought and wrote. One that lacks a tensor or leaves a parameter out is refused, never committed.
+    """What one slow update brought and wrote. One that lacks a tensor or leaves a parameter out is never committed.
 
-    Both are counted, because neither shows the other: a fused parameter is written by any one of its tensors, and what arrived may have
-    been passed over by the loader.
+    Both are counted, because neither shows the other: a fused parameter is written by any one of its tensors, and
+    what arrived may have been passed over by the loader.
     """
 
     def __init__(self, parameters: set[str], expected: dict[str, list[int]]):
@@ -294,7 +312,7 @@ class ReloadLedger:
         self.written |= names
 
     def check_complete(self) -> None:
-        """Raises RuntimeError naming tensors that are missing, unknown or of another shape, and parameters that were not written."""
+        """Raises RuntimeError naming tensors that are missing, unknown or misshapen, and parameters left unwritten."""
         faults = [
             _fault("lacks", self.expected.keys() - self.received.keys()),
             _fault("has what the model does not:", self.received.keys() - self.expected.keys()),

@@ -1,4 +1,4 @@
-"""What an engine is started with and what it is asked: plain data that crosses process borders, from the run's configuration."""
+"""What an engine is started with and what it is asked: plain data for other processes, from the configuration."""
 
 import json
 from dataclasses import dataclass, field
@@ -113,7 +113,10 @@ def _arguments(config: RunConfig, engine_id: int, hosting: Hosting) -> dict[str,
 
 
 def _parallel_arguments(config: RunConfig, engine_id: int) -> dict[str, Any]:
-    """Of the engine's one actor. Engines with several data-parallel ranks, and so actors, are refused (mrl/config/capabilities.py)."""
+    """Of the engine's one actor.
+
+    Engines with several data-parallel ranks, and so actors, are refused (mrl/config/capabilities.py).
+    """
     (launch,) = [launch for launch in engine_launches(config) if launch.engine == engine_id]
     return launch.arguments
 

@@ -1,12 +1,13 @@
-"""Adapter for vLLM 0.23, the generation that vllm-ascend supports: names, experts, and a lifecycle that the worker drives.
+"""Adapter for vLLM 0.23, the generation of vllm-ascend: names, experts, and updates that the worker drives.
 
-In 0.23 the worker itself enters and leaves the reload, around calls of the engine's `receive_weights`, and tells the engine neither. So an
-update is begun by the first call and finished by the one that makes it whole; what the worker then still does finds nothing to do.
+In 0.23 the worker itself enters and leaves the reload, around calls of the engine's `receive_weights`, and tells the
+engine neither. So an update is begun by the first call and finished by the one that makes it whole; what the worker
+then still does finds nothing to do.
 
 Private in vLLM, and why it is touched (beside what v0_common.py lists):
 
-* `quant_method.cpu_fused_moe` and its `isa`: how CPU packed a layer's experts, to read them back. Its quantisation method packs them at
-  every reload, so nothing is left to prepare.
+* `quant_method.cpu_fused_moe` and its `isa`: how CPU packed a layer's experts, to read them back. Its quantisation
+  method packs them at every reload, so nothing is left to prepare.
 * `torch.accelerator.synchronize`: the worker calls it after every update, and it raises where there is no accelerator.
 * `worker._weight_update_active`, `_is_checkpoint_format`: refuse the next update after one that failed.
 """
@@ -68,7 +69,10 @@ class TransferEngine(CommonTransferEngine):
             torch.accelerator.synchronize = lambda *device: None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Chooses the path; may be called again. Raises HandshakeError, ValueError or TransferError when the fast one cannot be had."""
+        """Chooses the path; may be called again.
+
+        Raises HandshakeError, ValueError or TransferError when the fast one cannot be had.
+        """
         self.shutdown()
         dtype = ADAPTER.load_tensor(self.model.model.embed_tokens, "weight").dtype
         quantization = self.model.quant_config.get_name() if self.model.quant_config is not None else None
@@ -110,6 +114,9 @@ class WorkerExtension(CommonWorkerExtension):
         return super().weight_update_report()
 
     def abandon_update(self) -> None:
-        """After a failed update, wherever it failed: the next one may start. What the engine holds is a mixture until then."""
+        """After a failed update, wherever it failed: the next one may start.
+
+        What the engine holds is a mixture until then.
+        """
         self.weight_transfer_engine.abandon()
         self._weight_update_active, self._is_checkpoint_format = False, True

@@ -2,10 +2,10 @@
 
 Private in vLLM, and why it is touched (beside what v0_common.py lists):
 
-* `quant_method.moe_kernel.fused_experts` and its `isa`, `_use_zentorch`: how CPU packed a layer's experts. vLLM prepares experts at the
-  first load only, so that after a reload the kernel reads load layout as if it were packed.
+* `quant_method.moe_kernel.fused_experts` and its `isa`, `_use_zentorch`: how CPU packed a layer's experts. vLLM
+  prepares experts at the first load only, so that after a reload the kernel reads load layout as if it were packed.
 * `torch.ops._C.prepack_moe_weight`: the operator under vLLM's own packing, which takes no memory besides the kernel's.
-* `routed_experts_capturer`: where routers report their choice; vLLM itself returns none on CPU (see route_capture.py).
+* `routed_experts_capturer`: where routers report their choice, which vLLM does not return on CPU (route_capture.py).
 * `worker._weight_update_active`: refuses the next update after one that failed.
 """
 
@@ -26,9 +26,9 @@ _EXPERTS = ("w13_weight", "w2_weight")
 class Adapter(CommonAdapter):
     """vLLM 0.32's layerwise reload, and its experts.
 
-    Experts that CPU packs, which are nearly all of a model, take a shorter way than vLLM's, to the same bits: their load layout is memory
-    that one layer takes over from another, and vLLM's own operator packs it straight into the kernel's memory. vLLM's way takes fresh
-    memory for either and copies afterwards.
+    Experts that CPU packs, which are nearly all of a model, take a shorter way than vLLM's, to the same bits: their
+    load layout is memory that one layer takes over from another, and vLLM's own operator packs it straight into the
+    kernel's memory. vLLM's way takes fresh memory for either and copies afterwards.
     """
 
     def __init__(self) -> None:
@@ -69,8 +69,8 @@ class Adapter(CommonAdapter):
     def prepare_experts(self, layer: nn.Module) -> None:
         """Puts reloaded experts into kernel layout.
 
-        vLLM 0.32 calls the experts' own `process_weights_after_loading` at the first load only, so after a reload the CPU
-        kernel reads load-layout weights as if they were prepacked: wrong log-probs, no error.
+        vLLM 0.32 calls the experts' own `process_weights_after_loading` at the first load only, so after a reload the
+        CPU kernel reads load-layout weights as if they were prepacked: wrong log-probs, no error.
         """
         experts = _experts(layer)
         if experts is not None:
@@ -96,7 +96,10 @@ class TransferEngine(CommonTransferEngine):
     supports_draft_weight_update = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Chooses the path; may be called again. Raises HandshakeError, ValueError or TransferError when the fast one cannot be had."""
+        """Chooses the path; may be called again.
+
+        Raises HandshakeError, ValueError or TransferError when the fast one cannot be had.
+        """
         self.shutdown()
         degrees = degrees_of(self.parallel_config, self.model_config.quantization, self.model_config.dtype)
         self.path = open_path(self.model, self.model_config, ADAPTER, init_info, degrees)
@@ -106,7 +109,7 @@ class TransferEngine(CommonTransferEngine):
         self.path.start()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As the base class, whose closing device synchronisation has no meaning, and fails, where there is no accelerator."""
+        """As the base class, but for its closing device synchronisation, which fails without an accelerator."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
@@ -131,7 +134,10 @@ class WorkerExtension(CommonWorkerExtension):
     adapter = ADAPTER
 
     def abandon_update(self) -> None:
-        """After a failed update, wherever it failed: the next one may start. What the engine holds is a mixture until then."""
+        """After a failed update, wherever it failed: the next one may start.
+
+        What the engine holds is a mixture until then.
+        """
         self.weight_transfer_engine.abandon()
         self._weight_update_active = False
 

@@ -1,11 +1,11 @@
-"""What is the same in vLLM 0.23 and 0.32, private parts included. Imported only through v0_23 or v0_32, which hold what differs.
+"""What is the same in vLLM 0.23 and 0.32; v0_23 and v0_32, which hold what differs, import it, and nobody else.
 
 Private in vLLM, and why it is touched:
 
-* `model_loader.reload.layerwise` and `.meta`, `.utils`: vLLM's own reload takes whole models of full tensors; here single modules are
-  brought into load layout, written box by box, processed and put back into their kernels' memory.
-* `layer.cpu_linear`: on CPU a linear's weight lives on as this closure's packed copy only; what it holds is read by multiplying with it.
-* `_already_called_process_weights_after_loading`, `_do_torchao_reload`: marks that the reload leaves on layers and on the model.
+* `model_loader.reload.layerwise`, `.meta`, `.utils`: vLLM's own reload takes whole models of full tensors; here single
+  modules are brought into load layout, written box by box, processed and put back into their kernels' memory.
+* `layer.cpu_linear`: on CPU a linear's weight lives on in this closure only, packed; it is read by multiplying with it.
+* `_already_called_process_weights_after_loading`, `_do_torchao_reload`: marks that the reload leaves on layers and model.
 """
 
 import hashlib
@@ -95,8 +95,7 @@ class CommonAdapter:
         return target.name.endswith(".weight") and hasattr(layer, "cpu_linear") and layer.weight.numel() == 0
 
     def final_parts(self, model: nn.Module, layer: nn.Module, target: TargetParameter) -> Iterator[Tensor]:
-        """Raises RuntimeError where the kernel pads experts, whose padding no plan describes, and where an output layer's packed copy is
-        not what its parameter says."""
+        """Raises RuntimeError where the kernel pads experts, and where an output layer's packed copy is not its parameter."""
         parameter, dtype = getattr(layer, leaf_of(target)), getattr(torch, target.dtype)
         if self.reads_by_identity(layer, target):
             yield through_identity(layer, target.local_shape, dtype)
@@ -120,7 +119,10 @@ class CommonAdapter:
 
 
 def _refresh_tied_head(model: nn.Module) -> None:
-    """Packs a tied output layer anew. It has no weights of its own to load, so a reload leaves CPU's packed copy of the old ones."""
+    """Packs a tied output layer anew.
+
+    It has no weights of its own to load, so a reload leaves CPU's packed copy of the old ones.
+    """
     head = getattr(model, "lm_head", None)
     if head is None or not hasattr(head, "cpu_linear"):
         return
@@ -169,8 +171,9 @@ class CommonWorkerExtension:
     def answer(self, method: str, arguments: Sequence[Any] = ()) -> dict[str, Any]:
         """Calls one of this worker's methods: {"value": what it returned}, or {"error": what it raised}.
 
-        Nothing may be raised to vLLM here: its executor stops reading at the first worker that failed, and what the others answered is
-        then taken for their answer to the next call (MultiprocExecutor.collective_rpc of 0.23 and 0.32).
+        Nothing may be raised to vLLM here: its executor stops reading at the first worker that failed, and what the
+        others answered is then taken for their answer to the next call (MultiprocExecutor.collective_rpc of 0.23 and
+        0.32).
         """
         try:
             return {"value": getattr(self, method)(*arguments)}
@@ -183,7 +186,7 @@ class CommonWorkerExtension:
         return self.weight_transfer_engine.path
 
     def weight_fingerprints(self) -> dict[str, str]:
-        """SHA-256 of everything this worker computes with: parameters, buffers and the linears that CPU packs out of sight.
+        """SHA-256 of all that this worker computes with: parameters, buffers and linears that CPU packs out of sight.
 
         vLLM's own `compute_weight_checksums` reads parameters only, and on CPU a packed linear's parameter is empty.
         """
