@@ -44,12 +44,12 @@ def _verify(options: argparse.Namespace) -> None:
 
 def _verdict(options: argparse.Namespace) -> dict[str, Any]:
     """Raises ConfigError for a configuration or a layout that is not legal."""
+    from mrl.config.places import rank_places, rollout_layout
     from mrl.config.rules import check
     from mrl.model import planning_model_spec
     from mrl.model.layout import TrainLayout
     from mrl.reshard.plan import MIB, Topology, plan_reshard
     from mrl.reshard.verify import verify
-    from mrl.vllm.launch import rank_places, rollout_layout
 
     begun = perf_counter()
     resolved = resolved_config(options)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from mrl.config.places import rollout_layout
 from mrl.config.schema import RunConfig
 from mrl.errors import ConfigError
 from mrl.model import ModelSpec
@@ -12,7 +13,6 @@ from mrl.plan.devices import Device, default_device, devices, find_device
 from mrl.plan.engine_memory import GRAPHS, EngineMemory, engine_memory, engine_memory_with_cache
 from mrl.plan.model_state import Precision, largest_parameter, stage_state
 from mrl.plan.phases import ActorBytes, EngineBytes, Offload
-from mrl.vllm.launch import rollout_layout
 
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 _MIB, _GIB = 1024**2, 1024**3

@@ -3,11 +3,11 @@
 from itertools import groupby
 from typing import Any
 
+from mrl.config.places import rank_places
 from mrl.model.device_grid import Place
 from mrl.plan.engine_memory import EngineMemory, cache_bytes_per_token
 from mrl.plan.inputs import PlanInputs, activations_of, actor_bytes, batch_plan, engine_bytes, engine_of, recompute_of
 from mrl.plan.phases import HOST_CURE, PACKED_CURES, ActorBytes, Phase, actor_phases, colocated_phases, engine_phases
-from mrl.vllm.launch import rank_places
 
 _CACHE_CURE = "the cache holds not one sequence: raise rollout.tensor_model_parallel_size or gpu_memory_utilization"
 

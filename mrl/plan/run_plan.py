@@ -5,6 +5,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+from mrl.config.places import rank_places
 from mrl.config.schema import RunConfig
 from mrl.errors import ConfigError
 from mrl.model import ModelSpec, active_parameter_count, parameter_count
@@ -16,7 +17,6 @@ from mrl.plan.memory import memory_section
 from mrl.plan.suggest_fixes import fitting_changes
 from mrl.plan.sync_cost import sync_section
 from mrl.plan.times import bubble, mean_lengths, phase_seconds, step_flops
-from mrl.vllm.launch import rank_places
 
 FORMAT = 1
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from mrl.config.places import rollout_layout
 from mrl.config.schema import RunConfig
 from mrl.data.routes import RouteShape
 from mrl.model import load_model_spec, tensor_specs
 from mrl.platforms.hosting import Hosting, get_hosting
-from mrl.vllm.launch import engine_launches
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class EngineSettings:
     @property
     def workers(self) -> int:
         """Processes below this engine that hold weights."""
-        return self.arguments.get("tensor_parallel_size", 1) * self.arguments.get("data_parallel_size_local", 1)
+        return self.arguments["tensor_parallel_size"]
 
 
 def engine_settings(config: RunConfig, engine_id: int, logs: Path) -> EngineSettings:
@@ -71,7 +71,7 @@ def engine_settings(config: RunConfig, engine_id: int, logs: Path) -> EngineSett
     hosting, model = get_hosting(config.cluster.device), load_model_spec(config.model.path)
     return EngineSettings(
         engine_id=engine_id,
-        arguments=_arguments(config, engine_id, hosting),
+        arguments=_arguments(config, hosting),
         # vLLM's CPU kernel can hold spread experts but not generate with them: no run has them, tests of weights do
         check_order=hosting.checks_batch_order and config.rollout.expert_parallel_size == 1,
         vocab_size=model.vocab_size,
@@ -82,9 +82,9 @@ def engine_settings(config: RunConfig, engine_id: int, logs: Path) -> EngineSett
     )
 
 
-def _arguments(config: RunConfig, engine_id: int, hosting: Hosting) -> dict[str, Any]:
+def _arguments(config: RunConfig, hosting: Hosting) -> dict[str, Any]:
     """Arguments of AsyncEngineArgs; `rollout.engine_kwargs.vllm` adds to them and wins."""
-    rollout = config.rollout
+    rollout, layout = config.rollout, rollout_layout(config)
     max_model_len = config.data.max_prompt_length + config.data.max_response_length
     optional = {
         "enforce_eager": rollout.enforce_eager,
@@ -103,22 +103,16 @@ def _arguments(config: RunConfig, engine_id: int, hosting: Hosting) -> dict[str,
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
         "trust_remote_code": False,
-        **_parallel_arguments(config, engine_id),
+        "tensor_parallel_size": layout.tensor,
+        "enable_expert_parallel": layout.expert > 1,
+        # named, since inside a Ray actor vLLM would choose Ray workers of its own
+        "distributed_executor_backend": "mp",
         **{name: value for name, value in optional.items() if value is not None},
         **hosting.engine_arguments(max_model_len, rollout.max_num_batched_tokens),
     }
     if _wants_routes(config) and hosting.returns_routes:
         arguments["enable_return_routed_experts"] = True
     return arguments | rollout.engine_kwargs.get("vllm", {})
-
-
-def _parallel_arguments(config: RunConfig, engine_id: int) -> dict[str, Any]:
-    """Of the engine's one actor.
-
-    Engines with several data-parallel ranks, and so actors, are refused (mrl/config/capabilities.py).
-    """
-    (launch,) = [launch for launch in engine_launches(config) if launch.engine == engine_id]
-    return launch.arguments
 
 
 def _wants_routes(config: RunConfig) -> bool:
