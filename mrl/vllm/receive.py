@@ -3,10 +3,11 @@
 vLLM imports this module in each of its processes through the plugin entry point `mrl.vllm.receive:register`. Its
 workers then drive one of two paths, call by call:
 
-    start      FastPath: each module gets into load layout     SlowPath: the whole model does
-    receive    this worker's shards, by the plan               one bucket of full tensors, through vLLM's own loader
-    finish     everything came; read back what is held         everything came and was written
-    report     digests, bytes and seconds                      nothing
+               FastPath (reshard.path: fast)               SlowPath (reshard.path: slow)
+    start      enters vLLM's layerwise reload              the same
+    receive    all of this worker's shards, by the plan    one bucket of full tensors, through vLLM's own loader
+    finish     leaves the reload, reads weights back       leaves the reload; every parameter was written
+    report     digests, bytes and seconds                  nothing
 
 Neither this module nor what it imports asks for ray, megatron or config, and vllm is imported inside functions only.
 What touches vLLM's private parts comes in as an `Adapter`, one per generation (v0_23.py, v0_32.py).
@@ -124,7 +125,7 @@ class UpdatePath(Protocol):
 def open_path(model: nn.Module, model_config: Any, adapter: Adapter, info: InitInfo, degrees: EngineDegrees) -> UpdatePath:
     """The path that `info` asks for.
 
-    Raises HandshakeError, ValueError or TransferError when the fast one cannot be had.
+    Raises EnvironmentFault, HandshakeError, ValueError or TransferError when the fast one cannot be had.
     """
     if info.path == "slow":
         return SlowPath(model, model_config, adapter, info.expected or {})
@@ -137,7 +138,7 @@ class FastPath:
     def __init__(self, model: nn.Module, model_config: Any, adapter: Adapter, info: InitInfo, degrees: EngineDegrees):
         """Checks that this engine is what the plan was made for, then meets the ranks.
 
-        Raises HandshakeError, ValueError, TransferError.
+        Raises EnvironmentFault for another plan, HandshakeError, ValueError, TransferError.
         """
         self._setup = setup = SyncSetup.from_json(info.setup)
         self._engine, self._worker = info.engine, setup.worker(info.engine, degrees.position)
@@ -145,12 +146,8 @@ class FastPath:
         self._writer: LayerwiseWriter | None = None
         self._read_back = True
         self._report: dict[str, Any] = {}
+        setup.check_hash(info.plan_hash, f"engine {self._engine} worker {self._worker}")
         with self._named_errors():
-            if setup.plan().hash != info.plan_hash:
-                raise ValueError(
-                    f"the plan made here has hash {setup.plan().hash[:16]}, the trainer's {info.plan_hash[:16]}: "
-                    "the two sides run other code or other settings; install the same mrl on all nodes"
-                )
             check_degrees(setup, degrees)
             self._targets = target_parameters(setup.model, setup.rollout_layout, self._worker, setup.dialect, setup.dtype)
             check_engine(model, setup, self._targets, adapter)

@@ -69,10 +69,7 @@ class TransferEngine(CommonTransferEngine):
             torch.accelerator.synchronize = lambda *device: None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Chooses the path; may be called again.
-
-        Raises HandshakeError, ValueError or TransferError when the fast one cannot be had.
-        """
+        """Chooses the path; may be called again. Raises as `open_path` does."""
         self.shutdown()
         dtype = ADAPTER.load_tensor(self.model.model.embed_tokens, "weight").dtype
         quantization = self.model.quant_config.get_name() if self.model.quant_config is not None else None

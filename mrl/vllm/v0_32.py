@@ -96,10 +96,7 @@ class TransferEngine(CommonTransferEngine):
     supports_draft_weight_update = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Chooses the path; may be called again.
-
-        Raises HandshakeError, ValueError or TransferError when the fast one cannot be had.
-        """
+        """Chooses the path; may be called again. Raises as `open_path` does."""
         self.shutdown()
         degrees = degrees_of(self.parallel_config, self.model_config.quantization, self.model_config.dtype)
         self.path = open_path(self.model, self.model_config, ADAPTER, init_info, degrees)

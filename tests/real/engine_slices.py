@@ -16,6 +16,7 @@ from typing import ClassVar
 import torch
 from safetensors.torch import load_file
 
+from mrl.errors import EnvironmentFault
 from mrl.reshard.execute import Receiver
 from mrl.reshard.pack import wire_views
 from mrl.reshard.plan import Message
@@ -92,7 +93,7 @@ class SlicesExtension(Base):
         try:
             made = plan_hash or SyncSetup.from_json(setup).plan().hash
             self.init_weight_transfer_engine({"path": "fast", "setup": setup, "engine": 0, "plan_hash": made})
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, EnvironmentFault) as error:
             return f"{type(error).__name__}: {error}"
         return ""
 
