@@ -5,10 +5,10 @@ import re
 import socket
 import sys
 
+from mrl.config.places import rank_places, rollout_layout
 from mrl.config.schema import RunConfig
 from mrl.errors import EnvironmentFault
 from mrl.platforms.hosting import Hosting, get_hosting
-from mrl.vllm.launch import engine_launches
 
 CONNECT_TIMEOUT_S = 10.0
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # RFC 9113: preface, empty SETTINGS frame
@@ -99,9 +99,9 @@ def actor_bundles(config: RunConfig, hosting: Hosting) -> list[dict[str, float]]
 
 
 def engine_bundles(config: RunConfig, hosting: Hosting) -> list[dict[str, float]]:
-    """Resources of each engine's process; its workers share one node where they fit one (see mrl.vllm.launch)."""
-    sizes = [devices for launch in engine_launches(config) for devices in launch.bundles]
-    return [hosting.ray_resources(config.cluster.cpus_per_engine, devices=devices) for devices in sizes]
+    """Resources of each engine's process; its workers share one node. Raises ConfigError when engines do not fit."""
+    layout, _ = rollout_layout(config), rank_places(config)
+    return [hosting.ray_resources(config.cluster.cpus_per_engine, devices=layout.workers_per_engine)] * layout.num_engines
 
 
 def check_size(config: RunConfig, have: dict[str, float], names: tuple[str, ...] | None = None, actor: bool = True) -> None:

@@ -14,8 +14,7 @@ from mrl.cluster.workers import EngineWorker
 from mrl.config.schema import RunConfig
 from mrl.errors import Interrupted
 from mrl.platforms.hosting import get_hosting
-from mrl.vllm.requests import Completion, Request, Sampling
-from mrl.vllm.settings import engine_settings
+from mrl.vllm.requests import Completion, Request, Sampling, engine_settings
 
 
 class RolloutGroup:

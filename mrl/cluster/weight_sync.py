@@ -176,7 +176,7 @@ class WeightSync:
                 "data": rollout.data_parallel_size, "expert": rollout.expert_parallel_size,
             },
             dialect=config.cluster.device,
-            dtype=rollout.dtype or config.model.dtype,
+            dtype=config.rollout_dtype,
             topology=topology,
             budget_bytes=config.reshard.budget_mb * MIB,
             timeout_s=config.reshard.timeout_s,

@@ -28,8 +28,7 @@ def rollout_rules(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
 
 def rollout_notes(config: RunConfig, model: ModelSpec) -> Iterator[str]:
     """Number formats that differ between generation and training, and devices that are left idle."""
-    dtype = config.rollout.dtype or config.model.dtype
-    trained = config.model.dtype
+    dtype, trained = config.rollout_dtype, config.model.dtype
     if dtype != trained:
         yield f"rollout.dtype {dtype} differs from model.dtype {trained}: generation and training compute other probabilities"
     if trained != model.dtype:

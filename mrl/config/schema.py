@@ -335,6 +335,11 @@ class RunConfig(Section):
     reshard: ReshardConfig = ReshardConfig()
 
     @property
+    def rollout_dtype(self) -> str:
+        """Number format of the engines' weights: rollout.dtype, else the model's."""
+        return self.rollout.dtype or self.model.dtype
+
+    @property
     def updates_per_step(self) -> int:
         """Optimizer steps on the responses of one training step."""
         return -(-self.data.train_batch_size // self.actor.ppo_mini_batch_size)

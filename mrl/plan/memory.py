@@ -4,6 +4,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
+from mrl.config.places import rank_places
 from mrl.config.schema import RunConfig
 from mrl.model.device_grid import Place
 from mrl.model.layout import TrainLayout
@@ -24,7 +25,6 @@ from mrl.plan.memory_phases import (
 from mrl.plan.model_state import Precision, largest_parameter, stage_state
 from mrl.plan.plan_inputs import BatchPlan, PlanInputs, batch_plan, engine_of, precision_of, recompute_of, sync_budget
 from mrl.units import MIB
-from mrl.vllm.launch import rank_places
 
 _CACHE_CURE = "the cache holds not one sequence: raise rollout.tensor_model_parallel_size or gpu_memory_utilization"
 _SLOW_BUCKET = 512 * MIB  # of full tensors on their way through the driver

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from mrl.config.places import rollout_layout
 from mrl.config.schema import RunConfig
 from mrl.errors import ConfigError
 from mrl.model import ModelSpec
@@ -11,7 +12,6 @@ from mrl.plan.activations import MicroBatchShape, Recompute
 from mrl.plan.devices import USUAL, Assumptions, Device, default_device, devices_of, find_device
 from mrl.plan.engine_memory import EngineMemory, engine_memory, engine_memory_with_cache
 from mrl.units import GIB, MIB, round_up
-from mrl.vllm.launch import rollout_layout
 
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 _BATCHED_TOKENS = 8192  # vLLM's default for RL-sized engines where rollout.max_num_batched_tokens is null

@@ -10,6 +10,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from mrl.config.places import rank_places, rollout_layout
 from mrl.config.schema import RunConfig
 from mrl.errors import ConfigError
 from mrl.model import ModelSpec, active_parameter_count, parameter_count
@@ -24,7 +25,6 @@ from mrl.plan.times import bubble_share, mean_lengths, phase_seconds, step_flops
 from mrl.reshard.plan import ReshardPlan, Topology, plan_reshard
 from mrl.reshard.summary import Link, reshard_summary
 from mrl.units import GIB
-from mrl.vllm.launch import rank_places, rollout_layout
 
 FORMAT = 1
 _SHOWN = 8  # differences in one message
@@ -139,7 +139,7 @@ def reshard_plan_of(config: RunConfig, model: ModelSpec, train: TrainLayout) -> 
         train,
         rollout_layout(config),
         dialect=config.cluster.device,
-        dtype=config.rollout.dtype or config.model.dtype,
+        dtype=config.rollout_dtype,
         topology=Topology(*rank_places(config)),
         budget_bytes=sync_budget(config),
     )

@@ -72,6 +72,26 @@ TORCH_NPU = {
     "8.2.RC1": ("2.5.1.post1",),
 }
 
+
+@dataclass(frozen=True)
+class VllmGeneration:
+    """Releases of vLLM with one major and minor number, for which mrl has an adapter (mrl/vllm/v0_NN.py), and what mrl asks of them."""
+
+    release: tuple[int, int]
+    stamps_versions: bool  # completions name the versions of the weights that sampled them (AsyncLLM.update_weight_version)
+    captures_routes: bool  # mrl/vllm/route_capture.py, for devices on which vLLM returns no routed experts, is written for it
+
+    @property
+    def name(self) -> str:
+        """For example 0.32."""
+        return ".".join(map(str, self.release))
+
+
+VLLM_GENERATIONS = (
+    VllmGeneration((0, 23), stamps_versions=False, captures_routes=False),  # the newest that vllm-ascend supports
+    VllmGeneration((0, 32), stamps_versions=True, captures_routes=True),
+)
+
 MIN_NPU_DRIVER_FOR_IPC = "25.3"  # HDK; older ones cannot share device memory between processes
 _TORCHVISION_AHEAD = 15
 _SHARED_HEADS = (0, 16)  # megatron-core: from here on tensor ranks may share a key/value head (attention.py); before, it asserts
@@ -80,6 +100,12 @@ _SHARED_HEADS = (0, 16)  # megatron-core: from here on tensor ranks may share a 
 def row_of(device: str) -> VersionRow:
     """The row of a device that `mrl` supports. Raises KeyError for an unknown device."""
     return {row.device: row for row in ROWS}[device]
+
+
+def vllm_generation(version: str) -> VllmGeneration | None:
+    """The generation that a version of vLLM belongs to; None for one without an adapter."""
+    names = {generation.name: generation for generation in VLLM_GENERATIONS}
+    return names.get(".".join(version.split(".")[:2]))
 
 
 def torchvision_of(torch: str) -> str:

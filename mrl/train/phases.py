@@ -24,7 +24,7 @@ from mrl.reward.items import RewardResult
 from mrl.train.responding import respond
 from mrl.train.run import Run
 from mrl.train.seeds import sample_seed
-from mrl.vllm.settings import training_sampling
+from mrl.vllm.requests import training_sampling
 
 TRAIN = "train"
 

@@ -15,7 +15,7 @@ from mrl.reward.items import OK, RewardResult, failure_counts
 from mrl.train.responding import Answering, collect_rewards, respond
 from mrl.train.run import Run
 from mrl.train.seeds import sample_seed
-from mrl.vllm.settings import validation_sampling
+from mrl.vllm.requests import validation_sampling
 
 VALIDATION = "validation"
 

@@ -1,4 +1,7 @@
-"""One vLLM engine as a Python object: start, generate, take new weights. No Ray here; the cluster wraps it in an actor."""
+"""One vLLM engine as a Python object: start, generate, take new weights.
+
+No Ray here; the cluster wraps it in an actor.
+"""
 
 import asyncio
 import itertools
@@ -16,38 +19,40 @@ import numpy as np
 
 from mrl.data.routes import ASKED
 from mrl.errors import EnvironmentFault, Interrupted, described
-from mrl.vllm.front_end import FrontEnd, front_end
+from mrl.platforms.versions import VllmGeneration
 from mrl.vllm.requests import Completion, EngineSettings, Request, Sampling
 
-STAGING = "mrl-sync-"  # folders that weights pass through
+BUCKET_FOLDER = "mrl-sync-"  # prefix of folders that buckets of weights pass through
 WATCH_S = 1.0  # between looks whether vLLM's processes live
 DROP_S = 5.0  # for blocks of the prefix cache to come free
 
 
 class VllmEngine:
-    """AsyncLLM plus the weight version it serves. While an update is under way, or after one failed, it serves nothing."""
+    """AsyncLLM plus the weight version it serves.
+
+    While an update is under way, or after one failed, it serves nothing.
+    """
 
     def __init__(self, settings: EngineSettings):
         self.settings = settings
         self.version: int | None = None
         self._llm = None
-        self._front: FrontEnd | None = None
-        self._names = itertools.count()
-        self._staging: Path | None = None
+        self._generation: VllmGeneration | None = None
+        self._numbers = itertools.count()  # of requests and of buckets
+        self._buckets: Path | None = None  # folder of an update by the slow path
         self._path = "slow"  # or "fast": what vLLM's workers are ready for
         self._arenas: tuple[Path, ...] = ()  # files of weight syncs that still have a name
 
     async def start(self) -> float:
         """Starts vLLM and checks it; returns seconds. Raises EnvironmentFault when the start-up check fails."""
-        import vllm
         from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from mrl.vllm.receive import BACKEND, adapter_module
+        from mrl.vllm.receive import BACKEND, adapter_module, installed_generation
 
         began = time.monotonic()
-        self._front = front_end(vllm.__version__)
+        self._generation = installed_generation()
         _remove_all(_noted(self.settings.segments_file))  # of an engine of this run that was killed
         arguments = AsyncEngineArgs(
             **self.settings.arguments,
@@ -63,7 +68,7 @@ class VllmEngine:
             ) from error
         await self._connect_slow_path()
         with self._alive():
-            await self._front.set_version(self._llm, 0)
+            await self._stamp_version(0)
             await self._capture_routes()
         self.version = 0
         self._note_shared_memory()
@@ -75,16 +80,16 @@ class VllmEngine:
         """Yields completions as they finish, those that finish together in one list."""
         if self.version is None:
             raise RuntimeError(f"engine {self.settings.engine_id} holds no committed weights and must not generate")
-        done: asyncio.Queue[Completion | BaseException] = asyncio.Queue()
-        tasks = [asyncio.create_task(self._into(done, r, sampling)) for r in requests]
+        finished: asyncio.Queue[Completion | Exception] = asyncio.Queue()
+        tasks = [asyncio.create_task(self._put_completion(finished, r, sampling)) for r in requests]
         try:
             left = len(requests)
             while left:
-                batch = [await done.get()]
-                while not done.empty():
-                    batch.append(done.get_nowait())
+                batch = [await finished.get()]
+                while not finished.empty():
+                    batch.append(finished.get_nowait())
                 for item in batch:
-                    if isinstance(item, BaseException):
+                    if isinstance(item, Exception):
                         raise item
                 left -= len(batch)
                 yield batch
@@ -92,11 +97,11 @@ class VllmEngine:
             for task in tasks:
                 task.cancel()
 
-    async def _into(self, done: asyncio.Queue, request: Request, sampling: Sampling) -> None:
+    async def _put_completion(self, finished: asyncio.Queue, request: Request, sampling: Sampling) -> None:
         try:
-            await done.put(await self._complete(request, sampling))
+            await finished.put(await self._complete(request, sampling))
         except Exception as error:
-            await done.put(error)
+            await finished.put(error)
 
     async def _complete(self, request: Request, sampling: Sampling) -> Completion:
         from vllm import SamplingParams
@@ -107,13 +112,13 @@ class VllmEngine:
             max_tokens=sampling.max_tokens, stop_token_ids=list(sampling.stop_token_ids), detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY, flat_logprobs=True, extra_args={ASKED: True} if sampling.routes else None,
         )  # fmt: skip
-        name, before = f"{request.sample_id}-{next(self._names)}", self.version
+        name, version_before = f"{request.sample_id}-{next(self._numbers)}", self.version
         final = None
         with self._alive():
             async for output in self._llm.generate({"prompt_token_ids": list(request.prompt_ids)}, parameters, request_id=name):
                 final = output
         answer = final.outputs[0]
-        versions = self._front.versions(answer, before, self.version)
+        versions = self._versions_of(answer, version_before)
         if versions != {str(self.version)}:
             raise RuntimeError(f"sample {request.sample_id} was generated with weight versions {versions}, not {self.version}")
         first = answer.logprobs.start_indices  # with logprobs=0 the sampled token's entry stands first at each position
@@ -121,14 +126,28 @@ class VllmEngine:
         routes = await self._routes(name, request, answer) if sampling.routes else None
         return Completion(request.sample_id, tuple(answer.token_ids), log_probs, answer.finish_reason, self.version, routes)
 
+    async def _stamp_version(self, version: int) -> None:
+        """Tells vLLM which version its weights have now, where completions are stamped with it."""
+        if self._generation.stamps_versions:
+            await self._llm.update_weight_version(str(version))
+
+    def _versions_of(self, answer: Any, version_before: int | None) -> set[str]:
+        """Versions that took part in a completion.
+
+        Where vLLM does not stamp them: those served when the request came and when it ended.
+        """
+        if self._generation.stamps_versions:
+            return {span.version for span in answer.weight_versions or ()}
+        return {str(version_before), str(self.version)}
+
     async def _routes(self, name: str, request: Request, answer: Any) -> np.ndarray | None:
         """Routes of prompt and response, or None where vLLM returned none. Raises DataError for such as cannot be."""
-        tokens, found = len(request.prompt_ids) + len(answer.token_ids), answer.routed_experts
+        tokens, routes = len(request.prompt_ids) + len(answer.token_ids), answer.routed_experts
         if self.settings.captures_routes:
             with self._alive():
                 shape, data = (await self._workers("take_routes", name, tokens - 1))[0]
-            found = np.frombuffer(data, np.int16).reshape(shape)
-        return self.settings.routes.from_engine(found, tokens, f"engine {self.settings.engine_id}, sample {request.sample_id}")
+            routes = np.frombuffer(data, np.int16).reshape(shape)
+        return self.settings.routes.from_engine(routes, tokens, f"engine {self.settings.engine_id}, sample {request.sample_id}")
 
     async def _capture_routes(self) -> None:
         if not self.settings.captures_routes:
@@ -144,7 +163,7 @@ class VllmEngine:
             await self._workers("forget_routes")
 
     async def _check_order(self) -> None:
-        """The same prompts in two orders must give the same bits; else a run cannot be repeated, nor resumed exactly."""
+        """The same prompts in two orders must give the same bits; else no run can be repeated or resumed exactly."""
         rng = random.Random(0)
         width = min(24, self.settings.arguments["max_model_len"] // 2)
         vocab = self.settings.vocab_size
@@ -152,8 +171,8 @@ class VllmEngine:
         sampling = Sampling(temperature=1.0, max_tokens=8, stop_token_ids=())
         runs = []
         for order in (requests, requests[::-1]):
-            found = [c async for batch in self.generate(order, sampling) for c in batch]
-            runs.append(sorted(found, key=lambda c: c.sample_id))
+            completions = [c async for batch in self.generate(order, sampling) for c in batch]
+            runs.append(sorted(completions, key=lambda c: c.sample_id))
             await self._drop_cache()
         if runs[0] != runs[1]:
             differing = sum(a != b for a, b in zip(*runs, strict=True))
@@ -173,19 +192,19 @@ class VllmEngine:
         self.version = None
         if self._path != "slow":
             await self._connect_slow_path()
-        self._staging = Path(tempfile.mkdtemp(prefix=STAGING, dir=_memory_folder()))
+        self._buckets = Path(tempfile.mkdtemp(prefix=BUCKET_FOLDER, dir=_memory_folder()))
         self._note_shared_memory()
         with self._alive():
             await self._workers("start_weight_update")
 
     async def load_bucket(self, data: np.ndarray, sha256: str) -> int:
         """Loads one bucket, safetensors bytes as a uint8 array with their SHA-256; returns bytes."""
-        # a name of its own: workers keep tensors of a layer mapped until its last bucket has come, and the pages outlive the name
-        path = self._staging / f"bucket-{next(self._names)}.safetensors"
+        # a name of its own: workers keep tensors of a layer mapped until its last bucket has come; pages outlive names
+        path = self._buckets / f"bucket-{next(self._numbers)}.safetensors"
         with path.open("wb") as file:
             file.write(memoryview(data))
         with self._alive():
-            await self._workers("update_weights", {"path": str(path), "sha256": sha256})
+            await self._workers("update_weights", {"bucket": str(path), "sha256": sha256})
         path.unlink()
         return len(data)
 
@@ -193,16 +212,14 @@ class VllmEngine:
         """Leaves the update, drops what was cached under the old weights and serves `version`."""
         with self._alive():
             await self._workers("finish_weight_update")
-            await self._front.set_version(self._llm, version)
-            await self._drop_cache()
-            await self._forget_routes()
-        shutil.rmtree(self._staging)
-        self._staging = None
+            await self._leave_old_weights(version)
+        shutil.rmtree(self._buckets)
+        self._buckets = None
         self._note_shared_memory()
         self.version = version
 
     async def connect_sync(self, setup: dict[str, Any], plan_hash: str) -> int:
-        """Agrees on the plan of the weight syncs, checks vLLM's parameters against it and meets the ranks; returns bytes of weights held.
+        """Agrees on the plan of weight syncs, checks vLLM's parameters against it, meets the ranks; returns bytes of weights.
 
         Raises EnvironmentFault: another plan, or parameters that are not as the plan has them, by name.
         """
@@ -214,7 +231,7 @@ class VllmEngine:
         workers = [agreed.worker(engine, position) for position in range(self.settings.workers)]
         self._arenas = tuple(path for worker in workers for path in arena_files(agreed, worker))
         self._note_shared_memory()
-        info = {"path": "fast", "expected": {}, "setup": setup, "engine": engine, "plan_hash": plan_hash}
+        info = {"path": "fast", "setup": setup, "engine": engine, "plan_hash": plan_hash}
         with self._alive():
             try:
                 await self._workers("init_weight_transfer_engine", info)
@@ -233,20 +250,22 @@ class VllmEngine:
         )
 
     def release_arenas(self) -> None:
-        """Takes the names of shared memory away, now that every rank has it open: nothing is left behind however a process ends."""
+        """Unlinks shared memory, now that every rank has it open: nothing is left behind however a process ends."""
         for path in self._arenas:
             path.unlink(missing_ok=True)
         self._arenas = ()
         self._note_shared_memory()
 
     async def receive_weights(self, update: int, read_back: bool) -> list[dict[str, Any]]:
-        """Takes one sync; what each worker reports of it (see WorkerExtension.weight_update_report). Serves nothing until `commit`."""
+        """Takes one sync; returns each worker's report (WorkerExtension.weight_update_report).
+
+        Serves nothing until `commit`.
+        """
         self.version = None
-        info = {"path": "fast", "update": update, "read_back": read_back}
         with self._alive():
             try:
                 await self._workers("start_weight_update")
-                await self._workers("update_weights", info)
+                await self._workers("update_weights", {"update": update, "read_back": read_back})
                 await self._workers("finish_weight_update")
             except Exception as error:
                 await self._abandon(error)
@@ -267,16 +286,20 @@ class VllmEngine:
     async def commit(self, version: int) -> None:
         """Serves what was received last, as `version`, and drops what was cached under the old weights."""
         with self._alive():
-            await self._front.set_version(self._llm, version)
-            await self._drop_cache()
-            await self._forget_routes()
+            await self._leave_old_weights(version)
         self.version = version
 
-    async def _drop_cache(self) -> None:
-        """Empties the prefix cache. Raises Interrupted when vLLM does not: what was computed with old weights would be served as new.
+    async def _leave_old_weights(self, version: int) -> None:
+        await self._stamp_version(version)
+        await self._drop_cache()
+        await self._forget_routes()
 
-        vLLM 0.23 and 0.32 answer True, with prefix caching off as well, or False while a block is in use, that of a request that was just
-        aborted for example. Of several data-parallel cores 0.32 answers for all, 0.23 for the first.
+    async def _drop_cache(self) -> None:
+        """Empties the prefix cache, which old weights filled. Raises Interrupted when vLLM does not empty it.
+
+        vLLM 0.23 and 0.32 answer True, with prefix caching off as well, or False while a block is in use, that of a
+        request that was just aborted for example. Of several data-parallel cores 0.32 answers for all, 0.23 for the
+        first.
         """
         deadline = time.monotonic() + DROP_S
         while not (emptied := await self._ask(self._llm.reset_prefix_cache())) and time.monotonic() < deadline:
@@ -296,7 +319,10 @@ class VllmEngine:
         return merged
 
     async def _workers(self, method: str, *arguments: Any) -> list[Any]:
-        """What a method of each of this engine's workers returns. Raises RuntimeError with all that they raised, causes first."""
+        """What a method of each of this engine's workers returns.
+
+        Raises RuntimeError with all that they raised, causes first.
+        """
         from mrl.reshard.sync_report import GAVE_UP
 
         answers = await self._ask(self._llm.collective_rpc("answer", args=(method, arguments)))
@@ -305,7 +331,10 @@ class VllmEngine:
         return [answer["value"] for answer in answers]
 
     async def _ask(self, call: Awaitable[Any]) -> Any:
-        """The answer of vLLM's processes. One that died never answers, and vLLM tells only requests so: its death is watched for here."""
+        """The answer of vLLM's processes.
+
+        One that died never answers, and vLLM tells only requests so: its death is watched for here.
+        """
         from vllm.v1.engine.exceptions import EngineDeadError
 
         task = asyncio.ensure_future(call)
@@ -330,14 +359,14 @@ class VllmEngine:
 
     def _note_shared_memory(self) -> None:
         """Writes down what a kill would leave behind, for the successor to remove."""
-        held = shared_memory_below(os.getpid()) | ({self._staging} if self._staging else set()) | set(self._arenas)
-        Path(self.settings.segments_file).write_text("\n".join(map(str, held)))
+        paths = shared_memory_below(os.getpid()) | ({self._buckets} if self._buckets else set()) | set(self._arenas)
+        Path(self.settings.segments_file).write_text("\n".join(map(str, paths)))
 
     async def stop(self) -> None:
         """Ends vLLM's processes and removes what an unfinished update left behind."""
         segments = shared_memory_below(os.getpid()) | _noted(self.settings.segments_file)  # what a process that died held was noted
-        if self._staging is not None:
-            shutil.rmtree(self._staging, ignore_errors=True)
+        if self._buckets is not None:
+            shutil.rmtree(self._buckets, ignore_errors=True)
         self.release_arenas()
         if self._llm is not None:
             self._llm.shutdown()
@@ -345,26 +374,26 @@ class VllmEngine:
 
 
 def shared_memory_below(pid: int) -> set[Path]:
-    """Shared-memory segments that the descendants of `pid` have mapped, those of multiprocessing and of vLLM's CPU collectives."""
+    """Shared memory that descendants of `pid` have mapped: segments of multiprocessing and of vLLM's CPU collectives."""
     import psutil
 
-    found = set()
+    segments = set()
     for child in psutil.Process(pid).children(recursive=True):
         try:
             paths = {Path(region.path) for region in child.memory_maps()}
         except psutil.Error:
             continue
-        found |= {p for p in paths if p.parent == Path("/dev/shm") and (p.name.startswith("psm_") or "cpushm" in p.name)}
-    return found
+        segments |= {p for p in paths if p.parent == Path("/dev/shm") and (p.name.startswith("psm_") or "cpushm" in p.name)}
+    return segments
 
 
 def _noted(file: str) -> set[Path]:
     return set(map(Path, Path(file).read_text().split())) if Path(file).exists() else set()
 
 
-def _remove_all(held: set[Path]) -> None:
-    for path in held:
-        if path.name.startswith(STAGING):
+def _remove_all(paths: set[Path]) -> None:
+    for path in paths:
+        if path.name.startswith(BUCKET_FOLDER):
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)

@@ -1,12 +1,14 @@
-"""Before the first sync: does vLLM really hold what the plan assumes? Names, shapes, dtype, and what its own loader does with each tensor.
+"""Checks before the first sync: does vLLM hold what the plan assumes? Degrees, names, shapes, dtypes, and its loader.
 
-The loader is asked by giving it numbered tensors: one module of each kind is brought into load layout, the model's own `load_weights`
-gets Hugging Face tensors whose elements say where they come from, and what arrives is compared with the plan's boxes. Elements are
-numbered in digits of base 256, which every dtype holds exactly, one pass a digit. Nothing of the engine's weights is touched.
+The loader is asked by giving it numbered tensors: one module of each kind is brought into load layout, the model's
+own `load_weights` gets Hugging Face tensors whose elements say where they come from, and what arrives is compared
+with the plan's boxes. Elements are numbered in digits of base 256, which every dtype holds exactly, one pass a digit.
+Nothing of the engine's weights is touched.
 """
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -14,29 +16,88 @@ from torch import Tensor, nn
 
 from mrl.model import ModelSpec, tensor_specs
 from mrl.model.vllm_parameters import TargetParameter
-from mrl.vllm.load_layout import Reload, hf_block, layers_of
+from mrl.reshard.setup import SyncSetup
+from mrl.vllm.load_layout import Adapter, layers_of, leaf_of, parameter_of, written_in_place
+from mrl.vllm.read_back import held_digests, hf_block
 
 BASE = 256
 UNTOUCHED = -1.0
 SHOWN = 8  # names in one message
+# vLLM's MoE kernels that keep experts as a dialect describes them; others swap halves or shuffle rows
+_KEEPING = ("CPU", "TRITON", "BATCHED_TRITON")
+_TRANSPOSING = ("OOT",)  # out of vLLM's tree, as Ascend's
 
 
 class HandshakeError(RuntimeError):
     """vLLM and the plan disagree about the engine's parameters."""
 
 
-def check_parameters(model: nn.Module, targets: Sequence[TargetParameter], reload: Reload, in_place: frozenset[str] = frozenset()) -> None:
-    """Compares names, shapes in load layout (of those `in_place`: in the kernel) and dtype. Raises HandshakeError naming what differs."""
-    wanted = {t.name: t for t in targets}
-    held = {reload.plan_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
-    aliases = held - {reload.plan_name(name) for name, _ in model.named_parameters()}
-    faults = [f"{name} is a parameter of vLLM that the plan does not know" for name in sorted(held - wanted.keys() - aliases)]
-    faults += [f"vLLM has no {name}" for name in sorted(wanted.keys() - held)]
-    layers = layers_of(model, reload)
-    for name in sorted(held & wanted.keys()):
-        target = wanted[name]
-        layer, leaf = layers[target.module], name.rpartition(".")[2]
-        tensor = getattr(layer, leaf) if name in in_place else reload.load_tensor(layer, leaf)
+@dataclass(frozen=True)
+class EngineDegrees:
+    """What an engine was started with, as vLLM says."""
+
+    tensor: int
+    pipeline: int
+    data: int
+    spreads_experts: bool  # expert parallelism is on
+    linear_placement: bool  # experts lie in order, and none is repeated
+    quantization: str | None
+    dtype: str
+    position: int  # of this worker in its engine: data-parallel rank, then tensor rank
+
+
+def check_degrees(setup: SyncSetup, degrees: EngineDegrees) -> None:
+    """Raises HandshakeError when the engine was started otherwise than the plan assumes."""
+    layout = setup.rollout_layout
+    rows = [
+        ("tensor_parallel_size", degrees.tensor, layout.tensor),
+        ("data_parallel_size", degrees.data, layout.data),
+        ("pipeline_parallel_size", degrees.pipeline, 1),
+        ("enable_expert_parallel", degrees.spreads_experts, layout.expert > 1),
+        ("dtype", degrees.dtype, setup.dtype),
+        ("quantization", degrees.quantization, None),
+        ("experts placed in order, none repeated", degrees.linear_placement, True),
+    ]
+    faults = [f"{name} is {actual} in vLLM, {planned} in the plan" for name, actual, planned in rows if actual != planned]
+    if faults:
+        raise HandshakeError("; ".join(faults))
+
+
+def check_engine(model: nn.Module, setup: SyncSetup, targets: Sequence[TargetParameter], adapter: Adapter) -> None:
+    """Compares vLLM's parameters and its loader with the plan's targets. Raises HandshakeError naming what differs."""
+    in_place = written_in_place(targets)
+    for backend in sorted(adapter.moe_backends(model)):
+        check_backend(backend, _TRANSPOSING if in_place else _KEEPING)
+    check_parameters(model, targets, adapter)
+    check_loader(model, setup.model, [t for t in targets if t.name not in in_place], adapter)
+    layers = layers_of(model, adapter)
+    held_digests(targets, lambda t: adapter.final_parts(model, layers[t.module], t))  # that everything can be read back
+
+
+def check_backend(backend: str, allowed: Sequence[str]) -> None:
+    """Raises HandshakeError when the MoE kernels in use keep experts in a layout that no dialect describes."""
+    if backend not in allowed:
+        raise HandshakeError(
+            f"vLLM's MoE backend is {backend}, which stores experts in a layout of its own; allowed: {', '.join(allowed)} "
+            "(rollout.engine_kwargs.vllm.moe_backend, e.g. triton)"
+        )
+
+
+def check_parameters(model: nn.Module, targets: Sequence[TargetParameter], adapter: Adapter) -> None:
+    """Compares names, dtype and shapes in load layout; of what is written in place, the kernel's shapes.
+
+    Raises HandshakeError naming what differs.
+    """
+    planned, in_place = {t.name: t for t in targets}, written_in_place(targets)
+    actual = {adapter.plan_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    aliases = actual - {adapter.plan_name(name) for name, _ in model.named_parameters()}
+    faults = [f"{name} is a parameter of vLLM that the plan does not know" for name in sorted(actual - planned.keys() - aliases)]
+    faults += [f"vLLM has no {name}" for name in sorted(planned.keys() - actual)]
+    layers = layers_of(model, adapter)
+    for name in sorted(actual & planned.keys()):
+        target = planned[name]
+        layer, leaf = layers[target.module], leaf_of(target)
+        tensor = getattr(layer, leaf) if name in in_place else adapter.load_tensor(layer, leaf)
         if tuple(tensor.shape) != target.local_shape:
             faults.append(f"{name} is {list(tensor.shape)} in vLLM, {list(target.local_shape)} in the plan")
         elif tensor.dtype != getattr(torch, target.dtype) and not name.endswith(".bias"):  # kernels keep some biases in fp32
@@ -46,22 +107,22 @@ def check_parameters(model: nn.Module, targets: Sequence[TargetParameter], reloa
         raise HandshakeError("; ".join(faults[:SHOWN]) + more)
 
 
-def check_loader(model: nn.Module, spec: ModelSpec, targets: Sequence[TargetParameter], reload: Reload) -> int:
+def check_loader(model: nn.Module, spec: ModelSpec, targets: Sequence[TargetParameter], adapter: Adapter) -> int:
     """Runs vLLM's loader on numbered tensors, one module of each kind; returns the number of modules tried.
 
     Raises HandshakeError naming the first parameter that the loader fills otherwise than the plan says.
     """
     shapes = {t.name: t.shape for t in tensor_specs(spec)}
-    layers = layers_of(model, reload)
-    chosen = _one_of_each_kind(layers, targets)
-    reload.enter(model)
+    layers = layers_of(model, adapter)
+    modules = _one_of_each_kind(layers, targets)
+    adapter.enter(model)
     try:
-        for group in chosen:
+        for group in modules:
             with torch.no_grad():
-                _check_module(model, layers[group[0].module], group, shapes, reload)
+                _check_module(model, layers[group[0].module], group, shapes, adapter)
     finally:
-        reload.abandon(model)
-    return len(chosen)
+        adapter.abandon(model)
+    return len(modules)
 
 
 def _one_of_each_kind(layers: dict[str, nn.Module], targets: Sequence[TargetParameter]) -> list[list[TargetParameter]]:
@@ -76,31 +137,31 @@ def _one_of_each_kind(layers: dict[str, nn.Module], targets: Sequence[TargetPara
     return [group for group in kinds.values() if any(t.pieces for t in group)]
 
 
-def _check_module(model: nn.Module, layer: nn.Module, group: list[TargetParameter], shapes: dict, reload: Reload) -> None:
-    live = {t.name: _leaf(layer, t) for t in group if not _leaf(layer, t).is_meta}  # a bias stays in the kernel's memory
+def _check_module(model: nn.Module, layer: nn.Module, group: list[TargetParameter], shapes: dict, adapter: Adapter) -> None:
+    # a bias stays in the kernel's memory
+    live = {t.name: parameter_of(layer, t) for t in group if not parameter_of(layer, t).is_meta}
     kept = {name: tensor.clone() for name, tensor in live.items()}
-    reload.materialise(layer)
-    reload.open_loaders(layer)
+    adapter.materialise(layer)
+    adapter.open_loaders(layer)
     names = list(dict.fromkeys(piece.hf_name for t in group for piece in t.pieces))
     try:
         for numbered in _passes(names, {name: shapes[name] for name in names}, getattr(torch, group[0].dtype)):
             for target in group:
-                _leaf(layer, target).fill_(UNTOUCHED)
+                parameter_of(layer, target).fill_(UNTOUCHED)
             model.load_weights(iter(numbered.items()))
             for target in group:
-                _compare(_leaf(layer, target), target, numbered)
+                _compare(parameter_of(layer, target), target, numbered)
     finally:
         for name, tensor in kept.items():
             live[name].copy_(tensor)
-        reload.leave_out(layer)
-
-
-def _leaf(layer: nn.Module, target: TargetParameter) -> Tensor:
-    return getattr(layer, target.name.rpartition(".")[2]).data
+        adapter.leave_out(layer)
 
 
 def _passes(names: list[str], shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
-    """Tensors numbered by name, then by place along each dimension, digit by digit. They take no memory along the others."""
+    """Tensors numbered by name, then by place along each dimension, digit by digit.
+
+    They take no memory along the others.
+    """
     for digit in range(_digits(len(names))):
         yield {name: _digit(torch.tensor(i), digit, dtype).expand(shapes[name]) for i, name in enumerate(names)}
     for dim in range(max(map(len, shapes.values()))):
@@ -122,29 +183,20 @@ def _digits(count: int) -> int:
     return max(1, -(-(max(count, 2) - 1).bit_length() // 8))
 
 
-def _compare(found: Tensor, target: TargetParameter, numbered: dict[str, Tensor]) -> None:
-    """Every piece must hold exactly its block of the numbered tensor, and nothing else may have been written but zeros as padding."""
+def _compare(loaded: Tensor, target: TargetParameter, numbered: dict[str, Tensor]) -> None:
+    """Every piece must hold exactly its block of the numbered tensor; elsewhere only zeros may have been written."""
     covered = 0
     for piece in target.pieces:
         if piece.hf_name not in numbered:
             return  # a tensor of fewer dimensions than this pass numbers
         covered += piece.local_box.volume
         block = numbered[piece.hf_name][piece.hf_box.slices]
-        if not torch.equal(hf_block(found, piece).to(block.device, block.dtype), block):
+        if not torch.equal(hf_block(loaded, piece).to(block.device, block.dtype), block):
             raise HandshakeError(
                 f"{target.name}: vLLM's loader does not put {piece.hf_name} {list(piece.hf_box.ranges)} at {list(piece.local_box.ranges)} "
                 "as the plan does"
             )
-    rest = (found != UNTOUCHED) & (found != 0)
-    inside = sum(int((hf_block(found, p) != 0).sum()) for p in target.pieces)
-    if covered < prod(target.local_shape) and int(rest.sum()) != inside:
+    written = (loaded != UNTOUCHED) & (loaded != 0)
+    inside = sum(int((hf_block(loaded, piece) != 0).sum()) for piece in target.pieces)
+    if covered < prod(target.local_shape) and int(written.sum()) != inside:
         raise HandshakeError(f"{target.name}: vLLM's loader writes elements that the plan takes for padding")
-
-
-def check_backend(backend: str, allowed: Sequence[str]) -> None:
-    """Raises HandshakeError when the MoE kernels in use keep experts in a layout that no dialect describes."""
-    if backend not in allowed:
-        raise HandshakeError(
-            f"vLLM's MoE backend is {backend}, which stores experts in a layout of its own; allowed: {', '.join(allowed)} "
-            "(rollout.engine_kwargs.vllm.moe_backend, e.g. triton)"
-        )

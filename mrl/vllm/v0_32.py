@@ -1,67 +1,50 @@
-"""Adapter for vLLM 0.32: its weight-transfer engine class, and how its experts get into and out of kernel layout.
+"""Adapter for vLLM 0.32, in which a weight-transfer engine drives its whole update.
 
-Everything here and in lifecycle.py that starts with an underscore in vLLM is private there; another generation gets a file of its own.
+Private in vLLM, and why it is touched (beside what v0_common.py lists):
+
+* `quant_method.moe_kernel.fused_experts` and its `isa`, `_use_zentorch`: how CPU packed a layer's experts. vLLM
+  prepares experts at the first load only, so that after a reload the kernel reads load layout as if it were packed.
+* `torch.ops._C.prepack_moe_weight`: the operator under vLLM's own packing, which takes no memory besides the kernel's.
+* `routed_experts_capturer`: where routers report their choice, which vLLM does not return on CPU (route_capture.py).
+* `worker._weight_update_active`: refuses the next update after one that failed.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from torch import nn
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from mrl.model.vllm_parameters import TargetParameter
-from mrl.vllm import lifecycle as shared
-from mrl.vllm.receive import Bucket
-from mrl.vllm.shard_path import ShardPath
-from mrl.vllm.staging import Staging, check_same_shapes
-from mrl.vllm.v0_32_routes import RouteCapture
-
-
-@dataclass
-class InitInfo(WeightTransferInitInfo):
-    """Which path, and what it needs to know once."""
-
-    path: str = "slow"  # "slow": full tensors through vLLM's own loader; "fast": shard to shard by the plan
-    expected: dict[str, list[int]] | None = None  # slow: HF name and shape of every tensor that each update has to bring
-    setup: dict[str, Any] | None = None  # fast: of mrl.reshard.setup.SyncSetup
-    engine: int = 0
-    plan_hash: str = ""
-
-
-@dataclass
-class UpdateInfo(WeightTransferUpdateInfo):
-    """Slow: one bucket of full HF tensors, see mrl.vllm.receive.Bucket. Fast: `update` numbers the sync, which comes in one call."""
-
-    path: str
-    sha256: str = ""
-    update: int = 0
-    read_back: bool = True  # digest what the engine finally holds
-
+from mrl.vllm.load_layout import ModuleBuffers, check_same_shapes
+from mrl.vllm.receive import InitInfo, UpdateInfo, open_path
+from mrl.vllm.route_capture import RouteCapture
+from mrl.vllm.v0_common import CommonAdapter, CommonTransferEngine, CommonWorkerExtension, degrees_of
 
 _EXPERTS = ("w13_weight", "w2_weight")
 
 
-class Reload(shared.LayerwiseReload):
-    """vLLM 0.32's layerwise reload.
+class Adapter(CommonAdapter):
+    """vLLM 0.32's layerwise reload, and its experts.
 
-    Experts that CPU packs, which are nearly all of a model, take a shorter way than vLLM's, to the same bits: their load layout is memory
-    that one layer takes over from another, and vLLM's own operator packs it straight into the kernel's memory. vLLM's way takes fresh
-    memory for either and copies afterwards.
+    Experts that CPU packs, which are nearly all of a model, take a shorter way than vLLM's, to the same bits: their
+    load layout is memory that one layer takes over from another, and vLLM's own operator packs it straight into the
+    kernel's memory. vLLM's way takes fresh memory for either and copies afterwards.
     """
 
     def __init__(self) -> None:
-        self._staging = Staging()
+        self._buffers = ModuleBuffers()
+
+    def expert_isa(self, layer: nn.Module) -> str | None:
+        experts = _experts(layer)
+        return experts.isa if hasattr(experts, "isa") and not experts._use_zentorch else None
 
     def materialise(self, layer: nn.Module) -> None:
         super().materialise(layer)
-        if _packing(layer):
-            self._staging.lend(layer, _EXPERTS)
+        if self.expert_isa(layer):
+            self._buffers.lend(layer, _EXPERTS)
 
     def process(self, layer: nn.Module) -> None:
-        isa = _packing(layer)
+        isa = self.expert_isa(layer)
         if not isa:
             super().process(layer)
             return
@@ -73,41 +56,29 @@ class Reload(shared.LayerwiseReload):
 
     def leave_out(self, layer: nn.Module) -> None:
         super().leave_out(layer)
-        self._staging.take_back(layer)
+        self._buffers.take_back(layer)
 
     def finish(self, model: nn.Module, model_config: Any) -> None:
         super().finish(model, model_config)
-        self._staging.clear()
+        self._buffers.clear()
 
     def abandon(self, model: nn.Module) -> None:
         super().abandon(model)
-        self._staging.clear()
+        self._buffers.clear()
 
     def prepare_experts(self, layer: nn.Module) -> None:
         """Puts reloaded experts into kernel layout.
 
-        vLLM 0.32 calls the experts' own `process_weights_after_loading` at the first load only, so after a reload the CPU
-        kernel reads load-layout weights as if they were prepacked: wrong log-probs, no error.
+        vLLM 0.32 calls the experts' own `process_weights_after_loading` at the first load only, so after a reload the
+        CPU kernel reads load-layout weights as if they were prepacked: wrong log-probs, no error.
         """
         experts = _experts(layer)
         if experts is not None:
             experts.process_weights_after_loading(layer)
 
-
-class Adapter:
-    """What the fast path asks of vLLM 0.32; see mrl.vllm.shard_path.Adapter."""
-
-    reload = Reload()
-
     def moe_backends(self, model: nn.Module) -> set[str]:
         methods = (getattr(layer, "quant_method", None) for layer in model.modules() if hasattr(layer, "w13_weight"))
         return {method.unquantized_backend.name for method in methods}
-
-    def reads_by_identity(self, layer: nn.Module, target: TargetParameter) -> bool:
-        return shared.computes_packed(layer, target)
-
-    def final_parts(self, model: nn.Module, layer: nn.Module, target: TargetParameter) -> Iterator[Tensor]:
-        return shared.final_parts(model, layer, target, _packing(layer))
 
 
 def _experts(layer: nn.Module) -> Any:
@@ -116,69 +87,54 @@ def _experts(layer: nn.Module) -> Any:
     return kernel.fused_experts if kernel is not None and hasattr(layer, "w13_weight") else None
 
 
-def _packing(layer: nn.Module) -> str | None:
-    """For which instructions CPU packs this layer's experts; None for other layers and kernels."""
-    experts = _experts(layer)
-    return experts.isa if hasattr(experts, "isa") and not experts._use_zentorch else None
+ADAPTER = Adapter()
 
 
-class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """vLLM's weight-transfer engine `mrl`: the fast path or the slow one, as it was last initialised."""
+class TransferEngine(CommonTransferEngine):
+    """The calls that a worker of vLLM 0.32 makes."""
 
-    init_info_cls = InitInfo
-    update_info_cls = UpdateInfo
     supports_draft_weight_update = False
-    path: "shared.SlowPath | ShardPath | None" = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Chooses the path; may be called again. Raises HandshakeError, ValueError or TransferError when the fast one cannot be had."""
+        """Chooses the path; may be called again. Raises as `open_path` does."""
         self.shutdown()
-        degrees = shared.degrees_of(self.parallel_config, self.model_config.quantization, self.model_config.dtype)
-        self.path = shared.make_path(self.model, self.model_config, Adapter(), init_info, degrees)
+        degrees = degrees_of(self.parallel_config, self.model_config.quantization, self.model_config.dtype)
+        self.path = open_path(self.model, self.model_config, ADAPTER, init_info, degrees)
 
     def start_weight_update(self) -> None:
         """Enters vLLM's reload lifecycle; from here the model is in load layout and cannot generate."""
-        self.read_back = True
         self.path.start()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As the base class, whose closing device synchronisation has no meaning, and fails, where there is no accelerator."""
+        """As the base class, but for its closing device synchronisation, which fails without an accelerator."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Takes one bucket (slow) or the whole update (fast)."""
-        if isinstance(self.path, ShardPath):
-            self.read_back = update_info.read_back
-            self.path.receive(update_info.update)
-        else:
-            self.path.receive(Bucket(update_info.path, update_info.sha256))
+        self.path.receive(update_info)
 
     def finish_weight_update(self) -> None:
         """Leaves the reload lifecycle; raises RuntimeError when something did not come or was not written."""
-        self.path.finish(self.read_back)
+        self.path.finish()
 
     def abandon(self) -> None:
         """Drops an update that failed, from any point, so that another can start."""
         self.reset_weight_update_target()
-        if self.path is not None:
-            self.path.abandon()
-
-    def shutdown(self) -> None:
-        """Closes the transport."""
-        if self.path is not None:
-            self.path.close()
-            self.path = None
+        super().abandon()
 
 
-class WorkerExtension(shared.WorkerExtension):
-    """What can be asked of a worker of this generation."""
+class WorkerExtension(CommonWorkerExtension):
+    """What can be asked of a worker of vLLM 0.32."""
 
-    reload = Adapter.reload
+    adapter = ADAPTER
 
     def abandon_update(self) -> None:
-        """After a failed update, wherever it failed: the next one may start. What the engine holds is a mixture until then."""
+        """After a failed update, wherever it failed: the next one may start.
+
+        What the engine holds is a mixture until then.
+        """
         self.weight_transfer_engine.abandon()
         self._weight_update_active = False
 

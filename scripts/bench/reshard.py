@@ -175,7 +175,7 @@ class Engine:
 
     def sync(self, update: int) -> dict:
         self.worker.start_weight_update()
-        self.worker.update_weights({"path": "fast", "update": update, "read_back": True})
+        self.worker.update_weights({"update": update, "read_back": True})
         self.worker.finish_weight_update()
         return self.worker.weight_update_report()
 
@@ -207,7 +207,7 @@ class Engine:
         from vllm._custom_ops import cpu_prepack_moe_weight
 
         from mrl.reshard.digest import lane_sums_of_each
-        from mrl.vllm.lifecycle import packed_linears
+        from mrl.vllm.v0_common import packed_linears
 
         model = self.worker.model_runner.get_model()
         layers = [layer for layer in model.modules() if hasattr(layer, "w13_weight")]
@@ -231,7 +231,7 @@ class Engine:
 
 def _hidden_linears(model: Any) -> list[tuple[Any, Any]]:
     """(layer, weight) of linears whose weight lives on in the kernel's own form alone."""
-    from mrl.vllm.lifecycle import packed_linears
+    from mrl.vllm.v0_common import packed_linears
 
     layers = dict(model.named_modules())
     return [(layers[name], weight) for name, weight in packed_linears(model) if layers[name].weight.numel() == 0]

@@ -9,8 +9,7 @@ import numpy as np
 
 from mrl.config.schema import RunConfig
 from mrl.vllm.engine import VllmEngine
-from mrl.vllm.requests import Completion, Request
-from mrl.vllm.settings import engine_settings, training_sampling, validation_sampling
+from mrl.vllm.requests import Completion, Request, engine_settings, training_sampling, validation_sampling
 
 LONG = 200  # tokens of a prompt that fills a block of the prefix cache
 

@@ -20,7 +20,7 @@ from mrl.errors import EnvironmentFault
 from mrl.reshard.execute import Receiver, wire_views
 from mrl.reshard.messages import Message
 from mrl.reshard.setup import SyncSetup
-from mrl.vllm import shard_path
+from mrl.vllm import receive
 from mrl.vllm.engine import shared_memory_below
 from mrl.vllm.handshake import HandshakeError, check_loader
 from mrl.vllm.load_layout import layers_of
@@ -83,12 +83,12 @@ class SlicesExtension(Base):
 
     def use_files(self, setup: dict) -> None:
         """Initialises the fast path for `setup`."""
-        shard_path.connect_receiver = connect
+        receive.connect_receiver = connect
         self.init_weight_transfer_engine({"path": "fast", "setup": setup, "engine": 0, "plan_hash": SyncSetup.from_json(setup).plan().hash})
 
     def refusal(self, setup: dict, plan_hash: str | None = None) -> str:
         """What the handshake says of a setup that does not fit."""
-        shard_path.connect_receiver = connect
+        receive.connect_receiver = connect
         try:
             made = plan_hash or SyncSetup.from_json(setup).plan().hash
             self.init_weight_transfer_engine({"path": "fast", "setup": setup, "engine": 0, "plan_hash": made})
@@ -98,11 +98,11 @@ class SlicesExtension(Base):
 
     def loader_refusals(self) -> list[str]:
         """What the handshake says when the plan had gate and up, or two experts, or two heads, the other way round."""
-        path, found = self.sync_path(), []
+        path, found = self.update_path(), []
         for parameter in ("experts.routed_experts.w13_weight", "self_attn.qkv_proj.weight", "experts.routed_experts.w2_weight"):
             targets = [swapped(t) if t.name.endswith(parameter) else t for t in path._targets]
             try:
-                check_loader(path._model, path._setup.model, targets, path._adapter.reload)
+                check_loader(path._model, path._setup.model, targets, path._adapter)
             except HandshakeError as error:
                 found.append(str(error))
         return found
@@ -110,12 +110,12 @@ class SlicesExtension(Base):
     def write(self, folder: str, drop: str = "") -> dict:
         """One update from a checkpoint; `drop`: a module whose copies do not come. Returns the report, or the error's text."""
         FileEnd.weights = load_file(Path(folder) / "model.safetensors")
-        path = self.sync_path()
+        path = self.update_path()
         kept = path._receiver._rounds
         if drop:
             path._receiver._rounds = [[_without(message, drop) for message in messages] for messages in kept]
         try:
-            self.take({"path": "fast", "update": 1})
+            self.take({"update": 1})
         except RuntimeError as error:
             self.abandon_update()
             return {"error": str(error)}
@@ -128,18 +128,18 @@ class SlicesExtension(Base):
         file = Path(folder) / "model.safetensors"
         expected = {name: list(tensor.shape) for name, tensor in load_file(file).items()}
         self.init_weight_transfer_engine({"path": "slow", "expected": expected})
-        self.take({"path": str(file), "sha256": hashlib.sha256(file.read_bytes()).hexdigest()})
+        self.take({"bucket": str(file), "sha256": hashlib.sha256(file.read_bytes()).hexdigest()})
 
     def flip(self, module: str) -> str:
         """Flips the lowest bit of one weight where the kernel keeps it; returns the parameter's name."""
-        layer = layers_of(self.model_runner.get_model(), self.reload)[module]
+        layer = layers_of(self.model_runner.get_model(), self.adapter)[module]
         leaf = "w2_weight" if hasattr(layer, "w2_weight") else "weight"
         kernel = getattr(layer, leaf).data
         if kernel.numel():
             kernel.view(torch.uint8).view(-1)[4 * 37] ^= 1
         else:  # packed out of sight: pack a damaged copy instead
-            target = next(t for t in self.sync_path()._targets if t.name == f"{module}.weight")
-            (weight,) = adapter.Adapter().final_parts(self.model_runner.get_model(), layer, target)
+            target = next(t for t in self.update_path()._targets if t.name == f"{module}.weight")
+            (weight,) = self.adapter.final_parts(self.model_runner.get_model(), layer, target)
             weight = weight.contiguous()
             weight.view(torch.uint8).view(-1)[4 * 37] ^= 1
             layer.weight = torch.nn.Parameter(weight, requires_grad=False)

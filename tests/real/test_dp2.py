@@ -3,7 +3,7 @@
 Both ranks start and hold their weights. Generation of an MoE ends with `NotImplementedError`: the layer spreads tokens over the ranks with
 `all_gatherv`, which vLLM's CPU communicator does not have. When this test fails because generation works, take the check in
 mrl/plan/doctor/engine_checks.py and the row of mrl/config/capabilities.py away. Both ranks are behind one front end here, the simplest
-way to start them; how mrl would start them is in mrl/vllm/launch.py, and the layer is the same.
+way to start them; with an actor for each (vLLM's external load balancing) the layer is the same.
 """
 
 import asyncio
@@ -25,8 +25,7 @@ def run(folder: Path) -> None:
     from mrl.errors import Interrupted
     from mrl.platforms.hosting import get_hosting
     from mrl.vllm.engine import VllmEngine
-    from mrl.vllm.requests import Request, Sampling
-    from mrl.vllm.settings import engine_settings
+    from mrl.vllm.requests import Request, Sampling, engine_settings
 
     settings = overrides(make_world(folder / "world"), cluster__n_gpus_per_node=4)[1::2]
     config = load_config(ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml", None, settings).config

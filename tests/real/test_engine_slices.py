@@ -193,7 +193,7 @@ def test_faults_are_found_and_named(tmp_path):
     assert "model.layers.0.mlp.experts.routed_experts.w13_weight is [8, 128, 64] in vLLM, [8, 64, 64] in the plan" in told["experts"]
     assert "vLLM has no model.layers.4.input_layernorm.weight" in told["layers"]
     assert "model.layers.3.input_layernorm.weight is a parameter of vLLM that the plan does not know" in told["fewer layers"]
-    assert "the driver as 000000000000" in told["hash"]
+    assert "engine 0 worker 0 plans" in told["hash"] and "the driver as 000000000000" in told["hash"]
 
     fresh, said, _, refusals, untouched, said_after = (next(found) for _ in range(6))
     assert untouched == fresh and said_after == said, "the handshake leaves the engine as it was"

@@ -22,8 +22,7 @@ from mrl.cluster.ray_cluster import ray_cluster
 from mrl.cluster.rollout_group import RolloutGroup
 from mrl.cluster.weight_sync import WeightSync
 from mrl.config.schema import RunConfig
-from mrl.vllm.requests import Request, Sampling
-from mrl.vllm.settings import engine_settings
+from mrl.vllm.requests import Request, Sampling, engine_settings
 
 FACTOR = 1.25
 ray.cloudpickle.register_pickle_by_value(perturbing)  # workers cannot import a test's helpers

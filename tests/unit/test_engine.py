@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from mrl.errors import Interrupted, described
+from mrl.platforms.versions import vllm_generation
 from mrl.vllm import engine as module
 from mrl.vllm.engine import VllmEngine
-from mrl.vllm.front_end import front_end
 
 
 class Llm:
@@ -39,7 +39,7 @@ def engine(monkeypatch, tmp_path):
         made = VllmEngine(
             SimpleNamespace(engine_id=3, arguments=arguments, captures_routes=False, segments_file=str(tmp_path / "segments"))
         )
-        made._llm, made._front = Llm(resets, errors), front_end("0.23.0")
+        made._llm, made._generation = Llm(resets, errors), vllm_generation("0.23.0")
         return made
 
     return make
@@ -52,7 +52,7 @@ def leave_fast(engine: VllmEngine) -> None:
 def leave_slow(engine: VllmEngine) -> None:
     folder = engine.settings.segments_file + "-staging"
     module.Path(folder).mkdir()
-    engine._staging = module.Path(folder)
+    engine._buckets = module.Path(folder)
     asyncio.run(engine.commit_update(7))
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from mrl.data.routes import RouteShape
 from mrl.errors import EnvironmentFault
+from mrl.platforms.versions import vllm_generation
 from mrl.vllm.engine import VllmEngine
 from mrl.vllm.requests import Request
 
@@ -39,7 +40,7 @@ def engine(llm, captures=True):
     routes = RouteShape(num_layers=1, moe_layers=(0,), topk=2, num_experts=4)
     one = VllmEngine(Record(engine_id=3, captures_routes=captures, routes=routes))
     one._llm, one._ask, one._alive = llm, answer_of, nullcontext
-    one._front = Record(set_version=lambda llm, version: asyncio.sleep(0))
+    one._generation = vllm_generation("0.23.0")
     return one
 
 

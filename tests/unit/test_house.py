@@ -28,7 +28,6 @@ def modules() -> dict[str, ast.Module]:
 # arrows between rooms of one floor: importing room -> imported modules, and why
 SIDEWAYS = {
     "checkpoint": ({"mrl.megatron"}, "a rank's part of a checkpoint is read out of Megatron's model and optimizer"),
-    "plan": ({"mrl.vllm.launch"}, "a plan says which processes an engine consists of and where they stand"),
     "record": ({"mrl.data.batch"}, "metrics and files of samples are read off a batch"),
 }
 # arrows that still point up or close a circle, to be turned round next
@@ -53,7 +52,6 @@ LIGHT = (
     "platforms/hosting.py",
     "platforms/npu_mindspeed.py",
     "platforms/patching.py",
-    "vllm/launch.py",
     "cluster/job.py",
     "cluster/prerequisites.py",
     "algo/spec.py",

@@ -15,8 +15,8 @@ from mrl.model.vllm_parameters import TargetParameter, TargetPiece
 from mrl.reshard.digest import partial_digest
 from mrl.vllm import handshake
 from mrl.vllm.handshake import HandshakeError, check_backend, check_loader, check_parameters
-from mrl.vllm.load_layout import LayerwiseWriter, held_digests, hf_block, weight_bytes, what_reading_shows
-from mrl.vllm.read_back import through_identity, unpacked
+from mrl.vllm.load_layout import LayerwiseWriter, weight_bytes
+from mrl.vllm.read_back import held_digests, hf_block, through_identity, unpacked, what_reading_shows
 
 ROWS, WIDTH = 300, 6  # more than one digit of base 256
 HF = {"q.weight": (ROWS, WIDTH), "k.weight": (4, WIDTH), "q.bias": (ROWS,), "k.bias": (4,), "embed.weight": (5, WIDTH)}
@@ -134,9 +134,9 @@ def final(engine: Engine):
 WEIGHTS = {name: torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i, (name, shape) in enumerate(HF.items())}
 
 
-def begun(engine: Engine, wanted=None, in_place: frozenset[str] = frozenset()) -> tuple[LayerwiseWriter, ToyReload]:
+def begun(engine: Engine, wanted=None) -> tuple[LayerwiseWriter, ToyReload]:
     reload = ToyReload()
-    writer = LayerwiseWriter(engine, None, wanted or targets(), reload, in_place)
+    writer = LayerwiseWriter(engine, None, wanted or targets(), reload)
     writer.begin()
     return writer, reload
 
@@ -272,7 +272,7 @@ def test_experts_that_a_kernel_keeps_transposed_are_written_where_they_lie():
     engine = nn.Module()
     engine.experts = Layer({"w13_weight": (2, 8, 3)}, torch.float32)  # what its loader would fill
     engine.experts.w13_weight = nn.Parameter(torch.zeros(2, 3, 8), requires_grad=False)
-    writer, reload = begun(engine, (expert,), frozenset({"experts.w13_weight"}))
+    writer, reload = begun(engine, (expert,))
     sent = {p.hf_name: torch.randn(4, 3) for p in expert.pieces}
     for p in expert.pieces:
         hf_block(writer.tensor(expert.name), p).copy_(sent[p.hf_name])

@@ -8,7 +8,7 @@ import torch
 
 from mrl.data.routes import ASKED, MISSING
 from mrl.errors import EnvironmentFault
-from mrl.vllm.v0_32_routes import RouteCapture
+from mrl.vllm.route_capture import RouteCapture
 
 LAYERS, DENSE, TOPK = 3, 1, 2
 

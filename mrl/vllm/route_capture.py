@@ -1,7 +1,8 @@
 """The experts that vLLM 0.32's routers choose, collected request by request where vLLM itself returns none.
 
-Its `enable_return_routed_experts` is wired to model runner V2 alone, which needs Triton, so the CPU build refuses it. Its routers offer
-their choice all the same; what is here ties the choices of a step to the requests of that step, as model runner V1 lays them out.
+Its `enable_return_routed_experts` is wired to model runner V2 alone, which needs Triton, so the CPU build refuses it.
+Its routers offer their choice all the same; what is here ties the choices of a step to the requests of that step, as
+model runner V1 lays them out.
 """
 
 import os
@@ -19,7 +20,10 @@ _PLAIN_NAMES = "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"  # of vLLM
 
 
 class RouteCapture:
-    """Stands between a worker and its model runner. A request's routes are kept until they are taken, or given up by `forget`."""
+    """Stands between a worker and its model runner.
+
+    A request's routes are kept until they are taken, or given up by `forget`.
+    """
 
     def __init__(self, runner: Any, bind: Callable[[Any, "RouteCapture"], None]):
         """`bind(model, self)` makes every router of the model call `capture`: vLLM's bind_routed_experts_capturer.
@@ -79,11 +83,12 @@ class RouteCapture:
         self._kept.clear()
 
     def take(self, name: str, computed: int) -> np.ndarray:
-        """int16 [computed, layers, topk] of a request that finished after so many tokens had to be computed, and forgets it.
+        """int16 [computed, layers, topk] of a request that finished after `computed` tokens, and forgets it.
 
         -1 where a token was not: the prefix cache had it. What was scheduled ahead of the request's end is left out.
 
-        Raises RuntimeError when routers chose for other tokens than were scheduled: from there on nobody knows what belongs to whom.
+        Raises RuntimeError when routers chose for other tokens than were scheduled: from there on nobody knows what
+        belongs to whom.
         """
         if self._fault:
             raise RuntimeError(self._fault)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from mrl.vllm.staging import Staging, check_same_shapes
+from mrl.vllm.load_layout import ModuleBuffers, check_same_shapes
 
 LEAVES = ("w13_weight", "w2_weight")
 
@@ -16,14 +16,14 @@ def layer(experts: int, width: int = 24, dtype: torch.dtype = torch.float32) -> 
     return made
 
 
-def lent(staging: Staging, to: nn.Module) -> tuple[int, int]:
-    staging.lend(to, LEAVES)
+def lent(buffers: ModuleBuffers, to: nn.Module) -> tuple[int, int]:
+    buffers.lend(to, LEAVES)
     return tuple(getattr(to, leaf).data_ptr() for leaf in LEAVES)
 
 
 def test_parameters_lie_apart_and_aligned_and_keep_their_shapes():
-    staging, one = Staging(), layer(3)
-    places = lent(staging, one)
+    buffers, one = ModuleBuffers(), layer(3)
+    places = lent(buffers, one)
     assert (one.w13_weight.shape, one.w2_weight.shape) == ((3, 24, 7), (3, 7, 12))
     assert (places[1] - places[0]) % 64 == 0 and places[1] - places[0] >= one.w13_weight.nbytes
     one.w13_weight.data.fill_(1), one.w2_weight.data.fill_(2)
@@ -31,24 +31,24 @@ def test_parameters_lie_apart_and_aligned_and_keep_their_shapes():
 
 
 def test_what_was_given_back_is_lent_again_and_not_before():
-    staging, one, two, three = Staging(), layer(3), layer(3), layer(2, dtype=torch.bfloat16)
-    first, second = lent(staging, one), lent(staging, two)
+    buffers, one, two, three = ModuleBuffers(), layer(3), layer(3), layer(2, dtype=torch.bfloat16)
+    first, second = lent(buffers, one), lent(buffers, two)
     assert not set(first) & set(second), "two modules may be open"
-    staging.take_back(one)
-    staging.take_back(one)
-    assert lent(staging, three)[0] == first[0], "a smaller layer fits as well"
+    buffers.take_back(one)
+    buffers.take_back(one)
+    assert lent(buffers, three)[0] == first[0], "a smaller layer fits as well"
 
 
 def test_a_larger_layer_gets_memory_of_its_own_and_the_smaller_one_is_not_kept_beside_it():
-    staging, one, two = Staging(), layer(3), layer(30)
-    lent(staging, one)
-    staging.take_back(one)
-    lent(staging, two)
+    buffers, one, two = ModuleBuffers(), layer(3), layer(30)
+    lent(buffers, one)
+    buffers.take_back(one)
+    lent(buffers, two)
     two.w13_weight.data.fill_(1), two.w2_weight.data.fill_(2)
-    assert staging._free == []
-    staging.take_back(two)
-    staging.clear()
-    assert not staging._free and not staging._lent
+    assert buffers._free == []
+    buffers.take_back(two)
+    buffers.clear()
+    assert not buffers._free and not buffers._lent
 
 
 def test_experts_are_packed_into_a_kernel_of_their_own_shapes_and_into_no_other():

@@ -6,11 +6,14 @@ import pytest
 
 from mrl.cluster.prerequisites import engine_bundles, needed_resources
 from mrl.config.load import load_config
+from mrl.config.places import rank_places, rollout_layout
+from mrl.config.upstream_fields import UPSTREAM_FIELDS
 from mrl.errors import ConfigError
+from mrl.model import known_spec
 from mrl.model.device_grid import ClusterShape, Place, actor_places, engine_places, rank_order
 from mrl.model.layout import RolloutLayout
 from mrl.platforms.hosting import cpu_binding, get_hosting
-from mrl.vllm.launch import engine_launches, rank_places, rollout_layout
+from mrl.vllm import requests
 
 ROOT = Path(__file__).parents[2]
 PRESETS = sorted((ROOT / "parallel_configs").glob("*/*.yaml"))
@@ -64,48 +67,6 @@ def test_an_actor_larger_than_the_cluster_is_refused():
         actor_places(9, ClusterShape(1, 8))
 
 
-def test_an_engine_on_one_node_is_one_actor_with_all_its_devices():
-    launch, other = engine_launches(configured(cluster__n_gpus_per_node=10, rollout__num_engines=2, rollout__tensor_model_parallel_size=4))
-    assert launch.arguments == {"tensor_parallel_size": 4, "enable_expert_parallel": False, "distributed_executor_backend": "mp"}
-    assert launch.bundles == (4,) and launch.nodes == (0,) and not launch.needs_meeting_point
-    assert [p.device for p in launch.places] == [2, 3, 4, 5] and [p.device for p in other.places] == [6, 7, 8, 9]
-
-
-def test_data_parallel_ranks_are_actors_of_their_own_on_one_node_too():
-    config = configured(
-        cluster__n_gpus_per_node=6, rollout__tensor_model_parallel_size=2, rollout__data_parallel_size=2, rollout__expert_parallel_size=4
-    )
-    first, second = engine_launches(config)
-    assert (first.engine, first.data_rank, second.engine, second.data_rank) == (0, 0, 0, 1)
-    assert [p.device for p in first.places] == [2, 3] and [p.device for p in second.places] == [4, 5]
-    assert first.bundles == second.bundles == (2,) and first.executor == "mp"
-
-
-def test_data_parallel_ranks_over_nodes_are_actors_that_meet():
-    # 2 actor ranks, then TP2 x DP3 on nodes of 2: one data-parallel rank a node
-    config = configured(
-        cluster__nnodes=4, cluster__n_gpus_per_node=2, rollout__tensor_model_parallel_size=2, rollout__data_parallel_size=3,
-        rollout__expert_parallel_size=6,
-    )  # fmt: skip
-    launches = engine_launches(config)
-    assert [launch.data_rank for launch in launches] == [0, 1, 2]
-    assert [launch.nodes for launch in launches] == [(1,), (2,), (3,)]
-    assert [launch.workers for launch in launches] == [(0, 1), (2, 3), (4, 5)]
-    met = launches[2].at("10.0.0.2", 29550)
-    assert met.arguments == {
-        "tensor_parallel_size": 2, "enable_expert_parallel": True, "distributed_executor_backend": "mp", "data_parallel_size": 3,
-        "data_parallel_backend": "mp", "data_parallel_rank": 2, "data_parallel_size_local": 1, "data_parallel_address": "10.0.0.2",
-        "data_parallel_rpc_port": 29550,
-    }  # fmt: skip
-    assert launches[2].needs_meeting_point and "data_parallel_address" not in launches[2].arguments
-
-
-def test_a_tensor_group_over_nodes_uses_rays_executor_and_a_bundle_a_worker():
-    config = configured(cluster__nnodes=3, cluster__n_gpus_per_node=2, rollout__tensor_model_parallel_size=4)
-    (launch,) = engine_launches(config)
-    assert launch.executor == "ray" and launch.bundles == (1, 1, 1, 1) and launch.nodes == (1, 2)
-
-
 def test_ranks_of_a_tensor_group_share_a_node_wherever_bundles_fell():
     # node a got 3 bundles, node b 5: two ranks together fit once on a and twice on b, and only the last pair is spread
     nodes = ["a", "b", "a", "b", "b", "a", "b", "b"]
@@ -131,18 +92,22 @@ def test_every_preset_has_a_place_for_each_rank_and_worker(path):
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda p: f"{p.parent.name}/{p.stem}")
-def test_every_preset_starts_each_worker_once_with_arguments_vllm_has(path):
-    from mrl.config.upstream_fields import UPSTREAM_FIELDS
-
+def test_every_preset_starts_engines_with_arguments_vllm_has(path, monkeypatch):
+    monkeypatch.setattr(requests, "load_model_spec", lambda path: known_spec("Qwen3-30B-A3B"))
     config = load_config(path).config
-    layout, launches = rollout_layout(config), engine_launches(config)
-    assert sorted(w for launch in launches for w in launch.workers) == list(range(layout.num_engines * layout.tensor * layout.data))
-    for launch in launches:
-        assert sum(launch.bundles) == len(launch.workers) and max(launch.bundles) <= config.cluster.n_gpus_per_node
-        assert set(launch.at("host", 1).arguments) <= UPSTREAM_FIELDS["AsyncEngineArgs"].fields
-        assert (launch.executor == "mp") == (len(launch.nodes) == 1)
-        assert launch.arguments.get("data_parallel_size_local", 1) == len(launch.workers) // layout.tensor == 1
-        assert launch.needs_meeting_point == (layout.data > 1)
+    arguments = requests.engine_settings(config, 0, Path("logs")).arguments
+    assert set(arguments) <= UPSTREAM_FIELDS["AsyncEngineArgs"].fields
+    assert arguments["tensor_parallel_size"] == config.rollout.tensor_model_parallel_size
+    assert arguments["enable_expert_parallel"] == (config.rollout.expert_parallel_size > 1)
+
+
+def test_an_engine_on_one_node_is_one_actor_with_all_its_devices(monkeypatch):
+    monkeypatch.setattr(requests, "load_model_spec", lambda path: known_spec("Qwen3-30B-A3B"))
+    config = configured(cluster__n_gpus_per_node=10, rollout__num_engines=2, rollout__tensor_model_parallel_size=4)
+    settings = requests.engine_settings(config, 1, Path("logs"))
+    assert settings.arguments["distributed_executor_backend"] == "mp" and settings.workers == 4
+    assert [place.device for place in rank_places(config)[1]] == [2, 3, 4, 5, 6, 7, 8, 9]
+    assert [bundle["GPU"] for bundle in engine_bundles(config, get_hosting("cuda"))] == [4.0, 4.0]
 
 
 def test_cpu_workers_get_equal_shares_of_the_cores():
