@@ -115,8 +115,8 @@ class Expander:
             return self.positional
         if match[3] not in ("@", "*"):
             return None
-        held = self.variables.get(match[2], ())
-        return held if isinstance(held, tuple) else (held,)
+        stored = self.variables.get(match[2], ())
+        return stored if isinstance(stored, tuple) else (stored,)
 
     def text(self, word: Word) -> Value:
         """A word as one text, as in an assignment."""
@@ -142,8 +142,8 @@ class Expander:
         length, name, index, rest = match.groups()
         value = self.item(name, index)
         if length:
-            held = self.variables.get(name)
-            return Value(str(len(held) if isinstance(held, tuple) else len(value.text)), value.missing)
+            stored = self.variables.get(name)
+            return Value(str(len(stored) if isinstance(stored, tuple) else len(value.text)), value.missing)
         return self.operation(name, value, rest, line) if rest else value
 
     def item(self, name: str, index: str | None) -> Value:
@@ -152,21 +152,21 @@ class Expander:
             return self.positional[at] if 0 <= at < len(self.positional) else unset(name)
         if name == "#" and self.counts_arguments:
             return Value(str(len(self.positional)))
-        held = self.positional if name in ("@", "*") else self.variables.get(name)
-        if held is None:
+        stored = self.positional if name in ("@", "*") else self.variables.get(name)
+        if stored is None:
             return unset(name)
-        if isinstance(held, Value):
-            return held
+        if isinstance(stored, Value):
+            return stored
         if index in ("@", "*") or name in ("@", "*"):
             joined = EMPTY
-            for i, item in enumerate(held):
+            for i, item in enumerate(stored):
                 joined = joined + Value(" " if i else "") + item
             return joined
         place = self.arithmetic(index or "0")
         if not place.known:
             return Value(f"${{{name}[{index}]}}", frozenset((f"{name}[{index}]",)))
         at = int(place.text)
-        return held[at] if -len(held) <= at < len(held) else unset(name)
+        return stored[at] if -len(stored) <= at < len(stored) else unset(name)
 
     def operation(self, name: str, value: Value, rest: str, line: int) -> Value:
         match = _OPERATION.fullmatch(rest)

@@ -48,7 +48,7 @@ class Simple:
 
 
 @dataclass(frozen=True)
-class Block:
+class CommandBlock:
     """Commands one after the other. `subshell`: what they set is gone afterwards."""
 
     commands: tuple["Command", ...]
@@ -70,14 +70,14 @@ class Pipe:
 
 @dataclass(frozen=True)
 class If:
-    branches: tuple[tuple[Block, Block], ...]  # condition, what follows
-    otherwise: Block
+    branches: tuple[tuple[CommandBlock, CommandBlock], ...]  # condition, what follows
+    otherwise: CommandBlock
 
 
 @dataclass(frozen=True)
 class Case:
     word: Word
-    branches: tuple[tuple[tuple[Word, ...], Block], ...]
+    branches: tuple[tuple[tuple[Word, ...], CommandBlock], ...]
     line: int
 
 
@@ -85,14 +85,14 @@ class Case:
 class For:
     name: str
     words: tuple[Word, ...]
-    body: Block
+    body: CommandBlock
     line: int
 
 
 @dataclass(frozen=True)
 class While:
-    condition: Block
-    body: Block
+    condition: CommandBlock
+    body: CommandBlock
     line: int
     until: bool = False
 
@@ -100,17 +100,17 @@ class While:
 @dataclass(frozen=True)
 class Function:
     name: str
-    body: Block
+    body: CommandBlock
 
 
-Command = Simple | Block | Chain | Pipe | If | Case | For | While | Function
+Command = Simple | CommandBlock | Chain | Pipe | If | Case | For | While | Function
 
 
 @dataclass(frozen=True)
 class ParsedScript:
     """`here_documents`: lines of their first rows; `faults`: every place that the grammar cannot read, with its line and text."""
 
-    block: Block
+    block: CommandBlock
     here_documents: tuple[int, ...]
     faults: tuple[str, ...]
 
@@ -181,9 +181,9 @@ class _TreeReader:
 
     # --- commands
 
-    def block(self, nodes: Sequence[Node], subshell: bool = False) -> Block:
+    def block(self, nodes: Sequence[Node], subshell: bool = False) -> CommandBlock:
         commands = (self.command(node) for node in nodes if node.is_named)
-        return Block(tuple(command for command in commands if command is not None), subshell)
+        return CommandBlock(tuple(command for command in commands if command is not None), subshell)
 
     def command(self, node: Node) -> Command | None:
         """None of a comment, and of what cannot be read, which is among the faults."""
@@ -247,12 +247,12 @@ class _TreeReader:
 
     def redirected(self, node: Node) -> Command | None:
         body = node.child_by_field_name("body")
-        command = self.command(body) if body is not None else Block(())
+        command = self.command(body) if body is not None else CommandBlock(())
         for redirect in node.children_by_field_name("redirect"):
             extra = self.words(self.behind_redirect(redirect))
             command = _with_words(command, extra) if command is not None and extra else command
             if redirect.type == "heredoc_redirect":
-                command = self.behind_here_document(redirect, command or Block(()))
+                command = self.behind_here_document(redirect, command or CommandBlock(()))
         return command
 
     def behind_here_document(self, node: Node, command: Command) -> Command:
@@ -295,7 +295,7 @@ class _TreeReader:
         otherwise = next((child for child in node.children if child.type == "else_clause"), None)
         return If(tuple(self.branch(clause) for clause in clauses), self.block(otherwise.children if otherwise is not None else ()))
 
-    def branch(self, node: Node) -> tuple[Block, Block]:
+    def branch(self, node: Node) -> tuple[CommandBlock, CommandBlock]:
         then = next((i for i, child in enumerate(node.children) if child.type == "then"), len(node.children))
         return self.block(node.children[:then]), self.block(node.children[then:])
 
@@ -303,7 +303,7 @@ class _TreeReader:
         items = [child for child in node.children if child.type == "case_item"]
         return Case(self.word(node.child_by_field_name("value")), tuple(self.case_branch(item) for item in items), self.line(node))
 
-    def case_branch(self, node: Node) -> tuple[tuple[Word, ...], Block]:
+    def case_branch(self, node: Node) -> tuple[tuple[Word, ...], CommandBlock]:
         values = node.children_by_field_name("value")
         behind = [child for child in node.children if child.start_byte >= values[-1].end_byte] if values else node.children
         return tuple(self.word(value) for value in values), self.block(behind)
@@ -315,14 +315,14 @@ class _TreeReader:
         values = self.words(node.children_by_field_name("value"))
         return For(self.text(name.start_byte, name.end_byte), values, self.body(node), self.line(node))
 
-    def body(self, node: Node) -> Block:
+    def body(self, node: Node) -> CommandBlock:
         body = node.child_by_field_name("body")
         return self.block(body.children if body is not None else ())
 
     def function(self, node: Node) -> Function:
         name, body = node.child_by_field_name("name"), node.child_by_field_name("body")
         command = self.command(body) if body is not None else None
-        block = command if isinstance(command, Block) else Block((command,) if command is not None else ())
+        block = command if isinstance(command, CommandBlock) else CommandBlock((command,) if command is not None else ())
         return Function(self.text(name.start_byte, name.end_byte), block)
 
     # --- words
