@@ -119,7 +119,7 @@ def from_verl() -> str:
         "everything below it.\n",
         *_table(("verl", "here", "why")),
     ]  # fmt: skip
-    for key, row in ROWS.items():
+    for key, row in sorted(ROWS.items()):
         here = {"to": f"`{row.to}`", "implied": "always so", "not_applicable": "nothing to set", "unsupported": "**not supported**"}
         said = here.get(row.kind) or _targets(HANDLERS[key])
         if (

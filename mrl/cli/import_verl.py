@@ -37,9 +37,9 @@ def _import(options: argparse.Namespace) -> None:
     if len(scripts) > 1 and words:
         raise ConfigError("overrides stand for one script's $@; give them with one script at a time")
     if len(scripts) > 1:
-        results = [_one_of_several(script, options) for script in scripts]
+        results = [_import_of_several(script, options) for script in scripts]
     else:
-        results = [_one(scripts[0] if scripts else None, words, options, several=False)]
+        results = [_import_script(scripts[0] if scripts else None, words, options, several=False)]
     if options.json:
         print(json.dumps(results[0] if len(results) == 1 else {"scripts": results}))
     elif len(results) > 1:
@@ -56,10 +56,10 @@ def _sources(given: list[str]) -> tuple[list[Path], list[str]]:
     return scripts, words
 
 
-def _one_of_several(script: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """As `_one`; a script that cannot be carried over does not keep the others from it."""
+def _import_of_several(script: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """As `_import_script`; a script that cannot be carried over does not keep the others from it."""
     try:
-        return _one(script, [], options, several=True)
+        return _import_script(script, [], options, several=True)
     except MrlError as error:
         if not options.json:
             print(f"{script}: {error}")
@@ -72,26 +72,21 @@ def _summary(results: list[dict[str, Any]]) -> str:
     return f"{len(results)} scripts, {valid} valid; {keys} keys, {missing} unsupported ({missing / max(keys, 1):.1%})"
 
 
-def _one(script: Path | None, words: list[str], options: argparse.Namespace, several: bool) -> dict[str, Any]:
+def _import_script(script: Path | None, words: list[str], options: argparse.Namespace, several: bool) -> dict[str, Any]:
     """Imports one script (or `words` alone), writes or prints the result and its report."""
     out = _translated(script, words, options)
     text = out.to_yaml()
     file = _written(options.output, script, text, several)
-    found, remarks = _checked(file, text)
-    result = {
-        "script": out.name,
-        "output": None if file is None else str(file),
-        "ok": not (found or out.faults),
-        "keys": len(out.keys),
-        **out.to_json(),
-    }
+    violations, remarks = _checked(file, text)
+    ok = not (violations or out.faults)
+    result = {"script": out.name, "output": None if file is None else str(file), "ok": ok, "keys": len(out.keys), **out.to_json()}
     if file is None:
         result["yaml"] = text
     if not options.json:
         if file is None:
             print(text)
-        _report(out, found, remarks, sys.stderr if file is None else sys.stdout)
-    return result | {"violations": [v.to_json() for v in found], "notes": remarks}
+        _report(out, violations, remarks, sys.stderr if file is None else sys.stdout)
+    return result | {"violations": [v.to_json() for v in violations], "notes": remarks}
 
 
 def _translated(script: Path | None, words: list[str], options: argparse.Namespace):
@@ -140,11 +135,11 @@ def _searched(out, translated):
     problem = search_problem(config, model, device, config.actor.layout.world_size, config.cluster.n_gpus_per_node, MEGATRON)
     why = f"the fastest that fits {device.name} (mrl plan --search)"
     for candidate in search(problem).fitting[:_TRIED]:
-        found = translated(Chosen({k: v for k, v in candidate.degrees.items() if k != "world_size"}, why))
-        _recompute(found, candidate.recompute, device.name)
-        text = found.to_yaml()
+        imported = translated(Chosen({k: v for k, v in candidate.degrees.items() if k != "world_size"}, why))
+        _recompute(imported, candidate.recompute, device.name)
+        text = imported.to_yaml()
         if not _checked(None, text)[0] and memory_section(PlanInputs.of(_loaded(text).config, model, device))["fits"]:
-            return found
+            return imported
     out.warnings.append(f"mrl plan --search found no layout that fits {device.name} in every phase with the rest as it is")
     return None
 
@@ -211,7 +206,7 @@ def _loaded(text: str, file: Path | None = None):
         return load_config(path)
 
 
-def _report(out, found: list, remarks: list[str], stream) -> None:
+def _report(out, violations: list, remarks: list[str], stream) -> None:
     from mrl.extras.import_verl.report import KINDS
 
     counts = ", ".join(f"{len(out.of(kind))} {kind.replace('_', ' ')}" for kind in KINDS if out.of(kind))
@@ -219,7 +214,7 @@ def _report(out, found: list, remarks: list[str], stream) -> None:
     for kind in ("unsupported", "unknown", "chosen", "not_applicable"):
         for entry in out.of(kind):
             print(f"  {kind.replace('_', ' ')}: {entry}", file=stream)
-    for line in [*(f"warning: {w}" for w in out.warnings), *(f"violation: {v}" for v in found), *remarks]:
+    for line in [*(f"warning: {w}" for w in out.warnings), *(f"violation: {v}" for v in violations), *remarks]:
         print(f"  {line}", file=stream)
     unread = f", {len(out.faults)} places that cannot be read" if out.faults else ""
-    print("  valid" if not (found or unread) else f"  refused: {len(found)} violations{unread}", file=stream)
+    print("  valid" if not (violations or unread) else f"  refused: {len(violations)} violations{unread}", file=stream)

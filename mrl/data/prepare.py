@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from mrl.data.prompt_store import SeenPrompts
 from mrl.data.row_files import read_foreign_rows
-from mrl.data.sources import BadSourceRow, Row, Source
+from mrl.data.sources import BadSourceRow, Source, SourceRow
 from mrl.errors import DataError
 
 ROWS_AT_ONCE = 4096
@@ -29,7 +29,7 @@ SCHEMA = pa.schema(
 
 
 @dataclass
-class Report:
+class PrepareReport:
     """What became of the rows: read = written + bad + duplicates. Lengths are characters of the prompt's messages together."""
 
     read: int = 0
@@ -67,7 +67,7 @@ def _counts(counter: Counter) -> str:
     return ", ".join(f"{name} {n}" for name, n in counter.most_common(5))
 
 
-def prepare(source: Source, files: Sequence[str], output: Path, split: str, max_bad_share: float = 0.01) -> Report:
+def prepare(source: Source, files: Sequence[str], output: Path, split: str, max_bad_share: float = 0.01) -> PrepareReport:
     """Converts `files` into `output`, which appears whole or not at all; the report of it.
 
     Raises DataError for unusable files, an output that is there already, more bad rows than allowed, or none left.
@@ -77,7 +77,7 @@ def prepare(source: Source, files: Sequence[str], output: Path, split: str, max_
     work = output.with_name(f".{output.name}.tmp")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        report = Report()
+        report = PrepareReport()
         with pq.ParquetWriter(work, SCHEMA) as writer:
             for chunk in _chunks(_rows(source, files, split, report)):
                 writer.write_table(pa.Table.from_pylist(chunk, SCHEMA))
@@ -91,7 +91,7 @@ def prepare(source: Source, files: Sequence[str], output: Path, split: str, max_
     return report
 
 
-def _rows(source: Source, files: Sequence[str], split: str, report: Report) -> Iterator[dict]:
+def _rows(source: Source, files: Sequence[str], split: str, report: PrepareReport) -> Iterator[dict]:
     """Rows to write, in order; the report is filled on the way."""
     seen, pairs = SeenPrompts(), SeenPrompts()
     for raw in (raw for file in files for raw in read_foreign_rows(file)):
@@ -113,7 +113,7 @@ def _rows(source: Source, files: Sequence[str], split: str, report: Report) -> I
         yield _written(row, report, split)
 
 
-def _written(row: Row, report: Report, split: str) -> dict:
+def _written(row: SourceRow, report: PrepareReport, split: str) -> dict:
     length = sum(len(message["content"]) for message in row.prompt)
     known = report.prompt_length or {"min": length, "mean": 0.0, "max": length}
     mean = known["mean"] + (length - known["mean"]) / (report.written + 1)
@@ -144,7 +144,7 @@ def _chunks(rows: Iterator[dict]) -> Iterator[list[dict]]:
         yield chunk
 
 
-def _check(report: Report, max_bad_share: float) -> None:
+def _check(report: PrepareReport, max_bad_share: float) -> None:
     if report.bad > max_bad_share * report.read:
         raise DataError(
             f"{report.bad} of {report.read} rows are bad, more than {max_bad_share:g} of them:\n  " + "\n  ".join(report.examples)

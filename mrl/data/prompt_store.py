@@ -1,4 +1,4 @@
-"""Prompts that cost little memory: kept in a temporary file (8 bytes a prompt), known as seen before (16 to 32 bytes a prompt)."""
+"""Prompts that cost little memory: kept in a temporary file (8 bytes each), remembered as seen (16 to 32 bytes each)."""
 
 import contextlib
 import hashlib
@@ -62,7 +62,7 @@ class PromptStore:
 
 
 class SeenPrompts:
-    """Which prompts came before: a hash table with open addressing; a Python set of digests needs some 100 bytes a prompt.
+    """Which prompts came before: a hash table with open addressing; a Python set of digests needs some 100 bytes each.
 
     Two of 2 million different prompts are taken for one with a chance of 1e-7.
     """

@@ -21,7 +21,7 @@ class BadSourceRow(Exception):
 
 
 @dataclass(frozen=True)
-class Row:
+class SourceRow:
     """One row of verl's schema, but for its number."""
 
     data_source: str
@@ -45,23 +45,23 @@ def _ask(content: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": content}]
 
 
-def gsm8k(row: Mapping[str, Any], file_stem: str) -> Row:
+def gsm8k(row: Mapping[str, Any], file_stem: str) -> SourceRow:
     """`question`, `answer` with the number behind `####`."""
     question, solution = _text(row, "question"), _text(row, "answer")
     _, mark, number = solution.rpartition("####")
     truth = number.strip().replace(",", "")
     if not mark or not re.fullmatch(r"-?\d+(\.\d+)?", truth):
         raise BadSourceRow(f"the answer has no number behind ####: {solution[-80:]!r}")
-    return Row("openai/gsm8k", _ask(f"{question} {GSM8K_ASK}"), "math", "rule", truth, solution)
+    return SourceRow("openai/gsm8k", _ask(f"{question} {GSM8K_ASK}"), "math", "rule", truth, solution)
 
 
-def math500(row: Mapping[str, Any], file_stem: str) -> Row:
+def math500(row: Mapping[str, Any], file_stem: str) -> SourceRow:
     """`problem`, `answer`, `solution`."""
     problem, truth = _text(row, "problem"), _text(row, "answer")
-    return Row("HuggingFaceH4/MATH-500", _ask(f"{problem} {BOX_ASK}"), "math", "rule", truth, str(row.get("solution") or ""))
+    return SourceRow("HuggingFaceH4/MATH-500", _ask(f"{problem} {BOX_ASK}"), "math", "rule", truth, str(row.get("solution") or ""))
 
 
-def aime(row: Mapping[str, Any], file_stem: str) -> Row:
+def aime(row: Mapping[str, Any], file_stem: str) -> SourceRow:
     """`problem` (or `question`) and `answer`, an integer from 0 to 999; or rows that are in verl's schema already."""
     if "reward_model" in row:
         return ready_made(row, file_stem)
@@ -70,18 +70,18 @@ def aime(row: Mapping[str, Any], file_stem: str) -> Row:
         raise BadSourceRow(f"the answer {truth[:40]!r} is no integer from 0 to 999")
     year = re.search(r"20\d\d", file_stem)
     source = f"aime{year[0]}" if year else "aime"
-    return Row(source, _ask(DAPO_ASK.format(problem=problem)), "math", "rule", str(int(truth)))
+    return SourceRow(source, _ask(DAPO_ASK.format(problem=problem)), "math", "rule", str(int(truth)))
 
 
-def dapo_math(row: Mapping[str, Any], file_stem: str) -> Row:
+def dapo_math(row: Mapping[str, Any], file_stem: str) -> SourceRow:
     """verl's schema as DAPO-Math-17k has it, or the processed copy with `prompt` as text and `solution` as the answer."""
     if "reward_model" in row:
         return ready_made(row, file_stem)
     problem, truth = _text(row, "prompt", "problem"), _text(row, "solution", "answer")
-    return Row("math_dapo", _ask(DAPO_ASK.format(problem=problem)), "math", "rule", truth)
+    return SourceRow("math_dapo", _ask(DAPO_ASK.format(problem=problem)), "math", "rule", truth)
 
 
-def ready_made(row: Mapping[str, Any], file_stem: str) -> Row:
+def ready_made(row: Mapping[str, Any], file_stem: str) -> SourceRow:
     """A row of verl's schema, as it is."""
     reward, prompt = row.get("reward_model"), row.get("prompt")
     truth = reward.get("ground_truth") if isinstance(reward, Mapping) else None
@@ -92,17 +92,17 @@ def ready_made(row: Mapping[str, Any], file_stem: str) -> Row:
         raise BadSourceRow("prompt is no list of {role, content}")
     messages = [{"role": str(m.get("role", "user")), "content": m["content"]} for m in prompt]
     style, ability = str(reward.get("style") or "rule"), str(row.get("ability") or "math")
-    return Row(_text(row, "data_source"), messages, ability, style, str(truth))
+    return SourceRow(_text(row, "data_source"), messages, ability, style, str(truth))
 
 
-def dianjin(row: Mapping[str, Any], file_stem: str) -> Row:
+def dianjin(row: Mapping[str, Any], file_stem: str) -> SourceRow:
     """DianJin-R1's multiple choice: `instruction`, and `output` whose `<answer>` boxes the letters."""
     question, output = _text(row, "instruction"), _text(row, "output")
     tagged = TAGGED_ANSWER.findall(output)
     chosen = set(re.findall("[A-J]", " ".join(BOXED_LETTERS.findall(tagged[-1] if tagged else output))))
     if not chosen:
         raise BadSourceRow("the output's answer boxes no letter; only the multiple-choice files (cflue_mcq.json) can be scored by rule")
-    return Row(f"dianjin/{file_stem}", _ask(question), "financial", "rule", "".join(sorted(chosen)), output)
+    return SourceRow(f"dianjin/{file_stem}", _ask(question), "financial", "rule", "".join(sorted(chosen)), output)
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Source:
 
     name: str
     title: str
-    convert: Callable[[Mapping[str, Any], str], Row]
+    convert: Callable[[Mapping[str, Any], str], SourceRow]
 
 
 SOURCES = {

@@ -33,14 +33,14 @@ def closing_brace(text: str, start: int) -> int | None:
 
 def boxed(text: str) -> list[str]:
     """Contents of all outermost `\\boxed{...}` and `\\fbox{...}`, in order; one that never closes is none."""
-    found, position = [], 0
+    contents, position = [], 0
     while match := BOX.search(text, position):
         end = closing_brace(text, match.end())
         if end is None:
             break
-        found.append(unboxed(text[match.end() : end]))
+        contents.append(unboxed(text[match.end() : end]))
         position = end + 1
-    return found
+    return contents
 
 
 def unboxed(content: str) -> str:
@@ -55,18 +55,18 @@ def unboxed(content: str) -> str:
 
 def stated(text: str) -> str | None:
     """What follows the last `Answer:` or `answer is` on its line, without asterisks and the final period; None where there is none."""
-    found = list(STATED.finditer(text))
-    if not found:
+    matches = list(STATED.finditer(text))
+    if not matches:
         return None
-    line = text[found[-1].end() :].split("\n", 1)[0].replace("**", "").strip()
+    line = text[matches[-1].end() :].split("\n", 1)[0].replace("**", "").strip()
     return line.removesuffix(".").strip() or None
 
 
 def answers(response: str) -> list[str]:
     """The response's answers as it writes them: those in boxes, else the stated one; empty when it gives none."""
     text = conclusion(response)
-    found = [content.strip() for content in boxed(text) if content.strip()]
-    if found:
-        return found
+    in_boxes = [content.strip() for content in boxed(text) if content.strip()]
+    if in_boxes:
+        return in_boxes
     line = stated(text)
     return [] if line is None else [line]

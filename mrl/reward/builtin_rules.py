@@ -82,10 +82,10 @@ def math_dapo(data_source: str, solution_str: str, ground_truth: Any, extra_info
     Behaviour of verl's math_dapo (itself Minerva's normalisation), so that scores are comparable with published runs, its quirks included.
     The layered verifier of mrl.reward.math_verifier is the better judge; this one is the reference.
     """
-    found = DAPO_ANSWER.findall(solution_str[-DAPO_TAIL:])
-    pred = normalised(found[-1] if found else DAPO_NOTHING)
+    answers = DAPO_ANSWER.findall(solution_str[-DAPO_TAIL:])
+    pred = normalised(answers[-1] if answers else DAPO_NOTHING)
     correct = pred == normalised(str(ground_truth))
-    verdict = "match" if correct else ("wrong" if found else "no_answer")
+    verdict = "match" if correct else ("wrong" if answers else "no_answer")
     return {"score": 1.0 if correct else -1.0, "acc": float(correct), "verdict": verdict, "pred": pred}
 
 
@@ -128,8 +128,8 @@ def think_format(data_source: str, solution_str: str, ground_truth: Any, extra_i
 
 def boxed_format(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> float:
     """1 if there is exactly one `\\boxed{}` with content behind the reasoning."""
-    found = boxed(conclusion(solution_str))
-    return float(len(found) == 1 and bool(found[0].strip()))
+    boxes = boxed(conclusion(solution_str))
+    return float(len(boxes) == 1 and bool(boxes[0].strip()))
 
 
 RULES: dict[str, RewardFunction] = {

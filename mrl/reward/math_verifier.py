@@ -139,19 +139,19 @@ def _same_collection(truth: Collection, answer: Collection) -> bool:
         return all(equal(t, a) for t, a in zip(truth.items, answer.items, strict=True))
     left = list(answer.items)
     for item in truth.items:
-        found = next((i for i, other in enumerate(left) if equal(item, other)), None)
-        if found is None:
+        index = next((i for i, other in enumerate(left) if equal(item, other)), None)
+        if index is None:
             return False
-        del left[found]
+        del left[index]
     return True
 
 
 def _set_of_one(truth: Collection | None, answer: Collection | None, truth_text: str, answer_text: str) -> bool:
     """Braces around a single answer do not change it; every other collection equals no single answer."""
-    one = truth or answer
-    if one.kind != "list" or len(one.items) != 1:
+    single = truth or answer
+    if single.kind != "list" or len(single.items) != 1:
         return False
-    return equal(one.items[0], answer_text) if truth else equal(truth_text, one.items[0])
+    return equal(single.items[0], answer_text) if truth else equal(truth_text, single.items[0])
 
 
 def _without_names(truth: str, answer: str) -> tuple[str, str] | None:

@@ -8,6 +8,7 @@ import pytest
 from mrl.errors import ConfigError
 from mrl.extras.import_verl.expansion import calculate
 from mrl.extras.import_verl.shell import read_script
+from mrl.extras.import_verl.shell_syntax import parse_text
 
 # Each ends with a call of `show`, whose arguments are compared. No line of them runs a program.
 SCRIPTS = {
@@ -105,7 +106,7 @@ def test_nothing_of_a_script_is_run(tmp_path):
         ("a=0\nwhile true; do a=1; done\nshow $a", {"a"}),
         ("p=a/b\nshow ${p%$q}", {"q"}),
         ("p=a/b\nshow ${p/$q/x}", {"q"}),
-        ("p=a/b\nshow ${p/a*/x}", {"p/a*/x"}),
+        ("p=a/b\nshow ${p/a*/x}", {"${p/a*/x}"}),
         ("p=a/b\nshow ${p:$n}", {"n"}),
         ("A=(1 2)\nA[1]=5\nshow ${A[1]}", {"A"}),
         ("declare -A M=([x]=1)\nshow ${M[x]}", {"M[x]"}),
@@ -181,6 +182,11 @@ def test_every_place_that_the_grammar_cannot_read_is_told_with_line_and_text(tex
 def test_what_stands_around_a_fault_is_read():
     read = read_script("a=1\nshow $a | | show b\nshow c", "s", {})
     assert [[w.text for w in c.words] for c in read.commands] == [["show", "1"], ["show", "b"], ["show", "c"]]
+
+
+def test_text_that_closes_its_own_expansion_is_refused():
+    with pytest.raises(ConfigError, match="s:3: cannot be read as shell: a}b"):
+        parse_text("a}b", 3, "s")
 
 
 def test_no_script_that_bash_reads_has_faults():

@@ -1,7 +1,7 @@
-"""Words of a script -> values: variables with their defaults, arrays, integer arithmetic, and the few commands that only shape text.
+"""Words of a script -> values: variables with defaults, arrays, integer arithmetic, and commands that only shape text.
 
-What cannot be known without running something is named in the value. Arithmetic, `(a + b) * 2 / sp`, is calculated from its syntax tree;
-nothing is evaluated as code.
+What cannot be known without running something is named in the value. Arithmetic, `(a + b) * 2 / sp`, is calculated from
+its syntax tree; nothing is evaluated as code.
 """
 
 import ast
@@ -115,8 +115,8 @@ class Expander:
             return self.positional
         if match[3] not in ("@", "*"):
             return None
-        held = self.variables.get(match[2], ())
-        return held if isinstance(held, tuple) else (held,)
+        stored = self.variables.get(match[2], ())
+        return stored if isinstance(stored, tuple) else (stored,)
 
     def text(self, word: Word) -> Value:
         """A word as one text, as in an assignment."""
@@ -142,8 +142,8 @@ class Expander:
         length, name, index, rest = match.groups()
         value = self.item(name, index)
         if length:
-            held = self.variables.get(name)
-            return Value(str(len(held) if isinstance(held, tuple) else len(value.text)), value.missing)
+            stored = self.variables.get(name)
+            return Value(str(len(stored) if isinstance(stored, tuple) else len(value.text)), value.missing)
         return self.operation(name, value, rest, line) if rest else value
 
     def item(self, name: str, index: str | None) -> Value:
@@ -152,21 +152,21 @@ class Expander:
             return self.positional[at] if 0 <= at < len(self.positional) else unset(name)
         if name == "#" and self.counts_arguments:
             return Value(str(len(self.positional)))
-        held = self.positional if name in ("@", "*") else self.variables.get(name)
-        if held is None:
+        stored = self.positional if name in ("@", "*") else self.variables.get(name)
+        if stored is None:
             return unset(name)
-        if isinstance(held, Value):
-            return held
+        if isinstance(stored, Value):
+            return stored
         if index in ("@", "*") or name in ("@", "*"):
             joined = EMPTY
-            for i, item in enumerate(held):
+            for i, item in enumerate(stored):
                 joined = joined + Value(" " if i else "") + item
             return joined
         place = self.arithmetic(index or "0")
         if not place.known:
             return Value(f"${{{name}[{index}]}}", frozenset((f"{name}[{index}]",)))
         at = int(place.text)
-        return held[at] if -len(held) <= at < len(held) else unset(name)
+        return stored[at] if -len(stored) <= at < len(stored) else unset(name)
 
     def operation(self, name: str, value: Value, rest: str, line: int) -> Value:
         match = _OPERATION.fullmatch(rest)
@@ -179,7 +179,7 @@ class Expander:
         return value if not value.known else self.shaped(name, value.text, operator, argument, line)
 
     def default(self, name: str, value: Value, operator: str, argument: str, holds: bool, line: int) -> Value:
-        other = self.text(parse_text(argument, line, self.name)) if not operator.endswith("?") else value
+        other = self.argument(argument, line) if not operator.endswith("?") else value
         if operator.endswith("+"):
             return other if holds else EMPTY
         if holds:
@@ -187,6 +187,14 @@ class Expander:
         if operator.endswith("="):
             self.variables[name] = other
         return other
+
+    def argument(self, text: str, line: int) -> Value:
+        """The inside of `${x:-HERE}`; not known where it cannot be read by itself."""
+        try:
+            return self.text(parse_text(text, line, self.name))
+        except ConfigError:
+            unread = f"${{...{text}}}"
+            return Value(unread, frozenset((unread,)))
 
     def shaped(self, name: str, text: str, operator: str, argument: str, line: int) -> Value:
         """`${x#pattern}` and its kin for a known text; not known where a variable of the argument is not."""
@@ -196,17 +204,17 @@ class Expander:
             arguments = [self.arithmetic(part) for part in argument.split(":", 1)]
         else:
             parts = re.split(r"(?<!\\)/", argument, maxsplit=1) if operator in ("/", "//") else [argument]
-            arguments = [self.text(parse_text(part, line, self.name)) for part in parts]
-        whole = f"{name}{operator}{argument}"
+            arguments = [self.argument(part, line) for part in parts]
+        whole = f"${{{name}{operator}{argument}}}"
         if missing := frozenset().union(*(a.missing for a in arguments)):
-            return Value(f"${{{whole}}}", missing)
+            return Value(whole, missing)
         first, second = arguments[0].text, arguments[1].text if len(arguments) > 1 else ""
         if operator == ":":
             return Value(_substring(text, int(first), int(second) if second else None))
         if operator not in ("/", "//"):
             return Value(_cut(text, operator, first))
         if set(first) & set("*?["):
-            return Value(f"${{{whole}}}", frozenset((whole,)))  # which part a pattern stands for is not worked out
+            return Value(whole, frozenset((whole,)))  # which part a pattern stands for is not worked out
         return Value(text.replace(first, second, -1 if operator == "//" else 1) if first else text)
 
     def arithmetic(self, text: str) -> Value:
@@ -250,7 +258,7 @@ def _substring(text: str, start: int, length: int | None) -> str:
 
 
 def _cut(text: str, operator: str, pattern: str) -> str:
-    """`text` without the shortest (`#`, `%`) or longest (`##`, `%%`) piece at its start or end that fits the pattern."""
+    """`text` without the shortest (`#`, `%`) or longest (`##`, `%%`) piece at its start or end that the pattern fits."""
     cuts = range(len(text) + 1) if operator in ("#", "%%") else range(len(text), -1, -1)
     if operator in ("#", "##"):
         return next((text[cut:] for cut in cuts if fnmatchcase(text[:cut], pattern)), text)

@@ -1,6 +1,7 @@
-"""verl's keys, one row each: where the value goes here, or why it goes nowhere. Names as of verl 0.9.1 and of the releases before it.
+"""verl's keys: where the value goes here, or why it goes nowhere. Names as of verl 0.9.1 and of the releases before it.
 
-A row ending in a dot speaks for everything below it; the longest row that fits wins. What needs more than a row is in handlers.py.
+`ONE_TO_ONE` and `OTHER_NAMES` carry a value as it stands; `ROWS` holds them and, with a reason or a conversion each, all other keys. A row
+ending in a dot speaks for everything below it; the longest row that fits wins. What needs more than a row is in handlers.py.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ LAYOUT = "actor.layout."
 
 
 @dataclass(frozen=True)
-class Row:
+class KeyRow:
     """`to`: our key. `why`: for what goes nowhere. `neutral`: values of an unsupported key that only say what is so here anyway."""
 
     kind: Kind
@@ -25,23 +26,23 @@ class Row:
     convert: Callable[[Any], Any] | None = None
 
 
-def _to(key: str, convert: Callable[[Any], Any] | None = None) -> Row:
-    return Row("to", to=key, convert=convert)
+def _to(key: str, convert: Callable[[Any], Any] | None = None) -> KeyRow:
+    return KeyRow("to", to=key, convert=convert)
 
 
-def _implied(why: str) -> Row:
-    return Row("implied", why=why)
+def _implied(why: str) -> KeyRow:
+    return KeyRow("implied", why=why)
 
 
-def _nothing(why: str) -> Row:
-    return Row("not_applicable", why=why)
+def _nothing(why: str) -> KeyRow:
+    return KeyRow("not_applicable", why=why)
 
 
-def _missing(why: str, *neutral: Any) -> Row:
-    return Row("unsupported", why=why, neutral=neutral)
+def _missing(why: str, *neutral: Any) -> KeyRow:
+    return KeyRow("unsupported", why=why, neutral=neutral)
 
 
-_SPECIAL = Row("special")
+_SPECIAL = KeyRow("special")
 _FSDP = "FSDP only"
 _SERVERS = "no reward model runs here; rewards are functions"
 _AGENT = "no tools and no multi-turn rollouts here"
@@ -59,15 +60,62 @@ def _at_least(least: int) -> Callable[[Any], Any]:
     return lambda value: max(value, least) if isinstance(value, int) else value
 
 
-ROWS: dict[str, Row] = {
+def _same(verl: str, ours: str, names: str) -> dict[str, str]:
+    """verl's key -> ours for names that both have below the given sections."""
+    return {verl + name: ours + name for name in names.split()}
+
+
+# verl's key -> ours, the value as it stands
+ONE_TO_ONE: dict[str, str] = {
+    **_same("data.", "data.", "train_files val_files prompt_key train_batch_size max_prompt_length max_response_length"),
+    **_same("data.", "data.", "filter_overlong_prompts truncation shuffle"),
+    M + "path": "model.path",
+    **_same(A, "actor.", "ppo_mini_batch_size ppo_micro_batch_size_per_gpu use_dynamic_bsz"),
+    **_same(A, "algorithm.policy_loss.", "clip_ratio_low clip_ratio_high clip_ratio_c loss_scale_factor tau_pos tau_neg"),
+    **_same(A + "policy_loss.", "algorithm.policy_loss.", "clip_cov_ratio clip_cov_lb clip_cov_ub kl_cov_ratio ppo_kl_coef"),
+    **_same(A, "algorithm.", "entropy_coeff use_kl_loss kl_loss_coef kl_loss_type"),
+    **_same(A + "optim.", "actor.optim.", "lr lr_decay_style min_lr weight_decay betas clip_grad"),
+    **_same(
+        A + "optim.", "actor.optim.override_optimizer_config.",
+        "use_precision_aware_optimizer main_grads_dtype exp_avg_dtype exp_avg_sq_dtype",
+    ),
+    **_same(MEGATRON, LAYOUT, "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size"),
+    **_same(MEGATRON, LAYOUT, "context_parallel_size expert_model_parallel_size expert_tensor_parallel_size"),
+    **_same(TRANSFORMER, LAYOUT, "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage"),
+    **_same(TRANSFORMER, LAYOUT, "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split"),
+    **_same(MEGATRON, "actor.", "param_offload grad_offload optimizer_offload"),
+    MEGATRON + "router_replay.mode": "actor.router_replay",
+    MEGATRON + "freeze_moe_router": "actor.freeze_router",
+    F + "fsdp_config.param_offload": "ref.param_offload",
+    **_same(F, "ref.", "log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz"),
+    **_same(R, "rollout.", "n temperature gpu_memory_utilization tensor_model_parallel_size data_parallel_size max_num_seqs"),
+    **_same(R, "rollout.", "max_num_batched_tokens enforce_eager enable_prefix_caching enable_chunked_prefill expert_parallel_size"),
+    R + "log_prob_micro_batch_size_per_gpu": "actor.log_prob_micro_batch_size_per_gpu",
+    R + "cudagraph_capture_sizes": "rollout.engine_kwargs.vllm.cudagraph_capture_sizes",
+    **_same(R + "val_kwargs.", "rollout.val_kwargs.", "n temperature top_p top_k"),
+    **_same("algorithm.", "algorithm.", "adv_estimator norm_adv_by_std_in_grpo use_kl_in_reward kl_penalty kl_ctrl.kl_coef"),
+    **_same("algorithm.", "algorithm.", "filter_groups.enable gdpo_reward_keys gdpo_reward_weights"),
+    **_same("reward.", "reward.", "num_workers custom_reward_function.path custom_reward_function.name"),
+    **_same("trainer.", "trainer.", "experiment_name project_name total_training_steps total_epochs val_before_train"),
+    "trainer.default_local_dir": "trainer.run_dir",
+    **_same("trainer.", "cluster.", "nnodes n_gpus_per_node device"),
+}  # fmt: skip
+
+# Other names of verl's for the same keys: of FSDP where the row above is Megatron's, and of older releases.
+OTHER_NAMES: dict[str, str] = {
+    **_same(A + "fsdp_config.", "actor.", "param_offload optimizer_offload"),
+    A + "router_replay.mode": "actor.router_replay",
+    A + "grad_clip": "actor.optim.clip_grad",
+    A + "optim.lr_scheduler_type": "actor.optim.lr_decay_style",
+    A + "optim.warmup_style": "actor.optim.lr_decay_style",
+    R + "dp_model_parallel_size": "rollout.data_parallel_size",
+    "reward_model.num_workers": "reward.num_workers",
+    **_same("custom_reward_function.", "reward.custom_reward_function.", "path name"),
+}
+
+ROWS: dict[str, KeyRow] = {
+    **{key: _to(ours) for key, ours in {**ONE_TO_ONE, **OTHER_NAMES}.items()},
     # --- data
-    **{
-        f"data.{name}": _to(f"data.{name}")
-        for name in (
-            "train_files", "val_files", "prompt_key", "train_batch_size", "max_prompt_length", "max_response_length",
-            "filter_overlong_prompts", "truncation", "shuffle",
-        )
-    },
     "data.val_max_samples": _to("data.val_max_samples", lambda n: None if n in (-1, None) else n),
     "data.train_max_samples": _missing("all prompts of the files are trained on", -1, None),
     "data.apply_chat_template_kwargs.": _SPECIAL,
@@ -87,7 +135,6 @@ ROWS: dict[str, Row] = {
     },
     "data.": _nothing("a matter of how verl loads data"),
     # --- model
-    M + "path": _to("model.path"),
     M + "use_remove_padding": _SPECIAL,
     M + "enable_gradient_checkpointing": _SPECIAL,
     M + "use_fused_kernels": _implied("log-probs are always computed without the full logits"),
@@ -118,32 +165,15 @@ ROWS: dict[str, Row] = {
     M + "tiled_mlp.": _nothing(_FSDP),
     # --- actor
     A + "strategy": _SPECIAL,
-    A + "ppo_mini_batch_size": _to("actor.ppo_mini_batch_size"),
-    A + "ppo_micro_batch_size_per_gpu": _to("actor.ppo_micro_batch_size_per_gpu"),
     A + "ppo_micro_batch_size": _missing("deprecated by verl; use ppo_micro_batch_size_per_gpu", None),
-    A + "use_dynamic_bsz": _to("actor.use_dynamic_bsz"),
     A + "ppo_max_token_len_per_gpu": _SPECIAL,
     A + "ppo_epochs": _missing("each response is trained on once", 1),
     A + "shuffle": _missing("mini-batches follow the order of the prompts", False),
     A + "data_loader_seed": _nothing("mini-batches follow the order of the prompts"),
-    A + "grad_clip": _to("actor.optim.clip_grad"),
     A + "clip_ratio": _SPECIAL,
-    A + "clip_ratio_low": _to("algorithm.policy_loss.clip_ratio_low"),
-    A + "clip_ratio_high": _to("algorithm.policy_loss.clip_ratio_high"),
-    A + "clip_ratio_c": _to("algorithm.policy_loss.clip_ratio_c"),
     A + "loss_agg_mode": _SPECIAL,
-    A + "loss_scale_factor": _to("algorithm.policy_loss.loss_scale_factor"),
-    **{A + name: _to(f"algorithm.policy_loss.{name}") for name in ("tau_pos", "tau_neg")},
-    **{
-        f"{A}policy_loss.{name}": _to(f"algorithm.policy_loss.{name}")
-        for name in ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef")
-    },
     A + "policy_loss.loss_mode": _SPECIAL,
     A + "policy_loss.dro_beta": _missing("no DRO loss here", None),
-    A + "entropy_coeff": _to("algorithm.entropy_coeff"),
-    A + "use_kl_loss": _to("algorithm.use_kl_loss"),
-    A + "kl_loss_coef": _to("algorithm.kl_loss_coef"),
-    A + "kl_loss_type": _to("algorithm.kl_loss_type"),
     A + "tis_imp_ratio_cap": _SPECIAL,
     A + "calculate_entropy": _implied("entropy is always measured"),
     A + "calculate_sum_pi_squared": _nothing("for advantage estimators that are not here"),
@@ -153,8 +183,6 @@ ROWS: dict[str, Row] = {
     A + "use_fused_kernels": _implied("log-probs are always computed without the full logits"),
     A + "use_torch_compile": _nothing(_FSDP),
     A + "ulysses_sequence_parallel_size": _nothing(_FSDP),
-    A + "fsdp_config.param_offload": _to("actor.param_offload"),
-    A + "fsdp_config.optimizer_offload": _to("actor.optimizer_offload"),
     A + "fsdp_config.": _nothing(_FSDP),
     A + "use_prefix_grouper": _nothing("a matter of verl's attention"),
     A + "freeze_vision_tower": _nothing(_IMAGES),
@@ -163,52 +191,24 @@ ROWS: dict[str, Row] = {
     A + "rollout_n": _implied("is rollout.n"),
     A + "use_remove_padding": _SPECIAL,
     A + "pad_to_length": _nothing("padding is always removed"),
-    A + "router_replay.mode": _to("actor.router_replay"),
     A + "router_replay.": _nothing("routes are kept with the samples"),
     A + "qat.enable": _missing("no quantised training here", False),
     A + "qat.": _nothing("no quantised training here"),
     # --- optimizer
-    A + "optim.lr": _to("actor.optim.lr"),
     A + "optim.lr_warmup_steps": _SPECIAL,
     A + "optim.lr_warmup_steps_ratio": _SPECIAL,
     A + "optim.lr_decay_steps": _SPECIAL,
-    A + "optim.lr_decay_style": _to("actor.optim.lr_decay_style"),
-    A + "optim.lr_scheduler_type": _to("actor.optim.lr_decay_style"),
-    A + "optim.warmup_style": _to("actor.optim.lr_decay_style"),
-    A + "optim.min_lr": _to("actor.optim.min_lr"),
-    A + "optim.weight_decay": _to("actor.optim.weight_decay"),
-    A + "optim.betas": _to("actor.optim.betas"),
-    A + "optim.clip_grad": _to("actor.optim.clip_grad"),
     A + "optim.total_training_steps": _nothing("follows from the length of the run"),
     A + "optim.lr_warmup_init": _missing("warm-up starts at zero", 0, 0.0),
     A + "optim.optimizer": _missing("only Adam here", "adam"),
     A + "optim.weight_decay_incr_style": _missing("weight decay is constant", "constant"),
     A + "optim.override_optimizer_config.": _SPECIAL,
-    **{
-        f"{A}optim.{name}": _to(f"actor.optim.override_optimizer_config.{name}")
-        for name in ("use_precision_aware_optimizer", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-    },
     A + "optim.": _nothing("of schedules and optimizers that are not used"),
     # --- Megatron
-    **{
-        MEGATRON + name: _to(LAYOUT + name)
-        for name in (
-            "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "context_parallel_size",
-            "expert_model_parallel_size", "expert_tensor_parallel_size",
-        )
-    },
-    **{
-        TRANSFORMER + name: _to(LAYOUT + name)
-        for name in (
-            "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "account_for_embedding_in_pipeline_split",
-            "account_for_loss_in_pipeline_split",
-        )
-    },
     TRANSFORMER: _SPECIAL,
     MEGATRON + "override_ddp_config.": _SPECIAL,
     MEGATRON + "sequence_parallel": _SPECIAL,
     MEGATRON + "dtype": _SPECIAL,
-    **{MEGATRON + f"{name}_offload": _to(f"actor.{name}_offload") for name in ("param", "grad", "optimizer")},
     **{
         MEGATRON + name: _implied(_BRIDGE)
         for name in ("use_mbridge", "vanilla_mbridge", "use_dist_checkpointing", "dist_checkpointing_path", "load_weight")
@@ -216,20 +216,15 @@ ROWS: dict[str, Row] = {
     MEGATRON + "use_distributed_optimizer": _implied("the optimizer is always sharded over the data-parallel ranks"),
     MEGATRON + "use_remove_padding": _SPECIAL,
     MEGATRON + "seed": _implied("all seeds follow from trainer.seed"),
-    MEGATRON + "router_replay.mode": _to("actor.router_replay"),
     MEGATRON + "router_replay.": _nothing("routes are kept with the samples"),
     MEGATRON + "use_megatron_fsdp": _missing("the optimizer is sharded, parameters are not", False),
     MEGATRON + "dynamic_context_parallel": _missing("one context-parallel size for the whole run", False),
-    MEGATRON + "freeze_moe_router": _to("actor.freeze_router"),
     MEGATRON + "override_mcore_model_config.": _missing("the model is what the checkpoint's config.json says", None, {}),
     MEGATRON + "qat.enable": _missing("no quantised training here", False),
     MEGATRON: _nothing("a matter of verl's Megatron worker"),
     A + "profiler.": _nothing(_PROFILER),
     # --- reference model
     F + "megatron.": _SPECIAL,
-    F + "fsdp_config.param_offload": _to("ref.param_offload"),
-    F + "log_prob_micro_batch_size_per_gpu": _to("ref.log_prob_micro_batch_size_per_gpu"),
-    F + "log_prob_use_dynamic_bsz": _to("ref.log_prob_use_dynamic_bsz"),
     F + "log_prob_max_token_len_per_gpu": _SPECIAL,
     F + "log_prob_micro_batch_size": _missing("deprecated by verl; use log_prob_micro_batch_size_per_gpu", None),
     F + "entropy_from_logits_with_chunking": _implied("entropy is computed in chunks"),
@@ -240,18 +235,8 @@ ROWS: dict[str, Row] = {
     # --- rollout
     R + "name": _missing("only vLLM here", "vllm"),
     R + "mode": _implied("vLLM's asynchronous engine is always used; every step waits for all responses"),
-    R + "n": _to("rollout.n"),
-    **{
-        R + name: _to(f"rollout.{name}")
-        for name in (
-            "temperature", "gpu_memory_utilization", "tensor_model_parallel_size", "data_parallel_size", "max_num_seqs",
-            "max_num_batched_tokens", "enforce_eager", "enable_prefix_caching", "enable_chunked_prefill",
-        )
-    },
     R + "top_p": _SPECIAL,
     R + "top_k": _SPECIAL,
-    R + "expert_parallel_size": _to("rollout.expert_parallel_size"),
-    R + "dp_model_parallel_size": _to("rollout.data_parallel_size"),
     R + "rollout_world_size": _nothing("follows from the devices"),
     R + "pipeline_model_parallel_size": _missing("engines are cut by tensor, data and expert parallelism", 1),
     R + "infer_mode": _nothing("a matter of verl's engine"),
@@ -262,15 +247,12 @@ ROWS: dict[str, Row] = {
     R + "calculate_log_probs": _implied("the engine's log-probs are always taken"),
     R + "do_sample": _missing("training responses are sampled", True),
     R + "ignore_eos": _missing("a response ends at the end of its sequence", False),
-    R + "log_prob_micro_batch_size_per_gpu": _to("actor.log_prob_micro_batch_size_per_gpu"),
     R + "log_prob_micro_batch_size": _missing("deprecated by verl; use log_prob_micro_batch_size_per_gpu", None),
     R + "log_prob_use_dynamic_bsz": _SPECIAL,
     R + "log_prob_max_token_len_per_gpu": _SPECIAL,
-    R + "cudagraph_capture_sizes": _to("rollout.engine_kwargs.vllm.cudagraph_capture_sizes"),
     R + "enable_expert_parallel": _SPECIAL,
     R + "engine_kwargs.vllm.": _SPECIAL,
     R + "engine_kwargs.": _nothing("of engines that are not used"),
-    **{R + f"val_kwargs.{name}": _to(f"rollout.val_kwargs.{name}") for name in ("n", "temperature", "top_p", "top_k")},
     R + "val_kwargs.do_sample": _SPECIAL,
     R + "enable_rollout_routing_replay": _SPECIAL,
     R + "free_cache_engine": _implied("follows from cluster.placement"),
@@ -293,12 +275,7 @@ ROWS: dict[str, Row] = {
     R + "skip_rollout": _missing("responses are always generated", False),
     R: _nothing("a matter of verl's engine"),
     # --- algorithm
-    **{
-        f"algorithm.{name}": _to(f"algorithm.{name}")
-        for name in ("adv_estimator", "norm_adv_by_std_in_grpo", "use_kl_in_reward", "kl_penalty", "kl_ctrl.kl_coef")
-    },
     "algorithm.kl_ctrl.type": _missing("the coefficient is constant", "fixed"),
-    "algorithm.filter_groups.enable": _to("algorithm.filter_groups.enable"),
     "algorithm.filter_groups.max_num_gen_batches": _to("algorithm.filter_groups.max_num_gen_batches", _at_least(0)),
     "algorithm.filter_groups.metric": _SPECIAL,
     "algorithm.gamma": _SPECIAL,
@@ -306,8 +283,6 @@ ROWS: dict[str, Row] = {
     "algorithm.rollout_is": _SPECIAL,
     "algorithm.rollout_is_threshold": _SPECIAL,
     "algorithm.use_pf_ppo": _missing("samples are not drawn again by their score", False),
-    "algorithm.gdpo_reward_keys": _to("algorithm.gdpo_reward_keys"),
-    "algorithm.gdpo_reward_weights": _to("algorithm.gdpo_reward_weights"),
     "algorithm.": _nothing("of estimators with a value function"),
     # --- reward
     "reward_model.reward_manager": _SPECIAL,
@@ -322,28 +297,15 @@ ROWS: dict[str, Row] = {
     "sandbox_fusion.": _nothing("no code sandbox here"),
     "sandbox_fusion.url": _missing("no code sandbox here", None),
     "reward_model.launch_reward_fn_async": _implied("scoring runs beside generation"),
-    "reward.num_workers": _to("reward.num_workers"),
-    "reward_model.num_workers": _to("reward.num_workers"),
-    **{f"{at}custom_reward_function.path": _to("reward.custom_reward_function.path") for at in ("", "reward.")},
-    **{f"{at}custom_reward_function.name": _to("reward.custom_reward_function.name") for at in ("", "reward.")},
     **{f"{at}custom_reward_function.reward_kwargs.": _SPECIAL for at in ("", "reward.")},
     "reward_model.": _nothing(_SERVERS),
     "reward.": _nothing(_SERVERS),
     # --- trainer
-    **{
-        f"trainer.{name}": _to(f"trainer.{name}")
-        for name in ("experiment_name", "project_name", "total_training_steps", "val_before_train")
-    },
-    "trainer.total_epochs": _to("trainer.total_epochs"),
     "trainer.save_freq": _to("trainer.save_freq", every),
     "trainer.test_freq": _to("trainer.test_freq", every),
     "trainer.log_val_generations": _to("trainer.log_val_generations", _at_least(0)),
     "trainer.max_actor_ckpt_to_keep": _SPECIAL,
-    "trainer.default_local_dir": _to("trainer.run_dir"),
     "trainer.logger": _SPECIAL,
-    "trainer.nnodes": _to("cluster.nnodes"),
-    "trainer.n_gpus_per_node": _to("cluster.n_gpus_per_node"),
-    "trainer.device": _to("cluster.device"),
     "trainer.resume_mode": _implied("mrl train --resume continues a run"),
     "trainer.resume_from_path": _implied("mrl train --resume continues a run"),
     "trainer.balance_batch": _implied("samples are spread by length"),
@@ -373,7 +335,7 @@ ROWS: dict[str, Row] = {
 }  # fmt: skip
 
 
-def row_of(key: str) -> Row | None:
+def row_of(key: str) -> KeyRow | None:
     """The row of a key; None for a key that verl does not have either."""
     if key in ROWS:
         return ROWS[key]

@@ -11,7 +11,7 @@ KINDS = ("carried", "renamed", "implied", "chosen", "not_applicable", "unsupport
 
 
 @dataclass(frozen=True)
-class Entry:
+class KeyReport:
     """One key. `key` is verl's ("" for a value that no key of the script gave), `to` ours ("" where it goes nowhere)."""
 
     kind: str
@@ -34,7 +34,7 @@ class Import:
     """The result, filled while keys are read. `values`: our dotted key -> value; `notes`: our key -> the comment beside it."""
 
     name: str
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[KeyReport] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
@@ -45,19 +45,19 @@ class Import:
         """Sets our key `to` and reports it."""
         self.values[to] = value
         self.notes[to] = f"line {line}" if line and not why else f"{kind}: {why}" if why else kind
-        self.entries.append(Entry(kind, key, to, value, why, line))
+        self.entries.append(KeyReport(kind, key, to, value, why, line))
 
     def leave(self, kind: str, key: str, value: Any, why: str, line: int = 0) -> None:
         """Reports a key that goes nowhere."""
-        self.entries.append(Entry(kind, key, "", value, why, line))
+        self.entries.append(KeyReport(kind, key, "", value, why, line))
 
     def drop(self, to: str, why: str) -> None:
         """Takes a value of ours back; its key is implied."""
         if to in self.values:
             del self.values[to], self.notes[to]
-            self.entries = [e if e.to != to else Entry("implied", e.key, "", e.value, why, e.line) for e in self.entries]
+            self.entries = [e if e.to != to else KeyReport("implied", e.key, "", e.value, why, e.line) for e in self.entries]
 
-    def of(self, kind: str) -> list[Entry]:
+    def of(self, kind: str) -> list[KeyReport]:
         return [entry for entry in self.entries if entry.kind == kind]
 
     @property

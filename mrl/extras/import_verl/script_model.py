@@ -55,8 +55,8 @@ def choose_layout(model: str, device: str, devices: int, preset: str | None = No
         if chosen is None or devices % _ranks(chosen.degrees):
             raise ConfigError(f"--preset {preset}: its layout does not divide over the script's {devices} devices")
         return chosen
-    found = [(rank, chosen) for rank, chosen in _candidates(model, device, devices) if not devices % _ranks(chosen.degrees)]
-    return min(found, key=lambda pair: (pair[0], pair[1].source))[1] if found else None
+    dividing = [(rank, chosen) for rank, chosen in _candidates(model, device, devices) if not devices % _ranks(chosen.degrees)]
+    return min(dividing, key=lambda pair: (pair[0], pair[1].source))[1] if dividing else None
 
 
 def unknown_family(path: str, is_there: bool) -> str | None:

@@ -6,7 +6,20 @@ from fnmatch import fnmatchcase
 
 from mrl.errors import ConfigError
 from mrl.extras.import_verl.expansion import MAX_ITEMS, Expander, Value, Variable, unset
-from mrl.extras.import_verl.shell_syntax import Block, Case, Chain, Command, For, Function, If, Pipe, Simple, While, Word, parse_script
+from mrl.extras.import_verl.shell_syntax import (
+    Case,
+    Chain,
+    Command,
+    CommandBlock,
+    For,
+    Function,
+    If,
+    Pipe,
+    Simple,
+    While,
+    Word,
+    parse_script,
+)
 
 _MAX_STEPS = 20_000
 _MAX_DEPTH = 40
@@ -64,7 +77,7 @@ class _Reader:
         self.name, self.given = name, dict(given)
         self.variables: dict[str, Variable] = {key: Value(text) for key, text in given.items()}
         self.expander = Expander(self.variables, positional, name)
-        self.functions: dict[str, Block] = {}
+        self.functions: dict[str, CommandBlock] = {}
         self.commands: list[Launch] = []
         self.remarks: list[str] = []
         self.steps = self.depth = 0
@@ -74,7 +87,7 @@ class _Reader:
         if entry not in self.remarks:
             self.remarks.append(entry)
 
-    def block(self, block: Block) -> bool | None:
+    def block(self, block: CommandBlock) -> bool | None:
         status: bool | None = True
         before = dict(self.variables)
         for command in block.commands:
@@ -94,7 +107,7 @@ class _Reader:
         match command:
             case Simple():
                 return self.simple(command)
-            case Block():
+            case CommandBlock():
                 return self.block(command)
             case Chain():
                 return self.chain(command)
@@ -242,21 +255,21 @@ class _Reader:
 
     def assign(self, name: str, word: Word, appended: bool) -> None:
         array = next((part for part in word.parts if part.kind == "array"), None)
-        held = self.variables.get(name)
+        current = self.variables.get(name)
         if "[" in name:  # one item is not followed: from here on nothing of the array is known
             array_name = name.partition("[")[0]
             self.set(array_name, unset(array_name))
             return
         if array is not None:
             items = tuple(self.expander.fields(array.words))
-            before = held if isinstance(held, tuple) else () if held is None else (held,)
+            before = current if isinstance(current, tuple) else () if current is None else (current,)
             items = before + items if appended else items
             if len(items) > MAX_ITEMS:
                 raise ConfigError(f"{self.name}:{word.line}: {name} grows over {MAX_ITEMS} items, which no launch script needs")
             self.set(name, items)
             return
         value = self.expander.text(word)
-        self.set(name, (held if isinstance(held, Value) else Value("")) + value if appended else value)
+        self.set(name, (current if isinstance(current, Value) else Value("")) + value if appended else value)
 
     def set(self, name: str, value: Variable) -> None:
         """Sets a variable, unless the user did. What no `--set` of another name can tell is unknown under this name from here on."""
@@ -319,8 +332,8 @@ def _test(arguments: list[str]) -> bool | None:
 
 
 def _both(left: list[str], right: list[str]) -> bool | None:
-    one, two = _test(left), _test(right)
-    return False if one is False or two is False else None if one is None or two is None else True
+    statuses = (_test(left), _test(right))
+    return False if False in statuses else None if None in statuses else True
 
 
 def _compare(a: str, operator: str, b: str) -> bool | None:

@@ -1,4 +1,4 @@
-"""Shell text -> a tree of commands, by the grammar tree-sitter-bash. The names of the grammar's nodes are known to this file alone.
+"""Shell text -> a tree of commands, by the grammar tree-sitter-bash. Only this file knows the names of the grammar's nodes.
 
 What the commands mean is in shell.py, what their words mean in expansion.py.
 """
@@ -17,7 +17,8 @@ from mrl.errors import ConfigError
 MAX_TEXT = 500_000  # characters of a script; real ones have a few thousand
 _SHOWN = 60  # characters of the text of a fault
 _CONTINUED = b"\\\n"
-_RESERVED = frozenset(("then", "fi", "else", "elif", "do", "done", "esac", "}"))  # the grammar takes them for names of commands
+# the grammar takes them for names of commands where nothing was opened
+_RESERVED = frozenset(("then", "fi", "else", "elif", "do", "done", "esac", "}"))
 _REDIRECTS = frozenset(("file_redirect", "herestring_redirect", "heredoc_redirect"))
 _CONDITIONS = frozenset(("binary_expression", "unary_expression", "parenthesized_expression"))  # inside [ ] and [[ ]]
 _EXPANSIONS = frozenset(("simple_expansion", "expansion", "arithmetic_expansion", "command_substitution"))
@@ -48,7 +49,7 @@ class Simple:
 
 
 @dataclass(frozen=True)
-class Block:
+class CommandBlock:
     """Commands one after the other. `subshell`: what they set is gone afterwards."""
 
     commands: tuple["Command", ...]
@@ -70,14 +71,14 @@ class Pipe:
 
 @dataclass(frozen=True)
 class If:
-    branches: tuple[tuple[Block, Block], ...]  # condition, what follows
-    otherwise: Block
+    branches: tuple[tuple[CommandBlock, CommandBlock], ...]  # condition, what follows
+    otherwise: CommandBlock
 
 
 @dataclass(frozen=True)
 class Case:
     word: Word
-    branches: tuple[tuple[tuple[Word, ...], Block], ...]
+    branches: tuple[tuple[tuple[Word, ...], CommandBlock], ...]
     line: int
 
 
@@ -85,14 +86,14 @@ class Case:
 class For:
     name: str
     words: tuple[Word, ...]
-    body: Block
+    body: CommandBlock
     line: int
 
 
 @dataclass(frozen=True)
 class While:
-    condition: Block
-    body: Block
+    condition: CommandBlock
+    body: CommandBlock
     line: int
     until: bool = False
 
@@ -100,23 +101,23 @@ class While:
 @dataclass(frozen=True)
 class Function:
     name: str
-    body: Block
+    body: CommandBlock
 
 
-Command = Simple | Block | Chain | Pipe | If | Case | For | While | Function
+Command = Simple | CommandBlock | Chain | Pipe | If | Case | For | While | Function
 
 
 @dataclass(frozen=True)
 class ParsedScript:
-    """`here_documents`: lines of their first rows; `faults`: every place that the grammar cannot read, with its line and text."""
+    """`here_documents`: lines of their first rows. `faults`: every place that the grammar cannot read, with line and text."""
 
-    block: Block
+    block: CommandBlock
     here_documents: tuple[int, ...]
     faults: tuple[str, ...]
 
 
 def parse_script(text: str, name: str) -> ParsedScript:
-    """The commands of a script; here-documents are skipped. Raises ConfigError for what is too long or nested too deeply."""
+    """The commands of a script; here-documents are skipped. Raises ConfigError where it is too long or nested too deeply."""
     if len(text) > MAX_TEXT:
         raise ConfigError(f"{name}: {len(text)} characters are no launch script (at most {MAX_TEXT})")
     try:
@@ -128,10 +129,11 @@ def parse_script(text: str, name: str) -> ParsedScript:
 def parse_text(text: str, line: int, name: str) -> Word:
     """Text with expansions in it, as in `${x:-HERE}`: blanks are kept. Raises ConfigError for what cannot be read."""
     reader = _TreeReader("${_:-" + text + "}", name, line)
-    if faults := reader.faults():
-        raise ConfigError(faults[0])
-    (expansion,) = _outermost((reader.root,), ("expansion",))
-    return Word(tuple(reader.parts(expansion.children, len("${_:-"), expansion.end_byte - 1)) or (Part("text", ""),), line)
+    expansion = next(_outermost((reader.root,), ("expansion",)), reader.root)
+    if reader.faults() or expansion.end_byte != len(reader.source):
+        raise ConfigError(f"{name}:{line}: cannot be read as shell: {text[:_SHOWN]}")
+    parts = reader.parts(expansion.children, len("${_:-"), expansion.end_byte - 1)
+    return Word(tuple(parts) or (Part("text", ""),), line)
 
 
 @cache
@@ -140,7 +142,7 @@ def _parser() -> Parser:
 
 
 def _with_plain_ends(text: str) -> str:
-    """Lines end in \\n alone, and the last one is not continued: the shell overlooks a backslash before the end of a file."""
+    """Lines end in \\n alone, and the last one is not continued: the shell overlooks a backslash at the end of a file."""
     text = text.replace("\r\n", "\n").replace("\r", " ")
     return re.sub(r"(?<!\\)\\\s*\Z", "\n", text)
 
@@ -181,9 +183,9 @@ class _TreeReader:
 
     # --- commands
 
-    def block(self, nodes: Sequence[Node], subshell: bool = False) -> Block:
+    def block(self, nodes: Sequence[Node], subshell: bool = False) -> CommandBlock:
         commands = (self.command(node) for node in nodes if node.is_named)
-        return Block(tuple(command for command in commands if command is not None), subshell)
+        return CommandBlock(tuple(command for command in commands if command is not None), subshell)
 
     def command(self, node: Node) -> Command | None:
         """None of a comment, and of what cannot be read, which is among the faults."""
@@ -220,7 +222,7 @@ class _TreeReader:
         return None
 
     def word_nodes(self, node: Node) -> Iterator[Node]:
-        """The nodes of a command's words in their order. The grammar counts words behind a redirection among its targets."""
+        """The nodes of a command's words. The grammar counts words behind a redirection among its targets."""
         for child in node.children:
             if child.type in _REDIRECTS:
                 yield from self.behind_redirect(child)
@@ -247,12 +249,12 @@ class _TreeReader:
 
     def redirected(self, node: Node) -> Command | None:
         body = node.child_by_field_name("body")
-        command = self.command(body) if body is not None else Block(())
+        command = self.command(body) if body is not None else CommandBlock(())
         for redirect in node.children_by_field_name("redirect"):
             extra = self.words(self.behind_redirect(redirect))
             command = _with_words(command, extra) if command is not None and extra else command
             if redirect.type == "heredoc_redirect":
-                command = self.behind_here_document(redirect, command or Block(()))
+                command = self.behind_here_document(redirect, command or CommandBlock(()))
         return command
 
     def behind_here_document(self, node: Node, command: Command) -> Command:
@@ -292,20 +294,21 @@ class _TreeReader:
 
     def if_(self, node: Node) -> If:
         clauses = [node, *(child for child in node.children if child.type == "elif_clause")]
-        otherwise = next((child for child in node.children if child.type == "else_clause"), None)
-        return If(tuple(self.branch(clause) for clause in clauses), self.block(otherwise.children if otherwise is not None else ()))
+        otherwise = [part for child in node.children if child.type == "else_clause" for part in child.children]
+        return If(tuple(self.branch(clause) for clause in clauses), self.block(otherwise))
 
-    def branch(self, node: Node) -> tuple[Block, Block]:
+    def branch(self, node: Node) -> tuple[CommandBlock, CommandBlock]:
         then = next((i for i, child in enumerate(node.children) if child.type == "then"), len(node.children))
         return self.block(node.children[:then]), self.block(node.children[then:])
 
     def case(self, node: Node) -> Case:
-        items = [child for child in node.children if child.type == "case_item"]
-        return Case(self.word(node.child_by_field_name("value")), tuple(self.case_branch(item) for item in items), self.line(node))
+        branches = tuple(self.case_branch(child) for child in node.children if child.type == "case_item")
+        return Case(self.word(node.child_by_field_name("value")), branches, self.line(node))
 
-    def case_branch(self, node: Node) -> tuple[tuple[Word, ...], Block]:
+    def case_branch(self, node: Node) -> tuple[tuple[Word, ...], CommandBlock]:
         values = node.children_by_field_name("value")
-        behind = [child for child in node.children if child.start_byte >= values[-1].end_byte] if values else node.children
+        end = values[-1].end_byte if values else node.start_byte
+        behind = [child for child in node.children if child.start_byte >= end]
         return tuple(self.word(value) for value in values), self.block(behind)
 
     def for_(self, node: Node) -> For:
@@ -315,14 +318,15 @@ class _TreeReader:
         values = self.words(node.children_by_field_name("value"))
         return For(self.text(name.start_byte, name.end_byte), values, self.body(node), self.line(node))
 
-    def body(self, node: Node) -> Block:
+    def body(self, node: Node) -> CommandBlock:
         body = node.child_by_field_name("body")
         return self.block(body.children if body is not None else ())
 
     def function(self, node: Node) -> Function:
         name, body = node.child_by_field_name("name"), node.child_by_field_name("body")
-        command = self.command(body) if body is not None else None
-        block = command if isinstance(command, Block) else Block((command,) if command is not None else ())
+        block = self.block([body] if body is not None else ())
+        if len(block.commands) == 1 and isinstance(block.commands[0], CommandBlock):
+            block = block.commands[0]
         return Function(self.text(name.start_byte, name.end_byte), block)
 
     # --- words
@@ -341,7 +345,7 @@ class _TreeReader:
         return Word(tuple(self.parts((node,), node.start_byte, node.end_byte)) or (Part("text", ""),), self.line(node))
 
     def parts(self, nodes: Sequence[Node], start: int, end: int, quoted: bool = False) -> Iterator[Part]:
-        """Parts of the bytes from `start` to `end`, which `nodes` lie in. Blanks that the grammar gives to no node are text as well."""
+        """Parts of the bytes from `start` to `end`, which `nodes` lie in. Blanks that the grammar leaves out are text as well."""
         literal = _quoted_text if quoted else _plain_text
         for child in _outermost(nodes, _EXPANSIONS if quoted else _EXPANSIONS | _QUOTES):
             opening = child.end_byte - len(self.source[child.start_byte : child.end_byte].lstrip())
@@ -357,7 +361,8 @@ class _TreeReader:
         match node.type:
             case "string":
                 end = node.end_byte - (not node.children[-1].is_missing)
-                return list(self.parts(node.children, node.start_byte + 1, end, quoted=True)) or [Part("text", "", quoted=True)]
+                inside = list(self.parts(node.children, node.start_byte + 1, end, quoted=True))
+                return inside or [Part("text", "", quoted=True)]
             case "raw_string" | "ansi_c_string":
                 return [Part("text", text[:-1].removeprefix("$").removeprefix("'"), quoted=True)]
             case "simple_expansion":
@@ -391,13 +396,14 @@ def _walk(node: Node) -> Iterator[Node]:
 
 
 def _is_arithmetic(node: Node) -> bool:
-    """In `${x:-$((y * (z + 1)))}` the grammar takes the calculation for a command in brackets, and may find errors in it."""
+    """In `${x:-$((y * (z + 1)))}` the grammar takes the calculation for a command, and may find errors in it."""
     text = node.text.strip()
     return node.type == "arithmetic_expansion" or (text.startswith(b"$((") and text.endswith(b"))"))
 
 
 def _is_fault(node: Node) -> bool:
-    return node.is_error or node.is_missing or (node.type == "command_name" and node.text.decode(errors="replace") in _RESERVED)
+    reserved = node.type == "command_name" and node.text.decode(errors="replace") in _RESERVED
+    return node.is_error or node.is_missing or reserved
 
 
 def _outermost(nodes: Sequence[Node], types: Container[str]) -> Iterator[Node]:
@@ -410,7 +416,7 @@ def _outermost(nodes: Sequence[Node], types: Container[str]) -> Iterator[Node]:
 
 
 def _plain_text(text: str) -> str:
-    """Text outside quotes: a backslash takes the meaning from the character behind it, and a continued line is no character."""
+    """Text outside quotes, where a backslash takes the meaning from any character; a continued line is no character."""
     return re.sub(r"\\(.)", lambda match: match[1].strip("\n"), text, flags=re.DOTALL)
 
 

@@ -83,7 +83,7 @@ def translate(
         out.lacks_layout = chosen is None
     settings = _settings(plain, chosen, out)
     for override in command.overrides:
-        _one(override, out, settings)
+        _translate_override(override, out, settings)
     _defaults(out, settings)
     _devices(out, settings)
     _experts(out, settings)
@@ -111,11 +111,11 @@ def _settings(plain: VerlSettings, chosen: Chosen | None, out: Import) -> VerlSe
 
 def _script_degrees(settings: VerlSettings) -> dict[str, Any]:
     """The degrees that the script sets, under our names."""
-    found = {}
+    degrees = {}
     for key, row in ROWS.items():
         if row.to.startswith(LAYOUT) and key.startswith((MEGATRON, TRANSFORMER)) and (value := settings.value(key, None)) is not None:
-            found[row.to.removeprefix(LAYOUT)] = value
-    return found
+            degrees[row.to.removeprefix(LAYOUT)] = value
+    return degrees
 
 
 def _model(settings: VerlSettings) -> ModelSpec | None:
@@ -125,7 +125,7 @@ def _model(settings: VerlSettings) -> ModelSpec | None:
         return None
 
 
-def _one(o: Override, out: Import, settings: VerlSettings) -> None:
+def _translate_override(o: Override, out: Import, settings: VerlSettings) -> None:
     row = row_of(o.key)
     if row is None:
         out.leave("unsupported", o.key, o.value, "no such key here, nor in verl as it is known", o.line)

@@ -51,17 +51,17 @@ class VerlCommand:
 
 def from_script(script: Script, name: str) -> VerlCommand:
     """The one command of a script that starts verl's RL training. Raises ConfigError where there is none, or more than one."""
-    found = [(launch, entry) for launch in script.commands if (entry := _entry(launch)) is not None]
-    if not found and (inner := _inside(script, name)) is not None:
+    launches = [(launch, entry) for launch in script.commands if (entry := _entry(launch)) is not None]
+    if not launches and (inner := _inside(script, name)) is not None:
         return from_script(inner, name)
-    if not found:
+    if not launches:
         raise ConfigError("; ".join((*script.faults, f"{name}: {_why_not(script)}")))
-    if len({tuple(w.text for w in launch.words) for launch, _ in found}) > 1:
-        lines = ", ".join(str(launch.line) for launch, _ in found)
+    if len({tuple(w.text for w in launch.words) for launch, _ in launches}) > 1:
+        lines = ", ".join(str(launch.line) for launch, _ in launches)
         raise ConfigError(
             f"{name}: starts verl more than once (lines {lines}); give one script a run, or the variable that chooses by --set"
         )
-    launch, entry = found[-1]
+    launch, entry = launches[-1]
     stray = [word for other in script.commands if other.line > launch.line and _strays(other) for word in other.words]
     remarks = list(script.remarks)
     if stray:
