@@ -74,7 +74,7 @@ class PlanInputs:
     @property
     def engine_element_bytes(self) -> int:
         """Of a weight of the engines."""
-        return _ELEMENT_BYTES[self.config.rollout.dtype or self.config.model.dtype]
+        return _ELEMENT_BYTES[self.config.rollout_dtype]
 
 
 def device_for(config: RunConfig, name: str | None = None) -> Device:
