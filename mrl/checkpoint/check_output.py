@@ -10,8 +10,8 @@ import numpy as np
 
 from mrl.checkpoint.file_writer import tensor_blocks
 from mrl.checkpoint.manifest import Entry, check_digest
+from mrl.checkpoint.open_checkpoint import Checkpoint, Reader, code_of
 from mrl.checkpoint.processes import Run
-from mrl.checkpoint.source import Checkpoint, Reader, code_of
 from mrl.errors import EnvironmentFault
 from mrl.extras.torch_dist.read import Archives
 from mrl.model import tensor_specs

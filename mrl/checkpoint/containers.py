@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from mrl.checkpoint.file_plan import PlannedFile, entry_bytes
 from mrl.checkpoint.manifest import Entry
+from mrl.checkpoint.open_checkpoint import code_of
+from mrl.checkpoint.planned_file import PlannedFile, entry_bytes
 from mrl.checkpoint.safetensors_header import safetensors_header
-from mrl.checkpoint.source import code_of
 from mrl.extras.torch_dist.archive import Frame
 
 

@@ -12,9 +12,9 @@ from zlib import crc32
 import numpy as np
 
 from mrl.checkpoint.containers import Container
-from mrl.checkpoint.file_plan import PlannedFile
 from mrl.checkpoint.manifest import Entry
-from mrl.checkpoint.source import Reader, code_of, word_type
+from mrl.checkpoint.open_checkpoint import Reader, code_of, word_type
+from mrl.checkpoint.planned_file import PlannedFile
 from mrl.errors import EnvironmentFault
 from mrl.model.boxes import Box
 

@@ -11,7 +11,7 @@ from functools import partial
 from multiprocessing import connection, get_context, parent_process
 from typing import Any, TypeVar
 
-from mrl.checkpoint.source import Checkpoint, Reader
+from mrl.checkpoint.open_checkpoint import Checkpoint, Reader
 from mrl.errors import EnvironmentFault
 
 Task = TypeVar("Task", bound=Callable[[Sequence[Reader]], Any])

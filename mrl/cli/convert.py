@@ -75,19 +75,19 @@ def _positive(text: str) -> int:
 
 
 def _megatron_to_hf(options: argparse.Namespace) -> None:
-    from mrl.checkpoint.conversions import megatron_to_hf
+    from mrl.checkpoint.convert import megatron_to_hf
 
     _say(options, megatron_to_hf(options.checkpoint, options.output, _how(options), _trust(options)))
 
 
 def _hf_to_megatron(options: argparse.Namespace) -> None:
-    from mrl.checkpoint.conversions import hf_to_megatron
+    from mrl.checkpoint.convert import hf_to_megatron
 
     _say(options, hf_to_megatron(options.checkpoint, options.output, *_target(options), options=_how(options), trust=_trust(options)))
 
 
 def _megatron_to_megatron(options: argparse.Namespace) -> None:
-    from mrl.checkpoint.conversions import megatron_to_megatron
+    from mrl.checkpoint.convert import megatron_to_megatron
 
     target, expected = _target(options)
     report = megatron_to_megatron(
@@ -106,7 +106,7 @@ def _trust(options: argparse.Namespace):
 
 
 def _how(options: argparse.Namespace):
-    from mrl.checkpoint.conversion_job import Options
+    from mrl.checkpoint.convert_job import Options
 
     return Options(options.workers, options.verify, progress=sys.stderr.isatty())
 
@@ -129,14 +129,14 @@ def _say(options: argparse.Namespace, report) -> None:
 def _target(options: argparse.Namespace) -> tuple[Any, Any]:
     """Degrees under the keys of actor.layout or Megatron's own format, and what --config expects of the checkpoint."""
     if options.format is not None:
-        from mrl.checkpoint.conversions import TorchDist
+        from mrl.checkpoint.convert import TorchDist
 
         return TorchDist(options.non_homogeneous_layers), None
     if options.non_homogeneous_layers:
         raise ConfigError("--non-homogeneous-layers names keys of --format torch_dist; give both or neither")
     if options.layout is not None:
         return parse_layout(options.layout), None
-    from mrl.checkpoint.conversions import Expected
+    from mrl.checkpoint.convert import Expected
     from mrl.config.load import load_config
 
     config = load_config(options.config).config

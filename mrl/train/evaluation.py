@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mrl.checkpoint.conversions import megatron_to_hf
-from mrl.checkpoint.source import HF_FOLDER
+from mrl.checkpoint.convert import megatron_to_hf
+from mrl.checkpoint.open_checkpoint import HF_FOLDER
 from mrl.cluster.ray_cluster import ray_cluster
 from mrl.cluster.rollout_group import RolloutGroup
 from mrl.config.load import ResolvedConfig

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from mrl.checkpoint.conversions import step_folder
+from mrl.checkpoint.convert import step_folder
 from mrl.checkpoint.disk_space import check_room, checkpoint_bytes, room_note
 from mrl.checkpoint.manifest import Manifest, Newest, newest_checkpoint, read_manifest
 from mrl.cluster.address import check_port_free, check_reachable, ray_address

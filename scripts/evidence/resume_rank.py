@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from mrl.checkpoint.load import HostCopy, load_rank
 from mrl.checkpoint.manifest import Manifest, RankFiles, checkpoint_steps, write_manifest
-from mrl.checkpoint.rank_state import HostCopy, load_rank
 from mrl.cluster.address import free_port
 from mrl.config.schema import RunConfig
 from mrl.data.batch import Sample, TrainBatch, collate

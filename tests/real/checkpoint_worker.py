@@ -13,8 +13,8 @@ import torch.distributed as dist
 from ranks import agree_on_port
 from safetensors.torch import save_file
 
+from mrl.checkpoint.load import load_rank, save_rank
 from mrl.checkpoint.manifest import Manifest, RankFiles, write_manifest
-from mrl.checkpoint.rank_state import load_rank, save_rank
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
 from mrl.megatron.actor import MegatronActor

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tiny_models import save, tiny_dense, tiny_moe
 from torch import Tensor
 
-from mrl.checkpoint.conversions import megatron_to_hf
+from mrl.checkpoint.convert import megatron_to_hf
 from mrl.data.batch import Sample, TrainBatch, collate
 
 pytestmark = pytest.mark.real

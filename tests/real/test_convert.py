@@ -9,8 +9,8 @@ import torch
 from test_checkpoint import EP, PP, TP, _batch, _equal, _start, _task, _weights
 from tiny_models import save, tiny_moe
 
-from mrl.checkpoint.conversion_job import Options
-from mrl.checkpoint.conversions import hf_to_megatron, megatron_to_megatron
+from mrl.checkpoint.convert import hf_to_megatron, megatron_to_megatron
+from mrl.checkpoint.convert_job import Options
 
 pytestmark = [pytest.mark.real, pytest.mark.long, pytest.mark.timeout(240)]
 

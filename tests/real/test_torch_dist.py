@@ -14,8 +14,8 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny_models import save, tiny_dense, tiny_moe, tiny_qwen2, tiny_shared
 
-from mrl.checkpoint.conversion_job import Options
-from mrl.checkpoint.conversions import TorchDist, hf_to_megatron, megatron_to_hf
+from mrl.checkpoint.convert import TorchDist, hf_to_megatron, megatron_to_hf
+from mrl.checkpoint.convert_job import Options
 from mrl.extras.torch_dist.read import Trust
 
 pytestmark = [pytest.mark.real, pytest.mark.long, pytest.mark.timeout(480)]

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from test_reshard_source import assembled, random_layouts, tagged
 
-from mrl.checkpoint.conversions import megatron_to_hf
+from mrl.checkpoint.convert import megatron_to_hf
 from mrl.checkpoint.manifest import (
     WEIGHT,
     Entry,

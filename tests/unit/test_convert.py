@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "real"))
 from tiny_models import save, tiny_dense, tiny_moe, tiny_qwen2, tiny_shared
 
-import mrl.checkpoint.conversion_job
-import mrl.checkpoint.conversions
-import mrl.checkpoint.file_plan
+import mrl.checkpoint.convert
+import mrl.checkpoint.convert_job
 import mrl.checkpoint.file_writer
-import mrl.checkpoint.source
-from mrl.checkpoint.conversion_job import Options
-from mrl.checkpoint.conversions import Expected, hf_to_megatron, megatron_to_hf, megatron_to_megatron
+import mrl.checkpoint.open_checkpoint
+import mrl.checkpoint.planned_file
+from mrl.checkpoint.convert import Expected, hf_to_megatron, megatron_to_hf, megatron_to_megatron
+from mrl.checkpoint.convert_job import Options
 from mrl.checkpoint.manifest import EXP_AVG, MASTER, WEIGHT, read_manifest
 from mrl.checkpoint.stored_tensors import StoredTensors
 from mrl.cli.convert import parse_layout
@@ -57,8 +57,8 @@ def models(tmp_path_factory) -> dict[str, Path]:
 def small_parts(monkeypatch) -> None:
     """Tensors do not fit into a block or a scratch buffer, nor a rank's part into a file."""
     monkeypatch.setattr(mrl.checkpoint.file_writer, "BLOCK_BYTES", 5000)
-    monkeypatch.setattr(mrl.checkpoint.source, "SCRATCH_BYTES", 3000)
-    monkeypatch.setattr(mrl.checkpoint.file_plan, "FILE_BYTES", 600_000)
+    monkeypatch.setattr(mrl.checkpoint.open_checkpoint, "SCRATCH_BYTES", 3000)
+    monkeypatch.setattr(mrl.checkpoint.planned_file, "FILE_BYTES", 600_000)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -171,7 +171,7 @@ def with_optimizer(model: Path, folder: Path) -> Path:
 
 
 def test_worker_processes_write_the_same_files(models, tmp_path, monkeypatch):
-    monkeypatch.setattr(mrl.checkpoint.conversion_job, "SMALL_BYTES", 0)
+    monkeypatch.setattr(mrl.checkpoint.convert_job, "SMALL_BYTES", 0)
     for workers in (1, 2):
         hf_to_megatron(
             models["qwen3_moe"], tmp_path / f"ours{workers}", parse_layout("tp=2"), options=Options(workers, verify=workers == 2)
@@ -241,7 +241,7 @@ def test_two_conversions_do_not_write_one_output(models, tmp_path, monkeypatch):
     def second(*_):
         hf_to_megatron(models["qwen3"], tmp_path / "ours", parse_layout("tp=1"))
 
-    monkeypatch.setattr(mrl.checkpoint.conversion_job, "write_file", second)
+    monkeypatch.setattr(mrl.checkpoint.convert_job, "write_file", second)
     with pytest.raises(ConfigError, match="being written by another conversion"):
         hf_to_megatron(models["qwen3"], tmp_path / "ours", parse_layout("tp=1"))
 
@@ -410,7 +410,7 @@ def test_verification_finds_one_wrong_bit_and_gives_the_output_no_name(models, t
 
 
 def test_verification_reads_the_disk_again_and_misses_no_tensor(models, tmp_path, monkeypatch):
-    real_finish, real_plan = mrl.checkpoint.conversion_job.finish_file, mrl.checkpoint.conversions.hf_plan
+    real_finish, real_plan = mrl.checkpoint.convert_job.finish_file, mrl.checkpoint.convert.hf_plan
 
     def damages(work, name, facts):
         real_finish(work, name, facts)
@@ -423,8 +423,8 @@ def test_verification_reads_the_disk_again_and_misses_no_tensor(models, tmp_path
 
     hf_to_megatron(models["qwen2"], tmp_path / "ours", parse_layout("tp=2"))
     for where, name, change, said in (
-        (mrl.checkpoint.conversion_job, "finish_file", damages, r"model-00001\.safetensors: its bytes are not those"),
-        (mrl.checkpoint.conversions, "hf_plan", forgets, r"lm_head\.weight is missing"),
+        (mrl.checkpoint.convert_job, "finish_file", damages, r"model-00001\.safetensors: its bytes are not those"),
+        (mrl.checkpoint.convert, "hf_plan", forgets, r"lm_head\.weight is missing"),
     ):
         with monkeypatch.context() as patch, pytest.raises(EnvironmentFault, match=said):
             patch.setattr(where, name, change)

@@ -10,7 +10,7 @@ from small_model import write_model
 from test_data import row, write_jsonl
 
 import mrl.train.evaluation as evaluation
-from mrl.checkpoint.conversions import hf_to_megatron
+from mrl.checkpoint.convert import hf_to_megatron
 from mrl.cli.main import main
 from mrl.vllm.requests import Completion
 

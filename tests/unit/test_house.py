@@ -32,8 +32,8 @@ SIDEWAYS = {
 PENDING = {
     ("mrl.checkpoint.check_output", "mrl.extras.torch_dist.read"),
     ("mrl.checkpoint.containers", "mrl.extras.torch_dist.archive"),
-    ("mrl.checkpoint.conversions", "mrl.extras.torch_dist.read"),
-    ("mrl.checkpoint.conversions", "mrl.extras.torch_dist.write"),
+    ("mrl.checkpoint.convert", "mrl.extras.torch_dist.read"),
+    ("mrl.checkpoint.convert", "mrl.extras.torch_dist.write"),
     ("mrl.checkpoint.disk_space", "mrl.plan.model_state"),
 }
 LIGHT = (
@@ -53,9 +53,9 @@ LIGHT = (
     "record/spec.py",
     *(
         f"checkpoint/{part}.py"
-        for part in ("check_output", "containers", "conversion_job", "conversions", "disk_space", "file_plan", "file_writer", "manifest")
+        for part in ("check_output", "containers", "convert_job", "convert", "disk_space", "planned_file", "file_writer", "manifest")
     ),
-    *(f"checkpoint/{part}.py" for part in ("processes", "source", "work_folder")),
+    *(f"checkpoint/{part}.py" for part in ("processes", "open_checkpoint", "work_folder")),
     *(f"reshard/{part}.py" for part in ("plan", "setup", "sync_report", "transfer", "streams", "worker_stream")),
     *(f"reshard/{part}.py" for part in ("schedule", "prove", "summary", "simulate", "verify")),
 )

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from small_model import SIZES, write_model
 
 from mrl.checkpoint import disk_space as room
-from mrl.checkpoint import rank_state as checkpoint
+from mrl.checkpoint import load as checkpoint
+from mrl.checkpoint.load import HostCopy
 from mrl.checkpoint.manifest import (
     EXP_AVG,
     EXP_AVG_SQ,
@@ -25,8 +26,7 @@ from mrl.checkpoint.manifest import (
     newest_checkpoint,
     read_manifest,
 )
-from mrl.checkpoint.rank_state import HostCopy
-from mrl.checkpoint.tensor_file import file_bytes, write_tensors
+from mrl.checkpoint.safetensors_file import file_bytes, write_tensors
 from mrl.config.schema import RunConfig
 from mrl.data.order import DataCursor
 from mrl.errors import EnvironmentFault, NumericAbort
@@ -122,7 +122,7 @@ def test_a_file_reads_back_through_safetensors_and_its_facts_are_those_of_the_di
 
 
 def test_a_tensor_longer_than_a_piece_is_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr("mrl.checkpoint.tensor_file._PIECE", 5)
+    monkeypatch.setattr("mrl.checkpoint.safetensors_file._PIECE", 5)
     tensors = {"a": torch.arange(9.0), "b": torch.arange(3, dtype=torch.uint8)}
     assert write_tensors(tmp_path / "a", tensors) == file_facts(tmp_path / "a")
     assert torch.equal(load_file(tmp_path / "a")["a"], tensors["a"])
@@ -145,7 +145,7 @@ def test_a_copy_that_is_being_written_is_not_overwritten(tmp_path, monkeypatch):
             copy.take(None)
         return {"bytes": 0, "sha256": ""}
 
-    monkeypatch.setattr("mrl.checkpoint.rank_state.write_tensors", takes_meanwhile)
+    monkeypatch.setattr("mrl.checkpoint.load.write_tensors", takes_meanwhile)
     assert copy.write(tmp_path).files == {"rank-00000.safetensors": {"bytes": 0, "sha256": ""}}
 
 

@@ -22,10 +22,10 @@ from safetensors.torch import load_file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "real"))
 from tiny_models import save, tiny_dense, tiny_moe, tiny_qwen2, tiny_shared
 
-import mrl.checkpoint.file_plan
 import mrl.checkpoint.file_writer
-from mrl.checkpoint.conversion_job import Options
-from mrl.checkpoint.conversions import TorchDist, hf_to_megatron, megatron_to_hf, megatron_to_megatron
+import mrl.checkpoint.planned_file
+from mrl.checkpoint.convert import TorchDist, hf_to_megatron, megatron_to_hf, megatron_to_megatron
+from mrl.checkpoint.convert_job import Options
 from mrl.cli.convert import parse_layout
 from mrl.cli.main import main
 from mrl.errors import ConfigError, EnvironmentFault
@@ -121,7 +121,7 @@ def test_torch_reads_what_is_written_under_megatrons_keys_by_layer(models, tmp_p
 @pytest.mark.parametrize("separate_layers", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_there_and_back_and_what_torch_writes_of_the_same_are_the_same_bytes(models, tmp_path, monkeypatch, name, separate_layers):
-    monkeypatch.setattr(mrl.checkpoint.file_plan, "FILE_BYTES", 300_000)
+    monkeypatch.setattr(mrl.checkpoint.planned_file, "FILE_BYTES", 300_000)
     release = written(models, tmp_path, name, separate_layers)
     assert len(list(release.glob("*.distcp"))) > 2
     megatron_to_hf(tmp_path / "td", tmp_path / "hf", VERIFIED, Trust())
@@ -209,7 +209,7 @@ def test_blocks_cut_anywhere_are_what_a_whole_tensor_has_there(models):
 
 
 def export_killed_in_its_third_file(model, target, monkeypatch):
-    monkeypatch.setattr(mrl.checkpoint.file_plan, "FILE_BYTES", 300_000)
+    monkeypatch.setattr(mrl.checkpoint.planned_file, "FILE_BYTES", 300_000)
     real, seen = mrl.checkpoint.file_writer._write_all, []
 
     def killed(out, block):

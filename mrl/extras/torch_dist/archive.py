@@ -14,7 +14,7 @@ from functools import cached_property
 from math import prod
 from zlib import crc32
 
-from mrl.checkpoint.source import item_bytes
+from mrl.checkpoint.open_checkpoint import item_bytes
 from mrl.extras.torch_dist.pickles import Named, Persistent, Recorded, read_pickle, write_pickle
 
 STORAGES = {"F32": "FloatStorage", "BF16": "BFloat16Storage"}  # safetensors' dtype -> torch's storage class

@@ -15,7 +15,7 @@ from typing import Any
 from zlib import crc32
 
 from mrl.checkpoint.manifest import WEIGHT, Entry, check_disjoint, holders
-from mrl.checkpoint.source import DTYPES, HF_FOLDER, Checkpoint, one_dtype
+from mrl.checkpoint.open_checkpoint import DTYPES, HF_FOLDER, Checkpoint, one_dtype
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.extras.torch_dist.archive import Data, find_data
 from mrl.extras.torch_dist.names import GlobalTensor, global_tensors

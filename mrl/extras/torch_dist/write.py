@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from mrl.checkpoint.containers import TorchArchives, places
-from mrl.checkpoint.file_plan import PlannedFile, parts
 from mrl.checkpoint.manifest import WEIGHT, Entry
+from mrl.checkpoint.planned_file import PlannedFile, parts
 from mrl.extras.torch_dist.archive import pickle_archive
 from mrl.extras.torch_dist.names import Place, stacked_place, whole_parameters
 from mrl.extras.torch_dist.pickles import Named, write_pickle

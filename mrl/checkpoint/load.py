@@ -16,8 +16,8 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
 from mrl.checkpoint.manifest import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, Entry, Manifest, RankFiles, read_manifest
+from mrl.checkpoint.safetensors_file import file_bytes, write_tensors
 from mrl.checkpoint.stored_tensors import StoredTensors
-from mrl.checkpoint.tensor_file import file_bytes, write_tensors
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.megatron.adam_state import AdamState
 from mrl.megatron.offload import OPTIMIZER, PARAMETERS, check_resident

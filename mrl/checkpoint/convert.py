@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.checkpoint.containers import Safetensors
-from mrl.checkpoint.conversion_job import Options, Report, Target, convert
-from mrl.checkpoint.file_plan import PlannedFile, entry_bytes, hf_plan, rank_plan
+from mrl.checkpoint.convert_job import Options, Report, Target, convert
 from mrl.checkpoint.manifest import (
     MANIFEST,
     WEIGHT,
@@ -20,7 +19,8 @@ from mrl.checkpoint.manifest import (
     newest_checkpoint,
     write_manifest,
 )
-from mrl.checkpoint.source import HF_FOLDER, Checkpoint, open_hf, open_ours
+from mrl.checkpoint.open_checkpoint import HF_FOLDER, Checkpoint, open_hf, open_ours
+from mrl.checkpoint.planned_file import PlannedFile, entry_bytes, hf_plan, rank_plan
 from mrl.checkpoint.work_folder import Facts
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.extras.torch_dist.read import FLAG, Trust, find_torch_dist, open_torch_dist, refuse_untrusted

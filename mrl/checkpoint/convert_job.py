@@ -14,10 +14,10 @@ from typing import Any
 
 from mrl.checkpoint.check_output import Check, source_checks, verify_output
 from mrl.checkpoint.containers import Container, places
-from mrl.checkpoint.file_plan import PlannedFile
 from mrl.checkpoint.file_writer import disk_fault, write_file
+from mrl.checkpoint.open_checkpoint import Checkpoint, Reader
+from mrl.checkpoint.planned_file import PlannedFile
 from mrl.checkpoint.processes import Run, workers
-from mrl.checkpoint.source import Checkpoint, Reader
 from mrl.checkpoint.work_folder import Facts, finish_file, locked, publish
 from mrl.errors import ConfigError, EnvironmentFault
 

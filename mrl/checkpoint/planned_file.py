@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import prod
 
 from mrl.checkpoint.manifest import WEIGHT, Entry
-from mrl.checkpoint.source import code_of, item_bytes
+from mrl.checkpoint.open_checkpoint import code_of, item_bytes
 from mrl.model import tensor_specs
 from mrl.model.boxes import Box
 from mrl.model.layout import TrainLayout
