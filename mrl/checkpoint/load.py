@@ -1,122 +1,62 @@
-"""This rank's part of a checkpoint: weights, master weights, moments, step counts and random states, out of Megatron and back into it.
+"""Loads a checkpoint of ours into the ranks of any layout: each reads the boxes that it needs."""
 
-Megatron's own optimizer checkpoints bring Adam's step back wrong without Transformer Engine and are pickles; ours are safetensors files
-whose manifest speaks Hugging Face coordinates, so one reader serves every layout (mrl.checkpoint.stored_tensors).
-"""
-
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
+import numpy as np
 import torch
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
-from mrl.checkpoint.manifest import EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT, Entry, Manifest, RankFiles, read_manifest
-from mrl.checkpoint.safetensors_file import file_bytes, write_tensors
-from mrl.checkpoint.stored_tensors import StoredTensors
-from mrl.errors import ConfigError, EnvironmentFault
-from mrl.megatron.adam_state import AdamState
-from mrl.megatron.offload import OPTIMIZER, PARAMETERS, check_resident
+from mrl.checkpoint.manifest import MASTER, WEIGHT, Manifest, read_manifest
+from mrl.checkpoint.open_checkpoint import SafetensorsFiles
+from mrl.checkpoint.rank_parameters import MOMENTS, RankParameter, rank_parameters
+from mrl.checkpoint.save import CODES, rank_file
+from mrl.checkpoint.stored_boxes import BoxReader, check_disjoint
+from mrl.errors import EnvironmentFault
+from mrl.megatron.offload import OPTIMIZER, PARAMETERS
 from mrl.megatron.optimizer import current_lr, is_frozen
-from mrl.megatron.rank_shards import RankShards, plain_name
-from mrl.model.megatron_shards import Shard, local_shapes, source_shards
+from mrl.model import model_spec
+from mrl.model.megatron_shards import Piece
 
-MOMENTS = {EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}  # role -> name in torch's Adam
-
-
-@dataclass(frozen=True)
-class Held:
-    """A parameter of this rank, what it is in Hugging Face coordinates, and the optimizer that has a part of it."""
-
-    shard: Shard
-    parameter: torch.nn.Parameter
-    optimizer: DistributedOptimizer | None  # None: this data-parallel rank updates no part of it
-    flat: tuple[int, int] | None  # that part of the flattened parameter
-    adam: AdamState | None = None  # of that optimizer
-
-    @property
-    def key(self) -> str:
-        """Name in the file."""
-        return f"{self.shard.vp_chunk}.{self.shard.megatron_name}"
-
-    @property
-    def masters_itself(self) -> bool:
-        """float32 weights are their own master weights: the optimizer's tensor is a view of them, or a copy with the same values."""
-        return self.parameter.dtype is torch.float32
-
-    def main(self) -> Tensor:
-        """What the distributed optimizer has of this rank's part: its master weights, or a shard of the weights where Adam has those."""
-        group, order = self.optimizer.model_param_group_index_map[self.parameter]
-        return self.optimizer.optimizer.param_groups[group]["params"][order]
+DTYPES = {code: dtype for dtype, code in CODES.items()}
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # that carry the bits of an element of so many bytes
 
 
-class HostCopy:
-    """This rank's part of a checkpoint in host memory: copied there while training waits, written while it goes on.
+class TensorLoader:
+    """Reads the tensors of one checkpoint. Files are compared with their digests when they are first opened.
 
-    The buffers are made by the first copy and used again by every later one.
+    Raises EnvironmentFault for a manifest that describes an element twice.
     """
 
-    def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
-        self._entries: tuple[Entry, ...] = ()
-        self._facts: dict[str, Any] = {}
-        self._file = ""
-        self._in_use = Lock()  # two saves at once would mix two steps in one file
+    def __init__(self, folder: Path, manifest: Manifest):
+        self._reader = BoxReader(folder, manifest.entries(), SafetensorsFiles(folder, manifest.files(), check_first=True))
+        check_disjoint(folder, self._reader.boxes)
 
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """What was copied last, by its name in the file."""
-        return self._buffers
+    def fill(self, role: str, pieces: Iterable[Piece], out: Tensor) -> None:
+        """Writes the elements that `pieces` name into `out`, a tensor in their local frame; elements under no piece stay.
 
-    def take(self, actor) -> int:
-        """Copies everything that this rank saves; returns the bytes that `write` will need. Raises EnvironmentFault during a `write`."""
-        if not self._in_use.acquire(blocking=False):
-            raise EnvironmentFault("the checkpoint before is still being written: the disk is slower than saves come")
-        try:
-            with actor.residence.using(PARAMETERS, OPTIMIZER):
-                self._copy(actor)
-        finally:
-            self._in_use.release()
-        return file_bytes(self._buffers)
+        Raises EnvironmentFault when the checkpoint does not hold all of them.
+        """
+        for piece in pieces:
+            for stored, common in self._reader.overlaps(role, piece.hf_name, piece.hf_box):
+                values = torch.empty(common.shape, dtype=DTYPES[self._reader.dtype(stored)])
+                self._reader.read(stored, common, _words(values))
+                out[common.rebase(piece.hf_box, piece.local_box).slices] = values
 
-    def _copy(self, actor) -> None:
-        self._file = f"rank-{actor.rank:05d}.safetensors"
-        entries: list[Entry] = []
-        for held in held_parameters(actor):
-            for role, tensor, flat in _stored(actor, held):
-                entries.append(Entry(self._file, f"{role}/{held.key}", role, held.shard.local_shape, flat, held.shard.pieces))
-                self._keep(entries[-1].key, tensor)
-        for name, state in _random_states(actor).items():
-            self._keep(f"rng/{name}", state)
-        self._entries, self._facts = tuple(entries), _optimizer_facts(actor)
+    def random_state(self, rank: int, name: str) -> Tensor:
+        """The bytes of a generator's state."""
+        return torch.from_numpy(self._reader.tensor_bytes(rank_file(rank), f"rng/{name}"))
 
-    def write(self, folder: Path) -> RankFiles:
-        """Writes `rank-R.safetensors` into `folder`, durably. Raises EnvironmentFault when the disk does not take it."""
-        with self._in_use:
-            path = folder / self._file
-            try:
-                facts = write_tensors(path, self._buffers)
-            except OSError as error:
-                raise EnvironmentFault(f"{path} cannot be written ({error.strerror})") from error
-            return RankFiles(self._entries, {self._file: facts}, self._facts)
-
-    def _keep(self, key: str, tensor: Tensor) -> None:
-        check_resident(key, [tensor])
-        buffer = self._buffers.get(key)
-        if buffer is None:
-            buffer = self._buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype)
-        buffer.copy_(tensor.detach())
+    def close(self) -> None:
+        """Closes the files."""
+        self._reader.close()
 
 
-def save_rank(actor, folder: Path) -> RankFiles:
-    """Writes `rank-R.safetensors` into `folder`, durably. Every element of the model is written by one rank only."""
-    copy = HostCopy()
-    copy.take(actor)
-    return copy.write(folder)
+def _words(values: Tensor) -> np.ndarray:
+    """The same memory as integers."""
+    return values.view(_WORDS[values.element_size()]).numpy()
 
 
 def load_rank(actor, folder: Path) -> None:
@@ -126,99 +66,42 @@ def load_rank(actor, folder: Path) -> None:
     """
     manifest = read_manifest(folder)
     _check_model(actor, manifest, folder)
-    stored = StoredTensors(folder, manifest)
+    loader = TensorLoader(folder, manifest)
     facts = manifest.optimizer
     with torch.no_grad(), actor.residence.using(PARAMETERS, OPTIMIZER):
-        for held in held_parameters(actor):
-            stored.fill(WEIGHT, held.shard.pieces, held.parameter.data)
-            if held.optimizer is not None:
-                _load_optimizer_part(stored, held, facts["step"], not manifest.weights_only)
+        for parameter in rank_parameters(actor):
+            loader.fill(WEIGHT, parameter.shard.pieces, parameter.parameter.data)
+            if parameter.optimizer is not None:
+                _load_optimizer_part(loader, parameter, facts["step"], not manifest.weights_only)
     if not manifest.weights_only:
         _restore_schedule(actor, facts, folder)
     actor.num_updates = facts["num_updates"]
     if not manifest.converted and manifest.layout == actor.config.actor.layout.model_dump():
-        _restore_random_states(actor, stored)
+        _restore_random_states(actor, loader)
+    loader.close()
 
 
-def held_parameters(actor) -> Iterator[Held]:
-    """Every parameter of this rank, in a fixed order. Raises RuntimeError when the model has others than its description.
-
-    They and their optimizer states have to be on the device for as long as they are read or written.
-    """
-    actor.residence.require(PARAMETERS, OPTIMIZER)
-    states = {id(o): AdamState(o.optimizer) for o in _optimizers(actor)}
-    described = {(s.vp_chunk, s.megatron_name): s for s in source_shards(actor.model, actor.layout, actor.rank)}
-    RankShards(actor.chunks).check(local_shapes(described.values()))
-    for number, chunk in enumerate(actor.chunks):
-        for name, parameter in chunk.named_parameters():
-            optimizer = next((o for o in _optimizers(actor) if parameter in o.model_param_group_index_map), None)
-            part = optimizer._get_model_param_range_map(parameter)["param"] if optimizer else None
-            states_of = states[id(optimizer)] if optimizer else None
-            yield Held(described[number, plain_name(name)], parameter, optimizer, (part.start, part.end) if part else None, states_of)
-
-
-def _optimizers(actor) -> list[DistributedOptimizer]:
-    parts = [p for p in actor.optimizer.chained_optimizers if not getattr(p, "is_stub_optimizer", False)]
-    if not all(isinstance(p, DistributedOptimizer) for p in parts):
-        raise ConfigError("actor.override_ddp_config.use_distributed_optimizer: checkpoints need the distributed optimizer; leave it on")
-    return parts
-
-
-def _stored(actor, held: Held) -> Iterator[tuple[str, Tensor, tuple[int, int] | None]]:
-    """(role, tensor, flat range) of what this rank writes of a parameter: nothing of what another rank writes as well."""
-    if held.shard.primary == actor.rank:
-        yield WEIGHT, held.parameter, None
-    if held.optimizer is None or not _writes_optimizer_part(actor, held.shard):
-        return
-    main = held.main()
-    master, moments = held.adam.master(main), held.adam.moments(main)
-    if not held.masters_itself:
-        yield MASTER, master, held.flat
-    for role, name in MOMENTS.items():
-        # before the first update there are no moments; they are zero
-        yield role, moments[name] if name in moments else torch.zeros_like(master), held.flat
-
-
-def _writes_optimizer_part(actor, shard: Shard) -> bool:
-    """Replicas over data parallelism each have a part of their own; those over tensor or pipeline parallelism have the same parts again."""
-    layout = actor.layout
-    peers = layout.expert_group(actor.rank, "edp") if shard.is_expert else layout.dense_group(actor.rank, "cp", "dp")
-    return shard.primary in peers
-
-
-def _load_optimizer_part(stored: StoredTensors, held: Held, step: float | None, has_masters: bool) -> None:
+def _load_optimizer_part(loader: TensorLoader, parameter: RankParameter, step: float | None, has_masters: bool) -> None:
     """Without master weights in the checkpoint, and where weights are their own, they come from the weights, which are in place.
 
     A frozen parameter starts with zero moments: Adam would follow those of the updates before for many steps, with no gradient at all.
     """
-    main = held.main()
-    master = held.adam.master(main)
-    whole = torch.zeros(held.shard.local_shape, dtype=torch.float32)
+    main = parameter.main()
+    master = parameter.adam.master(main)
+    whole = torch.zeros(parameter.shard.local_shape, dtype=torch.float32)
 
     def part(role: str) -> Tensor:
-        stored.fill(role, held.shard.pieces, whole)
-        return whole.reshape(-1)[slice(*held.flat)].reshape(master.shape)
+        loader.fill(role, parameter.shard.pieces, whole)
+        return whole.reshape(-1)[slice(*parameter.flat)].reshape(master.shape)
 
-    weights = held.parameter.detach().reshape(-1)[slice(*held.flat)]
-    values = part(MASTER) if has_masters and not held.masters_itself else weights.reshape(master.shape)
+    weights = parameter.parameter.detach().reshape(-1)[slice(*parameter.flat)]
+    values = part(MASTER) if has_masters and not parameter.is_own_master else weights.reshape(master.shape)
     for tensor in (main, master):  # they may be one
         tensor.copy_(values)
     if step is not None:
-        frozen = is_frozen(held.parameter)
+        frozen = is_frozen(parameter.parameter)
         moments = {name: torch.zeros_like(master) if frozen else part(role).clone() for role, name in MOMENTS.items()}
-        held.adam.set_moments(main, step, moments)
-
-
-def _optimizer_facts(actor) -> dict[str, Any]:
-    steps = {step for o in _optimizers(actor) for step in AdamState(o.optimizer).steps()}
-    if len(steps) > 1:
-        raise RuntimeError(f"parameters disagree on Adam's step: {sorted(steps)}")
-    return {
-        "step": steps.pop() if steps else None,
-        "num_updates": actor.num_updates,
-        "lr": current_lr(actor.optimizer),
-        "scheduler": actor.scheduler.state_dict(),
-    }
+        parameter.adam.set_moments(main, step, moments)
 
 
 def _restore_schedule(actor, facts: dict[str, Any], folder: Path) -> None:
@@ -232,8 +115,6 @@ def _restore_schedule(actor, facts: dict[str, Any], folder: Path) -> None:
 
 
 def _check_model(actor, manifest: Manifest, folder: Path) -> None:
-    from mrl.model import model_spec
-
     if model_spec(manifest.hf_config) != actor.model:
         raise EnvironmentFault(f"{folder}: a checkpoint of another model than model.path {actor.config.model.path}")
     if manifest.dtype != actor.config.model.dtype:
@@ -242,21 +123,12 @@ def _check_model(actor, manifest: Manifest, folder: Path) -> None:
         )
 
 
-def _random_states(actor) -> dict[str, Tensor]:
-    tracked = {f"tracker/{name}": _bytes(state) for name, state in get_cuda_rng_tracker().get_states().items()}
-    return {"device": actor.platform.rng_state(), "cpu": torch.get_rng_state()} | tracked
-
-
-def _bytes(state: Any) -> Tensor:
-    return (state.get_state() if isinstance(state, torch.Generator) else state).clone()
-
-
-def _restore_random_states(actor, stored: StoredTensors) -> None:
-    file = f"rank-{actor.rank:05d}.safetensors"
-    torch.set_rng_state(stored.tensor(file, "rng/cpu"))
-    actor.platform.set_rng_state(stored.tensor(file, "rng/device"))
+def _restore_random_states(actor, loader: TensorLoader) -> None:
+    torch.set_rng_state(loader.random_state(actor.rank, "cpu"))
+    actor.platform.set_rng_state(loader.random_state(actor.rank, "device"))
     tracker = get_cuda_rng_tracker()
-    tracker.set_states({name: _as_state(old, stored.tensor(file, f"rng/tracker/{name}")) for name, old in tracker.get_states().items()})
+    states = {name: _as_state(old, loader.random_state(actor.rank, f"tracker/{name}")) for name, old in tracker.get_states().items()}
+    tracker.set_states(states)
 
 
 def _as_state(old: Any, saved: Tensor) -> Any:

@@ -1,55 +1,73 @@
-"""Writes a safetensors file piece by piece from host memory: durable, its digest on the way, and no second copy of anything."""
+"""One safetensors file (huggingface.co/docs/safetensors, "Format"): its dtypes, its header, and writing it block by block.
 
+Whoever writes, a rank or a conversion, gives the header's bytes and then the tensors' bytes in blocks: there is no second copy of
+anything, and the digest is taken on the way. `mrl.model.hf_files` reads headers.
+"""
+
+import ctypes
 import hashlib
+import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from mrl.checkpoint.safetensors_header import safetensors_header
-
-_NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
-_PIECE = 16 * 1024**2  # bytes a write; the interpreter is free for others during each
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "U8": 1, "BOOL": 1}  # the format's dtypes
+WRITEBACK_BYTES = 64 * 1024**2
+_SYNC_FILE_RANGE_WRITE = 2
 
 
-def file_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Size of the file that `write_tensors` makes of `tensors`."""
-    return len(_header(tensors)) + sum(t.nbytes for t in tensors.values())
+def safetensors_header(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str] | None = None) -> bytes:
+    """The file's beginning for `tensors` (name, dtype of ITEM_BYTES, shape, bytes), whose data follow in this order without gaps.
 
-
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Writes contiguous host tensors, fsynced; returns the file's size and SHA-256 as `mrl.checkpoint.manifest.file_facts` has them.
-
-    Raises OSError as the disk does, and KeyError for a dtype that the format does not name here.
+    Eight bytes with the length of the JSON, then the JSON, padded so that the data begin at a multiple of 8.
     """
-    digest, size = hashlib.sha256(), 0
-    with path.open("wb", buffering=0) as file:
-        for piece in _pieces(tensors):
-            view = memoryview(piece)
-            digest.update(view)
-            while view:  # an unbuffered write may take less than it is given
-                view = view[file.write(view) :]
-            size += len(piece)
-        os.fsync(file.fileno())
-    return {"bytes": size, "sha256": digest.hexdigest()}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, dtype, shape, nbytes in tensors:
+        begin, end = end, end + nbytes
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
-def _pieces(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
-    yield _header(tensors)
-    for name in _order(tensors):
-        data = memoryview(tensors[name].reshape(-1).view(torch.uint8).numpy())
-        yield from (data[start : start + _PIECE] for start in range(0, len(data), _PIECE))
+def write_blocks(path: Path, blocks: Iterable[bytes | memoryview], digest: bool, durable: bool) -> dict[str, Any]:
+    """Writes `blocks` one after another; returns size and, with `digest`, SHA-256, as `mrl.checkpoint.manifest.file_facts` has them.
+
+    `durable` waits until the disk has it all. Raises OSError as the disk does, and leaves what is written.
+    """
+    sha256, size, begun = hashlib.sha256(), 0, 0
+    with path.open("wb", buffering=0) as out:
+        for block in blocks:
+            view = memoryview(block)
+            if digest:
+                sha256.update(view)
+            _write_all(out, view)
+            size += len(view)
+            if size - begun >= WRITEBACK_BYTES:
+                _begin_writeback(out.fileno(), begun, size - begun)
+                begun = size
+        _begin_writeback(out.fileno(), begun, size - begun)
+        if durable:
+            os.fsync(out.fileno())
+    return {"bytes": size} | ({"sha256": sha256.hexdigest()} if digest else {})
 
 
-def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    return safetensors_header((n, _NAMES[t.dtype], tuple(t.shape), t.nbytes) for n, t in ((n, tensors[n]) for n in _order(tensors)))
+def _write_all(out, block: memoryview) -> None:
+    while block:  # an unbuffered write may take less than it is given
+        block = block[out.write(block) :]
 
 
-def _order(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Wide elements first, so that every tensor is aligned to its own element."""
-    return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+def _begin_writeback(handle: int, start: int, nbytes: int) -> None:
+    """Lets the disk begin with what is written, so that a later fsync finds little left; Linux only, and no promise at all."""
+    if _LIBC is not None and nbytes:
+        _LIBC.sync_file_range(handle, ctypes.c_int64(start), ctypes.c_int64(nbytes), _SYNC_FILE_RANGE_WRITE)
+
+
+def _libc() -> ctypes.CDLL | None:
+    library = ctypes.CDLL(None)
+    return library if hasattr(library, "sync_file_range") else None
+
+
+_LIBC = _libc()

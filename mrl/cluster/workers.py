@@ -141,7 +141,7 @@ class ActorWorker:
 
     def take_checkpoint(self) -> int:
         """Copies this rank's part of a checkpoint to host memory; returns the bytes that writing it will need."""
-        from mrl.checkpoint.load import HostCopy
+        from mrl.checkpoint.save import HostCopy
 
         self.host_copy = self.host_copy or HostCopy()
         return self.host_copy.take(self.actor)

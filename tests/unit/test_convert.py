@@ -17,13 +17,13 @@ from tiny_models import save, tiny_dense, tiny_moe, tiny_qwen2, tiny_shared
 
 import mrl.checkpoint.convert
 import mrl.checkpoint.convert_job
-import mrl.checkpoint.file_writer
-import mrl.checkpoint.open_checkpoint
 import mrl.checkpoint.planned_file
+import mrl.checkpoint.safetensors_file
+import mrl.checkpoint.stored_boxes
 from mrl.checkpoint.convert import Expected, hf_to_megatron, megatron_to_hf, megatron_to_megatron
 from mrl.checkpoint.convert_job import Options
+from mrl.checkpoint.load import TensorLoader
 from mrl.checkpoint.manifest import EXP_AVG, MASTER, WEIGHT, read_manifest
-from mrl.checkpoint.stored_tensors import StoredTensors
 from mrl.cli.convert import parse_layout
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model import load_model_spec
@@ -56,8 +56,8 @@ def models(tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture
 def small_parts(monkeypatch) -> None:
     """Tensors do not fit into a block or a scratch buffer, nor a rank's part into a file."""
-    monkeypatch.setattr(mrl.checkpoint.file_writer, "BLOCK_BYTES", 5000)
-    monkeypatch.setattr(mrl.checkpoint.open_checkpoint, "SCRATCH_BYTES", 3000)
+    monkeypatch.setattr(mrl.checkpoint.planned_file, "BLOCK_BYTES", 5000)
+    monkeypatch.setattr(mrl.checkpoint.stored_boxes, "SCRATCH_BYTES", 3000)
     monkeypatch.setattr(mrl.checkpoint.planned_file, "FILE_BYTES", 600_000)
 
 
@@ -95,11 +95,11 @@ def test_there_and_back_gives_the_same_bytes_whatever_the_layout(models, tmp_pat
 
 @pytest.mark.parametrize(("model", "layout"), [("qwen3_moe", "tp=2,pp=2,ep=2"), ("qwen2_moe", "tp=4,etp=2,ep=2"), ("half", "pp=2,vpp=2")])
 def test_each_rank_is_stored_what_megatron_has_there(models, tmp_path, model, layout):
-    """Against an oracle that slices whole tensors; `mrl.checkpoint.stored_tensors`, by which ranks load, reads it."""
+    """Against an oracle that slices whole tensors; `TensorLoader`, by which ranks load, reads it."""
     degrees, spec, full = parse_layout(layout), load_model_spec(models[model]), weights(models[model])
     hf_to_megatron(models[model], tmp_path / "ours", degrees)
     manifest = read_manifest(tmp_path / "ours")
-    stored, plan = StoredTensors(tmp_path / "ours", manifest), TrainLayout.build(degrees, spec)
+    stored, plan = TensorLoader(tmp_path / "ours", manifest), TrainLayout.build(degrees, spec)
     files = {name: load_file(tmp_path / "ours" / name) for name in manifest.files()}
     written = {(e.file, e.key) for e in manifest.entries()}
     assert written == {(file, key) for file, tensors in files.items() for key in tensors}
@@ -122,7 +122,7 @@ def test_optimizer_state_moves_between_layouts_with_the_weights(models, tmp_path
     manifest, before = read_manifest(tmp_path / "moved"), read_manifest(source)
     assert manifest.step == 7 and manifest.optimizer == before.optimizer and manifest.trainer["cursor"] == {"index": 4}
     assert manifest.converted and not manifest.weights_only
-    stored = StoredTensors(tmp_path / "moved", manifest)
+    stored = TensorLoader(tmp_path / "moved", manifest)
     for name, tensor in weights(models["half"]).items():
         whole = Box.whole(tensor.shape)
         for role, expected in ((WEIGHT, tensor), (MASTER, tensor.float()), (EXP_AVG, numbered(tensor))):
@@ -140,7 +140,7 @@ def numbered(tensor: torch.Tensor) -> torch.Tensor:
 
 def with_optimizer(model: Path, folder: Path) -> Path:
     """A saved step of two data-parallel ranks, written here by hand: each has an uneven flat part of every moment."""
-    from mrl.checkpoint.manifest import Entry, Manifest, RankFiles, file_facts, write_manifest
+    from mrl.checkpoint.manifest import Manifest, RankFiles, StoredTensor, file_facts, write_manifest
 
     folder.mkdir()
     (folder / "hf").mkdir()
@@ -161,7 +161,7 @@ def with_optimizer(model: Path, folder: Path) -> Path:
                     continue
                 key = f"{role}/{shard.vp_chunk}.{shard.megatron_name}"
                 tensors[key] = local if flat is None else local.reshape(-1)[slice(*flat)].clone()
-                entries.append(Entry(name, key, role, shard.local_shape, flat, shard.pieces))
+                entries.append(StoredTensor(name, key, role, shard.local_shape, flat, shard.pieces))
         save_file(tensors, folder / name)
         facts = {"step": 7.0, "num_updates": 7, "lr": 0.5, "scheduler": {"num_steps": 9}}
         ranks.append(RankFiles(tuple(entries), {name: file_facts(folder / name)}, facts))
@@ -195,7 +195,7 @@ class Killed(BaseException):
 
 def killed_after(monkeypatch, count: int) -> None:
     """The process ends while the file after `count` files is being written."""
-    real, calls = mrl.checkpoint.file_writer._write_all, []
+    real, calls = mrl.checkpoint.safetensors_file._write_all, []
 
     def write(out, block):
         if out.name not in calls:
@@ -205,7 +205,7 @@ def killed_after(monkeypatch, count: int) -> None:
             raise Killed
         real(out, block)
 
-    monkeypatch.setattr(mrl.checkpoint.file_writer, "_write_all", write)
+    monkeypatch.setattr(mrl.checkpoint.safetensors_file, "_write_all", write)
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -241,7 +241,7 @@ def test_two_conversions_do_not_write_one_output(models, tmp_path, monkeypatch):
     def second(*_):
         hf_to_megatron(models["qwen3"], tmp_path / "ours", parse_layout("tp=1"))
 
-    monkeypatch.setattr(mrl.checkpoint.convert_job, "write_file", second)
+    monkeypatch.setattr(mrl.checkpoint.convert_job, "write_planned_file", second)
     with pytest.raises(ConfigError, match="being written by another conversion"):
         hf_to_megatron(models["qwen3"], tmp_path / "ours", parse_layout("tp=1"))
 
@@ -301,7 +301,7 @@ def test_files_of_another_conversion_that_are_deleted_count_as_free(models, tmp_
 
 
 def test_a_disk_that_fills_up_keeps_what_is_finished(models, tmp_path, monkeypatch):
-    real, calls = mrl.checkpoint.file_writer._write_all, []
+    real, calls = mrl.checkpoint.safetensors_file._write_all, []
 
     def write(out, block):
         calls.append(out.name)
@@ -310,7 +310,7 @@ def test_a_disk_that_fills_up_keeps_what_is_finished(models, tmp_path, monkeypat
         real(out, block)
 
     with monkeypatch.context() as patch:
-        patch.setattr(mrl.checkpoint.file_writer, "_write_all", write)
+        patch.setattr(mrl.checkpoint.safetensors_file, "_write_all", write)
         with pytest.raises(EnvironmentFault, match=r"No space left on device\); free some and run the same command again"):
             hf_to_megatron(models["qwen3_moe"], tmp_path / "ours", parse_layout("tp=2,pp=2,ep=2"))
     assert not list(tmp_path.rglob("*.part"))
@@ -381,7 +381,7 @@ def test_a_manifest_with_a_hole_and_an_equally_large_overlap_is_refused(models, 
     with pytest.raises(EnvironmentFault, match=rf"{name} \(weight\) is stored twice"):
         megatron_to_hf(ours, tmp_path / "hf")
     with pytest.raises(EnvironmentFault, match=rf"{name} \(weight\) is stored twice"):
-        StoredTensors(ours, read_manifest(ours))
+        TensorLoader(ours, read_manifest(ours))
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", "iter_0000005/__0_0.distcp", "latest_checkpointed_iteration.txt"])
@@ -396,14 +396,14 @@ def test_megatrons_own_format_is_refused_and_its_pickles_are_not_opened(tmp_path
 
 
 def test_verification_finds_one_wrong_bit_and_gives_the_output_no_name(models, tmp_path, monkeypatch):
-    real = mrl.checkpoint.file_writer._fill
+    real = mrl.checkpoint.planned_file._fill_block
 
     def flips(reader, entry, first, block):
         real(reader, entry, first, block)
         if entry.key.endswith("layers.2.self_attention.linear_proj.weight") and not first:
             block[5, 3] ^= np.uint32(1)
 
-    monkeypatch.setattr(mrl.checkpoint.file_writer, "_fill", flips)
+    monkeypatch.setattr(mrl.checkpoint.planned_file, "_fill_block", flips)
     with pytest.raises(EnvironmentFault, match=r"model\.layers\.2\.self_attn\.o_proj\.weight \(weight\) differs .* in row 5"):
         hf_to_megatron(models["qwen3_moe"], tmp_path / "ours", parse_layout("tp=1"), options=Options(verify=True))
     assert list(tmp_path.iterdir()) == []

@@ -30,10 +30,6 @@ SIDEWAYS = {
 }
 # arrows that still point up, to be turned round next
 PENDING = {
-    ("mrl.checkpoint.check_output", "mrl.extras.torch_dist.read"),
-    ("mrl.checkpoint.containers", "mrl.extras.torch_dist.archive"),
-    ("mrl.checkpoint.convert", "mrl.extras.torch_dist.read"),
-    ("mrl.checkpoint.convert", "mrl.extras.torch_dist.write"),
     ("mrl.checkpoint.disk_space", "mrl.plan.model_state"),
 }
 LIGHT = (
@@ -51,11 +47,8 @@ LIGHT = (
     "cluster/job.py",
     "algo/spec.py",
     "record/spec.py",
-    *(
-        f"checkpoint/{part}.py"
-        for part in ("check_output", "containers", "convert_job", "convert", "disk_space", "planned_file", "file_writer", "manifest")
-    ),
-    *(f"checkpoint/{part}.py" for part in ("processes", "open_checkpoint", "work_folder")),
+    *(f"checkpoint/{part}.py" for part in ("check_output", "convert", "convert_job", "disk_space", "manifest", "open_checkpoint")),
+    *(f"checkpoint/{part}.py" for part in ("planned_file", "safetensors_file", "step_folders", "stored_boxes", "work_folder")),
     *(f"reshard/{part}.py" for part in ("plan", "setup", "sync_report", "transfer", "streams", "worker_stream")),
     *(f"reshard/{part}.py" for part in ("schedule", "prove", "summary", "simulate", "verify")),
 )
