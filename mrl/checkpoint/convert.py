@@ -1,6 +1,7 @@
 """The conversions between Hugging Face's form and ours: what is planned, and what goes beside the weights.
 
-Each is a source, any `Checkpoint`, and a form to write it in: `write_hf` and `write_layout`. `mrl.extras.torch_dist` has one more of each.
+A conversion is a source that `mrl.checkpoint.open_checkpoint` opens and a form to write it in: `write_hf` or `write_layout`.
+`mrl.extras.torch_dist` has one more of each.
 """
 
 import json
@@ -11,7 +12,7 @@ from typing import Any
 
 from mrl.checkpoint.convert_job import ConversionReport, Options, Target, run_conversion
 from mrl.checkpoint.manifest import WEIGHT, WEIGHTS_ONLY, WITH_OPTIMIZER, FileFacts, Manifest, RankFiles, StoredTensor, write_manifest
-from mrl.checkpoint.open_checkpoint import HF_FOLDER, Checkpoint, open_hf, open_ours, open_saved, whole_tensor
+from mrl.checkpoint.open_checkpoint import HF_FOLDER, Checkpoint, open_hf, open_ours, whole_tensor
 from mrl.checkpoint.planned_file import PlannedFile, Safetensors, entry_bytes, file_portions, planned_file
 from mrl.errors import ConfigError
 from mrl.model import tensor_specs
@@ -24,7 +25,7 @@ NO_OPTIMIZER = {"step": None, "num_updates": 0, "lr": None, "scheduler": None}
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedModel:
     """What a configuration says of the model that it trains, so that a checkpoint of another one is refused."""
 
     config: str  # the configuration's file, for messages
@@ -39,33 +40,6 @@ class Expected:
             )
         if (Path(self.path) / "config.json").is_file():
             check_same_architecture(f"{self.config}: model.path", self.path, source.model)
-
-
-def megatron_to_hf(checkpoint: str | Path, output: str | Path, options: Options | None = None) -> ConversionReport:
-    """`write_hf` of a `step-N` folder, or of the newest complete step of a run directory. Raises as `open_saved` and `write_hf` do."""
-    return write_hf(open_saved(Path(checkpoint)), output, options)
-
-
-def hf_to_megatron(
-    model: str | Path, output: str | Path, degrees: Mapping[str, Any], expected: Expected | None = None, options: Options | None = None
-) -> ConversionReport:
-    """`write_layout` of Hugging Face weights, as step 0. Raises as `open_hf` and `write_layout` do."""
-    return write_layout(open_hf(Path(model)), output, degrees, expected, options=options)
-
-
-def megatron_to_megatron(
-    checkpoint: str | Path,
-    output: str | Path,
-    degrees: Mapping[str, Any],
-    expected: Expected | None = None,
-    weights_only: bool = False,
-    options: Options | None = None,
-) -> ConversionReport:
-    """`write_layout` of a `step-N` folder, or of the newest complete step of a run directory.
-
-    Raises as `open_saved` and `write_layout` do.
-    """
-    return write_layout(open_saved(Path(checkpoint)), output, degrees, expected, weights_only, options)
 
 
 def write_hf(source: Checkpoint, output: str | Path, options: Options | None = None) -> ConversionReport:
@@ -87,17 +61,14 @@ def write_layout(
     source: Checkpoint,
     output: str | Path,
     degrees: Mapping[str, Any],
-    expected: Expected | None = None,
     weights_only: bool = False,
     options: Options | None = None,
 ) -> ConversionReport:
     """Writes a checkpoint of ours at the layout `degrees`, which has the keys of actor.layout.
 
     Master weights, moments and schedule go with the weights where the source has them, unless `weights_only`; random states do not.
-    Raises ConfigError for an illegal layout or an unexpected model, and as `write_hf` does.
+    Raises ConfigError for an illegal layout, and as `write_hf` does.
     """
-    if expected is not None:
-        expected.check(source)
     roles = (WEIGHT,) if weights_only else source.roles
     layout = TrainLayout.build(degrees, source.model)
     files = layout_plan(source.model, layout, roles, source.dtype)

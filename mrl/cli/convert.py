@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -79,19 +79,19 @@ def _positive(text: str) -> int:
 def _megatron_to_hf(options: argparse.Namespace) -> None:
     from mrl.checkpoint.convert import write_hf
 
-    _say(options, write_hf(_open_megatron(options), options.output, _how(options)))
+    _print_report(options, write_hf(_open_megatron(options), options.output, _job_options(options)))
 
 
 def _hf_to_megatron(options: argparse.Namespace) -> None:
     from mrl.checkpoint.open_checkpoint import open_hf
 
     write = _writer(options)
-    _say(options, write(open_hf(Path(options.checkpoint))))
+    _print_report(options, write(open_hf(Path(options.checkpoint))))
 
 
 def _megatron_to_megatron(options: argparse.Namespace) -> None:
     write = _writer(options)
-    _say(options, write(_open_megatron(options)))
+    _print_report(options, write(_open_megatron(options)))
 
 
 def _open_megatron(options: argparse.Namespace):
@@ -108,7 +108,7 @@ def _open_megatron(options: argparse.Namespace):
     return open_torch_dist(path, options.hf_files)
 
 
-def _how(options: argparse.Namespace):
+def _job_options(options: argparse.Namespace):
     from mrl.checkpoint.convert_job import Options
 
     return Options(options.workers, options.verify, progress=sys.stderr.isatty())
@@ -120,13 +120,15 @@ def _writer(options: argparse.Namespace) -> Callable[[Any], Any]:
         return partial(_write_torch_dist, options)
     if options.non_homogeneous_layers:
         raise ConfigError("--non-homogeneous-layers names keys of --format torch_dist; give both or neither")
+    return partial(_write_layout, options, *_layout(options))
+
+
+def _write_layout(options: argparse.Namespace, degrees: Mapping[str, Any], expected: Any, source: Any):
     from mrl.checkpoint.convert import write_layout
 
-    degrees, expected = _layout(options)
-    weights_only = getattr(options, "weights_only", False)
-    return partial(
-        write_layout, output=options.output, degrees=degrees, expected=expected, weights_only=weights_only, options=_how(options)
-    )
+    if expected is not None:
+        expected.check(source)
+    return write_layout(source, options.output, degrees, getattr(options, "weights_only", False), _job_options(options))
 
 
 def _write_torch_dist(options: argparse.Namespace, source: Any):
@@ -137,21 +139,21 @@ def _write_torch_dist(options: argparse.Namespace, source: Any):
             "torch_dist is a format of pickles, which whoever loads it lets run; give --trust-checkpoint to write it, or leave --format "
             "out and get safetensors"
         )
-    return write_torch_dist(source, options.output, options.non_homogeneous_layers, _how(options))
+    return write_torch_dist(source, options.output, options.non_homogeneous_layers, _job_options(options))
 
 
 def _layout(options: argparse.Namespace) -> tuple[Any, Any]:
     """Degrees under the keys of actor.layout, and what --config expects of the checkpoint."""
     if options.layout is not None:
         return parse_layout(options.layout), None
-    from mrl.checkpoint.convert import Expected
+    from mrl.checkpoint.convert import ExpectedModel
     from mrl.config.load import load_config
 
     config = load_config(options.config).config
-    return config.actor.layout.model_dump(), Expected(options.config, config.model.path, config.model.dtype)
+    return config.actor.layout.model_dump(), ExpectedModel(options.config, config.model.path, config.model.dtype)
 
 
-def _say(options: argparse.Namespace, report) -> None:
+def _print_report(options: argparse.Namespace, report) -> None:
     if options.json:
         print(json.dumps(asdict(report) | {"output": options.output}))
         return

@@ -14,7 +14,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny_models import save, tiny_dense, tiny_moe, tiny_qwen2, tiny_shared
 
-from mrl.checkpoint.convert import hf_to_megatron, write_hf
+from mrl.checkpoint.convert import write_hf, write_layout
 from mrl.checkpoint.convert_job import Options
 from mrl.checkpoint.open_checkpoint import open_hf
 from mrl.extras.torch_dist.read import open_torch_dist
@@ -40,7 +40,7 @@ def results(tmp_path_factory) -> Path:
         save(make().to(torch.bfloat16), out / name)
         (out / name / "tokenizer.json").write_text("{}")
         write_torch_dist(open_hf(out / name), out / f"ours-{name}", options=VERIFIED)
-        hf_to_megatron(out / name, out / f"mrl-{name}", {"world_size": 4} | DEGREES[name], options=VERIFIED)
+        write_layout(open_hf(out / name), out / f"mrl-{name}", {"world_size": 4} | DEGREES[name], options=VERIFIED)
         loads.append((name, name, None))
     write_torch_dist(open_hf(out / "moe"), out / "ours-layers", separate_layers=True, options=VERIFIED)
     loads.insert(0, ("moe", "layers", STYLES["layers"]))

@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import save_file
 from test_reshard_source import assembled, random_layouts, tagged
 
-from mrl.checkpoint.convert import megatron_to_hf
+from mrl.checkpoint.convert import write_hf
 from mrl.checkpoint.load import TensorLoader
 from mrl.checkpoint.manifest import WEIGHT, Manifest, RankFiles, StoredTensor, check_digests, file_facts, read_manifest, write_manifest
+from mrl.checkpoint.open_checkpoint import open_saved
 from mrl.checkpoint.step_folders import newest_checkpoint, superseded, write_atomically
 from mrl.errors import EnvironmentFault, NumericAbort
 from mrl.megatron.adam_state import AdamState
@@ -118,7 +119,7 @@ def test_every_element_of_a_checkpoint_finds_its_place_in_any_other_layout(tmp_p
         others = [layout for other, layout in random_layouts(100 * seed + number, 20) if other is model]
         folder, hf = tmp_path / f"{number}", tagged(model)
         folder.mkdir()
-        stored = TensorLoader(folder, write_layout(folder, model, written, hf))
+        stored = TensorLoader(folder, written_at_layout(folder, model, written, hf))
         for layout in others[:1]:
             pairs += 1
             for rank in range(layout.world_size):
@@ -129,7 +130,7 @@ def test_every_element_of_a_checkpoint_finds_its_place_in_any_other_layout(tmp_p
     assert pairs > 3
 
 
-def write_layout(folder, model, layout, hf) -> Manifest:
+def written_at_layout(folder, model, layout, hf) -> Manifest:
     """What each rank of `layout` would write of its weights, those of its replicas left out."""
     ranks = []
     for rank in range(layout.world_size):
@@ -262,6 +263,6 @@ def test_an_export_names_the_dtype_of_its_weights(tmp_path, keys, named):
         entries.append(StoredTensor("r", spec.name, WEIGHT, spec.shape, None, (Piece(spec.name, whole, whole),)))
     save_file(tensors, path / "r")
     write_manifest(path, a_manifest(1, (RankFiles(tuple(entries), {"r": file_facts(path / "r")}, FACTS),)))
-    assert megatron_to_hf(path, tmp_path / "out").tensors == len(tensors)
+    assert write_hf(open_saved(path), tmp_path / "out").tensors == len(tensors)
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert {key: written[key] for key in ("dtype", "torch_dtype") if key in written} == dict.fromkeys(named, "float32")

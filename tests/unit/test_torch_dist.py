@@ -24,7 +24,7 @@ from tiny_models import save, tiny_dense, tiny_moe, tiny_qwen2, tiny_shared
 
 import mrl.checkpoint.planned_file
 import mrl.checkpoint.safetensors_file
-from mrl.checkpoint.convert import hf_to_megatron, write_hf, write_layout
+from mrl.checkpoint.convert import write_hf, write_layout
 from mrl.checkpoint.convert_job import Options
 from mrl.checkpoint.open_checkpoint import open_hf, open_saved
 from mrl.cli.convert import parse_layout
@@ -468,4 +468,4 @@ def test_megatrons_older_format_is_told_from_an_interrupted_save(models, tmp_pat
 
 def test_one_that_is_given_as_hugging_face_files_is_sent_to_its_own_conversion(models, tmp_path):
     with pytest.raises(ConfigError, match=r"torch_dist format.* megatron-to-megatron"):
-        hf_to_megatron(saved_by_torch(models, tmp_path), tmp_path / "ours", parse_layout("tp=1"))
+        write_layout(open_hf(saved_by_torch(models, tmp_path)), tmp_path / "ours", parse_layout("tp=1"))
