@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from mrl.checkpoint.load import load_rank
 from mrl.checkpoint.manifest import Manifest, RankFiles, write_manifest
-from mrl.checkpoint.save import HostCopy
+from mrl.checkpoint.rank_load import load_rank
+from mrl.checkpoint.rank_save import HostCopy
 from mrl.checkpoint.step_folders import checkpoint_steps, discard, superseded, write_atomically
 from mrl.cluster.address import free_port
 from mrl.config.schema import RunConfig

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from ranks import agree_on_port
 from safetensors.torch import save_file
 
-from mrl.checkpoint.load import load_rank
 from mrl.checkpoint.manifest import Manifest, RankFiles, write_manifest
-from mrl.checkpoint.save import HostCopy
+from mrl.checkpoint.rank_load import load_rank
+from mrl.checkpoint.rank_save import HostCopy
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
 from mrl.megatron.actor import MegatronActor

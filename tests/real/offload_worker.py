@@ -11,7 +11,7 @@ import torch
 from ranks import agree_on_port
 
 from mrl.checkpoint.rank_parameters import rank_parameters
-from mrl.checkpoint.save import HostCopy
+from mrl.checkpoint.rank_save import HostCopy
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
 from mrl.megatron.actor import MegatronActor

@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from test_reshard_source import assembled, random_layouts, tagged
 
 from mrl.checkpoint.convert import write_hf
-from mrl.checkpoint.load import TensorLoader
 from mrl.checkpoint.manifest import WEIGHT, Manifest, RankFiles, StoredTensor, check_digests, file_facts, read_manifest, write_manifest
 from mrl.checkpoint.open_checkpoint import open_saved
+from mrl.checkpoint.rank_load import TensorLoader
 from mrl.checkpoint.step_folders import newest_checkpoint, superseded, write_atomically
 from mrl.errors import EnvironmentFault, NumericAbort
 from mrl.megatron.adam_state import AdamState
@@ -100,6 +100,23 @@ def test_parts_of_a_flat_tensor_are_put_together(tmp_path):
     out = torch.zeros(2, 2)
     TensorLoader(path, read_manifest(path)).fill(WEIGHT, [Piece("w", Box(((1, 3), (2, 4))), Box.whole((2, 2)))], out)
     assert out.tolist() == [[6.0, 7.0], [10.0, 11.0]]
+
+
+def test_a_file_is_compared_with_its_digest_when_a_rank_first_needs_it_and_not_before(tmp_path):
+    path = a_checkpoint(tmp_path, 1)
+    flip_a_byte(path / "rank-00001.safetensors")
+    loader, out = TensorLoader(path, read_manifest(path)), torch.zeros(1, 4)
+    loader.fill(WEIGHT, [Piece("w", Box(((0, 1), (0, 4))), Box.whole((1, 4)))], out)
+    assert out.tolist() == [[0.0, 1.0, 2.0, 3.0]]
+    with pytest.raises(EnvironmentFault, match=r"rank-00001\.safetensors: its bytes are not those that were written"):
+        loader.fill(WEIGHT, [Piece("w", Box(((1, 2), (0, 4))), Box.whole((1, 4)))], out)
+
+
+def test_an_element_that_no_file_holds_is_told(tmp_path):
+    path = a_checkpoint(tmp_path, 1)
+    loader = TensorLoader(path, read_manifest(path))
+    with pytest.raises(EnvironmentFault, match=r"holds 4 of 8 elements of w \(weight\)"):
+        loader.fill(WEIGHT, [Piece("w", Box(((2, 4), (0, 4))), Box.whole((2, 4)))], torch.zeros(2, 4))
 
 
 def test_flat_parts_with_a_hole_and_an_equally_large_overlap_are_refused(tmp_path):

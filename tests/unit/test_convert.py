@@ -22,9 +22,9 @@ import mrl.checkpoint.safetensors_file
 import mrl.checkpoint.stored_boxes
 from mrl.checkpoint.convert import ExpectedModel, write_hf, write_layout
 from mrl.checkpoint.convert_job import Options
-from mrl.checkpoint.load import TensorLoader
 from mrl.checkpoint.manifest import EXP_AVG, MASTER, WEIGHT, read_manifest
 from mrl.checkpoint.open_checkpoint import open_hf, open_saved
+from mrl.checkpoint.rank_load import TensorLoader
 from mrl.cli.convert import parse_layout
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model import load_model_spec

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mrl.checkpoint.load import _load_optimizer_part
 from mrl.checkpoint.manifest import MASTER
+from mrl.checkpoint.rank_load import _load_optimizer_part
 from mrl.checkpoint.rank_parameters import MOMENTS, RankParameter
 from mrl.megatron.adam_state import AdamState
 from mrl.megatron.optimizer import freeze, is_frozen

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from small_model import SIZES, write_model
 
 from mrl.checkpoint import disk_space as room
-from mrl.checkpoint import save as rank_save
+from mrl.checkpoint import rank_save
 from mrl.checkpoint.manifest import EXP_AVG, EXP_AVG_SQ, WEIGHT, RankFiles, StoredTensor, check_digests, file_facts, read_manifest
 from mrl.checkpoint.rank_parameters import RankParameter
-from mrl.checkpoint.save import HostCopy, file_bytes, write_tensors
+from mrl.checkpoint.rank_save import HostCopy, file_bytes, write_tensors
 from mrl.checkpoint.step_folders import newest_checkpoint
 from mrl.config.schema import RunConfig
 from mrl.data.order import DataCursor
@@ -113,7 +113,7 @@ def test_a_file_reads_back_through_safetensors_and_its_facts_are_those_of_the_di
 
 
 def test_a_tensor_longer_than_a_piece_is_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr("mrl.checkpoint.save._WRITE_BYTES", 5)
+    monkeypatch.setattr("mrl.checkpoint.rank_save._WRITE_BYTES", 5)
     tensors = {"a": torch.arange(9.0), "b": torch.arange(3, dtype=torch.uint8)}
     assert write_tensors(tmp_path / "a", tensors) == file_facts(tmp_path / "a")
     assert torch.equal(load_file(tmp_path / "a")["a"], tensors["a"])
@@ -136,7 +136,7 @@ def test_a_copy_that_is_being_written_is_not_overwritten(tmp_path, monkeypatch):
             copy.take(None)
         return {"bytes": 0, "sha256": ""}
 
-    monkeypatch.setattr("mrl.checkpoint.save.write_tensors", takes_meanwhile)
+    monkeypatch.setattr("mrl.checkpoint.rank_save.write_tensors", takes_meanwhile)
     assert copy.write(tmp_path).files == {"rank-00000.safetensors": {"bytes": 0, "sha256": ""}}
 
 

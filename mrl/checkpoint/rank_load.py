@@ -12,7 +12,7 @@ from torch import Tensor
 from mrl.checkpoint.manifest import MASTER, WEIGHT, Manifest, read_manifest
 from mrl.checkpoint.open_checkpoint import SafetensorsFiles
 from mrl.checkpoint.rank_parameters import MOMENTS, RankParameter, rank_parameters
-from mrl.checkpoint.save import CODES, rank_file
+from mrl.checkpoint.rank_save import CODES, rank_file
 from mrl.checkpoint.stored_boxes import BoxReader, check_disjoint
 from mrl.errors import EnvironmentFault
 from mrl.megatron.offload import OPTIMIZER, PARAMETERS
