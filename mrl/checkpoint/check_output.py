@@ -1,7 +1,7 @@
 """Compares a source with its own digests, and a written checkpoint with its source: names, shapes, dtypes, every byte.
 
-Reading is done by tasks, which take the readers of the source and of what was written. They return what is wrong and do not raise it, so
-that it can be told from a disk that is full.
+Reading is done by tasks, which take the readers of the source and of what was written. They return what is wrong and
+do not raise it: a full disk is raised, and is told from damage in this way.
 """
 
 from collections.abc import Iterator, Sequence
@@ -58,9 +58,9 @@ def source_checks(source: Checkpoint) -> list[SourceFileCheck]:
 
 
 def verification(source: Checkpoint, written: Checkpoint, folder: Path, facts: FileFacts) -> list["WrittenFileCheck | CompareTensors"]:
-    """The tasks that compare `source` with `written` as it is on the disk now; `facts` is of the files that were written into `folder`.
+    """The tasks that compare `source` with `written` as it is on the disk now.
 
-    Raises EnvironmentFault where their descriptions differ already.
+    `facts`: of the files that were written into `folder`. Raises EnvironmentFault where the descriptions differ already.
     """
     roles = written.roles
     _same_descriptions(source, written, roles)
@@ -69,7 +69,7 @@ def verification(source: Checkpoint, written: Checkpoint, folder: Path, facts: F
 
 
 def _same_descriptions(source: Checkpoint, written: Checkpoint, roles: tuple[str, ...]) -> None:
-    """Both ways: what one has and the other has not. Opening a checkpoint has held its headers against its description."""
+    """Both ways: what one has and the other has not. Opening a checkpoint has compared it with its headers."""
     for role in roles:
         of_source, of_written = _described(source, role), _described(written, role)
         if odd := sorted(name for name in of_source.keys() | of_written.keys() if of_source.get(name) != of_written.get(name)):

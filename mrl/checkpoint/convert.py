@@ -1,7 +1,7 @@
 """The conversions between Hugging Face's form and ours: what is planned, and what goes beside the weights.
 
-A conversion is a source that `mrl.checkpoint.open_checkpoint` opens and a form to write it in: `write_hf` or `write_layout`.
-`mrl.extras.torch_dist` has one more of each.
+A conversion is a source, opened by `mrl.checkpoint.open_checkpoint`, and a form to write it in: `write_hf` or
+`write_layout`. `mrl.extras.torch_dist` has one more of each.
 """
 
 import json
@@ -66,7 +66,7 @@ def write_layout(
 ) -> ConversionReport:
     """Writes a checkpoint of ours at the layout `degrees`, which has the keys of actor.layout.
 
-    Master weights, moments and schedule go with the weights where the source has them, unless `weights_only`; random states do not.
+    Master weights, moments and schedule go with the weights where the source has them, unless `weights_only`.
     Raises ConfigError for an illegal layout, and as `write_hf` does.
     """
     roles = (WEIGHT,) if weights_only else source.roles
@@ -143,7 +143,7 @@ def _only_weights(source: Checkpoint, roles: tuple[str, ...]) -> bool:
 
 
 def _name_dtype(config: Path, dtype: str) -> None:
-    """The configuration says what the written weights are. Its key is `dtype` since transformers 4.56, `torch_dtype` before."""
+    """The configuration names the dtype of the weights: as `dtype` since transformers 4.56, `torch_dtype` before."""
     data = json.loads(config.read_text())
     keys = [key for key in ("dtype", "torch_dtype") if key in data] or ["torch_dtype"]
     config.write_text(json.dumps(data | dict.fromkeys(keys, dtype), indent=2))

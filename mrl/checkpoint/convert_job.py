@@ -1,4 +1,4 @@
-"""Writes a plan with several processes so that a kill loses only the files in work, and nobody ever sees half an output.
+"""Writes a plan with several processes. A kill loses only the files in work, and nobody ever sees half an output.
 
 The processes hold no model, import no torch and end when their parent does.
 """

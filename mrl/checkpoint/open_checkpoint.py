@@ -1,6 +1,6 @@
-"""Opens a checkpoint to be read, Hugging Face's or ours, as one thing: which tensors are stored, in which files, of which model.
+"""Opens a checkpoint to be read, Hugging Face's or ours: which tensors are stored, in which files, of which model.
 
-Megatron's own format (torch_dist) is told from ours by its file names and refused here; `mrl.extras.torch_dist` opens it.
+Megatron's own format (torch_dist) is recognised by its file names and refused; `mrl.extras.torch_dist` opens it.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ class Checkpoint:
     entries: tuple[StoredTensor, ...]
     files: TensorFiles
     manifest: Manifest | None
-    left_out: tuple[str, ...]  # tensors that no conversion carries: those that a model computes by itself, and random states
+    left_out: tuple[str, ...]  # tensors that no conversion carries: those that a model computes itself, random states
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -64,12 +64,12 @@ class SafetensorsFiles:
     """`TensorFiles` of safetensors files, whose headers are read once."""
 
     def __init__(self, folder: Path, facts: FileFacts | None = None, check_first: bool = False):
-        """`facts`: of a manifest's files. `check_first`: a file is compared with its digest, and its header read, when it is asked for."""
+        """`facts`: of a manifest's files. `check_first`: compare a file with its digest when it is first needed."""
         self._folder, self._facts, self._check_first = folder, facts or {}, check_first
         self._headers: dict[str, dict[str, TensorBytes]] = {}
 
     def read_headers(self, names: Iterable[str]) -> list[tuple[str, str]]:
-        """(file, key) of all tensors in the files `names`. Raises EnvironmentFault for one that is missing or damaged."""
+        """(file, key) of all tensors in the files `names`. Raises EnvironmentFault for a damaged or missing one."""
         self._headers |= {name: read_safetensors_header(self._folder / name) for name in names}
         return [(name, key) for name, header in self._headers.items() for key in header]
 
@@ -90,7 +90,7 @@ class SafetensorsFiles:
 def open_hf(folder: Path) -> Checkpoint:
     """A Hugging Face checkpoint.
 
-    Raises ConfigError for an unsupported model and for Megatron's format, EnvironmentFault for files that are not the model's weights.
+    Raises ConfigError for an unsupported model or Megatron's format, EnvironmentFault for files that are not its weights.
     """
     if find_torch_dist(folder) is not None:
         raise ConfigError(
@@ -138,7 +138,7 @@ def open_ours(folder: Path) -> Checkpoint:
 def open_saved(path: Path) -> Checkpoint:
     """The checkpoint of ours in a `step-N` folder, or the newest complete one of a run directory.
 
-    Raises ConfigError for one in Megatron's format, EnvironmentFault for one that is not complete, and where there is none.
+    Raises ConfigError for one in Megatron's format, EnvironmentFault where there is none that is complete.
     """
     if find_torch_dist(path) is not None:
         raise ConfigError(
@@ -166,16 +166,16 @@ def step_folder(path: Path) -> Path:
 
 
 def _newest_of_run(run_dir: Path) -> Path | None:
-    newest = newest_checkpoint(run_dir / "checkpoints", digests=False)  # of the one that is taken every file is checked before it is used
+    newest = newest_checkpoint(run_dir / "checkpoints", digests=False)  # files are checked when they are read
     for error in newest.damaged.values():
         print(f"passed over: {error}")
     return newest.path
 
 
 def find_torch_dist(path: Path) -> Path | None:
-    """The folder of a checkpoint in Megatron's format: `path`, or the iteration below it that Megatron's tracker names, or the newest.
+    """The folder of a checkpoint in Megatron's format; None where there is none. Only file names and the tracker are read.
 
-    None where there is none. Only names of files are looked at, and the tracker.
+    It is `path`, or the iteration below it that Megatron's tracker names, or the newest.
     """
     if (path / TORCH_DIST_METADATA).is_file() or any(path.glob("*.distcp")):
         return path
@@ -188,7 +188,7 @@ def find_torch_dist(path: Path) -> Path | None:
 
 
 def one_dtype(folder: Path, codes: dict[str, str]) -> str:
-    """All weights are of one dtype, as in training: a cast would not be the same checkpoint any more. `codes`: tensor -> dtype."""
+    """The dtype of all weights, of which `codes` has each one's: with a cast it would be another checkpoint."""
     names = {code: name for name, code in codes.items()}
     if len(names) == 1 and (code := next(iter(names))) in DTYPES:
         return code
@@ -200,7 +200,7 @@ def one_dtype(folder: Path, codes: dict[str, str]) -> str:
 
 
 def code_of(role: str, dtype: str) -> str:
-    """Safetensors' dtype of a role in a checkpoint whose weights are `dtype`: master weights and moments are always float32."""
+    """Safetensors' dtype of a role where the weights are `dtype`: master weights and moments are always float32."""
     return CODES[dtype] if role == WEIGHT else CODES["float32"]
 
 

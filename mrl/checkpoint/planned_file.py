@@ -1,4 +1,4 @@
-"""One file that a conversion writes: its tensors in the order they are stored, decided before the first byte, and writing them."""
+"""One file that a conversion writes: which tensors in which order, decided before the first byte, and writing them."""
 
 import errno
 from collections.abc import Iterator

@@ -21,7 +21,7 @@ from mrl.model import model_spec
 from mrl.model.megatron_shards import Piece
 
 DTYPES = {code: dtype for dtype, code in CODES.items()}
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # that carry the bits of an element of so many bytes
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # carry the bits of an element of so many bytes
 
 
 class TensorLoader:
@@ -35,7 +35,7 @@ class TensorLoader:
         check_disjoint(folder, self._reader.boxes)
 
     def fill(self, role: str, pieces: Iterable[Piece], out: Tensor) -> None:
-        """Writes the elements that `pieces` name into `out`, a tensor in their local frame; elements under no piece stay.
+        """Writes the elements that `pieces` name into `out`, a tensor in their local frame; others stay.
 
         Raises EnvironmentFault when the checkpoint does not hold all of them.
         """
@@ -60,9 +60,10 @@ def _words(values: Tensor) -> np.ndarray:
 
 
 def load_rank(actor, folder: Path) -> None:
-    """Puts a checkpoint into a freshly built actor of the same or another layout. Raises EnvironmentFault when it does not fit.
+    """Puts a checkpoint into a freshly built actor of the same or another layout.
 
-    Random states come back only at the layout that wrote them. A checkpoint converted from weights alone is a fresh start from them.
+    Random states come back only at the layout that wrote them. A checkpoint converted from weights alone is a fresh start
+    from them. Raises EnvironmentFault for one that is damaged or of another model.
     """
     manifest = read_manifest(folder)
     _check_model(actor, manifest, folder)
@@ -82,9 +83,9 @@ def load_rank(actor, folder: Path) -> None:
 
 
 def _load_optimizer_part(loader: TensorLoader, parameter: RankParameter, step: float | None, has_masters: bool) -> None:
-    """Without master weights in the checkpoint, and where weights are their own, they come from the weights, which are in place.
+    """Master weights that are not in the checkpoint, or are the weights themselves, come from the loaded weights.
 
-    A frozen parameter starts with zero moments: Adam would follow those of the updates before for many steps, with no gradient at all.
+    A frozen parameter starts with zero moments: Adam would follow the saved ones for many steps, without any gradient.
     """
     main = parameter.main()
     master = parameter.adam.master(main)

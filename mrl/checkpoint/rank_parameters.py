@@ -1,4 +1,4 @@
-"""The parameters of this rank as a checkpoint sees them: in Hugging Face coordinates, each with its part of the distributed optimizer."""
+"""The parameters of this rank in Hugging Face coordinates, each with its part of the distributed optimizer."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,19 +34,20 @@ class RankParameter:
 
     @property
     def is_own_master(self) -> bool:
-        """float32 weights are their own master weights: the optimizer's tensor is a view of them, or a copy with the same values."""
+        """float32 weights are their own master weights: the optimizer has a view of them, or a copy with the same values."""
         return self.parameter.dtype is torch.float32
 
     def main(self) -> Tensor:
-        """What the distributed optimizer has of this rank's part: its master weights, or a shard of the weights where Adam has those."""
+        """The optimizer's tensor for this rank's part: its master weights, or a shard of the weights where Adam has those."""
         group, order = self.optimizer.model_param_group_index_map[self.parameter]
         return self.optimizer.optimizer.param_groups[group]["params"][order]
 
 
 def rank_parameters(actor) -> Iterator[RankParameter]:
-    """Every parameter of this rank, in a fixed order. Raises RuntimeError when the model has others than its description.
+    """Every parameter of this rank, in a fixed order.
 
-    They and their optimizer states have to be on the device for as long as they are read or written.
+    They and their optimizer states have to be on the device for as long as they are read or written. Raises RuntimeError
+    when the model has other parameters than its description.
     """
     actor.residence.require(PARAMETERS, OPTIMIZER)
     adams = {id(optimizer): AdamState(optimizer.optimizer) for optimizer in distributed_optimizers(actor)}

@@ -1,7 +1,7 @@
-"""Saves this rank's part of a checkpoint: weights, master weights, moments, step counts and random states, out of Megatron.
+"""Saves this rank's part of a checkpoint: weights, master weights, moments, step counts and random states.
 
-Megatron's own optimizer checkpoints bring Adam's step back wrong without Transformer Engine and are pickles; ours are safetensors files
-whose manifest speaks Hugging Face coordinates, so one reader serves every layout (mrl.checkpoint.stored_boxes).
+Megatron's own optimizer checkpoints are pickles and bring Adam's step back wrong without Transformer Engine. Ours are
+safetensors files whose manifest speaks Hugging Face coordinates, so one reader serves every layout.
 """
 
 from collections.abc import Iterator, Mapping
@@ -48,7 +48,7 @@ class HostCopy:
         return self._buffers
 
     def take(self, actor) -> int:
-        """Copies everything that this rank saves; returns the bytes that `write` will need. Raises EnvironmentFault during a `write`."""
+        """Copies all that this rank saves; returns the bytes that `write` will need. EnvironmentFault during a `write`."""
         if not self._in_use.acquire(blocking=False):
             raise EnvironmentFault("the checkpoint before is still being written: the disk is slower than saves come")
         try:
@@ -71,7 +71,7 @@ class HostCopy:
         self._entries, self._facts = tuple(entries), _optimizer_facts(actor)
 
     def write(self, folder: Path) -> RankFiles:
-        """Writes `rank-R.safetensors` into `folder`, durably. Raises EnvironmentFault when the disk does not take it."""
+        """Writes `rank-R.safetensors` into `folder`, durably. Raises EnvironmentFault when the disk refuses it."""
         with self._in_use:
             path = folder / self._file
             try:
@@ -99,7 +99,7 @@ def file_bytes(tensors: Mapping[str, Tensor]) -> int:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Writes contiguous host tensors, durably; returns the file's size and SHA-256 as `mrl.checkpoint.manifest.file_facts` has them.
+    """Writes contiguous host tensors, durably; returns size and SHA-256 as a manifest has them.
 
     Raises OSError as the disk does, and KeyError for a dtype that the format does not name here.
     """
@@ -124,7 +124,7 @@ def _order(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def _saved_tensors(actor, parameter: RankParameter) -> Iterator[tuple[str, Tensor, tuple[int, int] | None]]:
-    """(role, tensor, flat range) of what this rank writes of a parameter: nothing of what another rank writes as well."""
+    """(role, tensor, flat range) of what this rank writes of a parameter: nothing that another rank writes as well."""
     if parameter.shard.primary == actor.rank:
         yield WEIGHT, parameter.parameter, None
     if parameter.optimizer is None or not _writes_optimizer_part(actor, parameter.shard):
@@ -139,7 +139,7 @@ def _saved_tensors(actor, parameter: RankParameter) -> Iterator[tuple[str, Tenso
 
 
 def _writes_optimizer_part(actor, shard: Shard) -> bool:
-    """Replicas over data parallelism each have a part of their own; those over tensor or pipeline parallelism have the same parts again."""
+    """Data-parallel replicas each have a part of their own; tensor- and pipeline-parallel ones the same parts again."""
     layout = actor.layout
     peers = layout.expert_group(actor.rank, "edp") if shard.is_expert else layout.dense_group(actor.rank, "cp", "dp")
     return shard.primary in peers

@@ -1,7 +1,7 @@
-"""One safetensors file (huggingface.co/docs/safetensors, "Format"): its dtypes, its header, and writing it block by block.
+"""A safetensors file (huggingface.co/docs/safetensors, "Format"): its dtypes, its header, and writing it block by block.
 
-Whoever writes, a rank or a conversion, gives the header's bytes and then the tensors' bytes in blocks: there is no second copy of
-anything, and the digest is taken on the way. `mrl.model.hf_files` reads headers.
+Whoever writes, a rank or a conversion, gives the header and then the tensors' bytes in blocks: there is no second copy
+of anything, and the digest is taken on the way. `mrl.model.hf_files` reads headers.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ _SYNC_FILE_RANGE_WRITE = 2
 
 
 def safetensors_header(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str] | None = None) -> bytes:
-    """The file's beginning for `tensors` (name, dtype of ITEM_BYTES, shape, bytes), whose data follow in this order without gaps.
+    """The beginning of a file of `tensors` (name, dtype, shape, bytes), whose data follow in this order without gaps.
 
     Eight bytes with the length of the JSON, then the JSON, padded so that the data begin at a multiple of 8.
     """
@@ -33,7 +33,7 @@ def safetensors_header(tensors: Iterable[tuple[str, str, tuple[int, ...], int]],
 
 
 def write_blocks(path: Path, blocks: Iterable[bytes | memoryview], digest: bool, durable: bool) -> dict[str, Any]:
-    """Writes `blocks` one after another; returns size and, with `digest`, SHA-256, as `mrl.checkpoint.manifest.file_facts` has them.
+    """Writes `blocks` one after another; returns size and, with `digest`, SHA-256, as a manifest has them.
 
     `durable` waits until the disk has it all. Raises OSError as the disk does, and leaves what is written.
     """
@@ -60,7 +60,7 @@ def _write_all(out, block: memoryview) -> None:
 
 
 def _begin_writeback(handle: int, start: int, nbytes: int) -> None:
-    """Lets the disk begin with what is written, so that a later fsync finds little left; Linux only, and no promise at all."""
+    """Lets the disk begin, so that a later fsync finds little left to do; Linux only, and no promise at all."""
     if _LIBC is not None and nbytes:
         _LIBC.sync_file_range(handle, ctypes.c_int64(start), ctypes.c_int64(nbytes), _SYNC_FILE_RANGE_WRITE)
 

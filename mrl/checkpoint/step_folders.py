@@ -1,4 +1,4 @@
-"""The `step-N` folders of a run: which are complete, the newest that can be read, written whole or not at all, and removed."""
+"""The `step-N` folders of a run: which are complete, the newest readable one, writing one whole, removing one."""
 
 import re
 import secrets
@@ -42,7 +42,7 @@ def newest_checkpoint(folder: Path, digests: bool) -> Newest:
 
 
 def superseded(folder: Path, saved: int, keep: int) -> list[Path]:
-    """Checkpoints that are not among the `keep` newest up to step `saved`, which was saved just now and is never one of them.
+    """Checkpoints that are not among the `keep` newest up to step `saved`, which was saved just now and stays.
 
     A folder of a later step is of another attempt; it neither counts nor goes.
     """
@@ -50,9 +50,9 @@ def superseded(folder: Path, saved: int, keep: int) -> list[Path]:
 
 
 def write_atomically(folder: Path, write: Callable[[Path], None]) -> None:
-    """Calls `write(work)` on a fresh folder beside `folder`, then gives it that name, durably. What was there before stays until then.
+    """Calls `write(work)` on a fresh folder, then gives it the name `folder`, durably. What was there stays until then.
 
-    A process killed in between leaves `work`, whose name ends in `.tmp-` and a suffix; opening the run directory again removes it.
+    A process killed in between leaves `work`, `folder` with `.tmp-` and a suffix; opening the run again removes it.
     """
     work = _aside(folder)
     work.mkdir()
@@ -68,7 +68,7 @@ def write_atomically(folder: Path, write: Callable[[Path], None]) -> None:
 
 
 def discard(checkpoint: Path) -> None:
-    """Removes a checkpoint. It loses its name first: killed in the middle, this leaves no folder that looks like a damaged one."""
+    """Removes a checkpoint. It loses its name first: a kill in the middle leaves nothing that looks like a damaged one."""
     try:
         shutil.rmtree(checkpoint.rename(_aside(checkpoint)))
     except OSError as error:

@@ -1,15 +1,15 @@
 """Which boxes of a checkpoint's tensors are stored where, and the one reader of them: any box of any tensor.
 
-A wanted box is cut with every stored box in Hugging Face coordinates. Here two tensor-parallel ranks, a and b, stored a [2, 6] weight by
-columns, and the second of three wants its own columns: of a the last, of b the first. The box of a is kept in two flat parts, A and a, as
-the distributed optimizer cuts a rank's tensor over data parallelism; the wanted rows are then in different parts.
+A wanted box is cut with every stored box in Hugging Face coordinates. Here two tensor-parallel ranks stored a [2, 6]
+tensor by columns, and the second of three ranks wants its own. The left box is stored in two flat parts, A and a, as
+the distributed optimizer cuts a rank's tensor over data parallelism; the wanted elements are in both, and in b.
 
     stored          wanted
     A A A b b b     . . A b . .
     A a a b b b     . . a b . .
 
-Bits are moved and never interpreted, so integers of an element's width stand for every dtype. Files are read with `pread` into small
-buffers: mapped pages would count as this process's memory.
+Bits are moved and never interpreted, so integers of an element's width stand for every dtype. Files are read with
+`pread` into small buffers: mapped pages would count as this process's memory.
 """
 
 import os
@@ -35,7 +35,7 @@ SCRATCH_BYTES = 1024**2
 class StoredBox:
     """A box of a Hugging Face tensor within a stored local tensor."""
 
-    parts: tuple[StoredTensor, ...]  # that make up the local tensor, in the order of their flat ranges; of one, shared by its boxes
+    parts: tuple[StoredTensor, ...]  # that make up the local tensor, in flat order; the tuple is shared by all its boxes
     piece: Piece
 
 
@@ -46,7 +46,7 @@ class TensorFiles(Protocol):
     """The files of a checkpoint: where a stored tensor's bytes are, and whether they are those that were written."""
 
     def find(self, file: str, key: str) -> TensorBytes | None:
-        """Dtype, shape and bytes of a tensor; None where the file does not have it. Raises EnvironmentFault for a damaged file."""
+        """Where a tensor is; None where the file does not have it. Raises EnvironmentFault for a damaged file."""
         ...
 
     def checkable(self) -> tuple[str, ...]:
@@ -54,7 +54,7 @@ class TensorFiles(Protocol):
         ...
 
     def check(self, file: str) -> int:
-        """Reads all of one of them; returns how many of its tensors carry no checksum. Raises EnvironmentFault for changed bytes."""
+        """Reads all of one; returns how many of its tensors have no checksum. EnvironmentFault for changed bytes."""
         ...
 
 
@@ -72,7 +72,7 @@ def stored_boxes(entries: Iterable[StoredTensor]) -> Boxes:
 
 
 def check_disjoint(folder: Path, boxes: Boxes) -> None:
-    """No element is stored twice, of a tensor or of the flat parts of a local one: then counting elements tells what is missing.
+    """No element is stored twice, of a tensor or of flat parts: then counting elements tells what is missing.
 
     Raises EnvironmentFault naming the tensor.
     """
@@ -122,7 +122,7 @@ class BoxReader:
             os.close(self._handles.popitem()[1])
 
     def fill(self, role: str, name: str, box: Box, out: np.ndarray) -> None:
-        """Writes box `box` of tensor `name` into `out`: integers of the stored width, in the box's shape. Raises as `overlaps` does."""
+        """Writes `box` of a tensor into `out`, integers of the stored width in the box's shape. Raises as `overlaps`."""
         for stored, common in self.overlaps(role, name, box):
             self.read(stored, common, out[common.rebase(box, Box.whole(box.shape)).slices])
 

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: saved beside the training, and no more of them than are wanted. A disk that takes none does not end it."""
+"""The checkpoints of a run: saved beside the training, and no more of them than are wanted."""
 
 import importlib.metadata
 import json
@@ -17,11 +17,11 @@ from mrl.train.run import Run, TrainState
 
 
 def save(run: Run, metrics: dict[str, float] | None = None) -> dict[str, float]:
-    """Begins a checkpoint of the last finished step, unless there is one; with its metrics, should the process die before their line.
+    """Begins a checkpoint of the last finished step, unless there is one. `metrics`: of the step, should their line get lost.
 
-    The ranks copy their parts to host memory and write them while training goes on; a save waits for the one before it. A disk that
-    does not take a checkpoint is no reason to stop: it is said, counted, and the checkpoints that are there stay. Returns what
-    `finished_save` does.
+    The ranks copy their parts to host memory and write them while training goes on; a save waits for the one before it.
+    A disk that does not take a checkpoint is no reason to stop: it is said, counted, and the checkpoints that are there
+    stay. Returns what `finished_save` does.
     """
     previous = finished_save(run, wait=True)
     state = run.state
@@ -37,7 +37,7 @@ def save(run: Run, metrics: dict[str, float] | None = None) -> dict[str, float]:
 
 
 def finished_save(run: Run, wait: bool = False) -> dict[str, float]:
-    """The metrics of the save under way, if it has ended: the time it took. Raises what went wrong with it, a disk's refusal excepted."""
+    """The metrics of the save under way, if it has ended. Raises what went wrong with it, a disk's refusal excepted."""
     result = run.writing.result(wait)
     if result is None:
         return {}
@@ -49,7 +49,7 @@ def finished_save(run: Run, wait: bool = False) -> dict[str, float]:
 
 
 def finish(run: Run) -> None:
-    """Leaves a checkpoint of the last finished step behind. Raises EnvironmentFault when the disk takes none, even now."""
+    """Leaves a checkpoint of the last finished step behind. Raises EnvironmentFault when the disk takes none now."""
     save(run)
     finished_save(run, wait=True)
     if run.saved_step != run.state.step:
