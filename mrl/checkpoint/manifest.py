@@ -7,16 +7,13 @@ checkpoint. Each entry stores a local Megatron tensor, or a flat range of it whe
 import hashlib
 import json
 import os
-import re
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from mrl.errors import EnvironmentFault, NumericAbort
-from mrl.model.boxes import Box, first_overlap
+from mrl.model.boxes import Box
 from mrl.model.megatron_shards import Piece
 
 FORMAT = 1
@@ -24,11 +21,12 @@ MANIFEST = "manifest.json"
 WEIGHT, MASTER, EXP_AVG, EXP_AVG_SQ = ROLES = ("weight", "master", "exp_avg", "exp_avg_sq")
 # what `mrl convert` writes under "converted" of a manifest's trainer part
 WEIGHTS_ONLY, WITH_OPTIMIZER = "weights", "weights and optimizer"
+FileFacts = dict[str, dict[str, Any]]  # file name -> {"bytes", "sha256"}; the digest only where something reads it
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One stored tensor."""
+class StoredTensor:
+    """A local Megatron tensor, or a flat range of it."""
 
     file: str
     key: str  # in the safetensors file
@@ -42,8 +40,8 @@ class Entry:
 class RankFiles:
     """What one rank wrote."""
 
-    entries: tuple[Entry, ...]
-    files: dict[str, dict[str, Any]]  # name -> {"bytes", "sha256"}
+    entries: tuple[StoredTensor, ...]
+    files: FileFacts
     optimizer: dict[str, Any]  # step count, learning rates, scheduler: must agree over ranks
 
     def to_json(self) -> dict[str, Any]:
@@ -68,11 +66,11 @@ class Manifest:
     trainer: dict[str, Any]  # data cursor, metrics of the step
     versions: dict[str, str]
 
-    def entries(self) -> Iterable[Entry]:
+    def entries(self) -> Iterable[StoredTensor]:
         """Of all ranks."""
         return (entry for rank in self.ranks for entry in rank.entries)
 
-    def files(self) -> dict[str, dict[str, Any]]:
+    def files(self) -> FileFacts:
         """Size and digest of every file."""
         return {name: facts for rank in self.ranks for name, facts in rank.files.items()}
 
@@ -137,50 +135,11 @@ def read_manifest(folder: Path) -> Manifest:
         raise EnvironmentFault(f"{path}: not a whole manifest ({error!r}); choose another step-N folder") from error
     for name, size in sizes.items():
         file = folder / name
-        found = file.stat().st_size if file.is_file() else None
-        if found != size:
-            state = "is missing" if found is None else f"has {found} bytes, not {size}"
+        actual = file.stat().st_size if file.is_file() else None
+        if actual != size:
+            state = "is missing" if actual is None else f"has {actual} bytes, not {size}"
             raise EnvironmentFault(f"{file} {state}; the checkpoint is damaged, resume from an older one")
     return manifest
-
-
-Holder = tuple[tuple[Entry, ...], Piece]  # a local tensor, as the flat parts that make it up, and the piece that is asked for
-
-
-def holders(entries: Iterable[Entry]) -> dict[tuple[str, str], list[Holder]]:
-    """(role, Hugging Face name) -> the stored tensors that hold parts of it."""
-    parts: dict[tuple, list[Entry]] = defaultdict(list)
-    for entry in entries:
-        parts[entry.role, entry.pieces].append(entry)  # flat parts of one local tensor describe the same pieces
-    found: dict[tuple[str, str], list[Holder]] = defaultdict(list)
-    for (role, pieces), group in parts.items():
-        ordered = tuple(sorted(group, key=lambda e: e.flat or (0, 0)))
-        for piece in pieces:
-            found[role, piece.hf_name].append((ordered, piece))
-    return found
-
-
-def check_disjoint(folder: Path, held: Mapping[tuple[str, str], list[Holder]]) -> None:
-    """No element is stored twice, of a tensor or of the flat parts of a local one: then counting elements tells what is missing.
-
-    Raises EnvironmentFault naming the tensor.
-    """
-    damaged = "the checkpoint is damaged, choose another one"
-    for (role, name), found in held.items():
-        if len(found) == 1:
-            continue
-        boxes = [piece.hf_box for _, piece in found]
-        if 0 in (ranks := {len(box.ranges) for box in boxes}) or len(ranks) > 1:
-            raise EnvironmentFault(f"{folder}: the stored blocks of {name} ({role}) are of ranks {sorted(ranks)}; {damaged}")
-        if pair := first_overlap(boxes):
-            raise EnvironmentFault(f"{folder}: {name} ({role}) is stored twice, in {pair[0].ranges} and {pair[1].ranges}; {damaged}")
-    for group in {id(group): group for found in held.values() for group, _ in found}.values():
-        ranges = [entry.flat or (0, prod(entry.shape)) for entry in group]
-        ends = [0, *(stop for _, stop in ranges)]
-        if [start for start, _ in ranges] != ends[:-1] or ends[-1] != prod(group[0].shape):
-            raise EnvironmentFault(
-                f"{folder}: {group[0].key} is stored in parts that do not add up, {ranges}; a rank's file is missing or {damaged}"
-            )
 
 
 def check_digests(folder: Path, manifest: Manifest) -> None:
@@ -190,48 +149,18 @@ def check_digests(folder: Path, manifest: Manifest) -> None:
         check_digest(folder, name, files)
 
 
-def check_digest(folder: Path, name: str, files: dict[str, dict[str, Any]]) -> None:
-    """Holds one file against its size and digest in `files`, a manifest's. Raises EnvironmentFault."""
+def check_digest(folder: Path, name: str, files: FileFacts) -> None:
+    """Compares one file with its size and digest in `files`, a manifest's. Raises EnvironmentFault."""
     if name not in files or Path(name).name != name:
         raise EnvironmentFault(f"{folder}: the manifest does not list {name}")
     try:
-        found = file_facts(folder / name)
+        actual = file_facts(folder / name)
     except OSError as error:
         raise EnvironmentFault(f"{folder / name} cannot be read ({error.strerror}); resume from an older checkpoint") from error
-    if found != files[name]:
+    if actual != files[name]:
         raise EnvironmentFault(
             f"{folder / name}: its bytes are not those that were written (SHA-256 differs); resume from an older checkpoint"
         )
-
-
-def checkpoint_steps(folder: Path) -> list[tuple[int, Path]]:
-    """Finished checkpoints below `folder`, oldest first: those that have a manifest."""
-    found = [(int(m[1]), p) for p in folder.glob("step-*") if (m := re.fullmatch(r"step-(\d+)", p.name)) and (p / MANIFEST).exists()]
-    return sorted(found)
-
-
-@dataclass(frozen=True)
-class Newest:
-    """The newest checkpoint that can be read, and the newer ones that cannot."""
-
-    path: Path | None  # None: there is none that can be read
-    manifest: Manifest | None
-    damaged: dict[Path, EnvironmentFault]  # newest first, with what is wrong
-
-
-def newest_checkpoint(folder: Path, digests: bool) -> Newest:
-    """Looks below `folder`, newest first, until manifest and sizes are right; with `digests`, every byte (about 2 GB/s)."""
-    damaged: dict[Path, EnvironmentFault] = {}
-    for _, path in reversed(checkpoint_steps(folder)):
-        try:
-            manifest = read_manifest(path)
-            if digests:
-                check_digests(path, manifest)
-        except EnvironmentFault as error:
-            damaged[path] = error
-        else:
-            return Newest(path, manifest, damaged)
-    return Newest(None, None, damaged)
 
 
 def file_facts(path: Path) -> dict[str, Any]:
@@ -249,15 +178,15 @@ def fsync(path: Path) -> None:
         os.close(handle)
 
 
-def _entry_json(entry: Entry) -> dict[str, Any]:
+def _entry_json(entry: StoredTensor) -> dict[str, Any]:
     pieces = [[p.hf_name, p.hf_box.ranges, p.local_box.ranges] for p in entry.pieces]
     return {"file": entry.file, "key": entry.key, "role": entry.role, "shape": entry.shape, "flat": entry.flat, "pieces": pieces}
 
 
-def _entry(data: dict[str, Any]) -> Entry:
+def _entry(data: dict[str, Any]) -> StoredTensor:
     pieces = tuple(Piece(name, _box(hf), _box(local)) for name, hf, local in data["pieces"])
     flat = tuple(data["flat"]) if data["flat"] else None
-    return Entry(data["file"], data["key"], data["role"], tuple(data["shape"]), flat, pieces)
+    return StoredTensor(data["file"], data["key"], data["role"], tuple(data["shape"]), flat, pieces)
 
 
 def _box(ranges: list[list[int]]) -> Box:

@@ -8,14 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mrl.checkpoint.manifest import fsync
+from mrl.checkpoint.manifest import FileFacts, fsync
 from mrl.errors import ConfigError, EnvironmentFault
-
-Facts = dict[str, dict[str, Any]]  # file name -> {"bytes", "sha256"}; the digest only where something reads it
 
 
 @contextmanager
-def locked(work: Path, identity: str, sizes: dict[str, int]) -> Iterator[tuple[Path, Facts]]:
+def locked(work: Path, identity: str, sizes: dict[str, int]) -> Iterator[tuple[Path, FileFacts]]:
     """The folder to write into and the files that an earlier start finished there; nobody else writes meanwhile.
 
     Before anything is written, the disk is known to be large enough. A start that finishes nothing leaves nothing behind.
@@ -58,15 +56,19 @@ def _record(work: Path, name: str) -> Path:
     return work / "done" / f"{name.replace('/', '-')}.json"
 
 
-def _finished(work: Path, identity: str, sizes: dict[str, int]) -> Facts:
+def _finished(work: Path, identity: str, sizes: dict[str, int]) -> FileFacts:
     """What an earlier start of the same conversion finished and recorded."""
     try:
         if (work / "identity").read_text() != identity:
             return {}
     except OSError:
         return {}
-    found = {name: facts for name in sizes if (facts := _read_record(_record(work, name))) is not None}
-    return {name: f for name, f in found.items() if (file := work / "files" / name).is_file() and file.stat().st_size == sizes[name]}
+    recorded = {name: facts for name in sizes if (facts := _read_record(_record(work, name))) is not None}
+    return {name: facts for name, facts in recorded.items() if _has_size(work / "files" / name, sizes[name])}
+
+
+def _has_size(file: Path, size: int) -> bool:
+    return file.is_file() and file.stat().st_size == size
 
 
 def _read_record(record: Path) -> dict[str, Any] | None:
@@ -83,7 +85,7 @@ def _empty(work: Path) -> None:
     (work / "files").mkdir()
 
 
-def _check_space(work: Path, done: Facts, sizes: dict[str, int]) -> None:
+def _check_space(work: Path, done: FileFacts, sizes: dict[str, int]) -> None:
     """What will be deleted counts as free: files in work, or where nothing is gone on with, all files of the start before.
 
     Where the disk is too small they stay, for that start's own conversion to go on with; an empty folder does not.
@@ -102,9 +104,9 @@ def _check_space(work: Path, done: Facts, sizes: dict[str, int]) -> None:
 
 def publish(folder: Path, output: Path, durable: Iterable[str]) -> None:
     """Gives the finished folder its name; the files `durable` are on the disk already."""
-    known = {folder / name for name in durable}
+    written = {folder / name for name in durable}
     for file in folder.rglob("*"):
-        if file not in known:
+        if file not in written:
             fsync(file)
     fsync(folder)
     if output.exists():

@@ -4,7 +4,9 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,43 +71,83 @@ def _add_common(parser: argparse.ArgumentParser, run) -> None:
 
 
 def _megatron_to_hf(options: argparse.Namespace) -> None:
-    from mrl.checkpoint.conversions import megatron_to_hf
+    from mrl.checkpoint.convert import write_hf
 
-    _say(options, megatron_to_hf(options.checkpoint, options.output, _how(options), _trust(options)))
+    _print_report(options, write_hf(_open_megatron(options), options.output, _job_options(options)))
 
 
 def _hf_to_megatron(options: argparse.Namespace) -> None:
-    from mrl.checkpoint.conversions import hf_to_megatron
+    from mrl.checkpoint.open_checkpoint import open_hf
 
-    _say(options, hf_to_megatron(options.checkpoint, options.output, *_target(options), options=_how(options), trust=_trust(options)))
+    write = _writer(options)
+    _print_report(options, write(open_hf(Path(options.checkpoint))))
 
 
 def _megatron_to_megatron(options: argparse.Namespace) -> None:
-    from mrl.checkpoint.conversions import megatron_to_megatron
-
-    target, expected = _target(options)
-    report = megatron_to_megatron(
-        options.checkpoint, options.output, target, expected, options.weights_only, _how(options), _trust(options)
-    )  # fmt: skip
-    _say(options, report)
+    write = _writer(options)
+    _print_report(options, write(_open_megatron(options)))
 
 
-def _trust(options: argparse.Namespace):
-    from mrl.extras.torch_dist.read import Trust
+def _open_megatron(options: argparse.Namespace):
+    """The checkpoint to convert: one of ours, or where it is trusted, of Megatron's own format."""
+    from mrl.checkpoint.open_checkpoint import find_torch_dist, open_saved
 
-    files = getattr(options, "hf_files", None)
-    if files is not None and not options.trust_checkpoint:
+    path = Path(options.checkpoint)
+    if options.hf_files is not None and not options.trust_checkpoint:
         raise ConfigError("--hf-files belongs to a torch_dist checkpoint, which needs --trust-checkpoint; give both or neither")
-    return Trust(files) if options.trust_checkpoint else None
+    if not options.trust_checkpoint or find_torch_dist(path) is None:
+        return open_saved(path)
+    from mrl.extras.torch_dist.read import open_torch_dist
+
+    return open_torch_dist(path, options.hf_files)
 
 
-def _how(options: argparse.Namespace):
-    from mrl.checkpoint.conversion_job import Options
+def _job_options(options: argparse.Namespace):
+    from mrl.checkpoint.convert_job import Options
 
     return Options(options.workers, options.verify, progress=sys.stderr.isatty())
 
 
-def _say(options: argparse.Namespace, report) -> None:
+def _writer(options: argparse.Namespace) -> Callable[[Any], Any]:
+    """Writes an opened checkpoint in the form that is asked for, and reports."""
+    if options.format is not None:
+        return partial(_write_torch_dist, options)
+    if options.non_homogeneous_layers:
+        raise ConfigError("--non-homogeneous-layers names keys of --format torch_dist; give both or neither")
+    return partial(_write_layout, options, *_layout(options))
+
+
+def _write_layout(options: argparse.Namespace, degrees: Mapping[str, Any], expected: Any, source: Any):
+    from mrl.checkpoint.convert import write_layout
+
+    if expected is not None:
+        expected.check(source)
+    return write_layout(source, options.output, degrees, getattr(options, "weights_only", False), _job_options(options))
+
+
+def _write_torch_dist(options: argparse.Namespace, source: Any):
+    from mrl.extras.torch_dist.write import write_torch_dist
+
+    if not options.trust_checkpoint:
+        raise ConfigError(
+            "torch_dist is a format of pickles, which whoever loads it lets run; give --trust-checkpoint to write it, or leave --format "
+            "out and get safetensors"
+        )
+    return write_torch_dist(source, options.output, options.non_homogeneous_layers, _job_options(options))
+
+
+def _layout(options: argparse.Namespace) -> tuple[Any, Any]:
+    """Degrees under the keys of actor.layout, and what --config expects of the checkpoint."""
+    if options.layout is not None:
+        return parse_layout(options.layout), None
+    from mrl.checkpoint.convert import ExpectedModel
+    from mrl.config.load import load_config
+
+    config = load_config(options.config).config
+    return config.actor.layout.model_dump(), ExpectedModel(options.config, config.model.path, config.model.dtype)
+
+
+def _print_report(options: argparse.Namespace, report) -> None:
     if options.json:
         print(json.dumps(asdict(report) | {"output": options.output}))
         return
@@ -118,23 +160,6 @@ def _say(options: argparse.Namespace, report) -> None:
     if report.unchecked:
         print(f"note: {report.unchecked} tensors carry no checksum; damage in them cannot be seen")
     print(f"wrote {report.tensors} tensors to {options.output} ({rate}{resumed}){verified}")
-
-
-def _target(options: argparse.Namespace) -> tuple[Any, Any]:
-    """Degrees under the keys of actor.layout or Megatron's own format, and what --config expects of the checkpoint."""
-    if options.format is not None:
-        from mrl.checkpoint.conversions import TorchDist
-
-        return TorchDist(options.non_homogeneous_layers), None
-    if options.non_homogeneous_layers:
-        raise ConfigError("--non-homogeneous-layers names keys of --format torch_dist; give both or neither")
-    if options.layout is not None:
-        return parse_layout(options.layout), None
-    from mrl.checkpoint.conversions import Expected
-    from mrl.config.load import load_config
-
-    config = load_config(options.config).config
-    return config.actor.layout.model_dump(), Expected(options.config, config.model.path, config.model.dtype)
 
 
 def parse_layout(text: str) -> dict[str, int]:

@@ -64,7 +64,7 @@ class ActorWorker:
 
         self.actor = MegatronActor(self.config, self.rank, self.config.actor.layout.world_size, master_addr, master_port)
         if checkpoint is not None:
-            from mrl.checkpoint.rank_state import load_rank
+            from mrl.checkpoint.rank_load import load_rank
 
             load_rank(self.actor, Path(checkpoint))
         return os.getpid()
@@ -141,7 +141,7 @@ class ActorWorker:
 
     def take_checkpoint(self) -> int:
         """Copies this rank's part of a checkpoint to host memory; returns the bytes that writing it will need."""
-        from mrl.checkpoint.rank_state import HostCopy
+        from mrl.checkpoint.rank_save import HostCopy
 
         self.host_copy = self.host_copy or HostCopy()
         return self.host_copy.take(self.actor)

@@ -31,51 +31,51 @@ class AdamState:
         self._hybrid = isinstance(optimizer, HybridDeviceOptimizer)
         inner = optimizer.sub_optimizers if self._hybrid else [optimizer]
         updated = [_Updated(tensor, adam, group) for adam in inner for group in adam.param_groups for tensor in group["params"]]
-        of = {id(one.tensor): one for one in updated}
+        by_tensor = {id(entry.tensor): entry for entry in updated}
         mains = [main for group in optimizer.param_groups for main in group["params"]]
-        self._of = {id(main): of[id(optimizer.param_to_inner_param[main] if self._hybrid else main)] for main in mains}
+        self._updated = {id(main): by_tensor[id(optimizer.param_to_inner_param[main] if self._hybrid else main)] for main in mains}
         self._mains = mains
 
     def master(self, main: Tensor) -> Tensor:
         """The float32 weights that Adam updates."""
-        return self._of[id(main)].tensor
+        return self._updated[id(main)].tensor
 
     def moments(self, main: Tensor) -> dict[str, Tensor]:
         """exp_avg and exp_avg_sq; empty before the first update."""
-        one = self._of[id(main)]
-        return dict(one.adam.state.get(one.tensor, {}))
+        updated = self._updated[id(main)]
+        return dict(updated.adam.state.get(updated.tensor, {}))
 
     def set_moments(self, main: Tensor, step: float, moments: dict[str, Tensor]) -> None:
         """Gives a parameter its moments and step count."""
-        one = self._of[id(main)]
-        moments = {name: value.to(one.tensor.device) for name, value in moments.items()}
-        if isinstance(one.adam, torch.optim.Adam):
-            device = one.tensor.device if one.group.get("fused") or one.group.get("capturable") else "cpu"
-            one.adam.state[one.tensor] = {"step": torch.tensor(float(step)).to(device), **moments}
+        updated = self._updated[id(main)]
+        moments = {name: value.to(updated.tensor.device) for name, value in moments.items()}
+        if isinstance(updated.adam, torch.optim.Adam):
+            device = updated.tensor.device if updated.group.get("fused") or updated.group.get("capturable") else "cpu"
+            updated.adam.state[updated.tensor] = {"step": torch.tensor(float(step)).to(device), **moments}
             return
-        one.adam.state[one.tensor] = moments
-        one.group["step"] = int(step)
+        updated.adam.state[updated.tensor] = moments
+        updated.group["step"] = int(step)
 
     def steps(self) -> set[float]:
         """Step counts of the parameters that have moments. Raises RuntimeError where there are moments and nobody counts their steps."""
-        found = set()
-        for one in self._of.values():
-            if state := one.adam.state.get(one.tensor):
-                step = state.get("step", one.group.get("step"))
+        steps = set()
+        for updated in self._updated.values():
+            if state := updated.adam.state.get(updated.tensor):
+                step = state.get("step", updated.group.get("step"))
                 if step is None:
-                    name = type(one.adam).__name__
+                    name = type(updated.adam).__name__
                     raise RuntimeError(f"{name} has moments and no step count; a checkpoint of it could not be continued")
-                found.add(float(step))
-        return found
+                steps.add(float(step))
+        return steps
 
     def on_device(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of masters and moments, without those that are on the host for good. Names last over a run."""
         for number, main in enumerate(self._mains):
-            one = self._of[id(main)]
+            updated = self._updated[id(main)]
             yield f"{number}/main", main
-            if self._hybrid and one.adam is not self._optimizer.gpu_optimizer:
+            if self._hybrid and updated.adam is not self._optimizer.gpu_optimizer:
                 continue
-            yield f"{number}/master", one.tensor
+            yield f"{number}/master", updated.tensor
             for name, value in self.moments(main).items():
                 if torch.is_tensor(value) and value.dim():  # a step count is a single number, and may have to stay on the host
                     yield f"{number}/{name}", value

@@ -1,4 +1,4 @@
-"""The one checkpoint that is written while training goes on: begun by one step, heard of again at a later one."""
+"""The one checkpoint that is written while training goes on: begun by one step, its end asked for at a later one."""
 
 import time
 from collections.abc import Callable
@@ -9,8 +9,8 @@ from mrl.errors import EnvironmentFault
 
 
 @dataclass(frozen=True)
-class Ended:
-    """A write that came to its end."""
+class WriteResult:
+    """How a write ended."""
 
     step: int
     seconds: float
@@ -22,21 +22,21 @@ class BackgroundWrite:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._running: tuple[int, Future[Ended]] | None = None
+        self._running: tuple[int, Future[WriteResult]] | None = None
 
     @property
     def step(self) -> int | None:
-        """The step whose write was begun and has not been heard of."""
+        """The step whose write was begun and whose end was not asked for."""
         return self._running[0] if self._running else None
 
     def begin(self, step: int, write: Callable[[], None]) -> None:
-        """Starts `write()`. Raises RuntimeError while the one before has not been heard of: its end would be lost."""
+        """Starts `write()`. Raises RuntimeError while the end of the one before was not asked for: it would be lost."""
         if self._running is not None:
             raise RuntimeError(f"step {step} is to be saved before it is known how the save of step {self.step} ended")
         self._running = step, self._thread.submit(_timed, step, write)
 
-    def ended(self, wait: bool) -> Ended | None:
-        """How the write ended, told once; None when there is none, or without `wait` when it goes on.
+    def result(self, wait: bool) -> WriteResult | None:
+        """How the write ended, once; None when there is none, or without `wait` when it goes on.
 
         A disk that does not take it is an answer; anything else that `write` raised is raised here.
         """
@@ -48,18 +48,18 @@ class BackgroundWrite:
     def close(self) -> None:
         """Waits for the write under way: what was begun is worth having, however the run ends. Says so when it fails."""
         try:
-            ended = self.ended(wait=True)
-            if ended is not None and ended.fault:
-                print(f"error: step {ended.step} is not saved: {ended.fault}", flush=True)
+            result = self.result(wait=True)
+            if result is not None and result.fault:
+                print(f"error: step {result.step} is not saved: {result.fault}", flush=True)
         except Exception as error:  # the run is ending, most often for the same reason, and that one is raised
             print(f"error: a checkpoint is not saved: {error}", flush=True)
         self._thread.shutdown()
 
 
-def _timed(step: int, write: Callable[[], None]) -> Ended:
-    begun, fault = time.perf_counter(), None
+def _timed(step: int, write: Callable[[], None]) -> WriteResult:
+    began, fault = time.perf_counter(), None
     try:
         write()
     except (OSError, EnvironmentFault) as error:
         fault = str(error)
-    return Ended(step, time.perf_counter() - begun, fault)
+    return WriteResult(step, time.perf_counter() - began, fault)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mrl.checkpoint.conversions import megatron_to_hf
-from mrl.checkpoint.source import HF_FOLDER
+from mrl.checkpoint.convert import write_hf
+from mrl.checkpoint.open_checkpoint import HF_FOLDER, open_saved
 from mrl.cluster.ray_cluster import ray_cluster
 from mrl.cluster.rollout_group import RolloutGroup
 from mrl.config.load import ResolvedConfig
@@ -87,7 +87,7 @@ def _folder(output: Path) -> Iterator[None]:
 
 def _with_checkpoint(config: RunConfig, checkpoint: Path, output: Path) -> RunConfig:
     shutil.rmtree(output / MODEL, ignore_errors=True)  # of an evaluation that was killed
-    megatron_to_hf(checkpoint, output / MODEL)
+    write_hf(open_saved(checkpoint), output / MODEL)
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str((output / MODEL).resolve())})})
 
 

@@ -54,7 +54,7 @@ def train_step(run: Run) -> None:
         if phases.due(run, config.test_freq):
             with timer("testing"):
                 metrics |= validation.validate(run)
-        metrics |= saving.heard(run)  # of a save that training went on beside
+        metrics |= saving.finished_save(run)  # of a save that training went on beside
         if phases.due(run, config.save_freq):
             with timer("save_checkpoint"):
                 metrics |= saving.save(run, metrics)

@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from mrl.checkpoint.conversions import step_folder
 from mrl.checkpoint.disk_space import check_room, checkpoint_bytes, room_note
-from mrl.checkpoint.manifest import Manifest, Newest, newest_checkpoint, read_manifest
+from mrl.checkpoint.manifest import Manifest, read_manifest
+from mrl.checkpoint.open_checkpoint import step_folder
+from mrl.checkpoint.step_folders import Newest, newest_checkpoint
 from mrl.cluster.prerequisites import check_port_free, check_reachable, check_size, own_cpus, ray_address
 from mrl.config.capabilities import missing_capabilities
 from mrl.config.describe import describe_layout, describe_loss

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mrl.checkpoint.manifest import Manifest, Newest
+from mrl.checkpoint.manifest import Manifest
+from mrl.checkpoint.step_folders import Newest
 from mrl.cluster.actor_group import ActorGroup
 from mrl.cluster.ray_cluster import ray_cluster
 from mrl.cluster.rollout_group import RolloutGroup

@@ -1,17 +1,15 @@
-"""Checkpoints of a run: written whole or not at all, beside the training, and no more of them than are wanted."""
+"""The checkpoints of a run: saved beside the training, and no more of them than are wanted."""
 
 import importlib.metadata
 import json
-import secrets
-import shutil
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mrl.checkpoint.disk_space import BESIDE_TENSORS, check_room
-from mrl.checkpoint.manifest import Manifest, RankFiles, checkpoint_steps, fsync, write_manifest
+from mrl.checkpoint.manifest import Manifest, RankFiles, fsync, write_manifest
+from mrl.checkpoint.step_folders import discard, superseded, write_atomically
 from mrl.errors import EnvironmentFault
 from mrl.model.hf_files import copy_hf_files
 from mrl.train.preflight import fixed_values
@@ -19,41 +17,41 @@ from mrl.train.run import Run, TrainState
 
 
 def save(run: Run, metrics: dict[str, float] | None = None) -> dict[str, float]:
-    """Begins a checkpoint of the last finished step, unless there is one; with its metrics, should the process die before their line.
+    """Begins a checkpoint of the last finished step, unless there is one. `metrics`: of the step, should their line get lost.
 
-    The ranks copy their parts to host memory and write them while training goes on; a save waits for the one before it. A disk that
-    does not take a checkpoint is no reason to stop: it is said, counted, and the checkpoints that are there stay. Returns what `heard`
-    does.
+    The ranks copy their parts to host memory and write them while training goes on; a save waits for the one before it.
+    A disk that does not take a checkpoint is no reason to stop: it is said, counted, and the checkpoints that are there
+    stay. Returns what `finished_save` does.
     """
-    told = heard(run, wait=True)
+    previous = finished_save(run, wait=True)
     state = run.state
     if run.saved_step == state.step:
-        return told
+        return previous
     try:
         check_room(run.run_dir.checkpoints, run.actor.take_checkpoint() + BESIDE_TENSORS)
     except EnvironmentFault as fault:
         _count_failure(run, state.step, str(fault))
-        return told
+        return previous
     run.writing.begin(state.step, partial(_write, run, state, dict(metrics or {})))
-    return told if run.config.trainer.async_save else told | heard(run, wait=True)
+    return previous if run.config.trainer.async_save else previous | finished_save(run, wait=True)
 
 
-def heard(run: Run, wait: bool = False) -> dict[str, float]:
-    """How the save under way ended, if it did: the time it took. Raises what went wrong with it, a disk's refusal excepted."""
-    ended = run.writing.ended(wait)
-    if ended is None:
+def finished_save(run: Run, wait: bool = False) -> dict[str, float]:
+    """The metrics of the save under way, if it has ended. Raises what went wrong with it, a disk's refusal excepted."""
+    result = run.writing.result(wait)
+    if result is None:
         return {}
-    if ended.fault:
-        _count_failure(run, ended.step, ended.fault)
+    if result.fault:
+        _count_failure(run, result.step, result.fault)
     else:
-        run.saved_step = ended.step
-    return {"perf/checkpoint_write_s": ended.seconds}
+        run.saved_step = result.step
+    return {"perf/checkpoint_write_s": result.seconds}
 
 
 def finish(run: Run) -> None:
-    """Leaves a checkpoint of the last finished step behind. Raises EnvironmentFault when the disk takes none, even now."""
+    """Leaves a checkpoint of the last finished step behind. Raises EnvironmentFault when the disk takes none now."""
     save(run)
-    heard(run, wait=True)
+    finished_save(run, wait=True)
     if run.saved_step != run.state.step:
         newest = f"the newest checkpoint is that of step {run.saved_step}" if run.saved_step else "there is no checkpoint"
         raise EnvironmentFault(
@@ -73,41 +71,6 @@ def _write(run: Run, state: TrainState, metrics: dict[str, float]) -> None:
     write_atomically(folder, lambda work: _write_checkpoint(run, state, work, metrics))
     for old in superseded(run.run_dir.checkpoints, state.step, run.config.trainer.max_actor_ckpt_to_keep):
         discard(old)
-
-
-def discard(checkpoint: Path) -> None:
-    """Removes a checkpoint. It loses its name first: killed in the middle, this leaves no folder that looks like a damaged one."""
-    aside = checkpoint.with_name(f"{checkpoint.name}.tmp-{secrets.token_hex(4)}")
-    try:
-        shutil.rmtree(checkpoint.rename(aside))
-    except OSError as error:
-        print(f"warning: {checkpoint}, which is no longer wanted, cannot be removed: {error}", flush=True)
-
-
-def superseded(folder: Path, saved: int, keep: int) -> list[Path]:
-    """Checkpoints that are not among the `keep` newest up to step `saved`, which was saved just now and is never one of them.
-
-    A folder of a later step is of another attempt; it neither counts nor goes.
-    """
-    return [path for step, path in checkpoint_steps(folder) if step <= saved][:-keep]
-
-
-def write_atomically(folder: Path, write: Callable[[Path], None]) -> None:
-    """Calls `write(work)` on a fresh folder beside `folder`, then gives it that name, durably. What was there before stays until then.
-
-    A process killed in between leaves `work`, whose name ends in `.tmp-` and a suffix; opening the run directory again removes it.
-    """
-    work = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
-    work.mkdir()
-    try:
-        write(work)
-        if folder.exists():
-            shutil.rmtree(folder)
-        work.rename(folder)
-        fsync(folder.parent)
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
 
 
 def _write_checkpoint(run: Run, state: TrainState, work: Path, metrics: dict[str, float]) -> None:

@@ -118,7 +118,7 @@ def _status(pid: int, field: str) -> int:
 def level_after_imports() -> int:
     """Resident bytes of a process that has imported what a conversion imports."""
     program = (
-        "import mrl.cli.main, mrl.checkpoint.conversions\n"
+        "import mrl.cli.main, mrl.checkpoint.convert\n"
         "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM:')))"
     )
     return int(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout) * 1024

@@ -27,7 +27,7 @@ from typing import Any
 
 import psutil
 
-from mrl.checkpoint.manifest import checkpoint_steps, newest_checkpoint
+from mrl.checkpoint.step_folders import checkpoint_steps, newest_checkpoint
 from mrl.platforms.hosting import get_hosting
 from mrl.record.run_dir import METRICS, read_metrics
 from mrl.train.compare_runs import checkpoint_difference, metrics_difference

@@ -16,14 +16,15 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from mrl.checkpoint.manifest import Manifest, RankFiles, checkpoint_steps, write_manifest
-from mrl.checkpoint.rank_state import HostCopy, load_rank
+from mrl.checkpoint.manifest import Manifest, RankFiles, write_manifest
+from mrl.checkpoint.rank_load import load_rank
+from mrl.checkpoint.rank_save import HostCopy
+from mrl.checkpoint.step_folders import checkpoint_steps, discard, superseded, write_atomically
 from mrl.cluster.prerequisites import free_port
 from mrl.config.schema import RunConfig
 from mrl.data.batch import Sample, TrainBatch, collate
 from mrl.megatron.actor import MegatronActor
 from mrl.train.background_save import BackgroundWrite
-from mrl.train.saving import discard, superseded, write_atomically
 
 SAMPLES = 6
 KEEP = 2
@@ -61,7 +62,7 @@ def train(actor: MegatronActor, out: Path, checkpoints: Path, until: int, save_e
 
 def hear(writing: BackgroundWrite) -> None:
     """Waits for the save before; one that failed ends the rank."""
-    ended = writing.ended(wait=True)
+    ended = writing.result(wait=True)
     if ended is not None and ended.fault:
         raise SystemExit(ended.fault)
 

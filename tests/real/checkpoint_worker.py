@@ -14,7 +14,8 @@ from ranks import agree_on_port
 from safetensors.torch import save_file
 
 from mrl.checkpoint.manifest import Manifest, RankFiles, write_manifest
-from mrl.checkpoint.rank_state import load_rank, save_rank
+from mrl.checkpoint.rank_load import load_rank
+from mrl.checkpoint.rank_save import HostCopy
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
 from mrl.megatron.actor import MegatronActor
@@ -45,7 +46,9 @@ def main(rank: int, world_size: int, out: Path, tasks: list[dict]) -> None:
 def _save(actor: MegatronActor, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     part = folder.parent / f"{folder.name}.part-{actor.rank}.json"
-    part.write_text(json.dumps(save_rank(actor, folder).to_json()))
+    copy = HostCopy()
+    copy.take(actor)
+    part.write_text(json.dumps(copy.write(folder).to_json()))
     dist.barrier()
     if actor.rank == 0:
         parts = [json.loads(part.with_name(f"{folder.name}.part-{r}.json").read_text()) for r in range(dist.get_world_size())]

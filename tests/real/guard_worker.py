@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from ranks import agree_on_port
 
-from mrl.checkpoint.rank_state import HostCopy
+from mrl.checkpoint.rank_save import HostCopy
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
 from mrl.errors import NumericAbort

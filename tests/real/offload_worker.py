@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from ranks import agree_on_port
 
-from mrl.checkpoint.rank_state import HostCopy, held_parameters
+from mrl.checkpoint.rank_parameters import rank_parameters
+from mrl.checkpoint.rank_save import HostCopy
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
 from mrl.megatron.actor import MegatronActor
@@ -90,7 +91,7 @@ def refusals(actor: MegatronActor) -> list[str]:
     attempts = (
         lambda: actor.chunks[0](None, None, None),
         lambda: LocalParameters(actor.chunks)(name, 0),
-        lambda: list(held_parameters(actor)),
+        lambda: list(rank_parameters(actor)),
         lambda: zero_gradients(actor.chunks, actor.optimizer),
         lambda: step(actor.optimizer, actor.scheduler),
     )

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from tiny_models import save, tiny_dense, tiny_moe
 from torch import Tensor
 
-from mrl.checkpoint.conversions import megatron_to_hf
+from mrl.checkpoint.convert import write_hf
+from mrl.checkpoint.open_checkpoint import open_saved
 from mrl.data.batch import Sample, TrainBatch, collate
 
 pytestmark = pytest.mark.real
@@ -93,7 +94,7 @@ def test_the_converted_checkpoint_has_the_saved_bits(results, tmp_path, name):
     checkpoint = results / f"saved-{name}"
     (checkpoint / "hf").mkdir()
     (checkpoint / "hf" / "config.json").write_text((results / WRITTEN[name][0] / "config.json").read_text())
-    megatron_to_hf(checkpoint, tmp_path / "hf")
+    write_hf(open_saved(checkpoint), tmp_path / "hf")
     files = sorted((tmp_path / "hf").glob("*.safetensors"))
     assert _equal({n: t for file in files for n, t in load_file(file).items()}, _weights(results, name)["saved"])
 

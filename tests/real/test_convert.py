@@ -9,8 +9,9 @@ import torch
 from test_checkpoint import EP, PP, TP, _batch, _equal, _start, _task, _weights
 from tiny_models import save, tiny_moe
 
-from mrl.checkpoint.conversion_job import Options
-from mrl.checkpoint.conversions import hf_to_megatron, megatron_to_megatron
+from mrl.checkpoint.convert import write_layout
+from mrl.checkpoint.convert_job import Options
+from mrl.checkpoint.open_checkpoint import open_hf, open_saved
 
 pytestmark = [pytest.mark.real, pytest.mark.long, pytest.mark.timeout(240)]
 
@@ -35,8 +36,8 @@ def results(tmp_path_factory) -> Path:
     _start(out, 2, [_task(out, "bridge", HALF, saves=True)])
     shutil.copytree(out / "moe", out / "saved-bridge" / "hf", ignore=shutil.ignore_patterns("*.safetensors*"))
     verified = Options(verify=True)
-    hf_to_megatron(out / "moe", out / "saved-fresh", {"world_size": 2, TP: 2, EP: 2}, options=verified)
-    megatron_to_megatron(out / "saved-bridge", out / "saved-stages", {"world_size": 2, PP: 2}, options=verified)
+    write_layout(open_hf(out / "moe"), out / "saved-fresh", {"world_size": 2, TP: 2, EP: 2}, options=verified)
+    write_layout(open_saved(out / "saved-bridge"), out / "saved-stages", {"world_size": 2, PP: 2}, options=verified)
     fresh = _task(out, "fresh", OTHER, load="fresh") | {"updates_before_save": 2}
     moved = [_task(out, name, OTHER_STAGES, load=name) for name in ("stages", "bridge")]
     _start(out, 2, [fresh, moved[0], moved[1] | {"name": "moved"}])

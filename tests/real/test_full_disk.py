@@ -8,7 +8,8 @@ from safetensors.torch import load_file
 from test_runs import finish, train
 from world import make_world, metrics
 
-from mrl.checkpoint.manifest import check_digests, newest_checkpoint, read_manifest
+from mrl.checkpoint.manifest import check_digests, read_manifest
+from mrl.checkpoint.step_folders import newest_checkpoint
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from test_runs import finish, train
 from tiny_models import save, tiny_moe
 from world import ROOT, make_world, metrics
 
-from mrl.checkpoint.manifest import newest_checkpoint
+from mrl.checkpoint.step_folders import newest_checkpoint
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 

@@ -14,9 +14,11 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny_models import save, tiny_dense, tiny_moe, tiny_qwen2, tiny_shared
 
-from mrl.checkpoint.conversion_job import Options
-from mrl.checkpoint.conversions import TorchDist, hf_to_megatron, megatron_to_hf
-from mrl.extras.torch_dist.read import Trust
+from mrl.checkpoint.convert import write_hf, write_layout
+from mrl.checkpoint.convert_job import Options
+from mrl.checkpoint.open_checkpoint import open_hf
+from mrl.extras.torch_dist.read import open_torch_dist
+from mrl.extras.torch_dist.write import write_torch_dist
 
 pytestmark = [pytest.mark.real, pytest.mark.long, pytest.mark.timeout(480)]
 
@@ -37,10 +39,10 @@ def results(tmp_path_factory) -> Path:
     for name, make in MODELS.items():
         save(make().to(torch.bfloat16), out / name)
         (out / name / "tokenizer.json").write_text("{}")
-        hf_to_megatron(out / name, out / f"ours-{name}", TorchDist(), options=VERIFIED, trust=Trust())
-        hf_to_megatron(out / name, out / f"mrl-{name}", {"world_size": 4} | DEGREES[name], options=VERIFIED)
+        write_torch_dist(open_hf(out / name), out / f"ours-{name}", options=VERIFIED)
+        write_layout(open_hf(out / name), out / f"mrl-{name}", {"world_size": 4} | DEGREES[name], options=VERIFIED)
         loads.append((name, name, None))
-    hf_to_megatron(out / "moe", out / "ours-layers", TorchDist(separate_layers=True), options=VERIFIED, trust=Trust())
+    write_torch_dist(open_hf(out / "moe"), out / "ours-layers", separate_layers=True, options=VERIFIED)
     loads.insert(0, ("moe", "layers", STYLES["layers"]))
     for world in (4, 1):
         tasks = []
@@ -88,7 +90,7 @@ def test_a_converted_checkpoint_of_ours_is_what_mbridge_loads_and_exports(result
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("model", MODELS)
 def test_what_megatron_saved_at_tp2_pp2_ep2_is_the_original_byte_for_byte(results, tmp_path, model, style):
-    report = megatron_to_hf(results / f"saved-{model}" / style, tmp_path / "hf", VERIFIED, Trust(results / model))
+    report = write_hf(open_torch_dist(results / f"saved-{model}" / style, results / model), tmp_path / "hf", VERIFIED)
     original = load_file(results / model / "model.safetensors")
     found = {name: t for file in (tmp_path / "hf").glob("*.safetensors") for name, t in load_file(file).items()}
     assert found.keys() == original.keys() and report.tensors == len(original)
@@ -105,5 +107,5 @@ def test_a_saved_checkpoint_with_a_flipped_byte_is_named(results, tmp_path):
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
     with pytest.raises(Exception, match=rf"{file.name}.*(CRC-32|cannot be read)"):
-        megatron_to_hf(saved, tmp_path / "hf", None, Trust(results / "dense"))
+        write_hf(open_torch_dist(saved, results / "dense"), tmp_path / "hf")
     assert [p.name for p in tmp_path.iterdir()] == ["saved"]

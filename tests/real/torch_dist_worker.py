@@ -21,7 +21,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from ranks import agree_on_port
 from safetensors.torch import load_file
 
-from mrl.checkpoint.rank_state import load_rank
+from mrl.checkpoint.rank_load import load_rank
 from mrl.config.schema import RunConfig
 from mrl.megatron.actor import MegatronActor
 from mrl.model.layout import padded_vocab_size

@@ -10,19 +10,11 @@ import torch
 from safetensors.torch import save_file
 from test_reshard_source import assembled, random_layouts, tagged
 
-from mrl.checkpoint.conversions import megatron_to_hf
-from mrl.checkpoint.manifest import (
-    WEIGHT,
-    Entry,
-    Manifest,
-    RankFiles,
-    check_digests,
-    file_facts,
-    newest_checkpoint,
-    read_manifest,
-    write_manifest,
-)
-from mrl.checkpoint.stored_tensors import StoredTensors
+from mrl.checkpoint.convert import write_hf
+from mrl.checkpoint.manifest import WEIGHT, Manifest, RankFiles, StoredTensor, check_digests, file_facts, read_manifest, write_manifest
+from mrl.checkpoint.open_checkpoint import open_saved
+from mrl.checkpoint.rank_load import TensorLoader
+from mrl.checkpoint.step_folders import newest_checkpoint, superseded, write_atomically
 from mrl.errors import EnvironmentFault, NumericAbort
 from mrl.megatron.adam_state import AdamState
 from mrl.model import model_spec, tensor_specs
@@ -30,7 +22,6 @@ from mrl.model.boxes import Box
 from mrl.model.megatron_shards import Piece, source_shards
 from mrl.record.run_dir import RunDir
 from mrl.train.run import set_aside
-from mrl.train.saving import superseded, write_atomically
 
 FACTS = {"step": 2.0, "num_updates": 2, "lr": 0.5, "scheduler": {"num_steps": 3}}
 CONFIG = {
@@ -56,7 +47,9 @@ def a_checkpoint(folder, step: int, facts=(FACTS, FACTS)):
         name, key = f"rank-{rank:05d}.safetensors", "weight/0.w"
         save_file({key: values[slice(*flat)].clone()}, path / name)
         ranks.append(
-            RankFiles((Entry(name, key, WEIGHT, (3, 4), flat, (Piece("w", whole, whole),)),), {name: file_facts(path / name)}, optimizer)
+            RankFiles(
+                (StoredTensor(name, key, WEIGHT, (3, 4), flat, (Piece("w", whole, whole),)),), {name: file_facts(path / name)}, optimizer
+            )
         )
     write_manifest(path, a_manifest(step, tuple(ranks)))
     return path
@@ -71,8 +64,8 @@ def flip_a_byte(path) -> None:
 def test_a_manifest_reads_back_as_it_was_written(tmp_path):
     rank = RankFiles(
         (
-            Entry("r", "k", WEIGHT, (2, 3), None, (Piece("a", Box(((0, 2), (3, 6))), Box(((0, 2), (0, 3)))),)),
-            Entry("r", "l", "exp_avg", (4,), (1, 3), ()),
+            StoredTensor("r", "k", WEIGHT, (2, 3), None, (Piece("a", Box(((0, 2), (3, 6))), Box(((0, 2), (0, 3)))),)),
+            StoredTensor("r", "l", "exp_avg", (4,), (1, 3), ()),
         ),
         {},
         FACTS,
@@ -105,8 +98,25 @@ def test_a_rank_without_a_part_of_the_optimizer_does_not_disagree():
 def test_parts_of_a_flat_tensor_are_put_together(tmp_path):
     path = a_checkpoint(tmp_path, 1)
     out = torch.zeros(2, 2)
-    StoredTensors(path, read_manifest(path)).fill(WEIGHT, [Piece("w", Box(((1, 3), (2, 4))), Box.whole((2, 2)))], out)
+    TensorLoader(path, read_manifest(path)).fill(WEIGHT, [Piece("w", Box(((1, 3), (2, 4))), Box.whole((2, 2)))], out)
     assert out.tolist() == [[6.0, 7.0], [10.0, 11.0]]
+
+
+def test_a_file_is_compared_with_its_digest_when_a_rank_first_needs_it_and_not_before(tmp_path):
+    path = a_checkpoint(tmp_path, 1)
+    flip_a_byte(path / "rank-00001.safetensors")
+    loader, out = TensorLoader(path, read_manifest(path)), torch.zeros(1, 4)
+    loader.fill(WEIGHT, [Piece("w", Box(((0, 1), (0, 4))), Box.whole((1, 4)))], out)
+    assert out.tolist() == [[0.0, 1.0, 2.0, 3.0]]
+    with pytest.raises(EnvironmentFault, match=r"rank-00001\.safetensors: its bytes are not those that were written"):
+        loader.fill(WEIGHT, [Piece("w", Box(((1, 2), (0, 4))), Box.whole((1, 4)))], out)
+
+
+def test_an_element_that_no_file_holds_is_told(tmp_path):
+    path = a_checkpoint(tmp_path, 1)
+    loader = TensorLoader(path, read_manifest(path))
+    with pytest.raises(EnvironmentFault, match=r"holds 4 of 8 elements of w \(weight\)"):
+        loader.fill(WEIGHT, [Piece("w", Box(((2, 4), (0, 4))), Box.whole((2, 4)))], torch.zeros(2, 4))
 
 
 def test_flat_parts_with_a_hole_and_an_equally_large_overlap_are_refused(tmp_path):
@@ -115,7 +125,7 @@ def test_flat_parts_with_a_hole_and_an_equally_large_overlap_are_refused(tmp_pat
     written["ranks"][1]["entries"][0]["flat"] = [4, 11]
     (path / "manifest.json").write_text(json.dumps(written))
     with pytest.raises(EnvironmentFault, match=r"weight/0\.w is stored in parts that do not add up, \[\(0, 5\), \(4, 11\)\]"):
-        StoredTensors(path, read_manifest(path))
+        TensorLoader(path, read_manifest(path))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -126,7 +136,7 @@ def test_every_element_of_a_checkpoint_finds_its_place_in_any_other_layout(tmp_p
         others = [layout for other, layout in random_layouts(100 * seed + number, 20) if other is model]
         folder, hf = tmp_path / f"{number}", tagged(model)
         folder.mkdir()
-        stored = StoredTensors(folder, write_layout(folder, model, written, hf))
+        stored = TensorLoader(folder, written_at_layout(folder, model, written, hf))
         for layout in others[:1]:
             pairs += 1
             for rank in range(layout.world_size):
@@ -137,7 +147,7 @@ def test_every_element_of_a_checkpoint_finds_its_place_in_any_other_layout(tmp_p
     assert pairs > 3
 
 
-def write_layout(folder, model, layout, hf) -> Manifest:
+def written_at_layout(folder, model, layout, hf) -> Manifest:
     """What each rank of `layout` would write of its weights, those of its replicas left out."""
     ranks = []
     for rank in range(layout.world_size):
@@ -145,7 +155,7 @@ def write_layout(folder, model, layout, hf) -> Manifest:
         name = f"rank-{rank:05d}.safetensors"
         keys = {f"{shard.vp_chunk}.{shard.megatron_name}": shard for shard in shards}
         save_file({key: torch.from_numpy(assembled(shard, hf)) for key, shard in keys.items()}, folder / name)
-        entries = tuple(Entry(name, key, WEIGHT, shard.local_shape, None, shard.pieces) for key, shard in keys.items())
+        entries = tuple(StoredTensor(name, key, WEIGHT, shard.local_shape, None, shard.pieces) for key, shard in keys.items())
         ranks.append(RankFiles(entries, {name: file_facts(folder / name)}, FACTS))
     return a_manifest(1, tuple(ranks))
 
@@ -267,9 +277,9 @@ def test_an_export_names_the_dtype_of_its_weights(tmp_path, keys, named):
     for spec in tensor_specs(model_spec(CONFIG)):
         whole = Box.whole(spec.shape)
         tensors[spec.name] = torch.ones(spec.shape)
-        entries.append(Entry("r", spec.name, WEIGHT, spec.shape, None, (Piece(spec.name, whole, whole),)))
+        entries.append(StoredTensor("r", spec.name, WEIGHT, spec.shape, None, (Piece(spec.name, whole, whole),)))
     save_file(tensors, path / "r")
     write_manifest(path, a_manifest(1, (RankFiles(tuple(entries), {"r": file_facts(path / "r")}, FACTS),)))
-    assert megatron_to_hf(path, tmp_path / "out").tensors == len(tensors)
+    assert write_hf(open_saved(path), tmp_path / "out").tensors == len(tensors)
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert {key: written[key] for key in ("dtype", "torch_dtype") if key in written} == dict.fromkeys(named, "float32")

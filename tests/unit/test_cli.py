@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from small_model import SIZES
 
-from mrl.checkpoint.manifest import WEIGHT, Entry, Manifest, RankFiles, file_facts, write_manifest
+from mrl.checkpoint.manifest import WEIGHT, Manifest, RankFiles, StoredTensor, file_facts, write_manifest
 from mrl.cli.config_arguments import resolved_config
 from mrl.cli.main import main
 from mrl.model import model_spec, tensor_specs
@@ -130,7 +130,7 @@ def checkpoint(tmp_path):
         for piece in shard.pieces:
             local[piece.local_box.slices] = weights[piece.hf_name][piece.hf_box.slices]
         stored[shard.megatron_name] = local
-        entries.append(Entry("rank-00000.safetensors", shard.megatron_name, WEIGHT, shard.local_shape, None, shard.pieces))
+        entries.append(StoredTensor("rank-00000.safetensors", shard.megatron_name, WEIGHT, shard.local_shape, None, shard.pieces))
     save_file(stored, folder / "rank-00000.safetensors")
     facts = {"rank-00000.safetensors": file_facts(folder / "rank-00000.safetensors")}
     write_manifest(folder, Manifest(3, {}, "float32", SIZES, (RankFiles(tuple(entries), facts, {"num_updates": 3}),), {}, {}))

@@ -15,15 +15,16 @@ from safetensors.torch import load_file, save_file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "real"))
 from tiny_models import save, tiny_dense, tiny_moe, tiny_qwen2, tiny_shared
 
-import mrl.checkpoint.conversion_job
-import mrl.checkpoint.conversions
-import mrl.checkpoint.file_plan
-import mrl.checkpoint.file_writer
-import mrl.checkpoint.source
-from mrl.checkpoint.conversion_job import Options
-from mrl.checkpoint.conversions import Expected, hf_to_megatron, megatron_to_hf, megatron_to_megatron
+import mrl.checkpoint.convert
+import mrl.checkpoint.convert_job
+import mrl.checkpoint.planned_file
+import mrl.checkpoint.safetensors_file
+import mrl.checkpoint.stored_boxes
+from mrl.checkpoint.convert import ExpectedModel, write_hf, write_layout
+from mrl.checkpoint.convert_job import Options
 from mrl.checkpoint.manifest import EXP_AVG, MASTER, WEIGHT, read_manifest
-from mrl.checkpoint.stored_tensors import StoredTensors
+from mrl.checkpoint.open_checkpoint import open_hf, open_saved
+from mrl.checkpoint.rank_load import TensorLoader
 from mrl.cli.convert import parse_layout
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model import load_model_spec
@@ -56,9 +57,9 @@ def models(tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture
 def small_parts(monkeypatch) -> None:
     """Tensors do not fit into a block or a scratch buffer, nor a rank's part into a file."""
-    monkeypatch.setattr(mrl.checkpoint.file_writer, "BLOCK_BYTES", 5000)
-    monkeypatch.setattr(mrl.checkpoint.source, "SCRATCH_BYTES", 3000)
-    monkeypatch.setattr(mrl.checkpoint.file_plan, "FILE_BYTES", 600_000)
+    monkeypatch.setattr(mrl.checkpoint.planned_file, "BLOCK_BYTES", 5000)
+    monkeypatch.setattr(mrl.checkpoint.stored_boxes, "SCRATCH_BYTES", 3000)
+    monkeypatch.setattr(mrl.checkpoint.planned_file, "FILE_BYTES", 600_000)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -81,8 +82,8 @@ CASES = [
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_there_and_back_gives_the_same_bytes_whatever_the_layout(models, tmp_path, small_parts, model, layout):
-    there = hf_to_megatron(models[model], tmp_path / "ours", parse_layout(layout), options=Options(verify=True))
-    back = megatron_to_hf(tmp_path / "ours", tmp_path / "hf", Options(verify=True))
+    there = write_layout(open_hf(models[model]), tmp_path / "ours", parse_layout(layout), options=Options(verify=True))
+    back = write_hf(open_saved(tmp_path / "ours"), tmp_path / "hf", Options(verify=True))
     original = weights(models[model])
     assert same(weights(tmp_path / "hf"), original)
     assert there.tensors == back.tensors == len(original) and back.files > 1
@@ -95,11 +96,11 @@ def test_there_and_back_gives_the_same_bytes_whatever_the_layout(models, tmp_pat
 
 @pytest.mark.parametrize(("model", "layout"), [("qwen3_moe", "tp=2,pp=2,ep=2"), ("qwen2_moe", "tp=4,etp=2,ep=2"), ("half", "pp=2,vpp=2")])
 def test_each_rank_is_stored_what_megatron_has_there(models, tmp_path, model, layout):
-    """Against an oracle that slices whole tensors; `mrl.checkpoint.stored_tensors`, by which ranks load, reads it."""
+    """Against an oracle that slices whole tensors; `TensorLoader`, by which ranks load, reads it."""
     degrees, spec, full = parse_layout(layout), load_model_spec(models[model]), weights(models[model])
-    hf_to_megatron(models[model], tmp_path / "ours", degrees)
+    write_layout(open_hf(models[model]), tmp_path / "ours", degrees)
     manifest = read_manifest(tmp_path / "ours")
-    stored, plan = StoredTensors(tmp_path / "ours", manifest), TrainLayout.build(degrees, spec)
+    stored, plan = TensorLoader(tmp_path / "ours", manifest), TrainLayout.build(degrees, spec)
     files = {name: load_file(tmp_path / "ours" / name) for name in manifest.files()}
     written = {(e.file, e.key) for e in manifest.entries()}
     assert written == {(file, key) for file, tensors in files.items() for key in tensors}
@@ -118,18 +119,18 @@ def test_each_rank_is_stored_what_megatron_has_there(models, tmp_path, model, la
 def test_optimizer_state_moves_between_layouts_with_the_weights(models, tmp_path, small_parts):
     """Moments that are cut over data parallelism: each element has the number of its place in the Hugging Face tensor."""
     source = with_optimizer(models["half"], tmp_path / "step-7")
-    megatron_to_megatron(source, tmp_path / "moved", parse_layout("tp=2,pp=2,ep=2"), options=Options(verify=True))
+    write_layout(open_saved(source), tmp_path / "moved", parse_layout("tp=2,pp=2,ep=2"), options=Options(verify=True))
     manifest, before = read_manifest(tmp_path / "moved"), read_manifest(source)
     assert manifest.step == 7 and manifest.optimizer == before.optimizer and manifest.trainer["cursor"] == {"index": 4}
     assert manifest.converted and not manifest.weights_only
-    stored = StoredTensors(tmp_path / "moved", manifest)
+    stored = TensorLoader(tmp_path / "moved", manifest)
     for name, tensor in weights(models["half"]).items():
         whole = Box.whole(tensor.shape)
         for role, expected in ((WEIGHT, tensor), (MASTER, tensor.float()), (EXP_AVG, numbered(tensor))):
             found = torch.zeros_like(expected)
             stored.fill(role, [Piece(name, whole, whole)], found)
             assert torch.equal(found, expected), (name, role)
-    megatron_to_megatron(tmp_path / "moved", tmp_path / "alone", parse_layout("tp=1"), weights_only=True)
+    write_layout(open_saved(tmp_path / "moved"), tmp_path / "alone", parse_layout("tp=1"), weights_only=True)
     alone = read_manifest(tmp_path / "alone")
     assert alone.weights_only and {e.role for e in alone.entries()} == {WEIGHT} and alone.optimizer["step"] is None
 
@@ -140,7 +141,7 @@ def numbered(tensor: torch.Tensor) -> torch.Tensor:
 
 def with_optimizer(model: Path, folder: Path) -> Path:
     """A saved step of two data-parallel ranks, written here by hand: each has an uneven flat part of every moment."""
-    from mrl.checkpoint.manifest import Entry, Manifest, RankFiles, file_facts, write_manifest
+    from mrl.checkpoint.manifest import Manifest, RankFiles, StoredTensor, file_facts, write_manifest
 
     folder.mkdir()
     (folder / "hf").mkdir()
@@ -161,7 +162,7 @@ def with_optimizer(model: Path, folder: Path) -> Path:
                     continue
                 key = f"{role}/{shard.vp_chunk}.{shard.megatron_name}"
                 tensors[key] = local if flat is None else local.reshape(-1)[slice(*flat)].clone()
-                entries.append(Entry(name, key, role, shard.local_shape, flat, shard.pieces))
+                entries.append(StoredTensor(name, key, role, shard.local_shape, flat, shard.pieces))
         save_file(tensors, folder / name)
         facts = {"step": 7.0, "num_updates": 7, "lr": 0.5, "scheduler": {"num_steps": 9}}
         ranks.append(RankFiles(tuple(entries), {name: file_facts(folder / name)}, facts))
@@ -171,17 +172,20 @@ def with_optimizer(model: Path, folder: Path) -> Path:
 
 
 def test_worker_processes_write_the_same_files(models, tmp_path, monkeypatch):
-    monkeypatch.setattr(mrl.checkpoint.conversion_job, "SMALL_BYTES", 0)
+    monkeypatch.setattr(mrl.checkpoint.convert_job, "SMALL_BYTES", 0)
     for workers in (1, 2):
-        hf_to_megatron(
-            models["qwen3_moe"], tmp_path / f"ours{workers}", parse_layout("tp=2"), options=Options(workers, verify=workers == 2)
+        write_layout(
+            open_hf(models["qwen3_moe"]),
+            tmp_path / f"ours{workers}",
+            parse_layout("tp=2"),
+            options=Options(workers, verify=workers == 2),
         )
     one, two = (read_manifest(tmp_path / f"ours{workers}") for workers in (1, 2))
     assert one == two and len(one.files()) == 2
 
 
 def test_the_bar_shows_the_bytes_of_the_whole_output(models, tmp_path, capsys):
-    report = hf_to_megatron(models["half"], tmp_path / "ours", parse_layout("tp=2"), options=Options(progress=True))
+    report = write_layout(open_hf(models["half"]), tmp_path / "ours", parse_layout("tp=2"), options=Options(progress=True))
     shown = capsys.readouterr().err
     assert f"{report.bytes / 1e6:.1f}/{report.bytes / 1e6:.1f} MB" in shown
 
@@ -195,7 +199,7 @@ class Killed(BaseException):
 
 def killed_after(monkeypatch, count: int) -> None:
     """The process ends while the file after `count` files is being written."""
-    real, calls = mrl.checkpoint.file_writer._write_all, []
+    real, calls = mrl.checkpoint.safetensors_file._write_all, []
 
     def write(out, block):
         if out.name not in calls:
@@ -205,21 +209,21 @@ def killed_after(monkeypatch, count: int) -> None:
             raise Killed
         real(out, block)
 
-    monkeypatch.setattr(mrl.checkpoint.file_writer, "_write_all", write)
+    monkeypatch.setattr(mrl.checkpoint.safetensors_file, "_write_all", write)
 
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_killed_conversion_goes_on_with_the_files_that_it_had_not_finished(models, tmp_path, monkeypatch, count):
     degrees = parse_layout("tp=2,pp=2,ep=2")
-    whole = hf_to_megatron(models["qwen3_moe"], tmp_path / "whole", degrees)
+    whole = write_layout(open_hf(models["qwen3_moe"]), tmp_path / "whole", degrees)
     with monkeypatch.context() as patch:
         killed_after(patch, count)
         with pytest.raises(Killed):
-            hf_to_megatron(models["qwen3_moe"], tmp_path / "ours", degrees)
+            write_layout(open_hf(models["qwen3_moe"]), tmp_path / "ours", degrees)
     assert not (tmp_path / "ours").exists()
     finished = {f: f.stat().st_mtime_ns for f in (tmp_path / ".ours.partial" / "files").glob("*.safetensors")}
     assert len(finished) == count
-    report = hf_to_megatron(models["qwen3_moe"], tmp_path / "ours", degrees, options=Options(verify=True))
+    report = write_layout(open_hf(models["qwen3_moe"]), tmp_path / "ours", degrees, options=Options(verify=True))
     assert (report.resumed_files, report.files) == (count, whole.files)
     assert {f.name: f.stat().st_mtime_ns for f in (tmp_path / "ours").glob("*") if f.name in {g.name for g in finished}} == {
         f.name: time for f, time in finished.items()
@@ -232,42 +236,42 @@ def test_what_is_left_of_another_conversion_is_not_continued(models, tmp_path, m
     with monkeypatch.context() as patch:
         killed_after(patch, 2)
         with pytest.raises(Killed):
-            hf_to_megatron(models["qwen3_moe"], tmp_path / "ours", parse_layout("tp=2,pp=2,ep=2"))
-    report = hf_to_megatron(models["qwen2_moe"], tmp_path / "ours", parse_layout("tp=2,pp=2,ep=2"), options=Options(verify=True))
+            write_layout(open_hf(models["qwen3_moe"]), tmp_path / "ours", parse_layout("tp=2,pp=2,ep=2"))
+    report = write_layout(open_hf(models["qwen2_moe"]), tmp_path / "ours", parse_layout("tp=2,pp=2,ep=2"), options=Options(verify=True))
     assert report.resumed_files == 0
 
 
 def test_two_conversions_do_not_write_one_output(models, tmp_path, monkeypatch):
     def second(*_):
-        hf_to_megatron(models["qwen3"], tmp_path / "ours", parse_layout("tp=1"))
+        write_layout(open_hf(models["qwen3"]), tmp_path / "ours", parse_layout("tp=1"))
 
-    monkeypatch.setattr(mrl.checkpoint.conversion_job, "write_file", second)
+    monkeypatch.setattr(mrl.checkpoint.convert_job, "write_planned_file", second)
     with pytest.raises(ConfigError, match="being written by another conversion"):
-        hf_to_megatron(models["qwen3"], tmp_path / "ours", parse_layout("tp=1"))
+        write_layout(open_hf(models["qwen3"]), tmp_path / "ours", parse_layout("tp=1"))
 
 
 # --- bad input -------------------------------------------------------------------------------------------------------------------
 
 
 def test_damaged_files_of_a_checkpoint_of_ours_are_named_and_nothing_is_made_of_them(models, tmp_path):
-    hf_to_megatron(models["qwen3_moe"], tmp_path / "ours", parse_layout("tp=2"))
+    write_layout(open_hf(models["qwen3_moe"]), tmp_path / "ours", parse_layout("tp=2"))
     file = tmp_path / "ours" / "rank-00001.safetensors"
     whole = bytearray(file.read_bytes())
     whole[-5] ^= 1
     file.write_bytes(whole)
     said = r"rank-00001\.safetensors: its bytes are not those that were written \(SHA-256 differs\)"
     for convert in (
-        lambda: megatron_to_hf(tmp_path / "ours", tmp_path / "out"),
-        lambda: megatron_to_megatron(tmp_path / "ours", tmp_path / "out", parse_layout("tp=4")),
+        lambda: write_hf(open_saved(tmp_path / "ours"), tmp_path / "out"),
+        lambda: write_layout(open_saved(tmp_path / "ours"), tmp_path / "out", parse_layout("tp=4")),
     ):
         with pytest.raises(EnvironmentFault, match=said):
             convert()
     file.write_bytes(whole[:-1])
     with pytest.raises(EnvironmentFault, match=rf"rank-00001\.safetensors has {len(whole) - 1} bytes, not {len(whole)}"):
-        megatron_to_hf(tmp_path / "ours", tmp_path / "out")
+        write_hf(open_saved(tmp_path / "ours"), tmp_path / "out")
     file.unlink()
     with pytest.raises(EnvironmentFault, match=r"rank-00001\.safetensors is missing"):
-        megatron_to_hf(tmp_path / "ours", tmp_path / "out")
+        write_hf(open_saved(tmp_path / "ours"), tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["ours"]
 
 
@@ -276,7 +280,7 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(models, tmp
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(needed, 0, needed - 1))
     with pytest.raises(EnvironmentFault, match=r"GB are to be written and .* GB are free"):
-        hf_to_megatron(models["qwen3"], tmp_path / "ours", parse_layout("tp=1"))
+        write_layout(open_hf(models["qwen3"]), tmp_path / "ours", parse_layout("tp=1"))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -285,23 +289,23 @@ def test_files_of_another_conversion_that_are_deleted_count_as_free(models, tmp_
     with monkeypatch.context() as patch:
         killed_after(patch, 1)
         with pytest.raises(Killed):
-            hf_to_megatron(models["qwen3_moe"], tmp_path / "ours", degrees)
+            write_layout(open_hf(models["qwen3_moe"]), tmp_path / "ours", degrees)
     files = tmp_path / ".ours.partial" / "files"
     left = {file.name: file.stat().st_size for file in files.iterdir()}
     assert sum(name.endswith(".safetensors") for name in left) == 1
     dense = parse_layout("tp=2,pp=2")
-    needed = hf_to_megatron(models["qwen3"], tmp_path / "whole", dense).bytes
+    needed = write_layout(open_hf(models["qwen3"]), tmp_path / "whole", dense).bytes
     assert needed > sum(left.values())
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(needed, 0, needed - sum(left.values()) - 1))
     with pytest.raises(EnvironmentFault, match=r"GB are to be written and .* GB are free"):
-        hf_to_megatron(models["qwen3"], tmp_path / "ours", dense)
+        write_layout(open_hf(models["qwen3"]), tmp_path / "ours", dense)
     assert {file.name: file.stat().st_size for file in files.iterdir()} == left
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(needed, 0, needed - sum(left.values())))
-    assert hf_to_megatron(models["qwen3"], tmp_path / "ours", dense).resumed_files == 0
+    assert write_layout(open_hf(models["qwen3"]), tmp_path / "ours", dense).resumed_files == 0
 
 
 def test_a_disk_that_fills_up_keeps_what_is_finished(models, tmp_path, monkeypatch):
-    real, calls = mrl.checkpoint.file_writer._write_all, []
+    real, calls = mrl.checkpoint.safetensors_file._write_all, []
 
     def write(out, block):
         calls.append(out.name)
@@ -310,11 +314,11 @@ def test_a_disk_that_fills_up_keeps_what_is_finished(models, tmp_path, monkeypat
         real(out, block)
 
     with monkeypatch.context() as patch:
-        patch.setattr(mrl.checkpoint.file_writer, "_write_all", write)
+        patch.setattr(mrl.checkpoint.safetensors_file, "_write_all", write)
         with pytest.raises(EnvironmentFault, match=r"No space left on device\); free some and run the same command again"):
-            hf_to_megatron(models["qwen3_moe"], tmp_path / "ours", parse_layout("tp=2,pp=2,ep=2"))
+            write_layout(open_hf(models["qwen3_moe"]), tmp_path / "ours", parse_layout("tp=2,pp=2,ep=2"))
     assert not list(tmp_path.rglob("*.part"))
-    assert hf_to_megatron(models["qwen3_moe"], tmp_path / "ours", parse_layout("tp=2,pp=2,ep=2")).resumed_files == 2
+    assert write_layout(open_hf(models["qwen3_moe"]), tmp_path / "ours", parse_layout("tp=2,pp=2,ep=2")).resumed_files == 2
 
 
 def test_damaged_hugging_face_files_are_named(models, tmp_path):
@@ -323,14 +327,14 @@ def test_damaged_hugging_face_files_are_named(models, tmp_path):
     whole = second.read_bytes()
     second.write_bytes(whole[:-1])
     with pytest.raises(EnvironmentFault, match=f"{second.name} cannot be read"):
-        hf_to_megatron(folder, tmp_path / "ours", parse_layout("tp=1"))
+        write_layout(open_hf(folder), tmp_path / "ours", parse_layout("tp=1"))
     second.unlink()
     with pytest.raises(EnvironmentFault, match=f"{second.name} does not exist"):
-        hf_to_megatron(folder, tmp_path / "ours", parse_layout("tp=1"))
+        write_layout(open_hf(folder), tmp_path / "ours", parse_layout("tp=1"))
     second.write_bytes(whole)
     (folder / "config.json").write_text((models["qwen3_moe"] / "config.json").read_text().replace('experts": 8', 'experts": 9'))
     with pytest.raises(EnvironmentFault, match=r"weights are not those .*experts\.8\..* is missing"):
-        hf_to_megatron(folder, tmp_path / "ours", parse_layout("tp=1"))
+        write_layout(open_hf(folder), tmp_path / "ours", parse_layout("tp=1"))
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
@@ -341,21 +345,20 @@ def test_a_dtype_that_cannot_be_trained_and_a_mixture_are_refused(models, tmp_pa
     mixed = {name: tensor.to(dtype or (torch.bfloat16 if "norm" in name else torch.float32)) for name, tensor in tensors.items()}
     save_file(mixed, folder / "model.safetensors")
     with pytest.raises(EnvironmentFault, match=f"weights of dtype {said}"):
-        hf_to_megatron(folder, tmp_path / "ours", parse_layout("tp=1"))
+        write_layout(open_hf(folder), tmp_path / "ours", parse_layout("tp=1"))
 
 
-def test_a_configuration_for_another_model_or_dtype_is_refused(models, tmp_path):
+def test_a_configuration_for_another_model_or_dtype_is_refused(models):
     with pytest.raises(ConfigError, match=r"c\.yaml: model\.path .*another architecture .*num_experts 8, not 0"):
-        expected = Expected("c.yaml", str(models["qwen3_moe"]), "float32")
-        hf_to_megatron(models["qwen3"], tmp_path / "ours", parse_layout("tp=1"), expected)
+        expected = ExpectedModel("c.yaml", str(models["qwen3_moe"]), "float32")
+        expected.check(open_hf(models["qwen3"]))
     with pytest.raises(ConfigError, match=r"weights are bfloat16, model\.dtype in c\.yaml is float32"):
-        hf_to_megatron(models["half"], tmp_path / "ours", parse_layout("tp=1"), Expected("c.yaml", str(models["half"]), "float32"))
-    assert list(tmp_path.iterdir()) == []
+        ExpectedModel("c.yaml", str(models["half"]), "float32").check(open_hf(models["half"]))
 
 
 def test_a_manifest_that_does_not_match_its_files_is_refused(models, tmp_path):
     ours = tmp_path / "ours"
-    hf_to_megatron(models["qwen3_moe"], ours, parse_layout("tp=2"))
+    write_layout(open_hf(models["qwen3_moe"]), ours, parse_layout("tp=2"))
     manifest = (ours / "manifest.json").read_text()
     key = "weight/0.decoder.layers.3.mlp.router.weight"
     for change, said in (
@@ -366,22 +369,22 @@ def test_a_manifest_that_does_not_match_its_files_is_refused(models, tmp_path):
         assert change[0] in manifest
         (ours / "manifest.json").write_text(manifest.replace(*change))
         with pytest.raises(EnvironmentFault, match=said):
-            megatron_to_hf(ours, tmp_path / "hf")
+            write_hf(open_saved(ours), tmp_path / "hf")
     assert [p.name for p in tmp_path.iterdir()] == ["ours"]
 
 
 def test_a_manifest_with_a_hole_and_an_equally_large_overlap_is_refused(models, tmp_path):
     ours, name = tmp_path / "ours", "model.layers.1.self_attn.o_proj.weight"
-    hf_to_megatron(models["qwen3"], ours, parse_layout("tp=2"))
+    write_layout(open_hf(models["qwen3"]), ours, parse_layout("tp=2"))
     manifest = json.loads((ours / "manifest.json").read_text())
     (piece,) = (piece for entry in manifest["ranks"][1]["entries"] for piece in entry["pieces"] if piece[0] == name)
     low, high = piece[1][1]
     piece[1][1] = [low - 4, high - 4]
     (ours / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(EnvironmentFault, match=rf"{name} \(weight\) is stored twice"):
-        megatron_to_hf(ours, tmp_path / "hf")
+        write_hf(open_saved(ours), tmp_path / "hf")
     with pytest.raises(EnvironmentFault, match=rf"{name} \(weight\) is stored twice"):
-        StoredTensors(ours, read_manifest(ours))
+        TensorLoader(ours, read_manifest(ours))
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", "iter_0000005/__0_0.distcp", "latest_checkpointed_iteration.txt"])
@@ -390,27 +393,27 @@ def test_megatrons_own_format_is_refused_and_its_pickles_are_not_opened(tmp_path
     (tmp_path / "theirs" / file).write_bytes(b"")
     (tmp_path / "theirs" / file).with_name(".metadata").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
     with pytest.raises(ConfigError, match="torch_dist format"):
-        megatron_to_hf(tmp_path / "theirs", tmp_path / "hf")
+        write_hf(open_saved(tmp_path / "theirs"), tmp_path / "hf")
     with pytest.raises(ConfigError, match="torch_dist format"):
-        hf_to_megatron(tmp_path / "theirs", tmp_path / "ours", parse_layout("tp=1"))
+        write_layout(open_hf(tmp_path / "theirs"), tmp_path / "ours", parse_layout("tp=1"))
 
 
 def test_verification_finds_one_wrong_bit_and_gives_the_output_no_name(models, tmp_path, monkeypatch):
-    real = mrl.checkpoint.file_writer._fill
+    real = mrl.checkpoint.planned_file._fill_block
 
     def flips(reader, entry, first, block):
         real(reader, entry, first, block)
         if entry.key.endswith("layers.2.self_attention.linear_proj.weight") and not first:
             block[5, 3] ^= np.uint32(1)
 
-    monkeypatch.setattr(mrl.checkpoint.file_writer, "_fill", flips)
+    monkeypatch.setattr(mrl.checkpoint.planned_file, "_fill_block", flips)
     with pytest.raises(EnvironmentFault, match=r"model\.layers\.2\.self_attn\.o_proj\.weight \(weight\) differs .* in row 5"):
-        hf_to_megatron(models["qwen3_moe"], tmp_path / "ours", parse_layout("tp=1"), options=Options(verify=True))
+        write_layout(open_hf(models["qwen3_moe"]), tmp_path / "ours", parse_layout("tp=1"), options=Options(verify=True))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_verification_reads_the_disk_again_and_misses_no_tensor(models, tmp_path, monkeypatch):
-    real_finish, real_plan = mrl.checkpoint.conversion_job.finish_file, mrl.checkpoint.conversions.hf_plan
+    real_finish, real_plan = mrl.checkpoint.convert_job.finish_file, mrl.checkpoint.convert.hf_plan
 
     def damages(work, name, facts):
         real_finish(work, name, facts)
@@ -421,14 +424,14 @@ def test_verification_reads_the_disk_again_and_misses_no_tensor(models, tmp_path
         (first, *rest) = real_plan(model, dtype)
         return (replace(first, entries=first.entries[:-1]), *rest)
 
-    hf_to_megatron(models["qwen2"], tmp_path / "ours", parse_layout("tp=2"))
+    write_layout(open_hf(models["qwen2"]), tmp_path / "ours", parse_layout("tp=2"))
     for where, name, change, said in (
-        (mrl.checkpoint.conversion_job, "finish_file", damages, r"model-00001\.safetensors: its bytes are not those"),
-        (mrl.checkpoint.conversions, "hf_plan", forgets, r"lm_head\.weight is missing"),
+        (mrl.checkpoint.convert_job, "finish_file", damages, r"model-00001\.safetensors: its bytes are not those"),
+        (mrl.checkpoint.convert, "hf_plan", forgets, r"lm_head\.weight is missing"),
     ):
         with monkeypatch.context() as patch, pytest.raises(EnvironmentFault, match=said):
             patch.setattr(where, name, change)
-            megatron_to_hf(tmp_path / "ours", tmp_path / "hf", Options(verify=True))
+            write_hf(open_saved(tmp_path / "ours"), tmp_path / "hf", Options(verify=True))
         assert [p.name for p in tmp_path.iterdir()] == ["ours"]
 
 

@@ -10,7 +10,8 @@ from small_model import write_model
 from test_data import row, write_jsonl
 
 import mrl.train.evaluation as evaluation
-from mrl.checkpoint.conversions import hf_to_megatron
+from mrl.checkpoint.convert import write_layout
+from mrl.checkpoint.open_checkpoint import open_hf
 from mrl.cli.main import main
 from mrl.vllm.requests import Completion
 
@@ -23,7 +24,7 @@ def world(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("world")
     write_model(folder / "model")
     (folder / "run" / "checkpoints").mkdir(parents=True)
-    hf_to_megatron(folder / "model", folder / "run" / "checkpoints" / "step-7", {"world_size": 1})
+    write_layout(open_hf(folder / "model"), folder / "run" / "checkpoints" / "step-7", {"world_size": 1})
     write_jsonl(folder / "val.jsonl", [row("1+1", "2", source="exact_match")])
     return folder
 
@@ -35,7 +36,7 @@ def refused(world, tmp_path, monkeypatch, capsys):
     def nothing_may_start(*_, **__):
         raise AssertionError("too late: something was converted or started")
 
-    for name in ("megatron_to_hf", "ray_cluster", "RolloutGroup"):
+    for name in ("write_hf", "ray_cluster", "RolloutGroup"):
         monkeypatch.setattr(evaluation, name, nothing_may_start)
     monkeypatch.chdir(tmp_path)
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mrl.checkpoint.manifest import MASTER
-from mrl.checkpoint.rank_state import MOMENTS, Held, _load_optimizer_part
+from mrl.checkpoint.rank_load import _load_optimizer_part
+from mrl.checkpoint.rank_parameters import MOMENTS, RankParameter
 from mrl.megatron.adam_state import AdamState
 from mrl.megatron.optimizer import freeze, is_frozen
 
@@ -28,9 +29,9 @@ def resumed(frozen: bool, dtype: torch.dtype) -> tuple[torch.nn.Parameter, torch
     main = torch.nn.Parameter(torch.zeros(6))
     adam = torch.optim.AdamW([main], lr=0.1, weight_decay=0.0)
     optimizer = SimpleNamespace(optimizer=adam, model_param_group_index_map={parameter: (0, 0)})
-    held = Held(SimpleNamespace(local_shape=(2, 3), pieces=()), parameter, optimizer, (0, 6), AdamState(adam))
+    trained = RankParameter(SimpleNamespace(local_shape=(2, 3), pieces=()), parameter, optimizer, (0, 6), AdamState(adam))
     with torch.no_grad():
-        _load_optimizer_part(Stored(), held, 7.0, has_masters=True)
+        _load_optimizer_part(Stored(), trained, 7.0, has_masters=True)
     return parameter, main, adam
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mrl.checkpoint.manifest import EXP_AVG, Entry, Manifest, RankFiles, file_facts, write_manifest
+from mrl.checkpoint.manifest import EXP_AVG, Manifest, RankFiles, StoredTensor, file_facts, write_manifest
 from mrl.cli.main import main
 from mrl.errors import EnvironmentFault, Interrupted
 from mrl.model.boxes import Box
@@ -26,7 +26,7 @@ def checkpoint(folder: Path, values: torch.Tensor, **changes) -> Path:
     folder.mkdir(parents=True)
     file = folder / "rank-00000.safetensors"
     save_file({"exp_avg/0.w": values}, file)
-    entry = Entry(file.name, "exp_avg/0.w", EXP_AVG, (2, 3), None, (Piece("model.w", WHOLE, WHOLE),))
+    entry = StoredTensor(file.name, "exp_avg/0.w", EXP_AVG, (2, 3), None, (Piece("model.w", WHOLE, WHOLE),))
     facts = {"num_updates": 2, "step": 2.0, "lr": 0.5} | changes.pop("optimizer", {})
     rank = RankFiles((entry,), {file.name: file_facts(file)}, facts)
     fields = {"step": 2, "layout": {"world_size": 1}, "dtype": "float32", "hf_config": {}, "trainer": {"cursor": {"epoch": 0, "index": 8}}}

@@ -13,20 +13,11 @@ from safetensors.torch import load_file
 from small_model import SIZES, write_model
 
 from mrl.checkpoint import disk_space as room
-from mrl.checkpoint import rank_state as checkpoint
-from mrl.checkpoint.manifest import (
-    EXP_AVG,
-    EXP_AVG_SQ,
-    WEIGHT,
-    Entry,
-    RankFiles,
-    check_digests,
-    file_facts,
-    newest_checkpoint,
-    read_manifest,
-)
-from mrl.checkpoint.rank_state import HostCopy
-from mrl.checkpoint.tensor_file import file_bytes, write_tensors
+from mrl.checkpoint import rank_save
+from mrl.checkpoint.manifest import EXP_AVG, EXP_AVG_SQ, WEIGHT, RankFiles, StoredTensor, check_digests, file_facts, read_manifest
+from mrl.checkpoint.rank_parameters import RankParameter
+from mrl.checkpoint.rank_save import HostCopy, file_bytes, write_tensors
+from mrl.checkpoint.step_folders import newest_checkpoint
 from mrl.config.schema import RunConfig
 from mrl.data.order import DataCursor
 from mrl.errors import EnvironmentFault, NumericAbort
@@ -62,7 +53,7 @@ class FakeActor:
         if self.disk_is_full:
             file.symlink_to(FULL)
         facts = {file.name: write_tensors(file, self.taken)}
-        entries = (Entry(file.name, "weight/w", WEIGHT, (4,), None, (Piece("w", WHOLE, WHOLE),)),)
+        entries = (StoredTensor(file.name, "weight/w", WEIGHT, (4,), None, (Piece("w", WHOLE, WHOLE),)),)
         return [RankFiles(entries, facts, {"num_updates": n, "step": float(n)}).to_json() for n in self.num_updates]
 
 
@@ -122,7 +113,7 @@ def test_a_file_reads_back_through_safetensors_and_its_facts_are_those_of_the_di
 
 
 def test_a_tensor_longer_than_a_piece_is_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr("mrl.checkpoint.tensor_file._PIECE", 5)
+    monkeypatch.setattr("mrl.checkpoint.rank_save._WRITE_BYTES", 5)
     tensors = {"a": torch.arange(9.0), "b": torch.arange(3, dtype=torch.uint8)}
     assert write_tensors(tmp_path / "a", tensors) == file_facts(tmp_path / "a")
     assert torch.equal(load_file(tmp_path / "a")["a"], tensors["a"])
@@ -145,7 +136,7 @@ def test_a_copy_that_is_being_written_is_not_overwritten(tmp_path, monkeypatch):
             copy.take(None)
         return {"bytes": 0, "sha256": ""}
 
-    monkeypatch.setattr("mrl.checkpoint.rank_state.write_tensors", takes_meanwhile)
+    monkeypatch.setattr("mrl.checkpoint.rank_save.write_tensors", takes_meanwhile)
     assert copy.write(tmp_path).files == {"rank-00000.safetensors": {"bytes": 0, "sha256": ""}}
 
 
@@ -153,17 +144,17 @@ def test_moments_are_copied_as_they_are_and_zeros_are_made_only_where_there_are_
     weight = torch.nn.Parameter(torch.ones(4))
     adam = torch.optim.Adam([weight])
     index = SimpleNamespace(optimizer=adam, model_param_group_index_map={weight: (0, 0)})
-    held = checkpoint.Held(SimpleNamespace(primary=1), weight, index, (0, 4), AdamState(adam))
-    monkeypatch.setattr(checkpoint, "_writes_optimizer_part", lambda actor, shard: True)
+    parameter = RankParameter(SimpleNamespace(primary=1), weight, index, (0, 4), AdamState(adam))
+    monkeypatch.setattr(rank_save, "_writes_optimizer_part", lambda actor, shard: True)
 
     def moments() -> list[torch.Tensor]:
-        found = list(checkpoint._stored(SimpleNamespace(rank=0), held))
+        found = list(rank_save._saved_tensors(SimpleNamespace(rank=0), parameter))
         assert [(role, flat) for role, _, flat in found] == [(EXP_AVG, (0, 4)), (EXP_AVG_SQ, (0, 4))]
         return [tensor for _, tensor, _ in found]
 
     assert all(torch.equal(moment, torch.zeros(4)) for moment in moments())
     adam.state[weight] = {"exp_avg": torch.full((4,), 2.0), "exp_avg_sq": torch.full((4,), 3.0)}
-    monkeypatch.setattr(checkpoint.torch, "zeros_like", lambda tensor: pytest.fail("memory for nothing"))
+    monkeypatch.setattr(rank_save.torch, "zeros_like", lambda tensor: pytest.fail("memory for nothing"))
     assert [moment.data_ptr() for moment in moments()] == [adam.state[weight][name].data_ptr() for name in ("exp_avg", "exp_avg_sq")]
 
 
@@ -172,9 +163,9 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(r
     run.actor.may_write.clear()
     saving.save(run, {"actor/lr": 0.5})
     trained(run)
-    assert saving.heard(run) == {} and run.saved_step == 0
+    assert saving.finished_save(run) == {} and run.saved_step == 0
     run.actor.may_write.set()
-    assert saving.heard(run, wait=True)["perf/checkpoint_write_s"] > 0
+    assert saving.finished_save(run, wait=True)["perf/checkpoint_write_s"] > 0
     folder = run.run_dir.checkpoints / "step-1"
     assert stored(folder) == 1.0 and run.saved_step == 1
     manifest = read_manifest(folder)
@@ -207,12 +198,12 @@ def test_a_full_disk_costs_the_checkpoint_that_did_not_fit_and_nothing_else(mode
     run = made_run(model, tmp_path, async_save=async_save, max_actor_ckpt_to_keep=1)
     trained(run)
     saving.save(run)
-    saving.heard(run, wait=True)
+    saving.finished_save(run, wait=True)
     before = bytes_below(tmp_path)
     run.actor.disk_is_full = True
     trained(run)
     saving.save(run)
-    saving.heard(run, wait=True)
+    saving.finished_save(run, wait=True)
     assert run.failed_saves == 1 and run.saved_step == 1
     assert bytes_below(tmp_path) == before and [p.name for p in tmp_path.iterdir()] == ["step-1"]
     said = capsys.readouterr().out
@@ -248,7 +239,7 @@ def test_what_is_no_fault_of_the_disk_is_raised_when_it_is_heard_of(run):
     trained(run)
     saving.save(run)
     with pytest.raises(NumericAbort, match="rank 1 has optimizer num_updates 2"):
-        saving.heard(run, wait=True)
+        saving.finished_save(run, wait=True)
     assert list(run.run_dir.checkpoints.iterdir()) == []
 
 

@@ -22,16 +22,18 @@ from safetensors.torch import load_file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "real"))
 from tiny_models import save, tiny_dense, tiny_moe, tiny_qwen2, tiny_shared
 
-import mrl.checkpoint.file_plan
-import mrl.checkpoint.file_writer
-from mrl.checkpoint.conversion_job import Options
-from mrl.checkpoint.conversions import TorchDist, hf_to_megatron, megatron_to_hf, megatron_to_megatron
+import mrl.checkpoint.planned_file
+import mrl.checkpoint.safetensors_file
+from mrl.checkpoint.convert import write_hf, write_layout
+from mrl.checkpoint.convert_job import Options
+from mrl.checkpoint.open_checkpoint import open_hf, open_saved
 from mrl.cli.convert import parse_layout
 from mrl.cli.main import main
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.extras.torch_dist.names import global_tensors
 from mrl.extras.torch_dist.pickles import read_pickle
-from mrl.extras.torch_dist.read import Trust
+from mrl.extras.torch_dist.read import open_torch_dist
+from mrl.extras.torch_dist.write import write_torch_dist
 from mrl.model import load_model_spec
 
 FAMILIES = {"qwen3_moe": tiny_moe, "qwen2_moe": tiny_shared, "qwen3": tiny_dense, "qwen2": tiny_qwen2}
@@ -83,7 +85,7 @@ def gate_up(full: dict[str, torch.Tensor], prefix: str) -> torch.Tensor:
 
 
 def written(models, tmp_path, name: str, separate_layers: bool = False) -> Path:
-    hf_to_megatron(models[name], tmp_path / "td", TorchDist(separate_layers), options=VERIFIED, trust=Trust())
+    write_torch_dist(open_hf(models[name]), tmp_path / "td", separate_layers, options=VERIFIED)
     return tmp_path / "td" / "release"
 
 
@@ -121,22 +123,22 @@ def test_torch_reads_what_is_written_under_megatrons_keys_by_layer(models, tmp_p
 @pytest.mark.parametrize("separate_layers", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_there_and_back_and_what_torch_writes_of_the_same_are_the_same_bytes(models, tmp_path, monkeypatch, name, separate_layers):
-    monkeypatch.setattr(mrl.checkpoint.file_plan, "FILE_BYTES", 300_000)
+    monkeypatch.setattr(mrl.checkpoint.planned_file, "FILE_BYTES", 300_000)
     release = written(models, tmp_path, name, separate_layers)
     assert len(list(release.glob("*.distcp"))) > 2
-    megatron_to_hf(tmp_path / "td", tmp_path / "hf", VERIFIED, Trust())
+    write_hf(open_torch_dist(tmp_path / "td"), tmp_path / "hf", VERIFIED)
     assert_same(weights(tmp_path / "hf"), weights(models[name]))
     assert (tmp_path / "hf" / "tokenizer.json").read_text() == (models[name] / "tokenizer.json").read_text()
     dcp.save(read_by_torch(release), checkpoint_id=tmp_path / "theirs", no_dist=True)
-    megatron_to_hf(tmp_path / "theirs", tmp_path / "again", VERIFIED, Trust(models[name]))
+    write_hf(open_torch_dist(tmp_path / "theirs", models[name]), tmp_path / "again", VERIFIED)
     assert_same(weights(tmp_path / "again"), weights(models[name]))
 
 
 def test_a_torch_dist_checkpoint_becomes_one_of_ours_and_the_other_way(models, tmp_path):
     written(models, tmp_path, "qwen3_moe")
-    megatron_to_megatron(tmp_path / "td", tmp_path / "ours", parse_layout("tp=2,pp=2,ep=2"), options=VERIFIED, trust=Trust())
-    megatron_to_megatron(tmp_path / "ours", tmp_path / "theirs", TorchDist(), options=VERIFIED, trust=Trust())
-    megatron_to_hf(tmp_path / "theirs", tmp_path / "hf", None, Trust())
+    write_layout(open_torch_dist(tmp_path / "td"), tmp_path / "ours", parse_layout("tp=2,pp=2,ep=2"), options=VERIFIED)
+    write_torch_dist(open_saved(tmp_path / "ours"), tmp_path / "theirs", options=VERIFIED)
+    write_hf(open_torch_dist(tmp_path / "theirs"), tmp_path / "hf")
     assert_same(weights(tmp_path / "hf"), weights(models["qwen3_moe"]))
 
 
@@ -156,7 +158,7 @@ def test_padding_of_the_vocabulary_wrappers_and_optimizer_states_stay_behind(mod
         step = {"chained_0.optimizer.state.step": torch.ones(1), "optimizer.state.exp_avg.decoder.x": torch.ones(3)}
         return wrapped | step | {"rng_state": {"seed": 1}}
 
-    report = megatron_to_hf(saved_by_torch(models, tmp_path, change), tmp_path / "hf", VERIFIED, Trust(models["qwen3_moe"]))
+    report = write_hf(open_torch_dist(saved_by_torch(models, tmp_path, change), models["qwen3_moe"]), tmp_path / "hf", VERIFIED)
     assert_same(weights(tmp_path / "hf"), weights(models["qwen3_moe"]))
     assert report.left_out == ("chained_0.optimizer.state.step", "optimizer.state.exp_avg.decoder.x")
 
@@ -167,7 +169,7 @@ def test_archives_without_checksums_are_read_too_and_counted(models, tmp_path, c
         folder = saved_by_torch(models, tmp_path)
     finally:
         torch.serialization.set_crc32_options(True)
-    report = megatron_to_hf(folder, tmp_path / "hf", VERIFIED, Trust(models["qwen3_moe"]))
+    report = write_hf(open_torch_dist(folder, models["qwen3_moe"]), tmp_path / "hf", VERIFIED)
     assert_same(weights(tmp_path / "hf"), weights(models["qwen3_moe"]))
     assert report.unchecked == 12
     command = ("megatron-to-hf", folder, "--trust-checkpoint", "--hf-files", models["qwen3_moe"])
@@ -178,7 +180,7 @@ def test_archives_without_checksums_are_read_too_and_counted(models, tmp_path, c
 
 
 def test_archives_with_checksums_are_not_said_to_have_none(models, tmp_path):
-    assert megatron_to_hf(saved_by_torch(models, tmp_path), tmp_path / "hf", None, Trust(models["qwen3_moe"])).unchecked == 0
+    assert write_hf(open_torch_dist(saved_by_torch(models, tmp_path), models["qwen3_moe"]), tmp_path / "hf").unchecked == 0
 
 
 def test_blocks_cut_anywhere_are_what_a_whole_tensor_has_there(models):
@@ -209,8 +211,8 @@ def test_blocks_cut_anywhere_are_what_a_whole_tensor_has_there(models):
 
 
 def export_killed_in_its_third_file(model, target, monkeypatch):
-    monkeypatch.setattr(mrl.checkpoint.file_plan, "FILE_BYTES", 300_000)
-    real, seen = mrl.checkpoint.file_writer._write_all, []
+    monkeypatch.setattr(mrl.checkpoint.planned_file, "FILE_BYTES", 300_000)
+    real, seen = mrl.checkpoint.safetensors_file._write_all, []
 
     def killed(out, block):
         seen.append(out.name)
@@ -219,25 +221,25 @@ def export_killed_in_its_third_file(model, target, monkeypatch):
         real(out, block)
 
     with monkeypatch.context() as patch:
-        patch.setattr(mrl.checkpoint.file_writer, "_write_all", killed)
+        patch.setattr(mrl.checkpoint.safetensors_file, "_write_all", killed)
         with pytest.raises(KeyboardInterrupt):
-            hf_to_megatron(model, target, TorchDist(), options=VERIFIED, trust=Trust())
+            write_torch_dist(open_hf(model), target, options=VERIFIED)
 
 
 def test_a_killed_export_goes_on_with_the_files_that_it_had_not_finished(models, tmp_path, monkeypatch):
     export_killed_in_its_third_file(models["qwen3_moe"], tmp_path / "td", monkeypatch)
     assert not (tmp_path / "td").exists()
-    report = hf_to_megatron(models["qwen3_moe"], tmp_path / "td", TorchDist(), options=VERIFIED, trust=Trust())
+    report = write_torch_dist(open_hf(models["qwen3_moe"]), tmp_path / "td", options=VERIFIED)
     assert report.resumed_files == 2 and report.files > 3
-    megatron_to_hf(tmp_path / "td", tmp_path / "hf", None, Trust())
+    write_hf(open_torch_dist(tmp_path / "td"), tmp_path / "hf")
     assert_same(weights(tmp_path / "hf"), weights(models["qwen3_moe"]))
 
 
 def test_one_that_was_begun_with_the_other_kind_of_keys_is_not_gone_on_with(models, tmp_path, monkeypatch):
     export_killed_in_its_third_file(models["qwen3_moe"], tmp_path / "td", monkeypatch)
-    report = hf_to_megatron(models["qwen3_moe"], tmp_path / "td", TorchDist(separate_layers=True), trust=Trust())
+    report = write_torch_dist(open_hf(models["qwen3_moe"]), tmp_path / "td", separate_layers=True)
     assert report.resumed_files == 0
-    megatron_to_hf(tmp_path / "td", tmp_path / "hf", None, Trust())
+    write_hf(open_torch_dist(tmp_path / "td"), tmp_path / "hf")
     assert_same(weights(tmp_path / "hf"), weights(models["qwen3_moe"]))
 
 
@@ -303,14 +305,14 @@ def test_tensors_that_are_not_the_models_are_named(models, tmp_path, case):
     change, said = WRONG[case]
     folder = saved_by_torch(models, tmp_path, change)
     with pytest.raises(EnvironmentFault, match=said):
-        megatron_to_hf(folder, tmp_path / "hf", None, Trust(models["qwen3_moe"]))
+        write_hf(open_torch_dist(folder, models["qwen3_moe"]), tmp_path / "hf")
     assert [p.name for p in tmp_path.iterdir()] == ["theirs"]
 
 
 def test_the_weights_of_another_model_are_named(models, tmp_path):
     folder = saved_by_torch(models, tmp_path)
     with pytest.raises(EnvironmentFault, match=r"not those of the model that config\.json describes .*linear_fc1"):
-        megatron_to_hf(folder, tmp_path / "hf", None, Trust(models["qwen3"]))
+        write_hf(open_torch_dist(folder, models["qwen3"]), tmp_path / "hf")
 
 
 def test_missing_short_and_damaged_files_are_named(models, tmp_path):
@@ -319,24 +321,24 @@ def test_missing_short_and_damaged_files_are_named(models, tmp_path):
     whole = file.read_bytes()
     file.unlink()
     (folder / "other.distcp").touch()
-    trust = Trust(models["qwen3_moe"])
+    hf_files = models["qwen3_moe"]
     with pytest.raises(EnvironmentFault, match=r"__0_0\.distcp is missing"):
-        megatron_to_hf(folder, tmp_path / "hf", None, trust)
+        write_hf(open_torch_dist(folder, hf_files), tmp_path / "hf")
     file.write_bytes(whole[:-100])
     with pytest.raises(EnvironmentFault, match=rf"__0_0\.distcp has {len(whole) - 100} bytes, not {len(whole)}"):
-        megatron_to_hf(folder, tmp_path / "hf", None, trust)
+        write_hf(open_torch_dist(folder, hf_files), tmp_path / "hf")
     at = whole.index(weights(models["qwen3_moe"])["model.layers.2.self_attn.o_proj.weight"].view(torch.uint8).numpy().tobytes())
     file.write_bytes(whole[: at + 5] + bytes([whole[at + 5] ^ 1]) + whole[at + 6 :])
     with pytest.raises(
         EnvironmentFault, match=r"__0_0\.distcp: the bytes of decoder\.layers\.self_attention\.linear_proj.* \(CRC-32 differs\)"
     ):
-        megatron_to_hf(folder, tmp_path / "hf", None, trust)
+        write_hf(open_torch_dist(folder, hf_files), tmp_path / "hf")
     file.write_bytes(b"\0" * len(whole))
     with pytest.raises(EnvironmentFault, match=r"__0_0\.distcp: .* cannot be read: no archive of torch\.save begins at byte"):
-        megatron_to_hf(folder, tmp_path / "hf", None, trust)
+        write_hf(open_torch_dist(folder, hf_files), tmp_path / "hf")
     (folder / ".metadata").unlink()
     with pytest.raises(EnvironmentFault, match=r"\.metadata, which describes the files, is missing"):
-        megatron_to_hf(folder, tmp_path / "hf", None, trust)
+        write_hf(open_torch_dist(folder, hf_files), tmp_path / "hf")
     assert [p.name for p in tmp_path.iterdir()] == ["theirs"]
 
 
@@ -357,10 +359,10 @@ def test_a_description_that_would_run_something_is_refused_and_runs_nothing(mode
     metadata.planner_data = Runs(os.mkdir, str(tmp_path / "ran"))
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(EnvironmentFault, match=r"it asks for posix\.mkdir"):
-        megatron_to_hf(folder, tmp_path / "hf", None, Trust(models["qwen3_moe"]))
+        write_hf(open_torch_dist(folder, models["qwen3_moe"]), tmp_path / "hf")
     metadata.planner_data = Runs(Path.touch, tmp_path / "ran")  # a name of a package that is allowed is not called either
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    megatron_to_hf(folder, tmp_path / "hf", VERIFIED, Trust(models["qwen3_moe"]))
+    write_hf(open_torch_dist(folder, models["qwen3_moe"]), tmp_path / "hf", VERIFIED)
     assert not (tmp_path / "ran").exists()
     for data in (b"", b"\x80\x04N", pickle.dumps({"a": eval})):
         with pytest.raises(ValueError, match=r"."):
@@ -395,7 +397,7 @@ def test_blocks_that_do_not_lie_in_their_tensor_are_named(models, tmp_path, case
     folder = saved_by_torch(models, tmp_path)
     redescribed(folder, ROUTER, BLOCKS[case])
     with pytest.raises(EnvironmentFault, match=rf"\.metadata.*{ROUTER}.* block"):
-        megatron_to_hf(folder, tmp_path / "hf", None, Trust(models["qwen3_moe"]))
+        write_hf(open_torch_dist(folder, models["qwen3_moe"]), tmp_path / "hf")
 
 
 def test_a_block_that_is_named_twice_is_refused(models, tmp_path):
@@ -405,7 +407,7 @@ def test_a_block_that_is_named_twice_is_refused(models, tmp_path):
     metadata.state_dict_metadata[ROUTER].chunks *= 2
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(EnvironmentFault, match=rf"the blocks of {ROUTER} are more than its shape"):
-        megatron_to_hf(folder, tmp_path / "hf", None, Trust(models["qwen3_moe"]))
+        write_hf(open_torch_dist(folder, models["qwen3_moe"]), tmp_path / "hf")
 
 
 def test_files_outside_the_checkpoint_are_not_read(models, tmp_path):
@@ -418,7 +420,7 @@ def test_files_outside_the_checkpoint_are_not_read(models, tmp_path):
     assert pickle.dumps(metadata) != data
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(EnvironmentFault, match=r"outside the checkpoint"):
-        megatron_to_hf(folder, tmp_path / "hf", None, Trust(models["qwen3_moe"]))
+        write_hf(open_torch_dist(folder, models["qwen3_moe"]), tmp_path / "hf")
 
 
 def test_an_archive_whose_tensor_is_not_in_order_is_refused(models, tmp_path):
@@ -434,7 +436,7 @@ def test_an_archive_whose_tensor_is_not_in_order_is_refused(models, tmp_path):
     metadata.storage_data[index].length = (folder / "turned.distcp").stat().st_size
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(EnvironmentFault, match=rf"turned\.distcp: {key}.* cannot be read: its elements are not in order"):
-        megatron_to_hf(folder, tmp_path / "hf", None, Trust(models["qwen3_moe"]))
+        write_hf(open_torch_dist(folder, models["qwen3_moe"]), tmp_path / "hf")
 
 
 def test_blocks_with_a_hole_and_an_equally_large_overlap_are_refused(models, tmp_path):
@@ -454,16 +456,16 @@ def test_blocks_with_a_hole_and_an_equally_large_overlap_are_refused(models, tmp
     metadata.state_dict_metadata[ROUTER].chunks = chunks
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(EnvironmentFault, match=r"model\.layers\.\d\.mlp\.gate\.weight \(weight\) is stored twice"):
-        megatron_to_hf(folder, tmp_path / "hf", None, Trust(models["qwen3_moe"]))
+        write_hf(open_torch_dist(folder, models["qwen3_moe"]), tmp_path / "hf")
 
 
 def test_megatrons_older_format_is_told_from_an_interrupted_save(models, tmp_path):
     (tmp_path / "iter_0000005" / "mp_rank_00").mkdir(parents=True)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
     with pytest.raises(EnvironmentFault, match=r"iter_0000005/\.metadata.* is missing: it is of the older format `torch`"):
-        megatron_to_hf(tmp_path, tmp_path / "hf", None, Trust(models["qwen3"]))
+        write_hf(open_torch_dist(tmp_path, models["qwen3"]), tmp_path / "hf")
 
 
 def test_one_that_is_given_as_hugging_face_files_is_sent_to_its_own_conversion(models, tmp_path):
     with pytest.raises(ConfigError, match=r"torch_dist format.* megatron-to-megatron"):
-        hf_to_megatron(saved_by_torch(models, tmp_path), tmp_path / "ours", parse_layout("tp=1"), trust=Trust())
+        write_layout(open_hf(saved_by_torch(models, tmp_path)), tmp_path / "ours", parse_layout("tp=1"))

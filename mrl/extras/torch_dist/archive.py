@@ -14,7 +14,7 @@ from functools import cached_property
 from math import prod
 from zlib import crc32
 
-from mrl.checkpoint.source import item_bytes
+from mrl.checkpoint.safetensors_file import ITEM_BYTES
 from mrl.extras.torch_dist.pickles import Named, Persistent, Recorded, read_pickle, write_pickle
 
 STORAGES = {"F32": "FloatStorage", "BF16": "BFloat16Storage"}  # safetensors' dtype -> torch's storage class
@@ -27,7 +27,7 @@ _LARGE = 0xFFFFFFFF  # the sizes stand in the extra field
 
 
 @dataclass(frozen=True)
-class Data:
+class StoredElements:
     """A tensor's elements in a file, contiguous."""
 
     start: int  # bytes from the beginning of the file
@@ -38,26 +38,26 @@ class Data:
     crc: int  # CRC-32 of them; 0 where the writer took none
 
 
-def find_data(handle: int, offset: int, length: int) -> Data:
+def find_elements(handle: int, offset: int, length: int) -> StoredElements:
     """Looks into the archive at `offset` of an open file. Raises ValueError saying what is wrong with it."""
     try:
-        with zipfile.ZipFile(_Part(handle, offset, length)) as archive:
+        with zipfile.ZipFile(_FileRange(handle, offset, length)) as archive:
             records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
         pickled, info = _contents(handle, offset, records["data.pkl"]), records["data/0"]
         if "byteorder" in records and _contents(handle, offset, records["byteorder"]) != b"little":
             raise ValueError("its bytes are big-endian")
-        begin = _begin(handle, offset, info)
+        begin = _data_start(handle, offset, info)
     except (zipfile.BadZipFile, KeyError, EOFError, struct.error, NotImplementedError) as error:
         raise ValueError(f"no archive of torch.save begins at byte {offset} ({error})") from None
     storage, first, shape = _described(pickled)
-    item = item_bytes(storage)
+    item = ITEM_BYTES[storage]
     start, size = begin + first * item, prod(shape) * item
     if start + size > begin + info.file_size or begin + info.file_size > offset + length:
         raise ValueError(f"it describes {size} bytes and has {info.file_size}")
-    return Data(start, start + size, storage, shape, (begin, begin + info.file_size), info.CRC)
+    return StoredElements(start, start + size, storage, shape, (begin, begin + info.file_size), info.CRC)
 
 
-def _begin(handle: int, offset: int, info: zipfile.ZipInfo) -> int:
+def _data_start(handle: int, offset: int, info: zipfile.ZipInfo) -> int:
     """Where a record's bytes begin in the file."""
     if info.compress_type != zipfile.ZIP_STORED:
         raise ValueError(f"{info.filename} is compressed")
@@ -67,7 +67,7 @@ def _begin(handle: int, offset: int, info: zipfile.ZipInfo) -> int:
 
 def _contents(handle: int, offset: int, info: zipfile.ZipInfo) -> bytes:
     """A small record. Its checksum counts where there is one: torch.save can be told to leave it out."""
-    data = os.pread(handle, info.file_size, _begin(handle, offset, info))
+    data = os.pread(handle, info.file_size, _data_start(handle, offset, info))
     if info.CRC and crc32(data) != info.CRC:
         raise ValueError(f"the bytes of {info.filename} are not those that were written (CRC-32 differs)")
     return data
@@ -84,12 +84,12 @@ def _described(pickled: bytes) -> tuple[str, int, tuple[int, ...]]:
         raise ValueError(f"its elements are a {kind.pickled_name}; read are {', '.join(names)}")
     shape = tuple(shape)
     contiguous = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    if any(size > 1 and found != wanted for size, found, wanted in zip(shape, strides, contiguous, strict=True)):
+    if any(size > 1 and stride != expected for size, stride, expected in zip(shape, strides, contiguous, strict=True)):
         raise ValueError("its elements are not in order (a transposed view)")
     return names[kind.pickled_name], first, shape
 
 
-class _Part(io.RawIOBase):
+class _FileRange(io.RawIOBase):
     """A range of a file as a file of its own."""
 
     def __init__(self, handle: int, offset: int, length: int):
@@ -116,7 +116,7 @@ class _Part(io.RawIOBase):
 
 
 @dataclass(frozen=True)
-class Frame:
+class ArchiveFrame:
     """What stands before and after the elements of one tensor, so that together they are an archive that torch.load reads.
 
     The checksum is known only when the elements have been written, so it stands behind them, as PyTorch's own writer has it.
@@ -128,7 +128,7 @@ class Frame:
     @property
     def nbytes(self) -> int:
         """Of the elements."""
-        return prod(self.shape) * item_bytes(self.code)
+        return prod(self.shape) * ITEM_BYTES[self.code]
 
     def before(self) -> bytes:
         """Up to the first element, which is aligned."""

@@ -29,7 +29,7 @@ _EXPERTS = "mlp.experts."
 
 
 @dataclass(frozen=True)
-class Place:
+class KeyPosition:
     """Where a parameter lies: at `index` of the leading axes of tensor `key`, whose sizes are `lead`. Of a gated layer perhaps one half."""
 
     key: str
@@ -44,10 +44,10 @@ def whole_parameters(model: ModelSpec) -> tuple[Shard, ...]:
     return source_shards(model, TrainLayout.build({"world_size": 1}, model), 0)
 
 
-def stacked_place(shard: Shard, model: ModelSpec, separate_layers: bool) -> Place:
+def written_position(shard: Shard, model: ModelSpec, separate_layers: bool) -> KeyPosition:
     """Where it is written: homogeneous, or with `separate_layers` in Megatron's non-homogeneous way."""
-    places = _whole_places(shard, model)
-    return places[1] if separate_layers and len(places) > 1 else places[0]
+    positions = _whole_positions(shard, model)
+    return positions[1] if separate_layers and len(positions) > 1 else positions[0]
 
 
 @dataclass(frozen=True)
@@ -86,41 +86,41 @@ def global_tensors(model: ModelSpec) -> dict[str, GlobalTensor]:
     members: dict[str, dict[tuple[int, ...], tuple[Shard, int]]] = {}
     facts: dict[str, tuple[tuple[int, ...], tuple[int, ...], bool]] = {}
     for shard in whole_parameters(model):
-        for place in _places(shard, model):
-            members.setdefault(place.key, {})[place.index] = (shard, place.first_row)
-            facts[place.key] = (place.lead, (place.rows, *shard.local_shape[1:]), shard.megatron_name in _VOCABULARY)
-    return {key: GlobalTensor(*facts[key], found) for key, found in members.items()}
+        for position in _positions(shard, model):
+            members.setdefault(position.key, {})[position.index] = (shard, position.first_row)
+            facts[position.key] = (position.lead, (position.rows, *shard.local_shape[1:]), shard.megatron_name in _VOCABULARY)
+    return {key: GlobalTensor(*facts[key], of_key) for key, of_key in members.items()}
 
 
-def _places(shard: Shard, model: ModelSpec) -> Iterator[Place]:
-    """All places that a parameter may have."""
-    for place in _whole_places(shard, model):
-        yield place
-        if place.key.endswith("pre_mlp_layernorm.weight"):
+def _positions(shard: Shard, model: ModelSpec) -> Iterator[KeyPosition]:
+    """All positions that a parameter may have."""
+    for position in _whole_positions(shard, model):
+        yield position
+        if position.key.endswith("pre_mlp_layernorm.weight"):
             # without Transformer Engine, Megatron names the norm before experts as if it were fused with a dense layer
-            key = place.key.replace("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
-            yield Place(key, place.index, place.lead, 0, place.rows)
-    *_, last = _whole_places(shard, model)
+            key = position.key.replace("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
+            yield KeyPosition(key, position.index, position.lead, 0, position.rows)
+    *_, last = _whole_positions(shard, model)
     if last.key.endswith("linear_fc1.weight") and not last.lead:
         half = shard.local_shape[0] // 2
-        yield Place(f"{last.key}_w", (), (), 0, half)
-        yield Place(f"{last.key}_v", (), (), half, half)
+        yield KeyPosition(f"{last.key}_w", (), (), 0, half)
+        yield KeyPosition(f"{last.key}_v", (), (), half, half)
 
 
-def _whole_places(shard: Shard, model: ModelSpec) -> list[Place]:
+def _whole_positions(shard: Shard, model: ModelSpec) -> list[KeyPosition]:
     """Homogeneous, non-homogeneous and, for experts, singleton."""
     rows = shard.local_shape[0]
     match = _LAYER.fullmatch(shard.megatron_name)
     if match is None:
-        return [Place(shard.megatron_name, (), (), 0, rows)]
+        return [KeyPosition(shard.megatron_name, (), (), 0, rows)]
     layer, rest = int(match[1]), match[2]
     if not rest.startswith(_EXPERTS):
-        stacked = Place(f"decoder.layers.{rest}", (layer,), (model.num_layers,), 0, rows)
-        return [stacked, Place(f"decoder.layers.{layer}.{rest}", (), (), 0, rows)]
+        stacked = KeyPosition(f"decoder.layers.{rest}", (layer,), (model.num_layers,), 0, rows)
+        return [stacked, KeyPosition(f"decoder.layers.{layer}.{rest}", (), (), 0, rows)]
     expert, leaf = int(match[3]), rest.removeprefix(_EXPERTS)
     experts, at = f"{_EXPERTS}experts.", f"decoder.layers.{layer}."
     return [
-        Place(f"decoder.layers.{experts}{leaf}", (layer, expert), (model.num_layers, model.num_experts), 0, rows),
-        Place(f"{at}{experts}{leaf}", (expert,), (model.num_experts,), 0, rows),
-        Place(f"{at}{experts}{expert}.{leaf}", (), (), 0, rows),
+        KeyPosition(f"decoder.layers.{experts}{leaf}", (layer, expert), (model.num_layers, model.num_experts), 0, rows),
+        KeyPosition(f"{at}{experts}{leaf}", (expert,), (model.num_experts,), 0, rows),
+        KeyPosition(f"{at}{experts}{expert}.{leaf}", (), (), 0, rows),
     ]

@@ -5,27 +5,24 @@ which tensor is where (torch/distributed/checkpoint/metadata.py). Nothing of it 
 that is no tensor, is never opened. Optimizer states stay behind.
 """
 
-import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from mrl.checkpoint.manifest import WEIGHT, Entry, check_disjoint, holders
-from mrl.checkpoint.source import DTYPES, HF_FOLDER, Checkpoint, one_dtype
+from mrl.checkpoint.manifest import WEIGHT, StoredTensor
+from mrl.checkpoint.open_checkpoint import DTYPES, HF_FOLDER, TORCH_DIST_METADATA, Checkpoint, find_torch_dist, one_dtype
+from mrl.checkpoint.stored_boxes import check_disjoint, stored_boxes
 from mrl.errors import ConfigError, EnvironmentFault
-from mrl.extras.torch_dist.archive import Data, find_data
+from mrl.extras.torch_dist.archive import StoredElements, find_elements
 from mrl.extras.torch_dist.names import GlobalTensor, global_tensors
 from mrl.extras.torch_dist.pickles import Recorded, read_pickle
 from mrl.model import load_model_spec, read_hf_config, tensor_specs
 from mrl.model.hf_files import TensorBytes
 
-METADATA, TRACKER = ".metadata", "latest_checkpointed_iteration.txt"
-RELEASE = "release"  # what the tracker calls weights that no training of Megatron's has made
-FLAG = "--trust-checkpoint"
 _HF_FOLDERS = (HF_FOLDER, "huggingface")  # ours and verl's
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 _WRAPPERS = re.compile(r"((module|model)\.)*")
@@ -35,14 +32,7 @@ _SHOWN = 5
 
 
 @dataclass(frozen=True)
-class Trust:
-    """The user's word that a torch_dist checkpoint may be opened."""
-
-    hf_files: Path | None = None  # folder of configuration and tokenizer, which such a checkpoint does not have; None: look beside it
-
-
-@dataclass(frozen=True)
-class Block:
+class StoredBlock:
     """One stored block of a tensor."""
 
     key: str
@@ -55,48 +45,28 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Stored:
+class DescribedTensor:
     """A tensor as `.metadata` describes it."""
 
     size: tuple[int, ...]
     dtype: str  # as safetensors names it, or torch's name where that has none here
-    blocks: tuple[Block, ...]
+    blocks: tuple[StoredBlock, ...]
 
 
-def find_torch_dist(path: Path) -> Path | None:
-    """The folder with `.metadata`: `path`, or the iteration below it that Megatron's tracker names, or the newest; None where is none."""
-    if (path / METADATA).is_file() or any(path.glob("*.distcp")):
-        return path
-    tracker = path / TRACKER
-    if tracker.is_file():
-        word = tracker.read_text().strip()
-        return path / (f"iter_{int(word):07d}" if word.isdecimal() else word)
-    below = sorted(p.parent for p in (*path.glob("iter_*/*.distcp"), *path.glob("dist_ckpt/*.distcp")))
-    return below[-1] if below else None
+def open_torch_dist(path: Path, hf_files: Path | None = None) -> Checkpoint:
+    """Reads the description of a checkpoint, or of the newest in a folder of them. To be called when its user trusts it.
 
-
-def refuse_untrusted(path: Path, trust: Trust | None) -> None:
-    """Raises ConfigError for a torch_dist checkpoint that nobody said may be opened."""
-    if trust is None and find_torch_dist(path) is not None:
-        raise ConfigError(
-            f"{path}: Megatron's torch_dist format, whose description is a pickle; a pickle can be made to run anything. Give {FLAG} "
-            "if you know where it comes from (its weights are then read without running what the pickle names)"
-        )
-
-
-def open_torch_dist(path: Path, trust: Trust) -> Checkpoint:
-    """Reads the description of a checkpoint, or of the newest in a folder of them.
-
+    `hf_files`: folder of configuration and tokenizer, which such a checkpoint does not have; None looks beside it.
     Raises EnvironmentFault naming what is missing, unknown or of another model, ConfigError where there is no config.json.
     """
     folder = find_torch_dist(path)
-    if folder is None or not (folder / METADATA).is_file():
+    if folder is None or not (folder / TORCH_DIST_METADATA).is_file():
         old = any((folder or path).glob("mp_rank_*"))
         why = "it is of the older format `torch`, which is not read: save it as torch_dist" if old else "the save was interrupted"
-        raise EnvironmentFault(f"{(folder or path) / METADATA}, which describes the files, is missing: {why}")
-    hf_files = _hf_files(folder, trust)
+        raise EnvironmentFault(f"{(folder or path) / TORCH_DIST_METADATA}, which describes the files, is missing: {why}")
+    hf_files = _hf_files(folder, hf_files)
     model = load_model_spec(hf_files)
-    stored = read_description(folder / METADATA)
+    stored = read_description(folder / TORCH_DIST_METADATA)
     weights = {key: tensor for key, tensor in stored.items() if not _OPTIMIZER.match(key)}
     known = global_tensors(model)
     _check_keys(folder, weights, known)
@@ -104,25 +74,25 @@ def open_torch_dist(path: Path, trust: Trust) -> Checkpoint:
     entries, blocks = _entries(weights, known)
     _check_files(folder, blocks)
     dtype = DTYPES[one_dtype(folder, {key: tensor.dtype for key, tensor in weights.items()})]
-    left_out, archives = tuple(sorted(stored.keys() - weights)), Archives(folder, blocks)
-    checkpoint = Checkpoint(folder, hf_files, model, read_hf_config(hf_files), dtype, entries, archives, None, left_out)
+    left_out, files = tuple(sorted(stored.keys() - weights)), ArchiveFiles(folder, blocks)
+    checkpoint = Checkpoint(folder, hf_files, model, read_hf_config(hf_files), dtype, entries, files, None, left_out)
     _check_whole(checkpoint)
     return checkpoint
 
 
-def _hf_files(folder: Path, trust: Trust) -> Path:
+def _hf_files(folder: Path, given: Path | None) -> Path:
     beside = [at / name for at in (folder, folder.parent) for name in _HF_FOLDERS]
-    places = [trust.hf_files] if trust.hf_files else [*beside, folder, folder.parent]
-    for place in places:
-        if (place / "config.json").is_file():
-            return place
+    folders = [given] if given else [*beside, folder, folder.parent]
+    for candidate in folders:
+        if (candidate / "config.json").is_file():
+            return candidate
     raise ConfigError(
-        f"{folder}: a torch_dist checkpoint says nothing of its model and there is no config.json in {', '.join(map(str, places))}; "
+        f"{folder}: a torch_dist checkpoint says nothing of its model and there is no config.json in {', '.join(map(str, folders))}; "
         "give the folder of its Hugging Face configuration and tokenizer with --hf-files"
     )
 
 
-def read_description(file: Path) -> dict[str, Stored]:
+def read_description(file: Path) -> dict[str, DescribedTensor]:
     """Key -> tensor, from `.metadata`; what is no tensor is left out. Raises EnvironmentFault for a file that does not say it."""
     try:
         metadata = read_pickle(file.read_bytes())
@@ -130,8 +100,8 @@ def read_description(file: Path) -> dict[str, Stored]:
         for index, info in metadata.attribute("storage_data").items():
             offset = index.state.get("offset")
             infos[index.attribute("fqn"), None if offset is None else _size(offset)] = info.state
-        found = metadata.attribute("state_dict_metadata").items()
-        return {key: _stored(key, tensor, infos) for key, tensor in found if _is(tensor, "TensorStorageMetadata")}
+        described = metadata.attribute("state_dict_metadata").items()
+        return {key: _described(key, tensor, infos) for key, tensor in described if _is(tensor, "TensorStorageMetadata")}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise EnvironmentFault(f"{file} is not the description of a torch_dist checkpoint ({error}); choose another checkpoint") from error
 
@@ -145,7 +115,7 @@ def _size(size: Recorded) -> tuple[int, ...]:
     return tuple(size.arguments[0]) if isinstance(size, Recorded) else tuple(size)
 
 
-def _stored(key: str, tensor: Recorded, infos: dict) -> Stored:
+def _described(key: str, tensor: Recorded, infos: dict) -> DescribedTensor:
     properties = tensor.attribute("properties").state
     dtype = (properties["dtype"] if isinstance(properties, dict) else properties[0]).pickled_name
     code, blocks, size = _TORCH_DTYPES.get(dtype, dtype), [], _size(tensor.attribute("size"))
@@ -158,8 +128,8 @@ def _stored(key: str, tensor: Recorded, infos: dict) -> Stored:
             raise ValueError(f"{key} is said to be in {info['relative_path']}, outside the checkpoint")
         if not all(type(number) is int and number >= 0 for number in (*size, *offsets, *sizes, info["offset"], info["length"])):
             raise ValueError(f"{key} has a block at {offsets} of {sizes}, byte {info['offset']} of {info['length']}: no whole numbers")
-        blocks.append(Block(key, offsets, sizes, info["relative_path"], info["offset"], info["length"], code))
-    return Stored(size, code, tuple(blocks))
+        blocks.append(StoredBlock(key, offsets, sizes, info["relative_path"], info["offset"], info["length"], code))
+    return DescribedTensor(size, code, tuple(blocks))
 
 
 def _plain(key: str) -> str:
@@ -167,7 +137,7 @@ def _plain(key: str) -> str:
     return key[_WRAPPERS.match(key).end() :]
 
 
-def _check_keys(folder: Path, weights: Mapping[str, Stored], known: Mapping[str, GlobalTensor]) -> None:
+def _check_keys(folder: Path, weights: Mapping[str, DescribedTensor], known: Mapping[str, GlobalTensor]) -> None:
     problems = [f"{key} is not part of the model" for key in weights if _plain(key) not in known]
     for key, tensor in weights.items():
         part = known.get(_plain(key))
@@ -181,24 +151,26 @@ def _check_keys(folder: Path, weights: Mapping[str, Stored], known: Mapping[str,
         )
 
 
-def _check_blocks(folder: Path, weights: Mapping[str, Stored]) -> None:
+def _check_blocks(folder: Path, weights: Mapping[str, DescribedTensor]) -> None:
     """Every block lies in its tensor, and they are not more than it: what is built of them afterwards is of the model's size."""
     for key, tensor in weights.items():
         for block in tensor.blocks:
             ranks = {len(tensor.size), len(block.offsets), len(block.sizes)}
             if len(ranks) > 1 or any(at + size > end for at, size, end in zip(block.offsets, block.sizes, tensor.size, strict=True)):
                 raise EnvironmentFault(
-                    f"{folder / METADATA}: {key} of shape {list(tensor.size)} is said to have a block of {list(block.sizes)} at "
+                    f"{folder / TORCH_DIST_METADATA}: {key} of shape {list(tensor.size)} is said to have a block of {list(block.sizes)} at "
                     f"{list(block.offsets)}; the checkpoint is damaged, choose another one"
                 )
         if sum(prod(block.sizes) for block in tensor.blocks) > prod(tensor.size):
             raise EnvironmentFault(
-                f"{folder / METADATA}: the blocks of {key} are more than its shape {list(tensor.size)}, so some are there twice; "
-                "the checkpoint is damaged, choose another one"
+                f"{folder / TORCH_DIST_METADATA}: the blocks of {key} are more than its shape {list(tensor.size)}, so some are there "
+                "twice; the checkpoint is damaged, choose another one"
             )
 
 
-def _entries(weights: Mapping[str, Stored], known: Mapping[str, GlobalTensor]) -> tuple[tuple[Entry, ...], dict[tuple[str, str], Block]]:
+def _entries(
+    weights: Mapping[str, DescribedTensor], known: Mapping[str, GlobalTensor]
+) -> tuple[tuple[StoredTensor, ...], dict[tuple[str, str], StoredBlock]]:
     entries, blocks = [], {}
     for key, tensor in weights.items():
         part = known[_plain(key)]
@@ -206,95 +178,97 @@ def _entries(weights: Mapping[str, Stored], known: Mapping[str, GlobalTensor]) -
             shape, pieces = part.pieces(block.offsets, block.sizes)
             if pieces:
                 name = f"{key}{list(block.offsets)}"
-                entries.append(Entry(block.file, name, WEIGHT, shape, None, pieces))
+                entries.append(StoredTensor(block.file, name, WEIGHT, shape, None, pieces))
                 blocks[block.file, name] = block
     return tuple(entries), blocks
 
 
-def _check_files(folder: Path, blocks: Mapping[tuple[str, str], Block]) -> None:
+def _check_files(folder: Path, blocks: Mapping[tuple[str, str], StoredBlock]) -> None:
     """Every file is there and long enough."""
     ends: dict[str, int] = {}
     for block in blocks.values():
         ends[block.file] = max(ends.get(block.file, 0), block.at + block.length)
     for name, end in sorted(ends.items()):
         file = folder / name
-        found = file.stat().st_size if file.is_file() else None
-        if found is None or found < end:
-            state = "is missing" if found is None else f"has {found} bytes, not {end}"
+        size = file.stat().st_size if file.is_file() else None
+        if size is None or size < end:
+            state = "is missing" if size is None else f"has {size} bytes, not {end}"
             raise EnvironmentFault(f"{file} {state}; the checkpoint is damaged, choose another one")
 
 
 def _check_whole(checkpoint: Checkpoint) -> None:
     """Every element of every tensor of the model is there, once."""
-    held: dict[str, int] = {}
+    volumes: dict[str, int] = {}
     for piece in (piece for entry in checkpoint.entries for piece in entry.pieces):
-        held[piece.hf_name] = held.get(piece.hf_name, 0) + piece.hf_box.volume
+        volumes[piece.hf_name] = volumes.get(piece.hf_name, 0) + piece.hf_box.volume
     wanted = {spec.name: prod(spec.shape) for spec in tensor_specs(checkpoint.model)}
-    odd = [f"{name}: {held.get(name, 0)} of {size} elements" for name, size in wanted.items() if held.get(name) != size]
+    odd = [f"{name}: {volumes.get(name, 0)} of {size} elements" for name, size in wanted.items() if volumes.get(name) != size]
     if odd:
         shown = "; ".join(odd[:_SHOWN])
         raise EnvironmentFault(
             f"{checkpoint.folder}: {len(odd)} tensors of the model that config.json describes are not whole: "
             f"{shown}{' ...' if len(odd) > _SHOWN else ''}; the checkpoint is damaged or of another model"
         )
-    check_disjoint(checkpoint.folder, holders(checkpoint.entries))
+    check_disjoint(checkpoint.folder, stored_boxes(checkpoint.entries))
 
 
 @dataclass
-class Archives(Mapping):
-    """(file, key of an entry) -> where its elements are. An archive is looked into when it is asked for, and held against `.metadata`."""
+class ArchiveFiles:
+    """The files of a checkpoint, as `mrl.checkpoint.stored_boxes.TensorFiles`.
+
+    An archive is looked into when it is asked for, and compared with `.metadata`.
+    """
 
     folder: Path
-    blocks: dict[tuple[str, str], Block]
-    _found: dict[tuple[str, str], Data] = field(default_factory=dict)
+    blocks: dict[tuple[str, str], StoredBlock]  # by file and key of an entry
+    _elements: dict[tuple[str, str], StoredElements] = field(default_factory=dict)
 
-    def __getitem__(self, name: tuple[str, str]) -> TensorBytes:
-        data = self.data(name)
-        return TensorBytes(data.dtype, data.shape, data.start, data.stop)
+    def find(self, file: str, key: str) -> TensorBytes | None:
+        if (file, key) not in self.blocks:
+            return None
+        elements = self.elements(file, key)
+        return TensorBytes(elements.dtype, elements.shape, elements.start, elements.stop)
 
-    def __iter__(self) -> Iterator[tuple[str, str]]:
-        return iter(self.blocks)
+    def checkable(self) -> tuple[str, ...]:
+        return tuple(sorted({file for file, _ in self.blocks}))
 
-    def __len__(self) -> int:
-        return len(self.blocks)
-
-    def data(self, name: tuple[str, str]) -> Data:
+    def elements(self, file: str, key: str) -> StoredElements:
         """Raises EnvironmentFault naming file and tensor when the archive is damaged or holds something else."""
-        if name not in self._found:
-            block = self.blocks[name]
-            try:
-                handle = os.open(self.folder / block.file, os.O_RDONLY)
-                try:
-                    found = find_data(handle, block.at, block.length)
-                finally:
-                    os.close(handle)
-                if (found.dtype, found.shape) != (block.dtype, block.sizes):
-                    raise ValueError(f"it is {found.dtype} {list(found.shape)}, {METADATA} says {block.dtype} {list(block.sizes)}")
-            except (OSError, ValueError) as error:
-                raise EnvironmentFault(
-                    f"{self.folder / block.file}: {name[1]} cannot be read: {error}; the checkpoint is damaged, choose another one"
-                ) from error
-            self._found[name] = found
-        return self._found[name]
+        if (file, key) not in self._elements:
+            self._elements[file, key] = self._read_elements(self.blocks[file, key], key)
+        return self._elements[file, key]
 
-    def check_file(self, file: str) -> int:
+    def _read_elements(self, block: StoredBlock, key: str) -> StoredElements:
+        try:
+            with (self.folder / block.file).open("rb", buffering=0) as stream:
+                elements = find_elements(stream.fileno(), block.at, block.length)
+            if (elements.dtype, elements.shape) != (block.dtype, block.sizes):
+                described = f"{TORCH_DIST_METADATA} says {block.dtype} {list(block.sizes)}"
+                raise ValueError(f"it is {elements.dtype} {list(elements.shape)}, {described}")
+        except (OSError, ValueError) as error:
+            raise EnvironmentFault(
+                f"{self.folder / block.file}: {key} cannot be read: {error}; the checkpoint is damaged, choose another one"
+            ) from error
+        return elements
+
+    def check(self, file: str) -> int:
         """Reads the elements in one file; returns how many of its tensors carry no checksum, which torch.save can be told to leave out.
 
         Raises EnvironmentFault naming file and tensor where a checksum is another.
         """
         unchecked = 0
-        part = memoryview(bytearray(_READ_BYTES))
+        buffer = memoryview(bytearray(_READ_BYTES))
         with (self.folder / file).open("rb", buffering=0) as stream:
-            for name in (name for name in self.blocks if name[0] == file):
-                data, crc = self.data(name), 0
-                unchecked += data.crc == 0
-                stream.seek(data.storage[0])
-                left = data.storage[1] - data.storage[0] if data.crc else 0
-                while left and (count := stream.readinto(part[:left])):
-                    crc, left = crc32(part[:count], crc), left - count
-                if left or crc != data.crc:
+            for key in (key for name, key in self.blocks if name == file):
+                elements, crc = self.elements(file, key), 0
+                unchecked += elements.crc == 0
+                stream.seek(elements.storage[0])
+                left = elements.storage[1] - elements.storage[0] if elements.crc else 0
+                while left and (count := stream.readinto(buffer[:left])):
+                    crc, left = crc32(buffer[:count], crc), left - count
+                if left or crc != elements.crc:
                     raise EnvironmentFault(
-                        f"{self.folder / file}: the bytes of {name[1]} are not those that were written (CRC-32 differs); the checkpoint "
+                        f"{self.folder / file}: the bytes of {key} are not those that were written (CRC-32 differs); the checkpoint "
                         "is damaged, choose another one"
                     )
         return unchecked

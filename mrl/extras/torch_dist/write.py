@@ -7,22 +7,64 @@ keeps of 8-bit scales) is None, as Megatron's own modules without Transformer En
 """
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from mrl.checkpoint.containers import TorchArchives, places
-from mrl.checkpoint.file_plan import PlannedFile, parts
-from mrl.checkpoint.manifest import WEIGHT, Entry
-from mrl.extras.torch_dist.archive import pickle_archive
-from mrl.extras.torch_dist.names import Place, stacked_place, whole_parameters
+from mrl.checkpoint.convert import copy_hf_folder
+from mrl.checkpoint.convert_job import ConversionReport, Options, Target, run_conversion
+from mrl.checkpoint.manifest import WEIGHT, FileFacts, StoredTensor
+from mrl.checkpoint.open_checkpoint import TORCH_DIST_METADATA, TORCH_DIST_TRACKER, Checkpoint, code_of
+from mrl.checkpoint.planned_file import PlannedFile, entry_ranges, file_portions
+from mrl.extras.torch_dist.archive import ArchiveFrame, pickle_archive
+from mrl.extras.torch_dist.names import KeyPosition, whole_parameters, written_position
 from mrl.extras.torch_dist.pickles import Named, write_pickle
-from mrl.extras.torch_dist.read import METADATA, RELEASE, TRACKER
+from mrl.extras.torch_dist.read import open_torch_dist
 from mrl.model import ModelSpec
 
+RELEASE = "release"  # what the tracker calls weights that no training of Megatron's has made
 _DCP = "torch.distributed.checkpoint.metadata"
 _CONFIG = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 _NONE, _NONE_FILE = pickle_archive(write_pickle([None])), "__1_0.distcp"  # all extra states are this one
 _LINEAR_LAYOUT = Named("torch.serialization", "_get_layout", ("torch.strided",))
+
+
+def write_torch_dist(
+    source: Checkpoint, output: str | Path, separate_layers: bool = False, options: Options | None = None
+) -> ConversionReport:
+    """Writes the weights in Megatron's own format; such a checkpoint is of no layout.
+
+    `separate_layers`: keys of Megatron's non_homogeneous_layers. Raises as `mrl.checkpoint.convert.write_hf` does.
+    """
+    plan = TorchDistFiles(source.model, source.dtype, separate_layers)
+
+    def finish(folder: Path, _: FileFacts) -> None:
+        copy_hf_folder(source, folder)
+        plan.finish(folder)
+
+    return run_conversion(source, Target(plan.files, plan.container, False, finish, open_torch_dist), Path(output), options)
+
+
+@dataclass(frozen=True)
+class TorchArchives:
+    """The `Container` of one archive after another, as torch.distributed.checkpoint writes them."""
+
+    dtype: str
+    leading: Mapping[str, int]  # key of an entry -> axes of length one before its own
+    checksums: ClassVar[bool] = True
+
+    def head(self, file: PlannedFile) -> bytes:
+        return b""
+
+    def before(self, entry: StoredTensor) -> bytes:
+        return self._frame(entry).before()
+
+    def after(self, entry: StoredTensor, crc: int) -> bytes:
+        return self._frame(entry).after(crc)
+
+    def _frame(self, entry: StoredTensor) -> ArchiveFrame:
+        return ArchiveFrame(code_of(entry.role, self.dtype), (1,) * self.leading[entry.key] + entry.shape)
 
 
 class TorchDistFiles:
@@ -33,33 +75,33 @@ class TorchDistFiles:
         self.dtype = dtype
         self.separate_layers = separate_layers or (model.is_moe and len(model.moe_layers) != model.num_layers)
         shards = whole_parameters(model)
-        self._places = {shard.megatron_name: stacked_place(shard, model, self.separate_layers) for shard in shards}
-        entries = [Entry("", shard.megatron_name, WEIGHT, shard.local_shape, None, shard.pieces) for shard in shards]
-        names = ((f"{RELEASE}/__0_{n}.distcp", part) for n, part in enumerate(parts(entries, dtype)))
-        self.files = tuple(PlannedFile(name, 0, tuple(part)) for name, part in names)
-        self.container = TorchArchives(dtype, {name: len(place.lead) for name, place in self._places.items()})
+        self._positions = {shard.megatron_name: written_position(shard, model, self.separate_layers) for shard in shards}
+        entries = [StoredTensor("", shard.megatron_name, WEIGHT, shard.local_shape, None, shard.pieces) for shard in shards]
+        names = ((f"{RELEASE}/__0_{n}.distcp", portion) for n, portion in enumerate(file_portions(entries, dtype)))
+        self.files = tuple(PlannedFile(name, 0, tuple(portion)) for name, portion in names)
+        self.container = TorchArchives(dtype, {name: len(position.lead) for name, position in self._positions.items()})
 
     def finish(self, folder: Path) -> None:
         """Writes the description and what Megatron reads beside it."""
         release = folder / RELEASE
         (release / _NONE_FILE).write_bytes(_NONE)
-        (release / METADATA).write_bytes(write_pickle(self._description()))
+        (release / TORCH_DIST_METADATA).write_bytes(write_pickle(self._description()))
         content = {"non_homogeneous_layers": True} if self.separate_layers else {}
         common = {"checkpoint_version": 3.0, "iteration": 0, "content_metadata": content}
         (release / "common.pt").write_bytes(pickle_archive(write_pickle(common)))
         (release / "metadata.json").write_text(json.dumps(_CONFIG))
-        (folder / TRACKER).write_text(RELEASE)
+        (folder / TORCH_DIST_TRACKER).write_text(RELEASE)
 
     def _description(self) -> Named:
         """A `Metadata` of torch.distributed.checkpoint."""
         tensors: dict[str, tuple[tuple[int, ...], list[Named]]] = {}
         storage: dict[Named, Named] = {}
         for file in self.files:
-            for entry, (at, length) in zip(file.entries, places(self.container, file, self.dtype), strict=False):
-                place = self._places[entry.key]
-                offsets, sizes = _block(place, entry)
-                _, blocks = tensors.setdefault(place.key, ((*place.lead, *entry.shape), []))
-                index = {"fqn": place.key, "index": len(blocks), "offset": _size(offsets)}
+            for entry, (at, length) in zip(file.entries, entry_ranges(self.container, file), strict=True):
+                position = self._positions[entry.key]
+                offsets, sizes = _block(position, entry)
+                _, blocks = tensors.setdefault(position.key, ((*position.lead, *entry.shape), []))
+                index = {"fqn": position.key, "index": len(blocks), "offset": _size(offsets)}
                 storage[_made("MetadataIndex", index)] = _stored(Path(file.name).name, at, length)
                 blocks.append(_made("ChunkStorageMetadata", {"offsets": _size(offsets), "sizes": _size(sizes)}))
         described = {key: self._tensor(size, blocks) for key, (size, blocks) in tensors.items()}
@@ -71,15 +113,15 @@ class TorchDistFiles:
 
     def _extra_states(self) -> list[str]:
         """Keys of every module that may have one, each a Megatron `ShardedObject`."""
-        found: dict[str, None] = {}
-        for place in self._places.values():
-            module = place.key.rpartition(".")[0]
+        keys: dict[str, None] = {}
+        for position in self._positions.values():
+            module = position.key.rpartition(".")[0]
             modules = [module]
             if module.endswith("self_attention.linear_proj"):
                 modules.append(module.replace("linear_proj", "core_attention"))  # has no parameter
-            at, of = (".".join(map(str, axes)) for axes in (place.index or (0,), place.lead or (1,)))
-            found |= dict.fromkeys(f"{name}._extra_state/shard_{at}_{of}" for name in modules)
-        return list(found)
+            at, of = (".".join(map(str, axes)) for axes in (position.index or (0,), position.lead or (1,)))
+            keys |= dict.fromkeys(f"{name}._extra_state/shard_{at}_{of}" for name in modules)
+        return list(keys)
 
     def _tensor(self, size: tuple[int, ...], blocks: list[Named]) -> Named:
         contiguous = Named(_DCP, "_MEM_FORMAT_ENCODING", (0,))
@@ -87,9 +129,9 @@ class TorchDistFiles:
         return _made("TensorStorageMetadata", {"properties": properties, "size": _size(size), "chunks": blocks})
 
 
-def _block(place: Place, entry: Entry) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _block(position: KeyPosition, entry: StoredTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(offsets, sizes) in the global tensor."""
-    return (*place.index, *(0 for _ in entry.shape)), (*(1 for _ in place.lead), *entry.shape)
+    return (*position.index, *(0 for _ in entry.shape)), (*(1 for _ in position.lead), *entry.shape)
 
 
 def _stored(file: str, at: int, length: int) -> Named:

@@ -1,24 +1,31 @@
-"""Writes a plan with several processes so that a kill loses only the files in work, and nobody ever sees half an output."""
+"""Writes a plan with several processes. A kill loses only the files in work, and nobody ever sees half an output.
+
+The processes hold no model, import no torch and end when their parent does.
+"""
 
 import hashlib
+import os
 import shutil
+import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, zip_longest
+from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
 from typing import Any
 
-from mrl.checkpoint.check_output import Check, source_checks, verify_output
-from mrl.checkpoint.containers import Container, places
-from mrl.checkpoint.file_plan import PlannedFile
-from mrl.checkpoint.file_writer import disk_fault, write_file
-from mrl.checkpoint.processes import Run, workers
-from mrl.checkpoint.source import Checkpoint, Reader
-from mrl.checkpoint.work_folder import Facts, finish_file, locked, publish
+from mrl.checkpoint.check_output import source_checks, verification
+from mrl.checkpoint.manifest import FileFacts
+from mrl.checkpoint.open_checkpoint import Checkpoint
+from mrl.checkpoint.planned_file import Container, PlannedFile, disk_fault, file_bytes, write_planned_file
+from mrl.checkpoint.stored_boxes import BoxReader
+from mrl.checkpoint.work_folder import finish_file, locked, publish
 from mrl.errors import ConfigError, EnvironmentFault
 
 SMALL_BYTES = 64 * 1024**2  # starting processes would take longer than this
@@ -42,12 +49,12 @@ class Target:
     files: tuple[PlannedFile, ...]
     container: Container
     digests: bool  # SHA-256 of every file, for a manifest; it is about half of the work
-    finish: Callable[[Path, Facts], None]  # writes what goes with the files, into their folder
+    finish: Callable[[Path, FileFacts], None]  # writes what goes with the files, into their folder
     reopen: Callable[[Path], Checkpoint]  # opens the finished folder, to verify it
 
 
 @dataclass(frozen=True)
-class Report:
+class ConversionReport:
     """What was done."""
 
     tensors: int  # Hugging Face tensors
@@ -61,7 +68,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Write:
+class WriteFile:
     """One file to be written, by whichever process."""
 
     folder: Path
@@ -69,26 +76,87 @@ class Write:
     container: Container
     digests: bool
 
-    def __call__(self, readers: list[Reader]) -> dict[str, Any]:
-        return write_file(readers[0], self.folder, self.file, self.container, self.digests)
+    def __call__(self, readers: Sequence[BoxReader]) -> dict[str, Any]:
+        return write_planned_file(readers[0], self.folder, self.file, self.container, self.digests)
 
 
-def convert(source: Checkpoint, target: Target, output: Path, options: Options) -> Report:
+Task = Callable[[Sequence[BoxReader]], Any]
+RunTasks = Callable[[Sequence[Task]], Iterator[tuple[Task, Any]]]  # tasks -> (task, result) as they finish
+_READERS: list[BoxReader] = []  # of a worker process
+
+
+@contextmanager
+def workers(count: int, checkpoints: Sequence[Checkpoint]) -> Iterator[RunTasks]:
+    """A function run(tasks) that gives (task, task(readers)) as they finish; `readers` are of `checkpoints`.
+
+    With a count of one all of it happens here. The first error stops what has not begun and is raised. The processes are forked at once,
+    so that they have what is imported and opened here; call this before threads are started.
+    """
+    if count <= 1:
+        readers = [checkpoint.reader() for checkpoint in checkpoints]
+        try:
+            yield partial(_run_here, readers)
+        finally:
+            for reader in readers:
+                reader.close()
+        return
+    pool = ProcessPoolExecutor(count, get_context("fork"), _start_worker, (tuple(checkpoints),))
+    pool.submit(os.getpid).result()
+    try:
+        yield partial(_run_in_pool, pool)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _run_here(readers: list[BoxReader], tasks: Sequence[Task]) -> Iterator[tuple[Task, Any]]:
+    for task in tasks:
+        yield task, task(readers)
+
+
+def _run_in_pool(pool: ProcessPoolExecutor, tasks: Sequence[Task]) -> Iterator[tuple[Task, Any]]:
+    try:
+        futures = {pool.submit(_run_task, task): task for task in tasks}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+    except BrokenProcessPool:
+        raise EnvironmentFault(
+            "a worker process ended by itself, most likely for want of memory; finished files are kept: run the same command again "
+            "with fewer --workers"
+        ) from None
+
+
+def _start_worker(checkpoints: tuple[Checkpoint, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it and stops giving out tasks
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _READERS.extend(checkpoint.reader() for checkpoint in checkpoints)
+
+
+def _end_with_parent() -> None:
+    connection.wait([parent_process().sentinel])
+    os._exit(1)
+
+
+def _run_task(task: Task) -> Any:
+    return task(_READERS)
+
+
+def run_conversion(source: Checkpoint, target: Target, output: Path, options: Options | None = None) -> ConversionReport:
     """Writes the target's files into a folder beside `output`, finishes it and renames it.
 
     An interrupted conversion goes on where it was when it is started again with the same source and plan.
     Raises ConfigError for an output that is in the way, EnvironmentFault for a damaged source or a disk that is too small or full.
     """
+    options = options or Options()
     began, work, files = time.monotonic(), output.with_name(f".{output.name}.partial"), target.files
     _refuse_in_the_way(output)
-    sizes = {file.name: places(target.container, file, source.dtype)[-1][0] for file in files}
+    sizes = {file.name: file_bytes(target.container, file) for file in files}
     processes = options.workers if sum(sizes.values()) > SMALL_BYTES else 1
     digests = target.digests or options.verify
     with locked(work, _identity(source, target, digests), sizes) as (folder, done), workers(processes, [source]) as run:
         resumed = len(done)
-        tasks = [Write(folder, file, target.container, digests) for file in files if file.name not in done]
+        tasks = [WriteFile(folder, file, target.container, digests) for file in files if file.name not in done]
         with _progress(options.progress, folder, sizes):
-            unchecked = _do(run, tasks, source_checks(source), work, done)
+            unchecked = _write_and_check(run, tasks, source_checks(source), work, done)
         target.finish(folder, done)
         if options.verify:
             _verify(source, target, folder, done, processes)
@@ -96,11 +164,13 @@ def convert(source: Checkpoint, target: Target, output: Path, options: Options) 
     shutil.rmtree(work, ignore_errors=True)
     tensors = len({piece.hf_name for file in files for entry in file.entries for piece in entry.pieces})
     seconds = time.monotonic() - began
-    return Report(tensors, sum(sizes.values()), len(files), resumed, options.verify, seconds, source.left_out, unchecked)
+    return ConversionReport(
+        tensors, sum(sizes.values()), len(files), resumed, options.verify, seconds, source.left_out, unchecked
+    )  # fmt: skip
 
 
-def _do(run: Run, writes: list[Write], checks: list[Check], work: Path, done: Facts) -> int:
-    """Writes the files and holds the source against its digests meanwhile: the processor has work while the disk has.
+def _write_and_check(run: RunTasks, writes: list[WriteFile], checks: list[Task], work: Path, done: FileFacts) -> int:
+    """Writes the files and compares the source with its digests meanwhile: the processor has work while the disk has.
 
     Returns how many tensors of the source carry no checksum.
     """
@@ -115,7 +185,7 @@ def _do(run: Run, writes: list[Write], checks: list[Check], work: Path, done: Fa
     finishing, damage, unchecked = [], None, 0
     with ThreadPoolExecutor(_SYNCS) as disk:
         for task, result in run(_alternated(checks, writes)):
-            if isinstance(task, Write):
+            if isinstance(task, WriteFile):
                 finishing.append(disk.submit(finish, task.file.name, result))
             elif isinstance(result, EnvironmentFault):
                 damage = result
@@ -125,21 +195,24 @@ def _do(run: Run, writes: list[Write], checks: list[Check], work: Path, done: Fa
     if damage is not None:
         done.clear()  # nothing that was made of a damaged source is gone on with
         raise damage
-    for waited in finishing:
-        waited.result()
+    for future in finishing:
+        future.result()
     return unchecked
 
 
-def _alternated(one: Iterable[Any], other: Iterable[Any]) -> list[Any]:
-    return [task for task in chain.from_iterable(zip_longest(one, other)) if task is not None]
+def _alternated(checks: Iterable[Task], writes: Iterable[Task]) -> list[Task]:
+    return [task for task in chain.from_iterable(zip_longest(checks, writes)) if task is not None]
 
 
-def _verify(source: Checkpoint, target: Target, folder: Path, done: Facts, processes: int) -> None:
+def _verify(source: Checkpoint, target: Target, folder: Path, done: FileFacts, processes: int) -> None:
     """Wrong files are not left for the next start to go on from."""
     try:
         written = target.reopen(folder)
+        tasks = verification(source, written, folder, done)
         with workers(processes, [source, written]) as run:
-            verify_output(run, source, written, folder, done)
+            for _, result in run(tasks):
+                if isinstance(result, EnvironmentFault):
+                    raise result
     except EnvironmentFault:
         shutil.rmtree(folder.parent, ignore_errors=True)
         raise

@@ -1,0 +1,155 @@
+"""The conversions between Hugging Face's form and ours: what is planned, and what goes beside the weights.
+
+A conversion is a source, opened by `mrl.checkpoint.open_checkpoint`, and a form to write it in: `write_hf` or
+`write_layout`. `mrl.extras.torch_dist` has one more of each.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mrl.checkpoint.convert_job import ConversionReport, Options, Target, run_conversion
+from mrl.checkpoint.manifest import WEIGHT, WEIGHTS_ONLY, WITH_OPTIMIZER, FileFacts, Manifest, RankFiles, StoredTensor, write_manifest
+from mrl.checkpoint.open_checkpoint import HF_FOLDER, Checkpoint, open_hf, open_ours, whole_tensor
+from mrl.checkpoint.planned_file import PlannedFile, Safetensors, entry_bytes, file_portions, planned_file
+from mrl.errors import ConfigError
+from mrl.model import ModelSpec, tensor_specs
+from mrl.model.hf_files import INDEX, check_same_architecture, copy_hf_files
+from mrl.model.layout import TrainLayout
+from mrl.model.megatron_shards import source_shards
+
+NO_OPTIMIZER = {"step": None, "num_updates": 0, "lr": None, "scheduler": None}
+
+
+@dataclass(frozen=True)
+class ExpectedModel:
+    """What a configuration says of the model that it trains, so that a checkpoint of another one is refused."""
+
+    config: str  # the configuration's file, for messages
+    path: str  # model.path
+    dtype: str  # model.dtype
+
+    def check(self, source: Checkpoint) -> None:
+        """Raises ConfigError for a checkpoint of another dtype or architecture."""
+        if source.dtype != self.dtype:
+            raise ConfigError(
+                f"{source.folder}: weights are {source.dtype}, model.dtype in {self.config} is {self.dtype}; set model.dtype to match"
+            )
+        if (Path(self.path) / "config.json").is_file():
+            check_same_architecture(f"{self.config}: model.path", self.path, source.model)
+
+
+def write_hf(source: Checkpoint, output: str | Path, options: Options | None = None) -> ConversionReport:
+    """Writes safetensors files with index, configuration and tokenizer. The folder appears whole or not at all.
+
+    Raises EnvironmentFault for a damaged source, ConfigError for an output that is in the way or cannot be written.
+    """
+    files = hf_plan(source.model, source.dtype)
+
+    def finish(folder: Path, _: FileFacts) -> None:
+        copy_hf_files(source.hf_files, folder)
+        _name_dtype(folder / "config.json", source.dtype)
+        _write_index(folder, files, source.dtype)
+
+    return run_conversion(source, Target(files, Safetensors(source.dtype), False, finish, open_hf), Path(output), options)
+
+
+def write_layout(
+    source: Checkpoint,
+    output: str | Path,
+    degrees: Mapping[str, Any],
+    weights_only: bool = False,
+    options: Options | None = None,
+) -> ConversionReport:
+    """Writes a checkpoint of ours at the layout `degrees`, which has the keys of actor.layout.
+
+    Master weights, moments and schedule go with the weights where the source has them, unless `weights_only`.
+    Raises ConfigError for an illegal layout, and as `write_hf` does.
+    """
+    roles = (WEIGHT,) if weights_only else source.roles
+    layout = TrainLayout.build(degrees, source.model)
+    files = layout_plan(source.model, layout, roles, source.dtype)
+
+    def finish(folder: Path, facts: FileFacts) -> None:
+        copy_hf_folder(source, folder)
+        write_manifest(folder, _manifest(source, degrees, roles, _rank_files(source, layout, files, roles, facts)))
+
+    return run_conversion(source, Target(files, Safetensors(source.dtype), True, finish, open_ours), Path(output), options)
+
+
+def hf_plan(model: ModelSpec, dtype: str) -> tuple[PlannedFile, ...]:
+    """`model-NNNNN.safetensors`, tensors in the order of the layers."""
+    portions = file_portions([whole_tensor(spec.name, spec.shape) for spec in tensor_specs(model)], dtype)
+    return tuple(planned_file(f"model-{n:05d}.safetensors", 0, portion) for n, portion in enumerate(portions, 1))
+
+
+def layout_plan(model: ModelSpec, layout: TrainLayout, roles: Iterable[str], dtype: str) -> tuple[PlannedFile, ...]:
+    """The files of every rank. A local tensor is written by the first of its replicas only, and whole."""
+    files: list[PlannedFile] = []
+    for rank in range(layout.world_size):
+        shards = [shard for shard in source_shards(model, layout, rank) if shard.primary == rank]
+        entries = [
+            StoredTensor("", f"{role}/{shard.vp_chunk}.{shard.megatron_name}", role, shard.local_shape, None, shard.pieces)
+            for role in roles
+            for shard in shards
+        ]
+        portions = list(file_portions(entries, dtype))
+        names = [f"rank-{rank:05d}{f'-{n:05d}' if len(portions) > 1 else ''}.safetensors" for n in range(len(portions))]
+        files += [planned_file(name, rank, portion) for name, portion in zip(names, portions, strict=True)]
+    return tuple(files)
+
+
+def copy_hf_folder(source: Checkpoint, folder: Path) -> None:
+    """Configuration and tokenizer, where every checkpoint that is not in Hugging Face's form has them."""
+    (folder / HF_FOLDER).mkdir(exist_ok=True)
+    copy_hf_files(source.hf_files, folder / HF_FOLDER)
+
+
+def _rank_files(
+    source: Checkpoint, layout: TrainLayout, files: tuple[PlannedFile, ...], roles: tuple[str, ...], facts: FileFacts
+) -> tuple[RankFiles, ...]:
+    """A rank that is no tensor's first replica has no file."""
+    optimizer = NO_OPTIMIZER if _only_weights(source, roles) else source.manifest.optimizer
+    ranks = []
+    for rank in range(layout.world_size):
+        own = [file for file in files if file.rank == rank]
+        entries = tuple(entry for file in own for entry in file.entries)
+        ranks.append(RankFiles(entries, {file.name: facts[file.name] for file in own}, optimizer))
+    return tuple(ranks)
+
+
+def _manifest(source: Checkpoint, degrees: Mapping[str, Any], roles: tuple[str, ...], ranks: tuple[RankFiles, ...]) -> Manifest:
+    from mrl.config.schema import LayoutConfig  # as long to import as all the rest, and the disk is busy by now
+
+    weights_only, old = _only_weights(source, roles), source.manifest
+    converted = {"converted": WEIGHTS_ONLY if weights_only else WITH_OPTIMIZER}
+    return Manifest(
+        step=0 if weights_only else old.step,
+        layout=LayoutConfig(**degrees).model_dump(),
+        dtype=source.dtype,
+        hf_config=source.hf_config,
+        ranks=ranks,
+        trainer=converted if weights_only else old.trainer | converted,
+        versions={} if old is None else old.versions,
+    )
+
+
+def _only_weights(source: Checkpoint, roles: tuple[str, ...]) -> bool:
+    """A checkpoint that was saved before the first update has moments too: zeros."""
+    return roles == (WEIGHT,) or source.manifest is None
+
+
+def _name_dtype(config: Path, dtype: str) -> None:
+    """The configuration names the dtype of the weights: as `dtype` since transformers 4.56, `torch_dtype` before."""
+    data = json.loads(config.read_text())
+    keys = [key for key in ("dtype", "torch_dtype") if key in data] or ["torch_dtype"]
+    config.write_text(json.dumps(data | dict.fromkeys(keys, dtype), indent=2))
+
+
+def _write_index(folder: Path, files: tuple[PlannedFile, ...], dtype: str) -> None:
+    weight_map = {entry.key: file.name for file in files for entry in file.entries}
+    total = sum(entry_bytes(entry, dtype) for file in files for entry in file.entries)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / INDEX).write_text(json.dumps(index, indent=2))

@@ -1,0 +1,234 @@
+"""Opens a checkpoint to be read, Hugging Face's or ours: which tensors are stored, in which files, of which model.
+
+Megatron's own format (torch_dist) is recognised by its file names and refused; `mrl.extras.torch_dist` opens it.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from mrl.checkpoint.manifest import MANIFEST, WEIGHT, FileFacts, Manifest, StoredTensor, check_digest, read_manifest
+from mrl.checkpoint.safetensors_file import ITEM_BYTES
+from mrl.checkpoint.step_folders import newest_checkpoint
+from mrl.checkpoint.stored_boxes import BoxReader, TensorFiles, check_disjoint, stored_boxes
+from mrl.errors import ConfigError, EnvironmentFault
+from mrl.model import ModelSpec, load_model_spec, model_spec, read_hf_config, tensor_specs
+from mrl.model.boxes import Box
+from mrl.model.hf_files import TensorBytes, check_checkpoint, read_safetensors_header, weight_files
+from mrl.model.megatron_shards import Piece
+
+HF_FOLDER = "hf"  # configuration and tokenizer, beside the weights of every checkpoint of ours
+DTYPES = {"F32": "float32", "BF16": "bfloat16"}  # safetensors' names -> the configuration's
+CODES = {name: code for code, name in DTYPES.items()}
+TORCH_DIST_METADATA, TORCH_DIST_TRACKER = ".metadata", "latest_checkpointed_iteration.txt"
+TRUST_FLAG = "--trust-checkpoint"
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What is stored where. `manifest` is None unless it is one of ours."""
+
+    folder: Path
+    hf_files: Path  # the folder of configuration and tokenizer
+    model: ModelSpec
+    hf_config: dict[str, Any]
+    dtype: str  # of the weights: "float32", "bfloat16"
+    entries: tuple[StoredTensor, ...]
+    files: TensorFiles
+    manifest: Manifest | None
+    left_out: tuple[str, ...]  # tensors that no conversion carries: those that a model computes itself, random states
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """What is stored of the parameters: weights, and perhaps master weights and moments."""
+        return tuple(dict.fromkeys(entry.role for entry in self.entries))
+
+    @property
+    def identity(self) -> str:
+        """Changes when a file does: its size or the time it was written."""
+        names = sorted({entry.file for entry in self.entries})
+        facts = [(name, (stat := (self.folder / name).stat()).st_size, stat.st_mtime_ns) for name in names]
+        return hashlib.sha256(repr((str(self.folder.resolve()), facts, self.hf_config)).encode()).hexdigest()
+
+    def reader(self) -> BoxReader:
+        """Whoever takes it closes it."""
+        return BoxReader(self.folder, self.entries, self.files)
+
+
+class SafetensorsFiles:
+    """`TensorFiles` of safetensors files, whose headers are read once."""
+
+    def __init__(self, folder: Path, facts: FileFacts | None = None, check_first: bool = False):
+        """`facts`: of a manifest's files. `check_first`: compare a file with its digest when it is first needed."""
+        self._folder, self._facts, self._check_first = folder, facts or {}, check_first
+        self._headers: dict[str, dict[str, TensorBytes]] = {}
+
+    def read_headers(self, names: Iterable[str]) -> list[tuple[str, str]]:
+        """(file, key) of all tensors in the files `names`. Raises EnvironmentFault for a damaged or missing one."""
+        self._headers |= {name: read_safetensors_header(self._folder / name) for name in names}
+        return [(name, key) for name, header in self._headers.items() for key in header]
+
+    def find(self, file: str, key: str) -> TensorBytes | None:
+        if self._check_first and file not in self._headers:
+            self.check(file)
+            self.read_headers([file])
+        return self._headers.get(file, {}).get(key)
+
+    def checkable(self) -> tuple[str, ...]:
+        return tuple(self._facts)
+
+    def check(self, file: str) -> int:
+        check_digest(self._folder, file, self._facts)
+        return 0
+
+
+def open_hf(folder: Path) -> Checkpoint:
+    """A Hugging Face checkpoint.
+
+    Raises ConfigError for an unsupported model or Megatron's format, EnvironmentFault for files that are not its weights.
+    """
+    if find_torch_dist(folder) is not None:
+        raise ConfigError(
+            f"{folder}: Megatron's torch_dist format, not Hugging Face files; use mrl convert megatron-to-megatron with {TRUST_FLAG}"
+        )
+    try:
+        model = load_model_spec(folder)
+        check_checkpoint(folder, model)
+    except (ConfigError, EnvironmentFault) as error:
+        raise type(error)(str(error).removeprefix("model.path ")) from None
+    files = SafetensorsFiles(folder)
+    stored = files.read_headers(file.name for file in weight_files(folder))
+    file_of = {key: file for file, key in stored}
+    entries = tuple(whole_tensor(spec.name, spec.shape, file_of[spec.name]) for spec in tensor_specs(model))
+    code = one_dtype(folder, {entry.key: files.find(entry.file, entry.key).dtype for entry in entries})
+    left_out = _left_out(stored, entries)
+    checkpoint = Checkpoint(folder, folder, model, read_hf_config(folder), DTYPES[code], entries, files, None, left_out)
+    _check_locations(checkpoint)
+    return checkpoint
+
+
+def whole_tensor(name: str, shape: tuple[int, ...], file: str = "", role: str = WEIGHT) -> StoredTensor:
+    """A Hugging Face tensor that is stored as it is."""
+    whole = Box.whole(shape)
+    return StoredTensor(file, name, role, shape, None, (Piece(name, whole, whole),))
+
+
+def open_ours(folder: Path) -> Checkpoint:
+    """A checkpoint of ours, its manifest compared with the files' headers. Raises EnvironmentFault."""
+    manifest = read_manifest(folder)
+    if manifest.dtype not in CODES:
+        raise EnvironmentFault(f"{folder / MANIFEST}: dtype {manifest.dtype}; allowed: {', '.join(CODES)}")
+    files = SafetensorsFiles(folder, manifest.files())
+    stored = files.read_headers(manifest.files())
+    model = model_spec(manifest.hf_config)
+    entries = tuple(manifest.entries())
+    left_out = _left_out(stored, entries)
+    checkpoint = Checkpoint(folder, folder / HF_FOLDER, model, manifest.hf_config, manifest.dtype, entries, files, manifest, left_out)
+    _check_locations(checkpoint)
+    _check_names(checkpoint)
+    check_disjoint(folder, stored_boxes(entries))
+    return checkpoint
+
+
+def open_saved(path: Path) -> Checkpoint:
+    """The checkpoint of ours in a `step-N` folder, or the newest complete one of a run directory.
+
+    Raises ConfigError for one in Megatron's format, EnvironmentFault where there is none that is complete.
+    """
+    if find_torch_dist(path) is not None:
+        raise ConfigError(
+            f"{path}: Megatron's torch_dist format, whose description is a pickle; a pickle can be made to run anything. Give "
+            f"{TRUST_FLAG} if you know where it comes from (its weights are then read without running what the pickle names)"
+        )
+    return open_ours(step_folder(path))
+
+
+def step_folder(path: Path) -> Path:
+    """The folder of a checkpoint of ours: `path` itself, or the newest complete step of the run directory `path`.
+
+    Raises ConfigError for a checkpoint of another kind, EnvironmentFault where there is none.
+    """
+    if find_torch_dist(path) is not None:
+        raise ConfigError(
+            f"{path}: Megatron's torch_dist format; convert it with mrl convert megatron-to-hf, and name the result as model.path"
+        )
+    newest = path if (path / MANIFEST).exists() else _newest_of_run(path)
+    if newest is None:
+        raise EnvironmentFault(f"{path}: neither a checkpoint (no {MANIFEST}) nor a run directory with a complete one")
+    if not (newest / HF_FOLDER / "config.json").is_file():
+        raise EnvironmentFault(f"{newest / HF_FOLDER} is missing, the model's configuration and tokenizer; choose another checkpoint")
+    return newest
+
+
+def _newest_of_run(run_dir: Path) -> Path | None:
+    newest = newest_checkpoint(run_dir / "checkpoints", digests=False)  # files are checked when they are read
+    for error in newest.damaged.values():
+        print(f"passed over: {error}")
+    return newest.path
+
+
+def find_torch_dist(path: Path) -> Path | None:
+    """The folder of a checkpoint in Megatron's format; None where there is none. Only file names and the tracker are read.
+
+    It is `path`, or the iteration below it that Megatron's tracker names, or the newest.
+    """
+    if (path / TORCH_DIST_METADATA).is_file() or any(path.glob("*.distcp")):
+        return path
+    tracker = path / TORCH_DIST_TRACKER
+    if tracker.is_file():
+        word = tracker.read_text().strip()
+        return path / (f"iter_{int(word):07d}" if word.isdecimal() else word)
+    below = sorted(file.parent for file in (*path.glob("iter_*/*.distcp"), *path.glob("dist_ckpt/*.distcp")))
+    return below[-1] if below else None
+
+
+def one_dtype(folder: Path, codes: dict[str, str]) -> str:
+    """The dtype of all weights, of which `codes` has each one's: with a cast it would be another checkpoint."""
+    names = {code: name for name, code in codes.items()}
+    if len(names) == 1 and (code := next(iter(names))) in DTYPES:
+        return code
+    shown = ", ".join(f"{code} ({name})" for code, name in sorted(names.items()))
+    raise EnvironmentFault(
+        f"{folder}: weights of dtype {shown}; checkpoints are converted bit by bit, so all weights must be of one of "
+        f"{', '.join(DTYPES)}: save the model in one of them first"
+    )
+
+
+def code_of(role: str, dtype: str) -> str:
+    """Safetensors' dtype of a role where the weights are `dtype`: master weights and moments are always float32."""
+    return CODES[dtype] if role == WEIGHT else CODES["float32"]
+
+
+def _left_out(stored: Iterable[tuple[str, str]], entries: Iterable[StoredTensor]) -> tuple[str, ...]:
+    return tuple(sorted({key for _, key in stored} - {entry.key for entry in entries}))
+
+
+def _check_locations(checkpoint: Checkpoint) -> None:
+    """Every entry is in its file, with the dtype and the bytes that it describes."""
+    for entry in checkpoint.entries:
+        location, code = checkpoint.files.find(entry.file, entry.key), code_of(entry.role, checkpoint.dtype)
+        elements = entry.flat[1] - entry.flat[0] if entry.flat else prod(entry.shape)
+        size = elements * ITEM_BYTES[code]
+        if location is not None and (location.dtype, prod(location.shape), location.stop - location.start) == (code, elements, size):
+            continue
+        in_file = "nothing" if location is None else f"{location.dtype} {list(location.shape)}, {location.stop - location.start} bytes"
+        raise EnvironmentFault(
+            f"{checkpoint.folder / entry.file}: {entry.key} is described as {code} of {size} bytes and the file has {in_file}; "
+            "manifest and file do not belong together, choose another checkpoint"
+        )
+
+
+def _check_names(checkpoint: Checkpoint) -> None:
+    """Every role is of exactly the tensors of the model that the manifest's configuration describes."""
+    wanted = {spec.name for spec in tensor_specs(checkpoint.model)}
+    for role in checkpoint.roles:
+        described = {piece.hf_name for entry in checkpoint.entries if entry.role == role for piece in entry.pieces}
+        if odd := sorted(wanted ^ described):
+            raise EnvironmentFault(
+                f"{checkpoint.folder / MANIFEST}: its {role} tensors are not those of its hf_config ({len(odd)} differ): "
+                f"{', '.join(odd[:_SHOWN])}{' ...' if len(odd) > _SHOWN else ''}; it is damaged or of another model"
+            )

@@ -1,0 +1,139 @@
+"""Loads a checkpoint of ours into the ranks of any layout: each reads the boxes that it needs."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch import Tensor
+
+from mrl.checkpoint.manifest import MASTER, WEIGHT, Manifest, read_manifest
+from mrl.checkpoint.open_checkpoint import SafetensorsFiles
+from mrl.checkpoint.rank_parameters import MOMENTS, RankParameter, rank_parameters
+from mrl.checkpoint.rank_save import CODES, rank_file
+from mrl.checkpoint.stored_boxes import BoxReader, check_disjoint
+from mrl.errors import EnvironmentFault
+from mrl.megatron.offload import OPTIMIZER, PARAMETERS
+from mrl.megatron.optimizer import current_lr, is_frozen
+from mrl.model import model_spec
+from mrl.model.megatron_shards import Piece
+
+DTYPES = {code: dtype for dtype, code in CODES.items()}
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # carry the bits of an element of so many bytes
+
+
+class TensorLoader:
+    """Reads the tensors of one checkpoint. Files are compared with their digests when they are first opened.
+
+    Raises EnvironmentFault for a manifest that describes an element twice.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest):
+        self._reader = BoxReader(folder, manifest.entries(), SafetensorsFiles(folder, manifest.files(), check_first=True))
+        check_disjoint(folder, self._reader.boxes)
+
+    def fill(self, role: str, pieces: Iterable[Piece], out: Tensor) -> None:
+        """Writes the elements that `pieces` name into `out`, a tensor in their local frame; others stay.
+
+        Raises EnvironmentFault when the checkpoint does not hold all of them.
+        """
+        for piece in pieces:
+            for stored, common in self._reader.overlaps(role, piece.hf_name, piece.hf_box):
+                values = torch.empty(common.shape, dtype=DTYPES[self._reader.dtype(stored)])
+                self._reader.read(stored, common, _words(values))
+                out[common.rebase(piece.hf_box, piece.local_box).slices] = values
+
+    def random_state(self, rank: int, name: str) -> Tensor:
+        """The bytes of a generator's state."""
+        return torch.from_numpy(self._reader.tensor_bytes(rank_file(rank), f"rng/{name}"))
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._reader.close()
+
+
+def _words(values: Tensor) -> np.ndarray:
+    """The same memory as integers."""
+    return values.view(_WORDS[values.element_size()]).numpy()
+
+
+def load_rank(actor, folder: Path) -> None:
+    """Puts a checkpoint into a freshly built actor of the same or another layout.
+
+    Random states come back only at the layout that wrote them. A checkpoint converted from weights alone is a fresh start
+    from them. Raises EnvironmentFault for one that is damaged or of another model.
+    """
+    manifest = read_manifest(folder)
+    _check_model(actor, manifest, folder)
+    loader = TensorLoader(folder, manifest)
+    facts = manifest.optimizer
+    with torch.no_grad(), actor.residence.using(PARAMETERS, OPTIMIZER):
+        for parameter in rank_parameters(actor):
+            loader.fill(WEIGHT, parameter.shard.pieces, parameter.parameter.data)
+            if parameter.optimizer is not None:
+                _load_optimizer_part(loader, parameter, facts["step"], not manifest.weights_only)
+    if not manifest.weights_only:
+        _restore_schedule(actor, facts, folder)
+    actor.num_updates = facts["num_updates"]
+    if not manifest.converted and manifest.layout == actor.config.actor.layout.model_dump():
+        _restore_random_states(actor, loader)
+    loader.close()
+
+
+def _load_optimizer_part(loader: TensorLoader, parameter: RankParameter, step: float | None, has_masters: bool) -> None:
+    """Master weights that are not in the checkpoint, or are the weights themselves, come from the loaded weights.
+
+    A frozen parameter starts with zero moments: Adam would follow the saved ones for many steps, without any gradient.
+    """
+    main = parameter.main()
+    master = parameter.adam.master(main)
+    whole = torch.zeros(parameter.shard.local_shape, dtype=torch.float32)
+
+    def part(role: str) -> Tensor:
+        loader.fill(role, parameter.shard.pieces, whole)
+        return whole.reshape(-1)[slice(*parameter.flat)].reshape(master.shape)
+
+    weights = parameter.parameter.detach().reshape(-1)[slice(*parameter.flat)]
+    values = part(MASTER) if has_masters and not parameter.is_own_master else weights.reshape(master.shape)
+    for tensor in (main, master):  # they may be one
+        tensor.copy_(values)
+    if step is not None:
+        frozen = is_frozen(parameter.parameter)
+        moments = {name: torch.zeros_like(master) if frozen else part(role).clone() for role, name in MOMENTS.items()}
+        parameter.adam.set_moments(main, step, moments)
+
+
+def _restore_schedule(actor, facts: dict[str, Any], folder: Path) -> None:
+    """The rate follows from the step count; when the schedule is the saved one it must be the saved rate."""
+    now, then = actor.scheduler.state_dict(), dict(facts["scheduler"])
+    actor.scheduler.num_steps = then["num_steps"]
+    actor.scheduler.step(0)
+    same = all(now[k] == then[k] for k in now if k != "num_steps")
+    if same and current_lr(actor.optimizer) != facts["lr"]:
+        raise EnvironmentFault(f"{folder}: the learning rate comes back as {current_lr(actor.optimizer)}, not as {facts['lr']}")
+
+
+def _check_model(actor, manifest: Manifest, folder: Path) -> None:
+    if model_spec(manifest.hf_config) != actor.model:
+        raise EnvironmentFault(f"{folder}: a checkpoint of another model than model.path {actor.config.model.path}")
+    if manifest.dtype != actor.config.model.dtype:
+        raise EnvironmentFault(
+            f"{folder}: weights are {manifest.dtype}, model.dtype is {actor.config.model.dtype}; set model.dtype to match"
+        )
+
+
+def _restore_random_states(actor, loader: TensorLoader) -> None:
+    torch.set_rng_state(loader.random_state(actor.rank, "cpu"))
+    actor.platform.set_rng_state(loader.random_state(actor.rank, "device"))
+    tracker = get_cuda_rng_tracker()
+    states = {name: _as_state(old, loader.random_state(actor.rank, f"tracker/{name}")) for name, old in tracker.get_states().items()}
+    tracker.set_states(states)
+
+
+def _as_state(old: Any, saved: Tensor) -> Any:
+    if isinstance(old, torch.Generator):
+        old.set_state(saved)
+        return old
+    return saved

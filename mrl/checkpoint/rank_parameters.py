@@ -1,0 +1,69 @@
+"""The parameters of this rank in Hugging Face coordinates, each with its part of the distributed optimizer."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+
+from mrl.checkpoint.manifest import EXP_AVG, EXP_AVG_SQ
+from mrl.errors import ConfigError
+from mrl.megatron.adam_state import AdamState
+from mrl.megatron.local_parameters import LocalParameters, plain_name
+from mrl.megatron.offload import OPTIMIZER, PARAMETERS
+from mrl.model.megatron_shards import Shard, local_shapes, source_shards
+
+MOMENTS = {EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}  # role -> name in torch's Adam
+
+
+@dataclass(frozen=True)
+class RankParameter:
+    """A parameter of this rank, what it is in Hugging Face coordinates, and the optimizer that has a part of it."""
+
+    shard: Shard
+    parameter: torch.nn.Parameter
+    optimizer: DistributedOptimizer | None  # None: this data-parallel rank updates no part of it
+    flat: tuple[int, int] | None  # that part of the flattened parameter
+    adam: AdamState | None = None  # of that optimizer
+
+    @property
+    def key(self) -> str:
+        """Name in the file."""
+        return f"{self.shard.vp_chunk}.{self.shard.megatron_name}"
+
+    @property
+    def is_own_master(self) -> bool:
+        """float32 weights are their own master weights: the optimizer has a view of them, or a copy with the same values."""
+        return self.parameter.dtype is torch.float32
+
+    def main(self) -> Tensor:
+        """The optimizer's tensor for this rank's part: its master weights, or a shard of the weights where Adam has those."""
+        group, order = self.optimizer.model_param_group_index_map[self.parameter]
+        return self.optimizer.optimizer.param_groups[group]["params"][order]
+
+
+def rank_parameters(actor) -> Iterator[RankParameter]:
+    """Every parameter of this rank, in a fixed order.
+
+    They and their optimizer states have to be on the device for as long as they are read or written. Raises RuntimeError
+    when the model has other parameters than its description.
+    """
+    actor.residence.require(PARAMETERS, OPTIMIZER)
+    adams = {id(optimizer): AdamState(optimizer.optimizer) for optimizer in distributed_optimizers(actor)}
+    shards = {(shard.vp_chunk, shard.megatron_name): shard for shard in source_shards(actor.model, actor.layout, actor.rank)}
+    LocalParameters(actor.chunks).check(local_shapes(shards.values()))
+    for number, chunk in enumerate(actor.chunks):
+        for name, parameter in chunk.named_parameters():
+            optimizer = next((o for o in distributed_optimizers(actor) if parameter in o.model_param_group_index_map), None)
+            part = optimizer._get_model_param_range_map(parameter)["param"] if optimizer else None
+            flat = (part.start, part.end) if part else None
+            yield RankParameter(shards[number, plain_name(name)], parameter, optimizer, flat, adams.get(id(optimizer)))
+
+
+def distributed_optimizers(actor) -> list[DistributedOptimizer]:
+    """The optimizers that have parameters here. Raises ConfigError for any other kind."""
+    optimizers = [o for o in actor.optimizer.chained_optimizers if not getattr(o, "is_stub_optimizer", False)]
+    if not all(isinstance(o, DistributedOptimizer) for o in optimizers):
+        raise ConfigError("actor.override_ddp_config.use_distributed_optimizer: checkpoints need the distributed optimizer; leave it on")
+    return optimizers

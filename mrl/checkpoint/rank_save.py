@@ -1,0 +1,166 @@
+"""Saves this rank's part of a checkpoint: weights, master weights, moments, step counts and random states.
+
+Megatron's own optimizer checkpoints are pickles and bring Adam's step back wrong without Transformer Engine. Ours are
+safetensors files whose manifest speaks Hugging Face coordinates, so one reader serves every layout.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch import Tensor
+
+from mrl.checkpoint.manifest import MASTER, WEIGHT, RankFiles, StoredTensor
+from mrl.checkpoint.rank_parameters import MOMENTS, RankParameter, distributed_optimizers, rank_parameters
+from mrl.checkpoint.safetensors_file import safetensors_header, write_blocks
+from mrl.errors import EnvironmentFault
+from mrl.megatron.adam_state import AdamState
+from mrl.megatron.offload import OPTIMIZER, PARAMETERS, check_resident
+from mrl.megatron.optimizer import current_lr
+from mrl.model.megatron_shards import Shard
+
+CODES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+_WRITE_BYTES = 16 * 1024**2  # a write; the interpreter is free for others during each
+
+
+class HostCopy:
+    """This rank's part of a checkpoint in host memory: copied there while training waits, written while it goes on.
+
+    The buffers are made by the first copy and used again by every later one.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+        self._entries: tuple[StoredTensor, ...] = ()
+        self._facts: dict[str, Any] = {}
+        self._file = ""
+        self._in_use = Lock()  # two saves at once would mix two steps in one file
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """What was copied last, by its name in the file."""
+        return self._buffers
+
+    def take(self, actor) -> int:
+        """Copies all that this rank saves; returns the bytes that `write` will need. EnvironmentFault during a `write`."""
+        if not self._in_use.acquire(blocking=False):
+            raise EnvironmentFault("the checkpoint before is still being written: the disk is slower than saves come")
+        try:
+            with actor.residence.using(PARAMETERS, OPTIMIZER):
+                self._copy(actor)
+        finally:
+            self._in_use.release()
+        return file_bytes(self._buffers)
+
+    def _copy(self, actor) -> None:
+        self._file = rank_file(actor.rank)
+        entries: list[StoredTensor] = []
+        for parameter in rank_parameters(actor):
+            shard = parameter.shard
+            for role, tensor, flat in _saved_tensors(actor, parameter):
+                entries.append(StoredTensor(self._file, f"{role}/{parameter.key}", role, shard.local_shape, flat, shard.pieces))
+                self._keep(entries[-1].key, tensor)
+        for name, state in _random_states(actor).items():
+            self._keep(f"rng/{name}", state)
+        self._entries, self._facts = tuple(entries), _optimizer_facts(actor)
+
+    def write(self, folder: Path) -> RankFiles:
+        """Writes `rank-R.safetensors` into `folder`, durably. Raises EnvironmentFault when the disk refuses it."""
+        with self._in_use:
+            path = folder / self._file
+            try:
+                facts = write_tensors(path, self._buffers)
+            except OSError as error:
+                raise EnvironmentFault(f"{path} cannot be written ({error.strerror})") from error
+            return RankFiles(self._entries, {self._file: facts}, self._facts)
+
+    def _keep(self, key: str, tensor: Tensor) -> None:
+        check_resident(key, [tensor])
+        buffer = self._buffers.get(key)
+        if buffer is None:
+            buffer = self._buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        buffer.copy_(tensor.detach())
+
+
+def rank_file(rank: int) -> str:
+    """The file that a rank writes."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def file_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """Size of the file that `write_tensors` makes of `tensors`."""
+    return len(_header(tensors)) + sum(tensor.nbytes for tensor in tensors.values())
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Writes contiguous host tensors, durably; returns size and SHA-256 as a manifest has them.
+
+    Raises OSError as the disk does, and KeyError for a dtype that the format does not name here.
+    """
+    return write_blocks(path, _blocks(tensors), digest=True, durable=True)
+
+
+def _blocks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    yield _header(tensors)
+    for name in _order(tensors):
+        data = memoryview(tensors[name].reshape(-1).view(torch.uint8).numpy())
+        yield from (data[start : start + _WRITE_BYTES] for start in range(0, len(data), _WRITE_BYTES))
+
+
+def _header(tensors: Mapping[str, Tensor]) -> bytes:
+    described = ((name, tensors[name]) for name in _order(tensors))
+    return safetensors_header((name, CODES[tensor.dtype], tuple(tensor.shape), tensor.nbytes) for name, tensor in described)
+
+
+def _order(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Wide elements first, so that every tensor is aligned to its own element."""
+    return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+
+
+def _saved_tensors(actor, parameter: RankParameter) -> Iterator[tuple[str, Tensor, tuple[int, int] | None]]:
+    """(role, tensor, flat range) of what this rank writes of a parameter: nothing that another rank writes as well."""
+    if parameter.shard.primary == actor.rank:
+        yield WEIGHT, parameter.parameter, None
+    if parameter.optimizer is None or not _writes_optimizer_part(actor, parameter.shard):
+        return
+    main = parameter.main()
+    master, moments = parameter.adam.master(main), parameter.adam.moments(main)
+    if not parameter.is_own_master:
+        yield MASTER, master, parameter.flat
+    for role, name in MOMENTS.items():
+        # before the first update there are no moments; they are zero
+        yield role, moments[name] if name in moments else torch.zeros_like(master), parameter.flat
+
+
+def _writes_optimizer_part(actor, shard: Shard) -> bool:
+    """Data-parallel replicas each have a part of their own; tensor- and pipeline-parallel ones the same parts again."""
+    layout = actor.layout
+    peers = layout.expert_group(actor.rank, "edp") if shard.is_expert else layout.dense_group(actor.rank, "cp", "dp")
+    return shard.primary in peers
+
+
+def _optimizer_facts(actor) -> dict[str, Any]:
+    steps = {step for optimizer in distributed_optimizers(actor) for step in AdamState(optimizer.optimizer).steps()}
+    if len(steps) > 1:
+        raise RuntimeError(f"parameters disagree on Adam's step: {sorted(steps)}")
+    return {
+        "step": steps.pop() if steps else None,
+        "num_updates": actor.num_updates,
+        "lr": current_lr(actor.optimizer),
+        "scheduler": actor.scheduler.state_dict(),
+    }
+
+
+def _random_states(actor) -> dict[str, Tensor]:
+    tracked = {f"tracker/{name}": _state_bytes(state) for name, state in get_cuda_rng_tracker().get_states().items()}
+    return {"device": actor.platform.rng_state(), "cpu": torch.get_rng_state()} | tracked
+
+
+def _state_bytes(state: Any) -> Tensor:
+    return (state.get_state() if isinstance(state, torch.Generator) else state).clone()
