@@ -1,4 +1,6 @@
-"""Advantages from scores, one number a response or a token; numpy, because the driver holds scores and nothing else.
+"""Advantages from scores, one number a response or a token, and the penalty of over-long responses.
+
+numpy, because the driver holds scores and nothing else.
 
 What every estimator does where it has little to go on: a group of one has baseline 0, as in verl, so its advantage is its score (under
 grpo_passk, which is about a lead over others, 0). A group whose scores are all equal has advantage 0 exactly, free of rounding. A group
@@ -200,6 +202,15 @@ def compute_advantages(adv_estimator: str, inputs: AdvantageInputs) -> np.ndarra
     function = ADVANTAGE_FUNCTIONS.get(adv_estimator)
     if function is None:
         raise ConfigError(f"algorithm.adv_estimator: {adv_estimator!r} is unknown; allowed: {', '.join(ADVANTAGES)}")
-    found = function(inputs)
-    on_tokens = found if found.ndim == 2 else _on_tokens(found, inputs.mask)
+    advantages = function(inputs)
+    on_tokens = advantages if advantages.ndim == 2 else _on_tokens(advantages, inputs.mask)
     return np.where(inputs.mask, on_tokens, 0.0).astype(np.float32)
+
+
+def soft_overlong_penalty(response_lengths: np.ndarray, max_response_length: int, buffer_length: int, factor: float) -> np.ndarray:
+    """float64 [batch], to be added to the scores: DAPO's soft punishment (arXiv:2503.14476), times `factor`.
+
+    0 up to max_response_length - buffer_length tokens, from there linearly down to -factor at max_response_length, and -factor beyond.
+    """
+    into_buffer = np.asarray(response_lengths, np.float64) - (max_response_length - buffer_length)
+    return -factor * np.clip(into_buffer / buffer_length, 0.0, 1.0)

@@ -6,18 +6,31 @@ A loss of one's own is one function under `@register_loss(name)`, in a file that
 algorithm.policy_loss.custom; it has the signature of those below.
 """
 
+import hashlib
+import importlib.util
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from mrl.algo.aggregate import Denominators, aggregate, local_weight, masked, sequence_mean
+from mrl.algo.aggregate import (
+    LOG_SEQ_RATIO,
+    LOG_SEQ_RATIO_SQUARE,
+    Denominators,
+    MetricParts,
+    aggregate,
+    local_weight,
+    masked,
+    sequence_mean,
+)
 from mrl.algo.kl import LOG_RATIO_LIMIT, kl_per_token
-from mrl.algo.metrics import LOG_SEQ_RATIO, LOG_SEQ_RATIO_SQUARE, MetricParts
 from mrl.errors import ConfigError
 
 SEQUENCE_LOG_RATIO_MAX = 10.0
+CUSTOM_LOSS_KEY = "algorithm.policy_loss.custom.path"
 
 
 @dataclass(frozen=True)
@@ -59,7 +72,7 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """`loss`: this micro-batch's share of the mini-batch's loss (shares add up). `metrics`: see mrl.algo.metrics."""
+    """`loss`: this micro-batch's share of the mini-batch's loss (shares add up). `metrics`: see mrl.algo.aggregate."""
 
     loss: Tensor
     metrics: MetricParts
@@ -291,3 +304,33 @@ def _ratio_metrics(inputs: LossInputs, log_ratio: Tensor, token_loss: TokenLoss)
         LOG_SEQ_RATIO: (log_seq_ratio.sum(), sequences),
         LOG_SEQ_RATIO_SQUARE: (log_seq_ratio.square().sum(), sequences),
     }
+
+
+def load_custom_loss(path: str, loss_mode: str) -> None:
+    """Runs the file at `path`, once a process, which must bind a function to `loss_mode` with @register_loss. Raises ConfigError."""
+    file = Path(path).resolve()
+    module = f"mrl_custom_loss_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+    before = set(TOKEN_LOSSES)
+    if module not in sys.modules:
+        _run_file(file, module)
+    if loss_mode not in TOKEN_LOSSES:
+        registered = ", ".join(sorted(set(TOKEN_LOSSES) - before)) or "nothing"
+        raise ConfigError(
+            f'{CUSTOM_LOSS_KEY}: {file} registers {registered}, not {loss_mode!r}; put @register_loss("{loss_mode}") on the function'
+        )
+
+
+def _run_file(file: Path, name: str) -> None:
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None or not file.is_file():
+        raise ConfigError(f"{CUSTOM_LOSS_KEY}: {file} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except ConfigError:
+        del sys.modules[name]
+        raise
+    except Exception as error:
+        del sys.modules[name]
+        raise ConfigError(f"{CUSTOM_LOSS_KEY}: {file} cannot be loaded: {type(error).__name__}: {error}") from error

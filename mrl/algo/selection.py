@@ -40,8 +40,8 @@ def covariance(advantages: np.ndarray, log_probs: np.ndarray, mask: np.ndarray) 
 @_selection("clip_cov")
 def clip_cov(parameters: PolicyLossParameters, advantages: np.ndarray, old_log_probs: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """A random clip_cov_ratio of all tokens, at least one, among those whose covariance lies between clip_cov_lb and clip_cov_ub."""
-    found = covariance(advantages, old_log_probs, mask)
-    candidates = mask & (found > parameters.clip_cov_lb) & (found < parameters.clip_cov_ub)
+    values = covariance(advantages, old_log_probs, mask)
+    candidates = mask & (values > parameters.clip_cov_lb) & (values < parameters.clip_cov_ub)
     return _largest(_lots(old_log_probs), candidates, parameters.clip_cov_ratio * mask.sum())
 
 

@@ -10,10 +10,8 @@ import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import finalize_model_grads
 
-from mrl.algo.aggregate import Denominators
-from mrl.algo.custom import load_custom_loss
-from mrl.algo.losses import PolicyLossParameters
-from mrl.algo.metrics import FloatParts, merge, to_floats
+from mrl.algo.aggregate import Denominators, FloatParts, merge, to_floats
+from mrl.algo.losses import PolicyLossParameters, load_custom_loss
 from mrl.algo.selection import select
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch

@@ -4,8 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from mrl.algo.correction import CorrectionParameters, correct
-from mrl.algo.overlong import without_truncated
+from mrl.algo.correction import CorrectionParameters, correct, without_truncated
 from mrl.config.schema import AlgorithmConfig, RunConfig
 from mrl.data.batch import Sample, TrainBatch
 from mrl.errors import NumericAbort

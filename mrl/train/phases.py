@@ -7,8 +7,8 @@ import numpy as np
 import psutil
 
 from mrl.algo.advantages import AdvantageInputs, compute_advantages
+from mrl.algo.correction import mismatch_metrics
 from mrl.algo.kl import kl_in_reward
-from mrl.algo.mismatch import mismatch_metrics
 from mrl.data.batch import Prompt, Sample, TrainBatch, collate
 from mrl.data.order import DataCursor
 from mrl.data.routes import MISSING

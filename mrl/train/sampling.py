@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mrl.algo.overlong import soft_overlong_penalty
+from mrl.algo.advantages import soft_overlong_penalty
 from mrl.config.schema import RunConfig
 from mrl.data.batch import Sample
 from mrl.data.order import DataCursor

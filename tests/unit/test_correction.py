@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mrl.algo.correction import CorrectionParameters, correct, log_ratios
+from mrl.algo.advantages import soft_overlong_penalty
+from mrl.algo.correction import CorrectionParameters, correct, log_ratios, without_truncated
 from mrl.algo.kl import kl_in_reward
-from mrl.algo.overlong import soft_overlong_penalty, without_truncated
 from mrl.algo.spec import CORRECTIONS, LEVELS, MODES
 from mrl.config.load import load_config
 from mrl.config.schema import RunConfig
