@@ -1,22 +1,26 @@
-"""The folder of one run: its layout, whose it is, and how it is continued without a line lost or doubled."""
+"""The folder of one run: its layout, its lock, its files of JSON lines, and how it is continued without a line lost or doubled."""
 
 import fcntl
 import json
+import math
 import os
 import re
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from mrl.data.batch import Sample
 from mrl.errors import ConfigError
 
 CONFIG = "config.resolved.yaml"
 METRICS = "metrics.jsonl"
 LOCK = "run.lock"
+
+RewardParts = Mapping[str, float]  # `score` and whatever else the reward function returned
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,44 @@ def write_text(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     work.replace(path)
+
+
+def json_safe(value: Any) -> Any:
+    """The same with numbers that JSON cannot hold (NaN, inf) as null, and numpy scalars as plain ones."""
+    match value:
+        case Mapping():
+            return {str(k): json_safe(v) for k, v in value.items()}
+        case list() | tuple():
+            return [json_safe(v) for v in value]
+        case None | bool() | int() | str():
+            return value
+    if hasattr(value, "item"):
+        return json_safe(value.item())
+    return float(value) if math.isfinite(value) else None
+
+
+def json_line(row: Mapping[str, Any]) -> str:
+    """One line of strict JSON. Thousands of finite numbers, the usual case, are not looked at one by one in Python."""
+    try:
+        return json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n"
+    except (ValueError, TypeError):
+        return json.dumps(json_safe(row), allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def write_samples(folder: Path, step: int, samples: Sequence[Sample], rewards: Sequence[RewardParts], limit: int | None = None) -> Path:
+    """Writes `folder/step-N.jsonl`, a line a sample: token ids, log-probs, stop reason, weight version, seed, and `reward` parts.
+
+    Routes are left out: they are hundreds of bytes a token, and an engine of that weight version would give them again.
+    `limit` keeps only the first so many. The file appears whole or not at all.
+    """
+    pairs = list(zip(samples, rewards, strict=True))[:limit]
+    path = folder / f"step-{step}.jsonl"
+    write_text(path, "".join(json_line(_fields(sample) | {"reward": dict(reward)}) for sample, reward in pairs))
+    return path
+
+
+def _fields(sample: Sample) -> dict:
+    return {name: value for name, value in vars(sample).items() if name != "routes"}
 
 
 def _take_lock(lock: Path) -> None:

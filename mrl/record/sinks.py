@@ -1,41 +1,15 @@
 """Where a step's metrics go. JSONL is the record and always on; the others are views, and none of them can stop training."""
 
 import importlib.util
-import json
-import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from mrl.errors import ConfigError, EnvironmentFault
-from mrl.record.hosted import MlflowSink, RunInfo, SwanlabSink, WandbSink
-from mrl.record.run_dir import RunDir
-from mrl.record.tensorboard import TensorBoardSink
+from mrl.record.loggers import MlflowSink, RunInfo, SwanlabSink, TensorBoardSink, WandbSink
+from mrl.record.run_dir import RunDir, json_line
 from mrl.record.views import Metrics, Rows, View, ViewThread
-
-
-def json_safe(value: Any) -> Any:
-    """The same with numbers that JSON cannot hold (NaN, inf) as null, and numpy scalars as plain ones."""
-    match value:
-        case Mapping():
-            return {str(k): json_safe(v) for k, v in value.items()}
-        case list() | tuple():
-            return [json_safe(v) for v in value]
-        case None | bool() | int() | str():
-            return value
-    if hasattr(value, "item"):
-        return json_safe(value.item())
-    return float(value) if math.isfinite(value) else None
-
-
-def json_line(row: Mapping[str, Any]) -> str:
-    """One line of strict JSON. Thousands of finite numbers, the usual case, are not looked at one by one in Python."""
-    try:
-        return json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n"
-    except (ValueError, TypeError):
-        return json.dumps(json_safe(row), allow_nan=False, ensure_ascii=False) + "\n"
 
 
 class JsonlSink:

@@ -18,8 +18,7 @@ from mrl.data.dataset import PromptDataset
 from mrl.data.tokenizer import load_tokenizer
 from mrl.errors import ConfigError
 from mrl.record.console import PlainConsole
-from mrl.record.run_dir import write_text
-from mrl.record.sinks import json_line
+from mrl.record.run_dir import json_line, write_text
 from mrl.reward.pool import RewardPool, check_function
 from mrl.train.inputs import load_validation, reward_pool, reward_spec
 from mrl.train.stop import StopFlag, stop_on_signals

@@ -5,7 +5,7 @@ what a run consists of, in run.py.
 """
 
 from mrl.errors import Interrupted
-from mrl.record.timer import PhaseTimer
+from mrl.record.metrics import PhaseTimer
 from mrl.train import offpolicy, phases, sampling, saving, validation
 from mrl.train.run import Run
 

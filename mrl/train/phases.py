@@ -17,9 +17,8 @@ from mrl.errors import EnvironmentFault
 from mrl.megatron.batching import Splitter, mini_batches, trained_rows
 from mrl.model import load_model_spec
 from mrl.model.layout import TrainLayout
-from mrl.record.metrics import batch_metrics, reduce_parts, reward_metrics, seqlen_metrics, speed_metrics
-from mrl.record.samples import write_samples as write_samples_file
-from mrl.record.timer import PhaseTimer, timing_metrics
+from mrl.record.metrics import PhaseTimer, batch_metrics, reduce_parts, reward_metrics, seqlen_metrics, speed_metrics, timing_metrics
+from mrl.record.run_dir import write_samples as write_samples_file
 from mrl.reward.items import RewardResult
 from mrl.train.responding import respond
 from mrl.train.run import Run

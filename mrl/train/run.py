@@ -20,7 +20,7 @@ from mrl.data.tokenizer import load_tokenizer
 from mrl.errors import DataError, NothingToDo
 from mrl.model import load_model_spec
 from mrl.plan.stored_plan import plan_again, plan_text
-from mrl.record.hosted import RunInfo
+from mrl.record.loggers import RunInfo
 from mrl.record.run_dir import RunDir, read_metrics, write_text
 from mrl.record.sinks import make_sinks
 from mrl.reward.pool import RewardPool, check_function

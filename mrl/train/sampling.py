@@ -16,7 +16,7 @@ from mrl.config.schema import RunConfig
 from mrl.data.batch import Sample
 from mrl.data.order import DataCursor
 from mrl.errors import DataError
-from mrl.record.timer import PhaseTimer
+from mrl.record.metrics import PhaseTimer
 from mrl.reward.items import OK, RewardResult, failure_counts
 from mrl.train import phases
 from mrl.train.responding import collect_rewards

@@ -8,9 +8,8 @@ from typing import Any
 
 from mrl.data.batch import Prompt, Sample
 from mrl.data.dataset import PromptDataset
-from mrl.record.held_out import ACC, PRED, REWARD, Answers, shown, validation_metrics
-from mrl.record.run_dir import write_text
-from mrl.record.sinks import json_line
+from mrl.record.run_dir import json_line, write_text
+from mrl.record.validation_metrics import ACC, PRED, REWARD, Answers, evenly_spread, validation_metrics
 from mrl.reward.items import OK, RewardResult, failure_counts
 from mrl.train.responding import Answering, collect_rewards, respond
 from mrl.train.run import Run
@@ -41,7 +40,7 @@ def validate(run: Run) -> dict[str, float]:
     write_generations(run.run_dir.validation / f"step-{step}.jsonl", found.rows)
     limit = run.config.trainer.log_val_generations
     if limit:
-        run.record.generations(step, [found.rows[i] for i in shown(len(found.rows), limit)])
+        run.record.generations(step, [found.rows[i] for i in evenly_spread(len(found.rows), limit)])
     return found.metrics
 
 

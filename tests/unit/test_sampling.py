@@ -11,8 +11,8 @@ from mrl.data.batch import Prompt, Sample
 from mrl.data.order import DataCursor, PromptStream
 from mrl.errors import DataError
 from mrl.model import ModelSpec
+from mrl.record.metrics import PhaseTimer
 from mrl.record.spec import metric_spec
-from mrl.record.timer import PhaseTimer
 from mrl.reward.items import OK, RAISED, RewardResult
 from mrl.train import phases, sampling
 from mrl.train.run import TrainState

@@ -52,13 +52,13 @@ def majority_of(values: np.ndarray, preds: Sequence[str], k: int) -> tuple[float
     chosen = codes[drawn]
     same = chosen[:, :, None] == chosen[:, None, :]  # [draws, k, k]
     first = np.argmax(same.sum(2), axis=1)  # the first position whose answer is as frequent as any
-    won = np.asarray(values, np.float64)[drawn[np.arange(DRAWS), first]]
-    return float(won.mean()), float(won.std())
+    winner_values = np.asarray(values, np.float64)[drawn[np.arange(DRAWS), first]]
+    return float(winner_values.mean()), float(winner_values.std())
 
 
 def prompt_metrics(answers: Answers) -> dict[str, dict[str, float]]:
     """{quantity: {"mean@n": ..., "best@k/mean": ...}} of one prompt."""
-    found: dict[str, dict[str, float]] = {}
+    by_quantity: dict[str, dict[str, float]] = {}
     for name, given in answers.values.items():
         values = np.asarray(given, np.float64)
         n = len(values)
@@ -70,8 +70,8 @@ def prompt_metrics(answers: Answers) -> dict[str, dict[str, float]]:
             metrics[f"worst@{k}/mean"], metrics[f"worst@{k}/std"] = extreme_of(values, k, best=False)
             if answers.preds is not None:
                 metrics[f"maj@{k}/mean"], metrics[f"maj@{k}/std"] = majority_of(values, answers.preds, k)
-        found[name] = metrics
-    return found
+        by_quantity[name] = metrics
+    return by_quantity
 
 
 def validation_metrics(answers: Sequence[Answers]) -> dict[str, float]:
@@ -96,8 +96,8 @@ def _over_prompts(source: str, quantity: str, rows: list[dict[str, float]], n: i
     metrics = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         values = np.array([row[name] for row in rows if name in row])
-        room = "val-core" if core and name.startswith(("mean@", "maj@", "best@")) and _at(name) == n else "val-aux"
-        metrics[f"{room}/{source}/{quantity}/{name}"] = float(values.mean())
+        section = "val-core" if core and name.startswith(("mean@", "maj@", "best@")) and _at(name) == n else "val-aux"
+        metrics[f"{section}/{source}/{quantity}/{name}"] = float(values.mean())
         if len(values) > 1 and not name.startswith("std@") and not name.endswith("/std"):
             half = 1.96 * float(values.std(ddof=1)) / float(np.sqrt(len(values)))
             metrics[f"val-aux/{source}/{quantity}/{name}/ci95"] = half
@@ -108,7 +108,7 @@ def _at(name: str) -> int:
     return int(name.split("@")[1].split("/")[0])
 
 
-def shown(count: int, limit: int) -> list[int]:
-    """Which of `count` responses are shown: the same ones at every validation, spread evenly over all of them."""
+def evenly_spread(count: int, limit: int) -> list[int]:
+    """Indices of at most `limit` of `count` responses, the same at every validation: those that people are shown."""
     limit = min(count, limit)
     return [i * count // limit for i in range(limit)]
