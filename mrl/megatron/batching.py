@@ -28,6 +28,27 @@ class MicroBatch:
 Shares = tuple[tuple[MicroBatch, ...], ...]  # [data-parallel rank][micro-batch]
 
 
+@dataclass(frozen=True)
+class MiniBatchLoad:
+    """How one mini-batch lies on the data-parallel ranks; every rank knows it of all."""
+
+    padding_share: float  # of the tokens that all ranks compute: alignment, and what fillers repeat
+    imbalance: float  # cost of the costliest rank over the mean cost, less 1
+    tokens: tuple[int, ...]  # trained by each rank, fillers left out
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What an update of several mini-batches hands to the driver, from one rank or from all of them.
+
+    `parts`: metrics that add up over mini-batches and ranks, name -> (sum of value x weight, sum of weight).
+    `loads`: one a mini-batch, from a single rank; the others have none.
+    """
+
+    parts: list[dict[str, tuple[float, float]]]
+    loads: list[MiniBatchLoad]
+
+
 def mini_batches(num_rows: int, rows_per_mini_batch: int) -> Iterator[slice]:
     """Consecutive slices of rows, in order; the last may be shorter."""
     for start in range(0, num_rows, rows_per_mini_batch):
@@ -136,6 +157,11 @@ class Splitter:
 
     def _fits(self, lengths: np.ndarray, cut: list[list[np.ndarray]]) -> bool:
         return self.max_tokens is None or all(self.shape.tokens(lengths[part]) <= self._limit for rank in cut for part in rank if len(part))
+
+    def load(self, lengths: np.ndarray, shares: Shares) -> MiniBatchLoad:
+        """How a mini-batch of rows of `lengths` [rows] tokens, cut into `shares`, lies on the ranks."""
+        tokens = tuple(int(lengths[rows].sum()) for rows in trained_rows(shares))
+        return MiniBatchLoad(self.padding_share(lengths, shares), self.imbalance(lengths, shares), tokens)
 
     def padding_share(self, lengths: np.ndarray, shares: Shares) -> float:
         """Of the tokens that all ranks compute, the share that is padding: alignment, and what fillers repeat."""

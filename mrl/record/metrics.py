@@ -84,20 +84,19 @@ def _length_metrics(prefix: str, lengths: np.ndarray, longest: int) -> dict[str,
     return distribution(prefix, lengths) | {f"{prefix}/clip_ratio": float((lengths >= longest).mean())}
 
 
-def seqlen_metrics(lengths: np.ndarray, trained: Sequence[np.ndarray]) -> dict[str, float]:
+def seqlen_metrics(lengths: np.ndarray, trained_tokens: Sequence[int]) -> dict[str, float]:
     """`global_seqlen/*`: tokens a data-parallel rank, for the batch cut in order into equal shares and as it is trained.
 
-    `lengths` are tokens a sequence, [batch]; `trained` holds the rows of each data-parallel rank. As in verl, `minmax_diff` is that of the
-    cut in order.
+    `lengths` are tokens a sequence, [batch]; `trained_tokens` are those of each data-parallel rank. As in verl, `minmax_diff` is that of
+    the cut in order.
     """
-    plain = np.array([share.sum() for share in np.array_split(lengths, len(trained))])
-    balanced = np.array([lengths[rows].sum() for rows in trained])
+    plain = np.array([share.sum() for share in np.array_split(lengths, len(trained_tokens))])
     return {
         "global_seqlen/min": float(plain.min()),
         "global_seqlen/max": float(plain.max()),
         "global_seqlen/minmax_diff": float(plain.max() - plain.min()),
-        "global_seqlen/balanced_min": float(balanced.min()),
-        "global_seqlen/balanced_max": float(balanced.max()),
+        "global_seqlen/balanced_min": float(min(trained_tokens)),
+        "global_seqlen/balanced_max": float(max(trained_tokens)),
         "global_seqlen/mean": float(plain.mean()),
     }
 
