@@ -146,14 +146,12 @@ _RESHARD = [
     MetricSpec("router/max_violation", "mean", "1", "Load of the busiest expert over the mean load, less 1; mean over layers"),
     MetricSpec("router/load/max", "max", "1", "Load of the busiest expert over the mean load"),
     MetricSpec("router/load/min", "min", "1", "Load of the idlest expert over the mean load"),
-    MetricSpec("router/*", "mean", "1", "Other observations of the routers"),
 ]
 
 _VALIDATION = [
     MetricSpec("val-core/*/mean@*", "last", "reward", "Mean over n responses a prompt, per data source: val-core/SOURCE/reward/mean@N"),
     MetricSpec("val-core/*/best@*", "last", "reward", "Best of n responses a prompt, expected and its standard deviation, per data source"),
     MetricSpec("val-core/*/maj@*", "last", "reward", "Score of the most frequent of n answers a prompt, per data source"),
-    MetricSpec("val-core/*", "last", "reward", "Held-out score per data source"),
     MetricSpec("val-aux/*/ci95", "last", "reward", "Half the width of the 95 % interval over prompts of the metric before it"),
     MetricSpec("val-aux/reward_failed", "last", "responses", "Responses of the validation whose reward function failed"),
     MetricSpec("val-aux/response_length/mean", "last", "tokens", "Length of the validation's responses, mean"),
