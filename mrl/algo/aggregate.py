@@ -1,7 +1,7 @@
 """From values per token to one number, and metrics of micro-batches as parts; both add up over micro-batches and ranks.
 
-A micro-batch gives a numerator; dividing it by the mini-batch's count makes the micro-batch losses add up to the mini-batch's loss, in
-value and in gradient, however the batch is cut or ordered. No rank needs to see the whole batch.
+A micro-batch gives a numerator; dividing it by the mini-batch's count makes the micro-batch losses add up to the
+mini-batch's loss, in value and in gradient, however the batch is cut or ordered. No rank needs to see the whole batch.
 """
 
 import functools
@@ -81,8 +81,9 @@ def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
 def aggregate(values: Tensor, mask: Tensor, loss_agg_mode: str, loss_scale_factor: float | None = None) -> Tensor:
     """Numerator of the aggregation, a scalar; divide it by `Denominators.of(loss_agg_mode)`.
 
-    `values` and `mask` (bool) are [batch, response_length]. `loss_scale_factor` is the constant of `seq-mean-token-sum-norm`; verl's
-    default for it, the padded width, changes with the batch, so here it has to be given (ConfigError).
+    `values` and `mask` (bool) are [batch, response_length]. `loss_scale_factor` is the constant of
+    `seq-mean-token-sum-norm`; verl's default for it, the padded width, changes with the batch, so here it has to be
+    given (ConfigError).
     """
     spec = AGGREGATIONS.get(loss_agg_mode)
     if spec is None:

@@ -1,8 +1,8 @@
-"""The gap between the policy that generated and the trainer's own numerics: metrics, correction, and tokens left out; numpy.
+"""The gap between generation's numerics and the trainer's: metrics, correction, and tokens left out; numpy.
 
-The metrics have verl's names and formulas. The correction has two axes (mrl.algo.spec.CORRECTIONS names points on them): the level, which
-ratio is looked at, and the mode, what is done with it. The ratio is old / rollout of a token, of the whole response (the product), or the
-geometric mean over the response's tokens.
+The metrics have verl's names and formulas. The correction has two axes (mrl.algo.spec.CORRECTIONS names points on
+them): the level, which ratio is looked at, and the mode, what is done with it. The ratio is old / rollout of a token,
+of the whole response (the product), or the geometric mean over the response's tokens.
 """
 
 from dataclasses import dataclass
@@ -46,9 +46,10 @@ def log_ratios(old_log_probs: np.ndarray, rollout_log_probs: np.ndarray, mask: n
 def correct(parameters: CorrectionParameters, old_log_probs: np.ndarray, rollout_log_probs: np.ndarray, mask: np.ndarray) -> Correction:
     """Weights and rejections for one step; all arrays are [batch, response_length], `mask` bool.
 
-    `truncate` bounds the ratio above and `clip` on both sides, as a weight of the policy loss; `mask` rejects what is outside the band,
-    and what it keeps has the ratio as its weight. The geometric mean is a test of a response and not its importance weight, so `mask` at
-    that level keeps responses as they are, with weight 1. What is rejected leaves the loss's denominators too.
+    `truncate` bounds the ratio above and `clip` on both sides, as a weight of the policy loss; `mask` rejects what is
+    outside the band, and what it keeps has the ratio as its weight. The geometric mean is a test of a response and not
+    its importance weight, so `mask` at that level keeps responses as they are, with weight 1. What is rejected leaves
+    the loss's denominators too.
     """
     ratio = np.exp(log_ratios(old_log_probs, rollout_log_probs, mask, parameters.level))
     low = 0.0 if parameters.low is None else parameters.low
@@ -93,8 +94,8 @@ def mismatch_metrics(rollout_log_probs: np.ndarray, actor_log_probs: np.ndarray,
     """Metrics over all response tokens; all three arguments are [batch, response_length], the mask bool.
 
     `rollout_log_probs` are the engine's, `actor_log_probs` the trainer's with the same weights. The KL pair estimates
-    KL(rollout || actor) in nats per token: the mean log ratio, and k3, which is never negative. The correlation of two constant
-    arrays is 1 if they are equal, else 0. Raises NumericAbort if a value on a response token is not finite.
+    KL(rollout || actor) in nats per token: the mean log ratio, and k3, which is never negative. The correlation of two
+    constant arrays is 1 if they are equal, else 0. Raises NumericAbort if a value on a response token is not finite.
     """
     rollout = _finite("rollout_log_probs", rollout_log_probs, response_mask)
     actor = _finite("old_log_probs", actor_log_probs, response_mask)

@@ -94,8 +94,8 @@ TOKEN_LOSSES: dict[str, TokenLossFunction] = {}
 def register_loss(name: str) -> Callable[[TokenLossFunction], TokenLossFunction]:
     """Makes `function(parameters, inputs, log_ratio) -> TokenLoss` known under `name`; `log_ratio` is d, 0 outside the mask.
 
-    The function sees one micro-batch and must treat each sequence by itself, or the loss would depend on how a batch is cut. Raises
-    ConfigError for a name that is taken.
+    The function sees one micro-batch and must treat each sequence by itself, or the loss would depend on how a batch is
+    cut. Raises ConfigError for a name that is taken.
     """
 
     def bind(function: TokenLossFunction) -> TokenLossFunction:
@@ -127,8 +127,9 @@ def _either(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
 def gspo(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
     """GSPO (arXiv:2507.18071, eq. 5): s = exp(mean of d over the response), clipped as a whole, under the response's mean advantage.
 
-    The log ratio is bounded above by 10, so a response that drifted past e^10 gives a large finite loss without gradient instead of
-    infinity; there is no bound below, where exp goes to 0 by itself. Neither is reached inside a band.
+    The log ratio is bounded above by 10, so a response that drifted past e^10 gives a large finite loss without
+    gradient instead of infinity; there is no bound below, where exp goes to 0 by itself. Neither is reached inside a
+    band.
     """
     ratio = torch.exp(sequence_mean(log_ratio, inputs.response_mask).clamp(max=SEQUENCE_LOG_RATIO_MAX))
     values, clipped = _clipped_surrogate(ratio, sequence_mean(inputs.advantages, inputs.response_mask), parameters)
@@ -140,8 +141,8 @@ def gspo(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor
 def gspo_token(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
     """GSPO-token (arXiv:2507.18071, eq. 13 and 14): r_t = sg[s] exp(log_probs - sg[log_probs]), s = exp(mean of d over the response).
 
-    Every token has the sequence's ratio as its value and its own log-probability's gradient; with one advantage for the whole
-    sequence this is the sequence form. Bounded as in `gspo`.
+    Every token has the sequence's ratio as its value and its own log-probability's gradient; with one advantage for the
+    whole sequence this is the sequence form. Bounded as in `gspo`.
     """
     sequence_log_ratio = sequence_mean(log_ratio, inputs.response_mask).detach()[:, None]
     ratio = torch.exp((inputs.log_probs - inputs.log_probs.detach() + sequence_log_ratio).clamp(max=SEQUENCE_LOG_RATIO_MAX))
@@ -152,7 +153,8 @@ def gspo_token(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: 
 def vanilla(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
     """PPO (arXiv:1707.06347, eq. 7) with separate bounds (DAPO), d bounded to [-20, 20], and the dual clip (arXiv:1912.09729, eq. 5).
 
-    The dual clip holds the loss of a token with A < 0 at -A clip_ratio_c, where a large ratio would otherwise make it unbounded.
+    The dual clip holds the loss of a token with A < 0 at -A clip_ratio_c, where a large ratio would otherwise make it
+    unbounded.
     """
     values, clipped = _clipped_surrogate(_token_ratio(log_ratio), inputs.advantages, parameters)
     ceiling = -inputs.advantages * parameters.clip_ratio_c
@@ -175,12 +177,13 @@ def cispo(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tenso
 def geo_mean(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
     """GMPO (arXiv:2507.20673): -A exp(mean of clipped d), one ratio a sequence, but each token clipped before the mean.
 
-    The clip is in log space, d within [-low, high] on the side that the advantage's sign rewards. A is the sequence's mean advantage.
+    The clip is in log space, d within [-low, high] on the side that the advantage's sign rewards. A is the sequence's
+    mean advantage.
     """
     sign = torch.sign(inputs.advantages)
     bounded = sign * log_ratio.clamp(-parameters.clip_ratio_low, parameters.clip_ratio_high)
-    held = sign * torch.minimum(sign * log_ratio, bounded)
-    ratio = torch.exp(sequence_mean(held, inputs.response_mask).clamp(max=SEQUENCE_LOG_RATIO_MAX))
+    clipped_log_ratio = sign * torch.minimum(sign * log_ratio, bounded)
+    ratio = torch.exp(sequence_mean(clipped_log_ratio, inputs.response_mask).clamp(max=SEQUENCE_LOG_RATIO_MAX))
     values = -sequence_mean(inputs.advantages, inputs.response_mask) * ratio
     return TokenLoss(values[:, None].expand_as(log_ratio), bounded < sign * log_ratio)
 
@@ -248,8 +251,9 @@ def _divergence_masked(parameters: PolicyLossParameters, inputs: LossInputs, log
 def policy_loss(parameters: PolicyLossParameters, inputs: LossInputs, denominators: Denominators) -> LossOutput:
     """pg_loss - entropy_coeff * entropy + kl_loss_coef * kl of one micro-batch, all under the same aggregation.
 
-    `denominators` count the whole mini-batch over all data-parallel ranks, so gradients are to be summed over micro-batches and ranks,
-    not averaged. Raises ConfigError for an unknown name or an input that the coefficients need and that is missing.
+    `denominators` count the whole mini-batch over all data-parallel ranks, so gradients are to be summed over
+    micro-batches and ranks, not averaged. Raises ConfigError for an unknown name or an input that the coefficients need
+    and that is missing.
     """
     function = TOKEN_LOSSES.get(parameters.loss_mode)
     if function is None:

@@ -1,8 +1,9 @@
 """Tokens that a loss treats apart, chosen from a whole mini-batch before it is cut into micro-batches; numpy.
 
-Clip-Cov and KL-Cov (arXiv:2505.22617) act on tokens whose advantage and log-probability vary together the most. Chosen inside each
-micro-batch, as upstream does, the choice would change with the cut. Here the covariance is taken once a mini-batch, with the anchor's
-log-probabilities, which are known before the forward and equal the current ones at a rollout's first update.
+Clip-Cov and KL-Cov (arXiv:2505.22617) act on tokens whose advantage and log-probability vary together the most. Chosen
+inside each micro-batch, as upstream does, the choice would change with the cut. Here the covariance is taken once a
+mini-batch, with the anchor's log-probabilities, which are known before the forward and equal the current ones at a
+rollout's first update.
 """
 
 from collections.abc import Callable

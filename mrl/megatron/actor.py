@@ -46,7 +46,8 @@ class MegatronActor:
     def __init__(self, config: RunConfig, rank: int, world_size: int, master_addr: str, master_port: int) -> None:
         """Joins the other ranks, builds this rank's part of the model and loads it from `config.model.path`.
 
-        Raises ConfigError for an illegal layout or override, EnvironmentFault when the ranks do not meet or the checkpoint is not usable.
+        Raises ConfigError for an illegal layout or override, EnvironmentFault when the ranks do not meet or the
+        checkpoint is not usable.
         """
         self.config = config
         self.rank = rank
@@ -97,7 +98,8 @@ class MegatronActor:
     def log_probs(self, batch: TrainBatch) -> RowResult | None:
         """Log-probabilities of the response tokens under the current weights, at the batch's temperatures: the old policy of a step.
 
-        Each data-parallel replica computes its share of the rows; the rank that holds its results returns them, the others None.
+        Each data-parallel replica computes its share of the rows; the rank that holds its results returns them, the
+        others None.
         """
         micros = self._log_prob_micros(batch, Splitter.for_log_probs(self.config.actor, self.layout, self.model))
         if self.routing is None:
@@ -135,10 +137,11 @@ class MegatronActor:
     def update(self, batch: TrainBatch) -> UpdateResult:
         """One optimizer step per mini-batch, in the order of the rows. Needs `old_log_probs` and `advantages`.
 
-        `parts` has one entry per mini-batch on the ranks that hold results; the last, on one rank of every pipeline stage the only one,
-        has what is known of the stage's routers. `loads` come from one rank. A mini-batch whose gradient norm is not finite, or whose
-        tokens are all rejected, changes nothing and counts in `actor/skipped_updates`.
-        Raises NumericAbort, on all ranks, at the trainer.max_skipped_updates-th such mini-batch in a row.
+        `parts` has one entry per mini-batch on the ranks that hold results; the last, on one rank of every pipeline
+        stage the only one, has what is known of the stage's routers. `loads` come from one rank. A mini-batch whose
+        gradient norm is not finite, or whose tokens are all rejected, changes nothing and counts in
+        `actor/skipped_updates`. Raises NumericAbort, on all ranks, at the trainer.max_skipped_updates-th such
+        mini-batch in a row.
         """
         check_batch(batch, self.model)
         if batch.old_log_probs is None or batch.advantages is None:
@@ -159,8 +162,8 @@ class MegatronActor:
     def gradients(self, batch: TrainBatch, shares: Shares | None = None) -> list[FloatParts]:
         """Leaves the gradient of the loss over the whole batch, as one mini-batch, in the chunks' buffers.
 
-        `shares`: how the batch is cut, where the caller knows it. Returns the loss metrics of this replica's micro-batches on the ranks
-        that hold results, an empty list elsewhere.
+        `shares`: how the batch is cut, where the caller knows it. Returns the loss metrics of this replica's
+        micro-batches on the ranks that hold results, an empty list elsewhere.
         """
         mask = batch.loss_mask
         batch = replace(batch, selected=select(self.loss_parameters, batch.advantages, batch.old_log_probs, mask))

@@ -1,6 +1,7 @@
 """Which rows of a batch go through the model together, on which data-parallel rank. Pure numpy.
 
-Every data-parallel rank gets the same number of micro-batches, because with expert parallelism each forward is a collective over them.
+Every data-parallel rank gets the same number of micro-batches, because with expert parallelism each forward is a
+collective over them.
 """
 
 from collections.abc import Iterator
@@ -84,8 +85,8 @@ class Splitter:
     def for_reference(cls, actor: ActorConfig, ref: RefConfig, layout: TrainLayout, model: ModelSpec) -> "Splitter | None":
         """The same of the reference model, which has the actor's limits where it has none of its own.
 
-        Where it is cut by tokens and the actor by samples, or the other way round, the update's cut cannot be its own: it then has the
-        update's limit of its own kind.
+        Where it is cut by tokens and the actor by samples, or the other way round, the update's cut cannot be its own:
+        it then has the update's limit of its own kind.
         """
         given = {
             "use_dynamic_bsz": ref.log_prob_use_dynamic_bsz,
@@ -115,9 +116,9 @@ class Splitter:
     def shares(self, lengths: np.ndarray) -> Shares:
         """Every row is in exactly one micro-batch that is no filler. `lengths` [rows] are tokens per row.
 
-        Rows are dealt over ranks in equal numbers and at equal cost; so are a rank's rows over its micro-batches where sequences are
-        packed, and rows of like length go together where they are padded. The largest forward comes first. Raises DataError for a row
-        above the limit.
+        Rows are dealt over ranks in equal numbers and at equal cost; so are a rank's rows over its micro-batches where
+        sequences are packed, and rows of like length go together where they are padded. The largest forward comes
+        first. Raises DataError for a row above the limit.
         """
         costs = sequence_costs(lengths, self.per_token, self.per_pair)
         ranks = balanced_parts(costs, self.data_parallel)

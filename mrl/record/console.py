@@ -110,6 +110,7 @@ class PlainConsole(View):
             print(f"{phase}: {done} of {total}", file=self._stream, flush=True)
 
     def write(self, step: int, metrics: Metrics) -> None:
+        """Prints the step's line."""
         print(format_line(step, self._total, metrics, self._time_left.after(step, metrics)), file=self._stream, flush=True)
 
     def generations(self, step: int, rows: Rows) -> None:
@@ -117,6 +118,7 @@ class PlainConsole(View):
         print(generation_lines(step, rows), end="", file=self._stream, flush=True)
 
     def close(self) -> None:
+        """Flushes the stream."""
         self._stream.flush()
 
 
@@ -134,6 +136,7 @@ class LiveConsole(View):
         self._live.start()
 
     def write(self, step: int, metrics: Metrics) -> None:
+        """Draws the table with the step's row."""
         self._rows = [*self._rows, (step, dict(metrics))][-SHOWN_STEPS:]
         self._left = self._time_left.after(step, metrics)
         self._live.update(make_table(self._rows, self._total, self._left), refresh=True)
@@ -149,6 +152,7 @@ class LiveConsole(View):
         self._live.console.print(generation_lines(step, rows), end="", markup=False, highlight=False)
 
     def close(self) -> None:
+        """Leaves the last picture on the terminal."""
         self._live.stop()
 
 

@@ -1,9 +1,10 @@
-"""Loggers beside the console: TensorBoard's event files, and the services W&B, MLflow and SwanLab behind the same few calls.
+"""Loggers beside the console: TensorBoard's event files, and the services W&B, MLflow and SwanLab.
 
-TensorBoard's files are written with its own writer and without torch. The services are optional packages and connect in their own thread,
-never in the trainer's. Written against wandb 0.2x, mlflow 3 and swanlab 0.6 or later. Each takes its account, server and offline mode from
-its own environment variables (WANDB_MODE=offline, MLFLOW_TRACKING_URI, SWANLAB_MODE=local, ...); what it writes locally lies in the run
-directory. A resumed run continues the entry it had: its id is kept in the run directory.
+TensorBoard's files are written with its own writer and without torch. The services are optional packages and connect in
+their own thread, never in the trainer's. Written against wandb 0.2x, mlflow 3 and swanlab 0.6 or later. Each takes its
+account, server and offline mode from its own environment variables (WANDB_MODE=offline, MLFLOW_TRACKING_URI,
+SWANLAB_MODE=local, ...); what it writes locally lies in the run directory. A resumed run continues the entry it had:
+its id is kept in the run directory.
 """
 
 import importlib
@@ -162,8 +163,8 @@ def _cell(value: Any) -> Any:
 class TensorBoardSink(View):
     """Scalars, and validation responses as text.
 
-    What already stands in `history`, the metrics.jsonl of a resumed run, is written first: event files cannot be cut at the resumed step,
-    so `RunDir.truncate_metrics` removes them.
+    What already stands in `history`, the metrics.jsonl of a resumed run, is written first: event files cannot be cut at
+    the resumed step, so `RunDir.truncate_metrics` removes them.
     """
 
     def __init__(self, folder: Path, history: Path | None = None) -> None:

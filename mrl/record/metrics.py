@@ -1,4 +1,4 @@
-"""Metrics as plain numbers: how parts are reduced, what is read off a step's batch, and how long phases took. numpy only."""
+"""Metrics as plain numbers: reducing parts, reading them off a step's batch, timing its phases. numpy only."""
 
 import math
 import time
@@ -20,7 +20,8 @@ PER_TOKEN_PHASES = (GENERATING, "ref", "old_log_prob", "adv", "update_actor")
 def reduce_parts(parts: Iterable[FloatParts]) -> dict[str, float]:
     """One number a metric, by its declared kind, over micro-batches and ranks in the given order.
 
-    A mean without any weight is left out. Second moments become standard deviations. Raises KeyError for a metric that is not declared.
+    A mean without any weight is left out. Second moments become standard deviations. Raises KeyError for a metric that
+    is not declared.
     """
     gathered: dict[str, list[tuple[float, float]]] = {}
     for named in parts:
@@ -87,8 +88,8 @@ def _length_metrics(prefix: str, lengths: np.ndarray, longest: int) -> dict[str,
 def seqlen_metrics(lengths: np.ndarray, trained_tokens: Sequence[int]) -> dict[str, float]:
     """`global_seqlen/*`: tokens a data-parallel rank, for the batch cut in order into equal shares and as it is trained.
 
-    `lengths` are tokens a sequence, [batch]; `trained_tokens` are those of each data-parallel rank. As in verl, `minmax_diff` is that of
-    the cut in order.
+    `lengths` are tokens a sequence, [batch]; `trained_tokens` are those of each data-parallel rank. As in verl,
+    `minmax_diff` is that of the cut in order.
     """
     plain = np.array([share.sum() for share in np.array_split(lengths, len(trained_tokens))])
     return {
@@ -104,7 +105,8 @@ def seqlen_metrics(lengths: np.ndarray, trained_tokens: Sequence[int]) -> dict[s
 def speed_metrics(batch: TrainBatch, seconds: Mapping[str, float], devices: int) -> dict[str, float]:
     """`perf/*` and `timing_per_token_ms/*` from the phases' seconds (without the `timing_s/` prefix).
 
-    `devices` counts all devices of the run, trainer's and engines'. Throughput is prompt and response tokens over step time and devices.
+    `devices` counts all devices of the run, trainer's and engines'. Throughput is prompt and response tokens over step
+    time and devices.
     """
     response = int(batch.response_lengths.sum())
     total = response + int(batch.prompt_lengths.sum())
@@ -139,9 +141,4 @@ class PhaseTimer:
 
     def metrics(self) -> dict[str, float]:
         """`timing_s/PHASE` of every phase that has ended."""
-        return timing_metrics(self._seconds)
-
-
-def timing_metrics(seconds: Mapping[str, float]) -> dict[str, float]:
-    """`timing_s/PHASE` for seconds by phase."""
-    return {f"timing_s/{phase}": value for phase, value in seconds.items()}
+        return {f"timing_s/{phase}": value for phase, value in self._seconds.items()}

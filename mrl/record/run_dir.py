@@ -1,4 +1,4 @@
-"""The folder of one run: its layout, its lock, its files of JSON lines, and how it is continued without a line lost or doubled."""
+"""The folder of one run: its layout, lock and JSON lines, and how it is continued without a line lost or doubled."""
 
 import fcntl
 import json
@@ -31,43 +31,52 @@ class RunDir:
 
     @property
     def config(self) -> Path:
+        """The resolved configuration, as YAML."""
         return self.path / CONFIG
 
     @property
     def plan(self) -> Path:
+        """Answer of `mrl plan` for the run, as JSON."""
         return self.path / "plan.json"
 
     @property
     def metrics(self) -> Path:
+        """One JSON line a step."""
         return self.path / METRICS
 
     @property
     def samples(self) -> Path:
+        """A file `step-N.jsonl` of training samples a step."""
         return self.path / "samples"
 
     @property
     def validation(self) -> Path:
+        """A file `step-N.jsonl` of held-out responses a validation."""
         return self.path / "validation"
 
     @property
     def checkpoints(self) -> Path:
+        """A folder `step-N` a checkpoint."""
         return self.path / "checkpoints"
 
     @property
     def logs(self) -> Path:
+        """Output of ranks, engines and the reward function."""
         return self.path / "logs"
 
     @property
     def tensorboard(self) -> Path:
+        """TensorBoard's event files."""
         return self.path / "tensorboard"
 
     @classmethod
     def open(cls, path: Path | str, config_yaml: str, resume: bool = False) -> "RunDir":
         """Takes `path` for this process, makes its folders and writes the resolved configuration where none stands.
 
-        A folder that holds a run is opened only to resume it, and keeps its configuration until `write_config`: an attempt to resume that
-        fails changes nothing. What an attempt left that reached no step is removed, and so are checkpoints that were never finished.
-        Raises ConfigError where another run stands, where a live process holds it, or where no folder can be written.
+        A folder that holds a run is opened only to resume it, and keeps its configuration until `write_config`: an
+        attempt to resume that fails changes nothing. What an attempt left that reached no step is removed, and so are
+        checkpoints that were never finished. Raises ConfigError where another run stands, where a live process holds
+        it, or where no folder can be written.
         """
         run = cls(Path(path))
         try:
@@ -113,8 +122,8 @@ class RunDir:
     def truncate_metrics(self, after_step: int) -> int:
         """Drops what was written past `after_step`, the step of the checkpoint that is resumed; returns the number of lines kept.
 
-        The steps that are trained again write their lines, and samples, again, so none is there twice. A torn last line, left by a crash in
-        the middle of a write, is dropped. The file is rewritten atomically.
+        The steps that are trained again write their lines, and samples, again, so none is there twice. A torn last
+        line, left by a crash in the middle of a write, is dropped. The file is rewritten atomically.
         """
         kept = [line for line, row in _whole_lines(self.metrics) if row["training/global_step"] <= after_step]
         write_text(self.metrics, "".join(kept))

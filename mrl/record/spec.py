@@ -1,7 +1,7 @@
-"""Every metric that a run may write: name, how parts of it are reduced, unit, meaning. A torch-free table, read by code and docs alike.
+"""Every metric that a run may write: name, reduction of its parts, unit, meaning. A torch-free table for code and docs.
 
-Names are verl's where verl has the same metric, so that dashboards carry over; those under `reshard/` and `router/` are mrl's own.
-A `*` in a name stands for any text without an empty part: `val-core/*/mean@*`.
+Names are verl's where verl has the same metric, so that dashboards carry over; those under `reshard/` and `router/` are
+mrl's own. A `*` in a name stands for any text without an empty part: `val-core/*/mean@*`.
 """
 
 import difflib
@@ -17,8 +17,8 @@ Kind = Literal["sum", "mean", "max", "min", "last"]
 class MetricSpec:
     """One metric, or one family of metrics with the same meaning.
 
-    `kind` says how parts from micro-batches and ranks become one number: mean parts are (sum of value x weight, sum of weight), all others
-    (value, 1). `last` takes the last part: what every rank knows alike, such as the learning rate.
+    `kind` says how parts from micro-batches and ranks become one number: mean parts are (sum of value x weight, sum of
+    weight), all others (value, 1). `last` takes the last part: what every rank knows alike, such as the learning rate.
     """
 
     name: str

@@ -1,9 +1,10 @@
-"""Numbers of a validation, under verl's names: mean@n, best@k, worst@k and maj@k of every quantity, by data source. numpy only.
+"""Numbers of a validation under verl's names: mean@n, best@k, worst@k, maj@k of each quantity, by data source. numpy.
 
-A prompt has n responses; best@k is what the best of k of them is worth. verl estimates it with 1000 bootstrap draws of k with replacement;
-here it is the exact expectation of that draw (Efron's ideal bootstrap), so it has no noise of its own. A majority has no such form and is
-drawn, 1000 times, seed 42, as in verl. `/ci95` is half the width of the 95 % interval over prompts, 1.96 standard errors of the prompts'
-own values: responses of one prompt are not independent. It is left out for a single prompt.
+A prompt has n responses; best@k is what the best of k of them is worth. verl estimates it with 1000 bootstrap draws of
+k with replacement; here it is the exact expectation of that draw (Efron's ideal bootstrap), so it has no noise of its
+own. A majority has no such form and is drawn, 1000 times, seed 42, as in verl. `/ci95` is half the width of the 95 %
+interval over prompts, 1.96 standard errors of the prompts' own values: responses of one prompt are not independent. It
+is left out for a single prompt.
 """
 
 from collections.abc import Mapping, Sequence
@@ -77,15 +78,15 @@ def prompt_metrics(answers: Answers) -> dict[str, dict[str, float]]:
 def validation_metrics(answers: Sequence[Answers]) -> dict[str, float]:
     """`val-core/SOURCE/QUANTITY/METRIC` and `val-aux/...` over all prompts.
 
-    Core, as in verl: mean, maj and best at the full n, of `acc` where the reward gives one, else of `reward`; everything else is auxiliary.
-    A quantity that only some responses have is left out.
+    Core, as in verl: mean, maj and best at the full n, of `acc` where the reward gives one, else of `reward`;
+    everything else is auxiliary. A quantity that only some responses have is left out.
     """
     metrics: dict[str, float] = {}
     for source in sorted({a.data_source for a in answers}):
-        of_source = [a for a in answers if a.data_source == source]
-        shared = set.intersection(*(set(a.values) for a in of_source))
-        n = max(len(a.values[REWARD]) for a in of_source)
-        by_prompt = [prompt_metrics(a) for a in of_source]
+        source_answers = [a for a in answers if a.data_source == source]
+        shared = set.intersection(*(set(a.values) for a in source_answers))
+        n = max(len(a.values[REWARD]) for a in source_answers)
+        by_prompt = [prompt_metrics(a) for a in source_answers]
         for quantity in sorted(shared, key=lambda name: (name != REWARD, name)):
             core = quantity == (ACC if ACC in shared else REWARD)
             metrics |= _over_prompts(source, quantity, [p[quantity] for p in by_prompt], n, core)

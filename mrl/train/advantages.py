@@ -1,4 +1,4 @@
-"""From samples to a batch that can be trained on: log-probs of the policies, KL penalties, what is left out, advantages.
+"""From samples to a batch that can be trained on: log-probs of the policies, KL penalties, rejections, advantages.
 
     samples --old log-probs--> batch --reference log-probs--> batch --anchor, rejections, weights--> batch --advantages--> batch
 
@@ -23,8 +23,8 @@ from mrl.train.rollouts import Rollouts, metric_values
 def with_old_log_probs(
     config: RunConfig, actor: ActorGroup, samples: list[Sample], pad_token_id: int
 ) -> tuple[TrainBatch, dict[str, float]]:
-    """The samples as a batch, with log-probs of the same weights under Megatron's numerics; the policy's entropy, and the mismatch
-    between generation and training.
+    """The samples as a batch, with log-probs of the same weights under Megatron's numerics; the policy's entropy, and
+    the mismatch between generation and training.
 
     Raises NumericAbort for log-probs that are not finite, EnvironmentFault when no sample has a route of R3.
     """
@@ -63,8 +63,9 @@ def kl_penalties(algorithm: AlgorithmConfig, batch: TrainBatch) -> tuple[np.ndar
 def with_corrections(algorithm: AlgorithmConfig, batch: TrainBatch, samples: list[Sample]) -> tuple[TrainBatch, dict[str, float]]:
     """The batch without what the over-long filter and the rollout correction reject, weighted, under the chosen anchor; and metrics.
 
-    `batch.old_log_probs` are the trainer's. What is rejected is out of the loss alone: its score stays in its group's mean and standard
-    deviation, as in DAPO, whose filter masks the loss. Raises NumericAbort when nothing is left to train on.
+    `batch.old_log_probs` are the trainer's. What is rejected is out of the loss alone: its score stays in its group's
+    mean and standard deviation, as in DAPO, whose filter masks the loss. Raises NumericAbort when nothing is left to
+    train on.
     """
     mask, metrics = batch.response_mask, {}
     if algorithm.overlong_filter:

@@ -1,4 +1,4 @@
-"""Whether two runs ended alike, bit by bit, and the first place where they did not; and the proof by it that a run resumes exactly.
+"""Whether two runs ended alike, bit by bit, and the first place where not; and proof by it that a run resumes exactly.
 
 Times are no part of the comparison.
 """
@@ -104,7 +104,8 @@ class ResumeVerdict:
 def verify_resume(resolved: ResolvedConfig, steps: int) -> ResumeVerdict:
     """Trains 2 x `steps` steps with a checkpoint in the middle, goes back to that one in a new process, and compares the ends.
 
-    Everything happens in a folder beside the configured run directory, which is removed in the end. Raises what the runs end with.
+    Everything happens in a folder beside the configured run directory, which is removed in the end. Raises what the
+    runs end with.
     """
     begun = perf_counter()
     place = run_dir_of(resolved.config).resolve()

@@ -29,9 +29,9 @@ RESULTS, GENERATIONS, CONFIG, MODEL = "results.json", "generations.jsonl", "conf
 def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, console: PlainConsole) -> dict[str, Any]:
     """Answers and scores every held-out prompt; writes results, generations and configuration into `output`; returns the results.
 
-    `checkpoint`: a `step-N` folder, None for the configuration's model.path. It is brought into Hugging Face's form within `output` once
-    prompts and reward are known to be good, and removed at the end. Raises one of mrl.errors; an output that holds results already is
-    refused.
+    `checkpoint`: a `step-N` folder, None for the configuration's model.path. It is brought into Hugging Face's form
+    within `output` once prompts and reward are known to be good, and removed at the end. Raises one of mrl.errors; an
+    output that holds results already is refused.
     """
     if (output / RESULTS).exists():
         raise ConfigError(f"--output: {output} holds results already; give another folder")

@@ -1,23 +1,26 @@
-"""The algorithm, on one screen. One step, with the phases' names as metrics have them (timing_s/PHASE):
+"""The algorithm, on one screen: one step, its phases named as in the metrics (timing_s/PHASE).
 
-     phase            takes                                       gives                                  written in
-     ---------------------------------------------------------------------------------------------------------------
-     gen, reward      prompts, engines, reward pool               Rollouts: samples, rewards             rollouts.py
-        |             (again with further prompts until the batch is full)
-        v
-     old_log_prob     samples, actor                              batch + old_log_probs                  advantages.py
-     ref              batch, reference model                      batch + ref_log_probs                  advantages.py
-     adv              batch, rewards, KL penalties                batch + advantages, mask, weights      advantages.py
-        |
-        |             until here nothing is changed and a signal ends the step; from here the step runs to its end
-        v
-     update_actor     batch, actor                                new weights in the actor's ranks       update.py
-     reshard          actor, engines                              the same weights in every engine       cluster/weight_sync.py
-     testing          held-out prompts, engines                   validation metrics                     validation.py
-     save_checkpoint  actor, state                                checkpoints/step-N, written beside     saving.py
+    phase            takes                              gives                                 written in
+    ------------------------------------------------------------------------------------------------------------
+    gen, reward      prompts, engines, reward pool      Rollouts: samples, rewards            rollouts.py
+       |  ^__________ further prompts, until the batch is full
+       v
+    old_log_prob     samples, actor                     batch + old_log_probs                 advantages.py
+    ref              batch, reference model             batch + ref_log_probs                 advantages.py
+    adv              batch, rewards, KL penalties       batch + mask, weights, advantages     advantages.py
+       |
+       |   until here nothing is changed and a signal ends the step; from here it runs to its end
+       v
+    update_actor     batch, actor                       new weights in the actor's ranks      update.py
+    reshard          actor, engines                     the same weights in every engine      cluster/weight_sync.py
+    testing          held-out prompts, engines          validation metrics                    validation.py
+    save_checkpoint  actor, state                       checkpoints/step-N, written beside    saving.py
 
-Large things stay where they are: weights in the ranks and engines, the batch behind one reference to all ranks. The driver holds token ids,
-numbers a token, and metrics. What a run consists of stands in run.py.
+An example, parallel_configs/tiny-moe/cpu.yaml: 64 prompts x 8 responses of up to 4 tokens are 512 samples; the batch's
+arrays are [512, longest response]; mini-batches of 16 prompts make 4 updates of 128 rows each.
+
+Large things stay where they are: weights in ranks and engines, the batch behind one reference for all ranks. The driver
+holds token ids, numbers a token, and metrics. What a run consists of stands in run.py.
 """
 
 from mrl.errors import Interrupted
@@ -42,13 +45,13 @@ def train(run: Run) -> None:
             train_step(run)
         saving.finish(run)
     except Interrupted:
-        if run.stop.signal is not None and not run.stop.held:
+        if run.stop.signal is not None and not run.stop.on_hold:
             saving.finish(run)  # weights and data position are those of the last finished step
         raise
 
 
 def train_step(run: Run) -> None:
-    """One step. Nothing is changed before `update`, so a signal may end it until then; from there on it runs to its end."""
+    """One step. A signal may end it until `update`, before which nothing is changed; from there it runs to its end."""
     timer, config, actor, step = PhaseTimer(), run.config, run.actor, run.state.step + 1
     algorithm = config.algorithm
     with timer("step"):
@@ -71,8 +74,8 @@ def train_step(run: Run) -> None:
         with timer("reshard"):
             sync_metrics = run.sync.bring_to(step)
         run.state = run.state.advanced(rollouts.cursor)
-        metrics = sample_metrics(config.data, run.state.cursor.epoch, batch, rollouts) | rollouts.metrics | policy_metrics
-        metrics |= correction_metrics | kl_metrics | update_metrics | sync_metrics
+        metrics = sample_metrics(config.data, run.state.cursor.epoch, batch, rollouts) | rollouts.metrics
+        metrics |= policy_metrics | correction_metrics | kl_metrics | update_metrics | sync_metrics
         if due(config.trainer.test_freq, step, run.total_steps):
             with timer("testing"):
                 metrics |= held_out_metrics(run)
@@ -80,13 +83,14 @@ def train_step(run: Run) -> None:
         if due(config.trainer.save_freq, step, run.total_steps):
             with timer("save_checkpoint"):
                 metrics |= saving.save(run, metrics)
-    metrics |= {"training/failed_saves": float(run.failed_saves)} | time_metrics(config, timer, batch) | memory_metrics()
+    metrics |= {"training/failed_saves": float(run.failed_saves)}
+    metrics |= time_metrics(config, timer, batch) | memory_metrics()
     run.record.write(step, metrics)
     run.stop.release()
 
 
 def due(freq: int, step: int, total_steps: int) -> bool:
-    """Whether something done every `freq` steps is done after `step`; the last step always does it, unless `freq` is not positive."""
+    """Whether something done every `freq` steps is done after `step`, the last one included; never for `freq` below 1."""
     return freq > 0 and (step % freq == 0 or step == total_steps)
 
 

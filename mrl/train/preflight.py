@@ -1,4 +1,4 @@
-"""All that can be known to be wrong before anything is loaded, written or started. No torch, no Ray: it answers in a second."""
+"""All that can be known to be wrong before anything is loaded or started. No torch, no Ray: it answers in a second."""
 
 from pathlib import Path
 
@@ -40,8 +40,8 @@ def preflight(resolved: ResolvedConfig, resume: bool) -> ModelSpec:
 
 
 def preflight_evaluation(resolved: ResolvedConfig, checkpoint: str | None) -> Path | None:
-    """The same for an evaluation, which has engines and no actor. `checkpoint`, a step or a run, stands in for model.path where one is
-    given; the folder of its step is returned.
+    """The same for an evaluation, which has engines and no actor. `checkpoint`, a step or a run, stands in for
+    model.path where one is given; the folder of its step is returned.
     """
     config = resolved.config
     if not config.data.val_files:

@@ -1,4 +1,4 @@
-"""What a run says of a step: its metrics, its samples' file, and advice to the person who watches, beyond the numbers."""
+"""What a run says of a step: its metrics, its samples' file, and advice to the person who watches."""
 
 from collections.abc import Callable, Mapping
 from math import sqrt
@@ -55,7 +55,8 @@ def memory_metrics() -> dict[str, float]:
 def clip_advice(config: RunConfig, metrics: Mapping[str, float]) -> str | None:
     """One line when GSPO's band never clips, or clips most of the batch; None when all is well or nothing can be said.
 
-    The first update on a rollout has ratios of one, so with a single update a rollout nothing is ever clipped, and that is right.
+    The first update on a rollout has ratios of one, so with a single update a rollout nothing is ever clipped, and that
+    is right.
     """
     loss, clipped = config.algorithm.policy_loss, metrics.get("actor/pg_clipfrac")
     if loss.loss_mode not in ("gspo", "gspo-token") or clipped is None or updates_per_rollout(config) < 2:

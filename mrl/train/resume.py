@@ -1,4 +1,4 @@
-"""Where a run goes on: what a checkpoint must agree with, and the run directory brought back to its step. No torch, no Ray."""
+"""Where a run goes on: what a checkpoint must agree with; the run directory brought back to its step. No torch, no Ray."""
 
 import shutil
 from dataclasses import dataclass, field
@@ -32,9 +32,9 @@ class TrainState:
 def find_resume_point(config: RunConfig, run_dir: Path, digests: bool) -> Newest:
     """The newest complete checkpoint and what it says of itself, an empty one for a run that saved none, which starts anew.
 
-    With `digests`, a checkpoint counts as complete only when every byte of it is what was written.
-    Raises EnvironmentFault when all that there are are damaged, ConfigError when the newest is of another model than `config`'s or was
-    trained with other values of FIXED.
+    With `digests`, a checkpoint counts as complete only when every byte of it is what was written. Raises
+    EnvironmentFault when all that there are are damaged, ConfigError when the newest is of another model than
+    `config`'s or was trained with other values of FIXED.
     """
     newest = newest_checkpoint(RunDir(run_dir).checkpoints, digests)
     if newest.manifest is not None:

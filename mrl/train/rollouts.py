@@ -1,11 +1,12 @@
-"""Generation and rewards: prompts to the engines, responses to the reward pool as they arrive, groups of them until a step's batch is full.
+"""Generation and rewards: prompts to the engines, responses to the reward pool, groups until a step's batch is full.
 
     prompts --Responder.respond--> samples --Responder.collect_rewards--> results --groups--> Rollouts
 
-A group is the responses to one prompt. One whose responses all have the same value has advantage 0 and teaches nothing. With
-dynamic sampling (DAPO, algorithm.filter_groups) such groups are dropped and further prompts generated, data.gen_batch_size at a
-time in the order of the data, until data.train_batch_size groups are left over; what is more than that is dropped too. The place
-in the data moves past every prompt that was generated, so a resumed run repeats nothing and misses nothing.
+A group is the responses to one prompt. One whose responses all have the same value has advantage 0 and teaches nothing.
+With dynamic sampling (DAPO, algorithm.filter_groups) such groups are dropped and further prompts generated,
+data.gen_batch_size at a time in the order of the data, until data.train_batch_size groups are left over; what is more
+than that is dropped too. The place in the data moves past every prompt that was generated, so a resumed run repeats
+nothing and misses nothing.
 """
 
 import hashlib
@@ -36,7 +37,8 @@ REPEAT_OFFSET = 1_000_000  # between the response indices of a prompt that comes
 class Progress(Protocol):
     """Shows how far a phase is."""
 
-    def progress(self, phase: str, done: int, total: int) -> None: ...
+    def progress(self, phase: str, done: int, total: int) -> None:
+        """`done` of `total` parts of `phase`."""
 
 
 @dataclass(frozen=True)
@@ -139,8 +141,8 @@ def gather_rollouts(
 ) -> Rollouts:
     """Generates and scores until the batch of `step` is full, or as far as algorithm.filter_groups allows; phases "gen" and "reward".
 
-    Raises DataError when too many rewards fail, or when the batches of prompts are used up and `on_exhausted` says to stop, or leaves
-    nothing to train on.
+    Raises DataError when too many rewards fail, or when the batches of prompts are used up and `on_exhausted` says to
+    stop, or leaves nothing to train on.
     """
     wanted, limit = config.data.train_batch_size, _max_gen_batches(config.algorithm.filter_groups)
     groups: list[Group] = []

@@ -1,6 +1,7 @@
-"""What a run consists of: read from its configuration, built in an order in which cheap checks come first, taken down in reverse.
+"""What a run consists of: built from its configuration, cheap checks first, and taken down in reverse.
 
-Also ending it on a signal: the current phase stops where stopping is safe, the state is saved, the exit code says resumable.
+Also ending it on a signal: the current phase stops where stopping is safe, the state is saved, the exit code says
+resumable.
 """
 
 import os
@@ -41,20 +42,20 @@ class StopFlag:
 
     def __init__(self) -> None:
         self.signal: int | None = None
-        self.held = False  # true while something is half-done
+        self.on_hold = False  # true while something is half-done
 
     def hold(self) -> None:
         """From here on something is half-done: `raise_if_set` waits for `release`."""
-        self.held = True
+        self.on_hold = True
 
     def release(self) -> None:
         """Nothing is half-done any more. Raises Interrupted if a signal came meanwhile."""
-        self.held = False
+        self.on_hold = False
         self.raise_if_set()
 
     def raise_if_set(self) -> None:
         """Raises Interrupted once a signal has come and nothing is half-done."""
-        if self.signal is not None and not self.held:
+        if self.signal is not None and not self.on_hold:
             raise Interrupted(f"stopped by {signal.Signals(self.signal).name}")
 
     def _receive(self, number: int, _frame) -> None:

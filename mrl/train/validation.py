@@ -73,7 +73,8 @@ def _answers(prompts: Sequence[Prompt], results: Sequence[Sequence[RewardResult]
 def _measured(results: Sequence[RewardResult]) -> tuple[set[str], bool]:
     """Numbers that all responses of a data source have beside the score, and whether each says what it answered.
 
-    A failed response has an accuracy of 0 and an empty answer, and no other number: where one failed, those are left out.
+    A failed response has an accuracy of 0 and an empty answer, and no other number: where one failed, those are left
+    out.
     """
     scored = [r for r in results if r.reason == OK]
     if not scored:
