@@ -90,7 +90,7 @@ def train_step(run: Run) -> None:
 
 
 def due(freq: int, step: int, total_steps: int) -> bool:
-    """Whether something done every `freq` steps is done after `step`, the last one included; never for `freq` below 1."""
+    """Whether something done every `freq` steps is done after `step`, the last included; never for `freq` below 1."""
     return freq > 0 and (step % freq == 0 or step == total_steps)
 
 

@@ -15,6 +15,7 @@ from mrl.record.run_dir import RunDir
 from mrl.record.spec import metric_spec
 from mrl.reward.items import OK, RewardResult
 from mrl.train import loop
+from mrl.train.background_save import BackgroundWrite
 from mrl.train.resume import TrainState
 from mrl.train.rollouts import Responder
 from mrl.train.run import Run, StopFlag
@@ -82,7 +83,6 @@ class World:
 @pytest.fixture
 def world(monkeypatch):
     monkeypatch.setattr("mrl.train.rollouts.training_sampling", lambda config: Sampling(1.0, 4, ()))
-    monkeypatch.setattr(loop.saving, "heard", lambda run: {})
     return World()
 
 
@@ -94,7 +94,7 @@ def run_of(world, tmp_path, *overrides) -> Run:
     responder = Responder(tokenizer, world, world, config.reward, world, stop.raise_if_set)
     return Run(
         config=config, run_dir=RunDir.open(tmp_path / "run", ""), train_prompts=stream, val_prompts=None, pad_token_id=0, total_steps=2,
-        stop=stop, record=world, responder=responder, actor=world, sync=world, writing=None, state=TrainState(), saved_step=0,
+        stop=stop, record=world, responder=responder, actor=world, sync=world, writing=BackgroundWrite(), state=TrainState(), saved_step=0,
     )  # fmt: skip
 
 
