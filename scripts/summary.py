@@ -4,6 +4,8 @@ import argparse
 import json
 from pathlib import Path
 
+from mrl.record.run_dir import METRICS, read_metrics
+
 
 def main() -> None:
     """Reads metrics.jsonl of the run directory; exits with a message when it holds no validation."""
@@ -11,7 +13,7 @@ def main() -> None:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--seconds", type=float, default=None, help="wall time to report; default: the sum of the steps' times")
     args = parser.parse_args()
-    rows = [json.loads(line) for line in (args.run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = read_metrics(args.run_dir / METRICS)
     scores = [value for row in rows for name, value in row.items() if name.startswith("val-core/") and "/mean@" in name]
     if not scores:
         raise SystemExit(f"{args.run_dir} holds no validation results")

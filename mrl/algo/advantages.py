@@ -1,8 +1,11 @@
-"""Advantages from scores, one number a response or a token; numpy, because the driver holds scores and nothing else.
+"""Advantages from scores, one number a response or a token, and the penalty of over-long responses.
 
-What every estimator does where it has little to go on: a group of one has baseline 0, as in verl, so its advantage is its score (under
-grpo_passk, which is about a lead over others, 0). A group whose scores are all equal has advantage 0 exactly, free of rounding. A group
-with missing responses is a smaller group. Whitening one value, or equal ones, gives 0.
+numpy, because the driver holds scores and nothing else.
+
+What every estimator does where it has little to go on: a group of one has baseline 0, as in verl, so its advantage is
+its score (under grpo_passk, which is about a lead over others, 0). A group whose scores are all equal has advantage 0
+exactly, free of rounding. A group with missing responses is a smaller group. Whitening one value, or equal ones, gives
+0.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,8 +24,9 @@ WHITEN_EPS = 1e-8
 class AdvantageInputs:
     """One step's responses, in any order.
 
-    `mask` holds the tokens that will be trained on; statistics over tokens are taken over them alone. What belongs to a response as it
-    was generated, its length and the sum of its penalties, is taken over `response_mask`, so a rejection shifts no group's baseline.
+    `mask` holds the tokens that will be trained on; statistics over tokens are taken over them alone. What belongs to a
+    response as it was generated, its length and the sum of its penalties, is taken over `response_mask`, so a rejection
+    shifts no group's baseline.
     """
 
     scores: np.ndarray  # [batch], after penalties
@@ -61,6 +65,7 @@ class Groups:
 
     @classmethod
     def of(cls, group_ids: np.ndarray) -> "Groups":
+        """The groups of responses with these ids, [batch]."""
         _, index, size = np.unique(np.asarray(group_ids), return_inverse=True, return_counts=True)
         return cls(index, size)
 
@@ -123,8 +128,8 @@ def rloo(inputs: AdvantageInputs) -> np.ndarray:
 
 @_advantage("opo")
 def opo(inputs: AdvantageInputs) -> np.ndarray:
-    """score - sum(length x score) / sum(length) over the group (arXiv:2505.23585): the baseline of least variance when the squared
-    gradient of a response grows with its length. A group of one has baseline 0.
+    """score - sum(length x score) / sum(length) over the group (arXiv:2505.23585): the baseline of least variance when
+    the squared gradient of a response grows with its length. A group of one has baseline 0.
     """
     scores, groups = inputs.totals, Groups.of(inputs.group_ids)
     return groups.centred(scores, groups.mean(scores, inputs.generated.sum(-1).astype(np.float64)))
@@ -151,7 +156,8 @@ def grpo_passk(inputs: AdvantageInputs) -> np.ndarray:
 def reinforce_plus_plus(inputs: AdvantageInputs) -> np.ndarray:
     """Reward still to come at each token, undiscounted, whitened over the batch's tokens (arXiv:2501.03262): [batch, response_length].
 
-    The score stands at the last token; with KL in the reward each token has its own penalty, and what is to come differs by token.
+    The score stands at the last token; with KL in the reward each token has its own penalty, and what is to come
+    differs by token.
     """
     returns = np.broadcast_to(np.asarray(inputs.scores, dtype=np.float64)[:, None], inputs.mask.shape)
     if inputs.token_penalties is not None:
@@ -171,7 +177,8 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> np.ndarray:
 def gdpo(inputs: AdvantageInputs) -> np.ndarray:
     """Sum of weight x grpo(part) over the reward's parts, whitened over the batch's tokens (arXiv:2601.05242): [batch, response_length].
 
-    Normalising each part by itself keeps apart what a sum of parts would make equal. Raises DataError when no part is given.
+    Normalising each part by itself keeps apart what a sum of parts would make equal. Raises DataError when no part is
+    given.
     """
     if not inputs.parts:
         raise DataError("adv_estimator gdpo needs the parts of the reward: name them under algorithm.gdpo_reward_keys")
@@ -200,6 +207,16 @@ def compute_advantages(adv_estimator: str, inputs: AdvantageInputs) -> np.ndarra
     function = ADVANTAGE_FUNCTIONS.get(adv_estimator)
     if function is None:
         raise ConfigError(f"algorithm.adv_estimator: {adv_estimator!r} is unknown; allowed: {', '.join(ADVANTAGES)}")
-    found = function(inputs)
-    on_tokens = found if found.ndim == 2 else _on_tokens(found, inputs.mask)
+    advantages = function(inputs)
+    on_tokens = advantages if advantages.ndim == 2 else _on_tokens(advantages, inputs.mask)
     return np.where(inputs.mask, on_tokens, 0.0).astype(np.float32)
+
+
+def soft_overlong_penalty(response_lengths: np.ndarray, max_response_length: int, buffer_length: int, factor: float) -> np.ndarray:
+    """float64 [batch], to be added to the scores: DAPO's soft punishment (arXiv:2503.14476), times `factor`.
+
+    0 up to max_response_length - buffer_length tokens, from there linearly down to -factor at max_response_length, and
+    -factor beyond.
+    """
+    into_buffer = np.asarray(response_lengths, np.float64) - (max_response_length - buffer_length)
+    return -factor * np.clip(into_buffer / buffer_length, 0.0, 1.0)

@@ -1,10 +1,11 @@
-"""From values per token to one number, with denominators counted over the whole mini-batch.
+"""From values per token to one number, and metrics of micro-batches as parts; both add up over micro-batches and ranks.
 
-A micro-batch gives a numerator; dividing it by the mini-batch's count makes the micro-batch losses add up to the mini-batch's loss, in
-value and in gradient, however the batch is cut or ordered.
+A micro-batch gives a numerator; dividing it by the mini-batch's count makes the micro-batch losses add up to the
+mini-batch's loss, in value and in gradient, however the batch is cut or ordered. No rank needs to see the whole batch.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,13 @@ from mrl.errors import ConfigError
 
 Numerator = Callable[[Tensor, Tensor, float], Tensor]
 NUMERATORS: dict[str, Numerator] = {}
+
+MetricParts = dict[str, tuple[Tensor, Tensor]]  # name -> (sum of value x weight, sum of weight), 0-dim and detached
+FloatParts = dict[str, tuple[float, float]]
+
+# both moments add up over parts, a standard deviation would not; mrl.record makes it of them
+LOG_SEQ_RATIO = "actor/log_seq_ratio_mean"
+LOG_SEQ_RATIO_SQUARE = "actor/log_seq_ratio_square_mean"
 
 
 @dataclass(frozen=True)
@@ -73,8 +81,9 @@ def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
 def aggregate(values: Tensor, mask: Tensor, loss_agg_mode: str, loss_scale_factor: float | None = None) -> Tensor:
     """Numerator of the aggregation, a scalar; divide it by `Denominators.of(loss_agg_mode)`.
 
-    `values` and `mask` (bool) are [batch, response_length]. `loss_scale_factor` is the constant of `seq-mean-token-sum-norm`; verl's
-    default for it, the padded width, changes with the batch, so here it has to be given (ConfigError).
+    `values` and `mask` (bool) are [batch, response_length]. `loss_scale_factor` is the constant of
+    `seq-mean-token-sum-norm`; verl's default for it, the padded width, changes with the batch, so here it has to be
+    given (ConfigError).
     """
     spec = AGGREGATIONS.get(loss_agg_mode)
     if spec is None:
@@ -92,3 +101,23 @@ def count(mask: Tensor) -> Denominators:
 def local_weight(mask: Tensor, loss_agg_mode: str) -> Tensor:
     """What this micro-batch contributes to the denominator, a scalar tensor on the mask's device (no sync)."""
     return mask.sum() if AGGREGATIONS[loss_agg_mode].denominator == "tokens" else mask.any(-1).sum()
+
+
+def to_floats(parts: MetricParts) -> FloatParts:
+    """Plain floats of all parts, with one transfer from the device, in float32 or what is wider (not every device has float64)."""
+    if not parts:
+        return {}
+    scalars = [x.detach() for pair in parts.values() for x in pair]
+    dtype = functools.reduce(torch.promote_types, (x.dtype for x in scalars), torch.float32)
+    numbers = torch.stack([x.to(dtype) for x in scalars]).tolist()
+    return dict(zip(parts, zip(numbers[::2], numbers[1::2], strict=True), strict=True))
+
+
+def merge(parts: Iterable[FloatParts]) -> FloatParts:
+    """Sums of values and weights over micro-batches and ranks."""
+    merged: FloatParts = {}
+    for part in parts:
+        for name, (value, weight) in part.items():
+            before = merged.get(name, (0.0, 0.0))
+            merged[name] = (before[0] + value, before[1] + weight)
+    return merged

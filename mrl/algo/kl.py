@@ -26,7 +26,8 @@ def _k3(log_ratio: Tensor) -> Tensor:
 def kl_per_token(log_probs: Tensor, ref_log_probs: Tensor, kl_loss_type: str) -> Tensor:
     """[batch, response_length] KL of each token; with a trailing `+` the value is the base estimator's and the gradient k2's.
 
-    As a loss term k1 has a gradient that is zero on average and k3 that of the reverse direction; k2's is the right one on-policy.
+    As a loss term k1 has a gradient that is zero on average and k3 that of the reverse direction; k2's is the right one
+    on-policy.
     """
     spec = KL_TYPES.get(kl_loss_type)
     if spec is None:

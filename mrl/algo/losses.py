@@ -6,18 +6,31 @@ A loss of one's own is one function under `@register_loss(name)`, in a file that
 algorithm.policy_loss.custom; it has the signature of those below.
 """
 
+import hashlib
+import importlib.util
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from mrl.algo.aggregate import Denominators, aggregate, local_weight, masked, sequence_mean
+from mrl.algo.aggregate import (
+    LOG_SEQ_RATIO,
+    LOG_SEQ_RATIO_SQUARE,
+    Denominators,
+    MetricParts,
+    aggregate,
+    local_weight,
+    masked,
+    sequence_mean,
+)
 from mrl.algo.kl import LOG_RATIO_LIMIT, kl_per_token
-from mrl.algo.metrics import LOG_SEQ_RATIO, LOG_SEQ_RATIO_SQUARE, MetricParts
 from mrl.errors import ConfigError
 
 SEQUENCE_LOG_RATIO_MAX = 10.0
+CUSTOM_LOSS_KEY = "algorithm.policy_loss.custom.path"
 
 
 @dataclass(frozen=True)
@@ -59,7 +72,7 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """`loss`: this micro-batch's share of the mini-batch's loss (shares add up). `metrics`: see mrl.algo.metrics."""
+    """`loss`: this micro-batch's share of the mini-batch's loss (shares add up). `metrics`: see mrl.algo.aggregate."""
 
     loss: Tensor
     metrics: MetricParts
@@ -81,8 +94,8 @@ TOKEN_LOSSES: dict[str, TokenLossFunction] = {}
 def register_loss(name: str) -> Callable[[TokenLossFunction], TokenLossFunction]:
     """Makes `function(parameters, inputs, log_ratio) -> TokenLoss` known under `name`; `log_ratio` is d, 0 outside the mask.
 
-    The function sees one micro-batch and must treat each sequence by itself, or the loss would depend on how a batch is cut. Raises
-    ConfigError for a name that is taken.
+    The function sees one micro-batch and must treat each sequence by itself, or the loss would depend on how a batch is
+    cut. Raises ConfigError for a name that is taken.
     """
 
     def bind(function: TokenLossFunction) -> TokenLossFunction:
@@ -114,8 +127,9 @@ def _either(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
 def gspo(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
     """GSPO (arXiv:2507.18071, eq. 5): s = exp(mean of d over the response), clipped as a whole, under the response's mean advantage.
 
-    The log ratio is bounded above by 10, so a response that drifted past e^10 gives a large finite loss without gradient instead of
-    infinity; there is no bound below, where exp goes to 0 by itself. Neither is reached inside a band.
+    The log ratio is bounded above by 10, so a response that drifted past e^10 gives a large finite loss without
+    gradient instead of infinity; there is no bound below, where exp goes to 0 by itself. Neither is reached inside a
+    band.
     """
     ratio = torch.exp(sequence_mean(log_ratio, inputs.response_mask).clamp(max=SEQUENCE_LOG_RATIO_MAX))
     values, clipped = _clipped_surrogate(ratio, sequence_mean(inputs.advantages, inputs.response_mask), parameters)
@@ -127,8 +141,8 @@ def gspo(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor
 def gspo_token(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
     """GSPO-token (arXiv:2507.18071, eq. 13 and 14): r_t = sg[s] exp(log_probs - sg[log_probs]), s = exp(mean of d over the response).
 
-    Every token has the sequence's ratio as its value and its own log-probability's gradient; with one advantage for the whole
-    sequence this is the sequence form. Bounded as in `gspo`.
+    Every token has the sequence's ratio as its value and its own log-probability's gradient; with one advantage for the
+    whole sequence this is the sequence form. Bounded as in `gspo`.
     """
     sequence_log_ratio = sequence_mean(log_ratio, inputs.response_mask).detach()[:, None]
     ratio = torch.exp((inputs.log_probs - inputs.log_probs.detach() + sequence_log_ratio).clamp(max=SEQUENCE_LOG_RATIO_MAX))
@@ -139,7 +153,8 @@ def gspo_token(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: 
 def vanilla(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
     """PPO (arXiv:1707.06347, eq. 7) with separate bounds (DAPO), d bounded to [-20, 20], and the dual clip (arXiv:1912.09729, eq. 5).
 
-    The dual clip holds the loss of a token with A < 0 at -A clip_ratio_c, where a large ratio would otherwise make it unbounded.
+    The dual clip holds the loss of a token with A < 0 at -A clip_ratio_c, where a large ratio would otherwise make it
+    unbounded.
     """
     values, clipped = _clipped_surrogate(_token_ratio(log_ratio), inputs.advantages, parameters)
     ceiling = -inputs.advantages * parameters.clip_ratio_c
@@ -162,12 +177,13 @@ def cispo(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tenso
 def geo_mean(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
     """GMPO (arXiv:2507.20673): -A exp(mean of clipped d), one ratio a sequence, but each token clipped before the mean.
 
-    The clip is in log space, d within [-low, high] on the side that the advantage's sign rewards. A is the sequence's mean advantage.
+    The clip is in log space, d within [-low, high] on the side that the advantage's sign rewards. A is the sequence's
+    mean advantage.
     """
     sign = torch.sign(inputs.advantages)
     bounded = sign * log_ratio.clamp(-parameters.clip_ratio_low, parameters.clip_ratio_high)
-    held = sign * torch.minimum(sign * log_ratio, bounded)
-    ratio = torch.exp(sequence_mean(held, inputs.response_mask).clamp(max=SEQUENCE_LOG_RATIO_MAX))
+    clipped_log_ratio = sign * torch.minimum(sign * log_ratio, bounded)
+    ratio = torch.exp(sequence_mean(clipped_log_ratio, inputs.response_mask).clamp(max=SEQUENCE_LOG_RATIO_MAX))
     values = -sequence_mean(inputs.advantages, inputs.response_mask) * ratio
     return TokenLoss(values[:, None].expand_as(log_ratio), bounded < sign * log_ratio)
 
@@ -235,8 +251,9 @@ def _divergence_masked(parameters: PolicyLossParameters, inputs: LossInputs, log
 def policy_loss(parameters: PolicyLossParameters, inputs: LossInputs, denominators: Denominators) -> LossOutput:
     """pg_loss - entropy_coeff * entropy + kl_loss_coef * kl of one micro-batch, all under the same aggregation.
 
-    `denominators` count the whole mini-batch over all data-parallel ranks, so gradients are to be summed over micro-batches and ranks,
-    not averaged. Raises ConfigError for an unknown name or an input that the coefficients need and that is missing.
+    `denominators` count the whole mini-batch over all data-parallel ranks, so gradients are to be summed over
+    micro-batches and ranks, not averaged. Raises ConfigError for an unknown name or an input that the coefficients need
+    and that is missing.
     """
     function = TOKEN_LOSSES.get(parameters.loss_mode)
     if function is None:
@@ -291,3 +308,33 @@ def _ratio_metrics(inputs: LossInputs, log_ratio: Tensor, token_loss: TokenLoss)
         LOG_SEQ_RATIO: (log_seq_ratio.sum(), sequences),
         LOG_SEQ_RATIO_SQUARE: (log_seq_ratio.square().sum(), sequences),
     }
+
+
+def load_custom_loss(path: str, loss_mode: str) -> None:
+    """Runs the file at `path`, once a process, which must bind a function to `loss_mode` with @register_loss. Raises ConfigError."""
+    file = Path(path).resolve()
+    module = f"mrl_custom_loss_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+    before = set(TOKEN_LOSSES)
+    if module not in sys.modules:
+        _run_file(file, module)
+    if loss_mode not in TOKEN_LOSSES:
+        registered = ", ".join(sorted(set(TOKEN_LOSSES) - before)) or "nothing"
+        raise ConfigError(
+            f'{CUSTOM_LOSS_KEY}: {file} registers {registered}, not {loss_mode!r}; put @register_loss("{loss_mode}") on the function'
+        )
+
+
+def _run_file(file: Path, name: str) -> None:
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None or not file.is_file():
+        raise ConfigError(f"{CUSTOM_LOSS_KEY}: {file} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except ConfigError:
+        del sys.modules[name]
+        raise
+    except Exception as error:
+        del sys.modules[name]
+        raise ConfigError(f"{CUSTOM_LOSS_KEY}: {file} cannot be loaded: {type(error).__name__}: {error}") from error

@@ -1,8 +1,9 @@
 """Tokens that a loss treats apart, chosen from a whole mini-batch before it is cut into micro-batches; numpy.
 
-Clip-Cov and KL-Cov (arXiv:2505.22617) act on tokens whose advantage and log-probability vary together the most. Chosen inside each
-micro-batch, as upstream does, the choice would change with the cut. Here the covariance is taken once a mini-batch, with the anchor's
-log-probabilities, which are known before the forward and equal the current ones at a rollout's first update.
+Clip-Cov and KL-Cov (arXiv:2505.22617) act on tokens whose advantage and log-probability vary together the most. Chosen
+inside each micro-batch, as upstream does, the choice would change with the cut. Here the covariance is taken once a
+mini-batch, with the anchor's log-probabilities, which are known before the forward and equal the current ones at a
+rollout's first update.
 """
 
 from collections.abc import Callable
@@ -40,8 +41,8 @@ def covariance(advantages: np.ndarray, log_probs: np.ndarray, mask: np.ndarray) 
 @_selection("clip_cov")
 def clip_cov(parameters: PolicyLossParameters, advantages: np.ndarray, old_log_probs: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """A random clip_cov_ratio of all tokens, at least one, among those whose covariance lies between clip_cov_lb and clip_cov_ub."""
-    found = covariance(advantages, old_log_probs, mask)
-    candidates = mask & (found > parameters.clip_cov_lb) & (found < parameters.clip_cov_ub)
+    values = covariance(advantages, old_log_probs, mask)
+    candidates = mask & (values > parameters.clip_cov_lb) & (values < parameters.clip_cov_ub)
     return _largest(_lots(old_log_probs), candidates, parameters.clip_cov_ratio * mask.sum())
 
 

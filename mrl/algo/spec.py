@@ -1,7 +1,7 @@
 """Names of advantages, losses, aggregations, KL estimators and corrections, with what holds for each; no torch.
 
-Configuration and docs read these tables. The implementations bind to them by name, and a test compares the two sets, so a name
-stands here exactly when it runs. Names are verl's; ALIASES are what people call some of them elsewhere.
+Configuration and docs read these tables. The implementations bind to them by name, and a test compares the two sets, so
+a name stands here exactly when it runs. Names are verl's; ALIASES are what people call some of them elsewhere.
 """
 
 from dataclasses import dataclass
@@ -10,8 +10,10 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class AdvantageSpec:
-    """`needs_group`: compares responses to one prompt, so one response a prompt leaves nothing to compare. `needs_parts`: reads the
-    parts of the reward that are named in algorithm.gdpo_reward_keys. `uses_std`: obeys norm_adv_by_std_in_grpo."""
+    """`needs_group`: compares responses to one prompt, so one response a prompt leaves nothing to compare.
+    `needs_parts`: reads the parts of the reward that are named in algorithm.gdpo_reward_keys. `uses_std`: obeys
+    norm_adv_by_std_in_grpo.
+    """
 
     name: str
     needs_group: bool
@@ -32,10 +34,11 @@ class AggregationSpec:
 
 @dataclass(frozen=True)
 class LossSpec:
-    """`aggregations`: those that keep the loss what its paper says. `clip_warning_above`: a clip ratio above it is a likely mistake;
-    `clips_tokens`: one below TOKEN_BAND is, because it was written for the ratio of a sequence.
+    """`aggregations`: those that keep the loss what its paper says. `clip_warning_above`: a clip ratio above it is a
+    likely mistake; `clips_tokens`: one below TOKEN_BAND is, because it was written for the ratio of a sequence.
 
-    `needs_rollout_anchor`: measures the step from generation's own probabilities, so it is that loss only under `anchor: rollout`.
+    `needs_rollout_anchor`: measures the step from generation's own probabilities, so it is that loss only under
+    `anchor: rollout`.
     """
 
     name: str

@@ -68,7 +68,7 @@ def _resume_verdict(options: argparse.Namespace) -> dict[str, Any]:
     """Raises ConfigError for a configuration that is not legal, and what its runs end with."""
     from mrl.config.rules import check
     from mrl.model import load_model_spec
-    from mrl.train.resume_check import verify_resume
+    from mrl.train.compare_runs import verify_resume
 
     resolved = resolved_config(options)
     check(resolved, load_model_spec(resolved.config.model.path), check_paths=True)

@@ -15,6 +15,7 @@ from mrl.cluster.workers import WRITING, ActorWorker
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
 from mrl.errors import EnvironmentFault, Interrupted
+from mrl.megatron.batching import UpdateResult
 from mrl.platforms.hosting import get_hosting
 
 _EXPORT = "weight export"
@@ -83,9 +84,10 @@ class ActorGroup:
             raise RuntimeError(f"no rank answered for rows {np.flatnonzero(~filled)[:8].tolist()}")
         return found, entropy / weight
 
-    def update(self, batch: TrainBatch) -> list[dict]:
-        """All optimizer steps of one training step; mergeable metric parts of every rank."""
-        return [parts for rank in self.call("update", ray.put(batch)) for parts in rank]
+    def update(self, batch: TrainBatch) -> UpdateResult:
+        """All optimizer steps of one training step; metric parts of every rank, and the load of every mini-batch."""
+        ranks: list[UpdateResult] = self.call("update", ray.put(batch))
+        return UpdateResult([part for rank in ranks for part in rank.parts], [load for rank in ranks for load in rank.loads])
 
     def offload(self) -> None:
         """What `actor.*_offload` names leaves the devices, until it is needed again; nothing happens without such a key."""

@@ -20,7 +20,7 @@ from mrl.cluster.rollout_group import RolloutGroup
 from mrl.config.schema import RunConfig
 from mrl.errors import EnvironmentFault, Interrupted
 from mrl.model import read_hf_config
-from mrl.record.timer import PhaseTimer
+from mrl.record.metrics import PhaseTimer
 from mrl.reshard.plan import MIB
 from mrl.reshard.setup import SyncSetup, p2p_members
 from mrl.reshard.sync_report import GAVE_UP, Disagreement, Report, SyncTotals, disagreements, in_words, replica_faults

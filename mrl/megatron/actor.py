@@ -10,16 +10,14 @@ import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import finalize_model_grads
 
-from mrl.algo.aggregate import Denominators
-from mrl.algo.custom import load_custom_loss
-from mrl.algo.losses import PolicyLossParameters
-from mrl.algo.metrics import FloatParts, merge, to_floats
+from mrl.algo.aggregate import Denominators, FloatParts, merge, to_floats
+from mrl.algo.losses import PolicyLossParameters, load_custom_loss
 from mrl.algo.selection import select
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
 from mrl.errors import DataError, NumericAbort
 from mrl.megatron import parallel
-from mrl.megatron.batching import MicroBatch, Splitter, check_batch, mini_batches
+from mrl.megatron.batching import MicroBatch, Shares, Splitter, UpdateResult, check_batch, mini_batches
 from mrl.megatron.bridge import DTYPES, Bridge, MBridge
 from mrl.megatron.forward import Around, MicroInputs, log_prob_pass, loss_pass, nothing_around, return_hidden_states
 from mrl.megatron.offload import GRADIENTS, OPTIMIZER, PARAMETERS, FrozenWeights, Residence, needs, switched
@@ -47,7 +45,8 @@ class MegatronActor:
     def __init__(self, config: RunConfig, rank: int, world_size: int, master_addr: str, master_port: int) -> None:
         """Joins the other ranks, builds this rank's part of the model and loads it from `config.model.path`.
 
-        Raises ConfigError for an illegal layout or override, EnvironmentFault when the ranks do not meet or the checkpoint is not usable.
+        Raises ConfigError for an illegal layout or override, EnvironmentFault when the ranks do not meet or the
+        checkpoint is not usable.
         """
         self.config = config
         self.rank = rank
@@ -59,6 +58,7 @@ class MegatronActor:
             self.platform.deterministic()
         self.model = load_model_spec(config.model.path)
         self.layout = TrainLayout.build(config.actor.layout.model_dump(), self.model)
+        self.update_splitter = Splitter.for_update(config.actor, self.layout, self.model)
         timeout_s = config.cluster.step_timeout_s
         parallel.init_distributed(self.platform, rank, world_size, master_addr, master_port, timeout_s)
         parallel.init_model_parallel(self.layout, config.trainer.seed, timeout_s)
@@ -97,7 +97,8 @@ class MegatronActor:
     def log_probs(self, batch: TrainBatch) -> RowResult | None:
         """Log-probabilities of the response tokens under the current weights, at the batch's temperatures: the old policy of a step.
 
-        Each data-parallel replica computes its share of the rows; the rank that holds its results returns them, the others None.
+        Each data-parallel replica computes its share of the rows; the rank that holds its results returns them, the
+        others None.
         """
         micros = self._log_prob_micros(batch, Splitter.for_log_probs(self.config.actor, self.layout, self.model))
         if self.routing is None:
@@ -132,31 +133,41 @@ class MegatronActor:
         return RowResult(rows, log_probs, entropy.get("entropy", (0.0, 0.0)))
 
     @needs(PARAMETERS, GRADIENTS, OPTIMIZER)
-    def update(self, batch: TrainBatch) -> list[FloatParts]:
+    def update(self, batch: TrainBatch) -> UpdateResult:
         """One optimizer step per mini-batch, in the order of the rows. Needs `old_log_probs` and `advantages`.
 
-        Returns one entry per mini-batch on the ranks that hold results; the last, on one rank of every pipeline stage the only one, has
-        what is known of the stage's routers. Entries of all ranks add up. A mini-batch
-        whose gradient norm is not finite, or whose tokens are all rejected, changes nothing and counts in `actor/skipped_updates`.
-        Raises NumericAbort, on all ranks, at the trainer.max_skipped_updates-th such mini-batch in a row.
+        `parts` has one entry per mini-batch on the ranks that hold results; the last, on one rank of every pipeline
+        stage the only one, has what is known of the stage's routers. `loads` come from one rank. A mini-batch whose
+        gradient norm is not finite, or whose tokens are all rejected, changes nothing and counts in
+        `actor/skipped_updates`. Raises NumericAbort, on all ranks, at the trainer.max_skipped_updates-th such
+        mini-batch in a row.
         """
         check_batch(batch, self.model)
         if batch.old_log_probs is None or batch.advantages is None:
             raise DataError("an update needs old_log_probs and advantages in the batch")
-        parts = [part for rows in self._mini_batches(batch) if (part := self._update_once(batch.rows(rows))) is not None]
+        parts, loads = [], []
+        for rows in self._mini_batches(batch):
+            mini_batch = batch.rows(rows)
+            shares = self.update_splitter.shares(_lengths(mini_batch))
+            part = self._update_once(mini_batch, shares)
+            if part is not None:
+                parts.append(part)
+                loads.append(self.update_splitter.load(_lengths(mini_batch), shares))
         if self.routing and (routing := self.routing.metrics()):
             parts[-1:] = [(parts[-1] if parts else {}) | routing]
-        return parts
+        return UpdateResult(parts, loads if mpu.get_data_parallel_rank() == 0 else [])
 
     @needs(PARAMETERS, GRADIENTS)
-    def gradients(self, batch: TrainBatch) -> list[FloatParts]:
+    def gradients(self, batch: TrainBatch, shares: Shares | None = None) -> list[FloatParts]:
         """Leaves the gradient of the loss over the whole batch, as one mini-batch, in the chunks' buffers.
 
-        Returns the loss metrics of this replica's micro-batches on the ranks that hold results, an empty list elsewhere.
+        `shares`: how the batch is cut, where the caller knows it. Returns the loss metrics of this replica's
+        micro-batches on the ranks that hold results, an empty list elsewhere.
         """
         mask = batch.loss_mask
         batch = replace(batch, selected=select(self.loss_parameters, batch.advantages, batch.old_log_probs, mask))
-        inputs = self._inputs(batch, self._micros(batch, self._update_splitter))
+        shares = shares or self.update_splitter.shares(_lengths(batch))
+        inputs = self._inputs(batch, shares[mpu.get_data_parallel_rank()])
         denominators = Denominators(tokens=int(mask.sum()), sequences=int(mask.any(-1).sum()))
         zero_gradients(self.chunks, self.optimizer)
         around = self.routing.comparing if self.routing else nothing_around
@@ -177,9 +188,9 @@ class MegatronActor:
     def _mini_batches(self, batch: TrainBatch) -> Iterator[slice]:
         return mini_batches(len(batch), self.config.actor.ppo_mini_batch_size * self.config.rollout.n)
 
-    def _update_once(self, batch: TrainBatch) -> FloatParts | None:
+    def _update_once(self, batch: TrainBatch, shares: Shares) -> FloatParts | None:
         trained = bool(batch.loss_mask.any())  # the same on every rank: each holds the whole batch
-        losses = self.gradients(batch) if trained else []
+        losses = self.gradients(batch, shares) if trained else []
         result = step(self.optimizer, self.scheduler) if trained else StepResult(False, math.nan, current_lr(self.optimizer))
         self.num_updates += result.applied
         self._count_skipped(result, trained)
@@ -198,10 +209,6 @@ class MegatronActor:
                 f"{self.num_updates} updates before. Look at the samples of the last steps and resume with a smaller actor.optim.lr"
             )
 
-    @property
-    def _update_splitter(self) -> Splitter:
-        return Splitter.for_update(self.config.actor, self.layout, self.model)
-
     def _log_prob_micros(self, batch: TrainBatch, own: Splitter | None) -> list[MicroBatch]:
         """As the update will cut the batch, unless the pass has limits of its own: the same sums then give the same bits."""
         check_batch(batch, self.model)
@@ -209,19 +216,24 @@ class MegatronActor:
             return list(self._micros(batch, own))
         micros = []
         for rows in self._mini_batches(batch):
-            part = self._micros(batch.rows(rows), self._update_splitter)
+            part = self._micros(batch.rows(rows), self.update_splitter)
             micros += [replace(micro, rows=rows.start + micro.rows) for micro in part]
         return micros
 
     def _micros(self, batch: TrainBatch, splitter: Splitter) -> tuple[MicroBatch, ...]:
         """This data-parallel replica's micro-batches."""
-        return splitter.shares(batch.prompt_lengths + batch.response_lengths)[mpu.get_data_parallel_rank()]
+        return splitter.shares(_lengths(batch))[mpu.get_data_parallel_rank()]
 
     def _inputs(self, batch: TrainBatch, micros: Sequence[MicroBatch]) -> list[MicroInputs]:
         """What this rank computes of each micro-batch."""
-        shape, context_rank = self._update_splitter.shape, mpu.get_context_parallel_rank()
+        shape, context_rank = self.update_splitter.shape, mpu.get_context_parallel_rank()
         arrays = (micro_arrays(batch, micro.rows, shape, context_rank, micro.is_filler) for micro in micros)
         return [MicroInputs.of(a, self.platform.device) for a in arrays]
+
+
+def _lengths(batch: TrainBatch) -> np.ndarray:
+    """int64 [rows]: tokens of each row, prompt and response."""
+    return batch.prompt_lengths + batch.response_lengths
 
 
 def _step_metrics(result: StepResult) -> FloatParts:

@@ -1,6 +1,7 @@
 """Which rows of a batch go through the model together, on which data-parallel rank. Pure numpy.
 
-Every data-parallel rank gets the same number of micro-batches, because with expert parallelism each forward is a collective over them.
+Every data-parallel rank gets the same number of micro-batches, because with expert parallelism each forward is a
+collective over them.
 """
 
 from collections.abc import Iterator
@@ -26,6 +27,27 @@ class MicroBatch:
 
 
 Shares = tuple[tuple[MicroBatch, ...], ...]  # [data-parallel rank][micro-batch]
+
+
+@dataclass(frozen=True)
+class MiniBatchLoad:
+    """How one mini-batch lies on the data-parallel ranks; every rank knows it of all."""
+
+    padding_share: float  # of the tokens that all ranks compute: alignment, and what fillers repeat
+    imbalance: float  # cost of the costliest rank over the mean cost, less 1
+    tokens: tuple[int, ...]  # trained by each rank, fillers left out
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What an update of several mini-batches hands to the driver, from one rank or from all of them.
+
+    `parts`: metrics that add up over mini-batches and ranks, name -> (sum of value x weight, sum of weight).
+    `loads`: one a mini-batch, from a single rank; the others have none.
+    """
+
+    parts: list[dict[str, tuple[float, float]]]
+    loads: list[MiniBatchLoad]
 
 
 def mini_batches(num_rows: int, rows_per_mini_batch: int) -> Iterator[slice]:
@@ -63,8 +85,8 @@ class Splitter:
     def for_reference(cls, actor: ActorConfig, ref: RefConfig, layout: TrainLayout, model: ModelSpec) -> "Splitter | None":
         """The same of the reference model, which has the actor's limits where it has none of its own.
 
-        Where it is cut by tokens and the actor by samples, or the other way round, the update's cut cannot be its own: it then has the
-        update's limit of its own kind.
+        Where it is cut by tokens and the actor by samples, or the other way round, the update's cut cannot be its own:
+        it then has the update's limit of its own kind.
         """
         given = {
             "use_dynamic_bsz": ref.log_prob_use_dynamic_bsz,
@@ -94,9 +116,9 @@ class Splitter:
     def shares(self, lengths: np.ndarray) -> Shares:
         """Every row is in exactly one micro-batch that is no filler. `lengths` [rows] are tokens per row.
 
-        Rows are dealt over ranks in equal numbers and at equal cost; so are a rank's rows over its micro-batches where sequences are
-        packed, and rows of like length go together where they are padded. The largest forward comes first. Raises DataError for a row
-        above the limit.
+        Rows are dealt over ranks in equal numbers and at equal cost; so are a rank's rows over its micro-batches where
+        sequences are packed, and rows of like length go together where they are padded. The largest forward comes
+        first. Raises DataError for a row above the limit.
         """
         costs = sequence_costs(lengths, self.per_token, self.per_pair)
         ranks = balanced_parts(costs, self.data_parallel)
@@ -136,6 +158,11 @@ class Splitter:
 
     def _fits(self, lengths: np.ndarray, cut: list[list[np.ndarray]]) -> bool:
         return self.max_tokens is None or all(self.shape.tokens(lengths[part]) <= self._limit for rank in cut for part in rank if len(part))
+
+    def load(self, lengths: np.ndarray, shares: Shares) -> MiniBatchLoad:
+        """How a mini-batch of rows of `lengths` [rows] tokens, cut into `shares`, lies on the ranks."""
+        tokens = tuple(int(lengths[rows].sum()) for rows in trained_rows(shares))
+        return MiniBatchLoad(self.padding_share(lengths, shares), self.imbalance(lengths, shares), tokens)
 
     def padding_share(self, lengths: np.ndarray, shares: Shares) -> float:
         """Of the tokens that all ranks compute, the share that is padding: alignment, and what fillers repeat."""

@@ -18,9 +18,8 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from mrl.algo.aggregate import Denominators
+from mrl.algo.aggregate import Denominators, MetricParts
 from mrl.algo.losses import LossInputs, LossOutput, PolicyLossParameters, policy_loss
-from mrl.algo.metrics import MetricParts
 from mrl.megatron.logprob import lean_log_probs
 from mrl.megatron.packing import MicroArrays
 

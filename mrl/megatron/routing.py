@@ -18,7 +18,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from mrl.algo.metrics import FloatParts
+from mrl.algo.aggregate import FloatParts
 from mrl.data.routes import MISSING
 from mrl.megatron.forward import MicroInputs
 from mrl.model import ModelSpec

@@ -26,15 +26,15 @@ def make_console(total_steps: int, stream: TextIO | None = None) -> "PlainConsol
     return LiveConsole(total_steps, stream) if stream.isatty() else PlainConsole(total_steps, stream)
 
 
-class Clock:
-    """Time left, from the mean step time so far in this process: set-up and validation before the first step are not counted."""
+class TimeLeft:
+    """Estimated from the mean step time so far in this process: set-up and validation before the first step are not counted."""
 
     def __init__(self, total_steps: int, now: Callable[[], float] = time.monotonic) -> None:
         self._total, self._now = total_steps, now
         self._spent, self._steps = 0.0, 0
 
-    def left(self, step: int, metrics: Metrics) -> str:
-        """`1:02:03`; `?` before the first step is timed."""
+    def after(self, step: int, metrics: Metrics) -> str:
+        """The time left after a step, as `1:02:03`; `?` before the first step is timed."""
         if PHASE + "step" in metrics:
             self._spent, self._steps = self._spent + metrics[PHASE + "step"], self._steps + 1
         if not self._steps:
@@ -101,7 +101,7 @@ class PlainConsole(View):
     """A line a step, and in a phase that takes long a line now and then."""
 
     def __init__(self, total_steps: int, stream: TextIO, pace: Pace | None = None) -> None:
-        self._total, self._stream, self._clock = total_steps, stream, Clock(total_steps)
+        self._total, self._stream, self._time_left = total_steps, stream, TimeLeft(total_steps)
         self._pace = pace or Pace(30.0)
 
     def progress(self, phase: str, done: int, total: int) -> None:
@@ -110,13 +110,15 @@ class PlainConsole(View):
             print(f"{phase}: {done} of {total}", file=self._stream, flush=True)
 
     def write(self, step: int, metrics: Metrics) -> None:
-        print(format_line(step, self._total, metrics, self._clock.left(step, metrics)), file=self._stream, flush=True)
+        """Prints the step's line."""
+        print(format_line(step, self._total, metrics, self._time_left.after(step, metrics)), file=self._stream, flush=True)
 
     def generations(self, step: int, rows: Rows) -> None:
         """Prints them."""
         print(generation_lines(step, rows), end="", file=self._stream, flush=True)
 
     def close(self) -> None:
+        """Flushes the stream."""
         self._stream.flush()
 
 
@@ -127,15 +129,16 @@ class LiveConsole(View):
         from rich.console import Console
         from rich.live import Live
 
-        self._total, self._clock = total_steps, Clock(total_steps)
+        self._total, self._time_left = total_steps, TimeLeft(total_steps)
         self._rows: list[tuple[int, dict[str, float]]] = []
         self._left, self._pace = "?", Pace(0.25)
         self._live = Live(console=Console(file=stream), auto_refresh=False)
         self._live.start()
 
     def write(self, step: int, metrics: Metrics) -> None:
+        """Draws the table with the step's row."""
         self._rows = [*self._rows, (step, dict(metrics))][-SHOWN_STEPS:]
-        self._left = self._clock.left(step, metrics)
+        self._left = self._time_left.after(step, metrics)
         self._live.update(make_table(self._rows, self._total, self._left), refresh=True)
 
     def progress(self, phase: str, done: int, total: int) -> None:
@@ -149,6 +152,7 @@ class LiveConsole(View):
         self._live.console.print(generation_lines(step, rows), end="", markup=False, highlight=False)
 
     def close(self) -> None:
+        """Leaves the last picture on the terminal."""
         self._live.stop()
 
 

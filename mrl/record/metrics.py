@@ -1,27 +1,31 @@
-"""Metrics as plain numbers: how parts are reduced, and what is read off a step's batch. numpy only."""
+"""Metrics as plain numbers: reducing parts, reading them off a step's batch, timing its phases. numpy only."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
 
 import numpy as np
 
 from mrl.data.batch import TrainBatch
 from mrl.record.spec import DEVIATIONS, metric_spec
 
-MetricParts = Mapping[str, tuple[float, float]]  # mean: (sum of value x weight, sum of weight); any other kind: (value, 1)
+FloatParts = Mapping[str, tuple[float, float]]  # mean: (sum of value x weight, sum of weight); any other kind: (value, 1)
 
 GENERATING = "gen"  # its time is shared among response tokens; every other phase's among all tokens
 PER_TOKEN_PHASES = (GENERATING, "ref", "old_log_prob", "adv", "update_actor")
 
 
-def reduce_parts(parts: Iterable[MetricParts]) -> dict[str, float]:
+def reduce_parts(parts: Iterable[FloatParts]) -> dict[str, float]:
     """One number a metric, by its declared kind, over micro-batches and ranks in the given order.
 
-    A mean without any weight is left out. Second moments become standard deviations. Raises KeyError for a metric that is not declared.
+    A mean without any weight is left out. Second moments become standard deviations. Raises KeyError for a metric that
+    is not declared.
     """
     gathered: dict[str, list[tuple[float, float]]] = {}
-    for one in parts:
-        for name, part in one.items():
+    for named in parts:
+        for name, part in named.items():
             gathered.setdefault(name, []).append(part)
     reduced = {name: _reduce(metric_spec(name).kind, pairs) for name, pairs in gathered.items()}
     return _with_deviations({name: value for name, value in reduced.items() if value is not None})
@@ -81,20 +85,19 @@ def _length_metrics(prefix: str, lengths: np.ndarray, longest: int) -> dict[str,
     return distribution(prefix, lengths) | {f"{prefix}/clip_ratio": float((lengths >= longest).mean())}
 
 
-def seqlen_metrics(lengths: np.ndarray, trained: Sequence[np.ndarray]) -> dict[str, float]:
+def seqlen_metrics(lengths: np.ndarray, trained_tokens: Sequence[int]) -> dict[str, float]:
     """`global_seqlen/*`: tokens a data-parallel rank, for the batch cut in order into equal shares and as it is trained.
 
-    `lengths` are tokens a sequence, [batch]; `trained` holds the rows of each data-parallel rank. As in verl, `minmax_diff` is that of the
-    cut in order.
+    `lengths` are tokens a sequence, [batch]; `trained_tokens` are those of each data-parallel rank. As in verl,
+    `minmax_diff` is that of the cut in order.
     """
-    plain = np.array([share.sum() for share in np.array_split(lengths, len(trained))])
-    balanced = np.array([lengths[rows].sum() for rows in trained])
+    plain = np.array([share.sum() for share in np.array_split(lengths, len(trained_tokens))])
     return {
         "global_seqlen/min": float(plain.min()),
         "global_seqlen/max": float(plain.max()),
         "global_seqlen/minmax_diff": float(plain.max() - plain.min()),
-        "global_seqlen/balanced_min": float(balanced.min()),
-        "global_seqlen/balanced_max": float(balanced.max()),
+        "global_seqlen/balanced_min": float(min(trained_tokens)),
+        "global_seqlen/balanced_max": float(max(trained_tokens)),
         "global_seqlen/mean": float(plain.mean()),
     }
 
@@ -102,7 +105,8 @@ def seqlen_metrics(lengths: np.ndarray, trained: Sequence[np.ndarray]) -> dict[s
 def speed_metrics(batch: TrainBatch, seconds: Mapping[str, float], devices: int) -> dict[str, float]:
     """`perf/*` and `timing_per_token_ms/*` from the phases' seconds (without the `timing_s/` prefix).
 
-    `devices` counts all devices of the run, trainer's and engines'. Throughput is prompt and response tokens over step time and devices.
+    `devices` counts all devices of the run, trainer's and engines'. Throughput is prompt and response tokens over step
+    time and devices.
     """
     response = int(batch.response_lengths.sum())
     total = response + int(batch.prompt_lengths.sum())
@@ -112,3 +116,29 @@ def speed_metrics(batch: TrainBatch, seconds: Mapping[str, float], devices: int)
     if seconds.get("step"):
         metrics |= {"perf/time_per_step": seconds["step"], "perf/throughput": total / seconds["step"] / devices}
     return metrics
+
+
+class PhaseTimer:
+    """Seconds by phase: `with timer("gen"): ...`. A phase entered again adds up; phases may nest, each counts its own whole time."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Times the block, also when it raises."""
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + self._clock() - start
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """Seconds of the phases that have ended, in the order in which they first did; a live, read-only view."""
+        return MappingProxyType(self._seconds)
+
+    def metrics(self) -> dict[str, float]:
+        """`timing_s/PHASE` of every phase that has ended."""
+        return {f"timing_s/{phase}": value for phase, value in self._seconds.items()}

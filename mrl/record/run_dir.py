@@ -1,22 +1,26 @@
-"""The folder of one run: its layout, whose it is, and how it is continued without a line lost or doubled."""
+"""The folder of one run: its layout, lock and JSON lines, and how it is continued without a line lost or doubled."""
 
 import fcntl
 import json
+import math
 import os
 import re
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from mrl.data.batch import Sample
 from mrl.errors import ConfigError
 
 CONFIG = "config.resolved.yaml"
 METRICS = "metrics.jsonl"
 LOCK = "run.lock"
+
+RewardParts = Mapping[str, float]  # `score` and whatever else the reward function returned
 
 
 @dataclass(frozen=True)
@@ -27,43 +31,52 @@ class RunDir:
 
     @property
     def config(self) -> Path:
+        """The resolved configuration, as YAML."""
         return self.path / CONFIG
 
     @property
     def plan(self) -> Path:
+        """Answer of `mrl plan` for the run, as JSON."""
         return self.path / "plan.json"
 
     @property
     def metrics(self) -> Path:
+        """One JSON line a step."""
         return self.path / METRICS
 
     @property
     def samples(self) -> Path:
+        """A file `step-N.jsonl` of training samples a step."""
         return self.path / "samples"
 
     @property
     def validation(self) -> Path:
+        """A file `step-N.jsonl` of held-out responses a validation."""
         return self.path / "validation"
 
     @property
     def checkpoints(self) -> Path:
+        """A folder `step-N` a checkpoint."""
         return self.path / "checkpoints"
 
     @property
     def logs(self) -> Path:
+        """Output of ranks, engines and the reward function."""
         return self.path / "logs"
 
     @property
     def tensorboard(self) -> Path:
+        """TensorBoard's event files."""
         return self.path / "tensorboard"
 
     @classmethod
     def open(cls, path: Path | str, config_yaml: str, resume: bool = False) -> "RunDir":
         """Takes `path` for this process, makes its folders and writes the resolved configuration where none stands.
 
-        A folder that holds a run is opened only to resume it, and keeps its configuration until `write_config`: an attempt to resume that
-        fails changes nothing. What an attempt left that reached no step is removed, and so are checkpoints that were never finished.
-        Raises ConfigError where another run stands, where a live process holds it, or where no folder can be written.
+        A folder that holds a run is opened only to resume it, and keeps its configuration until `write_config`: an
+        attempt to resume that fails changes nothing. What an attempt left that reached no step is removed, and so are
+        checkpoints that were never finished. Raises ConfigError where another run stands, where a live process holds
+        it, or where no folder can be written.
         """
         run = cls(Path(path))
         try:
@@ -109,8 +122,8 @@ class RunDir:
     def truncate_metrics(self, after_step: int) -> int:
         """Drops what was written past `after_step`, the step of the checkpoint that is resumed; returns the number of lines kept.
 
-        The steps that are trained again write their lines, and samples, again, so none is there twice. A torn last line, left by a crash in
-        the middle of a write, is dropped. The file is rewritten atomically.
+        The steps that are trained again write their lines, and samples, again, so none is there twice. A torn last
+        line, left by a crash in the middle of a write, is dropped. The file is rewritten atomically.
         """
         kept = [line for line, row in _whole_lines(self.metrics) if row["training/global_step"] <= after_step]
         write_text(self.metrics, "".join(kept))
@@ -153,6 +166,44 @@ def write_text(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     work.replace(path)
+
+
+def json_safe(value: Any) -> Any:
+    """The same with numbers that JSON cannot hold (NaN, inf) as null, and numpy scalars as plain ones."""
+    match value:
+        case Mapping():
+            return {str(k): json_safe(v) for k, v in value.items()}
+        case list() | tuple():
+            return [json_safe(v) for v in value]
+        case None | bool() | int() | str():
+            return value
+    if hasattr(value, "item"):
+        return json_safe(value.item())
+    return float(value) if math.isfinite(value) else None
+
+
+def json_line(row: Mapping[str, Any]) -> str:
+    """One line of strict JSON. Thousands of finite numbers, the usual case, are not looked at one by one in Python."""
+    try:
+        return json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n"
+    except (ValueError, TypeError):
+        return json.dumps(json_safe(row), allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def write_samples(folder: Path, step: int, samples: Sequence[Sample], rewards: Sequence[RewardParts], limit: int | None = None) -> Path:
+    """Writes `folder/step-N.jsonl`, a line a sample: token ids, log-probs, stop reason, weight version, seed, and `reward` parts.
+
+    Routes are left out: they are hundreds of bytes a token, and an engine of that weight version would give them again.
+    `limit` keeps only the first so many. The file appears whole or not at all.
+    """
+    pairs = list(zip(samples, rewards, strict=True))[:limit]
+    path = folder / f"step-{step}.jsonl"
+    write_text(path, "".join(json_line(_fields(sample) | {"reward": dict(reward)}) for sample, reward in pairs))
+    return path
+
+
+def _fields(sample: Sample) -> dict:
+    return {name: value for name, value in vars(sample).items() if name != "routes"}
 
 
 def _take_lock(lock: Path) -> None:

@@ -1,41 +1,15 @@
-"""Where a step's metrics go. JSONL is the record and always on; the others are views, and none of them can stop training."""
+"""Where a step's metrics go. JSONL is the record and always on; the others are views, and none can stop training."""
 
 import importlib.util
-import json
-import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from mrl.errors import ConfigError, EnvironmentFault
-from mrl.record.hosted import MlflowSink, RunInfo, SwanlabSink, WandbSink
-from mrl.record.run_dir import RunDir
-from mrl.record.tensorboard import TensorBoardSink
+from mrl.record.loggers import MlflowSink, RunInfo, SwanlabSink, TensorBoardSink, WandbSink
+from mrl.record.run_dir import RunDir, json_line
 from mrl.record.views import Metrics, Rows, View, ViewThread
-
-
-def json_safe(value: Any) -> Any:
-    """The same with numbers that JSON cannot hold (NaN, inf) as null, and numpy scalars as plain ones."""
-    match value:
-        case Mapping():
-            return {str(k): json_safe(v) for k, v in value.items()}
-        case list() | tuple():
-            return [json_safe(v) for v in value]
-        case None | bool() | int() | str():
-            return value
-    if hasattr(value, "item"):
-        return json_safe(value.item())
-    return float(value) if math.isfinite(value) else None
-
-
-def json_line(row: Mapping[str, Any]) -> str:
-    """One line of strict JSON. Thousands of finite numbers, the usual case, are not looked at one by one in Python."""
-    try:
-        return json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n"
-    except (ValueError, TypeError):
-        return json.dumps(json_safe(row), allow_nan=False, ensure_ascii=False) + "\n"
 
 
 class JsonlSink:
@@ -45,19 +19,22 @@ class JsonlSink:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, metrics: Metrics) -> None:
+        """Appends the step's line, durably."""
         self._file.write(json_line({"training/global_step": step} | dict(metrics)))
         self._file.flush()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
+        """Closes the file."""
         self._file.close()
 
 
 class Record:
     """All sinks of a run. The JSONL line is written first and its errors are raised: a run whose record cannot be written must not go on.
 
-    A view has a thread of its own. One that raises, or is busy with one call for more than `timeout_s` seconds, is logged once, left out
-    from then on, and training continues; it never waits for a view, except for as long again when the run ends.
+    A view has a thread of its own. One that raises, or is busy with one call for more than `timeout_s` seconds, is
+    logged once, left out from then on, and training continues; it never waits for a view, except for as long again when
+    the run ends.
     """
 
     def __init__(self, jsonl: JsonlSink, views: Mapping[str, View], timeout_s: float = 60.0) -> None:
@@ -125,8 +102,8 @@ def _missing(view: str, package: str | None) -> str:
 def make_sinks(names: Sequence[str], run_dir: RunDir, total_steps: int, info: RunInfo | None = None) -> Record:
     """The record of a run with the views that `trainer.logger` names; `jsonl` may be named and is on anyhow.
 
-    Raises ConfigError for a name that is none, or a view whose package is missing or broken; EnvironmentFault where the disk or the network
-    refuses a view.
+    Raises ConfigError for a name that is none, or a view whose package is missing or broken; EnvironmentFault where the
+    disk or the network refuses a view.
     """
     info = info or RunInfo()
     for name in names:

@@ -1,7 +1,7 @@
-"""Every metric that a run may write: name, how parts of it are reduced, unit, meaning. A torch-free table, read by code and docs alike.
+"""Every metric that a run may write: name, reduction of its parts, unit, meaning. A torch-free table for code and docs.
 
-Names are verl's where verl has the same metric, so that dashboards carry over; those under `reshard/` and `router/` are mrl's own.
-A `*` in a name stands for any text without an empty part: `val-core/*/mean@*`.
+Names are verl's where verl has the same metric, so that dashboards carry over; those under `reshard/` and `router/` are
+mrl's own. A `*` in a name stands for any text without an empty part: `val-core/*/mean@*`.
 """
 
 import difflib
@@ -17,8 +17,8 @@ Kind = Literal["sum", "mean", "max", "min", "last"]
 class MetricSpec:
     """One metric, or one family of metrics with the same meaning.
 
-    `kind` says how parts from micro-batches and ranks become one number: mean parts are (sum of value x weight, sum of weight), all others
-    (value, 1). `last` takes the last part: what every rank knows alike, such as the learning rate.
+    `kind` says how parts from micro-batches and ranks become one number: mean parts are (sum of value x weight, sum of
+    weight), all others (value, 1). `last` takes the last part: what every rank knows alike, such as the learning rate.
     """
 
     name: str
@@ -146,14 +146,12 @@ _RESHARD = [
     MetricSpec("router/max_violation", "mean", "1", "Load of the busiest expert over the mean load, less 1; mean over layers"),
     MetricSpec("router/load/max", "max", "1", "Load of the busiest expert over the mean load"),
     MetricSpec("router/load/min", "min", "1", "Load of the idlest expert over the mean load"),
-    MetricSpec("router/*", "mean", "1", "Other observations of the routers"),
 ]
 
 _VALIDATION = [
     MetricSpec("val-core/*/mean@*", "last", "reward", "Mean over n responses a prompt, per data source: val-core/SOURCE/reward/mean@N"),
     MetricSpec("val-core/*/best@*", "last", "reward", "Best of n responses a prompt, expected and its standard deviation, per data source"),
     MetricSpec("val-core/*/maj@*", "last", "reward", "Score of the most frequent of n answers a prompt, per data source"),
-    MetricSpec("val-core/*", "last", "reward", "Held-out score per data source"),
     MetricSpec("val-aux/*/ci95", "last", "reward", "Half the width of the 95 % interval over prompts of the metric before it"),
     MetricSpec("val-aux/reward_failed", "last", "responses", "Responses of the validation whose reward function failed"),
     MetricSpec("val-aux/response_length/mean", "last", "tokens", "Length of the validation's responses, mean"),

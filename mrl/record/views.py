@@ -1,4 +1,4 @@
-"""Views of the metrics, each in a thread of its own: a view that raises or hangs is left out, and training never waits for it."""
+"""Views of metrics, each in its own thread: one that raises or hangs is left out, and training never waits for it."""
 
 import logging
 import queue

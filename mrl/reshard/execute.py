@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mrl.model.megatron_shards import source_shards
-from mrl.record.timer import PhaseTimer
+from mrl.record.metrics import PhaseTimer
 from mrl.reshard.digest import ShardDigests, Shards
 from mrl.reshard.messages import Copy, Message, by_round, module_of
 from mrl.reshard.plan import ReshardPlan

@@ -4,7 +4,6 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,34 +17,21 @@ from mrl.data.dataset import PromptDataset
 from mrl.data.tokenizer import load_tokenizer
 from mrl.errors import ConfigError
 from mrl.record.console import PlainConsole
-from mrl.record.run_dir import write_text
-from mrl.record.sinks import json_line
-from mrl.reward.pool import RewardPool, check_function
-from mrl.train.inputs import load_validation, reward_pool, reward_spec
-from mrl.train.stop import StopFlag, stop_on_signals
-from mrl.train.validation import HeldOut, answer_and_score, write_generations
+from mrl.record.run_dir import json_line, write_text
+from mrl.reward.pool import check_function
+from mrl.train.rollouts import Responder
+from mrl.train.run import load_validation, reward_pool, reward_spec, stop_on_signals
+from mrl.train.validation import Validation, answer_and_score, write_generations
 
 RESULTS, GENERATIONS, CONFIG, MODEL = "results.json", "generations.jsonl", "config.resolved.yaml", "model.tmp"
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What answers and scores; see mrl.train.responding."""
-
-    config: RunConfig
-    tokenizer: Any
-    record: PlainConsole
-    rewards: RewardPool
-    engines: RolloutGroup
-    stop: StopFlag
 
 
 def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, console: PlainConsole) -> dict[str, Any]:
     """Answers and scores every held-out prompt; writes results, generations and configuration into `output`; returns the results.
 
-    `checkpoint`: a `step-N` folder, None for the configuration's model.path. It is brought into Hugging Face's form within `output` once
-    prompts and reward are known to be good, and removed at the end. Raises one of mrl.errors; an output that holds results already is
-    refused.
+    `checkpoint`: a `step-N` folder, None for the configuration's model.path. It is brought into Hugging Face's form
+    within `output` once prompts and reward are known to be good, and removed at the end. Raises one of mrl.errors; an
+    output that holds results already is refused.
     """
     if (output / RESULTS).exists():
         raise ConfigError(f"--output: {output} holds results already; give another folder")
@@ -64,9 +50,10 @@ def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, co
         engines = RolloutGroup(config, output, stop.raise_if_set)
         stack.callback(engines.stop)
         engines.wait_started()
-        found = answer_and_score(Evaluation(config, tokenizer, console, rewards, engines, stop), prompts)
-        results = _results(resolved.config, checkpoint, prompts, found, time.monotonic() - began)
-        write_generations(output / GENERATIONS, found.rows)
+        responder = Responder(tokenizer, engines, rewards, config.reward, console, stop.raise_if_set)
+        validation = answer_and_score(config, responder, prompts)
+        results = _results(resolved.config, checkpoint, prompts, validation, time.monotonic() - began)
+        write_generations(output / GENERATIONS, validation.rows)
         write_text(output / CONFIG, resolved.to_yaml())
         write_text(output / RESULTS, json_line(results))
     return results
@@ -91,15 +78,15 @@ def _with_checkpoint(config: RunConfig, checkpoint: Path, output: Path) -> RunCo
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str((output / MODEL).resolve())})})
 
 
-def _results(config: RunConfig, checkpoint: Path | None, prompts: PromptDataset, found: HeldOut, seconds: float) -> dict[str, Any]:
-    sources = [row["data_source"] for row in found.rows]
+def _results(config: RunConfig, checkpoint: Path | None, prompts: PromptDataset, validation: Validation, seconds: float) -> dict[str, Any]:
+    sources = [row["data_source"] for row in validation.rows]
     return {
         "model": config.model.path,
         "checkpoint": checkpoint and str(checkpoint),
         "sampling": config.rollout.val_kwargs.model_dump(),
         "prompts": len(prompts),
         "responses": {source: sources.count(source) for source in sorted(set(sources))},
-        "metrics": found.metrics,
+        "metrics": validation.metrics,
         "seconds": seconds,
     }
 
@@ -109,8 +96,8 @@ def table(results: dict[str, Any]) -> str:
     metrics = results["metrics"]
     lines = []
     for name, value in metrics.items():
-        room, _, rest = name.partition("/")
-        if room == "val-core" and not name.endswith("/std"):
+        section, _, rest = name.partition("/")
+        if section == "val-core" and not name.endswith("/std"):
             half = metrics.get(f"val-aux/{rest}/ci95")
             lines.append(f"{rest:56} {value:8.4f}" + (f" +- {half:.4f}" if half is not None else ""))
     head = f"{results['prompts']} prompts, {sum(results['responses'].values())} responses, {results['seconds']:.0f} s"

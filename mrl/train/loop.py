@@ -1,62 +1,102 @@
-"""The algorithm, on one screen: generate, reward, old log-probs, advantages, update, sync, validate, save.
+"""The algorithm, on one screen: one step, its phases named as in the metrics (timing_s/PHASE).
 
-What each line does stands in phases.py, sampling.py, offpolicy.py, validation.py or saving.py, under the same name;
-what a run consists of, in run.py.
+    phase            takes                              gives                                 written in
+    ------------------------------------------------------------------------------------------------------------
+    gen, reward      prompts, engines, reward pool      Rollouts: samples, rewards            rollouts.py
+       |  ^__________ further prompts, until the batch is full
+       v
+    old_log_prob     samples, actor                     batch + old_log_probs                 advantages.py
+    ref              batch, reference model             batch + ref_log_probs                 advantages.py
+    adv              batch, rewards, KL penalties       batch + mask, weights, advantages     advantages.py
+       |
+       |   until here nothing is changed and a signal ends the step; from here it runs to its end
+       v
+    update_actor     batch, actor                       new weights in the actor's ranks      update.py
+    reshard          actor, engines                     the same weights in every engine      cluster/weight_sync.py
+    testing          held-out prompts, engines          validation metrics                    validation.py
+    save_checkpoint  actor, state                       checkpoints/step-N, written beside    saving.py
+
+An example, parallel_configs/tiny-moe/cpu.yaml: 64 prompts x 8 responses of up to 4 tokens are 512 samples; the batch's
+arrays are [512, longest response]; mini-batches of 16 prompts make 4 updates of 128 rows each.
+
+Large things stay where they are: weights in ranks and engines, the batch behind one reference for all ranks. The driver
+holds token ids, numbers a token, and metrics. What a run consists of stands in run.py.
 """
 
 from mrl.errors import Interrupted
-from mrl.record.timer import PhaseTimer
-from mrl.train import offpolicy, phases, sampling, saving, validation
+from mrl.record.metrics import PhaseTimer
+from mrl.train import saving
+from mrl.train.advantages import kl_penalties, with_advantages, with_corrections, with_old_log_probs, with_ref_log_probs
+from mrl.train.reporting import memory_metrics, sample_metrics, time_metrics, write_rollouts
+from mrl.train.rollouts import gather_rollouts
 from mrl.train.run import Run
+from mrl.train.update import update
+from mrl.train.validation import validate
 
 
 def train(run: Run) -> None:
     """Trains until the last step. On a signal the state is saved and Interrupted raised."""
     try:
         if run.state.step > 0:
-            phases.bring_engines_to(run, run.state.step)  # engines start from the weights that training started from
+            run.sync.bring_to(run.state.step)  # engines start from the weights that training started from
         elif run.config.trainer.val_before_train:
-            phases.record(run, validation.validate(run))
+            run.record.write(0, held_out_metrics(run) | memory_metrics())
         while run.state.step < run.total_steps:
             train_step(run)
         saving.finish(run)
     except Interrupted:
-        if run.stop.signal is not None and not run.stop.held:
+        if run.stop.signal is not None and not run.stop.on_hold:
             saving.finish(run)  # weights and data position are those of the last finished step
         raise
 
 
 def train_step(run: Run) -> None:
-    """One step. Nothing is changed before `update`, so a signal may end it until then; from there on it runs to its end."""
-    timer, config = PhaseTimer(), run.config.trainer
+    """One step. A signal may end it until `update`, before which nothing is changed; from there it runs to its end."""
+    timer, config, actor, step = PhaseTimer(), run.config, run.actor, run.state.step + 1
+    algorithm = config.algorithm
     with timer("step"):
-        rollouts = sampling.gather(run, timer)  # phases "gen" and "reward", as often as it takes to fill the batch
-        samples, results = rollouts.samples, rollouts.results
-        phases.write_samples(run, samples, results)
+        with timer("gen"):
+            actor.offload()  # what actor.*_offload names leaves the devices before the engines generate
+        rollouts = gather_rollouts(config, run.responder, run.train_prompts, run.state.cursor, step, timer)
+        write_rollouts(run.run_dir.samples, step, rollouts)
         with timer("old_log_prob"):
-            batch, seen = phases.with_old_log_probs(run, samples)
-        if run.config.algorithm.needs_reference:
+            batch, policy_metrics = with_old_log_probs(config, actor, rollouts.samples, run.pad_token_id)
+        if algorithm.needs_reference:
             with timer("ref"):
-                batch = phases.with_ref_log_probs(run, batch)
+                batch = with_ref_log_probs(actor, batch)
         with timer("adv"):
-            rewards = sampling.rewards_of(run.config, samples, results)
-            penalties, penalised = phases.kl_penalties(run, batch)
-            batch, corrected = offpolicy.corrected(run.config, batch, samples)
-            parts = sampling.part_values(run.config.algorithm.gdpo_reward_keys, results, rewards)
-            batch = phases.with_advantages(run, batch, samples, rewards, parts, penalties)
+            penalties, kl_metrics = kl_penalties(algorithm, batch)
+            batch, correction_metrics = with_corrections(algorithm, batch, rollouts.samples)
+            batch = with_advantages(algorithm, batch, rollouts, penalties)
         run.stop.hold()
         with timer("update_actor"):
-            updated = phases.update(run, batch)
+            update_metrics = update(actor, batch)
         with timer("reshard"):
-            synced = phases.sync_weights(run)
+            sync_metrics = run.sync.bring_to(step)
         run.state = run.state.advanced(rollouts.cursor)
-        metrics = phases.step_metrics(run, batch, results, rewards) | rollouts.metrics | seen | corrected | penalised | updated | synced
-        if phases.due(run, config.test_freq):
+        metrics = sample_metrics(config.data, run.state.cursor.epoch, batch, rollouts) | rollouts.metrics
+        metrics |= policy_metrics | correction_metrics | kl_metrics | update_metrics | sync_metrics
+        if due(config.trainer.test_freq, step, run.total_steps):
             with timer("testing"):
-                metrics |= validation.validate(run)
+                metrics |= held_out_metrics(run)
         metrics |= saving.finished_save(run)  # of a save that training went on beside
-        if phases.due(run, config.save_freq):
+        if due(config.trainer.save_freq, step, run.total_steps):
             with timer("save_checkpoint"):
                 metrics |= saving.save(run, metrics)
-    phases.record(run, metrics | {"training/failed_saves": float(run.failed_saves)}, timer, batch)
+    metrics |= {"training/failed_saves": float(run.failed_saves)}
+    metrics |= time_metrics(config, timer, batch) | memory_metrics()
+    run.record.write(step, metrics)
     run.stop.release()
+
+
+def due(freq: int, step: int, total_steps: int) -> bool:
+    """Whether something done every `freq` steps is done after `step`, the last included; never for `freq` below 1."""
+    return freq > 0 and (step % freq == 0 or step == total_steps)
+
+
+def held_out_metrics(run: Run) -> dict[str, float]:
+    """Metrics of all held-out sets under the weights that the engines hold; nothing without held-out prompts."""
+    if run.val_prompts is None:
+        return {}
+    run.actor.offload()
+    return validate(run.config, run.responder, run.val_prompts, run.state.step, run.run_dir.validation, run.record)

@@ -1,68 +1,99 @@
-"""What a run consists of, built in an order in which cheap checks come first, and taken down in reverse."""
+"""What a run consists of: built from its configuration, cheap checks first, and taken down in reverse.
 
-import shutil
-from collections.abc import Iterator
+Also ending it on a signal: the current phase stops where stopping is safe, the state is saved, the exit code says
+resumable.
+"""
+
+import os
+import signal
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mrl.checkpoint.manifest import Manifest
-from mrl.checkpoint.step_folders import Newest
 from mrl.cluster.actor_group import ActorGroup
 from mrl.cluster.ray_cluster import ray_cluster
 from mrl.cluster.rollout_group import RolloutGroup
 from mrl.cluster.weight_sync import WeightSync
 from mrl.config.load import ResolvedConfig
 from mrl.config.schema import RunConfig
-from mrl.data.dataset import PromptDataset
-from mrl.data.order import DataCursor, PromptStream
-from mrl.data.tokenizer import load_tokenizer
-from mrl.errors import DataError, NothingToDo
+from mrl.data.dataset import PromptDataset, PromptParameters
+from mrl.data.order import PromptStream
+from mrl.data.tokenizer import load_tokenizer, pad_token_id
+from mrl.errors import Interrupted
 from mrl.model import load_model_spec
 from mrl.plan.run_plan import plan_again, plan_text
-from mrl.record.hosted import RunInfo
-from mrl.record.run_dir import RunDir, read_metrics, write_text
+from mrl.record.loggers import RunInfo
+from mrl.record.run_dir import RunDir, write_text
 from mrl.record.sinks import make_sinks
+from mrl.reward.items import RewardSpec
 from mrl.reward.pool import RewardPool, check_function
-from mrl.train.advice import AdvisedRecord
+from mrl.reward.resolve import check_data_sources
 from mrl.train.background_save import BackgroundWrite
-from mrl.train.inputs import load_training, load_validation, reward_pool, reward_spec
-from mrl.train.preflight import resume_point, run_dir_path
-from mrl.train.stop import StopFlag, stop_on_signals
+from mrl.train.preflight import run_dir_path
+from mrl.train.reporting import AdvisedRecord
+from mrl.train.resume import TrainState, rewind, verified_resume_point
+from mrl.train.rollouts import Responder
 
 
-@dataclass(frozen=True)
-class TrainState:
-    """What a finished step leaves behind, weights aside. It is in every checkpoint."""
+class StopFlag:
+    """Set by SIGTERM or SIGINT. A second signal ends the process at once, unsaved."""
 
-    step: int = 0  # steps finished; also the version of the weights
-    cursor: DataCursor = field(default_factory=DataCursor)
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self.on_hold = False  # true while something is half-done
 
-    def advanced(self, cursor: DataCursor) -> "TrainState":
-        """After one more step."""
-        return TrainState(self.step + 1, cursor)
+    def hold(self) -> None:
+        """From here on something is half-done: `raise_if_set` waits for `release`."""
+        self.on_hold = True
+
+    def release(self) -> None:
+        """Nothing is half-done any more. Raises Interrupted if a signal came meanwhile."""
+        self.on_hold = False
+        self.raise_if_set()
+
+    def raise_if_set(self) -> None:
+        """Raises Interrupted once a signal has come and nothing is half-done."""
+        if self.signal is not None and not self.on_hold:
+            raise Interrupted(f"stopped by {signal.Signals(self.signal).name}")
+
+    def _receive(self, number: int, _frame) -> None:
+        if self.signal is not None:
+            os._exit(Interrupted.exit_code)
+        self.signal = number
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[StopFlag]:
+    """Handles SIGTERM and SIGINT for the time of the block."""
+    flag = StopFlag()
+    before = {number: signal.signal(number, flag._receive) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield flag
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @dataclass
 class Run:
-    """A run under way. Only the last five change."""
+    """A run under way: what the loop hands to its phases, each taking what it uses. Only the last four change."""
 
     config: RunConfig
     run_dir: RunDir
-    tokenizer: Any
     train_prompts: PromptStream
     val_prompts: PromptDataset | None
+    pad_token_id: int
     total_steps: int
     stop: StopFlag
     record: AdvisedRecord
-    rewards: RewardPool
+    responder: Responder
     actor: ActorGroup
-    engines: RolloutGroup
     sync: WeightSync
     writing: BackgroundWrite
-    state: TrainState = field(default_factory=TrainState)
-    saved_step: int = 0  # of the newest complete checkpoint
+    state: TrainState
+    saved_step: int  # of the newest complete checkpoint
     failed_saves: int = 0
     last_fault: str = ""  # why the newest of them failed
 
@@ -82,12 +113,12 @@ def open_run(resolved: ResolvedConfig, resume: bool) -> Iterator[Run]:
         total = config.trainer.total_training_steps or config.trainer.total_epochs * stream.steps_per_epoch
         config = _with_total(config, total)
         path = run_dir_path(config, resume)
-        point = _resume_point(config, path, stream) if resume else None
+        point = verified_resume_point(config, path, stream.prompts.fingerprint) if resume else None
         stack.enter_context(ray_cluster(config))
         stop = stack.enter_context(stop_on_signals())  # after Ray, whose own handlers abort the process
         run_dir = RunDir.open(path, resolved.to_yaml(), resume)
         stack.callback(run_dir.close)
-        checkpoint, state = _rewind(run_dir, point) if resume else (None, TrainState())
+        checkpoint, state = rewind(run_dir, point) if resume else (None, TrainState())
         rewards = stack.enter_context(reward_pool(config, scoring, run_dir.logs))
         engines = RolloutGroup(config, run_dir.path, stop.raise_if_set)
         stack.callback(engines.stop)
@@ -98,10 +129,13 @@ def open_run(resolved: ResolvedConfig, resume: bool) -> Iterator[Run]:
         write_text(run_dir.plan, plan_text(plan_again(config, load_model_spec(config.model.path), run_dir.plan)))
         record = AdvisedRecord(make_sinks(config.trainer.logger, run_dir, total, _run_info(config)), config)
         stack.callback(record.close)
-        sync = WeightSync(config, actor, engines)
         writing = BackgroundWrite()
         stack.callback(writing.close)  # before the ranks end
-        yield Run(config, run_dir, tokenizer, stream, val, total, stop, record, rewards, actor, engines, sync, writing, state, state.step)
+        yield Run(
+            config=config, run_dir=run_dir, train_prompts=stream, val_prompts=val, pad_token_id=pad_token_id(tokenizer), total_steps=total,
+            stop=stop, record=record, responder=Responder(tokenizer, engines, rewards, config.reward, record, stop.raise_if_set),
+            actor=actor, sync=WeightSync(config, actor, engines), writing=writing, state=state, saved_step=state.step,
+        )  # fmt: skip
 
 
 def _run_info(config: RunConfig) -> RunInfo:
@@ -114,55 +148,47 @@ def _with_total(config: RunConfig, total: int) -> RunConfig:
     return config.model_copy(update={"trainer": config.trainer.model_copy(update={"total_training_steps": total})})
 
 
-def _resume_point(config: RunConfig, path: Path, stream: PromptStream) -> Newest:
-    """Where the run in `path` goes on, every byte of it read. Writes nothing. Raises NothingToDo when its last step is done."""
-    point = resume_point(config, path, digests=True)
-    if point.manifest is None:
-        return point
-    _check_same_data(point.manifest, stream, point.path)
-    total, lines = config.trainer.total_training_steps, read_metrics(RunDir(path).metrics)
-    if point.manifest.step >= total and lines and lines[-1]["training/global_step"] >= point.manifest.step:
-        raise NothingToDo(
-            f"{path} has {point.manifest.step} steps already, of the {total} of trainer.total_training_steps; raise it to train on"
-        )
-    return point
+def prompt_parameters(config: RunConfig) -> PromptParameters:
+    """How rows become prompts."""
+    data = config.data
+    return PromptParameters(
+        data.prompt_key, data.max_prompt_length, data.filter_overlong_prompts, data.truncation, data.max_bad_row_share,
+        data.apply_chat_template_kwargs, data.enable_thinking, data.drop_duplicates,
+    )  # fmt: skip
 
 
-def _rewind(run_dir: RunDir, point: Newest) -> tuple[Path | None, TrainState]:
-    """Removes what was recorded past the checkpoint; its folder and state. A run without one starts anew."""
-    if point.manifest is None:
-        print(f"{run_dir.path} has no checkpoint yet: it starts anew")
-        run_dir.truncate_metrics(-1)
-        return None, TrainState()
-    for damaged, reason in point.damaged.items():
-        print(f"not resumed from {damaged.name}, which is kept as {set_aside(damaged).name}: {reason}")
-    run_dir.truncate_metrics(point.manifest.step)
-    _restore_line(point.manifest, run_dir)
-    return point.path, TrainState(point.manifest.step, DataCursor(**point.manifest.trainer["cursor"]))
+def load_training(config: RunConfig, tokenizer: Any) -> PromptStream:
+    """The training prompts in their order. Raises DataError."""
+    data = config.data
+    prompts = PromptDataset.load(data.train_files, tokenizer, prompt_parameters(config))
+    print(f"training prompts: {prompts.report}")
+    at_a_time = data.gen_batch_size or data.train_batch_size
+    return PromptStream(prompts, at_a_time, config.trainer.seed, data.shuffle, prompts.sizes, data.train_weights)
 
 
-def set_aside(checkpoint: Path) -> Path:
-    """Renames a damaged `step-N` to `damaged-step-N`, so that a step trained again can be saved under its name; returns the new path."""
-    aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
-    shutil.rmtree(aside, ignore_errors=True)  # of an earlier time
-    return checkpoint.rename(aside)
+def load_validation(config: RunConfig, tokenizer: Any) -> PromptDataset | None:
+    """The held-out prompts of all files, `data.val_max_samples` at most; None where no file is given. Raises DataError."""
+    data = config.data
+    if not data.val_files:
+        return None
+    prompts = PromptDataset.load(data.val_files, tokenizer, prompt_parameters(config), data.val_max_samples, files_apart=True)
+    print(f"validation prompts: {prompts.report}")
+    return prompts
 
 
-def _check_same_data(manifest: Manifest, stream: PromptStream, folder: Path) -> None:
-    if manifest.trainer["data_fingerprint"] != stream.prompts.fingerprint:
-        raise DataError(
-            f"{folder} was trained on other prompts than data.train_files gives now, so its place in the data means nothing here; "
-            "give the same files, tokenizer and limits, or start a new run from an export of the checkpoint (mrl convert megatron-to-hf)"
-        )
+def reward_spec(config: RunConfig, data_sources: Iterable[str] = ()) -> RewardSpec:
+    """Which function scores. Raises ConfigError where `auto` knows none for one of the data sources."""
+    reward, custom = config.reward, config.reward.custom_reward_function
+    shared = {"bonus_rules": reward.bonus_rules, "max_memory_gib": reward.max_memory_gib, "data_sources": tuple(sorted(data_sources))}
+    if custom is None:
+        spec = RewardSpec(reward.function, **shared)
+    else:
+        spec = RewardSpec(path=str(Path(custom.path).resolve()), name=custom.name, kwargs=custom.reward_kwargs, **shared)
+    check_data_sources(spec, data_sources)
+    return spec
 
 
-def _restore_line(manifest: Manifest, run_dir: RunDir) -> None:
-    """A run killed between saving and writing the step's line lost that line; the checkpoint has it."""
-    rows = read_metrics(run_dir.metrics)
-    line = manifest.trainer["metrics"]
-    if line and (not rows or rows[-1]["training/global_step"] < manifest.step):
-        from mrl.record.sinks import JsonlSink
-
-        sink = JsonlSink(run_dir.metrics)
-        sink.write(manifest.step, line)
-        sink.close()
+def reward_pool(config: RunConfig, spec: RewardSpec, logs: Path) -> RewardPool:
+    """The scoring processes; what the function prints goes to `logs/reward.log`."""
+    reward = config.reward
+    return RewardPool(spec, reward.num_workers, reward.timeout_s, reward.failure_score or 0.0, logs / "reward.log")

@@ -12,8 +12,8 @@ from mrl.checkpoint.manifest import Manifest, RankFiles, fsync, write_manifest
 from mrl.checkpoint.step_folders import discard, superseded, write_atomically
 from mrl.errors import EnvironmentFault
 from mrl.model.hf_files import copy_hf_files
-from mrl.train.preflight import fixed_values
-from mrl.train.run import Run, TrainState
+from mrl.train.resume import TrainState, fixed_values
+from mrl.train.run import Run
 
 
 def save(run: Run, metrics: dict[str, float] | None = None) -> dict[str, float]:

@@ -6,80 +6,75 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mrl.config.schema import RunConfig
 from mrl.data.batch import Prompt, Sample
 from mrl.data.dataset import PromptDataset
-from mrl.record.held_out import ACC, PRED, REWARD, Answers, shown, validation_metrics
-from mrl.record.run_dir import write_text
-from mrl.record.sinks import json_line
+from mrl.record.run_dir import json_line, write_text
+from mrl.record.validation_metrics import ACC, PRED, REWARD, Answers, evenly_spread, validation_metrics
 from mrl.reward.items import OK, RewardResult, failure_counts
-from mrl.train.responding import Answering, collect_rewards, respond
-from mrl.train.run import Run
-from mrl.train.seeds import sample_seed
+from mrl.train.reporting import AdvisedRecord
+from mrl.train.rollouts import Responder, sample_seed
 from mrl.vllm.requests import validation_sampling
 
 VALIDATION = "validation"
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class Validation:
     """One validation: metrics, and a row a response in the order of prompts."""
 
     metrics: dict[str, float]
     rows: list[dict[str, Any]]
 
 
-def validate(run: Run) -> dict[str, float]:
-    """Metrics of all held-out sets under the weights that the engines hold; nothing without held-out prompts.
+def validate(
+    config: RunConfig, responder: Responder, prompts: PromptDataset, step: int, folder: Path, record: AdvisedRecord
+) -> dict[str, float]:
+    """Metrics of all held-out sets under the weights that the engines hold after `step`.
 
-    Every response stands in `validation/step-N.jsonl`; `trainer.log_val_generations` of them go to the loggers.
+    Every response stands in `folder/step-N.jsonl`; `trainer.log_val_generations` of them go to the loggers.
     """
-    if run.val_prompts is None:
-        return {}
-    step = run.state.step
-    run.actor.offload()
-    found = answer_and_score(run, run.val_prompts)
-    write_generations(run.run_dir.validation / f"step-{step}.jsonl", found.rows)
-    limit = run.config.trainer.log_val_generations
+    validation = answer_and_score(config, responder, prompts)
+    write_generations(folder / f"step-{step}.jsonl", validation.rows)
+    limit = config.trainer.log_val_generations
     if limit:
-        run.record.generations(step, [found.rows[i] for i in shown(len(found.rows), limit)])
-    return found.metrics
+        record.generations(step, [validation.rows[i] for i in evenly_spread(len(validation.rows), limit)])
+    return validation.metrics
 
 
-def answer_and_score(who: Answering, dataset: PromptDataset) -> HeldOut:
+def answer_and_score(config: RunConfig, responder: Responder, dataset: PromptDataset) -> Validation:
     """`rollout.val_kwargs.n` responses a prompt under the sampling of validation; seeds are the same at every validation.
 
     Raises DataError when too many rewards failed.
     """
-    n, seed, prompts = who.config.rollout.val_kwargs.n, who.config.trainer.seed, list(dataset)
-    samples = respond(
-        who,
-        prompts,
-        n,
-        validation_sampling(who.config),
-        lambda prompt, k: sample_seed(seed, VALIDATION, 0, prompt.prompt_id, k),
-        VALIDATION,
-    )
-    results = collect_rewards(who, samples)
+    n, run_seed, prompts = config.rollout.val_kwargs.n, config.trainer.seed, list(dataset)
+
+    def seed(prompt: Prompt, k: int) -> int:
+        return sample_seed(run_seed, VALIDATION, 0, prompt.prompt_id, k)
+
+    samples = responder.respond(prompts, n, validation_sampling(config), seed, VALIDATION)
+    results = responder.collect_rewards(samples)
     answers = _answers(prompts, [results[g * n : (g + 1) * n] for g in range(len(prompts))])
     failed = sum(failure_counts(results).values())
-    metrics = validation_metrics(answers) | {"val-aux/reward_failed": float(failed)}
-    rows = [_row(who, prompts[s.group_id], s, r) for s, r in zip(samples, results, strict=True)]
-    return HeldOut(metrics | _lengths(samples), rows)
+    metrics = validation_metrics(answers) | {"val-aux/reward_failed": float(failed)} | _lengths(samples)
+    rows = [_row(responder.tokenizer, prompts[s.group_id], s, r) for s, r in zip(samples, results, strict=True)]
+    return Validation(metrics, rows)
 
 
 def _answers(prompts: Sequence[Prompt], results: Sequence[Sequence[RewardResult]]) -> list[Answers]:
     """One a prompt, from its results. What is measured is decided by data source: a prompt whose responses all failed takes part too."""
-    of_source = defaultdict(list)
-    for prompt, found in zip(prompts, results, strict=True):
-        of_source[prompt.data_source].extend(found)
-    measured = {source: _measured(found) for source, found in of_source.items()}
-    return [_answers_of(prompt, found, *measured[prompt.data_source]) for prompt, found in zip(prompts, results, strict=True)]
+    by_source: dict[str, list[RewardResult]] = defaultdict(list)
+    for prompt, scored in zip(prompts, results, strict=True):
+        by_source[prompt.data_source].extend(scored)
+    measured = {source: _measured(scored) for source, scored in by_source.items()}
+    return [_prompt_answers(prompt, scored, *measured[prompt.data_source]) for prompt, scored in zip(prompts, results, strict=True)]
 
 
 def _measured(results: Sequence[RewardResult]) -> tuple[set[str], bool]:
     """Numbers that all responses of a data source have beside the score, and whether each says what it answered.
 
-    A failed response has an accuracy of 0 and an empty answer, and no other number: where one failed, those are left out.
+    A failed response has an accuracy of 0 and an empty answer, and no other number: where one failed, those are left
+    out.
     """
     scored = [r for r in results if r.reason == OK]
     if not scored:
@@ -88,7 +83,7 @@ def _measured(results: Sequence[RewardResult]) -> tuple[set[str], bool]:
     return names if len(scored) == len(results) else names & {ACC}, all(PRED in r.parts for r in scored)
 
 
-def _answers_of(prompt: Prompt, results: Sequence[RewardResult], names: set[str], voting: bool) -> Answers:
+def _prompt_answers(prompt: Prompt, results: Sequence[RewardResult], names: set[str], voting: bool) -> Answers:
     values = {REWARD: [r.score for r in results]} | {name: [r.parts.get(name, 0.0) for r in results] for name in names}
     return Answers(prompt.data_source, values, [str(r.parts.get(PRED, "")) for r in results] if voting else None)
 
@@ -101,11 +96,11 @@ def _lengths(samples: Sequence[Sample]) -> dict[str, float]:
     }
 
 
-def _row(who: Answering, prompt: Prompt, sample: Sample, result: RewardResult) -> dict[str, Any]:
+def _row(tokenizer: Any, prompt: Prompt, sample: Sample, result: RewardResult) -> dict[str, Any]:
     """One response for people and for audits; `input` and `output` keep special tokens, `gts` is the truth, as verl names it."""
     return {
         "data_source": prompt.data_source, "prompt_id": prompt.prompt_id, "sample_id": sample.sample_id, "seed": sample.seed,
-        "input": who.tokenizer.decode(sample.prompt_ids), "output": who.tokenizer.decode(sample.response_ids), "gts": prompt.ground_truth,
+        "input": tokenizer.decode(sample.prompt_ids), "output": tokenizer.decode(sample.response_ids), "gts": prompt.ground_truth,
         "score": result.score, "reason": result.reason, "detail": result.detail, "reward": dict(result.parts),
         "response_length": len(sample.response_ids), "stop_reason": sample.stop_reason, "weight_version": sample.weight_version,
     }  # fmt: skip

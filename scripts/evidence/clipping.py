@@ -19,9 +19,8 @@ import numpy as np
 import torch
 
 from mrl.algo.advantages import AdvantageInputs, compute_advantages
-from mrl.algo.aggregate import count
+from mrl.algo.aggregate import count, to_floats
 from mrl.algo.losses import LossInputs, PolicyLossParameters, policy_loss
-from mrl.algo.metrics import to_floats
 from mrl.config.load import load_config
 from mrl.data.batch import Sample, TrainBatch, collate
 from mrl.record.metrics import reduce_parts

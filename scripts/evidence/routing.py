@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mrl.algo.metrics import FloatParts, merge
+from mrl.algo.aggregate import FloatParts, merge
 from mrl.config.schema import RunConfig
 from mrl.data.batch import Sample, TrainBatch, collate
 from mrl.platforms.hosting import get_hosting

@@ -25,7 +25,7 @@ def main(rank: int, world_size: int, out: Path, plan: dict) -> None:
     first = actor("float32", 0)
     before, state = _weights(first), _optimizer_state(first)
     bad = replace(batch, advantages=np.where(np.arange(len(batch))[:, None] == 1, np.inf, batch.advantages).astype(np.float32))
-    report["skipped"] = first.update(bad)
+    report["skipped"] = first.update(bad).parts
     report["unchanged"] = _same(before, _weights(first)) and _same(state, _optimizer_state(first)) and first.num_updates == 0
     log_probs, updates = first.log_probs(batch), [first.update(batch), first.update(batch)]
     after, steps = _weights(first), first.num_updates
@@ -47,7 +47,7 @@ def main(rank: int, world_size: int, out: Path, plan: dict) -> None:
     if (result := half.log_probs(batch)) is not None:
         exact = log_probs.log_probs[np.argsort(log_probs.rows)]
         report["bfloat16_log_prob_error"] = float(np.abs(result.log_probs[np.argsort(result.rows)] - exact).mean())
-    report["bfloat16_update"] = half.update(batch)
+    report["bfloat16_update"] = half.update(batch).parts
     report["bfloat16_moved"] = not _same(loaded, _weights(half))
     half.close()
     (out / f"report-{rank}.json").write_text(json.dumps(report))

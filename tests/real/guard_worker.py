@@ -23,7 +23,7 @@ def main(rank: int, world_size: int, out: Path, config: dict, batch: TrainBatch)
 
     def update(name: str, own: TrainBatch) -> None:
         try:
-            parts, error = actor.update(own), None
+            parts, error = actor.update(own).parts, None
         except NumericAbort as raised:
             parts, error = [], str(raised)
         skipped = sum(part["actor/skipped_updates"][0] for part in parts if "actor/skipped_updates" in part)

@@ -48,7 +48,7 @@ def one_round(actor: MegatronActor, batch: TrainBatch, watch: Callable) -> dict:
     after("log_prob")
     if actor.reference is not None:
         answers.append(actor.ref_log_probs(batch))
-    updated = actor.update(batch)
+    updated = actor.update(batch).parts
     after("train")
     exported = {name: digest(tensor) for name, tensor in actor.export_hf()}
     after("sync")

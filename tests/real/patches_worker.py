@@ -145,7 +145,7 @@ def _update(
     ids = np.random.default_rng(0).integers(1, 100, (4, 8))
     lengths = np.full(4, 5), np.full(4, 3)
     batch = TrainBatch(ids, *lengths, np.ones(4, np.float32), response, response, np.ones_like(response))
-    for part in actor.update(batch):
+    for part in actor.update(batch).parts:
         assert part.get("actor/skipped_updates", (0.0, 1.0))[0] == 0.0
 
 

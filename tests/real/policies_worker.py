@@ -69,7 +69,7 @@ def _observed(actor: MegatronActor, batch: TrainBatch) -> dict:
 def _updates(actor: MegatronActor, batch: TrainBatch, maps: list[torch.Tensor]) -> list:
     """The step's updates. Of micro-batches that backward computes again, layer by layer, `maps` keeps the first choices."""
     maps.clear()
-    metrics = actor.update(batch)
+    metrics = actor.update(batch).parts
     layers = actor.model.num_layers
     if unwrap_model(actor.chunks)[0].config.recompute_granularity == "full":
         maps[:] = [chosen for first in range(0, len(maps), 2 * layers) for chosen in maps[first : first + layers]]

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from mrl.record.hosted import RunInfo
+from mrl.record.loggers import RunInfo
 from mrl.record.run_dir import RunDir, read_metrics
 from mrl.record.sinks import make_sinks
 

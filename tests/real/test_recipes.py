@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from metric_names import KL_LOSS, R3, REFERENCE, SAVING, check_names
 from world import ROOT, make_world, metrics, overrides
 
 pytestmark = pytest.mark.real
@@ -29,6 +30,7 @@ def test_dapo_with_icepop_and_a_users_loss_by_the_engines_routes(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     rows = metrics(run_dir)
+    check_names(rows, R3, SAVING)
     assert [row["training/global_step"] for row in rows] == [1, 2]
     for row, samples in zip(rows, (read(run_dir, step) for step in (1, 2)), strict=True):
         groups = {s["group_id"] for s in samples}
@@ -57,6 +59,7 @@ def test_grpo_with_a_kl_to_the_start_and_replayed_routes(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     first, second = metrics(run_dir)
+    check_names((first, second), REFERENCE, KL_LOSS, SAVING)
     assert 0 <= first["actor/kl_loss"] < second["actor/kl_loss"] < 1
     assert first["router/drift"] == second["router/drift"] == 0
     assert first["timing_s/ref"] > 0

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from metric_names import SAVING, STEPS_AFTER_SAVING, VALIDATION, check_names
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from world import ROOT, make_world, metrics, overrides, without_times
@@ -110,6 +111,7 @@ def test_stopped_killed_and_resumed_as_a_job_equals_uninterrupted(world, tmp_pat
     settings = dict(trainer__total_training_steps=STEPS, trainer__save_freq=1, trainer__test_freq=2)
     whole, broken, segments = tmp_path / "whole", tmp_path / "broken", set(Path("/dev/shm").glob("psm_*"))
     assert finish(train(world, whole, **settings), whole, 200) == 0, whole.with_suffix(".log").read_text()[-3000:]
+    check_names(metrics(whole), VALIDATION, SAVING, STEPS_AFTER_SAVING)
 
     process = train(world, broken, **settings)
     wait_for_step(process, broken, 1, 150)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mrl.algo.advantages import ADVANTAGE_FUNCTIONS, AdvantageInputs, compute_advantages
-from mrl.algo.mismatch import mismatch_metrics
+from mrl.algo.correction import mismatch_metrics
 from mrl.algo.spec import ADVANTAGES
 from mrl.errors import ConfigError, DataError, NumericAbort
 from mrl.record.spec import metric_spec

@@ -418,21 +418,26 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
+def collected(pool: RewardPool, reward: RewardConfig, sample_ids) -> list:
+    """The results of the samples of these ids, as the loop collects them."""
+    from mrl.train.rollouts import Responder
+
+    responder = Responder(None, None, pool, reward, display=None, poll=lambda: None)
+    return responder.collect_rewards([SimpleNamespace(sample_id=n) for n in sample_ids])
+
+
 @pytest.fixture
 def scored(tmp_path):
     """The rewards of one step's responses as the loop collects them, failures scored -1 and allowed up to a share of one half."""
 
     def scored(texts: list[str]) -> list:
-        from mrl.train.responding import collect_rewards
-        from mrl.train.stop import StopFlag
 
         (tmp_path / "mine.py").write_text(FAILING)
         with RewardPool(RewardSpec(path=str(tmp_path / "mine.py")), 1, timeout_s=0.3, failure_score=-1.0) as pool:
             for number, text in enumerate(texts):
                 pool.submit(RewardItem(number, "sum", text, "2"))
             reward = RewardConfig(max_failure_share=0.5, failure_score=-1.0)
-            run = SimpleNamespace(rewards=pool, stop=StopFlag(), config=SimpleNamespace(reward=reward))
-            return collect_rewards(run, [SimpleNamespace(sample_id=n) for n in range(len(texts))])
+            return collected(pool, reward, range(len(texts)))
 
     return scored
 
@@ -448,33 +453,27 @@ def test_failing_rewards_get_the_failure_score_and_the_run_goes_on(scored):
 
 def test_without_a_failure_score_a_failure_counts_as_the_lowest_of_its_batch(tmp_path):
     """Scores -1, the wrong answer, and 1; the one that hangs must not stand between them."""
-    from mrl.train.responding import collect_rewards
-    from mrl.train.stop import StopFlag
 
     (tmp_path / "mine.py").write_text(FAILING.replace("return 1.0", "return 1.0 if solution_str == ground_truth else -1.0"))
-    config = SimpleNamespace(reward=RewardConfig(max_failure_share=0.5))
+    reward = RewardConfig(max_failure_share=0.5)
     with RewardPool(RewardSpec(path=str(tmp_path / "mine.py")), 1, timeout_s=0.3) as pool:
         for number, text in enumerate(("hang", "2", "3")):
             pool.submit(RewardItem(number, "sum", text, "2"))
-        run = SimpleNamespace(rewards=pool, stop=StopFlag(), config=config)
-        results = collect_rewards(run, [SimpleNamespace(sample_id=n) for n in (2, 0, 1)])
+        results = collected(pool, reward, (2, 0, 1))
     assert [(r.score, r.reason) for r in results] == [(-1.0, "ok"), (-1.0, "timeout"), (1.0, "ok")]
 
 
 def test_in_training_a_failure_counts_as_the_lowest_of_its_own_data_source(tmp_path):
     """Under a rule of 0 and 1, the -100 of another source would be all that its group learns from."""
-    from mrl.train.responding import collect_rewards
-    from mrl.train.stop import StopFlag
 
     scores = "return (-100.0 if data_source == 'steep' else 0.0) if solution_str == 'wrong' else 1.0"
     (tmp_path / "mine.py").write_text(FAILING.replace("return 1.0", scores))
     answers = [("flat", "raise"), ("flat", "wrong"), ("flat", "right"), ("steep", "wrong"), ("steep", "raise"), ("mute", "raise")]
-    config = SimpleNamespace(reward=RewardConfig(max_failure_share=0.5))
+    reward = RewardConfig(max_failure_share=0.5)
     with RewardPool(RewardSpec(path=str(tmp_path / "mine.py")), 1, timeout_s=5.0) as pool:
         for number, (source, text) in enumerate(answers):
             pool.submit(RewardItem(number, source, text, "2"))
-        run = SimpleNamespace(rewards=pool, stop=StopFlag(), config=config)
-        results = collect_rewards(run, [SimpleNamespace(sample_id=n) for n in range(len(answers))])
+        results = collected(pool, reward, range(len(answers)))
     assert [r.score for r in results] == [0.0, 0.0, 1.0, -100.0, -100.0, -100.0]  # mute has no score of its own: the batch's lowest
 
 

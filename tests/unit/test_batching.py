@@ -149,3 +149,12 @@ def test_routes_of_another_model_are_refused():
     check_batch(replace(batch, routes=np.zeros((12, 48, 8), np.int8)), MODEL)
     with pytest.raises(DataError, match=r"\[12, 47, 8\], expected \[12, 48, 8\]"):
         check_batch(replace(batch, routes=np.zeros((12, 47, 8), np.int8)), MODEL)
+
+
+def test_the_load_of_a_mini_batch_worked_by_hand():
+    """Four sequences of 8, 6, 3 and 1 tokens on two ranks: 9 tokens each; cost is the tokens, and nothing is padded."""
+    splitter, lengths = Splitter(Shape(True, context=1, tensor=1), data_parallel=2, micro_batch_size=2), np.array([8, 6, 3, 1])
+    load = splitter.load(lengths, splitter.shares(lengths))
+    assert (load.tokens, load.imbalance, load.padding_share) == ((9, 9), 0.0, 0.0)
+    load = splitter.load(lengths[:1], splitter.shares(lengths[:1]))  # the other rank repeats the row as a filler
+    assert (sorted(load.tokens), load.imbalance, load.padding_share) == ([0, 8], 1.0, 0.5)

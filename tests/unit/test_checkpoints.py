@@ -21,7 +21,7 @@ from mrl.model import model_spec, tensor_specs
 from mrl.model.boxes import Box
 from mrl.model.megatron_shards import Piece, source_shards
 from mrl.record.run_dir import RunDir
-from mrl.train.run import set_aside
+from mrl.train.resume import set_aside
 
 FACTS = {"step": 2.0, "num_updates": 2, "lr": 0.5, "scheduler": {"num_steps": 3}}
 CONFIG = {

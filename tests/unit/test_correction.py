@@ -6,17 +6,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mrl.algo.correction import CorrectionParameters, correct, log_ratios
+from mrl.algo.advantages import soft_overlong_penalty
+from mrl.algo.correction import CorrectionParameters, correct, log_ratios, without_truncated
 from mrl.algo.kl import kl_in_reward
-from mrl.algo.overlong import soft_overlong_penalty, without_truncated
 from mrl.algo.spec import CORRECTIONS, LEVELS, MODES
 from mrl.config.load import load_config
 from mrl.config.schema import RunConfig
 from mrl.data.batch import Sample, TrainBatch, collate
 from mrl.errors import NumericAbort
 from mrl.record.spec import metric_spec
-from mrl.train.advice import AdvisedRecord
-from mrl.train.offpolicy import corrected
+from mrl.train.advantages import with_corrections
+from mrl.train.reporting import AdvisedRecord
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
 # ratios old / rollout of two responses: 4, 1/2 (product 2, geometric mean sqrt 2) and 8 (with padding that must not be seen)
@@ -125,7 +125,7 @@ def test_the_filter_drops_what_was_cut_off_and_not_what_ended_on_the_last_token(
 def filtered(config: RunConfig, samples: list[Sample], gap: float = 0.0) -> tuple[TrainBatch, dict[str, float]]:
     batch = collate(samples, 1.0, 0)
     batch = TrainBatch(**batch.arrays, old_log_probs=batch.rollout_log_probs + np.float32(gap))
-    return corrected(config, batch, samples)
+    return with_corrections(config.algorithm, batch, samples)
 
 
 def test_without_settings_nothing_is_touched():

@@ -7,10 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from mrl.algo.aggregate import Denominators
-from mrl.algo.custom import load_custom_loss
-from mrl.algo.losses import TOKEN_LOSSES, LossInputs, PolicyLossParameters, policy_loss, register_loss
-from mrl.algo.metrics import to_floats
+from mrl.algo.aggregate import Denominators, to_floats
+from mrl.algo.losses import TOKEN_LOSSES, LossInputs, PolicyLossParameters, load_custom_loss, policy_loss, register_loss
 from mrl.algo.selection import SELECTIONS, covariance, select
 from mrl.config.load import load_config
 from mrl.config.rules import violations

@@ -10,7 +10,7 @@ from mrl.data.batch import Sample, collate
 from mrl.data.routes import MISSING, RouteShape
 from mrl.errors import DataError, EnvironmentFault, NumericAbort
 from mrl.megatron.packing import Shape, micro_arrays
-from mrl.train.phases import check_any_route, with_old_log_probs
+from mrl.train.advantages import check_any_route, with_old_log_probs
 
 SHAPE = RouteShape(num_layers=3, moe_layers=(1, 2), topk=2, num_experts=4)  # the first layer is dense
 WHOSE = "engine 1, sample 7"
@@ -92,11 +92,8 @@ def test_a_step_of_r3_without_any_route_is_a_fault_and_one_with_some_is_not(unkn
 @pytest.mark.parametrize("replay", ["R3", "R2", "disabled"])
 def test_only_r3_asks_for_routes(replay):
     config = SimpleNamespace(actor=SimpleNamespace(router_replay=replay), rollout=SimpleNamespace(temperature=1.0))
-    run = SimpleNamespace(
-        config=config, tokenizer=SimpleNamespace(pad_token_id=0, eos_token_id=0), actor=SimpleNamespace(log_probs=_not_finite)
-    )
     with pytest.raises(EnvironmentFault if replay == "R3" else NumericAbort):
-        with_old_log_probs(run, [sample(0, 3, 4, routes=False)])
+        with_old_log_probs(config, SimpleNamespace(log_probs=_not_finite), [sample(0, 3, 4, routes=False)], 0)
 
 
 def _not_finite(batch):

@@ -9,9 +9,8 @@ import pytest
 
 from mrl.data.batch import Sample
 from mrl.errors import ConfigError
-from mrl.record.run_dir import RunDir, read_metrics
-from mrl.record.samples import write_samples
-from mrl.record.sinks import JsonlSink, json_line
+from mrl.record.run_dir import RunDir, json_line, read_metrics, write_samples
+from mrl.record.sinks import JsonlSink
 
 
 def _with_steps(path, steps) -> RunDir:

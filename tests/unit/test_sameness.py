@@ -15,7 +15,7 @@ from mrl.errors import EnvironmentFault, Interrupted
 from mrl.model.boxes import Box
 from mrl.model.megatron_shards import Piece
 from mrl.record.run_dir import RunDir
-from mrl.train import resume_check
+from mrl.train import compare_runs
 from mrl.train.compare_runs import checkpoint_difference, metrics_difference
 
 WHOLE = Box.whole((2, 3))
@@ -113,7 +113,7 @@ def verify(tmp_path, monkeypatch, capfd):
 
         write_model(tmp_path / "model")
         (tmp_path / "train.jsonl").write_text("{}\n")
-        monkeypatch.setattr(resume_check, "_train", training)
+        monkeypatch.setattr(compare_runs, "_train", training)
         monkeypatch.chdir(tmp_path)
         preset = Path(__file__).resolve().parents[2] / "parallel_configs" / "tiny-moe" / "cpu.yaml"
         values = ("model.path=model", "data.train_files=train.jsonl", "data.val_files=[]", "trainer.test_freq=-1")
@@ -153,14 +153,14 @@ def test_a_training_that_fails_ends_the_check_with_its_own_exit_code(verify):
 
 def test_a_real_process_that_fails_is_told_with_its_last_words(tmp_path):
     (tmp_path / "config.yaml").write_text("nothing: 1\n")
-    with pytest.raises(resume_check.MrlError, match=r"(?s)ended with exit code 2:.*nothing"):
-        resume_check._train(tmp_path / "config.yaml", RunDir(tmp_path / "run"), 1, tmp_path / "log")
+    with pytest.raises(compare_runs.MrlError, match=r"(?s)ended with exit code 2:.*nothing"):
+        compare_runs._train(tmp_path / "config.yaml", RunDir(tmp_path / "run"), 1, tmp_path / "log")
 
 
 def test_the_process_that_trains_is_told_every_setting_once(tmp_path, monkeypatch):
     commands = []
-    monkeypatch.setattr(resume_check.subprocess, "run", lambda command, **_: commands.append(command) or SimpleNamespace(returncode=0))
-    resume_check._train(tmp_path / "config.yaml", RunDir(tmp_path / "run"), 3, tmp_path / "log", "--resume")
+    monkeypatch.setattr(compare_runs.subprocess, "run", lambda command, **_: commands.append(command) or SimpleNamespace(returncode=0))
+    compare_runs._train(tmp_path / "config.yaml", RunDir(tmp_path / "run"), 3, tmp_path / "log", "--resume")
     (command,) = commands
     keys = [after.partition("=")[0] for word, after in pairwise(command) if word == "--set"]
     assert len(keys) == len(set(keys)) > 0 and command.count("--resume") == 1

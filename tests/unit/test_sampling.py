@@ -11,11 +11,10 @@ from mrl.data.batch import Prompt, Sample
 from mrl.data.order import DataCursor, PromptStream
 from mrl.errors import DataError
 from mrl.model import ModelSpec
+from mrl.record.metrics import PhaseTimer
 from mrl.record.spec import metric_spec
-from mrl.record.timer import PhaseTimer
 from mrl.reward.items import OK, RAISED, RewardResult
-from mrl.train import phases, sampling
-from mrl.train.run import TrainState
+from mrl.train import rollouts
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
 TINY_MODEL = ModelSpec(
@@ -34,19 +33,18 @@ def prompt(number: int) -> Prompt:
 
 
 class World:
-    """A run whose prompt number p is answered with the scores `scores[p]`; the engines and the reward pool are stood in for."""
+    """Prompt number p is answered with the scores `scores[p]`; the responder, its engines and reward pool are stood in for."""
 
     def __init__(self, monkeypatch, scores, *overrides, parts=None, lengths=(1, 1), at_a_time=BATCH):
         self.scores, self.parts, self.lengths, self.asked = scores, parts or {}, lengths, []
-        config = load_config(TINY, overrides=[*SIZES, *overrides]).config
-        stream = PromptStream([prompt(p) for p in range(len(scores))], at_a_time, seed=0, shuffle=False)
+        self.config = load_config(TINY, overrides=[*SIZES, *overrides]).config
+        self.stream = PromptStream([prompt(p) for p in range(len(scores))], at_a_time, seed=0, shuffle=False)
         self.progress = []
-        record = SimpleNamespace(progress=lambda phase, done, total: self.progress.append((done, total)))
-        self.run = SimpleNamespace(config=config, train_prompts=stream, state=TrainState(), record=record)
-        monkeypatch.setattr(phases, "generate", self.generate)
-        monkeypatch.setattr(sampling, "collect_rewards", self.collect)
+        display = SimpleNamespace(progress=lambda phase, done, total: self.progress.append((done, total)))
+        self.responder = SimpleNamespace(collect_rewards=self.collect, display=display)
+        monkeypatch.setattr(rollouts, "generate", self.generate)
 
-    def generate(self, run, prompts, gen_batch):
+    def generate(self, config, responder, prompts, step, gen_batch):
         self.asked.append((gen_batch, [p.prompt_id for p in prompts]))
         wanted = [(group, p, k) for group, p in enumerate(prompts) for k in range(N)]
         return [
@@ -54,13 +52,13 @@ class World:
             for i, (group, p, k) in enumerate(wanted)
         ]
 
-    def collect(self, run, samples):
+    def collect(self, samples):
         return [
             RewardResult(s.sample_id, self.scores[s.prompt_id][s.sample_id % N], dict(self.parts.get(s.prompt_id, {})), OK) for s in samples
         ]
 
     def gather(self):
-        return sampling.gather(self.run, PhaseTimer())
+        return rollouts.gather_rollouts(self.config, self.responder, self.stream, DataCursor(), step=1, timer=PhaseTimer())
 
 
 EASY, HARD, MIXED = (1.0, 1.0), (0.0, 0.0), (1.0, 0.0)
@@ -134,28 +132,26 @@ def test_dropped_responses_do_not_stay_in_memory(monkeypatch, settings, held):
     """Groups easy, mixed, hard, easy, hard, mixed, two responses each; results stay, because the metrics count them."""
     world = World(monkeypatch, [EASY] * BATCH, *settings)
     groups = [
-        sampling.Group((object(),) * N, (RewardResult(0, 1.0, {}, OK),) * N, scores == MIXED)
+        rollouts.Group((object(),) * N, (RewardResult(0, 1.0, {}, OK),) * N, scores == MIXED)
         for scores in (EASY, MIXED, HARD, EASY, HARD, MIXED)
     ]
-    found = sampling.without_dropped_tokens(world.run.config, groups)
+    found = rollouts.without_dropped_tokens(world.config, groups)
     assert [len(g.samples) for g in found] == held and all(len(g.results) == N for g in found)
-    assert sampling.without_dropped_tokens(world.run.config, found) == found
+    assert rollouts.without_dropped_tokens(world.config, found) == found
 
 
 def test_a_prompt_drawn_twice_in_a_step_is_not_answered_with_the_same_seeds(monkeypatch):
-    seeds, gone = [], []
+    seeds = []
 
     def engines_generate(requests, settings, score):
-        assert len(gone) == len(seeds) + 1, "the actor leaves its devices before the engines generate"
         seeds.append([r.seed for r in requests])
         return [SimpleNamespace(token_ids=(5,), log_probs=(0.0,), stop_reason="stop", weight_version=0, routes=None) for _ in requests]
 
-    run = SimpleNamespace(
-        config=load_config(TINY, overrides=SIZES).config, state=TrainState(), engines=SimpleNamespace(generate=engines_generate),
-        actor=SimpleNamespace(offload=lambda: gone.append(True)),
-    )  # fmt: skip
+    config = load_config(TINY, overrides=SIZES).config
+    engines = SimpleNamespace(generate=engines_generate)
+    responder = rollouts.Responder(None, engines, None, config.reward, display=None, poll=lambda: None)
     for gen_batch in (0, 1):
-        phases.generate(run, [prompt(3)], gen_batch)
+        rollouts.generate(config, responder, [prompt(3)], 1, gen_batch)
     assert len({seed for drawn in seeds for seed in drawn}) == 2 * N
 
 
@@ -164,9 +160,7 @@ def test_the_metric_may_be_the_reward_after_penalties_or_a_part_of_it(monkeypatc
     penalty = ("algorithm.overlong_buffer={enable: true, len: 2}", FILTER, TWO, END + "partial")
     by_reward = World(monkeypatch, [EASY] * 4, *penalty, "algorithm.filter_groups.metric=reward", lengths=(1, 4)).gather()
     assert by_reward.metrics["train/uniform_group_share"] == 0
-    np.testing.assert_allclose(
-        sampling.rewards_of(load_config(TINY, overrides=[*SIZES, *penalty]).config, by_reward.samples, by_reward.results), [1, 0, 1, 0]
-    )
+    np.testing.assert_allclose(by_reward.rewards, [1, 0, 1, 0])
     acc = {p: {"acc": True} for p in range(4)}
     with pytest.raises(DataError, match="differ in acc"):
         World(monkeypatch, [MIXED] * 4, FILTER, TWO, END + "partial", "algorithm.filter_groups.metric=acc", parts=acc).gather()
@@ -180,14 +174,14 @@ def test_a_metric_that_the_reward_does_not_give_is_told_with_those_it_does(monke
 
 def test_a_failed_reward_has_its_score_under_every_name():
     results = [RewardResult(0, -1.0, {}, RAISED), RewardResult(1, 0.5, {"acc": 1}, OK)]
-    np.testing.assert_array_equal(sampling.part_values(("acc",), results, np.zeros(2))["acc"], [-1.0, 1.0])
+    np.testing.assert_array_equal(rollouts.metric_values("acc", results, np.zeros(2)), [-1.0, 1.0])
 
 
 def test_the_part_called_reward_is_what_is_left_after_penalties():
     """So gdpo, which reads parts alone, sees the overlong penalty where it names `reward`."""
     results, rewards = [RewardResult(0, 1.0, {"acc": 1}, OK)], np.array([0.25])
-    found = sampling.part_values(("score", "reward", "acc"), results, rewards)
-    assert {name: values.tolist() for name, values in found.items()} == {"score": [1.0], "reward": [0.25], "acc": [1.0]}
+    found = {name: rollouts.metric_values(name, results, rewards).tolist() for name in ("score", "reward", "acc")}
+    assert found == {"score": [1.0], "reward": [0.25], "acc": [1.0]}
 
 
 # --- rules ---------------------------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from mrl.model.boxes import Box
 from mrl.model.megatron_shards import Piece
 from mrl.train import saving
 from mrl.train.background_save import BackgroundWrite
-from mrl.train.run import TrainState
+from mrl.train.resume import TrainState
 
 FULL = Path("/dev/full")  # every write to it finds no space left
 WHOLE = Box.whole((4,))

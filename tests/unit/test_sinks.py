@@ -15,9 +15,9 @@ import pytest
 
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.record import console, sinks
+from mrl.record.loggers import TensorBoardSink
 from mrl.record.run_dir import RunDir, read_metrics
 from mrl.record.sinks import JsonlSink, Record, make_sinks
-from mrl.record.tensorboard import TensorBoardSink
 from mrl.record.views import View
 
 
@@ -243,7 +243,7 @@ def test_without_a_terminal_a_step_is_one_plain_line():
 
 
 def test_time_left_is_unknown_before_the_first_timed_step():
-    assert console.Clock(10).left(0, {}) == "?"
+    assert console.TimeLeft(10).after(0, {}) == "?"
 
 
 def test_on_a_terminal_the_table_shows_steps_rewards_and_phases():

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from mrl.errors import ConfigError
-from mrl.record.hosted import MlflowSink, RunInfo, SwanlabSink, WandbSink
+from mrl.record.loggers import MlflowSink, RunInfo, SwanlabSink, WandbSink
 from mrl.record.run_dir import RunDir
 from mrl.record.sinks import check_packages, make_sinks
 

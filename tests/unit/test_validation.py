@@ -13,10 +13,11 @@ from mrl.errors import DataError
 from mrl.record.run_dir import RunDir
 from mrl.reward.items import RewardSpec
 from mrl.reward.pool import RewardPool
-from mrl.train.responding import respond
-from mrl.train.run import TrainState
-from mrl.train.stop import StopFlag
-from mrl.train.validation import answer_and_score, validate
+from mrl.train.loop import due, held_out_metrics
+from mrl.train.resume import TrainState
+from mrl.train.rollouts import Responder
+from mrl.train.run import StopFlag
+from mrl.train.validation import answer_and_score
 from mrl.vllm.requests import Completion, Sampling
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
@@ -54,13 +55,17 @@ class World:
         record = SimpleNamespace(progress=lambda *_: None, generations=lambda step, found: self.shown.append((step, found)))
         config = load_config(TINY, None, ["rollout.val_kwargs.n=2", "data.max_response_length=16", *overrides]).config
         self.run = SimpleNamespace(
-            config=config, val_prompts=load(file, tokenizer=Chars()), tokenizer=Chars(), record=record, engines=self.engines,
-            stop=StopFlag(), state=TrainState(2), run_dir=RunDir(tmp_path / "run"), actor=SimpleNamespace(offload=lambda: None),
+            config=config, val_prompts=load(file, tokenizer=Chars()), record=record, responder=None, state=TrainState(2),
+            run_dir=RunDir(tmp_path / "run"), actor=SimpleNamespace(offload=lambda: None),
         )  # fmt: skip
 
+    def responder(self, pool):
+        return Responder(Chars(), self.engines, pool, self.run.config.reward, self.run.record, StopFlag().raise_if_set)
+
     def validate(self, spec):
-        with RewardPool(spec, num_workers=1, timeout_s=5.0) as self.run.rewards:
-            return validate(self.run)
+        with RewardPool(spec, num_workers=1, timeout_s=5.0) as pool:
+            self.run.responder = self.responder(pool)
+            return held_out_metrics(self.run)
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +106,7 @@ def test_nothing_is_shown_unless_asked_for_and_nothing_done_without_prompts(tmp_
     world.validate(RewardSpec())
     assert world.shown == []
     world.run.val_prompts = None
-    assert validate(world.run) == {}
+    assert held_out_metrics(world.run) == {}
 
 
 def test_validation_has_its_own_sampling_and_the_same_seeds_every_time(tmp_path):
@@ -163,18 +168,19 @@ def test_a_prompt_that_comes_twice_in_a_batch_is_not_answered_alike(tmp_path):
     world = World(tmp_path, ANSWERS, ROWS)
     prompt = Prompt(7, (ord("a"),), "exact_match", "1")
     world.engines.answers = {"a": ["1"]}
-    with RewardPool(RewardSpec(), num_workers=1) as world.run.rewards:
-        samples = respond(world.run, [prompt, prompt], 2, Sampling(1.0, 4, ()), lambda p, k: p.prompt_id * 10**9 + k, "train")
-        world.run.rewards.drain()
+    with RewardPool(RewardSpec(), num_workers=1) as pool:
+        respond = world.responder(pool).respond
+        samples = respond([prompt, prompt], 2, Sampling(1.0, 4, ()), lambda p, k: p.prompt_id * 10**9 + k, "train")
+        pool.drain()
     assert [s.group_id for s in samples] == [0, 0, 1, 1]
     assert len({s.seed for s in samples}) == 4
 
 
 def test_answers_come_back_in_the_order_of_prompts(tmp_path):
     world = World(tmp_path, ANSWERS, ROWS)
-    with RewardPool(RewardSpec(), num_workers=1) as world.run.rewards:
-        found = answer_and_score(world.run, world.run.val_prompts)
-    assert [r["output"] for r in found.rows] == ["Answer: 1", "Answer: 9", "Answer: 2", "Answer: 2", "4", "4"]
+    with RewardPool(RewardSpec(), num_workers=1) as pool:
+        validation = answer_and_score(world.run.config, world.responder(pool), world.run.val_prompts)
+    assert [r["output"] for r in validation.rows] == ["Answer: 1", "Answer: 9", "Answer: 2", "Answer: 2", "4", "4"]
 
 
 def test_a_resumed_run_drops_validations_past_its_checkpoint(tmp_path):
@@ -214,14 +220,15 @@ def test_the_table_of_an_evaluation_shows_each_core_metric_with_its_interval():
 
 def test_validation_comes_before_training_every_few_steps_and_at_the_end(monkeypatch):
     """test_freq 2 of 5 steps: before the first, after 2 and 4, and after the last; a resumed run does not begin with one."""
-    from mrl.train import loop, phases
+    from mrl.train import loop
 
-    assert [step for step in range(1, 6) if phases.due(SimpleNamespace(state=TrainState(step), total_steps=5), 2)] == [2, 4, 5]
-    assert not any(phases.due(SimpleNamespace(state=TrainState(step), total_steps=5), -1) for step in range(1, 6))
+    assert [step for step in range(1, 6) if due(2, step, total_steps=5)] == [2, 4, 5]
+    assert not any(due(-1, step, total_steps=5) for step in range(1, 6))
     done = []
-    monkeypatch.setattr(loop.validation, "validate", lambda run: done.append(f"validate {run.state.step}") or {"val-core/x": 1.0})
-    monkeypatch.setattr(loop.phases, "record", lambda run, metrics: done.append(f"record {sorted(metrics)}"))
-    monkeypatch.setattr(loop.phases, "bring_engines_to", lambda run, version: done.append(f"sync {version}"))
+    monkeypatch.setattr(loop, "held_out_metrics", lambda run: done.append(f"validate {run.state.step}") or {"val-core/x": 1.0})
+    monkeypatch.setattr(loop, "memory_metrics", dict)
+    record = SimpleNamespace(write=lambda step, metrics: done.append(f"record {sorted(metrics)}"))
+    sync = SimpleNamespace(bring_to=lambda version: done.append(f"sync {version}"))
     monkeypatch.setattr(loop.saving, "finish", lambda run: done.append("finish"))
 
     def step(run):
@@ -231,7 +238,8 @@ def test_validation_comes_before_training_every_few_steps_and_at_the_end(monkeyp
     monkeypatch.setattr(loop, "train_step", step)
     for first, before in ((0, True), (0, False), (1, True)):
         config = load_config(TINY, None, [f"trainer.val_before_train={before}"]).config
-        loop.train(SimpleNamespace(config=config, state=TrainState(first), total_steps=2, stop=StopFlag()))
+        run = SimpleNamespace(config=config, state=TrainState(first), total_steps=2, stop=StopFlag(), record=record, sync=sync)
+        loop.train(run)
     assert done == [
         "validate 0", "record ['val-core/x']", "step 1", "step 2", "finish",
         "step 1", "step 2", "finish",

@@ -6,8 +6,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from mrl.record.held_out import Answers, extreme_of, majority_of, prompt_metrics, shown, subset_sizes, validation_metrics
 from mrl.record.spec import metric_spec
+from mrl.record.validation_metrics import Answers, evenly_spread, extreme_of, majority_of, prompt_metrics, subset_sizes, validation_metrics
 
 
 @pytest.mark.parametrize(("n", "sizes"), [(1, []), (2, [2]), (3, [2, 3]), (8, [2, 4, 8]), (12, [2, 4, 8, 12])])
@@ -97,8 +97,8 @@ def test_a_majority_is_told_whichever_prompt_has_one():
 
 
 def test_what_is_shown_is_the_same_choice_every_time():
-    assert shown(100, 5) == shown(100, 5)
-    assert len(shown(100, 5)) == 5 and shown(3, 5) == [0, 1, 2]
+    assert evenly_spread(100, 5) == evenly_spread(100, 5)
+    assert len(evenly_spread(100, 5)) == 5 and evenly_spread(3, 5) == [0, 1, 2]
 
 
 def test_a_large_set_is_computed_in_seconds():

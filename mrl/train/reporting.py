@@ -1,15 +1,21 @@
-"""What a person should be told about a run while it goes on, beyond its numbers."""
+"""What a run says of a step: its metrics, its samples' file, and advice to the person who watches."""
 
 from collections.abc import Callable, Mapping
 from math import sqrt
+from pathlib import Path
 
 import numpy as np
+import psutil
 
 from mrl.config.describe import updates_per_rollout
-from mrl.config.schema import RunConfig
+from mrl.config.schema import DataConfig, RunConfig
+from mrl.data.batch import TrainBatch
 from mrl.platforms.hosting import get_hosting
+from mrl.record.metrics import PhaseTimer, batch_metrics, reward_metrics, speed_metrics
+from mrl.record.run_dir import write_samples
 from mrl.record.sinks import Record
 from mrl.record.views import Rows
+from mrl.train.rollouts import Rollouts
 
 CLIPS_TOO_MUCH = 0.4
 MISMATCH = "rollout_corr/k3_kl"
@@ -18,10 +24,39 @@ FIRST_STEPS, DRIFT_FACTOR, DRIFT_FLOOR = 5, 5.0, 1e-4  # below the floor even a 
 PAPER_BAND, PAPER_LENGTH = 3e-4, 1000  # GSPO's lower clip, and the response length in tokens at which it fits
 
 
+def write_rollouts(folder: Path, step: int, rollouts: Rollouts) -> None:
+    """`folder/step-N.jsonl`: token ids, log-probs, weight versions and rewards of the step's samples."""
+    parts = [{**result.parts, "score": result.score, "reason": result.reason} for result in rollouts.results]
+    write_samples(folder, step, rollouts.samples, parts)
+
+
+def sample_metrics(data: DataConfig, epoch: int, batch: TrainBatch, rollouts: Rollouts) -> dict[str, float]:
+    """What the step's samples say: lengths, scores, rewards after penalties, advantages."""
+    scores = np.array([result.score for result in rollouts.results])
+    return {
+        "training/epoch": float(epoch),
+        **reward_metrics(scores, rollouts.rewards),
+        **batch_metrics(batch, data.max_prompt_length, data.max_response_length),
+    }
+
+
+def time_metrics(config: RunConfig, timer: PhaseTimer, batch: TrainBatch) -> dict[str, float]:
+    """Seconds of the step's phases, and tokens over time and devices, trainer's and engines'."""
+    rollout = config.rollout
+    devices = config.actor.layout.world_size + rollout.num_engines * rollout.tensor_model_parallel_size
+    return timer.metrics() | speed_metrics(batch, timer.seconds, devices)
+
+
+def memory_metrics() -> dict[str, float]:
+    """Memory in use on this host, in GiB."""
+    return {"perf/cpu_memory_used_gb": psutil.virtual_memory().used / 1024**3}
+
+
 def clip_advice(config: RunConfig, metrics: Mapping[str, float]) -> str | None:
     """One line when GSPO's band never clips, or clips most of the batch; None when all is well or nothing can be said.
 
-    The first update on a rollout has ratios of one, so with a single update a rollout nothing is ever clipped, and that is right.
+    The first update on a rollout has ratios of one, so with a single update a rollout nothing is ever clipped, and that
+    is right.
     """
     loss, clipped = config.algorithm.policy_loss, metrics.get("actor/pg_clipfrac")
     if loss.loss_mode not in ("gspo", "gspo-token") or clipped is None or updates_per_rollout(config) < 2:
@@ -63,15 +98,15 @@ class MismatchWatch:
         if len(self._first) < FIRST_STEPS:
             self._first.append(now)
         if now > MISMATCH_LIMIT:
-            found = f"above {MISMATCH_LIMIT:g}"
+            size = f"above {MISMATCH_LIMIT:g}"
         elif now > max(DRIFT_FACTOR * usual, DRIFT_FLOOR):
-            found = f"{now / usual:.0f} times that of the first {FIRST_STEPS} steps" if usual else "where it was 0 at first"
+            size = f"{now / usual:.0f} times that of the first {FIRST_STEPS} steps" if usual else "where it was 0 at first"
         else:
             return None
-        return f"warning: {MISMATCH} is {now:.2g} nats a token, {found}: {_cure(config)}"
+        return f"warning: {MISMATCH} is {now:.2g} nats a token, {size}: {_mismatch_cure(config)}"
 
 
-def _cure(config: RunConfig) -> str:
+def _mismatch_cure(config: RunConfig) -> str:
     if config.algorithm.anchor == "rollout":
         cure = "algorithm.anchor: rollout takes it for a step of the policy; use recompute with a rollout_correction"
     elif config.algorithm.rollout_correction.level is None:

@@ -1,9 +1,10 @@
-"""Numbers of a validation, under verl's names: mean@n, best@k, worst@k and maj@k of every quantity, by data source. numpy only.
+"""Numbers of a validation under verl's names: mean@n, best@k, worst@k, maj@k of each quantity, by data source. numpy.
 
-A prompt has n responses; best@k is what the best of k of them is worth. verl estimates it with 1000 bootstrap draws of k with replacement;
-here it is the exact expectation of that draw (Efron's ideal bootstrap), so it has no noise of its own. A majority has no such form and is
-drawn, 1000 times, seed 42, as in verl. `/ci95` is half the width of the 95 % interval over prompts, 1.96 standard errors of the prompts'
-own values: responses of one prompt are not independent. It is left out for a single prompt.
+A prompt has n responses; best@k is what the best of k of them is worth. verl estimates it with 1000 bootstrap draws of
+k with replacement; here it is the exact expectation of that draw (Efron's ideal bootstrap), so it has no noise of its
+own. A majority has no such form and is drawn, 1000 times, seed 42, as in verl. `/ci95` is half the width of the 95 %
+interval over prompts, 1.96 standard errors of the prompts' own values: responses of one prompt are not independent. It
+is left out for a single prompt.
 """
 
 from collections.abc import Mapping, Sequence
@@ -52,13 +53,13 @@ def majority_of(values: np.ndarray, preds: Sequence[str], k: int) -> tuple[float
     chosen = codes[drawn]
     same = chosen[:, :, None] == chosen[:, None, :]  # [draws, k, k]
     first = np.argmax(same.sum(2), axis=1)  # the first position whose answer is as frequent as any
-    won = np.asarray(values, np.float64)[drawn[np.arange(DRAWS), first]]
-    return float(won.mean()), float(won.std())
+    winner_values = np.asarray(values, np.float64)[drawn[np.arange(DRAWS), first]]
+    return float(winner_values.mean()), float(winner_values.std())
 
 
 def prompt_metrics(answers: Answers) -> dict[str, dict[str, float]]:
     """{quantity: {"mean@n": ..., "best@k/mean": ...}} of one prompt."""
-    found: dict[str, dict[str, float]] = {}
+    by_quantity: dict[str, dict[str, float]] = {}
     for name, given in answers.values.items():
         values = np.asarray(given, np.float64)
         n = len(values)
@@ -70,22 +71,22 @@ def prompt_metrics(answers: Answers) -> dict[str, dict[str, float]]:
             metrics[f"worst@{k}/mean"], metrics[f"worst@{k}/std"] = extreme_of(values, k, best=False)
             if answers.preds is not None:
                 metrics[f"maj@{k}/mean"], metrics[f"maj@{k}/std"] = majority_of(values, answers.preds, k)
-        found[name] = metrics
-    return found
+        by_quantity[name] = metrics
+    return by_quantity
 
 
 def validation_metrics(answers: Sequence[Answers]) -> dict[str, float]:
     """`val-core/SOURCE/QUANTITY/METRIC` and `val-aux/...` over all prompts.
 
-    Core, as in verl: mean, maj and best at the full n, of `acc` where the reward gives one, else of `reward`; everything else is auxiliary.
-    A quantity that only some responses have is left out.
+    Core, as in verl: mean, maj and best at the full n, of `acc` where the reward gives one, else of `reward`;
+    everything else is auxiliary. A quantity that only some responses have is left out.
     """
     metrics: dict[str, float] = {}
     for source in sorted({a.data_source for a in answers}):
-        of_source = [a for a in answers if a.data_source == source]
-        shared = set.intersection(*(set(a.values) for a in of_source))
-        n = max(len(a.values[REWARD]) for a in of_source)
-        by_prompt = [prompt_metrics(a) for a in of_source]
+        source_answers = [a for a in answers if a.data_source == source]
+        shared = set.intersection(*(set(a.values) for a in source_answers))
+        n = max(len(a.values[REWARD]) for a in source_answers)
+        by_prompt = [prompt_metrics(a) for a in source_answers]
         for quantity in sorted(shared, key=lambda name: (name != REWARD, name)):
             core = quantity == (ACC if ACC in shared else REWARD)
             metrics |= _over_prompts(source, quantity, [p[quantity] for p in by_prompt], n, core)
@@ -96,8 +97,8 @@ def _over_prompts(source: str, quantity: str, rows: list[dict[str, float]], n: i
     metrics = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         values = np.array([row[name] for row in rows if name in row])
-        room = "val-core" if core and name.startswith(("mean@", "maj@", "best@")) and _at(name) == n else "val-aux"
-        metrics[f"{room}/{source}/{quantity}/{name}"] = float(values.mean())
+        section = "val-core" if core and name.startswith(("mean@", "maj@", "best@")) and _at(name) == n else "val-aux"
+        metrics[f"{section}/{source}/{quantity}/{name}"] = float(values.mean())
         if len(values) > 1 and not name.startswith("std@") and not name.endswith("/std"):
             half = 1.96 * float(values.std(ddof=1)) / float(np.sqrt(len(values)))
             metrics[f"val-aux/{source}/{quantity}/{name}/ci95"] = half
@@ -108,7 +109,7 @@ def _at(name: str) -> int:
     return int(name.split("@")[1].split("/")[0])
 
 
-def shown(count: int, limit: int) -> list[int]:
-    """Which of `count` responses are shown: the same ones at every validation, spread evenly over all of them."""
+def evenly_spread(count: int, limit: int) -> list[int]:
+    """Indices of at most `limit` of `count` responses, the same at every validation: those that people are shown."""
     limit = min(count, limit)
     return [i * count // limit for i in range(limit)]

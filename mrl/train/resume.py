@@ -1,0 +1,126 @@
+"""Where a run goes on: what a checkpoint must agree with; the run directory brought back to its step. No torch, no Ray."""
+
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mrl.checkpoint.manifest import Manifest
+from mrl.checkpoint.step_folders import Newest, newest_checkpoint
+from mrl.config.schema import RunConfig, leaf
+from mrl.data.order import DataCursor
+from mrl.errors import ConfigError, DataError, NothingToDo
+from mrl.model import load_model_spec, model_spec
+from mrl.record.run_dir import RunDir, read_metrics
+from mrl.record.sinks import JsonlSink
+
+# what the order of the prompts and the samples of a step follow from: a resumed run keeps them
+FIXED = ("trainer.seed", "data.shuffle", "data.train_weights", "data.train_batch_size", "data.gen_batch_size", "rollout.n")
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """What a finished step leaves behind, weights aside. It is in every checkpoint."""
+
+    step: int = 0  # steps finished; also the version of the weights
+    cursor: DataCursor = field(default_factory=DataCursor)
+
+    def advanced(self, cursor: DataCursor) -> "TrainState":
+        """After one more step."""
+        return TrainState(self.step + 1, cursor)
+
+
+def find_resume_point(config: RunConfig, run_dir: Path, digests: bool) -> Newest:
+    """The newest complete checkpoint and what it says of itself, an empty one for a run that saved none, which starts anew.
+
+    With `digests`, a checkpoint counts as complete only when every byte of it is what was written. Raises
+    EnvironmentFault when all that there are are damaged, ConfigError when the newest is of another model than
+    `config`'s or was trained with other values of FIXED.
+    """
+    newest = newest_checkpoint(RunDir(run_dir).checkpoints, digests)
+    if newest.manifest is not None:
+        _check_same_model(config, newest.manifest, newest.path)
+        _check_same_values(config, newest.manifest, newest.path)
+    elif newest.damaged:
+        raise next(iter(newest.damaged.values()))
+    return newest
+
+
+def fixed_values(config: RunConfig) -> dict[str, Any]:
+    """What a checkpoint keeps of FIXED, as JSON has it, to be compared when it is resumed."""
+    values = {key: leaf(config, key) for key in FIXED}
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+
+
+def _check_same_values(config: RunConfig, manifest: Manifest, folder: Path) -> None:
+    if manifest.weights_only:
+        raise ConfigError(
+            f"{folder} was converted from weights alone and belongs to no run: start a new one with the Hugging Face checkpoint as "
+            "model.path (mrl convert megatron-to-hf writes one from this)"
+        )
+    then = manifest.trainer["fixed"]
+    changed = [f"{key}: {now}, and {folder} was trained with {then[key]}" for key, now in fixed_values(config).items() if now != then[key]]
+    if changed:
+        raise ConfigError(
+            f"{'; '.join(changed)}. The place in the data and the samples of a step follow from them: give the run's own values, "
+            "or start a new run from an export of the checkpoint (mrl convert megatron-to-hf)"
+        )
+
+
+def _check_same_model(config: RunConfig, manifest: Manifest, folder: Path) -> None:
+    if model_spec(manifest.hf_config) != load_model_spec(config.model.path):
+        raise ConfigError(f"model.path: {config.model.path} is another model than the one in {folder}; give the run's own model.path")
+    if manifest.dtype != config.model.dtype:
+        raise ConfigError(f"model.dtype: {config.model.dtype}, and the weights in {folder} are {manifest.dtype}; set it to that")
+
+
+def verified_resume_point(config: RunConfig, path: Path, data_fingerprint: str) -> Newest:
+    """Where the run in `path` goes on, every byte of it read. Writes nothing. Raises NothingToDo when its last step is done."""
+    point = find_resume_point(config, path, digests=True)
+    if point.manifest is None:
+        return point
+    _check_same_data(point.manifest, data_fingerprint, point.path)
+    total, lines = config.trainer.total_training_steps, read_metrics(RunDir(path).metrics)
+    if point.manifest.step >= total and lines and lines[-1]["training/global_step"] >= point.manifest.step:
+        raise NothingToDo(
+            f"{path} has {point.manifest.step} steps already, of the {total} of trainer.total_training_steps; raise it to train on"
+        )
+    return point
+
+
+def rewind(run_dir: RunDir, point: Newest) -> tuple[Path | None, TrainState]:
+    """Removes what was recorded past the checkpoint; its folder and state. A run without one starts anew."""
+    if point.manifest is None:
+        print(f"{run_dir.path} has no checkpoint yet: it starts anew")
+        run_dir.truncate_metrics(-1)
+        return None, TrainState()
+    for damaged, reason in point.damaged.items():
+        print(f"not resumed from {damaged.name}, which is kept as {set_aside(damaged).name}: {reason}")
+    run_dir.truncate_metrics(point.manifest.step)
+    _restore_line(point.manifest, run_dir)
+    return point.path, TrainState(point.manifest.step, DataCursor(**point.manifest.trainer["cursor"]))
+
+
+def set_aside(checkpoint: Path) -> Path:
+    """Renames a damaged `step-N` to `damaged-step-N`, so that a step trained again can be saved under its name; returns the new path."""
+    aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
+    shutil.rmtree(aside, ignore_errors=True)  # of an earlier time
+    return checkpoint.rename(aside)
+
+
+def _check_same_data(manifest: Manifest, data_fingerprint: str, folder: Path) -> None:
+    if manifest.trainer["data_fingerprint"] != data_fingerprint:
+        raise DataError(
+            f"{folder} was trained on other prompts than data.train_files gives now, so its place in the data means nothing here; "
+            "give the same files, tokenizer and limits, or start a new run from an export of the checkpoint (mrl convert megatron-to-hf)"
+        )
+
+
+def _restore_line(manifest: Manifest, run_dir: RunDir) -> None:
+    """A run killed between saving and writing the step's line lost that line; the checkpoint has it."""
+    rows = read_metrics(run_dir.metrics)
+    line = manifest.trainer["metrics"]
+    if line and (not rows or rows[-1]["training/global_step"] < manifest.step):
+        sink = JsonlSink(run_dir.metrics)
+        sink.write(manifest.step, line)
+        sink.close()

@@ -1,0 +1,279 @@
+"""Generation and rewards: prompts to the engines, responses to the reward pool, groups until a step's batch is full.
+
+    prompts --Responder.respond--> samples --Responder.collect_rewards--> results --groups--> Rollouts
+
+A group is the responses to one prompt. One whose responses all have the same value has advantage 0 and teaches nothing.
+With dynamic sampling (DAPO, algorithm.filter_groups) such groups are dropped and further prompts generated,
+data.gen_batch_size at a time in the order of the data, until data.train_batch_size groups are left over; what is more
+than that is dropped too. The place in the data moves past every prompt that was generated, so a resumed run repeats
+nothing and misses nothing.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from mrl.algo.advantages import soft_overlong_penalty
+from mrl.cluster.rollout_group import RolloutGroup
+from mrl.config.schema import FilterGroupsConfig, RewardConfig, RunConfig
+from mrl.data.batch import Prompt, Sample
+from mrl.data.order import DataCursor, PromptStream
+from mrl.errors import DataError
+from mrl.record.metrics import PhaseTimer
+from mrl.reward.items import OK, RewardItem, RewardResult, check_failures, failure_counts, failures_at_the_bottom
+from mrl.reward.pool import RewardPool
+from mrl.vllm.requests import Completion, Request, Sampling, training_sampling
+
+TRAIN = "train"
+SCORE, REWARD = "score", "reward"
+REPEAT_OFFSET = 1_000_000  # between the response indices of a prompt that comes twice in one call, so that it is not answered alike
+
+
+class Progress(Protocol):
+    """Shows how far a phase is."""
+
+    def progress(self, phase: str, done: int, total: int) -> None:
+        """`done` of `total` parts of `phase`."""
+
+
+@dataclass(frozen=True)
+class Responder:
+    """Answers prompts and scores the answers: what training, validation and `mrl eval` share."""
+
+    tokenizer: Any
+    engines: RolloutGroup
+    rewards: RewardPool
+    reward_config: RewardConfig
+    display: Progress
+    poll: Callable[[], None]  # raises Interrupted once the run is to stop
+
+    def respond(self, prompts: list[Prompt], n: int, sampling: Sampling, seed: Callable[[Prompt, int], int], label: str) -> list[Sample]:
+        """`n` responses a prompt, ordered by prompt; each goes to the reward pool as it arrives.
+
+        `seed(prompt, k)` is the seed of the prompt's k-th response; `label` names the phase where progress is shown.
+        """
+        indexed = enumerate(_with_first_index(prompts))
+        planned = [(group, prompt, k) for group, (prompt, first) in indexed for k in range(first, first + n)]
+        requests = [Request(i, prompt.token_ids, seed(prompt, k)) for i, (_, prompt, k) in enumerate(planned)]
+        arrived = 0
+
+        def score(batch: list[Completion]) -> None:
+            nonlocal arrived
+            arrived += len(batch)
+            self.display.progress(f"{label} responses", arrived, len(requests))
+            for completion in batch:
+                self.rewards.submit(self._reward_item(planned[completion.sample_id][1], completion))
+
+        completions = self.engines.generate(requests, sampling, score)
+        return [
+            Sample(
+                prompt_id=prompt.prompt_id, group_id=group, sample_id=i, seed=request.seed, prompt_ids=prompt.token_ids,
+                response_ids=completion.token_ids, rollout_log_probs=completion.log_probs, stop_reason=completion.stop_reason,
+                weight_version=completion.weight_version, routes=completion.routes,
+            )
+            for i, ((group, prompt, _), request, completion) in enumerate(zip(planned, requests, completions, strict=True))
+        ]  # fmt: skip
+
+    def collect_rewards(self, samples: list[Sample]) -> list[RewardResult]:
+        """Results in the order of `samples`, failed ones at the bottom of their data source where reward.failure_score is not set.
+
+        Raises DataError when too many failed.
+        """
+        share = self.reward_config.max_failure_share
+        results = self.rewards.drain(self.poll, int(share * len(samples)))
+        check_failures(results, share)
+        if self.reward_config.failure_score is None:
+            results = failures_at_the_bottom(results)
+        by_id = {result.sample_id: result for result in results}
+        return [by_id[sample.sample_id] for sample in samples]
+
+    def _reward_item(self, prompt: Prompt, completion: Completion) -> RewardItem:
+        text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        return RewardItem(completion.sample_id, prompt.data_source, text, prompt.ground_truth, prompt.extra_info)
+
+
+def _with_first_index(prompts: list[Prompt]) -> list[tuple[Prompt, int]]:
+    """Each prompt with the index of its first response: 0, and further on where files mixed by weight bring it again."""
+    times: Counter[int] = Counter()
+    indexed = []
+    for prompt in prompts:
+        indexed.append((prompt, times[prompt.prompt_id] * REPEAT_OFFSET))
+        times[prompt.prompt_id] += 1
+    return indexed
+
+
+def sample_seed(run_seed: int, purpose: str, step: int, prompt_id: int, index: int) -> int:
+    """Seed of response `index` of a prompt in a step; 48 bits, which every engine and platform accepts.
+
+    A pure function of what it is for, so that nothing depends on order or on what ran before.
+    """
+    text = f"{run_seed}/{purpose}/{step}/{prompt_id}/{index}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
+
+
+@dataclass(frozen=True)
+class Group:
+    """The responses to one prompt, with their rewards. `differs`: they do not all have the same value. A dropped one has no samples."""
+
+    samples: tuple[Sample, ...]
+    results: tuple[RewardResult, ...]
+    differs: bool
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """What a step trains on, ordered by (group_id, sample_id), and the place in the data after all that was generated for it."""
+
+    samples: list[Sample]
+    results: list[RewardResult]
+    rewards: np.ndarray  # float64 [samples]: scores after penalties
+    cursor: DataCursor
+    metrics: dict[str, float]
+
+
+def gather_rollouts(
+    config: RunConfig, responder: Responder, prompts: PromptStream, cursor: DataCursor, step: int, timer: PhaseTimer
+) -> Rollouts:
+    """Generates and scores until the batch of `step` is full, or as far as algorithm.filter_groups allows; phases "gen" and "reward".
+
+    Raises DataError when too many rewards fail, or when the batches of prompts are used up and `on_exhausted` says to
+    stop, or leaves nothing to train on.
+    """
+    wanted, limit = config.data.train_batch_size, _max_gen_batches(config.algorithm.filter_groups)
+    groups: list[Group] = []
+    trainable = batches = 0
+    while trainable < wanted and batches < limit:
+        with timer("gen"):
+            batch_prompts, cursor = prompts.next_batch(cursor)
+            samples = generate(config, responder, batch_prompts, step, batches)  # scored in the background as they arrive
+        with timer("reward"):
+            results = responder.collect_rewards(samples)
+        groups = without_dropped_tokens(config, [*groups, *as_groups(config, samples, results)])
+        batches += 1
+        trainable = sum(_trainable(config, group) for group in groups)
+        responder.display.progress(f"groups for the step, batch {batches}", min(trainable, wanted), wanted)
+    chosen = choose(config, groups, f"step {step}: after {batches} batches of prompts")
+    samples, results = renumbered(chosen)
+    metrics = _metrics(groups, chosen, batches)
+    return Rollouts(samples, results, rewards_after_penalties(config, samples, results), cursor, metrics)
+
+
+def generate(config: RunConfig, responder: Responder, prompts: list[Prompt], step: int, gen_batch: int = 0) -> list[Sample]:
+    """`rollout.n` responses a prompt, ordered by prompt.
+
+    `gen_batch` counts the batches of prompts of one step, so that a prompt drawn twice in it is not answered alike.
+    """
+    n, run_seed = config.rollout.n, config.trainer.seed
+
+    def seed(prompt: Prompt, k: int) -> int:
+        return sample_seed(run_seed, TRAIN, step, prompt.prompt_id, gen_batch * n + k)
+
+    return responder.respond(prompts, n, training_sampling(config), seed, TRAIN)
+
+
+def without_dropped_tokens(config: RunConfig, groups: list[Group]) -> list[Group]:
+    """The groups, without the samples of those that nothing can bring back: tokens of many batches would fill the driver's memory.
+
+    Results stay, for the metrics. `on_exhausted: unfiltered` may bring back as many of the first as a batch holds.
+    """
+    kept = []
+    spare = config.data.train_batch_size if config.algorithm.filter_groups.on_exhausted == "unfiltered" else 0
+    for group in groups:
+        dropped = not _trainable(config, group)
+        kept.append(replace(group, samples=()) if dropped and not spare else group)
+        spare -= dropped and spare > 0
+    return kept
+
+
+def _max_gen_batches(filtering: FilterGroupsConfig) -> float:
+    return (filtering.max_num_gen_batches or float("inf")) if filtering.enable else 1
+
+
+def _trainable(config: RunConfig, group: Group) -> bool:
+    return group.differs or not config.algorithm.filter_groups.enable
+
+
+def as_groups(config: RunConfig, samples: list[Sample], results: list[RewardResult]) -> list[Group]:
+    """The responses to one batch of prompts by group, in order."""
+    filtering = config.algorithm.filter_groups
+    rewards = rewards_after_penalties(config, samples, results)
+    values = metric_values(filtering.metric if filtering.enable else SCORE, results, rewards)
+    ids = np.array([sample.group_id for sample in samples])
+    groups = []
+    for group_id in np.unique(ids):
+        rows = np.flatnonzero(ids == group_id)
+        differs = bool(values[rows].min() < values[rows].max())
+        groups.append(Group(tuple(samples[i] for i in rows), tuple(results[i] for i in rows), differs))
+    return groups
+
+
+def rewards_after_penalties(config: RunConfig, samples: list[Sample], results: list[RewardResult]) -> np.ndarray:
+    """float64 [batch]: scores, less the soft overlong penalty where it is on."""
+    scores, buffer = np.array([result.score for result in results], dtype=np.float64), config.algorithm.overlong_buffer
+    if not buffer.enable:
+        return scores
+    lengths = np.array([len(sample.response_ids) for sample in samples])
+    return scores + soft_overlong_penalty(lengths, config.data.max_response_length, buffer.len, buffer.penalty_factor)
+
+
+def metric_values(metric: str, results: list[RewardResult], rewards: np.ndarray) -> np.ndarray:
+    """float64 [batch]: `score`, `reward` (after penalties), or the reward's part of that name; of a failed reward always its score.
+
+    Raises DataError when the reward function gives no such part, or no number under that name.
+    """
+    if metric == REWARD:
+        return rewards
+    values = [r.score if metric == SCORE or r.reason != OK else _part(r, metric) for r in results]
+    return np.array(values, dtype=np.float64)
+
+
+def _part(result: RewardResult, name: str) -> float:
+    value = result.parts.get(name)
+    if isinstance(value, bool | int | float):
+        return float(value)
+    known = ", ".join([SCORE, REWARD, *sorted(result.parts)])
+    raise DataError(
+        f"the reward of sample {result.sample_id} has no number under {name!r} (algorithm.filter_groups.metric, gdpo_reward_keys); "
+        f"allowed: {known}"
+    )
+
+
+def choose(config: RunConfig, groups: list[Group], when: str) -> list[Group]:
+    """The first data.train_batch_size groups to be trained on; what on_exhausted says where there are fewer. Raises DataError."""
+    wanted, filtering = config.data.train_batch_size, config.algorithm.filter_groups
+    trainable = [group for group in groups if _trainable(config, group)]
+    if len(trainable) >= wanted or not filtering.enable:
+        return trainable[:wanted]
+    if filtering.on_exhausted == "unfiltered":
+        return (trainable + [group for group in groups if not group.differs])[:wanted]
+    if filtering.on_exhausted == "partial" and trainable:
+        return trainable
+    raise DataError(
+        f"{when}, {len(trainable)} of the {wanted} groups of a step have responses that differ in {filtering.metric} "
+        f"({len(groups)} generated): the prompts are too easy or too hard for the model as it is. Raise "
+        "algorithm.filter_groups.max_num_gen_batches or rollout.n, give other prompts, or set on_exhausted to "
+        + ("unfiltered" if filtering.on_exhausted == "partial" else "partial or unfiltered")
+    )
+
+
+def renumbered(groups: list[Group]) -> tuple[list[Sample], list[RewardResult]]:
+    """Samples and results with group and sample ids counted from 0, as every later part expects them within a step."""
+    pairs = [(number, s, r) for number, g in enumerate(groups) for s, r in zip(g.samples, g.results, strict=True)]
+    samples = [replace(sample, group_id=number, sample_id=i) for i, (number, sample, _) in enumerate(pairs)]
+    return samples, [replace(result, sample_id=i) for i, (_, _, result) in enumerate(pairs)]
+
+
+def _metrics(groups: list[Group], chosen: list[Group], batches: int) -> dict[str, float]:
+    results = [result for group in groups for result in group.results]
+    failed = sum(failure_counts(results).values())
+    return {
+        "train/num_gen_batches": float(batches),
+        "train/uniform_group_share": 1.0 - sum(group.differs for group in groups) / len(groups),
+        "train/trained_groups": float(len(chosen)),
+        "reward/failed": float(failed),
+        "reward/failure_share": failed / len(results),
+    }

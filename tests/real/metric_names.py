@@ -1,0 +1,40 @@
+"""Which declared metrics a real run writes; those that it does not write are listed here with the reason."""
+
+from collections.abc import Iterable, Mapping
+
+from mrl.record.spec import METRICS, metric_spec
+
+# declared, and in no line of any run
+NEVER = {
+    "perf/mfu/actor": "needs the peak FLOPs of an accelerator; verl's name is kept for it",
+    "perf/max_memory_allocated_gb": "needs an accelerator's own memory counters; verl's name is kept for it",
+    "perf/max_memory_reserved_gb": "needs an accelerator's own memory counters; verl's name is kept for it",
+    "actor/log_seq_ratio_square_mean": "a part of actor/log_seq_ratio_std, which is written in its place",
+}
+# what a run does -> names that it writes because of that
+REFERENCE, KL_LOSS, KL_REWARD, OVERLONG = "a reference model", "use_kl_loss", "use_kl_in_reward", "overlong_filter"
+R3, PREDICTIONS = "router_replay R3", "a reward that says what was answered (pred)"
+VALIDATION, SAVING, STEPS_AFTER_SAVING = "validation", "saving", "a step after one that saved"
+WRITTEN_WITH = {
+    REFERENCE: {"timing_s/ref"},
+    KL_LOSS: {"actor/kl_loss"},
+    KL_REWARD: {"actor/kl_coef", "actor/reward_kl_penalty"},  # tests/unit/test_loop.py
+    OVERLONG: {"train/overlong_filtered_share"},  # tests/unit/test_loop.py
+    R3: {"router/missing_routes", "router/rollout_drift"},
+    VALIDATION: {"timing_s/testing", *(spec.name for spec in METRICS if spec.name.startswith("val-"))} - {"val-core/*/maj@*"},
+    PREDICTIONS: {"val-core/*/maj@*"},  # tests/unit/test_validation.py
+    SAVING: {"timing_s/save_checkpoint"},
+    STEPS_AFTER_SAVING: {"perf/checkpoint_write_s"},
+}
+
+
+def check_names(rows: Iterable[Mapping], *does: str) -> None:
+    """Every name in `rows` is declared, and every declared name is in them, but those of what the run does not do (see `does`).
+
+    Raises KeyError for a name that is not declared.
+    """
+    written = {metric_spec(name).name for row in rows for name in row}
+    absent = set(NEVER).union(*(names for what, names in WRITTEN_WITH.items() if what not in does))
+    declared = {spec.name for spec in METRICS}
+    assert absent <= declared, f"no longer declared: {sorted(absent - declared)}"
+    assert written == declared - absent, f"not written: {sorted(declared - absent - written)}, unexpected: {sorted(written & absent)}"

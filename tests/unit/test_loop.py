@@ -1,0 +1,143 @@
+"""One step of the loop with stand-ins for actor, engines and rewards: the order of its phases, and the names of what it writes."""
+
+import signal
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from mrl.config.load import load_config
+from mrl.data.batch import Prompt
+from mrl.data.order import PromptStream
+from mrl.errors import Interrupted
+from mrl.megatron.batching import MiniBatchLoad, UpdateResult
+from mrl.record.run_dir import RunDir
+from mrl.record.spec import metric_spec
+from mrl.reward.items import OK, RewardResult
+from mrl.train import loop
+from mrl.train.background_save import BackgroundWrite
+from mrl.train.resume import TrainState
+from mrl.train.rollouts import Responder
+from mrl.train.run import Run, StopFlag
+from mrl.vllm.requests import Completion, Sampling
+
+TINY = "parallel_configs/tiny-moe/cpu.yaml"
+SIZES = ("data.train_batch_size=2", "rollout.n=2", "actor.ppo_mini_batch_size=1", "data.max_response_length=4")
+KL_IN_REWARD = ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.1")
+
+
+class World:
+    """Actor, engines, reward pool, sync and record in one, which note what they are called for."""
+
+    def __init__(self):
+        self.calls, self.lines, self.results = [], [], []
+        self.run, self.signal_in = None, ""  # SIGTERM comes to the run in this call
+
+    def note(self, call):
+        self.calls.append(call)
+        if call == self.signal_in:
+            self.run.stop.signal = signal.SIGTERM
+
+    def offload(self):
+        self.note("offload")
+
+    def generate(self, requests, sampling, on_batch):
+        self.note("generate")
+        done = [Completion(r.sample_id, (5, 6), (-1.0, -1.0), "stop" if r.sample_id % 2 else "length", 0) for r in requests]
+        on_batch(done)
+        return done
+
+    def submit(self, item):
+        self.results.append(RewardResult(item.sample_id, float(item.sample_id % 2), {}, OK))
+
+    def drain(self, poll, max_failed):
+        poll()
+        self.note("rewards")
+        results, self.results = self.results, []
+        return results
+
+    def log_probs(self, batch):
+        self.note("log_probs")
+        return np.where(batch.response_mask, -1.1, 0.0).astype(np.float32), 0.5
+
+    def ref_log_probs(self, batch):
+        self.note("ref_log_probs")
+        return np.where(batch.response_mask, -1.2, 0.0).astype(np.float32)
+
+    def update(self, batch):
+        self.note("update")
+        self.batch = batch
+        parts = [{"actor/grad_norm": (norm, 1.0), "actor/skipped_updates": (0.0, 1.0)} for norm in (1.0, 3.0)]
+        return UpdateResult(parts, [MiniBatchLoad(0.25, 0.0, (4, 2)), MiniBatchLoad(0.75, 1.0, (1, 5))])
+
+    def bring_to(self, version):
+        self.note(f"sync {version}")
+        return {"reshard/weight_version": float(version)}
+
+    def progress(self, phase, done, total): ...
+
+    def write(self, step, metrics):
+        self.lines.append((step, metrics))
+
+
+@pytest.fixture
+def world(monkeypatch):
+    monkeypatch.setattr("mrl.train.rollouts.training_sampling", lambda config: Sampling(1.0, 4, ()))
+    return World()
+
+
+def run_of(world, tmp_path, *overrides) -> Run:
+    config = load_config(TINY, None, [*SIZES, "trainer.test_freq=-1", "trainer.save_freq=-1", *overrides]).config
+    stream = PromptStream([Prompt(p, (1, 2, 3), "test", "x") for p in range(4)], 2, seed=0, shuffle=False)
+    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "")
+    stop = StopFlag()
+    responder = Responder(tokenizer, world, world, config.reward, world, stop.raise_if_set)
+    return Run(
+        config=config, run_dir=RunDir.open(tmp_path / "run", ""), train_prompts=stream, val_prompts=None, pad_token_id=0, total_steps=2,
+        stop=stop, record=world, responder=responder, actor=world, sync=world, writing=BackgroundWrite(), state=TrainState(), saved_step=0,
+    )  # fmt: skip
+
+
+def test_a_step_goes_through_its_phases_in_order_and_advances_the_state(world, tmp_path):
+    run = run_of(world, tmp_path)
+    loop.train_step(run)
+    assert world.calls == ["offload", "generate", "rewards", "log_probs", "update", "sync 1"]
+    assert (run.state.step, run.state.cursor.index) == (1, 2)
+    loop.train_step(run)
+    assert [step for step, _ in world.lines] == [1, 2] and world.lines[1][1]["reshard/weight_version"] == 2
+    assert len((run.run_dir.samples / "step-2.jsonl").read_text().splitlines()) == 4
+
+
+@pytest.mark.parametrize("overrides", [(), (*KL_IN_REWARD, "algorithm.overlong_filter=true")])
+def test_every_name_that_a_step_writes_is_declared(world, tmp_path, overrides):
+    loop.train_step(run_of(world, tmp_path, *overrides))
+    ((_, metrics),) = world.lines
+    for name in metrics:
+        metric_spec(name)
+    switched = {"actor/kl_coef", "actor/reward_kl_penalty", "train/overlong_filtered_share", "timing_s/ref"}
+    assert switched & metrics.keys() == (switched if overrides else set())
+
+
+def test_what_the_ranks_say_of_their_mini_batches_is_in_the_line(world, tmp_path):
+    """Two mini-batches on two ranks, of 4 and 2 and of 1 and 5 tokens: 5 and 7 as trained."""
+    loop.train_step(run_of(world, tmp_path))
+    ((_, metrics),) = world.lines
+    assert (metrics["actor/padding_share"], metrics["actor/dp_imbalance"], metrics["actor/updates"]) == (0.5, 0.5, 2.0)
+    assert (metrics["global_seqlen/balanced_min"], metrics["global_seqlen/balanced_max"]) == (5.0, 7.0)
+    assert metrics["actor/grad_norm"] == 2.0
+
+
+def test_a_signal_before_the_update_ends_the_step_and_changes_nothing(world, tmp_path):
+    run = world.run = run_of(world, tmp_path)
+    world.signal_in = "generate"
+    with pytest.raises(Interrupted):
+        loop.train_step(run)
+    assert "log_probs" not in world.calls and run.state == TrainState() and world.lines == []
+
+
+def test_a_signal_from_the_update_on_waits_for_the_end_of_the_step(world, tmp_path):
+    run = world.run = run_of(world, tmp_path)
+    world.signal_in = "update"
+    with pytest.raises(Interrupted):
+        loop.train_step(run)
+    assert world.calls[-1] == "sync 1" and run.state.step == 1 and len(world.lines) == 1
