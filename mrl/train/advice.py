@@ -5,7 +5,6 @@ from math import sqrt
 
 import numpy as np
 
-from mrl.config.describe import updates_per_rollout
 from mrl.config.schema import RunConfig
 from mrl.platforms.hosting import get_hosting
 from mrl.record.sinks import Record
@@ -24,7 +23,7 @@ def clip_advice(config: RunConfig, metrics: Mapping[str, float]) -> str | None:
     The first update on a rollout has ratios of one, so with a single update a rollout nothing is ever clipped, and that is right.
     """
     loss, clipped = config.algorithm.policy_loss, metrics.get("actor/pg_clipfrac")
-    if loss.loss_mode not in ("gspo", "gspo-token") or clipped is None or updates_per_rollout(config) < 2:
+    if loss.loss_mode not in ("gspo", "gspo-token") or clipped is None or config.updates_per_step < 2:
         return None
     if 0 < clipped <= CLIPS_TOO_MUCH:
         return None

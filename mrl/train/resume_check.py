@@ -10,7 +10,7 @@ from time import perf_counter
 
 from mrl.checkpoint.manifest import read_manifest
 from mrl.config.load import ResolvedConfig
-from mrl.config.path_rules import run_dir as run_dir_of
+from mrl.config.run_rules import run_dir as run_dir_of
 from mrl.errors import MrlError
 from mrl.record.run_dir import RunDir, read_metrics
 from mrl.train.compare_runs import checkpoint_difference, metrics_difference
