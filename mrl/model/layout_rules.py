@@ -255,22 +255,21 @@ def check_train_layout(degrees: Mapping[str, Any] | LayoutDegrees, model: ModelF
 
 
 def _judged(rule: _Rule, d: LayoutDegrees, m: ModelFacts) -> Violation | None:
-    if _holds(rule, d, m):
-        return None
-    text = rule.rule.format(d=d, m=m)
-    return Violation(rule.field, text, rule.why, _nearest_legal(rule.field, d, m), value=getattr(d, rule.field))
-
-
-def _holds(rule: _Rule, d: LayoutDegrees, m: ModelFacts) -> bool:
     try:
-        return rule.holds(d, m)
+        if rule.holds(d, m):
+            return None
+        text = rule.rule.format(d=d, m=m)
     except UnknownValue:
-        return True
+        return None
+    return Violation(rule.field, text, rule.why, _nearest_legal(rule.field, d, m), value=getattr(d, rule.field))
 
 
 def _nearest_legal(field: str, d: LayoutDegrees, m: ModelFacts, count: int = 4) -> tuple[Any, ...]:
     rules = [rule for rule in _RULES if rule.field == field]
-    legal = [v for v in _candidates(field, d, m) if all(_holds(rule, _changed(d, field, v), m) for rule in rules)]
+    try:
+        legal = [v for v in _candidates(field, d, m) if all(rule.holds(_changed(d, field, v), m) for rule in rules)]
+    except UnknownValue:
+        return ()
     value = getattr(d, field)
     if not isinstance(value, int) or isinstance(value, bool):
         return tuple(legal[:count])
