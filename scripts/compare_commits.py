@@ -1,0 +1,211 @@
+"""Holds the working tree against an earlier commit: the same tiny run, the same tensors, the same plans, and how long a step takes.
+
+python scripts/compare_commits.py 91eebfc [--steps 6] [--rounds 1] [--tolerance 0] [--json FILE]
+
+The commit is checked out into a temporary folder and both sides run with the packages of this environment. Needs tiny-world/
+(scripts/make_tiny_world.py). Exits with 1 where anything differs that may not: every metric that both sides write, clocks aside, to
+`--tolerance` relative (0: the same bits); every tensor of the last checkpoint; the end of a run that the commit saved and the working
+tree resumed; `mrl plan --json` of every preset.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+from safetensors.numpy import load_file
+
+ROOT = Path(__file__).resolve().parents[1]
+PRESET = "parallel_configs/tiny-moe/cpu.yaml"
+CLOCKS = ("timing_", "perf/", "reshard/seconds", "reshard/peak_staging_bytes")  # what a clock or the machine's state decides
+NOT_PLANNED = ("seconds", "plan_seconds")  # measured, in a plan
+MAIN = "try:\n    from mrl.cli.main import main\nexcept ImportError:\n    from mrl.cli import main\nmain()"
+
+
+@dataclass(frozen=True)
+class Tree:
+    """One checkout, and a folder for what it writes."""
+
+    code: Path
+    out: Path
+
+    def mrl(self, *arguments: str) -> str:
+        """Standard output of an `mrl` command of this checkout. Raises CalledProcessError."""
+        env = os.environ | {"PYTHONPATH": str(self.code), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        command = [sys.executable, "-c", MAIN, *arguments]
+        return subprocess.run(command, cwd=self.code, env=env, check=True, stdout=subprocess.PIPE, text=True, timeout=1200).stdout
+
+    def train(self, name: str, steps: int, *more: str) -> Path:
+        """A run of the tiny preset with a checkpoint in the middle; its run directory."""
+        settings = {"total_training_steps": steps, "save_freq": steps // 2, "test_freq": steps // 2, "max_actor_ckpt_to_keep": 2}
+        overrides = [text for key, value in settings.items() for text in ("--set", f"trainer.{key}={value}")]
+        self.mrl("train", PRESET, "--run-dir", str(self.out / name), *overrides, *more)
+        return self.out / name
+
+    def prepare(self) -> None:
+        """The tiny world, and the entry points of this checkout: vLLM finds the weight transfer by them in its own processes."""
+        if not (self.code / "tiny-world").exists():
+            (self.code / "tiny-world").symlink_to(ROOT / "tiny-world")
+        subprocess.run([sys.executable, "setup.py", "-q", "egg_info"], cwd=self.code, check=True)
+        self.out.mkdir(parents=True)
+
+
+def metrics(run_dir: Path) -> list[dict]:
+    """Lines of metrics.jsonl."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def metric_differences(before: list[dict], after: list[dict], tolerance: float) -> Iterator[str]:
+    """Sentences on every value that both write and that differs by more than `tolerance`, relative."""
+    if len(before) != len(after):
+        yield f"metrics: {len(before)} and {len(after)} lines"
+    for one, other in zip(before, after, strict=False):
+        for name in sorted(one.keys() & other.keys()):
+            if not name.startswith(CLOCKS) and not _same(one[name], other[name], tolerance):
+                yield f"metrics: {name} of step {one['training/global_step']}: {one[name]!r} and {other[name]!r}"
+
+
+def _same(a: float, b: float, tolerance: float) -> bool:
+    if not isinstance(a, float | int) or not isinstance(b, float | int):
+        return a == b
+    return a == b or (a != a and b != b) or abs(a - b) <= tolerance * max(abs(a), abs(b))
+
+
+def keys_of_one_side(before: list[dict], after: list[dict]) -> dict[str, list[str]]:
+    """Names of metrics that only one of the two writes."""
+    names = [{name for row in rows for name in row} for rows in (before, after)]
+    return {"before": sorted(names[0] - names[1]), "after": sorted(names[1] - names[0])}
+
+
+def tensor_differences(before: Path, after: Path, tolerance: float) -> Iterator[str]:
+    """Sentences on tensors of the newest checkpoints that differ."""
+    tensors = [_tensors(run) for run in (before, after)]
+    if missing := tensors[0].keys() ^ tensors[1].keys():
+        yield f"tensors of one side only: {sorted(missing)[:4]}"
+    for name in sorted(tensors[0].keys() & tensors[1].keys()):
+        a, b = tensors[0][name], tensors[1][name]
+        same = a.shape == b.shape and a.dtype == b.dtype and (a.tobytes() == b.tobytes() or _close(a, b, tolerance))
+        if not same:
+            yield f"tensor {name} differs"
+
+
+def _close(a: np.ndarray, b: np.ndarray, tolerance: float) -> bool:
+    """Of floating-point tensors: the difference's norm over the norm."""
+    if tolerance == 0 or a.dtype.kind != "f":
+        return False
+    return bool(np.linalg.norm(a - b) <= tolerance * np.linalg.norm(a))
+
+
+def _tensors(run_dir: Path) -> Mapping[str, np.ndarray]:
+    folders = sorted((run_dir / "checkpoints").glob("step-*"), key=lambda folder: int(folder.name.removeprefix("step-")))
+    return {f"{file.name}:{key}": value for file in sorted(folders[-1].glob("*.safetensors")) for key, value in load_file(file).items()}
+
+
+def plan_differences(before: Tree, after: Tree) -> Iterator[str]:
+    """Sentences on the presets whose plan is another one, or that only one side plans."""
+    for preset in sorted(ROOT.glob("parallel_configs/*/*.yaml")):
+        name = str(preset.relative_to(ROOT))
+        if preset.parents[1].name == "base" or preset.parent.name == "base" or not (before.code / name).exists():
+            continue
+        plans = [_plan(tree, name) for tree in (before, after)]
+        if plans[0] != plans[1]:
+            keys = [key for key in sorted(plans[0].keys() | plans[1].keys()) if plans[0].get(key) != plans[1].get(key)]
+            yield f"plan of {name} differs in {', '.join(keys)}"
+
+
+def _plan(tree: Tree, preset: str) -> dict:
+    try:
+        return _without_clocks(json.loads(tree.mrl("plan", preset, "--json")))
+    except subprocess.CalledProcessError as error:
+        return {"exit_code": error.returncode}
+
+
+def _without_clocks(value):
+    if isinstance(value, dict):
+        return {key: _without_clocks(inner) for key, inner in value.items() if key not in NOT_PLANNED}
+    return value
+
+
+def step_seconds(rows: list[dict]) -> list[float]:
+    """Of steps after the first that neither validate nor save."""
+    return [
+        row["timing_s/step"]
+        for row in rows[1:]
+        if "timing_s/step" in row and not {"timing_s/testing", "timing_s/save_checkpoint"} & row.keys()
+    ]
+
+
+def compare(before: Tree, after: Tree, steps: int, rounds: int, tolerance: float) -> dict:
+    """Differences as sentences, and median seconds of a step on both sides."""
+    seconds: dict[str, list[float]] = {"before": [], "after": []}
+    for number in range(rounds):  # by turns, so that both meet the same machine
+        runs = {"before": before.train(f"run-{number}", steps), "after": after.train(f"run-{number}", steps)}
+        for side, run in runs.items():
+            seconds[side] += step_seconds(metrics(run))
+    differences = [*metric_differences(metrics(runs["before"]), metrics(runs["after"]), tolerance)]
+    differences += tensor_differences(runs["before"], runs["after"], tolerance)
+    differences += [f"resumed: {text}" for text in _resumed(before, after, runs["before"], steps, tolerance)]
+    differences += plan_differences(before, after)
+    medians = {side: median(values) for side, values in seconds.items()}
+    return {
+        "steps": steps,
+        "tolerance": tolerance,
+        "differences": differences,
+        "keys_of_one_side": keys_of_one_side(*(metrics(runs[side]) for side in ("before", "after"))),
+        "step_seconds": medians,
+        "times_faster": medians["before"] / medians["after"],
+    }
+
+
+def _resumed(before: Tree, after: Tree, run: Path, steps: int, tolerance: float) -> Iterator[str]:
+    """The commit's run goes back to its middle checkpoint and is brought to its end by the working tree."""
+    again = after.out / "resumed"
+    shutil.copytree(run, again)
+    shutil.rmtree(again / "checkpoints" / f"step-{steps}")
+    after.train("resumed", steps, "--resume")
+    yield from metric_differences(metrics(run), metrics(again), tolerance)
+    yield from tensor_differences(run, again, tolerance)
+
+
+def commit_of(revision: str) -> str:
+    return subprocess.run(["git", "rev-parse", revision], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def main() -> None:
+    """Prints the comparison; exits with 1 where it found a difference."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("commit")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--tolerance", type=float, default=0.0)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        code, work = Path(folder, "code"), Path(folder, "out")
+        subprocess.run(["git", "worktree", "add", "--detach", str(code), args.commit], cwd=ROOT, check=True, capture_output=True)
+        try:
+            before, after = Tree(code, work / "before"), Tree(ROOT, work / "after")
+            before.prepare()
+            after.prepare()
+            result = compare(before, after, args.steps, args.rounds, args.tolerance)
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", str(code)], cwd=ROOT, check=True)
+    command = f"python scripts/compare_commits.py {args.commit} --steps {args.steps} --rounds {args.rounds} --tolerance {args.tolerance:g}"
+    result = {"command": command, "before": commit_of(args.commit), "commit": commit_of("HEAD")} | result
+    text = json.dumps(result, indent=2)
+    print(text)
+    if args.json:
+        args.json.write_text(text + "\n", encoding="utf-8")
+    raise SystemExit(1 if result["differences"] else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,317 @@
+"""Measures and draws the structure of `mrl/`: sizes, imports, circles, names. Nothing of it is imported or run; source files are parsed.
+
+python scripts/house.py                              of the working tree
+python scripts/house.py --before 91eebfc [--json]    the same beside a commit's
+python scripts/house.py --svg docs/house.svg         rooms and arrows, as docs/architecture.md shows them
+"""
+
+import argparse
+import ast
+import io
+import json
+import subprocess
+import tarfile
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import median, quantiles
+
+ROOT = Path(__file__).resolve().parents[1]
+FLOORS: dict[int, tuple[str, ...]] = {
+    8: ("cli",),
+    7: ("extras",),
+    6: ("train",),
+    5: ("cluster",),
+    4: ("vllm", "megatron", "checkpoint", "plan"),
+    3: ("reshard",),
+    2: ("config",),
+    1: ("model", "algo", "data", "reward", "record", "platforms"),
+    0: ("errors",),
+}
+FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
+CORE = ("train", "megatron", "vllm", "reshard", "checkpoint", "cluster", "config")  # the path of a training step
+WIDE = 120  # columns that a line should keep to
+SMALL = 80  # lines
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def room_of(module: str) -> str | None:
+    """The room of a module name; None for the package itself."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else None
+
+
+def function_length(node: Function) -> int:
+    """Lines of a function's body, its docstring left out."""
+    body = node.body[1:] if ast.get_docstring(node) is not None and len(node.body) > 1 else node.body
+    return body[-1].end_lineno - body[0].lineno + 1
+
+
+def top_level(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements that run on import: not those of functions, nor those under TYPE_CHECKING."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if not isinstance(node, Function):
+            for name in ("body", "orelse", "finalbody"):
+                yield from top_level(getattr(node, name, []))
+        for handler in getattr(node, "handlers", []):
+            yield from top_level(handler.body)
+
+
+@dataclass(frozen=True)
+class House:
+    """The parsed modules of one tree, by full name."""
+
+    modules: dict[str, ast.Module]
+    sources: dict[str, str]
+
+    @classmethod
+    def of_folder(cls, root: Path) -> "House":
+        """The package `mrl` below `root`."""
+        sources = {}
+        for path in sorted((root / "mrl").rglob("*.py")):
+            parts = path.relative_to(root).with_suffix("").parts
+            sources[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text(encoding="utf-8")
+        return cls({name: ast.parse(text) for name, text in sources.items()}, sources)
+
+    @classmethod
+    def of_commit(cls, revision: str) -> "House":
+        """The package as it was at a commit of this repository."""
+        archive = subprocess.run(["git", "archive", revision, "mrl"], cwd=ROOT, check=True, capture_output=True).stdout
+        with tempfile.TemporaryDirectory() as folder:
+            with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+                tar.extractall(folder, filter="data")
+            return cls.of_folder(Path(folder))
+
+    def imported(self, node: ast.AST) -> Iterator[str]:
+        """Full names that one import statement asks for; `from a import b` gives a.b where that is a module, else a."""
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                raise ValueError(f"a relative import: {ast.unparse(node)}")
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in self.modules else str(node.module)
+
+    def imports(self, module: str) -> set[str]:
+        """All that a module imports, inside functions too."""
+        return {name for node in ast.walk(self.modules[module]) for name in self.imported(node)}
+
+    def imports_at_import_time(self, module: str) -> set[str]:
+        """What importing a module imports at once."""
+        return {name for node in top_level(self.modules[module].body) for name in self.imported(node)}
+
+    @cached_property
+    def graph(self) -> dict[str, set[str]]:
+        """Module -> modules of the package that it imports, deferred imports counted."""
+        return {name: {other for other in self.imports(name) if other in self.modules and other != name} for name in self.modules}
+
+    @cached_property
+    def room_graph(self) -> dict[str, set[str]]:
+        """Room -> rooms that it imports."""
+        graph: dict[str, set[str]] = defaultdict(set)
+        for module, others in self.graph.items():
+            if room := room_of(module):
+                graph[room] |= {there for other in others if (there := room_of(other)) and there != room}
+        return dict(graph)
+
+    def functions(self) -> Iterator[tuple[str, Function, bool]]:
+        """(module, function, whether a caller outside may use it) of all functions and methods."""
+        for module, tree in self.modules.items():
+            yield from ((module, node, public) for node, public in _functions(tree.body, True))
+
+    def lines(self, module: str) -> int:
+        return len(self.sources[module].splitlines())
+
+
+def _functions(body: Iterable[ast.stmt], public: bool) -> Iterator[tuple[Function, bool]]:
+    for node in body:
+        named = public and not getattr(node, "name", "_").startswith("_")
+        if isinstance(node, Function):
+            yield node, named
+            yield from _functions(node.body, False)
+        elif isinstance(node, ast.ClassDef):
+            yield from _functions(node.body, named)
+        elif isinstance(node, ast.If | ast.Try | ast.With):
+            yield from _functions(node.body, public)
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of nodes that reach each other (Tarjan's strongly connected components of more than one node)."""
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    groups = []
+
+    def visit(node: str) -> None:
+        order[node] = low[node] = len(order)
+        stack.append(node)
+        for other in sorted(graph.get(node, ())):
+            if other not in order:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], order[other])
+        if low[node] == order[node]:
+            group = stack[stack.index(node) :]
+            del stack[stack.index(node) :]
+            if len(group) > 1:
+                groups.append(sorted(group))
+
+    for node in sorted(graph):
+        if node not in order:
+            visit(node)
+    return groups
+
+
+def measure(house: House) -> dict:
+    """All figures of one tree as plain data."""
+    importers = Counter(other for others in house.graph.values() for other in others)
+    single = [name for name in house.modules if importers[name] == 1]
+    lengths = [function_length(node) for _, node, _ in house.functions()]
+    by_room: Counter[str] = Counter()
+    for name in house.modules:
+        by_room[room_of(name) or "mrl"] += house.lines(name)
+    return {
+        "files": len(house.modules),
+        "lines": sum(by_room.values()),
+        "lines_by_room": dict(by_room.most_common()),
+        "core_path_lines": sum(by_room[room] for room in CORE),
+        "longest_file": max(house.lines(name) for name in house.modules),
+        "functions": len(lengths),
+        "function_lines": {"median": median(lengths), "p90": quantiles(lengths, n=10)[-1], "longest": max(lengths)},
+        "files_with_one_importer": len(single),
+        "of_these_under_80_lines": sum(house.lines(name) < SMALL for name in single),
+        "circles_of_modules": circles(house.graph),
+        "circles_of_rooms": circles(house.room_graph),
+        "public_functions_without_docstring": sum(public and not ast.get_docstring(node) for _, node, public in house.functions()),
+        "basenames_in_several_rooms": _shared_basenames(house),
+        "class_names_defined_twice": _classes_defined_twice(house),
+        "lines_over_120_columns": sum(len(line) > WIDE for text in house.sources.values() for line in text.splitlines()),
+    }
+
+
+def _shared_basenames(house: House) -> dict[str, list[str]]:
+    rooms = defaultdict(set)
+    for name in house.modules:
+        if name.count(".") > 1:
+            rooms[name.rpartition(".")[2]].add(room_of(name))
+    return {base: sorted(where) for base, where in sorted(rooms.items()) if len(where) > 1}
+
+
+def _classes_defined_twice(house: House) -> list[str]:
+    names = Counter(node.name for tree in house.modules.values() for node in tree.body if isinstance(node, ast.ClassDef))
+    return sorted(name for name, count in names.items() if count > 1 and not name.startswith("_"))
+
+
+# ---------------------------------------------------------------- the picture
+
+ROOM, GAP, RISE = (132, 46), 24, 92  # pixels: width and height of a room, between rooms, from floor to floor
+
+
+def svg(house: House) -> str:
+    """Rooms floor by floor and an arrow for each import between rooms; sideways arrows are dashed."""
+    rooms = {room: lines for room, lines in measure(house)["lines_by_room"].items() if room in FLOOR_OF}
+    width = max(len(names) for names in FLOORS.values()) * (ROOM[0] + GAP) + GAP + 60
+    corner = {room: place for floor in FLOORS for room, place in _row(floor, width)}
+    parts = [_arrow(corner, here, there) for here in corner for there in sorted(house.room_graph.get(here, ())) if there in corner]
+    parts += [_room(corner[room], room, rooms.get(room, 0)) for room in corner]
+    parts += [f'<text x="12" y="{_top(floor) + 28}" class="floor">{floor}</text>' for floor in FLOORS]
+    height = _top(min(FLOORS)) + ROOM[1] + GAP
+    style = (
+        "rect{fill:#f6f4ee;stroke:#444}text{font:13px sans-serif;text-anchor:middle}.size,.floor{font-size:11px;fill:#777}"
+        "path{fill:none;stroke:#89a;stroke-width:1.1;opacity:.55;marker-end:url(#tip)}.sideways{stroke:#b50;stroke-dasharray:5 3;opacity:1}"
+    )
+    tip = (
+        '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" markerHeight="6" orient="auto">'
+        '<path d="M0 0 8 4 0 8z" style="fill:#89a"/></marker>'
+    )
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
+    return "\n".join([head, f"<style>{style}</style><defs>{tip}</defs>", *parts, "</svg>", ""])
+
+
+def _top(floor: int) -> int:
+    return GAP + (max(FLOORS) - floor) * RISE
+
+
+def _row(floor: int, width: int) -> Iterator[tuple[str, tuple[int, int]]]:
+    names = FLOORS[floor]
+    left = (width - len(names) * (ROOM[0] + GAP) + GAP) // 2 + 12
+    for number, name in enumerate(names):
+        yield name, (left + number * (ROOM[0] + GAP), _top(floor))
+
+
+def _room(at: tuple[int, int], name: str, lines: int) -> str:
+    x, y = at[0] + ROOM[0] // 2, at[1]
+    label = f'<text x="{x}" y="{y + 20}">{name}</text><text x="{x}" y="{y + 36}" class="size">{lines:,} lines</text>'
+    return f'<rect x="{at[0]}" y="{y}" width="{ROOM[0]}" height="{ROOM[1]}" rx="6"/>{label}'
+
+
+def _arrow(corner: dict[str, tuple[int, int]], here: str, there: str) -> str:
+    (x1, y1), (x2, y2) = corner[here], corner[there]
+    if y1 == y2:
+        side = ROOM[0] if x2 > x1 else 0
+        middle = (x1 + x2 + ROOM[0]) // 2
+        start, end = f"{x1 + side} {y1 + 12}", f"{x2 + ROOM[0] - side} {y2 + 12}"
+        return f'<path class="sideways" d="M{start} Q{middle} {y1 - 22} {end}"/>'
+    x1, x2 = x1 + ROOM[0] // 2, x2 + ROOM[0] // 2
+    return f'<path d="M{x1} {y1 + ROOM[1]} C{x1} {y1 + ROOM[1] + 40} {x2} {y2 - 40} {x2} {y2}"/>'
+
+
+# ---------------------------------------------------------------- the table
+
+
+def rows(figures: dict) -> dict[str, str]:
+    """The figures as a column of text."""
+    text = {}
+    for name, value in figures.items():
+        if name == "function_lines":
+            text["function lines: median, p90, longest"] = ", ".join(f"{number:g}" for number in value.values())
+        elif name == "lines_by_room":
+            text |= {f"  {room}": f"{lines:,}" for room, lines in value.items()}
+        else:
+            text[name.replace("_", " ")] = f"{len(value) if isinstance(value, list | dict) else value:,}"
+    return text
+
+
+def print_table(columns: dict[str, dict]) -> None:
+    """One line a figure, one column a tree; rooms that only one of them has stay empty in the other."""
+    texts = {title: rows(figures) for title, figures in columns.items()}
+    names = list(dict.fromkeys(name for text in texts.values() for name in text))
+    print(f"{'':40}" + "".join(f"{title:>16}" for title in texts))
+    for name in names:
+        print(f"{name:40}" + "".join(f"{text.get(name, ''):>16}" for text in texts.values()))
+    for title, figures in columns.items():
+        for key in ("circles_of_modules", "circles_of_rooms", "basenames_in_several_rooms", "class_names_defined_twice"):
+            if figures[key]:
+                print(f"{title}, {key.replace('_', ' ')}: {figures[key]}")
+
+
+def main() -> None:
+    """Prints the figures, or writes the picture."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--before", metavar="COMMIT", help="measure this commit too")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--svg", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    here = House.of_folder(ROOT)
+    if args.svg:
+        args.svg.write_text(svg(here), encoding="utf-8")
+        return
+    columns = {args.before: measure(House.of_commit(args.before))} if args.before else {}
+    columns["working tree"] = measure(here)
+    if args.json:
+        print(json.dumps(columns, indent=2))
+    else:
+        print_table(columns)
+
+
+if __name__ == "__main__":
+    main()
