@@ -60,7 +60,7 @@ def described(error: Exception) -> str:
 
 
 class UnknownValue(AttributeError):
-    """A key was read whose value is not known, because what was written for it is refused. A rule that reads it cannot be judged."""
+    """A key was read whose value is not known: what was written for it is refused. A rule that reads it cannot be judged."""
 
 
 class _Missing:
@@ -112,7 +112,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
-_OTHER_THAN_TEXT = re.compile(r"|~|null|true|false|[-+]?[\d.][\d.]*(e[-+]?\d+)?|.*(: | #).*", re.IGNORECASE)
+_OTHER_THAN_TEXT = re.compile(r"|~|null|true|false|[-+]?[\d.][\d.]*(e[-+]?\d+)?|[#&*!|>%@`{}\[\],].*|.*(: | #).*", re.IGNORECASE)
 
 
 def _yaml_text(value: Any) -> str:
@@ -125,7 +125,7 @@ def _yaml_text(value: Any) -> str:
             text = repr(value)
             return text if "." in text else text.replace("e", ".0e")
         case str() if _OTHER_THAN_TEXT.fullmatch(value):
-            return f"'{value}'"
+            return "'" + value.replace("'", "''") + "'"
         case list() | tuple():
             return f"[{', '.join(map(_yaml_text, value))}]"
         case dict():

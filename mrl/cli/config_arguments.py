@@ -11,16 +11,15 @@ def add_config(parser: argparse.ArgumentParser, optional: bool = False) -> None:
 
 
 def resolved_config(options: argparse.Namespace):
-    """The ResolvedConfig that the arguments name. Raises ConfigError; InvalidConfig lists what the schema and the rules refuse."""
-    from mrl.config.load import load_config
-    from mrl.config.violation import InvalidConfig
+    """The ResolvedConfig that the arguments name. Raises ConfigError; a refusal by the schema has the rules' violations too."""
+    from mrl.config.load import SchemaRefusal, load_config
     from mrl.config.yaml_tree import dump_value
 
     run_dir = getattr(options, "run_dir", None)
     own = [] if run_dir is None else [f"trainer.run_dir={dump_value(run_dir)}"]
     try:
         return load_config(options.config, options.recipe, [*options.overrides, *own])
-    except InvalidConfig as refusal:
+    except SchemaRefusal as refusal:
         from mrl.config.rules import with_rules
 
         raise with_rules(refusal) from None

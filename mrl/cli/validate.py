@@ -36,12 +36,12 @@ def _validate(options: argparse.Namespace) -> None:
 
 def _check(options: argparse.Namespace) -> tuple[list, list[str]]:
     """Violations, those of the schema too, and remarks. Raises what keeps the rules from being looked at."""
-    from mrl.config.violation import InvalidConfig
+    from mrl.config.load import SchemaRefusal
 
     try:
         resolved = resolved_config(options)
-    except InvalidConfig as error:
-        return [*error.violations, *_accelerator(error.rest)], []
+    except SchemaRefusal as refusal:
+        return [*refusal.violations, *_accelerator(refusal.rest)], []
     return check_config(resolved, options.check_paths)
 
 

@@ -14,7 +14,7 @@ from mrl.config.schema import RunConfig
 from mrl.config.schema_errors import rest_of, schema_violations
 from mrl.config.violation import InvalidConfig, did_you_mean
 from mrl.config.yaml_tree import Node, Origin, dump_value, merge, parse_yaml
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, Violation
 
 RECIPES = Path(__file__).parent / "recipes"
 DEFAULT = Origin("default")
@@ -44,6 +44,14 @@ class ResolvedConfig:
         return "\n".join([*head, *_lines(self.config.model_dump(), self.origins), ""])
 
 
+class SchemaRefusal(InvalidConfig):
+    """A configuration of which the schema refuses a part. `rest`: the other part, for `rules.with_rules`."""
+
+    def __init__(self, violations: Iterable[Violation], rest: ResolvedConfig) -> None:
+        super().__init__(violations)
+        self.rest = rest
+
+
 @dataclass(frozen=True)
 class _Layer:
     """One part of the composition. `recipe`: the name of the recipe that it is."""
@@ -57,8 +65,7 @@ def load_config(path: str | Path, recipe: str | None = None, overrides: Sequence
     """Composes the preset at `path` (with what it names under `extends:` and `recipe:`), `recipe` and `overrides` (`a.b=value`).
 
     Later wins. A file's own keys win over the recipe it names and that over the files it extends; `recipe` wins over the whole preset
-    and takes the place of the recipe it names. Raises ConfigError; InvalidConfig lists everything that the schema refuses, and has the
-    rest of the configuration for the rules.
+    and takes the place of the recipe it names. Raises ConfigError; SchemaRefusal lists everything that the schema refuses.
     """
     layers = _file_layers(Path(path), ())
     if recipe is not None:
@@ -73,7 +80,7 @@ def load_config(path: str | Path, recipe: str | None = None, overrides: Sequence
     except ValidationError as error:
         refused = schema_violations(error, tree)
         rest = rest_of(tree.plain(), refused)
-        raise InvalidConfig(refused.values(), _resolved(rest, tree, name, files)) from None
+        raise SchemaRefusal(refused.values(), _resolved(rest, tree, name, files)) from None
 
 
 def _resolved(config: RunConfig, tree: Node, recipe: str | None, files: tuple[str, ...]) -> ResolvedConfig:

@@ -1,8 +1,8 @@
-"""Every rule that holds for a value, between keys, or between a key and the model. All are checked: one look shows all that is wrong.
+"""Every rule for a value, between keys, or between a key and the model. All are judged: one look shows all that is wrong.
 
-Rules stand in actor_rules.py, loss_rules.py, rollout_rules.py, run_rules.py, override_rules.py and device_rules.py, each a function of
-the configuration and the model; those of one key stand at the key. Each is judged by itself, so that where the schema refuses a part of
-a configuration (mrl/config/schema_errors.py), the rules that do not read that part still speak.
+Rules stand in actor_rules.py, loss_rules.py, rollout_rules.py, run_rules.py, override_rules.py and device_rules.py, each a
+function of the configuration and the model; a rule of one key stands at the key. Each is judged by itself: where the schema
+refuses a part of a configuration (mrl/config/schema_errors.py), the rules that do not read that part still speak.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ from typing import Any
 
 from mrl.config.actor_rules import ACTOR_RULES, actor_notes
 from mrl.config.device_rules import DEVICE_RULES, npu_notes, version_notes
-from mrl.config.load import ResolvedConfig
+from mrl.config.load import ResolvedConfig, SchemaRefusal
 from mrl.config.loss_rules import LOSS_RULES, loss_notes
 from mrl.config.override_rules import OVERRIDE_RULES
 from mrl.config.rollout_rules import ROLLOUT_RULES, reshard_notes, rollout_notes
@@ -39,11 +39,9 @@ def check(resolved: ResolvedConfig, model: ModelSpec, check_paths: bool = False)
         raise InvalidConfig(broken)
 
 
-def with_rules(refusal: InvalidConfig) -> InvalidConfig:
+def with_rules(refusal: SchemaRefusal) -> SchemaRefusal:
     """A refusal by the schema, and what the rules have against the rest of that configuration."""
-    if refusal.rest is None:
-        return refusal
-    return InvalidConfig([*refusal.violations, *violations(refusal.rest, _model_of(refusal.rest))], refusal.rest)
+    return SchemaRefusal([*refusal.violations, *violations(refusal.rest, _model_of(refusal.rest))], refusal.rest)
 
 
 def notes(resolved: ResolvedConfig, model: ModelSpec) -> list[str]:

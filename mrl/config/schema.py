@@ -1,7 +1,8 @@
 """The shape of a run's configuration: every key, its type, default and meaning. No torch, no file access.
 
-Names are verl's wherever verl has the same thing, so that what people know carries over. Unknown keys are refused. The sections stand in
-schema_actor.py, schema_algorithm.py, schema_rollout.py, schema_data.py and schema_run.py; everybody else imports them from here.
+Names are verl's wherever verl has the same thing, so that what people know carries over. Unknown keys are refused.
+The sections stand in schema_actor.py, schema_algorithm.py, schema_rollout.py, schema_data.py and schema_run.py; everybody
+else imports them from here.
 """
 
 from collections.abc import Iterator
@@ -105,6 +106,6 @@ def schema_keys() -> dict[str, FieldInfo]:
 
 
 def verl_names() -> dict[str, str]:
-    """verl's keys that mean what a key here means and take the same values, and that key. `ref.layout` is not among them."""
+    """verl's keys that mean what a key here means and take the same values, and that key; none of `ref.layout`."""
     keys = {path: field for path, field in schema_keys().items() if not path.startswith("ref.layout.")}
     return {name: path for path, field in keys.items() for name in notes_of(field).verl}

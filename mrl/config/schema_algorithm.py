@@ -7,7 +7,9 @@ from mrl.config.section import Section, key, known_name
 
 
 class CustomLossConfig(Section):
-    """A user's loss: the Python file at `path` binds a function to `loss_mode` with @register_loss; what holds for it stands here."""
+    """A user's loss: the Python file at `path` binds a function to `loss_mode` with @register_loss; what holds for it
+    stands here.
+    """
 
     path: str = key(..., "Python file that registers a loss of your own under the name in loss_mode.")
     aggregations: tuple[str, ...] = key(
@@ -97,7 +99,9 @@ class PolicyLossConfig(Section):
 
 
 class RolloutCorrectionConfig(Section):
-    """Weights or rejections for the gap between generation's and training's probabilities; named points in mrl/algo/spec.py."""
+    """Weights or rejections for the gap between generation's and training's probabilities; named points in
+    mrl/algo/spec.py.
+    """
 
     level: str | None = key(
         None,
@@ -137,7 +141,9 @@ class FilterGroupsConfig(Section):
 
 
 class OverlongBufferConfig(Section):
-    """Soft overlong penalty (DAPO): from 0 at data.max_response_length - len tokens down to -penalty_factor at max_response_length."""
+    """Soft overlong penalty (DAPO): from 0 at data.max_response_length - len tokens down to -penalty_factor at
+    max_response_length.
+    """
 
     enable: bool = key(
         False,

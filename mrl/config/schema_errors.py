@@ -1,4 +1,4 @@
-"""What the schema has against a configuration, in words: the key, where it was written, what it may be. And what is left without it."""
+"""What the schema has against a configuration: the key, where it was written, what it may be. And the rest without those keys."""
 
 import types
 from collections.abc import Collection, Sequence
@@ -29,9 +29,10 @@ def schema_violations(error: ValidationError, tree: Node) -> dict[_Path, Violati
 
 
 def rest_of(values: dict[str, Any], refused: Collection[_Path]) -> RunConfig:
-    """The configuration without the refused keys: reading one of them raises UnknownValue, rules on the others can be judged.
+    """The configuration without the refused keys: reading one of them raises UnknownValue, rules on others can be judged.
 
-    `values`: the configuration as written, which is changed here.
+    `values`: the configuration as written; it is changed. Refused keys are replaced by something legal, so that all others
+    pass the schema as ever, and then removed.
     """
     fields = {tuple(path.split(".")): field for path, field in schema_paths()}
     for path in refused:

@@ -1,4 +1,4 @@
-"""How a key of the configuration is stated: once, with its meaning, limits, unit, advice, verl's name and rule beside it."""
+"""How a key of the configuration is stated: once, with meaning, limits, unit, advice, verl's name and rule beside it."""
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import MISSING, dataclass, fields
@@ -14,7 +14,8 @@ from mrl.errors import UnknownValue
 class Section(BaseModel):
     """A mapping in the YAML file; immutable once built, unknown keys refused.
 
-    In the rest of a refused configuration (mrl/config/schema_errors.py) keys are absent; reading one raises UnknownValue.
+    Where the schema refuses a key, the rest of the configuration lacks it (mrl/config/schema_errors.py): reading it raises
+    UnknownValue.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -38,7 +39,7 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class KeyRule:
-    """What a value must be beyond its type and limits. `faults` gives the text of each way in which it breaks the rule."""
+    """What a value must be beyond its type and limits. `faults` gives a text for each way in which it breaks the rule."""
 
     faults: Callable[[Any], Iterator[str]]
     why: str = ""
@@ -76,7 +77,10 @@ def notes_of(field: FieldInfo) -> KeyNotes:
 
 
 def section_from(keys: type) -> type[Section]:
-    """A section with the keys of a dataclass of a lower floor, whose fields' metadata are arguments of `key`; it inherits from both."""
+    """A section with the keys of a dataclass of a lower floor, whose fields' metadata are arguments of `key`.
+
+    It inherits from both, so that it is given wherever the dataclass is wanted, and has its properties.
+    """
     declared = {f.name: (f.type, key(... if f.default is MISSING else f.default, **f.metadata)) for f in fields(keys)}
     return create_model(keys.__name__, __base__=(Section, keys), **declared)
 

@@ -2,23 +2,15 @@
 
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
 
 from mrl.errors import ConfigError, Violation
 
-if TYPE_CHECKING:
-    from mrl.config.load import ResolvedConfig
-
 
 class InvalidConfig(ConfigError):
-    """All violations of one configuration; the message lists every one of them.
+    """All violations of one configuration; the message lists every one of them."""
 
-    `rest`: what can still be judged by the rules where the schema refuses a part, see `rules.with_rules`.
-    """
-
-    def __init__(self, violations: Iterable[Violation], rest: "ResolvedConfig | None" = None) -> None:
+    def __init__(self, violations: Iterable[Violation]) -> None:
         self.violations = tuple(violations)
-        self.rest = rest
         count = len(self.violations)
         head = f"{count} problem{'s' if count > 1 else ''} in the configuration:"
         super().__init__("\n".join([head, *(f"  {v}" for v in self.violations)]))

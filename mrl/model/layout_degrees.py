@@ -19,8 +19,8 @@ def _key(default: Any, meaning: str, **notes: Any) -> Any:
 class LayoutDegrees:
     """Parallel degrees of the actor under their Megatron names. Data parallelism is what remains of the world size.
 
-    `expert_tensor_parallel_size` None means 1, unlike Megatron, where it means the tensor size: slicing small experts costs more in
-    communication than it saves, and every public recipe sets 1 by hand.
+    `expert_tensor_parallel_size` None means 1, unlike Megatron, where it means the tensor size: slicing small experts costs
+    more in communication than it saves, and every public recipe sets 1 by hand.
     """
 
     world_size: int = _key(
@@ -136,7 +136,7 @@ class LayoutDegrees:
 
     @property
     def sequence_parts(self) -> int:
-        """Equal parts that a sequence is cut into: over tensor ranks with sequence parallelism, twice over context ranks (zigzag)."""
+        """Equal parts of a sequence: over tensor ranks with sequence parallelism, twice over context ranks (zigzag)."""
         over_tensor = self.tensor_model_parallel_size if self.uses_sequence_parallel else 1
         return over_tensor * (2 * self.context_parallel_size if self.context_parallel_size > 1 else 1)
 
@@ -163,6 +163,6 @@ class LayoutDegrees:
 
 
 for _degree in fields(LayoutDegrees):
-    # defaults are __init__'s: a section of the configuration that inherits from here and lacks a key must not read one off the class
+    # Only __init__ has the defaults: a section that inherits from here and lacks a refused key must not read one off the class.
     if _degree.default is not MISSING:
         delattr(LayoutDegrees, _degree.name)

@@ -10,7 +10,8 @@ from pydantic import ValidationError
 
 from mrl.algo.spec import LOSSES
 from mrl.config.load import available_recipes, load_config
-from mrl.config.schema import leaf, schema_keys
+from mrl.config.schema import leaf, schema_keys, verl_names
+from mrl.config.section import notes_of
 from mrl.config.violation import InvalidConfig
 from mrl.errors import ConfigError
 
@@ -325,3 +326,12 @@ def test_loading_takes_under_a_second_and_no_heavy_import():
 def test_the_schema_is_frozen(small):
     with pytest.raises(ValidationError, match="frozen"):
         load_config(small).config.rollout.n = 3
+
+
+def test_verls_names_stand_at_one_key_each():
+    stated = [name for field in schema_keys().values() for name in notes_of(field).verl]
+    names = verl_names()
+    # the actor's layout is stated once and used twice, for the reference too
+    assert len(names) == len(set(stated)) and set(names.values()) <= set(schema_keys())
+    assert names["actor_rollout_ref.actor.optim.lr"] == "actor.optim.lr"
+    assert names["actor_rollout_ref.actor.megatron.tensor_model_parallel_size"] == "actor.layout.tensor_model_parallel_size"
