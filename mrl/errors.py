@@ -4,6 +4,11 @@ Everything that is the user's to mend is raised as one of these; the command lin
 Any other exception is a defect of mrl and keeps its traceback (exit code 1).
 """
 
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
 
 class MrlError(Exception):
     """Base class. `exit_code` is the process exit status that `mrl` ends with."""
@@ -52,3 +57,93 @@ def described(error: Exception) -> str:
     if isinstance(error, RuntimeError | ValueError | MrlError) and str(error):
         return str(error)
     return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
+class UnknownValue(AttributeError):
+    """A key was read whose value is not known: what was written for it is refused. A rule that reads it cannot be judged."""
+
+
+class _Missing:
+    """The value of a key that is not there, or that is not known."""
+
+    def __repr__(self) -> str:
+        return "missing"
+
+
+MISSING = _Missing()
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One broken rule of a configuration: the key, what must hold and why, and values that would hold.
+
+    A rule names the first four; who asks it knows the value and where that was written.
+    """
+
+    field: str  # dotted, e.g. "actor.optim.lr"
+    rule: str
+    why: str = ""
+    allowed: tuple[Any, ...] = ()
+    value: Any = MISSING
+    where: str = ""  # "preset.yaml:12", "recipe gspo", "--set", "default"; "" for a key that stands nowhere
+
+    def __str__(self) -> str:
+        value = "" if self.value is MISSING else f" = {shown(self.value)}"
+        where = f" ({self.where})" if self.where else ""
+        why = f"; {self.why}" if self.why else ""
+        allowed = f"; allowed: {', '.join(map(shown, self.allowed))}" if self.allowed else ""
+        return f"{self.field}{value}{where}: {self.rule}{why}{allowed}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; the value of a key that is not there, or not known, is null."""
+        return {
+            "field": self.field,
+            "where": self.where,
+            "value": _plain(self.value),
+            "rule": self.rule,
+            "why": self.why,
+            "allowed": [_plain(v) for v in self.allowed],
+        }
+
+
+def shown(value: Any) -> str:
+    """A value as a YAML file would say it, cut short where it is long."""
+    text = _yaml_text(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+_OTHER_THAN_TEXT = re.compile(r"|~|null|true|false|[-+]?[\d.][\d.]*(e[-+]?\d+)?|[#&*!|>%@`{}\[\],].*|.*(: | #).*", re.IGNORECASE)
+
+
+def _yaml_text(value: Any) -> str:
+    match value:
+        case None | bool():
+            return {None: "null", True: "true", False: "false"}[value]
+        case float() if not math.isfinite(value):
+            return str(value).replace("inf", ".inf").replace("nan", ".nan")
+        case float():
+            text = repr(value)
+            return text if "." in text else text.replace("e", ".0e")
+        case str() if _OTHER_THAN_TEXT.fullmatch(value):
+            return "'" + value.replace("'", "''") + "'"
+        case list() | tuple():
+            return f"[{', '.join(map(_yaml_text, value))}]"
+        case dict():
+            return f"{{{', '.join(f'{_yaml_text(key)}: {_yaml_text(v)}' for key, v in value.items())}}}"
+    return str(value)
+
+
+def _plain(value: Any) -> Any:
+    """What strict JSON can hold: numbers that it cannot, and everything else, become text."""
+    match value:
+        case _Missing():
+            return None
+        case dict():
+            return {str(key): _plain(v) for key, v in value.items()}
+        case list() | tuple():
+            return [_plain(v) for v in value]
+        case None | bool() | int() | str():
+            return value
+        case float() if math.isfinite(value):
+            return value
+    return str(value)

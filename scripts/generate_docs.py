@@ -12,15 +12,15 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 from pydantic.fields import FieldInfo
 
 from mrl.algo import spec
-from mrl.config.explain import allowed_text
-from mrl.config.field_docs import FIELD_DOCS
-from mrl.config.schema import RunConfig, Section
+from mrl.config.schema import RunConfig, Section, schema_keys
+from mrl.config.schema_errors import allowed_text
+from mrl.config.section import notes_of, section_of
 from mrl.config.yaml_tree import dump_value
 from mrl.extras.import_verl.handlers import HANDLERS
 from mrl.extras.import_verl.keys import ROWS
@@ -28,12 +28,13 @@ from mrl.record.spec import METRICS, metric_spec
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "docs" / "source"
-_MADE = "<!-- made by scripts/generate_docs.py; edit mrl/config/field_docs.py, the spec tables or docs/source instead -->\n"
+_COLUMNS = ("key", "may be", "default", "meaning", "advice")
+_MADE = "<!-- made by scripts/generate_docs.py; edit mrl/config/schema_*.py, the spec tables or docs/source instead -->\n"
 
 
 def sections(section: type[Section] = RunConfig, prefix: str = "") -> Iterator[tuple[str, type[Section], dict[str, FieldInfo]]]:
     """(dotted name, class, fields that are no sections) of every section, outer ones first; `ref.layout` is as `actor.layout`."""
-    inner = {name: below for name, field in section.model_fields.items() if (below := _section(field))}
+    inner = {name: below for name, field in section.model_fields.items() if (below := section_of(field.annotation))}
     plain = {name: field for name, field in section.model_fields.items() if name not in inner}
     yield prefix.rstrip("."), section, plain
     for name, below in inner.items():
@@ -41,16 +42,9 @@ def sections(section: type[Section] = RunConfig, prefix: str = "") -> Iterator[t
             yield from sections(below, f"{prefix}{name}.")
 
 
-def _section(field: FieldInfo) -> type[Section] | None:
-    for annotation in (field.annotation, *get_args(field.annotation)):
-        if isinstance(annotation, type) and issubclass(annotation, Section):
-            return annotation
-    return None
-
-
 def keys() -> set[str]:
-    """Every key of the configuration, sections left out."""
-    return {f"{name}.{field}".lstrip(".") for name, _, fields in sections() for field in fields}
+    """Every key of the configuration, sections left out; those of `ref.layout` are as those of `actor.layout`."""
+    return {key for key in schema_keys() if not key.startswith("ref.layout.")}
 
 
 def configuration() -> str:
@@ -62,7 +56,7 @@ def configuration() -> str:
     ]
     for name, section, fields in sections():
         if fields:
-            page += [f"## {name}\n", f"{section.__doc__.strip()}\n", *_table(("key", "may be", "default", "meaning", "advice"))]
+            page += [f"## {name}\n", f"{' '.join(section.__doc__.split())}\n", *_table(_COLUMNS)]
             page += [_row(*_field(f"{name}.{field}", info)) for field, info in fields.items()]
             page.append("")
     page += ["## Names\n", *_names("Advantages", "algorithm.adv_estimator", spec.ADVANTAGES)]
@@ -72,12 +66,12 @@ def configuration() -> str:
 
 
 def _field(key: str, info: FieldInfo) -> tuple[str, ...]:
-    if key not in FIELD_DOCS:
-        raise ValueError(f"{key} has no row in mrl/config/field_docs.py")
-    text = FIELD_DOCS[key]
-    meaning, advice = (text, "") if isinstance(text, str) else text
+    if not info.description:
+        raise ValueError(f"{key} has no meaning; state it with `key` (mrl/config/section.py)")
+    notes = notes_of(info)
+    may_be = f"{allowed_text(info)} ({notes.unit})" if notes.unit else allowed_text(info)
     default = "required" if info.is_required() else f"`{_shown(info.get_default(call_default_factory=True))}`"
-    return f"`{key.rpartition('.')[2]}`", allowed_text(info), default, meaning, advice
+    return f"`{key.rpartition('.')[2]}`", may_be, default, info.description, notes.advice
 
 
 def _shown(value: Any) -> str:

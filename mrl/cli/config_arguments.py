@@ -18,10 +18,15 @@ def positive(text: str) -> int:
 
 
 def resolved_config(options: argparse.Namespace):
-    """The ResolvedConfig that the arguments name."""
-    from mrl.config.load import load_config
+    """The ResolvedConfig that the arguments name. Raises ConfigError; a refusal by the schema has the rules' violations too."""
+    from mrl.config.load import SchemaRefusal, load_config
     from mrl.config.yaml_tree import dump_value
 
     run_dir = getattr(options, "run_dir", None)
     own = [] if run_dir is None else [f"trainer.run_dir={dump_value(run_dir)}"]
-    return load_config(options.config, options.recipe, [*options.overrides, *own])
+    try:
+        return load_config(options.config, options.recipe, [*options.overrides, *own])
+    except SchemaRefusal as refusal:
+        from mrl.config.rules import with_rules
+
+        raise with_rules(refusal) from None

@@ -184,14 +184,15 @@ def _written(output: str | None, script: Path | None, text: str, several: bool) 
 def _checked(file: Path | None, text: str) -> tuple[list, list[str]]:
     """Violations of the result and remarks, as `mrl validate` gives them."""
     from mrl.cli.validate import check_config
-    from mrl.config.violation import ConfigViolation, InvalidConfig
+    from mrl.config.violation import InvalidConfig
+    from mrl.errors import Violation
 
     try:
         return check_config(_loaded(text, file))
     except InvalidConfig as error:
         return list(error.violations), []
     except MrlError as error:
-        return [ConfigViolation("model.path", str(file or ""), None, str(error))], []
+        return [Violation("model.path", str(error), value=None, where=str(file or ""))], []
 
 
 def _loaded(text: str, file: Path | None = None):

@@ -29,7 +29,7 @@ def add(commands) -> None:
 def _submit(options: argparse.Namespace) -> None:
     from mrl.cluster.job import follow, read_runtime_env, submit, train_job
     from mrl.cluster.prerequisites import ask_for_token_authentication
-    from mrl.config.path_rules import run_dir
+    from mrl.config.run_rules import run_dir
 
     config = resolved_config(_train_options(options.train)).config  # what cannot be read is told before anything is sent
     path = options.runtime_env or Path(f"launch/runtime_env.{config.cluster.device}.yaml")

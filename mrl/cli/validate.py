@@ -36,12 +36,12 @@ def _validate(options: argparse.Namespace) -> None:
 
 def _check(options: argparse.Namespace) -> tuple[list, list[str]]:
     """Violations, those of the schema too, and remarks. Raises what keeps the rules from being looked at."""
-    from mrl.config.violation import InvalidConfig
+    from mrl.config.load import SchemaRefusal
 
     try:
         resolved = resolved_config(options)
-    except InvalidConfig as error:
-        return list(error.violations), []
+    except SchemaRefusal as refusal:
+        return [*refusal.violations, *_accelerator(refusal.rest)], []
     return check_config(resolved, options.check_paths)
 
 
@@ -65,16 +65,17 @@ def check_config(resolved, check_paths: bool = False) -> tuple[list, list[str]]:
 
 def _accelerator(resolved) -> list:
     """The violation of a device that mrl has no figures of, or that cluster.device is not."""
-    from mrl.config.violation import ConfigViolation
+    from mrl.config.schema import leaf
+    from mrl.errors import Violation
     from mrl.plan.devices import devices, devices_of
 
-    cluster = resolved.config.cluster
-    fitting = tuple(device.name for device in devices_of(cluster.device))
-    if cluster.accelerator is None or cluster.accelerator in fitting:
+    platform, name = (leaf(resolved.config, f"cluster.{key}") for key in ("device", "accelerator"))
+    fitting = tuple(device.name for device in devices_of(platform)) if platform else ()
+    if platform is None or name is None or name in fitting:
         return []
-    rule = f"is no {cluster.device} device that is known" if cluster.accelerator in devices() else "is no device that is known"
+    rule = f"is no {platform} device that is known" if name in devices() else "is no device that is known"
     where, why = resolved.where("cluster.accelerator"), "a plan needs its memory and rates"
-    return [ConfigViolation("cluster.accelerator", where, cluster.accelerator, rule, why, fitting)]
+    return [Violation("cluster.accelerator", rule, why, fitting, name, where)]
 
 
 def _as_row(error: MrlError, config: str) -> dict[str, Any]:

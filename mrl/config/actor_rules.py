@@ -1,16 +1,24 @@
-"""The actor beside its layout: token budgets of dynamic batches, offload, recompute, experts, router replay, reference model."""
+"""The actor: its layout, batches and token budgets, offload, recompute, experts, router replay, and the reference model.
+
+A micro-batch size is a limit: a rank's samples are cut evenly into as few micro-batches as it allows, equally many on every rank. Where
+an interleaved pipeline needs more of them, the cuts are finer and what is lacking is filled with micro-batches that count for nothing.
+"""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import ceil
 from typing import Any
 
-from mrl.config.schema import RefConfig, RunConfig
-from mrl.config.violation import Broken
+from mrl.config.schema import LayoutConfig, RefConfig, RunConfig
+from mrl.config.violation import nearest
+from mrl.errors import Violation
 from mrl.model import ModelSpec
-from mrl.model.layout import LayoutDegrees, check_train_layout
+from mrl.model.layout import check_train_layout
 
 _TRANSFORMER = "model.override_transformer_config"
 _OPTIMIZER = "actor.optim.override_optimizer_config"
+_DDP = "actor.override_ddp_config"
+_MINI, _BATCH = "actor.ppo_mini_batch_size", "data.train_batch_size"
 _VLLM = "rollout.engine_kwargs.vllm"
 _IGNORED = "it would be ignored"
 
@@ -24,8 +32,8 @@ _KEEP_ADDRESSES = (
     (_TRANSFORMER, "external_cuda_graph", False, _GRAPHS),
     (_TRANSFORMER, "cuda_graph_impl", "none", _GRAPHS),
     (_TRANSFORMER, "fp8_param", False, "weights in fp8 lie beside Megatron's buffers"),
-    ("actor.override_ddp_config", "fp8_param_gather", False, "weights in fp8 lie beside Megatron's buffers"),
-    ("actor.override_ddp_config", "nccl_ub", False, "the communicator has registered the memory of the buffers"),
+    (_DDP, "fp8_param_gather", False, "weights in fp8 lie beside Megatron's buffers"),
+    (_DDP, "nccl_ub", False, "the communicator has registered the memory of the buffers"),
 )
 _DISPATCHERS = ("allgather", "alltoall", "flex")
 _BALANCING = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
@@ -37,17 +45,6 @@ _ROUTES_NEED = {
     "decode_context_parallel_size": (1, "each rank sees the routes of its own tokens only"),
     "speculative_config": (None, "a draft model's routers write over those of the first layers"),
 }
-
-
-def actor_rules(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
-    yield from _token_budgets(config)
-    yield from _context(config, model)
-    yield from _offload(config)
-    yield from _precision(config)
-    yield from _recompute(config)
-    yield from _experts(config, model)
-    yield from _replay(config, model)
-    yield from _reference(config, model)
 
 
 def actor_notes(config: RunConfig, model: ModelSpec) -> Iterator[str]:
@@ -83,13 +80,36 @@ def _offload_notes(config: RunConfig) -> Iterator[str]:
         yield "actor.optimizer_offload adds nothing to optimizer_cpu_offload, which keeps and updates Adam's states on the host anyway"
 
 
+def _layout(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+    return _of_section("actor.layout", config.actor.layout, model)
+
+
+def _of_section(section: str, layout: LayoutConfig, model: ModelSpec) -> Iterator[Violation]:
+    for violation in check_train_layout(layout, model):
+        yield replace(violation, field=f"{section}.{violation.field}")
+
+
+def _batches(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    """Each rule speaks only where those it builds on hold, so that one mistake is one line."""
+    batch, mini = config.data.train_batch_size, config.actor.ppo_mini_batch_size
+    if batch % mini:
+        why = f"each step makes whole optimizer updates of {mini} prompts each"
+        yield Violation(_MINI, f"must divide {_BATCH} = {batch}", why, nearest(mini, batch, lambda v: batch % v == 0))
+        return
+    n, dp = config.rollout.n, config.actor.layout.data_parallel_size
+    if dp and mini * n % dp:
+        allowed = nearest(mini, batch, lambda v: batch % v == 0 and v * n % dp == 0)
+        rule = f"times rollout.n = {n} must be a multiple of the data-parallel size {dp}"
+        yield Violation(_MINI, rule, "every rank takes the same number of samples of each mini-batch", allowed)
+
+
 def longest_sample(config: RunConfig) -> int:
     """Tokens of the longest sample as the actor computes it: padded to the parts that tensor and context parallelism cut it into."""
-    parts = LayoutDegrees.of(config.actor.layout.model_dump()).sequence_parts
+    parts = config.actor.layout.sequence_parts
     return ceil((config.data.max_prompt_length + config.data.max_response_length) / parts) * parts
 
 
-def _token_budgets(config: RunConfig) -> Iterator[Broken]:
+def _token_budgets(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     actor, ref = config.actor, config.ref
     ref_on = actor.use_dynamic_bsz if ref.log_prob_use_dynamic_bsz is None else ref.log_prob_use_dynamic_bsz
     budgets = (
@@ -101,170 +121,186 @@ def _token_budgets(config: RunConfig) -> Iterator[Broken]:
     least = ceil(longest / cp)
     if actor.use_dynamic_bsz and actor.ppo_max_token_len_per_gpu is None:
         rule = "is not set while actor.use_dynamic_bsz is true"
-        yield Broken("actor.ppo_max_token_len_per_gpu", rule, "micro-batches need a size", (least,))
+        yield Violation("actor.ppo_max_token_len_per_gpu", rule, "micro-batches need a size", (least,))
     if ref_on and not actor.use_dynamic_bsz and ref.log_prob_max_token_len_per_gpu is None:
         rule = "is not set while ref.log_prob_use_dynamic_bsz is true and actor.use_dynamic_bsz is false"
-        yield Broken("ref.log_prob_max_token_len_per_gpu", rule, "the actor has no limit in tokens to lend", (least,))
+        yield Violation("ref.log_prob_max_token_len_per_gpu", rule, "the actor has no limit in tokens to lend", (least,))
     for field, value, on, switch in budgets:
         if value is not None and not on:
-            yield Broken(field, f"needs {switch}: true", _IGNORED, (None,))
+            yield Violation(field, f"needs {switch}: true", _IGNORED, (None,))
         elif value is not None and value < least:
             rule = f"times context_parallel_size = {cp} must hold the longest sample: prompt and response, padded, are {longest} tokens"
-            yield Broken(field, rule, "a sample is never cut over micro-batches", (least, 2 * least))
+            yield Violation(field, rule, "a sample is never cut over micro-batches", (least, 2 * least))
 
 
-def _context(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
+def _context(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     layout, kind = config.actor.layout, config.model.override_transformer_config.get("cp_comm_type")
     cp, tp = layout.context_parallel_size, layout.tensor_model_parallel_size
     if cp > 1 and kind == "a2a" and (model.num_attention_heads // tp % cp or model.num_key_value_heads // tp % cp):
         rule = f"a2a needs context_parallel_size = {cp} to divide the heads of a tensor rank"
         why = f"it trades tokens for heads: {model.num_attention_heads} and {model.num_key_value_heads} heads over {tp} tensor ranks"
-        yield Broken(f"{_TRANSFORMER}.cp_comm_type", rule, why, ("p2p", "all_gather"))
+        yield Violation(f"{_TRANSFORMER}.cp_comm_type", rule, why, ("p2p", "all_gather"))
 
 
-def _offload(config: RunConfig) -> Iterator[Broken]:
+def _host_adam(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     given = config.actor.optim.override_optimizer_config
-    yield from _storages_stay(config)
     if given.get("optimizer_cpu_offload"):
         yield from _hybrid_adam(config, given)
     for name in ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"):
         if given.get(name) and not given.get("optimizer_cpu_offload"):
-            yield Broken(f"{_OPTIMIZER}.{name}", "needs optimizer_cpu_offload: true", _IGNORED)
-    fraction = _number(given.get("optimizer_offload_fraction"))
-    if not 0 <= fraction <= 1:
-        yield Broken(f"{_OPTIMIZER}.optimizer_offload_fraction", "must be from 0 to 1", "it is the share of parameters", (0.0, 1.0))
+            yield Violation(f"{_OPTIMIZER}.{name}", "needs optimizer_cpu_offload: true", _IGNORED)
+    if not 0 <= _number(given.get("optimizer_offload_fraction")) <= 1:
+        rule, why = "must be from 0 to 1", "it is the share of parameters"
+        yield Violation(f"{_OPTIMIZER}.optimizer_offload_fraction", rule, why, (0.0, 1.0))
 
 
-def _storages_stay(config: RunConfig) -> Iterator[Broken]:
+def _storages_stay(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     """What knows weights or gradients by their address, or keeps them elsewhere than Megatron's buffers."""
     moved = " and ".join(f"actor.{name}" for name in config.actor.offloaded if name != "optimizer_offload")
-    places = {_TRANSFORMER: config.model.override_transformer_config, "actor.override_ddp_config": config.actor.override_ddp_config}
+    places = {_TRANSFORMER: config.model.override_transformer_config, _DDP: config.actor.override_ddp_config}
     for place, name, off, why in _KEEP_ADDRESSES if moved else ():
         if places[place].get(name, off) not in (off, None):
-            yield Broken(f"{place}.{name}", f"must be {str(off).lower()} with {moved}", why, (off,))
+            yield Violation(f"{place}.{name}", f"must be {str(off).lower()} with {moved}", why, (off,))
 
 
-def _hybrid_adam(config: RunConfig, given: dict[str, Any]) -> Iterator[Broken]:
+def _hybrid_adam(config: RunConfig, given: dict[str, Any]) -> Iterator[Violation]:
     if config.model.dtype == "float32":
         why = "Megatron 0.16.1 builds this Adam over views of float32 weights, which torch refuses"
-        yield Broken(f"{_OPTIMIZER}.optimizer_cpu_offload", "needs model.dtype: bfloat16", why, (False,))
+        yield Violation(f"{_OPTIMIZER}.optimizer_cpu_offload", "needs model.dtype: bfloat16", why, (False,))
     if not given.get("decoupled_weight_decay", True):
-        yield Broken(f"{_OPTIMIZER}.decoupled_weight_decay", "must be true with optimizer_cpu_offload", "Megatron's is an AdamW", (True,))
+        rule = "must be true with optimizer_cpu_offload"
+        yield Violation(f"{_OPTIMIZER}.decoupled_weight_decay", rule, "Megatron's is an AdamW", (True,))
     for name in _STATE_DTYPES:
         if given.get(name) not in (None, "fp32", "float32"):
             why = f"its states are float32; {_IGNORED}"
-            yield Broken(f"{_OPTIMIZER}.{name}", "must be float32 with optimizer_cpu_offload", why, ("float32",))
+            yield Violation(f"{_OPTIMIZER}.{name}", "must be float32 with optimizer_cpu_offload", why, ("float32",))
 
 
-def _precision(config: RunConfig) -> Iterator[Broken]:
+def _precision(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     given = config.actor.optim.override_optimizer_config
     for name in _STATE_DTYPES:
         if given.get(name) not in (None, "fp32", "float32") and not given.get("use_precision_aware_optimizer"):
             why = "Megatron's plain Adam keeps gradients and states in float32"
-            yield Broken(f"{_OPTIMIZER}.{name}", "other than float32 needs use_precision_aware_optimizer: true", why, ("float32",))
+            yield Violation(f"{_OPTIMIZER}.{name}", "other than float32 needs use_precision_aware_optimizer: true", why, ("float32",))
 
 
-def _recompute(config: RunConfig) -> Iterator[Broken]:
+def _recompute(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     given = config.model.override_transformer_config
     kind, method, layers = (given.get(f"recompute_{part}") for part in ("granularity", "method", "num_layers"))
     if kind not in (None, "full", "selective"):
         why = "Megatron recomputes whole layers, the modules that are named, or nothing"
-        yield Broken(f"{_TRANSFORMER}.recompute_granularity", "is unknown", why, ("full", "selective", None))
+        yield Violation(f"{_TRANSFORMER}.recompute_granularity", "is unknown", why, ("full", "selective", None))
     if kind == "full":
-        yield from _full_recompute(config, method, layers)
+        yield from _full_recompute(method, layers)
     for part, value in (("method", method), ("num_layers", layers)):
         if kind in (None, "selective") and value is not None:
             why = _IGNORED if kind is None else "selective recompute goes by recompute_modules"
-            yield Broken(f"{_TRANSFORMER}.recompute_{part}", "needs recompute_granularity: full", why, (None,))
+            yield Violation(f"{_TRANSFORMER}.recompute_{part}", "needs recompute_granularity: full", why, (None,))
     modules = given.get("recompute_modules")
     if modules and kind != "selective":
-        yield Broken(f"{_TRANSFORMER}.recompute_modules", "needs recompute_granularity: selective", _IGNORED, (None,))
+        yield Violation(f"{_TRANSFORMER}.recompute_modules", "needs recompute_granularity: selective", _IGNORED, (None,))
     for name in modules if isinstance(modules, list) and kind == "selective" else ():
         if name not in RECOMPUTE_MODULES:
             rule, why = f"{name} is no module that can be recomputed", "selective recompute goes by Megatron's own names"
-            yield Broken(f"{_TRANSFORMER}.recompute_modules", rule, why, RECOMPUTE_MODULES)
-    sequence_parallel = LayoutDegrees.of(config.actor.layout.model_dump()).uses_sequence_parallel
-    if given.get("distribute_saved_activations") and sequence_parallel:
+            yield Violation(f"{_TRANSFORMER}.recompute_modules", rule, why, RECOMPUTE_MODULES)
+    if given.get("distribute_saved_activations") and config.actor.layout.uses_sequence_parallel:
         why = "with sequence parallelism they are distributed already"
-        yield Broken(f"{_TRANSFORMER}.distribute_saved_activations", "must be false", why, (False,))
+        yield Violation(f"{_TRANSFORMER}.distribute_saved_activations", "must be false", why, (False,))
 
 
-def _full_recompute(config: RunConfig, method: Any, layers: Any) -> Iterator[Broken]:
+def _full_recompute(method: Any, layers: Any) -> Iterator[Violation]:
     if method not in ("uniform", "block"):
-        rule, why = (
-            "must say how with recompute_granularity: full",
-            "layers go in equal groups (uniform), or only the first of a stage do (block)",
-        )
-        yield Broken(f"{_TRANSFORMER}.recompute_method", rule, why, ("uniform", "block"))
+        rule = "must say how with recompute_granularity: full"
+        why = "layers go in equal groups (uniform), or only the first of a stage do (block)"
+        yield Violation(f"{_TRANSFORMER}.recompute_method", rule, why, ("uniform", "block"))
     if not isinstance(layers, int) or layers < 1:
         why = "full recompute goes by groups of that many layers"
-        yield Broken(f"{_TRANSFORMER}.recompute_num_layers", "must be at least 1 with recompute_granularity: full", why, (1,))
+        yield Violation(f"{_TRANSFORMER}.recompute_num_layers", "must be at least 1 with recompute_granularity: full", why, (1,))
 
 
-def _experts(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
+def _experts(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     given = config.model.override_transformer_config
     if not model.is_moe:
         for name in (n for n in given if n.startswith("moe_")):
-            yield Broken(f"{_TRANSFORMER}.{name}", "is of mixtures of experts, and the model is dense", _IGNORED)
+            yield Violation(f"{_TRANSFORMER}.{name}", "is of mixtures of experts, and the model is dense", _IGNORED)
         return
     dispatcher = given.get("moe_token_dispatcher_type", "alltoall")
     if dispatcher not in _DISPATCHERS:
-        yield Broken(
+        yield Violation(
             f"{_TRANSFORMER}.moe_token_dispatcher_type", "is unknown", "Megatron has these ways to bring tokens to experts", _DISPATCHERS
         )
     if given.get("moe_enable_deepep") and dispatcher != "flex":
-        yield Broken(f"{_TRANSFORMER}.moe_enable_deepep", "needs moe_token_dispatcher_type: flex", "Megatron refuses it", (False,))
+        yield Violation(f"{_TRANSFORMER}.moe_enable_deepep", "needs moe_token_dispatcher_type: flex", "Megatron refuses it", (False,))
     if given.get("moe_shared_expert_overlap") and (dispatcher != "alltoall" or not model.shared_expert_intermediate_size):
         rule = "needs a shared expert and moe_token_dispatcher_type: alltoall"
-        yield Broken(f"{_TRANSFORMER}.moe_shared_expert_overlap", rule, "there is nothing to overlap otherwise", (False,))
+        yield Violation(f"{_TRANSFORMER}.moe_shared_expert_overlap", rule, "there is nothing to overlap otherwise", (False,))
     if given.get("moe_expert_capacity_factor") is not None:
         why = "tokens over an expert's capacity are dropped in training and not in generation: the log-probs would differ"
-        yield Broken(f"{_TRANSFORMER}.moe_expert_capacity_factor", "must be null", why, (None,))
+        yield Violation(f"{_TRANSFORMER}.moe_expert_capacity_factor", "must be null", why, (None,))
 
     balancing = given.get("moe_router_load_balancing_type", "none")
     if not all(kind in _BALANCING for kind in (balancing if isinstance(balancing, list) else [balancing])):
         why = (
             "experts must be chosen by the highest scores, as engines choose them and as routes are recorded; sinkhorn's choice is another"
         )
-        yield Broken(f"{_TRANSFORMER}.moe_router_load_balancing_type", "must keep the routers' own choice", why, _BALANCING)
+        yield Violation(f"{_TRANSFORMER}.moe_router_load_balancing_type", "must keep the routers' own choice", why, _BALANCING)
 
 
-def _replay(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
+def _freeze(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     if config.actor.freeze_router and not model.is_moe:
-        yield Broken("actor.freeze_router", "must be false for a dense model", "there is no router to freeze", (False,))
-    mode, given = config.actor.router_replay, config.rollout.engine_kwargs.get("vllm", {})
+        yield Violation("actor.freeze_router", "must be false for a dense model", "there is no router to freeze", (False,))
+
+
+def _replay(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+    mode, given = config.actor.router_replay, config.rollout.vllm_kwargs
     if mode == "disabled":
         return
     if not model.is_moe:
-        yield Broken("actor.router_replay", "must be disabled for a dense model", "there is no router to replay", ("disabled",))
+        yield Violation("actor.router_replay", "must be disabled for a dense model", "there is no router to replay", ("disabled",))
     if config.model.override_transformer_config.get("moe_router_fusion"):
         why = "the fused kernel chooses experts where nothing can be replayed"
-        yield Broken(f"{_TRANSFORMER}.moe_router_fusion", f"must be false with actor.router_replay {mode}", why, (False,))
+        yield Violation(f"{_TRANSFORMER}.moe_router_fusion", f"must be false with actor.router_replay {mode}", why, (False,))
     if mode == "R2":
         yield from _same_cut(config) if model.is_moe else ()
         return
     for name, (value, why) in _ROUTES_NEED.items():
         if name in given and given[name] != value:
             rule = f"must be {'null' if value is None else str(value).lower()} with actor.router_replay R3"
-            yield Broken(f"{_VLLM}.{name}", rule, why, (value,))
+            yield Violation(f"{_VLLM}.{name}", rule, why, (value,))
 
 
-def _same_cut(config: RunConfig) -> Iterator[Broken]:
+def _same_cut(config: RunConfig) -> Iterator[Violation]:
     for name in ("log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu"):
         if getattr(config.actor, name) is not None:
             why = "routes are kept by micro-batch, so old log-probs must be cut as the update is"
-            yield Broken(f"actor.{name}", "must be left out with actor.router_replay R2", why, (None,))
+            yield Violation(f"actor.{name}", "must be left out with actor.router_replay R2", why, (None,))
 
 
-def _reference(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
+def _reference(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     layout = config.ref.layout
     if layout is None:
         return
     if layout.world_size != config.actor.layout.world_size:
         rule = f"must be actor.layout.world_size = {config.actor.layout.world_size}"
-        yield Broken("ref.layout.world_size", rule, "the reference model stands on the actor's ranks", (config.actor.layout.world_size,))
-    yield from (Broken(f"ref.layout.{v.field}", v.rule, v.why, v.allowed) for v in check_train_layout(layout.model_dump(), model))
+        yield Violation("ref.layout.world_size", rule, "the reference model stands on the actor's ranks", (config.actor.layout.world_size,))
+    yield from _of_section("ref.layout", layout, model)
 
 
 def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
+
+
+ACTOR_RULES = (
+    _layout,
+    _batches,
+    _token_budgets,
+    _context,
+    _storages_stay,
+    _host_adam,
+    _precision,
+    _recompute,
+    _experts,
+    _freeze,
+    _replay,
+    _reference,
+)

@@ -1,15 +1,9 @@
 """What a run is, in a line each: what is optimised (it stands in every resolved configuration), and on what."""
 
 from mrl.algo.spec import AGGREGATIONS, LOSSES
-from mrl.config.batch_rules import data_parallel_size
 from mrl.config.schema import RunConfig
 from mrl.model import ModelSpec
 from mrl.model.layout import TrainLayout
-
-
-def updates_per_rollout(config: RunConfig) -> int:
-    """Optimizer steps on each batch of generated responses."""
-    return config.updates_per_step
 
 
 def describe_loss(config: RunConfig) -> str:
@@ -17,7 +11,7 @@ def describe_loss(config: RunConfig) -> str:
     algorithm, loss = config.algorithm, config.algorithm.policy_loss
     spec, aggregation = LOSSES.get(loss.loss_mode), AGGREGATIONS.get(loss.loss_agg_mode)
     scaled = aggregation is not None and aggregation.needs_scale_factor and loss.loss_scale_factor is not None
-    updates = updates_per_rollout(config)
+    updates = config.updates_per_step
     parts = [
         loss.loss_mode,
         loss.loss_agg_mode + (f" / {loss.loss_scale_factor:g}" if scaled else ""),
@@ -48,7 +42,7 @@ def _what_is_trained_on(config: RunConfig) -> list[str]:
 def describe_batch(config: RunConfig) -> str:
     """`256 prompts x 16 = 4096 samples a step, 4 updates of 1024 samples, DP 4: 256 samples a rank, cut to 10240 tokens a device`."""
     prompts, n, mini, actor = config.data.train_batch_size, config.rollout.n, config.actor.ppo_mini_batch_size, config.actor
-    dp, updates = data_parallel_size(config), updates_per_rollout(config)
+    dp, updates = config.actor.layout.data_parallel_size, config.updates_per_step
     by_tokens, by_samples = f"{actor.ppo_max_token_len_per_gpu} tokens a device", f"{actor.ppo_micro_batch_size_per_gpu} samples"
     size = by_tokens if actor.use_dynamic_bsz else by_samples
     return (
@@ -59,7 +53,7 @@ def describe_batch(config: RunConfig) -> str:
 
 def describe_layout(config: RunConfig, model: ModelSpec) -> str:
     """`actor 2 x cpu (TP 2, EP 2), 1 engine x TP 1, separate`; degrees of 1 are left out."""
-    layout, rollout, device = TrainLayout.build(config.actor.layout.model_dump(), model), config.rollout, config.cluster.device
+    layout, rollout, device = TrainLayout.build(config.actor.layout, model), config.rollout, config.cluster.device
     degrees = {
         "TP": layout.tensor, "PP": layout.pipeline, "VPP": layout.virtual_pipeline, "CP": layout.context, "EP": layout.expert,
         "ETP": layout.expert_tensor, "DP": layout.data,

@@ -10,11 +10,11 @@ from pydantic import ValidationError
 
 from mrl.algo.spec import AGGREGATIONS
 from mrl.config.describe import describe_loss
-from mrl.config.explain import schema_violations
 from mrl.config.schema import RunConfig
+from mrl.config.schema_errors import rest_of, schema_violations
 from mrl.config.violation import InvalidConfig, did_you_mean
 from mrl.config.yaml_tree import Node, Origin, dump_value, merge, parse_yaml
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, Violation
 
 RECIPES = Path(__file__).parent / "recipes"
 DEFAULT = Origin("default")
@@ -44,6 +44,14 @@ class ResolvedConfig:
         return "\n".join([*head, *_lines(self.config.model_dump(), self.origins), ""])
 
 
+class SchemaRefusal(InvalidConfig):
+    """A configuration of which the schema refuses a part. `rest`: the other part, for `rules.with_rules`."""
+
+    def __init__(self, violations: Iterable[Violation], rest: ResolvedConfig) -> None:
+        super().__init__(violations)
+        self.rest = rest
+
+
 @dataclass(frozen=True)
 class _Layer:
     """One part of the composition. `recipe`: the name of the recipe that it is."""
@@ -57,29 +65,31 @@ def load_config(path: str | Path, recipe: str | None = None, overrides: Sequence
     """Composes the preset at `path` (with what it names under `extends:` and `recipe:`), `recipe` and `overrides` (`a.b=value`).
 
     Later wins. A file's own keys win over the recipe it names and that over the files it extends; `recipe` wins over the whole preset
-    and takes the place of the recipe it names. Raises ConfigError; InvalidConfig lists everything that the schema refuses.
+    and takes the place of the recipe it names. Raises ConfigError; SchemaRefusal lists everything that the schema refuses.
     """
     layers = _file_layers(Path(path), ())
     if recipe is not None:
         layers = [*layers, _recipe_layer(recipe, "--recipe")]
     layers = [*_with_last_recipe(layers), *(_Layer(_override(text)) for text in overrides)]
     tree = reduce(merge, (layer.tree for layer in layers))
-    tree = _with_derived(tree, _validate(tree))
-    config = _validate(tree)
     name = next((layer.recipe for layer in layers if layer.recipe), None)
-    return ResolvedConfig(config, dict(_origins(config.model_dump(), tree)), name, tuple(layer.file for layer in layers if layer.file))
+    files = tuple(layer.file for layer in layers if layer.file)
+    try:
+        tree = _with_derived(tree, RunConfig.model_validate(tree.plain()))
+        return _resolved(RunConfig.model_validate(tree.plain()), tree, name, files)
+    except ValidationError as error:
+        refused = schema_violations(error, tree)
+        rest = rest_of(tree.plain(), refused)
+        raise SchemaRefusal(refused.values(), _resolved(rest, tree, name, files)) from None
+
+
+def _resolved(config: RunConfig, tree: Node, recipe: str | None, files: tuple[str, ...]) -> ResolvedConfig:
+    return ResolvedConfig(config, dict(_origins(config.model_dump(), tree)), recipe, files)
 
 
 def available_recipes() -> tuple[str, ...]:
     """Names of the recipes that come with the package."""
     return tuple(sorted(file.stem for file in RECIPES.glob("*.yaml")))
-
-
-def _validate(tree: Node) -> RunConfig:
-    try:
-        return RunConfig.model_validate(tree.plain())
-    except ValidationError as error:
-        raise InvalidConfig(schema_violations(error, tree, RunConfig)) from None
 
 
 def _file_layers(path: Path, chain: tuple[Path, ...]) -> list[_Layer]:

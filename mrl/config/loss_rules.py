@@ -1,22 +1,20 @@
 """Advantage, loss, aggregation, clip, correction and sampling: names that exist, and settings that go together."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from mrl.algo.spec import (
     ADVANTAGES,
     AGGREGATIONS,
     ALIASES,
-    ANCHORS,
     CORRECTIONS,
-    KL_TYPES,
-    LEVELS,
     LOSSES,
     MODES,
     NEEDS_CRITIC,
     TOKEN_BAND,
 )
 from mrl.config.schema import RolloutCorrectionConfig, RunConfig
-from mrl.config.violation import Broken, did_you_mean
+from mrl.config.section import unknown_name
+from mrl.errors import Violation
 from mrl.model import ModelSpec
 
 _LOSS = "algorithm.policy_loss"
@@ -25,27 +23,7 @@ _GROUPS = "algorithm.filter_groups"
 # A clip this many times wider than the widest sensible one was written for another kind of ratio.
 _OTHER_SCALE = 10
 _PENALISED = "reward"  # the part that is the score after penalties
-
-
-def loss_rules(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
-    algorithm, loss = config.algorithm, config.algorithm.policy_loss
-    yield from _estimator(config)
-    yield from _known("algorithm.kl_loss_type", algorithm.kl_loss_type, KL_TYPES)
-    yield from _known("algorithm.kl_penalty", algorithm.kl_penalty, KL_TYPES)
-    yield from _known("algorithm.anchor", algorithm.anchor, ANCHORS)
-    yield from _loss_name(config)
-    yield from _known(f"{_LOSS}.loss_agg_mode", loss.loss_agg_mode, AGGREGATIONS)
-    yield from _group(config)
-    yield from _one_kl(config)
-    yield from _correction(config)
-    yield from _sampling(config)
-    yield from _lengths(config)
-    yield from _covariances(config)
-    if not loss.force:
-        yield from _aggregation(config)
-        yield from _clip(config)
-        yield from _token_clip(config)
-        yield from _anchor(config)
+Rule = Callable[[RunConfig, ModelSpec], Iterator[Violation]]
 
 
 def loss_notes(config: RunConfig) -> Iterator[str]:
@@ -64,138 +42,133 @@ def loss_notes(config: RunConfig) -> Iterator[str]:
         yield f"algorithm.kl_loss_coef = {algorithm.kl_loss_coef:g} is not read: algorithm.use_kl_loss is false"
 
 
-def _known(field: str, name: str, table: Collection[str]) -> Iterator[Broken]:
-    if name in table:
-        return
-    alias = ALIASES.get(name)
-    hint = f"it is called {alias} here" if alias in table else did_you_mean(name, table)
-    yield Broken(field, f"unknown name; {hint}", "", tuple(table))
+def _known(field: str, name: str, table: Collection[str]) -> Iterator[Violation]:
+    if name not in table:
+        yield Violation(field, unknown_name(name, table, ALIASES), "", tuple(table))
 
 
-def _estimator(config: RunConfig) -> Iterator[Broken]:
+def _estimator(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     field, name = "algorithm.adv_estimator", config.algorithm.adv_estimator
     if name in NEEDS_CRITIC:
         why = "it estimates from a learned value function, and nothing here trains one"
-        yield Broken(field, "needs a critic, which there is none of", why, tuple(ADVANTAGES))
+        yield Violation(field, "needs a critic, which there is none of", why, tuple(ADVANTAGES))
         return
     yield from _known(field, name, ADVANTAGES)
     if name in ADVANTAGES and ADVANTAGES[name].needs_parts:
         yield from _parts(config)
 
 
-def _parts(config: RunConfig) -> Iterator[Broken]:
+def _parts(config: RunConfig) -> Iterator[Violation]:
     algorithm = config.algorithm
     keys, weights, name = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights, algorithm.adv_estimator
     if not keys:
         why = f"{name} normalises each part of the reward by itself; name the parts that the function returns"
-        yield Broken("algorithm.gdpo_reward_keys", "names no part of the reward", why)
+        yield Violation("algorithm.gdpo_reward_keys", "names no part of the reward", why)
     elif weights and len(weights) != len(keys):
-        yield Broken("algorithm.gdpo_reward_weights", f"must have one number for each of the {len(keys)} gdpo_reward_keys, or none")
+        yield Violation("algorithm.gdpo_reward_weights", f"must have one number for each of the {len(keys)} gdpo_reward_keys, or none")
     if algorithm.use_kl_in_reward:
         why = f"{name} reads the named parts of the reward, and the KL is in none of them; algorithm.use_kl_loss works with it"
-        yield Broken("algorithm.use_kl_in_reward", f"does not go with adv_estimator {name}", why, (False,))
+        yield Violation("algorithm.use_kl_in_reward", f"does not go with adv_estimator {name}", why, (False,))
     if keys and algorithm.overlong_buffer.enable and _PENALISED not in keys:
         why = f"{name} reads the named parts of the reward, and the penalty is in none but {_PENALISED}, the whole of it"
-        yield Broken("algorithm.gdpo_reward_keys", f"must name {_PENALISED} with algorithm.overlong_buffer.enable", why)
+        yield Violation("algorithm.gdpo_reward_keys", f"must name {_PENALISED} with algorithm.overlong_buffer.enable", why)
 
 
-def _loss_name(config: RunConfig) -> Iterator[Broken]:
+def _loss_name(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     loss = config.algorithm.policy_loss
     if loss.custom is None:
         yield from _known(f"{_LOSS}.loss_mode", loss.loss_mode, LOSSES)
         return
     if loss.loss_mode in LOSSES:
         why = f"{_LOSS}.custom.path is set, and a function of one's own needs a name of its own"
-        yield Broken(f"{_LOSS}.loss_mode", "is the name of a built-in loss", why)
-    for name in loss.custom.aggregations:
-        yield from _known(f"{_LOSS}.custom.aggregations", name, AGGREGATIONS)
+        yield Violation(f"{_LOSS}.loss_mode", "is the name of a built-in loss", why)
 
 
-def _group(config: RunConfig) -> Iterator[Broken]:
+def _group(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     spec = ADVANTAGES.get(config.algorithm.adv_estimator)
     if config.rollout.n > 1:
         return
     if spec is not None and spec.needs_group:
         why = "the advantage compares responses to one prompt; of a single one it says nothing"
-        yield Broken("rollout.n", f"must be at least 2 with adv_estimator {spec.name}", why, (2, 4, 8, 16))
+        yield Violation("rollout.n", f"must be at least 2 with adv_estimator {spec.name}", why, (2, 4, 8, 16))
     elif config.algorithm.filter_groups.enable:
         why = "dynamic sampling keeps groups whose responses differ, and one response does not"
-        yield Broken("rollout.n", f"must be at least 2 with {_GROUPS}.enable", why, (2, 4, 8, 16))
+        yield Violation("rollout.n", f"must be at least 2 with {_GROUPS}.enable", why, (2, 4, 8, 16))
 
 
-def _one_kl(config: RunConfig) -> Iterator[Broken]:
+def _one_kl(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     if config.algorithm.use_kl_in_reward and config.algorithm.use_kl_loss:
         why = "the KL to the reference would count twice, once as a reward and once as a loss"
-        yield Broken("algorithm.use_kl_in_reward", "does not go with algorithm.use_kl_loss: true", why, (False,))
+        yield Violation("algorithm.use_kl_in_reward", "does not go with algorithm.use_kl_loss: true", why, (False,))
 
 
-def _correction(config: RunConfig) -> Iterator[Broken]:
+def _correction(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     correction = config.algorithm.rollout_correction
     if correction.level is None:
         yield from _without_level(correction)
         return
-    yield from _known(f"{_CORRECTION}.level", correction.level, LEVELS)
     yield from _known(f"{_CORRECTION}.mode", correction.mode, MODES)
     low, high = correction.low, correction.high
     usual = next((c for c in CORRECTIONS.values() if (c.level, c.mode) == (correction.level, correction.mode)), None)
     if correction.mode == "truncate" and low is not None:
         why = "truncation bounds the ratio above only; mode clip bounds it on both sides"
-        yield Broken(f"{_CORRECTION}.low", "must be null with mode truncate", why, (None,))
+        yield Violation(f"{_CORRECTION}.low", "must be null with mode truncate", why, (None,))
     elif low is not None and low >= high:
         allowed = (usual.low,) if usual else ()
-        yield Broken(f"{_CORRECTION}.low", f"must be below {_CORRECTION}.high = {high:g}", "the ratio is kept between the two", allowed)
+        yield Violation(f"{_CORRECTION}.low", f"must be below {_CORRECTION}.high = {high:g}", "the ratio is kept between the two", allowed)
     elif high < 1 or (low or 0) > 1:
         field = "high" if high < 1 else "low"
         why = "where generation and training agree the ratio is 1"
-        yield Broken(f"{_CORRECTION}.{field}", "leaves 1 outside the band", why, (getattr(usual, field),) if usual else ())
+        yield Violation(f"{_CORRECTION}.{field}", "leaves 1 outside the band", why, (getattr(usual, field),) if usual else ())
     if config.algorithm.anchor == "rollout":
         why = (
             "the ratio of the loss is then taken against generation's probabilities already, so the correction would count the same "
             "gap twice; use algorithm.anchor: recompute with a correction, or no correction"
         )
-        yield Broken(f"{_CORRECTION}.level", "does not go with algorithm.anchor: rollout", why, (None,))
+        yield Violation(f"{_CORRECTION}.level", "does not go with algorithm.anchor: rollout", why, (None,))
 
 
-def _without_level(correction: RolloutCorrectionConfig) -> Iterator[Broken]:
+def _without_level(correction: RolloutCorrectionConfig) -> Iterator[Violation]:
     default = RolloutCorrectionConfig()
     for name in ("mode", "low", "high"):
         if getattr(correction, name) != getattr(default, name):
             why = "without a level nothing is corrected, and the setting would be ignored"
-            yield Broken(f"{_CORRECTION}.{name}", f"needs {_CORRECTION}.level", why, (getattr(default, name),))
+            yield Violation(f"{_CORRECTION}.{name}", f"needs {_CORRECTION}.level", why, (getattr(default, name),))
 
 
-def _anchor(config: RunConfig) -> Iterator[Broken]:
+def _anchor(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     spec = LOSSES.get(config.algorithm.policy_loss.loss_mode)
     if spec is not None and spec.needs_rollout_anchor and config.algorithm.anchor != "rollout":
         why = f"{spec.name} bounds how far a step leads from the policy that generated; {_LOSS}.force: true keeps it as it is"
-        yield Broken("algorithm.anchor", f"must be rollout with loss_mode {spec.name}", why, ("rollout",))
+        yield Violation("algorithm.anchor", f"must be rollout with loss_mode {spec.name}", why, ("rollout",))
 
 
-def _sampling(config: RunConfig) -> Iterator[Broken]:
+def _sampling(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     groups, data = config.algorithm.filter_groups, config.data
     if not groups.enable and data.gen_batch_size not in (None, data.train_batch_size):
         why = f"without {_GROUPS}.enable a step trains on all that it generates"
-        yield Broken("data.gen_batch_size", f"must be data.train_batch_size = {data.train_batch_size}", why, (data.train_batch_size,))
+        yield Violation("data.gen_batch_size", f"must be data.train_batch_size = {data.train_batch_size}", why, (data.train_batch_size,))
     if groups.enable and groups.on_exhausted != "error" and groups.max_num_gen_batches == 0:
         why = "0 generates without end, so what happens at the end is never asked"
-        yield Broken(f"{_GROUPS}.max_num_gen_batches", f"must be at least 1 with on_exhausted {groups.on_exhausted}", why, (5, 10))
+        yield Violation(f"{_GROUPS}.max_num_gen_batches", f"must be at least 1 with on_exhausted {groups.on_exhausted}", why, (5, 10))
 
 
-def _lengths(config: RunConfig) -> Iterator[Broken]:
+def _lengths(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     buffer, longest = config.algorithm.overlong_buffer, config.data.max_response_length
     if buffer.enable and buffer.len is not None and buffer.len > longest:
+        rule = f"must be at most data.max_response_length = {longest}"
         why = "the penalty begins that many tokens before the longest response"
-        yield Broken("algorithm.overlong_buffer.len", f"must be at most data.max_response_length = {longest}", why, (max(longest // 5, 1),))
+        yield Violation("algorithm.overlong_buffer.len", rule, why, (max(longest // 5, 1),))
 
 
-def _covariances(config: RunConfig) -> Iterator[Broken]:
+def _covariances(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     loss = config.algorithm.policy_loss
     if loss.loss_mode == "clip_cov" and loss.clip_cov_lb >= loss.clip_cov_ub:
         why = "tokens are taken whose covariance lies between the two"
-        yield Broken(f"{_LOSS}.clip_cov_lb", f"must be below clip_cov_ub = {loss.clip_cov_ub:g}", why, (1.0,))
+        yield Violation(f"{_LOSS}.clip_cov_lb", f"must be below clip_cov_ub = {loss.clip_cov_ub:g}", why, (1.0,))
 
 
-def _aggregation(config: RunConfig) -> Iterator[Broken]:
+def _aggregation(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     loss = config.algorithm.policy_loss
     if loss.loss_agg_mode not in AGGREGATIONS:
         return
@@ -208,10 +181,10 @@ def _aggregation(config: RunConfig) -> Iterator[Broken]:
         return
     if allowed and loss.loss_agg_mode not in allowed:
         why = f"{why}; {_LOSS}.force: true keeps it as it is"
-        yield Broken(f"{_LOSS}.loss_agg_mode", f"does not go with loss_mode {loss.loss_mode}", why, allowed)
+        yield Violation(f"{_LOSS}.loss_agg_mode", f"does not go with loss_mode {loss.loss_mode}", why, allowed)
 
 
-def _clip(config: RunConfig) -> Iterator[Broken]:
+def _clip(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     for name, value, limit in _clips(config):
         if value >= limit * _OTHER_SCALE:
             why = (
@@ -219,10 +192,10 @@ def _clip(config: RunConfig) -> Iterator[Broken]:
                 f"never clips; {_LOSS}.force: true keeps it as it is"
             )
             rule = f"is a token-level clip, too wide for loss_mode {config.algorithm.policy_loss.loss_mode} (at most {limit:g})"
-            yield Broken(f"{_LOSS}.{name}", rule, why, (3e-4, 4e-4))
+            yield Violation(f"{_LOSS}.{name}", rule, why, (3e-4, 4e-4))
 
 
-def _token_clip(config: RunConfig) -> Iterator[Broken]:
+def _token_clip(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     loss = config.algorithm.policy_loss
     if loss.loss_mode in LOSSES and LOSSES[loss.loss_mode].clips_tokens and loss.clip_ratio_high < TOKEN_BAND:
         why = (
@@ -230,7 +203,7 @@ def _token_clip(config: RunConfig) -> Iterator[Broken]:
             f"would be clipped; {_LOSS}.force: true keeps it as it is"
         )
         rule = f"is too narrow for loss_mode {loss.loss_mode}, which clips single tokens (at least {TOKEN_BAND:g})"
-        yield Broken(f"{_LOSS}.clip_ratio_high", rule, why, (0.2, 0.28))
+        yield Violation(f"{_LOSS}.clip_ratio_high", rule, why, (0.2, 0.28))
 
 
 def _clips(config: RunConfig) -> list[tuple[str, float, float]]:
@@ -239,3 +212,25 @@ def _clips(config: RunConfig) -> list[tuple[str, float, float]]:
     limit = LOSSES[loss.loss_mode].clip_warning_above if loss.loss_mode in LOSSES else None
     names = ("clip_ratio_low", "clip_ratio_high")
     return [] if limit is None else [(name, getattr(loss, name), limit) for name in names]
+
+
+def _unless_forced(rule: Rule) -> Rule:
+    """A rule against a likely mistake, which algorithm.policy_loss.force lets pass."""
+
+    def judged(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+        return iter(()) if config.algorithm.policy_loss.force else rule(config, model)
+
+    return judged
+
+
+LOSS_RULES = (
+    _estimator,
+    _loss_name,
+    _group,
+    _one_kl,
+    _correction,
+    _sampling,
+    _lengths,
+    _covariances,
+    *map(_unless_forced, (_aggregation, _clip, _token_clip, _anchor)),
+)

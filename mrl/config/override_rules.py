@@ -3,9 +3,10 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mrl.config.schema import RunConfig
+from mrl.config.schema import RunConfig, leaf
 from mrl.config.upstream_fields import UPSTREAM_FIELDS
-from mrl.config.violation import Broken, did_you_mean
+from mrl.config.violation import did_you_mean
+from mrl.errors import Violation
 from mrl.model import ModelSpec
 from mrl.platforms.npu_mindspeed import MINDSPEED_FIELDS
 
@@ -117,22 +118,22 @@ _TARGETS: tuple[tuple[str, str, Mapping[str, str], _Only], ...] = (
 )
 
 
-def override_rules(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
-    values = (
-        config.model.override_transformer_config,
-        config.actor.optim.override_optimizer_config,
-        config.actor.override_ddp_config,
-        config.rollout.engine_kwargs.get(config.rollout.name, {}),
-    )
-    for (key, *_), given in zip(_TARGETS, values, strict=True):
-        yield from override_faults(key, given, config.cluster.device)
+def override_rules(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    for key, *_rest in _TARGETS:
+        yield from override_faults(key, leaf(config, key) or {}, config.cluster.device)
+
+
+def _engine_names(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     for name in config.rollout.engine_kwargs:
         if name != config.rollout.name:
             rule = f"belongs to no engine in use; rollout.name is {config.rollout.name}"
-            yield Broken(f"rollout.engine_kwargs.{name}", rule, "it would be ignored", (config.rollout.name,))
+            yield Violation(f"rollout.engine_kwargs.{name}", rule, "it would be ignored", (config.rollout.name,))
 
 
-def override_faults(key: str, given: Mapping[str, Any], device: str) -> list[Broken]:
+OVERRIDE_RULES = (override_rules, _engine_names)
+
+
+def override_faults(key: str, given: Mapping[str, Any], device: str) -> list[Violation]:
     """What is wrong with fields given under one of the override keys on a device: `model.override_transformer_config`, ..."""
     upstream, ours, only = next((upstream, ours, only) for target, upstream, ours, only in _TARGETS if target == key)
     return [*_names(key, upstream, ours, given, device), *_values(key, only, given)]
@@ -143,22 +144,22 @@ def decided_by(key: str, name: str) -> str | None:
     return next(ours.get(name) for target, _, ours, _ in _TARGETS if target == key)
 
 
-def _values(key: str, only: _Only, given: Mapping[str, Any]) -> Iterator[Broken]:
+def _values(key: str, only: _Only, given: Mapping[str, Any]) -> Iterator[Violation]:
     for name, (legal, why) in only.items():
         if name in given and given[name] != legal:
-            yield Broken(f"{key}.{name}", f"must be {'null' if legal is None else str(legal).lower()}", why, (legal,))
+            yield Violation(f"{key}.{name}", f"must be {'null' if legal is None else str(legal).lower()}", why, (legal,))
 
 
-def _names(key: str, upstream: str, ours: Mapping[str, str], given: Mapping[str, Any], device: str) -> Iterator[Broken]:
+def _names(key: str, upstream: str, ours: Mapping[str, str], given: Mapping[str, Any], device: str) -> Iterator[Violation]:
     known = UPSTREAM_FIELDS[upstream]
     for name in given:
         if name in ours:
-            yield Broken(f"{key}.{name}", f"is decided by {ours[name]}", "two places could contradict each other")
+            yield Violation(f"{key}.{name}", f"is decided by {ours[name]}", "two places could contradict each other")
         elif name in MINDSPEED_FIELDS and upstream == "TransformerConfig":
             if device != "npu":
-                yield Broken(f"{key}.{name}", "is MindSpeed's, which runs with cluster.device npu only", "Megatron has no such field")
+                yield Violation(f"{key}.{name}", "is MindSpeed's, which runs with cluster.device npu only", "Megatron has no such field")
         elif name not in known.fields:
             closest = did_you_mean(name, sorted(known.fields))
             closest = closest if closest.startswith("did") else "no name is close to it"
             rule = f"is no field of {upstream} in {known.package} {known.version}; {closest}"
-            yield Broken(f"{key}.{name}", rule, "it would only be found when that class is built, on the cluster")
+            yield Violation(f"{key}.{name}", rule, "it would only be found when that class is built, on the cluster")

@@ -1,39 +1,47 @@
-"""Every rule that holds between keys, or between a key and the model. All are checked, so that one look shows all that is wrong."""
+"""Every rule for a value, between keys, or between a key and the model. All are judged: one look shows all that is wrong.
 
-from collections.abc import Iterator
+Rules stand in actor_rules.py, loss_rules.py, rollout_rules.py, run_rules.py, override_rules.py and device_rules.py, each a
+function of the configuration and the model; a rule of one key stands at the key. Each is judged by itself: where the schema
+refuses a part of a configuration (mrl/config/schema_errors.py), the rules that do not read that part still speak.
+"""
 
-from mrl.config.actor_rules import actor_notes, actor_rules
-from mrl.config.batch_rules import batch_rules
-from mrl.config.load import ResolvedConfig
-from mrl.config.loss_rules import loss_notes, loss_rules
-from mrl.config.npu_rules import npu_notes, npu_rules
-from mrl.config.override_rules import override_rules
-from mrl.config.path_rules import path_rules
-from mrl.config.reshard_rules import reshard_notes, reshard_rules
-from mrl.config.rollout_rules import rollout_notes, rollout_rules
-from mrl.config.run_rules import run_rules
-from mrl.config.schema import RunConfig, leaf
-from mrl.config.version_rules import version_notes, version_rules
-from mrl.config.violation import Broken, ConfigViolation, InvalidConfig
-from mrl.model import ModelSpec
-from mrl.model.layout import check_train_layout
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
-_GROUPS = (batch_rules, actor_rules, loss_rules, rollout_rules, reshard_rules, run_rules, override_rules, npu_rules, version_rules)
+from mrl.config.actor_rules import ACTOR_RULES, actor_notes
+from mrl.config.device_rules import DEVICE_RULES, npu_notes, version_notes
+from mrl.config.load import ResolvedConfig, SchemaRefusal
+from mrl.config.loss_rules import LOSS_RULES, loss_notes
+from mrl.config.override_rules import OVERRIDE_RULES
+from mrl.config.rollout_rules import ROLLOUT_RULES, reshard_notes, rollout_notes
+from mrl.config.run_rules import RUN_RULES, path_rules
+from mrl.config.schema import RunConfig, leaf, schema_keys
+from mrl.config.section import KeyRule, notes_of
+from mrl.config.violation import InvalidConfig
+from mrl.errors import MrlError, UnknownValue, Violation
+from mrl.model import ModelSpec, planning_model_spec
+
+Rule = Callable[[RunConfig, ModelSpec], Iterator[Violation]]
 
 
-def violations(resolved: ResolvedConfig, model: ModelSpec, check_paths: bool = False) -> list[ConfigViolation]:
+def violations(resolved: ResolvedConfig, model: ModelSpec, check_paths: bool = False) -> list[Violation]:
     """All broken rules; empty when the configuration is legal. `check_paths`: also look at the files that it names."""
-    config = resolved.config
-    broken = [*_layout_rules(config, model), *(b for group in _GROUPS for b in group(config, model))]
+    broken = [violation for rule in _RULES for violation in _judged(rule, resolved.config, model)]
     if check_paths:
-        broken += path_rules(config)
-    return [_placed(b, resolved) for b in broken]
+        broken += path_rules(resolved.config)
+    return [_placed(violation, resolved) for violation in broken]
 
 
 def check(resolved: ResolvedConfig, model: ModelSpec, check_paths: bool = False) -> None:
     """Raises InvalidConfig with all violations, if there are any."""
-    if found := violations(resolved, model, check_paths):
-        raise InvalidConfig(found)
+    if broken := violations(resolved, model, check_paths):
+        raise InvalidConfig(broken)
+
+
+def with_rules(refusal: SchemaRefusal) -> SchemaRefusal:
+    """A refusal by the schema, and what the rules have against the rest of that configuration."""
+    return SchemaRefusal([*refusal.violations, *violations(refusal.rest, _model_of(refusal.rest))], refusal.rest)
 
 
 def notes(resolved: ResolvedConfig, model: ModelSpec) -> list[str]:
@@ -48,11 +56,41 @@ def notes(resolved: ResolvedConfig, model: ModelSpec) -> list[str]:
     ]
 
 
-def _layout_rules(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
-    for v in check_train_layout(config.actor.layout.model_dump(), model):
-        yield Broken(f"actor.layout.{v.field}", v.rule, v.why, v.allowed)
+class _UnknownModel:
+    """Stands in for a model that cannot be read: rules that ask it for something are not judged."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise UnknownValue(name)
 
 
-def _placed(broken: Broken, resolved: ResolvedConfig) -> ConfigViolation:
-    value = leaf(resolved.config, broken.field)
-    return ConfigViolation(broken.field, resolved.where(broken.field), value, broken.rule, broken.why, broken.allowed)
+def _model_of(resolved: ResolvedConfig) -> ModelSpec | _UnknownModel:
+    try:
+        return planning_model_spec(resolved.config.model.path)[0]
+    except (MrlError, UnknownValue):
+        return _UnknownModel()
+
+
+def _judged(rule: Rule, config: RunConfig, model: ModelSpec) -> list[Violation]:
+    broken = []
+    try:
+        for violation in rule(config, model):
+            broken.append(violation)
+    except UnknownValue:
+        pass  # what was said before that key was read holds
+    return broken
+
+
+def _of_one_key(field: str, rule: KeyRule) -> Rule:
+    def judge(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+        value = leaf(config, field)
+        return (Violation(field, text, rule.why, rule.allowed) for text in (() if value is None else rule.faults(value)))
+
+    return judge
+
+
+_KEY_RULES = tuple(_of_one_key(path, notes_of(field).rule) for path, field in schema_keys().items() if notes_of(field).rule)
+_RULES = (*ACTOR_RULES, *_KEY_RULES, *LOSS_RULES, *ROLLOUT_RULES, *RUN_RULES, *OVERRIDE_RULES, *DEVICE_RULES)
+
+
+def _placed(violation: Violation, resolved: ResolvedConfig) -> Violation:
+    return replace(violation, value=leaf(resolved.config, violation.field), where=resolved.where(violation.field))

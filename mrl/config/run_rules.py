@@ -1,9 +1,15 @@
-"""The loop, the optimizer's schedule, and names of rewards and loggers."""
+"""The loop, the optimizer's schedule, names of rewards and loggers; and files that a configuration names.
 
+Files are looked for only where the run is to happen: a preset is legal on a machine without its data.
+"""
+
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from mrl.config.schema import RunConfig
-from mrl.config.violation import Broken, did_you_mean
+from mrl.config.violation import did_you_mean
+from mrl.errors import Violation
 from mrl.model import ModelSpec
 from mrl.record.sinks import VIEWS
 from mrl.reward.builtin_rules import RULES
@@ -13,53 +19,86 @@ _REWARDS = (AUTO, *RULES)
 _LOGGERS = ("jsonl", *VIEWS)
 
 
-def run_rules(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
-    yield from _schedule(config)
-    yield from _frequencies(config)
+def _rewards(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     if config.reward.custom_reward_function is None and config.reward.function not in _REWARDS:
         rule = f"is no built-in reward; {did_you_mean(config.reward.function, _REWARDS)}"
-        yield Broken("reward.function", rule, "a function of your own goes under reward.custom_reward_function", _REWARDS)
+        yield Violation("reward.function", rule, "a function of your own goes under reward.custom_reward_function", _REWARDS)
     for name in config.reward.bonus_rules:
         if name not in RULES:
-            yield Broken("reward.bonus_rules", f"{name} is no built-in rule; {did_you_mean(name, tuple(RULES))}", "", tuple(RULES))
+            yield Violation("reward.bonus_rules", f"{name} is no built-in rule; {did_you_mean(name, tuple(RULES))}", "", tuple(RULES))
     if config.reward.reward_manager == "naive" and config.algorithm.overlong_buffer.enable:
         why = "verl's naive manager pays no overlong penalty; leave reward_manager out to have both"
-        yield Broken("reward.reward_manager", "is naive while algorithm.overlong_buffer is on", why, ("dapo", None))
-    yield from _mixing(config)
+        yield Violation("reward.reward_manager", "is naive while algorithm.overlong_buffer is on", why, ("dapo", None))
+
+
+def _loggers(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     for name in config.trainer.logger:
         if name not in _LOGGERS:
-            yield Broken(
-                "trainer.logger", f"{name} is no logger; {did_you_mean(name, _LOGGERS)}", "each is a view of the metrics", _LOGGERS
-            )
+            rule = f"{name} is no logger; {did_you_mean(name, _LOGGERS)}"
+            yield Violation("trainer.logger", rule, "each is a view of the metrics", _LOGGERS)
 
 
-def _mixing(config: RunConfig) -> Iterator[Broken]:
+def _mixing(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     weights, files = config.data.train_weights, config.data.train_files
     if weights and len(weights) != len(files):
         rule = f"has {len(weights)} weights for {len(files)} train_files"
-        yield Broken("data.train_weights", rule, "each file has one, in their order")
-    if weights and (min(weights) < 0 or sum(weights) == 0):
-        yield Broken("data.train_weights", "must be at least 0, and one of them more", "they are shares of an epoch's prompts")
+        yield Violation("data.train_weights", rule, "each file has one, in their order")
 
 
-def _schedule(config: RunConfig) -> Iterator[Broken]:
+def _schedule(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     optim = config.actor.optim
     if optim.min_lr > optim.lr:
-        yield Broken("actor.optim.min_lr", f"must be at most actor.optim.lr = {optim.lr:g}", "the rate decays towards it", (0.0, optim.lr))
+        rule = f"must be at most actor.optim.lr = {optim.lr:g}"
+        yield Violation("actor.optim.min_lr", rule, "the rate decays towards it", (0.0, optim.lr))
     if optim.lr_decay_steps is not None and optim.lr_decay_steps <= optim.lr_warmup_steps:
         rule = f"must be more than lr_warmup_steps = {optim.lr_warmup_steps}"
-        yield Broken("actor.optim.lr_decay_steps", rule, "warm-up counts as part of the decay", (optim.lr_warmup_steps + 1,))
+        yield Violation("actor.optim.lr_decay_steps", rule, "warm-up counts as part of the decay", (optim.lr_warmup_steps + 1,))
     total = config.total_updates
     if optim.lr_decay_steps is None and optim.lr_decay_style != "constant" and total is not None and optim.lr_warmup_steps >= total:
         why = f"the rate decays over all {total} updates of the run, and warm-up is part of them"
-        yield Broken("actor.optim.lr_warmup_steps", f"must be less than {total}", why, (0, total - 1))
+        yield Violation("actor.optim.lr_warmup_steps", f"must be less than {total}", why, (0, total - 1))
 
 
-def _frequencies(config: RunConfig) -> Iterator[Broken]:
-    trainer = config.trainer
-    for name in ("save_freq", "test_freq"):
-        value = getattr(trainer, name)
-        if value != -1 and value < 1:
-            yield Broken(f"trainer.{name}", "must be -1 or at least 1 step", "-1 switches it off", (-1, 1))
-    if trainer.test_freq >= 1 and not config.data.val_files:
-        yield Broken("data.val_files", f"is empty while trainer.test_freq = {trainer.test_freq}", "there is nothing to validate on")
+def _validation(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    if config.trainer.test_freq >= 1 and not config.data.val_files:
+        rule = f"is empty while trainer.test_freq = {config.trainer.test_freq}"
+        yield Violation("data.val_files", rule, "there is nothing to validate on")
+
+
+RUN_RULES = (_schedule, _validation, _rewards, _mixing, _loggers)
+
+
+def run_dir(config: RunConfig) -> Path:
+    """Where the run writes: trainer.run_dir, else runs/<experiment_name>."""
+    return Path(config.trainer.run_dir or Path("runs") / config.trainer.experiment_name)
+
+
+def path_rules(config: RunConfig) -> Iterator[Violation]:
+    if not config.data.train_files:
+        yield Violation("data.train_files", "names no file", "training needs prompts; --set data.train_files=[FILE, ...]")
+    for field, files in (("data.train_files", config.data.train_files), ("data.val_files", config.data.val_files)):
+        yield from (Violation(field, f"{file} is not a file that can be read", _from_here(file)) for file in files if not _readable(file))
+    custom = config.reward.custom_reward_function
+    if custom is not None and not _readable(str(Path(custom.path).expanduser())):
+        yield Violation("reward.custom_reward_function.path", "is not a file that can be read", _from_here(custom.path))
+    loss = config.algorithm.policy_loss.custom
+    if loss is not None and not _readable(loss.path):
+        yield Violation("algorithm.policy_loss.custom.path", "is not a file that can be read", _from_here(loss.path))
+    yield from _writable(config)
+
+
+def _readable(file: str) -> bool:
+    return Path(file).is_file() and os.access(file, os.R_OK)
+
+
+def _from_here(file: str) -> str:
+    return "" if Path(file).is_absolute() else f"a relative path starts at the current directory, {Path.cwd()}"
+
+
+def _writable(config: RunConfig) -> Iterator[Violation]:
+    folder, why = run_dir(config).absolute(), "the run writes its checkpoints and metrics there"
+    there = next(p for p in (folder, *folder.parents) if p.exists())
+    if not there.is_dir():
+        yield Violation("trainer.run_dir", f"cannot be made: {there} is a file", why)
+    elif not os.access(there, os.W_OK | os.X_OK):
+        yield Violation("trainer.run_dir", f"cannot be written: no permission in {there}", why)

@@ -12,7 +12,8 @@ from math import prod
 from typing import Any, NamedTuple
 
 from mrl.errors import ConfigError
-from mrl.model.layout_rules import LayoutDegrees, ModelFacts, Violation, check_train_layout, chunk_layer_counts, padded_vocab_size
+from mrl.model.layout_degrees import LayoutDegrees
+from mrl.model.layout_rules import ModelFacts, check_train_layout, chunk_layer_counts, padded_vocab_size
 
 __all__ = [
     "DenseCoords",
@@ -21,7 +22,6 @@ __all__ = [
     "ModelFacts",
     "RolloutLayout",
     "TrainLayout",
-    "Violation",
     "WorkerCoords",
     "check_train_layout",
     "padded_vocab_size",
@@ -62,11 +62,12 @@ class TrainLayout:
     chunk_layers: tuple[tuple[int, ...], ...]  # [pipeline][virtual_pipeline]: number of layers of each model chunk
 
     @classmethod
-    def build(cls, degrees: Mapping[str, Any], model: ModelFacts) -> "TrainLayout":
-        """`degrees` has the keys of LayoutConfig (mrl/config/schema.py). Raises ConfigError that lists all violations."""
-        if violations := check_train_layout(degrees, model):
-            raise ConfigError("illegal parallel layout:\n" + "\n".join(f"  {v}" for v in violations))
+    def build(cls, degrees: Mapping[str, Any] | LayoutDegrees, model: ModelFacts) -> "TrainLayout":
+        """`degrees` may be a mapping with the keys of LayoutDegrees. Raises ConfigError that lists all violations."""
         d = LayoutDegrees.of(degrees)
+        if violations := check_train_layout(d, model):
+            none = "; allowed: none while the other keys stay as they are"
+            raise ConfigError("illegal parallel layout:\n" + "\n".join(f"  {v}{'' if v.allowed else none}" for v in violations))
         return cls(
             tensor=d.tensor_model_parallel_size,
             pipeline=d.pipeline_model_parallel_size,
@@ -74,7 +75,7 @@ class TrainLayout:
             context=d.context_parallel_size,
             expert=d.expert_model_parallel_size,
             expert_tensor=d.expert_tensor,
-            data=d.world_size // d.dense_ranks,
+            data=d.data_parallel_size,
             expert_data=d.world_size // d.expert_ranks,
             sequence_parallel=d.uses_sequence_parallel,
             chunk_layers=chunk_layer_counts(d, model.num_layers),

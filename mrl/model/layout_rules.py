@@ -1,9 +1,13 @@
 """The rules that a training layout must meet, as one table; all of them are checked at once. Used through mrl/model/layout.py."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
 from math import lcm
 from typing import Any, Protocol
+
+from mrl.errors import UnknownValue, Violation
+from mrl.model.layout_degrees import LayoutDegrees
 
 
 class ModelFacts(Protocol):
@@ -27,93 +31,6 @@ class ModelFacts(Protocol):
     def moe_intermediate_size(self) -> int: ...
     @property
     def shared_expert_intermediate_size(self) -> int: ...  # 0: no shared expert
-
-
-@dataclass(frozen=True)
-class Violation:
-    """One broken rule: which key, what it says, what must hold and why, and the nearest values that hold with all else unchanged."""
-
-    field: str
-    value: Any
-    rule: str
-    why: str
-    allowed: tuple[Any, ...]
-
-    def __str__(self) -> str:
-        allowed = ", ".join(map(str, self.allowed)) or "none while the other keys stay as they are"
-        return f"{self.field} = {self.value}: {self.rule}; {self.why}; allowed: {allowed}"
-
-
-@dataclass(frozen=True)
-class LayoutDegrees:
-    """The keys of LayoutConfig (mrl/config/schema.py) with its defaults.
-
-    `expert_tensor_parallel_size` None means 1, unlike Megatron, where it means the tensor size: slicing small experts costs more in
-    communication than it saves, and every public recipe sets 1 by hand.
-    """
-
-    world_size: int
-    tensor_model_parallel_size: int = 1
-    pipeline_model_parallel_size: int = 1
-    virtual_pipeline_model_parallel_size: int | None = None
-    context_parallel_size: int = 1
-    expert_model_parallel_size: int = 1
-    expert_tensor_parallel_size: int | None = None
-    sequence_parallel: bool | None = None
-    num_layers_in_first_pipeline_stage: int | None = None
-    num_layers_in_last_pipeline_stage: int | None = None
-    account_for_embedding_in_pipeline_split: bool = False
-    account_for_loss_in_pipeline_split: bool = False
-    pipeline_layers: tuple[int, ...] | None = None  # layers of each chunk in model order (stage by stage, then the next virtual chunk)
-
-    @classmethod
-    def of(cls, degrees: Mapping[str, Any]) -> "LayoutDegrees":
-        listed = degrees.get("pipeline_layers")
-        return cls(**{**degrees, "pipeline_layers": None if listed is None else tuple(listed)})
-
-    @property
-    def virtual_pipeline(self) -> int:
-        return self.virtual_pipeline_model_parallel_size or 1
-
-    @property
-    def expert_tensor(self) -> int:
-        return self.expert_tensor_parallel_size or 1
-
-    @property
-    def uses_sequence_parallel(self) -> bool:
-        return self.tensor_model_parallel_size > 1 if self.sequence_parallel is None else self.sequence_parallel
-
-    @property
-    def dense_ranks(self) -> int:
-        """Ranks that one copy of the dense parameters and one sequence take."""
-        return self.tensor_model_parallel_size * self.context_parallel_size * self.pipeline_model_parallel_size
-
-    @property
-    def sequence_parts(self) -> int:
-        """Equal parts that a sequence is cut into: over tensor ranks with sequence parallelism, twice over context ranks (zigzag)."""
-        over_tensor = self.tensor_model_parallel_size if self.uses_sequence_parallel else 1
-        return over_tensor * (2 * self.context_parallel_size if self.context_parallel_size > 1 else 1)
-
-    @property
-    def expert_ranks(self) -> int:
-        """Ranks that one copy of the experts takes."""
-        return self.expert_tensor * self.expert_model_parallel_size * self.pipeline_model_parallel_size
-
-    @property
-    def end_stages(self) -> tuple[int, ...]:
-        """The layer counts given for the first and the last stage, as far as they are given."""
-        ends = (self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage)
-        return tuple(n for n in ends if n is not None)
-
-    @property
-    def counted_extras(self) -> int:
-        """How many of embedding and loss count as a layer in the split."""
-        return int(self.account_for_embedding_in_pipeline_split) + int(self.account_for_loss_in_pipeline_split)
-
-    @property
-    def notations(self) -> int:
-        """How many of the three uneven notations are in use; at most one may be."""
-        return (self.pipeline_layers is not None) + bool(self.end_stages) + bool(self.counted_extras)
 
 
 def padded_vocab_size(vocab_size: int, tensor: int) -> int:
@@ -325,25 +242,44 @@ _RULES = (
 )
 
 
-def check_train_layout(degrees: Mapping[str, Any], model: ModelFacts) -> list[Violation]:
+def check_train_layout(degrees: Mapping[str, Any] | LayoutDegrees, model: ModelFacts) -> list[Violation]:
     """All violations of a layout at once, in the order of the table; empty when it is legal.
 
-    `degrees` is a mapping with the keys of LayoutConfig (mrl/config/schema.py), e.g. `config.actor.layout.model_dump()`; degrees are
-    positive, which the schema sees to. `Violation.allowed` holds the nearest values that satisfy every rule on the same key while
-    the other keys stay as they are; it is empty when there is none.
+    `degrees` may be a mapping with the keys of LayoutDegrees; they are positive, which the schema sees to. `Violation.field` is the key
+    in that section, `allowed` the nearest values that satisfy every rule on the same key while the other keys stay as they are; it is
+    empty when there is none. Rules that read a key whose value is not known are left out.
     """
     d = LayoutDegrees.of(degrees)
-    broken = [rule for rule in _RULES if not rule.holds(d, model)]
-    return [Violation(r.field, getattr(d, r.field), r.rule.format(d=d, m=model), r.why, _nearest_legal(r.field, d, model)) for r in broken]
+    judged = (_judged(rule, d, model) for rule in _RULES)
+    return [violation for violation in judged if violation is not None]
+
+
+def _judged(rule: _Rule, d: LayoutDegrees, m: ModelFacts) -> Violation | None:
+    try:
+        if rule.holds(d, m):
+            return None
+        text = rule.rule.format(d=d, m=m)
+    except UnknownValue:
+        return None
+    return Violation(rule.field, text, rule.why, _nearest_legal(rule.field, d, m), value=getattr(d, rule.field))
 
 
 def _nearest_legal(field: str, d: LayoutDegrees, m: ModelFacts, count: int = 4) -> tuple[Any, ...]:
     rules = [rule for rule in _RULES if rule.field == field]
-    legal = [v for v in _candidates(field, d, m) if all(rule.holds(replace(d, **{field: v}), m) for rule in rules)]
+    try:
+        legal = [v for v in _candidates(field, d, m) if all(rule.holds(_changed(d, field, v), m) for rule in rules)]
+    except UnknownValue:
+        return ()
     value = getattr(d, field)
     if not isinstance(value, int) or isinstance(value, bool):
         return tuple(legal[:count])
     return tuple(sorted(sorted(legal, key=lambda v: (abs(v - value), v))[:count]))
+
+
+def _changed(d: LayoutDegrees, field: str, value: Any) -> LayoutDegrees:
+    changed = copy(d)
+    vars(changed)[field] = value
+    return changed
 
 
 def _candidates(field: str, d: LayoutDegrees, m: ModelFacts) -> Iterable[Any]:

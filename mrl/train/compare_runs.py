@@ -15,7 +15,7 @@ from typing import Any
 
 from mrl.checkpoint.manifest import Manifest, check_digests, read_manifest
 from mrl.config.load import ResolvedConfig
-from mrl.config.path_rules import run_dir as run_dir_of
+from mrl.config.run_rules import run_dir as run_dir_of
 from mrl.errors import MrlError
 from mrl.record.run_dir import RunDir, read_metrics
 

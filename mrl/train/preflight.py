@@ -9,8 +9,8 @@ from mrl.cluster.prerequisites import check_port_free, check_reachable, check_si
 from mrl.config.capabilities import missing_capabilities
 from mrl.config.describe import describe_layout, describe_loss
 from mrl.config.load import ResolvedConfig
-from mrl.config.path_rules import run_dir as run_dir_of
 from mrl.config.rules import check, notes
+from mrl.config.run_rules import run_dir as run_dir_of
 from mrl.config.schema import RunConfig
 from mrl.errors import ConfigError
 from mrl.model import ModelSpec, load_model_spec, model_spec

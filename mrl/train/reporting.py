@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from mrl.config.describe import updates_per_rollout
 from mrl.config.schema import DataConfig, RunConfig
 from mrl.data.batch import TrainBatch
 from mrl.platforms.hosting import get_hosting
@@ -59,7 +58,7 @@ def clip_advice(config: RunConfig, metrics: Mapping[str, float]) -> str | None:
     is right.
     """
     loss, clipped = config.algorithm.policy_loss, metrics.get("actor/pg_clipfrac")
-    if loss.loss_mode not in ("gspo", "gspo-token") or clipped is None or updates_per_rollout(config) < 2:
+    if loss.loss_mode not in ("gspo", "gspo-token") or clipped is None or config.updates_per_step < 2:
         return None
     if 0 < clipped <= CLIPS_TOO_MUCH:
         return None

@@ -84,6 +84,21 @@ def test_what_the_schema_refuses_is_in_the_same_rows_all_at_once(mrl):
     assert next(r["rule"] for r in rows if r["field"] == "actor.lr") == "unknown key; did you mean actor.optim.lr?"
 
 
+def test_mistakes_of_the_schema_and_of_the_rules_come_in_one_answer(mrl):
+    """An unknown key, a wrong type, a limit, a rule of one key, rules between keys and against the model, a device without figures."""
+    wrong = {
+        "actor.optim.lrr": "1", "rollout.n": "many", "actor.optim.clip_grad": "-1", "trainer.save_freq": "0", "actor.optim.min_lr": "1",
+        "actor.ppo_mini_batch_size": "3", "actor.layout.tensor_model_parallel_size": "3", "cluster.accelerator": "b300",
+    }  # fmt: skip
+    code, rows = verdict(mrl(*OK, "--json", *(part for key, value in wrong.items() for part in ("--set", f"{key}={value}"))))
+    assert code == 2 and set(wrong) <= {row["field"] for row in rows}
+    schema_says = {row["field"]: row["rule"] for row in rows[:3]}
+    assert set(schema_says) == {"actor.optim.lrr", "rollout.n", "actor.optim.clip_grad"}
+    assert "did you mean lr?" in schema_says["actor.optim.lrr"]
+    code, _, err = mrl("plan", *OK[1:], *(part for key, value in wrong.items() for part in ("--set", f"{key}={value}")))
+    assert code == 2 and all(key in err for key in wrong if key != "cluster.accelerator")
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [

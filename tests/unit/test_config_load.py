@@ -9,9 +9,9 @@ import pytest
 from pydantic import ValidationError
 
 from mrl.algo.spec import LOSSES
-from mrl.config.explain import section_of
 from mrl.config.load import available_recipes, load_config
-from mrl.config.schema import RunConfig, leaf
+from mrl.config.schema import leaf, schema_keys, verl_names
+from mrl.config.section import notes_of
 from mrl.config.violation import InvalidConfig
 from mrl.errors import ConfigError
 
@@ -39,12 +39,6 @@ def write(tmp_path, monkeypatch):
 @pytest.fixture
 def small(write):
     return write("small.yaml", SMALL)
-
-
-def schema_leaves(section, prefix=""):
-    for name, field in section.model_fields.items():
-        inner = section_of(field.annotation)
-        yield from schema_leaves(inner, f"{prefix}{name}.") if inner else [(f"{prefix}{name}", field)]
 
 
 def problems(path, *overrides) -> list[str]:
@@ -179,7 +173,7 @@ def test_a_malformed_set_is_refused_and_quoted(small, override):
 
 # --- types ---------------------------------------------------------------------------------------------------------------------
 
-FLOATS = [key for key, field in schema_leaves(RunConfig) if field.annotation in (float, float | None)]
+FLOATS = [key for key, field in schema_keys().items() if field.annotation in (float, float | None)]
 LARGER = ("algorithm.policy_loss.clip_ratio_c", "rollout.temperature")  # cannot be as small as the numbers tried
 
 
@@ -311,7 +305,7 @@ def test_each_line_of_the_resolved_configuration_names_its_origin(small):
 
 def test_every_leaf_has_an_origin(small):
     resolved = load_config(small)
-    leaves = {key for key, _ in schema_leaves(RunConfig)}
+    leaves = set(schema_keys())
     unset = ("reward.custom_reward_function", "ref.layout", "algorithm.policy_loss.custom")
     optional = {key for key in leaves if key.startswith(tuple(f"{name}." for name in unset))}
     assert set(resolved.origins) == leaves - optional | set(unset)
@@ -332,3 +326,12 @@ def test_loading_takes_under_a_second_and_no_heavy_import():
 def test_the_schema_is_frozen(small):
     with pytest.raises(ValidationError, match="frozen"):
         load_config(small).config.rollout.n = 3
+
+
+def test_verls_names_stand_at_one_key_each():
+    stated = [name for field in schema_keys().values() for name in notes_of(field).verl]
+    names = verl_names()
+    # the actor's layout is stated once and used twice, for the reference too
+    assert len(names) == len(set(stated)) and set(names.values()) <= set(schema_keys())
+    assert names["actor_rollout_ref.actor.optim.lr"] == "actor.optim.lr"
+    assert names["actor_rollout_ref.actor.megatron.tensor_model_parallel_size"] == "actor.layout.tensor_model_parallel_size"

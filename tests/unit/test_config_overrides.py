@@ -19,7 +19,8 @@ ONLY = [(key, upstream, field) for key, upstream, _, only in override_rules._TAR
 
 
 def broken(override: str):
-    return list(override_rules.override_rules(load_config(TINY, overrides=[override]).config, None))
+    config = load_config(TINY, overrides=[override]).config
+    return [violation for rule in override_rules.OVERRIDE_RULES for violation in rule(config, None)]
 
 
 @pytest.mark.parametrize(

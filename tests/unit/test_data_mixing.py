@@ -11,9 +11,11 @@ import pytest
 from test_data import CharTokenizer, load, row, write_jsonl, write_parquet
 
 from mrl.config.load import load_config
+from mrl.config.rules import violations
 from mrl.data.order import DataCursor, PromptStream, epoch_counts, mixed_order
 from mrl.data.prompt_store import SeenPrompts
 from mrl.errors import ConfigError, DataError
+from mrl.model import known_spec
 
 
 def text(prompt) -> str:
@@ -82,12 +84,9 @@ def test_a_weighted_file_without_prompts_is_refused(tmp_path):
     ("weights", "message"), [("[1.0]", "has 1 weights for 2 train_files"), ("[1.0, -1.0]", "at least 0"), ("[0, 0]", "one of them more")]
 )
 def test_weights_that_do_not_fit_the_files_are_refused(weights, message):
-    from mrl.config.run_rules import run_rules
-
-    config = load_config(
-        "parallel_configs/tiny-moe/cpu.yaml", None, ["data.train_files=[a.jsonl, b.jsonl]", f"data.train_weights={weights}"]
-    )
-    assert any(b.field == "data.train_weights" and message in b.rule for b in run_rules(config.config, None))
+    overrides = ["data.train_files=[a.jsonl, b.jsonl]", f"data.train_weights={weights}"]
+    broken = violations(load_config("parallel_configs/tiny-moe/cpu.yaml", None, overrides), known_spec("Qwen3-30B-A3B"))
+    assert any(v.field == "data.train_weights" and message in v.rule for v in broken)
 
 
 def test_duplicates_are_dropped_over_all_files_and_counted(tmp_path):

@@ -3,14 +3,14 @@
 import pytest
 
 from mrl.config.load import load_config
-from mrl.config.run_rules import run_rules
+from mrl.config.run_rules import RUN_RULES
 from mrl.config.violation import InvalidConfig
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
 
 
 def broken(*overrides):
-    return {b.field: b for b in run_rules(load_config(TINY, None, list(overrides)).config, None)}
+    return {b.field: b for rule in RUN_RULES for b in rule(load_config(TINY, None, list(overrides)).config, None)}
 
 
 def test_verls_managers_are_understood():

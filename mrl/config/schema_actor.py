@@ -1,0 +1,222 @@
+"""Keys of the trained model and of its reference: checkpoint, layout, optimizer, batches, offload."""
+
+from typing import Any, Literal
+
+from mrl.config.section import Section, key, section_from
+from mrl.model.layout_degrees import LayoutDegrees
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+class ModelConfig(Section):
+    """The Hugging Face checkpoint that the actor starts from."""
+
+    path: str = key(
+        ...,
+        "Folder of the Hugging Face checkpoint that the actor and the engines start from.",
+        verl="actor_rollout_ref.model.path",
+    )
+    dtype: Dtype = key(
+        "bfloat16",
+        "Number format of weights and activations in training; optimizer state and master weights are always float32.",
+        advice="bfloat16 everywhere but on a CPU.",
+    )
+    override_transformer_config: dict[str, Any] = key(
+        {},
+        "Fields of Megatron's TransformerConfig that no key here has, under their own names; checked against the real ones.",
+        advice="MoE on accelerators: moe_router_dtype: fp32, moe_permute_fusion: true. When memory is "
+        "short: recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1.",
+    )
+
+
+class LayoutConfig(section_from(LayoutDegrees)):
+    """Parallel degrees of the actor under their Megatron names. Data parallelism is what remains of the world size."""
+
+
+class OptimConfig(Section):
+    """Adam under Megatron's distributed optimizer."""
+
+    lr: float = key(
+        1e-6,
+        "Peak learning rate.",
+        gt=0,
+        advice="Start at 1e-6; 1e-5 is the most that full-parameter RL of large models usually takes.",
+        verl="actor_rollout_ref.actor.optim.lr",
+    )
+    min_lr: float = key(0.0, "Where the decay ends.", ge=0, verl="actor_rollout_ref.actor.optim.min_lr")
+    lr_warmup_steps: int = key(
+        0,
+        "Updates until the peak is reached.",
+        ge=0,
+        unit="updates",
+        advice="About 10; without it the first updates are the largest.",
+    )
+    lr_decay_style: Literal["constant", "linear", "cosine"] = key(
+        "constant",
+        "How the rate goes from peak to minimum.",
+        verl=(
+            "actor_rollout_ref.actor.optim.lr_decay_style",
+            "actor_rollout_ref.actor.optim.lr_scheduler_type",
+            "actor_rollout_ref.actor.optim.warmup_style",
+        ),
+    )
+    lr_decay_steps: int | None = key(
+        None,
+        "Updates until the minimum; left out: all of the run.",
+        ge=1,
+        unit="updates",
+    )
+    weight_decay: float = key(
+        0.1,
+        "Decoupled weight decay.",
+        ge=0,
+        advice="0.1.",
+        verl="actor_rollout_ref.actor.optim.weight_decay",
+    )
+    betas: tuple[float, float] = key(
+        (0.9, 0.95),
+        "Adam's moment decays.",
+        verl="actor_rollout_ref.actor.optim.betas",
+    )
+    eps: float = key(1e-8, "Adam's epsilon.", gt=0)
+    clip_grad: float = key(
+        1.0,
+        "Gradient norm above which gradients are scaled down; 0: never.",
+        ge=0,
+        advice="1.",
+        verl=("actor_rollout_ref.actor.grad_clip", "actor_rollout_ref.actor.optim.clip_grad"),
+    )
+    override_optimizer_config: dict[str, Any] = key(
+        {},
+        "Fields of Megatron's OptimizerConfig that no key here has.",
+        advice="A model whose optimizer state does not fit: optimizer_cpu_offload: true, "
+        "optimizer_offload_fraction: 1, overlap_cpu_optimizer_d2h_h2d: true, "
+        "use_precision_aware_optimizer: true.",
+    )
+
+
+class ActorConfig(Section):
+    """The trained model: layout, batches, optimizer, what moves to the host while it is not needed."""
+
+    layout: LayoutConfig
+    optim: OptimConfig = OptimConfig()
+    ppo_mini_batch_size: int = key(
+        ...,
+        "Prompts per optimizer update. train_batch_size / this = updates per step.",
+        ge=1,
+        unit="prompts",
+        advice="More than one update a step is off-policy: watch actor/pg_clipfrac and actor/ppo_kl. 2 to 4 updates are usual.",
+        verl="actor_rollout_ref.actor.ppo_mini_batch_size",
+    )
+    ppo_micro_batch_size_per_gpu: int = key(
+        8,
+        "Samples in one forward-backward of one data-parallel rank.",
+        ge=1,
+        unit="samples",
+        advice="As large as memory allows; it changes speed and memory, never the gradient.",
+        verl="actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+    )
+    log_prob_micro_batch_size_per_gpu: int | None = key(
+        None,
+        "Samples in one forward pass for log-probs; left out: cut as the update.",
+        ge=1,
+        unit="samples",
+        advice="Left out, the first update's ratio is exactly 1. Larger is faster: there is no backward pass.",
+        verl="actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
+    )
+    use_remove_padding: bool = key(
+        True,
+        "Samples of a micro-batch are packed one after the other instead of padded to one length.",
+        advice="true: padding is computed like text; packing changes results by rounding only.",
+    )
+    use_dynamic_bsz: bool = key(
+        False,
+        "Cuts micro-batches by tokens instead of samples.",
+        advice="Worth it whenever lengths differ: less padding, a steadier peak of memory.",
+        verl="actor_rollout_ref.actor.use_dynamic_bsz",
+    )
+    ppo_max_token_len_per_gpu: int | None = key(
+        None,
+        "Tokens of one device in a micro-batch, with use_dynamic_bsz.",
+        ge=1,
+        unit="tokens",
+        advice="At least (max_prompt_length + max_response_length) / context parallelism, so that the "
+        "longest sample fits; 2 to 3 times that where memory allows.",
+    )
+    log_prob_max_token_len_per_gpu: int | None = key(
+        None,
+        "The same for log-probs; left out: as in training.",
+        ge=1,
+        unit="tokens",
+    )
+    param_offload: bool = key(
+        False,
+        "Parameters are on the host while the engines generate.",
+        advice="For colocated placement, when memory is short.",
+        verl=("actor_rollout_ref.actor.fsdp_config.param_offload", "actor_rollout_ref.actor.megatron.param_offload"),
+    )
+    grad_offload: bool = key(
+        False,
+        "Gradient buffers have no memory but in updates; they are made anew, as zeros.",
+        verl="actor_rollout_ref.actor.megatron.grad_offload",
+    )
+    optimizer_offload: bool = key(
+        False,
+        "Float32 weights and moments are on the host but in updates and saves.",
+        verl=(
+            "actor_rollout_ref.actor.fsdp_config.optimizer_offload",
+            "actor_rollout_ref.actor.megatron.optimizer_offload",
+        ),
+    )
+    router_replay: Literal["disabled", "R2", "R3"] = key(
+        "disabled",
+        "Training uses the experts that were chosen before: R2 when old log-probs were computed, R3 when the engine generated.",
+        advice="disabled for one update a step; R2 for two; R3 for four or more, or when router/drift is high. GSPO often needs none.",
+        verl=("actor_rollout_ref.actor.router_replay.mode", "actor_rollout_ref.actor.megatron.router_replay.mode"),
+    )
+    freeze_router: bool = key(
+        False,
+        "Routers stay as the checkpoint has them: no gradient, no decay.",
+        advice="A last resort when router/drift or router/max_violation grows although routes are replayed.",
+        verl="actor_rollout_ref.actor.megatron.freeze_moe_router",
+    )
+    override_ddp_config: dict[str, Any] = key({}, "Fields of Megatron's DistributedDataParallelConfig.")
+
+    @property
+    def offloaded(self) -> tuple[str, ...]:
+        """The keys here that send something to the host."""
+        return tuple(name for name in ("param_offload", "grad_offload", "optimizer_offload") if getattr(self, name))
+
+
+class RefConfig(Section):
+    """The reference model of a KL loss. It lies as the actor does unless it has a layout of its own."""
+
+    path: str | None = key(
+        None,
+        "Checkpoint of the reference model, of the actor's architecture; left out: the actor's start (model.path).",
+    )
+    layout: LayoutConfig | None = None
+    param_offload: bool = key(
+        False,
+        "The reference model's parameters are on the host when it is not asked.",
+        advice="As the actor has it.",
+        verl="actor_rollout_ref.ref.fsdp_config.param_offload",
+    )
+    log_prob_micro_batch_size_per_gpu: int | None = key(
+        None,
+        "Samples in one forward pass of the reference model; left out: the actor's.",
+        ge=1,
+        unit="samples",
+        verl="actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
+    )
+    log_prob_use_dynamic_bsz: bool | None = key(
+        None,
+        "Cuts its micro-batches by tokens; left out: as the actor.",
+        verl="actor_rollout_ref.ref.log_prob_use_dynamic_bsz",
+    )
+    log_prob_max_token_len_per_gpu: int | None = key(
+        None,
+        "Tokens of one device in its micro-batches; left out: the actor's.",
+        ge=1,
+        unit="tokens",
+    )

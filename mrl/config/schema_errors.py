@@ -1,0 +1,114 @@
+"""What the schema has against a configuration: the key, where it was written, what it may be. And the rest without those keys."""
+
+import types
+from collections.abc import Collection, Sequence
+from functools import reduce
+from typing import Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from mrl.config.schema import RunConfig, Section, schema_paths
+from mrl.config.section import section_of
+from mrl.config.violation import did_you_mean
+from mrl.config.yaml_tree import Node
+from mrl.errors import Violation
+
+_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a mapping", Any: "anything"}
+_BOUNDS = {Ge: ("ge", ">="), Gt: ("gt", ">"), Le: ("le", "<="), Lt: ("lt", "<")}
+
+
+_Path = tuple[str, ...]
+
+
+def schema_violations(error: ValidationError, tree: Node) -> dict[_Path, Violation]:
+    """All of pydantic's complaints about `tree`, in the order of the schema, one for each path of keys."""
+    by_path = dict(_violation(e["type"], e["loc"], tree) for e in reversed(error.errors()))
+    return dict(reversed(by_path.items()))
+
+
+def rest_of(values: dict[str, Any], refused: Collection[_Path]) -> RunConfig:
+    """The configuration without the refused keys: reading one of them raises UnknownValue, rules on others can be judged.
+
+    `values`: the configuration as written; it is changed. Refused keys are replaced by something legal, so that all others
+    pass the schema as ever, and then removed.
+    """
+    fields = {tuple(path.split(".")): field for path, field in schema_paths()}
+    for path in refused:
+        _at(values, path[:-1]).pop(path[-1], None)
+    for path in refused:
+        if path in fields and fields[path].is_required():
+            _at(values, path[:-1])[path[-1]] = _stand_in(fields[path])
+    config = RunConfig.model_validate(values)
+    for path in fields.keys() & set(refused):
+        del vars(reduce(getattr, path[:-1], config))[path[-1]]
+    return config
+
+
+def _at(values: dict[str, Any], path: _Path) -> dict[str, Any]:
+    return reduce(lambda below, key: below[key], path, values)
+
+
+def _stand_in(field: FieldInfo) -> Any:
+    """Any value of a required key that the schema takes."""
+    section = section_of(field.annotation)
+    if section is not None:
+        return {name: _stand_in(inner) for name, inner in section.model_fields.items() if inner.is_required()}
+    return 1 if field.annotation is int else "-"
+
+
+def allowed_text(field: FieldInfo) -> str:
+    """What a field may be: `a number > 0`, `one of cpu, cuda, npu`, `a list, each text`."""
+    bounds = [f"{sign} {getattr(m, name):g}" for m in field.metadata for kind, (name, sign) in _BOUNDS.items() if isinstance(m, kind)]
+    return " ".join([_type_text(field.annotation), " and ".join(bounds)]).strip()
+
+
+def _type_text(annotation: Any) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return f"one of {', '.join(map(str, arguments))}"
+    if origin in (Union, types.UnionType):
+        return " or ".join("null" if a is type(None) else _type_text(a) for a in reversed(arguments))
+    if origin is tuple:
+        count = "a list, each" if Ellipsis in arguments else f"a list of {len(arguments)}, each"
+        return f"{count} {_type_text(arguments[0])}"
+    if origin is dict and get_origin(arguments[1]) is dict:
+        return "a mapping of mappings"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return f"a mapping with keys of {', '.join(annotation.model_fields)}"
+    return _NAMES[origin or annotation]
+
+
+def _violation(kind: str, loc: Sequence[Any], tree: Node) -> tuple[_Path, Violation]:
+    owner, field, depth = _resolve(loc)
+    path, unknown = loc[: depth + (kind == "extra_forbidden")], kind == "extra_forbidden"
+    node, steps = tree.find(path)
+    name, where = ".".join(map(str, path)), str(node.origin) if steps else ""
+    if unknown:
+        return path, Violation(name, f"unknown key; {_suggestion(path, owner)}", where=where)
+    if steps < len(path):
+        return path, Violation(name, f"is not set; must be {allowed_text(field)}", where=where)
+    value = node.plain()
+    quote = "; put it in quotes" if field.annotation is str and isinstance(value, int | float) else ""
+    return path, Violation(name, f"must be {allowed_text(field)}{quote}", value=value, where=where)
+
+
+def _resolve(loc: Sequence[Any]) -> tuple[type[Section], FieldInfo | None, int]:
+    """The section in which the path ends, the last field on the path, and how many keys lead to it: what follows is inside a value."""
+    owner, field, depth = RunConfig, None, 0
+    for depth, key in enumerate(loc, start=1):
+        if key not in owner.model_fields:
+            return owner, field, depth - 1
+        field = owner.model_fields[key]
+        section = section_of(field.annotation)
+        if section is None:
+            break
+        owner = section
+    return owner, field, depth
+
+
+def _suggestion(loc: Sequence[Any], owner: type[Section]) -> str:
+    key = str(loc[-1])
+    elsewhere = [path for path, _ in schema_paths() if path.rpartition(".")[2] == key]
+    return f"did you mean {elsewhere[0]}?" if elsewhere else did_you_mean(key, owner.model_fields)

@@ -1,0 +1,173 @@
+"""Keys of the rollout engines."""
+
+from typing import Any, Literal
+
+from mrl.config.schema_actor import Dtype
+from mrl.config.section import Section, key, must_be
+
+_RENORMALISED = (
+    "a filter leaves words out and scales the rest up: the engine's log-probs would be renormalised on the filtered set, "
+    "training's would not; filters are for rollout.val_kwargs"
+)
+
+
+class ValSamplingConfig(Section):
+    """Sampling of validation responses."""
+
+    n: int = key(
+        1,
+        "Validation responses per prompt.",
+        ge=1,
+        advice="Few problems need many: 32 or 64 for AIME.",
+        verl="actor_rollout_ref.rollout.val_kwargs.n",
+    )
+    temperature: float = key(
+        1.0,
+        "Of validation responses.",
+        ge=0,
+        advice="Above 0 for models that think at length; at 0 they loop.",
+        verl="actor_rollout_ref.rollout.val_kwargs.temperature",
+    )
+    top_p: float = key(
+        1.0,
+        "Nucleus of validation responses.",
+        gt=0,
+        le=1,
+        advice="0.7 to 1.",
+        verl="actor_rollout_ref.rollout.val_kwargs.top_p",
+    )
+    top_k: int = key(
+        -1,
+        "Candidates of validation responses; -1: all.",
+        verl="actor_rollout_ref.rollout.val_kwargs.top_k",
+    )
+
+
+class RolloutConfig(Section):
+    """Groups of vLLM engines."""
+
+    name: Literal["vllm"] = key("vllm", "The engine.")
+    num_engines: int = key(
+        1,
+        "Independent engines; prompts are spread over them.",
+        ge=1,
+        advice="Many engines of small tensor parallelism generate faster than few of large, and keep more copies of the weights.",
+    )
+    tensor_model_parallel_size: int = key(
+        1,
+        "Over how many devices an engine cuts each matrix.",
+        ge=1,
+        advice="The smallest for which device memory x gpu_memory_utilization x TP clearly exceeds 2 "
+        "bytes a parameter, then one step up: more room for KV cache against more communication. "
+        "Above 8 it seldom pays.",
+        verl="actor_rollout_ref.rollout.tensor_model_parallel_size",
+    )
+    data_parallel_size: int = key(
+        1,
+        "Copies of attention inside one engine; its experts are shared among all of them.",
+        ge=1,
+        verl=("actor_rollout_ref.rollout.data_parallel_size", "actor_rollout_ref.rollout.dp_model_parallel_size"),
+    )
+    expert_parallel_size: int = key(
+        1,
+        "1, or all workers of an engine (tensor x data): each then holds whole experts.",
+        ge=1,
+        advice="Measure it: with few sequences a wide spread is slower.",
+        verl="actor_rollout_ref.rollout.expert_parallel_size",
+    )
+    dtype: Dtype | None = key(
+        None,
+        "Number format of the engines; left out: the model's.",
+        advice="The model's: another one generates from another policy.",
+    )
+    n: int = key(
+        8,
+        "Responses per prompt; the group that advantages are relative to.",
+        ge=1,
+        advice="8 to 16; DAPO uses 16, GRPO's first paper 64.",
+        verl="actor_rollout_ref.rollout.n",
+    )
+    temperature: float = key(
+        1.0,
+        "Of training responses.",
+        ge=0.01,
+        advice="1.0: exploration, and log-probs mean the same on both sides.",
+        verl="actor_rollout_ref.rollout.temperature",
+    )
+    top_p: float = key(
+        1.0,
+        "Nucleus of training responses.",
+        gt=0,
+        le=1,
+        advice="1.0: training sees the whole distribution.",
+        rule=must_be(lambda p: p == 1.0, "must be 1.0 for training responses", _RENORMALISED, 1.0),
+    )
+    top_k: int = key(
+        -1,
+        "Candidates of training responses; -1: all.",
+        advice="-1.",
+        rule=must_be(lambda k: k == -1, "must be -1 (no filter) for training responses", _RENORMALISED, -1),
+    )
+    gpu_memory_utilization: float = key(
+        0.8,
+        "Share of a device's memory that an engine takes, weights and KV cache together.",
+        gt=0,
+        le=1,
+        advice="As high as runs without running out: 0.8 to 0.9 on devices of its own, 0.5 to 0.7 beside a trainer that is not offloaded.",
+        verl="actor_rollout_ref.rollout.gpu_memory_utilization",
+    )
+    cpu_kvcache_gib: int = key(1, "KV cache of one engine on a CPU.", ge=1, unit="GiB")
+    max_num_seqs: int = key(
+        256,
+        "Sequences that an engine works on at once.",
+        ge=1,
+        advice="Raise it while the engine's KV cache is not full.",
+        verl="actor_rollout_ref.rollout.max_num_seqs",
+    )
+    max_num_batched_tokens: int | None = key(
+        None,
+        "Tokens of one engine step.",
+        ge=1,
+        unit="tokens",
+        advice="max(8192, max_prompt_length + max_response_length) is a good start; below 2048 throughput suffers.",
+        verl="actor_rollout_ref.rollout.max_num_batched_tokens",
+    )
+    enforce_eager: bool | None = key(
+        None,
+        "No captured graphs; left out: as the device has it.",
+        advice="true only when memory is short or a graph fails.",
+        verl="actor_rollout_ref.rollout.enforce_eager",
+    )
+    enable_prefix_caching: bool = key(
+        True,
+        "Responses of one prompt share its KV cache; emptied after every weight sync.",
+        verl="actor_rollout_ref.rollout.enable_prefix_caching",
+    )
+    enable_chunked_prefill: bool | None = key(
+        None,
+        "Long prompts are read in parts; left out: as the device has it.",
+        advice="true on accelerators; always off on a CPU, whose build of vLLM dies of it.",
+        verl="actor_rollout_ref.rollout.enable_chunked_prefill",
+    )
+    calculate_log_probs: bool = key(
+        True,
+        "The engine returns the log-prob of each sampled token; metrics of mismatch and corrections need them.",
+    )
+    start_timeout_s: float = key(900.0, "Longest wait for the engines to start.", gt=0, unit="s")
+    generate_timeout_s: float = key(3600.0, "Longest wait for the responses of one step.", gt=0, unit="s")
+    engine_kwargs: dict[str, dict[str, Any]] = key(
+        {},
+        "`vllm:` with arguments of vLLM that no key here has; checked against the real ones.",
+        advice="cudagraph_capture_sizes: [1, 2, 4, 8, 16, 32] gives memory back. vLLM's pipeline parallelism is not supported.",
+    )
+    val_kwargs: ValSamplingConfig = ValSamplingConfig()
+
+    @property
+    def vllm_kwargs(self) -> dict[str, Any]:
+        """Arguments of vLLM that no key here has."""
+        return self.engine_kwargs.get("vllm", {})
+
+    @property
+    def workers_per_engine(self) -> int:
+        """Devices that one engine takes."""
+        return self.tensor_model_parallel_size * self.data_parallel_size

@@ -1,0 +1,157 @@
+"""Keys of the loop, the cluster and the weight sync."""
+
+from typing import Literal
+
+from mrl.config.section import Section, key, must_be
+
+_EVERY = must_be(lambda n: n == -1 or n >= 1, "must be -1 or at least 1 step", "-1 switches it off", -1, 1)
+
+
+class TrainerConfig(Section):
+    """The loop: how long, how often, where to."""
+
+    experiment_name: str = key(
+        "default",
+        "Name of the run, and of its folder.",
+        advice="model, recipe, and what is tried: qwen3-30b-gspo-clip4e-4.",
+        verl="trainer.experiment_name",
+    )
+    run_dir: str | None = key(
+        None,
+        "Where the run writes; left out: runs/<experiment_name>.",
+        advice="Absolute, on storage that every node sees.",
+        verl="trainer.default_local_dir",
+    )
+    seed: int = key(0, "Of prompts' order, sampling and initial states.")
+    deterministic: bool = key(
+        False,
+        "Ranks use deterministic kernels only, so that a resumed run repeats bit by bit.",
+    )
+    total_epochs: int = key(1, "Passes over the prompts.", ge=1, verl="trainer.total_epochs")
+    total_training_steps: int | None = key(
+        None,
+        "Steps; wins over total_epochs.",
+        ge=1,
+        unit="steps",
+        verl="trainer.total_training_steps",
+    )
+    save_freq: int = key(
+        -1,
+        "Steps between checkpoints; -1: only at the end.",
+        unit="steps",
+        advice="About an hour's worth: that is what a crash costs.",
+        rule=_EVERY,
+    )
+    test_freq: int = key(-1, "Steps between validations; -1: never.", unit="steps", rule=_EVERY)
+    val_before_train: bool = key(
+        True,
+        "Validates the untrained model too.",
+        advice="true: without it nobody knows what was gained.",
+        verl="trainer.val_before_train",
+    )
+    log_val_generations: int = key(
+        0,
+        "Validation responses that loggers of text show; all are saved in any case.",
+        ge=0,
+        advice="10 while a run is new: read them.",
+    )
+    max_actor_ckpt_to_keep: int = key(2, "Newest checkpoints that are kept.", ge=1)
+    async_save: bool = key(
+        True,
+        "Checkpoints are written while training goes on; false: training waits for the disk. Either way from a copy in host memory.",
+        advice="Off where a disk that is busy with a checkpoint slows training more than waiting does. It saves no memory.",
+    )
+    max_skipped_updates: int = key(
+        3,
+        "So many updates in a row that could not be applied (NaN or inf in loss or gradient) stop the run with exit code 6.",
+        ge=1,
+        unit="updates",
+        advice="One bad batch is passed over; a run of them means that the weights or the learning rate are the trouble.",
+    )
+    logger: tuple[str, ...] = key(("console", "tensorboard"), "Where metrics go, besides metrics.jsonl.")
+    logger_timeout_s: float = key(
+        60.0,
+        "A logger that is busy with one step for longer is left out from then on.",
+        gt=0,
+        unit="s",
+    )
+    project_name: str = key(
+        "mrl",
+        "Under which hosted loggers file the run; its name there is experiment_name.",
+        verl="trainer.project_name",
+    )
+
+
+class ClusterConfig(Section):
+    """Where it runs."""
+
+    device: Literal["cpu", "cuda", "npu"] = key("cuda", "What it runs on.", verl="trainer.device")
+    nnodes: int = key(1, "Nodes.", ge=1, verl="trainer.nnodes")
+    n_gpus_per_node: int = key(
+        1,
+        "Devices of a node; on cpu: ranks. An Atlas A3 node has 16, an A2 node 8.",
+        ge=1,
+        verl="trainer.n_gpus_per_node",
+    )
+    accelerator: str | None = key(
+        None,
+        "Model of the devices, as `mrl plan --device` names it, that plans assume; left out: the smallest of its kind.",
+    )
+    versions: dict[str, str] = key(
+        {},
+        "Packages of the cluster whose version is not that of the tested row; the rules are then those of that version.",
+        advice="Leave it out and install the row; `mrl doctor` compares.",
+    )
+    placement: Literal["separate", "colocated"] = key(
+        "separate",
+        "Engines on devices of their own, or on the actor's.",
+        advice="separate where there are enough devices; colocated when all of them must train and generate in turn.",
+    )
+    cpus_per_actor: float = key(1.0, "CPUs that Ray reserves for a rank.", gt=0)
+    cpus_per_engine: float = key(1.0, "CPUs that Ray reserves for an engine.", gt=0)
+    address: str | None = key(
+        None,
+        "HOST:PORT of a running Ray cluster; left out: $RAY_ADDRESS, else one is started for the run.",
+    )
+    port: int | None = key(
+        None,
+        "Where the actor's ranks meet, on the host of rank 0; left out: a free one.",
+        ge=1024,
+        le=65535,
+    )
+    start_timeout_s: float = key(
+        600.0,
+        "Longest wait for ranks to start and load.",
+        gt=0,
+        unit="s",
+        advice="Large models on slow storage need more.",
+    )
+    step_timeout_s: float = key(3600.0, "Longest wait for one call to the actor's ranks.", gt=0, unit="s")
+
+
+class ReshardConfig(Section):
+    """How trained weights reach the engines."""
+
+    path: Literal["fast", "slow"] = key(
+        "fast",
+        "How weights reach the engines: shard to shard by a plan, or full tensors through vLLM's own loader.",
+    )
+    transport: Literal["auto", "shm", "p2p", "ipc"] = key(
+        "auto",
+        "How two processes exchange bytes; auto: the nearest that connects them; p2p: torch.distributed.",
+    )
+    budget_mb: int = key(
+        256,
+        "What a rank sends, or a worker receives, in one round; staging is twice that.",
+        ge=1,
+        unit="MiB",
+        advice="256; less when memory is short, and more rounds.",
+    )
+    verify_every: int = key(
+        1,
+        "Syncs between two readings of what engines finally hold and what ranks hold in common; what an "
+        "engine received is proved every time.",
+        ge=1,
+        unit="syncs",
+    )
+    timeout_s: float = key(300.0, "Longest wait for one peer.", gt=0, unit="s")
