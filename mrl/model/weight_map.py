@@ -50,6 +50,8 @@ Split = Literal[
 ]
 # names of a layer's weights begin with these
 HF_LAYER, MEGATRON_LAYER, VLLM_LAYER = "model.layers.{layer}.", "decoder.layers.{layer}.", "model.layers.{layer}."
+# vLLM's decoder layers register attention, then the MLP, then both norms
+VLLM_ATTENTION, VLLM_NORMS = ("self_attn.q_proj.", "self_attn.o_proj.", "self_attn."), ("input_layernorm.", "post_attention_layernorm.")
 
 
 @dataclass(frozen=True)
@@ -95,13 +97,10 @@ class Family:
     read: Callable[[HfConfig], ModelSpec]
     dense_layer: Callable[[ModelSpec], tuple[Weight, ...]]  # weights of a layer without experts, in the checkpoint's order
     expert_layer: Callable[[ModelSpec], tuple[Weight, ...]] | None = None  # of a layer with experts
-    # Both sides list a layer's weights in an order of their own: by the first of these that a weight's checkpoint name begins with.
+    # Both sides have a layer's weights in an order of their own: that of the first of these that a weight's checkpoint name begins with,
+    # and the checkpoint's among those of one beginning.
     megatron_order: tuple[str, ...] = ("input_layernorm.", "self_attn.", "post_attention_layernorm.", "mlp.gate.", "mlp.experts.", "mlp.")
-    vllm_order: tuple[str, ...] = (
-        *("self_attn.q_proj.", "self_attn.o_proj.", "self_attn."),
-        *("mlp.gate.", "mlp.shared_expert_gate.", "mlp."),
-        *("input_layernorm.", "post_attention_layernorm."),
-    )
+    vllm_order: tuple[str, ...] = (*VLLM_ATTENTION, "mlp.", *VLLM_NORMS)
 
 
 @dataclass(frozen=True)
@@ -182,14 +181,20 @@ def _vocabulary(part: Part, megatron: str) -> Weight:
 
 
 def _layer_weights(family: Family, weights: tuple[Weight, ...]) -> LayerWeights:
-    def ordered(prefixes: tuple[str, ...]) -> list[Weight]:
-        def position(weight: Weight) -> int:
-            return next(n for n, prefix in enumerate(prefixes) if weight.parts[0].name.startswith(prefix))
-
-        return sorted(weights, key=position)
-
-    orders = (weights, ordered(family.megatron_order), ordered(family.vllm_order))
+    orders = (weights, _ordered(weights, family.megatron_order), _ordered(weights, family.vllm_order))
     return LayerWeights(*(tuple(map(_in_layer, order)) for order in orders))
+
+
+def _ordered(weights: Iterable[Weight], prefixes: Sequence[str]) -> list[Weight]:
+    """Raises ValueError for a weight that none of the prefixes fits."""
+
+    def position(weight: Weight) -> int:
+        for number, prefix in enumerate(prefixes):
+            if weight.parts[0].name.startswith(prefix):
+                return number
+        raise ValueError(f"{weight.parts[0].name} has no place in the order {', '.join(prefixes)}")
+
+    return sorted(weights, key=position)
 
 
 def _in_layer(weight: Weight) -> Weight:
