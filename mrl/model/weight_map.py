@@ -1,10 +1,12 @@
 """The weight map: what every tensor of a model is in the checkpoint, in Megatron and in vLLM.
 
-A family's file (qwen3.py, ...) lists its `Weight`s. Each says of which checkpoint tensors it consists, under which name Megatron and vLLM
-keep it, and how both divide it over tensor ranks. The three views are derived from these rows, without knowledge of a family:
-tensors.py (checkpoint, parameters, FLOPs), megatron_shards.py (blocks and memory of a rank), vllm_parameters.py (of an engine worker).
+A family's file (qwen3.py, ...) lists its `Weight`s. Each says of which checkpoint tensors it consists, under which
+name Megatron and vLLM keep it, and how both divide it over tensor ranks. The three views are derived from these rows,
+without knowledge of a family: tensors.py (checkpoint, parameters, FLOPs), megatron_shards.py (blocks and memory of a
+rank), vllm_parameters.py (of an engine worker).
 
-An example: attention with four query heads and two key/value heads. Each word below stands for the `head_dim` rows of one head.
+An example: attention with four query heads and two key/value heads. Each word below stands for the `head_dim` rows of
+one head.
 
     checkpoint    self_attn.q_proj.weight  q0 q1 q2 q3
                   self_attn.k_proj.weight  k0 k1
@@ -28,7 +30,8 @@ An example: attention with four query heads and two key/value heads. Each word b
          rank 2   q2 q3                              q2 k1 v1
          rank 3   k1 v1                              q3 k1 v1
 
-Every word of a view is a `Block`: at TP1 and head_dim 1, k1 is row [1, 2) of k_proj, row [6, 7) in Megatron and row [5, 6) in vLLM.
+Every word of a view is a `Block`: at TP1 and head_dim 1, k1 is row [1, 2) of k_proj, row [6, 7) in Megatron and row
+[5, 6) in vLLM.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -51,7 +54,9 @@ Split = Literal[
 # names of a layer's weights begin with these
 HF_LAYER, MEGATRON_LAYER, VLLM_LAYER = "model.layers.{layer}.", "decoder.layers.{layer}.", "model.layers.{layer}."
 # vLLM's decoder layers register attention, then the MLP, then both norms
-VLLM_ATTENTION, VLLM_NORMS = ("self_attn.q_proj.", "self_attn.o_proj.", "self_attn."), ("input_layernorm.", "post_attention_layernorm.")
+VLLM_ATTENTION = ("self_attn.q_proj.", "self_attn.o_proj.", "self_attn.")
+VLLM_NORMS = ("input_layernorm.", "post_attention_layernorm.")
+MEGATRON_ORDER = ("input_layernorm.", "self_attn.", "post_attention_layernorm.", "mlp.gate.", "mlp.experts.", "mlp.")
 
 
 @dataclass(frozen=True)
@@ -71,8 +76,8 @@ class Part:
 class Weight:
     """One row of the map: checkpoint tensors that are one parameter in Megatron and in vLLM.
 
-    In `megatron`, `{layer}` and `{expert}` are numbers local to the model chunk and the rank. vLLM stacks the experts of a layer in one
-    parameter, whose leading axis is the expert.
+    In `megatron`, `{layer}` and `{expert}` are numbers local to the model chunk and the rank. vLLM stacks the experts
+    of a layer in one parameter, whose leading axis is the expert.
     """
 
     parts: tuple[Part, ...]
@@ -88,6 +93,9 @@ class Weight:
         return sum(part.numel for part in self.parts)
 
 
+LayerOf = Callable[[ModelSpec], tuple[Weight, ...]]  # weights of one layer, in the checkpoint's order
+
+
 @dataclass(frozen=True)
 class Family:
     """What a family's file says."""
@@ -95,11 +103,11 @@ class Family:
     architecture: str  # in config.json's `architectures`
     model_type: str  # ModelSpec.family
     read: Callable[[HfConfig], ModelSpec]
-    dense_layer: Callable[[ModelSpec], tuple[Weight, ...]]  # weights of a layer without experts, in the checkpoint's order
-    expert_layer: Callable[[ModelSpec], tuple[Weight, ...]] | None = None  # of a layer with experts
-    # Both sides have a layer's weights in an order of their own: that of the first of these that a weight's checkpoint name begins with,
-    # and the checkpoint's among those of one beginning.
-    megatron_order: tuple[str, ...] = ("input_layernorm.", "self_attn.", "post_attention_layernorm.", "mlp.gate.", "mlp.experts.", "mlp.")
+    dense_layer: LayerOf  # a layer without experts
+    expert_layer: LayerOf | None = None  # a layer with experts
+    # Both sides have a layer's weights in an order of their own: that of the first of these that a weight's checkpoint
+    # name begins with, and the checkpoint's among those of one beginning.
+    megatron_order: tuple[str, ...] = MEGATRON_ORDER
     vllm_order: tuple[str, ...] = (*VLLM_ATTENTION, "mlp.", *VLLM_NORMS)
 
 
