@@ -172,9 +172,9 @@ class WeightMap:
         return any(weight.megatron == MEGATRON_LAYER + megatron_name for weight, _ in self.counted)
 
 
-def copied(hf_name: str, shape: tuple[int, ...], megatron: str, vllm: str = "", matmul: bool = False) -> Weight:
-    """A weight that is whole on every rank; vLLM gives most of these the checkpoint's name."""
-    return Weight((Part(hf_name, shape, matmul),), megatron, vllm or hf_name, "copied")
+def copied(hf_name: str, shape: tuple[int, ...], megatron: str, matmul: bool = False) -> Weight:
+    """A weight that is whole on every rank and has the checkpoint's name in vLLM."""
+    return Weight((Part(hf_name, shape, matmul),), megatron, hf_name, "copied")
 
 
 def per_expert(weights: Iterable[Weight], experts: Iterable[int]) -> Iterator[tuple[Weight, int | None]]:
