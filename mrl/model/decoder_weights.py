@@ -1,8 +1,8 @@
 """Rows of the weight map that families have in common: norms, grouped-query attention, gated MLPs, routed experts.
 
-Checkpoint names are those of transformers' Qwen models. Megatron's are those of megatron-core 0.16.1 GPT models with Transformer Engine's
-module names, which mbridge 0.15.1 maps: the norm before a fused linear layer belongs to that layer (`linear_qkv.layer_norm_weight`).
-vLLM's are those of its 0.32 models.
+Checkpoint names are those of transformers' Qwen models. Megatron's are those of megatron-core 0.16.1 GPT models with
+Transformer Engine's module names, which mbridge 0.15.1 maps: the norm before a fused linear layer belongs to that
+layer (`linear_qkv.layer_norm_weight`). vLLM's are those of its 0.32 models.
 """
 
 from mrl.model.hf_config import ModelSpec
@@ -28,14 +28,14 @@ def layer_norms(m: ModelSpec, megatron_mlp_norm: str) -> tuple[Weight, ...]:
 
 
 def attention(m: ModelSpec) -> tuple[Weight, ...]:
-    """Query, key and value projections with or without bias, norms on queries and keys where there are any, output projection."""
-    norms = [copied(f"self_attn.{x}_norm.weight", (m.head_dim,), f"self_attention.{x}_layernorm.weight") for x in ("q", "k") if m.qk_norm]
+    """Query, key and value projections, perhaps with bias; perhaps norms on queries and keys; output projection."""
+    norms = ("q", "k") if m.qk_norm else ()
     queries = m.num_attention_heads * m.head_dim
     out = Part("self_attn.o_proj.weight", (m.hidden_size, queries))
     return (
         _qkv(m, "weight", (m.hidden_size,)),
         *([_qkv(m, "bias", ())] if m.qkv_bias else []),
-        *norms,
+        *(copied(f"self_attn.{x}_norm.weight", (m.head_dim,), f"self_attention.{x}_layernorm.weight") for x in norms),
         Weight((out,), "self_attention.linear_proj.weight", "self_attn.o_proj.weight", "columns"),
     )
 

@@ -1,6 +1,7 @@
 """Megatron's view of the weight map: what each rank holds, as boxes in Hugging Face coordinates.
 
-Layer and expert numbers in names are local to the model chunk and the rank, as in `named_parameters()` of the unwrapped chunk.
+Layer and expert numbers in names are local to the model chunk and the rank, as in `named_parameters()` of the
+unwrapped chunk.
 """
 
 from collections.abc import Iterable, Iterator
@@ -54,7 +55,8 @@ def source_shards(model: ModelSpec, layout: TrainLayout, rank: int) -> tuple[Sha
 def last_stage_weights(model: ModelSpec, pipeline: int) -> tuple[Weight, ...]:
     """What the last model chunk has behind its layers.
 
-    Where embeddings are tied and the ends are two stages, Megatron gives the last one a copy of the embedding and keeps the two equal.
+    Where embeddings are tied and the ends are two stages, Megatron gives the last one a copy of the embedding and
+    keeps the two equal.
     """
     weights = weight_map(model)
     shares_embedding = model.tie_word_embeddings and pipeline == 1
@@ -76,24 +78,24 @@ def megatron_slice(weight: Weight, tensor: int, expert_tensor: int, index: int =
 
 
 def _head_groups(weight: Weight) -> list[tuple[Part, int, int]]:
-    """(part, first row, number of rows): for each key/value head the query heads that use it, then the key head, then the value head.
+    """(part, first row, number of rows) for each key/value head: queries that use it, key, value.
 
-    The fused rows are cut evenly, so with more tensor ranks than key/value heads a rank's slice may begin inside a group.
+    The fused rows are cut evenly: with more tensor ranks than key/value heads a slice may begin inside a group.
     """
     rows = [(part, part.shape[0] // weight.groups) for part in weight.parts]
     return [(part, group * each, each) for group in range(weight.groups) for part, each in rows]
 
 
 def _window(segments: list[tuple[Part, int, int]], start: int, stop: int) -> Slice:
-    """Rows [start, stop) of the concatenation of `segments` (part, first row, number of rows); rows beyond it are padding."""
+    """Rows [start, stop) of the segments (part, first row, number of rows) one under the other; rows beyond are padding."""
     tail = segments[0][0].shape[1:]
     columns = Box.whole(tail).ranges
     blocks, at = [], 0
     for part, first, rows in segments:
         low, high = max(start, at), min(stop, at + rows)
         if low < high:
-            hf_box, local_box = ((first + low - at, first + high - at), *columns), ((low - start, high - start), *columns)
-            blocks.append(Block(part, Box(hf_box), Box(local_box)))
+            hf_box = Box(((first + low - at, first + high - at), *columns))
+            blocks.append(Block(part, hf_box, Box(((low - start, high - start), *columns))))
         at += rows
     return Slice((stop - start, *tail), tuple(blocks))
 
@@ -103,6 +105,9 @@ class _Numbers(NamedTuple):
 
     layer: int | None = None
     expert: int | None = None
+
+    def filled(self, name: str) -> str:
+        return name.format(layer=self.layer, expert=self.expert)
 
 
 _OUTSIDE = _Numbers()  # the layers
@@ -128,14 +133,15 @@ class _Rank:
         each = self.model.num_experts // self.layout.expert
         first = self.layout.expert_coords(self.rank).ep * each
         for weight, expert in per_expert(weights.layer(layer).megatron, range(each)):
-            yield self._shard(weight, vp, _Numbers(local, expert), _Numbers(layer, None if expert is None else first + expert))
+            hf_expert = None if expert is None else first + expert
+            yield self._shard(weight, vp, _Numbers(local, expert), _Numbers(layer, hf_expert))
 
     def _shard(self, weight: Weight, vp: int, local: _Numbers = _OUTSIDE, hf: _Numbers = _OUTSIDE) -> Shard:
         """`local` and `hf`: numbers in Megatron's name and in the checkpoint's."""
         index = self._expert_index if weight.is_expert else self._tensor_index
         local_slice = megatron_slice(weight, self.layout.tensor, self.layout.expert_tensor, index)
-        pieces = tuple(Piece(b.part.name.format(layer=hf.layer, expert=hf.expert), b.hf_box, b.local_box) for b in local_slice.blocks)
-        name = weight.megatron.format(layer=local.layer, expert=local.expert)
+        pieces = tuple(Piece(hf.filled(b.part.name), b.hf_box, b.local_box) for b in local_slice.blocks)
+        name = local.filled(weight.megatron)
         return Shard(name, vp, local_slice.shape, pieces, weight.is_expert, self._replicas(weight))
 
     def _replicas(self, weight: Weight) -> tuple[int, ...]:
@@ -171,6 +177,6 @@ class _Rank:
     @cached_property
     def _tied_replicas(self) -> tuple[int, ...]:
         """Of word embeddings of which the last stage has a copy."""
-        layout = self.layout
-        ends = {0, layout.pipeline - 1}
-        return tuple(rank for rank in layout.dense_group(self.rank, "cp", "dp", "pp") if layout.dense_coords(rank).pp in ends)
+        layout, ends = self.layout, {0, self.layout.pipeline - 1}
+        on_all_stages = layout.dense_group(self.rank, "cp", "dp", "pp")
+        return tuple(rank for rank in on_all_stages if layout.dense_coords(rank).pp in ends)

@@ -2,7 +2,7 @@
 
 from mrl.model.decoder_weights import dense_layer, expert_layer, gated_mlp
 from mrl.model.hf_config import HfConfig, ModelSpec, common, experts, head_dim_from_hidden, required
-from mrl.model.weight_map import Family, Weight, copied
+from mrl.model.weight_map import VLLM_ATTENTION, VLLM_NORMS, Family, Weight, copied
 
 
 def read(config: HfConfig) -> ModelSpec:
@@ -25,4 +25,11 @@ def with_shared_expert(m: ModelSpec) -> tuple[Weight, ...]:
     return expert_layer(m, (*shared, gate))
 
 
-FAMILY = Family("Qwen2MoeForCausalLM", "qwen2_moe", read, dense_layer, with_shared_expert)
+FAMILY = Family(
+    "Qwen2MoeForCausalLM",
+    "qwen2_moe",
+    read,
+    dense_layer,
+    with_shared_expert,
+    vllm_order=(*VLLM_ATTENTION, "mlp.gate.", "mlp.shared_expert_gate.", "mlp.", *VLLM_NORMS),
+)

@@ -1,7 +1,8 @@
-"""The families that are there, and the way from a checkpoint directory or a published name to a ModelSpec and its weight map.
+"""The model families; from a checkpoint directory or a published name to a ModelSpec, and to its weight map.
 
-Nothing but JSON is read and no code of a checkpoint runs. `mrl/model/known/NAME.json` holds the fields of the public config.json of
-`Qwen/NAME` that a ModelSpec is read from, so that a preset can be planned where its checkpoint is not; training never looks there.
+Nothing but JSON is read and no code of a checkpoint runs. `mrl/model/known/NAME.json` holds the fields of the public
+config.json of `Qwen/NAME` that a ModelSpec is read from, so that a preset can be planned where its checkpoint is not;
+training never looks there.
 """
 
 import json
@@ -80,7 +81,8 @@ def known_models() -> tuple[str, ...]:
 def known_name(path: str | Path) -> str | None:
     """The known model that the last part of a path or hub name begins with, case and punctuation aside.
 
-    `-Base`, `-Instruct` and what a user adds do not change the shape of the weights. None where the rest of the name says that they differ.
+    `-Base`, `-Instruct` and what a user adds do not change the shape of the weights. None where the rest of the name
+    says that they differ.
     """
     text = _plain(Path(path).name)
     names = {_plain(name): name for name in known_models()} | _SHORT
@@ -98,10 +100,11 @@ def known_spec(name: str) -> ModelSpec:
 
 
 def planning_model_spec(path: str | Path) -> tuple[ModelSpec, str]:
-    """The model for commands that only calculate, and a note where it is a published configuration and not the checkpoint's own.
+    """The model for commands that only calculate, and a note where the published configuration stands in for it.
 
-    A folder that is there is always read, and refused when it has no config.json or wants remote code. Only a path that is not on
-    this machine falls back to its name. Raises what `load_model_spec` raises when the name is not known either.
+    A folder that is there is always read, and refused when it has no config.json or wants remote code. Only a path
+    that is not on this machine falls back to its name. Raises what `load_model_spec` raises when the name is not
+    known either.
     """
     if Path(path).is_dir() or (name := known_name(path)) is None:
         try:

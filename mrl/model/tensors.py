@@ -53,7 +53,8 @@ def active_parameter_count(model: ModelSpec) -> int:
 
 def _count(model: ModelSpec, experts: int) -> int:
     """Parameters with so many experts a layer."""
-    return sum(weight.numel * layers * (experts if weight.is_expert else 1) for weight, layers in weight_map(model).counted)
+    counted = weight_map(model).counted
+    return sum(weight.numel * layers * (experts if weight.is_expert else 1) for weight, layers in counted)
 
 
 def expert_share(model: ModelSpec) -> float:
@@ -65,12 +66,13 @@ def expert_share(model: ModelSpec) -> float:
 def forward_flops_per_token(model: ModelSpec, context: float) -> float:
     """Floating-point operations (a multiply-add is two) of one token's forward pass.
 
-    `context`: mean number of positions that a token attends to, itself included: (length + 1) / 2 for a causal sequence, not the
-    whole length, since the masked half need not be computed. Counted are matrix products and attention; a backward pass costs twice
-    as much.
+    `context`: mean number of positions that a token attends to, itself included: (length + 1) / 2 for a causal
+    sequence, not the whole length, since the masked half need not be computed. Counted are matrix products and
+    attention; a backward pass costs twice as much.
     """
     weights = weight_map(model)
-    tied = [(weights.output, 1)] if model.tie_word_embeddings else []  # a product with the embedding, which is counted as a look-up
+    # a tied output layer is a product with the embedding, which itself is a look-up
+    tied = [(weights.output, 1)] if model.tie_word_embeddings else []
     matmul = sum(_matmul_numel(model, weight) * layers for weight, layers in (*weights.counted, *tied))
     scores_and_values = 2 * model.num_attention_heads * model.head_dim * context * model.num_layers
     return 2.0 * (matmul + scores_and_values)
@@ -78,4 +80,5 @@ def forward_flops_per_token(model: ModelSpec, context: float) -> float:
 
 def _matmul_numel(model: ModelSpec, weight: Weight) -> int:
     """Elements of a weight that one token is multiplied with in one layer."""
-    return sum(part.numel for part in weight.parts if part.matmul) * (model.num_experts_per_tok if weight.is_expert else 1)
+    numel = sum(part.numel for part in weight.parts if part.matmul)
+    return numel * model.num_experts_per_tok if weight.is_expert else numel

@@ -1,6 +1,7 @@
 """What vLLM 0.32's own loader makes of full tensors: the oracle that plans are held against. Numbers in, numbers out.
 
-Said anew, without the weight map and its boxes, as `load_weights` does it: name by name, each layer class slicing what it is given.
+Said anew, without the weight map and its boxes, as `load_weights` does it: name by name, each layer class slicing
+what it is given.
 """
 
 from collections import defaultdict
@@ -28,7 +29,8 @@ def loaded(model: ModelSpec, rollout: RolloutLayout, worker: int, hf: Arrays, tr
         if ".experts." not in name:
             *path, module, leaf = name.split(".")
             fused, place = _FUSED.get(module, (module, 0))
-            slices[".".join([*path, fused, leaf])][place] = _sliced(module, tensor, model.num_key_value_heads, tp, rollout.tensor)
+            local = _sliced(module, tensor, model.num_key_value_heads, tp, rollout.tensor)
+            slices[".".join([*path, fused, leaf])][place] = local
     parameters = {name: np.concatenate([parts[place] for place in sorted(parts)]) for name, parts in slices.items()}
     for layer in model.moe_layers:
         parameters |= _experts(hf, f"model.layers.{layer}.mlp.experts.", model.num_experts, rollout, worker, transposed)

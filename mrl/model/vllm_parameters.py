@@ -1,9 +1,10 @@
 """vLLM's view of the weight map: the fused parameters that each worker must hold, as boxes in Hugging Face coordinates.
 
-Names and shapes are those of vLLM 0.32's models in load layout, that is as `load_weights` fills them, before a kernel packs or
-shuffles anything. The dialect says how a device's build lays experts out: everybody but Ascend stores them as [expert, out, in],
-vllm-ascend transposed. Experts are placed as vLLM's linear strategy places them. Sources: model_executor/layers/linear.py (queries are
-divided, key/value heads repeated where there are fewer of them than workers) and vocab_parallel_embedding.py (rows are padded first).
+Names and shapes are those of vLLM 0.32's models in load layout, that is as `load_weights` fills them, before a kernel
+packs or shuffles anything. The dialect says how a device's build lays experts out: everybody but Ascend stores them
+as [expert, out, in], vllm-ascend transposed. Experts are placed as vLLM's linear strategy places them. Sources:
+model_executor/layers/linear.py (queries are divided, key/value heads repeated where there are fewer of them than
+workers) and vocab_parallel_embedding.py (rows are padded first).
 """
 
 from collections.abc import Iterator
@@ -27,8 +28,8 @@ VOCABULARY_MULTIPLE = 64  # vLLM's DEFAULT_VOCAB_PADDING_SIZE: rows are padded t
 class TargetPiece:
     """A block of a Hugging Face tensor and where it lies in a worker's parameter.
 
-    Hugging Face dimension d lies along local dimension `axes[d]`; local dimensions that are not in `axes` have extent 1 in `local_box`
-    (the number of an expert).
+    Hugging Face dimension d lies along local dimension `axes[d]`; local dimensions that are not in `axes` have extent
+    1 in `local_box` (the number of an expert).
     """
 
     hf_name: str
@@ -76,7 +77,8 @@ def _heads(weight: Weight, workers: int, index: int) -> Slice:
     heads, copies = max(weight.groups // workers, 1), max(workers // weight.groups, 1)
     rows = key.shape[0] // weight.groups * heads
     first = index // copies * rows
-    return stacked([(query, *share(query.shape[0], workers, index)), (key, first, first + rows), (value, first, first + rows)])
+    queries = (query, *share(query.shape[0], workers, index))
+    return stacked([queries, (key, first, first + rows), (value, first, first + rows)])
 
 
 def _vocabulary(weight: Weight, workers: int, index: int) -> Slice:
@@ -101,7 +103,8 @@ def expert_range(num_experts: int, ranks: int, index: int) -> range:
 def fullest_numel(model: ModelSpec, rollout: RolloutLayout, weight: Weight) -> int:
     """Elements of one layer's parameter, padding included, on the worker that has most of them: the first one."""
     if weight.is_expert:
-        return len(expert_range(model.num_experts, rollout.expert, 0)) * worker_slice(weight, rollout.expert_tensor, 0).numel
+        experts = len(expert_range(model.num_experts, rollout.expert, 0))
+        return experts * worker_slice(weight, rollout.expert_tensor, 0).numel
     return worker_slice(weight, rollout.tensor, 0).numel
 
 
@@ -137,12 +140,13 @@ class _Worker:
         local = worker_slice(weight, self.rollout.expert_tensor, etp)
         experts = expert_range(self.model.num_experts, self.rollout.expert, ep)
         step, axes = (-1, (2, 1)) if self.transposed else (1, (1, 2))
-        pieces = tuple(
-            TargetPiece(b.part.name.format(layer=layer, expert=expert), b.hf_box, Box(((n, n + 1), *b.local_box.ranges[::step])), axes)
-            for n, expert in enumerate(experts)
-            for b in local.blocks
-        )
-        return self._named(weight, layer, (len(experts), *local.shape[::step]), pieces)
+        pieces = []
+        for slot, expert in enumerate(experts):
+            for block in local.blocks:
+                local_box = Box(((slot, slot + 1), *block.local_box.ranges[::step]))
+                hf_name = block.part.name.format(layer=layer, expert=expert)
+                pieces.append(TargetPiece(hf_name, block.hf_box, local_box, axes))
+        return self._named(weight, layer, (len(experts), *local.shape[::step]), tuple(pieces))
 
     def _named(self, weight: Weight, layer: int | None, shape: tuple[int, ...], pieces: tuple[TargetPiece, ...]) -> TargetParameter:
         name = weight.vllm.format(layer=layer)
@@ -154,7 +158,8 @@ def _check_dense(model: ModelSpec, workers: int, weight: Weight, layer: int | No
     part = weight.parts[0]
     match weight.split:
         case "rows" | "columns":
-            _check_share(part.shape[weight.split == "columns"], workers, part.name.format(layer=layer).removesuffix(".weight"))
+            size = part.shape[1 if weight.split == "columns" else 0]
+            _check_share(size, workers, part.name.format(layer=layer).removesuffix(".weight"))
         case "vocabulary":
             _check_share(_padded(part.shape[0]), workers, "padded vocabulary")
         case "heads":

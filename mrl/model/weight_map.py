@@ -1,10 +1,12 @@
 """The weight map: what every tensor of a model is in the checkpoint, in Megatron and in vLLM.
 
-A family's file (qwen3.py, ...) lists its `Weight`s. Each says of which checkpoint tensors it consists, under which name Megatron and vLLM
-keep it, and how both divide it over tensor ranks. The three views are derived from these rows, without knowledge of a family:
-tensors.py (checkpoint, parameters, FLOPs), megatron_shards.py (blocks and memory of a rank), vllm_parameters.py (of an engine worker).
+A family's file (qwen3.py, ...) lists its `Weight`s. Each says of which checkpoint tensors it consists, under which
+name Megatron and vLLM keep it, and how both divide it over tensor ranks. The three views are derived from these rows,
+without knowledge of a family: tensors.py (checkpoint, parameters, FLOPs), megatron_shards.py (blocks and memory of a
+rank), vllm_parameters.py (of an engine worker).
 
-An example: attention with four query heads and two key/value heads. Each word below stands for the `head_dim` rows of one head.
+An example: attention with four query heads and two key/value heads. Each word below stands for the `head_dim` rows of
+one head.
 
     checkpoint    self_attn.q_proj.weight  q0 q1 q2 q3
                   self_attn.k_proj.weight  k0 k1
@@ -28,7 +30,8 @@ An example: attention with four query heads and two key/value heads. Each word b
          rank 2   q2 q3                              q2 k1 v1
          rank 3   k1 v1                              q3 k1 v1
 
-Every word of a view is a `Block`: at TP1 and head_dim 1, k1 is row [1, 2) of k_proj, row [6, 7) in Megatron and row [5, 6) in vLLM.
+Every word of a view is a `Block`: at TP1 and head_dim 1, k1 is row [1, 2) of k_proj, row [6, 7) in Megatron and row
+[5, 6) in vLLM.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -50,6 +53,10 @@ Split = Literal[
 ]
 # names of a layer's weights begin with these
 HF_LAYER, MEGATRON_LAYER, VLLM_LAYER = "model.layers.{layer}.", "decoder.layers.{layer}.", "model.layers.{layer}."
+# vLLM's decoder layers register attention, then the MLP, then both norms
+VLLM_ATTENTION = ("self_attn.q_proj.", "self_attn.o_proj.", "self_attn.")
+VLLM_NORMS = ("input_layernorm.", "post_attention_layernorm.")
+MEGATRON_ORDER = ("input_layernorm.", "self_attn.", "post_attention_layernorm.", "mlp.gate.", "mlp.experts.", "mlp.")
 
 
 @dataclass(frozen=True)
@@ -69,8 +76,8 @@ class Part:
 class Weight:
     """One row of the map: checkpoint tensors that are one parameter in Megatron and in vLLM.
 
-    In `megatron`, `{layer}` and `{expert}` are numbers local to the model chunk and the rank. vLLM stacks the experts of a layer in one
-    parameter, whose leading axis is the expert.
+    In `megatron`, `{layer}` and `{expert}` are numbers local to the model chunk and the rank. vLLM stacks the experts
+    of a layer in one parameter, whose leading axis is the expert.
     """
 
     parts: tuple[Part, ...]
@@ -86,6 +93,9 @@ class Weight:
         return sum(part.numel for part in self.parts)
 
 
+LayerOf = Callable[[ModelSpec], tuple[Weight, ...]]  # weights of one layer, in the checkpoint's order
+
+
 @dataclass(frozen=True)
 class Family:
     """What a family's file says."""
@@ -93,15 +103,12 @@ class Family:
     architecture: str  # in config.json's `architectures`
     model_type: str  # ModelSpec.family
     read: Callable[[HfConfig], ModelSpec]
-    dense_layer: Callable[[ModelSpec], tuple[Weight, ...]]  # weights of a layer without experts, in the checkpoint's order
-    expert_layer: Callable[[ModelSpec], tuple[Weight, ...]] | None = None  # of a layer with experts
-    # Both sides list a layer's weights in an order of their own: by the first of these that a weight's checkpoint name begins with.
-    megatron_order: tuple[str, ...] = ("input_layernorm.", "self_attn.", "post_attention_layernorm.", "mlp.gate.", "mlp.experts.", "mlp.")
-    vllm_order: tuple[str, ...] = (
-        *("self_attn.q_proj.", "self_attn.o_proj.", "self_attn."),
-        *("mlp.gate.", "mlp.shared_expert_gate.", "mlp."),
-        *("input_layernorm.", "post_attention_layernorm."),
-    )
+    dense_layer: LayerOf  # a layer without experts
+    expert_layer: LayerOf | None = None  # a layer with experts
+    # Both sides have a layer's weights in an order of their own: that of the first of these that a weight's checkpoint
+    # name begins with, and the checkpoint's among those of one beginning.
+    megatron_order: tuple[str, ...] = MEGATRON_ORDER
+    vllm_order: tuple[str, ...] = (*VLLM_ATTENTION, "mlp.", *VLLM_NORMS)
 
 
 @dataclass(frozen=True)
@@ -165,9 +172,9 @@ class WeightMap:
         return any(weight.megatron == MEGATRON_LAYER + megatron_name for weight, _ in self.counted)
 
 
-def copied(hf_name: str, shape: tuple[int, ...], megatron: str, vllm: str = "", matmul: bool = False) -> Weight:
-    """A weight that is whole on every rank; vLLM gives most of these the checkpoint's name."""
-    return Weight((Part(hf_name, shape, matmul),), megatron, vllm or hf_name, "copied")
+def copied(hf_name: str, shape: tuple[int, ...], megatron: str, matmul: bool = False) -> Weight:
+    """A weight that is whole on every rank and has the checkpoint's name in vLLM."""
+    return Weight((Part(hf_name, shape, matmul),), megatron, hf_name, "copied")
 
 
 def per_expert(weights: Iterable[Weight], experts: Iterable[int]) -> Iterator[tuple[Weight, int | None]]:
@@ -182,14 +189,20 @@ def _vocabulary(part: Part, megatron: str) -> Weight:
 
 
 def _layer_weights(family: Family, weights: tuple[Weight, ...]) -> LayerWeights:
-    def ordered(prefixes: tuple[str, ...]) -> list[Weight]:
-        def position(weight: Weight) -> int:
-            return next(n for n, prefix in enumerate(prefixes) if weight.parts[0].name.startswith(prefix))
-
-        return sorted(weights, key=position)
-
-    orders = (weights, ordered(family.megatron_order), ordered(family.vllm_order))
+    orders = (weights, _ordered(weights, family.megatron_order), _ordered(weights, family.vllm_order))
     return LayerWeights(*(tuple(map(_in_layer, order)) for order in orders))
+
+
+def _ordered(weights: Iterable[Weight], prefixes: Sequence[str]) -> list[Weight]:
+    """Raises ValueError for a weight that none of the prefixes fits."""
+
+    def position(weight: Weight) -> int:
+        for number, prefix in enumerate(prefixes):
+            if weight.parts[0].name.startswith(prefix):
+                return number
+        raise ValueError(f"{weight.parts[0].name} has no place in the order {', '.join(prefixes)}")
+
+    return sorted(weights, key=position)
 
 
 def _in_layer(weight: Weight) -> Weight:

@@ -189,8 +189,9 @@ class Activations:
             return 0
         gathered = self.tokens * self.model.hidden_size * self.bytes if self.layout.sequence_parallel else 0
         inner = self._gated(self.tokens, self.model.shared_expert_intermediate_size // self.layout.tensor, 1)
-        gate = self._hidden() + self.sharded * self.bytes if weight_map(self.model).has("mlp.shared_experts.gate_weight") else 0
-        return gathered + inner + gate  # the gate keeps its score and what it weighs
+        if weight_map(self.model).has("mlp.shared_experts.gate_weight"):  # it keeps its score and what it weighs
+            return gathered + inner + self._hidden() + self.sharded * self.bytes
+        return gathered + inner
 
     def layer(self, is_moe: bool) -> dict[str, int]:
         """One layer without recomputation, by term."""

@@ -1,7 +1,7 @@
 """What a vLLM worker holds: weights, and the KV cache in what its share of the memory leaves.
 
-Weights are those of the weight map (mrl/model/vllm_parameters.py). The cache gets gpu_memory_utilization of the device less weights and
-the peak of a profiling run (vLLM 0.32 v1/worker/gpu_worker.py).
+Weights are those of the weight map (mrl/model/vllm_parameters.py). The cache gets gpu_memory_utilization of the
+device less weights and the peak of a profiling run (vLLM 0.32 v1/worker/gpu_worker.py).
 """
 
 from collections import Counter

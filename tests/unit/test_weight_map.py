@@ -12,7 +12,7 @@ from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.model.megatron_shards import megatron_slice, source_shards
 from mrl.model.registry import weight_map
 from mrl.model.vllm_parameters import target_parameters, worker_slice
-from mrl.model.weight_map import Family, Slice, Weight, copied
+from mrl.model.weight_map import Family, Slice, Weight, WeightMap, copied
 from mrl.plan.engine_memory import worker_weights
 from mrl.plan.model_state import stage_state
 
@@ -57,6 +57,12 @@ def test_each_side_has_every_weight_of_a_layer_under_a_name_of_its_own(name):
 def test_a_model_type_of_no_family_is_refused():
     with pytest.raises(ConfigError, match="model_type = 'llama' is not supported; supported: qwen2, qwen3, qwen2_moe, qwen3_moe"):
         weight_map(replace(MODELS["qwen3"], family="llama"))
+
+
+def test_a_weight_that_an_order_leaves_out_is_a_mistake_of_the_family():
+    model = MODELS["qwen3"]
+    with pytest.raises(ValueError, match=r"mlp\.gate_proj\.weight has no place in the order"):
+        WeightMap.of(model, replace(FAMILIES["Qwen3ForCausalLM"], vllm_order=("self_attn.", "input_layernorm.", "post_attention")))
 
 
 def with_shared_experts(m: ModelSpec) -> tuple[Weight, ...]:
