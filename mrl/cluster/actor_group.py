@@ -63,7 +63,7 @@ class ActorGroup:
         return {f"rank {i}": getattr(w, method).remote(*arguments) for i, w in enumerate(self.workers)}
 
     def log_probs(self, batch: TrainBatch) -> tuple[np.ndarray, float]:
-        """Log-probs [batch, response_length] under the current weights, and the mean entropy over response tokens, in nats."""
+        """Log-probs [batch, response_length] under the current weights; the mean entropy over response tokens, nats."""
         return self._log_probs("log_probs", batch)
 
     def ref_log_probs(self, batch: TrainBatch) -> np.ndarray:
@@ -88,7 +88,7 @@ class ActorGroup:
         return [parts for rank in self.call("update", ray.put(batch)) for parts in rank]
 
     def offload(self) -> None:
-        """What `actor.*_offload` names leaves the devices, until it is needed again; nothing happens without such a key."""
+        """What `actor.*_offload` names leaves the devices until it is needed again. Does nothing without such a key."""
         if self.config.actor.offloaded:
             self.call("offload")
 
@@ -109,7 +109,10 @@ class ActorGroup:
             self._next_of(next(iter(streams)), streams)
 
     def _next_of(self, stream: Any, streams: dict) -> ray.ObjectRef | None:
-        """The next reference of one rank's stream; None at its end, where it leaves `streams`. The other ranks yield nothing, or fail."""
+        """The next reference of one rank's stream; None at its end, where it leaves `streams`.
+
+        The other ranks yield nothing, or fail.
+        """
         limit = self.config.cluster.step_timeout_s
         deadline = time.monotonic() + limit
         while stream in streams:
@@ -146,7 +149,8 @@ class ActorGroup:
     def write_checkpoint(self, folder: Path) -> list[dict]:
         """Every rank writes the copy it took, while it answers other calls; its parts of the manifest in rank order.
 
-        Raises EnvironmentFault when a disk does not take it, once no rank writes any more, or not within cluster.step_timeout_s.
+        Raises EnvironmentFault, once no rank writes any more, when a disk does not take it or is slower than
+        cluster.step_timeout_s.
         """
         try:
             parts = gather_all(self.refs("write_checkpoint", str(folder)), self.config.cluster.step_timeout_s, "write_checkpoint")

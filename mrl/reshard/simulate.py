@@ -9,7 +9,9 @@ Arrays = dict[str, np.ndarray]
 
 
 def loaded(model: ModelSpec, rollout: RolloutLayout, worker: int, hf: Arrays, transposed: bool) -> Arrays:
-    """The parameters of one worker after vLLM's own loader has seen all full tensors; `transposed`: as vllm-ascend stores experts."""
+    """The parameters of one worker after vLLM's own loader has seen all full tensors; `transposed`: as vllm-ascend
+    stores experts.
+    """
     tp, size = rollout.coords(worker).tp, rollout.tensor
     found: Arrays = {}
     for name in ("model.embed_tokens.weight", "lm_head.weight"):

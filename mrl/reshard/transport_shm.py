@@ -1,10 +1,12 @@
-"""Shared memory of one host, and device memory that trainer and engine share: ranks pack straight into the worker's arena.
+"""Shared memory of one host or of one device: ranks pack straight into the arena of a worker.
 
-An arena has two halves, and a half serves one round. The worker grants each rank its slot in it, the rank writes its message there and
-marks it ready, the worker unpacks and grants the half for the round after the next. Control words are 64-bit; what they do not order, the
-sync's digests would show. The arena is touched when it is made, and its file's name goes as soon as everybody has it open.
+An arena has two halves, and a half serves one round. The worker grants each rank its slot in it, the rank writes its
+message there and marks it ready, the worker unpacks and grants the half for the round after the next. Control words are
+64-bit; what they do not order, the sync's digests would show. The arena is touched when it is made, and its file's name
+goes as soon as everybody has it open.
 
-On a shared device (`DeviceReceiver`, `DeviceSender`) only the data lies on the device; the control words stay in a file of the host.
+On a shared device (`DeviceReceiver`, `DeviceSender`) only the data lies on the device; the control words stay in a file
+of the host.
 """
 
 import json
@@ -42,7 +44,10 @@ def arena_path(setup: SyncSetup, worker: int) -> Path:
 
 
 def arena_files(setup: SyncSetup, worker: int) -> list[Path]:
-    """Every name that a worker's arenas may have. Once everybody has them open the names can go: then nothing outlives the processes."""
+    """Every name that a worker's arenas may have.
+
+    Once everybody has them open the names can go: then nothing outlives the processes.
+    """
     path = arena_path(setup, worker)
     return [path.with_name(f"{path.name}{where}{state}") for where in ("", ON_DEVICE) for state in ("", ".part")]
 
@@ -267,7 +272,10 @@ class SharedMemorySender:
 
 
 class DeviceReceiver(SharedMemoryReceiver):
-    """A worker's arena on its device. Chosen only where the platform can share memory; elsewhere the pair uses shared memory."""
+    """A worker's arena on its device.
+
+    Chosen only where the platform can share memory; elsewhere the pair uses shared memory.
+    """
 
     def _make(self, path: Path, half: int) -> Arena:
         self._device_data = torch.empty(2 * half, dtype=torch.uint8, device=self._transfer.device)
