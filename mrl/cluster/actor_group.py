@@ -71,17 +71,17 @@ class ActorGroup:
         return self._log_probs("ref_log_probs", batch)[0]
 
     def _log_probs(self, method: str, batch: TrainBatch) -> tuple[np.ndarray, float]:
-        found = np.zeros_like(batch.rollout_log_probs)
+        log_probs = np.zeros_like(batch.rollout_log_probs)
         filled = np.zeros(len(batch), dtype=bool)
         entropy = weight = 0.0
         for part in self.call(method, ray.put(batch), interruptible=True):
             if part is None:
                 continue
-            found[part["rows"]], filled[part["rows"]] = part["log_probs"], True
+            log_probs[part["rows"]], filled[part["rows"]] = part["log_probs"], True
             entropy, weight = entropy + part["entropy"][0], weight + part["entropy"][1]
         if not filled.all():
             raise RuntimeError(f"no rank answered for rows {np.flatnonzero(~filled)[:8].tolist()}")
-        return found, entropy / weight
+        return log_probs, entropy / weight
 
     def update(self, batch: TrainBatch) -> list[dict]:
         """All optimizer steps of one training step; mergeable metric parts of every rank."""
@@ -119,14 +119,14 @@ class ActorGroup:
             ready, _ = ray.wait(list(streams), timeout=0.5, fetch_local=False)
             if not ready and time.monotonic() > deadline:
                 raise Interrupted(f"{_EXPORT}: nothing from {streams[stream]} within {limit:g} s; see logs/ in the run directory")
-            for found in ready:
-                ref = next(found, None)
+            for ready_stream in ready:
+                ref = next(ready_stream, None)
                 if ref is None:
-                    del streams[found]
-                elif found is stream:
+                    del streams[ready_stream]
+                elif ready_stream is stream:
                     return ref
                 else:
-                    self._exported(ref, streams[found])
+                    self._exported(ref, streams[ready_stream])
         return None
 
     def _exported(self, ref: ray.ObjectRef, name: str) -> Any:

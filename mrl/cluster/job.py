@@ -64,17 +64,17 @@ def read_runtime_env(path: Path, grace_s: int | None = None) -> dict[str, Any]:
     job later).
     """
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"--runtime-env {path} cannot be read: {error}") from error
-    if not isinstance(found, dict) or not isinstance(found.get("env_vars", {}), dict):
+    if not isinstance(content, dict) or not isinstance(content.get("env_vars", {}), dict):
         raise ConfigError(f"--runtime-env {path}: a mapping with working_dir, excludes and env_vars (a mapping) is wanted")
-    variables = found.get("env_vars", {})
+    variables = content.get("env_vars", {})
     wrong = [name for name, value in variables.items() if not isinstance(value, str)]
     if wrong:
         raise ConfigError(f"--runtime-env {path}: env_vars {', '.join(map(str, wrong))}: values must be text; put them in quotes")
     grace = str(grace_s) if grace_s is not None else variables.get(GRACE, str(GRACE_S))
-    return found | {"env_vars": variables | {GRACE: grace}}
+    return content | {"env_vars": variables | {GRACE: grace}}
 
 
 def submit(client: JobClient, job: Job, agent_timeout_s: float, wait: Callable[[float], None] = time.sleep) -> None:

@@ -196,11 +196,11 @@ class ShardViews:
         return self._bases[key]
 
 
-def _same_memory(one: Tensor, other: Tensor) -> bool:
+def _same_memory(first: Tensor, second: Tensor) -> bool:
     def memory(tensor: Tensor) -> tuple:
         return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
-    return memory(one) == memory(other)
+    return memory(first) == memory(second)
 
 
 class WireViews:

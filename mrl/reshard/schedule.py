@@ -124,8 +124,8 @@ class _Sharing:
         for worker, pool_of in enumerate(self.pool_of):
             stream, order, rounds = self._walk(worker)
             cells = stream.holder_set[order] * num_rounds + rounds
-            asked = np.bincount(cells, stream.nbytes[order], len(pool_of) * num_rounds)
-            np.add.at(demand, pool_of, asked.astype(np.int64).reshape(-1, num_rounds))
+            set_bytes = np.bincount(cells, stream.nbytes[order], len(pool_of) * num_rounds)
+            np.add.at(demand, pool_of, set_bytes.astype(np.int64).reshape(-1, num_rounds))
         self.sent = np.zeros((num_rounds, num_ranks), dtype=np.int64)
         self.bounds = self._share(demand)
 
@@ -250,8 +250,8 @@ def _profile(stream: WorkerStream, bins: int, num_ranks: int, lockstep: bool) ->
     """Bytes [bin, rank] that a worker starting at the beginning asks of each rank, replicas sharing equally."""
     sets = len(stream.holders)
     cells = stream.travel(0, bins, lockstep)[1] * sets + stream.holder_set
-    asked = np.bincount(cells, stream.nbytes, bins * sets).astype(np.int64).reshape(bins, sets)
+    set_bytes = np.bincount(cells, stream.nbytes, bins * sets).astype(np.int64).reshape(bins, sets)
     holds = np.zeros((sets, num_ranks), dtype=np.int64)
     for number, ranks in enumerate(stream.holders):
         holds[number, list(ranks)] = 1
-    return asked // holds.sum(axis=1) @ holds
+    return set_bytes // holds.sum(axis=1) @ holds

@@ -92,7 +92,7 @@ def _remote_demand(plan: ReshardPlan) -> dict[frozenset[int], int]:
     for worker in range(plan.rollout.world_size):
         stream = plan.schedule.streams[worker % len(plan.schedule.streams)]
         tier = stream.candidates(plan.devices, worker).tier
-        asked = np.bincount(stream.holder_set, stream.nbytes, len(tier))
+        set_bytes = np.bincount(stream.holder_set, stream.nbytes, len(tier))
         for holder_set in np.flatnonzero(tier == REMOTE):
-            demand[stream.holders[holder_set]] += int(asked[holder_set])
+            demand[stream.holders[holder_set]] += int(set_bytes[holder_set])
     return demand
