@@ -64,7 +64,7 @@ class ActorGroup:
         return {f"rank {i}": getattr(w, method).remote(*arguments) for i, w in enumerate(self.workers)}
 
     def log_probs(self, batch: TrainBatch) -> tuple[np.ndarray, float]:
-        """Log-probs [batch, response_length] under the current weights, and the mean entropy over response tokens, in nats."""
+        """Log-probs [batch, response_length] under the current weights; the mean entropy over response tokens, nats."""
         return self._log_probs("log_probs", batch)
 
     def ref_log_probs(self, batch: TrainBatch) -> np.ndarray:
@@ -72,17 +72,17 @@ class ActorGroup:
         return self._log_probs("ref_log_probs", batch)[0]
 
     def _log_probs(self, method: str, batch: TrainBatch) -> tuple[np.ndarray, float]:
-        found = np.zeros_like(batch.rollout_log_probs)
+        log_probs = np.zeros_like(batch.rollout_log_probs)
         filled = np.zeros(len(batch), dtype=bool)
         entropy = weight = 0.0
         for part in self.call(method, ray.put(batch), interruptible=True):
             if part is None:
                 continue
-            found[part["rows"]], filled[part["rows"]] = part["log_probs"], True
+            log_probs[part["rows"]], filled[part["rows"]] = part["log_probs"], True
             entropy, weight = entropy + part["entropy"][0], weight + part["entropy"][1]
         if not filled.all():
             raise RuntimeError(f"no rank answered for rows {np.flatnonzero(~filled)[:8].tolist()}")
-        return found, entropy / weight
+        return log_probs, entropy / weight
 
     def update(self, batch: TrainBatch) -> UpdateResult:
         """All optimizer steps of one training step; metric parts of every rank, and the load of every mini-batch."""
@@ -90,7 +90,7 @@ class ActorGroup:
         return UpdateResult([part for rank in ranks for part in rank.parts], [load for rank in ranks for load in rank.loads])
 
     def offload(self) -> None:
-        """What `actor.*_offload` names leaves the devices, until it is needed again; nothing happens without such a key."""
+        """What `actor.*_offload` names leaves the devices until it is needed again. Does nothing without such a key."""
         if self.config.actor.offloaded:
             self.call("offload")
 
@@ -111,21 +111,24 @@ class ActorGroup:
             self._next_of(next(iter(streams)), streams)
 
     def _next_of(self, stream: Any, streams: dict) -> ray.ObjectRef | None:
-        """The next reference of one rank's stream; None at its end, where it leaves `streams`. The other ranks yield nothing, or fail."""
+        """The next reference of one rank's stream; None at its end, where it leaves `streams`.
+
+        The other ranks yield nothing, or fail.
+        """
         limit = self.config.cluster.step_timeout_s
         deadline = time.monotonic() + limit
         while stream in streams:
             ready, _ = ray.wait(list(streams), timeout=0.5, fetch_local=False)
             if not ready and time.monotonic() > deadline:
                 raise Interrupted(f"{_EXPORT}: nothing from {streams[stream]} within {limit:g} s; see logs/ in the run directory")
-            for found in ready:
-                ref = next(found, None)
+            for ready_stream in ready:
+                ref = next(ready_stream, None)
                 if ref is None:
-                    del streams[found]
-                elif found is stream:
+                    del streams[ready_stream]
+                elif ready_stream is stream:
                     return ref
                 else:
-                    self._exported(ref, streams[found])
+                    self._exported(ref, streams[ready_stream])
         return None
 
     def _exported(self, ref: ray.ObjectRef, name: str) -> Any:
@@ -148,7 +151,8 @@ class ActorGroup:
     def write_checkpoint(self, folder: Path) -> list[dict]:
         """Every rank writes the copy it took, while it answers other calls; its parts of the manifest in rank order.
 
-        Raises EnvironmentFault when a disk does not take it, once no rank writes any more, or not within cluster.step_timeout_s.
+        Raises EnvironmentFault, once no rank writes any more, when a disk does not take it or is slower than
+        cluster.step_timeout_s.
         """
         try:
             parts = gather_all(self.refs("write_checkpoint", str(folder)), self.config.cluster.step_timeout_s, "write_checkpoint")

@@ -28,7 +28,9 @@ class LostPeer(Interrupted):
 
 
 def gather(refs: dict[str, ray.ObjectRef], timeout_s: float, phase: str, poll: Callable[[], None] = lambda: None) -> dict:
-    """Answers by the same names. The first failure ends the wait at once, since the other ranks may hang in a collective.
+    """Answers by the same names.
+
+    The first failure ends the wait at once, since the other ranks may hang in a collective.
 
     `poll` is called about twice a second and may raise, which is how a signal ends a long phase.
     Raises Interrupted for a lost process or a missed deadline, and re-raises errors that are the user's to mend.
@@ -43,10 +45,12 @@ def gather(refs: dict[str, ray.ObjectRef], timeout_s: float, phase: str, poll: C
 
 
 def settle(refs: dict[str, ray.ObjectRef], timeout_s: float, phase: str) -> dict:
-    """Answers by the same names once all are there; a call that failed on both sides of a connection answers with its error, which says
-    whose it is, all of the cause, and where the log lies.
+    """Answers by the same names once all are there. A call that failed answers with its error.
 
-    Raises what cannot be tried again: Interrupted for a lost process or a missed deadline, and errors that are the user's to mend.
+    The error says whose it is, all of the cause, and where the log lies: both sides of a broken connection are heard.
+
+    Raises what cannot be tried again: Interrupted for a lost process or a missed deadline, and errors that are the
+    user's to mend.
     """
     answers = {}
     for name, _ in _finished(refs, timeout_s, phase):
@@ -58,7 +62,8 @@ def settle(refs: dict[str, ray.ObjectRef], timeout_s: float, phase: str) -> dict
 
 
 def gather_all(refs: dict[str, ray.ObjectRef], timeout_s: float, phase: str) -> dict:
-    """As `gather`, but a failure is raised when everybody has answered: for calls that wait for nobody and hold something until they end.
+    """As `gather`, but a failure is raised when everybody has answered: for calls that wait for nobody and hold a
+    resource.
 
     Raises Late for those that have not answered in time; they may still be at it.
     """
@@ -77,8 +82,8 @@ def gather_all(refs: dict[str, ray.ObjectRef], timeout_s: float, phase: str) -> 
 def unwrap(ref: ray.ObjectRef, name: str, phase: str):
     """The value behind a finished reference, with Ray's error wrapping taken off.
 
-    Raises Interrupted for a process that died, LostPeer for a broken connection, EnvironmentFault for a full disk, one of mrl.errors
-    as it was raised, and Ray's own error, traceback included, for a defect.
+    Raises Interrupted for a process that died, LostPeer for a broken connection, EnvironmentFault for a full disk, one
+    of mrl.errors as it was raised, and Ray's own error, traceback included, for a defect.
     """
     try:
         return ray.get(ref)
@@ -92,7 +97,7 @@ def unwrap(ref: ray.ObjectRef, name: str, phase: str):
 
 
 def blame(error: Exception, others: dict[str, ray.ObjectRef], phase: str) -> Exception:
-    """What to raise for a rank's failure: the error of another that died or failed for a known reason explains it better than its own.
+    """What to raise for a rank's failure: the error of one that died or failed for a known reason is better.
 
     `others`: calls to the other ranks that are under way; what they answer within SETTLE_S is looked at.
     """
@@ -115,7 +120,10 @@ def blame(error: Exception, others: dict[str, ray.ObjectRef], phase: str) -> Exc
 def _finished(
     refs: dict[str, ray.ObjectRef], timeout_s: float, phase: str, poll: Callable[[], None] = lambda: None
 ) -> Iterator[tuple[str, dict[str, ray.ObjectRef]]]:
-    """Names of calls as they finish, each with the calls that nobody has heard of yet. Raises Late with their names after `timeout_s`."""
+    """Names of calls as they finish, each with the calls that nobody has heard of yet.
+
+    Raises Late with their names after `timeout_s`.
+    """
     names = {ref: name for name, ref in refs.items()}
     waiting, deadline = list(refs.values()), time.monotonic() + timeout_s
     while waiting:
@@ -158,7 +166,7 @@ def _last_line(error: Exception) -> str:
 
 
 def _in_short(error: Exception) -> str:
-    """The cause in one line: of a traceback what follows its frames, of a C++ error what precedes them; the beginning names the place."""
+    """The cause in one line, its beginning first: what follows a traceback's frames, or precedes those of a C++ error."""
     lines = str(error).split("\nException raised from")[0].strip().splitlines()
     if isinstance(error, ray.exceptions.RayTaskError):
         frames = [number for number, line in enumerate(lines) if line.startswith((" ", "Traceback"))]

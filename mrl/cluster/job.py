@@ -1,7 +1,7 @@
 """`mrl train` as a job of a Ray cluster: its runtime environment, its submission, following it, and its exit status.
 
-The driver runs on the cluster and outlives the terminal. Ray itself is asked through its JobSubmissionClient, what `ray job submit` is
-made of; here it is a protocol, so that nothing of Ray is imported.
+The driver runs on the cluster and outlives the terminal. Ray itself is asked through its JobSubmissionClient, of which
+`ray job submit` is made; here that is a protocol, so that nothing of Ray is imported.
 """
 
 import asyncio
@@ -47,32 +47,41 @@ class Job:
 
 
 def train_job(arguments: list[str], run_dir: Path, runtime_env: dict[str, Any]) -> Job:
-    """The job of `mrl train ARGUMENTS`. The run directory is given as an absolute path: the job's working directory is a copy that goes."""
+    """The job of `mrl train ARGUMENTS`.
+
+    The run directory is given as an absolute path: the job's working directory is a copy that goes.
+    """
     words = ["mrl", "train", *arguments, "--run-dir", str(run_dir.absolute())]
     return Job(f"mrl-{int(time.time())}-{os.getpid()}", shlex.join(words), runtime_env)
 
 
 def read_runtime_env(path: Path, grace_s: int | None = None) -> dict[str, Any]:
-    """The runtime environment in a YAML file, with the grace period in it. `grace_s` wins over the file's, the file's over GRACE_S.
+    """The runtime environment in a YAML file, with the grace period in it.
 
-    Raises ConfigError for a file that is missing, no mapping, or has a variable that is not text (Ray would refuse the job later).
+    `grace_s` wins over the file's, the file's over GRACE_S.
+
+    Raises ConfigError for a file that is missing, no mapping, or has a variable that is not text (Ray would refuse the
+    job later).
     """
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"--runtime-env {path} cannot be read: {error}") from error
-    if not isinstance(found, dict) or not isinstance(found.get("env_vars", {}), dict):
+    if not isinstance(content, dict) or not isinstance(content.get("env_vars", {}), dict):
         raise ConfigError(f"--runtime-env {path}: a mapping with working_dir, excludes and env_vars (a mapping) is wanted")
-    variables = found.get("env_vars", {})
+    variables = content.get("env_vars", {})
     wrong = [name for name, value in variables.items() if not isinstance(value, str)]
     if wrong:
         raise ConfigError(f"--runtime-env {path}: env_vars {', '.join(map(str, wrong))}: values must be text; put them in quotes")
     grace = str(grace_s) if grace_s is not None else variables.get(GRACE, str(GRACE_S))
-    return found | {"env_vars": variables | {GRACE: grace}}
+    return content | {"env_vars": variables | {GRACE: grace}}
 
 
 def submit(client: JobClient, job: Job, agent_timeout_s: float, wait: Callable[[float], None] = time.sleep) -> None:
-    """Hands the job over; tries again while the head has no agent yet. Raises EnvironmentFault, ConfigError for too large a package."""
+    """Hands the job over; tries again while the head has no agent yet.
+
+    Raises EnvironmentFault, ConfigError for too large a package.
+    """
     deadline = time.monotonic() + agent_timeout_s
     while True:
         try:
@@ -87,10 +96,10 @@ def submit(client: JobClient, job: Job, agent_timeout_s: float, wait: Callable[[
 
 
 def follow(client: JobClient, job: Job, say: Callable[[str], None]) -> int:
-    """Passes the job's output on until it ends; returns the status to exit with: the driver's own, 5 for a job that was stopped.
+    """Passes the job's output on until it ends; returns the status to exit with: the driver's own, 5 for a stopped job.
 
-    A first SIGINT or SIGTERM asks the job to stop, which saves the run, and the wait goes on; a second one acts as it would without this.
-    Raises Interrupted when the head is lost.
+    A first SIGINT or SIGTERM asks the job to stop, which saves the run, and the wait goes on; a second one acts as it
+    would without this. Raises Interrupted when the head is lost.
     """
     with _stopping(client, job, say):
         with suppress(RuntimeError, OSError):  # the connection breaks with the head; what became of the job is asked below

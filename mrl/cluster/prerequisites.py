@@ -1,4 +1,4 @@
-"""What a run needs of its cluster, known and checked before Ray is imported: a head that answers, a free port, CPUs and devices enough."""
+"""What a run needs of its cluster, checked before Ray is imported: a head that answers, a free port, enough devices."""
 
 import os
 import re
@@ -70,7 +70,7 @@ def free_port() -> int:
 
 
 def ask_for_token_authentication() -> None:
-    """Says to Ray what is its default for a cluster that it starts, and so spares its warning; a value of the user's stays.
+    """Says Ray's own default for clusters that it starts, which spares its warning; a value of the user's stays.
 
     Ray reads the variable when it is imported, and a change after that would split the cluster in two minds.
     """
@@ -105,7 +105,10 @@ def engine_bundles(config: RunConfig, hosting: Hosting) -> list[dict[str, float]
 
 
 def check_size(config: RunConfig, have: dict[str, float], names: tuple[str, ...] | None = None, actor: bool = True) -> None:
-    """Raises EnvironmentFault when the run needs more than `have`. `names`: only these are known; `actor`: see needed_resources."""
+    """Raises EnvironmentFault when the run needs more than `have`.
+
+    `names`: only these are known; `actor`: see needed_resources.
+    """
     need = needed_resources(config, actor)
     short = {n: amount for n, amount in need.items() if (names is None or n in names) and have.get(n, 0.0) + 1e-6 < amount}
     if not short:

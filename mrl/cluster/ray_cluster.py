@@ -1,4 +1,4 @@
-"""The Ray cluster that a run works on, joined or started for the run, and what it reserves there: one bundle a rank, one an engine.
+"""The Ray cluster of a run, joined or started for it, and what the run reserves there: a bundle a rank and an engine.
 
 Ray listens on all addresses, with a token.
 """
@@ -22,8 +22,9 @@ from mrl.model.device_grid import rank_order
 
 @contextmanager
 def ray_cluster(config: RunConfig, actor: bool = True) -> Iterator[None]:
-    """Connects for the time of the block. Raises EnvironmentFault when the cluster is unreachable or too small; without `actor` only the
-    engines have to fit.
+    """Connects for the time of the block.
+
+    Raises EnvironmentFault when the cluster is unreachable or too small; without `actor` only the engines have to fit.
     """
     address = ray_address(config)
     folder = None if address else tempfile.mkdtemp(prefix="mrl-ray-", dir="/tmp")  # short: Ray puts sockets below it

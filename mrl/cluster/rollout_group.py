@@ -53,7 +53,7 @@ class RolloutGroup:
 
         Raises Interrupted when an engine dies or the deadline passes.
         """
-        done: dict[int, Completion] = {}
+        completions: dict[int, Completion] = {}
         streams = {
             self.engines[i].generate.options(num_returns="streaming").remote(share, sampling): f"engine {i}"
             for i, share in enumerate(spread(requests, len(self.engines)))
@@ -64,20 +64,22 @@ class RolloutGroup:
             self.poll()
             ready, _ = ray.wait(list(streams), timeout=0.5)
             for stream in ready:
-                self._take(stream, streams, done, on_batch)
+                self._take(stream, streams, completions, on_batch)
             if not ready and time.monotonic() > deadline:
                 late = ", ".join(streams.values())
-                raise Interrupted(f"generation: {len(requests) - len(done)} of {len(requests)} responses missing, waiting for {late}")
-        return [done[r.sample_id] for r in requests]
+                raise Interrupted(
+                    f"generation: {len(requests) - len(completions)} of {len(requests)} responses missing, waiting for {late}"
+                )
+        return [completions[r.sample_id] for r in requests]
 
-    def _take(self, stream, streams: dict, done: dict[int, Completion], on_batch: Callable) -> None:
+    def _take(self, stream, streams: dict, completions: dict[int, Completion], on_batch: Callable) -> None:
         try:
             ref = next(stream)
         except StopIteration:
             del streams[stream]
             return
         batch = unwrap(ref, streams[stream], "generation")
-        done.update((c.sample_id, c) for c in batch)
+        completions.update((c.sample_id, c) for c in batch)
         on_batch(batch)
 
     def update_weights(self, buckets: Iterable[tuple[ray.ObjectRef, str]], version: int) -> int:

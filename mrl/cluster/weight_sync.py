@@ -1,9 +1,9 @@
 """One weight sync over all ranks and engines: agree on a plan, move the weights, compare digests, commit a version.
 
-Fencing: an engine that takes weights holds no version from the first byte on and refuses to generate (VllmEngine.receive_weights);
-only the commit, which comes when every engine is verified, gives it one again. An engine whose sync failed stays fenced and is synced once
-more from the first round. What it then holds is read back whatever reshard.verify_every says. When that fails too, the run stops with the
-reason and can be resumed.
+Fencing: an engine that takes weights holds no version from the first byte on and refuses to generate
+(VllmEngine.receive_weights); only the commit, which comes when every engine is verified, gives it one again. An engine
+whose sync failed stays fenced and is synced once more from the first round. What it then holds is read back whatever
+reshard.verify_every says. When that fails too, the run stops with the reason and can be resumed.
 """
 
 import itertools
@@ -30,7 +30,7 @@ _ATTEMPTS = 2
 
 
 @dataclass(frozen=True)
-class Answers:
+class AttemptAnswers:
     """What ranks and engines answered to one attempt: a report, or the error."""
 
     sends: list[Report | Exception]  # of each rank
@@ -43,7 +43,7 @@ class Answers:
 
 
 @dataclass
-class Progress:
+class SyncProgress:
     """What one sync has reached, over its attempts."""
 
     fenced: set[int]  # engines that are not verified yet
@@ -86,7 +86,7 @@ class WeightSync:
     def _fast(self, version: int) -> dict[str, float]:
         if self.setup is None:
             self._agree()
-        progress = Progress(fenced=set(range(self.config.rollout.num_engines)))
+        progress = SyncProgress(fenced=set(range(self.config.rollout.num_engines)))
         for attempt in itertools.count():
             if progress.transports_broken:
                 self._agree_again(version, progress.why)
@@ -96,16 +96,16 @@ class WeightSync:
                 return self._commit(version, progress)
             self._keep_fenced(version, progress, is_last=attempt + 1 == _ATTEMPTS)
 
-    def _move(self, engines: set[int], read_back: bool) -> Answers:
+    def _move(self, engines: set[int], read_back: bool) -> AttemptAnswers:
         """Sends all weights to these engines. `read_back`: digest what they finally hold, too."""
         update = next(self._updates)
         workers = [w for w in range(self.setup.rollout_layout.world_size) if self.setup.engine_of(w) in engines]
         sending = self.actor.refs("send_weights", update, workers, read_back)
         receiving = self.engines.refs("receive_weights", update, read_back, engines=sorted(engines))
         answers = settle(sending | receiving, self.config.cluster.step_timeout_s, "weight sync")
-        return Answers([answers[name] for name in sending], {engine: answers[f"engine {engine}"] for engine in sorted(engines)})
+        return AttemptAnswers([answers[name] for name in sending], {engine: answers[f"engine {engine}"] for engine in sorted(engines)})
 
-    def _compare(self, answers: Answers, progress: Progress) -> None:
+    def _compare(self, answers: AttemptAnswers, progress: SyncProgress) -> None:
         """Takes the engines that hold what the ranks sent out of `progress.fenced`, and notes why the others do not."""
         progress.transports_broken = answers.has_errors
         faults = _sending_faults(answers.sends)
@@ -126,7 +126,7 @@ class WeightSync:
             progress.bytes_sent += sum(n for worker, n in report["moved"].items() if self.setup.engine_of(worker) in progress.verified)
             progress.staging_bytes = max(progress.staging_bytes, report["staging_bytes"])
 
-    def _keep_fenced(self, version: int, progress: Progress, is_last: bool) -> None:
+    def _keep_fenced(self, version: int, progress: SyncProgress, is_last: bool) -> None:
         """Says which engines are synced again. Raises Interrupted after the last attempt: they stay fenced."""
         names = ", ".join(f"engine {engine}" for engine in sorted(progress.fenced))
         if is_last:
@@ -135,8 +135,11 @@ class WeightSync:
             )
         print(f"weight sync to version {version}: {names} fenced and synced again: {progress.why}", file=sys.stderr)
 
-    def _commit(self, version: int, progress: Progress) -> dict[str, float]:
-        """From here on every engine serves `version`; metrics of the sync. Raises RuntimeError when the two sides counted other bytes."""
+    def _commit(self, version: int, progress: SyncProgress) -> dict[str, float]:
+        """From here on every engine serves `version`; metrics of the sync.
+
+        Raises RuntimeError when the two sides counted other bytes.
+        """
         receives = [report for reports in progress.verified.values() for report in reports]
         totals = SyncTotals.of(progress.bytes_sent, receives, self._weight_bytes, progress.staging_bytes)
         self.engines.commit(version)
@@ -144,7 +147,10 @@ class WeightSync:
         return _metrics(totals, len(progress.reasons), all(report["held"] is not None for report in receives))
 
     def _agree_again(self, version: int, why: str) -> None:
-        """After a transport broke. Raises EnvironmentFault with what broke it, which is more than that peers do not meet any more."""
+        """After a transport broke.
+
+        Raises EnvironmentFault with what broke it, which is more than that peers do not meet any more.
+        """
         try:
             self._agree()
         except EnvironmentFault as error:
@@ -185,7 +191,10 @@ class WeightSync:
 
 
 def _hosting_rank(setup: SyncSetup) -> int:
-    """The rank at whose address the point-to-point group meets: its first member, which holds the store. Rank 0 may not be in the group."""
+    """The rank at whose address the point-to-point group meets: its first member, which holds the store.
+
+    Rank 0 may not be in the group.
+    """
     return next((number for side, number in p2p_members(setup) if side == "rank"), 0)
 
 

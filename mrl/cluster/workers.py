@@ -1,4 +1,7 @@
-"""The two kinds of Ray actors: one Megatron rank, one vLLM engine. Their public methods take and return small plain data."""
+"""The two kinds of Ray actors: one Megatron rank, one vLLM engine.
+
+Their public methods take and return small plain data.
+"""
 
 import hashlib
 import os
@@ -38,7 +41,10 @@ def own_places() -> list[tuple[str, int]]:
 
 
 class ActorWorker:
-    """One rank of the trained model. Every method but those of WRITING is collective: the group calls it on all ranks."""
+    """One rank of the trained model.
+
+    Every method but those of WRITING is collective: the group calls it on all ranks.
+    """
 
     def __init__(self, config: dict[str, Any], rank: int, log_path: str):
         log_to(log_path)
@@ -56,7 +62,10 @@ class ActorWorker:
         return free_port()
 
     def start(self, master_addr: str, master_port: int, checkpoint: str | None) -> int:
-        """Builds the model and loads it: a checkpoint of ours, or the Hugging Face weights. Returns this process's id."""
+        """Builds the model and loads it: a checkpoint of ours, or the Hugging Face weights.
+
+        Returns this process's id.
+        """
         model = self.config.model
         own = prepare_process(self.config.cluster.device, self.config.actor.layout.model_dump(), model.override_transformer_config)
         self.config = self.config.model_copy(update={"model": model.model_copy(update={"override_transformer_config": own})})
@@ -70,7 +79,10 @@ class ActorWorker:
         return os.getpid()
 
     def log_probs(self, batch: TrainBatch) -> dict[str, Any] | None:
-        """Fields of a RowResult, or None; see MegatronActor.log_probs. The class itself would bring Megatron into the driver."""
+        """Fields of a RowResult, or None; see MegatronActor.log_probs.
+
+        The class itself would bring Megatron into the driver.
+        """
         result = self.actor.log_probs(batch)
         return None if result is None else vars(result)
 
@@ -115,7 +127,8 @@ class ActorWorker:
     def connect_sync(self, setup: dict[str, Any], plan_hash: str) -> None:
         """Builds the plan of the weight syncs and meets the engines.
 
-        Raises EnvironmentFault when it is not the driver's plan, RuntimeError naming parameters that are not as the plan has them.
+        Raises EnvironmentFault when it is not the driver's plan, RuntimeError naming parameters that are not as the
+        plan has them.
         """
         from mrl.megatron.local_parameters import LocalParameters
         from mrl.megatron.offload import PARAMETERS
@@ -148,7 +161,7 @@ class ActorWorker:
 
     @ray.method(concurrency_group=WRITING)
     def write_checkpoint(self, folder: str) -> dict[str, Any]:
-        """Writes what was taken last into `folder`, beside whatever else this rank does; returns its part of the manifest."""
+        """Writes what was taken last into `folder`, beside other calls; returns its part of the manifest."""
         return self.host_copy.write(Path(folder)).to_json()
 
 

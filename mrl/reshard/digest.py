@@ -2,10 +2,11 @@
 
     digest = sum over bytes of  byte[i, b] * row(i) * sum over lanes l of  name_l * column_l(b)      (mod 2^64)
 
-`byte` are the raw bytes (signed) of the tensor in Hugging Face orientation, `i` its row and `b` the byte's place in the row, both counted
-in the whole Hugging Face tensor. The weights are fixed pseudo-random numbers, so digests of disjoint blocks add up to that of their
-union however a tensor is cut, and any change that is not made knowing the weights shows but for a chance of about 2^-56 (Freivalds'
-argument: what changed would have to be orthogonal to random vectors). A change within one byte always shows: its weight is odd.
+`byte` are the raw bytes (signed) of the tensor in Hugging Face orientation, `i` its row and `b` the byte's place in the
+row, both counted in the whole Hugging Face tensor. The weights are fixed pseudo-random numbers, so digests of disjoint
+blocks add up to that of their union however a tensor is cut, and any change that is not made knowing the weights shows
+but for a chance of about 2^-56 (Freivalds' argument: what changed would have to be orthogonal to random vectors). A
+change within one byte always shows: its weight is odd.
 
 Lanes are small integers so that the sum over a row, which is nearly all the work, is one exact int8 matrix product.
 """
@@ -44,14 +45,15 @@ class _Tables(NamedTuple):
 def partial_digest(block: torch.Tensor, hf_name: str, origin: tuple[int, ...]) -> int:
     """The share of `block` in the digest of tensor `hf_name`, in [0, 2^64).
 
-    `block`: one- or two-dimensional, in Hugging Face orientation (strides do not matter) and in the engine's dtype; its first element
-    stands at `origin` of the whole tensor. Raises ValueError for other ranks or an origin of another length.
+    `block`: one- or two-dimensional, in Hugging Face orientation (strides do not matter) and in the engine's dtype; its
+    first element stands at `origin` of the whole tensor.
+    Raises ValueError for other ranks or an origin of another length.
     """
     return combine(lane_sums(block, origin).tolist(), hf_name)
 
 
 def partial_digests(blocks: Sequence[torch.Tensor], hf_names: Sequence[str], origin: tuple[int, ...], dtype: torch.dtype) -> list[int]:
-    """`partial_digest` of blocks of one shape and place, each of another tensor, in the engine's `dtype`; quicker than one by one."""
+    """`partial_digest` of blocks of one shape and place, each of another tensor, in the engine's `dtype`: quicker."""
     turned = [_as_matrix(block, origin) for block in blocks]
     sums = lane_sums_of_each([block for block, _ in turned], turned[0][1], dtype).tolist()
     return [combine(lanes, name) for lanes, name in zip(sums, hf_names, strict=True)]
@@ -98,7 +100,7 @@ def _columns(blocks: torch.Tensor | Sequence[torch.Tensor], start: int, stop: in
 def _tiles(blocks: torch.Tensor | Sequence[torch.Tensor], dtype: torch.dtype, kind: str) -> Iterator[torch.Tensor]:
     """[rows, bytes] int8: all rows of all blocks in order, some at a time. A tile is valid until the next is asked for.
 
-    `kind`: of the device. On CPU a tile is a cache's worth; elsewhere rows are copied only where they do not lie end to end.
+    `kind`: of the device. On CPU a tile is a cache's worth; elsewhere rows are copied only where there are gaps.
     """
     count, (height, width), device = len(blocks), blocks[0].shape, blocks[0].device
     size = width * dtype.itemsize
@@ -122,7 +124,7 @@ def _tiles(blocks: torch.Tensor | Sequence[torch.Tensor], dtype: torch.dtype, ki
 
 
 def _whole_rows(nbytes: int, size: int) -> int:
-    """How many rows of `size` bytes a tile gets: a multiple of 32, which accelerators multiply without filling up; see `_row_sums`."""
+    """How many rows of `size` bytes a tile gets: a multiple of 32, so that `_row_sums` need not pad."""
     return max(32, nbytes // size // 32 * 32)
 
 
@@ -165,7 +167,10 @@ def _row_sums(raw: torch.Tensor, columns: torch.Tensor, multiplies_int8: bool) -
 
 @cache
 def _tables(device: str, rows: int, columns: int) -> _Tables:
-    """Weights of `rows` rows and `columns` bytes. They depend on the position alone: a longer table begins with a shorter one."""
+    """Weights of `rows` rows and `columns` bytes.
+
+    They depend on the position alone: a longer table begins with a shorter one.
+    """
     lanes = (_mixed(columns, 2).view(np.int8).reshape(columns, LANES) >> 1).copy()  # of 7 bits: no int8 product saturates
     lanes[:, 0] ^= 1 - (lanes.sum(1, dtype=np.int64) & 1).astype(np.int8)
     row_weights = torch.from_numpy((_mixed(rows, 1) | np.uint64(1)).view(np.int64))
@@ -204,10 +209,10 @@ def _name_weights(hf_name: str) -> tuple[int, ...]:
 
 
 class ShardDigests:
-    """What one rank's shards hold, as digests: of the boxes that it sends, and of what it has in common with other ranks.
+    """What one rank's shards hold, as digests: of the boxes it sends, and of what other ranks hold as well.
 
-    Boxes are found through the description of the shards, not where the plan says they lie, so that a box taken from the wrong place
-    shows. Where they lie is looked up once.
+    Boxes are found through the description of the shards, not where the plan says they lie, so that a box taken from
+    the wrong place shows. Where they lie is looked up once.
     """
 
     def __init__(self, described: Sequence[Shard], shards: Shards, dtype: torch.dtype):
@@ -217,7 +222,10 @@ class ShardDigests:
         self._boxes: dict[Copy, Box] = {}
 
     def sent(self, messages: Iterable[Message]) -> dict[int, dict[str, int]]:
-        """Worker -> parameter -> digest of what this rank sends of it. A box that goes to several workers is read once."""
+        """Worker -> parameter -> digest of what this rank sends of it.
+
+        A box that goes to several workers is read once.
+        """
         messages = list(messages)
         known = self._digests(copy for message in messages for copy in message.copies)
         sums: dict[int, dict[str, int]] = {}
@@ -228,7 +236,7 @@ class ShardDigests:
         return sums
 
     def shared(self) -> dict[str, int]:
-        """Digest of each parameter that other ranks hold too, under the name and place of its first piece: theirs must be the same."""
+        """Digest of each parameter that other ranks must hold alike, under the name and box of its first piece."""
         return {
             f"{shard.pieces[0].hf_name} {shard.pieces[0].hf_box.ranges}": self._whole(shard)
             for shard in self._described.values()

@@ -1,7 +1,7 @@
-"""Runs a plan: a rank packs and sends its messages round by round, a worker unpacks them into its parameters, module by module.
+"""Runs a plan: a rank packs and sends its messages round by round, a worker unpacks them module by module.
 
-A message is the boxes of its copies one after the other, each contiguous, and so are views that are copied in one call. Views of what
-stays where it is (shards, staging) are made once and kept; making them costs more than copying a small box.
+A message is the boxes of its copies one after the other, each contiguous; they are copied in one call, as views. Views
+of what stays where it is (shards, staging) are made once and kept: making them costs more than copying a small box.
 """
 
 from collections import Counter
@@ -43,7 +43,10 @@ class Sender:
         self._digests = ShardDigests(source_shards(plan.model, plan.train, rank), shards, dtype)
 
     def send(self, update: int, workers: Collection[int], check_replicas: bool = True) -> SendReport:
-        """Sends everything for `workers`, once. Raises TransferError; the peers are told that the rest does not come."""
+        """Sends everything for `workers`, once.
+
+        Raises TransferError; the peers are told that the rest does not come.
+        """
         messages, timer = self.transfer(update, workers)
         with timer("digest"), torch.no_grad():
             digests = self._digests.sent(messages)
@@ -126,7 +129,7 @@ def _write(writer: Writer, copies: list[tuple[Copy, Tensor]]) -> None:
 
 
 def wire_views(message: Message, buffer: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Each copy's block, in Hugging Face orientation, in a uint8 `buffer` that holds the message from its first byte on."""
+    """Each copy's block, in Hugging Face orientation, in a uint8 `buffer` that begins with the message."""
     flat, start, views = buffer[: message.nbytes].view(dtype), 0, []
     for copy in message.copies:
         stop = start + copy.hf_box.volume
@@ -138,7 +141,10 @@ def wire_views(message: Message, buffer: Tensor, dtype: torch.dtype) -> list[Ten
 
 
 def source_view(shard: Tensor, copy: Copy) -> Tensor:
-    """The copy's block of a source shard, which has Hugging Face orientation. Raises RuntimeError when it is no such shard."""
+    """The copy's block of a source shard, which has Hugging Face orientation.
+
+    Raises RuntimeError when it is no such shard.
+    """
     view = shard[copy.source_box.slices]
     if view.shape != copy.hf_box.shape:
         raise RuntimeError(f"{copy.source_name} is {tuple(shard.shape)}: it does not hold {copy.source_box.ranges} of {copy.hf_name}")
@@ -148,7 +154,7 @@ def source_view(shard: Tensor, copy: Copy) -> Tensor:
 def target_view(parameter: Tensor, copy: Copy) -> Tensor:
     """The copy's block of an engine's parameter, turned to Hugging Face orientation.
 
-    Hugging Face dimension d lies along the parameter's dimension `axes[d]`; the others, an expert's number, have extent 1.
+    Hugging Face dimension d lies along the parameter's dimension `axes[d]`; the others have extent 1.
     """
     block = parameter[copy.target_box.slices]
     view = block.as_strided(copy.hf_box.shape, [block.stride(axis) for axis in copy.axes])
@@ -158,7 +164,10 @@ def target_view(parameter: Tensor, copy: Copy) -> Tensor:
 
 
 class ShardViews:
-    """The blocks that one rank sends. They are made again when a parameter has moved in memory, so that none is stale."""
+    """The blocks that one rank sends.
+
+    They are made again when a parameter has moved in memory, so that none is stale.
+    """
 
     def __init__(self, shards: Shards):
         self._shards = shards
@@ -187,11 +196,11 @@ class ShardViews:
         return self._bases[key]
 
 
-def _same_memory(one: Tensor, other: Tensor) -> bool:
+def _same_memory(first: Tensor, second: Tensor) -> bool:
     def memory(tensor: Tensor) -> tuple:
         return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
-    return memory(one) == memory(other)
+    return memory(first) == memory(second)
 
 
 class WireViews:
@@ -202,7 +211,10 @@ class WireViews:
         self._views: dict[tuple[int, int, int], tuple[int, list[Tensor]]] = {}
 
     def of(self, message: Message, buffer: Tensor, lasting: bool) -> list[Tensor]:
-        """`lasting`: the buffer lies in the transport's own staging. Views of another are not kept, since they would keep its memory."""
+        """`lasting`: the buffer lies in the transport's own staging.
+
+        Views of another are not kept, since they would keep its memory.
+        """
         if not lasting:
             return wire_views(message, buffer, self._dtype)
         key, address = (message.round, message.source, message.worker), buffer.data_ptr()

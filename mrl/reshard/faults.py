@@ -1,4 +1,4 @@
-"""What is wrong with a plan, judged from its copies alone: of the planner this uses nothing but the descriptions of the two sides.
+"""What is wrong with a plan, judged from its copies and the descriptions of the two sides alone.
 
 A fault is a sentence that names tensor and parameter. A plan that has one is never executed.
 """
@@ -26,7 +26,7 @@ def shard_table(shards: Iterable[Shard]) -> ShardTable:
 
 
 def target_faults(parameters: Sequence[TargetParameter], copies: Iterable[Copy]) -> Iterator[str]:
-    """Elements that the `copies` of one worker do not write exactly once, or fill from another place than its parameters want."""
+    """Elements that the `copies` of one worker do not write exactly once, or fill from a wrong place."""
     arriving: dict[tuple[str, str], list[Copy]] = defaultdict(list)
     for copy in copies:
         arriving[copy.parameter, copy.hf_name].append(copy)
@@ -70,7 +70,7 @@ def source_fault(shards: ShardTable, copy: Copy) -> str | None:
 def template_faults(
     miniature: Miniature, pipeline: int, rollout: RolloutLayout, templates: Sequence[StreamTemplate], dialect: Dialect, dtype: str
 ) -> Iterator[str]:
-    """What is wrong with the templates of a plan for `pipeline` stages: the cover of every position inside an engine, and every sender."""
+    """Faults of the templates for `pipeline` stages: the cover of every position in an engine, and every sender."""
     shards = [shard_table(of_rank) for of_rank in miniature.shards]
     checked = set()
     for position, template in enumerate(templates):
@@ -99,7 +99,7 @@ def _copy_of(grain: Grain, layer: int, holder: Holder) -> Copy:
 def worker_faults(
     parameters: Sequence[TargetParameter], messages: Iterable[Message], shards_of: Callable[[int], ShardTable]
 ) -> Iterator[str]:
-    """What is wrong with all that one worker receives: boxes that their senders do not hold, and what is not written exactly once."""
+    """What is wrong with all that one worker receives: boxes that senders do not hold, elements not written once."""
     copies: list[Copy] = []
     for message in messages:
         shards = shards_of(message.source)

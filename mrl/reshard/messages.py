@@ -1,4 +1,7 @@
-"""What a plan consists of: where the processes stand, one copy, one message. Parameter names are opaque strings here."""
+"""What a plan consists of: where the processes stand, one copy, one message.
+
+Parameter names are opaque strings here.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

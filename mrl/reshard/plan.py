@@ -1,7 +1,7 @@
-"""The reshard plan: every weight from the source shards that hold it straight to the places in target parameters that need it.
+"""The reshard plan: every weight from the source shards that hold it straight to the target parameters that need it.
 
-Worked example: a weight of 4 rows and 6 columns, 2 bytes an element. Two ranks hold three columns each (TP2), three workers need two
-columns each (TP3). Where what is held meets what is needed there are four boxes, a to d:
+Worked example: a weight of 4 rows and 6 columns, 2 bytes an element. Two ranks hold three columns each (TP2), three
+workers need two columns each (TP3). Where what is held meets what is needed there are four boxes, a to d:
 
              rank 0    rank 1        worker 0  worker 1  worker 2
     row 0    a a b     c d d         a a       b c       d d
@@ -9,15 +9,15 @@ columns each (TP3). Where what is held meets what is needed there are four boxes
     row 2    a a b     c d d         a a       b c       d d
     row 3    a a b     c d d         a a       b c       d d
 
-A box is a `Copy`: where it lies in the whole tensor, in the source shard and in the target parameter, as [rows, columns]:
+A box is a `Copy`: where it lies, as [rows, columns], in the whole tensor, the source shard and the target parameter:
 
     a  [0:4, 0:2]  from rank 0 [0:4, 0:2]  to worker 0 [0:4, 0:2]
     b  [0:4, 2:3]  from rank 0 [0:4, 2:3]  to worker 1 [0:4, 0:1]
     c  [0:4, 3:4]  from rank 1 [0:4, 0:1]  to worker 1 [0:4, 1:2]
     d  [0:4, 4:6]  from rank 1 [0:4, 1:3]  to worker 2 [0:4, 0:2]
 
-With a budget of 16 bytes for one process in one round, boxes are cut into rows (grains) and travel in two rounds. In a round there is
-one `Message` from each rank to each worker that needs something of it:
+With a budget of 16 bytes for one process in one round, boxes are cut into rows (grains) and travel in two rounds. In a
+round there is one `Message` from each rank to each worker that needs something of it:
 
     round 0  rank 0 -> worker 0  8 bytes  a[0:1] a[1:2]
     round 0  rank 0 -> worker 1  4 bytes  b[0:1] b[1:2]
@@ -28,10 +28,10 @@ one `Message` from each rank to each worker that needs something of it:
     round 1  rank 1 -> worker 1  4 bytes  c[2:3] c[3:4]
     round 1  rank 1 -> worker 2  8 bytes  d[2:3] d[3:4]
 
-Where several ranks hold a box (replicas), the schedule chooses the nearest and shares the work among equals. A plan is a pure function of
-the model, both layouts, the dialect, the number format, the topology and the budget. It is small (templates and two numbers of a schedule)
-and expands lazily into what one process sends or receives. Its hash covers all that it expands from, so two sides with equal hashes
-exchange the same messages.
+Where several ranks hold a box (replicas), the schedule chooses the nearest and shares the work among equals. A plan is
+a pure function of the model, both layouts, the dialect, the number format, the topology and the budget. It is small
+(templates and two numbers of a schedule) and expands lazily into what one process sends or receives. Its hash covers
+all that it expands from, so two sides with equal hashes exchange the same messages.
 """
 
 import hashlib
@@ -216,7 +216,7 @@ def plan_reshard(
 ) -> ReshardPlan:
     """The plan, proved: every element once, every source where it is said to be, no round over the budget.
 
-    Raises ConfigError for layouts that the engine cannot have, a topology of another size and a budget that is too small.
+    Raises ConfigError for layouts that the engine cannot have, a topology of another size, too small a budget.
     """
     _check_inputs(train, rollout, dtype, topology)
     miniature = Miniature.of(model, train)

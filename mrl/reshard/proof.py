@@ -1,8 +1,8 @@
 """Is a plan right, before there is a device or a weight? Two answers that are independent of each other.
 
-The proof takes the plan at the model's real shapes apart into single copies and holds each against what ranks and workers have. The
-rehearsal carries out the same layouts on a shrunken model. There every element is an integer of its own, so that no mistake hides, and
-every worker is compared with what its engine's own loader makes of full tensors.
+The proof takes the plan at the model's real shapes apart into single copies and holds each against what ranks and
+workers have. The rehearsal carries out the same layouts on a shrunken model. There every element is an integer of its
+own, so that no mistake hides, and every worker is compared with what its engine's own loader makes of full tensors.
 """
 
 import gc
@@ -35,7 +35,10 @@ _BUDGETS = (*(4096 * 4**power for power in range(5)), 64 * MIB)  # of a rehearsa
 
 @dataclass(frozen=True)
 class Proof:
-    """Of the plan at real shapes. All workers are covered by the proof of their templates, which planning includes; some were in full."""
+    """Of the plan at real shapes.
+
+    All workers are covered by the proof of their templates, which planning includes; some were in full.
+    """
 
     workers: int  # in full
     of_workers: int  # that there are
@@ -70,12 +73,12 @@ class Verdict:
 
 
 def verify(plan: ReshardPlan) -> Verdict:
-    """Takes about 15 seconds for 128 ranks, and memory for one worker's copies and those that the plan keeps (`plan.KEPT_COPIES`)."""
+    """Takes about 15 seconds for 128 ranks, and memory for one worker's copies and plan.KEPT_COPIES more."""
     return Verdict(prove(plan), rehearse(plan))
 
 
 def prove(plan: ReshardPlan, seconds: float = _PROOF_SECONDS) -> Proof:
-    """Worker after worker: one whole engine and the first worker of each other engine in any case, the rest until the time is up."""
+    """One whole engine and the first worker of each other one in any case, the other workers while there is time."""
     begun, workers, copies, fault = perf_counter(), 0, 0, None
     shards_of, parameters_of, (always, rest) = _shards_of(plan), _parameters_of(plan), _order(plan.rollout)
     with _no_collection():
@@ -91,7 +94,7 @@ def prove(plan: ReshardPlan, seconds: float = _PROOF_SECONDS) -> Proof:
 
 
 def _order(rollout: RolloutLayout) -> tuple[list[int], list[int]]:
-    """Workers that are always taken apart, and the others; those at one position follow each other, see `_parameters_of`."""
+    """Workers that are always taken apart, and the others; those at one position come together, see `_parameters_of`."""
     size = rollout.workers_per_engine
     first = range(0, rollout.world_size, size)
     rest = [engine + position for position in range(1, size) for engine in first[1:]]
@@ -129,7 +132,10 @@ def _no_collection() -> Iterator[None]:
 
 
 def rehearse(plan: ReshardPlan) -> Rehearsal:
-    """The same layouts, dialect and placement; a budget that makes several rounds. Raises ConfigError when no budget will do."""
+    """The same layouts, dialect and placement; a budget that makes several rounds.
+
+    Raises ConfigError when no budget will do.
+    """
     begun = perf_counter()
     small = _small_plan(plan)
     fault = next(simulated_faults(small), None)
@@ -151,8 +157,8 @@ def _small_plan(plan: ReshardPlan) -> ReshardPlan:
 def shrink(model: ModelSpec, train: TrainLayout, rollout: RolloutLayout) -> tuple[ModelSpec, TrainLayout]:
     """A model of the same layout and divisibility, and the training layout for it.
 
-    Two layers a chunk (and one of each kind), two experts a rank on either side (where the model has as many), two rows a shard; heads,
-    padding of the vocabulary and what is uneven stay.
+    Two layers a chunk (and one of each kind), two experts a rank on either side (where the model has as many), two rows
+    a shard; heads, padding of the vocabulary and what is uneven stay.
     """
     kept = [_kept_layers(layers, model.moe_layers) for layers in _chunks(train)]
     layers = [layer for chunk in kept for layer in chunk]
@@ -185,7 +191,7 @@ def _chunks(train: TrainLayout) -> list[range]:
 
 
 def _few_experts(num_experts: int, train: int, rollout: int) -> int:
-    """At least two a training rank and a worker, or the one that a worker has; as even or uneven over the workers as the real number."""
+    """At least two a rank and a worker (or the one that a worker has), as even over the workers as the real number."""
     even, least = num_experts % rollout == 0, max(2 * train, min(2, num_experts // rollout) * rollout)
     count = -(-least // train) * train
     while (count % rollout == 0) != even:
@@ -194,7 +200,7 @@ def _few_experts(num_experts: int, train: int, rollout: int) -> int:
 
 
 def simulated_faults(plan: ReshardPlan) -> Iterator[str]:
-    """Faults of the plan carried out in memory, as sentences; none when every worker ends up with what the engine's loader gives it.
+    """Faults of the plan carried out in memory, as sentences; none when every worker has what the loader would give it.
 
     Holds the whole model in 4-byte integers once a replica on either side: for small models.
     """

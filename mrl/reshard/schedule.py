@@ -1,10 +1,11 @@
-"""When each grain travels and from whom: rotation of workers over the model, division into rounds, choice among replicas.
+"""When each grain travels and from whom: workers rotate over the model, rounds, choice among replicas.
 
-Every worker walks its stream as a circle and starts at a module of its own. Workers stand evenly over the circle, so that at any time all
-pipeline stages send. There are two ways to walk: freely, where every round brings the same bytes; and in lockstep, where every stage
-takes the same number of rounds, so that the workers that share a stage always are the same ones. Way and starting points are chosen by
-the load of the busiest rank. What several ranks could send is shared so that, round by round, the least loaded rank sends most.
-Only integers, so that every process comes to the same schedule.
+Every worker walks its stream as a circle and starts at a module of its own. Workers stand evenly over the circle, so
+that at any time all pipeline stages send. There are two ways to walk: freely, where every round brings the same bytes;
+and in lockstep, where every stage takes the same number of rounds, so that the workers that share a stage always are
+the same ones. Way and starting points are chosen by the load of the busiest rank. What several ranks could send is
+shared so that, round by round, the least loaded rank sends most. All is computed in integers, so that every process
+comes to the same schedule.
 """
 
 from collections.abc import Sequence
@@ -83,7 +84,7 @@ class Schedule:
 def make_schedule(
     rollout: RolloutLayout, streams: Sequence[WorkerStream], devices: Devices, num_ranks: int, budget: int
 ) -> tuple[Schedule, Loads] | None:
-    """The schedule with few rounds in which nobody sends or receives more than `budget` bytes; None when none was found."""
+    """The schedule with few rounds in which nobody sends or receives more than `budget` bytes; None if there is none."""
     largest_grain = max(int(stream.nbytes.max()) for stream in streams)
     usable = max(budget - largest_grain, 1)  # a round may end in the middle of a grain
     lockstep, stride = best_walk(rollout.world_size, streams, num_ranks)
@@ -123,8 +124,8 @@ class _Sharing:
         for worker, pool_of in enumerate(self.pool_of):
             stream, order, rounds = self._walk(worker)
             cells = stream.holder_set[order] * num_rounds + rounds
-            asked = np.bincount(cells, stream.nbytes[order], len(pool_of) * num_rounds)
-            np.add.at(demand, pool_of, asked.astype(np.int64).reshape(-1, num_rounds))
+            set_bytes = np.bincount(cells, stream.nbytes[order], len(pool_of) * num_rounds)
+            np.add.at(demand, pool_of, set_bytes.astype(np.int64).reshape(-1, num_rounds))
         self.sent = np.zeros((num_rounds, num_ranks), dtype=np.int64)
         self.bounds = self._share(demand)
 
@@ -138,7 +139,10 @@ class _Sharing:
         return stream, *stream.travel(self.starts[worker], self.num_rounds, self.lockstep)
 
     def _share(self, demand: np.ndarray) -> np.ndarray:
-        """[pool, round, candidate]: up to which byte of the pool's demand each candidate sends. Those with the least choice come first."""
+        """[pool, round, candidate]: up to which byte of the pool's demand each candidate sends.
+
+        Those with the least choice come first.
+        """
         width = max(len(ranks) for ranks in self.pools)
         bounds = np.full((len(self.pools), self.num_rounds, width), np.iinfo(np.int64).max)
         for pool in sorted(range(len(self.pools)), key=lambda p: len(self.pools[p])):
@@ -179,7 +183,7 @@ def _rank_sets(candidates: Candidates) -> list[tuple[int, ...]]:
 
 
 def _middles(keys: np.ndarray, nbytes: np.ndarray, filled: np.ndarray) -> np.ndarray:
-    """The middle byte of each grain in the row of all grains of its key; `filled` has the lengths of the rows and grows by them."""
+    """The middle byte of each grain in the row of all grains of its key; `filled`, the rows' lengths, grows."""
     order = np.argsort(keys, kind="stable")
     key, size = keys[order], nbytes[order]
     end = size.cumsum()
@@ -193,7 +197,7 @@ def _middles(keys: np.ndarray, nbytes: np.ndarray, filled: np.ndarray) -> np.nda
 
 
 def level(loads: np.ndarray, more: np.ndarray) -> np.ndarray:
-    """How to add `more[row]` to `loads[row, :]` so that the largest stays least: what each column gets, up to a few bytes."""
+    """How to add `more[row]` to `loads[row, :]` so that the largest stays least: what each column gets, nearly."""
     width = loads.shape[1]
     ascending = np.sort(loads, axis=1)
     total = ascending.cumsum(axis=1)
@@ -246,8 +250,8 @@ def _profile(stream: WorkerStream, bins: int, num_ranks: int, lockstep: bool) ->
     """Bytes [bin, rank] that a worker starting at the beginning asks of each rank, replicas sharing equally."""
     sets = len(stream.holders)
     cells = stream.travel(0, bins, lockstep)[1] * sets + stream.holder_set
-    asked = np.bincount(cells, stream.nbytes, bins * sets).astype(np.int64).reshape(bins, sets)
+    set_bytes = np.bincount(cells, stream.nbytes, bins * sets).astype(np.int64).reshape(bins, sets)
     holds = np.zeros((sets, num_ranks), dtype=np.int64)
     for number, ranks in enumerate(stream.holders):
         holds[number, list(ranks)] = 1
-    return asked // holds.sum(axis=1) @ holds
+    return set_bytes // holds.sum(axis=1) @ holds

@@ -1,4 +1,4 @@
-"""What trainer and engines must agree on before a weight sync, as plain data: both sides build the same plan and routes from it."""
+"""What trainer and engines agree on before a weight sync, as plain data: both sides build plan and routes from it."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -82,10 +82,10 @@ def _plan(text: str) -> ReshardPlan:
 
 
 def route(setup: SyncSetup, rank: int, worker: int, shares_devices: bool) -> str:
-    """Which transport serves the pair: "ipc" on one device, "shm" on one host, else "p2p"; a kind that is asked for must be possible.
+    """Which transport serves the pair: what was asked for, or "ipc" on one device, "shm" on one host, else "p2p".
 
-    Raises EnvironmentFault for shm or ipc between hosts. `shares_devices`: processes can hand each other device memory; where they cannot,
-    ipc goes through shared memory.
+    Raises EnvironmentFault for shm or ipc between hosts. `shares_devices`: processes can hand each other device memory;
+    where they cannot, ipc goes through shared memory.
     """
     kind, rank_place, worker_place = setup.transport["kind"], setup.places.ranks[rank], setup.places.workers[worker]
     if kind == "p2p":

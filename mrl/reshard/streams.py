@@ -1,9 +1,9 @@
 """What one worker receives, as a stream of grains in the order of its modules: first as templates, then as arrays.
 
-Layers of one kind differ in their numbers only, and so do pipeline stages; workers at one position inside their engines hold the same.
-So grains are worked out once for each layer kind and position, on a model with one layer of each kind, and every layer is that template
-with other numbers. The size of a plan then grows neither with depth nor with the number of engines. The schedule computes with arrays
-that have one row for each grain of the whole model.
+Layers of one kind differ in their numbers only, and so do pipeline stages; workers at one position inside their engines
+hold the same. So grains are worked out once for each layer kind and position, on a model with one layer of each kind,
+and every layer is that template with other numbers. The size of a plan then grows neither with depth nor with the
+number of engines. The schedule computes with arrays that have one row for each grain of the whole model.
 """
 
 import re
@@ -207,7 +207,7 @@ def _rows_of(part: Box, whole: Box, elsewhere: Box) -> Box:
 
 
 def _in_target(part: Box, hf_box: Box, local_box: Box, axes: tuple[int, ...]) -> Box:
-    """Where `part` of `hf_box` lies in the parameter, where all of it lies at `local_box` with its dimensions along `axes`."""
+    """Where `part` of `hf_box` lies in the parameter, where all of it lies at `local_box`, turned by `axes`."""
     ranges = list(local_box.ranges)
     for dim, axis in enumerate(axes):
         start = local_box.ranges[axis][0] - hf_box.ranges[dim][0]
@@ -216,7 +216,7 @@ def _in_target(part: Box, hf_box: Box, local_box: Box, axes: tuple[int, ...]) ->
 
 
 def _interleaved(grains: Iterable[Grain], position: int, positions: int) -> Iterator[Grain]:
-    """Module after module; inside a module the ranks that hold it take turns, so that any part of the stream draws on all of them.
+    """Module after module; inside one the ranks that hold it take turns, so that any part draws on all of them.
 
     `position` of `positions` lets workers that walk in step begin with different ranks.
     """
@@ -278,7 +278,10 @@ class _Block:
 
 
 class WorkerStream:
-    """The whole stream of one position inside an engine: arrays with a row a grain, in model order. A worker walks it as a circle."""
+    """The whole stream of one position inside an engine: arrays with a row a grain, in model order.
+
+    A worker walks it as a circle.
+    """
 
     def __init__(self, template: StreamTemplate, segments: Sequence[Segment]):
         blocks = [_Block(grains) for grains in template.blocks]
@@ -306,7 +309,7 @@ class WorkerStream:
         self.ranks = np.array(rows)  # [set, holder]
 
     def start_near(self, part: int, parts: int, lockstep: bool) -> int:
-        """The grain that begins a module, nearest to `part` / `parts` of the way round; in lockstep one that begins a stage."""
+        """The grain that begins a module, nearest to `part` / `parts` of the way round; in lockstep a stage."""
         if lockstep:
             behind = (self.stage - part * self.num_stages // parts) % self.num_stages
             return int(behind.argmin())
@@ -316,7 +319,8 @@ class WorkerStream:
     def travel(self, start: int, num_rounds: int, lockstep: bool) -> tuple[np.ndarray, np.ndarray]:
         """(grains in order, round of each) of a walk round from grain `start`.
 
-        Rounds bring equal bytes of the whole walk. In lockstep every stage gets an equal number of rounds, which divide its bytes.
+        Rounds bring equal bytes of the whole walk. In lockstep every stage gets an equal number of rounds, which divide
+        its bytes.
         """
         order = np.concatenate([np.arange(start, len(self.nbytes)), np.arange(start)])
         if not lockstep:

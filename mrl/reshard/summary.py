@@ -1,4 +1,7 @@
-"""Predicted cost of a plan, beside the lower bound of any plan without relays. Seconds are predictions for a stated link."""
+"""Predicted cost of a plan, beside the lower bound of any plan without relays.
+
+Seconds are predictions for a stated link.
+"""
 
 from collections import defaultdict
 from dataclasses import asdict, dataclass
@@ -14,7 +17,8 @@ from mrl.reshard.streams import REMOTE, SAME_DEVICE, SAME_NODE, TIERS
 class Link:
     """Bytes per second that one device can send and, at the same time, receive: each device has an adapter of its own.
 
-    Defaults: 92 % of a 400 Gb/s adapter between nodes, 350 GB/s inside a node, and a copy within a device's memory at 1.2 TB/s.
+    Defaults: 92 % of a 400 Gb/s adapter between nodes, 350 GB/s inside a node, and a copy within a device's memory at
+    1.2 TB/s.
     """
 
     between_nodes: float = 46e9
@@ -30,8 +34,11 @@ class Link:
 
 
 def reshard_summary(plan: ReshardPlan, link: Link = Link(), plan_seconds: float | None = None) -> dict[str, Any]:
-    """The `reshard` part of `mrl plan --json`. `predicted_seconds` is the plan's wire time under `link`, pack and unpack hidden behind it;
-    `bound_seconds` the least that its bytes need when every one of them crosses the link once."""
+    """The `reshard` part of `mrl plan --json`.
+
+    `predicted_seconds` is the plan's wire time under `link`, pack and unpack hidden behind it; `bound_seconds` the
+    least that its bytes need when every one of them crosses the link once.
+    """
     loads = plan.loads
     return {
         "bytes_required": plan.bytes_required,
@@ -62,8 +69,9 @@ def predicted_seconds(plan: ReshardPlan, link: Link) -> float:
 
 
 def bound_seconds(plan: ReshardPlan, link: Link) -> float:
-    """The largest of: what a worker must receive over each kind of link; what ranks that alone have something must send to other nodes,
-    for each set of replicas, each pipeline stage and all ranks together."""
+    """The largest of: what a worker must receive over each kind of link; what ranks that alone have something must send
+    to other nodes, for each set of replicas, each pipeline stage and all ranks together.
+    """
     ingress = (plan.loads.received.sum(axis=1) / link.rates[:, None]).max()
     demand = _remote_demand(plan)
     stage_size = plan.train.world_size // plan.train.pipeline
@@ -84,7 +92,7 @@ def _remote_demand(plan: ReshardPlan) -> dict[frozenset[int], int]:
     for worker in range(plan.rollout.world_size):
         stream = plan.schedule.streams[worker % len(plan.schedule.streams)]
         tier = stream.candidates(plan.devices, worker).tier
-        asked = np.bincount(stream.holder_set, stream.nbytes, len(tier))
+        set_bytes = np.bincount(stream.holder_set, stream.nbytes, len(tier))
         for holder_set in np.flatnonzero(tier == REMOTE):
-            demand[stream.holders[holder_set]] += int(asked[holder_set])
+            demand[stream.holders[holder_set]] += int(set_bytes[holder_set])
     return demand

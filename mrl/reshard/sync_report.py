@@ -1,4 +1,4 @@
-"""What both sides report of a sync, and the verdict: engines hold the trainer's weights, or which tensor of which engine differs."""
+"""Reports of both sides of a sync, and the verdict: which tensor of which engine is not the trainer's, if any."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -71,7 +71,8 @@ def add(digests: Iterable[int]) -> int:
 
 
 def disagreements(setup: SyncSetup, sends: Iterable[Report], receives: Iterable[Report]) -> list[Disagreement]:
-    """Every parameter whose digests do not agree: the sum of what ranks sent, what arrived, and (where it was read back) what is held.
+    """Every parameter whose digests do not agree: the sum of what ranks sent, what arrived, and (where it was read
+    back) what is held.
 
     `sends`: SendReport fields of every rank. `receives`: weight_update_report of every worker that was synced.
     """
@@ -102,7 +103,7 @@ def _where(parameter: str, sent: Mapping[str, int], report: Report) -> str | Non
 
 
 def replica_faults(sends: Iterable[Report]) -> list[str]:
-    """Parameters that ranks should hold alike and do not, as when one of them was left with the weights of the step before."""
+    """Parameters that ranks should hold alike and do not, as when one has the weights of the step before."""
     ranks_by_digest: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for report in sends:
         for name, digest in report["shared"].items():
@@ -131,8 +132,11 @@ class SyncTotals:
 
     @classmethod
     def of(cls, bytes_sent: int, receives: list[Report], weight_bytes: int, staging_bytes: int) -> "SyncTotals":
-        """`bytes_sent`: to other devices, as the ranks counted. `staging_bytes`: of the rank that held most. `weight_bytes`: of all
-        weights in all engines. Raises RuntimeError when the two sides counted other bytes."""
+        """`bytes_sent`: to other devices, as the ranks counted.
+
+        `staging_bytes`: of the rank that held most. `weight_bytes`: of all weights in all engines. Raises RuntimeError
+        when the two sides counted other bytes.
+        """
         received, local = (sum(report[key] for report in receives) for key in ("bytes_moved", "bytes_local"))
         if bytes_sent != received:
             raise RuntimeError(f"ranks sent {bytes_sent} bytes, engines received {received}")

@@ -1,8 +1,8 @@
 """How messages travel: the protocol of both ends, and what every transport shares.
 
-A sync is numbered (`update`), so that nothing of an earlier or an abandoned one can be taken for this one's. Staging is double: while the
-receiver unpacks round r, the senders pack round r + 1. Every wait has a deadline and names the peer that did not move.
-Which transport serves which pair of rank and worker is said in setup.py; connect.py opens the ends.
+A sync is numbered (`update`), so that nothing of an earlier or an abandoned one can be taken for this one's. Staging is
+double: while the receiver unpacks round r, the senders pack round r + 1. Every wait has a deadline and names the peer
+that did not move. Which transport serves which pair of rank and worker is said in setup.py; connect.py opens the ends.
 """
 
 import time
@@ -33,11 +33,14 @@ class SendingEnd(Protocol):
         ...
 
     def slot(self, message: Message) -> Tensor:
-        """Memory for the message, uint8 [nbytes], once the receiver has taken what was in it before. Raises TransferError."""
+        """Memory for the message, uint8 [nbytes], once the receiver has taken what was in it before.
+
+        Raises TransferError.
+        """
         ...
 
     def lasting(self, message: Message) -> bool:
-        """Whether the message's slot lies in staging that is kept from sync to sync, not in memory made for this message."""
+        """Whether the slot lies in staging that is kept from sync to sync, not in memory made for this message."""
         ...
 
     def post(self, message: Message) -> None:
@@ -71,7 +74,7 @@ class ReceivingEnd(Protocol):
         ...
 
     def lasting(self, message: Message) -> bool:
-        """Whether the message's bytes lie in staging that is kept from sync to sync, not in memory made for this message."""
+        """Whether the bytes lie in staging that is kept from sync to sync, not in memory made for this message."""
         ...
 
     def release(self, messages: Sequence[Message]) -> None:
@@ -88,7 +91,10 @@ class ReceivingEnd(Protocol):
 
 
 def wait_until(arrived: Callable[[], bool], timeout_s: float, what: str) -> None:
-    """Polls; sleeps between looks, because a core that waits is taken from a core that packs. Raises TransferError with `what`."""
+    """Polls; sleeps between looks, because a core that waits is taken from a core that packs.
+
+    Raises TransferError with `what`.
+    """
     for _ in range(_SPINS):
         if arrived():
             return

@@ -1,7 +1,8 @@
-"""torch.distributed point-to-point between hosts, over a process group of its own: the groups of trainer and engine are not touched.
+"""torch.distributed point-to-point between hosts, over a process group that neither trainer nor engine uses.
 
-Members are the ranks and workers that have a peer on another host (or all of them, when this transport was asked for), ranks first. Each
-message travels behind a header of four words that the receiver checks. Sender and receiver each hold two buffers of one round.
+Members are the ranks and workers that have a peer on another host (or all of them, when this transport was asked for),
+ranks first. Each message travels behind a header of four words that the receiver checks. Sender and receiver each hold
+two buffers of one round.
 """
 
 from collections.abc import Sequence
@@ -120,7 +121,10 @@ class PointToPointSender:
 
 
 class PointToPointReceiver:
-    """Two buffers of the worker's largest round, each asked for before it is needed. See mrl.reshard.transport.ReceivingEnd."""
+    """Two buffers of the worker's largest round, each asked for before it is needed.
+
+    See mrl.reshard.transport.ReceivingEnd.
+    """
 
     def __init__(self, setup: SyncSetup, worker: int, ranks: Sequence[int], transfer: Transfer):
         plan = setup.plan()

@@ -1,10 +1,12 @@
-"""Shared memory of one host, and device memory that trainer and engine share: ranks pack straight into the worker's arena.
+"""Shared memory of one host or of one device: ranks pack straight into the arena of a worker.
 
-An arena has two halves, and a half serves one round. The worker grants each rank its slot in it, the rank writes its message there and
-marks it ready, the worker unpacks and grants the half for the round after the next. Control words are 64-bit; what they do not order, the
-sync's digests would show. The arena is touched when it is made, and its file's name goes as soon as everybody has it open.
+An arena has two halves, and a half serves one round. The worker grants each rank its slot in it, the rank writes its
+message there and marks it ready, the worker unpacks and grants the half for the round after the next. Control words are
+64-bit; what they do not order, the sync's digests would show. The arena is touched when it is made, and its file's name
+goes as soon as everybody has it open.
 
-On a shared device (`DeviceReceiver`, `DeviceSender`) only the data lies on the device; the control words stay in a file of the host.
+On a shared device (`DeviceReceiver`, `DeviceSender`) only the data lies on the device; the control words stay in a file
+of the host.
 """
 
 import json
@@ -42,7 +44,10 @@ def arena_path(setup: SyncSetup, worker: int) -> Path:
 
 
 def arena_files(setup: SyncSetup, worker: int) -> list[Path]:
-    """Every name that a worker's arenas may have. Once everybody has them open the names can go: then nothing outlives the processes."""
+    """Every name that a worker's arenas may have.
+
+    Once everybody has them open the names can go: then nothing outlives the processes.
+    """
     path = arena_path(setup, worker)
     return [path.with_name(f"{path.name}{where}{state}") for where in ("", ON_DEVICE) for state in ("", ".part")]
 
@@ -139,16 +144,16 @@ class SharedMemoryReceiver:
     def _take(self, message: Message) -> Tensor:
         words = self._words(self._half_of[message.round], message)
         who = f"rank {message.source}, round {message.round} of update {self._update} for worker {self._worker}"
-        stops, number, wanted = self._arena.stops, 1 + self._ranks.index(message.source), sequence_number(self._update, message)
+        stop = 1 + self._ranks.index(message.source)
 
         def ready() -> bool:
-            if stops[number] == self._update:
+            if self._arena.stops[stop] == self._update:
                 raise TransferError(f"{who}: the rank {GAVE_UP}")
             return words[_READY] != 0
 
         wait_until(ready, self._timeout, f"{who}: nothing came")
         arrived = words[_READY], words[_NBYTES], words[_PLAN]
-        if arrived != (wanted, message.nbytes, self._plan_word):
+        if arrived != (sequence_number(self._update, message), message.nbytes, self._plan_word):
             raise TransferError(
                 f"{who}: not the message that the plan has there (number, bytes, plan {arrived}); is the sender of this run?"
             )
@@ -207,16 +212,9 @@ class SharedMemorySender:
         self._update, self._posted = update, []
 
     def slot(self, message: Message) -> Tensor:
-        arena, index = self._arenas[message.worker], self._index[message.worker]
-        wanted, who = sequence_number(self._update, message), f"worker {message.worker}, round {message.round} of update {self._update}"
-        grants = arena.words[:, index, _GRANTED]
-
-        def granted() -> bool:
-            self._check_alive(message.worker)
-            return wanted in grants
-
-        wait_until(granted, self._timeout, f"{who}: rank {self._rank} got no room for its message")
-        words = arena.words[int(np.flatnonzero(grants == wanted)[0]), index]
+        who = f"worker {message.worker}, round {message.round} of update {self._update}"
+        wait_until(lambda: self._is_granted(message), self._timeout, f"{who}: rank {self._rank} got no room for its message")
+        words = self._granted_words(message)
         if (words[_NBYTES], words[_PLAN]) != (message.nbytes, self._plan_word):
             raise TransferError(f"{who}: the worker expects {words[_NBYTES]} bytes of another plan, rank {self._rank} has {message.nbytes}")
         if self.lasting(message):
@@ -224,16 +222,29 @@ class SharedMemorySender:
         self._staged[message.worker] = torch.empty(message.nbytes, dtype=torch.uint8, device=self._transfer.device)
         return self._staged[message.worker]
 
+    def _words(self, message: Message) -> np.ndarray:
+        """[half, word]: this rank's control words in the worker's arena."""
+        return self._arenas[message.worker].words[:, self._index[message.worker]]
+
+    def _is_granted(self, message: Message) -> bool:
+        """Whether the message has a slot that the worker has not taken back. Raises TransferError when the worker gave up."""
+        if self._arenas[message.worker].stops[0] == self._update:
+            raise TransferError(f"worker {message.worker} {GAVE_UP} update {self._update}")
+        return sequence_number(self._update, message) in self._words(message)[:, _GRANTED]
+
+    def _granted_words(self, message: Message) -> np.ndarray:
+        words = self._words(message)
+        return words[int(np.flatnonzero(words[:, _GRANTED] == sequence_number(self._update, message))[0])]
+
     def lasting(self, message: Message) -> bool:
         return self._data[message.worker].device == self._transfer.device
 
     def post(self, message: Message) -> None:
-        arena, index, wanted = self._arenas[message.worker], self._index[message.worker], sequence_number(self._update, message)
-        words = arena.words[int(np.flatnonzero(arena.words[:, index, _GRANTED] == wanted)[0]), index]
+        words = self._granted_words(message)
         if (staged := self._staged.pop(message.worker, None)) is not None:
             self._data[message.worker][words[_OFFSET] : words[_OFFSET] + message.nbytes].copy_(staged)
         self._transfer.synchronize()
-        words[_READY] = wanted
+        words[_READY] = sequence_number(self._update, message)
         self._posted.append(message)
 
     def finish(self) -> None:
@@ -242,20 +253,8 @@ class SharedMemorySender:
         self._posted = []
 
     def _wait_taken(self, message: Message) -> None:
-        grants, wanted = (
-            self._arenas[message.worker].words[:, self._index[message.worker], _GRANTED],
-            sequence_number(self._update, message),
-        )
-
-        def taken() -> bool:
-            self._check_alive(message.worker)
-            return wanted not in grants
-
-        wait_until(taken, self._timeout, f"worker {message.worker} did not take round {message.round} of update {self._update}")
-
-    def _check_alive(self, worker: int) -> None:
-        if self._arenas[worker].stops[0] == self._update:
-            raise TransferError(f"worker {worker} {GAVE_UP} update {self._update}")
+        what = f"worker {message.worker} did not take round {message.round} of update {self._update}"
+        wait_until(lambda: not self._is_granted(message), self._timeout, what)
 
     def abandon(self) -> None:
         for worker, arena in self._arenas.items():
@@ -267,7 +266,10 @@ class SharedMemorySender:
 
 
 class DeviceReceiver(SharedMemoryReceiver):
-    """A worker's arena on its device. Chosen only where the platform can share memory; elsewhere the pair uses shared memory."""
+    """A worker's arena on its device.
+
+    Chosen only where the platform can share memory; elsewhere the pair uses shared memory.
+    """
 
     def _make(self, path: Path, half: int) -> Arena:
         self._device_data = torch.empty(2 * half, dtype=torch.uint8, device=self._transfer.device)
