@@ -66,10 +66,10 @@ def check_config(resolved, check_paths: bool = False) -> tuple[list, list[str]]:
 def _accelerator(resolved) -> list:
     """The violation of a device that mrl has no figures of, or that cluster.device is not."""
     from mrl.config.violation import ConfigViolation
-    from mrl.plan.devices import devices, devices_of
+    from mrl.plan.devices import devices
 
     cluster = resolved.config.cluster
-    fitting = tuple(device.name for device in devices_of(cluster.device))
+    fitting = tuple(device.name for device in devices().values() if device.platform == cluster.device)
     if cluster.accelerator is None or cluster.accelerator in fitting:
         return []
     rule = f"is no {cluster.device} device that is known" if cluster.accelerator in devices() else "is no device that is known"

