@@ -15,8 +15,8 @@ from mrl.megatron.packing import kept_positions
 class CausalAttention(torch.nn.Module):
     """Every pad stands at its sequence's end, so no real token can see one.
 
-    Under context parallelism keys and values of all ranks are gathered and each rank attends with its own queries; the backward of the
-    gathering sums what all ranks' queries want of a key.
+    Under context parallelism keys and values of all ranks are gathered and each rank attends with its own queries; the
+    backward of the gathering sums what all ranks' queries want of a key.
     """
 
     def __init__(

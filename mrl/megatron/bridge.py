@@ -120,7 +120,8 @@ def _transformer_config(model: ModelSpec, layout: TrainLayout) -> dict[str, Any]
     if len({count for stage in layout.chunk_layers for count in stage}) > 1:
         config["pipeline_model_parallel_layout"] = layout.pipeline_rows()
     if model.is_moe:
-        # RL moves the policy by the reward alone: nothing else may push the router, and its choice must not depend on rounding.
+        # RL moves the policy by the reward alone: nothing else may push the router, and its choice must not depend on
+        # rounding.
         config |= {
             "moe_router_dtype": "fp32",
             "moe_router_load_balancing_type": "none",
@@ -142,7 +143,8 @@ def _mark_expert_parameters(chunk: torch.nn.Module, **_: Any) -> None:
 
 
 def checked_overrides(key: str, overrides: dict[str, Any], config_class: type) -> dict[str, Any]:
-    """`overrides` as given, after a check against the fields of the dataclass `config_class`. `key` is where they stand in the YAML.
+    """`overrides` as given, after a check against the fields of the dataclass `config_class`. `key` is where they stand
+    in the YAML.
 
     Raises ConfigError that lists every unknown name with the nearest real ones.
     """

@@ -1,7 +1,8 @@
-"""What of the actor is on its device, what is on the host until it is needed again, and weights that change places with a reference's.
+"""What of the actor is on its device and what on the host; the reference's weights, which change places with its own.
 
-Storages are emptied and filled again under the tensors that lie on them, as verl and slime do, so every view stays valid: parameters in
-Megatron's buffers, gradients, shards that the optimizer updates. Host buffers are made at a storage's first departure and used for good.
+Storages are emptied and filled again under the tensors that lie on them, as verl and slime do, so every view stays
+valid: parameters in Megatron's buffers, gradients, shards that the optimizer updates. Host buffers are made at a
+storage's first departure and used for good.
 """
 
 import hashlib
@@ -241,10 +242,11 @@ def check_resident(what: str, tensors: Iterable[Tensor]) -> None:
 
 
 class FrozenWeights:
-    """The reference model of a KL term: a copy of this rank's weights as they are now, which computes in their stead for a forward.
+    """The reference model of a KL term: a copy of this rank's weights as they are now, which computes in their stead
+    for a forward.
 
-    Only contents change places, through a piece's worth of scratch memory: parameters, gradient buffers and optimizer states stay
-    where they are, and the actor's weights come back bit for bit.
+    Only contents change places, through a piece's worth of scratch memory: parameters, gradient buffers and optimizer
+    states stay where they are, and the actor's weights come back bit for bit.
     """
 
     def __init__(self, chunks: list[Module], allocate: Callable[[int], Tensor], synchronize: Callable[[], None]):

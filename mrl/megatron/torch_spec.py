@@ -1,8 +1,8 @@
 """Layers in plain torch under Transformer Engine's parameter names, for installations without Transformer Engine.
 
-mbridge maps Transformer Engine's names (the norm before a linear layer belongs to that layer, experts are `weight{i}` of one grouped
-layer), so a model built from these modules loads and exports through it unchanged. Attributes on parameters tell Megatron how their
-gradients are to be summed; a wrong one leaves the loss right and the gradient wrong.
+mbridge maps Transformer Engine's names (the norm before a linear layer belongs to that layer, experts are `weight{i}`
+of one grouped layer), so a model built from these modules loads and exports through it unchanged. Attributes on
+parameters tell Megatron how their gradients are to be summed; a wrong one leaves the loss right and the gradient wrong.
 """
 
 import torch
@@ -38,7 +38,8 @@ CONFIG_WITHOUT_TRANSFORMER_ENGINE = {
 
 def _norm_weight(size: int, config: TransformerConfig) -> torch.nn.Parameter:
     weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype))
-    # Under sequence parallelism each tensor rank sees its own tokens (or heads); this asks for their sum over tensor ranks.
+    # Under sequence parallelism each tensor rank sees its own tokens (or heads); this asks for their sum over tensor
+    # ranks.
     weight.sequence_parallel = config.sequence_parallel
     return weight
 

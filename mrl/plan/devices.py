@@ -1,6 +1,7 @@
-"""What a plan knows of hardware: published figures of devices (mrl/plan/devices.json, each with its source), and assumed shares of them.
+"""What a plan knows of hardware: figures of devices, and the shares of them that it assumes.
 
-Every plan prints the assumptions that it used. Predicted times are no better than these.
+Figures are published ones, in mrl/plan/devices.json, each with its source. Every plan prints the assumptions that it
+used. Predicted times are no better than these.
 """
 
 import json
@@ -81,13 +82,15 @@ def _device(name: str, row: dict) -> Device:
 class Assumptions:
     """What a plan cannot know: shares of a device's peak rates, mean lengths, unevenness."""
 
-    # What updates of mixtures of experts in RL report: 0.03 to 0.15 on H100 and H200 (prime-rl's benchmarks), 0.19 for a 671B model and
-    # 0.31 to 0.40 on H20, whose peak is a seventh (verl docs/perf/dpsk.md). Pre-training on H100: 0.24 to 0.31 (NVIDIA/Megatron-LM#5728).
+    # What updates of mixtures of experts in RL report: 0.03 to 0.15 on H100 and H200 (prime-rl's benchmarks), 0.19 for
+    # a 671B model and 0.31 to 0.40 on H20, whose peak is a seventh (verl docs/perf/dpsk.md). Pre-training on H100: 0.24
+    # to 0.31 (NVIDIA/Megatron-LM#5728).
     train_mfu: float = 0.15
     log_prob_mfu: float = 0.15
     prefill_mfu: float = 0.15
-    # A decode step reads the weights that its tokens touch and their caches, at this share of the memory's rate. Set so that whole steps
-    # come out near published ones (NeMo-RL's performance table; tests/unit/test_plan.py has the comparison).
+    # A decode step reads the weights that its tokens touch and their caches, at this share of the memory's rate. Set so
+    # that whole steps come out near published ones (NeMo-RL's performance table; tests/unit/test_plan.py has the
+    # comparison).
     decode_memory_share: float = 0.35
     # 46 of 50 GB/s of a 400 Gb/s adapter.
     link_share: float = 0.92

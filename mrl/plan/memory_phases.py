@@ -22,7 +22,8 @@ CURES = {
     "engine_asleep": "cluster.placement: separate",
     "reference": "ref.param_offload: true, or a loss without KL",
 }
-# instead of those above where actor.use_dynamic_bsz packs micro-batches up to a budget of tokens: sample counts do nothing there
+# instead of those above where actor.use_dynamic_bsz packs micro-batches up to a budget of tokens: sample counts do
+# nothing there
 PACKED_CURES = {
     "activations": "recompute_granularity: full in model.override_transformer_config, a smaller ppo_max_token_len_per_gpu, "
     "or a higher context_parallel_size",
@@ -128,8 +129,8 @@ def engine_phases(engine: EngineBytes, device: Device) -> list[Phase]:
 def colocated_phases(actor: ActorBytes, engine: EngineBytes, device: Device) -> list[Phase]:
     """Every phase and every hand-over of a device that actor and engine take turns on.
 
-    The engine sleeps while the actor works, and has its weights back, but no cache yet, while it is synced. Parameters that are offloaded
-    come back for the sync; the optimizer and the gradients that are offloaded do not.
+    The engine sleeps while the actor works, and has its weights back, but no cache yet, while it is synced. Parameters
+    that are offloaded come back for the sync; the optimizer and the gradients that are offloaded do not.
     """
     asleep, rest = {"engine_asleep": engine.asleep}, _at_rest(actor)
     phases = [Phase(name, terms | asleep, device.usable) for name, terms in _actor_terms(actor).items() if name != "sync"]

@@ -78,7 +78,8 @@ class PlanInputs:
 
 
 def device_for(config: RunConfig, name: str | None = None) -> Device:
-    """The device called `name`, else the one that cluster.accelerator names, else the smallest that cluster.device can mean.
+    """The device called `name`, else the one that cluster.accelerator names, else the smallest that cluster.device can
+    mean.
 
     Raises ConfigError for a name that is not known or of another kind than cluster.device.
     """

@@ -1,4 +1,4 @@
-"""A run's plan as plain data: where every rank stands, memory of every phase, predicted times, the weight sync, the batches; hashed.
+"""A run's plan as plain data, hashed: places of ranks, memory of every phase, predicted times, weight sync, batches.
 
 It is stored as plan.json of a run directory and compared with what a run that starts later would plan.
 """
@@ -37,7 +37,8 @@ def plan_of(config: RunConfig, model: ModelSpec, device: Device) -> dict[str, An
 
 
 def make_plan(inputs: PlanInputs) -> dict[str, Any]:
-    """The whole plan, with its hash. Measured times (`reshard.plan_seconds`, and `seconds`, which callers add) do not enter the hash.
+    """The whole plan, with its hash. Measured times (`reshard.plan_seconds`, and `seconds`, which callers add) do not
+    enter the hash.
 
     Raises ConfigError for layouts that cannot stand on the cluster.
     """

@@ -1,8 +1,9 @@
-"""Layouts that fit: every legal combination of degrees on so many devices, those that fit in memory ordered by predicted speed.
+"""Layouts that fit: every legal combination of degrees on so many devices, those that fit in memory ordered by
+predicted speed.
 
-The degrees are all divisors of the world size; pipeline stages are split evenly, counting the embedding, the loss, both or neither (the
-splits that follow from a flag; explicit lists of layers are endless). A combination is skipped without a closer look only when the
-parameters, gradients and optimizer alone are too much, which no activation could mend.
+The degrees are all divisors of the world size; pipeline stages are split evenly, counting the embedding, the loss, both
+or neither (the splits that follow from a flag; explicit lists of layers are endless). A combination is skipped without
+a closer look only when the parameters, gradients and optimizer alone are too much, which no activation could mend.
 """
 
 from collections import Counter
@@ -126,7 +127,8 @@ def legal_layouts(problem: SearchProblem) -> Iterator[tuple[dict[str, Any], Trai
 
 
 def _legal(problem: SearchProblem) -> Iterator[tuple[dict[str, Any], TrainLayout]]:
-    """No rule ties the cut of the dense weights to that of the experts, so both are checked by themselves and then combined.
+    """No rule ties the cut of the dense weights to that of the experts, so both are checked by themselves and then
+    combined.
 
     Raises ConfigError where `problem.megatron` is no version.
     """

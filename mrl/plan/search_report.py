@@ -1,7 +1,8 @@
 """`mrl plan --search`: from a configuration, or only a model, to the layouts that fit, as plain data.
 
-The search itself counts the actor alone. Of what it finds, a configuration is shown the fastest that fit by the plan of the whole run: with
-reference model, engines and real staging. Recomputation is tried when a layout fits only with it; such a layout takes its later place.
+The search itself counts the actor alone. Of what it finds, a configuration is shown the fastest that fit by the plan of
+the whole run: with reference model, engines and real staging. Recomputation is tried when a layout fits only with it;
+such a layout takes its later place.
 """
 
 import heapq

@@ -1,13 +1,14 @@
 """Predicted FLOPs and seconds of a step: generation, log-probs and update. Not measured; nothing overlaps.
 
-The update is predicted for two ends, from the same passes, the same pipeline bubble and the same assumed rates. `phase_seconds` says how
-long a step of a configuration takes: its mean samples, at a share of the peak that published steps reached, communication included.
-`update_seconds` ranks layouts: whole micro-batches on the slowest stage, with every collective apart, since those tell layouts from each
-other. Its sum is the larger of the two, and no promise.
+The update is predicted for two ends, from the same passes, the same pipeline bubble and the same assumed rates.
+`phase_seconds` says how long a step of a configuration takes: its mean samples, at a share of the peak that published
+steps reached, communication included. `update_seconds` ranks layouts: whole micro-batches on the slowest stage, with
+every collective apart, since those tell layouts from each other; on top of that share, so its sum is no promise.
 
-Volumes a layer and rank, of s tokens and hidden size h: tensor parallelism with sequence parallelism gathers and scatters s h twice
-(Korthikanti et al., arXiv 2205.05198, section 4.2.2); experts send each token to its top-k experts and back; context parallelism passes
-keys and values around; a stage hands s h on. A backward pass moves twice what the forward does, in the same places.
+Volumes a layer and rank, of s tokens and hidden size h: tensor parallelism with sequence parallelism gathers and
+scatters s h twice (Korthikanti et al., arXiv 2205.05198, section 4.2.2); experts send each token to its top-k experts
+and back; context parallelism passes keys and values around; a stage hands s h on. A backward pass moves twice what the
+forward does, in the same places.
 """
 
 from dataclasses import dataclass

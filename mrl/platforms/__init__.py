@@ -1,8 +1,10 @@
-"""The only room that knows a device by name: cpu, cuda or npu. Everything else asks a `Platform`, or `Hosting` where torch must not be.
+"""The only room that knows a device by name: cpu, cuda or npu. Everything else asks a `Platform`, or `Hosting` where
+torch must not be.
 
-`torch_platforms` computes on a device, `hosting` starts processes for it, `inventory` looks for it on this host, `versions` says which
-packages it needs, `transfer` moves weights between its processes; `cpu_patches` is the table of what is replaced in torch and Megatron.
-Imports nothing of mrl but errors and units. Without torch: this module, hosting, inventory, versions, patching and npu_mindspeed.
+`torch_platforms` computes on a device, `hosting` starts processes for it, `inventory` looks for it on this host,
+`versions` says which packages it needs, `transfer` moves weights between its processes; `cpu_patches` is the table of
+what is replaced in torch and Megatron. Imports nothing of mrl but errors and units. Without torch: this module,
+hosting, inventory, versions, patching and npu_mindspeed.
 """
 
 from collections.abc import Mapping
@@ -92,8 +94,8 @@ def get_platform(name: str) -> Platform:
 def prepare_process(device: str, layout: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """What the process of a Megatron rank needs before anything in it imports Megatron; only Ascend needs something.
 
-    `layout`: parallel sizes, `overrides`: fields of the transformer config, both under Megatron's names. Returns those of `overrides` that
-    Megatron itself is to be given. Raises EnvironmentFault.
+    `layout`: parallel sizes, `overrides`: fields of the transformer config, both under Megatron's names. Returns those
+    of `overrides` that Megatron itself is to be given. Raises EnvironmentFault.
     """
     if device != "npu":
         return dict(overrides)

@@ -1,7 +1,8 @@
 """Everything that is replaced in torch and Megatron-core 0.16.1 inside Megatron worker processes: one table.
 
-Megatron takes an accelerator for granted. On CPU the accelerator's answers are given by the CPU itself; streams and events, which order
-work that here is already in order, do nothing. Rows with `devices` beyond cpu are defects of Megatron without Transformer Engine.
+Megatron takes an accelerator for granted. On CPU the accelerator's answers are given by the CPU itself; streams and
+events, which order work that here is already in order, do nothing. Rows with `devices` beyond cpu are defects of
+Megatron without Transformer Engine.
 """
 
 from importlib.util import find_spec

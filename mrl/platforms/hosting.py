@@ -1,7 +1,8 @@
-"""How processes of each device are hosted: Ray resources, environment, engine arguments. No torch, so the driver stays light.
+"""How processes of each device are hosted: Ray resources, environment, engine arguments. No torch, so the driver stays
+light.
 
-Sources of what is set on Ascend: documentation of vllm-ascend 0.23 (reinforcement learning, additional configuration), MindSpeed
-core_r0.16.0 and CANN 9.1.
+Sources of what is set on Ascend: documentation of vllm-ascend 0.23 (reinforcement learning, additional configuration),
+MindSpeed core_r0.16.0 and CANN 9.1.
 """
 
 import os
@@ -12,7 +13,8 @@ from typing import Any
 from mrl.errors import EnvironmentFault
 
 _NPU_SHARED_DEVICE = {
-    # HCCL listens on 16666 by default, so a second process on the same NPU (an engine beside an actor) fails with EJ0003
+    # HCCL listens on 16666 by default, so a second process on the same NPU (an engine beside an actor) fails with
+    # EJ0003
     "HCCL_HOST_SOCKET_PORT_RANGE": "auto",
     "HCCL_NPU_SOCKET_PORT_RANGE": "auto",
 }
@@ -33,7 +35,8 @@ _NPU_ENGINE = _NPU_SHARED_DEVICE | {
     "VLLM_ALL2ALL_BACKEND": "flashinfer_all2allv",  # the one that data and expert parallelism work with on NPU
 }
 
-# vLLM argument: vllm-ascend's switch for reinforcement learning (0.23 and later) turns NZ off and drops expandable segments
+# vLLM argument: vllm-ascend's switch for reinforcement learning (0.23 and later) turns NZ off and drops expandable
+# segments
 _NPU_ENGINE_ARGUMENTS = {"additional_config": {"rl_config": {"enabled": True}}}
 
 
@@ -88,7 +91,8 @@ class Hosting:
 
 
 def cpu_binding(cores: list[int], engine_id: int, engines: int, workers: int) -> str:
-    """vLLM's core list, `a,b|c,d` with one part for each of `workers`; all workers of all engines get equal shares of the cores.
+    """vLLM's core list, `a,b|c,d` with one part for each of `workers`; all workers of all engines get equal shares of
+    the cores.
 
     Shares wrap around when there are more workers than cores: slow, and still right.
     """

@@ -1,11 +1,14 @@
-"""MindSpeed in a Megatron rank's process: imported before Megatron, then applied again for the run's own parallel sizes.
+"""MindSpeed in a Megatron rank's process: imported before Megatron, then applied again for the run's own parallel
+sizes.
 
-Importing `mindspeed.megatron_adaptor` replaces parts of torch and Megatron with NPU versions. It decides what to replace from `sys.argv`,
-where nothing of ours stands, so at import it sees a context-parallel size of 1 and leaves those features out; `repatch` with the real sizes
-mends that, and must come before `initialize_model_parallel`, which is one of the functions replaced.
+Importing `mindspeed.megatron_adaptor` replaces parts of torch and Megatron with NPU versions. It decides what to
+replace from `sys.argv`, where nothing of ours stands, so at import it sees a context-parallel size of 1 and leaves
+those features out; `repatch` with the real sizes mends that, and must come before `initialize_model_parallel`, which is
+one of the functions replaced.
 
-Source: MindSpeed core_r0.16.0, mindspeed/megatron_adaptor.py (`patch_features`, `repatch`), mindspeed/args_utils.py (`get_mindspeed_args`
-parses `sys.argv`), features_manager/context_parallel/context_parallel_feature.py. Never run on hardware.
+Source: MindSpeed core_r0.16.0, mindspeed/megatron_adaptor.py (`patch_features`, `repatch`), mindspeed/args_utils.py
+(`get_mindspeed_args` parses `sys.argv`), features_manager/context_parallel/context_parallel_feature.py. Never run on
+hardware.
 """
 
 import importlib
@@ -29,7 +32,8 @@ SIZES = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "context_parallel_size",
     "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel",
 )  # fmt: skip
-# fields of a transformer config that are MindSpeed's alone: it takes them when it is applied, and Megatron's own class has no such fields
+# fields of a transformer config that are MindSpeed's alone: it takes them when it is applied, and Megatron's own class
+# has no such fields
 MINDSPEED_FIELDS = frozenset(
     ("use_flash_attn", "use_fused_rmsnorm", "use_fused_swiglu", "use_fused_rotary_pos_emb", "fused_permute_unpermute", "swap_optimizer")
 )
@@ -38,9 +42,9 @@ MINDSPEED_FIELDS = frozenset(
 def adapt(layout: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
     """Puts MindSpeed in place for this process. Later calls apply it again.
 
-    `layout`: Megatron's names of parallel sizes (other keys are left alone, None stands for Megatron's default); `overrides`: fields of
-    its transformer config. Raises EnvironmentFault when Megatron was imported or initialised too early, beside vLLM, and for another
-    generation of MindSpeed.
+    `layout`: Megatron's names of parallel sizes (other keys are left alone, None stands for Megatron's default);
+    `overrides`: fields of its transformer config. Raises EnvironmentFault when Megatron was imported or initialised too
+    early, beside vLLM, and for another generation of MindSpeed.
     """
     refuse_beside_vllm()
     _refuse_too_late()

@@ -1,7 +1,7 @@
 """The three platforms, through torch: CPU over gloo, NVIDIA GPUs over NCCL, Ascend NPUs through torch_npu over HCCL.
 
-The NPU platform is written against documented interfaces and was never run on hardware. MindSpeed has to be in place before Megatron is
-imported: see mrl.platforms.npu_mindspeed.
+The NPU platform is written against documented interfaces and was never run on hardware. MindSpeed has to be in place
+before Megatron is imported: see mrl.platforms.npu_mindspeed.
 """
 
 import importlib
@@ -37,7 +37,8 @@ class CpuPlatform:
         logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
 
     def deterministic(self) -> None:
-        # Sums over threads depend on how work is cut; filling fresh memory would only hide a read of it, at the price of a pass.
+        # Sums over threads depend on how work is cut; filling fresh memory would only hide a read of it, at the price
+        # of a pass.
         torch.set_num_threads(1)
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False

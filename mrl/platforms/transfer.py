@@ -1,4 +1,5 @@
-"""What moving weights between processes needs of a device: a process group of one's own, and memory that two processes see.
+"""What moving weights between processes needs of a device: a process group of one's own, and memory that two processes
+see.
 
 Apart from the platforms themselves because it is used in engine processes too, where nothing of Megatron's is replaced.
 """

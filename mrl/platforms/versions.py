@@ -1,7 +1,8 @@
-"""Versions that belong together, as data. `mrl doctor` compares what is installed with them; setup.py and Dockerfile pin them, which tests
-compare.
+"""Versions that belong together, as data. `mrl doctor` compares what is installed with them; setup.py and Dockerfile
+pin them, which tests compare.
 
-Sources of the Ascend rows: the release matrix of vllm-ascend, the torch_npu/CANN table of Ascend/pytorch, and verl's image for CANN 9.1.0.
+Sources of the Ascend rows: the release matrix of vllm-ascend, the torch_npu/CANN table of Ascend/pytorch, and verl's
+image for CANN 9.1.0.
 """
 
 import re
@@ -48,7 +49,8 @@ ROWS = (
     ),
 )  # fmt: skip
 
-# vllm-ascend -> vLLM, CANN, torch, torch_npu that it was released for. The pairing is strict, and not always the same number.
+# vllm-ascend -> vLLM, CANN, torch, torch_npu that it was released for. The pairing is strict, and not always the same
+# number.
 VLLM_ASCEND = {
     "0.23.0": ("0.23.0", "9.1.0", "2.10.0", "2.10.0.post4"),
     "0.22.1rc1": ("0.22.1", "9.0.0", "2.10.0", "2.10.0"),

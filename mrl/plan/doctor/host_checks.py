@@ -6,8 +6,8 @@ from mrl.plan.doctor.machine import Finding, Machine, failure, ok, warning
 from mrl.platforms.hosting import environment_faults
 from mrl.platforms.inventory import driver_fault, visible_faults
 
-# GiB. Below the first the run fails (containers give 0.06 by default: vLLM's queues and one bucket of weights do not fit), below the
-# second it may, once larger models pass their weights through it.
+# GiB. Below the first the run fails (containers give 0.06 by default: vLLM's queues and one bucket of weights do not
+# fit), below the second it may, once larger models pass their weights through it.
 SHM_LEAST, SHM_ENOUGH = 1.0, 8.0
 DISK_LEAST, DISK_ENOUGH = 2.0, 20.0  # GiB free: logs and a tiny checkpoint; a few checkpoints of a small model
 FILES_LEAST, FILES_ENOUGH = 4096, 65535  # Ray opens a few sockets per worker and asks for 65535
