@@ -38,16 +38,16 @@ async def answer_of(call):
 
 def engine(llm, captures=True):
     routes = RouteShape(num_layers=1, moe_layers=(0,), topk=2, num_experts=4)
-    one = VllmEngine(Record(engine_id=3, captures_routes=captures, routes=routes))
-    one._llm, one._ask, one._alive = llm, answer_of, nullcontext
-    one._generation = vllm_generation("0.23.0")
-    return one
+    made = VllmEngine(Record(engine_id=3, captures_routes=captures, routes=routes))
+    made._llm, made._ask, made._alive = llm, answer_of, nullcontext
+    made._generation = vllm_generation("0.23.0")
+    return made
 
 
 def test_routes_are_taken_by_the_guarded_way():
     llm = Llm()
-    found = asyncio.run(engine(llm)._routes("7-0", Request(7, (1, 2), 0), Record(token_ids=(3,), routed_experts=None)))
-    assert llm.asked == [("take_routes", ("7-0", 2))] and np.array_equal(found[:2], ROUTES)
+    taken = asyncio.run(engine(llm)._routes("7-0", Request(7, (1, 2), 0), Record(token_ids=(3,), routed_experts=None)))
+    assert llm.asked == [("take_routes", ("7-0", 2))] and np.array_equal(taken[:2], ROUTES)
 
 
 def test_what_the_workers_raise_is_raised_here():

@@ -9,11 +9,11 @@ EXPECTED = {"q_proj.weight": [8, 4], "k_proj.weight": [2, 4], "v_proj.weight": [
 
 
 def ledger(arrived: dict[str, tuple[int, ...]], written: set[str] = frozenset({"qkv_proj.weight"})) -> ReloadLedger:
-    found = ReloadLedger({"qkv_proj.weight"}, EXPECTED)
+    made = ReloadLedger({"qkv_proj.weight"}, EXPECTED)
     for name, shape in arrived.items():
-        found.receive(name, shape)
-    found.add(written)
-    return found
+        made.receive(name, shape)
+    made.add(written)
+    return made
 
 
 def all_but(name: str) -> dict[str, tuple[int, ...]]:

@@ -82,8 +82,8 @@ def test_each_generation_is_called_with_what_it_has():
 def test_the_installed_vllm_has_the_method_that_its_stand_in_has():
     folder = Path(next(iter(importlib.util.find_spec("vllm").submodule_search_locations)))  # read, not imported: that takes seconds
     tree = ast.parse((folder / "v1" / "engine" / "async_llm.py").read_text())
-    found = {node.name: [a.arg for a in node.args.args] for node in ast.walk(tree) if isinstance(node, ast.AsyncFunctionDef)}
-    assert found["update_weight_version"] == list(inspect.signature(Llm032.update_weight_version).parameters)
+    methods = {node.name: [a.arg for a in node.args.args] for node in ast.walk(tree) if isinstance(node, ast.AsyncFunctionDef)}
+    assert methods["update_weight_version"] == list(inspect.signature(Llm032.update_weight_version).parameters)
 
 
 def test_0_32_says_itself_which_versions_took_part():
