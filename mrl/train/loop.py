@@ -25,7 +25,6 @@ holds token ids, numbers a token, and metrics. What a run consists of stands in 
 
 from mrl.errors import Interrupted
 from mrl.record.metrics import PhaseTimer
-from mrl.train import saving
 from mrl.train.advantages import kl_penalties, with_advantages, with_corrections, with_old_log_probs, with_ref_log_probs
 from mrl.train.reporting import memory_metrics, sample_metrics, time_metrics, write_rollouts
 from mrl.train.rollouts import gather_rollouts
@@ -43,10 +42,10 @@ def train(run: Run) -> None:
             run.record.write(0, held_out_metrics(run) | memory_metrics())
         while run.state.step < run.total_steps:
             train_step(run)
-        saving.finish(run)
+        run.saver.save_last(run.state)
     except Interrupted:
         if run.stop.signal is not None and not run.stop.on_hold:
-            saving.finish(run)  # weights and data position are those of the last finished step
+            run.saver.save_last(run.state)  # weights and data position are those of the last finished step
         raise
 
 
@@ -79,11 +78,11 @@ def train_step(run: Run) -> None:
         if due(config.trainer.test_freq, step, run.total_steps):
             with timer("testing"):
                 metrics |= held_out_metrics(run)
-        metrics |= saving.finished_save(run)  # of a save that training went on beside
+        metrics |= run.saver.finished()  # of a save that training went on beside
         if due(config.trainer.save_freq, step, run.total_steps):
             with timer("save_checkpoint"):
-                metrics |= saving.save(run, metrics)
-    metrics |= {"training/failed_saves": float(run.failed_saves)}
+                metrics |= run.saver.save(run.state, metrics)
+    metrics |= {"training/failed_saves": float(run.saver.failed_saves)}
     metrics |= time_metrics(config, timer, batch) | memory_metrics()
     run.record.write(step, metrics)
     run.stop.release()

@@ -30,11 +30,11 @@ from mrl.record.sinks import make_sinks
 from mrl.reward.items import RewardSpec
 from mrl.reward.pool import RewardPool, check_function
 from mrl.reward.resolve import check_data_sources
-from mrl.train.background_save import BackgroundWrite
 from mrl.train.preflight import run_dir_path
 from mrl.train.reporting import AdvisedRecord
 from mrl.train.resume import TrainState, rewind, verified_resume_point
 from mrl.train.rollouts import Responder
+from mrl.train.saving import Saver
 
 
 class StopFlag:
@@ -78,7 +78,7 @@ def stop_on_signals() -> Iterator[StopFlag]:
 
 @dataclass
 class Run:
-    """A run under way: what the loop hands to its phases, each taking what it uses. Only the last four change."""
+    """A run under way: what the loop hands to its phases, each taking what it uses. Only the last changes."""
 
     config: RunConfig
     run_dir: RunDir
@@ -91,11 +91,8 @@ class Run:
     responder: Responder
     actor: ActorGroup
     sync: WeightSync
-    writing: BackgroundWrite
+    saver: Saver
     state: TrainState
-    saved_step: int  # of the newest complete checkpoint
-    failed_saves: int = 0
-    last_fault: str = ""  # why the newest of them failed
 
 
 @contextmanager
@@ -129,12 +126,12 @@ def open_run(resolved: ResolvedConfig, resume: bool) -> Iterator[Run]:
         write_text(run_dir.plan, plan_text(plan_again(config, load_model_spec(config.model.path), run_dir.plan)))
         record = AdvisedRecord(make_sinks(config.trainer.logger, run_dir, total, _run_info(config)), config)
         stack.callback(record.close)
-        writing = BackgroundWrite()
-        stack.callback(writing.close)  # before the ranks end
+        saver = Saver(config, run_dir.checkpoints, actor, stream.prompts.fingerprint, state.step)
+        stack.callback(saver.close)  # before the ranks end
         yield Run(
             config=config, run_dir=run_dir, train_prompts=stream, val_prompts=val, pad_token_id=pad_token_id(tokenizer), total_steps=total,
             stop=stop, record=record, responder=Responder(tokenizer, engines, rewards, config.reward, record, stop.raise_if_set),
-            actor=actor, sync=WeightSync(config, actor, engines), writing=writing, state=state, saved_step=state.step,
+            actor=actor, sync=WeightSync(config, actor, engines), saver=saver, state=state,
         )  # fmt: skip
 
 

@@ -1,95 +1,173 @@
-"""The checkpoints of a run: saved beside the training, and no more of them than are wanted."""
+"""The checkpoints of a run: saved beside the training, and no more of them than are wanted.
+
+step N      ranks copy their parts to host memory     training waits
+step N+1    a thread writes them to the disk          training goes on
+step N+2    the result is asked for                   a disk that refused is counted, and the run goes on
+"""
 
 import importlib.metadata
 import json
 import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from mrl.checkpoint.disk_space import BESIDE_TENSORS, check_room
 from mrl.checkpoint.manifest import Manifest, RankFiles, fsync, write_manifest
 from mrl.checkpoint.step_folders import discard, superseded, write_atomically
+from mrl.config.schema import RunConfig
 from mrl.errors import EnvironmentFault
 from mrl.model.hf_files import copy_hf_files
 from mrl.train.resume import TrainState, fixed_values
-from mrl.train.run import Run
 
 
-def save(run: Run, metrics: dict[str, float] | None = None) -> dict[str, float]:
-    """Begins a checkpoint of the last finished step, unless there is one. `metrics`: of the step, should their line get lost.
+class SavingActor(Protocol):
+    """What saving asks of the actor's ranks."""
 
-    The ranks copy their parts to host memory and write them while training goes on; a save waits for the one before it.
-    A disk that does not take a checkpoint is no reason to stop: it is said, counted, and the checkpoints that are there
-    stay. Returns what `finished_save` does.
-    """
-    previous = finished_save(run, wait=True)
-    state = run.state
-    if run.saved_step == state.step:
-        return previous
+    def take_checkpoint(self) -> int:
+        """Every rank copies its part to host memory; bytes that all of them will write."""
+
+    def write_checkpoint(self, work: Path) -> list[dict[str, Any]]:
+        """Every rank writes its copy into `work`; RankFiles as JSON."""
+
+
+@dataclass(frozen=True)
+class WriteResult:
+    """How a write ended."""
+
+    step: int
+    seconds: float
+    fault: str | None  # what the disk said; None: the checkpoint is complete
+
+
+class BackgroundWrite:
+    """Runs one write at a time in a thread."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._running: tuple[int, Future[WriteResult]] | None = None
+
+    def begin(self, step: int, write: Callable[[], None]) -> None:
+        """Starts `write()`. Raises RuntimeError while the result of the one before was not asked for: it would be lost."""
+        if self._running is not None:
+            raise RuntimeError(f"step {step} is to be saved before it is known how the save of step {self._running[0]} ended")
+        self._running = step, self._thread.submit(_timed, step, write)
+
+    def result(self, wait: bool) -> WriteResult | None:
+        """How the write ended, once; None when there is none, or without `wait` when it goes on.
+
+        A disk that does not take it is an answer; anything else that `write` raised is raised here.
+        """
+        if self._running is None or not (wait or self._running[1].done()):
+            return None
+        future, self._running = self._running[1], None
+        return future.result()
+
+    def close(self) -> None:
+        """Waits for the write under way: what was begun is worth having, however the run ends. Says so when it fails."""
+        try:
+            result = self.result(wait=True)
+            if result is not None and result.fault:
+                print(f"error: step {result.step} is not saved: {result.fault}", flush=True)
+        except Exception as error:  # the run is ending, most often for the same reason, and that one is raised
+            print(f"error: a checkpoint is not saved: {error}", flush=True)
+        self._thread.shutdown()
+
+
+def _timed(step: int, write: Callable[[], None]) -> WriteResult:
+    began, fault = time.perf_counter(), None
     try:
-        check_room(run.run_dir.checkpoints, run.actor.take_checkpoint() + BESIDE_TENSORS)
-    except EnvironmentFault as fault:
-        _count_failure(run, state.step, str(fault))
-        return previous
-    run.writing.begin(state.step, partial(_write, run, state, dict(metrics or {})))
-    return previous if run.config.trainer.async_save else previous | finished_save(run, wait=True)
+        write()
+    except (OSError, EnvironmentFault) as error:
+        fault = str(error)
+    return WriteResult(step, time.perf_counter() - began, fault)
 
 
-def finished_save(run: Run, wait: bool = False) -> dict[str, float]:
-    """The metrics of the save under way, if it has ended. Raises what went wrong with it, a disk's refusal excepted."""
-    result = run.writing.result(wait)
-    if result is None:
-        return {}
-    if result.fault:
-        _count_failure(run, result.step, result.fault)
-    else:
-        run.saved_step = result.step
-    return {"perf/checkpoint_write_s": result.seconds}
+class Saver:
+    """Saves one run into `folder`/step-N. `data_fingerprint`: of the training prompts, which a resume compares."""
 
+    def __init__(self, config: RunConfig, folder: Path, actor: SavingActor, data_fingerprint: str, saved_step: int):
+        self.saved_step = saved_step  # of the newest complete checkpoint
+        self.failed_saves = 0
+        self._last_fault = ""  # why the newest of them failed
+        self._config, self._folder, self._actor, self._data_fingerprint = config, folder, actor, data_fingerprint
+        self._writing = BackgroundWrite()
 
-def finish(run: Run) -> None:
-    """Leaves a checkpoint of the last finished step behind. Raises EnvironmentFault when the disk takes none now."""
-    save(run)
-    finished_save(run, wait=True)
-    if run.saved_step != run.state.step:
-        newest = f"the newest checkpoint is that of step {run.saved_step}" if run.saved_step else "there is no checkpoint"
-        raise EnvironmentFault(
-            f"{run.run_dir.checkpoints}: step {run.state.step} is not saved ({run.last_fault}); {newest}. Make room and pass --resume"
-        )
+    def save(self, state: TrainState, metrics: dict[str, float] | None = None) -> dict[str, float]:
+        """Begins a checkpoint of `state`, unless there is one. `metrics`: of its step, should their line get lost.
 
+        The ranks copy their parts to host memory and write them while training goes on; a save waits for the one before it.
+        A disk that does not take a checkpoint is no reason to stop: it is said, counted, and the checkpoints that are there
+        stay. Returns what `finished` does.
+        """
+        previous = self.finished(wait=True)
+        if self.saved_step == state.step:
+            return previous
+        try:
+            check_room(self._folder, self._actor.take_checkpoint() + BESIDE_TENSORS)
+        except EnvironmentFault as fault:
+            self._count_failure(state.step, str(fault))
+            return previous
+        self._writing.begin(state.step, partial(self._write, state, dict(metrics or {})))
+        return previous if self._config.trainer.async_save else previous | self.finished(wait=True)
 
-def _count_failure(run: Run, step: int, fault: str) -> None:
-    run.failed_saves += 1
-    run.last_fault = fault
-    print(f"error: step {step} is not saved: {fault}. Training goes on; the checkpoints before it are as they were", flush=True)
+    def finished(self, wait: bool = False) -> dict[str, float]:
+        """The metrics of the save under way, if it has ended. Raises what went wrong with it, a disk's refusal excepted."""
+        result = self._writing.result(wait)
+        if result is None:
+            return {}
+        if result.fault:
+            self._count_failure(result.step, result.fault)
+        else:
+            self.saved_step = result.step
+        return {"perf/checkpoint_write_s": result.seconds}
 
+    def save_last(self, state: TrainState) -> None:
+        """Leaves a checkpoint of `state` behind. Raises EnvironmentFault when the disk takes none now."""
+        self.save(state)
+        self.finished(wait=True)
+        if self.saved_step != state.step:
+            newest = f"the newest checkpoint is that of step {self.saved_step}" if self.saved_step else "there is no checkpoint"
+            fault = f"step {state.step} is not saved ({self._last_fault})"
+            raise EnvironmentFault(f"{self._folder}: {fault}; {newest}. Make room and pass --resume")
 
-def _write(run: Run, state: TrainState, metrics: dict[str, float]) -> None:
-    """The whole of a save but for the ranks' copies; in a thread, so of `run` it uses only what does not change."""
-    folder = run.run_dir.checkpoints / f"step-{state.step}"
-    write_atomically(folder, lambda work: _write_checkpoint(run, state, work, metrics))
-    for old in superseded(run.run_dir.checkpoints, state.step, run.config.trainer.max_actor_ckpt_to_keep):
-        discard(old)
+    def close(self) -> None:
+        """Waits for the write under way."""
+        self._writing.close()
 
+    def _count_failure(self, step: int, fault: str) -> None:
+        self.failed_saves += 1
+        self._last_fault = fault
+        print(f"error: step {step} is not saved: {fault}. Training goes on; the checkpoints before it are as they were", flush=True)
 
-def _write_checkpoint(run: Run, state: TrainState, work: Path, metrics: dict[str, float]) -> None:
-    ranks = tuple(RankFiles.from_json(part) for part in run.actor.write_checkpoint(work))
-    model = Path(run.config.model.path)
-    hf = work / "hf"
-    hf.mkdir()
-    copy_hf_files(model, hf)
-    for path in (*hf.iterdir(), hf):
-        fsync(path)
-    trainer = {
-        "cursor": vars(state.cursor),
-        "data_fingerprint": run.train_prompts.prompts.fingerprint,
-        "fixed": fixed_values(run.config),
-        "metrics": metrics,
-    }
-    hf_config = json.loads((model / "config.json").read_text())
-    layout = run.config.actor.layout.model_dump()
-    write_manifest(work, Manifest(state.step, layout, run.config.model.dtype, hf_config, ranks, trainer, _versions()))
+    def _write(self, state: TrainState, metrics: dict[str, float]) -> None:
+        """The whole of a save but for the ranks' copies; in a thread, so it uses only what does not change."""
+        folder = self._folder / f"step-{state.step}"
+        write_atomically(folder, lambda work: self._write_checkpoint(state, work, metrics))
+        for old in superseded(self._folder, state.step, self._config.trainer.max_actor_ckpt_to_keep):
+            discard(old)
+
+    def _write_checkpoint(self, state: TrainState, work: Path, metrics: dict[str, float]) -> None:
+        ranks = tuple(RankFiles.from_json(part) for part in self._actor.write_checkpoint(work))
+        model = Path(self._config.model.path)
+        hf = work / "hf"
+        hf.mkdir()
+        copy_hf_files(model, hf)
+        for path in (*hf.iterdir(), hf):
+            fsync(path)
+        trainer = {
+            "cursor": vars(state.cursor),
+            "data_fingerprint": self._data_fingerprint,
+            "fixed": fixed_values(self._config),
+            "metrics": metrics,
+        }
+        hf_config = json.loads((model / "config.json").read_text())
+        layout = self._config.actor.layout.model_dump()
+        write_manifest(work, Manifest(state.step, layout, self._config.model.dtype, hf_config, ranks, trainer, _versions()))
 
 
 def _versions() -> dict[str, Any]:

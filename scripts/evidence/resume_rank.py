@@ -24,7 +24,7 @@ from mrl.cluster.prerequisites import free_port
 from mrl.config.schema import RunConfig
 from mrl.data.batch import Sample, TrainBatch, collate
 from mrl.megatron.actor import MegatronActor
-from mrl.train.background_save import BackgroundWrite
+from mrl.train.saving import BackgroundWrite
 
 SAMPLES = 6
 KEEP = 2

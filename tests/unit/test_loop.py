@@ -15,10 +15,10 @@ from mrl.record.run_dir import RunDir
 from mrl.record.spec import metric_spec
 from mrl.reward.items import OK, RewardResult
 from mrl.train import loop
-from mrl.train.background_save import BackgroundWrite
 from mrl.train.resume import TrainState
 from mrl.train.rollouts import Responder
 from mrl.train.run import Run, StopFlag
+from mrl.train.saving import Saver
 from mrl.vllm.requests import Completion, Sampling
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
@@ -92,9 +92,11 @@ def run_of(world, tmp_path, *overrides) -> Run:
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "")
     stop = StopFlag()
     responder = Responder(tokenizer, world, world, config.reward, world, stop.raise_if_set)
+    run_dir = RunDir.open(tmp_path / "run", "")
+    saver = Saver(config, run_dir.checkpoints, world, "fingerprint", 0)
     return Run(
-        config=config, run_dir=RunDir.open(tmp_path / "run", ""), train_prompts=stream, val_prompts=None, pad_token_id=0, total_steps=2,
-        stop=stop, record=world, responder=responder, actor=world, sync=world, writing=BackgroundWrite(), state=TrainState(), saved_step=0,
+        config=config, run_dir=run_dir, train_prompts=stream, val_prompts=None, pad_token_id=0, total_steps=2,
+        stop=stop, record=world, responder=responder, actor=world, sync=world, saver=saver, state=TrainState(),
     )  # fmt: skip
 
 

@@ -25,9 +25,8 @@ from mrl.megatron.adam_state import AdamState
 from mrl.model import model_spec
 from mrl.model.boxes import Box
 from mrl.model.megatron_shards import Piece
-from mrl.train import saving
-from mrl.train.background_save import BackgroundWrite
 from mrl.train.resume import TrainState
+from mrl.train.saving import BackgroundWrite, Saver
 
 FULL = Path("/dev/full")  # every write to it finds no space left
 WHOLE = Box.whole((4,))
@@ -76,10 +75,8 @@ def made_run(model: Path, folder: Path, **trainer):
             "data": {"train_batch_size": 1}, "trainer": trainer, "cluster": {"device": "cpu"},
         }
     )  # fmt: skip
-    return SimpleNamespace(
-        config=config, run_dir=SimpleNamespace(checkpoints=folder), actor=FakeActor(), writing=BackgroundWrite(), state=TrainState(),
-        saved_step=0, failed_saves=0, last_fault="", train_prompts=SimpleNamespace(prompts=SimpleNamespace(fingerprint="f")),
-    )  # fmt: skip
+    actor = FakeActor()
+    return SimpleNamespace(config=config, folder=folder, actor=actor, saver=Saver(config, folder, actor, "f", 0), state=TrainState())
 
 
 def trained(run) -> None:
@@ -161,13 +158,13 @@ def test_moments_are_copied_as_they_are_and_zeros_are_made_only_where_there_are_
 def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(run):
     trained(run)
     run.actor.may_write.clear()
-    saving.save(run, {"actor/lr": 0.5})
+    run.saver.save(run.state, {"actor/lr": 0.5})
     trained(run)
-    assert saving.finished_save(run) == {} and run.saved_step == 0
+    assert run.saver.finished() == {} and run.saver.saved_step == 0
     run.actor.may_write.set()
-    assert saving.finished_save(run, wait=True)["perf/checkpoint_write_s"] > 0
-    folder = run.run_dir.checkpoints / "step-1"
-    assert stored(folder) == 1.0 and run.saved_step == 1
+    assert run.saver.finished(wait=True)["perf/checkpoint_write_s"] > 0
+    folder = run.folder / "step-1"
+    assert stored(folder) == 1.0 and run.saver.saved_step == 1
     manifest = read_manifest(folder)
     assert manifest.trainer["metrics"] == {"actor/lr": 0.5} and manifest.trainer["cursor"] == {"epoch": 0, "index": 1}
     assert (folder / "hf" / "tokenizer.json").is_file()
@@ -175,79 +172,80 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(r
 
 def test_a_save_waits_for_the_one_before(run):
     trained(run)
-    saving.save(run)
+    run.saver.save(run.state)
     trained(run)
-    saving.save(run)
-    assert stored(run.run_dir.checkpoints / "step-1") == 1.0
-    saving.finish(run)
-    assert stored(run.run_dir.checkpoints / "step-2") == 2.0
+    run.saver.save(run.state)
+    assert stored(run.folder / "step-1") == 1.0
+    run.saver.save_last(run.state)
+    assert stored(run.folder / "step-2") == 2.0
     with pytest.raises(RuntimeError, match="before it is known how the save of step 1 ended"):
-        run.writing.begin(1, lambda: None)
-        run.writing.begin(2, lambda: None)
+        writing = BackgroundWrite()
+        writing.begin(1, lambda: None)
+        writing.begin(2, lambda: None)
 
 
 def test_without_async_save_a_checkpoint_is_there_when_training_goes_on(model, tmp_path):
     run = made_run(model, tmp_path, async_save=False)
     trained(run)
-    saving.save(run)
-    assert stored(tmp_path / "step-1") == 1.0 and run.saved_step == 1
+    run.saver.save(run.state)
+    assert stored(tmp_path / "step-1") == 1.0 and run.saver.saved_step == 1
 
 
 @pytest.mark.parametrize("async_save", [True, False])
 def test_a_full_disk_costs_the_checkpoint_that_did_not_fit_and_nothing_else(model, tmp_path, capsys, async_save):
     run = made_run(model, tmp_path, async_save=async_save, max_actor_ckpt_to_keep=1)
     trained(run)
-    saving.save(run)
-    saving.finished_save(run, wait=True)
+    run.saver.save(run.state)
+    run.saver.finished(wait=True)
     before = bytes_below(tmp_path)
     run.actor.disk_is_full = True
     trained(run)
-    saving.save(run)
-    saving.finished_save(run, wait=True)
-    assert run.failed_saves == 1 and run.saved_step == 1
+    run.saver.save(run.state)
+    run.saver.finished(wait=True)
+    assert run.saver.failed_saves == 1 and run.saver.saved_step == 1
     assert bytes_below(tmp_path) == before and [p.name for p in tmp_path.iterdir()] == ["step-1"]
     said = capsys.readouterr().out
     assert "step 2 is not saved" in said and "No space left on device" in said
     run.actor.disk_is_full = False
     trained(run)
-    saving.finish(run)
-    assert [p.name for p in tmp_path.iterdir()] == ["step-3"] and run.failed_saves == 1
+    run.saver.save_last(run.state)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-3"] and run.saver.failed_saves == 1
 
 
 def test_where_there_is_no_room_nothing_is_begun(run, monkeypatch, capsys):
     monkeypatch.setattr(room, "free_bytes", lambda folder: 1_000_000)
     trained(run)
-    saving.save(run)
-    assert list(run.run_dir.checkpoints.iterdir()) == [] and run.failed_saves == 1
+    run.saver.save(run.state)
+    assert list(run.folder.iterdir()) == [] and run.saver.failed_saves == 1
     assert "a checkpoint needs 4.20 MB and 1.00 MB are free" in capsys.readouterr().out  # 4 MiB beside the tensors, rounded up
 
 
 def test_the_last_step_unsaved_ends_the_run_with_an_error_that_says_what_is_left(run):
     trained(run)
-    saving.finish(run)
+    run.saver.save_last(run.state)
     run.actor.disk_is_full = True
     trained(run)
     with pytest.raises(EnvironmentFault, match=r"step 2 is not saved \(.*No space.*the newest checkpoint is that of step 1.*--resume"):
-        saving.finish(run)
+        run.saver.save_last(run.state)
     run.actor.disk_is_full = False
-    saving.finish(run)
-    assert stored(run.run_dir.checkpoints / "step-2") == 2.0
+    run.saver.save_last(run.state)
+    assert stored(run.folder / "step-2") == 2.0
 
 
 def test_what_is_no_fault_of_the_disk_is_raised_when_it_is_heard_of(run):
     run.actor.num_updates = [1, 2]
     trained(run)
-    saving.save(run)
+    run.saver.save(run.state)
     with pytest.raises(NumericAbort, match="rank 1 has optimizer num_updates 2"):
-        saving.finished_save(run, wait=True)
-    assert list(run.run_dir.checkpoints.iterdir()) == []
+        run.saver.finished(wait=True)
+    assert list(run.folder.iterdir()) == []
 
 
 def test_a_run_that_ends_early_waits_for_what_it_began(run, capsys):
     trained(run)
-    saving.save(run)
-    run.writing.close()
-    assert stored(run.run_dir.checkpoints / "step-1") == 1.0
+    run.saver.save(run.state)
+    run.saver.close()
+    assert stored(run.folder / "step-1") == 1.0
     other = BackgroundWrite()
     other.begin(7, lambda: 1 / 0)
     other.close()
@@ -260,7 +258,7 @@ def dies_at(event: int, model: Path, folder: Path) -> bool:
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     run = made_run(model, folder, async_save=False, max_actor_ckpt_to_keep=1)
-    run.saved_step = 1
+    run.saver.saved_step = 1
     for _ in range(2):
         trained(run)
     left = [event]
@@ -272,7 +270,7 @@ def dies_at(event: int, model: Path, folder: Path) -> bool:
                 os._exit(9)
 
     sys.addaudithook(watch)
-    saving.save(run)
+    run.saver.save(run.state)
     os._exit(0)
 
 
@@ -285,7 +283,7 @@ def test_a_death_at_any_touch_of_the_disk_leaves_a_whole_checkpoint(model, tmp_p
         folder.mkdir()
         run = made_run(model, folder)
         trained(run)
-        saving.finish(run)
+        run.saver.save_last(run.state)
         ended = not dies_at(event, model, folder)
         found = newest_checkpoint(folder, digests=True)
         assert found.path is not None and found.damaged == {}, f"event {event}: {found}"
@@ -318,6 +316,6 @@ def test_a_run_whose_checkpoint_does_not_fit_is_refused_before_anything_is_writt
 
 def test_the_manifest_of_a_save_is_json_of_plain_numbers(run):
     trained(run)
-    saving.finish(run)
-    written = json.loads((run.run_dir.checkpoints / "step-1" / "manifest.json").read_text())
+    run.saver.save_last(run.state)
+    written = json.loads((run.folder / "step-1" / "manifest.json").read_text())
     assert written["step"] == 1 and written["num_updates"] == 1
