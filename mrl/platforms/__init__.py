@@ -41,10 +41,6 @@ class Platform(Protocol):
         """Makes equal inputs give equal bits from here on, in this process."""
         ...
 
-    def seed(self, seed: int) -> None:
-        """Seeds the device's generator (torch's CPU generator included)."""
-        ...
-
     def rng_state(self) -> "torch.Tensor":
         """State of the device's generator, uint8."""
         ...

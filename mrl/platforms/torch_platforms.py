@@ -43,9 +43,6 @@ class CpuPlatform:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False
 
-    def seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
     def rng_state(self) -> torch.Tensor:
         return torch.get_rng_state()
 
@@ -145,9 +142,6 @@ class CudaPlatform(_Accelerator):
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
 
-    def seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
 
 class NpuPlatform(_Accelerator):
     """Ascend NPUs through torch_npu and HCCL; an Atlas A3 card is two of them."""
@@ -176,7 +170,3 @@ class NpuPlatform(_Accelerator):
     def deterministic(self) -> None:
         os.environ["HCCL_DETERMINISTIC"] = "true"  # read when a communicator is made
         torch.use_deterministic_algorithms(True)
-
-    def seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
-        torch.npu.manual_seed(seed)

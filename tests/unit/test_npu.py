@@ -163,7 +163,7 @@ class Npu(types.ModuleType):
 
     def __init__(self, available: bool = True):
         super().__init__("torch.npu")
-        self.chosen, self.seeds, self.available = 0, [], available
+        self.chosen, self.available = 0, available
 
     def is_available(self):
         return self.available
@@ -176,9 +176,6 @@ class Npu(types.ModuleType):
 
     def set_device(self, index):
         self.chosen = index
-
-    def manual_seed(self, seed):
-        self.seeds.append(seed)
 
     def max_memory_allocated(self):
         return 3 * 2**30
@@ -201,8 +198,6 @@ def test_the_platform_answers_from_torch_npu(npu):
     assert (platform.name, platform.distributed_backend) == ("npu", "hccl")
     platform.set_device(3)  # rank 3 of a host that shows this process two devices
     assert npu.chosen == 1
-    platform.seed(7)
-    assert npu.seeds == [7] and torch.initial_seed() == 7
     assert (platform.max_memory_allocated_gb(), platform.max_memory_reserved_gb()) == (3.0, 2.5)
 
 
