@@ -1,5 +1,13 @@
-"""Core attention in plain torch, where there is no Transformer Engine: causal, grouped-query, padded or packed, context-parallel."""
+"""Core attention in plain torch, where there is no Transformer Engine: causal, grouped-query, padded or packed, context-parallel.
 
+The sequences of a pack attend in a few calls, not one by one: short ones of similar lengths are padded to one length,
+
+    pack of lengths 3, 2, 3      a a a b b c c c
+    one call of 3 sequences      a a a | b b . | c c c        a pad (.) stands behind its sequence, where no real token can see it
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -10,6 +18,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mrl.megatron.packing import kept_positions
+
+# Tokens: a sequence is padded to the next of these; longer ones share a call only with sequences of their own length.
+PADDED_TO = (16, 24, 32, 48, 64, 96, 128)
 
 
 class CausalAttention(torch.nn.Module):
@@ -34,51 +45,100 @@ class CausalAttention(torch.nn.Module):
 
         Packed sequences come without the batch dimension; seq is this context-parallel rank's part.
         """
-        packed = packed_seq_params is not None
-        q, k, v = (x[:, None] if packed else x for x in (query, key, value))
-        lengths = _lengths(packed_seq_params) if packed else [q.shape[0] * self.group.size()]
-        if self.group.size() > 1:
-            k, v = (self._in_order(x, lengths) for x in (k, v))
-        parts, start, local = [], 0, 0
-        for length in lengths:
-            own = length // self.group.size()
-            parts.append(self._one(q[local : local + own], k[start : start + length], v[start : start + length]))
-            start, local = start + length, local + own
-        out = torch.cat(parts)
-        return out[:, 0] if packed else out
+        if packed_seq_params is None:
+            return self._padded(query, key, value)
+        return self._packed(query, key, value, _lengths(packed_seq_params))
 
-    def _in_order(self, x: Tensor, lengths: list[int]) -> Tensor:
-        """All positions of all sequences, in order, from every rank's zigzag part."""
-        gathered = gather_from_sequence_parallel_region(x.contiguous(), group=self.group)
-        return gathered[_sequence_order(tuple(lengths), self.group.size(), x.device)]
-
-    def _one(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """One sequence, or equally long ones: this rank's queries against all keys -> [seq, batch, heads * dim]."""
+    def _padded(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        length = query.shape[0] * self.group.size()
+        key, value = (self._in_order(x, (length,)) for x in (key, value))
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        return self._attend(q, k, v).permute(2, 0, 1, 3).flatten(2)
+
+    def _packed(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        key, value = (self._in_order(x, lengths) for x in (key, value))
+        calls, order = _calls(lengths, self.group.size(), query.device)
+        return torch.cat([self._one_call(call, query, key, value) for call in calls]).index_select(0, order)
+
+    def _one_call(self, call: "Call", query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """What the real positions of the call's sequences attend to, sequence after sequence: [positions, heads * dim]."""
+        q, k, v = (
+            x.index_select(0, index).unflatten(0, (call.sequences, -1)).transpose(1, 2)
+            for x, index in ((query, call.queries), (key, call.keys), (value, call.keys))
+        )
+        out = self._attend(q, k, v).transpose(1, 2).flatten(2).flatten(0, 1)
+        return out if call.real is None else out.index_select(0, call.real)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """`q` [sequences, heads, this rank's positions, dim], `k` and `v` [sequences, groups, positions, dim] -> as `q`."""
         grouped, mask = q.shape[1] != k.shape[1], self._mask(k.shape[2], q.device)
-        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=grouped)
-        return out.permute(2, 0, 1, 3).flatten(2)
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=grouped)
+
+    def _in_order(self, x: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        """All positions of all sequences, in order, from every rank's zigzag part."""
+        if self.group.size() == 1:
+            return x
+        gathered = gather_from_sequence_parallel_region(x.contiguous(), group=self.group)
+        return gathered[_sequence_order(lengths, self.group.size(), x.device)]
 
     def _mask(self, length: int, device: torch.device) -> Tensor | None:
         """bool [this rank's positions, length]; None where it is the plain causal one."""
         if self.group.size() == 1:
             return None
-        own = _held((length,), self.group.size(), self.group.rank(), device)
+        own = _rank_positions((length,), self.group.size(), self.group.rank(), device)
         return own[:, None] >= torch.arange(length, device=device)[None]
 
 
+@dataclass(frozen=True)
+class Call:
+    """Sequences of a pack that attend together, each padded at its end to one length."""
+
+    sequences: int
+    queries: Tensor  # int64 [sequences * padded length / context]: positions in this rank's part of the pack; a pad repeats the first
+    keys: Tensor  # int64 [sequences * padded length]: positions in the whole pack, likewise
+    real: Tensor | None  # int64: which of `queries` are no pads; None: all
+
+
 @lru_cache(maxsize=64)  # every layer of a micro-batch asks, and its backward again
-def _sequence_order(lengths: tuple[int, ...], size: int, device: torch.device) -> Tensor:
-    """Where among the zigzag parts of all ranks, one after the other, each position of the sequences stands."""
-    return torch.cat([_held(lengths, size, rank, device) for rank in range(size)]).argsort()
+def _calls(lengths: tuple[int, ...], context: int, device: torch.device) -> tuple[list[Call], Tensor]:
+    """The calls for a pack of these lengths, and for each position of this rank's part which of their outputs is its own.
+
+    Under context parallelism a mask follows from the length, so only sequences of one length share a call.
+    """
+    of_length, starts = defaultdict(list), np.cumsum([0, *lengths])
+    for row, length in enumerate(lengths):
+        fitting = (padded for padded in PADDED_TO if length <= padded and context == 1)
+        of_length[next(fitting, length)].append(row)
+    calls, positions = [], []
+    for rows in of_length.values():
+        first, size = starts[rows], np.array([lengths[row] for row in rows])
+        queries, real = _padded_ranges(first // context, size // context)
+        keys, _ = _padded_ranges(first, size)
+        positions.append(queries[real])
+        index = [torch.from_numpy(x).to(device) for x in (queries.ravel(), keys.ravel(), np.flatnonzero(real))]
+        calls.append(Call(len(rows), index[0], index[1], None if real.all() else index[2]))
+    return calls, torch.from_numpy(np.concatenate(positions).argsort()).to(device)
+
+
+def _padded_ranges(first: np.ndarray, size: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Both [ranges, longest]: the integers from `first` on, `size` of them, then `first` again for pads; and which are no pads."""
+    offset = np.arange(size.max())[None]
+    real = offset < size[:, None]
+    return first[:, None] + offset * real, real
 
 
 @lru_cache(maxsize=64)
-def _held(lengths: tuple[int, ...], size: int, rank: int, device: torch.device) -> Tensor:
+def _sequence_order(lengths: tuple[int, ...], size: int, device: torch.device) -> Tensor:
+    """Where among the zigzag parts of all ranks, one after the other, each position of the sequences stands."""
+    return torch.cat([_rank_positions(lengths, size, rank, device) for rank in range(size)]).argsort()
+
+
+@lru_cache(maxsize=64)
+def _rank_positions(lengths: tuple[int, ...], size: int, rank: int, device: torch.device) -> Tensor:
     """Positions that a rank holds, see kept_positions."""
     return torch.from_numpy(kept_positions(np.array(lengths), size, rank)).to(device)
 
 
-def _lengths(packed_seq_params) -> list[int]:
+def _lengths(packed_seq_params) -> tuple[int, ...]:
     starts = packed_seq_params.cu_seqlens_q_padded
-    return (starts[1:] - starts[:-1]).tolist()
+    return tuple((starts[1:] - starts[:-1]).tolist())

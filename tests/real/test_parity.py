@@ -81,6 +81,7 @@ class Reference:
     log_probs: np.ndarray
     entropy: float  # mean over response tokens
     gradients: dict[str, Tensor]
+    loss: float  # of the first update
     gradient_norms: tuple[float, float]  # of two updates
     start: dict[str, Tensor]
     updated: dict[str, Tensor]  # after two updates
@@ -146,6 +147,19 @@ def test_clipping_and_loss_are_counted_once_over_the_whole_mini_batch(layout, re
         assert sum(part["actor/pg_loss"][1] for part in parts) == len(references[LAYOUTS[layout][0]].batch) - 1  # one is rejected
 
 
+@pytest.mark.parametrize("layout", [name for name, (_, world, _) in LAYOUTS.items() if world > 1])
+def test_the_loss_and_the_gradient_norm_do_not_depend_on_the_layout_or_the_micro_batches(layout, results):
+    one_rank = results[f"{LAYOUTS[layout][0]}-tp1"]
+    for cut in CUTS:
+        assert _loss(results[layout], cut) == pytest.approx(_loss(one_rank, "packed-5"), rel=1e-6)
+    assert _gradient_norms(results[layout]) == pytest.approx(_gradient_norms(one_rank), rel=1e-5)
+
+
+@pytest.mark.parametrize("model", ["moe", "dense", "shared"])
+def test_the_loss_of_one_rank_is_that_of_hugging_face(model, references, results):
+    assert _loss(results[f"{model}-tp1"], "packed-5") == pytest.approx(references[model].loss, rel=1e-5)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_updates_are_those_of_adamw(layout, references, results):
     reference = references[LAYOUTS[layout][0]]
@@ -153,10 +167,8 @@ def test_two_updates_are_those_of_adamw(layout, references, results):
     moved = {name: updated[name] - reference.start[name] for name in updated}
     expected = {name: reference.updated[name] - reference.start[name] for name in updated}
     assert _worst(moved, expected) < 1e-3
-    updates = [json.loads(file.read_text()) for file in results[layout].glob("updates-*.json")]
-    reported = [u for rank in updates for u in rank if "actor/grad_norm" in u[0]]
-    norms = [update[0]["actor/grad_norm"][0] for update in reported]
-    assert norms == pytest.approx(reference.gradient_norms, rel=1e-4)
+    reported = _reported_updates(results[layout])
+    assert _gradient_norms(results[layout]) == pytest.approx(reference.gradient_norms, rel=1e-4)
     assert [update[0]["actor/lr"][0] for update in reported] == [LR / 2, LR]
     assert [update[0]["actor/skipped_updates"][0] for update in reported] == [0.0, 0.0]
 
@@ -166,6 +178,23 @@ def test_export_returns_the_loaded_bits_on_every_rank(layout, results):
     reports = [json.loads(file.read_text()) for file in results[layout].glob("report-*.json")]
     assert len(reports) == LAYOUTS[layout][1]
     assert all(report["export_names_equal"] and report["export_differs"] == [] for report in reports)
+
+
+def _loss(folder: Path, cut: str) -> float:
+    """Mean over the sequences of the mini-batch, from the parts that ranks report."""
+    parts = [part for file in folder.glob(f"metrics-{cut}-*.json") for part in json.loads(file.read_text())]
+    total, sequences = (sum(part["actor/pg_loss"][i] for part in parts) for i in (0, 1))
+    return total / sequences
+
+
+def _reported_updates(folder: Path) -> list[list[dict]]:
+    """Metrics of each update, of the rank that reports the norm."""
+    ranks = [json.loads(file.read_text()) for file in folder.glob("updates-*.json")]
+    return [update for rank in ranks for update in rank if "actor/grad_norm" in update[0]]
+
+
+def _gradient_norms(folder: Path) -> list[float]:
+    return [update[0]["actor/grad_norm"][0] for update in _reported_updates(folder)]
 
 
 def _case(name: str, references: dict[str, Reference]) -> dict:
@@ -205,11 +234,13 @@ def _reference(model, path: Path) -> Reference:
         keep=mask & (np.arange(13) != REJECTED)[:, None], loss_weights=np.where(mask, WEIGHTS[:, None], 1).astype(np.float32),
     )  # fmt: skip
     np.savez(path / "batch.npz", **batch.arrays)
-    gradients, norms = {}, []
+    gradients, norms, losses = {}, [], []
     optimizer = _adamw(model)
     for update in range(2):
         model.zero_grad()
-        _sequence_gspo(model, batch).backward()
+        loss = _sequence_gspo(model, batch)
+        loss.backward()
+        losses.append(loss.item())
         gradients = gradients or {name: p.grad.clone() for name, p in model.named_parameters()}
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD).item())
         for group in optimizer.param_groups:
@@ -219,7 +250,16 @@ def _reference(model, path: Path) -> Reference:
     gradients, updated = (_checkpoint_names(model, tensors, path) for tensors in (gradients, updated))
     mean_entropy = float(entropy[torch.from_numpy(mask)].mean())
     return Reference(
-        model_path, batch, path / "batch.npz", np.where(mask, log_probs.numpy(), 0), mean_entropy, gradients, tuple(norms), start, updated
+        model_path,
+        batch,
+        path / "batch.npz",
+        np.where(mask, log_probs.numpy(), 0),
+        mean_entropy,
+        gradients,
+        losses[0],
+        tuple(norms),
+        start,
+        updated,
     )
 
 
