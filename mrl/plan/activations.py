@@ -137,20 +137,28 @@ class Activations:
 
     @property
     def _keeps_projection(self) -> bool:
-        """Whether anything saved is a view of the fused projection: values are, unless plain attention gathers them over context ranks;
-        a float32 norm's input is."""
-        return self.kernels != "torch" or self.layout.context == 1 or (self.model.qk_norm and self.bytes == _F32)
+        """Whether anything saved is a view of the fused projection.
+
+        Values are where plain attention takes them as they lie, padded and on one context rank; a float32 norm's input is.
+        """
+        if self.kernels != "torch" or (self.model.qk_norm and self.bytes == _F32):
+            return True
+        return self.layout.context == 1 and not self.micro.packed
 
     def _plain_attention(self, queries: int, groups: int) -> int:
-        """What mrl/megatron/attention.py keeps beside flash attention's tensors: outputs by sequence before they are joined, and under
-        context parallelism keys and values of all ranks in place of the rotated keys, and a mask for each length."""
+        """What mrl/megatron/attention.py keeps beside flash attention's tensors.
+
+        Outputs as its calls give them, before they are in the pack's order; of a pack a copy of the values too. Under
+        context parallelism keys and values of all ranks in place of the rotated keys, and a mask for each length.
+        """
         s, context = self.tokens, self.layout.context
-        per_token = queries * self.model.head_dim
+        outputs = s * queries * self.model.head_dim
+        values = s * groups * self.model.head_dim
         if context == 1:
-            return s * per_token * self.bytes
-        gathered = (2 * context - 1) * groups * self.model.head_dim
-        masks = (self.micro.rows if self.micro.packed else 1) * self.micro.length**2 // context
-        return (s * (per_token + gathered) + masks) * self.bytes + 2 * s * context * _INT64  # and the order of what was gathered
+            return (outputs + values * self.micro.packed) * self.bytes
+        gathered = (2 * context - 1) * values
+        mask = self.micro.length**2 // context
+        return (outputs + gathered + mask) * self.bytes + 2 * s * context * _INT64  # and the order of what was gathered
 
     def _qk_norms(self, queries: int, groups: int) -> int:
         if not self.model.qk_norm:

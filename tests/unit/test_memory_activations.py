@@ -135,12 +135,12 @@ def test_the_chunk_is_that_of_the_log_probs():
     assert mrl.megatron.logprob.CHUNK_BYTES == LOGIT_CHUNK
 
 
-def test_plain_attention_joins_sequences_and_under_context_parallelism_gathers_keys_and_values():
+def test_plain_attention_orders_its_outputs_and_under_context_parallelism_gathers_keys_and_values():
     """32 tokens in 2 sequences of 16, 4 query and 2 key/value heads of 10, bf16."""
     one, two = (replace(activations(DENSE, **degrees), kernels="torch") for degrees in ({}, {CP: 2}))
-    assert one.layer(False)["attention internals"] == 32 * 4 * 4 + 32 * 40 * 2
-    masks = 2 * (8 * 16) * 2  # own positions x all positions of each sequence
-    assert two.layer(False)["attention internals"] == 16 * 4 * 4 + 16 * 40 * 2 + (2 * 32 - 16) * 20 * 2 + masks + 2 * 32 * 8
+    assert one.layer(False)["attention internals"] == 32 * 4 * 4 + 32 * 40 * 2 + 32 * 20 * 2  # outputs, and a copy of the values
+    mask = 8 * 16 * 2  # own positions x all positions of a sequence; the two are alike and share it
+    assert two.layer(False)["attention internals"] == 16 * 4 * 4 + 16 * 40 * 2 + (2 * 32 - 16) * 20 * 2 + mask + 2 * 32 * 8
 
 
 def test_padded_rows_share_their_rotary_factors():

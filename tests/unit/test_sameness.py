@@ -171,4 +171,4 @@ def test_the_process_that_trains_is_told_every_setting_once(tmp_path, monkeypatc
 def test_steps_are_a_number_of_them(text, capfd):
     with pytest.raises(SystemExit) as ended:
         main(["verify", "x.yaml", "--resume", "--steps", text])
-    assert ended.value.code == 2 and "give 1 or more" in capfd.readouterr().err
+    assert ended.value.code == 2 and "argument --steps: must be at least 1" in capfd.readouterr().err
