@@ -139,11 +139,13 @@ class Activations:
     def _keeps_projection(self) -> bool:
         """Whether anything saved is a view of the fused projection.
 
-        Values are where plain attention takes them as they lie, padded and on one context rank; a float32 norm's input is.
+        Values are where plain attention takes them as they lie, padded and on one context rank, and where the attention is
+        computed again from its inputs; a float32 norm's input is.
         """
         if self.kernels != "torch" or (self.model.qk_norm and self.bytes == _F32):
             return True
-        return self.layout.context == 1 and not self.micro.packed
+        computed_again = self.recompute.granularity == "selective" and "core_attn" in self.recompute.modules
+        return computed_again or (self.layout.context == 1 and not self.micro.packed)
 
     def _plain_attention(self, queries: int, groups: int) -> int:
         """What mrl/megatron/attention.py keeps beside flash attention's tensors.
