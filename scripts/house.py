@@ -213,20 +213,27 @@ def _classes_defined_twice(house: House) -> list[str]:
 
 # ---------------------------------------------------------------- the picture
 
-ROOM, GAP, RISE = (132, 46), 24, 92  # pixels: width and height of a room, between rooms, from floor to floor
+ROOM, GAP, RISE, ASIDE = (132, 46), 24, 92, 110  # pixels: width and height of a room, between rooms, from floor to floor, off the middle
 
 
 def svg(house: House) -> str:
-    """Rooms floor by floor and an arrow for each import between rooms; sideways arrows are dashed."""
-    rooms = {room: lines for room, lines in measure(house)["lines_by_room"].items() if room in FLOOR_OF}
+    """Rooms floor by floor, and an arrow for each import between rooms; sideways arrows are dashed.
+
+    Every room imports `errors`, most import `units`: these arrows are left out.
+    """
     width = max(len(names) for names in FLOORS.values()) * (ROOM[0] + GAP) + GAP + 60
     corner = {room: place for floor in FLOORS for room, place in _row(floor, width)}
-    parts = [_arrow(corner, here, there) for here in corner for there in sorted(house.room_graph.get(here, ())) if there in corner]
-    parts += [_room(corner[room], room, rooms.get(room, 0)) for room in corner]
+    parts = [
+        _arrow(corner, here, there)
+        for here in corner
+        for there in sorted(house.room_graph.get(here, ()))
+        if there in corner and FLOOR_OF[there] > 0
+    ]
+    parts += [_room(corner[room], room) for room in corner]
     parts += [f'<text x="12" y="{_top(floor) + 28}" class="floor">{floor}</text>' for floor in FLOORS]
     height = _top(min(FLOORS)) + ROOM[1] + GAP
     style = (
-        "rect{fill:#f6f4ee;stroke:#444}text{font:13px sans-serif;text-anchor:middle}.size,.floor{font-size:11px;fill:#777}"
+        "rect{fill:#f6f4ee;stroke:#444}text{font:14px sans-serif;text-anchor:middle}.floor{font-size:11px;fill:#777}"
         "path{fill:none;stroke:#89a;stroke-width:1.1;opacity:.55;marker-end:url(#tip)}.sideways{stroke:#b50;stroke-dasharray:5 3;opacity:1}"
     )
     tip = (
@@ -244,14 +251,15 @@ def _top(floor: int) -> int:
 def _row(floor: int, width: int) -> Iterator[tuple[str, tuple[int, int]]]:
     names = FLOORS[floor]
     left = (width - len(names) * (ROOM[0] + GAP) + GAP) // 2 + 12
+    if len(names) == 1:  # by turns left and right, so that arrows pass beside the room
+        left += ASIDE if floor % 2 else -ASIDE
     for number, name in enumerate(names):
         yield name, (left + number * (ROOM[0] + GAP), _top(floor))
 
 
-def _room(at: tuple[int, int], name: str, lines: int) -> str:
-    x, y = at[0] + ROOM[0] // 2, at[1]
-    label = f'<text x="{x}" y="{y + 20}">{name}</text><text x="{x}" y="{y + 36}" class="size">{lines:,} lines</text>'
-    return f'<rect x="{at[0]}" y="{y}" width="{ROOM[0]}" height="{ROOM[1]}" rx="6"/>{label}'
+def _room(at: tuple[int, int], name: str) -> str:
+    label = f'<text x="{at[0] + ROOM[0] // 2}" y="{at[1] + 28}">{name}</text>'
+    return f'<rect x="{at[0]}" y="{at[1]}" width="{ROOM[0]}" height="{ROOM[1]}" rx="6"/>{label}'
 
 
 def _arrow(corner: dict[str, tuple[int, int]], here: str, there: str) -> str:

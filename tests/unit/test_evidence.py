@@ -1,0 +1,98 @@
+"""What the documentation shows is what is stored: results name commits of the history, the picture of the house is that of its imports."""
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ("README.md", "docs/evidence.md", "docs/architecture.md", "docs/algorithms.md")
+MEASURED = "## Measured"
+LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
+
+
+def linked_files(page: str) -> Iterator[Path]:
+    """Files of the repository that a page links to."""
+    folder = (ROOT / page).parent
+    for target in LINK.findall((ROOT / page).read_text(encoding="utf-8")):
+        if "://" not in target:
+            yield (folder / target).resolve()
+
+
+def commits_in(value) -> Iterator[str]:
+    """Every `commit` of a stored result."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if key == "commit":
+                yield inner
+            else:
+                yield from commits_in(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from commits_in(inner)
+
+
+@cache
+def in_history(commit: str) -> bool:
+    return subprocess.run(["git", "merge-base", "--is-ancestor", commit, "HEAD"], cwd=ROOT, capture_output=True).returncode == 0
+
+
+def measured_rows() -> list[str]:
+    """Rows of the tables of docs/evidence.md that hold figures."""
+    text = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
+    lines = text[text.index(MEASURED) :].splitlines()
+    return [line for line in lines if line.startswith("| ") and not line.startswith(("| what", "| goal"))]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_into_the_repository_leads_to_a_file(page):
+    assert not [str(path) for path in linked_files(page) if not path.exists()]
+
+
+@pytest.mark.parametrize("row", measured_rows(), ids=lambda row: row.split("|")[1].strip())
+def test_every_figure_names_a_stored_result(row):
+    assert re.search(r"\(results/[\w.]+\.json\)", row)
+
+
+@pytest.mark.parametrize("path", sorted({p for page in PAGES for p in linked_files(page) if p.suffix == ".json"}), ids=lambda p: p.name)
+def test_a_stored_result_names_a_commit_of_the_history_and_its_command(path):
+    if not (ROOT / ".git").exists():
+        pytest.skip("no history here")
+    result = json.loads(path.read_text(encoding="utf-8"))
+    commits = list(commits_in(result))
+    assert commits and "command" in path.read_text(encoding="utf-8")
+    assert not [commit for commit in commits if not in_history(commit)]
+
+
+def test_a_commit_that_is_not_in_the_history_is_found():
+    assert not in_history("ed2d2841718e3385eaf63a8441894bf94c6f944c") and in_history("HEAD")
+
+
+def test_every_test_that_a_claim_names_is_there():
+    text = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:tests|scripts)/[\w/]+\.(?:py|sh))", text)
+    assert len(named) > 30 and not [name for name in named if not (ROOT / name).exists()]
+
+
+def test_the_files_of_the_architecture_page_are_there():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(mrl/[\w/]+\.py)`", text)) | {f"mrl/{name}" for name in re.findall(r"^    \d  (\w+/\w+\.py)", text, re.M)}
+    assert len(named) > 15 and not [name for name in named if not (ROOT / name).exists()]
+
+
+def test_the_picture_of_the_house_is_that_of_its_imports():
+    spec = importlib.util.spec_from_file_location("house", ROOT / "scripts" / "house.py")
+    house = sys.modules.setdefault("house", importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(house)
+    made = house.svg(house.House.of_folder(ROOT))
+    assert (ROOT / "docs" / "house.svg").read_text(encoding="utf-8") == made, "python scripts/house.py --svg docs/house.svg"
+
+
+def test_what_readme_promises_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 130
