@@ -14,14 +14,17 @@ Private in vLLM, and why it is touched (beside what v0_common.py lists):
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.distributed.weight_transfer.base import WeightTransferUpdateInfo
 
 from mrl.model.vllm_parameters import TargetParameter
-from mrl.vllm.receive import InitInfo, UpdateInfo, open_path
+from mrl.vllm import receive
+from mrl.vllm.receive import InitInfo, open_path
 from mrl.vllm.v0_common import CommonAdapter, CommonTransferEngine, CommonWorkerExtension, degrees_of
 
 
@@ -58,9 +61,15 @@ def _cpu_experts(layer: nn.Module) -> Any:
 ADAPTER = Adapter()
 
 
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo, receive.UpdateInfo):
+    """Of one call; the worker of 0.23 reads vLLM's own `update_kind` from it before it hands it on."""
+
+
 class TransferEngine(CommonTransferEngine):
     """The calls that a worker of vLLM 0.23 makes."""
 
+    update_info_cls = UpdateInfo
     is_under_way = False
 
     def __init__(self, config: Any, parallel_config: Any, model: nn.Module):
