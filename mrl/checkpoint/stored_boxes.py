@@ -175,6 +175,17 @@ class BoxReader:
             raise EnvironmentFault(f"{self.folder / file}: it has no {key}; {_DAMAGED}")
         return location
 
+    def _part_location(self, parts: tuple[StoredTensor, ...], part: StoredTensor, item_bytes: int) -> TensorBytes:
+        """Raises EnvironmentFault where the file has another size or dtype than described: the bytes behind it are a neighbour's."""
+        location, (low, high) = self._location(part.file, part.key), _flat_range(part)
+        described = (self._location(parts[0].file, parts[0].key).dtype, (high - low) * item_bytes)
+        if (location.dtype, location.stop - location.start) != described:
+            raise EnvironmentFault(
+                f"{self.folder / part.file}: {part.key} is described as {described[0]} of {described[1]} bytes and the file has "
+                f"{location.dtype} of {location.stop - location.start}; manifest and file do not belong together, choose another checkpoint"
+            )
+        return location
+
     def _read_rows(self, parts: tuple[StoredTensor, ...], first: int, out: np.ndarray) -> None:
         """Fills the flat `out` from row `first` of a local tensor on."""
         begin = first * prod(parts[0].shape[1:])
@@ -183,7 +194,7 @@ class BoxReader:
             low, high = _flat_range(part)
             start, stop = max(begin, low), min(end, high)
             if start < stop:
-                at = self._location(part.file, part.key).start + (start - low) * out.itemsize
+                at = self._part_location(parts, part, out.itemsize).start + (start - low) * out.itemsize
                 self._read_bytes(part.file, at, memoryview(out[start - begin : stop - begin]).cast("B"))
                 read += stop - start
         if read != out.size:

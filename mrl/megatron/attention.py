@@ -1,9 +1,11 @@
 """Core attention in plain torch, where there is no Transformer Engine: causal, grouped-query, padded or packed, context-parallel.
 
-The sequences of a pack attend in a few calls, not one by one: short ones of similar lengths are padded to one length,
+The sequences of a pack attend in a few calls, not one by one: short ones are padded to one of a few lengths, here 4,
 
     pack of lengths 3, 2, 3      a a a b b c c c
-    one call of 3 sequences      a a a | b b . | c c c        a pad (.) stands behind its sequence, where no real token can see it
+    one call of 3 sequences      a a a . | b b . . | c c c .     a pad (.) stands behind its sequence, where no token sees it
+
+The length in its call follows from a sequence alone, so its numbers do not depend on what else is in the pack.
 """
 
 from collections import defaultdict
@@ -110,19 +112,19 @@ def _calls(lengths: tuple[int, ...], context: int, device: torch.device) -> tupl
         fitting = (padded for padded in PADDED_TO if length <= padded and context == 1)
         of_length[next(fitting, length)].append(row)
     calls, positions = [], []
-    for rows in of_length.values():
+    for padded, rows in of_length.items():
         first, size = starts[rows], np.array([lengths[row] for row in rows])
-        queries, real = _padded_ranges(first // context, size // context)
-        keys, _ = _padded_ranges(first, size)
+        queries, real = _padded_ranges(first // context, size // context, padded // context)
+        keys, _ = _padded_ranges(first, size, padded)
         positions.append(queries[real])
         index = [torch.from_numpy(x).to(device) for x in (queries.ravel(), keys.ravel(), np.flatnonzero(real))]
         calls.append(Call(len(rows), index[0], index[1], None if real.all() else index[2]))
     return calls, torch.from_numpy(np.concatenate(positions).argsort()).to(device)
 
 
-def _padded_ranges(first: np.ndarray, size: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Both [ranges, longest]: the integers from `first` on, `size` of them, then `first` again for pads; and which are no pads."""
-    offset = np.arange(size.max())[None]
+def _padded_ranges(first: np.ndarray, size: np.ndarray, padded: int) -> tuple[np.ndarray, np.ndarray]:
+    """Both [ranges, padded]: the integers from `first` on, `size` of them, then `first` again for pads; and which are no pads."""
+    offset = np.arange(padded)[None]
     real = offset < size[:, None]
     return first[:, None] + offset * real, real
 

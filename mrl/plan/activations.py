@@ -21,6 +21,7 @@ from mrl.plan.model_state import layer_kinds
 Kernels = Literal["torch", "transformer_engine"]
 _F32, _INT64 = 4, 8
 _PER_PREDICTED_TOKEN = 78  # bytes: indices, targets, temperatures, sums over the vocabulary, the loss's ratios and masks
+ATTENTION_LENGTHS = (16, 24, 32, 48, 64, 96, 128)  # tokens that mrl/megatron/attention.py pads short sequences to (its PADDED_TO)
 LOGIT_CHUNK = 128 * 1024**2  # bytes of float32 logits that mrl/megatron/logprob.py makes at a time (its CHUNK_BYTES)
 
 # what a module of Megatron's recompute_modules drops, in the terms below
@@ -86,6 +87,14 @@ class Activations:
         return -(-self.micro.tokens // self.layout.context)
 
     @cached_property
+    def attended(self) -> int:
+        """Of one rank as its attention takes them: plain attention pads the short sequences of a pack."""
+        if self.kernels != "torch" or not self.micro.packed or self.layout.context > 1:
+            return self.tokens
+        padded = next((length for length in ATTENTION_LENGTHS if self.micro.length <= length), self.micro.length)
+        return self.micro.rows * padded
+
+    @cached_property
     def sharded(self) -> int:
         """Of one rank between the tensor-parallel layers."""
         return -(-self.tokens // self.layout.tensor) if self.layout.sequence_parallel else self.tokens
@@ -131,8 +140,9 @@ class Activations:
         return {
             "attention norm": self._norm() + self._hidden(),
             "query, key, value": s * rows * self.bytes * self._keeps_projection + self._qk_norms(queries, groups) + rotary * self.bytes,
-            "core attention": s * (2 * queries + groups) * m.head_dim * self.bytes,  # rotated queries and keys, and the output
-            "attention internals": s * queries * _F32 + (self._plain_attention(queries, groups) if self.kernels == "torch" else 0),
+            "core attention": (self.attended * (queries + groups) + s * queries) * m.head_dim * self.bytes,  # queries, keys; output
+            "attention internals": self.attended * queries * _F32
+            + (self._plain_attention(queries, groups) if self.kernels == "torch" else 0),
         }
 
     @property
@@ -154,8 +164,8 @@ class Activations:
         context parallelism keys and values of all ranks in place of the rotated keys, and a mask for each length.
         """
         s, context = self.tokens, self.layout.context
-        outputs = s * queries * self.model.head_dim
-        values = s * groups * self.model.head_dim
+        outputs = self.attended * queries * self.model.head_dim
+        values = self.attended * groups * self.model.head_dim
         if context == 1:
             return (outputs + values * self.micro.packed) * self.bytes
         gathered = (2 * context - 1) * values

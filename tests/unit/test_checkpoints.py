@@ -119,6 +119,18 @@ def test_an_element_that_no_file_holds_is_told(tmp_path):
         loader.fill(WEIGHT, [Piece("w", Box(((2, 4), (0, 4))), Box.whole((2, 4)))], torch.zeros(2, 4))
 
 
+def test_a_tensor_smaller_than_described_is_refused_and_no_neighbours_bytes_are_read(tmp_path):
+    folder = tmp_path / "step-1"
+    folder.mkdir()
+    file = folder / "rank-00000.safetensors"
+    save_file({"a": torch.zeros(2, 4), "b": torch.full((2, 4), 99.0)}, file)
+    entry = StoredTensor(file.name, "a", WEIGHT, (3, 4), None, (Piece("w", Box.whole((3, 4)), Box.whole((3, 4))),))
+    manifest = a_manifest(1, (RankFiles((entry,), {file.name: file_facts(file)}, FACTS),))
+    out = torch.zeros(3, 4)
+    with pytest.raises(EnvironmentFault, match=r"a is described as F32 of 48 bytes and the file has F32 of 32"):
+        TensorLoader(folder, manifest).fill(WEIGHT, entry.pieces, out)
+
+
 def test_flat_parts_with_a_hole_and_an_equally_large_overlap_are_refused(tmp_path):
     path = a_checkpoint(tmp_path, 1)
     written = json.loads((path / "manifest.json").read_text())

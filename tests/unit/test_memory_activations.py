@@ -7,7 +7,7 @@ import pytest
 import mrl.megatron.logprob
 from mrl.model import known_spec, model_spec
 from mrl.model.layout import TrainLayout
-from mrl.plan.activations import LOGIT_CHUNK, Activations, MicroBatchShape, Recompute, in_flight
+from mrl.plan.activations import ATTENTION_LENGTHS, LOGIT_CHUNK, Activations, MicroBatchShape, Recompute, in_flight
 
 TP, PP, VPP, CP, EP, ETP = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "context_parallel_size",
@@ -141,6 +141,19 @@ def test_plain_attention_orders_its_outputs_and_under_context_parallelism_gather
     assert one.layer(False)["attention internals"] == 32 * 4 * 4 + 32 * 40 * 2 + 32 * 20 * 2  # outputs, and a copy of the values
     mask = 8 * 16 * 2  # own positions x all positions of a sequence; the two are alike and share it
     assert two.layer(False)["attention internals"] == 16 * 4 * 4 + 16 * 40 * 2 + (2 * 32 - 16) * 20 * 2 + mask + 2 * 32 * 8
+
+
+def test_plain_attention_counts_the_pads_of_short_sequences():
+    """2 sequences of 20 tokens are padded to 24 each: queries, keys, values, outputs and their sums, but not the ordered outputs."""
+    layer = replace(activations(DENSE), kernels="torch", micro=replace(MICRO, length=20)).layer(False)
+    assert layer["core attention"] == (48 * (40 + 20) + 40 * 40) * 2
+    assert layer["attention internals"] == 48 * 4 * 4 + (48 * 40 + 48 * 20) * 2
+
+
+def test_what_the_plan_says_of_torch_layers_is_what_they_do():
+    from mrl.megatron import attention, logprob
+
+    assert attention.PADDED_TO == ATTENTION_LENGTHS and logprob.CHUNK_BYTES == LOGIT_CHUNK
 
 
 def test_padded_rows_share_their_rotary_factors():
