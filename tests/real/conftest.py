@@ -1,4 +1,4 @@
-"""How real tests are spread over two workers of pytest-xdist (`--dist loadgroup`): a file's fixtures are expensive, so it is never split."""
+"""How real tests are spread over two workers of pytest-xdist (`--dist loadgroup`): files have expensive fixtures and are never split."""
 
 from pathlib import Path
 
