@@ -8,7 +8,7 @@ source scripts/install.sh cpu
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 unit() { python -m pytest tests/unit -n 2 --dist worksteal "$@"; }
-real() { python -m pytest tests/real -m "not long" -n 2 --dist loadgroup --no-loadscope-reorder "$@"; }
+real() { python -m pytest tests/real -m "not long" -n 2 "$@"; }
 long() { python scripts/long_tests.py "$@"; }
 
 case "${1:-all}" in
