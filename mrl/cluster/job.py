@@ -99,7 +99,7 @@ def follow(client: JobClient, job: Job, say: Callable[[str], None]) -> int:
     """Passes the job's output on until it ends; returns the status to exit with: the driver's own, 5 for a stopped job.
 
     A first SIGINT or SIGTERM asks the job to stop, which saves the run, and the wait goes on; a second one acts as it
-    would without this. Raises Interrupted when the head is lost.
+    would without this, or ends the wait if it would be ignored. Raises Interrupted when the head is lost.
     """
     with _stopping(client, job, say):
         with suppress(RuntimeError, OSError):  # the connection breaks with the head; what became of the job is asked below
@@ -139,6 +139,8 @@ def _wait_for_end(client: JobClient, job: Job) -> str:
 def _stopping(client: JobClient, job: Job, say: Callable[[str], None]) -> Iterator[None]:
     def ask(number: int, frame: Any) -> None:
         restore()
+        if before[signal.SIGINT] is signal.SIG_IGN:  # as in a shell's background job, whose second SIGINT must end the wait too
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         say(f"stopping job {job.name}: it finishes what it must and saves; the same again only ends this wait\n")
         with suppress(RuntimeError, ConnectionError):
             client.stop_job(job.name)

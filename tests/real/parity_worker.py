@@ -44,7 +44,7 @@ def _report(actor: MegatronActor, batch: TrainBatch, case: dict, folder: Path) -
             exported_gradients(actor)
         if parts:
             (folder / f"metrics-{cut}-{actor.rank}.json").write_text(json.dumps(parts))
-    updates = [actor.update(batch) for _ in range(2)]
+    updates = [actor.update(batch).parts for _ in range(2)]
     weights = _exported(actor)
     if actor.rank == 0:
         save_file(weights, folder / "updated.safetensors")

@@ -1,12 +1,16 @@
 """Runs one program on several ranks as subprocesses, with a deadline, and always ends what it started."""
 
+import functools
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from mrl.platforms.hosting import get_hosting
 
@@ -20,26 +24,65 @@ def run_ranks(program: Path, world_size: int, out: Path, arguments: list[str], d
     Raises AssertionError with the end of the logs when a rank fails or the deadline passes.
     """
     out.mkdir(parents=True, exist_ok=True)
-    environment = os.environ | get_hosting("cpu").actor_environment() | {"PYTHONPATH": str(ROOT)}
     logs = [out / f"rank-{rank}.log" for rank in range(world_size)]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(program), str(rank), str(world_size), str(out), *arguments],
-            env=environment,
-            stdout=log.open("w"),
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        for rank, log in enumerate(logs)
-    ]
+    ranks = []
     try:
+        for rank, log in enumerate(logs):
+            ranks.append(Rank(program, [str(rank), str(world_size), str(out), *arguments], log))
         problem = _wait(ranks, deadline_s)
     finally:
         for process in ranks:
-            _end(process)
+            process.end()
     if problem:
         shown = "\n".join(f"--- {log.name}\n{log.read_text()[-_TAIL:]}" for log in logs)
         raise AssertionError(f"{program.name} {' '.join(arguments)}: {problem}\n{shown}")
+
+
+class Rank:
+    """One rank's process, forked from the rank server of this test process."""
+
+    def __init__(self, program: Path, arguments: list[str], log: Path):
+        self.code: int | None = None
+        start = {"program": str(program), "arguments": arguments, "environment": _environment(), "log": str(log)}
+        self.pid = _ask({"start": start})
+
+    def poll(self) -> int | None:
+        """Exit code; None while it runs."""
+        if self.code is None:
+            self.code = _ask({"poll": self.pid})
+        return self.code
+
+    def end(self) -> None:
+        """Ends it with all its children."""
+        if self.poll() is None:
+            for kill in (os.killpg, os.kill):  # the group, then one that had not made its session yet
+                with suppress(ProcessLookupError):
+                    kill(self.pid, signal.SIGKILL)
+        while self.poll() is None:
+            time.sleep(0.01)
+
+
+def _ask(request: dict) -> Any:
+    server = _server()
+    server.stdin.write(json.dumps(request) + "\n")
+    server.stdin.flush()
+    answer = server.stdout.readline()
+    if not answer:
+        raise AssertionError(f"the rank server ended with {server.wait()}")
+    return json.loads(answer)
+
+
+@functools.cache
+def _server() -> subprocess.Popen:
+    """Started once a test process, which it does not outlive: it ends with its input."""
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "tests" / "real" / "rank_server.py")],
+        env=_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def _environment() -> dict[str, str]:
+    return os.environ | get_hosting("cpu").actor_environment() | {"PYTHONPATH": str(ROOT)}
 
 
 def agree_on_port(out: Path, rank: int, meeting: int) -> int:
@@ -56,7 +99,7 @@ def agree_on_port(out: Path, rank: int, meeting: int) -> int:
     return int(file.read_text())
 
 
-def _wait(ranks: list[subprocess.Popen], deadline_s: float) -> str | None:
+def _wait(ranks: list[Rank], deadline_s: float) -> str | None:
     """What went wrong, or None. Returns at the first failure: the other ranks would wait for the failed one."""
     end = time.monotonic() + deadline_s
     while time.monotonic() < end:
@@ -68,10 +111,3 @@ def _wait(ranks: list[subprocess.Popen], deadline_s: float) -> str | None:
             return None
         time.sleep(0.05)
     return f"not done after {deadline_s:.0f} s"
-
-
-def _end(process: subprocess.Popen) -> None:
-    """Ends a rank with all its children."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()

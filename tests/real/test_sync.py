@@ -1,7 +1,7 @@
 """After a sync an engine is bit-equal to a fresh one that loaded an HF export of the same weights, and generates the same bits.
 
 The fast path is judged by the slow one, vLLM's own loader, in the same engine, and by engines started from the same weights. Every engine
-starts from other weights, and every weight moves between two syncs. One engine, and one set of ranks, serves several training layouts.
+starts from other weights, and every weight moves between two syncs. One engine serves several training layouts, one set of ranks all cases.
 """
 
 import shutil
@@ -106,30 +106,39 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(request, tmp_path_factory) -> Iterator[World]:
+def ranks(tmp_path_factory) -> Iterator[ActorGroup]:
+    """Four ranks, and the Ray cluster around them and all engines; each case rebuilds them in its own layouts."""
+    folder, case = tmp_path_factory.mktemp("ranks"), next(iter(CASES.values()))
+    config = config_for(save(MODELS[case.model](), folder / "model"), case, {})
+    with ray_cluster(config):
+        actor = ActorGroup(config, folder, None, worker=perturbing.PerturbingWorker)
+        yield actor
+        actor.stop()
+    assert not list(Path("/dev/shm").glob("mrl-sync-*"))
+    assert not list(Path("/dev/shm").glob("mrl-reshard-*"))
+
+
+@pytest.fixture(scope="module")
+def world(request, tmp_path_factory, ranks) -> Iterator[World]:
     case, folder = CASES[request.param], tmp_path_factory.mktemp(request.param)
     start, other = two_models(folder, case)
-    config = config_for(start, case, next(iter(case.layouts.values())))
     groups = []
-    with ray_cluster(config), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         if not case.generates:
             patch.setattr(rollout_group, "engine_settings", lambda *given: replace(engine_settings(*given), check_order=False))
         try:
             groups.append(RolloutGroup(config_for(other, case, {}), folder / "synced"))
             if case.fresh:
                 groups.append(RolloutGroup(config_for(start, case, {}, num_engines=1), folder / "fresh"))
-            actor = ActorGroup(config, folder / "actor", None, worker=perturbing.PerturbingWorker)
             for group in groups:
                 group.wait_started()
             truth = weights_of(groups[1].fingerprints()[0]) if case.fresh else None
             said = answers(groups[1]) if case.fresh else None
-            yield World(case, start, groups[0], actor, truth, said)
-            actor.stop()
+            yield World(case, start, groups[0], ranks, truth, said)
         finally:
             for group in groups:
                 group.stop()
     assert not list(Path("/dev/shm").glob("mrl-sync-*"))
-    assert not list(Path("/dev/shm").glob("mrl-reshard-*"))
 
 
 def answers(group: RolloutGroup) -> list:
@@ -168,10 +177,9 @@ def check_metrics(metrics: dict[str, float]) -> None:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("world", CASES, indirect=True)
 def test_fast_path_equals_vllms_own_loader_and_a_fresh_engine(world):
-    for number, layout in enumerate(world.case.layouts.values()):
+    for layout in world.case.layouts.values():
         config = config_for(world.start, world.case, layout)
-        if number:  # the ranks were started in the first layout
-            world.actor.call("rebuild", config.model_dump(), world.actor.meeting_point())
+        world.actor.call("rebuild", config.model_dump(), world.actor.meeting_point())
         engines_get_the_ranks_weights_bit_for_bit(world, config, layout)
 
 

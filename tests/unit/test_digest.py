@@ -170,7 +170,8 @@ def test_blocks_of_many_tensors_taken_together_are_those_taken_alone(dtype, shap
 
 def tiles(blocks: torch.Tensor, kind: str) -> list[tuple[torch.Tensor, bool]]:
     """Every tile's bytes, and whether it is a view of the blocks."""
-    memory = range(blocks.data_ptr(), blocks.data_ptr() + blocks.untyped_storage().nbytes())
+    storage = blocks.untyped_storage()  # its start, not the blocks': memory after its end belongs to others, such as the copies
+    memory = range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
     return [(tile.clone(), tile.data_ptr() in memory) for tile in digest._tiles(blocks, blocks.dtype, kind)]
 
 

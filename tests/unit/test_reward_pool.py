@@ -31,7 +31,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     if solution_str == "read": return float(len(sys.stdin.read()))
     if solution_str == "pid": return os.getpid()
     if solution_str == "memory": return len(bytearray(8 * 1024**3))
-    if solution_str == "leak": KEPT.append(bytearray(1024**3))
+    if solution_str == "leak": KEPT.append(bytearray(256 * 1024**2))
     if solution_str == "child":
         child = subprocess.Popen(["sleep", "3600"])
         open(extra_info["pid_file"], "w").write(str(child.pid))
@@ -97,8 +97,8 @@ def test_a_function_that_eats_memory_loses_its_sample_and_not_the_host(spec):
 
 
 def test_a_function_that_keeps_what_it_allocates_costs_no_sample(spec):
-    """It keeps 1 GiB of addresses a call under a limit of 4: the sample that finds its worker full is scored in a fresh one."""
-    limited = dataclasses.replace(spec, max_memory_gib=4.0)
+    """It keeps 256 MiB of addresses a call under a limit of 1 GiB: the sample that finds its worker full is scored in a fresh one."""
+    limited = dataclasses.replace(spec, max_memory_gib=1.0)
     with RewardPool(limited, num_workers=1, timeout_s=20.0) as pool:
         results = pool.score(items(*["leak"] * 6, "memory", *["leak"] * 6))
     assert [r.reason for r in results] == ["ok"] * 6 + ["out_of_memory"] + ["ok"] * 6

@@ -74,7 +74,16 @@ def test_a_signal_asks_the_job_to_stop_and_waits_for_it():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_second_signal_ends_the_wait():
+@pytest.fixture(params=[signal.default_int_handler, signal.SIG_IGN], ids=["in the foreground", "in the background"])
+def interrupts(request):
+    """What SIGINT does on entry: shells start background jobs with it ignored."""
+    before = signal.signal(signal.SIGINT, request.param)
+    yield request.param
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.timeout(30)
+def test_a_second_signal_ends_the_wait(interrupts):
     def twice():
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
@@ -82,7 +91,7 @@ def test_a_second_signal_ends_the_wait():
     client = Client("RUNNING", on_logs=twice)
     with pytest.raises(KeyboardInterrupt):
         jobs.follow(client, JOB, lambda text: None)
-    assert client.stopped == ["mrl-1"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert client.stopped == ["mrl-1"] and signal.getsignal(signal.SIGINT) is interrupts
 
 
 def test_a_head_that_is_lost_ends_the_wait_as_resumable(monkeypatch):
