@@ -67,6 +67,13 @@ def write_atomically(folder: Path, write: Callable[[Path], None]) -> None:
         raise
 
 
+def set_aside(checkpoint: Path) -> Path:
+    """Renames a damaged `step-N` to `damaged-step-N`, so that a step trained again can be saved under its name; returns the new path."""
+    aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
+    shutil.rmtree(aside, ignore_errors=True)  # of an earlier time
+    return checkpoint.rename(aside)
+
+
 def discard(checkpoint: Path) -> None:
     """Removes a checkpoint. It loses its name first: a kill in the middle leaves nothing that looks like a damaged one."""
     try:

@@ -21,11 +21,10 @@ from mrl.config.schema import RunConfig
 from mrl.errors import EnvironmentFault, Interrupted
 from mrl.model import read_hf_config
 from mrl.record.metrics import PhaseTimer
-from mrl.reshard.plan import MIB
-from mrl.reshard.setup import SyncSetup, p2p_members
+from mrl.reshard.setup import BUCKET_BYTES, SyncSetup, p2p_members
 from mrl.reshard.sync_report import GAVE_UP, Disagreement, Report, SyncTotals, disagreements, in_words, replica_faults
+from mrl.units import MIB
 
-BUCKET_BYTES = 512 * MIB
 _ATTEMPTS = 2
 
 

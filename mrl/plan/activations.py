@@ -16,7 +16,7 @@ from typing import Literal
 from mrl.model import ModelSpec
 from mrl.model.layout import TrainLayout, padded_vocab_size
 from mrl.model.registry import weight_map
-from mrl.plan.model_state import layer_kinds
+from mrl.plan.model_state import key_value_heads, layer_kinds
 
 Kernels = Literal["torch", "transformer_engine"]
 _F32, _INT64 = 4, 8
@@ -99,7 +99,7 @@ class Activations:
     def _heads(self) -> tuple[int, int]:
         """(query, key/value) heads of one rank."""
         m, tp = self.model, self.layout.tensor
-        return m.num_attention_heads // tp, max(1, m.num_key_value_heads // tp)
+        return m.num_attention_heads // tp, key_value_heads(m, tp)
 
     @cached_property
     def vocabulary(self) -> int:

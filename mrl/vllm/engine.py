@@ -20,9 +20,9 @@ import numpy as np
 from mrl.data.routes import ASKED
 from mrl.errors import EnvironmentFault, Interrupted, described
 from mrl.platforms.versions import VllmGeneration
+from mrl.reshard.setup import BUCKET_FOLDER
 from mrl.vllm.requests import Completion, EngineSettings, Request, Sampling
 
-BUCKET_FOLDER = "mrl-sync-"  # prefix of folders that buckets of weights pass through
 WATCH_S = 1.0  # between looks whether vLLM's processes live
 DROP_S = 5.0  # for blocks of the prefix cache to come free
 
