@@ -186,8 +186,7 @@ def _checked(file: Path | None, text: str) -> tuple[list, list[str]]:
     from mrl.cli.validate import check_config
     from mrl.config.load import SchemaRefusal
     from mrl.config.rules import with_rules
-    from mrl.config.violation import InvalidConfig
-    from mrl.errors import Violation
+    from mrl.errors import InvalidConfig, Violation
 
     try:
         return check_config(_loaded(text, file))

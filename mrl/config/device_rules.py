@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 
 from mrl.config.schema import RunConfig
-from mrl.config.violation import did_you_mean
-from mrl.errors import Violation
+from mrl.errors import Violation, did_you_mean
 from mrl.model import ModelSpec
 from mrl.platforms.versions import TORCH_NPU, VLLM_ASCEND, VLLM_GENERATIONS, release_of, row_of, shares_key_value_heads
 

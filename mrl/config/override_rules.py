@@ -5,8 +5,7 @@ from typing import Any
 
 from mrl.config.schema import RunConfig, leaf
 from mrl.config.upstream_fields import UPSTREAM_FIELDS
-from mrl.config.violation import did_you_mean
-from mrl.errors import Violation
+from mrl.errors import Violation, did_you_mean
 from mrl.model import ModelSpec
 from mrl.platforms.npu_mindspeed import MINDSPEED_FIELDS
 

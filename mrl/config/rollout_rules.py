@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 
 from mrl.config.schema import RunConfig
-from mrl.config.violation import nearest
-from mrl.errors import ConfigError, Violation
+from mrl.errors import ConfigError, Violation, nearest
 from mrl.model import ModelSpec
 from mrl.model.device_grid import ClusterShape, engine_places
 from mrl.model.layout import RolloutLayout

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mrl.config.schema import RunConfig
-from mrl.config.violation import did_you_mean
-from mrl.errors import Violation
+from mrl.errors import Violation, did_you_mean
 from mrl.model import ModelSpec
 from mrl.record.sinks import VIEWS
 from mrl.reward.builtin_rules import RULES

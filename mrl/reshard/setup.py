@@ -13,9 +13,7 @@ from mrl.reshard.messages import Topology
 from mrl.reshard.plan import ReshardPlan, plan_reshard
 from mrl.units import MIB
 
-# of the slow path, which sends full tensors through the driver
-BUCKET_FOLDER = "mrl-sync-"  # prefix of the folders in which a bucket lies
-BUCKET_BYTES = 512 * MIB  # of a bucket
+BUCKET_BYTES = 512 * MIB  # of full tensors, on the slow path through the driver
 
 
 @dataclass(frozen=True)

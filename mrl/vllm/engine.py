@@ -19,8 +19,8 @@ import numpy as np
 
 from mrl.data.routes import ASKED
 from mrl.errors import EnvironmentFault, Interrupted, described
+from mrl.platforms.hosting import BUCKET_FOLDER
 from mrl.platforms.versions import VllmGeneration
-from mrl.reshard.setup import BUCKET_FOLDER
 from mrl.vllm.requests import Completion, EngineSettings, Request, Sampling
 
 WATCH_S = 1.0  # between looks whether vLLM's processes live

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 
 from mrl.errors import ConfigError
-from mrl.extras.import_verl.shell_syntax import Part, Simple, Word, parse_script, parse_text
+from mrl.extras.import_verl.shell_syntax import Simple, Word, WordPart, parse_script, parse_text
 
 MAX_TEXT = 1_000_000  # characters of one variable
 MAX_ITEMS = 10_000  # of one array
@@ -97,7 +97,7 @@ class Expander:
             done.append(current)
         return [field.at(field.line or word.line) for field in done]
 
-    def pieces(self, part: Part, line: int) -> list[Value]:
+    def pieces(self, part: WordPart, line: int) -> list[Value]:
         """One part as one or more pieces; between two pieces a new argument begins."""
         if part.kind == "variable" and (items := self.all_items(part)) is not None:
             return [item.at(item.line or line) for item in items]
@@ -106,7 +106,7 @@ class Expander:
             return [value]
         return [Value(text, line=value.line) for text in value.text.split()]
 
-    def all_items(self, part: Part) -> tuple[Value, ...] | None:
+    def all_items(self, part: WordPart) -> tuple[Value, ...] | None:
         """The items of `$@` or `${array[@]}`; None of another variable, and of a quoted `*`, which is one text."""
         match = _NAME.fullmatch(part.text)
         if match is None or match[1] or match[4] or (part.quoted and "*" in (match[2], match[3])):
@@ -125,7 +125,7 @@ class Expander:
             total = total + self.part(part, word.line)
         return total.at(word.line)
 
-    def part(self, part: Part, line: int) -> Value:
+    def part(self, part: WordPart, line: int) -> Value:
         match part.kind:
             case "variable":
                 return self.variable(part.text, line)

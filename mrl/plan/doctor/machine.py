@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from mrl.platforms.hosting import BUCKET_FOLDER
 from mrl.platforms.inventory import HostDevices, find_devices
 from mrl.platforms.versions import PACKAGES, VLLM_GENERATIONS
-from mrl.reshard.setup import BUCKET_FOLDER
 from mrl.units import GIB
 
 _SHM = "/dev/shm"
