@@ -169,7 +169,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
 
 
-def nearest(value: int, highest: int, legal: Callable[[int], bool], count: int = 4) -> tuple[int, ...]:
-    """The legal numbers from 1 to `highest` that are closest to `value`, ascending."""
+def nearest(value: int, highest: int, legal: Callable[[int], bool]) -> tuple[int, ...]:
+    """At most four legal numbers from 1 to `highest` that are closest to `value`, ascending."""
     close = sorted((v for v in range(1, highest + 1) if legal(v)), key=lambda v: (abs(v - value), v))
-    return tuple(sorted(close[:count]))
+    return tuple(sorted(close[:4]))

@@ -16,6 +16,7 @@ from mrl.config.schema import RunConfig
 from mrl.errors import EnvironmentFault
 from mrl.model import ModelSpec, parameter_count
 from mrl.model.precision import BF16, FLOAT32
+from mrl.units import MIB
 
 
 def checkpoint_steps(folder: Path) -> list[tuple[int, Path]]:
@@ -96,7 +97,7 @@ def _aside(folder: Path) -> Path:
 # ---------------------------------------------------------------- whether one more fits on the disk
 
 
-BESIDE_TENSORS = 4 * 1024**2  # bytes: manifest, tokenizer and configuration of the model, rounding to blocks
+BESIDE_TENSORS = 4 * MIB  # bytes: manifest, tokenizer and configuration of the model, rounding to blocks
 
 
 def checkpoint_bytes(model: ModelSpec, dtype: str) -> int:
@@ -124,16 +125,16 @@ def check_room(folder: Path, needed: int) -> None:
 
 def room_note(config: RunConfig, model: ModelSpec, folder: Path) -> list[str]:
     """A line when the disk of `folder` holds one checkpoint, and not as many as the run is to keep with one more beside them."""
-    one, wanted = checkpoint_bytes(model, config.model.dtype), config.trainer.max_actor_ckpt_to_keep + 1
-    there = len(list(folder.glob("checkpoints/step-*")))
+    size, wanted = checkpoint_bytes(model, config.model.dtype), config.trainer.max_actor_ckpt_to_keep + 1
+    present = len(list(folder.glob("checkpoints/step-*")))
     free = free_bytes(folder)
-    if free >= one * (wanted - there):
+    if free >= size * (wanted - present):
         return []
     return [
-        f"note: {_size(free)} are free, room for {free // one} more checkpoints of {_size(one)}; trainer.max_actor_ckpt_to_keep is "
+        f"note: {_size(free)} are free, room for {free // size} more checkpoints of {_size(size)}; trainer.max_actor_ckpt_to_keep is "
         f"{wanted - 1}, and one more lies there while it is written. A save that finds no room is left out"
     ]
 
 
-def _size(size: int) -> str:
-    return f"{ceil(size / 1e7) / 100:.2f} GB" if size >= 1e9 else f"{ceil(size / 1e4) / 100:.2f} MB"
+def _size(nbytes: int) -> str:
+    return f"{ceil(nbytes / 1e7) / 100:.2f} GB" if nbytes >= 1e9 else f"{ceil(nbytes / 1e4) / 100:.2f} MB"

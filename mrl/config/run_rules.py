@@ -96,8 +96,8 @@ def _from_here(file: str) -> str:
 
 def _writable(config: RunConfig) -> Iterator[Violation]:
     folder, why = run_dir(config).absolute(), "the run writes its checkpoints and metrics there"
-    there = next(p for p in (folder, *folder.parents) if p.exists())
-    if not there.is_dir():
-        yield Violation("trainer.run_dir", f"cannot be made: {there} is a file", why)
-    elif not os.access(there, os.W_OK | os.X_OK):
-        yield Violation("trainer.run_dir", f"cannot be written: no permission in {there}", why)
+    existing = next(p for p in (folder, *folder.parents) if p.exists())
+    if not existing.is_dir():
+        yield Violation("trainer.run_dir", f"cannot be made: {existing} is a file", why)
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield Violation("trainer.run_dir", f"cannot be written: no permission in {existing}", why)

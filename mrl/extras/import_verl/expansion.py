@@ -148,8 +148,8 @@ class Expander:
 
     def item(self, name: str, index: str | None) -> Value:
         if name.isdigit():
-            at = int(name) - 1
-            return self.positional[at] if 0 <= at < len(self.positional) else unset(name)
+            number = int(name) - 1
+            return self.positional[number] if 0 <= number < len(self.positional) else unset(name)
         if name == "#" and self.counts_arguments:
             return Value(str(len(self.positional)))
         stored = self.positional if name in ("@", "*") else self.variables.get(name)
@@ -162,11 +162,11 @@ class Expander:
             for i, item in enumerate(stored):
                 joined = joined + Value(" " if i else "") + item
             return joined
-        place = self.arithmetic(index or "0")
-        if not place.known:
+        number = self.arithmetic(index or "0")
+        if not number.known:
             return Value(f"${{{name}[{index}]}}", frozenset((f"{name}[{index}]",)))
-        at = int(place.text)
-        return stored[at] if -len(stored) <= at < len(stored) else unset(name)
+        element = int(number.text)
+        return stored[element] if -len(stored) <= element < len(stored) else unset(name)
 
     def operation(self, name: str, value: Value, rest: str, line: int) -> Value:
         match = _OPERATION.fullmatch(rest)

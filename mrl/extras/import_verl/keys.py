@@ -256,7 +256,7 @@ ROWS: dict[str, KeyRow] = {
     "sandbox_fusion.": _nothing("no code sandbox here"),
     "sandbox_fusion.url": _missing("no code sandbox here", None),
     "reward_model.launch_reward_fn_async": _implied("scoring runs beside generation"),
-    **{f"{at}custom_reward_function.reward_kwargs.": _SPECIAL for at in ("", "reward.")},
+    **{f"{section}custom_reward_function.reward_kwargs.": _SPECIAL for section in ("", "reward.")},
     "reward_model.": _nothing(_SERVERS),
     "reward.": _nothing(_SERVERS),
     # --- trainer

