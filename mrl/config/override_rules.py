@@ -118,6 +118,7 @@ _TARGETS: tuple[tuple[str, str, Mapping[str, str], _Only], ...] = (
 
 
 def override_rules(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    """Keys handed on to Megatron and vLLM that are unknown there or that mrl decides, and values that it cannot have."""
     for key, *_rest in _TARGETS:
         yield from override_faults(key, leaf(config, key) or {}, config.cluster.device)
 

@@ -35,6 +35,7 @@ def reshard_notes(config: RunConfig) -> Iterator[str]:
 
 
 def cluster_devices(config: RunConfig) -> int:
+    """Devices of all nodes."""
     return config.cluster.nnodes * config.cluster.n_gpus_per_node
 
 

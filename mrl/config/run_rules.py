@@ -73,6 +73,7 @@ def run_dir(config: RunConfig) -> Path:
 
 
 def path_rules(config: RunConfig) -> Iterator[Violation]:
+    """Files that the configuration names and that are not here, and a run directory that cannot be written."""
     if not config.data.train_files:
         yield Violation("data.train_files", "names no file", "training needs prompts; --set data.train_files=[FILE, ...]")
     for field, files in (("data.train_files", config.data.train_files), ("data.val_files", config.data.val_files)):

@@ -72,6 +72,7 @@ class SyncSetup:
         return engine * self.rollout_layout.workers_per_engine + position
 
     def engine_of(self, worker: int) -> int:
+        """Number of the engine that a worker belongs to."""
         return self.rollout_layout.coords(worker).engine
 
 

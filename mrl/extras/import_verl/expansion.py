@@ -48,6 +48,7 @@ class Value:
 
     @property
     def known(self) -> bool:
+        """Whether no variable that the script does not set has a part in it."""
         return not self.missing
 
     def __add__(self, other: "Value") -> "Value":
@@ -56,6 +57,7 @@ class Value:
         return Value(self.text + other.text, self.missing | other.missing, self.line or other.line)
 
     def at(self, line: int) -> "Value":
+        """The value as one written on this line of the script."""
         return replace(self, line=line)
 
 
@@ -82,6 +84,7 @@ class Expander:
         return [field for word in words for field in self.split(word)]
 
     def split(self, word: Word) -> list[Value]:
+        """The words that the shell makes of one: expanded, and split at blanks outside quotes."""
         done: list[Value] = []
         current: Value | None = None
         quoted = False
@@ -126,6 +129,7 @@ class Expander:
         return total.at(word.line)
 
     def part(self, part: WordPart, line: int) -> Value:
+        """What a part of a word expands to."""
         match part.kind:
             case "variable":
                 return self.variable(part.text, line)
@@ -136,6 +140,7 @@ class Expander:
         return Value(part.text)
 
     def variable(self, text: str, line: int) -> Value:
+        """`${...}`, given without its braces."""
         match = _NAME.fullmatch(text)
         if match is None:
             return Value(f"${{{text}}}", frozenset((text,)))
@@ -147,6 +152,7 @@ class Expander:
         return self.operation(name, value, rest, line) if rest else value
 
     def item(self, name: str, index: str | None) -> Value:
+        """A variable, a positional argument, or an element of an array; `@` and `*` join all."""
         if name.isdigit():
             number = int(name) - 1
             return self.positional[number] if 0 <= number < len(self.positional) else unset(name)
@@ -169,6 +175,7 @@ class Expander:
         return stored[element] if -len(stored) <= element < len(stored) else unset(name)
 
     def operation(self, name: str, value: Value, rest: str, line: int) -> Value:
+        """`${name...}` with an operator behind the name: a default, a prefix or suffix cut off, a replacement."""
         match = _OPERATION.fullmatch(rest)
         if match is None:
             return Value(f"${{{name}{rest}}}", frozenset((name,)))
@@ -179,6 +186,7 @@ class Expander:
         return value if not value.known else self.shaped(name, value.text, operator, argument, line)
 
     def default(self, name: str, value: Value, operator: str, argument: str, holds: bool, line: int) -> Value:
+        """`${name:-argument}` and its like. `holds`: the variable counts as set."""
         other = self.argument(argument, line) if not operator.endswith("?") else value
         if operator.endswith("+"):
             return other if holds else EMPTY
@@ -218,6 +226,7 @@ class Expander:
         return Value(text.replace(first, second, -1 if operator == "//" else 1) if first else text)
 
     def arithmetic(self, text: str) -> Value:
+        """`$((...))`, of whole numbers."""
         plain = _IN_ARITHMETIC.sub(lambda m: m[1] or m[2], text)
         missing: set[str] = set()
 
