@@ -96,6 +96,8 @@ VLLM_GENERATIONS = (
     VllmGeneration((0, 32), stamps_versions=True, captures_routes=True),
 )
 
+RETURNS_ROUTES = (0, 14)  # vLLM: from here on it returns routed experts (vllm-project/vllm PR 28284)
+ROUTES_BY_BLOCK = (0, 32)  # vLLM: from here on they are kept beside the prefix cache (vllm/distributed/aux_output_connector)
 MIN_NPU_DRIVER_FOR_IPC = "25.3"  # HDK; older ones cannot share device memory between processes
 _TORCHVISION_AHEAD = 15
 _SHARED_HEADS = (0, 16)  # megatron-core: from here on tensor ranks may share a key/value head (attention.py); before, it asserts
