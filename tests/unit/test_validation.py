@@ -229,7 +229,7 @@ def test_validation_comes_before_training_every_few_steps_and_at_the_end(monkeyp
     monkeypatch.setattr(loop, "memory_metrics", dict)
     record = SimpleNamespace(write=lambda step, metrics: done.append(f"record {sorted(metrics)}"))
     sync = SimpleNamespace(bring_to=lambda version: done.append(f"sync {version}"))
-    monkeypatch.setattr(loop.saving, "finish", lambda run: done.append("finish"))
+    saver = SimpleNamespace(save_last=lambda state: done.append(f"save {state.step}"))
 
     def step(run):
         run.state = TrainState(run.state.step + 1)
@@ -238,10 +238,10 @@ def test_validation_comes_before_training_every_few_steps_and_at_the_end(monkeyp
     monkeypatch.setattr(loop, "train_step", step)
     for first, before in ((0, True), (0, False), (1, True)):
         config = load_config(TINY, None, [f"trainer.val_before_train={before}"]).config
-        run = SimpleNamespace(config=config, state=TrainState(first), total_steps=2, stop=StopFlag(), record=record, sync=sync)
+        run = SimpleNamespace(config=config, state=TrainState(first), total_steps=2, stop=StopFlag(), record=record, sync=sync, saver=saver)
         loop.train(run)
     assert done == [
-        "validate 0", "record ['val-core/x']", "step 1", "step 2", "finish",
-        "step 1", "step 2", "finish",
-        "sync 1", "step 2", "finish",
+        "validate 0", "record ['val-core/x']", "step 1", "step 2", "save 2",
+        "step 1", "step 2", "save 2",
+        "sync 1", "step 2", "save 2",
     ]  # fmt: skip
