@@ -1,12 +1,15 @@
 """Errors that a user sees, each with the exit code the command ends with.
 
 Everything that is the user's to mend is raised as one of these; the command line prints the message and nothing else.
-Any other exception is a defect of mrl and keeps its traceback (exit code 1).
+Any other exception is a defect of mrl and keeps its traceback (exit code 1). At the end: what a rule says of a value that
+is not allowed.
 """
 
 import math
 import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 
@@ -147,3 +150,26 @@ def _plain(value: Any) -> Any:
         case float() if math.isfinite(value):
             return value
     return str(value)
+
+
+class InvalidConfig(ConfigError):
+    """All violations of one configuration; the message lists every one of them."""
+
+    def __init__(self, violations: Iterable[Violation]) -> None:
+        self.violations = tuple(violations)
+        count = len(self.violations)
+        head = f"{count} problem{'s' if count > 1 else ''} in the configuration:"
+        super().__init__("\n".join([head, *(f"  {v}" for v in self.violations)]))
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`did you mean X?` when a known name is close, else the list of known names."""
+    known = list(known)
+    close = get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+
+
+def nearest(value: int, highest: int, legal: Callable[[int], bool]) -> tuple[int, ...]:
+    """At most four legal numbers from 1 to `highest` that are closest to `value`, ascending."""
+    close = sorted((v for v in range(1, highest + 1) if legal(v)), key=lambda v: (abs(v - value), v))
+    return tuple(sorted(close[:4]))

@@ -17,8 +17,9 @@ from mrl.checkpoint.planned_file import tensor_blocks
 from mrl.checkpoint.stored_boxes import BoxReader
 from mrl.errors import EnvironmentFault
 from mrl.model import tensor_specs
+from mrl.units import MIB
 
-BATCH_BYTES = 256 * 1024**2
+BATCH_BYTES = 256 * MIB
 _SHOWN = 5
 
 

@@ -27,8 +27,9 @@ from mrl.checkpoint.planned_file import Container, PlannedFile, disk_fault, file
 from mrl.checkpoint.stored_boxes import BoxReader
 from mrl.checkpoint.work_folder import finish_file, locked, publish
 from mrl.errors import ConfigError, EnvironmentFault
+from mrl.units import MIB
 
-SMALL_BYTES = 64 * 1024**2  # starting processes would take longer than this
+SMALL_BYTES = 64 * MIB  # starting processes would take longer than this
 _SYNCS = 4  # files that are waited for at once
 _FORMAT = 1  # of the written files; another one does not go on with what an older mrl began
 

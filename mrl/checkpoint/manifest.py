@@ -18,7 +18,7 @@ from mrl.model.megatron_shards import Piece
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-WEIGHT, MASTER, EXP_AVG, EXP_AVG_SQ = ROLES = ("weight", "master", "exp_avg", "exp_avg_sq")
+WEIGHT, MASTER, EXP_AVG, EXP_AVG_SQ = ("weight", "master", "exp_avg", "exp_avg_sq")
 # what `mrl convert` writes under "converted" of a manifest's trainer part
 WEIGHTS_ONLY, WITH_OPTIMIZER = "weights", "weights and optimizer"
 FileFacts = dict[str, dict[str, Any]]  # file name -> {"bytes", "sha256"}; the digest only where something reads it
@@ -30,7 +30,7 @@ class StoredTensor:
 
     file: str
     key: str  # in the safetensors file
-    role: str  # of ROLES
+    role: str  # WEIGHT, MASTER, EXP_AVG or EXP_AVG_SQ
     shape: tuple[int, ...]  # of the whole local tensor
     flat: tuple[int, int] | None  # the part of the flattened local tensor that is stored; None: all of it
     pieces: tuple[Piece, ...]

@@ -16,9 +16,10 @@ from mrl.checkpoint.safetensors_file import ITEM_BYTES, safetensors_header, writ
 from mrl.checkpoint.stored_boxes import BoxReader
 from mrl.errors import EnvironmentFault
 from mrl.model.boxes import Box
+from mrl.units import MIB
 
-FILE_BYTES = 512 * 1024**2  # a file is what is written again after a kill, and what one process works on
-BLOCK_BYTES = 1024**2  # stays in a core's own cache between reading, hashing and writing
+FILE_BYTES = 512 * MIB  # a file is what is written again after a kill, and what one process works on
+BLOCK_BYTES = MIB  # stays in a core's own cache between reading, hashing and writing
 
 
 @dataclass(frozen=True)
@@ -64,15 +65,12 @@ class Container(Protocol):
 
     def head(self, file: PlannedFile) -> bytes:
         """The first bytes of the file."""
-        ...
 
     def before(self, entry: StoredTensor) -> bytes:
         """The bytes before a tensor."""
-        ...
 
     def after(self, entry: StoredTensor, crc: int) -> bytes:
         """The bytes after it; their number does not depend on `crc`."""
-        ...
 
 
 @dataclass(frozen=True)

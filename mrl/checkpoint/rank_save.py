@@ -21,12 +21,13 @@ from mrl.megatron.adam_state import AdamState
 from mrl.megatron.offload import OPTIMIZER, PARAMETERS, check_resident
 from mrl.megatron.optimizer import current_lr
 from mrl.model.megatron_shards import Shard
+from mrl.units import MIB
 
 CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-_WRITE_BYTES = 16 * 1024**2  # a write; the interpreter is free for others during each
+_WRITE_BYTES = 16 * MIB  # a write; the interpreter is free for others during each
 
 
 class HostCopy:

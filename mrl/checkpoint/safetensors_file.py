@@ -12,8 +12,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mrl.units import MIB
+
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "U8": 1, "BOOL": 1}  # the format's dtypes
-WRITEBACK_BYTES = 64 * 1024**2
+WRITEBACK_BYTES = 64 * MIB
 _SYNC_FILE_RANGE_WRITE = 2
 
 

@@ -1,14 +1,22 @@
-"""The `step-N` folders of a run: which are complete, the newest readable one, writing one whole, removing one."""
+"""The `step-N` folders of a run: which are complete, the newest readable one, writing one whole, removing one, room for more.
+
+Room is counted from arithmetic before a run starts, and from the ranks' own sizes before each is written.
+"""
 
 import re
 import secrets
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 
 from mrl.checkpoint.manifest import MANIFEST, Manifest, check_digests, fsync, read_manifest
+from mrl.config.schema import RunConfig
 from mrl.errors import EnvironmentFault
+from mrl.model import ModelSpec, parameter_count
+from mrl.model.precision import BF16, FLOAT32
+from mrl.units import MIB
 
 
 def checkpoint_steps(folder: Path) -> list[tuple[int, Path]]:
@@ -67,6 +75,13 @@ def write_atomically(folder: Path, write: Callable[[Path], None]) -> None:
         raise
 
 
+def set_aside(checkpoint: Path) -> Path:
+    """Renames a damaged `step-N` to `damaged-step-N`, so that a step trained again can be saved under its name; returns the new path."""
+    aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
+    shutil.rmtree(aside, ignore_errors=True)  # of an earlier time
+    return checkpoint.rename(aside)
+
+
 def discard(checkpoint: Path) -> None:
     """Removes a checkpoint. It loses its name first: a kill in the middle leaves nothing that looks like a damaged one."""
     try:
@@ -77,3 +92,49 @@ def discard(checkpoint: Path) -> None:
 
 def _aside(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
+
+
+# ---------------------------------------------------------------- whether one more fits on the disk
+
+
+BESIDE_TENSORS = 4 * MIB  # bytes: manifest, tokenizer and configuration of the model, rounding to blocks
+
+
+def checkpoint_bytes(model: ModelSpec, dtype: str) -> int:
+    """Size of one checkpoint: weights, float32 master weights where the weights are narrower, and Adam's two moments, each once."""
+    precision = FLOAT32 if dtype == "float32" else BF16
+    return parameter_count(model) * precision.checkpoint + BESIDE_TENSORS
+
+
+def free_bytes(folder: Path) -> int:
+    """Space left for this user on the disk of `folder`, or of its nearest parent that is there."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def check_room(folder: Path, needed: int) -> None:
+    """Raises EnvironmentFault when `needed` bytes do not fit on the disk of `folder`."""
+    free = free_bytes(folder)
+    if free < needed:
+        raise EnvironmentFault(
+            f"{folder}: a checkpoint needs {_size(needed)} and {_size(free)} are free; make room, or give a run directory on another disk "
+            "(--run-dir)"
+        )
+
+
+def room_note(config: RunConfig, model: ModelSpec, folder: Path) -> list[str]:
+    """A line when the disk of `folder` holds one checkpoint, and not as many as the run is to keep with one more beside them."""
+    size, wanted = checkpoint_bytes(model, config.model.dtype), config.trainer.max_actor_ckpt_to_keep + 1
+    present = len(list(folder.glob("checkpoints/step-*")))
+    free = free_bytes(folder)
+    if free >= size * (wanted - present):
+        return []
+    return [
+        f"note: {_size(free)} are free, room for {free // size} more checkpoints of {_size(size)}; trainer.max_actor_ckpt_to_keep is "
+        f"{wanted - 1}, and one more lies there while it is written. A save that finds no room is left out"
+    ]
+
+
+def _size(nbytes: int) -> str:
+    return f"{ceil(nbytes / 1e7) / 100:.2f} GB" if nbytes >= 1e9 else f"{ceil(nbytes / 1e4) / 100:.2f} MB"

@@ -27,8 +27,9 @@ from mrl.errors import EnvironmentFault
 from mrl.model.boxes import Box, first_overlap
 from mrl.model.hf_files import TensorBytes
 from mrl.model.megatron_shards import Piece
+from mrl.units import MIB
 
-SCRATCH_BYTES = 1024**2
+SCRATCH_BYTES = MIB
 
 
 @dataclass(frozen=True)
@@ -47,15 +48,12 @@ class TensorFiles(Protocol):
 
     def find(self, file: str, key: str) -> TensorBytes | None:
         """Where a tensor is; None where the file does not have it. Raises EnvironmentFault for a damaged file."""
-        ...
 
     def checkable(self) -> tuple[str, ...]:
         """The files with a digest, or with checksums."""
-        ...
 
     def check(self, file: str) -> int:
         """Reads all of one; returns how many of its tensors have no checksum. EnvironmentFault for changed bytes."""
-        ...
 
 
 def stored_boxes(entries: Iterable[StoredTensor]) -> Boxes:

@@ -40,11 +40,10 @@ def _doctor(options: argparse.Namespace) -> None:
 
 
 def _checks(device: str, options: argparse.Namespace) -> list:
-    from mrl.plan.doctor.engine_checks import engine_checks
     from mrl.plan.doctor.host_checks import cluster_checks, host_checks
     from mrl.plan.doctor.machine import read_machine
     from mrl.plan.doctor.probes import DEADLINE_S, probes, run_probes
-    from mrl.plan.doctor.version_checks import version_checks
+    from mrl.plan.doctor.version_checks import engine_checks, version_checks
 
     machine = read_machine(device, options.port or PORTS)
     judged = [check for part in (version_checks, host_checks, cluster_checks, engine_checks) for check in part(machine)]

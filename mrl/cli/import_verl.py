@@ -184,11 +184,14 @@ def _written(output: str | None, script: Path | None, text: str, several: bool) 
 def _checked(file: Path | None, text: str) -> tuple[list, list[str]]:
     """Violations of the result and remarks, as `mrl validate` gives them."""
     from mrl.cli.validate import check_config
-    from mrl.config.violation import InvalidConfig
-    from mrl.errors import Violation
+    from mrl.config.load import SchemaRefusal
+    from mrl.config.rules import with_rules
+    from mrl.errors import InvalidConfig, Violation
 
     try:
         return check_config(_loaded(text, file))
+    except SchemaRefusal as refusal:
+        return list(with_rules(refusal).violations), []
     except InvalidConfig as error:
         return list(error.violations), []
     except MrlError as error:

@@ -1,13 +1,15 @@
-"""`mrl plan`."""
+"""`mrl plan`: the answer of mrl.plan, as JSON or as text."""
 
 import argparse
 import json
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from mrl.cli.config_arguments import add_config, positive, resolved_config
 from mrl.errors import ConfigError
+from mrl.units import GIB
 
 _ACTOR_ALONE = "counted for the actor alone; mrl plan CONFIG with a layout counts a reference model, engines and the host too"
 _SAVES = "host memory is counted without the copy that checkpoints are written from: each rank's weights, float32 weights and moments"
@@ -29,8 +31,6 @@ def add(commands) -> None:
 
 
 def _plan(options: argparse.Namespace) -> None:
-    from mrl.plan.render import plan_lines, search_lines
-
     start = time.perf_counter()
     if (options.config is None) != (options.search and options.model is not None):
         raise ConfigError("give CONFIG, or with --search a --model in its place")
@@ -100,3 +100,126 @@ def _resolved(options: argparse.Namespace):
 def _notes(config, named: str | None, device: str, stand_in: str) -> list[str]:
     assumed = "" if named or config.cluster.accelerator else f"planned for {device}; --device or cluster.accelerator names another"
     return [note for note in (assumed, stand_in) if note]
+
+
+# ---------------------------------------------------------------- as text
+
+
+def plan_lines(plan: dict[str, Any]) -> Iterator[str]:
+    """The plan in a screenful."""
+    model, device, actor = plan["model"], plan["device"], plan["layout"]["actor"]
+    yield f"model: {model['path']}, {model['parameters'] / 1e9:.1f} B parameters, {model['active_parameters'] / 1e9:.1f} B active"
+    yield f"device: {device['name']}, {device['usable'] / GIB:.1f} of {device['memory'] / GIB:.1f} GiB to plan with"
+    yield from _layout_lines(plan, actor)
+    yield from _batch_lines(plan["batch"])
+    yield "memory of the fullest device, GiB:"
+    yield from map(_phase_line, plan["memory"]["phases"].items())
+    yield from _memory_lines(plan["memory"])
+    yield from _time_lines(plan)
+    yield from _sync_lines(plan["reshard"])
+    yield f"plan: {plan['hash'][:16]}"
+
+
+def _layout_lines(plan: dict[str, Any], actor: dict[str, Any]) -> Iterator[str]:
+    layout = plan["layout"]
+    degrees = ", ".join(f"{name} {size}" for name, size in actor.items() if size not in (1, False) and name != "world_size")
+    engines = layout["engines"]
+    yield f"actor: {actor['world_size']} ranks ({degrees or 'not sharded'}); stages of {', '.join(map(str, _stage_sizes(layout)))} layers"
+    yield f"  {_places(layout['ranks'])}"
+    sizes = ", ".join(f"{name} {engines[name]}" for name in ("tensor", "data", "expert") if engines[name] > 1) or "one worker"
+    yield f"engines: {engines['number']} ({sizes}), {layout['placement']}"
+    yield f"  {_places(layout['workers'])}"
+
+
+def _stage_sizes(layout: dict[str, Any]) -> list[int]:
+    return [sum(stop - start for start, stop in stage) for stage in layout["stages"]]
+
+
+def _places(rows: Sequence[dict[str, Any]]) -> str:
+    """`node 0: 0-7, node 1: 8-15`: ranks or workers in order of their numbers."""
+    nodes: dict[int, list[int]] = {}
+    for number, row in enumerate(rows):
+        nodes.setdefault(row["node"], []).append(number)
+    shown = [f"node {node}: {numbers[0]}-{numbers[-1]}" for node, numbers in nodes.items()]
+    return ", ".join(shown if len(shown) <= 8 else [*shown[:3], "...", shown[-1]])
+
+
+def _batch_lines(batch: dict[str, Any]) -> Iterator[str]:
+    yield (
+        f"batch: {batch['train_batch_size']} prompts x {batch['n']} = {batch['samples_per_step']} samples a step, "
+        f"{batch['updates_per_step']} update{'s' if batch['updates_per_step'] != 1 else ''}; "
+        f"a rank's {batch['samples_per_rank_and_update']} samples of an update in "
+        f"{batch['micro_batches_per_update']} micro-batches of at most {batch['micro_batch_tokens']} tokens"
+    )
+
+
+def _phase_line(named: tuple[str, dict[str, Any]]) -> str:
+    name, phase = named
+    terms = ", ".join(f"{term} {size / GIB:.1f}" for term, size in sorted(phase["terms"].items(), key=lambda t: -t[1]) if size)
+    where = "" if phase["stage"] is None else f", stage {phase['stage']}"
+    verdict = "fits" if phase["fits"] else f"DOES NOT FIT: most is {phase['largest']}; change: {phase['change']}"
+    return f"  {name + where:<32} {phase['bytes'] / GIB:7.1f} of {phase['device_bytes'] / GIB:.1f} {verdict} ({terms})"
+
+
+def _memory_lines(memory: dict[str, Any]) -> Iterator[str]:
+    cache, host = memory["kv_cache"], memory["host"]
+    yield f"recompute: {memory['recompute']}"
+    yield (
+        f"KV cache: {cache['bytes_per_worker'] / GIB:.1f} GiB a worker, {cache['tokens_per_engine']} tokens an engine "
+        f"({cache['longest_sequences_per_engine']} sequences of the longest kind) {cache['change']}".rstrip()
+    )
+    if host["bytes_per_node"]:
+        verdict = "fits" if host["fits"] else f"DOES NOT FIT: {host['change']}"
+        yield f"host: {host['bytes_per_node'] / GIB:.0f} of {host['node_bytes'] / GIB:.0f} GiB of a node, {verdict}"
+    for change in memory["would_fit_with"]:
+        yield "would fit with: " + " ".join(f"--set {setting}" for setting in change)
+
+
+def _time_lines(plan: dict[str, Any]) -> Iterator[str]:
+    times = plan["times"]
+    phases = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in times["phase_seconds"].items())
+    yield f"predicted at the assumed rates: {phases}; update {times['flops']['update']:.3g} FLOP, bubble {times['pipeline_bubble']:.1%}"
+
+
+def _sync_lines(sync: dict[str, Any]) -> Iterator[str]:
+    link = sync["link_bytes_per_second"]
+    here = f", {_size(sync['bytes_local'])} inside devices" if sync["bytes_local"] else ""
+    yield (
+        f"sync: {_size(sync['bytes_required'])} required, {_size(sync['bytes_moved'])} moved{here}, in {sync['rounds']} rounds; "
+        f"predicted {sync['predicted_seconds']:.3g} s (bound {sync['bound_seconds']:.3g} s) at {link['between_nodes'] / 1e9:.3g} GB/s "
+        f"between nodes, {link['inside_node'] / 1e9:.3g} inside one"
+    )
+    yield f"  {_spread('rank', 'sends', sync['sent_bytes'])}, stages at most {_size(sync['peak_staging_bytes_trainer'])}"
+    yield f"  {_spread('worker', 'receives', sync['received_bytes'])}, stages at most {_size(sync['peak_staging_bytes_engine'])}"
+    yield f"  planned in {sync['plan_seconds']:.2f} s, hash {sync['hash'][:16]}; what each sends and receives: --json"
+
+
+def _spread(who: str, does: str, sizes: Sequence[int]) -> str:
+    """What the members of one side have to do; one number where they have the same."""
+    least, most = min(sizes), max(sizes)
+    how = _size(most) if least == most else f"{_size(least)} to {_size(most)} ({who} {sizes.index(most)})"
+    return f"each of {len(sizes)} {who}s {does} {how}"
+
+
+def _size(nbytes: int) -> str:
+    """In GB, or in MB below one."""
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.3g} MB"
+
+
+def search_lines(result: dict[str, Any]) -> Iterator[str]:
+    """The best layouts, one paragraph each."""
+    whole = ", counting the actor alone; below, those that fit with the whole configuration" if result["planned"] else ""
+    where = f"{result['devices']} x {result['device']}"
+    yield f"{result['fitting']} of {result['legal']} legal layouts on {where} fit{whole}; fastest update first"
+    for place, row in enumerate(result["layouts"], 1):
+        degrees = ", ".join(f"{key} {value}" for key, value in row["degrees"].items() if key != "world_size") or "not sharded"
+        yield f"{place:3}. {row['seconds']:8.2f} s  {degrees}"
+        yield f"       {row['why']}"
+        if row["missing"]:
+            yield f"       mrl train cannot do this yet: {'; '.join(row['missing'])}"
+    if result["left_out"]:
+        reasons = "; ".join(f"{why} ({count})" for why, count in result["left_out"].items())
+        yield f"faster ones left out, with which the plan of the whole configuration does not fit: {reasons}"
+    if result["too_large"]:
+        yield "do not fit, by what weighs most: " + ", ".join(f"{name} {count}" for name, count in result["too_large"].items())
+    yield from result["engines"]

@@ -19,18 +19,18 @@ def add(commands) -> None:
 
 def _validate(options: argparse.Namespace) -> None:
     try:
-        found, remarks = _check(options)
+        broken, remarks = _check(options)
     except MrlError as error:
         if not options.json:
             raise
         _print_verdict([_as_row(error, options.config)], [])
         raise SystemExit(error.exit_code) from None
     if options.json:
-        _print_verdict([violation.to_json() for violation in found], remarks)
+        _print_verdict([violation.to_json() for violation in broken], remarks)
     else:
-        for line in [*map(str, found), *remarks, *([] if found else ["ok"])]:
+        for line in [*map(str, broken), *remarks, *([] if broken else ["ok"])]:
             print(line)
-    if found:
+    if broken:
         raise SystemExit(ConfigError.exit_code)
 
 
@@ -55,12 +55,12 @@ def check_config(resolved, check_paths: bool = False) -> tuple[list, list[str]]:
 
     path = resolved.config.model.path
     model, stand_in = planning_model_spec(path)
-    found = [*violations(resolved, model, check_paths), *_accelerator(resolved)]
-    if check_paths and not found:
+    broken = [*violations(resolved, model, check_paths), *_accelerator(resolved)]
+    if check_paths and not broken:
         check_checkpoint(path, model)
     missing = [f"mrl train cannot do this yet: {message}" for message in missing_capabilities(resolved.config)]
-    batch = [] if found else [f"batch: {describe_batch(resolved.config)}"]
-    return found, [*batch, *([stand_in] if stand_in else []), *missing, *notes(resolved, model)]
+    batch = [] if broken else [f"batch: {describe_batch(resolved.config)}"]
+    return broken, [*batch, *([stand_in] if stand_in else []), *missing, *notes(resolved, model)]
 
 
 def _accelerator(resolved) -> list:

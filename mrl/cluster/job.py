@@ -18,13 +18,13 @@ from typing import Any, Protocol
 import yaml
 
 from mrl.errors import ConfigError, EnvironmentFault, Interrupted
+from mrl.units import MIB
 
 GRACE = "RAY_JOB_STOP_WAIT_TIME_S"
 GRACE_S = 120  # Ray kills a stopped job after 3 s unless told otherwise; finishing a step and saving it takes longer
 LOST_AFTER_S = 60.0  # a head that does not answer for so long is gone
 _ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 _NOT_YET = "No available agent"  # a head that has just started takes requests before it has an agent that can run them
-_MIB = 1024**2
 
 
 class JobClient(Protocol):
@@ -160,7 +160,7 @@ def _largest(runtime_env: dict[str, Any]) -> str:
     """The largest entries of the working directory, for who has to shorten it."""
     root = Path(runtime_env.get("working_dir", "."))
     sizes = sorted(((_size(entry), entry.name) for entry in root.iterdir()), reverse=True) if root.is_dir() else []
-    rows = ", ".join(f"{name} {size / _MIB:.0f} MiB" for size, name in sizes[:5])
+    rows = ", ".join(f"{name} {size / MIB:.0f} MiB" for size, name in sizes[:5])
     return f"Largest in {root.absolute()}: {rows}; add what the job does not need to `excludes` of the runtime environment"
 
 

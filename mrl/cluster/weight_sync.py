@@ -1,7 +1,7 @@
 """One weight sync over all ranks and engines: agree on a plan, move the weights, compare digests, commit a version.
 
 Fencing: an engine that takes weights holds no version from the first byte on and refuses to generate
-(VllmEngine.receive_weights); only the commit, which comes when every engine is verified, gives it one again. An engine
+(VllmEngine.fence); only the commit, which comes when every engine is verified, gives it one again. An engine
 whose sync failed stays fenced and is synced once more from the first round. What it then holds is read back whatever
 reshard.verify_every says. When that fails too, the run stops with the reason and can be resumed.
 """
@@ -21,11 +21,10 @@ from mrl.config.schema import RunConfig
 from mrl.errors import EnvironmentFault, Interrupted
 from mrl.model import read_hf_config
 from mrl.record.metrics import PhaseTimer
-from mrl.reshard.plan import MIB
-from mrl.reshard.setup import SyncSetup, p2p_members
+from mrl.reshard.setup import BUCKET_BYTES, SyncSetup, p2p_members
 from mrl.reshard.sync_report import GAVE_UP, Disagreement, Report, SyncTotals, disagreements, in_words, replica_faults
+from mrl.units import MIB
 
-BUCKET_BYTES = 512 * MIB
 _ATTEMPTS = 2
 
 

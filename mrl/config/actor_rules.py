@@ -10,8 +10,7 @@ from math import ceil
 from typing import Any
 
 from mrl.config.schema import LayoutConfig, RefConfig, RunConfig
-from mrl.config.violation import nearest
-from mrl.errors import Violation
+from mrl.errors import Violation, nearest
 from mrl.model import ModelSpec
 from mrl.model.layout import check_train_layout
 

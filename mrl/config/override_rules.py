@@ -5,8 +5,7 @@ from typing import Any
 
 from mrl.config.schema import RunConfig, leaf
 from mrl.config.upstream_fields import UPSTREAM_FIELDS
-from mrl.config.violation import did_you_mean
-from mrl.errors import Violation
+from mrl.errors import Violation, did_you_mean
 from mrl.model import ModelSpec
 from mrl.platforms.npu_mindspeed import MINDSPEED_FIELDS
 
@@ -119,6 +118,7 @@ _TARGETS: tuple[tuple[str, str, Mapping[str, str], _Only], ...] = (
 
 
 def override_rules(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    """Keys handed on to Megatron and vLLM that are unknown there or that mrl decides, and values that it cannot have."""
     for key, *_rest in _TARGETS:
         yield from override_faults(key, leaf(config, key) or {}, config.cluster.device)
 

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 
 from mrl.config.schema import RunConfig
-from mrl.config.violation import nearest
-from mrl.errors import ConfigError, Violation
+from mrl.errors import ConfigError, Violation, nearest
 from mrl.model import ModelSpec
 from mrl.model.device_grid import ClusterShape, engine_places
 from mrl.model.layout import RolloutLayout
@@ -36,6 +35,7 @@ def reshard_notes(config: RunConfig) -> Iterator[str]:
 
 
 def cluster_devices(config: RunConfig) -> int:
+    """Devices of all nodes."""
     return config.cluster.nnodes * config.cluster.n_gpus_per_node
 
 
@@ -45,11 +45,17 @@ def needed_devices(config: RunConfig) -> int:
     return actor + engines if config.cluster.placement == "separate" else max(actor, engines)
 
 
+def engine_splits_heads(tensor: int, model: ModelSpec) -> bool:
+    """Whether each of `tensor` workers of an engine computes whole heads; more workers than key/value heads share one."""
+    heads, kv = model.num_attention_heads, model.num_key_value_heads
+    return heads % tensor == 0 and (kv % tensor == 0 or tensor % kv == 0)
+
+
 def _layout(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     tp, heads, kv = config.rollout.tensor_model_parallel_size, model.num_attention_heads, model.num_key_value_heads
-    if heads % tp or (kv % tp and tp % kv):
+    if not engine_splits_heads(tp, model):
         rule = f"must divide num_attention_heads = {heads}, and divide num_key_value_heads = {kv} or be a multiple of it"
-        legal = nearest(tp, heads, lambda v: heads % v == 0 and (kv % v == 0 or v % kv == 0))
+        legal = nearest(tp, heads, lambda v: engine_splits_heads(v, model))
         yield Violation(_TP, rule, "each worker computes whole heads", legal)
     size = model.intermediate_size if len(model.moe_layers) < model.num_layers else 0
     if size % tp:

@@ -18,8 +18,7 @@ from mrl.config.rollout_rules import ROLLOUT_RULES, reshard_notes, rollout_notes
 from mrl.config.run_rules import RUN_RULES, path_rules
 from mrl.config.schema import RunConfig, leaf, schema_keys
 from mrl.config.section import KeyRule, notes_of
-from mrl.config.violation import InvalidConfig
-from mrl.errors import MrlError, UnknownValue, Violation
+from mrl.errors import InvalidConfig, MrlError, UnknownValue, Violation
 from mrl.model import ModelSpec, planning_model_spec
 
 Rule = Callable[[RunConfig, ModelSpec], Iterator[Violation]]

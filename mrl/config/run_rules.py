@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mrl.config.schema import RunConfig
-from mrl.config.violation import did_you_mean
-from mrl.errors import Violation
+from mrl.errors import Violation, did_you_mean
 from mrl.model import ModelSpec
 from mrl.record.sinks import VIEWS
 from mrl.reward.builtin_rules import RULES
@@ -74,6 +73,7 @@ def run_dir(config: RunConfig) -> Path:
 
 
 def path_rules(config: RunConfig) -> Iterator[Violation]:
+    """Files that the configuration names and that are not here, and a run directory that cannot be written."""
     if not config.data.train_files:
         yield Violation("data.train_files", "names no file", "training needs prompts; --set data.train_files=[FILE, ...]")
     for field, files in (("data.train_files", config.data.train_files), ("data.val_files", config.data.val_files)):
@@ -97,8 +97,8 @@ def _from_here(file: str) -> str:
 
 def _writable(config: RunConfig) -> Iterator[Violation]:
     folder, why = run_dir(config).absolute(), "the run writes its checkpoints and metrics there"
-    there = next(p for p in (folder, *folder.parents) if p.exists())
-    if not there.is_dir():
-        yield Violation("trainer.run_dir", f"cannot be made: {there} is a file", why)
-    elif not os.access(there, os.W_OK | os.X_OK):
-        yield Violation("trainer.run_dir", f"cannot be written: no permission in {there}", why)
+    existing = next(p for p in (folder, *folder.parents) if p.exists())
+    if not existing.is_dir():
+        yield Violation("trainer.run_dir", f"cannot be made: {existing} is a file", why)
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield Violation("trainer.run_dir", f"cannot be written: no permission in {existing}", why)

@@ -11,9 +11,8 @@ from pydantic.fields import FieldInfo
 
 from mrl.config.schema import RunConfig, Section, schema_paths
 from mrl.config.section import section_of
-from mrl.config.violation import did_you_mean
 from mrl.config.yaml_tree import Node
-from mrl.errors import Violation
+from mrl.errors import Violation, did_you_mean
 
 _NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a mapping", Any: "anything"}
 _BOUNDS = {Ge: ("ge", ">="), Gt: ("gt", ">"), Le: ("le", "<="), Lt: ("lt", "<")}

@@ -7,8 +7,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, create_model, field_validator
 from pydantic.fields import FieldInfo
 
-from mrl.config.violation import did_you_mean
-from mrl.errors import UnknownValue
+from mrl.errors import UnknownValue, did_you_mean
 
 
 class Section(BaseModel):

@@ -2,18 +2,20 @@
 
 Schema: `data_source` str; the prompt (`prompt_key`), a list of {role, content} or one string, which is a single user message;
 `reward_model` {ground_truth, style}; `extra_info`, an optional mapping. Other columns are not read.
+At the end: the tokenizer.
 """
 
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from mrl.data.batch import Prompt
 from mrl.data.prompt_store import PromptStore, SeenPrompts
 from mrl.data.row_files import RawRow, read_rows
-from mrl.errors import ConfigError, DataError
+from mrl.errors import ConfigError, DataError, EnvironmentFault
 
 EXAMPLES = 10
 THINKING = "enable_thinking"  # the name that Qwen3's templates, and those after them, give the switch
@@ -282,3 +284,30 @@ def _check(report: LoadReport, too_long: int, overlong: list[SetAside], paramete
         )
     if not report.kept:
         raise DataError(f"no prompt is left to train on; {report}")
+
+
+# ---------------------------------------------------------------- the model's own tokenizer
+
+
+def load_tokenizer(path: str) -> Any:
+    """Hugging Face tokenizer of a local checkpoint folder; code shipped with a checkpoint is never run.
+
+    Raises ConfigError if there is no such folder or it has no chat template, EnvironmentFault if its tokenizer cannot be read.
+    """
+    if not Path(path).is_dir():
+        raise ConfigError(f"model.path: {path} is no folder; give the folder of a Hugging Face checkpoint")
+    from transformers import AutoTokenizer  # here: it takes seconds, and readers of data files do not need it
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # transformers raises anything from OSError to a plain Exception of its Rust half
+        raise EnvironmentFault(f"model.path: the tokenizer in {path} cannot be read: {type(error).__name__}: {error}") from error
+    if not tokenizer.chat_template:
+        raise ConfigError(f"model.path: the tokenizer in {path} has no chat template; add chat_template.jinja beside it")
+    return tokenizer
+
+
+def pad_token_id(tokenizer: Any) -> int:
+    """The id that fills up short rows: the tokenizer's pad, else its end of text, else 0; it is masked wherever it stands."""
+    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return next((i for i in candidates if i is not None), 0)

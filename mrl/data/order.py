@@ -51,6 +51,7 @@ class PromptStream:
 
     @property
     def steps_per_epoch(self) -> int:
+        """Whole batches in one pass over the prompts."""
         return len(self.prompts) // self.batch_size
 
     def next_batch(self, cursor: DataCursor) -> tuple[list[Prompt], DataCursor]:

@@ -10,9 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mrl.errors import DataError
+from mrl.units import MIB
 
 ROWS_AT_ONCE = 1024
-BUFFER_BYTES = 1024**2  # of each column, so that a file of one large row group is not read whole
+BUFFER_BYTES = MIB  # of each column, so that a file of one large row group is not read whole
 REQUIRED_COLUMNS = ("data_source", "reward_model")  # and the prompt's own
 
 

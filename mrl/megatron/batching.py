@@ -12,10 +12,10 @@ import numpy as np
 from mrl.config.schema import ActorConfig, RefConfig
 from mrl.data.batch import TrainBatch
 from mrl.errors import DataError
-from mrl.megatron.balance import balanced_parts, imbalance, sequence_costs
 from mrl.megatron.packing import Shape
 from mrl.model import ModelSpec, forward_flops_per_token
 from mrl.model.layout import TrainLayout
+from mrl.units import round_up
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Splitter:
     micro_batch_size: int  # samples; used when max_tokens is None
     max_tokens: int | None = None  # tokens of one device in a micro-batch, alignment included
     count_multiple: int = 1  # the interleaved pipeline schedule needs a multiple of its stages
-    per_token: float = 1.0  # cost, see mrl.megatron.balance
+    per_token: float = 1.0  # see `sequence_costs`
     per_pair: float = 0.0
 
     @classmethod
@@ -101,15 +101,15 @@ class Splitter:
 
     @classmethod
     def _of(cls, actor: ActorConfig, layout: TrainLayout, model: ModelSpec, samples: int, tokens: int | None) -> "Splitter":
-        one = forward_flops_per_token(model, 1.0)
-        per_pair = forward_flops_per_token(model, 2.0) - one
+        first_token = forward_flops_per_token(model, 1.0)
+        per_pair = forward_flops_per_token(model, 2.0) - first_token
         return cls(
             shape=Shape(actor.use_remove_padding, layout.context, layout.tensor if layout.sequence_parallel else 1),
             data_parallel=layout.data,
             micro_batch_size=samples,
             max_tokens=tokens if actor.use_dynamic_bsz else None,
             count_multiple=layout.pipeline if layout.virtual_pipeline > 1 else 1,
-            per_token=one - per_pair,
+            per_token=first_token - per_pair,
             per_pair=per_pair,
         )
 
@@ -124,7 +124,7 @@ class Splitter:
         ranks = balanced_parts(costs, self.data_parallel)
         count = self._first_count(lengths, ranks)
         while True:
-            count = -(-count // self.count_multiple) * self.count_multiple
+            count = round_up(count, self.count_multiple)
             cut = [self._cut(lengths, costs, rows, count) for rows in ranks]
             if self._fits(lengths, cut):
                 break
@@ -193,3 +193,61 @@ def check_batch(batch: TrainBatch, model: ModelSpec) -> None:
     expected = (int((batch.prompt_lengths + batch.response_lengths).sum()), len(model.moe_layers), model.num_experts_per_tok)
     if batch.routes is not None and batch.routes.shape != expected:
         raise DataError(f"the batch's routes are {list(batch.routes.shape)}, expected {list(expected)} (tokens, MoE layers, topk)")
+
+
+# ---------------------------------------------------------------- parts of equal cost
+
+
+_SWAPS_PER_PART = 64
+
+
+def sequence_costs(lengths: np.ndarray, per_token: float, per_pair: float) -> np.ndarray:
+    """Cost of each sequence, float64 [rows]: `per_token` for each of its tokens and `per_pair` for each pair that attention compares.
+
+    A token attends to itself and what stands before it, so a sequence of n tokens has n (n + 1) / 2 pairs.
+    """
+    n = lengths.astype(np.float64)
+    return per_token * n + per_pair * n * (n + 1) / 2
+
+
+def balanced_parts(costs: np.ndarray, parts: int) -> list[np.ndarray]:
+    """Row numbers of each part, ascending. Counts differ by at most one, so with fewer rows than parts some are empty.
+
+    Rows are dealt by falling cost, back and forth; then the heaviest part exchanges a row with a lighter one as long as that lightens it.
+    """
+    order = np.argsort(-costs, kind="stable")
+    rounds = [order[i : i + parts] for i in range(0, len(order), parts)]
+    deal: list[list[int]] = [[] for _ in range(parts)]
+    for number, rows in enumerate(rounds):
+        for part, row in zip(range(parts) if number % 2 == 0 else range(parts - 1, -1, -1), rows, strict=False):
+            deal[part].append(int(row))
+    members = [np.array(rows, dtype=np.int64) for rows in deal]
+    sums = np.array([costs[rows].sum() for rows in members])
+    for _ in range(_SWAPS_PER_PART * parts):
+        if not _lighten_heaviest(costs, members, sums):
+            break
+    return [np.sort(rows) for rows in members]
+
+
+def _lighten_heaviest(costs: np.ndarray, members: list[np.ndarray], sums: np.ndarray) -> bool:
+    """One exchange between the heaviest part and the lightest that offers one; False when none does. Changes `members` and `sums`."""
+    heavy = int(sums.argmax())
+    for light in map(int, np.argsort(sums, kind="stable")):
+        gap = sums[heavy] - sums[light]
+        if light == heavy or not len(members[light]):
+            continue
+        gain = costs[members[heavy]][:, None] - costs[members[light]][None]
+        useful = np.where((gain > 0) & (gain < gap), np.abs(gain - gap / 2), np.inf)
+        i, j = np.unravel_index(useful.argmin(), useful.shape)
+        if np.isfinite(useful[i, j]) and gain[i, j] > 1e-9 * sums[heavy]:
+            members[heavy][i], members[light][j] = members[light][j], members[heavy][i]
+            sums[heavy] -= gain[i, j]
+            sums[light] += gain[i, j]
+            return True
+    return False
+
+
+def imbalance(costs: np.ndarray, parts: list[np.ndarray]) -> float:
+    """How much more than the mean the heaviest part costs, as a share of the mean."""
+    sums = np.array([costs[rows].sum() for rows in parts])
+    return float(sums.max() / sums.mean() - 1.0)

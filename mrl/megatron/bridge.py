@@ -29,15 +29,12 @@ class Bridge(Protocol):
 
     def build_model(self) -> list[torch.nn.Module]:
         """The model chunks of this rank, wrapped for data-parallel training; weights are not set."""
-        ...
 
     def load_hf(self, path: str) -> None:
         """Fills the chunks from the safetensors files in `path`. Raises EnvironmentFault when they are not this model's."""
-        ...
 
     def export_hf(self) -> Iterator[tuple[str, Tensor]]:
         """(name, full tensor) of every weight on every rank, in the model's dtype; a tensor is valid until the next is asked for."""
-        ...
 
 
 @dataclass

@@ -48,6 +48,7 @@ class MicroInputs:
 
     @classmethod
     def of(cls, arrays: MicroArrays, device: torch.device) -> "MicroInputs":
+        """The arrays as tensors on `device`."""
         named = {f.name: getattr(arrays, f.name) for f in fields(arrays)}
         arrays_alone = {k: v for k, v in named.items() if isinstance(v, np.ndarray)}
         return cls(**named | {k: torch.from_numpy(np.ascontiguousarray(v)).to(device) for k, v in arrays_alone.items()})

@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHUNK_BYTES = 128 * 1024**2  # of one chunk of float32 logits; two tensors of this size are alive at a time
+from mrl.units import MIB
+
+CHUNK_BYTES = 128 * MIB  # of one chunk of float32 logits; two tensors of this size are alive at a time
 
 
 @dataclass(frozen=True)

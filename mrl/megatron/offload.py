@@ -126,11 +126,6 @@ class Residence:
         for chunk in chunks if PARAMETERS in self.switched else ():
             chunk.register_forward_pre_hook(lambda *_: self.require(PARAMETERS))
 
-    @property
-    def host_bytes(self) -> int:
-        """Host memory that was made so far."""
-        return sum(buffer.nbytes for buffer in self._buffers.values())
-
     @contextmanager
     def using(self, *kinds: str) -> Iterator[None]:
         """These are on the device until the block ends; others that are switched and in nobody's use leave it first."""

@@ -24,10 +24,12 @@ class Shape:
 
     @property
     def sequence_multiple(self) -> int:
+        """Each sequence is padded to a multiple of this many tokens: context parallelism cuts it into two parts a rank."""
         return 2 * self.context if self.context > 1 else 1
 
     @property
     def total_multiple(self) -> int:
+        """And the whole pack to a multiple of this many: sequence parallelism cuts it into one part a tensor rank."""
         return self.sequence_multiple * self.tensor
 
     def padded(self, lengths: np.ndarray) -> np.ndarray:

@@ -16,13 +16,14 @@ from typing import Literal
 from mrl.model import ModelSpec
 from mrl.model.layout import TrainLayout, padded_vocab_size
 from mrl.model.registry import weight_map
-from mrl.plan.model_state import layer_kinds
+from mrl.plan.model_state import key_value_heads, layer_kinds
+from mrl.units import MIB
 
 Kernels = Literal["torch", "transformer_engine"]
 _F32, _INT64 = 4, 8
 _PER_PREDICTED_TOKEN = 78  # bytes: indices, targets, temperatures, sums over the vocabulary, the loss's ratios and masks
 ATTENTION_LENGTHS = (16, 24, 32, 48, 64, 96, 128)  # tokens that mrl/megatron/attention.py pads short sequences to (its PADDED_TO)
-LOGIT_CHUNK = 128 * 1024**2  # bytes of float32 logits that mrl/megatron/logprob.py makes at a time (its CHUNK_BYTES)
+LOGIT_CHUNK = 128 * MIB  # bytes of float32 logits that mrl/megatron/logprob.py makes at a time (its CHUNK_BYTES)
 
 # what a module of Megatron's recompute_modules drops, in the terms below
 _DROPPED = {
@@ -108,7 +109,7 @@ class Activations:
     def _heads(self) -> tuple[int, int]:
         """(query, key/value) heads of one rank."""
         m, tp = self.model, self.layout.tensor
-        return m.num_attention_heads // tp, max(1, m.num_key_value_heads // tp)
+        return m.num_attention_heads // tp, key_value_heads(m, tp)
 
     @cached_property
     def vocabulary(self) -> int:

@@ -12,10 +12,12 @@ from mrl.model import ModelSpec
 from mrl.model.layout import RolloutLayout
 from mrl.model.registry import weight_map
 from mrl.model.vllm_parameters import fullest_numel
+from mrl.plan.model_state import key_value_heads
+from mrl.units import GIB
 
 _F32 = 4
 BLOCK = 16  # tokens of a cache block
-GRAPHS = 1024**3  # bytes that captured graphs take beside the share (an estimate)
+GRAPHS = GIB  # bytes that captured graphs take beside the share (an estimate)
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def _with_cache(model: ModelSpec, rollout: RolloutLayout, dtype_bytes: int, weig
 
 def cache_bytes_per_token(model: ModelSpec, tensor: int, dtype_bytes: int) -> int:
     """Keys and values of one token in all layers, on one of `tensor` workers."""
-    return model.num_layers * 2 * max(1, model.num_key_value_heads // tensor) * model.head_dim * dtype_bytes
+    return model.num_layers * 2 * key_value_heads(model, tensor) * model.head_dim * dtype_bytes
 
 
 @cache

@@ -24,10 +24,9 @@ from mrl.plan.memory_phases import (
 )
 from mrl.plan.model_state import Precision, largest_parameter, stage_state
 from mrl.plan.plan_inputs import BatchPlan, PlanInputs, batch_plan, engine_of, precision_of, recompute_of, sync_budget
-from mrl.units import MIB
+from mrl.reshard.setup import BUCKET_BYTES
 
 _CACHE_CURE = "the cache holds not one sequence: raise rollout.tensor_model_parallel_size or gpu_memory_utilization"
-_SLOW_BUCKET = 512 * MIB  # of full tensors on their way through the driver
 
 
 def memory_section(inputs: PlanInputs) -> dict[str, Any]:
@@ -138,7 +137,7 @@ def _actor_staging(inputs: PlanInputs, pp: int) -> int:
     if inputs.config.reshard.path == "fast":
         return 2 * sync_budget(inputs.config)
     gathered = largest_parameter(inputs.model, inputs.train, pp) * inputs.train.tensor * inputs.element_bytes
-    return _SLOW_BUCKET + 2 * gathered
+    return BUCKET_BYTES + 2 * gathered
 
 
 # ---------------------------------------------------------------- an engine
@@ -146,7 +145,7 @@ def _actor_staging(inputs: PlanInputs, pp: int) -> int:
 
 def engine_bytes(inputs: PlanInputs, engine: EngineMemory) -> EngineBytes:
     """Terms of one engine worker. A sync stages two rounds and, at its peak, two modules in load layout."""
-    staging = 2 * sync_budget(inputs.config) if inputs.config.reshard.path == "fast" else _SLOW_BUCKET
+    staging = 2 * sync_budget(inputs.config) if inputs.config.reshard.path == "fast" else BUCKET_BYTES
     graphs = 0 if inputs.config.rollout.enforce_eager or inputs.device.platform == "cpu" else GRAPHS
     return EngineBytes(
         weights=engine.weights,

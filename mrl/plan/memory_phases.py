@@ -42,10 +42,12 @@ class Phase:
 
     @property
     def total(self) -> int:
+        """Bytes."""
         return sum(self.terms.values())
 
     @property
     def fits(self) -> bool:
+        """Whether it is no more than the device has."""
         return self.total <= self.device_bytes
 
     @property

@@ -18,6 +18,7 @@ from mrl.model.megatron_shards import last_stage_weights, megatron_slice
 from mrl.model.precision import BF16, Precision
 from mrl.model.registry import weight_map
 from mrl.model.weight_map import Weight
+from mrl.units import round_up
 
 _PARAMETER_START, _BUFFER_END = 64, 128  # elements
 
@@ -50,7 +51,7 @@ def stage_state(model: ModelSpec, layout: TrainLayout, pp: int, precision: Preci
     """Bytes of a rank of pipeline stage `pp`; all ranks of a stage hold the same, up to the rounding of a shard."""
     numel = _stage_numel(model, layout, pp)
     shards = (layout.data * layout.context, layout.expert_data)
-    buffers = [_up(n, lcm(s, _BUFFER_END)) for n, s in zip((numel.dense, numel.expert), shards, strict=True)]
+    buffers = [round_up(n, lcm(s, _BUFFER_END)) for n, s in zip((numel.dense, numel.expert), shards, strict=True)]
     sharded = sum(-(-b // (s if shard_optimizer else 1)) for b, s in zip(buffers, shards, strict=True))
     return StateBytes(
         parameters=sum(buffers) * precision.parameters,
@@ -65,6 +66,11 @@ def largest_parameter(model: ModelSpec, layout: TrainLayout, pp: int) -> int:
     weights = [weight for kind, _ in weight_map(model).layers for weight in kind.megatron]
     weights += _ends(model, layout.pipeline, pp)
     return max(megatron_slice(weight, layout.tensor, layout.expert_tensor).numel for weight in weights)
+
+
+def key_value_heads(model: ModelSpec, tensor: int) -> int:
+    """Key/value heads on one of `tensor` ranks; more ranks than heads share one."""
+    return max(1, model.num_key_value_heads // tensor)
 
 
 def layer_kinds(model: ModelSpec, layout: TrainLayout, pp: int, vp: int) -> tuple[bool, ...]:
@@ -106,10 +112,6 @@ def _aligned(weights: Iterable[Weight], tensor: int, expert_tensor: int = 1, loc
     """Of one layer's weights, or of what stands outside the layers, on one rank."""
     numels = {True: 0, False: 0}
     for weight in weights:
-        size = _up(megatron_slice(weight, tensor, expert_tensor).numel, _PARAMETER_START)
+        size = round_up(megatron_slice(weight, tensor, expert_tensor).numel, _PARAMETER_START)
         numels[weight.is_expert] += size * (local_experts if weight.is_expert else 1)
     return _Numel(numels[False], numels[True])
-
-
-def _up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -21,9 +21,9 @@ from mrl.plan.engine_memory import EngineMemory
 from mrl.plan.memory import memory_section
 from mrl.plan.plan_inputs import BatchPlan, PlanInputs, batch_plan, device_for, engine_of, sync_budget
 from mrl.plan.suggest_fixes import fitting_changes
+from mrl.plan.sync_times import Link, reshard_summary
 from mrl.plan.times import bubble_share, mean_lengths, phase_seconds, step_flops
 from mrl.reshard.plan import ReshardPlan, Topology, plan_reshard
-from mrl.reshard.summary import Link, reshard_summary
 from mrl.units import GIB
 
 FORMAT = 1

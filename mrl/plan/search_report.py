@@ -13,6 +13,7 @@ from itertools import count
 from typing import Any
 
 from mrl.config.capabilities import missing_capabilities
+from mrl.config.rollout_rules import engine_splits_heads
 from mrl.config.schema import LayoutConfig, RunConfig
 from mrl.errors import ConfigError
 from mrl.model import ModelSpec
@@ -118,10 +119,7 @@ def _engine_lines(config: RunConfig, problem: SearchProblem) -> list[str]:
     """Smallest engines that hold at least one sequence, and how many tokens their cache has."""
     model, device, length = problem.model, problem.device, config.data.max_prompt_length + config.data.max_response_length
     lines = []
-    for tensor in (n for n in range(1, problem.per_node + 1) if model.num_attention_heads % n == 0):
-        kv = model.num_key_value_heads
-        if kv % tensor and tensor % kv:
-            continue
+    for tensor in (n for n in range(1, problem.per_node + 1) if engine_splits_heads(n, model)):
         engine = engine_memory(model, RolloutLayout(1, tensor), round(device.memory * config.rollout.gpu_memory_utilization))
         if engine.cache_tokens >= length:
             lines.append(f"engine of {tensor}: weights {engine.weights / GIB:.1f} GiB a device, cache of {engine.cache_tokens} tokens")

@@ -27,55 +27,42 @@ class Platform(Protocol):
     @property
     def device(self) -> "torch.device":
         """The device of this process."""
-        ...
 
     def set_device(self, local_rank: int) -> None:
         """Chooses the device of this process from its rank on the host."""
-        ...
 
     def apply_patches(self) -> None:
         """Replaces in torch and Megatron what does not work here; in Megatron worker processes only, before a model is built."""
-        ...
 
     def deterministic(self) -> None:
         """Makes equal inputs give equal bits from here on, in this process."""
-        ...
 
     def rng_state(self) -> "torch.Tensor":
         """State of the device's generator, uint8."""
-        ...
 
     def set_rng_state(self, state: "torch.Tensor") -> None:
         """Puts back what `rng_state` returned."""
-        ...
 
     def synchronize(self) -> None:
         """Waits for all work of this device."""
-        ...
 
     def reset_peak_memory(self) -> None:
         """Starts a new peak for `max_memory_allocated_gb`, where the device can."""
-        ...
 
     def max_memory_allocated_gb(self) -> float:
         """Peak of memory in use by this process, GiB."""
-        ...
 
     def max_memory_reserved_gb(self) -> float:
         """Peak of memory held by this process, GiB."""
-        ...
 
     def network_environment(self, master_addr: str) -> dict[str, str]:
         """Environment variables that must be set before torch.distributed starts with this rendezvous address."""
-        ...
 
     def host_memory(self, nbytes: int) -> "torch.Tensor":
         """uint8 [nbytes] on the host, in memory that the device reads and writes at full speed. Contents are not set."""
-        ...
 
     def release_cache(self) -> None:
         """Gives freed device memory back to the device, so that other processes on it can have it."""
-        ...
 
 
 def get_platform(name: str) -> Platform:

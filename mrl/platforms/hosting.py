@@ -12,6 +12,8 @@ from typing import Any
 
 from mrl.errors import EnvironmentFault
 
+BUCKET_FOLDER = "mrl-sync-"  # prefix of an engine's folders in /dev/shm that buckets of weights pass through
+
 _NPU_SHARED_DEVICE = {
     # HCCL listens on 16666 by default, so a second process on the same NPU (an engine beside an actor) fails with
     # EJ0003

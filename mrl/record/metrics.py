@@ -65,19 +65,13 @@ def reward_metrics(scores: np.ndarray, rewards: np.ndarray) -> dict[str, float]:
     return distribution("critic/score", scores) | distribution("critic/rewards", rewards)
 
 
-def batch_metrics(
-    batch: TrainBatch, max_prompt_length: int, max_response_length: int, returns: np.ndarray | None = None
-) -> dict[str, float]:
-    """Lengths, and advantages and returns over response tokens.
-
-    `returns` is [batch, response_length]; None where they are the advantages, as in every estimator without a critic.
-    """
+def batch_metrics(batch: TrainBatch, max_prompt_length: int, max_response_length: int) -> dict[str, float]:
+    """Lengths, and advantages over response tokens; returns are the advantages, as in every estimator without a critic."""
     metrics = _length_metrics("prompt_length", batch.prompt_lengths, max_prompt_length)
     metrics |= _length_metrics("response_length", batch.response_lengths, max_response_length)
     if batch.advantages is not None:
-        mask = batch.loss_mask
-        metrics |= distribution("critic/advantages", batch.advantages[mask])
-        metrics |= distribution("critic/returns", (batch.advantages if returns is None else returns)[mask])
+        trained = batch.advantages[batch.loss_mask]
+        metrics |= distribution("critic/advantages", trained) | distribution("critic/returns", trained)
     return metrics
 
 

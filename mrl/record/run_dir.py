@@ -190,15 +190,16 @@ def json_line(row: Mapping[str, Any]) -> str:
         return json.dumps(json_safe(row), allow_nan=False, ensure_ascii=False) + "\n"
 
 
-def write_samples(folder: Path, step: int, samples: Sequence[Sample], rewards: Sequence[RewardParts], limit: int | None = None) -> Path:
+def write_samples(folder: Path, step: int, samples: Sequence[Sample], rewards: Sequence[RewardParts]) -> Path:
     """Writes `folder/step-N.jsonl`, a line a sample: token ids, log-probs, stop reason, weight version, seed, and `reward` parts.
 
     Routes are left out: they are hundreds of bytes a token, and an engine of that weight version would give them again.
-    `limit` keeps only the first so many. The file appears whole or not at all.
+    The file appears whole or not at all.
     """
-    pairs = list(zip(samples, rewards, strict=True))[:limit]
     path = folder / f"step-{step}.jsonl"
-    write_text(path, "".join(json_line(_fields(sample) | {"reward": dict(reward)}) for sample, reward in pairs))
+    write_text(
+        path, "".join(json_line(_fields(sample) | {"reward": dict(reward)}) for sample, reward in zip(samples, rewards, strict=True))
+    )
     return path
 
 

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from mrl.model.boxes import Box
 from mrl.model.megatron_shards import source_shards
 from mrl.record.metrics import PhaseTimer
 from mrl.reshard.digest import ShardDigests, Shards
@@ -25,11 +26,9 @@ class Writer(Protocol):
 
     def tensor(self, parameter: str) -> Tensor:
         """The parameter; on first use its module is made."""
-        ...
 
     def complete(self, module: str) -> None:
         """All of the module has been written."""
-        ...
 
 
 class Sender:
@@ -152,15 +151,20 @@ def source_view(shard: Tensor, copy: Copy) -> Tensor:
 
 
 def target_view(parameter: Tensor, copy: Copy) -> Tensor:
-    """The copy's block of an engine's parameter, turned to Hugging Face orientation.
+    """The copy's block of an engine's parameter, in Hugging Face orientation. Raises RuntimeError when it is no such parameter."""
+    view = hf_view(parameter, copy.target_box, copy.axes)
+    if view.shape != copy.hf_box.shape:
+        raise RuntimeError(f"{copy.parameter} is {tuple(parameter.shape)}: it has no {copy.target_box.ranges} for {copy.hf_name}")
+    return view
+
+
+def hf_view(parameter: Tensor, box: Box, axes: Sequence[int]) -> Tensor:
+    """The `box` of an engine's parameter, turned to Hugging Face orientation.
 
     Hugging Face dimension d lies along the parameter's dimension `axes[d]`; the others have extent 1.
     """
-    block = parameter[copy.target_box.slices]
-    view = block.as_strided(copy.hf_box.shape, [block.stride(axis) for axis in copy.axes])
-    if view.numel() != block.numel():
-        raise RuntimeError(f"{copy.parameter} is {tuple(parameter.shape)}: it has no {copy.target_box.ranges} for {copy.hf_name}")
-    return view
+    block = parameter[box.slices]
+    return block.as_strided([block.shape[axis] for axis in axes], [block.stride(axis) for axis in axes])
 
 
 class ShardViews:

@@ -62,7 +62,7 @@ def source_fault(shards: ShardTable, copy: Copy) -> str | None:
     for piece in shard.pieces:
         if piece.hf_name == copy.hf_name and piece.local_box.contains(copy.source_box):
             offsets = [hf[0] - local[0] for hf, local in zip(piece.hf_box.ranges, piece.local_box.ranges, strict=True)]
-            if all((a + by, b + by) == at for (a, b), by, at in zip(copy.source_box.ranges, offsets, copy.hf_box.ranges, strict=True)):
+            if all((a + by, b + by) == hf for (a, b), by, hf in zip(copy.source_box.ranges, offsets, copy.hf_box.ranges, strict=True)):
                 return None
     return f"{copy.source_box.ranges} of {copy.source_name} in chunk {copy.vp_chunk} is not {copy.hf_name} {copy.hf_box.ranges}"
 

@@ -64,9 +64,9 @@ from mrl.reshard.streams import (
     segments,
     stream_template,
 )  # fmt: skip
+from mrl.units import MIB
 
 FORMAT = 1
-MIB = 2**20
 _GRAIN_BYTES = 4 * MIB  # large enough to be copied at full speed
 _GRAINS_PER_ROUND = 16  # at least, of each process
 KEPT_COPIES = 1 << 18  # of a position inside an engine, while the plan lives: what a proof of a large plan can use

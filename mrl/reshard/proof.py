@@ -23,8 +23,9 @@ from mrl.model.vllm_loader import loaded
 from mrl.model.vllm_parameters import TRANSPOSED, VOCABULARY_MULTIPLE, TargetParameter, target_parameters
 from mrl.reshard.faults import ShardTable, shard_table, worker_faults
 from mrl.reshard.messages import Copy
-from mrl.reshard.plan import MIB, ReshardPlan, plan_reshard
+from mrl.reshard.plan import ReshardPlan, plan_reshard
 from mrl.reshard.streams import ITEM_BYTES
+from mrl.units import MIB
 
 Arrays = dict[str, np.ndarray]
 Wire = dict[tuple[int, int, int], np.ndarray]  # (round, source, worker) -> the message's elements

@@ -11,6 +11,9 @@ from mrl.model.device_grid import Place
 from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.reshard.messages import Topology
 from mrl.reshard.plan import ReshardPlan, plan_reshard
+from mrl.units import MIB
+
+BUCKET_BYTES = 512 * MIB  # of full tensors, on the slow path through the driver
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ class SyncSetup:
         return engine * self.rollout_layout.workers_per_engine + position
 
     def engine_of(self, worker: int) -> int:
+        """Number of the engine that a worker belongs to."""
         return self.rollout_layout.coords(worker).engine
 
 

@@ -98,6 +98,7 @@ class Miniature:
 
     @property
     def stage_size(self) -> int:
+        """Ranks of one pipeline stage."""
         return self.train.world_size // self.train.pipeline
 
     @cached_property

@@ -28,10 +28,12 @@ class SendReport:
 
     @property
     def bytes_moved(self) -> int:
+        """Sent to other devices, to all workers together."""
         return sum(self.moved.values())
 
     @property
     def bytes_local(self) -> int:
+        """Copied within the own device, to all workers together."""
         return sum(self.local.values())
 
     def to_json(self) -> dict[str, Any]:

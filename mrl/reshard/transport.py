@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mrl.reshard.messages import Message, by_round
 from mrl.reshard.plan import ReshardPlan
+from mrl.units import round_up
 
 _SPINS = 50
 _NAP_S = 1e-4
@@ -30,34 +31,27 @@ class SendingEnd(Protocol):
 
     def begin(self, update: int, messages: Sequence[Message]) -> None:
         """Starts a sync in which exactly `messages` are sent, in this order."""
-        ...
 
     def slot(self, message: Message) -> Tensor:
         """Memory for the message, uint8 [nbytes], once the receiver has taken what was in it before.
 
         Raises TransferError.
         """
-        ...
 
     def lasting(self, message: Message) -> bool:
         """Whether the slot lies in staging that is kept from sync to sync, not in memory made for this message."""
-        ...
 
     def post(self, message: Message) -> None:
         """Hands over what was written into the slot."""
-        ...
 
     def finish(self) -> None:
         """Waits until every message has been taken. Raises TransferError."""
-        ...
 
     def abandon(self) -> None:
         """Tells the receivers that the rest will not come."""
-        ...
 
     def close(self) -> None:
         """Gives memory and connections back. Safe to call twice."""
-        ...
 
 
 class ReceivingEnd(Protocol):
@@ -67,27 +61,21 @@ class ReceivingEnd(Protocol):
 
     def begin(self, update: int, rounds: Sequence[Sequence[Message]]) -> None:
         """Starts a sync that brings these messages, round by round (those without a message left out)."""
-        ...
 
     def take(self, messages: Sequence[Message]) -> list[Tensor]:
         """The bytes of one round's messages, uint8 [nbytes] each, valid until `release`. Raises TransferError."""
-        ...
 
     def lasting(self, message: Message) -> bool:
         """Whether the bytes lie in staging that is kept from sync to sync, not in memory made for this message."""
-        ...
 
     def release(self, messages: Sequence[Message]) -> None:
         """Gives the round's memory back to the senders."""
-        ...
 
     def abandon(self) -> None:
         """Tells the senders that no more is taken."""
-        ...
 
     def close(self) -> None:
         """Gives memory and connections back. Safe to call twice."""
-        ...
 
 
 def wait_until(arrived: Callable[[], bool], timeout_s: float, what: str) -> None:
@@ -117,7 +105,7 @@ def plan_word(plan: ReshardPlan) -> int:
 
 def aligned(nbytes: int) -> int:
     """Rounded up so that every message begins on a cache line."""
-    return -(-nbytes // _ALIGN) * _ALIGN
+    return round_up(nbytes, _ALIGN)
 
 
 def received_rounds(plan: ReshardPlan, worker: int, ranks: Collection[int]) -> list[list[Message]]:

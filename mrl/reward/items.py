@@ -7,9 +7,9 @@ from typing import Any
 
 from mrl.errors import DataError
 
+# how scoring one response ended
 OK, RAISED, TIMEOUT, DIED, OUT_OF_MEMORY = "ok", "raised", "timeout", "died", "out_of_memory"
 NOT_A_NUMBER, WRONG_TYPE = "not_a_number", "wrong_type"
-REASONS = (OK, RAISED, TIMEOUT, DIED, OUT_OF_MEMORY, NOT_A_NUMBER, WRONG_TYPE)
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class RewardItem:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """`reason` is one of REASONS; where it is not `ok`, `score` is the pool's failure_score and `detail` says more."""
+    """`reason` is one of the constants above; where it is not `ok`, `score` is the pool's failure_score and `detail` says more."""
 
     sample_id: int
     score: float

@@ -220,6 +220,7 @@ class Collection:
 
     @property
     def ordered(self) -> bool:
+        """Whether the order of the items counts."""
         return self.kind not in ("list", "union")
 
 

@@ -15,7 +15,6 @@ from mrl.reward.answers import answers, boxed, closing_brace
 from mrl.reward.latex import UNIT, Collection, clean, collection, deepest, quantity, same_quantity, split_top, split_unit
 
 MATCH, WRONG, NO_ANSWER, SEVERAL, TOO_COMPLEX = "match", "wrong", "no_answer", "several_answers", "too_complex"
-VERDICTS = (MATCH, WRONG, NO_ANSWER, SEVERAL, TOO_COMPLEX)
 
 LONGEST = 500  # characters of an answer that is compared other than as text
 LONGEST_EXPRESSION = 200  # characters that are handed to math-verify
@@ -50,7 +49,7 @@ class TooComplex(Exception):
 
 
 def math(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """1 if the response's answer is the truth, else 0; parts: `acc`, `verdict` (one of VERDICTS) and `pred`, the answer as compared.
+    """1 if the response's answer is the truth, else 0; parts: `acc`, `verdict` (one of the above) and `pred`, the answer as compared.
 
     The answer is what stands in `\\boxed{}`, else behind `Answer:` or `answer is`, after `</think>`. A truth that is a list of texts names
     alternatives. Raises ValueError for a truth without content.

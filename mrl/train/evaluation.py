@@ -13,8 +13,7 @@ from mrl.cluster.ray_cluster import ray_cluster
 from mrl.cluster.rollout_group import RolloutGroup
 from mrl.config.load import ResolvedConfig
 from mrl.config.schema import RunConfig
-from mrl.data.dataset import PromptDataset
-from mrl.data.tokenizer import load_tokenizer
+from mrl.data.dataset import PromptDataset, load_tokenizer
 from mrl.errors import ConfigError
 from mrl.record.console import PlainConsole
 from mrl.record.run_dir import json_line, write_text

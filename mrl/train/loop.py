@@ -5,9 +5,9 @@
     gen, reward      prompts, engines, reward pool      Rollouts: samples, rewards            rollouts.py
        |  ^__________ further prompts, until the batch is full
        v
-    old_log_prob     samples, actor                     batch + old_log_probs                 advantages.py
-    ref              batch, reference model             batch + ref_log_probs                 advantages.py
-    adv              batch, rewards, KL penalties       batch + mask, weights, advantages     advantages.py
+    old_log_prob     samples, actor                     batch + old_log_probs                 update.py
+    ref              batch, reference model             batch + ref_log_probs                 update.py
+    adv              batch, rewards, KL penalties       batch + mask, weights, advantages     update.py
        |
        |   until here nothing is changed and a signal ends the step; from here it runs to its end
        v
@@ -25,11 +25,10 @@ holds token ids, numbers a token, and metrics. What a run consists of stands in 
 
 from mrl.errors import Interrupted
 from mrl.record.metrics import PhaseTimer
-from mrl.train.advantages import kl_penalties, with_advantages, with_corrections, with_old_log_probs, with_ref_log_probs
 from mrl.train.reporting import memory_metrics, sample_metrics, time_metrics, write_rollouts
 from mrl.train.rollouts import gather_rollouts
 from mrl.train.run import Run
-from mrl.train.update import update
+from mrl.train.update import kl_penalties, update, with_advantages, with_corrections, with_old_log_probs, with_ref_log_probs
 from mrl.train.validation import validate
 
 

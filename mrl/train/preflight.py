@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from mrl.checkpoint.disk_space import check_room, checkpoint_bytes, room_note
 from mrl.checkpoint.manifest import read_manifest
 from mrl.checkpoint.open_checkpoint import step_folder
+from mrl.checkpoint.step_folders import check_room, checkpoint_bytes, room_note
 from mrl.cluster.prerequisites import check_port_free, check_reachable, check_size, own_cpus, ray_address
 from mrl.config.capabilities import missing_capabilities
 from mrl.config.describe import describe_layout, describe_loss

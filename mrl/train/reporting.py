@@ -15,6 +15,7 @@ from mrl.record.run_dir import write_samples
 from mrl.record.sinks import Record
 from mrl.record.views import Rows
 from mrl.train.rollouts import Rollouts
+from mrl.units import GIB
 
 CLIPS_TOO_MUCH = 0.4
 MISMATCH = "rollout_corr/k3_kl"
@@ -48,7 +49,7 @@ def time_metrics(config: RunConfig, timer: PhaseTimer, batch: TrainBatch) -> dic
 
 def memory_metrics() -> dict[str, float]:
     """Memory in use on this host, in GiB."""
-    return {"perf/cpu_memory_used_gb": psutil.virtual_memory().used / 1024**3}
+    return {"perf/cpu_memory_used_gb": psutil.virtual_memory().used / GIB}
 
 
 def clip_advice(config: RunConfig, metrics: Mapping[str, float]) -> str | None:

@@ -1,12 +1,11 @@
 """Where a run goes on: what a checkpoint must agree with; the run directory brought back to its step. No torch, no Ray."""
 
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mrl.checkpoint.manifest import Manifest
-from mrl.checkpoint.step_folders import Newest, newest_checkpoint
+from mrl.checkpoint.step_folders import Newest, newest_checkpoint, set_aside
 from mrl.config.schema import RunConfig, leaf
 from mrl.data.order import DataCursor
 from mrl.errors import ConfigError, DataError, NothingToDo
@@ -99,13 +98,6 @@ def rewind(run_dir: RunDir, point: Newest) -> tuple[Path | None, TrainState]:
     run_dir.truncate_metrics(point.manifest.step)
     _restore_line(point.manifest, run_dir)
     return point.path, TrainState(point.manifest.step, DataCursor(**point.manifest.trainer["cursor"]))
-
-
-def set_aside(checkpoint: Path) -> Path:
-    """Renames a damaged `step-N` to `damaged-step-N`, so that a step trained again can be saved under its name; returns the new path."""
-    aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
-    shutil.rmtree(aside, ignore_errors=True)  # of an earlier time
-    return checkpoint.rename(aside)
 
 
 def _check_same_data(manifest: Manifest, data_fingerprint: str, folder: Path) -> None:

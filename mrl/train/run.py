@@ -18,9 +18,8 @@ from mrl.cluster.rollout_group import RolloutGroup
 from mrl.cluster.weight_sync import WeightSync
 from mrl.config.load import ResolvedConfig
 from mrl.config.schema import RunConfig
-from mrl.data.dataset import PromptDataset, PromptParameters
+from mrl.data.dataset import PromptDataset, PromptParameters, load_tokenizer, pad_token_id
 from mrl.data.order import PromptStream
-from mrl.data.tokenizer import load_tokenizer, pad_token_id
 from mrl.errors import Interrupted
 from mrl.model import load_model_spec
 from mrl.plan.run_plan import plan_again, plan_text

@@ -16,9 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from mrl.checkpoint.disk_space import BESIDE_TENSORS, check_room
 from mrl.checkpoint.manifest import Manifest, RankFiles, fsync, write_manifest
-from mrl.checkpoint.step_folders import discard, superseded, write_atomically
+from mrl.checkpoint.step_folders import BESIDE_TENSORS, check_room, discard, superseded, write_atomically
 from mrl.config.schema import RunConfig
 from mrl.errors import EnvironmentFault
 from mrl.model.hf_files import copy_hf_files

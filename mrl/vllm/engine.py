@@ -19,10 +19,10 @@ import numpy as np
 
 from mrl.data.routes import ASKED
 from mrl.errors import EnvironmentFault, Interrupted, described
+from mrl.platforms.hosting import BUCKET_FOLDER
 from mrl.platforms.versions import VllmGeneration
 from mrl.vllm.requests import Completion, EngineSettings, Request, Sampling
 
-BUCKET_FOLDER = "mrl-sync-"  # prefix of folders that buckets of weights pass through
 WATCH_S = 1.0  # between looks whether vLLM's processes live
 DROP_S = 5.0  # for blocks of the prefix cache to come free
 
@@ -30,7 +30,7 @@ DROP_S = 5.0  # for blocks of the prefix cache to come free
 class VllmEngine:
     """AsyncLLM plus the weight version it serves.
 
-    While an update is under way, or after one failed, it serves nothing.
+    While an update is under way, or after one failed, it is fenced and serves nothing (`fence`).
     """
 
     def __init__(self, settings: EngineSettings):
@@ -187,9 +187,17 @@ class VllmEngine:
             await self._workers("init_weight_transfer_engine", {"path": "slow", "expected": expected})
         self._path = "slow"
 
-    async def begin_update(self) -> None:
-        """Enters the weight update by the slow path; the engine serves nothing until `commit_update`."""
+    def fence(self) -> None:
+        """Fences the engine, before the first byte of an update: it holds no version, so `generate` refuses.
+
+        Only `commit` (fast path) and `commit_update` (slow path) give it a version again. Weights that are half new,
+        or that the digests disagree about, are therefore never sampled from.
+        """
         self.version = None
+
+    async def begin_update(self) -> None:
+        """Enters the weight update by the slow path; the engine is fenced until `commit_update`."""
+        self.fence()
         if self._path != "slow":
             await self._connect_slow_path()
         self._buckets = Path(tempfile.mkdtemp(prefix=BUCKET_FOLDER, dir=_memory_folder()))
@@ -259,9 +267,9 @@ class VllmEngine:
     async def receive_weights(self, update: int, read_back: bool) -> list[dict[str, Any]]:
         """Takes one sync; returns each worker's report (WorkerExtension.weight_update_report).
 
-        Serves nothing until `commit`.
+        The engine is fenced until `commit`.
         """
-        self.version = None
+        self.fence()
         with self._alive():
             try:
                 await self._workers("start_weight_update")

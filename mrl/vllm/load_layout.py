@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mrl.model.vllm_parameters import TargetParameter
+from mrl.units import round_up
 from mrl.vllm.read_back import has_padding, parameter_digest, what_reading_shows
 
 MAX_OPEN = 2  # modules in load layout at any moment
@@ -28,64 +29,51 @@ class Adapter(Protocol):
 
     def plan_name(self, name: str) -> str:
         """What a plan calls a module or parameter of this name."""
-        ...
 
     def enter(self, model: nn.Module) -> None:
         """Sets the kernels' tensors of every module aside and leaves empty (meta) ones in load layout."""
-        ...
 
     def leave_out(self, layer: nn.Module) -> None:
         """Gives one module its kernel's tensors back at once: it takes no part in the reload that was entered."""
-        ...
 
     def load_tensor(self, layer: nn.Module, leaf: str) -> Tensor:
         """A parameter in load layout, maybe without data, when the reload was not entered."""
-        ...
 
     def open_loaders(self, layer: nn.Module) -> None:
         """Gives a materialised module its own weight loaders, which fill parameters at once, instead of the reload's."""
-        ...
 
     def materialise(self, layer: nn.Module) -> None:
         """Gives one module's empty parameters memory."""
-        ...
 
     def process(self, layer: nn.Module) -> None:
         """Turns one written module into what its kernel reads, in the kernel's own memory.
 
         Buffers stay as they were.
         """
-        ...
 
     def prepare_experts(self, layer: nn.Module) -> None:
         """What a layer's experts need besides after vLLM itself processed them; nothing for other layers."""
-        ...
 
     def finish(self, model: nn.Module, model_config: Any) -> None:
         """Leaves the reload when all parameters have been processed."""
-        ...
 
     def abandon(self, model: nn.Module) -> None:
         """Leaves the reload from any point: modules that were not processed get their kernels' tensors back.
 
         Safe to call twice.
         """
-        ...
 
     def moe_backends(self, model: nn.Module) -> set[str]:
         """Names of the MoE kernels in use; empty for a dense model."""
-        ...
 
     def final_parts(self, model: nn.Module, layer: nn.Module, target: TargetParameter) -> Iterator[Tensor]:
         """What the kernel computes with, read back into the target's layout, in parts along the first dimension.
 
         A part is valid until the next is asked for. Only experts come in more than one.
         """
-        ...
 
     def reads_by_identity(self, layer: nn.Module, target: TargetParameter) -> bool:
         """Whether `final_parts` reads through an identity matrix, which shows `what_reading_shows`, not every value."""
-        ...
 
 
 class LayerwiseWriter:
@@ -252,7 +240,7 @@ class ModuleBuffers:
         starts, size = [], 0
         for tensor in tensors:
             starts.append(size)
-            size += -(-tensor.nbytes // _ALIGN) * _ALIGN
+            size += round_up(tensor.nbytes, _ALIGN)
         block = self._block(size)
         self._lent[layer] = block
         for tensor, start in zip(tensors, starts, strict=True):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mrl.model.vllm_parameters import TargetParameter, TargetPiece
 from mrl.reshard.digest import add, combine, lane_sums, lane_sums_of_each
+from mrl.reshard.execute import hf_view
 
 _IDENTITY_ROWS = 512  # of the identity matrix at a time, so that it stays small
 _PART_BYTES = 1 << 21  # of experts unpacked at a time: few calls, and what is unpacked stays in cache
@@ -101,9 +102,7 @@ def _packed_words(words: Tensor, shape: tuple[int, int], dtype: torch.dtype, pac
 
 def hf_block(tensor: Tensor, piece: TargetPiece) -> Tensor:
     """The piece as a view of a parameter in load layout, turned to Hugging Face orientation."""
-    others = [d for d in range(tensor.dim()) if d not in piece.axes]
-    block = tensor[piece.local_box.slices].permute(*piece.axes, *others)
-    return block[(..., *[0] * len(others))]
+    return hf_view(tensor, piece.local_box, piece.axes)
 
 
 def has_padding(target: TargetParameter) -> bool:

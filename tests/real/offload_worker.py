@@ -60,7 +60,10 @@ def one_round(actor: MegatronActor, batch: TrainBatch, watch: Callable) -> dict:
         "log_probs": [None if a is None else digest(torch.from_numpy(a.log_probs)) for a in answers],
         "saved": {name: digest(tensor) for name, tensor in copy.tensors.items()},
         "reference": actor.reference.digest() if actor.reference else None,
-        "host": [actor.residence.host_bytes, [p.data_ptr() for buffer in actor.residence._buffers.values() for p in buffer.pieces]],
+        "host": [
+            sum(buffer.nbytes for buffer in actor.residence._buffers.values()),
+            [p.data_ptr() for buffer in actor.residence._buffers.values() for p in buffer.pieces],
+        ],
     }  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 Both ranks start and hold their weights. Generation of an MoE ends with `NotImplementedError`: the layer spreads tokens over the ranks with
 `all_gatherv`, which vLLM's CPU communicator does not have. When this test fails because generation works, take the check in
-mrl/plan/doctor/engine_checks.py and the row of mrl/config/capabilities.py away. Both ranks are behind one front end here, the simplest
+mrl/plan/doctor/version_checks.py and the row of mrl/config/capabilities.py away. Both ranks are behind one front end here, the simplest
 way to start them; with an actor for each (vLLM's external load balancing) the layer is the same.
 """
 

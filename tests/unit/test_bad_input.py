@@ -249,8 +249,7 @@ def test_a_reward_file_that_cannot_be_loaded(text, words, refused):
 
 def made_run(world, steps=(), checkpoint=None, **changes) -> Path:
     """A run directory with metrics lines of `steps` and a checkpoint of the step `checkpoint`."""
-    from mrl.data.dataset import PromptDataset, PromptParameters
-    from mrl.data.tokenizer import load_tokenizer
+    from mrl.data.dataset import PromptDataset, PromptParameters, load_tokenizer
 
     run = RunDir.open(world / "runs" / "old", "a: 1\n")
     sink = JsonlSink(run.metrics)

@@ -10,8 +10,7 @@ import pytest
 from mrl.config.load import load_config
 from mrl.data.batch import Sample, collate
 from mrl.errors import DataError
-from mrl.megatron.balance import balanced_parts, imbalance, sequence_costs
-from mrl.megatron.batching import Splitter, check_batch, mini_batches, trained_rows
+from mrl.megatron.batching import Splitter, balanced_parts, check_batch, imbalance, mini_batches, sequence_costs, trained_rows
 from mrl.megatron.packing import Shape
 from mrl.model import planning_model_spec
 from mrl.model.layout import TrainLayout

@@ -14,14 +14,13 @@ from mrl.checkpoint.convert import write_hf
 from mrl.checkpoint.manifest import WEIGHT, Manifest, RankFiles, StoredTensor, check_digests, file_facts, read_manifest, write_manifest
 from mrl.checkpoint.open_checkpoint import open_saved
 from mrl.checkpoint.rank_load import TensorLoader
-from mrl.checkpoint.step_folders import newest_checkpoint, superseded, write_atomically
+from mrl.checkpoint.step_folders import newest_checkpoint, set_aside, superseded, write_atomically
 from mrl.errors import EnvironmentFault, NumericAbort
 from mrl.megatron.adam_state import AdamState
 from mrl.model import model_spec, tensor_specs
 from mrl.model.boxes import Box
 from mrl.model.megatron_shards import Piece, source_shards
 from mrl.record.run_dir import RunDir
-from mrl.train.resume import set_aside
 
 FACTS = {"step": 2.0, "num_updates": 2, "lr": 0.5, "scheduler": {"num_steps": 3}}
 CONFIG = {

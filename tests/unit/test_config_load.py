@@ -12,8 +12,7 @@ from mrl.algo.spec import LOSSES
 from mrl.config.load import available_recipes, load_config
 from mrl.config.schema import leaf, schema_keys, verl_names
 from mrl.config.section import notes_of
-from mrl.config.violation import InvalidConfig
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, InvalidConfig
 
 TINY = Path(__file__).parents[2] / "parallel_configs" / "tiny-moe" / "cpu.yaml"
 SMALL = """\

@@ -9,8 +9,7 @@ from mrl.config.describe import describe_loss
 from mrl.config.load import load_config
 from mrl.config.rules import check, notes, violations, with_rules
 from mrl.config.schema import schema_keys
-from mrl.config.violation import InvalidConfig
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, InvalidConfig
 from mrl.model import ModelSpec
 
 TINY = Path(__file__).parents[2] / "parallel_configs" / "tiny-moe" / "cpu.yaml"

@@ -8,15 +8,15 @@ import pytest
 
 from mrl.algo.advantages import soft_overlong_penalty
 from mrl.algo.correction import CorrectionParameters, correct, log_ratios, without_truncated
-from mrl.algo.kl import kl_in_reward
+from mrl.algo.losses import kl_in_reward
 from mrl.algo.spec import CORRECTIONS, LEVELS, MODES
 from mrl.config.load import load_config
 from mrl.config.schema import RunConfig
 from mrl.data.batch import Sample, TrainBatch, collate
 from mrl.errors import NumericAbort
 from mrl.record.spec import metric_spec
-from mrl.train.advantages import with_corrections
 from mrl.train.reporting import AdvisedRecord
+from mrl.train.update import with_corrections
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
 # ratios old / rollout of two responses: 4, 1/2 (product 2, geometric mean sqrt 2) and 8 (with padding that must not be seen)

@@ -9,10 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mrl.data.dataset import PromptDataset, PromptParameters, truncate
+from mrl.data.dataset import PromptDataset, PromptParameters, load_tokenizer, pad_token_id, truncate
 from mrl.data.order import DataCursor, PromptStream, epoch_order
 from mrl.data.prompt_store import PromptStore
-from mrl.data.tokenizer import load_tokenizer, pad_token_id
 from mrl.errors import ConfigError, DataError, EnvironmentFault
 
 

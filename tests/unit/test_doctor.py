@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from mrl.plan.doctor.engine_checks import engine_checks
 from mrl.plan.doctor.host_checks import cluster_checks, host_checks
 from mrl.plan.doctor.machine import Finding, Machine, read_machine
 from mrl.plan.doctor.probes import Probe, probes, run_probes
-from mrl.plan.doctor.version_checks import version_checks
+from mrl.plan.doctor.version_checks import engine_checks, version_checks
 from mrl.platforms.inventory import HostDevices
 from mrl.platforms.versions import ROWS, TORCH_NPU, VLLM_ASCEND
 

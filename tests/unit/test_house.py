@@ -38,11 +38,11 @@ LIGHT = (
     "extras/**/*.py",
     "algo/spec.py",
     "record/spec.py",
-    *(f"checkpoint/{part}.py" for part in ("check_output", "convert", "convert_job", "disk_space", "manifest", "open_checkpoint")),
+    *(f"checkpoint/{part}.py" for part in ("check_output", "convert", "convert_job", "manifest", "open_checkpoint")),
     *(f"checkpoint/{part}.py" for part in ("planned_file", "safetensors_file", "step_folders", "stored_boxes", "work_folder")),
     *(f"cluster/{part}.py" for part in ("job", "prerequisites")),
     *(f"platforms/{part}.py" for part in ("hosting", "inventory", "npu_mindspeed", "patching", "versions")),
-    *(f"reshard/{part}.py" for part in ("faults", "messages", "plan", "proof", "schedule", "setup", "streams", "summary", "sync_report")),
+    *(f"reshard/{part}.py" for part in ("faults", "messages", "plan", "proof", "schedule", "setup", "streams", "sync_report")),
 )
 HEAVY = ("torch", "ray", "megatron", "mbridge", "vllm")
 MAX_LINES = 500

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from mrl.algo.aggregate import NUMERATORS, Denominators, aggregate, count, merge, to_floats
-from mrl.algo.kl import ESTIMATORS, kl_per_token
-from mrl.algo.losses import TOKEN_LOSSES, LossInputs, PolicyLossParameters, policy_loss
+from mrl.algo.losses import ESTIMATORS, TOKEN_LOSSES, LossInputs, PolicyLossParameters, kl_per_token, policy_loss
 from mrl.algo.spec import AGGREGATIONS, KL_TYPES, LOSSES
 from mrl.errors import ConfigError
 from mrl.record.metrics import reduce_parts

@@ -16,10 +16,11 @@ from test_reshard_source import MODELS
 from mrl.errors import ConfigError
 from mrl.model.device_grid import Place
 from mrl.model.layout import RolloutLayout, TrainLayout
+from mrl.plan.sync_times import Link, reshard_summary
 from mrl.reshard.messages import Topology
-from mrl.reshard.plan import MIB, plan_reshard
+from mrl.reshard.plan import plan_reshard
 from mrl.reshard.schedule import level
-from mrl.reshard.summary import Link, reshard_summary
+from mrl.units import MIB
 
 TP8, EP128 = RolloutLayout(16, 8), RolloutLayout(1, 4, 32, 128)
 

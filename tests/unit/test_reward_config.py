@@ -4,7 +4,7 @@ import pytest
 
 from mrl.config.load import load_config
 from mrl.config.run_rules import RUN_RULES
-from mrl.config.violation import InvalidConfig
+from mrl.errors import InvalidConfig
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
 

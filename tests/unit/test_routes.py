@@ -10,7 +10,7 @@ from mrl.data.batch import Sample, collate
 from mrl.data.routes import MISSING, RouteShape
 from mrl.errors import DataError, EnvironmentFault, NumericAbort
 from mrl.megatron.packing import Shape, micro_arrays
-from mrl.train.advantages import check_any_route, with_old_log_probs
+from mrl.train.update import check_any_route, with_old_log_probs
 
 SHAPE = RouteShape(num_layers=3, moe_layers=(1, 2), topk=2, num_experts=4)  # the first layer is dense
 WHOSE = "engine 1, sample 7"

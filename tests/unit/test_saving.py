@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 from small_model import SIZES, write_model
 
-from mrl.checkpoint import disk_space as room
 from mrl.checkpoint import rank_save
+from mrl.checkpoint import step_folders as room
 from mrl.checkpoint.manifest import EXP_AVG, EXP_AVG_SQ, WEIGHT, RankFiles, StoredTensor, check_digests, file_facts, read_manifest
 from mrl.checkpoint.rank_parameters import RankParameter
 from mrl.checkpoint.rank_save import HostCopy, file_bytes, write_tensors

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors import safe_open
 
-from mrl.data.tokenizer import load_tokenizer
+from mrl.data.dataset import load_tokenizer
 from mrl.record.sinks import JsonlSink
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 
 from mrl.errors import ConfigError
-from mrl.extras.import_verl.shell_syntax import Part, Simple, Word, parse_script, parse_text
+from mrl.extras.import_verl.shell_syntax import Simple, Word, WordPart, parse_script, parse_text
 
 MAX_TEXT = 1_000_000  # characters of one variable
 MAX_ITEMS = 10_000  # of one array
@@ -48,6 +48,7 @@ class Value:
 
     @property
     def known(self) -> bool:
+        """Whether no variable that the script does not set has a part in it."""
         return not self.missing
 
     def __add__(self, other: "Value") -> "Value":
@@ -56,6 +57,7 @@ class Value:
         return Value(self.text + other.text, self.missing | other.missing, self.line or other.line)
 
     def at(self, line: int) -> "Value":
+        """The value as one written on this line of the script."""
         return replace(self, line=line)
 
 
@@ -82,6 +84,7 @@ class Expander:
         return [field for word in words for field in self.split(word)]
 
     def split(self, word: Word) -> list[Value]:
+        """The words that the shell makes of one: expanded, and split at blanks outside quotes."""
         done: list[Value] = []
         current: Value | None = None
         quoted = False
@@ -97,7 +100,7 @@ class Expander:
             done.append(current)
         return [field.at(field.line or word.line) for field in done]
 
-    def pieces(self, part: Part, line: int) -> list[Value]:
+    def pieces(self, part: WordPart, line: int) -> list[Value]:
         """One part as one or more pieces; between two pieces a new argument begins."""
         if part.kind == "variable" and (items := self.all_items(part)) is not None:
             return [item.at(item.line or line) for item in items]
@@ -106,7 +109,7 @@ class Expander:
             return [value]
         return [Value(text, line=value.line) for text in value.text.split()]
 
-    def all_items(self, part: Part) -> tuple[Value, ...] | None:
+    def all_items(self, part: WordPart) -> tuple[Value, ...] | None:
         """The items of `$@` or `${array[@]}`; None of another variable, and of a quoted `*`, which is one text."""
         match = _NAME.fullmatch(part.text)
         if match is None or match[1] or match[4] or (part.quoted and "*" in (match[2], match[3])):
@@ -125,7 +128,8 @@ class Expander:
             total = total + self.part(part, word.line)
         return total.at(word.line)
 
-    def part(self, part: Part, line: int) -> Value:
+    def part(self, part: WordPart, line: int) -> Value:
+        """What a part of a word expands to."""
         match part.kind:
             case "variable":
                 return self.variable(part.text, line)
@@ -136,6 +140,7 @@ class Expander:
         return Value(part.text)
 
     def variable(self, text: str, line: int) -> Value:
+        """`${...}`, given without its braces."""
         match = _NAME.fullmatch(text)
         if match is None:
             return Value(f"${{{text}}}", frozenset((text,)))
@@ -147,9 +152,10 @@ class Expander:
         return self.operation(name, value, rest, line) if rest else value
 
     def item(self, name: str, index: str | None) -> Value:
+        """A variable, a positional argument, or an element of an array; `@` and `*` join all."""
         if name.isdigit():
-            at = int(name) - 1
-            return self.positional[at] if 0 <= at < len(self.positional) else unset(name)
+            number = int(name) - 1
+            return self.positional[number] if 0 <= number < len(self.positional) else unset(name)
         if name == "#" and self.counts_arguments:
             return Value(str(len(self.positional)))
         stored = self.positional if name in ("@", "*") else self.variables.get(name)
@@ -162,13 +168,14 @@ class Expander:
             for i, item in enumerate(stored):
                 joined = joined + Value(" " if i else "") + item
             return joined
-        place = self.arithmetic(index or "0")
-        if not place.known:
+        number = self.arithmetic(index or "0")
+        if not number.known:
             return Value(f"${{{name}[{index}]}}", frozenset((f"{name}[{index}]",)))
-        at = int(place.text)
-        return stored[at] if -len(stored) <= at < len(stored) else unset(name)
+        element = int(number.text)
+        return stored[element] if -len(stored) <= element < len(stored) else unset(name)
 
     def operation(self, name: str, value: Value, rest: str, line: int) -> Value:
+        """`${name...}` with an operator behind the name: a default, a prefix or suffix cut off, a replacement."""
         match = _OPERATION.fullmatch(rest)
         if match is None:
             return Value(f"${{{name}{rest}}}", frozenset((name,)))
@@ -179,6 +186,7 @@ class Expander:
         return value if not value.known else self.shaped(name, value.text, operator, argument, line)
 
     def default(self, name: str, value: Value, operator: str, argument: str, holds: bool, line: int) -> Value:
+        """`${name:-argument}` and its like. `holds`: the variable counts as set."""
         other = self.argument(argument, line) if not operator.endswith("?") else value
         if operator.endswith("+"):
             return other if holds else EMPTY
@@ -218,6 +226,7 @@ class Expander:
         return Value(text.replace(first, second, -1 if operator == "//" else 1) if first else text)
 
     def arithmetic(self, text: str) -> Value:
+        """`$((...))`, of whole numbers."""
         plain = _IN_ARITHMETIC.sub(lambda m: m[1] or m[2], text)
         missing: set[str] = set()
 

@@ -1,12 +1,15 @@
 """verl's keys: where the value goes here, or why it goes nowhere. Names as of verl 0.9.1 and of the releases before it.
 
-`ONE_TO_ONE` and `OTHER_NAMES` carry a value as it stands; `ROWS` holds them and, with a reason or a conversion each, all other keys. A row
-ending in a dot speaks for everything below it; the longest row that fits wins. What needs more than a row is in handlers.py.
+Keys whose value is taken as it stands are named at our fields (`verl=` in mrl/config/schema_*.py); `ROWS` adds all others,
+each with a reason or a conversion. A row ending in a dot speaks for everything below it; the longest row that fits wins.
+What needs more than a row is in handlers.py.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from mrl.config.schema import verl_names
 
 Kind = Literal["to", "implied", "not_applicable", "unsupported", "special"]
 
@@ -60,61 +63,17 @@ def _at_least(least: int) -> Callable[[Any], Any]:
     return lambda value: max(value, least) if isinstance(value, int) else value
 
 
-def _same(verl: str, ours: str, names: str) -> dict[str, str]:
-    """verl's key -> ours for names that both have below the given sections."""
-    return {verl + name: ours + name for name in names.split()}
-
-
-# verl's key -> ours, the value as it stands
-ONE_TO_ONE: dict[str, str] = {
-    **_same("data.", "data.", "train_files val_files prompt_key train_batch_size max_prompt_length max_response_length"),
-    **_same("data.", "data.", "filter_overlong_prompts truncation shuffle"),
-    M + "path": "model.path",
-    **_same(A, "actor.", "ppo_mini_batch_size ppo_micro_batch_size_per_gpu use_dynamic_bsz"),
-    **_same(A, "algorithm.policy_loss.", "clip_ratio_low clip_ratio_high clip_ratio_c loss_scale_factor tau_pos tau_neg"),
-    **_same(A + "policy_loss.", "algorithm.policy_loss.", "clip_cov_ratio clip_cov_lb clip_cov_ub kl_cov_ratio ppo_kl_coef"),
-    **_same(A, "algorithm.", "entropy_coeff use_kl_loss kl_loss_coef kl_loss_type"),
-    **_same(A + "optim.", "actor.optim.", "lr lr_decay_style min_lr weight_decay betas clip_grad"),
-    **_same(
-        A + "optim.", "actor.optim.override_optimizer_config.",
-        "use_precision_aware_optimizer main_grads_dtype exp_avg_dtype exp_avg_sq_dtype",
-    ),
-    **_same(MEGATRON, LAYOUT, "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size"),
-    **_same(MEGATRON, LAYOUT, "context_parallel_size expert_model_parallel_size expert_tensor_parallel_size"),
-    **_same(TRANSFORMER, LAYOUT, "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage"),
-    **_same(TRANSFORMER, LAYOUT, "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split"),
-    **_same(MEGATRON, "actor.", "param_offload grad_offload optimizer_offload"),
-    MEGATRON + "router_replay.mode": "actor.router_replay",
-    MEGATRON + "freeze_moe_router": "actor.freeze_router",
-    F + "fsdp_config.param_offload": "ref.param_offload",
-    **_same(F, "ref.", "log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz"),
-    **_same(R, "rollout.", "n temperature gpu_memory_utilization tensor_model_parallel_size data_parallel_size max_num_seqs"),
-    **_same(R, "rollout.", "max_num_batched_tokens enforce_eager enable_prefix_caching enable_chunked_prefill expert_parallel_size"),
-    R + "log_prob_micro_batch_size_per_gpu": "actor.log_prob_micro_batch_size_per_gpu",
+# Keys of sections that are handed on as they stand: no field of ours has their name beside it.
+_HANDED_ON: dict[str, str] = {
+    **{
+        f"{A}optim.{name}": f"actor.optim.override_optimizer_config.{name}"
+        for name in ("use_precision_aware_optimizer", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    },
     R + "cudagraph_capture_sizes": "rollout.engine_kwargs.vllm.cudagraph_capture_sizes",
-    **_same(R + "val_kwargs.", "rollout.val_kwargs.", "n temperature top_p top_k"),
-    **_same("algorithm.", "algorithm.", "adv_estimator norm_adv_by_std_in_grpo use_kl_in_reward kl_penalty kl_ctrl.kl_coef"),
-    **_same("algorithm.", "algorithm.", "filter_groups.enable gdpo_reward_keys gdpo_reward_weights"),
-    **_same("reward.", "reward.", "num_workers custom_reward_function.path custom_reward_function.name"),
-    **_same("trainer.", "trainer.", "experiment_name project_name total_training_steps total_epochs val_before_train"),
-    "trainer.default_local_dir": "trainer.run_dir",
-    **_same("trainer.", "cluster.", "nnodes n_gpus_per_node device"),
-}  # fmt: skip
-
-# Other names of verl's for the same keys: of FSDP where the row above is Megatron's, and of older releases.
-OTHER_NAMES: dict[str, str] = {
-    **_same(A + "fsdp_config.", "actor.", "param_offload optimizer_offload"),
-    A + "router_replay.mode": "actor.router_replay",
-    A + "grad_clip": "actor.optim.clip_grad",
-    A + "optim.lr_scheduler_type": "actor.optim.lr_decay_style",
-    A + "optim.warmup_style": "actor.optim.lr_decay_style",
-    R + "dp_model_parallel_size": "rollout.data_parallel_size",
-    "reward_model.num_workers": "reward.num_workers",
-    **_same("custom_reward_function.", "reward.custom_reward_function.", "path name"),
 }
 
 ROWS: dict[str, KeyRow] = {
-    **{key: _to(ours) for key, ours in {**ONE_TO_ONE, **OTHER_NAMES}.items()},
+    **{key: _to(ours) for key, ours in (verl_names() | _HANDED_ON).items()},
     # --- data
     "data.val_max_samples": _to("data.val_max_samples", lambda n: None if n in (-1, None) else n),
     "data.train_max_samples": _missing("all prompts of the files are trained on", -1, None),
@@ -297,7 +256,7 @@ ROWS: dict[str, KeyRow] = {
     "sandbox_fusion.": _nothing("no code sandbox here"),
     "sandbox_fusion.url": _missing("no code sandbox here", None),
     "reward_model.launch_reward_fn_async": _implied("scoring runs beside generation"),
-    **{f"{at}custom_reward_function.reward_kwargs.": _SPECIAL for at in ("", "reward.")},
+    **{f"{section}custom_reward_function.reward_kwargs.": _SPECIAL for section in ("", "reward.")},
     "reward_model.": _nothing(_SERVERS),
     "reward.": _nothing(_SERVERS),
     # --- trainer

@@ -22,6 +22,7 @@ class KeyReport:
     line: int
 
     def to_json(self) -> dict[str, Any]:
+        """Plain data."""
         return {"key": self.key, "to": self.to, "value": self.value, "why": self.why, "line": self.line}
 
     def __str__(self) -> str:
@@ -58,6 +59,7 @@ class Import:
             self.entries = [e if e.to != to else KeyReport("implied", e.key, "", e.value, why, e.line) for e in self.entries]
 
     def of(self, kind: str) -> list[KeyReport]:
+        """The entries of one kind."""
         return [entry for entry in self.entries if entry.kind == kind]
 
     @property

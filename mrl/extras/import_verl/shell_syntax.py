@@ -27,7 +27,7 @@ _CLOSERS = frozenset("\"'`)}")
 
 
 @dataclass(frozen=True)
-class Part:
+class WordPart:
     """A piece of a word. `text` is the inside: of quotes, of ${...}, of $((...)), of $(...)."""
 
     kind: Literal["text", "variable", "arithmetic", "command", "array"]
@@ -38,7 +38,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Word:
-    parts: tuple[Part, ...]
+    parts: tuple[WordPart, ...]
     line: int
 
 
@@ -133,7 +133,7 @@ def parse_text(text: str, line: int, name: str) -> Word:
     if reader.faults() or expansion.end_byte != len(reader.source):
         raise ConfigError(f"{name}:{line}: cannot be read as shell: {text[:_SHOWN]}")
     parts = reader.parts(expansion.children, len("${_:-"), expansion.end_byte - 1)
-    return Word(tuple(parts) or (Part("text", ""),), line)
+    return Word(tuple(parts) or (WordPart("text", ""),), line)
 
 
 @cache
@@ -290,7 +290,7 @@ class _TreeReader:
         if node.children[0].type != "((":
             return self.block(node.children)
         inside = self.text(node.children[0].end_byte, node.children[-1].start_byte)
-        return Simple((Word((Part("arithmetic", inside),), self.line(node)),), self.line(node))
+        return Simple((Word((WordPart("arithmetic", inside),), self.line(node)),), self.line(node))
 
     def if_(self, node: Node) -> If:
         clauses = [node, *(child for child in node.children if child.type == "elif_clause")]
@@ -335,43 +335,43 @@ class _TreeReader:
         value = node.child_by_field_name("value")
         if value is None:
             return self.word(node)
-        head = Part("text", self.text(node.start_byte, value.start_byte))
+        head = WordPart("text", self.text(node.start_byte, value.start_byte))
         if value.type != "array":
             return Word((head, *self.word(value).parts), self.line(node))
         items = [child for child in value.children if child.is_named and child.type not in ("comment", "ERROR")]
-        return Word((head, Part("array", "", words=self.words(items))), self.line(node))
+        return Word((head, WordPart("array", "", words=self.words(items))), self.line(node))
 
     def word(self, node: Node) -> Word:
-        return Word(tuple(self.parts((node,), node.start_byte, node.end_byte)) or (Part("text", ""),), self.line(node))
+        return Word(tuple(self.parts((node,), node.start_byte, node.end_byte)) or (WordPart("text", ""),), self.line(node))
 
-    def parts(self, nodes: Sequence[Node], start: int, end: int, quoted: bool = False) -> Iterator[Part]:
+    def parts(self, nodes: Sequence[Node], start: int, end: int, quoted: bool = False) -> Iterator[WordPart]:
         """Parts of the bytes from `start` to `end`, which `nodes` lie in. Blanks that the grammar leaves out are text as well."""
         literal = _quoted_text if quoted else _plain_text
         for child in _outermost(nodes, _EXPANSIONS if quoted else _EXPANSIONS | _QUOTES):
             opening = child.end_byte - len(self.source[child.start_byte : child.end_byte].lstrip())
             if text := literal(self.text(start, opening)):
-                yield Part("text", text, quoted)
+                yield WordPart("text", text, quoted)
             yield from self.special(child, self.text(opening, child.end_byte), quoted)
             start = child.end_byte
         if text := literal(self.text(start, end)):
-            yield Part("text", text, quoted)
+            yield WordPart("text", text, quoted)
 
-    def special(self, node: Node, text: str, quoted: bool) -> Iterable[Part]:
+    def special(self, node: Node, text: str, quoted: bool) -> Iterable[WordPart]:
         """Parts of a quoted text or of an expansion."""
         match node.type:
             case "string":
                 end = node.end_byte - (not node.children[-1].is_missing)
                 inside = list(self.parts(node.children, node.start_byte + 1, end, quoted=True))
-                return inside or [Part("text", "", quoted=True)]
+                return inside or [WordPart("text", "", quoted=True)]
             case "raw_string" | "ansi_c_string":
-                return [Part("text", text[:-1].removeprefix("$").removeprefix("'"), quoted=True)]
+                return [WordPart("text", text[:-1].removeprefix("$").removeprefix("'"), quoted=True)]
             case "simple_expansion":
-                return [Part("variable", text[1:], quoted)]
+                return [WordPart("variable", text[1:], quoted)]
             case "expansion":
-                return [Part("variable", text[2:-1], quoted)]
+                return [WordPart("variable", text[2:-1], quoted)]
         if _is_arithmetic(node):
-            return [Part("arithmetic", text[2:-1] if text.startswith("$[") else text[3:-2], quoted)]
-        return [Part("command", text[1:-1] if text.startswith("`") else text[2:-1], quoted)]
+            return [WordPart("arithmetic", text[2:-1] if text.startswith("$[") else text[3:-2], quoted)]
+        return [WordPart("command", text[1:-1] if text.startswith("`") else text[2:-1], quoted)]
 
 
 def _with_words(command: Command, words: tuple[Word, ...]) -> Command:

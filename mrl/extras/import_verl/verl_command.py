@@ -132,22 +132,27 @@ class VerlSettings:
 
     @property
     def device(self) -> str:
+        """`cuda` is verl's default."""
         return self.value("trainer.device", "cuda")
 
     @property
     def estimator(self) -> str:
+        """`gae` is verl's default."""
         return self.value("algorithm.adv_estimator", "gae")
 
     @property
     def devices(self) -> int:
+        """Of all nodes; verl's default is one node of 8."""
         return self.value("trainer.nnodes", 1) * self.value("trainer.n_gpus_per_node", 8)
 
     @property
     def dense(self) -> bool:
+        """Whether the model is known and has no experts."""
         return self.model is not None and not self.model.is_moe
 
     @property
     def loss_mode(self) -> str:
+        """`vanilla` is verl's default."""
         return self.value(A + "policy_loss.loss_mode", "vanilla")
 
     @property
@@ -159,6 +164,7 @@ class VerlSettings:
 
     @property
     def context_parallel(self) -> int:
+        """Degree; 1 where none is given."""
         return self.degrees.get("context_parallel_size") or 1
 
     @cached_property

@@ -143,8 +143,8 @@ class ArchiveFrame:
         small, central = self._small
         descriptor = struct.pack("<IIQQ", 0x08074B50, crc, self.nbytes, self.nbytes)
         entry = _central(f"{_ROOT}/data/0", _STREAMED, crc, _LARGE, len(small), struct.pack("<HHQQ", 1, 16, self.nbytes, self.nbytes))
-        at = len(self.before()) + self.nbytes + len(descriptor)
-        return descriptor + _directory([*central, entry], at)
+        directory_offset = len(self.before()) + self.nbytes + len(descriptor)
+        return descriptor + _directory([*central, entry], directory_offset)
 
     @cached_property
     def _small(self) -> tuple[bytes, list[bytes]]:

@@ -68,14 +68,14 @@ class GlobalTensor:
     def pieces(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
         """Shape of a stored block, its leading axes and rows taken as one, and the pieces in it. Padding has none."""
         axes = len(self.lead)
-        indices = list(product(*(range(at, at + size) for at, size in zip(offsets[:axes], sizes[:axes], strict=True))))
+        indices = list(product(*(range(start, start + size) for start, size in zip(offsets[:axes], sizes[:axes], strict=True))))
         rows, *columns = sizes[axes:]
         pieces: list[Piece] = []
         for number, index in enumerate(indices):
             shard, first = self.members[index]
             begin = (first + offsets[axes], *offsets[axes + 1 :])
-            window = Box(tuple((at, at + size) for at, size in zip(begin, sizes[axes:], strict=True)))
-            to = (number * rows - begin[0], *(-at for at in begin[1:]))
+            window = Box(tuple((start, start + size) for start, size in zip(begin, sizes[axes:], strict=True)))
+            to = (number * rows - begin[0], *(-start for start in begin[1:]))
             common = ((piece, window.intersect(piece.local_box)) for piece in shard.pieces)
             pieces += [Piece(p.hf_name, box.rebase(p.local_box, p.hf_box), box.shift(to)) for p, box in common if box is not None]
         return (len(indices) * rows, *columns), tuple(pieces)
@@ -118,9 +118,9 @@ def _whole_positions(shard: Shard, model: ModelSpec) -> list[KeyPosition]:
         stacked = KeyPosition(f"decoder.layers.{rest}", (layer,), (model.num_layers,), 0, rows)
         return [stacked, KeyPosition(f"decoder.layers.{layer}.{rest}", (), (), 0, rows)]
     expert, leaf = int(match[3]), rest.removeprefix(_EXPERTS)
-    experts, at = f"{_EXPERTS}experts.", f"decoder.layers.{layer}."
+    experts, prefix = f"{_EXPERTS}experts.", f"decoder.layers.{layer}."
     return [
         KeyPosition(f"decoder.layers.{experts}{leaf}", (layer, expert), (model.num_layers, model.num_experts), 0, rows),
-        KeyPosition(f"{at}{experts}{leaf}", (expert,), (model.num_experts,), 0, rows),
-        KeyPosition(f"{at}{experts}{expert}.{leaf}", (), (), 0, rows),
+        KeyPosition(f"{prefix}{experts}{leaf}", (expert,), (model.num_experts,), 0, rows),
+        KeyPosition(f"{prefix}{experts}{expert}.{leaf}", (), (), 0, rows),
     ]

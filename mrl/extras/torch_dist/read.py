@@ -22,12 +22,13 @@ from mrl.extras.torch_dist.names import GlobalTensor, global_tensors
 from mrl.extras.torch_dist.pickles import Recorded, read_pickle
 from mrl.model import load_model_spec, read_hf_config, tensor_specs
 from mrl.model.hf_files import TensorBytes
+from mrl.units import MIB
 
 _HF_FOLDERS = (HF_FOLDER, "huggingface")  # ours and verl's
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 _WRAPPERS = re.compile(r"((module|model)\.)*")
 _TORCH_DTYPES = {"torch.float32": "F32", "torch.bfloat16": "BF16"}
-_READ_BYTES = 1024**2
+_READ_BYTES = MIB
 _SHOWN = 5
 
 
@@ -81,7 +82,7 @@ def open_torch_dist(path: Path, hf_files: Path | None = None) -> Checkpoint:
 
 
 def _hf_files(folder: Path, given: Path | None) -> Path:
-    beside = [at / name for at in (folder, folder.parent) for name in _HF_FOLDERS]
+    beside = [place / name for place in (folder, folder.parent) for name in _HF_FOLDERS]
     folders = [given] if given else [*beside, folder, folder.parent]
     for candidate in folders:
         if (candidate / "config.json").is_file():
@@ -156,7 +157,7 @@ def _check_blocks(folder: Path, weights: Mapping[str, DescribedTensor]) -> None:
     for key, tensor in weights.items():
         for block in tensor.blocks:
             ranks = {len(tensor.size), len(block.offsets), len(block.sizes)}
-            if len(ranks) > 1 or any(at + size > end for at, size, end in zip(block.offsets, block.sizes, tensor.size, strict=True)):
+            if len(ranks) > 1 or any(start + size > end for start, size, end in zip(block.offsets, block.sizes, tensor.size, strict=True)):
                 raise EnvironmentFault(
                     f"{folder / TORCH_DIST_METADATA}: {key} of shape {list(tensor.size)} is said to have a block of {list(block.sizes)} at "
                     f"{list(block.offsets)}; the checkpoint is damaged, choose another one"

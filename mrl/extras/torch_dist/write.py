@@ -119,8 +119,8 @@ class TorchDistFiles:
             modules = [module]
             if module.endswith("self_attention.linear_proj"):
                 modules.append(module.replace("linear_proj", "core_attention"))  # has no parameter
-            at, of = (".".join(map(str, axes)) for axes in (position.index or (0,), position.lead or (1,)))
-            keys |= dict.fromkeys(f"{name}._extra_state/shard_{at}_{of}" for name in modules)
+            index, count = (".".join(map(str, axes)) for axes in (position.index or (0,), position.lead or (1,)))
+            keys |= dict.fromkeys(f"{name}._extra_state/shard_{index}_{count}" for name in modules)
         return list(keys)
 
     def _tensor(self, size: tuple[int, ...], blocks: list[Named]) -> Named:

@@ -1,6 +1,6 @@
 """Is this host fit for a run? `mrl doctor` asks here, in seconds.
 
-`machine` reads the facts (`Machine`) and gives findings their form (`Finding`); `host_checks`, `version_checks` and
-`engine_checks` are pure functions from one to the other. What needs a heavy import is tried by `probes`, in processes
+`machine` reads the facts (`Machine`) and gives findings their form (`Finding`); `host_checks` and `version_checks`
+have pure functions from one to the other. What needs a heavy import is tried by `probes`, in processes
 of their own. Imports `platforms` alone; torch, Ray and vLLM only as programs that `probes` starts.
 """

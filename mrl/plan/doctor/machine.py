@@ -10,13 +10,14 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from mrl.platforms.hosting import BUCKET_FOLDER
 from mrl.platforms.inventory import HostDevices, find_devices
 from mrl.platforms.versions import PACKAGES, VLLM_GENERATIONS
 from mrl.units import GIB
 
 _SHM = "/dev/shm"
 OK, WARNING, FAILURE = "ok", "warning", "failure"
-_LEFT_BEHIND = ("psm_*", "vllm_dist_*", "mrl-sync-*")
+_LEFT_BEHIND = ("psm_*", "vllm_dist_*", f"{BUCKET_FOLDER}*")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Predicted cost of a plan, beside the lower bound of any plan without relays.
+"""Predicted cost of a weight sync, beside the lower bound of any plan without relays.
 
 Seconds are predictions for a stated link.
 """
