@@ -159,7 +159,8 @@ def megatron_parameter(model: ModelSpec, layout: TrainLayout, rank: int, name: s
         expert = coords.ep * (model.num_experts // layout.expert) + int(name.rsplit("weight", 1)[1])
         return gated(hf, f"{at}mlp.experts.{expert}.", name, layout.expert_tensor, coords.etp)
     if "linear_fc" in name and "layer_norm" not in name:
-        shared = "shared_expert." if "shared_experts" in name else ""
+        of_family = "shared_experts." if model.family == "glm4_moe" else "shared_expert."
+        shared = of_family if "shared_experts" in name else ""
         return gated(hf, f"{at}mlp.{shared}", name, layout.tensor, tp)
     if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         tied = model.tie_word_embeddings or name.startswith("embedding")
@@ -176,6 +177,7 @@ def megatron_parameter(model: ModelSpec, layout: TrainLayout, rank: int, name: s
         "q_layernorm.weight": f"{at}self_attn.q_norm.weight",
         "k_layernorm.weight": f"{at}self_attn.k_norm.weight",
         "router.weight": f"{at}mlp.gate.weight",
+        "router.expert_bias": f"{at}mlp.gate.e_score_correction_bias",
         "shared_experts.gate_weight": f"{at}mlp.shared_expert_gate.weight",
     }
     return next(hf[source] for suffix, source in copied.items() if name.endswith(suffix))
