@@ -36,6 +36,7 @@ def read(config: HfConfig) -> ModelSpec:
         router_score="sigmoid",
         routed_scaling_factor=float(config.get("routed_scaling_factor", 1.0)),
         partial_rotary_factor=partial_rotary_factor(config, 0.5),
+        left_out_layers=config.get("num_nextn_predict_layers", config.get("num_mtp_layers")) or 0,
     )
 
 

@@ -39,6 +39,7 @@ class ModelSpec:
     router_score: Literal["softmax", "sigmoid"] = field(default="softmax", metadata=_LATER)
     routed_scaling_factor: float = field(default=1.0, metadata=_LATER)  # of the routed experts' sum
     partial_rotary_factor: float = field(default=1.0, metadata=_LATER)  # share of a head that turns with the position
+    left_out_layers: int = field(default=0, metadata=_LATER)  # for multi-token prediction; neither trained nor exported
 
     @property
     def is_moe(self) -> bool:
