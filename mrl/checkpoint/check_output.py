@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from mrl.checkpoint.manifest import FileFacts, StoredTensor, check_digest
-from mrl.checkpoint.open_checkpoint import Checkpoint, code_of, whole_tensor
+from mrl.checkpoint.open_checkpoint import Checkpoint, code_of, of_role, whole_tensor
 from mrl.checkpoint.planned_file import tensor_blocks
 from mrl.checkpoint.stored_boxes import BoxReader
 from mrl.errors import EnvironmentFault
@@ -91,7 +91,7 @@ def _batches(source: Checkpoint, roles: tuple[str, ...]) -> Iterator[list[Stored
     """All tensors, in portions of about BATCH_BYTES."""
     batch: list[StoredTensor] = []
     size = 0
-    for tensor in (whole_tensor(spec.name, spec.shape, role=role) for role in roles for spec in tensor_specs(source.model)):
+    for tensor in (whole_tensor(spec.name, spec.shape, role=role) for role in roles for spec in of_role(tensor_specs(source.model), role)):
         batch.append(tensor)
         size += prod(tensor.shape) * 4
         if size > BATCH_BYTES:

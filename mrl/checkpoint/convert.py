@@ -11,8 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from mrl.checkpoint.convert_job import ConversionReport, Options, Target, run_conversion
-from mrl.checkpoint.manifest import WEIGHT, WEIGHTS_ONLY, WITH_OPTIMIZER, FileFacts, Manifest, RankFiles, StoredTensor, write_manifest
-from mrl.checkpoint.open_checkpoint import HF_FOLDER, Checkpoint, open_hf, open_ours, whole_tensor
+from mrl.checkpoint.manifest import (
+    CONSTANT,
+    EXP_AVG,
+    MASTER,
+    WEIGHT,
+    WEIGHTS_ONLY,
+    WITH_OPTIMIZER,
+    FileFacts,
+    Manifest,
+    RankFiles,
+    StoredTensor,
+    write_manifest,
+)
+from mrl.checkpoint.open_checkpoint import HF_FOLDER, Checkpoint, of_role, open_hf, open_ours, weight_role, whole_tensor
 from mrl.checkpoint.planned_file import PlannedFile, Safetensors, entry_bytes, file_portions, planned_file
 from mrl.errors import ConfigError
 from mrl.model import ModelSpec, tensor_specs
@@ -68,7 +80,7 @@ def write_layout(
     Master weights, moments and schedule go with the weights where the source has them, unless `weights_only`.
     Raises ConfigError for an illegal layout, and as `write_hf` does.
     """
-    roles = (WEIGHT,) if weights_only else source.roles
+    roles = tuple(role for role in source.roles if role in (WEIGHT, CONSTANT)) if weights_only else source.roles
     layout = TrainLayout.build(degrees, source.model)
     files = layout_plan(source.model, layout, roles, source.dtype)
 
@@ -81,7 +93,7 @@ def write_layout(
 
 def hf_plan(model: ModelSpec, dtype: str) -> tuple[PlannedFile, ...]:
     """`model-NNNNN.safetensors`, tensors in the order of the layers."""
-    portions = file_portions([whole_tensor(spec.name, spec.shape) for spec in tensor_specs(model)], dtype)
+    portions = file_portions([whole_tensor(spec.name, spec.shape, role=weight_role(spec)) for spec in tensor_specs(model)], dtype)
     return tuple(planned_file(f"model-{n:05d}.safetensors", 0, portion) for n, portion in enumerate(portions, 1))
 
 
@@ -93,7 +105,7 @@ def layout_plan(model: ModelSpec, layout: TrainLayout, roles: Iterable[str], dty
         entries = [
             StoredTensor("", f"{role}/{shard.vp_chunk}.{shard.megatron_name}", role, shard.local_shape, None, shard.pieces)
             for role in roles
-            for shard in shards
+            for shard in of_role(shards, role)
         ]
         portions = list(file_portions(entries, dtype))
         names = [f"rank-{rank:05d}{f'-{n:05d}' if len(portions) > 1 else ''}.safetensors" for n in range(len(portions))]
@@ -138,7 +150,7 @@ def _manifest(source: Checkpoint, degrees: Mapping[str, Any], roles: tuple[str, 
 
 def _only_weights(source: Checkpoint, roles: tuple[str, ...]) -> bool:
     """A checkpoint that was saved before the first update has moments too: zeros."""
-    return roles == (WEIGHT,) or source.manifest is None
+    return not {MASTER, EXP_AVG}.intersection(roles) or source.manifest is None
 
 
 def _name_dtype(config: Path, dtype: str) -> None:

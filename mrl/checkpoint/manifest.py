@@ -18,7 +18,7 @@ from mrl.model.megatron_shards import Piece
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-WEIGHT, MASTER, EXP_AVG, EXP_AVG_SQ = ("weight", "master", "exp_avg", "exp_avg_sq")
+WEIGHT, MASTER, EXP_AVG, EXP_AVG_SQ, CONSTANT = ("weight", "master", "exp_avg", "exp_avg_sq", "constant")
 # what `mrl convert` writes under "converted" of a manifest's trainer part
 WEIGHTS_ONLY, WITH_OPTIMIZER = "weights", "weights and optimizer"
 FileFacts = dict[str, dict[str, Any]]  # file name -> {"bytes", "sha256"}; the digest only where something reads it

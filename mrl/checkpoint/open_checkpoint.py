@@ -8,17 +8,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from mrl.checkpoint.manifest import MANIFEST, WEIGHT, FileFacts, Manifest, StoredTensor, check_digest, read_manifest
+from mrl.checkpoint.manifest import CONSTANT, MANIFEST, WEIGHT, FileFacts, Manifest, StoredTensor, check_digest, read_manifest
 from mrl.checkpoint.safetensors_file import ITEM_BYTES
 from mrl.checkpoint.step_folders import newest_checkpoint
 from mrl.checkpoint.stored_boxes import BoxReader, TensorFiles, check_disjoint, stored_boxes
 from mrl.errors import ConfigError, EnvironmentFault
-from mrl.model import ModelSpec, load_model_spec, model_spec, read_hf_config, tensor_specs
+from mrl.model import ModelSpec, TensorSpec, load_model_spec, model_spec, read_hf_config, tensor_specs
 from mrl.model.boxes import Box
 from mrl.model.hf_files import TensorBytes, check_checkpoint, read_safetensors_header, weight_files
-from mrl.model.megatron_shards import Piece
+from mrl.model.megatron_shards import Piece, Shard
 
 HF_FOLDER = "hf"  # configuration and tokenizer, beside the weights of every checkpoint of ours
 DTYPES = {"F32": "float32", "BF16": "bfloat16"}  # safetensors' names -> the configuration's
@@ -26,6 +26,7 @@ CODES = {name: code for code, name in DTYPES.items()}
 TORCH_DIST_METADATA, TORCH_DIST_TRACKER = ".metadata", "latest_checkpointed_iteration.txt"
 TRUST_FLAG = "--trust-checkpoint"
 _SHOWN = 5
+_Tensor = TypeVar("_Tensor", TensorSpec, Shard)
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,8 @@ def open_hf(folder: Path) -> Checkpoint:
     files = SafetensorsFiles(folder)
     stored = files.read_headers(file.name for file in weight_files(folder))
     file_of = {key: file for file, key in stored}
-    entries = tuple(whole_tensor(spec.name, spec.shape, file_of[spec.name]) for spec in tensor_specs(model))
-    code = one_dtype(folder, {entry.key: files.find(entry.file, entry.key).dtype for entry in entries})
+    entries = tuple(whole_tensor(spec.name, spec.shape, file_of[spec.name], weight_role(spec)) for spec in tensor_specs(model))
+    code = one_dtype(folder, {entry.key: files.find(entry.file, entry.key).dtype for entry in entries if entry.role == WEIGHT})
     left_out = _left_out(stored, entries)
     checkpoint = Checkpoint(folder, folder, model, read_hf_config(folder), DTYPES[code], entries, files, None, left_out)
     _check_locations(checkpoint)
@@ -198,8 +199,18 @@ def one_dtype(folder: Path, codes: dict[str, str]) -> str:
     )
 
 
+def weight_role(tensor: TensorSpec | Shard) -> str:
+    """The role of a tensor's own values: a constant, which has neither master weights nor moments, or a weight."""
+    return CONSTANT if tensor.is_constant else WEIGHT
+
+
+def of_role(tensors: Iterable[_Tensor], role: str) -> list[_Tensor]:
+    """Those that are stored under a role."""
+    return [tensor for tensor in tensors if tensor.is_constant == (role == CONSTANT)]
+
+
 def code_of(role: str, dtype: str) -> str:
-    """Safetensors' dtype of a role where the weights are `dtype`: master weights and moments are always float32."""
+    """Safetensors' dtype of a role where the weights are `dtype`: everything but the weights is always float32."""
     return CODES[dtype] if role == WEIGHT else CODES["float32"]
 
 
@@ -224,8 +235,8 @@ def _check_locations(checkpoint: Checkpoint) -> None:
 
 def _check_names(checkpoint: Checkpoint) -> None:
     """Every role is of exactly the tensors of the model that the manifest's configuration describes."""
-    wanted = {spec.name for spec in tensor_specs(checkpoint.model)}
     for role in checkpoint.roles:
+        wanted = {spec.name for spec in of_role(tensor_specs(checkpoint.model), role)}
         described = {piece.hf_name for entry in checkpoint.entries if entry.role == role for piece in entry.pieces}
         if odd := sorted(wanted ^ described):
             raise EnvironmentFault(

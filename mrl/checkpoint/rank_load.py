@@ -9,8 +9,8 @@ import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
-from mrl.checkpoint.manifest import MASTER, WEIGHT, Manifest, read_manifest
-from mrl.checkpoint.open_checkpoint import SafetensorsFiles
+from mrl.checkpoint.manifest import MASTER, Manifest, read_manifest
+from mrl.checkpoint.open_checkpoint import SafetensorsFiles, weight_role
 from mrl.checkpoint.rank_parameters import MOMENTS, RankParameter, rank_parameters
 from mrl.checkpoint.rank_save import CODES, rank_file
 from mrl.checkpoint.stored_boxes import BoxReader, check_disjoint
@@ -71,7 +71,7 @@ def load_rank(actor, folder: Path) -> None:
     facts = manifest.optimizer
     with torch.no_grad(), actor.residence.using(PARAMETERS, OPTIMIZER):
         for parameter in rank_parameters(actor):
-            loader.fill(WEIGHT, parameter.shard.pieces, parameter.parameter.data)
+            loader.fill(weight_role(parameter.shard), parameter.shard.pieces, parameter.parameter.data)
             if parameter.optimizer is not None:
                 _load_optimizer_part(loader, parameter, facts["step"], not manifest.weights_only)
     if not manifest.weights_only:

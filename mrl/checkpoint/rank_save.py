@@ -13,7 +13,8 @@ import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
-from mrl.checkpoint.manifest import MASTER, WEIGHT, RankFiles, StoredTensor
+from mrl.checkpoint.manifest import MASTER, RankFiles, StoredTensor
+from mrl.checkpoint.open_checkpoint import weight_role
 from mrl.checkpoint.rank_parameters import MOMENTS, RankParameter, distributed_optimizers, rank_parameters
 from mrl.checkpoint.safetensors_file import safetensors_header, write_blocks
 from mrl.errors import EnvironmentFault
@@ -127,7 +128,7 @@ def _order(tensors: Mapping[str, Tensor]) -> list[str]:
 def _saved_tensors(actor, parameter: RankParameter) -> Iterator[tuple[str, Tensor, tuple[int, int] | None]]:
     """(role, tensor, flat range) of what this rank writes of a parameter: nothing that another rank writes as well."""
     if parameter.shard.primary == actor.rank:
-        yield WEIGHT, parameter.parameter, None
+        yield weight_role(parameter.shard), parameter.parameter, None
     if parameter.optimizer is None or not _writes_optimizer_part(actor, parameter.shard):
         return
     main = parameter.main()

@@ -21,6 +21,8 @@ def rollout_notes(config: RunConfig, model: ModelSpec) -> Iterator[str]:
         yield f"rollout.dtype {dtype} differs from model.dtype {trained}: generation and training compute other probabilities"
     if trained != model.dtype:
         yield f"model.dtype {trained} differs from the checkpoint's {model.dtype}: weights are converted when they are loaded"
+    if model.left_out_layers:
+        yield f"model.path: {model.left_out_layers} multi-token prediction layers are neither trained, exported nor used by engines"
     if config.rollout.data_parallel_size > 1 and config.rollout.expert_parallel_size == 1 and model.is_moe:
         yield "rollout.data_parallel_size above 1 without expert parallelism was seen to hang (verl-project/verl #5607)"
     idle = cluster_devices(config) - needed_devices(config)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from mbridge import AutoBridge
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from transformers import AutoConfig
@@ -20,6 +21,7 @@ from mrl.errors import ConfigError
 from mrl.model import ModelSpec
 from mrl.model.hf_files import check_checkpoint
 from mrl.model.layout import TrainLayout, padded_vocab_size
+from mrl.model.registry import weight_map
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -48,11 +50,11 @@ class MBridge:
     deterministic: bool = False  # Megatron's own switch, beside the platform's
 
     def __post_init__(self) -> None:
-        _refuse_unmapped(self.model)
         self.dtype = DTYPES[self.model_config.dtype]
         pad_to = self.layout.tensor if padded_vocab_size(self.model.vocab_size, self.layout.tensor) != self.model.vocab_size else None
         hf_config = _repaired_hf_config(self.model_config.path, self.model)
         self._bridge = AutoBridge.from_config(hf_config, dtype=self.dtype, make_vocab_size_divisible_by=pad_to)
+        _refuse_unmapped(self.model, self._bridge)
         self._chunks: list[torch.nn.Module] = []
         overrides = checked_overrides("model.override_transformer_config", self.model_config.override_transformer_config, TransformerConfig)
         ours = _transformer_config(self.model, self.layout) | {"deterministic_mode": self.deterministic}
@@ -76,8 +78,9 @@ class MBridge:
                 bf16=self.dtype is torch.bfloat16,
                 ddp_config=ddp,
                 data_parallel_random_init=False,
-                post_model_creation_callbacks=[_mark_expert_parameters],
+                post_model_creation_callbacks=[_make_constants_parameters, _mark_expert_parameters],
             )
+        _keep_constants_precise(self._chunks)
         return self._chunks
 
     def load_hf(self, path: str) -> None:
@@ -94,8 +97,9 @@ class MBridge:
                     yield name, tensor
 
 
-def _refuse_unmapped(model: ModelSpec) -> None:
-    if model.is_moe and len(model.moe_layers) != model.num_layers:
+def _refuse_unmapped(model: ModelSpec, bridge: Any) -> None:
+    maps_both = "mlp.linear_fc1.weight" in bridge._MLP_MAPPING
+    if model.is_moe and len(model.moe_layers) != model.num_layers and not maps_both:
         raise ConfigError(
             f"the {model.family} model has experts in {len(model.moe_layers)} of {model.num_layers} layers (mlp_only_layers or "
             "decoder_sparse_step in config.json); the bridge maps models whose layers are all dense or all MoE"
@@ -103,9 +107,9 @@ def _refuse_unmapped(model: ModelSpec) -> None:
 
 
 def _repaired_hf_config(path: str, model: ModelSpec) -> Any:
-    """transformers 5 renamed what mbridge reads."""
+    """transformers 5 renamed or moved what mbridge reads."""
     hf_config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    hf_config.rope_theta = model.rope_theta
+    hf_config.rope_theta, hf_config.partial_rotary_factor = model.rope_theta, model.partial_rotary_factor
     if model.is_moe:
         hf_config.num_experts = model.num_experts
     return hf_config
@@ -127,9 +131,31 @@ def _transformer_config(model: ModelSpec, layout: TrainLayout) -> dict[str, Any]
             "moe_router_bias_update_rate": 0.0,
             # Softmax over the chosen logits equals softmax over all, renormalised over the chosen.
             "moe_router_pre_softmax": not model.norm_topk_prob,
-            "moe_shared_expert_gate": bool(model.shared_expert_intermediate_size),
+            "moe_shared_expert_intermediate_size": model.shared_expert_intermediate_size or None,
+            "moe_shared_expert_gate": weight_map(model).has("mlp.shared_experts.gate_weight"),
         }
+    if len(model.moe_layers) not in (0, model.num_layers):
+        config["moe_layer_freq"] = [int(layer in model.moe_layers) for layer in range(model.num_layers)]
     return config
+
+
+def _make_constants_parameters(chunk: torch.nn.Module, **_: Any) -> None:
+    """Megatron keeps the constants that routers choose by in buffers: as parameters without gradient they are found with
+    the other weights, and neither data parallelism nor the optimizer takes them up."""
+    for router in _routers_with_constants(chunk):
+        constants = router._buffers.pop("expert_bias")
+        router.register_parameter("expert_bias", torch.nn.Parameter(constants, requires_grad=False))
+
+
+def _keep_constants_precise(chunks: list[torch.nn.Module]) -> None:
+    """Megatron's wrapper of a bfloat16 model rounds them, and would make them float32 only after they were loaded."""
+    for chunk in chunks:
+        for router in _routers_with_constants(chunk):
+            router.expert_bias.data = router.expert_bias.data.float()
+
+
+def _routers_with_constants(chunk: torch.nn.Module) -> list[TopKRouter]:
+    return [module for module in chunk.modules() if isinstance(module, TopKRouter) and module.expert_bias is not None]
 
 
 def _mark_expert_parameters(chunk: torch.nn.Module, **_: Any) -> None:

@@ -5,6 +5,8 @@ of one grouped layer), so a model built from these modules loads and exports thr
 parameters tell Megatron how their gradients are to be summed; a wrong one leaves the loss right and the gradient wrong.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -13,14 +15,14 @@ from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_bac
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.enums import AttnMaskType, LayerType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
 from torch import Tensor
 
 from mrl.megatron.attention import CausalAttention
@@ -135,13 +137,27 @@ class TorchSpecProvider(BackendSpecProvider):
 
 
 def decoder_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """The layers of one model chunk of this rank; every layer is of one kind (all dense or all MoE)."""
-    layer, count = _layer_spec(config), get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=Norm)
+    """The layers of one model chunk of this rank."""
+    of_kind = {is_moe: _layer_spec(config, is_moe) for is_moe in (False, True)}
+    layers = [of_kind[_has_experts(config, layer)] for layer in _layers_to_build(config, vp_stage)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
 
 
-def _layer_spec(config: TransformerConfig) -> ModuleSpec:
-    is_moe = config.num_moe_experts is not None
+def _layers_to_build(config: TransformerConfig, vp_stage: int | None) -> Sequence[int]:
+    """Global numbers, from 0, of a chunk's layers."""
+    if layout := config.pipeline_model_parallel_layout:
+        return layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage)
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    return range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
+
+
+def _has_experts(config: TransformerConfig, layer: int) -> bool:
+    """`moe_layer_freq` is a list of 0 and 1 for each layer, or the step at which layers have experts."""
+    freq = config.moe_layer_freq
+    return config.num_moe_experts is not None and bool(freq[layer] if isinstance(freq, list) else layer % freq == 0)
+
+
+def _layer_spec(config: TransformerConfig, is_moe: bool) -> ModuleSpec:
     attention = SelfAttentionSubmodules(
         linear_qkv=NormColumnParallelLinear,
         core_attention=CausalAttention,
@@ -149,7 +165,9 @@ def _layer_spec(config: TransformerConfig) -> ModuleSpec:
         q_layernorm=Norm if config.qk_layernorm else IdentityOp,
         k_layernorm=Norm if config.qk_layernorm else IdentityOp,
     )
-    mlp = get_mlp_module_spec_for_backend(TorchSpecProvider(), num_experts=config.num_moe_experts, moe_grouped_gemm=is_moe)
+    mlp = get_mlp_module_spec_for_backend(
+        TorchSpecProvider(), num_experts=config.num_moe_experts if is_moe else None, moe_grouped_gemm=is_moe
+    )
     submodules = TransformerLayerSubmodules(
         self_attention=ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
         self_attn_bda=get_bias_dropout_add,

@@ -5,6 +5,8 @@ Transformer Engine's module names, which mbridge 0.15.1 maps: the norm before a 
 layer (`linear_qkv.layer_norm_weight`). vLLM's are those of its 0.32 models.
 """
 
+from dataclasses import replace
+
 from mrl.model.hf_config import ModelSpec
 from mrl.model.weight_map import Part, Weight, copied
 
@@ -14,9 +16,14 @@ def dense_layer(m: ModelSpec) -> tuple[Weight, ...]:
     return (*layer_norms(m, "mlp.linear_fc1.layer_norm_weight"), *attention(m), *gated_mlp(m, m.intermediate_size))
 
 
-def expert_layer(m: ModelSpec, shared: tuple[Weight, ...] = ()) -> tuple[Weight, ...]:
-    """A layer with a router and routed experts; `shared`: weights of experts that every token uses."""
-    return (*layer_norms(m, "pre_mlp_layernorm.weight"), *attention(m), router(m), *shared, *routed_experts(m))
+def expert_layer(m: ModelSpec, shared: tuple[Weight, ...] = (), router_in_vllm: str | None = None) -> tuple[Weight, ...]:
+    """A layer with a router and routed experts.
+
+    `shared`: weights of experts that every token uses. `router_in_vllm`: vLLM's dtype of the router where it is not
+    the engine's.
+    """
+    gate = replace(router(m), vllm_dtype=router_in_vllm)
+    return (*layer_norms(m, "pre_mlp_layernorm.weight"), *attention(m), gate, *shared, *routed_experts(m))
 
 
 def layer_norms(m: ModelSpec, megatron_mlp_norm: str) -> tuple[Weight, ...]:

@@ -1,12 +1,14 @@
 """What a Hugging Face config.json says of a model: ModelSpec, and how the families read its fields."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
 
 from mrl.errors import ConfigError
 
 HfConfig = Mapping[str, Any]
+# Of fields that came with a later family: `described` leaves them out of models that do not need them.
+_LATER = {"only_where_set": True}
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,19 @@ class ModelSpec:
     moe_intermediate_size: int = 0
     shared_expert_intermediate_size: int = 0  # 0: no shared expert
     norm_topk_prob: bool = False  # router weights of the chosen experts sum to one
+    router_score: Literal["softmax", "sigmoid"] = field(default="softmax", metadata=_LATER)
+    routed_scaling_factor: float = field(default=1.0, metadata=_LATER)  # of the routed experts' sum
+    partial_rotary_factor: float = field(default=1.0, metadata=_LATER)  # share of a head that turns with the position
+    left_out_layers: int = field(default=0, metadata=_LATER)  # for multi-token prediction; neither trained nor exported
 
     @property
     def is_moe(self) -> bool:
         return bool(self.moe_layers)
+
+    def described(self) -> dict[str, Any]:
+        """The fields as plain data, the same for a model whatever families came after its own: hashes are made of it."""
+        left_out = {f.name for f in fields(self) if f.metadata and getattr(self, f.name) == f.default}
+        return {name: value for name, value in asdict(self).items() if name not in left_out}
 
 
 def required(config: HfConfig, *keys: str) -> Any:
@@ -53,13 +64,18 @@ def rope_theta(config: HfConfig) -> float:
     return float(required({**config, **(config.get("rope_parameters") or {})}, "rope_theta"))
 
 
+def partial_rotary_factor(config: HfConfig, default: float) -> float:
+    """A key of its own, or inside `rope_parameters`, as `rope_theta`."""
+    return float({**config, **(config.get("rope_parameters") or {})}.get("partial_rotary_factor", default))
+
+
 def refuse_unlike_megatron(config: HfConfig) -> None:
     """Refuses what Megatron's model would silently compute differently from the checkpoint's own definition. Raises ConfigError."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    _refuse_unless("rope scaling", rope.get("rope_type", rope.get("type", "default")), "default")
-    _refuse_unless("hidden_act", config.get("hidden_act", "silu"), "silu")
-    _refuse_unless("use_sliding_window", bool(config.get("use_sliding_window", False)), False)
-    _refuse_unless("attention_bias", bool(config.get("attention_bias", False)), False)
+    refuse_unless("rope scaling", rope.get("rope_type", rope.get("type", "default")), "default")
+    refuse_unless("hidden_act", config.get("hidden_act", "silu"), "silu")
+    refuse_unless("use_sliding_window", bool(config.get("use_sliding_window", False)), False)
+    refuse_unless("attention_bias", bool(config.get("attention_bias", False)), False)
 
 
 def common(config: HfConfig) -> dict[str, Any]:
@@ -102,6 +118,7 @@ def head_dim_from_hidden(config: HfConfig) -> int:
     return config.get("head_dim") or required(config, "hidden_size") // required(config, "num_attention_heads")
 
 
-def _refuse_unless(key: str, value: Any, supported: Any) -> None:
+def refuse_unless(key: str, value: Any, supported: Any) -> None:
+    """Raises ConfigError for a value of config.json that training would not compute."""
     if value != supported:
         raise ConfigError(f"config.json: {key} = {value!r} is not supported (only {supported!r}): training would not compute this model")

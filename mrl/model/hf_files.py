@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model import ModelSpec, load_model_spec, tensor_specs
+from mrl.model.registry import family_of
 
 _HEADER_LIMIT = 100 * 1024**2  # bytes; the format's own bound
 _SHOWN = 5
@@ -96,8 +97,9 @@ def check_same_architecture(key: str, path: str | Path, model: ModelSpec) -> Non
 
 
 def _is_spare(name: str, model: ModelSpec) -> bool:
-    """Tensors that some checkpoints carry and the model computes by itself."""
-    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and model.tie_word_embeddings)
+    """Tensors that some checkpoints carry and the model computes by itself or does without."""
+    tied_head = name == "lm_head.weight" and model.tie_word_embeddings
+    return name.endswith("rotary_emb.inv_freq") or tied_head or family_of(model).is_left_out(name, model)
 
 
 def weight_files(folder: Path) -> list[Path]:

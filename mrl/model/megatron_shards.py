@@ -35,6 +35,7 @@ class Shard:
     pieces: tuple[Piece, ...]
     is_expert: bool
     replicas: tuple[int, ...]  # all ranks, ascending and this one included, whose parameter holds exactly these pieces
+    is_constant: bool = False
 
     @property
     def primary(self) -> int:
@@ -142,7 +143,7 @@ class _Rank:
         local_slice = megatron_slice(weight, self.layout.tensor, self.layout.expert_tensor, index)
         pieces = tuple(Piece(hf.filled(b.part.name), b.hf_box, b.local_box) for b in local_slice.blocks)
         name = local.filled(weight.megatron)
-        return Shard(name, vp, local_slice.shape, pieces, weight.is_expert, self._replicas(weight))
+        return Shard(name, vp, local_slice.shape, pieces, weight.is_expert, self._replicas(weight), weight.is_constant)
 
     def _replicas(self, weight: Weight) -> tuple[int, ...]:
         """Ranks that hold the same slice."""

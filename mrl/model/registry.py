@@ -1,7 +1,7 @@
 """The model families; from a checkpoint directory or a published name to a ModelSpec, and to its weight map.
 
 Nothing but JSON is read and no code of a checkpoint runs. `mrl/model/known/NAME.json` holds the fields of the public
-config.json of `Qwen/NAME` that a ModelSpec is read from, so that a preset can be planned where its checkpoint is not;
+config.json of `Qwen/NAME` (`zai-org/NAME`) that a ModelSpec is read from, so that a preset can be planned where its checkpoint is not;
 training never looks there.
 """
 
@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from mrl.errors import ConfigError, EnvironmentFault, MrlError
-from mrl.model import qwen2, qwen2_moe, qwen3, qwen3_moe
+from mrl.model import glm4_moe, qwen2, qwen2_moe, qwen3, qwen3_moe
 from mrl.model.hf_config import HfConfig, ModelSpec
-from mrl.model.weight_map import WeightMap
+from mrl.model.weight_map import Family, WeightMap
 
-FAMILIES = {module.FAMILY.architecture: module.FAMILY for module in (qwen2, qwen3, qwen2_moe, qwen3_moe)}
+FAMILIES = {module.FAMILY.architecture: module.FAMILY for module in (qwen2, qwen3, qwen2_moe, qwen3_moe, glm4_moe)}
 _KNOWN = Path(__file__).parent / "known"
 # Words behind a name that mean other weights than its own: what reads images, what is no language model, what is quantised.
 _OTHER_WEIGHTS = ("vl", "omni", "embedding", "reranker", "awq", "gptq", "gguf", "int4", "int8", "fp8", "mxfp4")
@@ -27,11 +27,16 @@ _SHORT = {"qwen330b": "Qwen3-30B-A3B", "qwen3235b": "Qwen3-235B-A22B"}
 @cache
 def weight_map(model: ModelSpec) -> WeightMap:
     """Every weight of a model. Raises ConfigError for a model type that is of no family."""
+    return WeightMap.of(model, family_of(model))
+
+
+def family_of(model: ModelSpec) -> Family:
+    """Raises ConfigError for a model type that is of no family."""
     family = next((family for family in FAMILIES.values() if family.model_type == model.family), None)
     if family is None:
         known = ", ".join(family.model_type for family in FAMILIES.values())
         raise ConfigError(f"config.json: model_type = {model.family!r} is not supported; supported: {known}")
-    return WeightMap.of(model, family)
+    return family
 
 
 def read_hf_config(path: str | Path) -> dict[str, Any]:

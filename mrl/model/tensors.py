@@ -19,6 +19,7 @@ class TensorSpec:
     dtype: str
     layer: int | None = None  # from 0; None outside the layers
     expert: int | None = None  # global number, from 0
+    is_constant: bool = False  # not trained
 
     @property
     def numel(self) -> int:
@@ -37,8 +38,10 @@ def tensor_specs(model: ModelSpec) -> tuple[TensorSpec, ...]:
 
 
 def _tensors(model: ModelSpec, weight: Weight, layer: int | None = None, expert: int | None = None) -> Iterator[TensorSpec]:
+    dtype = weight.dtype or model.dtype
     for part in weight.parts:
-        yield TensorSpec(part.name.format(layer=layer, expert=expert), part.shape, model.dtype, layer, expert)
+        name = part.name.format(layer=layer, expert=expert)
+        yield TensorSpec(name, part.shape, dtype, layer, expert, weight.is_constant)
 
 
 def parameter_count(model: ModelSpec) -> int:

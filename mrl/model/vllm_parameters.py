@@ -150,7 +150,8 @@ class _Worker:
 
     def _named(self, weight: Weight, layer: int | None, shape: tuple[int, ...], pieces: tuple[TargetPiece, ...]) -> TargetParameter:
         name = weight.vllm.format(layer=layer)
-        return TargetParameter(name, name.rpartition(".")[0], shape, self.dtype, pieces)
+        dtype = weight.vllm_dtype or weight.dtype or self.dtype
+        return TargetParameter(name, name.rpartition(".")[0], shape, dtype, pieces)
 
 
 def _check_dense(model: ModelSpec, workers: int, weight: Weight, layer: int | None) -> None:

@@ -86,11 +86,18 @@ class Weight:
     split: Split
     is_expert: bool = False  # every routed expert has one
     groups: int = 0  # of "heads": number of key/value heads
+    dtype: str | None = None  # in the checkpoint and in Megatron, whatever the model's; None: the model's
+    vllm_dtype: str | None = None  # in vLLM, where it is neither `dtype` nor the engine's
+    is_constant: bool = False  # not trained: no gradient, no master weights, no moments
 
     @property
     def numel(self) -> int:
         """Elements in the checkpoint, of one expert."""
         return sum(part.numel for part in self.parts)
+
+
+def _nothing(name: str, model: ModelSpec) -> bool:
+    return False
 
 
 LayerOf = Callable[[ModelSpec], tuple[Weight, ...]]  # weights of one layer, in the checkpoint's order
@@ -109,6 +116,7 @@ class Family:
     # name begins with, and the checkpoint's among those of one beginning.
     megatron_order: tuple[str, ...] = MEGATRON_ORDER
     vllm_order: tuple[str, ...] = (*VLLM_ATTENTION, "mlp.", *VLLM_NORMS)
+    is_left_out: Callable[[str, ModelSpec], bool] = _nothing  # a tensor of the family's checkpoints that the model does not have
 
 
 @dataclass(frozen=True)

@@ -195,6 +195,8 @@ class Activations:
     def _moe(self) -> dict[str, int]:
         m, s, k = self.model, self.sharded, self.model.num_experts_per_tok
         probabilities = k if m.norm_topk_prob else m.num_experts  # softmax over the chosen, or over all
+        if m.router_score == "sigmoid":
+            probabilities = m.num_experts + 2 * k  # of all; of the chosen, before and after they are normalised
         inner = m.moe_intermediate_size // self.layout.expert_tensor
         return {
             "mlp norm": self._norm() + self._hidden(),

@@ -245,17 +245,19 @@ class ShardDigests:
 
     def _whole(self, shard: Shard) -> int:
         local = self._shards(shard.megatron_name, shard.vp_chunk).detach()
-        blocks = [partial_digests([local[p.local_box.slices]], [p.hf_name], p.hf_box.origin, self._dtype) for p in shard.pieces]
+        dtype = local.dtype if shard.is_constant else self._dtype
+        blocks = [partial_digests([local[p.local_box.slices]], [p.hf_name], p.hf_box.origin, dtype) for p in shard.pieces]
         return add(digest for (digest,) in blocks)
 
     def _digests(self, copies: Iterable[Copy]) -> dict[tuple[str, Box], int]:
         """(name, box) -> digest. The same box of several tensors, as of a layer's experts, is taken together."""
-        groups: dict[Box, dict[str, Copy]] = {}
+        groups: dict[tuple[Box, str | None], dict[str, Copy]] = {}
         for copy in copies:
-            groups.setdefault(copy.hf_box, {}).setdefault(copy.hf_name, copy)
+            groups.setdefault((copy.hf_box, copy.dtype), {}).setdefault(copy.hf_name, copy)
         digest_of = {}
-        for box, by_name in groups.items():
-            digests = partial_digests([self._block(copy) for copy in by_name.values()], list(by_name), box.origin, self._dtype)
+        for (box, own), by_name in groups.items():
+            dtype = getattr(torch, own) if own else self._dtype
+            digests = partial_digests([self._block(copy) for copy in by_name.values()], list(by_name), box.origin, dtype)
             digest_of |= {(name, box): digest for name, digest in zip(by_name, digests, strict=True)}
         return digest_of
 

@@ -128,15 +128,19 @@ def _write(writer: Writer, copies: list[tuple[Copy, Tensor]]) -> None:
 
 
 def wire_views(message: Message, buffer: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Each copy's block, in Hugging Face orientation, in a uint8 `buffer` that begins with the message."""
-    flat, start, views = buffer[: message.nbytes].view(dtype), 0, []
-    for copy in message.copies:
-        stop = start + copy.hf_box.volume
-        views.append(flat[start:stop].view(copy.hf_box.shape))
+    """Each copy's block, in Hugging Face orientation, in a uint8 `buffer` that begins with the message.
+
+    `dtype`: of copies that have none of their own.
+    """
+    start, views = 0, {}
+    for number, copy in sorted(enumerate(message.copies), key=lambda pair: pair[1].dtype is None):
+        own = dtype if copy.dtype is None else getattr(torch, copy.dtype)
+        stop = start + copy.hf_box.volume * own.itemsize
+        views[number] = buffer[start:stop].view(own).view(copy.hf_box.shape)
         start = stop
-    if start * dtype.itemsize != message.nbytes:
+    if start != message.nbytes:
         raise RuntimeError(f"round {message.round}, rank {message.source} to worker {message.worker}: copies do not add up to nbytes")
-    return views
+    return [views[number] for number in range(len(views))]
 
 
 def source_view(shard: Tensor, copy: Copy) -> Tensor:

@@ -93,7 +93,7 @@ def template_faults(
 def _copy_of(grain: Grain, layer: int, holder: Holder) -> Copy:
     """The grain as a copy of the miniature, where every layer is in chunk 0."""
     hf_name, source_name, parameter = (name.format(layer) for name in (grain.hf_name, holder.source_name, grain.parameter))
-    return Copy(hf_name, grain.hf_box, source_name, 0, grain.source_box, parameter, grain.target_box, grain.axes)
+    return Copy(hf_name, grain.hf_box, source_name, 0, grain.source_box, parameter, grain.target_box, grain.axes, grain.dtype)
 
 
 def worker_faults(

@@ -33,13 +33,15 @@ class Copy:
     parameter: str
     target_box: Box
     axes: tuple[int, ...]
+    dtype: str | None = None  # on the wire; None: the plan's
 
 
 @dataclass(frozen=True)
 class Message:
     """All that one rank sends to one worker in one round.
 
-    Its copies follow each other in order, each contiguous in Hugging Face orientation, in the engine's number format.
+    Its copies follow each other in order, each contiguous in Hugging Face orientation, in the engine's number format;
+    those with a wider format of their own come first, so that every element is aligned.
     """
 
     round: int

@@ -169,6 +169,7 @@ class ReshardPlan:
             grain.parameter.format(segment.layer),
             grain.target_box,
             grain.axes,
+            grain.dtype,
         )
 
     @cached_property
@@ -184,7 +185,7 @@ class ReshardPlan:
         number = {key: n for n, key in enumerate(grains)}
         return {
             "format": FORMAT,
-            "model": asdict(self.model),
+            "model": self.model.described(),
             "train": asdict(self.train),
             "rollout": asdict(self.rollout),
             "dialect": self.dialect,

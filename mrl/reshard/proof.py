@@ -24,7 +24,6 @@ from mrl.model.vllm_parameters import TRANSPOSED, VOCABULARY_MULTIPLE, TargetPar
 from mrl.reshard.faults import ShardTable, shard_table, worker_faults
 from mrl.reshard.messages import Copy
 from mrl.reshard.plan import ReshardPlan, plan_reshard
-from mrl.reshard.streams import ITEM_BYTES
 from mrl.units import MIB
 
 Arrays = dict[str, np.ndarray]
@@ -140,7 +139,8 @@ def rehearse(plan: ReshardPlan) -> Rehearsal:
     begun = perf_counter()
     small = _small_plan(plan)
     fault = next(simulated_faults(small), None)
-    elements = (small.bytes_moved + small.bytes_local) // ITEM_BYTES[small.dtype]
+    blocks = [template.blocks[segment.block] for template in small.templates for segment in small.segments]
+    elements = sum(grain.hf_box.volume for block in blocks for grain in block) * plan.rollout.num_engines
     return Rehearsal(small.model.num_layers, small.model.num_experts, small.num_rounds, elements, fault, perf_counter() - begun)
 
 

@@ -50,6 +50,7 @@ class Grain:
     axes: tuple[int, ...]
     nbytes: int
     holders: tuple[Holder, ...]  # any of them can send it
+    dtype: str | None = None  # on the wire: that of the engine's parameter; None: the plan's
 
 
 @dataclass(frozen=True)
@@ -150,14 +151,14 @@ class Holdings:
             if common := hf_box.intersect(box):
                 yield common, common.rebase(hf_box, local_box), holders
 
-    def grains(self, parameter: TargetParameter, limit: int) -> tuple[Grain, ...]:
-        """What fills one parameter, in grains of at most `limit` bytes or one row."""
+    def grains(self, parameter: TargetParameter, limit: int, dtype: str) -> tuple[Grain, ...]:
+        """What fills one parameter, in grains of at most `limit` bytes or one row; `dtype`: the plan's."""
         if (parameter, limit) not in self._cut:
-            self._cut[parameter, limit] = tuple(self._grains(parameter, limit))
+            self._cut[parameter, limit] = tuple(self._grains(parameter, limit, dtype))
         return self._cut[parameter, limit]
 
-    def _grains(self, parameter: TargetParameter, limit: int) -> Iterator[Grain]:
-        item = ITEM_BYTES[parameter.dtype]
+    def _grains(self, parameter: TargetParameter, limit: int, dtype: str) -> Iterator[Grain]:
+        item, own = ITEM_BYTES[parameter.dtype], None if parameter.dtype == dtype else parameter.dtype
         name, module = with_open_layer(parameter.name), with_open_layer(parameter.module)
         for piece in parameter.pieces:
             hf_name = with_open_layer(piece.hf_name)
@@ -166,7 +167,8 @@ class Holdings:
                     hf_box = Box((rows, *common.ranges[1:]))
                     target_box = _in_target(hf_box, piece.hf_box, piece.local_box, piece.axes)
                     source_box = _rows_of(hf_box, common, source)
-                    yield Grain(hf_name, hf_box, source_box, name, module, target_box, piece.axes, hf_box.volume * item, holders)
+                    nbytes = hf_box.volume * item
+                    yield Grain(hf_name, hf_box, source_box, name, module, target_box, piece.axes, nbytes, holders, own)
 
 
 def stream_template(
@@ -179,7 +181,7 @@ def stream_template(
         layer = _layer_number(parameter.name)
         after_layers = after_layers or layer is not None
         block = (len(blocks) - 1 if after_layers else 0) if layer is None else layer + 1
-        blocks[block] += holdings.grains(parameter, limit)
+        blocks[block] += holdings.grains(parameter, limit, dtype)
     return StreamTemplate(tuple(tuple(_interleaved(block, position, rollout.workers_per_engine)) for block in blocks))
 
 

@@ -210,7 +210,10 @@ def written_in_place(targets: Sequence[TargetParameter]) -> frozenset[str]:
 
 
 def weight_bytes(model: nn.Module, adapter: Adapter, dtype: torch.dtype) -> int:
-    """Bytes that an update has to bring: vLLM's own parameters in the engine's `dtype`, without vocabulary padding."""
+    """Bytes that an update has to bring: vLLM's own parameters, without vocabulary padding.
+
+    `dtype`: the engine's, in which biases come, though kernels keep some of them in float32.
+    """
     total, counted = 0, set()
     for layer in model.modules():
         for leaf, parameter in layer._parameters.items():
@@ -220,7 +223,8 @@ def weight_bytes(model: nn.Module, adapter: Adapter, dtype: torch.dtype) -> int:
             tensor = adapter.load_tensor(layer, leaf)
             rows = getattr(layer, "shard_indices", None)  # of a vocabulary
             padding = rows.num_elements_padded - rows.num_org_elements - rows.num_added_elements if rows is not None else 0
-            total += (tensor.numel() - padding * tensor.shape[-1]) * dtype.itemsize
+            item = (dtype if leaf == "bias" else tensor.dtype).itemsize
+            total += (tensor.numel() - padding * tensor.shape[-1]) * item
     return total
 
 

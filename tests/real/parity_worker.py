@@ -69,7 +69,7 @@ def exported_gradients(actor: MegatronActor) -> dict[str, torch.Tensor]:
         for buffer in chunk.buffers + chunk.expert_parallel_buffers:
             for bucket in buffer.buckets:
                 _gather_shards(bucket.grad_data, buffer.data_parallel_group)
-    parameters = [p for chunk in actor.chunks for p in chunk.parameters()]
+    parameters = [p for chunk in actor.chunks for p in chunk.parameters() if p.requires_grad]
     weights = [p.clone() for p in parameters]
     for parameter in parameters:
         parameter.copy_(parameter.main_grad)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
-from tiny_models import save, tiny_dense, tiny_moe, tiny_shared
+from tiny_models import save, tiny_dense, tiny_glm, tiny_moe, tiny_shared
 from torch import Tensor
 
 from mrl.data.batch import Sample, TrainBatch, collate
@@ -26,11 +26,13 @@ TP, PP, CP, EP, ETP = (
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
 )
+MODELS = {"moe": tiny_moe, "dense": tiny_dense, "shared": tiny_shared, "glm": tiny_glm}
 # name -> (model, ranks, degrees); data parallelism is what remains of the ranks
 LAYOUTS = {
     "moe-tp1": ("moe", 1, {}),
     "dense-tp1": ("dense", 1, {}),
     "shared-tp1": ("shared", 1, {}),
+    "glm-tp1": ("glm", 1, {}),
     "moe-tp2": ("moe", 2, {TP: 2}),
     "moe-tp2-whole-optimizer": ("moe", 2, {TP: 2}),
     "moe-tp2-etp2": ("moe", 2, {TP: 2, ETP: 2}),
@@ -41,6 +43,8 @@ LAYOUTS = {
     "moe-dp2": ("moe", 2, {}),
     "moe-tp2-ep2": ("moe", 2, {TP: 2, EP: 2}),
     "shared-tp2-ep2": ("shared", 2, {TP: 2, EP: 2}),
+    "glm-tp2-ep2": ("glm", 2, {TP: 2, EP: 2}),
+    "glm-pp2": ("glm", 2, {PP: 2}),
     "dense-tp2": ("dense", 2, {TP: 2}),
     "dense-pp2": ("dense", 2, {PP: 2}),
     "moe-tp2-pp2-ep2": ("moe", 4, {TP: 2, PP: 2, EP: 2}),
@@ -91,7 +95,7 @@ class Reference:
 def references(tmp_path_factory) -> dict[str, Reference]:
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("reference")
-    return {name: _reference(make(), folder / name) for name, make in (("moe", tiny_moe), ("dense", tiny_dense), ("shared", tiny_shared))}
+    return {name: _reference(make(), folder / name) for name, make in MODELS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +125,7 @@ def test_log_probs_and_entropy_are_those_of_hugging_face(layout, references, res
     assert total / tokens == pytest.approx(reference.entropy, rel=1e-5)
 
 
-@pytest.mark.parametrize("model", ["moe", "dense", "shared"])
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("cut", CUTS)
 def test_gradients_of_one_rank_are_those_of_hugging_face(model, cut, references, results):
     gradients = load_file(results[f"{model}-tp1"] / f"gradients-{cut}.safetensors")
@@ -155,7 +159,7 @@ def test_the_loss_and_the_gradient_norm_do_not_depend_on_the_layout_or_the_micro
     assert _gradient_norms(results[layout]) == pytest.approx(_gradient_norms(one_rank), rel=1e-5)
 
 
-@pytest.mark.parametrize("model", ["moe", "dense", "shared"])
+@pytest.mark.parametrize("model", MODELS)
 def test_the_loss_of_one_rank_is_that_of_hugging_face(model, references, results):
     assert _loss(results[f"{model}-tp1"], "packed-5") == pytest.approx(references[model].loss, rel=1e-5)
 

@@ -36,6 +36,17 @@ MODELS = {
     "qwen3-tied": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True},
     "qwen2-moe": EXPERTS | {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "shared_expert_intermediate_size": 16},
     "qwen3-moe": EXPERTS | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 32},
+    "glm4-moe": EXPERTS
+    | {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        "head_dim": 32,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "attention_bias": True,
+        "use_qk_norm": True,
+    },
     "qwen3-moe-mixed": EXPERTS
     | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 32, "decoder_sparse_step": 2},
 }

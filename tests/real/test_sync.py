@@ -14,7 +14,7 @@ import pytest
 import ray
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import save, tiny_dense, tiny_moe, tiny_shared
+from tiny_models import in_dtype, save, tiny_dense, tiny_glm, tiny_moe, tiny_shared
 
 from mrl.cluster import rollout_group
 from mrl.cluster.actor_group import ActorGroup
@@ -63,9 +63,19 @@ CASES = {
         {"tp2ep4": dict(tensor_model_parallel_size=2, expert_model_parallel_size=4)},
         generates=False,  # its answers depend on the order of the prompts on CPU, by 1e-6: the engine would refuse to start
     ),
+    "bf16-glm-to-tp2": Case(  # routers and their constants are float32 in the engine
+        "glm", "bfloat16", dict(tensor_model_parallel_size=2),
+        {"tp2pp2ep2": dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, expert_model_parallel_size=2)},
+        fresh=True, generates=False,
+    ),
 }  # fmt: skip
 # vLLM's CPU attention has heads of 32 and more, and its kernels want multiples of 32 on each worker
-MODELS = {"moe": tiny_moe, "dense": tiny_dense, "shared": lambda: tiny_shared(num_attention_heads=2, shared_expert_intermediate_size=128)}
+MODELS = {
+    "moe": tiny_moe,
+    "dense": tiny_dense,
+    "shared": lambda: tiny_shared(num_attention_heads=2, shared_expert_intermediate_size=128),
+    "glm": tiny_glm,
+}
 
 
 def config_for(model: Path, case: Case, layout: dict, path: str = "fast", **engines) -> RunConfig:
@@ -83,7 +93,7 @@ def config_for(model: Path, case: Case, layout: dict, path: str = "fast", **engi
 
 def two_models(folder: Path, case: Case) -> tuple[Path, Path]:
     """Checkpoints: what the trainer starts from, and other weights altogether."""
-    start = save(MODELS[case.model]().to(getattr(torch, case.dtype)), folder / "start")
+    start = save(in_dtype(MODELS[case.model](), getattr(torch, case.dtype)), folder / "start")
     other = folder / "other"
     shutil.copytree(start, other)
     noise = torch.Generator().manual_seed(1)

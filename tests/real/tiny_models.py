@@ -4,6 +4,8 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -58,6 +60,38 @@ def tiny_qwen2() -> PreTrainedModel:
     """Dense Qwen2 or 2.5: biases on q, k and v, no norm of heads, embeddings that are not tied."""
     sizes = {k: v for k, v in _COMMON.items() if k != "head_dim"}
     return _uneven(Qwen2ForCausalLM, Qwen2Config(**sizes, vocab_size=128, tie_word_embeddings=False))
+
+
+def tiny_glm(**changes) -> PreTrainedModel:
+    """GLM-4.5 MoE: a dense layer before those with experts, two shared experts, half of each head rotated, sigmoid routers
+    whose constants change the choice of experts. `changes`: to its configuration."""
+    sizes = _COMMON | {
+        "vocab_size": 127,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "num_mtp_layers": 0,
+    }
+    model = _uneven(Glm4MoeForCausalLM, Glm4MoeConfig(**(sizes | changes)))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(4 + 0.2 * torch.randn_like(buffer))  # far from 0: rounding to bfloat16 would move them by 0.02
+    return model
+
+
+def in_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """The model with weights of `dtype`; what checkpoints always have in float32 stays so, as in `from_pretrained`."""
+    precise = {name: buffer.clone() for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    model.to(dtype)
+    for name, buffer in precise.items():
+        module, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(module), leaf, buffer)
+    return model
 
 
 def _uneven(architecture: type, config) -> PreTrainedModel:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "real"))
-from tiny_models import save, tiny_dense, tiny_moe, tiny_qwen2, tiny_shared
+from tiny_models import in_dtype, save, tiny_dense, tiny_glm, tiny_moe, tiny_qwen2, tiny_shared
 
 import mrl.checkpoint.convert
 import mrl.checkpoint.convert_job
@@ -23,7 +23,7 @@ import mrl.checkpoint.stored_boxes
 from mrl.checkpoint.convert import ExpectedModel, write_hf, write_layout
 from mrl.checkpoint.convert_job import Options
 from mrl.checkpoint.manifest import EXP_AVG, MASTER, WEIGHT, read_manifest
-from mrl.checkpoint.open_checkpoint import open_hf, open_saved
+from mrl.checkpoint.open_checkpoint import open_hf, open_saved, weight_role
 from mrl.checkpoint.rank_load import TensorLoader
 from mrl.cli.convert import parse_layout
 from mrl.errors import ConfigError, EnvironmentFault
@@ -49,6 +49,7 @@ def models(tmp_path_factory) -> dict[str, Path]:
     half = out / "half"
     tiny_moe().to(torch.bfloat16).save_pretrained(half, max_shard_size="400KB")
     assert len(list(half.glob("*.safetensors"))) > 2
+    folders["half glm4_moe"] = save(in_dtype(tiny_glm(), torch.bfloat16), out / "half-glm")
     for folder in (*folders.values(), half):
         (folder / "tokenizer.json").write_text(f'{{"of": "{folder.name}"}}')
     return folders | {"half": half}
@@ -77,6 +78,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 CASES = [
     *(("qwen3_moe", LAYOUTS[name]) for name in LAYOUTS), ("qwen2_moe", "tp=2,pp=2,ep=2"), ("half", "tp=2,pp=2,ep=2"),
     *(("qwen3", DENSE[name]) for name in DENSE), ("qwen2", DENSE["tp2 pp2"]),
+    ("half glm4_moe", "tp=2,pp=2,ep=2"),
 ]  # fmt: skip
 
 
@@ -94,7 +96,10 @@ def test_there_and_back_gives_the_same_bytes_whatever_the_layout(models, tmp_pat
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "ours"]
 
 
-@pytest.mark.parametrize(("model", "layout"), [("qwen3_moe", "tp=2,pp=2,ep=2"), ("qwen2_moe", "tp=4,etp=2,ep=2"), ("half", "pp=2,vpp=2")])
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [("qwen3_moe", "tp=2,pp=2,ep=2"), ("qwen2_moe", "tp=4,etp=2,ep=2"), ("half", "pp=2,vpp=2"), ("half glm4_moe", "tp=2,pp=2,ep=2")],
+)
 def test_each_rank_is_stored_what_megatron_has_there(models, tmp_path, model, layout):
     """Against an oracle that slices whole tensors; `TensorLoader`, by which ranks load, reads it."""
     degrees, spec, full = parse_layout(layout), load_model_spec(models[model]), weights(models[model])
@@ -106,14 +111,15 @@ def test_each_rank_is_stored_what_megatron_has_there(models, tmp_path, model, la
     assert written == {(file, key) for file, tensors in files.items() for key in tensors}
     for rank in range(plan.world_size):
         for shard in source_shards(spec, plan, rank):
-            expected = torch.zeros(shard.local_shape, dtype=next(iter(full.values())).dtype)
+            role = weight_role(shard)
+            expected = torch.zeros(shard.local_shape, dtype=full[shard.pieces[0].hf_name].dtype)
             for piece in shard.pieces:
                 expected[piece.local_box.slices] = full[piece.hf_name][piece.hf_box.slices]
             found = torch.zeros_like(expected)
-            stored.fill(WEIGHT, shard.pieces, found)
+            stored.fill(role, shard.pieces, found)
             assert torch.equal(found, expected)
             if shard.primary == rank:  # padding rows and all
-                assert torch.equal(files[f"rank-{rank:05d}.safetensors"][f"weight/{shard.vp_chunk}.{shard.megatron_name}"], expected)
+                assert torch.equal(files[f"rank-{rank:05d}.safetensors"][f"{role}/{shard.vp_chunk}.{shard.megatron_name}"], expected)
 
 
 def test_optimizer_state_moves_between_layouts_with_the_weights(models, tmp_path, small_parts):

@@ -6,12 +6,13 @@ from small_model import SIZES, write_model
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model import active_parameter_count, known_models, known_name, known_spec, parameter_count, planning_model_spec
 
-# (all, active) in 10^9, as the model cards and the technical reports (arXiv:2505.09388, arXiv:2412.15115) give them
+# (all, active) in 10^9, as the model cards and the technical reports (arXiv:2505.09388, arXiv:2412.15115) give them; 12 active ones of
+# GLM-4.5-Air are without its two vocabulary matrices
 PUBLISHED = {
     "Qwen3-30B-A3B": (30.5, 3.3), "Qwen3-235B-A22B": (235, 22), "Qwen3-32B": (32.8, 32.8), "Qwen3-14B": (14.8, 14.8),
     "Qwen3-8B": (8.2, 8.2), "Qwen3-4B": (4.0, 4.0), "Qwen3-1.7B": (1.7, 1.7), "Qwen3-0.6B": (0.6, 0.6), "Qwen2.5-72B": (72.7, 72.7),
     "Qwen2.5-32B": (32.5, 32.5), "Qwen2.5-14B": (14.7, 14.7), "Qwen2.5-7B": (7.61, 7.61), "Qwen2.5-3B": (3.09, 3.09),
-    "Qwen2.5-1.5B": (1.54, 1.54), "Qwen2.5-0.5B": (0.49, 0.49), "Qwen2-7B": (7.6, 7.6),
+    "Qwen2.5-1.5B": (1.54, 1.54), "Qwen2.5-0.5B": (0.49, 0.49), "Qwen2-7B": (7.6, 7.6), "GLM-4.5-Air": (106, 13.4),
 }  # fmt: skip
 
 

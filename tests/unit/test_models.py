@@ -29,6 +29,10 @@ TINY = {
     "rope_theta": 10000.0,
 }
 TINY_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [1], "decoder_sparse_step": 2}
+TINY_GLM = {
+    "head_dim": 16, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 2,
+    "first_k_dense_replace": 1, "attention_bias": True,
+}  # fmt: skip
 CASES = {
     "qwen2 tied": ("Qwen2", "qwen2", {"tie_word_embeddings": True}),
     "qwen2 untied": ("Qwen2", "qwen2", {"tie_word_embeddings": False}),
@@ -36,6 +40,8 @@ CASES = {
     "qwen3, head size by default": ("Qwen3", "qwen3", {}),
     "qwen2_moe": ("Qwen2Moe", "qwen2_moe", {**TINY_EXPERTS, "shared_expert_intermediate_size": 24}),
     "qwen3_moe": ("Qwen3Moe", "qwen3_moe", {**TINY_EXPERTS, "head_dim": 16}),
+    "glm4_moe": ("Glm4Moe", "glm4_moe", TINY_GLM),
+    "glm4_moe, norms of heads, no biases": ("Glm4Moe", "glm4_moe", {**TINY_GLM, "use_qk_norm": True, "attention_bias": False}),
     "qwen3_moe, all layers sparse": ("Qwen3Moe", "qwen3_moe", {**TINY_EXPERTS, "mlp_only_layers": [], "decoder_sparse_step": 1}),
 }
 

@@ -35,6 +35,12 @@ MODELS = {
         **BASE | EXPERTS | {"family": "qwen2_moe", "qkv_bias": True, "qk_norm": False, "shared_expert_intermediate_size": 8}
     ),
     "qwen3_moe": ModelSpec(**BASE | EXPERTS | {"family": "qwen3_moe", "qkv_bias": False, "qk_norm": True}),
+    "glm4_moe": ModelSpec(
+        **BASE
+        | EXPERTS
+        | {"family": "glm4_moe", "qkv_bias": True, "qk_norm": False, "moe_layers": (1, 2, 3), "shared_expert_intermediate_size": 8},
+        router_score="sigmoid",
+    ),
     "mixed": ModelSpec(
         **BASE | EXPERTS | {"family": "qwen3_moe", "qkv_bias": False, "qk_norm": True, "moe_layers": (1, 3), "num_key_value_heads": 8}
     ),
@@ -153,7 +159,8 @@ def megatron_parameter(model: ModelSpec, layout: TrainLayout, rank: int, name: s
         expert = coords.ep * (model.num_experts // layout.expert) + int(name.rsplit("weight", 1)[1])
         return gated(hf, f"{at}mlp.experts.{expert}.", name, layout.expert_tensor, coords.etp)
     if "linear_fc" in name and "layer_norm" not in name:
-        shared = "shared_expert." if "shared_experts" in name else ""
+        of_family = "shared_experts." if model.family == "glm4_moe" else "shared_expert."
+        shared = of_family if "shared_experts" in name else ""
         return gated(hf, f"{at}mlp.{shared}", name, layout.tensor, tp)
     if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         tied = model.tie_word_embeddings or name.startswith("embedding")
@@ -170,6 +177,7 @@ def megatron_parameter(model: ModelSpec, layout: TrainLayout, rank: int, name: s
         "q_layernorm.weight": f"{at}self_attn.q_norm.weight",
         "k_layernorm.weight": f"{at}self_attn.k_norm.weight",
         "router.weight": f"{at}mlp.gate.weight",
+        "router.expert_bias": f"{at}mlp.gate.e_score_correction_bias",
         "shared_experts.gate_weight": f"{at}mlp.shared_expert_gate.weight",
     }
     return next(hf[source] for suffix, source in copied.items() if name.endswith(suffix))
@@ -220,11 +228,18 @@ def bridge_of(model: ModelSpec):
     """mbridge's bridge of a family without its Megatron state: only its name map and its pure weight conversions are used."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        from mbridge.models.glm4moe import GLM4MoEBridge
         from mbridge.models.qwen2 import Qwen2Bridge
         from mbridge.models.qwen2moe import Qwen2MoEBridge
         from mbridge.models.qwen3 import Qwen3Bridge
         from mbridge.models.qwen3moe import Qwen3MoEBridge
-    classes = {"qwen2": Qwen2Bridge, "qwen3": Qwen3Bridge, "qwen2_moe": Qwen2MoEBridge, "qwen3_moe": Qwen3MoEBridge}
+    classes = {
+        "qwen2": Qwen2Bridge,
+        "qwen3": Qwen3Bridge,
+        "qwen2_moe": Qwen2MoEBridge,
+        "qwen3_moe": Qwen3MoEBridge,
+        "glm4_moe": GLM4MoEBridge,
+    }
     bridge = object.__new__(classes[model.family])
     bridge.hf_config = SimpleNamespace(
         **{name: getattr(model, name) for name in ("num_key_value_heads", "num_attention_heads", "head_dim")}
@@ -235,7 +250,7 @@ def bridge_of(model: ModelSpec):
     return bridge
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "glm4_moe"])
 def test_names_and_contents_are_mbridges(family):
     model = MODELS[family]
     import torch

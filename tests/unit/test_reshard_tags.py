@@ -9,6 +9,7 @@ from reshard_cases import Pair, random_pairs
 from mrl.model.device_grid import Place
 from mrl.model.megatron_shards import source_shards
 from mrl.model.vllm_loader import loaded
+from mrl.model.vllm_parameters import target_parameters
 from mrl.reshard.messages import Message
 from mrl.reshard.proof import fill, numbered, simulated_faults
 from mrl.reshard.streams import ITEM_BYTES
@@ -73,7 +74,7 @@ def test_no_process_exceeds_the_budget_in_a_round(seed):
     for pair in random_pairs(seed, 6):
         totals: dict[tuple, int] = defaultdict(int)
         for message in messages(pair)[0]:
-            assert message.nbytes == sum(copy.hf_box.volume for copy in message.copies) * ITEM_BYTES[pair.dtype]
+            assert message.nbytes == sum(copy.hf_box.volume * ITEM_BYTES[copy.dtype or pair.dtype] for copy in message.copies)
             totals["rank", message.source, message.round] += message.nbytes
             totals["worker", message.worker, message.round] += message.nbytes
         assert max(totals.values()) <= pair.budget
@@ -104,9 +105,10 @@ def test_moved_bytes_are_those_that_no_rank_on_the_device_has(seed):
             at_hand[pair.topology.ranks[rank]] += held
         required = 0
         for worker in range(pair.rollout.world_size):
-            wanted = loaded(pair.model, pair.rollout, worker, hf, transposed=False).values()
-            elements = np.concatenate([array.ravel() for array in wanted])
             here = at_hand[pair.topology.workers[worker]] if pair.topology else []
-            required += np.count_nonzero(~np.isin(elements, np.concatenate([[0], *here])))  # 0 is padding
-        assert plan.bytes_required == plan.bytes_moved == required * ITEM_BYTES[pair.dtype]
+            dtype_of = {t.name: t.dtype for t in target_parameters(pair.model, pair.rollout, worker, pair.dialect, pair.dtype)}
+            for name, array in loaded(pair.model, pair.rollout, worker, hf, transposed=False).items():
+                elements = np.count_nonzero(~np.isin(array, np.concatenate([[0], *here])))  # 0 is padding
+                required += elements * ITEM_BYTES[dtype_of[name]]
+        assert plan.bytes_required == plan.bytes_moved == required
         assert sum(m.nbytes for m in messages(pair)[0]) == plan.bytes_moved + plan.bytes_local

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 
+from mrl.errors import ConfigError
 from mrl.model import ModelSpec
 from mrl.model.boxes import Box
 from mrl.model.layout import TrainLayout
@@ -40,8 +41,14 @@ class KeyPosition:
 
 
 def whole_parameters(model: ModelSpec) -> tuple[Shard, ...]:
-    """The parameters of a rank that has all of them; layers and experts have their global numbers."""
-    return source_shards(model, TrainLayout.build({"world_size": 1}, model), 0)
+    """The parameters of a rank that has all of them; layers and experts have their global numbers.
+
+    Raises ConfigError for a model with constants, whose place in torch_dist files is not known here.
+    """
+    shards = source_shards(model, TrainLayout.build({"world_size": 1}, model), 0)
+    if any(shard.is_constant for shard in shards):
+        raise ConfigError(f"{model.family} models are not converted from or to Megatron's torch_dist format; use Hugging Face files")
+    return shards
 
 
 def written_position(shard: Shard, model: ModelSpec, separate_layers: bool) -> KeyPosition:

@@ -1,0 +1,68 @@
+"""GLM-4.5 MoE: dense layers first, then routed experts beside shared ones that nothing gates.
+
+Routers score experts by a sigmoid, and choose by that score plus a float32 constant of each expert
+(`e_score_correction_bias`), which pretraining tuned and nothing changes any more. Layers for multi-token prediction
+follow the others in a checkpoint; transformers and vLLM's model leave them out, and so does training.
+"""
+
+import re
+
+from mrl.model.decoder_weights import dense_layer, expert_layer, gated_mlp
+from mrl.model.hf_config import HfConfig, ModelSpec, common, head_dim_from_hidden, partial_rotary_factor, refuse_unless, required
+from mrl.model.weight_map import VLLM_ATTENTION, VLLM_NORMS, Family, Part, Weight
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def read(config: HfConfig) -> ModelSpec:
+    for key in ("n_group", "topk_group"):
+        refuse_unless(key, config.get(key, 1), 1)
+    refuse_unless("norm_topk_prob", bool(config.get("norm_topk_prob", True)), True)  # Megatron's sigmoid router always does it ...
+    experts_per_token = required(config, "num_experts_per_tok")
+    if experts_per_token == 1:
+        refuse_unless("num_experts_per_tok", 1, "2 or more")  # ... but never for one expert
+    layers, size = required(config, "num_hidden_layers"), required(config, "moe_intermediate_size")
+    return ModelSpec(
+        **common({**config, "attention_bias": False}),  # here it means queries, keys and values alone: qkv_bias
+        head_dim=head_dim_from_hidden(config),
+        qkv_bias=bool(config.get("attention_bias", False)),
+        qk_norm=bool(config.get("use_qk_norm", False)),
+        num_experts=required(config, "n_routed_experts", "num_local_experts"),
+        num_experts_per_tok=experts_per_token,
+        moe_intermediate_size=size,
+        moe_layers=tuple(range(required(config, "first_k_dense_replace"), layers)),
+        shared_expert_intermediate_size=size * required(config, "n_shared_experts"),
+        norm_topk_prob=True,
+        router_score="sigmoid",
+        routed_scaling_factor=float(config.get("routed_scaling_factor", 1.0)),
+        partial_rotary_factor=partial_rotary_factor(config, 0.5),
+        left_out_layers=config.get("num_nextn_predict_layers", config.get("num_mtp_layers")) or 0,
+    )
+
+
+def with_shared_experts(m: ModelSpec) -> tuple[Weight, ...]:
+    """A layer with routed experts, the constants that they are chosen by, and the shared ones."""
+    shared = gated_mlp(m, m.shared_expert_intermediate_size, "mlp.shared_experts.", "mlp.shared_experts.")
+    return expert_layer(m, (_correction(m), *shared), router_in_vllm="float32")
+
+
+def _correction(m: ModelSpec) -> Weight:
+    part = Part("mlp.gate.e_score_correction_bias", (m.num_experts,), matmul=False)
+    return Weight((part,), "mlp.router.expert_bias", part.name, "copied", dtype="float32", is_constant=True)
+
+
+def is_left_out(name: str, m: ModelSpec) -> bool:
+    """Tensors of the layers for multi-token prediction."""
+    layer = _LAYER.match(name)
+    return layer is not None and int(layer[1]) >= m.num_layers
+
+
+FAMILY = Family(
+    "Glm4MoeForCausalLM",
+    "glm4_moe",
+    read,
+    dense_layer,
+    with_shared_experts,
+    vllm_order=(*VLLM_ATTENTION, "mlp.gate.", "mlp.shared_experts.", "mlp.", *VLLM_NORMS),
+    is_left_out=is_left_out,
+)
