@@ -12,13 +12,18 @@ def add_config(parser: argparse.ArgumentParser, optional: bool = False) -> None:
 
 def positive(text: str) -> int:
     """A count, as argparse's `type`."""
-    if not text.isdecimal() or int(text) < 1:
+    if not text.removeprefix("-").isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    if int(text) < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
     return int(text)
 
 
-def resolved_config(options: argparse.Namespace):
-    """The ResolvedConfig that the arguments name. Raises ConfigError; a refusal by the schema has the rules' violations too."""
+def resolved_config(options: argparse.Namespace, check_paths: bool = False):
+    """The ResolvedConfig that the arguments name. Raises ConfigError; a refusal by the schema has the rules' violations too.
+
+    `check_paths`: those of the files that the rest of a refused configuration names as well.
+    """
     from mrl.config.load import SchemaRefusal, load_config
     from mrl.config.yaml_tree import dump_value
 
@@ -29,4 +34,4 @@ def resolved_config(options: argparse.Namespace):
     except SchemaRefusal as refusal:
         from mrl.config.rules import with_rules
 
-        raise with_rules(refusal) from None
+        raise with_rules(refusal, check_paths) from None

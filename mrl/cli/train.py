@@ -22,7 +22,7 @@ def _train(options: argparse.Namespace) -> None:
     from mrl.cluster.prerequisites import ask_for_token_authentication, ray_address
     from mrl.train.preflight import preflight, start_lines
 
-    resolved = resolved_config(options)
+    resolved = resolved_config(options, check_paths=True)
     model = preflight(resolved, options.resume)
     for line in start_lines(resolved, model):
         print(line, flush=True)

@@ -39,7 +39,7 @@ def _check(options: argparse.Namespace) -> tuple[list, list[str]]:
     from mrl.config.load import SchemaRefusal
 
     try:
-        resolved = resolved_config(options)
+        resolved = resolved_config(options, options.check_paths)
     except SchemaRefusal as refusal:
         return [*refusal.violations, *_accelerator(refusal.rest)], []
     return check_config(resolved, options.check_paths)

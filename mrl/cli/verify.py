@@ -70,7 +70,7 @@ def _resume_verdict(options: argparse.Namespace) -> dict[str, Any]:
     from mrl.model import load_model_spec
     from mrl.train.compare_runs import verify_resume
 
-    resolved = resolved_config(options)
+    resolved = resolved_config(options, check_paths=True)
     check(resolved, load_model_spec(resolved.config.model.path), check_paths=True)
     verdict = verify_resume(resolved, options.steps)
     return {"ok": verdict.difference is None, "model": resolved.config.model.path} | asdict(verdict)

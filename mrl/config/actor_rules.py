@@ -4,12 +4,12 @@ A micro-batch size is a limit: a rank's samples are cut evenly into as few micro
 an interleaved pipeline needs more of them, the cuts are finer and what is lacking is filled with micro-batches that count for nothing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import ceil
 from typing import Any
 
-from mrl.config.schema import LayoutConfig, RefConfig, RunConfig
+from mrl.config.schema import LayoutConfig, RefConfig, RunConfig, leaf
 from mrl.errors import Violation, nearest
 from mrl.model import ModelSpec
 from mrl.model.layout import check_train_layout
@@ -20,20 +20,25 @@ _DDP = "actor.override_ddp_config"
 _MINI, _BATCH = "actor.ppo_mini_batch_size", "data.train_batch_size"
 _VLLM = "rollout.engine_kwargs.vllm"
 _IGNORED = "it would be ignored"
+Rule = Callable[[RunConfig, ModelSpec], Iterator[Violation]]
 
 # What Megatron-core 0.16.1 lets selective recompute name (TransformerConfig.__post_init__), without those of attention we do not build.
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
 _STATE_DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")  # fields of OptimizerConfig
 _GRAPHS = "graphs that were captured go on using the addresses that weights and gradients had"
-# key, field, its value that is compatible with parameters or gradients that leave the device and come back elsewhere, and why
-_KEEP_ADDRESSES = (
-    (_TRANSFORMER, "enable_cuda_graph", False, _GRAPHS),
-    (_TRANSFORMER, "external_cuda_graph", False, _GRAPHS),
-    (_TRANSFORMER, "cuda_graph_impl", "none", _GRAPHS),
-    (_TRANSFORMER, "fp8_param", False, "weights in fp8 lie beside Megatron's buffers"),
-    (_DDP, "fp8_param_gather", False, "weights in fp8 lie beside Megatron's buffers"),
-    (_DDP, "nccl_ub", False, "the communicator has registered the memory of the buffers"),
-)
+# key: field, its value that is compatible with parameters or gradients that leave the device and come back elsewhere, and why
+_KEEP_ADDRESSES = {
+    _TRANSFORMER: (
+        ("enable_cuda_graph", False, _GRAPHS),
+        ("external_cuda_graph", False, _GRAPHS),
+        ("cuda_graph_impl", "none", _GRAPHS),
+        ("fp8_param", False, "weights in fp8 lie beside Megatron's buffers"),
+    ),
+    _DDP: (
+        ("fp8_param_gather", False, "weights in fp8 lie beside Megatron's buffers"),
+        ("nccl_ub", False, "the communicator has registered the memory of the buffers"),
+    ),
+}
 _DISPATCHERS = ("allgather", "alltoall", "flex")
 _BALANCING = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
 # vLLM arguments under which the engine's routes are refused, wrong or incomplete, each with the value that is right and why.
@@ -108,28 +113,55 @@ def longest_sample(config: RunConfig) -> int:
     return ceil((config.data.max_prompt_length + config.data.max_response_length) / parts) * parts
 
 
-def _token_budgets(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    actor, ref = config.actor, config.ref
-    ref_on = actor.use_dynamic_bsz if ref.log_prob_use_dynamic_bsz is None else ref.log_prob_use_dynamic_bsz
-    budgets = (
-        ("actor.ppo_max_token_len_per_gpu", actor.ppo_max_token_len_per_gpu, actor.use_dynamic_bsz, "actor.use_dynamic_bsz"),
-        ("actor.log_prob_max_token_len_per_gpu", actor.log_prob_max_token_len_per_gpu, actor.use_dynamic_bsz, "actor.use_dynamic_bsz"),
-        ("ref.log_prob_max_token_len_per_gpu", ref.log_prob_max_token_len_per_gpu, ref_on, "ref.log_prob_use_dynamic_bsz"),
-    )
-    cp, longest = actor.layout.context_parallel_size, longest_sample(config)
-    least = ceil(longest / cp)
-    if actor.use_dynamic_bsz and actor.ppo_max_token_len_per_gpu is None:
+def _smallest_budget(config: RunConfig) -> int:
+    """Tokens a device that hold the longest sample, which context parallelism cuts."""
+    return ceil(longest_sample(config) / config.actor.layout.context_parallel_size)
+
+
+def _actor_is_dynamic(config: RunConfig) -> bool:
+    return config.actor.use_dynamic_bsz
+
+
+def _ref_is_dynamic(config: RunConfig) -> bool:
+    own = config.ref.log_prob_use_dynamic_bsz
+    return config.actor.use_dynamic_bsz if own is None else own
+
+
+def _actor_has_budget(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    if config.actor.use_dynamic_bsz and config.actor.ppo_max_token_len_per_gpu is None:
         rule = "is not set while actor.use_dynamic_bsz is true"
-        yield Violation("actor.ppo_max_token_len_per_gpu", rule, "micro-batches need a size", (least,))
-    if ref_on and not actor.use_dynamic_bsz and ref.log_prob_max_token_len_per_gpu is None:
+        yield Violation("actor.ppo_max_token_len_per_gpu", rule, "micro-batches need a size", (_smallest_budget(config),))
+
+
+def _ref_has_budget(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    if _ref_is_dynamic(config) and not config.actor.use_dynamic_bsz and config.ref.log_prob_max_token_len_per_gpu is None:
         rule = "is not set while ref.log_prob_use_dynamic_bsz is true and actor.use_dynamic_bsz is false"
-        yield Violation("ref.log_prob_max_token_len_per_gpu", rule, "the actor has no limit in tokens to lend", (least,))
-    for field, value, on, switch in budgets:
-        if value is not None and not on:
+        why = "the actor has no limit in tokens to lend"
+        yield Violation("ref.log_prob_max_token_len_per_gpu", rule, why, (_smallest_budget(config),))
+
+
+def _budget(field: str, switch: str, is_on: Callable[[RunConfig], bool]) -> Rule:
+    """The rule of one budget: it is used, and holds the longest sample."""
+
+    def judge(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+        value = leaf(config, field)
+        if value is None:
+            return
+        if not is_on(config):
             yield Violation(field, f"needs {switch}: true", _IGNORED, (None,))
-        elif value is not None and value < least:
+        elif value < (least := _smallest_budget(config)):
+            cp, longest = config.actor.layout.context_parallel_size, longest_sample(config)
             rule = f"times context_parallel_size = {cp} must hold the longest sample: prompt and response, padded, are {longest} tokens"
             yield Violation(field, rule, "a sample is never cut over micro-batches", (least, 2 * least))
+
+    return judge
+
+
+_BUDGETS = (
+    _budget("actor.ppo_max_token_len_per_gpu", "actor.use_dynamic_bsz", _actor_is_dynamic),
+    _budget("actor.log_prob_max_token_len_per_gpu", "actor.use_dynamic_bsz", _actor_is_dynamic),
+    _budget("ref.log_prob_max_token_len_per_gpu", "ref.log_prob_use_dynamic_bsz", _ref_is_dynamic),
+)
 
 
 def _context(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
@@ -143,8 +175,6 @@ def _context(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
 
 def _host_adam(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     given = config.actor.optim.override_optimizer_config
-    if given.get("optimizer_cpu_offload"):
-        yield from _hybrid_adam(config, given)
     for name in ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"):
         if given.get(name) and not given.get("optimizer_cpu_offload"):
             yield Violation(f"{_OPTIMIZER}.{name}", "needs optimizer_cpu_offload: true", _IGNORED)
@@ -153,19 +183,29 @@ def _host_adam(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation(f"{_OPTIMIZER}.optimizer_offload_fraction", rule, why, (0.0, 1.0))
 
 
-def _storages_stay(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    """What knows weights or gradients by their address, or keeps them elsewhere than Megatron's buffers."""
-    moved = " and ".join(f"actor.{name}" for name in config.actor.offloaded if name != "optimizer_offload")
-    places = {_TRANSFORMER: config.model.override_transformer_config, _DDP: config.actor.override_ddp_config}
-    for place, name, off, why in _KEEP_ADDRESSES if moved else ():
-        if places[place].get(name, off) not in (off, None):
-            yield Violation(f"{place}.{name}", f"must be {str(off).lower()} with {moved}", why, (off,))
+def _storages_stay(place: str) -> Rule:
+    """Against what knows weights or gradients by their address, or keeps them elsewhere than Megatron's buffers."""
+
+    def judge(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+        given = leaf(config, place) or {}
+        moved = " and ".join(f"actor.{name}" for name in ("param_offload", "grad_offload") if getattr(config.actor, name))
+        for name, off, why in _KEEP_ADDRESSES[place] if moved else ():
+            if given.get(name, off) not in (off, None):
+                yield Violation(f"{place}.{name}", f"must be {str(off).lower()} with {moved}", why, (off,))
+
+    return judge
 
 
-def _hybrid_adam(config: RunConfig, given: dict[str, Any]) -> Iterator[Violation]:
-    if config.model.dtype == "float32":
+def _hybrid_adam_dtype(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    if config.actor.optim.override_optimizer_config.get("optimizer_cpu_offload") and config.model.dtype == "float32":
         why = "Megatron 0.16.1 builds this Adam over views of float32 weights, which torch refuses"
         yield Violation(f"{_OPTIMIZER}.optimizer_cpu_offload", "needs model.dtype: bfloat16", why, (False,))
+
+
+def _hybrid_adam(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    given = config.actor.optim.override_optimizer_config
+    if not given.get("optimizer_cpu_offload"):
+        return
     if not given.get("decoupled_weight_decay", True):
         rule = "must be true with optimizer_cpu_offload"
         yield Violation(f"{_OPTIMIZER}.decoupled_weight_decay", rule, "Megatron's is an AdamW", (True,))
@@ -202,6 +242,10 @@ def _recompute(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         if name not in RECOMPUTE_MODULES:
             rule, why = f"{name} is no module that can be recomputed", "selective recompute goes by Megatron's own names"
             yield Violation(f"{_TRANSFORMER}.recompute_modules", rule, why, RECOMPUTE_MODULES)
+
+
+def _saved_activations(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    given = config.model.override_transformer_config
     if given.get("distribute_saved_activations") and config.actor.layout.uses_sequence_parallel:
         why = "with sequence parallelism they are distributed already"
         yield Violation(f"{_TRANSFORMER}.distribute_saved_activations", "must be false", why, (False,))
@@ -251,38 +295,44 @@ def _freeze(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
 
 
 def _replay(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
-    mode, given = config.actor.router_replay, config.rollout.vllm_kwargs
-    if mode == "disabled":
-        return
-    if not model.is_moe:
+    if config.actor.router_replay != "disabled" and not model.is_moe:
         yield Violation("actor.router_replay", "must be disabled for a dense model", "there is no router to replay", ("disabled",))
-    if config.model.override_transformer_config.get("moe_router_fusion"):
+
+
+def _replay_unfused(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    mode = config.actor.router_replay
+    if mode != "disabled" and config.model.override_transformer_config.get("moe_router_fusion"):
         why = "the fused kernel chooses experts where nothing can be replayed"
         yield Violation(f"{_TRANSFORMER}.moe_router_fusion", f"must be false with actor.router_replay {mode}", why, (False,))
-    if mode == "R2":
-        yield from _same_cut(config) if model.is_moe else ()
-        return
-    for name, (value, why) in _ROUTES_NEED.items():
+
+
+def _replay_same_cut(name: str) -> Rule:
+    def judge(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+        if config.actor.router_replay == "R2" and getattr(config.actor, name) is not None and model.is_moe:
+            why = "routes are kept by micro-batch, so old log-probs must be cut as the update is"
+            yield Violation(f"actor.{name}", "must be left out with actor.router_replay R2", why, (None,))
+
+    return judge
+
+
+def _replay_engines(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    given = config.rollout.vllm_kwargs
+    for name, (value, why) in _ROUTES_NEED.items() if config.actor.router_replay == "R3" else ():
         if name in given and given[name] != value:
             rule = f"must be {'null' if value is None else str(value).lower()} with actor.router_replay R3"
             yield Violation(f"{_VLLM}.{name}", rule, why, (value,))
 
 
-def _same_cut(config: RunConfig) -> Iterator[Violation]:
-    for name in ("log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu"):
-        if getattr(config.actor, name) is not None:
-            why = "routes are kept by micro-batch, so old log-probs must be cut as the update is"
-            yield Violation(f"actor.{name}", "must be left out with actor.router_replay R2", why, (None,))
-
-
-def _reference(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+def _reference_ranks(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     layout = config.ref.layout
-    if layout is None:
-        return
-    if layout.world_size != config.actor.layout.world_size:
+    if layout is not None and layout.world_size != config.actor.layout.world_size:
         rule = f"must be actor.layout.world_size = {config.actor.layout.world_size}"
         yield Violation("ref.layout.world_size", rule, "the reference model stands on the actor's ranks", (config.actor.layout.world_size,))
-    yield from _of_section("ref.layout", layout, model)
+
+
+def _reference_layout(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+    if config.ref.layout is not None:
+        yield from _of_section("ref.layout", config.ref.layout, model)
 
 
 def _number(value: Any) -> float:
@@ -292,14 +342,23 @@ def _number(value: Any) -> float:
 ACTOR_RULES = (
     _layout,
     _batches,
-    _token_budgets,
+    _actor_has_budget,
+    _ref_has_budget,
+    *_BUDGETS,
     _context,
-    _storages_stay,
+    *map(_storages_stay, _KEEP_ADDRESSES),
+    _hybrid_adam_dtype,
+    _hybrid_adam,
     _host_adam,
     _precision,
     _recompute,
+    _saved_activations,
     _experts,
     _freeze,
     _replay,
-    _reference,
+    _replay_unfused,
+    *map(_replay_same_cut, ("log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu")),
+    _replay_engines,
+    _reference_ranks,
+    _reference_layout,
 )

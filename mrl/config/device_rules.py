@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from mrl.config.schema import RunConfig
+from mrl.config.schema import RunConfig, leaf
 from mrl.errors import Violation, did_you_mean
 from mrl.model import ModelSpec
 from mrl.platforms.versions import (
@@ -29,8 +29,8 @@ def _tested(config: RunConfig) -> dict[str, str]:
 
 
 def _assumed(config: RunConfig) -> dict[str, str]:
-    """The versions that the cluster has."""
-    return _tested(config) | config.cluster.versions
+    """The versions that the cluster has; those that are named, where the device is not known."""
+    return ({} if leaf(config, "cluster.device") is None else _tested(config)) | config.cluster.versions
 
 
 def _names(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
@@ -55,8 +55,8 @@ def version_notes(config: RunConfig) -> Iterator[str]:
 
 def _megatron(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     tp, heads = config.actor.layout.tensor_model_parallel_size, model.num_key_value_heads
-    version = _assumed(config)["megatron-core"]
-    if heads % tp and not shares_key_value_heads(version):
+    version = _assumed(config).get("megatron-core")
+    if version is not None and heads % tp and not shares_key_value_heads(version):
         rule = f"must divide num_key_value_heads = {heads} with megatron-core {version}"
         why = "it asserts that; 0.16 and later share a head among tensor ranks"
         yield Violation("actor.layout.tensor_model_parallel_size", rule, why, tuple(v for v in range(1, heads + 1) if heads % v == 0))
@@ -70,11 +70,16 @@ def _adapters(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation(f"{_KEY}.{name}", rule, "it writes through functions of vLLM that change between releases", allowed)
 
 
+def _release_for_routes(config: RunConfig) -> tuple[str, tuple[int, ...] | None]:
+    """vLLM's version and release where the routes of engines are replayed; else no release."""
+    _name, version = vllm_package(_assumed(config))
+    return version, release_of(version) if config.actor.router_replay == "R3" else None
+
+
 def _routes(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     """What each generation needs to hand out the experts that it chose."""
-    _name, version = vllm_package(_assumed(config))
-    release = release_of(version)
-    if release is None or config.actor.router_replay != "R3":
+    version, release = _release_for_routes(config)
+    if release is None:
         return
     capturing = [generation for generation in VLLM_GENERATIONS if generation.captures_routes]
     if release < RETURNS_ROUTES:
@@ -84,10 +89,20 @@ def _routes(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         rule = f"R3 on cpu needs vLLM {' or '.join(generation.name for generation in capturing)}, and {version} is to run"
         why = "vLLM returns routes only where Triton runs; on cpu mrl collects them inside vLLM, in ways of that release"
         yield Violation("actor.router_replay", rule, why, ("disabled", "R2"))
-    if config.cluster.device != "cpu" and release >= ROUTES_BY_BLOCK and not config.rollout.enable_prefix_caching:
+
+
+def _routes_by_block(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    version, release = _release_for_routes(config)
+    if release is None or release < ROUTES_BY_BLOCK:
+        return
+    if config.cluster.device != "cpu" and not config.rollout.enable_prefix_caching:
         why = f"vLLM {version} keeps routes by the blocks of its prefix cache and refuses to return any without one"
         yield Violation("rollout.enable_prefix_caching", "must be true with actor.router_replay R3", why, (True,))
-    if release < ROUTES_BY_BLOCK and config.rollout.vllm_kwargs.get("async_scheduling"):
+
+
+def _routes_in_turn(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    version, release = _release_for_routes(config)
+    if release is not None and release < ROUTES_BY_BLOCK and config.rollout.vllm_kwargs.get("async_scheduling"):
         key, why = "rollout.engine_kwargs.vllm.async_scheduling", "the engine's buffer of routes is refused beside it"
         yield Violation(key, f"must be false with actor.router_replay R3 and vLLM {version}", why, (False,))
 
@@ -111,13 +126,15 @@ def _ascend(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation(f"{_KEY}.torch-npu", rule, "torch_npu is built against one CANN", TORCH_NPU[toolkit])
 
 
-def _npu(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    """Combinations that are known to fail on Ascend, each with why."""
-    if config.cluster.device != "npu":
-        return
-    if (config.actor.layout.virtual_pipeline_model_parallel_size or 1) > 1:
+def _npu_chunks(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    if config.cluster.device == "npu" and (config.actor.layout.virtual_pipeline_model_parallel_size or 1) > 1:
         why = "mbridge and virtual pipeline stages exclude each other on NPU: MindSpeed's schedule builds chunks that mbridge cannot map"
         yield Violation("actor.layout.virtual_pipeline_model_parallel_size", "must be left out on npu", why, (None,))
+
+
+def _npu_layers(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    if config.cluster.device != "npu":
+        return
     given = config.model.override_transformer_config
     if given.get("moe_use_legacy_grouped_gemm"):
         why = "its expert weights are flattened and transposed, which no name mapping of ours describes"
@@ -125,7 +142,11 @@ def _npu(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     if given.get("use_flash_attn") is False:
         why = "MindSpeed's packed and context-parallel attention exist in that form only"
         yield Violation(f"{_TRANSFORMER}.use_flash_attn", "must be true on npu, or left out", why, (True,))
-    if given.get("swap_optimizer") and config.actor.optimizer_offload:
+
+
+def _npu_swap(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    swaps = config.cluster.device == "npu" and config.model.override_transformer_config.get("swap_optimizer")
+    if swaps and config.actor.optimizer_offload:
         why = "both empty and fill the same storages, each without knowing of the other"
         yield Violation("actor.optimizer_offload", f"must be false with {_TRANSFORMER}.swap_optimizer", why, (False,))
 
@@ -160,4 +181,16 @@ def _npu_engines(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation(f"{key}.enable_fused_mc2", "must be off", "it keeps copies of the expert weights that no update reaches", (0,))
 
 
-DEVICE_RULES = (_names, _megatron, _routes, _adapters, _ascend, _npu, _npu_engines)
+DEVICE_RULES = (
+    _names,
+    _megatron,
+    _routes,
+    _routes_by_block,
+    _routes_in_turn,
+    _adapters,
+    _ascend,
+    _npu_chunks,
+    _npu_layers,
+    _npu_swap,
+    _npu_engines,
+)

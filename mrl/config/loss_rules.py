@@ -20,6 +20,7 @@ from mrl.model import ModelSpec
 _LOSS = "algorithm.policy_loss"
 _CORRECTION = "algorithm.rollout_correction"
 _GROUPS = "algorithm.filter_groups"
+_CLIPS = ("clip_ratio_low", "clip_ratio_high")
 # A clip this many times wider than the widest sensible one was written for another kind of ratio.
 _OTHER_SCALE = 10
 _PENALISED = "reward"  # the part that is the score after penalties
@@ -29,7 +30,9 @@ Rule = Callable[[RunConfig, ModelSpec], Iterator[Violation]]
 def loss_notes(config: RunConfig) -> Iterator[str]:
     """What is legal in a loss and may still not be what was meant."""
     algorithm = config.algorithm
-    for name, value, limit in _clips(config):
+    limit = _clip_limit(config)
+    for name in _CLIPS if limit is not None else ():
+        value = getattr(algorithm.policy_loss, name)
         if limit < value < limit * _OTHER_SCALE:
             yield f"{_LOSS}.{name} = {value:g} is wide for {algorithm.policy_loss.loss_mode} (over {limit:g}): it may never clip"
     if config.updates_per_step == 1 and algorithm.anchor == "recompute":
@@ -54,22 +57,35 @@ def _estimator(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation(field, "needs a critic, which there is none of", why, tuple(ADVANTAGES))
         return
     yield from _known(field, name, ADVANTAGES)
-    if name in ADVANTAGES and ADVANTAGES[name].needs_parts:
-        yield from _parts(config)
 
 
-def _parts(config: RunConfig) -> Iterator[Violation]:
-    algorithm = config.algorithm
-    keys, weights, name = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights, algorithm.adv_estimator
+def _needs_parts(config: RunConfig) -> bool:
+    spec = ADVANTAGES.get(config.algorithm.adv_estimator)
+    return spec is not None and spec.needs_parts
+
+
+def _parts(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    if not _needs_parts(config):
+        return
+    keys, name = config.algorithm.gdpo_reward_keys, config.algorithm.adv_estimator
     if not keys:
         why = f"{name} normalises each part of the reward by itself; name the parts that the function returns"
         yield Violation("algorithm.gdpo_reward_keys", "names no part of the reward", why)
-    elif weights and len(weights) != len(keys):
+    elif config.algorithm.gdpo_reward_weights and len(config.algorithm.gdpo_reward_weights) != len(keys):
         yield Violation("algorithm.gdpo_reward_weights", f"must have one number for each of the {len(keys)} gdpo_reward_keys, or none")
-    if algorithm.use_kl_in_reward:
+
+
+def _parts_without_kl(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    if _needs_parts(config) and config.algorithm.use_kl_in_reward:
+        name = config.algorithm.adv_estimator
         why = f"{name} reads the named parts of the reward, and the KL is in none of them; algorithm.use_kl_loss works with it"
         yield Violation("algorithm.use_kl_in_reward", f"does not go with adv_estimator {name}", why, (False,))
-    if keys and algorithm.overlong_buffer.enable and _PENALISED not in keys:
+
+
+def _parts_with_penalty(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    keys = config.algorithm.gdpo_reward_keys
+    if _needs_parts(config) and keys and config.algorithm.overlong_buffer.enable and _PENALISED not in keys:
+        name = config.algorithm.adv_estimator
         why = f"{name} reads the named parts of the reward, and the penalty is in none but {_PENALISED}, the whole of it"
         yield Violation("algorithm.gdpo_reward_keys", f"must name {_PENALISED} with algorithm.overlong_buffer.enable", why)
 
@@ -102,38 +118,47 @@ def _one_kl(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation("algorithm.use_kl_in_reward", "does not go with algorithm.use_kl_loss: true", why, (False,))
 
 
-def _correction(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+def _without_level(name: str) -> Rule:
+    def judge(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+        correction, default = config.algorithm.rollout_correction, getattr(RolloutCorrectionConfig(), name)
+        if correction.level is None and getattr(correction, name) != default:
+            why = "without a level nothing is corrected, and the setting would be ignored"
+            yield Violation(f"{_CORRECTION}.{name}", f"needs {_CORRECTION}.level", why, (default,))
+
+    return judge
+
+
+def _correction_mode(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    correction = config.algorithm.rollout_correction
+    if correction.level is not None:
+        yield from _known(f"{_CORRECTION}.mode", correction.mode, MODES)
+
+
+def _correction_band(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     correction = config.algorithm.rollout_correction
     if correction.level is None:
-        yield from _without_level(correction)
         return
-    yield from _known(f"{_CORRECTION}.mode", correction.mode, MODES)
-    low, high = correction.low, correction.high
+    low = correction.low
     usual = next((c for c in CORRECTIONS.values() if (c.level, c.mode) == (correction.level, correction.mode)), None)
     if correction.mode == "truncate" and low is not None:
         why = "truncation bounds the ratio above only; mode clip bounds it on both sides"
         yield Violation(f"{_CORRECTION}.low", "must be null with mode truncate", why, (None,))
-    elif low is not None and low >= high:
-        allowed = (usual.low,) if usual else ()
-        yield Violation(f"{_CORRECTION}.low", f"must be below {_CORRECTION}.high = {high:g}", "the ratio is kept between the two", allowed)
-    elif high < 1 or (low or 0) > 1:
-        field = "high" if high < 1 else "low"
+    elif low is not None and low >= correction.high:
+        allowed, rule = (usual.low,) if usual else (), f"must be below {_CORRECTION}.high = {correction.high:g}"
+        yield Violation(f"{_CORRECTION}.low", rule, "the ratio is kept between the two", allowed)
+    elif correction.high < 1 or (low or 0) > 1:
+        field = "high" if correction.high < 1 else "low"
         why = "where generation and training agree the ratio is 1"
         yield Violation(f"{_CORRECTION}.{field}", "leaves 1 outside the band", why, (getattr(usual, field),) if usual else ())
-    if config.algorithm.anchor == "rollout":
+
+
+def _correction_anchor(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    if config.algorithm.rollout_correction.level is not None and config.algorithm.anchor == "rollout":
         why = (
             "the ratio of the loss is then taken against generation's probabilities already, so the correction would count the same "
             "gap twice; use algorithm.anchor: recompute with a correction, or no correction"
         )
         yield Violation(f"{_CORRECTION}.level", "does not go with algorithm.anchor: rollout", why, (None,))
-
-
-def _without_level(correction: RolloutCorrectionConfig) -> Iterator[Violation]:
-    default = RolloutCorrectionConfig()
-    for name in ("mode", "low", "high"):
-        if getattr(correction, name) != getattr(default, name):
-            why = "without a level nothing is corrected, and the setting would be ignored"
-            yield Violation(f"{_CORRECTION}.{name}", f"needs {_CORRECTION}.level", why, (getattr(default, name),))
 
 
 def _anchor(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
@@ -148,6 +173,10 @@ def _sampling(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     if not groups.enable and data.gen_batch_size not in (None, data.train_batch_size):
         why = f"without {_GROUPS}.enable a step trains on all that it generates"
         yield Violation("data.gen_batch_size", f"must be data.train_batch_size = {data.train_batch_size}", why, (data.train_batch_size,))
+
+
+def _exhaustion(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    groups = config.algorithm.filter_groups
     if groups.enable and groups.on_exhausted != "error" and groups.max_num_gen_batches == 0:
         why = "0 generates without end, so what happens at the end is never asked"
         yield Violation(f"{_GROUPS}.max_num_gen_batches", f"must be at least 1 with on_exhausted {groups.on_exhausted}", why, (5, 10))
@@ -184,15 +213,18 @@ def _aggregation(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation(f"{_LOSS}.loss_agg_mode", f"does not go with loss_mode {loss.loss_mode}", why, allowed)
 
 
-def _clip(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    for name, value, limit in _clips(config):
-        if value >= limit * _OTHER_SCALE:
+def _clip(name: str) -> Rule:
+    def judge(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+        limit, value = _clip_limit(config), getattr(config.algorithm.policy_loss, name)
+        if limit is not None and value >= limit * _OTHER_SCALE:
             why = (
                 "the ratio of a whole sequence is a mean over its tokens and spreads as 1/sqrt(length), so a band made for single tokens "
                 f"never clips; {_LOSS}.force: true keeps it as it is"
             )
             rule = f"is a token-level clip, too wide for loss_mode {config.algorithm.policy_loss.loss_mode} (at most {limit:g})"
             yield Violation(f"{_LOSS}.{name}", rule, why, (3e-4, 4e-4))
+
+    return judge
 
 
 def _token_clip(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
@@ -206,12 +238,10 @@ def _token_clip(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation(f"{_LOSS}.clip_ratio_high", rule, why, (0.2, 0.28))
 
 
-def _clips(config: RunConfig) -> list[tuple[str, float, float]]:
-    """(key, value, the widest sensible value) of the clip ratios, for losses that have such a limit."""
+def _clip_limit(config: RunConfig) -> float | None:
+    """The widest sensible clip ratio of the loss, where it has such a limit."""
     loss = config.algorithm.policy_loss
-    limit = LOSSES[loss.loss_mode].clip_warning_above if loss.loss_mode in LOSSES else None
-    names = ("clip_ratio_low", "clip_ratio_high")
-    return [] if limit is None else [(name, getattr(loss, name), limit) for name in names]
+    return LOSSES[loss.loss_mode].clip_warning_above if loss.loss_mode in LOSSES else None
 
 
 def _unless_forced(rule: Rule) -> Rule:
@@ -225,12 +255,19 @@ def _unless_forced(rule: Rule) -> Rule:
 
 LOSS_RULES = (
     _estimator,
+    _parts,
+    _parts_without_kl,
+    _parts_with_penalty,
     _loss_name,
     _group,
     _one_kl,
-    _correction,
+    *map(_without_level, ("mode", "low", "high")),
+    _correction_mode,
+    _correction_band,
+    _correction_anchor,
     _sampling,
+    _exhaustion,
     _lengths,
     _covariances,
-    *map(_unless_forced, (_aggregation, _clip, _token_clip, _anchor)),
+    *map(_unless_forced, (_aggregation, *map(_clip, _CLIPS), _token_clip, _anchor)),
 )

@@ -120,7 +120,7 @@ _TARGETS: tuple[tuple[str, str, Mapping[str, str], _Only], ...] = (
 def override_rules(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     """Keys handed on to Megatron and vLLM that are unknown there or that mrl decides, and values that it cannot have."""
     for key, *_rest in _TARGETS:
-        yield from override_faults(key, leaf(config, key) or {}, config.cluster.device)
+        yield from override_faults(key, leaf(config, key) or {}, leaf(config, "cluster.device"))
 
 
 def _engine_names(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
@@ -133,8 +133,11 @@ def _engine_names(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 OVERRIDE_RULES = (override_rules, _engine_names)
 
 
-def override_faults(key: str, given: Mapping[str, Any], device: str) -> list[Violation]:
-    """What is wrong with fields given under one of the override keys on a device: `model.override_transformer_config`, ..."""
+def override_faults(key: str, given: Mapping[str, Any], device: str | None) -> list[Violation]:
+    """What is wrong with fields given under one of the override keys on a device: `model.override_transformer_config`, ...
+
+    `device` None: not known, and nothing is said of fields that some device has.
+    """
     upstream, ours, only = next((upstream, ours, only) for target, upstream, ours, only in _TARGETS if target == key)
     return [*_names(key, upstream, ours, given, device), *_values(key, only, given)]
 
@@ -150,13 +153,13 @@ def _values(key: str, only: _Only, given: Mapping[str, Any]) -> Iterator[Violati
             yield Violation(f"{key}.{name}", f"must be {'null' if legal is None else str(legal).lower()}", why, (legal,))
 
 
-def _names(key: str, upstream: str, ours: Mapping[str, str], given: Mapping[str, Any], device: str) -> Iterator[Violation]:
+def _names(key: str, upstream: str, ours: Mapping[str, str], given: Mapping[str, Any], device: str | None) -> Iterator[Violation]:
     known = UPSTREAM_FIELDS[upstream]
     for name in given:
         if name in ours:
             yield Violation(f"{key}.{name}", f"is decided by {ours[name]}", "two places could contradict each other")
         elif name in MINDSPEED_FIELDS and upstream == "TransformerConfig":
-            if device != "npu":
+            if device not in ("npu", None):
                 yield Violation(f"{key}.{name}", "is MindSpeed's, which runs with cluster.device npu only", "Megatron has no such field")
         elif name not in known.fields:
             closest = did_you_mean(name, sorted(known.fields))

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from mrl.config.schema import RunConfig
+from mrl.config.schema import RunConfig, leaf
 from mrl.errors import ConfigError, Violation, nearest
 from mrl.model import ModelSpec
 from mrl.model.device_grid import ClusterShape, engine_places
@@ -59,21 +59,30 @@ def _layout(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
         rule = f"must divide num_attention_heads = {heads}, and divide num_key_value_heads = {kv} or be a multiple of it"
         legal = nearest(tp, heads, lambda v: engine_splits_heads(v, model))
         yield Violation(_TP, rule, "each worker computes whole heads", legal)
+
+
+def _dense_layers(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+    tp, heads = config.rollout.tensor_model_parallel_size, model.num_attention_heads
     size = model.intermediate_size if len(model.moe_layers) < model.num_layers else 0
     if size % tp:
         legal = nearest(tp, heads, lambda v: size % v == 0)
         yield Violation(_TP, f"must divide intermediate_size = {size}", "projections are cut into equal slices", legal)
 
 
-def _experts(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
-    ep, workers = config.rollout.expert_parallel_size, config.rollout.workers_per_engine
-    if not model.is_moe and ep != 1:
+def _no_experts(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+    if not model.is_moe and config.rollout.expert_parallel_size != 1:
         yield Violation(_EP, "must be 1 for a dense model", "there are no experts to spread", (1,))
-    elif ep not in (1, workers):
+
+
+def _experts(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+    if not model.is_moe:
+        return
+    ep, workers = config.rollout.expert_parallel_size, config.rollout.workers_per_engine
+    if ep not in (1, workers):
         why = f"vLLM spreads experts over all workers of an engine (tensor x data = {workers}) or over none"
         allowed = tuple(sorted({1, workers}))
         yield Violation(_EP, f"must be {' or '.join(map(str, allowed))}", why, allowed)
-    elif model.is_moe and model.moe_intermediate_size % (workers // ep):
+    elif model.moe_intermediate_size % (workers // ep):
         size, data = model.moe_intermediate_size, config.rollout.data_parallel_size
         rule = f"times data_parallel_size = {data} must divide moe_intermediate_size = {size}"
         legal = nearest(config.rollout.tensor_model_parallel_size, size, lambda v: size % (v * data) == 0)
@@ -131,16 +140,30 @@ def _vllm_arguments(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation("rollout.engine_kwargs.vllm.pipeline_parallel_size", "must be 1", why, (1,))
 
 
-def _engine_tokens(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    rollout = config.rollout
-    length, tokens = config.data.max_prompt_length + config.data.max_response_length, rollout.max_num_batched_tokens
-    on_cpu = config.cluster.device == "cpu"
-    if tokens is not None and tokens < rollout.max_num_seqs and (not on_cpu or tokens >= length):
+def _longest(config: RunConfig) -> int:
+    """Tokens of the longest prompt and response."""
+    return config.data.max_prompt_length + config.data.max_response_length
+
+
+def _on_cpu(config: RunConfig) -> bool:
+    return config.cluster.device == "cpu"
+
+
+def _engine_sequences(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    tokens = config.rollout.max_num_batched_tokens
+    off_cpu = leaf(config, "cluster.device") not in ("cpu", None)  # on cpu _cpu_tokens asks for more where a sample does not fit
+    if tokens is not None and tokens < config.rollout.max_num_seqs and (off_cpu or tokens >= _longest(config)):
         why = "vLLM refuses to start: each sequence takes one token a step"
         yield Violation("rollout.max_num_seqs", f"must be at most max_num_batched_tokens = {tokens}", why, (tokens,))
-    if not on_cpu and rollout.enable_chunked_prefill is False and (tokens or length) < length:
-        rule = f"must be at least max_prompt_length + max_response_length = {length} with enable_chunked_prefill: false"
-        yield Violation("rollout.max_num_batched_tokens", rule, "vLLM refuses to start: a prompt may then not come in parts", (length,))
+
+
+def _engine_tokens(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    rollout = config.rollout
+    if not _on_cpu(config) and rollout.enable_chunked_prefill is False and rollout.max_num_batched_tokens:
+        length = _longest(config)
+        if rollout.max_num_batched_tokens < length:
+            rule = f"must be at least max_prompt_length + max_response_length = {length} with enable_chunked_prefill: false"
+            yield Violation("rollout.max_num_batched_tokens", rule, "vLLM refuses to start: a prompt may then not come in parts", (length,))
 
 
 def log_prob_readers(config: RunConfig) -> list[str]:
@@ -160,17 +183,23 @@ def _lengths(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
         yield Violation("data.max_response_length", rule, "the model knows no positions beyond", allowed)
 
 
-def _cpu(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    rollout = config.rollout
-    if config.cluster.device != "cpu":
-        return
-    if rollout.tensor_model_parallel_size not in _CPU_TENSOR:
+def _cpu_workers(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    if _on_cpu(config) and config.rollout.tensor_model_parallel_size not in _CPU_TENSOR:
         yield Violation(_TP, "must be 1 or 2 on cpu", "vLLM's CPU build was seen to work with no more", _CPU_TENSOR)
-    if rollout.expert_parallel_size != 1:
+
+
+def _cpu_experts(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    if _on_cpu(config) and config.rollout.expert_parallel_size != 1:
         yield Violation(_EP, "must be 1 on cpu", "vLLM's CPU kernel for spread experts crashes while it generates", (1,))
-    if rollout.enforce_eager is False:
+
+
+def _cpu_eager(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    if _on_cpu(config) and config.rollout.enforce_eager is False:
         yield Violation("rollout.enforce_eager", "must be true or null on cpu", "vLLM's CPU build has no graphs to capture", (True, None))
-    if rollout.enable_chunked_prefill:
+
+
+def _cpu_prefill(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    if _on_cpu(config) and config.rollout.enable_chunked_prefill:
         why = "a prompt computed in parts kills requests with a seed, and its log-probs depend on the rest of the batch"
         yield Violation("rollout.enable_chunked_prefill", "must be false or null on cpu", why, (False, None))
 
@@ -194,11 +223,10 @@ def _cpu_tokens(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         )
 
 
-def _cpu_sizes(config: RunConfig, model: ModelSpec) -> list[tuple[str, int]]:
-    sizes = [("hidden_size", model.hidden_size)]
+def _cpu_sizes(config: RunConfig, model: ModelSpec) -> Iterator[tuple[str, int]]:
+    yield "hidden_size", model.hidden_size
     if model.is_moe:
-        sizes.append(("moe_intermediate_size", model.moe_intermediate_size // config.rollout.workers_per_engine))
-    return sizes
+        yield "moe_intermediate_size", model.moe_intermediate_size // config.rollout.workers_per_engine
 
 
 def _transport(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
@@ -210,14 +238,20 @@ def _transport(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 ROLLOUT_RULES = (
     _layout,
+    _dense_layers,
+    _no_experts,
     _experts,
     _cluster,
     _placement,
     _log_probs,
     _vllm_arguments,
+    _engine_sequences,
     _engine_tokens,
     _lengths,
-    _cpu,
+    _cpu_workers,
+    _cpu_experts,
+    _cpu_eager,
+    _cpu_prefill,
     _cpu_kernels,
     _cpu_tokens,
     _transport,

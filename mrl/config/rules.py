@@ -2,7 +2,8 @@
 
 Rules stand in actor_rules.py, loss_rules.py, rollout_rules.py, run_rules.py, override_rules.py and device_rules.py, each a
 function of the configuration and the model; a rule of one key stands at the key. Each is judged by itself: where the schema
-refuses a part of a configuration (mrl/config/schema_errors.py), the rules that do not read that part still speak.
+refuses a part of a configuration (mrl/config/schema_errors.py), the rules that do not read that part still speak. A function
+ends where it reads what is refused, so it holds one rule, or rules that read the same keys.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from mrl.config.load import ResolvedConfig, SchemaRefusal
 from mrl.config.loss_rules import LOSS_RULES, loss_notes
 from mrl.config.override_rules import OVERRIDE_RULES
 from mrl.config.rollout_rules import ROLLOUT_RULES, reshard_notes, rollout_notes
-from mrl.config.run_rules import RUN_RULES, path_rules
+from mrl.config.run_rules import PATH_RULES, RUN_RULES
 from mrl.config.schema import RunConfig, leaf, schema_keys
 from mrl.config.section import KeyRule, notes_of
 from mrl.errors import InvalidConfig, MrlError, UnknownValue, Violation
@@ -26,10 +27,8 @@ Rule = Callable[[RunConfig, ModelSpec], Iterator[Violation]]
 
 def violations(resolved: ResolvedConfig, model: ModelSpec, check_paths: bool = False) -> list[Violation]:
     """All broken rules; empty when the configuration is legal. `check_paths`: also look at the files that it names."""
-    broken = [violation for rule in _RULES for violation in _judged(rule, resolved.config, model)]
-    if check_paths:
-        broken += path_rules(resolved.config)
-    return [_placed(violation, resolved) for violation in broken]
+    judged = (*RULES, *PATH_RULES) if check_paths else RULES
+    return [_placed(violation, resolved) for rule in judged for violation in _judged(rule, resolved.config, model)]
 
 
 def check(resolved: ResolvedConfig, model: ModelSpec, check_paths: bool = False) -> None:
@@ -38,9 +37,10 @@ def check(resolved: ResolvedConfig, model: ModelSpec, check_paths: bool = False)
         raise InvalidConfig(broken)
 
 
-def with_rules(refusal: SchemaRefusal) -> SchemaRefusal:
+def with_rules(refusal: SchemaRefusal, check_paths: bool = False) -> SchemaRefusal:
     """A refusal by the schema, and what the rules have against the rest of that configuration."""
-    return SchemaRefusal([*refusal.violations, *violations(refusal.rest, _model_of(refusal.rest))], refusal.rest)
+    broken = violations(refusal.rest, _model_of(refusal.rest), check_paths)
+    return SchemaRefusal([*refusal.violations, *broken], refusal.rest)
 
 
 def notes(resolved: ResolvedConfig, model: ModelSpec) -> list[str]:
@@ -88,7 +88,7 @@ def _of_one_key(field: str, rule: KeyRule) -> Rule:
 
 
 _KEY_RULES = tuple(_of_one_key(path, notes_of(field).rule) for path, field in schema_keys().items() if notes_of(field).rule)
-_RULES = (*ACTOR_RULES, *_KEY_RULES, *LOSS_RULES, *ROLLOUT_RULES, *RUN_RULES, *OVERRIDE_RULES, *DEVICE_RULES)
+RULES = (*ACTOR_RULES, *_KEY_RULES, *LOSS_RULES, *ROLLOUT_RULES, *RUN_RULES, *OVERRIDE_RULES, *DEVICE_RULES)
 
 
 def _placed(violation: Violation, resolved: ResolvedConfig) -> Violation:

@@ -22,9 +22,15 @@ def _rewards(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     if config.reward.custom_reward_function is None and config.reward.function not in _REWARDS:
         rule = f"is no built-in reward; {did_you_mean(config.reward.function, _REWARDS)}"
         yield Violation("reward.function", rule, "a function of your own goes under reward.custom_reward_function", _REWARDS)
+
+
+def _bonus(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     for name in config.reward.bonus_rules:
         if name not in RULES:
             yield Violation("reward.bonus_rules", f"{name} is no built-in rule; {did_you_mean(name, tuple(RULES))}", "", tuple(RULES))
+
+
+def _reward_manager(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     if config.reward.reward_manager == "naive" and config.algorithm.overlong_buffer.enable:
         why = "verl's naive manager pays no overlong penalty; leave reward_manager out to have both"
         yield Violation("reward.reward_manager", "is naive while algorithm.overlong_buffer is on", why, ("dapo", None))
@@ -44,16 +50,26 @@ def _mixing(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation("data.train_weights", rule, "each file has one, in their order")
 
 
-def _schedule(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+def _lowest_rate(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     optim = config.actor.optim
     if optim.min_lr > optim.lr:
         rule = f"must be at most actor.optim.lr = {optim.lr:g}"
         yield Violation("actor.optim.min_lr", rule, "the rate decays towards it", (0.0, optim.lr))
+
+
+def _decay(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    optim = config.actor.optim
     if optim.lr_decay_steps is not None and optim.lr_decay_steps <= optim.lr_warmup_steps:
         rule = f"must be more than lr_warmup_steps = {optim.lr_warmup_steps}"
         yield Violation("actor.optim.lr_decay_steps", rule, "warm-up counts as part of the decay", (optim.lr_warmup_steps + 1,))
+
+
+def _warmup(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    optim = config.actor.optim
+    if optim.lr_decay_steps is not None or optim.lr_decay_style == "constant":
+        return
     total = config.total_updates
-    if optim.lr_decay_steps is None and optim.lr_decay_style != "constant" and total is not None and optim.lr_warmup_steps >= total:
+    if total is not None and optim.lr_warmup_steps >= total:
         why = f"the rate decays over all {total} updates of the run, and warm-up is part of them"
         yield Violation("actor.optim.lr_warmup_steps", f"must be less than {total}", why, (0, total - 1))
 
@@ -64,7 +80,7 @@ def _validation(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation("data.val_files", rule, "there is nothing to validate on")
 
 
-RUN_RULES = (_schedule, _validation, _rewards, _mixing, _loggers)
+RUN_RULES = (_lowest_rate, _decay, _warmup, _validation, _rewards, _bonus, _reward_manager, _mixing, _loggers)
 
 
 def run_dir(config: RunConfig) -> Path:
@@ -72,19 +88,33 @@ def run_dir(config: RunConfig) -> Path:
     return Path(config.trainer.run_dir or Path("runs") / config.trainer.experiment_name)
 
 
-def path_rules(config: RunConfig) -> Iterator[Violation]:
-    """Files that the configuration names and that are not here, and a run directory that cannot be written."""
+def _names_prompts(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     if not config.data.train_files:
         yield Violation("data.train_files", "names no file", "training needs prompts; --set data.train_files=[FILE, ...]")
-    for field, files in (("data.train_files", config.data.train_files), ("data.val_files", config.data.val_files)):
-        yield from (Violation(field, f"{file} is not a file that can be read", _from_here(file)) for file in files if not _readable(file))
+
+
+def _train_files(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    yield from _unreadable("data.train_files", *config.data.train_files)
+
+
+def _val_files(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    yield from _unreadable("data.val_files", *config.data.val_files)
+
+
+def _reward_file(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     custom = config.reward.custom_reward_function
     if custom is not None and not _readable(str(Path(custom.path).expanduser())):
         yield Violation("reward.custom_reward_function.path", "is not a file that can be read", _from_here(custom.path))
+
+
+def _loss_file(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     loss = config.algorithm.policy_loss.custom
     if loss is not None and not _readable(loss.path):
         yield Violation("algorithm.policy_loss.custom.path", "is not a file that can be read", _from_here(loss.path))
-    yield from _writable(config)
+
+
+def _unreadable(field: str, *files: str) -> Iterator[Violation]:
+    return (Violation(field, f"{file} is not a file that can be read", _from_here(file)) for file in files if not _readable(file))
 
 
 def _readable(file: str) -> bool:
@@ -95,10 +125,13 @@ def _from_here(file: str) -> str:
     return "" if Path(file).is_absolute() else f"a relative path starts at the current directory, {Path.cwd()}"
 
 
-def _writable(config: RunConfig) -> Iterator[Violation]:
+def _writable(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     folder, why = run_dir(config).absolute(), "the run writes its checkpoints and metrics there"
     existing = next(p for p in (folder, *folder.parents) if p.exists())
     if not existing.is_dir():
         yield Violation("trainer.run_dir", f"cannot be made: {existing} is a file", why)
     elif not os.access(existing, os.W_OK | os.X_OK):
         yield Violation("trainer.run_dir", f"cannot be written: no permission in {existing}", why)
+
+
+PATH_RULES = (_names_prompts, _train_files, _val_files, _reward_file, _loss_file, _writable)

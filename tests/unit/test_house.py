@@ -42,6 +42,8 @@ LIGHT = (
     *(f"checkpoint/{part}.py" for part in ("planned_file", "safetensors_file", "step_folders", "stored_boxes", "work_folder")),
     *(f"cluster/{part}.py" for part in ("job", "prerequisites")),
     *(f"platforms/{part}.py" for part in ("hosting", "inventory", "npu_mindspeed", "patching", "versions")),
+    *(f"train/{part}.py" for part in ("preflight", "resume")),
+    "vllm/requests.py",
     *(f"reshard/{part}.py" for part in ("faults", "messages", "plan", "proof", "schedule", "setup", "streams", "sync_report")),
 )
 HEAVY = ("torch", "ray", "megatron", "mbridge", "vllm")

@@ -251,7 +251,7 @@ def test_the_command_says_so_when_nothing_fits(capsys):
         (("--search", "--model", "Owl-8B", "--devices", "8", "--device", "h100-80g"), "known by name for planning"),
         (("config.yaml", "--model", "Qwen3-8B", "--search"), "give CONFIG, or with --search a --model"),
         (("--search", "--model", "Qwen3-8B", "--devices", "0"), "argument --devices: must be at least 1"),
-        (("--search", "--model", "Qwen3-8B", "--top", "many"), "argument --top: must be at least 1"),
+        (("--search", "--model", "Qwen3-8B", "--top", "many"), "argument --top: 'many' is not a whole number"),
     ],
 )
 def test_a_bad_request_is_refused(capsys, arguments, said):

@@ -167,8 +167,10 @@ def test_the_process_that_trains_is_told_every_setting_once(tmp_path, monkeypatc
     assert "trainer.total_training_steps=6" in command and "trainer.save_freq=3" in command
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "two"])
-def test_steps_are_a_number_of_them(text, capfd):
+@pytest.mark.parametrize(
+    ("text", "fault"), [("0", "must be at least 1"), ("-1", "must be at least 1"), ("two", "'two' is not a whole number")]
+)
+def test_steps_are_a_number_of_them(text, fault, capfd):
     with pytest.raises(SystemExit) as ended:
         main(["verify", "x.yaml", "--resume", "--steps", text])
-    assert ended.value.code == 2 and "argument --steps: must be at least 1" in capfd.readouterr().err
+    assert ended.value.code == 2 and f"argument --steps: {fault}" in capfd.readouterr().err

@@ -105,58 +105,58 @@ def test_tp8_with_four_kv_heads_is_told_apart_by_the_version_of_megatron():
 # --- budgets, offload, recompute, experts --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("overrides", "field", "allowed"),
-    [
-        # 2,048 + 8,192 = 10,240 tokens; over CP4 with SP2 they are padded to a multiple of 16, which they are: 2,560 a device
-        (["actor.ppo_max_token_len_per_gpu=10239"], "actor.ppo_max_token_len_per_gpu", (10240, 20480)),
-        ([LAYOUT + "context_parallel_size=4", "actor.ppo_max_token_len_per_gpu=2559"], "actor.ppo_max_token_len_per_gpu", (2560, 5120)),
-        # 10,230 tokens are padded to 10,240 = 640 x 16
-        (
-            [LAYOUT + "context_parallel_size=4", "data.max_response_length=8182", "actor.ppo_max_token_len_per_gpu=2558"],
-            "actor.ppo_max_token_len_per_gpu", (2560, 5120),
-        ),
-        (["actor.ppo_max_token_len_per_gpu=null"], "actor.ppo_max_token_len_per_gpu", (10240,)),
-        (["actor.use_dynamic_bsz=false"], "actor.ppo_max_token_len_per_gpu", (None,)),
-        (["ref.log_prob_max_token_len_per_gpu=4096"], "ref.log_prob_max_token_len_per_gpu", (10240, 20480)),
-        (["actor.optim.override_optimizer_config={optimizer_offload_fraction: 0.5}"],
-         "actor.optim.override_optimizer_config.optimizer_offload_fraction", ()),
-        (["actor.optim.override_optimizer_config={optimizer_cpu_offload: true, optimizer_offload_fraction: 1.5}"],
-         "actor.optim.override_optimizer_config.optimizer_offload_fraction", (0.0, 1.0)),
-        (["actor.optim.override_optimizer_config={optimizer_cpu_offload: true}", "model.dtype=float32"],
-         "actor.optim.override_optimizer_config.optimizer_cpu_offload", (False,)),
-        (["actor.optim.override_optimizer_config={optimizer_cpu_offload: true, decoupled_weight_decay: false}"],
-         "actor.optim.override_optimizer_config.decoupled_weight_decay", (True,)),
-        (["actor.optim.override_optimizer_config="
-          "{optimizer_cpu_offload: true, use_precision_aware_optimizer: true, exp_avg_dtype: bfloat16}"],
-         "actor.optim.override_optimizer_config.exp_avg_dtype", ("float32",)),
-        (["actor.param_offload=true", TRANSFORMER + "enable_cuda_graph=true"], TRANSFORMER + "enable_cuda_graph", (False,)),
-        (["actor.grad_offload=true", TRANSFORMER + "cuda_graph_impl=local"], TRANSFORMER + "cuda_graph_impl", ("none",)),
-        (["actor.param_offload=true", "actor.override_ddp_config={nccl_ub: true}"], "actor.override_ddp_config.nccl_ub", (False,)),
-        (["actor.optim.override_optimizer_config={exp_avg_dtype: bfloat16}"],
-         "actor.optim.override_optimizer_config.exp_avg_dtype", ("float32",)),
-        ([TRANSFORMER + "recompute_granularity=half"], TRANSFORMER + "recompute_granularity", ("full", "selective", None)),
-        ([TRANSFORMER + "recompute_method=all"], TRANSFORMER + "recompute_method", ("uniform", "block")),
-        ([TRANSFORMER + "recompute_num_layers=0"], TRANSFORMER + "recompute_num_layers", (1,)),
-        ([TRANSFORMER + "recompute_modules=[mlp]"], TRANSFORMER + "recompute_modules", (None,)),
-        ([TRANSFORMER + "distribute_saved_activations=true"], TRANSFORMER + "distribute_saved_activations", (False,)),
-        ([TRANSFORMER + "moe_enable_deepep=true"], TRANSFORMER + "moe_enable_deepep", (False,)),
-        ([TRANSFORMER + "moe_token_dispatcher_type=alltoal"], TRANSFORMER + "moe_token_dispatcher_type", ("allgather", "alltoall", "flex")),
-        ([TRANSFORMER + "moe_shared_expert_overlap=true"], TRANSFORMER + "moe_shared_expert_overlap", (False,)),
-        (
-            [TRANSFORMER + "moe_router_load_balancing_type=sinkhorn"], TRANSFORMER + "moe_router_load_balancing_type",
-            ("none", "aux_loss", "seq_aux_loss", "global_aux_loss"),
-        ),
-        ([TRANSFORMER + "moe_expert_capacity_factor=1.0"], TRANSFORMER + "moe_expert_capacity_factor", (None,)),
-        ([TRANSFORMER + "use_flash_attn=true"], TRANSFORMER + "use_flash_attn", ()),
-        (["actor.router_replay=R3", "rollout.engine_kwargs={vllm: {async_scheduling: true}}", "cluster.versions={vllm: 0.23.0}"],
-         VLLM + "async_scheduling", (False,)),
-        (["actor.router_replay=R3", "rollout.enable_prefix_caching=false"], "rollout.enable_prefix_caching", (True,)),
-        (["rollout.engine_kwargs={vllm: {enable_return_routed_experts: true}}"], VLLM + "enable_return_routed_experts", ()),
-        (["rollout.max_num_seqs=20000"], "rollout.max_num_seqs", (10240,)),
-        (["rollout.enable_chunked_prefill=false", "rollout.max_num_batched_tokens=4096"], "rollout.max_num_batched_tokens", (10240,)),
-    ],
-)  # fmt: skip
+BOUNDARIES = [
+    # 2,048 + 8,192 = 10,240 tokens; over CP4 with SP2 they are padded to a multiple of 16, which they are: 2,560 a device
+    (["actor.ppo_max_token_len_per_gpu=10239"], "actor.ppo_max_token_len_per_gpu", (10240, 20480)),
+    ([LAYOUT + "context_parallel_size=4", "actor.ppo_max_token_len_per_gpu=2559"], "actor.ppo_max_token_len_per_gpu", (2560, 5120)),
+    # 10,230 tokens are padded to 10,240 = 640 x 16
+    (
+        [LAYOUT + "context_parallel_size=4", "data.max_response_length=8182", "actor.ppo_max_token_len_per_gpu=2558"],
+        "actor.ppo_max_token_len_per_gpu", (2560, 5120),
+    ),
+    (["actor.ppo_max_token_len_per_gpu=null"], "actor.ppo_max_token_len_per_gpu", (10240,)),
+    (["actor.use_dynamic_bsz=false"], "actor.ppo_max_token_len_per_gpu", (None,)),
+    (["ref.log_prob_max_token_len_per_gpu=4096"], "ref.log_prob_max_token_len_per_gpu", (10240, 20480)),
+    (["actor.optim.override_optimizer_config={optimizer_offload_fraction: 0.5}"],
+     "actor.optim.override_optimizer_config.optimizer_offload_fraction", ()),
+    (["actor.optim.override_optimizer_config={optimizer_cpu_offload: true, optimizer_offload_fraction: 1.5}"],
+     "actor.optim.override_optimizer_config.optimizer_offload_fraction", (0.0, 1.0)),
+    (["actor.optim.override_optimizer_config={optimizer_cpu_offload: true}", "model.dtype=float32"],
+     "actor.optim.override_optimizer_config.optimizer_cpu_offload", (False,)),
+    (["actor.optim.override_optimizer_config={optimizer_cpu_offload: true, decoupled_weight_decay: false}"],
+     "actor.optim.override_optimizer_config.decoupled_weight_decay", (True,)),
+    (["actor.optim.override_optimizer_config="
+      "{optimizer_cpu_offload: true, use_precision_aware_optimizer: true, exp_avg_dtype: bfloat16}"],
+     "actor.optim.override_optimizer_config.exp_avg_dtype", ("float32",)),
+    (["actor.param_offload=true", TRANSFORMER + "enable_cuda_graph=true"], TRANSFORMER + "enable_cuda_graph", (False,)),
+    (["actor.grad_offload=true", TRANSFORMER + "cuda_graph_impl=local"], TRANSFORMER + "cuda_graph_impl", ("none",)),
+    (["actor.param_offload=true", "actor.override_ddp_config={nccl_ub: true}"], "actor.override_ddp_config.nccl_ub", (False,)),
+    (["actor.optim.override_optimizer_config={exp_avg_dtype: bfloat16}"],
+     "actor.optim.override_optimizer_config.exp_avg_dtype", ("float32",)),
+    ([TRANSFORMER + "recompute_granularity=half"], TRANSFORMER + "recompute_granularity", ("full", "selective", None)),
+    ([TRANSFORMER + "recompute_method=all"], TRANSFORMER + "recompute_method", ("uniform", "block")),
+    ([TRANSFORMER + "recompute_num_layers=0"], TRANSFORMER + "recompute_num_layers", (1,)),
+    ([TRANSFORMER + "recompute_modules=[mlp]"], TRANSFORMER + "recompute_modules", (None,)),
+    ([TRANSFORMER + "distribute_saved_activations=true"], TRANSFORMER + "distribute_saved_activations", (False,)),
+    ([TRANSFORMER + "moe_enable_deepep=true"], TRANSFORMER + "moe_enable_deepep", (False,)),
+    ([TRANSFORMER + "moe_token_dispatcher_type=alltoal"], TRANSFORMER + "moe_token_dispatcher_type", ("allgather", "alltoall", "flex")),
+    ([TRANSFORMER + "moe_shared_expert_overlap=true"], TRANSFORMER + "moe_shared_expert_overlap", (False,)),
+    (
+        [TRANSFORMER + "moe_router_load_balancing_type=sinkhorn"], TRANSFORMER + "moe_router_load_balancing_type",
+        ("none", "aux_loss", "seq_aux_loss", "global_aux_loss"),
+    ),
+    ([TRANSFORMER + "moe_expert_capacity_factor=1.0"], TRANSFORMER + "moe_expert_capacity_factor", (None,)),
+    ([TRANSFORMER + "use_flash_attn=true"], TRANSFORMER + "use_flash_attn", ()),
+    (["actor.router_replay=R3", "rollout.engine_kwargs={vllm: {async_scheduling: true}}", "cluster.versions={vllm: 0.23.0}"],
+     VLLM + "async_scheduling", (False,)),
+    (["actor.router_replay=R3", "rollout.enable_prefix_caching=false"], "rollout.enable_prefix_caching", (True,)),
+    (["rollout.engine_kwargs={vllm: {enable_return_routed_experts: true}}"], VLLM + "enable_return_routed_experts", ()),
+    (["rollout.max_num_seqs=20000"], "rollout.max_num_seqs", (10240,)),
+    (["rollout.enable_chunked_prefill=false", "rollout.max_num_batched_tokens=4096"], "rollout.max_num_batched_tokens", (10240,)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "field", "allowed"), BOUNDARIES)
 def test_each_rule_has_its_boundary(overrides, field, allowed):
     named = found(overrides)
     assert list(named) == [field] and named[field].allowed == allowed and named[field].why
