@@ -179,8 +179,8 @@ def test_a_wrong_description_of_the_target_stops_the_planner(monkeypatch):
 
     real = streams.Holdings._grains
 
-    def forgetful(self, parameter, limit):
-        return (grain for grain in real(self, parameter, limit) if "experts.3.down_proj" not in grain.hf_name)
+    def forgetful(self, parameter, limit, dtype):
+        return (grain for grain in real(self, parameter, limit, dtype) if "experts.3.down_proj" not in grain.hf_name)
 
     monkeypatch.setattr(streams.Holdings, "_grains", forgetful)
     plan = good_plan()
