@@ -287,6 +287,17 @@ def _experts(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
             "experts must be chosen by the highest scores, as engines choose them and as routes are recorded; sinkhorn's choice is another"
         )
         yield Violation(f"{_TRANSFORMER}.moe_router_load_balancing_type", "must keep the routers' own choice", why, _BALANCING)
+    if model.router_score == "sigmoid":
+        wanted = {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_topk_scaling_factor": model.routed_scaling_factor,
+            "moe_router_enable_expert_bias": True,
+            "moe_router_bias_update_rate": 0.0,
+        }
+        why = "engines route as the checkpoint says, by constants that stay as they are"
+        for name, value in wanted.items():
+            if given.get(name, value) != value:
+                yield Violation(f"{_TRANSFORMER}.{name}", f"must be {value} for {model.family}", why, (value,))
 
 
 def _freeze(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:

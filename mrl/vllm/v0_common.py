@@ -29,6 +29,8 @@ from mrl.vllm.load_layout import leaf_of, weight_bytes
 from mrl.vllm.read_back import through_identity, unpacked, what_reading_shows
 from mrl.vllm.receive import InitInfo, UpdateInfo, UpdatePath
 
+_CONSTANTS = "e_score_correction_bias"
+
 
 class CommonAdapter:
     """What mrl asks of vLLM; see mrl.vllm.load_layout.Adapter. A generation adds `moe_backends` and `expert_isa`."""
@@ -45,6 +47,8 @@ class CommonAdapter:
         """Nothing is left to do after the layer's quantisation method."""
 
     def enter(self, model: nn.Module) -> None:
+        for layer in model.modules():
+            _leave_constants_to_the_router(layer)
         initialize_layerwise_reload(model)
 
     def leave_out(self, layer: nn.Module) -> None:
@@ -116,6 +120,16 @@ class CommonAdapter:
                 "choose a rollout layout that leaves each worker a multiple of 32 of moe_intermediate_size"
             )
         yield from unpacked(parameter.data, cpu_prepack_moe_weight, isa)
+
+
+def _leave_constants_to_the_router(layer: nn.Module) -> None:
+    """Experts keep a plain reference to their router's constants, and no parameter of that name.
+
+    A reload would copy their second parameter, which nothing loads, over the router's: uninitialised memory.
+    """
+    if hasattr(layer, "w13_weight") and _CONSTANTS in layer._parameters:
+        layer.__dict__[_CONSTANTS] = layer._parameters.pop(_CONSTANTS)
+        get_layerwise_info(layer).restore_metadata[0].pop(_CONSTANTS, None)
 
 
 def _refresh_tied_head(model: nn.Module) -> None:

@@ -2,12 +2,14 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
 
+from mrl.config.actor_rules import _experts
 from mrl.errors import ConfigError
 from mrl.model import known_spec, model_spec, tensor_specs
 from mrl.model.boxes import Box
@@ -55,6 +57,18 @@ def test_the_published_configuration_is_that_of_transformers_defaults():
 def test_what_megatron_would_compute_otherwise_is_refused(change, words):
     with pytest.raises(ConfigError, match=words):
         model_spec(CONFIG | change)
+
+
+def test_nothing_may_move_the_constants_or_route_otherwise_than_engines_do():
+    def refused(**given) -> list[str]:
+        config = SimpleNamespace(model=SimpleNamespace(override_transformer_config=given))
+        return [violation.field.rpartition(".")[2] for violation in _experts(config, model_spec(CONFIG))]
+
+    assert refused(moe_router_bias_update_rate=0.0, moe_router_score_function="sigmoid") == []
+    assert refused(moe_router_bias_update_rate=1e-3) == ["moe_router_bias_update_rate"]
+    assert refused(moe_router_score_function="softmax", moe_router_enable_expert_bias=False) == [
+        "moe_router_score_function", "moe_router_enable_expert_bias",
+    ]  # fmt: skip
 
 
 def test_layers_for_multi_token_prediction_may_be_in_the_files_and_nothing_else(tmp_path):

@@ -326,7 +326,7 @@ def test_a_feature_that_is_switched_off_is_not_missed(word):
         ("deepseek-ai/DeepSeek-V3-0324", "multi-head latent attention"),
         ("Qwen/Qwen3-VL-30B-A3B-Instruct", "images"),
         ("openai/gpt-oss-20b", "gpt-oss"),
-        ("zai-org/GLM-4.5-Air", "GLM-4"),
+        ("zai-org/GLM-4-9B-0414", "GLM-4"),
         ("XiaomiMiMo/MiMo-7B-RL", "MiMo"),
         ("Qwen/Qwen3-Next-80B-A3B", "Qwen3-Next"),
         ("deepseek-ai/deepseek-llm-7b-chat", "Llama"),

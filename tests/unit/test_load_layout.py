@@ -299,7 +299,7 @@ def test_the_digest_of_experts_is_the_same_in_parts_and_whole(slots):
 
 
 def test_bytes_that_have_to_come_are_counted_from_the_engine():
-    engine = Engine()
+    engine = Engine(torch.bfloat16)
     engine.embed.shard_indices = type("Rows", (), {"num_elements_padded": 4, "num_org_elements": 3, "num_added_elements": 0})
     assert weight_bytes(engine, ToyReload(), torch.bfloat16) == 2 * (3 * WIDTH + 2 * (ROWS // 2 + 4) * (WIDTH + 1))
 

@@ -179,11 +179,11 @@ def test_a_wrong_description_of_the_target_stops_the_planner(monkeypatch):
 
     real = streams.Holdings._grains
 
-    def forgetful(self, parameter, limit):
-        return (grain for grain in real(self, parameter, limit) if "experts.3.down_proj" not in grain.hf_name)
+    def forgetful(self, parameter, limit, dtype):
+        return (grain for grain in real(self, parameter, limit, dtype) if "experts.3.down_proj" not in grain.hf_name)
 
-    monkeypatch.setattr(streams.Holdings, "_grains", forgetful)
     plan = good_plan()
+    monkeypatch.setattr(streams.Holdings, "_grains", forgetful)
     with pytest.raises(PlanFault, match=r"w2_weight: model\.layers\.0\.mlp\.experts\.3\.down_proj\.weight .* not covered"):
         plan_reshard(plan.model, plan.train, plan.rollout, dialect="cpu", dtype="float32")
 

@@ -21,7 +21,7 @@ _OTHERS = (
     (r"deepseek[-_]?(v2|v3|v4|r1)|671b|moonlight|kimi", "DeepSeek's multi-head latent attention"),
     (r"deepseek|llama", "Llama"),
     (r"gpt[-_]?oss", "gpt-oss (attention sinks, biased experts)"),
-    (r"glm", "GLM-4"),
+    (r"glm(?!-?4\.[567])", "GLM-4"),
     (r"mimo", "MiMo (multi-token prediction)"),
     (r"mistral|mixtral", "Mistral"),
     (r"gemma", "Gemma"),
