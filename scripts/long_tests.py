@@ -23,7 +23,7 @@ PIECES = {
     "resume": ("test_resume", "test_guards", "test_lost_worker", "test_full_disk"),
     "conversion": ("test_convert", "test_torch_dist"),
     "presets": ("test_presets_verified",),
-    "runs": ("test_dp2", "test_eval", "test_recipes", "test_submit", "test_hosted_loggers"),
+    "runs": ("test_dp2", "test_eval", "test_glm_run", "test_recipes", "test_submit", "test_hosted_loggers"),
 }
 OUTCOMES = {"failed": ("failures", "errors"), "skipped": ("skipped",)}
 
