@@ -18,6 +18,7 @@ def read(config: HfConfig) -> ModelSpec:
     for key in ("n_group", "topk_group"):
         refuse_unless(key, config.get(key, 1), 1)
     refuse_unless("norm_topk_prob", bool(config.get("norm_topk_prob", True)), True)  # Megatron's sigmoid router always does it ...
+    refuse_unless("attention_bias", bool(config.get("attention_bias", False)), True)  # mbridge builds biases whatever it says
     experts_per_token = required(config, "num_experts_per_tok")
     if experts_per_token == 1:
         refuse_unless("num_experts_per_tok", 1, "2 or more")  # ... but never for one expert
@@ -25,7 +26,7 @@ def read(config: HfConfig) -> ModelSpec:
     return ModelSpec(
         **common({**config, "attention_bias": False}),  # here it means queries, keys and values alone: qkv_bias
         head_dim=head_dim_from_hidden(config),
-        qkv_bias=bool(config.get("attention_bias", False)),
+        qkv_bias=True,
         qk_norm=bool(config.get("use_qk_norm", False)),
         num_experts=required(config, "n_routed_experts", "num_local_experts"),
         num_experts_per_tok=experts_per_token,

@@ -51,6 +51,7 @@ def test_the_published_configuration_is_that_of_transformers_defaults():
         ({"n_group": 2}, "n_group = 2"),
         ({"topk_group": 2}, "topk_group = 2"),
         ({"norm_topk_prob": False}, "norm_topk_prob = False"),
+        ({"attention_bias": False}, "attention_bias = False"),
         ({"num_experts_per_tok": 1}, "num_experts_per_tok = 1"),
     ],
 )

@@ -41,7 +41,7 @@ CASES = {
     "qwen2_moe": ("Qwen2Moe", "qwen2_moe", {**TINY_EXPERTS, "shared_expert_intermediate_size": 24}),
     "qwen3_moe": ("Qwen3Moe", "qwen3_moe", {**TINY_EXPERTS, "head_dim": 16}),
     "glm4_moe": ("Glm4Moe", "glm4_moe", TINY_GLM),
-    "glm4_moe, norms of heads, no biases": ("Glm4Moe", "glm4_moe", {**TINY_GLM, "use_qk_norm": True, "attention_bias": False}),
+    "glm4_moe, norms of heads": ("Glm4Moe", "glm4_moe", {**TINY_GLM, "use_qk_norm": True}),
     "qwen3_moe, all layers sparse": ("Qwen3Moe", "qwen3_moe", {**TINY_EXPERTS, "mlp_only_layers": [], "decoder_sparse_step": 1}),
 }
 
