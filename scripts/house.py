@@ -183,6 +183,8 @@ def measure(house: House) -> dict:
         "files": len(house.modules),
         "lines": sum(by_room.values()),
         "lines_by_room": dict(by_room.most_common()),
+        "docstring_lines": sum(_docstring_lines(tree) for tree in house.modules.values()),
+        "statements": sum(isinstance(node, ast.stmt) for tree in house.modules.values() for node in ast.walk(tree)),
         "core_path_lines": sum(by_room[room] for room in CORE),
         "longest_file": max(house.lines(name) for name in house.modules),
         "functions": len(lengths),
@@ -196,6 +198,12 @@ def measure(house: House) -> dict:
         "class_names_defined_twice": _classes_defined_twice(house),
         "lines_over_120_columns": sum(len(line) > WIDE for text in house.sources.values() for line in text.splitlines()),
     }
+
+
+def _docstring_lines(tree: ast.Module) -> int:
+    documented = ast.Module | ast.ClassDef | Function
+    texts = [node.body[0] for node in ast.walk(tree) if isinstance(node, documented) and ast.get_docstring(node) is not None]
+    return sum(text.end_lineno - text.lineno + 1 for text in texts)
 
 
 def _shared_basenames(house: House) -> dict[str, list[str]]:
