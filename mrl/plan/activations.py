@@ -161,11 +161,11 @@ class Activations:
     def _plain_attention(self, queries: int, groups: int) -> int:
         """What mrl/megatron/attention.py keeps beside flash attention's tensors.
 
-        Outputs as its calls give them, before they are in the pack's order; of a pack a copy of the values too. Under
+        Of a pack the outputs as its calls give them, before they are in the pack's order, and a copy of the values. Under
         context parallelism keys and values of all ranks in place of the rotated keys, and a mask for each length.
         """
         s, context = self.tokens, self.layout.context
-        outputs = self.attended * queries * self.model.head_dim
+        outputs = self.attended * queries * self.model.head_dim * self.micro.packed
         values = self.attended * groups * self.model.head_dim
         if context == 1:
             return (outputs + values * self.micro.packed) * self.bytes
