@@ -1,9 +1,12 @@
 """What a run needs of its cluster, checked before Ray is imported: a head that answers, a free port, enough devices."""
 
 import os
+import random
 import re
 import socket
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 from mrl.config.places import rank_places, rollout_layout
 from mrl.config.schema import RunConfig
@@ -13,6 +16,8 @@ from mrl.platforms.hosting import Hosting, get_hosting
 CONNECT_TIMEOUT_S = 10.0
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # RFC 9113: preface, empty SETTINGS frame
 _SETTINGS = 4
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_PORT_TRIES = 100
 
 
 def ray_address(config: RunConfig) -> str | None:
@@ -63,10 +68,27 @@ def check_port_free(port: int) -> None:
 
 
 def free_port() -> int:
-    """A TCP port of this host that nobody listens on now."""
+    """A TCP port of this host that nobody listens on now, and that the kernel hands to nobody before it is used.
+
+    A port of the kernel's ephemeral range may become some connection's own between this look and the listening.
+    """
+    ports = _own_ports()
+    for port in random.SystemRandom().sample(ports, k=min(_PORT_TRIES, len(ports))):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
+
+
+def _own_ports() -> range:
+    """Ports between those of Ray's workers (10002 to 19999) and Kubernetes' (30000 to 32767), below the ephemeral ones."""
+    try:
+        first_ephemeral = int(_EPHEMERAL.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return range(0)
+    return range(20000, min(30000, first_ephemeral))
 
 
 def ask_for_token_authentication() -> None:
