@@ -1,0 +1,98 @@
+"""What one process holds, in bytes: on its device, counted tensor by tensor where nobody else counts, and as a whole.
+
+On cuda and npu the device's allocator knows what is live. On the CPU nobody does: storages are found through Python's
+garbage collector, so that one which only C++ holds (a packed linear, what autograd saved) is not seen and has to be
+added by who knows of it.
+"""
+
+import gc
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor, UntypedStorage
+
+_baseline_bytes = 0  # of this process, see `note_baseline`
+
+
+@dataclass(frozen=True)
+class ProcessMemory:
+    """Of one process, at one moment."""
+
+    live_bytes: int  # storages on the device; what an offload put on the host is none of them
+    free_bytes: int | None  # what the device has left for anybody; None on the CPU
+    resident_bytes: int  # the process's resident set, with libraries and heap
+    baseline_bytes: int  # the same after its imports, before it had a model; 0 where nobody noted it
+
+    @property
+    def grown_bytes(self) -> int:
+        """Resident set above that after the imports: what a plan of device and host bytes can be compared with."""
+        return self.resident_bytes - self.baseline_bytes
+
+
+def note_baseline() -> None:
+    """Remembers the resident set as it is now; to be called after the imports, before the first large tensor."""
+    global _baseline_bytes
+    _baseline_bytes = resident_bytes()
+
+
+def resident_bytes() -> int:
+    """Resident set of this process."""
+    import psutil
+
+    return psutil.Process().memory_info().rss
+
+
+def process_memory(
+    device: str, on_host: "Iterable[Tensor]" = (), roots: "Iterable[Tensor]" = (), unseen_bytes: int = 0, absent_bytes: int = 0
+) -> ProcessMemory:
+    """What this process holds now.
+
+    `device`: cpu, cuda or npu. `on_host`: places of what left the device, which count on the CPU for none of it.
+    `roots`: tensors that the garbage collector may not know any more. `unseen_bytes`: held out of Python's sight.
+    `absent_bytes`: of what the allocator takes for live and is not there, as in a sleeping engine.
+    """
+    if device == "cpu":
+        live, free = live_bytes(on_host, roots), None
+    else:
+        import torch
+
+        accelerator = getattr(torch, device)
+        live, free = accelerator.memory_allocated(), accelerator.mem_get_info()[0]
+    return ProcessMemory(live + unseen_bytes - absent_bytes, free, resident_bytes(), _baseline_bytes)
+
+
+def live_bytes(on_host: "Iterable[Tensor]" = (), roots: "Iterable[Tensor]" = ()) -> int:
+    """Bytes of all CPU storages that Python knows of, each once, without those under `on_host`.
+
+    The collector does not list what `gc.freeze` set aside, as vLLM does: such tensors have to be among `roots`.
+    """
+    import torch
+
+    tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+    storages = _storages([*tensors, *roots])
+    for identity in _storages(on_host):
+        storages.pop(identity, None)
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def _storages(tensors: "Iterable[Tensor]") -> "dict[int, UntypedStorage]":
+    """CPU storages under tensors and their gradients, by an identity that lasts as long as the storage."""
+    found = {}
+    for tensor in tensors:
+        for one in (tensor, tensor.grad if tensor.is_leaf else None):
+            if one is not None and (storage := _storage(one)) is not None:
+                found[storage._cdata] = storage
+    return found
+
+
+def _storage(tensor: "Tensor") -> "UntypedStorage | None":
+    """None for a tensor elsewhere, and for one without a storage (meta, fake, sparse)."""
+    if tensor.device.type != "cpu":
+        return None
+    try:
+        storage = tensor.untyped_storage()
+    except NotImplementedError:  # sparse
+        return None
+    return storage if storage.device.type == "cpu" else None

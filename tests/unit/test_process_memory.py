@@ -1,0 +1,94 @@
+"""What a process holds is counted by storages: each once, views and gradients included, host places left out."""
+
+import gc
+
+import pytest
+import torch
+
+from mrl.platforms import process_memory as module
+from mrl.platforms.process_memory import live_bytes, note_baseline, process_memory, resident_bytes
+
+MIB = 2**20
+
+
+@pytest.fixture
+def more():
+    """Bytes above those at the test's begin."""
+    gc.collect()
+    before = live_bytes()
+    return lambda **known: live_bytes(**known) - before
+
+
+def test_a_storage_counts_once_whatever_views_lie_on_it(more):
+    whole = torch.zeros(MIB, dtype=torch.uint8)
+    views = [whole[:10], whole.view(2, -1), torch.nn.Parameter(whole.view(torch.float32))]
+    assert more() == MIB, views
+
+
+def test_a_view_keeps_all_of_its_storage_alive(more):
+    view = torch.zeros(MIB, dtype=torch.uint8)[:1]
+    assert more() == MIB and view.numel() == 1
+
+
+def test_an_emptied_storage_counts_nothing_and_what_is_dropped_is_gone(more):
+    tensor = torch.zeros(MIB, dtype=torch.uint8)
+    tensor.untyped_storage().resize_(0)
+    assert more() == 0
+    tensor.untyped_storage().resize_(MIB // 2)
+    assert more() == MIB // 2
+    del tensor
+    assert more() == 0
+
+
+def test_a_gradient_that_nobody_has_looked_at_counts(more):
+    weight = torch.nn.Parameter(torch.ones(MIB // 4))
+    (weight * weight).sum().backward()
+    assert more() == 2 * MIB
+
+
+def test_host_places_are_left_out_with_every_view_of_them(more):
+    place, weights = torch.zeros(MIB, dtype=torch.uint8), torch.zeros(MIB // 2, dtype=torch.uint8)
+    assert more() == weights.nbytes + place.nbytes
+    assert more(on_host=[place[5:6]]) == weights.nbytes
+
+
+def test_what_the_collector_was_told_to_forget_has_to_be_named(more):
+    weights = torch.zeros(MIB, dtype=torch.uint8)
+    gc.freeze()
+    try:
+        frozen = live_bytes()
+        assert live_bytes(roots=[weights]) - frozen == MIB
+    finally:
+        gc.unfreeze()
+    assert more(roots=[weights]) == MIB  # and counts once where both know it
+
+
+def test_tensors_without_a_storage_of_this_process_are_passed_over(more):
+    kept = [torch.zeros(MIB, device="meta"), torch.zeros(4, 4).to_sparse()]
+    assert 0 <= more() < MIB, kept
+
+
+def test_resident_memory_is_told_with_that_after_the_imports(monkeypatch):
+    monkeypatch.setattr(module, "_baseline_bytes", 0)
+    note_baseline()
+    kept = torch.ones(64 * MIB, dtype=torch.uint8)
+    memory = process_memory("cpu", unseen_bytes=5, absent_bytes=3)
+    assert memory.free_bytes is None and memory.grown_bytes == memory.resident_bytes - memory.baseline_bytes
+    assert abs(memory.grown_bytes - kept.nbytes) < 8 * MIB
+    assert memory.resident_bytes == pytest.approx(resident_bytes(), rel=0.05)
+    assert memory.live_bytes - live_bytes() == 2
+
+
+def test_an_accelerator_is_asked_for_its_own_figures(monkeypatch):
+    class Device:
+        @staticmethod
+        def memory_allocated() -> int:
+            return 100
+
+        @staticmethod
+        def mem_get_info() -> tuple[int, int]:
+            return 70, 200
+
+    monkeypatch.setattr(torch, "npu", Device, raising=False)
+    memory = process_memory("npu", absent_bytes=90)
+    assert (memory.live_bytes, memory.free_bytes) == (10, 70)
