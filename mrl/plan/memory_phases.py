@@ -1,7 +1,9 @@
 """A run's phases on one device: what is on it in each, whether that fits, what weighs most and what would help."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
+from mrl.errors import ConfigError
 from mrl.plan.devices import Device
 
 HOST_CURE = "switch off actor.param_offload or optimizer_offload, lower optimizer_offload_fraction, or take nodes with more memory"
@@ -16,6 +18,7 @@ CURES = {
     "temporaries": "a smaller micro-batch, or a higher tensor_model_parallel_size or context_parallel_size",
     "log_prob": "a smaller log_prob_micro_batch_size_per_gpu",
     "sync_staging": "a smaller reshard.budget_mb",
+    "engine_staging": "a smaller reshard.budget_mb",
     "engine_weights": "raise rollout.tensor_model_parallel_size, or rollout.expert_parallel_size with data_parallel_size",
     "engine_working_set": "a smaller rollout.max_num_batched_tokens or max_num_seqs",
     "kv_cache": "a smaller rollout.gpu_memory_utilization",
@@ -30,6 +33,12 @@ PACKED_CURES = {
     "temporaries": "a smaller ppo_max_token_len_per_gpu, or a higher tensor_model_parallel_size or context_parallel_size",
     "log_prob": "a smaller log_prob_max_token_len_per_gpu",
 }
+
+ACTOR, ENGINE = HOLDERS = ("actor", "engine")
+# term -> whose process has it
+HOLDER_OF = dict.fromkeys(
+    ("parameters", "gradients", "optimizer", "activations", "temporaries", "log_prob", "sync_staging", "reference"), ACTOR
+) | dict.fromkeys(("engine_weights", "engine_working_set", "kv_cache", "engine_staging", "engine_asleep"), ENGINE)
 
 
 @dataclass(frozen=True)
@@ -115,6 +124,41 @@ class EngineBytes:
     asleep: int  # what stays on the device while the engine sleeps: context, graphs
 
 
+@dataclass(frozen=True)
+class PhaseBytes:
+    """What a plan says of one device in one phase, for whoever lets the next phase begin.
+
+    `holders`: planned bytes of "actor" (a rank's process) and of "engine" (a worker's process), 0 for who has nothing
+    there. `available`: bytes of the device that a plan may fill, contexts and the allocator's rest taken off.
+    """
+
+    name: str
+    holders: dict[str, int]
+    available: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of both."""
+        return sum(self.holders.values())
+
+
+def phase_bytes(plan: dict[str, Any], name: str) -> PhaseBytes:
+    """Planned bytes on the fullest device in phase `name`, by holder; `plan` is a run's (`run_plan.make_plan`, plan.json).
+
+    Bytes are those of tensors, and of what a sleeping engine keeps (term `engine_asleep`: its context and graphs); the
+    actor's own context is in what `available` leaves out. The fullest pipeline stage stands for all, so on other stages less is held and more is free; their sum is the same.
+    On the cpu device, which has no memory of its own, `available` is the nominal share of host memory that the table of
+    devices gives a rank (mrl/plan/devices.json), and nothing enforces it: a gate there compares what each holder has
+    live with its planned bytes. Raises ConfigError for a phase that the plan's placement does not have.
+    """
+    phases = plan["memory"]["phases"]
+    if name not in phases:
+        raise ConfigError(f"phase {name}: a plan with placement {plan['layout']['placement']} has {', '.join(phases)}")
+    terms = phases[name]["terms"]
+    holders = {who: sum(size for term, size in terms.items() if HOLDER_OF[term] == who) for who in HOLDERS}
+    return PhaseBytes(name, holders, phases[name]["device_bytes"])
+
+
 def actor_phases(actor: ActorBytes, device: Device) -> list[Phase]:
     """Training, log-probs (of a reference model too) and sync on a device that only the actor uses."""
     return [Phase(name, terms, device.usable) for name, terms in _actor_terms(actor).items()]
@@ -124,22 +168,28 @@ def engine_phases(engine: EngineBytes, device: Device) -> list[Phase]:
     """Generation and sync on a device that only an engine uses."""
     return [
         Phase("rollout", _awake(engine), device.usable),
-        Phase("rollout_sync", {"engine_weights": engine.weights, "sync_staging": engine.sync_staging}, device.usable),
+        Phase("rollout_sync", {"engine_weights": engine.weights, "engine_staging": engine.sync_staging}, device.usable),
     ]
 
 
 def colocated_phases(actor: ActorBytes, engine: EngineBytes, device: Device) -> list[Phase]:
     """Every phase and every hand-over of a device that actor and engine take turns on.
 
-    The engine sleeps while the actor works, and has its weights back, but no cache yet, while it is synced. Parameters
-    that are offloaded come back for the sync; the optimizer and the gradients that are offloaded do not.
+    The engine sleeps while the actor works, and has its weights back, but no cache yet, while it is synced; what its
+    sleep left on the device is there all the time. Parameters that are offloaded come back for the sync; the optimizer
+    and the gradients that are offloaded do not.
     """
     asleep, rest = {"engine_asleep": engine.asleep}, _at_rest(actor)
     phases = [Phase(name, terms | asleep, device.usable) for name, terms in _actor_terms(actor).items() if name != "sync"]
-    syncing = _at_rest(actor, parameters=True) | {
-        "engine_weights": engine.weights,
-        "sync_staging": actor.sync_staging + engine.sync_staging,
-    }
+    syncing = (
+        _at_rest(actor, parameters=True)
+        | asleep
+        | {
+            "engine_weights": engine.weights,
+            "sync_staging": actor.sync_staging,
+            "engine_staging": engine.sync_staging,
+        }
+    )
     return [
         *phases,
         Phase("train_to_sync", syncing, device.usable),

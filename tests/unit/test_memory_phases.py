@@ -4,7 +4,18 @@ import pytest
 
 from mrl.errors import ConfigError
 from mrl.plan.devices import default_device, devices, find_device
-from mrl.plan.memory_phases import CURES, ActorBytes, EngineBytes, Offload, Phase, actor_phases, colocated_phases, engine_phases
+from mrl.plan.memory_phases import (
+    CURES,
+    HOLDER_OF,
+    ActorBytes,
+    EngineBytes,
+    Offload,
+    Phase,
+    actor_phases,
+    colocated_phases,
+    engine_phases,
+    phase_bytes,
+)
 
 GIB = 1024**3
 DEVICE = find_device("h100-80g")
@@ -29,7 +40,7 @@ def test_a_shared_device_holds_both_at_every_hand_over():
     assert totals(colocated_phases(ACTOR, ENGINE, DEVICE)) == {
         "train": 107,
         "log_prob": 69,
-        "train_to_sync": 60 + 100 + 7,
+        "train_to_sync": 60 + 100 + 7 + 2,
         "sync_to_rollout": 60 + 311,
         "rollout": 60 + 311,
         "rollout_to_log_prob": 60 + 2 + 7,
@@ -39,7 +50,7 @@ def test_a_shared_device_holds_both_at_every_hand_over():
 def test_what_is_offloaded_comes_back_only_where_it_is_needed():
     phases = totals(colocated_phases(with_offload(parameters=True, gradients=True, optimizer=True), ENGINE, DEVICE))
     assert phases["rollout"] == 311
-    assert phases["train_to_sync"] == 10 + 100 + 7  # parameters are read, optimizer and gradients are not
+    assert phases["train_to_sync"] == 10 + 100 + 7 + 2  # parameters are read, optimizer and gradients are not
     assert phases["train"] == 107
 
 
@@ -65,13 +76,25 @@ def test_what_does_not_fit_names_its_largest_part_and_what_to_change(term):
     assert Phase("train", {term: 1}, DEVICE.usable).cure == ""
 
 
-def test_every_term_has_a_cure():
+def test_a_phase_is_split_by_who_holds_it():
+    phases = {phase.name: phase.to_json() for phase in colocated_phases(with_offload(optimizer=True), ENGINE, DEVICE)}
+    plan = {"memory": {"phases": phases}, "layout": {"placement": "colocated"}}
+    assert phase_bytes(plan, "train_to_sync").holders == {"actor": 10 + 20 + 3, "engine": 100 + 4 + 2}
+    assert phase_bytes(plan, "rollout").holders == {"actor": 10 + 20, "engine": 311}
+    assert phase_bytes(plan, "train").holders == {"actor": 105, "engine": 2}
+    assert (phase_bytes(plan, "train").total, phase_bytes(plan, "train").available) == (107, DEVICE.usable)
+    with pytest.raises(ConfigError, match=r"phase sync: .*colocated has train, log_prob, train_to_sync"):
+        phase_bytes(plan, "sync")
+
+
+def test_every_term_has_a_cure_and_a_holder():
     phases = [
         *actor_phases(ActorBytes(**{**vars(ACTOR), "reference": 1}), DEVICE),
         *engine_phases(ENGINE, DEVICE),
         *colocated_phases(ACTOR, ENGINE, DEVICE),
     ]
     assert {term for phase in phases for term in phase.terms} <= set(CURES)
+    assert set(HOLDER_OF) == set(CURES)
 
 
 def test_the_device_table_has_the_devices_of_the_presets_each_with_a_source():
