@@ -149,7 +149,7 @@ _RESHARD = [
 ]
 
 _VALIDATION = [
-    MetricSpec("val-core/*/mean@*", "last", "reward", "Mean over n responses a prompt, per data source: val-core/SOURCE/reward/mean@N"),
+    MetricSpec("val-core/*/mean@*", "last", "reward", "Mean over n responses a prompt, per data source: val-core/SOURCE/acc/mean@N"),
     MetricSpec("val-core/*/best@*", "last", "reward", "Best of n responses a prompt, expected and its standard deviation, per data source"),
     MetricSpec("val-core/*/maj@*", "last", "reward", "Score of the most frequent of n answers a prompt, per data source"),
     MetricSpec("val-aux/*/ci95", "last", "reward", "Half the width of the 95 % interval over prompts of the metric before it"),

@@ -56,12 +56,11 @@ def exact_match(data_source: str, solution_str: str, ground_truth: Any, extra_in
 def gsm8k(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> Score:
     """1 if the last `#### number` in the response's last 300 characters is the ground truth, thousands commas aside (verl's strict form).
 
-    The part `answered` says whether there was such a number at all.
+    Parts: `acc`, the score itself as in verl, and `answered`, whether there was such a number at all.
     """
     answers = GSM8K_ANSWER.findall(solution_str[-GSM8K_TAIL:])
-    if not answers:
-        return {"score": 0.0, "answered": 0.0}
-    return {"score": float(answers[-1].replace(",", "") == str(ground_truth).replace(",", "")), "answered": 1.0}
+    correct = float(bool(answers) and answers[-1].replace(",", "") == str(ground_truth).replace(",", ""))
+    return {"score": correct, "acc": correct, "answered": float(bool(answers))}
 
 
 def normalised(answer: str) -> str:

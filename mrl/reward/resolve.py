@@ -11,7 +11,7 @@ from typing import Any
 
 from mrl.errors import ConfigError
 from mrl.reward.builtin_rules import RULE_OF_DATA_SOURCE, RULE_OF_PREFIX, RULES, RewardFunction, Score, rule_name
-from mrl.reward.items import RewardSpec
+from mrl.reward.items import ACC, RewardSpec
 from mrl.reward.math_verifier import load_math_verify
 
 AUTO, MATH = "auto", "math"
@@ -55,11 +55,14 @@ def _known_rule(name: str, key: str) -> RewardFunction:
 
 
 def _with_bonus(function: RewardFunction, weights: Mapping[str, float]) -> RewardFunction:
-    """The function's score plus weight x score of each further rule; each part is kept under its rule's name, the first under `main`."""
+    """The function's score plus weight x score of each further rule; each part is kept under its rule's name, the first under `main`.
+
+    `acc` stays the function's own, so that a bonus makes no answer more right.
+    """
 
     def score(**row: Any) -> Score:
         value = function(**row)
-        parts = dict(value) if isinstance(value, dict) else {"score": value}
+        parts = dict(value) if isinstance(value, dict) else {"score": value, ACC: value}
         extra = {name: float(_plain(RULES[name](**row))) for name in weights}
         if not isinstance(parts.get("score"), bool | int | float):
             return value  # judged, and refused, as it is

@@ -17,7 +17,7 @@ from typing import Any
 
 from mrl.errors import ConfigError
 from mrl.reward.builtin_rules import RewardFunction
-from mrl.reward.items import NOT_A_NUMBER, OK, OUT_OF_MEMORY, RAISED, WRONG_TYPE, RewardSpec
+from mrl.reward.items import ACC, NOT_A_NUMBER, OK, OUT_OF_MEMORY, RAISED, WRONG_TYPE, RewardSpec
 from mrl.reward.resolve import resolve
 
 DETAIL_LIMIT = 2000  # characters
@@ -56,19 +56,21 @@ def score_one(function: RewardFunction, data_source: str, response: str, ground_
 
 
 def judge(value: Any) -> Answer:
-    """A number, or a mapping with `score` and further parts, as an answer; anything else is a failure with its reason."""
-    parts = {}
-    if isinstance(value, dict):
-        if "score" not in value:
-            return WRONG_TYPE, None, {}, f"a dict without 'score'; its keys: {', '.join(map(str, value)) or 'none'}"[:DETAIL_LIMIT]
-        parts = {str(k): _part(v) for k, v in value.items() if k != "score"}
-        value = value["score"]
-    number = _number(value)
+    """A number, or a mapping with `score` and further parts, as an answer; anything else is a failure with its reason.
+
+    A number alone is also the part `acc`, as in verl (naive and DAPO reward managers): dynamic sampling and validation ask for it there.
+    """
+    named = value if isinstance(value, dict) else {"score": value}
+    if "score" not in named:
+        return WRONG_TYPE, None, {}, f"a dict without 'score'; its keys: {', '.join(map(str, named)) or 'none'}"[:DETAIL_LIMIT]
+    parts = {str(k): _part(v) for k, v in named.items() if k != "score"}
+    score = named["score"]
+    number = _number(score)
     if number is None:
-        return WRONG_TYPE, None, parts, f"{type(value).__name__} {str(value)[:PART_LIMIT]!r} where a number is expected"
+        return WRONG_TYPE, None, parts, f"{type(score).__name__} {str(score)[:PART_LIMIT]!r} where a number is expected"
     if not abs(number) <= LARGEST_SCORE:
         return NOT_A_NUMBER, None, parts, f"the score is {number:g}" + f", beyond {LARGEST_SCORE:g}" * math.isfinite(number)
-    return OK, number, parts, ""
+    return OK, number, parts if named is value else {ACC: number}, ""
 
 
 def _number(value: Any) -> float | None:

@@ -70,22 +70,24 @@ def _answers(prompts: Sequence[Prompt], results: Sequence[Sequence[RewardResult]
     return [_prompt_answers(prompt, scored, *measured[prompt.data_source]) for prompt, scored in zip(prompts, results, strict=True)]
 
 
-def _measured(results: Sequence[RewardResult]) -> tuple[set[str], bool]:
-    """Numbers that all responses of a data source have beside the score, and whether each says what it answered.
+def _measured(results: Sequence[RewardResult]) -> tuple[set[str], float, bool]:
+    """Numbers that all responses of a data source have beside the score, a failed one's accuracy, and whether each says its answer.
 
-    A failed response has an accuracy of 0 and an empty answer, and no other number: where one failed, those are left
-    out.
+    A failed response has the lowest accuracy of its data source, and at most 0 (where the function gives a number alone that is the
+    accuracy, and may be below 0), an empty answer, and no other number: where one failed, those are left out.
     """
     scored = [r for r in results if r.reason == OK]
     if not scored:
-        return set(), False
+        return set(), 0.0, False
     names = set.intersection(*({k for k, v in r.parts.items() if isinstance(v, float | int)} for r in scored))
-    return names if len(scored) == len(results) else names & {ACC}, all(PRED in r.parts for r in scored)
+    wrong = min(0.0, *(r.parts[ACC] for r in scored)) if ACC in names else 0.0
+    return names if len(scored) == len(results) else names & {ACC}, wrong, all(PRED in r.parts for r in scored)
 
 
-def _prompt_answers(prompt: Prompt, results: Sequence[RewardResult], names: set[str], voting: bool) -> Answers:
-    values = {REWARD: [r.score for r in results]} | {name: [r.parts.get(name, 0.0) for r in results] for name in names}
-    return Answers(prompt.data_source, values, [str(r.parts.get(PRED, "")) for r in results] if voting else None)
+def _prompt_answers(prompt: Prompt, results: Sequence[RewardResult], names: set[str], wrong: float, voting: bool) -> Answers:
+    values = {name: [r.parts.get(name, wrong) for r in results] for name in names}
+    preds = [str(r.parts.get(PRED, "")) for r in results] if voting else None
+    return Answers(prompt.data_source, {REWARD: [r.score for r in results]} | values, preds)
 
 
 def _lengths(samples: Sequence[Sample]) -> dict[str, float]:

@@ -112,7 +112,7 @@ def test_a_checkpoint_is_answered_with_and_leaves_nothing_of_itself(world, tmp_p
     settings = [part for text in files for part in ("--set", text)]
     main(["eval", str(TINY), *settings, "--checkpoint", str(world / "run"), "-o", str(tmp_path / "out"), "--json"])
     results = json.loads(capsys.readouterr().out)
-    assert results["metrics"]["val-core/exact_match/reward/mean@2"] == 1.0 and results["responses"] == {"exact_match": 2}
+    assert results["metrics"]["val-core/exact_match/acc/mean@2"] == 1.0 and results["responses"] == {"exact_match": 2}
     assert results["checkpoint"].endswith("step-7")
     (there,) = Engines.started
     assert {"config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors.index.json"} <= set(there)

@@ -251,7 +251,7 @@ def test_a_degree_of_the_users_own_leaves_the_layout_to_the_user(capsys):
             [ROLLOUT + "nnodes=1", ROLLOUT + "n_gpus_per_node=2", "trainer.nnodes=1", "trainer.n_gpus_per_node=6"],
             {"cluster.nnodes": 1, "cluster.n_gpus_per_node": 8, LAYOUT + "world_size": 6, "rollout.num_engines": 1},
         ),
-        (["algorithm.filter_groups.metric=seq_reward"], {"algorithm.filter_groups.metric": "score"}),
+        (["algorithm.filter_groups.metric=seq_reward"], {"algorithm.filter_groups.metric": "reward"}),
         *(
             ([f"actor_rollout_ref.{key}use_remove_padding={value}"], {"actor.use_remove_padding": None if value == "True" else False})
             for key in ("model.", "actor.", "actor.megatron.")

@@ -124,6 +124,13 @@ def test_bonus_rules_add_up_and_every_part_is_kept():
     }  # fmt: skip
 
 
+def test_a_bonus_makes_no_answer_more_right(tmp_path):
+    (tmp_path / "mine.py").write_text("def compute_score(**_): return -1.0")
+    function = resolve(RewardSpec(path=str(tmp_path / "mine.py"), bonus_rules={"boxed_format": 0.25}))
+    parts = {"acc": -1.0, "main": -1.0, "boxed_format": 1.0}
+    assert score_one(function, "", "\\boxed{3}", "4", {}) == ("ok", -0.75, parts, "")
+
+
 def test_a_bonus_does_not_hide_a_function_of_the_wrong_type(tmp_path):
     (tmp_path / "mine.py").write_text("def compute_score(**_): return 'good'")
     function = resolve(RewardSpec(path=str(tmp_path / "mine.py"), bonus_rules={"think_format": 1.0}))

@@ -8,10 +8,16 @@ import numpy as np
 import pytest
 
 from mrl.errors import ConfigError, DataError
-from mrl.reward.builtin_rules import exact_match, gsm8k
+from mrl.reward.builtin_rules import RULES, exact_match, gsm8k
 from mrl.reward.items import RewardResult, RewardSpec, check_failures, failures_at_the_bottom
 from mrl.reward.resolve import check_data_sources, resolve
 from mrl.reward.worker import judge, score_one
+
+# what each rule takes for right where the truth is A
+RIGHT = {
+    "exact_match": "A", "gsm8k": "#### 5", "math_dapo": "Answer: A", "multiple_choice": "\\boxed{A}", "think_format": "so</think>A",
+    "boxed_format": "\\boxed{A}", "math": "\\boxed{A}",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -35,7 +41,7 @@ def test_exact_match(response, truth, score):
 )
 @pytest.mark.parametrize("truth", ["1234", "1,234", 1234])
 def test_gsm8k_is_strict(response, score, answered, truth):
-    assert gsm8k("openai/gsm8k", response, truth) == {"score": score, "answered": answered}
+    assert gsm8k("openai/gsm8k", response, truth) == {"score": score, "acc": score, "answered": answered}
 
 
 def test_auto_goes_by_the_rows_data_source():
@@ -97,6 +103,23 @@ def test_everything_else_is_the_wrong_type(value):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, {"score": math.nan}, np.float32("nan"), 1e31, -(10**300)])
 def test_a_score_that_is_no_number_is_said_to_be(value):
     assert judge(value)[0] == "not_a_number"
+
+
+@pytest.mark.parametrize("value", [0.25, -1, True, np.float32(0.25)])
+def test_a_number_alone_is_the_accuracy_as_in_verl(value):
+    assert judge(value)[2] == {"acc": float(value)}
+
+
+@pytest.mark.parametrize("value", [{"score": 1}, {"score": 1, "acc": 0}, "1", math.nan])
+def test_no_accuracy_is_made_up_where_parts_are_named_or_nothing_is_scored(value):
+    assert judge(value)[2].get("acc") == (value.get("acc") if isinstance(value, dict) else None)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_built_in_rule_says_how_right_an_answer_is(rule):
+    truth = "5" if rule == "gsm8k" else "A"
+    wrong, right = (score_one(RULES[rule], "s", text, truth, {})[2]["acc"] for text in ("", RIGHT[rule]))
+    assert (wrong, right) == (0.0, 1.0)
 
 
 def test_parts_are_numbers_or_short_text():

@@ -13,7 +13,9 @@ from mrl.errors import DataError
 from mrl.model import ModelSpec
 from mrl.record.metrics import PhaseTimer
 from mrl.record.spec import metric_spec
-from mrl.reward.items import OK, RAISED, RewardResult
+from mrl.reward.items import OK, RAISED, RewardResult, RewardSpec
+from mrl.reward.resolve import resolve
+from mrl.reward.worker import score_one
 from mrl.train import rollouts
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
@@ -164,6 +166,15 @@ def test_the_metric_may_be_the_reward_after_penalties_or_a_part_of_it(monkeypatc
     acc = {p: {"acc": True} for p in range(4)}
     with pytest.raises(DataError, match="differ in acc"):
         World(monkeypatch, [MIXED] * 4, FILTER, TWO, END + "partial", "algorithm.filter_groups.metric=acc", parts=acc).gather()
+
+
+def test_a_users_function_that_gives_a_number_alone_can_be_filtered_by_acc(tmp_path):
+    """verl's usual setting for DAPO. acc is what the function gave, before the overlong penalty."""
+    (tmp_path / "mine.py").write_text("def compute_score(data_source, solution_str, **_): return float(solution_str)")
+    function = resolve(RewardSpec(path=str(tmp_path / "mine.py")))
+    scored = [score_one(function, "", text, None, {}) for text in ("0.5", "0.5", "-1")]
+    results = [RewardResult(i, score, parts, reason) for i, (reason, score, parts, _) in enumerate(scored)]
+    np.testing.assert_array_equal(rollouts.metric_values("acc", results, np.array([0.5, -0.5, -1.0])), [0.5, 0.5, -1.0])
 
 
 def test_a_metric_that_the_reward_does_not_give_is_told_with_those_it_does(monkeypatch):

@@ -83,8 +83,8 @@ def test_each_set_has_its_numbers_under_verls_names(tmp_path):
     assert metrics["val-core/math_dapo/acc/mean@2"] == (0.5 + 1.0) / 2
     assert metrics["val-core/math_dapo/acc/best@2/mean"] == (0.75 + 1.0) / 2
     assert metrics["val-aux/math_dapo/reward/mean@2"] == (0.0 + 1.0) / 2  # -1 and 1, 1 and 1
-    assert metrics["val-core/exact_match/reward/mean@2"] == 0.0
-    assert "val-core/math_dapo/acc/maj@2/mean" in metrics and "val-core/exact_match/reward/maj@2/mean" not in metrics
+    assert metrics["val-core/exact_match/acc/mean@2"] == metrics["val-aux/exact_match/reward/mean@2"] == 0.0  # a number alone is acc
+    assert "val-core/math_dapo/acc/maj@2/mean" in metrics and "val-core/exact_match/acc/maj@2/mean" not in metrics
     assert (metrics["val-aux/response_length/mean"], metrics["val-aux/reward_failed"]) == ((9 * 4 + 2) / 6, 0.0)
 
 
@@ -161,7 +161,8 @@ def test_in_validation_a_failure_counts_as_the_lowest_of_its_own_data_source(tmp
     rows, answers = [row("a", "1", source="flat"), row("b", "1", source="steep")], {"a": ["x", "y"], "b": ["y", "x"]}
     world = World(tmp_path, answers, rows, "reward.max_failure_share=0.5")
     metrics = world.validate(RewardSpec(path=str(tmp_path / "mine.py")))
-    assert (metrics["val-core/flat/reward/mean@2"], metrics["val-core/steep/reward/mean@2"]) == (0.5, -100.0)
+    for name in ("val-core/{}/acc/mean@2", "val-aux/{}/reward/mean@2"):  # a number alone is the accuracy too
+        assert (metrics[name.format("flat")], metrics[name.format("steep")]) == (0.5, -100.0)
 
 
 def test_a_prompt_that_comes_twice_in_a_batch_is_not_answered_alike(tmp_path):

@@ -17,8 +17,8 @@ ENGINE = "rollout.engine_kwargs.vllm"
 # What every model here has in any case.
 _OF_THE_MODELS = {"normalization": "RMSNorm", "position_embedding_type": "rope", "gated_linear_unit": True, "add_bias_linear": False}
 
-# What verl's reward managers return under the name that dynamic sampling looks at.
-_METRICS = {"seq_reward": "score", "seq_final_reward": "reward"}
+# What verl's DAPO trainer adds up over a response's tokens: its score, which already has the overlong penalty, and that less the KL penalty.
+_METRICS = {"seq_reward": "reward", "seq_final_reward": "reward"}
 
 
 def _loss_mode(o: Override, out: Import, settings: VerlSettings) -> None:
