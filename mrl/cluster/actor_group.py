@@ -9,8 +9,7 @@ import numpy as np
 import ray
 
 from mrl.cluster.calls import Late, LostPeer, blame, gather, gather_all, unwrap
-from mrl.cluster.prerequisites import actor_bundles
-from mrl.cluster.ray_cluster import reserve
+from mrl.cluster.seats import Seats, actor_seats
 from mrl.cluster.workers import WRITING, ActorWorker
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
@@ -27,20 +26,21 @@ class ActorGroup:
 
     def __init__(
         self, config: RunConfig, run_dir: Path, checkpoint: Path | None, poll: Callable[[], None] = lambda: None,
-        worker: type[ActorWorker] = ActorWorker,
+        worker: type[ActorWorker] = ActorWorker, seats: Seats | None = None,
     ):  # fmt: skip
-        """Starts every rank and loads the model. Raises what the ranks raise, with the rank's name."""
+        """Starts every rank and loads the model. Raises what the ranks raise, with the rank's name.
+
+        `seats`: of the ranks, by default on devices of their own.
+        """
         self.config, self.poll = config, poll
         hosting = get_hosting(config.cluster.device)
-        together = config.actor.layout.tensor_model_parallel_size  # what talks at every layer
-        self.reserved = reserve(actor_bundles(config, hosting), config.cluster.start_timeout_s, together)
-        environment = {"env_vars": hosting.actor_environment()}
+        self.seats = seats or actor_seats(config)
         kind = ray.remote(concurrency_groups={WRITING: 1})(worker)
         self.workers = [
-            kind.options(runtime_env=environment, **self.reserved.options(rank)).remote(
-                config.model_dump(), rank, str(run_dir / "logs" / f"actor-rank-{rank}.log")
+            kind.options(runtime_env={"env_vars": seat.environment | hosting.actor_environment()}, **seat.options).remote(
+                config.model_dump(), rank, str(run_dir / "logs" / f"actor-rank-{rank}.log"), seat.places
             )
-            for rank in range(config.actor.layout.world_size)
+            for rank, seat in enumerate(self.seats.seats)
         ]
         self._start(checkpoint)
 
@@ -164,4 +164,4 @@ class ActorGroup:
         """Ends the ranks."""
         for worker in self.workers:
             ray.kill(worker)
-        self.reserved.release()
+        self.seats.release()

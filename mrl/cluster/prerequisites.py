@@ -11,6 +11,7 @@ from pathlib import Path
 from mrl.config.places import rank_places, rollout_layout
 from mrl.config.schema import RunConfig
 from mrl.errors import EnvironmentFault
+from mrl.model.device_grid import Place
 from mrl.platforms.hosting import Hosting, get_hosting
 
 CONNECT_TIMEOUT_S = 10.0
@@ -108,8 +109,12 @@ def own_cpus() -> int:
 def needed_resources(config: RunConfig, actor: bool = True) -> dict[str, float]:
     """Ray resources of the whole run, by name; without `actor` those of its engines alone."""
     hosting = get_hosting(config.cluster.device)
+    if actor and config.cluster.placement == "colocated":
+        bundles = device_bundles(config, hosting)
+    else:
+        bundles = [*(actor_bundles(config, hosting) if actor else ()), *engine_bundles(config, hosting)]
     total: dict[str, float] = {}
-    for bundle in [*(actor_bundles(config, hosting) if actor else ()), *engine_bundles(config, hosting)]:
+    for bundle in bundles:
         for name, amount in bundle.items():
             total[name] = total.get(name, 0.0) + amount
     return total
@@ -124,6 +129,20 @@ def engine_bundles(config: RunConfig, hosting: Hosting) -> list[dict[str, float]
     """Resources of each engine's process; its workers share one node. Raises ConfigError when engines do not fit."""
     layout, _ = rollout_layout(config), rank_places(config)
     return [hosting.ray_resources(config.cluster.cpus_per_engine, devices=layout.workers_per_engine)] * layout.num_engines
+
+
+def shared_devices(config: RunConfig) -> tuple[Place, ...]:
+    """The devices of a colocated run, node by node. Raises ConfigError when engines do not fit."""
+    ranks, workers = rank_places(config)
+    return tuple(sorted({*ranks, *workers}))
+
+
+def device_bundles(config: RunConfig, hosting: Hosting) -> list[dict[str, float]]:
+    """Resources of each device of a colocated run. They are alike, so that whichever node Ray finds one on, it can be any of them."""
+    devices = len(shared_devices(config))
+    ranks, engines = actor_bundles(config, hosting), engine_bundles(config, hosting)
+    cpus = sum(bundle["CPU"] for bundle in (*ranks, *engines)) / devices
+    return [hosting.ray_resources(cpus, devices=1)] * devices
 
 
 def check_size(config: RunConfig, have: dict[str, float], names: tuple[str, ...] | None = None, actor: bool = True) -> None:

@@ -53,23 +53,32 @@ def _connect(address: str | None, folder: str | None) -> None:
 
 @dataclass(frozen=True)
 class Reservation:
-    """A reserved placement group and its bundle indices in rank order."""
+    """A reserved placement group, the node of each bundle, and bundle indices in rank order."""
 
     group: PlacementGroup
     bundles: tuple[dict[str, float], ...]
     order: tuple[int, ...]
+    nodes: tuple[str, ...] = ()
 
     def options(self, position: int) -> dict:
         """Options of the Ray actor at `position` (a rank, or an engine number)."""
-        bundle = self.bundles[self.order[position]]
-        strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.order[position])
-        own = {k: v for k, v in bundle.items() if k not in ("CPU", "GPU")}
+        index = self.order[position]
+        return self._in_bundle(index, self.bundles[index]) | {"max_restarts": 0}
+
+    def idle_options(self, index: int) -> dict:
+        """Options of a Ray actor that sits in a bundle with others and takes nothing of it: what it uses is reserved there."""
+        return self._in_bundle(index, {}) | {"max_restarts": 0}
+
+    def device_options(self, index: int) -> dict:
+        """Options of a Ray task that is given the device of a bundle."""
+        return self._in_bundle(index, {k: v for k, v in self.bundles[index].items() if k != "CPU"})
+
+    def _in_bundle(self, index: int, resources: dict[str, float]) -> dict:
         return {
-            "scheduling_strategy": strategy,
-            "num_cpus": bundle.get("CPU", 0),
-            "num_gpus": bundle.get("GPU", 0),
-            "resources": own,
-            "max_restarts": 0,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=index),
+            "num_cpus": resources.get("CPU", 0),
+            "num_gpus": resources.get("GPU", 0),
+            "resources": {k: v for k, v in resources.items() if k not in ("CPU", "GPU")},
         }
 
     def release(self) -> None:
@@ -87,5 +96,6 @@ def reserve(bundles: list[dict[str, float]], timeout_s: float, together: int = 1
     if not ready:
         remove_placement_group(group)
         raise EnvironmentFault(f"the cluster did not free {len(bundles)} bundles like {bundles[0]} within {timeout_s:g} s; is it busy?")
-    nodes = placement_group_table(group)["bundles_to_node_id"]
-    return Reservation(group, tuple(bundles), rank_order([nodes[i] for i in range(len(bundles))], together))
+    by_bundle = placement_group_table(group)["bundles_to_node_id"]
+    nodes = tuple(by_bundle[i] for i in range(len(bundles)))
+    return Reservation(group, tuple(bundles), rank_order(nodes, together), nodes)

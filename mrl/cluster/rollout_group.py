@@ -8,8 +8,7 @@ from pathlib import Path
 import ray
 
 from mrl.cluster.calls import gather, unwrap
-from mrl.cluster.prerequisites import engine_bundles
-from mrl.cluster.ray_cluster import reserve
+from mrl.cluster.seats import Seats, engine_seats
 from mrl.cluster.workers import EngineWorker
 from mrl.config.schema import RunConfig
 from mrl.errors import Interrupted
@@ -20,19 +19,22 @@ from mrl.vllm.requests import Completion, Request, Sampling, engine_settings
 class RolloutGroup:
     """Handles of the engines and the weight version that all of them serve."""
 
-    def __init__(self, config: RunConfig, run_dir: Path, poll: Callable[[], None] = lambda: None):
-        """Starts every engine. Raises EnvironmentFault when a start-up check fails."""
+    def __init__(self, config: RunConfig, run_dir: Path, poll: Callable[[], None] = lambda: None, seats: Seats | None = None):
+        """Starts every engine. Raises EnvironmentFault when a start-up check fails.
+
+        `seats`: of the engines, by default on devices of their own.
+        """
         self.config, self.poll = config, poll
         hosting = get_hosting(config.cluster.device)
         count, workers = config.rollout.num_engines, config.rollout.tensor_model_parallel_size * config.rollout.data_parallel_size
-        self.reserved = reserve(engine_bundles(config, hosting), config.cluster.start_timeout_s)
+        self.seats = seats or engine_seats(config)
         kind = ray.remote(EngineWorker)
         self.engines = [
             kind.options(
-                runtime_env={"env_vars": hosting.engine_environment(i, count, workers, config.rollout.cpu_kvcache_gib)},
-                **self.reserved.options(i),
-            ).remote(engine_settings(config, i, run_dir / "logs"), str(run_dir / "logs" / f"engine-{i}.log"))
-            for i in range(count)
+                runtime_env={"env_vars": seat.environment | hosting.engine_environment(i, count, workers, config.rollout.cpu_kvcache_gib)},
+                **seat.options,
+            ).remote(engine_settings(config, i, run_dir / "logs"), str(run_dir / "logs" / f"engine-{i}.log"), seat.places)
+            for i, seat in enumerate(self.seats.seats)
         ]
         self._starting = self.refs("start")
 
@@ -108,7 +110,7 @@ class RolloutGroup:
             gather(self.refs("stop"), 30.0, "stopping the engines")
         for engine in self.engines:
             ray.kill(engine)
-        self.reserved.release()
+        self.seats.release()
 
 
 def spread(requests: list[Request], engines: int) -> list[list[Request]]:

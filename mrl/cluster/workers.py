@@ -46,8 +46,10 @@ class ActorWorker:
     Every method but those of WRITING is collective: the group calls it on all ranks.
     """
 
-    def __init__(self, config: dict[str, Any], rank: int, log_path: str):
+    def __init__(self, config: dict[str, Any], rank: int, log_path: str, places: list[tuple[str, int]] | None = None):
+        """`places`: see Seat; of one device."""
         log_to(log_path)
+        self._places = places
         self.config = RunConfig.model_validate(config)
         self.rank = rank
         self.sender = None  # of weight syncs, once they are connected
@@ -122,7 +124,7 @@ class ActorWorker:
 
     def places(self) -> list[tuple[str, int | None]]:
         """Node, and device on it where there is one, of this rank."""
-        return own_places() or [(ray.get_runtime_context().get_node_id(), None)]
+        return self._places or own_places() or [(ray.get_runtime_context().get_node_id(), None)]
 
     def connect_sync(self, setup: dict[str, Any], plan_hash: str) -> None:
         """Builds the plan of the weight syncs and meets the engines.
@@ -180,10 +182,12 @@ def _packed(data: bytes) -> Iterator[str | np.ndarray]:
 class EngineWorker:
     """One vLLM engine in a Ray actor."""
 
-    def __init__(self, settings, log_path: str):
+    def __init__(self, settings, log_path: str, places: list[tuple[str, int]] | None = None):
+        """`places`: see Seat; of a device a worker."""
         from mrl.vllm.engine import VllmEngine
 
         log_to(log_path)
+        self._places = places
         self.engine = VllmEngine(settings)
 
     async def start(self) -> float:
@@ -209,7 +213,7 @@ class EngineWorker:
 
     def places(self) -> list[tuple[str, int | None]]:
         """Node, and device on it where there is one, of every worker of this engine."""
-        return own_places() or [(ray.get_runtime_context().get_node_id(), None)] * self.engine.settings.workers
+        return self._places or own_places() or [(ray.get_runtime_context().get_node_id(), None)] * self.engine.settings.workers
 
     async def connect_sync(self, setup: dict[str, Any], plan_hash: str) -> int:
         """See VllmEngine.connect_sync."""

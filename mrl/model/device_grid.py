@@ -5,14 +5,15 @@ inside a node. Engines follow (separate) or share the same devices (colocated). 
 engine where it fits one, else each data-parallel rank of it, else whole nodes.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model.layout import RolloutLayout
 
-__all__ = ["ClusterShape", "Place", "actor_places", "engine_places", "rank_order", "unit_size"]
+__all__ = ["ClusterShape", "Place", "actor_places", "bundles_of_places", "engine_places", "rank_order", "unit_size"]
 
 
 class Place(NamedTuple):
@@ -97,6 +98,33 @@ def rank_order(nodes: Sequence[str], together: int = 1) -> tuple[int, ...]:
     whole = [i for bundles in by_node.values() for i in bundles[: len(bundles) // together * together]]
     rest = [i for bundles in by_node.values() for i in bundles[len(bundles) // together * together :]]
     return (*whole, *rest)
+
+
+def bundles_of_places(places: Sequence[Place], nodes: Sequence[str]) -> tuple[int, ...]:
+    """Bundle of each place, given the node of each bundle: devices of one planned node lie on one node, where they may meet another's.
+
+    Raises EnvironmentFault when Ray gave them in other portions than the layout needs.
+    """
+    left = {node: [i for i, at in enumerate(nodes) if at == node] for node in sorted(set(nodes))}
+    wanted = Counter(place.node for place in places)
+    bundles: dict[int, list[int]] = {}
+    for planned, size in sorted(wanted.items(), key=lambda item: (-item[1], item[0])):
+        fitting = [node for node in left if len(left[node]) >= size]
+        if not fitting:
+            raise EnvironmentFault(_other_portions(wanted, Counter(nodes)))
+        node = min(fitting, key=lambda name: (len(left[name]), name))
+        bundles[planned], left[node] = left[node][:size], left[node][size:]
+    taken = {planned: iter(indices) for planned, indices in bundles.items()}
+    return tuple(next(taken[place.node]) for place in places)
+
+
+def _other_portions(wanted: Counter[int], found: Counter[str]) -> str:
+    portions = " + ".join(str(count) for count in sorted(found.values(), reverse=True))
+    planned = " + ".join(str(count) for _, count in sorted(wanted.items()))
+    return (
+        f"the nodes are not of one size: placement colocated needs devices in portions of {planned}, a node each, and Ray has them as "
+        f"{portions}. Take nodes with equal numbers of free devices and state that number in cluster.n_gpus_per_node"
+    )
 
 
 def _multiples(value: int, step: int) -> str:

@@ -6,11 +6,13 @@ MindSpeed core_r0.16.0 and CANN 9.1.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mrl.errors import EnvironmentFault
+
+_VISIBLE = {"GPU": "CUDA_VISIBLE_DEVICES", "NPU": "ASCEND_RT_VISIBLE_DEVICES"}  # by what Ray calls the accelerator
 
 BUCKET_FOLDER = "mrl-sync-"  # prefix of an engine's folders in /dev/shm that buckets of weights pass through
 
@@ -54,6 +56,13 @@ class Hosting:
     def ray_resources(self, cpus: float, devices: int) -> dict[str, float]:
         """Resources of one process that uses `devices` accelerators."""
         return {"CPU": cpus} | ({self.ray_resource: float(devices)} if self.ray_resource else {})
+
+    def visible_devices(self, names: Sequence[str]) -> dict[str, str]:
+        """Environment that shows a process these devices of its node and no other, in this order; Ray is told to leave it alone."""
+        if self.ray_resource is None:
+            return {}
+        variable = _VISIBLE[self.ray_resource]
+        return {variable: ",".join(names), f"RAY_EXPERIMENTAL_NOSET_{variable}": "1"}
 
     def actor_environment(self) -> dict[str, str]:
         """Environment of one Megatron rank."""

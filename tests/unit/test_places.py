@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from mrl.cluster.prerequisites import engine_bundles, needed_resources
+from mrl.cluster.prerequisites import device_bundles, engine_bundles, needed_resources, shared_devices
 from mrl.config.load import load_config
 from mrl.config.places import rank_places, rollout_layout
 from mrl.config.upstream_fields import UPSTREAM_FIELDS
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model import known_spec
-from mrl.model.device_grid import ClusterShape, Place, actor_places, engine_places, rank_order
+from mrl.model.device_grid import ClusterShape, Place, actor_places, bundles_of_places, engine_places, rank_order
 from mrl.model.layout import RolloutLayout
 from mrl.platforms.hosting import cpu_binding, get_hosting
 from mrl.vllm import requests
@@ -132,3 +132,54 @@ def test_an_actor_asks_ray_for_the_devices_of_its_bundle():
     gpu, npu = reserved.options(0), reserved.options(1)
     assert (gpu["num_gpus"], gpu["resources"], gpu["scheduling_strategy"].placement_group_bundle_index) == (4.0, {}, 1)
     assert (npu["num_gpus"], npu["resources"], npu["scheduling_strategy"].placement_group_bundle_index) == (0, {"NPU": 2.0}, 0)
+
+
+# --- colocated: ranks and workers on the same devices ------------------------------------------------------------------------------
+
+
+def test_devices_of_a_planned_node_lie_on_one_real_node_wherever_bundles_fell():
+    places = [Place(node, device) for node in range(2) for device in range(2)]
+    bundles = bundles_of_places(places, ["b", "a", "b", "a"])
+    assert bundles == (1, 3, 0, 2)  # node 0 of the plan is real node a
+    # a node of four devices holds two planned nodes of two
+    assert sorted(bundles_of_places(places, ["a"] * 4)) == [0, 1, 2, 3]
+    # a planned node of two and one of three: the smaller real node is left for the smaller planned one
+    uneven = [Place(0, 0), Place(0, 1), Place(1, 0), Place(1, 1), Place(1, 2)]
+    assert bundles_of_places(uneven, ["a", "a", "a", "b", "b"]) == (3, 4, 0, 1, 2)
+
+
+def test_nodes_of_different_sizes_are_refused_with_both_portions():
+    places = [Place(node, device) for node in range(2) for device in range(4)]
+    with pytest.raises(EnvironmentFault, match=r"portions of 4 \+ 4, a node each, and Ray has them as 5 \+ 3"):
+        bundles_of_places(places, ["a"] * 5 + ["b"] * 3)
+
+
+COLOCATED = dict(
+    cluster__placement="colocated", cluster__n_gpus_per_node=2, rollout__tensor_model_parallel_size=2, cluster__cpus_per_engine=3
+)
+
+
+@pytest.mark.parametrize("device", ["cuda", "npu", "cpu"])
+def test_a_device_is_reserved_once_for_rank_and_worker_and_cpus_are_those_of_both(device):
+    config = configured(cluster__device=device, **COLOCATED)
+    resource = {"cuda": {"GPU": 1.0}, "npu": {"NPU": 1.0}, "cpu": {}}[device]
+    # two ranks of 0.5 and one engine of 3, over two devices
+    assert device_bundles(config, get_hosting(device)) == [{"CPU": 2.0, **resource}] * 2
+    assert needed_resources(config) == {"CPU": 4.0, **dict.fromkeys(resource, 2.0)}
+    assert needed_resources(config, actor=False)["CPU"] == 3.0  # mrl eval has engines alone
+
+
+def test_a_process_is_shown_its_devices_in_order_and_ray_leaves_them_alone():
+    assert get_hosting("cuda").visible_devices(["3", "1"]) == {
+        "CUDA_VISIBLE_DEVICES": "3,1", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+    }  # fmt: skip
+    assert get_hosting("npu").visible_devices(["7"])["ASCEND_RT_VISIBLE_DEVICES"] == "7"
+    assert get_hosting("cpu").visible_devices([""]) == {}
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_in_every_colocated_preset_each_device_has_a_rank_and_a_worker(path):
+    config = load_config(path).config
+    if config.cluster.placement == "colocated":
+        ranks, workers = rank_places(config)
+        assert sorted(ranks) == sorted(workers) == list(shared_devices(config))

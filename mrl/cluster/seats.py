@@ -1,0 +1,125 @@
+"""Where a run's processes sit. `separate`: a rank or an engine has its devices to itself. `colocated`: they share them.
+
+Colocated, Ray reserves a bundle a device, and everything that works on a device sits in its bundle. Which device that is
+we say ourselves: an actor that asks Ray for a device gets one alone, and a rank and a worker are to have the same one.
+
+An example, engines of TP2 on two nodes of two devices: rank 3 sits in the bundle of (node 1, device 1). Engine 1 has its
+process in the bundle of (node 1, device 0) and sees devices 0 and 1 of that node, on which it starts its two workers.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from mrl.cluster.calls import gather
+from mrl.cluster.prerequisites import actor_bundles, device_bundles, engine_bundles, shared_devices
+from mrl.cluster.ray_cluster import Reservation, reserve
+from mrl.config.places import rank_places
+from mrl.config.schema import RunConfig
+from mrl.model.device_grid import bundles_of_places
+from mrl.platforms.hosting import Hosting, get_hosting
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where one Ray actor runs."""
+
+    options: dict[str, Any]  # of the Ray actor
+    environment: dict[str, str]  # beside what every process of its kind has
+    places: list[tuple[str, int]] | None  # node and device of each worker; None: Ray chooses, and the process asks it
+
+
+@dataclass(frozen=True)
+class Seats:
+    """The seats of a group's actors in its order, and how they are given back."""
+
+    seats: tuple[Seat, ...]
+    release: Callable[[], None]
+
+
+def actor_seats(config: RunConfig) -> Seats:
+    """Of the ranks, on devices of their own; ranks that talk at every layer share a node where that can be."""
+    bundles = actor_bundles(config, get_hosting(config.cluster.device))
+    return _own(reserve(bundles, config.cluster.start_timeout_s, config.actor.layout.tensor_model_parallel_size))
+
+
+def engine_seats(config: RunConfig) -> Seats:
+    """Of the engines, on devices of their own."""
+    return _own(reserve(engine_bundles(config, get_hosting(config.cluster.device)), config.cluster.start_timeout_s))
+
+
+def _own(reserved: Reservation) -> Seats:
+    seats = tuple(Seat(reserved.options(position), {}, None) for position in range(len(reserved.bundles)))
+    return Seats(seats, reserved.release)
+
+
+@dataclass(frozen=True)
+class SharedSeats:
+    """Ranks and engines on the same devices; `release` gives back the devices of both."""
+
+    ranks: Seats
+    engines: Seats
+    release: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class _Device:
+    """One reserved device: its bundle, its node, its number there, and the name by which a process is shown it."""
+
+    options: dict[str, Any]
+    node: str
+    number: int
+    name: str
+
+
+def shared_seats(config: RunConfig) -> SharedSeats:
+    """Seats of a colocated run. Raises EnvironmentFault when Ray cannot give the devices node by node as the layout needs them."""
+    hosting, (ranks, workers) = get_hosting(config.cluster.device), rank_places(config)
+    reserved = reserve(device_bundles(config, hosting), config.cluster.start_timeout_s)
+    try:
+        places = shared_devices(config)
+        bundles = bundles_of_places(places, reserved.nodes)
+        names = _device_names(reserved, hosting, config.cluster.start_timeout_s)
+    except BaseException:
+        reserved.release()
+        raise
+    numbers: Counter[str] = Counter()
+    devices = {}
+    for place, bundle in zip(places, bundles, strict=True):
+        node = reserved.nodes[bundle]
+        devices[place] = _Device(reserved.idle_options(bundle), node, numbers[node], names[bundle])
+        numbers[node] += 1
+    of_ranks = [_seat([devices[place]], hosting, config.cluster.cpus_per_actor) for place in ranks]
+    together = config.rollout.tensor_model_parallel_size  # an engine's tensor workers are below one process
+    groups = [workers[first : first + together] for first in range(0, len(workers), together)]
+    of_engines = [_seat([devices[place] for place in group], hosting, config.cluster.cpus_per_engine) for group in groups]
+    return SharedSeats(Seats(tuple(of_ranks), _keep), Seats(tuple(of_engines), _keep), reserved.release)
+
+
+def _keep() -> None:
+    """The devices stay reserved: whoever shares them works on."""
+
+
+def _seat(devices: Sequence[_Device], hosting: Hosting, cpus: float) -> Seat:
+    """In the first device's bundle. Ray counts no CPUs there, so it would not set the threads that go with them."""
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, int(cpus))))
+    environment = {"OMP_NUM_THREADS": threads} | hosting.visible_devices([device.name for device in devices])
+    return Seat(devices[0].options, environment, [(device.node, device.number) for device in devices])
+
+
+def _device_names(reserved: Reservation, hosting: Hosting, timeout_s: float) -> list[str]:
+    """Of each bundle's device, as Ray calls it; a device of a CPU has none."""
+    if hosting.ray_resource is None:
+        return [""] * len(reserved.bundles)
+    ask = ray.remote(max_retries=0)(_own_device)
+    refs = {f"device {i}": ask.options(**reserved.device_options(i)).remote() for i in range(len(reserved.bundles))}
+    return list(gather(refs, timeout_s, "asking Ray for the devices").values())
+
+
+def _own_device() -> str:
+    ids = ray.get_runtime_context().get_accelerator_ids()
+    return next(str(owned[0]) for owned in ids.values() if owned)
