@@ -14,8 +14,8 @@ from mrl.checkpoint.open_checkpoint import SafetensorsFiles, weight_role
 from mrl.checkpoint.rank_parameters import MOMENTS, RankParameter, rank_parameters
 from mrl.checkpoint.rank_save import CODES, rank_file
 from mrl.checkpoint.stored_boxes import BoxReader, check_disjoint
+from mrl.config.schema_actor import OPTIMIZER, PARAMETERS
 from mrl.errors import EnvironmentFault
-from mrl.megatron.offload import OPTIMIZER, PARAMETERS
 from mrl.megatron.optimizer import current_lr, is_frozen
 from mrl.model import model_spec
 from mrl.model.megatron_shards import Piece

@@ -8,10 +8,10 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from mrl.checkpoint.manifest import EXP_AVG, EXP_AVG_SQ
+from mrl.config.schema_actor import OPTIMIZER, PARAMETERS
 from mrl.errors import ConfigError
 from mrl.megatron.adam_state import AdamState
 from mrl.megatron.local_parameters import LocalParameters, plain_name
-from mrl.megatron.offload import OPTIMIZER, PARAMETERS
 from mrl.model.megatron_shards import Shard, local_shapes, source_shards
 
 MOMENTS = {EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}  # role -> name in torch's Adam

@@ -17,9 +17,10 @@ from mrl.checkpoint.manifest import MASTER, RankFiles, StoredTensor
 from mrl.checkpoint.open_checkpoint import weight_role
 from mrl.checkpoint.rank_parameters import MOMENTS, RankParameter, distributed_optimizers, rank_parameters
 from mrl.checkpoint.safetensors_file import safetensors_header, write_blocks
+from mrl.config.schema_actor import OPTIMIZER, PARAMETERS
 from mrl.errors import EnvironmentFault
 from mrl.megatron.adam_state import AdamState
-from mrl.megatron.offload import OPTIMIZER, PARAMETERS, check_resident
+from mrl.megatron.offload import check_resident
 from mrl.megatron.optimizer import current_lr
 from mrl.model.megatron_shards import Shard
 from mrl.units import MIB

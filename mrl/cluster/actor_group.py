@@ -94,6 +94,11 @@ class ActorGroup:
         if self.config.actor.offloaded:
             self.call("offload")
 
+    def bring(self, *kinds: str) -> None:
+        """Of what `actor.*_offload` names, these kinds are on all devices and the others have left them; see mrl/megatron/offload.py."""
+        if self.config.actor.offloaded:
+            self.call("bring", *kinds)
+
     def export_buckets(self, limit_bytes: int) -> Iterator[tuple[ray.ObjectRef, str]]:
         """Buckets of full HF tensors as rank 0 makes them, one ahead: a reference to the data, and its SHA-256.
 

@@ -84,21 +84,35 @@ class RolloutGroup:
         completions.update((c.sample_id, c) for c in batch)
         on_batch(batch)
 
-    def update_weights(self, buckets: Iterable[tuple[ray.ObjectRef, str]], version: int) -> int:
-        """Brings every engine to `version` with full HF tensors; returns bytes received, all engines together.
+    def load_weights(self, buckets: Iterable[tuple[ray.ObjectRef, str]]) -> int:
+        """Hands every engine full HF tensors; returns bytes received, all engines together. `commit_loaded` completes it.
 
         `buckets`: a reference to the bytes of a safetensors file as a uint8 array, and their SHA-256.
 
         An engine whose update failed holds no version and refuses to generate, so a mixture is never served.
         """
         self.call("begin_update")
-        moved = sum(sum(self.call("load_bucket", data, sha256)) for data, sha256 in buckets)
+        return sum(sum(self.call("load_bucket", data, sha256)) for data, sha256 in buckets)
+
+    def commit_loaded(self, version: int) -> None:
+        """From here on every engine serves `version`, which `load_weights` brought there."""
         self.call("commit_update", version)
-        return moved
 
     def commit(self, version: int) -> None:
         """From here on every engine serves `version`. Each of them holds it already; see VllmEngine.receive_weights."""
         self.call("commit", version)
+
+    def sleep(self) -> None:
+        """Every engine gives its devices' memory back, weights included, and gives up requests under way; see VllmEngine.sleep."""
+        self.call("sleep")
+
+    def wake_weights(self) -> None:
+        """Every sleeping engine has room for weights again, which have to be brought there; see VllmEngine.wake_weights."""
+        self.call("wake_weights")
+
+    def wake_cache(self) -> None:
+        """Every engine that was brought weights has its cache again, and serves after `commit`; see VllmEngine.wake_cache."""
+        self.call("wake_cache")
 
     def fingerprints(self) -> list[dict[str, str]]:
         """Of each engine; see VllmEngine.fingerprints."""

@@ -8,6 +8,7 @@ reshard.verify_every says. When that fails too, the run stops with the reason an
 
 import itertools
 import sys
+import time
 import uuid
 from collections import defaultdict
 from collections.abc import Sequence
@@ -20,7 +21,6 @@ from mrl.cluster.rollout_group import RolloutGroup
 from mrl.config.schema import RunConfig
 from mrl.errors import EnvironmentFault, Interrupted
 from mrl.model import read_hf_config
-from mrl.record.metrics import PhaseTimer
 from mrl.reshard.setup import BUCKET_BYTES, SyncSetup, p2p_members
 from mrl.reshard.sync_report import GAVE_UP, Disagreement, Report, SyncTotals, disagreements, in_words, replica_faults
 from mrl.units import MIB
@@ -69,18 +69,31 @@ class WeightSync:
         self._weight_bytes = 0
 
     def bring_to(self, version: int) -> dict[str, float]:
-        """Metrics of one sync after which every engine serves `version`.
+        """Metrics of one sync after which every engine serves `version`; raises what `transfer` does."""
+        began = time.perf_counter()
+        metrics = self.transfer(version)
+        self.commit(version)
+        return metrics | {"reshard/seconds": time.perf_counter() - began}
+
+    def transfer(self, version: int) -> dict[str, float]:
+        """Metrics of moving the weights of `version`: every engine holds them, verified, and serves nothing until `commit`.
 
         Raises Interrupted when one could not be brought there, EnvironmentFault when ranks and engines cannot meet.
         """
-        timer = PhaseTimer()
-        with timer("sync"):
-            metrics = self._fast(version) if self.config.reshard.path == "fast" else self._slow(version)
-        return metrics | {"reshard/seconds": timer.seconds["sync"], "reshard/weight_version": float(version)}
+        began = time.perf_counter()
+        metrics = self._fast(version) if self.config.reshard.path == "fast" else self._slow()
+        return metrics | {"reshard/seconds": time.perf_counter() - began, "reshard/weight_version": float(version)}
 
-    def _slow(self, version: int) -> dict[str, float]:
-        moved = self.engines.update_weights(self.actor.export_buckets(BUCKET_BYTES), version)
-        return {"reshard/bytes_moved": float(moved)}
+    def commit(self, version: int) -> None:
+        """From here on every engine serves `version`, which `transfer` brought there."""
+        if self.config.reshard.path == "fast":
+            self.engines.commit(version)
+        else:
+            self.engines.commit_loaded(version)
+        self._syncs += 1
+
+    def _slow(self) -> dict[str, float]:
+        return {"reshard/bytes_moved": float(self.engines.load_weights(self.actor.export_buckets(BUCKET_BYTES)))}
 
     def _fast(self, version: int) -> dict[str, float]:
         if self.setup is None:
@@ -92,7 +105,7 @@ class WeightSync:
             read_back = attempt > 0 or self._syncs % self.config.reshard.verify_every == 0
             self._compare(self._move(progress.fenced, read_back), progress)
             if not progress.fenced:
-                return self._commit(version, progress)
+                return self._transferred(progress)
             self._keep_fenced(version, progress, is_last=attempt + 1 == _ATTEMPTS)
 
     def _move(self, engines: set[int], read_back: bool) -> AttemptAnswers:
@@ -134,15 +147,10 @@ class WeightSync:
             )
         print(f"weight sync to version {version}: {names} fenced and synced again: {progress.why}", file=sys.stderr)
 
-    def _commit(self, version: int, progress: SyncProgress) -> dict[str, float]:
-        """From here on every engine serves `version`; metrics of the sync.
-
-        Raises RuntimeError when the two sides counted other bytes.
-        """
+    def _transferred(self, progress: SyncProgress) -> dict[str, float]:
+        """Metrics of a sync that every engine came through. Raises RuntimeError when the two sides counted other bytes."""
         receives = [report for reports in progress.verified.values() for report in reports]
         totals = SyncTotals.of(progress.bytes_sent, receives, self._weight_bytes, progress.staging_bytes)
-        self.engines.commit(version)
-        self._syncs += 1
         return _metrics(totals, len(progress.reasons), all(report["held"] is not None for report in receives))
 
     def _agree_again(self, version: int, why: str) -> None:

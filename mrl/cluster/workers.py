@@ -101,6 +101,10 @@ class ActorWorker:
         """See MegatronActor.offload."""
         self.actor.offload()
 
+    def bring(self, *kinds: str) -> None:
+        """See MegatronActor.bring."""
+        self.actor.bring(*kinds)
+
     def export_buckets(self, limit_bytes: int) -> Iterator[str | np.ndarray]:
         """Full HF tensors in safetensors buckets of about `limit_bytes`; only rank 0 yields, the others take part.
 
@@ -132,8 +136,8 @@ class ActorWorker:
         Raises EnvironmentFault when it is not the driver's plan, RuntimeError naming parameters that are not as the
         plan has them.
         """
+        from mrl.config.schema_actor import PARAMETERS
         from mrl.megatron.local_parameters import LocalParameters
-        from mrl.megatron.offload import PARAMETERS
         from mrl.model.megatron_shards import local_shapes, source_shards
         from mrl.reshard.connect import connect_sender
         from mrl.reshard.setup import SyncSetup
@@ -149,7 +153,7 @@ class ActorWorker:
 
     def send_weights(self, update: int, workers: list[int], check_replicas: bool) -> dict[str, Any]:
         """Sends this rank's part of the weights to `workers`; fields of a SendReport."""
-        from mrl.megatron.offload import PARAMETERS
+        from mrl.config.schema_actor import PARAMETERS
 
         with self.actor.residence.using(PARAMETERS):
             return self.sender.send(update, workers, check_replicas).to_json()

@@ -6,6 +6,8 @@ from mrl.config.section import Section, key, section_from
 from mrl.model.layout_degrees import LayoutDegrees
 
 Dtype = Literal["float32", "bfloat16"]
+PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"  # what of the actor may leave its device
+SWITCHES = {PARAMETERS: "param_offload", GRADIENTS: "grad_offload", OPTIMIZER: "optimizer_offload"}  # and the key that says so
 
 
 class ModelConfig(Section):
@@ -185,7 +187,7 @@ class ActorConfig(Section):
     @property
     def offloaded(self) -> tuple[str, ...]:
         """The keys here that send something to the host."""
-        return tuple(name for name in ("param_offload", "grad_offload", "optimizer_offload") if getattr(self, name))
+        return tuple(name for name in SWITCHES.values() if getattr(self, name))
 
 
 class RefConfig(Section):

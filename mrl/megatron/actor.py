@@ -14,13 +14,14 @@ from mrl.algo.aggregate import Denominators, FloatParts, merge, to_floats
 from mrl.algo.losses import PolicyLossParameters, load_custom_loss
 from mrl.algo.selection import select
 from mrl.config.schema import RunConfig
+from mrl.config.schema_actor import GRADIENTS, OPTIMIZER, PARAMETERS
 from mrl.data.batch import TrainBatch
 from mrl.errors import DataError, NumericAbort
 from mrl.megatron import parallel
 from mrl.megatron.batching import MicroBatch, Shares, Splitter, UpdateResult, check_batch, mini_batches
 from mrl.megatron.bridge import DTYPES, Bridge, MBridge
 from mrl.megatron.forward import Around, MicroInputs, log_prob_pass, loss_pass, nothing_around, return_hidden_states
-from mrl.megatron.offload import GRADIENTS, OPTIMIZER, PARAMETERS, FrozenWeights, Residence, needs, switched
+from mrl.megatron.offload import FrozenWeights, Residence, needs, switched
 from mrl.megatron.optimizer import StepResult, build_optimizer, build_scheduler, current_lr, freeze, step, zero_gradients
 from mrl.megatron.packing import micro_arrays
 from mrl.megatron.routing import Routing
@@ -92,6 +93,14 @@ class MegatronActor:
     def offload(self) -> None:
         """What `actor.*_offload` names leaves the device. Whatever needs it again brings it back by itself."""
         self.residence.offload()
+
+    def bring(self, *kinds: str) -> None:
+        """Of what `actor.*_offload` names, these kinds are on the device and the others have left it: a hand-over of its own.
+
+        What computes would bring them by itself; so the time that it takes, and a lack of memory, are told apart from computing.
+        """
+        with self.residence.using(*kinds):
+            pass
 
     @needs(PARAMETERS)
     def log_probs(self, batch: TrainBatch) -> RowResult | None:

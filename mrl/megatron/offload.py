@@ -19,12 +19,11 @@ from torch import Tensor, UntypedStorage
 from torch.nn import Module
 
 from mrl.config.schema import ActorConfig
+from mrl.config.schema_actor import GRADIENTS, PARAMETERS, SWITCHES
 from mrl.megatron.adam_state import AdamState
 from mrl.platforms import Platform
 from mrl.units import MIB
 
-PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
-SWITCHES = {PARAMETERS: "param_offload", GRADIENTS: "grad_offload", OPTIMIZER: "optimizer_offload"}  # kind -> key of `actor`
 # Allocators of pinned memory round a request up to a power of two: asked for as a whole, 33 GB would take 64.
 PIECE = 256 * MIB  # bytes
 

@@ -148,6 +148,14 @@ _RESHARD = [
     MetricSpec("router/load/min", "min", "1", "Load of the idlest expert over the mean load"),
 ]
 
+_SWITCH = [
+    MetricSpec("switch/sleep_s", "max", "s", "Colocated: engines going to sleep before the actor's turn, slowest engine"),
+    MetricSpec("switch/onload_s", "max", "s", "Colocated: parameters, gradients and optimizer coming onto the devices, slowest rank"),
+    MetricSpec("switch/offload_s", "max", "s", "Colocated: the same leaving them, slowest rank"),
+    MetricSpec("switch/wake_weights_s", "max", "s", "Colocated: engines taking memory for their weights, slowest engine"),
+    MetricSpec("switch/wake_kv_s", "max", "s", "Colocated: engines taking memory for their cache, slowest engine"),
+]
+
 _VALIDATION = [
     MetricSpec("val-core/*/mean@*", "last", "reward", "Mean over n responses a prompt, per data source: val-core/SOURCE/acc/mean@N"),
     MetricSpec("val-core/*/best@*", "last", "reward", "Best of n responses a prompt, expected and its standard deviation, per data source"),
@@ -159,7 +167,7 @@ _VALIDATION = [
     MetricSpec("val-aux/*", "last", "1", "Other observations of validation per data source"),
 ]
 
-METRICS: tuple[MetricSpec, ...] = (*_TRAINING, *_CRITIC, *_ACTOR, *_LENGTHS, *_TIMING, *_PERF, *_RESHARD, *_VALIDATION)
+METRICS: tuple[MetricSpec, ...] = (*_TRAINING, *_CRITIC, *_ACTOR, *_LENGTHS, *_TIMING, *_PERF, *_RESHARD, *_SWITCH, *_VALIDATION)
 
 # standard deviation <- (first moment, second moment): parts of a deviation do not add up, those of its moments do
 DEVIATIONS: dict[str, tuple[str, str]] = {"actor/log_seq_ratio_std": ("actor/log_seq_ratio_mean", "actor/log_seq_ratio_square_mean")}

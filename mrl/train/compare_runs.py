@@ -20,7 +20,7 @@ from mrl.errors import MrlError
 from mrl.record.run_dir import RunDir, read_metrics
 
 # what a clock or the state of the machine decides
-CLOCK = ("timing_", "perf/", "reshard/seconds", "reshard/peak_staging_bytes")
+CLOCK = ("timing_", "perf/", "switch/", "reshard/seconds", "reshard/peak_staging_bytes")
 OUTPUT_TAIL = 1500  # characters of a failed run's output that are shown
 
 

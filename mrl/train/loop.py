@@ -16,6 +16,8 @@
     testing          held-out prompts, engines          validation metrics                    validation.py
     save_checkpoint  actor, state                       checkpoints/step-N, written beside    saving.py
 
+Between them stand the hand-overs of placement.py, where engines and actor take turns on the same devices.
+
 An example, parallel_configs/tiny-moe/cpu.yaml: 64 prompts x 8 responses of up to 4 tokens are 512 samples; the batch's
 arrays are [512, longest response]; mini-batches of 16 prompts make 4 updates of 128 rows each.
 
@@ -35,9 +37,8 @@ from mrl.train.validation import validate
 def train(run: Run) -> None:
     """Trains until the last step. On a signal the state is saved and Interrupted raised."""
     try:
-        if run.state.step > 0:
-            run.sync.bring_to(run.state.step)  # engines start from the weights that training started from
-        elif run.config.trainer.val_before_train:
+        run.placement.begin(run.state.step)
+        if run.state.step == 0 and run.config.trainer.val_before_train:
             run.record.write(0, held_out_metrics(run) | memory_metrics())
         while run.state.step < run.total_steps:
             train_step(run)
@@ -54,9 +55,10 @@ def train_step(run: Run) -> None:
     algorithm = config.algorithm
     with timer("step"):
         with timer("gen"):
-            actor.offload()  # what actor.*_offload names leaves the devices before the engines generate
+            run.placement.to_generation()
         rollouts = gather_rollouts(config, run.responder, run.train_prompts, run.state.cursor, step, timer)
         write_rollouts(run.run_dir.samples, step, rollouts)
+        run.placement.to_log_probs()
         with timer("old_log_prob"):
             batch, policy_metrics = with_old_log_probs(config, actor, rollouts.samples, run.pad_token_id)
         if algorithm.needs_reference:
@@ -67,20 +69,25 @@ def train_step(run: Run) -> None:
             batch, correction_metrics = with_corrections(algorithm, batch, rollouts.samples)
             batch = with_advantages(algorithm, batch, rollouts, penalties)
         run.stop.hold()
+        run.placement.to_update()
         with timer("update_actor"):
             update_metrics = update(actor, batch)
+        save_metrics, saves = run.saver.finished(), due(config.trainer.save_freq, step, run.total_steps)
+        if saves:
+            with timer("save_checkpoint"):
+                save_metrics |= run.saver.take(step)  # the ranks have what is saved on their devices
         with timer("reshard"):
-            sync_metrics = run.sync.bring_to(step)
+            sync_metrics = run.placement.to_engines(step)
         run.state = run.state.advanced(rollouts.cursor)
         metrics = sample_metrics(config.data, run.state.cursor.epoch, batch, rollouts) | rollouts.metrics
-        metrics |= policy_metrics | correction_metrics | kl_metrics | update_metrics | sync_metrics
+        metrics |= policy_metrics | correction_metrics | kl_metrics | update_metrics | sync_metrics | run.placement.seconds()
         if due(config.trainer.test_freq, step, run.total_steps):
             with timer("testing"):
                 metrics |= held_out_metrics(run)
-        metrics |= run.saver.finished()  # of a save that training went on beside
-        if due(config.trainer.save_freq, step, run.total_steps):
+        metrics |= save_metrics
+        if saves:
             with timer("save_checkpoint"):
-                metrics |= run.saver.save(run.state, metrics)
+                metrics |= run.saver.write(run.state, metrics)
     metrics |= {"training/failed_saves": float(run.saver.failed_saves)}
     metrics |= time_metrics(config, timer, batch) | memory_metrics()
     run.record.write(step, metrics)
@@ -96,5 +103,5 @@ def held_out_metrics(run: Run) -> dict[str, float]:
     """Metrics of all held-out sets under the weights that the engines hold; nothing without held-out prompts."""
     if run.val_prompts is None:
         return {}
-    run.actor.offload()
+    run.placement.to_generation()
     return validate(run.config, run.responder, run.val_prompts, run.state.step, run.run_dir.validation, run.record)

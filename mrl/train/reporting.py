@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
+from mrl.config.rollout_rules import needed_devices
 from mrl.config.schema import DataConfig, RunConfig
 from mrl.data.batch import TrainBatch
 from mrl.platforms.hosting import get_hosting
@@ -42,9 +43,7 @@ def sample_metrics(data: DataConfig, epoch: int, batch: TrainBatch, rollouts: Ro
 
 def time_metrics(config: RunConfig, timer: PhaseTimer, batch: TrainBatch) -> dict[str, float]:
     """Seconds of the step's phases, and tokens over time and devices, trainer's and engines'."""
-    rollout = config.rollout
-    devices = config.actor.layout.world_size + rollout.num_engines * rollout.tensor_model_parallel_size
-    return timer.metrics() | speed_metrics(batch, timer.seconds, devices)
+    return timer.metrics() | speed_metrics(batch, timer.seconds, needed_devices(config))
 
 
 def memory_metrics() -> dict[str, float]:

@@ -6,15 +6,17 @@ resumable.
 
 import os
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mrl.cluster.actor_group import ActorGroup
+from mrl.cluster.gates import MemoryGate
 from mrl.cluster.ray_cluster import ray_cluster
 from mrl.cluster.rollout_group import RolloutGroup
+from mrl.cluster.seats import shared_seats
 from mrl.cluster.weight_sync import WeightSync
 from mrl.config.load import ResolvedConfig
 from mrl.config.schema import RunConfig
@@ -29,6 +31,7 @@ from mrl.record.sinks import make_sinks
 from mrl.reward.items import RewardSpec
 from mrl.reward.pool import RewardPool, check_function
 from mrl.reward.resolve import check_data_sources
+from mrl.train.placement import Colocated, Placement, Separate
 from mrl.train.preflight import run_dir_path
 from mrl.train.reporting import AdvisedRecord
 from mrl.train.resume import TrainState, rewind, verified_resume_point
@@ -89,7 +92,7 @@ class Run:
     record: AdvisedRecord
     responder: Responder
     actor: ActorGroup
-    sync: WeightSync
+    placement: Placement
     saver: Saver
     state: TrainState
 
@@ -116,22 +119,52 @@ def open_run(resolved: ResolvedConfig, resume: bool) -> Iterator[Run]:
         stack.callback(run_dir.close)
         checkpoint, state = rewind(run_dir, point) if resume else (None, TrainState())
         rewards = stack.enter_context(reward_pool(config, scoring, run_dir.logs))
-        engines = RolloutGroup(config, run_dir.path, stop.raise_if_set)
-        stack.callback(engines.stop)
-        actor = ActorGroup(config, run_dir.path, checkpoint, stop.raise_if_set)
-        stack.callback(actor.stop)
-        engines.wait_started()
+        engines, actor = stack.enter_context(_processes(config, run_dir.path, checkpoint, stop.raise_if_set))
         run_dir.write_config(resolved.to_yaml())
-        write_text(run_dir.plan, plan_text(plan_again(config, load_model_spec(config.model.path), run_dir.plan)))
+        plan = plan_again(config, load_model_spec(config.model.path), run_dir.plan)
+        write_text(run_dir.plan, plan_text(plan))
         record = AdvisedRecord(make_sinks(config.trainer.logger, run_dir, total, _run_info(config)), config)
         stack.callback(record.close)
-        saver = Saver(config, run_dir.checkpoints, actor, stream.prompts.fingerprint, state.step)
+        placement = _placement(config, actor, engines, plan)
+        saver = Saver(config, run_dir.checkpoints, placement, stream.prompts.fingerprint, state.step)
         stack.callback(saver.close)  # before the ranks end
         yield Run(
             config=config, run_dir=run_dir, train_prompts=stream, val_prompts=val, pad_token_id=pad_token_id(tokenizer), total_steps=total,
             stop=stop, record=record, responder=Responder(tokenizer, engines, rewards, config.reward, record, stop.raise_if_set),
-            actor=actor, sync=WeightSync(config, actor, engines), saver=saver, state=state,
+            actor=actor, placement=placement, saver=saver, state=state,
         )  # fmt: skip
+
+
+@contextmanager
+def _processes(
+    config: RunConfig, folder: Path, checkpoint: Path | None, poll: Callable[[], None]
+) -> Iterator[tuple[RolloutGroup, ActorGroup]]:
+    """Engines and ranks, started. On shared devices engines start first and sleep: vLLM measures what is free of a device,
+    and a model that comes onto it meanwhile would be counted as its own."""
+    with ExitStack() as stack:
+        if config.cluster.placement == "separate":
+            engines = RolloutGroup(config, folder, poll)
+            stack.callback(engines.stop)
+            actor = ActorGroup(config, folder, checkpoint, poll)
+            stack.callback(actor.stop)
+            engines.wait_started()
+        else:
+            seats = shared_seats(config)
+            stack.callback(seats.release)
+            engines = RolloutGroup(config, folder, poll, seats.engines)
+            stack.callback(engines.stop)
+            engines.wait_started()
+            engines.sleep()
+            actor = ActorGroup(config, folder, checkpoint, poll, seats=seats.ranks)
+            stack.callback(actor.stop)
+        yield engines, actor
+
+
+def _placement(config: RunConfig, actor: ActorGroup, engines: RolloutGroup, plan: dict[str, Any]) -> Placement:
+    sync = WeightSync(config, actor, engines)
+    if config.cluster.placement == "separate":
+        return Separate(actor, sync)
+    return Colocated(actor, engines, sync, MemoryGate(plan, actor, engines, config.cluster.step_timeout_s))
 
 
 def _run_info(config: RunConfig) -> RunInfo:

@@ -93,26 +93,40 @@ class Saver:
         self.saved_step = saved_step  # of the newest complete checkpoint
         self.failed_saves = 0
         self._last_fault = ""  # why the newest of them failed
+        self._taken: int | None = None  # step of which the ranks hold a copy that nobody writes yet
         self._config, self._folder, self._actor, self._data_fingerprint = config, folder, actor, data_fingerprint
         self._writing = BackgroundWrite()
 
     def save(self, state: TrainState, metrics: dict[str, float] | None = None) -> dict[str, float]:
-        """Begins a checkpoint of `state`, unless there is one. `metrics`: of its step, should their line get lost.
+        """`take` and `write`: begins a checkpoint of `state`, unless there is one."""
+        previous = self.take(state.step)
+        return previous | self.write(state, metrics)
 
-        The ranks copy their parts to host memory and write them while training goes on; a save waits for the one before it.
-        A disk that does not take a checkpoint is no reason to stop: it is said, counted, and the checkpoints that are there
-        stay. Returns what `finished` does.
+    def take(self, step: int) -> dict[str, float]:
+        """The ranks copy their parts of the checkpoint of `step` to host memory, for `write`, unless there is one; they do it once
+        the save before is over. Returns what `finished` does.
+
+        A disk that does not take a checkpoint is no reason to stop: it is said, counted, and the checkpoints that are there stay.
         """
-        previous = self.finished(wait=True)
-        if self.saved_step == state.step:
+        previous, self._taken = self.finished(wait=True), None
+        if self.saved_step == step:
             return previous
         try:
             check_room(self._folder, self._actor.take_checkpoint() + BESIDE_TENSORS)
+            self._taken = step
         except EnvironmentFault as fault:
-            self._count_failure(state.step, str(fault))
-            return previous
+            self._count_failure(step, str(fault))
+        return previous
+
+    def write(self, state: TrainState, metrics: dict[str, float] | None = None) -> dict[str, float]:
+        """Begins to write what was taken of `state`, if anything was, while training goes on. `metrics`: of its step, should their
+        line get lost. Returns what `finished` does.
+        """
+        if self._taken != state.step:
+            return {}
+        self._taken = None
         self._writing.begin(state.step, partial(self._write, state, dict(metrics or {})))
-        return previous if self._config.trainer.async_save else previous | self.finished(wait=True)
+        return {} if self._config.trainer.async_save else self.finished(wait=True)
 
     def finished(self, wait: bool = False) -> dict[str, float]:
         """The metrics of the save under way, if it has ended. Raises what went wrong with it, a disk's refusal excepted."""

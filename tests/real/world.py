@@ -47,5 +47,5 @@ def metrics(run_dir: Path) -> list[dict]:
 
 def without_times(rows: list[dict]) -> list[dict]:
     """What an exact resume must repeat bit by bit."""
-    clock = ("timing_", "perf/", "reshard/seconds", "reshard/peak_")
+    clock = ("timing_", "perf/", "switch/", "reshard/seconds", "reshard/peak_")
     return [{k: v for k, v in row.items() if not k.startswith(clock)} for row in rows]

@@ -15,6 +15,7 @@ from mrl.record.run_dir import RunDir
 from mrl.record.spec import metric_spec
 from mrl.reward.items import OK, RewardResult
 from mrl.train import loop
+from mrl.train.placement import Separate
 from mrl.train.resume import TrainState
 from mrl.train.rollouts import Responder
 from mrl.train.run import Run, StopFlag
@@ -70,6 +71,13 @@ class World:
         parts = [{"actor/grad_norm": (norm, 1.0), "actor/skipped_updates": (0.0, 1.0)} for norm in (1.0, 3.0)]
         return UpdateResult(parts, [MiniBatchLoad(0.25, 0.0, (4, 2)), MiniBatchLoad(0.75, 1.0, (1, 5))])
 
+    def take_checkpoint(self):
+        self.note("take_checkpoint")
+        return 0
+
+    def write_checkpoint(self, work):
+        raise OSError("no disk here")
+
     def bring_to(self, version):
         self.note(f"sync {version}")
         return {"reshard/weight_version": float(version)}
@@ -93,10 +101,11 @@ def run_of(world, tmp_path, *overrides) -> Run:
     stop = StopFlag()
     responder = Responder(tokenizer, world, world, config.reward, world, stop.raise_if_set)
     run_dir = RunDir.open(tmp_path / "run", "")
-    saver = Saver(config, run_dir.checkpoints, world, "fingerprint", 0)
+    placement = Separate(world, world)
+    saver = Saver(config, run_dir.checkpoints, placement, "fingerprint", 0)
     return Run(
         config=config, run_dir=run_dir, train_prompts=stream, val_prompts=None, pad_token_id=0, total_steps=2,
-        stop=stop, record=world, responder=responder, actor=world, sync=world, saver=saver, state=TrainState(),
+        stop=stop, record=world, responder=responder, actor=world, placement=placement, saver=saver, state=TrainState(),
     )  # fmt: skip
 
 
@@ -108,6 +117,14 @@ def test_a_step_goes_through_its_phases_in_order_and_advances_the_state(world, t
     loop.train_step(run)
     assert [step for step, _ in world.lines] == [1, 2] and world.lines[1][1]["reshard/weight_version"] == 2
     assert len((run.run_dir.samples / "step-2.jsonl").read_text().splitlines()) == 4
+
+
+def test_what_is_saved_is_copied_before_the_weights_leave_for_the_engines(world, tmp_path):
+    """Colocated engines wake there, and the ranks' devices have no room any more for what a copy needs."""
+    run = run_of(world, tmp_path, "trainer.save_freq=1")
+    loop.train_step(run)
+    run.saver.close()
+    assert world.calls[-3:] == ["update", "take_checkpoint", "sync 1"]
 
 
 @pytest.mark.parametrize("overrides", [(), (*KL_IN_REWARD, "algorithm.overlong_filter=true")])

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mrl.megatron.offload import GRADIENTS, OPTIMIZER, PARAMETERS, Residence, bytes_of, check_resident, needs, reserve
+from mrl.config.schema_actor import GRADIENTS, OPTIMIZER, PARAMETERS
+from mrl.megatron.offload import Residence, bytes_of, check_resident, needs, reserve
 
 KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER)
 

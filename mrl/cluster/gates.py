@@ -1,0 +1,106 @@
+"""Before something comes onto a shared device: is there room for what the plan says the next phase needs?
+
+An example, an 80 GiB device before `train_to_sync`, which the plan gives the actor 12 GiB and the engine 10. The rank has
+10 live there and the sleeping engine 0, so 2 + 10 are still to come. Free are 70 GiB on a healthy device; 9 if the rank's
+optimizer had stayed, and then the step ends here, with the rank and its 61 GiB named.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mrl.cluster.actor_group import ActorGroup
+from mrl.cluster.calls import gather
+from mrl.cluster.rollout_group import RolloutGroup
+from mrl.errors import Interrupted
+from mrl.plan.memory_phases import ACTOR, ENGINE, phase_bytes
+from mrl.platforms.process_memory import ProcessMemory
+from mrl.units import GIB
+
+_ASLEEP = "engine_asleep"  # the plan's term for what no ledger of tensors has: contexts and graphs, taken off what is free
+
+
+@dataclass(frozen=True)
+class Holder:
+    """One process on a device, and what it holds there."""
+
+    name: str
+    kind: str  # ACTOR or ENGINE
+    memory: ProcessMemory
+
+
+@dataclass(frozen=True)
+class Need:
+    """What the plan gives each kind of process on a device in a phase, in bytes of tensors; `available`: what it may fill in all."""
+
+    phase: str
+    planned: dict[str, int]
+    available: int
+
+    @classmethod
+    def of(cls, plan: dict[str, Any], phase: str) -> "Need":
+        """`plan`: see mrl.plan.run_plan. Raises ConfigError for a phase that it does not have."""
+        planned = phase_bytes(plan, phase)
+        asleep = plan["memory"]["phases"][phase]["terms"].get(_ASLEEP, 0)
+        return cls(phase, {**planned.holders, ENGINE: planned.holders[ENGINE] - asleep}, planned.available)
+
+    def to_come(self, holders: Sequence[Holder]) -> dict[str, int]:
+        """Bytes that each kind of process there has yet to allocate."""
+        live: dict[str, int] = defaultdict(int)
+        for holder in holders:
+            live[holder.kind] += holder.memory.live_bytes
+        return {kind: max(0, self.planned[kind] - size) for kind, size in live.items()}
+
+
+def shortage(need: Need, holders: Sequence[Holder]) -> str | None:
+    """Why the phase has no room on the device of these processes; None when it has."""
+    coming, free = need.to_come(holders), _free(need, holders)
+    if sum(coming.values()) <= free:
+        return None
+    parts = " and ".join(f"{size / GIB:.2f} GiB of the {kind}" for kind, size in coming.items() if size)
+    held = ", ".join(f"{holder.name} {holder.memory.live_bytes / GIB:.2f} GiB" for holder in _largest_first(holders))
+    return f"{parts} are to come by the plan, {free / GIB:.2f} GiB are free; there hold {held}"
+
+
+def _free(need: Need, holders: Sequence[Holder]) -> int:
+    """What the device says, or, where it does not (cpu), what the plan may fill less what its processes hold."""
+    said = [holder.memory.free_bytes for holder in holders if holder.memory.free_bytes is not None]
+    return min(said) if said else need.available - sum(holder.memory.live_bytes for holder in holders)
+
+
+def _largest_first(holders: Sequence[Holder]) -> list[Holder]:
+    return sorted(holders, key=lambda holder: -holder.memory.live_bytes)
+
+
+class MemoryGate:
+    """Asks every process what it holds, and lets a phase begin only where it has room."""
+
+    def __init__(self, plan: dict[str, Any], actor: ActorGroup, engines: RolloutGroup, timeout_s: float) -> None:
+        self._plan, self._actor, self._engines, self._timeout_s = plan, actor, engines, timeout_s
+        self._places: dict[str, list] | None = None  # name of a group's actor -> (node, device) of its workers
+
+    def __call__(self, phase: str) -> None:
+        """Raises Interrupted, with every device that is short and who holds how much there."""
+        need = Need.of(self._plan, phase)
+        found = {device: shortage(need, holders) for device, holders in self._holders(phase).items()}
+        if short := {device: why for device, why in found.items() if why}:
+            nodes = {node: number for number, node in enumerate(dict.fromkeys(node for node, _ in found))}
+            lines = "; ".join(f"device {device} of node {nodes[node]}: {why}" for (node, device), why in short.items())
+            cure = self._plan["memory"]["phases"][phase]["change"]
+            raise Interrupted(f"no room for phase {phase}: {lines}" + (f". Change: {cure}" if cure else ""))
+
+    def _holders(self, phase: str) -> dict[tuple[str, int], list[Holder]]:
+        """Of every device that both have processes on."""
+        if self._places is None:
+            self._places = self._asked("places", "placing the processes")
+        devices: dict[tuple[str, int], list[Holder]] = defaultdict(list)
+        for name, memory in self._asked("memory", f"measuring memory before {phase}").items():
+            workers = memory if isinstance(memory, list) else [memory]
+            for number, (place, one) in enumerate(zip(self._places[name], workers, strict=True)):
+                who = name if len(workers) == 1 else f"{name} worker {number}"
+                devices[tuple(place)].append(Holder(who, ACTOR if name.startswith("rank") else ENGINE, one))
+        return devices
+
+    def _asked(self, method: str, phase: str) -> dict[str, Any]:
+        return gather(self._actor.refs(method) | self._engines.refs(method), self._timeout_s, phase)

@@ -1,0 +1,160 @@
+"""Hand-overs between engines and trainer: nothing to do where each has devices of its own, turns where they share them.
+
+The loop calls the same methods of `Separate` and of `Colocated`. A colocated step, as one device sees it, with 10 GiB of
+parameters, 20 of gradients, 60 of optimizer, and an engine of 8 of weights and 40 of cache; 2 stay of a sleeping engine:
+
+    hand-over             what happens, on every device before any goes on                     on the device after it
+    -----------------------------------------------------------------------------------------------------------------
+                          engines generate                                                     engine 8 + 40
+    to_log_probs          engines sleep: requests given up, weights dropped, memory back       2
+                          parameters on                                                        2, actor 10
+                          (old and reference log-probs)
+    to_update             gradients and optimizer on                                           2, actor 10 + 20 + 60
+                          (update; a copy of what is saved goes to the host)
+    to_engines            gradients and optimizer off                                          2, actor 10
+                          engines wake their weights                                           engine 8, actor 10
+                          weights are moved and compared (cluster/weight_sync.py)              the same, + staging
+                          parameters off                                                       engine 8
+                          engines wake their cache                                             engine 8 + 40
+                          commit: prefix cache dropped, version set, requests admitted         engine 8 + 40
+
+A hand-over is asked of all ranks or all engines at once and over when the last has answered: a fast rank must not wake
+an engine beside a slow rank's optimizer. Before something comes on, what is free is held against the plan (gates.py of
+cluster): a shortage ends the step, resumable, with the holder named, instead of an allocation that fails half-way.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from mrl.cluster.actor_group import ActorGroup
+from mrl.cluster.rollout_group import RolloutGroup
+from mrl.cluster.weight_sync import WeightSync
+from mrl.config.schema_actor import GRADIENTS, OPTIMIZER, PARAMETERS
+from mrl.record.metrics import PhaseTimer
+
+Gate = Callable[[str], None]  # takes the plan's name of the next phase; raises Interrupted when it does not fit
+
+
+class Placement(Protocol):
+    """What the loop and the saver ask, wherever the processes stand."""
+
+    def begin(self, step: int) -> None:
+        """Before the first step: every engine serves the weights that training starts from, those of `step`."""
+
+    def to_generation(self) -> None:
+        """The engines are about to generate, for training or for validation."""
+
+    def to_log_probs(self) -> None:
+        """Generation is over, and the actor works until `to_engines`."""
+
+    def to_update(self) -> None:
+        """The actor is about to update its weights."""
+
+    def to_engines(self, step: int) -> dict[str, float]:
+        """Metrics of bringing the weights after `step` to every engine."""
+
+    def seconds(self) -> dict[str, float]:
+        """`switch/*` since the last call: what hand-overs took."""
+
+    def take_checkpoint(self) -> int:
+        """Every rank copies its part to host memory; bytes that all of them will write."""
+
+    def write_checkpoint(self, work: Path) -> list[dict[str, Any]]:
+        """Every rank writes its copy into `work`."""
+
+
+class Separate:
+    """Engines and ranks have devices of their own."""
+
+    def __init__(self, actor: ActorGroup, sync: WeightSync) -> None:
+        self._actor, self._sync = actor, sync
+        self.take_checkpoint, self.write_checkpoint = actor.take_checkpoint, actor.write_checkpoint
+
+    def begin(self, step: int) -> None:
+        """Engines have loaded the weights of step 0 themselves."""
+        if step > 0:
+            self._sync.bring_to(step)
+
+    def to_generation(self) -> None:
+        """What actor.*_offload names leaves the devices while nobody needs it."""
+        self._actor.offload()
+
+    def to_log_probs(self) -> None:
+        """The ranks' devices are theirs."""
+
+    def to_update(self) -> None:
+        """As `to_log_probs`."""
+
+    def to_engines(self, step: int) -> dict[str, float]:
+        """Metrics of the sync."""
+        return self._sync.bring_to(step)
+
+    def seconds(self) -> dict[str, float]:
+        """Nothing was handed over."""
+        return {}
+
+
+class Colocated:
+    """Engines and ranks take turns on the same devices. The engines are handed over asleep, the actor as it was loaded."""
+
+    def __init__(self, actor: ActorGroup, engines: RolloutGroup, sync: WeightSync, gate: Gate) -> None:
+        self._actor, self._engines, self._sync, self._gate = actor, engines, sync, gate
+        self._timer = PhaseTimer()
+        self._engines_sleep = True
+        self.write_checkpoint = actor.write_checkpoint
+
+    def begin(self, step: int) -> None:
+        """Engines that slept have no weights, so those of step 0 are brought to them too."""
+        self.to_engines(step)
+        self.seconds()  # of no step
+
+    def to_generation(self) -> None:
+        """The engines are awake since `to_engines`, and the actor is off."""
+
+    def to_log_probs(self) -> None:
+        """Engines sleep, then parameters come on. The actor allocates nothing while an engine goes to sleep: vLLM takes
+        memory that vanishes from the device meanwhile for a leak of its own."""
+        self._sleep()
+        self._gate("rollout_to_log_prob")
+        with self._timer("onload"):
+            self._actor.bring(PARAMETERS)
+
+    def to_update(self) -> None:
+        """Gradients and optimizer come on."""
+        self._gate("train")
+        with self._timer("onload"):
+            self._actor.bring(PARAMETERS, GRADIENTS, OPTIMIZER)
+
+    def to_engines(self, step: int) -> dict[str, float]:
+        """All of the actor but its parameters goes, weights of engines come; then those go, and caches come."""
+        with self._timer("offload"):
+            self._actor.bring(PARAMETERS)
+        self._gate("train_to_sync")
+        with self._timer("wake_weights"):
+            self._engines.wake_weights()
+        metrics = self._sync.transfer(step)
+        with self._timer("offload"):
+            self._actor.offload()
+        self._gate("sync_to_rollout")
+        with self._timer("wake_kv"):
+            self._engines.wake_cache()
+        self._sync.commit(step)
+        self._engines_sleep = False
+        return metrics
+
+    def seconds(self) -> dict[str, float]:
+        """`switch/NAME_s` of every kind of hand-over."""
+        timer, self._timer = self._timer, PhaseTimer()
+        return {f"switch/{name}_s": value for name, value in timer.seconds.items()}
+
+    def take_checkpoint(self) -> int:
+        """As Placement says. In a step the engines sleep; at a run's end they are put to sleep, for there is no room beside them."""
+        self._sleep()
+        return self._actor.take_checkpoint()
+
+    def _sleep(self) -> None:
+        if not self._engines_sleep:
+            with self._timer("sleep"):
+                self._engines.sleep()
+            self._engines_sleep = True

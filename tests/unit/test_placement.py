@@ -1,0 +1,187 @@
+"""Turns on shared devices: in which order engines and ranks come and go, with stand-ins that note what they are asked."""
+
+import pytest
+
+from mrl.cluster.gates import Holder, Need, shortage
+from mrl.errors import Interrupted
+from mrl.platforms.process_memory import ProcessMemory
+from mrl.record.spec import metric_spec
+from mrl.train.placement import Colocated, Separate
+from mrl.units import GIB
+
+
+class Devices:
+    """Ranks, engines, sync and gate in one. It keeps what is on the devices and says when two are there that do not fit."""
+
+    def __init__(self, full_before: str = ""):
+        self.calls: list[str] = []
+        self.actor = {"parameters", "gradients", "optimizer"}  # a model that was just loaded
+        self.engines: set[str] = set()  # asleep
+        self.full_before = full_before
+
+    def note(self, call: str) -> None:
+        self.calls.append(call)
+        assert not ({"gradients", "optimizer"} & self.actor and self.engines), f"{call}: {self.actor} beside {self.engines}"
+        assert not (self.actor and "cache" in self.engines), f"{call}: {self.actor} beside {self.engines}"
+
+    def gate(self, phase: str) -> None:
+        self.note(f"gate {phase}")
+        if phase == self.full_before:
+            raise Interrupted(f"no room for {phase}")
+
+    def bring(self, *kinds: str) -> None:
+        self.actor = set(kinds)
+        self.note(f"on: {' '.join(kinds)}")
+
+    def offload(self) -> None:
+        self.actor = set()
+        self.note("actor off")
+
+    def sleep(self) -> None:
+        assert self.engines == {"weights", "cache"} and not self.actor, "the actor allocates nothing while an engine goes to sleep"
+        self.engines = set()
+        self.note("sleep")
+
+    def wake_weights(self) -> None:
+        assert not self.engines
+        self.engines = {"weights"}
+        self.note("wake weights")
+
+    def wake_cache(self) -> None:
+        assert self.engines == {"weights"}
+        self.engines = {"weights", "cache"}
+        self.note("wake cache")
+
+    def transfer(self, version: int) -> dict[str, float]:
+        assert self.actor == {"parameters"} and self.engines == {"weights"}
+        self.note(f"transfer {version}")
+        return {"reshard/weight_version": float(version)}
+
+    def commit(self, version: int) -> None:
+        assert self.engines == {"weights", "cache"} and not self.actor
+        self.note(f"commit {version}")
+
+    def bring_to(self, version: int) -> dict[str, float]:
+        self.note(f"sync {version}")
+        return {}
+
+    def take_checkpoint(self) -> int:
+        assert not self.engines
+        self.actor |= {"parameters", "optimizer"}
+        self.note("take checkpoint")
+        return 5
+
+    def write_checkpoint(self, work) -> list[dict]:
+        return []
+
+
+def colocated(devices: Devices) -> Colocated:
+    return Colocated(devices, devices, devices, devices.gate)
+
+
+TO_ENGINES = [
+    "on: parameters", "gate train_to_sync", "wake weights", "transfer {}", "actor off", "gate sync_to_rollout", "wake cache", "commit {}",
+]  # fmt: skip
+TO_UPDATE = ["sleep", "gate rollout_to_log_prob", "on: parameters", "gate train", "on: parameters gradients optimizer"]
+
+
+def calls_of(*parts: tuple[list[str], int]) -> list[str]:
+    return [call.format(version) for calls, version in parts for call in calls]
+
+
+def test_a_step_on_shared_devices_never_has_both_there_with_all_they_have():
+    devices = Devices()
+    placement = colocated(devices)
+    placement.begin(0)
+    for step in (1, 2):
+        placement.to_generation()
+        placement.to_log_probs()
+        placement.to_update()
+        assert placement.to_engines(step) == {"reshard/weight_version": float(step)}
+    assert devices.calls == calls_of((TO_ENGINES, 0), (TO_UPDATE, 0), (TO_ENGINES, 1), (TO_UPDATE, 0), (TO_ENGINES, 2))
+
+
+def test_each_hand_over_is_timed_under_a_declared_name_and_the_start_belongs_to_no_step():
+    placement = colocated(Devices())
+    placement.begin(3)
+    assert placement.seconds() == {}
+    placement.to_log_probs()
+    placement.to_update()
+    placement.to_engines(4)
+    seconds = placement.seconds()
+    assert set(seconds) == {f"switch/{name}_s" for name in ("sleep", "onload", "offload", "wake_weights", "wake_kv")}
+    assert all(metric_spec(name).unit == "s" for name in seconds) and all(value >= 0 for value in seconds.values())
+    assert placement.seconds() == {}
+
+
+@pytest.mark.parametrize("phase", ["rollout_to_log_prob", "train", "train_to_sync", "sync_to_rollout"])
+def test_a_shortage_ends_the_step_before_anything_comes_on(phase):
+    devices = Devices()
+    placement = colocated(devices)
+    placement.begin(0)
+    devices.full_before = phase
+    with pytest.raises(Interrupted, match=f"no room for {phase}"):
+        for hand_over in (placement.to_log_probs, placement.to_update, lambda: placement.to_engines(1)):
+            hand_over()
+    assert devices.calls[-1] == f"gate {phase}"
+
+
+def test_a_save_at_a_runs_end_puts_the_engines_to_sleep_and_one_within_a_step_finds_them_asleep():
+    devices = Devices()
+    placement = colocated(devices)
+    placement.begin(0)
+    assert placement.take_checkpoint() == 5 and devices.calls[-2:] == ["sleep", "take checkpoint"]
+    assert placement.take_checkpoint() == 5 and devices.calls[-2:] == ["take checkpoint"] * 2
+
+
+def test_with_devices_of_their_own_nothing_is_handed_over():
+    devices = Devices()
+    placement = Separate(devices, devices)
+    placement.begin(0)
+    assert devices.calls == []  # engines have loaded step 0 themselves
+    placement.begin(4)
+    placement.to_generation()
+    placement.to_log_probs()
+    placement.to_update()
+    placement.to_engines(5)
+    assert devices.calls == ["sync 4", "actor off", "sync 5"] and placement.seconds() == {}
+
+
+# --- the gate ----------------------------------------------------------------------------------------------------------------------
+
+
+def holder(name: str, live: float, free: float | None = None) -> Holder:
+    kind = "actor" if name.startswith("rank") else "engine"
+    return Holder(name, kind, ProcessMemory(int(live * GIB), None if free is None else int(free * GIB), 0, 0))
+
+
+def plan_with(actor: int, engine: int, asleep: int, available: int) -> dict:
+    """A plan whose train_to_sync gives the actor and the engine so many GiB, `asleep` of the engine's for what it keeps in sleep."""
+    terms = {"parameters": actor * GIB, "engine_weights": (engine - asleep) * GIB, "engine_asleep": asleep * GIB}
+    phase = {"terms": terms, "device_bytes": available * GIB, "change": ""}
+    return {"memory": {"phases": {"train_to_sync": phase}}, "layout": {"placement": "colocated"}}
+
+
+# 12 GiB for the actor, of which 10 are there; 10 for the engine's weights, and 2 that a sleeping engine keeps: 12 are to come
+NEED = Need.of(plan_with(12, 12, 2, 78), "train_to_sync")
+
+
+def test_room_is_what_a_device_says_is_free_against_what_is_to_come():
+    assert shortage(NEED, [holder("rank 0", 10, free=12), holder("engine 0", 0, free=12)]) is None
+    said = shortage(NEED, [holder("rank 0", 10, free=11.5), holder("engine 0", 0, free=11.5)])
+    assert said == (
+        "2.00 GiB of the actor and 10.00 GiB of the engine are to come by the plan, 11.50 GiB are free; there hold rank 0 10.00 GiB, "
+        "engine 0 0.00 GiB"
+    )
+
+
+def test_where_no_device_says_what_is_free_it_is_what_the_plan_may_fill_less_what_is_held():
+    assert shortage(NEED, [holder("rank 0", 10), holder("engine 0", 0)]) is None
+    # an optimizer of 58 GiB stayed: 78 - 68 are left for the engine's 10
+    assert shortage(NEED, [holder("rank 0", 68), holder("engine 0", 0)]) is None
+    said = shortage(NEED, [holder("engine 0", 0), holder("rank 0", 68.5)])
+    assert said == "10.00 GiB of the engine are to come by the plan, 9.50 GiB are free; there hold rank 0 68.50 GiB, engine 0 0.00 GiB"
+
+
+def test_a_device_without_an_engine_needs_room_for_its_rank_alone():
+    assert NEED.to_come([holder("rank 3", 10)]) == {"actor": 2 * GIB}
