@@ -185,7 +185,8 @@ def _sync_lines(sync: dict[str, Any]) -> Iterator[str]:
     link = sync["link_bytes_per_second"]
     here = f", {_size(sync['bytes_local'])} inside devices" if sync["bytes_local"] else ""
     yield (
-        f"sync: {_size(sync['bytes_required'])} required, {_size(sync['bytes_moved'])} moved{here}, in {sync['rounds']} rounds; "
+        f"sync: {_size(sync['bytes_required'])} required, {_size(sync['bytes_moved'])} moved, {_size(sync['bytes_remote'])} of it "
+        f"between nodes{here}, in {sync['rounds']} rounds; "
         f"predicted {sync['predicted_seconds']:.3g} s (bound {sync['bound_seconds']:.3g} s) at {link['between_nodes'] / 1e9:.3g} GB/s "
         f"between nodes, {link['inside_node'] / 1e9:.3g} inside one"
     )

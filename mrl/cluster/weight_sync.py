@@ -236,6 +236,7 @@ def _metrics(totals: SyncTotals, resynced: int, read_back: bool) -> dict[str, fl
         "reshard/bytes_required": float(totals.bytes_required),
         "reshard/bytes_moved": float(totals.bytes_moved),
         "reshard/bytes_local": float(totals.bytes_local),
+        "reshard/bytes_remote": float(totals.bytes_remote),
         "reshard/peak_staging_bytes": float(totals.staging_bytes),
         "reshard/resynced": float(resynced),
         "reshard/verified": float(read_back),

@@ -2,7 +2,8 @@
 
 from mrl.config.schema import RunConfig
 from mrl.model.device_grid import ClusterShape, Place, actor_places, engine_places
-from mrl.model.layout import RolloutLayout
+from mrl.model.layout import RolloutLayout, TrainLayout
+from mrl.model.nearness import near_places
 
 
 def rollout_layout(config: RunConfig) -> RolloutLayout:
@@ -17,7 +18,15 @@ def cluster_shape(config: RunConfig) -> ClusterShape:
 
 
 def rank_places(config: RunConfig) -> tuple[tuple[Place, ...], tuple[Place, ...]]:
-    """Places of the actor's ranks and of the engines' workers. Raises ConfigError when the cluster is too small."""
-    cluster, world = cluster_shape(config), config.actor.layout.world_size
-    first = 0 if config.cluster.placement == "colocated" else world
-    return actor_places(world, cluster), engine_places(rollout_layout(config), cluster, first)
+    """Places of the actor's ranks and of the engines' workers, in the order of their numbers.
+
+    Colocated, the workers of an engine stand on the devices of its node in the order in which most of what they need is
+    there already (mrl/model/nearness.py): the n-th device that a process of the engine sees is its n-th worker's.
+    Raises ConfigError when the cluster is too small.
+    """
+    cluster, layout, rollout = cluster_shape(config), config.actor.layout, rollout_layout(config)
+    ranks = actor_places(layout.world_size, cluster)
+    if config.cluster.placement != "colocated":
+        return ranks, engine_places(rollout, cluster, layout.world_size)
+    workers = engine_places(rollout, cluster)
+    return ranks, near_places(TrainLayout.grids(layout), rollout, ranks, workers, ascending=config.cluster.device == "npu")

@@ -6,7 +6,7 @@ Nobody else computes a rank: ask a `TrainLayout` or a `RolloutLayout`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
@@ -68,6 +68,12 @@ class TrainLayout:
         if violations := check_train_layout(d, model):
             none = "; allowed: none while the other keys stay as they are"
             raise ConfigError("illegal parallel layout:\n" + "\n".join(f"  {v}{'' if v.allowed else none}" for v in violations))
+        return replace(cls.grids(d), chunk_layers=chunk_layer_counts(d, model.num_layers))
+
+    @classmethod
+    def grids(cls, degrees: Mapping[str, Any] | LayoutDegrees) -> "TrainLayout":
+        """The two grids of ranks alone, unchecked and without layers: for whoever has degrees and no model."""
+        d = LayoutDegrees.of(degrees)
         return cls(
             tensor=d.tensor_model_parallel_size,
             pipeline=d.pipeline_model_parallel_size,
@@ -78,7 +84,7 @@ class TrainLayout:
             data=d.data_parallel_size,
             expert_data=d.world_size // d.expert_ranks,
             sequence_parallel=d.uses_sequence_parallel,
-            chunk_layers=chunk_layer_counts(d, model.num_layers),
+            chunk_layers=(),
         )
 
     @property

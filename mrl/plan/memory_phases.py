@@ -146,10 +146,11 @@ def phase_bytes(plan: dict[str, Any], name: str) -> PhaseBytes:
     """Planned bytes on the fullest device in phase `name`, by holder; `plan` is a run's (`run_plan.make_plan`, plan.json).
 
     Bytes are those of tensors, and of what a sleeping engine keeps (term `engine_asleep`: its context and graphs); the
-    actor's own context is in what `available` leaves out. The fullest pipeline stage stands for all, so on other stages less is held and more is free; their sum is the same.
-    On the cpu device, which has no memory of its own, `available` is the nominal share of host memory that the table of
-    devices gives a rank (mrl/plan/devices.json), and nothing enforces it: a gate there compares what each holder has
-    live with its planned bytes. Raises ConfigError for a phase that the plan's placement does not have.
+    actor's own context is in what `available` leaves out. The fullest pipeline stage stands for all, so on other stages
+    less is held and more is free; their sum is the same. On the cpu device, which has no memory of its own, `available`
+    is the nominal share of host memory that the table of devices gives a rank (mrl/plan/devices.json), and nothing
+    enforces it: a gate there compares what each holder has live with its planned bytes. Raises ConfigError for a phase
+    that the plan's placement does not have.
     """
     phases = plan["memory"]["phases"]
     if name not in phases:

@@ -124,10 +124,10 @@ def _sync(inputs: PlanInputs) -> dict[str, Any]:
     """
     begun = perf_counter()
     plan = reshard_plan_of(inputs.config, inputs.model, inputs.train)
-    return reshard_summary(plan, _link(inputs), plan_seconds=perf_counter() - begun)
+    return reshard_summary(plan, link_of(inputs), plan_seconds=perf_counter() - begun)
 
 
-def _link(inputs: PlanInputs) -> Link:
+def link_of(inputs: PlanInputs) -> Link:
     """The rates of a device's links; a copy on the device reads and writes its memory."""
     device, share = inputs.device, inputs.assumptions.link_share
     return Link(device.network_rate * share, device.node_rate * share, device.memory_rate * share / 2)

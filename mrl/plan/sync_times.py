@@ -44,6 +44,7 @@ def reshard_summary(plan: ReshardPlan, link: Link = Link(), plan_seconds: float 
         "bytes_required": plan.bytes_required,
         "bytes_moved": plan.bytes_moved,
         "bytes_local": plan.bytes_local,
+        "bytes_remote": plan.bytes_remote,
         "rounds": plan.num_rounds,
         "budget_bytes": plan.budget_bytes,
         "peak_staging_bytes": plan.peak_staging_bytes,

@@ -133,6 +133,7 @@ _RESHARD = [
     MetricSpec("reshard/bytes_required", "last", "bytes", "Bytes that the engines must receive and do not hold already"),
     MetricSpec("reshard/bytes_moved", "last", "bytes", "Bytes sent"),
     MetricSpec("reshard/bytes_local", "last", "bytes", "Bytes that stayed on a device that trainer and engine share"),
+    MetricSpec("reshard/bytes_remote", "last", "bytes", "Bytes sent that left a node; part of bytes_moved"),
     MetricSpec("reshard/resynced", "sum", "engines", "Engines whose first sync of the step failed and was done again"),
     MetricSpec("reshard/seconds", "max", "s", "Time of one sync, slowest rank"),
     MetricSpec("reshard/peak_staging_bytes", "max", "bytes", "Largest staging memory of a rank"),

@@ -31,7 +31,8 @@ def connect_receiver(setup: SyncSetup, worker: int) -> Receiver:
     """Opens the worker's end and meets its ranks, which do the same now. Raises TransferError."""
     place, ranks = setup.places.workers[worker], setup.places.ranks
     local = [rank for rank, other in enumerate(ranks) if other == place]
-    return Receiver(setup.plan(), worker, _open_receiver(setup, worker), getattr(torch, setup.dtype), local)
+    remote = [rank for rank, other in enumerate(ranks) if other.node != place.node]
+    return Receiver(setup.plan(), worker, _open_receiver(setup, worker), getattr(torch, setup.dtype), local, remote)
 
 
 def _open_sender(setup: SyncSetup, rank: int) -> SendingEnd:

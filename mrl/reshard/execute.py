@@ -83,9 +83,17 @@ class Sender:
 class Receiver:
     """One worker's receiving side, kept over the run."""
 
-    def __init__(self, plan: ReshardPlan, worker: int, end: ReceivingEnd, dtype: torch.dtype, local: Collection[int] = ()):
-        """`local`: ranks on this worker's own device."""
-        self.plan, self.worker, self.end, self._local = plan, worker, end, set(local)
+    def __init__(
+        self,
+        plan: ReshardPlan,
+        worker: int,
+        end: ReceivingEnd,
+        dtype: torch.dtype,
+        local: Collection[int] = (),
+        remote: Collection[int] = (),
+    ):
+        """`local`: ranks on this worker's own device; `remote`: ranks on other nodes."""
+        self.plan, self.worker, self.end, self._local, self._remote = plan, worker, end, set(local), set(remote)
         self._rounds = by_round(plan.receives(worker))
         self._copies = Counter(module_of(c.parameter) for messages in self._rounds for m in messages for c in m.copies)
         self._wire = WireViews(dtype)
@@ -100,8 +108,9 @@ class Receiver:
             self.end.abandon()
             raise
         messages = [message for of_round in self._rounds for message in of_round]
-        moved, local = (sum(m.nbytes for m in messages if (m.source in self._local) is is_local) for is_local in (False, True))
-        return ReceiveReport(self.worker, moved, local, self.end.staging_bytes, dict(timer.seconds))
+        local, remote = (sum(m.nbytes for m in messages if m.source in ranks) for ranks in (self._local, self._remote))
+        moved = sum(m.nbytes for m in messages) - local
+        return ReceiveReport(self.worker, moved, local, remote, self.end.staging_bytes, dict(timer.seconds))
 
     def _receive(self, writer: Writer, update: int, timer: PhaseTimer) -> None:
         self.end.begin(update, self._rounds)

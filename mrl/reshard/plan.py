@@ -52,6 +52,7 @@ from mrl.reshard.messages import Copy, Message, Topology
 from mrl.reshard.schedule import Flow, Loads, Schedule, make_schedule
 from mrl.reshard.streams import (
     ITEM_BYTES,
+    REMOTE,
     SAME_DEVICE,
     Devices,
     Grain,
@@ -107,6 +108,11 @@ class ReshardPlan:
     def bytes_local(self) -> int:
         """Bytes of messages that stay on one device."""
         return int(self.loads.received[SAME_DEVICE].sum())
+
+    @cached_property
+    def bytes_remote(self) -> int:
+        """Bytes of messages that leave a node; part of `bytes_moved`."""
+        return int(self.loads.received[REMOTE].sum())
 
     @cached_property
     def peak_staging_bytes(self) -> int:

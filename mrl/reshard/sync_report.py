@@ -46,8 +46,9 @@ class ReceiveReport:
     """What one worker received."""
 
     worker: int
-    bytes_moved: int
-    bytes_local: int
+    bytes_moved: int  # from other devices
+    bytes_local: int  # from a rank on the worker's own device
+    bytes_remote: int  # from other nodes; part of bytes_moved
     staging_bytes: int
     seconds: dict[str, float]  # "wait", "unpack" and "complete": the engine's processing and the digests
 
@@ -130,6 +131,7 @@ class SyncTotals:
     bytes_required: int  # what live engines must get, asked of them and not of the plan
     bytes_moved: int  # between devices, counted in the transport
     bytes_local: int  # inside a device
+    bytes_remote: int  # between nodes, part of bytes_moved; counted by the workers
     staging_bytes: int  # of the process that held most
 
     @classmethod
@@ -139,7 +141,8 @@ class SyncTotals:
         `staging_bytes`: of the rank that held most. `weight_bytes`: of all weights in all engines. Raises RuntimeError
         when the two sides counted other bytes.
         """
-        received, local = (sum(report[key] for report in receives) for key in ("bytes_moved", "bytes_local"))
+        received, local, remote = (sum(report[key] for report in receives) for key in ("bytes_moved", "bytes_local", "bytes_remote"))
         if bytes_sent != received:
             raise RuntimeError(f"ranks sent {bytes_sent} bytes, engines received {received}")
-        return cls(weight_bytes - local, received, local, max([staging_bytes, *(report["staging_bytes"] for report in receives)]))
+        staging = max([staging_bytes, *(report["staging_bytes"] for report in receives)])
+        return cls(weight_bytes - local, received, local, remote, staging)

@@ -96,19 +96,28 @@ def test_at_most_two_modules_of_a_worker_are_unfinished_at_any_time(seed):
 
 
 @pytest.mark.parametrize("seed", range(400, 404))
-def test_moved_bytes_are_those_that_no_rank_on_the_device_has(seed):
+def test_moved_bytes_are_those_that_no_rank_on_the_device_has_and_remote_ones_those_that_none_on_the_node_has(seed):
     for pair in random_pairs(seed, 8):
         hf, plan = numbered(pair.model), pair.plan()
-        at_hand: dict[Place, list[np.ndarray]] = defaultdict(list)
+        on_device: dict[Place, list[np.ndarray]] = defaultdict(list)
+        on_node: dict[int, list[np.ndarray]] = defaultdict(list)
         for rank in range(pair.train.world_size if pair.topology else 0):
             held = [fill(shard, hf).ravel() for shard in source_shards(pair.model, pair.train, rank)]
-            at_hand[pair.topology.ranks[rank]] += held
-        required = 0
+            on_device[pair.topology.ranks[rank]] += held
+            on_node[pair.topology.ranks[rank].node] += held
+        required = remote = 0
         for worker in range(pair.rollout.world_size):
-            here = at_hand[pair.topology.workers[worker]] if pair.topology else []
+            place = pair.topology.workers[worker] if pair.topology else None
+            here, near = (on_device[place], on_node[place.node]) if place else ([], [])
             dtype_of = {t.name: t.dtype for t in target_parameters(pair.model, pair.rollout, worker, pair.dialect, pair.dtype)}
             for name, array in loaded(pair.model, pair.rollout, worker, hf, transposed=False).items():
-                elements = np.count_nonzero(~np.isin(array, np.concatenate([[0], *here])))  # 0 is padding
-                required += elements * ITEM_BYTES[dtype_of[name]]
+                required += _lacking(array, here) * ITEM_BYTES[dtype_of[name]]
+                remote += _lacking(array, near) * ITEM_BYTES[dtype_of[name]]
         assert plan.bytes_required == plan.bytes_moved == required
+        assert plan.bytes_remote == remote
         assert sum(m.nbytes for m in messages(pair)[0]) == plan.bytes_moved + plan.bytes_local
+
+
+def _lacking(needed: np.ndarray, held: list[np.ndarray]) -> int:
+    """Elements that nobody of `held` has; 0 is padding."""
+    return np.count_nonzero(~np.isin(needed, np.concatenate([[0], *held])))

@@ -37,7 +37,7 @@ class Receiver:
                 for piece in target.pieces:
                     hf_block(writer.tensor(target.name), piece).copy_(WEIGHTS[piece.hf_name][piece.hf_box.slices])
             writer.complete(module)
-        return ReceiveReport(3, bytes_moved=10, bytes_local=4, staging_bytes=7, seconds={"wait": 0.5})
+        return ReceiveReport(3, bytes_moved=10, bytes_local=4, bytes_remote=6, staging_bytes=7, seconds={"wait": 0.5})
 
 
 def check_hash(expected: str, who: str) -> None:
@@ -72,8 +72,8 @@ def test_an_update_is_reported_with_its_digests_and_bytes(receiver, read_back):
     report, digests = path.report(), {t.name: right_digest(t) for t in targets()}
     assert report["worker"] == 3 and report["received"] == report["shown"] == digests
     assert report["held"] == (digests if read_back else None)
-    assert {name: report[name] for name in ("bytes_moved", "bytes_local", "staging_bytes")} == {
-        "bytes_moved": 10, "bytes_local": 4, "staging_bytes": 7,
+    assert {name: report[name] for name in ("bytes_moved", "bytes_local", "bytes_remote", "staging_bytes")} == {
+        "bytes_moved": 10, "bytes_local": 4, "bytes_remote": 6, "staging_bytes": 7,
     }  # fmt: skip
     assert set(report["seconds"]) == {"wait", "digest", "process", "finalise", "read_back"}
 

@@ -1,0 +1,102 @@
+"""In which order an engine's workers are laid over the devices of its node, so that most of what each needs lies on its own.
+
+Actor and engine share the devices, and a weight sync copies on the device whatever the rank there holds. An example:
+the actor has tensor parallelism 2, an engine 4. Rank 0 and 2 hold the first half of every matrix, rank 1 and 3 the
+second; worker 0 and 1 need the quarters of the first half. So workers 0 to 3 stand on devices 0, 2, 1, 3.
+
+What a worker needs and a rank holds are intervals: of the experts, of the rows or columns inside an expert, and of
+those outside the experts. Their overlap is counted in integers. Experts come first, since they are nearly all bytes of
+a mixture; what else overlaps decides among equals; and the usual order stays wherever another one gains nothing.
+"""
+
+from collections.abc import Sequence
+
+from mrl.model.device_grid import Place
+from mrl.model.layout import RolloutLayout, TrainLayout
+
+
+def near_places(
+    train: TrainLayout, rollout: RolloutLayout, ranks: Sequence[Place], workers: Sequence[Place], ascending: bool = False
+) -> tuple[Place, ...]:
+    """`workers`, the places of all workers in worker order, with those of one engine exchanged inside each node.
+
+    `ascending`: the devices of one tensor group have to stay as they are. A process of Ascend sees the devices of
+    ASCEND_RT_VISIBLE_DEVICES, which CANN takes in ascending order only; data-parallel ranks, processes of their own,
+    change places as a whole.
+    """
+    rank_at = {place: rank for rank, place in enumerate(ranks)}
+    together = rollout.tensor if ascending else 1
+
+    def gain(unit: range, at: range) -> int:
+        pairs = ((worker, rank_at.get(workers[place])) for worker, place in zip(unit, at, strict=True))
+        return sum(_overlap(train, rollout, rank, worker) for worker, rank in pairs if rank is not None)
+
+    found = list(workers)
+    for units in _exchangeable(rollout, workers, together):
+        scale = len(units) + 1  # a unit that keeps its place is worth less than any overlap
+        order = best_assignment([[gain(unit, at) * scale + (unit == at) for at in units] for unit in units])
+        for unit, column in zip(units, order, strict=True):
+            found[unit.start : unit.stop] = [workers[at] for at in units[column]]
+    return tuple(found)
+
+
+def _exchangeable(rollout: RolloutLayout, workers: Sequence[Place], together: int) -> list[list[range]]:
+    """Groups of units, each of `together` workers, that may take each other's places: of one engine, on one node."""
+    groups: dict[tuple[int, int], list[range]] = {}
+    for first in range(0, len(workers), together):
+        groups.setdefault((rollout.coords(first).engine, workers[first].node), []).append(range(first, first + together))
+    return list(groups.values())
+
+
+def _overlap(train: TrainLayout, rollout: RolloutLayout, rank: int, worker: int) -> int:
+    """How much of what the worker needs the rank holds: experts before all else."""
+    expert, dense = train.expert_coords(rank), train.dense_coords(rank)
+    ep, etp = rollout.expert_coords(worker)
+    whole = _common(expert.ep, train.expert, ep, rollout.expert)
+    inside = _common(expert.etp, train.expert_tensor, etp, rollout.expert_tensor)
+    outside = _common(dense.tp, train.tensor, rollout.coords(worker).tp, rollout.tensor)
+    return whole * inside * (rollout.world_size * train.tensor * rollout.tensor + 1) + outside
+
+
+def _common(first: int, of_first: int, second: int, of_second: int) -> int:
+    """What part `first` of `of_first` and part `second` of `of_second` have in common, in 1 / (of_first x of_second)."""
+    return max(0, min((first + 1) * of_second, (second + 1) * of_first) - max(first * of_second, second * of_first))
+
+
+def best_assignment(gains: Sequence[Sequence[int]]) -> list[int]:
+    """Column of each row such that the gains add up to most. `gains`: [n, n].
+
+    The Hungarian method with potentials: each row looks for the cheapest way to displace those before it (Jonker and
+    Volgenant, Computing 38, 1987). n^3 steps.
+    """
+    size = len(gains)
+    row_price, column_price = [0] * (size + 1), [0] * (size + 1)
+    row_of = [0] * (size + 1)  # of each column; both count from 1, and column 0 holds the row that is looking
+    for row in range(1, size + 1):
+        row_of[0], column = row, 0
+        least, before, used = [None] * (size + 1), [0] * (size + 1), [False] * (size + 1)
+        while row_of[column]:
+            used[column] = True
+            current, step, following = row_of[column], None, 0
+            for other in range(1, size + 1):
+                if used[other]:
+                    continue
+                cost = -gains[current - 1][other - 1] - row_price[current] - column_price[other]
+                if least[other] is None or cost < least[other]:
+                    least[other], before[other] = cost, column
+                if step is None or least[other] < step:
+                    step, following = least[other], other
+            for other in range(size + 1):
+                if used[other]:
+                    row_price[row_of[other]] += step
+                    column_price[other] -= step
+                elif least[other] is not None:
+                    least[other] -= step
+            column = following
+        while column:
+            row_of[column] = row_of[before[column]]
+            column = before[column]
+    columns = [0] * size
+    for column in range(1, size + 1):
+        columns[row_of[column] - 1] = column - 1
+    return columns
