@@ -13,7 +13,8 @@ def add(commands) -> None:
     train.add_argument(
         "--resume",
         action="store_true",
-        help="continue the run in the run directory from its newest complete checkpoint; a run that has all its steps stays as it is",
+        help="continue the run in the run directory from its newest complete checkpoint; a run that has all its steps stays "
+        "as it is (trainer.resume_mode: auto does so where there is a run, and begins one where there is none)",
     )
     train.set_defaults(run=_train)
 
@@ -21,10 +22,12 @@ def add(commands) -> None:
 def _train(options: argparse.Namespace) -> None:
     from mrl.cluster.prerequisites import ask_for_token_authentication, ray_address
     from mrl.train.preflight import preflight, start_lines
+    from mrl.train.resume import goes_on, resume_note
 
     resolved = resolved_config(options, check_paths=True)
-    model = preflight(resolved, options.resume)
-    for line in start_lines(resolved, model):
+    resume = goes_on(resolved.config, options.resume)
+    model = preflight(resolved, resume)
+    for line in [*resume_note(resolved.config, resume), *start_lines(resolved, model)]:
         print(line, flush=True)
     if ray_address(resolved.config) is None:
         ask_for_token_authentication()
@@ -32,6 +35,6 @@ def _train(options: argparse.Namespace) -> None:
     from mrl.train.loop import train  # brings Ray, which takes seconds
     from mrl.train.run import open_run
 
-    with open_run(resolved, options.resume) as run:
+    with open_run(resolved, resume) as run:
         train(run)
         print(f"finished {run.state.step} steps in {run.run_dir.path}")

@@ -80,7 +80,18 @@ def _validation(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation("data.val_files", rule, "there is nothing to validate on")
 
 
-RUN_RULES = (_lowest_rate, _decay, _warmup, _validation, _rewards, _bonus, _reward_manager, _mixing, _loggers)
+def _resume(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    trainer = config.trainer
+    if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
+        rule = "is not set while trainer.resume_mode is resume_path"
+        yield Violation("trainer.resume_from_path", rule, "there is no checkpoint to begin from")
+    elif trainer.resume_mode != "resume_path" and trainer.resume_from_path is not None:
+        rule = "must be resume_path while trainer.resume_from_path is set"
+        why = "a checkpoint that is named would be passed over without a word"
+        yield Violation("trainer.resume_mode", rule, why, ("resume_path",))
+
+
+RUN_RULES = (_lowest_rate, _decay, _warmup, _validation, _rewards, _bonus, _reward_manager, _mixing, _loggers, _resume)
 
 
 def run_dir(config: RunConfig) -> Path:
@@ -125,6 +136,12 @@ def _from_here(file: str) -> str:
     return "" if Path(file).is_absolute() else f"a relative path starts at the current directory, {Path.cwd()}"
 
 
+def _first_checkpoint(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    folder = config.trainer.resume_from_path
+    if folder is not None and not Path(folder).is_dir():
+        yield Violation("trainer.resume_from_path", "is no folder", _from_here(folder))
+
+
 def _writable(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     folder, why = run_dir(config).absolute(), "the run writes its checkpoints and metrics there"
     existing = next(p for p in (folder, *folder.parents) if p.exists())
@@ -134,4 +151,4 @@ def _writable(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation("trainer.run_dir", f"cannot be written: no permission in {existing}", why)
 
 
-PATH_RULES = (_names_prompts, _train_files, _val_files, _reward_file, _loss_file, _writable)
+PATH_RULES = (_names_prompts, _train_files, _val_files, _reward_file, _loss_file, _first_checkpoint, _writable)

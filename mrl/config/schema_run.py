@@ -22,6 +22,19 @@ class TrainerConfig(Section):
         advice="Absolute, on storage that every node sees.",
         verl="trainer.default_local_dir",
     )
+    resume_mode: Literal["disable", "auto", "resume_path"] = key(
+        "disable",
+        "What a start does without --resume. disable: begins a run, and refuses a folder that holds one; auto: goes on "
+        "with the run of the folder where it holds one; resume_path: begins a run in an empty folder from the checkpoint "
+        "resume_from_path.",
+        advice="auto for jobs that a scheduler starts again; disable otherwise: no run is then continued by mistake.",
+        verl="trainer.resume_mode",
+    )
+    resume_from_path: str | None = key(
+        None,
+        "With resume_path: a step-N folder, or a run whose newest is meant. Weights, optimizer, step and place in the data are its.",
+        verl="trainer.resume_from_path",
+    )
     seed: int = key(0, "Of prompts' order, sampling and initial states.")
     deterministic: bool = key(
         False,

@@ -101,7 +101,8 @@ class RunDir:
         if self._holds_a_run():
             raise ConfigError(
                 f"trainer.run_dir: {self.path} holds another run; "
-                "pass --resume to continue it, or give another --run-dir, or remove the folder"
+                "pass --resume to continue it (trainer.resume_mode: auto always does), or give another --run-dir, or remove "
+                "the folder"
             )
 
     def _make(self, resume: bool) -> None:

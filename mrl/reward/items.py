@@ -10,7 +10,7 @@ from mrl.errors import DataError
 # how scoring one response ended
 OK, RAISED, TIMEOUT, DIED, OUT_OF_MEMORY = "ok", "raised", "timeout", "died", "out_of_memory"
 NOT_A_NUMBER, WRONG_TYPE = "not_a_number", "wrong_type"
-ACC = "acc"  # the part of a reward that says how right the answer is; where a function gives a number alone, that number
+ACC = "acc"  # the part that says how right an answer is; where a function gives a number alone, that number
 
 
 @dataclass(frozen=True)

@@ -55,9 +55,9 @@ def _known_rule(name: str, key: str) -> RewardFunction:
 
 
 def _with_bonus(function: RewardFunction, weights: Mapping[str, float]) -> RewardFunction:
-    """The function's score plus weight x score of each further rule; each part is kept under its rule's name, the first under `main`.
+    """The function's score plus weight x score of each further rule; each part is kept under its rule's name.
 
-    `acc` stays the function's own, so that a bonus makes no answer more right.
+    The function's own score is the part `main`; `acc` stays its own too, so that a bonus makes no answer more right.
     """
 
     def score(**row: Any) -> Score:

@@ -58,7 +58,8 @@ def score_one(function: RewardFunction, data_source: str, response: str, ground_
 def judge(value: Any) -> Answer:
     """A number, or a mapping with `score` and further parts, as an answer; anything else is a failure with its reason.
 
-    A number alone is also the part `acc`, as in verl (naive and DAPO reward managers): dynamic sampling and validation ask for it there.
+    A number alone is also the part `acc`, as in verl (naive and DAPO reward managers): dynamic sampling and validation
+    ask for it there.
     """
     named = value if isinstance(value, dict) else {"score": value}
     if "score" not in named:

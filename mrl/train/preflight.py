@@ -30,8 +30,7 @@ def preflight(resolved: ResolvedConfig, resume: bool) -> ModelSpec:
         raise ConfigError("mrl train cannot do this yet: " + "; ".join(missing))
     check_packages(config.trainer.logger)
     folder = run_dir_path(config, resume)
-    if resume:
-        find_resume_point(config, folder, digests=False)
+    find_resume_point(config, folder, resume, digests=False)
     check_checkpoint(config.model.path, model)
     check_room(folder, checkpoint_bytes(model, config.model.dtype))
     _check_cluster(config)

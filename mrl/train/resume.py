@@ -4,8 +4,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mrl.checkpoint.manifest import Manifest
+from mrl.checkpoint.manifest import Manifest, check_digests, read_manifest
+from mrl.checkpoint.open_checkpoint import step_folder
 from mrl.checkpoint.step_folders import Newest, newest_checkpoint, set_aside
+from mrl.config.run_rules import run_dir as run_dir_of
 from mrl.config.schema import RunConfig, leaf
 from mrl.data.order import DataCursor
 from mrl.errors import ConfigError, DataError, NothingToDo
@@ -29,20 +31,47 @@ class TrainState:
         return TrainState(self.step + 1, cursor)
 
 
-def find_resume_point(config: RunConfig, run_dir: Path, digests: bool) -> Newest:
+def goes_on(config: RunConfig, asked: bool) -> bool:
+    """Whether the run in the run directory is continued: that is `asked` for, or resume_mode is auto and there is one."""
+    return asked or (config.trainer.resume_mode == "auto" and RunDir(run_dir_of(config)).config.is_file())
+
+
+def resume_note(config: RunConfig, resume: bool) -> list[str]:
+    """What resume_mode made of this start, where it is not the usual one."""
+    trainer, folder = config.trainer, run_dir_of(config)
+    if trainer.resume_mode == "auto":
+        return [f"trainer.resume_mode auto: {folder} holds " + ("a run, which goes on" if resume else "no run; a new one begins")]
+    if trainer.resume_mode == "resume_path" and not resume:
+        return [f"trainer.resume_mode resume_path: a new run in {folder} begins from {trainer.resume_from_path}"]
+    return []
+
+
+def find_resume_point(config: RunConfig, run_dir: Path, resume: bool, digests: bool) -> Newest | None:
     """The newest complete checkpoint and what it says of itself, an empty one for a run that saved none, which starts anew.
 
-    With `digests`, a checkpoint counts as complete only when every byte of it is what was written. Raises
-    EnvironmentFault when all that there are are damaged, ConfigError when the newest is of another model than
-    `config`'s or was trained with other values of FIXED.
+    Without `resume` the one that resume_mode: resume_path names; None for a run from the beginning. With `digests`, a
+    checkpoint counts as complete only when every byte of it is what was written. Raises EnvironmentFault when all that
+    there are are damaged, ConfigError when the newest is of another model than `config`'s or was trained with other
+    values of FIXED.
     """
-    newest = newest_checkpoint(RunDir(run_dir).checkpoints, digests)
+    if not resume and config.trainer.resume_mode != "resume_path":
+        return None
+    newest = newest_checkpoint(RunDir(run_dir).checkpoints, digests) if resume else _named(config.trainer.resume_from_path, digests)
     if newest.manifest is not None:
         _check_same_model(config, newest.manifest, newest.path)
         _check_same_values(config, newest.manifest, newest.path)
     elif newest.damaged:
         raise next(iter(newest.damaged.values()))
     return newest
+
+
+def _named(path: str, digests: bool) -> Newest:
+    """The checkpoint that a configuration names. Raises EnvironmentFault where it is none, or is damaged."""
+    folder = step_folder(Path(path)).resolve()
+    manifest = read_manifest(folder)
+    if digests:
+        check_digests(folder, manifest)
+    return Newest(folder, manifest, {})
 
 
 def fixed_values(config: RunConfig) -> dict[str, Any]:
@@ -73,10 +102,13 @@ def _check_same_model(config: RunConfig, manifest: Manifest, folder: Path) -> No
         raise ConfigError(f"model.dtype: {config.model.dtype}, and the weights in {folder} are {manifest.dtype}; set it to that")
 
 
-def verified_resume_point(config: RunConfig, path: Path, data_fingerprint: str) -> Newest:
-    """Where the run in `path` goes on, every byte of it read. Writes nothing. Raises NothingToDo when its last step is done."""
-    point = find_resume_point(config, path, digests=True)
-    if point.manifest is None:
+def verified_resume_point(config: RunConfig, path: Path, resume: bool, data_fingerprint: str) -> Newest | None:
+    """As `find_resume_point`, every byte of it read. Writes nothing.
+
+    Raises NothingToDo when the last step of the run in `path` is done.
+    """
+    point = find_resume_point(config, path, resume, digests=True)
+    if point is None or point.manifest is None:
         return point
     _check_same_data(point.manifest, data_fingerprint, point.path)
     total, lines = config.trainer.total_training_steps, read_metrics(RunDir(path).metrics)
@@ -87,8 +119,10 @@ def verified_resume_point(config: RunConfig, path: Path, data_fingerprint: str) 
     return point
 
 
-def rewind(run_dir: RunDir, point: Newest) -> tuple[Path | None, TrainState]:
-    """Removes what was recorded past the checkpoint; its folder and state. A run without one starts anew."""
+def rewind(run_dir: RunDir, point: Newest | None) -> tuple[Path | None, TrainState]:
+    """Removes what was recorded past the checkpoint; its folder and state. None: a new run; without a manifest: anew."""
+    if point is None:
+        return None, TrainState()
     if point.manifest is None:
         print(f"{run_dir.path} has no checkpoint yet: it starts anew")
         run_dir.truncate_metrics(-1)

@@ -112,12 +112,12 @@ def open_run(resolved: ResolvedConfig, resume: bool) -> Iterator[Run]:
         total = config.trainer.total_training_steps or config.trainer.total_epochs * stream.steps_per_epoch
         config = _with_total(config, total)
         path = run_dir_path(config, resume)
-        point = verified_resume_point(config, path, stream.prompts.fingerprint) if resume else None
+        point = verified_resume_point(config, path, resume, stream.prompts.fingerprint)
         stack.enter_context(ray_cluster(config))
         stop = stack.enter_context(stop_on_signals())  # after Ray, whose own handlers abort the process
         run_dir = RunDir.open(path, resolved.to_yaml(), resume)
         stack.callback(run_dir.close)
-        checkpoint, state = rewind(run_dir, point) if resume else (None, TrainState())
+        checkpoint, state = rewind(run_dir, point)
         rewards = stack.enter_context(reward_pool(config, scoring, run_dir.logs))
         engines, actor = stack.enter_context(_processes(config, run_dir.path, checkpoint, stop.raise_if_set))
         run_dir.write_config(resolved.to_yaml())

@@ -71,10 +71,10 @@ def _answers(prompts: Sequence[Prompt], results: Sequence[Sequence[RewardResult]
 
 
 def _measured(results: Sequence[RewardResult]) -> tuple[set[str], float, bool]:
-    """Numbers that all responses of a data source have beside the score, a failed one's accuracy, and whether each says its answer.
+    """Numbers that all responses of a data source have beside the score; a failed one's accuracy; whether each says its answer.
 
-    A failed response has the lowest accuracy of its data source, and at most 0 (where the function gives a number alone that is the
-    accuracy, and may be below 0), an empty answer, and no other number: where one failed, those are left out.
+    A failed response has the lowest accuracy of its data source and at most 0 (a function that gives a number alone may
+    go below), an empty answer, and no other number: where one failed, those are left out.
     """
     scored = [r for r in results if r.reason == OK]
     if not scored:

@@ -113,14 +113,14 @@ def test_stopped_killed_and_resumed_as_a_job_equals_uninterrupted(world, tmp_pat
     assert finish(train(world, whole, **settings), whole, 200) == 0, whole.with_suffix(".log").read_text()[-3000:]
     check_names(metrics(whole), VALIDATION, SAVING, STEPS_AFTER_SAVING)
 
-    process = train(world, broken, **settings)
+    process = train(world, broken, trainer__resume_mode="auto", **settings)  # there is no run yet: it begins one
     wait_for_step(process, broken, 1, 150)
     process.send_signal(signal.SIGTERM)
     assert finish(process, broken, 60) == 5, broken.with_suffix(".log").read_text()[-3000:]
     saved = len(metrics(broken)) - 1
     assert 1 <= saved < STEPS and (broken / "checkpoints" / f"step-{saved}" / "manifest.json").exists()
 
-    process = train(world, broken, "--resume", **settings)
+    process = train(world, broken, trainer__resume_mode="auto", **settings)  # as a scheduler starts it again
     wait_for_step(process, broken, saved + 1, 150)
     started = [(p, p.name()) for p in psutil.Process(process.pid).children(recursive=True)]
     process.kill()

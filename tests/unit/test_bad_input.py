@@ -18,6 +18,7 @@ from small_model import write_model
 from mrl.checkpoint.manifest import Manifest, RankFiles, file_facts, write_manifest
 from mrl.cli.main import main
 from mrl.cluster.prerequisites import check_reachable
+from mrl.config.load import load_config
 from mrl.config.schema import RewardConfig
 from mrl.errors import DataError, EnvironmentFault
 from mrl.record.run_dir import RunDir
@@ -313,6 +314,63 @@ def test_a_run_that_failed_before_its_first_step_is_no_obstacle_to_the_next(refu
 
 def test_resuming_what_is_no_run(refused):
     refused(2, ["runs/old holds no run", "leave --resume out"], *OLD, "--resume")
+
+
+AUTO = ("--set", "trainer.resume_mode=auto")
+
+
+def test_resume_mode_auto_begins_a_run_where_there_is_none_and_goes_on_where_there_is_one(refused, train, world):
+    refused(4, ["runs/old holds no run; a new one begins", REACHED], *OLD, *AUTO)
+    run = made_run(world, [0, 1, 2], checkpoint=2)
+    before = contents(run)
+    refused(4, ["runs/old holds a run, which goes on", REACHED], *OLD, *AUTO)
+    refused(2, ["step-2 was trained with 0"], *OLD, *AUTO, "--set", "trainer.seed=7")  # nothing is begun over it
+    assert contents(run) == before
+    shutil.rmtree(run)
+    refused_at_once = ["runs/old holds no run", "leave --resume out"]
+    refused(2, refused_at_once, *OLD, *AUTO, "--resume")
+
+
+def test_resume_mode_auto_leaves_a_finished_run_and_does_not_start_over_damage(refused, world):
+    run = made_run(world, [0, 1, 2, 3], checkpoint=3)
+    refused(0, ["has 3 steps already"], *OLD, *AUTO, "--set", "trainer.total_training_steps=3")
+    (run / "checkpoints" / "step-3" / "rank-00000.safetensors").write_bytes(b"123")
+    refused(4, ["damaged"], *OLD, *AUTO)
+
+
+def by_path(folder) -> tuple[str, ...]:
+    return ("--set", "trainer.resume_mode=resume_path", "--set", f"trainer.resume_from_path={folder}")
+
+
+def test_resume_path_begins_a_run_of_its_own_from_a_checkpoint(refused, world):
+    run = made_run(world, [0, 1, 2], checkpoint=2)
+    (run / "checkpoints" / "step-2" / "hf").mkdir()
+    shutil.copy("model/config.json", run / "checkpoints" / "step-2" / "hf")
+    before = contents(run)
+    for folder in (run, run / "checkpoints" / "step-2"):
+        refused(4, ["a new run in runs/new begins from", REACHED], "--run-dir", "runs/new", *by_path(folder))
+    refused(2, ["runs/old holds another run"], *OLD, *by_path(run))
+    refused(2, ["rollout.n: 16, and", "step-2 was trained with 8"], *by_path(run), "--set", "rollout.n=16")
+    refused(2, ["trainer.resume_from_path = nowhere", "is no folder"], *by_path("nowhere"))
+    refused(4, ["model: neither a checkpoint"], *by_path("model"))
+    spoilt = run / "checkpoints" / "step-2" / "rank-00000.safetensors"
+    spoilt.write_bytes(b"12345679")
+    refused(4, ["SHA-256 differs"], *by_path(run))
+    assert [name for name, data in contents(run).items() if before[name] != data] == [str(spoilt)]
+
+
+def test_a_run_that_begins_from_a_checkpoint_has_its_step_and_its_place_in_the_data(world):
+    from mrl.train.resume import find_resume_point, rewind
+
+    old = made_run(world, [0, 1, 2], checkpoint=2)
+    (old / "checkpoints" / "step-2" / "hf").mkdir()
+    shutil.copy("model/config.json", old / "checkpoints" / "step-2" / "hf")
+    config = load_config("run.yaml", overrides=by_path(old)[1::2]).config
+    new = RunDir.open(world / "runs" / "new", "")
+    folder, state = rewind(new, find_resume_point(config, new.path, resume=False, digests=True))
+    assert (folder, state.step, state.cursor.index) == ((old / "checkpoints" / "step-2").resolve(), 2, 32)
+    assert find_resume_point(load_config("run.yaml").config, new.path, resume=False, digests=True) is None
+    new.close()
 
 
 def test_resuming_with_what_fits_reaches_the_cluster(refused_resume, world):

@@ -304,6 +304,8 @@ def test_rewards_and_loggers_are_known_by_name():
         ("data.val_files=[]", "data.val_files"),
         ("actor.optim.min_lr=1e-3", "actor.optim.min_lr"),
         ("actor.optim.lr_decay_steps=5", "actor.optim.lr_decay_steps"),
+        ("trainer.resume_mode=resume_path", "trainer.resume_from_path"),
+        ("trainer.resume_from_path=runs/a", "trainer.resume_mode"),
     ],
 )
 def test_the_loop_and_the_schedule_make_sense(override, field):

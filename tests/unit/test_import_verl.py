@@ -239,6 +239,15 @@ def test_a_degree_of_the_users_own_leaves_the_layout_to_the_user(capsys):
         (["actor_rollout_ref.actor.clip_ratio=0.1"], {LOSS + "clip_ratio_low": 0.1, LOSS + "clip_ratio_high": 0.1}),
         (["data.apply_chat_template_kwargs.enable_thinking=False"], {"data.enable_thinking": False}),
         (["trainer.max_actor_ckpt_to_keep=3"], {"trainer.max_actor_ckpt_to_keep": 3}),
+        ([], {"trainer.resume_mode": "auto"}),  # verl's default
+        (
+            ["trainer.resume_mode=disable", "trainer.resume_from_path=/a"],
+            {"trainer.resume_mode": "disable", "trainer.resume_from_path": None},
+        ),
+        (
+            ["trainer.resume_mode=resume_path", "trainer.resume_from_path=/a/global_step_5"],
+            {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": "/a/global_step_5"},
+        ),
         ([ROLLOUT + "nnodes=1", "trainer.nnodes=2"],
          {"cluster.placement": "separate", "cluster.nnodes": 3, LAYOUT + "world_size": 16, "rollout.num_engines": 4}),
         (

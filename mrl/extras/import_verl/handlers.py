@@ -17,7 +17,8 @@ ENGINE = "rollout.engine_kwargs.vllm"
 # What every model here has in any case.
 _OF_THE_MODELS = {"normalization": "RMSNorm", "position_embedding_type": "rope", "gated_linear_unit": True, "add_bias_linear": False}
 
-# What verl's DAPO trainer adds up over a response's tokens: its score, which already has the overlong penalty, and that less the KL penalty.
+# What verl's DAPO trainer adds up over a response's tokens: its score, which already has the overlong penalty, and that
+# less the KL penalty.
 _METRICS = {"seq_reward": "reward", "seq_final_reward": "reward"}
 
 
@@ -374,6 +375,17 @@ def _keep(o: Override, out: Import, settings: VerlSettings) -> None:
         out.put("carried", o.key, "trainer.max_actor_ckpt_to_keep", 1_000_000, "all are kept", o.line)
 
 
+def _resume_from(o: Override, out: Import, settings: VerlSettings) -> None:
+    if settings.value("trainer.resume_mode", "auto") != "resume_path" or o.value is None:
+        out.leave("implied", o.key, o.value, "verl reads it with resume_mode=resume_path only", o.line)
+        return
+    out.put("carried", o.key, "trainer.resume_from_path", o.value, line=o.line)
+    out.warnings.append(
+        f"line {o.line}: {o.value} is a checkpoint of verl's: convert it (mrl convert megatron-to-hf), put the result at "
+        "model.path and take resume_mode and resume_from_path out, or name a checkpoint of ours"
+    )
+
+
 def _logger(o: Override, out: Import, settings: VerlSettings) -> None:
     names = o.value if isinstance(o.value, list) else [o.value]
     known = [name for name in names if name in VIEWS]
@@ -449,4 +461,5 @@ HANDLERS: dict[str, Handler] = {
     "reward.custom_reward_function.reward_kwargs.": _reward_argument,
     "trainer.max_actor_ckpt_to_keep": _keep,
     "trainer.logger": _logger,
+    "trainer.resume_from_path": _resume_from,
 }

@@ -38,6 +38,7 @@ _DEFAULTS: dict[str, Any] = {
     "rollout.enable_chunked_prefill": True,
     "rollout.val_kwargs.temperature": 0.0,
     "trainer.total_epochs": 30,
+    "trainer.resume_mode": "auto",
     "cluster.nnodes": 1,
     "cluster.n_gpus_per_node": 8,
     "cluster.device": "cuda",
