@@ -12,6 +12,10 @@ _TP, _EP = "rollout.tensor_model_parallel_size", "rollout.expert_parallel_size"
 _CPU_MULTIPLE = 32  # of vLLM's CPU kernels
 _CPU_TENSOR = (1, 2)
 _ONE_HOST = ("shm", "ipc")  # transports
+_UNFILTERED = {"top_p": 1.0, "top_k": -1}
+_RENORMALISED = (
+    "a filter leaves words out and scales the rest up: the engine's log-probs are renormalised on the filtered set, training's are not"
+)
 
 
 def rollout_notes(config: RunConfig, model: ModelSpec) -> Iterator[str]:
@@ -25,6 +29,11 @@ def rollout_notes(config: RunConfig, model: ModelSpec) -> Iterator[str]:
         yield f"model.path: {model.left_out_layers} multi-token prediction layers are neither trained, exported nor used by engines"
     if config.rollout.data_parallel_size > 1 and config.rollout.expert_parallel_size == 1 and model.is_moe:
         yield "rollout.data_parallel_size above 1 without expert parallelism was seen to hang (verl-project/verl #5607)"
+    for name, value in filters(config).items():
+        yield (
+            f"rollout.{name} {value:g}: {_RENORMALISED}. The loss reads only those of training (anchor: recompute), as verl's "
+            "does; the mismatch metrics have the difference in them"
+        )
     idle = cluster_devices(config) - needed_devices(config)
     if idle > 0:
         yield f"{idle} of {cluster_devices(config)} devices are used by neither the actor nor an engine"
@@ -166,8 +175,21 @@ def _engine_tokens(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
             yield Violation("rollout.max_num_batched_tokens", rule, "vLLM refuses to start: a prompt may then not come in parts", (length,))
 
 
+def filters(config: RunConfig) -> dict[str, float]:
+    """Settings by which words are left out of training responses, with their values."""
+    return {name: leaf(config.rollout, name) for name, neutral in _UNFILTERED.items() if leaf(config.rollout, name) != neutral}
+
+
+def _filters(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    """Ratios against the engine's log-probs need the distribution that training computes."""
+    loss_readers = log_prob_readers(config)[:-1]
+    for name in filters(config) if loss_readers else ():
+        rule = f"must be {_UNFILTERED[name]:g} with {' and '.join(loss_readers)}"
+        yield Violation(f"rollout.{name}", rule, _RENORMALISED, (_UNFILTERED[name],))
+
+
 def log_prob_readers(config: RunConfig) -> list[str]:
-    """What needs the engine's log-probs."""
+    """What needs the engine's log-probs; the mismatch metrics, which nothing depends on, come last."""
     algorithm = config.algorithm
     corrected = algorithm.rollout_correction.level is not None
     anchored = algorithm.anchor == "rollout"
@@ -244,6 +266,7 @@ ROLLOUT_RULES = (
     _cluster,
     _placement,
     _log_probs,
+    _filters,
     _vllm_arguments,
     _engine_sequences,
     _engine_tokens,

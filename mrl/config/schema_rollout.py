@@ -5,10 +5,7 @@ from typing import Any, Literal
 from mrl.config.schema_actor import Dtype
 from mrl.config.section import Section, key, must_be
 
-_RENORMALISED = (
-    "a filter leaves words out and scales the rest up: the engine's log-probs would be renormalised on the filtered set, "
-    "training's would not; filters are for rollout.val_kwargs"
-)
+_NO_FILTER = must_be(lambda k: k == -1 or k >= 1, "must be -1 (no filter) or at least 1", "so many words are left", -1)
 
 
 class ValSamplingConfig(Section):
@@ -99,14 +96,15 @@ class RolloutConfig(Section):
         "Nucleus of training responses.",
         gt=0,
         le=1,
-        advice="1.0: training sees the whole distribution.",
-        rule=must_be(lambda p: p == 1.0, "must be 1.0 for training responses", _RENORMALISED, 1.0),
+        verl="actor_rollout_ref.rollout.top_p",
+        advice="1.0: training sees the whole distribution. Below it the mismatch metrics say less, and neither a "
+        "rollout_correction nor anchor: rollout is possible.",
     )
     top_k: int = key(
         -1,
         "Candidates of training responses; -1: all.",
-        advice="-1.",
-        rule=must_be(lambda k: k == -1, "must be -1 (no filter) for training responses", _RENORMALISED, -1),
+        advice="-1, for the reasons of top_p.",
+        rule=_NO_FILTER,
     )
     gpu_memory_utilization: float = key(
         0.8,

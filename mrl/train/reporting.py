@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from mrl.config.rollout_rules import needed_devices
+from mrl.config.rollout_rules import filters, needed_devices
 from mrl.config.schema import DataConfig, RunConfig
 from mrl.data.batch import TrainBatch
 from mrl.platforms.hosting import get_hosting
@@ -106,6 +106,10 @@ class MismatchWatch:
 
 
 def _mismatch_cure(config: RunConfig) -> str:
+    if filtered := ", ".join(f"rollout.{name} {value:g}" for name, value in filters(config).items()):
+        return (
+            f"words were left out ({filtered}), whose share is in it; without the filter it measures what training and generation compute"
+        )
     if config.algorithm.anchor == "rollout":
         cure = "algorithm.anchor: rollout takes it for a step of the policy; use recompute with a rollout_correction"
     elif config.algorithm.rollout_correction.level is None:

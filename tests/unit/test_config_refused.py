@@ -51,7 +51,7 @@ ON_CPU = [
     [CORRECTION + "{level: token, mode: mask, low: 1.5, high: 3}"], [CORRECTION + "{level: token}", "algorithm.anchor=rollout"],
     ["data.gen_batch_size=7"], ["algorithm.filter_groups={enable: true, max_num_gen_batches: 0, on_exhausted: partial}"],
     ["ref.log_prob_use_dynamic_bsz=true"], ["actor.log_prob_max_token_len_per_gpu=100"],
-    ["rollout.top_p=0.9"], ["rollout.top_k=20"], ["rollout.tensor_model_parallel_size=8", *GPU, "cluster.nnodes=2"],
+    ["rollout.top_p=0.9", "algorithm.anchor=rollout"], ["rollout.top_k=20", CORRECTION + "{level: token}"], ["rollout.top_k=0"], ["rollout.tensor_model_parallel_size=8", *GPU, "cluster.nnodes=2"],
     ["rollout.tensor_model_parallel_size=4", "cluster.n_gpus_per_node=6"], ["rollout.num_engines=4"],
     ["rollout.tensor_model_parallel_size=2", "rollout.data_parallel_size=2", "rollout.expert_parallel_size=2", *GPU],
     ["rollout.tensor_model_parallel_size=2", "rollout.data_parallel_size=48", "cluster.nnodes=99", *GPU],

@@ -82,7 +82,7 @@ def test_a_bad_layout_is_told_under_its_own_keys(overrides, fields):
 def test_a_dozen_mistakes_come_in_one_message():
     overrides = [
         L + "world_size=7", L + "tensor_model_parallel_size=3", L + "expert_model_parallel_size=5", L + "pipeline_model_parallel_size=3",
-        "data.train_batch_size=100", "rollout.n=1", "rollout.top_k=50", "rollout.top_p=0.9", "rollout.tensor_model_parallel_size=3",
+        "data.train_batch_size=100", "rollout.n=1", "rollout.top_k=0", "rollout.tensor_model_parallel_size=3",
         "algorithm.policy_loss.loss_agg_mode=token-mean", "algorithm.policy_loss.clip_ratio_high=0.2", "data.max_response_length=4096",
         "trainer.save_freq=0", "actor.optim.min_lr=1.0", "model.override_transformer_config={recompute_granularty: full}",
     ]  # fmt: skip
@@ -222,10 +222,18 @@ def test_what_is_not_plain_is_described_too():
 # --- rollout -------------------------------------------------------------------------------------------------------------------
 
 
-def test_training_samples_from_the_whole_distribution():
-    assert "renormalised" in only("rollout.top_p=0.9").why
-    assert only("rollout.top_k=20").allowed == (-1,)
-    assert broken("rollout.val_kwargs={top_p: 0.7, top_k: 20}") == []
+@pytest.mark.parametrize("reader", ["algorithm.anchor=rollout", "algorithm.rollout_correction={level: token, mode: truncate, high: 2}"])
+def test_a_loss_that_reads_the_engines_log_probs_needs_the_whole_distribution(reader):
+    assert "renormalised" in only("rollout.top_p=0.9", reader).why
+    assert only("rollout.top_k=20", reader).allowed == (-1,)
+    assert broken("rollout.val_kwargs={top_p: 0.7, top_k: 20}", reader) == []
+
+
+def test_without_such_a_reader_words_may_be_left_out_which_is_said():
+    resolved = load_config(TINY, overrides=["rollout.top_p=0.95", "rollout.top_k=20"])
+    assert violations(resolved, TINY_MODEL) == []
+    told = [note for note in notes(resolved, TINY_MODEL) if "renormalised" in note]
+    assert [note.partition(":")[0] for note in told] == ["rollout.top_p 0.95", "rollout.top_k 20"]
 
 
 def test_engines_divide_heads_and_experts():
@@ -390,7 +398,7 @@ def test_a_refused_degree_leaves_the_rules_of_the_others():
 
 def test_a_section_that_is_refused_as_a_whole_keeps_its_rules_silent():
     assert told("actor=none", "trainer.test_freq=0") == {"trainer.test_freq"}
-    assert told("data=none", "rollout.top_p=0.5", "algorithm.adv_estimator=grop") == {"rollout.top_p", "algorithm.adv_estimator"}
+    assert told("data=none", "rollout.top_k=0", "algorithm.adv_estimator=grop") == {"rollout.top_k", "algorithm.adv_estimator"}
 
 
 def test_without_a_model_the_rules_that_need_none_are_judged():

@@ -50,8 +50,8 @@ def refused(world, tmp_path, monkeypatch, capsys):
 
 
 def test_all_that_the_configuration_breaks_is_told_at_once(refused, tmp_path):
-    code, said = refused("--set", "rollout.top_p=0.9", "--set", "data.max_response_length=4096")
-    assert code == 2 and "rollout.top_p" in said and "data.max_response_length" in said
+    code, said = refused("--set", "rollout.top_k=0", "--set", "data.max_response_length=4096")
+    assert code == 2 and "rollout.top_k" in said and "data.max_response_length" in said
     assert not (tmp_path / "out").exists()
 
 

@@ -53,7 +53,7 @@ SAYS = {
         LAYOUT + "world_size": 16, LAYOUT + "tensor_model_parallel_size": 2, "data.train_batch_size": 128,
         "actor.ppo_micro_batch_size_per_gpu": 2, "actor.log_prob_micro_batch_size_per_gpu": 2, "rollout.num_engines": 8,
         LOSS + "clip_ratio_low": 0.2, LOSS + "clip_ratio_high": 0.28, OPTIM + "lr_warmup_steps": 40, "algorithm.use_kl_loss": True,
-        "algorithm.kl_loss_coef": 0.001, "rollout.temperature": 0.6, "rollout.top_p": 1.0, "ref.param_offload": True,
+        "algorithm.kl_loss_coef": 0.001, "rollout.temperature": 0.6, "rollout.top_p": 0.95, "ref.param_offload": True,
         "reward.custom_reward_function.path": "/path/to/reward_score.py", "trainer.test_freq": -1, "trainer.total_epochs": 30,
     },
     "grpo_7b_megatron": {
@@ -239,6 +239,13 @@ def test_a_degree_of_the_users_own_leaves_the_layout_to_the_user(capsys):
         (["actor_rollout_ref.actor.clip_ratio=0.1"], {LOSS + "clip_ratio_low": 0.1, LOSS + "clip_ratio_high": 0.1}),
         (["data.apply_chat_template_kwargs.enable_thinking=False"], {"data.enable_thinking": False}),
         (["trainer.max_actor_ckpt_to_keep=3"], {"trainer.max_actor_ckpt_to_keep": 3}),
+        ([ROLLOUT + "top_p=0.95", ROLLOUT + "top_k=20"], {"rollout.top_p": 0.95, "rollout.top_k": 20}),
+        ([ROLLOUT + "top_k=0"], {"rollout.top_k": -1}),
+        (
+            [ROLLOUT + "top_p=0.95", "actor_rollout_ref.actor.tis_imp_ratio_cap=2.0"],
+            {"rollout.top_p": 1.0, CORRECTION + "level": "token"},
+        ),
+        ([ROLLOUT + "top_p=0.95", "algorithm.rollout_correction.bypass_mode=True"], {"rollout.top_p": 1.0, "algorithm.anchor": "rollout"}),
         ([], {"trainer.resume_mode": "auto"}),  # verl's default
         (
             ["trainer.resume_mode=disable", "trainer.resume_from_path=/a"],

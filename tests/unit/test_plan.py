@@ -251,11 +251,11 @@ def test_the_plan_is_left_in_a_run_directory(preset, tmp_path, capsys):
 
 def test_a_broken_rule_ends_with_all_violations(preset, capsys):
     with pytest.raises(SystemExit) as stopped:
-        main(["plan", str(preset), "--set", "actor.layout.tensor_model_parallel_size=3", "--set", "rollout.top_p=0.5"])
+        main(["plan", str(preset), "--set", "actor.layout.tensor_model_parallel_size=3", "--set", "rollout.top_k=0"])
     assert stopped.value.code == 2
     shown = capsys.readouterr().err
     assert "tensor_model_parallel_size" in shown
-    assert "rollout.top_p" in shown
+    assert "rollout.top_k" in shown
 
 
 @pytest.mark.parametrize(

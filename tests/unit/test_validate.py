@@ -29,7 +29,7 @@ MISTAKES = [
     ("verl-project/verl#6609", [TRANSFORMER + "calculate_per_token_loss=true"], {TRANSFORMER + "calculate_per_token_loss"}),
     ("verl-project/verl#7321", [AGGREGATION + "=token-mean"], {AGGREGATION}),
     ("verl-project/verl#3597", ["rollout.calculate_log_probs=false", CORRECTION], {"rollout.calculate_log_probs"}),
-    ("verl-project/verl#6280", ["rollout.top_p=0.95"], {"rollout.top_p"}),
+    ("verl-project/verl#6280", ["rollout.top_p=0.95", CORRECTION], {"rollout.top_p"}),
     ("verl-project/verl#5421", ["actor.ppo_mini_batch_size=4", "rollout.n=2"], {"actor.ppo_mini_batch_size"}),
     ("verl-project/verl#5586", ["actor.router_replay=R3", OLD_VLLM], {"actor.router_replay", "cluster.versions.vllm"}),
     ("NVIDIA/Megatron-LM#4168", ["actor.router_replay=R2", TRANSFORMER + "moe_router_fusion=true"], {TRANSFORMER + "moe_router_fusion"}),

@@ -161,17 +161,9 @@ def _dtype(o: Override, out: Import, settings: VerlSettings) -> None:
         out.leave("unsupported", o.key, o.value, "training and generation are in bfloat16 or float32", o.line)
 
 
-def _sampling(o: Override, out: Import, settings: VerlSettings) -> None:
-    name = o.key.rpartition(".")[2]
-    neutral = {"top_p": 1.0, "top_k": -1}[name]
-    if o.value == neutral or settings.as_written:
-        out.put("carried", o.key, f"rollout.{name}", o.value, line=o.line)
-        return
-    why = f"{o.value} in the script: log-probs of a filtered set are not those that training computes"
-    out.put("renamed", o.key, f"rollout.{name}", neutral, why, o.line)
-    out.warnings.append(
-        f"line {o.line}: rollout.{name}={o.value} filters the words that training responses are drawn from; {neutral} is written"
-    )
+def _top_k(o: Override, out: Import, settings: VerlSettings) -> None:
+    """0 and -1 both say: all words."""
+    out.put("carried", o.key, "rollout.top_k", -1 if o.value == 0 else o.value, line=o.line)
 
 
 def _greedy(o: Override, out: Import, settings: VerlSettings) -> None:
@@ -436,8 +428,7 @@ HANDLERS: dict[str, Handler] = {
     MEGATRON + "dtype": _dtype,
     R + "dtype": _dtype,
     F + "megatron.": _reference,
-    R + "top_p": _sampling,
-    R + "top_k": _sampling,
+    R + "top_k": _top_k,
     R + "response_length": _response_length,
     R + "prompt_length": _response_length,
     R + "enable_expert_parallel": _engine,

@@ -194,7 +194,6 @@ ROWS: dict[str, KeyRow] = {
     # --- rollout
     R + "name": _missing("only vLLM here", "vllm"),
     R + "mode": _implied("vLLM's asynchronous engine is always used; every step waits for all responses"),
-    R + "top_p": _SPECIAL,
     R + "top_k": _SPECIAL,
     R + "rollout_world_size": _nothing("follows from the devices"),
     R + "pipeline_model_parallel_size": _missing("engines are cut by tensor, data and expert parallelism", 1),

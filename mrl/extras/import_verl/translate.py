@@ -90,6 +90,7 @@ def translate(
     _experts(out, settings)
     _reference(out, settings)
     _engine(out, settings)
+    _filters(out, settings)
     _family(out, settings)
     return out
 
@@ -213,6 +214,24 @@ def _beside(out: Import, settings: VerlSettings, per_node: int) -> None:
     else:
         out.put("implied", "", "cluster.nnodes", max(nodes, own_nodes), "actor and engines share nodes")
         out.put("implied", "", "cluster.n_gpus_per_node", per_node + own_per_node, "actor and engines share nodes")
+
+
+def _filters(out: Import, settings: VerlSettings) -> None:
+    """A filter of words: kept where the loss reads training's log-probs alone, else off, which validation would ask for."""
+    corrected = out.values.get("algorithm.rollout_correction.level") is not None
+    for name, neutral in (("top_p", 1.0), ("top_k", -1)):
+        to = f"rollout.{name}"
+        value = out.values.get(to, neutral)
+        if value == neutral:
+            continue
+        filtered = f"{to}={value} filters the words that training responses are drawn from"
+        if settings.as_written or not (corrected or out.values.get("algorithm.anchor") == "rollout"):
+            out.warnings.append(f"{filtered}, as in the script; its loss takes probabilities of all words, here as with verl")
+        else:
+            why = f"{value} in the script: the correction needs the probabilities that training computes, over all words"
+            out.drop(to, why)
+            out.put("chosen", "", to, neutral, why)
+            out.warnings.append(f"{filtered}, and the loss reads the engine's log-probs; {neutral} is written")
 
 
 def _engine_workers(out: Import) -> int:
