@@ -98,6 +98,7 @@ class Hosting:
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(max_num_batched_tokens or 4096, max_model_len),
             "enforce_eager": True,
+            "worker_cls": "mrl.vllm.cpu_worker.CpuWorker",
         }
 
 
