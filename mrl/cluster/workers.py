@@ -192,6 +192,9 @@ class EngineWorker:
 
         log_to(log_path)
         self._places = places
+        if settings.arguments.get("data_parallel_size", 1) == 1:  # vLLM 0.23's coordinator of ranks would ask twice and get one port
+            # where vLLM begins to look for ports; its workers listen seconds later, when one of the kernel's may be taken
+            os.environ.setdefault("VLLM_PORT", str(free_port()))
         self.engine = VllmEngine(settings)
 
     async def start(self) -> float:

@@ -20,7 +20,6 @@ import argparse
 import json
 import os
 import select
-import socket
 import subprocess
 import sys
 import tempfile
@@ -307,9 +306,10 @@ class World:
     """The processes of one model."""
 
     def __init__(self, folder: Path, layers: int):
+        from mrl.cluster.prerequisites import free_port
         from mrl.platforms.hosting import get_hosting
 
-        hosting, port = get_hosting("cpu"), str(_free_port())
+        hosting, port = get_hosting("cpu"), str(free_port())
         model = write_model(folder / f"model-{layers}", layers)
         engine_environment = hosting.engine_environment(0, 1, 1, 1) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         self.engine = Process(folder, f"engine-{layers}", ["--engine", str(model)], engine_environment)
@@ -335,12 +335,13 @@ class World:
         return time.perf_counter() - began, answers
 
     def connect(self, kind: str, budget: int) -> Any:
+        from mrl.cluster.prerequisites import free_port
         from mrl.reshard.setup import SyncSetup
 
         setup = SyncSetup(
             hf_config=self.config, train=TRAIN, rollout={"num_engines": 1, "tensor": 1, "data": 1, "expert": 1}, dialect="cpu",
             dtype="float32", topology={"ranks": [[0, r] for r in range(4)], "workers": [[0, 4]]}, budget_bytes=budget, timeout_s=60.0,
-            transport={"kind": kind, "name": f"bench-{uuid.uuid4().hex[:8]}", "address": f"127.0.0.1:{_free_port()}"},
+            transport={"kind": kind, "name": f"bench-{uuid.uuid4().hex[:8]}", "address": f"127.0.0.1:{free_port()}"},
         )  # fmt: skip
         _, answers = self.call("connect", setup.to_json())
         return setup, answers[0]
@@ -352,12 +353,6 @@ class World:
     def end(self) -> None:
         for part in self.all:
             part.end()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def measure_memory(world: World, kind: str, budget: int) -> dict[str, int]:

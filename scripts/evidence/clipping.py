@@ -9,7 +9,6 @@ those of the training loss itself: tokens whose clipped side is taken, under GSP
 
 import argparse
 import json
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ import torch
 from mrl.algo.advantages import AdvantageInputs, compute_advantages
 from mrl.algo.aggregate import count, to_floats
 from mrl.algo.losses import LossInputs, PolicyLossParameters, policy_loss
+from mrl.cluster.prerequisites import free_port
 from mrl.config.load import load_config
 from mrl.data.batch import Sample, TrainBatch, collate
 from mrl.record.metrics import reduce_parts
@@ -73,13 +73,6 @@ def rollouts(world: Path, prompts: int, n: int, seed: int) -> TrainBatch:
     batch = collate(samples, 1.0, tokenizer.pad_token_id)
     inputs = AdvantageInputs(np.array(scores), np.array([starts[i] for i in long]), batch.response_mask)
     return replace(batch, advantages=compute_advantages("grpo", inputs))
-
-
-def free_port() -> int:
-    """One that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def updates_at(world: Path, batch: TrainBatch, lr: float, updates: int) -> tuple[list[Row], np.ndarray]:

@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import platform
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from mrl.algo.aggregate import FloatParts, merge
+from mrl.cluster.prerequisites import free_port
 from mrl.config.schema import RunConfig
 from mrl.data.batch import Sample, TrainBatch, collate
 from mrl.platforms.hosting import get_hosting
@@ -175,9 +175,7 @@ def meeting_port(work: Path, rank: int, number: int) -> int:
     """A port that rank 0 found free right before it is used."""
     file = work / f"port-{number}"
     if rank == 0:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            file.with_suffix(".part").write_text(str(probe.getsockname()[1]))
+        file.with_suffix(".part").write_text(str(free_port()))
         file.with_suffix(".part").rename(file)
     while not file.exists():
         time.sleep(0.01)  # whoever started the ranks ends them when it never comes

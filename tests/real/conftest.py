@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from deadlines import TEST_S
 from xdist.scheduler import LoadScopeScheduling
 
 # One after the other: they start Ray and engines, and look for what is left of them in /dev/shm and /tmp. First, as they take longest.
@@ -25,3 +26,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log) -> FileScheduling:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.stem not in IN_TURN)
+    for item in items:
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(TEST_S))

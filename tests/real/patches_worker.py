@@ -23,7 +23,7 @@ from mrl.platforms import get_platform, patching
 from mrl.platforms.cpu_patches import rows_for
 from mrl.platforms.torch_platforms import CpuPlatform
 
-TIMEOUT_S = 10
+TIMEOUT_S = 60
 
 
 def main(rank: int, world_size: int, out: Path, plan: dict) -> None:

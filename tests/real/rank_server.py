@@ -27,12 +27,15 @@ def main() -> None:
 
 
 def _start(program: str, arguments: list[str], environment: dict[str, str], log: str) -> int:
-    """Process id of `python program *arguments`, in a session of its own, its output in the file `log`."""
+    """Process id of `python program *arguments`, in a process group of its own, its output in the file `log`.
+
+    Not in a session of its own: the kernel gives every session an equal share, and eight ranks would leave a run beside them a ninth.
+    """
     if pid := os.fork():
         return pid
     code = 1
     try:
-        os.setsid()
+        os.setpgid(0, 0)
         _redirect(log)
         os.environ.clear()
         os.environ.update(environment)

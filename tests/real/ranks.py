@@ -4,7 +4,6 @@ import functools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,13 +11,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from deadlines import RUN_S
+
+from mrl.cluster.prerequisites import free_port
 from mrl.platforms.hosting import get_hosting
 
 ROOT = Path(__file__).resolve().parents[2]
 _TAIL = 4000  # characters of a failed rank's log that are shown
 
 
-def run_ranks(program: Path, world_size: int, out: Path, arguments: list[str], deadline_s: float) -> None:
+def run_ranks(program: Path, world_size: int, out: Path, arguments: list[str], deadline_s: float = RUN_S) -> None:
     """`python program rank world_size out *arguments` on every rank; results are files that ranks write under `out`.
 
     Raises AssertionError with the end of the logs when a rank fails or the deadline passes.
@@ -55,7 +57,7 @@ class Rank:
     def end(self) -> None:
         """Ends it with all its children."""
         if self.poll() is None:
-            for kill in (os.killpg, os.kill):  # the group, then one that had not made its session yet
+            for kill in (os.killpg, os.kill):  # the group, then one that had not made its group yet
                 with suppress(ProcessLookupError):
                     kill(self.pid, signal.SIGKILL)
         while self.poll() is None:
@@ -89,10 +91,7 @@ def agree_on_port(out: Path, rank: int, meeting: int) -> int:
     """For the ranks' program: a free port for their meeting number `meeting`, found by rank 0 right before it is used."""
     file = out / f"port-{meeting}"
     if rank == 0:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        file.with_suffix(".part").write_text(str(port))
+        file.with_suffix(".part").write_text(str(free_port()))
         file.with_suffix(".part").rename(file)
     while not file.exists():
         time.sleep(0.01)  # the program has a deadline

@@ -2,16 +2,15 @@
 
 import json
 import os
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
-from world import ROOT, make_world, metrics, overrides
+from deadlines import END_S
+from world import PRESET, make_world, metrics, mrl, overrides
 
 from mrl.record.run_dir import RunDir
 
-PRESET = ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     print("asked about", extra_info["split"], flush=True)
@@ -35,22 +34,14 @@ def marked_processes(value: str) -> list[str]:
 
 
 @pytest.mark.real
-@pytest.mark.timeout(300)
 def test_a_reward_that_fails_ends_the_run_as_a_fault_of_data(tmp_path):
     world, run_dir, mark = make_world(tmp_path / "world"), tmp_path / "runs: # 1", str(tmp_path)
     (tmp_path / "mine.py").write_text(REWARD)
     settings = overrides(world, reward__custom_reward_function__path=tmp_path / "mine.py", trainer__val_before_train=True)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {MARK: mark}
-    process = subprocess.Popen(
-        ["mrl", "train", str(PRESET), "--run-dir", str(run_dir), *settings],
-        cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    try:
-        out, err = process.communicate(timeout=240)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        raise
-    assert process.returncode == 3, err
+    done = mrl("train", str(PRESET), "--run-dir", str(run_dir), *settings, cwd=tmp_path, env=environment)
+    out, err = done.stdout, done.stderr
+    assert done.returncode == 3, err
     assert err.startswith("mrl train: the reward failed on ") and "raised: ValueError: no judge for this" in err
     assert "Traceback" not in err and "Token authentication" not in err
     assert out.startswith("loss: gspo, ") and "\nlayout: actor 2 x cpu" in out
@@ -59,9 +50,9 @@ def test_a_reward_that_fails_ends_the_run_as_a_fault_of_data(tmp_path):
     assert [row["training/global_step"] for row in metrics(run_dir)] == [0]
     RunDir(run_dir).refuse_another_run()  # as the next `mrl train` would
 
-    end = time.monotonic() + 15  # killed workers take a moment to be gone
+    end = time.monotonic() + END_S  # killed workers take a moment to be gone
     while (left := marked_processes(mark)) and time.monotonic() < end:
         time.sleep(0.1)
     assert not left
-    assert not list(Path("/tmp").glob(f"mrl-ray-*/session_*_{process.pid}")), "Ray's folder is left over"
+    assert not list(Path("/tmp").glob(f"mrl-ray-*/session_*_{done.pid}")), "Ray's folder is left over"
     assert json.loads(f"[{(run_dir / 'run.lock').read_text()}]") == [], "the lock was not given back"

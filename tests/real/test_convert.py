@@ -13,7 +13,7 @@ from mrl.checkpoint.convert import write_layout
 from mrl.checkpoint.convert_job import Options
 from mrl.checkpoint.open_checkpoint import open_hf, open_saved
 
-pytestmark = [pytest.mark.real, pytest.mark.long, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.real, pytest.mark.long]
 
 HALF = ("moe", "bfloat16", 2, {TP: 2, EP: 2})
 OTHER = ("other", *HALF[1:])  # the same architecture with other weights: what the ranks hold before they load a checkpoint

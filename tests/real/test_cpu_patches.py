@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from deadlines import END_S
 from ranks import ROOT, run_ranks
 from tiny_models import save, tiny_dense, tiny_moe
 
@@ -35,7 +36,6 @@ CHECKED_BY = {
     "torch.distributed.all_gather": "uneven_gather",
     "torch.utils._device._device_constructors": "meta_context",
 }
-DEADLINE_S = 180.0
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def reports(tmp_path_factory) -> list[dict]:
     out = tmp_path_factory.mktemp("patches")
     plan = {"rows": CHECKED_BY, "moe": str(save(tiny_moe(), out / "moe")), "dense": str(save(tiny_dense(), out / "dense"))}
     (out / "plan.json").write_text(json.dumps(plan))
-    run_ranks(ROOT / "tests/real/patches_worker.py", 2, out, [str(out / "plan.json")], DEADLINE_S)
+    run_ranks(ROOT / "tests/real/patches_worker.py", 2, out, [str(out / "plan.json")])
     return [json.loads(file.read_text()) for file in out.glob("report-*.json")]
 
 
@@ -70,6 +70,6 @@ def test_nothing_is_replaced_in_a_process_that_has_imported_vllm():
         "try: get_platform('cpu').apply_patches()\n"
         "except EnvironmentFault as fault: print(fault, torch.zeros is before)\n"
     )
-    answer = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    answer = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=END_S, check=True).stdout
     assert "has imported vllm" in answer
     assert answer.strip().endswith("True")

@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from deadlines import RUN_S
 from tiny_models import save, tiny_moe
 
 from mrl.platforms.hosting import get_hosting
 
-pytestmark = [pytest.mark.real, pytest.mark.long, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.real, pytest.mark.long]
 HERE = Path(__file__).parent
 
 
@@ -32,7 +33,7 @@ def samples(tmp_path_factory) -> dict[int, tuple[np.ndarray, np.ndarray]]:
     environment = os.environ | {"PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
     environment |= get_hosting("cpu").engine_environment(engine_id=0, engines=1, workers=1, kvcache_gib=1)
     command = [sys.executable, str(HERE / "engine_routes.py"), str(out / "config.json"), str(out / "found.npz")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=220)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=RUN_S)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     found = np.load(out / "found.npz")
     return {i: (found[f"ids-{i}"], found[f"routes-{i}"]) for i in range(10)}

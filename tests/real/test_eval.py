@@ -1,29 +1,12 @@
 """`mrl eval` on real engines: the same weights, seeds and rewards give the very numbers that the run's own validation gave."""
 
 import json
-import os
-import signal
-import subprocess
 from pathlib import Path
 
 import pytest
-from world import ROOT, make_world, metrics, overrides
+from world import PRESET, make_world, metrics, mrl, overrides
 
-PRESET = ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
 SETTINGS = {"reward__function": "exact_match", "rollout__val_kwargs__n": 2}
-
-
-def mrl(*arguments: str, deadline_s: float = 300) -> subprocess.CompletedProcess:
-    """Runs to the end; killed with all it started when the deadline passes."""
-    process = subprocess.Popen(
-        ["mrl", *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        out, err = process.communicate(timeout=deadline_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
 
 def held_out(row: dict) -> dict:
@@ -32,7 +15,6 @@ def held_out(row: dict) -> dict:
 
 @pytest.mark.real
 @pytest.mark.long
-@pytest.mark.timeout(600)
 def test_an_evaluation_repeats_the_runs_own_validation(tmp_path):
     world, run_dir = make_world(tmp_path / "world"), tmp_path / "run"
     given = overrides(world, **SETTINGS)

@@ -26,14 +26,13 @@ def small_disk(tmp_path):
 
 @pytest.mark.real
 @pytest.mark.long
-@pytest.mark.timeout(400)
 def test_training_goes_on_and_the_old_checkpoint_stays_and_the_end_says_so(small_disk: Path, tmp_path):
     world, run_dir = make_world(tmp_path / "world"), tmp_path / "run"
     settings = dict(
         trainer__total_training_steps=3, trainer__save_freq=1, trainer__max_actor_ckpt_to_keep=1, trainer__test_freq=-1,
         trainer__val_before_train=False,
     )  # fmt: skip
-    code = finish(train(world, run_dir, **settings), run_dir, 350)
+    code = finish(train(world, run_dir, **settings), run_dir)
     said = run_dir.with_suffix(".log").read_text()
     assert code == 4, said[-3000:]
     assert "error: step 2 is not saved" in said and "Training goes on" in said

@@ -1,18 +1,16 @@
 """A whole run of a random GLM-4.5 MoE: it trains in two layers' kinds, syncs, saves, and its constants are never touched."""
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_models import in_dtype, save, tiny_glm
-from world import ROOT, make_world, metrics, overrides
+from world import PRESET, make_world, metrics, overrides, succeeded
 
 pytestmark = [pytest.mark.real, pytest.mark.long]
 
-PRESET = ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
 CONSTANTS = "e_score_correction_bias"
 
 
@@ -28,16 +26,15 @@ def world(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.timeout(600)
 def test_two_steps_train_sync_and_save_and_leave_the_constants(world, tmp_path):
     settings = {"trainer__total_training_steps": 2, "trainer__save_freq": 2, "model__dtype": "bfloat16"}
     run_dir = tmp_path / "run"
-    mrl("train", str(PRESET), "--run-dir", str(run_dir), *overrides(world, **settings))
+    succeeded("train", str(PRESET), "--run-dir", str(run_dir), *overrides(world, **settings))
     rows = [row for row in metrics(run_dir) if row["training/global_step"]]
     assert [row["training/global_step"] for row in rows] == [1, 2]
     assert all(row["reshard/verified"] == 1 and row["reshard/resynced"] == 0 for row in rows)
     assert all(row["actor/grad_norm"] > 0 for row in rows)
-    mrl("convert", "megatron-to-hf", str(run_dir), "-o", str(tmp_path / "hf"))
+    succeeded("convert", "megatron-to-hf", str(run_dir), "-o", str(tmp_path / "hf"))
     before, after = (
         {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
         for folder in (world / "model", tmp_path / "hf")
@@ -46,8 +43,3 @@ def test_two_steps_train_sync_and_save_and_leave_the_constants(world, tmp_path):
     same = {name for name in before if torch.equal(before[name], after[name])}
     assert {name for name in before if name.endswith(CONSTANTS)} <= same
     assert any(name.endswith("self_attn.q_proj.weight") and name not in same for name in before)
-
-
-def mrl(*arguments: str) -> None:
-    done = subprocess.run(["mrl", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]

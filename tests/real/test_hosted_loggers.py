@@ -12,7 +12,7 @@ from mrl.record.loggers import RunInfo
 from mrl.record.run_dir import RunDir, read_metrics
 from mrl.record.sinks import make_sinks
 
-pytestmark = [pytest.mark.real, pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.real, pytest.mark.long]
 SCORES = {1: 0.5, 2: 1.0, 3: 1.5}
 NAME = "val-core/x/acc/mean@4"
 ROWS = [{"data_source": "toy", "input": "1+1", "output": "2", "gts": "2", "score": 1.0}]

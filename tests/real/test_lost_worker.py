@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from deadlines import END_S
 from test_runs import finish, train, wait_for_step
 from world import make_world
 
@@ -24,7 +25,6 @@ def engine_core(below: psutil.Process, run_dir: Path) -> psutil.Process | None:
 
 
 @pytest.mark.real
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("find", "named"),
     [pytest.param(rank_one, "rank 1 died", marks=pytest.mark.long), (engine_core, "engine 0: vLLM's process below it died")],
@@ -33,12 +33,12 @@ def test_a_lost_process_ends_the_run_as_resumable(tmp_path, find, named):
     run_dir = tmp_path / "run"
     process = train(make_world(tmp_path / "world"), run_dir, trainer__total_training_steps=500, trainer__val_before_train=False)
     try:
-        wait_for_step(process, run_dir, 1, 150)
+        wait_for_step(process, run_dir, 1)
         victim = find(psutil.Process(process.pid), run_dir)
         assert victim is not None
         time.sleep(0.3)  # somewhere in the middle of a step
         os.kill(victim.pid, signal.SIGKILL)
-        code = finish(process, run_dir, 60)
+        code = finish(process, run_dir, END_S)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

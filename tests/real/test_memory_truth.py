@@ -53,7 +53,6 @@ OPTIMIZERS = {"moe-tp2-ep2-on-host": ON_HOST, "moe-dp2-masters-stay": BESIDE}
 LAYOUTS |= {"moe-tp2-ep2-on-host": LAYOUTS["moe-tp2-ep2"], "moe-dp2-masters-stay": LAYOUTS["moe-dp2"]}
 PROMPT, RESPONSE, ROWS, ROWS_PER_MICRO_BATCH = 16, 40, 8, 2  # 56 tokens: plain attention pads them to 64
 STATE_BOUND, ACTIVATION_BOUND = 0.02, 0.10
-DEADLINE_S = 240.0
 
 
 @pytest.fixture(scope="module")
@@ -67,12 +66,11 @@ def truth(tmp_path_factory) -> dict[str, list[dict]]:
         names = [name for name, (_, ranks, *_) in LAYOUTS.items() if ranks == world]
         cases = [{"name": name, "config": _config(name, paths), "batch": str(out / "batch.npz")} for name in names]
         (out / f"cases-{world}.json").write_text(json.dumps(cases))
-        run_ranks(ROOT / "tests/real/memory_worker.py", world, out / str(world), [str(out / f"cases-{world}.json")], DEADLINE_S)
+        run_ranks(ROOT / "tests/real/memory_worker.py", world, out / str(world), [str(out / f"cases-{world}.json")])
     found = {name: _reports(out / str(LAYOUTS[name][1]), name) for name in LAYOUTS}
     return found | {"models": paths}
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("what", ["parameters", "gradients", "optimizer", "optimizer_host"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_state_is_predicted_within_two_percent(layout, what, truth):
@@ -85,7 +83,6 @@ def test_state_is_predicted_within_two_percent(layout, what, truth):
         assert predicted == pytest.approx(report[what], rel=STATE_BOUND)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_activations_are_predicted_within_ten_percent(layout, truth):
     model, train = _built(layout, truth)
@@ -130,7 +127,7 @@ def _config(name: str, paths: dict[str, str]) -> dict:
         },
         "rollout": {"n": 1},
         "data": {"train_batch_size": ROWS},
-        "cluster": {"device": "cpu", "step_timeout_s": 60},
+        "cluster": {"device": "cpu", "step_timeout_s": 300},
     }
 
 

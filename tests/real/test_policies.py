@@ -40,7 +40,7 @@ def reports(tmp_path_factory) -> dict[str, list[dict]]:
             "rollout": {"n": 1},
             "algorithm": more.get("algorithm", {}),
             "data": {"train_batch_size": SAMPLES},
-            "cluster": {"device": "cpu", "step_timeout_s": 60},
+            "cluster": {"device": "cpu", "step_timeout_s": 300},
         }  # fmt: skip
         return {"name": name, "config": config, "batch": str(out / "batch.npz")}
 
@@ -54,7 +54,7 @@ def reports(tmp_path_factory) -> dict[str, list[dict]]:
         case("recomputed", 1e-2, actor={"router_replay": "R2"}, model={"override_transformer_config": RECOMPUTE}),
     ]  # fmt: skip
     (out / "cases.json").write_text(json.dumps(cases))
-    run_ranks(Path(__file__).with_name("policies_worker.py"), 2, out, [str(out / "cases.json")], 240.0)
+    run_ranks(Path(__file__).with_name("policies_worker.py"), 2, out, [str(out / "cases.json")])
     return {c["name"]: [json.loads((out / f"{c['name']}-{rank}.json").read_text()) for rank in (0, 1)] for c in cases}
 
 

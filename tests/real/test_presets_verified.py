@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 PRESETS = [p for p in sorted((ROOT / "parallel_configs").glob("*/*.yaml")) if p.stem != "cpu"]
 SECONDS, KIB = 20, 10**9 / 1024
 
-pytestmark = [pytest.mark.real, pytest.mark.long, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.real, pytest.mark.long]
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda p: f"{p.parent.name}/{p.stem}")

@@ -1,19 +1,16 @@
 """Recipes and what they switch on, in whole runs: dynamic sampling, over-long responses, corrections, a user's own loss."""
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 from metric_names import KL_LOSS, R3, REFERENCE, SAVING, check_names
-from world import ROOT, make_world, metrics, overrides
+from world import PRESET, ROOT, make_world, metrics, overrides, succeeded
 
 pytestmark = pytest.mark.real
-PRESET = ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 def test_dapo_with_icepop_and_a_users_loss_by_the_engines_routes(tmp_path):
     """Two steps: groups of one mind are replaced, the reward is penalised for length, and the file's loss is what trains.
 
@@ -26,9 +23,7 @@ def test_dapo_with_icepop_and_a_users_loss_by_the_engines_routes(tmp_path):
         algorithm__policy_loss__custom={"path": str(ROOT / "tests" / "real" / "users_loss.py"), "parameters": {"beta": 0.1}},
         algorithm__policy_loss__loss_mode="leashed", actor__router_replay="R3",
     )  # fmt: skip
-    command = ["mrl", "train", str(PRESET), "--recipe", "dapo", "--run-dir", str(run_dir), *settings]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    said = succeeded("train", str(PRESET), "--recipe", "dapo", "--run-dir", str(run_dir), *settings)
     rows = metrics(run_dir)
     check_names(rows, R3, SAVING)
     assert [row["training/global_step"] for row in rows] == [1, 2]
@@ -43,10 +38,9 @@ def test_dapo_with_icepop_and_a_users_loss_by_the_engines_routes(tmp_path):
         assert row["rollout_corr/rejected_token_share"] == 0 and row["rollout_corr/weight_mean"] == pytest.approx(1.0, abs=1e-3)
         assert row["actor/pg_clipfrac"] == 0 and row["actor/grad_norm"] > 0
         assert row["router/missing_routes"] == row["router/drift"] == 0 and row["router/rollout_drift"] < 0.01
-    assert "loss: leashed, token-mean" in done.stdout
+    assert "loss: leashed, token-mean" in said
 
 
-@pytest.mark.timeout(300)
 def test_grpo_with_a_kl_to_the_start_and_replayed_routes(tmp_path):
     """Two steps under a token budget; the first mini-batch of the run stands at its reference, the others have left it."""
     world, run_dir = make_world(tmp_path / "world"), tmp_path / "run"
@@ -55,9 +49,7 @@ def test_grpo_with_a_kl_to_the_start_and_replayed_routes(tmp_path):
         algorithm__use_kl_loss=True, algorithm__kl_loss_coef=1e-3, actor__router_replay="R2",
         actor__use_dynamic_bsz=True, actor__ppo_max_token_len_per_gpu=256,
     )  # fmt: skip
-    command = ["mrl", "train", str(PRESET), "--recipe", "grpo", "--run-dir", str(run_dir), *settings]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    succeeded("train", str(PRESET), "--recipe", "grpo", "--run-dir", str(run_dir), *settings)
     first, second = metrics(run_dir)
     check_names((first, second), REFERENCE, KL_LOSS, SAVING)
     assert 0 <= first["actor/kl_loss"] < second["actor/kl_loss"] < 1

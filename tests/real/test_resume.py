@@ -20,7 +20,6 @@ def harness():
 
 @pytest.mark.real
 @pytest.mark.long
-@pytest.mark.timeout(400)
 def test_killed_twice_and_resumed_is_as_if_never_killed(harness, tmp_path):
     world = make_world(tmp_path / "world")
     found = harness.ranks_only(world / "model", tmp_path / "work", kills=2, seed=1)

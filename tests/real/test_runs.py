@@ -10,17 +10,18 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from deadlines import END_S, RUN_S
 from metric_names import SAVING, STEPS_AFTER_SAVING, VALIDATION, check_names
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
-from world import ROOT, make_world, metrics, overrides, without_times
+from world import PRESET, ROOT, make_world, metrics, overrides, succeeded, without_times
 
+from mrl.cluster.prerequisites import free_port
 from mrl.cluster.ray_cluster import ray_cluster
 from mrl.cluster.rollout_group import RolloutGroup
 from mrl.config.load import load_config
 from mrl.vllm.requests import Request, Sampling
 
-PRESET = ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
 STEPS = 4
 
 
@@ -35,7 +36,7 @@ def train(world: Path, run_dir: Path, *more: str, **values) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 
 
-def finish(process: subprocess.Popen, run_dir: Path, deadline_s: float) -> int:
+def finish(process: subprocess.Popen, run_dir: Path, deadline_s: float = RUN_S) -> int:
     """Exit status; ends the process, with all it started, when the deadline passes."""
     try:
         return process.wait(deadline_s)
@@ -44,7 +45,7 @@ def finish(process: subprocess.Popen, run_dir: Path, deadline_s: float) -> int:
         raise AssertionError(f"not done after {deadline_s} s:\n{run_dir.with_suffix('.log').read_text()[-3000:]}") from None
 
 
-def wait_for_step(process: subprocess.Popen, run_dir: Path, step: int, deadline_s: float) -> None:
+def wait_for_step(process: subprocess.Popen, run_dir: Path, step: int, deadline_s: float = RUN_S) -> None:
     end = time.monotonic() + deadline_s
     while not any(row["training/global_step"] >= step for row in metrics(run_dir)):
         assert process.poll() is None, run_dir.with_suffix(".log").read_text()[-3000:]
@@ -54,18 +55,11 @@ def wait_for_step(process: subprocess.Popen, run_dir: Path, step: int, deadline_
 
 def exported(run_dir: Path, folder: Path) -> dict:
     """Weights of the newest checkpoint, through the conversion command."""
-    subprocess.run(["mrl", "convert", "megatron-to-hf", str(run_dir), "-o", str(folder)], check=True, timeout=120)
+    succeeded("convert", "megatron-to-hf", str(run_dir), "-o", str(folder))
     return {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.mark.real
-@pytest.mark.timeout(400)
 def test_three_steps_on_tp2_pp2_ep2_with_two_engines(world, tmp_path):
     run_dir = tmp_path / "run"
     layout = dict(
@@ -73,7 +67,7 @@ def test_three_steps_on_tp2_pp2_ep2_with_two_engines(world, tmp_path):
         cluster__n_gpus_per_node=6, cluster__cpus_per_actor=0.25, cluster__cpus_per_engine=0.5,
     )  # fmt: skip
     process = train(world, run_dir, trainer__total_training_steps=3, trainer__val_before_train=False, trainer__test_freq=-1, **layout)
-    assert finish(process, run_dir, 300) == 0, run_dir.with_suffix(".log").read_text()[-3000:]
+    assert finish(process, run_dir) == 0, run_dir.with_suffix(".log").read_text()[-3000:]
     rows = metrics(run_dir)
     assert [row["training/global_step"] for row in rows] == [1, 2, 3]
     for row in rows:
@@ -106,38 +100,37 @@ def _transformers_and_vllm_load(folder: Path) -> None:
 
 
 @pytest.mark.real
-@pytest.mark.timeout(600)
 def test_stopped_killed_and_resumed_as_a_job_equals_uninterrupted(world, tmp_path):
     settings = dict(trainer__total_training_steps=STEPS, trainer__save_freq=1, trainer__test_freq=2)
     whole, broken, segments = tmp_path / "whole", tmp_path / "broken", set(Path("/dev/shm").glob("psm_*"))
-    assert finish(train(world, whole, **settings), whole, 200) == 0, whole.with_suffix(".log").read_text()[-3000:]
+    assert finish(train(world, whole, **settings), whole) == 0, whole.with_suffix(".log").read_text()[-3000:]
     check_names(metrics(whole), VALIDATION, SAVING, STEPS_AFTER_SAVING)
 
     process = train(world, broken, trainer__resume_mode="auto", **settings)  # there is no run yet: it begins one
-    wait_for_step(process, broken, 1, 150)
+    wait_for_step(process, broken, 1)
     process.send_signal(signal.SIGTERM)
-    assert finish(process, broken, 60) == 5, broken.with_suffix(".log").read_text()[-3000:]
+    assert finish(process, broken, END_S) == 5, broken.with_suffix(".log").read_text()[-3000:]
     saved = len(metrics(broken)) - 1
     assert 1 <= saved < STEPS and (broken / "checkpoints" / f"step-{saved}" / "manifest.json").exists()
 
     process = train(world, broken, trainer__resume_mode="auto", **settings)  # as a scheduler starts it again
-    wait_for_step(process, broken, saved + 1, 150)
+    wait_for_step(process, broken, saved + 1)
     started = [(p, p.name()) for p in psutil.Process(process.pid).children(recursive=True)]
     process.kill()
     process.wait()
     kinds = ("ray::Actor", "ray::Engine", "VLLM")  # Ray's own processes leave in their own time
     assert all(any(name.startswith(kind) for _, name in started) for kind in kinds), started
     workers = [p for p, name in started if name.startswith(kinds)]
-    _, left = psutil.wait_procs(workers, timeout=60)
+    _, left = psutil.wait_procs(workers, timeout=END_S)
     for worker in left:
         worker.kill()
     assert not left, f"outlived a killed driver: {left}"
 
     with ray_head(tmp_path / "ray") as environment:
         submit = [str(ROOT / "launch" / "submit.sh"), str(PRESET), "--run-dir", str(broken), *overrides(world, **settings)]
-        done = subprocess.run([*submit, "--resume"], env=environment, capture_output=True, text=True, timeout=240)
+        done = subprocess.run([*submit, "--resume"], env=environment, capture_output=True, text=True, timeout=RUN_S)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        failed = subprocess.run([*submit, "--set", "actor.optim.lrr=1"], env=environment, capture_output=True, text=True, timeout=120)
+        failed = subprocess.run([*submit, "--set", "actor.optim.lrr=1"], env=environment, capture_output=True, text=True, timeout=END_S)
         assert failed.returncode != 0 and "did you mean" in failed.stdout + failed.stderr
 
     assert set(Path("/dev/shm").glob("psm_*")) <= segments, "shared memory is left, of the killed run or of the others"
@@ -168,18 +161,18 @@ class ray_head:
         return environment
 
     def _wait(self, port: int) -> None:
-        end = time.monotonic() + 60
+        end = time.monotonic() + END_S
         while time.monotonic() < end:
             assert self.process.poll() is None, self.log.read_text()[-2000:]
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", port)) == 0:
                     return
             time.sleep(0.2)
-        raise AssertionError(f"no dashboard after 60 s:\n{self.log.read_text()[-2000:]}")
+        raise AssertionError(f"no dashboard after {END_S:.0f} s:\n{self.log.read_text()[-2000:]}")
 
     def __exit__(self, *_) -> None:
         children = psutil.Process(self.process.pid).children(recursive=True)
         self.process.terminate()
-        _, left = psutil.wait_procs([*children, psutil.Process(self.process.pid)], timeout=30)
+        _, left = psutil.wait_procs([*children, psutil.Process(self.process.pid)], timeout=END_S)
         for child in left:
             child.kill()

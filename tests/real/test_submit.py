@@ -8,12 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
+from deadlines import END_S, RUN_S
 from test_runs import ray_head
-from world import make_world, metrics, overrides
+from world import PRESET, ROOT, make_world, metrics, overrides
 
-ROOT = Path(__file__).resolve().parents[2]
-PRESET = ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
-pytestmark = [pytest.mark.real, pytest.mark.long, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.real, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +29,7 @@ def submit(head: dict[str, str], world: Path, run_dir: Path, **settings) -> subp
 def test_the_doctor_reaches_a_head_with_the_token_and_not_without(head):
     def probe(**environment: str) -> tuple[int, dict]:
         words = ["mrl", "doctor", "--json", "--address", f"127.0.0.1:{head['PORT']}"]
-        done = subprocess.run(words, cwd=ROOT, env=head | environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(words, cwd=ROOT, env=head | environment, capture_output=True, text=True, timeout=END_S)
         (check,) = [check for check in json.loads(done.stdout)["checks"] if check["name"] == "ray cluster"]
         return done.returncode, check
 
@@ -44,7 +43,7 @@ def test_the_drivers_exit_status_comes_back(head, tmp_path):
     world = make_world(tmp_path / "world")
     (world / "data" / "train.parquet").write_bytes(b"no parquet")
     job = submit(head, world, tmp_path / "run")
-    said, _ = job.communicate(timeout=200)
+    said, _ = job.communicate(timeout=RUN_S)
     assert job.returncode == 3, said  # data
     assert "train.parquet" in said and not (tmp_path / "run").exists()
 
@@ -52,12 +51,12 @@ def test_the_drivers_exit_status_comes_back(head, tmp_path):
 def test_a_signal_stops_the_job_where_it_can_be_resumed(head, tmp_path):
     world, run_dir = make_world(tmp_path / "world"), tmp_path / "run"
     job = submit(head, world, run_dir, trainer__total_training_steps=500)
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + RUN_S
     while not any(row["training/global_step"] >= 1 for row in metrics(run_dir)):  # the first row is that of the untrained model
         assert job.poll() is None and time.monotonic() < deadline, job.communicate()[0][-3000:]
         time.sleep(0.5)
     job.send_signal(signal.SIGTERM)
-    said, _ = job.communicate(timeout=150)
+    said, _ = job.communicate(timeout=RUN_S)
     assert job.returncode == 5, said[-3000:]
     assert "stopping job" in said
     newest = metrics(run_dir)[-1]["training/global_step"]

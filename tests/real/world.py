@@ -2,13 +2,19 @@
 
 import importlib.util
 import json
+import os
+import signal
+import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from deadlines import END_S, RUN_S
 
 ROOT = Path(__file__).resolve().parents[2]
+PRESET = ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
 
 
 def make_world(folder: Path, prompts: int = 48) -> Path:
@@ -36,6 +42,36 @@ def overrides(world: Path, **values) -> list[str]:
         "reward.custom_reward_function.path": ROOT / "tests" / "real" / "digits_reward.py",
     } | {key.replace("__", "."): value for key, value in values.items()}
     return [text for key, value in settings.items() for text in ("--set", f"{key}={json.dumps(value, default=str)}")]
+
+
+@dataclass(frozen=True)
+class Done:
+    """A command that has ended."""
+
+    pid: int
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def mrl(*arguments: str, **popen) -> Done:
+    """The command to its end, RUN_S at most: then it is killed with all that is of its session. `popen`: as subprocess.Popen has them."""
+    given = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True} | popen
+    process = subprocess.Popen(["mrl", *arguments], **given)
+    try:
+        out, err = process.communicate(timeout=RUN_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate(timeout=END_S)
+        raise AssertionError(f"mrl {arguments[0]}: not done after {RUN_S:.0f} s\n{out[-3000:]}\n{err[-3000:]}") from None
+    return Done(process.pid, process.returncode, out, err)
+
+
+def succeeded(*arguments: str) -> str:
+    """Standard output of a command that must end well."""
+    done = mrl(*arguments)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
 
 
 def metrics(run_dir: Path) -> list[dict]:

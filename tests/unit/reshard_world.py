@@ -1,7 +1,6 @@
 """A whole reshard in one process: a thread a rank and a thread a worker, over the real transports, into plain tensors."""
 
 import os
-import socket
 import uuid
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +10,7 @@ import torch
 from small_model import SIZES
 from torch import Tensor
 
+from mrl.cluster.prerequisites import free_port
 from mrl.model import tensor_specs
 from mrl.model.megatron_shards import source_shards
 from mrl.model.vllm_parameters import TargetParameter, target_parameters
@@ -35,12 +35,6 @@ def setup_for(
         "budget_bytes": 40_000, "timeout_s": 20.0, "transport": where,
     }  # fmt: skip
     return SyncSetup(**values | changes)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def hf_weights(setup: SyncSetup, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:

@@ -12,9 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from reshard_world import DictWriter, World, expected, free_port, hf_weights, setup_for, shards_of
+from reshard_world import DictWriter, World, expected, hf_weights, setup_for, shards_of
 
 from mrl.cluster import weight_sync
+from mrl.cluster.prerequisites import free_port
 from mrl.cluster.weight_sync import WeightSync
 from mrl.errors import EnvironmentFault, Interrupted
 from mrl.reshard.setup import SyncSetup
