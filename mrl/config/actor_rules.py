@@ -9,7 +9,7 @@ from dataclasses import replace
 from math import ceil
 from typing import Any
 
-from mrl.config.schema import LayoutConfig, RefConfig, RunConfig, leaf
+from mrl.config.schema import RefConfig, RunConfig, leaf
 from mrl.errors import Violation, nearest
 from mrl.model import ModelSpec
 from mrl.model.layout import check_train_layout
@@ -85,12 +85,8 @@ def _offload_notes(config: RunConfig) -> Iterator[str]:
 
 
 def _layout(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
-    return _of_section("actor.layout", config.actor.layout, model)
-
-
-def _of_section(section: str, layout: LayoutConfig, model: ModelSpec) -> Iterator[Violation]:
-    for violation in check_train_layout(layout, model):
-        yield replace(violation, field=f"{section}.{violation.field}")
+    for violation in check_train_layout(config.actor.layout, model):
+        yield replace(violation, field=f"actor.layout.{violation.field}")
 
 
 def _batches(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
@@ -209,18 +205,19 @@ def _hybrid_adam(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     if not given.get("decoupled_weight_decay", True):
         rule = "must be true with optimizer_cpu_offload"
         yield Violation(f"{_OPTIMIZER}.decoupled_weight_decay", rule, "Megatron's is an AdamW", (True,))
-    for name in _STATE_DTYPES:
-        if given.get(name) not in (None, "fp32", "float32"):
-            why = f"its states are float32; {_IGNORED}"
-            yield Violation(f"{_OPTIMIZER}.{name}", "must be float32 with optimizer_cpu_offload", why, ("float32",))
 
 
 def _precision(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    """States of other formats are of Transformer Engine's Adam on the device, which is refused."""
     given = config.actor.optim.override_optimizer_config
     for name in _STATE_DTYPES:
-        if given.get(name) not in (None, "fp32", "float32") and not given.get("use_precision_aware_optimizer"):
-            why = "Megatron's plain Adam keeps gradients and states in float32"
-            yield Violation(f"{_OPTIMIZER}.{name}", "other than float32 needs use_precision_aware_optimizer: true", why, ("float32",))
+        if given.get(name) not in (None, "fp32", "float32"):
+            why = "Megatron's Adam, on the device and on the host, keeps gradients and states in float32"
+            yield Violation(f"{_OPTIMIZER}.{name}", "must be float32", why, ("float32",))
+    if given.get("use_precision_aware_optimizer") and not given.get("optimizer_cpu_offload"):
+        rule = "must be false, or optimizer_cpu_offload true with it"
+        why = "Transformer Engine's Adam then has the float32 weights on the device, in forms of its own that no save holds"
+        yield Violation(f"{_OPTIMIZER}.use_precision_aware_optimizer", rule, why, (False,))
 
 
 def _recompute(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
@@ -334,16 +331,10 @@ def _replay_engines(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
             yield Violation(f"{_VLLM}.{name}", rule, why, (value,))
 
 
-def _reference_ranks(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    layout = config.ref.layout
-    if layout is not None and layout.world_size != config.actor.layout.world_size:
-        rule = f"must be actor.layout.world_size = {config.actor.layout.world_size}"
-        yield Violation("ref.layout.world_size", rule, "the reference model stands on the actor's ranks", (config.actor.layout.world_size,))
-
-
-def _reference_layout(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+def _reference_layout(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     if config.ref.layout is not None:
-        yield from _of_section("ref.layout", config.ref.layout, model)
+        why = "the reference model lies as the actor does, on its ranks and in its process groups"
+        yield Violation("ref.layout", "must be null", why, (None,))
 
 
 def _number(value: Any) -> float:
@@ -370,6 +361,5 @@ ACTOR_RULES = (
     _replay_unfused,
     *map(_replay_same_cut, ("log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu")),
     _replay_engines,
-    _reference_ranks,
     _reference_layout,
 )

@@ -4,19 +4,8 @@ from collections.abc import Callable
 
 from mrl.config.schema import RunConfig
 
-
-def _adam(config: RunConfig, name: str) -> bool:
-    return bool(config.actor.optim.override_optimizer_config.get(name))
-
-
 _MISSING: tuple[tuple[Callable[[RunConfig], bool], str], ...] = (
     (lambda c: c.cluster.placement == "colocated", "cluster.placement: colocated (use separate)"),
-    (lambda c: c.ref.layout is not None, "ref.layout, a layout of the reference model's own (use null)"),
-    (
-        lambda c: _adam(c, "use_precision_aware_optimizer") and not _adam(c, "optimizer_cpu_offload"),
-        "actor.optim.override_optimizer_config.use_precision_aware_optimizer without optimizer_cpu_offload: Transformer Engine's Adam then "
-        "has the fp32 weights, in forms of its own that no save holds (use false, or optimizer_cpu_offload: true)",
-    ),
     (lambda c: c.rollout.data_parallel_size > 1, "rollout.data_parallel_size above 1 (use more num_engines)"),
     (
         lambda c: c.rollout.tensor_model_parallel_size > c.cluster.n_gpus_per_node,

@@ -342,7 +342,6 @@ def test_files_are_looked_for_only_when_asked(tmp_path, monkeypatch):
     "override",
     [
         "cluster.placement=colocated", "rollout.data_parallel_size=2",
-        "actor.optim.override_optimizer_config={use_precision_aware_optimizer: true}",
     ],
 )  # fmt: skip
 def test_what_cannot_be_trained_yet_is_told_by_its_key(override):

@@ -23,6 +23,7 @@ SCRIPTS = Path(__file__).parent / "verl_scripts"
 LAYOUT, LOSS, OPTIM, CORRECTION = "actor.layout.", "algorithm.policy_loss.", "actor.optim.", "algorithm.rollout_correction."
 ROLLOUT = "actor_rollout_ref.rollout."
 MEGATRON = "actor_rollout_ref.actor.megatron."
+ADAM, OUR_ADAM = "actor_rollout_ref.actor.optim.override_optimizer_config.", OPTIM + "override_optimizer_config."
 
 # For each script, what it says, in our words and worked out by hand. Learning-rate schedules count updates here, training steps there.
 SAYS = {
@@ -241,6 +242,13 @@ def test_a_degree_of_the_users_own_leaves_the_layout_to_the_user(capsys):
         (["trainer.max_actor_ckpt_to_keep=3"], {"trainer.max_actor_ckpt_to_keep": 3}),
         ([ROLLOUT + "top_p=0.95", ROLLOUT + "top_k=20"], {"rollout.top_p": 0.95, "rollout.top_k": 20}),
         ([ROLLOUT + "top_k=0"], {"rollout.top_k": -1}),
+        (["actor_rollout_ref.ref.megatron.tensor_model_parallel_size=2", "actor_rollout_ref.actor.use_kl_loss=True"], {"ref.layout": None}),
+        ([ADAM + "use_precision_aware_optimizer=True", ADAM + "overlap_cpu_optimizer_d2h_h2d=True"],
+         {OUR_ADAM + "use_precision_aware_optimizer": None, OUR_ADAM + "overlap_cpu_optimizer_d2h_h2d": None}),
+        (
+            [ADAM + "use_precision_aware_optimizer=True", ADAM + "optimizer_cpu_offload=True"],
+            {OUR_ADAM + "use_precision_aware_optimizer": True, OUR_ADAM + "optimizer_cpu_offload": True},
+        ),
         (
             [ROLLOUT + "top_p=0.95", "actor_rollout_ref.actor.tis_imp_ratio_cap=2.0"],
             {"rollout.top_p": 1.0, CORRECTION + "level": "token"},

@@ -318,7 +318,8 @@ def _reference(o: Override, out: Import, settings: VerlSettings) -> None:
     if name == "param_offload":
         out.put("carried", o.key, "ref.param_offload", o.value, line=o.line)
     elif name.endswith("parallel_size") and o.value != settings.value(actor, 1 if name != "expert_tensor_parallel_size" else None):
-        out.put("renamed", o.key, f"ref.layout.{name}", o.value, line=o.line)
+        why = "the reference model lies as the actor does: the same numbers, another use of memory"
+        out.leave("not_applicable", o.key, o.value, why, o.line)
     else:
         out.leave("implied", o.key, o.value, "the reference model is built and lies as the actor", o.line)
 

@@ -89,6 +89,7 @@ def translate(
     _devices(out, settings)
     _experts(out, settings)
     _reference(out, settings)
+    _optimizer(out)
     _engine(out, settings)
     _filters(out, settings)
     _family(out, settings)
@@ -252,17 +253,19 @@ def _experts(out: Import, settings: VerlSettings) -> None:
 
 
 def _reference(out: Import, settings: VerlSettings) -> None:
-    """A reference model is loaded for a KL term only; its layout is written whole where it is not the actor's."""
+    """A reference model is loaded for a KL term only."""
     used = out.values.get("algorithm.use_kl_loss") or out.values.get("algorithm.use_kl_in_reward")
-    given = [key for key in out.values if key.startswith("ref.")]
-    if not used:
-        for key in given:
-            out.drop(key, "no reference model is loaded without a KL term")
-    elif any(key.startswith("ref.layout.") for key in given):
-        for key in [k for k in out.values if k.startswith(LAYOUT)]:
-            twin = "ref.layout." + key.removeprefix(LAYOUT)
-            if twin not in out.values:
-                out.put("implied", "", twin, out.values[key], "as the actor")
+    for key in [] if used else [key for key in out.values if key.startswith("ref.")]:
+        out.drop(key, "no reference model is loaded without a KL term")
+
+
+def _optimizer(out: Import) -> None:
+    """What Megatron's Adam has only together with its states on the host: it saves memory or time, and changes no number."""
+    optimizer = "actor.optim.override_optimizer_config."
+    if out.values.get(optimizer + "optimizer_cpu_offload"):
+        return
+    for name in ("use_precision_aware_optimizer", "overlap_cpu_optimizer_d2h_h2d", "optimizer_offload_fraction"):
+        out.drop(optimizer + name, "means nothing here without optimizer_cpu_offload")
 
 
 def _engine(out: Import, settings: VerlSettings) -> None:
