@@ -12,7 +12,6 @@ from mrl.errors import ConfigError
 from mrl.units import GIB
 
 _ACTOR_ALONE = "counted for the actor alone; mrl plan CONFIG with a layout counts a reference model, engines and the host too"
-_SAVES = "host memory is counted without the copy that checkpoints are written from: each rank's weights, float32 weights and moments"
 
 
 def add(commands) -> None:
@@ -58,7 +57,7 @@ def _plan_of_run(options: argparse.Namespace) -> dict[str, Any]:
         file = RunDir(Path(options.run_dir)).plan
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, plan_text(plan))
-    return plan | {"notes": [*_notes(config, options.device, plan["device"]["name"], stand_in), _SAVES]}
+    return plan | {"notes": _notes(config, options.device, plan["device"]["name"], stand_in)}
 
 
 def _search(options: argparse.Namespace) -> dict[str, Any]:
@@ -155,10 +154,14 @@ def _batch_lines(batch: dict[str, Any]) -> Iterator[str]:
 
 def _phase_line(named: tuple[str, dict[str, Any]]) -> str:
     name, phase = named
-    terms = ", ".join(f"{term} {size / GIB:.1f}" for term, size in sorted(phase["terms"].items(), key=lambda t: -t[1]) if size)
+    terms = _terms(phase["terms"])
     where = "" if phase["stage"] is None else f", stage {phase['stage']}"
     verdict = "fits" if phase["fits"] else f"DOES NOT FIT: most is {phase['largest']}; change: {phase['change']}"
     return f"  {name + where:<32} {phase['bytes'] / GIB:7.1f} of {phase['device_bytes'] / GIB:.1f} {verdict} ({terms})"
+
+
+def _terms(terms: dict[str, int]) -> str:
+    return ", ".join(f"{term} {size / GIB:.1f}" for term, size in sorted(terms.items(), key=lambda t: -t[1]) if size)
 
 
 def _memory_lines(memory: dict[str, Any]) -> Iterator[str]:
@@ -170,7 +173,8 @@ def _memory_lines(memory: dict[str, Any]) -> Iterator[str]:
     )
     if host["bytes_per_node"]:
         verdict = "fits" if host["fits"] else f"DOES NOT FIT: {host['change']}"
-        yield f"host: {host['bytes_per_node'] / GIB:.0f} of {host['node_bytes'] / GIB:.0f} GiB of a node, {verdict}"
+        terms = _terms(host["terms"])
+        yield f"host: {host['bytes_per_node'] / GIB:.1f} of {host['node_bytes'] / GIB:.0f} GiB of a node, {verdict} ({terms})"
     for change in memory["would_fit_with"]:
         yield "would fit with: " + " ".join(f"--set {setting}" for setting in change)
 

@@ -18,8 +18,6 @@ from mrl.plan.memory_phases import ACTOR, ENGINE, phase_bytes
 from mrl.platforms.process_memory import ProcessMemory
 from mrl.units import GIB
 
-_ASLEEP = "engine_asleep"  # the plan's term for what no ledger of tensors has: contexts and graphs, taken off what is free
-
 
 @dataclass(frozen=True)
 class Holder:
@@ -42,8 +40,8 @@ class Need:
     def of(cls, plan: dict[str, Any], phase: str) -> "Need":
         """`plan`: see mrl.plan.run_plan. Raises ConfigError for a phase that it does not have."""
         planned = phase_bytes(plan, phase)
-        asleep = plan["memory"]["phases"][phase]["terms"].get(_ASLEEP, 0)
-        return cls(phase, {**planned.holders, ENGINE: planned.holders[ENGINE] - asleep}, planned.available)
+        tensors = planned.holders[ENGINE] - planned.untracked  # contexts and graphs are off what is free already
+        return cls(phase, {**planned.holders, ENGINE: tensors}, planned.available)
 
     def to_come(self, holders: Sequence[Holder]) -> dict[str, int]:
         """Bytes that each kind of process there has yet to allocate."""

@@ -24,6 +24,8 @@ class Device:
     platform: str  # cluster.device
     memory: int  # bytes
     reserved: int  # bytes that context, communicators and the allocator's rest take (an estimate)
+    context: int  # bytes that a second process with a context of its own takes beside its tensors (an estimate)
+    asleep: int  # bytes that an engine asleep keeps beside its buffers: context, graphs, communicators (an estimate)
     flops: float  # dense bf16 multiply-adds count two, per second
     memory_rate: float  # bytes per second
     node_rate: float  # bytes per second to a device of the same node
@@ -68,6 +70,8 @@ def _device(name: str, row: dict) -> Device:
         platform=row["platform"],
         memory=row["memory_mib"] * MIB,
         reserved=row["reserved_mib"] * MIB,
+        context=row["context_mib"] * MIB,
+        asleep=row["asleep_mib"] * MIB,
         flops=row["bf16_tflops"] * 1e12,
         memory_rate=row["memory_gb_per_s"] * 1e9,
         node_rate=row["node_link_gb_per_s"] * 1e9,
@@ -99,8 +103,8 @@ class Assumptions:
     response_share: float = 0.5
     # Without a balancing loss, which RL leaves out, the busiest expert rank gets more than the mean.
     expert_load: float = 1.25
-    # Bytes that a sleeping engine keeps on its device: context and graphs (vLLM sleep level 2).
-    engine_asleep: int = 2 * GIB
+    # vLLM's level of sleep: 2 drops the weights, which the next sync brings anew; 1 would keep a copy of them on the host.
+    sleep_level: int = 2
 
     def expert_load_in(self, layout: TrainLayout) -> float:
         """Tokens of the busiest expert rank over the mean; 1 where every rank has all experts."""

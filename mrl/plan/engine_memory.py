@@ -29,6 +29,7 @@ class EngineMemory:
     cache: int
     cache_tokens: int  # of the whole engine: its tensor workers share a sequence, its data-parallel ranks do not
     largest_module: int  # bytes; what a weight sync holds beside its staging buffers
+    buffers: int  # that stay when the engine sleeps: the table of rotary factors, which layers share
 
     @property
     def total(self) -> int:
@@ -53,7 +54,8 @@ def engine_memory_with_cache(model: ModelSpec, rollout: RolloutLayout, cache: in
 def _with_cache(model: ModelSpec, rollout: RolloutLayout, dtype_bytes: int, weights: int, working: int, cache: int) -> EngineMemory:
     per_token = cache_bytes_per_token(model, rollout.tensor, dtype_bytes)
     tokens = cache // per_token // BLOCK * BLOCK * rollout.data
-    return EngineMemory(weights, working, cache, tokens, _largest_module(model, rollout) * dtype_bytes)
+    buffers = model.max_position_embeddings * model.head_dim * dtype_bytes
+    return EngineMemory(weights, working, cache, tokens, _largest_module(model, rollout) * dtype_bytes, buffers)
 
 
 def cache_bytes_per_token(model: ModelSpec, tensor: int, dtype_bytes: int) -> int:

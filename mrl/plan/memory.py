@@ -1,18 +1,16 @@
 """The memory of a plan: terms of the actor and of an engine, every phase on its fullest device, the KV cache, the host."""
 
 from dataclasses import replace
-from itertools import groupby
 from typing import Any
 
 from mrl.config.places import rank_places
 from mrl.config.schema import RunConfig
-from mrl.model.device_grid import Place
 from mrl.model.layout import TrainLayout
 from mrl.plan.activations import Activations, Kernels, MicroBatchShape
 from mrl.plan.devices import Device
 from mrl.plan.engine_memory import GRAPHS, EngineMemory, cache_bytes_per_token
+from mrl.plan.host_memory import host_section
 from mrl.plan.memory_phases import (
-    HOST_CURE,
     PACKED_CURES,
     ActorBytes,
     EngineBytes,
@@ -24,6 +22,7 @@ from mrl.plan.memory_phases import (
 )
 from mrl.plan.model_state import Precision, largest_parameter, stage_state
 from mrl.plan.plan_inputs import BatchPlan, PlanInputs, batch_plan, engine_of, precision_of, recompute_of, sync_budget
+from mrl.plan.step_batch import sample_bytes
 from mrl.reshard.setup import BUCKET_BYTES
 
 _CACHE_CURE = "the cache holds not one sequence: raise rollout.tensor_model_parallel_size or gpu_memory_utilization"
@@ -32,9 +31,9 @@ _CACHE_CURE = "the cache holds not one sequence: raise rollout.tensor_model_para
 def memory_section(inputs: PlanInputs) -> dict[str, Any]:
     """Bytes on the fullest device of every phase, with what they consist of, the KV cache, and the host memory of the fullest node."""
     batch, engine = batch_plan(inputs.config, inputs.train), engine_of(inputs)
-    ranks, _ = rank_places(inputs.config)
     actors = [actor_bytes(inputs, batch, pp) for pp in range(inputs.train.pipeline)]
-    worker, cache, host = engine_bytes(inputs, engine), _cache(inputs, engine), _host(inputs, actors, ranks)
+    worker, cache = engine_bytes(inputs, engine), _cache(inputs, engine)
+    host = host_section(inputs, batch, engine, actors, *rank_places(inputs.config))
     per_stage = [colocated_phases(a, worker, inputs.device) if inputs.colocated else actor_phases(a, inputs.device) for a in actors]
     fullest = {phase.name: _fullest(inputs, per_stage, number) for number, phase in enumerate(per_stage[0])}
     if not inputs.colocated:
@@ -68,15 +67,6 @@ def _cache(inputs: PlanInputs, engine: EngineMemory) -> dict[str, Any]:
     }
 
 
-def _host(inputs: PlanInputs, actors: list[ActorBytes], ranks: tuple[Place, ...]) -> dict[str, Any]:
-    """Host memory of the fullest node, for what is offloaded."""
-    stages = [inputs.train.dense_coords(rank).pp for rank in range(len(ranks))]
-    nodes = groupby(sorted((place.node, stages[rank]) for rank, place in enumerate(ranks)), key=lambda at: at[0])
-    used = max(sum(actors[pp].host for _, pp in on_node) for _, on_node in nodes)
-    fits = used <= inputs.device.host_memory
-    return {"bytes_per_node": used, "node_bytes": inputs.device.host_memory, "fits": fits, "change": "" if fits else HOST_CURE}
-
-
 # ---------------------------------------------------------------- the actor
 
 
@@ -95,6 +85,7 @@ def actor_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> ActorBytes:
         sync_staging=_actor_staging(inputs, pp),
         offload=offload_of(inputs.config),
         reference=_reference_bytes(inputs, pp),
+        samples=sample_bytes(inputs, batch, pp),
     )
 
 
@@ -152,5 +143,6 @@ def engine_bytes(inputs: PlanInputs, engine: EngineMemory) -> EngineBytes:
         working_set=engine.working_set + graphs,
         cache=engine.cache,
         sync_staging=staging + 2 * engine.largest_module,
-        asleep=inputs.assumptions.engine_asleep,
+        asleep=inputs.device.asleep + engine.buffers,
+        context=inputs.device.context + engine.buffers,
     )

@@ -5,8 +5,20 @@ from typing import Any
 
 from mrl.errors import ConfigError
 from mrl.plan.devices import Device
+from mrl.plan.step_batch import SampleBytes
 
-HOST_CURE = "switch off actor.param_offload or optimizer_offload, lower optimizer_offload_fraction, or take nodes with more memory"
+_MORE_MEMORY = "take nodes with more memory"
+# largest term of a node's host memory -> what to change
+HOST_CURES = {
+    "parameters": f"switch off actor.param_offload, or {_MORE_MEMORY}",
+    "optimizer": f"switch off actor.optimizer_offload, or {_MORE_MEMORY}",
+    "optimizer_host": f"lower optimizer_offload_fraction in actor.optim.override_optimizer_config, or {_MORE_MEMORY}",
+    "reference": f"ref.param_offload: false, or {_MORE_MEMORY}",
+    "save": f"{_MORE_MEMORY}, or spread the actor over more of them: every checkpoint is written from a copy on the host",
+    "staging": "a smaller reshard.budget_mb",
+    "engine_weights": f"cluster.placement: separate, or {_MORE_MEMORY}",
+    "batch": "a smaller data.train_batch_size or rollout.n, or actor.router_replay: disabled where routes are most of it",
+}
 # largest term -> what to change, the likeliest help first
 CURES = {
     "parameters": "raise expert_model_parallel_size or pipeline_model_parallel_size (tensor_model_parallel_size inside a node)",
@@ -23,7 +35,10 @@ CURES = {
     "engine_working_set": "a smaller rollout.max_num_batched_tokens or max_num_seqs",
     "kv_cache": "a smaller rollout.gpu_memory_utilization",
     "engine_asleep": "cluster.placement: separate",
+    "engine_context": "cluster.placement: separate",
     "reference": "ref.param_offload: true, or a loss without KL",
+    "batch": "a smaller data.train_batch_size, or more data parallelism",
+    "routes": "actor.router_replay: disabled, a smaller data.train_batch_size, or more data parallelism",
 }
 # instead of those above where actor.use_dynamic_bsz packs micro-batches up to a budget of tokens: sample counts do
 # nothing there
@@ -37,8 +52,11 @@ PACKED_CURES = {
 ACTOR, ENGINE = HOLDERS = ("actor", "engine")
 # term -> whose process has it
 HOLDER_OF = dict.fromkeys(
-    ("parameters", "gradients", "optimizer", "activations", "temporaries", "log_prob", "sync_staging", "reference"), ACTOR
-) | dict.fromkeys(("engine_weights", "engine_working_set", "kv_cache", "engine_staging", "engine_asleep"), ENGINE)
+    ("parameters", "gradients", "optimizer", "activations", "temporaries", "log_prob", "sync_staging", "reference", "batch", "routes"),
+    ACTOR,
+) | dict.fromkeys(("engine_weights", "engine_working_set", "kv_cache", "engine_staging", "engine_asleep", "engine_context"), ENGINE)
+
+_UNTRACKED = ("engine_asleep", "engine_context")
 
 
 @dataclass(frozen=True)
@@ -105,12 +123,18 @@ class ActorBytes:
     offload: Offload = field(default_factory=Offload)
     reference: int = 0  # parameters of a reference model; 0: there is none
     optimizer_host: int = 0  # of an Adam on the host, where it stays
+    samples: SampleBytes = field(default_factory=SampleBytes)
 
     @property
-    def host(self) -> int:
-        """Bytes of host memory of one rank at the moment when most is there: while engines generate."""
+    def host(self) -> dict[str, int]:
+        """Bytes of host memory of one rank by term: places of what leaves the device, which are kept for good."""
         o = self.offload
-        return o.parameters * self.parameters + o.optimizer * self.optimizer + o.reference * self.reference + self.optimizer_host
+        return {
+            "parameters": o.parameters * self.parameters,
+            "optimizer": o.optimizer * self.optimizer,
+            "reference": o.reference * self.reference,
+            "optimizer_host": self.optimizer_host,
+        }
 
 
 @dataclass(frozen=True)
@@ -121,7 +145,8 @@ class EngineBytes:
     working_set: int
     cache: int
     sync_staging: int
-    asleep: int  # what stays on the device while the engine sleeps: context, graphs
+    asleep: int  # what stays on the device while the engine sleeps: context, graphs, buffers
+    context: int = 0  # of a second process on the device, beside what the engine counts into its share, and its buffers
 
 
 @dataclass(frozen=True)
@@ -129,12 +154,16 @@ class PhaseBytes:
     """What a plan says of one device in one phase, for whoever lets the next phase begin.
 
     `holders`: planned bytes of "actor" (a rank's process) and of "engine" (a worker's process), 0 for who has nothing
-    there. `available`: bytes of the device that a plan may fill, contexts and the allocator's rest taken off.
+    there. `untracked`: of the engine's, what no ledger of tensors shows: its context, graphs and communicators.
+    `available`: bytes of the device that a plan may fill, contexts and the allocator's rest taken off. `host`: bytes
+    that the process of each kind that has most keeps in host memory beside, in every phase from the first save on.
     """
 
     name: str
     holders: dict[str, int]
+    untracked: int
     available: int
+    host: dict[str, int]
 
     @property
     def total(self) -> int:
@@ -145,19 +174,25 @@ class PhaseBytes:
 def phase_bytes(plan: dict[str, Any], name: str) -> PhaseBytes:
     """Planned bytes on the fullest device in phase `name`, by holder; `plan` is a run's (`run_plan.make_plan`, plan.json).
 
-    Bytes are those of tensors, and of what a sleeping engine keeps (term `engine_asleep`: its context and graphs); the
-    actor's own context is in what `available` leaves out. The fullest pipeline stage stands for all, so on other stages
-    less is held and more is free; their sum is the same. On the cpu device, which has no memory of its own, `available`
-    is the nominal share of host memory that the table of devices gives a rank (mrl/plan/devices.json), and nothing
-    enforces it: a gate there compares what each holder has live with its planned bytes. Raises ConfigError for a phase
-    that the plan's placement does not have.
+    Bytes are those of tensors, and of what an engine has besides; the actor's own context is in what `available` leaves
+    out. The fullest pipeline stage stands for all, so on other stages less is held and more is free; their sum is the
+    same. On the cpu device, which has no memory of its own, `available` is the nominal share of host memory that the
+    table of devices gives a rank (mrl/plan/devices.json), and nothing enforces it: a gate there compares what each
+    holder has live with its planned bytes. Raises ConfigError for a phase that the plan's placement does not have.
     """
     phases = plan["memory"]["phases"]
     if name not in phases:
         raise ConfigError(f"phase {name}: a plan with placement {plan['layout']['placement']} has {', '.join(phases)}")
     terms = phases[name]["terms"]
     holders = {who: sum(size for term, size in terms.items() if HOLDER_OF[term] == who) for who in HOLDERS}
-    return PhaseBytes(name, holders, phases[name]["device_bytes"])
+    host = plan["memory"]["host"]
+    return PhaseBytes(
+        name=name,
+        holders=holders,
+        untracked=sum(terms.get(term, 0) for term in _UNTRACKED),
+        available=phases[name]["device_bytes"],
+        host={ACTOR: host["bytes_of_a_rank"], ENGINE: host["bytes_of_a_worker"]},
+    )
 
 
 def actor_phases(actor: ActorBytes, device: Device) -> list[Phase]:
@@ -181,6 +216,7 @@ def colocated_phases(actor: ActorBytes, engine: EngineBytes, device: Device) -> 
     and the gradients that are offloaded do not.
     """
     asleep, rest = {"engine_asleep": engine.asleep}, _at_rest(actor)
+    context = {"engine_context": engine.context} if engine.context else {}
     phases = [Phase(name, terms | asleep, device.usable) for name, terms in _actor_terms(actor).items() if name != "sync"]
     syncing = (
         _at_rest(actor, parameters=True)
@@ -194,23 +230,31 @@ def colocated_phases(actor: ActorBytes, engine: EngineBytes, device: Device) -> 
     return [
         *phases,
         Phase("train_to_sync", syncing, device.usable),
-        Phase("sync_to_rollout", rest | _awake(engine), device.usable),
-        Phase("rollout", rest | _awake(engine), device.usable),
-        Phase("rollout_to_log_prob", _at_rest(actor, parameters=True) | asleep | {"log_prob": actor.log_prob}, device.usable),
+        Phase("sync_to_rollout", rest | _awake(engine) | context, device.usable),
+        Phase("rollout", rest | _awake(engine) | context, device.usable),
+        Phase("rollout_to_log_prob", _actor_terms(actor)["log_prob"] | asleep, device.usable),
     ]
 
 
 def _actor_terms(actor: ActorBytes) -> dict[str, dict[str, int]]:
     state = {"parameters": actor.parameters, "gradients": actor.gradients, "optimizer": actor.optimizer}
-    without = _at_rest(actor, parameters=True)
+    without, samples = _at_rest(actor, parameters=True), actor.samples
+    log_prob = {"log_prob": actor.log_prob} | _samples(samples.log_prob, samples.log_prob_routes + samples.recorded_routes)
     phases = {
-        "train": state | _reference(actor) | {"activations": actor.activations, "temporaries": actor.temporaries},
-        "log_prob": without | {"log_prob": actor.log_prob},
+        "train": state
+        | _reference(actor)
+        | {"activations": actor.activations, "temporaries": actor.temporaries}
+        | _samples(samples.update, samples.update_routes + samples.recorded_routes),
+        "log_prob": without | log_prob,
         "sync": without | {"sync_staging": actor.sync_staging},
     }
     if actor.reference:
-        phases["ref"] = without | {"log_prob": actor.log_prob}  # its weights and the actor's change places for it
+        phases["ref"] = without | log_prob  # its weights and the actor's change places for it
     return phases
+
+
+def _samples(batch: int, routes: int) -> dict[str, int]:
+    return {name: size for name, size in (("batch", batch), ("routes", routes)) if size}
 
 
 def _reference(actor: ActorBytes) -> dict[str, int]:
@@ -226,7 +270,7 @@ def _at_rest(actor: ActorBytes, parameters: bool = False) -> dict[str, int]:
         "gradients": 0 if o.gradients else actor.gradients,
         "optimizer": 0 if o.optimizer else actor.optimizer,
     }
-    return {name: size for name, size in kept.items() if size} | _reference(actor)
+    return {name: size for name, size in kept.items() if size} | _reference(actor) | _samples(0, actor.samples.recorded_routes)
 
 
 def _awake(engine: EngineBytes) -> dict[str, int]:

@@ -34,22 +34,22 @@ class StateBytes:
 
 
 @dataclass(frozen=True)
-class _Numel:
+class BufferNumel:
     """Elements of a rank's parameters with each start aligned, in Megatron's two buffers."""
 
     dense: int = 0
     expert: int = 0
 
-    def __add__(self, other: "_Numel") -> "_Numel":
-        return _Numel(self.dense + other.dense, self.expert + other.expert)
+    def __add__(self, other: "BufferNumel") -> "BufferNumel":
+        return BufferNumel(self.dense + other.dense, self.expert + other.expert)
 
-    def __mul__(self, times: int) -> "_Numel":
-        return _Numel(self.dense * times, self.expert * times)
+    def __mul__(self, times: int) -> "BufferNumel":
+        return BufferNumel(self.dense * times, self.expert * times)
 
 
 def stage_state(model: ModelSpec, layout: TrainLayout, pp: int, precision: Precision = BF16, shard_optimizer: bool = True) -> StateBytes:
     """Bytes of a rank of pipeline stage `pp`; all ranks of a stage hold the same, up to the rounding of a shard."""
-    numel = _stage_numel(model, layout, pp)
+    numel = stage_numel(model, layout, pp)
     shards = (layout.data * layout.context, layout.expert_data)
     buffers = [round_up(n, lcm(s, _BUFFER_END)) for n, s in zip((numel.dense, numel.expert), shards, strict=True)]
     sharded = sum(-(-b // (s if shard_optimizer else 1)) for b, s in zip(buffers, shards, strict=True))
@@ -87,7 +87,8 @@ def _ends(model: ModelSpec, pipeline: int, pp: int) -> tuple[Weight, ...]:
     return (*first, *last)
 
 
-def _stage_numel(model: ModelSpec, layout: TrainLayout, pp: int) -> _Numel:
+def stage_numel(model: ModelSpec, layout: TrainLayout, pp: int) -> BufferNumel:
+    """Elements of a rank of pipeline stage `pp`, each parameter's start aligned, the buffers' ends not yet."""
     kinds = [kind for vp in range(layout.virtual_pipeline) for kind in layer_kinds(model, layout, pp, vp)]
     numel = _end_numel(model, layout.tensor, layout.pipeline, pp)
     for kind in set(kinds):
@@ -96,7 +97,7 @@ def _stage_numel(model: ModelSpec, layout: TrainLayout, pp: int) -> _Numel:
 
 
 @cache
-def _layer_numel(model: ModelSpec, has_experts: bool, tensor: int, expert: int, expert_tensor: int) -> _Numel:
+def _layer_numel(model: ModelSpec, has_experts: bool, tensor: int, expert: int, expert_tensor: int) -> BufferNumel:
     """Of one layer on one rank."""
     weights = weight_map(model)
     layer = weights.expert_layer if has_experts else weights.dense_layer
@@ -104,14 +105,14 @@ def _layer_numel(model: ModelSpec, has_experts: bool, tensor: int, expert: int, 
 
 
 @cache
-def _end_numel(model: ModelSpec, tensor: int, pipeline: int, pp: int) -> _Numel:
+def _end_numel(model: ModelSpec, tensor: int, pipeline: int, pp: int) -> BufferNumel:
     return _aligned(_ends(model, pipeline, pp), tensor)
 
 
-def _aligned(weights: Iterable[Weight], tensor: int, expert_tensor: int = 1, local_experts: int = 0) -> _Numel:
+def _aligned(weights: Iterable[Weight], tensor: int, expert_tensor: int = 1, local_experts: int = 0) -> BufferNumel:
     """Of one layer's weights, or of what stands outside the layers, on one rank."""
     numels = {True: 0, False: 0}
     for weight in weights:
         size = round_up(megatron_slice(weight, tensor, expert_tensor).numel, _PARAMETER_START)
         numels[weight.is_expert] += size * (local_experts if weight.is_expert else 1)
-    return _Numel(numels[False], numels[True])
+    return BufferNumel(numels[False], numels[True])

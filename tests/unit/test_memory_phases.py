@@ -16,6 +16,7 @@ from mrl.plan.memory_phases import (
     engine_phases,
     phase_bytes,
 )
+from mrl.plan.step_batch import SampleBytes
 
 GIB = 1024**3
 DEVICE = find_device("h100-80g")
@@ -55,9 +56,10 @@ def test_what_is_offloaded_comes_back_only_where_it_is_needed():
 
 
 def test_host_memory_holds_what_left_the_device_and_gradients_are_dropped():
-    assert with_offload(parameters=True, gradients=True, optimizer=True).host == 40
-    assert ActorBytes(**{**vars(ACTOR), "optimizer_host": 16}).host == 16
-    assert ACTOR.host == 0
+    away = with_offload(parameters=True, gradients=True, optimizer=True).host
+    assert away == {"parameters": 10, "optimizer": 30, "reference": 0, "optimizer_host": 0}
+    assert ActorBytes(**{**vars(ACTOR), "optimizer_host": 16}).host["optimizer_host"] == 16
+    assert not any(ACTOR.host.values())
 
 
 def test_a_reference_model_stays_unless_it_is_offloaded_and_has_a_phase_of_its_own():
@@ -65,7 +67,7 @@ def test_a_reference_model_stays_unless_it_is_offloaded_and_has_a_phase_of_its_o
     away = ActorBytes(**{**vars(kept), "offload": Offload(reference=True)})
     assert totals(actor_phases(kept, DEVICE)) == {"train": 115, "log_prob": 77, "sync": 73, "ref": 60 + 10 + 7}
     assert totals(actor_phases(away, DEVICE)) == {"train": 105, "log_prob": 67, "sync": 63, "ref": 60 + 7}  # in the actor's place
-    assert (kept.host, away.host) == (0, 10)
+    assert (kept.host["reference"], away.host["reference"]) == (0, 10)
     assert totals(colocated_phases(kept, ENGINE, DEVICE))["rollout"] == 60 + 10 + 311
 
 
@@ -78,20 +80,40 @@ def test_what_does_not_fit_names_its_largest_part_and_what_to_change(term):
 
 def test_a_phase_is_split_by_who_holds_it():
     phases = {phase.name: phase.to_json() for phase in colocated_phases(with_offload(optimizer=True), ENGINE, DEVICE)}
-    plan = {"memory": {"phases": phases}, "layout": {"placement": "colocated"}}
+    host = {"bytes_of_a_rank": 30, "bytes_of_a_worker": 5}
+    plan = {"memory": {"phases": phases, "host": host}, "layout": {"placement": "colocated"}}
     assert phase_bytes(plan, "train_to_sync").holders == {"actor": 10 + 20 + 3, "engine": 100 + 4 + 2}
+    assert phase_bytes(plan, "train_to_sync").untracked == 2
     assert phase_bytes(plan, "rollout").holders == {"actor": 10 + 20, "engine": 311}
+    assert phase_bytes(plan, "rollout").host == {"actor": 30, "engine": 5}
     assert phase_bytes(plan, "train").holders == {"actor": 105, "engine": 2}
     assert (phase_bytes(plan, "train").total, phase_bytes(plan, "train").available) == (107, DEVICE.usable)
     with pytest.raises(ConfigError, match=r"phase sync: .*colocated has train, log_prob, train_to_sync"):
         phase_bytes(plan, "sync")
 
 
+def test_what_samples_take_is_there_while_they_are_computed_and_recorded_routes_stay():
+    samples = SampleBytes(update=1, log_prob=2, update_routes=100, log_prob_routes=200, recorded_routes=1000)
+    actor = ActorBytes(**{**vars(ACTOR), "samples": samples})
+    assert totals(actor_phases(actor, DEVICE)) == {"train": 105 + 1101, "log_prob": 67 + 1202, "sync": 63 + 1000}
+    phases = totals(colocated_phases(actor, ENGINE, DEVICE))
+    assert phases["rollout_to_log_prob"] == phases["log_prob"] == 69 + 1202
+    assert phases["train_to_sync"] == 169 + 1000 and phases["rollout"] == 371 + 1000
+
+
+def test_an_engine_that_is_awake_beside_an_actor_has_a_context_of_its_own():
+    engine = EngineBytes(**{**vars(ENGINE), "context": 5})
+    phases = totals(colocated_phases(ACTOR, engine, DEVICE))
+    assert (phases["rollout"], phases["sync_to_rollout"]) == (60 + 311 + 5, 60 + 311 + 5)
+    assert phases["train_to_sync"] == 60 + 100 + 7 + 2  # what stays asleep includes it
+    assert totals(engine_phases(engine, DEVICE)) == {"rollout": 311, "rollout_sync": 104}  # the device's reserve has it
+
+
 def test_every_term_has_a_cure_and_a_holder():
     phases = [
         *actor_phases(ActorBytes(**{**vars(ACTOR), "reference": 1}), DEVICE),
         *engine_phases(ENGINE, DEVICE),
-        *colocated_phases(ACTOR, ENGINE, DEVICE),
+        *colocated_phases(ActorBytes(**{**vars(ACTOR), "samples": SampleBytes(1, 1, 1, 1, 1)}), ENGINE, DEVICE),
     ]
     assert {term for phase in phases for term in phase.terms} <= set(CURES)
     assert set(HOLDER_OF) == set(CURES)

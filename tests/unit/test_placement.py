@@ -159,7 +159,8 @@ def plan_with(actor: int, engine: int, asleep: int, available: int) -> dict:
     """A plan whose train_to_sync gives the actor and the engine so many GiB, `asleep` of the engine's for what it keeps in sleep."""
     terms = {"parameters": actor * GIB, "engine_weights": (engine - asleep) * GIB, "engine_asleep": asleep * GIB}
     phase = {"terms": terms, "device_bytes": available * GIB, "change": ""}
-    return {"memory": {"phases": {"train_to_sync": phase}}, "layout": {"placement": "colocated"}}
+    host = {"bytes_of_a_rank": 0, "bytes_of_a_worker": 0}
+    return {"memory": {"phases": {"train_to_sync": phase}, "host": host}, "layout": {"placement": "colocated"}}
 
 
 # 12 GiB for the actor, of which 10 are there; 10 for the engine's weights, and 2 that a sleeping engine keeps: 12 are to come

@@ -91,7 +91,11 @@ def test_published_layouts_of_the_235b_model_train(name):
     memory = memory_for(BIG, layout, device, **more)
     phase = memory["phases"]["train"]
     assert phase["fits"], f"{phase['bytes'] / GIB:.1f} GiB, most {phase['largest']}"
-    assert memory["host"]["bytes_per_node"] < 1.6e12  # verl's docs give 1.6 TB a node for the smallest of them
+    host = memory["host"]
+    assert host["fits"]
+    assert (
+        host["bytes_per_node"] - host["terms"]["save"] < 1.6e12
+    )  # verl, which writes from the device, gives 1.6 TB a node for the smallest
 
 
 @pytest.mark.parametrize("layout", [{TP: 8, PP: 2, EP: 8}, {TP: 4, PP: 2, EP: 8}, {TP: 1, PP: 1, EP: 16}, {TP: 2, PP: 1, EP: 16}])
@@ -221,7 +225,7 @@ def preset(tmp_path) -> Path:
 def test_the_command_prints_a_screenful(preset, capsys):
     main(["plan", str(preset)])
     shown = capsys.readouterr().out
-    assert "planned for cpu" in shown and "note: host memory is counted without the copy that checkpoints are written from" in shown
+    assert "planned for cpu" in shown
     for part in ("actor: 2 ranks (tensor 2, expert 2", "batch: 8 prompts x 2", "train, stage 0", "KV cache", "sync:", "plan: "):
         assert part in shown
 
@@ -332,7 +336,9 @@ def test_a_kl_term_brings_the_reference_model_with_it(preset, tmp_path):
     own = plans[0]["train"]["terms"]["parameters"]
     assert plans[1]["train"]["terms"]["reference"] == plans[1]["ref"]["terms"]["reference"] == plans[2]["ref"]["terms"]["parameters"] == own
     assert "reference" not in plans[2]["ref"]["terms"]  # the actor's weights are on the host meanwhile
-    assert plans[2]["train"]["bytes"] == plans[0]["train"]["bytes"]
+    without, away = (plan["train"]["terms"] for plan in (plans[0], plans[2]))
+    rows, response = 8, 16  # of a rank's mini-batch: the reference's log-probs come with it
+    assert away == without | {"batch": without["batch"] + 4 * rows * response}
 
 
 # NeMo-RL v0.6, docs/about/performance-summary.md, on-policy on H100: seconds of a step, and what a step was

@@ -1,0 +1,81 @@
+"""Host memory of a run: of each process for good, and of the fullest node.
+
+A rank keeps a place for everything that ever leaves its device, made at the first departure and used for good, an Adam
+that computes on the host, a reference model that is offloaded, and the copy that checkpoints are written from, made by
+the first save. An engine that sleeps at level 2 keeps nothing of its weights; at level 1 it keeps them all.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from mrl.model.device_grid import Place
+from mrl.model.precision import Precision
+from mrl.plan.engine_memory import EngineMemory
+from mrl.plan.memory_phases import HOST_CURES, ActorBytes
+from mrl.plan.model_state import stage_numel
+from mrl.plan.plan_inputs import BatchPlan, PlanInputs, precision_of, sync_budget
+from mrl.plan.step_batch import host_batch_bytes
+
+_SHARES_DEVICES = ("cuda",)  # platforms whose processes can open each other's device memory; mrl/platforms/transfer.py
+
+
+def host_section(
+    inputs: PlanInputs,
+    batch: BatchPlan,
+    engine: EngineMemory,
+    actors: Sequence[ActorBytes],
+    ranks: Sequence[Place],
+    workers: Sequence[Place],
+) -> dict[str, Any]:
+    """Bytes of the fullest node by term, and of the process of each kind that has most. `actors`: by pipeline stage."""
+    of_ranks = [actors[inputs.train.dense_coords(rank).pp].host | {"save": save_bytes(inputs, rank)} for rank in range(len(ranks))]
+    of_workers = [_worker_terms(inputs, engine, place, ranks) for place in workers]
+    nodes: dict[int, Counter[str]] = {}
+    for place, terms in zip((*ranks, *workers), (*of_ranks, *of_workers), strict=True):
+        nodes.setdefault(place.node, Counter()).update(terms)
+    terms = dict(max(nodes.values(), key=lambda node: node.total())) | {"batch": host_batch_bytes(inputs, batch)}
+    terms = {name: size for name, size in terms.items() if size}
+    used, limit = sum(terms.values()), inputs.device.host_memory
+    largest = max(terms, key=lambda name: terms[name])
+    return {
+        "terms": terms,
+        "bytes_per_node": used,
+        "node_bytes": limit,
+        "fits": used <= limit,
+        "change": "" if used <= limit else HOST_CURES[largest],
+        "bytes_of_a_rank": max(sum(rank.values()) for rank in of_ranks),
+        "bytes_of_a_worker": max(sum(worker.values()) for worker in of_workers),
+    }
+
+
+def save_bytes(inputs: PlanInputs, rank: int) -> int:
+    """Of what a rank saves, and so copies to the host: weights that no other rank writes, its shard of Adam's state.
+
+    Weights are written by the first of their data-parallel copies (mrl/checkpoint/rank_save.py); the few that tensor
+    ranks hold alike count on each of them.
+    """
+    train, precision = inputs.train, precision_of(inputs.config, inputs.element_bytes)
+    numel = stage_numel(inputs.model, train, train.dense_coords(rank).pp)
+    dense, expert = train.dense_coords(rank), train.expert_coords(rank)
+    return _saved(numel.dense, precision, train.data * train.context, dense.dp == dense.cp == 0) + _saved(
+        numel.expert, precision, train.expert_data, expert.edp == 0
+    )
+
+
+def _saved(numel: int, precision: Precision, shards: int, is_first: bool) -> int:
+    return numel * precision.parameters * is_first + -(-numel // shards) * (precision.master + precision.moments)
+
+
+def _worker_terms(inputs: PlanInputs, engine: EngineMemory, place: Place, ranks: Sequence[Place]) -> dict[str, int]:
+    asleep = engine.weights if inputs.colocated and inputs.assumptions.sleep_level == 1 else 0
+    staged = 2 * sync_budget(inputs.config) if _receives_through_host(inputs, place, ranks) else 0
+    return {"engine_weights": asleep, "staging": staged}
+
+
+def _receives_through_host(inputs: PlanInputs, place: Place, ranks: Sequence[Place]) -> bool:
+    """Whether a rank of the worker's node sends to it through shared memory; see mrl.reshard.setup.route."""
+    shares, kind = inputs.device.platform in _SHARES_DEVICES, inputs.config.reshard.transport
+    if inputs.config.reshard.path != "fast" or kind == "p2p" or (shares and kind == "ipc"):
+        return False
+    return any(other.node == place.node and not (shares and other == place) for other in ranks)

@@ -1,0 +1,91 @@
+"""What the samples of one step take: on a rank's device as the inputs of its micro-batches, on hosts as arrays and as Python objects.
+
+Every sample counts at its limits. A rank lays out all micro-batches of a pass before the first one runs
+(mrl/megatron/actor.py, `_inputs`), so it is rows of a whole pass that count, not those of a micro-batch: of the step
+for log-probs, of a mini-batch for an update. Routes of R3 (mrl/data/routes.py) come with them, of all MoE layers on
+every pipeline stage; what routers chose at the old log-probs (mrl/megatron/routing.py) stays until the next step's.
+"""
+
+from dataclasses import dataclass
+
+from mrl.model import ModelSpec
+from mrl.model.layout import TrainLayout
+from mrl.plan.model_state import layer_kinds
+from mrl.plan.plan_inputs import BatchPlan, PlanInputs
+
+_F32, _INT64 = 4, 8
+_A_TOKEN = 2 * _INT64 + 2  # its number and position; whether it is real, whether it predicts
+_A_TARGET = 3 * _INT64 + _F32  # who predicts it, its number, its place; its temperature
+_PYTHON_TOKEN, _PYTHON_LOG_PROB = 40, 32  # an integer or a float of CPython, and the reference to it in a tuple
+_DRIVER_COPIES = 2  # of the arrays on the fullest node: the loop's own, and that in Ray's object store, which ranks read in place
+_NARROW_EXPERTS, _NARROW_CHOICES = 128, 256  # experts whose numbers, with a missing one and without, fit into a byte
+
+
+@dataclass(frozen=True)
+class SampleBytes:
+    """On one rank's device."""
+
+    update: int = 0  # inputs of all micro-batches of a mini-batch
+    log_prob: int = 0  # of the step, and what the pass hands out of each
+    update_routes: int = 0  # that came with the samples
+    log_prob_routes: int = 0
+    recorded_routes: int = 0  # chosen at the old log-probs; they stay
+
+
+def sample_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> SampleBytes:
+    """Of a rank of pipeline stage `pp`."""
+    of_step = -(-batch.samples // inputs.train.data)
+    routed = _route_bytes(inputs.model) * (inputs.config.actor.router_replay == "R3")
+    return SampleBytes(
+        update=_input_bytes(inputs, batch.samples_per_rank, _response_arrays(inputs)),
+        log_prob=_input_bytes(inputs, of_step, [1, *[_F32] * 2]),  # a mask; log-probs and entropies
+        update_routes=_tokens(inputs, batch.samples_per_rank) * routed,
+        log_prob_routes=_tokens(inputs, of_step) * routed,
+        recorded_routes=_recorded(inputs, of_step, pp),
+    )
+
+
+def _tokens(inputs: PlanInputs, rows: int) -> int:
+    """Of one rank before sequence parallelism."""
+    data = inputs.config.data
+    return -(-rows * (data.max_prompt_length + data.max_response_length) // inputs.train.context)
+
+
+def _input_bytes(inputs: PlanInputs, rows: int, arrays: list[int]) -> int:
+    """`arrays`: bytes that each array by response position has for one."""
+    response = rows * inputs.config.data.max_response_length
+    return _tokens(inputs, rows) * _A_TOKEN + -(-response // inputs.train.context) * _A_TARGET + response * sum(arrays)
+
+
+def _response_arrays(inputs: PlanInputs) -> list[int]:
+    """What an update has by response position: a mask and a selection; old log-probs, advantages, and what losses may want."""
+    algorithm = inputs.config.algorithm
+    wanted = (algorithm.use_kl_loss or algorithm.use_kl_in_reward, algorithm.rollout_correction.level is not None)
+    return [1, 1, *[_F32] * (2 + sum(wanted))]
+
+
+def _route_bytes(model: ModelSpec) -> int:
+    """Of one token as it comes with its sample, in all MoE layers."""
+    return len(model.moe_layers) * model.num_experts_per_tok * (1 if model.num_experts <= _NARROW_EXPERTS else 2) if model.is_moe else 0
+
+
+def _recorded(inputs: PlanInputs, rows: int, pp: int) -> int:
+    """Choices of this stage's routers for this rank's part of every sequence of the step."""
+    model, train = inputs.model, inputs.train
+    tokens = -(-_tokens(inputs, rows) // (train.tensor if train.sequence_parallel else 1))
+    return tokens * _moe_layers(model, train, pp) * (model.num_experts_per_tok or 0) * (1 if model.num_experts <= _NARROW_CHOICES else 2)
+
+
+def _moe_layers(model: ModelSpec, train: TrainLayout, pp: int) -> int:
+    return sum(sum(layer_kinds(model, train, pp, vp)) for vp in range(train.virtual_pipeline))
+
+
+def host_batch_bytes(inputs: PlanInputs, batch: BatchPlan) -> int:
+    """Of a step's samples on the node where the loop runs: as Python objects, and as arrays."""
+    data, algorithm = inputs.config.data, inputs.config.algorithm
+    tokens = batch.samples * (data.max_prompt_length + data.max_response_length)
+    response = batch.samples * data.max_response_length
+    by_response = [_F32, *_response_arrays(inputs)[:-1]] + [1] * algorithm.overlong_filter  # the loop has no selection
+    routes = tokens * _route_bytes(inputs.model) * (inputs.config.actor.router_replay == "R3")
+    arrays = tokens * _INT64 + response * sum(by_response) + routes
+    return tokens * _PYTHON_TOKEN + response * _PYTHON_LOG_PROB + routes + _DRIVER_COPIES * arrays

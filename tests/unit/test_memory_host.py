@@ -1,0 +1,114 @@
+"""What a step's samples take on a device, and what a run keeps in host memory: against real arrays and real totals."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mrl.checkpoint.step_folders import BESIDE_TENSORS, checkpoint_bytes
+from mrl.config.load import load_config
+from mrl.config.places import rank_places
+from mrl.data.batch import Sample, collate
+from mrl.megatron.packing import Shape, micro_arrays
+from mrl.model import planning_model_spec
+from mrl.plan.devices import USUAL
+from mrl.plan.host_memory import host_section, save_bytes
+from mrl.plan.memory import actor_bytes
+from mrl.plan.plan_inputs import PlanInputs, batch_plan, device_for, engine_of
+from mrl.plan.step_batch import host_batch_bytes, sample_bytes
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = "tiny-moe/cpu"
+SMALL = [
+    "data.train_batch_size=4", "data.max_prompt_length=6", "data.max_response_length=10", "rollout.n=2", "actor.ppo_mini_batch_size=2",
+    "actor.layout.world_size=1", "actor.layout.sequence_parallel=null", "actor.layout.tensor_model_parallel_size=1", "actor.layout.expert_model_parallel_size=1",
+]  # fmt: skip
+
+
+def inputs_of(preset: str, *overrides: str) -> PlanInputs:
+    config = load_config(ROOT / "parallel_configs" / f"{preset}.yaml", None, list(overrides)).config
+    model, _ = planning_model_spec(config.model.path)
+    return PlanInputs.of(config, model, device_for(config))
+
+
+def full_batch(rows: int, prompt: int, response: int):
+    """Every sample at its limits."""
+    samples = [
+        Sample(i, i, i, 0, (1,) * prompt, (2,) * response, (0.0,) * response, "length", 0) for i in range(rows)
+    ]  # fmt: skip
+    return collate(samples, 1.0, 0)
+
+
+def nbytes(arrays) -> int:
+    return sum(value.nbytes for value in vars(arrays).values() if isinstance(value, np.ndarray))
+
+
+def test_inputs_of_an_update_are_those_that_are_laid_out():
+    """Without R3 and beside a few integers for the sequences' starts."""
+    inputs = inputs_of(TINY, *SMALL)
+    rows, width = 4, 10
+    batch = full_batch(rows, 6, width)
+    zeros = np.zeros((rows, width), np.float32)
+    batch = replace(batch, old_log_probs=zeros, advantages=zeros, selected=zeros.astype(bool))
+    arrays = micro_arrays(batch, np.arange(rows), Shape(packed=True, context=1, tensor=1))
+    found = sample_bytes(inputs, batch_plan(inputs.config, inputs.train), 0)
+    assert found.update + arrays.sequence_starts.nbytes == nbytes(arrays)
+    assert found.update_routes == found.log_prob_routes == 0
+
+
+def test_routes_that_came_with_samples_count_in_all_layers_and_recorded_ones_in_those_of_the_stage():
+    inputs = inputs_of("qwen3-235b-a22b/h100-16x8", "actor.router_replay=R3")
+    batch = batch_plan(inputs.config, inputs.train)
+    tokens = batch.samples // inputs.train.data * (inputs.config.data.max_prompt_length + inputs.config.data.max_response_length)
+    found = sample_bytes(inputs, batch, 1)
+    assert found.log_prob_routes == tokens * 94 * 8  # a byte a choice, 94 layers, top 8
+    assert found.update_routes == found.log_prob_routes // batch.mini_batches
+    assert found.recorded_routes == tokens // 4 * 12 * 8  # this stage's 12 layers, a quarter of each sequence
+    without = sample_bytes(inputs_of("qwen3-235b-a22b/h100-16x8"), batch, 1)
+    assert without == replace(found, log_prob_routes=0, update_routes=0)
+
+
+@pytest.mark.parametrize("preset", ["qwen3-30b-a3b/h100-4x8", "qwen3-235b-a22b/h100-16x8", "qwen3-8b/h100-1x8", TINY])
+def test_what_all_ranks_copy_for_a_save_is_a_checkpoint(preset):
+    inputs = inputs_of(preset)
+    copied = sum(save_bytes(inputs, rank) for rank in range(inputs.train.world_size))
+    assert copied == pytest.approx(checkpoint_bytes(inputs.model, inputs.config.model.dtype) - BESIDE_TENSORS, rel=0.01)
+
+
+def host_of(inputs: PlanInputs) -> dict:
+    batch = batch_plan(inputs.config, inputs.train)
+    actors = [actor_bytes(inputs, batch, pp) for pp in range(inputs.train.pipeline)]
+    return host_section(inputs, batch, engine_of(inputs), actors, *rank_places(inputs.config))
+
+
+def test_an_engine_asleep_keeps_its_weights_on_the_host_at_level_one_only():
+    inputs = inputs_of("qwen3-30b-a3b/h100-4x8")
+    kept = replace(inputs, assumptions=replace(USUAL, sleep_level=1))
+    assert "engine_weights" not in host_of(inputs)["terms"]
+    assert host_of(kept)["terms"]["engine_weights"] == 8 * engine_of(inputs).weights  # of the eight workers of a node
+    assert host_of(kept)["bytes_of_a_worker"] - host_of(inputs)["bytes_of_a_worker"] == engine_of(inputs).weights
+
+
+def test_a_node_holds_its_ranks_places_and_copies_and_the_batch():
+    """One node with all ranks: their optimizer and parameters, a whole checkpoint, and the samples of a step."""
+    inputs = inputs_of("qwen3-8b/h100-1x8")
+    host, batch = host_of(inputs), batch_plan(inputs.config, inputs.train)
+    assert host["terms"]["batch"] == host_batch_bytes(inputs, batch)
+    assert host["terms"]["save"] == sum(save_bytes(inputs, rank) for rank in range(8))
+    assert host["bytes_per_node"] == sum(host["terms"].values())
+    assert host["fits"] and host["change"] == ""
+
+
+def test_staging_lies_in_host_memory_where_processes_cannot_open_each_others_device_memory():
+    budget = 256 * 1024**2
+    assert host_of(inputs_of(TINY))["terms"]["staging"] == 2 * budget
+    assert host_of(inputs_of("qwen3-30b-a3b/h100-4x8"))["terms"]["staging"] == 8 * 2 * budget  # ranks of other devices of the node
+    assert "staging" not in host_of(inputs_of("qwen3-30b-a3b/h100-4x8", "reshard.transport=ipc"))["terms"]
+    assert "staging" not in host_of(inputs_of("qwen3-30b-a3b/h100-4x8", "reshard.transport=p2p"))["terms"]
+
+
+def test_a_node_that_is_too_small_is_told_what_weighs_most():
+    inputs = inputs_of("qwen3-30b-a3b/h100-4x8")
+    small = replace(inputs, device=replace(inputs.device, host_memory=10**9))
+    assert not host_of(small)["fits"] and "checkpoint" in host_of(small)["change"]
