@@ -4,6 +4,7 @@ from mrl.config.schema import RunConfig
 from mrl.model.device_grid import ClusterShape, Place, actor_places, engine_places
 from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.model.nearness import near_places
+from mrl.platforms.hosting import get_hosting
 
 
 def rollout_layout(config: RunConfig) -> RolloutLayout:
@@ -29,4 +30,6 @@ def rank_places(config: RunConfig) -> tuple[tuple[Place, ...], tuple[Place, ...]
     if config.cluster.placement != "colocated":
         return ranks, engine_places(rollout, cluster, layout.world_size)
     workers = engine_places(rollout, cluster)
-    return ranks, near_places(TrainLayout.grids(layout), rollout, ranks, workers, ascending=config.cluster.device == "npu")
+    return ranks, near_places(
+        TrainLayout.grids(layout), rollout, ranks, workers, ascending=not get_hosting(config.cluster.device).orders_devices
+    )

@@ -16,8 +16,7 @@ from mrl.plan.memory_phases import HOST_CURES, ActorBytes
 from mrl.plan.model_state import stage_numel
 from mrl.plan.plan_inputs import BatchPlan, PlanInputs, precision_of, sync_budget
 from mrl.plan.step_batch import host_batch_bytes
-
-_SHARES_DEVICES = ("cuda",)  # platforms whose processes can open each other's device memory; mrl/platforms/transfer.py
+from mrl.platforms.hosting import get_hosting
 
 
 def host_section(
@@ -75,7 +74,7 @@ def _worker_terms(inputs: PlanInputs, engine: EngineMemory, place: Place, ranks:
 
 def _receives_through_host(inputs: PlanInputs, place: Place, ranks: Sequence[Place]) -> bool:
     """Whether a rank of the worker's node sends to it through shared memory; see mrl.reshard.setup.route."""
-    shares, kind = inputs.device.platform in _SHARES_DEVICES, inputs.config.reshard.transport
+    shares, kind = get_hosting(inputs.device.platform).shares_device_memory, inputs.config.reshard.transport
     if inputs.config.reshard.path != "fast" or kind == "p2p" or (shares and kind == "ipc"):
         return False
     return any(other.node == place.node and not (shares and other == place) for other in ranks)

@@ -51,6 +51,8 @@ class Hosting:
     device: str  # also the dialect in which an engine's final weights are described
     ray_resource: str | None  # what Ray calls the accelerator
     checks_batch_order: bool  # generation must not depend on what else is in the batch; only CPU can promise it
+    shares_device_memory: bool = False  # processes can open each other's; as mrl.platforms.transfer does
+    orders_devices: bool = True  # a process may be shown devices in any order; CANN takes them ascending only
     returns_routes: bool = True  # vLLM itself returns routed experts; on CPU its model runner that does so lacks Triton
 
     def ray_resources(self, cpus: float, devices: int) -> dict[str, float]:
@@ -117,8 +119,8 @@ def cpu_binding(cores: list[int], engine_id: int, engines: int, workers: int) ->
 
 _HOSTING = {
     "cpu": Hosting("cpu", None, checks_batch_order=True, returns_routes=False),
-    "cuda": Hosting("cuda", "GPU", checks_batch_order=False),
-    "npu": Hosting("npu", "NPU", checks_batch_order=False),
+    "cuda": Hosting("cuda", "GPU", checks_batch_order=False, shares_device_memory=True),
+    "npu": Hosting("npu", "NPU", checks_batch_order=False, orders_devices=False),
 }
 
 
