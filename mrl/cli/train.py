@@ -21,10 +21,10 @@ def add(commands) -> None:
 
 def _train(options: argparse.Namespace) -> None:
     from mrl.cluster.prerequisites import ask_for_token_authentication, ray_address
-    from mrl.train.preflight import preflight, start_lines
+    from mrl.train.preflight import preflight, start_lines, with_models_at_hand
     from mrl.train.resume import goes_on, resume_note
 
-    resolved = resolved_config(options, check_paths=True)
+    resolved = with_models_at_hand(resolved_config(options, check_paths=True))
     resume = goes_on(resolved.config, options.resume)
     model = preflight(resolved, resume)
     for line in [*resume_note(resolved.config, resume), *start_lines(resolved, model)]:

@@ -69,8 +69,9 @@ def _resume_verdict(options: argparse.Namespace) -> dict[str, Any]:
     from mrl.config.rules import check
     from mrl.model import load_model_spec
     from mrl.train.compare_runs import verify_resume
+    from mrl.train.preflight import with_models_at_hand
 
-    resolved = resolved_config(options, check_paths=True)
+    resolved = with_models_at_hand(resolved_config(options, check_paths=True))
     check(resolved, load_model_spec(resolved.config.model.path), check_paths=True)
     verdict = verify_resume(resolved, options.steps)
     return {"ok": verdict.difference is None, "model": resolved.config.model.path} | asdict(verdict)

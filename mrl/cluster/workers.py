@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import numpy as np
 import ray
 
 from mrl.cluster.prerequisites import free_port
+from mrl.config.model_folders import with_model_folders
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
+from mrl.model.hub import local_folder
 from mrl.platforms import prepare_process
 
 WRITING = "writing"  # the methods that a rank answers in a thread of their own, while it trains
@@ -68,6 +71,7 @@ class ActorWorker:
 
         Returns this process's id.
         """
+        self.config = with_model_folders(self.config)  # this node's
         model = self.config.model
         own = prepare_process(self.config.cluster.device, self.config.actor.layout.model_dump(), model.override_transformer_config)
         self.config = self.config.model_copy(update={"model": model.model_copy(update={"override_transformer_config": own})})
@@ -195,7 +199,8 @@ class EngineWorker:
         if settings.arguments.get("data_parallel_size", 1) == 1:  # vLLM 0.23's coordinator of ranks would ask twice and get one port
             # where vLLM begins to look for ports; its workers listen seconds later, when one of the kernel's may be taken
             os.environ.setdefault("VLLM_PORT", str(free_port()))
-        self.engine = VllmEngine(settings)
+        folder = local_folder(settings.arguments["model"])  # this node's
+        self.engine = VllmEngine(replace(settings, arguments=settings.arguments | {"model": folder}))
 
     async def start(self) -> float:
         """See VllmEngine.start."""

@@ -15,7 +15,10 @@ class ModelConfig(Section):
 
     path: str = key(
         ...,
-        "Folder of the Hugging Face checkpoint that the actor and the engines start from.",
+        "Hugging Face checkpoint that the actor and the engines start from: a folder, or a name on the hub (ORG/NAME of a "
+        "model that is known here, hf://ORG/NAME of any; @REVISION may follow), which each node then has in its cache.",
+        advice="A folder on storage that every node sees. With a name, nodes that share no cache (HF_HOME) each download it "
+        "while they start: raise cluster.start_timeout_s and rollout.start_timeout_s.",
         verl="actor_rollout_ref.model.path",
     )
     dtype: Dtype = key(

@@ -45,7 +45,7 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        hint = "" if Path(path).is_dir() else " (no such directory; a hub name must be downloaded first)"
+        hint = "" if Path(path).is_dir() else " (no such directory; a name on the Hugging Face hub is written hf://ORG/NAME)"
         raise EnvironmentFault(f"{file} does not exist{hint}: model.path must be a Hugging Face checkpoint directory") from None
     except (OSError, ValueError) as error:
         raise EnvironmentFault(f"{file} cannot be read as JSON: {error}") from None

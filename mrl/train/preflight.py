@@ -1,5 +1,6 @@
 """All that can be known to be wrong before anything is loaded or started. No torch, no Ray: it answers in a second."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from mrl.checkpoint.manifest import read_manifest
@@ -9,16 +10,32 @@ from mrl.cluster.prerequisites import check_port_free, check_reachable, check_si
 from mrl.config.capabilities import missing_capabilities
 from mrl.config.describe import describe_layout, describe_loss
 from mrl.config.load import ResolvedConfig
+from mrl.config.model_folders import names_of_the_hub, with_model_folders
 from mrl.config.rules import check, notes
 from mrl.config.run_rules import run_dir as run_dir_of
 from mrl.config.schema import RunConfig
 from mrl.errors import ConfigError
-from mrl.model import ModelSpec, load_model_spec, model_spec
+from mrl.model import ModelSpec, known_name, load_model_spec, model_spec, planning_model_spec
 from mrl.model.hf_files import check_checkpoint
 from mrl.plan.run_plan import plan_report
 from mrl.record.run_dir import RunDir
 from mrl.record.sinks import check_packages
 from mrl.train.resume import find_resume_point
+
+
+def with_models_at_hand(resolved: ResolvedConfig, check_paths: bool = True) -> ResolvedConfig:
+    """The configuration with folders in place of names on the hub, fetched where they are not in the cache.
+
+    A download takes long, so all rules are asked first where the model is known by its name. Raises InvalidConfig and
+    EnvironmentFault.
+    """
+    config = resolved.config
+    if not (names := names_of_the_hub(config)):
+        return resolved
+    if known_name(config.model.path) is not None:
+        check(resolved, planning_model_spec(config.model.path)[0], check_paths)
+    print(f"{', '.join(names)}: from the Hugging Face hub, or its cache on this machine", flush=True)
+    return replace(resolved, config=with_model_folders(config))
 
 
 def preflight(resolved: ResolvedConfig, resume: bool) -> ModelSpec:

@@ -1,0 +1,83 @@
+"""Models named as on the Hugging Face hub instead of by a folder: brought into the cache of the node that asks.
+
+A name is `ORG/NAME` of a model that is known here, or `hf://ORG/NAME` of any, and `@REVISION` may follow either. Only
+configuration, tokenizer and safetensors files are fetched, never code and never pickles. Cache, endpoint, token and offline
+mode are huggingface_hub's own (HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE).
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from mrl.errors import EnvironmentFault
+from mrl.model.hf_files import HF_FILES
+from mrl.model.registry import known_name
+
+_NAME = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w.-]+))?")
+_SNAPSHOT = re.compile(r".*/models--(?P<org>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<revision>[0-9a-f]{40})/?")
+_EXPLICIT = "hf://"
+
+
+@dataclass(frozen=True)
+class HubName:
+    """A repository on the hub. `revision`: branch, tag or commit; None for its default branch."""
+
+    repo: str
+    revision: str | None = None
+
+    @property
+    def command(self) -> str:
+        """Fetches it by hand."""
+        revision = f" --revision {self.revision}" if self.revision else ""
+        return f"hf download {self.repo}{revision} --local-dir FOLDER"
+
+
+def hub_name(path: str) -> HubName | None:
+    """What a path names on the hub; None for a folder of this node, and for what is no name.
+
+    A folder of another node's cache (.../models--ORG--NAME/snapshots/COMMIT) names that commit.
+    """
+    if Path(path).is_dir():
+        return None
+    if match := _SNAPSHOT.fullmatch(path):
+        return HubName(f"{match['org']}/{match['name']}", match["revision"])
+    explicit = path.startswith(_EXPLICIT)
+    match = _NAME.fullmatch(path.removeprefix(_EXPLICIT))
+    if match is None or not (explicit or _published(match["repo"])):
+        return None
+    return HubName(match["repo"], match["revision"])
+
+
+def _published(repo: str) -> bool:
+    """Whether a plain ORG/NAME is meant as a name on the hub: of a model that is known, and not below a folder that is here."""
+    return known_name(repo) is not None and not Path(repo).parent.exists()
+
+
+def local_folder(path: str) -> str:
+    """The folder on this node that `path` means: itself, or a snapshot of the hub, fetched where it is not in the cache yet.
+
+    Processes of one node that ask at once wait for each other's files. Raises EnvironmentFault, with the command that
+    fetches it by hand, when it cannot be had.
+    """
+    name = hub_name(path)
+    if name is None:
+        return path
+    from huggingface_hub import snapshot_download  # here: it takes a quarter of a second, and most runs name a folder
+
+    try:
+        wanted = [*HF_FILES, "*.safetensors"]
+        return snapshot_download(name.repo, revision=name.revision, allow_patterns=wanted, ignore_patterns="*/*")
+    except Exception as error:  # of the network, the hub, the disk: dozens of types, of several packages
+        raise EnvironmentFault(
+            f"{path} is not on this machine and cannot be fetched from the Hugging Face hub: {_reason(error)}. "
+            f"Where the network allows, {name.command}, and give that FOLDER, which every node must see"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "it is not in the cache, and HF_HUB_OFFLINE says not to look further"
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text}"
