@@ -14,6 +14,7 @@ NEVER = {
 # what a run does -> names that it writes because of that
 REFERENCE, KL_LOSS, KL_REWARD, OVERLONG = "a reference model", "use_kl_loss", "use_kl_in_reward", "overlong_filter"
 R3, PREDICTIONS = "router_replay R3", "a reward that says what was answered (pred)"
+COLOCATED = "colocated placement"
 VALIDATION, SAVING, STEPS_AFTER_SAVING = "validation", "saving", "a step after one that saved"
 WRITTEN_WITH = {
     REFERENCE: {"timing_s/ref"},
@@ -21,6 +22,7 @@ WRITTEN_WITH = {
     KL_REWARD: {"actor/kl_coef", "actor/reward_kl_penalty"},  # tests/unit/test_loop.py
     OVERLONG: {"train/overlong_filtered_share"},  # tests/unit/test_loop.py
     R3: {"router/missing_routes", "router/rollout_drift"},
+    COLOCATED: {spec.name for spec in METRICS if spec.name.startswith("switch/")},
     VALIDATION: {"timing_s/testing", *(spec.name for spec in METRICS if spec.name.startswith("val-"))} - {"val-core/*/maj@*"},
     PREDICTIONS: {"val-core/*/maj@*"},  # tests/unit/test_validation.py
     SAVING: {"timing_s/save_checkpoint"},
