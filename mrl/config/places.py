@@ -29,7 +29,5 @@ def rank_places(config: RunConfig) -> tuple[tuple[Place, ...], tuple[Place, ...]
     ranks = actor_places(layout.world_size, cluster)
     if config.cluster.placement != "colocated":
         return ranks, engine_places(rollout, cluster, layout.world_size)
-    workers = engine_places(rollout, cluster)
-    return ranks, near_places(
-        TrainLayout.grids(layout), rollout, ranks, workers, ascending=not get_hosting(config.cluster.device).orders_devices
-    )
+    workers, ascending = engine_places(rollout, cluster), not get_hosting(config.cluster.device).orders_devices
+    return ranks, near_places(TrainLayout.grids(layout), rollout, ranks, workers, ascending)
