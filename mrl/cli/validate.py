@@ -41,7 +41,9 @@ def _check(options: argparse.Namespace) -> tuple[list, list[str]]:
     try:
         resolved = resolved_config(options, options.check_paths)
     except SchemaRefusal as refusal:
-        return [*refusal.violations, *_accelerator(refusal.rest)], []
+        from mrl.plan.plan_rules import accelerator_violations
+
+        return [*refusal.violations, *accelerator_violations(refusal.rest)], []
     return check_config(resolved, options.check_paths)
 
 
@@ -52,30 +54,17 @@ def check_config(resolved, check_paths: bool = False) -> tuple[list, list[str]]:
     from mrl.config.rules import notes, violations
     from mrl.model import planning_model_spec
     from mrl.model.hf_files import check_checkpoint
+    from mrl.plan.plan_rules import accelerator_violations, share_violations
 
     path = resolved.config.model.path
     model, stand_in = planning_model_spec(path)
-    broken = [*violations(resolved, model, check_paths), *_accelerator(resolved)]
+    broken = [*violations(resolved, model, check_paths), *accelerator_violations(resolved)]
+    broken = broken or share_violations(resolved, model)
     if check_paths and not broken:
         check_checkpoint(path, model)
     missing = [f"mrl train cannot do this yet: {message}" for message in missing_capabilities(resolved.config)]
     batch = [] if broken else [f"batch: {describe_batch(resolved.config)}"]
     return broken, [*batch, *([stand_in] if stand_in else []), *missing, *notes(resolved, model)]
-
-
-def _accelerator(resolved) -> list:
-    """The violation of a device that mrl has no figures of, or that cluster.device is not."""
-    from mrl.config.schema import leaf
-    from mrl.errors import Violation
-    from mrl.plan.devices import devices, devices_of
-
-    platform, name = (leaf(resolved.config, f"cluster.{key}") for key in ("device", "accelerator"))
-    fitting = tuple(device.name for device in devices_of(platform)) if platform else ()
-    if platform is None or name is None or name in fitting:
-        return []
-    rule = f"is no {platform} device that is known" if name in devices() else "is no device that is known"
-    where, why = resolved.where("cluster.accelerator"), "a plan needs its memory and rates"
-    return [Violation("cluster.accelerator", rule, why, fitting, name, where)]
 
 
 def _as_row(error: MrlError, config: str) -> dict[str, Any]:

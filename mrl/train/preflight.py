@@ -14,9 +14,10 @@ from mrl.config.model_folders import names_of_the_hub, with_model_folders
 from mrl.config.rules import check, notes
 from mrl.config.run_rules import run_dir as run_dir_of
 from mrl.config.schema import RunConfig
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, InvalidConfig
 from mrl.model import ModelSpec, known_name, load_model_spec, model_spec, planning_model_spec
 from mrl.model.hf_files import check_checkpoint
+from mrl.plan.plan_rules import accelerator_violations, share_violations
 from mrl.plan.run_plan import plan_report
 from mrl.record.run_dir import RunDir
 from mrl.record.sinks import check_packages
@@ -43,6 +44,8 @@ def preflight(resolved: ResolvedConfig, resume: bool) -> ModelSpec:
     config = resolved.config
     model = load_model_spec(config.model.path)
     check(resolved, model, check_paths=True)
+    if broken := accelerator_violations(resolved) or share_violations(resolved, model):
+        raise InvalidConfig(broken)
     if missing := missing_capabilities(config):
         raise ConfigError("mrl train cannot do this yet: " + "; ".join(missing))
     check_packages(config.trainer.logger)

@@ -1,0 +1,74 @@
+"""Rules that need a plan's figures of devices, in the form of the configuration's own: what cannot stand on the device that is meant."""
+
+from math import ceil, floor
+from typing import Any
+
+from mrl.config.load import ResolvedConfig
+from mrl.config.schema import RunConfig, leaf
+from mrl.errors import Violation
+from mrl.model import ModelSpec
+from mrl.plan.devices import Device, devices, devices_of
+from mrl.plan.memory import memory_section
+from mrl.plan.memory_phases import ACTOR, HOLDER_OF
+from mrl.plan.plan_inputs import PlanInputs, engine_of
+from mrl.units import GIB
+
+_SHARE = "rollout.gpu_memory_utilization"
+_STEP = 100  # a share is said in hundredths
+
+
+def accelerator_violations(resolved: ResolvedConfig) -> list[Violation]:
+    """A device that mrl has no figures of, or that cluster.device is not."""
+    platform, name = (leaf(resolved.config, f"cluster.{key}") for key in ("device", "accelerator"))
+    fitting = tuple(device.name for device in devices_of(platform)) if platform else ()
+    if platform is None or name is None or name in fitting:
+        return []
+    rule = f"is no {platform} device that is known" if name in devices() else "is no device that is known"
+    where, why = resolved.where("cluster.accelerator"), "a plan needs its memory and rates"
+    return [Violation("cluster.accelerator", rule, why, fitting, name, where)]
+
+
+def share_violations(resolved: ResolvedConfig, model: ModelSpec) -> list[Violation]:
+    """An engine's share of the memory that cannot fit beside what the actor keeps on the same device.
+
+    For a configuration that has passed all other rules. Where it names no device, one is refused only if the largest
+    of its kind is too small. An engine on CPU has no share: rollout.cpu_kvcache_gib says its cache.
+    """
+    config = resolved.config
+    device = _largest_meant(config)
+    if config.cluster.placement != "colocated" or device.platform == "cpu":
+        return []
+    inputs = PlanInputs.of(config, model, device)
+    memory = memory_section(inputs)
+    if memory["phases"]["rollout"]["fits"]:
+        return []
+    rule, why, allowed = _shortage(inputs, memory)
+    return [Violation(_SHARE, rule, why, allowed, config.rollout.gpu_memory_utilization, resolved.where(_SHARE))]
+
+
+def _largest_meant(config: RunConfig) -> Device:
+    named = config.cluster.accelerator
+    return devices()[named] if named else max(devices_of(config.cluster.device), key=lambda device: device.memory)
+
+
+def _shortage(inputs: PlanInputs, memory: dict[str, Any]) -> tuple[str, str, tuple[float, ...]]:
+    """(what must hold, why, the largest share that does) of a share that does not fit."""
+    device, engine, phase = inputs.device, engine_of(inputs), memory["phases"]["rollout"]
+    least = engine.weights + engine.working_set + memory["kv_cache"]["bytes_per_token"] * _longest(inputs)
+    most = floor((device.usable - (phase["bytes"] - engine.total)) / device.memory * _STEP) / _STEP
+    kept = sum(size for term, size in phase["terms"].items() if HOLDER_OF[term] == ACTOR)
+    why = (
+        f"the actor keeps {kept / GIB:.1f} GiB on the device while engines generate, and of a {device.name} "
+        f"{device.usable / GIB:.1f} GiB can be planned with"
+    )
+    if most >= ceil(least / device.memory * _STEP) / _STEP:
+        return f"must be at most {most}", why, (most,)
+    cure = (
+        "let more of the actor leave (actor.param_offload, actor.grad_offload, actor.optimizer_offload), or make its shards or "
+        "the engine's smaller"
+    )
+    return f"cannot fit: an engine needs {least / GIB:.1f} GiB for its weights, a pass and one longest sequence", f"{why}; {cure}", ()
+
+
+def _longest(inputs: PlanInputs) -> int:
+    return inputs.config.data.max_prompt_length + inputs.config.data.max_response_length

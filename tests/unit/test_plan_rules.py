@@ -1,0 +1,67 @@
+"""A share of the memory that cannot fit beside the actor is refused, with the number that does; so `mrl plan` agrees."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mrl.cli.main import main
+from mrl.config.load import load_config
+from mrl.model import planning_model_spec
+from mrl.plan.devices import find_device
+from mrl.plan.memory import memory_section
+from mrl.plan.plan_inputs import PlanInputs
+from mrl.plan.plan_rules import share_violations
+
+PRESETS = Path(__file__).parents[2] / "parallel_configs"
+PRESET = PRESETS / "qwen3-30b-a3b" / "h100-4x8.yaml"
+STAYS = ["actor.param_offload=false", "actor.grad_offload=false", "actor.optimizer_offload=false"]  # 35 GiB of 77
+
+
+def refused(*overrides: str, path: Path = PRESET) -> list:
+    resolved = load_config(path, None, list(overrides))
+    return share_violations(resolved, planning_model_spec(resolved.config.model.path)[0])
+
+
+def fits(share: float, *overrides: str) -> bool:
+    config = load_config(PRESET, None, [*overrides, f"rollout.gpu_memory_utilization={share}"]).config
+    model, _ = planning_model_spec(config.model.path)
+    return memory_section(PlanInputs.of(config, model, find_device("h100-80g")))["phases"]["rollout"]["fits"]
+
+
+def test_the_share_that_is_named_fits_and_one_more_hundredth_does_not():
+    (violation,) = refused(*STAYS, "rollout.gpu_memory_utilization=0.9")
+    (most,) = violation.allowed
+    assert violation.field == "rollout.gpu_memory_utilization" and violation.value == 0.9
+    assert violation.rule == f"must be at most {most}" and "GiB on the device while engines generate" in violation.why
+    assert fits(most, *STAYS) and not fits(round(most + 0.01, 2), *STAYS)
+    assert refused(*STAYS, f"rollout.gpu_memory_utilization={most}") == []
+
+
+def test_where_no_share_fits_the_way_out_is_named():
+    (violation,) = refused(*STAYS, "rollout.gpu_memory_utilization=0.9", "rollout.tensor_model_parallel_size=1", "rollout.num_engines=32")
+    assert violation.allowed == () and "cannot fit" in violation.rule and "actor.optimizer_offload" in violation.why
+
+
+def test_devices_of_their_own_have_room_for_any_share_and_so_has_a_cpu():
+    assert refused("rollout.gpu_memory_utilization=0.95", path=PRESETS / "qwen3-30b-a3b" / "h100-4x8-separate.yaml") == []
+    assert refused(path=PRESETS / "tiny-moe" / "cpu.yaml") == []
+
+
+def test_a_device_that_is_not_named_may_be_the_largest_of_its_kind():
+    assert refused(*STAYS, "cluster.accelerator=null", "rollout.gpu_memory_utilization=0.7") == []
+    assert refused(*STAYS, "rollout.gpu_memory_utilization=0.7") != []
+
+
+@pytest.mark.parametrize("path", sorted(PRESETS.glob("qwen*/*.yaml")), ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_no_preset_is_refused(path):
+    assert refused(path=path) == []
+
+
+def test_validate_says_it_in_its_list(capsys):
+    arguments = [part for text in (*STAYS, "rollout.gpu_memory_utilization=0.9") for part in ("--set", text)]
+    with pytest.raises(SystemExit) as end:
+        main(["validate", str(PRESET), *arguments, "--json"])
+    answer = json.loads(capsys.readouterr().out)
+    assert end.value.code == 2 and not answer["ok"]
+    assert [row["field"] for row in answer["violations"]] == ["rollout.gpu_memory_utilization"]
