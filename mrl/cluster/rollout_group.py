@@ -92,11 +92,13 @@ class RolloutGroup:
         An engine whose update failed holds no version and refuses to generate, so a mixture is never served.
         """
         self.call("begin_update")
-        return sum(sum(self.call("load_bucket", data, sha256)) for data, sha256 in buckets)
+        moved = sum(sum(self.call("load_bucket", data, sha256)) for data, sha256 in buckets)
+        self.call("finish_update")
+        return moved
 
     def commit_loaded(self, version: int) -> None:
         """From here on every engine serves `version`, which `load_weights` brought there."""
-        self.call("commit_update", version)
+        self.commit(version)
 
     def commit(self, version: int) -> None:
         """From here on every engine serves `version`. Each of them holds it already; see VllmEngine.receive_weights."""

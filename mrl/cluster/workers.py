@@ -219,9 +219,9 @@ class EngineWorker:
         """See VllmEngine.load_bucket."""
         return await self.engine.load_bucket(data, sha256)
 
-    async def commit_update(self, version: int) -> None:
-        """See VllmEngine.commit_update."""
-        await self.engine.commit_update(version)
+    async def finish_update(self) -> None:
+        """See VllmEngine.finish_update."""
+        await self.engine.finish_update()
 
     def places(self) -> list[tuple[str, int | None]]:
         """Node, and device on it where there is one, of every worker of this engine."""
@@ -242,6 +242,30 @@ class EngineWorker:
     async def commit(self, version: int) -> None:
         """See VllmEngine.commit."""
         await self.engine.commit(version)
+
+    async def pause(self) -> None:
+        """See VllmEngine.pause."""
+        await self.engine.pause()
+
+    async def resume(self) -> None:
+        """See VllmEngine.resume."""
+        await self.engine.resume()
+
+    async def sleep(self):
+        """See VllmEngine.sleep."""
+        return await self.engine.sleep()
+
+    async def wake_weights(self) -> None:
+        """See VllmEngine.wake_weights."""
+        await self.engine.wake_weights()
+
+    async def wake_cache(self) -> None:
+        """See VllmEngine.wake_cache."""
+        await self.engine.wake_cache()
+
+    async def memory(self):
+        """See VllmEngine.memory."""
+        return await self.engine.memory()
 
     async def fingerprints(self) -> dict[str, str]:
         """See VllmEngine.fingerprints."""

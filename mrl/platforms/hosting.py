@@ -89,18 +89,19 @@ class Hosting:
             "VLLM_CPU_OMP_THREADS_BIND": cpu_binding(sorted(os.sched_getaffinity(0)), engine_id, engines, workers),
         }
 
-    def engine_arguments(self, max_model_len: int, max_num_batched_tokens: int | None) -> dict[str, Any]:
-        """Arguments of vLLM that this device needs, whatever the run says elsewhere."""
-        if self.device == "npu":
-            return _NPU_ENGINE_ARGUMENTS
+    def engine_arguments(self, max_model_len: int, max_num_batched_tokens: int | None, sleeps: bool = False) -> dict[str, Any]:
+        """Arguments of vLLM that this device needs, whatever the run says elsewhere.
+
+        `sleeps`: the engine gives its memory to an actor on the same device; on the CPU every engine can.
+        """
         if self.device != "cpu":
-            return {}
+            return (_NPU_ENGINE_ARGUMENTS if self.device == "npu" else {}) | ({"enable_sleep_mode": True} if sleeps else {})
         return {
             # A chunked prefill kills a request that has a seed, and makes log-probs depend on the rest of the batch.
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(max_num_batched_tokens or 4096, max_model_len),
             "enforce_eager": True,
-            "worker_cls": "mrl.vllm.cpu_worker.CpuWorker",
+            "worker_cls": "mrl.vllm.cpu_worker.CpuWorker",  # vLLM's own keeps its memory when it is told to sleep
         }
 
 

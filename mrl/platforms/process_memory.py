@@ -51,7 +51,7 @@ def process_memory(
 
     `device`: cpu, cuda or npu. `on_host`: places of what left the device, which count on the CPU for none of it.
     `roots`: tensors that the garbage collector may not know any more. `unseen_bytes`: held out of Python's sight.
-    `absent_bytes`: of what the allocator takes for live and is not there, as in a sleeping engine.
+    `absent_bytes`: of whole blocks that the allocator holds and that are mapped nowhere, as in a sleeping engine.
     """
     if device == "cpu":
         live, free = live_bytes(on_host, roots), None
@@ -59,8 +59,9 @@ def process_memory(
         import torch
 
         accelerator = getattr(torch, device)
-        live, free = accelerator.memory_allocated(), accelerator.mem_get_info()[0]
-    return ProcessMemory(live + unseen_bytes - absent_bytes, free, resident_bytes(), _baseline_bytes)
+        live = min(accelerator.memory_allocated(), accelerator.memory_reserved() - absent_bytes)
+        free = accelerator.mem_get_info()[0]
+    return ProcessMemory(live + unseen_bytes, free, resident_bytes(), _baseline_bytes)
 
 
 def live_bytes(on_host: "Iterable[Tensor]" = (), roots: "Iterable[Tensor]" = ()) -> int:

@@ -1,17 +1,157 @@
-"""The worker of vLLM's CPU engines (worker_cls, set by mrl.platforms.hosting)."""
+"""A CPU worker of vLLM that gives its memory away while its engine sleeps, as the accelerators' workers do.
 
-from typing import Any
+vLLM's own ignores `sleep`. Storages are emptied under the tensors that lie on them, so that every view stays valid;
+linears that oneDNN packed live in closures, which are dropped and made anew. What comes back holds NaN in every form
+that kernels read: parameters, experts (packed in place), packed linears and the output layer, which has both. The KV
+cache comes back as zeros: NaN in its blocks would survive every reset, since masked positions are multiplied by 0.
 
+Private in vLLM, and why it is touched:
+
+* `layer.cpu_linear`, `dispatch_cpu_unquantized_gemm`: the closure that holds a packed linear, and what makes it.
+* `get_layerwise_info(layer).restore_metadata`: shape and dtype of a linear whose parameter packing left empty.
+* `model_runner.kv_caches`: the KV cache, layer by layer.
+"""
+
+import ctypes
+import gc
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.utils import get_model_architecture
 from vllm.v1.worker.cpu_worker import CPUWorker
+
+from mrl.platforms.process_memory import note_baseline
+from mrl.vllm.engine_state import CACHE, WEIGHTS
+
+NAN = float("nan")
 
 
 class CpuWorker(CPUWorker):
-    """vLLM's CPU worker, and what the platform lacks."""
+    """vLLM's CPU worker, which sleeps."""
+
+    memory_asleep: dict[str, list["_EmptiedStorage"]]  # by part
+    unpacked_layers: list[nn.Module]
 
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
-        parallel = self.parallel_config
-        if parallel.data_parallel_size > 1 or parallel.enable_expert_parallel:
+        if self.parallel_config.data_parallel_size > 1 or self.parallel_config.enable_expert_parallel:
             from mrl.vllm.cpu_parallel import install
 
             install()
+
+    def load_model(self, *arguments: Any, **named: Any) -> None:
+        """As vLLM's own; what the process takes from here on is the engine's."""
+        self.memory_asleep, self.unpacked_layers = {}, []
+        get_model_architecture(self.model_config)  # imports the model's module
+        note_baseline()
+        super().load_model(*arguments, **named)
+
+    def sleep(self, level: int = 1) -> None:
+        """Gives weights and KV cache back. Raises RuntimeError for another level than 2: the host is the device here."""
+        if level != 2:
+            raise RuntimeError(f"a CPU worker sleeps at level 2, not {level}: a copy of its weights on the host would free nothing")
+        if WEIGHTS not in self.memory_asleep:
+            self.unpacked_layers = drop_packed(self.model_runner.get_model())
+            self.memory_asleep[WEIGHTS] = empty(self.model_runner.get_model().parameters())
+        if CACHE not in self.memory_asleep:
+            self.memory_asleep[CACHE] = empty(self.model_runner.kv_caches)
+        give_back_heap()
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Takes the memory of these parts, or of all that sleep."""
+        for part in tags or list(self.memory_asleep):
+            refill(self.memory_asleep.pop(part, ()), NAN if part == WEIGHTS else 0.0)
+            if part == WEIGHTS:
+                pack_nan(self.unpacked_layers)
+                self.unpacked_layers = []
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """As vLLM's own. Raises RuntimeError instead of reading memory that was given away: a resume makes vLLM try."""
+        if scheduler_output.total_num_scheduled_tokens:
+            self._refuse_asleep("a step")
+        return super().execute_model(scheduler_output)
+
+    def execute_dummy_batch(self) -> None:
+        """As vLLM's own; also refused while memory is asleep."""
+        self._refuse_asleep("a dummy step")
+        super().execute_dummy_batch()
+
+    def start_weight_update(self, *arguments: Any, **named: Any) -> None:
+        """As vLLM's own; also refused while weights are asleep, when writing them would crash."""
+        if WEIGHTS in self.memory_asleep:
+            raise RuntimeError("a weight update was asked of a worker whose weights are asleep")
+        super().start_weight_update(*arguments, **named)
+
+    def _refuse_asleep(self, what: str) -> None:
+        if self.memory_asleep:
+            raise RuntimeError(f"{what} was asked of a worker whose {' and '.join(self.memory_asleep)} are asleep")
+
+
+@dataclass(frozen=True)
+class _EmptiedStorage:
+    """Memory that was given away, and what it takes to have it again."""
+
+    storage: UntypedStorage
+    nbytes: int
+    dtype: torch.dtype
+
+    def refill(self, value: float) -> None:
+        self.storage.resize_(self.nbytes)
+        torch.empty(0, dtype=self.dtype).set_(self.storage).fill_(value)
+
+
+def empty(tensors: Iterable[Tensor]) -> list[_EmptiedStorage]:
+    """Gives the memory below the tensors away; they keep shape and strides."""
+    found: dict[int, tuple[UntypedStorage, torch.dtype]] = {}
+    for tensor in tensors:
+        if not tensor.untyped_storage().resizable():  # Tensor.numpy() makes a storage so, for ever
+            tensor.data = tensor.data.clone()
+        if tensor.untyped_storage().nbytes():
+            found[tensor.untyped_storage()._cdata] = (tensor.untyped_storage(), tensor.dtype)
+    emptied = [_EmptiedStorage(storage, storage.nbytes(), dtype) for storage, dtype in found.values()]
+    for one in emptied:
+        one.storage.resize_(0)
+    return emptied
+
+
+def refill(emptied: Iterable[_EmptiedStorage], value: float) -> None:
+    """Takes memory again; every element of it is `value`."""
+    for one in emptied:
+        one.refill(value)
+
+
+def drop_packed(model: nn.Module) -> list[nn.Module]:
+    """Gives packed linears away; the layers that had one. The closure holds the kernel's handle, whose end frees them."""
+    layers = [layer for layer in model.modules() if hasattr(layer, "cpu_linear") and not layer.weight.is_meta]
+    for layer in layers:
+        layer.cpu_linear = _refuse
+    return layers
+
+
+def pack_nan(layers: Iterable[nn.Module]) -> None:
+    """Gives each layer a packed linear again, of NaN. Its parameter stays the same object, empty or not."""
+    for layer in layers:
+        kept = layer.weight
+        is_left_empty = kept.numel() == 0
+        if is_left_empty:
+            packed = get_layerwise_info(layer).restore_metadata[0]["weight"]
+            layer.weight = nn.Parameter(torch.full(packed.shape, NAN, dtype=packed.dtype), requires_grad=False)
+        dispatch_cpu_unquantized_gemm(layer, remove_weight=is_left_empty)
+        layer.weight = kept
+
+
+def give_back_heap() -> None:
+    """Returns freed memory to the operating system, where the C library can be asked to."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _refuse(*_: Any) -> NoReturn:
+    raise RuntimeError("a linear layer was asked to compute while its weights are asleep")

@@ -1,47 +1,67 @@
-"""One vLLM engine as a Python object: start, generate, take new weights.
+"""One vLLM engine as a Python object: start, generate, pause, sleep, take new weights.
 
-No Ray here; the cluster wraps it in an actor.
+No Ray here; the cluster wraps it in an actor. What it may be asked when stands in engine_state.py. vLLM's own sleep
+and wake are not used: 0.23 resumes by itself after any wake and 0.32 after the last, so its scheduler is paused and
+resumed here, exactly once each, and its workers are told directly to give their memory away and to take it again.
 """
 
 import asyncio
 import itertools
 import os
 import random
-import shutil
-import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from mrl.data.routes import ASKED
-from mrl.errors import EnvironmentFault, Interrupted, described
-from mrl.platforms.hosting import BUCKET_FOLDER
+from mrl.errors import EnvironmentFault, Interrupted
+from mrl.platforms.process_memory import ProcessMemory
 from mrl.platforms.versions import VllmGeneration
+from mrl.vllm.admission import Admission
+from mrl.vllm.engine_calls import EngineCalls
+from mrl.vllm.engine_state import CACHE, WEIGHTS, EngineMachine
+from mrl.vllm.engine_updates import EngineUpdates
+from mrl.vllm.leftovers import note, noted, remove_all, shared_memory_below
 from mrl.vllm.requests import Completion, EngineSettings, Request, Sampling
 
-WATCH_S = 1.0  # between looks whether vLLM's processes live
 DROP_S = 5.0  # for blocks of the prefix cache to come free
+EMPTY_S = 30.0  # for requests to end that a sleep aborted
+ABORTED = "abort"  # vLLM's stop reason
+
+
+@dataclass(frozen=True)
+class SleepReport:
+    """What one sleep did."""
+
+    aborted: int  # requests that were in flight, or waited; their streams end with Interrupted
+    left: tuple[ProcessMemory, ...]  # what the memory of each worker holds now
 
 
 class VllmEngine:
-    """AsyncLLM plus the weight version it serves.
+    """AsyncLLM, the state it is in and the weight version it serves.
 
-    While an update is under way, or after one failed, it is fenced and serves nothing (`fence`).
+    Control verbs (all but `generate`) run one after the other, in the order in which they were asked.
     """
 
     def __init__(self, settings: EngineSettings):
         self.settings = settings
-        self.version: int | None = None
-        self._llm = None
+        self._machine = EngineMachine(settings.engine_id)
+        self._door = Admission()
+        self._control = asyncio.Lock()
+        self._calls = EngineCalls(settings.engine_id, self._die)
+        self._updates = EngineUpdates(self._calls, settings, self._note_files)
         self._generation: VllmGeneration | None = None
-        self._numbers = itertools.count()  # of requests and of buckets
-        self._buckets: Path | None = None  # folder of an update by the slow path
-        self._path = "slow"  # or "fast": what vLLM's workers are ready for
-        self._arenas: tuple[Path, ...] = ()  # files of weight syncs that still have a name
+        self._numbers = itertools.count()  # of requests
+        self._is_scheduler_paused = False  # vLLM's own
+
+    @property
+    def version(self) -> int | None:
+        """The committed weights that it serves; None while it must not generate."""
+        return self._machine.version
 
     async def start(self) -> float:
         """Starts vLLM and checks it; returns seconds. Raises EnvironmentFault when the start-up check fails."""
@@ -53,33 +73,36 @@ class VllmEngine:
 
         began = time.monotonic()
         self._generation = installed_generation()
-        _remove_all(_noted(self.settings.segments_file))  # of an engine of this run that was killed
+        remove_all(noted(self.settings.segments_file))  # of an engine of this run that was killed
         arguments = AsyncEngineArgs(
             **self.settings.arguments,
             weight_transfer_config=WeightTransferConfig(backend=BACKEND),
             worker_extension_cls=f"{adapter_module()}.WorkerExtension",
         )
         try:
-            self._llm = AsyncLLM.from_engine_args(arguments)
+            self._calls.llm = AsyncLLM.from_engine_args(arguments)
         except Exception as error:  # vLLM ends its own children first; the reason stands in their output
             raise EnvironmentFault(
                 f"engine {self.settings.engine_id} did not start ({type(error).__name__}: {error}); "
                 f"see logs/engine-{self.settings.engine_id}.log in the run directory"
             ) from error
-        await self._connect_slow_path()
-        with self._alive():
-            await self._stamp_version(0)
-            await self._capture_routes()
-        self.version = 0
-        self._note_shared_memory()
+        await self._updates.connect_slow()
+        await self._stamp_version(0)
+        await self._capture_routes()
+        self._machine.serve(0)
+        self._door.open()
+        self._note_files()
         if self.settings.check_order:
             await self._check_order()
         return time.monotonic() - began
 
     async def generate(self, requests: list[Request], sampling: Sampling) -> AsyncIterator[list[Completion]]:
-        """Yields completions as they finish, those that finish together in one list."""
-        if self.version is None:
-            raise RuntimeError(f"engine {self.settings.engine_id} holds no committed weights and must not generate")
+        """Yields completions as they finish, those that finish together in one list.
+
+        While the engine is PAUSED requests wait. Raises RuntimeError where it refuses them, Interrupted when it is put
+        to sleep under them or dies.
+        """
+        self._machine.check("generate")
         finished: asyncio.Queue[Completion | Exception] = asyncio.Queue()
         tasks = [asyncio.create_task(self._put_completion(finished, r, sampling)) for r in requests]
         try:
@@ -112,12 +135,18 @@ class VllmEngine:
             max_tokens=sampling.max_tokens, stop_token_ids=list(sampling.stop_token_ids), detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY, flat_logprobs=True, extra_args={ASKED: True} if sampling.routes else None,
         )  # fmt: skip
-        name, version_before = f"{request.sample_id}-{next(self._numbers)}", self.version
-        final = None
-        with self._alive():
-            async for output in self._llm.generate({"prompt_token_ids": list(request.prompt_ids)}, parameters, request_id=name):
-                final = output
+        name = f"{request.sample_id}-{next(self._numbers)}"
+        await self._door.enter(name)
+        version_before, final = self.version, None
+        try:
+            with self._calls.alive():
+                async for output in self._calls.llm.generate({"prompt_token_ids": list(request.prompt_ids)}, parameters, request_id=name):
+                    final = output
+        finally:
+            self._door.leave(name)
         answer = final.outputs[0]
+        if answer.finish_reason == ABORTED:
+            raise Interrupted(f"sample {request.sample_id}: {self._asleep_under(len(answer.token_ids))}")
         versions = self._versions_of(answer, version_before)
         if versions != {str(self.version)}:
             raise RuntimeError(f"sample {request.sample_id} was generated with weight versions {versions}, not {self.version}")
@@ -126,10 +155,14 @@ class VllmEngine:
         routes = await self._routes(name, request, answer) if sampling.routes else None
         return Completion(request.sample_id, tuple(answer.token_ids), log_probs, answer.finish_reason, self.version, routes)
 
+    def _asleep_under(self, tokens: int) -> str:
+        return f"engine {self.settings.engine_id} was put to sleep while it generated; {tokens} tokens are lost"
+
     async def _stamp_version(self, version: int) -> None:
         """Tells vLLM which version its weights have now, where completions are stamped with it."""
         if self._generation.stamps_versions:
-            await self._llm.update_weight_version(str(version))
+            with self._calls.alive():
+                await self._calls.llm.update_weight_version(str(version))
 
     def _versions_of(self, answer: Any, version_before: int | None) -> set[str]:
         """Versions that took part in a completion.
@@ -144,8 +177,7 @@ class VllmEngine:
         """Routes of prompt and response, or None where vLLM returned none. Raises DataError for such as cannot be."""
         tokens, routes = len(request.prompt_ids) + len(answer.token_ids), answer.routed_experts
         if self.settings.captures_routes:
-            with self._alive():
-                shape, data = (await self._workers("take_routes", name, tokens - 1))[0]
+            shape, data = (await self._calls.workers("take_routes", name, tokens - 1))[0]
             routes = np.frombuffer(data, np.int16).reshape(shape)
         return self.settings.routes.from_engine(routes, tokens, f"engine {self.settings.engine_id}, sample {request.sample_id}")
 
@@ -153,14 +185,14 @@ class VllmEngine:
         if not self.settings.captures_routes:
             return
         try:
-            await self._workers("capture_routes")
+            await self._calls.workers("capture_routes")
         except RuntimeError as error:
             raise EnvironmentFault(f"engine {self.settings.engine_id} cannot tell its routes (actor.router_replay: R3): {error}") from error
 
     async def _forget_routes(self) -> None:
         """With new weights: requests that were given up left theirs behind, and no other is under way."""
         if self.settings.captures_routes:
-            await self._workers("forget_routes")
+            await self._calls.workers("forget_routes")
 
     async def _check_order(self) -> None:
         """The same prompts in two orders must give the same bits; else no run can be repeated or resumed exactly."""
@@ -181,126 +213,140 @@ class VllmEngine:
                 "on CPU keep chunked prefill off (rollout.enable_chunked_prefill)"
             )
 
-    async def _connect_slow_path(self) -> None:
-        expected = {name: list(shape) for name, shape in self.settings.expected}
-        with self._alive():
-            await self._workers("init_weight_transfer_engine", {"path": "slow", "expected": expected})
-        self._path = "slow"
+    @asynccontextmanager
+    async def _controlled(self, verb: str) -> AsyncIterator[None]:
+        """Runs one control verb when those before it are through: refuses it by name, or goes where it leads."""
+        async with self._control:
+            self._machine.enter(verb)
+            yield
 
-    def fence(self) -> None:
-        """Fences the engine, before the first byte of an update: it holds no version, so `generate` refuses.
+    async def pause(self) -> None:
+        """Holds requests from here on, those in flight and new ones, until `resume` or `commit`.
 
-        Only `commit` (fast path) and `commit_update` (slow path) give it a version again. Weights that are half new,
-        or that the digests disagree about, are therefore never sampled from.
+        What is in flight goes on afterwards; its prompt and tokens so far are computed anew, by the weights of then.
         """
-        self.version = None
+        async with self._controlled("pause"):
+            await self._pause_scheduler("keep")
+
+    async def resume(self) -> None:
+        """Ends a pause without new weights."""
+        async with self._control:
+            self._machine.check("resume")
+            await self._resume_scheduler()
+            self._machine.enter("resume")
+            self._door.open()
+
+    async def sleep(self) -> SleepReport:
+        """Gives the memory of weights and KV cache back to the device. Requests in flight, or waiting, are ended.
+
+        Returns when every worker's device was idle and has its memory back; nothing else may take memory of the same
+        device meanwhile (vLLM compares what is free before and after).
+        """
+        async with self._controlled("sleep"):
+            aborted = len(self._door.inside)
+            await self._pause_scheduler("abort")
+            await self._empty()
+            aborted += self._door.send_away(self._asleep_under(0))
+            await self._calls.workers("give_memory")
+            return SleepReport(aborted, tuple(await self._memory()))
+
+    async def wake_weights(self) -> None:
+        """Takes memory for the weights; what is in it is no weight of anybody until an update brought some."""
+        await self._wake("wake_weights", WEIGHTS)
+
+    async def wake_cache(self) -> None:
+        """Takes memory for the KV cache; the engine then lacks nothing but a version."""
+        await self._wake("wake_cache", CACHE)
+
+    async def _wake(self, verb: str, part: str) -> None:
+        """Goes on only when all workers are awake, so that it may be asked again."""
+        async with self._control:
+            self._machine.check(verb)
+            await self._calls.workers("take_memory", part)
+            self._machine.enter(verb)
+
+    async def memory(self) -> list[ProcessMemory]:
+        """What each worker's process holds now, asleep or not."""
+        async with self._controlled("memory"):
+            return await self._memory()
+
+    async def _memory(self) -> list[ProcessMemory]:
+        return [ProcessMemory(**answer) for answer in await self._calls.workers("held_memory")]
+
+    async def _pause_scheduler(self, mode: str) -> None:
+        """`keep` freezes requests in flight, `abort` ends them. vLLM's caches are empty afterwards."""
+        self._door.shut()
+        await self._calls.ask(self._calls.llm.pause_generation(mode=mode, clear_cache=True))
+        self._is_scheduler_paused = True
+
+    async def _resume_scheduler(self) -> None:
+        """The one place that resumes vLLM, once for each pause: a second resume races with the next pause."""
+        if self._is_scheduler_paused:
+            await self._calls.ask(self._calls.llm.resume_generation())
+            self._is_scheduler_paused = False
+
+    async def _empty(self) -> None:
+        """Waits until no request is inside vLLM any more: one may have been on its way there when it was paused.
+
+        Raises Interrupted when they do not end.
+        """
+        deadline = time.monotonic() + EMPTY_S
+        while self._door.inside:
+            if time.monotonic() > deadline:
+                left = len(self._door.inside)
+                raise Interrupted(f"engine {self.settings.engine_id}: {left} aborted requests did not end in {EMPTY_S:g} s")
+            await self._calls.ask(self._calls.llm.abort(list(self._door.inside)))
+            await asyncio.sleep(0.01)
 
     async def begin_update(self) -> None:
-        """Enters the weight update by the slow path; the engine is fenced until `commit_update`."""
-        self.fence()
-        if self._path != "slow":
-            await self._connect_slow_path()
-        self._buckets = Path(tempfile.mkdtemp(prefix=BUCKET_FOLDER, dir=_memory_folder()))
-        self._note_shared_memory()
-        with self._alive():
-            await self._workers("start_weight_update")
+        """Enters the weight update by the slow path: buckets, `finish_update`, then `commit`."""
+        async with self._update("begin_update"):
+            await self._updates.begin()
 
     async def load_bucket(self, data: np.ndarray, sha256: str) -> int:
         """Loads one bucket, safetensors bytes as a uint8 array with their SHA-256; returns bytes."""
-        # a name of its own: workers keep tensors of a layer mapped until its last bucket has come; pages outlive names
-        path = self._buckets / f"bucket-{next(self._numbers)}.safetensors"
-        with path.open("wb") as file:
-            file.write(memoryview(data))
-        with self._alive():
-            await self._workers("update_weights", {"bucket": str(path), "sha256": sha256})
-        path.unlink()
-        return len(data)
+        async with self._controlled("load_bucket"):
+            return await self._updates.load_bucket(data, sha256)
 
-    async def commit_update(self, version: int) -> None:
-        """Leaves the update, drops what was cached under the old weights and serves `version`."""
-        with self._alive():
-            await self._workers("finish_weight_update")
-            await self._leave_old_weights(version)
-        shutil.rmtree(self._buckets)
-        self._buckets = None
-        self._note_shared_memory()
-        self.version = version
+    async def finish_update(self) -> None:
+        """Leaves the slow path's update. Raises RuntimeError when something did not come or was not written."""
+        async with self._controlled("finish_update"):
+            await self._updates.finish()
+            self._machine.received()
 
     async def connect_sync(self, setup: dict[str, Any], plan_hash: str) -> int:
-        """Agrees on the plan of weight syncs, checks vLLM's parameters against it, meets the ranks; returns bytes of weights.
-
-        Raises EnvironmentFault: another plan, or parameters that are not as the plan has them, by name.
-        """
-        from mrl.reshard.setup import SyncSetup
-        from mrl.reshard.transport_shm import arena_files
-
-        agreed, engine = SyncSetup.from_json(setup), self.settings.engine_id
-        agreed.check_hash(plan_hash, f"engine {engine}")
-        workers = [agreed.worker(engine, position) for position in range(self.settings.workers)]
-        self._arenas = tuple(path for worker in workers for path in arena_files(agreed, worker))
-        self._note_shared_memory()
-        info = {"path": "fast", "setup": setup, "engine": engine, "plan_hash": plan_hash}
-        with self._alive():
-            try:
-                await self._workers("init_weight_transfer_engine", info)
-            except Exception as error:
-                raise self._refusal(error) from error
-            self._path = "fast"
-            return sum(await self._workers("weight_bytes"))
-
-    def _refusal(self, error: Exception) -> Exception:
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        if isinstance(error, EngineDeadError):
-            return error
-        return EnvironmentFault(
-            f"engine {self.settings.engine_id} cannot take weights by the plan: {error}; reshard.path: slow goes through vLLM's own loader"
-        )
+        """See EngineUpdates.connect_fast."""
+        async with self._controlled("connect_sync"):
+            return await self._updates.connect_fast(setup, plan_hash, self._machine.holds_weights)
 
     def release_arenas(self) -> None:
-        """Unlinks shared memory, now that every rank has it open: nothing is left behind however a process ends."""
-        for path in self._arenas:
-            path.unlink(missing_ok=True)
-        self._arenas = ()
-        self._note_shared_memory()
+        """See EngineUpdates.release_arenas."""
+        self._updates.release_arenas()
 
     async def receive_weights(self, update: int, read_back: bool) -> list[dict[str, Any]]:
-        """Takes one sync; returns each worker's report (WorkerExtension.weight_update_report).
+        """Takes one sync; returns each worker's report (WorkerExtension.weight_update_report). Then `commit`."""
+        async with self._update("receive_weights"):
+            reports = await self._updates.receive(update, read_back)
+            self._machine.received()
+            return reports
 
-        The engine is fenced until `commit`.
-        """
-        self.fence()
-        with self._alive():
-            try:
-                await self._workers("start_weight_update")
-                await self._workers("update_weights", {"update": update, "read_back": read_back})
-                await self._workers("finish_weight_update")
-            except Exception as error:
-                await self._abandon(error)
-                raise
-            return await self._workers("weight_update_report")
-
-    async def _abandon(self, error: Exception) -> None:
-        """Drops the update that `error` ended. Raises RuntimeError with both causes when that fails too."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        try:
-            await self._workers("abandon_update")
-        except EngineDeadError:
-            raise
-        except Exception as second:
-            raise RuntimeError(f"{described(error)}; and dropping the update failed: {described(second)}") from error
+    @asynccontextmanager
+    async def _update(self, verb: str) -> AsyncIterator[None]:
+        """As `_controlled`; before the first byte no request gets in any more."""
+        async with self._controlled(verb):
+            self._door.shut()
+            yield
 
     async def commit(self, version: int) -> None:
         """Serves what was received last, as `version`, and drops what was cached under the old weights."""
-        with self._alive():
-            await self._leave_old_weights(version)
-        self.version = version
-
-    async def _leave_old_weights(self, version: int) -> None:
-        await self._stamp_version(version)
-        await self._drop_cache()
-        await self._forget_routes()
+        async with self._control:
+            self._machine.check("commit")
+            await self._stamp_version(version)
+            await self._drop_cache()
+            await self._forget_routes()
+            await self._resume_scheduler()
+            self._machine.serve(version)
+            self._door.open()
 
     async def _drop_cache(self) -> None:
         """Empties the prefix cache, which old weights filled. Raises Interrupted when vLLM does not empty it.
@@ -310,7 +356,7 @@ class VllmEngine:
         first.
         """
         deadline = time.monotonic() + DROP_S
-        while not (emptied := await self._ask(self._llm.reset_prefix_cache())) and time.monotonic() < deadline:
+        while not (emptied := await self._calls.ask(self._calls.llm.reset_prefix_cache())) and time.monotonic() < deadline:
             await asyncio.sleep(DROP_S / 50)
         if emptied is not True and self.settings.arguments.get("enable_prefix_caching", True):
             raise Interrupted(
@@ -321,91 +367,25 @@ class VllmEngine:
     async def fingerprints(self) -> dict[str, str]:
         """SHA-256 of everything each worker of this engine computes with, by rank and name."""
         merged: dict[str, str] = {}
-        with self._alive():
-            for worker in await self._workers("weight_fingerprints"):
+        async with self._controlled("fingerprints"):
+            for worker in await self._calls.workers("weight_fingerprints"):
                 merged |= worker
         return merged
 
-    async def _workers(self, method: str, *arguments: Any) -> list[Any]:
-        """What a method of each of this engine's workers returns.
+    def _die(self) -> None:
+        self._machine.die()
+        self._door.shut()
+        self._door.send_away(f"vLLM's processes below engine {self.settings.engine_id} died")
 
-        Raises RuntimeError with all that they raised, causes first.
-        """
-        from mrl.reshard.sync_report import GAVE_UP
-
-        answers = await self._ask(self._llm.collective_rpc("answer", args=(method, arguments)))
-        if errors := [answer["error"] for answer in answers if "error" in answer]:
-            raise RuntimeError("; ".join(sorted(dict.fromkeys(errors), key=lambda text: GAVE_UP in text)))
-        return [answer["value"] for answer in answers]
-
-    async def _ask(self, call: Awaitable[Any]) -> Any:
-        """The answer of vLLM's processes.
-
-        One that died never answers, and vLLM tells only requests so: its death is watched for here.
-        """
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        task = asyncio.ensure_future(call)
-        while not (await asyncio.wait([task], timeout=WATCH_S))[0]:
-            if self._llm.errored:
-                task.cancel()
-                raise EngineDeadError
-        return task.result()
-
-    @contextmanager
-    def _alive(self) -> Iterator[None]:
-        """vLLM's processes may die below an engine that lives: that is a lost worker like any other."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        try:
-            yield
-        except EngineDeadError as error:
-            engine = self.settings.engine_id
-            raise Interrupted(
-                f"engine {engine}: vLLM's process below it died; see logs/engine-{engine}.log in the run directory"
-            ) from error
-
-    def _note_shared_memory(self) -> None:
+    def _note_files(self) -> None:
         """Writes down what a kill would leave behind, for the successor to remove."""
-        paths = shared_memory_below(os.getpid()) | ({self._buckets} if self._buckets else set()) | set(self._arenas)
-        Path(self.settings.segments_file).write_text("\n".join(map(str, paths)))
+        note(self.settings.segments_file, self._updates.files)
 
     async def stop(self) -> None:
-        """Ends vLLM's processes and removes what an unfinished update left behind."""
-        segments = shared_memory_below(os.getpid()) | _noted(self.settings.segments_file)  # what a process that died held was noted
-        if self._buckets is not None:
-            shutil.rmtree(self._buckets, ignore_errors=True)
-        self.release_arenas()
-        if self._llm is not None:
-            self._llm.shutdown()
-        _remove_all(segments)  # vLLM's workers are killed before they give back what they shared with each other
-
-
-def shared_memory_below(pid: int) -> set[Path]:
-    """Shared memory that descendants of `pid` have mapped: segments of multiprocessing and of vLLM's CPU collectives."""
-    import psutil
-
-    segments = set()
-    for child in psutil.Process(pid).children(recursive=True):
-        try:
-            paths = {Path(region.path) for region in child.memory_maps()}
-        except psutil.Error:
-            continue
-        segments |= {p for p in paths if p.parent == Path("/dev/shm") and (p.name.startswith("psm_") or "cpushm" in p.name)}
-    return segments
-
-
-def _noted(file: str) -> set[Path]:
-    return set(map(Path, Path(file).read_text().split())) if Path(file).exists() else set()
-
-
-def _remove_all(paths: set[Path]) -> None:
-    for path in paths:
-        if path.name.startswith(BUCKET_FOLDER):
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-
-
-def _memory_folder() -> str | None:
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+        """Ends vLLM's processes and removes what an unfinished update left behind. Legal in every state."""
+        segments = shared_memory_below(os.getpid()) | noted(self.settings.segments_file)  # what a process that died held was noted
+        self._updates.drop_buckets()
+        self._updates.release_arenas()
+        if self._calls.llm is not None:
+            self._calls.llm.shutdown()
+        remove_all(segments)  # vLLM's workers are killed before they give back what they shared with each other

@@ -78,6 +78,7 @@ class InitInfo:
     setup: dict[str, Any] | None = None  # fast: of mrl.reshard.setup.SyncSetup
     engine: int = 0
     plan_hash: str = ""
+    holds_weights: bool = True  # fast: false in an engine that slept and got none since, where reading back shows nothing
 
 
 @dataclass
@@ -143,7 +144,7 @@ class FastPath:
         with self._named_errors():
             check_degrees(setup, degrees)
             self._targets = target_parameters(setup.model, setup.rollout_layout, self._worker, setup.dialect, setup.dtype)
-            check_engine(model, setup, self._targets, adapter)
+            check_engine(model, setup, self._targets, adapter, info.holds_weights)
             layers = layers_of(model, adapter)  # asked now: vLLM 0.23 enters the reload before an update gets here
             self._by_identity = frozenset(t.name for t in self._targets if adapter.reads_by_identity(layers[t.module], t))
             self._receiver = connect_receiver(setup, self._worker)

@@ -108,7 +108,7 @@ def _arguments(config: RunConfig, hosting: Hosting) -> dict[str, Any]:
         # named, since inside a Ray actor vLLM would choose Ray workers of its own
         "distributed_executor_backend": "mp",
         **{name: value for name, value in optional.items() if value is not None},
-        **hosting.engine_arguments(max_model_len, rollout.max_num_batched_tokens),
+        **hosting.engine_arguments(max_model_len, rollout.max_num_batched_tokens, config.cluster.placement == "colocated"),
     }
     if _wants_routes(config) and hosting.returns_routes:
         arguments["enable_return_routed_experts"] = True

@@ -13,7 +13,7 @@ Private in vLLM, and why it is touched (beside what v0_common.py lists):
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateInfo
 
 from mrl.model.vllm_parameters import TargetParameter
-from mrl.vllm import receive
+from mrl.vllm import ascend_wake, receive
 from mrl.vllm.receive import InitInfo, open_path
 from mrl.vllm.v0_common import CommonAdapter, CommonTransferEngine, CommonWorkerExtension, degrees_of
 
@@ -42,6 +42,10 @@ class Adapter(CommonAdapter):
 
     def expert_isa(self, layer: nn.Module) -> str | None:
         return getattr(_cpu_experts(layer), "isa", None)
+
+    def bytes_asleep(self, parts: Collection[str]) -> int:
+        """0.23 does not say which of its pool is asleep, only under which part it was taken."""
+        return sum(data.handle[1] for data in ascend_wake.pool().pointer_to_data.values() if data.tag in parts)
 
     def final_parts(self, model: nn.Module, layer: nn.Module, target: TargetParameter) -> Iterator[Tensor]:
         """Raises RuntimeError as in 0.32, and for experts that the kernel keeps in a layout of this processor's own."""
@@ -112,6 +116,24 @@ class WorkerExtension(CommonWorkerExtension):
     """What can be asked of a worker of vLLM 0.23."""
 
     adapter = ADAPTER
+
+    def give_memory(self) -> None:
+        """As in 0.32. Raises RuntimeError where this generation's memory could not be taken again."""
+        if ascend_wake.is_ascend(self):
+            ascend_wake.check_worker(self)
+        elif self.device.type != "cpu":
+            raise RuntimeError("with vLLM 0.23 engines sleep on Ascend and CPU; use 0.32 here, or cluster.placement: separate")
+        for name, layer in self.model_runner.get_model().named_modules():
+            if _cpu_experts(layer) is not None and ADAPTER.expert_isa(layer) in (None, "none"):
+                raise RuntimeError(f"{name}: this processor's expert kernel keeps weights where they cannot be put to sleep")
+        super().give_memory()
+
+    def restore_part(self, part: str) -> None:
+        """Ascend's own wake does more than waking; see mrl.vllm.ascend_wake."""
+        if ascend_wake.is_ascend(self):
+            ascend_wake.wake(self, part)
+        else:
+            super().restore_part(part)
 
     def weight_update_report(self) -> dict[str, Any]:
         """As in 0.32. Raises RuntimeError when the update never became whole: 0.23 finishes one without asking."""

@@ -9,6 +9,7 @@ Private in vLLM, and why it is touched (beside what v0_common.py lists):
 * `worker._weight_update_active`: refuses the next update after one that failed.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -79,6 +80,12 @@ class Adapter(CommonAdapter):
     def moe_backends(self, model: nn.Module) -> set[str]:
         methods = (getattr(layer, "quant_method", None) for layer in model.modules() if hasattr(layer, "w13_weight"))
         return {method.unquantized_backend.name for method in methods}
+
+    def bytes_asleep(self, parts: Collection[str]) -> int:
+        """Parts are asked of the pool itself: with any of them comes back what has no part."""
+        from vllm.device_allocator import get_mem_allocator_instance
+
+        return sum(data.handle[1] for data in get_mem_allocator_instance().pointer_to_data.values() if data.is_asleep)
 
 
 def _experts(layer: nn.Module) -> Any:

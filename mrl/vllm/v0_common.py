@@ -10,7 +10,7 @@ Private in vLLM, and why it is touched:
 
 import hashlib
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -28,6 +28,7 @@ from mrl.vllm.handshake import EngineDegrees
 from mrl.vllm.load_layout import leaf_of, weight_bytes
 from mrl.vllm.read_back import through_identity, unpacked, what_reading_shows
 from mrl.vllm.receive import InitInfo, UpdateInfo, UpdatePath
+from mrl.vllm.sleeping import SleepingExtension
 
 _CONSTANTS = "e_score_correction_bias"
 
@@ -93,6 +94,15 @@ class CommonAdapter:
             info = get_layerwise_info(layer)
             if info.can_load() and info.kernel_tensors is not None:
                 self.leave_out(layer)
+
+    def packed_bytes(self, model: nn.Module) -> int:
+        """Of linears that kernels hold out of Python's sight, packed."""
+        packed = (layer for layer in model.modules() if hasattr(layer, "cpu_linear") and layer.cpu_linear is not nn.functional.linear)
+        return sum(get_layerwise_info(layer).restore_metadata[0]["weight"].nbytes for layer in packed)
+
+    def bytes_asleep(self, parts: Collection[str]) -> int:
+        """Of the pool of device memory whose `parts` an engine's sleep gave away."""
+        raise NotImplementedError
 
     def reads_by_identity(self, layer: nn.Module, target: TargetParameter) -> bool:
         """The target lives on only as CPU's packed copy."""
@@ -177,7 +187,7 @@ def degrees_of(parallel: Any, quantization: str | None, dtype: torch.dtype) -> E
     )
 
 
-class CommonWorkerExtension:
+class CommonWorkerExtension(SleepingExtension):
     """Methods that vLLM mixes into its worker (`worker_extension_cls`), called through `collective_rpc`."""
 
     adapter: ClassVar[CommonAdapter]  # of this generation
@@ -190,6 +200,7 @@ class CommonWorkerExtension:
         0.32).
         """
         try:
+            self.refuse_asleep(method)
             return {"value": getattr(self, method)(*arguments)}
         except Exception as error:
             traceback.print_exc()

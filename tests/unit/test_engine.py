@@ -4,11 +4,13 @@ import asyncio
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from mrl.errors import Interrupted, described
 from mrl.platforms.versions import vllm_generation
 from mrl.vllm import engine as module
+from mrl.vllm import engine_updates
 from mrl.vllm.engine import VllmEngine
 
 
@@ -30,51 +32,62 @@ class Llm:
 
 @pytest.fixture
 def engine(monkeypatch, tmp_path):
-    """A maker of an engine that received weights and serves nothing yet."""
+    """A maker of an engine that serves version 6."""
     dead = type("EngineDeadError", (Exception,), {})
     monkeypatch.setitem(sys.modules, "vllm.v1.engine.exceptions", SimpleNamespace(EngineDeadError=dead))
     monkeypatch.setattr(module, "DROP_S", 0.05)
 
     def make(resets: list, errors: dict[str, str] | None = None, **arguments) -> VllmEngine:
         made = VllmEngine(
-            SimpleNamespace(engine_id=3, arguments=arguments, captures_routes=False, segments_file=str(tmp_path / "segments"))
+            SimpleNamespace(engine_id=3, arguments=arguments, captures_routes=False, segments_file=str(tmp_path / "segments"), expected=())
         )
-        made._llm, made._generation = Llm(resets, errors), vllm_generation("0.23.0")
+        made._calls.llm, made._generation = Llm(resets, errors), vllm_generation("0.23.0")
+        made._machine.serve(6)
         return made
 
     return make
 
 
-def leave_fast(engine: VllmEngine) -> None:
-    asyncio.run(engine.commit(7))
+async def update_fast(engine: VllmEngine) -> None:
+    await engine.receive_weights(4, True)
 
 
-def leave_slow(engine: VllmEngine) -> None:
-    folder = engine.settings.segments_file + "-staging"
-    module.Path(folder).mkdir()
-    engine._buckets = module.Path(folder)
-    asyncio.run(engine.commit_update(7))
+async def update_slow(engine: VllmEngine) -> None:
+    await engine.begin_update()
+    await engine.load_bucket(np.zeros(4, np.uint8), "")
+    await engine.finish_update()
 
 
-@pytest.mark.parametrize("leave", [leave_fast, leave_slow])
+def leave(engine: VllmEngine, update=update_fast) -> None:
+    """Takes an update and serves it."""
+
+    async def run() -> None:
+        await update(engine)
+        assert engine.version is None
+        await engine.commit(7)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("update", [update_fast, update_slow])
 @pytest.mark.parametrize("answer", [False, None])
-def test_a_version_is_not_served_while_vllm_keeps_what_old_weights_computed(engine, leave, answer):
+def test_a_version_is_not_served_while_vllm_keeps_what_old_weights_computed(engine, update, answer):
     made = engine([answer])
     with pytest.raises(Interrupted, match=rf"engine 3: vLLM did not empty its prefix cache .*\(it answered {answer}\)"):
-        leave(made)
+        leave(made, update)
     assert made.version is None
 
 
-@pytest.mark.parametrize("leave", [leave_fast, leave_slow])
-def test_a_block_that_comes_free_a_moment_later_does_not_stop_the_run(engine, leave):
+@pytest.mark.parametrize("update", [update_fast, update_slow])
+def test_a_block_that_comes_free_a_moment_later_does_not_stop_the_run(engine, update):
     made = engine([False, False, True])
-    leave(made)
+    leave(made, update)
     assert made.version == 7
 
 
 def test_without_prefix_caching_there_is_nothing_to_empty(engine):
     made = engine([False], enable_prefix_caching=False)
-    leave_fast(made)
+    leave(made)
     assert made.version == 7
 
 
@@ -88,6 +101,17 @@ def test_when_dropping_a_failed_update_fails_too_both_causes_are_told(engine):
 def test_an_update_that_failed_and_was_dropped_is_told_as_it_is(engine):
     with pytest.raises(RuntimeError, match=r"^nothing came from rank 2$"):
         asyncio.run(engine([True], {"update_weights": "nothing came from rank 2"}).receive_weights(4, True))
+
+
+def test_what_a_slow_update_passes_through_is_gone_when_it_is_in(engine, monkeypatch, tmp_path):
+    monkeypatch.setattr(engine_updates, "memory_folder", lambda: str(tmp_path))
+    made = engine([True])
+    asyncio.run(made.begin_update())
+    (folder,) = tmp_path.glob("mrl-sync-*")
+    asyncio.run(made.begin_update())  # one that was given up, too
+    assert not folder.exists() and len(list(tmp_path.glob("mrl-sync-*"))) == 1
+    asyncio.run(made.finish_update())
+    assert not list(tmp_path.glob("mrl-sync-*"))
 
 
 @pytest.mark.parametrize(

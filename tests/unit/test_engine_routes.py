@@ -1,7 +1,6 @@
 """Routes are asked of vLLM's workers by the one way in which nothing is raised inside vLLM. A stand-in for AsyncLLM."""
 
 import asyncio
-from contextlib import nullcontext
 from types import SimpleNamespace as Record
 
 import numpy as np
@@ -39,7 +38,9 @@ async def answer_of(call):
 def engine(llm, captures=True):
     routes = RouteShape(num_layers=1, moe_layers=(0,), topk=2, num_experts=4)
     made = VllmEngine(Record(engine_id=3, captures_routes=captures, routes=routes))
-    made._llm, made._ask, made._alive = llm, answer_of, nullcontext
+    made._calls.llm, made._calls.ask = llm, answer_of
+    made._machine.enter("receive_weights")
+    made._machine.received()
     made._generation = vllm_generation("0.23.0")
     return made
 

@@ -72,7 +72,7 @@ def test_resident_memory_is_told_with_that_after_the_imports(monkeypatch):
     monkeypatch.setattr(module, "_baseline_bytes", 0)
     note_baseline()
     kept = torch.ones(64 * MIB, dtype=torch.uint8)
-    memory = process_memory("cpu", unseen_bytes=5, absent_bytes=3)
+    memory = process_memory("cpu", unseen_bytes=2)
     assert memory.free_bytes is None and memory.grown_bytes == memory.resident_bytes - memory.baseline_bytes
     assert abs(memory.grown_bytes - kept.nbytes) < 8 * MIB
     assert memory.resident_bytes == pytest.approx(resident_bytes(), rel=0.05)
@@ -86,9 +86,14 @@ def test_an_accelerator_is_asked_for_its_own_figures(monkeypatch):
             return 100
 
         @staticmethod
+        def memory_reserved() -> int:
+            return 120
+
+        @staticmethod
         def mem_get_info() -> tuple[int, int]:
             return 70, 200
 
     monkeypatch.setattr(torch, "npu", Device, raising=False)
-    memory = process_memory("npu", absent_bytes=90)
-    assert (memory.live_bytes, memory.free_bytes) == (10, 70)
+    awake, asleep = process_memory("npu"), process_memory("npu", absent_bytes=110)
+    assert (awake.live_bytes, awake.free_bytes) == (100, 70)
+    assert asleep.live_bytes == 10  # nothing more can lie in the blocks that are there

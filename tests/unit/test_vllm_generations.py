@@ -29,8 +29,8 @@ class Llm032:
 
 
 def engine(version: str, llm=None, serves: int | None = 4) -> VllmEngine:
-    made = VllmEngine(settings=None)
-    made._generation, made._llm, made.version = vllm_generation(version), llm, serves
+    made = VllmEngine(SimpleNamespace(engine_id=3))
+    made._generation, made._calls.llm, made._machine.version = vllm_generation(version), llm, serves
     return made
 
 

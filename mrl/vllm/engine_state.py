@@ -1,0 +1,112 @@
+"""What an engine may be asked in which state, and where that leads. Pure: no vLLM, no clock.
+
+              pause                    sleep                wake_weights                wake_cache
+    AWAKE ----------> PAUSED     (*) -------> ASLEEP ----------------> WEIGHTS_AWAKE -----------> FENCED
+      ^ ^              | |                                                ^    | update             | ^
+      | |    resume    | | update                                         +----+                    | | update
+      | +--------------+ +------------------------------> FENCED <----------------------------------+-+
+      |                                                     |
+      +-------------------- commit -------------------------+       (*) AWAKE, PAUSED, FENCED
+
+* AWAKE serves one committed version. An update takes it away before the first byte; only `commit` gives another.
+* PAUSED holds its requests, and new ones wait at the door: a pause ends by itself, and what waits loses nothing.
+* ASLEEP and WEIGHTS_AWAKE lack memory; what is in it then is no weight of anybody. FENCED has all its memory and no
+  version: weights that are half new, forgotten after a sleep, or that the digests disagree about, are never sampled
+  from. In all three requests are refused: they would wait for a sync that nobody may have asked for.
+* DEAD: vLLM's processes below it are gone.
+
+Facts behind it: vLLM takes a weight update into a sleeping engine and crashes (issue 57853 of vllm-project/vllm),
+generates on sleeping memory when it is told to resume, and 0.23 resumes by itself after any wake.
+"""
+
+from collections.abc import Mapping
+from enum import Enum
+from types import MappingProxyType
+
+from mrl.errors import Interrupted
+
+
+class EngineState(Enum):
+    """Of one engine. The value says what gets it back to serving."""
+
+    AWAKE = "it serves requests"
+    PAUSED = "resume it, or bring weights and commit"
+    ASLEEP = "wake_weights, bring weights, wake_cache, commit"
+    WEIGHTS_AWAKE = "bring weights, wake_cache, commit"
+    FENCED = "bring weights, commit"
+    DEAD = "end the run and start it with --resume"
+
+
+WEIGHTS, CACHE = "weights", "kv_cache"  # the parts of its memory, by vLLM's names
+
+AWAKE, PAUSED, ASLEEP, WEIGHTS_AWAKE, FENCED, DEAD = EngineState
+
+_UPDATE = {AWAKE: FENCED, PAUSED: FENCED, FENCED: FENCED, WEIGHTS_AWAKE: WEIGHTS_AWAKE}
+_LOOK = {state: state for state in (AWAKE, PAUSED, FENCED, WEIGHTS_AWAKE)}  # reads weights, changes nothing
+
+VERBS: Mapping[str, Mapping[EngineState, EngineState]] = MappingProxyType(
+    {
+        "generate": {AWAKE: AWAKE, PAUSED: PAUSED},
+        "pause": {AWAKE: PAUSED},
+        "resume": {PAUSED: AWAKE},
+        "sleep": {AWAKE: ASLEEP, PAUSED: ASLEEP, FENCED: ASLEEP},
+        "wake_weights": {ASLEEP: WEIGHTS_AWAKE},
+        "wake_cache": {WEIGHTS_AWAKE: FENCED},
+        # fast path
+        "connect_sync": _LOOK,
+        "receive_weights": _UPDATE,
+        # slow path
+        "begin_update": _UPDATE,
+        "load_bucket": {FENCED: FENCED, WEIGHTS_AWAKE: WEIGHTS_AWAKE},
+        "finish_update": {FENCED: FENCED, WEIGHTS_AWAKE: WEIGHTS_AWAKE},
+        "commit": {FENCED: AWAKE},
+        "fingerprints": _LOOK,
+        "memory": {state: state for state in EngineState if state is not DEAD},
+    }
+)
+
+
+class EngineMachine:
+    """State and version of one engine; starts FENCED, with nothing received."""
+
+    def __init__(self, engine_id: int):
+        self._name = f"engine {engine_id}"
+        self.state = FENCED
+        self.version: int | None = None  # that AWAKE serves and PAUSED holds; None in every other state
+        self.holds_weights = False  # somebody's, and whole: false from a sleep to the next whole update
+        self.has_received = False  # a whole update since it held a version
+
+    def check(self, verb: str) -> None:
+        """Raises RuntimeError when `verb` is not legal now, Interrupted when the engine is dead."""
+        legal = VERBS[verb]
+        if self.state is DEAD:
+            raise Interrupted(f"{self._name}: {verb} was asked, but vLLM's processes below it died; {DEAD.value}")
+        if self.state not in legal:
+            states = ", ".join(state.name for state in legal)
+            raise RuntimeError(f"{self._name} is {self.state.name} and refuses {verb}, legal in {states}; first: {self.state.value}")
+        if verb == "commit" and not self.has_received:
+            raise RuntimeError(f"{self._name} refuses commit: no whole update has reached it since it held a version; first bring weights")
+
+    def enter(self, verb: str) -> None:
+        """Goes where `verb` leads. Raises as `check` does."""
+        self.check(verb)
+        self.state = VERBS[verb][self.state]
+        if self.state not in (AWAKE, PAUSED):
+            self.version = None
+        if verb == "sleep":
+            self.holds_weights = False
+        if verb in ("sleep", "receive_weights", "begin_update"):
+            self.has_received = False
+
+    def received(self) -> None:
+        """A whole update is in."""
+        self.holds_weights = self.has_received = True
+
+    def serve(self, version: int) -> None:
+        """AWAKE with `version`: what `commit` ends with, and the start, where vLLM itself loaded the weights."""
+        self.state, self.version = AWAKE, version
+        self.holds_weights, self.has_received = True, False
+
+    def die(self) -> None:
+        """vLLM's processes are gone, from whatever state."""
+        self.state, self.version = DEAD, None

@@ -1,0 +1,128 @@
+"""New weights into one engine, from the engine's side: the slow path by buckets, the fast one by the plan.
+
+What an update means for the engine's state and version is not known here; see mrl.vllm.engine.
+"""
+
+import itertools
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mrl.errors import EnvironmentFault, Interrupted, described
+from mrl.platforms.hosting import BUCKET_FOLDER
+from mrl.vllm.engine_calls import EngineCalls
+from mrl.vllm.leftovers import memory_folder
+from mrl.vllm.requests import EngineSettings
+
+
+class EngineUpdates:
+    """Drives vLLM's workers through updates, and keeps the files that these pass through."""
+
+    def __init__(self, calls: EngineCalls, settings: EngineSettings, note_files: Callable[[], None]):
+        """`note_files` is called whenever `files` has changed."""
+        self._calls, self._settings, self._note_files = calls, settings, note_files
+        self._numbers = itertools.count()  # of buckets
+        self._buckets: Path | None = None  # folder of an update by the slow path
+        self._path = ""  # "slow" or "fast": what vLLM's workers are ready for
+        self._arenas: tuple[Path, ...] = ()  # files of weight syncs that still have a name
+
+    @property
+    def files(self) -> set[Path]:
+        """What exists in shared memory now."""
+        return set(self._arenas) | ({self._buckets} if self._buckets else set())
+
+    async def connect_slow(self) -> None:
+        """Makes vLLM's workers ready for the slow path, if they are not."""
+        if self._path != "slow":
+            expected = {name: list(shape) for name, shape in self._settings.expected}
+            await self._calls.workers("init_weight_transfer_engine", {"path": "slow", "expected": expected})
+            self._path = "slow"
+
+    async def begin(self) -> None:
+        """Enters an update by the slow path; what an unfinished one left is dropped."""
+        self.drop_buckets()
+        await self.connect_slow()
+        self._buckets = Path(tempfile.mkdtemp(prefix=BUCKET_FOLDER, dir=memory_folder()))
+        self._note_files()
+        await self._calls.workers("start_weight_update")
+
+    async def load_bucket(self, data: np.ndarray, sha256: str) -> int:
+        """Loads one bucket, safetensors bytes as a uint8 array with their SHA-256; returns bytes."""
+        # a name of its own: workers keep tensors of a layer mapped until its last bucket has come; pages outlive names
+        path = self._buckets / f"bucket-{next(self._numbers)}.safetensors"
+        with path.open("wb") as file:
+            file.write(memoryview(data))
+        await self._calls.workers("update_weights", {"bucket": str(path), "sha256": sha256})
+        path.unlink()
+        return len(data)
+
+    async def finish(self) -> None:
+        """Leaves the slow path's update. Raises RuntimeError when something did not come or was not written."""
+        await self._calls.workers("finish_weight_update")
+        self.drop_buckets()
+        self._note_files()
+
+    def drop_buckets(self) -> None:
+        """Removes the folder of an update by the slow path, if there is one."""
+        if self._buckets is not None:
+            shutil.rmtree(self._buckets, ignore_errors=True)
+            self._buckets = None
+
+    async def connect_fast(self, setup: dict[str, Any], plan_hash: str, holds_weights: bool) -> int:
+        """Agrees on the plan of weight syncs, checks vLLM's parameters against it, meets the ranks; returns bytes of weights.
+
+        `holds_weights`: the engine holds whole weights, so that reading them back can be tried.
+        Raises EnvironmentFault: another plan, or parameters that are not as the plan has them, by name.
+        """
+        from mrl.reshard.setup import SyncSetup
+        from mrl.reshard.transport_shm import arena_files
+
+        agreed, engine = SyncSetup.from_json(setup), self._settings.engine_id
+        agreed.check_hash(plan_hash, f"engine {engine}")
+        workers = [agreed.worker(engine, position) for position in range(self._settings.workers)]
+        self._arenas = tuple(path for worker in workers for path in arena_files(agreed, worker))
+        self._note_files()
+        info = {"path": "fast", "setup": setup, "engine": engine, "plan_hash": plan_hash, "holds_weights": holds_weights}
+        try:
+            await self._calls.workers("init_weight_transfer_engine", info)
+        except Interrupted:
+            raise
+        except Exception as error:
+            raise EnvironmentFault(
+                f"engine {engine} cannot take weights by the plan: {error}; reshard.path: slow goes through vLLM's own loader"
+            ) from error
+        self._path = "fast"
+        return sum(await self._calls.workers("weight_bytes"))
+
+    def release_arenas(self) -> None:
+        """Unlinks shared memory, now that every rank has it open: nothing is left behind however a process ends."""
+        for path in self._arenas:
+            path.unlink(missing_ok=True)
+        self._arenas = ()
+        self._note_files()
+
+    async def receive(self, update: int, read_back: bool) -> list[dict[str, Any]]:
+        """Takes one sync by the fast path; returns each worker's report (WorkerExtension.weight_update_report)."""
+        try:
+            await self._calls.workers("start_weight_update")
+            await self._calls.workers("update_weights", {"update": update, "read_back": read_back})
+            await self._calls.workers("finish_weight_update")
+        except Interrupted:
+            raise
+        except Exception as error:
+            await self._abandon(error)
+            raise
+        return await self._calls.workers("weight_update_report")
+
+    async def _abandon(self, error: Exception) -> None:
+        """Drops the update that `error` ended. Raises RuntimeError with both causes when that fails too."""
+        try:
+            await self._calls.workers("abandon_update")
+        except Interrupted:
+            raise
+        except Exception as second:
+            raise RuntimeError(f"{described(error)}; and dropping the update failed: {described(second)}") from error

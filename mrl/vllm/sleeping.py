@@ -1,0 +1,121 @@
+"""A worker's memory while its engine sleeps: what every device has in common, called through the worker extension.
+
+A worker of vLLM gives memory away by `sleep(level=2)`, which keeps nothing of the weights, and takes it again by
+`wake_up(tags)`. On the CPU it is mrl.vllm.cpu_worker that can do so. What comes back is poisoned here where vLLM
+leaves it as it lies: a generation from it shows in its first log-prob, and never looks like an answer.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mrl.platforms.process_memory import process_memory
+from mrl.vllm.engine_state import CACHE, WEIGHTS
+
+# what would read or write memory that is not there; vLLM itself refuses none of it
+NEEDS_WEIGHTS = ("start_weight_update", "update_weights", "finish_weight_update", "init_weight_transfer_engine", "weight_fingerprints",
+                 "weight_digests")  # fmt: skip
+
+Layout = dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]  # parameter -> shape, stride, dtype
+
+
+class SleepingExtension:
+    """Of a worker extension what sleeps. Its names must not be ones of vLLM's workers."""
+
+    parts_asleep: frozenset[str] = frozenset()
+    layout_awake: Layout
+
+    def give_memory(self) -> None:
+        """Gives the memory of weights and KV cache back. Nothing may be running: the caller paused vLLM.
+
+        vLLM 0.23 promises no idle device after a pause, so the device is waited for here.
+        """
+        self.abandon_update()  # one that is under way holds memory of its own, and parameters without data
+        self.wait_for_device()
+        self.layout_awake = layout_of(self.model_runner.get_model())
+        self.sleep(level=2)
+        self.parts_asleep = frozenset((WEIGHTS, CACHE))
+        self.release_freed()
+
+    def take_memory(self, part: str) -> None:
+        """Takes the memory of `part` again, WEIGHTS or CACHE; nothing if it is awake.
+
+        Raises RuntimeError when parameters are not as they were before the sleep.
+        """
+        if part not in self.parts_asleep:
+            return
+        self.restore_part(part)
+        if part == WEIGHTS:
+            check_layout(self.layout_awake, layout_of(self.model_runner.get_model()))
+            poison(self.model_runner.get_model().parameters())
+        self.wait_for_device()
+        self.parts_asleep -= {part}
+
+    def restore_part(self, part: str) -> None:
+        """How this generation and device take memory."""
+        self.wake_up(tags=[part])
+
+    def refuse_asleep(self, method: str) -> None:
+        """Raises RuntimeError for what would touch weights that are not there."""
+        if method in NEEDS_WEIGHTS and WEIGHTS in self.parts_asleep:
+            raise RuntimeError(f"{method}: this worker's weights are asleep; first wake_weights")
+
+    def held_memory(self) -> dict[str, int | None]:
+        """Fields of a ProcessMemory."""
+        return asdict(
+            process_memory(self.device.type, roots=self.known_tensors(), unseen_bytes=self.packed_bytes(), absent_bytes=self.absent_bytes())
+        )
+
+    def known_tensors(self) -> Iterator[Tensor]:
+        """Weights, buffers and KV cache: vLLM hides from the garbage collector what is old."""
+        model = self.model_runner.get_model()
+        yield from (*model.parameters(), *model.buffers(), *_tensors(self.model_runner.kv_caches))
+
+    def packed_bytes(self) -> int:
+        """Of weights that kernels hold out of Python's sight."""
+        return 0 if WEIGHTS in self.parts_asleep else self.adapter.packed_bytes(self.model_runner.get_model())
+
+    def absent_bytes(self) -> int:
+        """Of the pool that vLLM takes sleeping memory from: mapped nowhere, while torch still counts it."""
+        return self.adapter.bytes_asleep(self.parts_asleep) if self.parts_asleep and self.device.type != "cpu" else 0
+
+    def wait_for_device(self) -> None:
+        """Until all work of the device is done."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def release_freed(self) -> None:
+        """Gives what the allocator has cached back to the device; vllm-ascend 0.23 grows from sleep to sleep without it."""
+        if self.device.type != "cpu":
+            getattr(torch, self.device.type).empty_cache()
+
+
+def layout_of(model: nn.Module) -> Layout:
+    """How every parameter lies in memory."""
+    return {name: (tuple(p.shape), p.stride(), p.dtype) for name, p in model.named_parameters()}
+
+
+def check_layout(before: Layout, now: Layout) -> None:
+    """Raises RuntimeError naming a parameter whose shape, stride or dtype a sleep has changed."""
+    for name in before.keys() | now.keys():
+        if before.get(name) != now.get(name):
+            raise RuntimeError(f"{name} is {now.get(name)} after the wake, {before.get(name)} before the sleep (shape, stride, dtype)")
+
+
+def poison(parameters: Iterator[nn.Parameter]) -> None:
+    """Fills every number with NaN. The next whole update writes all of them."""
+    for parameter in parameters:
+        if parameter.is_floating_point():
+            parameter.data.fill_(float("nan"))
+
+
+def _tensors(found: Any) -> Iterator[Tensor]:
+    """A KV cache is a tensor a layer, or several."""
+    if isinstance(found, Tensor):
+        yield found
+    elif isinstance(found, list | tuple):
+        for one in found:
+            yield from _tensors(one)

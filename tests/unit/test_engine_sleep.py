@@ -1,0 +1,296 @@
+"""The engine's door and its control verbs against a vLLM (a stand-in) that pauses, aborts and generates as AsyncLLM does."""
+
+import asyncio
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from mrl.errors import Interrupted
+from mrl.platforms.process_memory import ProcessMemory
+from mrl.platforms.versions import vllm_generation
+from mrl.vllm import engine as module
+from mrl.vllm.admission import Admission
+from mrl.vllm.engine import VllmEngine
+from mrl.vllm.engine_state import ASLEEP, AWAKE, DEAD, FENCED, WEIGHTS_AWAKE
+from mrl.vllm.requests import Request, Sampling
+
+MEMORY = {"live_bytes": 5, "free_bytes": None, "resident_bytes": 9, "baseline_bytes": 2}
+
+
+class Llm:
+    """Of AsyncLLM what the engine asks for. A request takes 3 steps, in which it is held while the scheduler is paused."""
+
+    errored = False
+
+    def __init__(self):
+        self.said, self.paused, self.aborted, self.running = [], None, set(), set()
+        self.failing: dict[str, str] = {}  # method of a worker -> what it raises
+        self.slow = 0.0  # seconds from a request to its arrival in vLLM's core
+
+    async def collective_rpc(self, method, args=()):
+        name = args[0]
+        self.said.append(name if not args[1] else f"{name} {args[1][0]}" if isinstance(args[1][0], str) else name)
+        value = MEMORY if name == "held_memory" else None
+        return [{"error": self.failing[name]} if name in self.failing else {"value": value}] * 2
+
+    async def pause_generation(self, mode, clear_cache):
+        assert clear_cache
+        self.said.append(f"pause {mode}")
+        self.paused = mode
+        if mode == "abort":
+            self.aborted |= self.running
+
+    async def resume_generation(self):
+        self.said.append("resume")
+        self.paused = None
+
+    async def abort(self, names):
+        self.aborted |= set(names)
+
+    async def reset_prefix_cache(self):
+        return True
+
+    async def update_weight_version(self, version):
+        self.version = version
+
+    async def generate(self, prompt, parameters, request_id):
+        await asyncio.sleep(self.slow)
+        self.running.add(request_id)
+        begun = self.version
+        for _ in range(3):
+            await asyncio.sleep(0.002)
+            while self.paused and request_id not in self.aborted:
+                await asyncio.sleep(0.001)
+            if request_id in self.aborted:
+                break
+        self.running.discard(request_id)
+        spans = [SimpleNamespace(version=version) for version in {begun, self.version}]
+        yield SimpleNamespace(
+            outputs=[
+                SimpleNamespace(
+                    token_ids=[1, 2], finish_reason="abort" if request_id in self.aborted else "length", weight_versions=spans,
+                    logprobs=SimpleNamespace(start_indices=[0, 1], logprobs=[-0.5, -0.25]), routed_experts=None,
+                )
+            ]
+        )  # fmt: skip
+
+
+@pytest.fixture
+def engine(monkeypatch, tmp_path):
+    """An engine that serves version 4."""
+    dead = type("EngineDeadError", (Exception,), {})
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine.exceptions", SimpleNamespace(EngineDeadError=dead))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=lambda **named: named))
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY=0)))
+    settings = SimpleNamespace(engine_id=3, arguments={}, captures_routes=False, segments_file=str(tmp_path / "segments"), expected=())
+    made = VllmEngine(settings)
+    made._calls.llm, made._generation = Llm(), vllm_generation("0.32.0")
+    made._calls.llm.version = "4"
+    made._machine.serve(4)
+    made._door.open()
+    return made
+
+
+async def generated(engine: VllmEngine, numbers=range(3)) -> list:
+    sampling = Sampling(temperature=1.0, max_tokens=2, stop_token_ids=())
+    return [done async for batch in engine.generate([Request(i, (1, 2), i) for i in numbers], sampling) for done in batch]
+
+
+def run(steps) -> None:
+    asyncio.run(asyncio.wait_for(steps, 20))
+
+
+async def synced(engine: VllmEngine, version: int) -> None:
+    await engine.receive_weights(1, True)
+    await engine.commit(version)
+
+
+def test_a_cycle_of_sleep_and_sync_asks_vllm_in_the_one_order_that_is_safe(engine):
+    async def steps():
+        report = await engine.sleep()
+        assert (report.aborted, report.left) == (0, (ProcessMemory(**MEMORY),) * 2)
+        assert (engine._machine.state, engine.version) == (ASLEEP, None)
+        await engine.wake_weights()
+        assert engine._machine.state is WEIGHTS_AWAKE
+        await engine.receive_weights(1, True)
+        await engine.wake_cache()
+        assert engine._machine.state is FENCED
+        await engine.commit(5)
+        assert (engine._machine.state, engine.version) == (AWAKE, 5)
+        assert [done.weight_version for done in await generated(engine)] == [5, 5, 5]
+
+    run(steps())
+    update = ["start_weight_update", "update_weights", "finish_weight_update", "weight_update_report"]
+    assert engine._calls.llm.said == [
+        "pause abort", "give_memory", "held_memory", "take_memory weights", *update, "take_memory kv_cache", "resume",
+    ]  # fmt: skip
+
+
+def test_requests_in_flight_are_ended_by_a_sleep_and_both_sides_are_told(engine):
+    async def steps():
+        asked = asyncio.create_task(generated(engine))
+        await asyncio.sleep(0.003)
+        assert (await engine.sleep()).aborted == 3
+        assert engine._door.inside == set()  # before memory was given away
+        with pytest.raises(Interrupted, match=r"sample \d: engine 3 was put to sleep while it generated; 2 tokens are lost"):
+            await asked
+
+    run(steps())
+
+
+def test_a_request_on_its_way_to_vllm_when_it_is_paused_is_ended_too(engine):
+    engine._calls.llm.slow = 0.05
+
+    async def steps():
+        asked = asyncio.create_task(generated(engine, [0]))
+        await asyncio.sleep(0.01)
+        assert engine._calls.llm.running == set()
+        assert (await engine.sleep()).aborted == 1
+        assert engine._calls.llm.running == set()
+        with pytest.raises(Interrupted, match="put to sleep"):
+            await asked
+
+    run(steps())
+
+
+def test_a_request_that_does_not_end_keeps_the_memory_where_it_is(engine, monkeypatch):
+    monkeypatch.setattr(module, "EMPTY_S", 0.05)
+
+    async def steps():
+        await engine._door.enter("stuck")
+        with pytest.raises(Interrupted, match=r"engine 3: 1 aborted requests did not end in 0\.05 s"):
+            await engine.sleep()
+        assert "give_memory" not in engine._calls.llm.said and engine.version is None
+
+    run(steps())
+
+
+def test_requests_that_arrive_during_a_pause_wait_and_lose_nothing(engine):
+    async def steps():
+        before = asyncio.create_task(generated(engine, [0]))
+        await asyncio.sleep(0.003)
+        await engine.pause()
+        during = asyncio.create_task(generated(engine, [1, 2]))
+        await asyncio.sleep(0.03)
+        assert not before.done() and not during.done() and len(engine._calls.llm.running) == 1
+        await engine.resume()
+        assert [d.sample_id for d in await before + await during] == [0, 1, 2]
+        assert engine.version == 4
+
+    run(steps())
+    assert engine._calls.llm.said == ["pause keep", "resume"]
+
+
+def test_requests_that_wait_go_to_the_new_weights_of_a_sync_made_in_the_pause(engine):
+    async def steps():
+        await engine.pause()
+        waiting = asyncio.create_task(generated(engine, [1]))
+        await asyncio.sleep(0.005)
+        await synced(engine, 9)
+        assert [d.weight_version for d in await waiting] == [9]
+
+    run(steps())
+    assert engine._calls.llm.said.count("resume") == 1
+
+
+def test_requests_that_wait_are_sent_away_by_a_sleep(engine):
+    async def steps():
+        await engine.pause()
+        waiting = asyncio.create_task(generated(engine, [1, 2]))
+        await asyncio.sleep(0.005)
+        assert (await engine.sleep()).aborted == 2
+        with pytest.raises(Interrupted, match="engine 3 was put to sleep"):
+            await waiting
+
+    run(steps())
+
+
+def test_a_sleeping_or_fenced_engine_refuses_requests_at_once(engine):
+    async def steps():
+        await engine.sleep()
+        with pytest.raises(RuntimeError, match="engine 3 is ASLEEP and refuses generate"):
+            await generated(engine)
+        await engine.wake_weights()
+        await engine.wake_cache()
+        with pytest.raises(RuntimeError, match="engine 3 is FENCED and refuses generate"):
+            await generated(engine)
+        with pytest.raises(RuntimeError, match="no whole update has reached it"):
+            await engine.commit(5)
+        assert "resume" not in engine._calls.llm.said
+
+    run(steps())
+
+
+def test_an_update_into_a_sleeping_engine_does_not_reach_vllm(engine):
+    async def steps():
+        await engine.sleep()
+        for update in (engine.receive_weights(1, True), engine.begin_update(), engine.connect_sync({}, ""), engine.fingerprints()):
+            with pytest.raises(RuntimeError, match="engine 3 is ASLEEP and refuses"):
+                await update
+
+    run(steps())
+    assert engine._calls.llm.said[-1] == "held_memory"
+
+
+def test_control_verbs_that_are_asked_at_once_run_one_after_the_other(engine):
+    async def steps():
+        slept, received = await asyncio.gather(engine.sleep(), engine.receive_weights(1, True), return_exceptions=True)
+        assert slept.aborted == 0 and "ASLEEP and refuses receive_weights" in str(received)
+
+    run(steps())
+
+
+def test_a_wake_that_one_worker_could_not_do_can_be_asked_again(engine):
+    async def steps():
+        await engine.sleep()
+        engine._calls.llm.failing["take_memory"] = "out of memory"
+        with pytest.raises(RuntimeError, match="out of memory"):
+            await engine.wake_weights()
+        assert engine._machine.state is ASLEEP
+        engine._calls.llm.failing.clear()
+        await engine.wake_weights()
+        assert engine._machine.state is WEIGHTS_AWAKE
+
+    run(steps())
+
+
+def test_without_a_pause_of_ours_vllm_is_not_resumed(engine):
+    run(synced(engine, 5))
+    assert "resume" not in engine._calls.llm.said and engine.version == 5
+
+
+def test_a_dead_vllm_leaves_the_engine_dead_and_nobody_waiting(engine):
+    async def steps():
+        await engine.pause()
+        waiting = asyncio.create_task(generated(engine, [1]))
+        await asyncio.sleep(0.005)
+
+        async def dies(*_, **__):
+            raise sys.modules["vllm.v1.engine.exceptions"].EngineDeadError
+
+        engine._calls.llm.collective_rpc = dies
+        with pytest.raises(Interrupted, match="vLLM's process below it died"):
+            await engine.receive_weights(1, True)
+        assert engine._machine.state is DEAD
+        with pytest.raises(Interrupted, match="below engine 3 died"):
+            await waiting
+        with pytest.raises(Interrupted, match=r"generate was asked, but vLLM's processes below it died"):
+            await generated(engine)
+
+    run(steps())
+
+
+def test_the_door_forgets_who_gave_up_waiting():
+    async def steps():
+        door = Admission()
+        gave_up, opened = asyncio.create_task(door.enter("a")), asyncio.create_task(door.enter("b"))
+        await asyncio.sleep(0)
+        gave_up.cancel()
+        await asyncio.sleep(0)
+        door.open()
+        opened.cancel()  # after the door was opened for it, before it went through
+        await asyncio.gather(gave_up, opened, return_exceptions=True)
+        assert door.inside == set() and door.send_away("") == 0
+
+    run(steps())
