@@ -22,7 +22,7 @@ from mrl.model import load_model_spec
 from mrl.model.layout import RolloutLayout
 from mrl.model.vllm_parameters import target_parameters
 from mrl.reshard.digest import MODULUS, partial_digest
-from mrl.vllm.engine import shared_memory_below
+from mrl.vllm.leftovers import shared_memory_below
 
 HERE = Path(__file__).parent
 EXPERTS, QKV = "model.layers.1.mlp.experts.routed_experts", "model.layers.2.self_attn.qkv_proj"

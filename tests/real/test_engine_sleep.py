@@ -1,0 +1,124 @@
+"""A real engine sleeps, wakes and is synced: the same bits as before, memory given away, and nothing sampled from what is nobody's.
+
+One start at TP1 and one at TP2 go through everything in turn (engine_sleep.walk); the tests look at what came of it.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from test_engine_slices import HERE, ONE_RANK, checkpoints, setup_of
+from tiny_models import tiny_moe
+
+from mrl.model import load_model_spec, tensor_specs
+from mrl.platforms.hosting import get_hosting
+from mrl.vllm.leftovers import remove_all, shared_memory_below
+
+MIB = 2**20
+
+
+def start(folder: Path, what: str, model: Path, other: Path, tensor: int, limit_s: float = 280, kv_gib: int = 1, **more) -> dict:
+    """What came of one engine's job."""
+    spec = load_model_spec(model)
+    arguments = {
+        "model": str(model), "dtype": "float32", "tensor_parallel_size": tensor, "max_model_len": 64, "max_num_seqs": 16, "seed": 0,
+        "skip_tokenizer_init": True, "generation_config": "vllm", "logprobs_mode": "processed_logprobs", "disable_log_stats": True,
+        "distributed_executor_backend": "mp", **get_hosting("cpu").engine_arguments(64, 1024),
+    }  # fmt: skip
+    job = {
+        "what": what, "model": str(model), "other": str(other), "arguments": arguments, "vocab_size": spec.vocab_size,
+        "expected": [[t.name, t.shape] for t in tensor_specs(spec)], "setup": setup_of(model, "float32", ONE_RANK, tensor, 1) | {"transport": {"kind": "shm", "name": "none"}}, **more,
+    }  # fmt: skip
+    file = folder / "job.json"
+    file.write_text(json.dumps(job))
+    environment = os.environ | get_hosting("cpu").engine_environment(0, 1, tensor, kv_gib) | {
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])]), "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1",
+        "VLLM_HOST_IP": "127.0.0.1", "VLLM_LOGGING_LEVEL": "ERROR",
+    }  # fmt: skip
+    with (folder / "log").open("w+") as log:
+        process = subprocess.Popen(
+            [sys.executable, str(HERE / "engine_sleep.py"), str(file)], env=environment, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            status = process.wait(timeout=limit_s)
+        finally:
+            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):  # a driver that failed leaves vLLM's workers behind
+                segments = shared_memory_below(process.pid)
+                os.killpg(process.pid, signal.SIGKILL)
+                remove_all(segments)
+        assert status == 0, log.seek(0) or log.read()[-6000:]
+    return json.loads(file.with_suffix(".out").read_text())
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["TP1", "TP2"])
+def walked(request, tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("sleep")
+    model, other = checkpoints(folder, tiny_moe(), torch.float32)
+    return start(folder, "walk", model, other, request.param) | {"tensor": request.param}
+
+
+def test_after_sleep_and_sync_an_engine_holds_and_says_the_bits_of_before(walked):
+    start, other, model, other_slowly, model_slowly = walked["prints"][:5]
+    assert other != start and len(start) > 30 * walked["tensor"]
+    assert other == other_slowly and model == model_slowly
+    assert {k: v for k, v in model.items() if v != start[k]} == {}
+    answers = walked["answers"]
+    assert answers[1] != answers[0] and answers[1] == answers[3] and answers[0] == answers[2] == answers[4]
+
+
+def test_memory_leaves_with_the_sleep_and_comes_back_in_two_parts(walked):
+    for cycle in walked["memory"]:
+        for awake, asleep, weights, cache in zip(walked["awake"], cycle["asleep"], cycle["weights"], cycle["cache"], strict=True):
+            kv = (1 << 30) // 1
+            assert asleep["live_bytes"] < 0.05 * awake["live_bytes"]
+            assert asleep["live_bytes"] < weights["live_bytes"] < 0.05 * awake["live_bytes"] + 8 * MIB
+            assert abs(cache["live_bytes"] - awake["live_bytes"]) < MIB
+            assert awake["resident_bytes"] - asleep["resident_bytes"] > 0.9 * (awake["live_bytes"] - asleep["live_bytes"]) - kv * 0.05
+
+
+def test_the_ledger_misses_nothing_that_the_collector_would_find(walked):
+    for counted, awake in zip(walked["counted"], walked["awake"], strict=True):
+        assert abs(counted["all"] + counted["packed"] - awake["live_bytes"]) < 64 * 1024
+        assert counted["packed"] > 0
+
+
+def test_a_sleeping_worker_refuses_updates_by_name_and_the_engine_before_it(walked):
+    assert all("engine 0 is ASLEEP and refuses" in said for said in walked["asleep_refuses"])
+    assert "start_weight_update: this worker's weights are asleep; first wake_weights" in walked["worker_refuses"]
+
+
+def test_woken_without_a_sync_every_form_that_a_kernel_reads_is_nan_and_the_cache_zero(walked):
+    for worker in walked["nan"]:
+        assert len(worker) > 20 and any(name.endswith("<packed>") for name in worker)
+        assert [name for name, is_nan in worker.items() if not is_nan] == []
+    assert all(walked["cache_is_zero"])
+
+
+def test_a_forgotten_sync_is_refused_and_forced_past_the_fence_shows_as_nan_in_every_answer(walked):
+    generate, commit = walked["forgotten"]
+    assert "engine 0 is FENCED and refuses generate" in generate and "no whole update has reached it" in commit
+    assert len(walked["forced"]) == 12 and all(probs and set(probs) == {"nan"} for _, probs in walked["forced"])
+
+
+def test_after_such_answers_the_next_sleep_and_sync_makes_everything_right(walked):
+    assert walked["answers"][5] == walked["answers"][0] and walked["prints"][5] == walked["prints"][0]
+
+
+def test_transports_can_be_connected_again_while_there_are_no_weights_to_read_back(walked):
+    assert walked["connected_asleep"] == ""
+
+
+def test_requests_in_flight_are_aborted_by_a_sleep_and_reported(walked):
+    assert walked["aborted"] == 12 and "put to sleep while it generated" in walked["told"]
+
+
+def test_requests_in_flight_and_new_ones_outlast_a_pause_bit_for_bit(walked):
+    assert walked["done_in_pause"] == [False, False]
+    assert walked["answers"][6] == walked["answers"][0] and walked["answers"][7] == walked["answers"][0]
