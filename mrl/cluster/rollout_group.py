@@ -85,7 +85,7 @@ class RolloutGroup:
         on_batch(batch)
 
     def load_weights(self, buckets: Iterable[tuple[ray.ObjectRef, str]]) -> int:
-        """Hands every engine full HF tensors; returns bytes received, all engines together. `commit_loaded` completes it.
+        """Hands every engine full HF tensors; returns bytes received, all engines together. `commit` completes it.
 
         `buckets`: a reference to the bytes of a safetensors file as a uint8 array, and their SHA-256.
 
@@ -95,10 +95,6 @@ class RolloutGroup:
         moved = sum(sum(self.call("load_bucket", data, sha256)) for data, sha256 in buckets)
         self.call("finish_update")
         return moved
-
-    def commit_loaded(self, version: int) -> None:
-        """From here on every engine serves `version`, which `load_weights` brought there."""
-        self.commit(version)
 
     def commit(self, version: int) -> None:
         """From here on every engine serves `version`. Each of them holds it already; see VllmEngine.receive_weights."""

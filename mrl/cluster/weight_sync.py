@@ -1,7 +1,7 @@
 """One weight sync over all ranks and engines: agree on a plan, move the weights, compare digests, commit a version.
 
 Fencing: an engine that takes weights holds no version from the first byte on and refuses to generate
-(VllmEngine.fence); only the commit, which comes when every engine is verified, gives it one again. An engine
+(FENCED of mrl.vllm.engine_state); only the commit, which comes when every engine is verified, gives it one again. An engine
 whose sync failed stays fenced and is synced once more from the first round. What it then holds is read back whatever
 reshard.verify_every says. When that fails too, the run stops with the reason and can be resumed.
 """
@@ -86,10 +86,7 @@ class WeightSync:
 
     def commit(self, version: int) -> None:
         """From here on every engine serves `version`, which `transfer` brought there."""
-        if self.config.reshard.path == "fast":
-            self.engines.commit(version)
-        else:
-            self.engines.commit_loaded(version)
+        self.engines.commit(version)
         self._syncs += 1
 
     def _slow(self) -> dict[str, float]:

@@ -21,8 +21,8 @@ from mrl.reshard.execute import Receiver, wire_views
 from mrl.reshard.messages import Message
 from mrl.reshard.setup import SyncSetup
 from mrl.vllm import receive
-from mrl.vllm.leftovers import shared_memory_below
 from mrl.vllm.handshake import HandshakeError, check_loader
+from mrl.vllm.leftovers import shared_memory_below
 from mrl.vllm.load_layout import layers_of
 from mrl.vllm.receive import adapter_module
 

@@ -32,9 +32,10 @@ def start(folder: Path, what: str, model: Path, other: Path, tensor: int, limit_
         "skip_tokenizer_init": True, "generation_config": "vllm", "logprobs_mode": "processed_logprobs", "disable_log_stats": True,
         "distributed_executor_backend": "mp", **get_hosting("cpu").engine_arguments(64, 1024),
     }  # fmt: skip
+    setup = setup_of(model, "float32", ONE_RANK, tensor, 1) | {"transport": {"kind": "shm", "name": "none"}}
     job = {
         "what": what, "model": str(model), "other": str(other), "arguments": arguments, "vocab_size": spec.vocab_size,
-        "expected": [[t.name, t.shape] for t in tensor_specs(spec)], "setup": setup_of(model, "float32", ONE_RANK, tensor, 1) | {"transport": {"kind": "shm", "name": "none"}}, **more,
+        "expected": [[t.name, t.shape] for t in tensor_specs(spec)], "setup": setup, **more,
     }  # fmt: skip
     file = folder / "job.json"
     file.write_text(json.dumps(job))
