@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mrl.cli.main import main
+from mrl.cli.validate import check_config
 from mrl.config.load import load_config
 from mrl.config.rules import violations
 from mrl.config.schema import RunConfig, leaf
@@ -121,6 +122,17 @@ def test_an_imported_script_validates(name, tmp_path):
     _, resolved = imported(name, tmp_path, given)
     model, _ = planning_model_spec(resolved.config.model.path)
     assert violations(resolved, model) == []
+
+
+AWAITED = ("cluster.placement: colocated", "rollout.data_parallel_size above 1 (use")
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_nothing_stands_between_an_imported_script_and_training(name, tmp_path):
+    given = {"NNODES": "4"} if name == "gspo_30b_megatron" else {}
+    broken, remarks = check_config(imported(name, tmp_path, given)[1])
+    refused = [remark.partition("cannot do this yet: ")[2] for remark in remarks if "cannot do this yet" in remark]
+    assert broken == [] and [why for why in refused if not why.startswith(AWAITED)] == []
 
 
 def test_two_nodes_cannot_hold_the_layout_of_source_004(tmp_path):

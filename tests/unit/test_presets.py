@@ -118,6 +118,16 @@ def test_what_cannot_run_yet_is_named(path, world, capsys):
     assert missing or "separate" in path.stem
 
 
+AWAITED = ("cluster.placement: colocated", "rollout.data_parallel_size above 1 (use")
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=IDS)
+def test_nothing_else_stands_between_a_preset_and_training(path, world, capsys):
+    code, found = answer(capsys, "validate", str(path))
+    refused = [note.partition("cannot do this yet: ")[2] for note in found["notes"] if "cannot do this yet" in note]
+    assert (code, found["violations"], [why for why in refused if not why.startswith(AWAITED)]) == (0, [], [])
+
+
 def test_a_colocated_preset_is_not_trained_in_silence(world, capsys, tmp_path):
     """On a checkpoint that is there, so that nothing else stands in the way."""
     (tmp_path / "rows.jsonl").write_text("{}\n")

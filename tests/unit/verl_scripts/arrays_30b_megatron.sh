@@ -28,7 +28,7 @@ ACTOR=(
     actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2
     actor_rollout_ref.actor.megatron.expert_model_parallel_size=4
 )
-ACTOR+=(actor_rollout_ref.actor.optim.lr=2e-6)
+ACTOR+=(actor_rollout_ref.actor.optim.lr=2e-6 actor_rollout_ref.actor.megatron.optimizer_offload=True)
 LAUNCH=(python3)
 if [ "${VERL_USE_UV:-1}" != 0 ]; then
     uv sync --extra vllm --extra megatron --frozen
