@@ -187,12 +187,13 @@ def _time_lines(plan: dict[str, Any]) -> Iterator[str]:
 
 def _sync_lines(sync: dict[str, Any]) -> Iterator[str]:
     link = sync["link_bytes_per_second"]
+    steps = ", ".join(f"{name.replace('_', ' ')} {seconds:.3g}" for name, seconds in sync["seconds_of"].items())
     here = f", {_size(sync['bytes_local'])} inside devices" if sync["bytes_local"] else ""
     yield (
         f"sync: {_size(sync['bytes_required'])} required, {_size(sync['bytes_moved'])} moved, {_size(sync['bytes_remote'])} of it "
         f"between nodes{here}, in {sync['rounds']} rounds; "
-        f"predicted {sync['predicted_seconds']:.3g} s (bound {sync['bound_seconds']:.3g} s) at {link['between_nodes'] / 1e9:.3g} GB/s "
-        f"between nodes, {link['inside_node'] / 1e9:.3g} inside one"
+        f"predicted {sync['predicted_seconds']:.3g} s: {steps} (wire at least {sync['bound_seconds']:.3g} s) at "
+        f"{link['between_nodes'] / 1e9:.3g} GB/s between nodes, {link['inside_node'] / 1e9:.3g} inside one"
     )
     yield f"  {_spread('rank', 'sends', sync['sent_bytes'])}, stages at most {_size(sync['peak_staging_bytes_trainer'])}"
     yield f"  {_spread('worker', 'receives', sync['received_bytes'])}, stages at most {_size(sync['peak_staging_bytes_engine'])}"

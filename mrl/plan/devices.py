@@ -1,7 +1,8 @@
 """What a plan knows of hardware: figures of devices, and the shares of them that it assumes.
 
 Figures are published ones, in mrl/plan/devices.json, each with its source. Every plan prints the assumptions that it
-used. Predicted times are no better than these.
+used. Predicted times are no better than these. What two devices of a node exchange through host memory is set at what
+falls to each when all copy at once: some 500 GB/s of a host, written and read.
 """
 
 import json
@@ -14,6 +15,18 @@ from mrl.model.layout import TrainLayout
 from mrl.units import GIB, MIB
 
 _FILE = Path(__file__).with_name("devices.json")
+
+
+@dataclass(frozen=True)
+class SyncRates:
+    """Bytes per second of what one process does to weights in a sync, beside moving them.
+
+    On accelerators nobody has measured them: they are set as 10, 4 and 10 passes over the device's memory.
+    """
+
+    digest: float = 335e9  # as they are sent, or as they arrive
+    finalise: float = 838e9  # vLLM puts them into its kernels' layout
+    read_back: float = 335e9  # what the engine then holds is read and digested
 
 
 @dataclass(frozen=True)
@@ -30,6 +43,8 @@ class Device:
     memory_rate: float  # bytes per second
     node_rate: float  # bytes per second to a device of the same node
     network_rate: float  # bytes per second to another node
+    host_path_rate: float  # bytes per second through host memory to another process of the node, all its devices at once
+    sync: "SyncRates"
     devices_per_node: int
     host_memory: int  # bytes of a node
     source: str
@@ -76,6 +91,8 @@ def _device(name: str, row: dict) -> Device:
         memory_rate=row["memory_gb_per_s"] * 1e9,
         node_rate=row["node_link_gb_per_s"] * 1e9,
         network_rate=row["network_gb_per_s"] * 1e9,
+        host_path_rate=row["host_path_gb_per_s"] * 1e9,
+        sync=SyncRates(*(row[f"{step}_gb_per_s"] * 1e9 for step in ("digest", "finalise", "read_back"))),
         devices_per_node=row["devices_per_node"],
         host_memory=row["host_memory_gib"] * GIB,
         source=row["source"],

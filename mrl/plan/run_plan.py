@@ -23,6 +23,7 @@ from mrl.plan.plan_inputs import BatchPlan, PlanInputs, batch_plan, device_for, 
 from mrl.plan.suggest_fixes import fitting_changes
 from mrl.plan.sync_times import Link, reshard_summary
 from mrl.plan.times import bubble_share, mean_lengths, phase_seconds, step_flops
+from mrl.platforms.hosting import get_hosting
 from mrl.reshard.plan import ReshardPlan, Topology, plan_reshard
 from mrl.units import GIB
 
@@ -124,13 +125,24 @@ def _sync(inputs: PlanInputs) -> dict[str, Any]:
     """
     begun = perf_counter()
     plan = reshard_plan_of(inputs.config, inputs.model, inputs.train)
-    return reshard_summary(plan, link_of(inputs), plan_seconds=perf_counter() - begun)
+    return reshard_summary(plan, link_of(inputs), inputs.device.sync, plan_seconds=perf_counter() - begun)
 
 
 def link_of(inputs: PlanInputs) -> Link:
-    """The rates of a device's links; a copy on the device reads and writes its memory."""
+    """The rates between two processes on one device, on two of a node, on two nodes, by the transport that serves each
+    pair (mrl.reshard.setup.route): shared memory of the host inside a node, unless another is asked for, and the
+    device's own memory on one device where its processes can open each other's. A copy there reads and writes it.
+    """
     device, share = inputs.device, inputs.assumptions.link_share
-    return Link(device.network_rate * share, device.node_rate * share, device.memory_rate * share / 2)
+    shares, kind = get_hosting(device.platform).shares_device_memory, inputs.config.reshard.transport
+    through_host, on_device = device.host_path_rate * share, device.memory_rate * share / 2
+    by_kind = {
+        "p2p": (device.node_rate * share, device.node_rate * share),
+        "ipc": (device.node_rate * share, on_device) if shares else (through_host, through_host),
+        "shm": (through_host, through_host),
+        "auto": (through_host, on_device if shares else through_host),
+    }
+    return Link(device.network_rate * share, *by_kind[kind])
 
 
 def reshard_plan_of(config: RunConfig, model: ModelSpec, train: TrainLayout) -> ReshardPlan:

@@ -1,6 +1,7 @@
-"""Predicted cost of a weight sync, beside the lower bound of any plan without relays.
+"""Predicted cost of a weight sync, beside the lower bound that its bytes have in any plan without relays.
 
-Seconds are predictions for a stated link.
+Seconds are predictions for stated rates: of the wire, round after round; and of what every process does to its bytes,
+which no wire hides: digests, vLLM's processing, reading back what the engines then hold.
 """
 
 from collections import defaultdict
@@ -9,8 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from mrl.plan.devices import SyncRates
 from mrl.reshard.plan import ReshardPlan
 from mrl.reshard.streams import REMOTE, SAME_DEVICE, SAME_NODE, TIERS
+
+H100_RATES = SyncRates()
 
 
 @dataclass(frozen=True)
@@ -33,13 +37,17 @@ class Link:
         return rates
 
 
-def reshard_summary(plan: ReshardPlan, link: Link = Link(), plan_seconds: float | None = None) -> dict[str, Any]:
+def reshard_summary(
+    plan: ReshardPlan, link: Link = Link(), rates: SyncRates = H100_RATES, plan_seconds: float | None = None
+) -> dict[str, Any]:
     """The `reshard` part of `mrl plan --json`.
 
-    `predicted_seconds` is the plan's wire time under `link`, pack and unpack hidden behind it; `bound_seconds` the
-    least that its bytes need when every one of them crosses the link once.
+    `predicted_seconds` is a whole verified sync, the sum of `seconds_of`: the plan's wire time under `link`, pack and
+    unpack hidden behind it, and the steps at `rates`. `bound_seconds` is the least that its bytes need on the wire when
+    every one of them crosses it once, those that are at hand none.
     """
     loads = plan.loads
+    seconds = {"wire": wire_seconds(plan, link)} | step_seconds(plan, rates)
     return {
         "bytes_required": plan.bytes_required,
         "bytes_moved": plan.bytes_moved,
@@ -50,9 +58,11 @@ def reshard_summary(plan: ReshardPlan, link: Link = Link(), plan_seconds: float 
         "peak_staging_bytes": plan.peak_staging_bytes,
         "peak_staging_bytes_trainer": plan.peak_staging_of(loads.sent),
         "peak_staging_bytes_engine": plan.peak_staging_of(loads.received),
-        "predicted_seconds": round(predicted_seconds(plan, link), 6),
+        "predicted_seconds": round(sum(seconds.values()), 6),
+        "seconds_of": {name: round(value, 6) for name, value in seconds.items()},
         "bound_seconds": round(bound_seconds(plan, link), 6),
         "link_bytes_per_second": asdict(link),
+        "step_bytes_per_second": asdict(rates),
         "sent_bytes": loads.sent.sum(axis=(0, 1)).tolist(),  # of each rank
         "received_bytes": loads.received.sum(axis=(0, 1)).tolist(),  # of each worker
         "plan_seconds": plan_seconds,
@@ -60,13 +70,26 @@ def reshard_summary(plan: ReshardPlan, link: Link = Link(), plan_seconds: float 
     }
 
 
-def predicted_seconds(plan: ReshardPlan, link: Link) -> float:
+def wire_seconds(plan: ReshardPlan, link: Link) -> float:
     """Round after round, each as long as its busiest device needs in one direction of one kind of link."""
     busiest = np.zeros((len(TIERS), plan.num_rounds))
     for loads, devices in ((plan.loads.sent, plan.devices.rank_device), (plan.loads.received, plan.devices.worker_device)):
         for device in np.unique(devices):
             busiest = np.maximum(busiest, loads[:, :, devices == device].sum(axis=2))
     return float((busiest / link.rates[:, None]).max(axis=0).sum())
+
+
+def step_seconds(plan: ReshardPlan, rates: SyncRates) -> dict[str, float]:
+    """What the busiest process needs beside the wire. A worker digests what arrives, and a rank, meanwhile, what it sent;
+    the rest is the workers' alone, one step after the other.
+    """
+    received = int(plan.loads.received.sum(axis=(0, 1)).max())
+    sent = int(plan.loads.sent.sum(axis=(0, 1)).max())
+    return {
+        "digest": max(received, sent) / rates.digest,
+        "finalise": received / rates.finalise,
+        "read_back": received / rates.read_back,
+    }
 
 
 def bound_seconds(plan: ReshardPlan, link: Link) -> float:

@@ -6,7 +6,8 @@ Four ways to choose who sends, for each colocated preset. `even`: every replica 
 where it knows no places; it deals replicas out in worker order, which by luck is the order of the nodes where both are
 as many. `near`: the nearest replica, engines in the usual order. `ordered`, which `mrl plan` and a run use: also, the
 workers of each engine are laid over the devices of its node so that more is there already. Seconds are predictions for
-the preset's device; those of `even` are what its busiest worker needs for what it receives.
+the preset's device and reshard.transport, which is auto: through the host's memory inside a node, and by device memory
+on one device. Those of `even` are what its busiest worker needs for what it receives.
 """
 
 import argparse
@@ -18,11 +19,12 @@ import numpy as np
 
 from mrl.config.load import load_config
 from mrl.config.places import cluster_shape, rank_places
+from mrl.config.schema import RunConfig
 from mrl.model import planning_model_spec
 from mrl.model.device_grid import engine_places
 from mrl.plan.plan_inputs import PlanInputs, device_for, sync_budget
 from mrl.plan.run_plan import link_of
-from mrl.plan.sync_times import predicted_seconds
+from mrl.plan.sync_times import step_seconds, wire_seconds
 from mrl.reshard.messages import Topology
 from mrl.reshard.plan import ReshardPlan, plan_reshard
 from mrl.reshard.schedule import Loads
@@ -51,13 +53,21 @@ def measure(preset: str) -> dict:
     plans = {"blind": standing(planned(None), near), "near": near, "ordered": planned(Topology(ranks, ordered))}
     facts = {"preset": preset, "device": inputs.device.name, "placement": config.cluster.placement}
     even = evenly(near)
-    found = {name: _row(plan.loads.received.sum(axis=(1, 2)), predicted_seconds(plan, link)) for name, plan in plans.items()}
-    return facts | {"even": _row(even.sum(axis=1), float((even / link.rates[:, None]).max()))} | found
+    found = {name: _row(plan.loads.received.sum(axis=(1, 2)), wire_seconds(plan, link)) for name, plan in plans.items()}
+    through_devices = link_of(replace(inputs, config=with_transport(config, "ipc")))
+    found["ordered"]["wire_over_ipc_s"] = round(wire_seconds(plans["ordered"], through_devices), 4)
+    steps = {name: round(seconds, 4) for name, seconds in step_seconds(plans["ordered"], inputs.device.sync).items()}
+    return facts | {"even": _row(even.sum(axis=1), float((even / link.rates[:, None]).max()))} | found | {"steps_s": steps}
+
+
+def with_transport(config: RunConfig, kind: str) -> RunConfig:
+    """The same with another reshard.transport."""
+    return config.model_copy(update={"reshard": config.reshard.model_copy(update={"transport": kind})})
 
 
 def _row(by_tier: np.ndarray, seconds: float) -> dict:
     names = {"bytes_local": SAME_DEVICE, "bytes_in_node": SAME_NODE, "bytes_remote": REMOTE}
-    return {name: round(float(by_tier[tier])) for name, tier in names.items()} | {"predicted_wire_seconds": round(seconds, 6)}
+    return {name: round(float(by_tier[tier])) for name, tier in names.items()} | {"wire_s": round(seconds, 4)}
 
 
 def evenly(plan: ReshardPlan) -> np.ndarray:
@@ -108,7 +118,10 @@ def main() -> None:
         for name in ("even", "blind", "near", "ordered"):
             plan = row[name]
             sizes = (f"{plan[key] / 1e9:8.1f} GB" for key in ("bytes_local", "bytes_in_node", "bytes_remote"))
-            print(f"{row['preset']:28} {name:8} {' '.join(sizes)} {plan['predicted_wire_seconds']:9.4f}")
+            print(f"{row['preset']:28} {name:8} {' '.join(sizes)} {plan['wire_s']:9.4f}")
+        steps = ", ".join(f"{name.replace('_', ' ')} {seconds:.3f} s" for name, seconds in row["steps_s"].items())
+        ipc = row["ordered"]["wire_over_ipc_s"]
+        print(f"{row['preset']:28} beside the wire: {steps}; ordered with reshard.transport ipc: wire {ipc:.4f} s")
 
 
 if __name__ == "__main__":

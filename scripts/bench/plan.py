@@ -78,7 +78,7 @@ def measure(trainer: Trainer, tensor: int, data: int, expert: int, link: Link) -
         "json_bytes": len(text),
         "bytes_of_a_worker": received,
         "ingress_seconds": received / link.between_nodes,
-        "predicted_over_bound": summary["predicted_seconds"] / summary["bound_seconds"],
+        "predicted_over_bound": summary["seconds_of"]["wire"] / summary["bound_seconds"],
     }  # fmt: skip
 
 
@@ -101,7 +101,7 @@ def main() -> None:
     for row in rows:
         print(
             f"{row['trainer']:38} {row['rollout']:20} {row['bytes_of_a_worker'] / 1e9:6.2f} {row['ingress_seconds']:8.4f} "
-            f"{row['bound_seconds']:8.4f} {row['predicted_seconds']:9.4f} {row['predicted_over_bound']:6.3f} {row['rounds']:6d} "
+            f"{row['bound_seconds']:8.4f} {row['seconds_of']['wire']:9.4f} {row['predicted_over_bound']:6.3f} {row['rounds']:6d} "
             f"{row['plan_seconds']:7.2f} {row['json_bytes'] / 1e6:8.2f}"
         )
     print(

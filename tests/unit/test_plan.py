@@ -235,7 +235,8 @@ def test_the_command_says_what_the_sync_will_cost_each_side(preset, capsys):
     main(["plan", str(preset)])
     shown = capsys.readouterr().out
     assert f"sync: {sync['bytes_required'] / 1e6:.3g} MB required, {sync['bytes_moved'] / 1e6:.3g} MB moved" in shown
-    assert f"in {sync['rounds']} rounds; predicted {sync['predicted_seconds']:.3g} s (bound {sync['bound_seconds']:.3g} s) at " in shown
+    assert f"in {sync['rounds']} rounds; predicted {sync['predicted_seconds']:.3g} s: wire " in shown
+    assert f"(wire at least {sync['bound_seconds']:.3g} s) at " in shown
     assert f"each of 2 ranks sends {_span(sync['sent_bytes'])}" in shown
     assert f"stages at most {sync['peak_staging_bytes_trainer'] / 1e6:.3g} MB" in shown
     assert f"each of {len(sync['received_bytes'])} workers receives {_span(sync['received_bytes'])}" in shown
