@@ -508,6 +508,42 @@ def test_a_place_that_the_grammar_cannot_read_is_told_and_forbids_the_answer_val
     assert not found["ok"] and fault in found["warnings"] and not found["violations"]
 
 
+LAUNCH = "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=Qwen/Qwen3-8B "
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (LAUNCH + "trainer.nnodes=2 $MORE", "line 1: ${MORE}: depends on MORE, which the script does not set"),
+        (LAUNCH + "trainer.nnodes=2 nonsense", "line 1: nonsense: no override (key=value), and not read"),
+        (LAUNCH + "$(cat overrides)", "line 1: $(cat overrides): depends on $(cat overrides), which the script does not set"),
+        ("A=(trainer.nnodes=2)\n[ $KL ] && A+=(algorithm.use_kl_in_reward=True)\n" + LAUNCH + '"${A[@]}"',
+         "line 2: ${A: algorithm.use_kl_in_reward=True}: depends on KL"),
+    ],
+)  # fmt: skip
+def test_a_word_that_is_not_understood_is_told_and_forbids_the_answer_valid(capsys, tmp_path, text, fault):
+    (tmp_path / "s.sh").write_text(text + "\n")
+    code, out, _ = run(capsys, "import-verl", str(tmp_path / "s.sh"), "-o", str(tmp_path / "out.yaml"))
+    assert code == 2 and f"warning: {fault}" in out and "1 places that cannot be read" in out.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("given", "tail"), [(["--set", "MORE="], "$MORE"), ([], '"$@"'), ([], "${MORE:-}"), ([], "> log 2>&1 &"), ([], "\\ ")]
+)
+def test_words_that_come_to_nothing_are_not_missed(capsys, tmp_path, given, tail):
+    (tmp_path / "s.sh").write_text(LAUNCH + f"trainer.nnodes=2 --config-name ppo_trainer {tail}\n")
+    found = json.loads(run(capsys, "import-verl", str(tmp_path / "s.sh"), "--json", *given)[1])
+    assert not [w for w in found["warnings"] if "not read" in w]
+
+
+def test_a_string_of_overrides_with_one_unknown_part_loses_none_of_them():
+    """Keys behind the unknown part were once taken for its value, or for nothing."""
+    text = 'ARGS="trainer.nnodes=2 trainer.default_local_dir=$ROOT/x trainer.save_freq=7"\n' + LAUNCH + "$ARGS"
+    out = import_script(text, "s", {})
+    assert (out.values["cluster.nnodes"], out.values["trainer.save_freq"], out.faults) == (2, 7, ())
+    assert [(e.key, e.value) for e in out.of("unknown")] == [("trainer.default_local_dir", "${ROOT}/x")]
+
+
 @pytest.mark.parametrize("source", ["none.sh", "not an override"])
 def test_a_source_that_is_neither_file_nor_override_is_refused(capsys, source):
     code, _, err = run(capsys, "import-verl", source)

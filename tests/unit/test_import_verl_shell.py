@@ -131,6 +131,39 @@ def test_a_branch_that_ends_the_script_is_not_the_one_that_was_taken():
     assert only_command(text).words[1].text == "2"
 
 
+def texts(script: str, **given: str) -> list[tuple[str, set[str]]]:
+    return [(w.text, set(w.missing)) for w in only_command(script, **given).words[1:]]
+
+
+def test_a_text_with_one_unknown_part_is_cut_where_the_shell_would_cut_it():
+    script = 'A="a.b=1 c.d=$ROOT/x e.f=$((NODES * 2)) g=$(date +%d %m) h=2"\nshow $A "$A"'
+    *cut, whole = texts(script)
+    assert cut == [
+        ("a.b=1", set()), ("c.d=${ROOT}/x", {"ROOT"}), ("e.f=$((NODES * 2))", {"NODES"}), ("g=$(date +%d %m)", {"A"}), ("h=2", set()),
+    ]  # fmt: skip
+    assert whole[1] == {"ROOT", "NODES", "A"}
+    assert [text for text, _ in texts(script, ROOT="/r", NODES="2")][:3] == ["a.b=1", "c.d=/r/x", "e.f=4"]
+
+
+def test_branches_leave_of_an_array_what_they_share_and_one_item_for_the_rest():
+    script = 'A=(a=1 b=2)\nif [ "$KL" = 1 ]; then A+=(k=1 l=2); else A+=(m=$X); fi\nA+=(z=9)\nshow "${A[@]}"'
+    assert texts(script) == [("a=1", set()), ("b=2", set()), ("${A: k=1 l=2 m=${X}}", {"KL"}), ("z=9", set())]
+    assert texts(script, KL="1") == [(text, set()) for text in ("a=1", "b=2", "k=1", "l=2", "z=9")]
+
+
+@pytest.mark.parametrize(
+    ("branch", "missing"),
+    [
+        ('[ "$KL" = 1 ] && A="$A k=1"', {"KL"}),
+        ("case $M in x) A+=' k=1' ;; esac", {"M"}),
+        ("case $M in x) A+=' k=1' ;; *) ;; esac", {"M"}),
+        ("[ -f here ] && A+=' k=1'", {"a condition that decides about A"}),
+    ],
+)
+def test_branches_leave_of_a_text_what_was_there_before_and_one_word_for_what_was_added(branch, missing):
+    assert texts(f"A='a=1 b=2'\n{branch}\nshow $A") == [("a=1", set()), ("b=2", set()), ("${A: k=1}", missing)]
+
+
 def test_a_file_that_is_sourced_is_reported():
     (remark,) = read_script("\nsource env.sh\nshow a", "s.sh", {}).remarks
     assert remark.startswith("s.sh:2: source env.sh")

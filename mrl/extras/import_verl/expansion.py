@@ -72,6 +72,35 @@ def unset(name: str) -> Value:
 Variable = Value | tuple[Value, ...]
 
 
+def _words(value: Value) -> list[Value]:
+    """A value outside quotes: cut at blanks, but for those inside of what stands for something unknown."""
+    texts = _cut_at_blanks(value.text)
+    if len(texts) == 1:
+        return [value]
+    found = [frozenset(name for name in value.missing if name in text) for text in texts]
+    nowhere = value.missing.difference(*found)  # names that only a calculation knows: any piece with something unknown may have them
+    return [
+        Value(text, names | nowhere if "$" in text and not names else names, value.line) for text, names in zip(texts, found, strict=True)
+    ]
+
+
+def _cut_at_blanks(text: str) -> list[str]:
+    """`text.split()` that leaves `${...}` and `$(...)` whole."""
+    pieces, start, depth, i = [], 0, 0, 0
+    while i < len(text):
+        if text[i] == "$" and text[i + 1 : i + 2] in ("{", "("):
+            depth, i = depth + 1, i + 1
+        elif depth and text[i] in "{(":
+            depth += 1
+        elif depth and text[i] in "})":
+            depth -= 1
+        elif not depth and text[i].isspace():
+            pieces.append(text[start:i])
+            start = i + 1
+        i += 1
+    return [piece for piece in (*pieces, text[start:]) if piece]
+
+
 class Expander:
     """Expands words against a mapping of variables. `${x:=y}` writes to it, nothing else does."""
 
@@ -105,9 +134,7 @@ class Expander:
         if part.kind == "variable" and (items := self.all_items(part)) is not None:
             return [item.at(item.line or line) for item in items]
         value = self.part(part, line)
-        if part.quoted or part.kind == "text" or not value.known or len(value.text.split()) == 1:
-            return [value]
-        return [Value(text, line=value.line) for text in value.text.split()]
+        return [value] if part.quoted or part.kind == "text" else _words(value)
 
     def all_items(self, part: WordPart) -> tuple[Value, ...] | None:
         """The items of `$@` or `${array[@]}`; None of another variable, and of a quoted `*`, which is one text."""

@@ -81,6 +81,7 @@ class _Reader:
         self.commands: list[Launch] = []
         self.remarks: list[str] = []
         self.steps = self.depth = 0
+        self.doubt: frozenset[str] = frozenset()  # variables that the last condition without an outcome depends on
 
     def remark(self, line: int, text: str) -> None:
         entry = f"{self.name}:{line}: {text}"
@@ -127,11 +128,12 @@ class _Reader:
 
     def chain(self, chain: Chain) -> bool | None:
         status: bool | None = True
+        self.doubt = frozenset()
         for operator, command in chain.links:
             if operator == "" or status is (operator == "&&"):
                 status = self.command(command)
             elif status is None:
-                status = self.maybe(lambda c=command: self.command(c))
+                status = self.maybe(lambda c=command: self.command(c), self.doubt)
         return status
 
     def pipe(self, pipe: Pipe) -> bool | None:
@@ -141,12 +143,13 @@ class _Reader:
 
     def if_(self, node: If) -> bool | None:
         for i, (condition, body) in enumerate(node.branches):
+            self.doubt = frozenset()
             status = self.block(condition)
             if status is True:
                 return self.block(body)
             if status is None:
                 rest = If(node.branches[i + 1 :], node.otherwise)
-                return self.either([lambda b=body: self.block(b), lambda r=rest: self.if_(r)])
+                return self.either([lambda b=body: self.block(b), lambda r=rest: self.if_(r)], self.doubt)
         return self.block(node.otherwise)
 
     def case(self, node: Case) -> bool | None:
@@ -162,7 +165,9 @@ class _Reader:
         if not bodies:
             return True
         self.remark(node.line, f"which branch is taken depends on {', '.join(sorted(value.missing))}")
-        return self.either([lambda b=b: self.block(b) for b in bodies])
+        ends_all = any(word.text == "*" for patterns, _ in node.branches for word in map(self.expander.text, patterns))
+        nothing = [] if ends_all else [lambda: None]
+        return self.either([*(lambda b=b: self.block(b) for b in bodies), *nothing], value.missing)
 
     def for_(self, node: For) -> bool | None:
         for value in self.expander.fields(node.words):
@@ -170,11 +175,14 @@ class _Reader:
             self.block(node.body)
         return True
 
-    def maybe(self, action: Callable[[], bool | None]) -> bool | None:
-        return self.either([action, lambda: None])
+    def maybe(self, action: Callable[[], bool | None], doubt: frozenset[str] = frozenset()) -> bool | None:
+        return self.either([action, lambda: None], doubt)
 
-    def either(self, actions: Sequence[Callable[[], bool | None]]) -> None:
-        """Follows each action from the present variables; afterwards only what all of them agree on is known."""
+    def either(self, actions: Sequence[Callable[[], bool | None]], doubt: frozenset[str]) -> None:
+        """Follows each action from the present variables; afterwards only what all of them agree on is known.
+
+        `doubt`: the variables that would tell which of them is taken, where they are known.
+        """
         before, ends = dict(self.variables), []
         for action in actions:
             self.restore(before)
@@ -188,7 +196,7 @@ class _Reader:
         self.restore(ends[0])
         for name in {name for end in ends for name in end}:
             if any(end.get(name) != ends[0].get(name) for end in ends):
-                self.variables[name] = Value(f"${{{name}}}", frozenset((name,)))
+                self.variables[name] = _common(name, [end.get(name, ()) for end in ends], doubt)
 
     def while_(self, node: While) -> bool | None:
         """A loop over arguments (`while [ $# -gt 0 ]`) is left out where there are none; the end of any other is not known."""
@@ -198,7 +206,7 @@ class _Reader:
         if status is node.until:
             return True
         self.remark(node.line, "a loop whose end cannot be known: what it sets is unknown")
-        return self.maybe(lambda: self.block(node.body))
+        return self.maybe(lambda: self.block(node.body), self.doubt)
 
     def simple(self, command: Simple) -> bool | None:
         words = list(command.words)
@@ -282,16 +290,42 @@ class _Reader:
     def truth(self, value: Value, line: int) -> bool | None:
         """Of `((...))`, which is true where it is not zero."""
         if not value.known:
+            self.doubt = value.missing
             self.remark(line, f"a condition depends on {', '.join(sorted(value.missing))}")
             return None
         return value.text != "0"
 
     def test(self, fields: list[Value], line: int) -> bool | None:
         arguments = [f for f in fields if f.text not in ("]", "]]")]
-        if missing := sorted(frozenset().union(*(a.missing for a in arguments))):
-            self.remark(line, f"a condition depends on {', '.join(missing)}")
+        if missing := frozenset().union(*(a.missing for a in arguments)):
+            self.doubt = missing
+            self.remark(line, f"a condition depends on {', '.join(sorted(missing))}")
             return None
         return _test([a.text for a in arguments])
+
+
+def _common(name: str, values: Sequence[Variable], doubt: frozenset[str]) -> Variable:
+    """What a variable is after branches that leave it different: of arrays, and of texts that were added to, what all have comes first.
+
+    Behind it stands one unknown item with what only some have, so that whoever uses the variable says that it is lost.
+    """
+    if all(isinstance(value, tuple) for value in values):
+        shared = [item for item in values[0] if all(item in value for value in values[1:])]
+        rest = [item for value in values for item in value if item not in shared]
+        return (*shared, _some(name, rest, doubt))
+    if not all(isinstance(value, Value) for value in values):
+        return unset(name)
+    head = min(values, key=lambda value: len(value.text))
+    if "=" not in head.text or not all(f"{value.text} ".startswith(f"{head.text} ") for value in values):
+        return unset(name)
+    rest = [Value(value.text.removeprefix(head.text).strip(), line=value.line) for value in values if value.text != head.text]
+    return head + Value(" ") + _some(name, rest, doubt)
+
+
+def _some(name: str, items: Sequence[Value], doubt: frozenset[str]) -> Value:
+    """Stands for items of which nobody knows which there are."""
+    texts = " ".join(dict.fromkeys(item.text for item in items))
+    return Value(f"${{{name}: {texts}}}", doubt or frozenset((f"a condition that decides about {name}",)), items[0].line)
 
 
 def _assignment(word: Word) -> tuple[str, Word, bool] | None:

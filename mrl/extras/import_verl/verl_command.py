@@ -24,6 +24,9 @@ _ENTRY = re.compile(
 )
 _OTHER_VERL = re.compile(r"verl\.(trainer|model_merger|experimental)\b[\w.]*|recipe\.[\w.]+")
 _OVERRIDE = re.compile(r"(\+\+?|~)?([A-Za-z_][\w@/-]*(?:\.[\w@/-]+)*)=(.*)", re.DOTALL)
+# Options of Hydra's command line whose value may be a word of its own
+_WITH_VALUE = frozenset(("--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd", "--package", "-p", "--cfg", "-c"))
+_SHOWN = 80  # characters of a word that is not read
 _STRUCTURED = re.compile(r"\s*[\[{'\"]")
 _PLAIN = re.compile(r"\s*(?:[-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?|[Tt]rue|[Ff]alse|null|TRUE|FALSE)\s*")
 
@@ -51,7 +54,7 @@ class VerlCommand:
 
 def from_script(script: Script, name: str) -> VerlCommand:
     """The one command of a script that starts verl's RL training. Raises ConfigError where there is none, or more than one."""
-    launches = [(launch, entry) for launch in script.commands if (entry := _entry(launch)) is not None]
+    launches = [(launch, entry) for launch in script.commands if (entry := _entry(launch.words)) is not None]
     if not launches and (inner := _inside(script, name)) is not None:
         return from_script(inner, name)
     if not launches:
@@ -61,7 +64,7 @@ def from_script(script: Script, name: str) -> VerlCommand:
         raise ConfigError(
             f"{name}: starts verl more than once (lines {lines}); give one script a run, or the variable that chooses by --set"
         )
-    launch, entry = launches[-1]
+    launch, (entry, _) = launches[-1]
     stray = [word for other in script.commands if other.line > launch.line and _strays(other) for word in other.words]
     remarks = list(script.remarks)
     if stray:
@@ -70,28 +73,44 @@ def from_script(script: Script, name: str) -> VerlCommand:
             "taken as it was meant"
         )
     command = from_words([*launch.words, *stray], entry)
-    return VerlCommand(entry, command.config_name, command.overrides, (*remarks, *command.remarks), script.faults)
+    remarks += command.remarks
+    return VerlCommand(entry, command.config_name, command.overrides, tuple(remarks), (*script.faults, *command.faults))
 
 
 def from_words(words: Sequence[Value], entry: str = "") -> VerlCommand:
-    """The overrides among the words of a command."""
+    """The overrides among the words of a command, behind the module `entry` where there is one."""
     overrides: dict[str, Override] = {}
-    config_name, remarks = "", []
-    names = [word.text for word in words]
-    for i, word in enumerate(words):
+    config_name, remarks, faults = "", [], []
+    found = _entry(words)
+    rest = list(words[found[1] + 1 :]) if found is not None else list(words)
+    while rest:
+        word = rest.pop(0)
         option, _, value = word.text.partition("=")
-        if option in ("--config-name", "-cn"):
-            config_name = value or (names[i + 1] if i + 1 < len(names) else "")
-        elif option.startswith("-"):
-            continue
-        elif (match := _OVERRIDE.fullmatch(word.text)) is not None and not _is_launcher_word(names[:i], entry):
+        if option.startswith("-"):
+            if option in _WITH_VALUE and not value:
+                value = rest.pop(0).text if rest else ""
+            config_name = value if option in ("--config-name", "-cn") else config_name
+        elif (match := _OVERRIDE.fullmatch(word.text)) is not None:
             override = Override(match[2], hydra_value(match[3]), word.line, word.missing)
             if match[2] in overrides and overrides[match[2]].value != override.value:
                 remarks.append(f"line {word.line}: {match[2]} is set again; the later value wins, as with verl")
             overrides.pop(match[2], None)
             if match[1] != "~":
                 overrides[match[2]] = override
-    return VerlCommand(entry, config_name, tuple(overrides.values()), tuple(remarks))
+        elif word.text.strip():
+            faults.append(_not_read(word))
+    return VerlCommand(entry, config_name, tuple(overrides.values()), tuple(remarks), tuple(faults))
+
+
+def _not_read(word: Value) -> str:
+    """A word that is neither an option nor an override: what it may hold is lost."""
+    text = word.text if len(word.text) <= _SHOWN else f"{word.text[:_SHOWN]}..."
+    if not word.missing:
+        return f"line {word.line}: {text}: no override (key=value), and not read"
+    names = sorted(word.missing)
+    hint = " ".join(f"--set {name}=..." for name in names if name.isidentifier())
+    cure = f"; give {hint} (nothing behind = where it is empty)" if hint else "; give what it comes to as overrides behind the script"
+    return f"line {word.line}: {text}: depends on {', '.join(names)}, which the script does not set, so its overrides are not read{cure}"
 
 
 def hydra_value(text: str) -> Any:
@@ -191,13 +210,13 @@ def says_megatron(command: VerlCommand, keys: Mapping[str, Override]) -> bool:
     return named or said or any((key.startswith(MEGATRON) and key.endswith("parallel_size")) or key.startswith(TRANSFORMER) for key in keys)
 
 
-def _entry(launch: Launch) -> str | None:
-    """The module of verl's that a command starts, `-m module` or its file; None of another command."""
-    names = [word.text for word in launch.words]
-    for before, name in zip(["", *names], names, strict=False):
+def _entry(words: Sequence[Value]) -> tuple[str, int] | None:
+    """The module of verl's that a command starts, `-m module` or its file, and its place among the words; None of another command."""
+    names = [word.text for word in words]
+    for i, (before, name) in enumerate(zip(["", *names], names, strict=False)):
         module = name.removesuffix(".py").replace("/", ".").lstrip(".") if name.endswith(".py") else name
         if (before == "-m" or name.endswith(".py")) and (match := _ENTRY.search(module)):
-            return match[0]
+            return match[0], i
     return None
 
 
@@ -225,8 +244,3 @@ def _why_not(script: Script) -> str:
 
 def _strays(launch: Launch) -> bool:
     return all(_OVERRIDE.fullmatch(word.text) for word in launch.words)
-
-
-def _is_launcher_word(before: Sequence[str], entry: str) -> bool:
-    """A word ahead of the module: an option's value of python, ray or torchrun."""
-    return bool(entry) and not any(name == "-m" or name.endswith(".py") for name in before)
