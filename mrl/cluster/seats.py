@@ -81,9 +81,10 @@ def shared_seats(config: RunConfig) -> SharedSeats:
     hosting, (ranks, workers) = get_hosting(config.cluster.device), rank_places(config)
     reserved = reserve(device_bundles(config, hosting), config.cluster.start_timeout_s)
     try:
-        places = shared_devices(config)
-        bundles = bundles_of_places(places, reserved.nodes)
         names = _device_names(reserved, hosting, config.cluster.start_timeout_s)
+        ascending = sorted(range(len(names)), key=lambda bundle: (len(names[bundle]), names[bundle]))  # CANN knows no other order
+        places = shared_devices(config)
+        bundles = [ascending[i] for i in bundles_of_places(places, [reserved.nodes[bundle] for bundle in ascending])]
     except BaseException:
         reserved.release()
         raise

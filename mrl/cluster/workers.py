@@ -21,6 +21,7 @@ from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
 from mrl.model.hub import local_folder
 from mrl.platforms import prepare_process
+from mrl.platforms.process_memory import ProcessMemory, note_baseline
 
 WRITING = "writing"  # the methods that a rank answers in a thread of their own, while it trains
 
@@ -77,6 +78,7 @@ class ActorWorker:
         self.config = self.config.model_copy(update={"model": model.model_copy(update={"override_transformer_config": own})})
         from mrl.megatron.actor import MegatronActor
 
+        note_baseline()
         self.actor = MegatronActor(self.config, self.rank, self.config.actor.layout.world_size, master_addr, master_port)
         if checkpoint is not None:
             from mrl.checkpoint.rank_load import load_rank
@@ -108,6 +110,10 @@ class ActorWorker:
     def bring(self, *kinds: str) -> None:
         """See MegatronActor.bring."""
         self.actor.bring(*kinds)
+
+    def memory(self) -> ProcessMemory:
+        """See MegatronActor.memory; the copy of a checkpoint is on the host too."""
+        return self.actor.memory(self.host_copy.tensors.values() if self.host_copy else ())
 
     def export_buckets(self, limit_bytes: int) -> Iterator[str | np.ndarray]:
         """Full HF tensors in safetensors buckets of about `limit_bytes`; only rank 0 yields, the others take part.

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from mrl.config.schema import RunConfig
 
 _MISSING: tuple[tuple[Callable[[RunConfig], bool], str], ...] = (
-    (lambda c: c.cluster.placement == "colocated", "cluster.placement: colocated (use separate)"),
     (lambda c: c.rollout.data_parallel_size > 1, "rollout.data_parallel_size above 1 (use more num_engines)"),
     (
         lambda c: c.rollout.tensor_model_parallel_size > c.cluster.n_gpus_per_node,

@@ -133,6 +133,21 @@ def _placement(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation("rollout.num_engines", "cannot be placed on the nodes", why, allowed)
 
 
+def _shared_devices(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    tp, per_node = config.rollout.tensor_model_parallel_size, config.cluster.n_gpus_per_node
+    if config.cluster.placement == "colocated" and per_node % tp:
+        allowed = nearest(tp, per_node, lambda v: per_node % v == 0)
+        why = "every device of a rank has a worker, and an engine's tensor workers share a node"
+        yield Violation(_TP, f"must divide cluster.n_gpus_per_node = {per_node} with cluster.placement colocated", why, allowed)
+
+
+def _own_devices(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    tp, per_node = config.rollout.tensor_model_parallel_size, config.cluster.n_gpus_per_node
+    if config.cluster.placement == "separate" and config.cluster.device != "cpu" and tp > per_node:
+        why = "an engine's tensor workers share a node: vLLM's executors over several hang (vllm-project/vllm#50835)"
+        yield Violation(_TP, f"must be at most cluster.n_gpus_per_node = {per_node}", why, nearest(tp, per_node, lambda v: v <= per_node))
+
+
 def _log_probs(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     if not config.rollout.calculate_log_probs:
         why = f"read by {', '.join(log_prob_readers(config))}; the engine computes them anyway"
@@ -265,6 +280,8 @@ ROLLOUT_RULES = (
     _experts,
     _cluster,
     _placement,
+    _shared_devices,
+    _own_devices,
     _log_probs,
     _filters,
     _vllm_arguments,

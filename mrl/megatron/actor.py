@@ -1,9 +1,10 @@
 """The trained model on one rank: log-probabilities, updates, and its weights under Hugging Face names."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from mrl.model import load_model_spec
 from mrl.model.hf_files import check_same_architecture
 from mrl.model.layout import TrainLayout
 from mrl.platforms import get_platform
+from mrl.platforms.process_memory import ProcessMemory, process_memory
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,11 @@ class MegatronActor:
         """
         with self.residence.using(*kinds):
             pass
+
+    def memory(self, on_host: Iterable[torch.Tensor] = ()) -> ProcessMemory:
+        """What this rank's process holds. `on_host`: more that lies on the host for good, beside the places of what was offloaded."""
+        frozen = self.reference.pieces if self.reference and self.config.ref.param_offload else ()
+        return process_memory(self.platform.name, chain(on_host, self.residence.on_host, frozen))
 
     @needs(PARAMETERS)
     def log_probs(self, batch: TrainBatch) -> RowResult | None:

@@ -143,6 +143,11 @@ class Residence:
             raise RuntimeError(f"{', '.join(busy)} cannot leave the device: in use")
         self._leave(self.switched)
 
+    @property
+    def on_host(self) -> Iterator[Tensor]:
+        """The places on the host, of what has left the device at least once."""
+        return (piece for buffer in self._buffers.values() for piece in buffer.pieces)
+
     def require(self, *kinds: str) -> None:
         """Raises RuntimeError when one of them is not on the device: what computes on emptied storages crashes or is wrong."""
         if gone := [kind for kind in kinds if kind in self._emptied]:
@@ -266,6 +271,11 @@ class FrozenWeights:
         for storage, buffer in zip(self._storages, self._buffers, strict=True):
             buffer.exchange(bytes_of(storage))
         self._synchronize()
+
+    @property
+    def pieces(self) -> Iterator[Tensor]:
+        """What the copy consists of, on the host or on the device."""
+        return (piece for buffer in self._buffers for piece in buffer.pieces)
 
     def digest(self) -> str:
         """SHA-256 of the frozen weights' storages, padding included."""

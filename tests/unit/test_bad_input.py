@@ -120,7 +120,7 @@ SETTINGS = [
     ("actor.layout.tensor_model_parallel_size=3", 2, ["actor.layout", "= 3", "allowed: "]),
     ("actor.layout.world_size=3", 2, ["actor.layout.world_size", "= 3"]),
     ("actor.ppo_mini_batch_size=5", 2, ["actor.ppo_mini_batch_size = 5", "must divide data.train_batch_size = 32", "allowed: 1, 2, 4, 8"]),
-    ("cluster.placement=colocated", 2, ["cannot do this yet", "use separate"]),
+    ("cluster.placement=colocated", 4, [REACHED]),
     ("model.path=elsewhere", 4, ["elsewhere/config.json does not exist (no such directory"]),
     ("data.train_files=none.jsonl", 2, ["data.train_files", "none.jsonl is not a file that can be read", "current directory"]),
     ("data.train_batch_size=128", 3, ["data.train_batch_size is 128 prompts and the data has 64"]),

@@ -258,6 +258,14 @@ def test_actor_and_engines_fit_the_cluster():
     assert any("5 of 8 devices" in note for note in notes(resolved, TINY_MODEL))
 
 
+def test_an_engines_tensor_workers_share_a_node():
+    rollout = "rollout.tensor_model_parallel_size"
+    shared = only("cluster.placement=colocated", "cluster.n_gpus_per_node=3", f"{rollout}=2", "rollout.num_engines=1")
+    assert (shared.field, shared.allowed) == (rollout, (1, 3)) and "cluster.n_gpus_per_node = 3" in shared.rule
+    wide = only(*GPU, "cluster.nnodes=3", "cluster.n_gpus_per_node=2", f"{rollout}=4")
+    assert (wide.field, wide.allowed) == (rollout, (1, 2)) and "hang" in wide.why
+
+
 def test_prompt_and_response_fit_the_models_positions():
     assert broken("data.max_response_length=112") == []
     assert only("data.max_response_length=113").allowed == (112,)
@@ -341,7 +349,7 @@ def test_files_are_looked_for_only_when_asked(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "override",
     [
-        "cluster.placement=colocated", "rollout.data_parallel_size=2",
+        "rollout.data_parallel_size=2",
     ],
 )  # fmt: skip
 def test_what_cannot_be_trained_yet_is_told_by_its_key(override):

@@ -242,12 +242,12 @@ def test_an_unknown_device_lists_those_that_are_known(capsys):
 # --- the answer ----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_legal_preset_shows_its_batch_and_what_cannot_run_yet(capsys):
+def test_a_legal_preset_shows_its_batch(capsys):
     code, out, _ = run(capsys, "validate", str(BASE))
     # 256 x 16; four mini-batches of 64 x 16; world 32 / TP2 = DP16
     assert code == 0 and out.splitlines()[-1] == "ok"
     assert "batch: 256 prompts x 16 = 4096 samples a step, 4 updates of 1024 samples, DP 16: 64 samples a rank" in out
-    assert "mrl train cannot do this yet: cluster.placement: colocated" in out
+    assert "cannot do this yet" not in out
     assert "the published configuration of Qwen3-30B-A3B stands in for it" in out
 
 
