@@ -544,6 +544,66 @@ def test_a_string_of_overrides_with_one_unknown_part_loses_none_of_them():
     assert [(e.key, e.value) for e in out.of("unknown")] == [("trainer.default_local_dir", "${ROOT}/x")]
 
 
+# --- the file that a script names ----------------------------------------------------------------------------------------------
+
+
+def launched(arguments: str, module: str = "verl.trainer.main_ppo", name: str = "s"):
+    return import_script(f"python3 -m {module} actor_rollout_ref.model.path=Qwen/Qwen3-8B {arguments}", name, {})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ours"),
+    [
+        ("--config-name=gsm8k_multiturn_grpo", {"data.max_response_length": 1024, "data.train_batch_size": 256}),
+        (
+            "--config-name gsm8k_multiturn_grpo.yaml data.train_batch_size=64",
+            {"data.max_response_length": 1024, "data.train_batch_size": 64},
+        ),
+        ("-cn search_multiturn_grpo --config-path=$HERE/config", {"data.shuffle": False}),
+        ("--config-name=ppo_megatron_trainer", {LAYOUT + "tensor_model_parallel_size": None, "data.train_batch_size": 1024}),
+    ],
+)
+def test_verls_own_files_are_known_by_name(arguments, ours):
+    out = launched(arguments)
+    assert {key: out.values.get(key) for key in ours} == ours and not out.faults
+    turns = [e for e in out.of("unsupported") if e.key == ROLLOUT + "multi_turn.enable"]
+    assert len(turns) == ("multiturn" in arguments), "several turns are switched on in the file, and are not here"
+
+
+def test_a_file_at_hand_is_read_with_those_it_builds_on(tmp_path):
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "mine.yaml").write_text(
+        "hydra: {searchpath: [x]}\ndefaults: [base, override model_engine: megatron, _self_]\n"
+        "data: {train_batch_size: 48, gen_batch_size: '${data.train_batch_size}'}\n"
+    )
+    (tmp_path / "conf" / "base.yaml").write_text("defaults: [ppo_trainer, _self_]\ndata: {train_batch_size: 5, max_prompt_length: 77}\n")
+    out = launched("--config-path conf --config-name mine data.max_response_length=99", name=str(tmp_path / "s.sh"))
+    assert not out.faults and not out.lacks_layout  # Megatron's degrees are the script's, which are all 1
+    assert [out.values[f"data.{key}"] for key in ("train_batch_size", "max_prompt_length", "max_response_length")] == [48, 77, 99]
+    assert any("the configuration mine sets" in w and "data.train_batch_size=48" in w for w in out.warnings)
+
+
+@pytest.mark.parametrize("text", ["defaults: [nowhere, _self_]\n", None])
+def test_a_file_that_is_not_at_hand_forbids_the_answer_valid(tmp_path, text):
+    if text:
+        (tmp_path / "mine.yaml").write_text(text)
+    out = launched("--config-path=. --config-name=mine", name=str(tmp_path / "s.sh"))
+    (fault,) = out.faults
+    assert fault.startswith(f"--config-name {'nowhere' if text else 'mine'}: that file is not at hand")
+
+
+@pytest.mark.parametrize("module", ["recipe.one_step_off_policy.main_ppo", "verl.experimental.one_step_off_policy.main_ppo"])
+def test_a_trainer_that_generates_ahead_has_engines_of_their_own_and_is_said_not_to_be_here(module):
+    out = launched("trainer.nnodes=1 trainer.n_gpus_per_node=6 rollout.nnodes=1 rollout.n_gpus_per_node=2", module)
+    assert [e.key for e in out.of("unsupported")] == [module]
+    ours = {"cluster.placement": "separate", "cluster.n_gpus_per_node": 8, "algorithm.anchor": "rollout", LAYOUT + "world_size": 6}
+    assert {key: out.values[key] for key in ours} == ours
+
+
+def test_dapo_by_its_entry_point_has_the_reward_manager_of_its_file():
+    assert launched("", "recipe.dapo.main_dapo").values["reward.reward_manager"] == "dapo"
+
+
 @pytest.mark.parametrize("source", ["none.sh", "not an override"])
 def test_a_source_that_is_neither_file_nor_override_is_refused(capsys, source):
     code, _, err = run(capsys, "import-verl", source)

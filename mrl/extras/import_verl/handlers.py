@@ -438,6 +438,8 @@ HANDLERS: dict[str, Handler] = {
     R + "enable_rollout_routing_replay": _replay,
     R + "nnodes": _separate,
     R + "n_gpus_per_node": _separate,
+    "rollout.nnodes": _separate,
+    "rollout.n_gpus_per_node": _separate,
     "actor_rollout_ref.hybrid_engine": _separate,
     "algorithm.filter_groups.metric": _metric,
     "algorithm.gamma": _gamma,

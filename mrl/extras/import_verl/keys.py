@@ -289,6 +289,10 @@ ROWS: dict[str, KeyRow] = {
     "distillation.enabled": _missing("no distillation here", False),
     "distillation.": _nothing("no distillation here"),
     "async_training.": _missing("every step waits for its own responses"),
+    "rollout.nnodes": _SPECIAL,
+    "rollout.n_gpus_per_node": _SPECIAL,
+    "rollout.n": _implied("is actor_rollout_ref.rollout.n"),
+    "rollout.total_rollout_steps": _missing("the length of a run is trainer.total_training_steps or total_epochs", None),
 }  # fmt: skip
 
 

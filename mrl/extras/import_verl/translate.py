@@ -43,6 +43,8 @@ _DEFAULTS: dict[str, Any] = {
     "cluster.n_gpus_per_node": 8,
     "cluster.device": "cuda",
 }
+# Entry points that generate ahead of training, by a part of their names
+_ASYNCHRONOUS = {"one_step_off": "generates one step ahead", "fully_async": "generates while it trains"}
 # Files that the run reads: a text with an unset variable in it stands for them until it is replaced.
 _FILES = {"model.path", "data.train_files", "data.val_files", "reward.custom_reward_function.path"}
 _NEEDED = {"data.train_batch_size", "data.max_prompt_length", "data.max_response_length", "actor.ppo_mini_batch_size"}
@@ -83,6 +85,8 @@ def translate(
         chosen = choose_layout(plain.model_path or "", plain.device, plain.devices, preset)
         out.lacks_layout = chosen is None
     settings = _settings(plain, chosen, out)
+    if ahead := next((why for part, why in _ASYNCHRONOUS.items() if part in command.entry), None):
+        out.leave("unsupported", command.entry, None, f"{ahead}; every step waits here for its own responses")
     for override in command.overrides:
         _translate_override(override, out, settings)
     _defaults(out, settings)
@@ -194,7 +198,8 @@ def _defaults(out: Import, settings: VerlSettings) -> None:
 def _devices(out: Import, settings: VerlSettings) -> None:
     """World size, placement and number of engines: verl's actor takes all devices of the trainer, and its engines the same ones."""
     per_node, engine = settings.value("trainer.n_gpus_per_node", 8), _engine_workers(out)
-    own = settings.value(R + "nnodes", 0) * settings.value(R + "n_gpus_per_node", per_node)
+    nodes, own_per_node = _engine_nodes(settings)
+    own = nodes * own_per_node
     world, separate = settings.devices, own > 0
     out.put("implied", "", LAYOUT + "world_size", world, "all devices of the trainer")
     out.put("implied", "", "cluster.placement", "separate" if separate else "colocated", "how verl places engines")
@@ -206,10 +211,18 @@ def _devices(out: Import, settings: VerlSettings) -> None:
         _beside(out, settings, per_node)
 
 
+def _engine_nodes(settings: VerlSettings) -> tuple[int, int]:
+    """Nodes of the engines' own and their devices, of the newer keys or of those of the asynchronous trainers; 0 nodes: the actor's."""
+    per_node = settings.value("trainer.n_gpus_per_node", 8)
+    return (
+        settings.value(R + "nnodes", settings.value("rollout.nnodes", 0)),
+        settings.value(R + "n_gpus_per_node", settings.value("rollout.n_gpus_per_node", per_node)),
+    )
+
+
 def _beside(out: Import, settings: VerlSettings, per_node: int) -> None:
     """The cluster of actor and engines beside each other: on nodes of their own where these are alike, else sharing the same nodes."""
-    nodes, own_nodes = settings.value("trainer.nnodes", 1), settings.value(R + "nnodes", 0)
-    own_per_node = settings.value(R + "n_gpus_per_node", per_node)
+    nodes, (own_nodes, own_per_node) = settings.value("trainer.nnodes", 1), _engine_nodes(settings)
     if own_per_node == per_node:
         out.put("implied", "", "cluster.nnodes", nodes + own_nodes, "nodes of the actor and of the engines")
     else:

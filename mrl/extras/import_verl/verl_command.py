@@ -5,7 +5,7 @@ What of a value is not known stands beside it.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +13,7 @@ from mrl.config.yaml_tree import parse_yaml
 from mrl.errors import ConfigError
 from mrl.extras.import_verl.expansion import Value
 from mrl.extras.import_verl.keys import MEGATRON, TRANSFORMER, A, M, R
+from mrl.extras.import_verl.named_config import named_config
 from mrl.extras.import_verl.shell import Launch, Script, read_script
 from mrl.model import ModelSpec
 from mrl.model.layout import LayoutDegrees
@@ -26,6 +27,7 @@ _OTHER_VERL = re.compile(r"verl\.(trainer|model_merger|experimental)\b[\w.]*|rec
 _OVERRIDE = re.compile(r"(\+\+?|~)?([A-Za-z_][\w@/-]*(?:\.[\w@/-]+)*)=(.*)", re.DOTALL)
 # Options of Hydra's command line whose value may be a word of its own
 _WITH_VALUE = frozenset(("--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd", "--package", "-p", "--cfg", "-c"))
+_LONG = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
 _SHOWN = 80  # characters of a word that is not read
 _STRUCTURED = re.compile(r"\s*[\[{'\"]")
 _PLAIN = re.compile(r"\s*(?:[-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?|[Tt]rue|[Ff]alse|null|TRUE|FALSE)\s*")
@@ -72,24 +74,23 @@ def from_script(script: Script, name: str) -> VerlCommand:
             f"{name}:{stray[0].line}: the shell ends the command above at the comment inside it, so verl never got what follows; it is "
             "taken as it was meant"
         )
-    command = from_words([*launch.words, *stray], entry)
-    remarks += command.remarks
-    return VerlCommand(entry, command.config_name, command.overrides, tuple(remarks), (*script.faults, *command.faults))
+    command = from_words([*launch.words, *stray], entry, name)
+    return replace(command, remarks=(*remarks, *command.remarks), faults=(*script.faults, *command.faults))
 
 
-def from_words(words: Sequence[Value], entry: str = "") -> VerlCommand:
-    """The overrides among the words of a command, behind the module `entry` where there is one."""
+def from_words(words: Sequence[Value], entry: str = "", script: str = "") -> VerlCommand:
+    """The overrides among the words of a command, behind the module `entry` where there is one, over those of the file it names."""
     overrides: dict[str, Override] = {}
-    config_name, remarks, faults = "", [], []
+    options: dict[str, Value] = {}
+    remarks, faults = [], []
     found = _entry(words)
     rest = list(words[found[1] + 1 :]) if found is not None else list(words)
     while rest:
         word = rest.pop(0)
         option, _, value = word.text.partition("=")
         if option.startswith("-"):
-            if option in _WITH_VALUE and not value:
-                value = rest.pop(0).text if rest else ""
-            config_name = value if option in ("--config-name", "-cn") else config_name
+            given = Value(value, word.missing, word.line)
+            options[_LONG.get(option, option)] = rest.pop(0) if option in _WITH_VALUE and not value and rest else given
         elif (match := _OVERRIDE.fullmatch(word.text)) is not None:
             override = Override(match[2], hydra_value(match[3]), word.line, word.missing)
             if match[2] in overrides and overrides[match[2]].value != override.value:
@@ -99,7 +100,11 @@ def from_words(words: Sequence[Value], entry: str = "") -> VerlCommand:
                 overrides[match[2]] = override
         elif word.text.strip():
             faults.append(_not_read(word))
-    return VerlCommand(entry, config_name, tuple(overrides.values()), tuple(remarks), tuple(faults))
+    config_name = options["--config-name"].text if "--config-name" in options else ""
+    named = named_config(config_name, options.get("--config-path", options.get("--config-dir")), entry, script)
+    below = [Override(key, value, 0) for key, value in named.values.items() if key not in overrides]
+    remarks += [named.said] if named.said else []
+    return VerlCommand(entry, config_name, (*below, *overrides.values()), tuple(remarks), (*named.faults, *faults))
 
 
 def _not_read(word: Value) -> str:
