@@ -155,7 +155,7 @@ class ActorWorker:
         agreed = SyncSetup.from_json(setup)
         agreed.check_hash(plan_hash, f"rank {self.rank}")
         if self.sender is not None:
-            self.sender.end.close()
+            self.sender.close()
         shards = LocalParameters(self.actor.chunks)
         shards.check(local_shapes(source_shards(agreed.model, agreed.train_layout, self.rank)))
         with self.actor.residence.using(PARAMETERS):

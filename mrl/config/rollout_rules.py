@@ -7,11 +7,11 @@ from mrl.errors import ConfigError, Violation, nearest
 from mrl.model import ModelSpec
 from mrl.model.device_grid import ClusterShape, engine_places
 from mrl.model.layout import RolloutLayout
+from mrl.platforms.hosting import get_hosting
 
 _TP, _EP = "rollout.tensor_model_parallel_size", "rollout.expert_parallel_size"
 _CPU_MULTIPLE = 32  # of vLLM's CPU kernels
 _CPU_TENSOR = (1, 2)
-_ONE_HOST = ("shm", "ipc")  # transports
 _UNFILTERED = {"top_p": 1.0, "top_k": -1}
 _RENORMALISED = (
     "a filter leaves words out and scales the rest up: the engine's log-probs are renormalised on the filtered set, training's are not"
@@ -41,8 +41,13 @@ def rollout_notes(config: RunConfig, model: ModelSpec) -> Iterator[str]:
 
 def reshard_notes(config: RunConfig) -> Iterator[str]:
     """A transport that the device does not have."""
-    if config.reshard.transport == "ipc" and config.cluster.device != "cuda":
-        yield f"reshard.transport ipc: {config.cluster.device} has no device memory to share; weights go through shared memory of the host"
+    reach = get_hosting(config.cluster.device).memory_reach
+    if config.reshard.transport == "ipc" and reach != "node":
+        between = "no" if reach == "process" else "no other"
+        yield (
+            f"reshard.transport ipc: a process of {config.cluster.device} can open {between} device's memory; weights go through shared "
+            "memory of the host there"
+        )
 
 
 def cluster_devices(config: RunConfig) -> int:
@@ -268,9 +273,9 @@ def _cpu_sizes(config: RunConfig, model: ModelSpec) -> Iterator[tuple[str, int]]
 
 def _transport(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     kind, nodes = config.reshard.transport, config.cluster.nnodes
-    if kind in _ONE_HOST and nodes > 1:
+    if kind == "shm" and nodes > 1:
         why = f"{kind} connects processes of one host, and cluster.nnodes is {nodes}"
-        yield Violation("reshard.transport", "must be auto or p2p on more than one node", why, ("auto", "p2p"))
+        yield Violation("reshard.transport", "must be auto, p2p or ipc on more than one node", why, ("auto", "p2p", "ipc"))
 
 
 ROLLOUT_RULES = (

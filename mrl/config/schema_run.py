@@ -151,7 +151,10 @@ class ReshardConfig(Section):
     )
     transport: Literal["auto", "shm", "p2p", "ipc"] = key(
         "auto",
-        "How two processes exchange bytes; auto: the nearest that connects them; p2p: torch.distributed.",
+        "How two processes exchange bytes; auto: device memory on one device, shared memory on one host, else p2p, which is "
+        "torch.distributed; ipc: the same, and device memory between all devices of a host.",
+        advice="auto, which opens no other device's memory. On CUDA nodes whose devices are linked ipc spares host memory most of "
+        "a colocated sync: `mrl plan` predicts both.",
     )
     budget_mb: int = key(
         256,

@@ -17,6 +17,7 @@ from mrl.plan.model_state import stage_numel
 from mrl.plan.plan_inputs import BatchPlan, PlanInputs, precision_of, sync_budget
 from mrl.plan.step_batch import host_batch_bytes
 from mrl.platforms.hosting import get_hosting
+from mrl.reshard.setup import pair_route
 
 
 def host_section(
@@ -73,8 +74,7 @@ def _worker_terms(inputs: PlanInputs, engine: EngineMemory, place: Place, ranks:
 
 
 def _receives_through_host(inputs: PlanInputs, place: Place, ranks: Sequence[Place]) -> bool:
-    """Whether a rank of the worker's node sends to it through shared memory; see mrl.reshard.setup.route."""
-    shares, kind = get_hosting(inputs.device.platform).shares_device_memory, inputs.config.reshard.transport
-    if inputs.config.reshard.path != "fast" or kind == "p2p" or (shares and kind == "ipc"):
-        return False
-    return any(other.node == place.node and not (shares and other == place) for other in ranks)
+    """Whether a rank of the worker's node sends to it through shared memory."""
+    reach, kind = get_hosting(inputs.device.platform).memory_reach, inputs.config.reshard.transport
+    fast = inputs.config.reshard.path == "fast"
+    return fast and any(pair_route(kind, rank, place, reach) == "shm" for rank in ranks if rank.node == place.node)

@@ -25,6 +25,7 @@ from mrl.plan.sync_times import Link, reshard_summary
 from mrl.plan.times import bubble_share, mean_lengths, phase_seconds, step_flops
 from mrl.platforms.hosting import get_hosting
 from mrl.reshard.plan import ReshardPlan, Topology, plan_reshard
+from mrl.reshard.setup import pair_route
 from mrl.units import GIB
 
 FORMAT = 1
@@ -130,19 +131,14 @@ def _sync(inputs: PlanInputs) -> dict[str, Any]:
 
 def link_of(inputs: PlanInputs) -> Link:
     """The rates between two processes on one device, on two of a node, on two nodes, by the transport that serves each
-    pair (mrl.reshard.setup.route): shared memory of the host inside a node, unless another is asked for, and the
-    device's own memory on one device where its processes can open each other's. A copy there reads and writes it.
+    such pair. A copy within a device reads and writes its memory.
     """
     device, share = inputs.device, inputs.assumptions.link_share
-    shares, kind = get_hosting(device.platform).shares_device_memory, inputs.config.reshard.transport
-    through_host, on_device = device.host_path_rate * share, device.memory_rate * share / 2
-    by_kind = {
-        "p2p": (device.node_rate * share, device.node_rate * share),
-        "ipc": (device.node_rate * share, on_device) if shares else (through_host, through_host),
-        "shm": (through_host, through_host),
-        "auto": (through_host, on_device if shares else through_host),
-    }
-    return Link(device.network_rate * share, *by_kind[kind])
+    kind, reach = inputs.config.reshard.transport, get_hosting(device.platform).memory_reach
+    here, neighbour = (pair_route(kind, Place(0, 0), Place(0, number), reach) for number in (0, 1))
+    rates = {"p2p": device.node_rate, "ipc": device.node_rate, "shm": device.host_path_rate}
+    on_device = device.memory_rate / 2 if here == "ipc" else rates[here]
+    return Link(device.network_rate * share, rates[neighbour] * share, on_device * share)
 
 
 def reshard_plan_of(config: RunConfig, model: ModelSpec, train: TrainLayout) -> ReshardPlan:

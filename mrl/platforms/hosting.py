@@ -8,9 +8,12 @@ MindSpeed core_r0.16.0 and CANN 9.1.
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from mrl.errors import EnvironmentFault
+
+# Other processes can open a process's device memory not at all, if they use the same device, or on any of the node.
+Reach = Literal["process", "device", "node"]
 
 _VISIBLE = {"GPU": "CUDA_VISIBLE_DEVICES", "NPU": "ASCEND_RT_VISIBLE_DEVICES"}  # by what Ray calls the accelerator
 
@@ -51,7 +54,7 @@ class Hosting:
     device: str  # also the dialect in which an engine's final weights are described
     ray_resource: str | None  # what Ray calls the accelerator
     checks_batch_order: bool  # generation must not depend on what else is in the batch; only CPU can promise it
-    shares_device_memory: bool = False  # processes can open each other's; as mrl.platforms.transfer does
+    memory_reach: Reach = "process"  # how far device memory can be opened from another process; mrl.platforms.transfer does it
     orders_devices: bool = True  # a process may be shown devices in any order; CANN takes them ascending only
     returns_routes: bool = True  # vLLM itself returns routed experts; on CPU its model runner that does so lacks Triton
 
@@ -120,8 +123,8 @@ def cpu_binding(cores: list[int], engine_id: int, engines: int, workers: int) ->
 
 _HOSTING = {
     "cpu": Hosting("cpu", None, checks_batch_order=True, returns_routes=False),
-    "cuda": Hosting("cuda", "GPU", checks_batch_order=False, shares_device_memory=True),
-    "npu": Hosting("npu", "NPU", checks_batch_order=False, orders_devices=False),
+    "cuda": Hosting("cuda", "GPU", checks_batch_order=False, memory_reach="node"),
+    "npu": Hosting("npu", "NPU", checks_batch_order=False, memory_reach="device", orders_devices=False),
 }
 
 

@@ -5,6 +5,7 @@ Apart from the platforms themselves because it is used in engine processes too, 
 """
 
 import base64
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -14,11 +15,11 @@ from torch import Tensor
 
 from mrl.errors import EnvironmentFault
 
+_NO_DEVICE = "the CPU has no device memory to share; the pair goes through a shared-memory file"
+
 
 class Transfer(Protocol):
     """One kind of device."""
-
-    shares_memory: bool  # processes can open each other's device memory
 
     @property
     def device(self) -> torch.device:
@@ -30,17 +31,22 @@ class Transfer(Protocol):
     def point_to_point_group(self, store: dist.Store, number: int, size: int, timeout_s: float, host: str) -> dist.Backend:
         """A process group that is registered nowhere. `host`: where the store is."""
 
+    def arena(self, nbytes: int) -> Tensor:
+        """uint8 [nbytes] on this device, in memory that other processes can open for as long as it lives.
+
+        Raises EnvironmentFault where the allocator gives none.
+        """
+
     def share_memory(self, tensor: Tensor) -> dict[str, Any]:
-        """A handle of a whole uint8 tensor on this device, as plain data. The tensor must outlive its users."""
+        """A handle of a whole arena, as plain data. The arena must outlive its users. Raises EnvironmentFault for other memory."""
 
     def open_memory(self, handle: dict[str, Any]) -> Tensor:
-        """The tensor behind another process's handle."""
+        """The arena behind another process's handle. It is mapped here until the last tensor on it is gone."""
 
 
 class CpuTransfer:
     """gloo; host memory is shared as files, not through here."""
 
-    shares_memory = False
     device = torch.device("cpu")
 
     def synchronize(self) -> None:
@@ -54,52 +60,97 @@ class CpuTransfer:
         options._devices = [dist.ProcessGroupGloo.create_device(interface="lo") if local else dist.ProcessGroupGloo.create_default_device()]
         return dist.ProcessGroupGloo(store, number, size, options)
 
+    def arena(self, nbytes: int) -> Tensor:
+        raise EnvironmentFault(_NO_DEVICE)
+
     def share_memory(self, tensor: Tensor) -> dict[str, Any]:
-        raise EnvironmentFault("the CPU has no device memory to share; the pair goes through a shared-memory file")
+        raise EnvironmentFault(_NO_DEVICE)
 
     def open_memory(self, handle: dict[str, Any]) -> Tensor:
-        raise EnvironmentFault("the CPU has no device memory to share; the pair goes through a shared-memory file")
+        raise EnvironmentFault(_NO_DEVICE)
 
 
-class CudaTransfer:
-    """NCCL, and CUDA's own inter-process handles. Written against torch's interfaces; untested on hardware."""
+class _DeviceMemory:
+    """Inter-process handles of a torch allocator: of CUDA, and of torch_npu, which has the same ones by other names.
 
-    shares_memory = True
+    A handle begins with the allocator's version and a letter for the kind of segment (`ShareableHandleType` in both
+    allocators): c for one made in one piece, e for an expandable one. Those are refused. Their physical pages come and
+    go, opening them needs more of the system, and two releases of torch had it wrong (pytorch 179220 and 190860).
+    Memory of a private pool is refused as well: vLLM's sleep takes the pages of its pool away under whoever has it open.
+    """
+
+    name: str  # of the torch module
     _FIELDS = ("device", "handle", "size", "offset", "counter", "counter_offset", "event", "event_sync")
+    _EXPANDABLE = b"e"
+
+    @property
+    def _module(self) -> Any:
+        return getattr(torch, self.name)
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cuda", torch.cuda.current_device())
+        return torch.device(self.name, self._module.current_device())
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize()
+        self._module.synchronize()
+
+    def arena(self, nbytes: int) -> Tensor:
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        self.synchronize()
+        if pool := _private_pool(self._module.memory_snapshot(), tensor.data_ptr()):
+            raise EnvironmentFault(
+                f"an arena for weight syncs would lie in the private memory pool {pool} (vLLM's, which sleeps), so other processes "
+                "must not open it; set reshard.transport: shm"
+            )
+        return tensor
+
+    def share_memory(self, tensor: Tensor) -> dict[str, Any]:
+        share = getattr(tensor.untyped_storage(), f"_share_{self.name}_")
+        parts = dict(zip(self._FIELDS, share(), strict=True))
+        if parts["handle"][1:2] == self._EXPANDABLE:
+            raise EnvironmentFault(
+                "an arena for weight syncs lies in an expandable segment, which other processes must not open: leave expandable_segments "
+                "out of PYTORCH_ALLOC_CONF, PYTORCH_CUDA_ALLOC_CONF and PYTORCH_NPU_ALLOC_CONF of engines, or set reshard.transport: shm"
+            )
+        return {k: base64.b64encode(v).decode() if isinstance(v, bytes) else v for k, v in parts.items()} | {"bytes": tensor.numel()}
+
+    def open_memory(self, handle: dict[str, Any]) -> Tensor:
+        self._module.init()
+        parts = [base64.b64decode(handle[k]) if isinstance(handle[k], str) else handle[k] for k in self._FIELDS]
+        parts[0] = self._module.current_device()  # a scheduler may number the same device otherwise in each process
+        storage = getattr(torch.UntypedStorage, f"_new_shared_{self.name}")(*parts)
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)[: handle["bytes"]]
+
+
+def _private_pool(segments: Iterable[Mapping[str, Any]], address: int) -> tuple[int, int] | None:
+    """The pool in which an address lies; None for the allocator's own, and where the snapshot tells of no pools."""
+    for segment in segments:
+        if segment["address"] <= address < segment["address"] + segment["total_size"]:
+            pool = tuple(segment.get("segment_pool_id", (0, 0)))
+            return None if pool == (0, 0) else pool
+    return None
+
+
+class CudaTransfer(_DeviceMemory):
+    """NCCL, and CUDA's own inter-process handles. Written against torch's interfaces; untested on hardware.
+
+    Another device's memory can be opened too, also of a device that this process is not shown: `cudaIpcOpenMemHandle`
+    says so, and torch asks it to let the two devices reach each other.
+    """
+
+    name = "cuda"
 
     def point_to_point_group(self, store: dist.Store, number: int, size: int, timeout_s: float, host: str) -> dist.Backend:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout_s)
         return dist.ProcessGroupNCCL(store, number, size, options)
 
-    def share_memory(self, tensor: Tensor) -> dict[str, Any]:
-        parts = dict(zip(self._FIELDS, tensor.untyped_storage()._share_cuda_(), strict=True))
-        return {k: base64.b64encode(v).decode() if isinstance(v, bytes) else v for k, v in parts.items()} | {"bytes": tensor.numel()}
 
-    def open_memory(self, handle: dict[str, Any]) -> Tensor:
-        torch.cuda.init()
-        parts = [base64.b64decode(handle[k]) if isinstance(handle[k], str) else handle[k] for k in self._FIELDS]
-        parts[0] = torch.cuda.current_device()  # a scheduler may number the same device otherwise in each process
-        storage = torch.UntypedStorage._new_shared_cuda(*parts)
-        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)[: handle["bytes"]]
+class NpuTransfer(_DeviceMemory):
+    """HCCL through torch_npu, and its inter-process handles (torch_npu/utils/storage.py, csrc/ipc; HDK 25.3 and CANN 8.3 or
+    later). Written against its sources; untested on hardware."""
 
-
-class NpuTransfer(CpuTransfer):
-    """HCCL through torch_npu. Written against its documentation; untested on hardware. Devices share no memory here: host memory serves."""
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("npu", torch.npu.current_device())
-
-    def synchronize(self) -> None:
-        torch.npu.synchronize()
+    name = "npu"
 
     def point_to_point_group(self, store: dist.Store, number: int, size: int, timeout_s: float, host: str) -> dist.Backend:
         from torch_npu._C._distributed_c10d import ProcessGroupHCCL

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from mrl.platforms.hosting import get_hosting
 from mrl.platforms.transfer import get_transfer
 from mrl.reshard.digest import Shards
 from mrl.reshard.execute import Receiver, Sender
@@ -36,15 +37,15 @@ def connect_receiver(setup: SyncSetup, worker: int) -> Receiver:
 
 
 def _open_sender(setup: SyncSetup, rank: int) -> SendingEnd:
-    transfer = get_transfer(setup.dialect)
-    routes = {w: route(setup, rank, w, transfer.shares_memory) for w in range(setup.rollout_layout.world_size)}
+    transfer, reach = get_transfer(setup.dialect), get_hosting(setup.dialect).memory_reach
+    routes = {w: route(setup, rank, w, reach) for w in range(setup.rollout_layout.world_size)}
     ends = {kind: _SENDERS[kind](setup, rank, _peers(routes, kind), transfer) for kind in _SENDERS if kind in routes.values()}
     return _one_end(ends, routes, _SenderBundle)
 
 
 def _open_receiver(setup: SyncSetup, worker: int) -> ReceivingEnd:
-    transfer = get_transfer(setup.dialect)
-    routes = {r: route(setup, r, worker, transfer.shares_memory) for r in range(setup.train_layout.world_size)}
+    transfer, reach = get_transfer(setup.dialect), get_hosting(setup.dialect).memory_reach
+    routes = {r: route(setup, r, worker, reach) for r in range(setup.train_layout.world_size)}
     ends = {kind: _RECEIVERS[kind](setup, worker, _peers(routes, kind), transfer) for kind in _RECEIVERS if kind in routes.values()}
     return _one_end(ends, routes, _ReceiverBundle)
 

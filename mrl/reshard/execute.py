@@ -56,6 +56,12 @@ class Sender:
         moved, local = ({w: n for w, n in nbytes.items() if (w in self._local) is is_local} for is_local in (False, True))
         return SendReport(self.rank, digests, shared, moved, local, self.end.staging_bytes, dict(timer.seconds))
 
+    def close(self) -> None:
+        """Gives memory and connections back, views of what peers own first."""
+        self._wire.clear()
+        self._sources.clear()
+        self.end.close()
+
     def transfer(self, update: int, workers: Collection[int]) -> tuple[list[Message], PhaseTimer]:
         """The sending alone: what was sent, and the time it took. Raises as `send` does."""
         timer, messages = PhaseTimer(), [message for message in self._messages if message.worker in workers]
@@ -97,6 +103,11 @@ class Receiver:
         self._rounds = by_round(plan.receives(worker))
         self._copies = Counter(module_of(c.parameter) for messages in self._rounds for m in messages for c in m.copies)
         self._wire = WireViews(dtype)
+
+    def close(self) -> None:
+        """Gives memory and connections back."""
+        self._wire.clear()
+        self.end.close()
 
     def receive(self, writer: Writer, update: int) -> ReceiveReport:
         """Takes everything for this worker. Raises TransferError; the peers are told that no more is taken."""
@@ -195,9 +206,13 @@ class ShardViews:
         """Looks every parameter up again. Call once before each sync."""
         for (name, chunk), known in self._bases.items():
             if not _same_memory(known, self._shards(name, chunk)):
-                self._bases.clear()
-                self._views.clear()
+                self.clear()
                 return
+
+    def clear(self) -> None:
+        """Forgets all views."""
+        self._bases.clear()
+        self._views.clear()
 
     def of(self, message: Message) -> list[Tensor]:
         """One view per copy; kept from the second sync on."""
@@ -226,6 +241,10 @@ class WireViews:
     def __init__(self, dtype: torch.dtype):
         self._dtype = dtype
         self._views: dict[tuple[int, int, int], tuple[int, list[Tensor]]] = {}
+
+    def clear(self) -> None:
+        """Forgets all views: one of them would keep a peer's memory mapped."""
+        self._views.clear()
 
     def of(self, message: Message, buffer: Tensor, lasting: bool) -> list[Tensor]:
         """`lasting`: the buffer lies in the transport's own staging.

@@ -9,6 +9,7 @@ from mrl.errors import EnvironmentFault
 from mrl.model import ModelSpec, model_spec
 from mrl.model.device_grid import Place
 from mrl.model.layout import RolloutLayout, TrainLayout
+from mrl.platforms.hosting import Reach
 from mrl.reshard.messages import Topology
 from mrl.reshard.plan import ReshardPlan, plan_reshard
 from mrl.units import MIB
@@ -85,25 +86,29 @@ def _plan(text: str) -> ReshardPlan:
     )  # fmt: skip
 
 
-def route(setup: SyncSetup, rank: int, worker: int, shares_devices: bool) -> str:
-    """Which transport serves the pair: what was asked for, or "ipc" on one device, "shm" on one host, else "p2p".
+def route(setup: SyncSetup, rank: int, worker: int, reach: Reach) -> str:
+    """Which transport serves the pair. Raises EnvironmentFault for shm between hosts. `reach`: see `pair_route`."""
+    kind = setup.transport["kind"]
+    found = pair_route(kind, setup.places.ranks[rank], setup.places.workers[worker], reach)
+    if found == "p2p" and kind == "shm":
+        raise EnvironmentFault(f"reshard.transport: shm reaches no other host; rank {rank} and worker {worker} are on two; use auto")
+    return found
 
-    Raises EnvironmentFault for shm or ipc between hosts. `shares_devices`: processes can hand each other device memory;
-    where they cannot, ipc goes through shared memory.
+
+def pair_route(kind: str, rank: Place, worker: Place, reach: Reach) -> str:
+    """Which transport serves a rank and a worker at these places, when `kind` (reshard.transport) is asked for.
+
+    auto: "ipc" on one device, "shm" on one host, else "p2p". ipc: the same, and "ipc" between devices of one host too.
+    Where device memory cannot be opened so far, "shm" stands in. `reach`: how far it can, by the platform.
     """
-    kind, rank_place, worker_place = setup.transport["kind"], setup.places.ranks[rank], setup.places.workers[worker]
-    if kind == "p2p":
+    if kind == "p2p" or rank.node != worker.node:
         return "p2p"
-    if rank_place.node != worker_place.node:
-        if kind != "auto":
-            raise EnvironmentFault(f"reshard.transport: {kind} reaches no other host; rank {rank} and worker {worker} are on two; use auto")
-        return "p2p"
-    same_device = rank_place == worker_place or kind == "ipc"
-    return "ipc" if same_device and shares_devices else "shm"
+    asked = kind != "shm" and (rank == worker or kind == "ipc")
+    return "ipc" if asked and (reach == "node" or (reach == "device" and rank == worker)) else "shm"
 
 
 def p2p_members(setup: SyncSetup) -> list[tuple[str, int]]:
     """("rank", r) and ("worker", w) of everybody in the point-to-point group, in the group's order."""
     ranks, workers = range(setup.train_layout.world_size), range(setup.rollout_layout.world_size)
-    pairs = [(r, w) for r in ranks for w in workers if route(setup, r, w, False) == "p2p"]
+    pairs = [(r, w) for r in ranks for w in workers if route(setup, r, w, "process") == "p2p"]
     return [("rank", r) for r in sorted({r for r, _ in pairs})] + [("worker", w) for w in sorted({w for _, w in pairs})]

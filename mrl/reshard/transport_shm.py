@@ -5,8 +5,8 @@ message there and marks it ready, the worker unpacks and grants the half for the
 64-bit; what they do not order, the sync's digests would show. The arena is touched when it is made, and its file's name
 goes as soon as everybody has it open.
 
-On a shared device (`DeviceReceiver`, `DeviceSender`) only the data lies on the device; the control words stay in a file
-of the host.
+In device memory that is opened by others (`DeviceReceiver`, `DeviceSender`) only the data lies on the device; the
+control words stay in a file of the host.
 """
 
 import json
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from mrl.errors import EnvironmentFault
+from mrl.platforms.hosting import get_hosting
 from mrl.platforms.transfer import Transfer
 from mrl.reshard.messages import Message
 from mrl.reshard.setup import SyncSetup, route
@@ -194,7 +195,7 @@ class SharedMemorySender:
 
     def _open(self, setup: SyncSetup, worker: int) -> None:
         world = range(setup.train_layout.world_size)
-        ranks = [r for r in world if route(setup, r, worker, self._transfer.shares_memory) == self.kind]
+        ranks = [r for r in world if route(setup, r, worker, get_hosting(setup.dialect).memory_reach) == self.kind]
         half = largest_round(received_rounds(setup.plan(), worker, ranks))
         path = self._path(setup, worker)
         wait_until(path.exists, self._timeout, f"worker {worker} did not make its arena {path.name}")
@@ -266,14 +267,13 @@ class SharedMemorySender:
 
 
 class DeviceReceiver(SharedMemoryReceiver):
-    """A worker's arena on its device.
+    """A worker's arena on its device, shared once and kept over syncs: an engine's sleep leaves it where it is.
 
-    Chosen only where the platform can share memory; elsewhere the pair uses shared memory.
+    Chosen only where the platform can share memory; elsewhere the pair uses shared memory. Ranks close theirs first.
     """
 
     def _make(self, path: Path, half: int) -> Arena:
-        self._device_data = torch.empty(2 * half, dtype=torch.uint8, device=self._transfer.device)
-        self._transfer.synchronize()
+        self._device_data = self._transfer.arena(2 * half)
         arena = Arena(_device_path(path), len(self._ranks), 0, create=True)
         arena.half_bytes = half
         note = json.dumps(self._transfer.share_memory(self._device_data)).encode()
@@ -292,7 +292,7 @@ class DeviceReceiver(SharedMemoryReceiver):
 
 
 class DeviceSender(SharedMemorySender):
-    """A rank's places in arenas on its own device."""
+    """A rank's places in arenas on devices of its node, each opened once and kept until it is closed."""
 
     kind = "ipc"
 

@@ -212,7 +212,7 @@ class FastPath:
 
     def close(self) -> None:
         """Gives the transport's memory and connections back."""
-        self._receiver.end.close()
+        self._receiver.close()
 
 
 class SlowPath:

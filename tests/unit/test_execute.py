@@ -155,25 +155,29 @@ def test_a_writer_is_told_of_each_module_once_when_all_of_it_is_there():
 
 PLACES = {"ranks": [[0, 0], [1, 0]], "workers": [[0, 0], [0, 1], [1, 0]]}
 ROUTES = {
-    # kind, devices share memory: rank 0 to the worker on its device, to a neighbour, to another host
-    ("auto", True): ["ipc", "shm", "p2p"],
-    ("auto", False): ["shm", "shm", "p2p"],
-    ("p2p", True): ["p2p", "p2p", "p2p"],
+    # kind, how far device memory can be opened: rank 0 to the worker on its device, to a neighbour, to another host
+    ("auto", "node"): ["ipc", "shm", "p2p"],
+    ("auto", "device"): ["ipc", "shm", "p2p"],
+    ("auto", "process"): ["shm", "shm", "p2p"],
+    ("ipc", "node"): ["ipc", "ipc", "p2p"],
+    ("ipc", "device"): ["ipc", "shm", "p2p"],
+    ("ipc", "process"): ["shm", "shm", "p2p"],
+    ("p2p", "node"): ["p2p", "p2p", "p2p"],
 }
 
 
 @pytest.mark.parametrize("asked", ROUTES, ids=str)
 def test_each_pair_gets_the_nearest_transport_that_connects_it(asked):
-    kind, shares = asked
+    kind, reach = asked
     setup = setup_for(dict(world_size=2), dict(num_engines=3), kind, topology=PLACES)
-    assert [route(setup, 0, worker, shares) for worker in range(3)] == ROUTES[asked]
+    assert [route(setup, 0, worker, reach) for worker in range(3)] == ROUTES[asked]
 
 
-@pytest.mark.parametrize("kind", ["shm", "ipc"])
-def test_a_transport_of_one_host_is_refused_for_a_pair_on_two(kind):
-    setup = setup_for(dict(world_size=2), dict(num_engines=3), kind, topology=PLACES)
-    with pytest.raises(EnvironmentFault, match=f"reshard.transport: {kind} reaches no other host; rank 0 and worker 2 are on two"):
-        route(setup, 0, 2, True)
+def test_a_transport_of_one_host_is_refused_for_a_pair_on_two():
+    setup = setup_for(dict(world_size=2), dict(num_engines=3), "shm", topology=PLACES)
+    assert [route(setup, 0, worker, "node") for worker in range(2)] == ["shm", "shm"]
+    with pytest.raises(EnvironmentFault, match=r"reshard.transport: shm reaches no other host; rank 0 and worker 2 are on two"):
+        route(setup, 0, 2, "node")
 
 
 def test_only_processes_with_a_peer_on_another_host_join_the_group():

@@ -1,0 +1,145 @@
+"""Device memory that another process opens: once, for good, and never such as sleeps or moves. Against stand-ins for the two allocators.
+
+Their handles begin as those of torch's CUDACachingAllocator and torch_npu's NPUCachingAllocator do: a version, and `c` or `e`.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from reshard_world import World, hf_weights, setup_for
+from test_execute import check_engines
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from mrl.errors import EnvironmentFault
+from mrl.platforms import transfer as platform
+from mrl.platforms.hosting import Hosting
+from mrl.platforms.transfer import CpuTransfer, CudaTransfer, NpuTransfer
+from mrl.reshard import connect, transport_shm
+
+TWO = dict(world_size=2, tensor_model_parallel_size=2)
+
+
+class OneDevice(CpuTransfer):
+    """A device whose memory every thread of this process can open: each opening is a storage of its own on the same bytes."""
+
+    def __init__(self, arenas: dict[str, torch.Tensor], opened: dict[str, list[StorageWeakRef]]):
+        self.arenas, self.opened = arenas, opened
+
+    def arena(self, nbytes):
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def share_memory(self, tensor):
+        name = str(len(self.arenas))
+        self.arenas[name] = tensor
+        return {"name": name, "bytes": tensor.numel()}
+
+    def open_memory(self, handle):
+        mapped = torch.from_numpy(self.arenas[handle["name"]].numpy())
+        self.opened.setdefault(handle["name"], []).append(StorageWeakRef(mapped.untyped_storage()))
+        return mapped[: handle["bytes"]]
+
+
+@pytest.fixture
+def one_device(monkeypatch) -> dict[str, list[StorageWeakRef]]:
+    """What was opened, by arena."""
+    arenas, opened = {}, {}
+    monkeypatch.setattr(platform, "_TRANSFERS", {"cpu": lambda: OneDevice(arenas, opened)})
+    hosting = Hosting("cpu", None, checks_batch_order=True, memory_reach="device")
+    for module in (connect, transport_shm):
+        monkeypatch.setattr(module, "get_hosting", lambda device: hosting)
+    return opened
+
+
+def shared_setup(workers: int):
+    """Two ranks, and an engine of one worker on each of their devices."""
+    places = [[0, 0], [0, 1]]
+    return setup_for(TWO, dict(num_engines=workers), "auto", topology={"ranks": places, "workers": places[:workers]})
+
+
+def test_pairs_on_one_device_use_its_memory_and_others_the_hosts_and_handles_are_opened_once(one_device):
+    setup = shared_setup(2)
+    weights = hf_weights(setup)
+    with World(setup, weights) as world:
+        kinds = [[type(end).__name__ for end in receiver.end._ends] for receiver in world.receivers.values()]
+        assert kinds == [["SharedMemoryReceiver", "DeviceReceiver"]] * 2
+        for update in (1, 2, 3):
+            outcome = world.sync(update)
+            check_engines(world, outcome, weights)
+        assert {name: len(times) for name, times in one_device.items()} == {"0": 1, "1": 1}  # one rank a device, over three syncs
+        assert all(report.bytes_local > 0 for report in outcome.receives.values())
+
+
+def test_a_closed_sender_keeps_no_memory_of_its_peer(one_device):
+    """Before the engine goes: what is mapped when its owner frees it is undefined by CUDA, and leaked elsewhere."""
+    setup = shared_setup(1)
+    weights = hf_weights(setup)
+    with World(setup, weights) as world:
+        for update in (1, 2):
+            check_engines(world, world.sync(update), weights)
+        ((mapped,),) = one_device.values()
+        assert not mapped.expired()
+        for sender in world.senders.values():
+            sender.close()
+        assert mapped.expired()
+
+
+def device_module(pool: tuple[int, int] = (0, 0), expandable: bool = False) -> SimpleNamespace:
+    """torch.cuda or torch.npu as far as it is used: the device is the host, its one segment lies everywhere."""
+    segment = {"address": 0, "total_size": 1 << 62, "segment_pool_id": pool, "is_expandable": expandable}
+    return SimpleNamespace(
+        current_device=lambda: 3, synchronize=lambda: None, init=lambda: None, memory_snapshot=lambda: [segment]
+    )  # fmt: skip
+
+
+@pytest.fixture(params=[CudaTransfer, NpuTransfer], ids=["cuda", "npu"])
+def allocator(request, monkeypatch):
+    """(the transfer, a way to choose the module's answers, what was opened); a handle says c or e."""
+    name, opened = request.param.name, []
+    kind = {"letter": b"c"}
+
+    def share(storage):
+        return 7, b"\x02" + kind["letter"] + b"opaque", storage.nbytes(), 0, b"counter", 0, b"event", True
+
+    def open_one(*parts):
+        opened.append(parts)
+        return torch.UntypedStorage(parts[2])
+
+    monkeypatch.setattr(torch.UntypedStorage, f"_share_{name}_", share, raising=False)
+    monkeypatch.setattr(torch.UntypedStorage, f"_new_shared_{name}", staticmethod(open_one), raising=False)
+    monkeypatch.setattr(request.param, "device", torch.device("cpu"))
+
+    def configure(letter: bytes = b"c", **module):
+        kind["letter"] = letter
+        monkeypatch.setattr(torch, name, device_module(**module), raising=False)
+
+    configure()
+    return request.param(), configure, opened
+
+
+def test_a_handle_is_plain_data_and_opens_on_the_own_number_of_the_device(allocator):
+    transfer, _, opened = allocator
+    handle = transfer.share_memory(transfer.arena(256))
+    assert handle["bytes"] == 256 and all(isinstance(value, str | int | bool) for value in handle.values())
+    assert transfer.open_memory(handle).numel() == 256
+    assert opened == [(3, b"\x02copaque", 256, 0, b"counter", 0, b"event", True)]
+
+
+def test_expandable_segments_are_refused_by_name(allocator):
+    transfer, configure, _ = allocator
+    configure(letter=b"e")
+    with pytest.raises(EnvironmentFault, match=r"expandable_segments.*PYTORCH_CUDA_ALLOC_CONF.*reshard\.transport: shm"):
+        transfer.share_memory(transfer.arena(256))
+
+
+def test_a_pool_that_sleeps_is_refused(allocator):
+    transfer, configure, _ = allocator
+    configure(pool=(0, 5))
+    with pytest.raises(EnvironmentFault, match=r"private memory pool \(0, 5\) \(vLLM's, which sleeps\)"):
+        transfer.arena(256)
+
+
+def test_the_cpu_has_none():
+    for ask in (lambda: CpuTransfer().arena(1), lambda: CpuTransfer().share_memory(torch.empty(1)), lambda: CpuTransfer().open_memory({})):
+        with pytest.raises(EnvironmentFault, match="no device memory to share"):
+            ask()
