@@ -4,10 +4,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from mrl.cli import convert, data, doctor, eval, import_verl, plan, submit, train, validate, verify
+from mrl.cli import convert, data, doctor, eval, import_verl, plan, rehearse, submit, train, validate, verify
 from mrl.errors import ConfigError, Interrupted, MrlError
 
-COMMANDS = (train, eval, validate, convert, data, submit, doctor, plan, verify, import_verl)
+COMMANDS = (train, eval, validate, convert, data, submit, doctor, plan, rehearse, verify, import_verl)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -148,7 +148,8 @@ class WeightSync:
         """Metrics of a sync that every engine came through. Raises RuntimeError when the two sides counted other bytes."""
         receives = [report for reports in progress.verified.values() for report in reports]
         totals = SyncTotals.of(progress.bytes_sent, receives, self._weight_bytes, progress.staging_bytes)
-        return _metrics(totals, len(progress.reasons), all(report["held"] is not None for report in receives))
+        metrics = _metrics(totals, len(progress.reasons), all(report["held"] is not None for report in receives))
+        return metrics | {"reshard/engines": float(len(progress.verified)), "reshard/workers": float(len(receives))}
 
     def _agree_again(self, version: int, why: str) -> None:
         """After a transport broke.

@@ -80,7 +80,7 @@ class LoadReport:
         return "\n  ".join([head, *map(str, self.examples)])
 
 
-class _BadRow(Exception):
+class BadRow(Exception):
     """A row cannot become a prompt; the message says why."""
 
 
@@ -163,7 +163,7 @@ class _Loader:
                 self.duplicates += 1
                 return
             tokens = self._tokenise(messages)
-        except _BadRow as problem:
+        except BadRow as problem:
             self.bad += 1
             self._note(self.examples, raw, str(problem))
             return
@@ -183,10 +183,10 @@ class _Loader:
                 messages, add_generation_prompt=True, tokenize=True, return_dict=False, **self.parameters.template_arguments
             )
         except Exception as error:  # a template is a program of the model's author and raises what it likes
-            raise _BadRow(f"the chat template refused it: {type(error).__name__}: {error}") from error
+            raise BadRow(f"the chat template refused it: {type(error).__name__}: {error}") from error
         ids = [int(i) for i in (out["input_ids"] if isinstance(out, Mapping) else out)]
         if not ids:
-            raise _BadRow("the chat template gives no tokens")
+            raise BadRow("the chat template gives no tokens")
         return ids
 
     def _fit(self, ids: list[int], raw: RawRow) -> list[int] | None:
@@ -218,17 +218,17 @@ class _Loader:
 def parse_row(raw: RawRow, prompt_key: str) -> tuple[list[dict[str, str]], dict[str, Any]]:
     """Messages, and the prompt's other fields. Values that JSON does not know (dates, decimals) become their text."""
     if raw.problem:
-        raise _BadRow(raw.problem)
+        raise BadRow(raw.problem)
     row = raw.value
     if not isinstance(row["data_source"], str):
-        raise _BadRow(f"data_source is {_kind(row['data_source'])}, expected a string")
+        raise BadRow(f"data_source is {_kind(row['data_source'])}, expected a string")
     reward_model = row["reward_model"]
     truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
     if truth is None or truth != truth:  # NaN is what tables have where nothing stands
-        raise _BadRow("reward_model.ground_truth is missing")
+        raise BadRow("reward_model.ground_truth is missing")
     extra_info = row.get("extra_info")
     if not isinstance(extra_info, dict | None):
-        raise _BadRow(f"extra_info is {_kind(extra_info)}, expected a mapping")
+        raise BadRow(f"extra_info is {_kind(extra_info)}, expected a mapping")
     rest = {"data_source": row["data_source"], "ground_truth": truth, "extra_info": extra_info or {}}
     return _messages(row[prompt_key], prompt_key), rest
 
@@ -237,10 +237,10 @@ def _messages(prompt: Any, key: str) -> list[dict[str, str]]:
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not prompt:
-        raise _BadRow(f"{key} is {_kind(prompt)}, expected a string or a list of {{role, content}}")
+        raise BadRow(f"{key} is {_kind(prompt)}, expected a string or a list of {{role, content}}")
     for message in prompt:
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            raise _BadRow(f"{key} holds a message that is not {{role: text, content: text}}: {str(message)[:200]}")
+            raise BadRow(f"{key} holds a message that is not {{role: text, content: text}}: {str(message)[:200]}")
     # parquet gives every struct field to every message; a null one was not written
     return [{k: v for k, v in message.items() if v is not None} for message in prompt]
 

@@ -26,6 +26,7 @@ from mrl.megatron.offload import FrozenWeights, Residence, needs, switched
 from mrl.megatron.optimizer import StepResult, build_optimizer, build_scheduler, current_lr, freeze, step, zero_gradients
 from mrl.megatron.packing import micro_arrays
 from mrl.megatron.routing import Routing
+from mrl.megatron.traces import SwitchTraces
 from mrl.model import load_model_spec
 from mrl.model.hf_files import check_same_architecture
 from mrl.model.layout import TrainLayout
@@ -80,6 +81,9 @@ class MegatronActor:
         self.optimizer = build_optimizer(config.actor.optim, self.chunks, DTYPES[config.model.dtype])
         self.scheduler = build_scheduler(config.actor.optim, self.optimizer, config.total_updates)
         self.residence = Residence(self.platform, self.chunks, self.optimizer, switched(config.actor))
+        on_host = self.reference if config.ref.param_offload else None
+        recomputes = bool(config.model.override_transformer_config.get("recompute_granularity"))
+        self.traces = SwitchTraces(self.chunks, self.residence, self.optimizer, on_host, recomputes)
         self.num_updates = 0  # optimizer steps applied
         self.skipped_in_a_row = 0  # the newest of those that could not be applied
 
@@ -153,7 +157,7 @@ class MegatronActor:
         """One optimizer step per mini-batch, in the order of the rows. Needs `old_log_probs` and `advantages`.
 
         `parts` has one entry per mini-batch on the ranks that hold results; the last, on one rank of every pipeline
-        stage the only one, has what is known of the stage's routers. `loads` come from one rank. A mini-batch whose
+        stage the only one, has what is known of the stage's routers and switches. `loads` come from one rank. A mini-batch whose
         gradient norm is not finite, or whose tokens are all rejected, changes nothing and counts in
         `actor/skipped_updates`. Raises NumericAbort, on all ranks, at the trainer.max_skipped_updates-th such
         mini-batch in a row.
@@ -162,6 +166,7 @@ class MegatronActor:
         if batch.old_log_probs is None or batch.advantages is None:
             raise DataError("an update needs old_log_probs and advantages in the batch")
         parts, loads = [], []
+        self.traces.begin()
         for rows in self._mini_batches(batch):
             mini_batch = batch.rows(rows)
             shares = self.update_splitter.shares(_lengths(mini_batch))
@@ -169,8 +174,9 @@ class MegatronActor:
             if part is not None:
                 parts.append(part)
                 loads.append(self.update_splitter.load(_lengths(mini_batch), shares))
-        if self.routing and (routing := self.routing.metrics()):
-            parts[-1:] = [(parts[-1] if parts else {}) | routing]
+        seen = (self.routing.metrics() if self.routing else {}) | self.traces.metrics()
+        if seen:
+            parts[-1:] = [(parts[-1] if parts else {}) | seen]
         return UpdateResult(parts, loads if mpu.get_data_parallel_rank() == 0 else [])
 
     @needs(PARAMETERS, GRADIENTS)

@@ -68,6 +68,12 @@ class AdamState:
                 steps.add(float(step))
         return steps
 
+    def host_bytes(self) -> int:
+        """Of float32 weights and moments that are updated on the host."""
+        updated = (u for u in self._updated.values() if self._hybrid and u.adam is not self._optimizer.gpu_optimizer)
+        tensors = (t for u in updated for t in (u.tensor, *u.adam.state.get(u.tensor, {}).values()) if torch.is_tensor(t))
+        return sum(tensor.nbytes for tensor in tensors)
+
     def on_device(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of masters and moments, without those that are on the host for good. Names last over a run."""
         for number, main in enumerate(self._mains):

@@ -36,6 +36,8 @@ class MiniBatchLoad:
     padding_share: float  # of the tokens that all ranks compute: alignment, and what fillers repeat
     imbalance: float  # cost of the costliest rank over the mean cost, less 1
     tokens: tuple[int, ...]  # trained by each rank, fillers left out
+    packed_sequences: float | None = None  # of a row, mean; None where sequences are padded
+    budget_share: float | None = None  # of the token budget that the fullest micro-batch takes; None without one
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,11 @@ class Splitter:
     def load(self, lengths: np.ndarray, shares: Shares) -> MiniBatchLoad:
         """How a mini-batch of rows of `lengths` [rows] tokens, cut into `shares`, lies on the ranks."""
         tokens = tuple(int(lengths[rows].sum()) for rows in trained_rows(shares))
-        return MiniBatchLoad(self.padding_share(lengths, shares), self.imbalance(lengths, shares), tokens)
+        micros = [micro.rows for rank in shares for micro in rank if not micro.is_filler]
+        packed = len(lengths) / len(micros) if self.shape.packed else None
+        fullest = max(self.shape.tokens(lengths[rows]) for rows in micros)
+        budget = fullest / self._limit if self.max_tokens is not None else None
+        return MiniBatchLoad(self.padding_share(lengths, shares), self.imbalance(lengths, shares), tokens, packed, budget)
 
     def padding_share(self, lengths: np.ndarray, shares: Shares) -> float:
         """Of the tokens that all ranks compute, the share that is padding: alignment, and what fillers repeat."""

@@ -122,6 +122,7 @@ class Residence:
         self._buffers: dict[str, StorageBuffer] = {}  # by the name of what lies there
         self._emptied: dict[str, list[_EmptiedStorage]] = {}  # by kind
         self._used: Counter[str] = Counter()
+        self.left_bytes: Counter[str] = Counter()  # by kind, of the newest departure
         for chunk in chunks if PARAMETERS in self.switched else ():
             chunk.register_forward_pre_hook(lambda *_: self.require(PARAMETERS))
 
@@ -159,8 +160,10 @@ class Residence:
             self._platform.synchronize()  # other streams may still read or write what leaves
             self._emptied |= {kind: self._depart(kind) for kind in leaving}
             self._platform.synchronize()
-            for storage in (storage for kind in leaving for storage in self._emptied[kind]):
-                storage.empty()
+            for kind in leaving:
+                self.left_bytes[kind] = sum(storage.nbytes for storage in self._emptied[kind])
+                for storage in self._emptied[kind]:
+                    storage.empty()
             self._platform.release_cache()
 
     def _depart(self, kind: str) -> list[_EmptiedStorage]:

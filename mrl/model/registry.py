@@ -98,10 +98,15 @@ def known_name(path: str | Path) -> str | None:
     return None if any(word in text[len(longest) :] for word in _OTHER_WEIGHTS) else names[longest]
 
 
+def known_hf_config(name: str) -> dict[str, Any]:
+    """Fields of the public config.json of a known name."""
+    return json.loads((_KNOWN / f"{name}.json").read_text(encoding="utf-8"))
+
+
 @cache
 def known_spec(name: str) -> ModelSpec:
     """The ModelSpec of a known name."""
-    return model_spec(json.loads((_KNOWN / f"{name}.json").read_text(encoding="utf-8")))
+    return model_spec(known_hf_config(name))
 
 
 def planning_model_spec(path: str | Path) -> tuple[ModelSpec, str]:

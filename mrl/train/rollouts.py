@@ -158,8 +158,11 @@ def gather_rollouts(
         responder.display.progress(f"groups for the step, batch {batches}", min(trainable, wanted), wanted)
     chosen = choose(config, groups, f"step {step}: after {batches} batches of prompts")
     samples, results = renumbered(chosen)
+    rewards = rewards_after_penalties(config, samples, results)
     metrics = _metrics(groups, chosen, batches)
-    return Rollouts(samples, results, rewards_after_penalties(config, samples, results), cursor, metrics)
+    if config.algorithm.overlong_buffer.enable:
+        metrics["train/overlong_penalty_mean"] = float((rewards - [result.score for result in results]).mean())
+    return Rollouts(samples, results, rewards, cursor, metrics)
 
 
 def generate(config: RunConfig, responder: Responder, prompts: list[Prompt], step: int, gen_batch: int = 0) -> list[Sample]:

@@ -133,7 +133,11 @@ def load_metrics(lengths: np.ndarray, loads: Sequence[MiniBatchLoad]) -> dict[st
     `lengths` [batch] are tokens a sequence; `loads` come from the ranks, one a mini-batch.
     """
     trained_tokens = [sum(tokens) for tokens in zip(*(load.tokens for load in loads), strict=True)]
+    packed = [load.packed_sequences for load in loads if load.packed_sequences is not None]
+    budgets = [load.budget_share for load in loads if load.budget_share is not None]
     return seqlen_metrics(lengths, trained_tokens) | {
         "actor/padding_share": float(np.mean([load.padding_share for load in loads])),
         "actor/dp_imbalance": float(np.mean([load.imbalance for load in loads])),
+        **({"actor/packed_sequences": float(np.mean(packed))} if packed else {}),
+        **({"actor/token_budget_share": max(budgets)} if budgets else {}),
     }

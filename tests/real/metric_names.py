@@ -15,12 +15,20 @@ NEVER = {
 REFERENCE, KL_LOSS, KL_REWARD, OVERLONG = "a reference model", "use_kl_loss", "use_kl_in_reward", "overlong_filter"
 R3, PREDICTIONS = "router_replay R3", "a reward that says what was answered (pred)"
 COLOCATED = "colocated placement"
+PENALTY, DYNAMIC, OFFLOAD = "overlong_buffer", "use_dynamic_bsz", "offload"
+RECOMPUTE, CHUNKS, FROZEN = "recompute", "virtual stages", "freeze_router"
 VALIDATION, SAVING, STEPS_AFTER_SAVING = "validation", "saving", "a step after one that saved"
 WRITTEN_WITH = {
     REFERENCE: {"timing_s/ref"},
     KL_LOSS: {"actor/kl_loss"},
     KL_REWARD: {"actor/kl_coef", "actor/reward_kl_penalty"},  # tests/unit/test_loop.py
     OVERLONG: {"train/overlong_filtered_share"},  # tests/unit/test_loop.py
+    PENALTY: {"train/overlong_penalty_mean"},
+    DYNAMIC: {"actor/token_budget_share"},
+    OFFLOAD: {"offload/*_bytes"},
+    RECOMPUTE: {"actor/recomputed_layers"},
+    CHUNKS: {"actor/model_chunks"},
+    FROZEN: {"router/frozen"},
     R3: {"router/missing_routes", "router/rollout_drift"},
     COLOCATED: {spec.name for spec in METRICS if spec.name.startswith("switch/")},
     VALIDATION: {"timing_s/testing", *(spec.name for spec in METRICS if spec.name.startswith("val-"))} - {"val-core/*/maj@*"},

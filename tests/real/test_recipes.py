@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from metric_names import KL_LOSS, R3, REFERENCE, SAVING, check_names
+from metric_names import DYNAMIC, KL_LOSS, PENALTY, R3, REFERENCE, SAVING, check_names
 from world import PRESET, ROOT, make_world, metrics, overrides, succeeded
 
 pytestmark = pytest.mark.real
@@ -25,7 +25,7 @@ def test_dapo_with_icepop_and_a_users_loss_by_the_engines_routes(tmp_path):
     )  # fmt: skip
     said = succeeded("train", str(PRESET), "--recipe", "dapo", "--run-dir", str(run_dir), *settings)
     rows = metrics(run_dir)
-    check_names(rows, R3, SAVING)
+    check_names(rows, R3, SAVING, PENALTY)
     assert [row["training/global_step"] for row in rows] == [1, 2]
     for row, samples in zip(rows, (read(run_dir, step) for step in (1, 2)), strict=True):
         groups = {s["group_id"] for s in samples}
@@ -51,7 +51,7 @@ def test_grpo_with_a_kl_to_the_start_and_replayed_routes(tmp_path):
     )  # fmt: skip
     succeeded("train", str(PRESET), "--recipe", "grpo", "--run-dir", str(run_dir), *settings)
     first, second = metrics(run_dir)
-    check_names((first, second), REFERENCE, KL_LOSS, SAVING)
+    check_names((first, second), REFERENCE, KL_LOSS, SAVING, DYNAMIC)
     assert 0 <= first["actor/kl_loss"] < second["actor/kl_loss"] < 1
     assert first["router/drift"] == second["router/drift"] == 0
     assert first["timing_s/ref"] > 0

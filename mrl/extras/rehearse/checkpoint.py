@@ -1,0 +1,61 @@
+"""A Hugging Face checkpoint of random weights: what `model.path` of a rehearsal names.
+
+Weights are seeded and scaled so that activations stay near 1 through the layers. Every embedding has a part in one common
+direction, and the end token's row of the output layer points there: so the end comes by chance, about once in a response, and
+responses differ in length, as those of a trained model do.
+"""
+
+import json
+from collections.abc import Mapping
+from math import log, sqrt
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from mrl.model import ModelSpec, TensorSpec, model_spec, tensor_specs
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_ROUTER = "mlp.gate.weight"
+_COMMON = 2.0  # length of the embeddings' common part over that of their own
+_QUIET = 0.1  # scale of what a layer adds to its input
+
+
+def write_checkpoint(folder: Path, config: Mapping[str, Any], ends: tuple[int, ...], response: int, seed: int = 0) -> ModelSpec:
+    """Writes config.json and model.safetensors. `ends`: tokens that end a response; `response`: tokens of the longest one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    model, rng = model_spec(config), np.random.default_rng(seed)
+    tensors = {spec.name: _random(spec, rng) for spec in tensor_specs(model)}
+    _make_ends_likely(tensors, model, ends, response)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
+def _random(spec: TensorSpec, rng: np.random.Generator) -> np.ndarray:
+    if "norm" in spec.name:
+        return np.ones(spec.shape, np.float32)
+    if len(spec.shape) == 1:  # biases
+        return rng.normal(0.0, 0.02, spec.shape).astype(np.float32)
+    adds_to_stream = spec.name.endswith(("o_proj.weight", "down_proj.weight"))
+    scale = (_QUIET if adds_to_stream else 1.0) / sqrt(spec.shape[-1])
+    return (rng.standard_normal(spec.shape, np.float32) * np.float32(scale)).astype(np.float32)
+
+
+def _make_ends_likely(tensors: dict[str, np.ndarray], model: ModelSpec, ends: tuple[int, ...], response: int) -> None:
+    """Each token ends the response with a probability of about 1 / `response`, over all of `ends`; changes `tensors`.
+
+    The last norm brings the stream to a length of sqrt(hidden_size), of which `share` lies in the common direction. Logits
+    of other tokens have a variance of 1: their exponentials sum to about vocab_size x sqrt(e).
+    """
+    direction = np.full(model.hidden_size, 1.0 / sqrt(model.hidden_size), np.float32)
+    tensors[EMBEDDING] += _COMMON * direction
+    for name in (name for name in tensors if name.endswith(_ROUTER)):
+        tensors[name] -= tensors[name].mean(-1, keepdims=True)  # blind to that direction: else all tokens choose the same experts
+    share = _COMMON / sqrt(1.0 + _COMMON**2) * sqrt(model.hidden_size)
+    shared_logit = 0.0 if HEAD in tensors else _COMMON * share  # tied rows have the common part too
+    wanted = log(model.vocab_size / (max(response, 2) * max(len(ends), 1))) + 0.5
+    for end in ends:
+        row = tensors[HEAD if HEAD in tensors else EMBEDDING]
+        row[end] = direction * np.float32((wanted + shared_logit) / share)

@@ -1,0 +1,62 @@
+"""The user's tokenizer where there is one, else one of ours: a token a byte, and a chat template in ChatML's form.
+
+Ours has the thinking switch of Qwen3's templates, so that data.enable_thinking works with it.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+from mrl.model.hf_files import HF_FILES
+
+END, START, PAD = "<|im_end|>", "<|im_start|>", "<|endoftext|>"
+_WHOLE = (PAD, START, END, "<think>", "</think>", "system", "user", "assistant")  # one token each
+_OWN = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")  # any of them is a tokenizer
+_MULTIPLE = 64  # sizes of the vocabulary: tensor ranks share its rows
+_TEMPLATE = (
+    "{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
+    "{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{%- endif %}{%- endif %}"
+)
+
+
+def has_tokenizer(folder: str | Path) -> bool:
+    """Whether a model's folder has a tokenizer of its own."""
+    return any((Path(folder) / name).is_file() for name in _OWN)
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """A model's tokenizer, without its configuration and weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for pattern in HF_FILES:
+        for file in source.glob(pattern):
+            if file.name not in ("config.json", "generation_config.json") and not file.name.endswith(".index.json"):
+                shutil.copy(file, folder / file.name)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Writes ours, as transformers reads it."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    folder.mkdir(parents=True, exist_ok=True)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in _WHOLE[:5]])
+    core.add_tokens([AddedToken(word, normalized=False) for word in _WHOLE[5:]])
+    core.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END,
+        "pad_token": PAD,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(_TEMPLATE, encoding="utf-8")
+
+
+def vocabulary_size(tokenizer, least: int = 0) -> int:
+    """Rows that an embedding needs for a tokenizer; `least`: those that the model has of its own."""
+    needed = max(len(tokenizer), least)
+    return -(-needed // _MULTIPLE) * _MULTIPLE
