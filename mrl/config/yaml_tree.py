@@ -6,6 +6,7 @@ Plain scalars follow the YAML 1.2 core schema, not PyYAML's 1.1: `3e-4` is a num
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import yaml
@@ -70,8 +71,12 @@ def merge(below: Node, above: Node) -> Node:
     return Node(merged, above.origin)
 
 
+@lru_cache(maxsize=64)  # a preset and its recipe are read again for every layout or variant that is tried
 def parse_yaml(text: str, name: str, with_lines: bool = True) -> Node:
-    """Parses one document; an empty one is an empty mapping. `name` stands in origins and messages. Raises ConfigError."""
+    """Parses one document; an empty one is an empty mapping. `name` stands in origins and messages. Raises ConfigError.
+
+    The tree is shared by all who ask for the same text, and changed by nobody.
+    """
     try:
         root = _Loader(text).get_single_node()
     except yaml.MarkedYAMLError as error:

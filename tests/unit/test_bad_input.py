@@ -490,7 +490,7 @@ def scored(tmp_path):
     def scored(texts: list[str]) -> list:
 
         (tmp_path / "mine.py").write_text(FAILING)
-        with RewardPool(RewardSpec(path=str(tmp_path / "mine.py")), 1, timeout_s=0.3, failure_score=-1.0) as pool:
+        with RewardPool(RewardSpec(path=str(tmp_path / "mine.py")), 1, timeout_s=1.0, failure_score=-1.0) as pool:
             for number, text in enumerate(texts):
                 pool.submit(RewardItem(number, "sum", text, "2"))
             reward = RewardConfig(max_failure_share=0.5, failure_score=-1.0)
@@ -513,7 +513,7 @@ def test_without_a_failure_score_a_failure_counts_as_the_lowest_of_its_batch(tmp
 
     (tmp_path / "mine.py").write_text(FAILING.replace("return 1.0", "return 1.0 if solution_str == ground_truth else -1.0"))
     reward = RewardConfig(max_failure_share=0.5)
-    with RewardPool(RewardSpec(path=str(tmp_path / "mine.py")), 1, timeout_s=0.3) as pool:
+    with RewardPool(RewardSpec(path=str(tmp_path / "mine.py")), 1, timeout_s=1.0) as pool:
         for number, text in enumerate(("hang", "2", "3")):
             pool.submit(RewardItem(number, "sum", text, "2"))
         results = collected(pool, reward, (2, 0, 1))

@@ -28,6 +28,7 @@ TP, PP, VPP, CP, EP, ETP = (
     "expert_model_parallel_size", "expert_tensor_parallel_size",
 )  # fmt: skip
 COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+MOST_TRIED = 4000  # layouts; of a case that has more every second, third, ... is held against brute force
 CASES = {"30B on 32": ("Qwen3-30B-A3B", 32), "235B on 128": ("Qwen3-235B-A22B", 128)}
 
 
@@ -78,15 +79,16 @@ def cheapest_that_fits(case: SearchProblem, layout: TrainLayout):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_search_equals_brute_force_over_all_legal_layouts(name, found):
+def test_search_equals_brute_force_over_legal_layouts(name, found):
     case, (result, _) = problem(*CASES[name]), found[name]
     legal = every_legal_layout(*CASES[name])
     assert result.legal == len(legal)
-    fitting = {layout: best for layout in legal if (best := cheapest_that_fits(case, layout))}
-    assert {c.layout: (c.seconds.total, c.phase.total, c.recompute) for c in result.fitting} == fitting
-    assert [(c.seconds.total, c.phase.total) for c in result.fitting] == sorted(best[:2] for best in fitting.values())
-    assert 0 < len(fitting) < len(legal)
-    assert sum(result.too_large.values()) == len(legal) - len(fitting)
+    tried = set(sorted(legal, key=repr)[:: 1 + len(legal) // MOST_TRIED])
+    fitting = {layout: best for layout in tried if (best := cheapest_that_fits(case, layout))}
+    found_here = {c.layout: (c.seconds.total, c.phase.total, c.recompute) for c in result.fitting if c.layout in tried}
+    assert found_here == fitting and 0 < len(fitting) < len(tried)
+    assert [best[:2] for best in found_here.values()] == sorted(best[:2] for best in fitting.values())
+    assert sum(result.too_large.values()) == len(legal) - len(result.fitting)
 
 
 @pytest.mark.parametrize("name", CASES)

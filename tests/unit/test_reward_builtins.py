@@ -84,9 +84,9 @@ def test_multiple_choice_needs_a_box_and_a_truth():
 
 
 def test_a_box_full_of_separators_is_read_in_no_time():
-    begin = time.monotonic()
+    begin = time.process_time()
     assert letters("A" + ", and" * 100_000 + "x") is None
-    assert time.monotonic() - begin < 0.5
+    assert time.process_time() - begin < 0.5
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from mrl.record.run_dir import RunDir
 from mrl.reward.items import RewardSpec
 from mrl.reward.pool import RewardPool
 from mrl.train.loop import due, held_out_metrics
+from mrl.train.placement import Separate
 from mrl.train.resume import TrainState
 from mrl.train.rollouts import Responder
 from mrl.train.run import StopFlag
@@ -56,7 +57,7 @@ class World:
         config = load_config(TINY, None, ["rollout.val_kwargs.n=2", "data.max_response_length=16", *overrides]).config
         self.run = SimpleNamespace(
             config=config, val_prompts=load(file, tokenizer=Chars()), record=record, responder=None, state=TrainState(2),
-            run_dir=RunDir(tmp_path / "run"), actor=SimpleNamespace(offload=lambda: None),
+            run_dir=RunDir(tmp_path / "run"), placement=SimpleNamespace(to_generation=lambda: None),
         )  # fmt: skip
 
     def responder(self, pool):
@@ -239,7 +240,10 @@ def test_validation_comes_before_training_every_few_steps_and_at_the_end(monkeyp
     monkeypatch.setattr(loop, "train_step", step)
     for first, before in ((0, True), (0, False), (1, True)):
         config = load_config(TINY, None, [f"trainer.val_before_train={before}"]).config
-        run = SimpleNamespace(config=config, state=TrainState(first), total_steps=2, stop=StopFlag(), record=record, sync=sync, saver=saver)
+        placement = Separate(SimpleNamespace(take_checkpoint=None, write_checkpoint=None), sync)
+        run = SimpleNamespace(
+            config=config, state=TrainState(first), total_steps=2, stop=StopFlag(), record=record, placement=placement, saver=saver
+        )
         loop.train(run)
     assert done == [
         "validate 0", "record ['val-core/x']", "step 1", "step 2", "save 2",
