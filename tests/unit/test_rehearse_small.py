@@ -246,6 +246,13 @@ def test_keys_of_accelerators_are_taken_out_and_named(tmp_path):
     assert rehearsal.config.rollout.engine_kwargs == {} and rehearsal.config.cluster.device == "cpu"
 
 
+def test_a_run_that_begins_from_a_checkpoint_is_rehearsed_from_the_small_model(tmp_path):
+    preset = FOLDER / "qwen3-30b-a3b" / "h100-4x8.yaml"
+    begun = rehearsal_of(preset, tmp_path, "trainer.resume_mode=resume_path", "trainer.resume_from_path=/runs/large/checkpoints/step-9")
+    assert (begun.config.trainer.resume_mode, begun.config.trainer.resume_from_path) == ("disable", None)
+    assert rehearsal_of(preset, tmp_path, "trainer.resume_mode=auto").config.trainer.resume_mode == "auto"
+
+
 def test_the_written_configuration_says_what_each_changed_value_was(tmp_path):
     text = rehearsal_of(FOLDER / "qwen3-30b-a3b" / "h100-4x8.yaml", tmp_path).to_yaml()
     assert "world_size: 4  # 32: in small" in text and "max_response_length: 128  # 8192: divided by 64" in text

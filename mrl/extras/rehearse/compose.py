@@ -156,6 +156,9 @@ def _files(original: RunConfig, work: WorkFolder) -> Iterator[Change]:
     """Of the work folder; a user's own loss is read from where it is."""
     yield Change("model.path", original.model.path, str(work.model), "random weights")
     yield Change("trainer.run_dir", original.trainer.run_dir, str(work.run), "the work folder")
+    if original.trainer.resume_mode == "resume_path":
+        yield Change("trainer.resume_mode", "resume_path", "disable", "a checkpoint of the large model")
+        yield Change("trainer.resume_from_path", original.trainer.resume_from_path, None, "a checkpoint of the large model")
     for kind in ("train", "val"):
         files = leaf(original, f"data.{kind}_files")
         names = tuple(str(work.rows(kind, i)) for i in range(max(len(files), kind == "train")))
