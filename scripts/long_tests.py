@@ -17,13 +17,14 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results" / "long_tests.json"
 # piece -> files under tests/real
 PIECES = {
-    "sync": ("test_engine_slices", "test_engine_routes"),
+    "sync": ("test_sync", "test_engine_slices", "test_engine_routes"),
     "routes": ("test_routes",),
     "memory": ("test_memory_truth", "test_offload_run"),
     "resume": ("test_resume", "test_guards", "test_lost_worker", "test_full_disk"),
     "conversion": ("test_convert", "test_torch_dist"),
     "presets": ("test_presets_verified",),
-    "runs": ("test_dp2", "test_eval", "test_glm_run", "test_recipes", "test_submit", "test_hosted_loggers"),
+    "ranks": ("test_dp2", "test_dp_runs"),
+    "runs": ("test_eval", "test_glm_run", "test_recipes", "test_submit", "test_hosted_loggers"),
 }
 OUTCOMES = {"failed": ("failures", "errors"), "skipped": ("skipped",)}
 

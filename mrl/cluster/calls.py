@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import ray
 
 from mrl.errors import EnvironmentFault, Interrupted, MrlError
+from mrl.vllm.requests import log_name
 
 _CAUSE_CHARACTERS = 800
 SETTLE_S = 5.0  # a rank's peers notice its death before Ray does
@@ -179,5 +180,5 @@ def _in_short(error: Exception) -> str:
 
 def _log_of(name: str) -> str:
     """File of the run directory that a rank's or an engine's output goes to."""
-    kind, _, number = name.partition(" ")
-    return f"logs/{'actor-rank' if kind == 'rank' else kind}-{number}.log"
+    log = log_name(f"actor {name}" if name.startswith("rank ") else name)
+    return f"logs/{log}.log"

@@ -126,9 +126,12 @@ def actor_bundles(config: RunConfig, hosting: Hosting) -> list[dict[str, float]]
 
 
 def engine_bundles(config: RunConfig, hosting: Hosting) -> list[dict[str, float]]:
-    """Resources of each engine's process; its workers share one node. Raises ConfigError when engines do not fit."""
+    """Resources of each data-parallel rank of each engine, whose tensor workers share one node.
+
+    Raises ConfigError when engines do not fit.
+    """
     layout, _ = rollout_layout(config), rank_places(config)
-    return [hosting.ray_resources(config.cluster.cpus_per_engine, devices=layout.workers_per_engine)] * layout.num_engines
+    return [hosting.ray_resources(config.cluster.cpus_per_engine / layout.data, devices=layout.tensor)] * layout.num_engines * layout.data
 
 
 def shared_devices(config: RunConfig) -> tuple[Place, ...]:

@@ -1,19 +1,27 @@
-"""All engines: requests are spread over them, answers stream back, new weights reach every one or none is used."""
+"""All engines: requests are spread over them, answers stream back, new weights reach every one or none is used.
+
+An engine is one Ray actor, or one for each of its data-parallel ranks: `engine 1 rank 0`. Ranks of one engine compute
+every step together, so that whoever is asked alone to pause, to resume or to sleep waits for the others inside vLLM:
+what changes an engine is asked of all of its ranks at once, after each of them has said that it is there.
+"""
 
 import time
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import ray
 
-from mrl.cluster.calls import gather, unwrap
-from mrl.cluster.seats import Seats, engine_seats
+from mrl.cluster.calls import LostPeer, blame, gather, unwrap
+from mrl.cluster.seats import Seat, Seats, engine_seats
 from mrl.cluster.workers import EngineWorker
 from mrl.config.schema import RunConfig
 from mrl.errors import Interrupted
 from mrl.platforms.hosting import get_hosting
-from mrl.vllm.requests import Completion, Request, Sampling, engine_settings
+from mrl.vllm.requests import Completion, Request, Sampling, engine_settings, log_name, rank_name
+
+PREPARE_S = 60.0  # for a rank that is there to say so; another may be in the middle of a long step
 
 
 class RolloutGroup:
@@ -25,30 +33,55 @@ class RolloutGroup:
         `seats`: of the engines, by default on devices of their own.
         """
         self.config, self.poll = config, poll
-        hosting = get_hosting(config.cluster.device)
-        count, workers = config.rollout.num_engines, config.rollout.tensor_model_parallel_size * config.rollout.data_parallel_size
+        self.engine_ranks = data = config.rollout.data_parallel_size  # of one engine
+        self.names = [rank_name(*divmod(number, data), data) for number in range(config.rollout.num_engines * data)]
         self.seats = seats or engine_seats(config)
-        kind = ray.remote(EngineWorker)
-        self.engines = [
-            kind.options(
-                runtime_env={"env_vars": seat.environment | hosting.engine_environment(i, count, workers, config.rollout.cpu_kvcache_gib)},
-                **seat.options,
-            ).remote(engine_settings(config, i, run_dir / "logs"), str(run_dir / "logs" / f"engine-{i}.log"), seat.places)
-            for i, seat in enumerate(self.seats.seats)
-        ]
-        self._starting = self.refs("start")
+        self.workers = [self._worker(number, seat, run_dir / "logs") for number, seat in enumerate(self.seats.seats)]
+        self._starting = self._start()
+
+    def _worker(self, number: int, seat: Seat, logs: Path) -> ray.actor.ActorHandle:
+        """The actor of the `number`-th of all ranks, engine by engine."""
+        rollout, hosting = self.config.rollout, get_hosting(self.config.cluster.device)
+        settings = engine_settings(self.config, number // self.engine_ranks, logs, number % self.engine_ranks)
+        own = hosting.engine_environment(number, len(self.names), rollout.tensor_model_parallel_size, rollout.cpu_kvcache_gib)
+        kind = ray.remote(EngineWorker).options(runtime_env={"env_vars": seat.environment | own}, **seat.options)
+        return kind.remote(settings, str(logs / f"{log_name(settings.name)}.log"), seat.places)
+
+    def _start(self) -> dict[str, ray.ObjectRef]:
+        """Starts all ranks at once, those of one engine with the address where they meet: at their first one."""
+        if self.engine_ranks == 1:
+            return self.refs("start")
+        meetings = [first.meeting_point.remote() for first in self.workers[:: self.engine_ranks]]
+        numbered = enumerate(zip(self.names, self.workers, strict=True))
+        return {name: worker.start.remote(meetings[number // self.engine_ranks]) for number, (name, worker) in numbered}
 
     def wait_started(self) -> None:
         """Blocks until every engine serves; the actor can start meanwhile."""
         gather(self._starting, self.config.rollout.start_timeout_s, "starting the engines", self.poll)
 
     def refs(self, method: str, *arguments, engines: Sequence[int] | None = None) -> dict[str, ray.ObjectRef]:
-        """Calls a method on all engines, or on some, without waiting; answers to come, by name."""
-        return {f"engine {i}": getattr(e, method).remote(*arguments) for i, e in enumerate(self.engines) if engines is None or i in engines}
+        """Calls a method on all ranks of all engines, or of some, without waiting; answers to come, by name."""
+        return {
+            name: getattr(worker, method).remote(*arguments)
+            for number, (name, worker) in enumerate(zip(self.names, self.workers, strict=True))
+            if engines is None or number // self.engine_ranks in engines
+        }
 
     def call(self, method: str, *arguments) -> list:
-        """Calls a method on all engines; answers in their order."""
+        """Calls a method on all ranks of all engines; answers in their order.
+
+        Raises Interrupted naming those that are lost, or not there in time.
+        """
+        self.prepare(method)
         return list(gather(self.refs(method, *arguments), self.config.cluster.step_timeout_s, method).values())
+
+    def prepare(self, what: str, engines: Sequence[int] | None = None) -> None:
+        """The first phase of what is asked of ranks that wait for each other: each says that it is there.
+
+        Raises Late naming those that do not; where they were asked at once, all others would be late with them.
+        """
+        if self.engine_ranks > 1:
+            gather(self.refs("check_there", engines=engines), PREPARE_S, f"{what}, asking who is there")
 
     def generate(self, requests: list[Request], sampling: Sampling, on_batch: Callable[[list[Completion]], None]) -> list[Completion]:
         """All completions in the order of `requests`; `on_batch` sees them as they finish.
@@ -57,8 +90,8 @@ class RolloutGroup:
         """
         completions: dict[int, Completion] = {}
         streams = {
-            self.engines[i].generate.options(num_returns="streaming").remote(share, sampling): f"engine {i}"
-            for i, share in enumerate(spread(requests, len(self.engines)))
+            worker.generate.options(num_returns="streaming").remote(share, sampling): name
+            for name, worker, share in zip(self.names, self.workers, spread(requests, len(self.workers)), strict=True)
             if share
         }
         deadline = time.monotonic() + self.config.rollout.generate_timeout_s
@@ -80,7 +113,10 @@ class RolloutGroup:
         except StopIteration:
             del streams[stream]
             return
-        batch = unwrap(ref, streams[stream], "generation")
+        try:
+            batch = unwrap(ref, streams[stream], "generation")
+        except LostPeer as error:  # whom it lost, the lost one's own front end knows, also one that had no request
+            raise blame(error, self.refs("check_there"), "generation") from error
         completions.update((c.sample_id, c) for c in batch)
         on_batch(batch)
 
@@ -113,22 +149,26 @@ class RolloutGroup:
         self.call("wake_cache")
 
     def fingerprints(self) -> list[dict[str, str]]:
-        """Of each engine; see VllmEngine.fingerprints."""
-        return self.call("fingerprints")
+        """Of each engine, all of its ranks together; see VllmEngine.fingerprints."""
+        held, ranks = self.call("fingerprints"), self.engine_ranks
+        return [dict(ChainMap(*held[first : first + ranks])) for first in range(0, len(held), ranks)]
 
     def stop(self) -> None:
         """Ends the engines and vLLM's processes below them."""
         with suppress(Exception):  # the run is over either way; killing the actors ends what is left
             gather(self.refs("stop"), 30.0, "stopping the engines")
-        for engine in self.engines:
-            ray.kill(engine)
+        for worker in self.workers:
+            ray.kill(worker)
         self.seats.release()
 
 
-def spread(requests: list[Request], engines: int) -> list[list[Request]]:
-    """Requests of each engine: prompts go round, responses of one prompt stay together and share its cached prefix."""
+def spread(requests: list[Request], ranks: int) -> list[list[Request]]:
+    """Requests of each rank: prompts go round, responses of one prompt stay together and share its cached prefix.
+
+    A rank that gets none takes part in the steps of the others of its engine.
+    """
     prompts: dict[tuple[int, ...], int] = {}
-    shares: list[list[Request]] = [[] for _ in range(engines)]
+    shares: list[list[Request]] = [[] for _ in range(ranks)]
     for request in requests:
-        shares[prompts.setdefault(request.prompt_ids, len(prompts)) % engines].append(request)
+        shares[prompts.setdefault(request.prompt_ids, len(prompts)) % ranks].append(request)
     return shares

@@ -48,8 +48,9 @@ def actor_seats(config: RunConfig) -> Seats:
 
 
 def engine_seats(config: RunConfig) -> Seats:
-    """Of the engines, on devices of their own."""
-    return _own(reserve(engine_bundles(config, get_hosting(config.cluster.device)), config.cluster.start_timeout_s))
+    """Of the engines' data-parallel ranks, on devices of their own; those of one engine share a node where that can be."""
+    bundles = engine_bundles(config, get_hosting(config.cluster.device))
+    return _own(reserve(bundles, config.cluster.start_timeout_s, config.rollout.data_parallel_size))
 
 
 def _own(reserved: Reservation) -> Seats:

@@ -24,6 +24,7 @@ from mrl.model import read_hf_config
 from mrl.reshard.setup import BUCKET_BYTES, SyncSetup, p2p_members
 from mrl.reshard.sync_report import GAVE_UP, Disagreement, Report, SyncTotals, disagreements, in_words, replica_faults
 from mrl.units import MIB
+from mrl.vllm.requests import rank_name
 
 _ATTEMPTS = 2
 
@@ -107,12 +108,14 @@ class WeightSync:
 
     def _move(self, engines: set[int], read_back: bool) -> AttemptAnswers:
         """Sends all weights to these engines. `read_back`: digest what they finally hold, too."""
-        update = next(self._updates)
+        update, ranks = next(self._updates), self.setup.rollout_layout.data
         workers = [w for w in range(self.setup.rollout_layout.world_size) if self.setup.engine_of(w) in engines]
+        self.engines.prepare("weight sync", sorted(engines))
         sending = self.actor.refs("send_weights", update, workers, read_back)
         receiving = self.engines.refs("receive_weights", update, read_back, engines=sorted(engines))
         answers = settle(sending | receiving, self.config.cluster.step_timeout_s, "weight sync")
-        return AttemptAnswers([answers[name] for name in sending], {engine: answers[f"engine {engine}"] for engine in sorted(engines)})
+        received = {engine: _of_engine([answers[rank_name(engine, rank, ranks)] for rank in range(ranks)]) for engine in sorted(engines)}
+        return AttemptAnswers([answers[name] for name in sending], received)
 
     def _compare(self, answers: AttemptAnswers, progress: SyncProgress) -> None:
         """Takes the engines that hold what the ranks sent out of `progress.fenced`, and notes why the others do not."""
@@ -210,6 +213,14 @@ def _topology(places: dict[str, Any], ranks: int) -> dict[str, list[list[int]]]:
     own_device = itertools.count(1 << 16)
     numbered = [[node, next(own_device) if device is None else device] for node, device in standing]
     return {"ranks": numbered[:ranks], "workers": numbered[ranks:]}
+
+
+def _of_engine(answers: list[list[Report] | Exception]) -> list[Report] | Exception:
+    """Reports of all workers, data-parallel rank by data-parallel rank; an error when a rank has one, with all causes."""
+    if errors := [answer for answer in answers if isinstance(answer, Exception)]:
+        texts = sorted((str(error) for error in errors), key=lambda text: GAVE_UP in text)
+        return RuntimeError("; ".join(dict.fromkeys(texts)))
+    return [report for answer in answers for report in answer]
 
 
 def _sending_faults(sends: Sequence[Report | Exception]) -> list[str]:

@@ -194,7 +194,7 @@ def _packed(data: bytes) -> Iterator[str | np.ndarray]:
 
 
 class EngineWorker:
-    """One vLLM engine in a Ray actor."""
+    """One vLLM engine in a Ray actor, or one data-parallel rank of it."""
 
     def __init__(self, settings, log_path: str, places: list[tuple[str, int]] | None = None):
         """`places`: see Seat; of a device a worker."""
@@ -208,9 +208,17 @@ class EngineWorker:
         folder = local_folder(settings.arguments["model"])  # this node's
         self.engine = VllmEngine(replace(settings, arguments=settings.arguments | {"model": folder}))
 
-    async def start(self) -> float:
+    async def meeting_point(self) -> tuple[str, int]:
+        """Address and port on this host where the ranks of an engine can meet."""
+        return ray.util.get_node_ip_address(), free_port()
+
+    async def start(self, meeting: tuple[str, int] | None = None) -> float:
         """See VllmEngine.start."""
-        return await self.engine.start()
+        return await self.engine.start(meeting)
+
+    async def check_there(self) -> None:
+        """See VllmEngine.check_there."""
+        await self.engine.check_there()
 
     async def generate(self, requests, sampling):
         """Streams lists of completions."""

@@ -26,7 +26,7 @@ from mrl.vllm.engine_calls import EngineCalls
 from mrl.vllm.engine_state import CACHE, WEIGHTS, EngineMachine
 from mrl.vllm.engine_updates import EngineUpdates
 from mrl.vllm.leftovers import note, noted, remove_all, shared_memory_below
-from mrl.vllm.requests import Completion, EngineSettings, Request, Sampling
+from mrl.vllm.requests import Completion, EngineSettings, Request, Sampling, log_name
 
 DROP_S = 5.0  # for blocks of the prefix cache to come free
 EMPTY_S = 30.0  # for requests to end that a sleep aborted
@@ -49,10 +49,10 @@ class VllmEngine:
 
     def __init__(self, settings: EngineSettings):
         self.settings = settings
-        self._machine = EngineMachine(settings.engine_id)
+        self._machine = EngineMachine(settings.name)
         self._door = Admission()
         self._control = asyncio.Lock()
-        self._calls = EngineCalls(settings.engine_id, self._die)
+        self._calls = EngineCalls(settings.name, self._die)
         self._updates = EngineUpdates(self._calls, settings, self._note_files)
         self._generation: VllmGeneration | None = None
         self._numbers = itertools.count()  # of requests
@@ -63,8 +63,11 @@ class VllmEngine:
         """The committed weights that it serves; None while it must not generate."""
         return self._machine.version
 
-    async def start(self) -> float:
-        """Starts vLLM and checks it; returns seconds. Raises EnvironmentFault when the start-up check fails."""
+    async def start(self, meeting: tuple[str, int] | None = None) -> float:
+        """Starts vLLM and checks it; returns seconds. Raises EnvironmentFault when the start-up check fails.
+
+        `meeting`: address and port where the data-parallel ranks of the engine meet, at the first one. It returns when all have.
+        """
         from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -74,8 +77,10 @@ class VllmEngine:
         began = time.monotonic()
         self._generation = installed_generation()
         remove_all(noted(self.settings.segments_file))  # of an engine of this run that was killed
+        met = {} if meeting is None else {"data_parallel_address": meeting[0], "data_parallel_rpc_port": meeting[1]}
         arguments = AsyncEngineArgs(
             **self.settings.arguments,
+            **met,
             weight_transfer_config=WeightTransferConfig(backend=BACKEND),
             worker_extension_cls=f"{adapter_module()}.WorkerExtension",
         )
@@ -83,9 +88,11 @@ class VllmEngine:
             self._calls.llm = AsyncLLM.from_engine_args(arguments)
         except Exception as error:  # vLLM ends its own children first; the reason stands in their output
             raise EnvironmentFault(
-                f"engine {self.settings.engine_id} did not start ({type(error).__name__}: {error}); "
-                f"see logs/engine-{self.settings.engine_id}.log in the run directory"
+                f"{self.settings.name} did not start ({type(error).__name__}: {error}); "
+                f"see logs/{log_name(self.settings.name)}.log in the run directory"
             ) from error
+        if self.settings.data_ranks > 1:
+            self._calls.watch()
         await self._updates.connect_slow()
         await self._stamp_version(0)
         await self._capture_routes()
@@ -156,7 +163,7 @@ class VllmEngine:
         return Completion(request.sample_id, tuple(answer.token_ids), log_probs, answer.finish_reason, self.version, routes)
 
     def _asleep_under(self, tokens: int) -> str:
-        return f"engine {self.settings.engine_id} was put to sleep while it generated; {tokens} tokens are lost"
+        return f"{self.settings.name} was put to sleep while it generated; {tokens} tokens are lost"
 
     async def _stamp_version(self, version: int) -> None:
         """Tells vLLM which version its weights have now, where completions are stamped with it."""
@@ -179,7 +186,7 @@ class VllmEngine:
         if self.settings.captures_routes:
             shape, data = (await self._calls.workers("take_routes", name, tokens - 1))[0]
             routes = np.frombuffer(data, np.int16).reshape(shape)
-        return self.settings.routes.from_engine(routes, tokens, f"engine {self.settings.engine_id}, sample {request.sample_id}")
+        return self.settings.routes.from_engine(routes, tokens, f"{self.settings.name}, sample {request.sample_id}")
 
     async def _capture_routes(self) -> None:
         if not self.settings.captures_routes:
@@ -187,7 +194,7 @@ class VllmEngine:
         try:
             await self._calls.workers("capture_routes")
         except RuntimeError as error:
-            raise EnvironmentFault(f"engine {self.settings.engine_id} cannot tell its routes (actor.router_replay: R3): {error}") from error
+            raise EnvironmentFault(f"{self.settings.name} cannot tell its routes (actor.router_replay: R3): {error}") from error
 
     async def _forget_routes(self) -> None:
         """With new weights: requests that were given up left theirs behind, and no other is under way."""
@@ -195,7 +202,11 @@ class VllmEngine:
             await self._calls.workers("forget_routes")
 
     async def _check_order(self) -> None:
-        """The same prompts in two orders must give the same bits; else no run can be repeated or resumed exactly."""
+        """The same prompts in two orders must give the same bits; else no run can be repeated or resumed exactly.
+
+        Data-parallel ranks check themselves at once, each while others compute other prompts: neither may what they have in a
+        step change a bit.
+        """
         rng = random.Random(0)
         width = min(24, self.settings.arguments["max_model_len"] // 2)
         vocab = self.settings.vocab_size
@@ -209,7 +220,8 @@ class VllmEngine:
         if runs[0] != runs[1]:
             differing = sum(a != b for a, b in zip(*runs, strict=True))
             raise EnvironmentFault(
-                f"engine {self.settings.engine_id}: {differing} of {len(requests)} prompts gave other bits in another order; "
+                f"{self.settings.name}: {differing} of {len(requests)} prompts gave other bits in another order"
+                f"{' and beside other prompts of the other ranks' if self.settings.data_ranks > 1 else ''}; "
                 "on CPU keep chunked prefill off (rollout.enable_chunked_prefill)"
             )
 
@@ -294,7 +306,7 @@ class VllmEngine:
         while self._door.inside:
             if time.monotonic() > deadline:
                 left = len(self._door.inside)
-                raise Interrupted(f"engine {self.settings.engine_id}: {left} aborted requests did not end in {EMPTY_S:g} s")
+                raise Interrupted(f"{self.settings.name}: {left} aborted requests did not end in {EMPTY_S:g} s")
             await self._calls.ask(self._calls.llm.abort(list(self._door.inside)))
             await asyncio.sleep(0.01)
 
@@ -332,9 +344,15 @@ class VllmEngine:
 
     @asynccontextmanager
     async def _update(self, verb: str) -> AsyncIterator[None]:
-        """As `_controlled`; before the first byte no request gets in any more."""
+        """As `_controlled`; before the first byte no request gets in any more.
+
+        Data-parallel ranks stand still first: for some steps after the last request they still compute together, and a
+        rank between two weights must not take part. They have to be asked at once, as for a pause.
+        """
         async with self._controlled(verb):
             self._door.shut()
+            if self.settings.data_ranks > 1 and not self._is_scheduler_paused:
+                await self._pause_scheduler("keep")
             yield
 
     async def commit(self, version: int) -> None:
@@ -360,9 +378,13 @@ class VllmEngine:
             await asyncio.sleep(DROP_S / 50)
         if emptied is not True and self.settings.arguments.get("enable_prefix_caching", True):
             raise Interrupted(
-                f"engine {self.settings.engine_id}: vLLM did not empty its prefix cache within {DROP_S:g} s (it answered {emptied}), "
-                f"so it still holds what other weights computed; see logs/engine-{self.settings.engine_id}.log in the run directory"
+                f"{self.settings.name}: vLLM did not empty its prefix cache within {DROP_S:g} s (it answered {emptied}), "
+                f"so it still holds what other weights computed; see logs/{log_name(self.settings.name)}.log in the run directory"
             )
+
+    async def check_there(self) -> None:
+        """Returns once vLLM's processes have answered, in every state. Raises Interrupted when one is lost."""
+        await self._calls.check_there()
 
     async def fingerprints(self) -> dict[str, str]:
         """SHA-256 of everything each worker of this engine computes with, by rank and name."""
@@ -375,7 +397,7 @@ class VllmEngine:
     def _die(self) -> None:
         self._machine.die()
         self._door.shut()
-        self._door.send_away(f"vLLM's processes below engine {self.settings.engine_id} died")
+        self._door.send_away(f"vLLM's processes below {self.settings.name} died")
 
     def _note_files(self) -> None:
         """Writes down what a kill would leave behind, for the successor to remove."""

@@ -1,22 +1,38 @@
 """What is asked of vLLM's processes below one engine: every call ends, with all causes, and a death is told as one."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from mrl.errors import Interrupted
+from mrl.vllm.process_watch import ProcessWatch
+from mrl.vllm.requests import log_name
 
 WATCH_S = 1.0  # between looks whether vLLM's processes live
+_EXIT_S = 0.2  # from vLLM's word that it stops to an exit that made it stop being seen
 
 
 class EngineCalls:
     """An AsyncLLM, once it is started, and the guarded way to it."""
 
-    def __init__(self, engine_id: int, on_death: Callable[[], None] = lambda: None):
-        """`on_death` is called when vLLM's processes turn out to be gone."""
+    def __init__(self, name: str, on_death: Callable[[], None] = lambda: None):
+        """`name`: of the engine, or of the data-parallel rank of it. `on_death` is called when vLLM's processes turn out to be gone."""
         self.llm: Any = None
-        self._engine_id, self._on_death = engine_id, on_death
+        self._name, self._on_death = name, on_death
+        self._watch: ProcessWatch | None = None
+
+    def watch(self) -> None:
+        """From here on tells a death of its own from one of another rank of the engine."""
+        self._watch = ProcessWatch(lambda: self.llm.errored)
+
+    async def check_there(self) -> None:
+        """Returns once all of vLLM's processes have answered. Raises as `ask` does."""
+        if self.llm.errored or (self._watch is not None and self._watch.lost):
+            self._on_death()
+            raise self._death()
+        await self.workers("answer_call")
 
     async def workers(self, method: str, *arguments: Any) -> list[Any]:
         """What a method of each of this engine's workers returns.
@@ -31,7 +47,7 @@ class EngineCalls:
         return [answer["value"] for answer in answers]
 
     async def ask(self, call: Awaitable[Any]) -> Any:
-        """The answer of vLLM's processes. Raises Interrupted when they died.
+        """The answer of vLLM's processes. Raises Interrupted when they died, ConnectionError when another rank of the engine did.
 
         One that died never answers, and vLLM tells only requests so: its death is watched for here.
         """
@@ -54,6 +70,14 @@ class EngineCalls:
             yield
         except EngineDeadError as error:
             self._on_death()
-            raise Interrupted(
-                f"engine {self._engine_id}: vLLM's process below it died; see logs/engine-{self._engine_id}.log in the run directory"
-            ) from error
+            raise self._death() from error
+
+    def _death(self) -> Exception:
+        log = f"see logs/{log_name(self._name)}.log in the run directory"
+        if self._watch is None:
+            return Interrupted(f"{self._name}: vLLM's process below it died; {log}")
+        if not self._watch.lost:
+            time.sleep(_EXIT_S)
+        if self._watch.lost:
+            return Interrupted(f"{self._name}: vLLM's process below it died ({self._watch.lost}); {log}")
+        return ConnectionError(f"{self._name}: connection closed: vLLM gave up, as it does when another rank of its engine is lost; {log}")

@@ -69,8 +69,8 @@ VERBS: Mapping[str, Mapping[EngineState, EngineState]] = MappingProxyType(
 class EngineMachine:
     """State and version of one engine; starts FENCED, with nothing received."""
 
-    def __init__(self, engine_id: int):
-        self._name = f"engine {engine_id}"
+    def __init__(self, name: str):
+        self._name = name
         self.state = FENCED
         self.version: int | None = None  # that AWAKE serves and PAUSED holds; None in every other state
         self.holds_weights = False  # somebody's, and whole: false from a sleep to the next whole update

@@ -82,8 +82,8 @@ class EngineUpdates:
         from mrl.reshard.transport_shm import arena_files
 
         agreed, engine = SyncSetup.from_json(setup), self._settings.engine_id
-        agreed.check_hash(plan_hash, f"engine {engine}")
-        workers = [agreed.worker(engine, position) for position in range(self._settings.workers)]
+        agreed.check_hash(plan_hash, self._settings.name)
+        workers = [agreed.worker(engine, position) for position in self._settings.positions]
         self._arenas = tuple(path for worker in workers for path in arena_files(agreed, worker))
         self._note_files()
         info = {"path": "fast", "setup": setup, "engine": engine, "plan_hash": plan_hash, "holds_weights": holds_weights}
@@ -93,7 +93,7 @@ class EngineUpdates:
             raise
         except Exception as error:
             raise EnvironmentFault(
-                f"engine {engine} cannot take weights by the plan: {error}; reshard.path: slow goes through vLLM's own loader"
+                f"{self._settings.name} cannot take weights by the plan: {error}; reshard.path: slow goes through vLLM's own loader"
             ) from error
         self._path = "fast"
         return sum(await self._calls.workers("weight_bytes"))

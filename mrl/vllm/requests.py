@@ -49,7 +49,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Everything one engine is started with."""
+    """Everything one engine is started with, or one data-parallel rank of it: each has a front end of its own."""
 
     engine_id: int
     arguments: dict  # of vLLM's AsyncEngineArgs
@@ -59,30 +59,57 @@ class EngineSettings:
     segments_file: str  # where the engine notes its shared memory, so that its successor can clean up after a kill
     routes: RouteShape | None = None  # what is asked of it when `Sampling.routes`; None: a model without experts
     captures_routes: bool = False  # vLLM returns none on this device: mrl's worker extension collects them
+    data_rank: int = 0  # among the engine's data-parallel ranks
 
     @property
     def workers(self) -> int:
-        """Processes below this engine that hold weights."""
+        """Processes below this front end that hold weights."""
         return self.arguments["tensor_parallel_size"]
 
+    @property
+    def data_ranks(self) -> int:
+        """Front ends of the engine, whose experts compute together."""
+        return self.arguments.get("data_parallel_size", 1)
 
-def engine_settings(config: RunConfig, engine_id: int, logs: Path) -> EngineSettings:
-    """Settings of one engine. `logs` is the run's folder for logs."""
+    @property
+    def positions(self) -> range:
+        """Of its workers among all of the engine, as SyncSetup.worker counts them."""
+        return range(self.data_rank * self.workers, (self.data_rank + 1) * self.workers)
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return rank_name(self.engine_id, self.data_rank, self.data_ranks)
+
+
+def rank_name(engine: int, rank: int, ranks: int) -> str:
+    """`engine 1`, or `engine 1 rank 0` where an engine has several data-parallel ranks."""
+    return f"engine {engine} rank {rank}" if ranks > 1 else f"engine {engine}"
+
+
+def log_name(name: str) -> str:
+    """Of a rank's file in logs/, without an ending: `engine-1-rank-0`."""
+    return name.replace(" ", "-")
+
+
+def engine_settings(config: RunConfig, engine_id: int, logs: Path, data_rank: int = 0) -> EngineSettings:
+    """Settings of one engine, or of one data-parallel rank of it. `logs` is the run's folder for logs."""
     hosting, model = get_hosting(config.cluster.device), load_model_spec(config.model.path)
+    name = rank_name(engine_id, data_rank, config.rollout.data_parallel_size)
     return EngineSettings(
         engine_id=engine_id,
-        arguments=_arguments(config, hosting),
-        # vLLM's CPU kernel can hold spread experts but not generate with them: no run has them, tests of weights do
-        check_order=hosting.checks_batch_order and config.rollout.expert_parallel_size == 1,
+        data_rank=data_rank,
+        arguments=_arguments(config, hosting, data_rank),
+        check_order=hosting.checks_batch_order,
         vocab_size=model.vocab_size,
         expected=tuple((tensor.name, tensor.shape) for tensor in tensor_specs(model)),
-        segments_file=str(logs / f"engine-{engine_id}.segments"),
+        segments_file=str(logs / f"{log_name(name)}.segments"),
         routes=RouteShape(model.num_layers, model.moe_layers, model.num_experts_per_tok, model.num_experts) if model.is_moe else None,
         captures_routes=_wants_routes(config) and not hosting.returns_routes,
     )
 
 
-def _arguments(config: RunConfig, hosting: Hosting) -> dict[str, Any]:
+def _arguments(config: RunConfig, hosting: Hosting, data_rank: int) -> dict[str, Any]:
     """Arguments of AsyncEngineArgs; `rollout.engine_kwargs.vllm` adds to them and wins."""
     rollout, layout = config.rollout, rollout_layout(config)
     max_model_len = config.data.max_prompt_length + config.data.max_response_length
@@ -110,6 +137,8 @@ def _arguments(config: RunConfig, hosting: Hosting) -> dict[str, Any]:
         **{name: value for name, value in optional.items() if value is not None},
         **hosting.engine_arguments(max_model_len, rollout.max_num_batched_tokens, config.cluster.placement == "colocated"),
     }
+    if layout.data > 1:  # a front end each, known to vLLM as external load balancing: requests are spread by us
+        arguments |= {"data_parallel_size": layout.data, "data_parallel_rank": data_rank}
     if _wants_routes(config) and hosting.returns_routes:
         arguments["enable_return_routed_experts"] = True
     return arguments | rollout.engine_kwargs.get("vllm", {})

@@ -183,8 +183,13 @@ def degrees_of(parallel: Any, quantization: str | None, dtype: torch.dtype) -> E
         linear_placement=parallel.expert_placement_strategy == "linear" and not parallel.enable_eplb,
         quantization=quantization,
         dtype=str(dtype).removeprefix("torch."),
-        position=parallel.data_parallel_index * parallel.world_size + parallel.rank,
+        position=position_of(parallel),
     )
+
+
+def position_of(parallel: Any) -> int:
+    """Of a worker among all of its engine: data-parallel rank, then tensor rank. `parallel`: vLLM's ParallelConfig."""
+    return parallel.data_parallel_index * parallel.world_size + parallel.rank
 
 
 class CommonWorkerExtension(SleepingExtension):
@@ -206,6 +211,9 @@ class CommonWorkerExtension(SleepingExtension):
             traceback.print_exc()
             return {"error": described(error)}
 
+    def answer_call(self) -> None:
+        """Says that this worker is there."""
+
     def update_path(self) -> UpdatePath:
         """The path in use."""
         return self.weight_transfer_engine.path
@@ -218,7 +226,7 @@ class CommonWorkerExtension(SleepingExtension):
         model = self.model_runner.get_model()
         plain = {name: _sha256(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
         packed = {f"{name}.<packed>": _sha256(weight) for name, weight in packed_linears(model)}
-        return {f"rank{self.rank}.{name}": digest for name, digest in (plain | packed).items()}
+        return {f"rank{position_of(self.parallel_config)}.{name}": digest for name, digest in (plain | packed).items()}
 
     def weight_update_report(self) -> dict[str, Any]:
         """What the last fast update brought and what the engine then held; digests by parameter, bytes and seconds."""

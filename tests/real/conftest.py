@@ -7,7 +7,10 @@ from deadlines import TEST_S
 from xdist.scheduler import LoadScopeScheduling
 
 # One after the other: they start Ray and engines, and look for what is left of them in /dev/shm and /tmp. First, as they take longest.
-IN_TURN = ("test_sync", "test_runs", "test_reshard_faults", "test_recipes", "test_lost_worker", "test_bad_input", "test_rehearse")
+IN_TURN = (
+    "test_sync", "test_runs", "test_reshard_faults", "test_recipes", "test_lost_worker", "test_bad_input", "test_rehearse", "test_dp2",
+    "test_dp_runs",
+)  # fmt: skip
 
 
 class FileScheduling(LoadScopeScheduling):

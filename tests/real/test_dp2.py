@@ -1,62 +1,205 @@
-"""Two data-parallel ranks of one engine, on CPU, for real: what works and what does not with vLLM 0.32.
+"""Engines of several data-parallel ranks, with and without experts spread over them, answer as an engine of one rank does.
 
-Both ranks start and hold their weights. Generation of an MoE ends with `NotImplementedError`: the layer spreads tokens over the ranks with
-`all_gatherv`, which vLLM's CPU communicator does not have. When this test fails because generation works, take the check in
-mrl/plan/doctor/version_checks.py and the row of mrl/config/capabilities.py away. Both ranks are behind one front end here, the simplest
-way to start them; with an actor for each (vLLM's external load balancing) the layer is the same.
+Each rank has its own front end in its own Ray actor, and nothing of vLLM spreads requests or keeps ranks in step for the driver: what
+is asked of one alone hangs. So all that happens to an engine in a run happens here: a rank without requests, requests that arrive
+while it pauses, sleep and other weights in between, a rank that is killed.
 """
 
-import asyncio
-import dataclasses
+import hashlib
 import os
-import subprocess
-import sys
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import psutil
 import pytest
-from world import make_world, overrides
+import ray
+from test_sync import CASES, config_for, two_models, weights_of
 
-ROOT = Path(__file__).resolve().parents[2]
-pytestmark = [pytest.mark.real, pytest.mark.long, pytest.mark.timeout(300)]
+from mrl.cluster import rollout_group
+from mrl.cluster.calls import Late
+from mrl.cluster.ray_cluster import ray_cluster
+from mrl.cluster.rollout_group import RolloutGroup
+from mrl.errors import Interrupted
+from mrl.vllm.requests import Completion, Request, Sampling
+
+CASE = CASES["fp32-moe-to-two-engines"]
+ONE = dict(num_engines=1)
+LAYOUTS = {
+    "dp2ep2": dict(data_parallel_size=2, expert_parallel_size=2),
+    "dp2": dict(data_parallel_size=2),
+    "tp2ep2": dict(tensor_model_parallel_size=2, expert_parallel_size=2),
+    "two-engines-of-dp2ep2": dict(num_engines=2, data_parallel_size=2, expert_parallel_size=2),
+}
+pytestmark = pytest.mark.real
 
 
-def run(folder: Path) -> None:
-    from mrl.config.load import load_config
-    from mrl.errors import Interrupted
-    from mrl.platforms.hosting import get_hosting
-    from mrl.vllm.engine import VllmEngine
-    from mrl.vllm.requests import Request, Sampling, engine_settings
+@dataclass
+class World:
+    """An engine of several ranks beside one of a single rank, with the same weights, and a checkpoint of others."""
 
-    settings = overrides(make_world(folder / "world"), cluster__n_gpus_per_node=4)[1::2]
-    config = load_config(ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml", None, settings).config
-    one = engine_settings(config, 0, folder)
-    arguments = one.arguments | {"data_parallel_size": 2, "data_parallel_backend": "mp"}
-    os.environ.update(get_hosting("cpu").engine_environment(0, 1, 2, 1))
-    engine = VllmEngine(dataclasses.replace(one, arguments=arguments, check_order=False))
+    engines: RolloutGroup
+    alone: RolloutGroup
+    start: Path
+    other: Path
+    logs: Path
 
-    async def go() -> None:
+    @property
+    def has_ranks(self) -> bool:
+        return self.engines.engine_ranks > 1
+
+
+@pytest.fixture(scope="module", params=[name if name == "dp2ep2" else pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS])
+def world(request, tmp_path_factory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp(request.param)
+    start, other = two_models(folder, CASE)
+    alone, several = (config_for(start, CASE, {}, **{**ONE, **engines}) for engines in ({}, LAYOUTS[request.param]))
+    groups = []
+    with ray_cluster(several, actor=False):
         try:
-            await engine.start()
-            print("STARTED", len(await engine.fingerprints()) > 0, flush=True)
-            try:
-                async for _ in engine.generate([Request(0, (1, 2, 3), 0)], Sampling(1.0, 4, ())):
-                    print("GENERATED", flush=True)
-            except Interrupted:
-                print("DIED", flush=True)
+            for name, config in (("several", several), ("alone", alone)):
+                groups.append(RolloutGroup(config, folder / name))
+            for group in groups:
+                group.wait_started()
+            yield World(*groups, start, other, folder / "several" / "logs")
         finally:
-            await engine.stop()
-
-    asyncio.run(go())
-
-
-def test_an_engine_of_two_data_parallel_ranks_loads_on_cpu_and_cannot_generate(tmp_path):
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"}
-    done = subprocess.run([sys.executable, __file__, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=280)
-    said = done.stdout + done.stderr
-    assert "STARTED True" in said, said[-3000:]
-    assert "GENERATED" not in said and "DIED" in said, said[-3000:]
-    assert "all_gatherv" in said and "NotImplementedError" in said
+            for group in groups:
+                group.stop()
+    assert not list(Path("/dev/shm").glob("mrl-sync-*"))
 
 
-if __name__ == "__main__":
-    run(Path(sys.argv[1]))
+def prompt(number: int) -> tuple[int, ...]:
+    return tuple(3 + (7 * number + j) % 100 for j in range(4 + 5 * (number % 8)))
+
+
+def requests(prompts: range, responses: int = 2) -> list[Request]:
+    return [Request(number * 10 + k, prompt(number), 100 + number * 10 + k) for number in prompts for k in range(responses)]
+
+
+def answers(group: RolloutGroup, prompts: range = range(8), tokens: int = 24) -> list[Completion]:
+    return group.generate(requests(prompts), Sampling(1.0, tokens, ()), lambda batch: None)
+
+
+def check_same(found: list[Completion], expected: list[Completion]) -> None:
+    """Tokens equal, log-probs to 1e-5: ranks add the parts of experts up in another order than one kernel does."""
+    assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+    np.testing.assert_allclose(
+        np.concatenate([c.log_probs for c in found]), np.concatenate([c.log_probs for c in expected]), rtol=0, atol=1e-5
+    )
+
+
+def bring(group: RolloutGroup, checkpoint: Path) -> None:
+    """All weights of a checkpoint through vLLM's own loader; `commit` comes after it."""
+    data = (checkpoint / "model.safetensors").read_bytes()
+    group.load_weights([(ray.put(np.frombuffer(data, np.uint8)), hashlib.sha256(data).hexdigest())])
+
+
+def test_what_happens_to_an_engine_in_a_run(world):
+    """In one test: starting its engines takes longest."""
+    ranks_answer_as_one_does(world)
+    a_rank_without_requests_holds_up_nobody(world)
+    requests_that_arrive_while_it_pauses_get_the_same_answers(world)
+    after_a_sleep_it_serves_the_weights_that_it_was_brought(world)
+    whoever_does_not_answer_is_named_before_others_wait_for_it(world)
+    a_killed_rank_ends_all_requests_and_is_named(world)
+
+
+def ranks_answer_as_one_does(world):
+    first = answers(world.engines)
+    check_same(first, answers(world.alone))
+    assert answers(world.engines) == first, "the engine itself must repeat its bits"
+
+
+def a_rank_without_requests_holds_up_nobody(world):
+    check_same(answers(world.engines, range(1)), answers(world.alone, range(1)))
+    assert world.engines.call("check_there") == [None] * len(world.engines.names)
+
+
+def requests_that_arrive_while_it_pauses_get_the_same_answers(world):
+    whole, rng = {number: answers(world.engines, range(number, number + 1), 48) for number in range(6)}, random.Random(0)
+
+    def late(number: int, after_s: float) -> list[Completion]:
+        time.sleep(after_s)
+        return answers(world.engines, range(number, number + 1), 48)
+
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(3):
+            coming = {number: pool.submit(late, number, rng.random() * 0.5) for number in whole}
+            time.sleep(rng.random() * 0.5)
+            world.engines.call("pause")
+            time.sleep(rng.random() * 0.3)
+            world.engines.call("resume")
+            assert {number: one.result(60) for number, one in coming.items()} == whole
+
+
+def after_a_sleep_it_serves_the_weights_that_it_was_brought(world):
+    before, held = answers(world.engines), [weights_of(one) for one in world.engines.fingerprints()]
+    for number, checkpoint in enumerate((world.other, world.start), 1):
+        for group in (world.engines, world.alone):
+            group.sleep()
+            with pytest.raises(RuntimeError, match=r"is ASLEEP and refuses generate"):
+                answers(group)
+            group.wake_weights()
+            bring(group, checkpoint)
+            group.wake_cache()
+            group.commit(number)
+        check_same(answers(world.engines), answers(world.alone))
+    assert answers(world.engines) == [Completion(c.sample_id, c.token_ids, c.log_probs, c.stop_reason, 2) for c in before]
+    assert [weights_of(one) for one in world.engines.fingerprints()] == held
+    bring(world.engines, world.other)  # awake: ranks that still step together stand still first
+    world.engines.commit(3)
+    bring(world.engines, world.start)
+    world.engines.commit(4)
+    assert [c.log_probs for c in answers(world.engines)] == [c.log_probs for c in before]
+
+
+def below(world: World, name: str, kind: str) -> psutil.Process:
+    """A process of vLLM below a rank: it writes to that rank's log."""
+    log = str(world.logs / f"{rollout_group.log_name(name)}.log")
+    for process in psutil.process_iter(["cmdline"]):
+        try:
+            if kind in " ".join(process.info["cmdline"] or ()) and log in {os.readlink(f"/proc/{process.pid}/fd/{n}") for n in (1, 2)}:
+                return process
+        except OSError:
+            continue
+    raise AssertionError(f"{name} has no {kind}")
+
+
+def whoever_does_not_answer_is_named_before_others_wait_for_it(world):
+    if not world.has_ranks:
+        return
+    stopped = below(world, "engine 0 rank 1", "Worker")
+    os.kill(stopped.pid, signal.SIGSTOP)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rollout_group, "PREPARE_S", 2.0)
+            with pytest.raises(Late, match=r"pause, asking who is there: no answer from engine 0 rank 1 within 2 s"):
+                world.engines.call("pause")
+    finally:
+        os.kill(stopped.pid, signal.SIGCONT)
+    answers(world.engines)  # nobody was paused
+
+
+def a_killed_rank_ends_all_requests_and_is_named(world):
+    last = world.engines.names[-1]
+    victim = below(world, last, "Worker")
+    killed = []
+
+    def kill() -> None:
+        time.sleep(1.0)
+        os.kill(victim.pid, signal.SIGKILL)
+        killed.append(time.monotonic())
+
+    timer = threading.Thread(target=kill)
+    timer.start()
+    with pytest.raises(Interrupted, match=rf"{last}: vLLM's process below it died"):
+        while True:
+            answers(world.engines, tokens=48)
+    timer.join()
+    assert time.monotonic() - killed[0] < 10

@@ -52,10 +52,22 @@ CASES = {
         "tp2ep2dp2": dict(tensor_model_parallel_size=2, expert_model_parallel_size=2),
         "pp2uneven-ep2": dict(expert_model_parallel_size=2, **PP_UNEVEN),
     }, fresh=True),
-    "fp32-moe-to-tp2-with-expert-parallelism": Case(  # vLLM's CPU kernel cannot generate with it
-        "moe", "float32",
-        dict(tensor_model_parallel_size=2, expert_parallel_size=2, engine_kwargs={"vllm": {"enable_expert_parallel": True}}),
-        {"tp2pp2": dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)}, generates=False,
+    "fp32-moe-to-tp2-with-expert-parallelism": Case(
+        "moe", "float32", dict(tensor_model_parallel_size=2, expert_parallel_size=2),
+        {"tp2pp2": dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)},
+    ),
+    "fp32-moe-to-dp2-with-expert-parallelism": Case(
+        "moe", "float32", dict(data_parallel_size=2, expert_parallel_size=2), {
+            "tp2pp2ep2": dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, expert_model_parallel_size=2),
+            "cp2dp2": dict(context_parallel_size=2),
+        }, fresh=True,
+    ),
+    "bf16-moe-to-two-engines-of-dp2": Case(  # each expert cut over both ranks
+        "moe", "bfloat16", dict(num_engines=2, data_parallel_size=2), {"ep4": dict(expert_model_parallel_size=4)}, generates=False,
+    ),
+    "fp32-moe-to-tp2dp2-with-expert-parallelism": Case(
+        "moe", "float32", dict(tensor_model_parallel_size=2, data_parallel_size=2, expert_parallel_size=4),
+        {"tp2etp2ep2": dict(tensor_model_parallel_size=2, expert_tensor_parallel_size=2, expert_model_parallel_size=2)}, generates=False,
     ),
     "fp32-dense-tied": Case("dense", "float32", {}, {"tp2pp2": dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)}),
     "fp32-shared-experts-and-qkv-bias-to-tp2": Case(
@@ -69,6 +81,7 @@ CASES = {
         fresh=True, generates=False,
     ),
 }  # fmt: skip
+LONG = ("fp32-moe-to-dp2-with-expert-parallelism", "bf16-moe-to-two-engines-of-dp2", "fp32-moe-to-tp2dp2-with-expert-parallelism")
 # vLLM's CPU attention has heads of 32 and more, and its kernels want multiples of 32 on each worker
 MODELS = {
     "moe": tiny_moe,
@@ -184,7 +197,7 @@ def check_metrics(metrics: dict[str, float]) -> None:
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("world", CASES, indirect=True)
+@pytest.mark.parametrize("world", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in CASES], indirect=True)
 def test_fast_path_equals_vllms_own_loader_and_a_fresh_engine(world):
     for layout in world.case.layouts.values():
         config = config_for(world.start, world.case, layout)

@@ -39,7 +39,15 @@ def engine(monkeypatch, tmp_path):
 
     def make(resets: list, errors: dict[str, str] | None = None, **arguments) -> VllmEngine:
         made = VllmEngine(
-            SimpleNamespace(engine_id=3, arguments=arguments, captures_routes=False, segments_file=str(tmp_path / "segments"), expected=())
+            SimpleNamespace(
+                engine_id=3,
+                name="engine 3",
+                data_ranks=1,
+                arguments=arguments,
+                captures_routes=False,
+                segments_file=str(tmp_path / "segments"),
+                expected=(),
+            )
         )
         made._calls.llm, made._generation = Llm(resets, errors), vllm_generation("0.23.0")
         made._machine.serve(6)

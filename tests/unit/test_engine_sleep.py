@@ -83,7 +83,15 @@ def engine(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "vllm.v1.engine.exceptions", SimpleNamespace(EngineDeadError=dead))
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=lambda **named: named))
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY=0)))
-    settings = SimpleNamespace(engine_id=3, arguments={}, captures_routes=False, segments_file=str(tmp_path / "segments"), expected=())
+    settings = SimpleNamespace(
+        engine_id=3,
+        name="engine 3",
+        data_ranks=1,
+        arguments={},
+        captures_routes=False,
+        segments_file=str(tmp_path / "segments"),
+        expected=(),
+    )
     made = VllmEngine(settings)
     made._calls.llm, made._generation = Llm(), vllm_generation("0.32.0")
     made._calls.llm.version = "4"
@@ -104,6 +112,21 @@ def run(steps) -> None:
 async def synced(engine: VllmEngine, version: int) -> None:
     await engine.receive_weights(1, True)
     await engine.commit(version)
+
+
+def test_ranks_that_step_together_stand_still_before_an_update_and_resume_once(engine):
+    engine.settings.data_ranks = 2
+
+    async def steps():
+        await synced(engine, 5)
+        assert engine._calls.llm.said[0] == "pause keep" and engine._calls.llm.said[1] == "start_weight_update"
+        assert engine._calls.llm.said.count("resume") == 1 and engine._calls.llm.said[-1] == "resume"
+        await engine.pause()
+        await synced(engine, 6)
+        assert engine._calls.llm.said.count("pause keep") == engine._calls.llm.said.count("resume") == 2
+        assert engine.version == 6
+
+    run(steps())
 
 
 def test_a_cycle_of_sleep_and_sync_asks_vllm_in_the_one_order_that_is_safe(engine):

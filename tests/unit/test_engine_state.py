@@ -36,7 +36,7 @@ LEADS = {
 
 
 def machine(*way: str) -> EngineMachine:
-    made = EngineMachine(3)
+    made = EngineMachine("engine 3")
     for verb in way:
         {"serve": lambda: made.serve(7), "die": made.die, "received": made.received}.get(verb, lambda verb=verb: made.enter(verb))()
     return made
@@ -122,7 +122,7 @@ def test_weights_are_somebodys_from_the_first_whole_update_after_a_sleep():
 
 
 def test_a_fresh_engine_serves_nothing():
-    made = EngineMachine(0)
+    made = EngineMachine("engine 0")
     assert (made.state, made.version) == (FENCED, None)
     for verb in ("generate", "commit"):
         with pytest.raises(RuntimeError):

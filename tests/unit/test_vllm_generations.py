@@ -29,7 +29,7 @@ class Llm032:
 
 
 def engine(version: str, llm=None, serves: int | None = 4) -> VllmEngine:
-    made = VllmEngine(SimpleNamespace(engine_id=3))
+    made = VllmEngine(SimpleNamespace(engine_id=3, name="engine 3", data_ranks=1))
     made._generation, made._calls.llm, made._machine.version = vllm_generation(version), llm, serves
     return made
 

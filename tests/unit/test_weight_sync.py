@@ -20,6 +20,7 @@ from mrl.cluster.weight_sync import WeightSync
 from mrl.errors import EnvironmentFault, Interrupted
 from mrl.reshard.setup import SyncSetup
 from mrl.reshard.transport import sequence_number
+from mrl.vllm.requests import rank_name
 
 TRAIN = dict(world_size=4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, expert_model_parallel_size=2)
 REPLICAS = dict(world_size=2)
@@ -40,7 +41,8 @@ class FakeCluster:
     def __init__(self, setup: SyncSetup, weights: dict):
         self.setup, self.weights = setup, weights
         self.world: World | None = None
-        self.engines = [Engine(i) for i in range(setup.rollout_layout.num_engines)]
+        self.ranks = setup.rollout_layout.data  # of an engine, one worker each
+        self.engines = [Engine(i) for i in range(setup.rollout_layout.num_engines * self.ranks)]
         self.held = {rank: shards_of(setup, rank, weights) for rank in range(setup.train_layout.world_size)}
         self.met_at: list[int] = []
         self.flip_storage = None  # engine whose storage is spoilt after the write
@@ -49,7 +51,7 @@ class FakeCluster:
         return SimpleNamespace(refs=self._rank_refs, meeting_point=self.meeting_point)
 
     def group(self) -> SimpleNamespace:
-        return SimpleNamespace(refs=self._engine_refs, commit=self.commit, call=lambda method: None)
+        return SimpleNamespace(refs=self._engine_refs, commit=self.commit, call=lambda method: None, prepare=lambda what, engines: None)
 
     def meeting_point(self, rank: int) -> str:
         self.met_at.append(rank)
@@ -61,10 +63,10 @@ class FakeCluster:
         return {f"rank {r}": partial(getattr(self, method), r, *arguments) for r in self.held}
 
     def _engine_refs(self, method, *arguments, engines=None):
-        chosen = range(len(self.engines)) if engines is None else engines
+        chosen = [i for i in range(len(self.engines)) if engines is None or i // self.ranks in engines]
         if method == "connect_sync":
             return {"engine 0": partial(self.connect, *arguments)}
-        return {f"engine {i}": partial(getattr(self, method), i, *arguments) for i in chosen}
+        return {rank_name(*divmod(i, self.ranks), self.ranks): partial(getattr(self, method), i, *arguments) for i in chosen}
 
     def places(self, number):
         return [("node", None)]
@@ -123,8 +125,8 @@ def cluster(monkeypatch):
     monkeypatch.setattr(weight_sync, "settle", run_all)
     monkeypatch.setattr(weight_sync, "gather", run_all)
 
-    def make(engines=2, train=TRAIN, transport="shm", timeout_s=30.0, verify_every=1) -> tuple[FakeCluster, WeightSync]:
-        setup = setup_for(train, dict(num_engines=engines), transport, timeout_s=timeout_s)
+    def make(engines=2, train=TRAIN, transport="shm", timeout_s=30.0, verify_every=1, **sizes) -> tuple[FakeCluster, WeightSync]:
+        setup = setup_for(train, dict(num_engines=engines, **sizes), transport, timeout_s=timeout_s)
         found = FakeCluster(setup, hf_weights(setup))
         config = SimpleNamespace(
             reshard=SimpleNamespace(path="fast", transport=transport, verify_every=verify_every),
@@ -220,6 +222,22 @@ def test_a_bit_flipped_in_the_engines_storage_after_the_write_is_found_by_the_re
     assert sync.bring_to(1)["reshard/resynced"] == 1
     assert "engine 0 worker 0: model.norm.weight differs in the engine" in capsys.readouterr().err
     assert holds(world, 0) and world.versions() == [1, 1]
+
+
+def test_ranks_of_an_engine_are_synced_as_one(cluster, capsys):
+    """A rank that got something else takes the whole engine with it: its experts are the others' experts."""
+    world, sync = cluster(engines=2, data=2, expert=2)
+    metrics = sync.bring_to(1)
+    assert world.versions() == [1] * 4 and all(holds(world, worker) for worker in range(4))
+    assert metrics["reshard/bytes_moved"] == metrics["reshard/bytes_required"] > 0
+    end = world.world.receivers[3].end
+    end.take = once(end.take, flip_a_byte)
+    received = []
+    world.receive_weights = (lambda plain: lambda worker, *a: received.append(worker) or plain(worker, *a))(world.receive_weights)
+    assert sync.bring_to(2)["reshard/resynced"] == 1
+    assert sorted(received) == [0, 1, 2, 2, 3, 3]
+    assert "engine 1 fenced and synced again: engine 1 worker 3: " in capsys.readouterr().err
+    assert world.versions() == [2] * 4 and all(holds(world, worker) for worker in range(4))
 
 
 def test_storage_is_read_back_every_so_many_syncs(cluster):

@@ -1,0 +1,46 @@
+"""Which of vLLM's processes died first, and whether of itself: so that of ranks that fall together the lost one is named.
+
+A rank that loses another one fails in its collectives: vLLM says so, then ends its processes. One whose process is
+killed loses it first. Nobody below tells the two apart, so exits are watched here.
+"""
+
+import os
+import select
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+import psutil
+
+_HELPER = "resource_tracker"  # of multiprocessing, which computes nothing
+
+
+class ProcessWatch:
+    """Watches all processes below this one until the first of them exits."""
+
+    def __init__(self, has_given_up: Callable[[], bool]):
+        """`has_given_up`: whether vLLM has said that it stops, for whatever reason."""
+        self.lost: str | None = None  # command of the process that exited first, of itself
+        self.has_seen = False  # an exit
+        self._has_given_up = has_given_up
+        self._cores = {child.pid for child in psutil.Process().children()}
+        watched = {}
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error, ProcessLookupError):
+                command = " ".join(process.cmdline())[:60]
+                if _HELPER not in command:
+                    watched[os.pidfd_open(process.pid)] = (process.pid, command)
+        threading.Thread(target=self._wait, args=(watched,), daemon=True, name="ProcessWatch").start()
+
+    def _wait(self, watched: Mapping[int, tuple[int, str]]) -> None:
+        poll = select.poll()
+        for descriptor in watched:
+            poll.register(descriptor, select.POLLIN)
+        exits = [watched[descriptor] for descriptor, _ in poll.poll()]
+        pid, command = min(exits, key=lambda exited: exited[0] in self._cores)
+        # vLLM's client sees a core exit as soon as this does; one that gives up has said so, and ended its workers, before
+        if pid in self._cores or not self._has_given_up():
+            self.lost = command or str(pid)
+        self.has_seen = True
+        for descriptor in watched:
+            os.close(descriptor)

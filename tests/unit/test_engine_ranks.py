@@ -1,0 +1,123 @@
+"""Engines of several data-parallel ranks: who is named, whose answers belong together, and who stands still before an update."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from mrl.cluster.calls import _log_of
+from mrl.cluster.rollout_group import spread
+from mrl.cluster.weight_sync import _of_engine
+from mrl.errors import Interrupted
+from mrl.vllm.engine_calls import EngineCalls
+from mrl.vllm.process_watch import ProcessWatch
+from mrl.vllm.requests import Request, log_name, rank_name
+
+# a core with a worker below it, which ends both when it reads a line; the worker's number comes first
+CORE = """
+import subprocess, sys
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print(worker.pid, flush=True)
+sys.stdin.readline()
+worker.kill()
+worker.wait()
+"""
+
+
+@pytest.fixture
+def core():
+    """A process with one below it, and the number of that one."""
+    process = subprocess.Popen([sys.executable, "-c", CORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process.worker = int(process.stdout.readline())
+    yield process
+    for pid in (process.worker, process.pid):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    process.wait()
+
+
+def settled(watch: ProcessWatch) -> str | None:
+    deadline = time.monotonic() + 20
+    while not watch.has_seen and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return watch.lost
+
+
+def test_a_worker_that_dies_while_vllm_is_well_is_the_lost_one(core):
+    watch = ProcessWatch(lambda: False)
+    assert watch.lost is None
+    os.kill(core.worker, signal.SIGKILL)
+    assert "sleep(60)" in settled(watch)
+
+
+def test_a_core_that_dies_first_is_the_lost_one_whatever_vllm_says_then(core):
+    watch = ProcessWatch(lambda: True)
+    os.kill(core.pid, signal.SIGKILL)
+    assert settled(watch)
+
+
+def test_a_core_that_gives_up_and_ends_its_worker_lost_somebody_else(core):
+    watch = ProcessWatch(lambda: True)
+    core.stdin.write("\n")
+    core.stdin.flush()
+    assert settled(watch) is None
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """A maker of a rank's calls to a vLLM that has died, with what the watch saw."""
+    dead = type("EngineDeadError", (Exception,), {})
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine.exceptions", SimpleNamespace(EngineDeadError=dead))
+
+    def make(watch) -> EngineCalls:
+        made = EngineCalls("engine 1 rank 0")
+        made.llm, made._watch = SimpleNamespace(errored=True), watch
+        return made
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("watch", "error", "said"),
+    [
+        (None, Interrupted, r"^engine 1 rank 0: vLLM's process below it died; see logs/engine-1-rank-0\.log"),
+        (SimpleNamespace(lost="Worker_DP0"), Interrupted, r"died \(Worker_DP0\)"),
+        (SimpleNamespace(lost=None), ConnectionError, r"connection closed: vLLM gave up, as it does when another rank"),
+    ],
+)
+def test_a_rank_says_whether_it_died_or_lost_another(calls, watch, error, said):
+    made = calls(watch)
+    with pytest.raises(error, match=said):
+        asyncio.run(made.check_there())
+
+
+def test_names_of_ranks_and_of_their_logs():
+    assert rank_name(2, 0, 1) == "engine 2" and rank_name(2, 1, 4) == "engine 2 rank 1"
+    assert log_name("engine 2 rank 1") == "engine-2-rank-1"
+    assert [_log_of(name) for name in ("rank 3", "engine 1", "engine 1 rank 0")] == [
+        "logs/actor-rank-3.log", "logs/engine-1.log", "logs/engine-1-rank-0.log",
+    ]  # fmt: skip
+
+
+def test_an_engines_report_is_that_of_its_ranks_in_order_or_all_their_errors():
+    one, two = {"worker": 0}, {"worker": 1}
+    assert _of_engine([[one], [two]]) == [one, two]
+    error = _of_engine([[one], RuntimeError("engine 0 rank 1: no memory")])
+    assert str(error) == "engine 0 rank 1: no memory"
+    both = _of_engine([RuntimeError("a gave up waiting"), RuntimeError("b broke")])
+    assert "a gave up" in str(both) and "b broke" in str(both)
+
+
+def test_responses_of_one_prompt_stay_on_one_rank_and_prompts_go_round():
+    requests = [Request(i, (i // 3,), i) for i in range(15)]
+    shares = spread(requests, 4)
+    assert [len(share) for share in shares] == [6, 3, 3, 3]
+    assert all(len({id(share) for share in shares if r.prompt_ids in {q.prompt_ids for q in share}}) == 1 for r in requests)
+    assert spread(requests[:3], 4)[1:] == [[], [], []]
