@@ -221,8 +221,6 @@ def search_lines(result: dict[str, Any]) -> Iterator[str]:
         degrees = ", ".join(f"{key} {value}" for key, value in row["degrees"].items() if key != "world_size") or "not sharded"
         yield f"{place:3}. {row['seconds']:8.2f} s  {degrees}"
         yield f"       {row['why']}"
-        if row["missing"]:
-            yield f"       mrl train cannot do this yet: {'; '.join(row['missing'])}"
     if result["left_out"]:
         reasons = "; ".join(f"{why} ({count})" for why, count in result["left_out"].items())
         yield f"faster ones left out, with which the plan of the whole configuration does not fit: {reasons}"

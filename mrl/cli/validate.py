@@ -48,8 +48,7 @@ def _check(options: argparse.Namespace) -> tuple[list, list[str]]:
 
 
 def check_config(resolved, check_paths: bool = False) -> tuple[list, list[str]]:
-    """Violations of a resolved configuration, and remarks: the batch in one line, what cannot be trained yet, notes."""
-    from mrl.config.capabilities import missing_capabilities
+    """Violations of a resolved configuration, and remarks: the batch in one line, notes."""
     from mrl.config.describe import describe_batch
     from mrl.config.rules import notes, violations
     from mrl.model import planning_model_spec
@@ -62,9 +61,8 @@ def check_config(resolved, check_paths: bool = False) -> tuple[list, list[str]]:
     broken = broken or share_violations(resolved, model)
     if check_paths and not broken:
         check_checkpoint(path, model)
-    missing = [f"mrl train cannot do this yet: {message}" for message in missing_capabilities(resolved.config)]
     batch = [] if broken else [f"batch: {describe_batch(resolved.config)}"]
-    return broken, [*batch, *([stand_in] if stand_in else []), *missing, *notes(resolved, model)]
+    return broken, [*batch, *([stand_in] if stand_in else []), *notes(resolved, model)]
 
 
 def _as_row(error: MrlError, config: str) -> dict[str, Any]:

@@ -59,5 +59,7 @@ def describe_layout(config: RunConfig, model: ModelSpec) -> str:
         "ETP": layout.expert_tensor, "DP": layout.data,
     }  # fmt: skip
     said = ", ".join(f"{name} {size}" for name, size in degrees.items() if size > 1) or "not sharded"
-    engines = f"{rollout.num_engines} engine{'s' if rollout.num_engines != 1 else ''} x TP {rollout.tensor_model_parallel_size}"
+    sizes = {"DP": rollout.data_parallel_size, "EP": rollout.expert_parallel_size}
+    spread = "".join(f" {name} {size}" for name, size in sizes.items() if size > 1)
+    engines = f"{rollout.num_engines} engine{'s' if rollout.num_engines != 1 else ''} x TP {rollout.tensor_model_parallel_size}{spread}"
     return f"actor {layout.world_size} x {device} ({said}), {engines}, {config.cluster.placement}"

@@ -14,6 +14,7 @@ from mrl.platforms.versions import (
     release_of,
     row_of,
     shares_key_value_heads,
+    vllm_generation,
     vllm_package,
 )
 
@@ -60,6 +61,23 @@ def _megatron(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
         rule = f"must divide num_key_value_heads = {heads} with megatron-core {version}"
         why = "it asserts that; 0.16 and later share a head among tensor ranks"
         yield Violation("actor.layout.tensor_model_parallel_size", rule, why, tuple(v for v in range(1, heads + 1) if heads % v == 0))
+
+
+def _cpu_ranks(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    yield from _completed_on_cpu(config, "data_parallel_size")
+
+
+def _cpu_experts(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    yield from _completed_on_cpu(config, "expert_parallel_size")
+
+
+def _completed_on_cpu(config: RunConfig, name: str) -> Iterator[Violation]:
+    """Of a key of the engines that has to be 1 on CPU, but where mrl brings what vLLM's platform lacks."""
+    version = vllm_package(_assumed(config))[1]
+    able = [generation for generation in VLLM_GENERATIONS if generation.completed_on_cpu]
+    if config.cluster.device == "cpu" and getattr(config.rollout, name) != 1 and vllm_generation(version) not in (None, *able):
+        rule = f"above 1 on cpu needs vLLM {' or '.join(generation.name for generation in able)}, and {version} is to run"
+        yield Violation(f"rollout.{name}", rule, "what vLLM's CPU platform lacks for it, mrl brings in ways of that release", (1,))
 
 
 def _adapters(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
@@ -165,10 +183,9 @@ def _npu_engines(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         return
     given = config.rollout.vllm_kwargs
     additional = given.get("additional_config") or {}
-    if given.get("enable_eplb") or (additional.get("eplb_config") or {}).get("dynamic_eplb"):
-        yield Violation(
-            f"{_VLLM}.enable_eplb", "must be off on npu", "redundant experts move between workers, and the sync's plan would be wrong"
-        )
+    if (additional.get("eplb_config") or {}).get("dynamic_eplb"):
+        why = "redundant experts move between workers, and the sync's plan would be wrong"
+        yield Violation(f"{_VLLM}.additional_config.eplb_config.dynamic_eplb", "must be false", why, (False,))
     if given.get("additional_config") is None:
         return
     key = f"{_VLLM}.additional_config"
@@ -187,6 +204,8 @@ DEVICE_RULES = (
     _routes,
     _routes_by_block,
     _routes_in_turn,
+    _cpu_ranks,
+    _cpu_experts,
     _adapters,
     _ascend,
     _npu_chunks,

@@ -65,6 +65,20 @@ _VLLM = {
     "max_model_len": "data.max_prompt_length + data.max_response_length",
     "tensor_parallel_size": "rollout.tensor_model_parallel_size",
     "data_parallel_size": "rollout.data_parallel_size",
+    **dict.fromkeys(
+        (
+            "data_parallel_rank",
+            "data_parallel_address",
+            "data_parallel_rpc_port",
+            "data_parallel_size_local",
+            "data_parallel_start_rank",
+            "data_parallel_backend",
+            "data_parallel_external_lb",
+            "data_parallel_hybrid_lb",
+            "data_parallel_multi_port_external_lb",
+        ),
+        "mrl itself: each data-parallel rank is an actor of its own",
+    ),
     "enable_expert_parallel": "rollout.expert_parallel_size",
     "gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "max_num_seqs": "rollout.max_num_seqs",
@@ -79,6 +93,7 @@ _VLLM = {
     "enable_return_routed_experts": "actor.router_replay",
     "weight_transfer_config": _SYNC,
     "worker_extension_cls": _SYNC,
+    "worker_cls": "mrl itself, by device",
 }
 
 _GATHER = "weights are read for log-probs, sync and checkpoints right after a step, when such a gather has not happened yet"

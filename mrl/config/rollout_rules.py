@@ -9,13 +9,14 @@ from mrl.model.device_grid import ClusterShape, engine_places
 from mrl.model.layout import RolloutLayout
 from mrl.platforms.hosting import get_hosting
 
-_TP, _EP = "rollout.tensor_model_parallel_size", "rollout.expert_parallel_size"
+_TP, _DP, _EP = "rollout.tensor_model_parallel_size", "rollout.data_parallel_size", "rollout.expert_parallel_size"
 _CPU_MULTIPLE = 32  # of vLLM's CPU kernels
 _CPU_TENSOR = (1, 2)
 _UNFILTERED = {"top_p": 1.0, "top_k": -1}
 _RENORMALISED = (
     "a filter leaves words out and scales the rest up: the engine's log-probs are renormalised on the filtered set, training's are not"
 )
+_FIXED_EXPERTS = {"enable_eplb": False, "enable_elastic_ep": False, "expert_placement_strategy": "linear"}  # vLLM's argument: legal
 
 
 def rollout_notes(config: RunConfig, model: ModelSpec) -> Iterator[str]:
@@ -27,8 +28,6 @@ def rollout_notes(config: RunConfig, model: ModelSpec) -> Iterator[str]:
         yield f"model.dtype {trained} differs from the checkpoint's {model.dtype}: weights are converted when they are loaded"
     if model.left_out_layers:
         yield f"model.path: {model.left_out_layers} multi-token prediction layers are neither trained, exported nor used by engines"
-    if config.rollout.data_parallel_size > 1 and config.rollout.expert_parallel_size == 1 and model.is_moe:
-        yield "rollout.data_parallel_size above 1 without expert parallelism was seen to hang (verl-project/verl #5607)"
     for name, value in filters(config).items():
         yield (
             f"rollout.{name} {value:g}: {_RENORMALISED}. The loss reads only those of training (anchor: recompute), as verl's "
@@ -88,6 +87,12 @@ def _no_experts(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
         yield Violation(_EP, "must be 1 for a dense model", "there are no experts to spread", (1,))
 
 
+def _dense_ranks(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+    if not model.is_moe and config.rollout.data_parallel_size != 1:
+        why = "data-parallel ranks share experts, and vLLM starts none without; copies of a dense model are rollout.num_engines"
+        yield Violation(_DP, "must be 1 for a dense model", why, (1,))
+
+
 def _experts(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     if not model.is_moe:
         return
@@ -119,12 +124,12 @@ def _cluster(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 
 def _placement(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    """Engines stand on whole nodes or inside one; spoken only where there are devices enough."""
+    """An engine stands on one node, or each of its data-parallel ranks does; spoken only where there are devices enough."""
     rollout, cluster = config.rollout, ClusterShape(config.cluster.nnodes, config.cluster.n_gpus_per_node)
-    if config.cluster.device == "cpu" or needed_devices(config) > cluster.devices:
+    tp, dp = rollout.tensor_model_parallel_size, rollout.data_parallel_size
+    if config.cluster.device == "cpu" or needed_devices(config) > cluster.devices or tp > cluster.devices_per_node:
         return
     first = config.actor.layout.world_size if config.cluster.placement == "separate" else 0
-    tp, dp = rollout.tensor_model_parallel_size, rollout.data_parallel_size
 
     def fault(engines: int) -> str:
         try:
@@ -167,6 +172,14 @@ def _vllm_arguments(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     if given.get("pipeline_parallel_size", 1) != 1:
         why = "the weight sync knows engines cut by tensor, data and expert parallelism"
         yield Violation("rollout.engine_kwargs.vllm.pipeline_parallel_size", "must be 1", why, (1,))
+
+
+def _fixed_experts(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    given = config.rollout.vllm_kwargs
+    for name, legal in _FIXED_EXPERTS.items():
+        if given.get(name, legal) != legal:
+            why = "experts would move between workers, or stand where the plan of the weight sync does not look for them"
+            yield Violation(f"rollout.engine_kwargs.vllm.{name}", f"must be {str(legal).lower()}", why, (legal,))
 
 
 def _longest(config: RunConfig) -> int:
@@ -230,11 +243,6 @@ def _cpu_workers(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation(_TP, "must be 1 or 2 on cpu", "vLLM's CPU build was seen to work with no more", _CPU_TENSOR)
 
 
-def _cpu_experts(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    if _on_cpu(config) and config.rollout.expert_parallel_size != 1:
-        yield Violation(_EP, "must be 1 on cpu", "vLLM's CPU kernel for spread experts crashes while it generates", (1,))
-
-
 def _cpu_eager(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     if _on_cpu(config) and config.rollout.enforce_eager is False:
         yield Violation("rollout.enforce_eager", "must be true or null on cpu", "vLLM's CPU build has no graphs to capture", (True, None))
@@ -268,7 +276,8 @@ def _cpu_tokens(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 def _cpu_sizes(config: RunConfig, model: ModelSpec) -> Iterator[tuple[str, int]]:
     yield "hidden_size", model.hidden_size
     if model.is_moe:
-        yield "moe_intermediate_size", model.moe_intermediate_size // config.rollout.workers_per_engine
+        rollout = config.rollout
+        yield "moe_intermediate_size", model.moe_intermediate_size // max(1, rollout.workers_per_engine // rollout.expert_parallel_size)
 
 
 def _transport(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
@@ -282,6 +291,7 @@ ROLLOUT_RULES = (
     _layout,
     _dense_layers,
     _no_experts,
+    _dense_ranks,
     _experts,
     _cluster,
     _placement,
@@ -290,11 +300,11 @@ ROLLOUT_RULES = (
     _log_probs,
     _filters,
     _vllm_arguments,
+    _fixed_experts,
     _engine_sequences,
     _engine_tokens,
     _lengths,
     _cpu_workers,
-    _cpu_experts,
     _cpu_eager,
     _cpu_prefill,
     _cpu_kernels,

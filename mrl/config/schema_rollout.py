@@ -61,8 +61,9 @@ class RolloutConfig(Section):
     )
     data_parallel_size: int = key(
         1,
-        "Copies of attention inside one engine; its experts are shared among all of them.",
+        "Copies of attention inside one engine; its experts are shared among all of them. Of models with experts only.",
         ge=1,
+        advice="1 where an engine fits a node; above, it lets experts spread over more devices than a node has.",
         verl=("actor_rollout_ref.rollout.data_parallel_size", "actor_rollout_ref.rollout.dp_model_parallel_size"),
     )
     expert_parallel_size: int = key(
@@ -117,7 +118,7 @@ class RolloutConfig(Section):
     cpu_kvcache_gib: int = key(1, "KV cache of one engine on a CPU.", ge=1, unit="GiB")
     max_num_seqs: int = key(
         256,
-        "Sequences that an engine works on at once.",
+        "Sequences that an engine, or each data-parallel rank of it, works on at once.",
         ge=1,
         advice="Raise it while the engine's KV cache is not full.",
         verl="actor_rollout_ref.rollout.max_num_seqs",

@@ -121,7 +121,7 @@ class ClusterConfig(Section):
         advice="separate where there are enough devices; colocated when all of them must train and generate in turn.",
     )
     cpus_per_actor: float = key(1.0, "CPUs that Ray reserves for a rank.", gt=0)
-    cpus_per_engine: float = key(1.0, "CPUs that Ray reserves for an engine.", gt=0)
+    cpus_per_engine: float = key(1.0, "CPUs that Ray reserves for an engine, all of its data-parallel ranks together.", gt=0)
     address: str | None = key(
         None,
         "HOST:PORT of a running Ray cluster; left out: $RAY_ADDRESS, else one is started for the run.",

@@ -2,7 +2,7 @@
 
 Devices are numbered node by node. The actor takes the first ones in rank order, so that Megatron's fastest axis, tensor parallelism, stays
 inside a node. Engines follow (separate) or share the same devices (colocated). What talks at every layer is kept on one node: a whole
-engine where it fits one, else each data-parallel rank of it, else whole nodes.
+engine where it fits one, else each data-parallel rank of it.
 """
 
 from collections import Counter
@@ -52,19 +52,17 @@ def actor_places(world_size: int, cluster: ClusterShape) -> tuple[Place, ...]:
 
 
 def unit_size(rollout: RolloutLayout, devices_per_node: int) -> int:
-    """How many workers have to stand on one node together: an engine, a data-parallel rank of it, or a node's share of a tensor group.
+    """How many workers have to stand on one node together: an engine, or a data-parallel rank of it.
 
-    Raises ConfigError when a tensor group is larger than a node and does not fill whole nodes.
+    Raises ConfigError when a tensor group is larger than a node.
     """
     for size in (rollout.workers_per_engine, rollout.tensor):
         if size <= devices_per_node:
             return size
-    if rollout.tensor % devices_per_node:
-        raise ConfigError(
-            f"rollout.tensor_model_parallel_size = {rollout.tensor} is more than a node's {devices_per_node} devices and must then be a "
-            f"multiple of them, so that it fills whole nodes; allowed next to it: {_multiples(rollout.tensor, devices_per_node)}"
-        )
-    return devices_per_node
+    raise ConfigError(
+        f"rollout.tensor_model_parallel_size = {rollout.tensor} is more than a node's {devices_per_node} devices, "
+        "and an engine's tensor workers stand on one node"
+    )
 
 
 def engine_places(rollout: RolloutLayout, cluster: ClusterShape, first: int = 0) -> tuple[Place, ...]:
@@ -125,8 +123,3 @@ def _other_portions(wanted: Counter[int], found: Counter[str]) -> str:
         f"the nodes are not of one size: placement colocated needs devices in portions of {planned}, a node each, and Ray has them as "
         f"{portions}. Take nodes with equal numbers of free devices and state that number in cluster.n_gpus_per_node"
     )
-
-
-def _multiples(value: int, step: int) -> str:
-    below = value - value % step
-    return ", ".join(str(v) for v in (below, below + step) if v)

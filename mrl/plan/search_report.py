@@ -12,7 +12,6 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from mrl.config.capabilities import missing_capabilities
 from mrl.config.rollout_rules import engine_splits_heads
 from mrl.config.schema import LayoutConfig, RunConfig
 from mrl.errors import ConfigError
@@ -101,18 +100,7 @@ def _row(config: RunConfig, problem: SearchProblem, candidate: Candidate) -> dic
         "device_bytes": candidate.phase.device_bytes,
         "terms": candidate.phase.terms,
         "why": candidate.reasons(problem.per_node),
-        "missing": _missing(config, candidate.degrees),
     }
-
-
-def _missing(config: RunConfig, degrees: dict[str, Any]) -> list[str]:
-    """What this layout, not the rest of the configuration, asks for that `mrl train` cannot do yet."""
-    plain, wanted = ({"world_size": degrees["world_size"]}, degrees)
-    before, after = (
-        missing_capabilities(config.model_copy(update={"actor": config.actor.model_copy(update={"layout": LayoutConfig(**layout)})}))
-        for layout in (plain, wanted)
-    )
-    return [message for message in after if message not in before]
 
 
 def _engine_lines(config: RunConfig, problem: SearchProblem) -> list[str]:

