@@ -596,6 +596,39 @@ def test_a_trainer_that_generates_ahead_has_engines_of_their_own_and_is_said_not
     assert {key: out.values[key] for key in ours} == ours
 
 
+@pytest.mark.parametrize("loss", ["gspo", "sapo"])
+def test_a_loss_whose_key_verl_ignores_is_written_as_it_is_computed(loss):
+    mode = f"actor_rollout_ref.actor.policy_loss.loss_mode={loss}"
+    for said in ("", "actor_rollout_ref.actor.loss_agg_mode=token-mean"):
+        out = from_overrides(mode, *([said] if said else []))
+        assert out.values[LOSS + "loss_agg_mode"] == "seq-mean-token-mean" and any(loss in w for w in out.warnings) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("script", "device"),
+    [
+        ("export HCCL_CONNECT_TIMEOUT=1500\n", "npu"),
+        ("VLLM_ASCEND_ENABLE_NZ=0 ", "npu"),
+        ("", "cuda"),
+        ("export HCCL_CONNECT_TIMEOUT=1\ndevice=trainer.device=cuda\n", "cuda"),
+    ],
+)
+def test_a_script_that_sets_what_only_npus_know_is_for_npus(script, device):
+    out = import_script(f"{script}python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=Qwen/Qwen3-8B ${{device:-}}\n", "s", {})
+    assert out.values["cluster.device"] == device and not out.faults
+
+
+def test_mindspeeds_own_attention_means_npus():
+    word = MEGATRON + "override_transformer_config.use_flash_attn=True"
+    assert from_overrides("+" + word).values["cluster.device"] == "npu"
+    assert from_overrides(word, "trainer.device=cuda").values["cluster.device"] == "cuda"
+
+
+def test_an_entry_point_below_a_folder_of_recipes_is_found_and_all_checkpoints_are_kept_as_verl_does():
+    out = launched("trainer.nnodes=3", "recipe.rl.math.main_dapo_fit")
+    assert (out.values["cluster.nnodes"], out.values["trainer.max_actor_ckpt_to_keep"]) == (3, 1_000_000)
+
+
 def test_dapo_by_its_entry_point_has_the_reward_manager_of_its_file():
     assert launched("", "recipe.dapo.main_dapo").values["reward.reward_manager"] == "dapo"
 

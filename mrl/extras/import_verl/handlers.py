@@ -17,6 +17,12 @@ ENGINE = "rollout.engine_kwargs.vllm"
 # What every model here has in any case.
 _OF_THE_MODELS = {"normalization": "RMSNorm", "position_embedding_type": "rope", "gated_linear_unit": True, "add_bias_linear": False}
 
+# Losses whose tokens verl averages within each sequence first, whatever loss_agg_mode says: loss -> in which versions
+SEQUENCE_MEANS = {
+    "gspo": "verl ignored the key and averaged each sequence first, its repository of August 2026 too; release 0.9.1 obeys it and "
+    "would train another objective",
+    "sapo": "verl ignores the key and averages each sequence first",
+}
 # What verl's DAPO trainer adds up over a response's tokens: its score, which already has the overlong penalty, and that
 # less the KL penalty.
 _METRICS = {"seq_reward": "reward", "seq_final_reward": "reward"}
@@ -35,13 +41,13 @@ def _loss_mode(o: Override, out: Import, settings: VerlSettings) -> None:
 
 def _aggregation(o: Override, out: Import, settings: VerlSettings) -> None:
     to = "algorithm.policy_loss.loss_agg_mode"
-    if settings.loss_mode == "gspo" and o.value != "seq-mean-token-mean" and not settings.as_written:
-        why = f"verl computed it for gspo until early 2026, whatever this key said ({o.value})"
+    ignored = SEQUENCE_MEANS.get(settings.loss_mode)
+    if ignored is not None and o.value != "seq-mean-token-mean" and not settings.as_written:
+        why = f"what verl computes for {settings.loss_mode}, whatever this key says ({o.value})"
         out.put("renamed", o.key, to, "seq-mean-token-mean", why, o.line)
         out.warnings.append(
-            f"line {o.line}: gspo with loss_agg_mode={o.value}: verl ignored the key when this was usual and averaged each sequence first; "
-            "newer verl obeys it and would train another objective. seq-mean-token-mean is written; --as-written keeps the key, and "
-            "validation then refuses it"
+            f"line {o.line}: {settings.loss_mode} with loss_agg_mode={o.value}: {ignored}. seq-mean-token-mean is written; --as-written "
+            "keeps the key, and validation then refuses it"
         )
         return
     out.put("renamed", o.key, to, o.value, line=o.line)

@@ -46,6 +46,7 @@ class Script:
     commands: tuple[Launch, ...]
     remarks: tuple[str, ...]
     faults: tuple[str, ...] = ()
+    variables: frozenset[str] = frozenset()  # those that it sets, on whatever branch
 
 
 def read_script(text: str, name: str, given: Mapping[str, str], arguments: Sequence[str] = ()) -> Script:
@@ -63,7 +64,7 @@ def read_script(text: str, name: str, given: Mapping[str, str], arguments: Seque
         pass
     except RecursionError:
         raise ConfigError(f"{name}: nested too deeply") from None
-    return Script(tuple(reader.commands), tuple(reader.remarks), parsed.faults)
+    return Script(tuple(reader.commands), tuple(reader.remarks), parsed.faults, frozenset(reader.named_ones))
 
 
 class _Exit(Exception):
@@ -77,6 +78,7 @@ class _Reader:
         self.name, self.given = name, dict(given)
         self.variables: dict[str, Variable] = {key: Value(text) for key, text in given.items()}
         self.expander = Expander(self.variables, positional, name)
+        self.named_ones: set[str] = set()
         self.functions: dict[str, CommandBlock] = {}
         self.commands: list[Launch] = []
         self.remarks: list[str] = []
@@ -286,6 +288,7 @@ class _Reader:
         if isinstance(value, Value) and any(m.startswith("$") for m in value.missing):
             value = Value(value.text, frozenset(name if m.startswith("$") else m for m in value.missing), value.line)
         self.variables[name] = value
+        self.named_ones.add(name)
 
     def truth(self, value: Value, line: int) -> bool | None:
         """Of `((...))`, which is true where it is not zero."""

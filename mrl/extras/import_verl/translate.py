@@ -8,7 +8,7 @@ from typing import Any
 
 from mrl.errors import ConfigError, MrlError
 from mrl.extras.import_verl.expansion import Value
-from mrl.extras.import_verl.handlers import HANDLERS
+from mrl.extras.import_verl.handlers import HANDLERS, SEQUENCE_MEANS
 from mrl.extras.import_verl.keys import LAYOUT, MEGATRON, ROWS, TRANSFORMER, A, M, R, row_of
 from mrl.extras.import_verl.report import Import
 from mrl.extras.import_verl.script_model import Chosen, choose_layout, unknown_family
@@ -39,9 +39,9 @@ _DEFAULTS: dict[str, Any] = {
     "rollout.val_kwargs.temperature": 0.0,
     "trainer.total_epochs": 30,
     "trainer.resume_mode": "auto",
+    "trainer.max_actor_ckpt_to_keep": 1_000_000,  # all
     "cluster.nnodes": 1,
     "cluster.n_gpus_per_node": 8,
-    "cluster.device": "cuda",
 }
 # Entry points that generate ahead of training, by a part of their names
 _ASYNCHRONOUS = {"one_step_off": "generates one step ahead", "fully_async": "generates while it trains"}
@@ -174,11 +174,11 @@ def _unknown(o: Override, out: Import, to: str) -> None:
 
 def _defaults(out: Import, settings: VerlSettings) -> None:
     loss = out.values.get("algorithm.policy_loss.loss_mode", "vanilla")
-    for key, value in _DEFAULTS.items():
+    for key, value in (_DEFAULTS | {"cluster.device": settings.device}).items():
         if key in out.values or (key.endswith("clip_ratio_c") and loss != "vanilla"):
             continue
-        if key.endswith("loss_agg_mode") and loss == "gspo":
-            out.put("implied", "", key, "seq-mean-token-mean", "what gspo averages")
+        if key.endswith("loss_agg_mode") and loss in SEQUENCE_MEANS:
+            out.put("implied", "", key, "seq-mean-token-mean", f"what {loss} averages")
             continue
         out.put("implied", "", key, value, "verl's default")
     if out.values.get("algorithm.use_kl_loss") and "algorithm.kl_loss_coef" not in out.values:

@@ -21,8 +21,9 @@ from mrl.model.layout import LayoutDegrees
 # Entries that train with reinforcement learning, as modules; `recipe.dapo.main_dapo` adds dynamic sampling to the same keys.
 _ENTRY = re.compile(
     r"(verl\.trainer\.main_ppo(_sync|_v0)?|recipe\.dapo\.main_dapo|verl_recipe\.dapo\.main_dapo|"
-    r"verl\.experimental\.\w+\.(main_ppo|\w*_main)|recipe\.\w+\.(main_(?!eval|gen|sft)\w+|\w*_main))"
+    r"verl\.experimental\.\w+\.(main_ppo|\w*_main)|recipe\.(\w+\.){1,3}(main_(?!eval|gen|sft)\w+|\w*_main))"
 )
+_ASCEND = re.compile(r"ASCEND_|HCCL_|VLLM_ASCEND_")  # variables of the environment
 _OTHER_VERL = re.compile(r"verl\.(trainer|model_merger|experimental)\b[\w.]*|recipe\.[\w.]+")
 _OVERRIDE = re.compile(r"(\+\+?|~)?([A-Za-z_][\w@/-]*(?:\.[\w@/-]+)*)=(.*)", re.DOTALL)
 # Options of Hydra's command line whose value may be a word of its own
@@ -52,6 +53,7 @@ class VerlCommand:
     overrides: tuple[Override, ...]
     remarks: tuple[str, ...]
     faults: tuple[str, ...] = ()  # places of the script that cannot be read
+    ascend: bool = False  # the script sets variables that only NPUs know
 
 
 def from_script(script: Script, name: str) -> VerlCommand:
@@ -75,7 +77,8 @@ def from_script(script: Script, name: str) -> VerlCommand:
             "taken as it was meant"
         )
     command = from_words([*launch.words, *stray], entry, name)
-    return replace(command, remarks=(*remarks, *command.remarks), faults=(*script.faults, *command.faults))
+    ascend = any(_ASCEND.match(variable) for variable in script.variables)
+    return replace(command, remarks=(*remarks, *command.remarks), faults=(*script.faults, *command.faults), ascend=ascend)
 
 
 def from_words(words: Sequence[Value], entry: str = "", script: str = "") -> VerlCommand:
@@ -156,8 +159,9 @@ class VerlSettings:
 
     @property
     def device(self) -> str:
-        """`cuda` is verl's default."""
-        return self.value("trainer.device", "cuda")
+        """verl's default is what the machine has: npu where the script sets what only NPUs know, else cuda."""
+        ascend = self.command.ascend or any(key.endswith(".use_flash_attn") and TRANSFORMER in key for key in self.keys)
+        return self.value("trainer.device", "npu" if ascend else "cuda")
 
     @property
     def estimator(self) -> str:
@@ -231,7 +235,8 @@ def _inside(script: Script, name: str) -> Script | None:
         for word in launch.words:
             if re.search(r"\s", word.text.strip()) and re.search(r"-m\s+\S*main_|main_\w+\.py", word.text):
                 inner = read_script(word.text, f"{name}:{launch.line}", {})
-                return Script(inner.commands, (*script.remarks, *inner.remarks), (*script.faults, *inner.faults))
+                remarks, faults = (*script.remarks, *inner.remarks), (*script.faults, *inner.faults)
+                return Script(inner.commands, remarks, faults, script.variables | inner.variables)
     return None
 
 
