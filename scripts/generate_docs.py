@@ -105,12 +105,32 @@ def _speaks_for(name: str, metric: str) -> bool:
     return metric == name or (name[-1] in "/_" and metric.startswith(name))
 
 
+_FROM_VERL = (
+    "* **Nothing is lost without a word.** A word of the script that is no override, an array or text that a "
+    "branch adds to and nobody can decide, a configuration file (`--config-name`) that is neither verl's own nor "
+    "at hand: each is named, with the variable to give by `--set NAME=VALUE`, and the answer is then never "
+    "`valid`.",
+    "* **Rewards.** A function that returns a number alone has that number as the part `acc`, as in verl: "
+    "`filter_groups.metric: acc` and validation's core numbers work as they do there. `seq_reward` of verl has "
+    "the overlong penalty in it and is `reward` here.",
+    "* **Starting again.** verl's default `resume_mode: auto` is written: a second start goes on with the run of "
+    "the directory. Our own default is `disable`, which refuses a directory that holds a run unless `--resume` is"
+    " given.",
+    "* **Filters.** `top_p` and `top_k` of training responses are kept where the loss reads training's own log-"
+    "probs alone, which is verl's default; a correction or `bypass_mode`, which read the engine's, turn them off,"
+    " with a warning.",
+    "* **Models.** A name on the hub (`Qwen/Qwen3-30B-A3B`) stays one: it is fetched when the run starts, or one "
+    "message says the command.\n",
+)
+
+
 def from_verl() -> str:
     """Where each key of verl's goes."""
     page = [
         _MADE, "# From verl\n",
         "`mrl import-verl SCRIPT` carries a launch script over and says of every key what became of it. A key ending in a dot stands for "
         "everything below it.\n",
+        *_FROM_VERL,
         *_table(("verl", "here", "why")),
     ]  # fmt: skip
     for key, row in sorted(ROWS.items()):

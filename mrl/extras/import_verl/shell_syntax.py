@@ -213,7 +213,7 @@ class _TreeReader:
             case "for_statement":
                 return self.for_(node)
             case "c_style_for_statement":
-                raise ConfigError(f"{self.name}:{self.line(node)}: for ((...)) is not read; write the values out")
+                return self.counting(node)
             case "while_statement":
                 condition = self.block(node.children_by_field_name("condition"))
                 return While(condition, self.body(node), self.line(node), until=node.children[0].type == "until")
@@ -317,6 +317,16 @@ class _TreeReader:
         name = node.child_by_field_name("variable")
         values = self.words(node.children_by_field_name("value"))
         return For(self.text(name.start_byte, name.end_byte), values, self.body(node), self.line(node))
+
+    def counting(self, node: Node) -> While:
+        """`for ((i = 0; i < n; i++))`: a loop whose end and whose variables are not worked out."""
+        head = self.text(node.start_byte, node.child_by_field_name("body").start_byte)
+        line, text = self.line(node), head[head.index("((") + 2 : head.rindex("))")]
+        unknown = WordPart("arithmetic", text)
+        names = dict.fromkeys(re.findall(r"([A-Za-z_]\w*)\s*=(?!=)", text))
+        set_to = tuple(Simple((Word((WordPart("text", f"{name}="), unknown), line),), line) for name in names)
+        condition = CommandBlock((Simple((Word((unknown,), line),), line),))
+        return While(condition, CommandBlock((*set_to, *self.body(node).commands)), line, until=False)
 
     def body(self, node: Node) -> CommandBlock:
         body = node.child_by_field_name("body")
