@@ -52,9 +52,7 @@ def test_dapo_with_most_switches_on_leaves_a_mark_of_each(tmp_path):
     assert exercised.keys() >= WANTED, {k: v for k, v in ((e["switch"], e["why"]) for e in answer["not_exercised"]) if k in WANTED}
     assert "a mapping with score, acc, length" in exercised["reward"]
     assert any("synthetic rows" in text for text in answer["stand_ins"]) and any("are seeded" in text for text in answer["stand_ins"])
-    assert {e["switch"] for e in answer["not_exercised"] if e["why"].startswith("no mark")} <= {
-        "rollout.enable_prefix_caching", "trainer.deterministic",
-    }  # fmt: skip
+    assert not [entry for entry in answer["not_exercised"] if entry["why"].startswith("no mark of it")]
 
 
 @pytest.mark.long

@@ -110,7 +110,7 @@ def exercised(rehearsal: Rehearsal, run: Path) -> set[str]:
 
 def test_with_every_mark_there_all_but_those_without_one_count(rehearsal, run):
     counted, lost = judge(rehearsal, evidence_of(run))
-    assert {e.switch for e in lost if e.why.startswith("no mark")} == {"rollout.enable_prefix_caching"}
+    assert {e.switch for e in lost if "no mark" in e.why} == {"rollout.enable_prefix_caching"}
     assert len(counted) > 25 and all(entry.mark for entry in counted)
 
 

@@ -15,6 +15,7 @@ from mrl.extras.rehearse.evidence import Evidence
 from mrl.extras.rehearse.notes import OutOfReach
 
 Found = str | None  # what was found, in words
+NO_MARK = "no mark of it"
 _TRANSFORMER = "model.override_transformer_config"
 _COLOCATED = "colocated"
 
@@ -48,7 +49,7 @@ def judge(rehearsal: Rehearsal, evidence: Evidence) -> tuple[list[Exercised], li
             continue
         found = switch.mark(evidence, rehearsal.config)
         if found is None:
-            lost.append(OutOfReach(switch.name, f"no mark of it: {switch.missing}"))
+            lost.append(OutOfReach(switch.name, switch.missing if switch.mark is _never else f"{NO_MARK}: {switch.missing}"))
         else:
             exercised.append(Exercised(switch.name, value, found))
     return exercised, lost
@@ -241,7 +242,7 @@ SWITCHES: tuple[Switch, ...] = (
         f"{_ROLLOUT}.enable_prefix_caching",
         _is(f"{_ROLLOUT}.enable_prefix_caching"),
         _never,
-        "vLLM's engines say nothing of it",
+        "it leaves no mark: vLLM's engines say nothing of it",
     ),
     Switch("actor.param_offload", _is("actor.param_offload"), _metric("offload/parameters_bytes"), _NOT_WRITTEN),
     Switch("actor.grad_offload", _is("actor.grad_offload"), _metric("offload/gradients_bytes"), _NOT_WRITTEN),
@@ -320,6 +321,6 @@ SWITCHES: tuple[Switch, ...] = (
         "trainer.deterministic",
         _is("trainer.deterministic"),
         _never,
-        "it leaves none; `mrl verify --resume` holds runs against each other",
+        "it leaves no mark; mrl verify --resume holds runs against each other",
     ),
 )
