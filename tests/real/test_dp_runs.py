@@ -15,8 +15,11 @@ SPREAD = dict(rollout__data_parallel_size=2, rollout__expert_parallel_size=2)
 RUNS = {
     "one rank": dict(cluster__n_gpus_per_node=3),
     "separate": dict(cluster__n_gpus_per_node=4, **SPREAD),
-    "colocated": dict(cluster__n_gpus_per_node=2, cluster__placement="colocated", **SPREAD),
-}
+    "colocated": dict(
+        cluster__n_gpus_per_node=2, cluster__placement="colocated", actor__param_offload=True, actor__grad_offload=True,
+        actor__optimizer_offload=True, **SPREAD,
+    ),
+}  # fmt: skip
 pytestmark = [pytest.mark.real, pytest.mark.long]
 
 
