@@ -10,8 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from mrl.cluster import rollout_group
 from mrl.cluster.calls import _log_of
-from mrl.cluster.rollout_group import spread
+from mrl.cluster.rollout_group import RolloutGroup, spread
 from mrl.cluster.weight_sync import _of_engine
 from mrl.errors import Interrupted
 from mrl.vllm.engine_calls import EngineCalls
@@ -121,3 +122,54 @@ def test_responses_of_one_prompt_stay_on_one_rank_and_prompts_go_round():
     assert [len(share) for share in shares] == [6, 3, 3, 3]
     assert all(len({id(share) for share in shares if r.prompt_ids in {q.prompt_ids for q in share}}) == 1 for r in requests)
     assert spread(requests[:3], 4)[1:] == [[], [], []]
+
+
+@pytest.fixture
+def group(monkeypatch):
+    """A maker of a group of two engines with so many ranks each, and what their actors were asked, in order."""
+
+    def make(ranks: int) -> tuple[RolloutGroup, list]:
+        asked: list[tuple] = []
+
+        class Actor:
+            def __init__(self, number: int):
+                self.number = number
+
+            def __getattr__(self, method):
+                def remote(*arguments):
+                    asked.append((self.number, method, *arguments))
+                    return {f"rank{self.number}": method} if method == "fingerprints" else None
+
+                return SimpleNamespace(remote=remote)
+
+        monkeypatch.setattr(rollout_group, "gather", lambda refs, *_: refs)
+        made = RolloutGroup.__new__(RolloutGroup)
+        made.config, made.engine_ranks = SimpleNamespace(cluster=SimpleNamespace(step_timeout_s=1.0)), ranks
+        made.names = [rank_name(*divmod(number, ranks), ranks) for number in range(2 * ranks)]
+        made.workers = [Actor(number) for number in range(2 * ranks)]
+        return made, asked
+
+    return make
+
+
+def test_every_rank_says_that_it_is_there_before_any_is_asked(group):
+    made, asked = group(2)
+    made.call("pause")
+    assert asked == [(number, method) for method in ("check_there", "pause") for number in range(4)]
+    made, asked = group(1)
+    made.call("pause")
+    assert asked == [(0, "pause"), (1, "pause")], "an engine of one rank waits for nobody"
+
+
+def test_an_engine_is_asked_through_all_of_its_ranks(group):
+    made, asked = group(2)
+    assert list(made.refs("receive_weights", 7, True, engines=[1])) == ["engine 1 rank 0", "engine 1 rank 1"]
+    assert asked == [(2, "receive_weights", 7, True), (3, "receive_weights", 7, True)]
+    assert made.fingerprints() == [{"rank0": "fingerprints", "rank1": "fingerprints"}, {"rank2": "fingerprints", "rank3": "fingerprints"}]
+
+
+def test_ranks_of_an_engine_meet_at_its_first_one(group):
+    made, asked = group(2)
+    assert list(made._start()) == made.names
+    assert [number for number, method, *_ in asked if method == "meeting_point"] == [0, 2]
+    assert [number for number, method, *_ in asked if method == "start"] == [0, 1, 2, 3]
