@@ -4,6 +4,8 @@ Its answers have the same tokens, and the actor computes log-probs itself: so ev
 is read off the engine's own log-probs, which differ by some 1e-6, and what counts bytes and time may differ.
 """
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,11 +26,11 @@ pytestmark = [pytest.mark.real, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> dict[str, list[dict]]:
-    """Rows of each run."""
+def rows(tmp_path_factory) -> Callable[[str], list[dict]]:
+    """Rows of a run by its name, which is made when it is first asked for."""
     folder = tmp_path_factory.mktemp("dp-runs")
     world = make_world(folder / "world")
-    return {name: rows_of(world, folder / name.replace(" ", "-"), **settings) for name, settings in RUNS.items()}
+    return cache(lambda name: rows_of(world, folder / name.replace(" ", "-"), **RUNS[name]))
 
 
 def rows_of(world: Path, run_dir: Path, **settings) -> list[dict]:
@@ -45,8 +47,8 @@ def trained(row: dict) -> dict:
 
 
 @pytest.mark.parametrize("placement", ["separate", "colocated"])
-def test_three_steps_train_what_they_train_with_one_rank(runs, placement):
-    found, expected = runs[placement], runs["one rank"]
+def test_three_steps_train_what_they_train_with_one_rank(rows, placement):
+    found, expected = rows(placement), rows("one rank")
     assert [row["training/global_step"] for row in found] == [1, 2, 3]
     for row, other in zip(found, expected, strict=True):
         assert trained(row) == trained(other)
@@ -55,6 +57,6 @@ def test_three_steps_train_what_they_train_with_one_rank(runs, placement):
         assert row["reshard/weight_version"] == row["training/global_step"]
 
 
-def test_experts_are_brought_to_their_owner_once_and_attention_to_every_rank(runs):
-    separate, one = (runs[name][0]["reshard/bytes_required"] for name in ("separate", "one rank"))
+def test_experts_are_brought_to_their_owner_once_and_attention_to_every_rank(rows):
+    separate, one = (rows(name)[0]["reshard/bytes_required"] for name in ("separate", "one rank"))
     assert one < separate < 2 * one
