@@ -308,6 +308,7 @@ class WorkerStream:
         self.stage_total = np.bincount(self.stage, self.nbytes, self.num_stages).astype(np.int64)
         self.stage_before = np.cumsum(self.stage_total) - self.stage_total
         self.holders = [frozenset(first + offset for offset in offsets) for first, offsets in sets]
+        self._kept_rounds: tuple[int, np.ndarray] = (0, np.zeros(0))
         rows = [[first + offset for offset in offsets] + [-1] * (width - len(offsets)) for first, offsets in sets]
         self.ranks = np.array(rows)  # [set, holder]
 
@@ -325,13 +326,24 @@ class WorkerStream:
         Rounds bring equal bytes of the whole walk. In lockstep every stage gets an equal number of rounds, which divide
         its bytes.
         """
-        order = np.concatenate([np.arange(start, len(self.nbytes)), np.arange(start)])
+        order = rotated(np.arange(len(self.nbytes)), start)
         if not lockstep:
-            travelled = (self.before[order] - self.before[start]) % self.total
+            travelled = (rotated(self.before, start) - self.before[start]) % self.total
             return order, travelled * num_rounds // self.total
-        stage, stage_rounds = self.stage[order], num_rounds // self.num_stages
-        in_stage = (self.before - self.stage_before[self.stage])[order] * stage_rounds // self.stage_total[stage]
-        return order, (stage - self.stage[start]) % self.num_stages * stage_rounds + in_stage
+        stage_rounds = num_rounds // self.num_stages
+        turn = (self._stages - self.stage[start]) % self.num_stages * stage_rounds
+        return order, rotated(turn[self.stage] + self._rounds_in_stage(stage_rounds), start)
+
+    @cached_property
+    def _stages(self) -> np.ndarray:
+        return np.arange(self.num_stages)
+
+    def _rounds_in_stage(self, stage_rounds: int) -> np.ndarray:
+        """Of each grain the round within its stage, of so many; the same wherever a walk begins."""
+        if self._kept_rounds[0] != stage_rounds:
+            in_stage = (self.before - self.stage_before[self.stage]) * stage_rounds // self.stage_total[self.stage]
+            self._kept_rounds = stage_rounds, in_stage
+        return self._kept_rounds[1]
 
     def candidates(self, devices: Devices, worker: int) -> Candidates:
         """The nearest holders of everything, at most MAX_CANDIDATES of them, other ones for other workers."""
@@ -346,6 +358,11 @@ class WorkerStream:
         near &= (near.cumsum(axis=1) - 1) % step[:, None] == turn[:, None]
         numbers = np.argsort(~near, axis=1, kind="stable")[:, :MAX_CANDIDATES]
         return Candidates(numbers, np.take_along_axis(self.ranks, numbers, axis=1), near.sum(axis=1), nearest)
+
+
+def rotated(values: np.ndarray, start: int) -> np.ndarray:
+    """As a walk round from `start` meets them."""
+    return np.concatenate([values[start:], values[:start]])
 
 
 def _digit_sum(number: int, base: int) -> int:

@@ -110,7 +110,7 @@ def test_the_235b_model_does_not_train_on_16_devices_of_80_gb(layout):
         assert phase["change"]
 
 
-def test_the_largest_model_is_planned_on_128_devices_in_five_seconds_without_heavy_packages():
+def test_the_largest_model_is_planned_on_128_devices_in_three_seconds_without_heavy_packages():
     preset = ROOT / "parallel_configs/qwen3-235b-a22b/h100-16x8.yaml"
     program = (
         "import sys, time\n"
@@ -123,7 +123,7 @@ def test_the_largest_model_is_planned_on_128_devices_in_five_seconds_without_hea
     seconds, heavy = done.stderr.strip().splitlines()[-1].split(" ", 1)
     plan = json.loads(done.stdout)
     assert heavy == "[]"
-    assert float(seconds) < 5
+    assert float(seconds) < 3  # 1.2 to 1.8 on one core, a third of it imports
     assert {"layout", "batch", "memory", "reshard", "hash", "seconds"} <= set(plan)
     sync = plan["reshard"]
     assert {"bytes_required", "bytes_moved", "peak_staging_bytes", "rounds", "predicted_seconds", "bound_seconds", "hash"} <= set(sync)
