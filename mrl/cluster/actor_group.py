@@ -99,6 +99,11 @@ class ActorGroup:
         if self.config.actor.offloaded:
             self.call("bring", *kinds)
 
+    def prefetch(self, *kinds: str) -> None:
+        """Of what `actor.*_offload` names, these kinds begin to come onto the devices beside what is computed there next."""
+        if self.config.actor.offloaded:
+            self.call("prefetch", *kinds)
+
     def export_buckets(self, limit_bytes: int) -> Iterator[tuple[ray.ObjectRef, str]]:
         """Buckets of full HF tensors as rank 0 makes them, one ahead: a reference to the data, and its SHA-256.
 

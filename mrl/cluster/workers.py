@@ -111,6 +111,10 @@ class ActorWorker:
         """See MegatronActor.bring."""
         self.actor.bring(*kinds)
 
+    def prefetch(self, *kinds: str) -> None:
+        """See MegatronActor.prefetch."""
+        self.actor.prefetch(*kinds)
+
     def memory(self) -> ProcessMemory:
         """See MegatronActor.memory; the copy of a checkpoint is on the host too."""
         return self.actor.memory(self.host_copy.tensors.values() if self.host_copy else ())

@@ -167,7 +167,8 @@ class ActorConfig(Section):
     )
     optimizer_offload: bool = key(
         False,
-        "Float32 weights and moments are on the host but in updates and saves.",
+        "Float32 weights and moments are on the host but in updates and saves; with placement colocated they come back while log-probs are "
+        "computed, where the plan has room for both.",
         verl=(
             "actor_rollout_ref.actor.fsdp_config.optimizer_offload",
             "actor_rollout_ref.actor.megatron.optimizer_offload",

@@ -108,6 +108,10 @@ class MegatronActor:
         with self.residence.using(*kinds):
             pass
 
+    def prefetch(self, *kinds: str) -> None:
+        """These begin to come back onto the device while log-probs are computed; see Residence.prefetch."""
+        self.residence.prefetch(*kinds)
+
     def memory(self, on_host: Iterable[torch.Tensor] = ()) -> ProcessMemory:
         """What this rank's process holds. `on_host`: more that lies on the host for good, beside the places of what was offloaded."""
         frozen = self.reference.pieces if self.reference and self.config.ref.param_offload else ()

@@ -8,7 +8,7 @@ storage's first departure and used for good.
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -100,8 +100,10 @@ class _EmptiedStorage:
     def empty(self) -> None:
         self.storage.resize_(0)
 
-    def restore(self) -> None:
+    def make_room(self) -> None:
         self.storage.resize_(self.nbytes)
+
+    def fill(self) -> None:
         whole = bytes_of(self.storage)
         if self.buffer is None:
             whole.zero_()
@@ -121,6 +123,7 @@ class Residence:
         self.switched = tuple(kind for kind in SWITCHES if kind in switched)
         self._buffers: dict[str, StorageBuffer] = {}  # by the name of what lies there
         self._emptied: dict[str, list[_EmptiedStorage]] = {}  # by kind
+        self._arriving: set[str] = set()  # kinds of those whose copies are under way
         self._used: Counter[str] = Counter()
         self.left_bytes: Counter[str] = Counter()  # by kind, of the newest departure
         for chunk in chunks if PARAMETERS in self.switched else ():
@@ -142,7 +145,19 @@ class Residence:
         """Everything that is switched leaves the device. Raises RuntimeError while some of it is in use."""
         if busy := [kind for kind in self.switched if self._used[kind]]:
             raise RuntimeError(f"{', '.join(busy)} cannot leave the device: in use")
+        for kind in tuple(self._arriving):
+            self._come_back(kind)
         self._leave(self.switched)
+
+    def prefetch(self, *kinds: str) -> None:
+        """These begin to come back beside what computes; they are there once `using` has waited for them. Nobody may touch them before.
+
+        Nothing for those that are on the device.
+        """
+        for kind in kinds:
+            if kind in self._emptied and kind not in self._arriving:
+                self._refill(self._emptied[kind], beside=True)
+                self._arriving.add(kind)
 
     @property
     def on_host(self) -> Iterator[Tensor]:
@@ -179,19 +194,30 @@ class Residence:
         return [_EmptiedStorage(storage, storage.nbytes(), self._buffers[name]) for name, storage in storages.items()]
 
     def _come_back(self, kind: str) -> None:
-        """All of it or, when memory runs out, nothing: what came back in part would be taken for gone, and its next state be lost."""
-        if emptied := self._emptied.get(kind):
-            try:
-                for storage in emptied:
-                    storage.restore()
-            except BaseException:
-                self._platform.synchronize()  # copies into what came back may be under way
-                for storage in emptied:
-                    storage.empty()
-                self._platform.release_cache()
-                raise
+        if (emptied := self._emptied.get(kind)) and kind not in self._arriving:
+            self._refill(emptied, beside=False)
+        if emptied:
             self._platform.synchronize()
+        self._arriving.discard(kind)
         self._emptied.pop(kind, None)
+
+    def _refill(self, emptied: list[_EmptiedStorage], beside: bool) -> None:
+        """All of it or, when memory runs out, nothing: what came back in part would be taken for gone, and its next state be lost.
+
+        Memory is taken on the stream that computes, which will use and free it; only copies may be enqueued beside it.
+        """
+        try:
+            for storage in emptied:
+                storage.make_room()
+            with self._platform.beside() if beside else nullcontext():
+                for storage in emptied:
+                    storage.fill()
+        except BaseException:
+            self._platform.synchronize()  # copies into what came back may be under way
+            for storage in emptied:
+                storage.empty()
+            self._platform.release_cache()
+            raise
 
     def _named(self, kind: str) -> dict[str, UntypedStorage]:
         """Storages by names that stay the same when a tensor is made anew, as moments are by a checkpoint that is loaded."""

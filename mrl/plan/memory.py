@@ -19,6 +19,7 @@ from mrl.plan.memory_phases import (
     actor_phases,
     colocated_phases,
     engine_phases,
+    with_optimizer_early,
 )
 from mrl.plan.model_state import Precision, largest_parameter, stage_state
 from mrl.plan.plan_inputs import BatchPlan, PlanInputs, batch_plan, engine_of, precision_of, recompute_of, sync_budget
@@ -34,7 +35,10 @@ def memory_section(inputs: PlanInputs) -> dict[str, Any]:
     actors = [actor_bytes(inputs, batch, pp) for pp in range(inputs.train.pipeline)]
     worker, cache = engine_bytes(inputs, engine), _cache(inputs, engine)
     host = host_section(inputs, batch, engine, actors, *rank_places(inputs.config))
-    per_stage = [colocated_phases(a, worker, inputs.device) if inputs.colocated else actor_phases(a, inputs.device) for a in actors]
+    if inputs.colocated:
+        per_stage = with_optimizer_early([colocated_phases(a, worker, inputs.device) for a in actors], actors)
+    else:
+        per_stage = [actor_phases(a, inputs.device) for a in actors]
     fullest = {phase.name: _fullest(inputs, per_stage, number) for number, phase in enumerate(per_stage[0])}
     if not inputs.colocated:
         fullest |= {phase.name: {"stage": None, **phase.to_json()} for phase in engine_phases(worker, inputs.device)}

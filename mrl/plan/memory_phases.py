@@ -1,6 +1,6 @@
 """A run's phases on one device: what is on it in each, whether that fits, what weighs most and what would help."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mrl.errors import ConfigError
@@ -56,6 +56,7 @@ HOLDER_OF = dict.fromkeys(
     ACTOR,
 ) | dict.fromkeys(("engine_weights", "engine_working_set", "kv_cache", "engine_staging", "engine_asleep", "engine_context"), ENGINE)
 
+_LOG_PROBS = ("log_prob", "ref", "rollout_to_log_prob")  # phases that compute log-probs
 _UNTRACKED = ("engine_asleep", "engine_context")
 
 
@@ -234,6 +235,18 @@ def colocated_phases(actor: ActorBytes, engine: EngineBytes, device: Device) -> 
         Phase("rollout", rest | _awake(engine) | context, device.usable),
         Phase("rollout_to_log_prob", _actor_terms(actor)["log_prob"] | asleep, device.usable),
     ]
+
+
+def with_optimizer_early(stages: list[list[Phase]], actors: list[ActorBytes]) -> list[list[Phase]]:
+    """Phases of all pipeline stages of a colocated run whose optimizer comes back while log-probs are computed, so that the update need
+    not wait for it; those given where it would not fit beside them on every stage.
+    """
+    early = [[_with_optimizer(phase, actor) for phase in phases] for phases, actor in zip(stages, actors, strict=True)]
+    return early if all(phase.fits for phases in early for phase in phases if phase.name in _LOG_PROBS) else stages
+
+
+def _with_optimizer(phase: Phase, actor: ActorBytes) -> Phase:
+    return replace(phase, terms=phase.terms | {"optimizer": actor.optimizer}) if phase.name in _LOG_PROBS else phase
 
 
 def _actor_terms(actor: ActorBytes) -> dict[str, dict[str, int]]:

@@ -8,6 +8,7 @@ errors and units. Without torch: this module, hosting, inventory, versions, patc
 """
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mrl.errors import ConfigError
@@ -45,6 +46,11 @@ class Platform(Protocol):
 
     def synchronize(self) -> None:
         """Waits for all work of this device."""
+
+    def beside(self) -> AbstractContextManager[Any]:
+        """Copies that are enqueued in the block run beside what computes, after all that was enqueued before; `synchronize` waits for
+        both. What they fill has to be allocated outside of it.
+        """
 
     def reset_peak_memory(self) -> None:
         """Starts a new peak for `max_memory_allocated_gb`, where the device can."""

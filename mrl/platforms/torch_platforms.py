@@ -8,6 +8,8 @@ import importlib
 import logging
 import os
 import resource
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -51,6 +53,9 @@ class CpuPlatform:
 
     def synchronize(self) -> None:
         pass
+
+    def beside(self) -> AbstractContextManager[Any]:
+        return nullcontext()  # a copy is over when it returns
 
     def reset_peak_memory(self) -> None:
         pass
@@ -99,6 +104,15 @@ class _Accelerator:
 
     def synchronize(self) -> None:
         self._torch.synchronize()
+
+    def beside(self) -> AbstractContextManager[Any]:
+        stream = self._copy_stream
+        stream.wait_stream(self._torch.current_stream())
+        return self._torch.stream(stream)
+
+    @cached_property
+    def _copy_stream(self) -> Any:
+        return self._torch.Stream()
 
     def reset_peak_memory(self) -> None:
         self._torch.reset_peak_memory_stats()

@@ -8,7 +8,7 @@ parameters, 20 of gradients, 60 of optimizer, and an engine of 8 of weights and 
                           engines generate                                                     engine 8 + 40
     to_log_probs          engines sleep: requests given up, weights dropped, memory back       2
                           parameters on                                                        2, actor 10
-                          (old and reference log-probs)
+                          (old and reference log-probs; the optimizer begins to come beside)   2, actor 10 + 60
     to_update             gradients and optimizer on                                           2, actor 10 + 20 + 60
                           (update; a copy of what is saved goes to the host)
     to_engines            gradients and optimizer off                                          2, actor 10
@@ -18,12 +18,14 @@ parameters, 20 of gradients, 60 of optimizer, and an engine of 8 of weights and 
                           engines wake their cache                                             engine 8 + 40
                           commit: prefix cache dropped, version set, requests admitted         engine 8 + 40
 
+The optimizer comes on while log-probs are computed where the plan has room for both, else at `to_update`.
+
 A hand-over is asked of all ranks or all engines at once and over when the last has answered: a fast rank must not wake
 an engine beside a slow rank's optimizer. Before something comes on, what is free is held against the plan (gates.py of
 cluster): a shortage ends the step, resumable, with the holder named, instead of an allocation that fails half-way.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -98,8 +100,9 @@ class Separate:
 class Colocated:
     """Engines and ranks take turns on the same devices. The engines are handed over asleep, the actor as it was loaded."""
 
-    def __init__(self, actor: ActorGroup, engines: RolloutGroup, sync: WeightSync, gate: Gate) -> None:
-        self._actor, self._engines, self._sync, self._gate = actor, engines, sync, gate
+    def __init__(self, actor: ActorGroup, engines: RolloutGroup, sync: WeightSync, gate: Gate, prefetched: Sequence[str] = ()) -> None:
+        """`prefetched`: what of the actor comes on while log-probs are computed."""
+        self._actor, self._engines, self._sync, self._gate, self._prefetched = actor, engines, sync, gate, prefetched
         self._timer = PhaseTimer()
         self._engines_sleep = True
         self.write_checkpoint = actor.write_checkpoint
@@ -119,6 +122,8 @@ class Colocated:
         self._gate("rollout_to_log_prob")
         with self._timer("onload"):
             self._actor.bring(PARAMETERS)
+            if self._prefetched:
+                self._actor.prefetch(*self._prefetched)
 
     def to_update(self) -> None:
         """Gradients and optimizer come on."""

@@ -20,6 +20,7 @@ from mrl.cluster.seats import shared_seats
 from mrl.cluster.weight_sync import WeightSync
 from mrl.config.load import ResolvedConfig
 from mrl.config.schema import RunConfig
+from mrl.config.schema_actor import OPTIMIZER
 from mrl.data.dataset import PromptDataset, PromptParameters, load_tokenizer, pad_token_id
 from mrl.data.order import PromptStream
 from mrl.errors import Interrupted
@@ -164,7 +165,9 @@ def _placement(config: RunConfig, actor: ActorGroup, engines: RolloutGroup, plan
     sync = WeightSync(config, actor, engines)
     if config.cluster.placement == "separate":
         return Separate(actor, sync)
-    return Colocated(actor, engines, sync, MemoryGate(plan, actor, engines, config.cluster.step_timeout_s))
+    gate = MemoryGate(plan, actor, engines, config.cluster.step_timeout_s)
+    beside_log_probs = plan["memory"]["phases"]["rollout_to_log_prob"]["terms"]
+    return Colocated(actor, engines, sync, gate, prefetched=[OPTIMIZER] if OPTIMIZER in beside_log_probs else [])
 
 
 def _run_info(config: RunConfig) -> RunInfo:

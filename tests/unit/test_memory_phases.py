@@ -15,6 +15,7 @@ from mrl.plan.memory_phases import (
     colocated_phases,
     engine_phases,
     phase_bytes,
+    with_optimizer_early,
 )
 from mrl.plan.step_batch import SampleBytes
 
@@ -53,6 +54,20 @@ def test_what_is_offloaded_comes_back_only_where_it_is_needed():
     assert phases["rollout"] == 311
     assert phases["train_to_sync"] == 10 + 100 + 7 + 2  # parameters are read, optimizer and gradients are not
     assert phases["train"] == 107
+
+
+def test_the_optimizer_comes_back_beside_log_probs_where_every_stage_has_room_for_both():
+    away = with_offload(parameters=True, gradients=True, optimizer=True)
+    stages = [colocated_phases(away, ENGINE, DEVICE)] * 2
+    early = with_optimizer_early(stages, [away, away])
+    before, after = totals(stages[0]), totals(early[1])
+    assert {name: after[name] - before[name] for name in before if after[name] != before[name]} == {
+        "log_prob": 30,
+        "rollout_to_log_prob": 30,
+    }
+    large = ActorBytes(**{**vars(away), "optimizer": DEVICE.usable})
+    stages = [colocated_phases(actor, ENGINE, DEVICE) for actor in (away, large)]
+    assert with_optimizer_early(stages, [away, large]) == stages
 
 
 def test_host_memory_holds_what_left_the_device_and_gradients_are_dropped():

@@ -1,13 +1,15 @@
 """Storages leave their device and come back under the tensors that lie on them; host memory is made once, and misuse is refused."""
 
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mrl.config.schema_actor import GRADIENTS, OPTIMIZER, PARAMETERS
-from mrl.megatron.offload import Residence, bytes_of, check_resident, needs, reserve
+from mrl.megatron.offload import Residence, StorageBuffer, bytes_of, check_resident, needs, reserve
 
 KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER)
 
@@ -16,7 +18,7 @@ class Host:
     """A platform that counts the host memory that it makes."""
 
     def __init__(self):
-        self.made = []
+        self.made, self.besides = [], 0
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         self.made.append(nbytes)
@@ -26,6 +28,11 @@ class Host:
         pass
 
     release_cache = synchronize
+
+    @contextmanager
+    def beside(self):
+        self.besides += 1
+        yield
 
 
 class Chunk(torch.nn.Module):
@@ -98,6 +105,71 @@ def test_only_what_is_in_use_has_memory_on_the_device():
         with world.residence.using(GRADIENTS):
             assert world.sizes() == full | {OPTIMIZER: 0}
             assert not any(b.grad_data.any() for b in world.chunk.buffers)
+
+
+@pytest.fixture
+def late_copies(monkeypatch):
+    """Copies that are enqueued beside what computes are made when somebody waits for them, as a device may do."""
+    pending, is_beside = [], []
+    copy_to = StorageBuffer.copy_to
+
+    class Late(Host):
+        @contextmanager
+        def beside(self):
+            is_beside.append(True)
+            yield
+            is_beside.clear()
+
+        def synchronize(self) -> None:
+            while pending:
+                pending.pop(0)()
+
+    def enqueue(buffer, target):
+        if is_beside:
+            pending.append(partial(copy_to, buffer, target))
+        else:
+            copy_to(buffer, target)
+
+    monkeypatch.setattr(StorageBuffer, "copy_to", enqueue)
+    return Late(), pending
+
+
+def test_what_was_sent_for_ahead_is_there_bit_for_bit_once_it_is_used(late_copies):
+    kept, moved = World(()), World()
+    moved.host, pending = late_copies
+    moved.residence._platform = moved.host
+    for world in (kept, moved):
+        world.step()
+    full = moved.sizes()
+    moved.residence.offload()
+    with moved.residence.using(PARAMETERS):
+        moved.residence.prefetch(OPTIMIZER)
+        assert moved.sizes() == full | {GRADIENTS: 0} and pending
+    with moved.residence.using(PARAMETERS):
+        assert pending, "what computes log-probs again does not wait, and sends nothing off that is on its way"
+        with pytest.raises(RuntimeError, match="optimizer_offload"):
+            moved.residence.require(OPTIMIZER)
+    for world in (kept, moved):
+        world.step()
+    assert not pending and all(torch.equal(one, other) for one, other in zip(moved.masters, kept.masters, strict=True))
+
+
+def test_what_was_sent_for_ahead_leaves_again_with_the_rest_and_twice_is_once(late_copies):
+    world = World()
+    world.host, pending = late_copies
+    world.residence._platform = world.host
+    world.step()
+    masters = [master.clone() for master in world.masters]
+    world.residence.offload()
+    for _ in range(2):
+        world.residence.prefetch(OPTIMIZER)
+    wanted = len(pending)
+    world.residence.offload()
+    assert world.sizes() == dict.fromkeys(KINDS, 0) and wanted == len(world.residence._emptied[OPTIMIZER])
+    with world.residence.using(OPTIMIZER):
+        assert all(torch.equal(master, before) for master, before in zip(world.masters, masters, strict=True))
+        world.residence.prefetch(OPTIMIZER)  # it is there
+    assert not pending
 
 
 def test_nothing_moves_without_its_switch():

@@ -33,6 +33,11 @@ class Devices:
         self.actor = set(kinds)
         self.note(f"on: {' '.join(kinds)}")
 
+    def prefetch(self, *kinds: str) -> None:
+        assert self.actor == {"parameters"}, "while log-probs are computed"
+        self.actor |= set(kinds)
+        self.note(f"coming: {' '.join(kinds)}")
+
     def offload(self) -> None:
         self.actor = set()
         self.note("actor off")
@@ -99,6 +104,17 @@ def test_a_step_on_shared_devices_never_has_both_there_with_all_they_have():
         placement.to_update()
         assert placement.to_engines(step) == {"reshard/weight_version": float(step)}
     assert devices.calls == calls_of((TO_ENGINES, 0), (TO_UPDATE, 0), (TO_ENGINES, 1), (TO_UPDATE, 0), (TO_ENGINES, 2))
+
+
+def test_the_optimizer_comes_while_log_probs_are_computed_where_it_is_told_to():
+    devices = Devices()
+    placement = Colocated(devices, devices, devices, devices.gate, prefetched=["optimizer"])
+    placement.begin(0)
+    placement.to_log_probs()
+    placement.to_update()
+    placement.to_engines(1)
+    coming = [*TO_UPDATE[:3], "coming: optimizer", *TO_UPDATE[3:]]
+    assert devices.calls == calls_of((TO_ENGINES, 0), (coming, 0), (TO_ENGINES, 1))
 
 
 def test_each_hand_over_is_timed_under_a_declared_name_and_the_start_belongs_to_no_step():

@@ -217,7 +217,21 @@ def test_where_there_is_no_room_nothing_is_begun(run, monkeypatch, capsys):
     trained(run)
     run.saver.save(run.state)
     assert list(run.folder.iterdir()) == [] and run.saver.failed_saves == 1
+    run.saver.write(TrainState(1))  # nothing was taken
+    assert run.saver.failed_saves == 1
     assert "a checkpoint needs 4.20 MB and 1.00 MB are free" in capsys.readouterr().out  # 4 MiB beside the tensors, rounded up
+
+
+def test_what_is_written_is_what_was_copied_before_the_weights_moved_on(run):
+    """A copy is taken when the ranks have room for it, and written when the step's metrics are known."""
+    run.actor.weights.fill_(1)
+    run.saver.take(1)
+    run.actor.weights.fill_(2)
+    assert run.saver.write(TrainState(2)) == {} and not run.folder.joinpath("step-2").exists()  # nothing was taken of step 2
+    run.saver.write(TrainState(1), {"critic/score/mean": 0.5})
+    run.saver.finished(wait=True)
+    assert load_file(run.folder / "step-1" / "rank-00000.safetensors")["weight/w"].tolist() == [1.0] * 4
+    assert read_manifest(run.folder / "step-1").trainer["metrics"] == {"critic/score/mean": 0.5}
 
 
 def test_the_last_step_unsaved_ends_the_run_with_an_error_that_says_what_is_left(run):
