@@ -7,6 +7,7 @@ training never looks there.
 
 import json
 import re
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ FAMILIES = {module.FAMILY.architecture: module.FAMILY for module in (qwen2, qwen
 _KNOWN = Path(__file__).parent / "known"
 # Words behind a name that mean other weights than its own: what reads images, what is no language model, what is quantised.
 _OTHER_WEIGHTS = ("vl", "omni", "embedding", "reranker", "awq", "gptq", "gguf", "int4", "int8", "fp8", "mxfp4")
+# Releases of Qwen3 that have the shape of the first ones, and more positions: a part of their names -> positions.
+_MORE_POSITIONS = {"2507": 262_144}
 # Names that leave something out and can still mean one model only.
 _SHORT = {"qwen330b": "Qwen3-30B-A3B", "qwen3235b": "Qwen3-235B-A22B"}
 
@@ -122,7 +125,10 @@ def planning_model_spec(path: str | Path) -> tuple[ModelSpec, str]:
         except MrlError as error:
             here = "" if Path(path).is_dir() else f"; known by name for planning: {', '.join(known_models())}"
             raise type(error)(f"{error}{here}") from None
-    return known_spec(name), f"model.path {path} is not on this machine: the published configuration of {name} stands in for it"
+    spec = known_spec(name)
+    longer = next((positions for release, positions in _MORE_POSITIONS.items() if release in Path(path).name), spec.max_position_embeddings)
+    spec = replace(spec, max_position_embeddings=longer)
+    return spec, f"model.path {path} is not on this machine: the published configuration of {name} stands in for it"
 
 
 def _plain(name: str) -> str:

@@ -58,6 +58,13 @@ def test_a_path_that_is_not_there_falls_back_and_says_so():
     assert "not on this machine" in note and "Qwen3-8B" in note
 
 
+@pytest.mark.parametrize("name", ["Qwen3-30B-A3B-Instruct-2507", "Qwen3-4B-Thinking-2507", "Qwen3-235B-A22B-Instruct-2507"])
+def test_a_later_release_of_the_same_shape_has_its_own_limit_of_positions(name):
+    spec, first = planning_model_spec(f"Qwen/{name}")[0], known_spec(known_name(name))
+    assert (spec.max_position_embeddings, first.max_position_embeddings) == (262_144, 40_960)
+    assert parameter_count(spec) == parameter_count(first)
+
+
 def test_a_folder_without_config_is_refused_whatever_its_name(tmp_path):
     folder = tmp_path / "Qwen3-8B"
     folder.mkdir()
