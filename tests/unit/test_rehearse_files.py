@@ -15,7 +15,7 @@ from mrl.extras.rehearse.checkpoint import HEAD, write_checkpoint
 from mrl.extras.rehearse.compose import WorkFolder
 from mrl.extras.rehearse.prepare import prepare
 from mrl.extras.rehearse.rows import TRAIN_ROWS, rows_of, write_rows
-from mrl.extras.rehearse.scoring import ROW, UNIFORM, Scorer, ScoringSettings, load_scorer, write_scorer
+from mrl.extras.rehearse.scoring import ROW, VALIDATION, Scorer, ScoringSettings, load_scorer, write_scorer
 from mrl.extras.rehearse.small_model import small_hf_config
 from mrl.extras.rehearse.tokenizer import copy_tokenizer, has_tokenizer, vocabulary_size, write_tokenizer
 from mrl.model import known_models
@@ -137,7 +137,7 @@ def test_a_file_without_a_usable_row_is_refused_as_in_training(ours, tmp_path):
 
 def settings(group: int = 4, leaves_uniform: bool = False, **changes) -> ScoringSettings:
     return ScoringSettings(**({"reward": {"function": "exact_match"}, "group": group, "keys": ("acc",), "leaves_uniform": leaves_uniform,
-                               "seed": 0} | changes))  # fmt: skip
+                               "metric": "score", "seed": 0} | changes))  # fmt: skip
 
 
 def scores(scorer: Scorer, row: int, answers: list[str]) -> list:
@@ -162,10 +162,20 @@ def test_parts_that_groups_are_compared_by_follow_the_score():
     assert {tuple(answer.values()) for answer in scores(scorer, 0, list("abcd"))} == {(0.0, 0.0, "x"), (1.0, 1.0, "x")}
 
 
-def test_with_dynamic_sampling_every_fourth_row_is_left_uniform():
+def test_with_dynamic_sampling_the_second_of_four_prompts_is_left_uniform():
     scorer = Scorer(settings(leaves_uniform=True), lambda **row: 0.0)
-    assert set(scores(scorer, UNIFORM - 1, list("abcd"))) == {0.0}
-    assert set(scores(scorer, 0, list("abcd"))) == {0.0, 1.0}
+    found = [set(scores(scorer, row, list("abcd"))) for row in (20, 7, 3, 11, 0, 1)]
+    assert [len(values) for values in found] == [2, 1, 2, 2, 2, 1]
+
+
+def test_what_dynamic_sampling_compares_is_what_is_judged():
+    """The scores differ and `acc` does not: without a seeded one every group would be dropped."""
+    scorer = Scorer(settings(metric="acc"), lambda solution_str, **row: {"score": float(len(solution_str)), "acc": 0.0})
+    assert {answer["acc"] for answer in scores(scorer, 0, ["a", "bb", "ccc", "dddd"])} == {0.0, 1.0}
+
+
+def test_answers_of_validation_keep_the_users_scores():
+    assert set(scores(Scorer(settings(), lambda **row: 0.25), VALIDATION, list("abcd"))) == {0.25}
 
 
 def test_a_wrong_type_and_an_exception_reach_the_trainer_as_they_are():

@@ -14,7 +14,7 @@ from mrl.extras.rehearse.checkpoint import write_checkpoint
 from mrl.extras.rehearse.compose import Rehearsal, WorkFolder, compose
 from mrl.extras.rehearse.notes import OutOfReach
 from mrl.extras.rehearse.rows import TRAIN_ROWS, VAL_ROWS, Rows, least_prompt, rows_of, synthetic_source, write_rows
-from mrl.extras.rehearse.scoring import ROW, ScoringSettings, write_scorer
+from mrl.extras.rehearse.scoring import ROW, VALIDATION, ScoringSettings, write_scorer
 from mrl.extras.rehearse.small_model import small_hf_config
 from mrl.extras.rehearse.tokenizer import copy_tokenizer, has_tokenizer, vocabulary_size, write_tokenizer
 from mrl.model import known_name, model_spec, read_hf_config
@@ -99,9 +99,9 @@ def _checkpoint(original: RunConfig, hf_config: dict[str, Any], tokenizer: Any, 
 
 def _rows(original: RunConfig, work: WorkFolder, tokenizer: Any, parameters: PromptParameters) -> list[str]:
     said, source = [], synthetic_source(original)
-    kinds = (("train", original.data.train_files, TRAIN_ROWS), ("val", original.data.val_files, VAL_ROWS))
-    for kind, files, count in kinds:
-        made = rows_of(files, count, tokenizer, parameters, source) if files or kind == "train" else []
+    kinds = (("train", original.data.train_files, TRAIN_ROWS, 0), ("val", original.data.val_files, VAL_ROWS, VALIDATION))
+    for kind, files, count, first in kinds:
+        made = rows_of(files, count, tokenizer, parameters, source, first) if files or kind == "train" else []
         for number, rows in enumerate(made):
             write_rows(work.rows(kind, number), rows.rows)
         said += [text for file, rows in zip(files or ("",), made, strict=False) if (text := _said_of(kind, file, rows))]
@@ -125,6 +125,7 @@ def _reward(rehearsal: Rehearsal, work: WorkFolder) -> tuple[Rehearsal, list[str
     keys = {"acc", *algorithm.gdpo_reward_keys, algorithm.filter_groups.metric} - set(_PARTS)
     settings = ScoringSettings(
         reward=None if spec is None else asdict(spec), group=rehearsal.config.rollout.n, keys=tuple(sorted(keys)),
+        metric=algorithm.filter_groups.metric if algorithm.filter_groups.enable else "score",
         leaves_uniform=algorithm.filter_groups.enable, seed=original.trainer.seed,
     )  # fmt: skip
     write_scorer(work.reward, settings)

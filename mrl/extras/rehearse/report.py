@@ -101,7 +101,7 @@ def first_lines(prepared: Prepared) -> Iterator[str]:
 def _layout(rehearsal: Rehearsal) -> str:
     small, engines, was = rehearsal.layout, rehearsal.layout.engines, rehearsal.original
     there = was.rollout.num_engines * was.rollout.workers_per_engine
-    ranks = f"{was.actor.layout.world_size} ranks to {small.ranks}, {there} engine workers to {engines.world_size}"
+    ranks = f"ranks {was.actor.layout.world_size} to {small.ranks}, engine workers {there} to {engines.world_size}"
     return f"{ranks}, {rehearsal.config.cluster.placement}"
 
 

@@ -31,13 +31,15 @@ def least_prompt(tokenizer: ChatTokenizer, parameters: PromptParameters) -> int:
     return _length([{"role": "user", "content": ""}], tokenizer, parameters) + _AFTER_TEMPLATE
 
 
-def rows_of(files: Sequence[str], count: int, tokenizer: ChatTokenizer, parameters: PromptParameters, data_source: str) -> list[Rows]:
+def rows_of(
+    files: Sequence[str], count: int, tokenizer: ChatTokenizer, parameters: PromptParameters, data_source: str, first: int = 0
+) -> list[Rows]:
     """For each file about `count` / files rows whose prompts fit `parameters.max_prompt_length`. Raises DataError as `mrl train` does.
 
-    `data_source` is what synthetic rows name.
+    `data_source` is what synthetic rows name; `first`: the number of the first row.
     """
     each = -(-count // max(len(files), 1))
-    starts = range(0, each * max(len(files), 1), each)
+    starts = range(first, first + each * max(len(files), 1), each)
     return [_of_file(file, start, each, tokenizer, parameters, data_source) for file, start in zip(files or ("",), starts, strict=True)]
 
 

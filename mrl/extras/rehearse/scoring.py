@@ -1,9 +1,9 @@
 """The reward of a rehearsal: the user's function is called on every response, and what it says is noted.
 
-Random weights know nothing, so most groups would have one score and no advantage. As long as all answers to a prompt have had
-one score of the user's, a seeded score of 0 or 1 stands in for it, so that the two meet in every group; where dynamic sampling
-is on, every fourth row keeps its own and is there to be replaced. What the function raises, or gives of a wrong type, goes on
-to the trainer as it is.
+Random weights know nothing, so most groups would have one score and no advantage. As long as all answers to a prompt have
+had one value of the user's (what dynamic sampling compares, else the score), a seeded 0 or 1 stands in for it, so that the
+two meet in every group. With dynamic sampling one prompt of four, the second, keeps its own and is there to be replaced.
+Validation's answers, what the function raises and what it gives of a wrong type go on to the trainer as they are.
 
 Runs in the scoring processes and imports what they import. Each call prints one JSON line, which logs/reward.log keeps.
 """
@@ -22,7 +22,8 @@ from mrl.reward.worker import judge
 ROW = "rehearsal_row"  # in extra_info: which row a response answers; the user's function never sees it
 SETTINGS = "scoring.json"  # beside the reward's file
 CALL = "rehearsed_reward"  # key of a printed line
-UNIFORM = 4  # with dynamic sampling every so manieth row is left as it is
+VALIDATION = 10_000  # rows from here on are of validation
+UNIFORM = 4  # with dynamic sampling, of so many prompts one is left as it is
 _PROGRAM = '''"""Written by mrl rehearse: calls the configuration's own reward."""
 
 from pathlib import Path
@@ -40,6 +41,7 @@ class ScoringSettings:
     reward: dict[str, Any] | None
     group: int  # responses a prompt
     keys: tuple[str, ...]
+    metric: str  # what dynamic sampling compares; "score" where it is off
     leaves_uniform: bool
     seed: int
 
@@ -62,7 +64,7 @@ class Scorer:
 
     def __init__(self, settings: ScoringSettings, function: Callable[..., Any] | None):
         self._settings, self._function = settings, function
-        self._seen: dict[Any, list[float]] = {}  # row -> the user's scores of the group under way
+        self._seen: dict[int, list[float]] = {}  # row -> the user's values of the group under way; rows as they came
 
     def __call__(self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> Any:
         """The user's answer, its score seeded where the group says nothing."""
@@ -71,24 +73,25 @@ class Scorer:
         answer: Any = 0.0
         if self._function is not None:
             answer = self._function(data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=info)
-        reason, own, _, _ = judge(answer)
+        reason, own, parts, _ = judge(answer)
         if reason != OK:
             _note(row, own, None, answer)
             return answer
-        given = self._seeded(row) if self._says_nothing(row, own) else None
+        of_training = isinstance(row, int) and row < VALIDATION
+        given = self._seeded(row) if of_training and self._says_nothing(row, parts.get(self._settings.metric, own)) else None
         _note(row, own, given, answer)
         return answer if given is None and self._function is not None else self._with(answer, own if given is None else given)
 
-    def _says_nothing(self, row: Any, own: float) -> bool:
-        """Whether all answers of the group so far, this one included, have one score."""
+    def _says_nothing(self, row: int, value: float | str) -> bool:
+        """Whether all answers of the group so far, this one included, have one value."""
         seen = self._seen.setdefault(row, [])
         if len(seen) == self._settings.group:
             seen.clear()
-        seen.append(own)
-        left = self._settings.leaves_uniform and isinstance(row, int) and row % UNIFORM == UNIFORM - 1
+        seen.append(value)
+        left = self._settings.leaves_uniform and list(self._seen).index(row) % UNIFORM == 1
         return len(set(seen)) == 1 and not left
 
-    def _seeded(self, row: Any) -> float:
+    def _seeded(self, row: int) -> float:
         """Turn about within a group, so that 0 and 1 meet in it; which comes first follows from seed and row."""
         first = random.Random(f"{self._settings.seed} {row}").randrange(2)
         return float((first + len(self._seen[row])) % 2)
