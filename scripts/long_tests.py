@@ -1,7 +1,8 @@
 """The tests marked `long`, in named pieces of at most 20 minutes: `python scripts/long_tests.py [PIECE ...] [-- PYTEST ARGUMENT ...]`.
 
 Runs the pieces, all of them if none is named, and writes what each came to into docs/results/long_tests.json, beside the results of
-the others. `--list` prints the pieces. `tests/unit/test_long_tests.py` holds that each long test is in exactly one.
+the others. `--resume` leaves out those that have passed since the last change of what they run. `--list` prints the pieces.
+`tests/unit/test_long_tests.py` holds that each long test is in exactly one.
 """
 
 import argparse
@@ -10,11 +11,13 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as xml
+from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results" / "long_tests.json"
+RUN = ("mrl", "tests", "parallel_configs", "setup.py")  # what tests run
 # piece -> files under tests/real
 PIECES = {
     "sync": ("test_sync", "test_engine_slices", "test_engine_routes"),
@@ -24,7 +27,7 @@ PIECES = {
     "conversion": ("test_convert", "test_torch_dist"),
     "presets": ("test_presets_verified",),
     "ranks": ("test_dp2", "test_dp_runs"),
-    "runs": ("test_eval", "test_glm_run", "test_recipes", "test_submit", "test_hosted_loggers"),
+    "runs": ("test_eval", "test_glm_run", "test_recipes", "test_rehearse", "test_submit", "test_hosted_loggers"),
 }
 OUTCOMES = {"failed": ("failures", "errors"), "skipped": ("skipped",)}
 
@@ -33,16 +36,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pieces", nargs="*", metavar="PIECE", help=f"one of {', '.join(PIECES)}")
     parser.add_argument("--list", action="store_true", help="print the pieces and their files, run nothing")
+    parser.add_argument("--resume", action="store_true", help="leave out what has passed and has not changed since")
     given = sys.argv[1:]
     end = given.index("--") if "--" in given else len(given)
     arguments, pytest_arguments = parser.parse_args(given[:end]), given[end + 1 :]
     if unknown := set(arguments.pieces) - set(PIECES):
         parser.error(f"no piece {', '.join(sorted(unknown))}; there are {', '.join(PIECES)}")
-    for piece in arguments.pieces or PIECES:
+    done = done_already() if arguments.resume else set()
+    pieces = [piece for piece in arguments.pieces or PIECES if piece not in done]
+    for piece in pieces:
         print(f"long:{piece}  {' '.join(PIECES[piece])}", flush=True)
     if arguments.list:
         return 0
-    codes = [run(piece, pytest_arguments) for piece in arguments.pieces or PIECES]
+    codes = [run(piece, pytest_arguments) for piece in pieces]
     return int(any(codes))
 
 
@@ -60,17 +66,32 @@ def run(piece: str, pytest_arguments: list[str]) -> int:
 
 
 def summary(report: Path, seconds: float) -> dict:
-    """Of a JUnit report: tests by outcome, with the commit they were run at."""
+    """Of a JUnit report: tests by outcome, with the commit they were run at and the day."""
     suite = next(xml.parse(report).getroot().iter("testsuite"))
     counts = {name: sum(int(suite.get(key, 0)) for key in keys) for name, keys in OUTCOMES.items()}
     passed = int(suite.get("tests", 0)) - sum(counts.values())
-    return {"commit": commit(), "passed": passed} | counts | {"seconds": round(seconds)}
+    return {"commit": commit(), "date": date.today().isoformat(), "passed": passed} | counts | {"seconds": round(seconds)}
+
+
+def stored_results() -> dict[str, dict]:
+    """By piece; nothing before the first run."""
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+
+
+def done_already() -> set[str]:
+    """Pieces that need not be run again."""
+    passed = {piece: result for piece, result in stored_results().items() if result["passed"] and not result["failed"]}
+    return {piece for piece, result in passed.items() if unchanged_since(result["commit"])}
+
+
+def unchanged_since(commit: str) -> bool:
+    """Whether what tests run is that of the commit still; never of one that was run with changes, or is unknown here."""
+    return subprocess.run(["git", "diff", "--quiet", commit, "--", *RUN], cwd=ROOT, capture_output=True).returncode == 0
 
 
 def store(piece: str, result: dict) -> None:
     """Puts one piece's result beside the others'."""
-    stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    stored[piece] = result
+    stored = stored_results() | {piece: result}
     ordered = {name: stored[name] for name in PIECES if name in stored}  # a piece that is gone takes its result along
     RESULTS.write_text(json.dumps(ordered, indent=2) + "\n")
 
@@ -78,7 +99,7 @@ def store(piece: str, result: dict) -> None:
 def commit() -> str:
     """The commit of the files that were run; marked where files differ from it."""
     head = _git("rev-parse", "HEAD")
-    changed = _git("status", "--porcelain", "--", "mrl", "tests", "parallel_configs", "setup.py")
+    changed = _git("status", "--porcelain", "--", *RUN)
     return f"{head} with changes" if changed else head
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mrl.vllm.engine import VllmEngine
+from mrl.vllm.engine_calls import EngineCalls
 from mrl.vllm.receive import adapter_module
 
 pytestmark = pytest.mark.real
@@ -66,35 +66,35 @@ class Llm:
 
 
 @pytest.fixture
-def engine() -> VllmEngine:
-    made = VllmEngine(settings=None)
-    made._llm = Llm()
-    for number, (one, error) in enumerate(zip(made._llm.workers, ("rank 1 gave up", "no memory"), strict=True)):
+def calls() -> EngineCalls:
+    made = EngineCalls("0")
+    made.llm = Llm()
+    for number, (one, error) in enumerate(zip(made.llm.workers, ("rank 1 gave up", "no memory"), strict=True)):
         one.fails = f"engine 0 worker {number}: {error}"
     return made
 
 
-def test_each_worker_answers_for_itself(engine):
-    assert asyncio.run(engine._workers("weight_bytes")) == [100, 101]
+def test_each_worker_answers_for_itself(calls):
+    assert asyncio.run(calls.workers("weight_bytes")) == [100, 101]
 
 
-def test_after_a_failure_the_next_call_gets_its_own_answers(engine):
+def test_after_a_failure_the_next_call_gets_its_own_answers(calls):
     with pytest.raises(RuntimeError) as told:
-        asyncio.run(engine._workers("update_weights", {"update": 3}))
+        asyncio.run(calls.workers("update_weights", {"update": 3}))
     assert str(told.value) == "engine 0 worker 1: no memory; engine 0 worker 0: rank 1 gave up", "causes, then effects"
-    assert asyncio.run(engine._workers("weight_update_report")) == [{"worker": 0}, {"worker": 1}]
-    assert asyncio.run(engine._workers("weight_bytes")) == [100, 101]
+    assert asyncio.run(calls.workers("weight_update_report")) == [{"worker": 0}, {"worker": 1}]
+    assert asyncio.run(calls.workers("weight_bytes")) == [100, 101]
 
 
-def test_what_a_worker_raises_itself_would_be_taken_for_its_next_answer(engine):
+def test_what_a_worker_raises_itself_would_be_taken_for_its_next_answer(calls):
     """Why nothing is asked but through `answer`. When this fails vLLM has mended it."""
     with pytest.raises(RuntimeError, match="rank 1 gave up"):
-        asyncio.run(engine._llm.collective_rpc("update_weights", ({},)))
+        asyncio.run(calls.llm.collective_rpc("update_weights", ({},)))
     with pytest.raises(RuntimeError, match="no memory"):
-        asyncio.run(engine._llm.collective_rpc("weight_bytes"))
+        asyncio.run(calls.llm.collective_rpc("weight_bytes"))
 
 
-def test_an_error_whose_text_says_nothing_is_told_with_its_type(engine):
-    engine._llm.workers[0].weight_bytes = lambda: {}["model.norm.weight"]
+def test_an_error_whose_text_says_nothing_is_told_with_its_type(calls):
+    calls.llm.workers[0].weight_bytes = lambda: {}["model.norm.weight"]
     with pytest.raises(RuntimeError, match=r"^KeyError: 'model\.norm\.weight'$"):
-        asyncio.run(engine._workers("weight_bytes"))
+        asyncio.run(calls.workers("weight_bytes"))

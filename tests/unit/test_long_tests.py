@@ -4,7 +4,9 @@ import ast
 import importlib.util
 import json
 from collections import Counter
+from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -38,11 +40,26 @@ def test_no_other_test_is_marked_long():
 def test_a_pieces_summary_takes_the_place_of_its_last_one(script, tmp_path, monkeypatch):
     monkeypatch.setattr(script, "RESULTS", tmp_path / "long_tests.json")
     monkeypatch.setattr(script, "commit", lambda: "abc")
+    monkeypatch.setattr(script, "date", SimpleNamespace(today=lambda: date(2026, 11, 22)))
     (tmp_path / "report.xml").write_text(REPORT)
     (tmp_path / "long_tests.json").write_text(json.dumps({"sync": {"seconds": 1}, "runs": {"seconds": 2}, "gone": {"seconds": 3}}))
     script.store("runs", script.summary(tmp_path / "report.xml", seconds=61.7))
     stored = json.loads((tmp_path / "long_tests.json").read_text())
-    assert stored == {"sync": {"seconds": 1}, "runs": {"commit": "abc", "passed": 3, "failed": 3, "skipped": 3, "seconds": 62}}
+    result = {"commit": "abc", "date": "2026-11-22", "passed": 3, "failed": 3, "skipped": 3, "seconds": 62}
+    assert stored == {"sync": {"seconds": 1}, "runs": result}
+
+
+def test_what_passed_at_another_commit_or_failed_or_ran_nothing_is_run_again(script, tmp_path, monkeypatch, capsys):
+    results = {
+        "sync": {"commit": "abc", "passed": 2, "failed": 0}, "runs": {"commit": "abc", "passed": 2, "failed": 1},
+        "routes": {"commit": "before", "passed": 2, "failed": 0}, "memory": {"commit": "abc", "passed": 0, "failed": 0},
+    }  # fmt: skip
+    monkeypatch.setattr(script, "RESULTS", tmp_path / "long_tests.json")
+    monkeypatch.setattr(script, "unchanged_since", lambda commit: commit == "abc")
+    monkeypatch.setattr("sys.argv", ["long_tests.py", "--list", "--resume", "sync", "runs", "routes", "memory"])
+    (tmp_path / "long_tests.json").write_text(json.dumps(results))
+    assert script.main() == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["long:runs", "long:routes", "long:memory"]
 
 
 def test_no_piece_took_more_than_twenty_minutes(script):
@@ -55,3 +72,8 @@ def test_an_unknown_piece_is_refused_with_those_there_are(script, monkeypatch, c
     with pytest.raises(SystemExit) as ended:
         script.main()
     assert ended.value.code == 2 and "no piece synk; there are sync, " in capsys.readouterr().err
+
+
+def test_a_commit_that_is_unknown_or_had_changes_is_no_ground_to_leave_a_piece_out(script):
+    assert not script.unchanged_since("0" * 40)
+    assert not script.unchanged_since(f"{'0' * 40} with changes")
