@@ -294,3 +294,13 @@ def test_buffers_of_any_piece_size_keep_give_and_exchange_every_byte(piece):
         assert not other.any()
     with pytest.raises(RuntimeError, match="8 bytes do not fit a buffer of 16"):
         buffers[0].copy_from(bytes_of(torch.zeros(2).untyped_storage()))
+
+
+def test_what_left_is_counted_by_kind():
+    """float32: six trained weights and three frozen ones, gradients of 4 and in a storage of 6, six master weights."""
+    world = World()
+    world.residence.offload()
+    assert world.residence.left_bytes == {PARAMETERS: 36, GRADIENTS: 40, OPTIMIZER: 24}
+    kept = World(switched=())
+    kept.residence.offload()
+    assert not kept.residence.left_bytes
