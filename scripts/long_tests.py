@@ -26,6 +26,7 @@ PIECES = {
     "resume": ("test_resume", "test_guards", "test_lost_worker", "test_full_disk"),
     "conversion": ("test_convert", "test_torch_dist"),
     "presets": ("test_presets_verified",),
+    "rehearsals": ("test_rehearse",),
     "ranks": ("test_dp2", "test_dp_runs"),
     "runs": ("test_eval", "test_glm_run", "test_recipes", "test_rehearse", "test_submit", "test_hosted_loggers"),
 }

@@ -57,7 +57,8 @@ def test_dapo_with_most_switches_on_leaves_a_mark_of_each(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.timeout(RUN_S + 60)
-@pytest.mark.parametrize("preset", ["qwen3-30b-a3b/h100-4x8-separate"])
+@pytest.mark.parametrize("preset", ["qwen3-30b-a3b/h100-4x8-separate", "qwen3-235b-a22b/h200-8x8"])
 def test_a_preset_rehearses(preset, tmp_path):
+    """Four ranks; separate, and colocated with uneven stages under dynamic sampling."""
     answer = rehearse(ROOT / "parallel_configs" / f"{preset}.yaml", tmp_path / "work")
     assert answer["failed"] == [] and answer["ranks"] == 4

@@ -241,6 +241,12 @@ def test_a_reward_that_raises_is_one_message_before_anything_starts(tmp_path):
         prepared(tmp_path, f"reward.custom_reward_function.path={tmp_path / 'bad.py'}")
 
 
+def test_a_reward_of_a_wrong_type_is_refused_as_in_training(tmp_path):
+    (tmp_path / "text.py").write_text("def compute_score(*args, **kwargs):\n    return 'seven'\n")
+    with pytest.raises(DataError, match="8 wrong_type: str 'seven' where a number is expected"):
+        prepared(tmp_path, f"reward.custom_reward_function.path={tmp_path / 'text.py'}")
+
+
 def test_a_reward_that_cannot_be_loaded_is_refused_as_in_training(tmp_path):
     (tmp_path / "bad.py").write_text("import nothing_of_that_name\n")
     with pytest.raises(ConfigError, match="importing it failed: ModuleNotFoundError"):

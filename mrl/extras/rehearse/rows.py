@@ -1,7 +1,7 @@
 """Prompts of a rehearsal: the first rows of the user's own files, cut to fit, or synthetic ones where a file is not there."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,7 @@ def _length(messages: list[dict[str, str]], tokenizer: ChatTokenizer, parameters
     out = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=True, return_dict=False, **parameters.template_arguments
     )
-    return len(out["input_ids"] if isinstance(out, dict) else out)
+    return len(out["input_ids"] if isinstance(out, Mapping) else out)
 
 
 def write_rows(file: Path, rows: Sequence[Row]) -> None:
