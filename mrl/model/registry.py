@@ -1,8 +1,8 @@
 """The model families; from a checkpoint directory or a published name to a ModelSpec, and to its weight map.
 
 Nothing but JSON is read and no code of a checkpoint runs. `mrl/model/known/NAME.json` holds the fields of the public
-config.json of `Qwen/NAME` (`zai-org/NAME`) that a ModelSpec is read from, so that a preset can be planned where its checkpoint is not;
-training never looks there.
+config.json of `Qwen/NAME` (`zai-org/NAME`, `deepseek-ai/NAME`) that a ModelSpec is read from, so that a preset can be planned
+where its checkpoint is not; training never looks there.
 """
 
 import json

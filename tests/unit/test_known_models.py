@@ -13,6 +13,9 @@ PUBLISHED = {
     "Qwen3-8B": (8.2, 8.2), "Qwen3-4B": (4.0, 4.0), "Qwen3-1.7B": (1.7, 1.7), "Qwen3-0.6B": (0.6, 0.6), "Qwen2.5-72B": (72.7, 72.7),
     "Qwen2.5-32B": (32.5, 32.5), "Qwen2.5-14B": (14.7, 14.7), "Qwen2.5-7B": (7.61, 7.61), "Qwen2.5-3B": (3.09, 3.09),
     "Qwen2.5-1.5B": (1.54, 1.54), "Qwen2.5-0.5B": (0.49, 0.49), "Qwen2-7B": (7.6, 7.6), "GLM-4.5-Air": (106, 13.4),
+    "Qwen2.5-Math-7B": (7.62, 7.62), "Qwen2.5-Math-1.5B": (1.54, 1.54), "Qwen1.5-MoE-A2.7B": (14.3, 2.7),
+    "DeepSeek-R1-Distill-Qwen-1.5B": (1.78, 1.78), "DeepSeek-R1-Distill-Qwen-7B": (7.62, 7.62),
+    "DeepSeek-R1-Distill-Qwen-14B": (14.8, 14.8), "DeepSeek-R1-Distill-Qwen-32B": (32.8, 32.8),
 }  # fmt: skip
 
 
@@ -35,6 +38,10 @@ def test_every_known_model_has_the_published_number_of_parameters():
         ("/data/Qwen3-30B-A3B-No-think", "Qwen3-30B-A3B"),
         ("Qwen2.5-72B-Instruct", "Qwen2.5-72B"),
         ("Qwen3-8B-sft-step400", "Qwen3-8B"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "DeepSeek-R1-Distill-Qwen-7B"),
+        ("Qwen/Qwen2.5-Math-7B-Instruct", "Qwen2.5-Math-7B"),
+        ("Qwen/Qwen1.5-MoE-A2.7B-Chat", "Qwen1.5-MoE-A2.7B"),
+        ("Qwen/Qwen2.5-Math-72B", None),
         ("Qwen/Qwen3-30B-A3B-FP8", None),
         ("Qwen/Qwen3-VL-30B-A3B-Instruct", None),
         ("Qwen/Qwen2.5-VL-7B-Instruct", None),
