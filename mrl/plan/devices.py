@@ -103,11 +103,11 @@ def _device(name: str, row: dict) -> Device:
 class Assumptions:
     """What a plan cannot know: shares of a device's peak rates, mean lengths, unevenness."""
 
-    # What updates of mixtures of experts in RL report: 0.03 to 0.15 on H100 and H200 (prime-rl's benchmarks), 0.19 for
-    # a 671B model and 0.31 to 0.40 on H20, whose peak is a seventh (verl docs/perf/dpsk.md). Pre-training on H100: 0.24
-    # to 0.31 (NVIDIA/Megatron-LM#5728).
-    train_mfu: float = 0.15
-    log_prob_mfu: float = 0.15
+    # Of the peak, what a rank reaches while it computes: what it waits for, others and the pipeline, is counted beside it.
+    # Set so that whole updates come out where those of mixtures of experts in RL lie: 0.03 to 0.15 on H100 and H200
+    # (prime-rl's benchmarks); 0.19 for a 671B model and 0.31 to 0.40 on H20, whose peak is a seventh (verl
+    # docs/perf/dpsk.md). Pre-training on H100, which overlaps more: 0.24 to 0.31 (NVIDIA/Megatron-LM#5728).
+    compute_share: float = 0.15
     prefill_mfu: float = 0.15
     # A decode step reads the weights that its tokens touch and their caches, at this share of the memory's rate. Set so
     # that whole steps come out near published ones (NeMo-RL's performance table; tests/unit/test_plan.py has the

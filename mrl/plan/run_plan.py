@@ -22,7 +22,7 @@ from mrl.plan.memory import memory_section
 from mrl.plan.plan_inputs import BatchPlan, PlanInputs, batch_plan, device_for, engine_of, sync_budget
 from mrl.plan.suggest_fixes import fitting_changes
 from mrl.plan.sync_times import Link, reshard_summary
-from mrl.plan.times import bubble_share, mean_lengths, phase_seconds, step_flops
+from mrl.plan.times import actor_seconds, mean_lengths, phase_seconds, step_flops
 from mrl.platforms.hosting import get_hosting
 from mrl.reshard.plan import ReshardPlan, Topology, plan_reshard
 from mrl.reshard.setup import pair_route
@@ -114,7 +114,7 @@ def _times(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory) -> dict[s
         "mean_prompt_tokens": lengths.prompt,
         "mean_response_tokens": lengths.response,
         "flops": step_flops(inputs, batch),
-        "pipeline_bubble": bubble_share(inputs.train, batch.micro_batches),
+        "pipeline_bubble": actor_seconds(inputs, batch)[1].bubble_share,
         "phase_seconds": phase_seconds(inputs, batch, engine),
     }
 

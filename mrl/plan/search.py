@@ -20,7 +20,7 @@ from mrl.plan.activations import Activations, MicroBatchShape, Recompute
 from mrl.plan.devices import USUAL, Assumptions, Device
 from mrl.plan.memory_phases import ActorBytes, Offload, Phase, actor_phases
 from mrl.plan.model_state import StateBytes, layer_kinds, stage_state
-from mrl.plan.times import UpdateSeconds, UpdateWork, micro_batch_count, update_seconds
+from mrl.plan.times import PassSeconds, PassWork, micro_batch_count, update_seconds
 from mrl.platforms.versions import MEGATRON, release_of, shares_key_value_heads
 from mrl.units import GIB
 
@@ -37,7 +37,7 @@ _CP, _EP, _ETP = "context_parallel_size", "expert_model_parallel_size", "expert_
 class SearchProblem:
     """What is to be placed where. `per_node`: devices of a node."""
 
-    work: UpdateWork
+    work: PassWork
     device: Device
     devices: int
     per_node: int
@@ -52,7 +52,7 @@ class SearchProblem:
     def model(self) -> ModelSpec:
         return self.work.model
 
-    def work_in(self, layout: TrainLayout) -> UpdateWork:
+    def work_in(self, layout: TrainLayout) -> PassWork:
         """The work with the micro-batches of a layout: budgets of a device grow with context parallelism."""
         return self.work if self.micro_of is None else replace(self.work, micro=self.micro_of(layout))
 
@@ -65,7 +65,7 @@ class Candidate:
     layout: TrainLayout
     recompute: Recompute
     phase: Phase  # the fullest
-    seconds: UpdateSeconds
+    seconds: PassSeconds
     micro_batches: int
 
     @property

@@ -26,7 +26,7 @@ from mrl.plan.memory_phases import Phase
 from mrl.plan.model_state import stage_state
 from mrl.plan.plan_inputs import PlanInputs, precision_of, sync_budget, update_micro_batch
 from mrl.plan.search import RECOMPUTE, Candidate, SearchProblem, SearchResult, candidate_of, heaviest_stage, search, unlike_stages
-from mrl.plan.times import UpdateWork, mean_flops_per_token, mean_lengths
+from mrl.plan.times import sample_work
 from mrl.units import GIB
 
 _TRIED = 100  # plans of whole runs at most
@@ -48,11 +48,10 @@ def config_for_model(path: str, devices: int, platform: str) -> RunConfig:
 
 def search_problem(config: RunConfig, model: ModelSpec, device: Device, devices: int, per_node: int, megatron: str) -> SearchProblem:
     """The actor's work in `config` on so many devices; its own layout does not matter."""
-    micro_of, lengths = partial(update_micro_batch, config), mean_lengths(config, USUAL)
+    micro_of = partial(update_micro_batch, config)
     micro = micro_of(TrainLayout.build({"world_size": devices}, model))
-    tokens = config.actor.ppo_mini_batch_size * config.rollout.n * lengths.total
     return SearchProblem(
-        work=UpdateWork(model, micro, tokens, mean_flops_per_token(model, lengths)),
+        work=sample_work(config, model, micro, config.actor.ppo_mini_batch_size * config.rollout.n, USUAL),
         device=device,
         devices=devices,
         per_node=per_node,

@@ -1,9 +1,8 @@
 """Predicted FLOPs and seconds of a step: generation, log-probs and update. Not measured; nothing overlaps.
 
-The update is predicted for two ends, from the same passes, the same pipeline bubble and the same assumed rates.
-`phase_seconds` says how long a step of a configuration takes: its mean samples, at a share of the peak that published
-steps reached, communication included. `update_seconds` ranks layouts: whole micro-batches on the slowest stage, with
-every collective apart, since those tell layouts from each other; on top of that share, so its sum is no promise.
+A pass of the actor over samples is predicted in one way, whether a plan asks how long a step takes or a search which
+layout is fastest: whole micro-batches on the slowest stage, computing at an assumed share of the peak, every collective
+beside it, and the pipeline's bubble.
 
 Volumes a layer and rank, of s tokens and hidden size h: tensor parallelism with sequence parallelism gathers and
 scatters s h twice (Korthikanti et al., arXiv 2205.05198, section 4.2.2); experts send each token to its top-k experts
@@ -11,7 +10,7 @@ and back; context parallelism passes keys and values around; a stage hands s h o
 forward does, in the same places.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mrl.config.schema import RunConfig
 from mrl.model import ModelSpec, expert_share, forward_flops_per_token
@@ -19,14 +18,14 @@ from mrl.model.layout import TrainLayout
 from mrl.plan.activations import MicroBatchShape, Recompute
 from mrl.plan.devices import Assumptions, Device
 from mrl.plan.engine_memory import EngineMemory, cache_bytes_per_token
-from mrl.plan.model_state import StateBytes
-from mrl.plan.plan_inputs import BatchPlan, PlanInputs, recompute_of
+from mrl.plan.model_state import StateBytes, stage_state
+from mrl.plan.plan_inputs import BatchPlan, PlanInputs, precision_of, recompute_of
 from mrl.units import round_up
 
 _BF16 = 2  # bytes
 
 
-# ---------------------------------------------------------------- what both predictions of the update share
+# ---------------------------------------------------------------- lengths and passes
 
 
 @dataclass(frozen=True)
@@ -62,12 +61,6 @@ def pipeline_slots(layout: TrainLayout, micro_batches: int) -> tuple[int, int]:
     return layout.pipeline - 1, layout.virtual_pipeline * micro_batches
 
 
-def bubble_share(layout: TrainLayout, micro_batches: int) -> float:
-    """Share of the whole time that a pipeline stage waits."""
-    waiting, working = pipeline_slots(layout, micro_batches)
-    return waiting / (working + waiting)
-
-
 # ---------------------------------------------------------------- a step of a configuration
 
 
@@ -80,14 +73,26 @@ def step_flops(inputs: PlanInputs, batch: BatchPlan) -> dict[str, float]:
 
 def phase_seconds(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory) -> dict[str, float]:
     """Predicted seconds of generation, log-probs and update."""
-    flops, assumed = step_flops(inputs, batch), inputs.assumptions
-    peak = inputs.train.world_size * inputs.device.flops
-    busy = 1 - bubble_share(inputs.train, batch.micro_batches)
+    log_probs, update = actor_seconds(inputs, batch)
     return {
-        "generation": _generation(inputs, batch, engine, flops["generation"]),
-        "log_prob": flops["log_prob"] / (peak * assumed.log_prob_mfu) / busy,
-        "update": flops["update"] / (peak * assumed.train_mfu) / busy,
+        "generation": _generation(inputs, batch, engine, step_flops(inputs, batch)["generation"]),
+        "log_prob": log_probs.total,
+        "update": update.total * batch.mini_batches,
     }
+
+
+def actor_seconds(inputs: PlanInputs, batch: BatchPlan) -> tuple["PassSeconds", "PassSeconds"]:
+    """Of the log-probs of a step, and of one update."""
+    train, device, recompute = inputs.train, inputs.device, recompute_of(inputs.config)
+    per_node = inputs.config.cluster.n_gpus_per_node
+    states = (stage_state(inputs.model, train, pp, precision_of(inputs.config, inputs.element_bytes)) for pp in range(train.pipeline))
+    state = max(states, key=lambda s: s.parameters + s.gradients + s.optimizer)
+    scored = sample_work(inputs.config, inputs.model, batch.log_prob_micro, batch.samples, inputs.assumptions)
+    updated = sample_work(inputs.config, inputs.model, batch.micro, batch.samples // batch.mini_batches, inputs.assumptions)
+    return (
+        pass_seconds(scored, train, device, per_node, 1, inputs.assumptions),
+        update_seconds(updated, train, device, per_node, state, recompute, inputs.assumptions),
+    )
 
 
 def _generation(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory, flops: float) -> float:
@@ -116,22 +121,28 @@ def _weights_read(inputs: PlanInputs, sequences: float) -> float:
     return 1 - expert_share(model) * (1 - chosen)
 
 
-# ---------------------------------------------------------------- one update in a layout, for ranking layouts
+# ---------------------------------------------------------------- passes of the actor in a layout
 
 
 @dataclass(frozen=True)
-class UpdateWork:
-    """What one update computes, whatever the layout."""
+class PassWork:
+    """What passes over samples compute, whatever the layout."""
 
     model: ModelSpec
     micro: MicroBatchShape  # of one data-parallel replica
-    tokens: float  # of the whole update
+    tokens: float  # of all samples
     flops_per_token: float  # of a forward pass
 
 
+def sample_work(config: RunConfig, model: ModelSpec, micro: MicroBatchShape, samples: int, assumed: Assumptions) -> PassWork:
+    """Of `samples` samples of mean length."""
+    lengths = mean_lengths(config, assumed)
+    return PassWork(model, micro, samples * lengths.total, mean_flops_per_token(model, lengths))
+
+
 @dataclass(frozen=True)
-class UpdateSeconds:
-    """Of one update on the slowest stage."""
+class PassSeconds:
+    """On the slowest stage."""
 
     compute: float
     tensor: float
@@ -145,16 +156,29 @@ class UpdateSeconds:
     def total(self) -> float:
         return self.compute + self.tensor + self.expert + self.context + self.pipeline + self.data + self.bubble
 
+    @property
+    def bubble_share(self) -> float:
+        """Share of the passes that a pipeline stage waits."""
+        return self.bubble / (self.total - self.data)
+
 
 def update_seconds(
-    work: UpdateWork, layout: TrainLayout, device: Device, per_node: int, state: StateBytes, recompute: Recompute, assumed: Assumptions
-) -> UpdateSeconds:
-    """Sums over the micro-batches of one rank; the stage with the most layers sets the pace."""
-    count, passes = micro_batch_count(work, layout), update_passes(recompute)
+    work: PassWork, layout: TrainLayout, device: Device, per_node: int, state: StateBytes, recompute: Recompute, assumed: Assumptions
+) -> PassSeconds:
+    """Of one update: forward and backward passes, and what data parallelism exchanges at its end."""
+    seconds = pass_seconds(work, layout, device, per_node, update_passes(recompute), assumed)
+    return replace(seconds, data=_data_seconds(layout, state, _Links(device, per_node, assumed.link_share)))
+
+
+def pass_seconds(work: PassWork, layout: TrainLayout, device: Device, per_node: int, passes: int, assumed: Assumptions) -> PassSeconds:
+    """Sums over the micro-batches of one rank, each as long as so many forward passes; the stage with the most layers
+    sets the pace.
+    """
+    count = micro_batch_count(work, layout)
     forward = work.micro.tokens * work.flops_per_token / (layout.tensor * layout.context)
     layers = max(map(sum, layout.chunk_layers))
     share = layers / work.model.num_layers
-    compute = count * passes * forward * share / (device.flops * assumed.train_mfu)
+    compute = count * passes * forward * share / (device.flops * assumed.compute_share)
     links = _Links(device, per_node, assumed.link_share)
     volumes = _volumes(work, layout, layers)
     tensor, expert, context, pipeline = (
@@ -166,13 +190,12 @@ def update_seconds(
             ("pipeline", layout.world_size),
         )
     )
-    data = _data_seconds(layout, state, links)
     waiting, working = pipeline_slots(layout, count)
     bubble = (compute + tensor + expert + context + pipeline) * waiting / working
-    return UpdateSeconds(compute, tensor, expert, context, pipeline, data, bubble)
+    return PassSeconds(compute, tensor, expert, context, pipeline, 0.0, bubble)
 
 
-def micro_batch_count(work: UpdateWork, layout: TrainLayout) -> int:
+def micro_batch_count(work: PassWork, layout: TrainLayout) -> int:
     """Micro-batches of one rank; a multiple of the stages with virtual ones."""
     count = max(1, -(-int(work.tokens) // (work.micro.tokens * layout.data)))
     return round_up(count, layout.pipeline) if layout.virtual_pipeline > 1 else count
@@ -189,7 +212,7 @@ class _Links:
         return self.share * (self.device.node_rate if group <= self.per_node else self.device.network_rate)
 
 
-def _volumes(work: UpdateWork, layout: TrainLayout, layers: int) -> dict[str, float]:
+def _volumes(work: PassWork, layout: TrainLayout, layers: int) -> dict[str, float]:
     """Bytes that a rank sends in the forward pass of one micro-batch through its stage."""
     m = work.model
     tokens = work.micro.tokens / layout.context

@@ -14,12 +14,17 @@ from mrl.cli.main import main
 from mrl.config.load import load_config
 from mrl.config.schema import RunConfig
 from mrl.errors import ConfigError
-from mrl.model import known_spec, load_model_spec, model_spec
+from mrl.model import known_spec, load_model_spec, model_spec, planning_model_spec
 from mrl.plan.devices import Assumptions, find_device
 from mrl.plan.memory import memory_section
-from mrl.plan.plan_inputs import PlanInputs, batch_plan, engine_of
+from mrl.plan.memory_phases import Phase
+from mrl.plan.model_state import stage_state
+from mrl.plan.plan_inputs import PlanInputs, batch_plan, engine_of, recompute_of
 from mrl.plan.run_plan import differences, make_plan, plan_again, plan_hash, plan_report, plan_text, read_plan
-from mrl.plan.times import phase_seconds
+from mrl.plan.search import candidate_of, heaviest_stage, unlike_stages
+from mrl.plan.search_report import search_problem
+from mrl.plan.times import phase_seconds, step_flops
+from mrl.platforms.versions import MEGATRON
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1024**3
@@ -365,6 +370,21 @@ def test_predicted_steps_are_within_a_factor_of_two_of_published_ones(name):
     predicted = phase_seconds(inputs, batch_plan(run, inputs.train), engine_of(inputs))
     assert set(predicted) == {"generation", "log_prob", "update"}
     assert seconds / 2 < sum(predicted.values()) < seconds * 2
+    flops = step_flops(inputs, batch_plan(run, inputs.train))["update"]
+    assert 0.03 < flops / (predicted["update"] * layout["world_size"] * inputs.device.flops) < 0.15  # as published updates
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b/h100-4x8", "qwen3-235b-a22b/h100-16x8"])
+def test_a_plan_and_a_search_say_the_same_seconds_of_an_update(name):
+    run = load_config(ROOT / "parallel_configs" / f"{name}.yaml").config
+    device, model = find_device("h100-80g"), planning_model_spec(run.model.path)[0]
+    inputs = PlanInputs.of(run, model, device)
+    batch = batch_plan(run, inputs.train)
+    problem = search_problem(run, model, device, inputs.train.world_size, 8, MEGATRON)
+    states = [stage_state(model, inputs.train, pp, problem.precision) for pp in unlike_stages(model, inputs.train)]
+    phase = Phase("train", {"parameters": 1}, 1)
+    row = candidate_of(problem, {}, inputs.train, recompute_of(run), phase, heaviest_stage(states))
+    assert phase_seconds(inputs, batch, engine_of(inputs))["update"] == pytest.approx(batch.mini_batches * row.seconds.total)
 
 
 def test_what_would_make_it_fit_is_named_and_does(preset, capsys):

@@ -20,7 +20,7 @@ from mrl.plan.model_state import stage_state
 from mrl.plan.plan_inputs import PlanInputs, batch_plan
 from mrl.plan.search import RECOMPUTE, SearchProblem, SearchResult, fullest_phase, legal_layouts, search
 from mrl.plan.search_report import config_for_model, run_with, search_problem
-from mrl.plan.times import UpdateWork, bubble_share, micro_batch_count, update_seconds
+from mrl.plan.times import PassWork, micro_batch_count, pipeline_slots, update_seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 TP, PP, VPP, CP, EP, ETP = (
@@ -34,7 +34,7 @@ CASES = {"30B on 32": ("Qwen3-30B-A3B", 32), "235B on 128": ("Qwen3-235B-A22B", 
 
 def problem(name: str, devices: int, megatron: str = "0.16.1", device: str = "h100-80g") -> SearchProblem:
     model, found = known_spec(name), find_device(device)
-    work = UpdateWork(model, MicroBatchShape(1, 10240, 8192), 512 * 5120, forward_flops_per_token(model, 2560))
+    work = PassWork(model, MicroBatchShape(1, 10240, 8192), 512 * 5120, forward_flops_per_token(model, 2560))
     return SearchProblem(work, found, devices, found.devices_per_node, 1 << 29, megatron)
 
 
@@ -133,7 +133,7 @@ def test_more_tensor_ranks_than_key_value_heads_only_with_a_megatron_that_shares
 
 def test_interleaved_pipelines_get_a_multiple_of_their_stages_of_micro_batches():
     model = known_spec("Qwen3-30B-A3B")
-    work = UpdateWork(model, MicroBatchShape(1, 1000, 800), 9_000, 1.0)
+    work = PassWork(model, MicroBatchShape(1, 1000, 800), 9_000, 1.0)
     plain, interleaved = (TrainLayout.build({"world_size": 4, PP: 4} | more, model) for more in ({}, {VPP: 2}))
     assert (micro_batch_count(work, plain), micro_batch_count(work, interleaved)) == (9, 12)
 
@@ -149,7 +149,8 @@ def test_the_bubble_shrinks_with_virtual_stages_and_micro_batches():
         count = micro_batch_count(case.work, layout)
         steady = seconds.compute + seconds.tensor + seconds.expert + seconds.context + seconds.pipeline
         assert seconds.bubble == pytest.approx(steady * 3 / (layout.virtual_pipeline * count))
-        assert seconds.bubble / (steady + seconds.bubble) == pytest.approx(bubble_share(layout, count))  # which mrl plan prints
+        waiting, working = pipeline_slots(layout, count)
+        assert seconds.bubble_share == pytest.approx(waiting / (waiting + working))  # which mrl plan prints
     assert shares == sorted(shares, reverse=True)
 
 
