@@ -65,7 +65,10 @@ def _answer(options: argparse.Namespace):
 
 
 def _work_folder(path: str):
-    """An empty folder; what an earlier rehearsal left there is removed. Raises ConfigError for one that holds something else."""
+    """An empty folder; what an earlier rehearsal left there is removed.
+
+    Raises ConfigError for one that holds something else.
+    """
     from mrl.extras.rehearse.compose import WorkFolder
 
     work = WorkFolder(Path(path).resolve())

@@ -1,4 +1,6 @@
-"""Which layers an update computes twice: Megatron runs what it will recompute without a graph first, and that is counted."""
+"""Which layers an update computes twice: Megatron runs what it will recompute without a graph first, and that is
+counted.
+"""
 
 from collections.abc import Iterator, Sequence
 

@@ -1,4 +1,5 @@
-"""What switches of the actor came to in an update: bytes on the host, layers computed twice, what is frozen. Metrics of one rank.
+"""What switches of the actor came to in an update: bytes on the host, layers computed twice, what is frozen.
+Metrics of one rank.
 
 A switch that is off writes nothing, so that a line of metrics tells which code ran.
 """
@@ -16,7 +17,10 @@ from mrl.record.metrics import FloatParts
 
 
 class SwitchTraces:
-    """Watches one rank. `recomputes`: whether layers are recomputed; `reference`: weights that are on the host, if any."""
+    """Watches one rank.
+
+    `recomputes`: whether layers are recomputed; `reference`: weights that are on the host, if any.
+    """
 
     def __init__(
         self,

@@ -5,8 +5,8 @@
     scripts/evidence/rehearsals.sh --list                   the names, and the commit at which each was rehearsed
     scripts/evidence/rehearsals.sh --table                  writes the table of docs/evidence.md and the presets' headers, runs nothing
 
-Results go to docs/results/rehearsals.json after each rehearsal, so that what was interrupted goes on with the next name. A
-result names the commit of the code that ran; one of code with changes is not stored.
+Results go to docs/results/rehearsals.json after each rehearsal, so that what was interrupted goes on with the next
+name. A result names the commit of the code that ran; one of code with changes is not stored.
 """
 
 import argparse

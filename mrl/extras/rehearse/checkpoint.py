@@ -1,8 +1,8 @@
 """A Hugging Face checkpoint of random weights: what `model.path` of a rehearsal names.
 
-Weights are seeded and scaled so that activations stay near 1 through the layers. Every embedding has a part in one common
-direction, and the end token's row of the output layer points there: so the end comes by chance, about once in a response, and
-responses differ in length, as those of a trained model do.
+Weights are seeded and scaled so that activations stay near 1 through the layers. Every embedding has a part in one
+common direction, and the end token's row of the output layer points there: so the end comes by chance, about once
+in a response, and responses differ in length, as those of a trained model do.
 """
 
 import json
@@ -23,7 +23,10 @@ _QUIET = 0.1  # scale of what a layer adds to its input
 
 
 def write_checkpoint(folder: Path, config: Mapping[str, Any], ends: tuple[int, ...], response: int, seed: int = 0) -> ModelSpec:
-    """Writes config.json and model.safetensors. `ends`: tokens that end a response; `response`: tokens of the longest one."""
+    """Writes config.json and model.safetensors.
+
+    `ends`: tokens that end a response; `response`: tokens of the longest one.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     model, rng = model_spec(config), np.random.default_rng(seed)
@@ -46,8 +49,8 @@ def _random(spec: TensorSpec, rng: np.random.Generator) -> np.ndarray:
 def _make_ends_likely(tensors: dict[str, np.ndarray], model: ModelSpec, ends: tuple[int, ...], response: int) -> None:
     """Each token ends the response with a probability of about 1 / `response`, over all of `ends`; changes `tensors`.
 
-    The last norm brings the stream to a length of sqrt(hidden_size), of which `share` lies in the common direction. Logits
-    of other tokens have a variance of 1: their exponentials sum to about vocab_size x sqrt(e).
+    The last norm brings the stream to a length of sqrt(hidden_size), of which `share` lies in the common direction.
+    Logits of other tokens have a variance of 1: their exponentials sum to about vocab_size x sqrt(e).
     """
     direction = np.full(model.hidden_size, 1.0 / sqrt(model.hidden_size), np.float32)
     tensors[EMBEDDING] += _COMMON * direction

@@ -1,7 +1,7 @@
 """From a configuration to its rehearsal: a configuration of ours in small, with what changed and what is out of reach.
 
-Everything else stays as it is: placement, offload, recompute, batching, replay, loss, sampling, corrections. Pure but for the
-paths that it is told.
+Everything else stays as it is: placement, offload, recompute, batching, replay, loss, sampling, corrections. Pure
+but for the paths that it is told.
 """
 
 from collections.abc import Iterator

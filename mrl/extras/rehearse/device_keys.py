@@ -1,4 +1,7 @@
-"""Keys that only an accelerator can follow: taken out of a rehearsal, each named with the reason. What is left runs on CPUs as it is."""
+"""Keys that only an accelerator can follow: taken out of a rehearsal, each named with the reason.
+
+What is left runs on CPUs as it is.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,4 +1,6 @@
-"""What a rehearsal's run directory shows: metrics of its steps, checkpoints, samples, calls of the reward, what engines said."""
+"""What a rehearsal's run directory shows: metrics of its steps, checkpoints, samples, calls of the reward, what
+engines said.
+"""
 
 import json
 import re

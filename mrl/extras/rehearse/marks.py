@@ -1,8 +1,9 @@
-"""Which switches a configuration has on, and the mark that each leaves in the run directory when its code ran: one table.
+"""Which switches a configuration has on, and the mark that each leaves in the run directory when its code ran: one
+table.
 
-A switch counts as exercised only when its mark is there. A mark is written by the switch's own code: a metric that nothing
-else writes, a value that it alone can have, boxes of a checkpoint's files. Where a switch writes no mark, the reason stands
-here and it is never counted.
+A switch counts as exercised only when its mark is there. A mark is written by the switch's own code: a metric that
+nothing else writes, a value that it alone can have, boxes of a checkpoint's files. Where a switch writes no mark,
+the reason stands here and it is never counted.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,9 @@ _COLOCATED = "colocated"
 
 @dataclass(frozen=True)
 class Switch:
-    """One switch: `value` says how it stands (None: off), `mark` what it left behind (None: nothing); `missing`: why it may be so."""
+    """One switch: `value` says how it stands (None: off), `mark` what it left behind (None: nothing); `missing`:
+    why it may be so.
+    """
 
     name: str
     value: Callable[[RunConfig], Any]
@@ -40,7 +43,9 @@ class Exercised:
 
 
 def judge(rehearsal: Rehearsal, evidence: Evidence) -> tuple[list[Exercised], list[OutOfReach]]:
-    """Every switch that the rehearsal has on, by whether its mark is there; what was out of its reach from the beginning."""
+    """Every switch that the rehearsal has on, by whether its mark is there; what was out of its reach from the
+    beginning.
+    """
     exercised, lost = [], list(rehearsal.out_of_reach)
     named = {entry.switch for entry in lost}
     for switch in SWITCHES:

@@ -40,8 +40,8 @@ class Prepared:
 def prepare(original: RunConfig, work: WorkFolder, cpus: int) -> Prepared:
     """Writes model, tokenizer, rows, reward and configuration.
 
-    Raises what `mrl train` would raise of the user's own files: DataError of rows or of a reward that fails, ConfigError of a
-    tokenizer or reward that cannot be loaded; ConfigError too for a family without a small form.
+    Raises what `mrl train` would raise of the user's own files: DataError of rows or of a reward that fails,
+    ConfigError of a tokenizer or reward that cannot be loaded; ConfigError too for a family without a small form.
     """
     hf_config = original_hf_config(original.model.path)
     small_hf_config(hf_config, 2, 64, 64)  # refuses before anything is written
@@ -146,7 +146,10 @@ def _spec(config: RunConfig) -> RewardSpec:
 
 
 def _ask(spec: RewardSpec, config: RunConfig, work: WorkFolder) -> None:
-    """Asks the user's function for the first rows, once with nonsense and once with the truth. Raises as a run would."""
+    """Asks the user's function for the first rows, once with nonsense and once with the truth.
+
+    Raises as a run would.
+    """
     files = sorted(work.rows("train", 0).parent.glob("*.jsonl"))
     rows = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()[:_TRIED]]
     check_data_sources(spec, {row["data_source"] for row in rows})
@@ -161,7 +164,10 @@ def _ask(spec: RewardSpec, config: RunConfig, work: WorkFolder) -> None:
 
 
 def _write(rehearsal: Rehearsal, work: WorkFolder) -> ResolvedConfig:
-    """Writes the configuration and judges it. Raises InvalidConfig: a small form that breaks a rule is a defect of ours."""
+    """Writes the configuration and judges it.
+
+    Raises InvalidConfig: a small form that breaks a rule is a defect of ours.
+    """
     work.config.write_text(rehearsal.to_yaml(), encoding="utf-8")
     resolved = load_config(work.config)
     if broken := violations(resolved, model_spec(read_hf_config(work.model)), check_paths=True):

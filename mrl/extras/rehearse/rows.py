@@ -1,4 +1,6 @@
-"""Prompts of a rehearsal: the first rows of the user's own files, cut to fit, or synthetic ones where a file is not there."""
+"""Prompts of a rehearsal: the first rows of the user's own files, cut to fit, or synthetic ones where a file is not
+there.
+"""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +36,8 @@ def least_prompt(tokenizer: ChatTokenizer, parameters: PromptParameters) -> int:
 def rows_of(
     files: Sequence[str], count: int, tokenizer: ChatTokenizer, parameters: PromptParameters, data_source: str, first: int = 0
 ) -> list[Rows]:
-    """For each file about `count` / files rows whose prompts fit `parameters.max_prompt_length`. Raises DataError as `mrl train` does.
+    """For each file about `count` / files rows whose prompts fit `parameters.max_prompt_length`. Raises DataError
+    as `mrl train` does.
 
     `data_source` is what synthetic rows name; `first`: the number of the first row.
     """
@@ -88,8 +91,9 @@ def _row(messages: list[dict[str, str]], rest: Row, number: int, prompt_key: str
 
 
 def _fitted(messages: list[dict[str, str]], number: int, tokenizer: ChatTokenizer, parameters: PromptParameters) -> list[dict[str, str]]:
-    """The messages, the longest of them cut from its beginning until the prompt fits; a cut one begins with its row's number,
-    so that prompts stay different."""
+    """The messages, the longest of them cut from its beginning until the prompt fits; a cut one begins with its
+    row's number, so that prompts stay different.
+    """
     excess = _length(messages, tokenizer, parameters) - parameters.max_prompt_length
     if excess <= 0:
         return messages
@@ -119,6 +123,8 @@ def write_rows(file: Path, rows: Sequence[Row]) -> None:
 
 
 def synthetic_source(config: RunConfig) -> str:
-    """A data source that `reward.function: auto` has a rule for, one with parts where the configuration asks for parts."""
+    """A data source that `reward.function: auto` has a rule for, one with parts where the configuration asks for
+    parts.
+    """
     asks_for_parts = config.algorithm.filter_groups.metric not in ("score", "reward") or config.algorithm.gdpo_reward_keys
     return "math_dapo" if asks_for_parts else "openai/gsm8k"

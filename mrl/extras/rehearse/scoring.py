@@ -1,9 +1,10 @@
 """The reward of a rehearsal: the user's function is called on every response, and what it says is noted.
 
-Random weights know nothing, so most groups would have one score and no advantage. As long as all answers to a prompt have
-had one value of the user's (what dynamic sampling compares, else the score), a seeded 0 or 1 stands in for it, so that the
-two meet in every group. With dynamic sampling one prompt of four, the second, keeps its own and is there to be replaced.
-Validation's answers, what the function raises and what it gives of a wrong type go on to the trainer as they are.
+Random weights know nothing, so most groups would have one score and no advantage. As long as all answers to a
+prompt have had one value of the user's (what dynamic sampling compares, else the score), a seeded 0 or 1 stands in
+for it, so that the two meet in every group. With dynamic sampling one prompt of four, the second, keeps its own and
+is there to be replaced. Validation's answers, what the function raises and what it gives of a wrong type go on to
+the trainer as they are.
 
 Runs in the scoring processes and imports what they import. Each call prints one JSON line, which logs/reward.log keeps.
 """
@@ -36,7 +37,10 @@ compute_score = load_scorer(Path(__file__).with_name("{settings}"))
 
 @dataclass(frozen=True)
 class ScoringSettings:
-    """`reward`: fields of the RewardSpec, None where the user's file is not there. `keys`: parts that are compared inside a group."""
+    """`reward`: fields of the RewardSpec, None where the user's file is not there.
+
+    `keys`: parts that are compared inside a group.
+    """
 
     reward: dict[str, Any] | None
     group: int  # responses a prompt

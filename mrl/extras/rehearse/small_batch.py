@@ -1,10 +1,10 @@
 """Lengths, token budgets and batches in small: all divided by one factor, rounded up, never below what a run needs.
 
-The factor is the smallest power of two that brings the longest sample to 192 tokens and a step to 96 samples. Group size and
-updates a step stay, within bounds that are stated where they are hit.
+The factor is the smallest power of two that brings the longest sample to 192 tokens and a step to 96 samples. Group
+size and updates a step stay, within bounds that are stated where they are hit.
 
-An example: 2,048 + 8,192 tokens, 256 prompts of 16 responses, mini-batches of 64 prompts. The factor is 64: prompts of 48
-tokens (the least), responses of 128, mini-batches of 1 prompt, 4 of them a step.
+An example: 2,048 + 8,192 tokens, 256 prompts of 16 responses, mini-batches of 64 prompts. The factor is 64: prompts
+of 48 tokens (the least), responses of 128, mini-batches of 1 prompt, 4 of them a step.
 """
 
 from collections.abc import Iterator
@@ -42,7 +42,8 @@ class SmallBatch:
 
 
 def small_batch(config: RunConfig, data_parallel: int, sequence_parts: int, least_prompt: int = PROMPT) -> SmallBatch:
-    """`data_parallel` and `sequence_parts` are those of the small layout: samples divide by one, padded lengths by the other.
+    """`data_parallel` and `sequence_parts` are those of the small layout: samples divide by one, padded lengths by
+    the other.
 
     `least_prompt`: tokens that a prompt of a few words takes.
     """
@@ -88,7 +89,10 @@ def _length(value: int, factor: int, least: int) -> int:
 
 
 def _prompts(config: RunConfig, factor: int, n: int, data_parallel: int) -> dict[str, int]:
-    """Prompts of a mini-batch, of a step, and at a time in dynamic sampling. Every data-parallel rank gets as many samples."""
+    """Prompts of a mini-batch, of a step, and at a time in dynamic sampling.
+
+    Every data-parallel rank gets as many samples.
+    """
     data, mini = config.data, config.actor.ppo_mini_batch_size
     step = lcm(n, data_parallel) // n  # prompts that give every rank as many samples
     small_mini = ceil(ceil(mini / factor) / step) * step

@@ -1,11 +1,11 @@
 """A layout in small: at most four ranks and two engine workers (four where they share the ranks' devices).
 
-Every degree above 1 stays above 1 where there is room for it. All small layouts are tried and the best is taken: first the
-degrees that change most of the code's way (see `_WORTH`), then no degree that the original does not have, then few ranks. What
-found no room is named.
+Every degree above 1 stays above 1 where there is room for it. All small layouts are tried and the best is taken:
+first the degrees that change most of the code's way (see `_WORTH`), then no degree that the original does not have,
+then few ranks. What found no room is named.
 
-An example, Qwen3-235B on 128 ranks: TP4 x PP8 x DP4 with EP16 becomes TP2 x PP2 with EP2 on 4 ranks, and data parallelism is
-named; stages of 11, 12, ..., 12, 11 layers become stages of 1 and 2.
+An example, Qwen3-235B on 128 ranks: TP4 x PP8 x DP4 with EP16 becomes TP2 x PP2 with EP2 on 4 ranks, and data
+parallelism is named; stages of 11, 12, ..., 12, 11 layers become stages of 1 and 2.
 """
 
 from collections.abc import Iterator
@@ -68,7 +68,9 @@ _ENGINE_KEYS = {"tensor": "tensor_model_parallel_size", "data": "data_parallel_s
 
 @dataclass(frozen=True)
 class SmallLayout:
-    """Degrees of the rehearsal under the configuration's own keys, the layers that they need, and what found no room."""
+    """Degrees of the rehearsal under the configuration's own keys, the layers that they need, and what found no
+    room.
+    """
 
     actor: dict[str, Any]  # keys of actor.layout
     layers: int
@@ -140,7 +142,9 @@ def _engine_candidates(original: RolloutLayout) -> Iterator[RolloutLayout]:
 
 
 def _with_stages(d: LayoutDegrees, small: Ranks) -> tuple[dict[str, Any], int]:
-    """Keys of actor.layout, and the number of layers: two a stage, one a chunk of virtual stages, uneven where they were."""
+    """Keys of actor.layout, and the number of layers: two a stage, one a chunk of virtual stages, uneven where they
+    were.
+    """
     chunks = 2 if d.virtual_pipeline > 1 and small.pipeline > 1 else 1
     keys = {
         "world_size": small.world,
@@ -179,7 +183,9 @@ def _stages(d: LayoutDegrees, stages: int, chunks: int) -> tuple[dict[str, Any],
 
 
 def _end_stages(d: LayoutDegrees, even: dict[str, Any], stages: int, chunks: int) -> tuple[dict[str, Any], int]:
-    """The first stage is the shorter one; of two stages both are ends, of more the middle ones have two layers a chunk."""
+    """The first stage is the shorter one; of two stages both are ends, of more the middle ones have two layers a
+    chunk.
+    """
     first, last = d.num_layers_in_first_pipeline_stage, d.num_layers_in_last_pipeline_stage
     both = first is not None and last is not None
     ends = [chunks * (2 if both and stages == 2 and i else 1) for i in range(1 + both)]

@@ -1,7 +1,9 @@
-"""A config.json in small: the same family and the same kinds of layers and tensors, with sizes that two CPUs train in seconds.
+"""A config.json in small: the same family and the same kinds of layers and tensors, with sizes that two CPUs train
+in seconds.
 
-What makes a family what it is stays: experts, shared experts, dense layers before them, tied embeddings, norms on queries
-and keys, biases, several query heads on one key-value head. Every size divides by the degrees that a rehearsal can have.
+What makes a family what it is stays: experts, shared experts, dense layers before them, tied embeddings, norms on
+queries and keys, biases, several query heads on one key-value head. Every size divides by the degrees that a
+rehearsal can have.
 """
 
 from collections.abc import Callable
@@ -25,7 +27,10 @@ SmallForm = Callable[[HfConfig], dict[str, Any]]
 
 
 def small_hf_config(config: HfConfig, layers: int, vocab_size: int, positions: int) -> dict[str, Any]:
-    """`config` in small, float32. `positions`: tokens of the longest sample. Raises ConfigError for a family that has no small form."""
+    """`config` in small, float32.
+
+    `positions`: tokens of the longest sample. Raises ConfigError for a family that has no small form.
+    """
     form = SMALL_FORMS.get(config.get("model_type"))
     if form is None:
         raise ConfigError(

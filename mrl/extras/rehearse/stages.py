@@ -1,4 +1,7 @@
-"""The two commands of a rehearsal: `mrl train` for one step and its save, `mrl train --resume` for the next. As processes of their own."""
+"""The two commands of a rehearsal: `mrl train` for one step and its save, `mrl train --resume` for the next.
+
+As processes of their own.
+"""
 
 import os
 import signal
