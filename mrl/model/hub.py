@@ -74,6 +74,21 @@ def local_folder(path: str) -> str:
         ) from error
 
 
+def cached_folder(path: str) -> str:
+    """As `local_folder`, but nothing is fetched and weights may be missing: `path` itself where the cache has no config.json of it."""
+    name = hub_name(path)
+    if name is None:
+        return path
+    from huggingface_hub import snapshot_download
+
+    try:
+        wanted = list(HF_FILES)
+        folder = snapshot_download(name.repo, revision=name.revision, allow_patterns=wanted, ignore_patterns="*/*", local_files_only=True)
+    except Exception:  # it is not there; whatever else is wrong with the cache is for those who fetch
+        return path
+    return folder if (Path(folder) / "config.json").is_file() else path
+
+
 def _reason(error: Exception) -> str:
     from huggingface_hub import constants
 

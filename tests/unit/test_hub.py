@@ -14,7 +14,7 @@ from small_model import write_model
 
 from mrl.cli.main import main
 from mrl.errors import EnvironmentFault
-from mrl.model.hub import HubName, hub_name, local_folder
+from mrl.model.hub import HubName, cached_folder, hub_name, local_folder
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -116,6 +116,18 @@ def test_a_model_is_fetched_once_without_its_code_and_pickles_and_serves_offline
     assert fetch("hf://Me/Mine", home, nobody, offline=True) == str(folder)
     elsewhere = str(folder).replace(str(home), "/nodes/other")  # what another node has it as
     assert fetch(elsewhere, home, nobody, offline=True) == str(folder)
+
+
+def test_what_the_cache_has_of_a_name_is_found_without_fetching(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repo = tmp_path / "models--Qwen--Qwen3-8B"
+    assert cached_folder("Qwen/Qwen3-8B") == "Qwen/Qwen3-8B" and cached_folder("here/it/is") == "here/it/is"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text(COMMIT)
+    (repo / "snapshots" / COMMIT).mkdir(parents=True)
+    assert cached_folder("Qwen/Qwen3-8B") == "Qwen/Qwen3-8B", "a tokenizer alone is no model"
+    (repo / "snapshots" / COMMIT / "config.json").write_text("{}")
+    assert cached_folder("Qwen/Qwen3-8B") == str(repo / "snapshots" / COMMIT)
 
 
 def test_what_cannot_be_fetched_is_told_in_one_message_with_the_command(hub, tmp_path):

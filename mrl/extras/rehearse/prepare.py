@@ -18,6 +18,7 @@ from mrl.extras.rehearse.scoring import ROW, VALIDATION, ScoringSettings, write_
 from mrl.extras.rehearse.small_model import small_hf_config
 from mrl.extras.rehearse.tokenizer import copy_tokenizer, has_tokenizer, vocabulary_size, write_tokenizer
 from mrl.model import known_name, model_spec, read_hf_config
+from mrl.model.hub import cached_folder
 from mrl.model.registry import known_hf_config
 from mrl.reward.items import RewardItem, RewardSpec, check_failures
 from mrl.reward.pool import RewardPool
@@ -43,6 +44,7 @@ def prepare(original: RunConfig, work: WorkFolder, cpus: int) -> Prepared:
     Raises what `mrl train` would raise of the user's own files: DataError of rows or of a reward that fails,
     ConfigError of a tokenizer or reward that cannot be loaded; ConfigError too for a family without a small form.
     """
+    original = original.model_copy(update={"model": original.model.model_copy(update={"path": cached_folder(original.model.path)})})
     hf_config = original_hf_config(original.model.path)
     small_hf_config(hf_config, 2, 64, 64)  # refuses before anything is written
     stand_ins = [_tokenizer(original, work)]
