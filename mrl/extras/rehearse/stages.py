@@ -15,7 +15,7 @@ from pathlib import Path
 from mrl.extras.rehearse.compose import STEPS, WorkFolder
 
 TRAIN, RESUME = "train", "resume"
-DEADLINE_S = 420.0  # of one command; a healthy one takes one to two minutes
+DEADLINE_S = 900.0  # of one command; a healthy one takes one to two minutes, a few on a busy machine
 _GRACE_S = 20.0  # between asking a command to stop and ending it
 _PROGRAM = "from mrl.cli.main import main; main()"
 _LAST_LINES = 12
