@@ -1,12 +1,11 @@
 """`mrl rehearse` from a configuration to its answer: real ranks, engines, a save and a resume; marks of what was switched on."""
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 from deadlines import RUN_S
-from world import PRESET, ROOT
+from world import PRESET, ROOT, succeeded
 
 pytestmark = pytest.mark.real
 REWARD = """def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -34,10 +33,7 @@ WANTED = {
 
 def rehearse(config: Path, work: Path, *arguments: str) -> dict:
     """The answer of a rehearsal that ends with exit code 0."""
-    command = ["mrl", "rehearse", str(config), "--work", str(work), "--json", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_S)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    return json.loads(done.stdout)
+    return json.loads(succeeded("rehearse", str(config), "--work", str(work), "--json", *arguments))
 
 
 @pytest.mark.timeout(RUN_S + 60)

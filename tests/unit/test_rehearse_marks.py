@@ -2,9 +2,13 @@
 
 import json
 import re
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from mrl.checkpoint.manifest import WEIGHT, Manifest, RankFiles, StoredTensor, write_manifest
@@ -227,6 +231,31 @@ def test_a_command_that_hangs_is_ended_and_told(tmp_path, monkeypatch):
     work = WorkFolder(tmp_path)
     (ended,) = stages.run_stages(work, lambda text: None)
     assert ended.code is None and "no end after 1 s; waiting" in ended.why and ended.seconds < 20
+
+
+def test_a_rehearsal_that_is_killed_takes_its_run_along(tmp_path):
+    """The run says its number, and is gone soon after the rehearsal was."""
+    waits = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    program = (
+        "from pathlib import Path\nfrom mrl.extras.rehearse import stages\nfrom mrl.extras.rehearse.compose import WorkFolder\n"
+        f"stages._PROGRAM = {waits!r}\nstages.run_stages(WorkFolder(Path({str(tmp_path)!r})), print)\n"
+    )
+    rehearsing = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL)
+    log = tmp_path / "train.log"
+    assert _within(30, lambda: log.exists() and log.read_text().strip())
+    run = psutil.Process(int(log.read_text()))
+    rehearsing.kill()
+    rehearsing.wait()
+    assert _within(10, lambda: not run.is_running() or run.status() == psutil.STATUS_ZOMBIE)
+
+
+def _within(seconds: float, holds) -> bool:
+    end = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def test_a_command_that_claims_success_and_trained_nothing_is_a_fault(capsys, tmp_path, monkeypatch):
