@@ -1,0 +1,183 @@
+"""What a worker extension does around a worker's sleep, on stand-ins; with vllm-ascend's wake in it, which transposes experts.
+
+The stand-ins have the signatures of vllm-ascend v0.23.0 (vllm_ascend/worker/worker.py, device_allocator/camem.py)."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from mrl.vllm import ascend_wake
+from mrl.vllm.engine_state import CACHE, WEIGHTS
+from mrl.vllm.sleeping import NEEDS_WEIGHTS, SleepingExtension, check_layout, layout_of
+
+
+class Pool:
+    """CaMemAllocator: what is asleep by tag."""
+
+    one: "Pool"
+
+    def __init__(self):
+        self.asleep, self.said = set(), []
+        sizes = {1: (64, WEIGHTS), 2: (32, WEIGHTS), 3: (128, CACHE)}
+        self.pointer_to_data = {p: SimpleNamespace(handle=(0, size, p, p), tag=tag) for p, (size, tag) in sizes.items()}
+
+    @classmethod
+    def get_instance(cls):
+        return cls.one
+
+    def sleep(self):
+        self.asleep = {WEIGHTS, CACHE}
+
+    def wake_up(self, tags=None):
+        self.said.append(tags)
+        self.asleep -= set(tags)
+
+
+class NPUWorker:
+    """The worker: its sleep saves buffers, its own wake transposes experts."""
+
+    def __init__(self):
+        self.model = nn.Module()
+        self.model.w13_weight = nn.Parameter(torch.arange(24.0).view(2, 3, 4), requires_grad=False)
+        self.model.count = nn.Parameter(torch.arange(3), requires_grad=False)
+        self.model.register_buffer("cos_sin_cache", torch.ones(4))
+        self.model_runner = SimpleNamespace(model=self.model, get_model=lambda: self.model, kv_caches=[(torch.zeros(2), torch.zeros(2))])
+        self.vllm_config = SimpleNamespace(additional_config={"rl_config": {"enabled": True}})
+        self.device = torch.device("cpu")
+
+    def sleep(self, level=1):
+        assert level == 2
+        self._sleep_saved_buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        Pool.one.sleep()
+        self.model.cos_sin_cache.fill_(-1)
+
+    def wake_up(self, tags=None):
+        Pool.one.wake_up(tags)
+        self.model.w13_weight = nn.Parameter(self.model.w13_weight.transpose(1, 2), requires_grad=False)
+
+
+class Worker(NPUWorker, SleepingExtension):
+    """As vLLM mixes them."""
+
+    adapter = SimpleNamespace(
+        packed_bytes=lambda model: 10,
+        bytes_asleep=lambda parts: sum(d.handle[1] for d in Pool.one.pointer_to_data.values() if d.tag in parts),
+    )
+    given_up = 0
+
+    def abandon_update(self):
+        self.given_up += 1
+
+
+class Ascend(Worker):
+    """As v0_23 wakes it."""
+
+    def restore_part(self, part):
+        ascend_wake.wake(self, part)
+
+
+@pytest.fixture(autouse=True)
+def pool(monkeypatch):
+    Pool.one = Pool()
+    monkeypatch.setitem(sys.modules, "vllm_ascend", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "vllm_ascend.device_allocator", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "vllm_ascend.device_allocator.camem", SimpleNamespace(CaMemAllocator=Pool))
+    return Pool.one
+
+
+def test_weights_come_back_as_nan_in_the_layout_of_before_and_buffers_as_they_were(pool):
+    worker = Ascend()
+    before = layout_of(worker.model)
+    worker.give_memory()
+    assert pool.asleep == {WEIGHTS, CACHE} == worker.parts_asleep and worker.given_up == 1
+    worker.take_memory(WEIGHTS)
+    assert layout_of(worker.model) == before and bool(worker.model.w13_weight.isnan().all())
+    assert worker.model.cos_sin_cache.tolist() == [1, 1, 1, 1] and worker.model.count.tolist() == [0, 1, 2]
+    assert worker.parts_asleep == {CACHE} == pool.asleep
+    worker.take_memory(CACHE)
+    assert pool.said == [[WEIGHTS], [CACHE]] and worker.parts_asleep == frozenset()
+
+
+def test_the_workers_own_wake_is_caught_by_the_layout():
+    worker = Worker()
+    worker.give_memory()
+    with pytest.raises(RuntimeError, match=r"w13_weight is \(\(2, 4, 3\), \(12, 1, 4\), torch.float32\) after the wake, \(\(2, 3, 4\), "):
+        worker.take_memory(WEIGHTS)
+    assert WEIGHTS in worker.parts_asleep  # nothing is written into it
+
+
+def test_a_parameter_that_is_lost_or_new_is_named():
+    layout = {"a": ((1,), (1,), torch.float32)}
+    with pytest.raises(RuntimeError, match="a is None after the wake"):
+        check_layout(layout, {})
+    with pytest.raises(RuntimeError, match=r"a is .* None before the sleep"):
+        check_layout({}, layout)
+
+
+def test_a_part_that_is_awake_is_not_taken_twice(pool):
+    worker = Ascend()
+    worker.take_memory(CACHE)
+    worker.give_memory()
+    worker.take_memory(CACHE)
+    worker.take_memory(CACHE)
+    assert pool.said == [[CACHE]]
+
+
+@pytest.mark.parametrize("method", NEEDS_WEIGHTS)
+def test_what_touches_weights_is_refused_while_they_sleep_and_only_then(method):
+    worker = Ascend()
+    worker.refuse_asleep(method)
+    worker.give_memory()
+    with pytest.raises(RuntimeError, match=f"{method}: this worker's weights are asleep; first wake_weights"):
+        worker.refuse_asleep(method)
+    worker.refuse_asleep("take_memory")
+    worker.take_memory(WEIGHTS)
+    worker.refuse_asleep(method)
+
+
+def test_a_worker_of_known_source_may_sleep_and_another_may_not(monkeypatch):
+    worker = Ascend()
+    with pytest.raises(RuntimeError, match=r"sleeps or wakes otherwise than release v0\.23\.0 .*known 91aa42257a7c"):
+        ascend_wake.check_worker(worker)
+    monkeypatch.setattr(ascend_wake, "KNOWN_SOURCE", ascend_wake.source_digest(NPUWorker.sleep, NPUWorker.wake_up, Pool.wake_up))
+    ascend_wake.check_worker(worker)
+    worker.vllm_config.additional_config["enable_sleep_mode_extra_cleanup"] = True
+    with pytest.raises(RuntimeError, match="enable_sleep_mode_extra_cleanup takes communicators and graphs apart"):
+        ascend_wake.check_worker(worker)
+
+
+def test_only_vllm_ascends_workers_are_taken_for_them(monkeypatch):
+    assert not ascend_wake.is_ascend(Ascend())
+    monkeypatch.setattr(NPUWorker, "__module__", "vllm_ascend.worker.worker")
+    assert ascend_wake.is_ascend(Ascend())
+
+
+def test_on_an_accelerator_the_device_is_waited_for_before_memory_goes_and_its_cache_emptied_after(monkeypatch, pool):
+    said = []
+    device = SimpleNamespace(
+        empty_cache=lambda: said.append(f"empty {sorted(pool.asleep)}"),
+        memory_allocated=lambda: 300, memory_reserved=lambda: 320, mem_get_info=lambda: (70, 400),
+    )  # fmt: skip
+    monkeypatch.setattr(torch, "npu", device, raising=False)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: said.append(f"wait {sorted(pool.asleep)}"))
+    worker = Ascend()
+    worker.device = SimpleNamespace(type="npu")
+    awake = worker.held_memory()
+    worker.give_memory()
+    assert said == ["wait []", f"empty {[CACHE, WEIGHTS]}"]
+    asleep = worker.held_memory()
+    # 224 of its 320 bytes are mapped nowhere
+    assert (awake["live_bytes"], asleep["live_bytes"], asleep["free_bytes"]) == (310, 96, 70)
+
+
+def test_on_the_cpu_tensors_and_packed_linears_are_counted():
+    worker = Ascend()
+    kv = sum(tensor.nbytes for tensor in worker.model_runner.kv_caches[0])
+    held = {id(tensor) for tensor in worker.known_tensors()}
+    assert len(held) == 5 and kv == 16
+    assert worker.packed_bytes() == 10
+    worker.give_memory()
+    assert worker.packed_bytes() == 0 and worker.held_memory()["free_bytes"] is None
