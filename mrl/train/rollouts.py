@@ -10,6 +10,7 @@ nothing and misses nothing.
 """
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from mrl.cluster.rollout_group import RolloutGroup
 from mrl.config.schema import FilterGroupsConfig, RewardConfig, RunConfig
 from mrl.data.batch import Prompt, Sample
 from mrl.data.order import DataCursor, PromptStream
-from mrl.errors import DataError
+from mrl.errors import DataError, NumericAbort
 from mrl.record.metrics import PhaseTimer
 from mrl.reward.items import OK, RewardItem, RewardResult, check_failures, failure_counts, failures_at_the_bottom
 from mrl.reward.pool import RewardPool
@@ -55,6 +56,7 @@ class Responder:
         """`n` responses a prompt, ordered by prompt; each goes to the reward pool as it arrives.
 
         `seed(prompt, k)` is the seed of the prompt's k-th response; `label` names the phase where progress is shown.
+        Raises NumericAbort for log-probs that are not finite, in validation as in training.
         """
         indexed = enumerate(_with_first_index(prompts))
         planned = [(group, prompt, k) for group, (prompt, first) in indexed for k in range(first, first + n)]
@@ -69,6 +71,7 @@ class Responder:
                 self.rewards.submit(self._reward_item(planned[completion.sample_id][1], completion))
 
         completions = self.engines.generate(requests, sampling, score)
+        check_finite(completions)
         return [
             Sample(
                 prompt_id=prompt.prompt_id, group_id=group, sample_id=i, seed=request.seed, prompt_ids=prompt.token_ids,
@@ -94,6 +97,19 @@ class Responder:
     def _reward_item(self, prompt: Prompt, completion: Completion) -> RewardItem:
         text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
         return RewardItem(completion.sample_id, prompt.data_source, text, prompt.ground_truth, prompt.extra_info)
+
+
+def check_finite(completions: list[Completion]) -> None:
+    """Raises NumericAbort when an engine sampled from what is no distribution.
+
+    Nothing in vLLM does: weights that are not numbers give tokens and a stop reason like any others.
+    """
+    bad = [completion for completion in completions if not math.isfinite(sum(completion.log_probs))]
+    if bad:
+        raise NumericAbort(
+            f"{len(bad)} of {len(completions)} responses have log-probs that are not finite, the first is sample {bad[0].sample_id} under "
+            f"weight version {bad[0].weight_version}: the engines computed with weights that are not numbers"
+        )
 
 
 def _with_first_index(prompts: list[Prompt]) -> list[tuple[Prompt, int]]:

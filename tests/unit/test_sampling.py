@@ -1,5 +1,6 @@
 """Dynamic sampling: which groups a step trains on, what happens when the prompts run out, and rules between the settings."""
 
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,7 +10,7 @@ from mrl.config.load import available_recipes, load_config
 from mrl.config.rules import notes, violations
 from mrl.data.batch import Prompt, Sample
 from mrl.data.order import DataCursor, PromptStream
-from mrl.errors import DataError
+from mrl.errors import DataError, NumericAbort
 from mrl.model import ModelSpec
 from mrl.record.metrics import PhaseTimer
 from mrl.record.spec import metric_spec
@@ -17,6 +18,7 @@ from mrl.reward.items import OK, RAISED, RewardResult, RewardSpec
 from mrl.reward.resolve import resolve
 from mrl.reward.worker import score_one
 from mrl.train import rollouts
+from mrl.vllm.requests import Completion
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
 TINY_MODEL = ModelSpec(
@@ -155,6 +157,19 @@ def test_a_prompt_drawn_twice_in_a_step_is_not_answered_with_the_same_seeds(monk
     for gen_batch in (0, 1):
         rollouts.generate(config, responder, [prompt(3)], 1, gen_batch)
     assert len({seed for drawn in seeds for seed in drawn}) == 2 * N
+
+
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+def test_an_engine_that_samples_from_no_distribution_stops_training_and_validation_with_exit_6(bad):
+    """What a sync that was forgotten after a sleep would give, were it not for the fence: see test_engine_sleep."""
+    done = [Completion(i, (5, 6), (-0.5, bad if i == 2 else -0.25), "length", 7) for i in range(4)]
+    engines = SimpleNamespace(generate=lambda requests, sampling, score: done)
+    responder = rollouts.Responder(None, engines, None, None, display=None, poll=lambda: None)
+    with pytest.raises(NumericAbort, match=r"1 of 4 responses .* the first is sample 2 under weight version 7") as stopped:
+        responder.respond([prompt(3)], 4, None, lambda prompt, k: k, "validation")
+    assert stopped.value.exit_code == 6
+    done[2] = done[1]
+    assert len(responder.respond([prompt(3)], 4, None, lambda prompt, k: k, "validation")) == 4
 
 
 def test_the_metric_may_be_the_reward_after_penalties_or_a_part_of_it(monkeypatch):
