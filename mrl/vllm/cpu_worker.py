@@ -3,7 +3,7 @@
 vLLM's own ignores `sleep`. Storages are emptied under the tensors that lie on them, so that every view stays valid;
 linears that oneDNN packed live in closures, which are dropped and made anew. What comes back holds NaN in every form
 that kernels read: parameters, experts (packed in place), packed linears and the output layer, which has both. The KV
-cache comes back as zeros: NaN in its blocks would survive every reset, since masked positions are multiplied by 0.
+cache comes back as zeros.
 
 Private in vLLM, and why it is touched:
 
@@ -27,8 +27,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from mrl.platforms.process_memory import note_baseline
 from mrl.vllm.engine_state import CACHE, WEIGHTS
-
-NAN = float("nan")
+from mrl.vllm.sleeping import NAN, clear, poison
 
 
 class CpuWorker(CPUWorker):
@@ -57,6 +56,7 @@ class CpuWorker(CPUWorker):
             raise RuntimeError(f"a CPU worker sleeps at level 2, not {level}: a copy of its weights on the host would free nothing")
         if WEIGHTS not in self.memory_asleep:
             self.unpacked_layers = drop_packed(self.model_runner.get_model())
+            loosen(self.model_runner.get_model().parameters())
             self.memory_asleep[WEIGHTS] = empty(self.model_runner.get_model().parameters())
         if CACHE not in self.memory_asleep:
             self.memory_asleep[CACHE] = empty(self.model_runner.kv_caches)
@@ -64,11 +64,16 @@ class CpuWorker(CPUWorker):
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Takes the memory of these parts, or of all that sleep."""
+        give_back_heap()  # of the update before, where it is the cache that wakes
         for part in tags or list(self.memory_asleep):
-            refill(self.memory_asleep.pop(part, ()), NAN if part == WEIGHTS else 0.0)
+            for emptied in self.memory_asleep.pop(part, ()):
+                emptied.take()
             if part == WEIGHTS:
+                poison(self.model_runner.get_model().parameters())
                 pack_nan(self.unpacked_layers)
                 self.unpacked_layers = []
+            else:
+                clear(self.model_runner.kv_caches)
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """As vLLM's own. Raises RuntimeError instead of reading memory that was given away: a resume makes vLLM try."""
@@ -94,35 +99,29 @@ class CpuWorker(CPUWorker):
 
 @dataclass(frozen=True)
 class _EmptiedStorage:
-    """Memory that was given away, and what it takes to have it again."""
+    """Memory that was given away, and how much it was."""
 
     storage: UntypedStorage
     nbytes: int
-    dtype: torch.dtype
 
-    def refill(self, value: float) -> None:
+    def take(self) -> None:
         self.storage.resize_(self.nbytes)
-        torch.empty(0, dtype=self.dtype).set_(self.storage).fill_(value)
+
+
+def loosen(parameters: Iterable[nn.Parameter]) -> None:
+    """Puts parameters into storages that can be emptied; Tensor.numpy(), which digests use, makes one fixed for ever."""
+    for parameter in parameters:
+        if not parameter.untyped_storage().resizable():
+            parameter.data = parameter.data.clone()
 
 
 def empty(tensors: Iterable[Tensor]) -> list[_EmptiedStorage]:
-    """Gives the memory below the tensors away; they keep shape and strides."""
-    found: dict[int, tuple[UntypedStorage, torch.dtype]] = {}
-    for tensor in tensors:
-        if not tensor.untyped_storage().resizable():  # Tensor.numpy() makes a storage so, for ever
-            tensor.data = tensor.data.clone()
-        if tensor.untyped_storage().nbytes():
-            found[tensor.untyped_storage()._cdata] = (tensor.untyped_storage(), tensor.dtype)
-    emptied = [_EmptiedStorage(storage, storage.nbytes(), dtype) for storage, dtype in found.values()]
+    """Gives the memory below the tensors away; they keep shape and strides. Raises RuntimeError for a fixed storage."""
+    found = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors) if storage.nbytes()}
+    emptied = [_EmptiedStorage(storage, storage.nbytes()) for storage in found.values()]
     for one in emptied:
         one.storage.resize_(0)
     return emptied
-
-
-def refill(emptied: Iterable[_EmptiedStorage], value: float) -> None:
-    """Takes memory again; every element of it is `value`."""
-    for one in emptied:
-        one.refill(value)
 
 
 def drop_packed(model: nn.Module) -> list[nn.Module]:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from mrl.errors import EnvironmentFault
 from mrl.model.vllm_parameters import target_parameters
+from mrl.platforms.process_memory import note_baseline
 from mrl.platforms.versions import VLLM_GENERATIONS, VLLM_PACKAGES, VllmGeneration, vllm_generation
 from mrl.reshard.connect import connect_receiver
 from mrl.reshard.setup import SyncSetup
@@ -42,8 +43,9 @@ BACKEND = "mrl"
 def register() -> None:
     """vLLM plugin entry point: makes the weight-transfer backend `mrl` known.
 
-    Called in every vLLM process, maybe twice.
+    Called in every vLLM process, maybe twice. What the process takes from here on is the engine's.
     """
+    note_baseline()
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:

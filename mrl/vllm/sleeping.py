@@ -1,8 +1,8 @@
 """A worker's memory while its engine sleeps: what every device has in common, called through the worker extension.
 
 A worker of vLLM gives memory away by `sleep(level=2)`, which keeps nothing of the weights, and takes it again by
-`wake_up(tags)`. On the CPU it is mrl.vllm.cpu_worker that can do so. What comes back is poisoned here where vLLM
-leaves it as it lies: a generation from it shows in its first log-prob, and never looks like an answer.
+`wake_up(tags)`. On the CPU it is mrl.vllm.cpu_worker that can do so. What comes back is NaN: a generation from it shows
+in its first log-prob, and never looks like an answer. The KV cache comes back as zeros.
 """
 
 from collections.abc import Iterator
@@ -19,6 +19,7 @@ from mrl.vllm.engine_state import CACHE, WEIGHTS
 NEEDS_WEIGHTS = ("start_weight_update", "update_weights", "finish_weight_update", "init_weight_transfer_engine", "weight_fingerprints",
                  "weight_digests")  # fmt: skip
 
+NAN = float("nan")
 Layout = dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]  # parameter -> shape, stride, dtype
 
 
@@ -31,8 +32,11 @@ class SleepingExtension:
     def give_memory(self) -> None:
         """Gives the memory of weights and KV cache back. Nothing may be running: the caller paused vLLM.
 
-        vLLM 0.23 promises no idle device after a pause, so the device is waited for here.
+        vLLM 0.23 promises no idle device after a pause, so the device is waited for here. Raises RuntimeError for an
+        accelerator's worker whose memory does not come from the pool that sleeps.
         """
+        if self.device.type != "cpu" and not self.model_config.enable_sleep_mode:
+            raise RuntimeError("this engine was started without enable_sleep_mode, so nothing of its memory can be given back")
         self.abandon_update()  # one that is under way holds memory of its own, and parameters without data
         self.wait_for_device()
         self.layout_awake = layout_of(self.model_runner.get_model())
@@ -50,9 +54,17 @@ class SleepingExtension:
         self.restore_part(part)
         if part == WEIGHTS:
             check_layout(self.layout_awake, layout_of(self.model_runner.get_model()))
-            poison(self.model_runner.get_model().parameters())
+        if self.device.type != "cpu":
+            self.overwrite(part)
         self.wait_for_device()
         self.parts_asleep -= {part}
+
+    def overwrite(self, part: str) -> None:
+        """NaN in the weights, zeros in the cache: an accelerator's worker finds there what somebody left."""
+        if part == WEIGHTS:
+            poison(self.model_runner.get_model().parameters())
+        else:
+            clear(self.model_runner.kv_caches)
 
     def restore_part(self, part: str) -> None:
         """How this generation and device take memory."""
@@ -109,7 +121,16 @@ def poison(parameters: Iterator[nn.Parameter]) -> None:
     """Fills every number with NaN. The next whole update writes all of them."""
     for parameter in parameters:
         if parameter.is_floating_point():
-            parameter.data.fill_(float("nan"))
+            parameter.data.fill_(NAN)
+
+
+@torch.no_grad()
+def clear(caches: Any) -> None:
+    """Fills a KV cache with zeros, as a fresh one has them: a NaN in a block outlives every reset, for a masked position
+    is multiplied by 0.
+    """
+    for cache in _tensors(caches):
+        cache.zero_()
 
 
 def _tensors(found: Any) -> Iterator[Tensor]:

@@ -5,13 +5,16 @@ vLLM's processes import this module as the worker extension; what it adds stands
 
 import asyncio
 import gc
+import itertools
 import json
 import math
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 from engine_slices import FileEnd, SlicesExtension, connect
 from safetensors.torch import load_file
@@ -73,6 +76,8 @@ if __name__ != "__main__":
 class SleepingEngine(VllmEngine):
     """The product's engine; its workers get the extension above."""
 
+    seconds: ClassVar[dict[str, float]] = {}  # of the last cycle's parts
+
     async def start(self) -> float:
         """As the product's."""
         real, receive.adapter_module = receive.adapter_module, lambda: "engine_sleep"
@@ -113,14 +118,21 @@ class SleepingEngine(VllmEngine):
 
     async def sleep_and_sync(self, folder: str, version: int, path: str = "fast") -> dict:
         """One cycle; what the memory was in each state."""
-        memory = {"asleep": await self.sleep()}
-        memory["asleep"] = memory["asleep"].left
+        began = [time.monotonic()]
+        memory = {"asleep": (await self.sleep()).left}
+        began.append(time.monotonic())
         await self.wake_weights()
+        began.append(time.monotonic())
         memory["weights"] = await self.memory()
+        began.append(time.monotonic())
         await self.bring(folder, path)
+        began.append(time.monotonic())
         await self.wake_cache()
+        began.append(time.monotonic())
         memory["cache"] = await self.memory()
         await self.commit(version)
+        spent = [b - a for a, b in itertools.pairwise(began)]
+        self.seconds = dict(sleep=spent[0], wake_weights=spent[1], bring=spent[3], wake_cache=spent[4])
         return {state: [vars(one) for one in found] for state, found in memory.items()}
 
 
@@ -208,7 +220,7 @@ async def cycles(engine: SleepingEngine, job: dict) -> dict:
         found = await engine.answers()
         equal = answers.setdefault(number % 2, found) == found
         rows.append({"asleep": memory["asleep"], "awake": [vars(one) for one in await engine.memory()], "equal": equal,
-                     "resources": await engine.workers("resources"), **own_resources()})  # fmt: skip
+                     "resources": await engine.workers("resources"), "seconds": engine.seconds, **own_resources()})  # fmt: skip
     return {"rows": rows}
 
 

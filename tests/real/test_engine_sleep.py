@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 from test_engine_slices import HERE, ONE_RANK, checkpoints, setup_of
-from tiny_models import tiny_moe
+from tiny_models import save, tiny_moe, wide_moe
 
 from mrl.model import load_model_spec, tensor_specs
 from mrl.platforms.hosting import get_hosting
@@ -123,3 +123,67 @@ def test_requests_in_flight_are_aborted_by_a_sleep_and_reported(walked):
 def test_requests_in_flight_and_new_ones_outlast_a_pause_bit_for_bit(walked):
     assert walked["done_in_pause"] == [False, False]
     assert walked["answers"][6] == walked["answers"][0] and walked["answers"][7] == walked["answers"][0]
+
+
+SLOPE_MIB = 0.5  # a cycle; a leak of any tensor of these models' layers is more
+WARM = 5  # cycles until heap and caches have found their size
+
+
+def slope(values: list[float]) -> float:
+    """Of the straight line through them, a step."""
+    middle = (len(values) - 1) / 2
+    return sum((i - middle) * value for i, value in enumerate(values)) / sum((i - middle) ** 2 for i in range(len(values)))
+
+
+@pytest.fixture(scope="module")
+def cycled(tmp_path_factory) -> dict:
+    """SLEEP_CYCLES makes it longer, SLEEP_ROWS keeps what was measured: scripts/evidence/sleep_cycles.sh."""
+    folder = tmp_path_factory.mktemp("cycles")
+    model, other = checkpoints(folder, tiny_moe(), torch.float32)
+    found = start(folder, "cycles", model, other, 1, limit_s=900, cycles=int(os.environ.get("SLEEP_CYCLES", "20")))
+    if kept := os.environ.get("SLEEP_ROWS"):
+        Path(kept, "tiny.json").write_text(json.dumps(found))
+    return found
+
+
+@pytest.mark.long
+def test_cycle_after_cycle_gives_the_same_bits_and_leaves_nothing_behind(cycled):
+    rows = cycled["rows"][WARM:]
+    assert all(row["equal"] for row in cycled["rows"])
+    for kind in ("processes", "segments", "own_handles"):
+        assert len({row[kind] for row in rows}) == 1, [row[kind] for row in rows]
+    for kind in ("handles", "threads"):
+        assert len({row["resources"][0][kind] for row in rows}) == 1, [row["resources"][0][kind] for row in rows]
+    assert slope([row["shm_files"] for row in rows]) <= 0.05
+    for state in ("asleep", "awake"):
+        assert len({row[state][0]["live_bytes"] // MIB for row in rows}) == 1
+        assert slope([row[state][0]["resident_bytes"] / MIB for row in rows]) < SLOPE_MIB
+    assert slope([row["own_resident"] / MIB for row in rows]) < SLOPE_MIB
+
+
+@pytest.fixture(scope="module", params=[6, 13], ids=["0.4GB", "0.8GB"])
+def wide(request, tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("wide")
+    model = save(wide_moe(request.param), folder / "model")
+    found = start(folder, "cycles", model, model, 1, limit_s=500, cycles=3)
+    if kept := os.environ.get("SLEEP_ROWS"):
+        Path(kept, f"wide-{request.param}.json").write_text(json.dumps(found))
+    return found | {"bytes": (model / "model.safetensors").stat().st_size}
+
+
+@pytest.mark.long
+def test_a_wide_model_leaves_less_than_a_twentieth_of_itself_on_the_device(wide):
+    assert wide["bytes"] > 0.4e9
+    for row in wide["rows"]:
+        assert row["asleep"][0]["live_bytes"] < 0.05 * wide["bytes"]
+        assert row["awake"][0]["live_bytes"] > wide["bytes"]
+
+
+@pytest.mark.long
+def test_what_a_process_holds_is_what_its_tensors_take(wide):
+    """Asleep to within a tenth of what it holds awake, and awake, with all its heap, to within a tenth of its tensors."""
+    for row in wide["rows"]:
+        for state in ("asleep", "awake"):
+            (memory,) = row[state]
+            grown = memory["resident_bytes"] - memory["baseline_bytes"]
+            assert abs(grown - memory["live_bytes"]) < 0.1 * row["awake"][0]["live_bytes"]

@@ -37,6 +37,16 @@ def tiny_moe() -> PreTrainedModel:
     return _uneven(Qwen3MoeForCausalLM, config)
 
 
+def wide_moe(layers: int) -> PreTrainedModel:
+    """Qwen3-MoE whose weights can be told from a process's noise: 54 MB a layer and 134 MB of vocabulary, in float32."""
+    sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "num_hidden_layers": layers}
+    config = Qwen3MoeConfig(
+        **(_COMMON | sizes), vocab_size=32768, num_experts=32, num_experts_per_tok=4, moe_intermediate_size=256, norm_topk_prob=True
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(config).to(torch.float32).eval()
+
+
 def tiny_shared(**changes) -> PreTrainedModel:
     """Qwen2-MoE: a gated shared expert, biases on q, k and v, router weights that are not renormalised. `changes`: to its configuration."""
     sizes = {k: v for k, v in _COMMON.items() if k != "head_dim"} | {

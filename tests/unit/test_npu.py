@@ -235,6 +235,8 @@ def test_our_own_environment_passes_our_own_check():
 def test_ray_is_asked_for_npus_and_the_engine_for_storage_that_can_be_written():
     hosting = get_hosting("npu")
     assert hosting.ray_resources(cpus=2, devices=4) == {"CPU": 2, "NPU": 4.0}
+    assert hosting.engine_arguments(4096, None, sleeps=True).pop("enable_sleep_mode") is True
+    assert get_hosting("cuda").engine_arguments(4096, None, sleeps=True) == {"enable_sleep_mode": True}
     assert hosting.engine_arguments(4096, None) == {"additional_config": {"rl_config": {"enabled": True}}}
     engine = hosting.engine_environment(0, 1, 4, 1)
     assert engine["VLLM_ASCEND_ENABLE_NZ"] == "0" and "VLLM_PLUGINS" not in engine

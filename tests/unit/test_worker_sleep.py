@@ -46,7 +46,8 @@ class NPUWorker:
         self.model.register_buffer("cos_sin_cache", torch.ones(4))
         self.model_runner = SimpleNamespace(model=self.model, get_model=lambda: self.model, kv_caches=[(torch.zeros(2), torch.zeros(2))])
         self.vllm_config = SimpleNamespace(additional_config={"rl_config": {"enabled": True}})
-        self.device = torch.device("cpu")
+        self.device = SimpleNamespace(type="npu")
+        self.model_config = SimpleNamespace(enable_sleep_mode=True)
 
     def sleep(self, level=1):
         assert level == 2
@@ -79,9 +80,19 @@ class Ascend(Worker):
         ascend_wake.wake(self, part)
 
 
+SAID = []  # what the device was asked
+
+
 @pytest.fixture(autouse=True)
 def pool(monkeypatch):
     Pool.one = Pool()
+    SAID.clear()
+    device = SimpleNamespace(
+        empty_cache=lambda: SAID.append(f"empty {sorted(Pool.one.asleep)}"),
+        memory_allocated=lambda: 300, memory_reserved=lambda: 320, mem_get_info=lambda: (70, 400),
+    )  # fmt: skip
+    monkeypatch.setattr(torch, "npu", device, raising=False)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: SAID.append(f"wait {sorted(Pool.one.asleep)}"))
     monkeypatch.setitem(sys.modules, "vllm_ascend", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "vllm_ascend.device_allocator", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "vllm_ascend.device_allocator.camem", SimpleNamespace(CaMemAllocator=Pool))
@@ -97,7 +108,10 @@ def test_weights_come_back_as_nan_in_the_layout_of_before_and_buffers_as_they_we
     assert layout_of(worker.model) == before and bool(worker.model.w13_weight.isnan().all())
     assert worker.model.cos_sin_cache.tolist() == [1, 1, 1, 1] and worker.model.count.tolist() == [0, 1, 2]
     assert worker.parts_asleep == {CACHE} == pool.asleep
+    for cache in worker.model_runner.kv_caches[0]:
+        cache.fill_(torch.nan)  # what a device leaves there
     worker.take_memory(CACHE)
+    assert [cache.tolist() for cache in worker.model_runner.kv_caches[0]] == [[0, 0], [0, 0]]
     assert pool.said == [[WEIGHTS], [CACHE]] and worker.parts_asleep == frozenset()
 
 
@@ -155,26 +169,31 @@ def test_only_vllm_ascends_workers_are_taken_for_them(monkeypatch):
     assert ascend_wake.is_ascend(Ascend())
 
 
-def test_on_an_accelerator_the_device_is_waited_for_before_memory_goes_and_its_cache_emptied_after(monkeypatch, pool):
-    said = []
-    device = SimpleNamespace(
-        empty_cache=lambda: said.append(f"empty {sorted(pool.asleep)}"),
-        memory_allocated=lambda: 300, memory_reserved=lambda: 320, mem_get_info=lambda: (70, 400),
-    )  # fmt: skip
-    monkeypatch.setattr(torch, "npu", device, raising=False)
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: said.append(f"wait {sorted(pool.asleep)}"))
+def test_the_device_is_waited_for_before_memory_goes_and_its_cache_emptied_after():
+    Ascend().give_memory()
+    assert ["wait []", f"empty {[CACHE, WEIGHTS]}"] == SAID
+
+
+def test_what_is_mapped_nowhere_is_not_counted_as_live():
     worker = Ascend()
-    worker.device = SimpleNamespace(type="npu")
     awake = worker.held_memory()
     worker.give_memory()
-    assert said == ["wait []", f"empty {[CACHE, WEIGHTS]}"]
     asleep = worker.held_memory()
-    # 224 of its 320 bytes are mapped nowhere
+    # 224 of its 320 bytes are in blocks that were given away
     assert (awake["live_bytes"], asleep["live_bytes"], asleep["free_bytes"]) == (310, 96, 70)
+
+
+def test_an_engine_whose_memory_does_not_come_from_the_pool_is_refused():
+    worker = Ascend()
+    worker.model_config.enable_sleep_mode = False
+    with pytest.raises(RuntimeError, match="started without enable_sleep_mode"):
+        worker.give_memory()
+    assert worker.parts_asleep == frozenset()
 
 
 def test_on_the_cpu_tensors_and_packed_linears_are_counted():
     worker = Ascend()
+    worker.device = torch.device("cpu")
     kv = sum(tensor.nbytes for tensor in worker.model_runner.kv_caches[0])
     held = {id(tensor) for tensor in worker.known_tensors()}
     assert len(held) == 5 and kv == 16
