@@ -77,11 +77,11 @@ def test_after_sleep_and_sync_an_engine_holds_and_says_the_bits_of_before(walked
 def test_memory_leaves_with_the_sleep_and_comes_back_in_two_parts(walked):
     for cycle in walked["memory"]:
         for awake, asleep, weights, cache in zip(walked["awake"], cycle["asleep"], cycle["weights"], cycle["cache"], strict=True):
-            kv = (1 << 30) // 1
             assert asleep["live_bytes"] < 0.05 * awake["live_bytes"]
             assert asleep["live_bytes"] < weights["live_bytes"] < 0.05 * awake["live_bytes"] + 8 * MIB
             assert abs(cache["live_bytes"] - awake["live_bytes"]) < MIB
-            assert awake["resident_bytes"] - asleep["resident_bytes"] > 0.9 * (awake["live_bytes"] - asleep["live_bytes"]) - kv * 0.05
+            left = cache["resident_bytes"] - asleep["resident_bytes"]  # a fresh engine's cache has pages that nobody has touched
+            assert left > 0.9 * (cache["live_bytes"] - asleep["live_bytes"])
 
 
 def test_the_ledger_misses_nothing_that_the_collector_would_find(walked):
