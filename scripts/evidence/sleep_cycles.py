@@ -30,7 +30,7 @@ def growth(rows: list[dict]) -> dict[str, float]:
     """What a leak would show in, a cycle."""
     kinds = {f"resident_{state}_mib": [grown(row, state) for row in rows] for state in STATES}
     kinds |= {kind: [row["resources"][0][kind] for row in rows] for kind in ("handles", "threads")}
-    kinds |= {kind: [row[kind] for row in rows] for kind in ("processes", "segments", "shm_files", "own_handles")}
+    kinds |= {kind: [row[kind] for row in rows] for kind in ("processes", "segments", "own_handles")}
     return {kind: round(slope(values), 3) for kind, values in kinds.items()}
 
 

@@ -40,8 +40,8 @@ class WorkerExtension(SlicesExtension):
         receive.connect_receiver = connect
 
     def feed(self, folder: str) -> None:
-        """What the wire brings from now on."""
-        FileEnd.weights = load_file(Path(folder) / "model.safetensors")
+        """What the wire brings from now on; nothing without a folder."""
+        FileEnd.weights = load_file(Path(folder) / "model.safetensors") if folder else {}
 
     def counted(self) -> dict[str, int]:
         """Live bytes as the ledger has them, and as the garbage collector has them when nothing is hidden from it."""
@@ -106,6 +106,7 @@ class SleepingEngine(VllmEngine):
         if path == "fast":
             await self.workers("feed", folder)
             await self.receive_weights(1, True)
+            await self.workers("feed", "")
             return
         import hashlib
 
@@ -230,8 +231,7 @@ def own_resources() -> dict[str, int]:
 
     me = psutil.Process()
     return {"processes": len(me.children(recursive=True)), "segments": len(shared_memory_below(os.getpid())),
-            "own_handles": len(os.listdir("/proc/self/fd")), "own_resident": me.memory_info().rss,
-            "shm_files": len(os.listdir("/dev/shm"))}  # fmt: skip
+            "own_handles": len(os.listdir("/proc/self/fd")), "own_resident": me.memory_info().rss}  # fmt: skip
 
 
 async def until(condition: Callable[[], bool]) -> None:
