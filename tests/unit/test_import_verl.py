@@ -532,6 +532,11 @@ def test_words_that_come_to_nothing_are_not_missed(capsys, tmp_path, given, tail
     assert not [w for w in found["warnings"] if "not read" in w]
 
 
+def test_a_name_with_the_date_in_it_is_written_without_it():
+    text = "NAME=${NAME:-qwen_$(date +%Y%m%d_%H%M)}\n" + LAUNCH + 'trainer.experiment_name="$NAME-$SEED"'
+    assert import_script(text, "s", {}).values["trainer.experiment_name"] == "qwen"
+
+
 def test_a_string_of_overrides_with_one_unknown_part_loses_none_of_them():
     """Keys behind the unknown part were once taken for its value, or for nothing."""
     text = 'ARGS="trainer.nnodes=2 trainer.default_local_dir=$ROOT/x trainer.save_freq=7"\n' + LAUNCH + "$ARGS"

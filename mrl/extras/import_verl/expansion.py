@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import groupby
 from pathlib import PurePosixPath
 
 from mrl.errors import ConfigError
@@ -84,21 +85,26 @@ def _words(value: Value) -> list[Value]:
     ]
 
 
+def _depths(text: str) -> list[int]:
+    """For each character how many `${...}` and `$(...)` it stands in, their own signs counted; 0 where its text is known."""
+    depths, depth = [], 0
+    for i, character in enumerate(text):
+        opens = character in "{(" and (depth > 0 or text[i - 1 : i] == "$")
+        depth += opens
+        depths.append(depth + (character == "$" and text[i + 1 : i + 2] in ("{", "(") and not depth))
+        depth -= depth > 0 and character in "})"
+    return depths
+
+
 def _cut_at_blanks(text: str) -> list[str]:
     """`text.split()` that leaves `${...}` and `$(...)` whole."""
-    pieces, start, depth, i = [], 0, 0, 0
-    while i < len(text):
-        if text[i] == "$" and text[i + 1 : i + 2] in ("{", "("):
-            depth, i = depth + 1, i + 1
-        elif depth and text[i] in "{(":
-            depth += 1
-        elif depth and text[i] in "})":
-            depth -= 1
-        elif not depth and text[i].isspace():
-            pieces.append(text[start:i])
-            start = i + 1
-        i += 1
-    return [piece for piece in (*pieces, text[start:]) if piece]
+    marked = ((character, depth or not character.isspace()) for character, depth in zip(text, _depths(text), strict=True))
+    return ["".join(c for c, _ in piece) for inside, piece in groupby(marked, key=lambda pair: bool(pair[1])) if inside]
+
+
+def known_part(text: str) -> str:
+    """A text without what stands for something unknown."""
+    return "".join(character for character, depth in zip(text, _depths(text), strict=True) if not depth)
 
 
 class Expander:

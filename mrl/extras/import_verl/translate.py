@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.errors import ConfigError, MrlError
-from mrl.extras.import_verl.expansion import Value
+from mrl.extras.import_verl.expansion import Value, known_part
 from mrl.extras.import_verl.handlers import HANDLERS, SEQUENCE_MEANS
 from mrl.extras.import_verl.keys import LAYOUT, MEGATRON, ROWS, TRANSFORMER, A, M, R, row_of
 from mrl.extras.import_verl.report import Import
@@ -164,10 +164,7 @@ def _unknown(o: Override, out: Import, to: str) -> None:
     if to in _FILES:
         out.put("chosen", "", to, o.value, f"{names} is not set in the script; put the path here", o.line)
     elif to in ("trainer.experiment_name", "trainer.project_name"):
-        text = str(o.value)
-        for name in o.missing:
-            text = text.replace(f"${{{name}}}", "")
-        out.put("chosen", "", to, text.rstrip("-_/") or "default", "without the part that is not known", o.line)
+        out.put("chosen", "", to, known_part(str(o.value)).rstrip("-_/") or "default", "without the part that is not known", o.line)
     elif to in _NEEDED:
         raise ConfigError(f"{out.name}:{o.line}: {o.key} depends on {names}, and nothing can be written without it; give {hint}")
 
