@@ -28,7 +28,7 @@ PIECES = {
     "presets": ("test_presets_verified",),
     "rehearsals": ("test_rehearse",),
     "ranks": ("test_dp2", "test_dp_runs"),
-    "runs": ("test_eval", "test_glm_run", "test_recipes", "test_rehearse", "test_submit", "test_hosted_loggers"),
+    "runs": ("test_eval", "test_glm_run", "test_recipes", "test_submit", "test_hosted_loggers"),
 }
 OUTCOMES = {"failed": ("failures", "errors"), "skipped": ("skipped",)}
 
