@@ -1,11 +1,12 @@
 """Recipes and what they switch on, in whole runs: dynamic sampling, over-long responses, corrections, a user's own loss."""
 
-import json
 from pathlib import Path
 
 import pytest
 from metric_names import DYNAMIC, KL_LOSS, PENALTY, R3, REFERENCE, SAVING, check_names
 from world import PRESET, ROOT, make_world, metrics, overrides, succeeded
+
+from mrl.record.sample_files import read_samples
 
 pytestmark = pytest.mark.real
 
@@ -59,4 +60,4 @@ def test_grpo_with_a_kl_to_the_start_and_replayed_routes(tmp_path):
 
 
 def read(run_dir: Path, step: int) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "samples" / f"step-{step}.jsonl").read_text().splitlines()]
+    return read_samples(run_dir / "samples", step)

@@ -89,14 +89,14 @@ def _transformers_and_vllm_load(folder: Path) -> None:
         engines = RolloutGroup(config, folder.parent / "engine")
         try:
             engines.wait_started()
-            (answer,) = engines.generate([Request(0, prompt, 0)], Sampling(1.0, 4, ()), lambda batch: None)
+            answer = engines.generate([Request(0, prompt, 0)], Sampling(1.0, 4, ()), lambda batch: None)
         finally:
             engines.stop()
-    ids = torch.tensor([prompt + answer.token_ids])
+    ids = torch.tensor([answer.token_ids.tolist()])
     with torch.no_grad():
         log_probs = model(ids).logits.log_softmax(-1)[0, len(prompt) - 1 : -1]
     expected = log_probs.gather(-1, ids[0, len(prompt) :, None])[:, 0]
-    assert (expected - torch.tensor(answer.log_probs)).abs().max() < 1e-5
+    assert (expected - torch.from_numpy(answer.rollout_log_probs)).abs().max() < 1e-5
 
 
 @pytest.mark.real
