@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 from engine_slices import FileEnd, SlicesExtension, connect
 from safetensors.torch import load_file
 
