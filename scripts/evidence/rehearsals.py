@@ -26,8 +26,8 @@ COMMAND = "scripts/evidence/rehearsals.sh"
 CODE = ("mrl", "parallel_configs", "setup.py")  # what a rehearsal runs
 BEGIN, END = "<!-- rehearsals: written by scripts/evidence/rehearsals.sh --table -->", "<!-- end of rehearsals -->"
 HEADER = "# Rehearsed with `mrl rehearse` at commit "
-# shell variables that a script takes from its environment
-VARIABLES = dict.fromkeys(("train_files", "test_files", "TRAIN", "DATA_ROOT", "SAVE_DIR"), "data/train.parquet")
+# shell variables that a script takes from its environment; source 004's Megatron layout needs a multiple of 32 devices
+VARIABLES = dict.fromkeys(("train_files", "test_files", "TRAIN", "DATA_ROOT", "SAVE_DIR"), "data/train.parquet") | {"NNODES": "4"}
 
 
 @dataclass(frozen=True)
