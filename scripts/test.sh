@@ -1,20 +1,22 @@
 #!/usr/bin/env bash
 # From a fresh clone: installs, then runs the tests. `scripts/test.sh unit` runs only those that start nothing (a minute or two),
 # `scripts/test.sh long` those that `all` leaves out, `scripts/test.sh long:sync` one piece of them (`long:list` names the pieces,
-# each of 20 minutes at most; their results are stored in docs/results/long_tests.json). Further arguments go to pytest.
+# each of 20 minutes at most; results are stored in docs/results/long_tests.json, and `long` goes on where it was stopped). Further
+# arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/install.sh cpu
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 unit() { python -m pytest tests/unit -n 2 --dist worksteal "$@"; }
-real() { python -m pytest tests/real -m "not long" -n 2 "$@"; }
+# two rows of files that start Ray and engines (tests/real/conftest.py) and all others beside them: mostly they wait for each other
+real() { python -m pytest tests/real -m "not long" -n 3 "$@"; }
 long() { python scripts/long_tests.py "$@"; }
 
 case "${1:-all}" in
     unit) shift; unit "$@" ;;
     real) shift; real "$@" ;;
-    long) shift; long -- "$@" ;;
+    long) shift; long --resume -- "$@" ;;
     long:list) long --list ;;
     long:*) piece=${1#long:}; shift; long "$piece" -- "$@" ;;
     all) ruff check . && ruff format --check . && unit && real ;;

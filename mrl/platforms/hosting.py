@@ -47,6 +47,10 @@ _NPU_ENGINE = _NPU_SHARED_DEVICE | {
 _NPU_ENGINE_ARGUMENTS = {"additional_config": {"rl_config": {"enabled": True}}}
 
 
+# vLLM and Megatron compile a few functions of integers in every process anew, with a C++ compiler the first time: 4 to 20 s
+_CPU_EAGER = {"TORCHDYNAMO_DISABLE": "1"}
+
+
 @dataclass(frozen=True)
 class Hosting:
     """One kind of device, seen from the process that starts others on it."""
@@ -72,7 +76,7 @@ class Hosting:
     def actor_environment(self) -> dict[str, str]:
         """Environment of one Megatron rank."""
         if self.device == "cpu":
-            return {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+            return {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | _CPU_EAGER
         if self.device == "npu":
             return _NPU_ACTOR
         # one queue per device keeps the order in which Megatron overlaps communication with compute
@@ -86,7 +90,9 @@ class Hosting:
         common["VLLM_PLUGINS"] = "mrl"
         if self.device != "cpu":
             return common
-        return common | {
+        return {
+            **common,
+            **_CPU_EAGER,
             "CUDA_VISIBLE_DEVICES": "",
             "VLLM_CPU_KVCACHE_SPACE": str(kvcache_gib),
             "VLLM_CPU_OMP_THREADS_BIND": cpu_binding(sorted(os.sched_getaffinity(0)), engine_id, engines, workers),

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from padded import PaddedBatch, collate
 from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny_models import save, tiny_dense, tiny_moe
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from mrl.checkpoint.convert import write_hf
 from mrl.checkpoint.open_checkpoint import open_saved
-from mrl.data.samples import Sample
+from mrl.data.batch import Sample, TrainBatch, collate
 
 pytestmark = pytest.mark.real
 
@@ -130,7 +129,7 @@ def _task(out: Path, name: str, kind: tuple, load: str | None = None, saves: boo
     }  # fmt: skip
 
 
-def _batch(vocab_size: int) -> PaddedBatch:
+def _batch(vocab_size: int) -> TrainBatch:
     """Six samples of uneven lengths with advantages of both signs."""
     rng = np.random.default_rng(2)
     samples = []
@@ -142,7 +141,7 @@ def _batch(vocab_size: int) -> PaddedBatch:
     advantages = np.array([1.0, -1.0, 0.5, -0.5, 2.0, -2.0])[:, None]
     # as if all words had been equally likely: samples that are clipped in one direction are trained in the other
     old = np.where(mask, -np.log(vocab_size), 0).astype(np.float32)
-    return PaddedBatch(
+    return TrainBatch(
         batch.input_ids, batch.prompt_lengths, batch.response_lengths, batch.temperature, batch.rollout_log_probs,
         old, np.where(mask, advantages, 0).astype(np.float32),
     )  # fmt: skip

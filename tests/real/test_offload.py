@@ -4,11 +4,10 @@ import json
 
 import numpy as np
 import pytest
-from padded import collate
 from ranks import ROOT, run_ranks
 from tiny_models import save, tiny_moe
 
-from mrl.data.samples import Sample
+from mrl.data.batch import Sample, collate
 
 pytestmark = pytest.mark.real
 

@@ -8,7 +8,6 @@ import re
 import signal
 import threading
 import time
-from pathlib import Path
 
 import perturbing
 import psutil
@@ -42,7 +41,6 @@ def world(tmp_path_factory):
             actor.stop()
         finally:
             engines.stop()
-    assert not list(Path("/dev/shm").glob("mrl-reshard-*"))
 
 
 def sync_of(world: World, **changes) -> WeightSync:

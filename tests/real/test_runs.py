@@ -1,6 +1,8 @@
 """Whole runs through the command line and through a Ray job: three steps on eight-fold parallelism's small sibling, and exact resume."""
 
+import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,18 +13,15 @@ import psutil
 import pytest
 import torch
 from deadlines import END_S, RUN_S
-from metric_names import SAVING, STEPS_AFTER_SAVING, VALIDATION, check_names
+from metric_names import DYNAMIC, KL_LOSS, REFERENCE, SAVING, STEPS_AFTER_SAVING, VALIDATION, check_names
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from world import PRESET, ROOT, make_world, metrics, overrides, succeeded, without_times
 
 from mrl.cluster.prerequisites import free_port
-from mrl.cluster.ray_cluster import ray_cluster
-from mrl.cluster.rollout_group import RolloutGroup
-from mrl.config.load import load_config
-from mrl.vllm.requests import Request, Sampling
 
 STEPS = 4
+GRPO = ("--recipe", "grpo")
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +53,7 @@ def wait_for_step(process: subprocess.Popen, run_dir: Path, step: int, deadline_
 
 
 def exported(run_dir: Path, folder: Path) -> dict:
-    """Weights of the newest checkpoint, through the conversion command."""
+    """Weights of a checkpoint, or of a run's newest one, through the conversion command."""
     succeeded("convert", "megatron-to-hf", str(run_dir), "-o", str(folder))
     return {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
 
@@ -66,7 +65,8 @@ def test_three_steps_on_tp2_pp2_ep2_with_two_engines(world, tmp_path):
         actor__layout__world_size=4, actor__layout__pipeline_model_parallel_size=2, rollout__num_engines=2,
         cluster__n_gpus_per_node=6, cluster__cpus_per_actor=0.25, cluster__cpus_per_engine=0.5,
     )  # fmt: skip
-    process = train(world, run_dir, trainer__total_training_steps=3, trainer__val_before_train=False, trainer__test_freq=-1, **layout)
+    steps = dict(trainer__total_training_steps=3, trainer__save_freq=2, trainer__val_before_train=False, trainer__test_freq=-1)
+    process = train(world, run_dir, **steps, **layout)
     assert finish(process, run_dir) == 0, run_dir.with_suffix(".log").read_text()[-3000:]
     rows = metrics(run_dir)
     assert [row["training/global_step"] for row in rows] == [1, 2, 3]
@@ -74,46 +74,45 @@ def test_three_steps_on_tp2_pp2_ep2_with_two_engines(world, tmp_path):
         assert row["training/rollout_log_probs_abs_diff_mean"] < 1e-4
         assert row["reshard/weight_version"] == row["training/global_step"]
         assert row["actor/grad_norm"] > 0 and row["actor/skipped_updates"] == 0
-    before, after = load_file(world / "model" / "model.safetensors"), exported(run_dir, tmp_path / "hf")
+    before, after = load_file(world / "model" / "model.safetensors"), exported(run_dir / "checkpoints" / "step-2", tmp_path / "hf")
     assert after.keys() == before.keys()
     assert all((after[name] != before[name]).any() for name in before), "every tensor is trained"
-    _transformers_and_vllm_load(tmp_path / "hf")
+    samples = [json.loads(line) for line in (run_dir / "samples" / "step-3.jsonl").read_text().splitlines()]
+    assert {sample["weight_version"] for sample in samples} == {2}
+    transformers_says_what_the_engines_said(tmp_path / "hf", samples[::4])
 
 
-def _transformers_and_vllm_load(folder: Path) -> None:
-    """vLLM's log-probs of sampled tokens under an exported model are transformers' for the same tokens."""
+def transformers_says_what_the_engines_said(folder: Path, samples: list[dict]) -> None:
+    """The exported weights are those that vLLM generated with: its log-probs of what it sampled are transformers'."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    config = load_config(PRESET, overrides=[f"model.path={folder}"]).config
-    prompt = (4, 20, 30, 40)
-    with ray_cluster(config):
-        engines = RolloutGroup(config, folder.parent / "engine")
-        try:
-            engines.wait_started()
-            answer = engines.generate([Request(0, prompt, 0)], Sampling(1.0, 4, ()), lambda batch: None)
-        finally:
-            engines.stop()
-    ids = torch.tensor([answer.token_ids.tolist()])
-    with torch.no_grad():
-        log_probs = model(ids).logits.log_softmax(-1)[0, len(prompt) - 1 : -1]
-    expected = log_probs.gather(-1, ids[0, len(prompt) :, None])[:, 0]
-    assert (expected - torch.from_numpy(answer.rollout_log_probs)).abs().max() < 1e-5
+    for sample in samples:
+        prompt, response = sample["prompt_ids"], sample["response_ids"]
+        with torch.no_grad():
+            log_probs = model(torch.tensor([prompt + response])).logits.log_softmax(-1)[0, len(prompt) - 1 : -1]
+        expected = log_probs.gather(-1, torch.tensor(response)[:, None])[:, 0]
+        assert (expected - torch.tensor(sample["rollout_log_probs"])).abs().max() < 1e-5
 
 
 @pytest.mark.real
 def test_stopped_killed_and_resumed_as_a_job_equals_uninterrupted(world, tmp_path):
-    settings = dict(trainer__total_training_steps=STEPS, trainer__save_freq=1, trainer__test_freq=2)
-    whole, broken, segments = tmp_path / "whole", tmp_path / "broken", set(Path("/dev/shm").glob("psm_*"))
-    assert finish(train(world, whole, **settings), whole) == 0, whole.with_suffix(".log").read_text()[-3000:]
-    check_names(metrics(whole), VALIDATION, SAVING, STEPS_AFTER_SAVING)
+    """Of GRPO with a KL to the start, replayed routes and a token budget: all that a resumed run has to have again."""
+    settings = dict(
+        trainer__total_training_steps=STEPS, trainer__save_freq=1, trainer__test_freq=2, rollout__n=4,
+        algorithm__use_kl_loss=True, algorithm__kl_loss_coef=1e-3, actor__router_replay="R2",
+        actor__use_dynamic_bsz=True, actor__ppo_max_token_len_per_gpu=256,
+    )  # fmt: skip
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert finish(train(world, whole, *GRPO, **settings), whole) == 0, whole.with_suffix(".log").read_text()[-3000:]
+    check_the_run_of_a_recipe(metrics(whole))
 
-    process = train(world, broken, trainer__resume_mode="auto", **settings)  # there is no run yet: it begins one
+    process = train(world, broken, *GRPO, trainer__resume_mode="auto", **settings)  # there is no run yet: it begins one
     wait_for_step(process, broken, 1)
     process.send_signal(signal.SIGTERM)
     assert finish(process, broken, END_S) == 5, broken.with_suffix(".log").read_text()[-3000:]
     saved = len(metrics(broken)) - 1
     assert 1 <= saved < STEPS and (broken / "checkpoints" / f"step-{saved}" / "manifest.json").exists()
 
-    process = train(world, broken, trainer__resume_mode="auto", **settings)  # as a scheduler starts it again
+    process = train(world, broken, *GRPO, trainer__resume_mode="auto", **settings)  # as a scheduler starts it again
     wait_for_step(process, broken, saved + 1)
     started = [(p, p.name()) for p in psutil.Process(process.pid).children(recursive=True)]
     process.kill()
@@ -127,17 +126,26 @@ def test_stopped_killed_and_resumed_as_a_job_equals_uninterrupted(world, tmp_pat
     assert not left, f"outlived a killed driver: {left}"
 
     with ray_head(tmp_path / "ray") as environment:
-        submit = [str(ROOT / "launch" / "submit.sh"), str(PRESET), "--run-dir", str(broken), *overrides(world, **settings)]
+        submit = [str(ROOT / "launch" / "submit.sh"), str(PRESET), *GRPO, "--run-dir", str(broken), *overrides(world, **settings)]
         done = subprocess.run([*submit, "--resume"], env=environment, capture_output=True, text=True, timeout=RUN_S)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         failed = subprocess.run([*submit, "--set", "actor.optim.lrr=1"], env=environment, capture_output=True, text=True, timeout=END_S)
         assert failed.returncode != 0 and "did you mean" in failed.stdout + failed.stderr
 
-    assert set(Path("/dev/shm").glob("psm_*")) <= segments, "shared memory is left, of the killed run or of the others"
     assert without_times(metrics(broken)) == without_times(metrics(whole))
     first, second = exported(whole, tmp_path / "hf-whole"), exported(broken, tmp_path / "hf-broken")
     assert first.keys() == second.keys()
     assert all(first[name].equal(second[name]) for name in first)
+
+
+def check_the_run_of_a_recipe(rows: list[dict]) -> None:
+    """The first mini-batch of the run stands at its reference, the others have left it."""
+    check_names(rows, REFERENCE, KL_LOSS, DYNAMIC, VALIDATION, SAVING, STEPS_AFTER_SAVING)
+    first, second = (row for row in rows if row["training/global_step"] in (1, 2))
+    assert 0 <= first["actor/kl_loss"] < second["actor/kl_loss"] < 1
+    assert first["router/drift"] == second["router/drift"] == 0
+    assert first["timing_s/ref"] > 0
+    assert first["actor/padding_share"] < 0.02
 
 
 class ray_head:
@@ -176,3 +184,4 @@ class ray_head:
         _, left = psutil.wait_procs([*children, psutil.Process(self.process.pid)], timeout=END_S)
         for child in left:
             child.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)

@@ -78,10 +78,16 @@ CASES = {
     "bf16-glm-to-tp2": Case(  # routers and their constants are float32 in the engine
         "glm", "bfloat16", dict(tensor_model_parallel_size=2),
         {"tp2pp2ep2": dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, expert_model_parallel_size=2)},
-        fresh=True, generates=False,
+        generates=False,
     ),
 }  # fmt: skip
-LONG = ("fp32-moe-to-dp2-with-expert-parallelism", "bf16-moe-to-two-engines-of-dp2", "fp32-moe-to-tp2dp2-with-expert-parallelism")
+CASES["bf16-glm-to-tp2-and-a-fresh-engine"] = replace(CASES["bf16-glm-to-tp2"], fresh=True)
+# Left out of continuous integration, four processes of vLLM and more each: a fresh engine is held against a synced one in the first two
+# cases, and every box of shared experts, biases and data-parallel ranks against vLLM's own loader in test_reshard_target.
+LONG = (
+    "fp32-moe-to-dp2-with-expert-parallelism", "bf16-moe-to-two-engines-of-dp2", "fp32-moe-to-tp2dp2-with-expert-parallelism",
+    "fp32-shared-experts-and-qkv-bias-to-tp2", "bf16-glm-to-tp2-and-a-fresh-engine",
+)  # fmt: skip
 # vLLM's CPU attention has heads of 32 and more, and its kernels want multiples of 32 on each worker
 MODELS = {
     "moe": tiny_moe,
@@ -137,8 +143,6 @@ def ranks(tmp_path_factory) -> Iterator[ActorGroup]:
         actor = ActorGroup(config, folder, None, worker=perturbing.PerturbingWorker)
         yield actor
         actor.stop()
-    assert not list(Path("/dev/shm").glob("mrl-sync-*"))
-    assert not list(Path("/dev/shm").glob("mrl-reshard-*"))
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +165,6 @@ def world(request, tmp_path_factory, ranks) -> Iterator[World]:
         finally:
             for group in groups:
                 group.stop()
-    assert not list(Path("/dev/shm").glob("mrl-sync-*"))
 
 
 def answers(group: RolloutGroup) -> list:
@@ -169,7 +172,7 @@ def answers(group: RolloutGroup) -> list:
     lengths = [40 + i if i % 6 == 0 else 3 + i % 9 for i in range(24)]
     requests = [Request(i, tuple(3 + (7 * i + j) % 100 for j in range(length)), i) for i, length in enumerate(lengths)]
     done = group.generate(requests, Sampling(1.0, 12, ()), lambda batch: None)
-    return [one.tobytes() for one in (done.response_lengths, done.token_ids, done.rollout_log_probs)]
+    return [(c.token_ids, c.log_probs) for c in done]
 
 
 def weights_of(fingerprints: dict[str, str]) -> dict[str, str]:
