@@ -98,6 +98,7 @@ class MegatronActor:
 
     def offload(self) -> None:
         """What `actor.*_offload` names leaves the device. Whatever needs it again brings it back by itself."""
+        self._release_scratch()
         self.residence.offload()
 
     def bring(self, *kinds: str) -> None:
@@ -105,8 +106,14 @@ class MegatronActor:
 
         What computes would bring them by itself; so the time that it takes, and a lack of memory, are told apart from computing.
         """
+        self._release_scratch()
         with self.residence.using(*kinds):
             pass
+
+    def _release_scratch(self) -> None:
+        """First, so that the memory is given back with what leaves."""
+        if self.residence.switched:
+            parallel.release_scratch()
 
     def prefetch(self, *kinds: str) -> None:
         """These begin to come back onto the device while log-probs are computed; see Residence.prefetch."""

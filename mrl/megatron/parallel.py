@@ -33,6 +33,11 @@ def init_distributed(platform: Platform, rank: int, world_size: int, master_addr
         ) from error
 
 
+def release_scratch() -> None:
+    """Megatron keeps the largest sequence that it ever gathered as a buffer for the next one: in the way of whoever has the device then."""
+    mpu.get_global_memory_buffer().buffer.clear()
+
+
 def init_model_parallel(layout: TrainLayout, seed: int, timeout_s: float) -> None:
     """Megatron's groups and random states. Call after `init_distributed`. Raises ConfigError when the world has another size."""
     if dist.get_world_size() != layout.world_size:
