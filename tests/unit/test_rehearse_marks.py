@@ -1,9 +1,12 @@
 """A switch counts as exercised only when its mark is in the run directory; what breaks is told with the log's place."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +17,7 @@ import pytest
 from mrl.checkpoint.manifest import WEIGHT, Manifest, RankFiles, StoredTensor, write_manifest
 from mrl.cli.main import main
 from mrl.config.load import load_config
+from mrl.errors import Interrupted
 from mrl.extras.rehearse import stages
 from mrl.extras.rehearse.compose import Rehearsal, WorkFolder, compose
 from mrl.extras.rehearse.evidence import evidence_of
@@ -223,6 +227,23 @@ def test_a_command_that_fails_is_told_with_its_message_its_code_and_the_place_in
     assert answer["failed"] == [{"phase": "train", "why": "the cluster is too small: CPU", "log": f"{tmp_path / 'w' / 'train.log'}:2"}]
     code, out, _ = rehearse(capsys, str(SEPARATE), "--work", str(tmp_path / "w"))
     assert code == 4 and f"BROKE in train ({tmp_path / 'w' / 'train.log'}:2)\n  the cluster is too small: CPU\nFAULT" in out
+
+
+def test_a_rehearsal_that_is_stopped_leaves_no_command_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(stages, "_PROGRAM", "import os, time; print(os.getpid(), flush=True); time.sleep(60)")
+    log = WorkFolder(tmp_path).log("train")
+
+    def stop_when_it_runs() -> None:
+        while not (log.is_file() and log.read_text().strip()):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop_when_it_runs, daemon=True).start()
+    with pytest.raises(Interrupted, match="SIGTERM"):
+        stages.run_stages(WorkFolder(tmp_path), lambda text: None)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(log.read_text()), 0)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_a_command_that_hangs_is_ended_and_told(tmp_path, monkeypatch):

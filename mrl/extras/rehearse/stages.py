@@ -9,10 +9,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from mrl.errors import Interrupted
 from mrl.extras.rehearse.compose import STEPS, WorkFolder
 
 TRAIN, RESUME = "train", "resume"
@@ -61,12 +63,27 @@ def run_stages(work: WorkFolder, tell: Callable[[str], None]) -> list[Ended]:
     }
     told = {TRAIN: "train: one step and its save", RESUME: f"resume: step {STEPS} from the save"}
     ended: list[Ended] = []
-    for phase, arguments in commands.items():
-        tell(told[phase])
-        ended.append(_run(phase, arguments, work.log(phase)))
-        if ended[-1].code != 0:
-            break
+    with _stopped_by_a_signal():
+        for phase, arguments in commands.items():
+            tell(told[phase])
+            ended.append(_run(phase, arguments, work.log(phase)))
+            if ended[-1].code != 0:
+                break
     return ended
+
+
+@contextmanager
+def _stopped_by_a_signal() -> Iterator[None]:
+    """SIGTERM ends the block as Ctrl-C does, so that a command in a session of its own does not outlive who asked for it."""
+
+    def stop(*_) -> None:
+        raise Interrupted("stopped by SIGTERM")
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _run(phase: str, arguments: list[str], log: Path) -> Ended:
