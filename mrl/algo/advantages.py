@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mrl.algo.rows import on_tokens, row_sums
 from mrl.algo.spec import ADVANTAGES
 from mrl.errors import ConfigError, DataError
 
@@ -22,38 +23,33 @@ WHITEN_EPS = 1e-8
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """One step's responses, in any order.
+    """One step's responses, in any order; [tokens] are all generated ones, rows end to end.
 
     `mask` holds the tokens that will be trained on; statistics over tokens are taken over them alone. What belongs to a
-    response as it was generated, its length and the sum of its penalties, is taken over `response_mask`, so a rejection
+    response as it was generated, its length and the sum of its penalties, is taken over all its tokens, so a rejection
     shifts no group's baseline.
     """
 
     scores: np.ndarray  # [batch], after penalties
     group_ids: np.ndarray  # [batch]; responses to one prompt share a group
-    mask: np.ndarray  # bool [batch, response_length]
+    lengths: np.ndarray  # int [batch]: generated tokens
+    mask: np.ndarray  # bool [tokens]
     norm_adv_by_std_in_grpo: bool = True
-    token_penalties: np.ndarray | None = None  # [batch, response_length], taken off the reward of each token: KL in the reward
-    response_mask: np.ndarray | None = None  # bool [batch, response_length], all generated tokens; None: nothing is rejected, it is `mask`
+    token_penalties: np.ndarray | None = None  # [tokens], taken off the reward of each token: KL in the reward
     parts: Mapping[str, np.ndarray] = field(default_factory=dict)  # gdpo: the reward's parts by name, [batch] each
     part_weights: Mapping[str, float] = field(default_factory=dict)  # gdpo: weight of each part; a part without one weighs 1
-
-    @property
-    def generated(self) -> np.ndarray:
-        """bool [batch, response_length]: tokens of the responses, rejected ones among them."""
-        return self.mask if self.response_mask is None else self.response_mask
 
     @property
     def totals(self) -> np.ndarray:
         """float64 [batch]: scores less the penalties of all generated tokens."""
         scores = np.asarray(self.scores, dtype=np.float64)
-        if self.token_penalties is None:
-            return scores
-        return scores - np.where(self.generated, self.token_penalties, 0.0).sum(-1)
+        return scores if self.token_penalties is None else scores - row_sums(self.token_penalties, self.lengths)
 
 
-AdvantageFunction = Callable[[AdvantageInputs], np.ndarray]  # -> [batch], or [batch, response_length]
+AdvantageFunction = Callable[[AdvantageInputs], np.ndarray]  # -> float64 [batch]
 ADVANTAGE_FUNCTIONS: dict[str, AdvantageFunction] = {}
+WHITENED: set[str] = set()  # estimators whose advantages are then whitened over the batch's trained tokens
+PENALTIES_TO_COME: set[str] = set()  # those where a token's own penalty and later ones count, not those before it
 
 
 @dataclass(frozen=True)
@@ -96,9 +92,11 @@ class Groups:
         return np.where(self.equal(scores)[self.index], 0.0, scores - baseline[self.index])
 
 
-def _advantage(name: str) -> Callable[[AdvantageFunction], AdvantageFunction]:
+def _advantage(name: str, whitened: bool = False, to_come: bool = False) -> Callable[[AdvantageFunction], AdvantageFunction]:
     def bind(function: AdvantageFunction) -> AdvantageFunction:
         ADVANTAGE_FUNCTIONS[ADVANTAGES[name].name] = function
+        WHITENED.update({name} if whitened else ())
+        PENALTIES_TO_COME.update({name} if to_come else ())
         return function
 
     return bind
@@ -132,7 +130,7 @@ def opo(inputs: AdvantageInputs) -> np.ndarray:
     the squared gradient of a response grows with its length. A group of one has baseline 0.
     """
     scores, groups = inputs.totals, Groups.of(inputs.group_ids)
-    return groups.centred(scores, groups.mean(scores, inputs.generated.sum(-1).astype(np.float64)))
+    return groups.centred(scores, groups.mean(scores, inputs.lengths.astype(np.float64)))
 
 
 @_advantage("grpo_passk")
@@ -152,30 +150,26 @@ def grpo_passk(inputs: AdvantageInputs) -> np.ndarray:
     return advantages / (groups.std(groups.centred(scores, groups.mean(scores)))[groups.index] + STD_EPS)
 
 
-@_advantage("reinforce_plus_plus")
+@_advantage("reinforce_plus_plus", whitened=True, to_come=True)
 def reinforce_plus_plus(inputs: AdvantageInputs) -> np.ndarray:
-    """Reward still to come at each token, undiscounted, whitened over the batch's tokens (arXiv:2501.03262): [batch, response_length].
+    """Reward still to come at each token, undiscounted, whitened over the batch's tokens (arXiv:2501.03262).
 
     The score stands at the last token; with KL in the reward each token has its own penalty, and what is to come
     differs by token.
     """
-    returns = np.broadcast_to(np.asarray(inputs.scores, dtype=np.float64)[:, None], inputs.mask.shape)
-    if inputs.token_penalties is not None:
-        penalties = np.where(inputs.generated, inputs.token_penalties, 0.0)
-        returns = returns - penalties[:, ::-1].cumsum(-1)[:, ::-1]
-    return whiten(returns, inputs.mask)
+    return np.asarray(inputs.scores, dtype=np.float64)
 
 
-@_advantage("reinforce_plus_plus_baseline")
+@_advantage("reinforce_plus_plus_baseline", whitened=True)
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> np.ndarray:
-    """score - group mean on every token, whitened over the batch's tokens (arXiv:2501.03262): [batch, response_length]."""
+    """score - group mean on every token, whitened over the batch's tokens (arXiv:2501.03262)."""
     scores, groups = inputs.totals, Groups.of(inputs.group_ids)
-    return whiten(_on_tokens(groups.centred(scores, groups.mean(scores)), inputs.mask), inputs.mask)
+    return groups.centred(scores, groups.mean(scores))
 
 
-@_advantage("gdpo")
+@_advantage("gdpo", whitened=True)
 def gdpo(inputs: AdvantageInputs) -> np.ndarray:
-    """Sum of weight x grpo(part) over the reward's parts, whitened over the batch's tokens (arXiv:2601.05242): [batch, response_length].
+    """Sum of weight x grpo(part) over the reward's parts, whitened over the batch's tokens (arXiv:2601.05242).
 
     Normalising each part by itself keeps apart what a sum of parts would make equal. Raises DataError when no part is
     given.
@@ -183,33 +177,40 @@ def gdpo(inputs: AdvantageInputs) -> np.ndarray:
     if not inputs.parts:
         raise DataError("adv_estimator gdpo needs the parts of the reward: name them under algorithm.gdpo_reward_keys")
     groups, by_std = Groups.of(inputs.group_ids), inputs.norm_adv_by_std_in_grpo
-    total = sum(
+    return sum(
         inputs.part_weights.get(name, 1.0) * _grpo(np.asarray(part, dtype=np.float64), groups, by_std)
         for name, part in inputs.parts.items()
     )
-    return whiten(_on_tokens(total, inputs.mask), inputs.mask)
 
 
 def whiten(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """(values - mean) / sqrt(variance + 1e-8) with both taken over the mask, variance over n - 1; all [batch, response_length]."""
+    """(values - mean) / sqrt(variance + 1e-8) with both taken over the mask, variance over n - 1; all [tokens]."""
     picked = values[mask]
     if picked.size < 2 or picked.min() == picked.max():
         return np.zeros(mask.shape)
     return (values - picked.mean()) / np.sqrt(picked.var(ddof=1) + WHITEN_EPS)
 
 
-def _on_tokens(per_response: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    return np.broadcast_to(per_response[:, None], mask.shape)
+def sums_to_come(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """[tokens]: the sum of each token's value and of those after it in its row."""
+    ends = np.cumsum(lengths)
+    sums = np.zeros(len(values))
+    for start, end in zip(ends - lengths, ends, strict=True):
+        sums[start:end] = values[start:end][::-1].cumsum()[::-1]
+    return sums
 
 
 def compute_advantages(adv_estimator: str, inputs: AdvantageInputs) -> np.ndarray:
-    """float32 [batch, response_length]: the advantage of each token, 0 outside the mask. Raises ConfigError for an unknown estimator."""
+    """float32 [tokens]: the advantage of each token, 0 outside the mask. Raises ConfigError for an unknown estimator."""
     function = ADVANTAGE_FUNCTIONS.get(adv_estimator)
     if function is None:
         raise ConfigError(f"algorithm.adv_estimator: {adv_estimator!r} is unknown; allowed: {', '.join(ADVANTAGES)}")
-    advantages = function(inputs)
-    on_tokens = advantages if advantages.ndim == 2 else _on_tokens(advantages, inputs.mask)
-    return np.where(inputs.mask, on_tokens, 0.0).astype(np.float32)
+    advantages = on_tokens(function(inputs), inputs.lengths)
+    if adv_estimator in PENALTIES_TO_COME and inputs.token_penalties is not None:
+        advantages = advantages - sums_to_come(inputs.token_penalties, inputs.lengths)
+    if adv_estimator in WHITENED:
+        advantages = whiten(advantages, inputs.mask)
+    return np.where(inputs.mask, advantages, 0.0).astype(np.float32)
 
 
 def soft_overlong_penalty(response_lengths: np.ndarray, max_response_length: int, buffer_length: int, factor: float) -> np.ndarray:

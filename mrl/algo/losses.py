@@ -378,7 +378,7 @@ def kl_per_token(log_probs: Tensor, ref_log_probs: Tensor, kl_loss_type: str) ->
 
 
 def kl_in_reward(old_log_probs: np.ndarray, ref_log_probs: np.ndarray, kl_penalty: str, kl_coef: float) -> np.ndarray:
-    """float64 [batch, response_length]: kl_coef x KL of each token under the policy before the update, to be taken off its reward.
+    """float64, of any shape: kl_coef x KL of each token under the policy before the update, to be taken off its reward.
 
     Only values matter in a reward, so a trailing `+` changes nothing.
     """

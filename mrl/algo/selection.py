@@ -11,8 +11,9 @@ from collections.abc import Callable
 import numpy as np
 
 from mrl.algo.losses import PolicyLossParameters
+from mrl.algo.rows import places
 
-Selection = Callable[[PolicyLossParameters, np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+Selection = Callable[[PolicyLossParameters, np.ndarray, np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 SELECTIONS: dict[str, Selection] = {}
 
 
@@ -24,10 +25,15 @@ def _selection(loss_mode: str) -> Callable[[Selection], Selection]:
     return bind
 
 
-def select(parameters: PolicyLossParameters, advantages: np.ndarray, old_log_probs: np.ndarray, mask: np.ndarray) -> np.ndarray | None:
-    """bool [batch, response_length] for a loss that treats some tokens apart, else None. All three arrays are of one mini-batch."""
+def select(
+    parameters: PolicyLossParameters, advantages: np.ndarray, old_log_probs: np.ndarray, mask: np.ndarray, lengths: np.ndarray
+) -> np.ndarray | None:
+    """bool [tokens] for a loss that treats some tokens apart, else None.
+
+    Arrays are [tokens], the response tokens of one mini-batch, rows end to end; `lengths` int [rows] are tokens a row.
+    """
     function = SELECTIONS.get(parameters.loss_mode)
-    return None if function is None else function(parameters, advantages, old_log_probs, mask)
+    return None if function is None else function(parameters, advantages, old_log_probs, mask, lengths)
 
 
 def covariance(advantages: np.ndarray, log_probs: np.ndarray, mask: np.ndarray) -> np.ndarray:
@@ -39,15 +45,19 @@ def covariance(advantages: np.ndarray, log_probs: np.ndarray, mask: np.ndarray) 
 
 
 @_selection("clip_cov")
-def clip_cov(parameters: PolicyLossParameters, advantages: np.ndarray, old_log_probs: np.ndarray, mask: np.ndarray) -> np.ndarray:
+def clip_cov(
+    parameters: PolicyLossParameters, advantages: np.ndarray, old_log_probs: np.ndarray, mask: np.ndarray, lengths: np.ndarray
+) -> np.ndarray:
     """A random clip_cov_ratio of all tokens, at least one, among those whose covariance lies between clip_cov_lb and clip_cov_ub."""
     values = covariance(advantages, old_log_probs, mask)
     candidates = mask & (values > parameters.clip_cov_lb) & (values < parameters.clip_cov_ub)
-    return _largest(_lots(old_log_probs), candidates, parameters.clip_cov_ratio * mask.sum())
+    return _largest(_lots(old_log_probs, lengths), candidates, parameters.clip_cov_ratio * mask.sum())
 
 
 @_selection("kl_cov")
-def kl_cov(parameters: PolicyLossParameters, advantages: np.ndarray, old_log_probs: np.ndarray, mask: np.ndarray) -> np.ndarray:
+def kl_cov(
+    parameters: PolicyLossParameters, advantages: np.ndarray, old_log_probs: np.ndarray, mask: np.ndarray, lengths: np.ndarray
+) -> np.ndarray:
     """The kl_cov_ratio of all tokens, at least one, with the highest covariance."""
     return _largest(covariance(advantages, old_log_probs, mask), mask, parameters.kl_cov_ratio * mask.sum())
 
@@ -58,10 +68,10 @@ def _largest(values: np.ndarray, candidates: np.ndarray, count: float) -> np.nda
     return candidates & (values >= picked[-1]) if picked.size else np.zeros(candidates.shape, dtype=bool)
 
 
-def _lots(log_probs: np.ndarray) -> np.ndarray:
-    """uint64: a token's lot, from the bits of its own log-probability and its place in the response, so that it moves with its row."""
+def _lots(log_probs: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """uint64 [tokens]: a token's lot, from its own log-probability's bits and its place in the response, so that it moves with its row."""
     bits = np.ascontiguousarray(log_probs, dtype=np.float64).view(np.uint64)
-    mixed = bits + np.arange(1, bits.shape[1] + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = bits + (places(lengths) + 1).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # splitmix64's mixing of one word
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
     return mixed ^ (mixed >> np.uint64(31))

@@ -13,6 +13,7 @@ from mrl.cluster.seats import Seats, actor_seats
 from mrl.cluster.workers import WRITING, ActorWorker
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
+from mrl.data.samples import positions
 from mrl.errors import EnvironmentFault, Interrupted
 from mrl.megatron.batching import UpdateResult
 from mrl.platforms.hosting import get_hosting
@@ -64,11 +65,11 @@ class ActorGroup:
         return {f"rank {i}": getattr(w, method).remote(*arguments) for i, w in enumerate(self.workers)}
 
     def log_probs(self, batch: TrainBatch) -> tuple[np.ndarray, float]:
-        """Log-probs [batch, response_length] under the current weights; the mean entropy over response tokens, nats."""
+        """Log-probs [response tokens] under the current weights; their mean entropy, nats."""
         return self._log_probs("log_probs", batch)
 
     def ref_log_probs(self, batch: TrainBatch) -> np.ndarray:
-        """Log-probs [batch, response_length] under the reference model's weights."""
+        """Log-probs [response tokens] under the reference model's weights."""
         return self._log_probs("ref_log_probs", batch)[0]
 
     def _log_probs(self, method: str, batch: TrainBatch) -> tuple[np.ndarray, float]:
@@ -78,7 +79,8 @@ class ActorGroup:
         for part in self.call(method, ray.put(batch), interruptible=True):
             if part is None:
                 continue
-            log_probs[part["rows"]], filled[part["rows"]] = part["log_probs"], True
+            log_probs[positions(batch.response_lengths, part["rows"])] = part["log_probs"]
+            filled[part["rows"]] = True
             entropy, weight = entropy + part["entropy"][0], weight + part["entropy"][1]
         if not filled.all():
             raise RuntimeError(f"no rank answered for rows {np.flatnonzero(~filled)[:8].tolist()}")

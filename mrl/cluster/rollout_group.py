@@ -11,15 +11,17 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import ray
 
 from mrl.cluster.calls import LostPeer, blame, gather, unwrap
 from mrl.cluster.seats import Seat, Seats, engine_seats
 from mrl.cluster.workers import EngineWorker
 from mrl.config.schema import RunConfig
+from mrl.data.samples import Samples
 from mrl.errors import Interrupted
 from mrl.platforms.hosting import get_hosting
-from mrl.vllm.requests import Completion, Request, Sampling, engine_settings, log_name, rank_name
+from mrl.vllm.requests import Request, Sampling, engine_settings, log_name, rank_name
 
 PREPARE_S = 60.0  # for a rank that is there to say so; another may be in the middle of a long step
 
@@ -83,12 +85,12 @@ class RolloutGroup:
         if self.engine_ranks > 1:
             gather(self.refs("check_there", engines=engines), PREPARE_S, f"{what}, asking who is there")
 
-    def generate(self, requests: list[Request], sampling: Sampling, on_batch: Callable[[list[Completion]], None]) -> list[Completion]:
-        """All completions in the order of `requests`; `on_batch` sees them as they finish.
+    def generate(self, requests: list[Request], sampling: Sampling, on_batch: Callable[[Samples], None]) -> Samples:
+        """All responses, ordered by `sample_id`; `on_batch` sees them as they finish.
 
         Raises Interrupted when an engine dies or the deadline passes.
         """
-        completions: dict[int, Completion] = {}
+        done: list[Samples] = []
         streams = {
             worker.generate.options(num_returns="streaming").remote(share, sampling): name
             for name, worker, share in zip(self.names, self.workers, spread(requests, len(self.workers)), strict=True)
@@ -99,15 +101,14 @@ class RolloutGroup:
             self.poll()
             ready, _ = ray.wait(list(streams), timeout=0.5)
             for stream in ready:
-                self._take(stream, streams, completions, on_batch)
+                self._take(stream, streams, done, on_batch)
             if not ready and time.monotonic() > deadline:
-                late = ", ".join(streams.values())
-                raise Interrupted(
-                    f"generation: {len(requests) - len(completions)} of {len(requests)} responses missing, waiting for {late}"
-                )
-        return [completions[r.sample_id] for r in requests]
+                late, missing = ", ".join(streams.values()), len(requests) - sum(map(len, done))
+                raise Interrupted(f"generation: {missing} of {len(requests)} responses missing, waiting for {late}")
+        samples = Samples.joined(done)
+        return samples.rows(np.argsort(samples.sample_id))
 
-    def _take(self, stream, streams: dict, completions: dict[int, Completion], on_batch: Callable) -> None:
+    def _take(self, stream, streams: dict, done: list[Samples], on_batch: Callable) -> None:
         try:
             ref = next(stream)
         except StopIteration:
@@ -117,7 +118,7 @@ class RolloutGroup:
             batch = unwrap(ref, streams[stream], "generation")
         except LostPeer as error:  # whom it lost, the lost one's own front end knows, also one that had no request
             raise blame(error, self.refs("check_there"), "generation") from error
-        completions.update((c.sample_id, c) for c in batch)
+        done.append(batch)
         on_batch(batch)
 
     def load_weights(self, buckets: Iterable[tuple[ray.ObjectRef, str]]) -> int:

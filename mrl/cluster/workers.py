@@ -225,7 +225,7 @@ class EngineWorker:
         await self.engine.check_there()
 
     async def generate(self, requests, sampling):
-        """Streams lists of completions."""
+        """Streams batches of Samples."""
         async for batch in self.engine.generate(requests, sampling):
             yield batch
 

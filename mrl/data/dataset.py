@@ -305,9 +305,3 @@ def load_tokenizer(path: str) -> Any:
     if not tokenizer.chat_template:
         raise ConfigError(f"model.path: the tokenizer in {path} has no chat template; add chat_template.jinja beside it")
     return tokenizer
-
-
-def pad_token_id(tokenizer: Any) -> int:
-    """The id that fills up short rows: the tokenizer's pad, else its end of text, else 0; it is masked wherever it stands."""
-    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id)
-    return next((i for i in candidates if i is not None), 0)

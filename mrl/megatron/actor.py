@@ -13,6 +13,7 @@ from megatron.core.distributed import finalize_model_grads
 
 from mrl.algo.aggregate import Denominators, FloatParts, merge, to_floats
 from mrl.algo.losses import PolicyLossParameters, load_custom_loss
+from mrl.algo.rows import row_sums
 from mrl.algo.selection import select
 from mrl.config.schema import RunConfig
 from mrl.config.schema_actor import GRADIENTS, OPTIMIZER, PARAMETERS
@@ -21,10 +22,10 @@ from mrl.errors import DataError, NumericAbort
 from mrl.megatron import parallel
 from mrl.megatron.batching import MicroBatch, Shares, Splitter, UpdateResult, check_batch, mini_batches
 from mrl.megatron.bridge import DTYPES, Bridge, MBridge
-from mrl.megatron.forward import Around, MicroInputs, log_prob_pass, loss_pass, nothing_around, return_hidden_states
+from mrl.megatron.forward import Around, log_prob_pass, loss_pass, nothing_around, on_device, return_hidden_states
 from mrl.megatron.offload import FrozenWeights, Residence, needs, switched
 from mrl.megatron.optimizer import StepResult, build_optimizer, build_scheduler, current_lr, freeze, step, zero_gradients
-from mrl.megatron.packing import micro_arrays
+from mrl.megatron.packing import MicroInputs, micro_inputs
 from mrl.megatron.routing import Routing
 from mrl.megatron.traces import SwitchTraces
 from mrl.model import load_model_spec
@@ -39,7 +40,7 @@ class RowResult:
     """Log-probabilities of some rows of a batch, handed out by one rank per data-parallel replica."""
 
     rows: np.ndarray  # int64 [rows]: which rows of the batch these are
-    log_probs: np.ndarray  # float32 [rows, response_length]; zero outside the response
+    log_probs: np.ndarray  # float32 [response tokens of these rows], end to end
     entropy: tuple[float, float]  # (sum over response tokens in nats, number of tokens)
 
 
@@ -154,14 +155,9 @@ class MegatronActor:
             return None
         kept = [(m, i, o) for m, i, o in zip(micros, inputs, outputs, strict=True) if not m.is_filler]
         rows = np.concatenate([m.rows for m, _, _ in kept]) if kept else np.zeros(0, np.int64)
-        log_probs = np.zeros((len(rows), batch.rollout_log_probs.shape[1]), np.float32)
-        done = 0
-        for micro, i, o in kept:
-            block = log_probs[done : done + len(micro.rows), : i.response_mask.shape[1]]
-            block[:] = o.log_probs.cpu().numpy()
-            done += len(micro.rows)
+        log_probs = [o.log_probs[i.response_mask].cpu().numpy() for _, i, o in kept]
         entropy = merge(to_floats({"entropy": (o.entropy.sum(), i.response_mask.sum())}) for _, i, o in kept)
-        return RowResult(rows, log_probs, entropy.get("entropy", (0.0, 0.0)))
+        return RowResult(rows, np.concatenate([np.zeros(0, np.float32), *log_probs]), entropy.get("entropy", (0.0, 0.0)))
 
     @needs(PARAMETERS, GRADIENTS, OPTIMIZER)
     def update(self, batch: TrainBatch) -> UpdateResult:
@@ -180,11 +176,11 @@ class MegatronActor:
         self.traces.begin()
         for rows in self._mini_batches(batch):
             mini_batch = batch.rows(rows)
-            shares = self.update_splitter.shares(_lengths(mini_batch))
+            shares = self.update_splitter.shares(mini_batch.lengths)
             part = self._update_once(mini_batch, shares)
             if part is not None:
                 parts.append(part)
-                loads.append(self.update_splitter.load(_lengths(mini_batch), shares))
+                loads.append(self.update_splitter.load(mini_batch.lengths, shares))
         seen = (self.routing.metrics() if self.routing else {}) | self.traces.metrics()
         if seen:
             parts[-1:] = [(parts[-1] if parts else {}) | seen]
@@ -197,11 +193,11 @@ class MegatronActor:
         `shares`: how the batch is cut, where the caller knows it. Returns the loss metrics of this replica's
         micro-batches on the ranks that hold results, an empty list elsewhere.
         """
-        mask = batch.loss_mask
-        batch = replace(batch, selected=select(self.loss_parameters, batch.advantages, batch.old_log_probs, mask))
-        shares = shares or self.update_splitter.shares(_lengths(batch))
+        mask, lengths = batch.loss_mask, batch.response_lengths
+        batch = replace(batch, selected=select(self.loss_parameters, batch.advantages, batch.old_log_probs, mask, lengths))
+        shares = shares or self.update_splitter.shares(batch.lengths)
         inputs = self._inputs(batch, shares[mpu.get_data_parallel_rank()])
-        denominators = Denominators(tokens=int(mask.sum()), sequences=int(mask.any(-1).sum()))
+        denominators = Denominators(tokens=int(mask.sum()), sequences=int((row_sums(mask, lengths) > 0).sum()))
         zero_gradients(self.chunks, self.optimizer)
         around = self.routing.comparing if self.routing else nothing_around
         parts = loss_pass(self.chunks, inputs, self.model.vocab_size, self.loss_parameters, denominators, around)
@@ -255,18 +251,13 @@ class MegatronActor:
 
     def _micros(self, batch: TrainBatch, splitter: Splitter) -> tuple[MicroBatch, ...]:
         """This data-parallel replica's micro-batches."""
-        return splitter.shares(_lengths(batch))[mpu.get_data_parallel_rank()]
+        return splitter.shares(batch.lengths)[mpu.get_data_parallel_rank()]
 
     def _inputs(self, batch: TrainBatch, micros: Sequence[MicroBatch]) -> list[MicroInputs]:
         """What this rank computes of each micro-batch."""
         shape, context_rank = self.update_splitter.shape, mpu.get_context_parallel_rank()
-        arrays = (micro_arrays(batch, micro.rows, shape, context_rank, micro.is_filler) for micro in micros)
-        return [MicroInputs.of(a, self.platform.device) for a in arrays]
-
-
-def _lengths(batch: TrainBatch) -> np.ndarray:
-    """int64 [rows]: tokens of each row, prompt and response."""
-    return batch.prompt_lengths + batch.response_lengths
+        cut = (micro_inputs(batch, micro.rows, shape, context_rank, micro.is_filler) for micro in micros)
+        return [on_device(inputs, self.platform.device) for inputs in cut]
 
 
 def _step_metrics(result: StepResult) -> FloatParts:

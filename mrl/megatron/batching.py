@@ -193,10 +193,10 @@ def check_batch(batch: TrainBatch, model: ModelSpec) -> None:
     if int(batch.prompt_lengths.min()) < 1:
         row = int(batch.prompt_lengths.argmin())
         raise DataError(f"row {row} of the batch has an empty prompt: nothing predicts its first response token")
-    longest = int((batch.prompt_lengths + batch.response_lengths).max())
-    if longest > batch.input_ids.shape[1]:
-        raise DataError(f"a row of the batch claims {longest} tokens and the batch is {batch.input_ids.shape[1]} wide")
-    expected = (int((batch.prompt_lengths + batch.response_lengths).sum()), len(model.moe_layers), model.num_experts_per_tok)
+    claimed = int(batch.lengths.sum())
+    if claimed != len(batch.token_ids):
+        raise DataError(f"the rows of the batch claim {claimed} tokens and it has {len(batch.token_ids)}")
+    expected = (claimed, len(model.moe_layers), model.num_experts_per_tok)
     if batch.routes is not None and batch.routes.shape != expected:
         raise DataError(f"the batch's routes are {list(batch.routes.shape)}, expected {list(expected)} (tokens, MoE layers, topk)")
 

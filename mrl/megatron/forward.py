@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,48 +21,24 @@ from torch import Tensor
 from mrl.algo.aggregate import Denominators, MetricParts
 from mrl.algo.losses import LossInputs, LossOutput, PolicyLossParameters, policy_loss
 from mrl.megatron.logprob import lean_log_probs
-from mrl.megatron.packing import MicroArrays
+from mrl.megatron.packing import MicroInputs
 
 
-@dataclass(frozen=True)
-class MicroInputs:
-    """MicroArrays, its arrays as tensors on the device."""
+def on_device(inputs: MicroInputs[np.ndarray], device: torch.device) -> MicroInputs[Tensor]:
+    """The arrays as tensors on `device`."""
+    return inputs.mapped(lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(device))
 
-    input_ids: Tensor
-    position_ids: Tensor
-    real: Tensor
-    predicting: Tensor
-    sequence_starts: Tensor | None
-    predictors: Tensor
-    targets: Tensor
-    slots: Tensor
-    token_temperature: Tensor
-    response_mask: Tensor
-    old_log_probs: Tensor | None
-    advantages: Tensor | None
-    ref_log_probs: Tensor | None
-    loss_weights: Tensor | None
-    selected: Tensor | None
-    routes: Tensor | None
-    content: bytes
 
-    @classmethod
-    def of(cls, arrays: MicroArrays, device: torch.device) -> "MicroInputs":
-        """The arrays as tensors on `device`."""
-        named = {f.name: getattr(arrays, f.name) for f in fields(arrays)}
-        arrays_alone = {k: v for k, v in named.items() if isinstance(v, np.ndarray)}
-        return cls(**named | {k: torch.from_numpy(np.ascontiguousarray(v)).to(device) for k, v in arrays_alone.items()})
-
-    def packed(self) -> PackedSeqParams | None:
-        """Where sequences begin and end, for attention and rotary positions; pads belong to their sequence's end."""
-        starts = self.sequence_starts
-        if starts is None:
-            return None
-        longest = int((starts[1:] - starts[:-1]).max())
-        return PackedSeqParams(
-            qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, cu_seqlens_q_padded=starts, cu_seqlens_kv_padded=starts,
-            max_seqlen_q=longest, max_seqlen_kv=longest,
-        )  # fmt: skip
+def _packing_of(inputs: MicroInputs[Tensor]) -> PackedSeqParams | None:
+    """Where sequences begin and end, for attention and rotary positions; pads belong to their sequence's end."""
+    starts = inputs.sequence_starts
+    if starts is None:
+        return None
+    longest = int((starts[1:] - starts[:-1]).max())
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, cu_seqlens_q_padded=starts, cu_seqlens_kv_padded=starts,
+        max_seqlen_q=longest, max_seqlen_kv=longest,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -133,7 +109,9 @@ def _run(
     def forward_step(data_iterator: Iterator[MicroInputs], model: torch.nn.Module):
         inputs = next(data_iterator)
         with around(model, inputs):
-            output = model(inputs.input_ids, inputs.position_ids, None, packed_seq_params=inputs.packed(), **_KEEP_DTYPE[_is_half(model)])
+            output = model(
+                inputs.input_ids, inputs.position_ids, None, packed_seq_params=_packing_of(inputs), **_KEEP_DTYPE[_is_half(model)]
+            )
         return output, lambda hidden: last_stage(
             inputs, token_outputs(hidden, _head_weight(model), inputs, vocab_size, entropy_has_gradient)
         )

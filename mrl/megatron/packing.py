@@ -5,11 +5,13 @@ have the same share of a causal attention's work. What predicts what is settled 
 """
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 
-from mrl.data.batch import TrainBatch
+from mrl.data.batch import Array, TokenValues, TrainBatch
 from mrl.data.routes import MISSING
 from mrl.units import round_up
 
@@ -46,40 +48,44 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class MicroArrays:
-    """One micro-batch of one context-parallel rank. `tokens` are the response tokens whose predicting position is on this rank.
+class MicroInputs(TokenValues[Array]):
+    """One micro-batch of one context-parallel rank: numpy arrays as they are cut, tensors as the model takes them.
 
-    `batch` is 1 where sequences are packed, else the number of rows; `response_length` is the longest one here.
+    `tokens` are the response tokens whose predicting position is on this rank. `batch` is 1 where sequences are packed, else the number of
+    rows; `response_length` is the longest one here. The values of TokenValues are [rows, response_length].
     """
 
-    input_ids: np.ndarray  # int64 [batch, length]
-    position_ids: np.ndarray  # int64 [batch, length]: position inside its sequence
-    real: np.ndarray  # bool [batch, length]: no padding, and no filler's
-    predicting: np.ndarray  # bool [batch, length]: real, and not its sequence's last token, whose output nobody reads
-    sequence_starts: np.ndarray | None  # int32 [rows + 1]: where sequences begin and end in the pack, before the cut; None: padded
-    predictors: np.ndarray  # int64 [tokens]: index into batch * length of the position that predicts the token
-    targets: np.ndarray  # int64 [tokens]
-    slots: np.ndarray  # int64 [tokens]: index of the token into rows * response_length
-    token_temperature: np.ndarray  # float32 [tokens]
-    response_mask: np.ndarray  # bool [rows, response_length]: tokens that count, rejected ones and a filler's not
-    old_log_probs: np.ndarray | None  # float32 [rows, response_length]
-    advantages: np.ndarray | None  # float32 [rows, response_length]
-    ref_log_probs: np.ndarray | None  # float32 [rows, response_length]
-    loss_weights: np.ndarray | None  # float32 [rows, response_length]
-    selected: np.ndarray | None  # bool [rows, response_length]
-    routes: np.ndarray | None  # int8 or int16 [batch, length, MoE layers, topk]; -1 where unknown, as of padding
+    input_ids: Array  # int64 [batch, length]
+    position_ids: Array  # int64 [batch, length]: position inside its sequence
+    real: Array  # bool [batch, length]: no padding, and no filler's
+    predicting: Array  # bool [batch, length]: real, and not its sequence's last token, whose output nobody reads
+    sequence_starts: Array | None  # int32 [rows + 1]: where sequences begin and end in the pack, before the cut; None: padded
+    predictors: Array  # int64 [tokens]: index into batch * length of the position that predicts the token
+    targets: Array  # int64 [tokens]
+    slots: Array  # int64 [tokens]: index of the token into rows * response_length
+    token_temperature: Array  # float32 [tokens]
+    response_mask: Array  # bool [rows, response_length]: tokens that count, rejected ones and a filler's not
+    routes: Array | None  # int8 or int16 [batch, length, MoE layers, topk]; -1 where unknown, as of padding
     content: bytes  # digest of all that a forward takes, before the cut: two passes that cut a batch alike have the same micro-batches
 
+    def mapped(self, function: Callable[[Array], Any]) -> "MicroInputs":
+        """The same with `function` of every array in its place."""
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{k: function(v) for k, v in given.items() if v is not None and k != "content"})
 
-def micro_arrays(batch: TrainBatch, rows: np.ndarray, shape: Shape, context_rank: int = 0, is_filler: bool = False) -> MicroArrays:
+
+def micro_inputs(
+    batch: TrainBatch, rows: np.ndarray, shape: Shape, context_rank: int = 0, is_filler: bool = False
+) -> MicroInputs[np.ndarray]:
     """Cuts the rows out and lays their sequences into memory."""
     picked = batch.rows(rows)
-    lengths = picked.prompt_lengths + picked.response_lengths
+    lengths = picked.lengths
     padded = shape.padded(lengths)
     starts = np.concatenate([[0], np.cumsum(padded)])
-    ids, positions, left = _laid_out(picked.input_ids, lengths, padded, starts)
-    width = max(int(picked.response_lengths.max()), 1)
-    mask = picked.loss_mask[:, :width] & (not is_filler)
+    ids, positions, left = _laid_out(picked.token_ids, lengths, padded, starts)
+    responses = np.arange(max(int(picked.response_lengths.max()), 1))[None] < picked.response_lengths[:, None]
+    width = responses.shape[1]
+    mask = in_rows(picked.loss_mask, responses) & (not is_filler)
     row, column = np.nonzero(mask)
     target = starts[row] + picked.prompt_lengths[row] + column
     kept = kept_positions(padded, shape.context, context_rank)
@@ -87,7 +93,7 @@ def micro_arrays(batch: TrainBatch, rows: np.ndarray, shape: Shape, context_rank
     local[kept] = np.arange(len(kept))
     here = local[target - 1] >= 0
     lines = 1 if shape.packed else len(rows)
-    return MicroArrays(
+    return MicroInputs(
         input_ids=ids[kept].reshape(lines, -1),
         position_ids=positions[kept].reshape(lines, -1),
         real=((left > 0) & (not is_filler))[kept].reshape(lines, -1),
@@ -98,11 +104,7 @@ def micro_arrays(batch: TrainBatch, rows: np.ndarray, shape: Shape, context_rank
         slots=(row * width + column)[here],
         token_temperature=picked.temperature[row][here],
         response_mask=mask,
-        old_log_probs=_cut(picked.old_log_probs, width),
-        advantages=_cut(picked.advantages, width),
-        ref_log_probs=_cut(picked.ref_log_probs, width),
-        loss_weights=_cut(picked.loss_weights, width),
-        selected=_cut(picked.selected, width),
+        **{name: None if flat is None else in_rows(flat, responses) for name, flat in picked.token_values.items()},
         routes=None if picked.routes is None else _laid_out_routes(picked.routes, left)[kept].reshape(lines, -1, *picked.routes.shape[1:]),
         content=_digest(ids, lengths, padded, picked.routes),
     )
@@ -118,19 +120,22 @@ def _digest(*whole: np.ndarray | None) -> bytes:
     return digest.digest()
 
 
-def _cut(values: np.ndarray | None, width: int) -> np.ndarray | None:
-    return None if values is None else values[:, :width]
+def in_rows(values: np.ndarray, responses: np.ndarray) -> np.ndarray:
+    """[rows, response_length] from [response tokens], rows end to end, which stand where `responses` is true; 0 elsewhere."""
+    padded = np.zeros(responses.shape, values.dtype)
+    padded[responses] = values
+    return padded
 
 
-def _laid_out(input_ids: np.ndarray, lengths: np.ndarray, padded: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Sequences end to end, all int64 [sum of padded]: token ids with zeros for padding, positions, and how many real tokens of its
-    sequence each has left, itself included: 0 of padding.
+def _laid_out(token_ids: np.ndarray, lengths: np.ndarray, padded: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Tokens without padding as they lie in memory, all int64 [sum of padded]: token ids with zeros for padding, positions, and how many
+    real tokens of its sequence each has left, itself included: 0 of padding.
     """
     ids, positions, left = (np.zeros(int(starts[-1]), dtype=np.int64) for _ in range(3))
-    for row, (start, length, size) in enumerate(zip(starts, lengths, padded, strict=False)):
-        ids[start : start + length] = input_ids[row, :length]
+    for start, length, size in zip(starts, lengths, padded, strict=False):
         positions[start : start + size] = np.arange(size)
         left[start : start + length] = np.arange(length, 0, -1)
+    ids[left > 0] = token_ids
     return ids, positions, left
 
 

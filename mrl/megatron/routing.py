@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mrl.algo.aggregate import FloatParts
 from mrl.data.routes import MISSING
-from mrl.megatron.forward import MicroInputs
+from mrl.megatron.packing import MicroInputs
 from mrl.model import ModelSpec
 
 Replay = Literal["disabled", "R2", "R3"]

@@ -1,4 +1,4 @@
-"""What the samples of one step take: on a rank's device as the inputs of its micro-batches, on hosts as arrays and as Python objects.
+"""What the samples of one step take: on a rank's device as the inputs of its micro-batches, on hosts as columns.
 
 Every sample counts at its limits. A rank lays out all micro-batches of a pass before the first one runs
 (mrl/megatron/actor.py, `_inputs`), so it is rows of a whole pass that count, not those of a micro-batch: of the step
@@ -13,11 +13,11 @@ from mrl.model.layout import TrainLayout
 from mrl.plan.model_state import layer_kinds
 from mrl.plan.plan_inputs import BatchPlan, PlanInputs
 
-_F32, _INT64 = 4, 8
+_F32, _INT32, _INT64 = 4, 4, 8
 _A_TOKEN = 2 * _INT64 + 2  # its number and position; whether it is real, whether it predicts
 _A_TARGET = 3 * _INT64 + _F32  # who predicts it, its number, its place; its temperature
-_PYTHON_TOKEN, _PYTHON_LOG_PROB = 40, 32  # an integer or a float of CPython, and the reference to it in a tuple
-_DRIVER_COPIES = 2  # of the arrays on the fullest node: the loop's own, and that in Ray's object store, which ranks read in place
+_SAMPLE_COPIES = 3  # while groups are formed: responses as they came, by group, and joined again
+_BATCH_COPIES = 2  # on the fullest node: the loop's own, and that in Ray's object store, which ranks read in place
 _NARROW_EXPERTS, _NARROW_CHOICES = 128, 256  # experts whose numbers, with a missing one and without, fit into a byte
 
 
@@ -81,11 +81,11 @@ def _moe_layers(model: ModelSpec, train: TrainLayout, pp: int) -> int:
 
 
 def host_batch_bytes(inputs: PlanInputs, batch: BatchPlan) -> int:
-    """Of a step's samples on the node where the loop runs: as Python objects, and as arrays."""
+    """Of a step's samples on the node where the loop runs, at the fuller of two moments."""
     data, algorithm = inputs.config.data, inputs.config.algorithm
     tokens = batch.samples * (data.max_prompt_length + data.max_response_length)
     response = batch.samples * data.max_response_length
-    by_response = [_F32, *_response_arrays(inputs)[:-1]] + [1] * algorithm.overlong_filter  # the loop has no selection
+    by_response = [*_response_arrays(inputs)[:-1]] + [1] * algorithm.overlong_filter  # the loop has no selection
     routes = tokens * _route_bytes(inputs.model) * (inputs.config.actor.router_replay == "R3")
-    arrays = tokens * _INT64 + response * sum(by_response) + routes
-    return tokens * _PYTHON_TOKEN + response * _PYTHON_LOG_PROB + routes + _DRIVER_COPIES * arrays
+    samples = tokens * _INT32 + response * _F32 + routes
+    return max(_SAMPLE_COPIES * samples, _BATCH_COPIES * (samples + response * sum(by_response)))

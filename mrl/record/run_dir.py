@@ -7,20 +7,17 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from mrl.data.batch import Sample
 from mrl.errors import ConfigError
 
 CONFIG = "config.resolved.yaml"
 METRICS = "metrics.jsonl"
 LOCK = "run.lock"
-
-RewardParts = Mapping[str, float]  # `score` and whatever else the reward function returned
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ class RunDir:
 
     @property
     def samples(self) -> Path:
-        """A file `step-N.jsonl` of training samples a step."""
+        """A file `step-N.parquet` of training samples a step; see mrl.record.sample_files."""
         return self.path / "samples"
 
     @property
@@ -128,7 +125,7 @@ class RunDir:
         """
         kept = [line for line, row in _whole_lines(self.metrics) if row["training/global_step"] <= after_step]
         write_text(self.metrics, "".join(kept))
-        for file in (*self.samples.glob("step-*.jsonl"), *self.validation.glob("step-*.jsonl")):
+        for file in (*self.samples.glob("step-*.*"), *self.validation.glob("step-*.jsonl")):
             if int(file.stem.removeprefix("step-")) > after_step:
                 file.unlink()
         shutil.rmtree(self.tensorboard, ignore_errors=True)  # its files cannot be cut; the sink writes the kept lines anew
@@ -189,23 +186,6 @@ def json_line(row: Mapping[str, Any]) -> str:
         return json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n"
     except (ValueError, TypeError):
         return json.dumps(json_safe(row), allow_nan=False, ensure_ascii=False) + "\n"
-
-
-def write_samples(folder: Path, step: int, samples: Sequence[Sample], rewards: Sequence[RewardParts]) -> Path:
-    """Writes `folder/step-N.jsonl`, a line a sample: token ids, log-probs, stop reason, weight version, seed, and `reward` parts.
-
-    Routes are left out: they are hundreds of bytes a token, and an engine of that weight version would give them again.
-    The file appears whole or not at all.
-    """
-    path = folder / f"step-{step}.jsonl"
-    write_text(
-        path, "".join(json_line(_fields(sample) | {"reward": dict(reward)}) for sample, reward in zip(samples, rewards, strict=True))
-    )
-    return path
-
-
-def _fields(sample: Sample) -> dict:
-    return {name: value for name, value in vars(sample).items() if name != "routes"}
 
 
 def _take_lock(lock: Path) -> None:

@@ -19,7 +19,7 @@
 Between them stand the hand-overs of placement.py, where engines and actor take turns on the same devices.
 
 An example, parallel_configs/tiny-moe/cpu.yaml: 64 prompts x 8 responses of up to 4 tokens are 512 samples; the batch's
-arrays are [512, longest response]; mini-batches of 16 prompts make 4 updates of 128 rows each.
+columns have 512 rows, end to end and without padding (data/samples.py); mini-batches of 16 prompts make 4 updates of 128 rows each.
 
 Large things stay where they are: weights in ranks and engines, the batch behind one reference for all ranks. The driver
 holds token ids, numbers a token, and metrics. What a run consists of stands in run.py.
@@ -60,7 +60,7 @@ def train_step(run: Run) -> None:
         write_rollouts(run.run_dir.samples, step, rollouts)
         run.placement.to_log_probs()
         with timer("old_log_prob"):
-            batch, policy_metrics = with_old_log_probs(config, actor, rollouts.samples, run.pad_token_id)
+            batch, policy_metrics = with_old_log_probs(config, actor, rollouts.samples)
         if algorithm.needs_reference:
             with timer("ref"):
                 batch = with_ref_log_probs(actor, batch)

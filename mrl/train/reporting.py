@@ -12,7 +12,7 @@ from mrl.config.schema import DataConfig, RunConfig
 from mrl.data.batch import TrainBatch
 from mrl.platforms.hosting import get_hosting
 from mrl.record.metrics import PhaseTimer, batch_metrics, reward_metrics, speed_metrics
-from mrl.record.run_dir import write_samples
+from mrl.record.sample_files import write_samples
 from mrl.record.sinks import Record
 from mrl.record.views import Rows
 from mrl.train.rollouts import Rollouts
@@ -26,7 +26,7 @@ PAPER_BAND, PAPER_LENGTH = 3e-4, 1000  # GSPO's lower clip, and the response len
 
 
 def write_rollouts(folder: Path, step: int, rollouts: Rollouts) -> None:
-    """`folder/step-N.jsonl`: token ids, log-probs, weight versions and rewards of the step's samples."""
+    """`folder/step-N.parquet`: token ids, log-probs, weight versions and rewards of the step's samples."""
     parts = [{**result.parts, "score": result.score, "reason": result.reason} for result in rollouts.results]
     write_samples(folder, step, rollouts.samples, parts)
 

@@ -10,7 +10,6 @@ nothing and misses nothing.
 """
 
 import hashlib
-import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,15 +18,17 @@ from typing import Any, Protocol
 import numpy as np
 
 from mrl.algo.advantages import soft_overlong_penalty
+from mrl.algo.rows import row_sums
 from mrl.cluster.rollout_group import RolloutGroup
 from mrl.config.schema import FilterGroupsConfig, RewardConfig, RunConfig
-from mrl.data.batch import Prompt, Sample
+from mrl.data.batch import Prompt
 from mrl.data.order import DataCursor, PromptStream
+from mrl.data.samples import Samples
 from mrl.errors import DataError, NumericAbort
 from mrl.record.metrics import PhaseTimer
 from mrl.reward.items import OK, RewardItem, RewardResult, check_failures, failure_counts, failures_at_the_bottom
 from mrl.reward.pool import RewardPool
-from mrl.vllm.requests import Completion, Request, Sampling, training_sampling
+from mrl.vllm.requests import Request, Sampling, training_sampling
 
 TRAIN = "train"
 SCORE, REWARD = "score", "reward"
@@ -52,7 +53,7 @@ class Responder:
     display: Progress
     poll: Callable[[], None]  # raises Interrupted once the run is to stop
 
-    def respond(self, prompts: list[Prompt], n: int, sampling: Sampling, seed: Callable[[Prompt, int], int], label: str) -> list[Sample]:
+    def respond(self, prompts: list[Prompt], n: int, sampling: Sampling, seed: Callable[[Prompt, int], int], label: str) -> Samples:
         """`n` responses a prompt, ordered by prompt; each goes to the reward pool as it arrives.
 
         `seed(prompt, k)` is the seed of the prompt's k-th response; `label` names the phase where progress is shown.
@@ -60,28 +61,21 @@ class Responder:
         """
         indexed = enumerate(_with_first_index(prompts))
         planned = [(group, prompt, k) for group, (prompt, first) in indexed for k in range(first, first + n)]
-        requests = [Request(i, prompt.token_ids, seed(prompt, k)) for i, (_, prompt, k) in enumerate(planned)]
+        requests = [Request(i, p.token_ids, seed(p, k), p.prompt_id, group) for i, (group, p, k) in enumerate(planned)]
         arrived = 0
 
-        def score(batch: list[Completion]) -> None:
+        def score(batch: Samples) -> None:
             nonlocal arrived
             arrived += len(batch)
             self.display.progress(f"{label} responses", arrived, len(requests))
-            for completion in batch:
-                self.rewards.submit(self._reward_item(planned[completion.sample_id][1], completion))
+            for sample_id, response in zip(batch.sample_id.tolist(), batch.responses(), strict=True):
+                self.rewards.submit(self._reward_item(sample_id, planned[sample_id][1], response))
 
-        completions = self.engines.generate(requests, sampling, score)
-        check_finite(completions)
-        return [
-            Sample(
-                prompt_id=prompt.prompt_id, group_id=group, sample_id=i, seed=request.seed, prompt_ids=prompt.token_ids,
-                response_ids=completion.token_ids, rollout_log_probs=completion.log_probs, stop_reason=completion.stop_reason,
-                weight_version=completion.weight_version, routes=completion.routes,
-            )
-            for i, ((group, prompt, _), request, completion) in enumerate(zip(planned, requests, completions, strict=True))
-        ]  # fmt: skip
+        samples = self.engines.generate(requests, sampling, score)
+        check_finite(samples)
+        return samples
 
-    def collect_rewards(self, samples: list[Sample]) -> list[RewardResult]:
+    def collect_rewards(self, samples: Samples) -> list[RewardResult]:
         """Results in the order of `samples`, failed ones at the bottom of their data source where reward.failure_score is not set.
 
         Raises DataError when too many failed.
@@ -92,23 +86,23 @@ class Responder:
         if self.reward_config.failure_score is None:
             results = failures_at_the_bottom(results)
         by_id = {result.sample_id: result for result in results}
-        return [by_id[sample.sample_id] for sample in samples]
+        return [by_id[sample_id] for sample_id in samples.sample_id.tolist()]
 
-    def _reward_item(self, prompt: Prompt, completion: Completion) -> RewardItem:
-        text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-        return RewardItem(completion.sample_id, prompt.data_source, text, prompt.ground_truth, prompt.extra_info)
+    def _reward_item(self, sample_id: int, prompt: Prompt, response: np.ndarray) -> RewardItem:
+        text = self.tokenizer.decode(response.tolist(), skip_special_tokens=True)
+        return RewardItem(sample_id, prompt.data_source, text, prompt.ground_truth, prompt.extra_info)
 
 
-def check_finite(completions: list[Completion]) -> None:
+def check_finite(samples: Samples) -> None:
     """Raises NumericAbort when an engine sampled from what is no distribution.
 
     Nothing in vLLM does: weights that are not numbers give tokens and a stop reason like any others.
     """
-    bad = [completion for completion in completions if not math.isfinite(sum(completion.log_probs))]
-    if bad:
+    bad = np.flatnonzero(row_sums(~np.isfinite(samples.rollout_log_probs), samples.response_lengths))
+    if len(bad):
         raise NumericAbort(
-            f"{len(bad)} of {len(completions)} responses have log-probs that are not finite, the first is sample {bad[0].sample_id} under "
-            f"weight version {bad[0].weight_version}: the engines computed with weights that are not numbers"
+            f"{len(bad)} of {len(samples)} responses have log-probs that are not finite, the first is sample {samples.sample_id[bad[0]]} "
+            f"under weight version {samples.weight_version[bad[0]]}: the engines computed with weights that are not numbers"
         )
 
 
@@ -135,7 +129,7 @@ def sample_seed(run_seed: int, purpose: str, step: int, prompt_id: int, index: i
 class Group:
     """The responses to one prompt, with their rewards. `differs`: they do not all have the same value. A dropped one has no samples."""
 
-    samples: tuple[Sample, ...]
+    samples: Samples | None
     results: tuple[RewardResult, ...]
     differs: bool
 
@@ -144,7 +138,7 @@ class Group:
 class Rollouts:
     """What a step trains on, ordered by (group_id, sample_id), and the place in the data after all that was generated for it."""
 
-    samples: list[Sample]
+    samples: Samples
     results: list[RewardResult]
     rewards: np.ndarray  # float64 [samples]: scores after penalties
     cursor: DataCursor
@@ -181,7 +175,7 @@ def gather_rollouts(
     return Rollouts(samples, results, rewards, cursor, metrics)
 
 
-def generate(config: RunConfig, responder: Responder, prompts: list[Prompt], step: int, gen_batch: int = 0) -> list[Sample]:
+def generate(config: RunConfig, responder: Responder, prompts: list[Prompt], step: int, gen_batch: int = 0) -> Samples:
     """`rollout.n` responses a prompt, ordered by prompt.
 
     `gen_batch` counts the batches of prompts of one step, so that a prompt drawn twice in it is not answered alike.
@@ -203,7 +197,7 @@ def without_dropped_tokens(config: RunConfig, groups: list[Group]) -> list[Group
     spare = config.data.train_batch_size if config.algorithm.filter_groups.on_exhausted == "unfiltered" else 0
     for group in groups:
         dropped = not _trainable(config, group)
-        kept.append(replace(group, samples=()) if dropped and not spare else group)
+        kept.append(replace(group, samples=None) if dropped and not spare else group)
         spare -= dropped and spare > 0
     return kept
 
@@ -216,27 +210,25 @@ def _trainable(config: RunConfig, group: Group) -> bool:
     return group.differs or not config.algorithm.filter_groups.enable
 
 
-def as_groups(config: RunConfig, samples: list[Sample], results: list[RewardResult]) -> list[Group]:
+def as_groups(config: RunConfig, samples: Samples, results: list[RewardResult]) -> list[Group]:
     """The responses to one batch of prompts by group, in order."""
     filtering = config.algorithm.filter_groups
     rewards = rewards_after_penalties(config, samples, results)
     values = metric_values(filtering.metric if filtering.enable else SCORE, results, rewards)
-    ids = np.array([sample.group_id for sample in samples])
     groups = []
-    for group_id in np.unique(ids):
-        rows = np.flatnonzero(ids == group_id)
+    for group_id in np.unique(samples.group_id):
+        rows = np.flatnonzero(samples.group_id == group_id)
         differs = bool(values[rows].min() < values[rows].max())
-        groups.append(Group(tuple(samples[i] for i in rows), tuple(results[i] for i in rows), differs))
+        groups.append(Group(samples.rows(rows), tuple(results[i] for i in rows), differs))  # a copy: a dropped group's memory comes free
     return groups
 
 
-def rewards_after_penalties(config: RunConfig, samples: list[Sample], results: list[RewardResult]) -> np.ndarray:
+def rewards_after_penalties(config: RunConfig, samples: Samples, results: list[RewardResult]) -> np.ndarray:
     """float64 [batch]: scores, less the soft overlong penalty where it is on."""
     scores, buffer = np.array([result.score for result in results], dtype=np.float64), config.algorithm.overlong_buffer
     if not buffer.enable:
         return scores
-    lengths = np.array([len(sample.response_ids) for sample in samples])
-    return scores + soft_overlong_penalty(lengths, config.data.max_response_length, buffer.len, buffer.penalty_factor)
+    return scores + soft_overlong_penalty(samples.response_lengths, config.data.max_response_length, buffer.len, buffer.penalty_factor)
 
 
 def metric_values(metric: str, results: list[RewardResult], rewards: np.ndarray) -> np.ndarray:
@@ -279,11 +271,13 @@ def choose(config: RunConfig, groups: list[Group], when: str) -> list[Group]:
     )
 
 
-def renumbered(groups: list[Group]) -> tuple[list[Sample], list[RewardResult]]:
+def renumbered(groups: list[Group]) -> tuple[Samples, list[RewardResult]]:
     """Samples and results with group and sample ids counted from 0, as every later part expects them within a step."""
-    pairs = [(number, s, r) for number, g in enumerate(groups) for s, r in zip(g.samples, g.results, strict=True)]
-    samples = [replace(sample, group_id=number, sample_id=i) for i, (number, sample, _) in enumerate(pairs)]
-    return samples, [replace(result, sample_id=i) for i, (_, _, result) in enumerate(pairs)]
+    samples = Samples.joined([group.samples for group in groups])
+    numbers = np.repeat(np.arange(len(groups)), [len(group.results) for group in groups])
+    results = [result for group in groups for result in group.results]
+    samples = replace(samples, group_id=numbers, sample_id=np.arange(len(samples)))
+    return samples, [replace(result, sample_id=i) for i, result in enumerate(results)]
 
 
 def _metrics(groups: list[Group], chosen: list[Group], batches: int) -> dict[str, float]:

@@ -21,7 +21,7 @@ from mrl.cluster.weight_sync import WeightSync
 from mrl.config.load import ResolvedConfig
 from mrl.config.schema import RunConfig
 from mrl.config.schema_actor import OPTIMIZER
-from mrl.data.dataset import PromptDataset, PromptParameters, load_tokenizer, pad_token_id
+from mrl.data.dataset import PromptDataset, PromptParameters, load_tokenizer
 from mrl.data.order import PromptStream
 from mrl.errors import Interrupted
 from mrl.model import load_model_spec
@@ -87,7 +87,6 @@ class Run:
     run_dir: RunDir
     train_prompts: PromptStream
     val_prompts: PromptDataset | None
-    pad_token_id: int
     total_steps: int
     stop: StopFlag
     record: AdvisedRecord
@@ -130,7 +129,7 @@ def open_run(resolved: ResolvedConfig, resume: bool) -> Iterator[Run]:
         saver = Saver(config, run_dir.checkpoints, placement, stream.prompts.fingerprint, state.step)
         stack.callback(saver.close)  # before the ranks end
         yield Run(
-            config=config, run_dir=run_dir, train_prompts=stream, val_prompts=val, pad_token_id=pad_token_id(tokenizer), total_steps=total,
+            config=config, run_dir=run_dir, train_prompts=stream, val_prompts=val, total_steps=total,
             stop=stop, record=record, responder=Responder(tokenizer, engines, rewards, config.reward, record, stop.raise_if_set),
             actor=actor, placement=placement, saver=saver, state=state,
         )  # fmt: skip

@@ -13,19 +13,19 @@ import numpy as np
 from mrl.algo.advantages import AdvantageInputs, compute_advantages
 from mrl.algo.correction import CorrectionParameters, correct, mismatch_metrics, without_truncated
 from mrl.algo.losses import kl_in_reward
+from mrl.algo.rows import row_sums
 from mrl.cluster.actor_group import ActorGroup
 from mrl.config.schema import AlgorithmConfig, RunConfig
-from mrl.data.batch import Sample, TrainBatch, collate
+from mrl.data.batch import TrainBatch
 from mrl.data.routes import MISSING
+from mrl.data.samples import Samples
 from mrl.errors import EnvironmentFault, NumericAbort
 from mrl.megatron.batching import MiniBatchLoad
 from mrl.record.metrics import reduce_parts, seqlen_metrics
 from mrl.train.rollouts import Rollouts, metric_values
 
 
-def with_old_log_probs(
-    config: RunConfig, actor: ActorGroup, samples: list[Sample], pad_token_id: int
-) -> tuple[TrainBatch, dict[str, float]]:
+def with_old_log_probs(config: RunConfig, actor: ActorGroup, samples: Samples) -> tuple[TrainBatch, dict[str, float]]:
     """The samples as a batch, with log-probs of the same weights under Megatron's numerics; the policy's entropy, and
     the mismatch between generation and training.
 
@@ -33,15 +33,15 @@ def with_old_log_probs(
     """
     if config.actor.router_replay == "R3":
         check_any_route(samples)
-    batch = collate(samples, config.rollout.temperature, pad_token_id)
+    batch = TrainBatch.of(samples, config.rollout.temperature)
     log_probs, entropy = actor.log_probs(batch)
-    mismatch = mismatch_metrics(batch.rollout_log_probs, log_probs, batch.response_mask)
+    mismatch = mismatch_metrics(batch.rollout_log_probs, log_probs, batch.response_lengths)
     return replace(batch, old_log_probs=log_probs), {"actor/entropy": entropy} | mismatch
 
 
-def check_any_route(samples: list[Sample]) -> None:
+def check_any_route(samples: Samples) -> None:
     """Some may be missing, as those of cached prompts are; where all are, nothing would be replayed under the name of R3."""
-    if not any(sample.routes is not None and (sample.routes != MISSING).any() for sample in samples):
+    if samples.routes is None or not (samples.routes != MISSING).any():
         raise EnvironmentFault(
             f"actor.router_replay: R3, and the vLLM engines (rollout) returned no route for any of {len(samples)} samples; "
             "see logs/engine-N.log in the run directory, or set actor.router_replay: R2 or disabled, which need none"
@@ -54,40 +54,39 @@ def with_ref_log_probs(actor: ActorGroup, batch: TrainBatch) -> TrainBatch:
 
 
 def kl_penalties(algorithm: AlgorithmConfig, batch: TrainBatch) -> tuple[np.ndarray | None, dict[str, float]]:
-    """What the KL to the reference model takes off each token's reward, [batch, response_length]; None without use_kl_in_reward."""
+    """What the KL to the reference model takes off each token's reward, [response tokens]; None without use_kl_in_reward."""
     if not algorithm.use_kl_in_reward:
         return None, {}
     coefficient = algorithm.kl_ctrl.kl_coef
     penalties = kl_in_reward(batch.old_log_probs, batch.ref_log_probs, algorithm.kl_penalty, coefficient)
-    by_response = np.where(batch.response_mask, penalties, 0.0).sum(-1)
+    by_response = row_sums(penalties, batch.response_lengths)
     return penalties, {"actor/reward_kl_penalty": float(by_response.mean()), "actor/kl_coef": coefficient}
 
 
-def with_corrections(algorithm: AlgorithmConfig, batch: TrainBatch, samples: list[Sample]) -> tuple[TrainBatch, dict[str, float]]:
+def with_corrections(algorithm: AlgorithmConfig, batch: TrainBatch, samples: Samples) -> tuple[TrainBatch, dict[str, float]]:
     """The batch without what the over-long filter and the rollout correction reject, weighted, under the chosen anchor; and metrics.
 
     `batch.old_log_probs` are the trainer's. What is rejected is out of the loss alone: its score stays in its group's
     mean and standard deviation, as in DAPO, whose filter masks the loss. Raises NumericAbort when nothing is left to
     train on.
     """
-    mask, metrics = batch.response_mask, {}
+    mask, metrics, lengths = np.ones(len(batch.rollout_log_probs), bool), {}, batch.response_lengths
     if algorithm.overlong_filter:
-        truncated = np.array([sample.stop_reason == "length" for sample in samples])
-        mask = without_truncated(mask, truncated)
-        metrics["train/overlong_filtered_share"] = float(truncated.mean())
+        mask = without_truncated(mask, samples.truncated, lengths)
+        metrics["train/overlong_filtered_share"] = float(samples.truncated.mean())
     weights, correction = None, algorithm.rollout_correction
     if correction.level is not None:
         parameters = CorrectionParameters(correction.level, correction.mode, correction.low, correction.high)
-        result = correct(parameters, batch.old_log_probs, batch.rollout_log_probs, mask)
+        result = correct(parameters, batch.old_log_probs, batch.rollout_log_probs, mask, lengths)
         mask, weights = result.keep, result.weights
         metrics |= result.metrics
-    _check_something_left(algorithm, batch, mask, metrics)
+    _check_something_left(algorithm, mask, metrics)
     anchor = batch.rollout_log_probs if algorithm.anchor == "rollout" else batch.old_log_probs
     return replace(batch, old_log_probs=anchor, keep=mask, loss_weights=weights), metrics
 
 
-def _check_something_left(algorithm: AlgorithmConfig, batch: TrainBatch, mask: np.ndarray, metrics: dict[str, float]) -> None:
-    if mask.any() or not batch.response_mask.any():
+def _check_something_left(algorithm: AlgorithmConfig, mask: np.ndarray, metrics: dict[str, float]) -> None:
+    if mask.any() or not mask.size:
         return
     dropped, cures = [], []
     if algorithm.overlong_filter:
@@ -104,15 +103,15 @@ def _check_something_left(algorithm: AlgorithmConfig, batch: TrainBatch, mask: n
 def with_advantages(algorithm: AlgorithmConfig, batch: TrainBatch, rollouts: Rollouts, penalties: np.ndarray | None) -> TrainBatch:
     """The batch with every response's advantage on its trained tokens.
 
-    `penalties`, [batch, response_length] or None, are taken off the reward of each token.
+    `penalties`, [response tokens] or None, are taken off the reward of each token.
     """
     inputs = AdvantageInputs(
         scores=rollouts.rewards,
-        group_ids=np.array([sample.group_id for sample in rollouts.samples]),
+        group_ids=rollouts.samples.group_id,
+        lengths=batch.response_lengths,
         mask=batch.loss_mask,
         norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
         token_penalties=penalties,
-        response_mask=batch.response_mask,
         parts={key: metric_values(key, rollouts.results, rollouts.rewards) for key in algorithm.gdpo_reward_keys},
         part_weights=dict(zip(algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights, strict=False)),
     )
@@ -124,7 +123,7 @@ def update(actor: ActorGroup, batch: TrainBatch) -> dict[str, float]:
     result = actor.update(batch)
     metrics = reduce_parts(result.parts)
     applied = len(result.loads) - metrics["actor/skipped_updates"]
-    return metrics | {"actor/updates": applied} | load_metrics(batch.prompt_lengths + batch.response_lengths, result.loads)
+    return metrics | {"actor/updates": applied} | load_metrics(batch.lengths, result.loads)
 
 
 def load_metrics(lengths: np.ndarray, loads: Sequence[MiniBatchLoad]) -> dict[str, float]:

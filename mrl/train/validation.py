@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from mrl.config.schema import RunConfig
-from mrl.data.batch import Prompt, Sample
+from mrl.data.batch import Prompt
 from mrl.data.dataset import PromptDataset
+from mrl.data.samples import STOP_REASONS, Samples
 from mrl.record.run_dir import json_line, write_text
 from mrl.record.validation_metrics import ACC, PRED, REWARD, Answers, evenly_spread, validation_metrics
 from mrl.reward.items import OK, RewardResult, failure_counts
@@ -57,8 +58,7 @@ def answer_and_score(config: RunConfig, responder: Responder, dataset: PromptDat
     answers = _answers(prompts, [results[g * n : (g + 1) * n] for g in range(len(prompts))])
     failed = sum(failure_counts(results).values())
     metrics = validation_metrics(answers) | {"val-aux/reward_failed": float(failed)} | _lengths(samples)
-    rows = [_row(responder.tokenizer, prompts[s.group_id], s, r) for s, r in zip(samples, results, strict=True)]
-    return Validation(metrics, rows)
+    return Validation(metrics, _rows(responder.tokenizer, prompts, samples, results))
 
 
 def _answers(prompts: Sequence[Prompt], results: Sequence[Sequence[RewardResult]]) -> list[Answers]:
@@ -90,22 +90,27 @@ def _prompt_answers(prompt: Prompt, results: Sequence[RewardResult], names: set[
     return Answers(prompt.data_source, {REWARD: [r.score for r in results]} | values, preds)
 
 
-def _lengths(samples: Sequence[Sample]) -> dict[str, float]:
-    lengths = [len(s.response_ids) for s in samples]
+def _lengths(samples: Samples) -> dict[str, float]:
     return {
-        "val-aux/response_length/mean": sum(lengths) / len(lengths),
-        "val-aux/response_length/clip_ratio": sum(s.stop_reason == "length" for s in samples) / len(samples),
+        "val-aux/response_length/mean": int(samples.response_lengths.sum()) / len(samples),
+        "val-aux/response_length/clip_ratio": int(samples.truncated.sum()) / len(samples),
     }
 
 
-def _row(tokenizer: Any, prompt: Prompt, sample: Sample, result: RewardResult) -> dict[str, Any]:
-    """One response for people and for audits; `input` and `output` keep special tokens, `gts` is the truth, as verl names it."""
-    return {
-        "data_source": prompt.data_source, "prompt_id": prompt.prompt_id, "sample_id": sample.sample_id, "seed": sample.seed,
-        "input": tokenizer.decode(sample.prompt_ids), "output": tokenizer.decode(sample.response_ids), "gts": prompt.ground_truth,
-        "score": result.score, "reason": result.reason, "detail": result.detail, "reward": dict(result.parts),
-        "response_length": len(sample.response_ids), "stop_reason": sample.stop_reason, "weight_version": sample.weight_version,
-    }  # fmt: skip
+def _rows(tokenizer: Any, prompts: Sequence[Prompt], samples: Samples, results: Sequence[RewardResult]) -> list[dict[str, Any]]:
+    """Each response for people and for audits; `input` and `output` keep special tokens, `gts` is the truth, as verl names it."""
+    numbers = zip(*(c.tolist() for c in (samples.group_id, samples.seed, samples.stop_reason, samples.weight_version)), strict=True)
+    return [
+        {
+            "data_source": prompts[group].data_source, "prompt_id": prompts[group].prompt_id, "sample_id": result.sample_id, "seed": seed,
+            "input": tokenizer.decode(prompt.tolist()), "output": tokenizer.decode(response.tolist()), "gts": prompts[group].ground_truth,
+            "score": result.score, "reason": result.reason, "detail": result.detail, "reward": dict(result.parts),
+            "response_length": len(response), "stop_reason": STOP_REASONS[reason], "weight_version": version,
+        }
+        for (group, seed, reason, version), prompt, response, result in zip(
+            numbers, samples.prompts(), samples.responses(), results, strict=True
+        )
+    ]  # fmt: skip
 
 
 def write_generations(path: Path, rows: Sequence[dict[str, Any]]) -> None:

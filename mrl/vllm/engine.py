@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from mrl.data.routes import ASKED
+from mrl.data.samples import Sample, Samples, packed
 from mrl.errors import EnvironmentFault, Interrupted
 from mrl.platforms.process_memory import ProcessMemory
 from mrl.platforms.versions import VllmGeneration
@@ -26,7 +27,7 @@ from mrl.vllm.engine_calls import EngineCalls
 from mrl.vllm.engine_state import CACHE, WEIGHTS, EngineMachine
 from mrl.vllm.engine_updates import EngineUpdates
 from mrl.vllm.leftovers import note, noted, remove_all, shared_memory_below
-from mrl.vllm.requests import Completion, EngineSettings, Request, Sampling, log_name
+from mrl.vllm.requests import EngineSettings, Request, Sampling, log_name
 
 DROP_S = 5.0  # for blocks of the prefix cache to come free
 EMPTY_S = 30.0  # for requests to end that a sleep aborted
@@ -103,14 +104,14 @@ class VllmEngine:
             await self._check_order()
         return time.monotonic() - began
 
-    async def generate(self, requests: list[Request], sampling: Sampling) -> AsyncIterator[list[Completion]]:
-        """Yields completions as they finish, those that finish together in one list.
+    async def generate(self, requests: list[Request], sampling: Sampling) -> AsyncIterator[Samples]:
+        """Yields responses as they finish, those that finish together as rows of one batch.
 
         While the engine is PAUSED requests wait. Raises RuntimeError where it refuses them, Interrupted when it is put
         to sleep under them or dies.
         """
         self._machine.check("generate")
-        finished: asyncio.Queue[Completion | Exception] = asyncio.Queue()
+        finished: asyncio.Queue[Sample | Exception] = asyncio.Queue()
         tasks = [asyncio.create_task(self._put_completion(finished, r, sampling)) for r in requests]
         try:
             left = len(requests)
@@ -122,7 +123,7 @@ class VllmEngine:
                     if isinstance(item, Exception):
                         raise item
                 left -= len(batch)
-                yield batch
+                yield packed(batch)
         finally:
             for task in tasks:
                 task.cancel()
@@ -133,7 +134,7 @@ class VllmEngine:
         except Exception as error:
             await finished.put(error)
 
-    async def _complete(self, request: Request, sampling: Sampling) -> Completion:
+    async def _complete(self, request: Request, sampling: Sampling) -> Sample:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -158,9 +159,12 @@ class VllmEngine:
         if versions != {str(self.version)}:
             raise RuntimeError(f"sample {request.sample_id} was generated with weight versions {versions}, not {self.version}")
         first = answer.logprobs.start_indices  # with logprobs=0 the sampled token's entry stands first at each position
-        log_probs = tuple(answer.logprobs.logprobs[i] for i in first)
+        log_probs = np.asarray(answer.logprobs.logprobs, np.float32)[np.asarray(first, np.int64)]
         routes = await self._routes(name, request, answer) if sampling.routes else None
-        return Completion(request.sample_id, tuple(answer.token_ids), log_probs, answer.finish_reason, self.version, routes)
+        return Sample(
+            request.prompt_id, request.group_id, request.sample_id, request.seed, request.prompt_ids,
+            np.asarray(answer.token_ids, np.int32), log_probs, answer.finish_reason, self.version, routes,
+        )  # fmt: skip
 
     def _asleep_under(self, tokens: int) -> str:
         return f"{self.settings.name} was put to sleep while it generated; {tokens} tokens are lost"
@@ -214,11 +218,10 @@ class VllmEngine:
         sampling = Sampling(temperature=1.0, max_tokens=8, stop_token_ids=())
         runs = []
         for order in (requests, requests[::-1]):
-            completions = [c async for batch in self.generate(order, sampling) for c in batch]
-            runs.append(sorted(completions, key=lambda c: c.sample_id))
+            done = Samples.joined([batch async for batch in self.generate(order, sampling)])
+            runs.append(done.rows(np.argsort(done.sample_id)))
             await self._drop_cache()
-        if runs[0] != runs[1]:
-            differing = sum(a != b for a, b in zip(*runs, strict=True))
+        if differing := sum(_bits(runs[0], i) != _bits(runs[1], i) for i in range(len(requests))):
             raise EnvironmentFault(
                 f"{self.settings.name}: {differing} of {len(requests)} prompts gave other bits in another order"
                 f"{' and beside other prompts of the other ranks' if self.settings.data_ranks > 1 else ''}; "
@@ -411,3 +414,9 @@ class VllmEngine:
         if self._calls.llm is not None:
             self._calls.llm.shutdown()
         remove_all(segments)  # vLLM's workers are killed before they give back what they shared with each other
+
+
+def _bits(samples: Samples, row: int) -> bytes:
+    """A response's tokens and log-probabilities."""
+    one = samples.rows(slice(row, row + 1))
+    return one.token_ids.tobytes() + one.rollout_log_probs.tobytes()

@@ -1,11 +1,9 @@
 """What an engine is started with and what it is asked: plain data for other processes, from the configuration."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from mrl.config.places import rollout_layout
 from mrl.config.schema import RunConfig
@@ -21,6 +19,8 @@ class Request:
     sample_id: int
     prompt_ids: tuple[int, ...]
     seed: int
+    prompt_id: int = 0  # these two are handed on to the response; see Sample
+    group_id: int = 0
 
 
 @dataclass(frozen=True)
@@ -32,19 +32,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...]
     top_p: float = 1.0
     top_k: int = -1
-    routes: bool = False  # completions bring the experts that the routers chose
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One sampled response."""
-
-    sample_id: int
-    token_ids: tuple[int, ...]
-    log_probs: tuple[float, ...]  # processed: after temperature, one per token
-    stop_reason: str  # "stop" or "length"
-    weight_version: int
-    routes: np.ndarray | None = field(default=None, compare=False, repr=False)  # of prompt and response, see mrl.data.routes
+    routes: bool = False  # responses bring the experts that the routers chose
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,12 @@ import torch
 from mrl.algo.advantages import AdvantageInputs, compute_advantages
 from mrl.algo.aggregate import count, to_floats
 from mrl.algo.losses import LossInputs, PolicyLossParameters, policy_loss
+from mrl.algo.rows import row_sums
 from mrl.cluster.prerequisites import free_port
 from mrl.config.load import load_config
-from mrl.data.batch import Sample, TrainBatch, collate
+from mrl.data.batch import TrainBatch
+from mrl.data.samples import Sample, packed, positions
+from mrl.megatron.packing import in_rows
 from mrl.record.metrics import reduce_parts
 
 SCRIPTS = Path(__file__).resolve().parents[1]
@@ -70,13 +73,13 @@ def rollouts(world: Path, prompts: int, n: int, seed: int) -> TrainBatch:
         Sample(starts[i], starts[i], i, 0, tuple(prompt_ids(tokenizer, starts[i])), tuple(drawn[i]), (0.0,) * len(drawn[i]), "stop", 0)
         for i in long
     ]
-    batch = collate(samples, 1.0, tokenizer.pad_token_id)
-    inputs = AdvantageInputs(np.array(scores), np.array([starts[i] for i in long]), batch.response_mask)
+    batch = TrainBatch.of(packed(samples), 1.0)
+    inputs = AdvantageInputs(np.array(scores), np.array([starts[i] for i in long]), batch.response_lengths, batch.loss_mask)
     return replace(batch, advantages=compute_advantages("grpo", inputs))
 
 
 def updates_at(world: Path, batch: TrainBatch, lr: float, updates: int) -> tuple[list[Row], np.ndarray]:
-    """Rows of each update at one learning rate, and the log-ratios [batch, response_length] after the last; always the same start."""
+    """Rows of each update at one learning rate, and the log-ratios [response tokens] after the last; always the same start."""
     from mrl.megatron.actor import MegatronActor
 
     rows_a_batch = -(-len(batch) // updates)
@@ -98,25 +101,26 @@ def updates_at(world: Path, batch: TrainBatch, lr: float, updates: int) -> tuple
 
 
 def log_probs(actor, batch: TrainBatch) -> np.ndarray:
-    """[batch, response_length] under the actor's weights."""
+    """[response tokens] under the actor's weights."""
     result = actor.log_probs(batch)
     found = np.zeros_like(result.log_probs)
-    found[result.rows] = result.log_probs
+    found[positions(batch.response_lengths, result.rows)] = result.log_probs
     return found
 
 
 def measured(lr: float, update: int, batch: TrainBatch, new: np.ndarray) -> Row:
     """Both fractions on the same log-ratios."""
-    tensors = [torch.from_numpy(x).double() for x in (new, batch.old_log_probs, batch.advantages)]
-    inputs = LossInputs(*tensors, torch.from_numpy(batch.response_mask))
+    mask = np.arange(batch.response_lengths.max())[None] < batch.response_lengths[:, None]
+    tensors = [torch.from_numpy(in_rows(x, mask)).double() for x in (new, batch.old_log_probs, batch.advantages)]
+    inputs = LossInputs(*tensors, torch.from_numpy(mask))
     grpo, gspo = (
         reduce_parts([to_floats(policy_loss(parameters, inputs, count(inputs.response_mask)).metrics)]) for parameters in (GRPO, GSPO)
     )
-    log_ratio = (new - batch.old_log_probs)[batch.response_mask]
+    log_ratio = new - batch.old_log_probs
     return Row(lr, update, grpo["actor/pg_clipfrac"], gspo["actor/pg_clipfrac"], float(log_ratio.std()), gspo["actor/log_seq_ratio_std"])
 
 
-def draw(rows: list[Row], log_ratio: np.ndarray, mask: np.ndarray, chosen: Row, path: Path) -> None:
+def draw(rows: list[Row], log_ratio: np.ndarray, lengths: np.ndarray, chosen: Row, path: Path) -> None:
     """Left the two distributions with their bands, right the fractions of every row."""
     import matplotlib
 
@@ -124,10 +128,10 @@ def draw(rows: list[Row], log_ratio: np.ndarray, mask: np.ndarray, chosen: Row, 
     from matplotlib import pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), dpi=130, layout="constrained")
-    sequences = np.where(mask, log_ratio, 0).sum(1) / mask.sum(1)
+    sequences = row_sums(log_ratio, lengths) / lengths
     edges = np.logspace(-4, 0.5, 37)
     bins = np.concatenate([-edges[::-1], edges])
-    for values, label in ((log_ratio[mask], "tokens (GRPO's ratio)"), (sequences, "responses (GSPO's ratio)")):
+    for values, label in ((log_ratio, "tokens (GRPO's ratio)"), (sequences, "responses (GSPO's ratio)")):
         left.hist(values, bins=bins, weights=np.full(len(values), 1 / len(values)), alpha=0.6, label=label)
     for parameters, style in ((GRPO, "--"), (GSPO, ":")):
         for edge in (1 - parameters.clip_ratio_low, 1 + parameters.clip_ratio_high):
@@ -176,7 +180,7 @@ def main() -> None:
     inside = [r for r in rows if BAND[0] <= r.grpo <= BAND[1]]
     if best is None:
         raise SystemExit(f"no learning rate of {args.lrs} brings GRPO's clipped fraction to {BAND[0]:.1%} - {BAND[1]:.0%}; try others")
-    draw(rows, best[1], batch.response_mask, best[0], args.plot)
+    draw(rows, best[1], batch.response_lengths, best[0], args.plot)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
     facts = {
         "commit": commit, "command": "scripts/evidence/clipping.sh", "responses": len(batch), "shortest": int(batch.response_lengths.min()),

@@ -9,6 +9,7 @@ import hashlib
 import json
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,13 +17,15 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from mrl.algo.rows import on_tokens
 from mrl.checkpoint.manifest import Manifest, RankFiles, write_manifest
 from mrl.checkpoint.rank_load import load_rank
 from mrl.checkpoint.rank_save import HostCopy
 from mrl.checkpoint.step_folders import checkpoint_steps, discard, superseded, write_atomically
 from mrl.cluster.prerequisites import free_port
 from mrl.config.schema import RunConfig
-from mrl.data.batch import Sample, TrainBatch, collate
+from mrl.data.batch import TrainBatch
+from mrl.data.samples import Sample, packed
 from mrl.megatron.actor import MegatronActor
 from mrl.train.saving import BackgroundWrite
 
@@ -115,14 +118,9 @@ def batch_of(number: int, vocab_size: int) -> TrainBatch:
         prompt, response = rng.integers(1, 12, 2).tolist()
         ids = rng.integers(1, vocab_size, prompt + response).tolist()
         samples.append(Sample(i, i, 0, 0, tuple(ids[:prompt]), tuple(ids[prompt:]), (0.0,) * response, "stop", 0))
-    batch = collate(samples, 1.0, 0)
-    mask = batch.response_mask
-    advantages = rng.standard_normal((SAMPLES, 1))
-    old = np.where(mask, -np.log(vocab_size), 0).astype(np.float32)
-    return TrainBatch(
-        batch.input_ids, batch.prompt_lengths, batch.response_lengths, batch.temperature, batch.rollout_log_probs,
-        old, np.where(mask, advantages, 0).astype(np.float32),
-    )  # fmt: skip
+    batch = TrainBatch.of(packed(samples), 1.0)
+    advantages = on_tokens(rng.standard_normal(SAMPLES), batch.response_lengths).astype(np.float32)
+    return replace(batch, old_log_probs=np.full_like(advantages, -np.log(vocab_size)), advantages=advantages)
 
 
 def meeting_port(folder: Path, rank: int, number: int) -> int:

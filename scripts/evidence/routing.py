@@ -23,9 +23,11 @@ from pathlib import Path
 import numpy as np
 
 from mrl.algo.aggregate import FloatParts, merge
+from mrl.algo.rows import on_tokens
 from mrl.cluster.prerequisites import free_port
 from mrl.config.schema import RunConfig
-from mrl.data.batch import Sample, TrainBatch, collate
+from mrl.data.batch import TrainBatch
+from mrl.data.samples import Sample, packed, positions
 from mrl.platforms.hosting import get_hosting
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,12 +121,12 @@ def run_rank(world: Path, rank: int, ranks: int, work: Path) -> None:
 
 
 def old_log_probs(actor, batch: TrainBatch) -> np.ndarray:
-    """[batch, response_length] on every rank."""
+    """[response tokens] on every rank."""
     import torch
 
     found, result = torch.zeros(batch.rollout_log_probs.shape), actor.log_probs(batch)
     if result is not None:
-        found[torch.from_numpy(result.rows)] = torch.from_numpy(result.log_probs)
+        found[torch.from_numpy(positions(batch.response_lengths, result.rows))] = torch.from_numpy(result.log_probs)
     torch.distributed.all_reduce(found)
     return found.numpy()
 
@@ -167,8 +169,8 @@ def batch_of(world: Path) -> TrainBatch:
     for i, prompt in enumerate(prompts):
         ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
         samples.append(Sample(i, i, i, 0, tuple(ids), tuple(rng.choice(digits, 3).tolist()), (0.0,) * 3, "stop", 0))
-    batch = collate(samples, 1.0, 0)
-    return replace(batch, advantages=np.where(batch.response_mask, rng.choice([-1.0, 1.0], (SAMPLES, 1)), 0.0).astype(np.float32))
+    batch = TrainBatch.of(packed(samples), 1.0)
+    return replace(batch, advantages=on_tokens(rng.choice([-1.0, 1.0], SAMPLES), batch.response_lengths).astype(np.float32))
 
 
 def meeting_port(work: Path, rank: int, number: int) -> int:

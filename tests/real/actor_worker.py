@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from padded import in_rows, read_batch
 from ranks import agree_on_port
 
 from mrl.config.schema import RunConfig
@@ -15,7 +16,7 @@ from mrl.megatron.actor import MegatronActor
 
 
 def main(rank: int, world_size: int, out: Path, plan: dict) -> None:
-    batch = TrainBatch(**np.load(plan["batch"]))
+    batch = read_batch(plan["batch"])
     report: dict = {}
 
     def actor(name: str, number: int) -> MegatronActor:
@@ -24,7 +25,7 @@ def main(rank: int, world_size: int, out: Path, plan: dict) -> None:
 
     first = actor("float32", 0)
     before, state = _weights(first), _optimizer_state(first)
-    bad = replace(batch, advantages=np.where(np.arange(len(batch))[:, None] == 1, np.inf, batch.advantages).astype(np.float32))
+    bad = replace(batch, advantages=_infinite_in_row_1(batch))
     report["skipped"] = first.update(bad).parts
     report["unchanged"] = _same(before, _weights(first)) and _same(state, _optimizer_state(first)) and first.num_updates == 0
     log_probs, updates = first.log_probs(batch), [first.update(batch), first.update(batch)]
@@ -45,12 +46,16 @@ def main(rank: int, world_size: int, out: Path, plan: dict) -> None:
     report["bfloat16_dtypes"] = sorted({str(t.dtype) for t in loaded.values()})
     report["bfloat16_loads_rounded_weights"] = _same(loaded, {n: t.bfloat16() for n, t in before.items()})
     if (result := half.log_probs(batch)) is not None:
-        exact = log_probs.log_probs[np.argsort(log_probs.rows)]
-        report["bfloat16_log_prob_error"] = float(np.abs(result.log_probs[np.argsort(result.rows)] - exact).mean())
+        exact, rounded = (in_rows(batch, r.rows, r.log_probs)[np.argsort(r.rows)] for r in (log_probs, result))
+        report["bfloat16_log_prob_error"] = float(np.abs(rounded - exact).mean())
     report["bfloat16_update"] = half.update(batch).parts
     report["bfloat16_moved"] = not _same(loaded, _weights(half))
     half.close()
     (out / f"report-{rank}.json").write_text(json.dumps(report))
+
+
+def _infinite_in_row_1(batch: TrainBatch) -> np.ndarray:
+    return np.where(np.repeat(np.arange(len(batch)), batch.response_lengths) == 1, np.inf, batch.advantages).astype(np.float32)
 
 
 def _weights(actor: MegatronActor) -> dict[str, torch.Tensor]:

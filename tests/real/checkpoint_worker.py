@@ -7,9 +7,9 @@ import json
 import sys
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from padded import read_batch
 from ranks import agree_on_port
 from safetensors.torch import save_file
 
@@ -17,14 +17,13 @@ from mrl.checkpoint.manifest import Manifest, RankFiles, write_manifest
 from mrl.checkpoint.rank_load import load_rank
 from mrl.checkpoint.rank_save import HostCopy
 from mrl.config.schema import RunConfig
-from mrl.data.batch import TrainBatch
 from mrl.megatron.actor import MegatronActor
 
 
 def main(rank: int, world_size: int, out: Path, tasks: list[dict]) -> None:
     for number, task in enumerate(tasks):
         config = RunConfig.model_validate(task["config"])
-        batch = TrainBatch(**np.load(task["batch"]))
+        batch = read_batch(task["batch"])
         actor = MegatronActor(config, rank, world_size, "127.0.0.1", agree_on_port(out, rank, number))
         folder = out / task["name"]
         folder.mkdir(exist_ok=True)

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from mrl.config.schema import RunConfig
+from mrl.data.samples import Samples
 from mrl.vllm.engine import VllmEngine
-from mrl.vllm.requests import Completion, Request, engine_settings, training_sampling, validation_sampling
+from mrl.vllm.requests import Request, engine_settings, training_sampling, validation_sampling
 
 LONG = 200  # tokens of a prompt that fills a block of the prefix cache
 
@@ -22,18 +23,18 @@ async def main(config: RunConfig, out: Path) -> None:
     long = tuple(rng.integers(1, vocab, LONG).tolist())
     try:
         await engine.start()
-        found: list[tuple[Request, Completion]] = []
+        found: list[Samples] = []
         for requests in (short, [Request(8, long, 8)], [Request(9, long, 9)]):
             async for batch in engine.generate(requests, training_sampling(config)):
-                found += [(next(r for r in requests if r.sample_id == c.sample_id), c) for c in batch]
+                found += [batch.rows(slice(row, row + 1)) for row in range(len(batch))]
         async for batch in engine.generate(short[:1], validation_sampling(config)):
-            assert batch[0].routes is None
+            assert batch.routes is None
     finally:
         await engine.stop()
     arrays = {}
-    for request, completion in found:
-        arrays[f"ids-{request.sample_id}"] = np.array(request.prompt_ids + completion.token_ids)
-        arrays[f"routes-{request.sample_id}"] = completion.routes
+    for one in found:
+        arrays[f"ids-{one.sample_id[0]}"] = one.token_ids.astype(np.int64)
+        arrays[f"routes-{one.sample_id[0]}"] = one.routes
     np.savez(out, **arrays)
 
 

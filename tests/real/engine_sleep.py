@@ -16,9 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 from engine_slices import FileEnd, SlicesExtension, connect
 from safetensors.torch import load_file
 
+from mrl.data.samples import Samples
 from mrl.errors import Interrupted
 from mrl.platforms.process_memory import live_bytes
 from mrl.reshard.setup import SyncSetup
@@ -89,8 +91,10 @@ class SleepingEngine(VllmEngine):
     async def answers(self) -> list:
         """Tokens and log-probs of fixed requests, all at once, in a fixed order."""
         sampling = Sampling(temperature=1.0, max_tokens=LENGTH, stop_token_ids=())
-        found = [c async for batch in self.generate(REQUESTS, sampling) for c in batch]
-        return [[list(c.token_ids), list(c.log_probs)] for c in sorted(found, key=lambda c: c.sample_id)]
+        found = Samples.joined([batch async for batch in self.generate(REQUESTS, sampling)])
+        found = found.rows(np.argsort(found.sample_id))
+        log_probs = np.split(found.rollout_log_probs, np.cumsum(found.response_lengths)[:-1])
+        return [[ids.tolist(), values.tolist()] for ids, values in zip(found.responses(), log_probs, strict=True)]
 
     async def workers(self, method: str, *arguments) -> list:
         """Any method of the workers."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from padded import read_batch
 from ranks import agree_on_port
 
 from mrl.checkpoint.rank_save import HostCopy
@@ -67,4 +68,4 @@ def bits(actor: MegatronActor, seen: HostCopy) -> str:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), json.loads(sys.argv[4]), TrainBatch(**np.load(sys.argv[5])))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), json.loads(sys.argv[4]), read_batch(sys.argv[5]))

@@ -5,8 +5,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import torch
+from padded import read_batch
 from ranks import agree_on_port
 
 from mrl.config.schema import RunConfig
@@ -60,7 +60,7 @@ class _Kept:
 def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:
     for number, case in enumerate(json.loads(cases_file.read_text())):
         config = RunConfig.model_validate(case["config"])
-        batch = TrainBatch(**np.load(case["batch"]))
+        batch = read_batch(case["batch"])
         actor = MegatronActor(config, rank, world_size, "127.0.0.1", agree_on_port(out, rank, number))
         stage = actor.layout.dense_coords(rank).pp
         report = {"stage": stage, "activations": _activations(actor, batch), **_state(actor, batch)}

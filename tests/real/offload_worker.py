@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
+from padded import read_batch
 from ranks import agree_on_port
 
 from mrl.checkpoint.rank_parameters import rank_parameters
@@ -22,7 +22,7 @@ ROUNDS = 3
 
 
 def main(rank: int, world_size: int, out: Path, plan: dict) -> None:
-    batch, number = TrainBatch(**np.load(plan["batch"])), 0
+    batch, number = read_batch(plan["batch"]), 0
     for name, configs in plan["cases"].items():
         report = {}
         for kind, watch in (("kept", nothing), ("moved", watched)):

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from padded import in_rows, read_batch
 from ranks import agree_on_port
 from safetensors.torch import load_file, save_file
 
@@ -18,7 +19,7 @@ from mrl.megatron.actor import MegatronActor
 def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:
     for number, case in enumerate(json.loads(cases_file.read_text())):
         config = RunConfig.model_validate(case["config"])
-        batch = TrainBatch(**np.load(case["batch"]))
+        batch = read_batch(case["batch"])
         actor = MegatronActor(config, rank, world_size, "127.0.0.1", agree_on_port(out, rank, number))
         folder = out / case["name"]
         folder.mkdir(exist_ok=True)
@@ -34,7 +35,12 @@ def _report(actor: MegatronActor, batch: TrainBatch, case: dict, folder: Path) -
         "export_differs": [n for n in exported if n not in original or not torch.equal(exported[n], original[n])],
     }
     if (result := actor.log_probs(batch)) is not None:
-        np.savez(folder / f"log_probs-{actor.rank}.npz", rows=result.rows, log_probs=result.log_probs, entropy=result.entropy)
+        np.savez(
+            folder / f"log_probs-{actor.rank}.npz",
+            rows=result.rows,
+            log_probs=in_rows(batch, result.rows, result.log_probs),
+            entropy=result.entropy,
+        )
     for cut, settings in case["cuts"].items():
         _set_actor(actor, settings)
         parts = actor.gradients(batch)

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from padded import PaddedBatch
 from ranks import agree_on_port
 
 from mrl.config.schema import RunConfig
-from mrl.data.batch import TrainBatch
 from mrl.megatron import parallel
 from mrl.megatron.actor import MegatronActor
 from mrl.model import load_model_spec
@@ -144,7 +144,7 @@ def _update(
     response = np.full((4, 3), -1.0, np.float32)
     ids = np.random.default_rng(0).integers(1, 100, (4, 8))
     lengths = np.full(4, 5), np.full(4, 3)
-    batch = TrainBatch(ids, *lengths, np.ones(4, np.float32), response, response, np.ones_like(response))
+    batch = PaddedBatch(ids, *lengths, np.ones(4, np.float32), response, response, np.ones_like(response)).packed()
     for part in actor.update(batch).parts:
         assert part.get("actor/skipped_updates", (0.0, 1.0))[0] == 0.0
 

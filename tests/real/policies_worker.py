@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import unwrap_model
+from padded import on_all_rows, read_batch
 from ranks import agree_on_port
 
 from mrl.config.schema import RunConfig
@@ -18,7 +19,7 @@ from mrl.megatron.actor import MegatronActor
 def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:
     for number, case in enumerate(json.loads(cases_file.read_text())):
         config = RunConfig.model_validate(case["config"])
-        batch = TrainBatch(**np.load(case["batch"]))
+        batch = read_batch(case["batch"])
         actor = MegatronActor(config, rank, world_size, "127.0.0.1", agree_on_port(out, rank, number))
         (out / f"{case['name']}-{rank}.json").write_text(json.dumps(_observed(actor, batch)))
         actor.close()
@@ -34,10 +35,7 @@ def _observed(actor: MegatronActor, batch: TrainBatch) -> dict:
     before = actor.log_probs(batch)
     first_maps = list(maps)
     maps.clear()
-    old = np.zeros_like(batch.rollout_log_probs)
     report: dict = {"has_reference": actor.reference is not None}
-    if before is not None:
-        old[before.rows] = before.log_probs
     if actor.reference is not None:
         digest, ref = actor.reference.digest(), actor.ref_log_probs(batch)
         if ref is not None:
@@ -81,10 +79,10 @@ def actor_log_probs(actor: MegatronActor, batch: TrainBatch) -> np.ndarray:
 
 
 def _on_every_rank(result, batch: TrainBatch) -> np.ndarray:
-    """[batch, response_length] on all ranks; one data-parallel replica here, so one rank has all rows."""
+    """[response tokens] on all ranks; one data-parallel replica here, so one rank has all rows."""
     full = torch.zeros(batch.rollout_log_probs.shape)
     if result is not None:
-        full[torch.from_numpy(result.rows)] = torch.from_numpy(result.log_probs)
+        full += torch.from_numpy(on_all_rows(batch, result.rows, result.log_probs))
     torch.distributed.all_reduce(full)
     return full.numpy()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import unwrap_model
+from padded import in_rows, read_batch
 from parity_worker import exported_gradients
 from ranks import agree_on_port
 from safetensors.torch import save_file
@@ -24,9 +25,9 @@ def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:
         folder = out / case["name"]
         folder.mkdir(exist_ok=True)
         for name, file in case["batches"].items():
-            _report(actor, TrainBatch(**np.load(file)), name, folder)
+            _report(actor, read_batch(file), name, folder)
         if config.actor.router_replay == "R2":
-            np.savez(folder / "recorded.npz", **_recorded(actor, TrainBatch(**np.load(file))))
+            np.savez(folder / "recorded.npz", **_recorded(actor, read_batch(file)))
         actor.close()
 
 
@@ -34,7 +35,8 @@ def _report(actor: MegatronActor, batch: TrainBatch, name: str, folder: Path) ->
     result = actor.log_probs(batch)
     reference = actor.ref_log_probs(batch) if actor.reference else result
     if result is not None:
-        arrays = {"rows": result.rows, "log_probs": result.log_probs, "reference": reference.log_probs}
+        padded = {name: in_rows(batch, r.rows, r.log_probs) for name, r in (("log_probs", result), ("reference", reference))}
+        arrays = {"rows": result.rows, **padded}
         np.savez(folder / f"{name}-{actor.rank}.npz", **arrays)
     batch = replace(batch, ref_log_probs=batch.old_log_probs)
     actor.gradients(batch)
@@ -51,7 +53,7 @@ def _recorded(actor: MegatronActor, batch: TrainBatch) -> dict[str, np.ndarray]:
     found = {}
     for row in range(len(batch)):
         actor.log_probs(batch.rows(slice(row, row + 1)))
-        length = int(batch.prompt_lengths[row] + batch.response_lengths[row])
+        length = int(batch.lengths[row])
         found[str(row)] = np.stack([r.router_replay.chosen[:length].numpy() for r in routers], axis=1)
     return found
 

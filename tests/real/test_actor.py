@@ -4,10 +4,11 @@ import json
 
 import numpy as np
 import pytest
+from padded import collate
 from ranks import ROOT, run_ranks
 from tiny_models import save, tiny_moe
 
-from mrl.data.batch import Sample, collate
+from mrl.data.samples import Sample
 
 pytestmark = pytest.mark.real
 

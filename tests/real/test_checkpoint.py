@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from padded import PaddedBatch, collate
 from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny_models import save, tiny_dense, tiny_moe
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from mrl.checkpoint.convert import write_hf
 from mrl.checkpoint.open_checkpoint import open_saved
-from mrl.data.batch import Sample, TrainBatch, collate
+from mrl.data.samples import Sample
 
 pytestmark = pytest.mark.real
 
@@ -129,7 +130,7 @@ def _task(out: Path, name: str, kind: tuple, load: str | None = None, saves: boo
     }  # fmt: skip
 
 
-def _batch(vocab_size: int) -> TrainBatch:
+def _batch(vocab_size: int) -> PaddedBatch:
     """Six samples of uneven lengths with advantages of both signs."""
     rng = np.random.default_rng(2)
     samples = []
@@ -141,7 +142,7 @@ def _batch(vocab_size: int) -> TrainBatch:
     advantages = np.array([1.0, -1.0, 0.5, -0.5, 2.0, -2.0])[:, None]
     # as if all words had been equally likely: samples that are clipped in one direction are trained in the other
     old = np.where(mask, -np.log(vocab_size), 0).astype(np.float32)
-    return TrainBatch(
+    return PaddedBatch(
         batch.input_ids, batch.prompt_lengths, batch.response_lengths, batch.temperature, batch.rollout_log_probs,
         old, np.where(mask, advantages, 0).astype(np.float32),
     )  # fmt: skip

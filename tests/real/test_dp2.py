@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +27,7 @@ from mrl.cluster.calls import Late
 from mrl.cluster.ray_cluster import ray_cluster
 from mrl.cluster.rollout_group import RolloutGroup
 from mrl.errors import Interrupted
-from mrl.vllm.requests import Completion, Request, Sampling
+from mrl.vllm.requests import Request, Sampling
 
 CASE = CASES["fp32-moe-to-two-engines"]
 ONE = dict(num_engines=1)
@@ -81,11 +81,23 @@ def requests(prompts: range, responses: int = 2) -> list[Request]:
     return [Request(number * 10 + k, prompt(number), 100 + number * 10 + k) for number in prompts for k in range(responses)]
 
 
-def answers(group: RolloutGroup, prompts: range = range(8), tokens: int = 24) -> list[Completion]:
-    return group.generate(requests(prompts), Sampling(1.0, tokens, ()), lambda batch: None)
+@dataclass(frozen=True)
+class Answer:
+    """One response."""
+
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    weight_version: int
 
 
-def check_same(found: list[Completion], expected: list[Completion]) -> None:
+def answers(group: RolloutGroup, prompts: range = range(8), tokens: int = 24) -> list[Answer]:
+    done = group.generate(requests(prompts), Sampling(1.0, tokens, ()), lambda batch: None)
+    log_probs = np.split(done.rollout_log_probs, np.cumsum(done.response_lengths)[:-1])
+    versions = done.weight_version.tolist()
+    return [Answer(tuple(i.tolist()), tuple(p.tolist()), v) for i, p, v in zip(done.responses(), log_probs, versions, strict=True)]
+
+
+def check_same(found: list[Answer], expected: list[Answer]) -> None:
     """Tokens equal, log-probs to 1e-5: ranks add the parts of experts up in another order than one kernel does."""
     assert [c.token_ids for c in found] == [c.token_ids for c in expected]
     np.testing.assert_allclose(
@@ -123,7 +135,7 @@ def a_rank_without_requests_holds_up_nobody(world):
 def requests_that_arrive_while_it_pauses_get_the_same_answers(world):
     whole, rng = {number: answers(world.engines, range(number, number + 1), 48) for number in range(6)}, random.Random(0)
 
-    def late(number: int, after_s: float) -> list[Completion]:
+    def late(number: int, after_s: float) -> list[Answer]:
         time.sleep(after_s)
         return answers(world.engines, range(number, number + 1), 48)
 
@@ -149,7 +161,7 @@ def after_a_sleep_it_serves_the_weights_that_it_was_brought(world):
             group.wake_cache()
             group.commit(number)
         check_same(answers(world.engines), answers(world.alone))
-    assert answers(world.engines) == [Completion(c.sample_id, c.token_ids, c.log_probs, c.stop_reason, 2) for c in before]
+    assert answers(world.engines) == [replace(c, weight_version=2) for c in before]
     assert [weights_of(one) for one in world.engines.fingerprints()] == held
     bring(world.engines, world.other)  # awake: ranks that still step together stand still first
     world.engines.commit(3)

@@ -8,10 +8,11 @@ import json
 
 import numpy as np
 import pytest
+from padded import collate
 from ranks import ROOT, run_ranks
 from tiny_models import save, tiny_dense, tiny_moe, tiny_shared
 
-from mrl.data.batch import Sample, collate
+from mrl.data.samples import Sample
 from mrl.model import load_model_spec
 from mrl.model.layout import TrainLayout
 from mrl.model.precision import Precision

@@ -10,12 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from padded import PaddedBatch, collate
 from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny_models import save, tiny_dense, tiny_glm, tiny_moe, tiny_shared
 from torch import Tensor
 
-from mrl.data.batch import Sample, TrainBatch, collate
+from mrl.data.samples import Sample
 
 pytestmark = pytest.mark.real
 
@@ -79,7 +80,7 @@ class Reference:
     """What the Hugging Face model computes."""
 
     model_path: Path
-    batch: TrainBatch
+    batch: PaddedBatch
     batch_path: Path
     log_probs: np.ndarray
     entropy: float  # mean over response tokens
@@ -231,7 +232,7 @@ def _reference(model, path: Path) -> Reference:
         log_probs, entropy = _token_outputs(model, batch)
     mask = batch.response_mask
     old = np.where(mask, log_probs.numpy() - LOG_RATIOS[:, None], 0).astype(np.float32)
-    batch = TrainBatch(
+    batch = PaddedBatch(
         batch.input_ids, batch.prompt_lengths, batch.response_lengths, batch.temperature, batch.rollout_log_probs,
         old, np.where(mask, ADVANTAGES[:, None], 0).astype(np.float32),
         keep=mask & (np.arange(13) != REJECTED)[:, None], loss_weights=np.where(mask, WEIGHTS[:, None], 1).astype(np.float32),
@@ -266,7 +267,7 @@ def _reference(model, path: Path) -> Reference:
     )
 
 
-def _samples(vocab_size: int) -> TrainBatch:
+def _samples(vocab_size: int) -> PaddedBatch:
     """13 samples of uneven lengths, at two temperatures."""
     rng = np.random.default_rng(1)
     samples = []
@@ -280,7 +281,7 @@ def _samples(vocab_size: int) -> TrainBatch:
     return batch
 
 
-def _token_outputs(model, batch: TrainBatch) -> tuple[Tensor, Tensor]:
+def _token_outputs(model, batch: PaddedBatch) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies [batch, response_length], one sample at a time and without padding."""
     log_probs = torch.zeros(batch.rollout_log_probs.shape)
     entropy = torch.zeros(batch.rollout_log_probs.shape)
@@ -296,7 +297,7 @@ def _token_outputs(model, batch: TrainBatch) -> tuple[Tensor, Tensor]:
     return torch.stack(rows), entropy
 
 
-def _sequence_gspo(model, batch: TrainBatch) -> Tensor:
+def _sequence_gspo(model, batch: PaddedBatch) -> Tensor:
     """GSPO's sequence form: mean over the sequences that are kept of w max(-A s, -A clip(s)), s = exp(mean log ratio)."""
     mask = torch.from_numpy(batch.response_mask)
     log_probs, _ = _token_outputs(model, batch)
@@ -308,7 +309,7 @@ def _sequence_gspo(model, batch: TrainBatch) -> Tensor:
     return (torch.from_numpy(WEIGHTS).float() * loss)[kept].mean()
 
 
-def _clipped_tokens(batch: TrainBatch) -> tuple[int, int]:
+def _clipped_tokens(batch: PaddedBatch) -> tuple[int, int]:
     """Response tokens of the sequences whose clipped side is taken: ratio over the band with A > 0, or under it with A < 0."""
     mask = batch.loss_mask
     ratios = np.exp(LOG_RATIOS)

@@ -1,14 +1,16 @@
 """Three policies on the same ranks: the reference stays where it was frozen, and replay keeps the old policy's experts."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from padded import collate
 from ranks import run_ranks
 from tiny_models import save, tiny_moe
 
-from mrl.data.batch import Sample, collate
+from mrl.data.samples import Sample
 
 pytestmark = pytest.mark.real
 
@@ -67,7 +69,7 @@ def _batch(vocab: int):
         samples.append(Sample(i, i, i, 0, tuple(ids[:prompt]), tuple(ids[prompt:]), (0.0,) * int(response), "stop", 0))
     batch = collate(samples, 1.0, 0)
     advantages = np.where(batch.response_mask, rng.choice([-1.0, 1.0], SAMPLES)[:, None], 0.0).astype(np.float32)
-    return type(batch)(**(batch.arrays | {"advantages": advantages}))
+    return replace(batch, advantages=advantages)
 
 
 def parts(reports: list[dict], name: str) -> list[tuple[float, float]]:

@@ -3,12 +3,13 @@
 GRPO with a KL to the start and replayed routes is what test_runs stops and resumes.
 """
 
-import json
 from pathlib import Path
 
 import pytest
 from metric_names import PENALTY, R3, SAVING, check_names
 from world import PRESET, ROOT, make_world, metrics, overrides, succeeded
+
+from mrl.record.sample_files import read_samples
 
 pytestmark = [pytest.mark.real, pytest.mark.long]
 
@@ -44,4 +45,4 @@ def test_dapo_with_icepop_and_a_users_loss_by_the_engines_routes(tmp_path):
 
 
 def read(run_dir: Path, step: int) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "samples" / f"step-{step}.jsonl").read_text().splitlines()]
+    return read_samples(run_dir / "samples", step)

@@ -12,12 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from padded import collate
 from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny_models import save, tiny_moe
 
-from mrl.data.batch import Sample, collate
 from mrl.data.routes import MISSING
+from mrl.data.samples import Sample
 
 pytestmark = pytest.mark.real
 

@@ -1,6 +1,5 @@
 """Whole runs through the command line and through a Ray job: three steps on eight-fold parallelism's small sibling, and exact resume."""
 
-import json
 import os
 import shutil
 import signal
@@ -19,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from world import PRESET, ROOT, make_world, metrics, overrides, succeeded, without_times
 
 from mrl.cluster.prerequisites import free_port
+from mrl.record.sample_files import read_samples
 
 STEPS = 4
 GRPO = ("--recipe", "grpo")
@@ -77,7 +77,7 @@ def test_three_steps_on_tp2_pp2_ep2_with_two_engines(world, tmp_path):
     before, after = load_file(world / "model" / "model.safetensors"), exported(run_dir / "checkpoints" / "step-2", tmp_path / "hf")
     assert after.keys() == before.keys()
     assert all((after[name] != before[name]).any() for name in before), "every tensor is trained"
-    samples = [json.loads(line) for line in (run_dir / "samples" / "step-3.jsonl").read_text().splitlines()]
+    samples = read_samples(run_dir / "samples", 3)
     assert {sample["weight_version"] for sample in samples} == {2}
     transformers_says_what_the_engines_said(tmp_path / "hf", samples[::4])
 

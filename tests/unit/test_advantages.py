@@ -16,8 +16,7 @@ from mrl.record.spec import metric_spec
 def inputs(scores, groups, by_std=True, lengths=None, **more) -> AdvantageInputs:
     """Responses of the given lengths, one token each unless told."""
     lengths = np.ones(len(scores), int) if lengths is None else np.asarray(lengths)
-    mask = np.arange(lengths.max())[None] < lengths[:, None]
-    return AdvantageInputs(np.asarray(scores, float), np.asarray(groups), mask, by_std, **more)
+    return AdvantageInputs(np.asarray(scores, float), np.asarray(groups), lengths, np.ones(lengths.sum(), bool), by_std, **more)
 
 
 def per_response(estimator, scores, groups, by_std=True, **more):
@@ -64,12 +63,12 @@ def test_a_group_of_one_keeps_its_score_as_in_verl():
 
 
 def test_a_responses_advantage_stands_on_its_trained_tokens_only():
-    mask = np.array([[True, True], [True, False]])
-    out = compute_advantages("grpo", AdvantageInputs(np.array([1.0, 0.0]), np.array([0, 0]), mask, norm_adv_by_std_in_grpo=False))
+    two = inputs([1.0, 0.0], [0, 0], lengths=[2, 2], by_std=False)
+    out = compute_advantages("grpo", replace(two, mask=np.array([True, True, True, False])))
     assert out.dtype == np.float32
-    np.testing.assert_array_equal(out, [[0.5, 0.5], [-0.5, 0.0]])
+    np.testing.assert_array_equal(out, [0.5, 0.5, -0.5, 0.0])
     with pytest.raises(ConfigError, match="grpo"):
-        compute_advantages("nope", AdvantageInputs(np.array([1.0]), np.array([0]), mask[:1]))
+        compute_advantages("nope", two)
 
 
 def test_rloo_compares_with_the_mean_of_the_others():
@@ -93,20 +92,20 @@ def test_pass_at_k_pays_the_best_its_lead_over_the_second():
 def test_reinforce_plus_plus_whitens_over_tokens():
     """Scores 1 and 0 of lengths 3 and 1: four tokens 1, 1, 1, 0 with mean 3/4 and unbiased variance 1/4."""
     found = compute_advantages("reinforce_plus_plus", inputs([1.0, 0.0], [0, 1], lengths=[3, 1]))
-    np.testing.assert_allclose(found, [[0.5, 0.5, 0.5], [-1.5, 0.0, 0.0]], atol=1e-6)
+    np.testing.assert_allclose(found, [0.5, 0.5, 0.5, -1.5], atol=1e-6)
 
 
 def test_reinforce_plus_plus_with_kl_in_the_reward_sums_what_is_still_to_come():
     """Score 1, penalties 0.1, 0.2, 0.3: returns 0.4, 0.5, 0.7. The second response: 0 - 0.5. Mean 0.275, squares sum 0.7875."""
-    penalties = np.array([[0.1, 0.2, 0.3], [0.5, 9.0, 9.0]])
+    penalties = np.array([0.1, 0.2, 0.3, 0.5])
     found = compute_advantages("reinforce_plus_plus", inputs([1.0, 0.0], [0, 1], lengths=[3, 1], token_penalties=penalties))
     returns = np.array([0.4, 0.5, 0.7, -0.5])
     std = math.sqrt(((returns - 0.275) ** 2).sum() / 3)
-    np.testing.assert_allclose(found, [[0.125 / std, 0.225 / std, 0.425 / std], [-0.775 / std, 0, 0]], rtol=1e-6)
+    np.testing.assert_allclose(found, [0.125 / std, 0.225 / std, 0.425 / std, -0.775 / std], rtol=1e-6)
 
 
 def test_outcome_estimators_take_all_of_a_responses_kl_off_its_score():
-    penalties = np.array([[0.1, 0.2], [0.5, 9.0]])
+    penalties = np.array([0.1, 0.2, 0.5])
     np.testing.assert_allclose(
         per_response("grpo", [1.0, 0.0], [0, 0], by_std=False, lengths=[2, 1], token_penalties=penalties), [0.6, -0.6]
     )
@@ -115,43 +114,40 @@ def test_outcome_estimators_take_all_of_a_responses_kl_off_its_score():
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "grpo_passk", "opo"])
 def test_a_rejected_response_keeps_its_penalties_and_its_length_in_the_baseline(estimator):
     """What stays is trained on with the advantage that it has where nothing is rejected."""
-    full = inputs([1.0, 0.0, 0.5], [0, 0, 0], lengths=[2, 1, 3], token_penalties=np.full((3, 3), 0.25))
-    kept = full.mask & np.array([[True], [True], [False]])
-    found = compute_advantages(estimator, replace(full, mask=kept, response_mask=full.mask))
+    full = inputs([1.0, 0.0, 0.5], [0, 0, 0], lengths=[2, 1, 3], token_penalties=np.full(6, 0.25))
+    kept = np.repeat([True, True, False], [2, 1, 3])
+    found = compute_advantages(estimator, replace(full, mask=kept))
     np.testing.assert_array_equal(found, np.where(kept, compute_advantages(estimator, full), 0.0))
 
 
 def test_opo_weighs_a_rejected_response_by_its_generated_length():
     """Scores 1 and 0 of lengths 1 and 3, the second rejected: baseline (1 x 1 + 3 x 0) / 4, so 3/4 for the first."""
     full = inputs([1.0, 0.0], [0, 0], lengths=[1, 3])
-    kept = full.mask & np.array([[True], [False]])
-    found = compute_advantages("opo", replace(full, mask=kept, response_mask=full.mask))
-    np.testing.assert_allclose(found, [[0.75, 0, 0], [0, 0, 0]])
+    found = compute_advantages("opo", replace(full, mask=np.repeat([True, False], [1, 3])))
+    np.testing.assert_allclose(found, [0.75, 0, 0, 0])
 
 
 def test_a_rejected_token_still_costs_what_comes_before_it():
     """Score 1, penalties 0.1, 0.2, 0.3, the last token rejected: returns 0.4 and 0.5, whitened to -/+ 1/sqrt(2)."""
-    full = inputs([1.0], [0], lengths=[3], token_penalties=np.array([[0.1, 0.2, 0.3]]))
-    kept = np.array([[True, True, False]])
-    found = compute_advantages("reinforce_plus_plus", replace(full, mask=kept, response_mask=full.mask))
-    np.testing.assert_allclose(found, [[-math.sqrt(0.5), math.sqrt(0.5), 0]], rtol=1e-5)
-    alone = inputs([0.0, 1.0], [0, 1], lengths=[1, 2], token_penalties=np.array([[0.0, 0.0], [0.0, 1.0]]))
-    kept = np.array([[True, False], [True, False]])
-    found = compute_advantages("reinforce_plus_plus", replace(alone, mask=kept, response_mask=alone.mask))
+    full = inputs([1.0], [0], lengths=[3], token_penalties=np.array([0.1, 0.2, 0.3]))
+    found = compute_advantages("reinforce_plus_plus", replace(full, mask=np.array([True, True, False])))
+    np.testing.assert_allclose(found, [-math.sqrt(0.5), math.sqrt(0.5), 0], rtol=1e-5)
+    alone = inputs([0.0, 1.0], [0, 1], lengths=[1, 2], token_penalties=np.array([0.0, 0.0, 1.0]))
+    found = compute_advantages("reinforce_plus_plus", replace(alone, mask=np.array([True, True, False])))
     np.testing.assert_array_equal(found, 0.0)  # 1 less the penalty of the rejected token is 0, as the other response has
 
 
 def test_the_baseline_form_subtracts_the_group_and_whitens_over_tokens():
     """Centred 1, -1 on lengths 1, 3: tokens 1, -1, -1, -1 with mean -1/2 and unbiased variance 1."""
     found = compute_advantages("reinforce_plus_plus_baseline", inputs([2.0, 0.0], [0, 0], lengths=[1, 3]))
-    np.testing.assert_allclose(found, [[1.5, 0, 0], [-0.5, -0.5, -0.5]], atol=1e-6)
+    np.testing.assert_allclose(found, [1.5, -0.5, -0.5, -0.5], atol=1e-6)
 
 
 def test_gdpo_normalises_each_part_before_they_are_added():
     """Two parts whose sums are alike (1 + 0 and 0 + 1) and would give 0: correctness weighs 2, format 1, so they do not."""
     parts = {"correct": np.array([1.0, 0.0]), "format": np.array([0.0, 1.0])}
     found = compute_advantages("gdpo", inputs([1.0, 1.0], [0, 0], by_std=False, parts=parts, part_weights={"correct": 2.0}))
-    np.testing.assert_allclose(found, [[1 / math.sqrt(2)], [-1 / math.sqrt(2)]], rtol=1e-6)  # 0.5 and -0.5, unbiased variance 1/2
+    np.testing.assert_allclose(found, [1 / math.sqrt(2), -1 / math.sqrt(2)], rtol=1e-6)  # 0.5 and -0.5, unbiased variance 1/2
     with pytest.raises(DataError, match="gdpo_reward_keys"):
         compute_advantages("gdpo", inputs([1.0], [0]))
 
@@ -164,13 +160,13 @@ def test_gdpo_worked_by_hand_with_groups_lengths_and_stds():
     parts = {"correct": np.array([1.0, 0, 3, 1]), "format": np.array([0.0, 1, 2, 2])}
     given = inputs([9.0] * 4, [0, 0, 1, 1], lengths=[1, 2, 1, 2], parts=parts, part_weights={"format": 2.0})
     value = math.sqrt(5 / 6)
-    np.testing.assert_allclose(compute_advantages("gdpo", given), [[-value, 0], [value, value], [value, 0], [-value, -value]], rtol=3e-6)
+    np.testing.assert_allclose(compute_advantages("gdpo", given), [-value, value, value, value, -value, -value], rtol=3e-6)
 
 
 def test_gdpo_of_one_part_is_whitened_grpo():
     rng = np.random.default_rng(0)
     scores, groups = rng.normal(size=12), np.repeat([0, 1, 2], 4)
-    found = compute_advantages("gdpo", inputs(scores, groups, parts={"score": scores}))[:, 0]
+    found = compute_advantages("gdpo", inputs(scores, groups, parts={"score": scores}))
     plain = grpo(scores, groups)
     np.testing.assert_allclose(found, (plain - plain.mean()) / plain.std(ddof=1), rtol=1e-5, atol=1e-6)
 
@@ -184,8 +180,7 @@ RAGGED = [7, 7, 7, 8, 9, 9]  # a group that lost a response, and a group of one
 def test_no_estimator_gives_a_nan_whatever_the_groups_are(estimator, scores, lengths):
     parts = {"score": np.array(scores)}
     found = compute_advantages(estimator, inputs(scores, RAGGED, lengths=lengths, parts=parts))
-    assert np.isfinite(found).all()
-    assert not found[~inputs(scores, RAGGED, lengths=lengths).mask].any()
+    assert found.shape == (sum(lengths),) and np.isfinite(found).all()
 
 
 @pytest.mark.parametrize("estimator", [name for name in ADVANTAGES if name != "reinforce_plus_plus"])
@@ -198,9 +193,9 @@ def test_groups_of_one_mind_teach_nothing_under_any_group_estimator(estimator, s
 def test_a_group_of_one_under_the_whitened_estimators():
     """Scores 1 and 0 of a pair and 2 alone: centred 1/2, -1/2 and 2, as its baseline is 0; mean 2/3, squares sum 4.5 - 4/3 = 19/6."""
     std = math.sqrt(19 / 12)
-    expected = [[(0.5 - 2 / 3) / std], [(-0.5 - 2 / 3) / std], [(2 - 2 / 3) / std]]
+    expected = [(0.5 - 2 / 3) / std, (-0.5 - 2 / 3) / std, (2 - 2 / 3) / std]
     np.testing.assert_allclose(compute_advantages("reinforce_plus_plus_baseline", inputs([1.0, 0, 2], [0, 0, 1])), expected, rtol=1e-6)
-    plain = [[0.0], [-1.0], [1.0]]  # scores 1, 0, 2 less their mean, over their std of 1
+    plain = [0.0, -1.0, 1.0]  # scores 1, 0, 2 less their mean, over their std of 1
     np.testing.assert_allclose(compute_advantages("reinforce_plus_plus", inputs([1.0, 0, 2], [0, 0, 1])), plain, atol=1e-7)
 
 
@@ -210,9 +205,8 @@ def test_a_group_of_one_has_no_baseline_and_no_lead(estimator, advantage):
 
 
 def test_mismatch_worked_by_hand():
-    """Probabilities 0.5 against 0.25 and 0.2 against 0.4; the third token is padding."""
-    rollout, actor = np.log([[0.5, 0.2, 0.9]]), np.log([[0.25, 0.4, 0.1]])
-    metrics = mismatch_metrics(rollout, actor, np.array([[True, True, False]]))
+    """Probabilities 0.5 against 0.25 and 0.2 against 0.4."""
+    metrics = mismatch_metrics(np.log([0.5, 0.2]), np.log([0.25, 0.4]), np.array([2]))
     log2 = math.log(2)
     expected = {
         "training/rollout_probs_diff_mean": 0.225,
@@ -236,8 +230,8 @@ def test_mismatch_worked_by_hand():
 
 
 def test_equal_log_probs_have_no_mismatch():
-    log_probs = -np.random.default_rng(0).random((3, 4))
-    metrics = mismatch_metrics(log_probs, log_probs, np.ones((3, 4), bool))
+    log_probs = -np.random.default_rng(0).random(12)
+    metrics = mismatch_metrics(log_probs, log_probs, np.array([4, 4, 4]))
     assert metrics.pop("training/rollout_actor_probs_pearson_corr") == pytest.approx(1.0)
     assert metrics.pop("rollout_corr/ppl_ratio") == 1.0
     assert metrics.pop("rollout_corr/training_ppl") == metrics.pop("rollout_corr/rollout_ppl") > 1.0
@@ -246,9 +240,7 @@ def test_equal_log_probs_have_no_mismatch():
 
 def test_perplexities_are_means_over_responses_and_empty_ones_do_not_count():
     """One response of ratio 2 in one token, one of ratio 1/2 and 1/2 in two; the third is empty."""
-    rollout = np.log([[0.4, 1.0], [0.5, 0.5], [1.0, 1.0]])
-    actor = np.log([[0.8, 1.0], [0.25, 0.25], [1.0, 1.0]])
-    found = mismatch_metrics(rollout, actor, np.array([[True, False], [True, True], [False, False]]))
+    found = mismatch_metrics(np.log([0.4, 0.5, 0.5]), np.log([0.8, 0.25, 0.25]), np.array([1, 2, 0]))
     assert found["rollout_corr/training_ppl"] == pytest.approx((1 / 0.8 + 4) / 2)
     assert found["rollout_corr/rollout_ppl"] == pytest.approx((1 / 0.4 + 2) / 2)
     assert found["rollout_corr/log_ppl_diff"] == pytest.approx((-math.log(2) + math.log(2)) / 2)
@@ -258,13 +250,11 @@ def test_perplexities_are_means_over_responses_and_empty_ones_do_not_count():
 
 
 def test_one_token_and_no_token_give_finite_answers():
-    one = np.array([[-1.0]])
-    assert all(math.isfinite(v) for v in mismatch_metrics(one, one, np.array([[True]])).values())
-    assert mismatch_metrics(one, one, np.array([[False]])) == {}
+    one, none = np.array([-1.0]), np.zeros(0)
+    assert all(math.isfinite(v) for v in mismatch_metrics(one, one, np.array([1])).values())
+    assert mismatch_metrics(none, none, np.array([0])) == {}
 
 
 def test_a_log_prob_that_is_not_finite_stops_the_run_and_says_where():
-    bad = np.array([[-1.0, -1.0], [-1.0, np.nan]])
-    with pytest.raises(NumericAbort, match=r"old_log_probs.*row 1, token 1"):
-        mismatch_metrics(np.zeros((2, 2)), bad, np.ones((2, 2), bool))
-    assert mismatch_metrics(np.zeros((2, 2)), bad, np.array([[True, True], [True, False]]))
+    with pytest.raises(NumericAbort, match=r"old_log_probs.*row 2, token 1"):
+        mismatch_metrics(np.zeros(4), np.array([-1.0, -1.0, -1.0, np.nan]), np.array([2, 0, 2]))

@@ -7,7 +7,6 @@ import socket
 import threading
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,6 +19,7 @@ from mrl.cli.main import main
 from mrl.cluster.prerequisites import check_reachable
 from mrl.config.load import load_config
 from mrl.config.schema import RewardConfig
+from mrl.data.samples import Sample, packed
 from mrl.errors import DataError, EnvironmentFault
 from mrl.record.run_dir import RunDir
 from mrl.record.sinks import JsonlSink
@@ -480,7 +480,7 @@ def collected(pool: RewardPool, reward: RewardConfig, sample_ids) -> list:
     from mrl.train.rollouts import Responder
 
     responder = Responder(None, None, pool, reward, display=None, poll=lambda: None)
-    return responder.collect_rewards([SimpleNamespace(sample_id=n) for n in sample_ids])
+    return responder.collect_rewards(packed([Sample(0, 0, n, 0, (1,), (2,), (0.0,), "stop", 0) for n in sample_ids]))
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from mrl.config.load import load_config
-from mrl.data.batch import Sample, collate
+from mrl.data.batch import TrainBatch
+from mrl.data.samples import Sample, packed
 from mrl.errors import DataError
 from mrl.megatron.batching import Splitter, balanced_parts, check_batch, imbalance, mini_batches, sequence_costs, trained_rows
 from mrl.megatron.packing import Shape
@@ -137,14 +138,14 @@ def test_mini_batches_are_consecutive_and_the_last_may_be_short():
 
 def test_an_empty_prompt_is_refused_by_row():
     samples = [Sample(0, 0, 0, 0, (1, 2, 3), (4,), (-1.0,), "stop", 0)] * 3
-    batch = collate(samples, 0.7, pad_id=9)
+    batch = TrainBatch.of(packed(samples), 0.7)
     with pytest.raises(DataError, match="row 1"):
         check_batch(replace(batch, prompt_lengths=np.array([3, 0, 3])), MODEL)
 
 
 def test_routes_of_another_model_are_refused():
     samples = [Sample(0, 0, 0, 0, (1, 2, 3), (4,), (-1.0,), "stop", 0)] * 3
-    batch = collate(samples, 0.7, pad_id=9)
+    batch = TrainBatch.of(packed(samples), 0.7)
     check_batch(replace(batch, routes=np.zeros((12, 48, 8), np.int8)), MODEL)
     with pytest.raises(DataError, match=r"\[12, 47, 8\], expected \[12, 48, 8\]"):
         check_batch(replace(batch, routes=np.zeros((12, 47, 8), np.int8)), MODEL)

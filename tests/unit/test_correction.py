@@ -1,6 +1,7 @@
 """Off-policy correction, the over-long penalty and filter, KL in the reward: worked by hand, and the named points on the two axes."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,45 +10,47 @@ import pytest
 from mrl.algo.advantages import soft_overlong_penalty
 from mrl.algo.correction import CorrectionParameters, correct, log_ratios, without_truncated
 from mrl.algo.losses import kl_in_reward
+from mrl.algo.rows import row_sums
 from mrl.algo.spec import CORRECTIONS, LEVELS, MODES
 from mrl.config.load import load_config
 from mrl.config.schema import RunConfig
-from mrl.data.batch import Sample, TrainBatch, collate
+from mrl.data.batch import TrainBatch
+from mrl.data.samples import Sample, packed
 from mrl.errors import NumericAbort
 from mrl.record.spec import metric_spec
 from mrl.train.reporting import AdvisedRecord
 from mrl.train.update import with_corrections
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
-# ratios old / rollout of two responses: 4, 1/2 (product 2, geometric mean sqrt 2) and 8 (with padding that must not be seen)
-RATIOS = np.array([[4.0, 0.5], [8.0, np.nan]])
-MASK = np.array([[True, True], [True, False]])
+# ratios old / rollout of two responses: 4, 1/2 (product 2, geometric mean sqrt 2) and 8 (with a token left out that must not be seen)
+RATIOS = np.array([4.0, 0.5, 8.0, np.nan])
+MASK, LENGTHS = np.array([True, True, True, False]), np.array([2, 2])
 
 
 def run(level, mode, low, high):
-    rollout = np.array([[-1.0, -2.0], [-3.0, np.nan]])
-    return correct(CorrectionParameters(level, mode, low, high), rollout + np.log(RATIOS), rollout, MASK)
+    rollout = np.array([-1.0, -2.0, -3.0, np.nan])
+    return correct(CorrectionParameters(level, mode, low, high), rollout + np.log(RATIOS), rollout, MASK, LENGTHS)
 
 
 def test_levels_look_at_tokens_products_and_geometric_means():
     old = np.log(RATIOS)
-    for level, expected in (("token", [[4, 0.5], [8, 1]]), ("sequence", [[2, 2], [8, 1]]), ("geometric", [[2**0.5] * 2, [8, 1]])):
-        np.testing.assert_allclose(np.exp(log_ratios(old, np.zeros((2, 2)), MASK, level)), expected)
+    for level, expected in (("token", [4, 0.5, 8, 1]), ("sequence", [2, 2, 8, 1]), ("geometric", [2**0.5, 2**0.5, 8, 1])):
+        np.testing.assert_allclose(np.exp(log_ratios(old, np.zeros(4), MASK, LENGTHS, level)), expected)
 
 
 @pytest.mark.parametrize(
     ("level", "mode", "low", "high", "keep", "weights"),
     [
-        ("token", "truncate", None, 2.0, MASK, [[2, 0.5], [2, 1]]),  # TIS
-        ("sequence", "truncate", None, 3.0, MASK, [[2, 2], [3, 1]]),
-        ("geometric", "truncate", None, 3.0, MASK, [[2**0.5] * 2, [3, 1]]),
-        ("token", "clip", 0.8, 5.0, MASK, [[4, 0.8], [5, 1]]),
-        ("token", "clip", None, 5.0, MASK, [[4, 0.5], [5, 1]]),
-        ("token", "mask", 0.4, 5.0, [[True, True], [False, False]], [[4, 0.5], [1, 1]]),  # IcePop: tokens go one by one
-        ("token", "mask", 0.6, 5.0, [[True, False], [False, False]], [[4, 1], [1, 1]]),
-        ("sequence", "mask", 0.5, 2.1, [[True, True], [False, False]], [[2, 2], [1, 1]]),  # MIS: a response stays or goes whole
-        ("geometric", "mask", 0.9, 1.5, [[True, True], [False, False]], [[1, 1], [1, 1]]),  # rejection alone, no weight
-        ("geometric", "mask", 0.9, 1.4, np.zeros((2, 2), bool), [[1, 1], [1, 1]]),
+        ("token", "truncate", None, 2.0, MASK, [2, 0.5, 2, 1]),  # TIS
+        ("sequence", "truncate", None, 3.0, MASK, [2, 2, 3, 1]),
+        ("geometric", "truncate", None, 3.0, MASK, [2**0.5, 2**0.5, 3, 1]),
+        ("token", "clip", 0.8, 5.0, MASK, [4, 0.8, 5, 1]),
+        ("token", "clip", None, 5.0, MASK, [4, 0.5, 5, 1]),
+        ("token", "mask", 0.4, 5.0, [True, True, False, False], [4, 0.5, 1, 1]),  # IcePop: tokens go one by one
+        ("token", "mask", 0.6, 5.0, [True, False, False, False], [4, 1, 1, 1]),
+        ("sequence", "mask", 0.5, 2.1, [True, True, False, False], [2, 2, 1, 1]),  # MIS: a response stays or goes whole
+        ("geometric", "mask", 0.9, 1.5, [True, True, False, False], [1, 1, 1, 1]),  # rejection alone, no weight
+        ("geometric", "mask", 0.9, 1.4, [False] * 4, [1, 1, 1, 1]),
     ],
 )
 def test_modes_mask_clip_and_truncate(level, mode, low, high, keep, weights):
@@ -73,14 +76,14 @@ def test_shares_and_the_effective_sample_size_worked_by_hand():
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("mode", MODES)
 def test_where_both_agree_nothing_is_corrected_and_nothing_is_not_finite(level, mode):
-    same, parameters = np.full((3, 4), -1.0), CorrectionParameters(level, mode, None if mode == "truncate" else 0.9, 1.1)
-    mask = np.arange(4)[None] < np.array([4, 1, 0])[:, None]
-    found = correct(parameters, same, same, mask)
+    same, lengths = np.full(5, -1.0), np.array([4, 1, 0])
+    parameters, mask = CorrectionParameters(level, mode, None if mode == "truncate" else 0.9, 1.1), np.ones(5, bool)
+    found = correct(parameters, same, same, mask, lengths)
     np.testing.assert_array_equal(found.keep, mask)
     assert (found.weights == 1).all()
-    apart = correct(parameters, same, same - 1e4, mask)
+    apart = correct(parameters, same, same - 1e4, mask, lengths)
     assert np.isfinite(apart.weights).all() and all(map(math.isfinite, apart.metrics.values()))
-    assert correct(parameters, same, same, np.zeros((3, 4), bool)).metrics == {}
+    assert correct(parameters, same, same, np.zeros(5, bool), lengths).metrics == {}
 
 
 def test_the_published_corrections_are_points_on_the_axes():
@@ -110,22 +113,23 @@ def sample(length, stop_reason, log_prob=-1.0):
 
 
 def test_the_filter_drops_what_was_cut_off_and_not_what_ended_on_the_last_token():
-    mask = np.ones((3, 2), bool)
-    np.testing.assert_array_equal(without_truncated(mask, np.array([True, False, True])).any(-1), [False, True, False])
+    mask = without_truncated(np.ones(6, bool), np.array([True, False, True]), np.array([2, 1, 3]))
+    np.testing.assert_array_equal(mask, [False, False, True, False, False, False])
     config = load_config(TINY, overrides=["algorithm.overlong_filter=true", "data.max_response_length=4"]).config
     lengths, reasons = [3, 4, 4, 1], ["stop", "stop", "length", "stop"]  # one token short, full and ended, full and cut, short
     samples = [sample(n, why) for n, why in zip(lengths, reasons, strict=True)]
     batch, metrics = filtered(config, samples)
-    np.testing.assert_array_equal(batch.loss_mask.sum(-1), [3, 4, 0, 1])
-    np.testing.assert_array_equal(batch.response_mask.sum(-1), [3, 4, 4, 1])
+    np.testing.assert_array_equal(row_sums(batch.loss_mask, batch.response_lengths), [3, 4, 0, 1])
+    np.testing.assert_array_equal(batch.response_lengths, [3, 4, 4, 1])
     assert metrics == {"train/overlong_filtered_share": 0.25}
     assert metric_spec("train/overlong_filtered_share")
 
 
 def filtered(config: RunConfig, samples: list[Sample], gap: float = 0.0) -> tuple[TrainBatch, dict[str, float]]:
-    batch = collate(samples, 1.0, 0)
-    batch = TrainBatch(**batch.arrays, old_log_probs=batch.rollout_log_probs + np.float32(gap))
-    return with_corrections(config.algorithm, batch, samples)
+    rows = packed(samples)
+    batch = TrainBatch.of(rows, 1.0)
+    batch = replace(batch, old_log_probs=batch.rollout_log_probs + np.float32(gap))
+    return with_corrections(config.algorithm, batch, rows)
 
 
 def test_without_settings_nothing_is_touched():

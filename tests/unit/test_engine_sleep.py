@@ -102,7 +102,9 @@ def engine(monkeypatch, tmp_path):
 
 async def generated(engine: VllmEngine, numbers=range(3)) -> list:
     sampling = Sampling(temperature=1.0, max_tokens=2, stop_token_ids=())
-    return [done async for batch in engine.generate([Request(i, (1, 2), i) for i in numbers], sampling) for done in batch]
+    requests = [Request(i, (1, 2), i) for i in numbers]
+    done = [(batch.sample_id, batch.weight_version) async for batch in engine.generate(requests, sampling)]
+    return [SimpleNamespace(sample_id=i, weight_version=v) for ids, versions in done for i, v in zip(ids, versions, strict=True)]
 
 
 def run(steps) -> None:

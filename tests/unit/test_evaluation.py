@@ -13,7 +13,7 @@ import mrl.train.evaluation as evaluation
 from mrl.checkpoint.convert import write_layout
 from mrl.checkpoint.open_checkpoint import open_hf
 from mrl.cli.main import main
-from mrl.vllm.requests import Completion
+from mrl.data.samples import Sample, packed
 
 TINY = Path(__file__).resolve().parents[2] / "parallel_configs" / "tiny-moe" / "cpu.yaml"
 
@@ -99,7 +99,8 @@ class Engines:
         pass
 
     def generate(self, requests, sampling, on_batch):
-        done = [Completion(r.sample_id, (2 + ord("2") - 32,), (0.0,), "stop", 0) for r in requests]
+        ids = (2 + ord("2") - 32,)
+        done = packed([Sample(r.prompt_id, r.group_id, r.sample_id, r.seed, r.prompt_ids, ids, (0.0,), "stop", 0) for r in requests])
         on_batch(done)
         return done
 

@@ -9,9 +9,11 @@ import pytest
 from mrl.config.load import load_config
 from mrl.data.batch import Prompt
 from mrl.data.order import PromptStream
+from mrl.data.samples import Sample, packed
 from mrl.errors import Interrupted
 from mrl.megatron.batching import MiniBatchLoad, UpdateResult
 from mrl.record.run_dir import RunDir
+from mrl.record.sample_files import read_samples
 from mrl.record.spec import metric_spec
 from mrl.reward.items import OK, RewardResult
 from mrl.train import loop
@@ -20,7 +22,7 @@ from mrl.train.resume import TrainState
 from mrl.train.rollouts import Responder
 from mrl.train.run import Run, StopFlag
 from mrl.train.saving import Saver
-from mrl.vllm.requests import Completion, Sampling
+from mrl.vllm.requests import Sampling
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
 SIZES = ("data.train_batch_size=2", "rollout.n=2", "actor.ppo_mini_batch_size=1", "data.max_response_length=4")
@@ -44,7 +46,10 @@ class World:
 
     def generate(self, requests, sampling, on_batch):
         self.note("generate")
-        done = [Completion(r.sample_id, (5, 6), (-1.0, -1.0), "stop" if r.sample_id % 2 else "length", 0) for r in requests]
+        reasons, ids, log_probs = ("length", "stop"), (5, 6), (-1.0, -1.0)
+        done = packed([
+            Sample(r.prompt_id, r.group_id, i, r.seed, r.prompt_ids, ids, log_probs, reasons[i % 2], 0) for i, r in enumerate(requests)
+        ])  # fmt: skip
         on_batch(done)
         return done
 
@@ -59,11 +64,11 @@ class World:
 
     def log_probs(self, batch):
         self.note("log_probs")
-        return np.where(batch.response_mask, -1.1, 0.0).astype(np.float32), 0.5
+        return np.full(len(batch.rollout_log_probs), -1.1, np.float32), 0.5
 
     def ref_log_probs(self, batch):
         self.note("ref_log_probs")
-        return np.where(batch.response_mask, -1.2, 0.0).astype(np.float32)
+        return np.full(len(batch.rollout_log_probs), -1.2, np.float32)
 
     def update(self, batch):
         self.note("update")
@@ -104,7 +109,7 @@ def run_of(world, tmp_path, *overrides) -> Run:
     placement = Separate(world, world)
     saver = Saver(config, run_dir.checkpoints, placement, "fingerprint", 0)
     return Run(
-        config=config, run_dir=run_dir, train_prompts=stream, val_prompts=None, pad_token_id=0, total_steps=2,
+        config=config, run_dir=run_dir, train_prompts=stream, val_prompts=None, total_steps=2,
         stop=stop, record=world, responder=responder, actor=world, placement=placement, saver=saver, state=TrainState(),
     )  # fmt: skip
 
@@ -116,7 +121,7 @@ def test_a_step_goes_through_its_phases_in_order_and_advances_the_state(world, t
     assert (run.state.step, run.state.cursor.index) == (1, 2)
     loop.train_step(run)
     assert [step for step, _ in world.lines] == [1, 2] and world.lines[1][1]["reshard/weight_version"] == 2
-    assert len((run.run_dir.samples / "step-2.jsonl").read_text().splitlines()) == 4
+    assert len(read_samples(run.run_dir.samples, 2)) == 4
 
 
 def test_what_is_saved_is_copied_before_the_weights_leave_for_the_engines(world, tmp_path):

@@ -12,6 +12,7 @@ from mrl.algo.losses import TOKEN_LOSSES, LossInputs, PolicyLossParameters, load
 from mrl.algo.selection import SELECTIONS, covariance, select
 from mrl.config.load import load_config
 from mrl.config.rules import violations
+from mrl.data.samples import positions
 from mrl.errors import ConfigError
 from mrl.model import ModelSpec
 from mrl.record.metrics import reduce_parts
@@ -235,31 +236,33 @@ def test_gradients_of_stopped_ratios_agree_with_finite_differences_of_the_frozen
 
 
 def test_covariance_worked_by_hand():
-    """A = 1, 1, -2 (mean 0), log p = -1, -3, -2 (mean -2): products 1, -1, 0; the fourth token is padding."""
-    found = covariance(np.array([[1.0, 1.0, -2.0, 9.0]]), np.array([[-1.0, -3.0, -2.0, np.nan]]), np.array([[True, True, True, False]]))
-    np.testing.assert_allclose(found, [[1.0, -1.0, 0.0, 0.0]])
+    """A = 1, 1, -2 (mean 0), log p = -1, -3, -2 (mean -2): products 1, -1, 0; the fourth token is rejected."""
+    found = covariance(np.array([1.0, 1.0, -2.0, 9.0]), np.array([-1.0, -3.0, -2.0, np.nan]), np.array([True, True, True, False]))
+    np.testing.assert_allclose(found, [1.0, -1.0, 0.0, 0.0])
 
 
 def selection_batch(rows=64, width=50, seed=0):
+    """Advantages, log-probs and mask of responses of up to `width` tokens, end to end, and their lengths."""
     generator = np.random.default_rng(seed)
-    mask = np.arange(width)[None] < generator.integers(1, width + 1, rows)[:, None]
-    return generator.normal(size=(rows, 1)) * np.ones((1, width)), -2 * generator.random((rows, width)), mask
+    lengths = generator.integers(1, width + 1, rows)
+    tokens = int(lengths.sum())
+    return np.repeat(generator.normal(size=rows), lengths), -2 * generator.random(tokens), np.ones(tokens, bool), lengths
 
 
 def test_kl_cov_takes_the_share_of_highest_covariance():
-    advantages, log_probs, mask = selection_batch()
+    advantages, log_probs, mask, lengths = selection_batch()
     parameters = PolicyLossParameters("kl_cov", kl_cov_ratio=0.01)
-    picked = select(parameters, advantages, log_probs, mask)
+    picked = select(parameters, advantages, log_probs, mask, lengths)
     found = covariance(advantages, log_probs, mask)
     assert picked.sum() == int(0.01 * mask.sum()) and not (picked & ~mask).any()
     assert found[picked].min() > found[mask & ~picked].max()
-    assert select(replace(parameters, kl_cov_ratio=0.0), advantages, log_probs, mask).sum() == 1  # at least one, as upstream
+    assert select(replace(parameters, kl_cov_ratio=0.0), advantages, log_probs, mask, lengths).sum() == 1  # at least one, as upstream
 
 
 def test_clip_cov_draws_its_share_between_its_two_bounds():
-    advantages, log_probs, mask = selection_batch()
+    advantages, log_probs, mask, lengths = selection_batch()
     parameters = PolicyLossParameters("clip_cov", clip_cov_ratio=0.01, clip_cov_lb=0.2, clip_cov_ub=0.8)
-    picked = select(parameters, advantages, log_probs, mask)
+    picked = select(parameters, advantages, log_probs, mask, lengths)
     found = covariance(advantages, log_probs, mask)
     assert picked.sum() == int(0.01 * mask.sum())
     assert ((found[picked] > 0.2) & (found[picked] < 0.8)).all()
@@ -270,20 +273,20 @@ def test_clip_cov_draws_its_share_between_its_two_bounds():
 
 @pytest.mark.parametrize("loss_mode", SELECTIONS)
 def test_a_token_is_chosen_wherever_its_row_stands(loss_mode):
-    advantages, log_probs, mask = selection_batch()
+    advantages, log_probs, mask, lengths = selection_batch()
     parameters = PolicyLossParameters(loss_mode, clip_cov_ratio=0.02, kl_cov_ratio=0.02, clip_cov_lb=0.1)
-    order = np.random.default_rng(1).permutation(len(mask))
-    picked = select(parameters, advantages, log_probs, mask)
-    np.testing.assert_array_equal(select(parameters, advantages[order], log_probs[order], mask[order]), picked[order])
-    wider = [np.pad(x, ((0, 0), (0, 4))) for x in (advantages, log_probs, mask)]
-    np.testing.assert_array_equal(select(parameters, *wider)[:, : mask.shape[1]], picked)
+    order = np.random.default_rng(1).permutation(len(lengths))
+    moved = positions(lengths, order)
+    picked = select(parameters, advantages, log_probs, mask, lengths)
+    elsewhere = select(parameters, advantages[moved], log_probs[moved], mask[moved], lengths[order])
+    np.testing.assert_array_equal(elsewhere, picked[moved])
 
 
 def test_nothing_is_chosen_for_other_losses_nor_from_nothing():
-    advantages, log_probs, mask = selection_batch()
-    assert select(PolicyLossParameters("vanilla"), advantages, log_probs, mask) is None
+    advantages, log_probs, mask, lengths = selection_batch()
+    assert select(PolicyLossParameters("vanilla"), advantages, log_probs, mask, lengths) is None
     for loss_mode in SELECTIONS:
-        assert not select(PolicyLossParameters(loss_mode), advantages, log_probs, np.zeros_like(mask)).any()
+        assert not select(PolicyLossParameters(loss_mode), advantages, log_probs, np.zeros_like(mask), lengths).any()
 
 
 def test_a_loss_that_needs_a_selection_and_has_none_says_so():

@@ -9,8 +9,9 @@ import pytest
 from mrl.checkpoint.step_folders import BESIDE_TENSORS, checkpoint_bytes
 from mrl.config.load import load_config
 from mrl.config.places import rank_places
-from mrl.data.batch import Sample, collate
-from mrl.megatron.packing import Shape, micro_arrays
+from mrl.data.batch import TrainBatch
+from mrl.data.samples import Sample, packed
+from mrl.megatron.packing import Shape, micro_inputs
 from mrl.model import planning_model_spec
 from mrl.plan.devices import USUAL
 from mrl.plan.host_memory import host_section, save_bytes
@@ -38,7 +39,7 @@ def full_batch(rows: int, prompt: int, response: int):
     samples = [
         Sample(i, i, i, 0, (1,) * prompt, (2,) * response, (0.0,) * response, "length", 0) for i in range(rows)
     ]  # fmt: skip
-    return collate(samples, 1.0, 0)
+    return TrainBatch.of(packed(samples), 1.0)
 
 
 def nbytes(arrays) -> int:
@@ -50,9 +51,9 @@ def test_inputs_of_an_update_are_those_that_are_laid_out():
     inputs = inputs_of(TINY, *SMALL)
     rows, width = 4, 10
     batch = full_batch(rows, 6, width)
-    zeros = np.zeros((rows, width), np.float32)
+    zeros = np.zeros(rows * width, np.float32)
     batch = replace(batch, old_log_probs=zeros, advantages=zeros, selected=zeros.astype(bool))
-    arrays = micro_arrays(batch, np.arange(rows), Shape(packed=True, context=1, tensor=1))
+    arrays = micro_inputs(batch, np.arange(rows), Shape(packed=True, context=1, tensor=1))
     found = sample_bytes(inputs, batch_plan(inputs.config, inputs.train), 0)
     assert found.update + arrays.sequence_starts.nbytes == nbytes(arrays)
     assert found.update_routes == found.log_prob_routes == 0

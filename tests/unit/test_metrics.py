@@ -5,6 +5,7 @@ import math
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -104,25 +105,21 @@ def test_a_distribution_of_nothing_is_nothing():
 
 def _batch() -> TrainBatch:
     """Two samples: prompts of 2 and 3 tokens, responses of 3 and 1."""
-    advantages = np.array([[1.0, 1.0, 1.0], [-3.0, 99.0, 99.0]], np.float32)  # 99 stands in the padding
     return TrainBatch(
-        np.zeros((2, 5), np.int64),
-        np.array([2, 3]),
-        np.array([3, 1]),
-        np.ones(2, np.float32),
-        np.zeros((2, 3), np.float32),
-        None,
-        advantages,
-    )
+        prompt_lengths=np.array([2, 3]), response_lengths=np.array([3, 1]), token_ids=np.zeros(9, np.int32),
+        rollout_log_probs=np.zeros(4, np.float32), temperature=np.ones(2, np.float32), advantages=np.array([1, 1, 1, -3], np.float32),
+    )  # fmt: skip
 
 
-def test_lengths_and_advantages_are_read_off_the_batch_without_its_padding():
+def test_lengths_and_advantages_are_read_off_the_batch_without_what_is_rejected():
     metrics = batch_metrics(_batch(), max_prompt_length=4, max_response_length=3)
     assert metrics["critic/advantages/mean"] == 0.0  # (1 + 1 + 1 - 3) / 4
     assert metrics["critic/advantages/max"] == 1.0
     assert metrics["critic/returns/min"] == -3.0
     assert metrics["response_length/mean"] == 2.0
     assert metrics["response_length/clip_ratio"] == 0.5
+    rejected = replace(_batch(), keep=np.array([True, True, True, False]))
+    assert batch_metrics(rejected, 4, 3)["critic/advantages/min"] == 1.0
     assert metrics["prompt_length/clip_ratio"] == 0.0
 
 

@@ -5,8 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mrl.data.batch import Sample, collate
-from mrl.megatron.packing import Shape, kept_positions, micro_arrays
+from mrl.data.batch import TrainBatch
+from mrl.data.samples import Sample, packed
+from mrl.megatron.packing import Shape, kept_positions, micro_inputs
 
 PACKED, PADDED = Shape(packed=True), Shape(packed=False)
 ALL = np.array([0, 1, 2])
@@ -16,23 +17,27 @@ def sample(prompt, response):
     return Sample(0, 0, 0, 0, prompt, response, (-1.0,) * len(response), "stop", 0)
 
 
+def batch_of(*samples):
+    return TrainBatch.of(packed(samples), 1.0)
+
+
 @pytest.fixture
 def batch():
     samples = [sample((11, 12, 13), (14, 15)), sample((21,), (22, 23, 24)), sample((31, 32, 33, 34, 35, 36), ())]
-    batch = collate(samples, 0.7, pad_id=9)
+    batch = TrainBatch.of(packed(samples), 0.7)
     batch.temperature[1] = 0.5
     return replace(batch, old_log_probs=batch.rollout_log_probs * 2, advantages=np.ones_like(batch.rollout_log_probs))
 
 
 def test_packed_sequences_stand_end_to_end_and_positions_restart(batch):
-    arrays = micro_arrays(batch, ALL, PACKED)
+    arrays = micro_inputs(batch, ALL, PACKED)
     assert arrays.input_ids.tolist() == [[11, 12, 13, 14, 15, 21, 22, 23, 24, 31, 32, 33, 34, 35, 36]]
     assert arrays.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2, 3, 4, 5]]
     assert arrays.sequence_starts.tolist() == [0, 5, 9, 15]
 
 
 def test_padded_sequences_have_one_length(batch):
-    arrays = micro_arrays(batch, np.array([0, 1]), replace(PADDED, tensor=4))
+    arrays = micro_inputs(batch, np.array([0, 1]), replace(PADDED, tensor=4))
     assert arrays.input_ids.tolist() == [[11, 12, 13, 14, 15, 0, 0, 0], [21, 22, 23, 24, 0, 0, 0, 0]]
     assert arrays.position_ids.tolist() == [list(range(8))] * 2
     assert arrays.sequence_starts is None
@@ -40,7 +45,7 @@ def test_padded_sequences_have_one_length(batch):
 
 @pytest.mark.parametrize("shape", [PACKED, PADDED, Shape(True, tensor=4)])
 def test_each_response_token_is_predicted_from_the_position_before_it(batch, shape):
-    arrays = micro_arrays(batch, ALL, shape)
+    arrays = micro_inputs(batch, ALL, shape)
     assert arrays.targets.tolist() == [14, 15, 22, 23, 24]
     assert arrays.input_ids.reshape(-1)[arrays.predictors].tolist() == [13, 14, 21, 22, 23]
     assert arrays.slots.tolist() == [0, 1, 3, 4, 5]  # of [3, 3]
@@ -51,11 +56,10 @@ def test_each_response_token_is_predicted_from_the_position_before_it(batch, sha
 @pytest.mark.parametrize("context", [2, 4])
 def test_context_parallel_ranks_share_out_every_token_and_every_prediction(batch, context, packed):
     shape = Shape(packed, context)
-    ranks = [micro_arrays(batch, ALL, shape, rank) for rank in range(context)]
+    ranks = [micro_inputs(batch, ALL, shape, rank) for rank in range(context)]
     assert len({arrays.input_ids.shape for arrays in ranks}) == 1
     ids = np.concatenate([arrays.input_ids.reshape(-1) for arrays in ranks])
-    real = np.concatenate([batch.input_ids[row, :length] for row, length in enumerate((5, 4, 6))])
-    assert sorted(ids[ids > 0]) == sorted(real)
+    assert sorted(ids[ids > 0]) == sorted(batch.token_ids)
     predicted = {}
     for arrays in ranks:
         states = arrays.input_ids.reshape(-1)[arrays.predictors]
@@ -78,22 +82,21 @@ def test_memory_lengths_are_multiples_of_what_the_degrees_need():
 
 
 def test_nothing_of_a_filler_counts_and_a_row_without_response_is_no_fault(batch):
-    assert micro_arrays(batch, ALL, PACKED, is_filler=True).targets.size == 0
-    arrays = micro_arrays(batch, np.array([2]), PACKED)
+    assert micro_inputs(batch, ALL, PACKED, is_filler=True).targets.size == 0
+    arrays = micro_inputs(batch, np.array([2]), PACKED)
     assert arrays.targets.size == 0
     assert arrays.response_mask.shape == (1, 1)
 
 
 def test_rejected_tokens_are_not_computed(batch):
-    keep = batch.response_mask.copy()
-    keep[1, 1] = False
-    assert micro_arrays(replace(batch, keep=keep), ALL, PACKED).targets.tolist() == [14, 15, 22, 24]
+    keep = np.array([True, True, True, False, True])
+    assert micro_inputs(replace(batch, keep=keep), ALL, PACKED).targets.tolist() == [14, 15, 22, 24]
 
 
 @pytest.mark.parametrize("shape", [Shape(True, 2), Shape(False, 2)])
 def test_micro_batches_that_differ_in_another_ranks_part_alone_differ_in_content_on_every_rank(shape):
     def cuts(*ids):
-        return [micro_arrays(collate([sample(ids[:4], ids[4:])], 1.0, 0), np.array([0]), shape, rank) for rank in (0, 1)]
+        return [micro_inputs(batch_of(sample(ids[:4], ids[4:])), np.array([0]), shape, rank) for rank in (0, 1)]
 
     one, again, other = cuts(*range(8)), cuts(*range(8)), cuts(0, 1, 2, 99, 4, 5, 6, 7)
     assert np.array_equal(one[0].input_ids, other[0].input_ids)
@@ -103,11 +106,11 @@ def test_micro_batches_that_differ_in_another_ranks_part_alone_differ_in_content
 
 def test_the_same_tokens_cut_into_other_sequences_have_another_content():
     whole, cut = [sample((1, 2), (3, 4))], [sample((1,), (2,)), sample((3,), (4,))]
-    one, other = (micro_arrays(collate(samples, 1.0, 0), np.arange(len(samples)), PACKED) for samples in (whole, cut))
+    one, other = (micro_inputs(batch_of(*samples), np.arange(len(samples)), PACKED) for samples in (whole, cut))
     assert np.array_equal(one.input_ids, other.input_ids) and one.content != other.content
 
 
 def test_samples_that_the_engine_routed_otherwise_have_another_content():
     routes = [np.full((4, 1, 1), expert, np.int8) for expert in (0, 1)]
-    one, other = (micro_arrays(collate([replace(sample((1, 2), (3, 4)), routes=r)], 1.0, 0), np.array([0]), PACKED) for r in routes)
+    one, other = (micro_inputs(batch_of(replace(sample((1, 2), (3, 4)), routes=r)), np.array([0]), PACKED) for r in routes)
     assert one.content != other.content

@@ -68,6 +68,7 @@ def test_a_result_is_kept_beside_the_others(tmp_path, monkeypatch):
 @pytest.mark.parametrize("script", sorted(rehearsals.SCRIPTS.glob("*.sh")), ids=lambda p: p.stem)
 def test_a_script_imports_to_what_can_be_rehearsed(script, tmp_path):
     """Its small form breaks no rule."""
+    from mrl.cli.main import main
     from mrl.config.load import load_config
     from mrl.config.rules import violations
     from mrl.extras.rehearse.compose import WorkFolder, compose
@@ -75,8 +76,9 @@ def test_a_script_imports_to_what_can_be_rehearsed(script, tmp_path):
     from mrl.extras.rehearse.small_model import small_hf_config
     from mrl.model import model_spec
 
-    file = rehearsals.imported(rehearsals.Config(script.stem, script), tmp_path)
-    resolved = load_config(file)
+    given = [text for name, value in rehearsals.VARIABLES.items() for text in ("--set", f"{name}={value}")]
+    main(["import-verl", str(script), "-o", str(tmp_path / "imported.yaml"), *given])
+    resolved = load_config(tmp_path / "imported.yaml")
     rehearsal = compose(resolved.config, WorkFolder(tmp_path / "work"), cpus=2)
     (tmp_path / "rehearsal.yaml").write_text(rehearsal.to_yaml())
     small = small_hf_config(original_hf_config(resolved.config.model.path), rehearsal.layout.layers, 320, 512)

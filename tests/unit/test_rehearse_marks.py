@@ -173,6 +173,15 @@ def test_a_resume_that_began_anew_is_no_mark(rehearsal, tmp_path):
     assert "--resume" not in exercised(rehearsal, tmp_path / "run")
 
 
+def test_a_schedule_counts_when_the_rate_changed(tmp_path):
+    decaying = rehearsal_of(tmp_path, "actor.optim.lr_decay_style=cosine")
+    for name, rates in (("same", (1e-6, 1e-6)), ("falling", (1e-6, 5e-7))):
+        (tmp_path / name).mkdir()
+        lines = [json.dumps({"training/global_step": step, "actor/lr": rate}) for step, rate in enumerate(rates, 1)]
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        assert ("actor.optim.lr_decay_style" in exercised(decaying, tmp_path / name)) == (name == "falling")
+
+
 def test_every_metric_of_a_mark_is_declared():
     for name in MARKED_BY.values():
         metric_spec(name.replace(".*", "x/mean@1") if "(" not in name else "train/num_gen_batches")

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mrl.data.batch import Sample, collate
+from mrl.data.batch import TrainBatch
 from mrl.data.routes import MISSING, RouteShape
+from mrl.data.samples import Sample, packed
 from mrl.errors import DataError, EnvironmentFault, NumericAbort
-from mrl.megatron.packing import Shape, micro_arrays
+from mrl.megatron.packing import Shape, micro_inputs
 from mrl.train.update import check_any_route, with_old_log_probs
 
 SHAPE = RouteShape(num_layers=3, moe_layers=(1, 2), topk=2, num_experts=4)  # the first layer is dense
@@ -78,22 +79,22 @@ def sample(i: int, prompt: int, response: int, routes: bool = True) -> Sample:
 
 @pytest.fixture
 def batch():
-    return collate([sample(0, 3, 4), sample(1, 2, 9), sample(2, 5, 1, routes=False), sample(3, 6, 2)], 1.0, 0)
+    return TrainBatch.of(packed([sample(0, 3, 4), sample(1, 2, 9), sample(2, 5, 1, routes=False), sample(3, 6, 2)]), 1.0)
 
 
 @pytest.mark.parametrize("unknown", [None, np.full((7, 2, 2), MISSING, np.int8)])
 def test_a_step_of_r3_without_any_route_is_a_fault_and_one_with_some_is_not(unknown):
     without = replace(sample(0, 3, 4), routes=unknown)
     with pytest.raises(EnvironmentFault, match=r"no route for any of 2 samples.*engine-N\.log.*R2 or disabled"):
-        check_any_route([without, without])
-    check_any_route([without, sample(1, 2, 9)])
+        check_any_route(packed([without, without]))
+    check_any_route(packed([without, sample(1, 2, 9)]))
 
 
 @pytest.mark.parametrize("replay", ["R3", "R2", "disabled"])
 def test_only_r3_asks_for_routes(replay):
     config = SimpleNamespace(actor=SimpleNamespace(router_replay=replay), rollout=SimpleNamespace(temperature=1.0))
     with pytest.raises(EnvironmentFault if replay == "R3" else NumericAbort):
-        with_old_log_probs(config, SimpleNamespace(log_probs=_not_finite), [sample(0, 3, 4, routes=False)], 0)
+        with_old_log_probs(config, SimpleNamespace(log_probs=_not_finite), packed([sample(0, 3, 4, routes=False)]))
 
 
 def _not_finite(batch):
@@ -101,15 +102,14 @@ def _not_finite(batch):
 
 
 def test_a_batch_of_samples_without_routes_has_none():
-    assert collate([sample(0, 3, 4, routes=False)], 1.0, 0).routes is None
+    assert packed([sample(0, 3, 4, routes=False)]).routes is None
 
 
 @pytest.mark.parametrize("index", [slice(1, 3), slice(0, 4), slice(2, 2), slice(0, 4, 2), np.array([3, 0, 0]), np.array([], np.int64)])
 def test_rows_take_their_routes_along(batch, index):
     picked = batch.rows(index)
-    lengths = picked.prompt_lengths + picked.response_lengths
-    ids = np.concatenate([np.zeros(0), *(picked.input_ids[r, :n] for r, n in enumerate(lengths))])
-    assert len(picked.routes) == lengths.sum()
+    ids = picked.token_ids
+    assert len(picked.routes) == picked.lengths.sum() == len(ids)
     known = picked.routes[:, 0, 0] != MISSING
     assert np.array_equal(picked.routes[known, 1, 1], ids[known])
     assert np.array_equal(ids[~known], [i for i in ids if i in (7, 111, 308) or 200 < i < 300])
@@ -120,7 +120,7 @@ def test_rows_take_their_routes_along(batch, index):
 def test_routes_stand_where_their_tokens_stand(batch, packed, context):
     rows = np.array([3, 1, 2])
     for rank in range(context):
-        arrays = micro_arrays(batch, rows, Shape(packed, context), rank)
+        arrays = micro_inputs(batch, rows, Shape(packed, context), rank)
         assert arrays.routes.shape == (*arrays.input_ids.shape, 2, 2)
         ids = arrays.input_ids
         unknown = (ids == 0) | (ids == 111) | (ids == 308) | ((ids > 200) & (ids < 300))
@@ -130,5 +130,5 @@ def test_routes_stand_where_their_tokens_stand(batch, packed, context):
 
 
 def test_a_fillers_tokens_are_in_no_statistic(batch):
-    arrays = micro_arrays(batch, np.array([0]), Shape(True), is_filler=True)
+    arrays = micro_inputs(batch, np.array([0]), Shape(True), is_filler=True)
     assert not arrays.real.any() and not arrays.predicting.any()

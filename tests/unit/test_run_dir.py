@@ -7,9 +7,10 @@ import sys
 
 import pytest
 
-from mrl.data.batch import Sample
+from mrl.data.samples import packed
 from mrl.errors import ConfigError
-from mrl.record.run_dir import RunDir, json_line, read_metrics, write_samples
+from mrl.record.run_dir import RunDir, json_line, read_metrics
+from mrl.record.sample_files import write_samples
 from mrl.record.sinks import JsonlSink
 
 
@@ -98,10 +99,11 @@ def test_resuming_replaces_the_lines_past_the_checkpoint(tmp_path):
 def test_resuming_drops_samples_and_event_files_past_the_checkpoint(tmp_path):
     run = _with_steps(tmp_path, [1, 2])
     for step in (1, 2, 10):
-        write_samples(run.samples, step, [], [])
+        write_samples(run.samples, step, packed([]), [])
+    (run.samples / "step-11.jsonl").write_text("")  # of an older version
     run.tensorboard.mkdir()
     run.truncate_metrics(after_step=2)
-    assert sorted(file.name for file in run.samples.iterdir()) == ["step-1.jsonl", "step-2.jsonl"]
+    assert sorted(file.name for file in run.samples.iterdir()) == ["step-1.parquet", "step-2.parquet"]
     assert not run.tensorboard.exists()
 
 
@@ -131,21 +133,3 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path):
 
 def test_truncating_a_run_without_metrics_is_nothing(tmp_path):
     assert RunDir.open(tmp_path, "").truncate_metrics(5) == 0
-
-
-def test_samples_keep_token_ids_log_probs_version_and_reward_parts(tmp_path):
-    sample = Sample(7, 1, 0, 42, (5, 6), (8, 9), (-0.25, float("nan")), "stop", 3)
-    path = write_samples(tmp_path, 12, [sample], [{"score": 1.0, "format": 0.0}])
-    assert path.name == "step-12.jsonl"
-    assert json.loads(path.read_text()) == {
-        "prompt_id": 7,
-        "group_id": 1,
-        "sample_id": 0,
-        "seed": 42,
-        "prompt_ids": [5, 6],
-        "response_ids": [8, 9],
-        "rollout_log_probs": [-0.25, None],
-        "stop_reason": "stop",
-        "weight_version": 3,
-        "reward": {"score": 1.0, "format": 0.0},
-    }

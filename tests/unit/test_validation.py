@@ -9,6 +9,7 @@ from test_data import CharTokenizer, load, row, write_jsonl
 from mrl.cli.main import main
 from mrl.config.load import load_config
 from mrl.data.batch import Prompt
+from mrl.data.samples import Sample, packed
 from mrl.errors import DataError
 from mrl.record.run_dir import RunDir
 from mrl.reward.items import RewardSpec
@@ -19,7 +20,7 @@ from mrl.train.resume import TrainState
 from mrl.train.rollouts import Responder
 from mrl.train.run import StopFlag
 from mrl.train.validation import answer_and_score
-from mrl.vllm.requests import Completion, Sampling
+from mrl.vllm.requests import Sampling
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
 
@@ -27,6 +28,12 @@ TINY = "parallel_configs/tiny-moe/cpu.yaml"
 class Chars(CharTokenizer):
     def decode(self, ids, skip_special_tokens=False):
         return "".join(map(chr, ids))
+
+
+def answered(request, ids, version):
+    return Sample(
+        request.prompt_id, request.group_id, request.sample_id, request.seed, request.prompt_ids, ids, (0.0,) * len(ids), "stop", version
+    )
 
 
 class Engines:
@@ -42,9 +49,9 @@ class Engines:
             k = self.counts[text] = self.counts.get(text, -1) + 1
             answer = self.answers[text][k % len(self.answers[text])]
             ids = tuple(map(ord, answer))
-            done.append(Completion(request.sample_id, ids, (0.0,) * len(ids), "stop", 3))
-        on_batch(done[::-1])
-        return done
+            done.append(answered(request, ids, 3))
+        on_batch(packed(done[::-1]))
+        return packed(done)
 
 
 class World:
@@ -174,8 +181,8 @@ def test_a_prompt_that_comes_twice_in_a_batch_is_not_answered_alike(tmp_path):
         respond = world.responder(pool).respond
         samples = respond([prompt, prompt], 2, Sampling(1.0, 4, ()), lambda p, k: p.prompt_id * 10**9 + k, "train")
         pool.drain()
-    assert [s.group_id for s in samples] == [0, 0, 1, 1]
-    assert len({s.seed for s in samples}) == 4
+    assert samples.group_id.tolist() == [0, 0, 1, 1]
+    assert len(set(samples.seed.tolist())) == 4
 
 
 def test_answers_come_back_in_the_order_of_prompts(tmp_path):

@@ -15,6 +15,7 @@ from mrl.checkpoint.manifest import WEIGHT, Manifest, StoredTensor, read_manifes
 from mrl.errors import EnvironmentFault
 from mrl.extras.rehearse.scoring import CALL
 from mrl.record.run_dir import RunDir, read_metrics
+from mrl.record.sample_files import read_samples
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _EXPERT = re.compile(r"layers\.(\d+)\.mlp\.experts\.(\d+)\.")
@@ -84,7 +85,8 @@ class Evidence:
     @cached_property
     def samples(self) -> list[dict[str, Any]]:
         """Training samples of all steps."""
-        return [json.loads(line) for file in sorted(self.run.samples.glob("step-*.jsonl")) for line in file.open(encoding="utf-8")]
+        steps = sorted({int(file.stem.removeprefix("step-")) for file in self.run.samples.glob("step-*")})
+        return [sample for step in steps for sample in read_samples(self.run.samples, step)]
 
     def _lines_of(self, log: str) -> Iterator[str]:
         file = self.run.logs / log

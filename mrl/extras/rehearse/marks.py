@@ -219,6 +219,11 @@ def _refilled(evidence: Evidence, _: RunConfig) -> Found:
     return f"train/num_gen_batches {batches:g}, train/uniform_group_share {uniform:.2g}" if batches > 1 or uniform > 0 else None
 
 
+def _rates_differ(evidence: Evidence, _: RunConfig) -> Found:
+    rates = list(dict.fromkeys(row["actor/lr"] for row in evidence.steps if "actor/lr" in row))
+    return f"actor/lr {' then '.join(f'{rate:.4g}' for rate in rates)}" if len(rates) > 1 else None
+
+
 def _never(_: Evidence, __: RunConfig) -> Found:
     return None
 
@@ -280,6 +285,7 @@ SWITCHES: tuple[Switch, ...] = (
         "every advantage is 0",
     ),
     Switch(f"{_LOSS}.loss_mode", _always(f"{_LOSS}.loss_mode"), _not_zero("actor/grad_norm"), "the loss had no gradient"),
+    Switch("actor.optim.lr_decay_style", _is("actor.optim.lr_decay_style", "constant"), _rates_differ, "the rate stayed the same"),
     Switch("algorithm.anchor", _is("algorithm.anchor", "recompute"), _not_zero("actor/ppo_kl"), "actor/ppo_kl is 0"),
     Switch("algorithm.rollout_correction", _correction, _metric("rollout_corr/weight_mean"), _NOT_WRITTEN),
     Switch("algorithm.use_kl_loss", _kl, _metric("actor/kl_loss"), _NOT_WRITTEN),

@@ -1,0 +1,215 @@
+"""Responses in columns: flat arrays and lengths, no Python object a token, no padding.
+
+An example: the prompt 7 8 answered with 1 2 3, and with 4.
+
+    a number a row          prompt_lengths 2 2    response_lengths 3 1    sample_id 0 1    seed ...
+    a number a token        token_ids 7 8 1 2 3 | 7 8 4             prompt then response, rows end to end
+    a number a response     rollout_log_probs -.1 -.2 -.3 | -.4     response tokens alone, rows end to end
+      token
+    a number a span         span_starts 0 2 | 0   span_versions 5 6 | 6   span_counts 2 1: the first response was
+                            begun with the weights of version 5, and has those of 6 from its token 2 on
+
+`Sequences` are what a model computes; `Samples` are sequences with what generation knows of them; a `TrainBatch`
+(mrl.data.batch) is sequences with what a loss takes of each token. A column says in its field what it has a number of,
+so `rows` and `joined` are written once for all of them. A response becomes a row where it was generated (`packed`); the
+same columns travel to training and stand in the files of `samples/` (mrl.record.sample_files).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Self
+
+import numpy as np
+
+from mrl.data.routes import MISSING
+from mrl.errors import DataError
+
+STOP_REASONS = ("stop", "length")  # vLLM's names; a row holds the index
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response on its way into columns. Token ids in, token ids out: nothing is ever re-tokenised."""
+
+    prompt_id: int  # position of the prompt's row in the data set
+    group_id: int  # samples of one group share a prompt within one step
+    sample_id: int  # unique and stable within one step
+    seed: int
+    prompt_ids: Sequence[int] | np.ndarray
+    response_ids: Sequence[int] | np.ndarray
+    rollout_log_probs: Sequence[float] | np.ndarray  # processed, at the sampling temperature; one per response token
+    stop_reason: str
+    weight_version: int  # that it was begun with
+    routes: np.ndarray | None = field(default=None, compare=False, repr=False)  # see mrl.data.routes; None: the engine told of none
+    later_versions: tuple[tuple[int, int], ...] = ()  # (response token, version from there on)
+
+
+def of(what: str, dtype: type | None = None) -> dict[str, Any]:
+    """Of a field that holds one number, or one sub-array, for each row, token, response token or span."""
+    return {"metadata": {"of": what, "dtype": dtype}}
+
+
+class Columns:
+    """What every dataclass of columns can do."""
+
+    def counts(self) -> dict[str, np.ndarray]:
+        """int64 [rows] by kind: how many numbers each row has in a column of that kind."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return len(self.counts()["row"])
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The columns that there are, by name; `type(self)(**arrays)` is the same again."""
+        return {f.name: array for f in fields(self) if (array := getattr(self, f.name)) is not None}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all columns."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+    def rows(self, index: np.ndarray | slice) -> Self:
+        """The given rows alone. Of consecutive ones (a slice) the columns are views, else copies."""
+        counts = self.counts()
+        if isinstance(index, slice) and index.step in (None, 1):
+            chosen = {what: _span(each, index) for what, each in counts.items()}
+        else:
+            numbers = np.arange(len(self))[index]
+            chosen = {what: positions(each, numbers) for what, each in counts.items()}
+        return replace(self, **{f.name: array[chosen[f.metadata["of"]]] for f, array in self._filled()})
+
+    def _filled(self) -> list[tuple[Any, np.ndarray]]:
+        return [(f, array) for f in fields(self) if (array := getattr(self, f.name)) is not None]
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """The rows of all parts, in their order. Raises ValueError where there is no part."""
+        if not parts:
+            raise ValueError("no parts to join")
+        columns = {f.name: _joined([getattr(part, f.name) for part in parts], f, parts) for f in fields(cls)}
+        return cls(**columns)
+
+
+def _joined(arrays: list[np.ndarray | None], which: Any, parts: Sequence[Columns]) -> np.ndarray | None:
+    """One column end to end; of parts without it, where another has it, MISSING stands for it."""
+    known = next((array for array in arrays if array is not None), None)
+    if known is None:
+        return None
+    sizes = [int(part.counts()[which.metadata["of"]].sum()) for part in parts]
+    return np.concatenate([
+        np.full((size, *known.shape[1:]), MISSING, known.dtype) if array is None else array
+        for array, size in zip(arrays, sizes, strict=True)
+    ])  # fmt: skip
+
+
+def positions(counts: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """int64: where the numbers of `rows` stand in a flat column that has `counts` [all rows] of each row."""
+    picked = counts[rows]
+    starts, ends = np.cumsum(counts) - counts, np.cumsum(picked)
+    return np.repeat(starts[rows] - (ends - picked), picked) + np.arange(int(picked.sum()))
+
+
+def _span(counts: np.ndarray, rows: slice) -> slice:
+    """Where consecutive rows stand in a flat column."""
+    first, last, _ = rows.indices(len(counts))
+    ends = np.concatenate([[0], np.cumsum(counts)])
+    return slice(int(ends[first]), int(ends[max(first, last)]))
+
+
+@dataclass(frozen=True)
+class Sequences(Columns):
+    """Prompts and responses as a model computes them."""
+
+    prompt_lengths: np.ndarray = field(**of("row", np.int64))
+    response_lengths: np.ndarray = field(**of("row", np.int64))
+    token_ids: np.ndarray = field(**of("token", np.int32))
+    rollout_log_probs: np.ndarray = field(**of("response token", np.float32))
+    routes: np.ndarray | None = field(default=None, kw_only=True, **of("token"))  # [tokens, MoE layers, topk]; see mrl.data.routes
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [rows]: tokens of each row, prompt and response."""
+        return self.prompt_lengths + self.response_lengths
+
+    def counts(self) -> dict[str, np.ndarray]:
+        """See Columns.counts."""
+        return {"row": np.ones_like(self.prompt_lengths), "token": self.lengths, "response token": self.response_lengths}
+
+    def prompts(self) -> Iterator[np.ndarray]:
+        """Each row's prompt, int32 [prompt_length], a view."""
+        starts = np.cumsum(self.lengths) - self.lengths
+        return (self.token_ids[start:end] for start, end in zip(starts, starts + self.prompt_lengths, strict=True))
+
+    def responses(self) -> Iterator[np.ndarray]:
+        """Each row's response, int32 [response_length], a view."""
+        ends = np.cumsum(self.lengths)
+        return (self.token_ids[start:end] for start, end in zip(ends - self.response_lengths, ends, strict=True))
+
+
+@dataclass(frozen=True)
+class Samples(Sequences):
+    """Responses with what generation knows of them; names are those of Sample."""
+
+    prompt_id: np.ndarray = field(**of("row", np.int64))
+    group_id: np.ndarray = field(**of("row", np.int64))
+    sample_id: np.ndarray = field(**of("row", np.int64))
+    seed: np.ndarray = field(**of("row", np.int64))
+    stop_reason: np.ndarray = field(**of("row", np.uint8))  # index into STOP_REASONS
+    span_counts: np.ndarray = field(**of("row", np.int32))  # at least 1
+    span_starts: np.ndarray = field(**of("span", np.int32))  # response token that the span begins with
+    span_versions: np.ndarray = field(**of("span", np.int64))  # of the weights
+
+    def counts(self) -> dict[str, np.ndarray]:
+        """See Columns.counts."""
+        return super().counts() | {"span": self.span_counts.astype(np.int64)}
+
+    @property
+    def truncated(self) -> np.ndarray:
+        """bool [rows]: cut off at the longest length that was allowed."""
+        return self.stop_reason == STOP_REASONS.index("length")
+
+    @property
+    def weight_version(self) -> np.ndarray:
+        """int64 [rows]: version of the weights that each response was begun with."""
+        counts = self.span_counts.astype(np.int64)
+        return self.span_versions[np.cumsum(counts) - counts]
+
+
+def packed(samples: Sequence[Sample]) -> Samples:
+    """The responses as rows, in the given order. Raises DataError for a stop reason that is not known."""
+    routes = [sample.routes for sample in samples]
+    prompts, responses = [len(s.prompt_ids) for s in samples], [len(s.response_ids) for s in samples]
+    spans = [((0, s.weight_version), *s.later_versions) for s in samples]
+    given = {
+        "prompt_lengths": prompts,
+        "response_lengths": responses,
+        "token_ids": _end_to_end([ids for s in samples for ids in (s.prompt_ids, s.response_ids)], np.int32),
+        "rollout_log_probs": _end_to_end([s.rollout_log_probs for s in samples], np.float32),
+        **{name: [getattr(s, name) for s in samples] for name in ("prompt_id", "group_id", "sample_id", "seed")},
+        "stop_reason": [_stop_reason(s) for s in samples],
+        "span_counts": list(map(len, spans)),
+        "span_starts": [start for each in spans for start, _ in each],
+        "span_versions": [version for each in spans for _, version in each],
+    }
+    arrays = {f.name: np.asarray(given[f.name], f.metadata["dtype"]) for f in fields(Samples) if f.name in given}
+    return Samples(**arrays, routes=_routes_end_to_end(routes, np.add(prompts, responses)))
+
+
+def _end_to_end(parts: list[Any], dtype: type) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype), *(np.asarray(part, dtype) for part in parts)])
+
+
+def _stop_reason(sample: Sample) -> int:
+    if sample.stop_reason not in STOP_REASONS:
+        raise DataError(f"sample {sample.sample_id} ended for {sample.stop_reason!r}; known: {', '.join(STOP_REASONS)}")
+    return STOP_REASONS.index(sample.stop_reason)
+
+
+def _routes_end_to_end(routes: list[np.ndarray | None], lengths: np.ndarray) -> np.ndarray | None:
+    """MISSING where a sample has none; None where none has any."""
+    known = next((each for each in routes if each is not None), None)
+    if known is None:
+        return None
+    unknown = (np.full((int(length), *known.shape[1:]), MISSING, known.dtype) for length in lengths)
+    return np.concatenate([filler if each is None else each for each, filler in zip(routes, unknown, strict=True)])

@@ -1,0 +1,148 @@
+"""The CPU worker that sleeps, around a stand-in for vLLM's: what it refuses while memory is away, and storages that resist.
+
+What the memory of a real model comes to is in tests/real/test_engine_sleep.py.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from mrl.vllm import engine_state
+from mrl.vllm.engine_state import CACHE, WEIGHTS
+
+
+class CPUWorker:
+    """Of vLLM's worker what mrl's calls; two layers, one of which vLLM has packed out of sight."""
+
+    def __init__(self):
+        self.parallel_config = SimpleNamespace(data_parallel_size=1, enable_expert_parallel=False)
+        self.model_config, self.steps = None, 0
+
+    def load_model(self):
+        model = nn.ModuleDict({"norm": nn.Linear(2, 3, bias=False), "packed": nn.Linear(4, 5, bias=False), "head": nn.Linear(4, 5)})
+        model.requires_grad_(False)
+        dispatch(model["packed"], remove_weight=True)
+        dispatch(model["head"], remove_weight=False)
+        model["tied"] = nn.Embedding(5, 4)
+        model["tied"].weight = model["head"].weight
+        self.model_runner = SimpleNamespace(model=model, get_model=lambda: model, kv_caches=[torch.ones(2, 8), torch.ones(2, 8)])
+
+    def execute_model(self, *scheduled):
+        self.steps += 1
+
+    execute_dummy_batch = start_weight_update = execute_model
+
+
+def dispatch(layer, remove_weight):
+    """As vLLM's: the packed copy lives in a closure, and its parameter is emptied."""
+    packed = layer.weight.detach().clone()
+    layer.cpu_linear = lambda x, weight, bias: nn.functional.linear(x, packed, bias)
+    if remove_weight:
+        layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+
+
+PACKED = SimpleNamespace(restore_metadata=({"weight": torch.empty(5, 4, device="meta")}, {}))
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """mrl.vllm.cpu_worker as it is where vLLM is the stand-in."""
+    vllm = {
+        "vllm.model_executor.layers.utils": {"dispatch_cpu_unquantized_gemm": dispatch},
+        "vllm.model_executor.model_loader.reload.layerwise": {"get_layerwise_info": lambda layer: PACKED},
+        "vllm.model_executor.model_loader.utils": {"get_model_architecture": lambda config: None},
+        "vllm.v1.worker.cpu_worker": {"CPUWorker": CPUWorker},
+    }
+    for name, members in vllm.items():
+        for part in [name.rsplit(".", n)[0] for n in range(1, name.count(".") + 1)]:
+            monkeypatch.setitem(sys.modules, part, SimpleNamespace(__path__=[]))
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**members))
+    spec = importlib.util.spec_from_file_location("cpu_worker_here", Path(engine_state.__file__).with_name("cpu_worker.py"))
+    made = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "cpu_worker_here", made)
+    spec.loader.exec_module(made)
+    return made
+
+
+@pytest.fixture
+def worker(module):
+    made = module.CpuWorker()
+    made.load_model()
+    return made
+
+
+def held(worker) -> tuple[int, int]:
+    """Bytes below weights and cache."""
+    model, caches = worker.model_runner.model, worker.model_runner.kv_caches
+    return tuple(sum(t.untyped_storage().nbytes() for t in tensors) for tensors in (model.parameters(), caches))
+
+
+def test_memory_goes_and_comes_back_in_parts_as_nan_and_as_zeros(worker):
+    model, awake = worker.model_runner.model, held(worker)
+    parameters = list(model.parameters())
+    worker.sleep(level=2)
+    assert held(worker) == (0, 0) and awake[0] > 0
+    worker.wake_up(tags=[WEIGHTS])
+    assert held(worker) == (awake[0], 0)
+    assert all(p is q for p, q in zip(parameters, model.parameters(), strict=True)) and model["tied"].weight is model["head"].weight
+    assert all(bool(p.isnan().all()) for p in parameters if p.numel())
+    for name in ("packed", "head"):
+        assert bool(model[name].cpu_linear(torch.ones(1, 4), None, None).isnan().all())
+    worker.wake_up(tags=[CACHE])
+    assert held(worker) == awake and not any(bool(cache.any()) for cache in worker.model_runner.kv_caches)
+
+
+def test_a_packed_linear_refuses_to_compute_while_it_is_away(worker):
+    worker.sleep(level=2)
+    with pytest.raises(RuntimeError, match="a linear layer was asked to compute while its weights are asleep"):
+        worker.model_runner.model["packed"].cpu_linear(torch.ones(1, 4), None, None)
+
+
+def test_neither_step_nor_update_reaches_memory_that_is_away(worker):
+    step, nothing = SimpleNamespace(total_num_scheduled_tokens=3), SimpleNamespace(total_num_scheduled_tokens=0)
+    worker.sleep(level=2)
+    with pytest.raises(RuntimeError, match="a step was asked of a worker whose weights and kv_cache are asleep"):
+        worker.execute_model(step)
+    with pytest.raises(RuntimeError, match="a weight update was asked of a worker whose weights are asleep"):
+        worker.start_weight_update()
+    worker.execute_model(nothing)  # nothing is computed: vLLM tells what has ended
+    worker.wake_up(tags=[WEIGHTS])
+    worker.start_weight_update()
+    for call in (lambda: worker.execute_model(step), worker.execute_dummy_batch):
+        with pytest.raises(RuntimeError, match="step was asked of a worker whose kv_cache are asleep"):
+            call()
+    worker.wake_up(tags=[CACHE])
+    worker.execute_model(step)
+    assert worker.steps == 3
+
+
+def test_a_second_sleep_or_wake_changes_nothing(worker):
+    awake = held(worker)
+    worker.wake_up()
+    worker.sleep(level=2)
+    worker.sleep(level=2)
+    worker.wake_up()
+    assert held(worker) == awake and not worker.memory_asleep
+
+
+def test_a_copy_on_the_host_would_free_nothing(worker):
+    with pytest.raises(RuntimeError, match="sleeps at level 2, not 1"):
+        worker.sleep()
+    assert held(worker)[0] > 0
+
+
+def test_a_parameter_that_numpy_has_looked_at_leaves_all_the_same_and_a_cache_is_refused(worker):
+    norm, cache = worker.model_runner.model["norm"].weight, worker.model_runner.kv_caches[0]
+    norm.numpy()
+    assert not norm.untyped_storage().resizable()
+    worker.sleep(level=2)
+    assert norm.untyped_storage().nbytes() == 0
+    worker.wake_up()
+    cache.numpy()  # other names of its storage would keep the memory, so it cannot move
+    with pytest.raises(RuntimeError, match="not resizable"):
+        worker.sleep(level=2)
