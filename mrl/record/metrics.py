@@ -13,6 +13,7 @@ from mrl.record.spec import DEVIATIONS, metric_spec
 
 FloatParts = Mapping[str, tuple[float, float]]  # mean: (sum of value x weight, sum of weight); any other kind: (value, 1)
 
+WHOLE = "step"  # the phase that all others stand in, side by side
 GENERATING = "gen"  # its time is shared among response tokens; every other phase's among all tokens
 PER_TOKEN_PHASES = (GENERATING, "ref", "old_log_prob", "adv", "update_actor")
 
@@ -134,5 +135,8 @@ class PhaseTimer:
         return MappingProxyType(self._seconds)
 
     def metrics(self) -> dict[str, float]:
-        """`timing_s/PHASE` of every phase that has ended."""
-        return {f"timing_s/{phase}": value for phase, value in self._seconds.items()}
+        """`timing_s/PHASE` of every phase that has ended; `outside` is what of WHOLE, once it has ended, no other phase counts."""
+        seconds = dict(self._seconds)
+        if WHOLE in seconds:
+            seconds["outside"] = 2 * seconds[WHOLE] - math.fsum(seconds.values())
+        return {f"timing_s/{phase}": value for phase, value in seconds.items()}

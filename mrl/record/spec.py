@@ -124,7 +124,10 @@ _TIMING = [
     _phase("update_actor", "all updates of the step"),
     _phase("save_checkpoint", "saving, as far as training waits for it"),
     _phase("testing", "validation"),
+    _phase("switch", "hand-overs of shared devices before log-probs and before the update"),
+    _phase("record", "writing the step's samples"),
     _phase("step", "the whole step"),
+    _phase("outside", "of the step, what no phase counts"),
     MetricSpec("timing_per_token_ms/gen", "max", "ms/token", "Generation time over response tokens"),
     MetricSpec("timing_per_token_ms/*", "max", "ms/token", "Phase time over all tokens of the batch"),
 ]

@@ -57,8 +57,10 @@ def train_step(run: Run) -> None:
         with timer("gen"):
             run.placement.to_generation()
         rollouts = gather_rollouts(config, run.responder, run.train_prompts, run.state.cursor, step, timer)
-        write_rollouts(run.run_dir.samples, step, rollouts)
-        run.placement.to_log_probs()
+        with timer("record"):
+            write_rollouts(run.run_dir.samples, step, rollouts)
+        with timer("switch"):
+            run.placement.to_log_probs()
         with timer("old_log_prob"):
             batch, policy_metrics = with_old_log_probs(config, actor, rollouts.samples)
         if algorithm.needs_reference:
@@ -69,7 +71,8 @@ def train_step(run: Run) -> None:
             batch, correction_metrics = with_corrections(algorithm, batch, rollouts.samples)
             batch = with_advantages(algorithm, batch, rollouts, penalties)
         run.stop.hold()
-        run.placement.to_update()
+        with timer("switch"):
+            run.placement.to_update()
         with timer("update_actor"):
             update_metrics = update(actor, batch)
         save_metrics, saves = run.saver.finished(), due(config.trainer.save_freq, step, run.total_steps)

@@ -161,6 +161,19 @@ def test_a_phase_is_timed_also_when_it_raises_and_adds_up():
     assert timer.metrics() == {"timing_s/gen": 3.5}
 
 
+def test_what_of_a_step_no_phase_counts_is_a_number_too():
+    """A step from 0 to 10 with phases from 1 to 4 and from 5 to 9."""
+    ticks = iter([0.0, 1.0, 4.0, 5.0, 9.0, 10.0])
+    timer = PhaseTimer(clock=lambda: next(ticks))
+    with timer("step"):
+        for phase in ("gen", "update_actor"):
+            with timer(phase):
+                pass
+    assert timer.metrics()["timing_s/outside"] == 3.0
+    phases = {name: value for name, value in timer.metrics().items() if name != "timing_s/step"}
+    assert sum(phases.values()) == timer.metrics()["timing_s/step"]
+
+
 def test_phases_nest():
     ticks = iter([0.0, 1.0, 3.0, 7.0])
     timer = PhaseTimer(clock=lambda: next(ticks))
