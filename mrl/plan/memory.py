@@ -5,7 +5,6 @@ from typing import Any
 
 from mrl.config.places import rank_places
 from mrl.config.schema import RunConfig
-from mrl.model.layout import TrainLayout
 from mrl.plan.activations import Activations, Kernels, MicroBatchShape
 from mrl.plan.devices import Device
 from mrl.plan.engine_memory import GRAPHS, EngineMemory, cache_bytes_per_token
@@ -118,13 +117,10 @@ def offload_of(config: RunConfig) -> Offload:
 
 
 def _reference_bytes(inputs: PlanInputs, pp: int) -> int:
-    """Parameters of the reference model of a KL term on a rank of stage `pp`; with a layout of its own, those of its fullest stage."""
-    algorithm, own = inputs.config.algorithm, inputs.config.ref.layout
-    if not algorithm.needs_reference:
+    """Parameters of the reference model of a KL term on a rank of stage `pp`; it lies as the actor does."""
+    if not inputs.config.algorithm.needs_reference:
         return 0
-    layout = inputs.train if own is None else TrainLayout.build(own.model_dump(), inputs.model)
-    stages = (pp,) if own is None else range(layout.pipeline)
-    return max(stage_state(inputs.model, layout, stage, Precision(inputs.element_bytes)).parameters for stage in stages)
+    return stage_state(inputs.model, inputs.train, pp, Precision(inputs.element_bytes)).parameters
 
 
 def _actor_staging(inputs: PlanInputs, pp: int) -> int:
