@@ -17,7 +17,7 @@ from mrl.record.sample_files import read_samples
 from mrl.record.spec import metric_spec
 from mrl.reward.items import OK, RewardResult
 from mrl.train import loop
-from mrl.train.placement import Separate
+from mrl.train.placement import Colocated, Separate
 from mrl.train.resume import TrainState
 from mrl.train.rollouts import Responder
 from mrl.train.run import Run, StopFlag
@@ -99,6 +99,67 @@ def world(monkeypatch):
     return World()
 
 
+class SharedDevices(World):
+    """The same on devices that ranks and engines share; a call that would have both there is refused."""
+
+    def __init__(self):
+        super().__init__()
+        self.engines, self.kinds, self.version, self.lost_in = set(), {"parameters", "gradients", "optimizer"}, None, ""
+        self.taken = []  # (step that the weights are of, engines that were awake) of every copy for a checkpoint
+        self.updates = 0
+
+    def note(self, call):
+        super().note(call)
+        if call == self.lost_in:
+            raise Interrupted(f"{call}: rank 1 died")
+        assert not ({"gradients", "optimizer"} & self.kinds and self.engines) and not (self.kinds and "cache" in self.engines), call
+
+    def bring(self, *kinds):
+        self.kinds = set(kinds)
+        self.note(f"bring {' '.join(kinds)}")
+
+    def offload(self):
+        self.kinds = set()
+        super().offload()
+
+    def sleep(self):
+        self.engines, self.version = set(), None
+        self.note("sleep")
+
+    def wake_weights(self):
+        self.engines = {"weights"}
+        self.note("wake_weights")
+
+    def transfer(self, version):
+        self.note("transfer")
+        return {"reshard/weight_version": float(version)}
+
+    def wake_cache(self):
+        self.engines = {"weights", "cache"}
+        self.note("wake_cache")
+
+    def commit(self, version):
+        self.version = version
+        self.note("commit")
+
+    def generate(self, requests, sampling, on_batch):
+        assert self.version == self.updates, "engines serve the newest weights"
+        return super().generate(requests, sampling, on_batch)
+
+    def log_probs(self, batch):
+        answer = super().log_probs(batch)
+        self.run.stop.raise_if_set()  # whoever waits for the ranks looks for signals
+        return answer
+
+    def update(self, batch):
+        self.updates += 1
+        return super().update(batch)
+
+    def take_checkpoint(self):
+        self.taken.append((self.updates, set(self.engines)))
+        return super().take_checkpoint()
+
+
 def run_of(world, tmp_path, *overrides) -> Run:
     config = load_config(TINY, None, [*SIZES, "trainer.test_freq=-1", "trainer.save_freq=-1", *overrides]).config
     stream = PromptStream([Prompt(p, (1, 2, 3), "test", "x") for p in range(4)], 2, seed=0, shuffle=False)
@@ -106,7 +167,8 @@ def run_of(world, tmp_path, *overrides) -> Run:
     stop = StopFlag()
     responder = Responder(tokenizer, world, world, config.reward, world, stop.raise_if_set)
     run_dir = RunDir.open(tmp_path / "run", "")
-    placement = Separate(world, world)
+    shared = isinstance(world, SharedDevices)
+    placement = Colocated(world, world, world, lambda phase: None) if shared else Separate(world, world)
     saver = Saver(config, run_dir.checkpoints, placement, "fingerprint", 0)
     return Run(
         config=config, run_dir=run_dir, train_prompts=stream, val_prompts=None, total_steps=2,
@@ -165,3 +227,54 @@ def test_a_signal_from_the_update_on_waits_for_the_end_of_the_step(world, tmp_pa
     with pytest.raises(Interrupted):
         loop.train_step(run)
     assert world.calls[-1] == "sync 1" and run.state.step == 1 and len(world.lines) == 1
+
+
+# what is asked of ranks and engines in a step, on devices that they share
+BEFORE_UPDATE = ("generate", "rewards", "sleep", "bring parameters", "log_probs")
+FROM_UPDATE = ("bring parameters gradients optimizer", "update", "offload", "wake_weights", "transfer", "wake_cache", "commit")
+
+
+@pytest.fixture
+def shared(world, monkeypatch):
+    """A run on shared devices whose saves are noted and not written."""
+    monkeypatch.setattr(Saver, "_write", lambda saver, state, metrics: None)
+    return SharedDevices()
+
+
+def after_a_step(shared: SharedDevices, tmp_path) -> Run:
+    run = shared.run = run_of(shared, tmp_path)
+    run.placement.begin(0)
+    loop.train_step(run)
+    return run
+
+
+def go_on(run: Run, monkeypatch) -> None:
+    """`train` from where the run is: engines hold its weights already."""
+    monkeypatch.setattr(run.placement, "begin", lambda step: None)
+    with pytest.raises(Interrupted):
+        loop.train(run)
+    run.saver.close()
+
+
+@pytest.mark.parametrize("call", BEFORE_UPDATE)
+def test_a_signal_before_the_update_saves_the_step_before_with_the_engines_asleep(shared, tmp_path, monkeypatch, call):
+    run = after_a_step(shared, tmp_path)
+    shared.signal_in = call
+    go_on(run, monkeypatch)
+    assert shared.taken == [(1, set())] and run.state.step == run.saver.saved_step == 1 and [step for step, _ in shared.lines] == [1]
+
+
+@pytest.mark.parametrize("call", FROM_UPDATE)
+def test_a_signal_at_a_later_hand_over_waits_for_the_step_and_saves_it_with_the_engines_asleep(shared, tmp_path, monkeypatch, call):
+    run = after_a_step(shared, tmp_path)
+    shared.signal_in = call
+    go_on(run, monkeypatch)
+    assert shared.taken == [(2, set())] and run.state.step == run.saver.saved_step == 2 and [step for step, _ in shared.lines] == [1, 2]
+
+
+@pytest.mark.parametrize("call", [*BEFORE_UPDATE, *FROM_UPDATE])
+def test_a_process_that_is_lost_at_a_hand_over_ends_the_run_and_nothing_is_saved_of_what_it_left(shared, tmp_path, monkeypatch, call):
+    run = after_a_step(shared, tmp_path)
+    shared.lost_in = call
+    go_on(run, monkeypatch)
+    assert shared.taken == [] and run.state.step == 1 and len(shared.lines) == 1
