@@ -5,6 +5,7 @@ garbage collector, so that one which only C++ holds (a packed linear, what autog
 added by who knows of it.
 """
 
+import ctypes
 import gc
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -42,6 +43,14 @@ def resident_bytes() -> int:
     import psutil
 
     return psutil.Process().memory_info().rss
+
+
+def give_back_heap() -> None:
+    """Returns freed memory to the operating system, where the C library can be asked to: it keeps what was made in small pieces."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def process_memory(

@@ -18,6 +18,7 @@ from mrl.errors import EnvironmentFault
 from mrl.platforms.cpu_patches import rows_for
 from mrl.platforms.hosting import check_npu_environment
 from mrl.platforms.patching import apply
+from mrl.platforms.process_memory import give_back_heap
 from mrl.units import GIB
 
 _KIB_PER_GIB = GIB // 1024
@@ -74,7 +75,7 @@ class CpuPlatform:
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def release_cache(self) -> None:
-        pass
+        give_back_heap()
 
 
 class _Accelerator:

@@ -12,8 +12,6 @@ Private in vLLM, and why it is touched:
 * `model_runner.kv_caches`: the KV cache, layer by layer.
 """
 
-import ctypes
-import gc
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -25,7 +23,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.utils import get_model_architecture
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from mrl.platforms.process_memory import note_baseline
+from mrl.platforms.process_memory import give_back_heap, note_baseline
 from mrl.vllm.engine_state import CACHE, WEIGHTS
 from mrl.vllm.sleeping import NAN, clear, poison
 
@@ -142,14 +140,6 @@ def pack_nan(layers: Iterable[nn.Module]) -> None:
             layer.weight = nn.Parameter(torch.full(packed.shape, NAN, dtype=packed.dtype), requires_grad=False)
         dispatch_cpu_unquantized_gemm(layer, remove_weight=is_left_empty)
         layer.weight = kept
-
-
-def give_back_heap() -> None:
-    """Returns freed memory to the operating system, where the C library can be asked to."""
-    gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _refuse(*_: Any) -> NoReturn:
