@@ -8,13 +8,12 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
+from padded import read_batch
 from ranks import agree_on_port
 
 from mrl.checkpoint.rank_save import HostCopy
 from mrl.config.schema import RunConfig
 from mrl.config.schema_actor import GRADIENTS, OPTIMIZER, PARAMETERS
-from mrl.data.batch import TrainBatch
 from mrl.megatron.actor import MegatronActor
 from mrl.platforms.process_memory import note_baseline
 
@@ -23,7 +22,7 @@ STEPS = 3
 
 def main(rank: int, world_size: int, out: Path, case_file: Path) -> None:
     case = json.loads(case_file.read_text())
-    batch = TrainBatch(**np.load(case["batch"]))
+    batch = read_batch(case["batch"])
     note_baseline()
     actor = MegatronActor(RunConfig.model_validate(case["config"]), rank, world_size, "127.0.0.1", agree_on_port(out, rank, 0))
     moments, copy = [], HostCopy()

@@ -8,11 +8,12 @@ import json
 
 import numpy as np
 import pytest
+from padded import collate
 from ranks import ROOT, run_ranks
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from mrl.config.schema import RunConfig
-from mrl.data.batch import Sample, collate
+from mrl.data.samples import Sample
 from mrl.model import load_model_spec
 from mrl.plan.devices import find_device
 from mrl.plan.memory import memory_section
