@@ -25,7 +25,7 @@ ROW_OF = {name: row for row, names in ROWS.items() for name in names}
 BEGIN_WITH = [name for names in ROWS.values() for name in names] + ["test_parity"]
 # What is ours in shared memory: of multiprocessing and vLLM, buckets and arenas of syncs
 OURS = ("/dev/shm/psm_*", "/dev/shm/mrl-sync-*", "/dev/shm/mrl-reshard-*")
-BEFORE = pytest.StashKey[set[Path]]()
+BEFORE, LEFT = pytest.StashKey[set[Path]](), pytest.StashKey[set[Path]]()
 
 
 class FileScheduling(LoadScopeScheduling):
@@ -60,8 +60,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if _is_worker() or not session.testscollected or session.config.option.collectonly:
         return
     if left := _ours() - session.config.stash[BEFORE] - _mapped():
+        session.config.stash[LEFT] = left
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        session.config.get_terminal_writer().line(f"\nleft over by these tests: {', '.join(sorted(map(str, left)))}", red=True)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if left := config.stash.get(LEFT, None):
+        terminalreporter.section("left over by these tests", red=True)
+        terminalreporter.write_line("\n".join(sorted(map(str, left))))
 
 
 def _ours() -> set[Path]:
