@@ -142,6 +142,8 @@ def with_header(text: str, at: str) -> str:
 
 def table() -> str:
     """The table of docs/evidence.md."""
+    if not stored():
+        return "No result is stored yet."
     head = "| configuration | seconds | ranks, engine workers | exercised | not exercised |\n|---|---|---|---|---|"
     return "\n".join([head, *(_row(name, result) for name, result in sorted(stored().items()))])
 
