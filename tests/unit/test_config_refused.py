@@ -125,6 +125,7 @@ READ_UNSEEN = {
     *(("actor.layout.sequence_parallel", budget) for budget in BUDGETS),  # samples are padded to its parts, which these lengths are
     ("rollout.name", "rollout.engine_kwargs.sglang"),  # there is one engine
     ("cluster.device", "cluster.versions.megatron-core"),  # one release for every device
+    ("rollout.expert_parallel_size", "model.path"),  # the one worker of the preset's engine has whole experts, however they are spread
 }
 
 

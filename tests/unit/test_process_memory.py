@@ -70,11 +70,12 @@ def test_tensors_without_a_storage_of_this_process_are_passed_over(more):
 
 def test_resident_memory_is_told_with_that_after_the_imports(monkeypatch):
     monkeypatch.setattr(module, "_baseline_bytes", 0)
+    gc.collect()  # what other tests left is given back now and not meanwhile
     note_baseline()
-    kept = torch.ones(64 * MIB, dtype=torch.uint8)
+    kept = torch.ones(128 * MIB, dtype=torch.uint8)
     memory = process_memory("cpu", unseen_bytes=2)
     assert memory.free_bytes is None and memory.grown_bytes == memory.resident_bytes - memory.baseline_bytes
-    assert abs(memory.grown_bytes - kept.nbytes) < 8 * MIB
+    assert abs(memory.grown_bytes - kept.nbytes) < 16 * MIB
     assert memory.resident_bytes == pytest.approx(resident_bytes(), rel=0.05)
     assert memory.live_bytes - live_bytes() == 2
 
