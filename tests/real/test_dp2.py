@@ -160,7 +160,10 @@ def after_a_sleep_it_serves_the_weights_that_it_was_brought(world):
             bring(group, checkpoint)
             group.wake_cache()
             group.commit(number)
-        check_same(answers(world.engines), answers(world.alone))
+        if checkpoint is world.other:
+            others = answers(world.engines)
+            assert not any(list(now.token_ids) == list(then.token_ids) for now, then in zip(others, before, strict=True))
+    check_same(answers(world.engines), answers(world.alone))
     assert answers(world.engines) == [replace(c, weight_version=2) for c in before]
     assert [weights_of(one) for one in world.engines.fingerprints()] == held
     bring(world.engines, world.other)  # awake: ranks that still step together stand still first
@@ -185,12 +188,12 @@ def below(world: World, name: str, kind: str) -> psutil.Process:
 def whoever_does_not_answer_is_named_before_others_wait_for_it(world):
     if not world.has_ranks:
         return
-    stopped = below(world, "engine 0 rank 1", "Worker")
+    stopped = below(world, "engine 0 rank 1", "VLLM::Worker")
     os.kill(stopped.pid, signal.SIGSTOP)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rollout_group, "PREPARE_S", 2.0)
-            with pytest.raises(Late, match=r"pause, asking who is there: no answer from engine 0 rank 1 within 2 s"):
+            patch.setattr(rollout_group, "PREPARE_S", 5.0)
+            with pytest.raises(Late, match=r"pause, asking who is there: no answer from engine 0 rank 1 within 5 s"):
                 world.engines.call("pause")
     finally:
         os.kill(stopped.pid, signal.SIGCONT)
@@ -199,7 +202,7 @@ def whoever_does_not_answer_is_named_before_others_wait_for_it(world):
 
 def a_killed_rank_ends_all_requests_and_is_named(world):
     last = world.engines.names[-1]
-    victim = below(world, last, "Worker")
+    victim = below(world, last, "VLLM::Worker")
     killed = []
 
     def kill() -> None:
@@ -213,4 +216,4 @@ def a_killed_rank_ends_all_requests_and_is_named(world):
         while True:
             answers(world.engines, tokens=48)
     timer.join()
-    assert time.monotonic() - killed[0] < 10
+    assert time.monotonic() - killed[0] < 20
