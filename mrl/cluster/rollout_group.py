@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import ray
 
-from mrl.cluster.calls import LostPeer, blame, gather, unwrap
+from mrl.cluster.calls import SETTLE_S, Late, LostPeer, blame, gather, unwrap
 from mrl.cluster.seats import Seat, Seats, engine_seats
 from mrl.cluster.workers import EngineWorker
 from mrl.config.schema import RunConfig
@@ -75,7 +75,7 @@ class RolloutGroup:
         Raises Interrupted naming those that are lost, or not there in time.
         """
         self.prepare(method)
-        return list(gather(self.refs(method, *arguments), self.config.cluster.step_timeout_s, method).values())
+        return list(self._answers(self.refs(method, *arguments), self.config.cluster.step_timeout_s, method).values())
 
     def prepare(self, what: str, engines: Sequence[int] | None = None) -> None:
         """The first phase of what is asked of ranks that wait for each other: each says that it is there.
@@ -83,7 +83,20 @@ class RolloutGroup:
         Raises Late naming those that do not; where they were asked at once, all others would be late with them.
         """
         if self.engine_ranks > 1:
-            gather(self.refs("check_there", engines=engines), PREPARE_S, f"{what}, asking who is there")
+            self._answers(self.refs("check_there", engines=engines), PREPARE_S, f"{what}, asking who is there")
+
+    def _answers(self, refs: dict[str, ray.ObjectRef], timeout_s: float, what: str) -> dict:
+        """As `gather`; of ranks that are late together, whose processes do not run is told."""
+        try:
+            return gather(refs, timeout_s, what)
+        except Late as error:
+            raise Late(f"{error}{self._stopped()}") from error
+
+    def _stopped(self) -> str:
+        with suppress(Interrupted):
+            found = gather(self.refs("stopped_processes"), SETTLE_S, "looking for stopped processes")
+            return "".join(f"; {name}: {', '.join(stopped)}" for name, stopped in found.items() if stopped)
+        return ""
 
     def generate(self, requests: list[Request], sampling: Sampling, on_batch: Callable[[Samples], None]) -> Samples:
         """All responses, ordered by `sample_id`; `on_batch` sees them as they finish.

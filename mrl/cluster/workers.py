@@ -220,6 +220,12 @@ class EngineWorker:
         """See VllmEngine.start."""
         return await self.engine.start(meeting)
 
+    async def stopped_processes(self) -> list[str]:
+        """See stopped_below."""
+        from mrl.vllm.process_watch import stopped_below
+
+        return stopped_below()
+
     async def check_there(self) -> None:
         """See VllmEngine.check_there."""
         await self.engine.check_there()

@@ -15,6 +15,16 @@ import psutil
 _HELPER = "resource_tracker"  # of multiprocessing, which computes nothing
 
 
+def stopped_below() -> list[str]:
+    """Processes below this one that were stopped, and answer nobody: whoever computes with them waits as if it hung."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                found.append(f"{' '.join(process.cmdline())[:60]} (process {process.pid}) is stopped")
+    return found
+
+
 class ProcessWatch:
     """Watches all processes below this one until the first of them exits."""
 

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 import pytest
 
 from mrl.cluster import rollout_group
-from mrl.cluster.calls import _log_of
+from mrl.cluster.calls import Late, _log_of
 from mrl.cluster.rollout_group import RolloutGroup, spread
 from mrl.cluster.weight_sync import _of_engine
 from mrl.errors import Interrupted
 from mrl.vllm.engine_calls import EngineCalls
-from mrl.vllm.process_watch import ProcessWatch
+from mrl.vllm.process_watch import ProcessWatch, stopped_below
 from mrl.vllm.requests import Request, log_name, rank_name
 
 # a core with a worker below it, which ends both when it reads a line; the worker's number comes first
@@ -69,6 +69,29 @@ def test_a_core_that_gives_up_and_ends_its_worker_lost_somebody_else(core):
     core.stdin.write("\n")
     core.stdin.flush()
     assert settled(watch) is None
+
+
+def test_a_stopped_process_is_told(core):
+    assert stopped_below() == []
+    os.kill(core.worker, signal.SIGSTOP)
+    deadline = time.monotonic() + 20
+    while not stopped_below() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    (said,) = stopped_below()
+    assert f"(process {core.worker}) is stopped" in said
+
+
+def test_of_ranks_that_are_late_together_the_stopped_one_is_named(group, monkeypatch):
+    made, _ = group(2)
+
+    def late(refs, timeout_s, phase):
+        if phase.startswith("looking"):
+            return {name: ["VLLM::Worker_DP1 (process 7) is stopped"] if name == "engine 0 rank 1" else [] for name in refs}
+        raise Late(f"{phase}: no answer from engine 0 rank 0, engine 0 rank 1 within 60 s")
+
+    monkeypatch.setattr(rollout_group, "gather", late)
+    with pytest.raises(Late, match=r"rank 0, engine 0 rank 1 within 60 s; engine 0 rank 1: VLLM::Worker_DP1 \(process 7\) is stopped$"):
+        made.call("pause")
 
 
 @pytest.fixture
