@@ -117,6 +117,11 @@ def test_what_happens_to_an_engine_in_a_run(world):
     a_rank_without_requests_holds_up_nobody(world)
     requests_that_arrive_while_it_pauses_get_the_same_answers(world)
     after_a_sleep_it_serves_the_weights_that_it_was_brought(world)
+
+
+@pytest.mark.long
+def test_whoever_is_lost_is_named(world):
+    """The last of its engines' tests: they do not outlive it."""
     whoever_does_not_answer_is_named_before_others_wait_for_it(world)
     a_killed_rank_ends_all_requests_and_is_named(world)
 
