@@ -24,7 +24,7 @@ from mrl.vllm.leftovers import remove_all, shared_memory_below
 MIB = 2**20
 
 
-def start(folder: Path, what: str, model: Path, other: Path, tensor: int, limit_s: float = 280, kv_gib: int = 1, **more) -> dict:
+def start(folder: Path, what: str, model: Path, other: Path, tensor: int, limit_s: float = 400, kv_gib: int = 1, **more) -> dict:
     """What came of one engine's job."""
     spec = load_model_spec(model)
     arguments = {
