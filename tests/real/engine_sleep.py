@@ -215,12 +215,15 @@ async def walk(engine: SleepingEngine, job: dict) -> dict:
 
 
 async def cycles(engine: SleepingEngine, job: dict) -> dict:
-    """Many sleeps and syncs; what each left behind."""
+    """Many sleeps and syncs, as many of them as there is time for; what each left behind."""
+    began = time.monotonic()
     await engine.lay_wire(job["setup"])
     rows = []
     folders = [job["other"], job["model"]]
     answers = {}
     for number in range(job["cycles"]):
+        if time.monotonic() - began > job["seconds"]:
+            break
         memory = await engine.sleep_and_sync(folders[number % 2], number + 1)
         found = await engine.answers()
         equal = answers.setdefault(number % 2, found) == found

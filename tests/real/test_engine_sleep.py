@@ -140,7 +140,7 @@ def cycled(tmp_path_factory) -> dict:
     """SLEEP_CYCLES makes it longer, SLEEP_ROWS keeps what was measured: scripts/evidence/sleep_cycles.sh."""
     folder = tmp_path_factory.mktemp("cycles")
     model, other = checkpoints(folder, tiny_moe(), torch.float32)
-    found = start(folder, "cycles", model, other, 1, limit_s=900, cycles=int(os.environ.get("SLEEP_CYCLES", "20")))
+    found = start(folder, "cycles", model, other, 1, limit_s=560, cycles=int(os.environ.get("SLEEP_CYCLES", "20")), seconds=400)
     if kept := os.environ.get("SLEEP_ROWS"):
         Path(kept, "tiny.json").write_text(json.dumps(found))
     return found
@@ -149,6 +149,7 @@ def cycled(tmp_path_factory) -> dict:
 @pytest.mark.long
 def test_cycle_after_cycle_gives_the_same_bits_and_leaves_nothing_behind(cycled):
     rows = cycled["rows"][WARM:]
+    assert len(rows) >= WARM  # on a busy machine not all that were asked for
     assert all(row["equal"] for row in cycled["rows"])
     for kind in ("processes", "segments", "own_handles"):
         assert len({row[kind] for row in rows}) == 1, [row[kind] for row in rows]
@@ -164,7 +165,7 @@ def test_cycle_after_cycle_gives_the_same_bits_and_leaves_nothing_behind(cycled)
 def wide(request, tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("wide")
     model = save(wide_moe(request.param), folder / "model")
-    found = start(folder, "cycles", model, model, 1, limit_s=500, cycles=3)
+    found = start(folder, "cycles", model, model, 1, limit_s=500, cycles=3, seconds=300)
     if kept := os.environ.get("SLEEP_ROWS"):
         Path(kept, f"wide-{request.param}.json").write_text(json.dumps(found))
     return found | {"bytes": (model / "model.safetensors").stat().st_size}
