@@ -25,6 +25,7 @@ PIECES = {
     "memory": ("test_memory_truth", "test_resident_memory", "test_offload_run", "test_engine_sleep"),
     "resume": ("test_resume", "test_guards", "test_lost_worker", "test_full_disk"),
     "conversion": ("test_convert", "test_torch_dist"),
+    "placement": ("test_colocated",),
     "presets": ("test_presets_verified",),
     "rehearsals": ("test_rehearse",),
     "ranks": ("test_dp2", "test_dp_runs"),
