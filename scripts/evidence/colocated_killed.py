@@ -1,0 +1,79 @@
+"""`mrl train` with a signal sent to one of its processes in the middle of a chosen call: for scripts/evidence/colocated.py.
+
+python scripts/evidence/colocated_killed.py CONFIG CALL NTH VICTIM SIGNAL RESUME [KEY=VALUE ...]
+
+The signal goes out right after the NTH CALL to all ranks or engines was sent, and before anybody has answered.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+
+from mrl.config.load import load_config
+from mrl.errors import MrlError
+from mrl.train.loop import train
+from mrl.train.run import open_run
+
+PROCESSES = {"rank": "ray::ActorWorker", "engine": "ray::EngineWorker", "vllm": "VLLM::Worker"}
+
+
+def main(config: str, call: str, nth: str, victim: str, number: str, resume: str, *overrides: str) -> int:
+    with open_run(load_config(config, overrides=list(overrides)), resume=bool(int(resume))) as run:
+        left = [int(nth)]
+        for group in (run.actor, run.responder.engines):
+            group.refs = _killing(group.refs, call, left, victim, signal.Signals[number])
+        if call == "generate":
+            run.responder.engines.generate = _signalled(run.responder.engines.generate, left, signal.Signals[number])
+        try:
+            train(run)
+        except MrlError as error:
+            print(f"ended: {error}", flush=True)
+            return error.exit_code
+    return 0
+
+
+def _killing(refs: Callable[..., dict], call: str, left: list[int], victim: str, number: signal.Signals) -> Callable[..., dict]:
+    def sent(method: str, *arguments: Any, **named: Any) -> dict:
+        answers = refs(method, *arguments, **named)
+        if method == call:
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(_pid(victim), number)
+        return answers
+
+    return sent
+
+
+def _signalled(generate: Callable[..., list], left: list[int], number: signal.Signals) -> Callable[..., list]:
+    """The run notices the signal when its requests are under way."""
+
+    def signalled(*arguments: Any) -> list:
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), number)
+        return generate(*arguments)
+
+    return signalled
+
+
+def _pid(victim: str) -> int:
+    """The last of several: not the one that answers first."""
+    if victim == "driver":
+        return os.getpid()
+    found = [p.pid for p in psutil.Process().children(recursive=True) if _name(p).startswith(PROCESSES[victim])]
+    return sorted(found)[-1]
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
