@@ -21,8 +21,14 @@ def stopped_below() -> list[str]:
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
             if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-                found.append(f"{' '.join(process.cmdline())[:60]} (process {process.pid}) is stopped")
+                found.append(f"{_command(process)} (process {process.pid}) is stopped")
     return found
+
+
+def _command(process: psutil.Process) -> str:
+    """Its program's name and first arguments. Raises psutil.Error when it has ended."""
+    program, *arguments = process.cmdline() or [""]
+    return " ".join([os.path.basename(program), *arguments])[:60]
 
 
 class ProcessWatch:
@@ -37,7 +43,7 @@ class ProcessWatch:
         watched = {}
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.Error, ProcessLookupError):
-                command = " ".join(process.cmdline())[:60]
+                command = _command(process)
                 if _HELPER not in command:
                     watched[os.pidfd_open(process.pid)] = (process.pid, command)
         threading.Thread(target=self._wait, args=(watched,), daemon=True, name="ProcessWatch").start()

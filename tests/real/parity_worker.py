@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
 from mrl.megatron.actor import MegatronActor
+from mrl.megatron.batching import Splitter
 
 
 def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:
@@ -43,6 +44,7 @@ def _report(actor: MegatronActor, batch: TrainBatch, case: dict, folder: Path) -
         )
     for cut, settings in case["cuts"].items():
         _set_actor(actor, settings)
+        report.setdefault("cuts", {})[cut] = _cut_of(actor, batch)
         parts = actor.gradients(batch)
         if actor.rank == 0:
             save_file(exported_gradients(actor), folder / f"gradients-{cut}.safetensors")
@@ -62,6 +64,13 @@ def _report(actor: MegatronActor, batch: TrainBatch, case: dict, folder: Path) -
 def _set_actor(actor: MegatronActor, settings: dict) -> None:
     part = actor.config.actor.model_copy(update=settings)
     actor.config = actor.config.model_copy(update={"actor": part})
+    actor.update_splitter = Splitter.for_update(part, actor.layout, actor.model)
+
+
+def _cut_of(actor: MegatronActor, batch: TrainBatch) -> list:
+    """Whether sequences are packed, and the rows of each micro-batch of each data-parallel replica."""
+    shares = actor.update_splitter.shares(batch.lengths)
+    return [actor.update_splitter.shape.packed, [[micro.rows.tolist() for micro in share] for share in shares]]
 
 
 def _exported(actor: MegatronActor) -> dict[str, torch.Tensor]:

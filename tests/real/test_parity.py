@@ -113,6 +113,12 @@ def results(references, tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_cut_cuts_the_batch_in_another_way(layout, results):
+    cuts = json.loads((results[layout] / "report-0.json").read_text())["cuts"]
+    assert len({json.dumps(cut) for cut in cuts.values()}) == len(CUTS)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_log_probs_and_entropy_are_those_of_hugging_face(layout, references, results):
     reference = references[LAYOUTS[layout][0]]
     parts = [np.load(file) for file in results[layout].glob("log_probs-*.npz")]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from small_model import write_model
 
 from mrl.checkpoint.step_folders import BESIDE_TENSORS, checkpoint_bytes
 from mrl.config.load import load_config
@@ -34,6 +35,14 @@ def inputs_of(preset: str, *overrides: str) -> PlanInputs:
     return PlanInputs.of(config, model, device_for(config))
 
 
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory) -> str:
+    """An override: the tiny preset's model is made by a script, which nobody has run here."""
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    write_model(folder)
+    return f"model.path={folder}"
+
+
 def full_batch(rows: int, prompt: int, response: int):
     """Every sample at its limits."""
     samples = [
@@ -46,9 +55,9 @@ def nbytes(arrays) -> int:
     return sum(value.nbytes for value in vars(arrays).values() if isinstance(value, np.ndarray))
 
 
-def test_inputs_of_an_update_are_those_that_are_laid_out():
+def test_inputs_of_an_update_are_those_that_are_laid_out(tiny_model):
     """Without R3 and beside a few integers for the sequences' starts."""
-    inputs = inputs_of(TINY, *SMALL)
+    inputs = inputs_of(TINY, tiny_model, *SMALL)
     rows, width = 4, 10
     batch = full_batch(rows, 6, width)
     zeros = np.zeros(rows * width, np.float32)
@@ -72,8 +81,8 @@ def test_routes_that_came_with_samples_count_in_all_layers_and_recorded_ones_in_
 
 
 @pytest.mark.parametrize("preset", ["qwen3-30b-a3b/h100-4x8", "qwen3-235b-a22b/h100-16x8", "qwen3-8b/h100-1x8", TINY])
-def test_what_all_ranks_copy_for_a_save_is_a_checkpoint(preset):
-    inputs = inputs_of(preset)
+def test_what_all_ranks_copy_for_a_save_is_a_checkpoint(preset, tiny_model):
+    inputs = inputs_of(preset, *[tiny_model] * (preset == TINY))
     copied = sum(save_bytes(inputs, rank) for rank in range(inputs.train.world_size))
     assert copied == pytest.approx(checkpoint_bytes(inputs.model, inputs.config.model.dtype) - BESIDE_TENSORS, rel=0.01)
 
@@ -102,9 +111,9 @@ def test_a_node_holds_its_ranks_places_and_copies_and_the_batch():
     assert host["fits"] and host["change"] == ""
 
 
-def test_staging_lies_in_host_memory_where_processes_cannot_open_each_others_device_memory():
+def test_staging_lies_in_host_memory_where_processes_cannot_open_each_others_device_memory(tiny_model):
     budget = 256 * 1024**2
-    assert host_of(inputs_of(TINY))["terms"]["staging"] == 2 * budget
+    assert host_of(inputs_of(TINY, tiny_model))["terms"]["staging"] == 2 * budget
     assert host_of(inputs_of("qwen3-30b-a3b/h100-4x8"))["terms"]["staging"] == 8 * 2 * budget  # ranks of other devices of the node
     assert "staging" not in host_of(inputs_of("qwen3-30b-a3b/h100-4x8", "reshard.transport=ipc"))["terms"]
     assert host_of(inputs_of("qwen3-30b-a3b/a3-1x16", "reshard.transport=ipc"))["terms"]["staging"] == 16 * 2 * budget

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from small_model import write_model
 
 from mrl.cli.main import main
 from mrl.config.load import load_config
@@ -43,9 +44,10 @@ def test_where_no_share_fits_the_way_out_is_named():
     assert violation.allowed == () and "cannot fit" in violation.rule and "actor.optimizer_offload" in violation.why
 
 
-def test_devices_of_their_own_have_room_for_any_share_and_so_has_a_cpu():
+def test_devices_of_their_own_have_room_for_any_share_and_so_has_a_cpu(tmp_path):
     assert refused("rollout.gpu_memory_utilization=0.95", path=PRESETS / "qwen3-30b-a3b" / "h100-4x8-separate.yaml") == []
-    assert refused(path=PRESETS / "tiny-moe" / "cpu.yaml") == []
+    write_model(tmp_path / "model")
+    assert refused(f"model.path={tmp_path / 'model'}", path=PRESETS / "tiny-moe" / "cpu.yaml") == []
 
 
 def test_a_device_that_is_not_named_may_be_the_largest_of_its_kind():
