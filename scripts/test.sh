@@ -10,7 +10,7 @@ export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 unit() { python -m pytest tests/unit -n 2 --dist worksteal "$@"; }
 # two rows of files that start Ray and engines (tests/real/conftest.py) and all others beside them: mostly they wait for each other
-real() { python -m pytest tests/real -m "not long" -n 3 "$@"; }
+real() { python -m pytest tests/real -m "not long" -n 2 "$@"; }
 long() { python scripts/long_tests.py "$@"; }
 
 case "${1:-all}" in

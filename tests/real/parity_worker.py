@@ -1,5 +1,6 @@
 """One rank: for each case in turn, builds the actor in its layout and writes what it computes. See test_parity."""
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -26,6 +27,8 @@ def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:
         folder.mkdir(exist_ok=True)
         _report(actor, batch, case, folder)
         actor.close()
+        del actor
+        gc.collect()  # groups live on in its cycles, each with threads of gloo that wake a hundred times a second
 
 
 def _report(actor: MegatronActor, batch: TrainBatch, case: dict, folder: Path) -> None:
