@@ -119,7 +119,7 @@ def a_fault_that_stays_leaves_an_engine_that_refuses_to_generate(world):
         sync.bring_to(6)
     assert "model." in str(told.value) and "sent by rank" in str(told.value)
     assert held_by(world.engines) != clean
-    with pytest.raises(ray.exceptions.RayTaskError, match="engine 0 holds no committed weights and must not generate"):
+    with pytest.raises(ray.exceptions.RayTaskError, match="engine 0 is FENCED and refuses generate"):
         answers(world.engines)
     sync.bring_to(7)  # the fault has passed
     assert held_by(world.engines) == clean
