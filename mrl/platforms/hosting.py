@@ -95,6 +95,8 @@ class Hosting:
             **_CPU_EAGER,
             "CUDA_VISIBLE_DEVICES": "",
             "VLLM_CPU_KVCACHE_SPACE": str(kvcache_gib),
+            # Where keys of a sequence are split among threads depends on what else is in the step, and so would its bits.
+            "VLLM_CPU_ATTN_SPLIT_KV": "0",
             "VLLM_CPU_OMP_THREADS_BIND": cpu_binding(sorted(os.sched_getaffinity(0)), engine_id, engines, workers),
         }
 
