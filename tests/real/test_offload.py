@@ -34,7 +34,7 @@ def reports(tmp_path_factory) -> dict[str, list[dict]]:
 def without_traces(reported):
     """Of metrics those that do not tell what left the device, which is the difference."""
     if isinstance(reported, list):
-        return [without_traces(one) for one in reported]
+        return [left for one in reported if (left := without_traces(one)) != {}]  # some ranks tell nothing else
     if isinstance(reported, dict):
         return {name: value for name, value in reported.items() if not name.startswith("offload/")}
     return reported
