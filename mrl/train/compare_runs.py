@@ -4,8 +4,6 @@ Times are no part of the comparison.
 """
 
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from mrl.config.load import ResolvedConfig
 from mrl.config.run_rules import run_dir as run_dir_of
 from mrl.errors import MrlError
 from mrl.record.run_dir import RunDir, read_metrics
+from mrl.train.own_command import run_mrl, stopped_by_sigterm
 
 # what a clock or the state of the machine decides
 CLOCK = ("timing_", "perf/", "switch/", "reshard/seconds", "reshard/peak_staging_bytes")
@@ -138,9 +137,8 @@ def _train(config: Path, run: RunDir, steps: int, log: Path, *more: str) -> None
         "trainer.resume_from_path": "null",
     }  # fmt: skip
     overrides = [text for key, value in settings.items() for text in ("--set", f"{key}={value}")]
-    command = [sys.executable, "-c", "from mrl.cli.main import main; main()", "train", str(config), "--run-dir", str(run.path)]
-    with log.open("w") as file:
-        code = subprocess.run([*command, *overrides, *more], stdout=file, stderr=subprocess.STDOUT).returncode
+    with stopped_by_sigterm():
+        code = run_mrl(["train", str(config), "--run-dir", str(run.path), *overrides, *more], log)
     if code:
         said = log.read_text(errors="replace")[-OUTPUT_TAIL:]
         kind = next((k for k in MrlError.__subclasses__() if k.exit_code == code), MrlError)

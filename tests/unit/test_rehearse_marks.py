@@ -29,6 +29,7 @@ from mrl.model.layout import TrainLayout
 from mrl.model.megatron_shards import source_shards
 from mrl.model.registry import known_hf_config
 from mrl.record.spec import METRICS, metric_spec
+from mrl.train import own_command
 
 FOLDER = Path(__file__).parents[2] / "parallel_configs"
 SEPARATE = FOLDER / "qwen3-30b-a3b" / "h100-4x8-separate.yaml"
@@ -229,7 +230,7 @@ FAILING = "import sys; print('loss: gspo'); print('mrl train: the cluster is too
 
 
 def test_a_command_that_fails_is_told_with_its_message_its_code_and_the_place_in_its_log(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(stages, "_PROGRAM", FAILING)
+    monkeypatch.setattr(own_command, "PROGRAM", FAILING)
     code, out, _ = rehearse(capsys, str(SEPARATE), "--work", str(tmp_path / "w"), "--json")
     answer = json.loads(out)
     assert code == 4 and answer["exercised"] == []
@@ -239,7 +240,7 @@ def test_a_command_that_fails_is_told_with_its_message_its_code_and_the_place_in
 
 
 def test_a_rehearsal_that_is_stopped_leaves_no_command_behind(tmp_path, monkeypatch):
-    monkeypatch.setattr(stages, "_PROGRAM", "import os, time; print(os.getpid(), flush=True); time.sleep(60)")
+    monkeypatch.setattr(own_command, "PROGRAM", "import os, time; print(os.getpid(), flush=True); time.sleep(60)")
     log = WorkFolder(tmp_path).log("train")
 
     def stop_when_it_runs() -> None:
@@ -256,7 +257,7 @@ def test_a_rehearsal_that_is_stopped_leaves_no_command_behind(tmp_path, monkeypa
 
 
 def test_a_command_that_hangs_is_ended_and_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(stages, "_PROGRAM", "import time; print('waiting', flush=True); time.sleep(60)")
+    monkeypatch.setattr(own_command, "PROGRAM", "import time; print('waiting', flush=True); time.sleep(60)")
     monkeypatch.setattr(stages, "DEADLINE_S", 1.0)
     work = WorkFolder(tmp_path)
     (ended,) = stages.run_stages(work, lambda text: None)
@@ -268,7 +269,8 @@ def test_a_rehearsal_that_is_killed_takes_its_run_along(tmp_path):
     waits = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
     program = (
         "from pathlib import Path\nfrom mrl.extras.rehearse import stages\nfrom mrl.extras.rehearse.compose import WorkFolder\n"
-        f"stages._PROGRAM = {waits!r}\nstages.run_stages(WorkFolder(Path({str(tmp_path)!r})), print)\n"
+        "from mrl.train import own_command\n"
+        f"own_command.PROGRAM = {waits!r}\nstages.run_stages(WorkFolder(Path({str(tmp_path)!r})), print)\n"
     )
     rehearsing = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL)
     log = tmp_path / "train.log"
@@ -289,7 +291,7 @@ def _within(seconds: float, holds) -> bool:
 
 
 def test_a_command_that_claims_success_and_trained_nothing_is_a_fault(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(stages, "_PROGRAM", "print('fine')")
+    monkeypatch.setattr(own_command, "PROGRAM", "print('fine')")
     code, out, _ = rehearse(capsys, str(SEPARATE), "--work", str(tmp_path / "w"), "--json")
     assert code == 1 and "0 of 2 steps" in json.loads(out)["failed"][0]["why"]
 

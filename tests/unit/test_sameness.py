@@ -1,9 +1,12 @@
 """Two runs are the same only when every bit is, and what differs first is named."""
 
 import json
+import os
+import signal
+import threading
+import time
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from mrl.errors import EnvironmentFault, Interrupted
 from mrl.model.boxes import Box
 from mrl.model.megatron_shards import Piece
 from mrl.record.run_dir import RunDir
-from mrl.train import compare_runs
+from mrl.train import compare_runs, own_command
 from mrl.train.compare_runs import checkpoint_difference, metrics_difference
 
 WHOLE = Box.whole((2, 3))
@@ -159,12 +162,28 @@ def test_a_real_process_that_fails_is_told_with_its_last_words(tmp_path):
 
 def test_the_process_that_trains_is_told_every_setting_once(tmp_path, monkeypatch):
     commands = []
-    monkeypatch.setattr(compare_runs.subprocess, "run", lambda command, **_: commands.append(command) or SimpleNamespace(returncode=0))
+    monkeypatch.setattr(compare_runs, "run_mrl", lambda arguments, log: commands.append(arguments) or 0)
     compare_runs._train(tmp_path / "config.yaml", RunDir(tmp_path / "run"), 3, tmp_path / "log", "--resume")
     (command,) = commands
     keys = [after.partition("=")[0] for word, after in pairwise(command) if word == "--set"]
     assert len(keys) == len(set(keys)) > 0 and command.count("--resume") == 1
     assert "trainer.total_training_steps=6" in command and "trainer.save_freq=3" in command
+
+
+def test_a_check_that_is_stopped_leaves_no_training_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(own_command, "PROGRAM", "import os, time; print(os.getpid(), flush=True); time.sleep(60)")
+    log = tmp_path / "log"
+
+    def stop_when_it_trains() -> None:
+        while not (log.is_file() and log.read_text().strip()):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop_when_it_trains, daemon=True).start()
+    with pytest.raises(Interrupted, match="SIGTERM"):
+        compare_runs._train(tmp_path / "config.yaml", RunDir(tmp_path / "run"), 1, log)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(log.read_text()), 0)
 
 
 @pytest.mark.parametrize(

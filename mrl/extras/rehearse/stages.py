@@ -3,26 +3,18 @@
 As processes of their own.
 """
 
-import ctypes
 import os
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mrl.errors import Interrupted
 from mrl.extras.rehearse.compose import STEPS, WorkFolder
+from mrl.train.own_command import run_mrl, stopped_by_sigterm
 
 TRAIN, RESUME = "train", "resume"
 DEADLINE_S = 900.0  # of one command; a healthy one takes one to two minutes, a few on a busy machine
-_GRACE_S = 20.0  # between asking a command to stop and ending it
-_PROGRAM = "from mrl.cli.main import main; main()"
 _LAST_LINES = 12
-_PR_SET_PDEATHSIG = 1
 _PACKAGE_ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -63,7 +55,7 @@ def run_stages(work: WorkFolder, tell: Callable[[str], None]) -> list[Ended]:
     }
     told = {TRAIN: "train: one step and its save", RESUME: f"resume: step {STEPS} from the save"}
     ended: list[Ended] = []
-    with _stopped_by_a_signal():
+    with stopped_by_sigterm():
         for phase, arguments in commands.items():
             tell(told[phase])
             ended.append(_run(phase, arguments, work.log(phase)))
@@ -72,52 +64,10 @@ def run_stages(work: WorkFolder, tell: Callable[[str], None]) -> list[Ended]:
     return ended
 
 
-@contextmanager
-def _stopped_by_a_signal() -> Iterator[None]:
-    """SIGTERM ends the block as Ctrl-C does, so that a command in a session of its own does not outlive who asked for it."""
-
-    def stop(*_) -> None:
-        raise Interrupted("stopped by SIGTERM")
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def _run(phase: str, arguments: list[str], log: Path) -> Ended:
     began = time.monotonic()
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, *arguments], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            env=environment(), start_new_session=True, preexec_fn=_stop_with_the_rehearsal,
-        )  # fmt: skip
-        try:
-            code: int | None = process.wait(DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            _end(process)
+    code = run_mrl(arguments, log, DEADLINE_S, environment())
     return Ended(phase, code, time.monotonic() - began, log)
-
-
-def _stop_with_the_rehearsal() -> None:
-    """A rehearsal that is killed leaves no run behind: the kernel asks it to stop. Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _end(process: subprocess.Popen) -> None:
-    """A command that is still there is asked to stop, and then ended with all that stayed in its session."""
-    if process.poll() is not None:
-        return
-    process.terminate()
-    try:
-        process.wait(_GRACE_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def environment() -> dict[str, str]:
