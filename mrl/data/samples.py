@@ -15,7 +15,7 @@ so `rows` and `joined` are written once for all of them. A response becomes a ro
 same columns travel to training and stand in the files of `samples/` (mrl.record.sample_files).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
@@ -92,14 +92,18 @@ class Columns:
 
 
 def _joined(arrays: list[np.ndarray | None], which: Any, parts: Sequence[Columns]) -> np.ndarray | None:
-    """One column end to end; of parts without it, where another has it, MISSING stands for it."""
+    """One column of all parts."""
+    return _with_missing(arrays, lambda number: int(parts[number].counts()[which.metadata["of"]].sum()))
+
+
+def _with_missing(arrays: Sequence[np.ndarray | None], size_of: Callable[[int], int]) -> np.ndarray | None:
+    """Arrays end to end. MISSING, `size_of` its number times, stands for one that is None; None where all are."""
     known = next((array for array in arrays if array is not None), None)
     if known is None:
         return None
-    sizes = [int(part.counts()[which.metadata["of"]].sum()) for part in parts]
     return np.concatenate([
-        np.full((size, *known.shape[1:]), MISSING, known.dtype) if array is None else array
-        for array, size in zip(arrays, sizes, strict=True)
+        np.full((size_of(number), *known.shape[1:]), MISSING, known.dtype) if array is None else array
+        for number, array in enumerate(arrays)
     ])  # fmt: skip
 
 
@@ -178,7 +182,6 @@ class Samples(Sequences):
 
 def packed(samples: Sequence[Sample]) -> Samples:
     """The responses as rows, in the given order. Raises DataError for a stop reason that is not known."""
-    routes = [sample.routes for sample in samples]
     prompts, responses = [len(s.prompt_ids) for s in samples], [len(s.response_ids) for s in samples]
     spans = [((0, s.weight_version), *s.later_versions) for s in samples]
     given = {
@@ -193,7 +196,8 @@ def packed(samples: Sequence[Sample]) -> Samples:
         "span_versions": [version for each in spans for _, version in each],
     }
     arrays = {f.name: np.asarray(given[f.name], f.metadata["dtype"]) for f in fields(Samples) if f.name in given}
-    return Samples(**arrays, routes=_routes_end_to_end(routes, np.add(prompts, responses)))
+    routes = _with_missing([sample.routes for sample in samples], lambda number: prompts[number] + responses[number])
+    return Samples(**arrays, routes=routes)
 
 
 def _end_to_end(parts: list[Any], dtype: type) -> np.ndarray:
@@ -204,12 +208,3 @@ def _stop_reason(sample: Sample) -> int:
     if sample.stop_reason not in STOP_REASONS:
         raise DataError(f"sample {sample.sample_id} ended for {sample.stop_reason!r}; known: {', '.join(STOP_REASONS)}")
     return STOP_REASONS.index(sample.stop_reason)
-
-
-def _routes_end_to_end(routes: list[np.ndarray | None], lengths: np.ndarray) -> np.ndarray | None:
-    """MISSING where a sample has none; None where none has any."""
-    known = next((each for each in routes if each is not None), None)
-    if known is None:
-        return None
-    unknown = (np.full((int(length), *known.shape[1:]), MISSING, known.dtype) for length in lengths)
-    return np.concatenate([filler if each is None else each for each, filler in zip(routes, unknown, strict=True)])
