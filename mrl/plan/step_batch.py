@@ -7,7 +7,9 @@ every pipeline stage; what routers chose at the old log-probs (mrl/megatron/rout
 """
 
 from dataclasses import dataclass
+from math import prod
 
+from mrl.data.routes import RouteShape
 from mrl.model import ModelSpec
 from mrl.model.layout import TrainLayout
 from mrl.plan.model_state import layer_kinds
@@ -18,7 +20,7 @@ _A_TOKEN = 2 * _INT64 + 2  # its number and position; whether it is real, whethe
 _A_TARGET = 3 * _INT64 + _F32  # who predicts it, its number, its place; its temperature
 _SAMPLE_COPIES = 3  # while groups are formed: responses as they came, by group, and joined again
 _BATCH_COPIES = 2  # on the fullest node: the loop's own, and that in Ray's object store, which ranks read in place
-_NARROW_EXPERTS, _NARROW_CHOICES = 128, 256  # experts whose numbers, with a missing one and without, fit into a byte
+_NARROW_CHOICES = 256  # experts whose numbers fit into a byte (mrl/megatron/routing.py)
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,10 @@ def _response_arrays(inputs: PlanInputs) -> list[int]:
 
 def _route_bytes(model: ModelSpec) -> int:
     """Of one token as it comes with its sample, in all MoE layers."""
-    return len(model.moe_layers) * model.num_experts_per_tok * (1 if model.num_experts <= _NARROW_EXPERTS else 2) if model.is_moe else 0
+    if not model.is_moe:
+        return 0
+    shape = RouteShape(model.num_layers, model.moe_layers, model.num_experts_per_tok, model.num_experts)
+    return prod(shape.per_token) * shape.dtype.itemsize
 
 
 def _recorded(inputs: PlanInputs, rows: int, pp: int) -> int:
