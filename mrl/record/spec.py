@@ -170,6 +170,7 @@ _SWITCH = [
     MetricSpec("switch/sleep_s", "max", "s", "Colocated: engines going to sleep before the actor's turn, slowest engine"),
     MetricSpec("switch/onload_s", "max", "s", "Colocated: parameters, gradients and optimizer coming onto the devices, slowest rank"),
     MetricSpec("switch/offload_s", "max", "s", "Colocated: the same leaving them, slowest rank"),
+    MetricSpec("switch/gate_s", "max", "s", "Colocated: asking all processes what they hold, before something comes onto the devices"),
     MetricSpec("switch/wake_weights_s", "max", "s", "Colocated: engines taking memory for their weights, slowest engine"),
     MetricSpec("switch/wake_kv_s", "max", "s", "Colocated: engines taking memory for their cache, slowest engine"),
 ]

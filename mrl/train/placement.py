@@ -119,7 +119,7 @@ class Colocated:
         """Engines sleep, then parameters come on. The actor allocates nothing while an engine goes to sleep: vLLM takes
         memory that vanishes from the device meanwhile for a leak of its own."""
         self._sleep()
-        self._gate("rollout_to_log_prob")
+        self._let_in("rollout_to_log_prob")
         with self._timer("onload"):
             self._actor.bring(PARAMETERS)
             if self._prefetched:
@@ -127,7 +127,7 @@ class Colocated:
 
     def to_update(self) -> None:
         """Gradients and optimizer come on."""
-        self._gate("train")
+        self._let_in("train")
         with self._timer("onload"):
             self._actor.bring(PARAMETERS, GRADIENTS, OPTIMIZER)
 
@@ -135,13 +135,13 @@ class Colocated:
         """All of the actor but its parameters goes, weights of engines come; then those go, and caches come."""
         with self._timer("offload"):
             self._actor.bring(PARAMETERS)
-        self._gate("train_to_sync")
+        self._let_in("train_to_sync")
         with self._timer("wake_weights"):
             self._engines.wake_weights()
         metrics = self._sync.transfer(step)
         with self._timer("offload"):
             self._actor.offload()
-        self._gate("sync_to_rollout")
+        self._let_in("sync_to_rollout")
         with self._timer("wake_kv"):
             self._engines.wake_cache()
         self._sync.commit(step)
@@ -157,6 +157,10 @@ class Colocated:
         """As Placement says. In a step the engines sleep; at a run's end they are put to sleep, for there is no room beside them."""
         self._sleep()
         return self._actor.take_checkpoint()
+
+    def _let_in(self, phase: str) -> None:
+        with self._timer("gate"):
+            self._gate(phase)
 
     def _sleep(self) -> None:
         if not self._engines_sleep:

@@ -126,7 +126,7 @@ def test_turns_on_the_same_devices_change_no_bit_and_who_rests_holds_next_to_not
     # from the second step on there are moments; arenas of the sync stay, which are as large as this model
     assert min(ledgers.ranks_training[2:]) - max(ledgers.ranks_resting) > 0.95 * moved
     for row in rows:
-        assert all(row[f"switch/{name}_s"] > 0 for name in ("sleep", "onload", "offload", "wake_weights", "wake_kv"))
+        assert all(row[f"switch/{name}_s"] > 0 for name in ("sleep", "gate", "onload", "offload", "wake_weights", "wake_kv"))
         assert row["reshard/bytes_local"] > 0
     assert not any(name.startswith("switch/") for row in metrics(separate) for name in row)
 

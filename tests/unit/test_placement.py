@@ -125,7 +125,7 @@ def test_each_hand_over_is_timed_under_a_declared_name_and_the_start_belongs_to_
     placement.to_update()
     placement.to_engines(4)
     seconds = placement.seconds()
-    assert set(seconds) == {f"switch/{name}_s" for name in ("sleep", "onload", "offload", "wake_weights", "wake_kv")}
+    assert set(seconds) == {f"switch/{name}_s" for name in ("sleep", "gate", "onload", "offload", "wake_weights", "wake_kv")}
     assert all(metric_spec(name).unit == "s" for name in seconds) and all(value >= 0 for value in seconds.values())
     assert placement.seconds() == {}
 
