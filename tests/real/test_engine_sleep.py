@@ -3,23 +3,18 @@
 One start at TP1 and one at TP2 go through everything in turn (engine_sleep.walk); the tests look at what came of it.
 """
 
-import contextlib
 import json
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
-from test_engine_slices import HERE, ONE_RANK, checkpoints, setup_of
+from engine_driver import run_engine
+from test_engine_slices import ONE_RANK, checkpoints, setup_of
 from tiny_models import save, tiny_moe, wide_moe
 
 from mrl.model import load_model_spec, tensor_specs
 from mrl.platforms.hosting import get_hosting
-from mrl.vllm.leftovers import remove_all, shared_memory_below
 
 MIB = 2**20
 
@@ -37,25 +32,7 @@ def start(folder: Path, what: str, model: Path, other: Path, tensor: int, limit_
         "what": what, "model": str(model), "other": str(other), "arguments": arguments, "vocab_size": spec.vocab_size,
         "expected": [[t.name, t.shape] for t in tensor_specs(spec)], "setup": setup, **more,
     }  # fmt: skip
-    file = folder / "job.json"
-    file.write_text(json.dumps(job))
-    environment = os.environ | get_hosting("cpu").engine_environment(0, 1, tensor, kv_gib) | {
-        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])]), "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1",
-        "VLLM_HOST_IP": "127.0.0.1", "VLLM_LOGGING_LEVEL": "ERROR",
-    }  # fmt: skip
-    with (folder / "log").open("w+") as log:
-        process = subprocess.Popen(
-            [sys.executable, str(HERE / "engine_sleep.py"), str(file)], env=environment, stdout=log, stderr=log, start_new_session=True
-        )
-        try:
-            status = process.wait(timeout=limit_s)
-        finally:
-            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):  # a driver that failed leaves vLLM's workers behind
-                segments = shared_memory_below(process.pid)
-                os.killpg(process.pid, signal.SIGKILL)
-                remove_all(segments)
-        assert status == 0, log.seek(0) or log.read()[-6000:]
-    return json.loads(file.with_suffix(".out").read_text())
+    return run_engine("engine_sleep.py", folder, job, tensor, limit_s, kv_gib)
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["TP1", "TP2"])

@@ -3,18 +3,13 @@
 Each engine starts from one checkpoint (that is a fresh engine), is synced to another and back, and must then hold and say the same bits.
 """
 
-import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from deadlines import RUN_S
+from engine_driver import run_engine
 from safetensors.torch import load_file, save_file
 from tiny_models import save, tiny_dense, tiny_moe, tiny_shared
 
@@ -22,9 +17,7 @@ from mrl.model import load_model_spec
 from mrl.model.layout import RolloutLayout
 from mrl.model.vllm_parameters import target_parameters
 from mrl.reshard.digest import MODULUS, partial_digest
-from mrl.vllm.leftovers import shared_memory_below
 
-HERE = Path(__file__).parent
 EXPERTS, QKV = "model.layers.1.mlp.experts.routed_experts", "model.layers.2.self_attn.qkv_proj"
 ONE_RANK = {"world_size": 1}
 EIGHT = {"world_size": 8, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}
@@ -53,33 +46,12 @@ def setup_of(folder: Path, dtype: str, train: dict, tensor: int, expert: int) ->
 
 def run(folder: Path, model: Path, dtype: str, steps: list, tensor: int = 1, expert: int = 1) -> list:
     """What came of each step."""
-    job = folder / "job.json"
     arguments = {
         "model": str(model), "dtype": dtype, "tensor_parallel_size": tensor, "enable_expert_parallel": expert > 1, "enforce_eager": True,
         "max_model_len": 64, "max_num_batched_tokens": 1024, "max_num_seqs": 16, "enable_chunked_prefill": False, "seed": 0,
         "skip_tokenizer_init": True, "generation_config": "vllm", "logprobs_mode": "processed_logprobs", "disable_log_stats": True,
     }  # fmt: skip
-    job.write_text(json.dumps({"arguments": arguments, "steps": steps}))
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])]),
-        "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_PLUGINS": "mrl", "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(i % os.cpu_count()) for i in range(tensor)), "VLLM_NO_USAGE_STATS": "1",
-        "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "VLLM_HOST_IP": "127.0.0.1",
-    }  # fmt: skip
-    log = (folder / "log").open("w+")
-    process = subprocess.Popen(
-        [sys.executable, str(HERE / "engine_slices.py"), str(job)], env=environment, stdout=log, stderr=log, start_new_session=True
-    )
-    try:
-        status = process.wait(timeout=RUN_S)
-    finally:
-        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):  # a driver that failed leaves vLLM's workers behind
-            segments = shared_memory_below(process.pid)
-            os.killpg(process.pid, signal.SIGKILL)
-            for segment in segments:
-                segment.unlink(missing_ok=True)
-    assert status == 0, log.seek(0) or log.read()[-6000:]
-    return json.loads(job.with_suffix(".out").read_text())["found"]
+    return run_engine("engine_slices.py", folder, {"arguments": arguments, "steps": steps}, tensor, RUN_S)["found"]
 
 
 def file_digests(folder: Path, dtype: str, tensor: int, expert: int) -> list[dict[str, int]]:
