@@ -26,14 +26,28 @@ _NPU_SHARED_DEVICE = {
     "HCCL_NPU_SOCKET_PORT_RANGE": "auto",
 }
 
+# Lengths differ from step to step, and fixed segments fragment; so ranks get expandable ones. Engines must not have them: what lies
+# in them cannot be opened with the handles that vLLM's all-reduce exchanges when graphs are captured (the process exits with
+# `custom_all_reduce.cuh: invalid argument`, vllm-project/vllm#42609), nor with those of weight syncs, and memory that sleeps refuses
+# them. False is said, not left out: the job's environment may say otherwise, and vllm-ascend would add True where nothing is said.
+# torch reads PYTORCH_ALLOC_CONF only where the device's own variable is not set (c10/cuda/CUDAAllocatorConfig.h).
+_SEGMENTS = {"cuda": "PYTORCH_CUDA_ALLOC_CONF", "npu": "PYTORCH_NPU_ALLOC_CONF"}
+
+
+def _segments(device: str, expandable: bool) -> dict[str, str]:
+    return {_SEGMENTS[device]: f"expandable_segments:{expandable}"}
+
+
 _NPU_ACTOR = _NPU_SHARED_DEVICE | {
     # one queue per device keeps the order in which Megatron overlaps communication with compute; Megatron asserts it
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "HCCL_CONNECT_TIMEOUT": "1800",  # s; the default of 120 is short while rank 0 still reads weights
     "HCCL_EXEC_TIMEOUT": "7200",  # s; ranks are idle while the engines generate
-    "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",  # lengths differ from step to step; fixed segments fragment
     "HF_DEACTIVATE_ASYNC_LOAD": "1",  # transformers 5 loads in threads, which is not stable on torch_npu
 }
+
+# one queue per device keeps the order in which Megatron overlaps communication with compute
+_CUDA_ACTOR = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 _NPU_ENGINE = _NPU_SHARED_DEVICE | {
     "VLLM_ASCEND_ENABLE_NZ": "0",  # FRACTAL_NZ storage cannot be written in place: new weights would come out as garbage
@@ -77,14 +91,14 @@ class Hosting:
         """Environment of one Megatron rank."""
         if self.device == "cpu":
             return {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | _CPU_EAGER
-        if self.device == "npu":
-            return _NPU_ACTOR
-        # one queue per device keeps the order in which Megatron overlaps communication with compute
-        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        own = _NPU_ACTOR if self.device == "npu" else _CUDA_ACTOR
+        return own | _segments(self.device, expandable=True)
 
     def engine_environment(self, engine_id: int, engines: int, workers: int, kvcache_gib: int) -> dict[str, str]:
         """Environment of one engine of `workers` processes."""
         common = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
+        if self.device != "cpu":
+            common |= _segments(self.device, expandable=False)
         if self.device == "npu":
             return common | _NPU_ENGINE  # no VLLM_PLUGINS: vllm-ascend is a handful of plugins itself
         common["VLLM_PLUGINS"] = "mrl"

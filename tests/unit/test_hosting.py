@@ -1,0 +1,39 @@
+"""What processes of each device are given: environment by kind of process, and nothing of it again in the job's own."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from mrl.platforms.hosting import get_hosting
+
+ROOT = Path(__file__).parents[2]
+ALLOCATOR = {"cuda": "PYTORCH_CUDA_ALLOC_CONF", "npu": "PYTORCH_NPU_ALLOC_CONF"}
+
+
+def environments(device: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Of a rank, and of an engine."""
+    hosting = get_hosting(device)
+    return hosting.actor_environment(), hosting.engine_environment(0, 1, 2, 1)
+
+
+@pytest.mark.parametrize("device", ALLOCATOR)
+def test_ranks_have_expandable_segments_and_engines_say_that_they_have_none(device):
+    actor, engine = environments(device)
+    assert actor[ALLOCATOR[device]] == "expandable_segments:True"
+    assert engine[ALLOCATOR[device]] == "expandable_segments:False"  # said: where nothing is, the job's or vllm-ascend's own word holds
+
+
+def test_the_devices_own_variable_is_the_one_that_torch_believes():
+    header = (Path(torch.__file__).parent / "include/c10/cuda/CUDAAllocatorConfig.h").read_text()
+    assert header.index('get_env("PYTORCH_CUDA_ALLOC_CONF")') < header.index('get_env("PYTORCH_ALLOC_CONF")')
+    assert 'if (!env.has_value()) {\n        env = c10::utils::get_env("PYTORCH_ALLOC_CONF")' in header
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])
+def test_the_job_does_not_say_again_what_mrl_says_to_each_kind_of_process(device):
+    job = yaml.safe_load((ROOT / "launch" / f"runtime_env.{device}.yaml").read_text())["env_vars"]
+    own = set().union(*environments(device))
+    assert not {name for name in job if "ALLOC_CONF" in name}
+    assert set(job) & own <= {"OMP_NUM_THREADS"}  # of the driver too
