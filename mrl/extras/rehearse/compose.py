@@ -178,7 +178,7 @@ def _schedule(original: RunConfig, batch: SmallBatch) -> Iterator[Change]:
     warmup = min(optim.lr_warmup_steps, 1) if constant or updates > 1 or optim.lr_decay_steps else 0
     values = {
         "trainer.total_training_steps": STEPS,
-        "trainer.save_freq": min(trainer.save_freq, 1),
+        "trainer.save_freq": 1,
         "trainer.test_freq": min(trainer.test_freq, STEPS),
         "trainer.max_actor_ckpt_to_keep": STEPS,
         "data.val_max_samples": VALIDATION_ROWS if original.data.val_files else original.data.val_max_samples,
