@@ -33,21 +33,23 @@ FROM swr.cn-south-1.myhuaweicloud.com/ascendhub/cann:9.1.0-${CHIP}-ubuntu22.04-p
 # which kernels vllm-ascend compiles; ascend910b1 for Atlas A2
 ARG SOC_VERSION=ascend910_9392
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
-ENV PIP_NO_CACHE_DIR=1 PIP_EXTRA_INDEX_URL=https://triton-ascend.osinfra.cn/pypi/simple/
+ENV PIP_NO_CACHE_DIR=1 PIP_EXTRA_INDEX_URL="https://triton-ascend.osinfra.cn/pypi/simple/ https://download.pytorch.org/whl/cpu"
 RUN apt-get update && apt-get install -y --no-install-recommends g++ cmake git libnuma-dev && rm -rf /var/lib/apt/lists/* \
     && pip install setuptools==80.10.2 setuptools-scm==9.2.2 wheel==0.45.1 packaging==25.0
 WORKDIR /opt
-# vLLM without a device of its own, then its Ascend plugin, whose operators are compiled against CANN and the torch that is installed
+# vLLM without a device of its own, then its Ascend plugin, whose operators are compiled against CANN and the torch that is installed.
+# torch's builds for CPUs, also on x86-64: torch_npu is made for them, and torchvision and torchaudio, which vllm-ascend wants, follow.
 RUN git clone --depth 1 --branch v0.23.0 https://github.com/vllm-project/vllm.git \
     && VLLM_TARGET_DEVICE=empty pip install ./vllm && rm -rf vllm
 RUN . /usr/local/Ascend/ascend-toolkit/set_env.sh && . /usr/local/Ascend/nnal/atb/set_env.sh \
     && pip install torch==2.10.0 torch-npu==2.10.0.post4 \
-    && COMPILE_CUSTOM_KERNELS=1 SOC_VERSION=${SOC_VERSION} pip install --no-build-isolation vllm-ascend==0.23.0 \
-    && pip uninstall -y triton torchvision torchaudio && pip install triton-ascend==3.2.2
-# MindSpeed is on no package index and is imported from its sources
-RUN git clone --depth 1 --branch core_r0.16.0 https://gitcode.com/Ascend/MindSpeed.git && pip install -e ./MindSpeed
+    && COMPILE_CUSTOM_KERNELS=1 SOC_VERSION=${SOC_VERSION} pip install --no-build-isolation vllm-ascend==0.23.0
+# MindSpeed is on no package index and is imported from its sources. Its requirements ask for an older numpy and tokenizers than the row
+# has; what it imports of them, the row brings.
+RUN git clone --depth 1 --branch core_r0.16.0 https://gitcode.com/Ascend/MindSpeed.git && pip install --no-deps -e ./MindSpeed
 WORKDIR /opt/mrl
 COPY --from=source /opt/mrl .
-RUN pip install -e ".[npu]"
+# Last of all Ascend's Triton alone: on x86-64 other packages bring the usual one, which lies in the same folder.
+RUN pip install -e ".[npu]" && pip uninstall -y triton triton-ascend && pip install --no-deps triton-ascend==3.2.2
 # CANN's libraries are found through variables that its scripts set
 ENTRYPOINT ["/bin/bash", "-c", "source /usr/local/Ascend/ascend-toolkit/set_env.sh && source /usr/local/Ascend/nnal/atb/set_env.sh && exec mrl \"$@\"", "mrl"]

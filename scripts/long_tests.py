@@ -29,6 +29,7 @@ PIECES = {
     "presets": ("test_presets_verified",),
     "rehearsals": ("test_rehearse",),
     "ranks": ("test_dp2", "test_dp_runs"),
+    "rows": ("test_rows",),
     "runs": ("test_eval", "test_glm_run", "test_recipes", "test_submit", "test_hosted_loggers"),
 }
 OUTCOMES = {"failed": ("failures", "errors"), "skipped": ("skipped",)}

@@ -44,7 +44,7 @@ ROWS = (
         "npu",
         "never run",
         {"torch": "2.10.0", "torch-npu": "2.10.0.post4", "vllm": "0.23.0", "vllm-ascend": "0.23.0", **_MEGATRON},
-        _LOOSE | {"triton-ascend": "3.2.2"},
+        _LOOSE | {"triton-ascend": "3.2.2", "transformers": "5.5.4"},  # vllm-ascend's wheel takes this transformers and no other
         toolkit="9.1.0",
         source_only={"mindspeed": "git+https://gitcode.com/Ascend/MindSpeed.git@core_r0.16.0"},
     ),

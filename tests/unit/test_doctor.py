@@ -38,7 +38,7 @@ NPU = replace(
     CUDA, device="npu", devices=HostDevices("npu", 16, "25.5.0", "9.1.0"),
     versions=CUDA.versions | {
         "torch": "2.10.0", "torch-npu": "2.10.0.post4", "vllm": "0.23.0", "vllm-ascend": "0.23.0", "triton-ascend": "3.2.2",
-        "mindspeed": "0.16.0",
+        "mindspeed": "0.16.0", "transformers": "5.5.4",
     },
 )  # fmt: skip
 HEALTHY = {"cpu": CPU, "cuda": CUDA, "npu": NPU}
