@@ -1,10 +1,12 @@
 """What a device and the versions on it can do: cluster.versions (what is not named is the tested row's), and what fails on Ascend NPUs."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from mrl.config.schema import RunConfig, leaf
 from mrl.errors import Violation, did_you_mean
 from mrl.model import ModelSpec
+from mrl.platforms.ascend_fields import ADDITIONAL_CONFIG
 from mrl.platforms.versions import (
     RETURNS_ROUTES,
     ROUTES_BY_BLOCK,
@@ -178,6 +180,14 @@ def npu_notes(config: RunConfig) -> Iterator[str]:
         )
 
 
+# of vllm-ascend's additional_config: what it must be, and why
+_NEVER_ON_ASCEND: dict[str, tuple[Any, str]] = {
+    "weight_nz_mode": (0, "weights in FRACTAL_NZ cannot be updated in place"),
+    "enable_fused_mc2": (0, "it keeps copies of the expert weights that no update reaches"),
+    "enable_reduce_sample": (False, "log-probs of sampled tokens would be taken over a part of the vocabulary (its documentation says so)"),
+}
+
+
 def _npu_engines(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     if config.cluster.device != "npu":
         return
@@ -186,16 +196,13 @@ def _npu_engines(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     if (additional.get("eplb_config") or {}).get("dynamic_eplb"):
         why = "redundant experts move between workers, and the sync's plan would be wrong"
         yield Violation(f"{_VLLM}.additional_config.eplb_config.dynamic_eplb", "must be false", why, (False,))
-    if given.get("additional_config") is None:
-        return
     key = f"{_VLLM}.additional_config"
-    if not (additional.get("rl_config") or {}).get("enabled"):
-        why = "it replaces ours, and without that switch vllm-ascend stores weights in FRACTAL_NZ, which cannot be updated in place"
-        yield Violation(key, "must keep rl_config: {enabled: true}", why)
-    if additional.get("weight_nz_mode"):
-        yield Violation(f"{key}.weight_nz_mode", "must be 0", "weights in FRACTAL_NZ cannot be updated in place", (0,))
-    if additional.get("enable_fused_mc2"):
-        yield Violation(f"{key}.enable_fused_mc2", "must be off", "it keeps copies of the expert weights that no update reaches", (0,))
+    for name in sorted(additional.keys() - ADDITIONAL_CONFIG):
+        rule = f"vllm-ascend {_assumed(config)['vllm-ascend']} ignores it; {did_you_mean(name, ADDITIONAL_CONFIG)}"
+        yield Violation(f"{key}.{name}", rule, "what stands here would have no effect, silently", ())
+    for name, (value, why) in _NEVER_ON_ASCEND.items():
+        if additional.get(name, value) != value:
+            yield Violation(f"{key}.{name}", f"must be {value}, or left out", why, (value,))
 
 
 DEVICE_RULES = (

@@ -51,14 +51,11 @@ _CUDA_ACTOR = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 _NPU_ENGINE = _NPU_SHARED_DEVICE | {
     "VLLM_ASCEND_ENABLE_NZ": "0",  # FRACTAL_NZ storage cannot be written in place: new weights would come out as garbage
-    "VLLM_ASCEND_AUTO_DETECT_QUANTIZATION": "0",  # a bf16 checkpoint is never to be taken for a quantised one
     "TASK_QUEUE_ENABLE": "1",  # 2 dispatches faster, conflicts with captured graphs and raises the peak of memory
-    "VLLM_ALL2ALL_BACKEND": "flashinfer_all2allv",  # the one that data and expert parallelism work with on NPU
 }
 
-# vLLM argument: vllm-ascend's switch for reinforcement learning (0.23 and later) turns NZ off and drops expandable
-# segments
-_NPU_ENGINE_ARGUMENTS = {"additional_config": {"rl_config": {"enabled": True}}}
+# Argument of vLLM: the same as VLLM_ASCEND_ENABLE_NZ. Of vllm-ascend's own checks some read the one, some the other.
+_NPU_ENGINE_ARGUMENTS = {"additional_config": {"weight_nz_mode": 0}}
 
 
 # vLLM and Megatron compile a few functions of integers in every process anew, with a C++ compiler the first time: 4 to 20 s

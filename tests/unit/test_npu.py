@@ -3,6 +3,7 @@ megatron_adaptor.py, mindspeed/args_utils.py, features_manager/context_parallel/
 nothing here has seen hardware."""
 
 import ast
+import importlib.util
 import subprocess
 import sys
 import types
@@ -17,6 +18,7 @@ from mrl.config.rules import notes, violations
 from mrl.errors import EnvironmentFault
 from mrl.model import model_spec
 from mrl.platforms import get_platform
+from mrl.platforms.ascend_fields import ADDITIONAL_CONFIG, VARIABLES
 from mrl.platforms.hosting import environment_faults, get_hosting
 
 ROOT = Path(__file__).parents[2]
@@ -237,7 +239,7 @@ def test_ray_is_asked_for_npus_and_the_engine_for_storage_that_can_be_written():
     assert hosting.ray_resources(cpus=2, devices=4) == {"CPU": 2, "NPU": 4.0}
     assert hosting.engine_arguments(4096, None, sleeps=True).pop("enable_sleep_mode") is True
     assert get_hosting("cuda").engine_arguments(4096, None, sleeps=True) == {"enable_sleep_mode": True}
-    assert hosting.engine_arguments(4096, None) == {"additional_config": {"rl_config": {"enabled": True}}}
+    assert hosting.engine_arguments(4096, None) == {"additional_config": {"weight_nz_mode": 0}}
     engine = hosting.engine_environment(0, 1, 4, 1)
     assert engine["VLLM_ASCEND_ENABLE_NZ"] == "0" and "VLLM_PLUGINS" not in engine
     both = (hosting.actor_environment(), engine)  # actor and engine may share an NPU
@@ -249,12 +251,15 @@ REFUSED = {
     "actor.layout.virtual_pipeline_model_parallel_size": "actor.layout.virtual_pipeline_model_parallel_size=2",
     "model.override_transformer_config.moe_use_legacy_grouped_gemm": "model.override_transformer_config.moe_use_legacy_grouped_gemm=true",
     "rollout.engine_kwargs.vllm.additional_config.eplb_config.dynamic_eplb":
-        "rollout.engine_kwargs.vllm.additional_config={rl_config: {enabled: true}, eplb_config: {dynamic_eplb: true}}",
-    "rollout.engine_kwargs.vllm.additional_config": "rollout.engine_kwargs.vllm.additional_config={seed: 1}",
+        "rollout.engine_kwargs.vllm.additional_config={eplb_config: {dynamic_eplb: true}}",
+    "rollout.engine_kwargs.vllm.additional_config.rl_config":  # of later releases
+        "rollout.engine_kwargs.vllm.additional_config={rl_config: {enabled: true}}",
     "rollout.engine_kwargs.vllm.additional_config.weight_nz_mode":
-        "rollout.engine_kwargs.vllm.additional_config={rl_config: {enabled: true}, weight_nz_mode: 1}",
+        "rollout.engine_kwargs.vllm.additional_config={weight_nz_mode: 1}",
     "rollout.engine_kwargs.vllm.additional_config.enable_fused_mc2":
-        "rollout.engine_kwargs.vllm.additional_config={rl_config: {enabled: true}, enable_fused_mc2: 1}",
+        "rollout.engine_kwargs.vllm.additional_config={weight_nz_mode: 0, enable_fused_mc2: 1}",
+    "rollout.engine_kwargs.vllm.additional_config.enable_reduce_sample":
+        "rollout.engine_kwargs.vllm.additional_config={enable_reduce_sample: true}",
 }  # fmt: skip
 
 
@@ -264,10 +269,33 @@ def test_combinations_that_fail_on_npus_are_refused_there_and_only_there(field, 
 
     def refused(device: str) -> bool:
         found = violations(load_config(preset, None, [f"cluster.device={device}", setting]), model)
-        return any(v.field == field and ("npu" in v.rule or "rl_config" in v.rule or "must be" in v.rule) for v in found)
+        return any(v.field == field and ("npu" in v.rule or "vllm-ascend" in v.rule or "must be" in v.rule) for v in found)
 
     assert refused("npu")
     assert not refused("cuda") or field.endswith("use_flash_attn")  # which no other device has at all
+
+
+def test_whatever_is_given_beside_weights_that_can_be_written_is_taken():
+    """Where the key is left out, the engine's environment says the same."""
+    model, preset = model_spec(SIZES), ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
+    given = "rollout.engine_kwargs.vllm.additional_config={enable_flashcomm1: true, refresh: true}"
+    assert violations(load_config(preset, None, ["cluster.device=npu", given]), model) == []
+    assert get_hosting("npu").engine_environment(0, 1, 1, 1)["VLLM_ASCEND_ENABLE_NZ"] == "0"
+
+
+def test_what_engines_are_told_is_what_that_release_reads():
+    hosting = get_hosting("npu")
+    ours = {name for name in hosting.engine_environment(0, 1, 4, 1) if name.startswith("VLLM_ASCEND_")}
+    checked = {fault.split()[0] for fault in environment_faults("npu", {"VLLM_ASCEND_ENABLE_NZ": "2", "VLLM_ASCEND_ENABLE_FUSED_MC2": "1"})}
+    assert ours and ours | checked <= VARIABLES
+    assert hosting.engine_arguments(4096, None)["additional_config"].keys() <= ADDITIONAL_CONFIG
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])
+def test_every_variable_of_vllm_itself_is_one_that_it_reads(device):
+    known = (Path(importlib.util.find_spec("vllm").origin).parent / "envs.py").read_text()
+    told = {name for name in get_hosting(device).engine_environment(0, 1, 1, 1) if name.startswith("VLLM_")} - VARIABLES
+    assert told and not {name for name in told if f'"{name}": ' not in known}
 
 
 def test_two_that_move_optimizer_states_are_not_combined():

@@ -45,7 +45,7 @@ class NPUWorker:
         self.model.count = nn.Parameter(torch.arange(3), requires_grad=False)
         self.model.register_buffer("cos_sin_cache", torch.ones(4))
         self.model_runner = SimpleNamespace(model=self.model, get_model=lambda: self.model, kv_caches=[(torch.zeros(2), torch.zeros(2))])
-        self.vllm_config = SimpleNamespace(additional_config={"rl_config": {"enabled": True}})
+        self.vllm_config = SimpleNamespace(additional_config={"weight_nz_mode": 0})
         self.device = SimpleNamespace(type="npu")
         self.model_config = SimpleNamespace(enable_sleep_mode=True)
 
