@@ -36,7 +36,8 @@ _TRANSFORMER = {
     **dict.fromkeys(
         (
             "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size", "moe_ffn_hidden_size",
-            "num_moe_experts", "moe_router_topk", "moe_layer_freq", "moe_shared_expert_intermediate_size", "normalization",
+            "num_moe_experts", "moe_router_topk", "moe_layer_freq", "moe_shared_expert_intermediate_size",
+            "moe_shared_expert_gate", "moe_router_pre_softmax", "normalization",
             "layernorm_epsilon", "gated_linear_unit", "activation_func", "add_bias_linear", "add_qkv_bias", "qk_layernorm",
         ),
         _CHECKPOINT,

@@ -58,7 +58,7 @@ class MBridge:
         self._chunks: list[torch.nn.Module] = []
         overrides = checked_overrides("model.override_transformer_config", self.model_config.override_transformer_config, TransformerConfig)
         ours = _transformer_config(self.model, self.layout) | {"deterministic_mode": self.deterministic}
-        self._bridge.set_extra_args(**ours, **overrides)
+        self._bridge.set_extra_args(**ours | overrides)
         if not find_spec("transformer_engine"):
             self._use_torch_layers(overrides)
 

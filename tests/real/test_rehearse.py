@@ -19,7 +19,9 @@ SETTINGS = {
     "actor.optimizer_offload": True, "actor.router_replay": "R2", "ref.param_offload": True, "algorithm.use_kl_loss": True,
     "algorithm.kl_loss_coef": 0.001, "algorithm.rollout_correction": {"level": "token", "mode": "truncate", "high": 2.0},
     "algorithm.filter_groups.metric": "acc", "trainer.test_freq": 20, "trainer.save_freq": 20,
-    "model.override_transformer_config": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "model.override_transformer_config": {
+        "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1, "moe_router_dtype": "fp32",
+    },
 }  # fmt: skip
 WANTED = {
     "cluster.placement", "actor.layout.tensor_model_parallel_size", "actor.layout.expert_model_parallel_size", "actor.param_offload",
