@@ -28,7 +28,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
     4: ("vllm", "megatron", "checkpoint", "plan"),
     3: ("reshard",),
     2: ("config",),
-    1: ("model", "algo", "data", "reward", "record", "platforms"),
+    1: ("model", "algo", "data", "schedule", "reward", "record", "platforms"),
     0: ("errors", "units"),
 }
 FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}

@@ -29,6 +29,7 @@ def modules() -> dict[str, ast.Module]:
 SIDEWAYS = {
     "checkpoint": ({"mrl.megatron"}, "a rank's part of a checkpoint is read out of Megatron's model and optimizer"),
     "record": ({"mrl.data.batch", "mrl.data.samples"}, "metrics and files of samples are read off a batch"),
+    "schedule": ({"mrl.data.samples", "mrl.data.routes"}, "what several requests made of a response is joined in the columns of samples"),
 }
 # What `mrl plan`, `validate`, `doctor`, `convert` and `import-verl` load: no torch, no Ray, no Megatron, no vLLM.
 LIGHT = (
@@ -36,6 +37,7 @@ LIGHT = (
     "config/**/*.py",
     "plan/**/*.py",
     "extras/**/*.py",
+    "schedule/*.py",
     "algo/spec.py",
     "record/spec.py",
     *(f"checkpoint/{part}.py" for part in ("check_output", "convert", "convert_job", "manifest", "open_checkpoint")),

@@ -1,0 +1,171 @@
+"""All groups on their way: issued as the schedule admits, evicted by a counted cause, given to a step as its batch.
+
+Every number that was ever issued is in exactly one place: trained on, dropped, or here. A group that is dropped makes room
+for exactly one other; one that is requeued keeps its number, and so its place in the data.
+
+in_order a step's groups are known when they are issued (`due`), and numbers are dealt out at fixed moments: with each new
+version first those of the step that it opens, then as many for its own step as that has lost. So which weights a group
+begins with does not depend on when another was evicted.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from mrl.schedule.groups import Cause, Counts, Group, State
+from mrl.schedule.staleness import Schedule
+
+
+class GroupBuffer:
+    """Groups by number, at one step."""
+
+    def __init__(self, schedule: Schedule):
+        self.schedule = schedule
+        self.step = 0  # steps finished; the version that engines have
+        self.groups: dict[int, Group] = {}
+        self.next_number = 0
+        self.taken = 0  # groups trained on
+        self.next_due = 0  # in_order: the step whose groups are issued next
+        self.settled: set[int] = set()  # trained on or dropped, from the frontier on
+        self.counts = Counts()
+        self._due: Counter[int | None] = Counter()  # groups by the step that trains on them; None: whichever does
+        self._finished: Counter[int | None] = Counter()  # of these, finished
+
+    @property
+    def frontier(self) -> int:
+        """The oldest number that is neither trained on nor dropped: all before it are settled."""
+        return min(self.groups, default=self.next_number)
+
+    def reserve(self) -> list[Group]:
+        """Issues all groups that may be issued now, in the order of the data."""
+        if self.schedule.order == "in_order":
+            return [self._issued(due, self.step) for due in self._dues()]
+        room = min(self.schedule.issue_limit(self.step) - self.taken, self.schedule.places) - len(self.groups)
+        return [self._issued() for _ in range(room)]
+
+    def _dues(self) -> Iterable[int]:
+        """Steps, one for each group to be issued now: those that this version opens, then what its own step lacks."""
+        last, batch = self.step + self.schedule.max_staleness, self.schedule.batch
+        opened = [due for due in range(self.next_due, last + 1) for _ in range(batch)]
+        self.next_due = max(self.next_due, last + 1)
+        is_trained = self.taken > self.step * batch
+        lacks = 0 if is_trained else batch - self._due[self.step] - opened.count(self.step)
+        return opened + [self.step] * lacks
+
+    def _issued(self, due: int | None = None, begun: int | None = None) -> Group:
+        group = Group.new(self.next_number, self.schedule.responses, due, begun)
+        self.next_number += 1
+        return self._kept(group)
+
+    def put_back(self, group: Group) -> None:
+        """A group of a checkpoint. One that lacks tokens is reserved again, with those it has."""
+        if not group.is_whole:
+            group.state = State.RESERVED
+        self._kept(group)
+
+    def start(self, number: int) -> None:
+        """Tokens of the group are made from now on, by the weights of this step."""
+        group = self._in(number, State.RESERVED, State.RUNNING)
+        group.state = State.RUNNING
+        group.begun = self.step if group.begun is None else group.begun
+
+    def add(self, number: int, index: int, tokens: int, ended: bool) -> Group:
+        """So many more tokens of one response; the group."""
+        group = self._in(number, State.RUNNING)
+        if group.ended[index]:
+            raise ValueError(f"response {index} of group {number} has ended already")
+        group.lengths[index] += tokens
+        group.ended[index] = ended
+        if group.lengths[index] > self.schedule.max_tokens:
+            raise ValueError(f"response {index} of group {number} has {group.lengths[index]} tokens, of {self.schedule.max_tokens} allowed")
+        return group
+
+    def finish(self, number: int) -> None:
+        """All responses are there, and their rewards."""
+        group = self._in(number, State.RUNNING)
+        if not group.is_whole:
+            raise ValueError(f"group {number} has responses that have not ended: {group.ended}")
+        group.state = State.FINISHED
+        self._finished[group.due] += 1
+
+    def evict(self, number: int, cause: Cause) -> None:
+        """Nobody will be trained on the group; the next `reserve` issues another for it."""
+        group = self._gone(number)
+        self.counts.drop(group, cause)
+        self._settle(number)
+
+    def lose_engine(self, numbers: Iterable[int]) -> list[int]:
+        """An engine is lost under requests of these groups; those that are set aside for it now (`quarantined`).
+
+        Responses keep the tokens that came back before.
+        """
+        aside = []
+        for number in sorted(set(numbers)):
+            group = self._in(number, State.RUNNING)
+            group.losses += 1
+            if group.losses >= self.schedule.max_losses:
+                self.evict(number, "quarantined")
+                aside.append(number)
+        return aside
+
+    def take(self) -> list[Group] | None:
+        """The batch of this step, ordered by number, once it is complete; None before. A step takes one."""
+        if self.taken > self.step * self.schedule.batch:
+            raise ValueError(f"step {self.step} has taken its batch already")
+        due = self.step if self.schedule.order == "in_order" else None
+        if self._finished[due] < self.schedule.batch:
+            return None
+        ready = [group for group in self.groups.values() if group.state is State.FINISHED and group.due == due]
+        oldest = sorted(ready, key=lambda group: (group.begun, group.number))[: self.schedule.batch]
+        for group in oldest:
+            self._gone(group.number)
+            self.counts.kept.add(group)
+            self._settle(group.number)
+        self.taken += len(oldest)
+        return sorted(oldest, key=lambda group: group.number)
+
+    def advance(self) -> list[int]:
+        """Engines have the next weights. Numbers of the groups whose tokens are too old from now on.
+
+        They are dropped, or begin anew, as `on_stale` says. in_order none ever is.
+        """
+        if self.taken != (self.step + 1) * self.schedule.batch:
+            raise ValueError(f"step {self.step} has not taken its batch")
+        self.step += 1
+        oldest = self.step - self.schedule.max_staleness
+        stale = [number for number, group in self.groups.items() if group.begun is not None and group.begun < oldest]
+        for number in stale:
+            self._stale(number)
+        return stale
+
+    def _stale(self, number: int) -> None:
+        if self.schedule.on_stale == "drop":
+            self.evict(number, "stale")
+        else:
+            group = self._gone(number)
+            self.counts.requeued.add(group)
+            self._kept(group.anew())
+
+    def _kept(self, group: Group) -> Group:
+        self.groups[group.number] = group
+        self._due[group.due] += 1
+        self._finished[group.due] += group.state is State.FINISHED
+        return group
+
+    def _gone(self, number: int) -> Group:
+        group = self.groups.pop(number)
+        self._due[group.due] -= 1
+        self._finished[group.due] -= group.state is State.FINISHED
+        return group
+
+    def _settle(self, number: int) -> None:
+        """Keeps what is settled small: numbers before the frontier are not listed."""
+        self.settled.add(number)
+        frontier = self.frontier
+        if number <= frontier:
+            self.settled = {settled for settled in self.settled if settled >= frontier}
+
+    def _in(self, number: int, *states: State) -> Group:
+        group = self.groups[number]
+        if group.state not in states:
+            raise ValueError(f"group {number} is {group.state}, not {' or '.join(states)}")
+        return group

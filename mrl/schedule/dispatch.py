@@ -1,0 +1,179 @@
+"""Which response is sent to which engine next, and when weights may change.
+
+                  assignments                   answered
+    ready  --------------------->  under way  ------------>  ended
+      ^                                |
+      |    engine lost, or interrupted | at the border of this version (in_order)
+      +--------------------------------+------------>  ahead
+      +--------------------- advance ---------------------+
+
+Those whose step comes first go first, then those with more tokens. A request bears a number of its own, so that an answer to one
+that was taken back is known for what it is.
+"""
+
+import heapq
+from collections import defaultdict
+from dataclasses import dataclass
+
+from mrl.schedule.borders import border
+from mrl.schedule.buffer import GroupBuffer
+from mrl.schedule.engine_loads import EngineLoads
+from mrl.schedule.groups import Cause, Group
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """One request to one engine: response `index` of group `number` goes on after `kept` tokens by at most `max_tokens`."""
+
+    request: int
+    number: int
+    index: int
+    engine: str
+    kept: int
+    max_tokens: int
+    tokens: int  # that it counts in the engine's load: prompt, kept, and all it may add
+
+
+class Dispatcher:
+    """The responses of a buffer's groups, and the engines."""
+
+    def __init__(self, buffer: GroupBuffer, engines: list[str]):
+        self.buffer, self.loads = buffer, EngineLoads(engines)
+        self.window = buffer.schedule.concurrency  # responses under way at most; rate control may lower it
+        self.is_open = True  # false: nothing is sent, so that engines become empty
+        self.under_way: dict[int, Assignment] = {}
+        self._of_group: dict[int, set[int]] = defaultdict(set)  # requests under way
+        self._ready: list[tuple[int, int, int, int, int]] = []  # a heap: priority, number, index, tokens
+        self._ready_tokens = 0
+        self._ahead: list[tuple[int, int]] = []
+        self._requests = 0
+
+    def admit(self, group: Group) -> None:
+        """A group that was reserved, with the length of its prompt, or one of a checkpoint."""
+        for index, ended in enumerate(group.ended):
+            if not ended:
+                self._line_up(group, index)
+
+    def _line_up(self, group: Group, index: int) -> None:
+        if self._allowed(group, index) > 0:
+            tokens = group.prompt_tokens + group.lengths[index] + self._allowed(group, index)
+            first = group.due if group.due is not None else self.buffer.step if group.begun is None else group.begun
+            heapq.heappush(self._ready, (first, -group.lengths[index], group.number, index, tokens))
+            self._ready_tokens += tokens
+        else:
+            self._ahead.append((group.number, index))
+
+    def _allowed(self, group: Group, index: int) -> int:
+        """Tokens that a response may add by the weights of now."""
+        schedule, end = self.buffer.schedule, self.buffer.schedule.max_tokens
+        if group.due is not None:
+            end = border(self.buffer.step, group.begun, group.due, schedule.quota, end)
+        return end - group.lengths[index]
+
+    def assignments(self) -> list[Assignment]:
+        """Requests to be sent now, in this order."""
+        sent: list[Assignment] = []
+        room = len(self._ready) if self.window is None else self.window - len(self.under_way)
+        while self.is_open and self.loads.tokens and self._ready and len(sent) < room:
+            *_, number, index, tokens = heapq.heappop(self._ready)
+            sent.append(self._sent(self.buffer.groups[number], index, tokens))
+        return sent
+
+    def _sent(self, group: Group, index: int, tokens: int) -> Assignment:
+        engine = self.loads.place(group.number, tokens, self._ready_tokens)
+        self._ready_tokens -= tokens
+        self.buffer.start(group.number)
+        self._requests += 1
+        allowed = self._allowed(group, index)
+        request = Assignment(self._requests, group.number, index, engine, group.lengths[index], allowed, tokens)
+        self.under_way[request.request] = request
+        self._of_group[group.number].add(request.request)
+        return request
+
+    def answered(self, request: int, tokens: int, stopped: bool) -> Group | None:
+        """So many tokens came back; `stopped`: the response ended by itself. The group, or None for a request that was taken back.
+
+        in_order what an engine has of a request that was interrupted is not used: it goes on from there with other bits.
+        """
+        if request not in self.under_way:
+            return None
+        sent = self._back(request)
+        if tokens > sent.max_tokens:
+            raise ValueError(f"{sent.engine} made {tokens} tokens, of {sent.max_tokens} asked for: {sent}")
+        length = sent.kept + tokens
+        group = self.buffer.add(sent.number, sent.index, tokens, stopped or length >= self.buffer.schedule.max_tokens)
+        if group.is_whole:
+            del self._of_group[group.number]
+        elif not group.ended[sent.index]:
+            self._line_up(group, sent.index)
+        return group
+
+    def _back(self, request: int) -> Assignment:
+        sent = self.under_way.pop(request)
+        self._of_group[sent.number].discard(request)
+        self.loads.done(sent.engine, sent.tokens)
+        return sent
+
+    def evict(self, number: int, cause: Cause) -> list[Assignment]:
+        """The group is dropped; its requests under way, for engines to end."""
+        self.buffer.evict(number, cause)
+        return self._taken_back(number)
+
+    def _taken_back(self, number: int) -> list[Assignment]:
+        requests = [self._back(request) for request in sorted(self._of_group.get(number, ()))]
+        self._of_group.pop(number, None)
+        self._leave_lines({number})
+        return requests
+
+    def _leave_lines(self, numbers: set[int]) -> None:
+        ready = [entry for entry in self._ready if entry[2] not in numbers]
+        if len(ready) < len(self._ready):
+            heapq.heapify(ready)
+            self._ready = ready
+            self._ready_tokens = sum(tokens for *_, tokens in ready)
+        self._ahead = [entry for entry in self._ahead if entry[0] not in numbers]
+
+    def lose(self, engine: str) -> list[Assignment]:
+        """The engine is gone: its responses go on elsewhere, from the tokens that came back before.
+
+        Requests that other engines still have of groups that are set aside for it, for them to end.
+        """
+        self.loads.lose(engine)
+        lost = [self._back(request) for request in [r for r, sent in self.under_way.items() if sent.engine == engine]]
+        aside = self.buffer.lose_engine(sent.number for sent in lost)
+        for sent in lost:
+            if sent.number not in aside:
+                self._line_up(self.buffer.groups[sent.number], sent.index)
+        return [sent for number in aside for sent in self._taken_back(number)]
+
+    def join(self, engine: str) -> None:
+        """An engine that holds the weights of now."""
+        self.loads.join(engine)
+
+    @property
+    def may_change_weights(self) -> bool:
+        """Whether no token would be made by other weights than it should be."""
+        schedule = self.buffer.schedule
+        if schedule.order == "in_order":
+            return not self._ready and not self.under_way
+        return schedule.partial_rollouts or not self.under_way
+
+    def advance(self) -> list[Assignment]:
+        """Engines have the next weights: what was ahead may go on, what became stale is gone or begins anew.
+
+        Requests that engines still have of stale groups, for them to end.
+        """
+        if not self.may_change_weights:
+            raise ValueError(
+                f"{len(self.under_way)} requests are under way, and {len(self._ready)} responses are to go on by these weights"
+            )
+        stale = self.buffer.advance()
+        ended = [sent for number in stale for sent in self._taken_back(number)]
+        self.loads.forget_prefixes()
+        ahead, self._ahead = self._ahead, []
+        for number, index in ahead:
+            self._line_up(self.buffer.groups[number], index)
+        for number in stale:
+            if number in self.buffer.groups:
+                self.admit(self.buffer.groups[number])
+        return ended

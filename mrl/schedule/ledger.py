@@ -1,0 +1,109 @@
+"""What was issued and what became of it, as JSON beside a checkpoint: a run that goes on loses no group and trains on none twice.
+
+The place in the data is the oldest number that is not settled, never the newest that was issued; settled ones beyond it are
+listed, and each group on its way says how many tokens of each response are kept. The tokens themselves are rows of samples.
+Taken between two steps: a batch that is being trained on is settled already.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from mrl.errors import DataError
+from mrl.schedule.buffer import GroupBuffer
+from mrl.schedule.groups import Counts, Group
+from mrl.schedule.staleness import Schedule
+
+# what numbers, borders and batches follow from; others may change when a run goes on
+FIXED = ("batch", "responses", "max_tokens", "order", "max_staleness", "partial_rollouts", "segment_tokens")
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Of what kept tokens were made with: digests, compared as text."""
+
+    data: str  # prompts and their order
+    model: str
+    template: str  # chat template and tokenizer
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The state of a buffer between two steps."""
+
+    fingerprint: Fingerprint
+    schedule: Schedule
+    step: int
+    next_number: int
+    next_due: int
+    settled: tuple[int, ...]  # trained on or dropped, beyond the frontier
+    groups: tuple[Group, ...]
+    counts: Counts
+
+    @property
+    def frontier(self) -> int:
+        """Where the data goes on: numbers below it are settled."""
+        return min((group.number for group in self.groups), default=self.next_number)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data that `from_json` reads."""
+        parts = {"fingerprint": asdict(self.fingerprint), "schedule": asdict(self.schedule), "counts": self.counts.to_json()}
+        numbers = {name: getattr(self, name) for name in ("step", "next_number", "next_due")}
+        return parts | numbers | {"settled": list(self.settled), "groups": [group.to_json() for group in self.groups]}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Ledger":
+        """The ledger that `to_json` wrote. Raises DataError where numbers are missing or stand twice."""
+        ledger = cls(
+            Fingerprint(**data["fingerprint"]), Schedule(**data["schedule"]), data["step"], data["next_number"], data["next_due"],
+            tuple(data["settled"]), tuple(map(Group.from_json, data["groups"])), Counts.from_json(data["counts"]),
+        )  # fmt: skip
+        _check_numbers(ledger)
+        return ledger
+
+
+def _check_numbers(ledger: Ledger) -> None:
+    """From the frontier on each number stands exactly once."""
+    listed = sorted([*ledger.settled, *(group.number for group in ledger.groups)])
+    expected = list(range(ledger.frontier, ledger.next_number))
+    if listed != expected:
+        wrong = sorted(set(listed) ^ set(expected)) or [n for n in expected if listed.count(n) > 1]
+        raise DataError(f"the ledger of groups is damaged: numbers {wrong[:10]} are missing, stand twice or were never issued")
+
+
+def snapshot(buffer: GroupBuffer, fingerprint: Fingerprint) -> Ledger:
+    """The buffer's state, independent of what becomes of it. Raises ValueError while a step has its batch."""
+    if buffer.taken != buffer.step * buffer.schedule.batch:
+        raise ValueError(f"step {buffer.step} is being trained on")
+    groups = tuple(Group.from_json(group.to_json()) for group in buffer.groups.values())
+    counts = Counts.from_json(buffer.counts.to_json())
+    numbers = (buffer.step, buffer.next_number, buffer.next_due, tuple(sorted(buffer.settled)))
+    return Ledger(fingerprint, buffer.schedule, *numbers, groups, counts)
+
+
+def restored(ledger: Ledger, schedule: Schedule, now: Fingerprint, kept: Mapping[int, Sequence[int]]) -> GroupBuffer:
+    """A buffer that goes on from there. Nothing is under way in it.
+
+    `kept`: of each group that has tokens, how many of each response were found on disk. Raises DataError where the
+    ledger is of other data, another model or template, of a schedule with other rules, or where tokens are not there.
+    """
+    ledger = Ledger.from_json(ledger.to_json())  # groups of its own
+    _check_same(asdict(ledger.fingerprint), asdict(now), [field.name for field in fields(Fingerprint)])
+    _check_same(asdict(ledger.schedule), asdict(schedule), FIXED)
+    missing = [g.number for g in ledger.groups if g.tokens and list(kept.get(g.number, ())) != g.lengths]
+    if missing:
+        raise DataError(f"the tokens kept of groups {missing[:10]} are not those that the checkpoint counts: it cannot go on with them")
+    buffer = GroupBuffer(schedule)
+    buffer.step, buffer.next_number, buffer.next_due = ledger.step, ledger.next_number, ledger.next_due
+    buffer.taken = ledger.step * schedule.batch
+    buffer.settled, buffer.counts = set(ledger.settled), ledger.counts
+    for group in ledger.groups:
+        buffer.put_back(group)
+    return buffer
+
+
+def _check_same(then: Mapping[str, Any], now: Mapping[str, Any], names: Sequence[str]) -> None:
+    changed = [f"{name} ({json.dumps(then[name])} then, {json.dumps(now[name])} now)" for name in names if then[name] != now[name]]
+    if changed:
+        raise DataError(f"groups that the checkpoint left unfinished were made with other values of {', '.join(changed)}")

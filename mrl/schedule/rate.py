@@ -1,0 +1,71 @@
+"""How many responses are under way at once: a little more while the KV cache has room, a good deal less when it is short.
+
+Additive increase, multiplicative decrease. An engine whose cache is full preempts: it drops a response's cache and computes
+it all again. So the window grows only while it is full itself and the cache is not, and shrinks before anything is preempted.
+What was observed and what followed are lines of a log; the same observations give the same windows, so a run can be replayed.
+"""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RateRules:
+    """Limits of the window, in responses, and shares of the KV cache."""
+
+    lowest: int  # at least 1
+    highest: int
+    grow_below: float = 0.7  # of the cache, in the fullest engine
+    shrink_above: float = 0.85
+    step: float = 0.05  # of `highest`, that a good observation adds
+    factor: float = 0.8  # that a bad one leaves
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Of all engines, since the one before."""
+
+    kv_use: float  # share of the cache in use, in the fullest engine
+    preemptions: int
+    under_way: int  # responses
+
+
+@dataclass(frozen=True)
+class Rate:
+    """The window now; real, so that small steps add up."""
+
+    rules: RateRules
+    size: float
+
+    @classmethod
+    def start(cls, rules: RateRules) -> "Rate":
+        """As wide as allowed: with a cache that suffices nothing is ever slowed down."""
+        return cls(rules, float(rules.highest))
+
+    @property
+    def window(self) -> int:
+        """Responses that may be under way."""
+        return int(self.size)
+
+    def after(self, seen: Observation) -> "Rate":
+        """The window that follows from one more observation."""
+        rules, size = self.rules, self.size
+        if seen.preemptions or seen.kv_use > rules.shrink_above:
+            size = min(size, max(seen.under_way, rules.lowest)) * rules.factor
+        elif seen.kv_use < rules.grow_below and seen.under_way >= self.window:
+            size += max(1.0, rules.step * rules.highest)
+        return Rate(rules, min(max(size, float(rules.lowest)), float(rules.highest)))
+
+    def line(self, seen: Observation) -> dict[str, Any]:
+        """What a log keeps of the observation that led here."""
+        return asdict(seen) | {"window": self.window}
+
+
+def replayed(rules: RateRules, lines: Iterable[dict[str, Any]]) -> list[int]:
+    """The windows that follow from a log's observations."""
+    rate, windows = Rate.start(rules), []
+    for line in lines:
+        rate = rate.after(Observation(line["kv_use"], line["preemptions"], line["under_way"]))
+        windows.append(rate.window)
+    return windows

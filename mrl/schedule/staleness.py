@@ -1,0 +1,87 @@
+"""The rules of a schedule: how far generation may be ahead of training, and which numbers cannot work together.
+
+At a step (counted from 0; also the version of the weights) groups issued so far, trained ones included and evicted ones
+not, are at most (max_staleness + step + 1) x batch. Trained are step x batch of them, so that at most
+(max_staleness + 1) x batch groups exist at once.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from mrl.errors import Violation
+
+Order = Literal["in_order", "ready_first"]
+OnStale = Literal["requeue", "drop"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Of one run. `in_order`: steps train on groups in the order of their numbers; `ready_first`: on what is finished."""
+
+    batch: int  # groups that a step trains on
+    responses: int  # of a group
+    max_tokens: int  # of a response
+    max_staleness: int = 0  # updates that a token may be behind the weights that are trained with it
+    order: Order = "in_order"
+    partial_rollouts: bool = False  # a response may have tokens of several versions
+    on_stale: OnStale = "requeue"
+    segment_tokens: int | None = None  # in_order: of one version in a response, before its last; None: as `quota` says
+    buffer_groups: int | None = None  # that exist at most, from the issue until they are trained on; None: as many as are admitted
+    concurrency: int | None = None  # responses under way at most, in all engines; None: all
+    max_losses: int = 2  # engines lost under a group with which it is set aside: it may be what kills them
+
+    @property
+    def quota(self) -> int:
+        """in_order: tokens of a response by the first weights, and by each after it but the last, which may add all the rest.
+
+        By default so many that none are left for the last, which a step would have to wait for.
+        """
+        if not self.partial_rollouts or self.max_staleness == 0:
+            return self.max_tokens
+        return self.segment_tokens or -(-self.max_tokens // self.max_staleness)
+
+    @property
+    def admitted(self) -> int:
+        """Groups that exist at most, by staleness alone."""
+        return (self.max_staleness + 1) * self.batch
+
+    @property
+    def places(self) -> int:
+        """Groups that exist at most."""
+        return self.admitted if self.buffer_groups is None else min(self.buffer_groups, self.admitted)
+
+    def issue_limit(self, step: int) -> int:
+        """Groups that may have been issued with the weights of `step`, trained ones included."""
+        return (self.max_staleness + step + 1) * self.batch
+
+    def bound(self) -> str:
+        """One sentence for whoever validates a configuration."""
+        exist, seats = self.places * self.responses, self.concurrency
+        idle = f", of {seats:,} that engines have room for" if seats is not None and seats > exist else ""
+        return (
+            f"no token is older than {self.max_staleness} updates: with the weights of step s at most ({self.max_staleness} + s + 1) x "
+            f"{self.batch:,} groups have been issued, and {self.places:,} exist at once ({exist:,} responses{idle})"
+        )
+
+
+def violations(schedule: Schedule) -> Iterator[Violation]:
+    """What would wait for ever, or cannot hold; `field` is that of Schedule."""
+    batch, admitted = schedule.batch, schedule.admitted
+    buffer = admitted if schedule.buffer_groups is None else schedule.buffer_groups
+    if buffer < batch:
+        why = f"a step trains on {batch} finished groups, and with fewer places none would ever have them"
+        least = admitted if schedule.order == "in_order" else batch
+        yield Violation("buffer_groups", f"must be at least the batch, {batch}", why, (least, None))
+    elif buffer < admitted and schedule.order == "in_order":
+        why = "a group would be issued when a place comes free, by the weights of that moment, so that speed decides which they are"
+        rule = f"must be (max_staleness + 1) x batch, {admitted}, in_order"
+        yield Violation("buffer_groups", rule, why, (admitted, None))
+    if schedule.concurrency is not None and schedule.concurrency < 1:
+        yield Violation("concurrency", "must be at least 1", "no response would ever be sent to an engine", (1, None))
+    if schedule.max_staleness == 0 and schedule.partial_rollouts:
+        why = "at 0 every token is of the weights that are trained, so that a response has one version"
+        yield Violation("partial_rollouts", "needs max_staleness of 1 or more", why, (False,))
+    if schedule.segment_tokens is not None and schedule.segment_tokens < 1:
+        why = "a response that may add no token by any weights but the last is made while its step waits for it"
+        yield Violation("segment_tokens", "must be at least 1", why, (1, None))

@@ -1,0 +1,101 @@
+"""The machines of `mrl.schedule` drive a simulated fleet: nothing is lost or trained twice, no token is stale, none waits for ever."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from fleet import Deadlock, EngineKind, Fleet, World
+from fleet_cases import heavy_tailed, random_case, random_schedule, random_world, run, verdicts
+
+from mrl.schedule.staleness import Schedule, violations
+
+CASES = 250
+
+
+def test_random_schedules_lose_nothing_and_keep_every_bound():
+    """`scripts/evidence/fleet.sh` runs 10,000 of them."""
+    seen = Counter()
+    for number in range(CASES):
+        seen.update(run(random_case(number)).seen.keys())
+    for what in ("lost", "hung and lost", "killed", "stale", "failed", "filtered", "quarantined"):
+        assert seen[what] >= 5, f"{what}: {seen}"
+
+
+SLOW, FAST = EngineKind(0.05, 0.002), EngineKind(0.005, 0.0001)
+DISTURBED = {
+    "one engine is ten times slower": dict(engines=(SLOW, FAST)),
+    "one engine": dict(engines=(SLOW,)),
+    "four engines of two seats": dict(engines=(replace(FAST, seats=2),) * 4),
+    "slow rewards": dict(reward_s=20.0),
+    "a slow trainer": dict(train_s=lambda tokens: 60.0),
+    "a slow sync": dict(sync_s=30.0),
+    "an engine dies": dict(deaths=((3.0, 0),)),
+    "killed three times": dict(kills=(2.0, 17.0, 40.0)),
+    "requests are given back": dict(keeps_requests=False),
+}
+
+
+def in_order(staleness: int, **rules) -> Schedule:
+    return Schedule(3, 2, 300, staleness, "in_order", partial_rollouts=staleness > 0, **rules)
+
+
+def plain_world() -> World:
+    return World((FAST, FAST), heavy_tailed(1, 250), verdict=verdicts(2, 0.05, 0.25))
+
+
+IN_ORDER = {
+    "sync": (in_order(0), 1),
+    "one step off": (in_order(1), 1),
+    "S1, borders at 80": (in_order(1, segment_tokens=80), 2),
+    "S2": (in_order(2), 2),
+    "S3, borders at 60": (in_order(3, segment_tokens=60), 4),
+}
+
+
+@pytest.mark.parametrize(("schedule", "versions"), IN_ORDER.values(), ids=IN_ORDER)
+def test_in_order_speed_changes_nothing(schedule, versions):
+    """What each step trains on, and by which version each token was made, under delays, deaths and kills."""
+    expected = Fleet(schedule, plain_world()).run(6).books.trained
+    assert max(len(response) for _, _, spans, _ in expected for response in spans) == versions
+    for name, disturbance in DISTURBED.items():
+        fleet = Fleet(schedule, replace(plain_world(), **disturbance)).run(6)
+        assert fleet.books.trained == expected, name
+
+
+def test_ready_first_speed_does_change_it():
+    """So that the test above could have failed."""
+    schedule = replace(in_order(2), order="ready_first")
+    expected = Fleet(schedule, plain_world()).run(6).books.trained
+    assert Fleet(schedule, replace(plain_world(), engines=(SLOW, FAST))).run(6).books.trained != expected
+
+
+def test_at_staleness_0_requests_are_those_of_the_synchronous_loop_in_its_order():
+    schedule = in_order(0)
+    fleet = Fleet(schedule, replace(plain_world(), verdict=lambda number: "finished")).run(4)
+    assert fleet.books.sent == [(number // 3, number, index, 0) for number in range(12) for index in range(2)]
+    assert {spans for *_, each, _ in fleet.books.trained for spans in each} == {((0, version),) for version in range(4)}
+
+
+def test_what_validate_refuses_does_deadlock_and_what_it_allows_does_not():
+    rng, outcomes = random.Random(5), Counter()
+    for _ in range(120):
+        schedule = replace(random_schedule(rng), order="ready_first", buffer_groups=rng.randint(1, 6), concurrency=rng.randint(0, 2))
+        world = replace(random_world(rng, 1), rate=None, hangs=(), deaths=(), kills=(), poison=frozenset())
+        refused = bool(list(violations(schedule)))
+        try:
+            Fleet(schedule, world).run(3)
+        except Deadlock:
+            assert refused, schedule
+        else:
+            assert not refused, schedule
+        outcomes[refused] += 1
+    assert min(outcomes.values()) > 20
+
+
+def test_a_group_that_kills_two_engines_is_set_aside_and_its_neighbours_go_on():
+    world = World((FAST, FAST), heavy_tailed(3, 50), poison=frozenset({4}), restart_s=0.5)
+    fleet = Fleet(replace(in_order(1), concurrency=1), world).run(4)
+    assert fleet.books.dropped == {4: "quarantined"}
+    # version 1 issues 6 7 8 for step 2, then 9 for the place that step 1 has lost
+    assert [number for _, number, *_ in fleet.books.trained] == [0, 1, 2, 3, 5, 9, 6, 7, 8, 10, 11, 12]

@@ -1,0 +1,290 @@
+"""Which groups are issued, by which weights, what becomes of them: numbers worked by hand. test_fleet.py has all of it at work."""
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from mrl.errors import DataError
+from mrl.schedule.borders import border, segments, version_of
+from mrl.schedule.buffer import GroupBuffer
+from mrl.schedule.groups import Counts, State, Tally
+from mrl.schedule.ledger import Fingerprint, Ledger, restored, snapshot
+from mrl.schedule.staleness import Schedule, violations
+
+MADE_WITH = Fingerprint("data", "model", "template")
+
+
+def schedule(**rules) -> Schedule:
+    """Two groups a step, of two responses of at most 10 tokens, one update behind at most."""
+    return Schedule(**{**dict(batch=2, responses=2, max_tokens=10, max_staleness=1), **rules})
+
+
+def complete(buffer: GroupBuffer, number: int, *lengths: int) -> None:
+    """A group gets all its responses and their rewards."""
+    buffer.start(number)
+    for index, length in enumerate(lengths or (3, 4)):
+        buffer.add(number, index, length, ended=True)
+    buffer.finish(number)
+
+
+def numbers(groups) -> list[int]:
+    return [group.number for group in groups]
+
+
+# ---------------------------------------------------------------- staleness
+
+
+def test_the_limit_counts_trained_groups():
+    rules = schedule(batch=4, max_staleness=2)
+    assert [rules.issue_limit(step) for step in (0, 1, 10)] == [12, 16, 52]
+    assert rules.admitted == 12
+
+
+@pytest.mark.parametrize(
+    ("rules", "quota"),
+    [(dict(max_staleness=0), 10), (dict(max_staleness=1, partial_rollouts=True), 10), (dict(max_staleness=3, partial_rollouts=True), 4),
+     (dict(max_staleness=3), 10), (dict(max_staleness=2, partial_rollouts=True, segment_tokens=3), 3)],
+)  # fmt: skip
+def test_by_default_the_last_weights_have_nothing_left_to_make(rules, quota):
+    assert schedule(**rules).quota == quota
+
+
+REFUSED = {
+    "buffer_groups": dict(buffer_groups=1),
+    "buffer_groups in_order": dict(buffer_groups=3),
+    "concurrency": dict(concurrency=0),
+    "partial_rollouts": dict(max_staleness=0, partial_rollouts=True),
+    "segment_tokens": dict(partial_rollouts=True, segment_tokens=0),
+}
+
+
+@pytest.mark.parametrize(("name", "rules"), REFUSED.items(), ids=REFUSED)
+def test_what_cannot_work_is_refused_with_the_reason_and_one_value_that_can(name, rules):
+    found = list(violations(schedule(**rules)))
+    assert [violation.field for violation in found] == [name.split()[0]] and found[0].why
+    assert not list(violations(schedule(**{**rules, found[0].field: found[0].allowed[0]})))
+
+
+def test_ready_first_needs_no_more_places_than_a_batch():
+    assert not list(violations(schedule(order="ready_first", buffer_groups=2)))
+
+
+def test_the_bound_is_told_with_what_exists_at_once():
+    text = schedule(batch=32, responses=8, max_staleness=2, concurrency=4096).bound()
+    assert "(2 + s + 1) x 32" in text and "96 exist at once (768 responses, of 4,096 that engines have room for)" in text
+
+
+# ---------------------------------------------------------------- borders
+
+
+def test_every_quota_of_tokens_is_of_the_next_version_until_the_step_that_trains():
+    assert [version_of(token, 5, 7, 4) for token in range(14)] == [5] * 4 + [6] * 4 + [7] * 6
+    assert [border(version, 5, 7, 4, 14) for version in (4, 5, 6, 7)] == [0, 4, 8, 14]
+    assert list(segments(5, 7, 4, 14)) == [(0, 5), (4, 6), (8, 7)]
+    assert list(segments(5, 7, 4, 4)) == [(0, 5)] and list(segments(5, 7, 4, 5)) == [(0, 5), (4, 6)]
+    assert list(segments(5, 7, 4, 0)) == [(0, 5)]
+
+
+@pytest.mark.parametrize("quota", [1, 3, 10])
+def test_spans_are_the_versions_of_the_tokens(quota):
+    for staleness in range(4):
+        for length in range(1, 11):
+            by_token = [version_of(token, 2, 2 + staleness, quota) for token in range(length)]
+            spans = [*segments(2, 2 + staleness, quota, length), (length, None)]
+            assert by_token == [version for (a, version), (b, _) in pairwise(spans) for _ in range(b - a)]
+
+
+# ---------------------------------------------------------------- buffer
+
+
+def test_in_order_a_version_issues_the_groups_of_the_step_that_it_opens():
+    buffer = GroupBuffer(schedule())
+    assert [(group.number, group.due, group.begun) for group in buffer.reserve()] == [(0, 0, 0), (1, 0, 0), (2, 1, 0), (3, 1, 0)]
+    assert buffer.reserve() == []
+    for number in (3, 2, 1):
+        complete(buffer, number)
+    assert buffer.take() is None  # three are finished, and 0 is not
+    complete(buffer, 0)
+    assert numbers(buffer.take()) == [0, 1] and buffer.reserve() == []
+    assert buffer.advance() == []
+    assert [(group.number, group.due, group.begun) for group in buffer.reserve()] == [(4, 2, 1), (5, 2, 1)]
+    assert numbers(buffer.take()) == [2, 3]
+
+
+def test_in_order_a_lost_place_is_filled_by_its_own_step_whenever_it_was_lost():
+    for early in (True, False):
+        buffer = GroupBuffer(schedule())
+        buffer.reserve()
+        complete(buffer, 0)
+        complete(buffer, 1)
+        if early:
+            buffer.evict(2, "filtered")
+        assert buffer.reserve() == [] and numbers(buffer.take()) == [0, 1]
+        buffer.advance()
+        opened = buffer.reserve()
+        if not early:
+            buffer.evict(2, "filtered")
+            opened += buffer.reserve()
+        assert [(group.number, group.due, group.begun) for group in opened] == [(4, 2, 1), (5, 2, 1), (6, 1, 1)]
+
+
+def test_ready_first_takes_what_is_ready_the_oldest_first_and_refills_exactly_what_was_evicted():
+    buffer = GroupBuffer(schedule(order="ready_first"))
+    assert numbers(buffer.reserve()) == [0, 1, 2, 3]
+    buffer.start(0)
+    buffer.evict(1, "failed")
+    assert numbers(buffer.reserve()) == [4]
+    for number in (4, 3):
+        complete(buffer, number)
+    assert numbers(buffer.take()) == [3, 4] and buffer.reserve() == []
+    buffer.advance()
+    assert numbers(buffer.reserve()) == [5, 6]
+    for number in (5, 2, 0):
+        complete(buffer, number)
+    assert numbers(buffer.take()) == [0, 2]  # 0 was begun before the two of now
+
+
+@pytest.mark.parametrize("on_stale", ["requeue", "drop"])
+def test_what_is_too_old_is_dropped_or_begins_anew_under_its_number(on_stale):
+    buffer = GroupBuffer(schedule(order="ready_first", on_stale=on_stale))
+    for _ in range(2):
+        buffer.reserve()
+        buffer.start(0)
+        buffer.add(0, 0, 4, ended=False)
+        for number in sorted(set(buffer.groups) - {0})[:2]:
+            complete(buffer, number)
+        buffer.take()
+        stale = buffer.advance()
+    assert stale == [0]
+    if on_stale == "drop":
+        assert 0 not in buffer.groups and buffer.counts.dropped == {"stale": Tally(1, 1, 8)}
+    else:
+        assert buffer.groups[0].attempts == 1 and buffer.groups[0].begun is None and buffer.counts.requeued == Tally(1, 1, 8)
+    buffer.reserve()
+    assert len(buffer.groups) == 4
+
+
+def test_the_frontier_is_the_oldest_that_is_not_settled():
+    buffer = GroupBuffer(schedule())
+    buffer.reserve()
+    assert buffer.frontier == 0
+    buffer.evict(1, "failed")
+    buffer.evict(2, "failed")
+    assert (buffer.frontier, buffer.settled) == (0, {1, 2})
+    buffer.evict(0, "failed")
+    assert (buffer.frontier, buffer.settled) == (3, set())
+
+
+def test_drops_are_counted_by_cause_with_their_length_beside_what_was_kept():
+    buffer = GroupBuffer(schedule())
+    buffer.reserve()
+    complete(buffer, 0, 2, 4)
+    buffer.start(1)
+    buffer.add(1, 0, 9, ended=False)  # the other response has no token yet
+    buffer.evict(1, "failed")
+    complete(buffer, 2, 10, 10)
+    buffer.evict(2, "filtered")
+    complete(buffer, numbers(buffer.reserve())[0], 1, 1)
+    assert numbers(buffer.take()) == [0, 4]
+    assert buffer.counts == Counts(Tally(2, 4, 8), {"failed": Tally(1, 1, 9), "filtered": Tally(1, 2, 20)}, Tally())
+    assert (buffer.counts.kept.mean_length, buffer.counts.dropped["filtered"].mean_length) == (2.0, 10.0)
+
+
+ILLEGAL = {
+    "finished without its responses": lambda buffer: (buffer.start(0), buffer.finish(0)),
+    "tokens before it was started": lambda buffer: buffer.add(0, 0, 1, True),
+    "more tokens than allowed": lambda buffer: (buffer.start(0), buffer.add(0, 0, 11, True)),
+    "a token after the end": lambda buffer: (buffer.start(0), buffer.add(0, 0, 1, True), buffer.add(0, 0, 1, True)),
+    "another version without a batch": lambda buffer: buffer.advance(),
+    "two batches for a step": lambda buffer: [complete(buffer, n) for n in range(4)] and (buffer.take(), buffer.take()),
+}
+
+
+@pytest.mark.parametrize("act", ILLEGAL.values(), ids=ILLEGAL)
+def test_what_makes_no_sense_is_an_error(act):
+    buffer = GroupBuffer(schedule())
+    buffer.reserve()
+    with pytest.raises(ValueError):
+        act(buffer)
+
+
+# ---------------------------------------------------------------- ledger
+
+
+def half_done() -> GroupBuffer:
+    """After one step: 0 and 1 trained on, 2 dropped, 3 with tokens, 4 and 5 and 6 issued."""
+    buffer = GroupBuffer(schedule())
+    buffer.reserve()
+    complete(buffer, 0)
+    complete(buffer, 1)
+    buffer.take()
+    buffer.advance()
+    buffer.reserve()
+    buffer.start(3)
+    buffer.add(3, 1, 5, ended=False)
+    buffer.evict(4, "failed")
+    return buffer
+
+
+def test_a_ledger_goes_through_json_and_gives_the_same_run_again():
+    buffer = half_done()
+    ledger = Ledger.from_json(json.loads(json.dumps(snapshot(buffer, MADE_WITH).to_json())))
+    assert (ledger.frontier, ledger.next_number, ledger.settled) == (2, 6, (4,))
+    again = restored(ledger, schedule(), MADE_WITH, {3: [0, 5]})
+    assert again.groups[3].state is State.RESERVED and again.groups[3].lengths == [0, 5]
+    for each in (buffer, again):
+        for number in (2, 5):
+            complete(each, number)
+        each.start(3)
+        each.add(3, 0, 1, ended=True)
+        each.add(3, 1, 1, ended=True)
+        each.finish(3)
+        assert numbers(each.take()) == [2, 3]
+        each.advance()
+        assert [(group.number, group.due) for group in each.reserve()] == [(6, 3), (7, 3), (8, 2)]
+    assert again.counts == buffer.counts and again.settled == buffer.settled
+
+
+def test_a_finished_group_stays_finished():
+    buffer = half_done()
+    complete(buffer, 2)
+    again = restored(snapshot(buffer, MADE_WITH), schedule(), MADE_WITH, {2: [3, 4], 3: [0, 5]})
+    complete(again, 3, 2, 0)
+    assert numbers(again.take()) == [2, 3]
+
+
+@pytest.mark.parametrize("name", ["data", "model", "template"])
+def test_a_ledger_made_with_something_else_is_refused_by_name(name):
+    with pytest.raises(DataError, match=name):
+        restored(snapshot(half_done(), MADE_WITH), schedule(), replace(MADE_WITH, **{name: "other"}), {3: [0, 5]})
+
+
+def test_a_ledger_of_other_rules_is_refused_and_places_may_change():
+    ledger = snapshot(half_done(), MADE_WITH)
+    with pytest.raises(DataError, match=r"max_staleness \(1 then, 2 now\)"):
+        restored(ledger, schedule(max_staleness=2), MADE_WITH, {3: [0, 5]})
+    assert restored(ledger, schedule(concurrency=7), MADE_WITH, {3: [0, 5]}).schedule.concurrency == 7
+
+
+@pytest.mark.parametrize("kept", [{}, {3: [0, 4]}, {3: [5]}])
+def test_tokens_that_are_not_there_are_refused(kept):
+    with pytest.raises(DataError, match=r"\[3\]"):
+        restored(snapshot(half_done(), MADE_WITH), schedule(), MADE_WITH, kept)
+
+
+@pytest.mark.parametrize("settled", [[], [4, 4], [4, 5], [4, 6]], ids=["lost", "twice", "settled and on its way", "never issued"])
+def test_a_number_that_is_lost_or_doubled_in_the_file_is_found(settled):
+    data = snapshot(half_done(), MADE_WITH).to_json() | {"settled": settled}
+    with pytest.raises(DataError, match="damaged"):
+        Ledger.from_json(data)
+
+
+def test_no_ledger_is_taken_of_a_step_that_is_being_trained_on():
+    buffer = half_done()
+    complete(buffer, 2)
+    complete(buffer, 3, 1, 1)
+    buffer.take()
+    with pytest.raises(ValueError, match="being trained on"):
+        snapshot(buffer, MADE_WITH)
