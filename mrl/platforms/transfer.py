@@ -5,6 +5,7 @@ Apart from the platforms themselves because it is used in engine processes too, 
 """
 
 import base64
+import time
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any, Protocol
@@ -15,6 +16,9 @@ from torch import Tensor
 
 from mrl.errors import EnvironmentFault
 
+_POLL_S = 1e-4
+# The group's own deadline, in times of ours: where it passes, a watchdog ends the process, and nobody could fence or sync again.
+_WATCHDOG = 4
 _NO_DEVICE = "the CPU has no device memory to share; the pair goes through a shared-memory file"
 
 
@@ -29,7 +33,16 @@ class Transfer(Protocol):
         """Waits for all work of this device."""
 
     def point_to_point_group(self, store: dist.Store, number: int, size: int, timeout_s: float, host: str) -> dist.Backend:
-        """A process group that is registered nowhere. `host`: where the store is."""
+        """A process group that is registered nowhere. `host`: where the store is. `timeout_s`: the longest that `wait` will be told to."""
+
+    def wait(self, work: dist.Work, timeout_s: float) -> bool:
+        """Whether the group's send or receive is over by then; the caller, and what it enqueues next, come after it.
+
+        Raises RuntimeError where it failed.
+        """
+
+    def abort(self, group: dist.Backend) -> None:
+        """Ends the group's communication, also what is under way."""
 
     def arena(self, nbytes: int) -> Tensor:
         """uint8 [nbytes] on this device, in memory that other processes can open for as long as it lives.
@@ -59,6 +72,12 @@ class CpuTransfer:
         local = host in ("127.0.0.1", "localhost")
         options._devices = [dist.ProcessGroupGloo.create_device(interface="lo") if local else dist.ProcessGroupGloo.create_default_device()]
         return dist.ProcessGroupGloo(store, number, size, options)
+
+    def wait(self, work: dist.Work, timeout_s: float) -> bool:
+        return work.wait(timedelta(seconds=timeout_s))  # gloo's is over only once somebody has waited for it
+
+    def abort(self, group: dist.Backend) -> None:
+        group.abort()
 
     def arena(self, nbytes: int) -> Tensor:
         raise EnvironmentFault(_NO_DEVICE)
@@ -93,6 +112,16 @@ class _DeviceMemory:
 
     def synchronize(self) -> None:
         self._module.synchronize()
+
+    def wait(self, work: dist.Work, timeout_s: float) -> bool:
+        # Its own `wait` makes the stream wait, not the host, whatever time it is given (ProcessGroupNCCL.cpp, ProcessGroupHCCL.cpp,
+        # where it also "always" returns true).
+        deadline = time.monotonic() + timeout_s
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_S)
+        return work.wait()
 
     def arena(self, nbytes: int) -> Tensor:
         tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -142,8 +171,11 @@ class CudaTransfer(_DeviceMemory):
 
     def point_to_point_group(self, store: dist.Store, number: int, size: int, timeout_s: float, host: str) -> dist.Backend:
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=timeout_s)
+        options._timeout = timedelta(seconds=_WATCHDOG * timeout_s)
         return dist.ProcessGroupNCCL(store, number, size, options)
+
+    def abort(self, group: dist.Backend) -> None:
+        group.abort()
 
 
 class NpuTransfer(_DeviceMemory):
@@ -156,8 +188,11 @@ class NpuTransfer(_DeviceMemory):
         from torch_npu._C._distributed_c10d import ProcessGroupHCCL
 
         options = ProcessGroupHCCL.Options()
-        options._timeout = timedelta(seconds=timeout_s)
+        options._timeout = timedelta(seconds=_WATCHDOG * timeout_s)
         return ProcessGroupHCCL(store, number, size, options)
+
+    def abort(self, group: dist.Backend) -> None:
+        group.abort_hccl_comm("a weight sync was abandoned")  # the `abort` that it inherits does nothing (csrc/distributed/Init.cpp)
 
 
 _TRANSFERS = {"cpu": CpuTransfer, "cuda": CudaTransfer, "npu": NpuTransfer}

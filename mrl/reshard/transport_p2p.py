@@ -28,11 +28,11 @@ class _Group:
     def __init__(self, setup: SyncSetup, me: tuple[str, int], transfer: Transfer):
         self._members = p2p_members(setup)
         self._me = f"{me[0]} {me[1]}"
-        self._timeout = timedelta(seconds=setup.timeout_s)
+        self._transfer, self._timeout_s = transfer, setup.timeout_s
         host, _, port = setup.transport["address"].rpartition(":")
         number, size = self._members.index(me), len(self._members)
         try:
-            store = dist.TCPStore(host, int(port), size, number == 0, self._timeout, wait_for_workers=False)
+            store = dist.TCPStore(host, int(port), size, number == 0, timedelta(seconds=setup.timeout_s), wait_for_workers=False)
             store = dist.PrefixStore(setup.transport["name"], store)
             self.process_group = transfer.point_to_point_group(store, number, size, setup.timeout_s, host)
         except (RuntimeError, ValueError) as error:
@@ -43,14 +43,14 @@ class _Group:
 
     def wait(self, work: dist.Work, what: str) -> None:
         try:
-            finished = work.wait(self._timeout)
+            finished = self._transfer.wait(work, self._timeout_s)
         except RuntimeError as error:
             raise TransferError(f"{what}: {error}") from error
         if not finished:
-            raise TransferError(f"{what}: not within {self._timeout.total_seconds():g} s")
+            raise TransferError(f"{what}: not within {self._timeout_s:g} s")
 
     def abort(self) -> None:
-        self.process_group.abort()
+        self._transfer.abort(self.process_group)
 
 
 def _header(update: int, message: Message, plan: int) -> list[int]:

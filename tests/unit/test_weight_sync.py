@@ -6,7 +6,6 @@ The driver, the plan, the transports and the digests are the real ones; ranks an
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 
@@ -166,7 +165,7 @@ def be_impatient(world: World) -> None:
     for sides, seconds in ((world.senders, 4.0), (world.receivers, 1.5)):
         for side in sides.values():
             if hasattr(side.end, "_group"):
-                side.end._group._timeout = timedelta(seconds=seconds)
+                side.end._group._timeout_s = seconds
             side.end._timeout = seconds
 
 

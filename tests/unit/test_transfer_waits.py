@@ -1,0 +1,101 @@
+"""Waiting for point-to-point messages on accelerators: a peer that is lost ends in our own deadline. Against stand-ins for works and groups
+that answer as NCCL's and HCCL's do (torch's _distributed_c10d.pyi; of torch_npu v2.10.0 ProcessGroupHCCL.cpp and Init.cpp)."""
+
+import ast
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mrl.platforms.transfer import CudaTransfer, NpuTransfer, Transfer
+
+DEVICES = [CudaTransfer, NpuTransfer]
+
+
+class EnqueuedWork:
+    """A message on a device's stream. `wait` returns at once and always says that all is well."""
+
+    def __init__(self, looks: float):
+        self.looks, self.order = looks, []
+
+    def is_completed(self):
+        self.looks -= 1
+        self.order.append("look")
+        return self.looks < 0
+
+    def wait(self, timeout=timedelta(0)):
+        self.order.append("wait")
+        return True
+
+
+class FailedWork(EnqueuedWork):
+    def wait(self, timeout=timedelta(0)):
+        raise RuntimeError("NCCL communicator was aborted")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_message_that_never_comes_ends_in_our_deadline_although_its_wait_returns_at_once(device):
+    work, begun = EnqueuedWork(looks=float("inf")), time.monotonic()
+    assert device().wait(work, timeout_s=0.05) is False
+    assert 0.05 <= time.monotonic() - begun < 5
+    assert "wait" not in work.order  # the stream would wait for good
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_enqueued_after_a_wait_comes_after_the_message(device):
+    work = EnqueuedWork(looks=3)
+    assert device().wait(work, timeout_s=60) is True
+    assert work.order == ["look"] * 4 + ["wait"]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_communicator_that_failed_says_so(device):
+    with pytest.raises(RuntimeError, match="aborted"):
+        device().wait(FailedWork(looks=0), timeout_s=60)
+
+
+class Group:
+    class Options:
+        _timeout = timedelta(minutes=10)
+
+    def __init__(self, store, rank, size, options):
+        self.options, self.calls = options, []
+
+    def abort(self):  # HCCL inherits one that does nothing
+        self.calls.append("abort")
+
+    def abort_hccl_comm(self, reason):
+        self.calls.append("abort_hccl_comm")
+
+
+@pytest.fixture(params=DEVICES)
+def transfer(request, monkeypatch) -> Transfer:
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
+    monkeypatch.setitem(sys.modules, "torch_npu._C._distributed_c10d", SimpleNamespace(ProcessGroupHCCL=Group))
+    return request.param()
+
+
+def test_the_groups_own_deadline_comes_well_after_ours(transfer):
+    """Where it passes, the watchdog ends the process, and the sync is neither fenced nor done again."""
+    group = transfer.point_to_point_group(None, 0, 2, 300.0, "host")
+    assert group.options._timeout >= 3 * timedelta(seconds=300)
+
+
+def test_a_group_is_ended_by_the_call_that_does_it(transfer):
+    group = transfer.point_to_point_group(None, 0, 2, 300.0, "host")
+    transfer.abort(group)
+    assert group.calls == [{"cuda": "abort", "npu": "abort_hccl_comm"}[transfer.name]]
+
+
+def test_the_stand_ins_have_what_torchs_own_classes_have():
+    interface = ast.parse((Path(torch.__file__).parent / "_C/_distributed_c10d.pyi").read_text())
+    classes = {node.name: node for node in interface.body if isinstance(node, ast.ClassDef)}
+    methods = {name: {part.name: part for part in node.body if isinstance(part, ast.FunctionDef)} for name, node in classes.items()}
+    assert {"is_completed", "wait"} <= methods["Work"].keys() and "abort" in methods["ProcessGroupNCCL"]
+    assert [part.arg for part in methods["ProcessGroupNCCL"]["__init__"].args.args] == ["self", "store", "rank", "size", "options"]
+    assert [ast.unparse(base) for base in classes["ProcessGroupNCCL"].bases] == ["Backend"]
