@@ -24,6 +24,11 @@ from mrl.units import GIB
 _KIB_PER_GIB = GIB // 1024
 
 
+def _deterministic_kernels() -> None:
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # would only hide a read of fresh memory, at the price of a pass
+
+
 class CpuPlatform:
     """One process a rank, one compute thread, gloo collectives; stand-ins for what Megatron asks of torch.cuda (see cpu_patches)."""
 
@@ -40,11 +45,8 @@ class CpuPlatform:
         logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
 
     def deterministic(self) -> None:
-        # Sums over threads depend on how work is cut; filling fresh memory would only hide a read of it, at the price
-        # of a pass.
-        torch.set_num_threads(1)
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.set_num_threads(1)  # sums over threads depend on how work is cut
+        _deterministic_kernels()
 
     def rng_state(self) -> torch.Tensor:
         return torch.get_rng_state()
@@ -154,8 +156,10 @@ class CudaPlatform(_Accelerator):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         # Megatron's deterministic mode refuses Transformer Engine without it
         os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-        torch.use_deterministic_algorithms(True)
+        # Read when the first communicator is made. Left alone, NCCL may sum in the switches (NVLS), whose order is not fixed.
+        os.environ.setdefault("NCCL_ALGO", "Ring")
         torch.backends.cudnn.benchmark = False
+        _deterministic_kernels()
 
 
 class NpuPlatform(_Accelerator):
@@ -184,4 +188,4 @@ class NpuPlatform(_Accelerator):
 
     def deterministic(self) -> None:
         os.environ["HCCL_DETERMINISTIC"] = "true"  # read when a communicator is made
-        torch.use_deterministic_algorithms(True)
+        _deterministic_kernels()

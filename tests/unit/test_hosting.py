@@ -1,5 +1,6 @@
 """What processes of each device are given: environment by kind of process, and nothing of it again in the job's own."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import yaml
 
 from mrl.platforms.hosting import get_hosting
+from mrl.platforms.torch_platforms import CudaPlatform
 
 ROOT = Path(__file__).parents[2]
 ALLOCATOR = {"cuda": "PYTORCH_CUDA_ALLOC_CONF", "npu": "PYTORCH_NPU_ALLOC_CONF"}
@@ -37,3 +39,27 @@ def test_the_job_does_not_say_again_what_mrl_says_to_each_kind_of_process(device
     own = set().union(*environments(device))
     assert not {name for name in job if "ALLOC_CONF" in name}
     assert set(job) & own <= {"OMP_NUM_THREADS"}  # of the driver too
+
+
+@pytest.fixture
+def deterministic_cuda(monkeypatch):
+    """What the CUDA platform sets, undone afterwards."""
+    for name in ("NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG", "NVTE_ALLOW_NONDETERMINISTIC_ALGO"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda mode: None)
+    CudaPlatform.deterministic(None)
+
+
+def test_deterministic_on_cuda_fixes_how_nccl_sums_and_fills_no_memory(deterministic_cuda):
+    assert os.environ["NCCL_ALGO"] == "Ring"  # with the choice left to it, sums in switches may come in any order
+    assert torch.utils.deterministic.fill_uninitialized_memory is False and torch.backends.cudnn.benchmark is False
+
+
+def test_an_algorithm_that_somebody_chose_is_left(monkeypatch):
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda mode: None)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    CudaPlatform.deterministic(None)
+    assert os.environ["NCCL_ALGO"] == "Tree"
