@@ -29,15 +29,19 @@ def on_device(inputs: MicroInputs[np.ndarray], device: torch.device) -> MicroInp
     return inputs.mapped(lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(device))
 
 
-def _packing_of(inputs: MicroInputs[Tensor]) -> PackedSeqParams | None:
-    """Where sequences begin and end, for attention and rotary positions; pads belong to their sequence's end."""
+def packing_of(inputs: MicroInputs[Tensor]) -> PackedSeqParams | None:
+    """Where sequences begin and end, for attention and rotary positions; pads belong to their sequence's end.
+
+    Transformer Engine refuses context parallelism without starts of padded sequences (2.11, context_parallel.py: "cu_seqlens_padded can
+    not be None"). It asks in every layer whether they equal the others, which costs nothing where both are one tensor: of integers in the
+    same memory torch says so without reading them (ATen/native/cuda/Equal.cpp).
+    """
     starts = inputs.sequence_starts
     if starts is None:
         return None
-    longest = int((starts[1:] - starts[:-1]).max())
     return PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, cu_seqlens_q_padded=starts, cu_seqlens_kv_padded=starts,
-        max_seqlen_q=longest, max_seqlen_kv=longest,
+        max_seqlen_q=inputs.longest, max_seqlen_kv=inputs.longest,
     )  # fmt: skip
 
 
@@ -110,7 +114,7 @@ def _run(
         inputs = next(data_iterator)
         with around(model, inputs):
             output = model(
-                inputs.input_ids, inputs.position_ids, None, packed_seq_params=_packing_of(inputs), **_KEEP_DTYPE[_is_half(model)]
+                inputs.input_ids, inputs.position_ids, None, packed_seq_params=packing_of(inputs), **_KEEP_DTYPE[_is_half(model)]
             )
         return output, lambda hidden: last_stage(
             inputs, token_outputs(hidden, _head_weight(model), inputs, vocab_size, entropy_has_gradient)

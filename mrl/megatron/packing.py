@@ -66,12 +66,13 @@ class MicroInputs(TokenValues[Array]):
     token_temperature: Array  # float32 [tokens]
     response_mask: Array  # bool [rows, response_length]: tokens that count, rejected ones and a filler's not
     routes: Array | None  # int8 or int16 [batch, length, MoE layers, topk]; -1 where unknown, as of padding
+    longest: int  # tokens in memory of the longest sequence, before the cut; on the host, so that nobody waits for the device to know it
     content: bytes  # digest of all that a forward takes, before the cut: two passes that cut a batch alike have the same micro-batches
 
     def mapped(self, function: Callable[[Array], Any]) -> "MicroInputs":
         """The same with `function` of every array in its place."""
         given = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{k: function(v) for k, v in given.items() if v is not None and k != "content"})
+        return replace(self, **{k: function(v) for k, v in given.items() if v is not None and k not in ("content", "longest")})
 
 
 def micro_inputs(
@@ -106,6 +107,7 @@ def micro_inputs(
         response_mask=mask,
         **{name: None if flat is None else in_rows(flat, responses) for name, flat in picked.token_values.items()},
         routes=None if picked.routes is None else _laid_out_routes(picked.routes, left)[kept].reshape(lines, -1, *picked.routes.shape[1:]),
+        longest=int(padded.max()),
         content=_digest(ids, lengths, padded, picked.routes),
     )
 

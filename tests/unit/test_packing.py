@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from mrl.data.batch import TrainBatch
 from mrl.data.samples import Sample, packed
+from mrl.megatron.forward import packing_of
 from mrl.megatron.packing import Shape, kept_positions, micro_inputs
 
 PACKED, PADDED = Shape(packed=True), Shape(packed=False)
@@ -114,3 +116,18 @@ def test_samples_that_the_engine_routed_otherwise_have_another_content():
     routes = [np.full((4, 1, 1), expert, np.int8) for expert in (0, 1)]
     one, other = (micro_inputs(batch_of(replace(sample((1, 2), (3, 4)), routes=r)), np.array([0]), PACKED) for r in routes)
     assert one.content != other.content
+
+
+@pytest.mark.parametrize("shape", [PACKED, PADDED, Shape(True, context=2), Shape(True, context=2, tensor=4), Shape(False, tensor=4)])
+def test_the_longest_sequence_is_known_on_the_host(batch, shape):
+    arrays = micro_inputs(batch, ALL, shape)
+    lengths = np.diff(arrays.sequence_starts) if shape.packed else arrays.input_ids.shape[1:]
+    assert arrays.longest == max(lengths)
+
+
+def test_attention_is_told_of_its_sequences_without_a_look_at_the_device(batch):
+    """Meta tensors have no values: whoever asked for one would fail here, and wait for all that is enqueued on a device."""
+    inputs = micro_inputs(batch, ALL, PACKED).mapped(lambda array: torch.from_numpy(np.ascontiguousarray(array)).to("meta"))
+    told = packing_of(inputs)
+    assert (told.max_seqlen_q, told.max_seqlen_kv) == (6, 6)
+    assert told.cu_seqlens_q is told.cu_seqlens_q_padded and told.cu_seqlens_kv is told.cu_seqlens_kv_padded
