@@ -5,8 +5,8 @@ rewards that take time, a trainer, weight syncs, a process that is killed and go
 reads like the loop that it stands for. Books of what happened are kept beside the machines' own, so that each can be held against
 the other.
 
-An engine with n responses makes one token of each in `step_s + n * each_s` seconds. Tokens that have to be computed before
-(prompt, kept) count as `prefill` tokens each. Which responses share an engine changes with every arrival and end: per engine one
+An engine with n responses makes one token of each in `token_seconds(n)`. For tokens that have to be computed before (prompt,
+kept) it makes none for `prefill_s` each. Which responses share an engine changes with every arrival and end: per engine one
 counter of tokens made since it began, and of each response the count at which it is done.
 """
 
@@ -42,9 +42,13 @@ class EngineKind:
 
     step_s: float = 0.02
     each_s: float = 0.0001
-    prefill: float = 0.01
+    prefill_s: float = 0.0
     seats: int = 1_000_000  # responses at once; more wait in their order
     cache_tokens: int = 1 << 60
+
+    def token_seconds(self, responses: int) -> float:
+        """Of one step, in which each of so many responses gets a token."""
+        return self.step_s + responses * self.each_s
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ class _Engine:
     """One engine; `count` tokens have been made of each response that was in it from the beginning."""
 
     def __init__(self, kind: EngineKind):
-        self.kind, self.count, self.at = kind, 0.0, 0.0
+        self.kind, self.count, self.at, self.owed = kind, 0.0, 0.0, 0.0  # owed: seconds of prefill
         self.inside: dict[int, _Response] = {}
         self.waiting: dict[int, _Response] = {}
         self.ends: list[tuple[float, int]] = []
@@ -98,10 +102,14 @@ class _Engine:
     def rate(self) -> float:
         """Tokens a second of each response."""
         stands = not self.inside or self.hangs or not self.runs
-        return 0.0 if stands else 1.0 / (self.kind.step_s + len(self.inside) * self.kind.each_s)
+        return 0.0 if stands else 1.0 / self.kind.token_seconds(len(self.inside))
 
     def to(self, now: float) -> None:
-        self.count, self.at = self.count + (now - self.at) * self.rate, now
+        seconds, rate, self.at = now - self.at, self.rate, now
+        if rate:
+            paid = min(self.owed, seconds)
+            self.owed -= paid
+            self.count += (seconds - paid) * rate
 
     def send(self, response: _Response) -> None:
         if len(self.inside) < self.kind.seats:
@@ -111,14 +119,17 @@ class _Engine:
 
     def _enter(self, response: _Response) -> None:
         sent = response.sent
-        response.end = self.count + response.tokens + (sent.tokens - sent.max_tokens) * self.kind.prefill
+        self.owed += (sent.tokens - sent.max_tokens) * self.kind.prefill_s
+        response.end = self.count + response.tokens
         self.inside[sent.request] = response
         heapq.heappush(self.ends, (response.end, sent.request))
 
     def next_end(self) -> float | None:
         while self.ends and self._is_old(*self.ends[0]):
             heapq.heappop(self.ends)
-        return self.at + max(0.0, self.ends[0][0] - self.count) / self.rate if self.ends and self.rate else None
+        if not self.ends or not self.rate:
+            return None
+        return self.at + self.owed + max(0.0, self.ends[0][0] - self.count) / self.rate
 
     def _is_old(self, end: float, request: int) -> bool:
         return request not in self.inside or self.inside[request].end != end
@@ -138,21 +149,26 @@ class _Engine:
             self._enter(self.waiting.pop(next(iter(self.waiting))))
         return response
 
-    def empty(self) -> list[_Response]:
-        found = [*self.inside.values(), *self.waiting.values()]
-        self.inside, self.waiting, self.ends = {}, {}, []
-        return found
+    def empty(self) -> None:
+        """Drops all that it has."""
+        self.inside, self.waiting, self.ends, self.owed = {}, {}, [], 0.0
 
     def new_weights(self, version: int) -> None:
         """Tokens made so far keep the version before; all that is inside is computed anew."""
-        for response in (*self.inside.values(), *self.waiting.values()):
-            response.base = response.made(self.count) if response.sent.request in self.inside else 0
+        for response in self.inside.values():
+            response.base = response.made(self.count)
+            response.end = self.count + response.tokens - response.base
+            heapq.heappush(self.ends, (response.end, response.sent.request))
+            self.owed += (response.sent.tokens - response.sent.max_tokens + response.base) * self.kind.prefill_s
+        for response in self.all():
             response.versions.append((response.sent.kept + response.base, version))
-            if response.sent.request in self.inside:
-                left = response.tokens - response.base
-                again = response.sent.tokens - response.sent.max_tokens + response.base
-                response.end = self.count + left + again * self.kind.prefill
-                heapq.heappush(self.ends, (response.end, response.sent.request))
+
+    def all(self) -> list[_Response]:
+        return [*self.inside.values(), *self.waiting.values()]
+
+    def made_of(self, response: _Response) -> int:
+        """Tokens made of it so far; of one that waits for a seat none."""
+        return response.made(self.count) if response.sent.request in self.inside else 0
 
     @property
     def held(self) -> int:
@@ -252,8 +268,9 @@ class Fleet:
             engine.to(self.now)
             engine.runs = False
             if not self.world.keeps_requests:
-                for response in engine.empty():
-                    self.book_answer(response, response.made(engine.count), False)
+                for response, tokens in [(response, engine.made_of(response)) for response in engine.all()]:
+                    self.book_answer(response, tokens, False)
+                engine.empty()
 
     def new_weights(self) -> None:
         before = dict(self.buffer.groups)
@@ -268,6 +285,7 @@ class Fleet:
             engine.to(self.now)
             engine.new_weights(self.buffer.step)
             engine.runs = True
+            self.books.recomputed += sum(response.sent.kept + response.base for response in engine.inside.values())
         self.watch.excuse(self.now)
         self.schedule_ends(self.engines)
 

@@ -75,7 +75,7 @@ def random_world(rng: random.Random, groups: int) -> World:
 
     poison = frozenset(rng.randrange(groups) for _ in range(rng.choice((0, 0, 0, 1, 2))))
     return World(
-        tuple(EngineKind(rng.uniform(0.005, 0.1), 0.001, rng.choice((0.0, 0.05)), rng.choice((1, 4, 1000)), 600) for _ in range(engines)),
+        tuple(EngineKind(rng.uniform(0.005, 0.1), 0.001, rng.choice((0.0, 0.002)), rng.choice((1, 4, 1000)), 600) for _ in range(engines)),
         heavy_tailed(rng.randrange(1 << 30), rng.choice((10, 60))),
         rng.randint(1, 30),
         partial(mul, rng.choice((0.0, 0.005, 0.05))),

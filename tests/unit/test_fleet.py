@@ -4,9 +4,11 @@ import random
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from fleet import Deadlock, EngineKind, Fleet, World
 from fleet_cases import heavy_tailed, random_case, random_schedule, random_world, run, verdicts
+from fleet_speed import SOURCE_000, phases, speed_of
 
 from mrl.schedule.staleness import Schedule, violations
 
@@ -99,3 +101,36 @@ def test_a_group_that_kills_two_engines_is_set_aside_and_its_neighbours_go_on():
     assert fleet.books.dropped == {4: "quarantined"}
     # version 1 issues 6 7 8 for step 2, then 9 for the place that step 1 has lost
     assert [number for _, number, *_ in fleet.books.trained] == [0, 1, 2, 3, 5, 9, 6, 7, 8, 10, 11, 12]
+
+
+# ---------------------------------------------------------------- speeds
+
+
+def test_the_fitted_lengths_have_the_mean_and_the_clipped_share_that_were_asked_for():
+    drawn = np.exp(np.random.default_rng(0).normal(SOURCE_000.mu, SOURCE_000.sigma, 400_000))
+    assert np.minimum(drawn, 20480).mean() == pytest.approx(7385, rel=0.005) and (drawn > 20480).mean() == pytest.approx(0.039, rel=0.03)
+    assert SOURCE_000.share_below(1190) < 0.01 < SOURCE_000.share_below(1300), "the shortest of some hundred"
+    own = [SOURCE_000.length(0, number, 0) for number in range(4000)]
+    assert np.minimum(own, 20480).mean() == pytest.approx(7385, rel=0.03)
+
+
+def one_group(staleness: int, **rules) -> Schedule:
+    return Schedule(1, 2, 1000, staleness, partial_rollouts=staleness > 1, **rules)
+
+
+def test_seconds_of_a_step_are_those_worked_by_hand():
+    """100 and 50 tokens: 50 steps of two responses and 50 of one, rewards, training, sync."""
+    world = World((EngineKind(0.01, 0.005),), lambda number, index: 100 - 50 * index, 0, lambda tokens: tokens * 0.02, 0.5, 0.25)
+    generation = 50 * 0.02 + 50 * 0.015
+    assert phases(one_group(0), world) == (pytest.approx(generation + 0.25), pytest.approx(3.0))
+    assert speed_of(one_group(0), world).step_s == pytest.approx(generation + 0.25 + 3.0 + 0.5)
+    assert speed_of(one_group(1), world).step_s == pytest.approx(3.0 + 0.5), "generation is done while the step trains"
+    assert speed_of(one_group(0), world).tokens_per_s == pytest.approx(150 / (generation + 3.75))
+
+
+def test_overlap_gains_nothing_where_generation_is_all_and_parts_of_responses_do():
+    """One response of 1000 beside one of 100, in a step that trains at once: only borders keep the engine full."""
+    world = World((EngineKind(0.01, 0.0),), lambda number, index: 1000 if index else 100, 0, lambda tokens: 0.0, 0.0, 0.0)
+    step = {staleness: speed_of(one_group(staleness), world, 12, 6).step_s for staleness in (0, 1, 2, 5)}
+    assert (step[0], step[1]) == (pytest.approx(10.0), pytest.approx(10.0))
+    assert (step[2], step[5]) == (pytest.approx(5.0), pytest.approx(2.0))
