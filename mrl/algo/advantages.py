@@ -1,6 +1,6 @@
-"""Advantages from scores, one number a response or a token, and the penalty of over-long responses.
+"""Advantages from scores, one number a response, how tokens have theirs from them, and the penalty of over-long responses.
 
-numpy, because the driver holds scores and nothing else.
+numpy: the driver holds scores and nothing else, and ranks compute what differs by token (`TokenAdvantages`).
 
 What every estimator does where it has little to go on: a group of one has baseline 0, as in verl, so its advantage is
 its score (under grpo_passk, which is about a lead over others, 0). A group whose scores are all equal has advantage 0
@@ -8,12 +8,13 @@ exactly, free of rounding. A group with missing responses is a smaller group. Wh
 0.
 """
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from mrl.algo.rows import on_tokens, row_sums
+from mrl.algo.rows import RowValues, on_tokens, second_moment, total
 from mrl.algo.spec import ADVANTAGES
 from mrl.errors import ConfigError, DataError
 
@@ -23,19 +24,17 @@ WHITEN_EPS = 1e-8
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """One step's responses, in any order; [tokens] are all generated ones, rows end to end.
+    """One step's responses, in any order: numbers a response.
 
-    `mask` holds the tokens that will be trained on; statistics over tokens are taken over them alone. What belongs to a
-    response as it was generated, its length and the sum of its penalties, is taken over all its tokens, so a rejection
-    shifts no group's baseline.
+    What belongs to a response as it was generated, its length and the sum of its penalties, is taken over all its
+    tokens, so a rejection shifts no group's baseline.
     """
 
     scores: np.ndarray  # [batch], after penalties
     group_ids: np.ndarray  # [batch]; responses to one prompt share a group
     lengths: np.ndarray  # int [batch]: generated tokens
-    mask: np.ndarray  # bool [tokens]
     norm_adv_by_std_in_grpo: bool = True
-    token_penalties: np.ndarray | None = None  # [tokens], taken off the reward of each token: KL in the reward
+    penalties: np.ndarray | None = None  # [batch]: sum of what is taken off the reward of each token: KL in the reward
     parts: Mapping[str, np.ndarray] = field(default_factory=dict)  # gdpo: the reward's parts by name, [batch] each
     part_weights: Mapping[str, float] = field(default_factory=dict)  # gdpo: weight of each part; a part without one weighs 1
 
@@ -43,7 +42,30 @@ class AdvantageInputs:
     def totals(self) -> np.ndarray:
         """float64 [batch]: scores less the penalties of all generated tokens."""
         scores = np.asarray(self.scores, dtype=np.float64)
-        return scores if self.token_penalties is None else scores - row_sums(self.token_penalties, self.lengths)
+        return scores if self.penalties is None else scores - self.penalties
+
+
+@dataclass(frozen=True)
+class TokenAdvantages:
+    """How tokens' advantages follow from those of their responses: (response's - penalties still to come - shift) / scale."""
+
+    per_response: np.ndarray  # float64 [rows]
+    to_come: bool = False  # penalties of the token and of those after it are taken off
+    shift: float = 0.0
+    scale: float = 1.0
+
+    def rows(self, index: np.ndarray) -> "TokenAdvantages":
+        """Of the given responses alone."""
+        return replace(self, per_response=self.per_response[index])
+
+    def values(self, lengths: np.ndarray, penalties: np.ndarray | None) -> np.ndarray:
+        """float64 [tokens] before shift and scale; `penalties` [tokens] where there are any."""
+        values = on_tokens(self.per_response, lengths)
+        return values - sums_to_come(penalties, lengths) if self.to_come else values
+
+    def of_tokens(self, lengths: np.ndarray, mask: np.ndarray, penalties: np.ndarray | None) -> np.ndarray:
+        """float32 [tokens]: the advantage of each token, 0 outside the mask."""
+        return np.where(mask, (self.values(lengths, penalties) - self.shift) / self.scale, 0.0).astype(np.float32)
 
 
 AdvantageFunction = Callable[[AdvantageInputs], np.ndarray]  # -> float64 [batch]
@@ -183,12 +205,16 @@ def gdpo(inputs: AdvantageInputs) -> np.ndarray:
     )
 
 
-def whiten(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """(values - mean) / sqrt(variance + 1e-8) with both taken over the mask, variance over n - 1; all [tokens]."""
-    picked = values[mask]
-    if picked.size < 2 or picked.min() == picked.max():
-        return np.zeros(mask.shape)
-    return (values - picked.mean()) / np.sqrt(picked.var(ddof=1) + WHITEN_EPS)
+def whitened(advantages: TokenAdvantages, of_rows: RowValues) -> TokenAdvantages:
+    """(values - mean) / sqrt(variance + 1e-8), both over the trained tokens of all rows, variance over n - 1.
+
+    `of_rows`: `moments` of `values` on the trained tokens. Equal values, and one or none, become exactly 0.
+    """
+    count = int(of_rows["count"].sum())
+    if count < 2 or of_rows["low"].min() == of_rows["high"].max():
+        return TokenAdvantages(np.zeros_like(advantages.per_response))
+    variance = second_moment(of_rows["m2"], of_rows["sum"], of_rows["sum"], of_rows["count"]) / (count - 1)
+    return replace(advantages, shift=total(of_rows["sum"]) / count, scale=math.sqrt(variance + WHITEN_EPS))
 
 
 def sums_to_come(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -200,17 +226,12 @@ def sums_to_come(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return sums
 
 
-def compute_advantages(adv_estimator: str, inputs: AdvantageInputs) -> np.ndarray:
-    """float32 [tokens]: the advantage of each token, 0 outside the mask. Raises ConfigError for an unknown estimator."""
+def response_advantages(adv_estimator: str, inputs: AdvantageInputs) -> TokenAdvantages:
+    """Each response's advantage, not yet whitened where the estimator is one of WHITENED. Raises ConfigError for an unknown estimator."""
     function = ADVANTAGE_FUNCTIONS.get(adv_estimator)
     if function is None:
         raise ConfigError(f"algorithm.adv_estimator: {adv_estimator!r} is unknown; allowed: {', '.join(ADVANTAGES)}")
-    advantages = on_tokens(function(inputs), inputs.lengths)
-    if adv_estimator in PENALTIES_TO_COME and inputs.token_penalties is not None:
-        advantages = advantages - sums_to_come(inputs.token_penalties, inputs.lengths)
-    if adv_estimator in WHITENED:
-        advantages = whiten(advantages, inputs.mask)
-    return np.where(inputs.mask, advantages, 0.0).astype(np.float32)
+    return TokenAdvantages(function(inputs), adv_estimator in PENALTIES_TO_COME and inputs.penalties is not None)
 
 
 def soft_overlong_penalty(response_lengths: np.ndarray, max_response_length: int, buffer_length: int, factor: float) -> np.ndarray:

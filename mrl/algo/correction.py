@@ -7,11 +7,12 @@ them): the level, which ratio is looked at, and the mode, what is done with it. 
 of the whole response (the product), or the geometric mean over the response's tokens.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
-from mrl.algo.rows import on_tokens, places, row_sums
+from mrl.algo.rows import RowValues, on_tokens, places, row_extremes, row_sums, second_moment, total
 from mrl.errors import NumericAbort
 
 LOG_RATIO_LIMIT = 20.0
@@ -33,7 +34,7 @@ class Correction:
 
     keep: np.ndarray
     weights: np.ndarray
-    metrics: dict[str, float]
+    of_rows: RowValues  # what `correction_metrics` takes
 
 
 def log_ratios(old_log_probs: np.ndarray, rollout_log_probs: np.ndarray, mask: np.ndarray, lengths: np.ndarray, level: str) -> np.ndarray:
@@ -66,26 +67,39 @@ def correct(
         weights = weights if parameters.level == "geometric" else np.where(keep, ratio, 1.0)
     else:
         weights = np.where(mask, np.clip(ratio, low if parameters.mode == "clip" else None, parameters.high), 1.0)
-    return Correction(keep, weights.astype(np.float32), _correction_metrics(weights, keep, mask, inside, lengths))
+    return Correction(keep, weights.astype(np.float32), _of_rows(weights, keep, mask, inside, lengths))
 
 
-def _correction_metrics(
-    weights: np.ndarray, keep: np.ndarray, mask: np.ndarray, inside: np.ndarray, lengths: np.ndarray
-) -> dict[str, float]:
-    tokens, kept = int(mask.sum()), weights[keep]
+def _of_rows(weights: np.ndarray, keep: np.ndarray, mask: np.ndarray, inside: np.ndarray, lengths: np.ndarray) -> RowValues:
+    kept = np.where(keep, weights, 0.0)
+    return {
+        "tokens": row_sums(mask, lengths),
+        "outside": row_sums(mask & ~inside, lengths),
+        "kept": row_sums(keep, lengths),
+        "weight_sum": row_sums(kept, lengths),
+        "weight_square": row_sums(kept**2, lengths),
+        "weight_low": row_extremes(np.minimum, np.where(keep, weights, np.inf), lengths, np.inf),
+        "weight_high": row_extremes(np.maximum, np.where(keep, weights, -np.inf), lengths, -np.inf),
+    }
+
+
+def correction_metrics(of_rows: RowValues) -> dict[str, float]:
+    """Metrics of all rows, from each one's `Correction.of_rows`."""
+    tokens, kept = int(of_rows["tokens"].sum()), int(of_rows["kept"].sum())
     if not tokens:
         return {}
     metrics = {
-        "rollout_corr/outside_share": float((mask & ~inside).sum() / tokens),
-        "rollout_corr/rejected_token_share": 1.0 - float(keep.sum() / tokens),
-        "rollout_corr/rejected_sequence_share": 1.0 - float((row_sums(keep, lengths) > 0).sum() / (row_sums(mask, lengths) > 0).sum()),
+        "rollout_corr/outside_share": int(of_rows["outside"].sum()) / tokens,
+        "rollout_corr/rejected_token_share": 1.0 - kept / tokens,
+        "rollout_corr/rejected_sequence_share": 1.0 - int((of_rows["kept"] > 0).sum()) / int((of_rows["tokens"] > 0).sum()),
     }
-    if kept.size:
+    if kept:
+        mean, square = total(of_rows["weight_sum"]) / kept, total(of_rows["weight_square"]) / kept
         metrics |= {
-            "rollout_corr/weight_mean": float(kept.mean()),
-            "rollout_corr/weight_max": float(kept.max()),
-            "rollout_corr/weight_min": float(kept.min()),
-            "rollout_corr/effective_sample_share": float(kept.mean() ** 2 / (kept**2).mean()),
+            "rollout_corr/weight_mean": mean,
+            "rollout_corr/weight_max": float(of_rows["weight_high"].max()),
+            "rollout_corr/weight_min": float(of_rows["weight_low"].min()),
+            "rollout_corr/effective_sample_share": mean**2 / square,
         }
     return metrics
 
@@ -98,70 +112,102 @@ def without_truncated(mask: np.ndarray, truncated: np.ndarray, lengths: np.ndarr
     return mask & ~on_tokens(np.asarray(truncated, bool), lengths)
 
 
-def mismatch_metrics(rollout_log_probs: np.ndarray, actor_log_probs: np.ndarray, lengths: np.ndarray) -> dict[str, float]:
-    """Metrics over all response tokens; log-probs are [tokens], `lengths` int [rows].
+def mismatch_of_rows(rollout_log_probs: np.ndarray, actor_log_probs: np.ndarray, lengths: np.ndarray) -> RowValues:
+    """What `mismatch_metrics` takes of each row; log-probs are [tokens], `lengths` int [rows].
 
-    `rollout_log_probs` are the engine's, `actor_log_probs` the trainer's with the same weights. The KL pair estimates
-    KL(rollout || actor) in nats per token: the mean log ratio, and k3, which is never negative. The correlation of two
-    constant arrays is 1 if they are equal, else 0. Raises NumericAbort if a value on a response token is not finite.
+    `rollout_log_probs` are the engine's, `actor_log_probs` the trainer's with the same weights. A value that is not
+    finite counts in `bad_*` and is otherwise taken for 0.
     """
-    rollout = _finite("rollout_log_probs", rollout_log_probs, lengths)
-    actor = _finite("old_log_probs", actor_log_probs, lengths)
-    if rollout.size == 0:
-        return {}
-    probs_diff = np.abs(np.exp(actor) - np.exp(rollout))
-    log_diff = np.abs(actor - rollout)
+    given = {"rollout": np.asarray(rollout_log_probs, np.float64), "actor": np.asarray(actor_log_probs, np.float64)}
+    bad = {f"bad_{name}": row_sums(~np.isfinite(values), lengths) for name, values in given.items()}
+    first = {f"first_bad_{name}": _first_bad(values, lengths) for name, values in given.items()}
+    rollout, actor = (np.where(np.isfinite(values), values, 0.0) for values in given.values())
+    probs = {"rollout_probs": np.exp(rollout), "actor_probs": np.exp(actor)}
+    gap, log_gap = np.abs(probs["actor_probs"] - probs["rollout_probs"]), np.abs(actor - rollout)
     log_ratio = np.clip(actor - rollout, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    summed = {
+        "rollout": rollout, "actor": actor, "gap": gap, "log_gap": log_gap, "kl": rollout - actor,
+        "k3": np.expm1(log_ratio) - log_ratio, "chi2": np.expm1(2 * log_ratio), **probs,
+    }  # fmt: skip
+    sums = {name: row_sums(values, lengths) for name, values in summed.items()}
+    centred = {name: summed[name] - on_tokens(sums[name] / np.maximum(lengths, 1), lengths) for name in ("gap", *probs)}
+    products = {
+        "gap_m2": centred["gap"] ** 2,
+        "rollout_probs_m2": centred["rollout_probs"] ** 2,
+        "actor_probs_m2": centred["actor_probs"] ** 2,
+        "probs_product": centred["rollout_probs"] * centred["actor_probs"],
+    }
+    return {
+        "tokens": lengths.astype(np.int64), **bad, **first, **sums,
+        **{name: row_sums(values, lengths) for name, values in products.items()},
+        "gap_high": row_extremes(np.maximum, gap, lengths, 0.0), "log_gap_high": row_extremes(np.maximum, log_gap, lengths, 0.0),
+    }  # fmt: skip
+
+
+def mismatch_metrics(of_rows: RowValues) -> dict[str, float]:
+    """Metrics over all response tokens, from each row's `mismatch_of_rows`.
+
+    The KL pair estimates KL(rollout || actor) in nats per token: the mean log ratio, and k3, which is never negative.
+    The correlation of two constant arrays is 1 if they are equal, else 0. Raises NumericAbort if a value on a response
+    token is not finite.
+    """
+    _check_finite(of_rows)
+    tokens = int(of_rows["tokens"].sum())
+    if not tokens:
+        return {}
+    mean = {name: total(of_rows[name]) / tokens for name in ("gap", "log_gap", "kl", "k3", "chi2")}
+    spread = second_moment(of_rows["gap_m2"], of_rows["gap"], of_rows["gap"], of_rows["tokens"])
     values = {
-        "training/rollout_probs_diff_mean": probs_diff.mean(),
-        "training/rollout_probs_diff_max": probs_diff.max(),
-        "training/rollout_probs_diff_std": probs_diff.std(ddof=1) if probs_diff.size > 1 else 0.0,
-        "training/rollout_log_probs_abs_diff_mean": log_diff.mean(),
-        "training/rollout_log_probs_abs_diff_max": log_diff.max(),
-        "training/rollout_actor_probs_pearson_corr": _pearson(np.exp(rollout), np.exp(actor)),
-        "rollout_corr/kl": (rollout - actor).mean(),
-        "rollout_corr/k3_kl": (np.expm1(log_ratio) - log_ratio).mean(),
-        "rollout_corr/chi2_token": np.expm1(2 * log_ratio).mean(),
-        **_sequence_metrics(rollout, actor, lengths),
+        "training/rollout_probs_diff_mean": mean["gap"],
+        "training/rollout_probs_diff_max": of_rows["gap_high"].max(),
+        "training/rollout_probs_diff_std": math.sqrt(spread / (tokens - 1)) if tokens > 1 else 0.0,
+        "training/rollout_log_probs_abs_diff_mean": mean["log_gap"],
+        "training/rollout_log_probs_abs_diff_max": of_rows["log_gap_high"].max(),
+        "training/rollout_actor_probs_pearson_corr": _pearson(of_rows),
+        "rollout_corr/kl": mean["kl"],
+        "rollout_corr/k3_kl": mean["k3"],
+        "rollout_corr/chi2_token": mean["chi2"],
+        **_sequence_metrics(of_rows),
     }
     return {name: float(value) for name, value in values.items()}
 
 
-def _sequence_metrics(rollout: np.ndarray, actor: np.ndarray, lengths: np.ndarray) -> dict[str, float]:
+def _sequence_metrics(of_rows: RowValues) -> dict[str, float]:
     """Perplexities of responses and the chi-square divergence of whole responses, over those that have a token."""
-    filled = lengths > 0
-    tokens = lengths[filled]
-    sums = [row_sums(x, lengths)[filled] for x in (rollout, actor)]
-    rollout_ppl, actor_ppl = (np.exp(-total / tokens) for total in sums)
-    log_ratio = sums[1] - sums[0]
+    filled = of_rows["tokens"] > 0
+    tokens, rollout, actor = (of_rows[name][filled] for name in ("tokens", "rollout", "actor"))
+    log_ratio = actor - rollout
     log_ppl_diff = -log_ratio / tokens  # positive where the trainer is the more surprised
-    return {
-        "rollout_corr/training_ppl": actor_ppl.mean(),
-        "rollout_corr/rollout_ppl": rollout_ppl.mean(),
-        "rollout_corr/ppl_ratio": np.exp(log_ppl_diff).mean(),
-        "rollout_corr/log_ppl_diff": log_ppl_diff.mean(),
-        "rollout_corr/log_ppl_abs_diff": np.abs(log_ppl_diff).mean(),
-        "rollout_corr/chi2_seq": np.expm1(2 * np.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)).mean(),
+    values = {
+        "rollout_corr/training_ppl": np.exp(-actor / tokens),
+        "rollout_corr/rollout_ppl": np.exp(-rollout / tokens),
+        "rollout_corr/ppl_ratio": np.exp(log_ppl_diff),
+        "rollout_corr/log_ppl_diff": log_ppl_diff,
+        "rollout_corr/log_ppl_abs_diff": np.abs(log_ppl_diff),
+        "rollout_corr/chi2_seq": np.expm1(2 * np.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)),
     }
+    return {name: total(each) / len(each) for name, each in values.items()}
 
 
-def _finite(name: str, log_probs: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """float64 [tokens]."""
-    values = np.asarray(log_probs, dtype=np.float64)
-    bad = ~np.isfinite(values)
-    if bad.any():
-        first = int(np.argmax(bad))
-        row, column = on_tokens(np.arange(len(lengths)), lengths)[first], places(lengths)[first]
-        raise NumericAbort(
-            f"{name}: {int(bad.sum())} of {values.size} response tokens are not finite, the first at row {row}, token {column} "
-            f"({values[bad][0]}); the weights or the logits have overflowed"
-        )
-    return values
+def _first_bad(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """float64 [rows]: place of the row's first value that is not finite; infinity where there is none."""
+    return row_extremes(np.minimum, np.where(np.isfinite(values), np.inf, places(lengths)), lengths, np.inf)
 
 
-def _pearson(x: np.ndarray, y: np.ndarray) -> float:
-    x_centred, y_centred = x - x.mean(), y - y.mean()
-    scale = np.sqrt((x_centred**2).sum() * (y_centred**2).sum())
-    if scale == 0:
-        return float(np.array_equal(x, y))
-    return (x_centred * y_centred).sum() / scale
+def _check_finite(of_rows: RowValues) -> None:
+    for name, said in (("rollout", "rollout_log_probs"), ("actor", "old_log_probs")):
+        bad = of_rows[f"bad_{name}"]
+        if bad.any():
+            row = int(np.argmax(bad > 0))
+            raise NumericAbort(
+                f"{said}: {int(bad.sum())} of {int(of_rows['tokens'].sum())} response tokens are not finite, the first at row {row}, "
+                f"token {int(of_rows[f'first_bad_{name}'][row])}; the weights or the logits have overflowed"
+            )
+
+
+def _pearson(of_rows: RowValues) -> float:
+    x, y, counts = of_rows["rollout_probs"], of_rows["actor_probs"], of_rows["tokens"]
+    squares = second_moment(of_rows["rollout_probs_m2"], x, x, counts) * second_moment(of_rows["actor_probs_m2"], y, y, counts)
+    if squares <= 0:
+        return float(of_rows["gap_high"].max() == 0)
+    return second_moment(of_rows["probs_product"], x, y, counts) / math.sqrt(squares)

@@ -6,15 +6,28 @@ mini-batch, with the anchor's log-probabilities, which are known before the forw
 rollout's first update.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from mrl.algo.losses import PolicyLossParameters
-from mrl.algo.rows import places
+from mrl.algo.rows import places, total
 
-Selection = Callable[[PolicyLossParameters, np.ndarray, np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+
+@dataclass(frozen=True)
+class Means:
+    """Over the trained tokens of one mini-batch: of advantages and of the anchor's log-probabilities, and how many there are."""
+
+    advantage: float
+    log_prob: float
+    tokens: int
+
+
+Candidates = tuple[np.ndarray, np.ndarray]  # a number and bool, both [tokens]: those that may be chosen, by falling number
+Selection = Callable[[PolicyLossParameters, np.ndarray, np.ndarray, np.ndarray, np.ndarray], Candidates]
 SELECTIONS: dict[str, Selection] = {}
+RATIOS = {"clip_cov": "clip_cov_ratio", "kl_cov": "kl_cov_ratio"}  # share of a mini-batch's tokens that is chosen
 
 
 def _selection(loss_mode: str) -> Callable[[Selection], Selection]:
@@ -25,47 +38,72 @@ def _selection(loss_mode: str) -> Callable[[Selection], Selection]:
     return bind
 
 
-def select(
-    parameters: PolicyLossParameters, advantages: np.ndarray, old_log_probs: np.ndarray, mask: np.ndarray, lengths: np.ndarray
-) -> np.ndarray | None:
-    """bool [tokens] for a loss that treats some tokens apart, else None.
-
-    Arrays are [tokens], the response tokens of one mini-batch, rows end to end; `lengths` int [rows] are tokens a row.
-    """
-    function = SELECTIONS.get(parameters.loss_mode)
-    return None if function is None else function(parameters, advantages, old_log_probs, mask, lengths)
-
-
-def covariance(advantages: np.ndarray, log_probs: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """float64: (A - mean A) (log p - mean log p) of each token, means over the mask; 0 outside it."""
-    if not mask.any():
-        return np.zeros(mask.shape)
+def covariance(advantages: np.ndarray, log_probs: np.ndarray, mask: np.ndarray, means: Means) -> np.ndarray:
+    """float64: (A - mean A) (log p - mean log p) of each token; 0 outside the mask."""
     a, p = (np.where(mask, x, 0.0).astype(np.float64) for x in (advantages, log_probs))
-    return np.where(mask, (a - a[mask].mean()) * (p - p[mask].mean()), 0.0)
+    return np.where(mask, (a - means.advantage) * (p - means.log_prob), 0.0)
+
+
+def candidates(
+    parameters: PolicyLossParameters, advantages: np.ndarray, log_probs: np.ndarray, mask: np.ndarray, lengths: np.ndarray, means: Means
+) -> Candidates:
+    """Of some rows of a mini-batch; arrays are [tokens], rows end to end, `lengths` int [rows] tokens a row."""
+    covariances = covariance(advantages, log_probs, mask, means)
+    return SELECTIONS[parameters.loss_mode](parameters, covariances, log_probs, mask, lengths)
+
+
+def largest(parameters: PolicyLossParameters, found: Candidates, means: Means) -> np.ndarray:
+    """The numbers that may be among those of the chosen, falling: of a mini-batch's parts together they decide (`least_chosen`)."""
+    values, allowed = found
+    return np.sort(values[allowed])[::-1][: _count(parameters, means)]
+
+
+def least_chosen(parameters: PolicyLossParameters, parts: Sequence[np.ndarray], means: Means) -> float | int | None:
+    """The smallest number that is chosen, from the `largest` of all parts; None: there is no candidate."""
+    picked = np.sort(np.concatenate(parts))[::-1][: _count(parameters, means)]
+    return picked[-1] if picked.size else None
+
+
+def chosen(found: Candidates, least: float | int | None) -> np.ndarray:
+    """bool [tokens]: candidates from `least` on; those tied with it are taken too."""
+    values, allowed = found
+    return np.zeros(allowed.shape, bool) if least is None else allowed & (values >= least)
+
+
+def _count(parameters: PolicyLossParameters, means: Means) -> int:
+    return max(int(getattr(parameters, RATIOS[parameters.loss_mode]) * means.tokens), 1)
+
+
+def select(
+    parameters: PolicyLossParameters, advantages: np.ndarray, log_probs: np.ndarray, mask: np.ndarray, lengths: np.ndarray
+) -> np.ndarray | None:
+    """bool [tokens] for a loss that treats some tokens apart, else None; arrays are of a whole mini-batch."""
+    if parameters.loss_mode not in SELECTIONS:
+        return None
+    means = means_of(*(total(np.where(mask, x, 0.0).astype(np.float64)) for x in (advantages, log_probs)), int(mask.sum()))
+    found = candidates(parameters, advantages, log_probs, mask, lengths, means)
+    return chosen(found, least_chosen(parameters, [largest(parameters, found, means)], means))
+
+
+def means_of(advantages: float, log_probs: float, tokens: int) -> Means:
+    """From sums over the trained tokens."""
+    return Means(advantages / max(tokens, 1), log_probs / max(tokens, 1), tokens)
 
 
 @_selection("clip_cov")
 def clip_cov(
-    parameters: PolicyLossParameters, advantages: np.ndarray, old_log_probs: np.ndarray, mask: np.ndarray, lengths: np.ndarray
-) -> np.ndarray:
+    parameters: PolicyLossParameters, covariances: np.ndarray, log_probs: np.ndarray, mask: np.ndarray, lengths: np.ndarray
+) -> Candidates:
     """A random clip_cov_ratio of all tokens, at least one, among those whose covariance lies between clip_cov_lb and clip_cov_ub."""
-    values = covariance(advantages, old_log_probs, mask)
-    candidates = mask & (values > parameters.clip_cov_lb) & (values < parameters.clip_cov_ub)
-    return _largest(_lots(old_log_probs, lengths), candidates, parameters.clip_cov_ratio * mask.sum())
+    return _lots(log_probs, lengths), mask & (covariances > parameters.clip_cov_lb) & (covariances < parameters.clip_cov_ub)
 
 
 @_selection("kl_cov")
 def kl_cov(
-    parameters: PolicyLossParameters, advantages: np.ndarray, old_log_probs: np.ndarray, mask: np.ndarray, lengths: np.ndarray
-) -> np.ndarray:
+    parameters: PolicyLossParameters, covariances: np.ndarray, log_probs: np.ndarray, mask: np.ndarray, lengths: np.ndarray
+) -> Candidates:
     """The kl_cov_ratio of all tokens, at least one, with the highest covariance."""
-    return _largest(covariance(advantages, old_log_probs, mask), mask, parameters.kl_cov_ratio * mask.sum())
-
-
-def _largest(values: np.ndarray, candidates: np.ndarray, count: float) -> np.ndarray:
-    """bool: the max(1, floor(count)) candidates of the largest values; those tied with the last of them are taken too."""
-    picked = np.sort(values[candidates])[::-1][: max(int(count), 1)]
-    return candidates & (values >= picked[-1]) if picked.size else np.zeros(candidates.shape, dtype=bool)
+    return covariances, mask
 
 
 def _lots(log_probs: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -1,21 +1,19 @@
 """All ranks of the trained model, called together."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 
 from mrl.cluster.calls import Late, LostPeer, blame, gather, gather_all, unwrap
 from mrl.cluster.seats import Seats, actor_seats
 from mrl.cluster.workers import WRITING, ActorWorker
 from mrl.config.schema import RunConfig
-from mrl.data.batch import TrainBatch
-from mrl.data.samples import positions
 from mrl.errors import EnvironmentFault, Interrupted
-from mrl.megatron.batching import UpdateResult
+from mrl.model import load_model_spec
+from mrl.model.layout import TrainLayout
 from mrl.platforms.hosting import get_hosting
 
 _EXPORT = "weight export"
@@ -34,6 +32,8 @@ class ActorGroup:
         `seats`: of the ranks, by default on devices of their own.
         """
         self.config, self.poll = config, poll
+        self.model = load_model_spec(config.model.path)
+        self.layout = TrainLayout.build(config.actor.layout.model_dump(), self.model)
         hosting = get_hosting(config.cluster.device)
         self.seats = seats or actor_seats(config)
         kind = ray.remote(concurrency_groups={WRITING: 1})(worker)
@@ -64,32 +64,11 @@ class ActorGroup:
         """Calls a method on all ranks without waiting; answers to come, by name."""
         return {f"rank {i}": getattr(w, method).remote(*arguments) for i, w in enumerate(self.workers)}
 
-    def log_probs(self, batch: TrainBatch) -> tuple[np.ndarray, float]:
-        """Log-probs [response tokens] under the current weights; their mean entropy, nats."""
-        return self._log_probs("log_probs", batch)
-
-    def ref_log_probs(self, batch: TrainBatch) -> np.ndarray:
-        """Log-probs [response tokens] under the reference model's weights."""
-        return self._log_probs("ref_log_probs", batch)[0]
-
-    def _log_probs(self, method: str, batch: TrainBatch) -> tuple[np.ndarray, float]:
-        log_probs = np.zeros_like(batch.rollout_log_probs)
-        filled = np.zeros(len(batch), dtype=bool)
-        entropy = weight = 0.0
-        for part in self.call(method, ray.put(batch), interruptible=True):
-            if part is None:
-                continue
-            log_probs[positions(batch.response_lengths, part["rows"])] = part["log_probs"]
-            filled[part["rows"]] = True
-            entropy, weight = entropy + part["entropy"][0], weight + part["entropy"][1]
-        if not filled.all():
-            raise RuntimeError(f"no rank answered for rows {np.flatnonzero(~filled)[:8].tolist()}")
-        return log_probs, entropy / weight
-
-    def update(self, batch: TrainBatch) -> UpdateResult:
-        """All optimizer steps of one training step; metric parts of every rank, and the load of every mini-batch."""
-        ranks: list[UpdateResult] = self.call("update", ray.put(batch))
-        return UpdateResult([part for rank in ranks for part in rank.parts], [load for rank in ranks for load in rank.loads])
+    def each(self, method: str, arguments: Sequence[Sequence[Any]], phase: str, interruptible: bool = False) -> list[Any]:
+        """Calls a method on all ranks, each with its own arguments; answers in rank order. `phase`: how errors name it."""
+        refs = {f"rank {i}": getattr(w, method).remote(*own) for i, (w, own) in enumerate(zip(self.workers, arguments, strict=True))}
+        poll = self.poll if interruptible else lambda: None
+        return list(gather(refs, self.config.cluster.step_timeout_s, phase, poll).values())
 
     def offload(self) -> None:
         """What `actor.*_offload` names leaves the devices until it is needed again. Does nothing without such a key."""

@@ -16,14 +16,17 @@ import ray
 
 from mrl.cluster.calls import SETTLE_S, Late, LostPeer, blame, gather, unwrap
 from mrl.cluster.seats import Seat, Seats, engine_seats
+from mrl.cluster.stored_samples import STREAM_ENVIRONMENT, StoredSamples
 from mrl.cluster.workers import EngineWorker
 from mrl.config.schema import RunConfig
-from mrl.data.samples import Samples
 from mrl.errors import Interrupted
 from mrl.platforms.hosting import get_hosting
 from mrl.vllm.requests import Request, Sampling, engine_settings, log_name, rank_name
 
+AHEAD = 64  # objects of a stream, two a block: texts that nobody has taken yet are not piled up in this process
 PREPARE_S = 60.0  # for a rank that is there to say so; another may be in the middle of a long step
+
+OnBatch = Callable[[StoredSamples, list[str]], None]
 
 
 class RolloutGroup:
@@ -46,7 +49,7 @@ class RolloutGroup:
         rollout, hosting = self.config.rollout, get_hosting(self.config.cluster.device)
         settings = engine_settings(self.config, number // self.engine_ranks, logs, number % self.engine_ranks)
         own = hosting.engine_environment(number, len(self.names), rollout.tensor_model_parallel_size, rollout.cpu_kvcache_gib)
-        kind = ray.remote(EngineWorker).options(runtime_env={"env_vars": seat.environment | own}, **seat.options)
+        kind = ray.remote(EngineWorker).options(runtime_env={"env_vars": STREAM_ENVIRONMENT | seat.environment | own}, **seat.options)
         return kind.remote(settings, str(logs / f"{log_name(settings.name)}.log"), seat.places)
 
     def _start(self) -> dict[str, ray.ObjectRef]:
@@ -98,41 +101,44 @@ class RolloutGroup:
             return "".join(f"; {name}: {', '.join(stopped)}" for name, stopped in found.items() if stopped)
         return ""
 
-    def generate(self, requests: list[Request], sampling: Sampling, on_batch: Callable[[Samples], None]) -> Samples:
-        """All responses, ordered by `sample_id`; `on_batch` sees them as they finish.
+    def generate(self, requests: list[Request], sampling: Sampling, on_batch: OnBatch | None = None) -> StoredSamples:
+        """All responses, ordered by `sample_id`; `on_batch` sees those that finish together, and texts, which are made for it alone.
 
         Raises Interrupted when an engine dies or the deadline passes.
         """
-        done: list[Samples] = []
+        done: list[StoredSamples] = []
         streams = {
-            worker.generate.options(num_returns="streaming").remote(share, sampling): name
+            worker.generate.options(num_returns="streaming", _generator_backpressure_num_objects=AHEAD).remote(
+                share, sampling, on_batch is not None
+            ): name
             for name, worker, share in zip(self.names, self.workers, spread(requests, len(self.workers)), strict=True)
             if share
         }
         deadline = time.monotonic() + self.config.rollout.generate_timeout_s
         while streams:
             self.poll()
-            ready, _ = ray.wait(list(streams), timeout=0.5)
+            ready, _ = ray.wait(list(streams), timeout=0.5, fetch_local=False)  # a block is not for this node
             for stream in ready:
                 self._take(stream, streams, done, on_batch)
             if not ready and time.monotonic() > deadline:
                 late, missing = ", ".join(streams.values()), len(requests) - sum(map(len, done))
                 raise Interrupted(f"generation: {missing} of {len(requests)} responses missing, waiting for {late}")
-        samples = Samples.joined(done)
-        return samples.rows(np.argsort(samples.sample_id))
+        samples = StoredSamples.joined(done)
+        return samples.take(np.argsort(samples.rows.sample_id))
 
-    def _take(self, stream, streams: dict, done: list[Samples], on_batch: Callable) -> None:
+    def _take(self, stream, streams: dict, done: list[StoredSamples], on_batch: OnBatch | None) -> None:
         try:
-            ref = next(stream)
+            block = next(stream)
         except StopIteration:
             del streams[stream]
             return
         try:
-            batch = unwrap(ref, streams[stream], "generation")
+            rows, texts = unwrap(next(stream, block), streams[stream], "generation")  # nothing follows an engine's error
         except LostPeer as error:  # whom it lost, the lost one's own front end knows, also one that had no request
             raise blame(error, self.refs("check_there"), "generation") from error
-        done.append(batch)
-        on_batch(batch)
+        done.append(StoredSamples.of(rows, block))
+        if on_batch is not None:
+            on_batch(done[-1], texts)
 
     def load_weights(self, buckets: Iterable[tuple[ray.ObjectRef, str]]) -> int:
         """Hands every engine full HF tensors; returns bytes received, all engines together. `commit` completes it.

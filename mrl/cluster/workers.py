@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,12 @@ import numpy as np
 import ray
 
 from mrl.cluster.prerequisites import free_port
+from mrl.cluster.stored_samples import StoredSamples, in_blocks
 from mrl.config.model_folders import with_model_folders
 from mrl.config.schema import RunConfig
-from mrl.data.batch import TrainBatch
+from mrl.data.dataset import load_tokenizer
+from mrl.data.samples import Samples
+from mrl.megatron.cut import ReplicaCut
 from mrl.model.hub import local_folder
 from mrl.platforms import prepare_process
 from mrl.platforms.process_memory import ProcessMemory, note_baseline
@@ -56,6 +60,7 @@ class ActorWorker:
         self._places = places
         self.config = RunConfig.model_validate(config)
         self.rank = rank
+        self.step = None  # rows of the newest step
         self.sender = None  # of weight syncs, once they are connected
         self.host_copy = None  # of a checkpoint, once one is saved
 
@@ -86,22 +91,16 @@ class ActorWorker:
             load_rank(self.actor, Path(checkpoint))
         return os.getpid()
 
-    def log_probs(self, batch: TrainBatch) -> dict[str, Any] | None:
-        """Fields of a RowResult, or None; see MegatronActor.log_probs.
+    def begin_step(self, samples: StoredSamples, own: np.ndarray, cut: ReplicaCut) -> None:
+        """Fetches the rows of a step; see RankStep."""
+        from mrl.cluster.rank_step import RankStep  # it would bring Megatron into the driver
 
-        The class itself would bring Megatron into the driver.
-        """
-        result = self.actor.log_probs(batch)
-        return None if result is None else vars(result)
+        self.step = None  # the rows of the step before go first
+        self.step = RankStep(self.actor, samples, own, cut)
 
-    def ref_log_probs(self, batch: TrainBatch) -> dict[str, Any] | None:
-        """The same under the reference model; see MegatronActor.ref_log_probs."""
-        result = self.actor.ref_log_probs(batch)
-        return None if result is None else vars(result)
-
-    def update(self, batch: TrainBatch):
-        """All optimizer steps of one training step; see MegatronActor.update."""
-        return self.actor.update(batch)
+    def on_step(self, method: str, *arguments: Any) -> Any:
+        """A method of RankStep."""
+        return getattr(self.step, method)(*arguments)
 
     def offload(self) -> None:
         """See MegatronActor.offload."""
@@ -230,10 +229,19 @@ class EngineWorker:
         """See VllmEngine.check_there."""
         await self.engine.check_there()
 
-    async def generate(self, requests, sampling):
-        """Streams batches of Samples."""
+    async def generate(self, requests, sampling, with_texts: bool):
+        """Streams what finished together, by blocks: a block, then the numbers of its rows and their texts, or None; see StoredSamples."""
         async for batch in self.engine.generate(requests, sampling):
-            yield batch
+            for block in in_blocks(batch):
+                yield block
+                yield block.numbers, self._texts(block) if with_texts else None
+
+    def _texts(self, block: Samples) -> list[str]:
+        return [self._tokenizer.decode(ids.tolist(), skip_special_tokens=True) for ids in block.responses()]
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return load_tokenizer(self.engine.settings.arguments["model"])
 
     async def begin_update(self) -> None:
         """See VllmEngine.begin_update."""

@@ -5,7 +5,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from mrl.data.samples import Sequences, of
+from mrl.data.samples import Sequences, of, positions
 
 Array = TypeVar("Array")  # np.ndarray on the host, a tensor on the device
 
@@ -52,6 +52,10 @@ class TrainBatch(Sequences, TokenValues[np.ndarray]):
         """Sequences that were all sampled at one temperature."""
         own = {f.name: getattr(sequences, f.name) for f in fields(Sequences)}
         return cls(**own, temperature=np.full(len(sequences), temperature, np.float32))
+
+    def places_of(self, rows: np.ndarray) -> np.ndarray:
+        """int64: where the response tokens of `rows` stand in a flat column."""
+        return positions(self.response_lengths, rows)
 
     @property
     def loss_mask(self) -> np.ndarray:

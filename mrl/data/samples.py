@@ -9,8 +9,8 @@ An example: the prompt 7 8 answered with 1 2 3, and with 4.
     a number a span         span_starts 0 2 | 0   span_versions 5 6 | 6   span_counts 2 1: the first response was
                             begun with the weights of version 5, and has those of 6 from its token 2 on
 
-`Sequences` are what a model computes; `Samples` are sequences with what generation knows of them; a `TrainBatch`
-(mrl.data.batch) is sequences with what a loss takes of each token. A column says in its field what it has a number of,
+`SampleRows` are numbers a response, all that a driver keeps; `Sequences` are what a model computes; `Samples` are both; a
+`TrainBatch` (mrl.data.batch) is sequences with what a loss takes of each token. A column says in its field what it has a number of,
 so `rows` and `joined` are written once for all of them. A response becomes a row where it was generated (`packed`); the
 same columns travel to training and stand in the files of `samples/` (mrl.record.sample_files).
 """
@@ -152,9 +152,11 @@ class Sequences(Columns):
 
 
 @dataclass(frozen=True)
-class Samples(Sequences):
-    """Responses with what generation knows of them; names are those of Sample."""
+class SampleRows(Columns):
+    """What generation knows of each response, without its tokens; names are those of Sample."""
 
+    prompt_lengths: np.ndarray = field(**of("row", np.int64))
+    response_lengths: np.ndarray = field(**of("row", np.int64))
     prompt_id: np.ndarray = field(**of("row", np.int64))
     group_id: np.ndarray = field(**of("row", np.int64))
     sample_id: np.ndarray = field(**of("row", np.int64))
@@ -163,10 +165,17 @@ class Samples(Sequences):
     span_counts: np.ndarray = field(**of("row", np.int32))  # at least 1
     span_starts: np.ndarray = field(**of("span", np.int32))  # response token that the span begins with
     span_versions: np.ndarray = field(**of("span", np.int64))  # of the weights
+    routed: np.ndarray = field(**of("row", np.bool_))  # some route of it is known
+    finite: np.ndarray = field(**of("row", np.bool_))  # so are all its log-probs
 
     def counts(self) -> dict[str, np.ndarray]:
         """See Columns.counts."""
-        return super().counts() | {"span": self.span_counts.astype(np.int64)}
+        return {"row": np.ones_like(self.prompt_lengths), "span": self.span_counts.astype(np.int64)}
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [rows]: tokens of each row, prompt and response."""
+        return self.prompt_lengths + self.response_lengths
 
     @property
     def truncated(self) -> np.ndarray:
@@ -178,6 +187,20 @@ class Samples(Sequences):
         """int64 [rows]: version of the weights that each response was begun with."""
         counts = self.span_counts.astype(np.int64)
         return self.span_versions[np.cumsum(counts) - counts]
+
+
+@dataclass(frozen=True)
+class Samples(Sequences, SampleRows):
+    """Responses, whole."""
+
+    def counts(self) -> dict[str, np.ndarray]:
+        """See Columns.counts."""
+        return SampleRows.counts(self) | Sequences.counts(self)
+
+    @property
+    def numbers(self) -> SampleRows:
+        """The same without tokens."""
+        return SampleRows(**{f.name: getattr(self, f.name) for f in fields(SampleRows)})
 
 
 def packed(samples: Sequence[Sample]) -> Samples:
@@ -194,6 +217,8 @@ def packed(samples: Sequence[Sample]) -> Samples:
         "span_counts": list(map(len, spans)),
         "span_starts": [start for each in spans for start, _ in each],
         "span_versions": [version for each in spans for _, version in each],
+        "finite": [bool(np.isfinite(np.asarray(s.rollout_log_probs, np.float32)).all()) for s in samples],
+        "routed": [s.routes is not None and bool((s.routes != MISSING).any()) for s in samples],
     }
     arrays = {f.name: np.asarray(given[f.name], f.metadata["dtype"]) for f in fields(Samples) if f.name in given}
     routes = _with_missing([sample.routes for sample in samples], lambda number: prompts[number] + responses[number])

@@ -12,7 +12,6 @@ from megatron.core import parallel_state as mpu
 from megatron.core.distributed import finalize_model_grads
 
 from mrl.algo.aggregate import Denominators, FloatParts, merge, to_floats
-from mrl.algo.losses import PolicyLossParameters, load_custom_loss
 from mrl.algo.rows import row_sums
 from mrl.algo.selection import select
 from mrl.config.schema import RunConfig
@@ -20,9 +19,11 @@ from mrl.config.schema_actor import GRADIENTS, OPTIMIZER, PARAMETERS
 from mrl.data.batch import TrainBatch
 from mrl.errors import DataError, NumericAbort
 from mrl.megatron import parallel
-from mrl.megatron.batching import MicroBatch, Shares, Splitter, UpdateResult, check_batch, mini_batches
+from mrl.megatron.batching import MicroBatch, Splitter, UpdateResult, check_batch
 from mrl.megatron.bridge import DTYPES, Bridge, MBridge
+from mrl.megatron.cut import ReplicaCut, StepCut, step_cut
 from mrl.megatron.forward import Around, log_prob_pass, loss_pass, nothing_around, on_device, return_hidden_states
+from mrl.megatron.loss_parameters import loss_parameters
 from mrl.megatron.offload import FrozenWeights, Residence, needs, switched
 from mrl.megatron.optimizer import StepResult, build_optimizer, build_scheduler, current_lr, freeze, step, zero_gradients
 from mrl.megatron.packing import MicroInputs, micro_inputs
@@ -37,7 +38,7 @@ from mrl.platforms.process_memory import ProcessMemory, process_memory
 
 @dataclass(frozen=True)
 class RowResult:
-    """Log-probabilities of some rows of a batch, handed out by one rank per data-parallel replica."""
+    """Log-probabilities of the rows of a batch that one data-parallel replica computed."""
 
     rows: np.ndarray  # int64 [rows]: which rows of the batch these are
     log_probs: np.ndarray  # float32 [response tokens of these rows], end to end
@@ -55,7 +56,7 @@ class MegatronActor:
         """
         self.config = config
         self.rank = rank
-        self.loss_parameters = _loss_parameters(config)  # first: a user's file is the likeliest to be wrong
+        self.loss_parameters = loss_parameters(config)  # first: a user's file is the likeliest to be wrong
         self.platform = get_platform(config.cluster.device)
         self.platform.set_device(rank % config.cluster.n_gpus_per_node)
         self.platform.apply_patches()
@@ -63,7 +64,6 @@ class MegatronActor:
             self.platform.deterministic()
         self.model = load_model_spec(config.model.path)
         self.layout = TrainLayout.build(config.actor.layout.model_dump(), self.model)
-        self.update_splitter = Splitter.for_update(config.actor, self.layout, self.model)
         timeout_s = config.cluster.step_timeout_s
         parallel.init_distributed(self.platform, rank, world_size, master_addr, master_port, timeout_s)
         parallel.init_model_parallel(self.layout, config.trainer.seed, timeout_s)
@@ -125,33 +125,51 @@ class MegatronActor:
         frozen = self.reference.pieces if self.reference and self.config.ref.param_offload else ()
         return process_memory(self.platform.name, chain(on_host, self.residence.on_host, frozen))
 
-    @needs(PARAMETERS)
     def log_probs(self, batch: TrainBatch) -> RowResult | None:
+        """`policy_log_probs` of a whole step, the same batch on every rank; one rank a replica returns what it computed."""
+        return _handed_out(self.policy_log_probs(batch, self._whole(batch).log_probs))
+
+    def ref_log_probs(self, batch: TrainBatch) -> RowResult | None:
+        """`reference_log_probs` of a whole step, as in `log_probs`."""
+        return _handed_out(self.reference_log_probs(batch, self._whole(batch).reference))
+
+    def update(self, batch: TrainBatch) -> UpdateResult:
+        """`update_replica` of a whole step, the same batch on every rank, which selects the loss's tokens and counts by itself."""
+        check_batch(batch, self.model)
+        cut = self._cut(batch)
+        if batch.advantages is not None and batch.old_log_probs is not None:
+            batch = self._with_selection(batch, cut.slices)
+        counts = [_count(batch.rows(rows)) for rows in cut.slices]
+        parts = self.update_replica(batch, cut.of(mpu.get_data_parallel_rank()).mini_batches, counts)
+        return UpdateResult(parts, list(cut.loads) if parallel.holds_result() and mpu.get_data_parallel_rank() == 0 else [])
+
+    @needs(PARAMETERS)
+    def policy_log_probs(self, batch: TrainBatch, micros: Sequence[MicroBatch]) -> RowResult | None:
         """Log-probabilities of the response tokens under the current weights, at the batch's temperatures: the old policy of a step.
 
-        Each data-parallel replica computes its share of the rows; the rank that holds its results returns them, the
-        others None.
+        `batch` holds at least the rows of this replica's `micros`. Every rank of the last pipeline stage returns them,
+        the others None.
         """
-        micros = self._log_prob_micros(batch, Splitter.for_log_probs(self.config.actor, self.layout, self.model))
+        check_batch(batch, self.model)
         if self.routing is None:
             return self._log_probs(batch, micros, nothing_around)
         self.routing.begin_step()
         return self._log_probs(batch, micros, self.routing.recording)
 
     @needs(PARAMETERS)
-    def ref_log_probs(self, batch: TrainBatch) -> RowResult | None:
+    def reference_log_probs(self, batch: TrainBatch, micros: Sequence[MicroBatch]) -> RowResult | None:
         """The same under the reference model's weights."""
         if self.reference is None:
             raise RuntimeError("no reference model was loaded: algorithm.use_kl_loss and use_kl_in_reward are both false")
-        micros = self._log_prob_micros(batch, Splitter.for_reference(self.config.actor, self.config.ref, self.layout, self.model))
+        check_batch(batch, self.model)
         with self.reference.in_place():
             return self._log_probs(batch, micros, self.routing.supplying if self.routing else nothing_around)
 
-    def _log_probs(self, batch: TrainBatch, micros: list[MicroBatch], around: Around) -> RowResult | None:
+    def _log_probs(self, batch: TrainBatch, micros: Sequence[MicroBatch], around: Around) -> RowResult | None:
         batch = replace(batch, keep=None)  # what is rejected from the loss has log-probs all the same
         inputs = self._inputs(batch, micros)
         outputs = log_prob_pass(self.chunks, inputs, self.model.vocab_size, around)
-        if not parallel.holds_result():
+        if not parallel.on_last_stage():
             return None
         kept = [(m, i, o) for m, i, o in zip(micros, inputs, outputs, strict=True) if not m.is_filler]
         rows = np.concatenate([m.rows for m, _, _ in kept]) if kept else np.zeros(0, np.int64)
@@ -160,47 +178,42 @@ class MegatronActor:
         return RowResult(rows, np.concatenate([np.zeros(0, np.float32), *log_probs]), entropy.get("entropy", (0.0, 0.0)))
 
     @needs(PARAMETERS, GRADIENTS, OPTIMIZER)
-    def update(self, batch: TrainBatch) -> UpdateResult:
-        """One optimizer step per mini-batch, in the order of the rows. Needs `old_log_probs` and `advantages`.
+    def update_replica(
+        self, batch: TrainBatch, mini_batches: Sequence[Sequence[MicroBatch]], counts: Sequence[Denominators]
+    ) -> list[FloatParts]:
+        """One optimizer step per mini-batch. `batch` holds at least the rows of this replica's micro-batches, with `old_log_probs` and
+        `advantages` on the last pipeline stage; `counts` are of whole mini-batches, over all replicas.
 
-        `parts` has one entry per mini-batch on the ranks that hold results; the last, on one rank of every pipeline
-        stage the only one, has what is known of the stage's routers and switches. `loads` come from one rank. A mini-batch whose
-        gradient norm is not finite, or whose tokens are all rejected, changes nothing and counts in
-        `actor/skipped_updates`. Raises NumericAbort, on all ranks, at the trainer.max_skipped_updates-th such
-        mini-batch in a row.
+        Returns metrics that add up, one entry per mini-batch, on the ranks that hold results; the last, on one rank of
+        every pipeline stage the only one, has what is known of the stage's routers and switches. A mini-batch whose gradient norm is
+        not finite, or whose tokens are all rejected, changes nothing and counts in `actor/skipped_updates`. Raises
+        NumericAbort, on all ranks, at the trainer.max_skipped_updates-th such mini-batch in a row.
         """
         check_batch(batch, self.model)
-        if batch.old_log_probs is None or batch.advantages is None:
+        if parallel.on_last_stage() and (batch.old_log_probs is None or batch.advantages is None):
             raise DataError("an update needs old_log_probs and advantages in the batch")
-        parts, loads = [], []
         self.traces.begin()
-        for rows in self._mini_batches(batch):
-            mini_batch = batch.rows(rows)
-            shares = self.update_splitter.shares(mini_batch.lengths)
-            part = self._update_once(mini_batch, shares)
-            if part is not None:
-                parts.append(part)
-                loads.append(self.update_splitter.load(mini_batch.lengths, shares))
-        seen = (self.routing.metrics() if self.routing else {}) | self.traces.metrics()
-        if seen:
+        parts = [self._update_once(batch, micros, count) for micros, count in zip(mini_batches, counts, strict=True)]
+        parts = [part for part in parts if part is not None]
+        if seen := (self.routing.metrics() if self.routing else {}) | self.traces.metrics():
             parts[-1:] = [(parts[-1] if parts else {}) | seen]
-        return UpdateResult(parts, loads if mpu.get_data_parallel_rank() == 0 else [])
+        return parts
+
+    def gradients(self, batch: TrainBatch) -> list[FloatParts]:
+        """Leaves the gradient of the loss over a whole batch, the same on every rank, as one mini-batch, in the chunks' buffers.
+
+        Returns the loss metrics of this replica's micro-batches on the ranks that hold results, an empty list elsewhere.
+        """
+        shares = self._update_splitter.shares(batch.lengths)
+        whole = self._with_selection(batch, (slice(0, len(batch)),))
+        return self._gradients(whole, shares[mpu.get_data_parallel_rank()], _count(batch))
 
     @needs(PARAMETERS, GRADIENTS)
-    def gradients(self, batch: TrainBatch, shares: Shares | None = None) -> list[FloatParts]:
-        """Leaves the gradient of the loss over the whole batch, as one mini-batch, in the chunks' buffers.
-
-        `shares`: how the batch is cut, where the caller knows it. Returns the loss metrics of this replica's
-        micro-batches on the ranks that hold results, an empty list elsewhere.
-        """
-        mask, lengths = batch.loss_mask, batch.response_lengths
-        batch = replace(batch, selected=select(self.loss_parameters, batch.advantages, batch.old_log_probs, mask, lengths))
-        shares = shares or self.update_splitter.shares(batch.lengths)
-        inputs = self._inputs(batch, shares[mpu.get_data_parallel_rank()])
-        denominators = Denominators(tokens=int(mask.sum()), sequences=int((row_sums(mask, lengths) > 0).sum()))
+    def _gradients(self, batch: TrainBatch, micros: Sequence[MicroBatch], count: Denominators) -> list[FloatParts]:
+        inputs = self._inputs(batch, micros)
         zero_gradients(self.chunks, self.optimizer)
         around = self.routing.comparing if self.routing else nothing_around
-        parts = loss_pass(self.chunks, inputs, self.model.vocab_size, self.loss_parameters, denominators, around)
+        parts = loss_pass(self.chunks, inputs, self.model.vocab_size, self.loss_parameters, count, around)
         if self.routing:
             self.routing.check_recomputed()
         return [to_floats(p) for p in parts] if parallel.holds_result() else []
@@ -214,12 +227,29 @@ class MegatronActor:
         """Leaves the process groups. Safe to call twice."""
         parallel.close()
 
-    def _mini_batches(self, batch: TrainBatch) -> Iterator[slice]:
-        return mini_batches(len(batch), self.config.actor.ppo_mini_batch_size * self.config.rollout.n)
+    @property
+    def _update_splitter(self) -> Splitter:
+        return Splitter.for_update(self.config.actor, self.layout, self.model)
 
-    def _update_once(self, batch: TrainBatch, shares: Shares) -> FloatParts | None:
-        trained = bool(batch.loss_mask.any())  # the same on every rank: each holds the whole batch
-        losses = self.gradients(batch, shares) if trained else []
+    def _cut(self, batch: TrainBatch) -> StepCut:
+        return step_cut(self.config, self.layout, self.model, batch.lengths)
+
+    def _whole(self, batch: TrainBatch) -> ReplicaCut:
+        """This replica's part of a step that it has all rows of."""
+        check_batch(batch, self.model)
+        return self._cut(batch).of(mpu.get_data_parallel_rank())
+
+    def _with_selection(self, batch: TrainBatch, mini_batches: Sequence[slice]) -> TrainBatch:
+        parts = [batch.rows(rows) for rows in mini_batches]
+        found = [
+            select(self.loss_parameters, p.advantages, p.old_log_probs, p.loss_mask, p.response_lengths)
+            for p in parts
+        ]  # fmt: skip
+        return batch if any(each is None for each in found) else replace(batch, selected=np.concatenate(found))
+
+    def _update_once(self, batch: TrainBatch, micros: Sequence[MicroBatch], count: Denominators) -> FloatParts | None:
+        trained = count.tokens > 0  # of all replicas, so all of them skip together
+        losses = self._gradients(batch, micros, count) if trained else []
         result = step(self.optimizer, self.scheduler) if trained else StepResult(False, math.nan, current_lr(self.optimizer))
         self.num_updates += result.applied
         self._count_skipped(result, trained)
@@ -238,54 +268,24 @@ class MegatronActor:
                 f"{self.num_updates} updates before. Look at the samples of the last steps and resume with a smaller actor.optim.lr"
             )
 
-    def _log_prob_micros(self, batch: TrainBatch, own: Splitter | None) -> list[MicroBatch]:
-        """As the update will cut the batch, unless the pass has limits of its own: the same sums then give the same bits."""
-        check_batch(batch, self.model)
-        if own is not None:
-            return list(self._micros(batch, own))
-        micros = []
-        for rows in self._mini_batches(batch):
-            part = self._micros(batch.rows(rows), self.update_splitter)
-            micros += [replace(micro, rows=rows.start + micro.rows) for micro in part]
-        return micros
-
-    def _micros(self, batch: TrainBatch, splitter: Splitter) -> tuple[MicroBatch, ...]:
-        """This data-parallel replica's micro-batches."""
-        return splitter.shares(batch.lengths)[mpu.get_data_parallel_rank()]
-
     def _inputs(self, batch: TrainBatch, micros: Sequence[MicroBatch]) -> list[MicroInputs]:
         """What this rank computes of each micro-batch."""
-        shape, context_rank = self.update_splitter.shape, mpu.get_context_parallel_rank()
+        shape, context_rank = self._update_splitter.shape, mpu.get_context_parallel_rank()
         cut = (micro_inputs(batch, micro.rows, shape, context_rank, micro.is_filler) for micro in micros)
         return [on_device(inputs, self.platform.device) for inputs in cut]
+
+
+def _handed_out(result: RowResult | None) -> RowResult | None:
+    return result if parallel.holds_result() else None
+
+
+def _count(batch: TrainBatch) -> Denominators:
+    """Of all of it."""
+    trained = row_sums(batch.loss_mask, batch.response_lengths)
+    return Denominators(tokens=int(trained.sum()), sequences=int((trained > 0).sum()))
 
 
 def _step_metrics(result: StepResult) -> FloatParts:
     """The same on every rank, so one rank hands them out."""
     norm = {"actor/grad_norm": (result.grad_norm, 1.0)} if result.applied else {}
     return norm | {"actor/lr": (result.lr, 1.0), "actor/skipped_updates": (float(not result.applied), 1.0)}
-
-
-def _loss_parameters(config: RunConfig) -> PolicyLossParameters:
-    loss = config.algorithm.policy_loss
-    if loss.custom is not None:
-        load_custom_loss(loss.custom.path, loss.loss_mode)
-    return PolicyLossParameters(
-        loss_mode=loss.loss_mode,
-        loss_agg_mode=loss.loss_agg_mode,
-        clip_ratio_low=loss.clip_ratio_low,
-        clip_ratio_high=loss.clip_ratio_high,
-        clip_ratio_c=loss.clip_ratio_c,
-        loss_scale_factor=loss.loss_scale_factor,
-        entropy_coeff=config.algorithm.entropy_coeff,
-        kl_loss_coef=config.algorithm.kl_loss_coef if config.algorithm.use_kl_loss else 0.0,
-        kl_loss_type=config.algorithm.kl_loss_type,
-        tau_pos=loss.tau_pos,
-        tau_neg=loss.tau_neg,
-        clip_cov_ratio=loss.clip_cov_ratio,
-        clip_cov_lb=loss.clip_cov_lb,
-        clip_cov_ub=loss.clip_cov_ub,
-        kl_cov_ratio=loss.kl_cov_ratio,
-        ppo_kl_coef=loss.ppo_kl_coef,
-        custom=loss.custom.parameters if loss.custom else {},
-    )

@@ -115,15 +115,15 @@ class Splitter:
             per_pair=per_pair,
         )
 
-    def shares(self, lengths: np.ndarray) -> Shares:
+    def shares(self, lengths: np.ndarray, owners: list[np.ndarray] | None = None) -> Shares:
         """Every row is in exactly one micro-batch that is no filler. `lengths` [rows] are tokens per row.
 
-        Rows are dealt over ranks in equal numbers and at equal cost; so are a rank's rows over its micro-batches where
-        sequences are packed, and rows of like length go together where they are padded. The largest forward comes
-        first. Raises DataError for a row above the limit.
+        Where `owners` does not say whose each row is, rows are dealt over ranks in equal numbers and at equal cost; so are a
+        rank's rows over its micro-batches where sequences are packed, and rows of like length go together where they are
+        padded. The largest forward comes first. Raises DataError for a row above the limit.
         """
         costs = sequence_costs(lengths, self.per_token, self.per_pair)
-        ranks = balanced_parts(costs, self.data_parallel)
+        ranks = balanced_parts(costs, self.data_parallel) if owners is None else owners
         count = self._first_count(lengths, ranks)
         while True:
             count = round_up(count, self.count_multiple)

@@ -65,4 +65,9 @@ def close() -> None:
 def holds_result() -> bool:
     """True on the ranks that hand out results of the last pipeline stage: one per data-parallel replica."""
     first = mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_context_parallel_rank() == 0
-    return first and mpu.is_pipeline_last_stage(ignore_virtual=True)
+    return first and on_last_stage()
+
+
+def on_last_stage() -> bool:
+    """True on the ranks that compute log-probs and losses."""
+    return mpu.is_pipeline_last_stage(ignore_virtual=True)

@@ -15,7 +15,7 @@ from mrl.plan.engine_memory import EngineMemory
 from mrl.plan.memory_phases import HOST_CURES, ActorBytes
 from mrl.plan.model_state import stage_numel
 from mrl.plan.plan_inputs import BatchPlan, PlanInputs, precision_of, sync_budget
-from mrl.plan.step_batch import host_batch_bytes
+from mrl.plan.step_batch import held_bytes, stored_bytes
 from mrl.platforms.hosting import get_hosting
 from mrl.reshard.setup import pair_route
 
@@ -29,12 +29,17 @@ def host_section(
     workers: Sequence[Place],
 ) -> dict[str, Any]:
     """Bytes of the fullest node by term, and of the process of each kind that has most. `actors`: by pipeline stage."""
-    of_ranks = [actors[inputs.train.dense_coords(rank).pp].host | {"save": save_bytes(inputs, rank)} for rank in range(len(ranks))]
+    held = held_bytes(inputs, batch)
+    of_ranks = [
+        actors[inputs.train.dense_coords(rank).pp].host | {"save": save_bytes(inputs, rank), "samples": held} for rank in range(len(ranks))
+    ]
     of_workers = [_worker_terms(inputs, engine, place, ranks) for place in workers]
     nodes: dict[int, Counter[str]] = {}
     for place, terms in zip((*ranks, *workers), (*of_ranks, *of_workers), strict=True):
         nodes.setdefault(place.node, Counter()).update(terms)
-    terms = dict(max(nodes.values(), key=lambda node: node.total())) | {"batch": host_batch_bytes(inputs, batch)}
+    for node, stored in object_stores(inputs, batch, ranks, workers).items():
+        nodes[node]["object_store"] = stored
+    terms = dict(max(nodes.values(), key=lambda node: node.total()))
     terms = {name: size for name, size in terms.items() if size}
     used, limit = sum(terms.values()), inputs.device.host_memory
     largest = max(terms, key=lambda name: terms[name])
@@ -47,6 +52,16 @@ def host_section(
         "bytes_of_a_rank": max(sum(rank.values()) for rank in of_ranks),
         "bytes_of_a_worker": max(sum(worker.values()) for worker in of_workers),
     }
+
+
+def object_stores(inputs: PlanInputs, batch: BatchPlan, ranks: Sequence[Place], workers: Sequence[Place]) -> dict[int, int]:
+    """Bytes by node: what its engines generated, and what its ranks fetch of the rest, as if all of that came from other nodes."""
+    whole, stores = stored_bytes(inputs, batch), {}
+    for node in {place.node for place in (*ranks, *workers)}:
+        generated = sum(place.node == node for place in workers) / len(workers)
+        replicas = {inputs.train.dense_coords(rank).dp for rank, place in enumerate(ranks) if place.node == node}
+        stores[node] = round(whole * min(1.0, generated + len(replicas) / inputs.train.data))
+    return stores
 
 
 def save_bytes(inputs: PlanInputs, rank: int) -> int:

@@ -9,6 +9,7 @@ from mrl.plan.step_batch import SampleBytes
 
 _MORE_MEMORY = "take nodes with more memory"
 # largest term of a node's host memory -> what to change
+_FEWER_SAMPLES = "a smaller data.train_batch_size or rollout.n, or actor.router_replay: disabled where routes are most of it"
 HOST_CURES = {
     "parameters": f"switch off actor.param_offload, or {_MORE_MEMORY}",
     "optimizer": f"switch off actor.optimizer_offload, or {_MORE_MEMORY}",
@@ -17,7 +18,8 @@ HOST_CURES = {
     "save": f"{_MORE_MEMORY}, or spread the actor over more of them: every checkpoint is written from a copy on the host",
     "staging": "a smaller reshard.budget_mb",
     "engine_weights": f"cluster.placement: separate, or {_MORE_MEMORY}",
-    "batch": "a smaller data.train_batch_size or rollout.n, or actor.router_replay: disabled where routes are most of it",
+    "samples": _FEWER_SAMPLES,
+    "object_store": _FEWER_SAMPLES,
 }
 # largest term -> what to change, the likeliest help first
 CURES = {

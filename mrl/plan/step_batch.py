@@ -15,11 +15,9 @@ from mrl.model.layout import TrainLayout
 from mrl.plan.model_state import layer_kinds
 from mrl.plan.plan_inputs import BatchPlan, PlanInputs
 
-_F32, _INT32, _INT64 = 4, 4, 8
+_F32, _F64, _INT32, _INT64 = 4, 8, 4, 8
 _A_TOKEN = 2 * _INT64 + 2  # its number and position; whether it is real, whether it predicts
 _A_TARGET = 3 * _INT64 + _F32  # who predicts it, its number, its place; its temperature
-_SAMPLE_COPIES = 3  # while groups are formed: responses as they came, by group, and joined again
-_BATCH_COPIES = 2  # on the fullest node: the loop's own, and that in Ray's object store, which ranks read in place
 _NARROW_CHOICES = 256  # experts whose numbers fit into a byte (mrl/megatron/routing.py)
 
 
@@ -85,12 +83,20 @@ def _moe_layers(model: ModelSpec, train: TrainLayout, pp: int) -> int:
     return sum(sum(layer_kinds(model, train, pp, vp)) for vp in range(train.virtual_pipeline))
 
 
-def host_batch_bytes(inputs: PlanInputs, batch: BatchPlan) -> int:
-    """Of a step's samples on the node where the loop runs, at the fuller of two moments."""
-    data, algorithm = inputs.config.data, inputs.config.algorithm
-    tokens = batch.samples * (data.max_prompt_length + data.max_response_length)
-    response = batch.samples * data.max_response_length
-    by_response = [*_response_arrays(inputs)[:-1]] + [1] * algorithm.overlong_filter  # the loop has no selection
-    routes = tokens * _route_bytes(inputs.model) * (inputs.config.actor.router_replay == "R3")
-    samples = tokens * _INT32 + response * _F32 + routes
-    return max(_SAMPLE_COPIES * samples, _BATCH_COPIES * (samples + response * sum(by_response)))
+def stored_bytes(inputs: PlanInputs, batch: BatchPlan) -> int:
+    """Of a step's responses in the object stores of all nodes together, each once."""
+    return _columns(inputs, batch.samples)
+
+
+def held_bytes(inputs: PlanInputs, batch: BatchPlan) -> int:
+    """On the host of a rank: its replica's rows (mrl/cluster/replica_rows.py) and what is computed of their tokens."""
+    rows = -(-batch.samples // inputs.train.data)
+    arrays = sum(_response_arrays(inputs)) + _F64 * inputs.config.algorithm.use_kl_in_reward  # penalties
+    return _columns(inputs, rows) + rows * inputs.config.data.max_response_length * arrays
+
+
+def _columns(inputs: PlanInputs, rows: int) -> int:
+    """Of samples as columns."""
+    data = inputs.config.data
+    routes = _route_bytes(inputs.model) * (inputs.config.actor.router_replay == "R3")
+    return rows * ((data.max_prompt_length + data.max_response_length) * (_INT32 + routes) + data.max_response_length * _F32)

@@ -2,6 +2,5 @@
 
 `spec.py` is the torch-free table of every metric (name, reduction, unit, meaning). Main types: RunDir, Record with its
 Views, MetricSpec. metrics.jsonl is the record and must be written; each view has a thread of its own and can neither
-stop training nor delay it. May import: mrl.errors, and Samples and TrainBatch of mrl.data, which metrics and files of
-samples are read off.
+stop training nor delay it. May import: mrl.errors, and mrl.data.samples, whose rows metrics and files are read off.
 """

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from mrl.data.batch import TrainBatch
+from mrl.data.samples import SampleRows
 from mrl.record.spec import DEVIATIONS, metric_spec
 
 FloatParts = Mapping[str, tuple[float, float]]  # mean: (sum of value x weight, sum of weight); any other kind: (value, 1)
@@ -66,14 +66,22 @@ def reward_metrics(scores: np.ndarray, rewards: np.ndarray) -> dict[str, float]:
     return distribution("critic/score", scores) | distribution("critic/rewards", rewards)
 
 
-def batch_metrics(batch: TrainBatch, max_prompt_length: int, max_response_length: int) -> dict[str, float]:
-    """Lengths, and advantages over response tokens; returns are the advantages, as in every estimator without a critic."""
-    metrics = _length_metrics("prompt_length", batch.prompt_lengths, max_prompt_length)
-    metrics |= _length_metrics("response_length", batch.response_lengths, max_response_length)
-    if batch.advantages is not None:
-        trained = batch.advantages[batch.loss_mask]
-        metrics |= distribution("critic/advantages", trained) | distribution("critic/returns", trained)
-    return metrics
+def length_metrics(rows: SampleRows, max_prompt_length: int, max_response_length: int) -> dict[str, float]:
+    """`prompt_length/*` and `response_length/*`."""
+    metrics = _length_metrics("prompt_length", rows.prompt_lengths, max_prompt_length)
+    return metrics | _length_metrics("response_length", rows.response_lengths, max_response_length)
+
+
+def advantage_metrics(of_rows: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Advantages over trained tokens, from each row's `count`, `sum`, `low` and `high`; nothing of none.
+
+    Returns are the advantages, as in every estimator without a critic.
+    """
+    count = int(of_rows["count"].sum())
+    if not count:
+        return {}
+    values = {"mean": math.fsum(of_rows["sum"].tolist()) / count, "max": float(of_rows["high"].max()), "min": float(of_rows["low"].min())}
+    return {f"critic/{what}/{name}": value for what in ("advantages", "returns") for name, value in values.items()}
 
 
 def _length_metrics(prefix: str, lengths: np.ndarray, longest: int) -> dict[str, float]:
@@ -97,14 +105,14 @@ def seqlen_metrics(lengths: np.ndarray, trained_tokens: Sequence[int]) -> dict[s
     }
 
 
-def speed_metrics(batch: TrainBatch, seconds: Mapping[str, float], devices: int) -> dict[str, float]:
+def speed_metrics(rows: SampleRows, seconds: Mapping[str, float], devices: int) -> dict[str, float]:
     """`perf/*` and `timing_per_token_ms/*` from the phases' seconds (without the `timing_s/` prefix).
 
     `devices` counts all devices of the run, trainer's and engines'. Throughput is prompt and response tokens over step
     time and devices.
     """
-    response = int(batch.response_lengths.sum())
-    total = response + int(batch.prompt_lengths.sum())
+    response = int(rows.response_lengths.sum())
+    total = response + int(rows.prompt_lengths.sum())
     shares = {name: response if name == GENERATING else total for name in PER_TOKEN_PHASES}
     metrics = {f"timing_per_token_ms/{name}": 1e3 * seconds[name] / tokens for name, tokens in shares.items() if name in seconds and tokens}
     metrics["perf/total_num_tokens"] = float(total)

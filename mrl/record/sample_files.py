@@ -8,7 +8,7 @@ have `step-N.jsonl`, which `read_samples` reads alike.
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mrl.data.samples import STOP_REASONS, Samples
+from mrl.data.samples import STOP_REASONS, Samples, packed
 from mrl.record.run_dir import json_line
 
 RewardParts = Mapping[str, Any]  # `score`, `reason` and whatever else the reward function returned
@@ -25,14 +25,18 @@ OWN_COLUMNS = ("score", "reason")  # parts that every reward has
 ROWS_AT_ONCE = 64  # of a row group: what a reader has to decompress for one response
 
 
-def write_samples(folder: Path, step: int, samples: Samples, rewards: Sequence[RewardParts]) -> Path:
-    """Writes `folder/step-N.parquet`, which appears whole or not at all.
+def write_samples(folder: Path, step: int, pieces: Iterable[Samples], rewards: Sequence[RewardParts]) -> Path:
+    """Writes `folder/step-N.parquet`, which appears whole or not at all; `rewards` are of all rows of all pieces, in order.
 
     Routes are left out: they are hundreds of bytes a token, and an engine of that weight version would give them again.
     """
     path = folder / f"step-{step}.parquet"
     work = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    pq.write_table(_table(samples, rewards), work, compression="zstd", row_group_size=ROWS_AT_ONCE)
+    done = 0
+    with pq.ParquetWriter(work, _table(packed([]), []).schema, compression="zstd") as file:
+        for piece in pieces:
+            file.write_table(_table(piece, rewards[done : done + len(piece)]), row_group_size=ROWS_AT_ONCE)
+            done += len(piece)
     with work.open("rb+") as file:
         os.fsync(file.fileno())
     work.replace(path)
@@ -59,6 +63,7 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
 def _table(samples: Samples, rewards: Sequence[RewardParts]) -> pa.Table:
     """Lists are the flat columns and where rows end: no number is copied one by one."""
     of_prompts = np.repeat(np.tile([True, False], len(samples)), _alternating(samples.prompt_lengths, samples.response_lengths))
+    own = [json_line({k: v for k, v in parts.items() if k not in OWN_COLUMNS}).rstrip() for parts in rewards]
     spans = pa.StructArray.from_arrays([samples.span_starts, samples.span_versions], ["first_token", "version"])
     return pa.table(
         {
@@ -69,7 +74,7 @@ def _table(samples: Samples, rewards: Sequence[RewardParts]) -> pa.Table:
             "stop_reason": pa.DictionaryArray.from_arrays(pa.array(samples.stop_reason, pa.int8()), list(STOP_REASONS)).dictionary_decode(),
             "weight_version": _lists(spans, samples.span_counts),
             **{name: pa.array([parts.get(name) for parts in rewards], kind) for name, kind in zip(OWN_COLUMNS, _KINDS, strict=True)},
-            "reward": [json_line({k: v for k, v in parts.items() if k not in OWN_COLUMNS}).rstrip() for parts in rewards],
+            "reward": pa.array(own, pa.string()),
         }
     )
 

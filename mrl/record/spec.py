@@ -125,7 +125,7 @@ _TIMING = [
     _phase("save_checkpoint", "saving, as far as training waits for it"),
     _phase("testing", "validation"),
     _phase("switch", "hand-overs of shared devices before log-probs and before the update"),
-    _phase("record", "writing the step's samples"),
+    _phase("record", "waiting for the writer of samples, which is a step behind at most"),
     _phase("step", "the whole step"),
     _phase("outside", "of the step, what no phase counts"),
     MetricSpec("timing_per_token_ms/gen", "max", "ms/token", "Generation time over response tokens"),

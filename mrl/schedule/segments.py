@@ -57,7 +57,12 @@ def joined(kept: Samples, more: Samples) -> Samples:
     _check_goes_on(kept, more)
     given = {which.name: _column(which, kept, more) for which in fields(Samples) if getattr(kept, which.name) is not None}
     starts, versions, counts = _spans(kept, more)
-    own = {"response_lengths": kept.response_lengths + more.response_lengths, "stop_reason": more.stop_reason}
+    own = {
+        "response_lengths": kept.response_lengths + more.response_lengths,
+        "stop_reason": more.stop_reason,
+        "finite": kept.finite & more.finite,
+        "routed": kept.routed | more.routed,
+    }
     return Samples(**{**given, **own, "span_starts": starts, "span_versions": versions, "span_counts": counts})
 
 

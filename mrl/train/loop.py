@@ -5,32 +5,34 @@
     gen, reward      prompts, engines, reward pool      Rollouts: samples, rewards            rollouts.py
        |  ^__________ further prompts, until the batch is full
        v
-    old_log_prob     samples, actor                     batch + old_log_probs                 update.py
-    ref              batch, reference model             batch + ref_log_probs                 update.py
-    adv              batch, rewards, KL penalties       batch + mask, weights, advantages     update.py
+    old_log_prob     samples, actor                     TrainedStep: rows on ranks, log-probs update.py
+    ref              the step, reference model          its log-probs, on the ranks           update.py
+    adv              the step, rewards                  masks, weights, advantages, there     update.py
        |
        |   until here nothing is changed and a signal ends the step; from here it runs to its end
        v
-    update_actor     batch, actor                       new weights in the actor's ranks      update.py
+    update_actor     the step                           new weights in the actor's ranks      update.py
     reshard          actor, engines                     the same weights in every engine      cluster/weight_sync.py
     testing          held-out prompts, engines          validation metrics                    validation.py
     save_checkpoint  actor, state                       checkpoints/step-N, written beside    saving.py
 
 Between them stand the hand-overs of placement.py, where engines and actor take turns on the same devices.
 
-An example, parallel_configs/tiny-moe/cpu.yaml: 64 prompts x 8 responses of up to 4 tokens are 512 samples; the batch's
-columns have 512 rows, end to end and without padding (data/samples.py); mini-batches of 16 prompts make 4 updates of 128 rows each.
+An example, parallel_configs/tiny-moe/cpu.yaml: 64 prompts x 8 responses of up to 4 tokens are 512 samples, 512 rows of
+columns (data/samples.py); mini-batches of 16 prompts make 4 updates of 128 rows each.
 
-Large things stay where they are: weights in ranks and engines, the batch behind one reference for all ranks. The driver
-holds token ids, numbers a token, and metrics. What a run consists of stands in run.py.
+Large things stay where they are: weights in ranks and engines, responses in the object stores of the engines' nodes until
+a rank fetches those that it trains on. The driver holds prompts, numbers a response, references and metrics. What a run
+consists of stands in run.py.
 """
 
+from mrl.cluster.trained_step import TrainedStep
 from mrl.errors import Interrupted
 from mrl.record.metrics import PhaseTimer
-from mrl.train.reporting import memory_metrics, sample_metrics, time_metrics, write_rollouts
+from mrl.train.reporting import memory_metrics, reward_parts, sample_metrics, time_metrics
 from mrl.train.rollouts import gather_rollouts
 from mrl.train.run import Run
-from mrl.train.update import kl_penalties, update, with_advantages, with_corrections, with_old_log_probs, with_ref_log_probs
+from mrl.train.update import advantages, corrections, old_log_probs, update
 from mrl.train.validation import validate
 
 
@@ -58,23 +60,23 @@ def train_step(run: Run) -> None:
             run.placement.to_generation()
         rollouts = gather_rollouts(config, run.responder, run.train_prompts, run.state.cursor, step, timer)
         with timer("record"):
-            write_rollouts(run.run_dir.samples, step, rollouts)
+            run.sample_writer.write(step, rollouts.samples, reward_parts(rollouts))  # goes on beside what follows
         with timer("switch"):
             run.placement.to_log_probs()
         with timer("old_log_prob"):
-            batch, policy_metrics = with_old_log_probs(config, actor, rollouts.samples)
+            trained = TrainedStep(actor, rollouts.samples)
+            policy_metrics = old_log_probs(config, trained)
         if algorithm.needs_reference:
             with timer("ref"):
-                batch = with_ref_log_probs(actor, batch)
+                trained.ref_log_probs()
         with timer("adv"):
-            penalties, kl_metrics = kl_penalties(algorithm, batch)
-            batch, correction_metrics = with_corrections(algorithm, batch, rollouts.samples)
-            batch = with_advantages(algorithm, batch, rollouts, penalties)
+            corrected, correction_metrics = corrections(algorithm, trained)
+            advantage_metrics = advantages(config, trained, rollouts, corrected)
         run.stop.hold()
         with timer("switch"):
             run.placement.to_update()
         with timer("update_actor"):
-            update_metrics = update(actor, batch)
+            update_metrics = update(trained, corrected)
         save_metrics, saves = run.saver.finished(), due(config.trainer.save_freq, step, run.total_steps)
         if saves:
             with timer("save_checkpoint"):
@@ -82,8 +84,8 @@ def train_step(run: Run) -> None:
         with timer("reshard"):
             sync_metrics = run.placement.to_engines(step)
         run.state = run.state.advanced(rollouts.cursor)
-        metrics = sample_metrics(config.data, run.state.cursor.epoch, batch, rollouts) | rollouts.metrics
-        metrics |= policy_metrics | correction_metrics | kl_metrics | update_metrics | sync_metrics | run.placement.seconds()
+        metrics = sample_metrics(config.data, run.state.cursor.epoch, rollouts) | rollouts.metrics
+        metrics |= policy_metrics | correction_metrics | advantage_metrics | update_metrics | sync_metrics | run.placement.seconds()
         if due(config.trainer.test_freq, step, run.total_steps):
             with timer("testing"):
                 metrics |= held_out_metrics(run)
@@ -92,7 +94,7 @@ def train_step(run: Run) -> None:
             with timer("save_checkpoint"):
                 metrics |= run.saver.write(run.state, metrics)
     metrics |= {"training/failed_saves": float(run.saver.failed_saves)}
-    metrics |= time_metrics(config, timer, batch) | memory_metrics()
+    metrics |= time_metrics(config, timer, rollouts) | memory_metrics()
     run.record.write(step, metrics)
     run.stop.release()
 

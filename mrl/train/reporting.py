@@ -2,17 +2,14 @@
 
 from collections.abc import Callable, Mapping
 from math import sqrt
-from pathlib import Path
 
 import numpy as np
 import psutil
 
 from mrl.config.rollout_rules import filters, needed_devices
 from mrl.config.schema import DataConfig, RunConfig
-from mrl.data.batch import TrainBatch
 from mrl.platforms.hosting import get_hosting
-from mrl.record.metrics import PhaseTimer, batch_metrics, reward_metrics, speed_metrics
-from mrl.record.sample_files import write_samples
+from mrl.record.metrics import PhaseTimer, length_metrics, reward_metrics, speed_metrics
 from mrl.record.sinks import Record
 from mrl.record.views import Rows
 from mrl.train.rollouts import Rollouts
@@ -25,25 +22,24 @@ FIRST_STEPS, DRIFT_FACTOR, DRIFT_FLOOR = 5, 5.0, 1e-4  # below the floor even a 
 PAPER_BAND, PAPER_LENGTH = 3e-4, 1000  # GSPO's lower clip, and the response length in tokens at which it fits
 
 
-def write_rollouts(folder: Path, step: int, rollouts: Rollouts) -> None:
-    """`folder/step-N.parquet`: token ids, log-probs, weight versions and rewards of the step's samples."""
-    parts = [{**result.parts, "score": result.score, "reason": result.reason} for result in rollouts.results]
-    write_samples(folder, step, rollouts.samples, parts)
+def reward_parts(rollouts: Rollouts) -> list[dict[str, float | str]]:
+    """What is written of the rewards of the step's samples."""
+    return [{**result.parts, "score": result.score, "reason": result.reason} for result in rollouts.results]
 
 
-def sample_metrics(data: DataConfig, epoch: int, batch: TrainBatch, rollouts: Rollouts) -> dict[str, float]:
-    """What the step's samples say: lengths, scores, rewards after penalties, advantages."""
+def sample_metrics(data: DataConfig, epoch: int, rollouts: Rollouts) -> dict[str, float]:
+    """What the step's samples say: lengths, scores, rewards after penalties."""
     scores = np.array([result.score for result in rollouts.results])
     return {
         "training/epoch": float(epoch),
         **reward_metrics(scores, rollouts.rewards),
-        **batch_metrics(batch, data.max_prompt_length, data.max_response_length),
+        **length_metrics(rollouts.samples.rows, data.max_prompt_length, data.max_response_length),
     }
 
 
-def time_metrics(config: RunConfig, timer: PhaseTimer, batch: TrainBatch) -> dict[str, float]:
+def time_metrics(config: RunConfig, timer: PhaseTimer, rollouts: Rollouts) -> dict[str, float]:
     """Seconds of the step's phases, and tokens over time and devices, trainer's and engines'."""
-    return timer.metrics() | speed_metrics(batch, timer.seconds, needed_devices(config))
+    return timer.metrics() | speed_metrics(rollouts.samples.rows, timer.seconds, needed_devices(config))
 
 
 def memory_metrics() -> dict[str, float]:

@@ -18,12 +18,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from mrl.algo.advantages import soft_overlong_penalty
-from mrl.algo.rows import row_sums
 from mrl.cluster.rollout_group import RolloutGroup
+from mrl.cluster.stored_samples import StoredSamples
 from mrl.config.schema import FilterGroupsConfig, RewardConfig, RunConfig
 from mrl.data.batch import Prompt
 from mrl.data.order import DataCursor, PromptStream
-from mrl.data.samples import Samples
+from mrl.data.samples import SampleRows
 from mrl.errors import DataError, NumericAbort
 from mrl.record.metrics import PhaseTimer
 from mrl.reward.items import OK, RewardItem, RewardResult, check_failures, failure_counts, failures_at_the_bottom
@@ -53,7 +53,7 @@ class Responder:
     display: Progress
     poll: Callable[[], None]  # raises Interrupted once the run is to stop
 
-    def respond(self, prompts: list[Prompt], n: int, sampling: Sampling, seed: Callable[[Prompt, int], int], label: str) -> Samples:
+    def respond(self, prompts: list[Prompt], n: int, sampling: Sampling, seed: Callable[[Prompt, int], int], label: str) -> StoredSamples:
         """`n` responses a prompt, ordered by prompt; each goes to the reward pool as it arrives.
 
         `seed(prompt, k)` is the seed of the prompt's k-th response; `label` names the phase where progress is shown.
@@ -64,18 +64,19 @@ class Responder:
         requests = [Request(i, p.token_ids, seed(p, k), p.prompt_id, group) for i, (group, p, k) in enumerate(planned)]
         arrived = 0
 
-        def score(batch: Samples) -> None:
+        def score(batch: StoredSamples, texts: list[str]) -> None:
             nonlocal arrived
             arrived += len(batch)
             self.display.progress(f"{label} responses", arrived, len(requests))
-            for sample_id, response in zip(batch.sample_id.tolist(), batch.responses(), strict=True):
-                self.rewards.submit(self._reward_item(sample_id, planned[sample_id][1], response))
+            for sample_id, text in zip(batch.rows.sample_id.tolist(), texts, strict=True):
+                prompt = planned[sample_id][1]
+                self.rewards.submit(RewardItem(sample_id, prompt.data_source, text, prompt.ground_truth, prompt.extra_info))
 
         samples = self.engines.generate(requests, sampling, score)
-        check_finite(samples)
+        check_finite(samples.rows)
         return samples
 
-    def collect_rewards(self, samples: Samples) -> list[RewardResult]:
+    def collect_rewards(self, samples: StoredSamples) -> list[RewardResult]:
         """Results in the order of `samples`, failed ones at the bottom of their data source where reward.failure_score is not set.
 
         Raises DataError when too many failed.
@@ -86,23 +87,19 @@ class Responder:
         if self.reward_config.failure_score is None:
             results = failures_at_the_bottom(results)
         by_id = {result.sample_id: result for result in results}
-        return [by_id[sample_id] for sample_id in samples.sample_id.tolist()]
-
-    def _reward_item(self, sample_id: int, prompt: Prompt, response: np.ndarray) -> RewardItem:
-        text = self.tokenizer.decode(response.tolist(), skip_special_tokens=True)
-        return RewardItem(sample_id, prompt.data_source, text, prompt.ground_truth, prompt.extra_info)
+        return [by_id[sample_id] for sample_id in samples.rows.sample_id.tolist()]
 
 
-def check_finite(samples: Samples) -> None:
+def check_finite(rows: SampleRows) -> None:
     """Raises NumericAbort when an engine sampled from what is no distribution.
 
     Nothing in vLLM does: weights that are not numbers give tokens and a stop reason like any others.
     """
-    bad = np.flatnonzero(row_sums(~np.isfinite(samples.rollout_log_probs), samples.response_lengths))
+    bad = np.flatnonzero(~rows.finite)
     if len(bad):
         raise NumericAbort(
-            f"{len(bad)} of {len(samples)} responses have log-probs that are not finite, the first is sample {samples.sample_id[bad[0]]} "
-            f"under weight version {samples.weight_version[bad[0]]}: the engines computed with weights that are not numbers"
+            f"{len(bad)} of {len(rows)} responses have log-probs that are not finite, the first is sample {rows.sample_id[bad[0]]} "
+            f"under weight version {rows.weight_version[bad[0]]}: the engines computed with weights that are not numbers"
         )
 
 
@@ -129,7 +126,7 @@ def sample_seed(run_seed: int, purpose: str, step: int, prompt_id: int, index: i
 class Group:
     """The responses to one prompt, with their rewards. `differs`: they do not all have the same value. A dropped one has no samples."""
 
-    samples: Samples | None
+    samples: StoredSamples | None
     results: tuple[RewardResult, ...]
     differs: bool
 
@@ -138,7 +135,7 @@ class Group:
 class Rollouts:
     """What a step trains on, ordered by (group_id, sample_id), and the place in the data after all that was generated for it."""
 
-    samples: Samples
+    samples: StoredSamples
     results: list[RewardResult]
     rewards: np.ndarray  # float64 [samples]: scores after penalties
     cursor: DataCursor
@@ -168,14 +165,14 @@ def gather_rollouts(
         responder.display.progress(f"groups for the step, batch {batches}", min(trainable, wanted), wanted)
     chosen = choose(config, groups, f"step {step}: after {batches} batches of prompts")
     samples, results = renumbered(chosen)
-    rewards = rewards_after_penalties(config, samples, results)
+    rewards = rewards_after_penalties(config, samples.rows, results)
     metrics = _metrics(groups, chosen, batches)
     if config.algorithm.overlong_buffer.enable:
         metrics["train/overlong_penalty_mean"] = float((rewards - [result.score for result in results]).mean())
     return Rollouts(samples, results, rewards, cursor, metrics)
 
 
-def generate(config: RunConfig, responder: Responder, prompts: list[Prompt], step: int, gen_batch: int = 0) -> Samples:
+def generate(config: RunConfig, responder: Responder, prompts: list[Prompt], step: int, gen_batch: int = 0) -> StoredSamples:
     """`rollout.n` responses a prompt, ordered by prompt.
 
     `gen_batch` counts the batches of prompts of one step, so that a prompt drawn twice in it is not answered alike.
@@ -189,7 +186,7 @@ def generate(config: RunConfig, responder: Responder, prompts: list[Prompt], ste
 
 
 def without_dropped_tokens(config: RunConfig, groups: list[Group]) -> list[Group]:
-    """The groups, without the samples of those that nothing can bring back: tokens of many batches would fill the driver's memory.
+    """The groups, without the samples of those that nothing can bring back: tokens of many batches would fill the object stores.
 
     Results stay, for the metrics. `on_exhausted: unfiltered` may bring back as many of the first as a batch holds.
     """
@@ -210,25 +207,25 @@ def _trainable(config: RunConfig, group: Group) -> bool:
     return group.differs or not config.algorithm.filter_groups.enable
 
 
-def as_groups(config: RunConfig, samples: Samples, results: list[RewardResult]) -> list[Group]:
+def as_groups(config: RunConfig, samples: StoredSamples, results: list[RewardResult]) -> list[Group]:
     """The responses to one batch of prompts by group, in order."""
     filtering = config.algorithm.filter_groups
-    rewards = rewards_after_penalties(config, samples, results)
+    rewards = rewards_after_penalties(config, samples.rows, results)
     values = metric_values(filtering.metric if filtering.enable else SCORE, results, rewards)
     groups = []
-    for group_id in np.unique(samples.group_id):
-        rows = np.flatnonzero(samples.group_id == group_id)
+    for group_id in np.unique(samples.rows.group_id):
+        rows = np.flatnonzero(samples.rows.group_id == group_id)
         differs = bool(values[rows].min() < values[rows].max())
-        groups.append(Group(samples.rows(rows), tuple(results[i] for i in rows), differs))  # a copy: a dropped group's memory comes free
+        groups.append(Group(samples.take(rows), tuple(results[i] for i in rows), differs))
     return groups
 
 
-def rewards_after_penalties(config: RunConfig, samples: Samples, results: list[RewardResult]) -> np.ndarray:
+def rewards_after_penalties(config: RunConfig, rows: SampleRows, results: list[RewardResult]) -> np.ndarray:
     """float64 [batch]: scores, less the soft overlong penalty where it is on."""
     scores, buffer = np.array([result.score for result in results], dtype=np.float64), config.algorithm.overlong_buffer
     if not buffer.enable:
         return scores
-    return scores + soft_overlong_penalty(samples.response_lengths, config.data.max_response_length, buffer.len, buffer.penalty_factor)
+    return scores + soft_overlong_penalty(rows.response_lengths, config.data.max_response_length, buffer.len, buffer.penalty_factor)
 
 
 def metric_values(metric: str, results: list[RewardResult], rewards: np.ndarray) -> np.ndarray:
@@ -271,13 +268,12 @@ def choose(config: RunConfig, groups: list[Group], when: str) -> list[Group]:
     )
 
 
-def renumbered(groups: list[Group]) -> tuple[Samples, list[RewardResult]]:
+def renumbered(groups: list[Group]) -> tuple[StoredSamples, list[RewardResult]]:
     """Samples and results with group and sample ids counted from 0, as every later part expects them within a step."""
-    samples = Samples.joined([group.samples for group in groups])
+    samples = StoredSamples.joined([group.samples for group in groups])
     numbers = np.repeat(np.arange(len(groups)), [len(group.results) for group in groups])
     results = [result for group in groups for result in group.results]
-    samples = replace(samples, group_id=numbers, sample_id=np.arange(len(samples)))
-    return samples, [replace(result, sample_id=i) for i, result in enumerate(results)]
+    return samples.renumbered(numbers, np.arange(len(samples))), [replace(result, sample_id=i) for i, result in enumerate(results)]
 
 
 def _metrics(groups: list[Group], chosen: list[Group], batches: int) -> dict[str, float]:

@@ -16,6 +16,7 @@ from mrl.cluster.actor_group import ActorGroup
 from mrl.cluster.gates import MemoryGate
 from mrl.cluster.ray_cluster import ray_cluster
 from mrl.cluster.rollout_group import RolloutGroup
+from mrl.cluster.sample_writer import SampleWriter
 from mrl.cluster.seats import shared_seats
 from mrl.cluster.weight_sync import WeightSync
 from mrl.config.load import ResolvedConfig
@@ -94,6 +95,7 @@ class Run:
     actor: ActorGroup
     placement: Placement
     saver: Saver
+    sample_writer: SampleWriter
     state: TrainState
 
 
@@ -128,10 +130,12 @@ def open_run(resolved: ResolvedConfig, resume: bool) -> Iterator[Run]:
         placement = _placement(config, actor, engines, plan)
         saver = Saver(config, run_dir.checkpoints, placement, stream.prompts.fingerprint, state.step)
         stack.callback(saver.close)  # before the ranks end
+        sample_writer = SampleWriter(run_dir.samples, config.cluster.step_timeout_s)
+        stack.callback(sample_writer.close)
         yield Run(
             config=config, run_dir=run_dir, train_prompts=stream, val_prompts=val, total_steps=total,
             stop=stop, record=record, responder=Responder(tokenizer, engines, rewards, config.reward, record, stop.raise_if_set),
-            actor=actor, placement=placement, saver=saver, state=state,
+            actor=actor, placement=placement, saver=saver, sample_writer=sample_writer, state=state,
         )  # fmt: skip
 
 

@@ -1,92 +1,71 @@
 """From samples to updated weights: log-probs of the policies, KL penalties, rejections, advantages; the update.
 
-    samples --old log-probs--> batch --reference log-probs--> batch --anchor, rejections, weights--> batch --advantages--> batch --> update
+    samples --> ranks: old log-probs --> reference's --> anchor, rejections, weights, penalties --> advantages --> updates
+    driver:     mismatch                                 trained tokens, penalties a row    <-->    advantages a response
 
-Each phase but the last returns the batch with one thing more; the formulas stand in mrl.algo.
+Tokens and what is computed of them stay on the ranks (cluster/replica_rows.py); here are numbers a row, and what takes all
+rows: metrics, baselines of groups, whitening, the loss's denominators. The formulas stand in mrl.algo.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
-from mrl.algo.advantages import AdvantageInputs, compute_advantages
-from mrl.algo.correction import CorrectionParameters, correct, mismatch_metrics, without_truncated
-from mrl.algo.losses import kl_in_reward
-from mrl.algo.rows import row_sums
-from mrl.cluster.actor_group import ActorGroup
+from mrl.algo.advantages import WHITENED, AdvantageInputs, TokenAdvantages, response_advantages, whitened
+from mrl.algo.correction import correction_metrics, mismatch_metrics
+from mrl.algo.rows import RowValues, total
+from mrl.algo.selection import SELECTIONS, least_chosen, means_of
+from mrl.cluster.trained_step import TrainedStep, counts_of
 from mrl.config.schema import AlgorithmConfig, RunConfig
-from mrl.data.batch import TrainBatch
-from mrl.data.routes import MISSING
-from mrl.data.samples import Samples
+from mrl.data.samples import SampleRows
 from mrl.errors import EnvironmentFault, NumericAbort
 from mrl.megatron.batching import MiniBatchLoad
-from mrl.record.metrics import reduce_parts, seqlen_metrics
+from mrl.megatron.loss_parameters import loss_parameters
+from mrl.record.metrics import advantage_metrics, reduce_parts, seqlen_metrics
 from mrl.train.rollouts import Rollouts, metric_values
 
 
-def with_old_log_probs(config: RunConfig, actor: ActorGroup, samples: Samples) -> tuple[TrainBatch, dict[str, float]]:
-    """The samples as a batch, with log-probs of the same weights under Megatron's numerics; the policy's entropy, and
-    the mismatch between generation and training.
+def old_log_probs(config: RunConfig, step: TrainedStep) -> dict[str, float]:
+    """Log-probs of the same weights under Megatron's numerics; the policy's entropy, and the mismatch between generation
+    and training.
 
     Raises NumericAbort for log-probs that are not finite, EnvironmentFault when no sample has a route of R3.
     """
     if config.actor.router_replay == "R3":
-        check_any_route(samples)
-    batch = TrainBatch.of(samples, config.rollout.temperature)
-    log_probs, entropy = actor.log_probs(batch)
-    mismatch = mismatch_metrics(batch.rollout_log_probs, log_probs, batch.response_lengths)
-    return replace(batch, old_log_probs=log_probs), {"actor/entropy": entropy} | mismatch
+        check_any_route(step.rows)
+    of_rows, entropy = step.log_probs()
+    return {"actor/entropy": entropy} | mismatch_metrics(of_rows)
 
 
-def check_any_route(samples: Samples) -> None:
+def check_any_route(rows: SampleRows) -> None:
     """Some may be missing, as those of cached prompts are; where all are, nothing would be replayed under the name of R3."""
-    if samples.routes is None or not (samples.routes != MISSING).any():
+    if not rows.routed.any():
         raise EnvironmentFault(
-            f"actor.router_replay: R3, and the vLLM engines (rollout) returned no route for any of {len(samples)} samples; "
+            f"actor.router_replay: R3, and the vLLM engines (rollout) returned no route for any of {len(rows)} samples; "
             "see logs/engine-N.log in the run directory, or set actor.router_replay: R2 or disabled, which need none"
         )
 
 
-def with_ref_log_probs(actor: ActorGroup, batch: TrainBatch) -> TrainBatch:
-    """The batch with the reference model's log-probs."""
-    return replace(batch, ref_log_probs=actor.ref_log_probs(batch))
+def corrections(algorithm: AlgorithmConfig, step: TrainedStep) -> tuple[RowValues, dict[str, float]]:
+    """Takes out what the over-long filter and the rollout correction reject; see ReplicaRows.correct.
 
-
-def kl_penalties(algorithm: AlgorithmConfig, batch: TrainBatch) -> tuple[np.ndarray | None, dict[str, float]]:
-    """What the KL to the reference model takes off each token's reward, [response tokens]; None without use_kl_in_reward."""
-    if not algorithm.use_kl_in_reward:
-        return None, {}
-    coefficient = algorithm.kl_ctrl.kl_coef
-    penalties = kl_in_reward(batch.old_log_probs, batch.ref_log_probs, algorithm.kl_penalty, coefficient)
-    by_response = row_sums(penalties, batch.response_lengths)
-    return penalties, {"actor/reward_kl_penalty": float(by_response.mean()), "actor/kl_coef": coefficient}
-
-
-def with_corrections(algorithm: AlgorithmConfig, batch: TrainBatch, samples: Samples) -> tuple[TrainBatch, dict[str, float]]:
-    """The batch without what the over-long filter and the rollout correction reject, weighted, under the chosen anchor; and metrics.
-
-    `batch.old_log_probs` are the trainer's. What is rejected is out of the loss alone: its score stays in its group's
-    mean and standard deviation, as in DAPO, whose filter masks the loss. Raises NumericAbort when nothing is left to
+    Numbers a row, `trained` tokens and `penalties` among them, and metrics. Raises NumericAbort when nothing is left to
     train on.
     """
-    mask, metrics, lengths = np.ones(len(batch.rollout_log_probs), bool), {}, batch.response_lengths
+    of_rows, metrics = step.correct(), {}
+    if algorithm.use_kl_in_reward:
+        penalty = total(of_rows["penalties"]) / len(step.rows)
+        metrics |= {"actor/reward_kl_penalty": penalty, "actor/kl_coef": algorithm.kl_ctrl.kl_coef}
     if algorithm.overlong_filter:
-        mask = without_truncated(mask, samples.truncated, lengths)
-        metrics["train/overlong_filtered_share"] = float(samples.truncated.mean())
-    weights, correction = None, algorithm.rollout_correction
-    if correction.level is not None:
-        parameters = CorrectionParameters(correction.level, correction.mode, correction.low, correction.high)
-        result = correct(parameters, batch.old_log_probs, batch.rollout_log_probs, mask, lengths)
-        mask, weights = result.keep, result.weights
-        metrics |= result.metrics
-    _check_something_left(algorithm, mask, metrics)
-    anchor = batch.rollout_log_probs if algorithm.anchor == "rollout" else batch.old_log_probs
-    return replace(batch, old_log_probs=anchor, keep=mask, loss_weights=weights), metrics
+        metrics["train/overlong_filtered_share"] = float(step.rows.truncated.mean())
+    if algorithm.rollout_correction.level is not None:
+        metrics |= correction_metrics(of_rows)
+    _check_something_left(algorithm, step.rows, of_rows["trained"], metrics)
+    return of_rows, metrics
 
 
-def _check_something_left(algorithm: AlgorithmConfig, mask: np.ndarray, metrics: dict[str, float]) -> None:
-    if mask.any() or not mask.size:
+def _check_something_left(algorithm: AlgorithmConfig, rows: SampleRows, trained: np.ndarray, metrics: dict[str, float]) -> None:
+    if trained.any() or not rows.response_lengths.any():
         return
     dropped, cures = [], []
     if algorithm.overlong_filter:
@@ -100,30 +79,54 @@ def _check_something_left(algorithm: AlgorithmConfig, mask: np.ndarray, metrics:
     raise NumericAbort(f"nothing of the step is left to train on: {' and '.join(dropped)}. To cure it: {'; '.join(cures)}")
 
 
-def with_advantages(algorithm: AlgorithmConfig, batch: TrainBatch, rollouts: Rollouts, penalties: np.ndarray | None) -> TrainBatch:
-    """The batch with every response's advantage on its trained tokens.
+def advantages(config: RunConfig, step: TrainedStep, rollouts: Rollouts, corrected: RowValues) -> dict[str, float]:
+    """Every response's advantage on its trained tokens, and the tokens that the loss treats apart; metrics.
 
-    `penalties`, [response tokens] or None, are taken off the reward of each token.
+    `corrected`: numbers a row from `corrections`; penalties among them are taken off the rewards.
     """
+    algorithm = config.algorithm
     inputs = AdvantageInputs(
         scores=rollouts.rewards,
-        group_ids=rollouts.samples.group_id,
-        lengths=batch.response_lengths,
-        mask=batch.loss_mask,
+        group_ids=step.rows.group_id,
+        lengths=step.rows.response_lengths,
         norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
-        token_penalties=penalties,
+        penalties=corrected.get("penalties"),
         parts={key: metric_values(key, rollouts.results, rollouts.rewards) for key in algorithm.gdpo_reward_keys},
         part_weights=dict(zip(algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights, strict=False)),
     )
-    return replace(batch, advantages=compute_advantages(algorithm.adv_estimator, inputs))
+    of_responses = response_advantages(algorithm.adv_estimator, inputs)
+    if algorithm.adv_estimator in WHITENED:
+        of_responses = whitened(of_responses, _moments(step, of_responses, corrected["trained"]))
+    of_rows = step.set_advantages(of_responses)
+    if algorithm.policy_loss.loss_mode in SELECTIONS:
+        _select(config, step, of_rows["sum"], corrected)
+    return advantage_metrics(of_rows)
 
 
-def update(actor: ActorGroup, batch: TrainBatch) -> dict[str, float]:
-    """All optimizer steps on the batch; reduced metrics. Raises NumericAbort when too many in a row could not be applied."""
-    result = actor.update(batch)
+def _moments(step: TrainedStep, of_responses: TokenAdvantages, trained: np.ndarray) -> RowValues:
+    """Of a response's tokens, which are all alike unless penalties come in between."""
+    if of_responses.to_come:
+        return step.moments(of_responses)
+    values, some = of_responses.per_response, trained > 0
+    low, high = np.where(some, values, np.inf), np.where(some, values, -np.inf)
+    return {"count": trained, "sum": trained * values, "m2": np.zeros(len(values)), "low": low, "high": high}
+
+
+def _select(config: RunConfig, step: TrainedStep, advantages: np.ndarray, corrected: RowValues) -> None:
+    """`advantages` [rows]: sums over trained tokens, as those of the anchor's log-probs in `corrected`."""
+    parameters = loss_parameters(config)
+    columns = [step.by_mini_batch(values) for values in (advantages, corrected["anchor"], corrected["trained"])]
+    means = [means_of(total(a), total(p), int(count.sum())) for a, p, count in zip(*columns, strict=True)]
+    found = step.find(means)
+    step.select([least_chosen(parameters, parts, mean) for parts, mean in zip(found, means, strict=True)])
+
+
+def update(step: TrainedStep, corrected: RowValues) -> dict[str, float]:
+    """All optimizer steps; reduced metrics. Raises NumericAbort when too many in a row could not be applied."""
+    result = step.update(counts_of(step.by_mini_batch(corrected["trained"])))
     metrics = reduce_parts(result.parts)
     applied = len(result.loads) - metrics["actor/skipped_updates"]
-    return metrics | {"actor/updates": applied} | load_metrics(batch.lengths, result.loads)
+    return metrics | {"actor/updates": applied} | load_metrics(step.rows.lengths, result.loads)
 
 
 def load_metrics(lengths: np.ndarray, loads: Sequence[MiniBatchLoad]) -> dict[str, float]:

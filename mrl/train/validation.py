@@ -54,7 +54,7 @@ def answer_and_score(config: RunConfig, responder: Responder, dataset: PromptDat
         return sample_seed(run_seed, VALIDATION, 0, prompt.prompt_id, k)
 
     samples = responder.respond(prompts, n, validation_sampling(config), seed, VALIDATION)
-    results = responder.collect_rewards(samples)
+    results, samples = responder.collect_rewards(samples), samples.read()
     answers = _answers(prompts, [results[g * n : (g + 1) * n] for g in range(len(prompts))])
     failed = sum(failure_counts(results).values())
     metrics = validation_metrics(answers) | {"val-aux/reward_failed": float(failed)} | _lengths(samples)

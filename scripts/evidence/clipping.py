@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mrl.algo.advantages import AdvantageInputs, compute_advantages
+from mrl.algo.advantages import AdvantageInputs, response_advantages
 from mrl.algo.aggregate import count, to_floats
 from mrl.algo.losses import LossInputs, PolicyLossParameters, policy_loss
 from mrl.algo.rows import row_sums
@@ -74,8 +74,9 @@ def rollouts(world: Path, prompts: int, n: int, seed: int) -> TrainBatch:
         for i in long
     ]
     batch = TrainBatch.of(packed(samples), 1.0)
-    inputs = AdvantageInputs(np.array(scores), np.array([starts[i] for i in long]), batch.response_lengths, batch.loss_mask)
-    return replace(batch, advantages=compute_advantages("grpo", inputs))
+    inputs = AdvantageInputs(np.array(scores), np.array([starts[i] for i in long]), batch.response_lengths)
+    advantages = response_advantages("grpo", inputs)
+    return replace(batch, advantages=advantages.of_tokens(batch.response_lengths, batch.loss_mask, None))
 
 
 def updates_at(world: Path, batch: TrainBatch, lr: float, updates: int) -> tuple[list[Row], np.ndarray]:

@@ -91,7 +91,7 @@ class Answer:
 
 
 def answers(group: RolloutGroup, prompts: range = range(8), tokens: int = 24) -> list[Answer]:
-    done = group.generate(requests(prompts), Sampling(1.0, tokens, ()), lambda batch: None)
+    done = group.generate(requests(prompts), Sampling(1.0, tokens, ())).read()
     log_probs = np.split(done.rollout_log_probs, np.cumsum(done.response_lengths)[:-1])
     versions = done.weight_version.tolist()
     return [Answer(tuple(i.tolist()), tuple(p.tolist()), v) for i, p, v in zip(done.responses(), log_probs, versions, strict=True)]

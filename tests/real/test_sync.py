@@ -171,7 +171,7 @@ def answers(group: RolloutGroup) -> list:
     """Tokens and log-probs of fixed requests, some of them longer than a block of the cache; every engine of the group answers some."""
     lengths = [40 + i if i % 6 == 0 else 3 + i % 9 for i in range(24)]
     requests = [Request(i, tuple(3 + (7 * i + j) % 100 for j in range(length)), i) for i, length in enumerate(lengths)]
-    done = group.generate(requests, Sampling(1.0, 12, ()), lambda batch: None)
+    done = group.generate(requests, Sampling(1.0, 12, ())).read()
     return [one.tobytes() for one in (done.response_lengths, done.token_ids, done.rollout_log_probs)]
 
 

@@ -1,26 +1,67 @@
 """Group advantages and the mismatch between generation and training."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
-from mrl.algo.advantages import ADVANTAGE_FUNCTIONS, AdvantageInputs, compute_advantages
-from mrl.algo.correction import mismatch_metrics
+from mrl.algo.advantages import ADVANTAGE_FUNCTIONS, WHITENED, AdvantageInputs, TokenAdvantages, response_advantages, whitened
+from mrl.algo.correction import mismatch_metrics, mismatch_of_rows
+from mrl.algo.rows import RowValues, moments, row_sums
 from mrl.algo.spec import ADVANTAGES
+from mrl.data.samples import positions
 from mrl.errors import ConfigError, DataError, NumericAbort
 from mrl.record.spec import metric_spec
 
 
-def inputs(scores, groups, by_std=True, lengths=None, **more) -> AdvantageInputs:
-    """Responses of the given lengths, one token each unless told."""
+@dataclass(frozen=True)
+class Responses:
+    """What ranks and driver have of a step's responses."""
+
+    inputs: AdvantageInputs
+    mask: np.ndarray  # bool [tokens]: trained
+    penalties: np.ndarray | None  # [tokens]
+
+
+def inputs(scores, groups, by_std=True, lengths=None, mask=None, token_penalties=None, **more) -> Responses:
+    """Responses of the given lengths, one token each unless told, all of them trained on."""
     lengths = np.ones(len(scores), int) if lengths is None else np.asarray(lengths)
-    return AdvantageInputs(np.asarray(scores, float), np.asarray(groups), lengths, np.ones(lengths.sum(), bool), by_std, **more)
+    sums = None if token_penalties is None else row_sums(token_penalties, lengths)
+    given = AdvantageInputs(np.asarray(scores, float), np.asarray(groups), lengths, by_std, penalties=sums, **more)
+    return Responses(given, np.ones(lengths.sum(), bool) if mask is None else mask, token_penalties)
+
+
+def compute_advantages(estimator, responses: Responses) -> np.ndarray:
+    """As a step does it: by response, then by token on two replicas that have every other row."""
+    lengths = responses.inputs.lengths
+    replicas = [np.arange(first, len(lengths), 2) for first in (0, 1)]
+    advantages = response_advantages(estimator, responses.inputs)
+    if estimator in WHITENED:
+        advantages = whitened(advantages, _moments(advantages, responses, replicas))
+    out = np.full(int(lengths.sum()), np.nan, np.float32)
+    for rows in replicas:
+        at = positions(lengths, rows)
+        penalties = None if responses.penalties is None else responses.penalties[at]
+        out[at] = advantages.rows(rows).of_tokens(lengths[rows], responses.mask[at], penalties)
+    return out
+
+
+def _moments(advantages: TokenAdvantages, responses: Responses, replicas: list[np.ndarray]) -> RowValues:
+    lengths, found = responses.inputs.lengths, []
+    for rows in replicas:
+        at = positions(lengths, rows)
+        values = advantages.rows(rows).values(lengths[rows], None if responses.penalties is None else responses.penalties[at])
+        found.append(moments(values, responses.mask[at], lengths[rows]))
+    return {name: np.concatenate([part[name] for part in found]) for name in found[0]}
 
 
 def per_response(estimator, scores, groups, by_std=True, **more):
-    return ADVANTAGE_FUNCTIONS[estimator](inputs(scores, groups, by_std, **more))
+    return ADVANTAGE_FUNCTIONS[estimator](inputs(scores, groups, by_std, **more).inputs)
+
+
+def mismatch(rollout, actor, lengths):
+    return mismatch_metrics(mismatch_of_rows(rollout, actor, lengths))
 
 
 def grpo(scores, groups, by_std=True):
@@ -206,7 +247,7 @@ def test_a_group_of_one_has_no_baseline_and_no_lead(estimator, advantage):
 
 def test_mismatch_worked_by_hand():
     """Probabilities 0.5 against 0.25 and 0.2 against 0.4."""
-    metrics = mismatch_metrics(np.log([0.5, 0.2]), np.log([0.25, 0.4]), np.array([2]))
+    metrics = mismatch(np.log([0.5, 0.2]), np.log([0.25, 0.4]), np.array([2]))
     log2 = math.log(2)
     expected = {
         "training/rollout_probs_diff_mean": 0.225,
@@ -231,7 +272,7 @@ def test_mismatch_worked_by_hand():
 
 def test_equal_log_probs_have_no_mismatch():
     log_probs = -np.random.default_rng(0).random(12)
-    metrics = mismatch_metrics(log_probs, log_probs, np.array([4, 4, 4]))
+    metrics = mismatch(log_probs, log_probs, np.array([4, 4, 4]))
     assert metrics.pop("training/rollout_actor_probs_pearson_corr") == pytest.approx(1.0)
     assert metrics.pop("rollout_corr/ppl_ratio") == 1.0
     assert metrics.pop("rollout_corr/training_ppl") == metrics.pop("rollout_corr/rollout_ppl") > 1.0
@@ -240,7 +281,7 @@ def test_equal_log_probs_have_no_mismatch():
 
 def test_perplexities_are_means_over_responses_and_empty_ones_do_not_count():
     """One response of ratio 2 in one token, one of ratio 1/2 and 1/2 in two; the third is empty."""
-    found = mismatch_metrics(np.log([0.4, 0.5, 0.5]), np.log([0.8, 0.25, 0.25]), np.array([1, 2, 0]))
+    found = mismatch(np.log([0.4, 0.5, 0.5]), np.log([0.8, 0.25, 0.25]), np.array([1, 2, 0]))
     assert found["rollout_corr/training_ppl"] == pytest.approx((1 / 0.8 + 4) / 2)
     assert found["rollout_corr/rollout_ppl"] == pytest.approx((1 / 0.4 + 2) / 2)
     assert found["rollout_corr/log_ppl_diff"] == pytest.approx((-math.log(2) + math.log(2)) / 2)
@@ -251,10 +292,10 @@ def test_perplexities_are_means_over_responses_and_empty_ones_do_not_count():
 
 def test_one_token_and_no_token_give_finite_answers():
     one, none = np.array([-1.0]), np.zeros(0)
-    assert all(math.isfinite(v) for v in mismatch_metrics(one, one, np.array([1])).values())
-    assert mismatch_metrics(none, none, np.array([0])) == {}
+    assert all(math.isfinite(v) for v in mismatch(one, one, np.array([1])).values())
+    assert mismatch(none, none, np.array([0])) == {}
 
 
 def test_a_log_prob_that_is_not_finite_stops_the_run_and_says_where():
     with pytest.raises(NumericAbort, match=r"old_log_probs.*row 2, token 1"):
-        mismatch_metrics(np.zeros(4), np.array([-1.0, -1.0, -1.0, np.nan]), np.array([2, 0, 2]))
+        mismatch(np.zeros(4), np.array([-1.0, -1.0, -1.0, np.nan]), np.array([2, 0, 2]))

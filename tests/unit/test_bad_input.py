@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from replicas import stored
 from small_model import write_model
 
 from mrl.checkpoint.manifest import Manifest, RankFiles, file_facts, write_manifest
@@ -19,7 +20,7 @@ from mrl.cli.main import main
 from mrl.cluster.prerequisites import check_reachable
 from mrl.config.load import load_config
 from mrl.config.schema import RewardConfig
-from mrl.data.samples import Sample, packed
+from mrl.data.samples import Sample
 from mrl.errors import DataError, EnvironmentFault
 from mrl.record.run_dir import RunDir
 from mrl.record.sinks import JsonlSink
@@ -480,7 +481,7 @@ def collected(pool: RewardPool, reward: RewardConfig, sample_ids) -> list:
     from mrl.train.rollouts import Responder
 
     responder = Responder(None, None, pool, reward, display=None, poll=lambda: None)
-    return responder.collect_rewards(packed([Sample(0, 0, n, 0, (1,), (2,), (0.0,), "stop", 0) for n in sample_ids]))
+    return responder.collect_rewards(stored([Sample(0, 0, n, 0, (1,), (2,), (0.0,), "stop", 0) for n in sample_ids]))
 
 
 @pytest.fixture

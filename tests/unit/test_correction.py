@@ -1,25 +1,26 @@
 """Off-policy correction, the over-long penalty and filter, KL in the reward: worked by hand, and the named points on the two axes."""
 
 import math
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from replicas import Replicas, stored
 
 from mrl.algo.advantages import soft_overlong_penalty
-from mrl.algo.correction import CorrectionParameters, correct, log_ratios, without_truncated
+from mrl.algo.correction import CorrectionParameters, correct, correction_metrics, log_ratios, without_truncated
 from mrl.algo.losses import kl_in_reward
 from mrl.algo.rows import row_sums
 from mrl.algo.spec import CORRECTIONS, LEVELS, MODES
+from mrl.cluster.trained_step import TrainedStep
 from mrl.config.load import load_config
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
-from mrl.data.samples import Sample, packed
+from mrl.data.samples import Sample
 from mrl.errors import NumericAbort
 from mrl.record.spec import metric_spec
 from mrl.train.reporting import AdvisedRecord
-from mrl.train.update import with_corrections
+from mrl.train.update import corrections
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
 # ratios old / rollout of two responses: 4, 1/2 (product 2, geometric mean sqrt 2) and 8 (with a token left out that must not be seen)
@@ -58,12 +59,12 @@ def test_modes_mask_clip_and_truncate(level, mode, low, high, keep, weights):
     np.testing.assert_array_equal(found.keep, keep)
     np.testing.assert_allclose(found.weights, weights, rtol=1e-6)
     assert found.weights.dtype == np.float32
-    assert all(metric_spec(name) for name in found.metrics)
+    assert all(metric_spec(name) for name in correction_metrics(found.of_rows))
 
 
 def test_shares_and_the_effective_sample_size_worked_by_hand():
     """IcePop above: one of three tokens and one of two responses go; weights 4 and 1/2 stay: mean 2.25, of squares 8.125."""
-    metrics = run("token", "mask", 0.4, 5.0).metrics
+    metrics = correction_metrics(run("token", "mask", 0.4, 5.0).of_rows)
     assert metrics == pytest.approx(
         {
             "rollout_corr/outside_share": 1 / 3, "rollout_corr/rejected_token_share": 1 / 3,
@@ -82,8 +83,8 @@ def test_where_both_agree_nothing_is_corrected_and_nothing_is_not_finite(level, 
     np.testing.assert_array_equal(found.keep, mask)
     assert (found.weights == 1).all()
     apart = correct(parameters, same, same - 1e4, mask, lengths)
-    assert np.isfinite(apart.weights).all() and all(map(math.isfinite, apart.metrics.values()))
-    assert correct(parameters, same, same, np.zeros(5, bool), lengths).metrics == {}
+    assert np.isfinite(apart.weights).all() and all(map(math.isfinite, correction_metrics(apart.of_rows).values()))
+    assert correction_metrics(correct(parameters, same, same, np.zeros(5, bool), lengths).of_rows) == {}
 
 
 def test_the_published_corrections_are_points_on_the_axes():
@@ -126,10 +127,13 @@ def test_the_filter_drops_what_was_cut_off_and_not_what_ended_on_the_last_token(
 
 
 def filtered(config: RunConfig, samples: list[Sample], gap: float = 0.0) -> tuple[TrainBatch, dict[str, float]]:
-    rows = packed(samples)
-    batch = TrainBatch.of(rows, 1.0)
-    batch = replace(batch, old_log_probs=batch.rollout_log_probs + np.float32(gap))
-    return with_corrections(config.algorithm, batch, rows)
+    """What two replicas hold after it; rows of the first, then of the second."""
+    step = TrainedStep(actor := Replicas(config, 2, gap), stored(samples))
+    step.log_probs()
+    _, metrics = corrections(config.algorithm, step)
+    batches = [replica.rows.batch.rows(np.flatnonzero(replica.own)) for replica in actor.replicas]
+    whole = TrainBatch.joined(batches)
+    return whole.rows(np.argsort(np.concatenate([step.cut.own_rows(replica) for replica in (0, 1)]))), metrics
 
 
 def test_without_settings_nothing_is_touched():

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from replicas import stored
 from small_model import write_model
 from test_data import row, write_jsonl
 
@@ -13,7 +14,7 @@ import mrl.train.evaluation as evaluation
 from mrl.checkpoint.convert import write_layout
 from mrl.checkpoint.open_checkpoint import open_hf
 from mrl.cli.main import main
-from mrl.data.samples import Sample, packed
+from mrl.data.samples import Sample
 
 TINY = Path(__file__).resolve().parents[2] / "parallel_configs" / "tiny-moe" / "cpu.yaml"
 
@@ -100,8 +101,8 @@ class Engines:
 
     def generate(self, requests, sampling, on_batch):
         ids = (2 + ord("2") - 32,)
-        done = packed([Sample(r.prompt_id, r.group_id, r.sample_id, r.seed, r.prompt_ids, ids, (0.0,), "stop", 0) for r in requests])
-        on_batch(done)
+        done = stored([Sample(r.prompt_id, r.group_id, r.sample_id, r.seed, r.prompt_ids, ids, (0.0,), "stop", 0) for r in requests])
+        on_batch(done, ["2"] * len(done))
         return done
 
 

@@ -28,7 +28,7 @@ def modules() -> dict[str, ast.Module]:
 # arrows between rooms of one floor: importing room -> imported modules, and why
 SIDEWAYS = {
     "checkpoint": ({"mrl.megatron"}, "a rank's part of a checkpoint is read out of Megatron's model and optimizer"),
-    "record": ({"mrl.data.batch", "mrl.data.samples"}, "metrics and files of samples are read off a batch"),
+    "record": ({"mrl.data.samples"}, "metrics and files of samples are read off the rows of a step"),
     "schedule": ({"mrl.data.samples", "mrl.data.routes"}, "what several requests made of a response is joined in the columns of samples"),
 }
 # What `mrl plan`, `validate`, `doctor`, `convert` and `import-verl` load: no torch, no Ray, no Megatron, no vLLM.

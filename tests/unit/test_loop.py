@@ -3,17 +3,16 @@
 import signal
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
+from replicas import Replicas, stored
 
 from mrl.config.load import load_config
 from mrl.data.batch import Prompt
 from mrl.data.order import PromptStream
-from mrl.data.samples import Sample, packed
+from mrl.data.samples import Sample
 from mrl.errors import Interrupted
-from mrl.megatron.batching import MiniBatchLoad, UpdateResult
 from mrl.record.run_dir import RunDir
-from mrl.record.sample_files import read_samples
+from mrl.record.sample_files import read_samples, write_samples
 from mrl.record.spec import metric_spec
 from mrl.reward.items import OK, RewardResult
 from mrl.train import loop
@@ -47,10 +46,10 @@ class World:
     def generate(self, requests, sampling, on_batch):
         self.note("generate")
         reasons, ids, log_probs = ("length", "stop"), (5, 6), (-1.0, -1.0)
-        done = packed([
+        done = stored([
             Sample(r.prompt_id, r.group_id, i, r.seed, r.prompt_ids, ids, log_probs, reasons[i % 2], 0) for i, r in enumerate(requests)
         ])  # fmt: skip
-        on_batch(done)
+        on_batch(done, [""] * len(done))
         return done
 
     def submit(self, item):
@@ -62,19 +61,16 @@ class World:
         results, self.results = self.results, []
         return results
 
-    def log_probs(self, batch):
-        self.note("log_probs")
-        return np.full(len(batch.rollout_log_probs), -1.1, np.float32), 0.5
+    def each(self, method, arguments, phase, interruptible=False):
+        """Of two ranks that are a replica each."""
+        called = arguments[0][0] if method == "on_step" else method
+        if called in ("log_probs", "ref_log_probs", "update"):
+            self.note(called)
+        return self.ranks.each(method, arguments, phase, interruptible)
 
-    def ref_log_probs(self, batch):
-        self.note("ref_log_probs")
-        return np.full(len(batch.rollout_log_probs), -1.2, np.float32)
-
-    def update(self, batch):
-        self.note("update")
-        self.batch = batch
+    def updated(self, counts, replica):
         parts = [{"actor/grad_norm": (norm, 1.0), "actor/skipped_updates": (0.0, 1.0)} for norm in (1.0, 3.0)]
-        return UpdateResult(parts, [MiniBatchLoad(0.25, 0.0, (4, 2)), MiniBatchLoad(0.75, 1.0, (1, 5))])
+        return parts if replica is self.ranks.replicas[0] else []
 
     def take_checkpoint(self):
         self.note("take_checkpoint")
@@ -91,6 +87,16 @@ class World:
 
     def write(self, step, metrics):
         self.lines.append((step, metrics))
+
+
+class Writer:
+    """Of files of samples, at once."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def write(self, step, samples, rewards):
+        write_samples(self.folder, step, [samples.read()], rewards)
 
 
 @pytest.fixture
@@ -146,14 +152,12 @@ class SharedDevices(World):
         assert self.version == self.updates, "engines serve the newest weights"
         return super().generate(requests, sampling, on_batch)
 
-    def log_probs(self, batch):
-        answer = super().log_probs(batch)
-        self.run.stop.raise_if_set()  # whoever waits for the ranks looks for signals
-        return answer
-
-    def update(self, batch):
-        self.updates += 1
-        return super().update(batch)
+    def each(self, method, arguments, phase, interruptible=False):
+        self.updates += arguments[0][0] == "update"
+        answers = super().each(method, arguments, phase, interruptible)
+        if interruptible:
+            self.run.stop.raise_if_set()  # whoever waits for the ranks looks for signals
+        return answers
 
     def take_checkpoint(self):
         self.taken.append((self.updates, set(self.engines)))
@@ -165,6 +169,8 @@ def run_of(world, tmp_path, *overrides) -> Run:
     stream = PromptStream([Prompt(p, (1, 2, 3), "test", "x") for p in range(4)], 2, seed=0, shuffle=False)
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "")
     stop = StopFlag()
+    world.ranks = Replicas(config, 2, -0.1, -0.2, world.updated)
+    world.config, world.model, world.layout = config, world.ranks.model, world.ranks.layout
     responder = Responder(tokenizer, world, world, config.reward, world, stop.raise_if_set)
     run_dir = RunDir.open(tmp_path / "run", "")
     shared = isinstance(world, SharedDevices)
@@ -172,7 +178,8 @@ def run_of(world, tmp_path, *overrides) -> Run:
     saver = Saver(config, run_dir.checkpoints, placement, "fingerprint", 0)
     return Run(
         config=config, run_dir=run_dir, train_prompts=stream, val_prompts=None, total_steps=2,
-        stop=stop, record=world, responder=responder, actor=world, placement=placement, saver=saver, state=TrainState(),
+        stop=stop, record=world, responder=responder, actor=world, placement=placement, saver=saver, sample_writer=Writer(run_dir.samples),
+        state=TrainState(),
     )  # fmt: skip
 
 
@@ -204,12 +211,12 @@ def test_every_name_that_a_step_writes_is_declared(world, tmp_path, overrides):
     assert switched & metrics.keys() == (switched if overrides else set())
 
 
-def test_what_the_ranks_say_of_their_mini_batches_is_in_the_line(world, tmp_path):
-    """Two mini-batches on two ranks, of 4 and 2 and of 1 and 5 tokens: 5 and 7 as trained."""
+def test_how_the_step_lies_on_the_ranks_is_in_the_line(world, tmp_path):
+    """Two mini-batches of two sequences of five tokens, one on each rank."""
     loop.train_step(run_of(world, tmp_path))
     ((_, metrics),) = world.lines
-    assert (metrics["actor/padding_share"], metrics["actor/dp_imbalance"], metrics["actor/updates"]) == (0.5, 0.5, 2.0)
-    assert (metrics["global_seqlen/balanced_min"], metrics["global_seqlen/balanced_max"]) == (5.0, 7.0)
+    assert (metrics["actor/padding_share"], metrics["actor/dp_imbalance"], metrics["actor/updates"]) == (0.0, 0.0, 2.0)
+    assert (metrics["global_seqlen/balanced_min"], metrics["global_seqlen/balanced_max"]) == (10.0, 10.0)
     assert metrics["actor/grad_norm"] == 2.0
 
 

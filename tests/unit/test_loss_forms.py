@@ -9,7 +9,7 @@ import torch
 
 from mrl.algo.aggregate import Denominators, to_floats
 from mrl.algo.losses import TOKEN_LOSSES, LossInputs, PolicyLossParameters, load_custom_loss, policy_loss, register_loss
-from mrl.algo.selection import SELECTIONS, covariance, select
+from mrl.algo.selection import SELECTIONS, Means, covariance, select
 from mrl.config.load import load_config
 from mrl.config.rules import violations
 from mrl.data.samples import positions
@@ -237,7 +237,8 @@ def test_gradients_of_stopped_ratios_agree_with_finite_differences_of_the_frozen
 
 def test_covariance_worked_by_hand():
     """A = 1, 1, -2 (mean 0), log p = -1, -3, -2 (mean -2): products 1, -1, 0; the fourth token is rejected."""
-    found = covariance(np.array([1.0, 1.0, -2.0, 9.0]), np.array([-1.0, -3.0, -2.0, np.nan]), np.array([True, True, True, False]))
+    advantages, log_probs = np.array([1.0, 1.0, -2.0, 9.0]), np.array([-1.0, -3.0, -2.0, np.nan])
+    found = covariance(advantages, log_probs, np.array([True, True, True, False]), Means(0.0, -2.0, 3))
     np.testing.assert_allclose(found, [1.0, -1.0, 0.0, 0.0])
 
 
@@ -253,7 +254,7 @@ def test_kl_cov_takes_the_share_of_highest_covariance():
     advantages, log_probs, mask, lengths = selection_batch()
     parameters = PolicyLossParameters("kl_cov", kl_cov_ratio=0.01)
     picked = select(parameters, advantages, log_probs, mask, lengths)
-    found = covariance(advantages, log_probs, mask)
+    found = covariance(advantages, log_probs, mask, Means(advantages.mean(), log_probs.mean(), len(mask)))
     assert picked.sum() == int(0.01 * mask.sum()) and not (picked & ~mask).any()
     assert found[picked].min() > found[mask & ~picked].max()
     assert select(replace(parameters, kl_cov_ratio=0.0), advantages, log_probs, mask, lengths).sum() == 1  # at least one, as upstream
@@ -263,7 +264,7 @@ def test_clip_cov_draws_its_share_between_its_two_bounds():
     advantages, log_probs, mask, lengths = selection_batch()
     parameters = PolicyLossParameters("clip_cov", clip_cov_ratio=0.01, clip_cov_lb=0.2, clip_cov_ub=0.8)
     picked = select(parameters, advantages, log_probs, mask, lengths)
-    found = covariance(advantages, log_probs, mask)
+    found = covariance(advantages, log_probs, mask, Means(advantages.mean(), log_probs.mean(), len(mask)))
     assert picked.sum() == int(0.01 * mask.sum())
     assert ((found[picked] > 0.2) & (found[picked] < 0.8)).all()
     ranks = found[mask & (found > 0.2) & (found < 0.8)].argsort().argsort()

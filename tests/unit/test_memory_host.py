@@ -7,18 +7,20 @@ import numpy as np
 import pytest
 from small_model import write_model
 
+from mrl.algo.advantages import TokenAdvantages
 from mrl.checkpoint.step_folders import BESIDE_TENSORS, checkpoint_bytes
+from mrl.cluster.replica_rows import ReplicaRows
 from mrl.config.load import load_config
 from mrl.config.places import rank_places
 from mrl.data.batch import TrainBatch
-from mrl.data.samples import Sample, packed
+from mrl.data.samples import Sample, Samples, packed
 from mrl.megatron.packing import Shape, micro_inputs
 from mrl.model import planning_model_spec
 from mrl.plan.devices import USUAL
 from mrl.plan.host_memory import host_section, save_bytes
 from mrl.plan.memory import actor_bytes
 from mrl.plan.plan_inputs import PlanInputs, batch_plan, device_for, engine_of
-from mrl.plan.step_batch import host_batch_bytes, sample_bytes
+from mrl.plan.step_batch import held_bytes, sample_bytes, stored_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = "tiny-moe/cpu"
@@ -43,12 +45,9 @@ def tiny_model(tmp_path_factory) -> str:
     return f"model.path={folder}"
 
 
-def full_batch(rows: int, prompt: int, response: int):
+def full_samples(rows: int, prompt: int, response: int) -> Samples:
     """Every sample at its limits."""
-    samples = [
-        Sample(i, i, i, 0, (1,) * prompt, (2,) * response, (0.0,) * response, "length", 0) for i in range(rows)
-    ]  # fmt: skip
-    return TrainBatch.of(packed(samples), 1.0)
+    return packed([Sample(i, i, i, 0, (1,) * prompt, (2,) * response, (0.0,) * response, "length", 0) for i in range(rows)])
 
 
 def nbytes(arrays) -> int:
@@ -59,13 +58,29 @@ def test_inputs_of_an_update_are_those_that_are_laid_out(tiny_model):
     """Without R3 and beside a few integers for the sequences' starts."""
     inputs = inputs_of(TINY, tiny_model, *SMALL)
     rows, width = 4, 10
-    batch = full_batch(rows, 6, width)
+    batch = TrainBatch.of(full_samples(rows, 6, width), 1.0)
     zeros = np.zeros(rows * width, np.float32)
     batch = replace(batch, old_log_probs=zeros, advantages=zeros, selected=zeros.astype(bool))
     arrays = micro_inputs(batch, np.arange(rows), Shape(packed=True, context=1, tensor=1))
     found = sample_bytes(inputs, batch_plan(inputs.config, inputs.train), 0)
     assert found.update + arrays.sequence_starts.nbytes == nbytes(arrays)
     assert found.update_routes == found.log_prob_routes == 0
+
+
+def test_what_is_stored_and_what_a_rank_holds_of_a_step_are_their_arrays(tiny_model):
+    switches = ("algorithm.use_kl_in_reward=true", "algorithm.rollout_correction={level: token, mode: truncate, high: 2}")
+    inputs = inputs_of(TINY, tiny_model, *SMALL, *switches)
+    algorithm, batch, rows, width = inputs.config.algorithm, batch_plan(inputs.config, inputs.train), 8, 10
+    samples = full_samples(rows, 6, width)
+    by_row = samples.numbers.nbytes
+    assert stored_bytes(inputs, batch) == samples.nbytes - by_row
+    held, zeros = ReplicaRows(algorithm, samples, 1.0), np.zeros(rows * width, np.float32)
+    held.set_old(zeros)
+    held.set_reference(zeros)
+    held.correct()
+    held.set_advantages(TokenAdvantages(np.zeros(rows)))
+    selection = zeros.astype(bool).nbytes  # which this loss has none of
+    assert held_bytes(inputs, batch) == held.batch.nbytes - rows * (8 + 8 + 4) + held._penalties.nbytes + selection
 
 
 def test_routes_that_came_with_samples_count_in_all_layers_and_recorded_ones_in_those_of_the_stage():
@@ -101,11 +116,12 @@ def test_an_engine_asleep_keeps_its_weights_on_the_host_at_level_one_only():
     assert host_of(kept)["bytes_of_a_worker"] - host_of(inputs)["bytes_of_a_worker"] == engine_of(inputs).weights
 
 
-def test_a_node_holds_its_ranks_places_and_copies_and_the_batch():
+def test_a_node_holds_its_ranks_places_and_copies_and_samples():
     """One node with all ranks: their optimizer and parameters, a whole checkpoint, and the samples of a step."""
     inputs = inputs_of("qwen3-8b/h100-1x8")
     host, batch = host_of(inputs), batch_plan(inputs.config, inputs.train)
-    assert host["terms"]["batch"] == host_batch_bytes(inputs, batch)
+    assert host["terms"]["object_store"] == stored_bytes(inputs, batch)
+    assert host["terms"]["samples"] == 8 * held_bytes(inputs, batch)
     assert host["terms"]["save"] == sum(save_bytes(inputs, rank) for rank in range(8))
     assert host["bytes_per_node"] == sum(host["terms"].values())
     assert host["fits"] and host["change"] == ""

@@ -5,15 +5,24 @@ import math
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from mrl.data.batch import TrainBatch
+from mrl.algo.rows import moments
 from mrl.record import metrics as metrics_module
-from mrl.record.metrics import PhaseTimer, batch_metrics, distribution, reduce_parts, reward_metrics, seqlen_metrics, speed_metrics
+from mrl.record.metrics import (
+    PhaseTimer,
+    advantage_metrics,
+    distribution,
+    length_metrics,
+    reduce_parts,
+    reward_metrics,
+    seqlen_metrics,
+    speed_metrics,
+)
 from mrl.record.spec import METRICS, metric_spec
 
 VERL_NAMES = """
@@ -103,24 +112,26 @@ def test_a_distribution_of_nothing_is_nothing():
     assert distribution("critic/score", []) == {}
 
 
-def _batch() -> TrainBatch:
+def _rows() -> SimpleNamespace:
     """Two samples: prompts of 2 and 3 tokens, responses of 3 and 1."""
-    return TrainBatch(
-        prompt_lengths=np.array([2, 3]), response_lengths=np.array([3, 1]), token_ids=np.zeros(9, np.int32),
-        rollout_log_probs=np.zeros(4, np.float32), temperature=np.ones(2, np.float32), advantages=np.array([1, 1, 1, -3], np.float32),
-    )  # fmt: skip
+    return SimpleNamespace(prompt_lengths=np.array([2, 3]), response_lengths=np.array([3, 1]))
 
 
-def test_lengths_and_advantages_are_read_off_the_batch_without_what_is_rejected():
-    metrics = batch_metrics(_batch(), max_prompt_length=4, max_response_length=3)
+def test_lengths_are_read_off_the_rows():
+    metrics = length_metrics(_rows(), max_prompt_length=4, max_response_length=3)
+    assert metrics["response_length/mean"] == 2.0
+    assert metrics["response_length/clip_ratio"] == 0.5
+    assert metrics["prompt_length/clip_ratio"] == 0.0
+
+
+def test_advantages_are_those_of_trained_tokens():
+    """Of the first response all three tokens with advantage 1, of the second the first alone, with -3."""
+    values, mask = np.array([1.0, 1.0, 1.0, -3.0, 99.0]), np.array([True, True, True, True, False])
+    metrics = advantage_metrics(moments(values, mask, np.array([3, 2])))
     assert metrics["critic/advantages/mean"] == 0.0  # (1 + 1 + 1 - 3) / 4
     assert metrics["critic/advantages/max"] == 1.0
     assert metrics["critic/returns/min"] == -3.0
-    assert metrics["response_length/mean"] == 2.0
-    assert metrics["response_length/clip_ratio"] == 0.5
-    rejected = replace(_batch(), keep=np.array([True, True, True, False]))
-    assert batch_metrics(rejected, 4, 3)["critic/advantages/min"] == 1.0
-    assert metrics["prompt_length/clip_ratio"] == 0.0
+    assert advantage_metrics(moments(values, np.zeros(5, bool), np.array([3, 2]))) == {}
 
 
 def test_scores_and_rewards_differ_by_the_penalty():
@@ -129,7 +140,7 @@ def test_scores_and_rewards_differ_by_the_penalty():
 
 
 def test_generation_time_is_per_response_token_and_update_time_per_token():
-    metrics = speed_metrics(_batch(), {"gen": 2.0, "update_actor": 0.9, "step": 3.0}, devices=3)
+    metrics = speed_metrics(_rows(), {"gen": 2.0, "update_actor": 0.9, "step": 3.0}, devices=3)
     assert metrics["timing_per_token_ms/gen"] == 500.0  # 2 s over 4 response tokens
     assert metrics["timing_per_token_ms/update_actor"] == pytest.approx(100.0)  # 0.9 s over all 9
     assert metrics["perf/throughput"] == 1.0  # 9 tokens in 3 s on 3 devices
@@ -144,8 +155,8 @@ def test_loads_of_data_parallel_ranks_in_order_and_as_trained():
 
 
 def test_everything_computed_here_is_declared():
-    computed = batch_metrics(_batch(), 4, 3) | reward_metrics(np.ones(2), np.ones(2)) | seqlen_metrics(np.ones(2), [2])
-    computed |= speed_metrics(_batch(), dict.fromkeys(("gen", "ref", "old_log_prob", "adv", "update_actor", "step"), 1.0), 1)
+    computed = length_metrics(_rows(), 4, 3) | reward_metrics(np.ones(2), np.ones(2)) | seqlen_metrics(np.ones(2), [2])
+    computed |= speed_metrics(_rows(), dict.fromkeys(("gen", "ref", "old_log_prob", "adv", "update_actor", "step"), 1.0), 1)
     for name in computed:
         metric_spec(name)
 

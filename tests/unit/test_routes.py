@@ -11,7 +11,7 @@ from mrl.data.routes import MISSING, RouteShape
 from mrl.data.samples import Sample, packed
 from mrl.errors import DataError, EnvironmentFault, NumericAbort
 from mrl.megatron.packing import Shape, micro_inputs
-from mrl.train.update import check_any_route, with_old_log_probs
+from mrl.train.update import check_any_route, old_log_probs
 
 SHAPE = RouteShape(num_layers=3, moe_layers=(1, 2), topk=2, num_experts=4)  # the first layer is dense
 WHOSE = "engine 1, sample 7"
@@ -86,18 +86,19 @@ def batch():
 def test_a_step_of_r3_without_any_route_is_a_fault_and_one_with_some_is_not(unknown):
     without = replace(sample(0, 3, 4), routes=unknown)
     with pytest.raises(EnvironmentFault, match=r"no route for any of 2 samples.*engine-N\.log.*R2 or disabled"):
-        check_any_route(packed([without, without]))
-    check_any_route(packed([without, sample(1, 2, 9)]))
+        check_any_route(packed([without, without]).numbers)
+    check_any_route(packed([without, sample(1, 2, 9)]).numbers)
 
 
 @pytest.mark.parametrize("replay", ["R3", "R2", "disabled"])
 def test_only_r3_asks_for_routes(replay):
-    config = SimpleNamespace(actor=SimpleNamespace(router_replay=replay), rollout=SimpleNamespace(temperature=1.0))
+    config = SimpleNamespace(actor=SimpleNamespace(router_replay=replay))
+    step = SimpleNamespace(rows=packed([sample(0, 3, 4, routes=False)]).numbers, log_probs=_asked)
     with pytest.raises(EnvironmentFault if replay == "R3" else NumericAbort):
-        with_old_log_probs(config, SimpleNamespace(log_probs=_not_finite), packed([sample(0, 3, 4, routes=False)]))
+        old_log_probs(config, step)
 
 
-def _not_finite(batch):
+def _asked():
     raise NumericAbort("asked")
 
 

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from mrl.data.samples import packed
 from mrl.errors import ConfigError
 from mrl.record.run_dir import RunDir, json_line, read_metrics
 from mrl.record.sample_files import write_samples
@@ -99,7 +98,7 @@ def test_resuming_replaces_the_lines_past_the_checkpoint(tmp_path):
 def test_resuming_drops_samples_and_event_files_past_the_checkpoint(tmp_path):
     run = _with_steps(tmp_path, [1, 2])
     for step in (1, 2, 10):
-        write_samples(run.samples, step, packed([]), [])
+        write_samples(run.samples, step, [], [])
     (run.samples / "step-11.jsonl").write_text("")  # of an older version
     run.tensorboard.mkdir()
     run.truncate_metrics(after_step=2)

@@ -88,7 +88,7 @@ def test_a_batch_takes_the_sequences_and_its_rows_take_their_values_along():
 
 def test_files_keep_token_ids_log_probs_version_and_reward_parts(tmp_path):
     sample = Sample(7, 1, 0, 42, (5, 6), (8, 9), (-0.25, float("nan")), "stop", 3)
-    path = write_samples(tmp_path, 12, packed([sample]), [{"score": 1.0, "reason": "ok", "format": 0.0, "pred": "x"}])
+    path = write_samples(tmp_path, 12, [packed([sample])], [{"score": 1.0, "reason": "ok", "format": 0.0, "pred": "x"}])
     assert [p.name for p in tmp_path.iterdir()] == ["step-12.parquet"] and path.name == "step-12.parquet"
     (row,) = read_samples(tmp_path, 12)
     assert np.isnan(row["rollout_log_probs"].pop())
@@ -100,12 +100,12 @@ def test_files_keep_token_ids_log_probs_version_and_reward_parts(tmp_path):
 
 
 def test_files_of_many_rows_and_of_none_are_read_back_in_order(tmp_path):
-    write_samples(tmp_path, 1, packed(MANY), [{"score": float(i)} for i in range(4)])
+    write_samples(tmp_path, 1, [packed(MANY[:1]), packed(MANY[1:])], [{"score": float(i)} for i in range(4)])
     rows = read_samples(tmp_path, 1)
     assert [r["prompt_ids"] for r in rows] == [list(s.prompt_ids) for s in MANY]
     assert [r["response_ids"] for r in rows] == [list(s.response_ids) for s in MANY]
     assert [r["weight_version"] for r in rows] == [s.weight_version for s in MANY] and [r["reward"]["score"] for r in rows] == [0, 1, 2, 3]
-    write_samples(tmp_path, 2, packed([]), [])
+    write_samples(tmp_path, 2, [], [])
     assert read_samples(tmp_path, 2) == []
 
 

@@ -5,12 +5,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from replicas import stored
 
 from mrl.config.load import available_recipes, load_config
 from mrl.config.rules import notes, violations
 from mrl.data.batch import Prompt
 from mrl.data.order import DataCursor, PromptStream
-from mrl.data.samples import Sample, packed
+from mrl.data.samples import Sample
 from mrl.errors import DataError, NumericAbort
 from mrl.model import ModelSpec
 from mrl.record.metrics import PhaseTimer
@@ -51,7 +52,7 @@ class World:
     def generate(self, config, responder, prompts, step, gen_batch):
         self.asked.append((gen_batch, [p.prompt_id for p in prompts]))
         wanted = [(group, p, k) for group, p in enumerate(prompts) for k in range(N)]
-        return packed([
+        return stored([
             Sample(p.prompt_id, group, i, 0, p.token_ids, (5,) * self.lengths[k], (0.0,) * self.lengths[k], "stop", 0)
             for i, (group, p, k) in enumerate(wanted)
         ])  # fmt: skip
@@ -59,7 +60,7 @@ class World:
     def collect(self, samples):
         return [
             RewardResult(i, self.scores[p][i % N], dict(self.parts.get(p, {})), OK)
-            for i, p in zip(samples.sample_id.tolist(), samples.prompt_id.tolist(), strict=True)
+            for i, p in zip(samples.rows.sample_id.tolist(), samples.rows.prompt_id.tolist(), strict=True)
         ]
 
     def gather(self):
@@ -72,7 +73,7 @@ EASY, HARD, MIXED = (1.0, 1.0), (0.0, 0.0), (1.0, 0.0)
 def test_without_filtering_one_batch_is_taken_as_it_comes(monkeypatch):
     world = World(monkeypatch, [EASY, HARD, MIXED, MIXED])
     found = world.gather()
-    assert found.samples.prompt_id.tolist() == [0, 0, 1, 1]
+    assert found.samples.rows.prompt_id.tolist() == [0, 0, 1, 1]
     assert world.asked == [(0, [0, 1])] and found.cursor == DataCursor(0, 2)
     assert found.metrics["train/uniform_group_share"] == 1.0
     assert all(metric_spec(name) for name in found.metrics)
@@ -81,8 +82,8 @@ def test_without_filtering_one_batch_is_taken_as_it_comes(monkeypatch):
 def test_groups_of_one_mind_are_replaced_until_the_batch_is_full(monkeypatch):
     world = World(monkeypatch, [EASY, MIXED, HARD, HARD, MIXED, MIXED, MIXED, EASY], FILTER)
     found = world.gather()
-    assert found.samples.prompt_id.tolist() == [1, 1, 4, 4]  # 5 was generated too, and is more than a batch holds
-    assert (found.samples.group_id.tolist(), found.samples.sample_id.tolist()) == ([0, 0, 1, 1], [0, 1, 2, 3])
+    assert found.samples.rows.prompt_id.tolist() == [1, 1, 4, 4]  # 5 was generated too, and is more than a batch holds
+    assert (found.samples.rows.group_id.tolist(), found.samples.rows.sample_id.tolist()) == ([0, 0, 1, 1], [0, 1, 2, 3])
     assert [(r.sample_id, r.score) for r in found.results] == [(0, 1.0), (1, 0.0), (2, 1.0), (3, 0.0)]
     assert [batch for batch, _ in world.asked] == [0, 1, 2] and found.cursor == DataCursor(0, 6)
     assert found.metrics["train/num_gen_batches"] == 3
@@ -94,7 +95,7 @@ def test_groups_of_one_mind_are_replaced_until_the_batch_is_full(monkeypatch):
 def test_more_prompts_may_be_generated_at_a_time_than_are_trained_on(monkeypatch):
     world = World(monkeypatch, [EASY, MIXED, HARD, MIXED, MIXED, EASY], FILTER, "data.gen_batch_size=3", at_a_time=3)
     found = world.gather()
-    assert found.samples.prompt_id.tolist() == [1, 1, 3, 3]
+    assert found.samples.rows.prompt_id.tolist() == [1, 1, 3, 3]
     assert world.asked == [(0, [0, 1, 2]), (1, [3, 4, 5])] and found.cursor == DataCursor(0, 6)
 
 
@@ -112,7 +113,7 @@ def test_at_the_limit_a_run_stops_with_what_to_do(monkeypatch):
 
 def test_at_the_limit_a_step_may_train_on_what_there_is(monkeypatch):
     found = World(monkeypatch, ENDLESS, FILTER, TWO, END + "partial").gather()
-    assert found.samples.prompt_id.tolist() == [1, 1]
+    assert found.samples.rows.prompt_id.tolist() == [1, 1]
     assert found.metrics["train/trained_groups"] == 1
     with pytest.raises(DataError, match=r"0 of the 2 groups.*set on_exhausted to unfiltered"):
         World(monkeypatch, [EASY, HARD] * 2, FILTER, TWO, END + "partial").gather()
@@ -120,8 +121,8 @@ def test_at_the_limit_a_step_may_train_on_what_there_is(monkeypatch):
 
 def test_at_the_limit_a_batch_may_be_filled_with_the_first_of_the_others(monkeypatch):
     found = World(monkeypatch, ENDLESS, FILTER, TWO, END + "unfiltered").gather()
-    assert found.samples.prompt_id.tolist() == [1, 1, 0, 0]
-    assert found.samples.group_id.tolist() == [0, 0, 1, 1]
+    assert found.samples.rows.prompt_id.tolist() == [1, 1, 0, 0]
+    assert found.samples.rows.group_id.tolist() == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +151,7 @@ def test_a_prompt_drawn_twice_in_a_step_is_not_answered_with_the_same_seeds(monk
 
     def engines_generate(requests, settings, score):
         seeds.append([r.seed for r in requests])
-        return packed([Sample(r.prompt_id, r.group_id, r.sample_id, r.seed, r.prompt_ids, (5,), (0.0,), "stop", 0) for r in requests])
+        return stored([Sample(r.prompt_id, r.group_id, r.sample_id, r.seed, r.prompt_ids, (5,), (0.0,), "stop", 0) for r in requests])
 
     config = load_config(TINY, overrides=SIZES).config
     engines = SimpleNamespace(generate=engines_generate)
@@ -164,7 +165,7 @@ def test_a_prompt_drawn_twice_in_a_step_is_not_answered_with_the_same_seeds(monk
 def test_an_engine_that_samples_from_no_distribution_stops_training_and_validation_with_exit_6(bad):
     """What a sync that was forgotten after a sleep would give, were it not for the fence: see test_engine_sleep."""
     done = [Sample(3, 0, i, i, (1,), (5, 6), (-0.5, bad if i == 2 else -0.25), "length", 7) for i in range(4)]
-    engines = SimpleNamespace(generate=lambda requests, sampling, score: packed(done))
+    engines = SimpleNamespace(generate=lambda requests, sampling, score: stored(done))
     responder = rollouts.Responder(None, engines, None, None, display=None, poll=lambda: None)
     with pytest.raises(NumericAbort, match=r"1 of 4 responses .* the first is sample 2 under weight version 7") as stopped:
         responder.respond([prompt(3)], 4, None, lambda prompt, k: k, "validation")

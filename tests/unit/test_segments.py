@@ -1,5 +1,6 @@
 """Responses of several requests put together: what was returned with a token stays its own."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -77,6 +78,14 @@ def test_rows_are_joined_each_with_its_own_and_survive_columns_of_their_own():
         alone = joined(kept.rows(slice(row, row + 1)), more.rows(slice(row, row + 1)))
         for name, column in alone.arrays.items():
             np.testing.assert_array_equal(both.rows(slice(row, row + 1)).arrays[name], column, err_msg=name)
+
+
+def test_a_part_that_is_not_finite_spoils_its_response_and_any_known_route_is_one():
+    kept = packed([sample([7, 8], [1], 4), sample([7, 8], [1], 4, sample_id=4, routes=None)])
+    spoilt = replace(sample([7, 8, 1], [2], 4), rollout_log_probs=(math.nan,))
+    bad = packed([spoilt, sample([7, 8, 1], [2], 4, sample_id=4, routes=None)])
+    both = joined(kept, bad)
+    assert (kept.finite.tolist(), both.finite.tolist(), both.routed.tolist()) == ([True, True], [False, True], [True, False])
 
 
 def test_nothing_kept_and_nothing_added_are_no_spans():

@@ -4,12 +4,13 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from replicas import stored
 from test_data import CharTokenizer, load, row, write_jsonl
 
 from mrl.cli.main import main
 from mrl.config.load import load_config
 from mrl.data.batch import Prompt
-from mrl.data.samples import Sample, packed
+from mrl.data.samples import Sample
 from mrl.errors import DataError
 from mrl.record.run_dir import RunDir
 from mrl.reward.items import RewardSpec
@@ -50,8 +51,8 @@ class Engines:
             answer = self.answers[text][k % len(self.answers[text])]
             ids = tuple(map(ord, answer))
             done.append(answered(request, ids, 3))
-        on_batch(packed(done[::-1]))
-        return packed(done)
+        on_batch(stored(done[::-1]), ["".join(map(chr, one.response_ids)) for one in done[::-1]])
+        return stored(done)
 
 
 class World:
@@ -181,8 +182,8 @@ def test_a_prompt_that_comes_twice_in_a_batch_is_not_answered_alike(tmp_path):
         respond = world.responder(pool).respond
         samples = respond([prompt, prompt], 2, Sampling(1.0, 4, ()), lambda p, k: p.prompt_id * 10**9 + k, "train")
         pool.drain()
-    assert samples.group_id.tolist() == [0, 0, 1, 1]
-    assert len(set(samples.seed.tolist())) == 4
+    assert samples.rows.group_id.tolist() == [0, 0, 1, 1]
+    assert len(set(samples.rows.seed.tolist())) == 4
 
 
 def test_answers_come_back_in_the_order_of_prompts(tmp_path):

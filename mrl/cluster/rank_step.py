@@ -1,0 +1,78 @@
+"""One rank's part in a step: its replica's rows, fetched once, and the calls that the driver makes on them in order.
+
+What a call returns are numbers a row, from the rank that hands out its replica's results; None from the others.
+"""
+
+import numpy as np
+
+from mrl.algo.advantages import TokenAdvantages
+from mrl.algo.aggregate import Denominators, FloatParts
+from mrl.algo.rows import RowValues
+from mrl.algo.selection import Means
+from mrl.cluster.replica_rows import ReplicaRows
+from mrl.cluster.stored_samples import StoredSamples
+from mrl.megatron import parallel
+from mrl.megatron.actor import MegatronActor, RowResult
+from mrl.megatron.cut import ReplicaCut
+
+
+class RankStep:
+    """Rows of the newest step. Ranks before the last pipeline stage have no log-probs, and compute nothing of tokens."""
+
+    def __init__(self, actor: MegatronActor, samples: StoredSamples, own: np.ndarray, cut: ReplicaCut):
+        """`own`, bool [rows]: which of `samples` the replica trains on; the others are there for fillers."""
+        config = actor.config
+        self._actor, self._own, self._cut = actor, own, cut
+        self._rows = ReplicaRows(config.algorithm, samples.read(), config.rollout.temperature)
+
+    def log_probs(self) -> tuple[RowValues, tuple[float, float]] | None:
+        """The old policy's log-probs stay here; how far generation's are from them, and the sum and count of entropies."""
+        result = self._actor.policy_log_probs(self._rows.batch, self._cut.log_probs)
+        if result is None:
+            return None
+        found = self._answer(self._rows.set_old(self._of_all_rows(result)))
+        return None if found is None else (found, result.entropy)
+
+    def ref_log_probs(self) -> None:
+        """The reference's log-probs stay here."""
+        result = self._actor.reference_log_probs(self._rows.batch, self._cut.reference)
+        if result is not None:
+            self._rows.set_reference(self._of_all_rows(result))
+
+    def correct(self) -> RowValues | None:
+        """See ReplicaRows.correct."""
+        return self._answer(self._rows.correct()) if parallel.on_last_stage() else None
+
+    def moments(self, advantages: TokenAdvantages) -> RowValues | None:
+        """See ReplicaRows.moments."""
+        return self._answer(self._rows.moments(advantages)) if parallel.on_last_stage() else None
+
+    def set_advantages(self, advantages: TokenAdvantages) -> RowValues | None:
+        """See ReplicaRows.set_advantages."""
+        return self._answer(self._rows.set_advantages(advantages)) if parallel.on_last_stage() else None
+
+    def find(self, means: list[Means]) -> list[np.ndarray] | None:
+        """See ReplicaRows.find."""
+        if not parallel.on_last_stage():
+            return None
+        found = self._rows.find(self._actor.loss_parameters, self._cut.trained_rows(), means)
+        return found if parallel.holds_result() else None
+
+    def select(self, least: list[float | int | None]) -> None:
+        """See ReplicaRows.select."""
+        if parallel.on_last_stage():
+            self._rows.select(least)
+
+    def update(self, counts: list[Denominators]) -> list[FloatParts]:
+        """See MegatronActor.update_replica. The rows are gone afterwards: memory is free while the next ones are generated."""
+        rows, self._rows = self._rows, None
+        return self._actor.update_replica(rows.batch, self._cut.mini_batches, counts)
+
+    def _of_all_rows(self, result: RowResult) -> np.ndarray:
+        batch = self._rows.batch
+        flat = np.zeros(len(batch.rollout_log_probs), np.float32)
+        flat[batch.places_of(result.rows)] = result.log_probs
+        return flat
+
+    def _answer(self, found: RowValues) -> RowValues | None:
+        return {name: values[self._own] for name, values in found.items()} if parallel.holds_result() else None

@@ -1,0 +1,93 @@
+"""Responses that stay in the object store of the node where they were generated: the driver holds numbers and references.
+
+    engine's process            object store of its node              driver                       rank
+    Samples, as they finish --> blocks: a few short responses,  <---- StoredSamples: SampleRows,   StoredSamples of its rows
+                                or one long one                       block and place of each row  --read--> Samples
+
+A long response is a block of its own, so a rank that needs it receives nothing else with it. Ray moves blocks between
+nodes, spills them to disk when a store is full, and forgets a block with the last reference to it. An engine yields
+a block as an item of its stream, so the driver owns it and it outlives the engine's process. (References that an engine made
+itself with ray.put and handed on inside an item were lost: Ray 2.60 forgot that the driver had borrowed them.) Ray would
+put items of up to 100 KB into the driver's memory; `STREAM_ENVIRONMENT` in the engine's process lowers that.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import ray
+
+from mrl.data.samples import SampleRows, Samples
+from mrl.errors import Interrupted
+
+BLOCK_BYTES = 16 * 1024  # responses that finish together share a block up to this size
+STREAM_ENVIRONMENT = {"RAY_max_direct_call_object_size": "1024"}  # bytes
+
+
+def in_blocks(samples: Samples) -> list[Samples]:
+    """What becomes an object each: responses that finished together where they are short, one by one where they are long."""
+    return [samples] if samples.nbytes <= BLOCK_BYTES else [samples.rows(slice(i, i + 1)) for i in range(len(samples))]
+
+
+@dataclass(frozen=True)
+class StoredSamples:
+    """Responses in some order. `blocks` are references to Samples; row i is row `place[i]` of `blocks[block[i]]`."""
+
+    rows: SampleRows
+    block: np.ndarray  # int64 [rows]
+    place: np.ndarray  # int64 [rows]
+    blocks: tuple[Any, ...]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @classmethod
+    def of(cls, rows: SampleRows, block: Any) -> "StoredSamples":
+        """All rows of one block."""
+        return cls(rows, np.zeros(len(rows), np.int64), np.arange(len(rows)), (block,))
+
+    @classmethod
+    def joined(cls, parts: Sequence["StoredSamples"]) -> "StoredSamples":
+        """The rows of all parts, which are of one kind, in their order. Raises ValueError where there is no part."""
+        if not parts:
+            raise ValueError("no parts to join")
+        before = np.cumsum([0, *(len(part.blocks) for part in parts)])
+        return type(parts[0])(
+            SampleRows.joined([part.rows for part in parts]),
+            np.concatenate([part.block + first for part, first in zip(parts, before, strict=False)]),
+            np.concatenate([part.place for part in parts]),
+            tuple(block for part in parts for block in part.blocks),
+        )
+
+    def take(self, index: np.ndarray) -> "StoredSamples":
+        """The given rows alone, blocks in the order of their first rows; references to blocks that none of them is in are given up."""
+        used, first, block = np.unique(self.block[index], return_index=True, return_inverse=True)
+        order = np.argsort(first)
+        blocks = tuple(self.blocks[i] for i in used[order])
+        return replace(self, rows=self.rows.rows(index), block=np.argsort(order)[block], place=self.place[index], blocks=blocks)
+
+    def renumbered(self, group_id: np.ndarray, sample_id: np.ndarray) -> "StoredSamples":
+        """The same under other ids. Those in the blocks stay as they were."""
+        return replace(self, rows=replace(self.rows, group_id=group_id, sample_id=sample_id))
+
+    def read(self) -> Samples:
+        """The responses, whole and under the ids of `rows`: what of them is on another node is fetched to this one.
+
+        Raises Interrupted when the node is gone that held some.
+        """
+        blocks = self._get(self.blocks)
+        lengths = [len(block) for block in blocks]
+        index, whole = (np.cumsum(lengths) - lengths)[self.block] + self.place, Samples.joined(blocks)
+        if not np.array_equal(index, np.arange(len(whole))):  # of long responses they are: a step's routes are not copied twice
+            whole = whole.rows(index)
+        return replace(whole, group_id=self.rows.group_id, sample_id=self.rows.sample_id)
+
+    @staticmethod
+    def _get(blocks: Sequence[Any]) -> list[Samples]:
+        try:
+            return ray.get(list(blocks))
+        except (ray.exceptions.ObjectLostError, ray.exceptions.ObjectFetchTimedOutError) as error:
+            raise Interrupted(
+                f"responses of the step are lost with the node that held them ({error}); resumed, it generates them again"
+            ) from error

@@ -1,0 +1,107 @@
+"""A step's rows on the ranks, as the driver sees them: who has which, calls on all ranks, numbers a row from all replicas.
+
+driver                                     ranks (rank_step.py)
+lengths --step_cut--> rows of replicas --> fetch their rows, once, from where they are
+numbers a row                          <-- log-probs, corrections: tokens stay
+numbers a response                     --> advantages of tokens
+counts of mini-batches                 --> updates
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from mrl.algo.advantages import TokenAdvantages
+from mrl.algo.aggregate import Denominators
+from mrl.algo.rows import RowValues
+from mrl.algo.selection import Means
+from mrl.cluster.actor_group import ActorGroup
+from mrl.cluster.stored_samples import StoredSamples
+from mrl.megatron.batching import UpdateResult
+from mrl.megatron.cut import step_cut
+
+
+class TrainedStep:
+    """Calls on all ranks about one step; see ReplicaRows for what each does of a replica's rows."""
+
+    def __init__(self, actor: ActorGroup, samples: StoredSamples):
+        """Deals the rows out; every rank fetches its own. Raises DataError for a row above the limit of a micro-batch."""
+        layout = actor.layout
+        self._actor, self.rows = actor, samples.rows
+        self.cut = step_cut(actor.config, layout, actor.model, samples.rows.lengths)
+        self._replica_of = [layout.dense_coords(rank).dp for rank in range(layout.world_size)]
+        self._needed = [self.cut.needed_rows(replica) for replica in range(layout.data)]
+        self._own = [self.cut.own_rows(replica) for replica in range(layout.data)]
+        parts = [
+            (samples.take(needed), np.isin(needed, own), self.cut.of(replica).renumbered(needed))
+            for replica, (needed, own) in enumerate(zip(self._needed, self._own, strict=True))
+        ]
+        actor.each("begin_step", [parts[replica] for replica in self._replica_of], "fetching samples", interruptible=True)
+
+    def log_probs(self) -> tuple[RowValues, float]:
+        """How far generation is from training, by row; the mean entropy over response tokens, nats."""
+        answers = self._call("log_probs", interruptible=True)
+        entropies = [answer[1] for answer in answers if answer is not None]
+        found = self._of_rows(None if answer is None else answer[0] for answer in answers)
+        return found, sum(value for value, _ in entropies) / sum(weight for _, weight in entropies)
+
+    def ref_log_probs(self) -> None:
+        """The reference model's log-probs, which stay on the ranks."""
+        self._call("ref_log_probs", interruptible=True)
+
+    def correct(self) -> RowValues:
+        """See ReplicaRows.correct."""
+        return self._of_rows(self._call("correct"))
+
+    def moments(self, advantages: TokenAdvantages) -> RowValues:
+        """See ReplicaRows.moments."""
+        return self._of_rows(self._call("moments", self._parts_of(advantages)))
+
+    def set_advantages(self, advantages: TokenAdvantages) -> RowValues:
+        """See ReplicaRows.set_advantages."""
+        return self._of_rows(self._call("set_advantages", self._parts_of(advantages)))
+
+    def find(self, means: list[Means]) -> list[list[np.ndarray]]:
+        """Of each mini-batch, what each replica found; see ReplicaRows.find."""
+        found = [answer for answer in self._call("find", lambda replica: means) if answer is not None]
+        return [list(of_mini_batch) for of_mini_batch in zip(*found, strict=True)]
+
+    def select(self, least: list[float | int | None]) -> None:
+        """See ReplicaRows.select."""
+        self._call("select", lambda replica: least)
+
+    def update(self, counts: list[Denominators]) -> UpdateResult:
+        """All optimizer steps; `counts` of each mini-batch's trained tokens and sequences."""
+        answers = self._call("update", lambda replica: counts)
+        return UpdateResult([part for answer in answers for part in answer], list(self.cut.loads))
+
+    def by_mini_batch(self, values: np.ndarray) -> list[np.ndarray]:
+        """`values` [rows] of each mini-batch."""
+        return [values[rows] for rows in self.cut.slices]
+
+    def _call(self, method: str, argument: Callable[[int], Any] | None = None, interruptible: bool = False) -> list[Any]:
+        arguments = [(method,) if argument is None else (method, argument(replica)) for replica in self._replica_of]
+        return self._actor.each("on_step", arguments, method, interruptible)
+
+    def _parts_of(self, advantages: TokenAdvantages) -> Callable[[int], TokenAdvantages]:
+        return lambda replica: advantages.rows(self._needed[replica])
+
+    def _of_rows(self, answers: Iterable[RowValues | None]) -> RowValues:
+        """The replicas' numbers in the order of the step's rows."""
+        found: RowValues = {}
+        filled = np.zeros(len(self.rows), bool)
+        for replica, answer in zip(self._replica_of, answers, strict=True):
+            if answer is None:
+                continue
+            filled[self._own[replica]] = True
+            for name, values in answer.items():
+                found.setdefault(name, np.zeros(len(filled), values.dtype))[self._own[replica]] = values
+        if not filled.all():
+            raise RuntimeError(f"no rank answered for rows {np.flatnonzero(~filled)[:8].tolist()}")
+        return found
+
+
+def counts_of(parts: list[np.ndarray]) -> list[Denominators]:
+    """Of each mini-batch, from trained tokens a row."""
+    return [Denominators(tokens=int(trained.sum()), sequences=int((trained > 0).sum())) for trained in parts]

@@ -1,0 +1,84 @@
+"""How the rows of a step are dealt to data-parallel replicas and cut into micro-batches: once, by the driver, from lengths.
+
+The update's cut says which replica has which rows; log-probs and reference are computed where the rows are, under limits
+of their own where they have some, so a replica needs its rows once.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mrl.config.schema import RunConfig
+from mrl.megatron.batching import MicroBatch, MiniBatchLoad, Shares, Splitter, mini_batches, trained_rows
+from mrl.model import ModelSpec
+from mrl.model.layout import TrainLayout
+
+Micros = tuple[MicroBatch, ...]
+
+
+@dataclass(frozen=True)
+class ReplicaCut:
+    """What one data-parallel replica computes of a step; row numbers are those of the batch that it holds."""
+
+    mini_batches: tuple[Micros, ...]
+    log_probs: Micros
+    reference: Micros
+
+    def trained_rows(self) -> list[np.ndarray]:
+        """int64: rows of each mini-batch that are this replica's."""
+        kept = [[micro.rows for micro in micros if not micro.is_filler] for micros in self.mini_batches]
+        return [np.sort(np.concatenate([np.zeros(0, np.int64), *rows])) for rows in kept]
+
+    def renumbered(self, rows: np.ndarray) -> "ReplicaCut":
+        """The same for a batch of `rows` [own], ascending numbers of the batch that this cut is of."""
+
+        def local(micros: Micros) -> Micros:
+            return tuple(MicroBatch(np.searchsorted(rows, micro.rows), micro.is_filler) for micro in micros)
+
+        return ReplicaCut(tuple(map(local, self.mini_batches)), local(self.log_probs), local(self.reference))
+
+
+@dataclass(frozen=True)
+class StepCut:
+    """Of a whole step; row numbers are the step's."""
+
+    mini_batches: tuple[Shares, ...]
+    log_probs: Shares
+    reference: Shares
+    slices: tuple[slice, ...]  # rows of each mini-batch
+    loads: tuple[MiniBatchLoad, ...]
+
+    def of(self, replica: int) -> ReplicaCut:
+        """The part of one replica."""
+        return ReplicaCut(tuple(shares[replica] for shares in self.mini_batches), self.log_probs[replica], self.reference[replica])
+
+    def own_rows(self, replica: int) -> np.ndarray:
+        """int64, ascending: the rows that the replica trains on."""
+        return np.sort(np.concatenate(self.of(replica).trained_rows()))
+
+    def needed_rows(self, replica: int) -> np.ndarray:
+        """int64, ascending: its own, and those that fillers repeat."""
+        cut = self.of(replica)
+        micros = [micro.rows for part in (*cut.mini_batches, cut.log_probs, cut.reference) for micro in part]
+        return np.unique(np.concatenate(micros))
+
+
+def step_cut(config: RunConfig, layout: TrainLayout, model: ModelSpec, lengths: np.ndarray) -> StepCut:
+    """The cut of a step's rows, `lengths` [rows] tokens each. Raises DataError for a row above the limit of a micro-batch."""
+    update = Splitter.for_update(config.actor, layout, model)
+    slices = tuple(mini_batches(len(lengths), config.actor.ppo_mini_batch_size * config.rollout.n))
+    parts = tuple(_shifted(update.shares(lengths[rows]), rows.start) for rows in slices)
+    owners = [np.sort(np.concatenate([trained_rows(part)[replica] for part in parts])) for replica in range(layout.data)]
+    own = (
+        Splitter.for_log_probs(config.actor, layout, model),
+        Splitter.for_reference(config.actor, config.ref, layout, model),
+    )
+    # cut alike, the same sums give the same bits, and routes that are replayed belong to the same micro-batches
+    as_update = tuple(tuple(micro for part in parts for micro in part[replica]) for replica in range(layout.data))
+    passes = [as_update if splitter is None else splitter.shares(lengths, owners) for splitter in own]
+    loads = tuple(update.load(lengths[rows], _shifted(part, -rows.start)) for rows, part in zip(slices, parts, strict=True))
+    return StepCut(parts, *passes, slices, loads)
+
+
+def _shifted(shares: Shares, by: int) -> Shares:
+    return tuple(tuple(MicroBatch(micro.rows + by, micro.is_filler) for micro in replica) for replica in shares)

@@ -1,0 +1,30 @@
+"""The policy loss that a configuration asks for."""
+
+from mrl.algo.losses import PolicyLossParameters, load_custom_loss
+from mrl.config.schema import RunConfig
+
+
+def loss_parameters(config: RunConfig) -> PolicyLossParameters:
+    """Its name and constants. A user's own loss is loaded, which may raise ConfigError."""
+    loss = config.algorithm.policy_loss
+    if loss.custom is not None:
+        load_custom_loss(loss.custom.path, loss.loss_mode)
+    return PolicyLossParameters(
+        loss_mode=loss.loss_mode,
+        loss_agg_mode=loss.loss_agg_mode,
+        clip_ratio_low=loss.clip_ratio_low,
+        clip_ratio_high=loss.clip_ratio_high,
+        clip_ratio_c=loss.clip_ratio_c,
+        loss_scale_factor=loss.loss_scale_factor,
+        entropy_coeff=config.algorithm.entropy_coeff,
+        kl_loss_coef=config.algorithm.kl_loss_coef if config.algorithm.use_kl_loss else 0.0,
+        kl_loss_type=config.algorithm.kl_loss_type,
+        tau_pos=loss.tau_pos,
+        tau_neg=loss.tau_neg,
+        clip_cov_ratio=loss.clip_cov_ratio,
+        clip_cov_lb=loss.clip_cov_lb,
+        clip_cov_ub=loss.clip_cov_ub,
+        kl_cov_ratio=loss.kl_cov_ratio,
+        ppo_kl_coef=loss.ppo_kl_coef,
+        custom=loss.custom.parameters if loss.custom else {},
+    )

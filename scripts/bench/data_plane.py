@@ -1,0 +1,344 @@
+"""What a step's data costs the driver: real Ray, engines and ranks without models, responses of the lengths of a large run.
+
+    python scripts/bench/data_plane.py [--before COMMIT] [--responses 64 128 256] [--routes] [--json]
+
+Engines synthesise responses (lognormal lengths: mean 7,385 tokens, 1,190 to 20,480, 3.9 % cut off) and hand them on by the
+product's code; ranks fetch their rows and compute of tokens what is computed beside a model. The driver runs the phases of
+a step. Each size is a run of its own, in a process of its own, so its peak is its own. `--before`: the same with an earlier
+commit's code, checked out into a temporary folder, whose driver held everything. Extrapolated by a line through the
+sizes to 8,192 responses; `error` is the largest relative distance of a size from that line.
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+PRESET = "parallel_configs/tiny-moe/cpu.yaml"
+FULL, MEAN, SHORTEST, LONGEST = 8192, 7385, 1190, 20480
+PROMPT, N, ENGINES, REPLICAS, LAYERS, TOPK = 120, 8, 2, 2, 94, 8
+SIGMA = 0.62  # of the logarithm: 3.9 % beyond LONGEST, with that mean
+
+
+def lengths_of(responses: int) -> np.ndarray:
+    """int [responses], the same at every call."""
+    drawn = np.random.default_rng(0).lognormal(np.log(MEAN) - SIGMA**2 / 2 + 0.03, SIGMA, responses)
+    return np.clip(drawn, SHORTEST, LONGEST).astype(int)
+
+
+def settings(responses: int) -> list[str]:
+    """Overrides of the preset."""
+    return [
+        f"data.train_batch_size={responses // N}", f"rollout.n={N}", f"actor.ppo_mini_batch_size={responses // N // 4}",
+        f"data.max_response_length={LONGEST}", f"data.max_prompt_length={PROMPT}", f"rollout.num_engines={ENGINES}",
+        f"actor.layout={{world_size: {REPLICAS}, tensor_model_parallel_size: 1, expert_model_parallel_size: 1, sequence_parallel: false}}",
+    ]  # fmt: skip
+
+
+def rss() -> int:
+    """Bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def peak() -> int:
+    """Bytes, of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class Rewards:
+    """Scores at once; what it is given is not kept."""
+
+    def __init__(self, result):
+        self.results, self.result = [], result
+
+    def submit(self, item) -> None:
+        self.results.append(self.result(item.sample_id, float(len(item.response_text) % 2), {}, "ok"))
+
+    def drain(self, poll, max_failures=None) -> list:
+        results, self.results = self.results, []
+        return results
+
+
+class Measured:
+    """From here on: bytes over what is held now, and processor seconds."""
+
+    def __init__(self):
+        self.rss, self.cpu = rss(), time.process_time()
+
+    def of(self, tokens: int, **more) -> dict:
+        return {"tokens": tokens, "driver_peak_bytes": peak() - self.rss, "driver_busy_s": time.process_time() - self.cpu, **more}
+
+
+# ---------------------------------------------------------------- this tree
+
+
+def run_now(responses: int, routes: bool, folder: Path) -> dict:
+    """One step through StoredSamples, TrainedStep and SampleWriter."""
+    import ray
+
+    from mrl.cluster.rollout_group import RolloutGroup
+    from mrl.cluster.sample_writer import SampleWriter
+    from mrl.cluster.stored_samples import STREAM_ENVIRONMENT
+    from mrl.cluster.trained_step import TrainedStep
+    from mrl.cluster.workers import EngineWorker
+    from mrl.config.load import load_config
+    from mrl.data.order import DataCursor
+    from mrl.data.samples import Sample, packed
+    from mrl.model import planning_model_spec
+    from mrl.model.layout import TrainLayout
+    from mrl.reward.items import RewardResult
+    from mrl.train.reporting import reward_parts
+    from mrl.train.rollouts import Responder, Rollouts, rewards_after_penalties
+    from mrl.train.update import advantages, corrections, old_log_probs, update
+    from mrl.vllm.requests import Sampling
+
+    config, every = load_config(PRESET, "gspo", settings(responses)).config, lengths_of(responses)
+
+    class FakeEngine:
+        async def generate(self, requests, sampling):
+            for request in requests:
+                rng, tokens = np.random.default_rng(request.sample_id), int(every[request.sample_id])
+                ids, known = rng.integers(1, 1000, tokens).astype(np.int32), None
+                if routes:
+                    known = rng.integers(0, 127, (PROMPT + tokens, LAYERS, TOPK)).astype(np.int8)
+                log_probs = -rng.random(tokens).astype(np.float32)
+                yield packed([
+                    Sample(request.prompt_id, request.group_id, request.sample_id, 0, request.prompt_ids, ids, log_probs, "stop", 0, known)
+                ])  # fmt: skip
+
+    class Engine(EngineWorker):
+        def __init__(self):
+            self.engine = FakeEngine()
+            self._tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "text" * len(ids))
+
+    class Rank:
+        """A replica without a model: its log-probs are near generation's."""
+
+        def begin_step(self, samples, own, cut):
+            from mrl.cluster.replica_rows import ReplicaRows
+
+            self.own, self.needed = own, samples.take(np.flatnonzero(own)).read().nbytes
+            self.rows = ReplicaRows(config.algorithm, samples.read(), 1.0)
+            self.received = sum(block.nbytes for block in samples._get(samples.blocks))
+
+        def on_step(self, method, *arguments):
+            if method == "log_probs":
+                rollout = self.rows.batch.rollout_log_probs
+                return self.of_own(self.rows.set_old(rollout + np.float32(1e-4))), (0.0, 1.0)
+            if method == "update":
+                return [{"actor/grad_norm": (1.0, 1.0), "actor/skipped_updates": (0.0, 1.0)} for _ in arguments[0]]
+            return self.of_own(getattr(self.rows, method)(*arguments))
+
+        def of_own(self, found):
+            return {name: values[self.own] for name, values in found.items()}
+
+        def fetched(self):
+            return self.received, self.needed
+
+    class Ranks:
+        def __init__(self):
+            self.config, (self.model, _) = config, planning_model_spec(config.model.path)
+            self.layout = TrainLayout.build(config.actor.layout.model_dump(), self.model)
+            self.ranks = [ray.remote(Rank).options(num_cpus=0).remote() for _ in range(REPLICAS)]
+
+        def each(self, method, arguments, phase, interruptible=False):
+            return ray.get([getattr(rank, method).remote(*own) for rank, own in zip(self.ranks, arguments, strict=True)])
+
+    engines = RolloutGroup.__new__(RolloutGroup)
+    engines.config, engines.poll = config, lambda: None
+    environment = {"env_vars": STREAM_ENVIRONMENT}
+    engines.workers = [ray.remote(Engine).options(num_cpus=0, runtime_env=environment).remote() for _ in range(ENGINES)]
+    engines.names, engines.engine_ranks = [f"engine {i}" for i in range(ENGINES)], 1
+    actor, writer = Ranks(), SampleWriter(folder, 600.0)
+    display = SimpleNamespace(progress=lambda *_: None)
+    responder = Responder(None, engines, Rewards(RewardResult), config.reward, display, lambda: None)
+    prompts = prompts_of(responses)
+    warm(ray, actor.ranks, engines.workers)
+
+    measured = Measured()
+    samples = responder.respond(prompts, N, Sampling(1.0, LONGEST, ()), lambda prompt, k: k, "train")
+    results = responder.collect_rewards(samples)
+    rollouts = Rollouts(samples, results, rewards_after_penalties(config, samples.rows, results), DataCursor(), {})
+    writer.write(1, samples, reward_parts(rollouts))
+    step = TrainedStep(actor, samples)
+    old_log_probs(config, step)
+    corrected, _ = corrections(config.algorithm, step)
+    advantages(config, step, rollouts, corrected)
+    update(step, corrected)
+    found = measured.of(int(samples.rows.lengths.sum()))
+    writer.close()
+    received = ray.get([rank.fetched.remote() for rank in actor.ranks])
+    size = (folder / "step-1.parquet").stat().st_size
+    ratio = sum(r for r, _ in received) / sum(n for _, n in received)
+    return found | {"received_over_needed": ratio, "samples_bytes_per_token": size / found["tokens"]}
+
+
+# ---------------------------------------------------------------- a tree whose driver held everything
+
+
+def run_before(responses: int, routes: bool, folder: Path) -> dict:
+    """The same phases by the code of commits up to 3a7ad58."""
+    import ray
+
+    from mrl.cluster.rollout_group import RolloutGroup
+    from mrl.config.load import load_config
+    from mrl.data.order import DataCursor
+    from mrl.megatron.batching import MiniBatchLoad, UpdateResult
+    from mrl.reward.items import RewardResult
+    from mrl.train.reporting import write_rollouts
+    from mrl.train.rollouts import Responder, Rollouts, rewards_after_penalties
+    from mrl.train.update import update, with_advantages, with_corrections, with_old_log_probs
+    from mrl.vllm.requests import Completion, Sampling
+
+    config, every = load_config(PRESET, "gspo", settings(responses)).config, lengths_of(responses)
+
+    class Engine:
+        async def generate(self, requests, sampling):
+            for request in requests:
+                rng, tokens = np.random.default_rng(request.sample_id), int(every[request.sample_id])
+                ids, known = tuple(rng.integers(1, 1000, tokens).tolist()), None
+                if routes:
+                    known = rng.integers(0, 127, (PROMPT + tokens, LAYERS, TOPK)).astype(np.int8)
+                yield [Completion(request.sample_id, ids, tuple((-rng.random(tokens).astype(np.float32)).tolist()), "stop", 0, known)]
+
+    class Rank:
+        def log_probs(self, batch):
+            return batch.rollout_log_probs[0, 0]
+
+        def update(self, batch):
+            return None
+
+    class Ranks:
+        def __init__(self):
+            self.ranks = [ray.remote(Rank).options(num_cpus=0).remote() for _ in range(REPLICAS)]
+
+        def log_probs(self, batch):
+            """As ActorGroup put it: the batch behind one reference, an array from every replica."""
+            ref = ray.put(batch)
+            ray.get([rank.log_probs.remote(ref) for rank in self.ranks])
+            return batch.rollout_log_probs + np.where(batch.response_mask, np.float32(1e-4), np.float32(0)), 0.0
+
+        def update(self, batch):
+            ref = ray.put(batch)
+            ray.get([rank.update.remote(ref) for rank in self.ranks])
+            part = {"actor/grad_norm": (1.0, 1.0), "actor/skipped_updates": (0.0, 1.0)}
+            return UpdateResult([part], [MiniBatchLoad(0.0, 0.0, (1, 1))])
+
+    engines = RolloutGroup.__new__(RolloutGroup)
+    engines.config, engines.poll = config, lambda: None
+    engines.engines = [ray.remote(Engine).options(num_cpus=0).remote() for _ in range(ENGINES)]
+    actor, tokenizer = Ranks(), SimpleNamespace(decode=lambda ids, skip_special_tokens: "text" * len(ids))
+    display = SimpleNamespace(progress=lambda *_: None)
+    responder = Responder(tokenizer, engines, Rewards(RewardResult), config.reward, display, lambda: None)
+    prompts = prompts_of(responses)
+    warm(ray, actor.ranks, engines.engines)
+
+    measured = Measured()
+    samples = responder.respond(prompts, N, Sampling(1.0, LONGEST, ()), lambda prompt, k: k, "train")
+    results = responder.collect_rewards(samples)
+    rollouts = Rollouts(samples, results, rewards_after_penalties(config, samples, results), DataCursor(), {})
+    write_rollouts(folder, 1, rollouts)
+    batch, _ = with_old_log_probs(config, actor, rollouts.samples, 0)
+    batch, _ = with_corrections(config.algorithm, batch, rollouts.samples)
+    batch = with_advantages(config.algorithm, batch, rollouts, None)
+    update(actor, batch)
+    tokens = int((batch.prompt_lengths + batch.response_lengths).sum())
+    return measured.of(tokens, samples_bytes_per_token=(folder / "step-1.jsonl").stat().st_size / tokens)
+
+
+def prompts_of(responses: int) -> list:
+    from mrl.data.batch import Prompt
+
+    return [Prompt(i, (7,) * PROMPT, "test", "x") for i in range(responses // N)]
+
+
+def warm(ray, *groups) -> None:
+    """Processes are up, and what a first call imports is imported."""
+    ray.get([actor.__ray_ready__.remote() for group in groups for actor in group])
+
+
+def child(side: str, responses: int, routes: bool) -> None:
+    """One run; prints its figures as JSON."""
+    import ray
+
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "samples").mkdir()
+        ray.init(
+            address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error",
+            object_store_memory=4 * 1024**3 if routes else 1024**3, _temp_dir=folder,
+        )  # fmt: skip
+        try:
+            print(json.dumps({"now": run_now, "before": run_before}[side](responses, routes, Path(folder, "samples"))))
+        finally:
+            ray.shutdown()
+
+
+def run_side(side: str, code: Path, responses: int, routes: bool) -> dict:
+    """A child process with the packages of this environment and the code of a tree."""
+    env = os.environ | {"PYTHONPATH": str(code), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, "--child", side, "--responses", str(responses), *(["--routes"] if routes else [])]
+    done = subprocess.run(command, cwd=code, env=env, check=True, stdout=subprocess.PIPE, text=True, timeout=900)
+    return {"side": side, "responses": responses} | json.loads(done.stdout.splitlines()[-1])
+
+
+def extrapolated(rows: list[dict], key: str) -> dict:
+    """At FULL responses, by a line through the sizes."""
+    tokens, values = (np.array([row[name] for row in rows], float) for name in ("tokens", key))
+    if len(rows) < 2:
+        return {}
+    slope, start = np.polyfit(tokens, values, 1)
+    line = slope * tokens + start
+    full = FULL * tokens.sum() / sum(row["responses"] for row in rows)
+    return {"value": slope * full + start, "per_token": slope, "error": float(np.abs(line / values - 1).max())}
+
+
+def main() -> None:
+    """Prints a table, or with --json one object."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--responses", type=int, nargs="+", default=[64, 128, 256])
+    parser.add_argument("--before", metavar="COMMIT")
+    parser.add_argument("--routes", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--child", choices=("now", "before"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        return child(args.child, args.responses[0], args.routes)
+    trees = {"now": ROOT}
+    with tempfile.TemporaryDirectory() as folder:
+        if args.before:
+            trees = {"before": Path(folder, "code"), **trees}
+            subprocess.run(
+                ["git", "worktree", "add", "--detach", str(trees["before"]), args.before], cwd=ROOT, check=True, capture_output=True
+            )
+        try:
+            rows = [run_side(side, code, size, args.routes) for size in args.responses for side, code in trees.items()]
+        finally:
+            if args.before:
+                subprocess.run(["git", "worktree", "remove", "--force", str(trees["before"])], cwd=ROOT, check=True)
+    full = {
+        side: {key: extrapolated([row for row in rows if row["side"] == side], key) for key in ("driver_peak_bytes", "driver_busy_s")}
+        for side in trees
+    }
+    if args.json:
+        return print(json.dumps({"rows": rows, "extrapolated": full}))
+    for row in rows:
+        print(
+            f"{row['side']:7} {row['responses']:6} responses {row['tokens']:10,} tokens  peak {row['driver_peak_bytes'] / 1e6:8.1f} MB "
+            f"({row['driver_peak_bytes'] / row['tokens']:6.2f} B/token)  busy {row['driver_busy_s']:6.2f} s  "
+            f"received/needed {row.get('received_over_needed', float('nan')):.3f}  file {row['samples_bytes_per_token']:.2f} B/token"
+        )
+    for side, values in full.items():
+        print(f"{side:7} at {FULL} responses: " + json.dumps(values))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""A step on replicas: rows lie where lengths put them, and nothing that is computed depends on it."""
+
+import math
+
+import numpy as np
+import pytest
+from replicas import InMemory, Replicas, stored
+from whole_batch import whole_batch
+
+from mrl.algo.correction import mismatch_of_rows
+from mrl.algo.rows import in_chunks
+from mrl.algo.selection import _lots
+from mrl.algo.spec import ADVANTAGES
+from mrl.cluster import rollout_group
+from mrl.cluster.rollout_group import RolloutGroup
+from mrl.cluster.stored_samples import BLOCK_BYTES, StoredSamples
+from mrl.cluster.trained_step import TrainedStep, counts_of
+from mrl.config.load import load_config
+from mrl.data.order import DataCursor
+from mrl.data.samples import Sample, packed
+from mrl.errors import Interrupted, NumericAbort
+from mrl.reward.items import OK, RewardResult
+from mrl.train.rollouts import Rollouts
+from mrl.train.update import advantages, corrections, old_log_probs
+
+TINY = "parallel_configs/tiny-moe/cpu.yaml"
+PROMPTS, N = 6, 4
+SIZES = (f"data.train_batch_size={PROMPTS}", f"rollout.n={N}", "actor.ppo_mini_batch_size=2", "data.max_response_length=64")
+
+
+def samples(seed=0) -> list[Sample]:
+    rng, found = np.random.default_rng(seed), []
+    for i in range(PROMPTS * N):
+        prompt, response = (tuple(rng.integers(1, 120, n).tolist()) for n in (rng.integers(1, 9), rng.integers(1, 60)))
+        log_probs = tuple((-3 * rng.random(len(response))).tolist())
+        found.append(Sample(i // N, i // N, i, i, prompt, response, log_probs, ("stop", "length")[i % 5 == 0], 1))
+    return found
+
+
+def rollouts_of(samples: StoredSamples) -> Rollouts:
+    scores = np.random.default_rng(1).integers(0, 3, len(samples)).astype(float)
+    results = [RewardResult(i, s, {"acc": s, "form": float(i % 2)}, OK) for i, s in enumerate(scores.tolist())]
+    return Rollouts(samples, results, scores, DataCursor(), {})
+
+
+def noise(log_probs: np.ndarray, frequency: int) -> np.ndarray:
+    return np.sin(log_probs * frequency).astype(np.float32) * np.float32(0.3)
+
+
+class Noisy(Replicas):
+    """Log-probs that differ from generation's by something of each token's own."""
+
+    def each(self, method, arguments, phase, interruptible=False):
+        found = super().each(method, arguments, phase, interruptible)
+        if method == "begin_step":
+            for replica in self.replicas:
+                own = replica.rows.batch.rollout_log_probs
+                replica.gap, replica.ref_gap = noise(own, 1000), noise(own, 2000)
+        return found
+
+
+def done(replicas: int, *overrides) -> tuple[dict, dict]:
+    """Metrics, and columns of all tokens in the order of the step, after everything up to the update."""
+    config = load_config(TINY, None, [*SIZES, *overrides]).config
+    actor, rollouts = Noisy(config, replicas), rollouts_of(stored(samples()))
+    step = TrainedStep(actor, rollouts.samples)
+    metrics = old_log_probs(config, step)
+    if config.algorithm.needs_reference:
+        step.ref_log_probs()
+    corrected, more = corrections(config.algorithm, step)
+    metrics |= more | advantages(config, step, rollouts, corrected)
+    held = [step.cut.needed_rows(replica) for replica in range(replicas)]
+    names = ("old_log_probs", "advantages", "keep", "loss_weights", "ref_log_probs", "selected")
+    columns = {name: actor.of_tokens(name, held) for name in names if getattr(actor.replicas[0].rows.batch, name) is not None}
+    return metrics | {
+        f"count {i}": (c.tokens, c.sequences) for i, c in enumerate(counts_of(step.by_mini_batch(corrected["trained"])))
+    }, columns
+
+
+KL = ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.1")
+CORRECTION = "algorithm.rollout_correction="
+CASES = [
+    *([f"algorithm.adv_estimator={name}", *KL] for name in ADVANTAGES if name != "gdpo"),
+    ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[acc, form]"],
+    *(
+        [CORRECTION + f"{{level: {level}, mode: mask, low: 0.7, high: 1.2}}", "algorithm.adv_estimator=reinforce_plus_plus", *KL]
+        for level in ("token", "sequence", "geometric")
+    ),
+    ["algorithm.overlong_filter=true", CORRECTION + "{level: token, mode: truncate, high: 1.1}"],
+    ["algorithm.anchor=rollout"],
+    *([f"algorithm.policy_loss.loss_mode={mode}", "algorithm.policy_loss.clip_cov_lb=0.01", f"algorithm.policy_loss.{mode}_ratio=0.05"]
+      for mode in ("clip_cov", "kl_cov")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("overrides", CASES, ids=lambda case: case[0].rpartition(".")[2])
+def test_tokens_have_the_same_bits_and_metrics_agree_wherever_rows_lie(overrides):
+    one, columns = done(1, *overrides)
+    for replicas in (2, 3, 5):
+        other, parts = done(replicas, *overrides)
+        assert parts.keys() == columns.keys()
+        for name, values in columns.items():
+            np.testing.assert_array_equal(parts[name], values, err_msg=name)
+        assert other == one  # sums are rounded once, so not a bit
+
+
+@pytest.mark.parametrize("overrides", CASES, ids=lambda case: case[0].rpartition(".")[2])
+def test_replicas_come_to_what_one_process_with_all_tokens_does(overrides):
+    config = load_config(TINY, None, [*SIZES, *overrides]).config
+    rollouts = rollouts_of(stored(samples()))
+    own = rollouts.samples.read().rollout_log_probs
+    metrics, columns = whole_batch(config, rollouts, own + noise(own, 1000), own + noise(own, 2000), _lots)
+    found, parts = done(3, *overrides)
+    assert parts.keys() == columns.keys()
+    for name, values in columns.items():
+        np.testing.assert_array_equal(parts[name], values, err_msg=name)
+    assert found.keys() == metrics.keys() | {"actor/entropy"}
+    for name, value in metrics.items():
+        assert found[name] == pytest.approx(value, rel=1e-9, abs=1e-15), name
+
+
+def test_rows_computed_in_chunks_have_the_same_bits():
+    lengths = np.array([3, 0, 40, 1, 7, 0, 12])
+    old = -np.random.default_rng(0).random(int(lengths.sum()))
+    whole = mismatch_of_rows(old - 0.1, old, lengths)
+    for tokens in (1, 5, 40, 1000):
+        parts = in_chunks(mismatch_of_rows, (old - 0.1, old), lengths, tokens)
+        assert all(np.array_equal(parts[name], values) for name, values in whole.items())
+    assert in_chunks(mismatch_of_rows, (old[:0], old[:0]), lengths[:0])["kl"].shape == (0,)
+
+
+def test_every_row_is_trained_on_one_replica_and_a_replica_needs_hardly_more():
+    step = TrainedStep(Replicas(load_config(TINY, None, SIZES).config, 5), stored(samples()))
+    own = [step.cut.own_rows(replica) for replica in range(5)]
+    assert sorted(np.concatenate(own)) == list(range(PROMPTS * N))
+    for replica in range(5):
+        fillers = set(step.cut.needed_rows(replica)) - set(own[replica])
+        assert len(fillers) <= 3  # the shortest row of a mini-batch, where it has fewer rows than there are replicas
+
+
+def test_the_old_policys_rows_are_cut_where_they_are_under_a_limit_of_their_own():
+    limits = ("actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=80", "actor.log_prob_max_token_len_per_gpu=200")
+    step = TrainedStep(Replicas(load_config(TINY, None, [*SIZES, *limits]).config, 3), stored(samples()))
+    for replica in range(3):
+        micros = [micro.rows for micro in step.cut.log_probs[replica] if not micro.is_filler]
+        assert sorted(np.concatenate(micros)) == step.cut.own_rows(replica).tolist()
+        assert all(step.rows.lengths[rows].sum() <= 200 for rows in micros)
+    assert len({len(part) for part in step.cut.log_probs}) == 1 and len(step.cut.log_probs[0]) < sum(
+        len(m[0]) for m in step.cut.mini_batches
+    )
+
+
+def test_a_log_prob_that_is_not_finite_is_told_by_the_steps_row():
+    config = load_config(TINY, None, SIZES).config
+    many = samples()
+    row = next(i for i, s in enumerate(many) if len(s.response_ids) > 3)
+    spoilt = (*many[row].rollout_log_probs[:2], math.nan, *many[row].rollout_log_probs[3:])
+    many[row] = Sample(0, 0, row, 0, many[row].prompt_ids, many[row].response_ids, spoilt, "stop", 0)
+    with pytest.raises(NumericAbort, match=f"rollout_log_probs: 1 of .* row {row}, token 2"):
+        old_log_probs(config, TrainedStep(Replicas(config, 3), stored(many)))
+
+
+# --- responses that stay where they are -----------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_dies_around_a_block_is_told_and_its_half_told_responses_are_not_taken(monkeypatch):
+    def unwrapped(ref, name, phase):
+        if isinstance(ref, Exception):
+            raise ref
+        return ref
+
+    monkeypatch.setattr(rollout_group, "unwrap", unwrapped)
+    group, done, died = RolloutGroup.__new__(RolloutGroup), [], Interrupted("engine 0 died")
+    for items in ([died], ["block", died]):  # Ray ends a stream with the error as its last item
+        stream = iter(items)
+        with pytest.raises(Interrupted, match="engine 0 died"):
+            group._take(stream, {stream: "engine 0"}, done, None)
+    assert done == []
+    streams = {(over := iter([])): "engine 0"}
+    group._take(over, streams, done, None)
+    assert streams == {}
+
+
+def test_long_responses_are_blocks_of_their_own_and_short_ones_share_one():
+    short, long = samples()[:3], [Sample(0, 0, i, 0, (1,), (2,) * BLOCK_BYTES, (0.0,) * BLOCK_BYTES, "stop", 0) for i in (3, 4)]
+    assert (len(stored(short).blocks), len(stored(long).blocks)) == (1, 2)
+
+
+def test_any_rows_are_read_in_their_order_and_unused_blocks_are_given_up():
+    many = samples()
+    parts = InMemory.joined([stored(many[:10]), stored(many[10:11]), stored(many[11:])])
+    index = np.array([23, 0, 12, 3])
+    some = parts.take(index).renumbered(np.array([9, 8, 7, 6]), np.arange(4))
+    assert len(parts.blocks) == 3 and len(some.blocks) == 2
+    found, expected = some.read(), packed([many[i] for i in index])
+    assert np.array_equal(found.token_ids, expected.token_ids) and np.array_equal(found.rollout_log_probs, expected.rollout_log_probs)
+    assert found.group_id.tolist() == [9, 8, 7, 6] and found.sample_id.tolist() == [0, 1, 2, 3]
+    assert np.array_equal(some.rows.seed, expected.seed)
