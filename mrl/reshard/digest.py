@@ -30,6 +30,7 @@ LANES = 8
 _CPU_TILE_BYTES = 1 << 21  # in cache, and few products
 _DEVICE_TILE_BYTES = 1 << 28  # elsewhere, where rows can be used as they lie: few launches
 _DEVICE_COPY_BYTES = 1 << 23  # elsewhere, where they must be copied: little memory, and at least 64 rows
+_EXPANDED_TILE_BYTES = 1 << 23  # without an int8 product each byte becomes an int64 for a while, once a lane: 64 MiB of them
 _MIN_ROWS = 256  # of a tile on CPU, else a product spends its time on the columns
 _NARROW = 4096  # bytes of a row: a product walks over many short rows slower than a copy does, unless they are in cache
 MAX_COLUMNS = 1 << 17  # bytes of a row at a time: 128 * 64 * 2^17 < 2^31, so that no sum overflows int32
@@ -83,12 +84,13 @@ def lane_sums_of_each(
     size = dtype.itemsize
     first, start = origin[0], origin[1] * size
     tables = _tables(str(device), _table_size(first + height), _table_size(start + width * size))
+    largest = _DEVICE_TILE_BYTES if tables.multiplies_int8 else _EXPANDED_TILE_BYTES
     rows, step = tables.rows[first : first + height, None], MAX_COLUMNS // size
     total = torch.zeros(count, LANES, dtype=torch.int64, device=device)
     for column in range(0, width, step):
         parts = _columns(blocks, column, min(column + step, width))
         columns = tables.columns[start + column * size :][: parts[0].shape[1] * size]
-        sums = torch.cat([_row_sums(tile, columns, tables.multiplies_int8) for tile in _tiles(parts, dtype, device.type)])
+        sums = torch.cat([_row_sums(tile, columns, tables.multiplies_int8) for tile in _tiles(parts, dtype, device.type, largest)])
         total += (sums.view(count, height, LANES) * rows).sum(1)
     return total
 
@@ -97,15 +99,16 @@ def _columns(blocks: torch.Tensor | Sequence[torch.Tensor], start: int, stop: in
     return blocks[..., start:stop] if isinstance(blocks, torch.Tensor) else [block[:, start:stop] for block in blocks]
 
 
-def _tiles(blocks: torch.Tensor | Sequence[torch.Tensor], dtype: torch.dtype, kind: str) -> Iterator[torch.Tensor]:
+def _tiles(blocks: torch.Tensor | Sequence[torch.Tensor], dtype: torch.dtype, kind: str, largest: int) -> Iterator[torch.Tensor]:
     """[rows, bytes] int8: all rows of all blocks in order, some at a time. A tile is valid until the next is asked for.
 
-    `kind`: of the device. On CPU a tile is a cache's worth; elsewhere rows are copied only where there are gaps.
+    `kind`: of the device; `largest`: bytes of a tile that is used as it lies there. On CPU a tile is a cache's worth;
+    elsewhere rows are copied only where there are gaps.
     """
     count, (height, width), device = len(blocks), blocks[0].shape, blocks[0].device
     size = width * dtype.itemsize
     if kind != "cpu" and (rows := _end_to_end(blocks, dtype)) is not None:
-        yield from (tile.view(torch.int8) for tile in rows.split(_whole_rows(_DEVICE_TILE_BYTES, size)))
+        yield from (tile.view(torch.int8) for tile in rows.split(_whole_rows(largest, size)))
         return
     step = max(_MIN_ROWS, _CPU_TILE_BYTES // size) if kind == "cpu" else _whole_rows(_DEVICE_COPY_BYTES, size)
     several = max(1, step // height)

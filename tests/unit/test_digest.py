@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mrl.reshard import digest
 from mrl.reshard.digest import MODULUS, add, partial_digest
@@ -172,7 +173,7 @@ def tiles(blocks: torch.Tensor, kind: str) -> list[tuple[torch.Tensor, bool]]:
     """Every tile's bytes, and whether it is a view of the blocks."""
     storage = blocks.untyped_storage()  # its start, not the blocks': memory after its end belongs to others, such as the copies
     memory = range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
-    return [(tile.clone(), tile.data_ptr() in memory) for tile in digest._tiles(blocks, blocks.dtype, kind)]
+    return [(tile.clone(), tile.data_ptr() in memory) for tile in digest._tiles(blocks, blocks.dtype, kind, digest._DEVICE_TILE_BYTES)]
 
 
 def test_off_cpu_blocks_that_lie_end_to_end_are_not_copied(monkeypatch):
@@ -227,3 +228,37 @@ def test_it_is_fast_enough_to_run_every_sync():
     digests, copies = zip(*[(seconds(whole, tensor), seconds(torch.clone, tensor)) for _ in range(6)], strict=True)
     torch.set_num_threads(threads)
     assert min(digests) < 4 * min(copies)
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest int64 tensor that was made."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        answer = func(*args, **(kwargs or {}))
+        if isinstance(answer, torch.Tensor) and answer.dtype is torch.int64:
+            self.nbytes = max(self.nbytes, answer.numel() * answer.element_size())
+        return answer
+
+
+@pytest.fixture
+def without_int8_product(monkeypatch):
+    """As torch_npu is: rows are used as they lie, and there is no product of int8 matrices."""
+    tiles = digest._tiles
+    monkeypatch.setattr(digest, "_tiles", lambda blocks, dtype, kind, largest: tiles(blocks, dtype, "npu", largest))
+    monkeypatch.setattr(digest, "_multiplies_int8", lambda device: False)
+    digest._tables.cache_clear()
+    yield
+    digest._tables.cache_clear()
+
+
+def test_a_device_without_an_int8_product_needs_little_memory_for_the_same_digest(request, monkeypatch):
+    assert 8 * digest._EXPANDED_TILE_BYTES == 64 << 20  # bytes that become int64
+    monkeypatch.setattr(digest, "_EXPANDED_TILE_BYTES", 1 << 17)
+    block = noise(512, 2048, dtype=torch.bfloat16)
+    expected = whole(block)
+    request.getfixturevalue("without_int8_product")
+    with Largest() as largest:
+        assert whole(block) == expected
+    assert largest.nbytes == 8 << 17
