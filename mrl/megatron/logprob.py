@@ -81,10 +81,10 @@ class _LeanLogProbs(torch.autograd.Function):
                 grad = log_p.exp_().mul_(scale)
             column, here = head.owned(targets[part])
             grad.scatter_add_(-1, column[:, None], torch.where(here, grad_log_probs[part], 0.0)[:, None])
-            grad = grad.div_(temperature[part][:, None]).to(hidden.dtype)
-            torch.mm(grad, weight[: head.width], out=grad_hidden[part])
-            grad_weight.add(grad, hidden[part])
-            del grad, log_p
+            del log_p
+            grad_weight.add(grad.div_(temperature[part][:, None]), hidden[part])
+            torch.mm(grad.to(hidden.dtype), weight[: head.width], out=grad_hidden[part])
+            del grad
         return grad_hidden, grad_weight.result(), None, None, None, None
 
 
@@ -105,6 +105,7 @@ class _WeightGradient:
     """Sum over chunks of grad^T hidden [width, hidden], into Megatron's gradient buffer where the weight has one.
 
     The buffer is float32 and exists anyway; a sum of its own would be as large as the layer and, in 16 bits, lose digits with every chunk.
+    So would a product that is rounded to 16 bits before it is added.
     """
 
     def __init__(self, weight: Tensor, width: int):
@@ -113,11 +114,12 @@ class _WeightGradient:
         self.total = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if self.buffer is None else self.buffer
 
     def add(self, grad: Tensor, hidden: Tensor) -> None:
+        """`grad` [tokens, width] float32, `hidden` [tokens, hidden], any float dtype."""
         into = self.total[: self.width]
-        if grad.dtype is into.dtype:
-            into.addmm_(grad.t(), hidden)
+        if into.is_cuda and hidden.dtype is not torch.float32:  # 16-bit factors at their full rate, summed and written in float32
+            torch.addmm(into, grad.to(hidden.dtype).t(), hidden, out_dtype=torch.float32, out=into)
         else:
-            into.add_(grad.t() @ hidden)
+            into.addmm_(grad.t(), hidden.float())
 
     def result(self) -> Tensor | None:
         """What autograd adds to the weight's own gradient; None when it is in the buffer already."""

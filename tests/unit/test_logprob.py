@@ -92,6 +92,32 @@ def test_sixteen_bit_logits_are_reduced_in_float32(case):
     torch.testing.assert_close(entropy.double(), -(distribution.exp() * distribution).sum(-1), rtol=1e-5, atol=1e-6)
 
 
+def test_sixteen_bit_weight_gradients_lose_nothing_between_chunks(case):
+    """Against float64 with the same 16-bit weights and states: what each chunk adds is not rounded to 16 bits."""
+    _, _, targets, temperature, weights = case
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight = (
+        torch.randn(TOKENS, HIDDEN, generator=generator).bfloat16(),
+        torch.randn(PADDED, HIDDEN, generator=generator).bfloat16(),
+    )
+    trained = weight.clone().requires_grad_()
+    trained.main_grad = torch.zeros(PADDED, HIDDEN)
+    (weights[0] * computed(hidden, trained, targets, temperature, chunk=2)[0]).sum().backward()
+    # the function takes logits as 16 bits, so its probabilities are those of rounded logits
+    logits = (hidden @ weight.t()).double()[:, :VOCAB] / temperature.double()[:, None]
+    slope = (torch.nn.functional.one_hot(targets, VOCAB) - logits.softmax(-1)) * (weights[0] / temperature).double()[:, None]
+    torch.testing.assert_close(trained.main_grad[:VOCAB].double(), slope.t() @ hidden.double(), rtol=1e-5, atol=1e-5)
+
+
+def test_on_cuda_the_product_of_sixteen_bit_factors_is_written_in_float32():
+    """That overload is CUDA's alone, so here only that there is one, for what it is given."""
+    schema = torch.ops.aten.addmm.dtype_out._schema
+    assert [argument.name for argument in schema.arguments[:4]] == ["self", "mat1", "mat2", "out_dtype"]
+    meta = [torch.empty(shape, device="meta", dtype=torch.bfloat16) for shape in ((3, 5), (5, 4))]
+    into = torch.empty(3, 4, device="meta")
+    assert torch.addmm(into, *meta, out_dtype=torch.float32).dtype is torch.float32
+
+
 def test_a_certain_token_has_no_entropy_and_huge_logits_do_not_overflow():
     weight = torch.full((VOCAB, 1), -3e4)
     weight[4] = 3e4
