@@ -18,9 +18,12 @@ ENV MRL_VENV=/opt/venv PATH=/opt/venv/bin:$PATH
 RUN bash -c 'source scripts/install.sh cpu'
 ENTRYPOINT ["mrl"]
 
+# docker run --gpus all --ipc=host --network=host --ulimit memlock=-1 --ulimit nofile=65535 --device /dev/infiniband mrl:cuda doctor
+# (shared memory for engines and weight syncs, addresses that other nodes reach, pinned memory and adapters for NCCL between nodes)
 FROM nvidia/cuda:13.0.1-devel-ubuntu24.04 AS cuda
 ENV PIP_NO_CACHE_DIR=1 MRL_VENV=/opt/venv PATH=/opt/venv/bin:$PATH
-RUN apt-get update && apt-get install -y --no-install-recommends python3 python3-venv python3-dev g++ && rm -rf /var/lib/apt/lists/*
+RUN apt-get update && apt-get install -y --no-install-recommends python3 python3-venv python3-dev g++ \
+    libibverbs1 ibverbs-providers rdma-core && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/mrl
 COPY --from=source /opt/mrl .
 RUN bash -c 'source scripts/install.sh cuda'

@@ -18,6 +18,9 @@ def add(commands) -> None:
     doctor.add_argument("--device", choices=PLATFORMS, help="judge the host as one for runs on this; default: what it shows")
     doctor.add_argument("--port", type=int, action="append", metavar="PORT", help="a port to look at; repeatable; default: 6379, 8265")
     doctor.add_argument("--address", help="a Ray head to try, HOST:PORT; default: $RAY_ADDRESS")
+    doctor.add_argument(
+        "--nnodes", type=int, default=1, metavar="N", help="nodes of the run: with several, the network between them counts"
+    )
     doctor.add_argument("--deep", action="store_true", help="also import mbridge and vLLM, each in a process of its own (a minute)")
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
     doctor.set_defaults(run=_doctor)
@@ -45,7 +48,7 @@ def _checks(device: str, options: argparse.Namespace) -> list:
     from mrl.plan.doctor.probes import DEADLINE_S, probes, run_probes
     from mrl.plan.doctor.version_checks import engine_checks, version_checks
 
-    machine = read_machine(device, options.port or PORTS)
+    machine = read_machine(device, options.port or PORTS, options.nnodes)
     judged = [check for part in (version_checks, host_checks, cluster_checks, engine_checks) for check in part(machine)]
     address = options.address or os.environ.get("RAY_ADDRESS")
     tried = probes(device, None if address in ("", "local") else address, options.deep)

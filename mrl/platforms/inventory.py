@@ -1,5 +1,6 @@
 """What this host has of each kind of device, asked of drivers and of /dev; no torch. Every command has a deadline."""
 
+import ctypes
 import os
 import re
 import subprocess
@@ -32,6 +33,29 @@ class HostDevices:
     driver: str | None = None
     toolkit: str | None = None  # CANN
     error: str | None = None  # why the driver did not answer
+
+
+@dataclass(frozen=True)
+class Rdma:
+    """What this host has of adapters that write into another node's memory, which NCCL looks for (InfiniBand, RoCE)."""
+
+    adapters: tuple[str, ...] = ()  # as the kernel knows them, also inside a container
+    devices: bool = False  # /dev/infiniband is there: a container has it only if it was passed in
+    library: bool = False  # libibverbs can be loaded; without it NCCL takes sockets and does not complain
+
+
+def find_rdma(system: Path = Path("/sys/class/infiniband"), devices: Path = Path("/dev/infiniband")) -> Rdma:
+    """Asks the kernel and the loader."""
+    adapters = tuple(sorted(adapter.name for adapter in system.iterdir())) if system.is_dir() else ()
+    return Rdma(adapters, any(devices.glob("uverbs*")), _loads("libibverbs.so.1"))
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 def detect_kind() -> str:
@@ -72,6 +96,21 @@ def driver_fault(devices: HostDevices) -> tuple[str, str] | None:
     if _numbers(devices.driver) < _numbers(MIN_NPU_DRIVER_FOR_IPC):
         least = MIN_NPU_DRIVER_FOR_IPC
         return devices.driver, f"update HDK to {least} or newer; older ones cannot share device memory between actor and engine"
+    return None
+
+
+def network_fault(kind: str, rdma: Rdma, nnodes: int) -> tuple[str, str] | None:
+    """Why NCCL would take sockets between nodes, which it does silently, and the cure. HCCL has adapters of its own, in the devices."""
+    if kind != "cuda":
+        return None
+    if not rdma.adapters:
+        cure = "fine if another network's plugin for NCCL is installed; else load the adapters' driver on the host"
+        return ("none for RDMA: between nodes NCCL goes over sockets", cure) if nnodes > 1 else None
+    listed = ", ".join(rdma.adapters)
+    if not rdma.devices:
+        return f"{listed}, but no /dev/infiniband", "give a container --device /dev/infiniband --ulimit memlock=-1"
+    if not rdma.library:
+        return f"{listed}, but libibverbs.so.1 cannot be loaded", "apt-get install libibverbs1 ibverbs-providers rdma-core"
     return None
 
 

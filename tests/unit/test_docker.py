@@ -67,6 +67,13 @@ def test_torch_is_there_before_what_is_compiled_against_it():
     assert body.index("pip install torch==") < body.index("COMPILE_CUSTOM_KERNELS=1") < body.index('pip install -e ".[npu]"')
 
 
+def test_between_nodes_the_cuda_image_has_what_nccl_needs_and_says_how_it_is_run():
+    _, body = stages()["cuda"]
+    assert {"libibverbs1", "ibverbs-providers", "rdma-core"} <= set(body.split())
+    (command,) = [line for line in TEXT.splitlines() if "docker run" in line and "mrl:cuda" in line]
+    assert {"--gpus", "--ipc=host", "--network=host", "memlock=-1", "/dev/infiniband"} <= set(command.split())
+
+
 def test_every_copied_path_exists():
     for line in instructions():
         if line.startswith("COPY ") and "--from" not in line:

@@ -17,7 +17,7 @@ from mrl.plan.doctor.host_checks import cluster_checks, host_checks
 from mrl.plan.doctor.machine import Finding, Machine, read_machine
 from mrl.plan.doctor.probes import Probe, probes, run_probes
 from mrl.plan.doctor.version_checks import engine_checks, version_checks
-from mrl.platforms.inventory import HostDevices
+from mrl.platforms.inventory import HostDevices, Rdma, find_rdma
 from mrl.platforms.versions import ROWS, TORCH_NPU, VLLM_ASCEND
 
 ROOT = Path(__file__).parents[2]
@@ -59,6 +59,10 @@ def having(machine: Machine, **versions: str) -> Machine:
     return replace(machine, versions=machine.versions | {n.replace("_", "-"): v for n, v in versions.items()})
 
 
+def having_rdma(devices: bool = True, library: bool = True) -> Machine:
+    return replace(CUDA, rdma=Rdma(("mlx5_0", "mlx5_1"), devices, library))
+
+
 @pytest.mark.parametrize("device", HEALTHY)
 def test_a_healthy_host_has_no_failure(device):
     found = examine(HEALTHY[device]).values()
@@ -92,6 +96,9 @@ FAULTS = {
     "few open files": (replace(CPU, open_files=1024), "open files", "failure", "ulimit -n 65535"),
     "some open files": (replace(NPU, open_files=32768), "open files", "warning", "ulimit -n 65535"),
     "little locked memory": (replace(CUDA, locked_memory=8 / 2**20), "locked memory", "warning", "ulimit -l unlimited"),
+    "adapters not passed in": (having_rdma(devices=False), "network adapters", "warning", "--device /dev/infiniband"),
+    "adapters without their library": (having_rdma(library=False), "network adapters", "warning", "libibverbs1"),
+    "several nodes without adapters": (replace(CUDA, nnodes=2, rdma=Rdma()), "network adapters", "warning", "plugin"),
     "full disk": (replace(CPU, disk_gib={"/run": 0.5}), "disk:/run", "failure", "--run-dir"),
     "segments left": (replace(CPU, shm_left=("psm_1a2b",)), "left in shared memory", "warning", "remove them"),
     "authentication off": (replace(CPU, environment={"RAY_AUTH_MODE": "disabled"}), "ray token", "failure", "unset RAY_AUTH_MODE"),
@@ -113,6 +120,18 @@ def test_a_seeded_fault_is_found_with_its_status_and_cure(fault):
     assert (found[name].status, cure in found[name].cure) == (status, True), found[name]
     healthy = examine(HEALTHY[machine.device])
     assert healthy[name].status == "ok", "the check says the same without the fault"
+
+
+def test_adapters_are_those_that_the_kernel_and_the_container_show(tmp_path):
+    assert find_rdma(tmp_path / "no", tmp_path / "none").adapters == ()
+    for adapter in ("mlx5_1", "mlx5_0"):
+        (tmp_path / "sys" / adapter).mkdir(parents=True)
+    found = find_rdma(tmp_path / "sys", tmp_path / "dev")
+    assert (found.adapters, found.devices) == (("mlx5_0", "mlx5_1"), False)
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "uverbs0").touch()
+    assert find_rdma(tmp_path / "sys", tmp_path / "dev").devices
+    assert examine(having_rdma())["network adapters"].status == "ok"
 
 
 def test_the_torchvision_that_belongs_to_a_torch_is_left_alone():

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from mrl.plan.doctor.machine import Finding, Machine, failure, ok, warning
 from mrl.platforms.hosting import environment_faults
-from mrl.platforms.inventory import driver_fault, visible_faults
+from mrl.platforms.inventory import driver_fault, network_fault, visible_faults
 
 # GiB. Below the first the run fails (containers give 0.06 by default: vLLM's queues and one bucket of weights do not
 # fit), below the second it may, once larger models pass their weights through it.
@@ -23,6 +23,7 @@ def host_checks(machine: Machine) -> Iterator[Finding]:
     yield _left_behind(machine)
     yield _open_files(machine)
     yield _locked_memory(machine)
+    yield _rdma(machine)
     yield from (_disk(folder, free) for folder, free in machine.disk_gib.items())
     yield _environment(machine)
     yield _driver(machine)
@@ -83,6 +84,12 @@ def _locked_memory(machine: Machine) -> Finding:
     if machine.device != "cpu" and machine.locked_memory < LOCKED_ENOUGH:
         return warning("locked memory", found, "ulimit -l unlimited, or --ulimit memlock=-1 for a container: RDMA pins its buffers")
     return ok("locked memory", found)
+
+
+def _rdma(machine: Machine) -> Finding:
+    if fault := network_fault(machine.device, machine.rdma, machine.nnodes):
+        return warning("network adapters", *fault)
+    return ok("network adapters", ", ".join(machine.rdma.adapters) or "none for RDMA, and none needed")
 
 
 def _disk(folder: str, free: float) -> Finding:

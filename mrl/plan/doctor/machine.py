@@ -7,11 +7,11 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from mrl.platforms.hosting import BUCKET_FOLDER
-from mrl.platforms.inventory import HostDevices, find_devices
+from mrl.platforms.inventory import HostDevices, Rdma, find_devices, find_rdma
 from mrl.platforms.versions import PACKAGES, VLLM_GENERATIONS
 from mrl.units import GIB
 
@@ -39,9 +39,11 @@ class Machine:
     token_mode: int | None  # permissions of Ray's token file, None without one
     plugins: tuple[str, ...]  # vllm.general_plugins that are installed
     adapters: tuple[str, ...]  # generations of vLLM, like "0.32", that mrl can bring weights to
+    rdma: Rdma = field(default_factory=Rdma)
+    nnodes: int = 1  # of the run that this host is meant for
 
 
-def read_machine(device: str, ports: Iterable[int]) -> Machine:
+def read_machine(device: str, ports: Iterable[int], nnodes: int = 1) -> Machine:
     """Reads all of it in well under a second, drivers apart (5 s at most)."""
     size, _, free = shutil.disk_usage(_SHM) if Path(_SHM).is_dir() else (0, 0, 0)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -61,6 +63,8 @@ def read_machine(device: str, ports: Iterable[int]) -> Machine:
         token_mode=_token_mode(),
         plugins=tuple(point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")),
         adapters=tuple(generation.name for generation in VLLM_GENERATIONS),
+        rdma=find_rdma(),
+        nnodes=nnodes,
     )
 
 
