@@ -25,6 +25,7 @@ from mrl.data.samples import Samples
 from mrl.megatron.cut import ReplicaCut
 from mrl.model.hub import local_folder
 from mrl.platforms import prepare_process
+from mrl.platforms.inventory import device_number
 from mrl.platforms.process_memory import ProcessMemory, note_baseline
 
 WRITING = "writing"  # the methods that a rank answers in a thread of their own, while it trains
@@ -45,7 +46,7 @@ def own_places() -> list[tuple[str, int]]:
     """(node, device) of every accelerator that Ray gave this process."""
     context = ray.get_runtime_context()
     devices = next((ids for ids in context.get_accelerator_ids().values() if ids), [])
-    return [(context.get_node_id(), int(device)) for device in devices]
+    return [(context.get_node_id(), device_number(device)) for device in devices]
 
 
 class ActorWorker:

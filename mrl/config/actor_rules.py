@@ -61,7 +61,7 @@ def actor_notes(config: RunConfig, model: ModelSpec) -> Iterator[str]:
         yield f"{_TRANSFORMER}.moe_router_dtype: a router below fp32 picks other experts than the engine's in about one token of ten"
     if config.ref != RefConfig() and not (config.algorithm.use_kl_loss or config.algorithm.use_kl_in_reward):
         yield "ref: is set, and no reference model is loaded, because neither algorithm.use_kl_loss nor use_kl_in_reward is true"
-    if config.actor.router_replay == "R3" and config.rollout.enable_prefix_caching and config.cluster.device != "cuda":
+    if config.actor.router_replay == "R3" and config.rollout.enable_prefix_caching and config.cluster.device == "cpu":
         why = "tokens that the cache had can come back without routes and then use the trainer's own (router/missing_routes says how many)"
         yield f"actor.router_replay R3 with prefix caching on {config.cluster.device}: {why}"
 

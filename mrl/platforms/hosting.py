@@ -58,6 +58,10 @@ _NPU_ENGINE = _NPU_SHARED_DEVICE | {
 _NPU_ENGINE_ARGUMENTS = {"additional_config": {"weight_nz_mode": 0}}
 
 
+# Argument of vLLM: on Blackwell it would take FlashInfer's MoE kernels, whose experts lie otherwise than the plan of a weight sync has
+# them. On older devices this is what it takes by itself.
+_CUDA_ENGINE_ARGUMENTS = {"moe_backend": "triton"}
+
 # vLLM and Megatron compile a few functions of integers in every process anew, with a C++ compiler the first time: 4 to 20 s
 _CPU_EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 
@@ -112,12 +116,13 @@ class Hosting:
         }
 
     def engine_arguments(self, max_model_len: int, max_num_batched_tokens: int | None, sleeps: bool = False) -> dict[str, Any]:
-        """Arguments of vLLM that this device needs, whatever the run says elsewhere.
+        """Arguments of vLLM that this device needs; the run's own come after them and win.
 
         `sleeps`: the engine gives its memory to an actor on the same device; on the CPU every engine can.
         """
         if self.device != "cpu":
-            return (_NPU_ENGINE_ARGUMENTS if self.device == "npu" else {}) | ({"enable_sleep_mode": True} if sleeps else {})
+            own = _NPU_ENGINE_ARGUMENTS if self.device == "npu" else _CUDA_ENGINE_ARGUMENTS
+            return own | ({"enable_sleep_mode": True} if sleeps else {})
         return {
             # A chunked prefill kills a request that has a seed, and makes log-probs depend on the rest of the batch.
             "enable_chunked_prefill": False,

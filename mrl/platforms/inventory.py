@@ -1,6 +1,7 @@
 """What this host has of each kind of device, asked of drivers and of /dev; no torch. Every command has a deadline."""
 
 import ctypes
+import hashlib
 import os
 import re
 import subprocess
@@ -85,6 +86,12 @@ def visible_faults(kind: str, count: int, environment: Mapping[str, str]) -> lis
         return [f"{name} is empty, which hides every device; unset it"]
     wrong = [part for part in listed if part.isdigit() and int(part) >= count]
     return [f"{name}={value} names {', '.join(wrong)}, and this host has devices 0 to {count - 1}"] if wrong and count else []
+
+
+def device_number(name: str) -> int:
+    """A device as its scheduler calls it, as a number that every process of its host comes to: the index, or for a UUID or an id of a MIG
+    partition, which are names, one above any index."""
+    return int(name) if name.isdigit() else 1 << 40 | int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big")
 
 
 def driver_fault(devices: HostDevices) -> tuple[str, str] | None:

@@ -1,14 +1,22 @@
 """What processes of each device are given: environment by kind of process, and nothing of it again in the job's own."""
 
 import os
+import subprocess
+import sys
+import typing
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from vllm.config.kernel import MoEBackend
 
+from mrl.config.load import load_config
 from mrl.platforms.hosting import get_hosting
+from mrl.platforms.inventory import device_number
 from mrl.platforms.torch_platforms import CudaPlatform
+from mrl.vllm.handshake import _KEEPING
+from mrl.vllm.requests import _arguments
 
 ROOT = Path(__file__).parents[2]
 ALLOCATOR = {"cuda": "PYTORCH_CUDA_ALLOC_CONF", "npu": "PYTORCH_NPU_ALLOC_CONF"}
@@ -63,3 +71,23 @@ def test_an_algorithm_that_somebody_chose_is_left(monkeypatch):
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     CudaPlatform.deterministic(None)
     assert os.environ["NCCL_ALGO"] == "Tree"
+
+
+def test_engines_on_cuda_take_moe_kernels_that_keep_experts_as_a_sync_writes_them():
+    """Left to itself vLLM takes others on newer devices, and the handshake would refuse the engine. The run's word wins."""
+    chosen = get_hosting("cuda").engine_arguments(4096, None)["moe_backend"]
+    assert chosen in typing.get_args(MoEBackend) and chosen.upper() in _KEEPING
+    given = {"rollout.engine_kwargs.vllm.moe_backend=batched_triton": "batched_triton", "rollout.n=8": chosen}
+    preset = ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
+    for setting, expected in given.items():
+        config = load_config(preset, None, ["cluster.device=cuda", setting]).config
+        assert _arguments(config, get_hosting("cuda"), 0)["moe_backend"] == expected
+
+
+def test_devices_with_names_are_numbered_alike_in_every_process():
+    uuid, partition = "GPU-4b3c1a2e-0d1f-4a5b-8c9d-112233445566", "MIG-7f1f2d3e-aaaa-bbbb-cccc-001122334455"
+    program = f"from mrl.platforms.inventory import device_number as n; print(n('3'), n({uuid!r}), n({partition!r}))"
+    elsewhere = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True).stdout.split()
+    numbers = [device_number(name) for name in ("3", uuid, partition)]
+    assert list(map(str, numbers)) == elsewhere
+    assert numbers[0] == 3 and len({*numbers, *range(1 << 16, (1 << 16) + 9)}) == 12 and max(numbers) < 1 << 63

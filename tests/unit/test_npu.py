@@ -238,7 +238,7 @@ def test_ray_is_asked_for_npus_and_the_engine_for_storage_that_can_be_written():
     hosting = get_hosting("npu")
     assert hosting.ray_resources(cpus=2, devices=4) == {"CPU": 2, "NPU": 4.0}
     assert hosting.engine_arguments(4096, None, sleeps=True).pop("enable_sleep_mode") is True
-    assert get_hosting("cuda").engine_arguments(4096, None, sleeps=True) == {"enable_sleep_mode": True}
+    assert get_hosting("cuda").engine_arguments(4096, None, sleeps=True)["enable_sleep_mode"] is True
     assert hosting.engine_arguments(4096, None) == {"additional_config": {"weight_nz_mode": 0}}
     engine = hosting.engine_environment(0, 1, 4, 1)
     assert engine["VLLM_ASCEND_ENABLE_NZ"] == "0" and "VLLM_PLUGINS" not in engine
@@ -296,6 +296,17 @@ def test_every_variable_of_vllm_itself_is_one_that_it_reads(device):
     known = (Path(importlib.util.find_spec("vllm").origin).parent / "envs.py").read_text()
     told = {name for name in get_hosting(device).engine_environment(0, 1, 1, 1) if name.startswith("VLLM_")} - VARIABLES
     assert told and not {name for name in told if f'"{name}": ' not in known}
+
+
+def test_cached_prompts_lose_their_routes_on_cpu_alone():
+    """vLLM keeps routes by the cache's slots, 0.23 in its scheduler (RoutedExpertsManager); what mrl collects on CPU goes by requests."""
+    model, preset = model_spec(SIZES), ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
+    replayed = ["actor.router_replay=R3", "rollout.enable_prefix_caching=true"]
+    said = {
+        device: [n for n in notes(load_config(preset, None, [f"cluster.device={device}", *replayed]), model) if "without routes" in n]
+        for device in ("cpu", "npu")
+    }
+    assert len(said["cpu"]) == 1 and said["npu"] == []
 
 
 def test_two_that_move_optimizer_states_are_not_combined():
