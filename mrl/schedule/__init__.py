@@ -19,5 +19,8 @@ the version of the weights are one number. An example, batch 2 and max_staleness
     1         4 5        2 and 3 to their end; 4 and 5 to 100    2 3, whose tokens from 100 on are of version 1
     2         6 7        4 and 5 to their end; 6 and 7 to 100    4 5
 
-Whoever is ahead waits at the border, so that speed decides when a token is made and never by which weights.
+Whoever is ahead waits at the border, and weights wait for the rewards of what is finished, so that speed decides when a token
+is made and never by which weights. Bits follow from that where an engine's numbers do not depend on what else it computes. They
+change with every rule of the schedule but its places and concurrency, with rewards that are no function of the response, and
+where a group is set aside because engines were lost under it. ready_first waits for nothing and promises only the bounds.
 """

@@ -4,8 +4,9 @@ Every number that was ever issued is in exactly one place: trained on, dropped, 
 for exactly one other; one that is requeued keeps its number, and so its place in the data.
 
 in_order a step's groups are known when they are issued (`due`), and numbers are dealt out at fixed moments: with each new
-version first those of the step that it opens, then as many for its own step as that has lost. So which weights a group
-begins with does not depend on when another was evicted.
+version those of the step that it opens, then as many as the steps before it have lost until then; after that only what the
+version's own step still loses. Weights wait for the rewards of what is finished, so that by then the same groups are known to
+be lost. So which weights a group begins with does not depend on when another was evicted.
 """
 
 from collections import Counter
@@ -29,11 +30,17 @@ class GroupBuffer:
         self.counts = Counts()
         self._due: Counter[int | None] = Counter()  # groups by the step that trains on them; None: whichever does
         self._finished: Counter[int | None] = Counter()  # of these, finished
+        self._unjudged: set[int] = set()  # groups whose rewards are awaited
 
     @property
     def frontier(self) -> int:
         """The oldest number that is neither trained on nor dropped: all before it are settled."""
         return min(self.groups, default=self.next_number)
+
+    @property
+    def awaits_rewards(self) -> bool:
+        """Whether a group has all its responses and is neither finished nor evicted."""
+        return bool(self._unjudged)
 
     def reserve(self) -> list[Group]:
         """Issues all groups that may be issued now, in the order of the data."""
@@ -43,13 +50,12 @@ class GroupBuffer:
         return [self._issued() for _ in range(room)]
 
     def _dues(self) -> Iterable[int]:
-        """Steps, one for each group to be issued now: those that this version opens, then what its own step lacks."""
-        last, batch = self.step + self.schedule.max_staleness, self.schedule.batch
-        opened = [due for due in range(self.next_due, last + 1) for _ in range(batch)]
-        self.next_due = max(self.next_due, last + 1)
-        is_trained = self.taken > self.step * batch
-        lacks = 0 if is_trained else batch - self._due[self.step] - opened.count(self.step)
-        return opened + [self.step] * lacks
+        """Steps, one for each group to be issued now."""
+        first, end = self.next_due, self.step + self.schedule.max_staleness + 1
+        self.next_due = max(first, end)
+        is_trained = self.taken > self.step * self.schedule.batch
+        before = range(self.step, first) if first < end else range(self.step, self.step + (not is_trained))
+        return [due for due in (*range(first, end), *before) for _ in range(self.schedule.batch - self._due[due])]
 
     def _issued(self, due: int | None = None, begun: int | None = None) -> Group:
         group = Group.new(self.next_number, self.schedule.responses, due, begun)
@@ -77,6 +83,8 @@ class GroupBuffer:
         group.ended[index] = ended
         if group.lengths[index] > self.schedule.max_tokens:
             raise ValueError(f"response {index} of group {number} has {group.lengths[index]} tokens, of {self.schedule.max_tokens} allowed")
+        if group.is_whole:
+            self._unjudged.add(number)
         return group
 
     def finish(self, number: int) -> None:
@@ -86,6 +94,7 @@ class GroupBuffer:
             raise ValueError(f"group {number} has responses that have not ended: {group.ended}")
         group.state = State.FINISHED
         self._finished[group.due] += 1
+        self._unjudged.discard(number)
 
     def evict(self, number: int, cause: Cause) -> None:
         """Nobody will be trained on the group; the next `reserve` issues another for it."""
@@ -149,12 +158,15 @@ class GroupBuffer:
         self.groups[group.number] = group
         self._due[group.due] += 1
         self._finished[group.due] += group.state is State.FINISHED
+        if group.is_whole and group.state is State.RUNNING:
+            self._unjudged.add(group.number)
         return group
 
     def _gone(self, number: int) -> Group:
         group = self.groups.pop(number)
         self._due[group.due] -= 1
         self._finished[group.due] -= group.state is State.FINISHED
+        self._unjudged.discard(number)
         return group
 
     def _settle(self, number: int) -> None:

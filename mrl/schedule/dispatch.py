@@ -152,10 +152,10 @@ class Dispatcher:
 
     @property
     def may_change_weights(self) -> bool:
-        """Whether no token would be made by other weights than it should be."""
+        """Whether no token would be made by other weights than it should be, nor a group be issued by others."""
         schedule = self.buffer.schedule
         if schedule.order == "in_order":
-            return not self._ready and not self.under_way
+            return not self._ready and not self.under_way and not self.buffer.awaits_rewards
         return schedule.partial_rollouts or not self.under_way
 
     def advance(self) -> list[Assignment]:
@@ -164,9 +164,8 @@ class Dispatcher:
         Requests that engines still have of stale groups, for them to end.
         """
         if not self.may_change_weights:
-            raise ValueError(
-                f"{len(self.under_way)} requests are under way, and {len(self._ready)} responses are to go on by these weights"
-            )
+            waiting = ", rewards are awaited" if self.buffer.awaits_rewards else ""
+            raise ValueError(f"by these weights {len(self.under_way)} requests are under way, {len(self._ready)} have to go on{waiting}")
         stale = self.buffer.advance()
         ended = [sent for number in stale for sent in self._taken_back(number)]
         self.loads.forget_prefixes()

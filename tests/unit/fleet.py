@@ -60,7 +60,7 @@ class World:
     prompt_tokens: int = 10
     train_s: Callable[[int], float] = lambda tokens: 1.0  # seconds of a step on so many response tokens
     sync_s: float = 0.1
-    reward_s: float = 0.05
+    reward_s: Callable[[int], float] = lambda number: 0.05  # of a group, after its last response
     verdict: Callable[[int], str] = lambda number: "finished"  # or "failed", "filtered"
     poison: frozenset[int] = frozenset()  # groups that kill the engine they are sent to
     deaths: tuple[tuple[float, int], ...] = ()  # (second, engine)
@@ -232,7 +232,7 @@ class Fleet:
         for group in sorted(buffer.groups.values(), key=lambda group: group.number):
             self.dispatcher.admit(group)
             if group.state is State.RUNNING:
-                self.push(self.now + self.world.reward_s, "reward", group)
+                self.push(self.now + self.world.reward_s(group.number), "reward", group)
 
     # ------------------------------------------------------------ the loop
 
@@ -402,7 +402,7 @@ class Fleet:
                     if not known or known[-1][1] != version:
                         known.append((start, version))
         if group.is_whole:
-            self.push(self.now + self.world.reward_s, "reward", group)
+            self.push(self.now + self.world.reward_s(group.number), "reward", group)
 
     def on_reward(self, group: Group) -> bool:
         if self.buffer.groups.get(group.number) is not group:

@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from operator import mul
@@ -16,10 +16,11 @@ from mrl.schedule.staleness import Schedule, violations
 
 @dataclass(frozen=True)
 class Case:
-    """One run."""
+    """One run. `elsewhere` has the same lengths and verdicts, and nothing else in common with `world`."""
 
     schedule: Schedule
     world: World
+    elsewhere: World
     steps: int
 
 
@@ -45,6 +46,11 @@ def verdicts(seed: int, failed: float, filtered: float):
         return "failed" if drawn < failed else "filtered" if drawn < failed + filtered else "finished"
 
     return verdict
+
+
+def reward_seconds(most: float, number: int) -> float:
+    """Of a group; short ones may come after long ones."""
+    return most * number_of("reward", number)
 
 
 def random_schedule(rng: random.Random) -> Schedule:
@@ -80,7 +86,7 @@ def random_world(rng: random.Random, groups: int) -> World:
         rng.randint(1, 30),
         partial(mul, rng.choice((0.0, 0.005, 0.05))),
         rng.choice((0.0, 0.5)),
-        rng.choice((0.0, 0.3)),
+        partial(reward_seconds, rng.choice((0.0, 0.3, 5.0))),
         verdicts(rng.randrange(1 << 30), rng.choice((0.0, 0.1)), rng.choice((0.0, 0.3))),
         poison,
         times(rng.choice((0, 0, 4))),
@@ -95,7 +101,9 @@ def random_case(number: int) -> Case:
     """The `number`-th case, always the same."""
     rng = random.Random(number)
     schedule, steps = random_schedule(rng), rng.randint(2, 5)
-    return Case(schedule, random_world(rng, steps * schedule.batch), steps)
+    world, other = (random_world(rng, steps * schedule.batch) for _ in range(2))
+    elsewhere = replace(other, length=world.length, verdict=world.verdict, poison=frozenset())
+    return Case(schedule, world, elsewhere, steps)
 
 
 def run(case: Case) -> Fleet:
@@ -106,6 +114,7 @@ def run(case: Case) -> Fleet:
     check_counts(fleet)
     assert fleet.largest_buffer <= case.schedule.places
     assert fleet.most_under_way <= (case.schedule.concurrency or fleet.most_under_way)
+    check_order(case, fleet)
     if fleet.rate:
         assert replayed(case.world.rate, fleet.rate_log) == [line["window"] for line in fleet.rate_log]
     return fleet
@@ -132,8 +141,15 @@ def check_versions(fleet: Fleet) -> None:
             assert step - schedule.max_staleness <= min(versions) and max(versions) <= step, f"group {number} of step {step}: {spans}"
             assert schedule.partial_rollouts or len(versions) == 1
             if schedule.order == "in_order":
-                assert versions[0] in (max(0, step - schedule.max_staleness), step)
                 assert response == tuple(segments(versions[0], step, schedule.quota, length))
+
+
+def check_order(case: Case, fleet: Fleet) -> None:
+    """in_order another world trains on the same groups, made by the same versions, but for what lost engines take away."""
+    if case.schedule.order == "in_order" and not fleet.seen["quarantined"]:
+        other = Fleet(case.schedule, case.elsewhere).run(case.steps)
+        fleet.seen["the same elsewhere"] = not other.seen["quarantined"]
+        assert other.seen["quarantined"] or other.books.trained == fleet.books.trained
 
 
 def check_counts(fleet: Fleet) -> None:

@@ -12,15 +12,15 @@ from fleet_speed import SOURCE_000, phases, speed_of
 
 from mrl.schedule.staleness import Schedule, violations
 
-CASES = 250
+CASES = 200
 
 
 def test_random_schedules_lose_nothing_and_keep_every_bound():
     """`scripts/evidence/fleet.sh` runs 10,000 of them."""
     seen = Counter()
     for number in range(CASES):
-        seen.update(run(random_case(number)).seen.keys())
-    for what in ("lost", "hung and lost", "killed", "stale", "failed", "filtered", "quarantined"):
+        seen.update(what for what, times in run(random_case(number)).seen.items() if times)
+    for what in ("lost", "hung and lost", "killed", "stale", "failed", "filtered", "quarantined", "the same elsewhere"):
         assert seen[what] >= 5, f"{what}: {seen}"
 
 
@@ -29,7 +29,8 @@ DISTURBED = {
     "one engine is ten times slower": dict(engines=(SLOW, FAST)),
     "one engine": dict(engines=(SLOW,)),
     "four engines of two seats": dict(engines=(replace(FAST, seats=2),) * 4),
-    "slow rewards": dict(reward_s=20.0),
+    "slow rewards": dict(reward_s=lambda number: 20.0),
+    "rewards of groups that are not needed yet are slow": dict(reward_s=lambda number: 50.0 * (number in (8, 17, 25))),
     "a slow trainer": dict(train_s=lambda tokens: 60.0),
     "a slow sync": dict(sync_s=30.0),
     "an engine dies": dict(deaths=((3.0, 0),)),
@@ -120,7 +121,9 @@ def one_group(staleness: int, **rules) -> Schedule:
 
 def test_seconds_of_a_step_are_those_worked_by_hand():
     """100 and 50 tokens: 50 steps of two responses and 50 of one, rewards, training, sync."""
-    world = World((EngineKind(0.01, 0.005),), lambda number, index: 100 - 50 * index, 0, lambda tokens: tokens * 0.02, 0.5, 0.25)
+    world = World(
+        (EngineKind(0.01, 0.005),), lambda number, index: 100 - 50 * index, 0, lambda tokens: tokens * 0.02, 0.5, lambda number: 0.25
+    )
     generation = 50 * 0.02 + 50 * 0.015
     assert phases(one_group(0), world) == (pytest.approx(generation + 0.25), pytest.approx(3.0))
     assert speed_of(one_group(0), world).step_s == pytest.approx(generation + 0.25 + 3.0 + 0.5)
@@ -130,7 +133,7 @@ def test_seconds_of_a_step_are_those_worked_by_hand():
 
 def test_overlap_gains_nothing_where_generation_is_all_and_parts_of_responses_do():
     """One response of 1000 beside one of 100, in a step that trains at once: only borders keep the engine full."""
-    world = World((EngineKind(0.01, 0.0),), lambda number, index: 1000 if index else 100, 0, lambda tokens: 0.0, 0.0, 0.0)
+    world = World((EngineKind(0.01, 0.0),), lambda number, index: 1000 if index else 100, 0, lambda tokens: 0.0, 0.0, lambda number: 0.0)
     step = {staleness: speed_of(one_group(staleness), world, 12, 6).step_s for staleness in (0, 1, 2, 5)}
     assert (step[0], step[1]) == (pytest.approx(10.0), pytest.approx(10.0))
     assert (step[2], step[5]) == (pytest.approx(5.0), pytest.approx(2.0))

@@ -130,6 +130,18 @@ def test_in_order_a_lost_place_is_filled_by_its_own_step_whenever_it_was_lost():
         assert [(group.number, group.due, group.begun) for group in opened] == [(4, 2, 1), (5, 2, 1), (6, 1, 1)]
 
 
+def test_in_order_what_is_lost_before_a_version_is_filled_with_it_after_the_groups_that_it_opens():
+    """Groups 0 to 5 are of the steps 0, 1 and 2. 4, of step 2, is lost in version 0, and 8 takes its place after 6 and 7 of step 3."""
+    buffer = GroupBuffer(schedule(max_staleness=2))
+    buffer.reserve()
+    buffer.evict(4, "filtered")
+    complete(buffer, 0)
+    complete(buffer, 1)
+    assert buffer.reserve() == [] and numbers(buffer.take()) == [0, 1] and buffer.reserve() == []
+    buffer.advance()
+    assert [(group.number, group.due, group.begun) for group in buffer.reserve()] == [(6, 3, 1), (7, 3, 1), (8, 2, 1)]
+
+
 def test_ready_first_takes_what_is_ready_the_oldest_first_and_refills_exactly_what_was_evicted():
     buffer = GroupBuffer(schedule(order="ready_first"))
     assert numbers(buffer.reserve()) == [0, 1, 2, 3]
@@ -156,12 +168,14 @@ def test_what_is_too_old_is_dropped_or_begins_anew_under_its_number(on_stale):
         for number in sorted(set(buffer.groups) - {0})[:2]:
             complete(buffer, number)
         buffer.take()
+        buffer.groups[0].losses = 1
         stale = buffer.advance()
     assert stale == [0]
     if on_stale == "drop":
         assert 0 not in buffer.groups and buffer.counts.dropped == {"stale": Tally(1, 1, 8)}
     else:
-        assert buffer.groups[0].attempts == 1 and buffer.groups[0].begun is None and buffer.counts.requeued == Tally(1, 1, 8)
+        assert (buffer.groups[0].attempts, buffer.groups[0].losses) == (1, 1)
+        assert buffer.groups[0].begun is None and buffer.counts.requeued == Tally(1, 1, 8)
     buffer.reserve()
     assert len(buffer.groups) == 4
 
