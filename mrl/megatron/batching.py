@@ -12,6 +12,7 @@ import numpy as np
 from mrl.config.schema import ActorConfig, RefConfig
 from mrl.data.batch import TrainBatch
 from mrl.errors import DataError
+from mrl.megatron.balance import balanced_parts, even_fit, first_fit, imbalance, sequence_costs, without_empty
 from mrl.megatron.packing import Shape
 from mrl.model import ModelSpec, forward_flops_per_token
 from mrl.model.layout import TrainLayout
@@ -25,6 +26,8 @@ class MicroBatch:
     rows: np.ndarray  # int64, indices into the batch
     is_filler: bool = False
 
+
+_CLOSE = 1.001  # times the mean: micro-batches of one rank need not be nearer
 
 Shares = tuple[tuple[MicroBatch, ...], ...]  # [data-parallel rank][micro-batch]
 
@@ -124,42 +127,69 @@ class Splitter:
         """
         costs = sequence_costs(lengths, self.per_token, self.per_pair)
         ranks = balanced_parts(costs, self.data_parallel) if owners is None else owners
-        count = self._first_count(lengths, ranks)
-        while True:
-            count = round_up(count, self.count_multiple)
-            cut = [self._cut(lengths, costs, rows, count) for rows in ranks]
-            if self._fits(lengths, cut):
-                break
-            count += 1
+        cut = self._cut(lengths, costs, ranks)
         filler = MicroBatch(np.array([int(lengths.argmin())]), is_filler=True)
-        return tuple(tuple(MicroBatch(rows) if len(rows) else filler for rows in rank) for rank in cut)
+        return tuple(tuple(MicroBatch(rows) if len(rows) else filler for rows in _falling(lengths, rank)) for rank in cut)
 
-    def _first_count(self, lengths: np.ndarray, ranks: list[np.ndarray]) -> int:
-        """The smallest number of micro-batches that can do."""
+    def _cut(self, lengths: np.ndarray, costs: np.ndarray, ranks: list[np.ndarray]) -> list[list[np.ndarray]]:
+        """Rows of every rank's micro-batches, as many on each."""
+        if self.max_tokens is not None:
+            self._check_longest(lengths)
+        if not self.shape.packed:
+            count = self._padded_count(lengths, ranks)
+            return [np.array_split(rows[np.argsort(-lengths[rows], kind="stable")], count) for rows in ranks]
+        if self.max_tokens is not None:
+            return self._packs(lengths, costs, ranks)
+        count = self._rounded(self._fewest(lengths, ranks))
+        return [_of(rows, balanced_parts(costs[rows], count, _CLOSE * costs[rows].sum() / count)) for rows in ranks]
+
+    def _packs(self, lengths: np.ndarray, costs: np.ndarray, ranks: list[np.ndarray]) -> list[list[np.ndarray]]:
+        """Under the limit of tokens: as few as their sum allows where they then fit evenly, else as few as fit."""
+        limit = self._limit // self.shape.total_multiple * self.shape.total_multiple
+        taken, count = round_up_all(lengths, self.shape.sequence_multiple), self._rounded(self._fewest(lengths, ranks))
+        even = [even_fit(taken[rows], costs[rows], limit, count) for rows in ranks]
+        if any(parts is None for parts in even):
+            dense = [first_fit(taken[rows], limit) for rows in ranks]
+            count = self._rounded(max(count, *map(len, dense)))
+            even = [even_fit(taken[rows], costs[rows], limit, count) for rows in ranks]
+            even = [e or without_empty(d, costs[rows], count) for rows, e, d in zip(ranks, even, dense, strict=True)]
+        return [_of(rows, parts) for rows, parts in zip(ranks, even, strict=True)]
+
+    def _rounded(self, count: int) -> int:
+        return round_up(count, self.count_multiple)
+
+    def _fewest(self, lengths: np.ndarray, ranks: list[np.ndarray]) -> int:
+        """The smallest number of micro-batches that can do, at least one."""
         if self.max_tokens is None:
             return max(-(-max(len(rows) for rows in ranks) // self.micro_batch_size), 1)
+        return max(-(-int(lengths[rows].sum()) // self._limit) for rows in ranks) or 1
+
+    def _padded_count(self, lengths: np.ndarray, ranks: list[np.ndarray]) -> int:
+        """The smallest number of equally many rows, the longest first, that fit under the limit as rectangles."""
+        count, falling = self._rounded(self._fewest(lengths, ranks)), [-np.sort(-lengths[rows]) for rows in ranks]
+        while self.max_tokens is not None and not all(self._rectangles_fit(each, count) for each in falling):
+            count += self.count_multiple
+        return count
+
+    def _rectangles_fit(self, falling: np.ndarray, count: int) -> bool:
+        size, larger = divmod(len(falling), count)
+        sizes = np.full(count, size) + (np.arange(count) < larger)
+        sizes = sizes[sizes > 0]
+        longest = round_up_all(falling[np.cumsum(sizes) - sizes], self.shape.total_multiple)
+        return bool((sizes * longest <= self._limit).all())
+
+    def _check_longest(self, lengths: np.ndarray) -> None:
         longest = int(lengths.argmax())
         if self.shape.tokens(lengths[longest : longest + 1]) > self._limit:
             raise DataError(
                 f"row {longest} of the batch has {int(lengths[longest])} tokens, more than a micro-batch may hold ({self._limit}: "
                 "actor.ppo_max_token_len_per_gpu or log_prob_max_token_len_per_gpu times context_parallel_size); raise that limit"
             )
-        return max(-(-int(lengths[rows].sum()) // self._limit) for rows in ranks) or 1
 
     @property
     def _limit(self) -> int:
         """Tokens of a micro-batch over all ranks of its context-parallel group."""
         return (self.max_tokens or 0) * self.shape.context
-
-    def _cut(self, lengths: np.ndarray, costs: np.ndarray, rows: np.ndarray, count: int) -> list[np.ndarray]:
-        if self.shape.packed:
-            parts = [rows[part] for part in balanced_parts(costs[rows], count)]
-        else:
-            parts = np.array_split(rows[np.argsort(-lengths[rows], kind="stable")], count)
-        return sorted(parts, key=lambda part: -int(lengths[part].sum()))
-
-    def _fits(self, lengths: np.ndarray, cut: list[list[np.ndarray]]) -> bool:
-        return self.max_tokens is None or all(self.shape.tokens(lengths[part]) <= self._limit for rank in cut for part in rank if len(part))
 
     def load(self, lengths: np.ndarray, shares: Shares) -> MiniBatchLoad:
         """How a mini-batch of rows of `lengths` [rows] tokens, cut into `shares`, lies on the ranks."""
@@ -178,6 +208,20 @@ class Splitter:
     def imbalance(self, lengths: np.ndarray, shares: Shares) -> float:
         """How much more than the mean the costliest data-parallel rank computes, as a share of the mean."""
         return imbalance(sequence_costs(lengths, self.per_token, self.per_pair), trained_rows(shares))
+
+
+def _of(rows: np.ndarray, parts: list[np.ndarray]) -> list[np.ndarray]:
+    return [rows[part] for part in parts]
+
+
+def _falling(lengths: np.ndarray, parts: list[np.ndarray]) -> list[np.ndarray]:
+    """The one with most tokens first."""
+    return sorted(parts, key=lambda part: -int(lengths[part].sum()))
+
+
+def round_up_all(numbers: np.ndarray, multiple: int) -> np.ndarray:
+    """int64: each number as mrl.units.round_up has it."""
+    return -(-numbers.astype(np.int64) // multiple) * multiple
 
 
 def trained_rows(shares: Shares) -> list[np.ndarray]:
@@ -199,61 +243,3 @@ def check_batch(batch: TrainBatch, model: ModelSpec) -> None:
     expected = (claimed, len(model.moe_layers), model.num_experts_per_tok)
     if batch.routes is not None and batch.routes.shape != expected:
         raise DataError(f"the batch's routes are {list(batch.routes.shape)}, expected {list(expected)} (tokens, MoE layers, topk)")
-
-
-# ---------------------------------------------------------------- parts of equal cost
-
-
-_SWAPS_PER_PART = 64
-
-
-def sequence_costs(lengths: np.ndarray, per_token: float, per_pair: float) -> np.ndarray:
-    """Cost of each sequence, float64 [rows]: `per_token` for each of its tokens and `per_pair` for each pair that attention compares.
-
-    A token attends to itself and what stands before it, so a sequence of n tokens has n (n + 1) / 2 pairs.
-    """
-    n = lengths.astype(np.float64)
-    return per_token * n + per_pair * n * (n + 1) / 2
-
-
-def balanced_parts(costs: np.ndarray, parts: int) -> list[np.ndarray]:
-    """Row numbers of each part, ascending. Counts differ by at most one, so with fewer rows than parts some are empty.
-
-    Rows are dealt by falling cost, back and forth; then the heaviest part exchanges a row with a lighter one as long as that lightens it.
-    """
-    order = np.argsort(-costs, kind="stable")
-    rounds = [order[i : i + parts] for i in range(0, len(order), parts)]
-    deal: list[list[int]] = [[] for _ in range(parts)]
-    for number, rows in enumerate(rounds):
-        for part, row in zip(range(parts) if number % 2 == 0 else range(parts - 1, -1, -1), rows, strict=False):
-            deal[part].append(int(row))
-    members = [np.array(rows, dtype=np.int64) for rows in deal]
-    sums = np.array([costs[rows].sum() for rows in members])
-    for _ in range(_SWAPS_PER_PART * parts):
-        if not _lighten_heaviest(costs, members, sums):
-            break
-    return [np.sort(rows) for rows in members]
-
-
-def _lighten_heaviest(costs: np.ndarray, members: list[np.ndarray], sums: np.ndarray) -> bool:
-    """One exchange between the heaviest part and the lightest that offers one; False when none does. Changes `members` and `sums`."""
-    heavy = int(sums.argmax())
-    for light in map(int, np.argsort(sums, kind="stable")):
-        gap = sums[heavy] - sums[light]
-        if light == heavy or not len(members[light]):
-            continue
-        gain = costs[members[heavy]][:, None] - costs[members[light]][None]
-        useful = np.where((gain > 0) & (gain < gap), np.abs(gain - gap / 2), np.inf)
-        i, j = np.unravel_index(useful.argmin(), useful.shape)
-        if np.isfinite(useful[i, j]) and gain[i, j] > 1e-9 * sums[heavy]:
-            members[heavy][i], members[light][j] = members[light][j], members[heavy][i]
-            sums[heavy] -= gain[i, j]
-            sums[light] += gain[i, j]
-            return True
-    return False
-
-
-def imbalance(costs: np.ndarray, parts: list[np.ndarray]) -> float:
-    """How much more than the mean the heaviest part costs, as a share of the mean."""
-    sums = np.array([costs[rows].sum() for rows in parts])
-    return float(sums.max() / sums.mean() - 1.0)

@@ -11,7 +11,7 @@ from mrl.config.load import load_config
 from mrl.data.batch import TrainBatch
 from mrl.data.samples import Sample, packed
 from mrl.errors import DataError
-from mrl.megatron.batching import Splitter, balanced_parts, check_batch, imbalance, mini_batches, sequence_costs, trained_rows
+from mrl.megatron.batching import Splitter, check_batch, mini_batches, trained_rows
 from mrl.megatron.packing import Shape
 from mrl.model import planning_model_spec
 from mrl.model.layout import TrainLayout
@@ -79,24 +79,6 @@ def test_padded_rows_of_one_micro_batch_have_neighbouring_lengths():
 def test_packed_micro_batches_have_equal_loads():
     (rank,) = Splitter(PACKED, 1, 2).shares(np.array([3, 50, 4, 49]))
     assert sorted(m.rows.tolist() for m in rank) == [[0, 1], [2, 3]]
-
-
-def test_parts_are_equal_in_number_and_nearly_in_cost():
-    rng = np.random.default_rng(2)
-    costs = sequence_costs(rng.integers(1_000, 20_000, 512), 1.0, 1e-4)
-    parts = balanced_parts(costs, 16)
-    assert sorted(np.concatenate(parts)) == list(range(512))
-    assert {len(part) for part in parts} == {32}
-    assert imbalance(costs, parts) < 1e-4
-
-
-def test_an_exchange_mends_what_dealing_leaves():
-    costs = np.array([8.0, 7.0, 6.0, 5.0, 4.0, 0.0])  # dealt 8 + 5 + 4 and 7 + 6 + 0; exchanging 8 for 6 makes both 15
-    assert imbalance(costs, balanced_parts(costs, 2)) == 0.0
-
-
-def test_the_cost_of_a_sequence_counts_pairs_of_a_causal_attention():
-    assert sequence_costs(np.array([1, 4]), 10.0, 1.0).tolist() == [11.0, 50.0]
 
 
 TINY = Path(__file__).parents[2] / "parallel_configs" / "tiny-moe" / "cpu.yaml"
