@@ -151,10 +151,10 @@ class ReshardConfig(Section):
     )
     transport: Literal["auto", "shm", "p2p", "ipc"] = key(
         "auto",
-        "How two processes exchange bytes; auto: device memory on one device, shared memory on one host, else p2p, which is "
-        "torch.distributed; ipc: the same, and device memory between all devices of a host.",
-        advice="auto, which opens no other device's memory. On CUDA nodes whose devices are linked ipc spares host memory most of "
-        "a colocated sync: `mrl plan` predicts both.",
+        "How two processes exchange bytes; auto: device memory as far as a process can open another's (on CUDA of the whole node, on NPU "
+        "of its own device), shared memory of the host on CPU, else p2p, which is torch.distributed; ipc: the same, and shared memory "
+        "in place of p2p within a node; shm: shared memory of the host, which every byte crosses twice.",
+        advice="auto. Where devices of a node cannot reach each other's memory (no NVLink and no peer access), p2p.",
     )
     budget_mb: int = key(
         256,

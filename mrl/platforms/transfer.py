@@ -5,8 +5,9 @@ Apart from the platforms themselves because it is used in engine processes too, 
 """
 
 import base64
+import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -44,6 +45,9 @@ class Transfer(Protocol):
     def abort(self, group: dist.Backend) -> None:
         """Ends the group's communication, also what is under way."""
 
+    def pin(self, memory: Tensor) -> Callable[[], None]:
+        """Makes host memory that is shared with other processes as quick for the device as memory of its own; the answer undoes it."""
+
     def arena(self, nbytes: int) -> Tensor:
         """uint8 [nbytes] on this device, in memory that other processes can open for as long as it lives.
 
@@ -55,6 +59,10 @@ class Transfer(Protocol):
 
     def open_memory(self, handle: dict[str, Any]) -> Tensor:
         """The arena behind another process's handle. It is mapped here until the last tensor on it is gone."""
+
+
+def _nothing() -> None:
+    """Undoes what was not done."""
 
 
 class CpuTransfer:
@@ -78,6 +86,9 @@ class CpuTransfer:
 
     def abort(self, group: dist.Backend) -> None:
         group.abort()
+
+    def pin(self, memory: Tensor) -> Callable[[], None]:
+        return _nothing
 
     def arena(self, nbytes: int) -> Tensor:
         raise EnvironmentFault(_NO_DEVICE)
@@ -147,7 +158,13 @@ class _DeviceMemory:
         self._module.init()
         parts = [base64.b64decode(handle[k]) if isinstance(handle[k], str) else handle[k] for k in self._FIELDS]
         parts[0] = self._module.current_device()  # a scheduler may number the same device otherwise in each process
-        storage = getattr(torch.UntypedStorage, f"_new_shared_{self.name}")(*parts)
+        try:
+            storage = getattr(torch.UntypedStorage, f"_new_shared_{self.name}")(*parts)
+        except RuntimeError as error:
+            raise EnvironmentFault(
+                f"another process's memory cannot be opened from this device ({error}): the two may not reach each other; "
+                "set reshard.transport: p2p, or shm within a node"
+            ) from error
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)[: handle["bytes"]]
 
 
@@ -169,6 +186,13 @@ class CudaTransfer(_DeviceMemory):
 
     name = "cuda"
 
+    def pin(self, memory: Tensor) -> Callable[[], None]:
+        runtime, address = torch.cuda.cudart(), memory.data_ptr()
+        if error := int(runtime.cudaHostRegister(address, memory.numel(), 0)):
+            print(f"weight syncs through host memory will be slow: cudaHostRegister says {error}; is ulimit -l unlimited?", file=sys.stderr)
+            return _nothing
+        return lambda: runtime.cudaHostUnregister(address)
+
     def point_to_point_group(self, store: dist.Store, number: int, size: int, timeout_s: float, host: str) -> dist.Backend:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=_WATCHDOG * timeout_s)
@@ -183,6 +207,9 @@ class NpuTransfer(_DeviceMemory):
     later). Written against its sources; untested on hardware."""
 
     name = "npu"
+
+    def pin(self, memory: Tensor) -> Callable[[], None]:
+        return _nothing  # torch_npu 2.10 has no call for it
 
     def point_to_point_group(self, store: dist.Store, number: int, size: int, timeout_s: float, host: str) -> dist.Backend:
         from torch_npu._C._distributed_c10d import ProcessGroupHCCL

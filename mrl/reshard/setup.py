@@ -9,7 +9,7 @@ from mrl.errors import EnvironmentFault
 from mrl.model import ModelSpec, model_spec
 from mrl.model.device_grid import Place
 from mrl.model.layout import RolloutLayout, TrainLayout
-from mrl.platforms.hosting import Reach
+from mrl.platforms.hosting import Reach, get_hosting
 from mrl.reshard.messages import Topology
 from mrl.reshard.plan import ReshardPlan, plan_reshard
 from mrl.units import MIB
@@ -98,17 +98,21 @@ def route(setup: SyncSetup, rank: int, worker: int, reach: Reach) -> str:
 def pair_route(kind: str, rank: Place, worker: Place, reach: Reach) -> str:
     """Which transport serves a rank and a worker at these places, when `kind` (reshard.transport) is asked for.
 
-    auto: "ipc" on one device, "shm" on one host, else "p2p". ipc: the same, and "ipc" between devices of one host too.
-    Where device memory cannot be opened so far, "shm" stands in. `reach`: how far it can, by the platform.
+    auto: the device's own memory as far as it can be opened, which `reach` says; between two devices of a node beyond that, what serves
+    two nodes. ipc: host memory there. A platform without device memory has host memory on one node whatever is asked for.
     """
     if kind == "p2p" or rank.node != worker.node:
         return "p2p"
-    asked = kind != "shm" and (rank == worker or kind == "ipc")
-    return "ipc" if asked and (reach == "node" or (reach == "device" and rank == worker)) else "shm"
+    if kind == "shm" or reach == "process":
+        return "shm"
+    if reach == "node" or rank == worker:
+        return "ipc"
+    return "p2p" if kind == "auto" else "shm"
 
 
 def p2p_members(setup: SyncSetup) -> list[tuple[str, int]]:
     """("rank", r) and ("worker", w) of everybody in the point-to-point group, in the group's order."""
     ranks, workers = range(setup.train_layout.world_size), range(setup.rollout_layout.world_size)
-    pairs = [(r, w) for r in ranks for w in workers if route(setup, r, w, "process") == "p2p"]
+    reach = get_hosting(setup.dialect).memory_reach
+    pairs = [(r, w) for r in ranks for w in workers if route(setup, r, w, reach) == "p2p"]
     return [("rank", r) for r in sorted({r for r, _ in pairs})] + [("worker", w) for w in sorted({w for _, w in pairs})]

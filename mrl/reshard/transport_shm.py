@@ -13,7 +13,7 @@ import json
 import mmap
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +58,7 @@ class Arena:
 
     def __init__(self, path: Path, ranks: int, half_bytes: int, create: bool):
         self.path, self.half_bytes = path, half_bytes
+        self._pinned: Callable[[], None] | None = None
         control = _NOTE + 8 * (1 + ranks + 2 * ranks * _WORDS)
         start = -(-control // _PAGE) * _PAGE
         flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)
@@ -78,6 +79,17 @@ class Arena:
         self.words = words[1 + ranks :].reshape(2, ranks, _WORDS)
         self.note = np.frombuffer(self._map, np.uint8, _NOTE)
         self.data = torch.frombuffer(self._map, dtype=torch.uint8, offset=start) if half_bytes else torch.empty(0, dtype=torch.uint8)
+
+    def pin(self, transfer: Transfer) -> None:
+        """Makes the data quick to reach from the device, where it lies in host memory."""
+        if self.data.numel():
+            self._pinned = transfer.pin(self.data)
+
+    def unpin(self) -> None:
+        """Before the memory goes. Safe to call twice."""
+        undo, self._pinned = self._pinned, None
+        if undo is not None:
+            undo()
 
     def publish(self) -> None:
         """Gives the file the name under which the ranks look for it."""
@@ -104,6 +116,7 @@ class SharedMemoryReceiver:
         half = largest_round(received_rounds(plan, worker, ranks))
         self.staging_bytes = 2 * half
         self._arena = self._make(arena_path(setup, worker), half)
+        self._arena.pin(transfer)
         self._arena.publish()
         self._rounds: list[Sequence[Message]] = []
         self._granted = self._update = 0
@@ -173,6 +186,7 @@ class SharedMemoryReceiver:
         self._arena.stops[0] = self._update
 
     def close(self) -> None:
+        self._arena.unpin()
         self._arena.path.unlink(missing_ok=True)
         self._arena.path.with_name(self._arena.path.name + ".part").unlink(missing_ok=True)
 
@@ -200,6 +214,7 @@ class SharedMemorySender:
         path = self._path(setup, worker)
         wait_until(path.exists, self._timeout, f"worker {worker} did not make its arena {path.name}")
         self._arenas[worker], self._data[worker] = self._find(path, len(ranks), half)
+        self._arenas[worker].pin(self._transfer)
         self._index[worker] = ranks.index(self._rank)
 
     def _path(self, setup: SyncSetup, worker: int) -> Path:
@@ -262,6 +277,8 @@ class SharedMemorySender:
             arena.stops[1 + self._index[worker]] = self._update
 
     def close(self) -> None:
+        for arena in self._arenas.values():
+            arena.unpin()
         self._arenas.clear()
         self._data.clear()
 

@@ -16,6 +16,7 @@ from mrl.platforms import transfer as platform
 from mrl.platforms.hosting import Hosting
 from mrl.platforms.transfer import CpuTransfer, CudaTransfer, NpuTransfer
 from mrl.reshard import connect, transport_shm
+from mrl.reshard import setup as sync_setup
 
 TWO = dict(world_size=2, tensor_model_parallel_size=2)
 
@@ -41,32 +42,41 @@ class OneDevice(CpuTransfer):
 
 
 @pytest.fixture
-def one_device(monkeypatch) -> dict[str, list[StorageWeakRef]]:
-    """What was opened, by arena."""
+def one_device(monkeypatch, request) -> dict[str, list[StorageWeakRef]]:
+    """What was opened, by arena. The parameter says how far memory can be."""
     arenas, opened = {}, {}
     monkeypatch.setattr(platform, "_TRANSFERS", {"cpu": lambda: OneDevice(arenas, opened)})
-    hosting = Hosting("cpu", None, checks_batch_order=True, memory_reach="device")
-    for module in (connect, transport_shm):
+    hosting = Hosting("cpu", None, checks_batch_order=True, memory_reach=getattr(request, "param", "device"))
+    for module in (connect, transport_shm, sync_setup):
         monkeypatch.setattr(module, "get_hosting", lambda device: hosting)
     return opened
 
 
-def shared_setup(workers: int):
+def shared_setup(workers: int, kind: str = "auto"):
     """Two ranks, and an engine of one worker on each of their devices."""
     places = [[0, 0], [0, 1]]
-    return setup_for(TWO, dict(num_engines=workers), "auto", topology={"ranks": places, "workers": places[:workers]})
+    return setup_for(TWO, dict(num_engines=workers), kind, topology={"ranks": places, "workers": places[:workers]})
 
 
-def test_pairs_on_one_device_use_its_memory_and_others_the_hosts_and_handles_are_opened_once(one_device):
-    setup = shared_setup(2)
+# how far memory can be opened, the transport asked for: a worker's ends, and how often each arena is opened
+NEIGHBOURS = [
+    ("device", "auto", ["DeviceReceiver", "PointToPointReceiver"], 1),
+    ("device", "ipc", ["SharedMemoryReceiver", "DeviceReceiver"], 1),
+    ("node", "auto", ["DeviceReceiver"], 2),
+]
+
+
+@pytest.mark.parametrize(("one_device", "kind", "ends", "openings"), NEIGHBOURS, indirect=["one_device"], ids=lambda value: str(value))
+def test_memory_is_used_as_far_as_it_can_be_opened_and_handles_are_opened_once(one_device, kind, ends, openings):
+    setup = shared_setup(2, kind)
     weights = hf_weights(setup)
     with World(setup, weights) as world:
-        kinds = [[type(end).__name__ for end in receiver.end._ends] for receiver in world.receivers.values()]
-        assert kinds == [["SharedMemoryReceiver", "DeviceReceiver"]] * 2
+        for receiver in world.receivers.values():
+            assert [type(end).__name__ for end in getattr(receiver.end, "_ends", [receiver.end])] == ends
         for update in (1, 2, 3):
             outcome = world.sync(update)
             check_engines(world, outcome, weights)
-        assert {name: len(times) for name, times in one_device.items()} == {"0": 1, "1": 1}  # one rank a device, over three syncs
+        assert {name: len(times) for name, times in one_device.items()} == {"0": openings, "1": openings}  # over three syncs
         assert all(report.bytes_local > 0 for report in outcome.receives.values())
 
 
@@ -123,6 +133,52 @@ def test_a_handle_is_plain_data_and_opens_on_the_own_number_of_the_device(alloca
     assert handle["bytes"] == 256 and all(isinstance(value, str | int | bool) for value in handle.values())
     assert transfer.open_memory(handle).numel() == 256
     assert opened == [(3, b"\x02copaque", 256, 0, b"counter", 0, b"event", True)]
+
+
+def test_memory_that_the_device_cannot_reach_is_said_with_the_cure(allocator, monkeypatch):
+    transfer, _, _ = allocator
+    handle = transfer.share_memory(transfer.arena(256))
+
+    def refuse(*parts):
+        raise RuntimeError("CUDA error: peer access is not supported between these two devices")
+
+    monkeypatch.setattr(torch.UntypedStorage, f"_new_shared_{transfer.name}", staticmethod(refuse), raising=False)
+    with pytest.raises(EnvironmentFault, match=r"peer access.*reshard\.transport: p2p"):
+        transfer.open_memory(handle)
+
+
+class Runtime:
+    """torch.cuda.cudart(): what was registered, and what it says to it."""
+
+    def __init__(self, error: int = 0):
+        self.error, self.registered = error, {}
+
+    def cudaHostRegister(self, address, size, flags):
+        self.registered[address] = size
+        return self.error
+
+    def cudaHostUnregister(self, address):
+        del self.registered[address]
+        return 0
+
+
+def test_host_memory_of_a_sync_is_registered_with_the_device_until_it_is_closed(monkeypatch, tmp_path):
+    """Copies from and to pages that are not registered go through a small buffer of the driver's: a fraction of the rate."""
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    arena = transport_shm.Arena(tmp_path / "arena", ranks=1, half_bytes=4096, create=True)
+    arena.pin(CudaTransfer())
+    assert runtime.registered == {arena.data.data_ptr(): 2 * 4096}
+    arena.unpin()
+    arena.unpin()
+    assert runtime.registered == {}
+
+
+def test_memory_that_cannot_be_registered_is_used_as_it_is_and_said(monkeypatch, capsys):
+    runtime = Runtime(error=2)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    CudaTransfer().pin(torch.empty(8, dtype=torch.uint8))()
+    assert "ulimit -l" in capsys.readouterr().err and len(runtime.registered) == 1  # it is not undone
 
 
 def test_expandable_segments_are_refused_by_name(allocator):

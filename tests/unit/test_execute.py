@@ -156,8 +156,8 @@ def test_a_writer_is_told_of_each_module_once_when_all_of_it_is_there():
 PLACES = {"ranks": [[0, 0], [1, 0]], "workers": [[0, 0], [0, 1], [1, 0]]}
 ROUTES = {
     # kind, how far device memory can be opened: rank 0 to the worker on its device, to a neighbour, to another host
-    ("auto", "node"): ["ipc", "shm", "p2p"],
-    ("auto", "device"): ["ipc", "shm", "p2p"],
+    ("auto", "node"): ["ipc", "ipc", "p2p"],
+    ("auto", "device"): ["ipc", "p2p", "p2p"],
     ("auto", "process"): ["shm", "shm", "p2p"],
     ("ipc", "node"): ["ipc", "ipc", "p2p"],
     ("ipc", "device"): ["ipc", "shm", "p2p"],

@@ -130,8 +130,9 @@ def test_a_node_holds_its_ranks_places_and_copies_and_samples():
 def test_staging_lies_in_host_memory_where_processes_cannot_open_each_others_device_memory(tiny_model):
     budget = 256 * 1024**2
     assert host_of(inputs_of(TINY, tiny_model))["terms"]["staging"] == 2 * budget
-    assert host_of(inputs_of("qwen3-30b-a3b/h100-4x8"))["terms"]["staging"] == 8 * 2 * budget  # ranks of other devices of the node
-    assert "staging" not in host_of(inputs_of("qwen3-30b-a3b/h100-4x8", "reshard.transport=ipc"))["terms"]
+    assert host_of(inputs_of("qwen3-30b-a3b/h100-4x8", "reshard.transport=shm"))["terms"]["staging"] == 8 * 2 * budget
+    assert "staging" not in host_of(inputs_of("qwen3-30b-a3b/h100-4x8"))["terms"]
+    assert "staging" not in host_of(inputs_of("qwen3-30b-a3b/a3-1x16"))["terms"]  # HCCL between devices of a node
     assert host_of(inputs_of("qwen3-30b-a3b/a3-1x16", "reshard.transport=ipc"))["terms"]["staging"] == 16 * 2 * budget
     assert "staging" not in host_of(inputs_of("qwen3-30b-a3b/h100-4x8", "reshard.transport=p2p"))["terms"]
 
