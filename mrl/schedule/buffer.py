@@ -117,11 +117,14 @@ class GroupBuffer:
         return aside
 
     def take(self) -> list[Group] | None:
-        """The batch of this step, ordered by number, once it is complete; None before. A step takes one."""
+        """The batch of this step, ordered by number, once it is complete; None before. A step takes one.
+
+        A group that was requeued is waited for when it would be stale after this step: else one that is always slow never came.
+        """
         if self.taken > self.step * self.schedule.batch:
             raise ValueError(f"step {self.step} has taken its batch already")
         due = self.step if self.schedule.order == "in_order" else None
-        if self._finished[due] < self.schedule.batch:
+        if self._finished[due] < self.schedule.batch or self._waits_for_requeued():
             return None
         ready = [group for group in self.groups.values() if group.state is State.FINISHED and group.due == due]
         oldest = sorted(ready, key=lambda group: (group.begun, group.number))[: self.schedule.batch]
@@ -131,6 +134,12 @@ class GroupBuffer:
             self._settle(group.number)
         self.taken += len(oldest)
         return sorted(oldest, key=lambda group: group.number)
+
+    def _waits_for_requeued(self) -> bool:
+        oldest = self.step - self.schedule.max_staleness
+        last = [group for group in self.groups.values() if group.attempts and group.begun is not None and group.begun <= oldest]
+        finished = sum(group.state is State.FINISHED for group in last)
+        return finished < min(self.schedule.batch, len(last))
 
     def advance(self) -> list[int]:
         """Engines have the next weights. Numbers of the groups whose tokens are too old from now on.

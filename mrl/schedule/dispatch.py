@@ -32,6 +32,7 @@ class Assignment:
     kept: int
     max_tokens: int
     tokens: int  # that it counts in the engine's load: prompt, kept, and all it may add
+    is_whole: bool  # in_order: it is answered in whole, or begins again
 
 
 class Dispatcher:
@@ -85,7 +86,8 @@ class Dispatcher:
         self.buffer.start(group.number)
         self._requests += 1
         allowed = self._allowed(group, index)
-        request = Assignment(self._requests, group.number, index, engine, group.lengths[index], allowed, tokens)
+        kept, is_whole = group.lengths[index], group.due is not None
+        request = Assignment(self._requests, group.number, index, engine, kept, allowed, tokens, is_whole)
         self.under_way[request.request] = request
         self._of_group[group.number].add(request.request)
         return request
@@ -93,13 +95,15 @@ class Dispatcher:
     def answered(self, request: int, tokens: int, stopped: bool) -> Group | None:
         """So many tokens came back; `stopped`: the response ended by itself. The group, or None for a request that was taken back.
 
-        in_order what an engine has of a request that was interrupted is not used: it goes on from there with other bits.
+        in_order a request that is interrupted before its border begins again, with 0 tokens: it would go on with other bits.
         """
         if request not in self.under_way:
             return None
         sent = self._back(request)
         if tokens > sent.max_tokens:
             raise ValueError(f"{sent.engine} made {tokens} tokens, of {sent.max_tokens} asked for: {sent}")
+        if sent.is_whole and not stopped and tokens not in (0, sent.max_tokens):
+            raise ValueError(f"{sent.engine} gave {tokens} tokens back, neither all nor none of {sent.max_tokens} up to the border: {sent}")
         length = sent.kept + tokens
         group = self.buffer.add(sent.number, sent.index, tokens, stopped or length >= self.buffer.schedule.max_tokens)
         if group.is_whole:

@@ -61,6 +61,19 @@ def test_the_budget_of_a_continuation_is_what_is_left_of_it():
         dispatched.answered(dispatched.assignments()[0].request, 11, stopped=True)
 
 
+def test_in_order_half_a_segment_is_refused_and_none_of_it_begins_again():
+    made = dispatcher(schedule(batch=1, responses=1, partial_rollouts=True, segment_tokens=4))
+    sent = made.assignments()[1]
+    with pytest.raises(ValueError, match="neither all nor none of 4"):
+        made.answered(sent.request, 3, stopped=False)
+    made = dispatcher(schedule(batch=1, responses=1, partial_rollouts=True, segment_tokens=4))
+    sent = made.assignments()[1]
+    made.answered(sent.request, 0, stopped=False)
+    (again,) = made.assignments()
+    assert (again.number, again.kept, again.max_tokens) == (sent.number, 0, 4)
+    assert made.answered(again.request, 3, stopped=True).is_whole
+
+
 def test_no_more_than_the_window_is_under_way_and_who_is_due_first_goes_first():
     made = dispatcher(schedule(concurrency=3))
     sent = made.assignments()

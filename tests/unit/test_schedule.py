@@ -180,6 +180,25 @@ def test_what_is_too_old_is_dropped_or_begins_anew_under_its_number(on_stale):
     assert len(buffer.groups) == 4
 
 
+def test_a_group_that_is_always_slow_is_waited_for_when_it_comes_again():
+    buffer = GroupBuffer(schedule(batch=1, order="ready_first"))
+    for step in range(2):
+        assert {group.number for group in buffer.reserve()} or step
+        buffer.start(0)
+        quick = max(buffer.groups)
+        complete(buffer, quick)
+        assert numbers(buffer.take()) == [quick]
+        assert buffer.advance() == ([0] if step else [])
+    buffer.reserve()
+    buffer.start(0)
+    complete(buffer, max(buffer.groups))
+    buffer.take(), buffer.advance(), buffer.reserve()
+    complete(buffer, max(buffer.groups))
+    assert buffer.take() is None  # step 3, and 0 was begun at 2: it would be stale at 4
+    buffer.add(0, 0, 1, True), buffer.add(0, 1, 1, True), buffer.finish(0)
+    assert numbers(buffer.take()) == [0]
+
+
 def test_the_frontier_is_the_oldest_that_is_not_settled():
     buffer = GroupBuffer(schedule())
     buffer.reserve()
