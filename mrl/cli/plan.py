@@ -166,7 +166,7 @@ def _terms(terms: dict[str, int]) -> str:
 
 def _memory_lines(memory: dict[str, Any]) -> Iterator[str]:
     cache, host = memory["kv_cache"], memory["host"]
-    yield f"recompute: {memory['recompute']}"
+    yield f"layers: {memory['layers']}; recompute: {memory['recompute']}"
     yield (
         f"KV cache: {cache['bytes_per_worker'] / GIB:.1f} GiB a worker, {cache['tokens_per_engine']} tokens an engine "
         f"({cache['longest_sequences_per_engine']} sequences of the longest kind) {cache['change']}".rstrip()

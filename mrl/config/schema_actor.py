@@ -32,6 +32,12 @@ class ModelConfig(Section):
         advice="MoE on accelerators: moe_router_dtype: fp32, moe_permute_fusion: true. When memory is "
         "short: recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1.",
     )
+    allow_torch_layers: bool = key(
+        False,
+        "Whether ranks on an accelerator may compute in plain torch where Megatron finds no Transformer Engine; `mrl plan` then counts "
+        "with that.",
+        advice="false, which ends such a run at its start: experts one by one, nothing fused, more memory. On a CPU it is always so.",
+    )
 
 
 class LayoutConfig(section_from(LayoutDegrees)):

@@ -5,7 +5,6 @@ import difflib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +21,7 @@ from mrl.model import ModelSpec
 from mrl.model.hf_files import check_checkpoint
 from mrl.model.layout import TrainLayout, padded_vocab_size
 from mrl.model.registry import weight_map
+from mrl.platforms.layers import layers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -59,7 +59,7 @@ class MBridge:
         overrides = checked_overrides("model.override_transformer_config", self.model_config.override_transformer_config, TransformerConfig)
         ours = _transformer_config(self.model, self.layout) | {"deterministic_mode": self.deterministic}
         self._bridge.set_extra_args(**ours | overrides)
-        if not find_spec("transformer_engine"):
+        if layers() == "torch":
             self._use_torch_layers(overrides)
 
     def _use_torch_layers(self, overrides: dict[str, Any]) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 from mrl.config.places import rank_places
 from mrl.config.schema import RunConfig
 from mrl.plan.activations import Activations, Kernels, MicroBatchShape
-from mrl.plan.devices import Device
 from mrl.plan.engine_memory import GRAPHS, EngineMemory, cache_bytes_per_token
 from mrl.plan.host_memory import host_section
 from mrl.plan.memory_phases import (
@@ -44,6 +43,7 @@ def memory_section(inputs: PlanInputs) -> dict[str, Any]:
     return {
         "phases": fullest,
         "fits": all(phase["fits"] for phase in fullest.values()) and cache["longest_sequences_per_engine"] > 0 and host["fits"],
+        "layers": kernels_of(inputs),
         "recompute": str(recompute_of(inputs.config)),
         "activation_terms_of_a_layer": activations_of(inputs, batch.micro).layer(inputs.model.is_moe),
         "kv_cache": cache,
@@ -99,15 +99,16 @@ def activations_of(inputs: PlanInputs, micro: MicroBatchShape) -> Activations:
         layout=inputs.train,
         micro=micro,
         bytes=inputs.element_bytes,
-        kernels=_kernels_of(inputs.device),
+        kernels=kernels_of(inputs),
         recompute=recompute_of(inputs.config),
         expert_load=inputs.assumptions.expert_load_in(inputs.train),
     )
 
 
-def _kernels_of(device: Device) -> Kernels:
-    """Transformer Engine, or its Ascend counterpart, is there on every accelerator that a preset is written for."""
-    return "torch" if device.platform == "cpu" else "transformer_engine"
+def kernels_of(inputs: PlanInputs) -> Kernels:
+    """Transformer Engine, or its Ascend counterpart, on accelerators: ranks refuse to start without, unless the run allows it."""
+    without = inputs.device.platform == "cpu" or inputs.config.model.allow_torch_layers
+    return "torch" if without else "transformer_engine"
 
 
 def offload_of(config: RunConfig) -> Offload:

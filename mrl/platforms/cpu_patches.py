@@ -5,17 +5,16 @@ events, which order work that here is already in order, do nothing. Rows with `d
 Megatron without Transformer Engine.
 """
 
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from mrl.platforms.layers import layers
 from mrl.platforms.patching import MISSING, Patch
 
 _CPU = torch.device("cpu")
-_WITHOUT_TE = () if find_spec("transformer_engine") else ("cpu", "cuda")
 
 
 class _Event:
@@ -170,23 +169,27 @@ PATCHES: tuple[Patch, ...] = (
         "megatron.core.transformer.moe.moe_utils.te_general_gemm",
         lambda original: None if original is MISSING else original,
         "the router reads this name although its import failed without Transformer Engine",
-        _WITHOUT_TE,
+        ("cpu", "cuda"),
+        torch_layers_only=True,
     ),
     Patch(
         "megatron.core.optimizer.optimizer_config.is_te_min_version",
         _answer(False),
         "use_precision_aware_optimizer compares the version of Transformer Engine, which is None without it",
-        _WITHOUT_TE,
+        ("cpu", "cuda"),
+        torch_layers_only=True,
     ),
     Patch(
         "megatron.core.tensor_parallel.random.CheckpointWithoutOutput.__init__",
         _recompute_without_fp8,
         "its default fp8=False counts as fp8 and reaches a Transformer Engine name",
-        _WITHOUT_TE,
+        ("cpu", "cuda"),
+        torch_layers_only=True,
     ),
 )
 
 
 def rows_for(device: str) -> tuple[Patch, ...]:
     """The rows that `device` needs in this installation."""
-    return tuple(row for row in PATCHES if device in row.devices)
+    found = layers()
+    return tuple(row for row in PATCHES if device in row.devices and (found == "torch" or not row.torch_layers_only))

@@ -21,6 +21,10 @@ TORCH_PROBES = {
     "npu": "import torch, torch_npu; n = torch.npu.device_count(); assert n, 'torch_npu sees no device'; "
     "torch.ones(2).npu().sum().item(); print('torch_npu', torch_npu.__version__, 'computes on', n, 'devices')",
 }
+# programs that prove that the layers of an accelerator's ranks can be had; they take a while
+LAYER_PROBES = {
+    "cuda": "import transformer_engine.pytorch, transformer_engine as te; print('Transformer Engine', te.__version__, 'imports')",
+}
 _ASCEND = Path("/usr/local/Ascend")
 _TIMEOUT_S = 5.0
 

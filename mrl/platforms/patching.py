@@ -19,6 +19,7 @@ class Patch:
     make: Callable[[Any], Any]
     reason: str
     devices: tuple[str, ...] = ("cpu",)
+    torch_layers_only: bool = False  # a defect of Megatron without Transformer Engine
 
 
 _originals: dict[str, Any] = {}

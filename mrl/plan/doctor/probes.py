@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from mrl.plan.doctor.machine import Finding, failure, ok, warning
-from mrl.platforms.inventory import TORCH_PROBES
+from mrl.platforms.inventory import LAYER_PROBES, TORCH_PROBES
 
 DEADLINE_S = 8.0
 
@@ -41,6 +41,9 @@ def probes(device: str, address: str | None, deep: bool) -> tuple[Probe, ...]:
     if address:
         cure = "is the head up (launch/start_head.sh), HOST:PORT right, and its token in RAY_AUTH_TOKEN or ~/.ray/auth_token?"
         wanted.append(Probe("ray cluster", _RAY, cure, (address,), must_answer=True))
+    if deep and device in LAYER_PROBES:
+        cure = "compile it against the torch that is installed: scripts/install.sh"
+        wanted.append(Probe("import transformer_engine", LAYER_PROBES[device], cure))
     if deep:
         wanted += [Probe("import mbridge", _BRIDGE, _REINSTALL), Probe("import vllm", _VLLM, _REINSTALL)]
     return tuple(wanted)

@@ -31,6 +31,7 @@ def version_checks(machine: Machine) -> Iterator[Finding]:
         yield _toolkit(machine, row)
         yield _ascend_pairing(machine)
     yield from (_source_only(machine, name, branch) for name, branch in row.source_only.items())
+    yield from (_compiled(machine, row, name, wanted) for name, wanted in row.compiled.items())
 
 
 def _python(machine: Machine) -> Finding:
@@ -91,6 +92,16 @@ def _source_only(machine: Machine, name: str, source: str) -> Finding:
     if installed is None:
         return failure(f"version:{name}", "not installed", f"pip install {source} (it is on no package index)")
     return ok(f"version:{name}", f"{installed}; its own number does not say the branch, which must be that of {source}")
+
+
+def _compiled(machine: Machine, row: VersionRow, name: str, wanted: str) -> Finding:
+    installed = machine.versions.get(name)
+    cure = f"source scripts/install.sh {row.name}, which compiles it against this torch (pip install --no-build-isolation {name}=={wanted})"
+    if installed is None:
+        return failure(f"version:{name}", "not installed: ranks would compute in plain torch, and refuse to", cure)
+    if bare(installed) != wanted:
+        return failure(f"version:{name}", f"{installed}; the {row.name} row ({row.tested}) has {wanted}", cure)
+    return ok(f"version:{name}", installed)
 
 
 def _ascend_pairing(machine: Machine) -> Finding:

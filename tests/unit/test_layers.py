@@ -1,0 +1,81 @@
+"""Which layers ranks compute with: Megatron's own answer, refused on an accelerator where it is plain torch and nobody said that it may be,
+and the same in the plan."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_memory_host import inputs_of
+
+from mrl.errors import EnvironmentFault
+from mrl.plan.memory import activations_of, memory_section
+from mrl.plan.plan_inputs import batch_plan
+from mrl.platforms.layers import check_layers, layers
+
+ROOT = Path(__file__).parents[2]
+TRANSFORMER_ENGINE = {
+    "transformer_engine/__init__.py": "__version__ = '2.11.0'",
+    "transformer_engine/pytorch/__init__.py": "",
+    "transformer_engine/pytorch/fp8.py": "class FP8GlobalStateManager: pass\ndef fp8_autocast(): pass",
+}
+ASK = """
+import sys, types
+core = types.ModuleType("megatron.core.extensions.transformer_engine")
+try:  # as megatron-core 0.16.1 asks, extensions/transformer_engine.py
+    import transformer_engine as te
+    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager, fp8_autocast
+    core.HAVE_TE = True
+except ImportError:
+    core.HAVE_TE = False
+sys.modules["megatron.core.extensions.transformer_engine"] = core
+from mrl.platforms.layers import layers
+print(layers())
+"""
+
+
+def answer(folder: Path, files: dict[str, str]) -> str:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    start = f"import sys; sys.path[:0] = [{str(folder)!r}, {str(ROOT)!r}]\n"
+    return subprocess.run([sys.executable, "-c", start + ASK], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_layers_are_those_that_megatron_found(tmp_path):
+    assert answer(tmp_path, TRANSFORMER_ENGINE) == "transformer_engine"
+    assert layers() == "torch"  # as it is installed for these tests
+
+
+def test_a_transformer_engine_that_cannot_be_imported_is_none(tmp_path):
+    broken = TRANSFORMER_ENGINE | {"transformer_engine/pytorch/__init__.py": "raise ImportError('undefined symbol: _ZN3c10')"}
+    assert answer(tmp_path, broken) == "torch"
+
+
+def test_megatron_asks_as_the_stand_in_does():
+    import megatron.core
+
+    source = (Path(megatron.core.__path__[0]) / "extensions/transformer_engine.py").read_text()
+    for line in ("import transformer_engine as te", "from transformer_engine.pytorch.fp8 import FP8GlobalStateManager, fp8_autocast"):
+        assert f"try:\n    {line}" in source or f"\n    {line}\n" in source
+    assert "HAVE_TE = False" in source
+
+
+@pytest.mark.parametrize("device", ["cuda", "npu"])
+def test_plain_torch_is_refused_on_an_accelerator_unless_it_is_allowed(device):
+    with pytest.raises(EnvironmentFault, match=r"model\.allow_torch_layers: true"):
+        check_layers(device, "torch", allow_torch=False)
+    check_layers(device, "torch", allow_torch=True)
+    check_layers(device, "transformer_engine", allow_torch=False)
+    check_layers("cpu", "torch", allow_torch=False)
+
+
+@pytest.mark.parametrize("preset", ["qwen3-30b-a3b/h100-4x8", "qwen3-30b-a3b/a3-1x16"])
+def test_the_plan_counts_with_the_layers_that_the_run_would_have(preset):
+    found = {}
+    for allowed in ("false", "true"):
+        inputs = inputs_of(preset, f"model.allow_torch_layers={allowed}")
+        found[allowed] = memory_section(inputs)["layers"], activations_of(inputs, batch_plan(inputs.config, inputs.train).micro)
+    assert [found[allowed][0] for allowed in ("false", "true")] == ["transformer_engine", "torch"]
+    one, other = (sum(found[allowed][1].layer(True).values()) for allowed in ("false", "true"))
+    assert other > one
