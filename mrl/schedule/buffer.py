@@ -63,9 +63,11 @@ class GroupBuffer:
         return self._kept(group)
 
     def put_back(self, group: Group) -> None:
-        """A group of a checkpoint. One that lacks tokens is reserved again, with those it has."""
+        """A group of a checkpoint. One that lacks tokens is reserved again, with those it has; without any it may begin later."""
         if not group.is_whole:
             group.state = State.RESERVED
+        if group.due is None and not group.tokens:
+            group.begun = None
         self._kept(group)
 
     def start(self, number: int) -> None:

@@ -288,6 +288,19 @@ def test_a_finished_group_stays_finished():
     assert numbers(again.take()) == [2, 3]
 
 
+@pytest.mark.parametrize(("order", "begun"), [("in_order", 0), ("ready_first", 5)])
+def test_a_group_that_was_sent_and_had_no_token_begins_with_the_weights_of_then(order, begun):
+    """In order its first tokens are of version 0 whatever happens."""
+    rules = schedule(order=order)
+    buffer = GroupBuffer(rules)
+    buffer.reserve()
+    buffer.start(0)
+    again = restored(snapshot(buffer, MADE_WITH), rules, MADE_WITH, {})
+    again.step = 5
+    again.start(0)
+    assert again.groups[0].begun == begun
+
+
 @pytest.mark.parametrize("name", ["data", "model", "template"])
 def test_a_ledger_made_with_something_else_is_refused_by_name(name):
     with pytest.raises(DataError, match=name):
