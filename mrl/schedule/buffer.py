@@ -1,16 +1,16 @@
 """All groups on their way: issued as the schedule admits, evicted by a counted cause, given to a step as its batch.
 
-Every number that was ever issued is in exactly one place: trained on, dropped, or here. A group that is dropped makes room
-for exactly one other; one that is requeued keeps its number, and so its place in the data.
+Every number that was ever issued is in exactly one place: trained on, dropped, or here. A group that is dropped makes
+room for exactly one other; one that is requeued keeps its number, and so its place in the data.
 
-in_order a step's groups are known when they are issued (`due`), and numbers are dealt out at fixed moments: with each new
-version those of the step that it opens, then as many as the steps before it have lost until then; after that only what the
-version's own step still loses. Weights wait for the rewards of what is finished, so that by then the same groups are known to
-be lost. So which weights a group begins with does not depend on when another was evicted.
+in_order a step trains on the first of those that are not dropped, in the order of numbers, and groups are issued at
+fixed moments: with each new version as many as are admitted then, afterwards only what its own step lacks even so.
+Weights wait for the rewards of what is finished, so that the same groups are known to be dropped by then. So neither
+which groups a step trains on nor which weights they begin with depends on when another was evicted.
 """
 
-from collections import Counter
 from collections.abc import Iterable
+from itertools import islice
 
 from mrl.schedule.groups import Cause, Counts, Group, State
 from mrl.schedule.staleness import Schedule
@@ -25,11 +25,11 @@ class GroupBuffer:
         self.groups: dict[int, Group] = {}
         self.next_number = 0
         self.taken = 0  # groups trained on
-        self.next_due = 0  # in_order: the step whose groups are issued next
+        self.admitted = -1  # in_order: the last version with which groups were admitted
         self.settled: set[int] = set()  # trained on or dropped, from the frontier on
         self.counts = Counts()
-        self._due: Counter[int | None] = Counter()  # groups by the step that trains on them; None: whichever does
-        self._finished: Counter[int | None] = Counter()  # of these, finished
+        self._finished = 0
+        self._last: int | None = None  # in_order: the last number that the step will train on; None: to be looked up
         self._unjudged: set[int] = set()  # groups whose rewards are awaited
 
     @property
@@ -44,29 +44,44 @@ class GroupBuffer:
 
     def reserve(self) -> list[Group]:
         """Issues all groups that may be issued now, in the order of the data."""
-        if self.schedule.order == "in_order":
-            return [self._issued(due, self.step) for due in self._dues()]
+        begun = self.step if self._in_order else None
+        return [self._issued(begun) for _ in range(self._room())]
+
+    @property
+    def _in_order(self) -> bool:
+        return self.schedule.order == "in_order"
+
+    def _room(self) -> int:
+        """How many groups may be issued now."""
         room = min(self.schedule.issue_limit(self.step) - self.taken, self.schedule.places) - len(self.groups)
-        return [self._issued() for _ in range(room)]
+        if not self._in_order or self.admitted < self.step:
+            self.admitted = self.step
+            return room
+        return 0 if self.is_training else self.schedule.batch - len(self.groups)
 
-    def _dues(self) -> Iterable[int]:
-        """Steps, one for each group to be issued now."""
-        first, end = self.next_due, self.step + self.schedule.max_staleness + 1
-        self.next_due = max(first, end)
-        is_trained = self.taken > self.step * self.schedule.batch
-        before = range(self.step, first) if first < end else range(self.step, self.step + (not is_trained))
-        return [due for due in (*range(first, end), *before) for _ in range(self.schedule.batch - self._due[due])]
+    @property
+    def is_training(self) -> bool:
+        """Whether the step has taken its batch."""
+        return self.taken > self.step * self.schedule.batch
 
-    def _issued(self, due: int | None = None, begun: int | None = None) -> Group:
-        group = Group.new(self.next_number, self.schedule.responses, due, begun)
+    def is_next(self, number: int) -> bool:
+        """in_order: whether the group is one of those that the step will train on, as far as is known now."""
+        if self.is_training:
+            return False
+        if self._last is None:
+            self._last = max(islice(self.groups, self.schedule.batch), default=-1)
+        return number <= self._last
+
+    def _issued(self, begun: int | None) -> Group:
+        group = Group.new(self.next_number, self.schedule.responses, begun)
         self.next_number += 1
         return self._kept(group)
 
     def put_back(self, group: Group) -> None:
-        """A group of a checkpoint. One that lacks tokens is reserved again, with those it has; without any it may begin later."""
+        """A group of a checkpoint. One that lacks tokens is reserved again, with its tokens; without any it begins later."""
         if not group.is_whole:
             group.state = State.RESERVED
-        if group.due is None and not group.tokens:
+        if not self._in_order and not group.tokens:
             group.begun = None
         self._kept(group)
 
@@ -95,7 +110,7 @@ class GroupBuffer:
         if not group.is_whole:
             raise ValueError(f"group {number} has responses that have not ended: {group.ended}")
         group.state = State.FINISHED
-        self._finished[group.due] += 1
+        self._finished += 1
         self._unjudged.discard(number)
 
     def evict(self, number: int, cause: Cause) -> None:
@@ -121,21 +136,30 @@ class GroupBuffer:
     def take(self) -> list[Group] | None:
         """The batch of this step, ordered by number, once it is complete; None before. A step takes one.
 
-        A group that was requeued is waited for when it would be stale after this step: else one that is always slow never came.
+        A requeued group is waited for when it would be stale after this step: one that is always slow would never come.
         """
-        if self.taken > self.step * self.schedule.batch:
+        if self.is_training:
             raise ValueError(f"step {self.step} has taken its batch already")
-        due = self.step if self.schedule.order == "in_order" else None
-        if self._finished[due] < self.schedule.batch or self._waits_for_requeued():
+        if self._finished < self.schedule.batch:
             return None
-        ready = [group for group in self.groups.values() if group.state is State.FINISHED and group.due == due]
-        oldest = sorted(ready, key=lambda group: (group.begun, group.number))[: self.schedule.batch]
-        for group in oldest:
+        batch = self._next_in_order() if self._in_order else self._oldest_finished()
+        for group in batch:
             self._gone(group.number)
             self.counts.kept.add(group)
             self._settle(group.number)
-        self.taken += len(oldest)
-        return sorted(oldest, key=lambda group: group.number)
+        self.taken += len(batch)
+        return sorted(batch, key=lambda group: group.number) or None
+
+    def _next_in_order(self) -> list[Group]:
+        """The batch, or nothing where one of it is not finished."""
+        groups = list(islice(self.groups.values(), self.schedule.batch))
+        return groups if all(group.state is State.FINISHED for group in groups) else []
+
+    def _oldest_finished(self) -> list[Group]:
+        """The batch, or nothing where a requeued group has to be waited for."""
+        ready = [group for group in self.groups.values() if group.state is State.FINISHED]
+        oldest = sorted(ready, key=lambda group: (group.begun, group.number))
+        return [] if self._waits_for_requeued() else oldest[: self.schedule.batch]
 
     def _waits_for_requeued(self) -> bool:
         oldest = self.step - self.schedule.max_staleness
@@ -167,16 +191,16 @@ class GroupBuffer:
 
     def _kept(self, group: Group) -> Group:
         self.groups[group.number] = group
-        self._due[group.due] += 1
-        self._finished[group.due] += group.state is State.FINISHED
+        self._finished += group.state is State.FINISHED
+        self._last = None
         if group.is_whole and group.state is State.RUNNING:
             self._unjudged.add(group.number)
         return group
 
     def _gone(self, number: int) -> Group:
         group = self.groups.pop(number)
-        self._due[group.due] -= 1
-        self._finished[group.due] -= group.state is State.FINISHED
+        self._finished -= group.state is State.FINISHED
+        self._last = None
         self._unjudged.discard(number)
         return group
 

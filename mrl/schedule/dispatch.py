@@ -7,15 +7,15 @@
       +--------------------------------+------------>  ahead
       +--------------------- advance ---------------------+
 
-Those whose step comes first go first, then those with more tokens. A request bears a number of its own, so that an answer to one
-that was taken back is known for what it is.
+What a step needs sooner goes first, then what has more tokens. A request bears a number of its own, so that an answer
+to one that was taken back is known for what it is.
 """
 
 import heapq
 from collections import defaultdict
 from dataclasses import dataclass
 
-from mrl.schedule.borders import border
+from mrl.schedule.borders import request_end, version_of
 from mrl.schedule.buffer import GroupBuffer
 from mrl.schedule.engine_loads import EngineLoads
 from mrl.schedule.groups import Cause, Group
@@ -23,7 +23,7 @@ from mrl.schedule.groups import Cause, Group
 
 @dataclass(frozen=True)
 class Assignment:
-    """One request to one engine: response `index` of group `number` goes on after `kept` tokens by at most `max_tokens`."""
+    """One request: response `index` of group `number` goes on after `kept` tokens by at most `max_tokens`."""
 
     request: int
     number: int
@@ -56,20 +56,36 @@ class Dispatcher:
                 self._line_up(group, index)
 
     def _line_up(self, group: Group, index: int) -> None:
-        if self._allowed(group, index) > 0:
-            tokens = group.prompt_tokens + group.lengths[index] + self._allowed(group, index)
-            first = group.due if group.due is not None else self.buffer.step if group.begun is None else group.begun
-            heapq.heappush(self._ready, (first, -group.lengths[index], group.number, index, tokens))
-            self._ready_tokens += tokens
-        else:
+        if self._is_ahead(group, index):
             self._ahead.append((group.number, index))
+        else:
+            tokens = group.prompt_tokens + group.lengths[index] + self._allowed(group, index)
+            heapq.heappush(self._ready, (self._first(group), -group.lengths[index], group.number, index, tokens))
+            self._ready_tokens += tokens
+
+    @property
+    def _in_order(self) -> bool:
+        return self.buffer.schedule.order == "in_order"
+
+    def _is_ahead(self, group: Group, index: int) -> bool:
+        """in_order: whether the response's next token is of later weights."""
+        if not self._in_order:
+            return False
+        now, quota = self.buffer.step, self.buffer.schedule.quota
+        trained = now if self.buffer.is_next(group.number) else now + 1  # at the earliest
+        return version_of(group.lengths[index], group.begun, trained, quota) > now
+
+    def _first(self, group: Group) -> int:
+        """Less for what is needed sooner: a step's number, about."""
+        if self._in_order:
+            return group.number // self.buffer.schedule.batch
+        return self.buffer.step if group.begun is None else group.begun
 
     def _allowed(self, group: Group, index: int) -> int:
-        """Tokens that a response may add by the weights of now."""
-        schedule, end = self.buffer.schedule, self.buffer.schedule.max_tokens
-        if group.due is not None:
-            end = border(self.buffer.step, group.begun, group.due, schedule.quota, end)
-        return end - group.lengths[index]
+        """Tokens that the next request of a response may add."""
+        schedule, kept = self.buffer.schedule, group.lengths[index]
+        end = request_end(kept, schedule.quota, schedule.max_tokens) if self._in_order else schedule.max_tokens
+        return end - kept
 
     def assignments(self) -> list[Assignment]:
         """Requests to be sent now, in this order."""
@@ -86,16 +102,17 @@ class Dispatcher:
         self.buffer.start(group.number)
         self._requests += 1
         allowed = self._allowed(group, index)
-        kept, is_whole = group.lengths[index], group.due is not None
-        request = Assignment(self._requests, group.number, index, engine, kept, allowed, tokens, is_whole)
+        kept = group.lengths[index]
+        request = Assignment(self._requests, group.number, index, engine, kept, allowed, tokens, self._in_order)
         self.under_way[request.request] = request
         self._of_group[group.number].add(request.request)
         return request
 
     def answered(self, request: int, tokens: int, stopped: bool) -> Group | None:
-        """So many tokens came back; `stopped`: the response ended by itself. The group, or None for a request that was taken back.
+        """So many tokens came back; `stopped`: the response ended by itself.
 
-        in_order a request that is interrupted before its border begins again, with 0 tokens: it would go on with other bits.
+        The group, or None for a request that was taken back. in_order a request that is interrupted before its border
+        begins again, with 0 tokens: it would go on with other bits.
         """
         if request not in self.under_way:
             return None
@@ -119,15 +136,23 @@ class Dispatcher:
         return sent
 
     def evict(self, number: int, cause: Cause) -> list[Assignment]:
-        """The group is dropped; its requests under way, for engines to end."""
+        """The group is dropped; its requests under way, for engines to end. in_order the next takes its place."""
         self.buffer.evict(number, cause)
-        return self._taken_back(number)
+        ended = self._taken_back(number)
+        self._look_ahead()
+        return ended
 
     def _taken_back(self, number: int) -> list[Assignment]:
         requests = [self._back(request) for request in sorted(self._of_group.get(number, ()))]
         self._of_group.pop(number, None)
         self._leave_lines({number})
         return requests
+
+    def _look_ahead(self) -> None:
+        """Lines up what was ahead and is not any more."""
+        ahead, self._ahead = self._ahead, []
+        for number, index in ahead:
+            self._line_up(self.buffer.groups[number], index)
 
     def _leave_lines(self, numbers: set[int]) -> None:
         ready = [entry for entry in self._ready if entry[2] not in numbers]
@@ -148,7 +173,9 @@ class Dispatcher:
         for sent in lost:
             if sent.number not in aside:
                 self._line_up(self.buffer.groups[sent.number], sent.index)
-        return [sent for number in aside for sent in self._taken_back(number)]
+        ended = [sent for number in aside for sent in self._taken_back(number)]
+        self._look_ahead()
+        return ended
 
     def join(self, engine: str) -> None:
         """An engine that holds the weights of now."""
@@ -173,9 +200,7 @@ class Dispatcher:
         stale = self.buffer.advance()
         ended = [sent for number in stale for sent in self._taken_back(number)]
         self.loads.forget_prefixes()
-        ahead, self._ahead = self._ahead, []
-        for number, index in ahead:
-            self._line_up(self.buffer.groups[number], index)
+        self._look_ahead()
         for number in stale:
             if number in self.buffer.groups:
                 self.admit(self.buffer.groups[number])

@@ -1,7 +1,7 @@
 """Which engine gets a request: the one that holds its prefix, or the one with the fewest tokens before it.
 
-Tokens of a request are those of its prompt, those kept, and as many as it may add. So the choice follows from the order of
-requests, their lengths and what was answered before; in a fixed order of all three it is always the same.
+Tokens of a request are those of its prompt, those kept, and as many as it may add. So the choice follows from the
+order of requests, their lengths and what was answered before; in a fixed order of all three it is always the same.
 """
 
 from collections.abc import Iterable

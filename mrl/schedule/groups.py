@@ -4,7 +4,7 @@
        ^                         |                         |
        +------- requeue ---------+-------------------------+---- evict ----> dropped, counted by its cause
 
-A reserved group has no token yet, unless it comes from a checkpoint or from an engine that is lost; then it goes on from what it has.
+A reserved group has no token yet, unless it comes from a checkpoint; then it goes on from what it has.
 """
 
 from collections.abc import Mapping
@@ -31,16 +31,15 @@ class Group:
     lengths: list[int]  # tokens so far of each response
     ended: list[bool]  # of each response: nothing comes any more
     prompt_tokens: int = 0
-    due: int | None = None  # in_order: the step that trains on it
     begun: int | None = None  # version of its oldest token; None before there is one
     state: State = State.RESERVED
     losses: int = 0  # engines that were lost under it
     attempts: int = 0  # times it was begun anew, because its tokens were stale
 
     @classmethod
-    def new(cls, number: int, responses: int, due: int | None = None, begun: int | None = None) -> "Group":
+    def new(cls, number: int, responses: int, begun: int | None = None) -> "Group":
         """One without tokens."""
-        return cls(number, [0] * responses, [False] * responses, due=due, begun=begun)
+        return cls(number, [0] * responses, [False] * responses, begun=begun)
 
     def anew(self) -> "Group":
         """The same prompt without what was made of it."""
@@ -89,7 +88,7 @@ class Tally:
 
 @dataclass
 class Counts:
-    """Since the run began: what was trained on beside what was not. Of stale groups begun anew their first tokens are lost."""
+    """Since the run began: what was trained on beside what was not. Groups that begin anew lose what they had."""
 
     kept: Tally = field(default_factory=Tally)
     dropped: dict[Cause, Tally] = field(default_factory=dict)  # by cause

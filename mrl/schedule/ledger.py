@@ -1,8 +1,8 @@
-"""What was issued and what became of it, as JSON beside a checkpoint: a run that goes on loses no group and trains on none twice.
+"""What was issued and what became of it, as JSON beside a checkpoint: a run that goes on loses no group, repeats none.
 
-The place in the data is the oldest number that is not settled, never the newest that was issued; settled ones beyond it are
-listed, and each group on its way says how many tokens of each response are kept. The tokens themselves are rows of samples.
-Taken between two steps: a batch that is being trained on is settled already.
+The place in the data is the oldest number that is not settled, never the newest that was issued; settled ones beyond
+it are listed, and each group on its way says how many tokens of each response are kept. The tokens themselves are
+rows of samples. Taken between two steps: a batch that is being trained on is settled already.
 """
 
 import json
@@ -36,7 +36,7 @@ class Ledger:
     schedule: Schedule
     step: int
     next_number: int
-    next_due: int
+    admitted: int
     settled: tuple[int, ...]  # trained on or dropped, beyond the frontier
     groups: tuple[Group, ...]
     counts: Counts
@@ -49,14 +49,14 @@ class Ledger:
     def to_json(self) -> dict[str, Any]:
         """Plain data that `from_json` reads."""
         parts = {"fingerprint": asdict(self.fingerprint), "schedule": asdict(self.schedule), "counts": self.counts.to_json()}
-        numbers = {name: getattr(self, name) for name in ("step", "next_number", "next_due")}
+        numbers = {name: getattr(self, name) for name in ("step", "next_number", "admitted")}
         return parts | numbers | {"settled": list(self.settled), "groups": [group.to_json() for group in self.groups]}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Ledger":
         """The ledger that `to_json` wrote. Raises DataError where numbers are missing or stand twice."""
         ledger = cls(
-            Fingerprint(**data["fingerprint"]), Schedule(**data["schedule"]), data["step"], data["next_number"], data["next_due"],
+            Fingerprint(**data["fingerprint"]), Schedule(**data["schedule"]), data["step"], data["next_number"], data["admitted"],
             tuple(data["settled"]), tuple(map(Group.from_json, data["groups"])), Counts.from_json(data["counts"]),
         )  # fmt: skip
         _check_numbers(ledger)
@@ -76,9 +76,9 @@ def snapshot(buffer: GroupBuffer, fingerprint: Fingerprint) -> Ledger:
     """The buffer's state, independent of what becomes of it. Raises ValueError while a step has its batch."""
     if buffer.taken != buffer.step * buffer.schedule.batch:
         raise ValueError(f"step {buffer.step} is being trained on")
-    groups = tuple(Group.from_json(group.to_json()) for group in buffer.groups.values())
+    groups = tuple(Group.from_json(buffer.groups[number].to_json()) for number in sorted(buffer.groups))
     counts = Counts.from_json(buffer.counts.to_json())
-    numbers = (buffer.step, buffer.next_number, buffer.next_due, tuple(sorted(buffer.settled)))
+    numbers = (buffer.step, buffer.next_number, buffer.admitted, tuple(sorted(buffer.settled)))
     return Ledger(fingerprint, buffer.schedule, *numbers, groups, counts)
 
 
@@ -95,7 +95,7 @@ def restored(ledger: Ledger, schedule: Schedule, now: Fingerprint, kept: Mapping
     if missing:
         raise DataError(f"the tokens kept of groups {missing[:10]} are not those that the checkpoint counts: it cannot go on with them")
     buffer = GroupBuffer(schedule)
-    buffer.step, buffer.next_number, buffer.next_due = ledger.step, ledger.next_number, ledger.next_due
+    buffer.step, buffer.next_number, buffer.admitted = ledger.step, ledger.next_number, ledger.admitted
     buffer.taken = ledger.step * schedule.batch
     buffer.settled, buffer.counts = set(ledger.settled), ledger.counts
     for group in ledger.groups:

@@ -1,4 +1,4 @@
-"""Engines that hold requests and make no tokens. A deadline by progress: a long generation is not late, a stopped one soon is.
+"""Engines that hold requests and make no tokens: a long generation is not late, a stopped one soon is.
 
 Times are given by whoever asks, in seconds of any clock that only goes forward.
 """
@@ -22,7 +22,7 @@ class ProgressWatch:
         self._seen: dict[str, Seen] = {}
 
     def note(self, engine: str, tokens: int, holds_requests: bool, now: float) -> None:
-        """An engine has made so many tokens since it began; another number than before is progress, as is having nothing to do."""
+        """An engine has made so many tokens since it began. Another number is progress, as is having nothing to do."""
         before = self._seen.get(engine)
         if before is None or before.tokens != tokens or not holds_requests:
             self._seen[engine] = Seen(tokens, now)

@@ -1,8 +1,9 @@
-"""How many responses are under way at once: a little more while the KV cache has room, a good deal less when it is short.
+"""How many responses are under way: a little more while the KV cache has room, a good deal less when it is short.
 
-Additive increase, multiplicative decrease. An engine whose cache is full preempts: it drops a response's cache and computes
-it all again. So the window grows only while it is full itself and the cache is not, and shrinks before anything is preempted.
-What was observed and what followed are lines of a log; the same observations give the same windows, so a run can be replayed.
+Additive increase, multiplicative decrease. An engine whose cache is full preempts: it drops a response's cache and
+computes it all again. So the window grows only while it is full itself and the cache is not, and shrinks before
+anything is preempted. What was observed and what followed are lines of a log; the same observations give the same
+windows, so a run can be replayed.
 """
 
 from collections.abc import Iterable

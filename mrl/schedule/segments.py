@@ -1,4 +1,4 @@
-"""A response that was made in several requests: each goes on from the tokens of those before it, and they are put together.
+"""A response that was made in several requests: each goes on from the tokens before it, and they are put together.
 
 An example: the prompt 7 8, at most 5 tokens, cut off after 1 2 by an update of the weights from version 4 to 5:
 
@@ -7,8 +7,9 @@ An example: the prompt 7 8, at most 5 tokens, cut off after 1 2 by an update of 
     more         7 8 1 2      3 9        0: 5             7 8 1 2 3     its first three are those of kept, computed anew
     joined       7 8          1 2 3 9    0: 4, 2: 5       7 8 1 | 2 3
 
-What was returned with a token stays its own: log-probs and routes of kept tokens are never taken from a later request, which
-computed them by other weights. The last kept token was sampled and not computed; its route comes from the request that did.
+What was returned with a token stays its own: log-probs and routes of kept tokens are never taken from a later
+request, which computed them by other weights. The last kept token was sampled and not computed; its route comes from
+the request that did.
 """
 
 import hashlib
@@ -105,14 +106,14 @@ def _end_to_end(firsts: Iterator[np.ndarray], seconds: Iterator[np.ndarray]) -> 
 
 
 def _routes(kept: Samples, more: Samples) -> np.ndarray:
-    """Those of all but the last token were computed: of `kept` rows all but one, of `more` the rest, from that one on."""
+    """All tokens but the last were computed: `kept` has routes of all rows but one, `more` those from that one on."""
     firsts = (routes[:-1] for routes in _of_rows(kept.routes, kept.lengths))
     seconds = (routes[start - 1 :] for routes, start in zip(_of_rows(more.routes, more.lengths), kept.lengths.tolist(), strict=True))
     return _end_to_end(firsts, seconds)
 
 
 def _spans(kept: Samples, more: Samples) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(starts, versions, counts) of the joined rows. A span that goes on with the version of the one before is part of it."""
+    """(starts, versions, counts) of the joined rows. A span with the version of the one before is part of it."""
     shifts = np.repeat(kept.response_lengths, more.span_counts)
     pairs = zip(
         _of_rows(kept.span_starts, kept.span_counts), _of_rows(more.span_starts + shifts, more.span_counts),
@@ -140,7 +141,7 @@ def unfinished(samples: Samples, max_tokens: int) -> np.ndarray:
 
 
 def check_routes(samples: Samples) -> None:
-    """Raises DataError where other routes are there than those of all tokens but the last: len(routes) == prompt + tokens - 1."""
+    """Raises DataError where routes are not those of all tokens but the last: prompt + tokens - 1 of them."""
     if samples.routes is None:
         return
     known = (samples.routes != MISSING).reshape(len(samples.routes), -1).all(1)

@@ -17,7 +17,7 @@ OnStale = Literal["requeue", "drop"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """Of one run. `in_order`: steps train on groups in the order of their numbers; `ready_first`: on what is finished."""
+    """Of one run. `in_order`: steps train on groups in the order of numbers; `ready_first`: on what is finished."""
 
     batch: int  # groups that a step trains on
     responses: int  # of a group
@@ -26,14 +26,14 @@ class Schedule:
     order: Order = "in_order"
     partial_rollouts: bool = False  # a response may have tokens of several versions
     on_stale: OnStale = "requeue"
-    segment_tokens: int | None = None  # in_order: of one version in a response, before its last; None: as `quota` says
-    buffer_groups: int | None = None  # that exist at most, from the issue until they are trained on; None: as many as are admitted
+    segment_tokens: int | None = None  # in_order: of one request, and of each version but the last; None: see `quota`
+    buffer_groups: int | None = None  # on their way at most; None: as many as are admitted
     concurrency: int | None = None  # responses under way at most, in all engines; None: all
     max_losses: int = 2  # engines lost under a group with which it is set aside: it may be what kills them
 
     @property
     def quota(self) -> int:
-        """in_order: tokens of a response by the first weights, and by each after it but the last, which may add all the rest.
+        """in_order: tokens of a response by the first weights, and by each after them but the last, which add the rest.
 
         By default so many that none are left for the last, which a step would have to wait for.
         """

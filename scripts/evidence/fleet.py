@@ -1,4 +1,5 @@
-"""The machines of asynchronous training at work on a simulated fleet: what holds in random schedules, and what each schedule is worth.
+"""The machines of asynchronous training at work on a simulated fleet: what holds in random schedules, and what each
+schedule is worth.
 
     python scripts/evidence/fleet.py [--cases 10000] [--json docs/results/fleet.json]        no device, no weights; a minute
 

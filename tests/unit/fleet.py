@@ -1,13 +1,13 @@
 """A fleet of engines and a trainer on a virtual clock, which do what the machines of `mrl.schedule` tell them.
 
-What is simulated is what a run has outside these machines: engines that make tokens at their own speed, die, hang and come back,
-rewards that take time, a trainer, weight syncs, a process that is killed and goes on from its last checkpoint. `Fleet.train_step`
-reads like the loop that it stands for. Books of what happened are kept beside the machines' own, so that each can be held against
-the other.
+What is simulated is what a run has outside these machines: engines that make tokens at their own speed, die, hang and
+come back, rewards that take time, a trainer, weight syncs, a process that is killed and goes on from its last
+checkpoint. `Fleet.train_step` reads like the loop that it stands for. Books of what happened are kept beside the
+machines' own, so that each can be held against the other.
 
-An engine with n responses makes one token of each in `token_seconds(n)`. For tokens that have to be computed before (prompt,
-kept) it makes none for `prefill_s` each. Which responses share an engine changes with every arrival and end: per engine one
-counter of tokens made since it began, and of each response the count at which it is done.
+An engine with n responses makes one token of each in `token_seconds(n)`. For tokens that have to be computed before
+(prompt, kept) it makes none for `prefill_s` each. Which responses share an engine changes with every arrival and end:
+per engine one counter of tokens made since it began, and of each response the count at which it is done.
 """
 
 import heapq

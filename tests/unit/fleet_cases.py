@@ -9,7 +9,6 @@ from operator import mul
 
 from fleet import EngineKind, Fleet, World
 
-from mrl.schedule.borders import segments
 from mrl.schedule.rate import RateRules, replayed
 from mrl.schedule.staleness import Schedule, violations
 
@@ -131,6 +130,12 @@ def check_numbers(fleet: Fleet, steps: int) -> None:
         assert list(lengths) == wanted, "a token is lost, or a response got a second budget"
 
 
+def borders(begun: int, trained: int, quota: int, length: int) -> tuple[tuple[int, int], ...]:
+    """(first token, version) of each span, token by token: `quota` of each version, and all the rest of the last."""
+    versions = [min(trained, begun + token // quota) for token in range(length)]
+    return tuple((token, version) for token, version in enumerate(versions) if token == 0 or version != versions[token - 1])
+
+
 def check_versions(fleet: Fleet) -> None:
     """No token is staler than allowed, or of weights that were not there; in_order each border is where the rule has it."""
     schedule = fleet.schedule
@@ -141,7 +146,7 @@ def check_versions(fleet: Fleet) -> None:
             assert step - schedule.max_staleness <= min(versions) and max(versions) <= step, f"group {number} of step {step}: {spans}"
             assert schedule.partial_rollouts or len(versions) == 1
             if schedule.order == "in_order":
-                assert response == tuple(segments(versions[0], step, schedule.quota, length))
+                assert response == borders(versions[0], step, schedule.quota, length)
 
 
 def check_order(case: Case, fleet: Fleet) -> None:

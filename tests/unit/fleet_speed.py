@@ -1,8 +1,9 @@
-"""What a schedule is worth in tokens a second, by the simulated fleet: the same work, engines and trainer under each schedule.
+"""What a schedule is worth in tokens a second, by the simulated fleet: the same work, engines and trainer under each
+schedule.
 
-Of G seconds of generation and T of training in a synchronous step, a schedule that only overlaps the two gains at most
-(G + T) / max(G, T). One that also lets the longest responses go on over several steps shortens G itself, in which engines
-wait for them with few responses inside.
+Of G seconds of generation and T of training in a synchronous step, a schedule that only overlaps the two gains at
+most (G + T) / max(G, T). One that also lets the longest responses go on over several steps shortens G itself, in
+which engines wait for them with few responses inside.
 """
 
 import math

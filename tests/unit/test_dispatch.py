@@ -36,9 +36,12 @@ def admit(made: Dispatcher) -> None:
 def test_a_response_waits_at_its_border_and_goes_on_with_the_next_weights():
     made = dispatcher(schedule(batch=1, responses=1, partial_rollouts=True, segment_tokens=4))
     first, second = made.assignments()
-    assert (first.number, first.max_tokens) == (0, 10) and (second.number, second.max_tokens) == (1, 4)
+    assert (first.number, first.max_tokens) == (0, 4) and (second.number, second.max_tokens) == (1, 4)
     assert not made.may_change_weights
-    made.answered(first.request, 10, stopped=False)
+    made.answered(first.request, 4, stopped=False)
+    (first,) = made.assignments()  # its step trains next, and the rest is of this version
+    assert (first.kept, first.max_tokens) == (4, 4)
+    made.answered(first.request, 3, stopped=True)
     made.buffer.finish(0)
     made.buffer.take()
     assert not made.may_change_weights  # 1 is not at its border
@@ -46,7 +49,22 @@ def test_a_response_waits_at_its_border_and_goes_on_with_the_next_weights():
     assert made.may_change_weights and made.assignments() == []
     made.advance()
     (again,) = made.assignments()
-    assert (again.number, again.kept, again.max_tokens, again.tokens) == (1, 4, 6, 15)
+    assert (again.number, again.kept, again.max_tokens, again.tokens) == (1, 4, 4, 13)
+
+
+@pytest.mark.parametrize("cause", ["filtered", "quarantined"])
+def test_in_order_who_takes_the_place_of_one_that_is_dropped_goes_on_at_once(cause):
+    made = dispatcher(schedule(batch=1, responses=1, max_staleness=2, partial_rollouts=True, segment_tokens=4, max_losses=1))
+    sent = {each.number: each for each in made.assignments()}
+    for number in (1, 2):
+        made.answered(sent[number].request, 4, stopped=False)
+    assert made.assignments() == []
+    if cause == "filtered":
+        assert [each.request for each in made.evict(0, cause)] == [sent[0].request]
+    else:
+        assert made.lose(sent[0].engine) == []
+    assert made.buffer.counts.dropped[cause].groups == 1
+    assert [(each.number, each.kept) for each in made.assignments()] == [(1, 4)]
 
 
 def test_the_budget_of_a_continuation_is_what_is_left_of_it():

@@ -2,12 +2,11 @@
 
 import json
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 
 from mrl.errors import DataError
-from mrl.schedule.borders import border, segments, version_of
+from mrl.schedule.borders import request_end, version_of
 from mrl.schedule.buffer import GroupBuffer
 from mrl.schedule.groups import Counts, State, Tally
 from mrl.schedule.ledger import Fingerprint, Ledger, restored, snapshot
@@ -81,65 +80,59 @@ def test_the_bound_is_told_with_what_exists_at_once():
 
 def test_every_quota_of_tokens_is_of_the_next_version_until_the_step_that_trains():
     assert [version_of(token, 5, 7, 4) for token in range(14)] == [5] * 4 + [6] * 4 + [7] * 6
-    assert [border(version, 5, 7, 4, 14) for version in (4, 5, 6, 7)] == [0, 4, 8, 14]
-    assert list(segments(5, 7, 4, 14)) == [(0, 5), (4, 6), (8, 7)]
-    assert list(segments(5, 7, 4, 4)) == [(0, 5)] and list(segments(5, 7, 4, 5)) == [(0, 5), (4, 6)]
-    assert list(segments(5, 7, 4, 0)) == [(0, 5)]
+    assert [version_of(token, 5, 5, 4) for token in range(14)] == [5] * 14
 
 
-@pytest.mark.parametrize("quota", [1, 3, 10])
-def test_spans_are_the_versions_of_the_tokens(quota):
-    for staleness in range(4):
-        for length in range(1, 11):
-            by_token = [version_of(token, 2, 2 + staleness, quota) for token in range(length)]
-            spans = [*segments(2, 2 + staleness, quota, length), (length, None)]
-            assert by_token == [version for (a, version), (b, _) in pairwise(spans) for _ in range(b - a)]
+def test_requests_end_at_multiples_of_the_quota_whichever_weights_make_them():
+    assert [request_end(kept, 4, 14) for kept in (0, 3, 4, 8, 12, 13)] == [4, 4, 8, 12, 14, 14]
+    assert request_end(0, 14, 14) == 14
 
 
 # ---------------------------------------------------------------- buffer
 
 
-def test_in_order_a_version_issues_the_groups_of_the_step_that_it_opens():
+def issued(buffer: GroupBuffer) -> list[tuple[int, int]]:
+    """(number, version it begins with)."""
+    return [(group.number, group.begun) for group in buffer.reserve()]
+
+
+def test_in_order_each_version_issues_a_batch_and_each_step_takes_the_next_numbers():
     buffer = GroupBuffer(schedule())
-    assert [(group.number, group.due, group.begun) for group in buffer.reserve()] == [(0, 0, 0), (1, 0, 0), (2, 1, 0), (3, 1, 0)]
-    assert buffer.reserve() == []
+    assert issued(buffer) == [(0, 0), (1, 0), (2, 0), (3, 0)] and issued(buffer) == []
     for number in (3, 2, 1):
         complete(buffer, number)
     assert buffer.take() is None  # three are finished, and 0 is not
     complete(buffer, 0)
-    assert numbers(buffer.take()) == [0, 1] and buffer.reserve() == []
+    assert [buffer.is_next(number) for number in range(4)] == [True, True, False, False]
+    assert numbers(buffer.take()) == [0, 1] and issued(buffer) == []
+    assert not any(map(buffer.is_next, range(4))), "whoever is not in this batch is made by later weights"
     assert buffer.advance() == []
-    assert [(group.number, group.due, group.begun) for group in buffer.reserve()] == [(4, 2, 1), (5, 2, 1)]
+    assert issued(buffer) == [(4, 1), (5, 1)]
     assert numbers(buffer.take()) == [2, 3]
 
 
-def test_in_order_a_lost_place_is_filled_by_its_own_step_whenever_it_was_lost():
-    for early in (True, False):
-        buffer = GroupBuffer(schedule())
-        buffer.reserve()
-        complete(buffer, 0)
-        complete(buffer, 1)
-        if early:
-            buffer.evict(2, "filtered")
-        assert buffer.reserve() == [] and numbers(buffer.take()) == [0, 1]
-        buffer.advance()
-        opened = buffer.reserve()
-        if not early:
-            buffer.evict(2, "filtered")
-            opened += buffer.reserve()
-        assert [(group.number, group.due, group.begun) for group in opened] == [(4, 2, 1), (5, 2, 1), (6, 1, 1)]
-
-
-def test_in_order_what_is_lost_before_a_version_is_filled_with_it_after_the_groups_that_it_opens():
-    """Groups 0 to 5 are of the steps 0, 1 and 2. 4, of step 2, is lost in version 0, and 8 takes its place after 6 and 7 of step 3."""
-    buffer = GroupBuffer(schedule(max_staleness=2))
+def test_in_order_the_next_number_takes_the_place_of_one_that_is_dropped_and_a_later_version_issues_another():
+    buffer = GroupBuffer(schedule())
     buffer.reserve()
-    buffer.evict(4, "filtered")
-    complete(buffer, 0)
-    complete(buffer, 1)
-    assert buffer.reserve() == [] and numbers(buffer.take()) == [0, 1] and buffer.reserve() == []
+    buffer.evict(0, "filtered")
+    assert buffer.is_next(2) and not buffer.is_next(3) and issued(buffer) == []
+    for number in (1, 2):
+        complete(buffer, number)
+    assert numbers(buffer.take()) == [1, 2]
     buffer.advance()
-    assert [(group.number, group.due, group.begun) for group in buffer.reserve()] == [(6, 3, 1), (7, 3, 1), (8, 2, 1)]
+    assert issued(buffer) == [(4, 1), (5, 1), (6, 1)]
+    assert buffer.is_next(3) and buffer.is_next(4) and not buffer.is_next(5)
+
+
+def test_in_order_what_a_step_lacks_even_so_is_issued_at_once():
+    buffer = GroupBuffer(schedule())
+    buffer.reserve()
+    for number in (2, 0, 3):
+        buffer.evict(number, "filtered")
+    assert issued(buffer) == [(4, 0)] and issued(buffer) == []
+    for number in (4, 1):
+        complete(buffer, number)
+    assert numbers(buffer.take()) == [1, 4] and issued(buffer) == []
 
 
 def test_ready_first_takes_what_is_ready_the_oldest_first_and_refills_exactly_what_was_evicted():
@@ -219,8 +212,8 @@ def test_drops_are_counted_by_cause_with_their_length_beside_what_was_kept():
     buffer.evict(1, "failed")
     complete(buffer, 2, 10, 10)
     buffer.evict(2, "filtered")
-    complete(buffer, numbers(buffer.reserve())[0], 1, 1)
-    assert numbers(buffer.take()) == [0, 4]
+    complete(buffer, 3, 1, 1)
+    assert numbers(buffer.take()) == [0, 3]
     assert buffer.counts == Counts(Tally(2, 4, 8), {"failed": Tally(1, 1, 9), "filtered": Tally(1, 2, 20)}, Tally())
     assert (buffer.counts.kept.mean_length, buffer.counts.dropped["filtered"].mean_length) == (2.0, 10.0)
 
@@ -268,15 +261,14 @@ def test_a_ledger_goes_through_json_and_gives_the_same_run_again():
     again = restored(ledger, schedule(), MADE_WITH, {3: [0, 5]})
     assert again.groups[3].state is State.RESERVED and again.groups[3].lengths == [0, 5]
     for each in (buffer, again):
-        for number in (2, 5):
-            complete(each, number)
+        complete(each, 2)
         each.start(3)
         each.add(3, 0, 1, ended=True)
         each.add(3, 1, 1, ended=True)
         each.finish(3)
-        assert numbers(each.take()) == [2, 3]
+        assert each.reserve() == [] and numbers(each.take()) == [2, 3]
         each.advance()
-        assert [(group.number, group.due) for group in each.reserve()] == [(6, 3), (7, 3), (8, 2)]
+        assert issued(each) == [(6, 2), (7, 2), (8, 2)]
     assert again.counts == buffer.counts and again.settled == buffer.settled
 
 
