@@ -13,6 +13,7 @@ from mrl.config.schema import RunConfig
 from mrl.errors import EnvironmentFault
 from mrl.model.device_grid import Place
 from mrl.platforms.hosting import Hosting, get_hosting
+from mrl.units import GIB
 
 CONNECT_TIMEOUT_S = 10.0
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # RFC 9113: preface, empty SETTINGS frame
@@ -163,4 +164,21 @@ def check_size(config: RunConfig, have: dict[str, float], names: tuple[str, ...]
         f"(cluster.cpus_per_actor {config.cluster.cpus_per_actor:g}) and {config.rollout.num_engines} engines "
         f"(cluster.cpus_per_engine {config.cluster.cpus_per_engine:g}) must fit at once; "
         "add nodes, choose a smaller layout or lower the CPUs per process"
+    )
+
+
+def check_object_stores(need: int, have: dict[str, int]) -> None:
+    """Raises EnvironmentFault where a node's object store is smaller than `need`, both in bytes; `have` by the node's name.
+
+    Ray would spill what does not fit to the node's disk, several times a step, and end the run when that is full.
+    """
+    small = {node: size for node, size in have.items() if size < need}
+    if not small:
+        return
+    node, size = min(small.items(), key=lambda known: known[1])
+    raise EnvironmentFault(
+        f"the object store of {len(small)} of {len(have)} nodes is too small: Ray on {node} has one of {size / GIB:.2f} GiB, and the "
+        f"responses of one step take {need / GIB:.2f} GiB of a node when all are as long as data.max_response_length allows. Start Ray "
+        f"there with --object-store-memory {need} or more (launch/start_head.sh and start_worker.sh hand it on), or lower "
+        "data.train_batch_size, rollout.n or data.max_response_length; routes of actor.router_replay: R3 are most of it where they are on"
     )

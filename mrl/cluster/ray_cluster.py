@@ -14,7 +14,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from mrl.cluster.prerequisites import check_size, own_cpus, ray_address, unreachable
+from mrl.cluster.prerequisites import check_size, needed_resources, own_cpus, ray_address, unreachable
 from mrl.config.schema import RunConfig
 from mrl.errors import EnvironmentFault
 from mrl.model.device_grid import rank_order
@@ -49,6 +49,13 @@ def _connect(address: str | None, folder: str | None) -> None:
         if address is None:
             raise EnvironmentFault(f"Ray did not start on this machine: {type(error).__name__}: {error}") from error
         raise unreachable(address, str(error)) from error
+
+
+def object_store_sizes(config: RunConfig) -> dict[str, int]:
+    """Bytes by address, of the nodes that processes of the run may be on."""
+    wanted = needed_resources(config)
+    nodes = [node for node in ray.nodes() if node["Alive"] and wanted.keys() <= node["Resources"].keys()]
+    return {node["NodeManagerAddress"]: int(node["Resources"].get("object_store_memory", 0)) for node in nodes}
 
 
 @dataclass(frozen=True)

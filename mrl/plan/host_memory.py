@@ -5,6 +5,7 @@ that computes on the host, a reference model that is offloaded, and the copy tha
 the first save. An engine that sleeps at level 2 keeps nothing of its weights; at level 1 it keeps them all.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -37,7 +38,8 @@ def host_section(
     nodes: dict[int, Counter[str]] = {}
     for place, terms in zip((*ranks, *workers), (*of_ranks, *of_workers), strict=True):
         nodes.setdefault(place.node, Counter()).update(terms)
-    for node, stored in object_stores(inputs, batch, ranks, workers).items():
+    stores = object_stores(inputs, batch, ranks, workers)
+    for node, stored in stores.items():
         nodes[node]["object_store"] = stored
     terms = dict(max(nodes.values(), key=lambda node: node.total()))
     terms = {name: size for name, size in terms.items() if size}
@@ -49,6 +51,7 @@ def host_section(
         "node_bytes": limit,
         "fits": used <= limit,
         "change": "" if used <= limit else HOST_CURES[largest],
+        "object_store_bytes": max(stores.values()),  # that a node's has to have room for
         "bytes_of_a_rank": max(sum(rank.values()) for rank in of_ranks),
         "bytes_of_a_worker": max(sum(worker.values()) for worker in of_workers),
     }
@@ -60,7 +63,7 @@ def object_stores(inputs: PlanInputs, batch: BatchPlan, ranks: Sequence[Place], 
     for node in {place.node for place in (*ranks, *workers)}:
         generated = sum(place.node == node for place in workers) / len(workers)
         replicas = {inputs.train.dense_coords(rank).dp for rank, place in enumerate(ranks) if place.node == node}
-        stores[node] = round(whole * min(1.0, generated + len(replicas) / inputs.train.data))
+        stores[node] = math.ceil(whole * min(1.0, generated + len(replicas) / inputs.train.data))
     return stores
 
 

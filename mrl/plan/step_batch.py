@@ -84,8 +84,13 @@ def _moe_layers(model: ModelSpec, train: TrainLayout, pp: int) -> int:
 
 
 def stored_bytes(inputs: PlanInputs, batch: BatchPlan) -> int:
-    """Of a step's responses in the object stores of all nodes together, each once."""
-    return _columns(inputs, batch.samples)
+    """Of a step's responses in the object stores of all nodes together, each once.
+
+    While groups are filtered, those of one more batch of prompts lie beside the groups that were kept.
+    """
+    config = inputs.config
+    further = (config.data.gen_batch_size or config.data.train_batch_size) * config.rollout.n * config.algorithm.filter_groups.enable
+    return _columns(inputs, batch.samples + further)
 
 
 def held_bytes(inputs: PlanInputs, batch: BatchPlan) -> int:

@@ -14,7 +14,8 @@ from typing import Any
 
 from mrl.cluster.actor_group import ActorGroup
 from mrl.cluster.gates import MemoryGate
-from mrl.cluster.ray_cluster import ray_cluster
+from mrl.cluster.prerequisites import check_object_stores
+from mrl.cluster.ray_cluster import object_store_sizes, ray_cluster
 from mrl.cluster.rollout_group import RolloutGroup
 from mrl.cluster.sample_writer import SampleWriter
 from mrl.cluster.seats import shared_seats
@@ -116,6 +117,8 @@ def open_run(resolved: ResolvedConfig, resume: bool) -> Iterator[Run]:
         path = run_dir_path(config, resume)
         point = verified_resume_point(config, path, resume, stream.prompts.fingerprint)
         stack.enter_context(ray_cluster(config))
+        plan = plan_again(config, load_model_spec(config.model.path), RunDir(path).plan)
+        check_object_stores(plan["memory"]["host"]["object_store_bytes"], object_store_sizes(config))
         stop = stack.enter_context(stop_on_signals())  # after Ray, whose own handlers abort the process
         run_dir = RunDir.open(path, resolved.to_yaml(), resume)
         stack.callback(run_dir.close)
@@ -123,7 +126,6 @@ def open_run(resolved: ResolvedConfig, resume: bool) -> Iterator[Run]:
         rewards = stack.enter_context(reward_pool(config, scoring, run_dir.logs))
         engines, actor = stack.enter_context(_processes(config, run_dir.path, checkpoint, stop.raise_if_set))
         run_dir.write_config(resolved.to_yaml())
-        plan = plan_again(config, load_model_spec(config.model.path), run_dir.plan)
         write_text(run_dir.plan, plan_text(plan))
         record = AdvisedRecord(make_sinks(config.trainer.logger, run_dir, total, _run_info(config)), config)
         stack.callback(record.close)

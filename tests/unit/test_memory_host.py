@@ -9,21 +9,25 @@ from small_model import write_model
 
 from mrl.algo.advantages import TokenAdvantages
 from mrl.checkpoint.step_folders import BESIDE_TENSORS, checkpoint_bytes
+from mrl.cluster.prerequisites import check_object_stores
 from mrl.cluster.replica_rows import ReplicaRows
 from mrl.config.load import load_config
 from mrl.config.places import rank_places
 from mrl.data.batch import TrainBatch
 from mrl.data.samples import Sample, Samples, packed
+from mrl.errors import EnvironmentFault
 from mrl.megatron.packing import Shape, micro_inputs
 from mrl.model import planning_model_spec
 from mrl.plan.devices import USUAL
-from mrl.plan.host_memory import host_section, save_bytes
+from mrl.plan.host_memory import host_section, object_stores, save_bytes
 from mrl.plan.memory import actor_bytes
 from mrl.plan.plan_inputs import PlanInputs, batch_plan, device_for, engine_of
 from mrl.plan.step_batch import held_bytes, sample_bytes, stored_bytes
+from mrl.units import GIB
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = "tiny-moe/cpu"
+FILTERING = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=score", "data.gen_batch_size=1024")
 SMALL = [
     "data.train_batch_size=4", "data.max_prompt_length=6", "data.max_response_length=10", "rollout.n=2", "actor.ppo_mini_batch_size=2",
     "actor.layout.world_size=1", "actor.layout.sequence_parallel=null", "actor.layout.tensor_model_parallel_size=1",
@@ -125,6 +129,30 @@ def test_a_node_holds_its_ranks_places_and_copies_and_samples():
     assert host["terms"]["save"] == sum(save_bytes(inputs, rank) for rank in range(8))
     assert host["bytes_per_node"] == sum(host["terms"].values())
     assert host["fits"] and host["change"] == ""
+
+
+def test_object_stores_hold_what_is_generated_on_their_node_and_what_is_fetched_to_it():
+    """Four nodes of 8 ranks, 8 engines each; of the data-parallel replicas each node has some, and so it fetches their rows."""
+    inputs = inputs_of("qwen3-30b-a3b/h100-4x8")
+    batch, (ranks, workers) = batch_plan(inputs.config, inputs.train), rank_places(inputs.config)
+    whole, stores = stored_bytes(inputs, batch), object_stores(inputs, batch, ranks, workers)
+    on_node = {inputs.train.dense_coords(rank).dp for rank, place in enumerate(ranks) if place.node == 0}
+    assert set(stores) == {0, 1, 2, 3} and sum(place.node == 0 for place in workers) == len(workers) // 4
+    assert stores[0] == pytest.approx(whole * (1 / 4 + len(on_node) / inputs.train.data), abs=1)
+    assert host_of(inputs)["object_store_bytes"] == max(stores.values()) <= whole
+
+
+def test_groups_that_are_kept_lie_beside_another_batch_while_they_are_filtered():
+    plain, filtering = inputs_of("qwen3-30b-a3b/h100-4x8"), inputs_of("qwen3-30b-a3b/h100-4x8", *FILTERING)
+    batch = batch_plan(plain.config, plain.train)
+    assert plain.config.data.train_batch_size == 256  # and 1,024 more at a time
+    assert stored_bytes(filtering, batch) == (1 + 1024 / 256) * stored_bytes(plain, batch)
+
+
+def test_a_store_that_is_too_small_is_refused_with_the_number():
+    check_object_stores(10 * GIB, {"a": 10 * GIB, "b": 11 * GIB})
+    with pytest.raises(EnvironmentFault, match=rf"1 of 2 nodes.*Ray on b has one of 9.50 GiB.*take 10.00 GiB.*memory {10 * GIB} "):
+        check_object_stores(10 * GIB, {"a": 10 * GIB, "b": int(9.5 * GIB)})
 
 
 def test_staging_lies_in_host_memory_where_processes_cannot_open_each_others_device_memory(tiny_model):
