@@ -86,7 +86,7 @@ def random_world(rng: random.Random, groups: int) -> World:
         partial(mul, rng.choice((0.0, 0.005, 0.05))),
         rng.choice((0.0, 0.5)),
         partial(reward_seconds, rng.choice((0.0, 0.3, 5.0))),
-        verdicts(rng.randrange(1 << 30), rng.choice((0.0, 0.1)), rng.choice((0.0, 0.3))),
+        verdicts(rng.randrange(1 << 30), rng.choice((0.0, 0.1)), rng.choice((0.0, 0.3, 0.7))),
         poison,
         times(rng.choice((0, 0, 4))),
         times(rng.choice((0, 0, 1))),
