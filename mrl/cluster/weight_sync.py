@@ -23,7 +23,7 @@ from mrl.errors import EnvironmentFault, Interrupted
 from mrl.model import read_hf_config
 from mrl.reshard.setup import BUCKET_BYTES, SyncSetup, p2p_members
 from mrl.reshard.sync_report import GAVE_UP, Disagreement, Report, SyncTotals, disagreements, in_words, replica_faults
-from mrl.units import MIB
+from mrl.units import GIB, MIB
 from mrl.vllm.requests import rank_name
 
 _ATTEMPTS = 2
@@ -51,6 +51,7 @@ class SyncProgress:
     reasons: dict[int, str] = field(default_factory=dict)  # engine -> why the last attempt failed
     bytes_sent: int = 0  # to verified engines
     staging_bytes: int = 0  # of the rank that held most
+    free_bytes: list[int | None] = field(default_factory=list)  # of each rank's device, after the last attempt
     transports_broken: bool = False  # by the last attempt
 
     @property
@@ -137,6 +138,7 @@ class WeightSync:
         for report in sends:
             progress.bytes_sent += sum(n for worker, n in report["moved"].items() if self.setup.engine_of(worker) in progress.verified)
             progress.staging_bytes = max(progress.staging_bytes, report["staging_bytes"])
+        progress.free_bytes = [report.get("free_bytes") for report in sends]
 
     def _keep_fenced(self, version: int, progress: SyncProgress, is_last: bool) -> None:
         """Says which engines are synced again. Raises Interrupted after the last attempt: they stay fenced."""
@@ -150,9 +152,16 @@ class WeightSync:
     def _transferred(self, progress: SyncProgress) -> dict[str, float]:
         """Metrics of a sync that every engine came through. Raises RuntimeError when the two sides counted other bytes."""
         receives = [report for reports in progress.verified.values() for report in reports]
+        self._say_what_is_free(progress.free_bytes + [report.get("free_bytes") for report in receives])
         totals = SyncTotals.of(progress.bytes_sent, receives, self._weight_bytes, progress.staging_bytes)
         metrics = _metrics(totals, len(progress.reasons), all(report["held"] is not None for report in receives))
         return metrics | {"reshard/engines": float(len(progress.verified)), "reshard/workers": float(len(receives))}
+
+    def _say_what_is_free(self, found: list[int | None]) -> None:
+        """Once: communicators and staging of syncs are made by the first, and what they take is not known before."""
+        known = [free for free in found if free is not None]
+        if self._syncs == 0 and known:
+            print(f"after the first weight sync the fullest device has {min(known) / GIB:.1f} GiB free")
 
     def _agree_again(self, version: int, why: str) -> None:
         """After a transport broke.

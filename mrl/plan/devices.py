@@ -38,6 +38,7 @@ class Device:
     memory: int  # bytes
     reserved: int  # bytes that context, communicators and the allocator's rest take (an estimate)
     context: int  # bytes that a second process with a context of its own takes beside its tensors (an estimate)
+    pair: int  # bytes of a communicator of two processes (an estimate; on NPUs twice P2P_HCCL_BUFFSIZE as mrl sets it)
     asleep: int  # bytes that an engine asleep keeps beside its buffers: context, graphs, communicators (an estimate)
     flops: float  # dense bf16 multiply-adds count two, per second
     memory_rate: float  # bytes per second
@@ -48,11 +49,12 @@ class Device:
     devices_per_node: int
     host_memory: int  # bytes of a node
     source: str
+    communicators: int = 0  # bytes that weight syncs of a configuration take for their pairs of processes, `pair` each
 
     @property
     def usable(self) -> int:
         """Bytes that a plan may fill."""
-        return self.memory - self.reserved
+        return self.memory - self.reserved - self.communicators
 
 
 @cache
@@ -86,6 +88,7 @@ def _device(name: str, row: dict) -> Device:
         memory=row["memory_mib"] * MIB,
         reserved=row["reserved_mib"] * MIB,
         context=row["context_mib"] * MIB,
+        pair=row["pair_mib"] * MIB,
         asleep=row["asleep_mib"] * MIB,
         flops=row["bf16_tflops"] * 1e12,
         memory_rate=row["memory_gb_per_s"] * 1e9,

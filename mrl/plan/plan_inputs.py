@@ -1,6 +1,6 @@
 """From a configuration to what memory and times are computed from: the place of the plan that reads keys."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mrl.config.places import rollout_layout
 from mrl.config.schema import RunConfig
@@ -9,6 +9,7 @@ from mrl.model import ModelSpec
 from mrl.model.layout import RolloutLayout, TrainLayout
 from mrl.model.precision import Precision
 from mrl.plan.activations import MicroBatchShape, Recompute
+from mrl.plan.communicators import most_pairs
 from mrl.plan.devices import USUAL, Assumptions, Device, default_device, devices_of, find_device
 from mrl.plan.engine_memory import EngineMemory, engine_memory, engine_memory_with_cache
 from mrl.units import GIB, MIB, round_up
@@ -58,9 +59,10 @@ class PlanInputs:
 
     @classmethod
     def of(cls, config: RunConfig, model: ModelSpec, device: Device, assumptions: Assumptions = USUAL) -> "PlanInputs":
-        """Raises ConfigError for an illegal layout."""
+        """What communicators of weight syncs may take of the device is not planned with. Raises ConfigError for an illegal layout."""
         train = TrainLayout.build(config.actor.layout.model_dump(), model)
-        return cls(config, model, device, assumptions, train, rollout_layout(config))
+        taken = device.pair and device.pair * most_pairs(config)
+        return cls(config, model, replace(device, communicators=taken), assumptions, train, rollout_layout(config))
 
     @property
     def colocated(self) -> bool:

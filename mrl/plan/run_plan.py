@@ -76,7 +76,15 @@ def plan_hash(plan: dict[str, Any]) -> str:
 
 def _device(inputs: PlanInputs) -> dict[str, Any]:
     d = inputs.device
-    return {"name": d.name, "memory": d.memory, "usable": d.usable, "flops": d.flops, "memory_rate": d.memory_rate, "source": d.source}
+    return {
+        "name": d.name,
+        "memory": d.memory,
+        "usable": d.usable,
+        "communicators": d.communicators,
+        "flops": d.flops,
+        "memory_rate": d.memory_rate,
+        "source": d.source,
+    }
 
 
 def _layout(inputs: PlanInputs, ranks: tuple[Place, ...], workers: tuple[Place, ...]) -> dict[str, Any]:

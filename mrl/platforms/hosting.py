@@ -24,6 +24,9 @@ _NPU_SHARED_DEVICE = {
     # EJ0003
     "HCCL_HOST_SOCKET_PORT_RANGE": "auto",
     "HCCL_NPU_SOCKET_PORT_RANGE": "auto",
+    # MB, twice for each pair of a rank and a worker that a weight sync connects; at the default of 20 the 254 pairs of a device of a
+    # 235B run would take 10 GB, which no plan of an engine's memory knows of
+    "P2P_HCCL_BUFFSIZE": "8",
 }
 
 # Lengths differ from step to step, and fixed segments fragment; so ranks get expandable ones. Engines must not have them: what lies

@@ -33,6 +33,9 @@ class Transfer(Protocol):
     def synchronize(self) -> None:
         """Waits for all work of this device."""
 
+    def free_bytes(self) -> int | None:
+        """Of this device, whoever has the rest; None where there is no memory apart from the host's."""
+
     def point_to_point_group(self, store: dist.Store, number: int, size: int, timeout_s: float, host: str) -> dist.Backend:
         """A process group that is registered nowhere. `host`: where the store is. `timeout_s`: the longest that `wait` will be told to."""
 
@@ -72,6 +75,9 @@ class CpuTransfer:
 
     def synchronize(self) -> None:
         pass
+
+    def free_bytes(self) -> int | None:
+        return None
 
     def point_to_point_group(self, store: dist.Store, number: int, size: int, timeout_s: float, host: str) -> dist.Backend:
         options = dist.ProcessGroupGloo._Options()
@@ -123,6 +129,9 @@ class _DeviceMemory:
 
     def synchronize(self) -> None:
         self._module.synchronize()
+
+    def free_bytes(self) -> int | None:
+        return self._module.mem_get_info()[0]
 
     def wait(self, work: dist.Work, timeout_s: float) -> bool:
         # Its own `wait` makes the stream wait, not the host, whatever time it is given (ProcessGroupNCCL.cpp, ProcessGroupHCCL.cpp,

@@ -25,7 +25,8 @@ def connect_sender(setup: SyncSetup, rank: int, shards: Shards) -> Sender:
     """Opens the rank's end and meets its workers, which do the same now. Raises TransferError."""
     place, workers = setup.places.ranks[rank], setup.places.workers
     local = [worker for worker, other in enumerate(workers) if other == place]
-    return Sender(setup.plan(), rank, shards, _open_sender(setup, rank), getattr(torch, setup.dtype), local)
+    free_bytes = get_transfer(setup.dialect).free_bytes
+    return Sender(setup.plan(), rank, shards, _open_sender(setup, rank), getattr(torch, setup.dtype), local, free_bytes)
 
 
 def connect_receiver(setup: SyncSetup, worker: int) -> Receiver:
@@ -33,7 +34,8 @@ def connect_receiver(setup: SyncSetup, worker: int) -> Receiver:
     place, ranks = setup.places.workers[worker], setup.places.ranks
     local = [rank for rank, other in enumerate(ranks) if other == place]
     remote = [rank for rank, other in enumerate(ranks) if other.node != place.node]
-    return Receiver(setup.plan(), worker, _open_receiver(setup, worker), getattr(torch, setup.dtype), local, remote)
+    free_bytes = get_transfer(setup.dialect).free_bytes
+    return Receiver(setup.plan(), worker, _open_receiver(setup, worker), getattr(torch, setup.dtype), local, remote, free_bytes)
 
 
 def _open_sender(setup: SyncSetup, rank: int) -> SendingEnd:

@@ -5,7 +5,7 @@ of what stays where it is (shards, staging) are made once and kept: making them 
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -34,8 +34,18 @@ class Writer(Protocol):
 class Sender:
     """One rank's sending side, kept over the run so that its views are made once."""
 
-    def __init__(self, plan: ReshardPlan, rank: int, shards: Shards, end: SendingEnd, dtype: torch.dtype, local: Collection[int] = ()):
-        """`local`: workers on this rank's own device; what goes to them does not count as moved."""
+    def __init__(
+        self,
+        plan: ReshardPlan,
+        rank: int,
+        shards: Shards,
+        end: SendingEnd,
+        dtype: torch.dtype,
+        local: Collection[int] = (),
+        free_bytes: Callable[[], int | None] = lambda: None,
+    ):
+        """`local`: workers on this rank's own device; what goes to them does not count as moved. `free_bytes`: of that device."""
+        self._free_bytes = free_bytes
         self.plan, self.rank, self.end, self._local = plan, rank, end, set(local)
         self._messages = list(plan.sends(rank))
         self._sources, self._wire = ShardViews(shards), WireViews(dtype)
@@ -54,7 +64,7 @@ class Sender:
         for message in messages:
             nbytes[message.worker] += message.nbytes
         moved, local = ({w: n for w, n in nbytes.items() if (w in self._local) is is_local} for is_local in (False, True))
-        return SendReport(self.rank, digests, shared, moved, local, self.end.staging_bytes, dict(timer.seconds))
+        return SendReport(self.rank, digests, shared, moved, local, self.end.staging_bytes, dict(timer.seconds), self._free_bytes())
 
     def close(self) -> None:
         """Gives memory and connections back, views of what peers own first."""
@@ -97,8 +107,10 @@ class Receiver:
         dtype: torch.dtype,
         local: Collection[int] = (),
         remote: Collection[int] = (),
+        free_bytes: Callable[[], int | None] = lambda: None,
     ):
-        """`local`: ranks on this worker's own device; `remote`: ranks on other nodes."""
+        """`local`: ranks on this worker's own device; `remote`: ranks on other nodes; `free_bytes`: of that device."""
+        self._free_bytes = free_bytes
         self.plan, self.worker, self.end, self._local, self._remote = plan, worker, end, set(local), set(remote)
         self._rounds = by_round(plan.receives(worker))
         self._copies = Counter(module_of(c.parameter) for messages in self._rounds for m in messages for c in m.copies)
@@ -121,7 +133,7 @@ class Receiver:
         messages = [message for of_round in self._rounds for message in of_round]
         local, remote = (sum(m.nbytes for m in messages if m.source in ranks) for ranks in (self._local, self._remote))
         moved = sum(m.nbytes for m in messages) - local
-        return ReceiveReport(self.worker, moved, local, remote, self.end.staging_bytes, dict(timer.seconds))
+        return ReceiveReport(self.worker, moved, local, remote, self.end.staging_bytes, dict(timer.seconds), self._free_bytes())
 
     def _receive(self, writer: Writer, update: int, timer: PhaseTimer) -> None:
         self.end.begin(update, self._rounds)

@@ -25,6 +25,7 @@ class SendReport:
     local: dict[int, int]  # worker on the rank's own device -> bytes
     staging_bytes: int
     seconds: dict[str, float]  # "wait", "pack" and "digest"
+    free_bytes: int | None = None  # of the rank's device, communicators of the sync made
 
     @property
     def bytes_moved(self) -> int:
@@ -51,6 +52,7 @@ class ReceiveReport:
     bytes_remote: int  # from other nodes; part of bytes_moved
     staging_bytes: int
     seconds: dict[str, float]  # "wait", "unpack" and "complete": the engine's processing and the digests
+    free_bytes: int | None = None  # of the worker's device, communicators of the sync made
 
 
 @dataclass(frozen=True)

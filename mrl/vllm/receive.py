@@ -171,7 +171,7 @@ class FastPath:
         self._read_back = info.read_back
         with self._named_errors():
             report = self._receiver.receive(self._writer, info.update)
-        counts = ("bytes_moved", "bytes_local", "bytes_remote", "staging_bytes")
+        counts = ("bytes_moved", "bytes_local", "bytes_remote", "staging_bytes", "free_bytes")
         self._report = {name: getattr(report, name) for name in counts} | {"seconds": dict(report.seconds)}
 
     def has_everything(self) -> bool:

@@ -3,6 +3,7 @@
 The driver, the plan, the transports and the digests are the real ones; ranks and engines are threads with plain tensors.
 """
 
+import itertools
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -434,3 +435,17 @@ def test_the_group_meets_at_its_first_member_though_rank_0_has_no_peer_on_anothe
     sync.bring_to(1)
     assert world.met_at == [1]
     assert holds(world, 0) and world.versions() == [1]
+
+
+def test_what_is_free_of_the_fullest_device_is_said_once_and_only_where_there_is_device_memory(cluster, capsys, monkeypatch):
+    """Communicators come with the first messages, so nobody can know before what they leave."""
+    world, sync = cluster(engines=2)
+    sync.bring_to(1)
+    assert "GiB free" not in capsys.readouterr().out  # a CPU has none of its own
+    world, sync = cluster(engines=2)
+    real = world.send_weights
+    free = itertools.count(5 << 30, 1 << 30)
+    world.send_weights = lambda *arguments: real(*arguments) | {"free_bytes": next(free)}
+    sync.bring_to(1)
+    sync.bring_to(2)
+    assert capsys.readouterr().out.count("after the first weight sync the fullest device has 5.0 GiB free") == 1

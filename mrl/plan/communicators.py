@@ -1,0 +1,46 @@
+"""What point-to-point communicators of weight syncs take of a device: one for every pair of a rank and a worker that NCCL or HCCL serves.
+
+Both libraries make one for two processes at their first message (ProcessGroupNCCL.cpp and ProcessGroupHCCL.cpp, pointToPoint), with buffers
+of its own, beside what the engines' memory was measured with; it stays as long as the two are connected.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from mrl.config.places import cluster_shape, rollout_layout
+from mrl.config.schema import RunConfig
+from mrl.errors import ConfigError
+from mrl.model.device_grid import Place, actor_places, engine_places
+from mrl.platforms.hosting import get_hosting
+from mrl.reshard.setup import pair_route
+
+
+def most_pairs(config: RunConfig) -> int:
+    """Pairs at the device that has most, were every rank to send to every worker; with many experts nearly each does.
+
+    None where processes cannot stand on the cluster, which who needs their places says.
+    """
+    if config.reshard.path != "fast":
+        return 0
+    try:
+        ranks, workers = _places(config)
+    except ConfigError:
+        return 0
+    pairs: Counter[Place] = Counter()
+    for these, others in ((ranks, workers), (workers, ranks)):
+        for place, count in Counter(these).items():
+            pairs[place] += count * _served(config, place, others)
+    return max(pairs.values())
+
+
+def _places(config: RunConfig) -> tuple[tuple[Place, ...], tuple[Place, ...]]:
+    """As `rank_places`, but for the order of workers inside a node, which changes no count."""
+    cluster, world = cluster_shape(config), config.actor.layout.world_size
+    first = 0 if config.cluster.placement == "colocated" else world
+    return actor_places(world, cluster), engine_places(rollout_layout(config), cluster, first)
+
+
+def _served(config: RunConfig, place: Place, others: Iterable[Place]) -> int:
+    """How many processes on the other side p2p serves, seen from a process at `place`."""
+    kind, reach = config.reshard.transport, get_hosting(config.cluster.device).memory_reach
+    return sum(count for other, count in Counter(others).items() if pair_route(kind, place, other, reach) == "p2p")
