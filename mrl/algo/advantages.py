@@ -53,6 +53,7 @@ class TokenAdvantages:
     to_come: bool = False  # penalties of the token and of those after it are taken off
     shift: float = 0.0
     scale: float = 1.0
+    estimator: str = ""  # the name of the function that made them
 
     def rows(self, index: np.ndarray) -> "TokenAdvantages":
         """Of the given responses alone."""
@@ -70,6 +71,7 @@ class TokenAdvantages:
 
 AdvantageFunction = Callable[[AdvantageInputs], np.ndarray]  # -> float64 [batch]
 ADVANTAGE_FUNCTIONS: dict[str, AdvantageFunction] = {}
+_NAME_OF: dict[AdvantageFunction, str] = {}  # for a mark of the one that ran
 WHITENED: set[str] = set()  # estimators whose advantages are then whitened over the batch's trained tokens
 PENALTIES_TO_COME: set[str] = set()  # those where a token's own penalty and later ones count, not those before it
 
@@ -116,7 +118,7 @@ class Groups:
 
 def _advantage(name: str, whitened: bool = False, to_come: bool = False) -> Callable[[AdvantageFunction], AdvantageFunction]:
     def bind(function: AdvantageFunction) -> AdvantageFunction:
-        ADVANTAGE_FUNCTIONS[ADVANTAGES[name].name] = function
+        ADVANTAGE_FUNCTIONS[ADVANTAGES[name].name], _NAME_OF[function] = function, name
         WHITENED.update({name} if whitened else ())
         PENALTIES_TO_COME.update({name} if to_come else ())
         return function
@@ -212,7 +214,7 @@ def whitened(advantages: TokenAdvantages, of_rows: RowValues) -> TokenAdvantages
     """
     count = int(of_rows["count"].sum())
     if count < 2 or of_rows["low"].min() == of_rows["high"].max():
-        return TokenAdvantages(np.zeros_like(advantages.per_response))
+        return TokenAdvantages(np.zeros_like(advantages.per_response), estimator=advantages.estimator)
     variance = second_moment(of_rows["m2"], of_rows["sum"], of_rows["sum"], of_rows["count"]) / (count - 1)
     return replace(advantages, shift=total(of_rows["sum"]) / count, scale=math.sqrt(variance + WHITEN_EPS))
 
@@ -231,7 +233,8 @@ def response_advantages(adv_estimator: str, inputs: AdvantageInputs) -> TokenAdv
     function = ADVANTAGE_FUNCTIONS.get(adv_estimator)
     if function is None:
         raise ConfigError(f"algorithm.adv_estimator: {adv_estimator!r} is unknown; allowed: {', '.join(ADVANTAGES)}")
-    return TokenAdvantages(function(inputs), adv_estimator in PENALTIES_TO_COME and inputs.penalties is not None)
+    to_come = adv_estimator in PENALTIES_TO_COME and inputs.penalties is not None
+    return TokenAdvantages(function(inputs), to_come, estimator=_NAME_OF[function])
 
 
 def soft_overlong_penalty(response_lengths: np.ndarray, max_response_length: int, buffer_length: int, factor: float) -> np.ndarray:

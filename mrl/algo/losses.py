@@ -9,7 +9,7 @@ algorithm.policy_loss.custom; it has the signature of those below.
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from mrl.algo.aggregate import (
     masked,
     sequence_mean,
 )
-from mrl.algo.spec import KL_TYPES
+from mrl.algo.spec import KL_TYPES, ON_POLICY
 from mrl.errors import ConfigError
 
 SEQUENCE_LOG_RATIO_MAX = 10.0
@@ -62,7 +62,7 @@ class LossInputs:
     """One micro-batch; every tensor is [batch, response_length] and whole sequences (not cut by context parallelism)."""
 
     log_probs: Tensor  # of the current policy, carries the gradient
-    old_log_probs: Tensor  # of the anchor of the trust region
+    old_log_probs: Tensor | None  # of the anchor of the trust region; None: the current ones, so every ratio is 1
     advantages: Tensor
     response_mask: Tensor  # bool: the tokens that count; rejected ones do not
     entropy: Tensor | None = None  # nats per token, carries the gradient where entropy_coeff is not 0
@@ -90,6 +90,7 @@ class TokenLoss:
 
 TokenLossFunction = Callable[[PolicyLossParameters, LossInputs, Tensor], TokenLoss]
 TOKEN_LOSSES: dict[str, TokenLossFunction] = {}
+_NAME_OF: dict[TokenLossFunction, str] = {}  # what a function was registered under, for a mark of the one that ran
 
 
 def register_loss(name: str) -> Callable[[TokenLossFunction], TokenLossFunction]:
@@ -102,7 +103,7 @@ def register_loss(name: str) -> Callable[[TokenLossFunction], TokenLossFunction]
     def bind(function: TokenLossFunction) -> TokenLossFunction:
         if name in TOKEN_LOSSES:
             raise ConfigError(f"register_loss: the name {name!r} is taken; taken: {', '.join(TOKEN_LOSSES)}")
-        TOKEN_LOSSES[name] = function
+        TOKEN_LOSSES[name], _NAME_OF[function] = function, name
         return function
 
     return bind
@@ -259,7 +260,8 @@ def policy_loss(parameters: PolicyLossParameters, inputs: LossInputs, denominato
     function = TOKEN_LOSSES.get(parameters.loss_mode)
     if function is None:
         raise ConfigError(f"policy_loss.loss_mode: {parameters.loss_mode!r} is unknown; allowed: {', '.join(TOKEN_LOSSES)}")
-    inputs = _without_padding(inputs)
+    marks = [f"ran/policy_loss/{_NAME_OF[function]}", *[f"ran/anchor/{ON_POLICY}"] * (inputs.old_log_probs is None)]
+    inputs = _without_padding(_anchored(inputs))
     log_ratio = inputs.log_probs - inputs.old_log_probs
     token_loss = function(parameters, inputs, log_ratio)
     values = token_loss.values if inputs.weights is None else token_loss.values * inputs.weights
@@ -275,8 +277,13 @@ def policy_loss(parameters: PolicyLossParameters, inputs: LossInputs, denominato
     if parameters.kl_loss_coef:
         total = total + parameters.kl_loss_coef * _needed(numerators, "actor/kl_loss", "ref_log_probs", "kl_loss_coef")
     weight = local_weight(inputs.response_mask, parameters.loss_agg_mode)
-    metrics = {name: (numerator.detach(), weight) for name, numerator in numerators.items()}
+    metrics = {name: (numerator.detach(), weight) for name, numerator in numerators.items()} | _counted(marks, inputs.response_mask)
     return LossOutput(total / max(denominators.of(parameters.loss_agg_mode), 1), metrics | _ratio_metrics(inputs, log_ratio, token_loss))
+
+
+def _anchored(inputs: LossInputs) -> LossInputs:
+    """The current log-probs in the place of old ones that are not given: a ratio of exactly 1 that keeps its gradient."""
+    return inputs if inputs.old_log_probs is not None else replace(inputs, old_log_probs=inputs.log_probs.detach())
 
 
 def _without_padding(inputs: LossInputs) -> LossInputs:
@@ -293,6 +300,12 @@ def _needed(numerators: dict[str, Tensor], name: str, field: str, coefficient: s
     if name not in numerators:
         raise ConfigError(f"{coefficient} is not 0, so the loss needs {field} of every response token, and none was computed")
     return numerators[name]
+
+
+def _counted(marks: Collection[str], mask: Tensor) -> MetricParts:
+    """The responses that have a trained token, under each name."""
+    responses = mask.any(-1).sum()
+    return dict.fromkeys(marks, (responses, torch.ones_like(responses)))
 
 
 @torch.no_grad()

@@ -38,7 +38,8 @@ class LossSpec:
     likely mistake; `clips_tokens`: one below TOKEN_BAND is, because it was written for the ratio of a sequence.
 
     `needs_rollout_anchor`: measures the step from generation's own probabilities, so it is that loss only under
-    `anchor: rollout`.
+    `anchor: rollout`. `selects_tokens`: treats apart what mrl.algo.selection chooses of a whole mini-batch, before its
+    update, by the anchor's log-probs.
     """
 
     name: str
@@ -46,6 +47,7 @@ class LossSpec:
     summary: str
     clip_warning_above: float | None = None
     needs_rollout_anchor: bool = False
+    selects_tokens: bool = False
     has_dual_clip: bool = False
     clips_tokens: bool = False
 
@@ -141,11 +143,13 @@ LOSSES: dict[str, LossSpec] = _table(
         ANY_AGGREGATION,
         "PPO clipping, and no gradient for a few tokens of high covariance of advantage and log-probability (arXiv:2505.22617)",
         clips_tokens=True,
+        selects_tokens=True,
     ),
     LossSpec(
         "kl_cov",
         ANY_AGGREGATION,
         "unclipped ratio, and |d| as a penalty on the tokens of the highest covariance (arXiv:2505.22617)",
+        selects_tokens=True,
     ),
     LossSpec(
         "dppo_tv",
@@ -188,7 +192,8 @@ CORRECTIONS: dict[str, CorrectionSpec] = {
     "geometric rejection": CorrectionSpec("geometric", "mask", 0.999, 1.001, "responses leave whose mean ratio is outside the band"),
 }
 
-ANCHORS = ("recompute", "rollout")
+ON_POLICY = "on_policy"  # of the anchors the one that needs no pass: the current log-probs, detached
+ANCHORS = ("recompute", "rollout", ON_POLICY)
 
 # what people call a thing -> its name here; for the message that refuses the former
 ALIASES: dict[str, str] = {

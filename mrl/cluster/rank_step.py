@@ -9,10 +9,11 @@ from mrl.algo.advantages import TokenAdvantages
 from mrl.algo.aggregate import Denominators, FloatParts
 from mrl.algo.rows import RowValues
 from mrl.algo.selection import Means
-from mrl.cluster.replica_rows import ReplicaRows
+from mrl.cluster.replica_rows import ReplicaRows, Scored
 from mrl.cluster.stored_samples import StoredSamples
 from mrl.megatron import parallel
-from mrl.megatron.actor import MegatronActor, RowResult
+from mrl.megatron.actor import MegatronActor
+from mrl.megatron.batching import RowResult
 from mrl.megatron.cut import ReplicaCut
 
 
@@ -25,13 +26,9 @@ class RankStep:
         self._actor, self._own, self._cut = actor, own, cut
         self._rows = ReplicaRows(config.algorithm, samples.read(), config.rollout.temperature)
 
-    def log_probs(self) -> tuple[RowValues, tuple[float, float]] | None:
-        """The old policy's log-probs stay here; how far generation's are from them, and the sum and count of entropies."""
-        result = self._actor.policy_log_probs(self._rows.batch, self._cut.log_probs)
-        if result is None:
-            return None
-        found = self._answer(self._rows.set_old(self._of_all_rows(result)))
-        return None if found is None else (found, result.entropy)
+    def log_probs(self) -> Scored | None:
+        """The old policy's log-probs stay here."""
+        return self._scored(self._actor.policy_log_probs(self._rows.batch, self._cut.log_probs))
 
     def ref_log_probs(self) -> None:
         """The reference's log-probs stay here."""
@@ -63,10 +60,20 @@ class RankStep:
         if parallel.on_last_stage():
             self._rows.select(least)
 
-    def update(self, counts: list[Denominators]) -> list[FloatParts]:
-        """See MegatronActor.update_replica. The rows are gone afterwards: memory is free while the next ones are generated."""
-        rows, self._rows = self._rows, None
-        return self._actor.update_replica(rows.batch, self._cut.mini_batches, counts)
+    def update(self, counts: list[Denominators]) -> tuple[list[FloatParts], Scored | None]:
+        """See MegatronActor.update_replica; on policy what `log_probs` says else, of the same weights, those before the update.
+
+        The rows are gone afterwards: memory is free while the next ones are generated.
+        """
+        result = self._actor.update_replica(self._rows.batch, self._cut.mini_batches, counts)
+        scored, self._rows = self._scored(result.old), None
+        return result.parts, scored
+
+    def _scored(self, result: RowResult | None) -> Scored | None:
+        if result is None:
+            return None
+        found = self._answer(self._rows.set_old(self._of_all_rows(result)))
+        return None if found is None else (found, result.entropy)
 
     def _of_all_rows(self, result: RowResult) -> np.ndarray:
         batch = self._rows.batch

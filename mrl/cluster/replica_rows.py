@@ -20,6 +20,8 @@ from mrl.config.schema import AlgorithmConfig
 from mrl.data.batch import TrainBatch
 from mrl.data.samples import Samples
 
+Scored = tuple[RowValues, tuple[float, float]]  # how far generation's log-probs are from the rows'; sum and count of their entropies
+
 
 class ReplicaRows:
     """The rows that a replica holds; `batch` gains what is computed. Arrays a token are flat, rows end to end."""
@@ -48,7 +50,8 @@ class ReplicaRows:
 
         What is rejected is out of the loss alone: its score stays in its group's mean and standard deviation, as in
         DAPO, whose filter masks the loss. Returns `trained` tokens, `penalties` where KL is in the reward, what
-        `correction_metrics` takes where there is a correction, and `anchor`: sums over the trained tokens.
+        `correction_metrics` takes where there is a correction, and what `_take_anchor` does. On policy no log-probs are
+        known yet, and only the filter has something to do.
         """
         algorithm, batch, lengths = self._algorithm, self.batch, self._lengths
         found: RowValues = {}
@@ -64,9 +67,18 @@ class ReplicaRows:
             result = correct(parameters, batch.old_log_probs, batch.rollout_log_probs, mask, lengths)
             mask, weights = result.keep, result.weights
             found |= result.of_rows
-        anchor = batch.rollout_log_probs if algorithm.anchor == "rollout" else batch.old_log_probs
-        self.batch = replace(batch, old_log_probs=anchor, keep=mask, loss_weights=weights)
-        return found | {"trained": row_sums(mask, lengths), "anchor": row_sums(np.where(mask, anchor, 0.0).astype(np.float64), lengths)}
+        self.batch = replace(batch, keep=mask, loss_weights=weights)
+        return found | {"trained": row_sums(mask, lengths)} | self._take_anchor()
+
+    def _take_anchor(self) -> RowValues:
+        """`anchor`: sums over the trained tokens, nothing on policy. `from_rollout`: 1 of a trained row that has generation's own."""
+        batch, lengths, found = self.batch, self._lengths, {}
+        if self._algorithm.on_policy:
+            return found
+        if self._algorithm.anchor == "rollout":
+            batch = self.batch = replace(batch, old_log_probs=batch.rollout_log_probs)
+            found["from_rollout"] = (row_sums(batch.loss_mask, lengths) > 0).astype(np.int64)
+        return found | {"anchor": row_sums(np.where(batch.loss_mask, batch.old_log_probs, 0.0).astype(np.float64), lengths)}
 
     def moments(self, advantages: TokenAdvantages) -> RowValues:
         """`mrl.algo.rows.moments` over trained tokens of what is to be whitened."""

@@ -7,7 +7,8 @@ numbers a response                     --> advantages of tokens
 counts of mini-batches                 --> updates
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,18 @@ from mrl.algo.aggregate import Denominators
 from mrl.algo.rows import RowValues
 from mrl.algo.selection import Means
 from mrl.cluster.actor_group import ActorGroup
+from mrl.cluster.replica_rows import Scored
 from mrl.cluster.stored_samples import StoredSamples
 from mrl.megatron.batching import UpdateResult
 from mrl.megatron.cut import step_cut
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """`of_rows`: how far generation is from training, by row. `entropy`: mean over response tokens, nats."""
+
+    of_rows: RowValues
+    entropy: float
 
 
 class TrainedStep:
@@ -39,12 +49,9 @@ class TrainedStep:
         ]
         actor.each("begin_step", [parts[replica] for replica in self._replica_of], "fetching samples", interruptible=True)
 
-    def log_probs(self) -> tuple[RowValues, float]:
-        """How far generation is from training, by row; the mean entropy over response tokens, nats."""
-        answers = self._call("log_probs", interruptible=True)
-        entropies = [answer[1] for answer in answers if answer is not None]
-        found = self._of_rows(None if answer is None else answer[0] for answer in answers)
-        return found, sum(value for value, _ in entropies) / sum(weight for _, weight in entropies)
+    def log_probs(self) -> Mismatch:
+        """How far generation is from training."""
+        return self._mismatch(self._call("log_probs", interruptible=True))
 
     def ref_log_probs(self) -> None:
         """The reference model's log-probs, which stay on the ranks."""
@@ -71,10 +78,17 @@ class TrainedStep:
         """See ReplicaRows.select."""
         self._call("select", lambda replica: least)
 
-    def update(self, counts: list[Denominators]) -> UpdateResult:
-        """All optimizer steps; `counts` of each mini-batch's trained tokens and sequences."""
+    def update(self, counts: list[Denominators]) -> tuple[UpdateResult, Mismatch | None]:
+        """All optimizer steps; `counts` of each mini-batch's trained tokens and sequences. On policy, what `log_probs` says else."""
         answers = self._call("update", lambda replica: counts)
-        return UpdateResult([part for answer in answers for part in answer], list(self.cut.loads))
+        result = UpdateResult([part for parts, _ in answers for part in parts], list(self.cut.loads))
+        scored = [scored for _, scored in answers]
+        return result, None if all(each is None for each in scored) else self._mismatch(scored)
+
+    def _mismatch(self, answers: Sequence[Scored | None]) -> Mismatch:
+        entropies = [answer[1] for answer in answers if answer is not None]
+        found = self._of_rows(None if answer is None else answer[0] for answer in answers)
+        return Mismatch(found, sum(value for value, _ in entropies) / sum(weight for _, weight in entropies))
 
     def by_mini_batch(self, values: np.ndarray) -> list[np.ndarray]:
         """`values` [rows] of each mini-batch."""

@@ -20,6 +20,8 @@ from mrl.model import ModelSpec
 _LOSS = "algorithm.policy_loss"
 _CORRECTION = "algorithm.rollout_correction"
 _GROUPS = "algorithm.filter_groups"
+_ON_POLICY = "algorithm.anchor: on_policy"
+_PASS = "algorithm.anchor: recompute makes the pass that it needs"
 _CLIPS = ("clip_ratio_low", "clip_ratio_high")
 # A clip this many times wider than the widest sensible one was written for another kind of ratio.
 _OTHER_SCALE = 10
@@ -36,7 +38,10 @@ def loss_notes(config: RunConfig) -> Iterator[str]:
         if limit < value < limit * _OTHER_SCALE:
             yield f"{_LOSS}.{name} = {value:g} is wide for {algorithm.policy_loss.loss_mode} (over {limit:g}): it may never clip"
     if config.updates_per_step == 1 and algorithm.anchor == "recompute":
-        yield "with one update a rollout and anchor recompute every ratio is exactly 1: the clip of the loss has no effect"
+        yield (
+            "with one update a rollout and anchor recompute every ratio is exactly 1: the clip of the loss has no effect; where nothing "
+            "else reads old log-probs, algorithm.anchor: on_policy makes the same update without the pass for them"
+        )
     if algorithm.filter_groups.enable and config.trainer.total_training_steps is None:
         yield "dynamic sampling may draw several batches of prompts a step, so trainer.total_epochs passes over the data more often"
     if algorithm.use_kl_loss and not algorithm.kl_loss_coef:
@@ -161,6 +166,39 @@ def _correction_anchor(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation(f"{_CORRECTION}.level", "does not go with algorithm.anchor: rollout", why, (None,))
 
 
+def _one_update(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    batch = config.data.train_batch_size
+    if config.algorithm.on_policy and config.updates_per_step > 1:
+        why = f"after the first of several updates the policy is no longer the one that generated; {_PASS}"
+        yield Violation("actor.ppo_mini_batch_size", f"must be data.train_batch_size = {batch} with {_ON_POLICY}", why, (batch,))
+
+
+def _on_policy_correction(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    if config.algorithm.on_policy and config.algorithm.rollout_correction.level is not None:
+        why = f"its weights, and what it rejects from the loss's denominators, are settled before the update, by old log-probs; {_PASS}"
+        yield Violation(f"{_CORRECTION}.level", f"does not go with {_ON_POLICY}", why, (None,))
+
+
+def _on_policy_reward(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    if config.algorithm.on_policy and config.algorithm.use_kl_in_reward:
+        why = f"rewards are settled before the update, and this KL by old log-probs; {_PASS}, use_kl_loss needs none"
+        yield Violation("algorithm.use_kl_in_reward", f"does not go with {_ON_POLICY}", why, (False,))
+
+
+def _on_policy_selection(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    spec = LOSSES.get(config.algorithm.policy_loss.loss_mode)
+    if config.algorithm.on_policy and spec is not None and spec.selects_tokens:
+        why = f"it chooses tokens of the whole mini-batch before the update, by old log-probs; {_PASS}"
+        allowed = tuple(name for name, each in LOSSES.items() if not (each.selects_tokens or each.needs_rollout_anchor))
+        yield Violation(f"{_LOSS}.loss_mode", f"{spec.name} does not go with {_ON_POLICY}", why, allowed)
+
+
+def _on_policy_replay(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+    if config.algorithm.on_policy and config.actor.router_replay == "R2" and model.is_moe:
+        why = "it replays what routers chose in the pass that is left out, and one update of the same weights chooses the same by itself"
+        yield Violation("actor.router_replay", f"must not be R2 with {_ON_POLICY}", why, ("disabled", "R3"))
+
+
 def _anchor(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     spec = LOSSES.get(config.algorithm.policy_loss.loss_mode)
     if spec is not None and spec.needs_rollout_anchor and config.algorithm.anchor != "rollout":
@@ -265,6 +303,11 @@ LOSS_RULES = (
     _correction_mode,
     _correction_band,
     _correction_anchor,
+    _one_update,
+    _on_policy_correction,
+    _on_policy_reward,
+    _on_policy_selection,
+    _on_policy_replay,
     _sampling,
     _exhaustion,
     _lengths,

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from mrl.algo.spec import AGGREGATIONS, ALIASES, ANCHORS, KL_TYPES, LEVELS
+from mrl.algo.spec import AGGREGATIONS, ALIASES, ANCHORS, KL_TYPES, LEVELS, ON_POLICY
 from mrl.config.section import Section, key, known_name
 
 
@@ -193,7 +193,9 @@ class AlgorithmConfig(Section):
     )
     anchor: str = key(
         "recompute",
-        "Whose log-probs the trust region starts from: the trainer's, recomputed, or the engine's own.",
+        "Whose log-probs the trust region starts from: the trainer's, recomputed; the engine's own (rollout); those of the "
+        "step's one update itself (on_policy), without a pass for them.",
+        advice="on_policy where a step is one update: the same gradients as recompute, a forward pass less.",
         rule=known_name(ANCHORS, ALIASES),
     )
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
@@ -234,6 +236,16 @@ class AlgorithmConfig(Section):
         verl="actor_rollout_ref.actor.kl_loss_type",
         rule=known_name(KL_TYPES, ALIASES),
     )
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether the one update of a step gives the old log-probs itself, so that no pass is made for them."""
+        return self.anchor == ON_POLICY
+
+    @property
+    def scores_before_update(self) -> bool:
+        """Whether there is a pass of log-probs, under the old policy or a reference model."""
+        return not self.on_policy or self.needs_reference
 
     @property
     def needs_reference(self) -> bool:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 
@@ -19,10 +19,10 @@ from mrl.config.schema_actor import GRADIENTS, OPTIMIZER, PARAMETERS
 from mrl.data.batch import TrainBatch
 from mrl.errors import DataError, NumericAbort
 from mrl.megatron import parallel
-from mrl.megatron.batching import MicroBatch, Splitter, UpdateResult, check_batch
+from mrl.megatron.batching import MicroBatch, RowResult, Splitter, UpdateResult, check_batch
 from mrl.megatron.bridge import DTYPES, Bridge, MBridge
 from mrl.megatron.cut import ReplicaCut, StepCut, step_cut
-from mrl.megatron.forward import Around, log_prob_pass, loss_pass, nothing_around, on_device, return_hidden_states
+from mrl.megatron.forward import Around, TokenOutputs, log_prob_pass, loss_pass, nothing_around, on_device, return_hidden_states
 from mrl.megatron.loss_parameters import loss_parameters
 from mrl.megatron.offload import FrozenWeights, Residence, needs, switched
 from mrl.megatron.optimizer import StepResult, build_optimizer, build_scheduler, current_lr, freeze, step, zero_gradients
@@ -35,15 +35,6 @@ from mrl.model.layout import TrainLayout
 from mrl.platforms import get_platform
 from mrl.platforms.layers import check_layers, layers
 from mrl.platforms.process_memory import ProcessMemory, process_memory
-
-
-@dataclass(frozen=True)
-class RowResult:
-    """Log-probabilities of the rows of a batch that one data-parallel replica computed."""
-
-    rows: np.ndarray  # int64 [rows]: which rows of the batch these are
-    log_probs: np.ndarray  # float32 [response tokens of these rows], end to end
-    entropy: tuple[float, float]  # (sum over response tokens in nats, number of tokens)
 
 
 class MegatronActor:
@@ -142,8 +133,9 @@ class MegatronActor:
         if batch.advantages is not None and batch.old_log_probs is not None:
             batch = self._with_selection(batch, cut.slices)
         counts = [_count(batch.rows(rows)) for rows in cut.slices]
-        parts = self.update_replica(batch, cut.of(mpu.get_data_parallel_rank()).mini_batches, counts)
-        return UpdateResult(parts, list(cut.loads) if parallel.holds_result() and mpu.get_data_parallel_rank() == 0 else [])
+        result = self.update_replica(batch, cut.of(mpu.get_data_parallel_rank()).mini_batches, counts)
+        loads = list(cut.loads) if parallel.holds_result() and mpu.get_data_parallel_rank() == 0 else []
+        return replace(result, loads=loads, old=_handed_out(result.old))
 
     @needs(PARAMETERS)
     def policy_log_probs(self, batch: TrainBatch, micros: Sequence[MicroBatch]) -> RowResult | None:
@@ -171,35 +163,39 @@ class MegatronActor:
         batch = replace(batch, keep=None)  # what is rejected from the loss has log-probs all the same
         inputs = self._inputs(batch, micros)
         outputs = log_prob_pass(self.chunks, inputs, self.model.vocab_size, around)
-        if not parallel.on_last_stage():
-            return None
-        kept = [(m, i, o) for m, i, o in zip(micros, inputs, outputs, strict=True) if not m.is_filler]
-        rows = np.concatenate([m.rows for m, _, _ in kept]) if kept else np.zeros(0, np.int64)
-        log_probs = [o.log_probs[i.response_mask].cpu().numpy() for _, i, o in kept]
-        entropy = merge(to_floats({"entropy": (o.entropy.sum(), i.response_mask.sum())}) for _, i, o in kept)
-        return RowResult(rows, np.concatenate([np.zeros(0, np.float32), *log_probs]), entropy.get("entropy", (0.0, 0.0)))
+        return _of_rows(micros, inputs, outputs) if parallel.on_last_stage() else None
 
     @needs(PARAMETERS, GRADIENTS, OPTIMIZER)
     def update_replica(
         self, batch: TrainBatch, mini_batches: Sequence[Sequence[MicroBatch]], counts: Sequence[Denominators]
-    ) -> list[FloatParts]:
+    ) -> UpdateResult:
         """One optimizer step per mini-batch. `batch` holds at least the rows of this replica's micro-batches, with `old_log_probs` and
         `advantages` on the last pipeline stage; `counts` are of whole mini-batches, over all replicas.
 
-        Returns metrics that add up, one entry per mini-batch, on the ranks that hold results; the last, on one rank of
-        every pipeline stage the only one, has what is known of the stage's routers and switches. A mini-batch whose gradient norm is
+        The metrics are one entry per mini-batch, on the ranks that hold results; the last, on one rank of every pipeline
+        stage the only one, has what is known of the stage's routers and switches. A mini-batch whose gradient norm is
         not finite, or whose tokens are all rejected, changes nothing and counts in `actor/skipped_updates`. Raises
         NumericAbort, on all ranks, at the trainer.max_skipped_updates-th such mini-batch in a row.
+
+        With algorithm.anchor on_policy there is one mini-batch, without old log-probs: its own are handed out. Where one
+        of them, or of generation's, is not finite, nothing is changed and nothing counted: whoever reads them has to end
+        the run.
         """
         check_batch(batch, self.model)
-        if parallel.on_last_stage() and (batch.old_log_probs is None or batch.advantages is None):
-            raise DataError("an update needs old_log_probs and advantages in the batch")
+        self._check_columns(batch)
+        if self.routing and self.config.algorithm.on_policy:
+            self.routing.begin_step()  # no pass did it before
         self.traces.begin()
-        parts = [self._update_once(batch, micros, count) for micros, count in zip(mini_batches, counts, strict=True)]
-        parts = [part for part in parts if part is not None]
+        results = [self._update_once(batch, micros, count) for micros, count in zip(mini_batches, counts, strict=True)]
+        parts = [part for part, _ in results if part is not None]
         if seen := (self.routing.metrics() if self.routing else {}) | self.traces.metrics():
             parts[-1:] = [(parts[-1] if parts else {}) | seen]
-        return parts
+        return UpdateResult(parts, [], results[-1][1])
+
+    def _check_columns(self, batch: TrainBatch) -> None:
+        given, wanted = batch.old_log_probs is not None, not self.config.algorithm.on_policy
+        if parallel.on_last_stage() and (given != wanted or batch.advantages is None):
+            raise DataError(f"an update needs advantages in the batch, and old_log_probs {'too' if wanted else 'must not be there'}")
 
     def gradients(self, batch: TrainBatch) -> list[FloatParts]:
         """Leaves the gradient of the loss over a whole batch, the same on every rank, as one mini-batch, in the chunks' buffers.
@@ -207,18 +203,20 @@ class MegatronActor:
         Returns the loss metrics of this replica's micro-batches on the ranks that hold results, an empty list elsewhere.
         """
         shares = self._update_splitter.shares(batch.lengths)
-        whole = self._with_selection(batch, (slice(0, len(batch)),))
-        return self._gradients(whole, shares[mpu.get_data_parallel_rank()], _count(batch))
+        whole = self._with_selection(batch, (slice(0, len(batch)),)) if batch.old_log_probs is not None else batch
+        return self._gradients(whole, shares[mpu.get_data_parallel_rank()], _count(batch))[0]
 
     @needs(PARAMETERS, GRADIENTS)
-    def _gradients(self, batch: TrainBatch, micros: Sequence[MicroBatch], count: Denominators) -> list[FloatParts]:
+    def _gradients(self, batch: TrainBatch, micros: Sequence[MicroBatch], count: Denominators) -> tuple[list[FloatParts], RowResult | None]:
         inputs = self._inputs(batch, micros)
         zero_gradients(self.chunks, self.optimizer)
         around = self.routing.comparing if self.routing else nothing_around
-        parts = loss_pass(self.chunks, inputs, self.model.vocab_size, self.loss_parameters, count, around)
+        results = loss_pass(self.chunks, inputs, self.model.vocab_size, self.loss_parameters, count, around)
         if self.routing:
             self.routing.check_recomputed()
-        return [to_floats(p) for p in parts] if parallel.holds_result() else []
+        outputs = [result.outputs for result in results if result.outputs is not None]
+        old = _of_rows(micros, inputs, outputs) if outputs else None
+        return [to_floats(result.metrics) for result in results] if parallel.holds_result() else [], old
 
     def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, full tensor) of every weight, on every rank, in the model's dtype; a tensor is valid until the next is asked for."""
@@ -249,15 +247,24 @@ class MegatronActor:
         ]  # fmt: skip
         return batch if any(each is None for each in found) else replace(batch, selected=np.concatenate(found))
 
-    def _update_once(self, batch: TrainBatch, micros: Sequence[MicroBatch], count: Denominators) -> FloatParts | None:
+    def _update_once(
+        self, batch: TrainBatch, micros: Sequence[MicroBatch], count: Denominators
+    ) -> tuple[FloatParts | None, RowResult | None]:
         trained = count.tokens > 0  # of all replicas, so all of them skip together
-        losses = self._gradients(batch, micros, count) if trained else []
+        losses, old = self._gradients(batch, micros, count) if trained else ([], None)
+        if trained and self.config.algorithm.on_policy and not self._all_finite(batch, old):
+            return None, old
         result = step(self.optimizer, self.scheduler) if trained else StepResult(False, math.nan, current_lr(self.optimizer))
         self.num_updates += result.applied
         self._count_skipped(result, trained)
         if not parallel.holds_result():
-            return None
-        return merge(losses) | (_step_metrics(result) if mpu.get_data_parallel_rank() == 0 else {})
+            return None, old
+        return merge(losses) | (_step_metrics(result) if mpu.get_data_parallel_rank() == 0 else {}), old
+
+    def _all_finite(self, batch: TrainBatch, old: RowResult | None) -> bool:
+        """Of all ranks, the rows' log-probs before the update, `old` and generation's. Collective."""
+        here = old is None or (np.isfinite(old.log_probs).all() and np.isfinite(batch.rows(old.rows).rollout_log_probs).all())
+        return parallel.holds_everywhere(bool(here), self.platform.device)
 
     def _count_skipped(self, result: StepResult, trained: bool) -> None:
         """The norm is summed over all ranks, so all of them count alike and give up together."""
@@ -275,6 +282,15 @@ class MegatronActor:
         shape, context_rank = self._update_splitter.shape, mpu.get_context_parallel_rank()
         cut = (micro_inputs(batch, micro.rows, shape, context_rank, micro.is_filler) for micro in micros)
         return [on_device(inputs, self.platform.device) for inputs in cut]
+
+
+def _of_rows(micros: Sequence[MicroBatch], inputs: Sequence[MicroInputs], outputs: Sequence[TokenOutputs]) -> RowResult:
+    """Of the rows of micro-batches, fillers left out."""
+    kept = [(m, i, o) for m, i, o in zip(micros, inputs, outputs, strict=True) if not m.is_filler]
+    rows = np.concatenate([m.rows for m, _, _ in kept]) if kept else np.zeros(0, np.int64)
+    log_probs = [o.log_probs[i.has_log_probs].cpu().numpy() for _, i, o in kept]
+    entropy = merge(to_floats({"entropy": (o.entropy.sum(), i.has_log_probs.sum())}) for _, i, o in kept)
+    return RowResult(rows, np.concatenate([np.zeros(0, np.float32), *log_probs]), entropy.get("entropy", (0.0, 0.0)))
 
 
 def _handed_out(result: RowResult | None) -> RowResult | None:

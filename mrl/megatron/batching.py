@@ -44,15 +44,26 @@ class MiniBatchLoad:
 
 
 @dataclass(frozen=True)
+class RowResult:
+    """Log-probabilities of the rows of a batch that one data-parallel replica computed."""
+
+    rows: np.ndarray  # int64 [rows]: which rows of the batch these are
+    log_probs: np.ndarray  # float32 [response tokens of these rows], end to end
+    entropy: tuple[float, float]  # (sum over response tokens in nats, number of tokens)
+
+
+@dataclass(frozen=True)
 class UpdateResult:
     """What an update of several mini-batches hands to the driver, from one rank or from all of them.
 
     `parts`: metrics that add up over mini-batches and ranks, name -> (sum of value x weight, sum of weight).
     `loads`: one a mini-batch, from a single rank; the others have none.
+    `old`: on policy the log-probs of the rows before the update, from the ranks of the last pipeline stage.
     """
 
     parts: list[dict[str, tuple[float, float]]]
     loads: list[MiniBatchLoad]
+    old: RowResult | None = None
 
 
 def mini_batches(num_rows: int, rows_per_mini_batch: int) -> Iterator[slice]:

@@ -52,6 +52,18 @@ class TokenOutputs:
     log_probs: Tensor
     entropy: Tensor
 
+    def detached(self) -> "TokenOutputs":
+        """Without the graph."""
+        return TokenOutputs(self.log_probs.detach(), self.entropy.detach())
+
+
+@dataclass(frozen=True)
+class LossResult:
+    """Of one micro-batch of an update. `outputs`: what its forward computed of tokens, where nobody had computed it before."""
+
+    metrics: MetricParts
+    outputs: TokenOutputs | None
+
 
 LastStage = Callable[[MicroInputs, TokenOutputs], tuple[Tensor, object]]  # -> what to run backward on, what to hand out
 Around = Callable[[torch.nn.Module, MicroInputs], AbstractContextManager]  # held while one chunk computes one micro-batch
@@ -81,19 +93,19 @@ def loss_pass(
     parameters: PolicyLossParameters,
     denominators: Denominators,
     around: Around = nothing_around,
-) -> list[MetricParts]:
+) -> list[LossResult]:
     """Forward and backward. Adds the gradient of the mini-batch's loss to the buffers and sums it over all ranks that share a weight.
 
     `denominators` count the whole mini-batch, so the gradient does not depend on how it is cut. The schedule divides each loss by the
     number of micro-batches and multiplies it by the context-parallel size, the gradient reduction divides by the number of data- and
     context-parallel ranks; the factor below takes back what is not a sum.
-    Returns the loss metrics of each micro-batch on the last stage, an empty list elsewhere.
+    Returns what came of each micro-batch on the last stage, an empty list elsewhere.
     """
     undo_means = len(micro_inputs) * mpu.get_data_parallel_world_size()
 
-    def loss(inputs: MicroInputs, outputs: TokenOutputs) -> tuple[Tensor, MetricParts]:
+    def loss(inputs: MicroInputs, outputs: TokenOutputs) -> tuple[Tensor, LossResult]:
         result = _loss(parameters, inputs, outputs, denominators)
-        return result.loss * undo_means, result.metrics
+        return result.loss * undo_means, LossResult(result.metrics, outputs.detached() if inputs.old_log_probs is None else None)
 
     return _run(chunks, micro_inputs, vocab_size, loss, around, forward_only=False, entropy_has_gradient=bool(parameters.entropy_coeff))
 

@@ -65,9 +65,15 @@ class MicroInputs(TokenValues[Array]):
     slots: Array  # int64 [tokens]: index of the token into rows * response_length
     token_temperature: Array  # float32 [tokens]
     response_mask: Array  # bool [rows, response_length]: tokens that count, rejected ones and a filler's not
+    scored: Array | None  # bool, the same with rejected ones: tokens that have log-probs; None: those that count
     routes: Array | None  # int8 or int16 [batch, length, MoE layers, topk]; -1 where unknown, as of padding
     longest: int  # tokens in memory of the longest sequence, before the cut; on the host, so that nobody waits for the device to know it
     content: bytes  # digest of all that a forward takes, before the cut: two passes that cut a batch alike have the same micro-batches
+
+    @property
+    def has_log_probs(self) -> Array:
+        """bool [rows, response_length]: tokens whose log-probs are computed."""
+        return self.response_mask if self.scored is None else self.scored
 
     def mapped(self, function: Callable[[Array], Any]) -> "MicroInputs":
         """The same with `function` of every array in its place."""
@@ -78,7 +84,10 @@ class MicroInputs(TokenValues[Array]):
 def micro_inputs(
     batch: TrainBatch, rows: np.ndarray, shape: Shape, context_rank: int = 0, is_filler: bool = False
 ) -> MicroInputs[np.ndarray]:
-    """Cuts the rows out and lays their sequences into memory."""
+    """Cuts the rows out and lays their sequences into memory.
+
+    Without old log-probs those of this pass are wanted, of rejected tokens too.
+    """
     picked = batch.rows(rows)
     lengths = picked.lengths
     padded = shape.padded(lengths)
@@ -87,7 +96,8 @@ def micro_inputs(
     responses = np.arange(max(int(picked.response_lengths.max()), 1))[None] < picked.response_lengths[:, None]
     width = responses.shape[1]
     mask = in_rows(picked.loss_mask, responses) & (not is_filler)
-    row, column = np.nonzero(mask)
+    scored = responses & (not is_filler) if picked.keep is not None and picked.old_log_probs is None else None
+    row, column = np.nonzero(mask if scored is None else scored)
     target = starts[row] + picked.prompt_lengths[row] + column
     kept = kept_positions(padded, shape.context, context_rank)
     local = np.full(len(ids), -1, dtype=np.int64)
@@ -105,6 +115,7 @@ def micro_inputs(
         slots=(row * width + column)[here],
         token_temperature=picked.temperature[row][here],
         response_mask=mask,
+        scored=scored,
         **{name: None if flat is None else in_rows(flat, responses) for name, flat in picked.token_values.items()},
         routes=None if picked.routes is None else _laid_out_routes(picked.routes, left)[kept].reshape(lines, -1, *picked.routes.shape[1:]),
         longest=int(padded.max()),

@@ -4,6 +4,7 @@ import math
 import os
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -60,6 +61,13 @@ def close() -> None:
     if dist.is_initialized():
         mpu.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def holds_everywhere(condition: bool, device: torch.device) -> bool:
+    """Whether it holds on every rank. Collective."""
+    flag = torch.tensor(int(condition), device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return bool(flag)
 
 
 def holds_result() -> bool:

@@ -108,11 +108,7 @@ class Routing:
         choosers = self._choosers(core)
         real = _in_routers_order(inputs.real, core)
         self._record((id(core), inputs.content), [c.chosen.to(self._narrow) for c in choosers], real)
-        if (supplied := self._supplied(core, inputs)) is not None:
-            for chooser, wanted in zip(choosers, supplied, strict=True):
-                known = real & (wanted[:, 0] != MISSING)
-                self._counts.disagreeing += (_differ(wanted, chooser.own) & known).sum()
-                self._counts.supplied += known.sum()
+        self._count_disagreeing(self._supplied(core, inputs), choosers, real)
 
     def _record(self, key: tuple[int, bytes], chosen: list[Tensor], real: Tensor) -> None:
         """Raises RuntimeError where sameness is promised and micro-batches of the same content chose otherwise.
@@ -136,7 +132,10 @@ class Routing:
 
     @contextmanager
     def comparing(self, model: torch.nn.Module, inputs: MicroInputs) -> Iterator[None]:
-        """Around one chunk's forward in the update. Raises RuntimeError when R2 is on and nothing was recorded for it."""
+        """Around one chunk's forward in the update. Raises RuntimeError when R2 is on and nothing was recorded for it.
+
+        An update on policy has no forward before it, and is itself the one at the old log-probs.
+        """
         core = unwrap_model(model)
         choosers, before = self._choosers(core), self._recorded.get((id(core), inputs.content))
         if self.replay == "R2" and before is None:
@@ -153,6 +152,8 @@ class Routing:
                 self._counts.compared += predicting.sum()
         if self.replay == "R3":
             self._count_missing(supplied, predicting, len(choosers))
+            if not self._recorded:  # no pass at the old log-probs has counted them
+                self._count_disagreeing(supplied, choosers, real)
 
     def check_recomputed(self) -> None:
         """After a backward pass. Raises RuntimeError when it did not recompute all it should: the next would take the routes left over."""
@@ -163,6 +164,12 @@ class Routing:
         routed = predicting.sum() * layers
         self._counts.routed += routed
         self._counts.missing += routed if supplied is None else sum(((s[:, 0] == MISSING) & predicting).sum() for s in supplied)
+
+    def _count_disagreeing(self, supplied: list[Tensor] | None, choosers: list[_Chooser], real: Tensor) -> None:
+        for chooser, wanted in zip(choosers, supplied or (), strict=False):
+            known = real & (wanted[:, 0] != MISSING)
+            self._counts.disagreeing += (_differ(wanted, chooser.own) & known).sum()
+            self._counts.supplied += known.sum()
 
     def _choosers(self, core: torch.nn.Module) -> list[_Chooser]:
         return [router.router_replay for router in self._routers[id(core)]]

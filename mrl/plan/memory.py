@@ -89,6 +89,7 @@ def actor_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> ActorBytes:
         offload=offload_of(inputs.config),
         reference=_reference_bytes(inputs, pp),
         samples=sample_bytes(inputs, batch, pp),
+        scores_old=not inputs.config.algorithm.on_policy,
     )
 
 

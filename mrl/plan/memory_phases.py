@@ -126,6 +126,7 @@ class ActorBytes:
     offload: Offload = field(default_factory=Offload)
     reference: int = 0  # parameters of a reference model; 0: there is none
     optimizer_host: int = 0  # of an Adam on the host, where it stays
+    scores_old: bool = True  # a pass is made for old log-probs
     samples: SampleBytes = field(default_factory=SampleBytes)
 
     @property
@@ -199,7 +200,7 @@ def phase_bytes(plan: dict[str, Any], name: str) -> PhaseBytes:
 
 
 def actor_phases(actor: ActorBytes, device: Device) -> list[Phase]:
-    """Training, log-probs (of a reference model too) and sync on a device that only the actor uses."""
+    """Training, log-probs (of a reference model too) where a pass is made for them, and sync on a device that only the actor uses."""
     return [Phase(name, terms, device.usable) for name, terms in _actor_terms(actor).items()]
 
 
@@ -235,7 +236,7 @@ def colocated_phases(actor: ActorBytes, engine: EngineBytes, device: Device) -> 
         Phase("train_to_sync", syncing, device.usable),
         Phase("sync_to_rollout", rest | _awake(engine) | context, device.usable),
         Phase("rollout", rest | _awake(engine) | context, device.usable),
-        Phase("rollout_to_log_prob", _actor_terms(actor)["log_prob"] | asleep, device.usable),
+        *([Phase("rollout_to_log_prob", _scoring(actor) | asleep, device.usable)] if actor.scores_old or actor.reference else []),
     ]
 
 
@@ -254,18 +255,24 @@ def _with_optimizer(phase: Phase, actor: ActorBytes) -> Phase:
 def _actor_terms(actor: ActorBytes) -> dict[str, dict[str, int]]:
     state = {"parameters": actor.parameters, "gradients": actor.gradients, "optimizer": actor.optimizer}
     without, samples = _at_rest(actor, parameters=True), actor.samples
-    log_prob = {"log_prob": actor.log_prob} | _samples(samples.log_prob, samples.log_prob_routes + samples.recorded_routes)
     phases = {
         "train": state
         | _reference(actor)
         | {"activations": actor.activations, "temporaries": actor.temporaries}
         | _samples(samples.update, samples.update_routes + samples.recorded_routes),
-        "log_prob": without | log_prob,
+        **({"log_prob": _scoring(actor)} if actor.scores_old else {}),
         "sync": without | {"sync_staging": actor.sync_staging},
     }
     if actor.reference:
-        phases["ref"] = without | log_prob  # its weights and the actor's change places for it
+        phases["ref"] = _scoring(actor)  # its weights and the actor's change places for it
     return phases
+
+
+def _scoring(actor: ActorBytes) -> dict[str, int]:
+    """A pass of log-probs, and the hand-over before the first."""
+    samples = actor.samples
+    batch = _samples(samples.log_prob, samples.log_prob_routes + samples.recorded_routes)
+    return _at_rest(actor, parameters=True) | {"log_prob": actor.log_prob} | batch
 
 
 def _samples(batch: int, routes: int) -> dict[str, int]:

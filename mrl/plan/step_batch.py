@@ -41,7 +41,7 @@ def sample_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> SampleBytes:
         log_prob=_input_bytes(inputs, of_step, [1, *[_F32] * 2]),  # a mask; log-probs and entropies
         update_routes=_tokens(inputs, batch.samples_per_rank) * routed,
         log_prob_routes=_tokens(inputs, of_step) * routed,
-        recorded_routes=_recorded(inputs, of_step, pp),
+        recorded_routes=0 if inputs.config.algorithm.on_policy else _recorded(inputs, of_step, pp),
     )
 
 
@@ -58,9 +58,12 @@ def _input_bytes(inputs: PlanInputs, rows: int, arrays: list[int]) -> int:
 
 
 def _response_arrays(inputs: PlanInputs) -> list[int]:
-    """What an update has by response position: a mask and a selection; old log-probs, advantages, and what losses may want."""
+    """What an update has by response position: a mask and a selection; old log-probs, advantages, and what losses may want.
+
+    On policy a mask of what has log-probs in the place of the selection, and log-probs and entropies that it hands out.
+    """
     algorithm = inputs.config.algorithm
-    wanted = (algorithm.use_kl_loss or algorithm.use_kl_in_reward, algorithm.rollout_correction.level is not None)
+    wanted = (algorithm.on_policy, algorithm.needs_reference, algorithm.rollout_correction.level is not None)
     return [1, 1, *[_F32] * (2 + sum(wanted))]
 
 

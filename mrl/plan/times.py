@@ -65,24 +65,25 @@ def pipeline_slots(layout: TrainLayout, micro_batches: int) -> tuple[int, int]:
 
 
 def step_flops(inputs: PlanInputs, batch: BatchPlan) -> dict[str, float]:
-    """Floating-point operations of each phase of one step, over all devices."""
+    """Floating-point operations of each phase of one step, over all devices; of log-probs where a pass is made for old ones."""
     lengths = mean_lengths(inputs.config, inputs.assumptions)
     forward = batch.samples * lengths.total * mean_flops_per_token(inputs.model, lengths)
-    return {"log_prob": forward, "update": forward * update_passes(recompute_of(inputs.config)), "generation": forward}
+    scored = {} if inputs.config.algorithm.on_policy else {"log_prob": forward}
+    return scored | {"update": forward * update_passes(recompute_of(inputs.config)), "generation": forward}
 
 
 def phase_seconds(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory) -> dict[str, float]:
-    """Predicted seconds of generation, log-probs and update."""
+    """Predicted seconds of generation, log-probs where a pass is made for old ones, and update."""
     log_probs, update = actor_seconds(inputs, batch)
     return {
         "generation": _generation(inputs, batch, engine, step_flops(inputs, batch)["generation"]),
-        "log_prob": log_probs.total,
+        **({} if inputs.config.algorithm.on_policy else {"log_prob": log_probs.total}),
         "update": update.total * batch.mini_batches,
     }
 
 
 def actor_seconds(inputs: PlanInputs, batch: BatchPlan) -> tuple["PassSeconds", "PassSeconds"]:
-    """Of the log-probs of a step, and of one update."""
+    """Of a pass of log-probs over a step, and of one update."""
     train, device, recompute = inputs.train, inputs.device, recompute_of(inputs.config)
     per_node = inputs.config.cluster.n_gpus_per_node
     states = (stage_state(inputs.model, train, pp, precision_of(inputs.config, inputs.element_bytes)) for pp in range(train.pipeline))

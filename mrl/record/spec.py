@@ -97,6 +97,16 @@ _ACTOR = [
     MetricSpec("actor/skipped_updates", "sum", "updates", "Updates left out: a gradient norm not finite, or every token rejected"),
 ]
 
+_MARKS = [
+    MetricSpec(
+        "ran/*/*",
+        "sum",
+        "responses",
+        "Trained responses on which the named code ran: ran/adv_estimator/NAME, ran/policy_loss/NAME, and ran/anchor/NAME of an anchor "
+        "that is not recompute; ones of no token are left out, and under several updates each response counts in one",
+    ),
+]
+
 _LENGTHS = [
     *_distribution("response_length", "tokens", "Response length"),
     MetricSpec("response_length/clip_ratio", "mean", "share", "Responses as long as the longest allowed"),
@@ -118,7 +128,7 @@ _TIMING = [
     _phase("gen", "generation, rewards overlapping"),
     _phase("reshard", "weights from the trainer into the engines, proof included"),
     _phase("reward", "waiting for rewards after generation"),
-    _phase("old_log_prob", "log-probs under the old policy"),
+    _phase("old_log_prob", "log-probs under the old policy; not with anchor on_policy"),
     _phase("ref", "log-probs under the reference model"),
     _phase("adv", "advantages"),
     _phase("update_actor", "all updates of the step"),
@@ -186,7 +196,7 @@ _VALIDATION = [
     MetricSpec("val-aux/*", "last", "1", "Other observations of validation per data source"),
 ]
 
-METRICS: tuple[MetricSpec, ...] = (*_TRAINING, *_CRITIC, *_ACTOR, *_LENGTHS, *_TIMING, *_PERF, *_RESHARD, *_SWITCH, *_VALIDATION)
+METRICS: tuple[MetricSpec, ...] = (*_TRAINING, *_CRITIC, *_ACTOR, *_MARKS, *_LENGTHS, *_TIMING, *_PERF, *_RESHARD, *_SWITCH, *_VALIDATION)
 
 # standard deviation <- (first moment, second moment): parts of a deviation do not add up, those of its moments do
 DEVIATIONS: dict[str, tuple[str, str]] = {"actor/log_seq_ratio_std": ("actor/log_seq_ratio_mean", "actor/log_seq_ratio_square_mean")}

@@ -5,7 +5,7 @@
     gen, reward      prompts, engines, reward pool      Rollouts: samples, rewards            rollouts.py
        |  ^__________ further prompts, until the batch is full
        v
-    old_log_prob     samples, actor                     TrainedStep: rows on ranks, log-probs update.py
+    old_log_prob     samples, actor                     TrainedStep: rows on ranks, log-probs update.py (not on policy)
     ref              the step, reference model          its log-probs, on the ranks           update.py
     adv              the step, rewards                  masks, weights, advantages, there     update.py
        |
@@ -61,9 +61,10 @@ def train_step(run: Run) -> None:
         rollouts = gather_rollouts(config, run.responder, run.train_prompts, run.state.cursor, step, timer)
         with timer("record"):
             run.sample_writer.write(step, rollouts.samples, reward_parts(rollouts))  # goes on beside what follows
-        with timer("switch"):
-            run.placement.to_log_probs()
-        with timer("old_log_prob"):
+        if algorithm.scores_before_update:
+            with timer("switch"):
+                run.placement.to_log_probs()
+        with timer("adv" if algorithm.on_policy else "old_log_prob"):
             trained = TrainedStep(actor, rollouts.samples)
             policy_metrics = old_log_probs(config, trained)
         if algorithm.needs_reference:

@@ -48,7 +48,7 @@ class Placement(Protocol):
         """The engines are about to generate, for training or for validation."""
 
     def to_log_probs(self) -> None:
-        """Generation is over, and the actor works until `to_engines`."""
+        """Generation is over, and the actor works until `to_engines`. Left out where no pass comes before the update."""
 
     def to_update(self) -> None:
         """The actor is about to update its weights."""
@@ -126,7 +126,8 @@ class Colocated:
                 self._actor.prefetch(*self._prefetched)
 
     def to_update(self) -> None:
-        """Gradients and optimizer come on."""
+        """Gradients and optimizer come on; after no `to_log_probs`, where there is nothing to score, engines sleep first."""
+        self._sleep()
         self._let_in("train")
         with self._timer("onload"):
             self._actor.bring(PARAMETERS, GRADIENTS, OPTIMIZER)

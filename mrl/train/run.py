@@ -171,7 +171,7 @@ def _placement(config: RunConfig, actor: ActorGroup, engines: RolloutGroup, plan
     if config.cluster.placement == "separate":
         return Separate(actor, sync)
     gate = MemoryGate(plan, actor, engines, config.cluster.step_timeout_s)
-    beside_log_probs = plan["memory"]["phases"]["rollout_to_log_prob"]["terms"]
+    beside_log_probs = plan["memory"]["phases"].get("rollout_to_log_prob", {}).get("terms", ())
     return Colocated(actor, engines, sync, gate, prefetched=[OPTIMIZER] if OPTIMIZER in beside_log_probs else [])
 
 

@@ -3,6 +3,8 @@
     samples --> ranks: old log-probs --> reference's --> anchor, rejections, weights, penalties --> advantages --> updates
     driver:     mismatch                                 trained tokens, penalties a row    <-->    advantages a response
 
+Where a step is one update, algorithm.anchor on_policy leaves the first out: the update's own log-probs are the old ones.
+
 Tokens and what is computed of them stay on the ranks (cluster/replica_rows.py); here are numbers a row, and what takes all
 rows: metrics, baselines of groups, whitening, the loss's denominators. The formulas stand in mrl.algo.
 """
@@ -15,7 +17,7 @@ from mrl.algo.advantages import WHITENED, AdvantageInputs, TokenAdvantages, resp
 from mrl.algo.correction import correction_metrics, mismatch_metrics
 from mrl.algo.rows import RowValues, total
 from mrl.algo.selection import SELECTIONS, least_chosen, means_of
-from mrl.cluster.trained_step import TrainedStep, counts_of
+from mrl.cluster.trained_step import Mismatch, TrainedStep, counts_of
 from mrl.config.schema import AlgorithmConfig, RunConfig
 from mrl.data.samples import SampleRows
 from mrl.errors import EnvironmentFault, NumericAbort
@@ -27,14 +29,17 @@ from mrl.train.rollouts import Rollouts, metric_values
 
 def old_log_probs(config: RunConfig, step: TrainedStep) -> dict[str, float]:
     """Log-probs of the same weights under Megatron's numerics; the policy's entropy, and the mismatch between generation
-    and training.
+    and training. With algorithm.anchor on_policy all of it comes of the update.
 
     Raises NumericAbort for log-probs that are not finite, EnvironmentFault when no sample has a route of R3.
     """
     if config.actor.router_replay == "R3":
         check_any_route(step.rows)
-    of_rows, entropy = step.log_probs()
-    return {"actor/entropy": entropy} | mismatch_metrics(of_rows)
+    return {} if config.algorithm.on_policy else _metrics_of(step.log_probs())
+
+
+def _metrics_of(found: Mismatch) -> dict[str, float]:
+    return {"actor/entropy": found.entropy} | mismatch_metrics(found.of_rows)
 
 
 def check_any_route(rows: SampleRows) -> None:
@@ -60,6 +65,8 @@ def corrections(algorithm: AlgorithmConfig, step: TrainedStep) -> tuple[RowValue
         metrics["train/overlong_filtered_share"] = float(step.rows.truncated.mean())
     if algorithm.rollout_correction.level is not None:
         metrics |= correction_metrics(of_rows)
+    if "from_rollout" in of_rows:
+        metrics["ran/anchor/rollout"] = total(of_rows["from_rollout"])
     _check_something_left(algorithm, step.rows, of_rows["trained"], metrics)
     return of_rows, metrics
 
@@ -100,7 +107,7 @@ def advantages(config: RunConfig, step: TrainedStep, rollouts: Rollouts, correct
     of_rows = step.set_advantages(of_responses)
     if algorithm.policy_loss.loss_mode in SELECTIONS:
         _select(config, step, of_rows["sum"], corrected)
-    return advantage_metrics(of_rows)
+    return advantage_metrics(of_rows) | {f"ran/adv_estimator/{of_responses.estimator}": float((of_rows["count"] > 0).sum())}
 
 
 def _moments(step: TrainedStep, of_responses: TokenAdvantages, trained: np.ndarray) -> RowValues:
@@ -122,9 +129,14 @@ def _select(config: RunConfig, step: TrainedStep, advantages: np.ndarray, correc
 
 
 def update(step: TrainedStep, corrected: RowValues) -> dict[str, float]:
-    """All optimizer steps; reduced metrics. Raises NumericAbort when too many in a row could not be applied."""
-    result = step.update(counts_of(step.by_mini_batch(corrected["trained"])))
-    metrics = reduce_parts(result.parts)
+    """All optimizer steps; reduced metrics, on policy with those of `old_log_probs`.
+
+    Raises NumericAbort when too many in a row could not be applied, and on policy for log-probs that are not finite, which
+    have changed nothing.
+    """
+    result, mismatch = step.update(counts_of(step.by_mini_batch(corrected["trained"])))
+    metrics = {} if mismatch is None else _metrics_of(mismatch)
+    metrics |= reduce_parts(result.parts)
     applied = len(result.loads) - metrics["actor/skipped_updates"]
     return metrics | {"actor/updates": applied} | load_metrics(step.rows.lengths, result.loads)
 

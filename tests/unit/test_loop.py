@@ -193,6 +193,42 @@ def test_a_step_goes_through_its_phases_in_order_and_advances_the_state(world, t
     assert len(read_samples(run.run_dir.samples, 2)) == 4
 
 
+ON_POLICY = ("algorithm.anchor=on_policy", "actor.ppo_mini_batch_size=2")
+
+
+def test_on_policy_no_pass_comes_before_the_update_and_the_line_has_what_the_pass_would_say(world, tmp_path):
+    lines = []
+    for overrides in (ON_POLICY[1:], ON_POLICY):
+        run = run_of(world, tmp_path / str(len(overrides)), *overrides)
+        loop.train_step(run)
+        lines.append({name: value for name, value in world.lines[-1][1].items() if not name.startswith(("timing", "perf/"))})
+    assert world.calls[-5:] == ["offload", "generate", "rewards", "update", "sync 1"]
+    assert lines[0] == lines[1] and "training/rollout_probs_diff_mean" in lines[1]
+    assert not [name for name in world.lines[-1][1] if "old_log_prob" in name]
+
+
+@pytest.mark.parametrize("reference", [False, True])
+def test_on_policy_shared_devices_go_from_the_engines_to_the_update_unless_a_reference_is_asked_between(shared, tmp_path, reference):
+    run = shared.run = run_of(shared, tmp_path, *ON_POLICY, f"algorithm.use_kl_loss={str(reference).lower()}", "algorithm.kl_loss_coef=0.1")
+    run.placement.begin(0)
+    begun = len(shared.calls)
+    loop.train_step(run)
+    between = ["bring parameters", "ref_log_probs"] if reference else []
+    assert shared.calls[begun:] == [
+        "generate",
+        "rewards",
+        "sleep",
+        *between,
+        *FROM_UPDATE[:2],
+        "bring parameters",
+        *FROM_UPDATE[3:4],
+        "transfer",
+        "offload",
+        "wake_cache",
+        "commit",
+    ]
+
+
 def test_what_is_saved_is_copied_before_the_weights_leave_for_the_engines(world, tmp_path):
     """Colocated engines wake there, and the ranks' devices have no room any more for what a copy needs."""
     run = run_of(world, tmp_path, "trainer.save_freq=1")

@@ -52,7 +52,10 @@ def rehearsal_of(folder: Path, *overrides: str) -> Rehearsal:
 def write_run(rehearsal: Rehearsal, run: Path) -> None:
     """A run directory in which everything left its mark."""
     (run / "logs").mkdir(parents=True)
-    named = {spec.name.replace("*", "x"): 0.5 for spec in METRICS if not spec.name.startswith("switch/")}
+    named = {spec.name.replace("*", "x"): 0.5 for spec in METRICS if not spec.name.startswith(("switch/", "ran/"))}
+    algorithm = rehearsal.config.algorithm
+    named |= {f"ran/adv_estimator/{algorithm.adv_estimator}": 8.0, f"ran/policy_loss/{algorithm.policy_loss.loss_mode}": 8.0}
+    named |= {f"ran/anchor/{algorithm.anchor}": 8.0} if algorithm.anchor != "recompute" else {}
     small = rehearsal.config.rollout
     named |= {"reshard/workers": small.num_engines * small.workers_per_engine, "reshard/engines": small.num_engines}
     named |= {"offload/parameters_bytes": 1.0, "offload/gradients_bytes": 1.0, "offload/optimizer_bytes": 1.0}
@@ -137,7 +140,7 @@ MARKED_BY = {
     "algorithm.use_kl_loss": "actor/kl_loss", "algorithm.overlong_buffer": "train/overlong_penalty_mean",
     "algorithm.overlong_filter": "train/overlong_filtered_share", "algorithm.rollout_correction": "rollout_corr/weight_mean",
     "actor.router_replay": "router/drift", "algorithm.entropy_coeff": "actor/entropy_loss", "trainer.test_freq": "val-core/.*",
-    "algorithm.adv_estimator": "critic/advantages/max", "algorithm.policy_loss.loss_mode": "actor/grad_norm",
+    "algorithm.adv_estimator": "ran/adv_estimator/.*", "algorithm.policy_loss.loss_mode": "ran/policy_loss/.*",
     "rollout.num_engines": "reshard/engines", "reshard.path": "reshard/verified",
     "algorithm.filter_groups": "train/(num_gen_batches|uniform_group_share)",
 }  # fmt: skip
@@ -147,6 +150,31 @@ MARKED_BY = {
 def test_without_its_mark_a_switch_does_not_count(switch, rehearsal, run, counted, tmp_path):
     less = without_metrics(run, MARKED_BY[switch], tmp_path / "less")
     assert counted - exercised(rehearsal, less) == {switch}
+
+
+OTHERS_RAN = {"algorithm.adv_estimator": "ran/adv_estimator/rloo", "algorithm.policy_loss.loss_mode": "ran/policy_loss/vanilla"}
+
+
+@pytest.mark.parametrize("also", [False, True])
+@pytest.mark.parametrize("switch", OTHERS_RAN)
+def test_a_loss_or_an_estimator_counts_when_it_alone_trained_the_responses(switch, also, rehearsal, run, counted, tmp_path):
+    """Whatever the configuration names: gradients and advantages say nothing of which function made them."""
+    other = without_metrics(run, "" if also else MARKED_BY[switch], tmp_path / "other")
+    rows = [json.loads(line) | {OTHERS_RAN[switch]: 8.0} for line in (other / "metrics.jsonl").read_text().splitlines()]
+    (other / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    assert counted - exercised(rehearsal, other) == {switch}
+
+
+@pytest.mark.parametrize("anchor", ["rollout", "on_policy"])
+def test_an_anchor_counts_by_its_own_mark_and_not_by_a_policy_that_moved(anchor, tmp_path):
+    off = ("algorithm.rollout_correction={level: null, high: 2.0}", "actor.router_replay=R3", f"algorithm.anchor={anchor}")
+    one_update = ("data.train_batch_size=64", "actor.ppo_mini_batch_size=64") if anchor == "on_policy" else ()
+    asked = rehearsal_of(tmp_path / "work", *ALL_ON, *off, *one_update)
+    write_run(asked, tmp_path / "run")
+    whole = exercised(asked, tmp_path / "run")
+    assert {"algorithm.anchor", "actor.router_replay"} <= whole
+    less = without_metrics(tmp_path / "run", "ran/anchor/.*", tmp_path / "less")
+    assert whole - exercised(asked, less) == {"algorithm.anchor"}
 
 
 def test_degrees_are_read_off_the_boxes_of_the_files(run):

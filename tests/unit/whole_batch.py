@@ -102,6 +102,9 @@ def whole_batch(config, rollouts, old, ref, lots) -> tuple[dict, dict]:
     columns |= ({} if weights is None else {"loss_weights": weights}) | ({"ref_log_probs": ref} if algorithm.needs_reference else {})
     trained = columns["advantages"][mask].astype(np.float64)
     metrics |= {f"critic/{what}/{name}": getattr(trained, name)() for what in ("advantages", "returns") for name in ("mean", "max", "min")}
+    responses = float((row_sums(mask, lengths) > 0).sum())
+    metrics |= {f"ran/adv_estimator/{algorithm.adv_estimator}": responses}
+    metrics |= {"ran/anchor/rollout": responses} if algorithm.anchor == "rollout" else {}
     rows = config.actor.ppo_mini_batch_size * config.rollout.n
     parts = [slice(first, min(first + rows, len(lengths))) for first in range(0, len(lengths), rows)]
     tokens = [slice(int(lengths[: part.start].sum()), int(lengths[: part.stop].sum())) for part in parts]

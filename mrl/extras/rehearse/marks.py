@@ -139,6 +139,23 @@ def _not_zero(name: str) -> Callable[[Evidence, RunConfig], Found]:
     return mark
 
 
+def _ran(field: str, family: str = "") -> Callable[[Evidence, RunConfig], Found]:
+    """Responses that were trained by the code of the key's name, as that code counted them; and by no other of its kind."""
+    prefix = f"ran/{family or field.rpartition('.')[2]}/"
+
+    def mark(evidence: Evidence, config: RunConfig) -> Found:
+        name = prefix + leaf(config, field)
+        others = {key for row in evidence.lines for key in row if key.startswith(prefix)} - {name}
+        return None if others else _not_zero(name)(evidence, config)
+
+    return mark
+
+
+def _replayed(evidence: Evidence, config: RunConfig) -> Found:
+    """Routes at the old log-probs and in the update were compared; on policy both are one, and the engine's routes were asked for."""
+    return _metric("router/missing_routes" if config.algorithm.on_policy else "router/drift")(evidence, config)
+
+
 def _degree(name: str, field: str) -> Callable[[Evidence, RunConfig], Found]:
     """Parts that the checkpoint's files show, as many as the degree."""
 
@@ -234,6 +251,7 @@ _VP, _EP, _ETP = (f"{_ACTOR}.{name}_parallel_size" for name in ("virtual_pipelin
 _OTHER_CUT = "the checkpoint's files are cut otherwise"
 _NOT_ALL = "not as many took part in the weight sync"
 _NOT_WRITTEN = "the metric was not written"
+_OTHER_RAN = "no response was trained by it"
 
 SWITCHES: tuple[Switch, ...] = (
     Switch("cluster.placement", _always("cluster.placement"), _placement, "no hand-over was timed"),
@@ -274,19 +292,14 @@ SWITCHES: tuple[Switch, ...] = (
     Switch(
         "actor.router_replay",
         _is("actor.router_replay", "disabled"),
-        _metric("router/drift"),
+        _replayed,
         "no choice of experts was compared",
     ),
     Switch("actor.freeze_router", _is("actor.freeze_router"), _metric("router/frozen"), _NOT_WRITTEN),
-    Switch(
-        "algorithm.adv_estimator",
-        _always("algorithm.adv_estimator"),
-        _not_zero("critic/advantages/max"),
-        "every advantage is 0",
-    ),
-    Switch(f"{_LOSS}.loss_mode", _always(f"{_LOSS}.loss_mode"), _not_zero("actor/grad_norm"), "the loss had no gradient"),
+    Switch("algorithm.adv_estimator", _always("algorithm.adv_estimator"), _ran("algorithm.adv_estimator"), _OTHER_RAN),
+    Switch(f"{_LOSS}.loss_mode", _always(f"{_LOSS}.loss_mode"), _ran(f"{_LOSS}.loss_mode", "policy_loss"), _OTHER_RAN),
     Switch("actor.optim.lr_decay_style", _is("actor.optim.lr_decay_style", "constant"), _rates_differ, "the rate stayed the same"),
-    Switch("algorithm.anchor", _is("algorithm.anchor", "recompute"), _not_zero("actor/ppo_kl"), "actor/ppo_kl is 0"),
+    Switch("algorithm.anchor", _is("algorithm.anchor", "recompute"), _ran("algorithm.anchor"), _OTHER_RAN),
     Switch("algorithm.rollout_correction", _correction, _metric("rollout_corr/weight_mean"), _NOT_WRITTEN),
     Switch("algorithm.use_kl_loss", _kl, _metric("actor/kl_loss"), _NOT_WRITTEN),
     Switch(
