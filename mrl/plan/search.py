@@ -47,6 +47,7 @@ class SearchProblem:
     precision: Precision = BF16
     micro_of: Callable[[TrainLayout], MicroBatchShape] | None = None  # None: that of `work` in every layout
     offload: Offload = field(default_factory=Offload)  # what the actor keeps on the host
+    scores_old: bool = True  # a pass is made for old log-probs
 
     @property
     def model(self) -> ModelSpec:
@@ -200,6 +201,7 @@ def fullest_phase(problem: SearchProblem, layout: TrainLayout, recompute: Recomp
             log_prob=activations.forward_only(pp),
             sync_staging=problem.sync_staging,
             offload=problem.offload,
+            scores_old=problem.scores_old,
         )
         phases += actor_phases(actor, problem.device)
     return max(phases, key=lambda phase: phase.total)

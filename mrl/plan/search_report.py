@@ -60,6 +60,7 @@ def search_problem(config: RunConfig, model: ModelSpec, device: Device, devices:
         precision=precision_of(config, BF16.parameters),
         micro_of=micro_of,
         offload=offload_of(config),
+        scores_old=not config.algorithm.on_policy,
     )
 
 

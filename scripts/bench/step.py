@@ -13,7 +13,7 @@ from statistics import median
 
 from mrl.record.run_dir import METRICS, read_metrics
 
-WORK = ("gen", "old_log_prob", "update_actor", "reshard")
+WORK = ("gen", "old_log_prob", "update_actor", "reshard")  # on policy there is no old_log_prob
 PREFIX = "timing_s/"
 
 
@@ -35,7 +35,7 @@ def measure(run_dir: Path) -> dict:
         raise SystemExit(f"{run_dir} has no step after the first without validation and save")
     phases = {name.removeprefix(PREFIX): median(r[name] for r in rows) for name in rows[0] if name.startswith(PREFIX)}
     total = sum(r["timing_s/step"] for r in rows)
-    work = sum(r[PREFIX + name] for r in rows for name in WORK)
+    work = sum(r.get(PREFIX + name, 0.0) for r in rows for name in WORK)
     return {"steps": len(rows), "phases": phases, "overhead_share": 1 - work / total}
 
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,9 +27,10 @@ from mrl.megatron.packing import Shape, micro_inputs
 from mrl.megatron.routing import Routing
 from mrl.model import model_spec, planning_model_spec
 from mrl.plan.devices import find_device
+from mrl.plan.memory import memory_section
 from mrl.plan.memory_phases import ActorBytes, EngineBytes, actor_phases, colocated_phases, with_optimizer_early
-from mrl.plan.plan_inputs import PlanInputs
-from mrl.plan.run_plan import make_plan
+from mrl.plan.plan_inputs import PlanInputs, batch_plan, engine_of
+from mrl.plan.times import phase_seconds, step_flops
 from mrl.record.metrics import reduce_parts
 from mrl.train.update import advantages, corrections, old_log_probs, update
 
@@ -167,15 +169,18 @@ def test_a_device_has_no_phase_of_log_probs_but_the_reference_models():
     assert totals(colocated_phases(with_reference, ENGINE, DEVICE))["rollout_to_log_prob"] == 70 + 2 + 7
 
 
+def planned(anchor: str) -> PlanInputs:
+    overrides = ["data.train_batch_size=64", "actor.ppo_mini_batch_size=64", f"algorithm.anchor={anchor}"]
+    run = load_config("parallel_configs/qwen3-30b-a3b/h100-4x8.yaml", overrides=overrides).config
+    return PlanInputs.of(run, planning_model_spec(run.model.path)[0], DEVICE)
+
+
 def test_a_plan_has_neither_seconds_nor_memory_of_the_pass():
-    plans = []
-    for anchor in ("recompute", ON_POLICY):
-        overrides = ["data.train_batch_size=64", "actor.ppo_mini_batch_size=64", f"algorithm.anchor={anchor}"]
-        run = load_config("parallel_configs/qwen3-30b-a3b/h100-4x8.yaml", overrides=overrides).config
-        plans.append(make_plan(PlanInputs.of(run, planning_model_spec(run.model.path)[0], DEVICE)))
-    given, found = ({kind: plan["times"][kind] for kind in ("flops", "phase_seconds")} for plan in plans)
-    assert {kind: {n: v for n, v in values.items() if n != "log_prob"} for kind, values in given.items()} == found != given
-    phases, fewer = (plan["memory"]["phases"] for plan in plans)
+    given, found = planned("recompute"), planned(ON_POLICY)
+    for part in (step_flops, partial(phase_seconds, engine=engine_of(given))):
+        before, after = part(given, batch_plan(given.config, given.train)), part(found, batch_plan(found.config, found.train))
+        assert before.pop("log_prob") > 0 and after == before
+    phases, fewer = (memory_section(inputs)["phases"] for inputs in (given, found))
     assert phases.keys() - fewer.keys() == {"log_prob", "rollout_to_log_prob"} and fewer.keys() < phases.keys()
     assert "routes" in phases["train"]["terms"] and "routes" not in fewer["train"]["terms"]  # what a pass records of routers
 
