@@ -92,7 +92,7 @@ def test_a_step_of_r3_without_any_route_is_a_fault_and_one_with_some_is_not(unkn
 
 @pytest.mark.parametrize("replay", ["R3", "R2", "disabled"])
 def test_only_r3_asks_for_routes(replay):
-    config = SimpleNamespace(actor=SimpleNamespace(router_replay=replay))
+    config = SimpleNamespace(actor=SimpleNamespace(router_replay=replay), algorithm=SimpleNamespace(on_policy=False))
     step = SimpleNamespace(rows=packed([sample(0, 3, 4, routes=False)]).numbers, log_probs=_asked)
     with pytest.raises(EnvironmentFault if replay == "R3" else NumericAbort):
         old_log_probs(config, step)
