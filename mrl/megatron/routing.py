@@ -166,7 +166,7 @@ class Routing:
         self._counts.missing += routed if supplied is None else sum(((s[:, 0] == MISSING) & predicting).sum() for s in supplied)
 
     def _count_disagreeing(self, supplied: list[Tensor] | None, choosers: list[_Chooser], real: Tensor) -> None:
-        for chooser, wanted in zip(choosers, supplied or (), strict=False):
+        for chooser, wanted in zip(choosers, supplied, strict=True) if supplied is not None else ():
             known = real & (wanted[:, 0] != MISSING)
             self._counts.disagreeing += (_differ(wanted, chooser.own) & known).sum()
             self._counts.supplied += known.sum()

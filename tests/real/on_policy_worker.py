@@ -12,10 +12,18 @@ from padded import on_all_rows, read_batch
 from ranks import agree_on_port
 from safetensors.torch import save_file
 
+from mrl.cluster.rank_step import RankStep
+from mrl.cluster.stored_samples import StoredSamples
+from mrl.cluster.trained_step import TrainedStep
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
+from mrl.data.order import DataCursor
+from mrl.data.samples import Sample, packed
+from mrl.errors import NumericAbort
 from mrl.megatron.actor import MegatronActor
 from mrl.megatron.batching import RowResult
+from mrl.train.rollouts import Rollouts
+from mrl.train.update import advantages, corrections, old_log_probs, update
 
 
 def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:
@@ -24,8 +32,9 @@ def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:
         forwards = _counted(actor)
         batch = read_batch(case["batch"])
         report = _compared(actor, batch) if case["compares"] else {}
-        report |= _updated(actor, batch, forwards, out / f"{case['name']}.safetensors", rank)
-        report |= _spoilt(actor, batch) if actor.config.algorithm.on_policy else {}
+        samples = _samples(batch, case["rejected"])
+        report |= _updated(actor, samples, forwards, out / f"{case['name']}.safetensors", rank)
+        report |= _spoilt(actor, samples) if actor.config.algorithm.on_policy else {}
         (out / f"{case['name']}-{rank}.json").write_text(json.dumps(report))
         actor.close()
 
@@ -48,49 +57,86 @@ def _compared(actor: MegatronActor, batch: TrainBatch) -> dict:
     return {"gradient_error": error, "gradient_norm": max(float(g.norm()) for g in gradients[0].values()), "parts": parts}
 
 
-def _updated(actor: MegatronActor, batch: TrainBatch, forwards: list[int], file: Path, rank: int) -> dict:
-    """One update as the configuration makes it, the pass included that it needs."""
+def _updated(actor: MegatronActor, samples: list[Sample], forwards: list[int], file: Path, rank: int) -> dict:
+    """A step as the loop makes it."""
     forwards.clear()
-    old = None if actor.config.algorithm.on_policy else actor.log_probs(batch)
-    given = batch if actor.config.algorithm.on_policy else replace(batch, old_log_probs=_everywhere(old, batch))
-    result = actor.update(given)
-    report = {"forwards": len(forwards), "update": result.parts, "old": _numbers(old or result.old)}
+    report = {"metrics": _step(actor, samples), "forwards": len(forwards)}
     weights = dict(actor.export_hf())
     if rank == 0:
         save_file({name: tensor.contiguous() for name, tensor in weights.items()}, file)
     return report
 
 
-def _spoilt(actor: MegatronActor, batch: TrainBatch) -> dict:
-    """Updates on generation's log-prob and on a weight that are not finite; both say so and change nothing."""
-    before, updates = _weights(actor), actor.num_updates
-    rollout = batch.rollout_log_probs.copy()
-    rollout[-1] = math.nan
-    generations = actor.update(replace(batch, rollout_log_probs=rollout))
-    unchanged = [_same(before, _weights(actor))]
-    for chunk in actor.chunks:
-        for name, parameter in chunk.named_parameters():
-            if name.endswith("final_layernorm.weight"):
-                parameter.data[0] = math.inf
-    spoilt = _weights(actor)
-    own = actor.update(batch)
-    unchanged.append(_same(spoilt, _weights(actor)))
-    bad = None if own.old is None else int((~np.isfinite(own.old.log_probs)).sum())
-    skipped = [part for result in (generations, own) for part in result.parts if "actor/skipped_updates" in part]
-    counts = {"updates_counted": actor.num_updates - updates, "skipped": actor.skipped_in_a_row, "told": len(skipped)}
-    return {"unchanged": unchanged, "bad": bad} | counts
+def _spoilt(actor: MegatronActor, samples: list[Sample]) -> dict:
+    """Steps on a log-prob of generation and on a weight that are not finite; what each says, and whether it changed a weight."""
+    updates, said, unchanged = actor.num_updates, [], []
+    nan = [*samples[:-1], replace(samples[-1], rollout_log_probs=(math.nan, *samples[-1].rollout_log_probs[1:]))]
+    for given in (nan, samples):
+        before = _weights(actor)
+        said.append(_abort(actor, given))
+        unchanged.append(all(torch.equal(a, b) for a, b in zip(before, _weights(actor), strict=True)))
+        for chunk in actor.chunks:
+            for name, parameter in chunk.named_parameters():
+                if name.endswith("final_layernorm.weight"):
+                    parameter.data[0] = math.inf
+    return {"said": said, "unchanged": unchanged, "counted": actor.num_updates - updates, "skipped": actor.skipped_in_a_row}
+
+
+def _abort(actor: MegatronActor, samples: list[Sample]) -> str:
+    try:
+        _step(actor, samples)
+    except NumericAbort as error:
+        return str(error)
+    return "nothing"
 
 
 def _weights(actor: MegatronActor) -> list[torch.Tensor]:
     return [p.detach().clone() for chunk in actor.chunks for p in chunk.parameters()]
 
 
-def _same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+def _step(actor: MegatronActor, samples: list[Sample]) -> dict[str, float]:
+    """What the driver does of a step from its samples to its updates, on every rank alike."""
+    stored, config = InMemory.of(packed(samples).numbers, packed(samples)), actor.config
+    scores = np.cos(np.arange(len(samples)))
+    rollouts = Rollouts(stored, [], scores, DataCursor(), {})
+    step = TrainedStep(Ranks(actor), stored)
+    metrics = old_log_probs(config, step)
+    corrected, more = corrections(config.algorithm, step)
+    return metrics | more | advantages(config, step, rollouts, corrected) | update(step, corrected)
 
 
-def _numbers(result: RowResult | None) -> dict | None:
-    return result and {"rows": result.rows.tolist(), "log_probs": result.log_probs.tolist(), "entropy": result.entropy}
+class InMemory(StoredSamples):
+    """Blocks are the responses themselves."""
+
+    @staticmethod
+    def _get(blocks) -> list:
+        return list(blocks)
+
+
+class Ranks:
+    """Stands in for the driver's group of ranks: each rank makes its own call, and all of them tell each other what it gave."""
+
+    def __init__(self, actor: MegatronActor) -> None:
+        self.config, self.model, self.layout, self._actor, self._step = actor.config, actor.model, actor.layout, actor, None
+
+    def each(self, method: str, arguments: list[tuple], phase: str, interruptible: bool = False) -> list:
+        own = arguments[self._actor.rank]
+        if method == "begin_step":
+            self._step = RankStep(self._actor, *own)
+            return []
+        answers = [None] * len(arguments)
+        torch.distributed.all_gather_object(answers, getattr(self._step, own[0])(*own[1:]))
+        return answers
+
+
+def _samples(batch: TrainBatch, truncated: int) -> list[Sample]:
+    """A batch's rows as an engine hands them over; one of them was cut off."""
+    found, ends = [], (np.cumsum(batch.lengths), np.cumsum(batch.response_lengths))
+    for i, (prompt, response, end, response_end) in enumerate(zip(batch.prompt_lengths, batch.response_lengths, *ends, strict=True)):
+        ids = tuple(batch.token_ids[end - prompt - response : end].tolist())
+        log_probs = tuple(batch.rollout_log_probs[response_end - response : response_end].tolist())
+        found.append(Sample(i, i, i, 0, ids[:prompt], ids[prompt:], log_probs, "length" if i == truncated else "stop", 0))
+    return found
 
 
 def _everywhere(result: RowResult | None, batch: TrainBatch) -> np.ndarray:

@@ -38,7 +38,7 @@ def test_two_steps_train_sync_and_save_and_leave_the_constants(world, tmp_path):
     assert [row["training/global_step"] for row in rows] == [1, 2]
     assert all(row["reshard/verified"] == 1 and row["reshard/resynced"] == 0 for row in rows)
     assert all(row["actor/grad_norm"] > 0 == row["actor/ppo_kl"] and "timing_s/old_log_prob" not in row for row in rows)
-    assert all(row["actor/entropy"] > 0 and 0 < row["rollout_corr/k3_kl"] < 1e-2 for row in rows)
+    assert all(row["actor/entropy"] > 0 and row["rollout_corr/k3_kl"] > 0 for row in rows)
     assert all(row["ran/anchor/on_policy"] == row["ran/policy_loss/gspo"] == row["ran/adv_estimator/grpo"] == 64 for row in rows)
     succeeded("convert", "megatron-to-hf", str(run_dir), "-o", str(tmp_path / "hf"))
     before, after = (

@@ -5,13 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from padded import PaddedBatch, collate, in_rows
+from padded import PaddedBatch, collate
 from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny_models import save, tiny_moe
 
-from mrl.algo.correction import mismatch_metrics, mismatch_of_rows
-from mrl.data.batch import TrainBatch
 from mrl.data.samples import Sample
 from mrl.record.metrics import reduce_parts
 
@@ -45,12 +43,12 @@ def out(tmp_path_factory) -> Path:
                 "ppo_micro_batch_size_per_gpu": 2,
             },
             "rollout": {"n": 1},
-            "algorithm": {"anchor": anchor},
+            "algorithm": {"anchor": anchor, "overlong_filter": True},
             "data": {"train_batch_size": SAMPLES},
             "trainer": {"max_skipped_updates": 1},
             "cluster": {"device": "cpu", "step_timeout_s": 300},
         }  # fmt: skip
-        return {"name": name, "config": config, "batch": str(out / "batch.npz"), "compares": anchor == "on_policy"}
+        return {"name": name, "config": config, "batch": str(out / "batch.npz"), "compares": anchor == "on_policy", "rejected": REJECTED}
 
     cases = [case(WITH_PASS, TP_EP, "recompute"), *(case(name, degrees, "on_policy") for name, degrees in LAYOUTS.items())]
     (out / "cases.json").write_text(json.dumps(cases))
@@ -74,21 +72,6 @@ def _batch(vocab: int) -> PaddedBatch:
 
 def reports(out: Path, name: str) -> list[dict]:
     return [json.loads((out / f"{name}-{rank}.json").read_text()) for rank in (0, 1)]
-
-
-def old_log_probs(out: Path, name: str) -> tuple[np.ndarray, float]:
-    """[response tokens] in the order of rows, and the mean entropy; of all replicas."""
-    batch = whole(out)
-    found, entropies, rows = np.zeros((SAMPLES, int(batch.response_lengths.max())), np.float32), [], []
-    for old in (report["old"] for report in reports(out, name) if report["old"]):
-        found[old["rows"]] = in_rows(batch, np.array(old["rows"]), np.array(old["log_probs"], np.float32))
-        rows, entropies = rows + old["rows"], [*entropies, old["entropy"]]
-    assert sorted(rows) == list(range(SAMPLES)), "rejected rows too, and no filler"
-    return found[PaddedBatch(**np.load(out / "batch.npz")).response_mask], sum(v for v, _ in entropies) / sum(n for _, n in entropies)
-
-
-def whole(out: Path) -> TrainBatch:
-    return PaddedBatch(**np.load(out / "batch.npz")).packed()
 
 
 def worst(some: dict, others: dict) -> float:
@@ -122,18 +105,27 @@ def test_the_updated_weights_are_those_after_a_pass_and_the_pass_is_not_made(lay
     assert [report["forwards"] for report in reports(out, WITH_PASS)] == [2 * 4, 2 * 4]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_mismatch_and_the_entropy_are_those_of_the_pass(layout, out):
-    batch = whole(out)
-    (passed, entropy), (own, own_entropy) = old_log_probs(out, WITH_PASS), old_log_probs(out, layout)
-    expected, found = (mismatch_metrics(mismatch_of_rows(batch.rollout_log_probs, each, batch.response_lengths)) for each in (passed, own))
-    assert found == pytest.approx(expected, rel=BOUND, abs=BOUND) and own_entropy == pytest.approx(entropy, rel=BOUND)
-    assert expected["training/rollout_probs_diff_mean"] > 0.01
+OF_THE_LAYOUT = ("global_seqlen/", "actor/dp_imbalance", "actor/padding_share", "actor/packed_sequences", "router/")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_log_probs_that_are_not_finite_change_nothing_are_handed_out_and_count_as_no_skipped_update(layout, out):
-    found = reports(out, layout)
-    assert all(report["unchanged"] == [True, True] for report in found)
-    assert all((report["updates_counted"], report["skipped"], report["told"]) == (0, 0, 0) for report in found)
-    assert sum(report["bad"] or 0 for report in found) > 0
+def test_a_step_says_what_it_says_with_a_pass_the_mismatch_over_rejected_rows_too(layout, out):
+    expected, found = reports(out, WITH_PASS)[0]["metrics"], reports(out, layout)[0]["metrics"]
+    assert found.pop("ran/anchor/on_policy") == SAMPLES - 1 == expected["ran/policy_loss/gspo"]
+    drift = expected.pop("router/drift")  # between the pass and the update, of which there is one now
+    assert found.keys() == expected.keys() and drift == 0.0
+    assert {name: value for name, value in found.items() if not name.startswith(OF_THE_LAYOUT)} == pytest.approx(
+        {name: value for name, value in expected.items() if not name.startswith(OF_THE_LAYOUT)}, rel=BOUND, abs=BOUND
+    )
+    assert expected["training/rollout_probs_diff_mean"] > 0.01 and expected["actor/entropy"] > 1.0
+    assert expected["train/overlong_filtered_share"] == 1 / SAMPLES
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_log_probs_that_are_not_finite_end_the_step_as_after_a_pass_and_change_nothing(layout, out):
+    """trainer.max_skipped_updates is 1 here: an update that was left out would say so in other words."""
+    for report in reports(out, layout):
+        generations, own = report["said"]
+        assert generations.startswith("rollout_log_probs: 1 of ") and f"row {SAMPLES - 1}, token 0" in generations
+        assert own.startswith("old_log_probs: ") and "the first at row 0, token 0" in own
+        assert (report["unchanged"], report["counted"], report["skipped"]) == ([True, True], 0, 0)
