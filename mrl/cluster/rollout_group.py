@@ -9,12 +9,14 @@ import time
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import ray
 
-from mrl.cluster.calls import SETTLE_S, Late, LostPeer, blame, gather, unwrap
+from mrl.cluster.calls import SETTLE_S, Late, gather
+from mrl.cluster.request_streams import RequestStreams
 from mrl.cluster.seats import Seat, Seats, engine_seats
 from mrl.cluster.stored_samples import STREAM_ENVIRONMENT, StoredSamples
 from mrl.cluster.workers import EngineWorker
@@ -23,7 +25,6 @@ from mrl.errors import Interrupted
 from mrl.platforms.hosting import get_hosting
 from mrl.vllm.requests import Request, Sampling, engine_settings, log_name, rank_name
 
-AHEAD = 64  # objects of a stream, two a block: texts that nobody has taken yet are not piled up in this process
 PREPARE_S = 60.0  # for a rank that is there to say so; another may be in the middle of a long step
 
 OnBatch = Callable[[StoredSamples, list[str]], None]
@@ -101,44 +102,33 @@ class RolloutGroup:
             return "".join(f"; {name}: {', '.join(stopped)}" for name, stopped in found.items() if stopped)
         return ""
 
+    def streams(self, with_texts: bool) -> RequestStreams:
+        """Nothing sent yet; `with_texts`: responses are decoded where they are made."""
+        workers = dict(zip(self.names, self.workers, strict=True))
+        return RequestStreams(workers, partial(self.refs, "check_there"), with_texts)
+
     def generate(self, requests: list[Request], sampling: Sampling, on_batch: OnBatch | None = None) -> StoredSamples:
         """All responses, ordered by `sample_id`; `on_batch` sees those that finish together, and texts, which are made for it alone.
 
         Raises Interrupted when an engine dies or the deadline passes.
         """
         done: list[StoredSamples] = []
-        streams = {
-            worker.generate.options(num_returns="streaming", _generator_backpressure_num_objects=AHEAD).remote(
-                share, sampling, on_batch is not None
-            ): name
-            for name, worker, share in zip(self.names, self.workers, spread(requests, len(self.workers)), strict=True)
-            if share
-        }
+        streams = self.streams(with_texts=on_batch is not None)
+        for name, share in zip(self.names, spread(requests, len(self.workers)), strict=True):
+            streams.send(name, share, sampling)
         deadline = time.monotonic() + self.config.rollout.generate_timeout_s
-        while streams:
+        while streams.waiting_for:
             self.poll()
-            ready, _ = ray.wait(list(streams), timeout=0.5, fetch_local=False)  # a block is not for this node
-            for stream in ready:
-                self._take(stream, streams, done, on_batch)
-            if not ready and time.monotonic() > deadline:
-                late, missing = ", ".join(streams.values()), len(requests) - sum(map(len, done))
+            arrived = streams.take(timeout_s=0.5)
+            for samples, texts in arrived:
+                done.append(samples)
+                if on_batch is not None:
+                    on_batch(samples, texts)
+            if not arrived and streams.waiting_for and time.monotonic() > deadline:
+                late, missing = ", ".join(streams.waiting_for), len(requests) - sum(map(len, done))
                 raise Interrupted(f"generation: {missing} of {len(requests)} responses missing, waiting for {late}")
         samples = StoredSamples.joined(done)
         return samples.take(np.argsort(samples.rows.sample_id))
-
-    def _take(self, stream, streams: dict, done: list[StoredSamples], on_batch: OnBatch | None) -> None:
-        try:
-            block = next(stream)
-        except StopIteration:
-            del streams[stream]
-            return
-        try:
-            rows, texts = unwrap(next(stream, block), streams[stream], "generation")  # nothing follows an engine's error
-        except LostPeer as error:  # whom it lost, the lost one's own front end knows, also one that had no request
-            raise blame(error, self.refs("check_there"), "generation") from error
-        done.append(StoredSamples.of(rows, block))
-        if on_batch is not None:
-            on_batch(done[-1], texts)
 
     def load_weights(self, buckets: Iterable[tuple[ray.ObjectRef, str]]) -> int:
         """Hands every engine full HF tensors; returns bytes received, all engines together. `commit` completes it.

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import ray
 
+from mrl.cluster.kept_tokens import fetched, going_on, with_kept
 from mrl.cluster.prerequisites import free_port
 from mrl.cluster.stored_samples import StoredSamples, in_blocks
 from mrl.config.model_folders import with_model_folders
@@ -230,10 +231,15 @@ class EngineWorker:
         """See VllmEngine.check_there."""
         await self.engine.check_there()
 
-    async def generate(self, requests, sampling, with_texts: bool):
-        """Streams what finished together, by blocks: a block, then the numbers of its rows and their texts, or None; see StoredSamples."""
-        async for batch in self.engine.generate(requests, sampling):
-            for block in in_blocks(batch):
+    async def generate(self, requests, sampling, with_texts: bool, kept: dict[int, tuple[ray.ObjectRef, int]] | None = None):
+        """Streams what finished together, by blocks: a block, then the numbers of its rows and their texts, or None; see StoredSamples.
+
+        `kept`: by sample_id, block and row of the tokens that a response goes on from; what is streamed of it is whole.
+        """
+        before = await fetched(kept or {})
+        asked = [going_on(request, before.get(request.sample_id)) for request in requests]
+        async for batch in self.engine.generate(asked, sampling):
+            for block in in_blocks(with_kept(before, batch)):
                 yield block
                 yield block.numbers, self._texts(block) if with_texts else None
 

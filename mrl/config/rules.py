@@ -17,6 +17,7 @@ from mrl.config.loss_rules import LOSS_RULES, loss_notes
 from mrl.config.override_rules import OVERRIDE_RULES
 from mrl.config.rollout_rules import ROLLOUT_RULES, reshard_notes, rollout_notes
 from mrl.config.run_rules import PATH_RULES, RUN_RULES
+from mrl.config.schedule_rules import SCHEDULE_RULES, schedule_notes
 from mrl.config.schema import RunConfig, leaf, schema_keys
 from mrl.config.section import KeyRule, notes_of
 from mrl.errors import InvalidConfig, MrlError, UnknownValue, Violation
@@ -52,6 +53,7 @@ def notes(resolved: ResolvedConfig, model: ModelSpec) -> list[str]:
         *version_notes(resolved.config),
         *npu_notes(resolved.config),
         *reshard_notes(resolved.config),
+        *schedule_notes(resolved.config, model),
     ]
 
 
@@ -88,7 +90,7 @@ def _of_one_key(field: str, rule: KeyRule) -> Rule:
 
 
 _KEY_RULES = tuple(_of_one_key(path, notes_of(field).rule) for path, field in schema_keys().items() if notes_of(field).rule)
-RULES = (*ACTOR_RULES, *_KEY_RULES, *LOSS_RULES, *ROLLOUT_RULES, *RUN_RULES, *OVERRIDE_RULES, *DEVICE_RULES)
+RULES = (*ACTOR_RULES, *_KEY_RULES, *LOSS_RULES, *ROLLOUT_RULES, *RUN_RULES, *SCHEDULE_RULES, *OVERRIDE_RULES, *DEVICE_RULES)
 
 
 def _placed(violation: Violation, resolved: ResolvedConfig) -> Violation:

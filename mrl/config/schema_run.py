@@ -35,6 +35,40 @@ class TrainerConfig(Section):
         "With resume_path: a step-N folder, or a run whose newest is meant. Weights, optimizer, step and place in the data are its.",
         verl="trainer.resume_from_path",
     )
+    schedule: Literal["sync", "one_step_off", "bounded"] = key(
+        "sync",
+        "Whether generation runs ahead of training. sync: in turn; one_step_off: the next step's responses are generated while "
+        "this one trains; bounded: up to max_staleness steps ahead.",
+        advice="sync until a run is understood; then one_step_off where generation and training take about as long.",
+    )
+    max_staleness: int = key(
+        0,
+        "With bounded: updates that a token may be behind the weights that are trained with it.",
+        ge=0,
+        unit="updates",
+        advice="1 or 2, with a rollout_correction; 0 is the synchronous order.",
+    )
+    partial_rollouts: bool = key(
+        False,
+        "With bounded: a response may be begun by one version of the weights and go on by the next; each token keeps its own log-prob.",
+        advice="true where a few long responses hold up the rest.",
+    )
+    segment_tokens: int | None = key(
+        None,
+        "With partial_rollouts: tokens of a response by each version before its last; left out: an equal share of the longest response.",
+        ge=1,
+        unit="tokens",
+    )
+    order: Literal["in_order", "ready_first"] = key(
+        "in_order",
+        "Which groups a step trains on when generation runs ahead. in_order: those whose turn it is, so that runs repeat bit by bit; "
+        "ready_first: those that are finished.",
+        advice="in_order; ready_first where lengths differ so much that waiting for a group costs more than repeating is worth.",
+    )
+    on_stale: Literal["requeue", "drop"] = key(
+        "requeue",
+        "With ready_first: a group whose tokens have become older than max_staleness is begun anew, or dropped and counted.",
+    )
     seed: int = key(0, "Of prompts' order, sampling and initial states.")
     deterministic: bool = key(
         False,

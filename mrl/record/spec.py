@@ -137,6 +137,7 @@ _TIMING = [
     _phase("switch", "hand-overs of shared devices before log-probs and before the update"),
     _phase("record", "waiting for the writer of samples, which is a step behind at most"),
     _phase("step", "the whole step"),
+    _phase("settle", "waiting until engines may be given other weights, where generation runs ahead"),
     _phase("outside", "of the step, what no phase counts"),
     MetricSpec("timing_per_token_ms/gen", "max", "ms/token", "Generation time over response tokens"),
     MetricSpec("timing_per_token_ms/*", "max", "ms/token", "Phase time over all tokens of the batch"),
@@ -185,6 +186,17 @@ _SWITCH = [
     MetricSpec("switch/wake_kv_s", "max", "s", "Colocated: engines taking memory for their cache, slowest engine"),
 ]
 
+_AHEAD = [
+    *_distribution("training/off_policy/trajectory_staleness", "updates", "Age of a response's oldest token when it is trained on"),
+    MetricSpec("async/versions_per_sample", "mean", "versions", "Versions of the weights that made a response, mean"),
+    MetricSpec("async/recomputed_tokens", "sum", "tokens", "Tokens that engines computed once more because a response went on"),
+    MetricSpec("async/groups_ahead", "last", "groups", "Groups on their way or finished when the step took its batch"),
+    MetricSpec("async/dropped_groups", "last", "groups", "Groups that nobody was trained on, since the run began"),
+    MetricSpec("async/requeued_groups", "last", "groups", "Groups begun anew because they had become too old, since the run began"),
+    MetricSpec("async/dropped_response_length/*", "last", "tokens", "Length of responses that were dropped, mean by cause"),
+    MetricSpec("async/kept_response_length", "last", "tokens", "Length of responses that were trained on, mean since the run began"),
+]
+
 _VALIDATION = [
     MetricSpec("val-core/*/mean@*", "last", "reward", "Mean over n responses a prompt, per data source: val-core/SOURCE/acc/mean@N"),
     MetricSpec("val-core/*/best@*", "last", "reward", "Best of n responses a prompt, expected and its standard deviation, per data source"),
@@ -196,7 +208,9 @@ _VALIDATION = [
     MetricSpec("val-aux/*", "last", "1", "Other observations of validation per data source"),
 ]
 
-METRICS: tuple[MetricSpec, ...] = (*_TRAINING, *_CRITIC, *_ACTOR, *_MARKS, *_LENGTHS, *_TIMING, *_PERF, *_RESHARD, *_SWITCH, *_VALIDATION)
+METRICS: tuple[MetricSpec, ...] = (
+    *_TRAINING, *_CRITIC, *_ACTOR, *_MARKS, *_LENGTHS, *_TIMING, *_PERF, *_RESHARD, *_SWITCH, *_AHEAD, *_VALIDATION,
+)  # fmt: skip
 
 # standard deviation <- (first moment, second moment): parts of a deviation do not add up, those of its moments do
 DEVIATIONS: dict[str, tuple[str, str]] = {"actor/log_seq_ratio_std": ("actor/log_seq_ratio_mean", "actor/log_seq_ratio_square_mean")}

@@ -47,7 +47,7 @@ class RewardPool:
     """`num_workers` scoring processes, each held by one thread.
 
     `timeout_s` is the one deadline of a sample's scoring, counted from when its worker begins it. A failed sample gets `failure_score`
-    and a reason. `submit` and `drain` let scoring overlap generation; `score` does both. Use as a context manager, from one thread.
+    and a reason. `submit` and `drain` let scoring overlap generation; `score` does both. Use as a context manager, one thread at a time.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class RewardPool:
         self._queue: deque[_Job] = deque()
         self._results: dict[int, RewardResult] = {}
         self._submitted = 0
+        self._collected = 0  # of these
         self._ready = 0
         self._closed = False
         self._error: BaseException | None = None
@@ -97,12 +98,29 @@ class RewardPool:
         `poll` is called about twice a second and may raise. The wait ends early, with the results that there are, once more than
         `max_failures` samples failed: the caller refuses them, and the pool is then only good for closing.
         """
-        self._wait_for(lambda: len(self._results) == self._submitted or self._failed_more_than(max_failures), poll)
+        self._wait_for(lambda: not self._awaited or self._failed_more_than(max_failures), poll)
         with self._changed:
             results = [self._results[i] for i in sorted(self._results)]
-            if len(results) == self._submitted:
-                self._results, self._submitted = {}, 0
+            if not self._awaited:
+                self._results, self._submitted, self._collected = {}, 0, 0
         return results
+
+    def collect(self) -> list[RewardResult]:
+        """Results that are there, in the order of submission; none of them is given again. Waits for nothing.
+
+        For whoever submits without end; `drain` waits for the rest. Raises what made scoring impossible.
+        """
+        with self._changed:
+            if self._error:
+                raise self._error
+            results = [self._results.pop(i) for i in sorted(self._results)]
+            self._collected += len(results)
+        return results
+
+    @property
+    def _awaited(self) -> int:
+        """Items that have no result yet."""
+        return self._submitted - self._collected - len(self._results)
 
     def _failed_more_than(self, limit: int | None) -> bool:
         return limit is not None and sum(r.reason != OK for r in self._results.values()) > limit
@@ -207,7 +225,7 @@ class RewardPool:
         value = score if reason == OK else self.failure_score
         with self._changed:
             self._results[job.position] = RewardResult(job.sample_id, value, parts, reason, detail, job.data_source)
-            if len(self._results) == self._submitted:
+            if not self._awaited:
                 self._changed.notify_all()
 
     def _start(self, slot: int) -> None:

@@ -92,6 +92,10 @@ def _column(which: Field, kept: Samples, more: Samples) -> np.ndarray:
             return _routes(kept, more)
         case "token":
             return _end_to_end(_of_rows(first, kept.lengths), more.responses())
+        case "row" if which.name == "finite":
+            return first & second
+        case "row" if which.name == "routed":
+            return first | second
         case _:
             return first
 

@@ -29,6 +29,7 @@ class Schedule:
     segment_tokens: int | None = None  # in_order: of one request, and of each version but the last; None: see `quota`
     buffer_groups: int | None = None  # on their way at most; None: as many as are admitted
     concurrency: int | None = None  # responses under way at most, in all engines; None: all
+    total_steps: int | None = None  # of the run: nothing is issued for those after them
     max_losses: int = 2  # engines lost under a group with which it is set aside: it may be what kills them
 
     @property
@@ -53,7 +54,8 @@ class Schedule:
 
     def issue_limit(self, step: int) -> int:
         """Groups that may have been issued with the weights of `step`, trained ones included."""
-        return (self.max_staleness + step + 1) * self.batch
+        steps = self.max_staleness + step + 1
+        return min(steps, self.total_steps or steps) * self.batch
 
     def bound(self) -> str:
         """One sentence for whoever validates a configuration."""

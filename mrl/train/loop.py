@@ -2,7 +2,7 @@
 
     phase            takes                              gives                                 written in
     ------------------------------------------------------------------------------------------------------------
-    gen, reward      prompts, engines, reward pool      Rollouts: samples, rewards            rollouts.py
+    gen, reward      prompts, engines, reward pool      Rollouts: samples, rewards            generation.py, rollouts.py
        |  ^__________ further prompts, until the batch is full
        v
     old_log_prob     samples, actor                     TrainedStep: rows on ranks, log-probs update.py (not on policy)
@@ -12,11 +12,13 @@
        |   until here nothing is changed and a signal ends the step; from here it runs to its end
        v
     update_actor     the step                           new weights in the actor's ranks      update.py
+    settle           what engines have under way        nothing that the sync would disturb   generation.py
     reshard          actor, engines                     the same weights in every engine      cluster/weight_sync.py
     testing          held-out prompts, engines          validation metrics                    validation.py
     save_checkpoint  actor, state                       checkpoints/step-N, written beside    saving.py
 
-Between them stand the hand-overs of placement.py, where engines and actor take turns on the same devices.
+Between them stand the hand-overs of placement.py, where engines and actor take turns on the same devices. Where generation runs
+ahead of training (trainer.schedule) engines work beside all of it up to `settle`: `gen` is then a wait for what they have (ahead.py).
 
 An example, parallel_configs/tiny-moe/cpu.yaml: 64 prompts x 8 responses of up to 4 tokens are 512 samples, 512 rows of
 columns (data/samples.py); mini-batches of 16 prompts make 4 updates of 128 rows each.
@@ -30,7 +32,6 @@ from mrl.cluster.trained_step import TrainedStep
 from mrl.errors import Interrupted
 from mrl.record.metrics import PhaseTimer
 from mrl.train.reporting import memory_metrics, reward_parts, sample_metrics, time_metrics
-from mrl.train.rollouts import gather_rollouts
 from mrl.train.run import Run
 from mrl.train.update import advantages, corrections, old_log_probs, update
 from mrl.train.validation import validate
@@ -42,6 +43,7 @@ def train(run: Run) -> None:
         run.placement.begin(run.state.step)
         if run.state.step == 0 and run.config.trainer.val_before_train:
             run.record.write(0, held_out_metrics(run) | memory_metrics())
+        run.generation.begin()
         while run.state.step < run.total_steps:
             train_step(run)
         run.saver.save_last(run.state)
@@ -58,7 +60,7 @@ def train_step(run: Run) -> None:
     with timer("step"):
         with timer("gen"):
             run.placement.to_generation()
-        rollouts = gather_rollouts(config, run.responder, run.train_prompts, run.state.cursor, step, timer)
+        rollouts = run.generation.take(run.state, timer)
         with timer("record"):
             run.sample_writer.write(step, rollouts.samples, reward_parts(rollouts))  # goes on beside what follows
         if algorithm.scores_before_update:
@@ -82,6 +84,7 @@ def train_step(run: Run) -> None:
         if saves:
             with timer("save_checkpoint"):
                 save_metrics |= run.saver.take(step)  # the ranks have what is saved on their devices
+        run.generation.settle(timer)
         with timer("reshard"):
             sync_metrics = run.placement.to_engines(step)
         run.state = run.state.advanced(rollouts.cursor)
@@ -91,6 +94,7 @@ def train_step(run: Run) -> None:
             with timer("testing"):
                 metrics |= held_out_metrics(run)
         metrics |= save_metrics
+        run.state = run.generation.advanced(run.state)
         if saves:
             with timer("save_checkpoint"):
                 metrics |= run.saver.write(run.state, metrics)

@@ -1,8 +1,8 @@
 """Where a run goes on: what a checkpoint must agree with; the run directory brought back to its step. No torch, no Ray."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mrl.checkpoint.manifest import Manifest, check_digests, read_manifest
 from mrl.checkpoint.open_checkpoint import step_folder
@@ -15,8 +15,13 @@ from mrl.model import load_model_spec, model_spec
 from mrl.record.run_dir import RunDir, read_metrics
 from mrl.record.sinks import JsonlSink
 
+if TYPE_CHECKING:
+    from mrl.train.kept_groups import KeptGroups
+
 # what the order of the prompts and the samples of a step follow from: a resumed run keeps them
-FIXED = ("trainer.seed", "data.shuffle", "data.train_weights", "data.train_batch_size", "data.gen_batch_size", "rollout.n")
+FIXED = (
+    "trainer.seed", "trainer.schedule", "data.shuffle", "data.train_weights", "data.train_batch_size", "data.gen_batch_size", "rollout.n",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -25,10 +30,11 @@ class TrainState:
 
     step: int = 0  # steps finished; also the version of the weights
     cursor: DataCursor = field(default_factory=DataCursor)
+    ahead: "KeptGroups | None" = field(default=None, compare=False, repr=False)  # groups on their way, where generation runs ahead
 
     def advanced(self, cursor: DataCursor) -> "TrainState":
         """After one more step."""
-        return TrainState(self.step + 1, cursor)
+        return replace(self, step=self.step + 1, cursor=cursor)
 
 
 def goes_on(config: RunConfig, asked: bool) -> bool:
@@ -87,7 +93,8 @@ def _check_same_values(config: RunConfig, manifest: Manifest, folder: Path) -> N
             "model.path (mrl convert megatron-to-hf writes one from this)"
         )
     then = manifest.trainer["fixed"]
-    changed = [f"{key}: {now}, and {folder} was trained with {then[key]}" for key, now in fixed_values(config).items() if now != then[key]]
+    differing = [(key, now) for key, now in fixed_values(config).items() if now != then.get(key, now)]  # a key may be newer
+    changed = [f"{key}: {now}, and {folder} was trained with {then[key]}" for key, now in differing]
     if changed:
         raise ConfigError(
             f"{'; '.join(changed)}. The place in the data and the samples of a step follow from them: give the run's own values, "

@@ -10,7 +10,6 @@ nothing and misses nothing.
 """
 
 import hashlib
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -28,11 +27,11 @@ from mrl.errors import DataError, NumericAbort
 from mrl.record.metrics import PhaseTimer
 from mrl.reward.items import OK, RewardItem, RewardResult, check_failures, failure_counts, failures_at_the_bottom
 from mrl.reward.pool import RewardPool
+from mrl.train.numbered_prompts import with_first_index
 from mrl.vllm.requests import Request, Sampling, training_sampling
 
 TRAIN = "train"
 SCORE, REWARD = "score", "reward"
-REPEAT_OFFSET = 1_000_000  # between the response indices of a prompt that comes twice in one call, so that it is not answered alike
 
 
 class Progress(Protocol):
@@ -59,7 +58,7 @@ class Responder:
         `seed(prompt, k)` is the seed of the prompt's k-th response; `label` names the phase where progress is shown.
         Raises NumericAbort for log-probs that are not finite, in validation as in training.
         """
-        indexed = enumerate(_with_first_index(prompts))
+        indexed = enumerate(with_first_index(prompts))
         planned = [(group, prompt, k) for group, (prompt, first) in indexed for k in range(first, first + n)]
         requests = [Request(i, p.token_ids, seed(p, k), p.prompt_id, group) for i, (group, p, k) in enumerate(planned)]
         arrived = 0
@@ -101,16 +100,6 @@ def check_finite(rows: SampleRows) -> None:
             f"{len(bad)} of {len(rows)} responses have log-probs that are not finite, the first is sample {rows.sample_id[bad[0]]} "
             f"under weight version {rows.weight_version[bad[0]]}: the engines computed with weights that are not numbers"
         )
-
-
-def _with_first_index(prompts: list[Prompt]) -> list[tuple[Prompt, int]]:
-    """Each prompt with the index of its first response: 0, and further on where files mixed by weight bring it again."""
-    times: Counter[int] = Counter()
-    indexed = []
-    for prompt in prompts:
-        indexed.append((prompt, times[prompt.prompt_id] * REPEAT_OFFSET))
-        times[prompt.prompt_id] += 1
-    return indexed
 
 
 def sample_seed(run_seed: int, purpose: str, step: int, prompt_id: int, index: int) -> int:

@@ -4,11 +4,13 @@ Also ending it on a signal: the current phase stops where stopping is safe, the 
 resumable.
 """
 
+import hashlib
+import json
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,13 @@ from mrl.cluster.sample_writer import SampleWriter
 from mrl.cluster.seats import shared_seats
 from mrl.cluster.weight_sync import WeightSync
 from mrl.config.load import ResolvedConfig
+from mrl.config.schedule_rules import schedule_of
 from mrl.config.schema import RunConfig
 from mrl.config.schema_actor import OPTIMIZER
 from mrl.data.dataset import PromptDataset, PromptParameters, load_tokenizer
 from mrl.data.order import PromptStream
 from mrl.errors import Interrupted
-from mrl.model import load_model_spec
+from mrl.model import load_model_spec, read_hf_config
 from mrl.plan.run_plan import plan_again, plan_text
 from mrl.record.loggers import RunInfo
 from mrl.record.run_dir import RunDir, write_text
@@ -34,6 +37,10 @@ from mrl.record.sinks import make_sinks
 from mrl.reward.items import RewardSpec
 from mrl.reward.pool import RewardPool, check_function
 from mrl.reward.resolve import check_data_sources
+from mrl.schedule.ledger import Fingerprint
+from mrl.train.ahead import GenerationAhead
+from mrl.train.generation import Generation, InTurn
+from mrl.train.kept_groups import read_kept
 from mrl.train.placement import Colocated, Placement, Separate
 from mrl.train.preflight import run_dir_path
 from mrl.train.reporting import AdvisedRecord
@@ -87,7 +94,6 @@ class Run:
 
     config: RunConfig
     run_dir: RunDir
-    train_prompts: PromptStream
     val_prompts: PromptDataset | None
     total_steps: int
     stop: StopFlag
@@ -97,6 +103,7 @@ class Run:
     placement: Placement
     saver: Saver
     sample_writer: SampleWriter
+    generation: Generation
     state: TrainState
 
 
@@ -123,6 +130,8 @@ def open_run(resolved: ResolvedConfig, resume: bool) -> Iterator[Run]:
         run_dir = RunDir.open(path, resolved.to_yaml(), resume)
         stack.callback(run_dir.close)
         checkpoint, state = rewind(run_dir, point)
+        if checkpoint is not None and (ahead := point.manifest.trainer.get("ahead")):
+            state = replace(state, ahead=read_kept(checkpoint, ahead))
         rewards = stack.enter_context(reward_pool(config, scoring, run_dir.logs))
         engines, actor = stack.enter_context(_processes(config, run_dir.path, checkpoint, stop.raise_if_set))
         run_dir.write_config(resolved.to_yaml())
@@ -134,10 +143,11 @@ def open_run(resolved: ResolvedConfig, resume: bool) -> Iterator[Run]:
         stack.callback(saver.close)  # before the ranks end
         sample_writer = SampleWriter(run_dir.samples, config.cluster.step_timeout_s)
         stack.callback(sample_writer.close)
+        responder = Responder(tokenizer, engines, rewards, config.reward, record, stop.raise_if_set)
         yield Run(
-            config=config, run_dir=run_dir, train_prompts=stream, val_prompts=val, total_steps=total,
-            stop=stop, record=record, responder=Responder(tokenizer, engines, rewards, config.reward, record, stop.raise_if_set),
-            actor=actor, placement=placement, saver=saver, sample_writer=sample_writer, state=state,
+            config=config, run_dir=run_dir, val_prompts=val, total_steps=total,
+            stop=stop, record=record, responder=responder, actor=actor, placement=placement, saver=saver, sample_writer=sample_writer,
+            generation=stack.enter_context(closing(_generation(config, responder, stream, state))), state=state,
         )  # fmt: skip
 
 
@@ -173,6 +183,16 @@ def _placement(config: RunConfig, actor: ActorGroup, engines: RolloutGroup, plan
     gate = MemoryGate(plan, actor, engines, config.cluster.step_timeout_s)
     beside_log_probs = plan["memory"]["phases"].get("rollout_to_log_prob", {}).get("terms", ())
     return Colocated(actor, engines, sync, gate, prefetched=[OPTIMIZER] if OPTIMIZER in beside_log_probs else [])
+
+
+def _generation(config: RunConfig, responder: Responder, stream: PromptStream, state: TrainState) -> Generation:
+    schedule = schedule_of(config)
+    if schedule is None:
+        return InTurn(config, responder, stream)
+    data = stream.prompts.fingerprint  # of tokens, and so of the template
+    model = hashlib.sha256(json.dumps(read_hf_config(config.model.path), sort_keys=True).encode()).hexdigest()
+    made_by = Fingerprint(data=data, model=model, template=data)
+    return GenerationAhead(config, schedule, responder, stream, state, made_by)
 
 
 def _run_info(config: RunConfig) -> RunInfo:

@@ -177,7 +177,7 @@ class Saver:
             "data_fingerprint": self._data_fingerprint,
             "fixed": fixed_values(self._config),
             "metrics": metrics,
-        }
+        } | ({"ahead": state.ahead.write(work)} if state.ahead else {})
         hf_config = json.loads((model / "config.json").read_text())
         layout = self._config.actor.layout.model_dump()
         write_manifest(work, Manifest(state.step, layout, self._config.model.dtype, hf_config, ranks, trainer, _versions()))

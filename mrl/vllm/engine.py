@@ -140,7 +140,7 @@ class VllmEngine:
 
         parameters = SamplingParams(
             temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, seed=request.seed, logprobs=0,
-            max_tokens=sampling.max_tokens, stop_token_ids=list(sampling.stop_token_ids), detokenize=False,
+            max_tokens=request.max_tokens or sampling.max_tokens, stop_token_ids=list(sampling.stop_token_ids), detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY, flat_logprobs=True, extra_args={ASKED: True} if sampling.routes else None,
         )  # fmt: skip
         name = f"{request.sample_id}-{next(self._numbers)}"

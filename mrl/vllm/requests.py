@@ -21,6 +21,7 @@ class Request:
     seed: int
     prompt_id: int = 0  # these two are handed on to the response; see Sample
     group_id: int = 0
+    max_tokens: int | None = None  # fewer than those of `Sampling`
 
 
 @dataclass(frozen=True)

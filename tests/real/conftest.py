@@ -16,7 +16,8 @@ from xdist.scheduler import LoadScopeScheduling
 ROWS = {
     "engines": ("test_sync", "test_reshard_faults", "test_dp2", "test_engine_sleep", "test_engine_slices", "test_engine_routes"),
     "runs": (
-        "test_runs", "test_rehearse", "test_colocated", "test_bad_input", "test_lost_worker", "test_dp_runs", "test_eval", "test_full_disk",
+        "test_runs", "test_rehearse", "test_colocated", "test_bad_input", "test_lost_worker", "test_ahead_runs", "test_dp_runs",
+        "test_eval", "test_full_disk",
         "test_glm_run", "test_offload_run", "test_recipes", "test_submit",
     ),
 }  # fmt: skip

@@ -16,6 +16,7 @@ from mrl.record.sample_files import read_samples, write_samples
 from mrl.record.spec import metric_spec
 from mrl.reward.items import OK, RewardResult
 from mrl.train import loop
+from mrl.train.generation import InTurn
 from mrl.train.placement import Colocated, Separate
 from mrl.train.resume import TrainState
 from mrl.train.rollouts import Responder
@@ -177,9 +178,9 @@ def run_of(world, tmp_path, *overrides) -> Run:
     placement = Colocated(world, world, world, lambda phase: None) if shared else Separate(world, world)
     saver = Saver(config, run_dir.checkpoints, placement, "fingerprint", 0)
     return Run(
-        config=config, run_dir=run_dir, train_prompts=stream, val_prompts=None, total_steps=2,
+        config=config, run_dir=run_dir, val_prompts=None, total_steps=2,
         stop=stop, record=world, responder=responder, actor=world, placement=placement, saver=saver, sample_writer=Writer(run_dir.samples),
-        state=TrainState(),
+        generation=InTurn(config, responder, stream), state=TrainState(),
     )  # fmt: skip
 
 

@@ -138,6 +138,19 @@ def test_scoring_begins_before_drain(spec):
         assert len(pool.score(items("a", "b"))) == 2
 
 
+def test_results_are_collected_as_they_come_each_once_and_drain_gives_the_rest(spec):
+    with RewardPool(spec, num_workers=2) as pool:
+        for item in items("sleep0.3", "b", "c"):
+            pool.submit(item)
+        collected = []
+        while len(collected) < 2:
+            collected += pool.collect()
+        assert {r.sample_id for r in collected} == {101, 102}
+        assert [r.sample_id for r in pool.drain()] == [100]
+        assert pool.collect() == [] and pool.drain() == []
+        assert len(pool.score(items("d", "e"))) == 2, "and it begins anew"
+
+
 def test_waiting_for_scores_can_be_ended_from_outside(spec):
     class Stop(Exception):
         pass

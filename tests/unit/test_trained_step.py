@@ -11,8 +11,8 @@ from mrl.algo.correction import mismatch_of_rows
 from mrl.algo.rows import in_chunks
 from mrl.algo.selection import _lots
 from mrl.algo.spec import ADVANTAGES
-from mrl.cluster import rollout_group
-from mrl.cluster.rollout_group import RolloutGroup
+from mrl.cluster import request_streams
+from mrl.cluster.request_streams import RequestStreams
 from mrl.cluster.stored_samples import BLOCK_BYTES, StoredSamples
 from mrl.cluster.trained_step import TrainedStep, counts_of
 from mrl.config.load import load_config
@@ -169,16 +169,15 @@ def test_an_engine_that_dies_around_a_block_is_told_and_its_half_told_responses_
             raise ref
         return ref
 
-    monkeypatch.setattr(rollout_group, "unwrap", unwrapped)
-    group, done, died = RolloutGroup.__new__(RolloutGroup), [], Interrupted("engine 0 died")
+    monkeypatch.setattr(request_streams, "unwrap", unwrapped)
+    monkeypatch.setattr(request_streams.ray, "wait", lambda streams, **_: (streams, []))
+    streams, died = RequestStreams({}, dict, with_texts=True), Interrupted("engine 0 died")
     for items in ([died], ["block", died]):  # Ray ends a stream with the error as its last item
-        stream = iter(items)
+        streams._streams = {iter(items): "engine 0"}
         with pytest.raises(Interrupted, match="engine 0 died"):
-            group._take(stream, {stream: "engine 0"}, done, None)
-    assert done == []
-    streams = {(over := iter([])): "engine 0"}
-    group._take(over, streams, done, None)
-    assert streams == {}
+            streams.take(0.0)
+    streams._streams = {iter([]): "engine 0"}
+    assert streams.take(0.0) == [] and streams.waiting_for == []
 
 
 def test_long_responses_are_blocks_of_their_own_and_short_ones_share_one():

@@ -277,7 +277,8 @@ def test_settings_that_do_nothing_are_mentioned():
     assert "holds what is moved twice" in said("actor.grad_offload=true", base=PRESETS / "tiny-moe" / "cpu.yaml")
     assert "auxiliary router loss" in said(TRANSFORMER + "moe_aux_loss_coeff=0.01")
     assert "below fp32" in said(TRANSFORMER + "moe_router_dtype=null")
-    assert "prefix caching on npu" in said("actor.router_replay=R3", "cluster.device=npu")
+    assert "prefix caching on cpu" in said("actor.router_replay=R3", "cluster.device=cpu")
+    assert "prefix caching" not in said("actor.router_replay=R3", "cluster.device=npu")
     assert said() == ""
 
 

@@ -250,11 +250,12 @@ def test_validation_comes_before_training_every_few_steps_and_at_the_end(monkeyp
         config = load_config(TINY, None, [f"trainer.val_before_train={before}"]).config
         placement = Separate(SimpleNamespace(take_checkpoint=None, write_checkpoint=None), sync)
         run = SimpleNamespace(
-            config=config, state=TrainState(first), total_steps=2, stop=StopFlag(), record=record, placement=placement, saver=saver
-        )
+            config=config, state=TrainState(first), total_steps=2, stop=StopFlag(), record=record, placement=placement, saver=saver,
+            generation=SimpleNamespace(begin=lambda: done.append("begin")),
+        )  # fmt: skip
         loop.train(run)
     assert done == [
-        "validate 0", "record ['val-core/x']", "step 1", "step 2", "save 2",
-        "step 1", "step 2", "save 2",
-        "sync 1", "step 2", "save 2",
+        "validate 0", "record ['val-core/x']", "begin", "step 1", "step 2", "save 2",
+        "begin", "step 1", "step 2", "save 2",
+        "sync 1", "begin", "step 2", "save 2",
     ]  # fmt: skip

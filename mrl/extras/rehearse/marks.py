@@ -331,6 +331,13 @@ SWITCHES: tuple[Switch, ...] = (
     Switch("reward", lambda c: "called", _called, "it was never called"),
     Switch("reward.bonus_rules", lambda c: tuple(c.reward.bonus_rules) or None, _bonus, "no sample has their parts"),
     Switch("reshard.path", _always("reshard.path"), _synced, _NOT_WRITTEN),
+    Switch("trainer.schedule", _is("trainer.schedule", "sync"), _metric("async/groups_ahead"), _NOT_WRITTEN),
+    Switch(
+        "trainer.partial_rollouts",
+        _is("trainer.partial_rollouts"),
+        _above("async/versions_per_sample", 1.0),
+        "no response was under way when weights changed: a step and its resume leave no step to be ahead of",
+    ),
     Switch(
         "trainer.val_before_train",
         _validates_first,

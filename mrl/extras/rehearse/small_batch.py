@@ -112,6 +112,8 @@ def _of_response_length(config: RunConfig, factor: int, response: int) -> dict[s
     if divisor is not None:
         is_whole = divisor == config.data.max_response_length
         values["algorithm.policy_loss.loss_scale_factor"] = float(response) if is_whole else max(1.0, divisor / factor)
+    if config.trainer.segment_tokens is not None:
+        values["trainer.segment_tokens"] = max(1, ceil(config.trainer.segment_tokens / factor))
     return values
 
 

@@ -1,0 +1,62 @@
+"""Requests under way at the engines, and responses as they come back: blocks that stay where they are, numbers and texts.
+
+An engine's process yields a block, then what the driver is told of it; see StoredSamples. Where a response goes on from tokens
+that were generated before, the engine's process fetches those by reference and gives back the two together.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import ray
+
+from mrl.cluster.calls import LostPeer, blame, unwrap
+from mrl.cluster.stored_samples import StoredSamples
+from mrl.vllm.requests import Request, Sampling
+
+AHEAD = 64  # objects of a stream, two a block: texts that nobody has taken yet are not piled up in this process
+PHASE = "generation"
+
+Arrived = tuple[StoredSamples, list[str] | None]  # responses, and their texts where they were asked for
+
+
+class RequestStreams:
+    """What was sent to engines, by name, and is not all back."""
+
+    def __init__(self, workers: Mapping[str, ray.actor.ActorHandle], all_there: Callable[[], dict[str, ray.ObjectRef]], with_texts: bool):
+        """`all_there`: asks each engine whether all of it lives, answers to come by name."""
+        self._workers, self._all_there, self._with_texts = workers, all_there, with_texts
+        self._streams: dict[ray.ObjectRefGenerator, str] = {}
+
+    @property
+    def waiting_for(self) -> list[str]:
+        """Engines that have requests, each once."""
+        return list(dict.fromkeys(self._streams.values()))
+
+    def send(self, engine: str, requests: Sequence[Request], sampling: Sampling, kept: Mapping[int, StoredSamples] | None = None) -> None:
+        """Asks one engine for responses. `kept`: by sample_id, the row that a response goes on from."""
+        if not requests:
+            return
+        generate = self._workers[engine].generate.options(num_returns="streaming", _generator_backpressure_num_objects=AHEAD)
+        before = {number: (row.blocks[0], int(row.place[0])) for number, row in (kept or {}).items()}
+        self._streams[generate.remote(list(requests), sampling, self._with_texts, before)] = engine
+
+    def take(self, timeout_s: float) -> list[Arrived]:
+        """What has come back since, at most one block an engine and call; waits for the first of it.
+
+        Raises Interrupted when an engine died.
+        """
+        ready, _ = ray.wait(list(self._streams), num_returns=len(self._streams), timeout=0, fetch_local=False)
+        if not ready:
+            ready, _ = ray.wait(list(self._streams), timeout=timeout_s, fetch_local=False)  # a block is not for this node
+        return [arrived for stream in ready if (arrived := self._next(stream)) is not None]
+
+    def _next(self, stream: ray.ObjectRefGenerator) -> Arrived | None:
+        try:
+            block = next(stream)
+        except StopIteration:
+            del self._streams[stream]
+            return None
+        try:
+            rows, texts = unwrap(next(stream, block), self._streams[stream], PHASE)  # nothing follows an engine's error
+        except LostPeer as error:  # whom it lost, the lost one's own front end knows, also one that had no request
+            raise blame(error, self._all_there(), PHASE) from error
+        return StoredSamples.of(rows, block), texts

@@ -1,0 +1,92 @@
+"""Generation ahead of training: the schedule that a configuration asks for, and which switches do not go with it."""
+
+from collections.abc import Iterator
+
+from mrl.config.schema import RunConfig
+from mrl.errors import Violation
+from mrl.model import ModelSpec
+from mrl.schedule.staleness import Schedule, violations
+
+_KEYS = {"buffer_groups": "data.train_batch_size", "concurrency": "rollout.max_num_seqs"}
+_BOUNDED_ONLY = {"max_staleness": 0, "partial_rollouts": False, "segment_tokens": None}
+
+
+def schedule_of(config: RunConfig) -> Schedule | None:
+    """Of generation that runs ahead; None where it does not."""
+    trainer = config.trainer
+    if trainer.schedule == "sync":
+        return None
+    return Schedule(
+        batch=config.data.train_batch_size,
+        responses=config.rollout.n,
+        max_tokens=config.data.max_response_length,
+        max_staleness=1 if trainer.schedule == "one_step_off" else trainer.max_staleness,
+        order=trainer.order,
+        partial_rollouts=trainer.partial_rollouts,
+        on_stale=trainer.on_stale,
+        segment_tokens=trainer.segment_tokens,
+        total_steps=trainer.total_training_steps,
+    )
+
+
+def schedule_notes(config: RunConfig, _: ModelSpec) -> Iterator[str]:
+    """The bound, in one sentence; and what weighs tokens of older weights."""
+    schedule = schedule_of(config)
+    if schedule is None:
+        return
+    yield f"trainer.schedule {config.trainer.schedule}: {schedule.bound()}"
+    if schedule.max_staleness > 1 and config.algorithm.rollout_correction.level is None:
+        yield (
+            f"algorithm.rollout_correction is off, and tokens are up to {schedule.max_staleness} updates old: the loss takes them for "
+            "those of the weights that the step begins with; level token, mode truncate, high 2 weighs them"
+        )
+
+
+def _belongs(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    trainer = config.trainer
+    if trainer.schedule == "bounded":
+        return
+    for name, usual in _BOUNDED_ONLY.items():
+        if getattr(trainer, name) != usual:
+            yield Violation(f"trainer.{name}", f"must be {usual} with schedule: {trainer.schedule}", "it is a key of bounded", (usual,))
+
+
+def _machines(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    schedule = schedule_of(config)
+    for violation in violations(schedule) if schedule else ():
+        yield Violation(_KEYS.get(violation.field, f"trainer.{violation.field}"), violation.rule, violation.why, violation.allowed)
+
+
+def _both_at_once(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    if config.trainer.schedule != "sync" and config.cluster.placement == "colocated":
+        why = "engines and ranks take turns on the same devices; cluster.placement: separate has both at work at once"
+        yield Violation("trainer.schedule", "must be sync where placement is colocated", why, ("sync",))
+
+
+def _anchor(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    schedule = schedule_of(config)
+    if schedule is not None and schedule.max_staleness > 0 and config.algorithm.anchor != "recompute":
+        why = "it takes the weights that generated for those that a step begins with, and here they are older; recompute has both apart"
+        yield Violation("algorithm.anchor", f"must be recompute with schedule: {config.trainer.schedule}", why, ("recompute",))
+
+
+def _partial(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    trainer = config.trainer
+    if not trainer.partial_rollouts:
+        return
+    if trainer.order == "ready_first":
+        why = "weights change there once no request is under way; in_order ends requests at the borders between versions"
+        yield Violation("trainer.partial_rollouts", "needs order: in_order", why, (False,))
+    if config.actor.router_replay == "R3":
+        why = "of a response that is made in several requests vLLM's prefix cache leaves routes out; R2 records the trainer's own"
+        yield Violation("actor.router_replay", "must not be R3 with trainer.partial_rollouts", why, ("disabled", "R2"))
+
+
+def _filter(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    filtering = config.algorithm.filter_groups
+    if config.trainer.schedule != "sync" and filtering.enable and filtering.on_exhausted != "error":
+        why = "groups that are filtered are replaced one by one, so that there is no last batch to make do with"
+        yield Violation("algorithm.filter_groups.on_exhausted", f"must be error with schedule: {config.trainer.schedule}", why, ("error",))
+
+
+SCHEDULE_RULES = (_belongs, _machines, _both_at_once, _anchor, _partial, _filter)

@@ -1,0 +1,322 @@
+"""Generation ahead of training, beside it: a thread sends requests and takes responses and rewards; the loop takes whole batches.
+
+    thread   admit prompts --> assignments --> engines --> responses --> reward pool --> groups finished, or filtered
+    loop     take: a step's batch ........ train ........ settle: weights may change ... sync ... advanced: on with them
+
+Who is issued when, by which weights each token is made and which engine makes it is decided by the machines of mrl.schedule;
+here are the prompts, the engines and the rewards that they speak of by number. Both threads hold `_changed` while they touch
+them, and neither while it waits for Ray.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from mrl.cluster.stored_samples import StoredSamples
+from mrl.config.schema import RunConfig
+from mrl.data.order import PromptStream
+from mrl.errors import ConfigError, DataError, Interrupted
+from mrl.record.metrics import PhaseTimer, distribution
+from mrl.reward.items import RewardItem, RewardResult, check_failures, failure_counts, failures_at_the_bottom
+from mrl.schedule.buffer import GroupBuffer
+from mrl.schedule.dispatch import Assignment, Dispatcher
+from mrl.schedule.groups import Group
+from mrl.schedule.ledger import Fingerprint, restored, snapshot
+from mrl.schedule.staleness import Schedule
+from mrl.train.kept_groups import Filtered, KeptGroups, Key
+from mrl.train.numbered_prompts import DrawPlace, NumberedPrompts
+from mrl.train.resume import TrainState
+from mrl.train.rollouts import SCORE, TRAIN, Responder, Rollouts, check_finite, metric_values, rewards_after_penalties, sample_seed
+from mrl.vllm.requests import Request, training_sampling
+
+WAIT_S = 0.1  # for a response, before rewards are looked at again
+POLL_S = 0.5
+
+
+class GenerationAhead:
+    """Groups by number, from their prompts to a step's batch."""
+
+    def __init__(
+        self, config: RunConfig, schedule: Schedule, responder: Responder, stream: PromptStream, state: TrainState, fingerprint: Fingerprint
+    ):
+        """Goes on from `state`, at `begin`.
+
+        Raises ConfigError for a checkpoint of a run whose generation was not ahead, DataError for one whose groups are others.
+        """
+        self._config, self._responder, self._fingerprint = config, responder, fingerprint
+        self._sampling = training_sampling(config)
+        self._streams = responder.engines.streams(with_texts=True)
+        kept, self._prompts = state.ahead, NumberedPrompts(stream, state.ahead.place if state.ahead else DrawPlace(0, state.cursor))
+        if state.step and kept is None:
+            raise ConfigError(f"trainer.schedule: {config.trainer.schedule}, and the checkpoint is of a synchronous run")
+        self._responses: dict[Key, StoredSamples] = dict(kept.responses) if kept else {}
+        self._results: dict[Key, RewardResult] = dict(kept.results) if kept else {}
+        buffer = restored(kept.ledger, schedule, fingerprint, _lengths(kept)) if kept else GroupBuffer(schedule)
+        self._dispatcher = Dispatcher(buffer, responder.engines.names)
+        for group in buffer.groups.values():
+            self._dispatcher.admit(group)
+        self._filtered: list[Filtered] = list(kept.filtered) if kept else []
+        self._recomputed = 0  # tokens since then that engines computed once more, because a response went on
+        self._pending: set[Key] = set()  # responses whose reward is awaited
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
+
+    # ---------------------------------------------------------------- the loop's side
+
+    def begin(self) -> None:
+        """Engines hold the weights that training begins from."""
+        self._admit()
+        self._thread.start()
+
+    def _admit(self) -> None:
+        """Issues all that may be issued: at once where something changed, so that nobody finds the weights free to change before."""
+        for group in self._buffer.reserve():
+            group.prompt_tokens = len(self._prompts[group.number][0].token_ids)
+            self._dispatcher.admit(group)
+
+    def take(self, state: TrainState, timer: PhaseTimer) -> Rollouts:
+        """Waits for the step's batch, phase "gen". Raises what generation raised, DataError when too many rewards failed."""
+        batch = self._buffer.schedule.batch
+        with timer("gen"):
+            groups = self._wait(self._taken)
+        with self._changed:
+            keys = [key for group in groups for key in _keys(group)]
+            parts, results = [self._responses.pop(key) for key in keys], [self._results.pop(key) for key in keys]
+            cursor = self._prompts.after(max(group.number for group in groups))
+            filtered = self._filtered_before(groups[-1].number)
+            self._filtered = [each for each in self._filtered if each not in filtered]
+            metrics = self._metrics(groups, parts, results, [result for _, each in filtered for result in each])
+        numbers, ids = np.repeat(np.arange(batch), self._config.rollout.n), np.arange(len(keys))
+        samples = StoredSamples.joined(parts).renumbered(numbers, ids)
+        if self._config.reward.failure_score is None:
+            results = failures_at_the_bottom(results)
+        results = [replace(result, sample_id=i) for i, result in enumerate(results)]
+        rewards = rewards_after_penalties(self._config, samples.rows, results)
+        if self._config.algorithm.overlong_buffer.enable:
+            metrics["train/overlong_penalty_mean"] = float((rewards - [result.score for result in results]).mean())
+        return Rollouts(samples, results, rewards, cursor, metrics)
+
+    def _taken(self) -> list[Group] | None:
+        self._check_filtered()
+        return self._buffer.take()
+
+    def _check_filtered(self) -> None:
+        """Raises DataError when more groups without a difference were dropped for a step than algorithm.filter_groups allows."""
+        filtering, batch = self._config.algorithm.filter_groups, self._buffer.schedule.batch
+        first = list(islice(self._buffer.groups, batch))  # those that the step will train on, in order
+        dropped = len(self._filtered_before(first[-1])) if first else 0
+        if filtering.max_num_gen_batches and dropped > (filtering.max_num_gen_batches - 1) * batch:
+            raise DataError(
+                f"step {self._buffer.step + 1}: {dropped} groups have responses that do not differ in {filtering.metric}: the prompts are "
+                "too easy or too hard for the model as it is. Raise algorithm.filter_groups.max_num_gen_batches or rollout.n, or give "
+                "other prompts"
+            )
+
+    def _filtered_before(self, last: int) -> list[Filtered]:
+        """Groups lost for a step whose last one is `last`; where steps train on what is finished, all since the one before."""
+        in_order = self._buffer.schedule.order == "in_order"
+        return [each for each in self._filtered if not in_order or each[0] < last]
+
+    def settle(self, timer: PhaseTimer) -> None:
+        """Returns once engines may be given other weights: nothing is sent any more, and what must be back is back; phase "settle"."""
+        with self._changed:
+            self._dispatcher.is_open = self._buffer.schedule.order == "in_order"  # there the borders end what is under way
+        with timer("settle"):
+            self._wait(lambda: (self._dispatcher.may_change_weights and not self._pending) or None)
+
+    def advanced(self, state: TrainState) -> TrainState:
+        """Engines hold the weights of `state`, and generation goes on by them; the state with all groups on their way."""
+        with self._changed:
+            self._dispatcher.advance()
+            self._dispatcher.is_open = True
+            known = self._buffer.groups.keys()
+            self._responses = {key: part for key, part in self._responses.items() if key[0] in known}
+            self._forget_begun_anew()
+            place = self._prompts.forget_before(self._buffer.frontier)
+            ledger = snapshot(self._buffer, self._fingerprint)
+            kept = KeptGroups(ledger, place, dict(self._responses), dict(self._results), tuple(self._filtered))
+            self._admit()
+            return replace(state, ahead=kept)
+
+    def _forget_begun_anew(self) -> None:
+        """Tokens of stale groups that are generated once more."""
+        anew = {number for number, group in self._buffer.groups.items() if not group.tokens}
+        for kept in (self._responses, self._results):
+            for key in [key for key in kept if key[0] in anew]:
+                del kept[key]
+
+    def close(self) -> None:
+        """Ends the thread; what engines are at is not waited for."""
+        with self._changed:
+            self._closed = True
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _wait(self, condition: Callable[[], Any]) -> Any:
+        """The first answer of `condition` that is not None. Raises what the thread raised, and what a signal raises."""
+        while True:
+            self._responder.poll()
+            with self._changed:
+                if self._error is not None:
+                    raise self._error
+                if (answer := condition()) is not None:
+                    return answer
+                self._changed.wait(POLL_S)
+
+    @property
+    def _buffer(self) -> GroupBuffer:
+        return self._dispatcher.buffer
+
+    # ---------------------------------------------------------------- the thread's side
+
+    def _run(self) -> None:
+        last = time.monotonic()
+        try:
+            while not self._closed:
+                self._send()
+                arrived = self._streams.take(WAIT_S) if self._streams.waiting_for else []
+                scored = self._responder.rewards.collect() if self._pending else []  # else others may be waiting for theirs
+                last = self._check_time(last, bool(arrived))
+                with self._changed:
+                    for part, texts in arrived:
+                        self._take_in(part, texts)
+                    for result in scored:
+                        self._take_result(result)
+                    self._admit()
+                    if arrived or scored:
+                        self._changed.notify_all()
+                    elif not self._streams.waiting_for:
+                        self._changed.wait(WAIT_S)
+        except BaseException as error:  # whatever it is, the loop has to see it
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _check_time(self, last: float, is_progress: bool) -> float:
+        """When something last came, or nothing was under way. Raises Interrupted past the deadline."""
+        now, limit = time.monotonic(), self._config.rollout.generate_timeout_s
+        if is_progress or not self._streams.waiting_for:
+            return now
+        if now - last > limit:
+            late = ", ".join(self._streams.waiting_for)
+            raise Interrupted(f"generation: no response within {limit:g} s of {len(self._dispatcher.under_way)}, waiting for {late}")
+        return last
+
+    def _send(self) -> None:
+        with self._changed:
+            sent = self._dispatcher.assignments()
+            requests = [(each.engine, self._request(each), self._kept(each)) for each in sent]
+        for engine in dict.fromkeys(engine for engine, *_ in requests):
+            own = [(request, kept) for name, request, kept in requests if name == engine]
+            before = {request.sample_id: kept for request, kept in own if kept is not None}
+            self._streams.send(engine, [request for request, _ in own], self._sampling, before)
+
+    def _request(self, sent: Assignment) -> Request:
+        (prompt, first), schedule = self._prompts[sent.number], self._buffer.schedule
+        step = sent.number // schedule.batch + 1
+        anew = self._buffer.groups[sent.number].attempts * schedule.responses
+        seed = sample_seed(self._config.trainer.seed, TRAIN, step, prompt.prompt_id, first + anew + sent.index)
+        return Request(sent.request, prompt.token_ids, seed, prompt.prompt_id, sent.number, sent.max_tokens)
+
+    def _kept(self, sent: Assignment) -> StoredSamples | None:
+        if not sent.kept:
+            return None
+        self._recomputed += sent.kept
+        return self._responses[sent.number, sent.index]
+
+    def _take_in(self, part: StoredSamples, texts: list[str]) -> None:
+        check_finite(part.rows)
+        for row, text in enumerate(texts):
+            one = part.take(np.array([row]))
+            request = int(one.rows.sample_id[0])
+            sent = self._dispatcher.under_way.get(request)
+            if sent is None:
+                continue  # it was taken back
+            added, truncated = int(one.rows.response_lengths[0]) - sent.kept, bool(one.rows.truncated[0])
+            group = self._dispatcher.answered(request, added, not truncated)
+            self._responses[sent.number, sent.index] = one
+            if group.ended[sent.index]:
+                self._score(sent, text)
+
+    def _score(self, sent: Assignment, text: str) -> None:
+        prompt, _ = self._prompts[sent.number]
+        number = sent.number * self._config.rollout.n + sent.index
+        self._pending.add((sent.number, sent.index))
+        self._responder.rewards.submit(RewardItem(number, prompt.data_source, text, prompt.ground_truth, prompt.extra_info))
+
+    def _take_result(self, result: RewardResult) -> None:
+        number, index = divmod(result.sample_id, self._config.rollout.n)
+        self._pending.discard((number, index))
+        group = self._buffer.groups.get(number)
+        if group is None or not group.ended[index]:
+            return  # dropped, or begun anew, meanwhile
+        self._results[number, index] = result
+        if group.is_whole and all(key in self._results for key in _keys(group)):
+            self._judge(group)
+
+    def _judge(self, group: Group) -> None:
+        """A group with all its rewards is finished, or filtered."""
+        keys, filtering = list(_keys(group)), self._config.algorithm.filter_groups
+        results = [self._results[key] for key in keys]
+        if not filtering.enable or self._differs(results, [self._responses[key] for key in keys]):
+            self._buffer.finish(group.number)
+            return
+        self._filtered.append((group.number, results))
+        self._dispatcher.evict(group.number, "filtered")
+        for key in keys:
+            del self._responses[key], self._results[key]
+
+    def _differs(self, results: list[RewardResult], parts: list[StoredSamples]) -> bool:
+        """Whether the responses to a prompt do not all have the same value; failed rewards are at the bottom."""
+        filtering, results = self._config.algorithm.filter_groups, failures_at_the_bottom(results)
+        rewards = rewards_after_penalties(self._config, StoredSamples.joined(parts).rows, results)
+        values = metric_values(filtering.metric if filtering.enable else SCORE, results, rewards)
+        return bool(values.min() < values.max())
+
+    def _metrics(
+        self, groups: list[Group], parts: list[StoredSamples], results: list[RewardResult], filtered: list[RewardResult]
+    ) -> dict[str, float]:
+        """Of the groups that the step trains on and those that were filtered for it. Raises DataError where too many rewards failed."""
+        n, counts = self._config.rollout.n, self._buffer.counts
+        differing = sum(self._differs(results[i : i + n], parts[i : i + n]) for i in range(0, len(results), n))
+        made = [*results, *filtered]
+        check_failures(made, self._config.reward.max_failure_share)
+        failed = sum(failure_counts(made).values())
+        rows = [part.rows for part in parts]
+        ages = [self._buffer.step - int(one.span_versions.min()) for one in rows]
+        dropped = sum(tally.groups for tally in counts.dropped.values())
+        recomputed, self._recomputed = self._recomputed, 0
+        return {
+            "train/num_gen_batches": len(made) / len(results),
+            "train/uniform_group_share": 1.0 - differing * n / len(made),
+            "train/trained_groups": float(len(groups)),
+            "reward/failed": float(failed),
+            "reward/failure_share": failed / len(made),
+            **distribution("training/off_policy/trajectory_staleness", ages),
+            "async/versions_per_sample": float(np.mean([int(one.span_counts[0]) for one in rows])),
+            "async/recomputed_tokens": float(recomputed),
+            "async/groups_ahead": float(len(self._buffer.groups)),
+            "async/dropped_groups": float(dropped),
+            "async/requeued_groups": float(counts.requeued.groups),
+            **{f"async/dropped_response_length/{cause}": tally.mean_length for cause, tally in sorted(counts.dropped.items())},
+            "async/kept_response_length": counts.kept.mean_length,
+        }
+
+
+def _keys(group: Group) -> Iterator[Key]:
+    return ((group.number, index) for index in range(len(group.lengths)))
+
+
+def _lengths(kept: KeptGroups) -> dict[int, list[int]]:
+    """Tokens of each response by group."""
+    found = {group.number: [0] * len(group.lengths) for group in kept.ledger.groups}
+    for (number, index), part in kept.responses.items():
+        found[number][index] = int(part.rows.response_lengths[0])
+    return found

@@ -1,0 +1,62 @@
+"""The prompt of every group number: numbers go on over epochs, prompts are drawn as the synchronous loop draws them."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from mrl.data.batch import Prompt
+from mrl.data.order import DataCursor, PromptStream
+
+REPEAT_OFFSET = 1_000_000  # between the response indices of a prompt that comes twice in one draw, so that it is not answered alike
+
+
+@dataclass(frozen=True)
+class DrawPlace:
+    """Where a draw of prompts begins: the `draw`-th of the run, and its place in the data."""
+
+    draw: int
+    cursor: DataCursor
+
+
+class NumberedPrompts:
+    """Prompts by number, drawn when they are first asked for."""
+
+    def __init__(self, stream: PromptStream, place: DrawPlace):
+        self._stream, self._next = stream, place
+        self._begins: dict[int, DataCursor] = {}  # by draw
+        self._ends: dict[int, DataCursor] = {}
+        self._drawn: dict[int, list[tuple[Prompt, int]]] = {}
+
+    def __getitem__(self, number: int) -> tuple[Prompt, int]:
+        """The prompt, and the index of its first response in the draw. Raises KeyError for one that was forgotten."""
+        draw, place = divmod(number, self._stream.batch_size)
+        self._draw_until(draw)
+        return self._drawn[draw][place]
+
+    def _draw_until(self, draw: int) -> None:
+        while self._next.draw <= draw:
+            now, begin = self._next.draw, self._next.cursor
+            prompts, end = self._stream.next_batch(begin)
+            self._drawn[now], self._begins[now], self._ends[now] = with_first_index(prompts), begin, end
+            self._next = DrawPlace(now + 1, end)
+
+    def after(self, number: int) -> DataCursor:
+        """The place in the data behind the draw that the number is of."""
+        return self._ends[number // self._stream.batch_size]
+
+    def forget_before(self, number: int) -> DrawPlace:
+        """Where to begin so that `number` and all after it can be asked for; those before it no longer can."""
+        draw = number // self._stream.batch_size
+        for kept in (self._drawn, self._begins, self._ends):
+            for old in [old for old in kept if old < draw]:
+                del kept[old]
+        return self._next if draw not in self._begins else DrawPlace(draw, self._begins[draw])
+
+
+def with_first_index(prompts: list[Prompt]) -> list[tuple[Prompt, int]]:
+    """Each prompt with the index of its first response: 0, and further on where files mixed by weight bring it again."""
+    times: Counter[int] = Counter()
+    indexed = []
+    for prompt in prompts:
+        indexed.append((prompt, times[prompt.prompt_id] * REPEAT_OFFSET))
+        times[prompt.prompt_id] += 1
+    return indexed

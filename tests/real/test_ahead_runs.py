@@ -1,0 +1,117 @@
+"""Whole runs whose engines generate ahead of training: the synchronous run's bits without staleness, the same bits twice with it.
+
+Whatever the engines' speed: their processes are stopped and let go on at random. Killed in the middle, and resumed.
+"""
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from test_runs import finish, train, wait_for_step
+from world import make_world, metrics
+
+from mrl.train.compare_runs import checkpoint_difference, metrics_difference
+
+pytestmark = pytest.mark.real
+
+STEPS = 5
+ONE_OFF = {"trainer__schedule": "one_step_off"}
+NO_STALENESS = {"trainer__schedule": "bounded", "trainer__max_staleness": 0}
+PARTIAL = {
+    "trainer__schedule": "bounded", "trainer__max_staleness": 2, "trainer__partial_rollouts": True, "trainer__segment_tokens": 1,
+}  # fmt: skip
+OF_AHEAD = ("async/", "training/off_policy/", "reshard/")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    return make_world(tmp_path_factory.mktemp("world"))
+
+
+def start(world: Path, run_dir: Path, *more: str, **schedule):
+    return train(
+        world, run_dir, *more, trainer__total_training_steps=STEPS, trainer__save_freq=1, trainer__test_freq=3,
+        trainer__max_actor_ckpt_to_keep=3, trainer__deterministic=True, **schedule,
+    )  # fmt: skip
+
+
+def trained(world: Path, run_dir: Path, *more: str, **schedule) -> Path:
+    process = start(world, run_dir, *more, **schedule)
+    assert finish(process, run_dir) == 0, run_dir.with_suffix(".log").read_text()[-3000:]
+    return run_dir
+
+
+def engine_processes(pid: int) -> list[psutil.Process]:
+    """vLLM's, of the run."""
+    with suppress(psutil.Error):
+        return [child for child in psutil.Process(pid).children(recursive=True) if "VLLM" in " ".join(child.cmdline())]
+    return []
+
+
+@contextmanager
+def disturbed(process, seed: int) -> Iterator[None]:
+    """Engines whose speed changes all the time."""
+    over, rng = threading.Event(), random.Random(seed)
+
+    def disturb() -> None:
+        while not over.wait(rng.random()):
+            for one in engine_processes(process.pid):
+                with suppress(psutil.Error):
+                    one.suspend()
+                    time.sleep(0.5 * rng.random())
+                    one.resume()
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def assert_same(found: Path, expected: Path) -> None:
+    assert metrics_difference(*(comparable(folder) for folder in (found, expected))) is None
+    assert checkpoint_difference(*(folder / "checkpoints" / f"step-{STEPS}" for folder in (found, expected))) is None
+
+
+def comparable(run_dir: Path) -> list[dict]:
+    return [{name: value for name, value in row.items() if not name.startswith(OF_AHEAD)} for row in metrics(run_dir)]
+
+
+def test_partial_rollouts_mix_versions_within_the_bound_and_train(world, tmp_path):
+    rows = metrics(trained(world, tmp_path / "run", **PARTIAL))[1:]
+    assert [row["training/global_step"] for row in rows] == list(range(1, STEPS + 1))
+    assert rows[-1]["async/versions_per_sample"] > 2
+    for row in rows:
+        assert row["training/off_policy/trajectory_staleness/max"] == min(2, row["training/global_step"] - 1)
+        assert row["reshard/verified"] == 1 and row["reshard/weight_version"] == row["training/global_step"]
+    assert rows[0]["training/rollout_log_probs_abs_diff_max"] < 1e-4 < rows[-1]["training/rollout_log_probs_abs_diff_max"]
+    assert any(name.startswith("val-core/") for name in rows[2]), "validation between two versions"
+
+
+@pytest.mark.long
+def test_without_staleness_every_bit_is_the_synchronous_runs(world, tmp_path):
+    assert_same(trained(world, tmp_path / "ahead", **NO_STALENESS), trained(world, tmp_path / "in-turn"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("schedule", [ONE_OFF, PARTIAL], ids=["one step off", "two off, partial"])
+def test_speed_of_engines_and_a_kill_change_no_bit(world, tmp_path, schedule):
+    whole = trained(world, tmp_path / "whole", **schedule)
+    slow = start(world, tmp_path / "slow", **schedule)
+    with disturbed(slow, seed=1):
+        assert finish(slow, tmp_path / "slow") == 0
+    assert_same(tmp_path / "slow", whole)
+    killed = start(world, tmp_path / "killed", **schedule)
+    wait_for_step(killed, tmp_path / "killed", 2)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.wait()
+    assert_same(trained(world, tmp_path / "killed", "--resume", **schedule), whole)
