@@ -2,8 +2,12 @@
 
 A rank that loses another one fails in its collectives: vLLM says so, then ends its processes. One whose process is
 killed loses it first. Nobody below tells the two apart, so exits are watched here.
+
+And vLLM's core watches nobody above it: an engine whose Ray actor is killed, or leaves at once because its node's Ray is
+gone, would go on with device memory and cores in hand.
 """
 
+import multiprocessing
 import os
 import select
 import threading
@@ -13,6 +17,7 @@ from contextlib import suppress
 import psutil
 
 _HELPER = "resource_tracker"  # of multiprocessing, which computes nothing
+_ENDING = "end_with_parent"
 
 
 def stopped_below() -> list[str]:
@@ -29,6 +34,28 @@ def _command(process: psutil.Process) -> str:
     """Its program's name and first arguments. Raises psutil.Error when it has ended."""
     program, *arguments = process.cmdline() or [""]
     return " ".join([os.path.basename(program), *arguments])[:60]
+
+
+def end_with_parent() -> None:
+    """Ends this process, a core of vLLM, as soon as the one that spawned it is gone. Twice is once.
+
+    Does nothing in other processes: vLLM's workers watch their core, and what multiprocessing did not spawn is no core.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None or parent.name != "MainProcess" or any(thread.name == _ENDING for thread in threading.enumerate()):
+        return
+    try:
+        watched = os.pidfd_open(parent.pid)
+    except ProcessLookupError:
+        os._exit(1)
+    threading.Thread(target=_end_after, args=(watched,), daemon=True, name=_ENDING).start()
+
+
+def _end_after(watched: int) -> None:
+    poll = select.poll()
+    poll.register(watched, select.POLLIN)
+    poll.poll()
+    os._exit(1)
 
 
 class ProcessWatch:

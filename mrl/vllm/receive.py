@@ -35,6 +35,7 @@ from mrl.reshard.connect import connect_receiver
 from mrl.reshard.setup import SyncSetup
 from mrl.vllm.handshake import EngineDegrees, check_degrees, check_engine
 from mrl.vllm.load_layout import Adapter, LayerwiseWriter, layers_of
+from mrl.vllm.process_watch import end_with_parent
 from mrl.vllm.read_back import held_digests
 
 BACKEND = "mrl"
@@ -43,9 +44,10 @@ BACKEND = "mrl"
 def register() -> None:
     """vLLM plugin entry point: makes the weight-transfer backend `mrl` known.
 
-    Called in every vLLM process, maybe twice. What the process takes from here on is the engine's.
+    Called in every vLLM process, maybe twice. What the process takes from here on is the engine's, and it ends with its engine.
     """
     note_baseline()
+    end_with_parent()
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:

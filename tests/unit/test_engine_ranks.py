@@ -2,9 +2,11 @@
 
 import asyncio
 import os
+import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -16,7 +18,7 @@ from mrl.cluster.rollout_group import RolloutGroup, spread
 from mrl.cluster.weight_sync import _of_engine
 from mrl.errors import Interrupted
 from mrl.vllm.engine_calls import EngineCalls
-from mrl.vllm.process_watch import ProcessWatch, stopped_below
+from mrl.vllm.process_watch import ProcessWatch, end_with_parent, stopped_below
 from mrl.vllm.requests import Request, log_name, rank_name
 
 # a core with a worker below it, which ends both when it reads a line; the worker's number comes first
@@ -42,6 +44,47 @@ def core():
         except ProcessLookupError:
             continue
     process.wait()
+
+
+# an actor that spawned a core of vLLM's, which began to watch and computes; its number comes first
+ACTOR = """
+import multiprocessing, time
+from mrl.vllm.process_watch import end_with_parent
+
+def core(told):
+    end_with_parent()
+    end_with_parent()
+    told.send(None)
+    while True:
+        time.sleep(0.001)
+
+if __name__ == "__main__":
+    here, there = multiprocessing.Pipe()
+    child = multiprocessing.get_context("fork").Process(target=core, args=(there,))
+    child.start()
+    here.recv()
+    print(child.pid, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_core_ends_with_the_actor_that_spawned_it():
+    actor = subprocess.Popen([sys.executable, "-c", ACTOR], stdout=subprocess.PIPE, text=True)
+    core = os.pidfd_open(int(actor.stdout.readline()))
+    assert not select.select([core], [], [], 0.05)[0]
+    actor.kill()
+    actor.wait()
+    ended, _, _ = select.select([core], [], [], 20)
+    if not ended:
+        signal.pidfd_send_signal(core, signal.SIGKILL)
+    assert ended, "it outlived its actor"
+    os.close(core)
+
+
+def test_nothing_ends_with_a_parent_that_did_not_spawn_it():
+    before = threading.enumerate()
+    end_with_parent()
+    assert threading.enumerate() == before
 
 
 def settled(watch: ProcessWatch) -> str | None:
