@@ -53,6 +53,8 @@ class ActorGroup:
         if port is None:
             port = gather({"rank 0": self.workers[0].free_port.remote()}, limit, "starting the actor")["rank 0"]
         self.pids = self.call("start", address, port, str(checkpoint) if checkpoint else None, timeout_s=limit)
+        asked = {"rank 0": self.workers[0].kernels.remote()}
+        print(f"actor: {gather(asked, limit, 'asking the actor what it computes with')['rank 0']}")
 
     def call(self, method: str, *arguments: Any, timeout_s: float | None = None, interruptible: bool = False) -> list[Any]:
         """Calls a method on all ranks; answers in rank order."""

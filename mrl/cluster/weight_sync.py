@@ -21,7 +21,7 @@ from mrl.cluster.rollout_group import RolloutGroup
 from mrl.config.schema import RunConfig
 from mrl.errors import EnvironmentFault, Interrupted
 from mrl.model import read_hf_config
-from mrl.reshard.setup import BUCKET_BYTES, SyncSetup, p2p_members
+from mrl.reshard.setup import BUCKET_BYTES, SyncSetup, p2p_members, routes_in_words
 from mrl.reshard.sync_report import GAVE_UP, Disagreement, Report, SyncTotals, disagreements, in_words, replica_faults
 from mrl.units import GIB, MIB
 from mrl.vllm.requests import rank_name
@@ -187,6 +187,7 @@ class WeightSync:
         refs = self.engines.refs("connect_sync", data, plan_hash) | self.actor.refs("connect_sync", data, plan_hash)
         answers = gather(refs, limit, "connecting the weight sync")
         self.engines.call("release_arenas")
+        print(f"weight sync: {routes_in_words(self.setup)}")
         self._weight_bytes = sum(answer for name, answer in answers.items() if name.startswith("engine"))
 
     def _setup(self, topology: dict[str, list[list[int]]]) -> SyncSetup:

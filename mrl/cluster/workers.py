@@ -104,6 +104,10 @@ class ActorWorker:
         """A method of RankStep."""
         return getattr(self.step, method)(*arguments)
 
+    def kernels(self) -> str:
+        """See MegatronActor.kernels."""
+        return self.actor.kernels()
+
     def offload(self) -> None:
         """See MegatronActor.offload."""
         self.actor.offload()

@@ -23,6 +23,7 @@ from mrl.megatron.batching import MicroBatch, RowResult, Splitter, UpdateResult,
 from mrl.megatron.bridge import DTYPES, Bridge, MBridge
 from mrl.megatron.cut import ReplicaCut, StepCut, step_cut
 from mrl.megatron.forward import Around, TokenOutputs, log_prob_pass, loss_pass, nothing_around, on_device, return_hidden_states
+from mrl.megatron.kernels import kernels_in_words
 from mrl.megatron.loss_parameters import loss_parameters
 from mrl.megatron.offload import FrozenWeights, Residence, needs, switched
 from mrl.megatron.optimizer import StepResult, build_optimizer, build_scheduler, current_lr, freeze, step, zero_gradients
@@ -89,6 +90,10 @@ class MegatronActor:
         on_device = partial(torch.empty, dtype=torch.uint8, device=self.platform.device)
         memory = self.platform.host_memory if self.config.ref.param_offload else on_device
         return FrozenWeights(self.chunks, memory, self.platform.synchronize)
+
+    def kernels(self) -> str:
+        """What this rank computes with, in words."""
+        return kernels_in_words(self.chunks, self.optimizer)
 
     def offload(self) -> None:
         """What `actor.*_offload` names leaves the device. Whatever needs it again brings it back by itself."""

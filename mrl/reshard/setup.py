@@ -1,6 +1,7 @@
 """What trainer and engines agree on before a weight sync, as plain data: both sides build plan and routes from it."""
 
 import json
+from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -108,6 +109,14 @@ def pair_route(kind: str, rank: Place, worker: Place, reach: Reach) -> str:
     if reach == "node" or rank == worker:
         return "ipc"
     return "p2p" if kind == "auto" else "shm"
+
+
+def routes_in_words(setup: SyncSetup) -> str:
+    """How many pairs of a rank and a worker each transport serves, for whoever starts a run."""
+    reach = get_hosting(setup.dialect).memory_reach
+    pairs = ((rank, worker) for rank in setup.places.ranks for worker in setup.places.workers)
+    served = Counter(pair_route(setup.transport["kind"], rank, worker, reach) for rank, worker in pairs)
+    return ", ".join(f"{count} pairs of rank and worker by {kind}" for kind, count in sorted(served.items()))
 
 
 def p2p_members(setup: SyncSetup) -> list[tuple[str, int]]:

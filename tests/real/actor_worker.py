@@ -24,6 +24,7 @@ def main(rank: int, world_size: int, out: Path, plan: dict) -> None:
         return MegatronActor(config, rank, world_size, "127.0.0.1", agree_on_port(out, rank, number))
 
     first = actor("float32", 0)
+    report["kernels"] = first.kernels()
     before, state = _weights(first), _optimizer_state(first)
     bad = replace(batch, advantages=_infinite_in_row_1(batch))
     report["skipped"] = first.update(bad).parts

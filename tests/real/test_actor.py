@@ -33,6 +33,13 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(reports):
     assert "actor/grad_norm" not in reports[0]["skipped"][0]
 
 
+def test_a_rank_says_what_it_computes_with(reports):
+    experts = "experts TEGroupedMLP of GroupedLinear"  # Megatron's experts, over mrl's product
+    assert {report["kernels"] for report in reports} == {
+        f"layers of torch, attention CausalAttention, {experts}, norm Norm, optimizer AdamW of torch"
+    }
+
+
 def test_only_one_rank_of_a_replica_hands_out_metrics(reports):
     assert [len(report["skipped"]) for report in reports] == [1, 0]
 

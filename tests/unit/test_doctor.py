@@ -115,6 +115,8 @@ FAULTS = {
     "its part for torch missing": (
         without(CUDA, "transformer-engine-torch"), "version:transformer-engine-torch", "failure", "scripts/install.sh cuda",
     ),
+    "layers in plain torch": (without(CUDA, "transformer-engine-torch"), "layers", "failure", "model.allow_torch_layers: true"),
+    "layers in plain torch on NPUs": (without(NPU, "mindspeed"), "layers", "failure", "mindspeed"),
     "its part for torch of another release": (
         having(CUDA, transformer_engine_torch="2.12.0"), "version:transformer-engine-torch", "failure", "--no-build-isolation",
     ),

@@ -449,3 +449,12 @@ def test_what_is_free_of_the_fullest_device_is_said_once_and_only_where_there_is
     sync.bring_to(1)
     sync.bring_to(2)
     assert capsys.readouterr().out.count("after the first weight sync the fullest device has 5.0 GiB free") == 1
+
+
+@pytest.mark.parametrize("transport", ["shm", "p2p"])
+def test_a_run_says_once_which_transports_serve_its_pairs(cluster, capsys, transport):
+    _, sync = cluster(engines=2, transport=transport)
+    sync.bring_to(1)
+    sync.bring_to(2)
+    pairs = TRAIN["world_size"] * 2
+    assert capsys.readouterr().out.count(f"weight sync: {pairs} pairs of rank and worker by {transport}\n") == 1

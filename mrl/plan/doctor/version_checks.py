@@ -30,6 +30,7 @@ def version_checks(machine: Machine) -> Iterator[Finding]:
     if row.toolkit is not None:
         yield _toolkit(machine, row)
         yield _ascend_pairing(machine)
+    yield _layers(machine, row)
     yield from (_source_only(machine, name, branch) for name, branch in row.source_only.items())
     yield from (_compiled(machine, row, name, wanted) for name, wanted in row.compiled.items())
 
@@ -92,6 +93,15 @@ def _source_only(machine: Machine, name: str, source: str) -> Finding:
     if installed is None:
         return failure(f"version:{name}", "not installed", f"pip install {source} (it is on no package index)")
     return ok(f"version:{name}", f"{installed}; its own number does not say the branch, which must be that of {source}")
+
+
+def _layers(machine: Machine, row: VersionRow) -> Finding:
+    """What ranks would compute with. A rank itself asks Megatron, and says it in the run's first lines."""
+    brought = [*row.compiled, *row.source_only]
+    if missing := [name for name in brought if name not in machine.versions]:
+        cure = f"install {', '.join(missing)} (below), or let the run have them: model.allow_torch_layers: true"
+        return failure("layers", f"plain torch, expert by expert: {', '.join(missing)} missing", cure)
+    return ok("layers", f"of {', '.join(brought)}" if brought else "mrl's own in plain torch")
 
 
 def _compiled(machine: Machine, row: VersionRow, name: str, wanted: str) -> Finding:
