@@ -174,7 +174,7 @@ def _memory_lines(memory: dict[str, Any]) -> Iterator[str]:
     if host["bytes_per_node"]:
         verdict = "fits" if host["fits"] else f"DOES NOT FIT: {host['change']}"
         terms = _terms(host["terms"])
-        yield f"object store: {host['object_store_bytes'] / GIB:.2f} GiB of a node for the responses of a step, all at their limits"
+        yield f"object store: {host['object_store_bytes'] / GIB:.2f} GiB of a node, for the responses that exist at once, at their limits"
         yield f"host: {host['bytes_per_node'] / GIB:.1f} of {host['node_bytes'] / GIB:.0f} GiB of a node, {verdict} ({terms})"
     for change in memory["would_fit_with"]:
         yield "would fit with: " + " ".join(f"--set {setting}" for setting in change)

@@ -178,7 +178,8 @@ def check_object_stores(need: int, have: dict[str, int]) -> None:
     node, size = min(small.items(), key=lambda known: known[1])
     raise EnvironmentFault(
         f"the object store of {len(small)} of {len(have)} nodes is too small: Ray on {node} has one of {size / GIB:.2f} GiB, and the "
-        f"responses of one step take {need / GIB:.2f} GiB of a node when all are as long as data.max_response_length allows. Start Ray "
-        f"there with --object-store-memory {need} or more (launch/start_head.sh and start_worker.sh hand it on), or lower "
-        "data.train_batch_size, rollout.n or data.max_response_length; routes of actor.router_replay: R3 are most of it where they are on"
+        f"responses that exist at once take {need / GIB:.2f} GiB of a node when all are as long as data.max_response_length allows. "
+        f"Start Ray there with --object-store-memory {need} or more (launch/start_head.sh and start_worker.sh hand it on), or lower "
+        "data.train_batch_size, rollout.n, data.max_response_length or trainer.max_staleness; routes of actor.router_replay: R3 are most "
+        "of it where they are on"
     )

@@ -9,6 +9,7 @@ every pipeline stage; what routers chose at the old log-probs (mrl/megatron/rout
 from dataclasses import dataclass
 from math import prod
 
+from mrl.config.schedule_rules import schedule_of
 from mrl.data.routes import RouteShape
 from mrl.model import ModelSpec
 from mrl.model.layout import TrainLayout
@@ -87,11 +88,14 @@ def _moe_layers(model: ModelSpec, train: TrainLayout, pp: int) -> int:
 
 
 def stored_bytes(inputs: PlanInputs, batch: BatchPlan) -> int:
-    """Of a step's responses in the object stores of all nodes together, each once.
+    """Of all responses that exist at once, in the object stores of all nodes together, each once.
 
-    While groups are filtered, those of one more batch of prompts lie beside the groups that were kept.
+    Those of a step; where generation runs ahead, those of the steps that it may be ahead too; while groups are filtered
+    by batches, those of one more batch of prompts beside the groups that were kept.
     """
     config = inputs.config
+    if (schedule := schedule_of(config)) is not None:
+        return _columns(inputs, schedule.places * config.rollout.n)
     further = (config.data.gen_batch_size or config.data.train_batch_size) * config.rollout.n * config.algorithm.filter_groups.enable
     return _columns(inputs, batch.samples + further)
 

@@ -149,6 +149,20 @@ def test_groups_that_are_kept_lie_beside_another_batch_while_they_are_filtered()
     assert stored_bytes(filtering, batch) == (1 + 1024 / 256) * stored_bytes(plain, batch)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "steps"),
+    [
+        (["trainer.schedule=one_step_off"], 2),
+        (["trainer.schedule=bounded", "trainer.max_staleness=3"], 4),
+        (["trainer.schedule=bounded"], 1),
+    ],
+)
+def test_responses_of_the_steps_that_generation_is_ahead_lie_in_the_stores_too(overrides, steps):
+    plain, ahead = inputs_of("qwen3-30b-a3b/h100-4x8"), inputs_of("qwen3-30b-a3b/h100-4x8", *overrides)
+    batch = batch_plan(plain.config, plain.train)
+    assert stored_bytes(ahead, batch) == steps * stored_bytes(plain, batch)
+
+
 def test_a_store_that_is_too_small_is_refused_with_the_number():
     check_object_stores(10 * GIB, {"a": 10 * GIB, "b": 11 * GIB})
     with pytest.raises(EnvironmentFault, match=rf"1 of 2 nodes.*Ray on b has one of 9.50 GiB.*take 10.00 GiB.*memory {10 * GIB} "):
