@@ -77,13 +77,14 @@ def actor_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> ActorBytes:
     """Terms of one rank of pipeline stage `pp`."""
     state = stage_state(inputs.model, inputs.train, pp, precision_of(inputs.config, inputs.element_bytes))
     activations = activations_of(inputs, batch.micro)
+    saved = activations.stage_saved(pp, batch.micro_batches)
     return ActorBytes(
         parameters=state.parameters,
         gradients=state.gradients,
         optimizer=state.optimizer,
         optimizer_host=state.optimizer_host,
-        activations=activations.stage_saved(pp, batch.micro_batches),
-        temporaries=activations.stage_temporaries(pp),
+        activations=saved,
+        temporaries=max(activations.stage_temporaries(pp), _adam_scratch(inputs, state.optimizer) - saved),
         log_prob=replace(activations, micro=batch.log_prob_micro).forward_only(pp),
         sync_staging=_actor_staging(inputs, pp),
         offload=offload_of(inputs.config),
@@ -110,6 +111,17 @@ def kernels_of(inputs: PlanInputs) -> Kernels:
     """Transformer Engine, or its Ascend counterpart, on accelerators: ranks refuse to start without, unless the run allows it."""
     without = inputs.device.platform == "cpu" or inputs.config.model.allow_torch_layers
     return "torch" if without else "transformer_engine"
+
+
+def _adam_scratch(inputs: PlanInputs, optimizer: int) -> int:
+    """Of a step of torch's AdamW, in place of activations: on devices it takes the roots of all second moments at once. Fused Adams do not.
+
+    `optimizer`: bytes of the state that it steps.
+    """
+    if inputs.device.platform == "cpu" or kernels_of(inputs) != "torch" or not optimizer:
+        return 0
+    precision = precision_of(inputs.config, inputs.element_bytes)
+    return round(optimizer * precision.moments / 2 / precision.adam)
 
 
 def offload_of(config: RunConfig) -> Offload:
