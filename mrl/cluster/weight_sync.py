@@ -152,15 +152,17 @@ class WeightSync:
     def _transferred(self, progress: SyncProgress) -> dict[str, float]:
         """Metrics of a sync that every engine came through. Raises RuntimeError when the two sides counted other bytes."""
         receives = [report for reports in progress.verified.values() for report in reports]
-        self._say_what_is_free(progress.free_bytes + [report.get("free_bytes") for report in receives])
+        if self._syncs == 0:
+            self._say_what_is_there(progress.free_bytes, receives)
         totals = SyncTotals.of(progress.bytes_sent, receives, self._weight_bytes, progress.staging_bytes)
         metrics = _metrics(totals, len(progress.reasons), all(report["held"] is not None for report in receives))
         return metrics | {"reshard/engines": float(len(progress.verified)), "reshard/workers": float(len(receives))}
 
-    def _say_what_is_free(self, found: list[int | None]) -> None:
-        """Once: communicators and staging of syncs are made by the first, and what they take is not known before."""
-        known = [free for free in found if free is not None]
-        if self._syncs == 0 and known:
+    def _say_what_is_there(self, free: list[int | None], receives: list[Report]) -> None:
+        """Engines' MoE kernels, and what is free of the fullest device: communicators and staging are made by the first sync alone."""
+        if kernels := sorted({kernel for report in receives for kernel in report.get("moe_kernels", ())}):
+            print(f"engines: MoE kernels {', '.join(kernels)}")
+        if known := [n for n in (*free, *(report.get("free_bytes") for report in receives)) if n is not None]:
             print(f"after the first weight sync the fullest device has {min(known) / GIB:.1f} GiB free")
 
     def _agree_again(self, version: int, why: str) -> None:

@@ -149,6 +149,7 @@ class FastPath:
             check_degrees(setup, degrees)
             self._targets = target_parameters(setup.model, setup.rollout_layout, self._worker, setup.dialect, setup.dtype)
             check_engine(model, setup, self._targets, adapter, info.holds_weights)
+            self._moe_kernels = sorted(adapter.moe_backends(model))
             layers = layers_of(model, adapter)  # asked now: vLLM 0.23 enters the reload before an update gets here
             self._by_identity = frozenset(t.name for t in self._targets if adapter.reads_by_identity(layers[t.module], t))
             self._receiver = connect_receiver(setup, self._worker)
@@ -174,7 +175,8 @@ class FastPath:
         with self._named_errors():
             report = self._receiver.receive(self._writer, info.update)
         counts = ("bytes_moved", "bytes_local", "bytes_remote", "staging_bytes", "free_bytes")
-        self._report = {name: getattr(report, name) for name in counts} | {"seconds": dict(report.seconds)}
+        self._report = {name: getattr(report, name) for name in counts}
+        self._report |= {"seconds": dict(report.seconds), "moe_kernels": self._moe_kernels}
 
     def has_everything(self) -> bool:
         """An update comes in one call."""
