@@ -6,6 +6,7 @@ are made a chunk of tokens at a time, reduced, dropped, and made again in the ba
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -101,6 +102,19 @@ def _over_ranks(peak: Tensor, sums: Tensor, group: dist.ProcessGroup) -> tuple[T
     return highest + log_total, log_total - total[1] / total[0], total[2]
 
 
+@cache
+def _writes_float32(device: str, dtype: torch.dtype) -> bool:
+    """Whether a product of 16-bit factors can be summed and written in float32 there, at the factors' full rate. Tried once: of torch's own
+    devices CUDA can, and torch_npu makes `is_cuda` true of its tensors."""
+    ones = torch.ones(16, 16, device=device, dtype=dtype)
+    total = torch.ones(16, 16, device=device)
+    try:
+        torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return bool((total == 17).all())
+
+
 class _WeightGradient:
     """Sum over chunks of grad^T hidden [width, hidden], into Megatron's gradient buffer where the weight has one.
 
@@ -116,7 +130,7 @@ class _WeightGradient:
     def add(self, grad: Tensor, hidden: Tensor) -> None:
         """`grad` [tokens, width] float32, `hidden` [tokens, hidden], any float dtype."""
         into = self.total[: self.width]
-        if into.is_cuda and hidden.dtype is not torch.float32:  # 16-bit factors at their full rate, summed and written in float32
+        if hidden.dtype is not torch.float32 and _writes_float32(str(into.device), hidden.dtype):
             torch.addmm(into, grad.to(hidden.dtype).t(), hidden, out_dtype=torch.float32, out=into)
         else:
             into.addmm_(grad.t(), hidden.float())

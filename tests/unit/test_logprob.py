@@ -109,6 +109,15 @@ def test_sixteen_bit_weight_gradients_lose_nothing_between_chunks(case):
     torch.testing.assert_close(trained.main_grad[:VOCAB].double(), slope.t() @ hidden.double(), rtol=1e-5, atol=1e-5)
 
 
+def test_a_device_is_asked_for_the_product_not_by_its_name(case, monkeypatch):
+    """torch_npu's transfer_to_npu, which MindSpeed imports, makes `is_cuda` true of NPU tensors, and it has no such product."""
+    hidden, weight, targets, temperature, weights = case
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+    trained = weight.bfloat16().requires_grad_()
+    (weights[0] * computed(hidden.bfloat16(), trained, targets, temperature, chunk=4)[0]).sum().backward()
+    assert torch.count_nonzero(trained.grad[:VOCAB]) == VOCAB * HIDDEN
+
+
 def test_on_cuda_the_product_of_sixteen_bit_factors_is_written_in_float32():
     """That overload is CUDA's alone, so here only that there is one, for what it is given."""
     schema = torch.ops.aten.addmm.dtype_out._schema
