@@ -34,12 +34,25 @@ print(layers())
 """
 
 
-def answer(folder: Path, files: dict[str, str]) -> str:
+# how MindSpeed core_r0.16.0 makes modules that are not there (mindspeed/patch_utils.py, Patch.parse_path)
+MINDSPEED = """
+import sys, types
+from importlib.machinery import ModuleSpec
+for path in ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.fp8"):
+    module = sys.modules[path] = types.ModuleType(path)
+    module.__file__, module.__spec__ = "mindspeed.dummy_module.py", ModuleSpec(path, None)
+    if "." in path:
+        setattr(sys.modules[path.rpartition(".")[0]], path.rpartition(".")[2], module)
+module.FP8GlobalStateManager = module.fp8_autocast = type("Module", (), {})
+"""
+
+
+def answer(folder: Path, files: dict[str, str], before: str = "") -> str:
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     start = f"import sys; sys.path[:0] = [{str(folder)!r}, {str(ROOT)!r}]\n"
-    return subprocess.run([sys.executable, "-c", start + ASK], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run([sys.executable, "-c", start + before + ASK], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def test_layers_are_those_that_megatron_found(tmp_path):
@@ -50,6 +63,10 @@ def test_layers_are_those_that_megatron_found(tmp_path):
 def test_a_transformer_engine_that_cannot_be_imported_is_none(tmp_path):
     broken = TRANSFORMER_ENGINE | {"transformer_engine/pytorch/__init__.py": "raise ImportError('undefined symbol: _ZN3c10')"}
     assert answer(tmp_path, broken) == "torch"
+
+
+def test_mindspeeds_stand_ins_count_as_the_layers_that_they_bring(tmp_path):
+    assert answer(tmp_path, {}, MINDSPEED) == "transformer_engine"
 
 
 def test_megatron_asks_as_the_stand_in_does():
