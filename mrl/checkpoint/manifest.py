@@ -74,6 +74,10 @@ class Manifest:
         """Size and digest of every file."""
         return {name: facts for rank in self.ranks for name, facts in rank.files.items()}
 
+    def files_beside(self) -> FileFacts:
+        """The same of files without tensors of the model: groups that generation was ahead with."""
+        return self.trainer.get("ahead", {}).get("files", {})
+
     @property
     def converted(self) -> bool:
         """Written by `mrl convert`: it has no random states."""
@@ -130,7 +134,7 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = Manifest(**data | {"ranks": tuple(RankFiles.from_json(r) for r in data["ranks"])})
         if manifest.optimizer["num_updates"] != updates:
             raise ValueError(f"ranks count {manifest.optimizer['num_updates']} optimizer updates, the manifest {updates}")
-        sizes = {name: facts["bytes"] for name, facts in manifest.files().items()}
+        sizes = {name: facts["bytes"] for name, facts in (manifest.files() | manifest.files_beside()).items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise EnvironmentFault(f"{path}: not a whole manifest ({error!r}); choose another step-N folder") from error
     for name, size in sizes.items():
@@ -144,7 +148,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 def check_digests(folder: Path, manifest: Manifest) -> None:
     """Reads every file of a checkpoint. Raises EnvironmentFault naming one whose bytes are not those that were written."""
-    files = manifest.files()
+    files = manifest.files() | manifest.files_beside()
     for name in files:
         check_digest(folder, name, files)
 

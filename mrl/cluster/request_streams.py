@@ -25,6 +25,7 @@ class RequestStreams:
         """`all_there`: asks each engine whether all of it lives, answers to come by name."""
         self._workers, self._all_there, self._with_texts = workers, all_there, with_texts
         self._streams: dict[ray.ObjectRefGenerator, str] = {}
+        self._told_of: dict[ray.ObjectRefGenerator, ray.ObjectRef] = {}  # blocks whose numbers are to come
 
     @property
     def waiting_for(self) -> list[str]:
@@ -44,19 +45,29 @@ class RequestStreams:
 
         Raises Interrupted when an engine died.
         """
-        ready, _ = ray.wait(list(self._streams), num_returns=len(self._streams), timeout=0, fetch_local=False)
-        if not ready:
-            ready, _ = ray.wait(list(self._streams), timeout=timeout_s, fetch_local=False)  # a block is not for this node
-        return [arrived for stream in ready if (arrived := self._next(stream)) is not None]
+        ready = self._ready(0.0) or self._ready(timeout_s)
+        arrived = [self._next(stream) for stream in ready]
+        return [each for each in arrived if each is not None]
+
+    def _ready(self, timeout_s: float) -> list[ray.ObjectRefGenerator]:
+        every = 1 if timeout_s else len(self._streams)
+        return ray.wait(list(self._streams), num_returns=every, timeout=timeout_s, fetch_local=False)[0]  # a block is not for this node
 
     def _next(self, stream: ray.ObjectRefGenerator) -> Arrived | None:
+        """A block with what is told of it; None while that is to come. An engine that stops in between holds up nobody."""
         try:
-            block = next(stream)
+            item = next(stream)
         except StopIteration:
-            del self._streams[stream]
-            return None
+            engine, block = self._streams.pop(stream), self._told_of.pop(stream, None)
+            return None if block is None else self._told(block, block, engine)  # nothing follows an engine's error
+        if stream not in self._told_of:
+            self._told_of[stream] = item
+            return self._next(stream) if ray.wait([stream], timeout=0, fetch_local=False)[0] else None
+        return self._told(self._told_of.pop(stream), item, self._streams[stream])
+
+    def _told(self, block: ray.ObjectRef, numbers: ray.ObjectRef, engine: str) -> Arrived:
         try:
-            rows, texts = unwrap(next(stream, block), self._streams[stream], PHASE)  # nothing follows an engine's error
+            rows, texts = unwrap(numbers, engine, PHASE)
         except LostPeer as error:  # whom it lost, the lost one's own front end knows, also one that had no request
             raise blame(error, self._all_there(), PHASE) from error
         return StoredSamples.of(rows, block), texts

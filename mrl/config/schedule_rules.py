@@ -21,9 +21,7 @@ def schedule_of(config: RunConfig) -> Schedule | None:
         responses=config.rollout.n,
         max_tokens=config.data.max_response_length,
         max_staleness=1 if trainer.schedule == "one_step_off" else trainer.max_staleness,
-        order=trainer.order,
         partial_rollouts=trainer.partial_rollouts,
-        on_stale=trainer.on_stale,
         segment_tokens=trainer.segment_tokens,
         total_steps=trainer.total_training_steps,
     )
@@ -73,13 +71,26 @@ def _anchor(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 def _partial(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     trainer = config.trainer
     if not trainer.partial_rollouts:
+        if trainer.schedule == "bounded" and trainer.segment_tokens is not None:
+            yield Violation("trainer.segment_tokens", "needs partial_rollouts", "a response is of one version without it", (None,))
         return
-    if trainer.order == "ready_first":
-        why = "weights change there once no request is under way; in_order ends requests at the borders between versions"
-        yield Violation("trainer.partial_rollouts", "needs order: in_order", why, (False,))
+    if trainer.segment_tokens is not None and trainer.segment_tokens >= config.data.max_response_length:
+        rule = f"must be less than data.max_response_length, {config.data.max_response_length}"
+        yield Violation(
+            "trainer.segment_tokens", rule, "no response would be of two versions", (config.data.max_response_length // 2, None)
+        )
     if config.actor.router_replay == "R3":
         why = "of a response that is made in several requests vLLM's prefix cache leaves routes out; R2 records the trainer's own"
         yield Violation("actor.router_replay", "must not be R3 with trainer.partial_rollouts", why, ("disabled", "R2"))
+
+
+def _draws(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    batch, drawn, schedule = config.data.train_batch_size, config.data.gen_batch_size, config.trainer.schedule
+    if schedule != "sync" and drawn not in (None, batch):
+        why = "groups are issued and replaced one by one, not by batches of prompts"
+        yield Violation(
+            "data.gen_batch_size", f"must be left out with schedule: {schedule}, or be train_batch_size = {batch}", why, (None, batch)
+        )
 
 
 def _filter(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
@@ -89,4 +100,4 @@ def _filter(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation("algorithm.filter_groups.on_exhausted", f"must be error with schedule: {config.trainer.schedule}", why, ("error",))
 
 
-SCHEDULE_RULES = (_belongs, _machines, _both_at_once, _anchor, _partial, _filter)
+SCHEDULE_RULES = (_belongs, _machines, _both_at_once, _anchor, _partial, _draws, _filter)

@@ -59,16 +59,6 @@ class TrainerConfig(Section):
         ge=1,
         unit="tokens",
     )
-    order: Literal["in_order", "ready_first"] = key(
-        "in_order",
-        "Which groups a step trains on when generation runs ahead. in_order: those whose turn it is, so that runs repeat bit by bit; "
-        "ready_first: those that are finished.",
-        advice="in_order; ready_first where lengths differ so much that waiting for a group costs more than repeating is worth.",
-    )
-    on_stale: Literal["requeue", "drop"] = key(
-        "requeue",
-        "With ready_first: a group whose tokens have become older than max_staleness is begun anew, or dropped and counted.",
-    )
     seed: int = key(0, "Of prompts' order, sampling and initial states.")
     deterministic: bool = key(
         False,

@@ -22,7 +22,7 @@ from mrl.config.schema import RunConfig
 from mrl.data.order import PromptStream
 from mrl.errors import ConfigError, DataError, Interrupted
 from mrl.record.metrics import PhaseTimer, distribution
-from mrl.reward.items import RewardItem, RewardResult, check_failures, failure_counts, failures_at_the_bottom
+from mrl.reward.items import OK, RewardItem, RewardResult, check_failures, failure_counts, failures_at_the_bottom
 from mrl.schedule.buffer import GroupBuffer
 from mrl.schedule.dispatch import Assignment, Dispatcher
 from mrl.schedule.groups import Group
@@ -61,7 +61,8 @@ class GenerationAhead:
         for group in buffer.groups.values():
             self._dispatcher.admit(group)
         self._filtered: list[Filtered] = list(kept.filtered) if kept else []
-        self._recomputed = 0  # tokens since then that engines computed once more, because a response went on
+        self._failed = 0  # rewards since the last batch
+        self._counted = self._counts()
         self._pending: set[Key] = set()  # responses whose reward is awaited
         self._changed = threading.Condition()
         self._error: BaseException | None = None
@@ -104,30 +105,32 @@ class GenerationAhead:
         return Rollouts(samples, results, rewards, cursor, metrics)
 
     def _taken(self) -> list[Group] | None:
-        self._check_filtered()
+        self._check_rewards()
         return self._buffer.take()
 
-    def _check_filtered(self) -> None:
-        """Raises DataError when more groups without a difference were dropped for a step than algorithm.filter_groups allows."""
+    def _check_rewards(self) -> None:
+        """Raises DataError once more rewards of the step failed than may, or once more groups were filtered for it than may."""
         filtering, batch = self._config.algorithm.filter_groups, self._buffer.schedule.batch
-        first = list(islice(self._buffer.groups, batch))  # those that the step will train on, in order
-        dropped = len(self._filtered_before(first[-1])) if first else 0
-        if filtering.max_num_gen_batches and dropped > (filtering.max_num_gen_batches - 1) * batch:
+        groups = list(islice(self._buffer.groups.values(), batch))  # those that the step will train on, as far as is known
+        filtered = self._filtered_before(groups[-1].number) if groups else []
+        share, n = self._config.reward.max_failure_share, self._config.rollout.n
+        made = [result for _, each in filtered for result in each]
+        made += [self._results[key] for group in groups for key in _keys(group) if key in self._results]
+        if self._failed and sum(failure_counts(made).values()) > int(share * batch * n):
+            check_failures(made, share)
+        if filtering.max_num_gen_batches and len(filtered) > (filtering.max_num_gen_batches - 1) * batch:
             raise DataError(
-                f"step {self._buffer.step + 1}: {dropped} groups have responses that do not differ in {filtering.metric}: the prompts are "
-                "too easy or too hard for the model as it is. Raise algorithm.filter_groups.max_num_gen_batches or rollout.n, or give "
-                "other prompts"
+                f"step {self._buffer.step + 1}: {len(filtered)} groups have responses that do not differ in {filtering.metric}: the "
+                "prompts are too easy or too hard for the model as it is. Raise algorithm.filter_groups.max_num_gen_batches or "
+                "rollout.n, or give other prompts"
             )
 
     def _filtered_before(self, last: int) -> list[Filtered]:
-        """Groups lost for a step whose last one is `last`; where steps train on what is finished, all since the one before."""
-        in_order = self._buffer.schedule.order == "in_order"
-        return [each for each in self._filtered if not in_order or each[0] < last]
+        """Groups lost for a step whose last one is `last`."""
+        return [each for each in self._filtered if each[0] < last]
 
     def settle(self, timer: PhaseTimer) -> None:
-        """Returns once engines may be given other weights: nothing is sent any more, and what must be back is back; phase "settle"."""
-        with self._changed:
-            self._dispatcher.is_open = self._buffer.schedule.order == "in_order"  # there the borders end what is under way
+        """Returns once engines may be given other weights: what was to be made by these is back, and judged; phase "settle"."""
         with timer("settle"):
             self._wait(lambda: (self._dispatcher.may_change_weights and not self._pending) or None)
 
@@ -135,22 +138,24 @@ class GenerationAhead:
         """Engines hold the weights of `state`, and generation goes on by them; the state with all groups on their way."""
         with self._changed:
             self._dispatcher.advance()
-            self._dispatcher.is_open = True
             known = self._buffer.groups.keys()
             self._responses = {key: part for key, part in self._responses.items() if key[0] in known}
-            self._forget_begun_anew()
             place = self._prompts.forget_before(self._buffer.frontier)
             ledger = snapshot(self._buffer, self._fingerprint)
+            self._counted = self._counts()
             kept = KeptGroups(ledger, place, dict(self._responses), dict(self._results), tuple(self._filtered))
             self._admit()
             return replace(state, ahead=kept)
 
-    def _forget_begun_anew(self) -> None:
-        """Tokens of stale groups that are generated once more."""
-        anew = {number for number, group in self._buffer.groups.items() if not group.tokens}
-        for kept in (self._responses, self._results):
-            for key in [key for key in kept if key[0] in anew]:
-                del kept[key]
+    def _counts(self) -> dict[str, float]:
+        """Of groups, between two steps: what is counted at another moment depends on the engines' speed."""
+        counts, groups = self._buffer.counts, self._buffer.groups
+        lengths = {f"async/dropped_response_length/{cause}": tally.mean_length for cause, tally in sorted(counts.dropped.items())}
+        return lengths | {
+            "async/groups_ahead": float(len(groups)),
+            "async/dropped_groups": float(sum(tally.groups for tally in counts.dropped.values())),
+            "async/kept_response_length": counts.kept.mean_length,
+        }
 
     def close(self) -> None:
         """Ends the thread; what engines are at is not waited for."""
@@ -221,15 +226,11 @@ class GenerationAhead:
     def _request(self, sent: Assignment) -> Request:
         (prompt, first), schedule = self._prompts[sent.number], self._buffer.schedule
         step = sent.number // schedule.batch + 1
-        anew = self._buffer.groups[sent.number].attempts * schedule.responses
-        seed = sample_seed(self._config.trainer.seed, TRAIN, step, prompt.prompt_id, first + anew + sent.index)
+        seed = sample_seed(self._config.trainer.seed, TRAIN, step, prompt.prompt_id, first + sent.index)
         return Request(sent.request, prompt.token_ids, seed, prompt.prompt_id, sent.number, sent.max_tokens)
 
     def _kept(self, sent: Assignment) -> StoredSamples | None:
-        if not sent.kept:
-            return None
-        self._recomputed += sent.kept
-        return self._responses[sent.number, sent.index]
+        return self._responses[sent.number, sent.index] if sent.kept else None
 
     def _take_in(self, part: StoredSamples, texts: list[str]) -> None:
         check_finite(part.rows)
@@ -254,6 +255,7 @@ class GenerationAhead:
     def _take_result(self, result: RewardResult) -> None:
         number, index = divmod(result.sample_id, self._config.rollout.n)
         self._pending.discard((number, index))
+        self._failed += result.reason != OK
         group = self._buffer.groups.get(number)
         if group is None or not group.ended[index]:
             return  # dropped, or begun anew, meanwhile
@@ -275,7 +277,9 @@ class GenerationAhead:
 
     def _differs(self, results: list[RewardResult], parts: list[StoredSamples]) -> bool:
         """Whether the responses to a prompt do not all have the same value; failed rewards are at the bottom."""
-        filtering, results = self._config.algorithm.filter_groups, failures_at_the_bottom(results)
+        filtering = self._config.algorithm.filter_groups
+        if self._config.reward.failure_score is None:
+            results = failures_at_the_bottom(results)
         rewards = rewards_after_penalties(self._config, StoredSamples.joined(parts).rows, results)
         values = metric_values(filtering.metric if filtering.enable else SCORE, results, rewards)
         return bool(values.min() < values.max())
@@ -284,15 +288,13 @@ class GenerationAhead:
         self, groups: list[Group], parts: list[StoredSamples], results: list[RewardResult], filtered: list[RewardResult]
     ) -> dict[str, float]:
         """Of the groups that the step trains on and those that were filtered for it. Raises DataError where too many rewards failed."""
-        n, counts = self._config.rollout.n, self._buffer.counts
+        n = self._config.rollout.n
         differing = sum(self._differs(results[i : i + n], parts[i : i + n]) for i in range(0, len(results), n))
         made = [*results, *filtered]
         check_failures(made, self._config.reward.max_failure_share)
         failed = sum(failure_counts(made).values())
         rows = [part.rows for part in parts]
         ages = [self._buffer.step - int(one.span_versions.min()) for one in rows]
-        dropped = sum(tally.groups for tally in counts.dropped.values())
-        recomputed, self._recomputed = self._recomputed, 0
         return {
             "train/num_gen_batches": len(made) / len(results),
             "train/uniform_group_share": 1.0 - differing * n / len(made),
@@ -301,12 +303,7 @@ class GenerationAhead:
             "reward/failure_share": failed / len(made),
             **distribution("training/off_policy/trajectory_staleness", ages),
             "async/versions_per_sample": float(np.mean([int(one.span_counts[0]) for one in rows])),
-            "async/recomputed_tokens": float(recomputed),
-            "async/groups_ahead": float(len(self._buffer.groups)),
-            "async/dropped_groups": float(dropped),
-            "async/requeued_groups": float(counts.requeued.groups),
-            **{f"async/dropped_response_length/{cause}": tally.mean_length for cause, tally in sorted(counts.dropped.items())},
-            "async/kept_response_length": counts.kept.mean_length,
+            **self._counted,
         }
 
 

@@ -57,6 +57,7 @@ def _differences(first: Path, second: Path, first_manifest: Manifest, second_man
         yield _unlike(f"optimizer {name}", first_manifest.optimizer.get(name), second_manifest.optimizer.get(name))
     yield _unlike("place in the data", first_manifest.trainer.get("cursor"), second_manifest.trainer.get("cursor"))
     yield _unlike("files", sorted(first_manifest.files()), sorted(second_manifest.files()))
+    yield _unlike("groups on their way", first_manifest.files_beside(), second_manifest.files_beside())
     for file, facts in first_manifest.files().items():
         if facts != second_manifest.files()[file]:
             yield _tensor_difference(first / file, second / file, first_manifest)

@@ -1,12 +1,11 @@
 """Groups that generation was ahead with, in a checkpoint: what is known of each, its tokens so far, its rewards.
 
-    checkpoints/step-N/manifest.json   trainer.ahead: the ledger, the place in the data, rewards, digest of the file
+    checkpoints/step-N/manifest.json   trainer.ahead: the ledger, the place in the data, rewards, size and digest of the file
     checkpoints/step-N/groups.npz      columns of all responses that have tokens, by group and index in it
 
 A resumed run goes on with them: nothing is generated twice, nothing is lost.
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,11 +14,10 @@ from typing import Any
 import numpy as np
 import ray
 
-from mrl.checkpoint.manifest import fsync
+from mrl.checkpoint.manifest import file_facts, fsync
 from mrl.cluster.stored_samples import StoredSamples
 from mrl.data.order import DataCursor
 from mrl.data.samples import Samples
-from mrl.errors import EnvironmentFault
 from mrl.reward.items import RewardResult
 from mrl.schedule.ledger import Ledger
 from mrl.train.numbered_prompts import DrawPlace
@@ -53,21 +51,20 @@ class KeptGroups:
         }
         if not keys:
             return said
-        samples = StoredSamples.joined([self.responses[key] for key in keys]).read()
+        stored = StoredSamples.joined([self.responses[key] for key in keys])
+        numbers = np.array([number for number, _ in keys])
+        samples = stored.renumbered(numbers, np.arange(len(keys))).read()  # ids of requests are an accident of their order
         np.savez(folder / FILE, **samples.arrays)
         fsync(folder / FILE)
-        return said | {"sha256": _digest(folder / FILE)}
+        return said | {"files": {FILE: file_facts(folder / FILE)}}
 
 
 def read_kept(folder: Path, said: Mapping[str, Any]) -> KeptGroups:
-    """What `write` wrote, tokens in the object store of this node. Raises EnvironmentFault where the file is not that one."""
+    """What `write` wrote, tokens in the object store of this node. The file has been compared with its digest, as all of a checkpoint."""
     keys = [tuple(key) for key in said["responses"]]
     responses: dict[Key, StoredSamples] = {}
     if keys:
-        file = folder / FILE
-        if not file.is_file() or _digest(file) != said["sha256"]:
-            raise EnvironmentFault(f"{file} is not what the checkpoint was saved with: its groups cannot go on")
-        with np.load(file) as columns:
+        with np.load(folder / FILE) as columns:
             samples = Samples(**columns)
         rows = (samples.rows(np.array([i])) for i in range(len(samples)))  # copies, so that each is put alone
         responses = {key: StoredSamples.of(row.numbers, ray.put(row)) for key, row in zip(keys, rows, strict=True)}
@@ -75,8 +72,3 @@ def read_kept(folder: Path, said: Mapping[str, Any]) -> KeptGroups:
     place = DrawPlace(said["draw"], DataCursor(**said["cursor"]))
     filtered = [(number, [RewardResult(**result) for result in each]) for number, each in said["filtered"]]
     return KeptGroups(Ledger.from_json(said["ledger"]), place, responses, results, filtered)
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()

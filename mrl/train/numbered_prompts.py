@@ -41,7 +41,9 @@ class NumberedPrompts:
 
     def after(self, number: int) -> DataCursor:
         """The place in the data behind the draw that the number is of."""
-        return self._ends[number // self._stream.batch_size]
+        draw = number // self._stream.batch_size
+        self._draw_until(draw)
+        return self._ends[draw]
 
     def forget_before(self, number: int) -> DrawPlace:
         """Where to begin so that `number` and all after it can be asked for; those before it no longer can."""

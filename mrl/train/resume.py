@@ -37,6 +37,10 @@ class TrainState:
         return replace(self, step=self.step + 1, cursor=cursor)
 
 
+# and the same of which weights make which token, where generation runs ahead
+FIXED_AHEAD = ("trainer.max_staleness", "trainer.partial_rollouts", "trainer.segment_tokens", "data.max_response_length")
+
+
 def goes_on(config: RunConfig, asked: bool) -> bool:
     """Whether the run in the run directory is continued: that is `asked` for, or resume_mode is auto and there is one."""
     return asked or (config.trainer.resume_mode == "auto" and RunDir(run_dir_of(config)).config.is_file())
@@ -82,7 +86,8 @@ def _named(path: str, digests: bool) -> Newest:
 
 def fixed_values(config: RunConfig) -> dict[str, Any]:
     """What a checkpoint keeps of FIXED, as JSON has it, to be compared when it is resumed."""
-    values = {key: leaf(config, key) for key in FIXED}
+    keys = FIXED if config.trainer.schedule == "sync" else (*FIXED, *FIXED_AHEAD)
+    values = {key: leaf(config, key) for key in keys}
     return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
 
@@ -92,8 +97,8 @@ def _check_same_values(config: RunConfig, manifest: Manifest, folder: Path) -> N
             f"{folder} was converted from weights alone and belongs to no run: start a new one with the Hugging Face checkpoint as "
             "model.path (mrl convert megatron-to-hf writes one from this)"
         )
-    then = manifest.trainer["fixed"]
-    differing = [(key, now) for key, now in fixed_values(config).items() if now != then.get(key, now)]  # a key may be newer
+    then = {"trainer.schedule": "sync"} | manifest.trainer["fixed"]  # a checkpoint may be older than a key
+    differing = [(key, now) for key, now in fixed_values(config).items() if now != then.get(key, now)]
     changed = [f"{key}: {now}, and {folder} was trained with {then[key]}" for key, now in differing]
     if changed:
         raise ConfigError(

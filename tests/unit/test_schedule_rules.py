@@ -18,7 +18,11 @@ REFUSED = {
     ("trainer.schedule=one_step_off", "trainer.partial_rollouts=true"): ("trainer.partial_rollouts", "key of bounded"),
     ("trainer.schedule=bounded", "trainer.partial_rollouts=true"): ("trainer.partial_rollouts", "needs max_staleness"),
     (*BOUNDED, "algorithm.anchor=rollout"): ("algorithm.anchor", "must be recompute"),
-    (*PARTIAL, "trainer.order=ready_first"): ("trainer.partial_rollouts", "needs order: in_order"),
+    (*PARTIAL, "trainer.segment_tokens=100000"): ("trainer.segment_tokens", "must be less than"),
+    (*BOUNDED, "trainer.segment_tokens=100"): ("trainer.segment_tokens", "needs partial_rollouts"),
+    (*BOUNDED, "data.gen_batch_size=512", "algorithm.filter_groups.enable=true", "algorithm.filter_groups.on_exhausted=error"): (
+        "data.gen_batch_size", "must be left out"),
+    (*BOUNDED, "algorithm.anchor=on_policy"): ("algorithm.anchor", "must be recompute"),
     (*PARTIAL, "actor.router_replay=R3"): ("actor.router_replay", "must not be R3"),
     (*BOUNDED, "algorithm.filter_groups.enable=true", "algorithm.filter_groups.on_exhausted=partial",
      "algorithm.filter_groups.max_num_gen_batches=5"): ("algorithm.filter_groups.on_exhausted", "must be error"),
@@ -36,7 +40,7 @@ def test_what_cannot_be_together_is_refused(overrides):
     assert len(found) == 1 and said in f"{found[0].rule}; {found[0].why}"
 
 
-@pytest.mark.parametrize("overrides", [["trainer.schedule=one_step_off"], BOUNDED, PARTIAL, [*BOUNDED, "trainer.order=ready_first"]])
+@pytest.mark.parametrize("overrides", [["trainer.schedule=one_step_off"], BOUNDED, PARTIAL])
 def test_what_runs_is_legal_and_its_bound_is_said(overrides):
     config = resolved(overrides)
     assert [v for v in violations(config, MODEL) if v.field.startswith("trainer.")] == []
