@@ -114,7 +114,7 @@ def run_rank(world: Path, rank: int, ranks: int, work: Path) -> None:
     for number, (lr, replay) in enumerate((lr, replay) for lr in RATES for replay in ("disabled", "R2")):
         actor = MegatronActor(config_of(world, ranks, lr, replay), rank, ranks, "127.0.0.1", meeting_port(work, rank, number))
         with_old = replace(batch, old_log_probs=old_log_probs(actor, batch))
-        metrics = merge(actor.update(with_old))
+        metrics = merge(actor.update(with_old).parts)
         routers = [float(p.main_grad.norm()) for chunk in actor.chunks for n, p in chunk.named_parameters() if n.endswith("router.weight")]
         (work / f"{number}-{rank}.json").write_text(json.dumps([lr, replay, metrics, min(routers)]))
         actor.close()
