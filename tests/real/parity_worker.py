@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
 from mrl.megatron.actor import MegatronActor
-from mrl.megatron.batching import Splitter
 
 
 def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:
@@ -46,7 +45,7 @@ def _report(actor: MegatronActor, batch: TrainBatch, case: dict, folder: Path) -
             entropy=result.entropy,
         )
     for cut, settings in case["cuts"].items():
-        _set_actor(actor, settings)
+        _set_actor(actor, RunConfig.model_validate(case["config"]), settings)
         report.setdefault("cuts", {})[cut] = _cut_of(actor, batch)
         parts = actor.gradients(batch)
         if actor.rank == 0:
@@ -64,16 +63,16 @@ def _report(actor: MegatronActor, batch: TrainBatch, case: dict, folder: Path) -
     (folder / f"report-{actor.rank}.json").write_text(json.dumps(report))
 
 
-def _set_actor(actor: MegatronActor, settings: dict) -> None:
-    part = actor.config.actor.model_copy(update=settings)
-    actor.config = actor.config.model_copy(update={"actor": part})
-    actor.update_splitter = Splitter.for_update(part, actor.layout, actor.model)
+def _set_actor(actor: MegatronActor, config: RunConfig, settings: dict) -> None:
+    """`config`: the case's own, so that no cut inherits from the one before."""
+    actor.config = config.model_copy(update={"actor": config.actor.model_copy(update=settings)})
 
 
 def _cut_of(actor: MegatronActor, batch: TrainBatch) -> list:
     """Whether sequences are packed, and the rows of each micro-batch of each data-parallel replica."""
-    shares = actor.update_splitter.shares(batch.lengths)
-    return [actor.update_splitter.shape.packed, [[micro.rows.tolist() for micro in share] for share in shares]]
+    splitter = actor._update_splitter  # that which `gradients` cuts by
+    shares = splitter.shares(batch.lengths)
+    return [splitter.shape.packed, [[micro.rows.tolist() for micro in share] for share in shares]]
 
 
 def _exported(actor: MegatronActor) -> dict[str, torch.Tensor]:
