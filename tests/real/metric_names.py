@@ -14,7 +14,7 @@ NEVER = {
 # what a run does -> names that it writes because of that
 REFERENCE, KL_LOSS, KL_REWARD, OVERLONG = "a reference model", "use_kl_loss", "use_kl_in_reward", "overlong_filter"
 R3, PREDICTIONS = "router_replay R3", "a reward that says what was answered (pred)"
-COLOCATED = "colocated placement"
+COLOCATED, AHEAD = "colocated placement", "generation ahead of training"
 PENALTY, DYNAMIC, OFFLOAD = "overlong_buffer", "use_dynamic_bsz", "offload"
 RECOMPUTE, CHUNKS, FROZEN = "recompute", "virtual stages", "freeze_router"
 VALIDATION, SAVING, STEPS_AFTER_SAVING = "validation", "saving", "a step after one that saved"
@@ -35,6 +35,7 @@ WRITTEN_WITH = {
     PREDICTIONS: {"val-core/*/maj@*"},  # tests/unit/test_validation.py
     SAVING: {"timing_s/save_checkpoint"},
     STEPS_AFTER_SAVING: {"perf/checkpoint_write_s"},
+    AHEAD: {"timing_s/settle", *(spec.name for spec in METRICS if spec.name.startswith(("async/", "training/off_policy/")))},
 }
 
 
