@@ -14,6 +14,7 @@ from mrl.cluster.calls import gather
 from mrl.config.load import ResolvedConfig, load_config
 from mrl.config.schema_actor import SWITCHES
 from mrl.errors import Interrupted
+from mrl.train import loop
 from mrl.train.compare_runs import checkpoint_difference, metrics_difference
 from mrl.train.loop import held_out_metrics, train, train_step
 from mrl.train.reporting import memory_metrics
@@ -84,28 +85,30 @@ class Ledgers:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Ranks while engines generate, engines before and after the ranks' update."""
-        generate, update = self._engines.generate, self._actor.update
+        generate, update = self._engines.generate, loop.update
 
         def generate_watched(requests, sampling, on_batch):
-            def on_first(batch):
+            def on_first(batch, texts):
                 if not asked:
                     asked.append(True)
                     self.ranks_resting += self._live(self._actor)
                     self.engines_awake += self._live(self._engines)
-                on_batch(batch)
+                on_batch(batch, texts)
 
             asked: list[bool] = []
             return generate(requests, sampling, on_first)
 
-        def update_watched(batch):
+        def update_watched(trained, corrected):
             self.engines_asleep += self._live(self._engines)
             self.ranks_training += self._live(self._actor)
-            answer = update(batch)
+            answer = update(trained, corrected)
             self.engines_asleep += self._live(self._engines)
             return answer
 
-        self._engines.generate, self._actor.update = generate_watched, update_watched
-        yield
+        self._engines.generate = generate_watched
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loop, "update", update_watched)
+            yield
 
     def _live(self, group) -> list[int]:
         answers = gather(group.refs("memory"), 60.0, "ledgers").values()
