@@ -115,8 +115,7 @@ def results(references, tmp_path_factory) -> dict[str, Path]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_cut_cuts_the_batch_in_another_way(layout, results):
     cuts = json.loads((results[layout] / "report-0.json").read_text())["cuts"]
-    is_always_packed = CP in LAYOUTS[layout][2]
-    assert len({json.dumps(cut) for cut in cuts.values()}) == len(CUTS) - is_always_packed
+    assert len({json.dumps(cut) for cut in cuts.values()}) == len(CUTS)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
