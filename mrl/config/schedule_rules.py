@@ -7,7 +7,6 @@ from mrl.errors import Violation
 from mrl.model import ModelSpec
 from mrl.schedule.staleness import Schedule, violations
 
-_KEYS = {"buffer_groups": "data.train_batch_size", "concurrency": "rollout.max_num_seqs"}
 _BOUNDED_ONLY = {"max_staleness": 0, "partial_rollouts": False, "segment_tokens": None}
 
 
@@ -52,7 +51,7 @@ def _belongs(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 def _machines(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     schedule = schedule_of(config)
     for violation in violations(schedule) if schedule else ():
-        yield Violation(_KEYS.get(violation.field, f"trainer.{violation.field}"), violation.rule, violation.why, violation.allowed)
+        yield Violation(f"trainer.{violation.field}", violation.rule, violation.why, violation.allowed)
 
 
 def _both_at_once(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:

@@ -10,6 +10,7 @@ them, and neither while it waits for Ray.
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
@@ -22,16 +23,28 @@ from mrl.config.schema import RunConfig
 from mrl.data.order import PromptStream
 from mrl.errors import ConfigError, DataError, Interrupted
 from mrl.record.metrics import PhaseTimer, distribution
-from mrl.reward.items import OK, RewardItem, RewardResult, check_failures, failure_counts, failures_at_the_bottom
+from mrl.reward.items import OK, RewardResult, check_failures, failure_counts, failures_at_the_bottom
 from mrl.schedule.buffer import GroupBuffer
 from mrl.schedule.dispatch import Assignment, Dispatcher
 from mrl.schedule.groups import Group
 from mrl.schedule.ledger import Fingerprint, restored, snapshot
+from mrl.schedule.progress import ProgressWatch
 from mrl.schedule.staleness import Schedule
 from mrl.train.kept_groups import Filtered, KeptGroups, Key
 from mrl.train.numbered_prompts import DrawPlace, NumberedPrompts
 from mrl.train.resume import TrainState
-from mrl.train.rollouts import SCORE, TRAIN, Responder, Rollouts, check_finite, metric_values, rewards_after_penalties, sample_seed
+from mrl.train.rollouts import (
+    SCORE,
+    TRAIN,
+    Responder,
+    Rollouts,
+    check_finite,
+    group_metrics,
+    metric_values,
+    rewards_after_penalties,
+    rollouts_of,
+    sample_seed,
+)  # fmt: skip
 from mrl.vllm.requests import Request, training_sampling
 
 WAIT_S = 0.1  # for a response, before rewards are looked at again
@@ -61,8 +74,9 @@ class GenerationAhead:
         for group in buffer.groups.values():
             self._dispatcher.admit(group)
         self._filtered: list[Filtered] = list(kept.filtered) if kept else []
-        self._failed = 0  # rewards since the last batch
+        self._any_failed = False  # a reward, since this process began
         self._counted = self._counts()
+        self._watch, self._made = ProgressWatch(config.rollout.generate_timeout_s), Counter[str]()  # tokens by engine
         self._pending: set[Key] = set()  # responses whose reward is awaited
         self._changed = threading.Condition()
         self._error: BaseException | None = None
@@ -92,17 +106,14 @@ class GenerationAhead:
             parts, results = [self._responses.pop(key) for key in keys], [self._results.pop(key) for key in keys]
             cursor = self._prompts.after(max(group.number for group in groups))
             filtered = self._filtered_before(groups[-1].number)
-            self._filtered = [each for each in self._filtered if each not in filtered]
+            self._filtered = [each for each in self._filtered if each[0] > groups[-1].number]
             metrics = self._metrics(groups, parts, results, [result for _, each in filtered for result in each])
         numbers, ids = np.repeat(np.arange(batch), self._config.rollout.n), np.arange(len(keys))
         samples = StoredSamples.joined(parts).renumbered(numbers, ids)
         if self._config.reward.failure_score is None:
             results = failures_at_the_bottom(results)
         results = [replace(result, sample_id=i) for i, result in enumerate(results)]
-        rewards = rewards_after_penalties(self._config, samples.rows, results)
-        if self._config.algorithm.overlong_buffer.enable:
-            metrics["train/overlong_penalty_mean"] = float((rewards - [result.score for result in results]).mean())
-        return Rollouts(samples, results, rewards, cursor, metrics)
+        return rollouts_of(self._config, samples, results, cursor, metrics)
 
     def _taken(self) -> list[Group] | None:
         self._check_rewards()
@@ -114,10 +125,11 @@ class GenerationAhead:
         groups = list(islice(self._buffer.groups.values(), batch))  # those that the step will train on, as far as is known
         filtered = self._filtered_before(groups[-1].number) if groups else []
         share, n = self._config.reward.max_failure_share, self._config.rollout.n
-        made = [result for _, each in filtered for result in each]
-        made += [self._results[key] for group in groups for key in _keys(group) if key in self._results]
-        if self._failed and sum(failure_counts(made).values()) > int(share * batch * n):
-            check_failures(made, share)
+        if self._any_failed:
+            made = [result for _, each in filtered for result in each]
+            made += [self._results[key] for group in groups for key in _keys(group) if key in self._results]
+            if sum(failure_counts(made).values()) > int(share * batch * n):
+                check_failures(made, share)
         if filtering.max_num_gen_batches and len(filtered) > (filtering.max_num_gen_batches - 1) * batch:
             raise DataError(
                 f"step {self._buffer.step + 1}: {len(filtered)} groups have responses that do not differ in {filtering.metric}: the "
@@ -138,8 +150,6 @@ class GenerationAhead:
         """Engines hold the weights of `state`, and generation goes on by them; the state with all groups on their way."""
         with self._changed:
             self._dispatcher.advance()
-            known = self._buffer.groups.keys()
-            self._responses = {key: part for key, part in self._responses.items() if key[0] in known}
             place = self._prompts.forget_before(self._buffer.frontier)
             ledger = snapshot(self._buffer, self._fingerprint)
             self._counted = self._counts()
@@ -182,19 +192,18 @@ class GenerationAhead:
     # ---------------------------------------------------------------- the thread's side
 
     def _run(self) -> None:
-        last = time.monotonic()
         try:
             while not self._closed:
                 self._send()
                 arrived = self._streams.take(WAIT_S) if self._streams.waiting_for else []
                 scored = self._responder.rewards.collect() if self._pending else []  # else others may be waiting for theirs
-                last = self._check_time(last, bool(arrived))
                 with self._changed:
                     for part, texts in arrived:
                         self._take_in(part, texts)
                     for result in scored:
                         self._take_result(result)
                     self._admit()
+                    self._check_progress()
                     if arrived or scored:
                         self._changed.notify_all()
                     elif not self._streams.waiting_for:
@@ -204,15 +213,13 @@ class GenerationAhead:
                 self._error = error
                 self._changed.notify_all()
 
-    def _check_time(self, last: float, is_progress: bool) -> float:
-        """When something last came, or nothing was under way. Raises Interrupted past the deadline."""
-        now, limit = time.monotonic(), self._config.rollout.generate_timeout_s
-        if is_progress or not self._streams.waiting_for:
-            return now
-        if now - last > limit:
-            late = ", ".join(self._streams.waiting_for)
-            raise Interrupted(f"generation: no response within {limit:g} s of {len(self._dispatcher.under_way)}, waiting for {late}")
-        return last
+    def _check_progress(self) -> None:
+        """Raises Interrupted where an engine has requests and has answered none for too long, whatever others do."""
+        now, holding = time.monotonic(), set(self._streams.waiting_for)
+        for engine in self._responder.engines.names:
+            self._watch.note(engine, self._made[engine], engine in holding, now)
+        if late := self._watch.late(now):
+            raise Interrupted(f"generation: no response within {self._watch.limit_s:g} s from {', '.join(late)}")
 
     def _send(self) -> None:
         with self._changed:
@@ -237,28 +244,24 @@ class GenerationAhead:
         for row, text in enumerate(texts):
             one = part.take(np.array([row]))
             request = int(one.rows.sample_id[0])
-            sent = self._dispatcher.under_way.get(request)
-            if sent is None:
-                continue  # it was taken back
+            sent = self._dispatcher.under_way[request]
             added, truncated = int(one.rows.response_lengths[0]) - sent.kept, bool(one.rows.truncated[0])
             group = self._dispatcher.answered(request, added, not truncated)
+            self._made[sent.engine] += added
             self._responses[sent.number, sent.index] = one
             if group.ended[sent.index]:
                 self._score(sent, text)
 
     def _score(self, sent: Assignment, text: str) -> None:
         prompt, _ = self._prompts[sent.number]
-        number = sent.number * self._config.rollout.n + sent.index
         self._pending.add((sent.number, sent.index))
-        self._responder.rewards.submit(RewardItem(number, prompt.data_source, text, prompt.ground_truth, prompt.extra_info))
+        self._responder.submit(sent.number * self._config.rollout.n + sent.index, prompt, text)
 
     def _take_result(self, result: RewardResult) -> None:
         number, index = divmod(result.sample_id, self._config.rollout.n)
         self._pending.discard((number, index))
-        self._failed += result.reason != OK
-        group = self._buffer.groups.get(number)
-        if group is None or not group.ended[index]:
-            return  # dropped, or begun anew, meanwhile
+        self._any_failed |= result.reason != OK
+        group = self._buffer.groups[number]
         self._results[number, index] = result
         if group.is_whole and all(key in self._results for key in _keys(group)):
             self._judge(group)
@@ -292,15 +295,10 @@ class GenerationAhead:
         differing = sum(self._differs(results[i : i + n], parts[i : i + n]) for i in range(0, len(results), n))
         made = [*results, *filtered]
         check_failures(made, self._config.reward.max_failure_share)
-        failed = sum(failure_counts(made).values())
         rows = [part.rows for part in parts]
         ages = [self._buffer.step - int(one.span_versions.min()) for one in rows]
         return {
-            "train/num_gen_batches": len(made) / len(results),
-            "train/uniform_group_share": 1.0 - differing * n / len(made),
-            "train/trained_groups": float(len(groups)),
-            "reward/failed": float(failed),
-            "reward/failure_share": failed / len(made),
+            **group_metrics(len(made) / len(results), 1.0 - differing * n / len(made), len(groups), made),
             **distribution("training/off_policy/trajectory_staleness", ages),
             "async/versions_per_sample": float(np.mean([int(one.span_counts[0]) for one in rows])),
             **self._counted,

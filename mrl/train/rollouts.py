@@ -68,12 +68,15 @@ class Responder:
             arrived += len(batch)
             self.display.progress(f"{label} responses", arrived, len(requests))
             for sample_id, text in zip(batch.rows.sample_id.tolist(), texts, strict=True):
-                prompt = planned[sample_id][1]
-                self.rewards.submit(RewardItem(sample_id, prompt.data_source, text, prompt.ground_truth, prompt.extra_info))
+                self.submit(sample_id, planned[sample_id][1], text)
 
         samples = self.engines.generate(requests, sampling, score)
         check_finite(samples.rows)
         return samples
+
+    def submit(self, sample_id: int, prompt: Prompt, text: str) -> None:
+        """Hands one response to the reward pool, whose result bears `sample_id`."""
+        self.rewards.submit(RewardItem(sample_id, prompt.data_source, text, prompt.ground_truth, prompt.extra_info))
 
     def collect_rewards(self, samples: StoredSamples) -> list[RewardResult]:
         """Results in the order of `samples`, failed ones at the bottom of their data source where reward.failure_score is not set.
@@ -154,10 +157,18 @@ def gather_rollouts(
         responder.display.progress(f"groups for the step, batch {batches}", min(trainable, wanted), wanted)
     chosen = choose(config, groups, f"step {step}: after {batches} batches of prompts")
     samples, results = renumbered(chosen)
+    made = [result for group in groups for result in group.results]
+    uniform = 1.0 - sum(group.differs for group in groups) / len(groups)
+    return rollouts_of(config, samples, results, cursor, group_metrics(float(batches), uniform, len(chosen), made))
+
+
+def rollouts_of(
+    config: RunConfig, samples: StoredSamples, results: list[RewardResult], cursor: DataCursor, metrics: dict[str, float]
+) -> Rollouts:
+    """What a step trains on, from the samples and results that were chosen for it; `metrics`: of their generation."""
     rewards = rewards_after_penalties(config, samples.rows, results)
-    metrics = _metrics(groups, chosen, batches)
     if config.algorithm.overlong_buffer.enable:
-        metrics["train/overlong_penalty_mean"] = float((rewards - [result.score for result in results]).mean())
+        metrics = metrics | {"train/overlong_penalty_mean": float((rewards - [result.score for result in results]).mean())}
     return Rollouts(samples, results, rewards, cursor, metrics)
 
 
@@ -265,13 +276,13 @@ def renumbered(groups: list[Group]) -> tuple[StoredSamples, list[RewardResult]]:
     return samples.renumbered(numbers, np.arange(len(samples))), [replace(result, sample_id=i) for i, result in enumerate(results)]
 
 
-def _metrics(groups: list[Group], chosen: list[Group], batches: int) -> dict[str, float]:
-    results = [result for group in groups for result in group.results]
-    failed = sum(failure_counts(results).values())
+def group_metrics(batches: float, uniform_share: float, trained: int, made: list[RewardResult]) -> dict[str, float]:
+    """Of the groups that were generated for a step. `made`: all their rewards."""
+    failed = sum(failure_counts(made).values())
     return {
-        "train/num_gen_batches": float(batches),
-        "train/uniform_group_share": 1.0 - sum(group.differs for group in groups) / len(groups),
-        "train/trained_groups": float(len(chosen)),
+        "train/num_gen_batches": batches,
+        "train/uniform_group_share": uniform_share,
+        "train/trained_groups": float(trained),
         "reward/failed": float(failed),
-        "reward/failure_share": failed / len(results),
+        "reward/failure_share": failed / len(made),
     }
