@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,6 +32,11 @@ class Denominators:
 
     tokens: int
     sequences: int
+
+    @classmethod
+    def counted(cls, trained: np.ndarray) -> "Denominators":
+        """From the number of trained tokens of each sequence."""
+        return cls(tokens=int(trained.sum()), sequences=int((trained > 0).sum()))
 
     def __add__(self, other: "Denominators") -> "Denominators":
         return Denominators(self.tokens + other.tokens, self.sequences + other.sequences)

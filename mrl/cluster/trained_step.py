@@ -118,4 +118,4 @@ class TrainedStep:
 
 def counts_of(parts: list[np.ndarray]) -> list[Denominators]:
     """Of each mini-batch, from trained tokens a row."""
-    return [Denominators(tokens=int(trained.sum()), sequences=int((trained > 0).sum())) for trained in parts]
+    return [Denominators.counted(trained) for trained in parts]

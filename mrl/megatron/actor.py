@@ -304,8 +304,7 @@ def _handed_out(result: RowResult | None) -> RowResult | None:
 
 def _count(batch: TrainBatch) -> Denominators:
     """Of all of it."""
-    trained = row_sums(batch.loss_mask, batch.response_lengths)
-    return Denominators(tokens=int(trained.sum()), sequences=int((trained > 0).sum()))
+    return Denominators.counted(row_sums(batch.loss_mask, batch.response_lengths))
 
 
 def _step_metrics(result: StepResult) -> FloatParts:

@@ -19,7 +19,7 @@ from mrl.reshard.setup import pair_route
 def most_pairs(config: RunConfig) -> int:
     """Pairs at the device that has most, were every rank to send to every worker; with many experts nearly each does.
 
-    None where processes cannot stand on the cluster, which who needs their places says.
+    0 where processes cannot stand on the cluster, which who needs their places says.
     """
     if config.reshard.path != "fast":
         return 0
