@@ -50,6 +50,14 @@ def _mixing(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation("data.train_weights", rule, "each file has one, in their order")
 
 
+def _enough_prompts(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    data = config.data
+    at_a_time = data.gen_batch_size or data.train_batch_size
+    if data.train_max_samples is not None and data.train_max_samples < at_a_time:
+        why = f"a step takes {at_a_time} prompts (data.gen_batch_size or data.train_batch_size)"
+        yield Violation("data.train_max_samples", f"must be at least {at_a_time}", why, (at_a_time,))
+
+
 def _lowest_rate(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     optim = config.actor.optim
     if optim.min_lr > optim.lr:
@@ -91,7 +99,7 @@ def _resume(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation("trainer.resume_mode", rule, why, ("resume_path",))
 
 
-RUN_RULES = (_lowest_rate, _decay, _warmup, _validation, _rewards, _bonus, _reward_manager, _mixing, _loggers, _resume)
+RUN_RULES = (_lowest_rate, _decay, _warmup, _validation, _rewards, _bonus, _reward_manager, _mixing, _enough_prompts, _loggers, _resume)
 
 
 def run_dir(config: RunConfig) -> Path:

@@ -26,6 +26,12 @@ class DataConfig(Section):
         advice="prompt, unless your files say otherwise.",
         verl="data.prompt_key",
     )
+    reward_fn_key: str = key(
+        "data_source",
+        "Column that a reward function is given as data_source, and by which held-out scores are told apart.",
+        advice="data_source, unless your files say otherwise.",
+        verl="data.reward_fn_key",
+    )
     train_batch_size: int = key(
         ...,
         "Prompts per step; x rollout.n samples.",
@@ -41,12 +47,20 @@ class DataConfig(Section):
         unit="prompts",
         advice="More saves rounds where few groups differ, and throws more responses away.",
     )
-    val_max_samples: int | None = key(
+    train_max_samples: int | None = key(
         None,
-        "Validation prompts of all val_files together, the first ones in the order of the files; left out: all.",
+        "Training prompts of all train_files together: a sample drawn by trainer.seed, of each file its share; with shuffle off the "
+        "first ones; left out: all.",
         ge=1,
         unit="prompts",
-        advice="More than the first files hold, or the later ones drop out.",
+        advice="For a trial on less data. Another number, or another seed, is other data: such a run is not resumed.",
+    )
+    val_max_samples: int | None = key(
+        None,
+        "Validation prompts of all val_files together: a sample, of each file its share, the same one in every run; left out: all.",
+        ge=1,
+        unit="prompts",
+        advice="The interval of a score shrinks with its root: 100 prompts of 50 % leave 10 points to both sides, 1,000 leave 3.",
     )
     max_prompt_length: int = key(
         1024,

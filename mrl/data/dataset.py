@@ -1,23 +1,27 @@
 """Validated, tokenised prompts in verl's schema, with a report of every row that was set aside.
 
-Schema: `data_source` str; the prompt (`prompt_key`), a list of {role, content} or one string, which is a single user message;
-`reward_model` {ground_truth, style}; `extra_info`, an optional mapping. Other columns are not read.
+Schema: `data_source` (`reward_fn_key`) str; the prompt (`prompt_key`), a list of {role, content} or one string, which is a single user
+message; `reward_model` {ground_truth, style}; `extra_info`, an optional mapping. Other columns are not read.
 At the end: the tokenizer.
 """
 
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import numpy as np
+
 from mrl.data.batch import Prompt
+from mrl.data.order import epoch_counts, permutation
 from mrl.data.prompt_store import PromptStore, SeenPrompts
 from mrl.data.row_files import RawRow, read_rows
 from mrl.errors import ConfigError, DataError, EnvironmentFault
 
 EXAMPLES = 10
+SAMPLED = 2  # the last number of a sample's random stream, so that none of the epochs' orders is its
 THINKING = "enable_thinking"  # the name that Qwen3's templates, and those after them, give the switch
 RESERVED_TEMPLATE_KEYS = ("add_generation_prompt", "tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length")
 
@@ -40,6 +44,7 @@ class PromptParameters:
     apply_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     enable_thinking: bool | None = None  # None: as the template has it
     drop_duplicates: bool = True
+    reward_fn_key: str = "data_source"
 
     @property
     def template_arguments(self) -> dict[str, Any]:
@@ -89,10 +94,11 @@ class PromptDataset(Sequence[Prompt]):
     """Prompts by position. `prompt_id` is the row's number over all files, bad rows counted, so it finds the row again."""
 
     store: PromptStore  # tokens, and as JSON text prompt_id, data_source, ground_truth, extra_info
-    report: LoadReport
+    report: LoadReport  # of the files, whatever was sampled of them
     data_sources: frozenset[str]  # all that occur, for checking that each has a reward function
     fingerprint: str  # of prompt ids and tokens: an order can be resumed only on the same data
-    sizes: tuple[int, ...]  # prompts kept of each file; they stand one file after another
+    sizes: tuple[int, ...]  # prompts of each file; they stand one file after another
+    places: np.ndarray | None = None  # int64, of the prompts in the store that were sampled; None: all
 
     @classmethod
     def load(
@@ -100,10 +106,9 @@ class PromptDataset(Sequence[Prompt]):
         files: Sequence[str],
         tokenizer: ChatTokenizer,
         parameters: PromptParameters,
-        max_samples: int | None = None,
         files_apart: bool = False,
     ) -> "PromptDataset":
-        """Reads files until their end or `max_samples` kept prompts.
+        """All usable prompts of all files.
 
         `files_apart`: a prompt is a duplicate of prompts of its own file alone, so that each of several test sets stays whole.
 
@@ -116,24 +121,47 @@ class PromptDataset(Sequence[Prompt]):
         try:
             for file in files:
                 loader.begin_file(files_apart)
-                for raw in read_rows([file], parameters.prompt_key):
+                for raw in read_rows([file], parameters.prompt_key, parameters.reward_fn_key):
                     loader.add(raw)
-                    if max_samples is not None and loader.kept >= max_samples:
-                        return loader.finish()
             return loader.finish()
         except BaseException:
             loader.store.close()
             raise
 
+    def sample(self, count: int | None, seed: int | None) -> "PromptDataset":
+        """`count` of the prompts, in their order; all where there are no more or `count` is None.
+
+        Drawn by `seed`, of each file its share, so that no file drops out for standing behind others; without a seed the first ones.
+        """
+        if count is None or count >= len(self):
+            return self
+        places = np.arange(count) if seed is None else _drawn(self.sizes, count, seed)
+        ends = np.searchsorted(places, np.cumsum((0, *self.sizes)))
+        sizes = tuple(int(n) for n in np.diff(ends))
+        fingerprint = hashlib.sha256(f"{self.fingerprint} {places.tolist()}".encode()).hexdigest()
+        sampled = replace(self, places=places, sizes=sizes, fingerprint=fingerprint)
+        return replace(sampled, data_sources=frozenset(prompt.data_source for prompt in sampled))
+
     def __len__(self) -> int:
-        return len(self.store)
+        return len(self.store) if self.places is None else len(self.places)
 
     def __getitem__(self, index: int) -> Prompt:
-        tokens, rest = self.store[index]
+        tokens, rest = self.store[index if self.places is None else int(self.places[index])]
         return Prompt(token_ids=tokens, **json.loads(rest))
 
     def __iter__(self) -> Iterator[Prompt]:
         return (self[i] for i in range(len(self)))
+
+
+def _drawn(sizes: Sequence[int], count: int, seed: int) -> np.ndarray:
+    """int64 [count], ascending: places of a sample without replacement, of each file in proportion to its size."""
+    starts = np.cumsum((0, *sizes[:-1]))
+    shares = epoch_counts(count, sizes)
+    parts = [
+        start + np.sort(permutation((seed, file, SAMPLED), size)[:share])
+        for file, (start, size, share) in enumerate(zip(starts, sizes, shares, strict=True))
+    ]
+    return np.concatenate(parts)
 
 
 class _Loader:
@@ -158,7 +186,7 @@ class _Loader:
     def add(self, raw: RawRow) -> None:
         self.rows += 1
         try:
-            messages, rest = parse_row(raw, self.parameters.prompt_key)
+            messages, rest = parse_row(raw, self.parameters.prompt_key, self.parameters.reward_fn_key)
             if self.parameters.drop_duplicates and not self.seen.add(json.dumps(messages)):
                 self.duplicates += 1
                 return
@@ -215,13 +243,13 @@ class _Loader:
             notes.append(SetAside(raw.file, raw.row, reason))
 
 
-def parse_row(raw: RawRow, prompt_key: str) -> tuple[list[dict[str, str]], dict[str, Any]]:
+def parse_row(raw: RawRow, prompt_key: str, source_key: str = "data_source") -> tuple[list[dict[str, str]], dict[str, Any]]:
     """Messages, and the prompt's other fields. Values that JSON does not know (dates, decimals) become their text."""
     if raw.problem:
         raise BadRow(raw.problem)
     row = raw.value
-    if not isinstance(row["data_source"], str):
-        raise BadRow(f"data_source is {_kind(row['data_source'])}, expected a string")
+    if not isinstance(row[source_key], str):
+        raise BadRow(f"{source_key} is {_kind(row[source_key])}, expected a string")
     reward_model = row["reward_model"]
     truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
     if truth is None or truth != truth:  # NaN is what tables have where nothing stands
@@ -229,7 +257,7 @@ def parse_row(raw: RawRow, prompt_key: str) -> tuple[list[dict[str, str]], dict[
     extra_info = row.get("extra_info")
     if not isinstance(extra_info, dict | None):
         raise BadRow(f"extra_info is {_kind(extra_info)}, expected a mapping")
-    rest = {"data_source": row["data_source"], "ground_truth": truth, "extra_info": extra_info or {}}
+    rest = {"data_source": row[source_key], "ground_truth": truth, "extra_info": extra_info or {}}
     return _messages(row[prompt_key], prompt_key), rest
 
 

@@ -14,7 +14,6 @@ from mrl.units import MIB
 
 ROWS_AT_ONCE = 1024
 BUFFER_BYTES = MIB  # of each column, so that a file of one large row group is not read whole
-REQUIRED_COLUMNS = ("data_source", "reward_model")  # and the prompt's own
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class RawRow:
     problem: str | None = None  # why there is no value
 
 
-def read_rows(files: Sequence[str], prompt_key: str) -> Iterator[RawRow]:
+def read_rows(files: Sequence[str], prompt_key: str, source_key: str = "data_source") -> Iterator[RawRow]:
     """All rows of all files in order. Raises DataError for a file that is missing, unreadable, of another kind or without the columns."""
     readers = {".parquet": _parquet_rows, ".jsonl": _jsonl_rows}
     for file in files:
@@ -36,7 +35,7 @@ def read_rows(files: Sequence[str], prompt_key: str) -> Iterator[RawRow]:
             raise DataError(f"{file}: unknown kind of data file {path.suffix or '(no suffix)'!r}; allowed: {', '.join(readers)}")
         if not path.is_file():
             raise DataError(f"{file}: no such file (working directory: {Path.cwd()})")
-        yield from readers[path.suffix](path, (prompt_key, *REQUIRED_COLUMNS))
+        yield from readers[path.suffix](path, (prompt_key, source_key, "reward_model"))
 
 
 def read_foreign_rows(file: str) -> Iterator[RawRow]:
@@ -70,7 +69,9 @@ def missing_columns(found: Sequence[str], expected: Sequence[str]) -> str | None
     if not missing:
         return None
     lists = [", ".join(names) or "none" for names in (missing, found, expected)]
-    return "no column {}; found: {}; expected: {} (data.prompt_key names the prompt's)".format(*lists)
+    return "no column {}; found: {}; expected: {} (data.prompt_key names the prompt's, data.reward_fn_key that of data_source)".format(
+        *lists
+    )
 
 
 def _parquet_rows(path: Path, expected: Sequence[str]) -> Iterator[RawRow]:

@@ -2,9 +2,10 @@
 
 A prompt has n responses; best@k is what the best of k of them is worth. verl estimates it with 1000 bootstrap draws of
 k with replacement; here it is the exact expectation of that draw (Efron's ideal bootstrap), so it has no noise of its
-own. A majority has no such form and is drawn, 1000 times, seed 42, as in verl. `/ci95` is half the width of the 95 %
-interval over prompts, 1.96 standard errors of the prompts' own values: responses of one prompt are not independent. It
-is left out for a single prompt.
+own. A majority has no such form and is drawn, 1000 times, seed 42, as in verl. `/ci95_low` and `/ci95_high` are the 95 %
+interval over prompts, whose responses are not independent; they are left out for a single prompt. Of what is 0 or 1 in
+every response it is Wilson's, which stays within 0 and 1 and has a width where all are right; of anything else the
+percentile bootstrap's.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ import numpy as np
 
 DRAWS, SEED = 1000, 42
 REWARD, ACC, PRED = "reward", "acc", "pred"
+Z95 = 1.959964  # of the normal distribution, 95 % lie within so many standard deviations
 
 
 @dataclass(frozen=True)
@@ -89,19 +91,44 @@ def validation_metrics(answers: Sequence[Answers]) -> dict[str, float]:
         by_prompt = [prompt_metrics(a) for a in source_answers]
         for quantity in sorted(shared, key=lambda name: (name != REWARD, name)):
             core = quantity == (ACC if ACC in shared else REWARD)
-            metrics |= _over_prompts(source, quantity, [p[quantity] for p in by_prompt], n, core)
+            binary = all(value in (0, 1) for a in source_answers for value in a.values[quantity])
+            metrics |= _over_prompts(source, quantity, [p[quantity] for p in by_prompt], n, core, binary)
     return metrics
 
 
-def _over_prompts(source: str, quantity: str, rows: list[dict[str, float]], n: int, core: bool) -> dict[str, float]:
+def wilson95(values: np.ndarray, responses: int) -> tuple[float, float]:
+    """The 95 % interval of the mean of `values`, [prompts], each made of `responses` zeros and ones. With one response a prompt
+    it is Wilson's (1927, eq. 5).
+
+    With several, as many independent answers are put in its place as would vary as the prompts do (Korn and Graubard 1998):
+    at least one a prompt, at most all responses. Where all are alike nothing tells how many: one a prompt.
+    """
+    count, mean = len(values), float(values.mean())
+    variance = float(values.var(ddof=1)) / count
+    alike = mean * (1 - mean) / variance if variance else count if mean in (0.0, 1.0) else count * responses
+    answers = min(max(alike, count), count * responses)
+    middle = (mean + Z95**2 / (2 * answers)) / (1 + Z95**2 / answers)
+    half = Z95 * np.sqrt(mean * (1 - mean) / answers + (Z95 / (2 * answers)) ** 2) / (1 + Z95**2 / answers)
+    return float(max(middle - half, 0.0)), float(min(middle + half, 1.0))
+
+
+def bootstrap95(values: np.ndarray) -> tuple[float, float]:
+    """The 2.5 % and 97.5 % quantiles of the mean of `values`, [prompts], over draws of the prompts with replacement."""
+    words = np.random.PCG64(np.random.SeedSequence(SEED)).random_raw(DRAWS * len(values))
+    drawn = (words % np.uint64(len(values))).astype(np.int64).reshape(DRAWS, len(values))
+    low, high = np.quantile(values[drawn].mean(1), (0.025, 0.975))
+    return float(low), float(high)
+
+
+def _over_prompts(source: str, quantity: str, rows: list[dict[str, float]], n: int, core: bool, binary: bool) -> dict[str, float]:
     metrics = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         values = np.array([row[name] for row in rows if name in row])
         section = "val-core" if core and name.startswith(("mean@", "maj@", "best@")) and _at(name) == n else "val-aux"
         metrics[f"{section}/{source}/{quantity}/{name}"] = float(values.mean())
         if len(values) > 1 and not name.startswith("std@") and not name.endswith("/std"):
-            half = 1.96 * float(values.std(ddof=1)) / float(np.sqrt(len(values)))
-            metrics[f"val-aux/{source}/{quantity}/{name}/ci95"] = half
+            low, high = wilson95(values, n) if binary else bootstrap95(values)
+            metrics |= {f"val-aux/{source}/{quantity}/{name}/ci95_{end}": value for end, value in (("low", low), ("high", high))}
     return metrics
 
 

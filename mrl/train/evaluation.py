@@ -91,13 +91,13 @@ def _results(config: RunConfig, checkpoint: Path | None, prompts: PromptDataset,
 
 
 def table(results: dict[str, Any]) -> str:
-    """One line a set and core metric, with half the width of its 95 % interval over prompts where there is one."""
+    """One line a set and core metric, with its 95 % interval over prompts where there is one."""
     metrics = results["metrics"]
     lines = []
     for name, value in metrics.items():
         section, _, rest = name.partition("/")
         if section == "val-core" and not name.endswith("/std"):
-            half = metrics.get(f"val-aux/{rest}/ci95")
-            lines.append(f"{rest:56} {value:8.4f}" + (f" +- {half:.4f}" if half is not None else ""))
+            low, high = (metrics.get(f"val-aux/{rest}/ci95_{end}") for end in ("low", "high"))
+            lines.append(f"{rest:56} {value:8.4f}" + (f"   95 %: {low:.4f} to {high:.4f}" if low is not None else ""))
     head = f"{results['prompts']} prompts, {sum(results['responses'].values())} responses, {results['seconds']:.0f} s"
     return "\n".join([head, *lines])

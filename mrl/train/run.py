@@ -48,6 +48,8 @@ from mrl.train.resume import TrainState, rewind, verified_resume_point
 from mrl.train.rollouts import Responder
 from mrl.train.saving import Saver
 
+VALIDATION_SAMPLE = 0  # seed of the sample of held-out prompts
+
 
 class StopFlag:
     """Set by SIGTERM or SIGINT. A second signal ends the process at once, unsaved."""
@@ -210,27 +212,36 @@ def prompt_parameters(config: RunConfig) -> PromptParameters:
     data = config.data
     return PromptParameters(
         data.prompt_key, data.max_prompt_length, data.filter_overlong_prompts, data.truncation, data.max_bad_row_share,
-        data.apply_chat_template_kwargs, data.enable_thinking, data.drop_duplicates,
+        data.apply_chat_template_kwargs, data.enable_thinking, data.drop_duplicates, data.reward_fn_key,
     )  # fmt: skip
 
 
 def load_training(config: RunConfig, tokenizer: Any) -> PromptStream:
-    """The training prompts in their order. Raises DataError."""
-    data = config.data
-    prompts = PromptDataset.load(data.train_files, tokenizer, prompt_parameters(config))
-    print(f"training prompts: {prompts.report}")
+    """The training prompts in their order, a sample of `data.train_max_samples` where that is set. Raises DataError."""
+    data, seed = config.data, config.trainer.seed
+    found = PromptDataset.load(data.train_files, tokenizer, prompt_parameters(config))
+    prompts = found.sample(data.train_max_samples, seed if data.shuffle else None)
+    print(f"training prompts: {_read_and_taken(found, prompts)}")
     at_a_time = data.gen_batch_size or data.train_batch_size
-    return PromptStream(prompts, at_a_time, config.trainer.seed, data.shuffle, prompts.sizes, data.train_weights)
+    return PromptStream(prompts, at_a_time, seed, data.shuffle, prompts.sizes, data.train_weights)
 
 
 def load_validation(config: RunConfig, tokenizer: Any) -> PromptDataset | None:
-    """The held-out prompts of all files, `data.val_max_samples` at most; None where no file is given. Raises DataError."""
+    """The held-out prompts of all files, a sample of `data.val_max_samples` where that is set; None where no file is given.
+
+    The sample is the same whatever `trainer.seed` is: runs of different seeds are compared on the same prompts. Raises DataError.
+    """
     data = config.data
     if not data.val_files:
         return None
-    prompts = PromptDataset.load(data.val_files, tokenizer, prompt_parameters(config), data.val_max_samples, files_apart=True)
-    print(f"validation prompts: {prompts.report}")
+    found = PromptDataset.load(data.val_files, tokenizer, prompt_parameters(config), files_apart=True)
+    prompts = found.sample(data.val_max_samples, VALIDATION_SAMPLE)
+    print(f"validation prompts: {_read_and_taken(found, prompts)}")
     return prompts
+
+
+def _read_and_taken(found: PromptDataset, taken: PromptDataset) -> str:
+    return str(found.report) if taken is found else f"{len(taken)} of {len(found)}; {found.report}"
 
 
 def reward_spec(config: RunConfig, data_sources: Iterable[str] = ()) -> RewardSpec:

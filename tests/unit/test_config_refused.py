@@ -71,6 +71,7 @@ ON_CPU = [
     ["rollout.max_num_batched_tokens=24", "rollout.max_num_seqs=30"], ["data.max_response_length=113"], ["data.max_prompt_length=200"],
     ["reward.function=exactmatch"], ["reward.bonus_rules={exactmatch: 1}"], ["trainer.logger=[console, tensorbord]"],
     ["reward.reward_manager=naive", "algorithm.overlong_buffer.enable=true"], ["data.train_weights=[1, 2]"],
+    ["data.train_max_samples=1"],
     ["trainer.test_freq=0"], ["trainer.save_freq=-5"], ["data.val_files=[]"], ["reshard.transport=shm", "cluster.nnodes=2"],
     ["actor.optim.min_lr=1e-3"], ["actor.optim.lr_decay_steps=5"], 
     ["actor.optim.lr_warmup_steps=99999", "actor.optim.lr_decay_style=cosine", "trainer.total_training_steps=2"],

@@ -45,9 +45,9 @@ def write_parquet(path, rows):
     return str(path)
 
 
-def load(files, max_samples=None, tokenizer=None, **parameters):
+def load(files, tokenizer=None, **parameters):
     files = [files] if isinstance(files, str) else files
-    return PromptDataset.load(files, tokenizer or CharTokenizer(), PromptParameters(**parameters), max_samples)
+    return PromptDataset.load(files, tokenizer or CharTokenizer(), PromptParameters(**parameters))
 
 
 @pytest.mark.parametrize("write", [write_jsonl, write_parquet])
@@ -203,15 +203,62 @@ def test_long_prompts_are_filtered_and_counted_or_stop_the_run(tmp_path):
         load(file, max_prompt_length=2)
 
 
-def test_max_samples_stops_reading(tmp_path):
-    data = load(write_jsonl(tmp_path / "a.jsonl", [row(str(i)) for i in range(9)]), max_samples=4)
-    assert (len(data), data.report.rows) == (4, 4)
+def three_files(tmp_path, sizes=(60, 30, 10)):
+    names = [tmp_path / f"{name}.jsonl" for name in "abc"]
+    return load([write_jsonl(file, [row(f"{file.stem}{i}") for i in range(n)]) for file, n in zip(names, sizes, strict=True)])
 
 
-def test_max_samples_counts_over_all_files_in_their_order(tmp_path):
-    """As the configuration's page says of data.val_max_samples; verl joins the files before it counts, too."""
-    files = [write_jsonl(tmp_path / name, [row(f"{name}{i}") for i in range(3)]) for name in ("a.jsonl", "b.jsonl", "c.jsonl")]
-    assert load(files, max_samples=4).sizes == (3, 1)
+def test_a_sample_is_drawn_by_its_seed_without_replacement_and_of_each_file_its_share(tmp_path):
+    data = three_files(tmp_path)
+    drawn = data.sample(50, seed=7)
+    places = [p.prompt_id for p in drawn]
+    assert (len(drawn), drawn.sizes) == (50, (30, 15, 5)) and places == sorted(set(places))
+    assert list(drawn) == [p for p in data if p.prompt_id in set(places)]
+    assert places == [p.prompt_id for p in data.sample(50, seed=7)] != [p.prompt_id for p in data.sample(50, seed=8)]
+    assert places[:30] != list(range(30))
+
+
+def test_every_prompt_is_as_likely_in_a_sample(tmp_path):
+    """400 samples of 5 of 20 in one file: each prompt 100 times, standard deviation sqrt(400 x 1/4 x 3/4) = 8.7."""
+    data = load(write_jsonl(tmp_path / "a.jsonl", [row(str(i)) for i in range(20)]))
+    counts = Counter(p.prompt_id for seed in range(400) for p in data.sample(5, seed))
+    assert len(counts) == 20 and all(abs(n - 100) < 5 * 8.7 for n in counts.values())
+
+
+def test_without_a_seed_the_first_prompts_are_taken(tmp_path):
+    first = three_files(tmp_path).sample(65, seed=None)
+    assert ([p.prompt_id for p in first], first.sizes) == (list(range(65)), (60, 5, 0))
+
+
+def test_a_sample_is_data_of_its_own_and_one_of_everything_is_not(tmp_path):
+    data = three_files(tmp_path)
+    assert data.sample(100, 1) is data and data.sample(None, 1) is data
+    assert len({data.fingerprint, data.sample(99, 1).fingerprint, data.sample(99, 2).fingerprint, data.sample(98, 1).fingerprint}) == 4
+
+
+def test_a_sample_names_the_data_sources_that_it_holds(tmp_path):
+    data = load(write_jsonl(tmp_path / "a.jsonl", [row("x", source="one"), row("y", source="two")]))
+    assert (data.data_sources, data.sample(1, None).data_sources) == ({"one", "two"}, {"one"})
+
+
+def test_a_stream_of_a_sample_goes_through_the_sample_alone(tmp_path):
+    drawn = three_files(tmp_path).sample(40, seed=1)
+    cursor, seen = DataCursor(), []
+    for _ in range(4):
+        batch, cursor = PromptStream(drawn, 10, 3, sizes=drawn.sizes).next_batch(cursor)
+        seen += [p.prompt_id for p in batch]
+    assert sorted(seen) == [p.prompt_id for p in drawn]
+
+
+@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
+def test_another_column_can_say_where_a_row_is_from(tmp_path, write):
+    suffix = ".jsonl" if write is write_jsonl else ".parquet"
+    rows = [{"kind": "openai/gsm8k", **row()}, {"kind": "math_dapo", **row("2+2")}]
+    assert load(write(tmp_path / f"a{suffix}", rows), reward_fn_key="kind").data_sources == {"openai/gsm8k", "math_dapo"}
+    without = [{"kind": "math_dapo", "prompt": "a", "reward_model": {"ground_truth": "1"}}]
+    assert load(write(tmp_path / f"b{suffix}", without), reward_fn_key="kind")[0].data_source == "math_dapo"
+    with pytest.raises(DataError, match=r"no column sort[\s\S]*data\.reward_fn_key"):
+        load(write(tmp_path / f"c{suffix}", rows), reward_fn_key="sort")
 
 
 def test_unusable_files_are_named(tmp_path):

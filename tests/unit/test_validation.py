@@ -222,10 +222,11 @@ def test_what_cannot_be_evaluated_is_refused_at_once(tmp_path, capsys, arguments
 def test_the_table_of_an_evaluation_shows_each_core_metric_with_its_interval():
     from mrl.train.evaluation import table
 
-    metrics = {"val-core/a/acc/mean@2": 0.5, "val-aux/a/acc/mean@2/ci95": 0.1, "val-core/a/acc/best@2/std": 0.3, "val-aux/a/acc/std@2": 0.2}
+    metrics = {"val-core/a/acc/mean@2": 0.5, "val-core/a/acc/best@2/std": 0.3, "val-aux/a/acc/std@2": 0.2}
+    metrics |= {"val-aux/a/acc/mean@2/ci95_low": 0.4, "val-aux/a/acc/mean@2/ci95_high": 0.7}
     lines = table({"prompts": 3, "responses": {"a": 6}, "seconds": 12.3, "metrics": metrics}).splitlines()
     assert lines[0] == "3 prompts, 6 responses, 12 s"
-    assert [line.split() for line in lines[1:]] == [["a/acc/mean@2", "0.5000", "+-", "0.1000"]]
+    assert [line.split() for line in lines[1:]] == [["a/acc/mean@2", "0.5000", "95", "%:", "0.4000", "to", "0.7000"]]
 
 
 def test_validation_comes_before_training_every_few_steps_and_at_the_end(monkeypatch):

@@ -7,7 +7,17 @@ import numpy as np
 import pytest
 
 from mrl.record.spec import metric_spec
-from mrl.record.validation_metrics import Answers, evenly_spread, extreme_of, majority_of, prompt_metrics, subset_sizes, validation_metrics
+from mrl.record.validation_metrics import (
+    Answers,
+    bootstrap95,
+    evenly_spread,
+    extreme_of,
+    majority_of,
+    prompt_metrics,
+    subset_sizes,
+    validation_metrics,
+    wilson95,
+)
 
 
 @pytest.mark.parametrize(("n", "sizes"), [(1, []), (2, [2]), (3, [2, 3]), (8, [2, 4, 8]), (12, [2, 4, 8, 12])])
@@ -67,22 +77,57 @@ def test_sets_do_not_mix_and_prompts_weigh_alike():
     assert metrics["val-core/a/reward/best@2/mean"] == (1 + 0.75) / 2
 
 
+def interval(metrics, name):
+    return tuple(metrics[f"val-aux/a/{name}/ci95_{end}"] for end in ("low", "high"))
+
+
+@pytest.mark.parametrize(
+    ("right", "of", "low", "high"),
+    [(8, 10, 0.4901625, 0.9433178), (10, 10, 0.7224672, 1.0), (0, 10, 0.0, 0.2775328), (50, 100, 0.4038315, 0.5961685)],
+)
+def test_one_answer_a_prompt_has_wilsons_interval(right, of, low, high):
+    """Figures of published tables: 8/10 is (0.490, 0.943), 10/10 is (1/(1 + z^2/10), 1)."""
+    metrics = validation_metrics([Answers("a", {"reward": [float(i < right)]}) for i in range(of)])
+    assert interval(metrics, "reward/mean@1") == (pytest.approx(low, abs=2e-6), pytest.approx(high, abs=2e-6))
+
+
 def test_the_interval_is_over_prompts():
-    # prompt means 0, 0, 1, 1: standard deviation sqrt(1/3), standard error sqrt(1/12)
-    metrics = validation_metrics([Answers("a", {"reward": [x, x]}) for x in (0, 0, 1, 1)])
-    assert metrics["val-aux/a/reward/mean@2/ci95"] == pytest.approx(1.96 * np.sqrt(1 / 12))
-    assert not [name for name in validation_metrics([Answers("a", {"reward": [0, 1]})]) if name.endswith("ci95")]
+    """Four prompts, each all right or all wrong: sixteen answers say no more than four."""
+    metrics = validation_metrics([Answers("a", {"reward": [x] * 4}) for x in (0, 0, 1, 1)])
+    assert interval(metrics, "reward/mean@4") == pytest.approx(wilson95(np.array([0.0, 0, 1, 1]), 1))
+    assert not [name for name in validation_metrics([Answers("a", {"reward": [0, 1]})]) if "ci95" in name]
 
 
-def test_the_interval_covers_the_truth_about_as_often_as_it_says():
-    """300 sets of 60 prompts of chance 0.3 to 0.9, 4 responses each: 95 % of 300 is 285, standard deviation 3.8."""
+def test_prompts_that_differ_no_more_than_answers_do_count_by_answers():
+    assert wilson95(np.array([0.5] * 10), 4) == pytest.approx(wilson95(np.array([0.0, 1.0] * 20), 1))
+
+
+def test_other_rewards_have_the_bootstraps_interval():
+    """Prompt means 0 and 10, fifty each: the mean of 100 draws is 5, standard deviation 0.5."""
+    low, high = interval(validation_metrics([Answers("a", {"reward": [x]}) for x in [0.0, 10.0] * 50]), "reward/mean@1")
+    assert (low, high) == (pytest.approx(5 - 1.96 * 0.5, abs=0.15), pytest.approx(5 + 1.96 * 0.5, abs=0.15))
+
+
+@pytest.mark.parametrize(("prompts", "scale"), [(60, 1.0), (10, 1.0), (60, 3.0)])
+def test_the_interval_covers_the_truth_about_as_often_as_it_says(prompts, scale):
+    """300 sets of prompts of chance 0.3 to 0.9, 4 responses each: 95 % of 300 is 285, standard deviation 3.8."""
     generator, covered = np.random.default_rng(0), 0
     for _ in range(300):
-        chances = generator.uniform(0.3, 0.9, 60)
-        answers = [Answers("a", {"reward": (generator.random(4) < p).astype(float)}) for p in chances]
-        metrics = validation_metrics(answers)
-        covered += abs(metrics["val-core/a/reward/mean@4"] - 0.6) <= metrics["val-aux/a/reward/mean@4/ci95"]
+        chances = generator.uniform(0.3, 0.9, prompts)
+        values = np.stack([(generator.random(4) < p).astype(float) * scale for p in chances]).mean(1)
+        low, high = wilson95(values, 4) if scale == 1 else bootstrap95(values)
+        covered += low <= 0.6 * scale <= high
     assert 285 - 5 * 3.8 <= covered <= 300
+
+
+@pytest.mark.parametrize("right", [1.0, 0.95])
+def test_few_prompts_near_the_end_are_covered_too(right):
+    """Where 1.96 standard errors fail: of 20 prompts that are nearly always right, most sets have all right and no width."""
+    generator, covered = np.random.default_rng(1), 0
+    for _ in range(200):
+        low, high = wilson95((generator.random(20) < right).astype(float), 1)
+        covered += low <= right <= high
+    assert covered >= 180
 
 
 def test_a_part_that_some_responses_lack_is_left_out():

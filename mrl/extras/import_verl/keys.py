@@ -20,7 +20,8 @@ LAYOUT = "actor.layout."
 
 @dataclass(frozen=True)
 class KeyRow:
-    """`to`: our key. `why`: for what goes nowhere. `neutral`: values of an unsupported key that only say what is so here anyway."""
+    """`to`: our key. `why`: for what goes nowhere, or means a little else here. `neutral`: values of an unsupported key that only say
+    what is so here anyway."""
 
     kind: Kind
     to: str = ""
@@ -29,8 +30,8 @@ class KeyRow:
     convert: Callable[[Any], Any] | None = None
 
 
-def _to(key: str, convert: Callable[[Any], Any] | None = None) -> KeyRow:
-    return KeyRow("to", to=key, convert=convert)
+def _to(key: str, convert: Callable[[Any], Any] | None = None, why: str = "") -> KeyRow:
+    return KeyRow("to", to=key, convert=convert, why=why)
 
 
 def _implied(why: str) -> KeyRow:
@@ -47,6 +48,7 @@ def _missing(why: str, *neutral: Any) -> KeyRow:
 
 _SPECIAL = KeyRow("special")
 _FSDP = "FSDP only"
+_SAMPLE = "as many prompts as in verl, other ones: drawn after unusable rows are out, of each file its share"
 _SERVERS = "no reward model runs here; rewards are functions"
 _AGENT = "no tools and no multi-turn rollouts here"
 _PROFILER = "profilers are not part of the configuration"
@@ -63,6 +65,11 @@ def _at_least(least: int) -> Callable[[Any], Any]:
     return lambda value: max(value, least) if isinstance(value, int) else value
 
 
+def _limit(count: Any) -> Any:
+    """A number of prompts: verl takes all with anything below 1."""
+    return None if count is None or (isinstance(count, int) and count < 1) else count
+
+
 # Keys of sections that are handed on as they stand: no field of ours has their name beside it.
 _HANDED_ON: dict[str, str] = {
     **{
@@ -75,15 +82,14 @@ _HANDED_ON: dict[str, str] = {
 ROWS: dict[str, KeyRow] = {
     **{key: _to(ours) for key, ours in (verl_names() | _HANDED_ON).items()},
     # --- data
-    "data.val_max_samples": _to("data.val_max_samples", lambda n: None if n in (-1, None) else n),
-    "data.train_max_samples": _missing("all prompts of the files are trained on", -1, None),
+    "data.val_max_samples": _to("data.val_max_samples", _limit, _SAMPLE),
+    "data.train_max_samples": _to("data.train_max_samples", _limit, _SAMPLE),
     "data.apply_chat_template_kwargs.": _SPECIAL,
     "data.seed": _to("trainer.seed", lambda seed: 0 if seed is None else seed),
     "data.gen_batch_size": _SPECIAL,
     "data.return_raw_chat": _implied("prompts are kept as chats and as token ids"),
     "data.return_raw_input_ids": _implied("prompts are kept as chats and as token ids"),
     "data.return_full_prompt": _implied("prompts are kept as chats and as token ids"),
-    "data.reward_fn_key": _missing("the reward is chosen by data_source", "data_source"),
     "data.custom_cls.": _missing("data sets are parquet or JSONL in verl's schema", None),
     "data.trust_remote_code": _missing("code of a checkpoint is never run", False),
     "data.tool_config_path": _missing(_AGENT, None),

@@ -141,7 +141,7 @@ def _translate_override(o: Override, out: Import, settings: VerlSettings) -> Non
     elif row.kind == "to":
         value = row.convert(o.value) if row.convert else o.value
         short = o.key.removeprefix("actor_rollout_ref.")
-        out.put("carried" if short == row.to else "renamed", o.key, row.to, value, line=o.line)
+        out.put("carried" if short == row.to else "renamed", o.key, row.to, value, row.why, o.line)
     elif row.kind == "special":
         HANDLERS[_handler_key(o.key)](o, out, settings)
     elif row.kind == "unsupported":

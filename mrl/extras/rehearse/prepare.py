@@ -82,6 +82,7 @@ def _parameters(config: RunConfig) -> PromptParameters:
         max_prompt_length=data.max_prompt_length,
         apply_chat_template_kwargs=data.apply_chat_template_kwargs,
         enable_thinking=data.enable_thinking,
+        reward_fn_key=data.reward_fn_key,
     )
 
 

@@ -48,24 +48,24 @@ def rows_of(
 
 def _of_file(file: str, start: int, count: int, tokenizer: ChatTokenizer, parameters: PromptParameters, data_source: str) -> Rows:
     synthetic = not Path(file).expanduser().is_file()
-    found = list(_synthetic(start, count, data_source) if synthetic else _read(file, count, parameters.prompt_key))
+    found = list(_synthetic(start, count, data_source) if synthetic else _read(file, count, parameters))
     if not found:
         raise DataError(f"{file}: no row of it can be used; mrl train says why of each")
     rows, cut = [], 0
     for number, (messages, rest) in enumerate(found, start):
         fitting = _fitted(messages, number, tokenizer, parameters)
         cut += fitting is not messages
-        rows.append(_row(fitting, rest, number, parameters.prompt_key))
+        rows.append(_row(fitting, rest, number, parameters))
     return Rows(tuple(rows), synthetic, cut)
 
 
-def _read(file: str, count: int, prompt_key: str) -> Iterator[tuple[list[dict[str, str]], Row]]:
+def _read(file: str, count: int, parameters: PromptParameters) -> Iterator[tuple[list[dict[str, str]], Row]]:
     """Usable rows from the beginning of a file; what is wrong with the others `mrl train` says."""
-    for raw in read_rows([file], prompt_key):
+    for raw in read_rows([file], parameters.prompt_key, parameters.reward_fn_key):
         if not count:
             return
         try:
-            parsed = parse_row(raw, prompt_key)
+            parsed = parse_row(raw, parameters.prompt_key, parameters.reward_fn_key)
         except BadRow:
             continue
         count -= 1
@@ -81,10 +81,10 @@ def _synthetic(start: int, count: int, data_source: str) -> Iterator[tuple[list[
         )
 
 
-def _row(messages: list[dict[str, str]], rest: Row, number: int, prompt_key: str) -> Row:
+def _row(messages: list[dict[str, str]], rest: Row, number: int, parameters: PromptParameters) -> Row:
     return {
-        "data_source": rest["data_source"],
-        prompt_key: messages,
+        parameters.reward_fn_key: rest["data_source"],
+        parameters.prompt_key: messages,
         "reward_model": {"style": "rule", "ground_truth": rest["ground_truth"]},
         "extra_info": {**rest["extra_info"], ROW: number},
     }
