@@ -1,4 +1,5 @@
-"""Advantages from scores, one number a response, how tokens have theirs from them, and the penalty of over-long responses.
+"""Advantages from scores, one number a response, how tokens have theirs from them, and the penalty of over-long
+responses.
 
 numpy: the driver holds scores and nothing else, and ranks compute what differs by token (`TokenAdvantages`).
 
@@ -36,7 +37,9 @@ class AdvantageInputs:
     norm_adv_by_std_in_grpo: bool = True
     penalties: np.ndarray | None = None  # [batch]: sum of what is taken off the reward of each token: KL in the reward
     parts: Mapping[str, np.ndarray] = field(default_factory=dict)  # gdpo: the reward's parts by name, [batch] each
-    part_weights: Mapping[str, float] = field(default_factory=dict)  # gdpo: weight of each part; a part without one weighs 1
+    part_weights: Mapping[str, float] = field(
+        default_factory=dict
+    )  # gdpo: weight of each part; a part without one weighs 1
 
     @property
     def totals(self) -> np.ndarray:
@@ -47,7 +50,9 @@ class AdvantageInputs:
 
 @dataclass(frozen=True)
 class TokenAdvantages:
-    """How tokens' advantages follow from those of their responses: (response's - penalties still to come - shift) / scale."""
+    """How tokens' advantages follow from those of their responses:
+    (response's - penalties still to come - shift) / scale.
+    """
 
     per_response: np.ndarray  # float64 [rows]
     to_come: bool = False  # penalties of the token and of those after it are taken off
@@ -111,12 +116,16 @@ class Groups:
         return (low == high) & (self.size > 1)
 
     def centred(self, scores: np.ndarray, baseline: np.ndarray) -> np.ndarray:
-        """[batch]: scores less their group's baseline, which is 0 for a group of one; exactly 0 where a group's scores are all equal."""
+        """[batch]: scores less their group's baseline, which is 0 for a group of one;
+        exactly 0 where a group's scores are all equal.
+        """
         baseline = np.where(self.size > 1, baseline, 0.0)
         return np.where(self.equal(scores)[self.index], 0.0, scores - baseline[self.index])
 
 
-def _advantage(name: str, whitened: bool = False, to_come: bool = False) -> Callable[[AdvantageFunction], AdvantageFunction]:
+def _advantage(
+    name: str, whitened: bool = False, to_come: bool = False
+) -> Callable[[AdvantageFunction], AdvantageFunction]:
     def bind(function: AdvantageFunction) -> AdvantageFunction:
         ADVANTAGE_FUNCTIONS[ADVANTAGES[name].name], _NAME_OF[function] = function, name
         WHITENED.update({name} if whitened else ())
@@ -128,7 +137,8 @@ def _advantage(name: str, whitened: bool = False, to_come: bool = False) -> Call
 
 @_advantage("grpo")
 def grpo(inputs: AdvantageInputs) -> np.ndarray:
-    """(score - group mean) / (group std + 1e-6), std over n - 1 (arXiv:2402.03300); without the std it is Dr.GRPO (arXiv:2503.20783).
+    """(score - group mean) / (group std + 1e-6), std over n - 1 (arXiv:2402.03300); without the std it is Dr.GRPO
+    (arXiv:2503.20783).
 
     A group of one has mean 0 and std 1, as in verl: its advantage is its score.
     """
@@ -229,7 +239,10 @@ def sums_to_come(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def response_advantages(adv_estimator: str, inputs: AdvantageInputs) -> TokenAdvantages:
-    """Each response's advantage, not yet whitened where the estimator is one of WHITENED. Raises ConfigError for an unknown estimator."""
+    """Each response's advantage, not yet whitened where the estimator is one of WHITENED.
+
+    Raises ConfigError for an unknown estimator.
+    """
     function = ADVANTAGE_FUNCTIONS.get(adv_estimator)
     if function is None:
         raise ConfigError(f"algorithm.adv_estimator: {adv_estimator!r} is unknown; allowed: {', '.join(ADVANTAGES)}")
@@ -237,7 +250,9 @@ def response_advantages(adv_estimator: str, inputs: AdvantageInputs) -> TokenAdv
     return TokenAdvantages(function(inputs), to_come, estimator=_NAME_OF[function])
 
 
-def soft_overlong_penalty(response_lengths: np.ndarray, max_response_length: int, buffer_length: int, factor: float) -> np.ndarray:
+def soft_overlong_penalty(
+    response_lengths: np.ndarray, max_response_length: int, buffer_length: int, factor: float
+) -> np.ndarray:
     """float64 [batch], to be added to the scores: DAPO's soft punishment (arXiv:2503.14476), times `factor`.
 
     0 up to max_response_length - buffer_length tokens, from there linearly down to -factor at max_response_length, and

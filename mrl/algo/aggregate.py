@@ -75,7 +75,9 @@ def _scaled_token_sums(values: Tensor, mask: Tensor, scale: float) -> Tensor:
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
-    """`values` with zeros outside the mask, so that whatever stands in padding, NaN included, has no value and no gradient."""
+    """`values` with zeros outside the mask, so that whatever stands in padding, NaN included,
+    has no value and no gradient.
+    """
     return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
 
 
@@ -95,12 +97,16 @@ def aggregate(values: Tensor, mask: Tensor, loss_agg_mode: str, loss_scale_facto
     if spec is None:
         raise ConfigError(f"loss_agg_mode: {loss_agg_mode!r} is unknown; allowed: {', '.join(AGGREGATIONS)}")
     if spec.needs_scale_factor and loss_scale_factor is None:
-        raise ConfigError(f"loss_agg_mode {loss_agg_mode} needs loss_scale_factor, usually data.max_response_length; it is not set")
+        raise ConfigError(
+            f"loss_agg_mode {loss_agg_mode} needs loss_scale_factor, usually data.max_response_length; it is not set"
+        )
     return NUMERATORS[loss_agg_mode](values, mask, loss_scale_factor or 1.0)
 
 
 def count(mask: Tensor) -> Denominators:
-    """Counts of one rank's part of a mini-batch ([batch, response_length] bool); add up the parts of all data-parallel ranks."""
+    """Counts of one rank's part of a mini-batch ([batch, response_length] bool);
+    add up the parts of all data-parallel ranks.
+    """
     return Denominators(int(mask.sum()), int(mask.any(-1).sum()))
 
 
@@ -110,7 +116,9 @@ def local_weight(mask: Tensor, loss_agg_mode: str) -> Tensor:
 
 
 def to_floats(parts: MetricParts) -> FloatParts:
-    """Plain floats of all parts, with one transfer from the device, in float32 or what is wider (not every device has float64)."""
+    """Plain floats of all parts, with one transfer from the device, in float32 or what is wider
+    (not every device has float64).
+    """
     if not parts:
         return {}
     scalars = [x.detach() for pair in parts.values() for x in pair]

@@ -37,7 +37,9 @@ class Correction:
     of_rows: RowValues  # what `correction_metrics` takes
 
 
-def log_ratios(old_log_probs: np.ndarray, rollout_log_probs: np.ndarray, mask: np.ndarray, lengths: np.ndarray, level: str) -> np.ndarray:
+def log_ratios(
+    old_log_probs: np.ndarray, rollout_log_probs: np.ndarray, mask: np.ndarray, lengths: np.ndarray, level: str
+) -> np.ndarray:
     """float64 [tokens]: log of the level's ratio on every token of the mask, within [-20, 20]; 0 outside it."""
     difference = np.where(mask, np.asarray(old_log_probs, np.float64) - np.asarray(rollout_log_probs, np.float64), 0.0)
     if level != "token":
@@ -49,7 +51,11 @@ def log_ratios(old_log_probs: np.ndarray, rollout_log_probs: np.ndarray, mask: n
 
 
 def correct(
-    parameters: CorrectionParameters, old_log_probs: np.ndarray, rollout_log_probs: np.ndarray, mask: np.ndarray, lengths: np.ndarray
+    parameters: CorrectionParameters,
+    old_log_probs: np.ndarray,
+    rollout_log_probs: np.ndarray,
+    mask: np.ndarray,
+    lengths: np.ndarray,
 ) -> Correction:
     """Weights and rejections for one step; arrays are [tokens], `mask` bool, `lengths` int [rows].
 
@@ -70,7 +76,9 @@ def correct(
     return Correction(keep, weights.astype(np.float32), _of_rows(weights, keep, mask, inside, lengths))
 
 
-def _of_rows(weights: np.ndarray, keep: np.ndarray, mask: np.ndarray, inside: np.ndarray, lengths: np.ndarray) -> RowValues:
+def _of_rows(
+    weights: np.ndarray, keep: np.ndarray, mask: np.ndarray, inside: np.ndarray, lengths: np.ndarray
+) -> RowValues:
     kept = np.where(keep, weights, 0.0)
     return {
         "tokens": row_sums(mask, lengths),
@@ -91,7 +99,8 @@ def correction_metrics(of_rows: RowValues) -> dict[str, float]:
     metrics = {
         "rollout_corr/outside_share": int(of_rows["outside"].sum()) / tokens,
         "rollout_corr/rejected_token_share": 1.0 - kept / tokens,
-        "rollout_corr/rejected_sequence_share": 1.0 - int((of_rows["kept"] > 0).sum()) / int((of_rows["tokens"] > 0).sum()),
+        "rollout_corr/rejected_sequence_share": 1.0
+        - int((of_rows["kept"] > 0).sum()) / int((of_rows["tokens"] > 0).sum()),
     }
     if kept:
         mean, square = total(of_rows["weight_sum"]) / kept, total(of_rows["weight_square"]) / kept
@@ -140,7 +149,8 @@ def mismatch_of_rows(rollout_log_probs: np.ndarray, actor_log_probs: np.ndarray,
     return {
         "tokens": lengths.astype(np.int64), **bad, **first, **sums,
         **{name: row_sums(values, lengths) for name, values in products.items()},
-        "gap_high": row_extremes(np.maximum, gap, lengths, 0.0), "log_gap_high": row_extremes(np.maximum, log_gap, lengths, 0.0),
+        "gap_high": row_extremes(np.maximum, gap, lengths, 0.0),
+        "log_gap_high": row_extremes(np.maximum, log_gap, lengths, 0.0),
     }  # fmt: skip
 
 
@@ -200,14 +210,17 @@ def _check_finite(of_rows: RowValues) -> None:
         if bad.any():
             row = int(np.argmax(bad > 0))
             raise NumericAbort(
-                f"{said}: {int(bad.sum())} of {int(of_rows['tokens'].sum())} response tokens are not finite, the first at row {row}, "
-                f"token {int(of_rows[f'first_bad_{name}'][row])}; the weights or the logits have overflowed"
+                f"{said}: {int(bad.sum())} of {int(of_rows['tokens'].sum())} response tokens are not finite, the first "
+                f"at row {row}, token {int(of_rows[f'first_bad_{name}'][row])}; the weights or the logits have "
+                "overflowed"
             )
 
 
 def _pearson(of_rows: RowValues) -> float:
     x, y, counts = of_rows["rollout_probs"], of_rows["actor_probs"], of_rows["tokens"]
-    squares = second_moment(of_rows["rollout_probs_m2"], x, x, counts) * second_moment(of_rows["actor_probs_m2"], y, y, counts)
+    squares = second_moment(of_rows["rollout_probs_m2"], x, x, counts) * second_moment(
+        of_rows["actor_probs_m2"], y, y, counts
+    )
     if squares <= 0:
         return float(of_rows["gap_high"].max() == 0)
     return second_moment(of_rows["probs_product"], x, y, counts) / math.sqrt(squares)

@@ -59,7 +59,9 @@ class PolicyLossParameters:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """One micro-batch; every tensor is [batch, response_length] and whole sequences (not cut by context parallelism)."""
+    """One micro-batch; every tensor is [batch, response_length] and whole sequences
+    (not cut by context parallelism).
+    """
 
     log_probs: Tensor  # of the current policy, carries the gradient
     old_log_probs: Tensor | None  # of the anchor of the trust region; None: the current ones, so every ratio is 1
@@ -81,7 +83,9 @@ class LossOutput:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """All [batch, response_length]: the loss, and where it was clipped by the band (or its counterpart) or by the dual clip."""
+    """All [batch, response_length]: the loss, and where it was clipped by the band
+    (or its counterpart) or by the dual clip.
+    """
 
     values: Tensor
     clipped: Tensor
@@ -94,7 +98,8 @@ _NAME_OF: dict[TokenLossFunction, str] = {}  # what a function was registered un
 
 
 def register_loss(name: str) -> Callable[[TokenLossFunction], TokenLossFunction]:
-    """Makes `function(parameters, inputs, log_ratio) -> TokenLoss` known under `name`; `log_ratio` is d, 0 outside the mask.
+    """Makes `function(parameters, inputs, log_ratio) -> TokenLoss` known under `name`; `log_ratio` is d, 0 outside the
+    mask.
 
     The function sees one micro-batch and must treat each sequence by itself, or the loss would depend on how a batch is
     cut. Raises ConfigError for a name that is taken.
@@ -110,7 +115,9 @@ def register_loss(name: str) -> Callable[[TokenLossFunction], TokenLossFunction]
 
 
 def _clipped_surrogate(ratio: Tensor, advantages: Tensor, parameters: PolicyLossParameters) -> tuple[Tensor, Tensor]:
-    """PPO's pessimistic bound max(-A r, -A clip(r, 1 - low, 1 + high)), and where the clipped side is the larger one."""
+    """PPO's pessimistic bound max(-A r, -A clip(r, 1 - low, 1 + high)),
+    and where the clipped side is the larger one.
+    """
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - parameters.clip_ratio_low, 1 + parameters.clip_ratio_high)
     return torch.maximum(plain, clipped), clipped > plain
@@ -127,7 +134,8 @@ def _either(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
 
 @register_loss("gspo")
 def gspo(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
-    """GSPO (arXiv:2507.18071, eq. 5): s = exp(mean of d over the response), clipped as a whole, under the response's mean advantage.
+    """GSPO (arXiv:2507.18071, eq. 5): s = exp(mean of d over the response), clipped as a whole, under the response's
+    mean advantage.
 
     The log ratio is bounded above by 10, so a response that drifted past e^10 gives a large finite loss without
     gradient instead of infinity; there is no bound below, where exp goes to 0 by itself. Neither is reached inside a
@@ -141,19 +149,23 @@ def gspo(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor
 
 @register_loss("gspo-token")
 def gspo_token(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
-    """GSPO-token (arXiv:2507.18071, eq. 13 and 14): r_t = sg[s] exp(log_probs - sg[log_probs]), s = exp(mean of d over the response).
+    """GSPO-token (arXiv:2507.18071, eq. 13 and 14): r_t = sg[s] exp(log_probs - sg[log_probs]), s = exp(mean of d over
+    the response).
 
     Every token has the sequence's ratio as its value and its own log-probability's gradient; with one advantage for the
     whole sequence this is the sequence form. Bounded as in `gspo`.
     """
     sequence_log_ratio = sequence_mean(log_ratio, inputs.response_mask).detach()[:, None]
-    ratio = torch.exp((inputs.log_probs - inputs.log_probs.detach() + sequence_log_ratio).clamp(max=SEQUENCE_LOG_RATIO_MAX))
+    ratio = torch.exp(
+        (inputs.log_probs - inputs.log_probs.detach() + sequence_log_ratio).clamp(max=SEQUENCE_LOG_RATIO_MAX)
+    )
     return TokenLoss(*_clipped_surrogate(ratio, inputs.advantages, parameters))
 
 
 @register_loss("vanilla")
 def vanilla(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
-    """PPO (arXiv:1707.06347, eq. 7) with separate bounds (DAPO), d bounded to [-20, 20], and the dual clip (arXiv:1912.09729, eq. 5).
+    """PPO (arXiv:1707.06347, eq. 7) with separate bounds (DAPO), d bounded to [-20, 20], and the dual clip
+    (arXiv:1912.09729, eq. 5).
 
     The dual clip holds the loss of a token with A < 0 at -A clip_ratio_c, where a large ratio would otherwise make it
     unbounded.
@@ -192,7 +204,10 @@ def geo_mean(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Te
 
 @register_loss("sapo")
 def sapo(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
-    """SAPO (arXiv:2511.20347): -A (4 / tau) sigmoid(tau (r - 1)), tau_pos where A > 0, else tau_neg; slope 1 at r = 1. Clips nothing."""
+    """SAPO (arXiv:2511.20347): -A (4 / tau) sigmoid(tau (r - 1)), tau_pos where A > 0, else tau_neg; slope 1 at r = 1.
+
+    Clips nothing.
+    """
     tau = _either(inputs.advantages > 0, parameters.tau_pos, parameters.tau_neg, log_ratio)
     gate = 4.0 / tau * torch.sigmoid(tau * (_token_ratio(log_ratio) - 1))
     return TokenLoss(-inputs.advantages * gate, torch.zeros_like(inputs.response_mask))
@@ -200,7 +215,9 @@ def sapo(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor
 
 @register_loss("clip_cov")
 def clip_cov(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
-    """Clip-Cov (arXiv:2505.22617): PPO clipping, and selected tokens that it leaves alone give neither loss nor gradient."""
+    """Clip-Cov (arXiv:2505.22617): PPO clipping, and selected tokens that it leaves alone give neither loss nor
+    gradient.
+    """
     values, clipped = _clipped_surrogate(_token_ratio(log_ratio), inputs.advantages, parameters)
     dropped = _selected(inputs) & ~clipped
     return TokenLoss(torch.where(dropped, 0.0, values), clipped | dropped)
@@ -208,7 +225,10 @@ def clip_cov(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Te
 
 @register_loss("kl_cov")
 def kl_cov(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
-    """KL-Cov (arXiv:2505.22617): -A r, and on selected tokens ppo_kl_coef |d| besides. Clips nothing; `clipped` is the selection."""
+    """KL-Cov (arXiv:2505.22617): -A r, and on selected tokens ppo_kl_coef |d| besides.
+
+    Clips nothing; `clipped` is the selection.
+    """
     picked = _selected(inputs)
     values = -inputs.advantages * _token_ratio(log_ratio)
     return TokenLoss(values + torch.where(picked, parameters.ppo_kl_coef * log_ratio.abs(), 0.0), picked)
@@ -216,13 +236,17 @@ def kl_cov(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tens
 
 def _selected(inputs: LossInputs) -> Tensor:
     if inputs.selected is None:
-        raise ConfigError("this loss needs the tokens that mrl.algo.selection chooses from the whole mini-batch, and was given none")
+        raise ConfigError(
+            "this loss needs the tokens that mrl.algo.selection chooses from the whole mini-batch, and was given none"
+        )
     return inputs.selected
 
 
 @register_loss("dppo_tv")
 def dppo_tv(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
-    """DPPO (arXiv:2602.04879) by total variation: a token leaves once its probability has moved by more than the clip, A's way."""
+    """DPPO (arXiv:2602.04879) by total variation: a token leaves once its probability has moved by more than the clip,
+    A's way.
+    """
     moved = torch.exp(inputs.log_probs.detach()) - torch.exp(inputs.old_log_probs)
     beyond = torch.where(moved > 0, moved > parameters.clip_ratio_high, -moved > parameters.clip_ratio_low)
     return _divergence_masked(parameters, inputs, log_ratio, beyond)
@@ -230,7 +254,9 @@ def dppo_tv(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Ten
 
 @register_loss("dppo_kl")
 def dppo_kl(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
-    """DPPO by KL(old || new) of the two-way choice between this token and any other; the clip bounds it, high above and low below."""
+    """DPPO by KL(old || new) of the two-way choice between this token and any other; the clip bounds it,
+    high above and low below.
+    """
     old, new = torch.exp(inputs.old_log_probs), torch.exp(inputs.log_probs.detach())
     rest = _log1m(inputs.old_log_probs) - _log1m(inputs.log_probs.detach())
     divergence = -old * log_ratio.detach() + (1 - old) * rest
@@ -243,7 +269,9 @@ def _log1m(log_probs: Tensor) -> Tensor:
     return torch.log1p(-torch.exp(log_probs).clamp(max=1 - 1e-6))
 
 
-def _divergence_masked(parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor, beyond: Tensor) -> TokenLoss:
+def _divergence_masked(
+    parameters: PolicyLossParameters, inputs: LossInputs, log_ratio: Tensor, beyond: Tensor
+) -> TokenLoss:
     """-A sg[min(r, clip_ratio_c)] log_probs, without the tokens that are `beyond` and that A would push further."""
     weight = _token_ratio(log_ratio.detach()).clamp(max=parameters.clip_ratio_c)
     dropped = beyond & (inputs.advantages * log_ratio.detach() > 0)
@@ -259,7 +287,9 @@ def policy_loss(parameters: PolicyLossParameters, inputs: LossInputs, denominato
     """
     function = TOKEN_LOSSES.get(parameters.loss_mode)
     if function is None:
-        raise ConfigError(f"policy_loss.loss_mode: {parameters.loss_mode!r} is unknown; allowed: {', '.join(TOKEN_LOSSES)}")
+        raise ConfigError(
+            f"policy_loss.loss_mode: {parameters.loss_mode!r} is unknown; allowed: {', '.join(TOKEN_LOSSES)}"
+        )
     marks = [f"ran/policy_loss/{_NAME_OF[function]}", *[f"ran/anchor/{ON_POLICY}"] * (inputs.old_log_probs is None)]
     inputs = _without_padding(_anchored(inputs))
     log_ratio = inputs.log_probs - inputs.old_log_probs
@@ -277,17 +307,26 @@ def policy_loss(parameters: PolicyLossParameters, inputs: LossInputs, denominato
     if parameters.kl_loss_coef:
         total = total + parameters.kl_loss_coef * _needed(numerators, "actor/kl_loss", "ref_log_probs", "kl_loss_coef")
     weight = local_weight(inputs.response_mask, parameters.loss_agg_mode)
-    metrics = {name: (numerator.detach(), weight) for name, numerator in numerators.items()} | _counted(marks, inputs.response_mask)
-    return LossOutput(total / max(denominators.of(parameters.loss_agg_mode), 1), metrics | _ratio_metrics(inputs, log_ratio, token_loss))
+    metrics = {name: (numerator.detach(), weight) for name, numerator in numerators.items()} | _counted(
+        marks, inputs.response_mask
+    )
+    return LossOutput(
+        total / max(denominators.of(parameters.loss_agg_mode), 1),
+        metrics | _ratio_metrics(inputs, log_ratio, token_loss),
+    )
 
 
 def _anchored(inputs: LossInputs) -> LossInputs:
-    """The current log-probs in the place of old ones that are not given: a ratio of exactly 1 that keeps its gradient."""
+    """The current log-probs in the place of old ones that are not given:
+    a ratio of exactly 1 that keeps its gradient.
+    """
     return inputs if inputs.old_log_probs is not None else replace(inputs, old_log_probs=inputs.log_probs.detach())
 
 
 def _without_padding(inputs: LossInputs) -> LossInputs:
-    """Zeros outside the mask before anything is computed: a NaN there would survive a later mask in the gradient (0 x NaN)."""
+    """Zeros outside the mask before anything is computed: a NaN there would survive a later mask in the gradient
+    (0 x NaN).
+    """
     given = {name: value for name, value in vars(inputs).items() if value is not None and name != "response_mask"}
     return replace(inputs, **{name: masked(value, inputs.response_mask) for name, value in given.items()})
 
@@ -298,7 +337,9 @@ def _numerator(parameters: PolicyLossParameters, inputs: LossInputs, values: Ten
 
 def _needed(numerators: dict[str, Tensor], name: str, field: str, coefficient: str) -> Tensor:
     if name not in numerators:
-        raise ConfigError(f"{coefficient} is not 0, so the loss needs {field} of every response token, and none was computed")
+        raise ConfigError(
+            f"{coefficient} is not 0, so the loss needs {field} of every response token, and none was computed"
+        )
     return numerators[name]
 
 
@@ -325,7 +366,10 @@ def _ratio_metrics(inputs: LossInputs, log_ratio: Tensor, token_loss: TokenLoss)
 
 
 def load_custom_loss(path: str, loss_mode: str) -> None:
-    """Runs the file at `path`, once a process, which must bind a function to `loss_mode` with @register_loss. Raises ConfigError."""
+    """Runs the file at `path`, once a process, which must bind a function to `loss_mode` with @register_loss.
+
+    Raises ConfigError.
+    """
     file = Path(path).resolve()
     module = f"mrl_custom_loss_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
     before = set(TOKEN_LOSSES)
@@ -334,7 +378,8 @@ def load_custom_loss(path: str, loss_mode: str) -> None:
     if loss_mode not in TOKEN_LOSSES:
         registered = ", ".join(sorted(set(TOKEN_LOSSES) - before)) or "nothing"
         raise ConfigError(
-            f'{CUSTOM_LOSS_KEY}: {file} registers {registered}, not {loss_mode!r}; put @register_loss("{loss_mode}") on the function'
+            f"{CUSTOM_LOSS_KEY}: {file} registers {registered}, not {loss_mode!r}; put "
+            f'@register_loss("{loss_mode}") on the function'
         )
 
 
@@ -374,7 +419,8 @@ def _k3(log_ratio: Tensor) -> Tensor:
 
 
 def kl_per_token(log_probs: Tensor, ref_log_probs: Tensor, kl_loss_type: str) -> Tensor:
-    """[batch, response_length] KL of each token; with a trailing `+` the value is the base estimator's and the gradient k2's.
+    """[batch, response_length] KL of each token; with a trailing `+` the value is the base estimator's and the gradient
+    k2's.
 
     As a loss term k1 has a gradient that is zero on average and k3 that of the reverse direction; k2's is the right one
     on-policy.

@@ -1,7 +1,7 @@
 """Flat arrays of response tokens, rows end to end, and numbers a row: from one to the other. numpy.
 
-A row's sum is that of its own numbers alone, so it is the same whatever rows stand beside it, on whichever rank. Sums of
-all rows are made of the rows' sums by math.fsum, which rounds once, at the end: no order of rows changes a bit.
+A row's sum is that of its own numbers alone, so it is the same whatever rows stand beside it, on whichever rank. Sums
+of all rows are made of the rows' sums by math.fsum, which rounds once, at the end: no order of rows changes a bit.
 """
 
 import math
@@ -10,11 +10,15 @@ from itertools import pairwise
 
 import numpy as np
 
-RowValues = dict[str, np.ndarray]  # [rows] by name: sums, counts and extremes of each row, from which metrics of all rows are made
+RowValues = dict[
+    str, np.ndarray
+]  # [rows] by name: sums, counts and extremes of each row, from which metrics of all rows are made
 
 
 def row_sums(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """[rows]: sums over each row of `values` [tokens]; `lengths` [rows] are tokens a row. 0 of an empty row; of booleans int64 counts."""
+    """[rows]: sums over each row of `values` [tokens]; `lengths` [rows] are tokens a row. 0 of an empty row;
+    of booleans int64 counts.
+    """
     counted = values.astype(np.int64) if values.dtype == bool else values
     sums = np.zeros(len(lengths), counted.dtype)
     filled = lengths > 0
@@ -44,7 +48,9 @@ def row_extremes(ufunc: np.ufunc, values: np.ndarray, lengths: np.ndarray, empty
     return found
 
 
-def in_chunks(function: Callable[..., RowValues], columns: Sequence[np.ndarray], lengths: np.ndarray, tokens: int = 1 << 20) -> RowValues:
+def in_chunks(
+    function: Callable[..., RowValues], columns: Sequence[np.ndarray], lengths: np.ndarray, tokens: int = 1 << 20
+) -> RowValues:
     """`function(*columns, lengths)`, which looks at one row at a time, over some rows after the others.
 
     What it computes of tokens on the way lies in memory for about `tokens` of them at once, and for one row at least.
@@ -75,7 +81,9 @@ def moments(values: np.ndarray, mask: np.ndarray, lengths: np.ndarray) -> RowVal
 
 
 def second_moment(m2: np.ndarray, sums: np.ndarray, other_sums: np.ndarray, counts: np.ndarray) -> float:
-    """Sum over all tokens of the product of two centred values, from rows' sums and products about their own means (Chan et al., 1983)."""
+    """Sum over all tokens of the product of two centred values, from rows' sums and products about their own means
+    (Chan et al., 1983).
+    """
     filled = counts > 0
     counts, everything = counts[filled], total(counts)
     apart = [each[filled] / counts - total(each) / everything for each in (sums, other_sums)]

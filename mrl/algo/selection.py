@@ -17,14 +17,18 @@ from mrl.algo.rows import places, total
 
 @dataclass(frozen=True)
 class Means:
-    """Over the trained tokens of one mini-batch: of advantages and of the anchor's log-probabilities, and how many there are."""
+    """Over the trained tokens of one mini-batch: of advantages and of the anchor's log-probabilities,
+    and how many there are.
+    """
 
     advantage: float
     log_prob: float
     tokens: int
 
 
-Candidates = tuple[np.ndarray, np.ndarray]  # a number and bool, both [tokens]: those that may be chosen, by falling number
+Candidates = tuple[
+    np.ndarray, np.ndarray
+]  # a number and bool, both [tokens]: those that may be chosen, by falling number
 Selection = Callable[[PolicyLossParameters, np.ndarray, np.ndarray, np.ndarray, np.ndarray], Candidates]
 SELECTIONS: dict[str, Selection] = {}
 RATIOS = {"clip_cov": "clip_cov_ratio", "kl_cov": "kl_cov_ratio"}  # share of a mini-batch's tokens that is chosen
@@ -45,7 +49,12 @@ def covariance(advantages: np.ndarray, log_probs: np.ndarray, mask: np.ndarray, 
 
 
 def candidates(
-    parameters: PolicyLossParameters, advantages: np.ndarray, log_probs: np.ndarray, mask: np.ndarray, lengths: np.ndarray, means: Means
+    parameters: PolicyLossParameters,
+    advantages: np.ndarray,
+    log_probs: np.ndarray,
+    mask: np.ndarray,
+    lengths: np.ndarray,
+    means: Means,
 ) -> Candidates:
     """Of some rows of a mini-batch; arrays are [tokens], rows end to end, `lengths` int [rows] tokens a row."""
     covariances = covariance(advantages, log_probs, mask, means)
@@ -53,7 +62,9 @@ def candidates(
 
 
 def largest(parameters: PolicyLossParameters, found: Candidates, means: Means) -> np.ndarray:
-    """The numbers that may be among those of the chosen, falling: of a mini-batch's parts together they decide (`least_chosen`)."""
+    """The numbers that may be among those of the chosen, falling: of a mini-batch's parts together they decide
+    (`least_chosen`).
+    """
     values, allowed = found
     return np.sort(values[allowed])[::-1][: _count(parameters, means)]
 
@@ -75,12 +86,18 @@ def _count(parameters: PolicyLossParameters, means: Means) -> int:
 
 
 def select(
-    parameters: PolicyLossParameters, advantages: np.ndarray, log_probs: np.ndarray, mask: np.ndarray, lengths: np.ndarray
+    parameters: PolicyLossParameters,
+    advantages: np.ndarray,
+    log_probs: np.ndarray,
+    mask: np.ndarray,
+    lengths: np.ndarray,
 ) -> np.ndarray | None:
     """bool [tokens] for a loss that treats some tokens apart, else None; arrays are of a whole mini-batch."""
     if parameters.loss_mode not in SELECTIONS:
         return None
-    means = means_of(*(total(np.where(mask, x, 0.0).astype(np.float64)) for x in (advantages, log_probs)), int(mask.sum()))
+    means = means_of(
+        *(total(np.where(mask, x, 0.0).astype(np.float64)) for x in (advantages, log_probs)), int(mask.sum())
+    )
     found = candidates(parameters, advantages, log_probs, mask, lengths, means)
     return chosen(found, least_chosen(parameters, [largest(parameters, found, means)], means))
 
@@ -92,22 +109,36 @@ def means_of(advantages: float, log_probs: float, tokens: int) -> Means:
 
 @_selection("clip_cov")
 def clip_cov(
-    parameters: PolicyLossParameters, covariances: np.ndarray, log_probs: np.ndarray, mask: np.ndarray, lengths: np.ndarray
+    parameters: PolicyLossParameters,
+    covariances: np.ndarray,
+    log_probs: np.ndarray,
+    mask: np.ndarray,
+    lengths: np.ndarray,
 ) -> Candidates:
-    """A random clip_cov_ratio of all tokens, at least one, among those whose covariance lies between clip_cov_lb and clip_cov_ub."""
-    return _lots(log_probs, lengths), mask & (covariances > parameters.clip_cov_lb) & (covariances < parameters.clip_cov_ub)
+    """A random clip_cov_ratio of all tokens, at least one,
+    among those whose covariance lies between clip_cov_lb and clip_cov_ub.
+    """
+    return _lots(log_probs, lengths), mask & (covariances > parameters.clip_cov_lb) & (
+        covariances < parameters.clip_cov_ub
+    )
 
 
 @_selection("kl_cov")
 def kl_cov(
-    parameters: PolicyLossParameters, covariances: np.ndarray, log_probs: np.ndarray, mask: np.ndarray, lengths: np.ndarray
+    parameters: PolicyLossParameters,
+    covariances: np.ndarray,
+    log_probs: np.ndarray,
+    mask: np.ndarray,
+    lengths: np.ndarray,
 ) -> Candidates:
     """The kl_cov_ratio of all tokens, at least one, with the highest covariance."""
     return covariances, mask
 
 
 def _lots(log_probs: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """uint64 [tokens]: a token's lot, from its own log-probability's bits and its place in the response, so that it moves with its row."""
+    """uint64 [tokens]: a token's lot, from its own log-probability's bits and its place in the response,
+    so that it moves with its row.
+    """
     bits = np.ascontiguousarray(log_probs, dtype=np.float64).view(np.uint64)
     mixed = bits + (places(lengths) + 1).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # splitmix64's mixing of one word

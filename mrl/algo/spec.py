@@ -54,7 +54,10 @@ class LossSpec:
 
 @dataclass(frozen=True)
 class KlSpec:
-    """`estimator`: whose value is taken. `k2_gradient`: the gradient is k2's, whatever the value is (verl's trailing `+`)."""
+    """`estimator`: whose value is taken.
+
+    `k2_gradient`: the gradient is k2's, whatever the value is (verl's trailing `+`).
+    """
 
     name: str
     estimator: Literal["k1", "abs", "k2", "k3"]
@@ -77,7 +80,9 @@ def _table(*specs):
     return {spec.name: spec for spec in specs}
 
 
-def _advantage(name: str, summary: str, needs_group: bool = True, uses_std: bool = False, needs_parts: bool = False) -> AdvantageSpec:
+def _advantage(
+    name: str, summary: str, needs_group: bool = True, uses_std: bool = False, needs_parts: bool = False
+) -> AdvantageSpec:
     return AdvantageSpec(name, needs_group, uses_std, needs_parts, summary)
 
 
@@ -88,9 +93,19 @@ ADVANTAGES: dict[str, AdvantageSpec] = _table(
         uses_std=True,
     ),
     _advantage("rloo", "score - mean score of the group's other responses (arXiv:2402.14740)"),
-    _advantage("reinforce_plus_plus", "reward still to come, whitened over all tokens of the batch (arXiv:2501.03262)", needs_group=False),
-    _advantage("reinforce_plus_plus_baseline", "score - group mean, whitened over all tokens of the batch (arXiv:2501.03262)"),
-    _advantage("grpo_passk", "only the group's best response counts, by its lead over the second (arXiv:2503.19595)", uses_std=True),
+    _advantage(
+        "reinforce_plus_plus",
+        "reward still to come, whitened over all tokens of the batch (arXiv:2501.03262)",
+        needs_group=False,
+    ),
+    _advantage(
+        "reinforce_plus_plus_baseline", "score - group mean, whitened over all tokens of the batch (arXiv:2501.03262)"
+    ),
+    _advantage(
+        "grpo_passk",
+        "only the group's best response counts, by its lead over the second (arXiv:2503.19595)",
+        uses_std=True,
+    ),
     _advantage(
         "gdpo",
         "each part of the reward as in grpo, weighted sum, whitened over all tokens of the batch (arXiv:2601.05242)",
@@ -101,29 +116,41 @@ ADVANTAGES: dict[str, AdvantageSpec] = _table(
 )
 
 AGGREGATIONS: dict[str, AggregationSpec] = _table(
-    AggregationSpec("token-mean", "tokens", False, "every token of the mini-batch weighs the same (DAPO, arXiv:2503.14476)"),
+    AggregationSpec(
+        "token-mean", "tokens", False, "every token of the mini-batch weighs the same (DAPO, arXiv:2503.14476)"
+    ),
     AggregationSpec("seq-mean-token-sum", "sequences", False, "tokens summed in a sequence, mean over sequences"),
-    AggregationSpec("seq-mean-token-mean", "sequences", False, "mean over the tokens of a sequence, mean over sequences (GRPO, GSPO)"),
+    AggregationSpec(
+        "seq-mean-token-mean",
+        "sequences",
+        False,
+        "mean over the tokens of a sequence, mean over sequences (GRPO, GSPO)",
+    ),
     AggregationSpec(
         "seq-mean-token-sum-norm",
         "sequences",
         True,
-        "tokens summed in a sequence and divided by the constant loss_scale_factor, mean over sequences (Dr.GRPO, arXiv:2503.20783)",
+        "tokens summed in a sequence and divided by the constant loss_scale_factor, mean over sequences "
+        "(Dr.GRPO, arXiv:2503.20783)",
     ),
 )
 
 ANY_AGGREGATION = tuple(AGGREGATIONS)
 PER_SEQUENCE = ("seq-mean-token-mean",)
-# The sequence ratio's spread is a token's over sqrt(length): a band of 0.2 never clips; 0.02 is already wide at 4 tokens.
+# The sequence ratio's spread is a token's over sqrt(length): a band of 0.2 never clips; 0.02 is already wide at 4
+# tokens.
 SEQUENCE_BAND = 0.02
 TOKEN_BAND = 0.005  # a tenth of the narrowest in use (DPPO's 0.05); GSPO's 3e-4 would clip nearly every token
 
 LOSSES: dict[str, LossSpec] = _table(
-    LossSpec("gspo", PER_SEQUENCE, "one ratio and one clip for a whole sequence (arXiv:2507.18071, eq. 5)", SEQUENCE_BAND),
+    LossSpec(
+        "gspo", PER_SEQUENCE, "one ratio and one clip for a whole sequence (arXiv:2507.18071, eq. 5)", SEQUENCE_BAND
+    ),
     LossSpec(
         "gspo-token",
         PER_SEQUENCE,
-        "the sequence's ratio as value, each token's own gradient, so that advantages may differ by token (arXiv:2507.18071, eq. 13)",
+        "the sequence's ratio as value, each token's own gradient, so that advantages may differ by token "
+        "(arXiv:2507.18071, eq. 13)",
         SEQUENCE_BAND,
     ),
     LossSpec(
@@ -134,14 +161,23 @@ LOSSES: dict[str, LossSpec] = _table(
         clips_tokens=True,
     ),
     LossSpec(
-        "cispo", ANY_AGGREGATION, "log-probability weighted by the clipped ratio without gradient (arXiv:2506.13585)", clips_tokens=True
+        "cispo",
+        ANY_AGGREGATION,
+        "log-probability weighted by the clipped ratio without gradient (arXiv:2506.13585)",
+        clips_tokens=True,
     ),
-    LossSpec("geo_mean", PER_SEQUENCE, "geometric mean of a sequence's clipped token ratios (GMPO, arXiv:2507.20673)", clips_tokens=True),
+    LossSpec(
+        "geo_mean",
+        PER_SEQUENCE,
+        "geometric mean of a sequence's clipped token ratios (GMPO, arXiv:2507.20673)",
+        clips_tokens=True,
+    ),
     LossSpec("sapo", PER_SEQUENCE, "a sigmoid gate in the place of the clip, tau_neg for A <= 0 (arXiv:2511.20347)"),
     LossSpec(
         "clip_cov",
         ANY_AGGREGATION,
-        "PPO clipping, and no gradient for a few tokens of high covariance of advantage and log-probability (arXiv:2505.22617)",
+        "PPO clipping, and no gradient for a few tokens of high covariance of advantage and "
+        "log-probability (arXiv:2505.22617)",
         clips_tokens=True,
         selects_tokens=True,
     ),
@@ -154,7 +190,8 @@ LOSSES: dict[str, LossSpec] = _table(
     LossSpec(
         "dppo_tv",
         ANY_AGGREGATION,
-        "tokens masked where the probability moved further than the clip in the advantage's direction (arXiv:2602.04879)",
+        "tokens masked where the probability moved further than the clip in the advantage's "
+        "direction (arXiv:2602.04879)",
         needs_rollout_anchor=True,
         clips_tokens=True,
     ),
@@ -187,9 +224,13 @@ MODES = ("mask", "clip", "truncate")
 CORRECTIONS: dict[str, CorrectionSpec] = {
     "TIS": CorrectionSpec("token", "truncate", None, 2.0, "truncated importance sampling: min(ratio, 2)"),
     "sequence TIS": CorrectionSpec("sequence", "truncate", None, 2.0, "the same with the ratio of the whole response"),
-    "MIS": CorrectionSpec("sequence", "mask", 0.5, 2.0, "masked importance sampling: responses outside the band leave the batch"),
+    "MIS": CorrectionSpec(
+        "sequence", "mask", 0.5, 2.0, "masked importance sampling: responses outside the band leave the batch"
+    ),
     "IcePop": CorrectionSpec("token", "mask", 0.5, 5.0, "tokens outside the band leave the batch (arXiv:2510.18855)"),
-    "geometric rejection": CorrectionSpec("geometric", "mask", 0.999, 1.001, "responses leave whose mean ratio is outside the band"),
+    "geometric rejection": CorrectionSpec(
+        "geometric", "mask", 0.999, 1.001, "responses leave whose mean ratio is outside the band"
+    ),
 }
 
 ON_POLICY = "on_policy"  # of the anchors the one that needs no pass: the current log-probs, detached
