@@ -16,7 +16,14 @@ from mrl.model.registry import (
     planning_model_spec,
     read_hf_config,
 )
-from mrl.model.tensors import TensorSpec, active_parameter_count, expert_share, forward_flops_per_token, parameter_count, tensor_specs
+from mrl.model.tensors import (
+    TensorSpec,
+    active_parameter_count,
+    expert_share,
+    forward_flops_per_token,
+    parameter_count,
+    tensor_specs,
+)
 
 __all__ = [
     "FAMILIES",

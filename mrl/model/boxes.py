@@ -8,7 +8,10 @@ from math import prod
 
 @dataclass(frozen=True, order=True)
 class Box:
-    """Half-open ranges, one (start, stop) per dimension; never empty. Many copies share a box, so what is asked of it often is kept."""
+    """Half-open ranges, one (start, stop) per dimension; never empty.
+
+    Many copies share a box, so what is asked of it often is kept.
+    """
 
     ranges: tuple[tuple[int, int], ...]
 
@@ -53,7 +56,9 @@ class Box:
         return Box(tuple((start + by, stop + by) for (start, stop), by in zip(self.ranges, offsets, strict=True)))
 
     def rebase(self, old: "Box", new: "Box") -> "Box":
-        """This box, given in the frame where `old` lies, in the frame where the same block is called `new` (of equal shape)."""
+        """This box, given in the frame where `old` lies, in the frame where the same block is called `new`
+        (of equal shape).
+        """
         if old.shape != new.shape:
             raise ValueError(f"{old.ranges} and {new.ranges} differ in shape")
         return self.shift([n - o for o, n in zip(old.origin, new.origin, strict=True)])
@@ -66,7 +71,11 @@ class Box:
         rest, ranges = [], list(self.ranges)
         for dim, (start, stop) in enumerate(common.ranges):
             low, high = ranges[dim]
-            rest += [Box((*ranges[:dim], side, *ranges[dim + 1 :])) for side in ((low, start), (stop, high)) if side[0] < side[1]]
+            rest += [
+                Box((*ranges[:dim], side, *ranges[dim + 1 :]))
+                for side in ((low, start), (stop, high))
+                if side[0] < side[1]
+            ]
             ranges[dim] = (start, stop)
         return rest
 
@@ -80,7 +89,10 @@ def uncovered(whole: Box, boxes: Iterable[Box]) -> list[Box]:
 
 
 def first_overlap(boxes: Iterable[Box]) -> tuple[Box, Box] | None:
-    """Two boxes that share an element, or None when all are disjoint. Cuts through whole groups are enough for 100,000 boxes of a grid."""
+    """Two boxes that share an element, or None when all are disjoint.
+
+    Cuts through whole groups are enough for 100,000 boxes of a grid.
+    """
     groups = [list(boxes)]
     while groups:
         group = groups.pop()

@@ -16,7 +16,9 @@ def dense_layer(m: ModelSpec) -> tuple[Weight, ...]:
     return (*layer_norms(m, "mlp.linear_fc1.layer_norm_weight"), *attention(m), *gated_mlp(m, m.intermediate_size))
 
 
-def expert_layer(m: ModelSpec, shared: tuple[Weight, ...] = (), router_in_vllm: str | None = None) -> tuple[Weight, ...]:
+def expert_layer(
+    m: ModelSpec, shared: tuple[Weight, ...] = (), router_in_vllm: str | None = None
+) -> tuple[Weight, ...]:
     """A layer with a router and routed experts.
 
     `shared`: weights of experts that every token uses. `router_in_vllm`: vLLM's dtype of the router where it is not
@@ -49,7 +51,9 @@ def attention(m: ModelSpec) -> tuple[Weight, ...]:
 
 def _qkv(m: ModelSpec, leaf: str, columns: tuple[int, ...]) -> Weight:
     heads = {"q": m.num_attention_heads, "k": m.num_key_value_heads, "v": m.num_key_value_heads}
-    parts = tuple(Part(f"self_attn.{x}_proj.{leaf}", (n * m.head_dim, *columns), leaf == "weight") for x, n in heads.items())
+    parts = tuple(
+        Part(f"self_attn.{x}_proj.{leaf}", (n * m.head_dim, *columns), leaf == "weight") for x, n in heads.items()
+    )
     megatron, vllm = f"self_attention.linear_qkv.{leaf}", f"self_attn.qkv_proj.{leaf}"
     return Weight(parts, megatron, vllm, "heads", groups=m.num_key_value_heads)
 

@@ -1,8 +1,8 @@
 """Where ranks and engine workers stand on a cluster: rank -> node -> device, as pure integers.
 
-Devices are numbered node by node. The actor takes the first ones in rank order, so that Megatron's fastest axis, tensor parallelism, stays
-inside a node. Engines follow (separate) or share the same devices (colocated). What talks at every layer is kept on one node: a whole
-engine where it fits one, else each data-parallel rank of it.
+Devices are numbered node by node. The actor takes the first ones in rank order, so that Megatron's fastest axis, tensor
+parallelism, stays inside a node. Engines follow (separate) or share the same devices (colocated). What talks at every
+layer is kept on one node: a whole engine where it fits one, else each data-parallel rank of it.
 """
 
 from collections import Counter
@@ -37,7 +37,9 @@ class ClusterShape:
     def place(self, device: int) -> Place:
         """Place of the `device`-th device of the cluster. Raises IndexError past its end."""
         if not 0 <= device < self.devices:
-            raise IndexError(f"device {device} is outside a cluster of {self.nodes} nodes with {self.devices_per_node} devices")
+            raise IndexError(
+                f"device {device} is outside a cluster of {self.nodes} nodes with {self.devices_per_node} devices"
+            )
         return Place(*divmod(device, self.devices_per_node))
 
 
@@ -68,7 +70,8 @@ def unit_size(rollout: RolloutLayout, devices_per_node: int) -> int:
 def engine_places(rollout: RolloutLayout, cluster: ClusterShape, first: int = 0) -> tuple[Place, ...]:
     """Place of every engine worker, in worker order; `first`: number of the first device they may use.
 
-    A unit never straddles nodes: what is left of a node and too small for one stays idle. Raises ConfigError when the engines do not fit.
+    A unit never straddles nodes: what is left of a node and too small for one stays idle. Raises ConfigError when the
+    engines do not fit.
     """
     size, per_node = unit_size(rollout, cluster.devices_per_node), cluster.devices_per_node
     places: list[Place] = []
@@ -77,9 +80,10 @@ def engine_places(rollout: RolloutLayout, cluster: ClusterShape, first: int = 0)
             first += per_node - first % per_node
         if first + size > cluster.devices:
             raise ConfigError(
-                f"rollout.num_engines = {rollout.num_engines} engines of {rollout.workers_per_engine} workers do not fit: only "
-                f"{len(places)} of {rollout.num_engines * rollout.workers_per_engine} workers found a device on "
-                f"{cluster.nodes} x {per_node}, since {size} of them have to share a node; give fewer engines or more nodes"
+                f"rollout.num_engines = {rollout.num_engines} engines of {rollout.workers_per_engine} workers do not "
+                f"fit: only {len(places)} of {rollout.num_engines * rollout.workers_per_engine} workers found a device "
+                f"on {cluster.nodes} x {per_node}, since {size} of them have to share a node; give fewer engines or "
+                "more nodes"
             )
         places += [cluster.place(first + i) for i in range(size)]
         first += size
@@ -87,10 +91,11 @@ def engine_places(rollout: RolloutLayout, cluster: ClusterShape, first: int = 0)
 
 
 def rank_order(nodes: Sequence[str], together: int = 1) -> tuple[int, ...]:
-    """Bundle of each rank, given the node of each bundle: node by node, every `together` ranks on one node as far as nodes allow.
+    """Bundle of each rank, given the node of each bundle: node by node, every `together` ranks on one node as far as
+    nodes allow.
 
-    Ray may scatter bundles, and a node may get a number of them that `together` does not divide: what is left over comes last, so that as
-    few groups of ranks as possible are spread.
+    Ray may scatter bundles, and a node may get a number of them that `together` does not divide: what is left over
+    comes last, so that as few groups of ranks as possible are spread.
     """
     by_node = {node: [i for i, at in enumerate(nodes) if at == node] for node in sorted(set(nodes))}
     whole = [i for bundles in by_node.values() for i in bundles[: len(bundles) // together * together]]
@@ -99,7 +104,8 @@ def rank_order(nodes: Sequence[str], together: int = 1) -> tuple[int, ...]:
 
 
 def bundles_of_places(places: Sequence[Place], nodes: Sequence[str]) -> tuple[int, ...]:
-    """Bundle of each place, given the node of each bundle: devices of one planned node lie on one node, where they may meet another's.
+    """Bundle of each place, given the node of each bundle: devices of one planned node lie on one node, where they may
+    meet another's.
 
     Raises EnvironmentFault when Ray gave them in other portions than the layout needs.
     """
@@ -120,6 +126,7 @@ def _other_portions(wanted: Counter[int], found: Counter[str]) -> str:
     portions = " + ".join(str(count) for count in sorted(found.values(), reverse=True))
     planned = " + ".join(str(count) for _, count in sorted(wanted.items()))
     return (
-        f"the nodes are not of one size: placement colocated needs devices in portions of {planned}, a node each, and Ray has them as "
-        f"{portions}. Take nodes with equal numbers of free devices and state that number in cluster.n_gpus_per_node"
+        f"the nodes are not of one size: placement colocated needs devices in portions of {planned}, a node each, and "
+        f"Ray has them as {portions}. Take nodes with equal numbers of free devices and state that number in "
+        "cluster.n_gpus_per_node"
     )

@@ -8,7 +8,15 @@ follow the others in a checkpoint; transformers and vLLM's model leave them out,
 import re
 
 from mrl.model.decoder_weights import dense_layer, expert_layer, gated_mlp
-from mrl.model.hf_config import HfConfig, ModelSpec, common, head_dim_from_hidden, partial_rotary_factor, refuse_unless, required
+from mrl.model.hf_config import (
+    HfConfig,
+    ModelSpec,
+    common,
+    head_dim_from_hidden,
+    partial_rotary_factor,
+    refuse_unless,
+    required,
+)
 from mrl.model.weight_map import VLLM_ATTENTION, VLLM_NORMS, Family, Part, Weight
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -17,8 +25,12 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 def read(config: HfConfig) -> ModelSpec:
     for key in ("n_group", "topk_group"):
         refuse_unless(key, config.get(key, 1), 1)
-    refuse_unless("norm_topk_prob", bool(config.get("norm_topk_prob", True)), True)  # Megatron's sigmoid router always does it ...
-    refuse_unless("attention_bias", bool(config.get("attention_bias", False)), True)  # mbridge builds biases whatever it says
+    refuse_unless(
+        "norm_topk_prob", bool(config.get("norm_topk_prob", True)), True
+    )  # Megatron's sigmoid router always does it ...
+    refuse_unless(
+        "attention_bias", bool(config.get("attention_bias", False)), True
+    )  # mbridge builds biases whatever it says
     experts_per_token = required(config, "num_experts_per_tok")
     if experts_per_token == 1:
         refuse_unless("num_experts_per_tok", 1, "2 or more")  # ... but never for one expert

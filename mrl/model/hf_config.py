@@ -46,7 +46,9 @@ class ModelSpec:
         return bool(self.moe_layers)
 
     def described(self) -> dict[str, Any]:
-        """The fields as plain data, the same for a model whatever families came after its own: hashes are made of it."""
+        """The fields as plain data, the same for a model whatever families came after its own:
+        hashes are made of it.
+        """
         left_out = {f.name for f in fields(self) if f.metadata and getattr(self, f.name) == f.default}
         return {name: value for name, value in asdict(self).items() if name not in left_out}
 
@@ -56,7 +58,10 @@ def required(config: HfConfig, *keys: str) -> Any:
     for key in keys:
         if config.get(key) is not None:
             return config[key]
-    raise ConfigError(f"config.json of model_type {config.get('model_type')!r} has no {' or '.join(keys)}; is the checkpoint complete?")
+    raise ConfigError(
+        f"config.json of model_type {config.get('model_type')!r} has no {' or '.join(keys)}; is "
+        "the checkpoint complete?"
+    )
 
 
 def rope_theta(config: HfConfig) -> float:
@@ -70,7 +75,10 @@ def partial_rotary_factor(config: HfConfig, default: float) -> float:
 
 
 def refuse_unlike_megatron(config: HfConfig) -> None:
-    """Refuses what Megatron's model would silently compute differently from the checkpoint's own definition. Raises ConfigError."""
+    """Refuses what Megatron's model would silently compute differently from the checkpoint's own definition.
+
+    Raises ConfigError.
+    """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     refuse_unless("rope scaling", rope.get("rope_type", rope.get("type", "default")), "default")
     refuse_unless("hidden_act", config.get("hidden_act", "silu"), "silu")
@@ -121,4 +129,7 @@ def head_dim_from_hidden(config: HfConfig) -> int:
 def refuse_unless(key: str, value: Any, supported: Any) -> None:
     """Raises ConfigError for a value of config.json that training would not compute."""
     if value != supported:
-        raise ConfigError(f"config.json: {key} = {value!r} is not supported (only {supported!r}): training would not compute this model")
+        raise ConfigError(
+            f"config.json: {key} = {value!r} is not supported (only {supported!r}): training "
+            "would not compute this model"
+        )

@@ -1,4 +1,6 @@
-"""Looks at a Hugging Face checkpoint before a model is built from it: safetensors headers only, no weights, no pickle."""
+"""Looks at a Hugging Face checkpoint before a model is built from it: safetensors headers only, no weights,
+no pickle.
+"""
 
 import json
 import shutil
@@ -26,7 +28,10 @@ class TensorBytes:
 
 
 def read_safetensors_header(file: Path) -> dict[str, TensorBytes]:
-    """Tensor name -> dtype, shape and place. Raises EnvironmentFault when the file is missing, cut short or no safetensors file."""
+    """Tensor name -> dtype, shape and place.
+
+    Raises EnvironmentFault when the file is missing, cut short or no safetensors file.
+    """
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -40,9 +45,13 @@ def read_safetensors_header(file: Path) -> dict[str, TensorBytes]:
             raise ValueError(f"its header describes {8 + length + end} bytes and it has {size}: it was cut short")
         return {name: _tensor_bytes(entry, 8 + length) for name, entry in header.items()}
     except FileNotFoundError:
-        raise EnvironmentFault(f"{file} does not exist although {INDEX} lists it: download the checkpoint again") from None
+        raise EnvironmentFault(
+            f"{file} does not exist although {INDEX} lists it: download the checkpoint again"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise EnvironmentFault(f"{file} cannot be read as safetensors: {error}; download the checkpoint again") from None
+        raise EnvironmentFault(
+            f"{file} cannot be read as safetensors: {error}; download the checkpoint again"
+        ) from None
 
 
 def _tensor_bytes(entry: dict, base: int) -> TensorBytes:
@@ -64,7 +73,10 @@ def copy_hf_files(model: Path, folder: Path) -> None:
 
 
 def checkpoint_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of all tensors of a checkpoint directory. Raises EnvironmentFault when there are no safetensors files or one is broken."""
+    """Shapes of all tensors of a checkpoint directory.
+
+    Raises EnvironmentFault when there are no safetensors files or one is broken.
+    """
     folder = Path(path)
     shapes: dict[str, tuple[int, ...]] = {}
     for file in weight_files(folder):
@@ -77,8 +89,14 @@ def check_checkpoint(path: str | Path, model: ModelSpec) -> None:
     found = checkpoint_shapes(path)
     wanted = {spec.name: spec.shape for spec in tensor_specs(model)}
     problems = [f"{name} is missing" for name in wanted.keys() - found.keys()]
-    problems += [f"{name} is not part of the model" for name in found.keys() - wanted.keys() if not _is_spare(name, model)]
-    problems += [f"{n} has shape {list(found[n])}, not {list(wanted[n])}" for n in wanted.keys() & found.keys() if found[n] != wanted[n]]
+    problems += [
+        f"{name} is not part of the model" for name in found.keys() - wanted.keys() if not _is_spare(name, model)
+    ]
+    problems += [
+        f"{n} has shape {list(found[n])}, not {list(wanted[n])}"
+        for n in wanted.keys() & found.keys()
+        if found[n] != wanted[n]
+    ]
     if problems:
         shown = "; ".join(sorted(problems)[:_SHOWN])
         raise EnvironmentFault(
@@ -88,12 +106,16 @@ def check_checkpoint(path: str | Path, model: ModelSpec) -> None:
 
 
 def check_same_architecture(key: str, path: str | Path, model: ModelSpec) -> None:
-    """Raises ConfigError when config.json in `path`, which configuration key `key` names, describes another model than `model`."""
+    """Raises ConfigError when config.json in `path`, which configuration key `key` names,
+    describes another model than `model`.
+    """
     other = load_model_spec(path)
     names = [f.name for f in fields(model) if f.name != "dtype" and getattr(other, f.name) != getattr(model, f.name)]
     if names:
         shown = ", ".join(f"{name} {getattr(other, name)}, not {getattr(model, name)}" for name in names[:_SHOWN])
-        raise ConfigError(f"{key} {path}: another architecture than model.path's ({shown}); give a checkpoint of the same one")
+        raise ConfigError(
+            f"{key} {path}: another architecture than model.path's ({shown}); give a checkpoint of the same one"
+        )
 
 
 def _is_spare(name: str, model: ModelSpec) -> bool:
@@ -103,7 +125,10 @@ def _is_spare(name: str, model: ModelSpec) -> bool:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint folder. Raises EnvironmentFault when there are none or the index cannot be followed."""
+    """The safetensors files of a checkpoint folder.
+
+    Raises EnvironmentFault when there are none or the index cannot be followed.
+    """
     index = folder / INDEX
     if index.exists():
         try:
@@ -116,5 +141,7 @@ def weight_files(folder: Path) -> list[Path]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         other = "; it has .bin files, which are pickles and are never read" if any(folder.glob("*.bin")) else ""
-        raise EnvironmentFault(f"model.path {folder}: no safetensors files there{other}. Convert or download the weights as safetensors")
+        raise EnvironmentFault(
+            f"model.path {folder}: no safetensors files there{other}. Convert or download the weights as safetensors"
+        )
     return files

@@ -1,8 +1,8 @@
 """Models named as on the Hugging Face hub instead of by a folder: brought into the cache of the node that asks.
 
 A name is `ORG/NAME` of a model that is known here, or `hf://ORG/NAME` of any, and `@REVISION` may follow either. Only
-configuration, tokenizer and safetensors files are fetched, never code and never pickles. Cache, endpoint, token and offline
-mode are huggingface_hub's own (HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE).
+configuration, tokenizer and safetensors files are fetched, never code and never pickles. Cache, endpoint, token and
+offline mode are huggingface_hub's own (HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE).
 """
 
 import re
@@ -49,12 +49,15 @@ def hub_name(path: str) -> HubName | None:
 
 
 def _published(repo: str) -> bool:
-    """Whether a plain ORG/NAME is meant as a name on the hub: of a model that is known, and not below a folder that is here."""
+    """Whether a plain ORG/NAME is meant as a name on the hub: of a model that is known,
+    and not below a folder that is here.
+    """
     return known_name(repo) is not None and not Path(repo).parent.exists()
 
 
 def local_folder(path: str) -> str:
-    """The folder on this node that `path` means: itself, or a snapshot of the hub, fetched where it is not in the cache yet.
+    """The folder on this node that `path` means: itself, or a snapshot of the hub, fetched where it is not in the cache
+    yet.
 
     Processes of one node that ask at once wait for each other's files. Raises EnvironmentFault, with the command that
     fetches it by hand, when it cannot be had.
@@ -75,7 +78,9 @@ def local_folder(path: str) -> str:
 
 
 def cached_folder(path: str) -> str:
-    """As `local_folder`, but nothing is fetched and weights may be missing: `path` itself where the cache has no config.json of it."""
+    """As `local_folder`, but nothing is fetched and weights may be missing:
+    `path` itself where the cache has no config.json of it.
+    """
     name = hub_name(path)
     if name is None:
         return path
@@ -83,7 +88,9 @@ def cached_folder(path: str) -> str:
 
     try:
         wanted = list(HF_FILES)
-        folder = snapshot_download(name.repo, revision=name.revision, allow_patterns=wanted, ignore_patterns="*/*", local_files_only=True)
+        folder = snapshot_download(
+            name.repo, revision=name.revision, allow_patterns=wanted, ignore_patterns="*/*", local_files_only=True
+        )
     except Exception:  # it is not there; whatever else is wrong with the cache is for those who fetch
         return path
     return folder if (Path(folder) / "config.json").is_file() else path

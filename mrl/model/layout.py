@@ -1,7 +1,8 @@
 """Parallel layouts as pure integers: degrees, rank <-> coordinates, group membership, pipeline stage -> layers.
 
-Ranks are ordered as Megatron-core 0.16.1 orders them by default ("tp-cp-ep-dp-pp": tensor fastest, pipeline slowest). Dense parameters
-live on a grid (tp, cp, dp, pp) and experts on a second grid over the same ranks (etp, ep, edp, pp); both share the pipeline axis.
+Ranks are ordered as Megatron-core 0.16.1 orders them by default ("tp-cp-ep-dp-pp": tensor fastest, pipeline slowest).
+Dense parameters live on a grid (tp, cp, dp, pp) and experts on a second grid over the same ranks (etp, ep, edp, pp);
+both share the pipeline axis.
 Nobody else computes a rank: ask a `TrainLayout` or a `RolloutLayout`.
 """
 
@@ -48,7 +49,10 @@ class ExpertCoords(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainLayout:
-    """A legal layout of the actor. Build it with `TrainLayout.build`, which refuses an illegal one with every violation at once."""
+    """A legal layout of the actor.
+
+    Build it with `TrainLayout.build`, which refuses an illegal one with every violation at once.
+    """
 
     tensor: int
     pipeline: int
@@ -67,7 +71,9 @@ class TrainLayout:
         d = LayoutDegrees.of(degrees)
         if violations := check_train_layout(d, model):
             none = "; allowed: none while the other keys stay as they are"
-            raise ConfigError("illegal parallel layout:\n" + "\n".join(f"  {v}{'' if v.allowed else none}" for v in violations))
+            raise ConfigError(
+                "illegal parallel layout:\n" + "\n".join(f"  {v}{'' if v.allowed else none}" for v in violations)
+            )
         return replace(cls.grids(d), chunk_layers=chunk_layer_counts(d, model.num_layers))
 
     @classmethod
@@ -116,8 +122,9 @@ class TrainLayout:
         return _ravel((etp, ep, edp, pp), self.expert_sizes)
 
     def dense_group(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """Ranks, ascending, that differ from `rank` only along `axes` ("tp", "cp", "dp", "pp"): dense_group(r, "cp", "dp") is Megatron's
-        data-parallel group with context parallelism."""
+        """Ranks, ascending, that differ from `rank` only along `axes` ("tp", "cp", "dp", "pp"): dense_group(r, "cp",
+        "dp") is Megatron's data-parallel group with context parallelism.
+        """
         return _group(DenseCoords._fields, self.dense_sizes, self.dense_coords(rank), axes)
 
     def expert_group(self, rank: int, *axes: str) -> tuple[int, ...]:
@@ -125,8 +132,13 @@ class TrainLayout:
         return _group(ExpertCoords._fields, self.expert_sizes, self.expert_coords(rank), axes)
 
     def stage_layers(self, pp_rank: int, vp_rank: int = 0) -> range:
-        """Global layer numbers (from 0) of one chunk. Chunks are numbered stage by stage, then virtual chunk by virtual chunk."""
-        ends = list(accumulate(self.chunk_layers[p][v] for v in range(self.virtual_pipeline) for p in range(self.pipeline)))
+        """Global layer numbers (from 0) of one chunk.
+
+        Chunks are numbered stage by stage, then virtual chunk by virtual chunk.
+        """
+        ends = list(
+            accumulate(self.chunk_layers[p][v] for v in range(self.virtual_pipeline) for p in range(self.pipeline))
+        )
         end = ends[vp_rank * self.pipeline + pp_rank]
         return range(end - self.chunk_layers[pp_rank][vp_rank], end)
 
@@ -139,8 +151,13 @@ class TrainLayout:
         return pp_rank == self.pipeline - 1 and vp_rank == self.virtual_pipeline - 1
 
     def pipeline_rows(self) -> list[list[str]]:
-        """The split as Megatron's `pipeline_model_parallel_layout`: one row a chunk, in model order. It can say every uneven split."""
-        rows = [["decoder"] * self.chunk_layers[p][v] for v in range(self.virtual_pipeline) for p in range(self.pipeline)]
+        """The split as Megatron's `pipeline_model_parallel_layout`: one row a chunk, in model order.
+
+        It can say every uneven split.
+        """
+        rows = [
+            ["decoder"] * self.chunk_layers[p][v] for v in range(self.virtual_pipeline) for p in range(self.pipeline)
+        ]
         rows[0].insert(0, "embedding")
         rows[-1].append("loss")
         return rows
@@ -158,8 +175,8 @@ class WorkerCoords(NamedTuple):
 class RolloutLayout:
     """Groups of vLLM workers, numbered engine by engine, then data-parallel rank, then tensor rank.
 
-    vLLM's expert parallelism is a switch: experts are spread whole over all workers of an engine (`expert` = tensor * data), or
-    (`expert` = 1) each expert is sliced over all of them.
+    vLLM's expert parallelism is a switch: experts are spread whole over all workers of an engine (`expert` = tensor *
+    data), or (`expert` = 1) each expert is sliced over all of them.
     """
 
     num_engines: int = 1
@@ -170,8 +187,8 @@ class RolloutLayout:
     def __post_init__(self) -> None:
         if self.expert not in (1, self.workers_per_engine):
             raise ConfigError(
-                f"rollout.expert_parallel_size = {self.expert}: vLLM spreads experts over all workers of an engine or over none; "
-                f"allowed: 1, {self.workers_per_engine} (tensor x data)"
+                f"rollout.expert_parallel_size = {self.expert}: vLLM spreads experts over all workers of an engine or "
+                f"over none; allowed: 1, {self.workers_per_engine} (tensor x data)"
             )
 
     @property
@@ -220,7 +237,9 @@ def _ravel(coords: tuple[int, ...], sizes: tuple[int, ...]) -> int:
     return index
 
 
-def _group(names: tuple[str, ...], sizes: tuple[int, ...], coords: tuple[int, ...], axes: tuple[str, ...]) -> tuple[int, ...]:
+def _group(
+    names: tuple[str, ...], sizes: tuple[int, ...], coords: tuple[int, ...], axes: tuple[str, ...]
+) -> tuple[int, ...]:
     if unknown := set(axes) - set(names):
         raise ValueError(f"no axis {sorted(unknown)}; axes are {names}")
     free = [range(s) if n in axes else (c,) for n, s, c in zip(names, sizes, coords, strict=True)]

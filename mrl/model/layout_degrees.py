@@ -19,8 +19,8 @@ def _key(default: Any, meaning: str, **notes: Any) -> Any:
 class LayoutDegrees:
     """Parallel degrees of the actor under their Megatron names. Data parallelism is what remains of the world size.
 
-    `expert_tensor_parallel_size` None means 1, unlike Megatron, where it means the tensor size: slicing small experts costs
-    more in communication than it saves, and every public recipe sets 1 by hand.
+    `expert_tensor_parallel_size` None means 1, unlike Megatron, where it means the tensor size: slicing small experts
+    costs more in communication than it saves, and every public recipe sets 1 by hand.
     """
 
     world_size: int = _key(
@@ -61,7 +61,8 @@ class LayoutDegrees:
         1,
         "Over how many ranks whole experts are spread.",
         ge=1,
-        advice="The cheapest way to fit a large MoE: experts are nearly all of its bytes. Prefer it to cutting experts.",
+        advice="The cheapest way to fit a large MoE: experts are nearly all of its bytes. "
+        "Prefer it to cutting experts.",
         verl="actor_rollout_ref.actor.megatron.expert_model_parallel_size",
     )
     expert_tensor_parallel_size: int | None = _key(
@@ -105,7 +106,9 @@ class LayoutDegrees:
 
     @classmethod
     def of(cls, degrees: "Mapping[str, Any] | LayoutDegrees") -> "LayoutDegrees":
-        """Degrees of a mapping; those that are one already (a section of the configuration is) come back as they are."""
+        """Degrees of a mapping; those that are one already (a section of the configuration
+        is) come back as they are.
+        """
         if isinstance(degrees, LayoutDegrees):
             return degrees
         listed = degrees.get("pipeline_layers")
@@ -163,6 +166,7 @@ class LayoutDegrees:
 
 
 for _degree in fields(LayoutDegrees):
-    # Only __init__ has the defaults: a section that inherits from here and lacks a refused key must not read one off the class.
+    # Only __init__ has the defaults: a section that inherits from here and lacks a refused key must not read one off
+    # the class.
     if _degree.default is not MISSING:
         delattr(LayoutDegrees, _degree.name)

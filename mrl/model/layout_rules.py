@@ -1,4 +1,7 @@
-"""The rules that a training layout must meet, as one table; all of them are checked at once. Used through mrl/model/layout.py."""
+"""The rules that a training layout must meet, as one table; all of them are checked at once.
+
+Used through mrl/model/layout.py.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
@@ -121,7 +124,9 @@ def _list_fits(d: LayoutDegrees, m: ModelFacts) -> bool:
 _TP, _PP, _VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 _EP, _ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
 _FIRST, _LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
-_MIDDLE_RULE = "of {m.num_layers} layers, those left for the middle stages must be at least one a stage and divide evenly"
+_MIDDLE_RULE = (
+    "of {m.num_layers} layers, those left for the middle stages must be at least one a stage and divide evenly"
+)
 _MIDDLE_WHY = "Megatron gives every stage without a count of its own the same number of layers"
 
 _RULES = (
@@ -174,7 +179,10 @@ _RULES = (
         "each expert rank holds the same number of experts",
     ),
     _Rule(
-        _EP, lambda d, m: _is_moe(m) or d.expert_model_parallel_size == 1, "must be 1 for a dense model", "there are no experts to spread"
+        _EP,
+        lambda d, m: _is_moe(m) or d.expert_model_parallel_size == 1,
+        "must be 1 for a dense model",
+        "there are no experts to spread",
     ),
     _Rule(
         _ETP,
@@ -182,7 +190,12 @@ _RULES = (
         "must divide moe_intermediate_size = {m.moe_intermediate_size}",
         "each expert is cut into equal slices",
     ),
-    _Rule(_ETP, lambda d, m: _is_moe(m) or d.expert_tensor == 1, "must be 1 for a dense model", "there are no experts to cut"),
+    _Rule(
+        _ETP,
+        lambda d, m: _is_moe(m) or d.expert_tensor == 1,
+        "must be 1 for a dense model",
+        "there are no experts to cut",
+    ),
     _Rule(
         "sequence_parallel",
         lambda d, m: not d.uses_sequence_parallel or d.tensor_model_parallel_size > 1,
@@ -211,14 +224,26 @@ _RULES = (
         _PP,
         _stages_are_even,
         "must divide num_layers = {m.num_layers} plus the {d.counted_extras} counted of embedding and loss",
-        "stages are equal unless an uneven split is given (num_layers_in_first/last_pipeline_stage, account_for_*, pipeline_layers)",
+        "stages are equal unless an uneven split is given (num_layers_in_first/last_pipeline_stage, "
+        "account_for_*, pipeline_layers)",
     ),
-    _Rule(_FIRST, lambda d, m: d.num_layers_in_first_pipeline_stage is None or _middle_is_even(d, m), _MIDDLE_RULE, _MIDDLE_WHY),
-    _Rule(_LAST, lambda d, m: d.num_layers_in_last_pipeline_stage is None or _middle_is_even(d, m), _MIDDLE_RULE, _MIDDLE_WHY),
+    _Rule(
+        _FIRST,
+        lambda d, m: d.num_layers_in_first_pipeline_stage is None or _middle_is_even(d, m),
+        _MIDDLE_RULE,
+        _MIDDLE_WHY,
+    ),
+    _Rule(
+        _LAST,
+        lambda d, m: d.num_layers_in_last_pipeline_stage is None or _middle_is_even(d, m),
+        _MIDDLE_RULE,
+        _MIDDLE_WHY,
+    ),
     _Rule(
         "pipeline_layers",
         _list_fits,
-        "must have one count (0 or more) for each of {d.pipeline_model_parallel_size} x {d.virtual_pipeline} chunks, in all {m.num_layers}",
+        "must have one count (0 or more) for each of {d.pipeline_model_parallel_size} x {d.virtual_pipeline} "
+        "chunks, in all {m.num_layers}",
         "every layer lies in exactly one model chunk",
     ),
     _Rule(
@@ -245,9 +270,10 @@ _RULES = (
 def check_train_layout(degrees: Mapping[str, Any] | LayoutDegrees, model: ModelFacts) -> list[Violation]:
     """All violations of a layout at once, in the order of the table; empty when it is legal.
 
-    `degrees` may be a mapping with the keys of LayoutDegrees; they are positive, which the schema sees to. `Violation.field` is the key
-    in that section, `allowed` the nearest values that satisfy every rule on the same key while the other keys stay as they are; it is
-    empty when there is none. Rules that read a key whose value is not known are left out.
+    `degrees` may be a mapping with the keys of LayoutDegrees; they are positive, which the schema sees to.
+    `Violation.field` is the key in that section, `allowed` the nearest values that satisfy every rule on the same key
+    while the other keys stay as they are; it is empty when there is none. Rules that read a key whose value is not
+    known are left out.
     """
     d = LayoutDegrees.of(degrees)
     judged = (_judged(rule, d, model) for rule in _RULES)

@@ -49,7 +49,10 @@ def local_shapes(shards: Iterable[Shard]) -> dict[tuple[str, int], tuple[int, ..
 
 
 def source_shards(model: ModelSpec, layout: TrainLayout, rank: int) -> tuple[Shard, ...]:
-    """The parameters of one rank, chunk by chunk. The layout must be legal for the model (`TrainLayout.build` sees to it)."""
+    """The parameters of one rank, chunk by chunk.
+
+    The layout must be legal for the model (`TrainLayout.build` sees to it).
+    """
     return tuple(_Rank(model, layout, rank).shards())
 
 
@@ -88,7 +91,9 @@ def _head_groups(weight: Weight) -> list[tuple[Part, int, int]]:
 
 
 def _window(segments: list[tuple[Part, int, int]], start: int, stop: int) -> Slice:
-    """Rows [start, stop) of the segments (part, first row, number of rows) one under the other; rows beyond are padding."""
+    """Rows [start, stop) of the segments (part, first row, number of rows) one under the other;
+    rows beyond are padding.
+    """
     tail = segments[0][0].shape[1:]
     columns = Box.whole(tail).ranges
     blocks, at = [], 0

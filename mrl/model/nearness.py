@@ -1,4 +1,5 @@
-"""In which order an engine's workers are laid over the devices of its node, so that most of what each needs lies on its own.
+"""In which order an engine's workers are laid over the devices of its node, so that most of what each needs lies on its
+own.
 
 Actor and engine share the devices, and a weight sync copies on the device whatever the rank there holds. An example:
 the actor has tensor parallelism 2, an engine 4. Rank 0 and 2 hold the first half of every matrix, rank 1 and 3 the
@@ -16,7 +17,11 @@ from mrl.model.layout import RolloutLayout, TrainLayout
 
 
 def near_places(
-    train: TrainLayout, rollout: RolloutLayout, ranks: Sequence[Place], workers: Sequence[Place], ascending: bool = False
+    train: TrainLayout,
+    rollout: RolloutLayout,
+    ranks: Sequence[Place],
+    workers: Sequence[Place],
+    ascending: bool = False,
 ) -> tuple[Place, ...]:
     """`workers`, the places of all workers in worker order, with those of one engine exchanged inside each node.
 
@@ -44,7 +49,9 @@ def _exchangeable(rollout: RolloutLayout, workers: Sequence[Place], together: in
     """Groups of units, each of `together` workers, that may take each other's places: of one engine, on one node."""
     groups: dict[tuple[int, int], list[range]] = {}
     for first in range(0, len(workers), together):
-        groups.setdefault((rollout.coords(first).engine, workers[first].node), []).append(range(first, first + together))
+        groups.setdefault((rollout.coords(first).engine, workers[first].node), []).append(
+            range(first, first + together)
+        )
     return list(groups.values())
 
 
@@ -59,7 +66,9 @@ def _overlap(train: TrainLayout, rollout: RolloutLayout, rank: int, worker: int)
 
 
 def _common(first: int, of_first: int, second: int, of_second: int) -> int:
-    """What part `first` of `of_first` and part `second` of `of_second` have in common, in 1 / (of_first x of_second)."""
+    """What part `first` of `of_first` and part `second` of `of_second` have in common, in 1 /
+    (of_first x of_second).
+    """
     return max(0, min((first + 1) * of_second, (second + 1) * of_first) - max(first * of_second, second * of_first))
 
 

@@ -6,7 +6,9 @@ from mrl.model.weight_map import Family
 
 
 def read(config: HfConfig) -> ModelSpec:
-    return ModelSpec(**common(config), **experts(config), head_dim=head_dim_from_hidden(config), qkv_bias=False, qk_norm=True)
+    return ModelSpec(
+        **common(config), **experts(config), head_dim=head_dim_from_hidden(config), qkv_bias=False, qk_norm=True
+    )
 
 
 FAMILY = Family("Qwen3MoeForCausalLM", "qwen3_moe", read, dense_layer, expert_layer)

@@ -1,8 +1,8 @@
 """The model families; from a checkpoint directory or a published name to a ModelSpec, and to its weight map.
 
 Nothing but JSON is read and no code of a checkpoint runs. `mrl/model/known/NAME.json` holds the fields of the public
-config.json of `Qwen/NAME` (`zai-org/NAME`, `deepseek-ai/NAME`) that a ModelSpec is read from, so that a preset can be planned
-where its checkpoint is not; training never looks there.
+config.json of `Qwen/NAME` (`zai-org/NAME`, `deepseek-ai/NAME`) that a ModelSpec is read from, so that a preset can be
+planned where its checkpoint is not; training never looks there.
 """
 
 import json
@@ -19,7 +19,8 @@ from mrl.model.weight_map import Family, WeightMap
 
 FAMILIES = {module.FAMILY.architecture: module.FAMILY for module in (qwen2, qwen3, qwen2_moe, qwen3_moe, glm4_moe)}
 _KNOWN = Path(__file__).parent / "known"
-# Words behind a name that mean other weights than its own: what reads images, what is no language model, what is quantised.
+# Words behind a name that mean other weights than its own: what reads images, what is no language model, what is
+# quantised.
 _OTHER_WEIGHTS = ("vl", "omni", "embedding", "reranker", "awq", "gptq", "gguf", "int4", "int8", "fp8", "mxfp4")
 # Releases of Qwen3 that have the shape of the first ones, and more positions: a part of their names -> positions.
 _MORE_POSITIONS = {"2507": 262_144}
@@ -48,8 +49,14 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        hint = "" if Path(path).is_dir() else " (no such directory; a name on the Hugging Face hub is written hf://ORG/NAME)"
-        raise EnvironmentFault(f"{file} does not exist{hint}: model.path must be a Hugging Face checkpoint directory") from None
+        hint = (
+            ""
+            if Path(path).is_dir()
+            else " (no such directory; a name on the Hugging Face hub is written hf://ORG/NAME)"
+        )
+        raise EnvironmentFault(
+            f"{file} does not exist{hint}: model.path must be a Hugging Face checkpoint directory"
+        ) from None
     except (OSError, ValueError) as error:
         raise EnvironmentFault(f"{file} cannot be read as JSON: {error}") from None
     if not isinstance(config, dict):
@@ -58,11 +65,13 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
 
 
 def model_spec(config: HfConfig) -> ModelSpec:
-    """Raises ConfigError for remote code, an unsupported architecture, a missing key or a feature that training would not compute."""
+    """Raises ConfigError for remote code, an unsupported architecture,
+    a missing key or a feature that training would not compute.
+    """
     if config.get("auto_map"):
         raise ConfigError(
-            "config.json has auto_map: the checkpoint wants its own code to run (trust_remote_code), which mrl never does; "
-            f"use a checkpoint of {_supported()}"
+            "config.json has auto_map: the checkpoint wants its own code to run (trust_remote_code), which mrl never "
+            f"does; use a checkpoint of {_supported()}"
         )
     names = config.get("architectures") or []
     family = next((FAMILIES[name] for name in names if name in FAMILIES), None)
@@ -126,7 +135,10 @@ def planning_model_spec(path: str | Path) -> tuple[ModelSpec, str]:
             here = "" if Path(path).is_dir() else f"; known by name for planning: {', '.join(known_models())}"
             raise type(error)(f"{error}{here}") from None
     spec = known_spec(name)
-    longer = next((positions for release, positions in _MORE_POSITIONS.items() if release in Path(path).name), spec.max_position_embeddings)
+    longer = next(
+        (positions for release, positions in _MORE_POSITIONS.items() if release in Path(path).name),
+        spec.max_position_embeddings,
+    )
     spec = replace(spec, max_position_embeddings=longer)
     return spec, f"model.path {path} is not on this machine: the published configuration of {name} stands in for it"
 

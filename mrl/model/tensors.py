@@ -28,7 +28,10 @@ class TensorSpec:
 
 @cache
 def tensor_specs(model: ModelSpec) -> tuple[TensorSpec, ...]:
-    """All tensors in the order of the layers. Tied embeddings are one (`model.embed_tokens.weight`), as in the checkpoint files."""
+    """All tensors in the order of the layers.
+
+    Tied embeddings are one (`model.embed_tokens.weight`), as in the checkpoint files.
+    """
     weights = weight_map(model)
     specs = [*_tensors(model, weights.embedding)]
     for layer in range(model.num_layers):
@@ -37,7 +40,9 @@ def tensor_specs(model: ModelSpec) -> tuple[TensorSpec, ...]:
     return (*specs, *(spec for weight in weights.ends for spec in _tensors(model, weight)))
 
 
-def _tensors(model: ModelSpec, weight: Weight, layer: int | None = None, expert: int | None = None) -> Iterator[TensorSpec]:
+def _tensors(
+    model: ModelSpec, weight: Weight, layer: int | None = None, expert: int | None = None
+) -> Iterator[TensorSpec]:
     dtype = weight.dtype or model.dtype
     for part in weight.parts:
         name = part.name.format(layer=layer, expert=expert)
@@ -50,7 +55,9 @@ def parameter_count(model: ModelSpec) -> int:
 
 
 def active_parameter_count(model: ModelSpec) -> int:
-    """Parameters that one token uses: all but the experts that it is not routed to (embeddings included, as model cards count)."""
+    """Parameters that one token uses: all but the experts that it is not routed to (embeddings included,
+    as model cards count).
+    """
     return _count(model, model.num_experts_per_tok)
 
 

@@ -22,7 +22,9 @@ _COLUMN_PARALLEL, _ROW_PARALLEL = ("q_proj", "gate_proj", "up_proj"), ("o_proj",
 
 
 def loaded(model: ModelSpec, rollout: RolloutLayout, worker: int, hf: Arrays, transposed: bool) -> Arrays:
-    """The parameters of one worker after the loader has seen all tensors of `hf`; `transposed`: as vllm-ascend stores experts."""
+    """The parameters of one worker after the loader has seen all tensors of `hf`; `transposed`:
+    as vllm-ascend stores experts.
+    """
     tp = rollout.coords(worker).tp
     slices: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
     for name, tensor in hf.items():
@@ -51,7 +53,9 @@ def _sliced(module: str, tensor: np.ndarray, kv_heads: int, tp: int, size: int) 
     return _cut(tensor, size, tp, axis=1) if module in _ROW_PARALLEL else tensor
 
 
-def _experts(hf: Arrays, prefix: str, num_experts: int, rollout: RolloutLayout, worker: int, transposed: bool) -> Arrays:
+def _experts(
+    hf: Arrays, prefix: str, num_experts: int, rollout: RolloutLayout, worker: int, transposed: bool
+) -> Arrays:
     """w13 and w2 of one layer: whole experts of the worker's own, or a slice of each."""
     workers, flat = rollout.workers_per_engine, worker % rollout.workers_per_engine
     spread = rollout.expert > 1

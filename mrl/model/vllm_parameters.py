@@ -49,7 +49,9 @@ class TargetParameter:
     pieces: tuple[TargetPiece, ...]
 
 
-def target_parameters(model: ModelSpec, rollout: RolloutLayout, worker: int, dialect: Dialect, dtype: str) -> tuple[TargetParameter, ...]:
+def target_parameters(
+    model: ModelSpec, rollout: RolloutLayout, worker: int, dialect: Dialect, dtype: str
+) -> tuple[TargetParameter, ...]:
     """The parameters of one worker in vLLM's module order; `dtype` is the engine's.
 
     Raises ConfigError for sizes that vLLM could not divide over the workers.
@@ -148,7 +150,9 @@ class _Worker:
                 pieces.append(TargetPiece(hf_name, block.hf_box, local_box, axes))
         return self._named(weight, layer, (len(experts), *local.shape[::step]), tuple(pieces))
 
-    def _named(self, weight: Weight, layer: int | None, shape: tuple[int, ...], pieces: tuple[TargetPiece, ...]) -> TargetParameter:
+    def _named(
+        self, weight: Weight, layer: int | None, shape: tuple[int, ...], pieces: tuple[TargetPiece, ...]
+    ) -> TargetParameter:
         name = weight.vllm.format(layer=layer)
         dtype = weight.vllm_dtype or weight.dtype or self.dtype
         return TargetParameter(name, name.rpartition(".")[0], shape, dtype, pieces)
@@ -167,16 +171,21 @@ def _check_dense(model: ModelSpec, workers: int, weight: Weight, layer: int | No
             _check_share(model.num_attention_heads, workers, "attention heads")
             if weight.groups % workers and workers % weight.groups:
                 raise ConfigError(
-                    f"{weight.groups} key/value heads can neither be divided over {workers} tensor ranks nor repeated on them"
+                    f"{weight.groups} key/value heads can neither be divided over {workers} tensor "
+                    "ranks nor repeated on them"
                 )
 
 
 def _check_experts(model: ModelSpec, rollout: RolloutLayout) -> None:
     if model.num_experts < rollout.expert:
-        raise ConfigError(f"{model.num_experts} experts cannot be spread over {rollout.expert} workers: some would have none")
+        raise ConfigError(
+            f"{model.num_experts} experts cannot be spread over {rollout.expert} workers: some would have none"
+        )
     _check_share(model.moe_intermediate_size, rollout.expert_tensor, "moe_intermediate_size")
 
 
 def _check_share(size: int, workers: int, what: str) -> None:
     if size % workers:
-        raise ConfigError(f"{what} = {size} cannot be divided over {workers} workers; choose rollout degrees that divide it")
+        raise ConfigError(
+            f"{what} = {size} cannot be divided over {workers} workers; choose rollout degrees that divide it"
+        )

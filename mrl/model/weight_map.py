@@ -116,7 +116,9 @@ class Family:
     # name begins with, and the checkpoint's among those of one beginning.
     megatron_order: tuple[str, ...] = MEGATRON_ORDER
     vllm_order: tuple[str, ...] = (*VLLM_ATTENTION, "mlp.", *VLLM_NORMS)
-    is_left_out: Callable[[str, ModelSpec], bool] = _nothing  # a tensor of the family's checkpoints that the model does not have
+    is_left_out: Callable[[str, ModelSpec], bool] = (
+        _nothing  # a tensor of the family's checkpoints that the model does not have
+    )
 
 
 @dataclass(frozen=True)
@@ -186,7 +188,9 @@ def copied(hf_name: str, shape: tuple[int, ...], megatron: str, matmul: bool = F
 
 
 def per_expert(weights: Iterable[Weight], experts: Iterable[int]) -> Iterator[tuple[Weight, int | None]]:
-    """Each weight with the number of its expert, neighbours of one expert together; None for what is not an expert's."""
+    """Each weight with the number of its expert, neighbours of one expert together;
+    None for what is not an expert's.
+    """
     for is_expert, group in groupby(weights, key=lambda weight: weight.is_expert):
         together = tuple(group)
         yield from ((weight, expert) for expert in (experts if is_expert else (None,)) for weight in together)
