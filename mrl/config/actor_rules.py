@@ -1,7 +1,9 @@
-"""The actor: its layout, batches and token budgets, offload, recompute, experts, router replay, and the reference model.
+"""The actor: its layout, batches and token budgets, offload, recompute, experts, router replay, and the reference
+model.
 
-A micro-batch size is a limit: a rank's samples are cut evenly into as few micro-batches as it allows, equally many on every rank. Where
-an interleaved pipeline needs more of them, the cuts are finer and what is lacking is filled with micro-batches that count for nothing.
+A micro-batch size is a limit: a rank's samples are cut evenly into as few micro-batches as it allows, equally many on
+every rank. Where an interleaved pipeline needs more of them, the cuts are finer and what is lacking is filled with
+micro-batches that count for nothing.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,11 +24,18 @@ _VLLM = "rollout.engine_kwargs.vllm"
 _IGNORED = "it would be ignored"
 Rule = Callable[[RunConfig, ModelSpec], Iterator[Violation]]
 
-# What Megatron-core 0.16.1 lets selective recompute name (TransformerConfig.__post_init__), without those of attention we do not build.
+# What Megatron-core 0.16.1 lets selective recompute name (TransformerConfig.__post_init__), without those of attention
+# we do not build.
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
-_STATE_DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")  # fields of OptimizerConfig
+_STATE_DTYPES = (
+    "main_grads_dtype",
+    "main_params_dtype",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
+)  # fields of OptimizerConfig
 _GRAPHS = "graphs that were captured go on using the addresses that weights and gradients had"
-# key: field, its value that is compatible with parameters or gradients that leave the device and come back elsewhere, and why
+# key: field, its value that is compatible with parameters or gradients that leave the device and come back elsewhere,
+# and why
 _KEEP_ADDRESSES = {
     _TRANSFORMER: (
         ("enable_cuda_graph", False, _GRAPHS),
@@ -41,7 +50,8 @@ _KEEP_ADDRESSES = {
 }
 _DISPATCHERS = ("allgather", "alltoall", "flex")
 _BALANCING = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
-# vLLM arguments under which the engine's routes are refused, wrong or incomplete, each with the value that is right and why.
+# vLLM arguments under which the engine's routes are refused, wrong or incomplete, each with the value that is right and
+# why.
 # Sources: vllm-project/vllm PR 28284, PR 39917 and PR 48622.
 _ROUTES_NEED = {
     "pipeline_parallel_size": (1, "each stage sees the routes of its own layers only"),
@@ -56,13 +66,25 @@ def actor_notes(config: RunConfig, model: ModelSpec) -> Iterator[str]:
     given = config.model.override_transformer_config
     yield from _offload_notes(config)
     if model.is_moe and any(_number(given.get(name)) for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff")):
-        yield f"{_TRANSFORMER}: an auxiliary router loss moves log-probs that the policy loss does not account for; in RL it is usually 0"
+        yield (
+            f"{_TRANSFORMER}: an auxiliary router loss moves log-probs that the policy loss does not account "
+            "for; in RL it is usually 0"
+        )
     if model.is_moe and "moe_router_dtype" in given and given["moe_router_dtype"] not in ("fp32", "fp64"):
-        yield f"{_TRANSFORMER}.moe_router_dtype: a router below fp32 picks other experts than the engine's in about one token of ten"
+        yield (
+            f"{_TRANSFORMER}.moe_router_dtype: a router below fp32 picks other experts than the engine's "
+            "in about one token of ten"
+        )
     if config.ref != RefConfig() and not (config.algorithm.use_kl_loss or config.algorithm.use_kl_in_reward):
-        yield "ref: is set, and no reference model is loaded, because neither algorithm.use_kl_loss nor use_kl_in_reward is true"
+        yield (
+            "ref: is set, and no reference model is loaded, because neither algorithm.use_kl_loss nor "
+            "use_kl_in_reward is true"
+        )
     if config.actor.router_replay == "R3" and config.rollout.enable_prefix_caching and config.cluster.device == "cpu":
-        why = "tokens that the cache had can come back without routes and then use the trainer's own (router/missing_routes says how many)"
+        why = (
+            "tokens that the cache had can come back without routes and then use the trainer's own "
+            "(router/missing_routes says how many)"
+        )
         yield f"actor.router_replay R3 with prefix caching on {config.cluster.device}: {why}"
 
 
@@ -71,7 +93,10 @@ def _offload_notes(config: RunConfig) -> Iterator[str]:
     given = config.actor.optim.override_optimizer_config
     share, aware = _number(given.get("optimizer_offload_fraction")), given.get("use_precision_aware_optimizer")
     if moved and config.cluster.placement == "separate":
-        yield f"{', '.join(moved)}: the actor has its devices for itself (cluster.placement: separate), so this only costs time"
+        yield (
+            f"{', '.join(moved)}: the actor has its devices for itself (cluster.placement: "
+            "separate), so this only costs time"
+        )
     if moved and config.cluster.device == "cpu":
         yield f"{', '.join(moved)}: on cpu the device is the host, whose memory then holds what is moved twice"
     if not given.get("optimizer_cpu_offload"):
@@ -79,9 +104,15 @@ def _offload_notes(config: RunConfig) -> Iterator[str]:
     if share == 0:
         yield f"{_OPTIMIZER}.optimizer_cpu_offload moves nothing while optimizer_offload_fraction is 0, its default"
     elif not aware:
-        yield f"{_OPTIMIZER}.optimizer_cpu_offload without use_precision_aware_optimizer leaves float32 weights on the device too"
+        yield (
+            f"{_OPTIMIZER}.optimizer_cpu_offload without use_precision_aware_optimizer leaves float32 "
+            "weights on the device too"
+        )
     elif share == 1 and config.actor.optimizer_offload:
-        yield "actor.optimizer_offload adds nothing to optimizer_cpu_offload, which keeps and updates Adam's states on the host anyway"
+        yield (
+            "actor.optimizer_offload adds nothing to optimizer_cpu_offload, which keeps and updates Adam's "
+            "states on the host anyway"
+        )
 
 
 def _layout(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
@@ -104,7 +135,9 @@ def _batches(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 
 def longest_sample(config: RunConfig) -> int:
-    """Tokens of the longest sample as the actor computes it: padded to the parts that tensor and context parallelism cut it into."""
+    """Tokens of the longest sample as the actor computes it:
+    padded to the parts that tensor and context parallelism cut it into.
+    """
     parts = config.actor.layout.sequence_parts
     return ceil((config.data.max_prompt_length + config.data.max_response_length) / parts) * parts
 
@@ -126,11 +159,17 @@ def _ref_is_dynamic(config: RunConfig) -> bool:
 def _actor_has_budget(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     if config.actor.use_dynamic_bsz and config.actor.ppo_max_token_len_per_gpu is None:
         rule = "is not set while actor.use_dynamic_bsz is true"
-        yield Violation("actor.ppo_max_token_len_per_gpu", rule, "micro-batches need a size", (_smallest_budget(config),))
+        yield Violation(
+            "actor.ppo_max_token_len_per_gpu", rule, "micro-batches need a size", (_smallest_budget(config),)
+        )
 
 
 def _ref_has_budget(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    if _ref_is_dynamic(config) and not config.actor.use_dynamic_bsz and config.ref.log_prob_max_token_len_per_gpu is None:
+    if (
+        _ref_is_dynamic(config)
+        and not config.actor.use_dynamic_bsz
+        and config.ref.log_prob_max_token_len_per_gpu is None
+    ):
         rule = "is not set while ref.log_prob_use_dynamic_bsz is true and actor.use_dynamic_bsz is false"
         why = "the actor has no limit in tokens to lend"
         yield Violation("ref.log_prob_max_token_len_per_gpu", rule, why, (_smallest_budget(config),))
@@ -147,7 +186,10 @@ def _budget(field: str, switch: str, is_on: Callable[[RunConfig], bool]) -> Rule
             yield Violation(field, f"needs {switch}: true", _IGNORED, (None,))
         elif value < (least := _smallest_budget(config)):
             cp, longest = config.actor.layout.context_parallel_size, longest_sample(config)
-            rule = f"times context_parallel_size = {cp} must hold the longest sample: prompt and response, padded, are {longest} tokens"
+            rule = (
+                f"times context_parallel_size = {cp} must hold the longest sample: prompt and response, "
+                f"padded, are {longest} tokens"
+            )
             yield Violation(field, rule, "a sample is never cut over micro-batches", (least, 2 * least))
 
     return judge
@@ -165,7 +207,10 @@ def _context(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     cp, tp = layout.context_parallel_size, layout.tensor_model_parallel_size
     if cp > 1 and kind == "a2a" and (model.num_attention_heads // tp % cp or model.num_key_value_heads // tp % cp):
         rule = f"a2a needs context_parallel_size = {cp} to divide the heads of a tensor rank"
-        why = f"it trades tokens for heads: {model.num_attention_heads} and {model.num_key_value_heads} heads over {tp} tensor ranks"
+        why = (
+            f"it trades tokens for heads: {model.num_attention_heads} and {model.num_key_value_heads} "
+            f"heads over {tp} tensor ranks"
+        )
         yield Violation(f"{_TRANSFORMER}.cp_comm_type", rule, why, ("p2p", "all_gather"))
 
 
@@ -184,7 +229,9 @@ def _storages_stay(place: str) -> Rule:
 
     def judge(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         given = leaf(config, place) or {}
-        moved = " and ".join(f"actor.{name}" for name in ("param_offload", "grad_offload") if getattr(config.actor, name))
+        moved = " and ".join(
+            f"actor.{name}" for name in ("param_offload", "grad_offload") if getattr(config.actor, name)
+        )
         for name, off, why in _KEEP_ADDRESSES[place] if moved else ():
             if given.get(name, off) not in (off, None):
                 yield Violation(f"{place}.{name}", f"must be {str(off).lower()} with {moved}", why, (off,))
@@ -216,7 +263,10 @@ def _precision(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
             yield Violation(f"{_OPTIMIZER}.{name}", "must be float32", why, ("float32",))
     if given.get("use_precision_aware_optimizer") and not given.get("optimizer_cpu_offload"):
         rule = "must be false, or optimizer_cpu_offload true with it"
-        why = "Transformer Engine's Adam then has the float32 weights on the device, in forms of its own that no save holds"
+        why = (
+            "Transformer Engine's Adam then has the float32 weights on the device, in forms of "
+            "its own that no save holds"
+        )
         yield Violation(f"{_OPTIMIZER}.use_precision_aware_optimizer", rule, why, (False,))
 
 
@@ -234,10 +284,15 @@ def _recompute(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
             yield Violation(f"{_TRANSFORMER}.recompute_{part}", "needs recompute_granularity: full", why, (None,))
     modules = given.get("recompute_modules")
     if modules and kind != "selective":
-        yield Violation(f"{_TRANSFORMER}.recompute_modules", "needs recompute_granularity: selective", _IGNORED, (None,))
+        yield Violation(
+            f"{_TRANSFORMER}.recompute_modules", "needs recompute_granularity: selective", _IGNORED, (None,)
+        )
     for name in modules if isinstance(modules, list) and kind == "selective" else ():
         if name not in RECOMPUTE_MODULES:
-            rule, why = f"{name} is no module that can be recomputed", "selective recompute goes by Megatron's own names"
+            rule, why = (
+                f"{name} is no module that can be recomputed",
+                "selective recompute goes by Megatron's own names",
+            )
             yield Violation(f"{_TRANSFORMER}.recompute_modules", rule, why, RECOMPUTE_MODULES)
 
 
@@ -255,7 +310,9 @@ def _full_recompute(method: Any, layers: Any) -> Iterator[Violation]:
         yield Violation(f"{_TRANSFORMER}.recompute_method", rule, why, ("uniform", "block"))
     if not isinstance(layers, int) or layers < 1:
         why = "full recompute goes by groups of that many layers"
-        yield Violation(f"{_TRANSFORMER}.recompute_num_layers", "must be at least 1 with recompute_granularity: full", why, (1,))
+        yield Violation(
+            f"{_TRANSFORMER}.recompute_num_layers", "must be at least 1 with recompute_granularity: full", why, (1,)
+        )
 
 
 def _experts(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
@@ -267,23 +324,40 @@ def _experts(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     dispatcher = given.get("moe_token_dispatcher_type", "alltoall")
     if dispatcher not in _DISPATCHERS:
         yield Violation(
-            f"{_TRANSFORMER}.moe_token_dispatcher_type", "is unknown", "Megatron has these ways to bring tokens to experts", _DISPATCHERS
+            f"{_TRANSFORMER}.moe_token_dispatcher_type",
+            "is unknown",
+            "Megatron has these ways to bring tokens to experts",
+            _DISPATCHERS,
         )
     if given.get("moe_enable_deepep") and dispatcher != "flex":
-        yield Violation(f"{_TRANSFORMER}.moe_enable_deepep", "needs moe_token_dispatcher_type: flex", "Megatron refuses it", (False,))
-    if given.get("moe_shared_expert_overlap") and (dispatcher != "alltoall" or not model.shared_expert_intermediate_size):
+        yield Violation(
+            f"{_TRANSFORMER}.moe_enable_deepep",
+            "needs moe_token_dispatcher_type: flex",
+            "Megatron refuses it",
+            (False,),
+        )
+    if given.get("moe_shared_expert_overlap") and (
+        dispatcher != "alltoall" or not model.shared_expert_intermediate_size
+    ):
         rule = "needs a shared expert and moe_token_dispatcher_type: alltoall"
-        yield Violation(f"{_TRANSFORMER}.moe_shared_expert_overlap", rule, "there is nothing to overlap otherwise", (False,))
+        yield Violation(
+            f"{_TRANSFORMER}.moe_shared_expert_overlap", rule, "there is nothing to overlap otherwise", (False,)
+        )
     if given.get("moe_expert_capacity_factor") is not None:
-        why = "tokens over an expert's capacity are dropped in training and not in generation: the log-probs would differ"
+        why = (
+            "tokens over an expert's capacity are dropped in training and not in generation: the log-probs would differ"
+        )
         yield Violation(f"{_TRANSFORMER}.moe_expert_capacity_factor", "must be null", why, (None,))
 
     balancing = given.get("moe_router_load_balancing_type", "none")
     if not all(kind in _BALANCING for kind in (balancing if isinstance(balancing, list) else [balancing])):
         why = (
-            "experts must be chosen by the highest scores, as engines choose them and as routes are recorded; sinkhorn's choice is another"
+            "experts must be chosen by the highest scores, as engines choose them and as routes are recorded; "
+            "sinkhorn's choice is another"
         )
-        yield Violation(f"{_TRANSFORMER}.moe_router_load_balancing_type", "must keep the routers' own choice", why, _BALANCING)
+        yield Violation(
+            f"{_TRANSFORMER}.moe_router_load_balancing_type", "must keep the routers' own choice", why, _BALANCING
+        )
     if model.router_score == "sigmoid":
         wanted = {
             "moe_router_score_function": "sigmoid",
@@ -299,19 +373,25 @@ def _experts(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
 
 def _freeze(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     if config.actor.freeze_router and not model.is_moe:
-        yield Violation("actor.freeze_router", "must be false for a dense model", "there is no router to freeze", (False,))
+        yield Violation(
+            "actor.freeze_router", "must be false for a dense model", "there is no router to freeze", (False,)
+        )
 
 
 def _replay(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     if config.actor.router_replay != "disabled" and not model.is_moe:
-        yield Violation("actor.router_replay", "must be disabled for a dense model", "there is no router to replay", ("disabled",))
+        yield Violation(
+            "actor.router_replay", "must be disabled for a dense model", "there is no router to replay", ("disabled",)
+        )
 
 
 def _replay_unfused(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     mode = config.actor.router_replay
     if mode != "disabled" and config.model.override_transformer_config.get("moe_router_fusion"):
         why = "the fused kernel chooses experts where nothing can be replayed"
-        yield Violation(f"{_TRANSFORMER}.moe_router_fusion", f"must be false with actor.router_replay {mode}", why, (False,))
+        yield Violation(
+            f"{_TRANSFORMER}.moe_router_fusion", f"must be false with actor.router_replay {mode}", why, (False,)
+        )
 
 
 def _replay_same_cut(name: str) -> Rule:

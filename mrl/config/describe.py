@@ -7,7 +7,9 @@ from mrl.model.layout import TrainLayout
 
 
 def describe_loss(config: RunConfig) -> str:
-    """`gspo, seq-mean-token-mean, clip 0.0003/0.0004, 4 updates per rollout`, with the KL and entropy terms where there are any."""
+    """`gspo, seq-mean-token-mean, clip 0.0003/0.0004, 4 updates per rollout`,
+    with the KL and entropy terms where there are any.
+    """
     algorithm, loss = config.algorithm, config.algorithm.policy_loss
     spec, aggregation = LOSSES.get(loss.loss_mode), AGGREGATIONS.get(loss.loss_agg_mode)
     scaled = aggregation is not None and aggregation.needs_scale_factor and loss.loss_scale_factor is not None
@@ -34,20 +36,32 @@ def _what_is_trained_on(config: RunConfig) -> list[str]:
         f"anchor {algorithm.anchor}" if algorithm.anchor != "recompute" else "",
         f"rollout correction {correction.level} {correction.mode} {low}{correction.high:g}" if correction.level else "",
         "dynamic sampling" if algorithm.filter_groups.enable else "",
-        f"overlong penalty in the last {algorithm.overlong_buffer.len} tokens" if algorithm.overlong_buffer.enable else "",
+        f"overlong penalty in the last {algorithm.overlong_buffer.len} tokens"
+        if algorithm.overlong_buffer.enable
+        else "",
         "cut-off responses left out" if algorithm.overlong_filter else "",
     ]
 
 
 def describe_batch(config: RunConfig) -> str:
-    """`256 prompts x 16 = 4096 samples a step, 4 updates of 1024 samples, DP 4: 256 samples a rank, cut to 10240 tokens a device`."""
-    prompts, n, mini, actor = config.data.train_batch_size, config.rollout.n, config.actor.ppo_mini_batch_size, config.actor
+    """`256 prompts x 16 = 4096 samples a step, 4 updates of 1024 samples, DP 4: 256 samples a rank,
+    cut to 10240 tokens a device`.
+    """
+    prompts, n, mini, actor = (
+        config.data.train_batch_size,
+        config.rollout.n,
+        config.actor.ppo_mini_batch_size,
+        config.actor,
+    )
     dp, updates = config.actor.layout.data_parallel_size, config.updates_per_step
-    by_tokens, by_samples = f"{actor.ppo_max_token_len_per_gpu} tokens a device", f"{actor.ppo_micro_batch_size_per_gpu} samples"
+    by_tokens, by_samples = (
+        f"{actor.ppo_max_token_len_per_gpu} tokens a device",
+        f"{actor.ppo_micro_batch_size_per_gpu} samples",
+    )
     size = by_tokens if actor.use_dynamic_bsz else by_samples
     return (
-        f"{prompts} prompts x {n} = {prompts * n} samples a step, {updates} update{'s' if updates != 1 else ''} of {mini * n} samples, "
-        f"DP {dp}: {mini * n // dp} samples a rank, cut to {size}"
+        f"{prompts} prompts x {n} = {prompts * n} samples a step, {updates} update{'s' if updates != 1 else ''} of "
+        f"{mini * n} samples, DP {dp}: {mini * n // dp} samples a rank, cut to {size}"
     )
 
 
@@ -55,11 +69,15 @@ def describe_layout(config: RunConfig, model: ModelSpec) -> str:
     """`actor 2 x cpu (TP 2, EP 2), 1 engine x TP 1, separate`; degrees of 1 are left out."""
     layout, rollout, device = TrainLayout.build(config.actor.layout, model), config.rollout, config.cluster.device
     degrees = {
-        "TP": layout.tensor, "PP": layout.pipeline, "VPP": layout.virtual_pipeline, "CP": layout.context, "EP": layout.expert,
+        "TP": layout.tensor, "PP": layout.pipeline, "VPP": layout.virtual_pipeline, "CP": layout.context,
+        "EP": layout.expert,
         "ETP": layout.expert_tensor, "DP": layout.data,
     }  # fmt: skip
     said = ", ".join(f"{name} {size}" for name, size in degrees.items() if size > 1) or "not sharded"
     sizes = {"DP": rollout.data_parallel_size, "EP": rollout.expert_parallel_size}
     spread = "".join(f" {name} {size}" for name, size in sizes.items() if size > 1)
-    engines = f"{rollout.num_engines} engine{'s' if rollout.num_engines != 1 else ''} x TP {rollout.tensor_model_parallel_size}{spread}"
+    engines = (
+        f"{rollout.num_engines} engine{'s' if rollout.num_engines != 1 else ''} x TP "
+        f"{rollout.tensor_model_parallel_size}{spread}"
+    )
     return f"actor {layout.world_size} x {device} ({said}), {engines}, {config.cluster.placement}"

@@ -1,4 +1,6 @@
-"""What a device and the versions on it can do: cluster.versions (what is not named is the tested row's), and what fails on Ascend NPUs."""
+"""What a device and the versions on it can do: cluster.versions (what is not named is the tested row's),
+and what fails on Ascend NPUs.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -44,7 +46,9 @@ def _names(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
             yield Violation(_KEY, rule, "what is named here has to be something that is compared", tuple(tested))
     for name, version in config.cluster.versions.items():
         if name in tested and release_of(version) is None and name != _TOOLKIT:
-            yield Violation(f"{_KEY}.{name}", "is no version", "it is compared with what layout and engines need", (tested[name],))
+            yield Violation(
+                f"{_KEY}.{name}", "is no version", "it is compared with what layout and engines need", (tested[name],)
+            )
 
 
 def version_notes(config: RunConfig) -> Iterator[str]:
@@ -62,7 +66,12 @@ def _megatron(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     if version is not None and heads % tp and not shares_key_value_heads(version):
         rule = f"must divide num_key_value_heads = {heads} with megatron-core {version}"
         why = "it asserts that; 0.16 and later share a head among tensor ranks"
-        yield Violation("actor.layout.tensor_model_parallel_size", rule, why, tuple(v for v in range(1, heads + 1) if heads % v == 0))
+        yield Violation(
+            "actor.layout.tensor_model_parallel_size",
+            rule,
+            why,
+            tuple(v for v in range(1, heads + 1) if heads % v == 0),
+        )
 
 
 def _cpu_ranks(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
@@ -77,9 +86,17 @@ def _completed_on_cpu(config: RunConfig, name: str) -> Iterator[Violation]:
     """Of a key of the engines that has to be 1 on CPU, but where mrl brings what vLLM's platform lacks."""
     version = vllm_package(_assumed(config))[1]
     able = [generation for generation in VLLM_GENERATIONS if generation.completed_on_cpu]
-    if config.cluster.device == "cpu" and getattr(config.rollout, name) != 1 and vllm_generation(version) not in (None, *able):
-        rule = f"above 1 on cpu needs vLLM {' or '.join(generation.name for generation in able)}, and {version} is to run"
-        yield Violation(f"rollout.{name}", rule, "what vLLM's CPU platform lacks for it, mrl brings in ways of that release", (1,))
+    if (
+        config.cluster.device == "cpu"
+        and getattr(config.rollout, name) != 1
+        and vllm_generation(version) not in (None, *able)
+    ):
+        rule = (
+            f"above 1 on cpu needs vLLM {' or '.join(generation.name for generation in able)}, and {version} is to run"
+        )
+        yield Violation(
+            f"rollout.{name}", rule, "what vLLM's CPU platform lacks for it, mrl brings in ways of that release", (1,)
+        )
 
 
 def _adapters(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
@@ -87,7 +104,9 @@ def _adapters(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     if release_of(version) not in (*(generation.release for generation in VLLM_GENERATIONS), None):
         allowed = tuple(generation.name for generation in VLLM_GENERATIONS)
         rule = f"{version} is a generation of vLLM that the weight sync is not written for"
-        yield Violation(f"{_KEY}.{name}", rule, "it writes through functions of vLLM that change between releases", allowed)
+        yield Violation(
+            f"{_KEY}.{name}", rule, "it writes through functions of vLLM that change between releases", allowed
+        )
 
 
 def _release_for_routes(config: RunConfig) -> tuple[str, tuple[int, ...] | None]:
@@ -104,10 +123,16 @@ def _routes(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     capturing = [generation for generation in VLLM_GENERATIONS if generation.captures_routes]
     if release < RETURNS_ROUTES:
         rule = f"R3 needs vLLM 0.14 or later, and {version} is to run"
-        yield Violation("actor.router_replay", rule, "older engines do not return the experts that they chose", ("disabled", "R2"))
+        yield Violation(
+            "actor.router_replay", rule, "older engines do not return the experts that they chose", ("disabled", "R2")
+        )
     elif config.cluster.device == "cpu" and release not in [generation.release for generation in capturing]:
-        rule = f"R3 on cpu needs vLLM {' or '.join(generation.name for generation in capturing)}, and {version} is to run"
-        why = "vLLM returns routes only where Triton runs; on cpu mrl collects them inside vLLM, in ways of that release"
+        rule = (
+            f"R3 on cpu needs vLLM {' or '.join(generation.name for generation in capturing)}, and {version} is to run"
+        )
+        why = (
+            "vLLM returns routes only where Triton runs; on cpu mrl collects them inside vLLM, in ways of that release"
+        )
         yield Violation("actor.router_replay", rule, why, ("disabled", "R2"))
 
 
@@ -134,13 +159,19 @@ def _ascend(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     pair = VLLM_ASCEND.get(versions["vllm-ascend"])
     if pair is None:
         rule = "is no release of vllm-ascend that is known"
-        yield Violation(f"{_KEY}.vllm-ascend", rule, "each is made for one vLLM, CANN and torch_npu", tuple(VLLM_ASCEND))
+        yield Violation(
+            f"{_KEY}.vllm-ascend", rule, "each is made for one vLLM, CANN and torch_npu", tuple(VLLM_ASCEND)
+        )
     elif pair[0] != versions["vllm"]:
         rule = f"must be {pair[0]} with vllm-ascend {versions['vllm-ascend']}"
-        yield Violation(f"{_KEY}.vllm", rule, "the pairing is strict: vllm-ascend replaces functions of that release", (pair[0],))
+        yield Violation(
+            f"{_KEY}.vllm", rule, "the pairing is strict: vllm-ascend replaces functions of that release", (pair[0],)
+        )
     toolkit, torch_npu = versions[_TOOLKIT], versions["torch-npu"]
     if toolkit not in TORCH_NPU:
-        yield Violation(f"{_KEY}.{_TOOLKIT}", "is no CANN release that is known", "torch_npu is built for one", tuple(TORCH_NPU))
+        yield Violation(
+            f"{_KEY}.{_TOOLKIT}", "is no CANN release that is known", "torch_npu is built for one", tuple(TORCH_NPU)
+        )
     elif torch_npu not in TORCH_NPU[toolkit]:
         rule = f"is not released for CANN {toolkit}"
         yield Violation(f"{_KEY}.torch-npu", rule, "torch_npu is built against one CANN", TORCH_NPU[toolkit])
@@ -148,7 +179,10 @@ def _ascend(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 def _npu_chunks(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     if config.cluster.device == "npu" and (config.actor.layout.virtual_pipeline_model_parallel_size or 1) > 1:
-        why = "mbridge and virtual pipeline stages exclude each other on NPU: MindSpeed's schedule builds chunks that mbridge cannot map"
+        why = (
+            "mbridge and virtual pipeline stages exclude each other on NPU: MindSpeed's schedule builds "
+            "chunks that mbridge cannot map"
+        )
         yield Violation("actor.layout.virtual_pipeline_model_parallel_size", "must be left out on npu", why, (None,))
 
 
@@ -175,8 +209,8 @@ def npu_notes(config: RunConfig) -> Iterator[str]:
     """What who trains on NPUs has to know."""
     if config.cluster.device == "npu":
         yield (
-            "cluster.device npu: written against the documented interfaces and never run on hardware; begin with few steps, and read the "
-            "metrics of mismatch between engine and trainer"
+            "cluster.device npu: written against the documented interfaces and never run on hardware; begin with few "
+            "steps, and read the metrics of mismatch between engine and trainer"
         )
 
 
@@ -184,7 +218,10 @@ def npu_notes(config: RunConfig) -> Iterator[str]:
 _NEVER_ON_ASCEND: dict[str, tuple[Any, str]] = {
     "weight_nz_mode": (0, "weights in FRACTAL_NZ cannot be updated in place"),
     "enable_fused_mc2": (0, "it keeps copies of the expert weights that no update reaches"),
-    "enable_reduce_sample": (False, "log-probs of sampled tokens would be taken over a part of the vocabulary (its documentation says so)"),
+    "enable_reduce_sample": (
+        False,
+        "log-probs of sampled tokens would be taken over a part of the vocabulary (its documentation says so)",
+    ),
 }
 
 

@@ -1,4 +1,7 @@
-"""Composing a run: preset < recipe < `--set`, and where every value came from. Loading imports no torch and takes well under a second."""
+"""Composing a run: preset < recipe < `--set`, and where every value came from.
+
+Loading imports no torch and takes well under a second.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -39,7 +42,11 @@ class ResolvedConfig:
 
         `load_config` reads it back to an equal RunConfig: what a recipe said is written out, so it names none.
         """
-        head = [f"# loss: {describe_loss(self.config)}", f"# recipe: {self.recipe or 'none'}", f"# files: {', '.join(self.files)}"]
+        head = [
+            f"# loss: {describe_loss(self.config)}",
+            f"# recipe: {self.recipe or 'none'}",
+            f"# files: {', '.join(self.files)}",
+        ]
         return "\n".join([*head, *_lines(self.config.model_dump(), self.origins), ""])
 
 
@@ -61,10 +68,12 @@ class _Layer:
 
 
 def load_config(path: str | Path, recipe: str | None = None, overrides: Sequence[str] = ()) -> ResolvedConfig:
-    """Composes the preset at `path` (with what it names under `extends:` and `recipe:`), `recipe` and `overrides` (`a.b=value`).
+    """Composes the preset at `path` (with what it names under `extends:` and `recipe:`), `recipe` and `overrides`
+    (`a.b=value`).
 
-    Later wins. A file's own keys win over the recipe it names and that over the files it extends; `recipe` wins over the whole preset
-    and takes the place of the recipe it names. Raises ConfigError; SchemaRefusal lists everything that the schema refuses.
+    Later wins. A file's own keys win over the recipe it names and that over the files it extends; `recipe` wins over
+    the whole preset and takes the place of the recipe it names. Raises ConfigError; SchemaRefusal lists everything that
+    the schema refuses.
     """
     layers = _file_layers(Path(path), ())
     if recipe is not None:
@@ -92,7 +101,10 @@ def available_recipes() -> tuple[str, ...]:
 
 
 def _file_layers(path: Path, chain: tuple[Path, ...]) -> list[_Layer]:
-    """The files that a preset extends, its recipe and the preset itself, lowest first. `chain`: the files that led here."""
+    """The files that a preset extends, its recipe and the preset itself, lowest first.
+
+    `chain`: the files that led here.
+    """
     trail = " -> ".join(map(str, (*chain, path)))
     if path.resolve() in {p.resolve() for p in chain}:
         raise ConfigError(f"extends: goes in a circle: {trail}")
@@ -100,7 +112,9 @@ def _file_layers(path: Path, chain: tuple[Path, ...]) -> list[_Layer]:
     if not tree.is_mapping:
         raise ConfigError(f"{path}: must be a mapping of sections, such as model: and actor:")
     if not tree.value and not chain:
-        raise ConfigError(f"{path}: is empty; a preset has at least model:, actor: and data:, or names a file under extends:")
+        raise ConfigError(
+            f"{path}: is empty; a preset has at least model:, actor: and data:, or names a file under extends:"
+        )
     keys = dict(tree.value)
     bases, recipe = keys.pop("extends", None), keys.pop("recipe", None)
     layers = [layer for base in _base_paths(bases, path) for layer in _file_layers(base, (*chain, path))]
@@ -164,7 +178,9 @@ def _at_origin(node: Node, origin: Origin) -> Node:
 
 
 def _with_derived(tree: Node, config: RunConfig) -> Node:
-    """What follows from another key unless it is set, written out here so that it stands in the resolved configuration."""
+    """What follows from another key unless it is set, written out here so that it stands in
+    the resolved configuration.
+    """
     length = Origin("data.max_response_length")
     for path, value in _derived(config):
         tree = merge(tree, _nest(path, Node(value, length)))
@@ -173,7 +189,11 @@ def _with_derived(tree: Node, config: RunConfig) -> Node:
 
 def _derived(config: RunConfig) -> Iterator[tuple[tuple[str, ...], float]]:
     """Dr.GRPO's constant divisor is the longest response; DAPO's buffer a fifth of it."""
-    loss, buffer, longest = config.algorithm.policy_loss, config.algorithm.overlong_buffer, config.data.max_response_length
+    loss, buffer, longest = (
+        config.algorithm.policy_loss,
+        config.algorithm.overlong_buffer,
+        config.data.max_response_length,
+    )
     aggregation = AGGREGATIONS.get(loss.loss_agg_mode)
     if aggregation is not None and aggregation.needs_scale_factor and loss.loss_scale_factor is None:
         yield ("algorithm", "policy_loss", "loss_scale_factor"), float(longest)

@@ -36,14 +36,21 @@ def loss_notes(config: RunConfig) -> Iterator[str]:
     for name in _CLIPS if limit is not None else ():
         value = getattr(algorithm.policy_loss, name)
         if limit < value < limit * _OTHER_SCALE:
-            yield f"{_LOSS}.{name} = {value:g} is wide for {algorithm.policy_loss.loss_mode} (over {limit:g}): it may never clip"
+            yield (
+                f"{_LOSS}.{name} = {value:g} is wide for {algorithm.policy_loss.loss_mode} (over "
+                f"{limit:g}): it may never clip"
+            )
     if config.updates_per_step == 1 and algorithm.anchor == "recompute":
         yield (
-            "with one update a rollout and anchor recompute every ratio is exactly 1: the clip of the loss has no effect; where nothing "
-            "else reads old log-probs, algorithm.anchor: on_policy makes the same update without the pass for them"
+            "with one update a rollout and anchor recompute every ratio is exactly 1: the clip of the loss has no "
+            "effect; where nothing else reads old log-probs, algorithm.anchor: on_policy makes the same update "
+            "without the pass for them"
         )
     if algorithm.filter_groups.enable and config.trainer.total_training_steps is None:
-        yield "dynamic sampling may draw several batches of prompts a step, so trainer.total_epochs passes over the data more often"
+        yield (
+            "dynamic sampling may draw several batches of prompts a step, so trainer.total_epochs passes "
+            "over the data more often"
+        )
     if algorithm.use_kl_loss and not algorithm.kl_loss_coef:
         yield "algorithm.use_kl_loss is true and kl_loss_coef 0: a reference model is computed and changes nothing"
     if algorithm.kl_loss_coef and not algorithm.use_kl_loss:
@@ -77,13 +84,19 @@ def _parts(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         why = f"{name} normalises each part of the reward by itself; name the parts that the function returns"
         yield Violation("algorithm.gdpo_reward_keys", "names no part of the reward", why)
     elif config.algorithm.gdpo_reward_weights and len(config.algorithm.gdpo_reward_weights) != len(keys):
-        yield Violation("algorithm.gdpo_reward_weights", f"must have one number for each of the {len(keys)} gdpo_reward_keys, or none")
+        yield Violation(
+            "algorithm.gdpo_reward_weights",
+            f"must have one number for each of the {len(keys)} gdpo_reward_keys, or none",
+        )
 
 
 def _parts_without_kl(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     if _needs_parts(config) and config.algorithm.use_kl_in_reward:
         name = config.algorithm.adv_estimator
-        why = f"{name} reads the named parts of the reward, and the KL is in none of them; algorithm.use_kl_loss works with it"
+        why = (
+            f"{name} reads the named parts of the reward, and the KL is in none of them; "
+            "algorithm.use_kl_loss works with it"
+        )
         yield Violation("algorithm.use_kl_in_reward", f"does not go with adv_estimator {name}", why, (False,))
 
 
@@ -91,8 +104,12 @@ def _parts_with_penalty(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     keys = config.algorithm.gdpo_reward_keys
     if _needs_parts(config) and keys and config.algorithm.overlong_buffer.enable and _PENALISED not in keys:
         name = config.algorithm.adv_estimator
-        why = f"{name} reads the named parts of the reward, and the penalty is in none but {_PENALISED}, the whole of it"
-        yield Violation("algorithm.gdpo_reward_keys", f"must name {_PENALISED} with algorithm.overlong_buffer.enable", why)
+        why = (
+            f"{name} reads the named parts of the reward, and the penalty is in none but {_PENALISED}, the whole of it"
+        )
+        yield Violation(
+            "algorithm.gdpo_reward_keys", f"must name {_PENALISED} with algorithm.overlong_buffer.enable", why
+        )
 
 
 def _loss_name(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
@@ -154,14 +171,16 @@ def _correction_band(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     elif correction.high < 1 or (low or 0) > 1:
         field = "high" if correction.high < 1 else "low"
         why = "where generation and training agree the ratio is 1"
-        yield Violation(f"{_CORRECTION}.{field}", "leaves 1 outside the band", why, (getattr(usual, field),) if usual else ())
+        yield Violation(
+            f"{_CORRECTION}.{field}", "leaves 1 outside the band", why, (getattr(usual, field),) if usual else ()
+        )
 
 
 def _correction_anchor(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     if config.algorithm.rollout_correction.level is not None and config.algorithm.anchor == "rollout":
         why = (
-            "the ratio of the loss is then taken against generation's probabilities already, so the correction would count the same "
-            "gap twice; use algorithm.anchor: recompute with a correction, or no correction"
+            "the ratio of the loss is then taken against generation's probabilities already, so the correction would "
+            "count the same gap twice; use algorithm.anchor: recompute with a correction, or no correction"
         )
         yield Violation(f"{_CORRECTION}.level", "does not go with algorithm.anchor: rollout", why, (None,))
 
@@ -170,12 +189,17 @@ def _one_update(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     batch = config.data.train_batch_size
     if config.algorithm.on_policy and config.updates_per_step > 1:
         why = f"after the first of several updates the policy is no longer the one that generated; {_PASS}"
-        yield Violation("actor.ppo_mini_batch_size", f"must be data.train_batch_size = {batch} with {_ON_POLICY}", why, (batch,))
+        yield Violation(
+            "actor.ppo_mini_batch_size", f"must be data.train_batch_size = {batch} with {_ON_POLICY}", why, (batch,)
+        )
 
 
 def _on_policy_correction(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     if config.algorithm.on_policy and config.algorithm.rollout_correction.level is not None:
-        why = f"its weights, and what it rejects from the loss's denominators, are settled before the update, by old log-probs; {_PASS}"
+        why = (
+            "its weights, and what it rejects from the loss's denominators, are settled before the update, "
+            f"by old log-probs; {_PASS}"
+        )
         yield Violation(f"{_CORRECTION}.level", f"does not go with {_ON_POLICY}", why, (None,))
 
 
@@ -195,14 +219,20 @@ def _on_policy_selection(config: RunConfig, _: ModelSpec) -> Iterator[Violation]
 
 def _on_policy_replay(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     if config.algorithm.on_policy and config.actor.router_replay == "R2" and model.is_moe:
-        why = "it replays what routers chose in the pass that is left out, and one update of the same weights chooses the same by itself"
+        why = (
+            "it replays what routers chose in the pass that is left out, and one update of the same weights "
+            "chooses the same by itself"
+        )
         yield Violation("actor.router_replay", f"must not be R2 with {_ON_POLICY}", why, ("disabled", "R3"))
 
 
 def _anchor(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     spec = LOSSES.get(config.algorithm.policy_loss.loss_mode)
     if spec is not None and spec.needs_rollout_anchor and config.algorithm.anchor != "rollout":
-        why = f"{spec.name} bounds how far a step leads from the policy that generated; {_LOSS}.force: true keeps it as it is"
+        why = (
+            f"{spec.name} bounds how far a step leads from the policy that generated; "
+            f"{_LOSS}.force: true keeps it as it is"
+        )
         yield Violation("algorithm.anchor", f"must be rollout with loss_mode {spec.name}", why, ("rollout",))
 
 
@@ -210,14 +240,24 @@ def _sampling(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     groups, data = config.algorithm.filter_groups, config.data
     if not groups.enable and data.gen_batch_size not in (None, data.train_batch_size):
         why = f"without {_GROUPS}.enable a step trains on all that it generates"
-        yield Violation("data.gen_batch_size", f"must be data.train_batch_size = {data.train_batch_size}", why, (data.train_batch_size,))
+        yield Violation(
+            "data.gen_batch_size",
+            f"must be data.train_batch_size = {data.train_batch_size}",
+            why,
+            (data.train_batch_size,),
+        )
 
 
 def _exhaustion(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     groups = config.algorithm.filter_groups
     if groups.enable and groups.on_exhausted != "error" and groups.max_num_gen_batches == 0:
         why = "0 generates without end, so what happens at the end is never asked"
-        yield Violation(f"{_GROUPS}.max_num_gen_batches", f"must be at least 1 with on_exhausted {groups.on_exhausted}", why, (5, 10))
+        yield Violation(
+            f"{_GROUPS}.max_num_gen_batches",
+            f"must be at least 1 with on_exhausted {groups.on_exhausted}",
+            why,
+            (5, 10),
+        )
 
 
 def _lengths(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
@@ -243,7 +283,9 @@ def _aggregation(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         allowed, why = loss.custom.aggregations, f"{_LOSS}.custom.aggregations does not name it"
     elif loss.loss_mode in LOSSES:
         allowed = LOSSES[loss.loss_mode].aggregations
-        why = f"{loss.loss_mode} is defined per sequence, and {loss.loss_agg_mode} would weigh sequences by their length"
+        why = (
+            f"{loss.loss_mode} is defined per sequence, and {loss.loss_agg_mode} would weigh sequences by their length"
+        )
     else:
         return
     if allowed and loss.loss_agg_mode not in allowed:
@@ -256,10 +298,13 @@ def _clip(name: str) -> Rule:
         limit, value = _clip_limit(config), getattr(config.algorithm.policy_loss, name)
         if limit is not None and value >= limit * _OTHER_SCALE:
             why = (
-                "the ratio of a whole sequence is a mean over its tokens and spreads as 1/sqrt(length), so a band made for single tokens "
-                f"never clips; {_LOSS}.force: true keeps it as it is"
+                "the ratio of a whole sequence is a mean over its tokens and spreads as 1/sqrt(length), so a band "
+                f"made for single tokens never clips; {_LOSS}.force: true keeps it as it is"
             )
-            rule = f"is a token-level clip, too wide for loss_mode {config.algorithm.policy_loss.loss_mode} (at most {limit:g})"
+            rule = (
+                "is a token-level clip, too wide for loss_mode "
+                f"{config.algorithm.policy_loss.loss_mode} (at most {limit:g})"
+            )
             yield Violation(f"{_LOSS}.{name}", rule, why, (3e-4, 4e-4))
 
     return judge
@@ -269,8 +314,8 @@ def _token_clip(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     loss = config.algorithm.policy_loss
     if loss.loss_mode in LOSSES and LOSSES[loss.loss_mode].clips_tokens and loss.clip_ratio_high < TOKEN_BAND:
         why = (
-            "it was written for the ratio of a whole sequence; single tokens move further than that at any update, so nearly all of them "
-            f"would be clipped; {_LOSS}.force: true keeps it as it is"
+            "it was written for the ratio of a whole sequence; single tokens move further than that at any update, so "
+            f"nearly all of them would be clipped; {_LOSS}.force: true keeps it as it is"
         )
         rule = f"is too narrow for loss_mode {loss.loss_mode}, which clips single tokens (at least {TOKEN_BAND:g})"
         yield Violation(f"{_LOSS}.clip_ratio_high", rule, why, (0.2, 0.28))

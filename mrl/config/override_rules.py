@@ -1,4 +1,6 @@
-"""`override_*` and `engine_kwargs`: keys must be fields that upstream has, and not ones that a key of ours already sets."""
+"""`override_*` and `engine_kwargs`: keys must be fields that upstream has,
+and not ones that a key of ours already sets.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -35,10 +37,12 @@ _TRANSFORMER = {
     "deterministic_mode": "trainer.deterministic",
     **dict.fromkeys(
         (
-            "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size", "moe_ffn_hidden_size",
+            "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size",
+            "moe_ffn_hidden_size",
             "num_moe_experts", "moe_router_topk", "moe_layer_freq", "moe_shared_expert_intermediate_size",
             "moe_shared_expert_gate", "moe_router_pre_softmax", "normalization",
-            "layernorm_epsilon", "gated_linear_unit", "activation_func", "add_bias_linear", "add_qkv_bias", "qk_layernorm",
+            "layernorm_epsilon", "gated_linear_unit", "activation_func", "add_bias_linear", "add_qkv_bias",
+            "qk_layernorm",
         ),
         _CHECKPOINT,
     ),
@@ -97,13 +101,21 @@ _VLLM = {
     "worker_cls": "mrl itself, by device",
 }
 
-_GATHER = "weights are read for log-probs, sync and checkpoints right after a step, when such a gather has not happened yet"
-_WHOLE = "checkpoints and the weight sync read parameters and optimizer shards as the plain distributed optimizer lays them out"
+_GATHER = (
+    "weights are read for log-probs, sync and checkpoints right after a step, when such a gather has not happened yet"
+)
+_WHOLE = (
+    "checkpoints and the weight sync read parameters and optimizer shards as the plain "
+    "distributed optimizer lays them out"
+)
 _DELAYED = "nothing in the actor's schedule runs the postponed half, so gradients would be lost"
 
 # field -> the one value that it may have, and why: with another one the actor would run and compute something else
 _TRANSFORMER_ONLY = {
-    "calculate_per_token_loss": (False, "gradients would no longer be divided by the data-parallel size, for which the loss makes up"),
+    "calculate_per_token_loss": (
+        False,
+        "gradients would no longer be divided by the data-parallel size, for which the loss makes up",
+    ),
     "delay_wgrad_compute": (False, _DELAYED),
     "overlap_moe_expert_parallel_comm": (False, _DELAYED),
 }
@@ -114,7 +126,10 @@ _OPTIMIZER_ONLY = {
 }
 _DDP_ONLY = {
     "overlap_param_gather": (False, _GATHER),
-    "overlap_grad_reduce": (False, "gradients would be reduced at the first micro-batch already, and again at every later one"),
+    "overlap_grad_reduce": (
+        False,
+        "gradients would be reduced at the first micro-batch already, and again at every later one",
+    ),
     "num_distributed_optimizer_instances": (1, _WHOLE),
     "use_megatron_fsdp": (False, _WHOLE),
     "use_custom_fsdp": (False, _WHOLE),
@@ -134,7 +149,9 @@ _TARGETS: tuple[tuple[str, str, Mapping[str, str], _Only], ...] = (
 
 
 def override_rules(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    """Keys handed on to Megatron and vLLM that are unknown there or that mrl decides, and values that it cannot have."""
+    """Keys handed on to Megatron and vLLM that are unknown there or that mrl decides,
+    and values that it cannot have.
+    """
     for key, *_rest in _TARGETS:
         yield from override_faults(key, leaf(config, key) or {}, leaf(config, "cluster.device"))
 
@@ -150,7 +167,8 @@ OVERRIDE_RULES = (override_rules, _engine_names)
 
 
 def override_faults(key: str, given: Mapping[str, Any], device: str | None) -> list[Violation]:
-    """What is wrong with fields given under one of the override keys on a device: `model.override_transformer_config`, ...
+    """What is wrong with fields given under one of the override keys on a device: `model.override_transformer_config`,
+    ...
 
     `device` None: not known, and nothing is said of fields that some device has.
     """
@@ -166,17 +184,25 @@ def decided_by(key: str, name: str) -> str | None:
 def _values(key: str, only: _Only, given: Mapping[str, Any]) -> Iterator[Violation]:
     for name, (legal, why) in only.items():
         if name in given and given[name] != legal:
-            yield Violation(f"{key}.{name}", f"must be {'null' if legal is None else str(legal).lower()}", why, (legal,))
+            yield Violation(
+                f"{key}.{name}", f"must be {'null' if legal is None else str(legal).lower()}", why, (legal,)
+            )
 
 
-def _names(key: str, upstream: str, ours: Mapping[str, str], given: Mapping[str, Any], device: str | None) -> Iterator[Violation]:
+def _names(
+    key: str, upstream: str, ours: Mapping[str, str], given: Mapping[str, Any], device: str | None
+) -> Iterator[Violation]:
     known = UPSTREAM_FIELDS[upstream]
     for name in given:
         if name in ours:
             yield Violation(f"{key}.{name}", f"is decided by {ours[name]}", "two places could contradict each other")
         elif name in MINDSPEED_FIELDS and upstream == "TransformerConfig":
             if device not in ("npu", None):
-                yield Violation(f"{key}.{name}", "is MindSpeed's, which runs with cluster.device npu only", "Megatron has no such field")
+                yield Violation(
+                    f"{key}.{name}",
+                    "is MindSpeed's, which runs with cluster.device npu only",
+                    "Megatron has no such field",
+                )
         elif name not in known.fields:
             closest = did_you_mean(name, sorted(known.fields))
             closest = closest if closest.startswith("did") else "no name is close to it"

@@ -1,4 +1,6 @@
-"""Rollout engines: their layout against the model and the cluster, what vLLM's CPU build can do, and how weights reach them."""
+"""Rollout engines: their layout against the model and the cluster, what vLLM's CPU build can do,
+and how weights reach them.
+"""
 
 from collections.abc import Iterator
 
@@ -14,24 +16,38 @@ _CPU_MULTIPLE = 32  # of vLLM's CPU kernels
 _CPU_TENSOR = (1, 2)
 _UNFILTERED = {"top_p": 1.0, "top_k": -1}
 _RENORMALISED = (
-    "a filter leaves words out and scales the rest up: the engine's log-probs are renormalised on the filtered set, training's are not"
+    "a filter leaves words out and scales the rest up: the engine's log-probs are renormalised on the "
+    "filtered set, training's are not"
 )
-_FIXED_EXPERTS = {"enable_eplb": False, "enable_elastic_ep": False, "expert_placement_strategy": "linear"}  # vLLM's argument: legal
+_FIXED_EXPERTS = {
+    "enable_eplb": False,
+    "enable_elastic_ep": False,
+    "expert_placement_strategy": "linear",
+}  # vLLM's argument: legal
 
 
 def rollout_notes(config: RunConfig, model: ModelSpec) -> Iterator[str]:
     """Number formats that differ between generation and training, and devices that are left idle."""
     dtype, trained = config.rollout_dtype, config.model.dtype
     if dtype != trained:
-        yield f"rollout.dtype {dtype} differs from model.dtype {trained}: generation and training compute other probabilities"
+        yield (
+            f"rollout.dtype {dtype} differs from model.dtype {trained}: generation and training "
+            "compute other probabilities"
+        )
     if trained != model.dtype:
-        yield f"model.dtype {trained} differs from the checkpoint's {model.dtype}: weights are converted when they are loaded"
+        yield (
+            f"model.dtype {trained} differs from the checkpoint's {model.dtype}: weights are "
+            "converted when they are loaded"
+        )
     if model.left_out_layers:
-        yield f"model.path: {model.left_out_layers} multi-token prediction layers are neither trained, exported nor used by engines"
+        yield (
+            f"model.path: {model.left_out_layers} multi-token prediction layers are neither trained, "
+            "exported nor used by engines"
+        )
     for name, value in filters(config).items():
         yield (
-            f"rollout.{name} {value:g}: {_RENORMALISED}. The loss reads only those of training (anchor: recompute), as verl's "
-            "does; the mismatch metrics have the difference in them"
+            f"rollout.{name} {value:g}: {_RENORMALISED}. The loss reads only those of training (anchor: recompute), as "
+            "verl's does; the mismatch metrics have the difference in them"
         )
     idle = cluster_devices(config) - needed_devices(config)
     if idle > 0:
@@ -44,8 +60,8 @@ def reshard_notes(config: RunConfig) -> Iterator[str]:
     if config.reshard.transport == "ipc" and reach != "node":
         between = "no" if reach == "process" else "no other"
         yield (
-            f"reshard.transport ipc: a process of {config.cluster.device} can open {between} device's memory; weights go through shared "
-            "memory of the host there"
+            f"reshard.transport ipc: a process of {config.cluster.device} can open {between} device's memory; weights "
+            "go through shared memory of the host there"
         )
 
 
@@ -61,7 +77,9 @@ def needed_devices(config: RunConfig) -> int:
 
 
 def engine_splits_heads(tensor: int, model: ModelSpec) -> bool:
-    """Whether each of `tensor` workers of an engine computes whole heads; more workers than key/value heads share one."""
+    """Whether each of `tensor` workers of an engine computes whole heads;
+    more workers than key/value heads share one.
+    """
     heads, kv = model.num_attention_heads, model.num_key_value_heads
     return heads % tensor == 0 and (kv % tensor == 0 or tensor % kv == 0)
 
@@ -69,7 +87,9 @@ def engine_splits_heads(tensor: int, model: ModelSpec) -> bool:
 def _layout(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     tp, heads, kv = config.rollout.tensor_model_parallel_size, model.num_attention_heads, model.num_key_value_heads
     if not engine_splits_heads(tp, model):
-        rule = f"must divide num_attention_heads = {heads}, and divide num_key_value_heads = {kv} or be a multiple of it"
+        rule = (
+            f"must divide num_attention_heads = {heads}, and divide num_key_value_heads = {kv} or be a multiple of it"
+        )
         legal = nearest(tp, heads, lambda v: engine_splits_heads(v, model))
         yield Violation(_TP, rule, "each worker computes whole heads", legal)
 
@@ -89,7 +109,10 @@ def _no_experts(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
 
 def _dense_ranks(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
     if not model.is_moe and config.rollout.data_parallel_size != 1:
-        why = "data-parallel ranks share experts, and vLLM starts none without; copies of a dense model are rollout.num_engines"
+        why = (
+            "data-parallel ranks share experts, and vLLM starts none without; copies of a dense "
+            "model are rollout.num_engines"
+        )
         yield Violation(_DP, "must be 1 for a dense model", why, (1,))
 
 
@@ -105,7 +128,9 @@ def _experts(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
         size, data = model.moe_intermediate_size, config.rollout.data_parallel_size
         rule = f"times data_parallel_size = {data} must divide moe_intermediate_size = {size}"
         legal = nearest(config.rollout.tensor_model_parallel_size, size, lambda v: size % (v * data) == 0)
-        yield Violation(_TP, rule, "without expert parallelism every expert is cut over all workers of an engine", legal)
+        yield Violation(
+            _TP, rule, "without expert parallelism every expert is cut over all workers of an engine", legal
+        )
 
 
 def _cluster(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
@@ -124,7 +149,9 @@ def _cluster(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 
 def _placement(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    """An engine stands on one node, or each of its data-parallel ranks does; spoken only where there are devices enough."""
+    """An engine stands on one node, or each of its data-parallel ranks does;
+    spoken only where there are devices enough.
+    """
     rollout, cluster = config.rollout, ClusterShape(config.cluster.nnodes, config.cluster.n_gpus_per_node)
     tp, dp = rollout.tensor_model_parallel_size, rollout.data_parallel_size
     if config.cluster.device == "cpu" or needed_devices(config) > cluster.devices or tp > cluster.devices_per_node:
@@ -148,14 +175,21 @@ def _shared_devices(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     if config.cluster.placement == "colocated" and per_node % tp:
         allowed = nearest(tp, per_node, lambda v: per_node % v == 0)
         why = "every device of a rank has a worker, and an engine's tensor workers share a node"
-        yield Violation(_TP, f"must divide cluster.n_gpus_per_node = {per_node} with cluster.placement colocated", why, allowed)
+        yield Violation(
+            _TP, f"must divide cluster.n_gpus_per_node = {per_node} with cluster.placement colocated", why, allowed
+        )
 
 
 def _own_devices(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     tp, per_node = config.rollout.tensor_model_parallel_size, config.cluster.n_gpus_per_node
     if config.cluster.placement == "separate" and config.cluster.device != "cpu" and tp > per_node:
         why = "an engine's tensor workers share a node: vLLM's executors over several hang (vllm-project/vllm#50835)"
-        yield Violation(_TP, f"must be at most cluster.n_gpus_per_node = {per_node}", why, nearest(tp, per_node, lambda v: v <= per_node))
+        yield Violation(
+            _TP,
+            f"must be at most cluster.n_gpus_per_node = {per_node}",
+            why,
+            nearest(tp, per_node, lambda v: v <= per_node),
+        )
 
 
 def _log_probs(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
@@ -178,7 +212,9 @@ def _fixed_experts(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     given = config.rollout.vllm_kwargs
     for name, legal in _FIXED_EXPERTS.items():
         if given.get(name, legal) != legal:
-            why = "experts would move between workers, or stand where the plan of the weight sync does not look for them"
+            why = (
+                "experts would move between workers, or stand where the plan of the weight sync does not look for them"
+            )
             yield Violation(f"rollout.engine_kwargs.vllm.{name}", f"must be {str(legal).lower()}", why, (legal,))
 
 
@@ -193,7 +229,10 @@ def _on_cpu(config: RunConfig) -> bool:
 
 def _engine_sequences(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     tokens = config.rollout.max_num_batched_tokens
-    off_cpu = leaf(config, "cluster.device") not in ("cpu", None)  # on cpu _cpu_tokens asks for more where a sample does not fit
+    off_cpu = leaf(config, "cluster.device") not in (
+        "cpu",
+        None,
+    )  # on cpu _cpu_tokens asks for more where a sample does not fit
     if tokens is not None and tokens < config.rollout.max_num_seqs and (off_cpu or tokens >= _longest(config)):
         why = "vLLM refuses to start: each sequence takes one token a step"
         yield Violation("rollout.max_num_seqs", f"must be at most max_num_batched_tokens = {tokens}", why, (tokens,))
@@ -204,13 +243,25 @@ def _engine_tokens(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     if not _on_cpu(config) and rollout.enable_chunked_prefill is False and rollout.max_num_batched_tokens:
         length = _longest(config)
         if rollout.max_num_batched_tokens < length:
-            rule = f"must be at least max_prompt_length + max_response_length = {length} with enable_chunked_prefill: false"
-            yield Violation("rollout.max_num_batched_tokens", rule, "vLLM refuses to start: a prompt may then not come in parts", (length,))
+            rule = (
+                f"must be at least max_prompt_length + max_response_length = {length} with "
+                "enable_chunked_prefill: false"
+            )
+            yield Violation(
+                "rollout.max_num_batched_tokens",
+                rule,
+                "vLLM refuses to start: a prompt may then not come in parts",
+                (length,),
+            )
 
 
 def filters(config: RunConfig) -> dict[str, float]:
     """Settings by which words are left out of training responses, with their values."""
-    return {name: leaf(config.rollout, name) for name, neutral in _UNFILTERED.items() if leaf(config.rollout, name) != neutral}
+    return {
+        name: leaf(config.rollout, name)
+        for name, neutral in _UNFILTERED.items()
+        if leaf(config.rollout, name) != neutral
+    }
 
 
 def _filters(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
@@ -226,12 +277,20 @@ def log_prob_readers(config: RunConfig) -> list[str]:
     algorithm = config.algorithm
     corrected = algorithm.rollout_correction.level is not None
     anchored = algorithm.anchor == "rollout"
-    readers = [("algorithm.rollout_correction", corrected), ("algorithm.anchor: rollout", anchored), ("the mismatch metrics", True)]
+    readers = [
+        ("algorithm.rollout_correction", corrected),
+        ("algorithm.anchor: rollout", anchored),
+        ("the mismatch metrics", True),
+    ]
     return [name for name, needed in readers if needed]
 
 
 def _lengths(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
-    prompt, response, limit = config.data.max_prompt_length, config.data.max_response_length, model.max_position_embeddings
+    prompt, response, limit = (
+        config.data.max_prompt_length,
+        config.data.max_response_length,
+        model.max_position_embeddings,
+    )
     if prompt + response > limit:
         allowed = (limit - prompt,) if prompt < limit else ()
         rule = f"plus max_prompt_length = {prompt} must be at most max_position_embeddings = {limit}"
@@ -245,7 +304,12 @@ def _cpu_workers(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 def _cpu_eager(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     if _on_cpu(config) and config.rollout.enforce_eager is False:
-        yield Violation("rollout.enforce_eager", "must be true or null on cpu", "vLLM's CPU build has no graphs to capture", (True, None))
+        yield Violation(
+            "rollout.enforce_eager",
+            "must be true or null on cpu",
+            "vLLM's CPU build has no graphs to capture",
+            (True, None),
+        )
 
 
 def _cpu_prefill(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
@@ -269,7 +333,10 @@ def _cpu_tokens(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     if rollout.max_num_batched_tokens is not None and rollout.max_num_batched_tokens < length:
         why = "on cpu a prompt is never computed in parts, because per-request seeds and repeatable bits need it whole"
         yield Violation(
-            "rollout.max_num_batched_tokens", f"must be at least max_prompt_length + max_response_length = {length}", why, (length,)
+            "rollout.max_num_batched_tokens",
+            f"must be at least max_prompt_length + max_response_length = {length}",
+            why,
+            (length,),
         )
 
 
@@ -277,14 +344,19 @@ def _cpu_sizes(config: RunConfig, model: ModelSpec) -> Iterator[tuple[str, int]]
     yield "hidden_size", model.hidden_size
     if model.is_moe:
         rollout = config.rollout
-        yield "moe_intermediate_size", model.moe_intermediate_size // max(1, rollout.workers_per_engine // rollout.expert_parallel_size)
+        yield (
+            "moe_intermediate_size",
+            model.moe_intermediate_size // max(1, rollout.workers_per_engine // rollout.expert_parallel_size),
+        )
 
 
 def _transport(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     kind, nodes = config.reshard.transport, config.cluster.nnodes
     if kind == "shm" and nodes > 1:
         why = f"{kind} connects processes of one host, and cluster.nnodes is {nodes}"
-        yield Violation("reshard.transport", "must be auto, p2p or ipc on more than one node", why, ("auto", "p2p", "ipc"))
+        yield Violation(
+            "reshard.transport", "must be auto, p2p or ipc on more than one node", why, ("auto", "p2p", "ipc")
+        )
 
 
 ROLLOUT_RULES = (

@@ -1,9 +1,11 @@
-"""Every rule for a value, between keys, or between a key and the model. All are judged: one look shows all that is wrong.
+"""Every rule for a value, between keys, or between a key and the model.
 
-Rules stand in actor_rules.py, loss_rules.py, rollout_rules.py, run_rules.py, override_rules.py and device_rules.py, each a
-function of the configuration and the model; a rule of one key stands at the key. Each is judged by itself: where the schema
-refuses a part of a configuration (mrl/config/schema_errors.py), the rules that do not read that part still speak. A function
-ends where it reads what is refused, so it holds one rule, or rules that read the same keys.
+All are judged: one look shows all that is wrong.
+
+Rules stand in actor_rules.py, loss_rules.py, rollout_rules.py, run_rules.py, override_rules.py and device_rules.py,
+each a function of the configuration and the model; a rule of one key stands at the key. Each is judged by itself: where
+the schema refuses a part of a configuration (mrl/config/schema_errors.py), the rules that do not read that part still
+speak. A function ends where it reads what is refused, so it holds one rule, or rules that read the same keys.
 """
 
 from collections.abc import Callable, Iterator
@@ -84,13 +86,26 @@ def _judged(rule: Rule, config: RunConfig, model: ModelSpec) -> list[Violation]:
 def _of_one_key(field: str, rule: KeyRule) -> Rule:
     def judge(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         value = leaf(config, field)
-        return (Violation(field, text, rule.why, rule.allowed) for text in (() if value is None else rule.faults(value)))
+        return (
+            Violation(field, text, rule.why, rule.allowed) for text in (() if value is None else rule.faults(value))
+        )
 
     return judge
 
 
-_KEY_RULES = tuple(_of_one_key(path, notes_of(field).rule) for path, field in schema_keys().items() if notes_of(field).rule)
-RULES = (*ACTOR_RULES, *_KEY_RULES, *LOSS_RULES, *ROLLOUT_RULES, *RUN_RULES, *SCHEDULE_RULES, *OVERRIDE_RULES, *DEVICE_RULES)
+_KEY_RULES = tuple(
+    _of_one_key(path, notes_of(field).rule) for path, field in schema_keys().items() if notes_of(field).rule
+)
+RULES = (
+    *ACTOR_RULES,
+    *_KEY_RULES,
+    *LOSS_RULES,
+    *ROLLOUT_RULES,
+    *RUN_RULES,
+    *SCHEDULE_RULES,
+    *OVERRIDE_RULES,
+    *DEVICE_RULES,
+)
 
 
 def _placed(violation: Violation, resolved: ResolvedConfig) -> Violation:

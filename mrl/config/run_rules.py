@@ -21,13 +21,20 @@ _LOGGERS = ("jsonl", *VIEWS)
 def _rewards(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     if config.reward.custom_reward_function is None and config.reward.function not in _REWARDS:
         rule = f"is no built-in reward; {did_you_mean(config.reward.function, _REWARDS)}"
-        yield Violation("reward.function", rule, "a function of your own goes under reward.custom_reward_function", _REWARDS)
+        yield Violation(
+            "reward.function", rule, "a function of your own goes under reward.custom_reward_function", _REWARDS
+        )
 
 
 def _bonus(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     for name in config.reward.bonus_rules:
         if name not in RULES:
-            yield Violation("reward.bonus_rules", f"{name} is no built-in rule; {did_you_mean(name, tuple(RULES))}", "", tuple(RULES))
+            yield Violation(
+                "reward.bonus_rules",
+                f"{name} is no built-in rule; {did_you_mean(name, tuple(RULES))}",
+                "",
+                tuple(RULES),
+            )
 
 
 def _reward_manager(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
@@ -69,7 +76,9 @@ def _decay(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     optim = config.actor.optim
     if optim.lr_decay_steps is not None and optim.lr_decay_steps <= optim.lr_warmup_steps:
         rule = f"must be more than lr_warmup_steps = {optim.lr_warmup_steps}"
-        yield Violation("actor.optim.lr_decay_steps", rule, "warm-up counts as part of the decay", (optim.lr_warmup_steps + 1,))
+        yield Violation(
+            "actor.optim.lr_decay_steps", rule, "warm-up counts as part of the decay", (optim.lr_warmup_steps + 1,)
+        )
 
 
 def _warmup(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
@@ -109,7 +118,9 @@ def run_dir(config: RunConfig) -> Path:
 
 def _names_prompts(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     if not config.data.train_files:
-        yield Violation("data.train_files", "names no file", "training needs prompts; --set data.train_files=[FILE, ...]")
+        yield Violation(
+            "data.train_files", "names no file", "training needs prompts; --set data.train_files=[FILE, ...]"
+        )
 
 
 def _train_files(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
@@ -133,7 +144,11 @@ def _loss_file(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 
 def _unreadable(field: str, *files: str) -> Iterator[Violation]:
-    return (Violation(field, f"{file} is not a file that can be read", _from_here(file)) for file in files if not _readable(file))
+    return (
+        Violation(field, f"{file} is not a file that can be read", _from_here(file))
+        for file in files
+        if not _readable(file)
+    )
 
 
 def _readable(file: str) -> bool:

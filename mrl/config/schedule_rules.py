@@ -34,8 +34,9 @@ def schedule_notes(config: RunConfig, _: ModelSpec) -> Iterator[str]:
     yield f"trainer.schedule {config.trainer.schedule}: {schedule.bound()}"
     if schedule.max_staleness > 1 and config.algorithm.rollout_correction.level is None:
         yield (
-            f"algorithm.rollout_correction is off, and tokens are up to {schedule.max_staleness} updates old: the loss takes them for "
-            "those of the weights that the step begins with; level token, mode truncate, high 2 weighs them"
+            f"algorithm.rollout_correction is off, and tokens are up to {schedule.max_staleness} updates old: the loss "
+            "takes them for those of the weights that the step begins with; level token, mode truncate, high 2 weighs "
+            "them"
         )
 
 
@@ -45,7 +46,12 @@ def _belongs(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         return
     for name, usual in _BOUNDED_ONLY.items():
         if getattr(trainer, name) != usual:
-            yield Violation(f"trainer.{name}", f"must be {usual} with schedule: {trainer.schedule}", "it is a key of bounded", (usual,))
+            yield Violation(
+                f"trainer.{name}",
+                f"must be {usual} with schedule: {trainer.schedule}",
+                "it is a key of bounded",
+                (usual,),
+            )
 
 
 def _machines(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
@@ -63,23 +69,36 @@ def _both_at_once(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 def _anchor(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     schedule = schedule_of(config)
     if schedule is not None and schedule.max_staleness > 0 and config.algorithm.anchor != "recompute":
-        why = "it takes the weights that generated for those that a step begins with, and here they are older; recompute has both apart"
-        yield Violation("algorithm.anchor", f"must be recompute with schedule: {config.trainer.schedule}", why, ("recompute",))
+        why = (
+            "it takes the weights that generated for those that a step begins with, and here they are older; "
+            "recompute has both apart"
+        )
+        yield Violation(
+            "algorithm.anchor", f"must be recompute with schedule: {config.trainer.schedule}", why, ("recompute",)
+        )
 
 
 def _partial(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     trainer = config.trainer
     if not trainer.partial_rollouts:
         if trainer.schedule == "bounded" and trainer.segment_tokens is not None:
-            yield Violation("trainer.segment_tokens", "needs partial_rollouts", "a response is of one version without it", (None,))
+            yield Violation(
+                "trainer.segment_tokens", "needs partial_rollouts", "a response is of one version without it", (None,)
+            )
         return
     if trainer.segment_tokens is not None and trainer.segment_tokens >= config.data.max_response_length:
         rule = f"must be less than data.max_response_length, {config.data.max_response_length}"
         yield Violation(
-            "trainer.segment_tokens", rule, "no response would be of two versions", (config.data.max_response_length // 2, None)
+            "trainer.segment_tokens",
+            rule,
+            "no response would be of two versions",
+            (config.data.max_response_length // 2, None),
         )
     if config.actor.router_replay == "R3":
-        why = "of a response that is made in several requests vLLM's prefix cache leaves routes out; R2 records the trainer's own"
+        why = (
+            "of a response that is made in several requests vLLM's prefix cache leaves routes out; R2 "
+            "records the trainer's own"
+        )
         yield Violation("actor.router_replay", "must not be R3 with trainer.partial_rollouts", why, ("disabled", "R2"))
 
 
@@ -88,7 +107,10 @@ def _draws(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     if schedule != "sync" and drawn not in (None, batch):
         why = "groups are issued and replaced one by one, not by batches of prompts"
         yield Violation(
-            "data.gen_batch_size", f"must be left out with schedule: {schedule}, or be train_batch_size = {batch}", why, (None, batch)
+            "data.gen_batch_size",
+            f"must be left out with schedule: {schedule}, or be train_batch_size = {batch}",
+            why,
+            (None, batch),
         )
 
 
@@ -96,7 +118,12 @@ def _filter(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     filtering = config.algorithm.filter_groups
     if config.trainer.schedule != "sync" and filtering.enable and filtering.on_exhausted != "error":
         why = "groups that are filtered are replaced one by one, so that there is no last batch to make do with"
-        yield Violation("algorithm.filter_groups.on_exhausted", f"must be error with schedule: {config.trainer.schedule}", why, ("error",))
+        yield Violation(
+            "algorithm.filter_groups.on_exhausted",
+            f"must be error with schedule: {config.trainer.schedule}",
+            why,
+            ("error",),
+        )
 
 
 SCHEDULE_RULES = (_belongs, _machines, _both_at_once, _anchor, _partial, _draws, _filter)

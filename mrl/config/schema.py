@@ -1,8 +1,8 @@
 """The shape of a run's configuration: every key, its type, default and meaning. No torch, no file access.
 
 Names are verl's wherever verl has the same thing, so that what people know carries over. Unknown keys are refused.
-The sections stand in schema_actor.py, schema_algorithm.py, schema_rollout.py, schema_data.py and schema_run.py; everybody
-else imports them from here.
+The sections stand in schema_actor.py, schema_algorithm.py, schema_rollout.py, schema_data.py and schema_run.py;
+everybody else imports them from here.
 """
 
 from collections.abc import Iterator

@@ -7,7 +7,11 @@ from mrl.model.layout_degrees import LayoutDegrees
 
 Dtype = Literal["float32", "bfloat16"]
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"  # what of the actor may leave its device
-SWITCHES = {PARAMETERS: "param_offload", GRADIENTS: "grad_offload", OPTIMIZER: "optimizer_offload"}  # and the key that says so
+SWITCHES = {
+    PARAMETERS: "param_offload",
+    GRADIENTS: "grad_offload",
+    OPTIMIZER: "optimizer_offload",
+}  # and the key that says so
 
 
 class ModelConfig(Section):
@@ -15,10 +19,11 @@ class ModelConfig(Section):
 
     path: str = key(
         ...,
-        "Hugging Face checkpoint that the actor and the engines start from: a folder, or a name on the hub (ORG/NAME of a "
-        "model that is known here, hf://ORG/NAME of any; @REVISION may follow), which each node then has in its cache.",
-        advice="A folder on storage that every node sees. With a name, nodes that share no cache (HF_HOME) each download it "
-        "while they start: raise cluster.start_timeout_s and rollout.start_timeout_s.",
+        "Hugging Face checkpoint that the actor and the engines start from: a folder, or a name on the hub (ORG/NAME "
+        "of a model that is known here, hf://ORG/NAME of any; @REVISION may follow), which each node then has in its "
+        "cache.",
+        advice="A folder on storage that every node sees. With a name, nodes that share no cache (HF_HOME) each "
+        "download it while they start: raise cluster.start_timeout_s and rollout.start_timeout_s.",
         verl="actor_rollout_ref.model.path",
     )
     dtype: Dtype = key(
@@ -28,15 +33,17 @@ class ModelConfig(Section):
     )
     override_transformer_config: dict[str, Any] = key(
         {},
-        "Fields of Megatron's TransformerConfig that no key here has, under their own names; checked against the real ones.",
+        "Fields of Megatron's TransformerConfig that no key here has, under their own names; "
+        "checked against the real ones.",
         advice="MoE on accelerators: moe_router_dtype: fp32, moe_permute_fusion: true. When memory is "
         "short: recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1.",
     )
     allow_torch_layers: bool = key(
         False,
-        "Whether ranks on an accelerator may compute in plain torch where Megatron finds no Transformer Engine; `mrl plan` then counts "
-        "with that.",
-        advice="false, which ends such a run at its start: experts one by one, nothing fused, more memory. On a CPU it is always so.",
+        "Whether ranks on an accelerator may compute in plain torch where Megatron finds no Transformer Engine; `mrl "
+        "plan` then counts with that.",
+        advice="false, which ends such a run at its start: experts one by one, nothing fused, more memory. "
+        "On a CPU it is always so.",
     )
 
 
@@ -116,7 +123,8 @@ class ActorConfig(Section):
         "Prompts per optimizer update. train_batch_size / this = updates per step.",
         ge=1,
         unit="prompts",
-        advice="More than one update a step is off-policy: watch actor/pg_clipfrac and actor/ppo_kl. 2 to 4 updates are usual.",
+        advice="More than one update a step is off-policy: watch actor/pg_clipfrac and actor/ppo_kl. "
+        "2 to 4 updates are usual.",
         verl="actor_rollout_ref.actor.ppo_mini_batch_size",
     )
     ppo_micro_batch_size_per_gpu: int = key(
@@ -173,8 +181,8 @@ class ActorConfig(Section):
     )
     optimizer_offload: bool = key(
         False,
-        "Float32 weights and moments are on the host but in updates and saves; with placement colocated they come back while log-probs are "
-        "computed, where the plan has room for both.",
+        "Float32 weights and moments are on the host but in updates and saves; with placement colocated they come "
+        "back while log-probs are computed, where the plan has room for both.",
         verl=(
             "actor_rollout_ref.actor.fsdp_config.optimizer_offload",
             "actor_rollout_ref.actor.megatron.optimizer_offload",
@@ -182,8 +190,10 @@ class ActorConfig(Section):
     )
     router_replay: Literal["disabled", "R2", "R3"] = key(
         "disabled",
-        "Training uses the experts that were chosen before: R2 when old log-probs were computed, R3 when the engine generated.",
-        advice="disabled for one update a step; R2 for two; R3 for four or more, or when router/drift is high. GSPO often needs none.",
+        "Training uses the experts that were chosen before: R2 when old log-probs were computed, R3 "
+        "when the engine generated.",
+        advice="disabled for one update a step; R2 for two; R3 for four or more, or when router/drift is "
+        "high. GSPO often needs none.",
         verl=("actor_rollout_ref.actor.router_replay.mode", "actor_rollout_ref.actor.megatron.router_replay.mode"),
     )
     freeze_router: bool = key(

@@ -106,7 +106,8 @@ class RolloutCorrectionConfig(Section):
     level: str | None = key(
         None,
         "Level at which the gap between engine and trainer is corrected; left out: no correction.",
-        advice="Look at training/rollout_log_probs_abs_diff_mean first: a large gap is a broken sync more often than a matter of numerics.",
+        advice="Look at training/rollout_log_probs_abs_diff_mean first: a large gap is a broken sync more often "
+        "than a matter of numerics.",
         rule=known_name(LEVELS, ALIASES),
     )
     mode: str = key("truncate", "What happens to a ratio outside the bounds.")
@@ -136,7 +137,8 @@ class FilterGroupsConfig(Section):
     )
     on_exhausted: Literal["error", "partial", "unfiltered"] = key(
         "error",
-        "What happens when they are used up. partial: trains on what there is; unfiltered: fills up with groups that are all alike.",
+        "What happens when they are used up. partial: trains on what there is; unfiltered: fills up with "
+        "groups that are all alike.",
     )
 
 
@@ -193,8 +195,8 @@ class AlgorithmConfig(Section):
     )
     anchor: str = key(
         "recompute",
-        "Whose log-probs the trust region starts from: the trainer's, recomputed; the engine's own (rollout); those of the "
-        "step's one update itself (on_policy), without a pass for them.",
+        "Whose log-probs the trust region starts from: the trainer's, recomputed; the engine's own (rollout); those "
+        "of the step's one update itself (on_policy), without a pass for them.",
         advice="on_policy where a step is one update: the same gradients as recompute, a forward pass less.",
         rule=known_name(ANCHORS, ALIASES),
     )
@@ -208,7 +210,9 @@ class AlgorithmConfig(Section):
         advice="PPO does; GRPO and DAPO do not.",
         verl="algorithm.use_kl_in_reward",
     )
-    kl_penalty: str = key("kl", "Estimator of that KL.", verl="algorithm.kl_penalty", rule=known_name(KL_TYPES, ALIASES))
+    kl_penalty: str = key(
+        "kl", "Estimator of that KL.", verl="algorithm.kl_penalty", rule=known_name(KL_TYPES, ALIASES)
+    )
     kl_ctrl: KlControlConfig = KlControlConfig()
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     entropy_coeff: float = key(

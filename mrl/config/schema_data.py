@@ -125,7 +125,8 @@ class RewardConfig(Section):
     function: str = key("auto", "A built-in rule by name; auto: by each row's data_source.")
     reward_manager: Literal["naive", "dapo"] | None = key(
         None,
-        "verl's name for whether the overlong penalty applies: dapo with algorithm.overlong_buffer, naive without; left out: as that says.",
+        "verl's name for whether the overlong penalty applies: dapo with algorithm.overlong_buffer, naive "
+        "without; left out: as that says.",
     )
     bonus_rules: dict[str, float] = key({}, "Further built-in rules, and the weight of each in the sum.")
     custom_reward_function: CustomRewardConfig | None = None
@@ -150,6 +151,7 @@ class RewardConfig(Section):
     )
     failure_score: float | None = key(
         None,
-        "Score of a sample whose reward raised, hung, returned NaN or died; null: the lowest of its data source in the batch, at most 0.",
+        "Score of a sample whose reward raised, hung, returned NaN or died; null: the lowest of its data source "
+        "in the batch, at most 0.",
     )
     max_failure_share: float = key(0.2, "More failures than this share of a step stop the run.", ge=0, le=1)

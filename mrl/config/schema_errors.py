@@ -1,4 +1,7 @@
-"""What the schema has against a configuration: the key, where it was written, what it may be. And the rest without those keys."""
+"""What the schema has against a configuration: the key, where it was written, what it may be.
+
+And the rest without those keys.
+"""
 
 import types
 from collections.abc import Collection, Sequence
@@ -14,7 +17,14 @@ from mrl.config.section import section_of
 from mrl.config.yaml_tree import Node
 from mrl.errors import Violation, did_you_mean
 
-_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a mapping", Any: "anything"}
+_NAMES = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    dict: "a mapping",
+    Any: "anything",
+}
 _BOUNDS = {Ge: ("ge", ">="), Gt: ("gt", ">"), Le: ("le", "<="), Lt: ("lt", "<")}
 
 
@@ -28,10 +38,11 @@ def schema_violations(error: ValidationError, tree: Node) -> dict[_Path, Violati
 
 
 def rest_of(values: dict[str, Any], refused: Collection[_Path]) -> RunConfig:
-    """The configuration without the refused keys: reading one of them raises UnknownValue, rules on others can be judged.
+    """The configuration without the refused keys: reading one of them raises UnknownValue, rules on others can be
+    judged.
 
-    `values`: the configuration as written; it is changed. Refused keys are replaced by something legal, so that all others
-    pass the schema as ever, and then removed.
+    `values`: the configuration as written; it is changed. Refused keys are replaced by something legal, so that all
+    others pass the schema as ever, and then removed.
     """
     fields = {tuple(path.split(".")): field for path, field in schema_paths()}
     for path in refused:
@@ -59,7 +70,12 @@ def _stand_in(field: FieldInfo) -> Any:
 
 def allowed_text(field: FieldInfo) -> str:
     """What a field may be: `a number > 0`, `one of cpu, cuda, npu`, `a list, each text`."""
-    bounds = [f"{sign} {getattr(m, name):g}" for m in field.metadata for kind, (name, sign) in _BOUNDS.items() if isinstance(m, kind)]
+    bounds = [
+        f"{sign} {getattr(m, name):g}"
+        for m in field.metadata
+        for kind, (name, sign) in _BOUNDS.items()
+        if isinstance(m, kind)
+    ]
     return " ".join([_type_text(field.annotation), " and ".join(bounds)]).strip()
 
 
@@ -94,7 +110,9 @@ def _violation(kind: str, loc: Sequence[Any], tree: Node) -> tuple[_Path, Violat
 
 
 def _resolve(loc: Sequence[Any]) -> tuple[type[Section], FieldInfo | None, int]:
-    """The section in which the path ends, the last field on the path, and how many keys lead to it: what follows is inside a value."""
+    """The section in which the path ends, the last field on the path, and how many keys lead to it:
+    what follows is inside a value.
+    """
     owner, field, depth = RunConfig, None, 0
     for depth, key in enumerate(loc, start=1):
         if key not in owner.model_fields:

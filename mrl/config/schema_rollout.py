@@ -48,7 +48,8 @@ class RolloutConfig(Section):
         1,
         "Independent engines; prompts are spread over them.",
         ge=1,
-        advice="Many engines of small tensor parallelism generate faster than few of large, and keep more copies of the weights.",
+        advice="Many engines of small tensor parallelism generate faster than few of large, and keep "
+        "more copies of the weights.",
     )
     tensor_model_parallel_size: int = key(
         1,
@@ -112,7 +113,8 @@ class RolloutConfig(Section):
         "Share of a device's memory that an engine takes, weights and KV cache together.",
         gt=0,
         le=1,
-        advice="As high as runs without running out: 0.8 to 0.9 on devices of its own, 0.5 to 0.7 beside a trainer that is not offloaded.",
+        advice="As high as runs without running out: 0.8 to 0.9 on devices of its own, 0.5 to 0.7 beside a "
+        "trainer that is not offloaded.",
         verl="actor_rollout_ref.rollout.gpu_memory_utilization",
     )
     cpu_kvcache_gib: int = key(1, "KV cache of one engine on a CPU.", ge=1, unit="GiB")
@@ -157,7 +159,8 @@ class RolloutConfig(Section):
     engine_kwargs: dict[str, dict[str, Any]] = key(
         {},
         "`vllm:` with arguments of vLLM that no key here has; checked against the real ones.",
-        advice="cudagraph_capture_sizes: [1, 2, 4, 8, 16, 32] gives memory back. vLLM's pipeline parallelism is not supported.",
+        advice="cudagraph_capture_sizes: [1, 2, 4, 8, 16, 32] gives memory back. vLLM's pipeline "
+        "parallelism is not supported.",
     )
     val_kwargs: ValSamplingConfig = ValSamplingConfig()
 

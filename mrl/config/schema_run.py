@@ -25,20 +25,21 @@ class TrainerConfig(Section):
     resume_mode: Literal["disable", "auto", "resume_path"] = key(
         "disable",
         "What a start does without --resume. disable: begins a run, and refuses a folder that holds one; auto: goes on "
-        "with the run of the folder where it holds one; resume_path: begins a run in an empty folder from the checkpoint "
-        "resume_from_path.",
+        "with the run of the folder where it holds one; resume_path: begins a run in an empty folder from the "
+        "checkpoint resume_from_path.",
         advice="auto for jobs that a scheduler starts again; disable otherwise: no run is then continued by mistake.",
         verl="trainer.resume_mode",
     )
     resume_from_path: str | None = key(
         None,
-        "With resume_path: a step-N folder, or a run whose newest is meant. Weights, optimizer, step and place in the data are its.",
+        "With resume_path: a step-N folder, or a run whose newest is meant. Weights, optimizer, step and "
+        "place in the data are its.",
         verl="trainer.resume_from_path",
     )
     schedule: Literal["sync", "one_step_off", "bounded"] = key(
         "sync",
-        "Whether generation runs ahead of training. sync: in turn; one_step_off: the next step's responses are generated while "
-        "this one trains; bounded: up to max_staleness steps ahead.",
+        "Whether generation runs ahead of training. sync: in turn; one_step_off: the next step's responses are "
+        "generated while this one trains; bounded: up to max_staleness steps ahead.",
         advice="sync until a run is understood; then one_step_off where generation and training take about as long.",
     )
     max_staleness: int = key(
@@ -50,12 +51,14 @@ class TrainerConfig(Section):
     )
     partial_rollouts: bool = key(
         False,
-        "With bounded: a response may be begun by one version of the weights and go on by the next; each token keeps its own log-prob.",
+        "With bounded: a response may be begun by one version of the weights and go on by the next; each "
+        "token keeps its own log-prob.",
         advice="true where a few long responses hold up the rest.",
     )
     segment_tokens: int | None = key(
         None,
-        "With partial_rollouts: tokens of a response by each version before its last; left out: an equal share of the longest response.",
+        "With partial_rollouts: tokens of a response by each version before its last; left out: an equal share "
+        "of the longest response.",
         ge=1,
         unit="tokens",
     )
@@ -95,15 +98,19 @@ class TrainerConfig(Section):
     max_actor_ckpt_to_keep: int = key(2, "Newest checkpoints that are kept.", ge=1)
     async_save: bool = key(
         True,
-        "Checkpoints are written while training goes on; false: training waits for the disk. Either way from a copy in host memory.",
-        advice="Off where a disk that is busy with a checkpoint slows training more than waiting does. It saves no memory.",
+        "Checkpoints are written while training goes on; false: training waits for the disk. Either way "
+        "from a copy in host memory.",
+        advice="Off where a disk that is busy with a checkpoint slows training more than waiting "
+        "does. It saves no memory.",
     )
     max_skipped_updates: int = key(
         3,
-        "So many updates in a row that could not be applied (NaN or inf in loss or gradient) stop the run with exit code 6.",
+        "So many updates in a row that could not be applied (NaN or inf in loss or gradient) stop "
+        "the run with exit code 6.",
         ge=1,
         unit="updates",
-        advice="One bad batch is passed over; a run of them means that the weights or the learning rate are the trouble.",
+        advice="One bad batch is passed over; a run of them means that the weights or the "
+        "learning rate are the trouble.",
     )
     logger: tuple[str, ...] = key(("console", "tensorboard"), "Where metrics go, besides metrics.jsonl.")
     logger_timeout_s: float = key(
@@ -136,7 +143,8 @@ class ClusterConfig(Section):
     )
     versions: dict[str, str] = key(
         {},
-        "Packages of the cluster whose version is not that of the tested row; the rules are then those of that version.",
+        "Packages of the cluster whose version is not that of the tested row; the rules are "
+        "then those of that version.",
         advice="Leave it out and install the row; `mrl doctor` compares.",
     )
     placement: Literal["separate", "colocated"] = key(
@@ -145,7 +153,9 @@ class ClusterConfig(Section):
         advice="separate where there are enough devices; colocated when all of them must train and generate in turn.",
     )
     cpus_per_actor: float = key(1.0, "CPUs that Ray reserves for a rank.", gt=0)
-    cpus_per_engine: float = key(1.0, "CPUs that Ray reserves for an engine, all of its data-parallel ranks together.", gt=0)
+    cpus_per_engine: float = key(
+        1.0, "CPUs that Ray reserves for an engine, all of its data-parallel ranks together.", gt=0
+    )
     address: str | None = key(
         None,
         "HOST:PORT of a running Ray cluster; left out: $RAY_ADDRESS, else one is started for the run.",
@@ -175,9 +185,10 @@ class ReshardConfig(Section):
     )
     transport: Literal["auto", "shm", "p2p", "ipc"] = key(
         "auto",
-        "How two processes exchange bytes; auto: device memory as far as a process can open another's (on CUDA of the whole node, on NPU "
-        "of its own device), shared memory of the host on CPU, else p2p, which is torch.distributed; ipc: the same, and shared memory "
-        "in place of p2p within a node; shm: shared memory of the host, which every byte crosses twice.",
+        "How two processes exchange bytes; auto: device memory as far as a process can open another's (on CUDA of "
+        "the whole node, on NPU of its own device), shared memory of the host on CPU, else p2p, which is "
+        "torch.distributed; ipc: the same, and shared memory in place of p2p within a node; shm: shared memory of "
+        "the host, which every byte crosses twice.",
         advice="auto. Where devices of a node cannot reach each other's memory (no NVLink and no peer access), p2p.",
     )
     budget_mb: int = key(

@@ -1,4 +1,6 @@
-"""How a key of the configuration is stated: once, with meaning, limits, unit, advice, verl's name and rule beside it."""
+"""How a key of the configuration is stated: once, with meaning, limits, unit, advice,
+verl's name and rule beside it.
+"""
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import MISSING, dataclass, fields
@@ -13,8 +15,8 @@ from mrl.errors import UnknownValue, did_you_mean
 class Section(BaseModel):
     """A mapping in the YAML file; immutable once built, unknown keys refused.
 
-    Where the schema refuses a key, the rest of the configuration lacks it (mrl/config/schema_errors.py): reading it raises
-    UnknownValue.
+    Where the schema refuses a key, the rest of the configuration lacks it (mrl/config/schema_errors.py): reading it
+    raises UnknownValue.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -38,7 +40,10 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class KeyRule:
-    """What a value must be beyond its type and limits. `faults` gives a text for each way in which it breaks the rule."""
+    """What a value must be beyond its type and limits.
+
+    `faults` gives a text for each way in which it breaks the rule.
+    """
 
     faults: Callable[[Any], Iterator[str]]
     why: str = ""

@@ -1,6 +1,9 @@
-"""YAML text -> a tree that remembers where every value was written. Only plain data is read: no tags, no duplicate keys, no merge keys.
+"""YAML text -> a tree that remembers where every value was written.
 
-Plain scalars follow the YAML 1.2 core schema, not PyYAML's 1.1: `3e-4` is a number, `on` and `1:30` are text, dates stay text.
+Only plain data is read: no tags, no duplicate keys, no merge keys.
+
+Plain scalars follow the YAML 1.2 core schema, not PyYAML's 1.1: `3e-4` is a number, `on` and `1:30` are text, dates
+stay text.
 """
 
 import re
@@ -27,7 +30,9 @@ _MERGE = "<<"
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value comes from: a file with its line, a recipe, the command line, another key, or the schema's default."""
+    """Where a value comes from: a file with its line, a recipe, the command line, another key,
+    or the schema's default.
+    """
 
     name: str
     line: int | None = None
@@ -103,7 +108,9 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.peek_event()
         if getattr(event, "tag", None) is not None:
-            raise yaml.MarkedYAMLError(problem=f"the tag {event.tag} is refused, only plain data is read", problem_mark=event.start_mark)
+            raise yaml.MarkedYAMLError(
+                problem=f"the tag {event.tag} is refused, only plain data is read", problem_mark=event.start_mark
+            )
         return super().compose_node(parent, index)
 
 
@@ -164,7 +171,11 @@ class _Builder:
         if id(node) in self.open:
             raise self.fail(node, "an alias to what contains it")
         self.open.add(id(node))
-        built = self.mapping(node) if isinstance(node, yaml.MappingNode) else [_plain(self.value(item)) for item in node.value]
+        built = (
+            self.mapping(node)
+            if isinstance(node, yaml.MappingNode)
+            else [_plain(self.value(item)) for item in node.value]
+        )
         self.open.discard(id(node))
         return built
 
@@ -175,9 +186,13 @@ class _Builder:
             if not isinstance(key, yaml.ScalarNode) or key.tag != _TAG + "str":
                 raise self.fail(key, "a key must be text; put it in quotes")
             if name == _MERGE:
-                raise self.fail(key, "merge keys (<<) are not read; put what is shared into a file and name it under extends:")
+                raise self.fail(
+                    key, "merge keys (<<) are not read; put what is shared into a file and name it under extends:"
+                )
             if name in built:
-                raise self.fail(key, f"the key {name} stands twice in one mapping (first at line {built[name].origin.line})")
+                raise self.fail(
+                    key, f"the key {name} stands twice in one mapping (first at line {built[name].origin.line})"
+                )
             built[name] = self.node(value, key)
         return built
 
