@@ -58,14 +58,20 @@ def source_checks(source: Checkpoint) -> list[SourceFileCheck]:
     return [SourceFileCheck(file) for file in source.files.checkable()]
 
 
-def verification(source: Checkpoint, written: Checkpoint, folder: Path, facts: FileFacts) -> list["WrittenFileCheck | CompareTensors"]:
+def verification(
+    source: Checkpoint, written: Checkpoint, folder: Path, facts: FileFacts
+) -> list["WrittenFileCheck | CompareTensors"]:
     """The tasks that compare `source` with `written` as it is on the disk now.
 
-    `facts`: of the files that were written into `folder`. Raises EnvironmentFault where the descriptions differ already.
+    `facts`: of the files that were written into `folder`. Raises EnvironmentFault where the descriptions differ
+    already.
     """
     roles = written.roles
     _same_descriptions(source, written, roles)
-    checks = [WrittenFileCheck((path := folder / name).parent, path.name, {path.name: of_file}) for name, of_file in facts.items()]
+    checks = [
+        WrittenFileCheck((path := folder / name).parent, path.name, {path.name: of_file})
+        for name, of_file in facts.items()
+    ]
     return [*checks, *(CompareTensors(source.dtype, tuple(batch)) for batch in _batches(source, roles))]
 
 
@@ -73,9 +79,13 @@ def _same_descriptions(source: Checkpoint, written: Checkpoint, roles: tuple[str
     """Both ways: what one has and the other has not. Opening a checkpoint has compared it with its headers."""
     for role in roles:
         of_source, of_written = _described(source, role), _described(written, role)
-        if odd := sorted(name for name in of_source.keys() | of_written.keys() if of_source.get(name) != of_written.get(name)):
+        if odd := sorted(
+            name for name in of_source.keys() | of_written.keys() if of_source.get(name) != of_written.get(name)
+        ):
             shown = "; ".join(f"{name}: {of_source.get(name)} became {of_written.get(name)}" for name in odd[:_SHOWN])
-            raise EnvironmentFault(f"{written.folder}: {len(odd)} {role} tensors are not those of {source.folder}: {shown}")
+            raise EnvironmentFault(
+                f"{written.folder}: {len(odd)} {role} tensors are not those of {source.folder}: {shown}"
+            )
 
 
 def _described(checkpoint: Checkpoint, role: str) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -91,7 +101,11 @@ def _batches(source: Checkpoint, roles: tuple[str, ...]) -> Iterator[list[Stored
     """All tensors, in portions of about BATCH_BYTES."""
     batch: list[StoredTensor] = []
     size = 0
-    for tensor in (whole_tensor(spec.name, spec.shape, role=role) for role in roles for spec in of_role(tensor_specs(source.model), role)):
+    for tensor in (
+        whole_tensor(spec.name, spec.shape, role=role)
+        for role in roles
+        for spec in of_role(tensor_specs(source.model), role)
+    ):
         batch.append(tensor)
         size += prod(tensor.shape) * 4
         if size > BATCH_BYTES:
@@ -118,5 +132,7 @@ def _difference(source: BoxReader, written: BoxReader, tensor: StoredTensor, cod
     for (first, source_rows), (_, written_rows) in blocks:
         if not np.array_equal(source_rows, written_rows):
             row = first + int(np.argmax((source_rows != written_rows).reshape(len(source_rows), -1).any(axis=1)))
-            return EnvironmentFault(f"{written.folder}: {tensor.key} ({tensor.role}) differs from {source.folder} in row {row}")
+            return EnvironmentFault(
+                f"{written.folder}: {tensor.key} ({tensor.role}) differs from {source.folder} in row {row}"
+            )
     return None

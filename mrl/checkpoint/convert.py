@@ -47,7 +47,8 @@ class ExpectedModel:
         """Raises ConfigError for a checkpoint of another dtype or architecture."""
         if source.dtype != self.dtype:
             raise ConfigError(
-                f"{source.folder}: weights are {source.dtype}, model.dtype in {self.config} is {self.dtype}; set model.dtype to match"
+                f"{source.folder}: weights are {source.dtype}, model.dtype in {self.config} is {self.dtype}; "
+                "set model.dtype to match"
             )
         if (Path(self.path) / "config.json").is_file():
             check_same_architecture(f"{self.config}: model.path", self.path, source.model)
@@ -65,7 +66,9 @@ def write_hf(source: Checkpoint, output: str | Path, options: Options | None = N
         _name_dtype(folder / "config.json", source.dtype)
         _write_index(folder, files, source.dtype)
 
-    return run_conversion(source, Target(files, Safetensors(source.dtype), False, finish, open_hf), Path(output), options)
+    return run_conversion(
+        source, Target(files, Safetensors(source.dtype), False, finish, open_hf), Path(output), options
+    )
 
 
 def write_layout(
@@ -88,12 +91,16 @@ def write_layout(
         copy_hf_folder(source, folder)
         write_manifest(folder, _manifest(source, degrees, roles, _rank_files(source, layout, files, roles, facts)))
 
-    return run_conversion(source, Target(files, Safetensors(source.dtype), True, finish, open_ours), Path(output), options)
+    return run_conversion(
+        source, Target(files, Safetensors(source.dtype), True, finish, open_ours), Path(output), options
+    )
 
 
 def hf_plan(model: ModelSpec, dtype: str) -> tuple[PlannedFile, ...]:
     """`model-NNNNN.safetensors`, tensors in the order of the layers."""
-    portions = file_portions([whole_tensor(spec.name, spec.shape, role=weight_role(spec)) for spec in tensor_specs(model)], dtype)
+    portions = file_portions(
+        [whole_tensor(spec.name, spec.shape, role=weight_role(spec)) for spec in tensor_specs(model)], dtype
+    )
     return tuple(planned_file(f"model-{n:05d}.safetensors", 0, portion) for n, portion in enumerate(portions, 1))
 
 
@@ -103,7 +110,9 @@ def layout_plan(model: ModelSpec, layout: TrainLayout, roles: Iterable[str], dty
     for rank in range(layout.world_size):
         shards = [shard for shard in source_shards(model, layout, rank) if shard.primary == rank]
         entries = [
-            StoredTensor("", f"{role}/{shard.vp_chunk}.{shard.megatron_name}", role, shard.local_shape, None, shard.pieces)
+            StoredTensor(
+                "", f"{role}/{shard.vp_chunk}.{shard.megatron_name}", role, shard.local_shape, None, shard.pieces
+            )
             for role in roles
             for shard in of_role(shards, role)
         ]
@@ -132,7 +141,9 @@ def _rank_files(
     return tuple(ranks)
 
 
-def _manifest(source: Checkpoint, degrees: Mapping[str, Any], roles: tuple[str, ...], ranks: tuple[RankFiles, ...]) -> Manifest:
+def _manifest(
+    source: Checkpoint, degrees: Mapping[str, Any], roles: tuple[str, ...], ranks: tuple[RankFiles, ...]
+) -> Manifest:
     from mrl.config.schema import LayoutConfig  # as long to import as all the rest, and the disk is busy by now
 
     weights_only, old = _only_weights(source, roles), source.manifest

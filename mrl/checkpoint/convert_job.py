@@ -64,7 +64,9 @@ class ConversionReport:
     resumed_files: int  # of them, finished by an earlier start that was interrupted
     verified: bool
     seconds: float
-    left_out: tuple[str, ...]  # tensors of the source that its model computes by itself, random states, Megatron's optimizer states
+    left_out: tuple[
+        str, ...
+    ]  # tensors of the source that its model computes by itself, random states, Megatron's optimizer states
     unchecked: int  # stored tensors of a torch_dist source without a checksum: damage in them cannot be seen
 
 
@@ -90,8 +92,8 @@ _READERS: list[BoxReader] = []  # of a worker process
 def workers(count: int, checkpoints: Sequence[Checkpoint]) -> Iterator[RunTasks]:
     """A function run(tasks) that gives (task, task(readers)) as they finish; `readers` are of `checkpoints`.
 
-    With a count of one all of it happens here. The first error stops what has not begun and is raised. The processes are forked at once,
-    so that they have what is imported and opened here; call this before threads are started.
+    With a count of one all of it happens here. The first error stops what has not begun and is raised. The processes
+    are forked at once, so that they have what is imported and opened here; call this before threads are started.
     """
     if count <= 1:
         readers = [checkpoint.reader() for checkpoint in checkpoints]
@@ -121,8 +123,8 @@ def _run_in_pool(pool: ProcessPoolExecutor, tasks: Sequence[Task]) -> Iterator[t
             yield futures[future], future.result()
     except BrokenProcessPool:
         raise EnvironmentFault(
-            "a worker process ended by itself, most likely for want of memory; finished files are kept: run the same command again "
-            "with fewer --workers"
+            "a worker process ended by itself, most likely for want of memory; finished files are kept: run the same "
+            "command again with fewer --workers"
         ) from None
 
 
@@ -141,11 +143,14 @@ def _run_task(task: Task) -> Any:
     return task(_READERS)
 
 
-def run_conversion(source: Checkpoint, target: Target, output: Path, options: Options | None = None) -> ConversionReport:
+def run_conversion(
+    source: Checkpoint, target: Target, output: Path, options: Options | None = None
+) -> ConversionReport:
     """Writes the target's files into a folder beside `output`, finishes it and renames it.
 
     An interrupted conversion goes on where it was when it is started again with the same source and plan.
-    Raises ConfigError for an output that is in the way, EnvironmentFault for a damaged source or a disk that is too small or full.
+    Raises ConfigError for an output that is in the way, EnvironmentFault for a damaged source or a disk that is too
+    small or full.
     """
     options = options or Options()
     began, work, files = time.monotonic(), output.with_name(f".{output.name}.partial"), target.files
@@ -225,8 +230,13 @@ def _refuse_in_the_way(output: Path) -> None:
 
 
 def _identity(source: Checkpoint, target: Target, digests: bool) -> str:
-    """Two conversions of the same identity write and record the same. Two plans may differ only in what stands around the tensors."""
-    return hashlib.sha256(repr((_FORMAT, source.identity, target.files, target.container, digests)).encode()).hexdigest()
+    """Two conversions of the same identity write and record the same.
+
+    Two plans may differ only in what stands around the tensors.
+    """
+    return hashlib.sha256(
+        repr((_FORMAT, source.identity, target.files, target.container, digests)).encode()
+    ).hexdigest()
 
 
 @contextmanager
@@ -238,7 +248,9 @@ def _progress(wanted: bool, folder: Path, sizes: dict[str, int]) -> Iterator[Non
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-    with Progress(BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+    with Progress(
+        BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(), console=Console(stderr=True)
+    ) as bar:
         task, stop = bar.add_task("", total=sum(sizes.values())), threading.Event()
 
         def follow() -> None:

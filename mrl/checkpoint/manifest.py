@@ -1,7 +1,9 @@
-"""What a checkpoint of ours says about itself: one JSON file that describes every stored tensor in Hugging Face coordinates.
+"""What a checkpoint of ours says about itself: one JSON file that describes every stored tensor in Hugging Face
+coordinates.
 
-A checkpoint is a folder `step-N` of safetensors files, one a rank, and `manifest.json`, which is written last: a folder without it is not a
-checkpoint. Each entry stores a local Megatron tensor, or a flat range of it where the distributed optimizer cuts it over data parallelism.
+A checkpoint is a folder `step-N` of safetensors files, one a rank, and `manifest.json`, which is written last: a folder
+without it is not a checkpoint. Each entry stores a local Megatron tensor, or a flat range of it where the distributed
+optimizer cuts it over data parallelism.
 """
 
 import hashlib
@@ -85,7 +87,9 @@ class Manifest:
 
     @property
     def weights_only(self) -> bool:
-        """Converted from weights alone: there are no master weights, moments and schedule either, and training starts from the weights."""
+        """Converted from weights alone: there are no master weights, moments and schedule either,
+        and training starts from the weights.
+        """
         return self.trainer.get("converted") == WEIGHTS_ONLY
 
     @property
@@ -105,12 +109,19 @@ class Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes manifest.json of a finished folder, durably. Raises NumericAbort when the ranks disagree about the optimizer."""
+    """Writes manifest.json of a finished folder, durably.
+
+    Raises NumericAbort when the ranks disagree about the optimizer.
+    """
     try:
         updates = manifest.optimizer["num_updates"]
     except ValueError as error:
         raise NumericAbort(f"step {manifest.step} is not saved: {error}; resume from the checkpoint before") from error
-    data = asdict(manifest) | {"format": FORMAT, "num_updates": updates, "ranks": [rank.to_json() for rank in manifest.ranks]}
+    data = asdict(manifest) | {
+        "format": FORMAT,
+        "num_updates": updates,
+        "ranks": [rank.to_json() for rank in manifest.ranks],
+    }
     path = folder / MANIFEST
     path.write_text(json.dumps(data))
     fsync(path)
@@ -118,7 +129,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads manifest.json and checks that every file it names is there at its size, and that the ranks agree about the optimizer.
+    """Reads manifest.json and checks that every file it names is there at its size, and that the ranks agree about the
+    optimizer.
 
     Raises EnvironmentFault naming what is wrong.
     """
@@ -126,14 +138,18 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         data = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise EnvironmentFault(f"{path}: not a readable checkpoint manifest ({error}); choose another step-N folder") from error
+        raise EnvironmentFault(
+            f"{path}: not a readable checkpoint manifest ({error}); choose another step-N folder"
+        ) from error
     if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
         raise EnvironmentFault(f"{path}: not a manifest of format {FORMAT}; convert it with the mrl that wrote it")
     try:
         updates = data.pop("num_updates")
         manifest = Manifest(**data | {"ranks": tuple(RankFiles.from_json(r) for r in data["ranks"])})
         if manifest.optimizer["num_updates"] != updates:
-            raise ValueError(f"ranks count {manifest.optimizer['num_updates']} optimizer updates, the manifest {updates}")
+            raise ValueError(
+                f"ranks count {manifest.optimizer['num_updates']} optimizer updates, the manifest {updates}"
+            )
         sizes = {name: facts["bytes"] for name, facts in (manifest.files() | manifest.files_beside()).items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise EnvironmentFault(f"{path}: not a whole manifest ({error!r}); choose another step-N folder") from error
@@ -147,7 +163,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_digests(folder: Path, manifest: Manifest) -> None:
-    """Reads every file of a checkpoint. Raises EnvironmentFault naming one whose bytes are not those that were written."""
+    """Reads every file of a checkpoint.
+
+    Raises EnvironmentFault naming one whose bytes are not those that were written.
+    """
     files = manifest.files() | manifest.files_beside()
     for name in files:
         check_digest(folder, name, files)
@@ -160,10 +179,13 @@ def check_digest(folder: Path, name: str, files: FileFacts) -> None:
     try:
         actual = file_facts(folder / name)
     except OSError as error:
-        raise EnvironmentFault(f"{folder / name} cannot be read ({error.strerror}); resume from an older checkpoint") from error
+        raise EnvironmentFault(
+            f"{folder / name} cannot be read ({error.strerror}); resume from an older checkpoint"
+        ) from error
     if actual != files[name]:
         raise EnvironmentFault(
-            f"{folder / name}: its bytes are not those that were written (SHA-256 differs); resume from an older checkpoint"
+            f"{folder / name}: its bytes are not those that were written (SHA-256 differs); resume "
+            "from an older checkpoint"
         )
 
 
@@ -184,7 +206,14 @@ def fsync(path: Path) -> None:
 
 def _entry_json(entry: StoredTensor) -> dict[str, Any]:
     pieces = [[p.hf_name, p.hf_box.ranges, p.local_box.ranges] for p in entry.pieces]
-    return {"file": entry.file, "key": entry.key, "role": entry.role, "shape": entry.shape, "flat": entry.flat, "pieces": pieces}
+    return {
+        "file": entry.file,
+        "key": entry.key,
+        "role": entry.role,
+        "shape": entry.shape,
+        "flat": entry.flat,
+        "pieces": pieces,
+    }
 
 
 def _entry(data: dict[str, Any]) -> StoredTensor:

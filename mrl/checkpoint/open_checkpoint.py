@@ -10,7 +10,16 @@ from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mrl.checkpoint.manifest import CONSTANT, MANIFEST, WEIGHT, FileFacts, Manifest, StoredTensor, check_digest, read_manifest
+from mrl.checkpoint.manifest import (
+    CONSTANT,
+    MANIFEST,
+    WEIGHT,
+    FileFacts,
+    Manifest,
+    StoredTensor,
+    check_digest,
+    read_manifest,
+)
 from mrl.checkpoint.safetensors_file import ITEM_BYTES
 from mrl.checkpoint.step_folders import newest_checkpoint
 from mrl.checkpoint.stored_boxes import BoxReader, TensorFiles, check_disjoint, stored_boxes
@@ -90,11 +99,13 @@ class SafetensorsFiles:
 def open_hf(folder: Path) -> Checkpoint:
     """A Hugging Face checkpoint.
 
-    Raises ConfigError for an unsupported model or Megatron's format, EnvironmentFault for files that are not its weights.
+    Raises ConfigError for an unsupported model or Megatron's format, EnvironmentFault for files that are not its
+    weights.
     """
     if find_torch_dist(folder) is not None:
         raise ConfigError(
-            f"{folder}: Megatron's torch_dist format, not Hugging Face files; use mrl convert megatron-to-megatron with {TRUST_FLAG}"
+            f"{folder}: Megatron's torch_dist format, not Hugging Face files; use mrl convert "
+            f"megatron-to-megatron with {TRUST_FLAG}"
         )
     try:
         model = load_model_spec(folder)
@@ -104,8 +115,12 @@ def open_hf(folder: Path) -> Checkpoint:
     files = SafetensorsFiles(folder)
     stored = files.read_headers(file.name for file in weight_files(folder))
     file_of = {key: file for file, key in stored}
-    entries = tuple(whole_tensor(spec.name, spec.shape, file_of[spec.name], weight_role(spec)) for spec in tensor_specs(model))
-    code = one_dtype(folder, {entry.key: files.find(entry.file, entry.key).dtype for entry in entries if entry.role == WEIGHT})
+    entries = tuple(
+        whole_tensor(spec.name, spec.shape, file_of[spec.name], weight_role(spec)) for spec in tensor_specs(model)
+    )
+    code = one_dtype(
+        folder, {entry.key: files.find(entry.file, entry.key).dtype for entry in entries if entry.role == WEIGHT}
+    )
     left_out = _left_out(stored, entries)
     checkpoint = Checkpoint(folder, folder, model, read_hf_config(folder), DTYPES[code], entries, files, None, left_out)
     _check_locations(checkpoint)
@@ -128,7 +143,9 @@ def open_ours(folder: Path) -> Checkpoint:
     model = model_spec(manifest.hf_config)
     entries = tuple(manifest.entries())
     left_out = _left_out(stored, entries)
-    checkpoint = Checkpoint(folder, folder / HF_FOLDER, model, manifest.hf_config, manifest.dtype, entries, files, manifest, left_out)
+    checkpoint = Checkpoint(
+        folder, folder / HF_FOLDER, model, manifest.hf_config, manifest.dtype, entries, files, manifest, left_out
+    )
     _check_locations(checkpoint)
     _check_names(checkpoint)
     check_disjoint(folder, stored_boxes(entries))
@@ -142,8 +159,9 @@ def open_saved(path: Path) -> Checkpoint:
     """
     if find_torch_dist(path) is not None:
         raise ConfigError(
-            f"{path}: Megatron's torch_dist format, whose description is a pickle; a pickle can be made to run anything. Give "
-            f"{TRUST_FLAG} if you know where it comes from (its weights are then read without running what the pickle names)"
+            f"{path}: Megatron's torch_dist format, whose description is a pickle; a pickle can be made to run "
+            f"anything. Give {TRUST_FLAG} if you know where it comes from (its weights are then read without running "
+            "what the pickle names)"
         )
     return open_ours(step_folder(path))
 
@@ -155,13 +173,16 @@ def step_folder(path: Path) -> Path:
     """
     if find_torch_dist(path) is not None:
         raise ConfigError(
-            f"{path}: Megatron's torch_dist format; convert it with mrl convert megatron-to-hf, and name the result as model.path"
+            f"{path}: Megatron's torch_dist format; convert it with mrl convert megatron-to-hf, and name "
+            "the result as model.path"
         )
     newest = path if (path / MANIFEST).exists() else _newest_of_run(path)
     if newest is None:
         raise EnvironmentFault(f"{path}: neither a checkpoint (no {MANIFEST}) nor a run directory with a complete one")
     if not (newest / HF_FOLDER / "config.json").is_file():
-        raise EnvironmentFault(f"{newest / HF_FOLDER} is missing, the model's configuration and tokenizer; choose another checkpoint")
+        raise EnvironmentFault(
+            f"{newest / HF_FOLDER} is missing, the model's configuration and tokenizer; choose another checkpoint"
+        )
     return newest
 
 
@@ -173,7 +194,9 @@ def _newest_of_run(run_dir: Path) -> Path | None:
 
 
 def find_torch_dist(path: Path) -> Path | None:
-    """The folder of a checkpoint in Megatron's format; None where there is none. Only file names and the tracker are read.
+    """The folder of a checkpoint in Megatron's format; None where there is none.
+
+    Only file names and the tracker are read.
 
     It is `path`, or the iteration below it that Megatron's tracker names, or the newest.
     """
@@ -224,12 +247,20 @@ def _check_locations(checkpoint: Checkpoint) -> None:
         location, code = checkpoint.files.find(entry.file, entry.key), code_of(entry.role, checkpoint.dtype)
         elements = entry.flat[1] - entry.flat[0] if entry.flat else prod(entry.shape)
         size = elements * ITEM_BYTES[code]
-        if location is not None and (location.dtype, prod(location.shape), location.stop - location.start) == (code, elements, size):
+        if location is not None and (location.dtype, prod(location.shape), location.stop - location.start) == (
+            code,
+            elements,
+            size,
+        ):
             continue
-        in_file = "nothing" if location is None else f"{location.dtype} {list(location.shape)}, {location.stop - location.start} bytes"
+        in_file = (
+            "nothing"
+            if location is None
+            else f"{location.dtype} {list(location.shape)}, {location.stop - location.start} bytes"
+        )
         raise EnvironmentFault(
-            f"{checkpoint.folder / entry.file}: {entry.key} is described as {code} of {size} bytes and the file has {in_file}; "
-            "manifest and file do not belong together, choose another checkpoint"
+            f"{checkpoint.folder / entry.file}: {entry.key} is described as {code} of {size} bytes and the file has "
+            f"{in_file}; manifest and file do not belong together, choose another checkpoint"
         )
 
 
@@ -240,6 +271,7 @@ def _check_names(checkpoint: Checkpoint) -> None:
         described = {piece.hf_name for entry in checkpoint.entries if entry.role == role for piece in entry.pieces}
         if odd := sorted(wanted ^ described):
             raise EnvironmentFault(
-                f"{checkpoint.folder / MANIFEST}: its {role} tensors are not those of its hf_config ({len(odd)} differ): "
-                f"{', '.join(odd[:_SHOWN])}{' ...' if len(odd) > _SHOWN else ''}; it is damaged or of another model"
+                f"{checkpoint.folder / MANIFEST}: its {role} tensors are not those of its hf_config ({len(odd)} "
+                f"differ): {', '.join(odd[:_SHOWN])}{' ...' if len(odd) > _SHOWN else ''}; it is damaged or of another "
+                "model"
             )

@@ -106,7 +106,9 @@ def file_bytes(container: Container, file: PlannedFile) -> int:
     return len(container.head(file)) + sum(size for _, size in entry_ranges(container, file))
 
 
-def write_planned_file(reader: BoxReader, folder: Path, file: PlannedFile, container: Container, digests: bool) -> dict[str, Any]:
+def write_planned_file(
+    reader: BoxReader, folder: Path, file: PlannedFile, container: Container, digests: bool
+) -> dict[str, Any]:
     """Writes `folder/NAME.part` and returns its size and, with `digests`, its SHA-256. It is not waited for the disk.
 
     Raises EnvironmentFault when the disk is full or fails.
@@ -122,7 +124,11 @@ def write_planned_file(reader: BoxReader, folder: Path, file: PlannedFile, conta
 def disk_fault(part: Path, error: OSError) -> EnvironmentFault:
     """Takes an unfinished file away and says why it could not be finished."""
     part.unlink(missing_ok=True)
-    cure = "free some and run the same command again: finished files are kept" if error.errno == errno.ENOSPC else "check the disk"
+    cure = (
+        "free some and run the same command again: finished files are kept"
+        if error.errno == errno.ENOSPC
+        else "check the disk"
+    )
     return EnvironmentFault(f"{part} cannot be written ({error.strerror}); {cure}")
 
 
@@ -140,7 +146,9 @@ def _file_blocks(reader: BoxReader, file: PlannedFile, container: Container) -> 
         yield container.after(entry, crc)
 
 
-def tensor_blocks(reader: BoxReader, entry: StoredTensor, code: str, buffer: np.ndarray | None = None) -> Iterator[tuple[int, np.ndarray]]:
+def tensor_blocks(
+    reader: BoxReader, entry: StoredTensor, code: str, buffer: np.ndarray | None = None
+) -> Iterator[tuple[int, np.ndarray]]:
     """(first row, rows) of a local tensor, about a megabyte at a time; a block is valid until the next is asked for.
 
     Blocks lie in `buffer` (bytes) where they fit. Elements under no piece are vocabulary padding and are zero.

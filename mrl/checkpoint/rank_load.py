@@ -21,7 +21,12 @@ from mrl.model import model_spec
 from mrl.model.megatron_shards import Piece
 
 DTYPES = {code: dtype for dtype, code in CODES.items()}
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # carry the bits of an element of so many bytes
+_WORDS = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+}  # carry the bits of an element of so many bytes
 
 
 class TensorLoader:
@@ -31,7 +36,9 @@ class TensorLoader:
     """
 
     def __init__(self, folder: Path, manifest: Manifest):
-        self._reader = BoxReader(folder, manifest.entries(), SafetensorsFiles(folder, manifest.files(), check_first=True))
+        self._reader = BoxReader(
+            folder, manifest.entries(), SafetensorsFiles(folder, manifest.files(), check_first=True)
+        )
         check_disjoint(folder, self._reader.boxes)
 
     def fill(self, role: str, pieces: Iterable[Piece], out: Tensor) -> None:
@@ -62,8 +69,8 @@ def _words(values: Tensor) -> np.ndarray:
 def load_rank(actor, folder: Path) -> None:
     """Puts a checkpoint into a freshly built actor of the same or another layout.
 
-    Random states come back only at the layout that wrote them. A checkpoint converted from weights alone is a fresh start
-    from them. Raises EnvironmentFault for one that is damaged or of another model.
+    Random states come back only at the layout that wrote them. A checkpoint converted from weights alone is a fresh
+    start from them. Raises EnvironmentFault for one that is damaged or of another model.
     """
     manifest = read_manifest(folder)
     _check_model(actor, manifest, folder)
@@ -112,7 +119,9 @@ def _restore_schedule(actor, facts: dict[str, Any], folder: Path) -> None:
     actor.scheduler.step(0)
     same = all(now[k] == then[k] for k in now if k != "num_steps")
     if same and current_lr(actor.optimizer) != facts["lr"]:
-        raise EnvironmentFault(f"{folder}: the learning rate comes back as {current_lr(actor.optimizer)}, not as {facts['lr']}")
+        raise EnvironmentFault(
+            f"{folder}: the learning rate comes back as {current_lr(actor.optimizer)}, not as {facts['lr']}"
+        )
 
 
 def _check_model(actor, manifest: Manifest, folder: Path) -> None:
@@ -120,7 +129,8 @@ def _check_model(actor, manifest: Manifest, folder: Path) -> None:
         raise EnvironmentFault(f"{folder}: a checkpoint of another model than model.path {actor.config.model.path}")
     if manifest.dtype != actor.config.model.dtype:
         raise EnvironmentFault(
-            f"{folder}: weights are {manifest.dtype}, model.dtype is {actor.config.model.dtype}; set model.dtype to match"
+            f"{folder}: weights are {manifest.dtype}, model.dtype is {actor.config.model.dtype}; "
+            "set model.dtype to match"
         )
 
 
@@ -128,7 +138,10 @@ def _restore_random_states(actor, loader: TensorLoader) -> None:
     torch.set_rng_state(loader.random_state(actor.rank, "cpu"))
     actor.platform.set_rng_state(loader.random_state(actor.rank, "device"))
     tracker = get_cuda_rng_tracker()
-    states = {name: _as_state(old, loader.random_state(actor.rank, f"tracker/{name}")) for name, old in tracker.get_states().items()}
+    states = {
+        name: _as_state(old, loader.random_state(actor.rank, f"tracker/{name}"))
+        for name, old in tracker.get_states().items()
+    }
     tracker.set_states(states)
 
 

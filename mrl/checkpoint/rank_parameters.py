@@ -34,11 +34,15 @@ class RankParameter:
 
     @property
     def is_own_master(self) -> bool:
-        """float32 weights are their own master weights: the optimizer has a view of them, or a copy with the same values."""
+        """float32 weights are their own master weights: the optimizer has a view of them,
+        or a copy with the same values.
+        """
         return self.parameter.dtype is torch.float32
 
     def main(self) -> Tensor:
-        """The optimizer's tensor for this rank's part: its master weights, or a shard of the weights where Adam has those."""
+        """The optimizer's tensor for this rank's part: its master weights,
+        or a shard of the weights where Adam has those.
+        """
         group, order = self.optimizer.model_param_group_index_map[self.parameter]
         return self.optimizer.optimizer.param_groups[group]["params"][order]
 
@@ -46,16 +50,20 @@ class RankParameter:
 def rank_parameters(actor) -> Iterator[RankParameter]:
     """Every parameter of this rank, in a fixed order.
 
-    They and their optimizer states have to be on the device for as long as they are read or written. Raises RuntimeError
-    when the model has other parameters than its description.
+    They and their optimizer states have to be on the device for as long as they are read or written. Raises
+    RuntimeError when the model has other parameters than its description.
     """
     actor.residence.require(PARAMETERS, OPTIMIZER)
     adams = {id(optimizer): AdamState(optimizer.optimizer) for optimizer in distributed_optimizers(actor)}
-    shards = {(shard.vp_chunk, shard.megatron_name): shard for shard in source_shards(actor.model, actor.layout, actor.rank)}
+    shards = {
+        (shard.vp_chunk, shard.megatron_name): shard for shard in source_shards(actor.model, actor.layout, actor.rank)
+    }
     LocalParameters(actor.chunks).check(local_shapes(shards.values()))
     for number, chunk in enumerate(actor.chunks):
         for name, parameter in chunk.named_parameters():
-            optimizer = next((o for o in distributed_optimizers(actor) if parameter in o.model_param_group_index_map), None)
+            optimizer = next(
+                (o for o in distributed_optimizers(actor) if parameter in o.model_param_group_index_map), None
+            )
             part = optimizer._get_model_param_range_map(parameter)["param"] if optimizer else None
             flat = (part.start, part.end) if part else None
             yield RankParameter(shards[number, plain_name(name)], parameter, optimizer, flat, adams.get(id(optimizer)))
@@ -65,5 +73,8 @@ def distributed_optimizers(actor) -> list[DistributedOptimizer]:
     """The optimizers that have parameters here. Raises ConfigError for any other kind."""
     optimizers = [o for o in actor.optimizer.chained_optimizers if not getattr(o, "is_stub_optimizer", False)]
     if not all(isinstance(o, DistributedOptimizer) for o in optimizers):
-        raise ConfigError("actor.override_ddp_config.use_distributed_optimizer: checkpoints need the distributed optimizer; leave it on")
+        raise ConfigError(
+            "actor.override_ddp_config.use_distributed_optimizer: checkpoints need the "
+            "distributed optimizer; leave it on"
+        )
     return optimizers

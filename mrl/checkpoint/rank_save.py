@@ -51,7 +51,10 @@ class HostCopy:
         return self._buffers
 
     def take(self, actor) -> int:
-        """Copies all that this rank saves; returns the bytes that `write` will need. EnvironmentFault during a `write`."""
+        """Copies all that this rank saves; returns the bytes that `write` will need.
+
+        EnvironmentFault during a `write`.
+        """
         if not self._in_use.acquire(blocking=False):
             raise EnvironmentFault("the checkpoint before is still being written: the disk is slower than saves come")
         try:
@@ -67,7 +70,9 @@ class HostCopy:
         for parameter in rank_parameters(actor):
             shard = parameter.shard
             for role, tensor, flat in _saved_tensors(actor, parameter):
-                entries.append(StoredTensor(self._file, f"{role}/{parameter.key}", role, shard.local_shape, flat, shard.pieces))
+                entries.append(
+                    StoredTensor(self._file, f"{role}/{parameter.key}", role, shard.local_shape, flat, shard.pieces)
+                )
                 self._keep(entries[-1].key, tensor)
         for name, state in _random_states(actor).items():
             self._keep(f"rng/{name}", state)
@@ -118,7 +123,9 @@ def _blocks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
 
 def _header(tensors: Mapping[str, Tensor]) -> bytes:
     described = ((name, tensors[name]) for name in _order(tensors))
-    return safetensors_header((name, CODES[tensor.dtype], tuple(tensor.shape), tensor.nbytes) for name, tensor in described)
+    return safetensors_header(
+        (name, CODES[tensor.dtype], tuple(tensor.shape), tensor.nbytes) for name, tensor in described
+    )
 
 
 def _order(tensors: Mapping[str, Tensor]) -> list[str]:

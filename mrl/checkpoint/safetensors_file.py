@@ -1,4 +1,5 @@
-"""A safetensors file (huggingface.co/docs/safetensors, "Format"): its dtypes, its header, and writing it block by block.
+"""A safetensors file (huggingface.co/docs/safetensors, "Format"): its dtypes, its header, and writing it block by
+block.
 
 Whoever writes, a rank or a conversion, gives the header and then the tensors' bytes in blocks: there is no second copy
 of anything, and the digest is taken on the way. `mrl.model.hf_files` reads headers.
@@ -19,7 +20,9 @@ WRITEBACK_BYTES = 64 * MIB
 _SYNC_FILE_RANGE_WRITE = 2
 
 
-def safetensors_header(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str] | None = None) -> bytes:
+def safetensors_header(
+    tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str] | None = None
+) -> bytes:
     """The beginning of a file of `tensors` (name, dtype, shape, bytes), whose data follow in this order without gaps.
 
     Eight bytes with the length of the JSON, then the JSON, padded so that the data begin at a multiple of 8.

@@ -1,4 +1,5 @@
-"""The `step-N` folders of a run: which are complete, the newest readable one, writing one whole, removing one, room for more.
+"""The `step-N` folders of a run: which are complete, the newest readable one, writing one whole, removing one, room for
+more.
 
 Room is counted from arithmetic before a run starts, and from the ranks' own sizes before each is written.
 """
@@ -35,7 +36,9 @@ class Newest:
 
 
 def newest_checkpoint(folder: Path, digests: bool) -> Newest:
-    """Looks below `folder`, newest first, until manifest and sizes are right; with `digests`, every byte (about 2 GB/s)."""
+    """Looks below `folder`, newest first, until manifest and sizes are right; with `digests`, every byte
+    (about 2 GB/s).
+    """
     damaged: dict[Path, EnvironmentFault] = {}
     for _, path in reversed(checkpoint_steps(folder)):
         try:
@@ -76,14 +79,19 @@ def write_atomically(folder: Path, write: Callable[[Path], None]) -> None:
 
 
 def set_aside(checkpoint: Path) -> Path:
-    """Renames a damaged `step-N` to `damaged-step-N`, so that a step trained again can be saved under its name; returns the new path."""
+    """Renames a damaged `step-N` to `damaged-step-N`, so that a step trained again can be saved under its name;
+    returns the new path.
+    """
     aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
     shutil.rmtree(aside, ignore_errors=True)  # of an earlier time
     return checkpoint.rename(aside)
 
 
 def discard(checkpoint: Path) -> None:
-    """Removes a checkpoint. It loses its name first: a kill in the middle leaves nothing that looks like a damaged one."""
+    """Removes a checkpoint.
+
+    It loses its name first: a kill in the middle leaves nothing that looks like a damaged one.
+    """
     try:
         shutil.rmtree(checkpoint.rename(_aside(checkpoint)))
     except OSError as error:
@@ -101,7 +109,9 @@ BESIDE_TENSORS = 4 * MIB  # bytes: manifest, tokenizer and configuration of the 
 
 
 def checkpoint_bytes(model: ModelSpec, dtype: str) -> int:
-    """Size of one checkpoint: weights, float32 master weights where the weights are narrower, and Adam's two moments, each once."""
+    """Size of one checkpoint: weights, float32 master weights where the weights are narrower, and Adam's two moments,
+    each once.
+    """
     precision = FLOAT32 if dtype == "float32" else BF16
     return parameter_count(model) * precision.checkpoint + BESIDE_TENSORS
 
@@ -118,21 +128,24 @@ def check_room(folder: Path, needed: int) -> None:
     free = free_bytes(folder)
     if free < needed:
         raise EnvironmentFault(
-            f"{folder}: a checkpoint needs {_size(needed)} and {_size(free)} are free; make room, or give a run directory on another disk "
-            "(--run-dir)"
+            f"{folder}: a checkpoint needs {_size(needed)} and {_size(free)} are free; make room, or give a run "
+            "directory on another disk (--run-dir)"
         )
 
 
 def room_note(config: RunConfig, model: ModelSpec, folder: Path) -> list[str]:
-    """A line when the disk of `folder` holds one checkpoint, and not as many as the run is to keep with one more beside them."""
+    """A line when the disk of `folder` holds one checkpoint,
+    and not as many as the run is to keep with one more beside them.
+    """
     size, wanted = checkpoint_bytes(model, config.model.dtype), config.trainer.max_actor_ckpt_to_keep + 1
     present = len(list(folder.glob("checkpoints/step-*")))
     free = free_bytes(folder)
     if free >= size * (wanted - present):
         return []
     return [
-        f"note: {_size(free)} are free, room for {free // size} more checkpoints of {_size(size)}; trainer.max_actor_ckpt_to_keep is "
-        f"{wanted - 1}, and one more lies there while it is written. A save that finds no room is left out"
+        f"note: {_size(free)} are free, room for {free // size} more checkpoints of {_size(size)}; "
+        f"trainer.max_actor_ckpt_to_keep is {wanted - 1}, and one more lies there while it is written. A save that "
+        "finds no room is left out"
     ]
 
 

@@ -36,7 +36,9 @@ SCRATCH_BYTES = MIB
 class StoredBox:
     """A box of a Hugging Face tensor within a stored local tensor."""
 
-    parts: tuple[StoredTensor, ...]  # that make up the local tensor, in flat order; the tuple is shared by all its boxes
+    parts: tuple[
+        StoredTensor, ...
+    ]  # that make up the local tensor, in flat order; the tuple is shared by all its boxes
     piece: Piece
 
 
@@ -89,7 +91,9 @@ def _check_apart(folder: Path, tensor: str, boxes: list[Box]) -> None:
     if 0 in ranks or len(ranks) > 1:
         raise EnvironmentFault(f"{folder}: the stored blocks of {tensor} are of ranks {sorted(ranks)}; {_DAMAGED}")
     if pair := first_overlap(boxes):
-        raise EnvironmentFault(f"{folder}: {tensor} is stored twice, in {pair[0].ranges} and {pair[1].ranges}; {_DAMAGED}")
+        raise EnvironmentFault(
+            f"{folder}: {tensor} is stored twice, in {pair[0].ranges} and {pair[1].ranges}; {_DAMAGED}"
+        )
 
 
 def _check_add_up(folder: Path, parts: tuple[StoredTensor, ...]) -> None:
@@ -97,7 +101,8 @@ def _check_add_up(folder: Path, parts: tuple[StoredTensor, ...]) -> None:
     ends = [0, *(stop for _, stop in ranges)]
     if [start for start, _ in ranges] != ends[:-1] or ends[-1] != prod(parts[0].shape):
         raise EnvironmentFault(
-            f"{folder}: {parts[0].key} is stored in parts that do not add up, {ranges}; a rank's file is missing or {_DAMAGED}"
+            f"{folder}: {parts[0].key} is stored in parts that do not add up, {ranges}; a rank's file "
+            f"is missing or {_DAMAGED}"
         )
 
 
@@ -120,7 +125,10 @@ class BoxReader:
             os.close(self._handles.popitem()[1])
 
     def fill(self, role: str, name: str, box: Box, out: np.ndarray) -> None:
-        """Writes `box` of a tensor into `out`, integers of the stored width in the box's shape. Raises as `overlaps`."""
+        """Writes `box` of a tensor into `out`, integers of the stored width in the box's shape.
+
+        Raises as `overlaps`.
+        """
         for stored, common in self.overlaps(role, name, box):
             self.read(stored, common, out[common.rebase(box, Box.whole(box.shape)).slices])
 
@@ -174,13 +182,16 @@ class BoxReader:
         return location
 
     def _part_location(self, parts: tuple[StoredTensor, ...], part: StoredTensor, item_bytes: int) -> TensorBytes:
-        """Raises EnvironmentFault where the file has another size or dtype than described: the bytes behind it are a neighbour's."""
+        """Raises EnvironmentFault where the file has another size or dtype than described:
+        the bytes behind it are a neighbour's.
+        """
         location, (low, high) = self._location(part.file, part.key), _flat_range(part)
         described = (self._location(parts[0].file, parts[0].key).dtype, (high - low) * item_bytes)
         if (location.dtype, location.stop - location.start) != described:
             raise EnvironmentFault(
-                f"{self.folder / part.file}: {part.key} is described as {described[0]} of {described[1]} bytes and the file has "
-                f"{location.dtype} of {location.stop - location.start}; manifest and file do not belong together, choose another checkpoint"
+                f"{self.folder / part.file}: {part.key} is described as {described[0]} of {described[1]} bytes and the "
+                f"file has {location.dtype} of {location.stop - location.start}; manifest and file do not belong "
+                "together, choose another checkpoint"
             )
         return location
 
@@ -196,7 +207,9 @@ class BoxReader:
                 self._read_bytes(part.file, at, memoryview(out[start - begin : stop - begin]).cast("B"))
                 read += stop - start
         if read != out.size:
-            raise EnvironmentFault(f"{self.folder}: {parts[0].key} is stored in parts that do not add up; a rank's file is missing")
+            raise EnvironmentFault(
+                f"{self.folder}: {parts[0].key} is stored in parts that do not add up; a rank's file is missing"
+            )
 
     def _read_bytes(self, file: str, at: int, view: memoryview) -> None:
         if file not in self._handles:
@@ -208,4 +221,6 @@ class BoxReader:
                     raise EnvironmentFault(f"{self.folder / file} ended early: it is being changed, or was cut short")
                 view, at = view[count:], at + count
         except OSError as error:
-            raise EnvironmentFault(f"{self.folder / file} cannot be read ({error.strerror}); the disk may be damaged") from error
+            raise EnvironmentFault(
+                f"{self.folder / file} cannot be read ({error.strerror}); the disk may be damaged"
+            ) from error

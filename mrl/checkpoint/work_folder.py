@@ -1,4 +1,6 @@
-"""The folder that a conversion writes into until it is done: locked, sized, gone on with after a kill, and renamed at the end."""
+"""The folder that a conversion writes into until it is done: locked, sized, gone on with after a kill,
+and renamed at the end.
+"""
 
 import fcntl
 import json
@@ -16,7 +18,8 @@ from mrl.errors import ConfigError, EnvironmentFault
 def locked(work: Path, identity: str, sizes: dict[str, int]) -> Iterator[tuple[Path, FileFacts]]:
     """The folder to write into and the files that an earlier start finished there; nobody else writes meanwhile.
 
-    Before anything is written, the disk is known to be large enough. A start that finishes nothing leaves nothing behind.
+    Before anything is written, the disk is known to be large enough. A start that finishes nothing leaves nothing
+    behind.
     """
     folder = work / "files"
     try:
@@ -27,7 +30,9 @@ def locked(work: Path, identity: str, sizes: dict[str, int]) -> Iterator[tuple[P
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ConfigError(f"{work} is being written by another conversion; wait for it or choose another output") from None
+            raise ConfigError(
+                f"{work} is being written by another conversion; wait for it or choose another output"
+            ) from None
         done = _finished(work, identity, sizes)
         _check_space(work, done, sizes)
         if not done:
@@ -41,7 +46,10 @@ def locked(work: Path, identity: str, sizes: dict[str, int]) -> Iterator[tuple[P
 
 
 def finish_file(work: Path, name: str, facts: dict[str, Any]) -> None:
-    """Waits until a written file is on the disk, names it and records that it is finished. Raises OSError as the disk does."""
+    """Waits until a written file is on the disk, names it and records that it is finished.
+
+    Raises OSError as the disk does.
+    """
     part = work / "files" / f"{name}.part"
     fsync(part)
     part.rename(work / "files" / name)
@@ -86,7 +94,8 @@ def _empty(work: Path) -> None:
 
 
 def _check_space(work: Path, done: FileFacts, sizes: dict[str, int]) -> None:
-    """What will be deleted counts as free: files in work, or where nothing is gone on with, all files of the start before.
+    """What will be deleted counts as free: files in work, or where nothing is gone on with, all files of the start
+    before.
 
     Where the disk is too small they stay, for that start's own conversion to go on with; an empty folder does not.
     """
@@ -98,7 +107,8 @@ def _check_space(work: Path, done: FileFacts, sizes: dict[str, int]) -> None:
             shutil.rmtree(work, ignore_errors=True)
         disk = work.absolute().parent
         raise EnvironmentFault(
-            f"{disk}: {needed / 1e9:.1f} GB are to be written and {free / 1e9:.1f} GB are free; free some or choose another output"
+            f"{disk}: {needed / 1e9:.1f} GB are to be written and {free / 1e9:.1f} GB are free; free some "
+            "or choose another output"
         )
 
 
