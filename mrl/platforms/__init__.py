@@ -33,7 +33,9 @@ class Platform(Protocol):
         """Chooses the device of this process from its rank on the host."""
 
     def apply_patches(self) -> None:
-        """Replaces in torch and Megatron what does not work here; in Megatron worker processes only, before a model is built."""
+        """Replaces in torch and Megatron what does not work here; in Megatron worker processes only,
+        before a model is built.
+        """
 
     def deterministic(self) -> None:
         """Makes equal inputs give equal bits from here on, in this process."""
@@ -48,8 +50,8 @@ class Platform(Protocol):
         """Waits for all work of this device."""
 
     def beside(self) -> AbstractContextManager[Any]:
-        """Copies that are enqueued in the block run beside what computes, after all that was enqueued before; `synchronize` waits for
-        both. What they fill has to be allocated outside of it.
+        """Copies that are enqueued in the block run beside what computes, after all that was enqueued before;
+        `synchronize` waits for both. What they fill has to be allocated outside of it.
         """
 
     def reset_peak_memory(self) -> None:
@@ -65,7 +67,10 @@ class Platform(Protocol):
         """Environment variables that must be set before torch.distributed starts with this rendezvous address."""
 
     def host_memory(self, nbytes: int) -> "torch.Tensor":
-        """uint8 [nbytes] on the host, in memory that the device reads and writes at full speed. Contents are not set."""
+        """uint8 [nbytes] on the host, in memory that the device reads and writes at full speed.
+
+        Contents are not set.
+        """
 
     def release_cache(self) -> None:
         """Gives freed device memory back to the device, so that other processes on it can have it."""

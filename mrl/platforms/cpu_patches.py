@@ -46,7 +46,9 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _on_cpu(factory: Any) -> Any:
-    """A tensor factory that answers a request for a CUDA tensor, or for one in pinned memory, with a plain CPU tensor."""
+    """A tensor factory that answers a request for a CUDA tensor, or for one in pinned memory,
+    with a plain CPU tensor.
+    """
 
     def make(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
         return factory(*args, device=_CPU if _is_cuda(device) else device, **kwargs)
@@ -72,7 +74,9 @@ def _plain(sizes: Any) -> Any:
 
 
 def _all_to_all_single(original: Any) -> Any:
-    def all_to_all_single(output: Any, input: Any, output_split_sizes: Any = None, input_split_sizes: Any = None, **kwargs: Any) -> Any:
+    def all_to_all_single(
+        output: Any, input: Any, output_split_sizes: Any = None, input_split_sizes: Any = None, **kwargs: Any
+    ) -> Any:
         return original(output, input, _plain(output_split_sizes), _plain(input_split_sizes), **kwargs)
 
     return all_to_all_single
@@ -97,7 +101,9 @@ def _recompute_without_fp8(original: Any) -> Any:
 
 
 class _TwoSides(TorchFunctionMode):
-    """Tells host from device where both are one memory: what `cpu()` returned is on the host, and so is what is made from it."""
+    """Tells host from device where both are one memory: what `cpu()` returned is on the host,
+    and so is what is made from it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,9 +149,21 @@ PATCHES: tuple[Patch, ...] = (
     Patch("torch.cuda.current_device", _answer(_CPU), "Megatron builds its tensors on this device"),
     Patch("torch.cuda.synchronize", _answer(None), "pipeline stages wait for the shapes they receive"),
     Patch("torch.cuda.get_rng_state", _get_rng_state, "the generator tracker saves a new state with it"),
-    Patch("torch.cuda.manual_seed", lambda _: torch.random.default_generator.manual_seed, "the generator tracker seeds with it"),
-    Patch("megatron.core.tensor_parallel.random._get_cuda_rng_state", _get_rng_state, "the generator tracker forks with it"),
-    Patch("megatron.core.tensor_parallel.random._set_cuda_rng_state", _set_rng_state, "the generator tracker forks with it"),
+    Patch(
+        "torch.cuda.manual_seed",
+        lambda _: torch.random.default_generator.manual_seed,
+        "the generator tracker seeds with it",
+    ),
+    Patch(
+        "megatron.core.tensor_parallel.random._get_cuda_rng_state",
+        _get_rng_state,
+        "the generator tracker forks with it",
+    ),
+    Patch(
+        "megatron.core.tensor_parallel.random._set_cuda_rng_state",
+        _set_rng_state,
+        "the generator tracker forks with it",
+    ),
     Patch("torch.cuda.Stream", lambda _: _Stream, "the all-to-all dispatcher makes a side stream"),
     Patch("torch.cuda.current_stream", _answer(_STREAM), "the all-to-all dispatcher waits for it"),
     Patch("torch.Tensor.cuda", _itself, "mbridge moves each model chunk to the device, Megatron tied embeddings"),
@@ -153,7 +171,8 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "torch.utils._device._device_constructors",
         _known_constructors,
-        "torch.device('meta') contexts look the factories up here; wrapped ones would be missed and leave tensors unmoved",
+        "torch.device('meta') contexts look the factories up here; wrapped ones would be missed "
+        "and leave tensors unmoved",
     ),
     Patch("torch.tensor", _on_cpu, "gradient scalers and norms ask for device='cuda' by name"),
     Patch("torch.zeros", _on_cpu, "schedules and gradient norms ask for device='cuda' by name"),
@@ -164,7 +183,11 @@ PATCHES: tuple[Patch, ...] = (
         "the hybrid optimizer (optimizer_cpu_offload) goes by is_cuda, and pins what it copies",
     ),
     Patch("torch.distributed.all_to_all_single", _all_to_all_single, "gloo refuses split sizes given as tensors"),
-    Patch("torch.distributed.all_gather", _all_gather, "gloo refuses uneven sizes, which expert tensor parallelism gathers"),
+    Patch(
+        "torch.distributed.all_gather",
+        _all_gather,
+        "gloo refuses uneven sizes, which expert tensor parallelism gathers",
+    ),
     Patch(
         "megatron.core.transformer.moe.moe_utils.te_general_gemm",
         lambda original: None if original is MISSING else original,

@@ -24,15 +24,18 @@ _NPU_SHARED_DEVICE = {
     # EJ0003
     "HCCL_HOST_SOCKET_PORT_RANGE": "auto",
     "HCCL_NPU_SOCKET_PORT_RANGE": "auto",
-    # MB, twice for each pair of a rank and a worker that a weight sync connects; at the default of 20 the 254 pairs of a device of a
-    # 235B run would take 10 GB, which no plan of an engine's memory knows of
+    # MB, twice for each pair of a rank and a worker that a weight sync connects; at the default of 20 the 254 pairs of
+    # a device of a 235B run would take 10 GB, which no plan of an engine's memory knows of
     "P2P_HCCL_BUFFSIZE": "8",
 }
 
-# Lengths differ from step to step, and fixed segments fragment; so ranks get expandable ones. Engines must not have them: what lies
-# in them cannot be opened with the handles that vLLM's all-reduce exchanges when graphs are captured (the process exits with
-# `custom_all_reduce.cuh: invalid argument`, vllm-project/vllm#42609), nor with those of weight syncs, and memory that sleeps refuses
-# them. False is said, not left out: the job's environment may say otherwise, and vllm-ascend would add True where nothing is said.
+# Lengths differ from step to step, and fixed segments fragment; so ranks get expandable ones. Engines must not have
+# them: what lies in them cannot be opened with the handles that vLLM's all-reduce exchanges when graphs are captured
+# (the process exits with
+# `custom_all_reduce.cuh: invalid argument`, vllm-project/vllm#42609), nor with those of weight syncs, and memory that
+# sleeps refuses
+# them. False is said, not left out: the job's environment may say otherwise, and vllm-ascend would add True where
+# nothing is said.
 # torch reads PYTORCH_ALLOC_CONF only where the device's own variable is not set (c10/cuda/CUDAAllocatorConfig.h).
 _SEGMENTS = {"cuda": "PYTORCH_CUDA_ALLOC_CONF", "npu": "PYTORCH_NPU_ALLOC_CONF"}
 
@@ -53,7 +56,8 @@ _NPU_ACTOR = _NPU_SHARED_DEVICE | {
 _CUDA_ACTOR = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 _NPU_ENGINE = _NPU_SHARED_DEVICE | {
-    "VLLM_ASCEND_ENABLE_NZ": "0",  # FRACTAL_NZ storage cannot be written in place: new weights would come out as garbage
+    # FRACTAL_NZ storage cannot be written in place: new weights would come out as garbage
+    "VLLM_ASCEND_ENABLE_NZ": "0",
     "TASK_QUEUE_ENABLE": "1",  # 2 dispatches faster, conflicts with captured graphs and raises the peak of memory
 }
 
@@ -61,11 +65,12 @@ _NPU_ENGINE = _NPU_SHARED_DEVICE | {
 _NPU_ENGINE_ARGUMENTS = {"additional_config": {"weight_nz_mode": 0}}
 
 
-# Argument of vLLM: on Blackwell it would take FlashInfer's MoE kernels, whose experts lie otherwise than the plan of a weight sync has
-# them. On older devices this is what it takes by itself.
+# Argument of vLLM: on Blackwell it would take FlashInfer's MoE kernels, whose experts lie otherwise than the plan of a
+# weight sync has them. On older devices this is what it takes by itself.
 _CUDA_ENGINE_ARGUMENTS = {"moe_backend": "triton"}
 
-# vLLM and Megatron compile a few functions of integers in every process anew, with a C++ compiler the first time: 4 to 20 s
+# vLLM and Megatron compile a few functions of integers in every process anew, with a C++ compiler the first time: 4 to
+# 20 s
 _CPU_EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 
 
@@ -76,7 +81,9 @@ class Hosting:
     device: str  # also the dialect in which an engine's final weights are described
     ray_resource: str | None  # what Ray calls the accelerator
     checks_batch_order: bool  # generation must not depend on what else is in the batch; only CPU can promise it
-    memory_reach: Reach = "process"  # how far device memory can be opened from another process; mrl.platforms.transfer does it
+    memory_reach: Reach = (
+        "process"  # how far device memory can be opened from another process; mrl.platforms.transfer does it
+    )
     orders_devices: bool = True  # a process may be shown devices in any order; CANN takes them ascending only
     returns_routes: bool = True  # vLLM itself returns routed experts; on CPU its model runner that does so lacks Triton
 
@@ -85,7 +92,9 @@ class Hosting:
         return {"CPU": cpus} | ({self.ray_resource: float(devices)} if self.ray_resource else {})
 
     def visible_devices(self, names: Sequence[str]) -> dict[str, str]:
-        """Environment that shows a process these devices of its node and no other, in this order; Ray is told to leave it alone."""
+        """Environment that shows a process these devices of its node and no other, in this order;
+        Ray is told to leave it alone.
+        """
         if self.ray_resource is None:
             return {}
         variable = _VISIBLE[self.ray_resource]
@@ -113,12 +122,15 @@ class Hosting:
             **_CPU_EAGER,
             "CUDA_VISIBLE_DEVICES": "",
             "VLLM_CPU_KVCACHE_SPACE": str(kvcache_gib),
-            # Where keys of a sequence are split among threads depends on what else is in the step, and so would its bits.
+            # Where keys of a sequence are split among threads depends on what else is in the step, and so would its
+            # bits.
             "VLLM_CPU_ATTN_SPLIT_KV": "0",
             "VLLM_CPU_OMP_THREADS_BIND": cpu_binding(sorted(os.sched_getaffinity(0)), engine_id, engines, workers),
         }
 
-    def engine_arguments(self, max_model_len: int, max_num_batched_tokens: int | None, sleeps: bool = False) -> dict[str, Any]:
+    def engine_arguments(
+        self, max_model_len: int, max_num_batched_tokens: int | None, sleeps: bool = False
+    ) -> dict[str, Any]:
         """Arguments of vLLM that this device needs; the run's own come after them and win.
 
         `sleeps`: the engine gives its memory to an actor on the same device; on the CPU every engine can.
@@ -181,11 +193,13 @@ def _npu_faults(environment: Mapping[str, str]) -> list[str]:
         ),
         (
             bool(environment.get("VLLM_PLUGINS")) and "ascend" not in environment["VLLM_PLUGINS"].split(","),
-            "VLLM_PLUGINS leaves vllm-ascend's platform plugin out, so vLLM would not see the NPUs; unset it or add ascend and mrl",
+            "VLLM_PLUGINS leaves vllm-ascend's platform plugin out, so vLLM would not see the NPUs; unset "
+            "it or add ascend and mrl",
         ),
         (
             environment.get("VLLM_ASCEND_ENABLE_FUSED_MC2", "0") != "0",
-            "VLLM_ASCEND_ENABLE_FUSED_MC2 is on: it keeps copies of the expert weights that no update reaches; unset it or set 0",
+            "VLLM_ASCEND_ENABLE_FUSED_MC2 is on: it keeps copies of the expert weights that no update "
+            "reaches; unset it or set 0",
         ),
         (
             environment.get("TASK_QUEUE_ENABLE", "1") == "2",

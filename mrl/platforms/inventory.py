@@ -15,15 +15,18 @@ from mrl.platforms.versions import MIN_NPU_DRIVER_FOR_IPC
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 # programs that prove that torch computes on the device; they print one line
 TORCH_PROBES = {
-    "cpu": "import torch; torch.ones(2).sum(); print('torch', torch.__version__, 'computes;', torch.get_num_threads(), 'threads')",
-    "cuda": "import torch; n = torch.cuda.device_count(); assert n, 'torch sees no device'; torch.ones(2, device='cuda').sum().item(); "
+    "cpu": "import torch; torch.ones(2).sum(); print('torch', torch.__version__, 'computes;', "
+    "torch.get_num_threads(), 'threads')",
+    "cuda": "import torch; n = torch.cuda.device_count(); assert n, 'torch sees no device'; torch.ones(2, "
+    "device='cuda').sum().item(); "
     "print('torch', torch.__version__, 'computes on', n, torch.cuda.get_device_name(0))",
     "npu": "import torch, torch_npu; n = torch.npu.device_count(); assert n, 'torch_npu sees no device'; "
     "torch.ones(2).npu().sum().item(); print('torch_npu', torch_npu.__version__, 'computes on', n, 'devices')",
 }
 # programs that prove that the layers of an accelerator's ranks can be had; they take a while
 LAYER_PROBES = {
-    "cuda": "import transformer_engine.pytorch, transformer_engine as te; print('Transformer Engine', te.__version__, 'imports')",
+    "cuda": "import transformer_engine.pytorch, transformer_engine as te; print('Transformer Engine', "
+    "te.__version__, 'imports')",
 }
 _ASCEND = Path("/usr/local/Ascend")
 _TIMEOUT_S = 5.0
@@ -89,13 +92,22 @@ def visible_faults(kind: str, count: int, environment: Mapping[str, str]) -> lis
     if not listed:
         return [f"{name} is empty, which hides every device; unset it"]
     wrong = [part for part in listed if part.isdigit() and int(part) >= count]
-    return [f"{name}={value} names {', '.join(wrong)}, and this host has devices 0 to {count - 1}"] if wrong and count else []
+    return (
+        [f"{name}={value} names {', '.join(wrong)}, and this host has devices 0 to {count - 1}"]
+        if wrong and count
+        else []
+    )
 
 
 def device_number(name: str) -> int:
-    """A device as its scheduler calls it, as a number that every process of its host comes to: the index, or for a UUID or an id of a MIG
-    partition, which are names, one above any index."""
-    return int(name) if name.isdigit() else 1 << 40 | int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big")
+    """A device as its scheduler calls it, as a number that every process of its host comes to: the index, or for a UUID
+    or an id of a MIG partition, which are names, one above any index.
+    """
+    return (
+        int(name)
+        if name.isdigit()
+        else 1 << 40 | int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big")
+    )
 
 
 def driver_fault(devices: HostDevices) -> tuple[str, str] | None:
@@ -106,12 +118,18 @@ def driver_fault(devices: HostDevices) -> tuple[str, str] | None:
         return "version unknown", "mount /usr/local/Ascend/driver/version.info into the container"
     if _numbers(devices.driver) < _numbers(MIN_NPU_DRIVER_FOR_IPC):
         least = MIN_NPU_DRIVER_FOR_IPC
-        return devices.driver, f"update HDK to {least} or newer; older ones cannot share device memory between actor and engine"
+        return (
+            devices.driver,
+            f"update HDK to {least} or newer; older ones cannot share device memory between actor and engine",
+        )
     return None
 
 
 def network_fault(kind: str, rdma: Rdma, nnodes: int) -> tuple[str, str] | None:
-    """Why NCCL would take sockets between nodes, which it does silently, and the cure. HCCL has adapters of its own, in the devices."""
+    """Why NCCL would take sockets between nodes, which it does silently, and the cure.
+
+    HCCL has adapters of its own, in the devices.
+    """
     if kind != "cuda":
         return None
     if not rdma.adapters:
@@ -121,7 +139,10 @@ def network_fault(kind: str, rdma: Rdma, nnodes: int) -> tuple[str, str] | None:
     if not rdma.devices:
         return f"{listed}, but no /dev/infiniband", "give a container --device /dev/infiniband --ulimit memlock=-1"
     if not rdma.library:
-        return f"{listed}, but libibverbs.so.1 cannot be loaded", "apt-get install libibverbs1 ibverbs-providers rdma-core"
+        return (
+            f"{listed}, but libibverbs.so.1 cannot be loaded",
+            "apt-get install libibverbs1 ibverbs-providers rdma-core",
+        )
     return None
 
 
@@ -153,7 +174,10 @@ def _cpu_features() -> str | None:
         flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return None
-    return ", ".join(name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if re.search(rf"\b{name}\b", flags)) or None
+    return (
+        ", ".join(name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if re.search(rf"\b{name}\b", flags))
+        or None
+    )
 
 
 def _npu_driver() -> str | None:

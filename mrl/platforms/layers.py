@@ -7,11 +7,17 @@ from typing import Literal
 from mrl.errors import EnvironmentFault
 
 Layers = Literal["torch", "transformer_engine"]
-FAMILIES = {"cuda": "Transformer Engine", "npu": "MindSpeed's, under Transformer Engine's names"}  # what an accelerator's row brings
+FAMILIES = {
+    "cuda": "Transformer Engine",
+    "npu": "MindSpeed's, under Transformer Engine's names",
+}  # what an accelerator's row brings
 
 
 def layers() -> Layers:
-    """Megatron's own answer: a Transformer Engine that is installed and cannot be imported is none. Imports Megatron where there is one."""
+    """Megatron's own answer: a Transformer Engine that is installed and cannot be imported is none.
+
+    Imports Megatron where there is one.
+    """
     if find_spec("transformer_engine") is None:
         return "torch"
     found = importlib.import_module("megatron.core.extensions.transformer_engine").HAVE_TE
@@ -22,7 +28,8 @@ def check_layers(device: str, found: Layers, allow_torch: bool) -> None:
     """Raises EnvironmentFault where an accelerator would compute in plain torch and nobody said that it may."""
     if device in FAMILIES and found == "torch" and not allow_torch:
         raise EnvironmentFault(
-            f"cluster.device={device}, but Megatron finds no Transformer Engine in this process ({FAMILIES[device]} is missing, or "
-            "cannot be imported): it would compute in plain torch, expert by expert, unfused, in more memory than was planned. Install it "
-            "(scripts/install.sh, mrl doctor --deep), or set model.allow_torch_layers: true"
+            f"cluster.device={device}, but Megatron finds no Transformer Engine in this process ({FAMILIES[device]} is "
+            "missing, or cannot be imported): it would compute in plain torch, expert by expert, unfused, in more "
+            "memory than was planned. Install it (scripts/install.sh, mrl doctor --deep), or set "
+            "model.allow_torch_layers: true"
         )

@@ -29,13 +29,21 @@ DEFAULTS = {
     "context_parallel_algo": "megatron_cp_algo",  # ring attention: how our batches are cut
 }
 SIZES = (
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "context_parallel_size",
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
     "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel",
 )  # fmt: skip
 # fields of a transformer config that are MindSpeed's alone: it takes them when it is applied, and Megatron's own class
 # has no such fields
 MINDSPEED_FIELDS = frozenset(
-    ("use_flash_attn", "use_fused_rmsnorm", "use_fused_swiglu", "use_fused_rotary_pos_emb", "fused_permute_unpermute", "swap_optimizer")
+    (
+        "use_flash_attn",
+        "use_fused_rmsnorm",
+        "use_fused_swiglu",
+        "use_fused_rotary_pos_emb",
+        "fused_permute_unpermute",
+        "swap_optimizer",
+    )
 )
 
 
@@ -57,12 +65,13 @@ def adapt(layout: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
 def _import_first() -> None:
     if early := sorted(name for name in sys.modules if name.split(".")[0] == "megatron"):
         raise EnvironmentFault(
-            f"{early[0]} was imported before MindSpeed, which then cannot replace what others have already taken from it; "
-            "in the process of an NPU rank nothing may import Megatron before mrl.platforms.prepare_process"
+            f"{early[0]} was imported before MindSpeed, which then cannot replace what others have already taken from "
+            "it; in the process of an NPU rank nothing may import Megatron before mrl.platforms.prepare_process"
         )
     if importlib.util.find_spec("megatron_adaptor"):
         raise EnvironmentFault(
-            f"the installed MindSpeed is core_r0.17.0 or newer, which comes in three packages; this version of mrl supports {BRANCH}"
+            "the installed MindSpeed is core_r0.17.0 or newer, which comes in three packages; this version "
+            f"of mrl supports {BRANCH}"
         )
     try:
         with _hidden_arguments():

@@ -39,8 +39,8 @@ def refuse_beside_vllm() -> None:
     """Raises EnvironmentFault in a process that has imported vllm."""
     if "vllm" in sys.modules:
         raise EnvironmentFault(
-            "torch cannot be adapted to Megatron in a process that has imported vllm: it would change what vllm runs on. "
-            "Run actor ranks and rollout engines in processes of their own"
+            "torch cannot be adapted to Megatron in a process that has imported vllm: it would change what vllm runs "
+            "on. Run actor ranks and rollout engines in processes of their own"
         )
 
 

@@ -52,7 +52,9 @@ def resident_bytes() -> int:
 
 
 def give_back_heap() -> None:
-    """Returns freed memory to the operating system, where the C library can be asked to: it keeps what was made in small pieces."""
+    """Returns freed memory to the operating system, where the C library can be asked to:
+    it keeps what was made in small pieces.
+    """
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -60,7 +62,11 @@ def give_back_heap() -> None:
 
 
 def process_memory(
-    device: str, on_host: "Iterable[Tensor]" = (), roots: "Iterable[Tensor]" = (), unseen_bytes: int = 0, absent_bytes: int = 0
+    device: str,
+    on_host: "Iterable[Tensor]" = (),
+    roots: "Iterable[Tensor]" = (),
+    unseen_bytes: int = 0,
+    absent_bytes: int = 0,
 ) -> ProcessMemory:
     """What this process holds now.
 
@@ -82,7 +88,8 @@ def process_memory(
 def live_bytes(on_host: "Iterable[Tensor]" = (), roots: "Iterable[Tensor]" = ()) -> int:
     """Bytes of all CPU storages that Python knows of, each once, without those under `on_host`.
 
-    The collector does not list what `gc.freeze` set aside, as `note_baseline` and vLLM do: such tensors have to be among `roots`.
+    The collector does not list what `gc.freeze` set aside, as `note_baseline` and vLLM do: such tensors have to be
+    among `roots`.
     """
     import torch
 

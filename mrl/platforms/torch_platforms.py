@@ -26,11 +26,15 @@ _KIB_PER_GIB = GIB // 1024
 
 def _deterministic_kernels() -> None:
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # would only hide a read of fresh memory, at the price of a pass
+    torch.utils.deterministic.fill_uninitialized_memory = (
+        False  # would only hide a read of fresh memory, at the price of a pass
+    )
 
 
 class CpuPlatform:
-    """One process a rank, one compute thread, gloo collectives; stand-ins for what Megatron asks of torch.cuda (see cpu_patches)."""
+    """One process a rank, one compute thread, gloo collectives; stand-ins for what Megatron asks of torch.cuda
+    (see cpu_patches).
+    """
 
     name = "cpu"
     distributed_backend = "gloo"
@@ -156,7 +160,8 @@ class CudaPlatform(_Accelerator):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         # Megatron's deterministic mode refuses Transformer Engine without it
         os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-        # Read when the first communicator is made. Left alone, NCCL may sum in the switches (NVLS), whose order is not fixed.
+        # Read when the first communicator is made. Left alone, NCCL may sum in the switches (NVLS), whose order is not
+        # fixed.
         os.environ.setdefault("NCCL_ALGO", "Ring")
         torch.backends.cudnn.benchmark = False
         _deterministic_kernels()
@@ -173,13 +178,13 @@ class NpuPlatform(_Accelerator):
             importlib.import_module("torch_npu")  # adds torch.npu
         except ImportError as error:
             raise EnvironmentFault(
-                f"cluster.device=npu, but torch_npu cannot be imported ({error}); install the npu extra and CANN, source CANN's "
-                "set_env.sh, or set cluster.device to cuda or cpu"
+                f"cluster.device=npu, but torch_npu cannot be imported ({error}); install the npu extra and CANN, "
+                "source CANN's set_env.sh, or set cluster.device to cuda or cpu"
             ) from error
         if not torch.npu.is_available():
             raise EnvironmentFault(
-                "cluster.device=npu, but torch_npu sees no NPU on this host: check `npu-smi info`, ASCEND_RT_VISIBLE_DEVICES and that "
-                "CANN's set_env.sh was sourced"
+                "cluster.device=npu, but torch_npu sees no NPU on this host: check `npu-smi info`, "
+                "ASCEND_RT_VISIBLE_DEVICES and that CANN's set_env.sh was sourced"
             )
         check_npu_environment(os.environ)
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from mrl.errors import EnvironmentFault
 
 _POLL_S = 1e-4
-# The group's own deadline, in times of ours: where it passes, a watchdog ends the process, and nobody could fence or sync again.
+# The group's own deadline, in times of ours: where it passes, a watchdog ends the process, and nobody could fence or
+# sync again.
 _WATCHDOG = 4
 _NO_DEVICE = "the CPU has no device memory to share; the pair goes through a shared-memory file"
 
@@ -36,8 +37,13 @@ class Transfer(Protocol):
     def free_bytes(self) -> int | None:
         """Of this device, whoever has the rest; None where there is no memory apart from the host's."""
 
-    def point_to_point_group(self, store: dist.Store, number: int, size: int, timeout_s: float, host: str) -> dist.Backend:
-        """A process group that is registered nowhere. `host`: where the store is. `timeout_s`: the longest that `wait` will be told to."""
+    def point_to_point_group(
+        self, store: dist.Store, number: int, size: int, timeout_s: float, host: str
+    ) -> dist.Backend:
+        """A process group that is registered nowhere.
+
+        `host`: where the store is. `timeout_s`: the longest that `wait` will be told to.
+        """
 
     def wait(self, work: dist.Work, timeout_s: float) -> bool:
         """Whether the group's send or receive is over by then; the caller, and what it enqueues next, come after it.
@@ -49,7 +55,9 @@ class Transfer(Protocol):
         """Ends the group's communication, also what is under way."""
 
     def pin(self, memory: Tensor) -> Callable[[], None]:
-        """Makes host memory that is shared with other processes as quick for the device as memory of its own; the answer undoes it."""
+        """Makes host memory that is shared with other processes as quick for the device as memory of its own;
+        the answer undoes it.
+        """
 
     def arena(self, nbytes: int) -> Tensor:
         """uint8 [nbytes] on this device, in memory that other processes can open for as long as it lives.
@@ -58,7 +66,10 @@ class Transfer(Protocol):
         """
 
     def share_memory(self, tensor: Tensor) -> dict[str, Any]:
-        """A handle of a whole arena, as plain data. The arena must outlive its users. Raises EnvironmentFault for other memory."""
+        """A handle of a whole arena, as plain data.
+
+        The arena must outlive its users. Raises EnvironmentFault for other memory.
+        """
 
     def open_memory(self, handle: dict[str, Any]) -> Tensor:
         """The arena behind another process's handle. It is mapped here until the last tensor on it is gone."""
@@ -79,12 +90,18 @@ class CpuTransfer:
     def free_bytes(self) -> int | None:
         return None
 
-    def point_to_point_group(self, store: dist.Store, number: int, size: int, timeout_s: float, host: str) -> dist.Backend:
+    def point_to_point_group(
+        self, store: dist.Store, number: int, size: int, timeout_s: float, host: str
+    ) -> dist.Backend:
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=timeout_s)
         # otherwise gloo listens on what the host's name resolves to, which on a laptop may be nothing
         local = host in ("127.0.0.1", "localhost")
-        options._devices = [dist.ProcessGroupGloo.create_device(interface="lo") if local else dist.ProcessGroupGloo.create_default_device()]
+        options._devices = [
+            dist.ProcessGroupGloo.create_device(interface="lo")
+            if local
+            else dist.ProcessGroupGloo.create_default_device()
+        ]
         return dist.ProcessGroupGloo(store, number, size, options)
 
     def wait(self, work: dist.Work, timeout_s: float) -> bool:
@@ -112,7 +129,8 @@ class _DeviceMemory:
     A handle begins with the allocator's version and a letter for the kind of segment (`ShareableHandleType` in both
     allocators): c for one made in one piece, e for an expandable one. Those are refused. Their physical pages come and
     go, opening them needs more of the system, and two releases of torch had it wrong (pytorch 179220 and 190860).
-    Memory of a private pool is refused as well: vLLM's sleep takes the pages of its pool away under whoever has it open.
+    Memory of a private pool is refused as well: vLLM's sleep takes the pages of its pool away under whoever has it
+    open.
     """
 
     name: str  # of the torch module
@@ -134,8 +152,8 @@ class _DeviceMemory:
         return self._module.mem_get_info()[0]
 
     def wait(self, work: dist.Work, timeout_s: float) -> bool:
-        # Its own `wait` makes the stream wait, not the host, whatever time it is given (ProcessGroupNCCL.cpp, ProcessGroupHCCL.cpp,
-        # where it also "always" returns true).
+        # Its own `wait` makes the stream wait, not the host, whatever time it is given (ProcessGroupNCCL.cpp,
+        # ProcessGroupHCCL.cpp, where it also "always" returns true).
         deadline = time.monotonic() + timeout_s
         while not work.is_completed():
             if time.monotonic() > deadline:
@@ -148,8 +166,8 @@ class _DeviceMemory:
         self.synchronize()
         if pool := _private_pool(self._module.memory_snapshot(), tensor.data_ptr()):
             raise EnvironmentFault(
-                f"an arena for weight syncs would lie in the private memory pool {pool} (vLLM's, which sleeps), so other processes "
-                "must not open it; set reshard.transport: shm"
+                f"an arena for weight syncs would lie in the private memory pool {pool} (vLLM's, which sleeps), so "
+                "other processes must not open it; set reshard.transport: shm"
             )
         return tensor
 
@@ -158,10 +176,13 @@ class _DeviceMemory:
         parts = dict(zip(self._FIELDS, share(), strict=True))
         if parts["handle"][1:2] == self._EXPANDABLE:
             raise EnvironmentFault(
-                "an arena for weight syncs lies in an expandable segment, which other processes must not open: leave expandable_segments "
-                "out of PYTORCH_ALLOC_CONF, PYTORCH_CUDA_ALLOC_CONF and PYTORCH_NPU_ALLOC_CONF of engines, or set reshard.transport: shm"
+                "an arena for weight syncs lies in an expandable segment, which other processes must not open: leave "
+                "expandable_segments out of PYTORCH_ALLOC_CONF, PYTORCH_CUDA_ALLOC_CONF and PYTORCH_NPU_ALLOC_CONF of "
+                "engines, or set reshard.transport: shm"
             )
-        return {k: base64.b64encode(v).decode() if isinstance(v, bytes) else v for k, v in parts.items()} | {"bytes": tensor.numel()}
+        return {k: base64.b64encode(v).decode() if isinstance(v, bytes) else v for k, v in parts.items()} | {
+            "bytes": tensor.numel()
+        }
 
     def open_memory(self, handle: dict[str, Any]) -> Tensor:
         self._module.init()
@@ -171,8 +192,8 @@ class _DeviceMemory:
             storage = getattr(torch.UntypedStorage, f"_new_shared_{self.name}")(*parts)
         except RuntimeError as error:
             raise EnvironmentFault(
-                f"another process's memory cannot be opened from this device ({error}): the two may not reach each other; "
-                "set reshard.transport: p2p, or shm within a node"
+                f"another process's memory cannot be opened from this device ({error}): the two may not reach each "
+                "other; set reshard.transport: p2p, or shm within a node"
             ) from error
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)[: handle["bytes"]]
 
@@ -198,11 +219,17 @@ class CudaTransfer(_DeviceMemory):
     def pin(self, memory: Tensor) -> Callable[[], None]:
         runtime, address = torch.cuda.cudart(), memory.data_ptr()
         if error := int(runtime.cudaHostRegister(address, memory.numel(), 0)):
-            print(f"weight syncs through host memory will be slow: cudaHostRegister says {error}; is ulimit -l unlimited?", file=sys.stderr)
+            print(
+                "weight syncs through host memory will be slow: cudaHostRegister says "
+                f"{error}; is ulimit -l unlimited?",
+                file=sys.stderr,
+            )
             return _nothing
         return lambda: runtime.cudaHostUnregister(address)
 
-    def point_to_point_group(self, store: dist.Store, number: int, size: int, timeout_s: float, host: str) -> dist.Backend:
+    def point_to_point_group(
+        self, store: dist.Store, number: int, size: int, timeout_s: float, host: str
+    ) -> dist.Backend:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=_WATCHDOG * timeout_s)
         return dist.ProcessGroupNCCL(store, number, size, options)
@@ -212,15 +239,18 @@ class CudaTransfer(_DeviceMemory):
 
 
 class NpuTransfer(_DeviceMemory):
-    """HCCL through torch_npu, and its inter-process handles (torch_npu/utils/storage.py, csrc/ipc; HDK 25.3 and CANN 8.3 or
-    later). Written against its sources; untested on hardware."""
+    """HCCL through torch_npu, and its inter-process handles (torch_npu/utils/storage.py, csrc/ipc; HDK 25.3 and CANN
+    8.3 or later). Written against its sources; untested on hardware.
+    """
 
     name = "npu"
 
     def pin(self, memory: Tensor) -> Callable[[], None]:
         return _nothing  # torch_npu 2.10 has no call for it
 
-    def point_to_point_group(self, store: dist.Store, number: int, size: int, timeout_s: float, host: str) -> dist.Backend:
+    def point_to_point_group(
+        self, store: dist.Store, number: int, size: int, timeout_s: float, host: str
+    ) -> dist.Backend:
         from torch_npu._C._distributed_c10d import ProcessGroupHCCL
 
         options = ProcessGroupHCCL.Options()
@@ -228,7 +258,9 @@ class NpuTransfer(_DeviceMemory):
         return ProcessGroupHCCL(store, number, size, options)
 
     def abort(self, group: dist.Backend) -> None:
-        group.abort_hccl_comm("a weight sync was abandoned")  # the `abort` that it inherits does nothing (csrc/distributed/Init.cpp)
+        group.abort_hccl_comm(
+            "a weight sync was abandoned"
+        )  # the `abort` that it inherits does nothing (csrc/distributed/Init.cpp)
 
 
 _TRANSFERS = {"cpu": CpuTransfer, "cuda": CudaTransfer, "npu": NpuTransfer}

