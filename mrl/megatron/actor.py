@@ -22,11 +22,27 @@ from mrl.megatron import parallel
 from mrl.megatron.batching import MicroBatch, RowResult, Splitter, UpdateResult, check_batch
 from mrl.megatron.bridge import DTYPES, Bridge, MBridge
 from mrl.megatron.cut import ReplicaCut, StepCut, step_cut
-from mrl.megatron.forward import Around, TokenOutputs, log_prob_pass, loss_pass, nothing_around, on_device, return_hidden_states
+from mrl.megatron.forward import (
+    Around,
+    TokenOutputs,
+    log_prob_pass,
+    loss_pass,
+    nothing_around,
+    on_device,
+    return_hidden_states,
+)
 from mrl.megatron.kernels import kernels_in_words
 from mrl.megatron.loss_parameters import loss_parameters
 from mrl.megatron.offload import FrozenWeights, Residence, needs, switched
-from mrl.megatron.optimizer import StepResult, build_optimizer, build_scheduler, current_lr, freeze, step, zero_gradients
+from mrl.megatron.optimizer import (
+    StepResult,
+    build_optimizer,
+    build_scheduler,
+    current_lr,
+    freeze,
+    step,
+    zero_gradients,
+)
 from mrl.megatron.packing import MicroInputs, micro_inputs
 from mrl.megatron.routing import Routing
 from mrl.megatron.traces import SwitchTraces
@@ -39,7 +55,10 @@ from mrl.platforms.process_memory import ProcessMemory, process_memory
 
 
 class MegatronActor:
-    """One rank of the actor. Every method is collective: all ranks call it with the same arguments, in the same order."""
+    """One rank of the actor.
+
+    Every method is collective: all ranks call it with the same arguments, in the same order.
+    """
 
     def __init__(self, config: RunConfig, rank: int, world_size: int, master_addr: str, master_port: int) -> None:
         """Joins the other ranks, builds this rank's part of the model and loads it from `config.model.path`.
@@ -72,7 +91,9 @@ class MegatronActor:
         replay = config.actor.router_replay
         self.routing = Routing(self.chunks, self.model, replay) if self.model.is_moe and not fused else None
         if config.actor.freeze_router:
-            freeze(p for chunk in self.chunks for name, p in chunk.named_parameters() if name.endswith(".router.weight"))
+            freeze(
+                p for chunk in self.chunks for name, p in chunk.named_parameters() if name.endswith(".router.weight")
+            )
         self.optimizer = build_optimizer(config.actor.optim, self.chunks, DTYPES[config.model.dtype])
         self.scheduler = build_scheduler(config.actor.optim, self.optimizer, config.total_updates)
         self.residence = Residence(self.platform, self.chunks, self.optimizer, switched(config.actor))
@@ -101,9 +122,11 @@ class MegatronActor:
         self.residence.offload()
 
     def bring(self, *kinds: str) -> None:
-        """Of what `actor.*_offload` names, these kinds are on the device and the others have left it: a hand-over of its own.
+        """Of what `actor.*_offload` names, these kinds are on the device and the others have left it: a hand-over of
+        its own.
 
-        What computes would bring them by itself; so the time that it takes, and a lack of memory, are told apart from computing.
+        What computes would bring them by itself; so the time that it takes, and a lack of memory, are told apart from
+        computing.
         """
         self._release_scratch()
         with self.residence.using(*kinds):
@@ -119,12 +142,17 @@ class MegatronActor:
         self.residence.prefetch(*kinds)
 
     def memory(self, on_host: Iterable[torch.Tensor] = ()) -> ProcessMemory:
-        """What this rank's process holds. `on_host`: more that lies on the host for good, beside the places of what was offloaded."""
+        """What this rank's process holds.
+
+        `on_host`: more that lies on the host for good, beside the places of what was offloaded.
+        """
         frozen = self.reference.pieces if self.reference and self.config.ref.param_offload else ()
         return process_memory(self.platform.name, chain(on_host, self.residence.on_host, frozen))
 
     def log_probs(self, batch: TrainBatch) -> RowResult | None:
-        """`policy_log_probs` of a whole step, the same batch on every rank; one rank a replica returns what it computed."""
+        """`policy_log_probs` of a whole step, the same batch on every rank;
+        one rank a replica returns what it computed.
+        """
         return _handed_out(self.policy_log_probs(batch, self._whole(batch).log_probs))
 
     def ref_log_probs(self, batch: TrainBatch) -> RowResult | None:
@@ -132,7 +160,9 @@ class MegatronActor:
         return _handed_out(self.reference_log_probs(batch, self._whole(batch).reference))
 
     def update(self, batch: TrainBatch) -> UpdateResult:
-        """`update_replica` of a whole step, the same batch on every rank, which selects the loss's tokens and counts by itself."""
+        """`update_replica` of a whole step, the same batch on every rank,
+        which selects the loss's tokens and counts by itself.
+        """
         check_batch(batch, self.model)
         cut = self._cut(batch)
         if batch.advantages is not None and batch.old_log_probs is not None:
@@ -144,7 +174,8 @@ class MegatronActor:
 
     @needs(PARAMETERS)
     def policy_log_probs(self, batch: TrainBatch, micros: Sequence[MicroBatch]) -> RowResult | None:
-        """Log-probabilities of the response tokens under the current weights, at the batch's temperatures: the old policy of a step.
+        """Log-probabilities of the response tokens under the current weights, at the batch's temperatures: the old
+        policy of a step.
 
         `batch` holds at least the rows of this replica's `micros`. Every rank of the last pipeline stage returns them,
         the others None.
@@ -159,7 +190,9 @@ class MegatronActor:
     def reference_log_probs(self, batch: TrainBatch, micros: Sequence[MicroBatch]) -> RowResult | None:
         """The same under the reference model's weights."""
         if self.reference is None:
-            raise RuntimeError("no reference model was loaded: algorithm.use_kl_loss and use_kl_in_reward are both false")
+            raise RuntimeError(
+                "no reference model was loaded: algorithm.use_kl_loss and use_kl_in_reward are both false"
+            )
         check_batch(batch, self.model)
         with self.reference.in_place():
             return self._log_probs(batch, micros, self.routing.supplying if self.routing else nothing_around)
@@ -174,17 +207,19 @@ class MegatronActor:
     def update_replica(
         self, batch: TrainBatch, mini_batches: Sequence[Sequence[MicroBatch]], counts: Sequence[Denominators]
     ) -> UpdateResult:
-        """One optimizer step per mini-batch. `batch` holds at least the rows of this replica's micro-batches, with `old_log_probs` and
-        `advantages` on the last pipeline stage; `counts` are of whole mini-batches, over all replicas.
+        """One optimizer step per mini-batch.
 
-        The metrics are one entry per mini-batch, on the ranks that hold results; the last, on one rank of every pipeline
-        stage the only one, has what is known of the stage's routers and switches. A mini-batch whose gradient norm is
-        not finite, or whose tokens are all rejected, changes nothing and counts in `actor/skipped_updates`. Raises
-        NumericAbort, on all ranks, at the trainer.max_skipped_updates-th such mini-batch in a row.
+        `batch` holds at least the rows of this replica's micro-batches, with `old_log_probs` and `advantages` on the
+        last pipeline stage; `counts` are of whole mini-batches, over all replicas.
 
-        With algorithm.anchor on_policy there is one mini-batch, without old log-probs: its own are handed out. Where one
-        of them, or of generation's, is not finite, nothing is changed and nothing counted: whoever reads them has to end
-        the run.
+        The metrics are one entry per mini-batch, on the ranks that hold results; the last, on one rank of every
+        pipeline stage the only one, has what is known of the stage's routers and switches. A mini-batch whose gradient
+        norm is not finite, or whose tokens are all rejected, changes nothing and counts in `actor/skipped_updates`.
+        Raises NumericAbort, on all ranks, at the trainer.max_skipped_updates-th such mini-batch in a row.
+
+        With algorithm.anchor on_policy there is one mini-batch, without old log-probs: its own are handed out. Where
+        one of them, or of generation's, is not finite, nothing is changed and nothing counted: whoever reads them has
+        to end the run.
         """
         check_batch(batch, self.model)
         self._check_columns(batch)
@@ -200,19 +235,25 @@ class MegatronActor:
     def _check_columns(self, batch: TrainBatch) -> None:
         given, wanted = batch.old_log_probs is not None, not self.config.algorithm.on_policy
         if parallel.on_last_stage() and (given != wanted or batch.advantages is None):
-            raise DataError(f"an update needs advantages in the batch, and old_log_probs {'too' if wanted else 'must not be there'}")
+            raise DataError(
+                f"an update needs advantages in the batch, and old_log_probs {'too' if wanted else 'must not be there'}"
+            )
 
     def gradients(self, batch: TrainBatch) -> list[FloatParts]:
-        """Leaves the gradient of the loss over a whole batch, the same on every rank, as one mini-batch, in the chunks' buffers.
+        """Leaves the gradient of the loss over a whole batch, the same on every rank, as one mini-batch, in the chunks'
+        buffers.
 
-        Returns the loss metrics of this replica's micro-batches on the ranks that hold results, an empty list elsewhere.
+        Returns the loss metrics of this replica's micro-batches on the ranks that hold results, an empty list
+        elsewhere.
         """
         shares = self._update_splitter.shares(batch.lengths)
         whole = self._with_selection(batch, (slice(0, len(batch)),)) if batch.old_log_probs is not None else batch
         return self._gradients(whole, shares[mpu.get_data_parallel_rank()], _count(batch))[0]
 
     @needs(PARAMETERS, GRADIENTS)
-    def _gradients(self, batch: TrainBatch, micros: Sequence[MicroBatch], count: Denominators) -> tuple[list[FloatParts], RowResult | None]:
+    def _gradients(
+        self, batch: TrainBatch, micros: Sequence[MicroBatch], count: Denominators
+    ) -> tuple[list[FloatParts], RowResult | None]:
         inputs = self._inputs(batch, micros)
         zero_gradients(self.chunks, self.optimizer)
         around = self.routing.comparing if self.routing else nothing_around
@@ -224,7 +265,9 @@ class MegatronActor:
         return [to_floats(result.metrics) for result in results] if parallel.holds_result() else [], old
 
     def export_hf(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, full tensor) of every weight, on every rank, in the model's dtype; a tensor is valid until the next is asked for."""
+        """(name, full tensor) of every weight, on every rank, in the model's dtype;
+        a tensor is valid until the next is asked for.
+        """
         with self.residence.using(PARAMETERS):
             yield from self.bridge.export_hf()
 
@@ -259,7 +302,9 @@ class MegatronActor:
         losses, old = self._gradients(batch, micros, count) if trained else ([], None)
         if trained and self.config.algorithm.on_policy and not self._all_finite(batch, old):
             return None, old
-        result = step(self.optimizer, self.scheduler) if trained else StepResult(False, math.nan, current_lr(self.optimizer))
+        result = (
+            step(self.optimizer, self.scheduler) if trained else StepResult(False, math.nan, current_lr(self.optimizer))
+        )
         self.num_updates += result.applied
         self._count_skipped(result, trained)
         if not parallel.holds_result():
@@ -268,7 +313,9 @@ class MegatronActor:
 
     def _all_finite(self, batch: TrainBatch, old: RowResult | None) -> bool:
         """Of all ranks, the rows' log-probs before the update, `old` and generation's. Collective."""
-        here = old is None or (np.isfinite(old.log_probs).all() and np.isfinite(batch.rows(old.rows).rollout_log_probs).all())
+        here = old is None or (
+            np.isfinite(old.log_probs).all() and np.isfinite(batch.rows(old.rows).rollout_log_probs).all()
+        )
         return parallel.holds_everywhere(bool(here), self.platform.device)
 
     def _count_skipped(self, result: StepResult, trained: bool) -> None:
@@ -276,10 +323,15 @@ class MegatronActor:
         self.skipped_in_a_row = 0 if result.applied else self.skipped_in_a_row + 1
         limit = self.config.trainer.max_skipped_updates
         if self.skipped_in_a_row >= limit:
-            why = f"the last gradient's norm is {result.grad_norm}" if trained else "every token of the last one was rejected"
+            why = (
+                f"the last gradient's norm is {result.grad_norm}"
+                if trained
+                else "every token of the last one was rejected"
+            )
             raise NumericAbort(
-                f"{limit} updates in a row could not be applied (trainer.max_skipped_updates), {why}; weights are those of the "
-                f"{self.num_updates} updates before. Look at the samples of the last steps and resume with a smaller actor.optim.lr"
+                f"{limit} updates in a row could not be applied (trainer.max_skipped_updates), {why}; weights are "
+                f"those of the {self.num_updates} updates before. Look at the samples of the last steps and resume "
+                "with a smaller actor.optim.lr"
             )
 
     def _inputs(self, batch: TrainBatch, micros: Sequence[MicroBatch]) -> list[MicroInputs]:

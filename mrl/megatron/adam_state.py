@@ -1,8 +1,9 @@
 """Where an Adam keeps a parameter's float32 weights, moments and step count.
 
-torch's Adam counts steps by parameter, the fused ones of Transformer Engine and Apex by group. Megatron's HybridDeviceOptimizer (0.16.1,
-optimizer_cpu_offload) has Adams of its own inside, over float32 copies that it makes when it is built: of a share of the parameters in
-host memory, of the others, where they are no float32, on the device. Weights that are set later have to be set in those copies too.
+torch's Adam counts steps by parameter, the fused ones of Transformer Engine and Apex by group. Megatron's
+HybridDeviceOptimizer (0.16.1, optimizer_cpu_offload) has Adams of its own inside, over float32 copies that it makes
+when it is built: of a share of the parameters in host memory, of the others, where they are no float32, on the device.
+Weights that are set later have to be set in those copies too.
 """
 
 from collections.abc import Iterator
@@ -30,10 +31,14 @@ class AdamState:
         self._optimizer = optimizer
         self._hybrid = isinstance(optimizer, HybridDeviceOptimizer)
         inner = optimizer.sub_optimizers if self._hybrid else [optimizer]
-        updated = [_Updated(tensor, adam, group) for adam in inner for group in adam.param_groups for tensor in group["params"]]
+        updated = [
+            _Updated(tensor, adam, group) for adam in inner for group in adam.param_groups for tensor in group["params"]
+        ]
         by_tensor = {id(entry.tensor): entry for entry in updated}
         mains = [main for group in optimizer.param_groups for main in group["params"]]
-        self._updated = {id(main): by_tensor[id(optimizer.param_to_inner_param[main] if self._hybrid else main)] for main in mains}
+        self._updated = {
+            id(main): by_tensor[id(optimizer.param_to_inner_param[main] if self._hybrid else main)] for main in mains
+        }
         self._mains = mains
 
     def master(self, main: Tensor) -> Tensor:
@@ -57,21 +62,28 @@ class AdamState:
         updated.group["step"] = int(step)
 
     def steps(self) -> set[float]:
-        """Step counts of the parameters that have moments. Raises RuntimeError where there are moments and nobody counts their steps."""
+        """Step counts of the parameters that have moments.
+
+        Raises RuntimeError where there are moments and nobody counts their steps.
+        """
         steps = set()
         for updated in self._updated.values():
             if state := updated.adam.state.get(updated.tensor):
                 step = state.get("step", updated.group.get("step"))
                 if step is None:
                     name = type(updated.adam).__name__
-                    raise RuntimeError(f"{name} has moments and no step count; a checkpoint of it could not be continued")
+                    raise RuntimeError(
+                        f"{name} has moments and no step count; a checkpoint of it could not be continued"
+                    )
                 steps.add(float(step))
         return steps
 
     def host_bytes(self) -> int:
         """Of float32 weights and moments that are updated on the host."""
         updated = (u for u in self._updated.values() if self._hybrid and u.adam is not self._optimizer.gpu_optimizer)
-        tensors = (t for u in updated for t in (u.tensor, *u.adam.state.get(u.tensor, {}).values()) if torch.is_tensor(t))
+        tensors = (
+            t for u in updated for t in (u.tensor, *u.adam.state.get(u.tensor, {}).values()) if torch.is_tensor(t)
+        )
         return sum(tensor.nbytes for tensor in tensors)
 
     def on_device(self) -> Iterator[tuple[str, Tensor]]:
@@ -83,5 +95,7 @@ class AdamState:
                 continue
             yield f"{number}/master", updated.tensor
             for name, value in self.moments(main).items():
-                if torch.is_tensor(value) and value.dim():  # a step count is a single number, and may have to stay on the host
+                if (
+                    torch.is_tensor(value) and value.dim()
+                ):  # a step count is a single number, and may have to stay on the host
                     yield f"{number}/{name}", value

@@ -1,9 +1,11 @@
-"""Core attention in plain torch, where there is no Transformer Engine: causal, grouped-query, padded or packed, context-parallel.
+"""Core attention in plain torch, where there is no Transformer Engine.
+
+Causal, grouped-query, padded or packed, context-parallel.
 
 The sequences of a pack attend in a few calls, not one by one: short ones are padded to one of a few lengths, here 4,
 
     pack of lengths 3, 2, 3      a a a b b c c c
-    one call of 3 sequences      a a a . | b b . . | c c c .     a pad (.) stands behind its sequence, where no token sees it
+    one call of 3 sequences      a a a . | b b . . | c c c .     a pad (.) stands behind its sequence: no token sees it
 
 The length in its call follows from a sequence alone, so its numbers do not depend on what else is in the pack.
 """
@@ -63,7 +65,9 @@ class CausalAttention(torch.nn.Module):
         return torch.cat([self._one_call(call, query, key, value) for call in calls]).index_select(0, order)
 
     def _one_call(self, call: "Call", query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """What the real positions of the call's sequences attend to, sequence after sequence: [positions, heads * dim]."""
+        """What the real positions of the call's sequences attend to, sequence after sequence: [positions,
+        heads * dim].
+        """
         q, k, v = (
             x.index_select(0, index).unflatten(0, (call.sequences, -1)).transpose(1, 2)
             for x, index in ((query, call.queries), (key, call.keys), (value, call.keys))
@@ -72,9 +76,13 @@ class CausalAttention(torch.nn.Module):
         return out if call.real is None else out.index_select(0, call.real)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """`q` [sequences, heads, this rank's positions, dim], `k` and `v` [sequences, groups, positions, dim] -> as `q`."""
+        """`q` [sequences, heads, this rank's positions, dim], `k` and `v` [sequences, groups, positions,
+        dim] -> as `q`.
+        """
         grouped, mask = q.shape[1] != k.shape[1], self._mask(k.shape[2], q.device)
-        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=grouped
+        )
 
     def _in_order(self, x: Tensor, lengths: tuple[int, ...]) -> Tensor:
         """All positions of all sequences, in order, from every rank's zigzag part."""
@@ -96,14 +104,16 @@ class Call:
     """Sequences of a pack that attend together, each padded at its end to one length."""
 
     sequences: int
-    queries: Tensor  # int64 [sequences * padded length / context]: positions in this rank's part of the pack; a pad repeats the first
+    # int64 [sequences * padded length / context]: positions in this rank's part of the pack; a pad repeats the first
+    queries: Tensor
     keys: Tensor  # int64 [sequences * padded length]: positions in the whole pack, likewise
     real: Tensor | None  # int64: which of `queries` are no pads; None: all
 
 
 @lru_cache(maxsize=64)  # every layer of a micro-batch asks, and its backward again
 def _calls(lengths: tuple[int, ...], context: int, device: torch.device) -> tuple[list[Call], Tensor]:
-    """The calls for a pack of these lengths, and for each position of this rank's part which of their outputs is its own.
+    """The calls for a pack of these lengths, and for each position of this rank's part which of their outputs is its
+    own.
 
     Under context parallelism a mask follows from the length, so only sequences of one length share a call.
     """
@@ -123,7 +133,9 @@ def _calls(lengths: tuple[int, ...], context: int, device: torch.device) -> tupl
 
 
 def _padded_ranges(first: np.ndarray, size: np.ndarray, padded: int) -> tuple[np.ndarray, np.ndarray]:
-    """Both [ranges, padded]: the integers from `first` on, `size` of them, then `first` again for pads; and which are no pads."""
+    """Both [ranges, padded]: the integers from `first` on, `size` of them, then `first` again for pads;
+    and which are no pads.
+    """
     offset = np.arange(padded)[None]
     real = offset < size[:, None]
     return first[:, None] + offset * real, real

@@ -1,6 +1,8 @@
-"""Rows into parts of equal cost: over data-parallel ranks in equal numbers, over micro-batches also under a limit of tokens.
+"""Rows into parts of equal cost: over data-parallel ranks in equal numbers, over micro-batches also under a limit of
+tokens.
 
-Pure numpy. An example with costs 8 7 6 5 4 0 and two parts: dealt back and forth 8 5 4 and 7 6 0, then 8 exchanged for 6.
+Pure numpy. An example with costs 8 7 6 5 4 0 and two parts: dealt back and forth 8 5 4 and 7 6 0, then 8 exchanged for
+6.
 """
 
 from collections.abc import Iterator
@@ -12,7 +14,8 @@ _WORTH = 1e-9  # of the heaviest part: a smaller gain is none
 
 
 def sequence_costs(lengths: np.ndarray, per_token: float, per_pair: float) -> np.ndarray:
-    """Cost of each sequence, float64 [rows]: `per_token` for each of its tokens and `per_pair` for each pair that attention compares.
+    """Cost of each sequence, float64 [rows]: `per_token` for each of its tokens and `per_pair` for each pair that
+    attention compares.
 
     A token attends to itself and what stands before it, so a sequence of n tokens has n (n + 1) / 2 pairs.
     """
@@ -29,8 +32,8 @@ def imbalance(costs: np.ndarray, parts: list[np.ndarray]) -> float:
 def balanced_parts(costs: np.ndarray, parts: int, enough: float = 0.0) -> list[np.ndarray]:
     """Row numbers of each part, ascending. Counts differ by at most one, so with fewer rows than parts some are empty.
 
-    Rows are dealt by falling cost, back and forth; then the heaviest part exchanges a row with a lighter one, as long as
-    that lightens it, until it costs no more than `enough`.
+    Rows are dealt by falling cost, back and forth; then the heaviest part exchanges a row with a lighter one, as long
+    as that lightens it, until it costs no more than `enough`.
     """
     members = _dealt(np.argsort(-costs, kind="stable"), parts)
     sums = np.array([costs[rows].sum() for rows in members])
@@ -49,7 +52,10 @@ def _dealt(order: np.ndarray, parts: int) -> list[np.ndarray]:
 
 
 def _lighten_heaviest(costs: np.ndarray, members: list[np.ndarray], sums: np.ndarray) -> bool:
-    """One exchange between the heaviest part and the lightest that offers one; False when none does. Changes `members` and `sums`."""
+    """One exchange between the heaviest part and the lightest that offers one; False when none does.
+
+    Changes `members` and `sums`.
+    """
     heavy = int(sums.argmax())
     for light in _from_the_lightest(sums):
         if light == heavy or not len(members[light]):
@@ -69,7 +75,9 @@ def _from_the_lightest(sums: np.ndarray) -> Iterator[int]:
 
 
 def _best_exchange(heavy: np.ndarray, light: np.ndarray, gap: float) -> tuple[int, int, float]:
-    """Which to exchange, and what the heavy part gains: as near as can be to half of the gap, 0 where nothing lies within it."""
+    """Which to exchange, and what the heavy part gains: as near as can be to half of the gap,
+    0 where nothing lies within it.
+    """
     order = np.argsort(light, kind="stable")
     ranked = light[order]
     after = np.searchsorted(ranked, heavy - gap / 2)
@@ -94,7 +102,10 @@ def first_fit(lengths: np.ndarray, limit: int) -> list[np.ndarray]:
 
 
 def even_fit(lengths: np.ndarray, costs: np.ndarray, limit: int, parts: int) -> list[np.ndarray] | None:
-    """Parts of at most `limit` tokens and like cost: rows by falling cost, each into the cheapest one with room. None: one finds none."""
+    """Parts of at most `limit` tokens and like cost: rows by falling cost, each into the cheapest one with room.
+
+    None: one finds none.
+    """
     free, sums, of_row = np.full(parts, limit, np.int64), np.zeros(parts), np.zeros(len(lengths), np.int64)
     for row in np.argsort(-costs, kind="stable"):
         part = int(np.where(free >= lengths[row], sums, np.inf).argmin())
@@ -107,7 +118,9 @@ def even_fit(lengths: np.ndarray, costs: np.ndarray, limit: int, parts: int) -> 
 
 
 def without_empty(members: list[np.ndarray], costs: np.ndarray, parts: int) -> list[np.ndarray]:
-    """So many parts, no fewer than there are: an empty one takes the cheapest row of the costliest that has more than one."""
+    """So many parts, no fewer than there are: an empty one takes the cheapest row of the costliest that has more than
+    one.
+    """
     members = [*members, *[np.zeros(0, np.int64)] * (parts - len(members))]
     for empty in (number for number, rows in enumerate(members) if not len(rows)):
         sums = [costs[rows].sum() if len(rows) > 1 else -1.0 for rows in members]

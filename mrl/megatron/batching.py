@@ -74,7 +74,9 @@ def mini_batches(num_rows: int, rows_per_mini_batch: int) -> Iterator[slice]:
 
 @dataclass(frozen=True)
 class Splitter:
-    """How batches are cut: the degrees that matter, one of the two limits of a micro-batch, and what a sequence costs."""
+    """How batches are cut: the degrees that matter, one of the two limits of a micro-batch,
+    and what a sequence costs.
+    """
 
     shape: Shape
     data_parallel: int
@@ -91,14 +93,18 @@ class Splitter:
 
     @classmethod
     def for_log_probs(cls, actor: ActorConfig, layout: TrainLayout, model: ModelSpec) -> "Splitter | None":
-        """Of the old policy's forward-only passes; None when they have no limit of their own and are to be cut as the update is."""
+        """Of the old policy's forward-only passes; None when they have no limit of their own and are to be cut as the
+        update is.
+        """
         samples, tokens = actor.log_prob_micro_batch_size_per_gpu, actor.log_prob_max_token_len_per_gpu
         if (tokens if actor.use_dynamic_bsz else samples) is None:
             return None
         return cls._of(actor, layout, model, samples or actor.ppo_micro_batch_size_per_gpu, tokens)
 
     @classmethod
-    def for_reference(cls, actor: ActorConfig, ref: RefConfig, layout: TrainLayout, model: ModelSpec) -> "Splitter | None":
+    def for_reference(
+        cls, actor: ActorConfig, ref: RefConfig, layout: TrainLayout, model: ModelSpec
+    ) -> "Splitter | None":
         """The same of the reference model, which has the actor's limits where it has none of its own.
 
         Where it is cut by tokens and the actor by samples, or the other way round, the update's cut cannot be its own:
@@ -113,10 +119,14 @@ class Splitter:
         if own.use_dynamic_bsz == actor.use_dynamic_bsz:
             return cls.for_log_probs(own, layout, model)
         samples = own.log_prob_micro_batch_size_per_gpu or actor.ppo_micro_batch_size_per_gpu
-        return cls._of(own, layout, model, samples, own.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu)
+        return cls._of(
+            own, layout, model, samples, own.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
+        )
 
     @classmethod
-    def _of(cls, actor: ActorConfig, layout: TrainLayout, model: ModelSpec, samples: int, tokens: int | None) -> "Splitter":
+    def _of(
+        cls, actor: ActorConfig, layout: TrainLayout, model: ModelSpec, samples: int, tokens: int | None
+    ) -> "Splitter":
         first_token = forward_flops_per_token(model, 1.0)
         per_pair = forward_flops_per_token(model, 2.0) - first_token
         return cls(
@@ -132,15 +142,17 @@ class Splitter:
     def shares(self, lengths: np.ndarray, owners: list[np.ndarray] | None = None) -> Shares:
         """Every row is in exactly one micro-batch that is no filler. `lengths` [rows] are tokens per row.
 
-        Where `owners` does not say whose each row is, rows are dealt over ranks in equal numbers and at equal cost; so are a
-        rank's rows over its micro-batches where sequences are packed, and rows of like length go together where they are
-        padded. The largest forward comes first. Raises DataError for a row above the limit.
+        Where `owners` does not say whose each row is, rows are dealt over ranks in equal numbers and at equal cost; so
+        are a rank's rows over its micro-batches where sequences are packed, and rows of like length go together where
+        they are padded. The largest forward comes first. Raises DataError for a row above the limit.
         """
         costs = sequence_costs(lengths, self.per_token, self.per_pair)
         ranks = balanced_parts(costs, self.data_parallel) if owners is None else owners
         cut = self._cut(lengths, costs, ranks)
         filler = MicroBatch(np.array([int(lengths.argmin())]), is_filler=True)
-        return tuple(tuple(MicroBatch(rows) if len(rows) else filler for rows in _falling(lengths, rank)) for rank in cut)
+        return tuple(
+            tuple(MicroBatch(rows) if len(rows) else filler for rows in _falling(lengths, rank)) for rank in cut
+        )
 
     def _cut(self, lengths: np.ndarray, costs: np.ndarray, ranks: list[np.ndarray]) -> list[list[np.ndarray]]:
         """Rows of every rank's micro-batches, as many on each."""
@@ -193,8 +205,9 @@ class Splitter:
         longest = int(lengths.argmax())
         if self.shape.tokens(lengths[longest : longest + 1]) > self._limit:
             raise DataError(
-                f"row {longest} of the batch has {int(lengths[longest])} tokens, more than a micro-batch may hold ({self._limit}: "
-                "actor.ppo_max_token_len_per_gpu or log_prob_max_token_len_per_gpu times context_parallel_size); raise that limit"
+                f"row {longest} of the batch has {int(lengths[longest])} tokens, more than a micro-batch may hold "
+                f"({self._limit}: actor.ppo_max_token_len_per_gpu or log_prob_max_token_len_per_gpu times "
+                "context_parallel_size); raise that limit"
             )
 
     @property
@@ -209,7 +222,9 @@ class Splitter:
         packed = len(lengths) / len(micros) if self.shape.packed else None
         fullest = max(self.shape.tokens(lengths[rows]) for rows in micros)
         budget = fullest / self._limit if self.max_tokens is not None else None
-        return MiniBatchLoad(self.padding_share(lengths, shares), self.imbalance(lengths, shares), tokens, packed, budget)
+        return MiniBatchLoad(
+            self.padding_share(lengths, shares), self.imbalance(lengths, shares), tokens, packed, budget
+        )
 
     def padding_share(self, lengths: np.ndarray, shares: Shares) -> float:
         """Of the tokens that all ranks compute, the share that is padding: alignment, and what fillers repeat."""
@@ -253,4 +268,6 @@ def check_batch(batch: TrainBatch, model: ModelSpec) -> None:
         raise DataError(f"the rows of the batch claim {claimed} tokens and it has {len(batch.token_ids)}")
     expected = (claimed, len(model.moe_layers), model.num_experts_per_tok)
     if batch.routes is not None and batch.routes.shape != expected:
-        raise DataError(f"the batch's routes are {list(batch.routes.shape)}, expected {list(expected)} (tokens, MoE layers, topk)")
+        raise DataError(
+            f"the batch's routes are {list(batch.routes.shape)}, expected {list(expected)} (tokens, MoE layers, topk)"
+        )

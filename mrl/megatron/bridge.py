@@ -1,4 +1,6 @@
-"""Between Hugging Face checkpoints and Megatron models. mbridge does the mapping; another bridge is another class here."""
+"""Between Hugging Face checkpoints and Megatron models. mbridge does the mapping;
+another bridge is another class here.
+"""
 
 import contextlib
 import difflib
@@ -33,10 +35,15 @@ class Bridge(Protocol):
         """The model chunks of this rank, wrapped for data-parallel training; weights are not set."""
 
     def load_hf(self, path: str) -> None:
-        """Fills the chunks from the safetensors files in `path`. Raises EnvironmentFault when they are not this model's."""
+        """Fills the chunks from the safetensors files in `path`.
+
+        Raises EnvironmentFault when they are not this model's.
+        """
 
     def export_hf(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, full tensor) of every weight on every rank, in the model's dtype; a tensor is valid until the next is asked for."""
+        """(name, full tensor) of every weight on every rank, in the model's dtype;
+        a tensor is valid until the next is asked for.
+        """
 
 
 @dataclass
@@ -51,12 +58,18 @@ class MBridge:
 
     def __post_init__(self) -> None:
         self.dtype = DTYPES[self.model_config.dtype]
-        pad_to = self.layout.tensor if padded_vocab_size(self.model.vocab_size, self.layout.tensor) != self.model.vocab_size else None
+        pad_to = (
+            self.layout.tensor
+            if padded_vocab_size(self.model.vocab_size, self.layout.tensor) != self.model.vocab_size
+            else None
+        )
         hf_config = _repaired_hf_config(self.model_config.path, self.model)
         self._bridge = AutoBridge.from_config(hf_config, dtype=self.dtype, make_vocab_size_divisible_by=pad_to)
         _refuse_unmapped(self.model, self._bridge)
         self._chunks: list[torch.nn.Module] = []
-        overrides = checked_overrides("model.override_transformer_config", self.model_config.override_transformer_config, TransformerConfig)
+        overrides = checked_overrides(
+            "model.override_transformer_config", self.model_config.override_transformer_config, TransformerConfig
+        )
         ours = _transformer_config(self.model, self.layout) | {"deterministic_mode": self.deterministic}
         self._bridge.set_extra_args(**ours | overrides)
         if layers() == "torch":
@@ -67,11 +80,15 @@ class MBridge:
 
         self._bridge.set_extra_args(**torch_spec.CONFIG_WITHOUT_TRANSFORMER_ENGINE | overrides)
         self._bridge.has_vp_stage = True  # mbridge sets it in the method that is replaced here
-        self._bridge._get_transformer_layer_spec = lambda vp_stage=None: torch_spec.decoder_block_spec(self._bridge.config, vp_stage)
+        self._bridge._get_transformer_layer_spec = lambda vp_stage=None: torch_spec.decoder_block_spec(
+            self._bridge.config, vp_stage
+        )
 
     def build_model(self) -> list[torch.nn.Module]:
         ddp = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True}
-        ddp |= checked_overrides("actor.override_ddp_config", self.actor_config.override_ddp_config, DistributedDataParallelConfig)
+        ddp |= checked_overrides(
+            "actor.override_ddp_config", self.actor_config.override_ddp_config, DistributedDataParallelConfig
+        )
         with contextlib.redirect_stdout(sys.stderr):  # it prints parameter counts
             self._chunks = self._bridge.get_model(
                 wrap_with_ddp=True,
@@ -101,8 +118,9 @@ def _refuse_unmapped(model: ModelSpec, bridge: Any) -> None:
     maps_both = "mlp.linear_fc1.weight" in bridge._MLP_MAPPING
     if model.is_moe and len(model.moe_layers) != model.num_layers and not maps_both:
         raise ConfigError(
-            f"the {model.family} model has experts in {len(model.moe_layers)} of {model.num_layers} layers (mlp_only_layers or "
-            "decoder_sparse_step in config.json); the bridge maps models whose layers are all dense or all MoE"
+            f"the {model.family} model has experts in {len(model.moe_layers)} of {model.num_layers} layers "
+            "(mlp_only_layers or decoder_sparse_step in config.json); the bridge maps models whose layers are all "
+            "dense or all MoE"
         )
 
 
@@ -140,8 +158,9 @@ def _transformer_config(model: ModelSpec, layout: TrainLayout) -> dict[str, Any]
 
 
 def _make_constants_parameters(chunk: torch.nn.Module, **_: Any) -> None:
-    """Megatron keeps the constants that routers choose by in buffers: as parameters without gradient they are found with
-    the other weights, and neither data parallelism nor the optimizer takes them up."""
+    """Megatron keeps the constants that routers choose by in buffers: as parameters without gradient they are found
+    with the other weights, and neither data parallelism nor the optimizer takes them up.
+    """
     for router in _routers_with_constants(chunk):
         constants = router._buffers.pop("expert_bias")
         router.register_parameter("expert_bias", torch.nn.Parameter(constants, requires_grad=False))
@@ -159,7 +178,9 @@ def _routers_with_constants(chunk: torch.nn.Module) -> list[TopKRouter]:
 
 
 def _mark_expert_parameters(chunk: torch.nn.Module, **_: Any) -> None:
-    """Megatron marks experts only where expert parallelism is on; without the mark, replicas over tensor ranks are never summed."""
+    """Megatron marks experts only where expert parallelism is on; without the mark,
+    replicas over tensor ranks are never summed.
+    """
     for name, parameter in chunk.named_parameters():
         if ".mlp.experts." in name:
             parameter.allreduce = False
@@ -175,7 +196,8 @@ def checked_overrides(key: str, overrides: dict[str, Any], config_class: type) -
     unknown = [name for name in overrides if name not in known]
     if unknown:
         lines = [
-            f"  {name}: did you mean {' or '.join(difflib.get_close_matches(name, known) or ['none of its fields'])}?" for name in unknown
+            f"  {name}: did you mean {' or '.join(difflib.get_close_matches(name, known) or ['none of its fields'])}?"
+            for name in unknown
         ]
         raise ConfigError(f"{key}: not a field of Megatron's {config_class.__name__}:\n" + "\n".join(lines))
     return dict(overrides)

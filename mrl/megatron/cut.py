@@ -1,7 +1,8 @@
-"""How the rows of a step are dealt to data-parallel replicas and cut into micro-batches: once, by the driver, from lengths.
+"""How the rows of a step are dealt to data-parallel replicas and cut into micro-batches: once, by the driver, from
+lengths.
 
-The update's cut says which replica has which rows; log-probs and reference are computed where the rows are, under limits
-of their own where they have some, so a replica needs its rows once.
+The update's cut says which replica has which rows; log-probs and reference are computed where the rows are, under
+limits of their own where they have some, so a replica needs its rows once.
 """
 
 from dataclasses import dataclass
@@ -50,7 +51,9 @@ class StepCut:
 
     def of(self, replica: int) -> ReplicaCut:
         """The part of one replica."""
-        return ReplicaCut(tuple(shares[replica] for shares in self.mini_batches), self.log_probs[replica], self.reference[replica])
+        return ReplicaCut(
+            tuple(shares[replica] for shares in self.mini_batches), self.log_probs[replica], self.reference[replica]
+        )
 
     def own_rows(self, replica: int) -> np.ndarray:
         """int64, ascending: the rows that the replica trains on."""
@@ -64,11 +67,16 @@ class StepCut:
 
 
 def step_cut(config: RunConfig, layout: TrainLayout, model: ModelSpec, lengths: np.ndarray) -> StepCut:
-    """The cut of a step's rows, `lengths` [rows] tokens each. Raises DataError for a row above the limit of a micro-batch."""
+    """The cut of a step's rows, `lengths` [rows] tokens each.
+
+    Raises DataError for a row above the limit of a micro-batch.
+    """
     update = Splitter.for_update(config.actor, layout, model)
     slices = tuple(mini_batches(len(lengths), config.actor.ppo_mini_batch_size * config.rollout.n))
     parts = tuple(_shifted(update.shares(lengths[rows]), rows.start) for rows in slices)
-    owners = [np.sort(np.concatenate([trained_rows(part)[replica] for part in parts])) for replica in range(layout.data)]
+    owners = [
+        np.sort(np.concatenate([trained_rows(part)[replica] for part in parts])) for replica in range(layout.data)
+    ]
     own = (
         Splitter.for_log_probs(config.actor, layout, model),
         Splitter.for_reference(config.actor, config.ref, layout, model),
@@ -76,7 +84,9 @@ def step_cut(config: RunConfig, layout: TrainLayout, model: ModelSpec, lengths: 
     # cut alike, the same sums give the same bits, and routes that are replayed belong to the same micro-batches
     as_update = tuple(tuple(micro for part in parts for micro in part[replica]) for replica in range(layout.data))
     passes = [as_update if splitter is None else splitter.shares(lengths, owners) for splitter in own]
-    loads = tuple(update.load(lengths[rows], _shifted(part, -rows.start)) for rows, part in zip(slices, parts, strict=True))
+    loads = tuple(
+        update.load(lengths[rows], _shifted(part, -rows.start)) for rows, part in zip(slices, parts, strict=True)
+    )
     return StepCut(parts, *passes, slices, loads)
 
 

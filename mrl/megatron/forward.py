@@ -32,15 +32,17 @@ def on_device(inputs: MicroInputs[np.ndarray], device: torch.device) -> MicroInp
 def packing_of(inputs: MicroInputs[Tensor]) -> PackedSeqParams | None:
     """Where sequences begin and end, for attention and rotary positions; pads belong to their sequence's end.
 
-    Transformer Engine refuses context parallelism without starts of padded sequences (2.11, context_parallel.py: "cu_seqlens_padded can
-    not be None"). It asks in every layer whether they equal the others, which costs nothing where both are one tensor: of integers in the
-    same memory torch says so without reading them (ATen/native/cuda/Equal.cpp).
+    Transformer Engine refuses context parallelism without starts of padded sequences (2.11, context_parallel.py:
+    "cu_seqlens_padded can not be None"). It asks in every layer whether they equal the others, which costs nothing
+    where both are one tensor: of integers in the same memory torch says so without reading them
+    (ATen/native/cuda/Equal.cpp).
     """
     starts = inputs.sequence_starts
     if starts is None:
         return None
     return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, cu_seqlens_q_padded=starts, cu_seqlens_kv_padded=starts,
+        qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, cu_seqlens_q_padded=starts,
+        cu_seqlens_kv_padded=starts,
         max_seqlen_q=inputs.longest, max_seqlen_kv=inputs.longest,
     )  # fmt: skip
 
@@ -59,14 +61,19 @@ class TokenOutputs:
 
 @dataclass(frozen=True)
 class LossResult:
-    """Of one micro-batch of an update. `outputs`: what its forward computed of tokens, where nobody had computed it before."""
+    """Of one micro-batch of an update.
+
+    `outputs`: what its forward computed of tokens, where nobody had computed it before.
+    """
 
     metrics: MetricParts
     outputs: TokenOutputs | None
 
 
 LastStage = Callable[[MicroInputs, TokenOutputs], tuple[Tensor, object]]  # -> what to run backward on, what to hand out
-Around = Callable[[torch.nn.Module, MicroInputs], AbstractContextManager]  # held while one chunk computes one micro-batch
+Around = Callable[
+    [torch.nn.Module, MicroInputs], AbstractContextManager
+]  # held while one chunk computes one micro-batch
 
 
 def nothing_around(model: torch.nn.Module, inputs: MicroInputs) -> AbstractContextManager:
@@ -94,23 +101,37 @@ def loss_pass(
     denominators: Denominators,
     around: Around = nothing_around,
 ) -> list[LossResult]:
-    """Forward and backward. Adds the gradient of the mini-batch's loss to the buffers and sums it over all ranks that share a weight.
+    """Forward and backward.
 
-    `denominators` count the whole mini-batch, so the gradient does not depend on how it is cut. The schedule divides each loss by the
-    number of micro-batches and multiplies it by the context-parallel size, the gradient reduction divides by the number of data- and
-    context-parallel ranks; the factor below takes back what is not a sum.
+    Adds the gradient of the mini-batch's loss to the buffers and sums it over all ranks that share a weight.
+
+    `denominators` count the whole mini-batch, so the gradient does not depend on how it is cut. The schedule divides
+    each loss by the number of micro-batches and multiplies it by the context-parallel size, the gradient reduction
+    divides by the number of data- and context-parallel ranks; the factor below takes back what is not a sum.
     Returns what came of each micro-batch on the last stage, an empty list elsewhere.
     """
     undo_means = len(micro_inputs) * mpu.get_data_parallel_world_size()
 
     def loss(inputs: MicroInputs, outputs: TokenOutputs) -> tuple[Tensor, LossResult]:
         result = _loss(parameters, inputs, outputs, denominators)
-        return result.loss * undo_means, LossResult(result.metrics, outputs.detached() if inputs.old_log_probs is None else None)
+        return result.loss * undo_means, LossResult(
+            result.metrics, outputs.detached() if inputs.old_log_probs is None else None
+        )
 
-    return _run(chunks, micro_inputs, vocab_size, loss, around, forward_only=False, entropy_has_gradient=bool(parameters.entropy_coeff))
+    return _run(
+        chunks,
+        micro_inputs,
+        vocab_size,
+        loss,
+        around,
+        forward_only=False,
+        entropy_has_gradient=bool(parameters.entropy_coeff),
+    )
 
 
-def _loss(parameters: PolicyLossParameters, inputs: MicroInputs, outputs: TokenOutputs, denominators: Denominators) -> LossOutput:
+def _loss(
+    parameters: PolicyLossParameters, inputs: MicroInputs, outputs: TokenOutputs, denominators: Denominators
+) -> LossOutput:
     given = LossInputs(
         outputs.log_probs, inputs.old_log_probs, inputs.advantages, inputs.response_mask, outputs.entropy,
         ref_log_probs=inputs.ref_log_probs, weights=inputs.loss_weights, selected=inputs.selected,
@@ -119,14 +140,19 @@ def _loss(parameters: PolicyLossParameters, inputs: MicroInputs, outputs: TokenO
 
 
 def _run(
-    chunks: list[torch.nn.Module], micro_inputs: list[MicroInputs], vocab_size: int, last_stage: LastStage, around: Around,
+    chunks: list[torch.nn.Module], micro_inputs: list[MicroInputs], vocab_size: int, last_stage: LastStage,
+    around: Around,
     forward_only: bool, entropy_has_gradient: bool = False,
 ) -> list:  # fmt: skip
     def forward_step(data_iterator: Iterator[MicroInputs], model: torch.nn.Module):
         inputs = next(data_iterator)
         with around(model, inputs):
             output = model(
-                inputs.input_ids, inputs.position_ids, None, packed_seq_params=packing_of(inputs), **_KEEP_DTYPE[_is_half(model)]
+                inputs.input_ids,
+                inputs.position_ids,
+                None,
+                packed_seq_params=packing_of(inputs),
+                **_KEEP_DTYPE[_is_half(model)],
             )
         return output, lambda hidden: last_stage(
             inputs, token_outputs(hidden, _head_weight(model), inputs, vocab_size, entropy_has_gradient)
@@ -152,7 +178,9 @@ def _is_half(model: torch.nn.Module) -> bool:
 
 
 def return_hidden_states(chunks: list[torch.nn.Module]) -> None:
-    """Makes the last stage's chunk return hidden states [batch, length, hidden] where it would multiply them into logits."""
+    """Makes the last stage's chunk return hidden states [batch, length,
+    hidden] where it would multiply them into logits.
+    """
     for chunk in unwrap_model(chunks):
         if chunk.post_process:
             chunk.output_layer.forward = _gathered_tokens(chunk.config.sequence_parallel)
@@ -163,18 +191,30 @@ def _gathered_tokens(sequence_parallel: bool) -> Callable:
 
     def forward(hidden: Tensor, *_, **__) -> tuple[Tensor, None]:
         # backward sums the ranks' gradients, each of which comes from that rank's part of the vocabulary
-        return (gather_from_sequence_parallel_region(hidden) if sequence_parallel else copy_to_tensor_model_parallel_region(hidden)), None
+        return (
+            gather_from_sequence_parallel_region(hidden)
+            if sequence_parallel
+            else copy_to_tensor_model_parallel_region(hidden)
+        ), None
 
     return forward
 
 
 def _head_weight(model: torch.nn.Module) -> Tensor:
     core = unwrap_model(model)
-    return core.shared_embedding_or_output_weight() if core.share_embeddings_and_output_weights else core.output_layer.weight
+    return (
+        core.shared_embedding_or_output_weight()
+        if core.share_embeddings_and_output_weights
+        else core.output_layer.weight
+    )
 
 
-def token_outputs(hidden: Tensor, weight: Tensor, inputs: MicroInputs, vocab_size: int, entropy_has_gradient: bool) -> TokenOutputs:
-    """Log-probs and entropies of the response tokens from `hidden` [batch, length, hidden], this context-parallel rank's positions."""
+def token_outputs(
+    hidden: Tensor, weight: Tensor, inputs: MicroInputs, vocab_size: int, entropy_has_gradient: bool
+) -> TokenOutputs:
+    """Log-probs and entropies of the response tokens from `hidden` [batch, length, hidden],
+    this context-parallel rank's positions.
+    """
     predicting = hidden.flatten(0, 1)[inputs.predictors]
     per_token = lean_log_probs(
         predicting,
@@ -191,7 +231,8 @@ def token_outputs(hidden: Tensor, weight: Tensor, inputs: MicroInputs, vocab_siz
 def _whole_sequences(values: Tensor, inputs: MicroInputs) -> Tensor:
     """[rows, response_length] from this rank's tokens and those of the other context-parallel ranks.
 
-    Every one of them then computes the same loss over whole sequences; backward hands each the gradient of its own tokens, once.
+    Every one of them then computes the same loss over whole sequences; backward hands each the gradient of its own
+    tokens, once.
     """
     mask = inputs.response_mask
     flat = values.new_zeros(mask.numel()).index_put((inputs.slots,), values)

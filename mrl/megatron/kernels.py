@@ -1,4 +1,6 @@
-"""What a rank really computes with, read off its modules: what was asked for, and what Megatron made of it, may differ."""
+"""What a rank really computes with, read off its modules: what was asked for, and what Megatron made of it,
+may differ.
+"""
 
 from collections.abc import Iterable
 

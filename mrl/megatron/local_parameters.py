@@ -19,14 +19,22 @@ class LocalParameters:
 
     def __init__(self, chunks: list[Module]):
         self._parameters = {
-            (plain_name(name), number): parameter for number, chunk in enumerate(chunks) for name, parameter in chunk.named_parameters()
+            (plain_name(name), number): parameter
+            for number, chunk in enumerate(chunks)
+            for name, parameter in chunk.named_parameters()
         }
 
     def __call__(self, name: str, chunk: int) -> Tensor:
-        """The parameter's data. Raises RuntimeError for one that the model does not have, or that is not on the device."""
+        """The parameter's data.
+
+        Raises RuntimeError for one that the model does not have, or that is not on the device.
+        """
         parameter = self._parameters.get((name, chunk))
         if parameter is None:
-            raise RuntimeError(f"model chunk {chunk} has no parameter {name}: the model is not as mrl.model.megatron_shards describes it")
+            raise RuntimeError(
+                f"model chunk {chunk} has no parameter {name}: the model is not as "
+                "mrl.model.megatron_shards describes it"
+            )
         check_resident(name, [parameter])
         return parameter.data
 
@@ -37,7 +45,8 @@ class LocalParameters:
         """
         actual = {key: tuple(parameter.shape) for key, parameter in self._parameters.items()}
         faults = [
-            f"{name} of chunk {chunk} is {actual.get((name, chunk), 'not there')}, described as {wanted.get((name, chunk), 'not there')}"
+            f"{name} of chunk {chunk} is {actual.get((name, chunk), 'not there')}, described as "
+            f"{wanted.get((name, chunk), 'not there')}"
             for name, chunk in sorted(actual.keys() | wanted.keys())
             if actual.get((name, chunk)) != wanted.get((name, chunk))
         ]

@@ -1,7 +1,8 @@
 """Log-probabilities and entropy from hidden states and the output layer's weight, without ever holding the logits.
 
-The logits of all tokens would be the largest tensor of a step ([8192, 151936] in float32 is 5 GB, and a softmax holds several). Here they
-are made a chunk of tokens at a time, reduced, dropped, and made again in the backward pass. The vocabulary may be divided over ranks.
+The logits of all tokens would be the largest tensor of a step ([8192, 151936] in float32 is 5 GB, and a softmax holds
+several). Here they are made a chunk of tokens at a time, reduced, dropped, and made again in the backward pass. The
+vocabulary may be divided over ranks.
 """
 
 from collections.abc import Iterator
@@ -48,8 +49,19 @@ class _LeanLogProbs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, head: _Head, entropy_has_gradient: bool):
-        peak, sums = hidden.new_zeros(len(hidden), dtype=torch.float32), hidden.new_zeros((3, len(hidden)), dtype=torch.float32)
+    def forward(
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: Tensor,
+        head: _Head,
+        entropy_has_gradient: bool,
+    ):
+        peak, sums = (
+            hidden.new_zeros(len(hidden), dtype=torch.float32),
+            hidden.new_zeros((3, len(hidden)), dtype=torch.float32),
+        )
         for part in head.chunks(len(hidden)):
             z = head.logits(hidden[part], temperature[part])
             peak[part] = z.amax(-1)
@@ -90,8 +102,9 @@ class _LeanLogProbs(torch.autograd.Function):
 
 
 def _over_ranks(peak: Tensor, sums: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """log-sum-exp, entropy and target logit, all [tokens], from each rank's peak [tokens] and sums [3, tokens]: of exp(z - peak), of
-    exp(z - peak) (z - peak), and the target's z on the rank that has it, 0 on the others."""
+    """log-sum-exp, entropy and target logit, all [tokens], from each rank's peak [tokens] and sums [3, tokens]: of
+    exp(z - peak), of exp(z - peak) (z - peak), and the target's z on the rank that has it, 0 on the others.
+    """
     highest = peak.clone()
     dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
     shift = peak - highest
@@ -104,8 +117,10 @@ def _over_ranks(peak: Tensor, sums: Tensor, group: dist.ProcessGroup) -> tuple[T
 
 @cache
 def _writes_float32(device: str, dtype: torch.dtype) -> bool:
-    """Whether a product of 16-bit factors can be summed and written in float32 there, at the factors' full rate. Tried once: of torch's own
-    devices CUDA can, and torch_npu makes `is_cuda` true of its tensors."""
+    """Whether a product of 16-bit factors can be summed and written in float32 there, at the factors' full rate.
+
+    Tried once: of torch's own devices CUDA can, and torch_npu makes `is_cuda` true of its tensors.
+    """
     ones = torch.ones(16, 16, device=device, dtype=dtype)
     total = torch.ones(16, 16, device=device)
     try:
@@ -118,14 +133,16 @@ def _writes_float32(device: str, dtype: torch.dtype) -> bool:
 class _WeightGradient:
     """Sum over chunks of grad^T hidden [width, hidden], into Megatron's gradient buffer where the weight has one.
 
-    The buffer is float32 and exists anyway; a sum of its own would be as large as the layer and, in 16 bits, lose digits with every chunk.
-    So would a product that is rounded to 16 bits before it is added.
+    The buffer is float32 and exists anyway; a sum of its own would be as large as the layer and, in 16 bits, lose
+    digits with every chunk. So would a product that is rounded to 16 bits before it is added.
     """
 
     def __init__(self, weight: Tensor, width: int):
         self.width, self.dtype = width, weight.dtype
         self.buffer = getattr(weight, "main_grad", None)
-        self.total = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if self.buffer is None else self.buffer
+        self.total = (
+            torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if self.buffer is None else self.buffer
+        )
 
     def add(self, grad: Tensor, hidden: Tensor) -> None:
         """`grad` [tokens, width] float32, `hidden` [tokens, hidden], any float dtype."""
@@ -152,10 +169,11 @@ def lean_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of each distribution, in nats, float32, both [tokens].
 
-    `hidden` [tokens, hidden], any float dtype, are the states that predict `targets` [tokens] (token ids), the same on every rank of
-    `group`, the tensor-parallel group; `weight` [padded_vocab / tp, hidden] is this rank's block of rows. `temperature` [tokens] divides
-    the logits, as sampling does; rows past `vocab_size` are padding and have no probability. `chunk`: tokens whose logits are alive at a
-    time; None: as many as fit CHUNK_BYTES.
+    `hidden` [tokens, hidden], any float dtype, are the states that predict `targets` [tokens] (token ids), the same on
+    every rank of
+    `group`, the tensor-parallel group; `weight` [padded_vocab / tp, hidden] is this rank's block of rows. `temperature`
+    [tokens] divides the logits, as sampling does; rows past `vocab_size` are padding and have no probability. `chunk`:
+    tokens whose logits are alive at a time; None: as many as fit CHUNK_BYTES.
 
     The gradient of `hidden` is this rank's share, to be summed over the group. The weight's gradient goes straight into
     `weight.main_grad` where there is one. Gradients flow from the entropy only when asked for.

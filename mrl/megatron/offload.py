@@ -30,7 +30,9 @@ PIECE = 256 * MIB  # bytes
 
 @dataclass(frozen=True)
 class StorageBuffer:
-    """Room for the bytes of one storage, on the host or in a second copy on the device: uint8 pieces, one after the other."""
+    """Room for the bytes of one storage, on the host or in a second copy on the device: uint8 pieces,
+    one after the other.
+    """
 
     pieces: tuple[Tensor, ...]
 
@@ -49,7 +51,9 @@ class StorageBuffer:
             part.copy_(piece, non_blocking=True)
 
     def exchange(self, other: Tensor) -> None:
-        """Puts what lies here into `other` and what lies there here, through a piece's worth of memory beside `other`."""
+        """Puts what lies here into `other` and what lies there here,
+        through a piece's worth of memory beside `other`.
+        """
         for piece, part in self._pairs(other):
             scratch = part.clone()
             part.copy_(piece, non_blocking=True)
@@ -62,7 +66,10 @@ class StorageBuffer:
 
 
 def reserve(sizes: Sequence[int], allocate: Callable[[int], Tensor], piece_bytes: int = PIECE) -> list[StorageBuffer]:
-    """A buffer for each size, in bytes above 0. `allocate(n)` makes a uint8 tensor of n; none is larger than `piece_bytes`."""
+    """A buffer for each size, in bytes above 0.
+
+    `allocate(n)` makes a uint8 tensor of n; none is larger than `piece_bytes`.
+    """
     total = sum(sizes)
     free = [allocate(min(piece_bytes, total - begin)) for begin in range(0, total, piece_bytes)][::-1]
     return [StorageBuffer(tuple(_first_pieces(free, size))) for size in sizes]
@@ -117,7 +124,9 @@ class Residence:
     `using` is what code that touches weights, gradients or optimizer states runs in. Nothing moves without a switch.
     """
 
-    def __init__(self, platform: Platform, chunks: Sequence[Module], optimizer: MegatronOptimizer, switched: Collection[str]):
+    def __init__(
+        self, platform: Platform, chunks: Sequence[Module], optimizer: MegatronOptimizer, switched: Collection[str]
+    ):
         """`switched`: the kinds that may leave the device."""
         self._platform, self._chunks, self._optimizer = platform, chunks, optimizer
         self.switched = tuple(kind for kind in SWITCHES if kind in switched)
@@ -150,7 +159,9 @@ class Residence:
         self._leave(self.switched)
 
     def prefetch(self, *kinds: str) -> None:
-        """These begin to come back beside what computes; they are there once `using` has waited for them. Nobody may touch them before.
+        """These begin to come back beside what computes; they are there once `using` has waited for them.
+
+        Nobody may touch them before.
 
         Nothing for those that are on the device.
         """
@@ -165,10 +176,14 @@ class Residence:
         return (piece for buffer in self._buffers.values() for piece in buffer.pieces)
 
     def require(self, *kinds: str) -> None:
-        """Raises RuntimeError when one of them is not on the device: what computes on emptied storages crashes or is wrong."""
+        """Raises RuntimeError when one of them is not on the device:
+        what computes on emptied storages crashes or is wrong.
+        """
         if gone := [kind for kind in kinds if kind in self._emptied]:
             keys = ", ".join(f"actor.{SWITCHES[kind]}" for kind in gone)
-            raise RuntimeError(f"{', '.join(gone)}: not on the device ({keys}), and may be touched within Residence.using only")
+            raise RuntimeError(
+                f"{', '.join(gone)}: not on the device ({keys}), and may be touched within Residence.using only"
+            )
 
     def _leave(self, kinds: Iterable[str]) -> None:
         if leaving := [kind for kind in kinds if not self._used[kind] and kind not in self._emptied]:
@@ -187,8 +202,14 @@ class Residence:
             self._optimizer.zero_grad()  # else its own references would keep copies in other formats alive
             return [_EmptiedStorage(s, s.nbytes(), None) for s in self._gradients().values()]
         storages = {f"{kind}/{name}": s for name, s in self._named(kind).items() if s.nbytes()}
-        new = [name for name, s in storages.items() if name not in self._buffers or self._buffers[name].nbytes != s.nbytes()]
-        self._buffers |= zip(new, reserve([storages[name].nbytes() for name in new], self._platform.host_memory), strict=True)
+        new = [
+            name
+            for name, s in storages.items()
+            if name not in self._buffers or self._buffers[name].nbytes != s.nbytes()
+        ]
+        self._buffers |= zip(
+            new, reserve([storages[name].nbytes() for name in new], self._platform.host_memory), strict=True
+        )
         for name, storage in storages.items():
             self._buffers[name].copy_from(bytes_of(storage))
         return [_EmptiedStorage(storage, storage.nbytes(), self._buffers[name]) for name, storage in storages.items()]
@@ -202,7 +223,8 @@ class Residence:
         self._emptied.pop(kind, None)
 
     def _refill(self, emptied: list[_EmptiedStorage], beside: bool) -> None:
-        """All of it or, when memory runs out, nothing: what came back in part would be taken for gone, and its next state be lost.
+        """All of it or, when memory runs out, nothing: what came back in part would be taken for gone, and its next
+        state be lost.
 
         Memory is taken on the stream that computes, which will use and free it; only copies may be enqueued beside it.
         """
@@ -220,7 +242,9 @@ class Residence:
             raise
 
     def _named(self, kind: str) -> dict[str, UntypedStorage]:
-        """Storages by names that stay the same when a tensor is made anew, as moments are by a checkpoint that is loaded."""
+        """Storages by names that stay the same when a tensor is made anew,
+        as moments are by a checkpoint that is loaded.
+        """
         if kind == PARAMETERS:
             return {str(number): storage for number, storage in enumerate(self._parameters().values())}
         others = self._parameters() | self._gradients()  # float32 weights are their own master weights
@@ -236,7 +260,9 @@ class Residence:
 
     def _gradients(self) -> dict[int, UntypedStorage]:
         """Those of experts lie in buffers of their own."""
-        return storages_of([b.grad_data for chunk in self._chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)])
+        return storages_of(
+            [b.grad_data for chunk in self._chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        )
 
     def _optimizer_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for number, part in enumerate(self._optimizer.chained_optimizers):
@@ -278,7 +304,9 @@ class FrozenWeights:
     """
 
     def __init__(self, chunks: list[Module], allocate: Callable[[int], Tensor], synchronize: Callable[[], None]):
-        """`allocate(n)` makes uint8 memory for the copy, on the host or on the device; `synchronize` waits for the device."""
+        """`allocate(n)` makes uint8 memory for the copy, on the host or on the device;
+        `synchronize` waits for the device.
+        """
         self._synchronize = synchronize
         self._storages = list(storages_of([parameter for chunk in chunks for parameter in chunk.parameters()]).values())
         self._buffers = reserve([storage.nbytes() for storage in self._storages], allocate)

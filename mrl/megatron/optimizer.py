@@ -1,4 +1,6 @@
-"""Megatron's distributed Adam with its learning-rate schedule, and a step that never applies a gradient that is not finite."""
+"""Megatron's distributed Adam with its learning-rate schedule,
+and a step that never applies a gradient that is not finite.
+"""
 
 import math
 from collections.abc import Iterable
@@ -29,8 +31,12 @@ class StepResult:
 
 
 def build_optimizer(config: OptimConfig, chunks: list[torch.nn.Module], dtype: torch.dtype) -> MegatronOptimizer:
-    """Optimizer of wrapped chunks whose weights are set already: its float32 master weights are copied from them here."""
-    overrides = checked_overrides("actor.optim.override_optimizer_config", config.override_optimizer_config, OptimizerConfig)
+    """Optimizer of wrapped chunks whose weights are set already:
+    its float32 master weights are copied from them here.
+    """
+    overrides = checked_overrides(
+        "actor.optim.override_optimizer_config", config.override_optimizer_config, OptimizerConfig
+    )
     values = {
         "optimizer": "adam",
         "lr": config.lr,
@@ -54,8 +60,9 @@ def build_optimizer(config: OptimConfig, chunks: list[torch.nn.Module], dtype: t
 def freeze(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Keeps parameters where they are; to be called before the optimizer is built.
 
-    Their gradient is zero and nothing decays them, so Adam leaves every bit, as long as their moments are zero too: moments of updates
-    before they were frozen would go on moving them, so a checkpoint's are not restored. They keep their place in buffers, optimizer and
+    Their gradient is zero and nothing decays them, so Adam leaves every bit, as long as their moments are zero too:
+    moments of updates before they were frozen would go on moving them, so a checkpoint's are not restored. They keep
+    their place in buffers, optimizer and
     checkpoints: freezing changes no layout, and a run may freeze what it trained before, or train on what was frozen.
     """
     for parameter in parameters:
@@ -71,28 +78,31 @@ def is_frozen(parameter: torch.nn.Parameter) -> bool:
 def _count_every_expert(optimizer: MegatronOptimizer) -> None:
     """Makes the gradient norm count experts on every tensor rank.
 
-    Parameters without tensor-parallel mark count on tensor rank 0 only, as copies. Experts are no copies over tensor ranks (other
-    experts, or other optimizer shards): what matters for them is the rank inside their own tensor group.
+    Parameters without tensor-parallel mark count on tensor rank 0 only, as copies. Experts are no copies over tensor
+    ranks (other experts, or other optimizer shards): what matters for them is the rank inside their own tensor group.
     """
     for part in optimizer.chained_optimizers:
         if all(group.get("is_expert_parallel") for group in part.param_groups) and part.param_groups:
             part.tp_group = mpu.get_expert_tensor_parallel_group()
 
 
-def build_scheduler(config: OptimConfig, optimizer: MegatronOptimizer, total_steps: int | None) -> OptimizerParamScheduler:
+def build_scheduler(
+    config: OptimConfig, optimizer: MegatronOptimizer, total_steps: int | None
+) -> OptimizerParamScheduler:
     """Linear warm-up over `lr_warmup_steps`, then constant, or decay to `min_lr`, in optimizer steps.
 
     Step k (from 1) of a warm-up of W steps uses lr * k / W; the last step of the decay uses `min_lr`.
 
-    `total_steps` is the length of the run, used when the decay names no length of its own. Raises ConfigError when neither is known.
+    `total_steps` is the length of the run, used when the decay names no length of its own. Raises ConfigError when
+    neither is known.
     """
     decay_steps = config.lr_decay_steps or total_steps
     if config.lr_decay_style == "constant":
         decay_steps = config.lr_warmup_steps + 1  # not used by a constant rate, but has to exceed the warm-up
     elif decay_steps is None:
         raise ConfigError(
-            f"actor.optim.lr_decay_style={config.lr_decay_style} needs a length: set actor.optim.lr_decay_steps (optimizer steps) "
-            "or trainer.total_training_steps"
+            f"actor.optim.lr_decay_style={config.lr_decay_style} needs a length: set actor.optim.lr_decay_steps "
+            "(optimizer steps) or trainer.total_training_steps"
         )
     elif config.lr_warmup_steps >= decay_steps:
         raise ConfigError(
@@ -118,7 +128,9 @@ def build_scheduler(config: OptimConfig, optimizer: MegatronOptimizer, total_ste
 
 def zero_gradients(chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
     """Clears both places that hold gradients: the buffers of the chunks and the optimizer's own references to them."""
-    check_resident("gradients", (b.grad_data for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)))
+    check_resident(
+        "gradients", (b.grad_data for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers))
+    )
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
@@ -130,7 +142,9 @@ def step(optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler) -> St
 
     The norm is summed over all ranks, so every rank takes the same branch.
     """
-    check_resident("the optimizer's part of the weights", (p for group in optimizer.param_groups for p in group["params"]))
+    check_resident(
+        "the optimizer's part of the weights", (p for group in optimizer.param_groups for p in group["params"])
+    )
     overflow = optimizer.prepare_grads()
     grad_norm = math.nan if overflow else float(optimizer.get_grad_norm())
     lr = current_lr(optimizer)

@@ -1,7 +1,9 @@
-"""One micro-batch as the model takes it: sequences packed end to end, or padded to one length; cut for context parallelism. Pure numpy.
+"""One micro-batch as the model takes it: sequences packed end to end, or padded to one length; cut for context
+parallelism. Pure numpy.
 
-Context-parallel rank r holds, of every sequence cut into 2 * context chunks, chunk r and chunk 2 * context - 1 - r ("zigzag"): so all ranks
-have the same share of a causal attention's work. What predicts what is settled before the cut, inside each sequence.
+Context-parallel rank r holds, of every sequence cut into 2 * context chunks, chunk r and chunk 2 * context - 1 - r
+("zigzag"): so all ranks have the same share of a causal attention's work. What predicts what is settled before the cut,
+inside each sequence.
 """
 
 import hashlib
@@ -26,7 +28,9 @@ class Shape:
 
     @property
     def sequence_multiple(self) -> int:
-        """Each sequence is padded to a multiple of this many tokens: context parallelism cuts it into two parts a rank."""
+        """Each sequence is padded to a multiple of this many tokens:
+        context parallelism cuts it into two parts a rank.
+        """
         return 2 * self.context if self.context > 1 else 1
 
     @property
@@ -51,15 +55,18 @@ class Shape:
 class MicroInputs(TokenValues[Array]):
     """One micro-batch of one context-parallel rank: numpy arrays as they are cut, tensors as the model takes them.
 
-    `tokens` are the response tokens whose predicting position is on this rank. `batch` is 1 where sequences are packed, else the number of
-    rows; `response_length` is the longest one here. The values of TokenValues are [rows, response_length].
+    `tokens` are the response tokens whose predicting position is on this rank. `batch` is 1 where sequences are packed,
+    else the number of rows; `response_length` is the longest one here. The values of TokenValues are [rows,
+    response_length].
     """
 
     input_ids: Array  # int64 [batch, length]
     position_ids: Array  # int64 [batch, length]: position inside its sequence
     real: Array  # bool [batch, length]: no padding, and no filler's
     predicting: Array  # bool [batch, length]: real, and not its sequence's last token, whose output nobody reads
-    sequence_starts: Array | None  # int32 [rows + 1]: where sequences begin and end in the pack, before the cut; None: padded
+    sequence_starts: (
+        Array | None
+    )  # int32 [rows + 1]: where sequences begin and end in the pack, before the cut; None: padded
     predictors: Array  # int64 [tokens]: index into batch * length of the position that predicts the token
     targets: Array  # int64 [tokens]
     slots: Array  # int64 [tokens]: index of the token into rows * response_length
@@ -67,8 +74,11 @@ class MicroInputs(TokenValues[Array]):
     response_mask: Array  # bool [rows, response_length]: tokens that count, rejected ones and a filler's not
     scored: Array | None  # bool, the same with rejected ones: tokens that have log-probs; None: those that count
     routes: Array | None  # int8 or int16 [batch, length, MoE layers, topk]; -1 where unknown, as of padding
-    longest: int  # tokens in memory of the longest sequence, before the cut; on the host, so that nobody waits for the device to know it
-    content: bytes  # digest of all that a forward takes, before the cut: two passes that cut a batch alike have the same micro-batches
+    # tokens in memory of the longest sequence, before the cut; on the host, so that nobody waits for the device to know
+    # it
+    longest: int
+    # digest of all that a forward takes, before the cut: two passes that cut a batch alike have the same micro-batches
+    content: bytes
 
     @property
     def has_log_probs(self) -> Array:
@@ -78,7 +88,9 @@ class MicroInputs(TokenValues[Array]):
     def mapped(self, function: Callable[[Array], Any]) -> "MicroInputs":
         """The same with `function` of every array in its place."""
         given = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{k: function(v) for k, v in given.items() if v is not None and k not in ("content", "longest")})
+        return replace(
+            self, **{k: function(v) for k, v in given.items() if v is not None and k not in ("content", "longest")}
+        )
 
 
 def micro_inputs(
@@ -117,14 +129,18 @@ def micro_inputs(
         response_mask=mask,
         scored=scored,
         **{name: None if flat is None else in_rows(flat, responses) for name, flat in picked.token_values.items()},
-        routes=None if picked.routes is None else _laid_out_routes(picked.routes, left)[kept].reshape(lines, -1, *picked.routes.shape[1:]),
+        routes=None
+        if picked.routes is None
+        else _laid_out_routes(picked.routes, left)[kept].reshape(lines, -1, *picked.routes.shape[1:]),
         longest=int(padded.max()),
         content=_digest(ids, lengths, padded, picked.routes),
     )
 
 
 def _digest(*whole: np.ndarray | None) -> bytes:
-    """Of arrays as they are on all context-parallel ranks: samples that differ in another rank's part only have other digests here too."""
+    """Of arrays as they are on all context-parallel ranks:
+    samples that differ in another rank's part only have other digests here too.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for array in whole:
         if array is not None:
@@ -134,15 +150,19 @@ def _digest(*whole: np.ndarray | None) -> bytes:
 
 
 def in_rows(values: np.ndarray, responses: np.ndarray) -> np.ndarray:
-    """[rows, response_length] from [response tokens], rows end to end, which stand where `responses` is true; 0 elsewhere."""
+    """[rows, response_length] from [response tokens], rows end to end, which stand where `responses` is true;
+    0 elsewhere.
+    """
     padded = np.zeros(responses.shape, values.dtype)
     padded[responses] = values
     return padded
 
 
-def _laid_out(token_ids: np.ndarray, lengths: np.ndarray, padded: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Tokens without padding as they lie in memory, all int64 [sum of padded]: token ids with zeros for padding, positions, and how many
-    real tokens of its sequence each has left, itself included: 0 of padding.
+def _laid_out(
+    token_ids: np.ndarray, lengths: np.ndarray, padded: np.ndarray, starts: np.ndarray
+) -> tuple[np.ndarray, ...]:
+    """Tokens without padding as they lie in memory, all int64 [sum of padded]: token ids with zeros for padding,
+    positions, and how many real tokens of its sequence each has left, itself included: 0 of padding.
     """
     ids, positions, left = (np.zeros(int(starts[-1]), dtype=np.int64) for _ in range(3))
     for start, length, size in zip(starts, lengths, padded, strict=False):
@@ -160,7 +180,9 @@ def _laid_out_routes(routes: np.ndarray, left: np.ndarray) -> np.ndarray:
 
 
 def kept_positions(padded: np.ndarray, context: int, rank: int) -> np.ndarray:
-    """Of sequences laid end to end, each a multiple of 2 * context long, the positions that a context-parallel rank holds, int64."""
+    """Of sequences laid end to end, each a multiple of 2 * context long,
+    the positions that a context-parallel rank holds, int64.
+    """
     if context == 1:
         return np.arange(int(padded.sum()))
     kept, start = [], 0

@@ -14,7 +14,9 @@ from mrl.model.layout import TrainLayout
 from mrl.platforms import Platform
 
 
-def init_distributed(platform: Platform, rank: int, world_size: int, master_addr: str, master_port: int, timeout_s: float) -> None:
+def init_distributed(
+    platform: Platform, rank: int, world_size: int, master_addr: str, master_port: int, timeout_s: float
+) -> None:
     """Meets the other ranks. Every later collective fails after `timeout_s` instead of waiting forever.
 
     Raises EnvironmentFault when the ranks do not meet in that time, or the port is taken.
@@ -30,19 +32,27 @@ def init_distributed(platform: Platform, rank: int, world_size: int, master_addr
         )
     except (RuntimeError, ValueError) as error:
         raise EnvironmentFault(
-            f"actor rank {rank} of {world_size} could not meet the others at {master_addr}:{master_port} within {timeout_s:.0f} s: {error}"
+            f"actor rank {rank} of {world_size} could not meet the others at {master_addr}:{master_port} within "
+            f"{timeout_s:.0f} s: {error}"
         ) from error
 
 
 def release_scratch() -> None:
-    """Megatron keeps the largest sequence that it ever gathered as a buffer for the next one: in the way of whoever has the device then."""
+    """Megatron keeps the largest sequence that it ever gathered as a buffer for the next one:
+    in the way of whoever has the device then.
+    """
     mpu.get_global_memory_buffer().buffer.clear()
 
 
 def init_model_parallel(layout: TrainLayout, seed: int, timeout_s: float) -> None:
-    """Megatron's groups and random states. Call after `init_distributed`. Raises ConfigError when the world has another size."""
+    """Megatron's groups and random states.
+
+    Call after `init_distributed`. Raises ConfigError when the world has another size.
+    """
     if dist.get_world_size() != layout.world_size:
-        raise ConfigError(f"actor.layout.world_size: the layout has {layout.world_size} ranks, {dist.get_world_size()} were started")
+        raise ConfigError(
+            f"actor.layout.world_size: the layout has {layout.world_size} ranks, {dist.get_world_size()} were started"
+        )
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,

@@ -1,8 +1,10 @@
-"""Which experts the routers choose: seen at the old log-probs, compared with in the update, and chosen again where replay is on.
+"""Which experts the routers choose: seen at the old log-probs, compared with in the update, and chosen again where
+replay is on.
 
-R2 replays in the update what the routers chose at the old log-probs; R3 replays in every pass what the engine's routers chose, which came
-with the samples. Megatron-core 0.16.1 asks `router.router_replay` for the choice of experts; the objects here stand in that place. A router
-whose choice is replayed still computes its scores with the current weights, so it still gets a gradient.
+R2 replays in the update what the routers chose at the old log-probs; R3 replays in every pass what the engine's routers
+chose, which came with the samples. Megatron-core 0.16.1 asks `router.router_replay` for the choice of experts; the
+objects here stand in that place. A router whose choice is replayed still computes its scores with the current weights,
+so it still gets a gradient.
 """
 
 from collections import deque
@@ -35,11 +37,17 @@ class _Chooser:
     training: bool = False
     chosen: Tensor | None = None  # what the latest forward chose
     own: Tensor | None = None  # where `has_gaps`: what it would have chosen
-    pending: deque[Tensor] = field(default_factory=deque)  # choices of forwards that will be recomputed in backward, oldest first
+    pending: deque[Tensor] = field(
+        default_factory=deque
+    )  # choices of forwards that will be recomputed in backward, oldest first
 
-    def get_replay_topk(self, scores: Tensor, topk: int, num_groups, group_topk, default: Callable) -> tuple[Tensor, Tensor]:
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups, group_topk, default: Callable
+    ) -> tuple[Tensor, Tensor]:
         """Megatron's name and signature. Values and indices of the chosen experts, both [tokens, topk]."""
-        if torch._C._current_graph_task_id() != -1:  # recomputed inside a backward pass: what this forward chose the first time
+        if (
+            torch._C._current_graph_task_id() != -1
+        ):  # recomputed inside a backward pass: what this forward chose the first time
             return _gathered(scores, self.pending.popleft())
         if self.wanted is None:
             choice = default(scores, topk, num_groups, group_topk)
@@ -49,7 +57,9 @@ class _Chooser:
         else:
             choice = _gathered(scores, self.wanted.long())
         self.chosen = choice[1]
-        if self.training and not torch.is_grad_enabled():  # a forward without graph in training is one that backward repeats
+        if (
+            self.training and not torch.is_grad_enabled()
+        ):  # a forward without graph in training is one that backward repeats
             self.pending.append(choice[1])
         return choice
 
@@ -62,7 +72,8 @@ def _gathered(scores: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
 class _Counts:
     """(token, layer) pairs of a step on one rank. On the device until `metrics`: no forward waits for a count.
 
-    Neither padding counts, nor in the update a sequence's last token: it never has an engine's route, and nobody reads what comes of it.
+    Neither padding counts, nor in the update a sequence's last token: it never has an engine's route, and nobody reads
+    what comes of it.
     """
 
     differing: Tensor | int = 0  # in the update, another set of experts than at the old log-probs
@@ -74,7 +85,10 @@ class _Counts:
 
 
 class Routing:
-    """The routers of one rank. R2 keeps routes by model chunk and micro-batch, so there both passes must cut a batch alike."""
+    """The routers of one rank.
+
+    R2 keeps routes by model chunk and micro-batch, so there both passes must cut a batch alike.
+    """
 
     def __init__(self, chunks: list[torch.nn.Module], model: ModelSpec, replay: Replay):
         self.replay, self._num_experts = replay, model.num_experts
@@ -82,7 +96,9 @@ class Routing:
         self._routers = {id(core): [m for m in core.modules() if isinstance(m, TopKRouter)] for core in cores}
         for router in self._all():
             router.router_replay = _Chooser()
-        self._columns = {id(r): model.moe_layers.index(r.layer_number - 1) for r in self._all()}  # in routes that came with samples
+        self._columns = {
+            id(r): model.moe_layers.index(r.layer_number - 1) for r in self._all()
+        }  # in routes that came with samples
         self._device = next((router.weight.device for router in self._all()), torch.device("cpu"))
         self._narrow = torch.uint8 if model.num_experts <= 256 else torch.int16  # routes of a step lie on the device
         self._recorded: dict[tuple[int, bytes], list[Tensor]] = {}
@@ -97,7 +113,9 @@ class Routing:
         for router in self._all():
             router.router_replay.pending.clear()  # of a step that broke off
         self._counts = _Counts()
-        self._load = torch.zeros(sum(map(len, self._routers.values())), self._num_experts, dtype=torch.int64, device=self._device)
+        self._load = torch.zeros(
+            sum(map(len, self._routers.values())), self._num_experts, dtype=torch.int64, device=self._device
+        )
 
     @contextmanager
     def recording(self, model: torch.nn.Module, inputs: MicroInputs) -> Iterator[None]:
@@ -117,14 +135,18 @@ class Routing:
         """
         before = self._recorded.get(key, []) if torch.are_deterministic_algorithms_enabled() else []
         if any((_differ(earlier, now) & real).any() for earlier, now in zip(before, chosen, strict=False)):
-            raise RuntimeError("two micro-batches of the same tokens chose other experts; their routes cannot be told apart")
+            raise RuntimeError(
+                "two micro-batches of the same tokens chose other experts; their routes cannot be told apart"
+            )
         self._recorded[key] = chosen
 
     @contextmanager
     def supplying(self, model: torch.nn.Module, inputs: MicroInputs) -> Iterator[None]:
-        """Around one chunk's forward under weights of any policy: with R3 all of them are asked about the engine's routes.
+        """Around one chunk's forward under weights of any policy: with R3 all of them are asked about the engine's
+        routes.
 
-        So the KL to a reference model that equals the policy is 0, and not what the engine's numerics make of its routes.
+        So the KL to a reference model that equals the policy is 0, and not what the engine's numerics make of its
+        routes.
         """
         core = unwrap_model(model)
         with _choosing(self._choosers(core), self._supplied(core, inputs), has_gaps=True):
@@ -139,14 +161,20 @@ class Routing:
         core = unwrap_model(model)
         choosers, before = self._choosers(core), self._recorded.get((id(core), inputs.content))
         if self.replay == "R2" and before is None:
-            raise RuntimeError("no routes were recorded for a micro-batch of the update: it was cut otherwise at the old log-probs")
+            raise RuntimeError(
+                "no routes were recorded for a micro-batch of the update: it was cut otherwise at the old log-probs"
+            )
         supplied = self._supplied(core, inputs)
-        with _choosing(choosers, before if self.replay == "R2" else supplied, has_gaps=self.replay == "R3", training=True):
+        with _choosing(
+            choosers, before if self.replay == "R2" else supplied, has_gaps=self.replay == "R3", training=True
+        ):
             yield
         real, predicting = (_in_routers_order(values, core) for values in (inputs.real, inputs.predicting))
         first = self._first(core)
         for n, chooser in enumerate(choosers):
-            self._load[first + n].scatter_add_(0, chooser.chosen.flatten(), real[:, None].expand_as(chooser.chosen).flatten().long())
+            self._load[first + n].scatter_add_(
+                0, chooser.chosen.flatten(), real[:, None].expand_as(chooser.chosen).flatten().long()
+            )
             if before is not None:
                 self._counts.differing += (_differ(before[n], chooser.chosen) & predicting).sum()
                 self._counts.compared += predicting.sum()
@@ -156,14 +184,19 @@ class Routing:
                 self._count_disagreeing(supplied, choosers, real)
 
     def check_recomputed(self) -> None:
-        """After a backward pass. Raises RuntimeError when it did not recompute all it should: the next would take the routes left over."""
+        """After a backward pass.
+
+        Raises RuntimeError when it did not recompute all it should: the next would take the routes left over.
+        """
         if left := sum(len(router.router_replay.pending) for router in self._all()):
             raise RuntimeError(f"{left} choices of experts were kept for a recomputation that did not come")
 
     def _count_missing(self, supplied: list[Tensor] | None, predicting: Tensor, layers: int) -> None:
         routed = predicting.sum() * layers
         self._counts.routed += routed
-        self._counts.missing += routed if supplied is None else sum(((s[:, 0] == MISSING) & predicting).sum() for s in supplied)
+        self._counts.missing += (
+            routed if supplied is None else sum(((s[:, 0] == MISSING) & predicting).sum() for s in supplied)
+        )
 
     def _count_disagreeing(self, supplied: list[Tensor] | None, choosers: list[_Chooser], real: Tensor) -> None:
         for chooser, wanted in zip(choosers, supplied, strict=True) if supplied is not None else ():
@@ -187,11 +220,14 @@ class Routing:
         return sum(len(self._routers[c]) for c in chunks[: chunks.index(id(core))])
 
     def metrics(self) -> FloatParts:
-        """Of the step's updates. Collective over the ranks that hold copies of the same layers; one of them hands the answer out.
+        """Of the step's updates.
 
-        Shares are of (token, layer) pairs: `router/drift` of those whose set of experts is another than at the old log-probs,
-        `router/missing_routes` of those that should have had an engine's route, `router/rollout_drift` of those whose engine's set is
-        another than the trainer's own choice at the old log-probs. Loads are of real tokens.
+        Collective over the ranks that hold copies of the same layers; one of them hands the answer out.
+
+        Shares are of (token, layer) pairs: `router/drift` of those whose set of experts is another than at the old
+        log-probs, `router/missing_routes` of those that should have had an engine's route, `router/rollout_drift` of
+        those whose engine's set is another than the trainer's own choice at the old log-probs. Loads are of real
+        tokens.
         """
         if not len(self._load):  # a stage of the embedding alone, as all ranks of its group have it
             return {}
@@ -217,7 +253,9 @@ class Routing:
 
 
 @contextmanager
-def _choosing(choosers: list[_Chooser], wanted: list[Tensor] | None, has_gaps: bool, training: bool = False) -> Iterator[None]:
+def _choosing(
+    choosers: list[_Chooser], wanted: list[Tensor] | None, has_gaps: bool, training: bool = False
+) -> Iterator[None]:
     """Lets routers choose what is wanted of them; by themselves where that is None."""
     for n, chooser in enumerate(choosers):
         chooser.training, chooser.has_gaps, chooser.wanted = training, has_gaps, wanted[n] if wanted else None
@@ -234,8 +272,8 @@ def _differ(routes: Tensor, others: Tensor) -> Tensor:
 
 
 def _in_routers_order(values: Tensor, core: torch.nn.Module) -> Tensor:
-    """[tokens, ...] from [batch, length, ...] in the order in which a router sees tokens: position by position, under sequence
-    parallelism this rank's part.
+    """[tokens, ...] from [batch, length, ...] in the order in which a router sees tokens: position by position, under
+    sequence parallelism this rank's part.
     """
     values = values.transpose(0, 1)
     if core.config.sequence_parallel:

@@ -12,7 +12,11 @@ import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType, LayerType
@@ -22,7 +26,11 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 from torch import Tensor
 
 from mrl.megatron.attention import CausalAttention
@@ -89,7 +97,9 @@ class GroupedLinear(torch.nn.Module):
             if config.perform_initialization:
                 with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
                     init_method(weight.data)
-            if expert_tensor_size > 1:  # mbridge gathers over tensor ranks what carries these, so unsliced experts must not
+            if (
+                expert_tensor_size > 1
+            ):  # mbridge gathers over tensor ranks what carries these, so unsliced experts must not
                 set_tensor_model_parallel_attributes(weight, True, self.partition_dim, 1)
             self.register_parameter(f"weight{i}", weight)
 
@@ -129,7 +139,9 @@ class TorchSpecProvider(BackendSpecProvider):
     def core_attention(self) -> type:
         return CausalAttention
 
-    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool) -> tuple[type, MLPSubmodules]:
+    def grouped_mlp_modules(
+        self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
+    ) -> tuple[type, MLPSubmodules]:
         return TEGroupedMLP, MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedRowLinear)
 
     def activation_func(self) -> None:
@@ -169,7 +181,9 @@ def _layer_spec(config: TransformerConfig, is_moe: bool) -> ModuleSpec:
         TorchSpecProvider(), num_experts=config.num_moe_experts if is_moe else None, moe_grouped_gemm=is_moe
     )
     submodules = TransformerLayerSubmodules(
-        self_attention=ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
+        self_attention=ModuleSpec(
+            module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+        ),
         self_attn_bda=get_bias_dropout_add,
         pre_mlp_layernorm=Norm if is_moe else IdentityOp,
         mlp=mlp,
