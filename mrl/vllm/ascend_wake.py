@@ -39,15 +39,20 @@ def check_worker(worker: Any) -> None:
     found = source_digest(type(worker).sleep, type(worker).wake_up, type(pool()).wake_up)
     if found != KNOWN_SOURCE:
         raise RuntimeError(
-            f"this vllm-ascend sleeps or wakes otherwise than release v0.23.0 (sources {found[:12]}, known {KNOWN_SOURCE[:12]}); "
-            "install that release, or use cluster.placement: separate"
+            f"this vllm-ascend sleeps or wakes otherwise than release v0.23.0 (sources {found[:12]}, known "
+            f"{KNOWN_SOURCE[:12]}); install that release, or use cluster.placement: separate"
         )
     if (worker.vllm_config.additional_config or {}).get(CLEANUP):
-        raise RuntimeError(f"{CLEANUP} takes communicators and graphs apart, which only vllm-ascend's own wake puts together; leave it off")
+        raise RuntimeError(
+            f"{CLEANUP} takes communicators and graphs apart, which only vllm-ascend's own wake "
+            "puts together; leave it off"
+        )
 
 
 def wake(worker: Any, part: str) -> None:
-    """Maps the memory of `part` again, at the addresses where it was; with weights come the buffers that the sleep saved."""
+    """Maps the memory of `part` again, at the addresses where it was;
+    with weights come the buffers that the sleep saved.
+    """
     pool().wake_up(tags=[part])
     if part == WEIGHTS:
         _restore_buffers(worker)

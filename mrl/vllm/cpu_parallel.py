@@ -22,7 +22,8 @@ from torch import Tensor
 from mrl.errors import EnvironmentFault
 
 _APPLY_ARGUMENTS = (
-    "self", "output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "activation", "global_num_experts", "expert_map",
+    "self", "output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "activation", "global_num_experts",
+    "expert_map",
     "a1q_scale", "a2_scale", "workspace13", "workspace2", "expert_tokens_meta", "apply_router_weight_on_input",
 )  # fmt: skip
 _COLLECTIVES = ("all_gatherv", "reduce_scatterv")
@@ -55,7 +56,9 @@ def _unknown(why: str) -> EnvironmentFault:
 
 def collective_faults(communicator: type) -> list[str]:
     """Why the collectives cannot be put on this class: it has them already."""
-    return [f"{communicator.__name__} has a {name} of its own" for name in _COLLECTIVES if name in communicator.__dict__]
+    return [
+        f"{communicator.__name__} has a {name} of its own" for name in _COLLECTIVES if name in communicator.__dict__
+    ]
 
 
 def apply_faults(experts: type) -> list[str]:
@@ -67,7 +70,9 @@ def apply_faults(experts: type) -> list[str]:
     return [f"{kind.__name__} has an apply of its own" for kind in experts.__subclasses__() if "apply" in kind.__dict__]
 
 
-def all_gatherv(self: Any, input_: Tensor | list[Tensor], dim: int = 0, sizes: list[int] | None = None) -> Tensor | list[Tensor]:
+def all_gatherv(
+    self: Any, input_: Tensor | list[Tensor], dim: int = 0, sizes: list[int] | None = None
+) -> Tensor | list[Tensor]:
     """Rows of all ranks, [sum(sizes), ...] in their order; `sizes`: rows of each, left out: as many as here.
 
     Of a list each tensor by itself. Stands in vLLM's CpuCommunicator.
@@ -115,8 +120,10 @@ def with_expert_map(apply: Callable[..., None]) -> Callable[..., None]:
     """
 
     def apply_local(
-        self: Any, output: Tensor, hidden_states: Tensor, w1: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor, activation: Any,
-        global_num_experts: int, expert_map: Tensor | None, a1q_scale: Any, a2_scale: Any, workspace13: Any, workspace2: Any,
+        self: Any, output: Tensor, hidden_states: Tensor, w1: Tensor, w2: Tensor, topk_weights: Tensor,
+        topk_ids: Tensor, activation: Any,
+        global_num_experts: int, expert_map: Tensor | None, a1q_scale: Any, a2_scale: Any, workspace13: Any,
+        workspace2: Any,
         expert_tokens_meta: Any, apply_router_weight_on_input: bool,
     ) -> None:  # fmt: skip
         if expert_map is not None:
@@ -124,7 +131,8 @@ def with_expert_map(apply: Callable[..., None]) -> Callable[..., None]:
                 raise NotImplementedError("experts that weigh their input cannot be spread over workers on cpu")
             topk_weights, topk_ids = local_choice(topk_weights, topk_ids, expert_map)
         apply(
-            self, output, hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts, expert_map, a1q_scale, a2_scale,
+            self, output, hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts, expert_map,
+            a1q_scale, a2_scale,
             workspace13, workspace2, expert_tokens_meta, apply_router_weight_on_input,
         )  # fmt: skip
 

@@ -49,9 +49,14 @@ class CpuWorker(CPUWorker):
         super().load_model(*arguments, **named)
 
     def sleep(self, level: int = 1) -> None:
-        """Gives weights and KV cache back. Raises RuntimeError for another level than 2: the host is the device here."""
+        """Gives weights and KV cache back.
+
+        Raises RuntimeError for another level than 2: the host is the device here.
+        """
         if level != 2:
-            raise RuntimeError(f"a CPU worker sleeps at level 2, not {level}: a copy of its weights on the host would free nothing")
+            raise RuntimeError(
+                f"a CPU worker sleeps at level 2, not {level}: a copy of its weights on the host would free nothing"
+            )
         if WEIGHTS not in self.memory_asleep:
             self.unpacked_layers = drop_packed(self.model_runner.get_model())
             loosen(self.model_runner.get_model().parameters())
@@ -107,7 +112,9 @@ class _EmptiedStorage:
 
 
 def loosen(parameters: Iterable[nn.Parameter]) -> None:
-    """Puts parameters into storages that can be emptied; Tensor.numpy(), which digests use, makes one fixed for ever."""
+    """Puts parameters into storages that can be emptied; Tensor.numpy(), which digests use,
+    makes one fixed for ever.
+    """
     for parameter in parameters:
         if not parameter.untyped_storage().resizable():
             parameter.data = parameter.data.clone()
@@ -115,7 +122,9 @@ def loosen(parameters: Iterable[nn.Parameter]) -> None:
 
 def empty(tensors: Iterable[Tensor]) -> list[_EmptiedStorage]:
     """Gives the memory below the tensors away; they keep shape and strides. Raises RuntimeError for a fixed storage."""
-    found = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors) if storage.nbytes()}
+    found = {
+        storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors) if storage.nbytes()
+    }
     emptied = [_EmptiedStorage(storage, storage.nbytes()) for storage in found.values()]
     for one in emptied:
         one.storage.resize_(0)
@@ -123,7 +132,10 @@ def empty(tensors: Iterable[Tensor]) -> list[_EmptiedStorage]:
 
 
 def drop_packed(model: nn.Module) -> list[nn.Module]:
-    """Gives packed linears away; the layers that had one. The closure holds the kernel's handle, whose end frees them."""
+    """Gives packed linears away; the layers that had one.
+
+    The closure holds the kernel's handle, whose end frees them.
+    """
     layers = [layer for layer in model.modules() if hasattr(layer, "cpu_linear") and not layer.weight.is_meta]
     for layer in layers:
         layer.cpu_linear = _refuse

@@ -67,7 +67,8 @@ class VllmEngine:
     async def start(self, meeting: tuple[str, int] | None = None) -> float:
         """Starts vLLM and checks it; returns seconds. Raises EnvironmentFault when the start-up check fails.
 
-        `meeting`: address and port where the data-parallel ranks of the engine meet, at the first one. It returns when all have.
+        `meeting`: address and port where the data-parallel ranks of the engine meet, at the first one. It returns when
+        all have.
         """
         from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -140,15 +141,19 @@ class VllmEngine:
 
         parameters = SamplingParams(
             temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, seed=request.seed, logprobs=0,
-            max_tokens=request.max_tokens or sampling.max_tokens, stop_token_ids=list(sampling.stop_token_ids), detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY, flat_logprobs=True, extra_args={ASKED: True} if sampling.routes else None,
+            max_tokens=request.max_tokens or sampling.max_tokens, stop_token_ids=list(sampling.stop_token_ids),
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY, flat_logprobs=True,
+            extra_args={ASKED: True} if sampling.routes else None,
         )  # fmt: skip
         name = f"{request.sample_id}-{next(self._numbers)}"
         await self._door.enter(name)
         version_before, final = self.version, None
         try:
             with self._calls.alive():
-                async for output in self._calls.llm.generate({"prompt_token_ids": list(request.prompt_ids)}, parameters, request_id=name):
+                async for output in self._calls.llm.generate(
+                    {"prompt_token_ids": list(request.prompt_ids)}, parameters, request_id=name
+                ):
                     final = output
         finally:
             self._door.leave(name)
@@ -157,7 +162,9 @@ class VllmEngine:
             raise Interrupted(f"sample {request.sample_id}: {self._asleep_under(len(answer.token_ids))}")
         versions = self._versions_of(answer, version_before)
         if versions != {str(self.version)}:
-            raise RuntimeError(f"sample {request.sample_id} was generated with weight versions {versions}, not {self.version}")
+            raise RuntimeError(
+                f"sample {request.sample_id} was generated with weight versions {versions}, not {self.version}"
+            )
         first = answer.logprobs.start_indices  # with logprobs=0 the sampled token's entry stands first at each position
         log_probs = np.asarray(answer.logprobs.logprobs, np.float32)[np.asarray(first, np.int64)]
         routes = await self._routes(name, request, answer) if sampling.routes else None
@@ -198,7 +205,9 @@ class VllmEngine:
         try:
             await self._calls.workers("capture_routes")
         except RuntimeError as error:
-            raise EnvironmentFault(f"{self.settings.name} cannot tell its routes (actor.router_replay: R3): {error}") from error
+            raise EnvironmentFault(
+                f"{self.settings.name} cannot tell its routes (actor.router_replay: R3): {error}"
+            ) from error
 
     async def _forget_routes(self) -> None:
         """With new weights: requests that were given up left theirs behind, and no other is under way."""
@@ -208,8 +217,8 @@ class VllmEngine:
     async def _check_order(self) -> None:
         """The same prompts in two orders must give the same bits; else no run can be repeated or resumed exactly.
 
-        Data-parallel ranks check themselves at once, each while others compute other prompts: neither may what they have in a
-        step change a bit.
+        Data-parallel ranks check themselves at once, each while others compute other prompts: neither may what they
+        have in a step change a bit.
         """
         rng = random.Random(0)
         width = min(24, self.settings.arguments["max_model_len"] // 2)
@@ -377,12 +386,15 @@ class VllmEngine:
         first.
         """
         deadline = time.monotonic() + DROP_S
-        while not (emptied := await self._calls.ask(self._calls.llm.reset_prefix_cache())) and time.monotonic() < deadline:
+        while (
+            not (emptied := await self._calls.ask(self._calls.llm.reset_prefix_cache())) and time.monotonic() < deadline
+        ):
             await asyncio.sleep(DROP_S / 50)
         if emptied is not True and self.settings.arguments.get("enable_prefix_caching", True):
             raise Interrupted(
-                f"{self.settings.name}: vLLM did not empty its prefix cache within {DROP_S:g} s (it answered {emptied}), "
-                f"so it still holds what other weights computed; see logs/{log_name(self.settings.name)}.log in the run directory"
+                f"{self.settings.name}: vLLM did not empty its prefix cache within {DROP_S:g} s (it answered "
+                f"{emptied}), so it still holds what other weights computed; see "
+                f"logs/{log_name(self.settings.name)}.log in the run directory"
             )
 
     async def check_there(self) -> None:
@@ -408,7 +420,9 @@ class VllmEngine:
 
     async def stop(self) -> None:
         """Ends vLLM's processes and removes what an unfinished update left behind. Legal in every state."""
-        segments = shared_memory_below(os.getpid()) | noted(self.settings.segments_file)  # what a process that died held was noted
+        segments = shared_memory_below(os.getpid()) | noted(
+            self.settings.segments_file
+        )  # what a process that died held was noted
         self._updates.drop_buckets()
         self._updates.release_arenas()
         if self._calls.llm is not None:

@@ -18,7 +18,10 @@ class EngineCalls:
     """An AsyncLLM, once it is started, and the guarded way to it."""
 
     def __init__(self, name: str, on_death: Callable[[], None] = lambda: None):
-        """`name`: of the engine, or of the data-parallel rank of it. `on_death` is called when vLLM's processes turn out to be gone."""
+        """`name`: of the engine, or of the data-parallel rank of it.
+
+        `on_death` is called when vLLM's processes turn out to be gone.
+        """
         self.llm: Any = None
         self._name, self._on_death = name, on_death
         self._watch: ProcessWatch | None = None
@@ -47,7 +50,9 @@ class EngineCalls:
         return [answer["value"] for answer in answers]
 
     async def ask(self, call: Awaitable[Any]) -> Any:
-        """The answer of vLLM's processes. Raises Interrupted when they died, ConnectionError when another rank of the engine did.
+        """The answer of vLLM's processes.
+
+        Raises Interrupted when they died, ConnectionError when another rank of the engine did.
 
         One that died never answers, and vLLM tells only requests so: its death is watched for here.
         """
@@ -80,4 +85,6 @@ class EngineCalls:
             time.sleep(_EXIT_S)
         if self._watch.lost:
             return Interrupted(f"{self._name}: vLLM's process below it died ({self._watch.lost}); {log}")
-        return ConnectionError(f"{self._name}: connection closed: vLLM gave up, as it does when another rank of its engine is lost; {log}")
+        return ConnectionError(
+            f"{self._name}: connection closed: vLLM gave up, as it does when another rank of its engine is lost; {log}"
+        )

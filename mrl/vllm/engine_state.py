@@ -83,9 +83,14 @@ class EngineMachine:
             raise Interrupted(f"{self._name}: {verb} was asked, but vLLM's processes below it died; {DEAD.value}")
         if self.state not in legal:
             states = ", ".join(state.name for state in legal)
-            raise RuntimeError(f"{self._name} is {self.state.name} and refuses {verb}, legal in {states}; first: {self.state.value}")
+            raise RuntimeError(
+                f"{self._name} is {self.state.name} and refuses {verb}, legal in {states}; first: {self.state.value}"
+            )
         if verb == "commit" and not self.has_received:
-            raise RuntimeError(f"{self._name} refuses commit: no whole update has reached it since it held a version; first bring weights")
+            raise RuntimeError(
+                f"{self._name} refuses commit: no whole update has reached it since it held a "
+                "version; first bring weights"
+            )
 
     def enter(self, verb: str) -> None:
         """Goes where `verb` leads. Raises as `check` does."""

@@ -73,7 +73,8 @@ class EngineUpdates:
             self._buckets = None
 
     async def connect_fast(self, setup: dict[str, Any], plan_hash: str, holds_weights: bool) -> int:
-        """Agrees on the plan of weight syncs, checks vLLM's parameters against it, meets the ranks; returns bytes of weights.
+        """Agrees on the plan of weight syncs, checks vLLM's parameters against it, meets the ranks; returns bytes of
+        weights.
 
         `holds_weights`: the engine holds whole weights, so that reading them back can be tried.
         Raises EnvironmentFault: another plan, or parameters that are not as the plan has them, by name.
@@ -86,14 +87,21 @@ class EngineUpdates:
         workers = [agreed.worker(engine, position) for position in self._settings.positions]
         self._arenas = tuple(path for worker in workers for path in arena_files(agreed, worker))
         self._note_files()
-        info = {"path": "fast", "setup": setup, "engine": engine, "plan_hash": plan_hash, "holds_weights": holds_weights}
+        info = {
+            "path": "fast",
+            "setup": setup,
+            "engine": engine,
+            "plan_hash": plan_hash,
+            "holds_weights": holds_weights,
+        }
         try:
             await self._calls.workers("init_weight_transfer_engine", info)
         except Interrupted:
             raise
         except Exception as error:
             raise EnvironmentFault(
-                f"{self._settings.name} cannot take weights by the plan: {error}; reshard.path: slow goes through vLLM's own loader"
+                f"{self._settings.name} cannot take weights by the plan: {error}; reshard.path: slow goes "
+                "through vLLM's own loader"
             ) from error
         self._path = "fast"
         return sum(await self._calls.workers("weight_bytes"))

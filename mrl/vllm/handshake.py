@@ -58,7 +58,9 @@ def check_degrees(setup: SyncSetup, degrees: EngineDegrees) -> None:
         ("quantization", degrees.quantization, None),
         ("experts placed in order, none repeated", degrees.linear_placement, True),
     ]
-    faults = [f"{name} is {actual} in vLLM, {planned} in the plan" for name, actual, planned in rows if actual != planned]
+    faults = [
+        f"{name} is {actual} in vLLM, {planned} in the plan" for name, actual, planned in rows if actual != planned
+    ]
     if faults:
         raise HandshakeError("; ".join(faults))
 
@@ -77,15 +79,17 @@ def check_engine(
     check_loader(model, setup.model, [t for t in targets if t.name not in in_place], adapter)
     if holds_weights:
         layers = layers_of(model, adapter)
-        held_digests(targets, lambda t: adapter.final_parts(model, layers[t.module], t))  # that everything can be read back
+        held_digests(
+            targets, lambda t: adapter.final_parts(model, layers[t.module], t)
+        )  # that everything can be read back
 
 
 def check_backend(backend: str, allowed: Sequence[str]) -> None:
     """Raises HandshakeError when the MoE kernels in use keep experts in a layout that no dialect describes."""
     if backend not in allowed:
         raise HandshakeError(
-            f"vLLM's MoE backend is {backend}, which stores experts in a layout of its own; allowed: {', '.join(allowed)} "
-            "(rollout.engine_kwargs.vllm.moe_backend, e.g. triton)"
+            f"vLLM's MoE backend is {backend}, which stores experts in a layout of its own; allowed: "
+            f"{', '.join(allowed)} (rollout.engine_kwargs.vllm.moe_backend, e.g. triton)"
         )
 
 
@@ -97,7 +101,10 @@ def check_parameters(model: nn.Module, targets: Sequence[TargetParameter], adapt
     planned, in_place = {t.name: t for t in targets}, written_in_place(targets)
     actual = {adapter.plan_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     aliases = actual - {adapter.plan_name(name) for name, _ in model.named_parameters()}
-    faults = [f"{name} is a parameter of vLLM that the plan does not know" for name in sorted(actual - planned.keys() - aliases)]
+    faults = [
+        f"{name} is a parameter of vLLM that the plan does not know"
+        for name in sorted(actual - planned.keys() - aliases)
+    ]
     faults += [f"vLLM has no {name}" for name in sorted(planned.keys() - actual)]
     layers = layers_of(model, adapter)
     for name in sorted(actual & planned.keys()):
@@ -106,7 +113,9 @@ def check_parameters(model: nn.Module, targets: Sequence[TargetParameter], adapt
         tensor = getattr(layer, leaf) if name in in_place else adapter.load_tensor(layer, leaf)
         if tuple(tensor.shape) != target.local_shape:
             faults.append(f"{name} is {list(tensor.shape)} in vLLM, {list(target.local_shape)} in the plan")
-        elif tensor.dtype != getattr(torch, target.dtype) and not name.endswith(".bias"):  # kernels keep some biases in fp32
+        elif tensor.dtype != getattr(torch, target.dtype) and not name.endswith(
+            ".bias"
+        ):  # kernels keep some biases in fp32
             faults.append(f"{name} is {str(tensor.dtype).removeprefix('torch.')} in vLLM, {target.dtype} in the plan")
     if faults:
         more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
@@ -138,12 +147,18 @@ def _one_of_each_kind(layers: dict[str, nn.Module], targets: Sequence[TargetPara
         modules.setdefault(target.module, []).append(target)
     kinds = {}
     for module, group in modules.items():
-        kind = (re.sub(r"\blayers\.\d+\.", "layers.N.", module), type(layers[module]), tuple((t.local_shape, t.dtype) for t in group))
+        kind = (
+            re.sub(r"\blayers\.\d+\.", "layers.N.", module),
+            type(layers[module]),
+            tuple((t.local_shape, t.dtype) for t in group),
+        )
         kinds.setdefault(kind, group)
     return [group for group in kinds.values() if any(t.pieces for t in group)]
 
 
-def _check_module(model: nn.Module, layer: nn.Module, group: list[TargetParameter], shapes: dict, adapter: Adapter) -> None:
+def _check_module(
+    model: nn.Module, layer: nn.Module, group: list[TargetParameter], shapes: dict, adapter: Adapter
+) -> None:
     # a bias stays in the kernel's memory
     live = {t.name: parameter_of(layer, t) for t in group if not parameter_of(layer, t).is_meta}
     kept = {name: tensor.clone() for name, tensor in live.items()}
@@ -199,8 +214,8 @@ def _compare(loaded: Tensor, target: TargetParameter, numbered: dict[str, Tensor
         block = numbered[piece.hf_name][piece.hf_box.slices]
         if not torch.equal(hf_block(loaded, piece).to(block.device, block.dtype), block):
             raise HandshakeError(
-                f"{target.name}: vLLM's loader does not put {piece.hf_name} {list(piece.hf_box.ranges)} at {list(piece.local_box.ranges)} "
-                "as the plan does"
+                f"{target.name}: vLLM's loader does not put {piece.hf_name} {list(piece.hf_box.ranges)} at "
+                f"{list(piece.local_box.ranges)} as the plan does"
             )
     written = (loaded != UNTOUCHED) & (loaded != 0)
     inside = sum(int((hf_block(loaded, piece) != 0).sum()) for piece in target.pieces)

@@ -8,7 +8,9 @@ from mrl.platforms.hosting import BUCKET_FOLDER
 
 
 def shared_memory_below(pid: int) -> set[Path]:
-    """Shared memory that descendants of `pid` have mapped: segments of multiprocessing and of vLLM's CPU collectives."""
+    """Shared memory that descendants of `pid` have mapped:
+    segments of multiprocessing and of vLLM's CPU collectives.
+    """
     import psutil
 
     segments = set()
@@ -17,7 +19,9 @@ def shared_memory_below(pid: int) -> set[Path]:
             paths = {Path(region.path) for region in child.memory_maps()}
         except psutil.Error:
             continue
-        segments |= {p for p in paths if p.parent == Path("/dev/shm") and (p.name.startswith("psm_") or "cpushm" in p.name)}
+        segments |= {
+            p for p in paths if p.parent == Path("/dev/shm") and (p.name.startswith("psm_") or "cpushm" in p.name)
+        }
     return segments
 
 

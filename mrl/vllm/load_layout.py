@@ -40,7 +40,9 @@ class Adapter(Protocol):
         """A parameter in load layout, maybe without data, when the reload was not entered."""
 
     def open_loaders(self, layer: nn.Module) -> None:
-        """Gives a materialised module its own weight loaders, which fill parameters at once, instead of the reload's."""
+        """Gives a materialised module its own weight loaders, which fill parameters at once,
+        instead of the reload's.
+        """
 
     def materialise(self, layer: nn.Module) -> None:
         """Gives one module's empty parameters memory."""
@@ -157,7 +159,9 @@ class LayerwiseWriter:
                 self._materialise(module)
                 self.complete(module)
         if missing := [module for module in self._modules if module not in self._complete]:
-            raise RuntimeError(f"the update left {len(missing)} of {len(self._modules)} modules incomplete: {', '.join(missing[:8])}")
+            raise RuntimeError(
+                f"the update left {len(missing)} of {len(self._modules)} modules incomplete: {', '.join(missing[:8])}"
+            )
         self._adapter.finish(self._model, self._config)
 
     def abandon(self) -> None:
@@ -170,7 +174,8 @@ class LayerwiseWriter:
             return
         if len(self._open) == MAX_OPEN:
             raise RuntimeError(
-                f"{module} would be the third module in load layout beside {', '.join(sorted(self._open))}: the plan is out of order"
+                f"{module} would be the third module in load layout beside {', '.join(sorted(self._open))}: "
+                "the plan is out of order"
             )
         if not self._written_in_place(module):
             self._adapter.materialise(self._layers[module])
@@ -222,7 +227,9 @@ def weight_bytes(model: nn.Module, adapter: Adapter, dtype: torch.dtype) -> int:
             counted.add(id(parameter))
             tensor = adapter.load_tensor(layer, leaf)
             rows = getattr(layer, "shard_indices", None)  # of a vocabulary
-            padding = rows.num_elements_padded - rows.num_org_elements - rows.num_added_elements if rows is not None else 0
+            padding = (
+                rows.num_elements_padded - rows.num_org_elements - rows.num_added_elements if rows is not None else 0
+            )
             item = (dtype if leaf == "bias" else tensor.dtype).itemsize
             total += (tensor.numel() - padding * tensor.shape[-1]) * item
     return total
@@ -239,7 +246,9 @@ class ModuleBuffers:
         self._lent: dict[nn.Module, Tensor] = {}
 
     def lend(self, layer: nn.Module, leaves: tuple[str, ...]) -> None:
-        """Puts parameters of a layer, whose own memory is still untouched, into memory that an earlier layer gave back."""
+        """Puts parameters of a layer, whose own memory is still untouched,
+        into memory that an earlier layer gave back.
+        """
         tensors = [getattr(layer, leaf) for leaf in leaves]
         starts, size = [], 0
         for tensor in tensors:
@@ -275,4 +284,6 @@ def check_same_shapes(loaded: Mapping[str, Tensor], kernels: Mapping[str, Tensor
     """
     ours, theirs = ({name: tuple(tensor.shape) for name, tensor in tensors.items()} for tensors in (loaded, kernels))
     if ours != theirs:
-        raise RuntimeError(f"experts of shapes {ours} cannot be packed into the kernel's {theirs}; reshard.path: slow can load them")
+        raise RuntimeError(
+            f"experts of shapes {ours} cannot be packed into the kernel's {theirs}; reshard.path: slow can load them"
+        )

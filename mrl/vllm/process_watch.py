@@ -1,10 +1,11 @@
-"""Which of vLLM's processes died first, and whether of itself: so that of ranks that fall together the lost one is named.
+"""Which of vLLM's processes died first, and whether of itself: so that of ranks that fall together the lost one is
+named.
 
 A rank that loses another one fails in its collectives: vLLM says so, then ends its processes. One whose process is
 killed loses it first. Nobody below tells the two apart, so exits are watched here.
 
-And vLLM's core watches nobody above it: an engine whose Ray actor is killed, or leaves at once because its node's Ray is
-gone, would go on with device memory and cores in hand.
+And vLLM's core watches nobody above it: an engine whose Ray actor is killed, or leaves at once because its node's Ray
+is gone, would go on with device memory and cores in hand.
 """
 
 import multiprocessing
@@ -42,7 +43,11 @@ def end_with_parent() -> None:
     Does nothing in other processes: vLLM's workers watch their core, and what multiprocessing did not spawn is no core.
     """
     parent = multiprocessing.parent_process()
-    if parent is None or parent.name != "MainProcess" or any(thread.name == _ENDING for thread in threading.enumerate()):
+    if (
+        parent is None
+        or parent.name != "MainProcess"
+        or any(thread.name == _ENDING for thread in threading.enumerate())
+    ):
         return
     try:
         watched = os.pidfd_open(parent.pid)
@@ -81,7 +86,8 @@ class ProcessWatch:
             poll.register(descriptor, select.POLLIN)
         exits = [watched[descriptor] for descriptor, _ in poll.poll()]
         pid, command = min(exits, key=lambda exited: exited[0] in self._cores)
-        # vLLM's client sees a core exit as soon as this does; one that gives up has said so, and ended its workers, before
+        # vLLM's client sees a core exit as soon as this does; one that gives up has said so, and ended its workers,
+        # before
         if pid in self._cores or not self._has_given_up():
             self.lost = command or str(pid)
         self.has_seen = True

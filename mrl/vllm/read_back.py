@@ -76,7 +76,8 @@ def unpacked(packed: Tensor, pack: Pack, isa: str) -> Iterator[Tensor]:
 
 @cache
 def _order(rows: int, columns: int, dtype: torch.dtype, pack: Pack, isa: str) -> Tensor | int:
-    """[rows * columns] int32: where packing puts each element, seen by packing numbers that are written as bit patterns.
+    """[rows * columns] int32: where packing puts each element, seen by packing numbers that are written as bit
+    patterns.
 
     Where it lays so many rows in columns, block by block, just their number: such elements are copied without being
     looked up one by one.
@@ -85,13 +86,22 @@ def _order(rows: int, columns: int, dtype: torch.dtype, pack: Pack, isa: str) ->
     if dtype.itemsize == 4:
         packed = _packed_words(numbers, (rows, columns), dtype, pack, isa)
     else:
-        low, high = (_packed_words(part.to(torch.int16), (rows, columns), dtype, pack, isa) for part in (numbers & 0x7FFF, numbers >> 15))
+        low, high = (
+            _packed_words(part.to(torch.int16), (rows, columns), dtype, pack, isa)
+            for part in (numbers & 0x7FFF, numbers >> 15)
+        )
         packed = high << 15 | low
     in_order, order = packed.sort()
     if not torch.equal(in_order, numbers):
-        raise RuntimeError(f"this kernel does not just move the elements of [{rows}, {columns}] {dtype} when it packs them")
+        raise RuntimeError(
+            f"this kernel does not just move the elements of [{rows}, {columns}] {dtype} when it packs them"
+        )
     block = int(order[1]) if columns > 1 else 0
-    if block and rows % block == 0 and torch.equal(packed, numbers.view(rows // block, block, columns).transpose(1, 2).reshape(-1)):
+    if (
+        block
+        and rows % block == 0
+        and torch.equal(packed, numbers.view(rows // block, block, columns).transpose(1, 2).reshape(-1))
+    ):
         return block
     return order.to(torch.int32)
 
@@ -110,7 +120,9 @@ def has_padding(target: TargetParameter) -> bool:
     return sum(piece.local_box.volume for piece in target.pieces) < torch.Size(target.local_shape).numel()
 
 
-def held_digests(targets: Sequence[TargetParameter], final: Callable[[TargetParameter], Iterable[Tensor]]) -> dict[str, int]:
+def held_digests(
+    targets: Sequence[TargetParameter], final: Callable[[TargetParameter], Iterable[Tensor]]
+) -> dict[str, int]:
     """Digests of what the engine finally holds, by parameter.
 
     `final` reads one parameter back into load layout, in parts along its first dimension.
@@ -118,7 +130,9 @@ def held_digests(targets: Sequence[TargetParameter], final: Callable[[TargetPara
     Raises RuntimeError naming a parameter whose padding is not zero, or that has padding and comes in more than one
     part.
     """
-    digests = {target.name: parameter_digest(_with_checked_padding(final(target), target), target) for target in targets}
+    digests = {
+        target.name: parameter_digest(_with_checked_padding(final(target), target), target) for target in targets
+    }
     return {target.name: digests[target.name] for target in targets if target.pieces}
 
 
@@ -128,7 +142,9 @@ def _with_checked_padding(parts: Iterable[Tensor], target: TargetParameter) -> I
         return
     for number, part in enumerate(parts):
         if number:
-            raise RuntimeError(f"{target.name}: padded, yet read back in several parts, in which its padding cannot be found")
+            raise RuntimeError(
+                f"{target.name}: padded, yet read back in several parts, in which its padding cannot be found"
+            )
         if int(part.count_nonzero()) != sum(int(hf_block(part, piece).count_nonzero()) for piece in target.pieces):
             raise RuntimeError(f"{target.name}: the padding is not zero")
         yield part
@@ -146,7 +162,9 @@ def parameter_digest(parts: Iterable[Tensor], target: TargetParameter) -> int:
     return add(digests)
 
 
-def _part_digests(part: Tensor, first: int, groups: Sequence[Sequence[TargetPiece]], dtype: torch.dtype) -> Iterator[int]:
+def _part_digests(
+    part: Tensor, first: int, groups: Sequence[Sequence[TargetPiece]], dtype: torch.dtype
+) -> Iterator[int]:
     """Digests of the pieces in `part`, which begins at `first` of the parameter."""
     for pieces in groups:
         sample = pieces[0]

@@ -44,7 +44,8 @@ BACKEND = "mrl"
 def register() -> None:
     """vLLM plugin entry point: makes the weight-transfer backend `mrl` known.
 
-    Called in every vLLM process, maybe twice. What the process takes from here on is the engine's, and it ends with its engine.
+    Called in every vLLM process, maybe twice. What the process takes from here on is the engine's, and it ends with its
+    engine.
     """
     note_baseline()
     end_with_parent()
@@ -69,7 +70,9 @@ def installed_generation() -> VllmGeneration:
         if generation := vllm_generation(version):
             return generation
         supported = ", ".join(generation.name for generation in VLLM_GENERATIONS)
-        raise EnvironmentFault(f"vLLM {version} is of no supported generation ({supported}); `mrl doctor` says what to install")
+        raise EnvironmentFault(
+            f"vLLM {version} is of no supported generation ({supported}); `mrl doctor` says what to install"
+        )
     raise EnvironmentFault("vLLM is not installed")
 
 
@@ -82,7 +85,9 @@ class InitInfo:
     setup: dict[str, Any] | None = None  # fast: of mrl.reshard.setup.SyncSetup
     engine: int = 0
     plan_hash: str = ""
-    holds_weights: bool = True  # fast: false in an engine that slept and got none since, where reading back shows nothing
+    holds_weights: bool = (
+        True  # fast: false in an engine that slept and got none since, where reading back shows nothing
+    )
 
 
 @dataclass
@@ -120,7 +125,9 @@ class UpdatePath(Protocol):
         """Gives back what is held between updates."""
 
 
-def open_path(model: nn.Module, model_config: Any, adapter: Adapter, info: InitInfo, degrees: EngineDegrees) -> UpdatePath:
+def open_path(
+    model: nn.Module, model_config: Any, adapter: Adapter, info: InitInfo, degrees: EngineDegrees
+) -> UpdatePath:
     """The path that `info` asks for.
 
     Raises EnvironmentFault, HandshakeError, ValueError or TransferError when the fast one cannot be had.
@@ -131,7 +138,9 @@ def open_path(model: nn.Module, model_config: Any, adapter: Adapter, info: InitI
 
 
 class FastPath:
-    """One worker's side of every fast sync: takes its shards by the plan; digests what arrived and what is then held."""
+    """One worker's side of every fast sync: takes its shards by the plan;
+    digests what arrived and what is then held.
+    """
 
     def __init__(self, model: nn.Module, model_config: Any, adapter: Adapter, info: InitInfo, degrees: EngineDegrees):
         """Checks that this engine is what the plan was made for, then meets the ranks.
@@ -147,11 +156,15 @@ class FastPath:
         setup.check_hash(info.plan_hash, f"engine {self._engine} worker {self._worker}")
         with self._named_errors():
             check_degrees(setup, degrees)
-            self._targets = target_parameters(setup.model, setup.rollout_layout, self._worker, setup.dialect, setup.dtype)
+            self._targets = target_parameters(
+                setup.model, setup.rollout_layout, self._worker, setup.dialect, setup.dtype
+            )
             check_engine(model, setup, self._targets, adapter, info.holds_weights)
             self._moe_kernels = sorted(adapter.moe_backends(model))
             layers = layers_of(model, adapter)  # asked now: vLLM 0.23 enters the reload before an update gets here
-            self._by_identity = frozenset(t.name for t in self._targets if adapter.reads_by_identity(layers[t.module], t))
+            self._by_identity = frozenset(
+                t.name for t in self._targets if adapter.reads_by_identity(layers[t.module], t)
+            )
             self._receiver = connect_receiver(setup, self._worker)
 
     @contextmanager
@@ -281,7 +294,9 @@ def _check_bytes(bucket: Path, sha256: str) -> None:
     with bucket.open("rb") as file:
         arrived = hashlib.file_digest(file, "sha256").hexdigest()
     if arrived != sha256:
-        raise ValueError(f"weight bucket {bucket.name} arrived damaged: sha256 {arrived[:12]}, the trainer sent {sha256[:12]}")
+        raise ValueError(
+            f"weight bucket {bucket.name} arrived damaged: sha256 {arrived[:12]}, the trainer sent {sha256[:12]}"
+        )
 
 
 class ReloadLedger:
@@ -313,7 +328,10 @@ class ReloadLedger:
         faults = [
             _fault("lacks", self.expected.keys() - self.received.keys()),
             _fault("has what the model does not:", self.received.keys() - self.expected.keys()),
-            _fault("has in another shape", [self._shapes(name) for name, shape in self.expected.items() if self._differs(name, shape)]),
+            _fault(
+                "has in another shape",
+                [self._shapes(name) for name, shape in self.expected.items() if self._differs(name, shape)],
+            ),
             _fault("left unwritten in the engine", self.parameters - self.written),
         ]
         if any(faults):

@@ -44,7 +44,9 @@ class EngineSettings:
     arguments: dict  # of vLLM's AsyncEngineArgs
     check_order: bool  # run the start-up check that batch composition changes no bit
     vocab_size: int
-    expected: tuple[tuple[str, tuple[int, ...]], ...]  # HF name and shape of every tensor that a weight update has to bring
+    expected: tuple[
+        tuple[str, tuple[int, ...]], ...
+    ]  # HF name and shape of every tensor that a weight update has to bring
     segments_file: str  # where the engine notes its shared memory, so that its successor can clean up after a kill
     routes: RouteShape | None = None  # what is asked of it when `Sampling.routes`; None: a model without experts
     captures_routes: bool = False  # vLLM returns none on this device: mrl's worker extension collects them
@@ -93,7 +95,9 @@ def engine_settings(config: RunConfig, engine_id: int, logs: Path, data_rank: in
         vocab_size=model.vocab_size,
         expected=tuple((tensor.name, tensor.shape) for tensor in tensor_specs(model)),
         segments_file=str(logs / f"{log_name(name)}.segments"),
-        routes=RouteShape(model.num_layers, model.moe_layers, model.num_experts_per_tok, model.num_experts) if model.is_moe else None,
+        routes=RouteShape(model.num_layers, model.moe_layers, model.num_experts_per_tok, model.num_experts)
+        if model.is_moe
+        else None,
         captures_routes=_wants_routes(config) and not hosting.returns_routes,
     )
 
@@ -124,7 +128,9 @@ def _arguments(config: RunConfig, hosting: Hosting, data_rank: int) -> dict[str,
         # named, since inside a Ray actor vLLM would choose Ray workers of its own
         "distributed_executor_backend": "mp",
         **{name: value for name, value in optional.items() if value is not None},
-        **hosting.engine_arguments(max_model_len, rollout.max_num_batched_tokens, config.cluster.placement == "colocated"),
+        **hosting.engine_arguments(
+            max_model_len, rollout.max_num_batched_tokens, config.cluster.placement == "colocated"
+        ),
     }
     if layout.data > 1:  # a front end each, known to vLLM as external load balancing: requests are spread by us
         arguments |= {"data_parallel_size": layout.data, "data_parallel_rank": data_rank}
@@ -140,13 +146,17 @@ def _wants_routes(config: RunConfig) -> bool:
 def training_sampling(config: RunConfig) -> Sampling:
     """How training responses are sampled: on the whole distribution, so that log-probs mean the same on both sides."""
     rollout, stop = config.rollout, stop_token_ids(config.model.path)
-    return Sampling(rollout.temperature, config.data.max_response_length, stop, rollout.top_p, rollout.top_k, _wants_routes(config))
+    return Sampling(
+        rollout.temperature, config.data.max_response_length, stop, rollout.top_p, rollout.top_k, _wants_routes(config)
+    )
 
 
 def validation_sampling(config: RunConfig) -> Sampling:
     """How validation responses are sampled."""
     val = config.rollout.val_kwargs
-    return Sampling(val.temperature, config.data.max_response_length, stop_token_ids(config.model.path), val.top_p, val.top_k)
+    return Sampling(
+        val.temperature, config.data.max_response_length, stop_token_ids(config.model.path), val.top_p, val.top_k
+    )
 
 
 def stop_token_ids(model_path: str) -> tuple[int, ...]:

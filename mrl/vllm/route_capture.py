@@ -31,12 +31,18 @@ class RouteCapture:
         Raises EnvironmentFault when vLLM is told to name requests otherwise than routes are kept by.
         """
         if os.environ.get(_PLAIN_NAMES, "0") not in ("", "0"):
-            raise EnvironmentFault(f"{_PLAIN_NAMES} is set: routes are kept by request, whose names end in something random; unset it")
+            raise EnvironmentFault(
+                f"{_PLAIN_NAMES} is set: routes are kept by request, whose names end in something random; unset it"
+            )
         self._runner, self._execute = runner, runner.execute_model
         self._layers = runner.model_config.get_total_num_hidden_layers()
         self._step: dict[int, Tensor] = {}  # layer -> experts [tokens of the step, topk]
-        self._kept: dict[str, list[tuple[int, np.ndarray]]] = {}  # request -> (first position, [tokens, layers, topk]) of each step
-        self._fault = ""  # what was found wrong; said when routes are taken, as an error inside a step would end the engine
+        self._kept: dict[
+            str, list[tuple[int, np.ndarray]]
+        ] = {}  # request -> (first position, [tokens, layers, topk]) of each step
+        self._fault = (
+            ""  # what was found wrong; said when routes are taken, as an error inside a step would end the engine
+        )
         bind(runner.get_model(), self)
         runner.execute_model = self._execute_and_keep
 
@@ -71,7 +77,9 @@ class RouteCapture:
             first = last
 
     def _rows(self) -> np.ndarray:
-        """int16 [tokens, layers of the model, topk]; zeros where a layer has no experts, as vLLM's own capture has it."""
+        """int16 [tokens, layers of the model, topk]; zeros where a layer has no experts,
+        as vLLM's own capture has it.
+        """
         any_layer = next(iter(self._step.values()))
         rows = np.zeros((len(any_layer), self._layers, any_layer.shape[1]), np.int16)
         for layer, chosen in self._step.items():

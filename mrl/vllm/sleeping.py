@@ -16,7 +16,8 @@ from mrl.platforms.process_memory import process_memory
 from mrl.vllm.engine_state import CACHE, WEIGHTS
 
 # what would read or write memory that is not there; vLLM itself refuses none of it
-NEEDS_WEIGHTS = ("start_weight_update", "update_weights", "finish_weight_update", "init_weight_transfer_engine", "weight_fingerprints",
+NEEDS_WEIGHTS = ("start_weight_update", "update_weights", "finish_weight_update", "init_weight_transfer_engine",
+    "weight_fingerprints",
                  "weight_digests")  # fmt: skip
 
 NAN = float("nan")
@@ -36,7 +37,9 @@ class SleepingExtension:
         accelerator's worker whose memory does not come from the pool that sleeps.
         """
         if self.device.type != "cpu" and not self.model_config.enable_sleep_mode:
-            raise RuntimeError("this engine was started without enable_sleep_mode, so nothing of its memory can be given back")
+            raise RuntimeError(
+                "this engine was started without enable_sleep_mode, so nothing of its memory can be given back"
+            )
         self.abandon_update()  # one that is under way holds memory of its own, and parameters without data
         self.wait_for_device()
         self.layout_awake = layout_of(self.model_runner.get_model())
@@ -78,7 +81,12 @@ class SleepingExtension:
     def held_memory(self) -> dict[str, int | None]:
         """Fields of a ProcessMemory."""
         return asdict(
-            process_memory(self.device.type, roots=self.known_tensors(), unseen_bytes=self.packed_bytes(), absent_bytes=self.absent_bytes())
+            process_memory(
+                self.device.type,
+                roots=self.known_tensors(),
+                unseen_bytes=self.packed_bytes(),
+                absent_bytes=self.absent_bytes(),
+            )
         )
 
     def known_tensors(self) -> Iterator[Tensor]:
@@ -100,7 +108,9 @@ class SleepingExtension:
             torch.accelerator.synchronize()
 
     def release_freed(self) -> None:
-        """Gives what the allocator has cached back to the device; vllm-ascend 0.23 grows from sleep to sleep without it."""
+        """Gives what the allocator has cached back to the device;
+        vllm-ascend 0.23 grows from sleep to sleep without it.
+        """
         if self.device.type != "cpu":
             getattr(torch, self.device.type).empty_cache()
 
@@ -114,7 +124,9 @@ def check_layout(before: Layout, now: Layout) -> None:
     """Raises RuntimeError naming a parameter whose shape, stride or dtype a sleep has changed."""
     for name in before.keys() | now.keys():
         if before.get(name) != now.get(name):
-            raise RuntimeError(f"{name} is {now.get(name)} after the wake, {before.get(name)} before the sleep (shape, stride, dtype)")
+            raise RuntimeError(
+                f"{name} is {now.get(name)} after the wake, {before.get(name)} before the sleep (shape, stride, dtype)"
+            )
 
 
 def poison(parameters: Iterator[nn.Parameter]) -> None:
@@ -126,8 +138,8 @@ def poison(parameters: Iterator[nn.Parameter]) -> None:
 
 @torch.no_grad()
 def clear(caches: Any) -> None:
-    """Fills a KV cache with zeros, as a fresh one has them: a NaN in a block outlives every reset, for a masked position
-    is multiplied by 0.
+    """Fills a KV cache with zeros, as a fresh one has them: a NaN in a block outlives every reset, for a masked
+    position is multiplied by 0.
     """
     for cache in _tensors(caches):
         cache.zero_()

@@ -52,14 +52,17 @@ class Adapter(CommonAdapter):
         experts = _cpu_experts(layer)
         if experts is not None and self.expert_isa(layer) in (None, "none"):
             raise RuntimeError(
-                f"{target.name}: this processor's expert kernel ({type(experts).__name__}) has a layout that cannot be read back"
+                f"{target.name}: this processor's expert kernel ({type(experts).__name__}) has a layout "
+                "that cannot be read back"
             )
         return super().final_parts(model, layer, target)
 
 
 def _cpu_experts(layer: nn.Module) -> Any:
     """CPU's kernel of a fused-MoE layer; None for other layers and devices."""
-    return getattr(getattr(layer, "quant_method", None), "cpu_fused_moe", None) if hasattr(layer, "w13_weight") else None
+    return (
+        getattr(getattr(layer, "quant_method", None), "cpu_fused_moe", None) if hasattr(layer, "w13_weight") else None
+    )
 
 
 ADAPTER = Adapter()
@@ -122,10 +125,14 @@ class WorkerExtension(CommonWorkerExtension):
         if ascend_wake.is_ascend(self):
             ascend_wake.check_worker(self)
         elif self.device.type != "cpu":
-            raise RuntimeError("with vLLM 0.23 engines sleep on Ascend and CPU; use 0.32 here, or cluster.placement: separate")
+            raise RuntimeError(
+                "with vLLM 0.23 engines sleep on Ascend and CPU; use 0.32 here, or cluster.placement: separate"
+            )
         for name, layer in self.model_runner.get_model().named_modules():
             if _cpu_experts(layer) is not None and ADAPTER.expert_isa(layer) in (None, "none"):
-                raise RuntimeError(f"{name}: this processor's expert kernel keeps weights where they cannot be put to sleep")
+                raise RuntimeError(
+                    f"{name}: this processor's expert kernel keeps weights where they cannot be put to sleep"
+                )
         super().give_memory()
 
     def restore_part(self, part: str) -> None:

@@ -5,7 +5,8 @@ Private in vLLM, and why it is touched:
 * `model_loader.reload.layerwise`, `.meta`, `.utils`: vLLM's own reload takes whole models of full tensors; here single
   modules are brought into load layout, written box by box, processed and put back into their kernels' memory.
 * `layer.cpu_linear`: on CPU a linear's weight lives on in this closure only, packed; it is read by multiplying with it.
-* `_already_called_process_weights_after_loading`, `_do_torchao_reload`: marks that the reload leaves on layers and model.
+* `_already_called_process_weights_after_loading`, `_do_torchao_reload`: marks that the reload leaves on layers and
+  model.
 """
 
 import hashlib
@@ -18,7 +19,11 @@ from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, _place_kernel_tensors, get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _get_original_loader,
+    _place_kernel_tensors,
+    get_layerwise_info,
+)
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
@@ -97,7 +102,11 @@ class CommonAdapter:
 
     def packed_bytes(self, model: nn.Module) -> int:
         """Of linears that kernels hold out of Python's sight, packed."""
-        packed = (layer for layer in model.modules() if hasattr(layer, "cpu_linear") and layer.cpu_linear is not nn.functional.linear)
+        packed = (
+            layer
+            for layer in model.modules()
+            if hasattr(layer, "cpu_linear") and layer.cpu_linear is not nn.functional.linear
+        )
         return sum(get_layerwise_info(layer).restore_metadata[0]["weight"].nbytes for layer in packed)
 
     def bytes_asleep(self, parts: Collection[str]) -> int:
@@ -109,15 +118,21 @@ class CommonAdapter:
         return target.name.endswith(".weight") and hasattr(layer, "cpu_linear") and layer.weight.numel() == 0
 
     def final_parts(self, model: nn.Module, layer: nn.Module, target: TargetParameter) -> Iterator[Tensor]:
-        """Raises RuntimeError where the kernel pads experts, and where an output layer's packed copy is not its parameter."""
+        """Raises RuntimeError where the kernel pads experts,
+        and where an output layer's packed copy is not its parameter.
+        """
         parameter, dtype = getattr(layer, leaf_of(target)), getattr(torch, target.dtype)
         if self.reads_by_identity(layer, target):
             yield through_identity(layer, target.local_shape, dtype)
             return
         head = getattr(model, "lm_head", None)
         is_output = head is not None and hasattr(head, "cpu_linear") and parameter is head._parameters.get("weight")
-        if is_output and not torch.equal(through_identity(head, target.local_shape, dtype), what_reading_shows(parameter.data)):
-            raise RuntimeError(f"{target.name}: the output layer multiplies with other weights than its parameter holds")
+        if is_output and not torch.equal(
+            through_identity(head, target.local_shape, dtype), what_reading_shows(parameter.data)
+        ):
+            raise RuntimeError(
+                f"{target.name}: the output layer multiplies with other weights than its parameter holds"
+            )
         isa = self.expert_isa(layer)
         if isa is None:
             yield parameter.data
@@ -179,7 +194,8 @@ def degrees_of(parallel: Any, quantization: str | None, dtype: torch.dtype) -> E
         tensor=parallel.tensor_parallel_size,
         pipeline=parallel.pipeline_parallel_size,
         data=parallel.data_parallel_size,
-        spreads_experts=parallel.enable_expert_parallel and parallel.tensor_parallel_size * parallel.data_parallel_size > 1,
+        spreads_experts=parallel.enable_expert_parallel
+        and parallel.tensor_parallel_size * parallel.data_parallel_size > 1,
         linear_placement=parallel.expert_placement_strategy == "linear" and not parallel.enable_eplb,
         quantization=quantization,
         dtype=str(dtype).removeprefix("torch."),
@@ -251,4 +267,6 @@ def packed_linears(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _sha256(tensor: Tensor) -> str:
     data = tensor.detach().cpu().contiguous()
-    return hashlib.sha256(f"{tuple(data.shape)} {data.dtype} ".encode() + data.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(
+        f"{tuple(data.shape)} {data.dtype} ".encode() + data.reshape(-1).view(torch.uint8).numpy().tobytes()
+    ).hexdigest()
