@@ -35,20 +35,30 @@ def connect_receiver(setup: SyncSetup, worker: int) -> Receiver:
     local = [rank for rank, other in enumerate(ranks) if other == place]
     remote = [rank for rank, other in enumerate(ranks) if other.node != place.node]
     free_bytes = get_transfer(setup.dialect).free_bytes
-    return Receiver(setup.plan(), worker, _open_receiver(setup, worker), getattr(torch, setup.dtype), local, remote, free_bytes)
+    return Receiver(
+        setup.plan(), worker, _open_receiver(setup, worker), getattr(torch, setup.dtype), local, remote, free_bytes
+    )
 
 
 def _open_sender(setup: SyncSetup, rank: int) -> SendingEnd:
     transfer, reach = get_transfer(setup.dialect), get_hosting(setup.dialect).memory_reach
     routes = {w: route(setup, rank, w, reach) for w in range(setup.rollout_layout.world_size)}
-    ends = {kind: _SENDERS[kind](setup, rank, _peers(routes, kind), transfer) for kind in _SENDERS if kind in routes.values()}
+    ends = {
+        kind: _SENDERS[kind](setup, rank, _peers(routes, kind), transfer)
+        for kind in _SENDERS
+        if kind in routes.values()
+    }
     return _one_end(ends, routes, _SenderBundle)
 
 
 def _open_receiver(setup: SyncSetup, worker: int) -> ReceivingEnd:
     transfer, reach = get_transfer(setup.dialect), get_hosting(setup.dialect).memory_reach
     routes = {r: route(setup, r, worker, reach) for r in range(setup.train_layout.world_size)}
-    ends = {kind: _RECEIVERS[kind](setup, worker, _peers(routes, kind), transfer) for kind in _RECEIVERS if kind in routes.values()}
+    ends = {
+        kind: _RECEIVERS[kind](setup, worker, _peers(routes, kind), transfer)
+        for kind in _RECEIVERS
+        if kind in routes.values()
+    }
     return _one_end(ends, routes, _ReceiverBundle)
 
 

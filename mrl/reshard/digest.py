@@ -30,7 +30,9 @@ LANES = 8
 _CPU_TILE_BYTES = 1 << 21  # in cache, and few products
 _DEVICE_TILE_BYTES = 1 << 28  # elsewhere, where rows can be used as they lie: few launches
 _DEVICE_COPY_BYTES = 1 << 23  # elsewhere, where they must be copied: little memory, and at least 64 rows
-_EXPANDED_TILE_BYTES = 1 << 23  # without an int8 product each byte becomes an int64 for a while, once a lane: 64 MiB of them
+_EXPANDED_TILE_BYTES = (
+    1 << 23
+)  # without an int8 product each byte becomes an int64 for a while, once a lane: 64 MiB of them
 _MIN_ROWS = 256  # of a tile on CPU, else a product spends its time on the columns
 _NARROW = 4096  # bytes of a row: a product walks over many short rows slower than a copy does, unless they are in cache
 MAX_COLUMNS = 1 << 17  # bytes of a row at a time: 128 * 64 * 2^17 < 2^31, so that no sum overflows int32
@@ -53,7 +55,9 @@ def partial_digest(block: torch.Tensor, hf_name: str, origin: tuple[int, ...]) -
     return combine(lane_sums(block, origin).tolist(), hf_name)
 
 
-def partial_digests(blocks: Sequence[torch.Tensor], hf_names: Sequence[str], origin: tuple[int, ...], dtype: torch.dtype) -> list[int]:
+def partial_digests(
+    blocks: Sequence[torch.Tensor], hf_names: Sequence[str], origin: tuple[int, ...], dtype: torch.dtype
+) -> list[int]:
     """`partial_digest` of blocks of one shape and place, each of another tensor, in the engine's `dtype`: quicker."""
     turned = [_as_matrix(block, origin) for block in blocks]
     sums = lane_sums_of_each([block for block, _ in turned], turned[0][1], dtype).tolist()
@@ -68,7 +72,10 @@ def lane_sums(block: torch.Tensor, origin: tuple[int, ...]) -> torch.Tensor:
 
 def _as_matrix(block: torch.Tensor, origin: tuple[int, ...]) -> tuple[torch.Tensor, tuple[int, int]]:
     if block.dim() not in (1, 2) or len(origin) != block.dim():
-        raise ValueError(f"a block of shape {tuple(block.shape)} at {tuple(origin)}: only one- and two-dimensional tensors have a digest")
+        raise ValueError(
+            f"a block of shape {tuple(block.shape)} at {tuple(origin)}: only one- and "
+            "two-dimensional tensors have a digest"
+        )
     return (block[None], (0, *origin)) if block.dim() == 1 else (block, origin)
 
 
@@ -90,7 +97,9 @@ def lane_sums_of_each(
     for column in range(0, width, step):
         parts = _columns(blocks, column, min(column + step, width))
         columns = tables.columns[start + column * size :][: parts[0].shape[1] * size]
-        sums = torch.cat([_row_sums(tile, columns, tables.multiplies_int8) for tile in _tiles(parts, dtype, device.type, largest)])
+        sums = torch.cat(
+            [_row_sums(tile, columns, tables.multiplies_int8) for tile in _tiles(parts, dtype, device.type, largest)]
+        )
         total += (sums.view(count, height, LANES) * rows).sum(1)
     return total
 
@@ -99,7 +108,9 @@ def _columns(blocks: torch.Tensor | Sequence[torch.Tensor], start: int, stop: in
     return blocks[..., start:stop] if isinstance(blocks, torch.Tensor) else [block[:, start:stop] for block in blocks]
 
 
-def _tiles(blocks: torch.Tensor | Sequence[torch.Tensor], dtype: torch.dtype, kind: str, largest: int) -> Iterator[torch.Tensor]:
+def _tiles(
+    blocks: torch.Tensor | Sequence[torch.Tensor], dtype: torch.dtype, kind: str, largest: int
+) -> Iterator[torch.Tensor]:
     """[rows, bytes] int8: all rows of all blocks in order, some at a time. A tile is valid until the next is asked for.
 
     `kind`: of the device; `largest`: bytes of a tile that is used as it lies there. On CPU a tile is a cache's worth;
@@ -162,7 +173,9 @@ def _row_sums(raw: torch.Tensor, columns: torch.Tensor, multiplies_int8: bool) -
     if not multiplies_int8:
         return torch.stack([(raw * lane.to(torch.int64)).sum(1) for lane in columns.t()], 1)
     count = len(raw)
-    if raw.device.type != "cpu" and (count % 32 or raw.shape[1] % 8):  # accelerators want more than 16 rows and multiples of 8 bytes
+    if raw.device.type != "cpu" and (
+        count % 32 or raw.shape[1] % 8
+    ):  # accelerators want more than 16 rows and multiples of 8 bytes
         raw = torch.nn.functional.pad(raw, (0, -raw.shape[1] % 8, 0, -count % 32))
         columns = torch.nn.functional.pad(columns, (0, 0, 0, raw.shape[1] - len(columns)))
     return torch._int_mm(raw, columns)[:count]
@@ -174,7 +187,9 @@ def _tables(device: str, rows: int, columns: int) -> _Tables:
 
     They depend on the position alone: a longer table begins with a shorter one.
     """
-    lanes = (_mixed(columns, 2).view(np.int8).reshape(columns, LANES) >> 1).copy()  # of 7 bits: no int8 product saturates
+    lanes = (
+        _mixed(columns, 2).view(np.int8).reshape(columns, LANES) >> 1
+    ).copy()  # of 7 bits: no int8 product saturates
     lanes[:, 0] ^= 1 - (lanes.sum(1, dtype=np.int64) & 1).astype(np.int8)
     row_weights = torch.from_numpy((_mixed(rows, 1) | np.uint64(1)).view(np.int64))
     return _Tables(row_weights.to(device), torch.from_numpy(lanes).to(device), _multiplies_int8(device))
@@ -249,7 +264,9 @@ class ShardDigests:
     def _whole(self, shard: Shard) -> int:
         local = self._shards(shard.megatron_name, shard.vp_chunk).detach()
         dtype = local.dtype if shard.is_constant else self._dtype
-        blocks = [partial_digests([local[p.local_box.slices]], [p.hf_name], p.hf_box.origin, dtype) for p in shard.pieces]
+        blocks = [
+            partial_digests([local[p.local_box.slices]], [p.hf_name], p.hf_box.origin, dtype) for p in shard.pieces
+        ]
         return add(digest for (digest,) in blocks)
 
     def _digests(self, copies: Iterable[Copy]) -> dict[tuple[str, Box], int]:
@@ -260,7 +277,9 @@ class ShardDigests:
         digest_of = {}
         for (box, own), by_name in groups.items():
             dtype = getattr(torch, own) if own else self._dtype
-            digests = partial_digests([self._block(copy) for copy in by_name.values()], list(by_name), box.origin, dtype)
+            digests = partial_digests(
+                [self._block(copy) for copy in by_name.values()], list(by_name), box.origin, dtype
+            )
             digest_of |= {(name, box): digest for name, digest in zip(by_name, digests, strict=True)}
         return digest_of
 
@@ -273,5 +292,9 @@ class ShardDigests:
 def _local_box(pieces: Sequence[Piece], copy: Copy) -> Box:
     for piece in pieces:
         if piece.hf_name == copy.hf_name and piece.hf_box.contains(copy.hf_box):
-            return copy.hf_box.shift([local - hf for local, hf in zip(piece.local_box.origin, piece.hf_box.origin, strict=True)])
-    raise RuntimeError(f"{copy.source_name} does not hold {copy.hf_name} {copy.hf_box.ranges}, which the plan sends from it")
+            return copy.hf_box.shift(
+                [local - hf for local, hf in zip(piece.local_box.origin, piece.hf_box.origin, strict=True)]
+            )
+    raise RuntimeError(
+        f"{copy.source_name} does not hold {copy.hf_name} {copy.hf_box.ranges}, which the plan sends from it"
+    )

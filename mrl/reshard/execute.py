@@ -44,7 +44,10 @@ class Sender:
         local: Collection[int] = (),
         free_bytes: Callable[[], int | None] = lambda: None,
     ):
-        """`local`: workers on this rank's own device; what goes to them does not count as moved. `free_bytes`: of that device."""
+        """`local`: workers on this rank's own device; what goes to them does not count as moved.
+
+        `free_bytes`: of that device.
+        """
         self._free_bytes = free_bytes
         self.plan, self.rank, self.end, self._local = plan, rank, end, set(local)
         self._messages = list(plan.sends(rank))
@@ -63,8 +66,12 @@ class Sender:
         nbytes = Counter()
         for message in messages:
             nbytes[message.worker] += message.nbytes
-        moved, local = ({w: n for w, n in nbytes.items() if (w in self._local) is is_local} for is_local in (False, True))
-        return SendReport(self.rank, digests, shared, moved, local, self.end.staging_bytes, dict(timer.seconds), self._free_bytes())
+        moved, local = (
+            {w: n for w, n in nbytes.items() if (w in self._local) is is_local} for is_local in (False, True)
+        )
+        return SendReport(
+            self.rank, digests, shared, moved, local, self.end.staging_bytes, dict(timer.seconds), self._free_bytes()
+        )
 
     def close(self) -> None:
         """Gives memory and connections back, views of what peers own first."""
@@ -133,7 +140,9 @@ class Receiver:
         messages = [message for of_round in self._rounds for message in of_round]
         local, remote = (sum(m.nbytes for m in messages if m.source in ranks) for ranks in (self._local, self._remote))
         moved = sum(m.nbytes for m in messages) - local
-        return ReceiveReport(self.worker, moved, local, remote, self.end.staging_bytes, dict(timer.seconds), self._free_bytes())
+        return ReceiveReport(
+            self.worker, moved, local, remote, self.end.staging_bytes, dict(timer.seconds), self._free_bytes()
+        )
 
     def _receive(self, writer: Writer, update: int, timer: PhaseTimer) -> None:
         self.end.begin(update, self._rounds)
@@ -171,7 +180,9 @@ def wire_views(message: Message, buffer: Tensor, dtype: torch.dtype) -> list[Ten
         views[number] = buffer[start:stop].view(own).view(copy.hf_box.shape)
         start = stop
     if start != message.nbytes:
-        raise RuntimeError(f"round {message.round}, rank {message.source} to worker {message.worker}: copies do not add up to nbytes")
+        raise RuntimeError(
+            f"round {message.round}, rank {message.source} to worker {message.worker}: copies do not add up to nbytes"
+        )
     return [views[number] for number in range(len(views))]
 
 
@@ -182,15 +193,22 @@ def source_view(shard: Tensor, copy: Copy) -> Tensor:
     """
     view = shard[copy.source_box.slices]
     if view.shape != copy.hf_box.shape:
-        raise RuntimeError(f"{copy.source_name} is {tuple(shard.shape)}: it does not hold {copy.source_box.ranges} of {copy.hf_name}")
+        raise RuntimeError(
+            f"{copy.source_name} is {tuple(shard.shape)}: it does not hold {copy.source_box.ranges} of {copy.hf_name}"
+        )
     return view
 
 
 def target_view(parameter: Tensor, copy: Copy) -> Tensor:
-    """The copy's block of an engine's parameter, in Hugging Face orientation. Raises RuntimeError when it is no such parameter."""
+    """The copy's block of an engine's parameter, in Hugging Face orientation.
+
+    Raises RuntimeError when it is no such parameter.
+    """
     view = hf_view(parameter, copy.target_box, copy.axes)
     if view.shape != copy.hf_box.shape:
-        raise RuntimeError(f"{copy.parameter} is {tuple(parameter.shape)}: it has no {copy.target_box.ranges} for {copy.hf_name}")
+        raise RuntimeError(
+            f"{copy.parameter} is {tuple(parameter.shape)}: it has no {copy.target_box.ranges} for {copy.hf_name}"
+        )
     return view
 
 
@@ -248,7 +266,9 @@ def _same_memory(first: Tensor, second: Tensor) -> bool:
 
 
 class WireViews:
-    """Blocks of messages in staging memory, kept for as long as a message keeps its place in memory that outlives it."""
+    """Blocks of messages in staging memory, kept for as long as a message keeps its place
+    in memory that outlives it.
+    """
 
     def __init__(self, dtype: torch.dtype):
         self._dtype = dtype

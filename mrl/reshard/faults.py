@@ -42,7 +42,9 @@ def _piece_faults(name: str, piece: TargetPiece, copies: Sequence[Copy]) -> Iter
         yield f"{name}: {piece.hf_name} {fault}"
     for copy in copies:
         if copy.axes != piece.axes or not _is_in_place(copy, piece):
-            yield f"{name}: {piece.hf_name} {copy.hf_box.ranges} is written to {copy.target_box.ranges} along {copy.axes}"
+            yield (
+                f"{name}: {piece.hf_name} {copy.hf_box.ranges} is written to {copy.target_box.ranges} along {copy.axes}"
+            )
 
 
 def _is_in_place(copy: Copy, piece: TargetPiece) -> bool:
@@ -62,13 +64,24 @@ def source_fault(shards: ShardTable, copy: Copy) -> str | None:
     for piece in shard.pieces:
         if piece.hf_name == copy.hf_name and piece.local_box.contains(copy.source_box):
             offsets = [hf[0] - local[0] for hf, local in zip(piece.hf_box.ranges, piece.local_box.ranges, strict=True)]
-            if all((a + by, b + by) == hf for (a, b), by, hf in zip(copy.source_box.ranges, offsets, copy.hf_box.ranges, strict=True)):
+            if all(
+                (a + by, b + by) == hf
+                for (a, b), by, hf in zip(copy.source_box.ranges, offsets, copy.hf_box.ranges, strict=True)
+            ):
                 return None
-    return f"{copy.source_box.ranges} of {copy.source_name} in chunk {copy.vp_chunk} is not {copy.hf_name} {copy.hf_box.ranges}"
+    return (
+        f"{copy.source_box.ranges} of {copy.source_name} in chunk {copy.vp_chunk} is not "
+        f"{copy.hf_name} {copy.hf_box.ranges}"
+    )
 
 
 def template_faults(
-    miniature: Miniature, pipeline: int, rollout: RolloutLayout, templates: Sequence[StreamTemplate], dialect: Dialect, dtype: str
+    miniature: Miniature,
+    pipeline: int,
+    rollout: RolloutLayout,
+    templates: Sequence[StreamTemplate],
+    dialect: Dialect,
+    dtype: str,
 ) -> Iterator[str]:
     """Faults of the templates for `pipeline` stages: the cover of every position in an engine, and every sender."""
     shards = [shard_table(of_rank) for of_rank in miniature.shards]
@@ -92,8 +105,12 @@ def template_faults(
 
 def _copy_of(grain: Grain, layer: int, holder: Holder) -> Copy:
     """The grain as a copy of the miniature, where every layer is in chunk 0."""
-    hf_name, source_name, parameter = (name.format(layer) for name in (grain.hf_name, holder.source_name, grain.parameter))
-    return Copy(hf_name, grain.hf_box, source_name, 0, grain.source_box, parameter, grain.target_box, grain.axes, grain.dtype)
+    hf_name, source_name, parameter = (
+        name.format(layer) for name in (grain.hf_name, holder.source_name, grain.parameter)
+    )
+    return Copy(
+        hf_name, grain.hf_box, source_name, 0, grain.source_box, parameter, grain.target_box, grain.axes, grain.dtype
+    )
 
 
 def worker_faults(

@@ -159,7 +159,9 @@ class ReshardPlan:
 
     @cached_property
     def _kept_copies(self) -> list[dict[tuple[int, int, int], Copy]]:
-        """Of each position inside an engine, by segment, grain and holder: every engine and both sides have the same."""
+        """Of each position inside an engine, by segment, grain and holder:
+        every engine and both sides have the same.
+        """
         return [{} for _ in self.templates]
 
     def copy(self, grain: Grain, segment: Segment, choice: int) -> Copy:
@@ -187,7 +189,9 @@ class ReshardPlan:
     def to_json(self) -> dict[str, Any]:
         """Everything that the messages follow from, as plain data; equal plans give equal JSON."""
         holder_sets: dict[tuple[Holder, ...], int] = {}
-        grains = {id(grain): grain for template in self.templates for block in template.blocks for grain in block}  # some are shared
+        grains = {
+            id(grain): grain for template in self.templates for block in template.blocks for grain in block
+        }  # some are shared
         number = {key: n for n, key in enumerate(grains)}
         return {
             "format": FORMAT,
@@ -203,11 +207,15 @@ class ReshardPlan:
             "bytes_moved": self.bytes_moved,
             "lockstep": self.schedule.lockstep,
             "starts": self.schedule.starts,
-            "choices": [hashlib.sha256(choices.astype("<i2").tobytes()).hexdigest() for choices in self.schedule.choices],
+            "choices": [
+                hashlib.sha256(choices.astype("<i2").tobytes()).hexdigest() for choices in self.schedule.choices
+            ],
             "segments": [[s.block, s.layer, s.local_layer, s.stage, s.first_rank, s.vp_chunk] for s in self.segments],
             "grains": [_grain_json(grain, holder_sets) for grain in grains.values()],
             "holders": [[[h.offset, h.source_name, h.is_last_stage] for h in holders] for holders in holder_sets],
-            "streams": [[[number[id(grain)] for grain in block] for block in template.blocks] for template in self.templates],
+            "streams": [
+                [[number[id(grain)] for grain in block] for block in template.blocks] for template in self.templates
+            ],
         }
 
 
@@ -233,16 +241,24 @@ def plan_reshard(
     positions = range(rollout.workers_per_engine)
     limit = min(_GRAIN_BYTES, max(1, budget_bytes // _GRAINS_PER_ROUND))
     while True:
-        templates = tuple(stream_template(miniature, holdings, rollout, position, dialect, dtype, limit) for position in positions)
+        templates = tuple(
+            stream_template(miniature, holdings, rollout, position, dialect, dtype, limit) for position in positions
+        )
         streams = [WorkerStream(template, parts) for template in templates]
         largest = max(template.largest for template in templates)
-        scheduled = make_schedule(rollout, streams, devices, train.world_size, budget_bytes) if largest <= budget_bytes else None
+        scheduled = (
+            make_schedule(rollout, streams, devices, train.world_size, budget_bytes)
+            if largest <= budget_bytes
+            else None
+        )
         if scheduled is not None:
             break
         if largest > limit:  # single rows already
             raise _too_small(budget_bytes, largest)
         limit //= 2
-    plan = ReshardPlan(model, train, rollout, dialect, dtype, topology, budget_bytes, parts, templates, devices, *scheduled)
+    plan = ReshardPlan(
+        model, train, rollout, dialect, dtype, topology, budget_bytes, parts, templates, devices, *scheduled
+    )
     faults = (*template_faults(miniature, train.pipeline, rollout, templates, dialect, dtype), *_schedule_faults(plan))
     if faults:
         raise PlanFault(faults[0])
@@ -269,8 +285,8 @@ def _check_inputs(train: TrainLayout, rollout: RolloutLayout, dtype: str, topolo
 
 def _too_small(budget: int, largest: int) -> ConfigError:
     return ConfigError(
-        f"reshard.budget_mb: a round of {budget} bytes is too small for this model, a row of which has {largest} bytes; "
-        "raise it until a process can send a row to each of its peers in one round"
+        f"reshard.budget_mb: a round of {budget} bytes is too small for this model, a row of which has {largest} "
+        "bytes; raise it until a process can send a row to each of its peers in one round"
     )
 
 

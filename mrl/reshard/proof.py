@@ -94,7 +94,9 @@ def prove(plan: ReshardPlan, seconds: float = _PROOF_SECONDS) -> Proof:
 
 
 def _order(rollout: RolloutLayout) -> tuple[list[int], list[int]]:
-    """Workers that are always taken apart, and the others; those at one position come together, see `_parameters_of`."""
+    """Workers that are always taken apart, and the others; those at one position come together,
+    see `_parameters_of`.
+    """
     size = rollout.workers_per_engine
     first = range(0, rollout.world_size, size)
     rest = [engine + position for position in range(1, size) for engine in first[1:]]
@@ -141,7 +143,9 @@ def rehearse(plan: ReshardPlan) -> Rehearsal:
     fault = next(simulated_faults(small), None)
     blocks = [template.blocks[segment.block] for template in small.templates for segment in small.segments]
     elements = sum(grain.hf_box.volume for block in blocks for grain in block) * plan.rollout.num_engines
-    return Rehearsal(small.model.num_layers, small.model.num_experts, small.num_rounds, elements, fault, perf_counter() - begun)
+    return Rehearsal(
+        small.model.num_layers, small.model.num_experts, small.num_rounds, elements, fault, perf_counter() - begun
+    )
 
 
 def _small_plan(plan: ReshardPlan) -> ReshardPlan:
@@ -174,7 +178,9 @@ def shrink(model: ModelSpec, train: TrainLayout, rollout: RolloutLayout) -> tupl
         vocab_size=128 * lcm(train.tensor, rollout.tensor) - (-model.vocab_size % VOCABULARY_MULTIPLE),
         intermediate_size=2 * lcm(train.tensor, rollout.tensor),
         moe_intermediate_size=2 * lcm(train.expert_tensor, rollout.expert_tensor),
-        shared_expert_intermediate_size=2 * lcm(train.tensor, rollout.tensor) if model.shared_expert_intermediate_size else 0,
+        shared_expert_intermediate_size=2 * lcm(train.tensor, rollout.tensor)
+        if model.shared_expert_intermediate_size
+        else 0,
         num_experts=_few_experts(model.num_experts, train.expert, rollout.expert) if model.is_moe else 0,
     )
     return small, replace(train, chunk_layers=tuple(zip(*by_chunk, strict=True)))
@@ -188,7 +194,9 @@ def _kept_layers(layers: range, moe_layers: Collection[int]) -> list[int]:
 
 def _chunks(train: TrainLayout) -> list[range]:
     """Layers of each chunk in model order."""
-    return [train.stage_layers(stage, chunk) for chunk in range(train.virtual_pipeline) for stage in range(train.pipeline)]
+    return [
+        train.stage_layers(stage, chunk) for chunk in range(train.virtual_pipeline) for stage in range(train.pipeline)
+    ]
 
 
 def _few_experts(num_experts: int, train: int, rollout: int) -> int:
@@ -215,7 +223,9 @@ def simulated_faults(plan: ReshardPlan) -> Iterator[str]:
         wanted = loaded(plan.model, plan.rollout, position, hf, transposed=plan.dialect == TRANSPOSED)
         for engine in range(plan.rollout.num_engines):
             worker = engine * plan.rollout.workers_per_engine + position
-            yield from (f"engine {engine}, worker {worker}: {fault}" for fault in _arrival_faults(plan, worker, wanted, wire))
+            yield from (
+                f"engine {engine}, worker {worker}: {fault}" for fault in _arrival_faults(plan, worker, wanted, wire)
+            )
     yield from (f"round {key[0]}: worker {key[2]} does not expect what rank {key[1]} sends" for key in wire)
 
 

@@ -84,7 +84,9 @@ class Schedule:
 def make_schedule(
     rollout: RolloutLayout, streams: Sequence[WorkerStream], devices: Devices, num_ranks: int, budget: int
 ) -> tuple[Schedule, Loads] | None:
-    """The schedule with few rounds in which nobody sends or receives more than `budget` bytes; None if there is none."""
+    """The schedule with few rounds in which nobody sends or receives more than `budget` bytes;
+    None if there is none.
+    """
     largest_grain = max(int(stream.nbytes.max()) for stream in streams)
     usable = max(budget - largest_grain, 1)  # a round may end in the middle of a grain
     lockstep, stride = best_walk(rollout.world_size, streams, num_ranks)
@@ -133,14 +135,22 @@ class _Sharing:
         num_ranks: int,
         num_rounds: int,
     ):
-        self.streams, self.starts, self.lockstep, self.candidates, self.num_rounds = streams, starts, lockstep, candidates, num_rounds
+        self.streams, self.starts, self.lockstep, self.candidates, self.num_rounds = (
+            streams,
+            starts,
+            lockstep,
+            candidates,
+            num_rounds,
+        )
         pools: dict[tuple[int, ...], int] = {}
         self.pool_of = [np.array([pools.setdefault(ranks, len(pools)) for ranks in _rank_sets(c)]) for c in candidates]
         self.pools = list(pools)
         demand = np.zeros((len(pools), num_rounds), dtype=np.int64)
         self.walks = [self._walk(worker) for worker in range(len(starts))]
         for pool_of, walk in zip(self.pool_of, self.walks, strict=True):
-            set_bytes = bytes_in_cells(walk.holder_set * num_rounds + walk.round, walk.nbytes, len(pool_of) * num_rounds)
+            set_bytes = bytes_in_cells(
+                walk.holder_set * num_rounds + walk.round, walk.nbytes, len(pool_of) * num_rounds
+            )
             np.add.at(demand, pool_of, set_bytes.reshape(-1, num_rounds))
         self.sent = np.zeros((num_rounds, num_ranks), dtype=np.int64)
         self.bounds = self._share(demand)
@@ -181,7 +191,9 @@ class _Sharing:
             candidate = self._pick(worker, walk, filled)
             choices.append(candidates.numbers[walk.holder_set, candidate].astype(np.int16))
             cell = candidates.tier[walk.holder_set] * self.num_rounds + walk.round
-            sent += bytes_in_cells(cell * num_ranks + candidates.ranks[walk.holder_set, candidate], walk.nbytes, len(sent))
+            sent += bytes_in_cells(
+                cell * num_ranks + candidates.ranks[walk.holder_set, candidate], walk.nbytes, len(sent)
+            )
             received[:, worker] = bytes_in_cells(cell, walk.nbytes, cells)
         shape = (len(TIERS), self.num_rounds, -1)
         return tuple(choices), Loads(sent.reshape(shape), received.reshape(shape))
@@ -198,7 +210,9 @@ class _Sharing:
 
 
 def _rank_sets(candidates: Candidates) -> list[tuple[int, ...]]:
-    return [tuple(ranks[:count]) for ranks, count in zip(candidates.ranks.tolist(), candidates.count.tolist(), strict=True)]
+    return [
+        tuple(ranks[:count]) for ranks, count in zip(candidates.ranks.tolist(), candidates.count.tolist(), strict=True)
+    ]
 
 
 def _middles(keys: np.ndarray, nbytes: np.ndarray, filled: np.ndarray) -> np.ndarray:
@@ -239,7 +253,9 @@ def best_walk(workers: int, streams: Sequence[WorkerStream], num_ranks: int) -> 
     return best >= len(strides), strides[best % len(strides)]
 
 
-def _walk_costs(workers: int, streams: Sequence[WorkerStream], num_ranks: int, strides: Sequence[int], lockstep: bool) -> list[int]:
+def _walk_costs(
+    workers: int, streams: Sequence[WorkerStream], num_ranks: int, strides: Sequence[int], lockstep: bool
+) -> list[int]:
     """Bytes of the busiest process of each round, added, for each stride; in a coarse division into rounds."""
     stages = streams[0].num_stages
     bins = -(-_BINS // stages) * stages
@@ -261,7 +277,9 @@ def _strides(workers: int) -> list[int]:
     blocks = [size for size in range(2, workers) if workers % size == 0]
     ratios = [workers * ratio // 1000 for ratio in (618, 382, 236, 414, 293)]
     candidates = [1, *(size - 1 for size in blocks), *(size + 1 for size in blocks), *ratios, 3, 5, 7, 11, 13]
-    strides = dict.fromkeys(stride for stride in candidates if 0 < stride < max(workers, 2) and gcd(stride, workers) == 1)
+    strides = dict.fromkeys(
+        stride for stride in candidates if 0 < stride < max(workers, 2) and gcd(stride, workers) == 1
+    )
     return list(strides)[:_STRIDES]
 
 

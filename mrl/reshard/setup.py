@@ -30,7 +30,9 @@ class SyncSetup:
     topology: dict[str, list[list[int]]]  # "ranks" and "workers": [node, device] of each
     budget_bytes: int  # of one worker's or one rank's data in one round
     timeout_s: float  # longest wait for one peer
-    transport: dict[str, Any]  # "kind" (reshard.transport), "name" of this meeting, and "address" of the point-to-point group
+    transport: dict[
+        str, Any
+    ]  # "kind" (reshard.transport), "name" of this meeting, and "address" of the point-to-point group
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; `from_json` reads it back."""
@@ -65,8 +67,8 @@ class SyncSetup:
         """Raises EnvironmentFault when `who`, this process, comes to another plan than the driver did."""
         if self.plan().hash != expected:
             raise EnvironmentFault(
-                f"{who} plans the weight sync as {self.plan().hash[:12]}, the driver as {expected[:12]}: they do not run the same mrl; "
-                "install one version on every host"
+                f"{who} plans the weight sync as {self.plan().hash[:12]}, the driver as {expected[:12]}: they do not "
+                "run the same mrl; install one version on every host"
             )
 
     def worker(self, engine: int, position: int) -> int:
@@ -82,7 +84,8 @@ class SyncSetup:
 def _plan(text: str) -> ReshardPlan:
     setup = SyncSetup.from_json(json.loads(text))
     return plan_reshard(
-        setup.model, setup.train_layout, setup.rollout_layout, dialect=setup.dialect, dtype=setup.dtype, topology=setup.places,
+        setup.model, setup.train_layout, setup.rollout_layout, dialect=setup.dialect, dtype=setup.dtype,
+        topology=setup.places,
         budget_bytes=setup.budget_bytes,
     )  # fmt: skip
 
@@ -92,15 +95,19 @@ def route(setup: SyncSetup, rank: int, worker: int, reach: Reach) -> str:
     kind = setup.transport["kind"]
     found = pair_route(kind, setup.places.ranks[rank], setup.places.workers[worker], reach)
     if found == "p2p" and kind == "shm":
-        raise EnvironmentFault(f"reshard.transport: shm reaches no other host; rank {rank} and worker {worker} are on two; use auto")
+        raise EnvironmentFault(
+            f"reshard.transport: shm reaches no other host; rank {rank} and worker {worker} are on two; use auto"
+        )
     return found
 
 
 def pair_route(kind: str, rank: Place, worker: Place, reach: Reach) -> str:
     """Which transport serves a rank and a worker at these places, when `kind` (reshard.transport) is asked for.
 
-    auto: the device's own memory as far as it can be opened, which `reach` says; between two devices of a node beyond that, what serves
-    two nodes. ipc: host memory there. A platform without device memory has host memory on one node whatever is asked for.
+    auto: the device's own memory as far as it can be opened, which `reach` says; between two devices of a node beyond
+    that, what serves
+    two nodes. ipc: host memory there. A platform without device memory has host memory on one node whatever is asked
+    for.
     """
     if kind == "p2p" or rank.node != worker.node:
         return "p2p"

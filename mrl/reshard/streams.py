@@ -172,7 +172,13 @@ class Holdings:
 
 
 def stream_template(
-    miniature: Miniature, holdings: Holdings, rollout: RolloutLayout, position: int, dialect: Dialect, dtype: str, limit: int
+    miniature: Miniature,
+    holdings: Holdings,
+    rollout: RolloutLayout,
+    position: int,
+    dialect: Dialect,
+    dtype: str,
+    limit: int,
 ) -> StreamTemplate:
     """Of the workers at `position` of their engines. Grains have at most `limit` bytes, but never less than one row."""
     blocks: list[list[Grain]] = [[] for _ in range(len(miniature.kinds) + 2)]
@@ -299,7 +305,9 @@ class WorkerStream:
         self.index = np.concatenate([np.arange(size) for size in sizes])
         self.nbytes = np.concatenate([block.nbytes for block in chosen])
         self.holder_set = np.concatenate(entries)
-        self.module_starts = np.flatnonzero(np.concatenate([block.begins_module for block in chosen]))  # first grain of each module
+        self.module_starts = np.flatnonzero(
+            np.concatenate([block.begins_module for block in chosen])
+        )  # first grain of each module
         self.before = np.cumsum(self.nbytes) - self.nbytes  # bytes in front of each grain
         self.total = int(self.nbytes.sum())
         width = max(len(offsets) for _, offsets in sets)

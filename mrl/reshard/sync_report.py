@@ -20,7 +20,9 @@ class SendReport:
 
     rank: int
     digests: dict[int, dict[str, int]]  # worker -> parameter -> digest of this rank's share
-    shared: dict[str, int]  # parameter -> digest, of those that other ranks hold as well; empty when it was not asked for
+    shared: dict[
+        str, int
+    ]  # parameter -> digest, of those that other ranks hold as well; empty when it was not asked for
     moved: dict[int, int]  # worker on another device -> bytes
     local: dict[int, int]  # worker on the rank's own device -> bytes
     staging_bytes: int
@@ -62,7 +64,9 @@ class Disagreement:
     engine: int
     worker: int
     parameter: str
-    where: str  # "on the way": what arrived is not what the ranks hold; "in the engine": what it holds is not what arrived
+    where: (
+        str  # "on the way": what arrived is not what the ranks hold; "in the engine": what it holds is not what arrived
+    )
     ranks: tuple[int, ...]  # that sent parts of it
 
     def __str__(self) -> str:
@@ -143,7 +147,9 @@ class SyncTotals:
         `staging_bytes`: of the rank that held most. `weight_bytes`: of all weights in all engines. Raises RuntimeError
         when the two sides counted other bytes.
         """
-        received, local, remote = (sum(report[key] for report in receives) for key in ("bytes_moved", "bytes_local", "bytes_remote"))
+        received, local, remote = (
+            sum(report[key] for report in receives) for key in ("bytes_moved", "bytes_local", "bytes_remote")
+        )
         if bytes_sent != received:
             raise RuntimeError(f"ranks sent {bytes_sent} bytes, engines received {received}")
         staging = max([staging_bytes, *(report["staging_bytes"] for report in receives)])

@@ -21,7 +21,9 @@ _ALIGN = 64  # bytes: a cache line
 
 
 class TransferError(RuntimeError):
-    """A peer did not answer, gave up or sent what was not expected; the sync has to be done again from its first round."""
+    """A peer did not answer, gave up or sent what was not expected;
+    the sync has to be done again from its first round.
+    """
 
 
 class SendingEnd(Protocol):

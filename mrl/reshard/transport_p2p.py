@@ -32,7 +32,9 @@ class _Group:
         host, _, port = setup.transport["address"].rpartition(":")
         number, size = self._members.index(me), len(self._members)
         try:
-            store = dist.TCPStore(host, int(port), size, number == 0, timedelta(seconds=setup.timeout_s), wait_for_workers=False)
+            store = dist.TCPStore(
+                host, int(port), size, number == 0, timedelta(seconds=setup.timeout_s), wait_for_workers=False
+            )
             store = dist.PrefixStore(setup.transport["name"], store)
             self.process_group = transfer.point_to_point_group(store, number, size, setup.timeout_s, host)
         except (RuntimeError, ValueError) as error:
@@ -98,13 +100,17 @@ class PointToPointSender:
         slot = self._slots.pop(message.worker)
         words = torch.tensor(_header(self._update, message, self._plan_word), dtype=torch.int64)
         slot[:_HEADER_WORDS].view(torch.int64).copy_(words)
-        work = self._group.process_group.send([slot], self._group.number("worker", message.worker), _tag(self._update, message))
+        work = self._group.process_group.send(
+            [slot], self._group.number("worker", message.worker), _tag(self._update, message)
+        )
         self._under_way[self._order[message.round] % 2].append((work, message))
 
     def _drain(self, half: int) -> None:
         for work, message in self._under_way[half]:
             self._group.wait(
-                work, f"rank {self._rank}: worker {message.worker} did not take round {message.round} of update {self._update}"
+                work,
+                f"rank {self._rank}: worker {message.worker} did not take round {message.round} "
+                f"of update {self._update}",
             )
         self._under_way[half] = []
 
@@ -146,7 +152,9 @@ class PointToPointReceiver:
         offset, buffer = 0, self._buffers[self._asked % 2]
         for message in self._rounds[self._asked]:
             slot = buffer[offset : offset + _HEADER + message.nbytes]
-            work = self._group.process_group.recv([slot], self._group.number("rank", message.source), _tag(self._update, message))
+            work = self._group.process_group.recv(
+                [slot], self._group.number("rank", message.source), _tag(self._update, message)
+            )
             self._coming[message.round, message.source] = work, slot
             offset += aligned(slot.numel())
         self._asked += 1
@@ -158,9 +166,14 @@ class PointToPointReceiver:
         work, slot = self._coming.pop((message.round, message.source))
         who = f"rank {message.source}, round {message.round} of update {self._update} for worker {self._worker}"
         self._group.wait(work, f"{who}: nothing came")
-        arrived, wanted = slot[:_HEADER_WORDS].view(torch.int64).tolist(), _header(self._update, message, self._plan_word)
+        arrived, wanted = (
+            slot[:_HEADER_WORDS].view(torch.int64).tolist(),
+            _header(self._update, message, self._plan_word),
+        )
         if arrived != wanted:
-            raise TransferError(f"{who}: not the message that the plan has there (number, bytes, plan, rank {arrived}, not {wanted})")
+            raise TransferError(
+                f"{who}: not the message that the plan has there (number, bytes, plan, rank {arrived}, not {wanted})"
+            )
         return slot[_HEADER:]
 
     def lasting(self, message: Message) -> bool:

@@ -26,7 +26,15 @@ from mrl.platforms.transfer import Transfer
 from mrl.reshard.messages import Message
 from mrl.reshard.setup import SyncSetup, route
 from mrl.reshard.sync_report import GAVE_UP
-from mrl.reshard.transport import TransferError, aligned, largest_round, plan_word, received_rounds, sequence_number, wait_until
+from mrl.reshard.transport import (
+    TransferError,
+    aligned,
+    largest_round,
+    plan_word,
+    received_rounds,
+    sequence_number,
+    wait_until,
+)
 
 PREFIX = "mrl-reshard-"
 ON_DEVICE = "-device"  # a worker may have a second arena, on its device
@@ -78,7 +86,11 @@ class Arena:
         self.stops = words[: 1 + ranks]  # update that the worker (first) and each rank gave up
         self.words = words[1 + ranks :].reshape(2, ranks, _WORDS)
         self.note = np.frombuffer(self._map, np.uint8, _NOTE)
-        self.data = torch.frombuffer(self._map, dtype=torch.uint8, offset=start) if half_bytes else torch.empty(0, dtype=torch.uint8)
+        self.data = (
+            torch.frombuffer(self._map, dtype=torch.uint8, offset=start)
+            if half_bytes
+            else torch.empty(0, dtype=torch.uint8)
+        )
 
     def pin(self, transfer: Transfer) -> None:
         """Makes the data quick to reach from the device, where it lies in host memory."""
@@ -102,7 +114,8 @@ def _allocate(file: int, size: int, path: Path) -> None:
     except OSError as error:
         path.unlink(missing_ok=True)
         raise EnvironmentFault(
-            f"{path.parent} has no room for {size} bytes of staging ({error.strerror}); enlarge it or lower reshard.budget_mb"
+            f"{path.parent} has no room for {size} bytes of staging ({error.strerror}); enlarge it "
+            "or lower reshard.budget_mb"
         ) from error
 
 
@@ -169,7 +182,8 @@ class SharedMemoryReceiver:
         arrived = words[_READY], words[_NBYTES], words[_PLAN]
         if arrived != (sequence_number(self._update, message), message.nbytes, self._plan_word):
             raise TransferError(
-                f"{who}: not the message that the plan has there (number, bytes, plan {arrived}); is the sender of this run?"
+                f"{who}: not the message that the plan has there (number, bytes, plan {arrived}); "
+                "is the sender of this run?"
             )
         data = self._data[words[_OFFSET] : words[_OFFSET] + message.nbytes]
         return data if self.lasting(message) else data.to(self._transfer.device)
@@ -229,10 +243,15 @@ class SharedMemorySender:
 
     def slot(self, message: Message) -> Tensor:
         who = f"worker {message.worker}, round {message.round} of update {self._update}"
-        wait_until(lambda: self._is_granted(message), self._timeout, f"{who}: rank {self._rank} got no room for its message")
+        wait_until(
+            lambda: self._is_granted(message), self._timeout, f"{who}: rank {self._rank} got no room for its message"
+        )
         words = self._granted_words(message)
         if (words[_NBYTES], words[_PLAN]) != (message.nbytes, self._plan_word):
-            raise TransferError(f"{who}: the worker expects {words[_NBYTES]} bytes of another plan, rank {self._rank} has {message.nbytes}")
+            raise TransferError(
+                f"{who}: the worker expects {words[_NBYTES]} bytes of another plan, rank "
+                f"{self._rank} has {message.nbytes}"
+            )
         if self.lasting(message):
             return self._data[message.worker][words[_OFFSET] : words[_OFFSET] + message.nbytes]
         self._staged[message.worker] = torch.empty(message.nbytes, dtype=torch.uint8, device=self._transfer.device)
@@ -243,7 +262,10 @@ class SharedMemorySender:
         return self._arenas[message.worker].words[:, self._index[message.worker]]
 
     def _is_granted(self, message: Message) -> bool:
-        """Whether the message has a slot that the worker has not taken back. Raises TransferError when the worker gave up."""
+        """Whether the message has a slot that the worker has not taken back.
+
+        Raises TransferError when the worker gave up.
+        """
         if self._arenas[message.worker].stops[0] == self._update:
             raise TransferError(f"worker {message.worker} {GAVE_UP} update {self._update}")
         return sequence_number(self._update, message) in self._words(message)[:, _GRANTED]
@@ -295,7 +317,9 @@ class DeviceReceiver(SharedMemoryReceiver):
         arena.half_bytes = half
         note = json.dumps(self._transfer.share_memory(self._device_data)).encode()
         if len(note) >= arena.note.size:
-            raise EnvironmentFault(f"a device-memory handle of {len(note)} bytes does not fit; set reshard.transport: shm")
+            raise EnvironmentFault(
+                f"a device-memory handle of {len(note)} bytes does not fit; set reshard.transport: shm"
+            )
         arena.note[: len(note)] = np.frombuffer(note, np.uint8)
         return arena
 
