@@ -1,12 +1,14 @@
 """What autograd keeps of a forward pass until its backward, by term, on one rank.
 
-Every term is a tensor that the named operation saves; the lists were read off megatron-core 0.16.1's modules and are held against the
-storages that torch reports on real ranks (tests/real/test_memory_truth.py). Two sets of kernels: `torch`, the layers of
-mrl/megatron/torch_spec.py, which is what runs without Transformer Engine, and `transformer_engine`, whose fused norms, SwiGLU and
-attention save less (Transformer Engine 2.x module/layernorm_linear.py, Megatron's fusions/fused_bias_swiglu.py). With flash attention
-the score matrix of Korthikanti et al., arXiv 2205.05198, does not exist; what is left of it is one float32 a head and token.
+Every term is a tensor that the named operation saves; the lists were read off megatron-core 0.16.1's modules and are
+held against the storages that torch reports on real ranks (tests/real/test_memory_truth.py). Two sets of kernels:
+`torch`, the layers of mrl/megatron/torch_spec.py, which is what runs without Transformer Engine, and
+`transformer_engine`, whose fused norms, SwiGLU and attention save less (Transformer Engine 2.x
+module/layernorm_linear.py, Megatron's fusions/fused_bias_swiglu.py). With flash attention the score matrix of
+Korthikanti et al., arXiv 2205.05198, does not exist; what is left of it is one float32 a head and token.
 
-Notation: s tokens of a rank (its share under context parallelism), `sharded` those under sequence parallelism, h hidden size, b bytes.
+Notation: s tokens of a rank (its share under context parallelism), `sharded` those under sequence parallelism, h hidden
+size, b bytes.
 """
 
 from dataclasses import dataclass, field
@@ -21,8 +23,18 @@ from mrl.units import MIB
 
 Kernels = Literal["torch", "transformer_engine"]
 _F32, _INT64 = 4, 8
-_PER_PREDICTED_TOKEN = 78  # bytes: indices, targets, temperatures, sums over the vocabulary, the loss's ratios and masks
-ATTENTION_LENGTHS = (16, 24, 32, 48, 64, 96, 128)  # tokens that mrl/megatron/attention.py pads short sequences to (its PADDED_TO)
+_PER_PREDICTED_TOKEN = (
+    78  # bytes: indices, targets, temperatures, sums over the vocabulary, the loss's ratios and masks
+)
+ATTENTION_LENGTHS = (
+    16,
+    24,
+    32,
+    48,
+    64,
+    96,
+    128,
+)  # tokens that mrl/megatron/attention.py pads short sequences to (its PADDED_TO)
 LOGIT_CHUNK = 128 * MIB  # bytes of float32 logits that mrl/megatron/logprob.py makes at a time (its CHUNK_BYTES)
 
 # what a module of Megatron's recompute_modules drops, in the terms below
@@ -124,7 +136,9 @@ class Activations:
     # ---------------------------------------------------------------- one layer
 
     def _norm(self) -> int:
-        """Of a norm alone: its input and the reciprocal of its scale; torch also keeps the normalised input, both in float32."""
+        """Of a norm alone: its input and the reciprocal of its scale; torch also keeps the normalised input,
+        both in float32.
+        """
         per_element = 2 * _F32 if self.kernels == "torch" else self.bytes
         return self.sharded * (self.model.hidden_size * per_element + _F32)
 
@@ -135,13 +149,19 @@ class Activations:
     def _attention(self) -> dict[str, int]:
         m, (queries, groups), s = self.model, self._heads, self.tokens
         rows = (m.num_attention_heads + 2 * m.num_key_value_heads) * m.head_dim
-        if m.num_key_value_heads >= self.layout.tensor:  # with fewer of them than ranks, the whole projection is gathered on each
+        if (
+            m.num_key_value_heads >= self.layout.tensor
+        ):  # with fewer of them than ranks, the whole projection is gathered on each
             rows //= self.layout.tensor
         rotary = 4 * (s if self.micro.packed else self.micro.length // self.layout.context) * m.head_dim
         return {
             "attention norm": self._norm() + self._hidden(),
-            "query, key, value": s * rows * self.bytes * self._keeps_projection + self._qk_norms(queries, groups) + rotary * self.bytes,
-            "core attention": (self.attended * (queries + groups) + s * queries) * m.head_dim * self.bytes,  # queries, keys; output
+            "query, key, value": s * rows * self.bytes * self._keeps_projection
+            + self._qk_norms(queries, groups)
+            + rotary * self.bytes,
+            "core attention": (self.attended * (queries + groups) + s * queries)
+            * m.head_dim
+            * self.bytes,  # queries, keys; output
             "attention internals": self.attended * queries * _F32
             + (self._plain_attention(queries, groups) if self.kernels == "torch" else 0),
         }
@@ -150,8 +170,8 @@ class Activations:
     def _keeps_projection(self) -> bool:
         """Whether anything saved is a view of the fused projection.
 
-        Values are where plain attention takes them as they lie, padded and on one context rank, and where the attention is
-        computed again from its inputs; a float32 norm's input is.
+        Values are where plain attention takes them as they lie, padded and on one context rank, and where the attention
+        is computed again from its inputs; a float32 norm's input is.
         """
         if self.kernels != "torch" or (self.model.qk_norm and self.bytes == _F32):
             return True
@@ -161,8 +181,8 @@ class Activations:
     def _plain_attention(self, queries: int, groups: int) -> int:
         """What mrl/megatron/attention.py keeps beside flash attention's tensors.
 
-        Of a pack the outputs as its calls give them, before they are in the pack's order, and a copy of the values. Under
-        context parallelism keys and values of all ranks in place of the rotated keys, and a mask for each length.
+        Of a pack the outputs as its calls give them, before they are in the pack's order, and a copy of the values.
+        Under context parallelism keys and values of all ranks in place of the rotated keys, and a mask for each length.
         """
         s, context = self.tokens, self.layout.context
         outputs = self.attended * queries * self.model.head_dim * self.micro.packed
@@ -180,16 +200,22 @@ class Activations:
         scales = s * (queries + groups) * _F32
         if self.kernels == "transformer_engine":
             return scales + s * (queries + groups) * d * self.bytes
-        copied = queries + groups if self.bytes < _F32 else queries * (groups > 1)  # float32 inputs are views of the projection
+        copied = (
+            queries + groups if self.bytes < _F32 else queries * (groups > 1)
+        )  # float32 inputs are views of the projection
         return scales + s * (copied + queries + groups) * d * _F32
 
     def _gated(self, tokens: float, intermediate: int, extra_copies: int) -> int:
-        """Output of the gate-and-up projection and input of the down projection; unfused SwiGLU keeps copies in between."""
+        """Output of the gate-and-up projection and input of the down projection;
+        unfused SwiGLU keeps copies in between.
+        """
         copies = 3 + (extra_copies if self.kernels == "torch" else 0)
         return round(tokens * intermediate * copies * self.bytes)
 
     def _mlp(self) -> dict[str, int]:
-        norm = {"mlp norm": self._norm() + self._hidden()}  # its output is the input of the projection, or of the router
+        norm = {
+            "mlp norm": self._norm() + self._hidden()
+        }  # its output is the input of the projection, or of the router
         return norm | {"mlp": self._gated(self.tokens, self.model.intermediate_size // self.layout.tensor, 2)}
 
     def _moe(self) -> dict[str, int]:
@@ -201,7 +227,8 @@ class Activations:
         return {
             "mlp norm": self._norm() + self._hidden(),
             "router": s * (k * _INT64 + probabilities * _F32),
-            "dispatch": s * (m.num_experts * (1 + _F32) + k * _INT64),  # the routing map, its probabilities, the order of the rows
+            "dispatch": s
+            * (m.num_experts * (1 + _F32) + k * _INT64),  # the routing map, its probabilities, the order of the rows
             "expert input": round(self.expert_tokens * m.hidden_size * self.bytes),
             "expert activation": self._gated(self.expert_tokens, inner, 3) + round(self.expert_tokens * _F32),
             "shared experts": self._shared(),
@@ -271,13 +298,17 @@ class Activations:
         return self.tokens * (_INT64 + (self.layout.tensor > 1))
 
     def head(self) -> int:
-        """Final norm, and the hidden states of the predicted positions: logits are made again in the backward (mrl/megatron/logprob.py)."""
+        """Final norm, and the hidden states of the predicted positions: logits are made again in the backward
+        (mrl/megatron/logprob.py).
+        """
         return self._norm() + self.predicted * (self.model.hidden_size * self.bytes + _PER_PREDICTED_TOKEN)
 
     # ---------------------------------------------------------------- temporaries
 
     def head_temporaries(self) -> int:
-        """Backward of the log-probabilities: chunks of logits, hidden states of all tokens with their gradient, and that of the weight."""
+        """Backward of the log-probabilities: chunks of logits, hidden states of all tokens with their gradient,
+        and that of the weight.
+        """
         h, weight = self.model.hidden_size * self.bytes, self.vocabulary * self.model.hidden_size * self.bytes
         return self._logit_chunks() + (2 * self.tokens + self.predicted) * h + (weight if self.bytes < _F32 else 0)
 
@@ -324,8 +355,9 @@ class Activations:
 def in_flight(layout: TrainLayout, pp: int, micro_batches: int) -> list[int]:
     """The model chunks whose micro-batches stage `pp` has sent forward before its first backward, in order.
 
-    megatron-core 0.16.1 pipeline_parallel/schedules.py, get_pp_rank_microbatches and get_schedule_table: a warm-up of pipeline - 1 - pp
-    micro-batches and one more; with v virtual stages 2 (pipeline - 1 - pp) + (v - 1) pipeline chunk passes and one more.
+    megatron-core 0.16.1 pipeline_parallel/schedules.py, get_pp_rank_microbatches and get_schedule_table: a warm-up of
+    pipeline - 1 - pp micro-batches and one more; with v virtual stages 2 (pipeline - 1 - pp) + (v - 1) pipeline chunk
+    passes and one more.
     """
     v, size = layout.virtual_pipeline, layout.pipeline
     warm_up = size - pp - 1 if v == 1 else 2 * (size - pp - 1) + (v - 1) * size

@@ -1,8 +1,10 @@
-"""What point-to-point communicators of weight syncs take of a device: one for every pair of a rank and a worker that NCCL or HCCL serves.
+"""What point-to-point communicators of weight syncs take of a device: one for every pair of a rank and a worker that
+NCCL or HCCL serves.
 
-Both libraries make one for two processes at their first message (ProcessGroupNCCL.cpp and ProcessGroupHCCL.cpp, pointToPoint), with buffers
-of its own, beside what the engines' memory was measured with; it stays as long as the two are connected. Fewer pairs are not to be had: in
-layouts that spread experts over all ranks each rank holds some that no other has, and every engine needs them.
+Both libraries make one for two processes at their first message (ProcessGroupNCCL.cpp and ProcessGroupHCCL.cpp,
+pointToPoint), with buffers of its own, beside what the engines' memory was measured with; it stays as long as the two
+are connected. Fewer pairs are not to be had: in layouts that spread experts over all ranks each rank holds some that no
+other has, and every engine needs them.
 """
 
 from collections import Counter

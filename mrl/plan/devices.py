@@ -31,7 +31,10 @@ class SyncRates:
 
 @dataclass(frozen=True)
 class Device:
-    """One device, as a rank sees it. Rates are peaks in one direction; what is reached of them is an assumption of the plan."""
+    """One device, as a rank sees it.
+
+    Rates are peaks in one direction; what is reached of them is an assumption of the plan.
+    """
 
     name: str
     platform: str  # cluster.device
@@ -44,7 +47,9 @@ class Device:
     memory_rate: float  # bytes per second
     node_rate: float  # bytes per second to a device of the same node
     network_rate: float  # bytes per second to another node
-    host_path_rate: float  # bytes per second through host memory to another process of the node, all its devices at once
+    host_path_rate: (
+        float  # bytes per second through host memory to another process of the node, all its devices at once
+    )
     sync: "SyncRates"
     devices_per_node: int
     host_memory: int  # bytes of a node
@@ -77,7 +82,9 @@ def find_device(name: str) -> Device:
 
 
 def default_device(platform: str) -> Device:
-    """What a plan assumes where only `cluster.device` is given: the smaller memory, so that what fits here fits on the others."""
+    """What a plan assumes where only `cluster.device` is given: the smaller memory,
+    so that what fits here fits on the others.
+    """
     return min(devices_of(platform), key=lambda device: (device.memory, -device.flops))
 
 
@@ -106,8 +113,8 @@ def _device(name: str, row: dict) -> Device:
 class Assumptions:
     """What a plan cannot know: shares of a device's peak rates, mean lengths, unevenness."""
 
-    # Of the peak, what a rank reaches while it computes: what it waits for, others and the pipeline, is counted beside it.
-    # Set so that whole updates come out where those of mixtures of experts in RL lie: 0.03 to 0.15 on H100 and H200
+    # Of the peak, what a rank reaches while it computes: what it waits for, others and the pipeline, is counted beside
+    # it. Set so that whole updates come out where those of mixtures of experts in RL lie: 0.03 to 0.15 on H100 and H200
     # (prime-rl's benchmarks); 0.19 for a 671B model and 0.31 to 0.40 on H20, whose peak is a seventh (verl
     # docs/perf/dpsk.md). Pre-training on H100, which overlaps more: 0.24 to 0.31 (NVIDIA/Megatron-LM#5728).
     compute_share: float = 0.15
@@ -123,7 +130,8 @@ class Assumptions:
     response_share: float = 0.5
     # Without a balancing loss, which RL leaves out, the busiest expert rank gets more than the mean.
     expert_load: float = 1.25
-    # vLLM's level of sleep: 2 drops the weights, which the next sync brings anew; 1 would keep a copy of them on the host.
+    # vLLM's level of sleep: 2 drops the weights, which the next sync brings anew; 1 would keep a copy of them on the
+    # host.
     sleep_level: int = 2
 
     def expert_load_in(self, layout: TrainLayout) -> float:

@@ -37,21 +37,34 @@ class EngineMemory:
 
 
 def engine_memory(
-    model: ModelSpec, rollout: RolloutLayout, share: int, *, dtype_bytes: int = 2, batched_tokens: int = 8192, max_num_seqs: int = 256
+    model: ModelSpec,
+    rollout: RolloutLayout,
+    share: int,
+    *,
+    dtype_bytes: int = 2,
+    batched_tokens: int = 8192,
+    max_num_seqs: int = 256,
 ) -> EngineMemory:
-    """`share`: bytes of the device that the engine may use (memory x gpu_memory_utilization). A cache of no token means: does not fit."""
+    """`share`: bytes of the device that the engine may use (memory x gpu_memory_utilization).
+
+    A cache of no token means: does not fit.
+    """
     weights = worker_weights(model, rollout) * dtype_bytes
     working = _working_set(model, rollout, dtype_bytes, batched_tokens, max_num_seqs)
     return _with_cache(model, rollout, dtype_bytes, weights, working, max(0, share - weights - working))
 
 
-def engine_memory_with_cache(model: ModelSpec, rollout: RolloutLayout, cache: int, *, dtype_bytes: int, **passes: int) -> EngineMemory:
+def engine_memory_with_cache(
+    model: ModelSpec, rollout: RolloutLayout, cache: int, *, dtype_bytes: int, **passes: int
+) -> EngineMemory:
     """The same where the bytes of the cache are given, as on a CPU."""
     working = _working_set(model, rollout, dtype_bytes, passes["batched_tokens"], passes["max_num_seqs"])
     return _with_cache(model, rollout, dtype_bytes, worker_weights(model, rollout) * dtype_bytes, working, cache)
 
 
-def _with_cache(model: ModelSpec, rollout: RolloutLayout, dtype_bytes: int, weights: int, working: int, cache: int) -> EngineMemory:
+def _with_cache(
+    model: ModelSpec, rollout: RolloutLayout, dtype_bytes: int, weights: int, working: int, cache: int
+) -> EngineMemory:
     per_token = cache_bytes_per_token(model, rollout.tensor, dtype_bytes)
     tokens = cache // per_token // BLOCK * BLOCK * rollout.data
     buffers = model.max_position_embeddings * model.head_dim * dtype_bytes
@@ -79,7 +92,15 @@ def _largest_module(model: ModelSpec, rollout: RolloutLayout) -> int:
 
 
 def _working_set(m: ModelSpec, rollout: RolloutLayout, dtype_bytes: int, batched_tokens: int, max_num_seqs: int) -> int:
-    """Estimate: residual stream, projections and one MLP of the largest pass; logits of every sequence in float32, twice, for sampling."""
-    inner = m.num_experts_per_tok * 2 * m.moe_intermediate_size // rollout.expert_tensor if m.is_moe else 2 * m.intermediate_size
-    per_token = 4 * m.hidden_size + (m.num_attention_heads + 2 * m.num_key_value_heads) * m.head_dim // rollout.tensor + inner
+    """Estimate: residual stream, projections and one MLP of the largest pass; logits of every sequence in float32,
+    twice, for sampling.
+    """
+    inner = (
+        m.num_experts_per_tok * 2 * m.moe_intermediate_size // rollout.expert_tensor
+        if m.is_moe
+        else 2 * m.intermediate_size
+    )
+    per_token = (
+        4 * m.hidden_size + (m.num_attention_heads + 2 * m.num_key_value_heads) * m.head_dim // rollout.tensor + inner
+    )
     return batched_tokens * per_token * dtype_bytes + 2 * max_num_seqs * m.vocab_size * _F32

@@ -32,7 +32,8 @@ def host_section(
     """Bytes of the fullest node by term, and of the process of each kind that has most. `actors`: by pipeline stage."""
     held = held_bytes(inputs, batch)
     of_ranks = [
-        actors[inputs.train.dense_coords(rank).pp].host | {"save": save_bytes(inputs, rank), "samples": held} for rank in range(len(ranks))
+        actors[inputs.train.dense_coords(rank).pp].host | {"save": save_bytes(inputs, rank), "samples": held}
+        for rank in range(len(ranks))
     ]
     of_workers = [_worker_terms(inputs, engine, place, ranks) for place in workers]
     nodes: dict[int, Counter[str]] = {}
@@ -57,8 +58,12 @@ def host_section(
     }
 
 
-def object_stores(inputs: PlanInputs, batch: BatchPlan, ranks: Sequence[Place], workers: Sequence[Place]) -> dict[int, int]:
-    """Bytes by node: what its engines generated, and what its ranks fetch of the rest, as if all of that came from other nodes."""
+def object_stores(
+    inputs: PlanInputs, batch: BatchPlan, ranks: Sequence[Place], workers: Sequence[Place]
+) -> dict[int, int]:
+    """Bytes by node: what its engines generated, and what its ranks fetch of the rest,
+    as if all of that came from other nodes.
+    """
     whole, stores = stored_bytes(inputs, batch), {}
     for node in {place.node for place in (*ranks, *workers)}:
         generated = sum(place.node == node for place in workers) / len(workers)

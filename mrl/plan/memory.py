@@ -1,4 +1,6 @@
-"""The memory of a plan: terms of the actor and of an engine, every phase on its fullest device, the KV cache, the host."""
+"""The memory of a plan: terms of the actor and of an engine, every phase on its fullest device, the KV cache,
+the host.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -28,7 +30,9 @@ _CACHE_CURE = "the cache holds not one sequence: raise rollout.tensor_model_para
 
 
 def memory_section(inputs: PlanInputs) -> dict[str, Any]:
-    """Bytes on the fullest device of every phase, with what they consist of, the KV cache, and the host memory of the fullest node."""
+    """Bytes on the fullest device of every phase, with what they consist of, the KV cache,
+    and the host memory of the fullest node.
+    """
     batch, engine = batch_plan(inputs.config, inputs.train), engine_of(inputs)
     actors = [actor_bytes(inputs, batch, pp) for pp in range(inputs.train.pipeline)]
     worker, cache = engine_bytes(inputs, engine), _cache(inputs, engine)
@@ -42,7 +46,9 @@ def memory_section(inputs: PlanInputs) -> dict[str, Any]:
         fullest |= {phase.name: {"stage": None, **phase.to_json()} for phase in engine_phases(worker, inputs.device)}
     return {
         "phases": fullest,
-        "fits": all(phase["fits"] for phase in fullest.values()) and cache["longest_sequences_per_engine"] > 0 and host["fits"],
+        "fits": all(phase["fits"] for phase in fullest.values())
+        and cache["longest_sequences_per_engine"] > 0
+        and host["fits"],
         "layers": kernels_of(inputs),
         "recompute": str(recompute_of(inputs.config)),
         "activation_terms_of_a_layer": activations_of(inputs, batch.micro).layer(inputs.model.is_moe),
@@ -108,13 +114,17 @@ def activations_of(inputs: PlanInputs, micro: MicroBatchShape) -> Activations:
 
 
 def kernels_of(inputs: PlanInputs) -> Kernels:
-    """Transformer Engine, or its Ascend counterpart, on accelerators: ranks refuse to start without, unless the run allows it."""
+    """Transformer Engine, or its Ascend counterpart, on accelerators: ranks refuse to start without,
+    unless the run allows it.
+    """
     without = inputs.device.platform == "cpu" or inputs.config.model.allow_torch_layers
     return "torch" if without else "transformer_engine"
 
 
 def _adam_scratch(inputs: PlanInputs, optimizer: int) -> int:
-    """Of a step of torch's AdamW, in place of activations: on devices it takes the roots of all second moments at once. Fused Adams do not.
+    """Of a step of torch's AdamW, in place of activations: on devices it takes the roots of all second moments at once.
+
+    Fused Adams do not.
 
     `optimizer`: bytes of the state that it steps.
     """
@@ -138,7 +148,10 @@ def _reference_bytes(inputs: PlanInputs, pp: int) -> int:
 
 
 def _actor_staging(inputs: PlanInputs, pp: int) -> int:
-    """Fast path: a round being packed and one on the wire. Slow path: a bucket, and the largest tensor gathered and merged."""
+    """Fast path: a round being packed and one on the wire.
+
+    Slow path: a bucket, and the largest tensor gathered and merged.
+    """
     if inputs.config.reshard.path == "fast":
         return 2 * sync_budget(inputs.config)
     gathered = largest_parameter(inputs.model, inputs.train, pp) * inputs.train.tensor * inputs.element_bytes

@@ -9,13 +9,16 @@ from mrl.plan.step_batch import SampleBytes
 
 _MORE_MEMORY = "take nodes with more memory"
 # largest term of a node's host memory -> what to change
-_FEWER_SAMPLES = "a smaller data.train_batch_size or rollout.n, or actor.router_replay: disabled where routes are most of it"
+_FEWER_SAMPLES = (
+    "a smaller data.train_batch_size or rollout.n, or actor.router_replay: disabled where routes are most of it"
+)
 HOST_CURES = {
     "parameters": f"switch off actor.param_offload, or {_MORE_MEMORY}",
     "optimizer": f"switch off actor.optimizer_offload, or {_MORE_MEMORY}",
     "optimizer_host": f"lower optimizer_offload_fraction in actor.optim.override_optimizer_config, or {_MORE_MEMORY}",
     "reference": f"ref.param_offload: false, or {_MORE_MEMORY}",
-    "save": f"{_MORE_MEMORY}, or spread the actor over more of them: every checkpoint is written from a copy on the host",
+    "save": f"{_MORE_MEMORY}, or spread the actor over more of them: every checkpoint is "
+    "written from a copy on the host",
     "staging": "a smaller reshard.budget_mb",
     "engine_weights": f"cluster.placement: separate, or {_MORE_MEMORY}",
     "samples": _FEWER_SAMPLES,
@@ -23,17 +26,21 @@ HOST_CURES = {
 }
 # largest term -> what to change, the likeliest help first
 CURES = {
-    "parameters": "raise expert_model_parallel_size or pipeline_model_parallel_size (tensor_model_parallel_size inside a node)",
-    "gradients": "raise expert_model_parallel_size or pipeline_model_parallel_size (tensor_model_parallel_size inside a node)",
+    "parameters": "raise expert_model_parallel_size or pipeline_model_parallel_size "
+    "(tensor_model_parallel_size inside a node)",
+    "gradients": "raise expert_model_parallel_size or pipeline_model_parallel_size "
+    "(tensor_model_parallel_size inside a node)",
     "optimizer": "take more devices (its shards are divided over data parallelism), or optimizer_cpu_offload in "
     "actor.optim.override_optimizer_config",
-    "activations": "recompute_granularity: full in model.override_transformer_config, a smaller ppo_micro_batch_size_per_gpu, "
+    "activations": "recompute_granularity: full in model.override_transformer_config, a smaller "
+    "ppo_micro_batch_size_per_gpu, "
     "or a higher context_parallel_size",
     "temporaries": "a smaller micro-batch, or a higher tensor_model_parallel_size or context_parallel_size",
     "log_prob": "a smaller log_prob_micro_batch_size_per_gpu",
     "sync_staging": "a smaller reshard.budget_mb",
     "engine_staging": "a smaller reshard.budget_mb",
-    "engine_weights": "raise rollout.tensor_model_parallel_size, or rollout.expert_parallel_size with data_parallel_size",
+    "engine_weights": "raise rollout.tensor_model_parallel_size, or "
+    "rollout.expert_parallel_size with data_parallel_size",
     "engine_working_set": "a smaller rollout.max_num_batched_tokens or max_num_seqs",
     "kv_cache": "a smaller rollout.gpu_memory_utilization",
     "engine_asleep": "cluster.placement: separate",
@@ -45,18 +52,33 @@ CURES = {
 # instead of those above where actor.use_dynamic_bsz packs micro-batches up to a budget of tokens: sample counts do
 # nothing there
 PACKED_CURES = {
-    "activations": "recompute_granularity: full in model.override_transformer_config, a smaller ppo_max_token_len_per_gpu, "
+    "activations": "recompute_granularity: full in model.override_transformer_config, a smaller "
+    "ppo_max_token_len_per_gpu, "
     "or a higher context_parallel_size",
-    "temporaries": "a smaller ppo_max_token_len_per_gpu, or a higher tensor_model_parallel_size or context_parallel_size",
+    "temporaries": "a smaller ppo_max_token_len_per_gpu, or a higher tensor_model_parallel_size "
+    "or context_parallel_size",
     "log_prob": "a smaller log_prob_max_token_len_per_gpu",
 }
 
 ACTOR, ENGINE = HOLDERS = ("actor", "engine")
 # term -> whose process has it
 HOLDER_OF = dict.fromkeys(
-    ("parameters", "gradients", "optimizer", "activations", "temporaries", "log_prob", "sync_staging", "reference", "batch", "routes"),
+    (
+        "parameters",
+        "gradients",
+        "optimizer",
+        "activations",
+        "temporaries",
+        "log_prob",
+        "sync_staging",
+        "reference",
+        "batch",
+        "routes",
+    ),
     ACTOR,
-) | dict.fromkeys(("engine_weights", "engine_working_set", "kv_cache", "engine_staging", "engine_asleep", "engine_context"), ENGINE)
+) | dict.fromkeys(
+    ("engine_weights", "engine_working_set", "kv_cache", "engine_staging", "engine_asleep", "engine_context"), ENGINE
+)
 
 _LOG_PROBS = ("log_prob", "ref", "rollout_to_log_prob")  # phases that compute log-probs
 _UNTRACKED = ("engine_asleep", "engine_context")
@@ -176,7 +198,8 @@ class PhaseBytes:
 
 
 def phase_bytes(plan: dict[str, Any], name: str) -> PhaseBytes:
-    """Planned bytes on the fullest device in phase `name`, by holder; `plan` is a run's (`run_plan.make_plan`, plan.json).
+    """Planned bytes on the fullest device in phase `name`, by holder; `plan` is a run's (`run_plan.make_plan`,
+    plan.json).
 
     Bytes are those of tensors, and of what an engine has besides; the actor's own context is in what `available` leaves
     out. The fullest pipeline stage stands for all, so on other stages less is held and more is free; their sum is the
@@ -200,7 +223,9 @@ def phase_bytes(plan: dict[str, Any], name: str) -> PhaseBytes:
 
 
 def actor_phases(actor: ActorBytes, device: Device) -> list[Phase]:
-    """Training, log-probs (of a reference model too) where a pass is made for them, and sync on a device that only the actor uses."""
+    """Training, log-probs (of a reference model too) where a pass is made for them,
+    and sync on a device that only the actor uses.
+    """
     return [Phase(name, terms, device.usable) for name, terms in _actor_terms(actor).items()]
 
 
@@ -221,7 +246,9 @@ def colocated_phases(actor: ActorBytes, engine: EngineBytes, device: Device) -> 
     """
     asleep, rest = {"engine_asleep": engine.asleep}, _at_rest(actor)
     context = {"engine_context": engine.context} if engine.context else {}
-    phases = [Phase(name, terms | asleep, device.usable) for name, terms in _actor_terms(actor).items() if name != "sync"]
+    phases = [
+        Phase(name, terms | asleep, device.usable) for name, terms in _actor_terms(actor).items() if name != "sync"
+    ]
     syncing = (
         _at_rest(actor, parameters=True)
         | asleep
@@ -236,13 +263,17 @@ def colocated_phases(actor: ActorBytes, engine: EngineBytes, device: Device) -> 
         Phase("train_to_sync", syncing, device.usable),
         Phase("sync_to_rollout", rest | _awake(engine) | context, device.usable),
         Phase("rollout", rest | _awake(engine) | context, device.usable),
-        *([Phase("rollout_to_log_prob", _scoring(actor) | asleep, device.usable)] if actor.scores_old or actor.reference else []),
+        *(
+            [Phase("rollout_to_log_prob", _scoring(actor) | asleep, device.usable)]
+            if actor.scores_old or actor.reference
+            else []
+        ),
     ]
 
 
 def with_optimizer_early(stages: list[list[Phase]], actors: list[ActorBytes]) -> list[list[Phase]]:
-    """Phases of all pipeline stages of a colocated run whose optimizer comes back while log-probs are computed, so that the update need
-    not wait for it; those given where it would not fit beside them on every stage.
+    """Phases of all pipeline stages of a colocated run whose optimizer comes back while log-probs are computed, so that
+    the update need not wait for it; those given where it would not fit beside them on every stage.
     """
     early = [[_with_optimizer(phase, actor) for phase in phases] for phases, actor in zip(stages, actors, strict=True)]
     return early if all(phase.fits for phases in early for phase in phases if phase.name in _LOG_PROBS) else stages
@@ -292,7 +323,11 @@ def _at_rest(actor: ActorBytes, parameters: bool = False) -> dict[str, int]:
         "gradients": 0 if o.gradients else actor.gradients,
         "optimizer": 0 if o.optimizer else actor.optimizer,
     }
-    return {name: size for name, size in kept.items() if size} | _reference(actor) | _samples(0, actor.samples.recorded_routes)
+    return (
+        {name: size for name, size in kept.items() if size}
+        | _reference(actor)
+        | _samples(0, actor.samples.recorded_routes)
+    )
 
 
 def _awake(engine: EngineBytes) -> dict[str, int]:

@@ -1,10 +1,11 @@
 """What a rank holds of the model between micro-batches: parameters, gradients, optimizer.
 
-Sources: megatron-core 0.16.1 distributed/param_and_grad_buffer.py (one buffer for dense and one for expert parameters; parameters begin
-at multiples of 64 elements, a buffer ends at a multiple of lcm(shards, 128)) and optimizer/distrib_optimizer.py (each of the ranks that
-share a buffer keeps one shard of Adam's moments, and of float32 master weights where the parameters have 16 bits); with
-optimizer_cpu_offload optimizer/cpu_offloading/hybrid_optimizer.py. Dense buffers are shared by dp x cp ranks, those of experts by the
-expert grid's own data-parallel ranks.
+Sources: megatron-core 0.16.1 distributed/param_and_grad_buffer.py (one buffer for dense and one for expert parameters;
+parameters begin at multiples of 64 elements, a buffer ends at a multiple of lcm(shards, 128)) and
+optimizer/distrib_optimizer.py (each of the ranks that share a buffer keeps one shard of Adam's moments, and of float32
+master weights where the parameters have 16 bits); with optimizer_cpu_offload
+optimizer/cpu_offloading/hybrid_optimizer.py. Dense buffers are shared by dp x cp ranks, those of experts by the expert
+grid's own data-parallel ranks.
 """
 
 from collections.abc import Iterable
@@ -47,7 +48,9 @@ class BufferNumel:
         return BufferNumel(self.dense * times, self.expert * times)
 
 
-def stage_state(model: ModelSpec, layout: TrainLayout, pp: int, precision: Precision = BF16, shard_optimizer: bool = True) -> StateBytes:
+def stage_state(
+    model: ModelSpec, layout: TrainLayout, pp: int, precision: Precision = BF16, shard_optimizer: bool = True
+) -> StateBytes:
     """Bytes of a rank of pipeline stage `pp`; all ranks of a stage hold the same, up to the rounding of a shard."""
     numel = stage_numel(model, layout, pp)
     shards = (layout.data * layout.context, layout.expert_data)
@@ -62,7 +65,9 @@ def stage_state(model: ModelSpec, layout: TrainLayout, pp: int, precision: Preci
 
 
 def largest_parameter(model: ModelSpec, layout: TrainLayout, pp: int) -> int:
-    """Elements of the largest single parameter on a rank of a stage: a vocabulary matrix, or the fused projection of a layer."""
+    """Elements of the largest single parameter on a rank of a stage: a vocabulary matrix,
+    or the fused projection of a layer.
+    """
     weights = [weight for kind, _ in weight_map(model).layers for weight in kind.megatron]
     weights += _ends(model, layout.pipeline, pp)
     return max(megatron_slice(weight, layout.tensor, layout.expert_tensor).numel for weight in weights)

@@ -59,7 +59,10 @@ class PlanInputs:
 
     @classmethod
     def of(cls, config: RunConfig, model: ModelSpec, device: Device, assumptions: Assumptions = USUAL) -> "PlanInputs":
-        """What communicators of weight syncs may take of the device is not planned with. Raises ConfigError for an illegal layout."""
+        """What communicators of weight syncs may take of the device is not planned with.
+
+        Raises ConfigError for an illegal layout.
+        """
         train = TrainLayout.build(config.actor.layout.model_dump(), model)
         taken = device.pair and device.pair * most_pairs(config)
         return cls(config, model, replace(device, communicators=taken), assumptions, train, rollout_layout(config))
@@ -91,7 +94,9 @@ def device_for(config: RunConfig, name: str | None = None) -> Device:
     device = find_device(name)
     if device.platform != config.cluster.device:
         fitting = ", ".join(d.name for d in devices_of(config.cluster.device))
-        raise ConfigError(f"device {name}: cluster.device is {config.cluster.device}; allowed: {fitting} (or set cluster.device)")
+        raise ConfigError(
+            f"device {name}: cluster.device is {config.cluster.device}; allowed: {fitting} (or set cluster.device)"
+        )
     return device
 
 
@@ -140,7 +145,9 @@ def batch_plan(config: RunConfig, train: TrainLayout) -> BatchPlan:
 
 
 def update_micro_batch(config: RunConfig, train: TrainLayout) -> MicroBatchShape:
-    """The largest micro-batch of the update in a layout: a token budget is of one device, so context parallelism multiplies it."""
+    """The largest micro-batch of the update in a layout: a token budget is of one device,
+    so context parallelism multiplies it.
+    """
     actor, available = config.actor, _samples_per_rank(config, train)
     return _micro_batch(config, train, actor.ppo_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu, available)
 
@@ -150,7 +157,9 @@ def _samples_per_rank(config: RunConfig, train: TrainLayout) -> int:
     return -(-config.actor.ppo_mini_batch_size * config.rollout.n // train.data)
 
 
-def _micro_batch(config: RunConfig, train: TrainLayout, rows: int, tokens: int | None, available: int) -> MicroBatchShape:
+def _micro_batch(
+    config: RunConfig, train: TrainLayout, rows: int, tokens: int | None, available: int
+) -> MicroBatchShape:
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
     multiple = (2 * train.context if train.context > 1 else 1) * (train.tensor if train.sequence_parallel else 1)
     length, packed = round_up(prompt + response, multiple), config.actor.use_remove_padding
@@ -161,7 +170,9 @@ def _micro_batch(config: RunConfig, train: TrainLayout, rows: int, tokens: int |
 
 
 def _micro_batch_count(config: RunConfig, train: TrainLayout, micro: MicroBatchShape, per_rank: int) -> int:
-    """How many micro-batches a rank's samples make when all are at their limits; a multiple of the stages with virtual ones."""
+    """How many micro-batches a rank's samples make when all are at their limits;
+    a multiple of the stages with virtual ones.
+    """
     tokens = per_rank * (config.data.max_prompt_length + config.data.max_response_length)
     packed = config.actor.use_dynamic_bsz and config.actor.ppo_max_token_len_per_gpu is not None
     count = -(-tokens // micro.tokens) if packed else -(-per_rank // micro.rows)
@@ -174,6 +185,8 @@ def engine_of(inputs: PlanInputs) -> EngineMemory:
     passes = {"batched_tokens": rollout.max_num_batched_tokens or _BATCHED_TOKENS, "max_num_seqs": rollout.max_num_seqs}
     if inputs.device.platform == "cpu":
         cache = rollout.cpu_kvcache_gib * GIB // inputs.rollout.workers_per_engine
-        return engine_memory_with_cache(inputs.model, inputs.rollout, cache, dtype_bytes=inputs.engine_element_bytes, **passes)
+        return engine_memory_with_cache(
+            inputs.model, inputs.rollout, cache, dtype_bytes=inputs.engine_element_bytes, **passes
+        )
     share = round(inputs.device.memory * rollout.gpu_memory_utilization)
     return engine_memory(inputs.model, inputs.rollout, share, dtype_bytes=inputs.engine_element_bytes, **passes)

@@ -1,4 +1,6 @@
-"""Rules that need a plan's figures of devices, in the form of the configuration's own: what cannot stand on the device that is meant."""
+"""Rules that need a plan's figures of devices, in the form of the configuration's own:
+what cannot stand on the device that is meant.
+"""
 
 from math import ceil, floor
 from typing import Any
@@ -64,10 +66,14 @@ def _shortage(inputs: PlanInputs, memory: dict[str, Any]) -> tuple[str, str, tup
     if most >= ceil(least / device.memory * _STEP) / _STEP:
         return f"must be at most {most}", why, (most,)
     cure = (
-        "let more of the actor leave (actor.param_offload, actor.grad_offload, actor.optimizer_offload), or make its shards or "
-        "the engine's smaller"
+        "let more of the actor leave (actor.param_offload, actor.grad_offload, actor.optimizer_offload), or make its "
+        "shards or the engine's smaller"
     )
-    return f"cannot fit: an engine needs {least / GIB:.1f} GiB for its weights, a pass and one longest sequence", f"{why}; {cure}", ()
+    return (
+        f"cannot fit: an engine needs {least / GIB:.1f} GiB for its weights, a pass and one longest sequence",
+        f"{why}; {cure}",
+        (),
+    )
 
 
 def _longest(inputs: PlanInputs) -> int:

@@ -94,12 +94,15 @@ def _layout(inputs: PlanInputs, ranks: tuple[Place, ...], workers: tuple[Place, 
         "nodes": inputs.config.cluster.nnodes,
         "devices_per_node": inputs.config.cluster.n_gpus_per_node,
         "actor": {
-            "world_size": train.world_size, "tensor": train.tensor, "pipeline": train.pipeline, "virtual_pipeline": train.virtual_pipeline,
+            "world_size": train.world_size, "tensor": train.tensor, "pipeline": train.pipeline,
+            "virtual_pipeline": train.virtual_pipeline,
             "context": train.context, "expert": train.expert, "expert_tensor": train.expert_tensor, "data": train.data,
             "expert_data": train.expert_data, "sequence_parallel": train.sequence_parallel,
         },
-        "stages": [[_layers(train.stage_layers(pp, vp)) for vp in range(train.virtual_pipeline)] for pp in range(train.pipeline)],
-        "engines": {"number": rollout.num_engines, "tensor": rollout.tensor, "data": rollout.data, "expert": rollout.expert},
+        "stages": [[_layers(train.stage_layers(pp,
+                        vp)) for vp in range(train.virtual_pipeline)] for pp in range(train.pipeline)],
+        "engines": {"number": rollout.num_engines, "tensor": rollout.tensor, "data": rollout.data,
+            "expert": rollout.expert},
         "ranks": [_rank(inputs, rank, place) for rank, place in enumerate(ranks)],
         "workers": [{"worker": w, **rollout.coords(w)._asdict(), **place._asdict()} for w, place in enumerate(workers)],
     }  # fmt: skip
@@ -177,17 +180,23 @@ def read_plan(text: str, where: str) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{where} is no JSON ({error}); remove it or write it anew with mrl plan") from None
     if not isinstance(plan, dict) or plan.get("format") != FORMAT:
-        raise ConfigError(f"{where} is no plan of this version (format {FORMAT}); remove it or write it anew with mrl plan")
+        raise ConfigError(
+            f"{where} is no plan of this version (format {FORMAT}); remove it or write it anew with mrl plan"
+        )
     return plan
 
 
 def plan_again(config: RunConfig, model: ModelSpec, file: Path) -> dict[str, Any]:
-    """The plan as it is now; where the configuration names no device, for the one that the plan stored in `file` was made for."""
+    """The plan as it is now; where the configuration names no device,
+    for the one that the plan stored in `file` was made for.
+    """
     return plan_of(config, model, _same_device(config, _stored(file)))
 
 
 def plan_report(config: RunConfig, model: ModelSpec, file: Path) -> list[str]:
-    """What a run says of its plan before it starts: whether it is the stored one, what changed, and what will not fit."""
+    """What a run says of its plan before it starts: whether it is the stored one, what changed,
+    and what will not fit.
+    """
     stored, plan = _stored(file), plan_again(config, model, file)
     lines = [f"plan: {plan['hash'][:16]} for {plan['device']['name']}{_compared(stored, plan)}"]
     return lines + [f"note: {problem}" for problem in _problems(plan["memory"])]
@@ -231,8 +240,8 @@ def _compared(stored: dict[str, Any] | None, plan: dict[str, Any]) -> str:
 def _problems(memory: dict[str, Any]) -> list[str]:
     """Estimates, so a run starts all the same."""
     phases = [
-        f"by the plan's estimate phase {name} takes {phase['bytes'] / GIB:.1f} of {phase['device_bytes'] / GIB:.1f} GiB, "
-        f"most of it {phase['largest']}; change: {phase['change']}"
+        f"by the plan's estimate phase {name} takes {phase['bytes'] / GIB:.1f} of {phase['device_bytes'] / GIB:.1f} "
+        f"GiB, most of it {phase['largest']}; change: {phase['change']}"
         for name, phase in memory["phases"].items()
         if not phase["fits"]
     ]

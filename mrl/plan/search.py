@@ -91,7 +91,10 @@ class Candidate:
         where = "inside a node" if layout.tensor <= per_node else "across nodes"
         experts = layout.expert * layout.expert_tensor
         spread = f"; experts {'inside a node' if experts <= per_node else 'across nodes'}" if experts > 1 else ""
-        room = f"{self.phase.total / GIB:.1f} of {self.phase.device_bytes / GIB:.1f} GiB in {self.phase.name}, most {self.phase.largest}"
+        room = (
+            f"{self.phase.total / GIB:.1f} of {self.phase.device_bytes / GIB:.1f} GiB in {self.phase.name}, "
+            f"most {self.phase.largest}"
+        )
         share = f"computing {s.compute / s.total:.0%} of the update, then {worst} {costs[worst] / s.total:.0%}"
         return f"{room}; {share}; tensor {where}{spread}; recompute {self.recompute}"
 
@@ -124,7 +127,10 @@ def legal_layouts(problem: SearchProblem) -> Iterator[tuple[dict[str, Any], Trai
     for degrees, layout in _legal(problem):
         if layout not in seen:
             seen.add(layout)
-            yield {key: value for key, value in degrees.items() if value is True or value not in (None, False, 1)}, layout
+            yield (
+                {key: value for key, value in degrees.items() if value is True or value not in (None, False, 1)},
+                layout,
+            )
 
 
 def _legal(problem: SearchProblem) -> Iterator[tuple[dict[str, Any], TrainLayout]]:
@@ -139,14 +145,21 @@ def _legal(problem: SearchProblem) -> Iterator[tuple[dict[str, Any], TrainLayout
     divisors = [n for n in range(1, world + 1) if world % n == 0]
     for pp, vp, notation in _pipelines(model.num_layers, divisors):
         base = {"world_size": world, _PP: pp, _VPP: vp, **notation}
-        experts = [(ep, etp) for ep, etp in product(divisors, repeat=2) if not check_train_layout(base | {_EP: ep, _ETP: etp}, model)]
+        experts = [
+            (ep, etp)
+            for ep, etp in product(divisors, repeat=2)
+            if not check_train_layout(base | {_EP: ep, _ETP: etp}, model)
+        ]
         for tp, cp in product(divisors, repeat=2):
             dense = base | {_TP: tp, _CP: cp}
             if (model.num_key_value_heads % tp and not shares_heads) or check_train_layout(dense, model):
                 continue
             layout = TrainLayout.build(dense, model)
             for ep, etp in experts:
-                yield dense | {_EP: ep, _ETP: etp}, replace(layout, expert=ep, expert_tensor=etp, expert_data=world // (ep * etp * pp))
+                yield (
+                    dense | {_EP: ep, _ETP: etp},
+                    replace(layout, expert=ep, expert_tensor=etp, expert_data=world // (ep * etp * pp)),
+                )
 
 
 def _pipelines(num_layers: int, divisors: list[int]) -> Iterator[tuple[int, int | None, dict[str, bool]]]:
@@ -155,12 +168,18 @@ def _pipelines(num_layers: int, divisors: list[int]) -> Iterator[tuple[int, int 
         counted = num_layers + sum(notation.values())
         if counted % pp == 0:
             per_stage = counted // pp
-            yield from ((pp, v if v > 1 else None, notation) for v in range(1, per_stage + 1) if per_stage % v == 0 and (pp > 1 or v == 1))
+            yield from (
+                (pp, v if v > 1 else None, notation)
+                for v in range(1, per_stage + 1)
+                if per_stage % v == 0 and (pp > 1 or v == 1)
+            )
 
 
 def best_fit(problem: SearchProblem, degrees: dict[str, Any], layout: TrainLayout) -> Candidate | Phase:
     """The layout with the cheapest recomputation that fits, or the phase that is too large in every case."""
-    states = {pp: stage_state(problem.model, layout, pp, problem.precision) for pp in unlike_stages(problem.model, layout)}
+    states = {
+        pp: stage_state(problem.model, layout, pp, problem.precision) for pp in unlike_stages(problem.model, layout)
+    }
     heaviest = heaviest_stage(states.values())
     on_device = {"parameters": heaviest.parameters, "gradients": heaviest.gradients, "optimizer": heaviest.optimizer}
     fullest = Phase("train", on_device, problem.device.usable)
@@ -187,10 +206,14 @@ def unlike_stages(model: ModelSpec, layout: TrainLayout) -> list[int]:
     return list(first.values())
 
 
-def fullest_phase(problem: SearchProblem, layout: TrainLayout, recompute: Recompute, states: dict[int, StateBytes]) -> Phase:
+def fullest_phase(
+    problem: SearchProblem, layout: TrainLayout, recompute: Recompute, states: dict[int, StateBytes]
+) -> Phase:
     """Over the given stages and all phases of the actor."""
     load, work = problem.assumptions.expert_load_in(layout), problem.work_in(layout)
-    activations = Activations(problem.model, layout, work.micro, problem.precision.parameters, recompute=recompute, expert_load=load)
+    activations = Activations(
+        problem.model, layout, work.micro, problem.precision.parameters, recompute=recompute, expert_load=load
+    )
     count = micro_batch_count(work, layout)
     phases = []
     for pp, state in states.items():
@@ -208,7 +231,12 @@ def fullest_phase(problem: SearchProblem, layout: TrainLayout, recompute: Recomp
 
 
 def candidate_of(
-    problem: SearchProblem, degrees: dict[str, Any], layout: TrainLayout, recompute: Recompute, phase: Phase, state: StateBytes
+    problem: SearchProblem,
+    degrees: dict[str, Any],
+    layout: TrainLayout,
+    recompute: Recompute,
+    phase: Phase,
+    state: StateBytes,
 ) -> Candidate:
     """The layout with its predicted time; `phase` the fullest, `state` of the heaviest stage."""
     work = problem.work_in(layout)

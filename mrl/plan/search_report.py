@@ -25,7 +25,16 @@ from mrl.plan.memory import memory_section, offload_of
 from mrl.plan.memory_phases import Phase
 from mrl.plan.model_state import stage_state
 from mrl.plan.plan_inputs import PlanInputs, precision_of, sync_budget, update_micro_batch
-from mrl.plan.search import RECOMPUTE, Candidate, SearchProblem, SearchResult, candidate_of, heaviest_stage, search, unlike_stages
+from mrl.plan.search import (
+    RECOMPUTE,
+    Candidate,
+    SearchProblem,
+    SearchResult,
+    candidate_of,
+    heaviest_stage,
+    search,
+    unlike_stages,
+)
 from mrl.plan.times import sample_work
 from mrl.units import GIB
 
@@ -38,7 +47,11 @@ def config_for_model(path: str, devices: int, platform: str) -> RunConfig:
     return RunConfig.model_validate(
         {
             "model": {"path": path},
-            "actor": {"layout": {"world_size": devices}, "ppo_mini_batch_size": _PROMPTS, "ppo_micro_batch_size_per_gpu": 1},
+            "actor": {
+                "layout": {"world_size": devices},
+                "ppo_mini_batch_size": _PROMPTS,
+                "ppo_micro_batch_size_per_gpu": 1,
+            },
             "rollout": {"n": _N},
             "data": {"train_batch_size": _PROMPTS, "max_prompt_length": _PROMPT, "max_response_length": _RESPONSE},
             "cluster": {"device": platform},
@@ -46,7 +59,9 @@ def config_for_model(path: str, devices: int, platform: str) -> RunConfig:
     )
 
 
-def search_problem(config: RunConfig, model: ModelSpec, device: Device, devices: int, per_node: int, megatron: str) -> SearchProblem:
+def search_problem(
+    config: RunConfig, model: ModelSpec, device: Device, devices: int, per_node: int, megatron: str
+) -> SearchProblem:
     """The actor's work in `config` on so many devices; its own layout does not matter."""
     micro_of = partial(update_micro_batch, config)
     micro = micro_of(TrainLayout.build({"world_size": devices}, model))
@@ -105,22 +120,35 @@ def _row(config: RunConfig, problem: SearchProblem, candidate: Candidate) -> dic
 
 def _engine_lines(config: RunConfig, problem: SearchProblem) -> list[str]:
     """Smallest engines that hold at least one sequence, and how many tokens their cache has."""
-    model, device, length = problem.model, problem.device, config.data.max_prompt_length + config.data.max_response_length
+    model, device, length = (
+        problem.model,
+        problem.device,
+        config.data.max_prompt_length + config.data.max_response_length,
+    )
     lines = []
     for tensor in (n for n in range(1, problem.per_node + 1) if engine_splits_heads(n, model)):
-        engine = engine_memory(model, RolloutLayout(1, tensor), round(device.memory * config.rollout.gpu_memory_utilization))
+        engine = engine_memory(
+            model, RolloutLayout(1, tensor), round(device.memory * config.rollout.gpu_memory_utilization)
+        )
         if engine.cache_tokens >= length:
-            lines.append(f"engine of {tensor}: weights {engine.weights / GIB:.1f} GiB a device, cache of {engine.cache_tokens} tokens")
+            lines.append(
+                f"engine of {tensor}: weights {engine.weights / GIB:.1f} GiB a device, cache of "
+                f"{engine.cache_tokens} tokens"
+            )
     return lines or ["no engine inside a node holds the model and one sequence"]
 
 
 # ---------------------------------------------------------------- layouts that fit with the whole configuration
 
 
-def fastest_that_fit(config: RunConfig, problem: SearchProblem, result: SearchResult, top: int) -> tuple[list[Candidate], Counter[str]]:
+def fastest_that_fit(
+    config: RunConfig, problem: SearchProblem, result: SearchResult, top: int
+) -> tuple[list[Candidate], Counter[str]]:
     """The `top` best whose plan fits, their phase that of the plan; and why those before them were left out."""
     number = count()
-    waiting = [(candidate.order, next(number), candidate, None) for candidate in result.fitting]  # sorted, so a heap; the plan, once made
+    waiting = [
+        (candidate.order, next(number), candidate, None) for candidate in result.fitting
+    ]  # sorted, so a heap; the plan, once made
     shown: list[Candidate] = []
     left_out: Counter[str] = Counter()
     for _ in range(_TRIED):
@@ -144,7 +172,11 @@ def run_with(config: RunConfig, degrees: dict[str, Any], recompute: Recompute) -
     """`config` with another layout of its actor, recomputed in that way."""
     given = {k: v for k, v in config.model.override_transformer_config.items() if not k.startswith("recompute_")}
     if recompute.granularity == "full":
-        given |= {"recompute_granularity": "full", "recompute_method": recompute.method, "recompute_num_layers": recompute.num_layers}
+        given |= {
+            "recompute_granularity": "full",
+            "recompute_method": recompute.method,
+            "recompute_num_layers": recompute.num_layers,
+        }
     actor = config.actor.model_copy(update={"layout": LayoutConfig(**degrees)})
     model = config.model.model_copy(update={"override_transformer_config": given})
     return config.model_copy(update={"actor": actor, "model": model})
@@ -160,8 +192,13 @@ def _planned(config: RunConfig, problem: SearchProblem, candidate: Candidate) ->
 
 def _recomputed(problem: SearchProblem, candidate: Candidate) -> Candidate:
     """The same layout with the recomputation that saves most."""
-    states = [stage_state(problem.model, candidate.layout, pp, problem.precision) for pp in unlike_stages(problem.model, candidate.layout)]
-    return candidate_of(problem, candidate.degrees, candidate.layout, RECOMPUTE[-1], candidate.phase, heaviest_stage(states))
+    states = [
+        stage_state(problem.model, candidate.layout, pp, problem.precision)
+        for pp in unlike_stages(problem.model, candidate.layout)
+    ]
+    return candidate_of(
+        problem, candidate.degrees, candidate.layout, RECOMPUTE[-1], candidate.phase, heaviest_stage(states)
+    )
 
 
 def _fullest(memory: dict[str, Any]) -> Phase:

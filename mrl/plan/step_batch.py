@@ -59,7 +59,8 @@ def _input_bytes(inputs: PlanInputs, rows: int, arrays: list[int]) -> int:
 
 
 def _response_arrays(inputs: PlanInputs) -> list[int]:
-    """What an update has by response position: a mask and a selection; old log-probs, advantages, and what losses may want.
+    """What an update has by response position: a mask and a selection; old log-probs, advantages, and what losses may
+    want.
 
     On policy a mask of what has log-probs in the place of the selection, and log-probs and entropies that it hands out.
     """
@@ -80,7 +81,12 @@ def _recorded(inputs: PlanInputs, rows: int, pp: int) -> int:
     """Choices of this stage's routers for this rank's part of every sequence of the step."""
     model, train = inputs.model, inputs.train
     tokens = -(-_tokens(inputs, rows) // (train.tensor if train.sequence_parallel else 1))
-    return tokens * _moe_layers(model, train, pp) * (model.num_experts_per_tok or 0) * (1 if model.num_experts <= _NARROW_CHOICES else 2)
+    return (
+        tokens
+        * _moe_layers(model, train, pp)
+        * (model.num_experts_per_tok or 0)
+        * (1 if model.num_experts <= _NARROW_CHOICES else 2)
+    )
 
 
 def _moe_layers(model: ModelSpec, train: TrainLayout, pp: int) -> int:
@@ -96,7 +102,11 @@ def stored_bytes(inputs: PlanInputs, batch: BatchPlan) -> int:
     config = inputs.config
     if (schedule := schedule_of(config)) is not None:
         return _columns(inputs, schedule.places * config.rollout.n)
-    further = (config.data.gen_batch_size or config.data.train_batch_size) * config.rollout.n * config.algorithm.filter_groups.enable
+    further = (
+        (config.data.gen_batch_size or config.data.train_batch_size)
+        * config.rollout.n
+        * config.algorithm.filter_groups.enable
+    )
     return _columns(inputs, batch.samples + further)
 
 
@@ -111,4 +121,6 @@ def _columns(inputs: PlanInputs, rows: int) -> int:
     """Of samples as columns."""
     data = inputs.config.data
     routes = _route_bytes(inputs.model) * (inputs.config.actor.router_replay == "R3")
-    return rows * ((data.max_prompt_length + data.max_response_length) * (_INT32 + routes) + data.max_response_length * _F32)
+    return rows * (
+        (data.max_prompt_length + data.max_response_length) * (_INT32 + routes) + data.max_response_length * _F32
+    )

@@ -16,12 +16,19 @@ _Change = dict[str, Any]  # dotted key -> value
 _RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 _HOST_ADAM = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0, "use_precision_aware_optimizer": True}
 _TRANSFORMER, _OPTIMIZER = "model.override_transformer_config", "actor.optim.override_optimizer_config"
-_DOUBLED = ("expert_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+_DOUBLED = (
+    "expert_model_parallel_size",
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "pipeline_model_parallel_size",
+)
 _SHOWN = 5
 
 
 def fitting_changes(inputs: PlanInputs) -> list[list[str]]:
-    """Arguments for --set that each make it fit, single changes first, then pairs; what costs least speed stands first."""
+    """Arguments for --set that each make it fit, single changes first, then pairs;
+    what costs least speed stands first.
+    """
     single = [change for change in _changes(inputs.config) if change]
     for tried in (single, [first | second for first, second in combinations(single, 2)]):
         if fitting := [_settings(change) for change in tried if _fits(inputs, change)]:
@@ -34,7 +41,9 @@ def _changes(config: RunConfig) -> Iterator[_Change]:
     if actor.ppo_micro_batch_size_per_gpu > 1 and not actor.use_dynamic_bsz:
         yield {"actor.ppo_micro_batch_size_per_gpu": 1, "actor.log_prob_micro_batch_size_per_gpu": 1}
     yield _least_tokens(config)
-    for name in ("param_offload", "grad_offload", "optimizer_offload") if config.cluster.placement == "colocated" else ():
+    for name in (
+        ("param_offload", "grad_offload", "optimizer_offload") if config.cluster.placement == "colocated" else ()
+    ):
         yield {} if getattr(actor, name) else {f"actor.{name}": True}
     if config.model.override_transformer_config.get("recompute_granularity") != "full":
         yield {f"{_TRANSFORMER}.{key}": value for key, value in _RECOMPUTE.items()}
@@ -55,7 +64,10 @@ def _least_tokens(config: RunConfig) -> _Change:
     """The least budget of tokens that holds the longest sample; empty where there is no larger one."""
     actor, data = config.actor, config.data
     least = -(-(data.max_prompt_length + data.max_response_length) // actor.layout.context_parallel_size)
-    if not actor.use_dynamic_bsz or max(actor.ppo_max_token_len_per_gpu or 0, actor.log_prob_max_token_len_per_gpu or 0) <= least:
+    if (
+        not actor.use_dynamic_bsz
+        or max(actor.ppo_max_token_len_per_gpu or 0, actor.log_prob_max_token_len_per_gpu or 0) <= least
+    ):
         return {}
     return {"actor.ppo_max_token_len_per_gpu": least, "actor.log_prob_max_token_len_per_gpu": least}
 

@@ -73,15 +73,20 @@ def reshard_summary(
 def wire_seconds(plan: ReshardPlan, link: Link) -> float:
     """Round after round, each as long as its busiest device needs in one direction of one kind of link."""
     busiest = np.zeros((len(TIERS), plan.num_rounds))
-    for loads, devices in ((plan.loads.sent, plan.devices.rank_device), (plan.loads.received, plan.devices.worker_device)):
+    for loads, devices in (
+        (plan.loads.sent, plan.devices.rank_device),
+        (plan.loads.received, plan.devices.worker_device),
+    ):
         for device in np.unique(devices):
             busiest = np.maximum(busiest, loads[:, :, devices == device].sum(axis=2))
     return float((busiest / link.rates[:, None]).max(axis=0).sum())
 
 
 def step_seconds(plan: ReshardPlan, rates: SyncRates) -> dict[str, float]:
-    """What the busiest process needs beside the wire. A worker digests what arrives, and a rank, meanwhile, what it sent;
-    the rest is the workers' alone, one step after the other.
+    """What the busiest process needs beside the wire.
+
+    A worker digests what arrives, and a rank, meanwhile, what it sent; the rest is the workers' alone, one step after
+    the other.
     """
     received = int(plan.loads.received.sum(axis=(0, 1)).max())
     sent = int(plan.loads.sent.sum(axis=(0, 1)).max())
@@ -102,7 +107,9 @@ def bound_seconds(plan: ReshardPlan, link: Link) -> float:
     groups: dict[frozenset[int], int] = defaultdict(int)
     for ranks, nbytes in demand.items():
         stages = {rank // stage_size for rank in ranks}
-        whole_stages = frozenset(rank for stage in stages for rank in range(stage * stage_size, (stage + 1) * stage_size))
+        whole_stages = frozenset(
+            rank for stage in stages for rank in range(stage * stage_size, (stage + 1) * stage_size)
+        )
         for group in {ranks, whole_stages, frozenset(range(plan.train.world_size))}:
             groups[group] += nbytes
     rank_device = plan.devices.rank_device.tolist()

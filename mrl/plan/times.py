@@ -43,21 +43,29 @@ class Lengths:
 def mean_lengths(config: RunConfig, assumptions: Assumptions) -> Lengths:
     """The configured limits times the assumed shares."""
     data = config.data
-    return Lengths(data.max_prompt_length * assumptions.prompt_share, data.max_response_length * assumptions.response_share)
+    return Lengths(
+        data.max_prompt_length * assumptions.prompt_share, data.max_response_length * assumptions.response_share
+    )
 
 
 def mean_flops_per_token(model: ModelSpec, lengths: Lengths) -> float:
-    """Of a forward pass over a sample of mean length, in which a token attends to (length + 1) / 2 others on average."""
+    """Of a forward pass over a sample of mean length, in which a token attends to
+    (length + 1) / 2 others on average.
+    """
     return forward_flops_per_token(model, (lengths.total + 1) / 2)
 
 
 def update_passes(recompute: Recompute) -> int:
-    """Forward passes that an update costs: the forward itself, the backward as two, and one more where all activations are made again."""
+    """Forward passes that an update costs: the forward itself, the backward as two,
+    and one more where all activations are made again.
+    """
     return 4 if recompute.granularity == "full" else 3
 
 
 def pipeline_slots(layout: TrainLayout, micro_batches: int) -> tuple[int, int]:
-    """(slots that a pipeline stage waits, slots that it works): p - 1 and v m, Narayanan et al., arXiv 2104.04473, section 2.2."""
+    """(slots that a pipeline stage waits, slots that it works): p - 1 and v m, Narayanan et al., arXiv 2104.04473,
+    section 2.2.
+    """
     return layout.pipeline - 1, layout.virtual_pipeline * micro_batches
 
 
@@ -65,7 +73,9 @@ def pipeline_slots(layout: TrainLayout, micro_batches: int) -> tuple[int, int]:
 
 
 def step_flops(inputs: PlanInputs, batch: BatchPlan) -> dict[str, float]:
-    """Floating-point operations of each phase of one step, over all devices; of log-probs where a pass is made for old ones."""
+    """Floating-point operations of each phase of one step, over all devices;
+    of log-probs where a pass is made for old ones.
+    """
     lengths = mean_lengths(inputs.config, inputs.assumptions)
     forward = batch.samples * lengths.total * mean_flops_per_token(inputs.model, lengths)
     scored = {} if inputs.config.algorithm.on_policy else {"log_prob": forward}
@@ -86,10 +96,15 @@ def actor_seconds(inputs: PlanInputs, batch: BatchPlan) -> tuple["PassSeconds", 
     """Of a pass of log-probs over a step, and of one update."""
     train, device, recompute = inputs.train, inputs.device, recompute_of(inputs.config)
     per_node = inputs.config.cluster.n_gpus_per_node
-    states = (stage_state(inputs.model, train, pp, precision_of(inputs.config, inputs.element_bytes)) for pp in range(train.pipeline))
+    states = (
+        stage_state(inputs.model, train, pp, precision_of(inputs.config, inputs.element_bytes))
+        for pp in range(train.pipeline)
+    )
     state = max(states, key=lambda s: s.parameters + s.gradients + s.optimizer)
     scored = sample_work(inputs.config, inputs.model, batch.log_prob_micro, batch.samples, inputs.assumptions)
-    updated = sample_work(inputs.config, inputs.model, batch.micro, batch.samples // batch.mini_batches, inputs.assumptions)
+    updated = sample_work(
+        inputs.config, inputs.model, batch.micro, batch.samples // batch.mini_batches, inputs.assumptions
+    )
     return (
         pass_seconds(scored, train, device, per_node, 1, inputs.assumptions),
         update_seconds(updated, train, device, per_node, state, recompute, inputs.assumptions),
@@ -97,7 +112,9 @@ def actor_seconds(inputs: PlanInputs, batch: BatchPlan) -> tuple["PassSeconds", 
 
 
 def _generation(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory, flops: float) -> float:
-    """Waves of as many sequences as the cache and max_num_seqs hold; the last tokens are those of the longest response."""
+    """Waves of as many sequences as the cache and max_num_seqs hold;
+    the last tokens are those of the longest response.
+    """
     rollout, device, assumed = inputs.rollout, inputs.device, inputs.assumptions
     lengths = mean_lengths(inputs.config, assumed)
     per_group = batch.samples / (rollout.num_engines * rollout.data)
@@ -105,15 +122,21 @@ def _generation(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory, flop
     together = max(1.0, min(per_group, inputs.config.rollout.max_num_seqs, cached))
     steps = per_group / together * lengths.response
     tail = inputs.config.data.max_response_length - lengths.response
-    cache = together * lengths.total / 2 * cache_bytes_per_token(inputs.model, rollout.tensor, inputs.engine_element_bytes)
-    step = (engine.weights * _weights_read(inputs, together) + cache) / (device.memory_rate * assumed.decode_memory_share)
+    cache = (
+        together * lengths.total / 2 * cache_bytes_per_token(inputs.model, rollout.tensor, inputs.engine_element_bytes)
+    )
+    step = (engine.weights * _weights_read(inputs, together) + cache) / (
+        device.memory_rate * assumed.decode_memory_share
+    )
     tail_step = engine.weights * _weights_read(inputs, 1) / (device.memory_rate * assumed.decode_memory_share)
     compute = flops / (rollout.world_size * device.flops * assumed.prefill_mfu)
     return max(steps * step, compute) + tail * tail_step
 
 
 def _weights_read(inputs: PlanInputs, sequences: float) -> float:
-    """Share of the weights that one decode step of a data-parallel rank reads: an expert that no token chose is not read."""
+    """Share of the weights that one decode step of a data-parallel rank reads:
+    an expert that no token chose is not read.
+    """
     model = inputs.model
     if not model.is_moe:
         return 1.0
@@ -135,7 +158,9 @@ class PassWork:
     flops_per_token: float  # of a forward pass
 
 
-def sample_work(config: RunConfig, model: ModelSpec, micro: MicroBatchShape, samples: int, assumed: Assumptions) -> PassWork:
+def sample_work(
+    config: RunConfig, model: ModelSpec, micro: MicroBatchShape, samples: int, assumed: Assumptions
+) -> PassWork:
     """Of `samples` samples of mean length."""
     lengths = mean_lengths(config, assumed)
     return PassWork(model, micro, samples * lengths.total, mean_flops_per_token(model, lengths))
@@ -164,14 +189,22 @@ class PassSeconds:
 
 
 def update_seconds(
-    work: PassWork, layout: TrainLayout, device: Device, per_node: int, state: StateBytes, recompute: Recompute, assumed: Assumptions
+    work: PassWork,
+    layout: TrainLayout,
+    device: Device,
+    per_node: int,
+    state: StateBytes,
+    recompute: Recompute,
+    assumed: Assumptions,
 ) -> PassSeconds:
     """Of one update: forward and backward passes, and what data parallelism exchanges at its end."""
     seconds = pass_seconds(work, layout, device, per_node, update_passes(recompute), assumed)
     return replace(seconds, data=_data_seconds(layout, state, _Links(device, per_node, assumed.link_share)))
 
 
-def pass_seconds(work: PassWork, layout: TrainLayout, device: Device, per_node: int, passes: int, assumed: Assumptions) -> PassSeconds:
+def pass_seconds(
+    work: PassWork, layout: TrainLayout, device: Device, per_node: int, passes: int, assumed: Assumptions
+) -> PassSeconds:
     """Sums over the micro-batches of one rank, each as long as so many forward passes; the stage with the most layers
     sets the pace.
     """
@@ -223,7 +256,12 @@ def _volumes(work: PassWork, layout: TrainLayout, layers: int) -> dict[str, floa
     kv_of_a_layer = cache_bytes_per_token(m, layout.tensor, _BF16) // m.num_layers
     return {
         "tensor": layers * (4 if has_dense_layers else 2) * hidden * (layout.tensor - 1) / layout.tensor,
-        "expert": layers * m.is_moe * 2 * sharded * m.num_experts_per_tok * _leaving_share(layout.expert * layout.expert_tensor),
+        "expert": layers
+        * m.is_moe
+        * 2
+        * sharded
+        * m.num_experts_per_tok
+        * _leaving_share(layout.expert * layout.expert_tensor),
         "context": layers * tokens * kv_of_a_layer * (layout.context - 1),
         "pipeline": sharded * layout.virtual_pipeline * (layout.pipeline > 1),
     }

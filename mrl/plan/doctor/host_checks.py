@@ -1,4 +1,6 @@
-"""Devices, memory, limits, disk and ports of the host; Ray as far as it can be judged without asking it: address and token."""
+"""Devices, memory, limits, disk and ports of the host; Ray as far as it can be judged without asking it:
+address and token.
+"""
 
 from collections.abc import Iterator
 
@@ -51,14 +53,20 @@ def _visible(machine: Machine) -> Finding:
 def _ports(machine: Machine) -> Finding:
     if machine.busy_ports:
         ports = ", ".join(map(str, machine.busy_ports))
-        cure = "fine if that is the head; a head still to be started needs others: PORT or DASHBOARD_PORT of launch/start_head.sh"
+        cure = (
+            "fine if that is the head; a head still to be started needs others: PORT or "
+            "DASHBOARD_PORT of launch/start_head.sh"
+        )
         return warning("ports", f"{ports} in use", cure)
     return ok("ports", "free")
 
 
 def _shared_memory(machine: Machine) -> Finding:
     found = f"{machine.shm_free_gib:.1f} of {machine.shm_gib:.1f} GiB free in /dev/shm"
-    cure = f"give a container --shm-size=16g or --ipc=host, else mount -o remount,size=16G /dev/shm; {SHM_ENOUGH:g} GiB will do at first"
+    cure = (
+        "give a container --shm-size=16g or --ipc=host, else mount -o remount,size=16G /dev/shm; "
+        f"{SHM_ENOUGH:g} GiB will do at first"
+    )
     if machine.shm_free_gib < SHM_LEAST:
         return failure("shared memory", found, cure)
     return warning("shared memory", found, cure) if machine.shm_free_gib < SHM_ENOUGH else ok("shared memory", found)
@@ -73,16 +81,25 @@ def _left_behind(machine: Machine) -> Finding:
 
 
 def _open_files(machine: Machine) -> Finding:
-    found, cure = f"ulimit -n {machine.open_files}", f"ulimit -n {FILES_ENOUGH} in the shell that starts Ray, or limits.conf"
+    found, cure = (
+        f"ulimit -n {machine.open_files}",
+        f"ulimit -n {FILES_ENOUGH} in the shell that starts Ray, or limits.conf",
+    )
     if machine.open_files < FILES_LEAST:
         return failure("open files", found, cure)
-    return warning("open files", found, cure) if machine.open_files < FILES_ENOUGH and machine.device != "cpu" else ok("open files", found)
+    return (
+        warning("open files", found, cure)
+        if machine.open_files < FILES_ENOUGH and machine.device != "cpu"
+        else ok("open files", found)
+    )
 
 
 def _locked_memory(machine: Machine) -> Finding:
     found = f"ulimit -l {machine.locked_memory:.2g} GiB"
     if machine.device != "cpu" and machine.locked_memory < LOCKED_ENOUGH:
-        return warning("locked memory", found, "ulimit -l unlimited, or --ulimit memlock=-1 for a container: RDMA pins its buffers")
+        return warning(
+            "locked memory", found, "ulimit -l unlimited, or --ulimit memlock=-1 for a container: RDMA pins its buffers"
+        )
     return ok("locked memory", found)
 
 
@@ -123,12 +140,19 @@ def cluster_checks(machine: Machine) -> Iterator[Finding]:
 def _authentication(machine: Machine) -> Finding:
     mode = machine.environment.get("RAY_AUTH_MODE", "token")
     if mode != "token":
-        cure = "unset RAY_AUTH_MODE: Ray listens on every address and runs what it is sent; the token is what keeps others out"
+        cure = (
+            "unset RAY_AUTH_MODE: Ray listens on every address and runs what it is sent; the token "
+            "is what keeps others out"
+        )
         return failure("ray token", f"RAY_AUTH_MODE={mode}", cure)
     if machine.environment.get("RAY_AUTH_TOKEN"):
         return ok("ray token", "given in RAY_AUTH_TOKEN")
     if machine.token_mode is None:
         return ok("ray token", "none yet: the first head on this host makes ~/.ray/auth_token")
     if machine.token_mode & 0o077:
-        return warning("ray token", f"~/.ray/auth_token can be read by others (mode {machine.token_mode:o})", "chmod 600 ~/.ray/auth_token")
+        return warning(
+            "ray token",
+            f"~/.ray/auth_token can be read by others (mode {machine.token_mode:o})",
+            "chmod 600 ~/.ray/auth_token",
+        )
     return ok("ray token", "in ~/.ray/auth_token")

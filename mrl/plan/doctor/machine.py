@@ -1,4 +1,6 @@
-"""Facts about this host and this installation, read without importing anything heavy, and the form in which they are judged."""
+"""Facts about this host and this installation, read without importing anything heavy,
+and the form in which they are judged.
+"""
 
 import importlib.metadata
 import os

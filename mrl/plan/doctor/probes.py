@@ -22,7 +22,9 @@ class Probe:
     program: str
     cure: str
     arguments: tuple[str, ...] = ()
-    must_answer: bool = False  # no answer by the deadline is a failure: a head that refuses the token lets Ray try on and on
+    must_answer: bool = (
+        False  # no answer by the deadline is a failure: a head that refuses the token lets Ray try on and on
+    )
 
 
 _RAY = """
@@ -31,15 +33,29 @@ ray.init(address=sys.argv[1], log_to_driver=False, logging_level='error', namesp
 print({name: amount for name, amount in ray.cluster_resources().items() if ':' not in name})
 """
 _BRIDGE = "import mbridge, megatron.core; print('mbridge and megatron-core', megatron.core.__version__, 'import')"
-_VLLM = "import vllm, vllm.distributed.weight_transfer; print('vLLM', vllm.__version__, 'imports, with weight transfer')"
+_VLLM = (
+    "import vllm, vllm.distributed.weight_transfer; print('vLLM', vllm.__version__, 'imports, with weight transfer')"
+)
 _REINSTALL = "reinstall with scripts/install.sh; the message above says what is missing"
 
 
 def probes(device: str, address: str | None, deep: bool) -> tuple[Probe, ...]:
-    """What there is to try. `address`: of a Ray cluster that the run would join. `deep`: also imports that take tens of seconds."""
-    wanted = [Probe("torch", TORCH_PROBES[device], "install the build of torch that fits the device and its driver; see version:torch")]
+    """What there is to try.
+
+    `address`: of a Ray cluster that the run would join. `deep`: also imports that take tens of seconds.
+    """
+    wanted = [
+        Probe(
+            "torch",
+            TORCH_PROBES[device],
+            "install the build of torch that fits the device and its driver; see version:torch",
+        )
+    ]
     if address:
-        cure = "is the head up (launch/start_head.sh), HOST:PORT right, and its token in RAY_AUTH_TOKEN or ~/.ray/auth_token?"
+        cure = (
+            "is the head up (launch/start_head.sh), HOST:PORT right, and its token in "
+            "RAY_AUTH_TOKEN or ~/.ray/auth_token?"
+        )
         wanted.append(Probe("ray cluster", _RAY, cure, (address,), must_answer=True))
     if deep and device in LAYER_PROBES:
         cure = "compile it against the torch that is installed: scripts/install.sh"
