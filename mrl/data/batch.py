@@ -28,11 +28,17 @@ class TokenValues(Generic[Array]):
     Flat [response tokens] in a TrainBatch, [rows, response_length] in a micro-batch; None: not there.
     """
 
-    old_log_probs: Array | None = field(default=None, **of("response token"))  # float32: of the anchor of the trust region
+    old_log_probs: Array | None = field(
+        default=None, **of("response token")
+    )  # float32: of the anchor of the trust region
     advantages: Array | None = field(default=None, **of("response token"))  # float32
     ref_log_probs: Array | None = field(default=None, **of("response token"))  # float32
-    loss_weights: Array | None = field(default=None, **of("response token"))  # float32: of the off-policy correction; None: all 1
-    selected: Array | None = field(default=None, **of("response token"))  # bool: tokens that the loss treats apart; the actor sets it
+    loss_weights: Array | None = field(
+        default=None, **of("response token")
+    )  # float32: of the off-policy correction; None: all 1
+    selected: Array | None = field(
+        default=None, **of("response token")
+    )  # bool: tokens that the loss treats apart; the actor sets it
 
     @property
     def token_values(self) -> dict[str, Array | None]:
@@ -45,7 +51,9 @@ class TrainBatch(Sequences, TokenValues[np.ndarray]):
     """Rows are ordered by (group_id, sample_id), so a slice of whole prompts is a slice of rows."""
 
     temperature: np.ndarray = field(**of("row", np.float32))
-    keep: np.ndarray | None = field(default=None, kw_only=True, **of("response token"))  # bool: false where rejected; None: nothing was
+    keep: np.ndarray | None = field(
+        default=None, kw_only=True, **of("response token")
+    )  # bool: false where rejected; None: nothing was
 
     @classmethod
     def of(cls, sequences: Sequences, temperature: float) -> "TrainBatch":

@@ -1,7 +1,8 @@
 """Validated, tokenised prompts in verl's schema, with a report of every row that was set aside.
 
-Schema: `data_source` (`reward_fn_key`) str; the prompt (`prompt_key`), a list of {role, content} or one string, which is a single user
-message; `reward_model` {ground_truth, style}; `extra_info`, an optional mapping. Other columns are not read.
+Schema: `data_source` (`reward_fn_key`) str; the prompt (`prompt_key`), a list of {role, content} or one string, which
+is a single user message; `reward_model` {ground_truth, style}; `extra_info`, an optional mapping. Other columns are not
+read.
 At the end: the tokenizer.
 """
 
@@ -23,7 +24,15 @@ from mrl.errors import ConfigError, DataError, EnvironmentFault
 EXAMPLES = 10
 SAMPLED = 2  # the last number of a sample's random stream, so that none of the epochs' orders is its
 THINKING = "enable_thinking"  # the name that Qwen3's templates, and those after them, give the switch
-RESERVED_TEMPLATE_KEYS = ("add_generation_prompt", "tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length")
+RESERVED_TEMPLATE_KEYS = (
+    "add_generation_prompt",
+    "tokenize",
+    "return_dict",
+    "return_tensors",
+    "padding",
+    "truncation",
+    "max_length",
+)
 
 
 class ChatTokenizer(Protocol):
@@ -79,8 +88,8 @@ class LoadReport:
 
     def __str__(self) -> str:
         head = (
-            f"{self.rows} rows read: {self.kept} kept ({self.truncated} truncated), {self.bad} bad, {self.filtered} over length, "
-            f"{self.duplicates} duplicates"
+            f"{self.rows} rows read: {self.kept} kept ({self.truncated} truncated), {self.bad} bad, {self.filtered} "
+            f"over length, {self.duplicates} duplicates"
         )
         return "\n  ".join([head, *map(str, self.examples)])
 
@@ -91,7 +100,10 @@ class BadRow(Exception):
 
 @dataclass(frozen=True, eq=False)
 class PromptDataset(Sequence[Prompt]):
-    """Prompts by position. `prompt_id` is the row's number over all files, bad rows counted, so it finds the row again."""
+    """Prompts by position.
+
+    `prompt_id` is the row's number over all files, bad rows counted, so it finds the row again.
+    """
 
     store: PromptStore  # tokens, and as JSON text prompt_id, data_source, ground_truth, extra_info
     report: LoadReport  # of the files, whatever was sampled of them
@@ -110,11 +122,12 @@ class PromptDataset(Sequence[Prompt]):
     ) -> "PromptDataset":
         """All usable prompts of all files.
 
-        `files_apart`: a prompt is a duplicate of prompts of its own file alone, so that each of several test sets stays whole.
+        `files_apart`: a prompt is a duplicate of prompts of its own file alone, so that each of several test sets stays
+        whole.
 
-        Raises DataError for unusable files, more bad rows than `max_bad_row_share`, prompts over length with truncation `error`, or
-        nothing left; EnvironmentFault where TMPDIR has no room; ConfigError for template arguments that are not the user's to set, or a
-        thinking switch that the template lacks.
+        Raises DataError for unusable files, more bad rows than `max_bad_row_share`, prompts over length with truncation
+        `error`, or nothing left; EnvironmentFault where TMPDIR has no room; ConfigError for template arguments that are
+        not the user's to set, or a thinking switch that the template lacks.
         """
         _check_template_arguments(tokenizer, parameters)
         loader = _Loader(tokenizer, parameters)
@@ -131,7 +144,8 @@ class PromptDataset(Sequence[Prompt]):
     def sample(self, count: int | None, seed: int | None) -> "PromptDataset":
         """`count` of the prompts, in their order; all where there are no more or `count` is None.
 
-        Drawn by `seed`, of each file its share, so that no file drops out for standing behind others; without a seed the first ones.
+        Drawn by `seed`, of each file its share, so that no file drops out for standing behind others; without a seed
+        the first ones.
         """
         if count is None or count >= len(self):
             return self
@@ -200,7 +214,9 @@ class _Loader:
             self._keep(tokens, {"prompt_id": self.rows - 1, **rest})
 
     def finish(self) -> PromptDataset:
-        report = LoadReport(self.rows, self.kept, self.bad, self.filtered, self.truncated, self.duplicates, tuple(self.examples))
+        report = LoadReport(
+            self.rows, self.kept, self.bad, self.filtered, self.truncated, self.duplicates, tuple(self.examples)
+        )
         _check(report, self.truncated if self.overlong else 0, self.overlong, self.parameters)
         self.store.finish()
         return PromptDataset(self.store, report, frozenset(self.data_sources), self.hash.hexdigest(), tuple(self.sizes))
@@ -208,7 +224,11 @@ class _Loader:
     def _tokenise(self, messages: list[dict[str, str]]) -> list[int]:
         try:
             out = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False, **self.parameters.template_arguments
+                messages,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+                **self.parameters.template_arguments,
             )
         except Exception as error:  # a template is a program of the model's author and raises what it likes
             raise BadRow(f"the chat template refused it: {type(error).__name__}: {error}") from error
@@ -243,7 +263,9 @@ class _Loader:
             notes.append(SetAside(raw.file, raw.row, reason))
 
 
-def parse_row(raw: RawRow, prompt_key: str, source_key: str = "data_source") -> tuple[list[dict[str, str]], dict[str, Any]]:
+def parse_row(
+    raw: RawRow, prompt_key: str, source_key: str = "data_source"
+) -> tuple[list[dict[str, str]], dict[str, Any]]:
     """Messages, and the prompt's other fields. Values that JSON does not know (dates, decimals) become their text."""
     if raw.problem:
         raise BadRow(raw.problem)
@@ -274,7 +296,9 @@ def _messages(prompt: Any, key: str) -> list[dict[str, str]]:
 
 
 def truncate(ids: list[int], limit: int, side: str) -> list[int]:
-    """`limit` tokens: `left` cuts at the left, `right` at the right, `middle` keeps both ends (the right one is the longer)."""
+    """`limit` tokens: `left` cuts at the left, `right` at the right, `middle` keeps both ends
+    (the right one is the longer).
+    """
     if side == "middle":
         head = limit // 2
         return ids[:head] + ids[len(ids) - (limit - head) :]
@@ -292,7 +316,8 @@ def _check_template_arguments(tokenizer: ChatTokenizer, parameters: PromptParame
     named = parameters.apply_chat_template_kwargs.get(THINKING, parameters.enable_thinking)
     if parameters.enable_thinking is not None and named != parameters.enable_thinking:
         raise ConfigError(
-            f"data.enable_thinking is {parameters.enable_thinking} and data.apply_chat_template_kwargs says {named}; keep one"
+            f"data.enable_thinking is {parameters.enable_thinking} and "
+            f"data.apply_chat_template_kwargs says {named}; keep one"
         )
     template = getattr(tokenizer, "chat_template", None)
     if parameters.enable_thinking is not None and isinstance(template, str) and THINKING not in template:
@@ -304,11 +329,14 @@ def _check_template_arguments(tokenizer: ChatTokenizer, parameters: PromptParame
 
 def _check(report: LoadReport, too_long: int, overlong: list[SetAside], parameters: PromptParameters) -> None:
     if report.bad > parameters.max_bad_row_share * report.rows:
-        raise DataError(f"more bad rows than data.max_bad_row_share ({parameters.max_bad_row_share:g}) allows; {report}")
+        raise DataError(
+            f"more bad rows than data.max_bad_row_share ({parameters.max_bad_row_share:g}) allows; {report}"
+        )
     if too_long:
         raise DataError(
-            f"{too_long} prompts are over data.max_prompt_length ({parameters.max_prompt_length} tokens); raise it, set "
-            "data.filter_overlong_prompts, or set data.truncation to left, right or middle\n  " + "\n  ".join(map(str, overlong))
+            f"{too_long} prompts are over data.max_prompt_length ({parameters.max_prompt_length} tokens); raise it, "
+            "set data.filter_overlong_prompts, or set data.truncation to left, right or middle\n  "
+            + "\n  ".join(map(str, overlong))
         )
     if not report.kept:
         raise DataError(f"no prompt is left to train on; {report}")
@@ -320,7 +348,8 @@ def _check(report: LoadReport, too_long: int, overlong: list[SetAside], paramete
 def load_tokenizer(path: str) -> Any:
     """Hugging Face tokenizer of a local checkpoint folder; code shipped with a checkpoint is never run.
 
-    Raises ConfigError if there is no such folder or it has no chat template, EnvironmentFault if its tokenizer cannot be read.
+    Raises ConfigError if there is no such folder or it has no chat template, EnvironmentFault if its tokenizer cannot
+    be read.
     """
     if not Path(path).is_dir():
         raise ConfigError(f"model.path: {path} is no folder; give the folder of a Hugging Face checkpoint")
@@ -329,7 +358,11 @@ def load_tokenizer(path: str) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers raises anything from OSError to a plain Exception of its Rust half
-        raise EnvironmentFault(f"model.path: the tokenizer in {path} cannot be read: {type(error).__name__}: {error}") from error
+        raise EnvironmentFault(
+            f"model.path: the tokenizer in {path} cannot be read: {type(error).__name__}: {error}"
+        ) from error
     if not tokenizer.chat_template:
-        raise ConfigError(f"model.path: the tokenizer in {path} has no chat template; add chat_template.jinja beside it")
+        raise ConfigError(
+            f"model.path: the tokenizer in {path} has no chat template; add chat_template.jinja beside it"
+        )
     return tokenizer

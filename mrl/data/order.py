@@ -25,8 +25,8 @@ class DataCursor:
 class PromptStream:
     """Batches of prompts without end; an epoch's rest that does not fill a batch is dropped.
 
-    With `weights`, the sources, `sizes` prompts each and one after another in `prompts`, are mixed in these shares. An epoch is as many
-    draws as there are prompts, whatever the weights.
+    With `weights`, the sources, `sizes` prompts each and one after another in `prompts`, are mixed in these shares. An
+    epoch is as many draws as there are prompts, whatever the weights.
     """
 
     prompts: Sequence[Prompt]
@@ -38,15 +38,20 @@ class PromptStream:
 
     def __post_init__(self) -> None:
         size = len(self.prompts)
-        empty = [number for number, (n, weight) in enumerate(zip(self.sizes, self.weights, strict=False)) if weight > 0 and not n]
+        empty = [
+            number
+            for number, (n, weight) in enumerate(zip(self.sizes, self.weights, strict=False))
+            if weight > 0 and not n
+        ]
         if empty:
             raise DataError(
-                f"data.train_weights: the file number {empty[0] + 1} of data.train_files has a weight and no prompt that is kept"
+                f"data.train_weights: the file number {empty[0] + 1} of data.train_files has a weight "
+                "and no prompt that is kept"
             )
         if not 1 <= self.batch_size <= size:
             raise DataError(
-                f"data.train_batch_size is {self.batch_size} prompts and the data has {size}; allowed: 1 to {size} (data.gen_batch_size, "
-                "where it is set)"
+                f"data.train_batch_size is {self.batch_size} prompts and the data has {size}; allowed: 1 to {size} "
+                "(data.gen_batch_size, where it is set)"
             )
 
     @property
@@ -70,7 +75,10 @@ class PromptStream:
 
 
 def permutation(key: Sequence[int], size: int) -> np.ndarray:
-    """int64 [size]. Sorts raw words of PCG64, a stream that numpy guarantees never to change; `Generator.permutation` is allowed to."""
+    """int64 [size].
+
+    Sorts raw words of PCG64, a stream that numpy guarantees never to change; `Generator.permutation` is allowed to.
+    """
     words = np.random.PCG64(np.random.SeedSequence(list(key))).random_raw(size)
     return np.argsort(words, kind="stable")
 
@@ -84,7 +92,9 @@ def epoch_order(seed: int, epoch: int, size: int) -> np.ndarray:
 
 
 def epoch_counts(total: int, weights: Sequence[float]) -> list[int]:
-    """How many of an epoch's `total` prompts each source gives: largest remainders, so that they add up; ties go to the first."""
+    """How many of an epoch's `total` prompts each source gives: largest remainders, so that they add up;
+    ties go to the first.
+    """
     shares = [total * weight / sum(weights) for weight in weights]
     counts = [int(share) for share in shares]
     by_remainder = sorted(range(len(weights)), key=lambda k: (counts[k] - shares[k], k))
@@ -95,10 +105,11 @@ def epoch_counts(total: int, weights: Sequence[float]) -> list[int]:
 
 @lru_cache(maxsize=2)
 def mixed_order(seed: int, epoch: int, sizes: tuple[int, ...], weights: tuple[float, ...], shuffle: bool) -> np.ndarray:
-    """int64 [sum of sizes], read-only: prompt positions of an epoch, where source k holds `sizes[k]` positions, one source after another.
+    """int64 [sum of sizes], read-only: prompt positions of an epoch, where source k holds `sizes[k]` positions, one
+    source after another.
 
-    Each source is gone through in passes of its own, every prompt of it once before any comes again, also across epochs. Without shuffle a
-    pass is in file order and the sources alternate as evenly as their weights allow.
+    Each source is gone through in passes of its own, every prompt of it once before any comes again, also across
+    epochs. Without shuffle a pass is in file order and the sources alternate as evenly as their weights allow.
     """
     counts = epoch_counts(sum(sizes), weights)
     starts = np.cumsum([0, *sizes[:-1]])
@@ -120,6 +131,8 @@ def _drawn(seed: int, source: int, first: int, count: int, size: int, shuffle: b
     if count == 0:
         return np.empty(0, np.int64)
     passes = range(first // size, (first + count - 1) // size + 1)
-    whole = np.concatenate([permutation((seed, source, number, 1), size) if shuffle else np.arange(size) for number in passes])
+    whole = np.concatenate(
+        [permutation((seed, source, number, 1), size) if shuffle else np.arange(size) for number in passes]
+    )
     begin = first - passes[0] * size
     return whole[begin : begin + count]

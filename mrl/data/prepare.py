@@ -1,4 +1,6 @@
-"""From a user's local copy of a data set to a parquet file in verl's schema, with a report of what became of every row."""
+"""From a user's local copy of a data set to a parquet file in verl's schema,
+with a report of what became of every row.
+"""
 
 import contextlib
 import json
@@ -30,7 +32,10 @@ SCHEMA = pa.schema(
 
 @dataclass
 class PrepareReport:
-    """What became of the rows: read = written + bad + duplicates. Lengths are characters of the prompt's messages together."""
+    """What became of the rows: read = written + bad + duplicates.
+
+    Lengths are characters of the prompt's messages together.
+    """
 
     read: int = 0
     written: int = 0
@@ -54,7 +59,8 @@ class PrepareReport:
         lines = [
             f"{self.read} rows read: {self.written} written, {self.bad} bad, {self.duplicates} duplicates "
             f"({self.conflicts} with another truth)",
-            f"data_source: {_counts(self.data_sources)}; ability: {_counts(self.abilities)}; roles: {_counts(self.roles)}",
+            f"data_source: {_counts(self.data_sources)}; ability: {_counts(self.abilities)}; "
+            f"roles: {_counts(self.roles)}",
             f"prompt characters: {length}",
             *(f"column {name}: {kind}" for name, kind in self.schema.items()),
             f"first row: {json.dumps(self.first, ensure_ascii=False)[:600]}",
@@ -67,7 +73,9 @@ def _counts(counter: Counter) -> str:
     return ", ".join(f"{name} {n}" for name, n in counter.most_common(5))
 
 
-def prepare(source: Source, files: Sequence[str], output: Path, split: str, max_bad_share: float = 0.01) -> PrepareReport:
+def prepare(
+    source: Source, files: Sequence[str], output: Path, split: str, max_bad_share: float = 0.01
+) -> PrepareReport:
     """Converts `files` into `output`, which appears whole or not at all; the report of it.
 
     Raises DataError for unusable files, an output that is there already, more bad rows than allowed, or none left.
@@ -147,7 +155,8 @@ def _chunks(rows: Iterator[dict]) -> Iterator[list[dict]]:
 def _check(report: PrepareReport, max_bad_share: float) -> None:
     if report.bad > max_bad_share * report.read:
         raise DataError(
-            f"{report.bad} of {report.read} rows are bad, more than {max_bad_share:g} of them:\n  " + "\n  ".join(report.examples)
+            f"{report.bad} of {report.read} rows are bad, more than {max_bad_share:g} of them:\n  "
+            + "\n  ".join(report.examples)
         )
     if not report.written:
         raise DataError("no row is left to write")

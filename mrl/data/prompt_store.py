@@ -1,4 +1,6 @@
-"""Prompts that cost little memory: kept in a temporary file (8 bytes each), remembered as seen (16 to 32 bytes each)."""
+"""Prompts that cost little memory: kept in a temporary file (8 bytes each), remembered as seen
+(16 to 32 bytes each).
+"""
 
 import contextlib
 import hashlib
@@ -16,7 +18,9 @@ LENGTH_BYTES = 4  # in front of a prompt's tokens, their number
 
 
 class PromptStore:
-    """Takes prompts, then gives them back by position. The file lies in TMPDIR and goes with the process, however that ends.
+    """Takes prompts, then gives them back by position.
+
+    The file lies in TMPDIR and goes with the process, however that ends.
 
     Read with pread and not mapped: pages of a mapping count as the process's memory, all of them after one epoch.
     """
@@ -26,7 +30,10 @@ class PromptStore:
         self._ends = array("q")  # bytes: where each prompt's record ends
 
     def add(self, tokens: list[int], rest: str) -> None:
-        """One prompt: its token ids, and everything else as text. Raises EnvironmentFault when there is no room for it."""
+        """One prompt: its token ids, and everything else as text.
+
+        Raises EnvironmentFault when there is no room for it.
+        """
         ids, text = np.array(tokens, TOKEN), rest.encode()
         record = len(ids).to_bytes(LENGTH_BYTES, "little") + ids.tobytes() + text
         self._written(lambda: self._file.write(record))
@@ -49,7 +56,9 @@ class PromptStore:
 
     def close(self) -> None:
         """Gives the file up. May be called twice."""
-        with contextlib.suppress(OSError):  # closing writes what is buffered: where there was no room, there is none still
+        with contextlib.suppress(
+            OSError
+        ):  # closing writes what is buffered: where there was no room, there is none still
             self._file.close()
 
     @staticmethod
@@ -58,7 +67,9 @@ class PromptStore:
             write()
         except OSError as error:
             where = tempfile.gettempdir()
-            raise EnvironmentFault(f"{where}: prompts cannot be kept there ({error.strerror}); set TMPDIR to a folder with room") from error
+            raise EnvironmentFault(
+                f"{where}: prompts cannot be kept there ({error.strerror}); set TMPDIR to a folder with room"
+            ) from error
 
 
 class SeenPrompts:

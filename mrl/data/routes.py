@@ -1,7 +1,9 @@
-"""Routes: which experts the engine's routers chose for each token of a sample, to be chosen again in training (R3). Plain numpy.
+"""Routes: which experts the engine's routers chose for each token of a sample, to be chosen again in training (R3).
 
-A sample's routes are [tokens, MoE layers, topk], prompt then response; MISSING throughout a (token, layer) of which nothing is known.
-Nobody knows them of the last token, which was sampled and never computed.
+Plain numpy.
+
+A sample's routes are [tokens, MoE layers, topk], prompt then response; MISSING throughout a (token, layer) of which
+nothing is known. Nobody knows them of the last token, which was sampled and never computed.
 """
 
 from dataclasses import dataclass
@@ -34,7 +36,8 @@ class RouteShape:
         return np.dtype(np.int8 if self.num_experts <= 128 else np.int16)
 
     def from_engine(self, given: np.ndarray | None, tokens: int, whose: str) -> np.ndarray | None:
-        """Routes of a sample of `tokens` tokens, prompt and response, from an engine's [tokens - 1, layers of the model, topk].
+        """Routes of a sample of `tokens` tokens, prompt and response, from an engine's [tokens - 1, layers of the
+        model, topk].
 
         None stays None. Raises DataError that names `whose` and says what is wrong.
         """
@@ -42,18 +45,32 @@ class RouteShape:
             return None
         if given.ndim != 3 or given.shape[1] != self.num_layers:
             expected = f"[{tokens - 1}, {self.num_layers}, {self.topk}]"
-            raise DataError(f"{whose}: routes are {list(given.shape)}, expected {expected} (computed tokens, layers, experts per token)")
+            raise DataError(
+                f"{whose}: routes are {list(given.shape)}, expected {expected} (computed tokens, "
+                "layers, experts per token)"
+            )
         if len(given) != tokens - 1:
-            raise DataError(f"{whose}: routes of {len(given)} tokens, expected {tokens - 1}: all but the last, which is not computed")
+            raise DataError(
+                f"{whose}: routes of {len(given)} tokens, expected {tokens - 1}: all but the "
+                "last, which is not computed"
+            )
         if not np.issubdtype(given.dtype, np.integer):
             raise DataError(f"{whose}: routes are {given.dtype}, expected integers")
         of_moe = given if len(self.moe_layers) == self.num_layers else given[:, list(self.moe_layers)]
-        return np.concatenate([self.checked(of_moe, tokens - 1, whose), np.full((1, *self.per_token), MISSING, self.dtype)])
+        return np.concatenate(
+            [self.checked(of_moe, tokens - 1, whose), np.full((1, *self.per_token), MISSING, self.dtype)]
+        )
 
     def checked(self, routes: np.ndarray, tokens: int, whose: str) -> np.ndarray:
-        """The same routes [tokens, MoE layers, topk] in `dtype`. Raises DataError that names `whose` and says what is wrong."""
+        """The same routes [tokens, MoE layers, topk] in `dtype`.
+
+        Raises DataError that names `whose` and says what is wrong.
+        """
         if routes.shape != (tokens, *self.per_token):
-            raise DataError(f"{whose}: routes are {list(routes.shape)}, expected {[tokens, *self.per_token]} (tokens, MoE layers, topk)")
+            raise DataError(
+                f"{whose}: routes are {list(routes.shape)}, expected {[tokens, *self.per_token]} "
+                "(tokens, MoE layers, topk)"
+            )
         if not np.issubdtype(routes.dtype, np.integer):
             raise DataError(f"{whose}: routes are {routes.dtype}, expected integers")
         if not routes.size:

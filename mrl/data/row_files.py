@@ -1,4 +1,6 @@
-"""Rows out of parquet and JSONL files, a record batch at a time, so that a large file is never Python objects all at once."""
+"""Rows out of parquet and JSONL files, a record batch at a time,
+so that a large file is never Python objects all at once.
+"""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -27,26 +29,36 @@ class RawRow:
 
 
 def read_rows(files: Sequence[str], prompt_key: str, source_key: str = "data_source") -> Iterator[RawRow]:
-    """All rows of all files in order. Raises DataError for a file that is missing, unreadable, of another kind or without the columns."""
+    """All rows of all files in order.
+
+    Raises DataError for a file that is missing, unreadable, of another kind or without the columns.
+    """
     readers = {".parquet": _parquet_rows, ".jsonl": _jsonl_rows}
     for file in files:
         path = Path(file).expanduser()
         if path.suffix not in readers:
-            raise DataError(f"{file}: unknown kind of data file {path.suffix or '(no suffix)'!r}; allowed: {', '.join(readers)}")
+            raise DataError(
+                f"{file}: unknown kind of data file {path.suffix or '(no suffix)'!r}; allowed: {', '.join(readers)}"
+            )
         if not path.is_file():
             raise DataError(f"{file}: no such file (working directory: {Path.cwd()})")
         yield from readers[path.suffix](path, (prompt_key, source_key, "reward_model"))
 
 
 def read_foreign_rows(file: str) -> Iterator[RawRow]:
-    """All rows of a parquet, JSONL or JSON file, whatever its columns. Raises DataError for a file that is missing or unreadable."""
+    """All rows of a parquet, JSONL or JSON file, whatever its columns.
+
+    Raises DataError for a file that is missing or unreadable.
+    """
     path = Path(file).expanduser()
     if not path.is_file():
         raise DataError(f"{file}: no such file (working directory: {Path.cwd()})")
     if path.suffix == ".parquet":
         return _parquet_rows(path, ())
     if path.suffix not in (".jsonl", ".json"):
-        raise DataError(f"{file}: unknown kind of data file {path.suffix or '(no suffix)'!r}; allowed: .parquet, .jsonl, .json")
+        raise DataError(
+            f"{file}: unknown kind of data file {path.suffix or '(no suffix)'!r}; allowed: .parquet, .jsonl, .json"
+        )
     with path.open("rb") as lines:
         is_array = lines.read(4096).lstrip()[:1] == b"["
     return _json_array_rows(path) if is_array else _jsonl_rows(path, ())
@@ -69,9 +81,10 @@ def missing_columns(found: Sequence[str], expected: Sequence[str]) -> str | None
     if not missing:
         return None
     lists = [", ".join(names) or "none" for names in (missing, found, expected)]
-    return "no column {}; found: {}; expected: {} (data.prompt_key names the prompt's, data.reward_fn_key that of data_source)".format(
-        *lists
-    )
+    return (
+        "no column {}; found: {}; expected: {} (data.prompt_key names the prompt's, "
+        "data.reward_fn_key that of data_source)"
+    ).format(*lists)
 
 
 def _parquet_rows(path: Path, expected: Sequence[str]) -> Iterator[RawRow]:
@@ -93,7 +106,9 @@ def _parquet_rows(path: Path, expected: Sequence[str]) -> Iterator[RawRow]:
 
 
 def _values(batch: pa.RecordBatch) -> Iterator[tuple[Any, str | None]]:
-    """The batch's rows as Python values; one that is no UTF-8 costs itself only, since arrow checks none of it before."""
+    """The batch's rows as Python values; one that is no UTF-8 costs itself only,
+    since arrow checks none of it before.
+    """
     try:
         yield from ((value, None) for value in batch.to_pylist())
     except UnicodeDecodeError:
@@ -105,7 +120,9 @@ def _values(batch: pa.RecordBatch) -> Iterator[tuple[Any, str | None]]:
 
 
 def _jsonl_rows(path: Path, expected: Sequence[str]) -> Iterator[RawRow]:
-    """Line by line with the json module: pyarrow's reader refuses a whole file for one bad line or one answer of another type."""
+    """Line by line with the json module: pyarrow's reader refuses a whole file for one bad line or one answer of
+    another type.
+    """
     with path.open("rb") as lines:
         for row, line in enumerate(lines):
             if line.strip():

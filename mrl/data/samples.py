@@ -9,10 +9,11 @@ An example: the prompt 7 8 answered with 1 2 3, and with 4.
     a number a span         span_starts 0 2 | 0   span_versions 5 6 | 6   span_counts 2 1: the first response was
                             begun with the weights of version 5, and has those of 6 from its token 2 on
 
-`SampleRows` are numbers a response, all that a driver keeps; `Sequences` are what a model computes; `Samples` are both; a
-`TrainBatch` (mrl.data.batch) is sequences with what a loss takes of each token. A column says in its field what it has a number of,
-so `rows` and `joined` are written once for all of them. A response becomes a row where it was generated (`packed`); the
-same columns travel to training and stand in the files of `samples/` (mrl.record.sample_files).
+`SampleRows` are numbers a response, all that a driver keeps; `Sequences` are what a model computes; `Samples` are both;
+a `TrainBatch` (mrl.data.batch) is sequences with what a loss takes of each token. A column says in its field what it
+has a number of, so `rows` and `joined` are written once for all of them. A response becomes a row where it was
+generated (`packed`); the same columns travel to training and stand in the files of `samples/`
+(mrl.record.sample_files).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +41,9 @@ class Sample:
     rollout_log_probs: Sequence[float] | np.ndarray  # processed, at the sampling temperature; one per response token
     stop_reason: str
     weight_version: int  # that it was begun with
-    routes: np.ndarray | None = field(default=None, compare=False, repr=False)  # see mrl.data.routes; None: the engine told of none
+    routes: np.ndarray | None = field(
+        default=None, compare=False, repr=False
+    )  # see mrl.data.routes; None: the engine told of none
     later_versions: tuple[tuple[int, int], ...] = ()  # (response token, version from there on)
 
 
@@ -129,7 +132,9 @@ class Sequences(Columns):
     response_lengths: np.ndarray = field(**of("row", np.int64))
     token_ids: np.ndarray = field(**of("token", np.int32))
     rollout_log_probs: np.ndarray = field(**of("response token", np.float32))
-    routes: np.ndarray | None = field(default=None, kw_only=True, **of("token"))  # [tokens, MoE layers, topk]; see mrl.data.routes
+    routes: np.ndarray | None = field(
+        default=None, kw_only=True, **of("token")
+    )  # [tokens, MoE layers, topk]; see mrl.data.routes
 
     @property
     def lengths(self) -> np.ndarray:
@@ -138,7 +143,11 @@ class Sequences(Columns):
 
     def counts(self) -> dict[str, np.ndarray]:
         """See Columns.counts."""
-        return {"row": np.ones_like(self.prompt_lengths), "token": self.lengths, "response token": self.response_lengths}
+        return {
+            "row": np.ones_like(self.prompt_lengths),
+            "token": self.lengths,
+            "response token": self.response_lengths,
+        }
 
     def prompts(self) -> Iterator[np.ndarray]:
         """Each row's prompt, int32 [prompt_length], a view."""

@@ -1,4 +1,7 @@
-"""Rows of public data sets, as their authors publish them, turned into verl's schema. The data itself is the user's own copy."""
+"""Rows of public data sets, as their authors publish them, turned into verl's schema.
+
+The data itself is the user's own copy.
+"""
 
 import re
 from collections.abc import Callable, Mapping
@@ -8,8 +11,10 @@ from typing import Any
 GSM8K_ASK = 'Let\'s think step by step and output the final answer after "####".'
 BOX_ASK = "Let's think step by step and output the final answer within \\boxed{}."
 DAPO_ASK = (
-    "Solve the following math problem step by step. The last line of your response should be of the form Answer: $Answer (without quotes) "
-    'where $Answer is the answer to the problem.\n\n{problem}\n\nRemember to put your answer on its own line after "Answer:".'
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
+    "$Answer (without quotes) "
+    "where $Answer is the answer to the problem.\n\n{problem}\n\nRemember to put your answer on its "
+    'own line after "Answer:".'
 )
 # as the data set writes it: \boxed{D}, \boxed{A, C}, \boxed{\text{B}}
 BOXED_LETTERS = re.compile(r"\\boxed\{\s*(?:\\text\{)?([A-J](?:[\s,、;；]*[A-J])*)\}?\s*\}")  # noqa: RUF001
@@ -36,7 +41,9 @@ def _text(row: Mapping[str, Any], *names: str) -> str:
     """The first of the named fields that is there, whatever its capitals; numbers as text. Raises BadSourceRow."""
     fields = {key.lower(): value for key, value in row.items()}
     value = next((fields[name] for name in names if fields.get(name) is not None), None)
-    if not isinstance(value, str | int | float) or value != value or not str(value).strip():  # NaN: nothing stands there in a table
+    if (
+        not isinstance(value, str | int | float) or value != value or not str(value).strip()
+    ):  # NaN: nothing stands there in a table
         raise BadSourceRow(f"no text under {' or '.join(names)}; found: {', '.join(row)}")
     return str(value).strip()
 
@@ -58,7 +65,9 @@ def gsm8k(row: Mapping[str, Any], file_stem: str) -> SourceRow:
 def math500(row: Mapping[str, Any], file_stem: str) -> SourceRow:
     """`problem`, `answer`, `solution`."""
     problem, truth = _text(row, "problem"), _text(row, "answer")
-    return SourceRow("HuggingFaceH4/MATH-500", _ask(f"{problem} {BOX_ASK}"), "math", "rule", truth, str(row.get("solution") or ""))
+    return SourceRow(
+        "HuggingFaceH4/MATH-500", _ask(f"{problem} {BOX_ASK}"), "math", "rule", truth, str(row.get("solution") or "")
+    )
 
 
 def aime(row: Mapping[str, Any], file_stem: str) -> SourceRow:
@@ -74,7 +83,9 @@ def aime(row: Mapping[str, Any], file_stem: str) -> SourceRow:
 
 
 def dapo_math(row: Mapping[str, Any], file_stem: str) -> SourceRow:
-    """verl's schema as DAPO-Math-17k has it, or the processed copy with `prompt` as text and `solution` as the answer."""
+    """verl's schema as DAPO-Math-17k has it, or the processed copy with `prompt` as text and
+    `solution` as the answer.
+    """
     if "reward_model" in row:
         return ready_made(row, file_stem)
     problem, truth = _text(row, "prompt", "problem"), _text(row, "solution", "answer")
@@ -87,7 +98,11 @@ def ready_made(row: Mapping[str, Any], file_stem: str) -> SourceRow:
     truth = reward.get("ground_truth") if isinstance(reward, Mapping) else None
     if not isinstance(truth, str | int | float) or truth != truth:
         raise BadSourceRow("reward_model.ground_truth is no text")
-    well_formed = isinstance(prompt, list) and prompt and all(isinstance(m, Mapping) and isinstance(m.get("content"), str) for m in prompt)
+    well_formed = (
+        isinstance(prompt, list)
+        and prompt
+        and all(isinstance(m, Mapping) and isinstance(m.get("content"), str) for m in prompt)
+    )
     if not well_formed:
         raise BadSourceRow("prompt is no list of {role, content}")
     messages = [{"role": str(m.get("role", "user")), "content": m["content"]} for m in prompt]
@@ -101,7 +116,9 @@ def dianjin(row: Mapping[str, Any], file_stem: str) -> SourceRow:
     tagged = TAGGED_ANSWER.findall(output)
     chosen = set(re.findall("[A-J]", " ".join(BOXED_LETTERS.findall(tagged[-1] if tagged else output))))
     if not chosen:
-        raise BadSourceRow("the output's answer boxes no letter; only the multiple-choice files (cflue_mcq.json) can be scored by rule")
+        raise BadSourceRow(
+            "the output's answer boxes no letter; only the multiple-choice files (cflue_mcq.json) can be scored by rule"
+        )
     return SourceRow(f"dianjin/{file_stem}", _ask(question), "financial", "rule", "".join(sorted(chosen)), output)
 
 
@@ -118,7 +135,9 @@ SOURCES = {
     source.name: source
     for source in (
         Source("gsm8k", "GSM8K: question, answer (parquet or jsonl)", gsm8k),
-        Source("dapo-math-17k", "DAPO-Math-17k: verl's schema, 1.79 million rows of some 17 thousand prompts", dapo_math),
+        Source(
+            "dapo-math-17k", "DAPO-Math-17k: verl's schema, 1.79 million rows of some 17 thousand prompts", dapo_math
+        ),
         Source("math-500", "MATH-500: problem, answer (jsonl)", math500),
         Source("aime", "AIME, any year: problem, answer (parquet or jsonl), or verl's aime-2024.parquet", aime),
         Source("dianjin-r1", "DianJin-R1 multiple choice: instruction, output (cflue_mcq.json)", dianjin),
