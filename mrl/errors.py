@@ -1,8 +1,8 @@
 """Errors that a user sees, each with the exit code the command ends with.
 
 Everything that is the user's to mend is raised as one of these; the command line prints the message and nothing else.
-Any other exception is a defect of mrl and keeps its traceback (exit code 1). At the end: what a rule says of a value that
-is not allowed.
+Any other exception is a defect of mrl and keeps its traceback (exit code 1). At the end: what a rule says of a value
+that is not allowed.
 """
 
 import math
@@ -32,7 +32,9 @@ class DataError(MrlError):
 
 
 class EnvironmentFault(MrlError):
-    """The machine or the installation: a port in use, too few CPUs, a checkpoint that cannot be read, a version off the matrix."""
+    """The machine or the installation: a port in use, too few CPUs, a checkpoint that cannot be read,
+    a version off the matrix.
+    """
 
     exit_code = 4
 
@@ -63,7 +65,10 @@ def described(error: Exception) -> str:
 
 
 class UnknownValue(AttributeError):
-    """A key was read whose value is not known: what was written for it is refused. A rule that reads it cannot be judged."""
+    """A key was read whose value is not known: what was written for it is refused.
+
+    A rule that reads it cannot be judged.
+    """
 
 
 class _Missing:
@@ -115,7 +120,9 @@ def shown(value: Any) -> str:
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
-_OTHER_THAN_TEXT = re.compile(r"|~|null|true|false|[-+]?[\d.][\d.]*(e[-+]?\d+)?|[#&*!|>%@`{}\[\],].*|.*(: | #).*", re.IGNORECASE)
+_OTHER_THAN_TEXT = re.compile(
+    r"|~|null|true|false|[-+]?[\d.][\d.]*(e[-+]?\d+)?|[#&*!|>%@`{}\[\],].*|.*(: | #).*", re.IGNORECASE
+)
 
 
 def _yaml_text(value: Any) -> str:
