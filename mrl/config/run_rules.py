@@ -108,7 +108,19 @@ def _resume(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation("trainer.resume_mode", rule, why, ("resume_path",))
 
 
-RUN_RULES = (_lowest_rate, _decay, _warmup, _validation, _rewards, _bonus, _reward_manager, _mixing, _enough_prompts, _loggers, _resume)
+RUN_RULES = (
+    _lowest_rate,
+    _decay,
+    _warmup,
+    _validation,
+    _rewards,
+    _bonus,
+    _reward_manager,
+    _mixing,
+    _enough_prompts,
+    _loggers,
+    _resume,
+)
 
 
 def run_dir(config: RunConfig) -> Path:

@@ -49,18 +49,20 @@ class DataConfig(Section):
     )
     train_max_samples: int | None = key(
         None,
-        "Training prompts of all train_files together: a sample drawn by trainer.seed, of each file its share; with shuffle off the "
-        "first ones; left out: all.",
+        "Training prompts of all train_files together: a sample drawn by trainer.seed, of each file its share; with "
+        "shuffle off the first ones; left out: all.",
         ge=1,
         unit="prompts",
         advice="For a trial on less data. Another number, or another seed, is other data: such a run is not resumed.",
     )
     val_max_samples: int | None = key(
         None,
-        "Validation prompts of all val_files together: a sample, of each file its share, the same one in every run; left out: all.",
+        "Validation prompts of all val_files together: a sample, of each file its share, the same one in "
+        "every run; left out: all.",
         ge=1,
         unit="prompts",
-        advice="The interval of a score shrinks with its root: 100 prompts of 50 % leave 10 points to both sides, 1,000 leave 3.",
+        advice="The interval of a score shrinks with its root: 100 prompts of 50 % leave 10 points to "
+        "both sides, 1,000 leave 3.",
     )
     max_prompt_length: int = key(
         1024,
