@@ -22,7 +22,9 @@ _COMMON = 2.0  # length of the embeddings' common part over that of their own
 _QUIET = 0.1  # scale of what a layer adds to its input
 
 
-def write_checkpoint(folder: Path, config: Mapping[str, Any], ends: tuple[int, ...], response: int, seed: int = 0) -> ModelSpec:
+def write_checkpoint(
+    folder: Path, config: Mapping[str, Any], ends: tuple[int, ...], response: int, seed: int = 0
+) -> ModelSpec:
     """Writes config.json and model.safetensors.
 
     `ends`: tokens that end a response; `response`: tokens of the longest one.
@@ -55,7 +57,8 @@ def _make_ends_likely(tensors: dict[str, np.ndarray], model: ModelSpec, ends: tu
     direction = np.full(model.hidden_size, 1.0 / sqrt(model.hidden_size), np.float32)
     tensors[EMBEDDING] += _COMMON * direction
     for name in (name for name in tensors if name.endswith(_ROUTER)):
-        tensors[name] -= tensors[name].mean(-1, keepdims=True)  # blind to that direction: else all tokens choose the same experts
+        # blind to that direction: else all tokens choose the same experts
+        tensors[name] -= tensors[name].mean(-1, keepdims=True)
     share = _COMMON / sqrt(1.0 + _COMMON**2) * sqrt(model.hidden_size)
     shared_logit = 0.0 if HEAD in tensors else _COMMON * share  # tied rows have the common part too
     wanted = log(model.vocab_size / (max(response, 2) * max(len(ends), 1))) + 0.5

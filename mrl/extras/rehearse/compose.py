@@ -82,7 +82,9 @@ class Rehearsal:
     def to_yaml(self) -> str:
         """The configuration, with what each changed value was and why."""
         changed = {change.key: f"  # {dump_value(change.was)}: {change.why}" for change in self.changes}
-        head = "# Written by mrl rehearse. Where a value differs from the configuration's own, that one stands behind it."
+        head = (
+            "# Written by mrl rehearse. Where a value differs from the configuration's own, that one stands behind it."
+        )
         return "\n".join([head, *_lines(self.config.model_dump(), changed), ""])
 
 
@@ -140,16 +142,20 @@ def _cluster(original: RunConfig, layout: SmallLayout, cpus: int) -> Iterator[Ch
     devices = max(layout.ranks, layout.engines.world_size) if colocated else layout.ranks + layout.engines.world_size
     share = min(1.0, floor(100 * cpus / (layout.ranks + layout.engines.world_size)) / 100)
     values = {
-        "device": "cpu", "nnodes": 1, "n_gpus_per_node": devices, "accelerator": None, "versions": {}, "address": None, "port": None,
+        "device": "cpu", "nnodes": 1, "n_gpus_per_node": devices, "accelerator": None, "versions": {}, "address": None,
+        "port": None,
         "cpus_per_actor": share, "cpus_per_engine": share,
-        "start_timeout_s": min(original.cluster.start_timeout_s, START_S), "step_timeout_s": min(original.cluster.step_timeout_s, CALL_S),
+        "start_timeout_s": min(original.cluster.start_timeout_s, START_S),
+        "step_timeout_s": min(original.cluster.step_timeout_s, CALL_S),
     }  # fmt: skip
     for name, value in values.items():
         yield Change(f"cluster.{name}", getattr(original.cluster, name), value, "this machine")
     for name, limit in (("start_timeout_s", START_S), ("generate_timeout_s", CALL_S)):
         was = getattr(original.rollout, name)
         yield Change(f"rollout.{name}", was, min(was, limit), "this machine")
-    yield Change("reshard.timeout_s", original.reshard.timeout_s, min(original.reshard.timeout_s, CALL_S), "this machine")
+    yield Change(
+        "reshard.timeout_s", original.reshard.timeout_s, min(original.reshard.timeout_s, CALL_S), "this machine"
+    )
 
 
 def _files(original: RunConfig, work: WorkFolder) -> Iterator[Change]:
@@ -158,14 +164,18 @@ def _files(original: RunConfig, work: WorkFolder) -> Iterator[Change]:
     yield Change("trainer.run_dir", original.trainer.run_dir, str(work.run), "the work folder")
     if original.trainer.resume_mode == "resume_path":
         yield Change("trainer.resume_mode", "resume_path", "disable", "a checkpoint of the large model")
-        yield Change("trainer.resume_from_path", original.trainer.resume_from_path, None, "a checkpoint of the large model")
+        yield Change(
+            "trainer.resume_from_path", original.trainer.resume_from_path, None, "a checkpoint of the large model"
+        )
     for kind in ("train", "val"):
         files = leaf(original, f"data.{kind}_files")
         names = tuple(str(work.rows(kind, i)) for i in range(max(len(files), kind == "train")))
         yield Change(f"data.{kind}_files", files, names, "few rows")
     scoring = {"path": str(work.reward), "name": "compute_score", "reward_kwargs": {}}
     custom = original.reward.custom_reward_function
-    yield Change("reward.custom_reward_function", custom.model_dump() if custom else None, scoring, "calls the same function")
+    yield Change(
+        "reward.custom_reward_function", custom.model_dump() if custom else None, scoring, "calls the same function"
+    )
     yield Change("reward.num_workers", original.reward.num_workers, 1, "sees all responses to a prompt")
     if (loss := original.algorithm.policy_loss.custom) is not None:
         yield Change("algorithm.policy_loss.custom.path", loss.path, str(Path(loss.path).resolve()), "absolute")
@@ -173,7 +183,8 @@ def _files(original: RunConfig, work: WorkFolder) -> Iterator[Change]:
 
 def _schedule(original: RunConfig, batch: SmallBatch) -> Iterator[Change]:
     trainer, optim = original.trainer, original.actor.optim
-    updates = batch["data.train_batch_size"] // batch["actor.ppo_mini_batch_size"]  # of one step, which a rehearsal begins with
+    # of one step, which a rehearsal begins with
+    updates = batch["data.train_batch_size"] // batch["actor.ppo_mini_batch_size"]
     constant = optim.lr_decay_style == "constant"
     warmup = min(optim.lr_warmup_steps, 1) if constant or updates > 1 or optim.lr_decay_steps else 0
     values = {

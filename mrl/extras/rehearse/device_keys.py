@@ -75,7 +75,9 @@ def device_changes(config: RunConfig) -> tuple[list[Change], list[OutOfReach]]:
         out = {name: why for name in given if (why := _why(key, name, given))}
         lost += [OutOfReach(f"{key}.{name}", why) for name, why in out.items()]
         if out:
-            changes.append(Change(key, given, {name: value for name, value in given.items() if name not in out}, "on a CPU"))
+            changes.append(
+                Change(key, given, {name: value for name, value in given.items() if name not in out}, "on a CPU")
+            )
     lost += _lost_arguments(config.rollout.engine_kwargs)
     if kept := _kept_arguments(config.rollout.engine_kwargs):
         changes.append(Change(_VLLM, config.rollout.engine_kwargs, kept, "on a CPU"))

@@ -104,7 +104,9 @@ def _numbers(entries: list[StoredTensor], pattern: re.Pattern) -> set[int]:
 
 def _experts_of_first_layer(entries: list[StoredTensor]) -> frozenset[int]:
     """Experts that a rank wrote of the lowest layer that it wrote any of."""
-    pairs = {(int(f[1]), int(f[2])) for entry in entries for piece in entry.pieces if (f := _EXPERT.search(piece.hf_name))}
+    pairs = {
+        (int(f[1]), int(f[2])) for entry in entries for piece in entry.pieces if (f := _EXPERT.search(piece.hf_name))
+    }
     return frozenset(expert for layer, expert in pairs if layer == min(layer for layer, _ in pairs))
 
 

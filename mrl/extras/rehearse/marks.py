@@ -54,7 +54,9 @@ def judge(rehearsal: Rehearsal, evidence: Evidence) -> tuple[list[Exercised], li
             continue
         found = switch.mark(evidence, rehearsal.config)
         if found is None:
-            lost.append(OutOfReach(switch.name, switch.missing if switch.mark is _never else f"{NO_MARK}: {switch.missing}"))
+            lost.append(
+                OutOfReach(switch.name, switch.missing if switch.mark is _never else f"{NO_MARK}: {switch.missing}")
+            )
         else:
             exercised.append(Exercised(switch.name, value, found))
     return exercised, lost
@@ -140,7 +142,9 @@ def _not_zero(name: str) -> Callable[[Evidence, RunConfig], Found]:
 
 
 def _ran(field: str, family: str = "") -> Callable[[Evidence, RunConfig], Found]:
-    """Responses that were trained by the code of the key's name, as that code counted them; and by no other of its kind."""
+    """Responses that were trained by the code of the key's name, as that code counted them;
+    and by no other of its kind.
+    """
     prefix = f"ran/{family or field.rpartition('.')[2]}/"
 
     def mark(evidence: Evidence, config: RunConfig) -> Found:
@@ -152,7 +156,9 @@ def _ran(field: str, family: str = "") -> Callable[[Evidence, RunConfig], Found]
 
 
 def _replayed(evidence: Evidence, config: RunConfig) -> Found:
-    """Routes at the old log-probs and in the update were compared; on policy both are one, and the engine's routes were asked for."""
+    """Routes at the old log-probs and in the update were compared; on policy both are one,
+    and the engine's routes were asked for.
+    """
     return _metric("router/missing_routes" if config.algorithm.on_policy else "router/drift")(evidence, config)
 
 
@@ -233,7 +239,11 @@ def _bonus(evidence: Evidence, config: RunConfig) -> Found:
 
 def _refilled(evidence: Evidence, _: RunConfig) -> Found:
     batches, uniform = evidence.largest("train/num_gen_batches"), evidence.largest("train/uniform_group_share")
-    return f"train/num_gen_batches {batches:g}, train/uniform_group_share {uniform:.2g}" if batches > 1 or uniform > 0 else None
+    return (
+        f"train/num_gen_batches {batches:g}, train/uniform_group_share {uniform:.2g}"
+        if batches > 1 or uniform > 0
+        else None
+    )
 
 
 def _rates_differ(evidence: Evidence, _: RunConfig) -> Found:
@@ -247,7 +257,9 @@ def _never(_: Evidence, __: RunConfig) -> Found:
 
 _ACTOR, _ROLLOUT, _LOSS = "actor.layout", "rollout", "algorithm.policy_loss"
 _TP, _PP, _CP = (f"{_ACTOR}.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context"))
-_VP, _EP, _ETP = (f"{_ACTOR}.{name}_parallel_size" for name in ("virtual_pipeline_model", "expert_model", "expert_tensor"))
+_VP, _EP, _ETP = (
+    f"{_ACTOR}.{name}_parallel_size" for name in ("virtual_pipeline_model", "expert_model", "expert_tensor")
+)
 _OTHER_CUT = "the checkpoint's files are cut otherwise"
 _NOT_ALL = "not as many took part in the weight sync"
 _NOT_WRITTEN = "the metric was not written"
@@ -263,7 +275,9 @@ SWITCHES: tuple[Switch, ...] = (
     Switch(_ETP, _more(_ETP), _degree("expert_tensor", _ETP), _OTHER_CUT),
     Switch("data parallelism", _data_parallel, _replicas, _OTHER_CUT),
     Switch(f"{_ROLLOUT}.num_engines", _more(f"{_ROLLOUT}.num_engines"), _engines, _NOT_ALL),
-    Switch(f"{_ROLLOUT}.tensor_model_parallel_size", _more(f"{_ROLLOUT}.tensor_model_parallel_size"), _workers, _NOT_ALL),
+    Switch(
+        f"{_ROLLOUT}.tensor_model_parallel_size", _more(f"{_ROLLOUT}.tensor_model_parallel_size"), _workers, _NOT_ALL
+    ),
     Switch(f"{_ROLLOUT}.data_parallel_size", _more(f"{_ROLLOUT}.data_parallel_size"), _workers, _NOT_ALL),
     Switch(f"{_ROLLOUT}.expert_parallel_size", _more(f"{_ROLLOUT}.expert_parallel_size"), _workers, _NOT_ALL),
     Switch(
@@ -287,7 +301,9 @@ SWITCHES: tuple[Switch, ...] = (
         _metric("actor/recomputed_layers"),
         "no layer ran twice",
     ),
-    Switch("actor.use_remove_padding", _is("actor.use_remove_padding"), _metric("actor/packed_sequences"), _NOT_WRITTEN),
+    Switch(
+        "actor.use_remove_padding", _is("actor.use_remove_padding"), _metric("actor/packed_sequences"), _NOT_WRITTEN
+    ),
     Switch("actor.use_dynamic_bsz", _is("actor.use_dynamic_bsz"), _metric("actor/token_budget_share"), _NOT_WRITTEN),
     Switch(
         "actor.router_replay",
@@ -298,7 +314,12 @@ SWITCHES: tuple[Switch, ...] = (
     Switch("actor.freeze_router", _is("actor.freeze_router"), _metric("router/frozen"), _NOT_WRITTEN),
     Switch("algorithm.adv_estimator", _always("algorithm.adv_estimator"), _ran("algorithm.adv_estimator"), _OTHER_RAN),
     Switch(f"{_LOSS}.loss_mode", _always(f"{_LOSS}.loss_mode"), _ran(f"{_LOSS}.loss_mode", "policy_loss"), _OTHER_RAN),
-    Switch("actor.optim.lr_decay_style", _is("actor.optim.lr_decay_style", "constant"), _rates_differ, "the rate stayed the same"),
+    Switch(
+        "actor.optim.lr_decay_style",
+        _is("actor.optim.lr_decay_style", "constant"),
+        _rates_differ,
+        "the rate stayed the same",
+    ),
     Switch("algorithm.anchor", _is("algorithm.anchor", "recompute"), _ran("algorithm.anchor"), _OTHER_RAN),
     Switch("algorithm.rollout_correction", _correction, _metric("rollout_corr/weight_mean"), _NOT_WRITTEN),
     Switch("algorithm.use_kl_loss", _kl, _metric("actor/kl_loss"), _NOT_WRITTEN),

@@ -44,7 +44,9 @@ def prepare(original: RunConfig, work: WorkFolder, cpus: int) -> Prepared:
     Raises what `mrl train` would raise of the user's own files: DataError of rows or of a reward that fails,
     ConfigError of a tokenizer or reward that cannot be loaded; ConfigError too for a family without a small form.
     """
-    original = original.model_copy(update={"model": original.model.model_copy(update={"path": cached_folder(original.model.path)})})
+    original = original.model_copy(
+        update={"model": original.model.model_copy(update={"path": cached_folder(original.model.path)})}
+    )
     hf_config = original_hf_config(original.model.path)
     small_hf_config(hf_config, 2, 64, 64)  # refuses before anything is written
     stand_ins = [_tokenizer(original, work)]
@@ -86,7 +88,9 @@ def _parameters(config: RunConfig) -> PromptParameters:
     )
 
 
-def _checkpoint(original: RunConfig, hf_config: dict[str, Any], tokenizer: Any, rehearsal: Rehearsal, work: WorkFolder) -> str:
+def _checkpoint(
+    original: RunConfig, hf_config: dict[str, Any], tokenizer: Any, rehearsal: Rehearsal, work: WorkFolder
+) -> str:
     """Writes the weights; the model in words."""
     data, source = rehearsal.config.data, original.model.path
     ends = tuple(i for i in stop_token_ids(source) if i < len(tokenizer)) if has_tokenizer(source) else ()
@@ -97,12 +101,18 @@ def _checkpoint(original: RunConfig, hf_config: dict[str, Any], tokenizer: Any, 
     model = write_checkpoint(work.model, small, ends, data.max_response_length)
     was = model_spec(hf_config)
     experts = f", {was.num_experts} to {model.num_experts} experts" if was.is_moe else ""
-    return f"{model.family}: {was.num_layers} layers of {was.hidden_size} to {model.num_layers} of {model.hidden_size}{experts}"
+    return (
+        f"{model.family}: {was.num_layers} layers of {was.hidden_size} to {model.num_layers} of "
+        f"{model.hidden_size}{experts}"
+    )
 
 
 def _rows(original: RunConfig, work: WorkFolder, tokenizer: Any, parameters: PromptParameters) -> list[str]:
     said, source = [], synthetic_source(original)
-    kinds = (("train", original.data.train_files, TRAIN_ROWS, 0), ("val", original.data.val_files, VAL_ROWS, VALIDATION))
+    kinds = (
+        ("train", original.data.train_files, TRAIN_ROWS, 0),
+        ("val", original.data.val_files, VAL_ROWS, VALIDATION),
+    )
     for kind, files, count, first in kinds:
         made = rows_of(files, count, tokenizer, parameters, source, first) if files or kind == "train" else []
         for number, rows in enumerate(made):
@@ -113,7 +123,10 @@ def _rows(original: RunConfig, work: WorkFolder, tokenizer: Any, parameters: Pro
 
 def _said_of(kind: str, file: str, rows: Rows) -> str:
     if rows.synthetic:
-        return f"data.{kind}_files: {f'{file} is not here' if file else 'names no file'}, so {len(rows.rows)} synthetic rows"
+        return (
+            f"data.{kind}_files: {f'{file} is not here' if file else 'names no file'}, so "
+            f"{len(rows.rows)} synthetic rows"
+        )
     return f"data.{kind}_files: {rows.cut} of {len(rows.rows)} prompts of {file} are cut" if rows.cut else ""
 
 
@@ -161,7 +174,10 @@ def _ask(spec: RewardSpec, config: RunConfig, work: WorkFolder) -> None:
     answers += [(f"Answer: {truth}", row, truth) for row, truth in zip(rows, truths, strict=True)]
     for row in rows:
         row["extra_info"].pop(ROW)
-    items = [RewardItem(i, row["data_source"], text, truth, row["extra_info"]) for i, (text, row, truth) in enumerate(answers)]
+    items = [
+        RewardItem(i, row["data_source"], text, truth, row["extra_info"])
+        for i, (text, row, truth) in enumerate(answers)
+    ]
     with RewardPool(spec, 1, config.reward.timeout_s, log_path=work.log("reward-tried")) as pool:
         check_failures(pool.score(items), config.reward.max_failure_share)
 

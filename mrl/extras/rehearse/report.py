@@ -71,12 +71,18 @@ def answer(config: str, work: WorkFolder, prepared: Prepared, ended: list[Ended]
     """From what the commands left behind."""
     evidence = evidence_of(work.run)
     exercised, lost = judge(prepared.rehearsal, evidence)
-    failed = [Failed(e.phase, e.why, f"{e.log}:{e.line}", e.code if e.code and e.code > 0 else 1) for e in ended if e.code != 0]
+    failed = [
+        Failed(e.phase, e.why, f"{e.log}:{e.line}", e.code if e.code and e.code > 0 else 1)
+        for e in ended
+        if e.code != 0
+    ]
     if not failed and len(evidence.steps) != STEPS:
         log = f"{work.log(ended[-1].phase)}:1"
         failed.append(Failed(ended[-1].phase, f"{len(evidence.steps)} of {STEPS} steps are in metrics.jsonl", log, 1))
     phases = {e.phase: e.seconds for e in ended}
-    return Answer(config, work, prepared, seconds, phases, tuple(exercised), tuple(lost), tuple(failed), _seeded(evidence))
+    return Answer(
+        config, work, prepared, seconds, phases, tuple(exercised), tuple(lost), tuple(failed), _seeded(evidence)
+    )
 
 
 def _seeded(evidence: Evidence) -> str:

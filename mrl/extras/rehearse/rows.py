@@ -34,7 +34,12 @@ def least_prompt(tokenizer: ChatTokenizer, parameters: PromptParameters) -> int:
 
 
 def rows_of(
-    files: Sequence[str], count: int, tokenizer: ChatTokenizer, parameters: PromptParameters, data_source: str, first: int = 0
+    files: Sequence[str],
+    count: int,
+    tokenizer: ChatTokenizer,
+    parameters: PromptParameters,
+    data_source: str,
+    first: int = 0,
 ) -> list[Rows]:
     """For each file about `count` / files rows whose prompts fit `parameters.max_prompt_length`. Raises DataError
     as `mrl train` does.
@@ -43,10 +48,15 @@ def rows_of(
     """
     each = -(-count // max(len(files), 1))
     starts = range(first, first + each * max(len(files), 1), each)
-    return [_of_file(file, start, each, tokenizer, parameters, data_source) for file, start in zip(files or ("",), starts, strict=True)]
+    return [
+        _of_file(file, start, each, tokenizer, parameters, data_source)
+        for file, start in zip(files or ("",), starts, strict=True)
+    ]
 
 
-def _of_file(file: str, start: int, count: int, tokenizer: ChatTokenizer, parameters: PromptParameters, data_source: str) -> Rows:
+def _of_file(
+    file: str, start: int, count: int, tokenizer: ChatTokenizer, parameters: PromptParameters, data_source: str
+) -> Rows:
     synthetic = not Path(file).expanduser().is_file()
     found = list(_synthetic(start, count, data_source) if synthetic else _read(file, count, parameters))
     if not found:
@@ -90,7 +100,9 @@ def _row(messages: list[dict[str, str]], rest: Row, number: int, parameters: Pro
     }
 
 
-def _fitted(messages: list[dict[str, str]], number: int, tokenizer: ChatTokenizer, parameters: PromptParameters) -> list[dict[str, str]]:
+def _fitted(
+    messages: list[dict[str, str]], number: int, tokenizer: ChatTokenizer, parameters: PromptParameters
+) -> list[dict[str, str]]:
     """The messages, the longest of them cut from its beginning until the prompt fits; a cut one begins with its
     row's number, so that prompts stay different.
     """
@@ -101,7 +113,10 @@ def _fitted(messages: list[dict[str, str]], number: int, tokenizer: ChatTokenize
     while excess > 0:
         longest = max(range(len(texts)), key=lambda i: len(texts[i]))
         if not texts[longest]:
-            raise DataError(f"the chat template alone takes more than {parameters.max_prompt_length} tokens (data.max_prompt_length)")
+            raise DataError(
+                f"the chat template alone takes more than {parameters.max_prompt_length} tokens "
+                "(data.max_prompt_length)"
+            )
         texts[longest] = texts[longest][max(excess, 1) :]
         marked = [*texts[:-1], mark + texts[-1]]
         cut = [{**message, "content": text} for message, text in zip(messages, marked, strict=True)]
@@ -126,5 +141,7 @@ def synthetic_source(config: RunConfig) -> str:
     """A data source that `reward.function: auto` has a rule for, one with parts where the configuration asks for
     parts.
     """
-    asks_for_parts = config.algorithm.filter_groups.metric not in ("score", "reward") or config.algorithm.gdpo_reward_keys
+    asks_for_parts = (
+        config.algorithm.filter_groups.metric not in ("score", "reward") or config.algorithm.gdpo_reward_keys
+    )
     return "math_dapo" if asks_for_parts else "openai/gsm8k"

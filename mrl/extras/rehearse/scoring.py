@@ -70,21 +70,33 @@ class Scorer:
         self._settings, self._function = settings, function
         self._seen: dict[int, list[float]] = {}  # row -> the user's values of the group under way; rows as they came
 
-    def __call__(self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> Any:
+    def __call__(
+        self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
+    ) -> Any:
         """The user's answer, its score seeded where the group says nothing."""
         info = dict(extra_info or {})
         row = info.pop(ROW, None)
         answer: Any = 0.0
         if self._function is not None:
-            answer = self._function(data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=info)
+            answer = self._function(
+                data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=info
+            )
         reason, own, parts, _ = judge(answer)
         if reason != OK:
             _note(row, own, None, answer)
             return answer
         of_training = isinstance(row, int) and row < VALIDATION
-        given = self._seeded(row) if of_training and self._says_nothing(row, parts.get(self._settings.metric, own)) else None
+        given = (
+            self._seeded(row)
+            if of_training and self._says_nothing(row, parts.get(self._settings.metric, own))
+            else None
+        )
         _note(row, own, given, answer)
-        return answer if given is None and self._function is not None else self._with(answer, own if given is None else given)
+        return (
+            answer
+            if given is None and self._function is not None
+            else self._with(answer, own if given is None else given)
+        )
 
     def _says_nothing(self, row: int, value: float | str) -> bool:
         """Whether all answers of the group so far, this one included, have one value."""

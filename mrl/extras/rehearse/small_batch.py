@@ -26,7 +26,8 @@ _BUDGETS = (
     "rollout.max_num_batched_tokens",
 )  # fmt: skip
 _MICRO = (
-    "actor.ppo_micro_batch_size_per_gpu", "actor.log_prob_micro_batch_size_per_gpu", "ref.log_prob_micro_batch_size_per_gpu",
+    "actor.ppo_micro_batch_size_per_gpu", "actor.log_prob_micro_batch_size_per_gpu",
+    "ref.log_prob_micro_batch_size_per_gpu",
 )  # fmt: skip
 
 
@@ -124,7 +125,11 @@ def _why(config: RunConfig, key: str, value: Any, factor: int) -> str:
     if key == "rollout.n":
         return f"at most {GROUP}"
     if isinstance(was, int) and value != ceil(was / factor):
-        return f"divided by {factor}, and what a run needs at least" if value > was / factor else "no more than there is time for"
+        return (
+            f"divided by {factor}, and what a run needs at least"
+            if value > was / factor
+            else "no more than there is time for"
+        )
     return _UNIT.format(factor=factor)
 
 

@@ -34,7 +34,8 @@ def small_hf_config(config: HfConfig, layers: int, vocab_size: int, positions: i
     form = SMALL_FORMS.get(config.get("model_type"))
     if form is None:
         raise ConfigError(
-            f"mrl rehearse has no small form of model_type {config.get('model_type')!r}; there is one of {', '.join(SMALL_FORMS)}"
+            f"mrl rehearse has no small form of model_type {config.get('model_type')!r}; there is one of "
+            f"{', '.join(SMALL_FORMS)}"
         )
     kept = {key: value for key, value in config.items() if key not in (*_LEFT_OUT, *_ENDS, "dtype")}
     sizes = {

@@ -34,7 +34,11 @@ class Ended:
         if self.code is None:
             return f"no end after {DEADLINE_S:g} s; {_end_of(text)}"
         place = text.rfind("\nmrl train: ")
-        return text[place + 1 :].removeprefix("mrl train: ") if place >= 0 and "Traceback" not in text[place:] else _end_of(text)
+        return (
+            text[place + 1 :].removeprefix("mrl train: ")
+            if place >= 0 and "Traceback" not in text[place:]
+            else _end_of(text)
+        )
 
     @property
     def line(self) -> int:

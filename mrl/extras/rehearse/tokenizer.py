@@ -14,9 +14,11 @@ _WHOLE = (PAD, START, END, "<think>", "</think>", "system", "user", "assistant")
 _OWN = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")  # any of them is a tokenizer
 _MULTIPLE = 64  # sizes of the vocabulary: tensor ranks share its rows
 _TEMPLATE = (
-    "{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + "
+    "'<|im_end|>\\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
-    "{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{%- endif %}{%- endif %}"
+    "{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' "
+    "}}{%- endif %}{%- endif %}"
 )
 
 

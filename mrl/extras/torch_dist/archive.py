@@ -1,8 +1,9 @@
 """The archive that torch.save makes of one tensor: where its bytes are, and what surrounds them.
 
-A torch_dist checkpoint is files of such archives one after another. The format is PyTorch's (caffe2/serialize/inline_container.h): an
-uncompressed zip, whose `data.pkl` describes the tensor and whose `data/0` is its elements, aligned to 64 bytes. It is read and written
-here without torch, and element by element never: the pickle is read by `mrl.extras.torch_dist.pickles`.
+A torch_dist checkpoint is files of such archives one after another. The format is PyTorch's
+(caffe2/serialize/inline_container.h): an uncompressed zip, whose `data.pkl` describes the tensor and whose `data/0` is
+its elements, aligned to 64 bytes. It is read and written here without torch, and element by element never: the pickle
+is read by `mrl.extras.torch_dist.pickles`.
 """
 
 import io
@@ -34,7 +35,8 @@ class StoredElements:
     stop: int
     dtype: str  # as safetensors names it
     shape: tuple[int, ...]
-    storage: tuple[int, int]  # the bytes from start to stop that the checksum is of; more than the tensor's where it was a view
+    # the bytes from start to stop that the checksum is of; more than the tensor's where it was a view
+    storage: tuple[int, int]
     crc: int  # CRC-32 of them; 0 where the writer took none
 
 
@@ -117,9 +119,11 @@ class _FileRange(io.RawIOBase):
 
 @dataclass(frozen=True)
 class ArchiveFrame:
-    """What stands before and after the elements of one tensor, so that together they are an archive that torch.load reads.
+    """What stands before and after the elements of one tensor, so that together they are an archive that torch.load
+    reads.
 
-    The checksum is known only when the elements have been written, so it stands behind them, as PyTorch's own writer has it.
+    The checksum is known only when the elements have been written, so it stands behind them, as PyTorch's own writer
+    has it.
     """
 
     code: str  # safetensors' dtype
@@ -142,7 +146,9 @@ class ArchiveFrame:
         """From behind the last element, whose CRC-32 is `crc`. Its length does not depend on it."""
         small, central = self._small
         descriptor = struct.pack("<IIQQ", 0x08074B50, crc, self.nbytes, self.nbytes)
-        entry = _central(f"{_ROOT}/data/0", _STREAMED, crc, _LARGE, len(small), struct.pack("<HHQQ", 1, 16, self.nbytes, self.nbytes))
+        entry = _central(
+            f"{_ROOT}/data/0", _STREAMED, crc, _LARGE, len(small), struct.pack("<HHQQ", 1, 16, self.nbytes, self.nbytes)
+        )
         directory_offset = len(self.before()) + self.nbytes + len(descriptor)
         return descriptor + _directory([*central, entry], directory_offset)
 
@@ -171,7 +177,12 @@ def _directory(central: list[bytes], at: int) -> bytes:
     entries, count = b"".join(central), len(central)
     large = struct.pack("<IQHHIIQQQQ", 0x06064B50, 44, 45, 45, 0, 0, count, count, len(entries), at)
     locator = struct.pack("<IIQI", 0x07064B50, 0, at + len(entries), 1)
-    return entries + large + locator + struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, count, count, len(entries), min(at, _LARGE), 0)
+    return (
+        entries
+        + large
+        + locator
+        + struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, count, count, len(entries), min(at, _LARGE), 0)
+    )
 
 
 def _local(name: str, flags: int, crc: int, size: int, extra: bytes) -> bytes:

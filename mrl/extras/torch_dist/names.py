@@ -1,7 +1,7 @@
 """The keys of torch_dist checkpoints, and what each part of their tensors is in Hugging Face coordinates.
 
-Megatron-core 0.16.1 names a layer's parameter in one of three ways, of which a checkpoint has one (`sharded_state_dict` of
-transformer_block.py, experts.py and mlp.py):
+Megatron-core 0.16.1 names a layer's parameter in one of three ways, of which a checkpoint has one (`sharded_state_dict`
+of transformer_block.py, experts.py and mlp.py):
 
 * homogeneous, its default: one tensor for all layers, `decoder.layers.self_attention.linear_qkv.weight` [layers, ...];
 * `non_homogeneous_layers`: `decoder.layers.3.self_attention...`, and one tensor for all experts of a layer,
@@ -9,8 +9,8 @@ transformer_block.py, experts.py and mlp.py):
 * `singleton_local_shards`: every expert and both halves of a gated layer by themselves,
   `decoder.layers.3.mlp.experts.experts.7.linear_fc1.weight_w` (gate) and `_v` (up).
 
-In all of them a tensor is what one rank without any parallelism would hold: the fused qkv rows group by group, gate above up, and the
-vocabulary with the padding rows of whoever saved it.
+In all of them a tensor is what one rank without any parallelism would hold: the fused qkv rows group by group, gate
+above up, and the vocabulary with the padding rows of whoever saved it.
 """
 
 import re
@@ -31,7 +31,10 @@ _EXPERTS = "mlp.experts."
 
 @dataclass(frozen=True)
 class KeyPosition:
-    """Where a parameter lies: at `index` of the leading axes of tensor `key`, whose sizes are `lead`. Of a gated layer perhaps one half."""
+    """Where a parameter lies: at `index` of the leading axes of tensor `key`, whose sizes are `lead`.
+
+    Of a gated layer perhaps one half.
+    """
 
     key: str
     index: tuple[int, ...]
@@ -47,7 +50,9 @@ def whole_parameters(model: ModelSpec) -> tuple[Shard, ...]:
     """
     shards = source_shards(model, TrainLayout.build({"world_size": 1}, model), 0)
     if any(shard.is_constant for shard in shards):
-        raise ConfigError(f"{model.family} models are not converted from or to Megatron's torch_dist format; use Hugging Face files")
+        raise ConfigError(
+            f"{model.family} models are not converted from or to Megatron's torch_dist format; use Hugging Face files"
+        )
     return shards
 
 
@@ -64,7 +69,8 @@ class GlobalTensor:
     lead: tuple[int, ...]
     shape: tuple[int, ...]  # of one of them
     padded: bool  # rows of vocabulary padding may follow
-    members: Mapping[tuple[int, ...], tuple[Shard, int]]  # index on the leading axes -> parameter, and its row where the shape begins
+    # index on the leading axes -> parameter, and its row where the shape begins
+    members: Mapping[tuple[int, ...], tuple[Shard, int]]
 
     def fits(self, size: tuple[int, ...]) -> bool:
         """Is it what a checkpoint says of the tensor's size?"""
@@ -75,7 +81,9 @@ class GlobalTensor:
     def pieces(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
         """Shape of a stored block, its leading axes and rows taken as one, and the pieces in it. Padding has none."""
         axes = len(self.lead)
-        indices = list(product(*(range(start, start + size) for start, size in zip(offsets[:axes], sizes[:axes], strict=True))))
+        indices = list(
+            product(*(range(start, start + size) for start, size in zip(offsets[:axes], sizes[:axes], strict=True)))
+        )
         rows, *columns = sizes[axes:]
         pieces: list[Piece] = []
         for number, index in enumerate(indices):
@@ -84,7 +92,11 @@ class GlobalTensor:
             window = Box(tuple((start, start + size) for start, size in zip(begin, sizes[axes:], strict=True)))
             to = (number * rows - begin[0], *(-start for start in begin[1:]))
             common = ((piece, window.intersect(piece.local_box)) for piece in shard.pieces)
-            pieces += [Piece(p.hf_name, box.rebase(p.local_box, p.hf_box), box.shift(to)) for p, box in common if box is not None]
+            pieces += [
+                Piece(p.hf_name, box.rebase(p.local_box, p.hf_box), box.shift(to))
+                for p, box in common
+                if box is not None
+            ]
         return (len(indices) * rows, *columns), tuple(pieces)
 
 
@@ -95,7 +107,11 @@ def global_tensors(model: ModelSpec) -> dict[str, GlobalTensor]:
     for shard in whole_parameters(model):
         for position in _positions(shard, model):
             members.setdefault(position.key, {})[position.index] = (shard, position.first_row)
-            facts[position.key] = (position.lead, (position.rows, *shard.local_shape[1:]), shard.megatron_name in _VOCABULARY)
+            facts[position.key] = (
+                position.lead,
+                (position.rows, *shard.local_shape[1:]),
+                shard.megatron_name in _VOCABULARY,
+            )
     return {key: GlobalTensor(*facts[key], of_key) for key, of_key in members.items()}
 
 

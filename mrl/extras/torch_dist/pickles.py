@@ -1,7 +1,7 @@
 """Reads and writes the pickles of torch_dist checkpoints without importing or calling anything that they name.
 
-Every class or function that a pickle names becomes a stand-in which remembers what it was given. Names outside the few packages that
-such files are made of are refused, so that a file made to run something is told from a checkpoint.
+Every class or function that a pickle names becomes a stand-in which remembers what it was given. Names outside the few
+packages that such files are made of are refused, so that a file made to run something is told from a checkpoint.
 """
 
 import io
@@ -13,7 +13,11 @@ from functools import cache
 from typing import Any
 
 _PACKAGES = ("torch", "megatron", "transformer_engine", "pathlib")
-_HARMLESS = {("collections", "OrderedDict"): OrderedDict, ("builtins", "set"): set, ("builtins", "frozenset"): frozenset}
+_HARMLESS = {
+    ("collections", "OrderedDict"): OrderedDict,
+    ("builtins", "set"): set,
+    ("builtins", "frozenset"): frozenset,
+}
 
 
 class Recorded:
@@ -55,7 +59,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_pickle(data: bytes) -> Any:
-    """What `data` describes, made of plain values and `Recorded`. Raises ValueError for anything else, naming what it asks for."""
+    """What `data` describes, made of plain values and `Recorded`.
+
+    Raises ValueError for anything else, naming what it asks for.
+    """
     try:
         return _Unpickler(io.BytesIO(data)).load()
     except Exception as error:  # a pickle is a program; a damaged one fails in any way there is
@@ -73,7 +80,8 @@ class Persistent:
 class Named:
     """An object to be pickled under the name of a class or function that is not imported here.
 
-    With neither arguments nor state it is the named thing itself; with arguments what calling it gives; with state an instance that has
+    With neither arguments nor state it is the named thing itself; with arguments what calling it gives; with state an
+    instance that has
     it: a dictionary of its attributes, or whatever its class's `__setstate__` takes.
     """
 

@@ -1,8 +1,9 @@
-"""Megatron's own checkpoints (format torch_dist): found, described and read as stored blocks in Hugging Face coordinates.
+"""Megatron's own checkpoints (format torch_dist): found, described and read as stored blocks in Hugging Face
+coordinates.
 
-A checkpoint is a folder of `*.distcp` files, each a row of torch.save archives, and `.metadata`, a pickle that says which block of
-which tensor is where (torch/distributed/checkpoint/metadata.py). Nothing of it is executed and `common.pt`, the pickle of everything
-that is no tensor, is never opened. Optimizer states stay behind.
+A checkpoint is a folder of `*.distcp` files, each a row of torch.save archives, and `.metadata`, a pickle that says
+which block of which tensor is where (torch/distributed/checkpoint/metadata.py). Nothing of it is executed and
+`common.pt`, the pickle of everything that is no tensor, is never opened. Optimizer states stay behind.
 """
 
 import re
@@ -14,7 +15,14 @@ from typing import Any
 from zlib import crc32
 
 from mrl.checkpoint.manifest import WEIGHT, StoredTensor
-from mrl.checkpoint.open_checkpoint import DTYPES, HF_FOLDER, TORCH_DIST_METADATA, Checkpoint, find_torch_dist, one_dtype
+from mrl.checkpoint.open_checkpoint import (
+    DTYPES,
+    HF_FOLDER,
+    TORCH_DIST_METADATA,
+    Checkpoint,
+    find_torch_dist,
+    one_dtype,
+)
 from mrl.checkpoint.stored_boxes import check_disjoint, stored_boxes
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.extras.torch_dist.archive import StoredElements, find_elements
@@ -55,16 +63,25 @@ class DescribedTensor:
 
 
 def open_torch_dist(path: Path, hf_files: Path | None = None) -> Checkpoint:
-    """Reads the description of a checkpoint, or of the newest in a folder of them. To be called when its user trusts it.
+    """Reads the description of a checkpoint, or of the newest in a folder of them.
+
+    To be called when its user trusts it.
 
     `hf_files`: folder of configuration and tokenizer, which such a checkpoint does not have; None looks beside it.
-    Raises EnvironmentFault naming what is missing, unknown or of another model, ConfigError where there is no config.json.
+    Raises EnvironmentFault naming what is missing, unknown or of another model, ConfigError where there is no
+    config.json.
     """
     folder = find_torch_dist(path)
     if folder is None or not (folder / TORCH_DIST_METADATA).is_file():
         old = any((folder or path).glob("mp_rank_*"))
-        why = "it is of the older format `torch`, which is not read: save it as torch_dist" if old else "the save was interrupted"
-        raise EnvironmentFault(f"{(folder or path) / TORCH_DIST_METADATA}, which describes the files, is missing: {why}")
+        why = (
+            "it is of the older format `torch`, which is not read: save it as torch_dist"
+            if old
+            else "the save was interrupted"
+        )
+        raise EnvironmentFault(
+            f"{(folder or path) / TORCH_DIST_METADATA}, which describes the files, is missing: {why}"
+        )
     hf_files = _hf_files(folder, hf_files)
     model = load_model_spec(hf_files)
     stored = read_description(folder / TORCH_DIST_METADATA)
@@ -88,13 +105,17 @@ def _hf_files(folder: Path, given: Path | None) -> Path:
         if (candidate / "config.json").is_file():
             return candidate
     raise ConfigError(
-        f"{folder}: a torch_dist checkpoint says nothing of its model and there is no config.json in {', '.join(map(str, folders))}; "
-        "give the folder of its Hugging Face configuration and tokenizer with --hf-files"
+        f"{folder}: a torch_dist checkpoint says nothing of its model and there is no config.json in "
+        f"{', '.join(map(str, folders))}; give the folder of its Hugging Face configuration and tokenizer with "
+        "--hf-files"
     )
 
 
 def read_description(file: Path) -> dict[str, DescribedTensor]:
-    """Key -> tensor, from `.metadata`; what is no tensor is left out. Raises EnvironmentFault for a file that does not say it."""
+    """Key -> tensor, from `.metadata`; what is no tensor is left out.
+
+    Raises EnvironmentFault for a file that does not say it.
+    """
     try:
         metadata = read_pickle(file.read_bytes())
         infos = {}
@@ -102,9 +123,13 @@ def read_description(file: Path) -> dict[str, DescribedTensor]:
             offset = index.state.get("offset")
             infos[index.attribute("fqn"), None if offset is None else _size(offset)] = info.state
         described = metadata.attribute("state_dict_metadata").items()
-        return {key: _described(key, tensor, infos) for key, tensor in described if _is(tensor, "TensorStorageMetadata")}
+        return {
+            key: _described(key, tensor, infos) for key, tensor in described if _is(tensor, "TensorStorageMetadata")
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise EnvironmentFault(f"{file} is not the description of a torch_dist checkpoint ({error}); choose another checkpoint") from error
+        raise EnvironmentFault(
+            f"{file} is not the description of a torch_dist checkpoint ({error}); choose another checkpoint"
+        ) from error
 
 
 def _is(thing: Any, name: str) -> bool:
@@ -127,8 +152,13 @@ def _described(key: str, tensor: Recorded, infos: dict) -> DescribedTensor:
             raise ValueError(f"{key} is stored through {info['transform_descriptors']}, which is not read")
         if Path(info["relative_path"]).name != info["relative_path"]:
             raise ValueError(f"{key} is said to be in {info['relative_path']}, outside the checkpoint")
-        if not all(type(number) is int and number >= 0 for number in (*size, *offsets, *sizes, info["offset"], info["length"])):
-            raise ValueError(f"{key} has a block at {offsets} of {sizes}, byte {info['offset']} of {info['length']}: no whole numbers")
+        if not all(
+            type(number) is int and number >= 0 for number in (*size, *offsets, *sizes, info["offset"], info["length"])
+        ):
+            raise ValueError(
+                f"{key} has a block at {offsets} of {sizes}, byte {info['offset']} of "
+                f"{info['length']}: no whole numbers"
+            )
         blocks.append(StoredBlock(key, offsets, sizes, info["relative_path"], info["offset"], info["length"], code))
     return DescribedTensor(size, code, tuple(blocks))
 
@@ -147,25 +177,29 @@ def _check_keys(folder: Path, weights: Mapping[str, DescribedTensor], known: Map
     if problems:
         shown = "; ".join(sorted(problems)[:_SHOWN])
         raise EnvironmentFault(
-            f"{folder}: its tensors are not those of the model that config.json describes ({len(problems)} differences): "
-            f"{shown}{' ...' if len(problems) > _SHOWN else ''}; give the configuration of its own model"
+            f"{folder}: its tensors are not those of the model that config.json describes ({len(problems)} "
+            f"differences): {shown}{' ...' if len(problems) > _SHOWN else ''}; give the configuration of its own model"
         )
 
 
 def _check_blocks(folder: Path, weights: Mapping[str, DescribedTensor]) -> None:
-    """Every block lies in its tensor, and they are not more than it: what is built of them afterwards is of the model's size."""
+    """Every block lies in its tensor, and they are not more than it:
+    what is built of them afterwards is of the model's size.
+    """
     for key, tensor in weights.items():
         for block in tensor.blocks:
             ranks = {len(tensor.size), len(block.offsets), len(block.sizes)}
-            if len(ranks) > 1 or any(start + size > end for start, size, end in zip(block.offsets, block.sizes, tensor.size, strict=True)):
+            if len(ranks) > 1 or any(
+                start + size > end for start, size, end in zip(block.offsets, block.sizes, tensor.size, strict=True)
+            ):
                 raise EnvironmentFault(
-                    f"{folder / TORCH_DIST_METADATA}: {key} of shape {list(tensor.size)} is said to have a block of {list(block.sizes)} at "
-                    f"{list(block.offsets)}; the checkpoint is damaged, choose another one"
+                    f"{folder / TORCH_DIST_METADATA}: {key} of shape {list(tensor.size)} is said to have a block of "
+                    f"{list(block.sizes)} at {list(block.offsets)}; the checkpoint is damaged, choose another one"
                 )
         if sum(prod(block.sizes) for block in tensor.blocks) > prod(tensor.size):
             raise EnvironmentFault(
-                f"{folder / TORCH_DIST_METADATA}: the blocks of {key} are more than its shape {list(tensor.size)}, so some are there "
-                "twice; the checkpoint is damaged, choose another one"
+                f"{folder / TORCH_DIST_METADATA}: the blocks of {key} are more than its shape {list(tensor.size)}, so "
+                "some are there twice; the checkpoint is damaged, choose another one"
             )
 
 
@@ -203,7 +237,11 @@ def _check_whole(checkpoint: Checkpoint) -> None:
     for piece in (piece for entry in checkpoint.entries for piece in entry.pieces):
         volumes[piece.hf_name] = volumes.get(piece.hf_name, 0) + piece.hf_box.volume
     wanted = {spec.name: prod(spec.shape) for spec in tensor_specs(checkpoint.model)}
-    odd = [f"{name}: {volumes.get(name, 0)} of {size} elements" for name, size in wanted.items() if volumes.get(name) != size]
+    odd = [
+        f"{name}: {volumes.get(name, 0)} of {size} elements"
+        for name, size in wanted.items()
+        if volumes.get(name) != size
+    ]
     if odd:
         shown = "; ".join(odd[:_SHOWN])
         raise EnvironmentFault(
@@ -248,12 +286,14 @@ class ArchiveFiles:
                 raise ValueError(f"it is {elements.dtype} {list(elements.shape)}, {described}")
         except (OSError, ValueError) as error:
             raise EnvironmentFault(
-                f"{self.folder / block.file}: {key} cannot be read: {error}; the checkpoint is damaged, choose another one"
+                f"{self.folder / block.file}: {key} cannot be read: {error}; the checkpoint is "
+                "damaged, choose another one"
             ) from error
         return elements
 
     def check(self, file: str) -> int:
-        """Reads the elements in one file; returns how many of its tensors carry no checksum, which torch.save can be told to leave out.
+        """Reads the elements in one file; returns how many of its tensors carry no checksum, which torch.save can be
+        told to leave out.
 
         Raises EnvironmentFault naming file and tensor where a checksum is another.
         """
@@ -269,7 +309,7 @@ class ArchiveFiles:
                     crc, left = crc32(buffer[:count], crc), left - count
                 if left or crc != elements.crc:
                     raise EnvironmentFault(
-                        f"{self.folder / file}: the bytes of {key} are not those that were written (CRC-32 differs); the checkpoint "
-                        "is damaged, choose another one"
+                        f"{self.folder / file}: the bytes of {key} are not those that were written (CRC-32 differs); "
+                        "the checkpoint is damaged, choose another one"
                     )
         return unchecked

@@ -1,9 +1,11 @@
-"""Writes weights as a torch_dist checkpoint that megatron-core 0.16.1 loads at any layout: plan of its files, and what describes them.
+"""Writes weights as a torch_dist checkpoint that megatron-core 0.16.1 loads at any layout: plan of its files, and what
+describes them.
 
-The output is what Megatron-LM's `--load` takes: a tracker that says `release`, and the checkpoint in a folder of that name. Every
-parameter is stored whole, one block a layer and expert, which Megatron's loader cuts as it needs. `common.pt` says no more than that no
-training has made the weights; there are no arguments, optimizer or random states. A module's `_extra_state` (what Transformer Engine
-keeps of 8-bit scales) is None, as Megatron's own modules without Transformer Engine write it; a loader insists that there is one.
+The output is what Megatron-LM's `--load` takes: a tracker that says `release`, and the checkpoint in a folder of that
+name. Every parameter is stored whole, one block a layer and expert, which Megatron's loader cuts as it needs.
+`common.pt` says no more than that no training has made the weights; there are no arguments, optimizer or random states.
+A module's `_extra_state` (what Transformer Engine keeps of 8-bit scales) is None, as Megatron's own modules without
+Transformer Engine write it; a loader insists that there is one.
 """
 
 import json
@@ -25,7 +27,12 @@ from mrl.model import ModelSpec
 
 RELEASE = "release"  # what the tracker calls weights that no training of Megatron's has made
 _DCP = "torch.distributed.checkpoint.metadata"
-_CONFIG = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+_CONFIG = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
 _NONE, _NONE_FILE = pickle_archive(write_pickle([None])), "__1_0.distcp"  # all extra states are this one
 _LINEAR_LAYOUT = Named("torch.serialization", "_get_layout", ("torch.strided",))
 
@@ -43,7 +50,9 @@ def write_torch_dist(
         copy_hf_folder(source, folder)
         plan.finish(folder)
 
-    return run_conversion(source, Target(plan.files, plan.container, False, finish, open_torch_dist), Path(output), options)
+    return run_conversion(
+        source, Target(plan.files, plan.container, False, finish, open_torch_dist), Path(output), options
+    )
 
 
 @dataclass(frozen=True)
@@ -75,8 +84,12 @@ class TorchDistFiles:
         self.dtype = dtype
         self.separate_layers = separate_layers or (model.is_moe and len(model.moe_layers) != model.num_layers)
         shards = whole_parameters(model)
-        self._positions = {shard.megatron_name: written_position(shard, model, self.separate_layers) for shard in shards}
-        entries = [StoredTensor("", shard.megatron_name, WEIGHT, shard.local_shape, None, shard.pieces) for shard in shards]
+        self._positions = {
+            shard.megatron_name: written_position(shard, model, self.separate_layers) for shard in shards
+        }
+        entries = [
+            StoredTensor("", shard.megatron_name, WEIGHT, shard.local_shape, None, shard.pieces) for shard in shards
+        ]
         names = ((f"{RELEASE}/__0_{n}.distcp", portion) for n, portion in enumerate(file_portions(entries, dtype)))
         self.files = tuple(PlannedFile(name, 0, tuple(portion)) for name, portion in names)
         self.container = TorchArchives(dtype, {name: len(position.lead) for name, position in self._positions.items()})
