@@ -1,11 +1,12 @@
-"""Holds the working tree against an earlier commit: the same tiny run, the same tensors, the same plans, and how long a step takes.
+"""Holds the working tree against an earlier commit: the same tiny run, the same tensors, the same plans, and how long a
+step takes.
 
 python scripts/compare_commits.py 91eebfc [--steps 6] [--rounds 1] [--tolerance 0] [--json FILE]
 
-The commit is checked out into a temporary folder and both sides run with the packages of this environment. Needs tiny-world/
-(scripts/make_tiny_world.py). Exits with 1 where anything differs that may not: every metric that both sides write, clocks aside, to
-`--tolerance` relative (0: the same bits); every tensor of the last checkpoint; the end of a run that the commit saved and the working
-tree resumed; `mrl plan --json` of every preset.
+The commit is checked out into a temporary folder and both sides run with the packages of this environment. Needs
+tiny-world/ (scripts/make_tiny_world.py). Exits with 1 where anything differs that may not: every metric that both sides
+write, clocks aside, to `--tolerance` relative (0: the same bits); every tensor of the last checkpoint; the end of a run
+that the commit saved and the working tree resumed; `mrl plan --json` of every preset.
 """
 
 import argparse
@@ -25,7 +26,8 @@ from safetensors.numpy import load_file
 
 ROOT = Path(__file__).resolve().parents[1]
 PRESET = "parallel_configs/tiny-moe/cpu.yaml"
-CLOCKS = ("timing_", "perf/", "reshard/seconds", "reshard/peak_staging_bytes")  # what a clock or the machine's state decides
+# what a clock or the machine's state decides
+CLOCKS = ("timing_", "perf/", "reshard/seconds", "reshard/peak_staging_bytes")
 NOT_PLANNED = ("seconds", "plan_seconds")  # measured, in a plan
 MAIN = "try:\n    from mrl.cli.main import main\nexcept ImportError:\n    from mrl.cli import main\nmain()"
 
@@ -39,19 +41,33 @@ class Tree:
 
     def mrl(self, *arguments: str) -> str:
         """Standard output of an `mrl` command of this checkout. Raises CalledProcessError."""
-        env = os.environ | {"PYTHONPATH": str(self.code), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        env = os.environ | {
+            "PYTHONPATH": str(self.code),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         command = [sys.executable, "-c", MAIN, *arguments]
-        return subprocess.run(command, cwd=self.code, env=env, check=True, stdout=subprocess.PIPE, text=True, timeout=1200).stdout
+        return subprocess.run(
+            command, cwd=self.code, env=env, check=True, stdout=subprocess.PIPE, text=True, timeout=1200
+        ).stdout
 
     def train(self, name: str, steps: int, *more: str) -> Path:
         """A run of the tiny preset with a checkpoint in the middle; its run directory."""
-        settings = {"total_training_steps": steps, "save_freq": steps // 2, "test_freq": steps // 2, "max_actor_ckpt_to_keep": 2}
+        settings = {
+            "total_training_steps": steps,
+            "save_freq": steps // 2,
+            "test_freq": steps // 2,
+            "max_actor_ckpt_to_keep": 2,
+        }
         overrides = [text for key, value in settings.items() for text in ("--set", f"trainer.{key}={value}")]
         self.mrl("train", PRESET, "--run-dir", str(self.out / name), *overrides, *more)
         return self.out / name
 
     def prepare(self) -> None:
-        """The tiny world, and the entry points of this checkout: vLLM finds the weight transfer by them in its own processes."""
+        """The tiny world, and the entry points of this checkout:
+        vLLM finds the weight transfer by them in its own processes.
+        """
         if not (self.code / "tiny-world").exists():
             (self.code / "tiny-world").symlink_to(ROOT / "tiny-world")
         subprocess.run([sys.executable, "setup.py", "-q", "egg_info"], cwd=self.code, check=True)
@@ -105,8 +121,14 @@ def _close(a: np.ndarray, b: np.ndarray, tolerance: float) -> bool:
 
 
 def _tensors(run_dir: Path) -> Mapping[str, np.ndarray]:
-    folders = sorted((run_dir / "checkpoints").glob("step-*"), key=lambda folder: int(folder.name.removeprefix("step-")))
-    return {f"{file.name}:{key}": value for file in sorted(folders[-1].glob("*.safetensors")) for key, value in load_file(file).items()}
+    folders = sorted(
+        (run_dir / "checkpoints").glob("step-*"), key=lambda folder: int(folder.name.removeprefix("step-"))
+    )
+    return {
+        f"{file.name}:{key}": value
+        for file in sorted(folders[-1].glob("*.safetensors"))
+        for key, value in load_file(file).items()
+    }
 
 
 def plan_differences(before: Tree, after: Tree) -> Iterator[str]:
@@ -176,7 +198,9 @@ def _resumed(before: Tree, after: Tree, run: Path, steps: int, tolerance: float)
 
 
 def commit_of(revision: str) -> str:
-    return subprocess.run(["git", "rev-parse", revision], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", "rev-parse", revision], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def main() -> None:
@@ -190,7 +214,9 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         code, work = Path(folder, "code"), Path(folder, "out")
-        subprocess.run(["git", "worktree", "add", "--detach", str(code), args.commit], cwd=ROOT, check=True, capture_output=True)
+        subprocess.run(
+            ["git", "worktree", "add", "--detach", str(code), args.commit], cwd=ROOT, check=True, capture_output=True
+        )
         try:
             before, after = Tree(code, work / "before"), Tree(ROOT, work / "after")
             before.prepare()
@@ -198,7 +224,10 @@ def main() -> None:
             result = compare(before, after, args.steps, args.rounds, args.tolerance)
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", str(code)], cwd=ROOT, check=True)
-    command = f"python scripts/compare_commits.py {args.commit} --steps {args.steps} --rounds {args.rounds} --tolerance {args.tolerance:g}"
+    command = (
+        f"python scripts/compare_commits.py {args.commit} --steps {args.steps} --rounds {args.rounds} "
+        f"--tolerance {args.tolerance:g}"
+    )
     result = {"command": command, "before": commit_of(args.commit), "commit": commit_of("HEAD")} | result
     text = json.dumps(result, indent=2)
     print(text)

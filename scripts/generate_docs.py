@@ -1,9 +1,11 @@
 #!/usr/bin/env python
-"""Writes docs/{configuration,metrics,from_verl,tuning,known_problems}.md from the schema, the spec tables and docs/source.
+"""Writes docs/{configuration,metrics,from_verl,tuning,known_problems}.md from the schema, the spec tables and
+docs/source.
 
     python scripts/generate_docs.py [--check]     with --check writes nothing and exits 1 when a page is out of date
 
-Raises ValueError when a text names a key or a metric that does not exist, or a field has no text: so the pages cannot go stale.
+Raises ValueError when a text names a key or a metric that does not exist, or a field has no text: so the pages cannot
+go stale.
 """
 
 import argparse
@@ -29,11 +31,17 @@ from mrl.record.spec import METRICS, metric_spec
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "docs" / "source"
 _COLUMNS = ("key", "may be", "default", "meaning", "advice")
-_MADE = "<!-- made by scripts/generate_docs.py; edit mrl/config/schema_*.py, the spec tables or docs/source instead -->\n"
+_MADE = (
+    "<!-- made by scripts/generate_docs.py; edit mrl/config/schema_*.py, the spec tables or docs/source instead -->\n"
+)
 
 
-def sections(section: type[Section] = RunConfig, prefix: str = "") -> Iterator[tuple[str, type[Section], dict[str, FieldInfo]]]:
-    """(dotted name, class, fields that are no sections) of every section, outer ones first; `ref.layout` is as `actor.layout`."""
+def sections(
+    section: type[Section] = RunConfig, prefix: str = ""
+) -> Iterator[tuple[str, type[Section], dict[str, FieldInfo]]]:
+    """(dotted name, class, fields that are no sections) of every section, outer ones first;
+    `ref.layout` is as `actor.layout`.
+    """
     inner = {name: below for name, field in section.model_fields.items() if (below := section_of(field.annotation))}
     plain = {name: field for name, field in section.model_fields.items() if name not in inner}
     yield prefix.rstrip("."), section, plain
@@ -79,7 +87,12 @@ def _shown(value: Any) -> str:
 
 
 def _names(title: str, key: str, table: dict[str, Any]) -> list[str]:
-    return [f"### {title} (`{key}`)\n", *_table(("name", "what it is")), *(_row(f"`{n}`", s.summary) for n, s in table.items()), ""]
+    return [
+        f"### {title} (`{key}`)\n",
+        *_table(("name", "what it is")),
+        *(_row(f"`{n}`", s.summary) for n, s in table.items()),
+        "",
+    ]
 
 
 def metrics() -> str:
@@ -128,13 +141,18 @@ def from_verl() -> str:
     """Where each key of verl's goes."""
     page = [
         _MADE, "# From verl\n",
-        "`mrl import-verl SCRIPT` carries a launch script over and says of every key what became of it. A key ending in a dot stands for "
-        "everything below it.\n",
+        "`mrl import-verl SCRIPT` carries a launch script over and says of every key what became of it. A key ending "
+        "in a dot stands for everything below it.\n",
         *_FROM_VERL,
         *_table(("verl", "here", "why")),
     ]  # fmt: skip
     for key, row in sorted(ROWS.items()):
-        here = {"to": f"`{row.to}`", "implied": "always so", "not_applicable": "nothing to set", "unsupported": "**not supported**"}
+        here = {
+            "to": f"`{row.to}`",
+            "implied": "always so",
+            "not_applicable": "nothing to set",
+            "unsupported": "**not supported**",
+        }
         said = here.get(row.kind) or _targets(HANDLERS[key])
         if (
             row.kind == "to"
@@ -147,9 +165,13 @@ def from_verl() -> str:
 
 
 def _targets(handler: Callable) -> str:
-    """Our keys that a handler of mrl/extras/import_verl/handlers.py names, in its own strings or in those of its module."""
+    """Our keys that a handler of mrl/extras/import_verl/handlers.py names,
+    in its own strings or in those of its module.
+    """
     names = handler.__code__.co_names
-    said = {text for text in [*_strings(handler.__code__), *map(handler.__globals__.get, names)] if isinstance(text, str)}
+    said = {
+        text for text in [*_strings(handler.__code__), *map(handler.__globals__.get, names)] if isinstance(text, str)
+    }
     below = {text + "*" for text in said if text.endswith(".") and any(key.startswith(text) for key in keys())}
     found = sorted(said & keys() | below)
     return f"{', '.join(f'`{key}`' for key in found) or 'decided case by case'}; the import says why"
@@ -167,7 +189,11 @@ def _strings(code: CodeType) -> Iterator[str]:
 
 def tuning() -> str:
     """Goals, and what to turn in which order."""
-    page = [_MADE, "# Tuning\n", "What to turn, in which order. Every key is explained in [configuration.md](configuration.md).\n"]
+    page = [
+        _MADE,
+        "# Tuning\n",
+        "What to turn, in which order. Every key is explained in [configuration.md](configuration.md).\n",
+    ]
     for goal in _source("tuning"):
         page += [f"## {goal['goal']}\n", f"{goal['intro']}\n"]
         for number, step in enumerate(goal["steps"], 1):
@@ -180,7 +206,11 @@ def tuning() -> str:
 
 def known_problems() -> str:
     """Symptoms with cause and cure."""
-    page = [_MADE, "# Known problems\n", "`mrl doctor` finds those that can be seen on a host, `mrl validate` those of a configuration.\n"]
+    page = [
+        _MADE,
+        "# Known problems\n",
+        "`mrl doctor` finds those that can be seen on a host, `mrl validate` those of a configuration.\n",
+    ]
     for problem in _source("known_problems"):
         _check_metrics(problem["cure"])
         page += [f"## {problem['title']}\n"]
@@ -194,7 +224,9 @@ def _check_keys(names: list[str], file: str) -> None:
 
 
 def _check_metrics(text: str) -> None:
-    for name in re.findall(r"\b(?:actor|train|training|timing_s|response_length|router|reshard)/[a-z_]+(?:/[a-z_]+)*", text):
+    for name in re.findall(
+        r"\b(?:actor|train|training|timing_s|response_length|router|reshard)/[a-z_]+(?:/[a-z_]+)*", text
+    ):
         metric_spec(name)  # raises KeyError with the nearest names
 
 
@@ -210,7 +242,13 @@ def _row(*cells: str) -> str:
     return "| " + " | ".join(re.sub(r"\s+", " ", cell).replace("|", "\\|") for cell in cells) + " |"
 
 
-PAGES = {"configuration": configuration, "metrics": metrics, "from_verl": from_verl, "tuning": tuning, "known_problems": known_problems}
+PAGES = {
+    "configuration": configuration,
+    "metrics": metrics,
+    "from_verl": from_verl,
+    "tuning": tuning,
+    "known_problems": known_problems,
+}
 
 
 def main() -> None:

@@ -1,4 +1,6 @@
-"""Measures and draws the structure of `mrl/`: sizes, imports, circles, names. Nothing of it is imported or run; source files are parsed.
+"""Measures and draws the structure of `mrl/`: sizes, imports, circles, names.
+
+Nothing of it is imported or run; source files are parsed.
 
 python scripts/house.py                              of the working tree
 python scripts/house.py --before 91eebfc [--json]    the same beside a commit's
@@ -111,7 +113,10 @@ class House:
     @cached_property
     def graph(self) -> dict[str, set[str]]:
         """Module -> modules of the package that it imports, deferred imports counted."""
-        return {name: {other for other in self.imports(name) if other in self.modules and other != name} for name in self.modules}
+        return {
+            name: {other for other in self.imports(name) if other in self.modules and other != name}
+            for name in self.modules
+        }
 
     @cached_property
     def room_graph(self) -> dict[str, set[str]]:
@@ -193,16 +198,22 @@ def measure(house: House) -> dict:
         "of_these_under_80_lines": sum(house.lines(name) < SMALL for name in single),
         "circles_of_modules": circles(house.graph),
         "circles_of_rooms": circles(house.room_graph),
-        "public_functions_without_docstring": sum(public and not ast.get_docstring(node) for _, node, public in house.functions()),
+        "public_functions_without_docstring": sum(
+            public and not ast.get_docstring(node) for _, node, public in house.functions()
+        ),
         "basenames_in_several_rooms": _shared_basenames(house),
         "class_names_defined_twice": _classes_defined_twice(house),
-        "lines_over_120_columns": sum(len(line) > WIDE for text in house.sources.values() for line in text.splitlines()),
+        "lines_over_120_columns": sum(
+            len(line) > WIDE for text in house.sources.values() for line in text.splitlines()
+        ),
     }
 
 
 def _docstring_lines(tree: ast.Module) -> int:
     documented = ast.Module | ast.ClassDef | Function
-    texts = [node.body[0] for node in ast.walk(tree) if isinstance(node, documented) and ast.get_docstring(node) is not None]
+    texts = [
+        node.body[0] for node in ast.walk(tree) if isinstance(node, documented) and ast.get_docstring(node) is not None
+    ]
     return sum(text.end_lineno - text.lineno + 1 for text in texts)
 
 
@@ -215,13 +226,16 @@ def _shared_basenames(house: House) -> dict[str, list[str]]:
 
 
 def _classes_defined_twice(house: House) -> list[str]:
-    names = Counter(node.name for tree in house.modules.values() for node in tree.body if isinstance(node, ast.ClassDef))
+    names = Counter(
+        node.name for tree in house.modules.values() for node in tree.body if isinstance(node, ast.ClassDef)
+    )
     return sorted(name for name, count in names.items() if count > 1 and not name.startswith("_"))
 
 
 # ---------------------------------------------------------------- the picture
 
-ROOM, GAP, RISE, ASIDE = (132, 46), 24, 92, 110  # pixels: width and height of a room, between rooms, from floor to floor, off the middle
+# pixels: width and height of a room, between rooms, from floor to floor, off the middle
+ROOM, GAP, RISE, ASIDE = (132, 46), 24, 92, 110
 
 
 def svg(house: House) -> str:
@@ -242,7 +256,8 @@ def svg(house: House) -> str:
     height = _top(min(FLOORS)) + ROOM[1] + GAP
     style = (
         "rect{fill:#f6f4ee;stroke:#444}text{font:14px sans-serif;text-anchor:middle}.floor{font-size:11px;fill:#777}"
-        "path{fill:none;stroke:#89a;stroke-width:1.1;opacity:.55;marker-end:url(#tip)}.sideways{stroke:#b50;stroke-dasharray:5 3;opacity:1}"
+        "path{fill:none;stroke:#89a;stroke-width:1.1;opacity:.55;marker-end:url(#tip)}"
+        ".sideways{stroke:#b50;stroke-dasharray:5 3;opacity:1}"
     )
     tip = (
         '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" markerHeight="6" orient="auto">'
@@ -305,7 +320,12 @@ def print_table(columns: dict[str, dict]) -> None:
     for name in names:
         print(f"{name:40}" + "".join(f"{text.get(name, ''):>16}" for text in texts.values()))
     for title, figures in columns.items():
-        for key in ("circles_of_modules", "circles_of_rooms", "basenames_in_several_rooms", "class_names_defined_twice"):
+        for key in (
+            "circles_of_modules",
+            "circles_of_rooms",
+            "basenames_in_several_rooms",
+            "class_names_defined_twice",
+        ):
             if figures[key]:
                 print(f"{title}, {key.replace('_', ' ')}: {figures[key]}")
 

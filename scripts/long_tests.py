@@ -1,8 +1,9 @@
-"""The tests marked `long`, in named pieces of at most 20 minutes: `python scripts/long_tests.py [PIECE ...] [-- PYTEST ARGUMENT ...]`.
+"""The tests marked `long`, in named pieces of at most 20 minutes: `python scripts/long_tests.py [PIECE ...] [-- PYTEST
+ARGUMENT ...]`.
 
-Runs the pieces, all of them if none is named, and writes what each came to into docs/results/long_tests.json, beside the results of
-the others. `--resume` leaves out those that have passed since the last change of what they run. `--list` prints the pieces.
-`tests/unit/test_long_tests.py` holds that each long test is in exactly one.
+Runs the pieces, all of them if none is named, and writes what each came to into docs/results/long_tests.json, beside
+the results of the others. `--resume` leaves out those that have passed since the last change of what they run. `--list`
+prints the pieces. `tests/unit/test_long_tests.py` holds that each long test is in exactly one.
 """
 
 import argparse
@@ -74,7 +75,9 @@ def summary(report: Path, seconds: float) -> dict:
     suite = next(xml.parse(report).getroot().iter("testsuite"))
     counts = {name: sum(int(suite.get(key, 0)) for key in keys) for name, keys in OUTCOMES.items()}
     passed = int(suite.get("tests", 0)) - sum(counts.values())
-    return {"commit": commit(), "date": date.today().isoformat(), "passed": passed} | counts | {"seconds": round(seconds)}
+    return (
+        {"commit": commit(), "date": date.today().isoformat(), "passed": passed} | counts | {"seconds": round(seconds)}
+    )
 
 
 def stored_results() -> dict[str, dict]:
@@ -89,7 +92,9 @@ def done_already() -> set[str]:
 
 
 def unchanged_since(commit: str) -> bool:
-    """Whether what tests run is that of the commit still; never of one that was run with changes, or is unknown here."""
+    """Whether what tests run is that of the commit still; never of one that was run with changes,
+    or is unknown here.
+    """
     return subprocess.run(["git", "diff", "--quiet", commit, "--", *RUN], cwd=ROOT, capture_output=True).returncode == 0
 
 

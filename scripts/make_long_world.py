@@ -1,11 +1,12 @@
-"""Makes the tiny world's sibling with long responses: the same small Qwen3-MoE, and a task whose answers are over 300 tokens long.
+"""Makes the tiny world's sibling with long responses: the same small Qwen3-MoE, and a task whose answers are over 300
+tokens long.
 
     python scripts/make_long_world.py --out long-world --seed 0
 
-The task is to count: to `137>` the answer is `137 138 139 ...`, eighty numbers in characters. What short answers cannot show, such as the
-spread of sequence ratios and over-long responses, shows here. The reward is graded (counting_reward.py): a model that is unsure of each
-character never gets three hundred of them right at once. The same seed gives the same files on the same machine. One JSON line at the end
-says what was made.
+The task is to count: to `137>` the answer is `137 138 139 ...`, eighty numbers in characters. What short answers cannot
+show, such as the spread of sequence ratios and over-long responses, shows here. The reward is graded
+(counting_reward.py): a model that is unsure of each character never gets three hundred of them right at once. The same
+seed gives the same files on the same machine. One JSON line at the end says what was made.
 """
 
 import random
@@ -32,7 +33,8 @@ MAX_RESPONSE = 384  # tokens; a right answer has 80 x 4 = 320 with its end
 
 @dataclass(frozen=True)
 class Counting:
-    """Supervised training with a little label smoothing, so that sampling explores: of three hundred characters some three go wrong.
+    """Supervised training with a little label smoothing, so that sampling explores: of three hundred characters some
+    three go wrong.
 
     With ten times as much, responses lose the thread and end after a hundred tokens.
     """
@@ -61,15 +63,21 @@ def prompt_ids(tokenizer: PreTrainedTokenizerFast, start: int) -> list[int]:
     return tokenizer(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))["input_ids"]
 
 
-def warm_up(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, starts: list[int], plan: Counting, seed: int) -> None:
+def warm_up(
+    model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, starts: list[int], plan: Counting, seed: int
+) -> None:
     """Trains `model` in place on the cross entropy of the answers; all have the same length."""
     picker, optimizer = random.Random(seed), torch.optim.AdamW(model.parameters(), lr=plan.lr)
     prompt = len(prompt_ids(tokenizer, FIRST))
     for step in range(1, plan.steps + 1):
         picked = picker.sample(starts, plan.batch)
-        ids = torch.tensor([[*prompt_ids(tokenizer, s), *tokenizer(answer(s))["input_ids"], tokenizer.eos_token_id] for s in picked])
+        ids = torch.tensor(
+            [[*prompt_ids(tokenizer, s), *tokenizer(answer(s))["input_ids"], tokenizer.eos_token_id] for s in picked]
+        )
         logits = model(ids).logits[:, prompt - 1 : -1]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, prompt:].flatten(), label_smoothing=plan.label_smoothing)
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), ids[:, prompt:].flatten(), label_smoothing=plan.label_smoothing
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -85,7 +93,9 @@ def sample(
     generator: torch.Generator,
     tokens: int = MAX_RESPONSE,
 ) -> list[list[int]]:
-    """Token ids of one response to each start, sampled at temperature 1; with its end where it has one within `tokens`."""
+    """Token ids of one response to each start, sampled at temperature 1;
+    with its end where it has one within `tokens`.
+    """
     step, cache, drawn = torch.tensor([prompt_ids(tokenizer, s) for s in starts]), None, []
     for _ in range(tokens):
         out = model(step, past_key_values=cache, use_cache=True)

@@ -1,10 +1,12 @@
-"""Makes a tiny world to run the whole trainer on: a Qwen3-MoE checkpoint of about a million weights, its tokenizer, and a verifiable task.
+"""Makes a tiny world to run the whole trainer on: a Qwen3-MoE checkpoint of about a million weights, its tokenizer, and
+a verifiable task.
 
     python scripts/make_tiny_world.py --out tiny-world --seed 0
 
-The task is addition of two numbers, digit by digit in characters. The model is warm-started by supervised training until a fair share of
-its sampled answers is right, so that reinforcement learning has something to reinforce and much left to gain. Held-out problems are never
-trained on, neither here nor later. The same seed gives the same files on the same machine. One JSON line at the end says what was made.
+The task is addition of two numbers, digit by digit in characters. The model is warm-started by supervised training
+until a fair share of its sampled answers is right, so that reinforcement learning has something to reinforce and much
+left to gain. Held-out problems are never trained on, neither here nor later. The same seed gives the same files on the
+same machine. One JSON line at the end says what was made.
 """
 
 import argparse
@@ -46,8 +48,10 @@ MARKER = "world.json"  # written last: a folder that has it is complete
 class WarmUp:
     """Supervised training with strong label smoothing.
 
-    The smoothing bounds the probability of a right token near 1 - label_smoothing, hence of a right answer of three tokens near its cube:
-    the warm start has seen how addition goes and is still unsure of every digit, so that sampling explores and there is much to gain.
+    The smoothing bounds the probability of a right token near 1 - label_smoothing, hence of a right answer of three
+    tokens near its cube:
+    the warm start has seen how addition goes and is still unsure of every digit, so that sampling explores and there is
+    much to gain.
     """
 
     steps: int = 200
@@ -75,7 +79,9 @@ class Problem:
 
 
 def make_tokenizer(positions: int = POSITIONS) -> PreTrainedTokenizerFast:
-    """One token a character over printable ASCII, role markers, and reserved words that fill the vocabulary to its padded size."""
+    """One token a character over printable ASCII, role markers,
+    and reserved words that fill the vocabulary to its padded size.
+    """
     words = [*SPECIAL, *string.printable[:95], "\n"]
     words += [f"<reserved_{i}>" for i in range(VOCAB_SIZE - len(words))]
     core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
@@ -112,7 +118,8 @@ def make_model(seed: int, positions: int = POSITIONS) -> Qwen3MoeForCausalLM:
         decoder_sparse_step=1,
         mlp_only_layers=[],
         max_position_embeddings=positions,
-        initializer_range=0.06,  # about 1/sqrt(hidden_size) / 1.5: learns several times faster at this width than the usual 0.02
+        # about 1/sqrt(hidden_size) / 1.5: learns several times faster at this width than the usual 0.02
+        initializer_range=0.06,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         tie_word_embeddings=False,
         bos_token_id=None,
@@ -141,7 +148,9 @@ class Task:
 
     def _prompt_ids(self, problem: Problem) -> list[int]:
         messages = [{"role": "user", "content": problem.question}]
-        return self.tokenizer(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))["input_ids"]
+        return self.tokenizer(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))[
+            "input_ids"
+        ]
 
     def _answer_ids(self, problem: Problem) -> list[int]:
         return [*self.tokenizer(problem.answer)["input_ids"], self.eos]
@@ -160,8 +169,12 @@ class Task:
 
 
 @torch.no_grad()
-def sample_answers(model: Qwen3MoeForCausalLM, task: Task, problems: list[Problem], generator: torch.Generator) -> list[str]:
-    """One answer to each problem, sampled at temperature 1; an answer that does not end in time is given as it stands with a mark."""
+def sample_answers(
+    model: Qwen3MoeForCausalLM, task: Task, problems: list[Problem], generator: torch.Generator
+) -> list[str]:
+    """One answer to each problem, sampled at temperature 1;
+    an answer that does not end in time is given as it stands with a mark.
+    """
     prompts = [task.prompt_ids(p) for p in problems]
     width = max(map(len, prompts))
     step = torch.tensor([[task.pad] * (width - len(p)) + p for p in prompts])  # left-padded
@@ -195,7 +208,9 @@ def warm_up(model: Qwen3MoeForCausalLM, task: Task, problems: list[Problem], pla
     for step in range(1, plan.steps + 1):
         ids, labels = task.supervised(picker.sample(problems, plan.batch))
         logits = model(ids).logits[:, :-1]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=plan.label_smoothing)
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=plan.label_smoothing
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -238,7 +253,9 @@ def build(out: Path, seed: int, plan: WarmUp) -> dict[str, Any]:
     match = exact_match(model, task, held_out, seed + 1, rounds=4)
     if not plan.lowest <= match <= plan.highest:
         wanted = f"{plan.lowest} to {plan.highest}"
-        raise SystemExit(f"the warm start answers {match:.3f} of the held-out problems and not {wanted}; try another --seed")
+        raise SystemExit(
+            f"the warm start answers {match:.3f} of the held-out problems and not {wanted}; try another --seed"
+        )
     save_model(model, tokenizer, out / "model")
     (out / "data").mkdir()
     for name, problems in (("train", train), ("val", held_out)):
@@ -255,7 +272,9 @@ def build(out: Path, seed: int, plan: WarmUp) -> dict[str, Any]:
 
 
 def existing(out: Path, seed: int, force: bool) -> dict[str, Any] | None:
-    """What stands at `out`: None when it may be (re)built; exits where that would delete what this script did not make."""
+    """What stands at `out`: None when it may be (re)built;
+    exits where that would delete what this script did not make.
+    """
     if not out.exists():
         return None
     if not (out / MARKER).is_file():
@@ -264,11 +283,16 @@ def existing(out: Path, seed: int, force: bool) -> dict[str, Any] | None:
     if force:
         return None
     if world["seed"] != seed:
-        raise SystemExit(f"{out} was made with --seed {world['seed']}, not {seed}; pass --force to rebuild it or choose another --out")
+        raise SystemExit(
+            f"{out} was made with --seed {world['seed']}, not {seed}; pass --force to rebuild "
+            "it or choose another --out"
+        )
     return world
 
 
-def make(out: Path, seed: int, force: bool, plan: Any, build: Callable[[Path, int, Any], dict[str, Any]] = build) -> dict[str, Any]:
+def make(
+    out: Path, seed: int, force: bool, plan: Any, build: Callable[[Path, int, Any], dict[str, Any]] = build
+) -> dict[str, Any]:
     """Builds next to `out` and renames, so that a folder at `out` is always whole. `plan` is what `build` takes."""
     world = existing(out, seed, force)
     if world is not None:

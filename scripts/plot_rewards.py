@@ -37,7 +37,9 @@ def load(run_dir: Path) -> Curves:
     names = sorted({name for row in rows for name in row if name.startswith(HELD_OUT) and "/mean@" in name})
     held_out = {name: [(row[STEP], row[name]) for row in rows if row.get(name) is not None] for name in names}
     if not train and not names:
-        raise ConfigError(f"{run_dir / METRICS} has no {SCORE} and no {HELD_OUT}*; give the folder of a run that has finished a step")
+        raise ConfigError(
+            f"{run_dir / METRICS} has no {SCORE} and no {HELD_OUT}*; give the folder of a run that has finished a step"
+        )
     return Curves(run_dir.resolve().name, train, held_out)
 
 
@@ -47,7 +49,13 @@ def draw(runs: list[Curves], out: Path, title: str) -> None:
     for number, run in enumerate(runs):
         colour = f"C{number % 10}"
         if run.train:
-            axes.plot(*zip(*run.train, strict=True), color=colour, alpha=0.5, linewidth=1.2, label=f"{run.name}: training batches")
+            axes.plot(
+                *zip(*run.train, strict=True),
+                color=colour,
+                alpha=0.5,
+                linewidth=1.2,
+                label=f"{run.name}: training batches",
+            )
         for name, points in run.held_out.items():
             label = f"{run.name}: held out ({name.removeprefix(HELD_OUT)})"
             axes.plot(*zip(*points, strict=True), "o--", color=colour, markersize=5, linewidth=0.9, label=label)

@@ -1,8 +1,10 @@
-"""Can the rows of setup.py be installed? Asks the package index: `python scripts/resolve_rows.py [ROW ...]`, a minute, installs nothing.
+"""Can the rows of setup.py be installed? Asks the package index: `python scripts/resolve_rows.py [ROW ...]`, a minute,
+installs nothing.
 
-uv resolves each row for the platform that it is meant for, as pip would: every requirement of every package at once. What is built from
-sources or comes from a vendor's own index is taken to be there, and its requirements, in scripts/built_from_source.json, are resolved with
-the rest. Writes what came out into docs/results/rows.json; tests/unit/test_rows.py holds the pins to it, and a long test asks again.
+uv resolves each row for the platform that it is meant for, as pip would: every requirement of every package at once.
+What is built from sources or comes from a vendor's own index is taken to be there, and its requirements, in
+scripts/built_from_source.json, are resolved with the rest. Writes what came out into docs/results/rows.json;
+tests/unit/test_rows.py holds the pins to it, and a long test asks again.
 """
 
 import argparse
@@ -33,7 +35,9 @@ class Unresolved(RuntimeError):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(PLATFORMS)}; all of them if none is named")
+    parser.add_argument(
+        "rows", nargs="*", metavar="ROW", help=f"of {', '.join(PLATFORMS)}; all of them if none is named"
+    )
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for row in parser.parse_args().rows or PLATFORMS:
         results[row] = resolve(row)
@@ -51,7 +55,9 @@ def requirements(row: str) -> list[str]:
 
 
 def built(row: str) -> dict[str, dict]:
-    """Requirement -> how it is had, and what it requires in turn; `instead`: the index has a build that stands in for it."""
+    """Requirement -> how it is had, and what it requires in turn; `instead`:
+    the index has a build that stands in for it.
+    """
     return json.loads(BUILT.read_text()).get(row, {})
 
 
@@ -69,7 +75,17 @@ def resolve(row: str, also: list[str] | None = None) -> dict:
         ours, theirs = Path(folder, "requirements.in"), Path(folder, "overrides.txt")
         ours.write_text("\n".join(wanted))
         theirs.write_text("\n".join(_override(*part) for part in built(row).items()))
-        out = _uv("pip", "compile", str(ours), "--overrides", str(theirs), "--python-version", python, "--python-platform", platform)
+        out = _uv(
+            "pip",
+            "compile",
+            str(ours),
+            "--overrides",
+            str(theirs),
+            "--python-version",
+            python,
+            "--python-platform",
+            platform,
+        )
     packages = dict(re.findall(r"^([a-z0-9][a-z0-9._-]*)==([^\s;]+)", out, flags=re.MULTILINE))
     return {
         "date": date.today().isoformat(), "python": python, "platform": platform, "requirements": sorted(asked),

@@ -1,7 +1,9 @@
-"""Speed of `mrl convert` both ways beside `cp` and `sync` of the same bytes, alternated, and the memory of its processes.
+"""Speed of `mrl convert` both ways beside `cp` and `sync` of the same bytes, alternated, and the memory of its
+processes.
 
-The model is a synthetic Qwen3-MoE of random bits. Every side runs as a command of its own, start-up included. A checkpoint of ours has a
-SHA-256 of every file, written or checked, so what that alone takes on one core is measured beside. `--json` prints one object.
+The model is a synthetic Qwen3-MoE of random bits. Every side runs as a command of its own, start-up included. A
+checkpoint of ours has a SHA-256 of every file, written or checked, so what that alone takes on one core is measured
+beside. `--json` prints one object.
 """
 
 import argparse
@@ -21,9 +23,12 @@ from statistics import median
 LAYOUT = "tp=2,pp=2,ep=2"
 CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 1024, "num_hidden_layers": 6,
-    "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 32000, "intermediate_size": 3072,
-    "moe_intermediate_size": 768, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": True, "max_position_embeddings": 4096,
-    "rope_theta": 1e6, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "bfloat16",
+    "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 32000,
+    "intermediate_size": 3072,
+    "moe_intermediate_size": 768, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": True,
+    "max_position_embeddings": 4096,
+    "rope_theta": 1e6, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
 }  # fmt: skip
 POLL_S = 0.05  # of a high-water mark; oftener would cost what is measured
 
@@ -121,7 +126,9 @@ def level_after_imports() -> int:
         "import mrl.cli.main, mrl.checkpoint.convert\n"
         "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM:')))"
     )
-    return int(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout) * 1024
+    return (
+        int(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout) * 1024
+    )
 
 
 def measure(work: Path, rounds: int, workers: int, experts: int) -> dict:
@@ -150,9 +157,12 @@ def measure(work: Path, rounds: int, workers: int, experts: int) -> dict:
             shutil.rmtree(folder)
     rates = {name: nbytes / median(values) for name, values in seconds.items()}
     return {
-        "bytes": nbytes, "workers": workers, "layout": LAYOUT, "seconds": seconds, "cpu_seconds": cpu, "load": os.getloadavg()[0],
-        "bytes_per_s": rates["hf-to-megatron"], "back_bytes_per_s": rates["megatron-to-hf"], "copy_bytes_per_s": rates["copy"],
-        "ratio_to_copy": {name: median(map(truediv, seconds["copy"], seconds[name])) for name in seconds if name != "copy"},
+        "bytes": nbytes, "workers": workers, "layout": LAYOUT, "seconds": seconds, "cpu_seconds": cpu,
+        "load": os.getloadavg()[0],
+        "bytes_per_s": rates["hf-to-megatron"], "back_bytes_per_s": rates["megatron-to-hf"],
+        "copy_bytes_per_s": rates["copy"],
+        "ratio_to_copy": {name: median(map(truediv, seconds["copy"],
+                    seconds[name])) for name in seconds if name != "copy"},
         "peak_rss_over_imports_bytes": peak - level_after_imports(),
     }  # fmt: skip
 
@@ -161,8 +171,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--experts", type=int, default=CONFIG["num_experts"], help="in a layer; 64 make 2 GB, 16 make 0.65 GB")
-    parser.add_argument("--folder", type=Path, help="where to write some 8 GB, on the disk that is meant (default: the temporary folder)")
+    parser.add_argument(
+        "--experts", type=int, default=CONFIG["num_experts"], help="in a layer; 64 make 2 GB, 16 make 0.65 GB"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="where to write some 8 GB, on the disk that is meant (default: the temporary folder)",
+    )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as work:
@@ -170,7 +186,10 @@ def main() -> None:
     if options.json:
         print(json.dumps(found))
         return
-    print(f"{found['bytes'] / 1e9:.2f} GB, {LAYOUT}, {found['workers']} workers; seconds of each round, GB/s of the median")
+    print(
+        f"{found['bytes'] / 1e9:.2f} GB, {LAYOUT}, {found['workers']} workers; seconds of each "
+        "round, GB/s of the median"
+    )
     print(f"load of the machine: {found['load']:.1f} on {os.cpu_count()} cores")
     for name, seconds in found["seconds"].items():
         ratio = f"   {found['ratio_to_copy'][name]:.2f} of the copy's speed" if name != "copy" else ""

@@ -2,10 +2,11 @@
 
 python scripts/bench/data.py [--rows 2000000] [--small 200000] [--unique 17000] [--json]
 
-Synthetic parquet files in verl's schema with prompts of 400 characters, in the row groups that pyarrow and pandas write (1,048,576 rows):
-`--unique` prompts again and again, as DAPO-Math-17k has them, and all prompts distinct. Each is read by a process of its own, which then
-draws four batches in shuffled order. `load_peak_mb` is all memory while reading, `peak_mb` that of both, `own_peak_mb` that of both without
-pages of files such as libraries, from which `own_bytes_a_row_more` follows.
+Synthetic parquet files in verl's schema with prompts of 400 characters, in the row groups that pyarrow and pandas write
+(1,048,576 rows):
+`--unique` prompts again and again, as DAPO-Math-17k has them, and all prompts distinct. Each is read by a process of
+its own, which then draws four batches in shuffled order. `load_peak_mb` is all memory while reading, `peak_mb` that of
+both, `own_peak_mb` that of both without pages of files such as libraries, from which `own_bytes_a_row_more` follows.
 """
 
 import argparse
@@ -59,7 +60,10 @@ print(json.dumps({
 def write(path: Path, rows: int, unique: int) -> None:
     """`rows` rows over `unique` prompts."""
     pq.write_table(
-        pa.concat_tables(_part(range(begin, min(begin + ROWS_AT_ONCE, rows)), unique) for begin in range(0, rows, ROWS_AT_ONCE)), path
+        pa.concat_tables(
+            _part(range(begin, min(begin + ROWS_AT_ONCE, rows)), unique) for begin in range(0, rows, ROWS_AT_ONCE)
+        ),
+        path,
     )
 
 
@@ -117,7 +121,10 @@ def main() -> None:
     for name, found in result.items():
         for size in ("small", "large"):
             print(f"{name:10} " + "  ".join(f"{key} {value:,}" for key, value in found[size].items()))
-        print(f"{name:10} {found['times_the_own_peak']} times the memory of its own, {found['own_bytes_a_row_more']} bytes a row more")
+        print(
+            f"{name:10} {found['times_the_own_peak']} times the memory of its own, "
+            f"{found['own_bytes_a_row_more']} bytes a row more"
+        )
 
 
 if __name__ == "__main__":

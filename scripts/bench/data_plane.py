@@ -1,12 +1,13 @@
-"""What a step's data costs the driver: real Ray, engines and ranks without models, responses of the lengths of a large run.
+"""What a step's data costs the driver: real Ray, engines and ranks without models, responses of the lengths of a large
+run.
 
     python scripts/bench/data_plane.py [--before COMMIT] [--responses 64 128 256] [--routes] [--json]
 
-Engines synthesise responses (lognormal lengths: mean 7,385 tokens, 1,190 to 20,480, 3.9 % cut off) and hand them on by the
-product's code; ranks fetch their rows and compute of tokens what is computed beside a model. The driver runs the phases of
-a step. Each size is a run of its own, in a process of its own, so its peak is its own. `--before`: the same with an earlier
-commit's code, checked out into a temporary folder, whose driver held everything. Extrapolated by a line through the
-sizes to 8,192 responses; `error` is the largest relative distance of a size from that line.
+Engines synthesise responses (lognormal lengths: mean 7,385 tokens, 1,190 to 20,480, 3.9 % cut off) and hand them on by
+the product's code; ranks fetch their rows and compute of tokens what is computed beside a model. The driver runs the
+phases of a step. Each size is a run of its own, in a process of its own, so its peak is its own. `--before`: the same
+with an earlier commit's code, checked out into a temporary folder, whose driver held everything. Extrapolated by a line
+through the sizes to 8,192 responses; `error` is the largest relative distance of a size from that line.
 """
 
 import argparse
@@ -40,7 +41,8 @@ def settings(responses: int) -> list[str]:
     return [
         f"data.train_batch_size={responses // N}", f"rollout.n={N}", f"actor.ppo_mini_batch_size={responses // N // 4}",
         f"data.max_response_length={LONGEST}", f"data.max_prompt_length={PROMPT}", f"rollout.num_engines={ENGINES}",
-        f"actor.layout={{world_size: {REPLICAS}, tensor_model_parallel_size: 1, expert_model_parallel_size: 1, sequence_parallel: false}}",
+        f"actor.layout={{world_size: {REPLICAS}, tensor_model_parallel_size: 1, expert_model_parallel_size: 1, "
+        f"sequence_parallel: false}}",
     ]  # fmt: skip
 
 
@@ -75,7 +77,12 @@ class Measured:
         self.rss, self.cpu = rss(), time.process_time()
 
     def of(self, tokens: int, **more) -> dict:
-        return {"tokens": tokens, "driver_peak_bytes": peak() - self.rss, "driver_busy_s": time.process_time() - self.cpu, **more}
+        return {
+            "tokens": tokens,
+            "driver_peak_bytes": peak() - self.rss,
+            "driver_busy_s": time.process_time() - self.cpu,
+            **more,
+        }
 
 
 # ---------------------------------------------------------------- this tree
@@ -112,7 +119,8 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
                     known = rng.integers(0, 127, (PROMPT + tokens, LAYERS, TOPK)).astype(np.int8)
                 log_probs = -rng.random(tokens).astype(np.float32)
                 yield packed([
-                    Sample(request.prompt_id, request.group_id, request.sample_id, 0, request.prompt_ids, ids, log_probs, "stop", 0, known)
+                    Sample(request.prompt_id, request.group_id, request.sample_id, 0, request.prompt_ids, ids,
+                        log_probs, "stop", 0, known)
                 ])  # fmt: skip
 
     class Engine(EngineWorker):
@@ -135,7 +143,9 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
                 rollout = self.rows.batch.rollout_log_probs
                 return self.of_own(self.rows.set_old(rollout + np.float32(1e-4))), (0.0, 1.0)
             if method == "update":
-                return [{"actor/grad_norm": (1.0, 1.0), "actor/skipped_updates": (0.0, 1.0)} for _ in arguments[0]], None
+                return [
+                    {"actor/grad_norm": (1.0, 1.0), "actor/skipped_updates": (0.0, 1.0)} for _ in arguments[0]
+                ], None
             return self.of_own(getattr(self.rows, method)(*arguments))
 
         def of_own(self, found):
@@ -151,7 +161,9 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
             self.ranks = [ray.remote(Rank).options(num_cpus=0).remote() for _ in range(REPLICAS)]
 
         def each(self, method, arguments, phase, interruptible=False):
-            return ray.get([getattr(rank, method).remote(*own) for rank, own in zip(self.ranks, arguments, strict=True)])
+            return ray.get(
+                [getattr(rank, method).remote(*own) for rank, own in zip(self.ranks, arguments, strict=True)]
+            )
 
     engines = RolloutGroup.__new__(RolloutGroup)
     engines.config, engines.poll = config, lambda: None
@@ -208,7 +220,16 @@ def run_before(responses: int, routes: bool, folder: Path) -> dict:
                 ids, known = tuple(rng.integers(1, 1000, tokens).tolist()), None
                 if routes:
                     known = rng.integers(0, 127, (PROMPT + tokens, LAYERS, TOPK)).astype(np.int8)
-                yield [Completion(request.sample_id, ids, tuple((-rng.random(tokens).astype(np.float32)).tolist()), "stop", 0, known)]
+                yield [
+                    Completion(
+                        request.sample_id,
+                        ids,
+                        tuple((-rng.random(tokens).astype(np.float32)).tolist()),
+                        "stop",
+                        0,
+                        known,
+                    )
+                ]
 
     class Rank:
         def log_probs(self, batch):
@@ -285,7 +306,15 @@ def child(side: str, responses: int, routes: bool) -> None:
 def run_side(side: str, code: Path, responses: int, routes: bool) -> dict:
     """A child process with the packages of this environment and the code of a tree."""
     env = os.environ | {"PYTHONPATH": str(code), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, "--child", side, "--responses", str(responses), *(["--routes"] if routes else [])]
+    command = [
+        sys.executable,
+        __file__,
+        "--child",
+        side,
+        "--responses",
+        str(responses),
+        *(["--routes"] if routes else []),
+    ]
     done = subprocess.run(command, cwd=code, env=env, check=True, stdout=subprocess.PIPE, text=True, timeout=900)
     return {"side": side, "responses": responses} | json.loads(done.stdout.splitlines()[-1])
 
@@ -317,7 +346,10 @@ def main() -> None:
         if args.before:
             trees = {"before": Path(folder, "code"), **trees}
             subprocess.run(
-                ["git", "worktree", "add", "--detach", str(trees["before"]), args.before], cwd=ROOT, check=True, capture_output=True
+                ["git", "worktree", "add", "--detach", str(trees["before"]), args.before],
+                cwd=ROOT,
+                check=True,
+                capture_output=True,
             )
         try:
             rows = [run_side(side, code, size, args.routes) for size in args.responses for side, code in trees.items()]
@@ -325,16 +357,20 @@ def main() -> None:
             if args.before:
                 subprocess.run(["git", "worktree", "remove", "--force", str(trees["before"])], cwd=ROOT, check=True)
     full = {
-        side: {key: extrapolated([row for row in rows if row["side"] == side], key) for key in ("driver_peak_bytes", "driver_busy_s")}
+        side: {
+            key: extrapolated([row for row in rows if row["side"] == side], key)
+            for key in ("driver_peak_bytes", "driver_busy_s")
+        }
         for side in trees
     }
     if args.json:
         return print(json.dumps({"rows": rows, "extrapolated": full}))
     for row in rows:
         print(
-            f"{row['side']:7} {row['responses']:6} responses {row['tokens']:10,} tokens  peak {row['driver_peak_bytes'] / 1e6:8.1f} MB "
-            f"({row['driver_peak_bytes'] / row['tokens']:6.2f} B/token)  busy {row['driver_busy_s']:6.2f} s  "
-            f"received/needed {row.get('received_over_needed', float('nan')):.3f}  file {row['samples_bytes_per_token']:.2f} B/token"
+            f"{row['side']:7} {row['responses']:6} responses {row['tokens']:10,} tokens  peak "
+            f"{row['driver_peak_bytes'] / 1e6:8.1f} MB ({row['driver_peak_bytes'] / row['tokens']:6.2f} B/token)  busy "
+            f"{row['driver_busy_s']:6.2f} s  received/needed {row.get('received_over_needed', float('nan')):.3f}  file "
+            f"{row['samples_bytes_per_token']:.2f} B/token"
         )
     for side, values in full.items():
         print(f"{side:7} at {FULL} responses: " + json.dumps(values))

@@ -1,4 +1,7 @@
-"""Speed of the weight digest on one core beside a plain read (int32 sum) of the same memory. `--json` prints one object."""
+"""Speed of the weight digest on one core beside a plain read (int32 sum) of the same memory.
+
+`--json` prints one object.
+"""
 
 import argparse
 import json
@@ -9,7 +12,11 @@ import torch
 
 from mrl.reshard.digest import partial_digest
 
-SHAPES = {"expert [768, 2048]": (768, 2048), "o_proj slice [4096, 1024]": (4096, 1024), "embedding [18992, 4096]": (18992, 4096)}
+SHAPES = {
+    "expert [768, 2048]": (768, 2048),
+    "o_proj slice [4096, 1024]": (4096, 1024),
+    "embedding [18992, 4096]": (18992, 4096),
+}
 
 
 def best_rate(run: Callable[[], object], nbytes: int, repeats: int = 7) -> float:

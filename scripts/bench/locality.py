@@ -45,7 +45,8 @@ def measure(preset: str) -> dict:
 
     def planned(topology: Topology | None) -> ReshardPlan:
         return plan_reshard(
-            model, inputs.train, inputs.rollout, dialect=config.cluster.device, dtype=config.rollout_dtype, topology=topology,
+            model, inputs.train, inputs.rollout, dialect=config.cluster.device, dtype=config.rollout_dtype,
+            topology=topology,
             budget_bytes=sync_budget(config),
         )  # fmt: skip
 
@@ -57,7 +58,9 @@ def measure(preset: str) -> dict:
     through_devices = link_of(replace(inputs, config=with_transport(config, "ipc")))
     found["ordered"]["wire_over_ipc_s"] = round(wire_seconds(plans["ordered"], through_devices), 4)
     steps = {name: round(seconds, 4) for name, seconds in step_seconds(plans["ordered"], inputs.device.sync).items()}
-    return facts | {"even": _row(even.sum(axis=1), float((even / link.rates[:, None]).max()))} | found | {"steps_s": steps}
+    return (
+        facts | {"even": _row(even.sum(axis=1), float((even / link.rates[:, None]).max()))} | found | {"steps_s": steps}
+    )
 
 
 def with_transport(config: RunConfig, kind: str) -> RunConfig:
@@ -106,7 +109,9 @@ def standing(plan: ReshardPlan, other: ReshardPlan) -> ReshardPlan:
 def main() -> None:
     """Prints a table, or one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("presets", nargs="*", default=PRESETS, metavar="PRESET", help="folder and name below parallel_configs")
+    parser.add_argument(
+        "presets", nargs="*", default=PRESETS, metavar="PRESET", help="folder and name below parallel_configs"
+    )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     rows = [measure(preset) for preset in args.presets]

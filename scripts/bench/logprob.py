@@ -2,7 +2,8 @@
 
     python scripts/bench/logprob.py [--json] [--tokens 4096 --hidden 1024 --vocab 151936 --rounds 3]
 
-Each side runs in a process of its own, in turns; memory is the peak of the resident set over the level before the first operation.
+Each side runs in a process of its own, in turns; memory is the peak of the resident set over the level before the first
+operation.
 """
 
 import argparse
@@ -31,9 +32,22 @@ def main() -> None:
     check = [found[0]["log_prob"] for found in runs.values()]
     if abs(check[0] - check[1]) > 1e-4:
         raise SystemExit(f"the two sides disagree: {check}")
-    report = {f"{side}_{key}": statistics.median(r[key] for r in found) for side, found in runs.items() for key in ("s", "peak_bytes")}
-    report |= {"chunk": CHUNK, "tokens": options.tokens, "hidden": options.hidden, "vocab": options.vocab, "dtype": "float32"}
-    report |= {"memory_ratio": report["plain_peak_bytes"] / report["lean_peak_bytes"], "time_ratio": report["plain_s"] / report["lean_s"]}
+    report = {
+        f"{side}_{key}": statistics.median(r[key] for r in found)
+        for side, found in runs.items()
+        for key in ("s", "peak_bytes")
+    }
+    report |= {
+        "chunk": CHUNK,
+        "tokens": options.tokens,
+        "hidden": options.hidden,
+        "vocab": options.vocab,
+        "dtype": "float32",
+    }
+    report |= {
+        "memory_ratio": report["plain_peak_bytes"] / report["lean_peak_bytes"],
+        "time_ratio": report["plain_s"] / report["lean_s"],
+    }
     if options.json:
         print(json.dumps(report))
         return

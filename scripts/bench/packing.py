@@ -2,9 +2,9 @@
 
     python scripts/bench/packing.py [--json]
 
-Lengths follow a published DAPO log (mean 7,385 tokens, shortest 1,190, longest 20,480): log-normal, cut at both ends. The
-layout has TP 4 with sequence parallelism and CP 2, so a sequence is a multiple of 4 tokens long and a pack of 16. Cost is FLOPs of
-Qwen3-30B-A3B, attention's square included.
+Lengths follow a published DAPO log (mean 7,385 tokens, shortest 1,190, longest 20,480): log-normal, cut at both ends.
+The layout has TP 4 with sequence parallelism and CP 2, so a sequence is a multiple of 4 tokens long and a pack of 16.
+Cost is FLOPs of Qwen3-30B-A3B, attention's square included.
 """
 
 import argparse
@@ -33,7 +33,9 @@ def main() -> None:
         return
     print(f"{'samples':>8}{'dp':>5}{'padding':>10}{'imbalance':>12}{'tokens imbalance':>18}{'seconds':>9}")
     for row in rows:
-        padding, cost, tokens = (f"{100 * row[key]:.4f} %" for key in ("padding_share", "dp_imbalance", "token_imbalance"))
+        padding, cost, tokens = (
+            f"{100 * row[key]:.4f} %" for key in ("padding_share", "dp_imbalance", "token_imbalance")
+        )
         print(f"{row['samples']:>8}{row['dp']:>5}{padding:>10}{cost:>12}{tokens:>18}{row['seconds']:>9.3f}")
 
 
@@ -52,7 +54,12 @@ def _case(samples: int, dp: int) -> dict[str, float]:
     model = known_spec(MODEL)
     per_pair = forward_flops_per_token(model, 2.0) - forward_flops_per_token(model, 1.0)
     splitter = Splitter(
-        SHAPE, dp, micro_batch_size=1, max_tokens=LONGEST, per_token=forward_flops_per_token(model, 1.0) - per_pair, per_pair=per_pair
+        SHAPE,
+        dp,
+        micro_batch_size=1,
+        max_tokens=LONGEST,
+        per_token=forward_flops_per_token(model, 1.0) - per_pair,
+        per_pair=per_pair,
     )
     tokens = lengths(samples)
     start = time.perf_counter()
@@ -61,7 +68,8 @@ def _case(samples: int, dp: int) -> dict[str, float]:
     loads = np.array([sum(tokens[micro.rows].sum() for micro in rank if not micro.is_filler) for rank in shares])
     return {
         "samples": samples, "dp": dp, "padding_share": splitter.padding_share(tokens, shares),
-        "dp_imbalance": splitter.imbalance(tokens, shares), "token_imbalance": float(loads.max() / loads.mean() - 1), "seconds": seconds,
+        "dp_imbalance": splitter.imbalance(tokens, shares), "token_imbalance": float(loads.max() / loads.mean() - 1),
+        "seconds": seconds,
         "micro_batches": len(shares[0]), "mean_tokens": float(tokens.mean()),
     }  # fmt: skip
 

@@ -2,8 +2,10 @@
 
 python scripts/bench/plan.py [--json] [--gbps 400]        no device, no weights; about a minute
 
-Seconds of the wire are predictions: round after round as long as its busiest adapter needs, one adapter a device, 92 % of its rate usable.
-`ingress` is what one worker must receive over its adapter; `bound` also counts what the ranks of a pipeline stage must send.
+Seconds of the wire are predictions: round after round as long as its busiest adapter needs, one adapter a device, 92 %
+of its rate usable.
+`ingress` is what one worker must receive over its adapter; `bound` also counts what the ranks of a pipeline stage must
+send.
 """
 
 import argparse
@@ -72,7 +74,10 @@ def measure(trainer: Trainer, tensor: int, data: int, expert: int, link: Link) -
     del summary["sent_bytes"]
     if received > HBM_BYTES:
         return None
-    names = {"trainer": str(trainer), "rollout": f"{engines} x TP{tensor}" + (f"-DP{data}-EP{expert}" if expert > 1 else "")}
+    names = {
+        "trainer": str(trainer),
+        "rollout": f"{engines} x TP{tensor}" + (f"-DP{data}-EP{expert}" if expert > 1 else ""),
+    }
     return names | summary | {
         "plan_cpu_seconds": used,
         "json_bytes": len(text),
@@ -100,9 +105,10 @@ def main() -> None:
     )
     for row in rows:
         print(
-            f"{row['trainer']:38} {row['rollout']:20} {row['bytes_of_a_worker'] / 1e9:6.2f} {row['ingress_seconds']:8.4f} "
-            f"{row['bound_seconds']:8.4f} {row['seconds_of']['wire']:9.4f} {row['predicted_over_bound']:6.3f} {row['rounds']:6d} "
-            f"{row['plan_seconds']:7.2f} {row['json_bytes'] / 1e6:8.2f}"
+            f"{row['trainer']:38} {row['rollout']:20} {row['bytes_of_a_worker'] / 1e9:6.2f} "
+            f"{row['ingress_seconds']:8.4f} {row['bound_seconds']:8.4f} {row['seconds_of']['wire']:9.4f} "
+            f"{row['predicted_over_bound']:6.3f} {row['rounds']:6d} {row['plan_seconds']:7.2f} "
+            f"{row['json_bytes'] / 1e6:8.2f}"
         )
     print(
         f"predicted, not measured: {args.gbps:g} Gb/s a device, {100 * USABLE:g} % usable; "

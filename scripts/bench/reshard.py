@@ -1,18 +1,22 @@
-"""Seconds and memory of one weight sync: four Megatron ranks (TP2, PP2, EP2) to one vLLM worker, a float32 Qwen3-MoE of about 0.43 GB.
+"""Seconds and memory of one weight sync: four Megatron ranks (TP2, PP2, EP2) to one vLLM worker, a float32 Qwen3-MoE of
+about 0.43 GB.
 
 python scripts/bench/reshard.py [--repeat 5] [--budget-mb 16] [--json]
 
-Everything is measured in one run, in the same processes, after a warm-up; times are medians and wall clock of the slowest process.
+Everything is measured in one run, in the same processes, after a warm-up; times are medians and wall clock of the
+slowest process.
 
 export_s      the bridge gathers every full tensor on every rank: what the slow path begins with
 wire_s        pack, send, unpack, into plain tensors in load layout
 reference_s   the same bytes in the same rounds and messages, packed and unpacked as one contiguous block each
-digest_s      both sides' digests, the slower side; finalise_s: vLLM processes what was written; read_back_s: what it then holds is read
+digest_s      both sides' digests, the slower side; finalise_s: vLLM processes what was written; read_back_s: what it
+              then holds is read
 total_s       the whole sync with all of these, verified
-floor         what of this cannot be left out, each alone in the engine's process, with the same sizes: copy_s (every byte of the
-              experts once), pack_s (vLLM's operator puts them into the kernel's layout), digest_s (one pass), identity_s (linears that
-              vLLM packs out of sight are read back), pack_linears_s (vLLM packs them); sum_s: two copies, two digests and one of each
-              of the others. vllm_pack_s: the experts as vLLM's own reload packs them, into fresh memory that is copied afterwards
+floor         what of this cannot be left out, each alone in the engine's process, with the same sizes: copy_s (every
+              byte of the experts once), pack_s (vLLM's operator puts them into the kernel's layout), digest_s (one
+              pass), identity_s (linears that vLLM packs out of sight are read back), pack_linears_s (vLLM packs them);
+              sum_s: two copies, two digests and one of each of the others. vllm_pack_s: the experts as vLLM's own
+              reload packs them, into fresh memory that is copied afterwards
 peak_extra_bytes   resident memory at its peak over that before transports were opened, at two depths of the model
 """
 
@@ -30,7 +34,12 @@ from statistics import median
 from typing import Any
 
 LAYERS = (8, 4)
-TRAIN = {"world_size": 4, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}
+TRAIN = {
+    "world_size": 4,
+    "tensor_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 2,
+    "expert_model_parallel_size": 2,
+}
 GOALS = {"wire": 1.5, "digest_s": 0.10, "shm": 1 / 10, "gloo": 1 / 3}
 KINDS = {"shm": "shm", "gloo": "p2p"}
 _DEADLINE_S = 400.0
@@ -39,10 +48,13 @@ _DEADLINE_S = 400.0
 def hf_config(layers: int) -> dict[str, Any]:
     """107 million parameters at 8 layers, nearly all in experts."""
     return {
-        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 512, "num_hidden_layers": layers,
-        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 2048, "intermediate_size": 512,
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 512,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 2048,
+        "intermediate_size": 512,
         "moe_intermediate_size": 256, "num_experts": 32, "num_experts_per_tok": 2, "norm_topk_prob": True,
-        "max_position_embeddings": 256, "rope_theta": 1e4, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu",
+        "max_position_embeddings": 256, "rope_theta": 1e4, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+        "hidden_act": "silu",
         "torch_dtype": "float32",
     }  # fmt: skip
 
@@ -58,7 +70,10 @@ def write_model(folder: Path, layers: int) -> Path:
     config, random = hf_config(layers), np.random.default_rng(0)
     (folder / "config.json").write_text(json.dumps(config))
     specs = tensor_specs(model_spec(config))
-    save_file({s.name: random.standard_normal(s.shape, np.float32) * np.float32(0.05) for s in specs}, folder / "model.safetensors")
+    save_file(
+        {s.name: random.standard_normal(s.shape, np.float32) * np.float32(0.05) for s in specs},
+        folder / "model.safetensors",
+    )
     return folder
 
 
@@ -96,7 +111,8 @@ class Rank:
         torch.set_num_threads(1)
         config = RunConfig.model_validate({
             "model": {"path": str(model), "dtype": "float32"}, "actor": {"layout": TRAIN, "ppo_mini_batch_size": 1},
-            "data": {"train_batch_size": 1}, "cluster": {"device": "cpu", "n_gpus_per_node": 5}, "trainer": {"total_training_steps": 1},
+            "data": {"train_batch_size": 1}, "cluster": {"device": "cpu", "n_gpus_per_node": 5},
+            "trainer": {"total_training_steps": 1},
         })  # fmt: skip
         self.number, self.actor, self.sender = number, MegatronActor(config, number, 4, "127.0.0.1", port), None
         self.shards, self.memory = LocalParameters(self.actor.chunks), Memory()
@@ -154,8 +170,10 @@ class Engine:
         from mrl.vllm.receive import adapter_module
 
         self._llm = LLM(  # kept: collecting it takes the model from the worker
-            model=str(model), dtype="float32", skip_tokenizer_init=True, max_model_len=128, max_num_seqs=4, enforce_eager=True,
-            enable_chunked_prefill=False, max_num_batched_tokens=128, weight_transfer_config=WeightTransferConfig(backend="mrl"),
+            model=str(model), dtype="float32", skip_tokenizer_init=True, max_model_len=128, max_num_seqs=4,
+            enforce_eager=True,
+            enable_chunked_prefill=False, max_num_batched_tokens=128,
+            weight_transfer_config=WeightTransferConfig(backend="mrl"),
             worker_extension_cls=f"{adapter_module()}.WorkerExtension",
         )  # fmt: skip
         self.worker = self._llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
@@ -281,7 +299,8 @@ class Process:
     def __init__(self, folder: Path, name: str, arguments: list[str], environment: dict[str, str]):
         self.name, self._log = name, folder / f"{name}.log"
         self._process = subprocess.Popen(
-            [sys.executable, __file__, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log.open("w"), text=True,
+            [sys.executable, __file__, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=self._log.open("w"), text=True,
             env=os.environ | environment,
         )  # fmt: skip
 
@@ -314,7 +333,8 @@ class World:
         engine_environment = hosting.engine_environment(0, 1, 1, 1) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         self.engine = Process(folder, f"engine-{layers}", ["--engine", str(model)], engine_environment)
         self.ranks = [
-            Process(folder, f"rank-{layers}-{r}", ["--rank", str(r), str(model), port], hosting.actor_environment()) for r in range(4)
+            Process(folder, f"rank-{layers}-{r}", ["--rank", str(r), str(model), port], hosting.actor_environment())
+            for r in range(4)
         ]
         self.updates = 0
         self.config = hf_config(layers)
@@ -339,8 +359,10 @@ class World:
         from mrl.reshard.setup import SyncSetup
 
         setup = SyncSetup(
-            hf_config=self.config, train=TRAIN, rollout={"num_engines": 1, "tensor": 1, "data": 1, "expert": 1}, dialect="cpu",
-            dtype="float32", topology={"ranks": [[0, r] for r in range(4)], "workers": [[0, 4]]}, budget_bytes=budget, timeout_s=60.0,
+            hf_config=self.config, train=TRAIN, rollout={"num_engines": 1, "tensor": 1, "data": 1, "expert": 1},
+            dialect="cpu",
+            dtype="float32", topology={"ranks": [[0, r] for r in range(4)], "workers": [[0, 4]]}, budget_bytes=budget,
+            timeout_s=60.0,
             transport={"kind": kind, "name": f"bench-{uuid.uuid4().hex[:8]}", "address": f"127.0.0.1:{free_port()}"},
         )  # fmt: skip
         _, answers = self.call("connect", setup.to_json())
@@ -370,12 +392,21 @@ def measure_times(world: World, kind: str, budget: int, repeat: int) -> tuple[di
     from mrl.reshard.sync_report import disagreements
 
     setup, needed = world.connect(kind, budget)
-    found: dict[str, list[float]] = {"wire_s": [], "reference_s": [], "total_s": [], "digest_s": [], "finalise_s": [], "read_back_s": []}
+    found: dict[str, list[float]] = {
+        "wire_s": [],
+        "reference_s": [],
+        "total_s": [],
+        "digest_s": [],
+        "finalise_s": [],
+        "read_back_s": [],
+    }
     for number in range(repeat + 1):
         wire, _ = world.transfer("wire")
         reference, _ = world.transfer("reference")
         total, (report, *sends) = world.transfer("sync")
-        if wrong := disagreements(setup, [s | {"digests": {int(w): d for w, d in s["digests"].items()}} for s in sends], [report]):
+        if wrong := disagreements(
+            setup, [s | {"digests": {int(w): d for w, d in s["digests"].items()}} for s in sends], [report]
+        ):
             raise SystemExit(f"not verified: {wrong[0]}")
         if number == 0:  # warm-up
             continue
@@ -394,7 +425,12 @@ def measure(folder: Path, budget: int, repeat: int) -> dict[str, Any]:
     """Everything: see the module's docstring."""
     from mrl.model.vllm_parameters import target_parameters
 
-    result: dict[str, Any] = {"budget_bytes": budget, "repeat": repeat, "peak_extra_bytes": {}, "peak_allowed_bytes": {}}
+    result: dict[str, Any] = {
+        "budget_bytes": budget,
+        "repeat": repeat,
+        "peak_extra_bytes": {},
+        "peak_allowed_bytes": {},
+    }
     for layers in LAYERS:
         world = World(folder, layers)
         try:
@@ -404,7 +440,11 @@ def measure(folder: Path, budget: int, repeat: int) -> dict[str, Any]:
                 for name, kind in KINDS.items():
                     result[name], setup, needed = measure_times(world, kind, budget, repeat)
                 exports = [max(world.call("export", of=world.ranks)[1]) for _ in range(repeat + 1)][1:]
-                result |= {"export_s": round(median(exports), 4), "bytes_required": needed, "bytes_moved": result["shm"]["bytes_moved"]}
+                result |= {
+                    "export_s": round(median(exports), 4),
+                    "bytes_required": needed,
+                    "bytes_moved": result["shm"]["bytes_moved"],
+                }
                 (floor,) = world.call("floor", of=[world.engine])[1]
                 result["floor"] = {name: round(seconds, 4) for name, seconds in floor.items()}
         finally:
@@ -446,7 +486,10 @@ def main() -> None:
     if args.rank or args.engine:
         answers = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)  # what libraries print is no answer
-        serve(Rank(int(args.rank[0]), Path(args.rank[1]), int(args.rank[2])) if args.rank else Engine(Path(args.engine)), answers)
+        serve(
+            Rank(int(args.rank[0]), Path(args.rank[1]), int(args.rank[2])) if args.rank else Engine(Path(args.engine)),
+            answers,
+        )
         os._exit(0)  # vLLM's own teardown waits for seconds
     with tempfile.TemporaryDirectory() as folder:
         result = measure(Path(folder), args.budget_mb * 2**20, args.repeat)
@@ -455,13 +498,19 @@ def main() -> None:
         print(json.dumps(result))
         return
     print(
-        f"{result['bytes_moved'] / 1e9:.3f} GB moved, {result['bytes_required'] / 1e9:.3f} GB required; export {result['export_s']:.3f} s"
+        f"{result['bytes_moved'] / 1e9:.3f} GB moved, {result['bytes_required'] / 1e9:.3f} GB required; export "
+        f"{result['export_s']:.3f} s"
     )
     for name in KINDS:
-        print(f"{name:6}" + "  ".join(f"{key} {value:.3f}" for key, value in result[name].items() if key.endswith("_s")))
+        print(
+            f"{name:6}" + "  ".join(f"{key} {value:.3f}" for key, value in result[name].items() if key.endswith("_s"))
+        )
     print("floor " + "  ".join(f"{key} {value:.3f}" for key, value in result["floor"].items()))
     for depth, kinds in result["peak_extra_bytes"].items():
-        print(f"peak extra MiB at {depth}: { ({n: {s: round(b / 2**20, 1) for s, b in sides.items()} for n, sides in kinds.items()}) }")
+        print(
+            f"peak extra MiB at {depth}: "
+            f"{ ({n: {s: round(b / 2**20, 1) for s, b in sides.items()} for n, sides in kinds.items()}) }"
+        )
     print(f"allowed MiB: { ({s: round(b / 2**20, 1) for s, b in result['peak_allowed_bytes'].items()}) }")
     for goal, is_met in result["goals"].items():
         print(f"{'met   ' if is_met else 'MISSED'} {goal}")

@@ -1,6 +1,8 @@
-"""Where a step's time goes in the tiny run, and the share that is neither generation, log-probs, update nor sync (goal: under 5 %).
+"""Where a step's time goes in the tiny run, and the share that is neither generation, log-probs, update nor sync (goal:
+under 5 %).
 
-python scripts/bench/step.py [--steps 12] [--json]        trains in a temporary folder; needs tiny-world/ (scripts/make_tiny_world.py)
+python scripts/bench/step.py [--steps 12] [--json]        trains in a temporary folder; needs tiny-world/
+                                                          (scripts/make_tiny_world.py)
 python scripts/bench/step.py --run-dir runs/tiny-moe      reads a run that is there
 """
 
@@ -28,7 +30,9 @@ def run_steps(folder: Path, steps: int) -> Path:
 
 
 def measure(run_dir: Path) -> dict:
-    """Median seconds a phase and the overhead share of all, over the steps after the first that neither validate nor save."""
+    """Median seconds a phase and the overhead share of all,
+    over the steps after the first that neither validate nor save.
+    """
     rows = [r for r in read_metrics(run_dir / METRICS) if r["training/global_step"] > 1]
     rows = [r for r in rows if not {"timing_s/testing", "timing_s/save_checkpoint"} & r.keys()]
     if not rows:
@@ -53,7 +57,10 @@ def main() -> None:
         return
     for name, seconds in sorted(result["phases"].items(), key=lambda item: -item[1]):
         print(f"{name:16} {seconds:8.3f} s")
-    print(f"overhead share   {100 * result['overhead_share']:8.2f} %   (median of {result['steps']} steps; goal: under 5 %)")
+    print(
+        f"overhead share   {100 * result['overhead_share']:8.2f} %   (median of "
+        f"{result['steps']} steps; goal: under 5 %)"
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """Answers scored in a second: simple ones (exact comparison), expressions (math-verify), with one worker and with more.
 
-python scripts/bench/verifier.py [--answers 20000] [--workers 2] [--json]        goal: 2,000 simple answers a second on one worker
+python scripts/bench/verifier.py [--answers 20000] [--workers 2] [--json]
+
+Goal: 2,000 simple answers a second on one worker.
 """
 
 import argparse
@@ -26,7 +28,10 @@ THINKING = "First we look at the numbers and then at what they say. " * 40  # a 
 def items(pairs: list[tuple[str, str]], count: int) -> list[RewardItem]:
     """`count` responses that box the pairs' answers in turn."""
     chosen = (pairs[i % len(pairs)] for i in range(count))
-    return [RewardItem(i, "math", rf"{THINKING}The answer is \boxed{{{answer}}}.", truth) for i, (truth, answer) in enumerate(chosen)]
+    return [
+        RewardItem(i, "math", rf"{THINKING}The answer is \boxed{{{answer}}}.", truth)
+        for i, (truth, answer) in enumerate(chosen)
+    ]
 
 
 def answers_per_s(batch: list[RewardItem], workers: int) -> float:

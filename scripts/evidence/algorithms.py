@@ -1,4 +1,5 @@
-"""Held-out scores of several algorithms over several seeds, from the folders ALGORITHM-SEED of one directory: a table, a figure, a verdict.
+"""Held-out scores of several algorithms over several seeds, from the folders ALGORITHM-SEED of one directory: a table,
+a figure, a verdict.
 
 python scripts/evidence/algorithms.py runs/algorithms
 """
@@ -36,11 +37,21 @@ class Curve:
 def read(run_dir: Path) -> Curve:
     """Raises SystemExit where the run was never validated twice."""
     rows = read_metrics(run_dir / METRICS)
-    points = [(row["training/global_step"], v) for row in rows for k, v in row.items() if k.startswith("val-core/") and "/mean@" in k]
+    points = [
+        (row["training/global_step"], v)
+        for row in rows
+        for k, v in row.items()
+        if k.startswith("val-core/") and "/mean@" in k
+    ]
     if len(points) < 2:
         raise SystemExit(f"{run_dir} holds fewer than two validations")
     seconds = sum(row.get("timing_s/step", 0.0) for row in rows)
-    return Curve(int(run_dir.name.rpartition("-")[2]), points, seconds, sum(row.get("train/num_gen_batches", 0.0) for row in rows))
+    return Curve(
+        int(run_dir.name.rpartition("-")[2]),
+        points,
+        seconds,
+        sum(row.get("train/num_gen_batches", 0.0) for row in rows),
+    )
 
 
 def draw(curves: dict[str, list[Curve]], path: Path) -> None:
@@ -56,7 +67,9 @@ def draw(curves: dict[str, list[Curve]], path: Path) -> None:
             axes.plot(*zip(*run.points, strict=True), color=f"C{number}", alpha=0.35, linewidth=0.9)
         steps = [step for step, _ in runs[0].points]
         mean = np.mean([[score for _, score in run.points] for run in runs], axis=0)
-        axes.plot(steps, mean, "o-", color=f"C{number}", linewidth=2, markersize=4, label=f"{name}, mean of {len(runs)} seeds")
+        axes.plot(
+            steps, mean, "o-", color=f"C{number}", linewidth=2, markersize=4, label=f"{name}, mean of {len(runs)} seeds"
+        )
     axes.set(xlabel="step", ylabel="held-out exact match", title="Tiny Qwen3-MoE from the same start")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
@@ -104,7 +117,8 @@ def main() -> None:
     stuck = [name for name, runs in curves.items() if name != CONTROL and min(run.gain for run in runs) <= moved]
     if moved > CONTROL_POINTS or stuck:
         raise SystemExit(
-            f"a goal was missed: the control moved by {moved:.1f} points; no more than that gained: {', '.join(stuck) or 'none'}"
+            f"a goal was missed: the control moved by {moved:.1f} points; no more than that gained: "
+            f"{', '.join(stuck) or 'none'}"
         )
 
 

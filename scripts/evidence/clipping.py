@@ -1,9 +1,12 @@
-"""How much of the same batch GSPO and GRPO clip: stored rollouts, real updates of one actor, both fractions on the same log-ratios.
+"""How much of the same batch GSPO and GRPO clip: stored rollouts, real updates of one actor, both fractions on the same
+log-ratios.
 
-    python scripts/evidence/clipping.py --world long-world --json docs/results/clipping.json --plot docs/results/clipping.png
+    python scripts/evidence/clipping.py --world long-world --json docs/results/clipping.json --plot
+    docs/results/clipping.png
 
-Responses are sampled once from the world's checkpoint and scored; the actor is then updated on them with GRPO's loss, once for each
-learning rate from the same start, and after each update the log-ratios of all tokens to the sampling policy are taken. Both fractions are
+Responses are sampled once from the world's checkpoint and scored; the actor is then updated on them with GRPO's loss,
+once for each learning rate from the same start, and after each update the log-ratios of all tokens to the sampling
+policy are taken. Both fractions are
 those of the training loss itself: tokens whose clipped side is taken, under GSPO those of whole responses.
 """
 
@@ -30,7 +33,8 @@ from mrl.record.metrics import reduce_parts
 
 SCRIPTS = Path(__file__).resolve().parents[1]
 PRESET = SCRIPTS.parent / "parallel_configs" / "long-moe" / "cpu.yaml"
-GRPO = PolicyLossParameters("vanilla", "seq-mean-token-mean", clip_ratio_low=0.2, clip_ratio_high=0.27)  # the GSPO paper's own baseline
+# the GSPO paper's own baseline
+GRPO = PolicyLossParameters("vanilla", "seq-mean-token-mean", clip_ratio_low=0.2, clip_ratio_high=0.27)
 GSPO = PolicyLossParameters("gspo", "seq-mean-token-mean", clip_ratio_low=3e-4, clip_ratio_high=4e-4)
 SHORTEST = 256  # tokens; shorter responses are left out
 BAND = (1e-3, 2e-2)  # of GRPO's fraction, where the two are compared
@@ -55,7 +59,10 @@ class Row:
 
 
 def rollouts(world: Path, prompts: int, n: int, seed: int) -> TrainBatch:
-    """Responses of at least SHORTEST tokens with their advantages; without log-probs. Makes the world where it is not there yet."""
+    """Responses of at least SHORTEST tokens with their advantages; without log-probs.
+
+    Makes the world where it is not there yet.
+    """
     sys.path.insert(0, str(SCRIPTS))
     from counting_reward import compute_score
     from make_long_world import Counting, answer, build, prompt_ids, sample, split_starts
@@ -70,7 +77,17 @@ def rollouts(world: Path, prompts: int, n: int, seed: int) -> TrainBatch:
     long = [i for i, ids in enumerate(drawn) if len(ids) >= SHORTEST]
     scores = [compute_score("", tokenizer.decode(drawn[i], skip_special_tokens=True), answer(starts[i])) for i in long]
     samples = [
-        Sample(starts[i], starts[i], i, 0, tuple(prompt_ids(tokenizer, starts[i])), tuple(drawn[i]), (0.0,) * len(drawn[i]), "stop", 0)
+        Sample(
+            starts[i],
+            starts[i],
+            i,
+            0,
+            tuple(prompt_ids(tokenizer, starts[i])),
+            tuple(drawn[i]),
+            (0.0,) * len(drawn[i]),
+            "stop",
+            0,
+        )
         for i in long
     ]
     batch = TrainBatch.of(packed(samples), 1.0)
@@ -80,16 +97,21 @@ def rollouts(world: Path, prompts: int, n: int, seed: int) -> TrainBatch:
 
 
 def updates_at(world: Path, batch: TrainBatch, lr: float, updates: int) -> tuple[list[Row], np.ndarray]:
-    """Rows of each update at one learning rate, and the log-ratios [response tokens] after the last; always the same start."""
+    """Rows of each update at one learning rate, and the log-ratios [response tokens] after the last;
+    always the same start.
+    """
     from mrl.megatron.actor import MegatronActor
 
     rows_a_batch = -(-len(batch) // updates)
     settings = {
         "model.path": world / "model", "actor.optim.lr": lr, "actor.optim.lr_warmup_steps": 0, "rollout.n": 1,
         "actor.ppo_mini_batch_size": rows_a_batch, "data.train_batch_size": rows_a_batch * updates,
-        "actor.layout": "{world_size: 1, tensor_model_parallel_size: 1, expert_model_parallel_size: 1, sequence_parallel: false}",
+        "actor.layout": "{world_size: 1, tensor_model_parallel_size: 1, expert_model_parallel_size: 1, "
+                        "sequence_parallel: false}",
     }  # fmt: skip
-    actor = MegatronActor(load_config(PRESET, "grpo", [f"{k}={v}" for k, v in settings.items()]).config, 0, 1, "127.0.0.1", free_port())
+    actor = MegatronActor(
+        load_config(PRESET, "grpo", [f"{k}={v}" for k, v in settings.items()]).config, 0, 1, "127.0.0.1", free_port()
+    )
     order = np.random.default_rng(0).permutation(len(batch))  # an update sees responses to all prompts
     old = log_probs(actor, batch)
     batch, rows = replace(batch, old_log_probs=old), []
@@ -115,10 +137,18 @@ def measured(lr: float, update: int, batch: TrainBatch, new: np.ndarray) -> Row:
     tensors = [torch.from_numpy(in_rows(x, mask)).double() for x in (new, batch.old_log_probs, batch.advantages)]
     inputs = LossInputs(*tensors, torch.from_numpy(mask))
     grpo, gspo = (
-        reduce_parts([to_floats(policy_loss(parameters, inputs, count(inputs.response_mask)).metrics)]) for parameters in (GRPO, GSPO)
+        reduce_parts([to_floats(policy_loss(parameters, inputs, count(inputs.response_mask)).metrics)])
+        for parameters in (GRPO, GSPO)
     )
     log_ratio = new - batch.old_log_probs
-    return Row(lr, update, grpo["actor/pg_clipfrac"], gspo["actor/pg_clipfrac"], float(log_ratio.std()), gspo["actor/log_seq_ratio_std"])
+    return Row(
+        lr,
+        update,
+        grpo["actor/pg_clipfrac"],
+        gspo["actor/pg_clipfrac"],
+        float(log_ratio.std()),
+        gspo["actor/log_seq_ratio_std"],
+    )
 
 
 def draw(rows: list[Row], log_ratio: np.ndarray, lengths: np.ndarray, chosen: Row, path: Path) -> None:
@@ -143,7 +173,12 @@ def draw(rows: list[Row], log_ratio: np.ndarray, lengths: np.ndarray, chosen: Ro
     left.set_title(f"lr {chosen.lr:g}, after the last update; dashed: GRPO's band, dotted: GSPO's", fontsize=9)
     left.legend(fontsize=8)
     for name, marker in (("gspo", "o"), ("grpo", "s")):
-        right.plot([r.token_std for r in rows], [getattr(r, name) for r in rows], marker, label=f"{name.upper()}'s clipped fraction")
+        right.plot(
+            [r.token_std for r in rows],
+            [getattr(r, name) for r in rows],
+            marker,
+            label=f"{name.upper()}'s clipped fraction",
+        )
     right.axhspan(*BAND, alpha=0.1, color="C1", label="where they are compared")
     right.set(xlabel="standard deviation of the token log ratio", ylabel="clipped fraction", xscale="log", yscale="log")
     right.grid(alpha=0.3)
@@ -165,14 +200,17 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     batch = rollouts(args.world, args.prompts, args.n, seed=0)
-    print(f"{len(batch)} responses of {int(batch.response_lengths.min())} to {int(batch.response_lengths.max())} tokens")
+    print(
+        f"{len(batch)} responses of {int(batch.response_lengths.min())} to {int(batch.response_lengths.max())} tokens"
+    )
     print(f"{'lr':>8} {'update':>6} {'GRPO':>10} {'GSPO':>10} {'times':>8} {'std token':>10} {'std seq':>10}")
     rows, best = [], None
     for lr in args.lrs:
         found, log_ratio = updates_at(args.world, batch, lr, args.updates)
         for r in found:
             print(
-                f"{r.lr:8g} {r.update:6d} {r.grpo:10.5f} {r.gspo:10.5f} {r.times:8.1f} {r.token_std:10.5f} {r.sequence_std:10.6f}",
+                f"{r.lr:8g} {r.update:6d} {r.grpo:10.5f} {r.gspo:10.5f} {r.times:8.1f} "
+                f"{r.token_std:10.5f} {r.sequence_std:10.6f}",
                 flush=True,
             )
         rows += found
@@ -180,12 +218,17 @@ def main() -> None:
             best = (found[-1], log_ratio)
     inside = [r for r in rows if BAND[0] <= r.grpo <= BAND[1]]
     if best is None:
-        raise SystemExit(f"no learning rate of {args.lrs} brings GRPO's clipped fraction to {BAND[0]:.1%} - {BAND[1]:.0%}; try others")
+        raise SystemExit(
+            f"no learning rate of {args.lrs} brings GRPO's clipped fraction to {BAND[0]:.1%} - "
+            f"{BAND[1]:.0%}; try others"
+        )
     draw(rows, best[1], batch.response_lengths, best[0], args.plot)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
     facts = {
-        "commit": commit, "command": "scripts/evidence/clipping.sh", "responses": len(batch), "shortest": int(batch.response_lengths.min()),
-        "mean_length": round(float(batch.response_lengths.mean()), 1), "grpo_band": [0.2, 0.27], "gspo_band": [3e-4, 4e-4],
+        "commit": commit, "command": "scripts/evidence/clipping.sh", "responses": len(batch),
+        "shortest": int(batch.response_lengths.min()),
+        "mean_length": round(float(batch.response_lengths.mean()), 1), "grpo_band": [0.2, 0.27],
+        "gspo_band": [3e-4, 4e-4],
         "rows": [vars(r) | {"times": None if not r.grpo else round(r.times, 1)} for r in rows],
         "least_times_within_goal": round(min(r.times for r in inside), 1),
         "goal": f"GSPO's clipped fraction >= {GOAL:g} x GRPO's wherever GRPO's is {BAND[0]:.1%} to {BAND[1]:.0%}",

@@ -1,11 +1,13 @@
-"""kill -9 of a process in the middle of every hand-over of a colocated step, and what goes on from there: not one bit differs.
+"""kill -9 of a process in the middle of every hand-over of a colocated step, and what goes on from there: not one bit
+differs.
 
 python scripts/evidence/colocated.py --world tiny-world --work runs/colocated --out docs/results/colocated.json
 
-Actor and engine take turns on the same two "devices" of a CPU. One run is left alone. Another one is ended again and again, each time
-in the second step after it was resumed, at one call to all ranks or engines; after every end, and at the last step, its metrics
-(clocks left out) are held against those of the first, and so is its last checkpoint. With SIGTERM it finishes what must not be left
-half-done, saves, and exits 5. What was done is kept in the work folder: with --for SECONDS the next call goes on there.
+Actor and engine take turns on the same two "devices" of a CPU. One run is left alone. Another one is ended again and
+again, each time in the second step after it was resumed, at one call to all ranks or engines; after every end, and at
+the last step, its metrics (clocks left out) are held against those of the first, and so is its last checkpoint. With
+SIGTERM it finishes what must not be left half-done, saves, and exits 5. What was done is kept in the work folder: with
+--for SECONDS the next call goes on there.
 """
 
 import argparse
@@ -33,7 +35,10 @@ RUN_S = 400.0  # deadline of one start
 
 @dataclass(frozen=True)
 class Point:
-    """A call of the second step of a start. Its first step, and the weights that engines are given before it, come before."""
+    """A call of the second step of a start.
+
+    Its first step, and the weights that engines are given before it, come before.
+    """
 
     hand_over: str
     call: str
@@ -81,7 +86,9 @@ def main() -> None:
     parser.add_argument("--world", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--for", type=float, default=float("inf"), dest="seconds", help="begin no further start after this many seconds")
+    parser.add_argument(
+        "--for", type=float, default=float("inf"), dest="seconds", help="begin no further start after this many seconds"
+    )
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     killing = Killing(options.world, options.work)
@@ -118,8 +125,19 @@ class Killing:
             (self._work / "whole.done").touch()
         elif len(done) < len(POINTS):
             point = POINTS[len(done)]
-            words = [point.call, str(point.nth), point.victim, point.signal, str(int(bool(done))), *self._settings(self._run)]
-            finish([sys.executable, str(DRIVER), str(PRESET), *words], self._work / f"point-{len(done)}.log", point.exit_code)
+            words = [
+                point.call,
+                str(point.nth),
+                point.victim,
+                point.signal,
+                str(int(bool(done))),
+                *self._settings(self._run),
+            ]
+            finish(
+                [sys.executable, str(DRIVER), str(PRESET), *words],
+                self._work / f"point-{len(done)}.log",
+                point.exit_code,
+            )
             rows = read_metrics(self._run / METRICS)
             whole = read_metrics(self._whole / METRICS)[: len(rows)]
             done.append(asdict(Ending(point, point.exit_code, len(rows), metrics_difference(whole, rows))))
@@ -132,12 +150,16 @@ class Killing:
     def differences(self) -> list[str]:
         """All that were found, those of the ends first."""
         metrics = metrics_difference(*(read_metrics(folder / METRICS) for folder in (self._whole, self._run)))
-        weights = checkpoint_difference(*(folder / "checkpoints" / f"step-{STEPS}" for folder in (self._whole, self._run)))
+        weights = checkpoint_difference(
+            *(folder / "checkpoints" / f"step-{STEPS}" for folder in (self._whole, self._run))
+        )
         return [text for text in (*(end["difference"] for end in self.endings()), metrics, weights) if text]
 
     def results(self) -> dict:
         """What goes to the results file."""
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+        ).stdout.strip()
         endings = self.endings()
         return {
             "command": "scripts/evidence/colocated.sh",
@@ -154,22 +176,36 @@ class Killing:
 
     def _train(self, run_dir: Path, *more: str) -> None:
         settings = [text for setting in self._settings(run_dir) for text in ("--set", setting)]
-        command = [sys.executable, "-c", "from mrl.cli.main import main; main()", "train", str(PRESET), *more, *settings]
+        command = [
+            sys.executable,
+            "-c",
+            "from mrl.cli.main import main; main()",
+            "train",
+            str(PRESET),
+            *more,
+            *settings,
+        ]
         finish(command, run_dir.with_suffix(".log"), wanted=0)
 
     def _settings(self, run_dir: Path) -> list[str]:
         """Small batches, a save a step."""
         data = self._world / "data"
         return [
-            f"model.path={self._world / 'model'}", f"data.train_files={data / 'train.parquet'}", f"data.val_files={data / 'val.parquet'}",
-            "data.val_max_samples=16", "data.train_batch_size=8", "actor.ppo_mini_batch_size=4", "actor.optim.lr_warmup_steps=1",
-            f"trainer.total_training_steps={STEPS}", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=2", "trainer.test_freq=5",
+            f"model.path={self._world / 'model'}", f"data.train_files={data / 'train.parquet'}",
+            f"data.val_files={data / 'val.parquet'}",
+            "data.val_max_samples=16", "data.train_batch_size=8", "actor.ppo_mini_batch_size=4",
+            "actor.optim.lr_warmup_steps=1",
+            f"trainer.total_training_steps={STEPS}", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=2",
+            "trainer.test_freq=5",
             "trainer.logger=[console]", f"trainer.run_dir={run_dir}",
         ]  # fmt: skip
 
 
 def finish(command: list[str], log: Path, wanted: int) -> None:
-    """Runs a command to its end, and ends what it left. Raises RuntimeError for another exit code than the one wanted."""
+    """Runs a command to its end, and ends what it left.
+
+    Raises RuntimeError for another exit code than the one wanted.
+    """
     with log.open("w") as file:
         process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         below: dict[int, psutil.Process] = {}

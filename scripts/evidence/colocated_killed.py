@@ -1,4 +1,5 @@
-"""`mrl train` with a signal sent to one of its processes in the middle of a chosen call: for scripts/evidence/colocated.py.
+"""`mrl train` with a signal sent to one of its processes in the middle of a chosen call: for
+scripts/evidence/colocated.py.
 
 python scripts/evidence/colocated_killed.py CONFIG CALL NTH VICTIM SIGNAL RESUME [KEY=VALUE ...]
 
@@ -36,7 +37,9 @@ def main(config: str, call: str, nth: str, victim: str, number: str, resume: str
     return 0
 
 
-def _killing(refs: Callable[..., dict], call: str, left: list[int], victim: str, number: signal.Signals) -> Callable[..., dict]:
+def _killing(
+    refs: Callable[..., dict], call: str, left: list[int], victim: str, number: signal.Signals
+) -> Callable[..., dict]:
     def sent(method: str, *arguments: Any, **named: Any) -> dict:
         answers = refs(method, *arguments, **named)
         if method == call:

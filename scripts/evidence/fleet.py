@@ -1,15 +1,17 @@
 """The machines of asynchronous training at work on a simulated fleet: what holds in random schedules, and what each
 schedule is worth.
 
-    python scripts/evidence/fleet.py [--cases 10000] [--json docs/results/fleet.json]        no device, no weights; a minute
+    python scripts/evidence/fleet.py [--cases 10000] [--json docs/results/fleet.json]    no device, no weights; a minute
 
-* `cases`: random schedules in random worlds (engines that die, hang, come back; groups that fail, teach nothing or kill engines; runs
-  that are killed and go on), each held against books kept beside the machines: tests/unit/fleet_cases.py says what must hold.
-* `balanced`: four engines with responses as long as those of a published run (a lognormal fitted to its mean, longest and clipped
-  share) and a trainer that takes 1, 1/2 or 1/4 of the time of generation. Token rates are relative to the synchronous schedule.
-* `planned`: 30B on 32 and 235B on 128 H100, a half or three quarters of them for generation, at the rates that `mrl plan` assumes
-  for this device. Whether the model fits the ranks that are left is not asked. `sync, colocated` has all devices for both in turn;
-  what a hand-over costs is left out. Predictions, not measurements.
+* `cases`: random schedules in random worlds (engines that die, hang, come back; groups that fail, teach nothing or kill
+  engines; runs that are killed and go on), each held against books kept beside the machines: tests/unit/fleet_cases.py
+  says what must hold.
+* `balanced`: four engines with responses as long as those of a published run (a lognormal fitted to its mean, longest
+  and clipped share) and a trainer that takes 1, 1/2 or 1/4 of the time of generation. Token rates are relative to the
+  synchronous schedule.
+* `planned`: 30B on 32 and 235B on 128 H100, a half or three quarters of them for generation, at the rates that `mrl
+  plan` assumes for this device. Whether the model fits the ranks that are left is not asked. `sync, colocated` has all
+  devices for both in turn; what a hand-over costs is left out. Predictions, not measurements.
 """
 
 import argparse
@@ -55,12 +57,20 @@ def check_cases(count: int) -> dict[str, Any]:
     for number in range(count):
         fleet = run(random_case(number))
         seen.update(what for what, times in fleet.seen.items() if times)
-        seen["several versions in a response"] += any(len(response) > 1 for _, _, spans, _ in fleet.books.trained for response in spans)
+        seen["several versions in a response"] += any(
+            len(response) > 1 for _, _, spans, _ in fleet.books.trained for response in spans
+        )
         seen[fleet.schedule.order] += 1
         tokens["groups"] += len(fleet.books.trained)
         tokens["tokens"] += fleet.buffer.counts.kept.tokens
     seconds = round(time.process_time() - began, 1)
-    return {"cases": count, "failed_checks": 0, "cases_with": dict(seen.most_common()), "trained": dict(tokens), "cpu_s": seconds}
+    return {
+        "cases": count,
+        "failed_checks": 0,
+        "cases_with": dict(seen.most_common()),
+        "trained": dict(tokens),
+        "cpu_s": seconds,
+    }
 
 
 # ---------------------------------------------------------------- what a schedule is worth
@@ -83,7 +93,9 @@ def compared(batch: int, responses: int, staleness: int, world: World) -> dict[s
 
 def row(name: str, speed: Speed, base: float) -> dict[str, Any]:
     """One schedule."""
-    return {"schedule": name, "over_sync": round(speed.tokens_per_s / base, 3)} | {k: round(v, 4) for k, v in asdict(speed).items()}
+    return {"schedule": name, "over_sync": round(speed.tokens_per_s / base, 3)} | {
+        k: round(v, 4) for k, v in asdict(speed).items()
+    }
 
 
 def balanced_worlds() -> list[dict[str, Any]]:
@@ -118,7 +130,9 @@ class PlannedEngine(EngineKind):
 def planned_inputs(preset: str) -> PlanInputs:
     """The preset with responses of the fitted lengths."""
     config = load_config(ROOT / "parallel_configs" / f"{preset}.yaml").config
-    config = config.model_copy(update={"data": config.data.model_copy(update={"max_response_length": SOURCE_000.longest})})
+    config = config.model_copy(
+        update={"data": config.data.model_copy(update={"max_response_length": SOURCE_000.longest})}
+    )
     model, _ = planning_model_spec(config.model.path)
     inputs = PlanInputs.of(config, model, device_for(config))
     return replace(inputs, assumptions=replace(inputs.assumptions, response_share=SOURCE_000.mean / SOURCE_000.longest))
@@ -126,7 +140,13 @@ def planned_inputs(preset: str) -> PlanInputs:
 
 def planned_engine(inputs: PlanInputs, lengths: Lengths) -> PlannedEngine:
     """One engine at the plan's rates."""
-    model, rollout, device, assumed, memory = inputs.model, inputs.rollout, inputs.device, inputs.assumptions, engine_of(inputs)
+    model, rollout, device, assumed, memory = (
+        inputs.model,
+        inputs.rollout,
+        inputs.device,
+        inputs.assumptions,
+        engine_of(inputs),
+    )
     rate = device.memory_rate * assumed.decode_memory_share
     cached = (lengths.prompt + mean_place()) * cache_bytes_per_token(model, rollout.tensor, inputs.engine_element_bytes)
     computed = mean_flops_per_token(model, lengths) / (rollout.tensor * device.flops * assumed.prefill_mfu)
@@ -155,7 +175,9 @@ def planned(preset: str, generates: float) -> dict[str, Any]:
     each = (scored.total + batch.mini_batches * updated.total) / (batch.samples * SOURCE_000.mean)
     engines = (planned_engine(inputs, lengths),) * inputs.rollout.num_engines
     everything = World(engines, partial(SOURCE_000.length, 1), round(lengths.prompt), partial(times, each), SYNC_S)
-    world = replace(everything, engines=engines[: round(len(engines) * generates)], train_s=partial(times, each / (1 - generates)))
+    world = replace(
+        everything, engines=engines[: round(len(engines) * generates)], train_s=partial(times, each / (1 - generates))
+    )
     sync = schedules(batch.prompts, batch.responses_per_prompt, SOURCE_000.longest)["sync"]
     found = compared(batch.prompts, batch.responses_per_prompt, 2, world)
     colocated = row("sync, colocated", speed_of(sync, everything, STEPS, WARM_UP), found["rows"][0]["tokens_per_s"])
@@ -172,7 +194,11 @@ def times(seconds: float, tokens: int) -> float:
 
 def print_world(world: dict[str, Any]) -> None:
     """A line for each schedule."""
-    made = f"{world['preset']}, {world['generate']:.0%} generate" if "preset" in world else f"T = {world['training_over_generation']} G"
+    made = (
+        f"{world['preset']}, {world['generate']:.0%} generate"
+        if "preset" in world
+        else f"T = {world['training_over_generation']} G"
+    )
     seconds = f"G {world['generation_s']} s, T {world['training_s']} s"
     print(f"{made}, S = {world['max_staleness']}: {seconds}, overlap alone gains at most {world['bound_of_overlap']}")
     for each in world["rows"]:
@@ -185,7 +211,9 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.strip()
     result: dict[str, Any] = {"commit": commit, "command": "scripts/evidence/fleet.sh"}
     parts: dict[str, Callable[[], Any]] = {
         "cases": lambda: check_cases(args.cases),

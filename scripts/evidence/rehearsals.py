@@ -1,9 +1,9 @@
 """Rehearses presets and imported verl scripts, one after the other, and keeps what each came to.
 
-    scripts/evidence/rehearsals.sh [NAME ...]               presets by MODEL/CLUSTER, scripts by their file's name; none: all that are stale
+    scripts/evidence/rehearsals.sh [NAME ...]    presets by MODEL/CLUSTER, scripts by file name; none: all that are stale
     scripts/evidence/rehearsals.sh --scripts FOLDER [NAME ...]   other scripts than those of tests/unit/verl_scripts
-    scripts/evidence/rehearsals.sh --list                   the names, and the commit at which each was rehearsed
-    scripts/evidence/rehearsals.sh --table                  writes the table of docs/evidence.md and the presets' headers, runs nothing
+    scripts/evidence/rehearsals.sh --list        the names, and the commit at which each was rehearsed
+    scripts/evidence/rehearsals.sh --table       the table of docs/evidence.md and the presets' headers; runs nothing
 
 Results go to docs/results/rehearsals.json after each rehearsal, so that what was interrupted goes on with the next
 name. A result names the commit of the code that ran; one of code with changes is not stored. Presets of one model
@@ -32,7 +32,9 @@ CODE = ("mrl", "parallel_configs", "setup.py")  # what a rehearsal runs
 BEGIN, END = "<!-- rehearsals: written by scripts/evidence/rehearsals.sh --table -->", "<!-- end of rehearsals -->"
 HEADER = "# Rehearsed with `mrl rehearse` at commit "
 # shell variables that a script takes from its environment; source 004's Megatron layout needs a multiple of 32 devices
-VARIABLES = dict.fromkeys(("train_files", "test_files", "TRAIN", "DATA_ROOT", "SAVE_DIR"), "data/train.parquet") | {"NNODES": "4"}
+VARIABLES = dict.fromkeys(("train_files", "test_files", "TRAIN", "DATA_ROOT", "SAVE_DIR"), "data/train.parquet") | {
+    "NNODES": "4"
+}
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,9 @@ def stored() -> dict[str, dict]:
 def store(name: str, result: dict) -> None:
     """Puts one result beside the others'."""
     found = stored() | {name: result}
-    RESULTS.write_text(json.dumps({"command": COMMAND, "configs": dict(sorted(found.items()))}, indent=1) + "\n", encoding="utf-8")
+    RESULTS.write_text(
+        json.dumps({"command": COMMAND, "configs": dict(sorted(found.items()))}, indent=1) + "\n", encoding="utf-8"
+    )
 
 
 def main() -> int:
@@ -92,11 +96,17 @@ def main() -> int:
 
 def is_stale(result: dict | None, at: str) -> bool:
     """Whether there is no good result of this commit's code."""
-    return result is None or not result["ok"] or bool(_git("diff", "--name-only", result["commit"], at.split()[0], "--", "mrl"))
+    return (
+        result is None
+        or not result["ok"]
+        or bool(_git("diff", "--name-only", result["commit"], at.split()[0], "--", "mrl"))
+    )
 
 
 def equal_one(config: Config, at: str) -> dict | None:
-    """The good result of another preset that shrinks to the same small configuration; None where there is none of this code."""
+    """The good result of another preset that shrinks to the same small configuration;
+    None where there is none of this code.
+    """
     print_of = None if config.is_script else small_print(config.file)
     for name, result in stored().items():
         own = name != config.name and "same_as" not in result and not is_stale(result, at)
@@ -106,7 +116,9 @@ def equal_one(config: Config, at: str) -> dict | None:
 
 
 def small_print(file: Path) -> str:
-    """A digest of the small configuration, of what is out of its reach and of the model whose family it is; names count for nothing."""
+    """A digest of the small configuration, of what is out of its reach and of the model whose family it is;
+    names count for nothing.
+    """
     original = load_config(file).config
     rehearsal = compose(original, WorkFolder(Path("/work-folder")), cpus=2)
     small, lost = rehearsal.config.model_dump(mode="json"), sorted(entry.switch for entry in rehearsal.out_of_reach)
@@ -122,7 +134,11 @@ def rehearse(config: Config) -> dict:
         file = imported(config, Path(folder)) if config.is_script else config.file
         done = _run("rehearse", str(file), "--json", "--work", f"{folder}/work")
         answer = json.loads(done.stdout.splitlines()[-1])
-    kept = {key: answer[key] for key in ("ok", "seconds", "ranks", "engine_workers", "factor", "phases", "stand_ins") if key in answer}
+    kept = {
+        key: answer[key]
+        for key in ("ok", "seconds", "ranks", "engine_workers", "factor", "phases", "stand_ins")
+        if key in answer
+    }
     own = {} if config.is_script else {"small_print": small_print(config.file)}
     return (
         kept
@@ -147,7 +163,9 @@ def imported(config: Config, folder: Path) -> Path:
 
 def _run(*arguments: str) -> subprocess.CompletedProcess:
     program = "from mrl.cli.main import main; main()"
-    done = subprocess.run([sys.executable, "-c", program, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=None, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=None, text=True
+    )
     if not done.stdout.strip():
         raise SystemExit(f"mrl {arguments[0]} said nothing and ended with {done.returncode}")
     return done
@@ -199,7 +217,9 @@ def commit() -> str:
     """The commit of the code that runs; marked where files differ from it by more than a comment."""
     head = _git("rev-parse", "HEAD")
     changed = [
-        line for line in _git("diff", "-U0", "HEAD", "--", *CODE).splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")
+        line
+        for line in _git("diff", "-U0", "HEAD", "--", *CODE).splitlines()
+        if line[:1] in "+-" and line[:3] not in ("+++", "---")
     ]
     return f"{head} with changes" if any(not line[1:].startswith("#") for line in changed) else head
 

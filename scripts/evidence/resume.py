@@ -1,11 +1,13 @@
-"""kill -9 at random points, during saves among them, and what resumes from there: bit by bit at the same layout, to 1e-5 at another.
+"""kill -9 at random points, during saves among them, and what resumes from there: bit by bit at the same layout, to
+1e-5 at another.
 
 python scripts/evidence/resume.py --world tiny-world --out docs/results/resume.json
 
-Two parts. Ranks only: real Megatron ranks that update and save in the background without engines; every start goes on from the newest
-complete checkpoint, and each update's weights, moments and random states are held against those of an uninterrupted run by their SHA-256.
-The whole loop: `mrl train` killed and resumed; its metrics (times left out) and its last checkpoint are held against those of a run
-that nobody touched.
+Two parts. Ranks only: real Megatron ranks that update and save in the background without engines; every start goes on
+from the newest complete checkpoint, and each update's weights, moments and random states are held against those of an
+uninterrupted run by their SHA-256.
+The whole loop: `mrl train` killed and resumed; its metrics (times left out) and its last checkpoint are held against
+those of a run that nobody touched.
 """
 
 import argparse
@@ -64,16 +66,22 @@ class Findings:
     @property
     def ok(self) -> bool:
         """Whether the claim holds."""
-        return not self.differences and all(k.same_bits and (k.moved_error is None or k.moved_error <= BOUND) for k in self.kills)
+        return not self.differences and all(
+            k.same_bits and (k.moved_error is None or k.moved_error <= BOUND) for k in self.kills
+        )
 
 
 # --- ranks only
 
 
 def ranks_only(model: Path, work: Path, kills: int, seed: int) -> Findings:
-    """`kills` kills of two ranks (TP 2, EP 2), one chain of resumes, and each found checkpoint once more on a single rank."""
+    """`kills` kills of two ranks (TP 2, EP 2), one chain of resumes,
+    and each found checkpoint once more on a single rank.
+    """
     begun, dice, found = time.monotonic(), random.Random(seed), Findings()
-    reference = run_to_end(work / "reference", actor_config(model, 2), [["whole", None, MOST_UPDATES * kills + 4, 0, True]])
+    reference = run_to_end(
+        work / "reference", actor_config(model, 2), [["whole", None, MOST_UPDATES * kills + 4, 0, True]]
+    )
     expected = digests(reference / "whole", 2)
     broken = work / "broken"
     (broken / "checkpoints").mkdir(parents=True)
@@ -91,11 +99,14 @@ def ranks_only(model: Path, work: Path, kills: int, seed: int) -> Findings:
 
 
 def killed_once(broken: Path, number: int, config: dict, dice: random.Random, most: int) -> Kill:
-    """Starts the ranks from the newest checkpoint, kills them at random: after some updates, every second time inside a save."""
+    """Starts the ranks from the newest checkpoint, kills them at random: after some updates,
+    every second time inside a save.
+    """
     before = newest_step(broken)
     folder, ranks = start(broken, number, config, most)
     try:
-        # each start proves something of the one before: an update at least, and a new checkpoint where it is to be killed outside a save
+        # each start proves something of the one before: an update at least, and a new checkpoint where it is to be
+        # killed outside a save
         wait(lambda: done(folder / "task") >= 1, ranks, START_S, folder)
         if number % 2:
             target = done(folder / "task") + dice.randrange(3)
@@ -131,11 +142,15 @@ def start(broken: Path, number: int, config: dict, until: int) -> tuple[Path, li
     """All ranks, from the newest complete checkpoint."""
     newest = newest_checkpoint(broken / "checkpoints", digests=False).path
     folder = broken / f"start-{number}"
-    return folder, start_ranks(folder, config, broken / "checkpoints", [["task", newest and str(newest), until, SAVE_EVERY, False]])
+    return folder, start_ranks(
+        folder, config, broken / "checkpoints", [["task", newest and str(newest), until, SAVE_EVERY, False]]
+    )
 
 
 def moved(model: Path, work: Path, reference: Path, found: Findings) -> None:
-    """Every checkpoint that a kill left, on one rank: two updates, and how far its weights are from the uninterrupted run's."""
+    """Every checkpoint that a kill left, on one rank: two updates,
+    and how far its weights are from the uninterrupted run's.
+    """
     points = sorted({kill.resumed_from for kill in found.kills if kill.resumed_from})
     tasks = [[f"from-{p}", str(work / "broken" / f"point-{p}"), p + MOVED_UPDATES, 0, True] for p in points]
     out = run_to_end(work / "moved", actor_config(model, 1), tasks) if tasks else work
@@ -187,7 +202,10 @@ def saves_under_way(broken: Path) -> list[Path]:
 
 
 def actor_config(model: Path, world_size: int) -> dict[str, Any]:
-    """TP 2 and EP 2 on two ranks. An eps that is not tiny: where a gradient is zero but for rounding, Adam would take its sign."""
+    """TP 2 and EP 2 on two ranks.
+
+    An eps that is not tiny: where a gradient is zero but for rounding, Adam would take its sign.
+    """
     degrees = {"tensor_model_parallel_size": world_size, "expert_model_parallel_size": world_size}
     return {
         "model": {"path": str(model), "dtype": "float32"},
@@ -206,7 +224,9 @@ def start_ranks(folder: Path, config: dict, checkpoints: Path, tasks: list) -> l
     """The processes of one start; what they say is in rank-R.log."""
     folder.mkdir(parents=True)
     (folder / "start.json").write_text(json.dumps({"config": config, "checkpoints": str(checkpoints), "tasks": tasks}))
-    environment = os.environ | get_hosting("cpu").actor_environment() | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = (
+        os.environ | get_hosting("cpu").actor_environment() | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    )
     return [
         subprocess.Popen(
             [sys.executable, str(RANK), str(rank), str(folder)], env=environment, start_new_session=True,
@@ -254,7 +274,9 @@ def end(ranks: list[subprocess.Popen]) -> None:
 
 
 def whole_loop(world: Path, work: Path, kills: int, steps: int, seed: int, more: list[str]) -> Findings:
-    """`mrl train` with a checkpoint every step, killed `kills` times and resumed each time, against one that nobody touched."""
+    """`mrl train` with a checkpoint every step, killed `kills` times and resumed each time,
+    against one that nobody touched.
+    """
     begun, dice, found = time.monotonic(), random.Random(seed), Findings()
     whole, broken = work / "whole", work / "killed"
     work.mkdir(parents=True, exist_ok=True)
@@ -296,8 +318,10 @@ def train(world: Path, run_dir: Path, steps: int, *more: str) -> subprocess.Pope
     """The tiny preset, small batches."""
     settings = {
         "model.path": world / "model", "data.train_files": world / "data" / "train.parquet", "data.val_files": "[]",
-        "data.train_batch_size": 8, "actor.ppo_mini_batch_size": 4, "actor.optim.lr_warmup_steps": 1, "trainer.save_freq": 1,
-        "trainer.total_training_steps": steps, "trainer.test_freq": -1, "trainer.val_before_train": "false", "trainer.logger": "[console]",
+        "data.train_batch_size": 8, "actor.ppo_mini_batch_size": 4, "actor.optim.lr_warmup_steps": 1,
+        "trainer.save_freq": 1,
+        "trainer.total_training_steps": steps, "trainer.test_freq": -1, "trainer.val_before_train": "false",
+        "trainer.logger": "[console]",
     }  # fmt: skip
     overrides = [text for key, value in settings.items() for text in ("--set", f"{key}={value}")]
     command = [
@@ -329,11 +353,17 @@ def write_result(parts: dict[str, Findings], out: Path | None) -> None:
     """The results file, and a line of what matters."""
     kills = [kill for part in parts.values() for kill in part.kills]
     errors = [kill.moved_error for kill in kills if kill.moved_error is not None]
-    told = {"ok": all(part.ok for part in parts.values()), "kills": len(kills), "during_save": sum(k.during_save for k in kills)}
+    told = {
+        "ok": all(part.ok for part in parts.values()),
+        "kills": len(kills),
+        "during_save": sum(k.during_save for k in kills),
+    }
     told["worst_at_another_layout"] = max(errors, default=None)
     print(json.dumps(told), flush=True)
     command = shlex.join(["scripts/evidence/resume.py", *sys.argv[1:]])
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
     made = {
         "commit": commit,
         "date": date.today().isoformat(),
@@ -348,11 +378,20 @@ def main() -> None:
     """Both parts, the results file, and one line that says how it went."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world", type=Path, default=Path("tiny-world"), help="made by scripts/make_tiny_world.py")
-    parser.add_argument("--work", type=Path, required=True, help="a new folder; it is left for a look when something fails")
+    parser.add_argument(
+        "--work", type=Path, required=True, help="a new folder; it is left for a look when something fails"
+    )
     parser.add_argument("--out", type=Path, help="results file")
     parser.add_argument("--kills", type=int, default=16, help="of the ranks alone; 0 leaves it out")
     parser.add_argument("--loop-kills", type=int, default=4, help="of the whole loop; 0 leaves it out")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="for the whole loop; repeatable")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="for the whole loop; repeatable",
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     world = options.world.resolve()
@@ -362,7 +401,9 @@ def main() -> None:
         write_result(parts, options.out)
     if options.loop_kills:
         steps, more = 3 * options.loop_kills + 2, [text for value in options.overrides for text in ("--set", value)]
-        parts["whole_loop"] = whole_loop(world, options.work.resolve() / "loop", options.loop_kills, steps, options.seed, more)
+        parts["whole_loop"] = whole_loop(
+            world, options.work.resolve() / "loop", options.loop_kills, steps, options.seed, more
+        )
         write_result(parts, options.out)
     ok = all(part.ok for part in parts.values())
     if not ok:

