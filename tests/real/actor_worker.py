@@ -28,7 +28,9 @@ def main(rank: int, world_size: int, out: Path, plan: dict) -> None:
     before, state = _weights(first), _optimizer_state(first)
     bad = replace(batch, advantages=_infinite_in_row_1(batch))
     report["skipped"] = first.update(bad).parts
-    report["unchanged"] = _same(before, _weights(first)) and _same(state, _optimizer_state(first)) and first.num_updates == 0
+    report["unchanged"] = (
+        _same(before, _weights(first)) and _same(state, _optimizer_state(first)) and first.num_updates == 0
+    )
     log_probs, updates = first.log_probs(batch), [first.update(batch), first.update(batch)]
     after, steps = _weights(first), first.num_updates
     first.close()
@@ -39,7 +41,9 @@ def main(rank: int, world_size: int, out: Path, plan: dict) -> None:
         again is None or np.array_equal(log_probs.log_probs, again.log_probs)
     )
     report["updates_repeat"] = [second.update(batch), second.update(batch)] == updates
-    report["weights_repeat"] = _same(after, _weights(second)) and not _same(before, after) and second.num_updates == steps
+    report["weights_repeat"] = (
+        _same(after, _weights(second)) and not _same(before, after) and second.num_updates == steps
+    )
     second.close()
 
     half = actor("bfloat16", 2)
@@ -56,7 +60,9 @@ def main(rank: int, world_size: int, out: Path, plan: dict) -> None:
 
 
 def _infinite_in_row_1(batch: TrainBatch) -> np.ndarray:
-    return np.where(np.repeat(np.arange(len(batch)), batch.response_lengths) == 1, np.inf, batch.advantages).astype(np.float32)
+    return np.where(np.repeat(np.arange(len(batch)), batch.response_lengths) == 1, np.inf, batch.advantages).astype(
+        np.float32
+    )
 
 
 def _weights(actor: MegatronActor) -> dict[str, torch.Tensor]:

@@ -1,6 +1,7 @@
 """One rank: does each task in turn, in an actor of its own. See test_checkpoint.
 
-A task starts from the Hugging Face weights or a checkpoint and may save after some updates; its weights at each of these points are files.
+A task starts from the Hugging Face weights or a checkpoint and may save after some updates; its weights at each of
+these points are files.
 """
 
 import json
@@ -50,7 +51,9 @@ def _save(actor: MegatronActor, folder: Path) -> None:
     part.write_text(json.dumps(copy.write(folder).to_json()))
     dist.barrier()
     if actor.rank == 0:
-        parts = [json.loads(part.with_name(f"{folder.name}.part-{r}.json").read_text()) for r in range(dist.get_world_size())]
+        parts = [
+            json.loads(part.with_name(f"{folder.name}.part-{r}.json").read_text()) for r in range(dist.get_world_size())
+        ]
         hf_config = json.loads((Path(actor.config.model.path) / "config.json").read_text())
         ranks = tuple(RankFiles.from_json(p) for p in parts)
         layout = actor.config.actor.layout.model_dump()

@@ -1,8 +1,9 @@
 """How real tests are spread over the workers of pytest-xdist, and what the whole session must not leave behind.
 
-A file has expensive fixtures and is never split. Files that start Ray and engines fill the machine, so they come in turn, in two rows:
-those whose test process holds the engines, and those that run commands. Every other file may go anywhere. A new file that starts Ray
-or an engine belongs into one of the rows; one that is in neither may run beside both.
+A file has expensive fixtures and is never split. Files that start Ray and engines fill the machine, so they come in
+turn, in two rows:
+those whose test process holds the engines, and those that run commands. Every other file may go anywhere. A new file
+that starts Ray or an engine belongs into one of the rows; one that is in neither may run beside both.
 """
 
 import os
@@ -14,15 +15,18 @@ from deadlines import TEST_S
 from xdist.scheduler import LoadScopeScheduling
 
 ROWS = {
-    "engines": ("test_sync", "test_reshard_faults", "test_dp2", "test_engine_sleep", "test_engine_slices", "test_engine_routes"),
+    "engines": ("test_sync", "test_reshard_faults", "test_dp2", "test_engine_sleep", "test_engine_slices",
+        "test_engine_routes"),
     "runs": (
-        "test_runs", "test_rehearse", "test_colocated", "test_bad_input", "test_lost_worker", "test_ahead_runs", "test_dp_runs",
+        "test_runs", "test_rehearse", "test_colocated", "test_bad_input", "test_lost_worker", "test_ahead_runs",
+        "test_dp_runs",
         "test_eval", "test_full_disk",
         "test_glm_run", "test_offload_run", "test_recipes", "test_submit",
     ),
 }  # fmt: skip
 ROW_OF = {name: row for row, names in ROWS.items() for name in names}
-# Rows first, in their order, as they take longest; then the file with most ranks, so that it does not come last and alone.
+# Rows first, in their order, as they take longest; then the file with most ranks, so that it does not come last and
+# alone.
 BEGIN_WITH = [name for names in ROWS.values() for name in names] + ["test_parity"]
 # What is ours in shared memory: of multiprocessing and vLLM, buckets and arenas of syncs
 OURS = ("/dev/shm/psm_*", "/dev/shm/mrl-sync-*", "/dev/shm/mrl-reshard-*")
@@ -57,7 +61,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Nothing is left over of runs, engines and syncs, killed ones too. Asked once, at the end: files run beside each other."""
+    """Nothing is left over of runs, engines and syncs, killed ones too.
+
+    Asked once, at the end: files run beside each other.
+    """
     if _is_worker() or not session.testscollected or session.config.option.collectonly:
         return
     if left := _ours() - session.config.stash[BEFORE] - _mapped():

@@ -1,4 +1,6 @@
-"""A reward that an untrained model earns some of, so that advantages are not all zero: the share of digits in the response."""
+"""A reward that an untrained model earns some of, so that advantages are not all zero:
+the share of digits in the response.
+"""
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

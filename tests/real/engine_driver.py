@@ -18,21 +18,29 @@ HERE = Path(__file__).parent
 
 
 def run_engine(script: str, folder: Path, job: dict[str, Any], tensor: int, limit_s: float, kv_gib: int = 1) -> Any:
-    """What `script`, beside this file, writes for `job`, which it reads as JSON; the environment is that of a run's engine."""
+    """What `script`, beside this file, writes for `job`, which it reads as JSON;
+    the environment is that of a run's engine.
+    """
     file = folder / "job.json"
     file.write_text(json.dumps(job))
     environment = os.environ | get_hosting("cpu").engine_environment(0, 1, tensor, kv_gib) | {
-        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])]), "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1",
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])]), "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
         "VLLM_HOST_IP": "127.0.0.1", "VLLM_LOGGING_LEVEL": "ERROR",
     }  # fmt: skip
     with (folder / "log").open("w+") as log:
         process = subprocess.Popen(
-            [sys.executable, str(HERE / script), str(file)], env=environment, stdout=log, stderr=log, start_new_session=True
+            [sys.executable, str(HERE / script), str(file)],
+            env=environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
         try:
             status = process.wait(timeout=limit_s)
         finally:
-            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):  # a driver that failed leaves vLLM's workers behind
+            # a driver that failed leaves vLLM's workers behind
+            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
                 segments = shared_memory_below(process.pid)
                 os.killpg(process.pid, signal.SIGKILL)
                 remove_all(segments)

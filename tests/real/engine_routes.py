@@ -1,4 +1,7 @@
-"""One real vLLM engine that is asked for its routes: `python engine_routes.py CONFIG.json OUT.npz`. See test_engine_routes."""
+"""One real vLLM engine that is asked for its routes: `python engine_routes.py CONFIG.json OUT.npz`.
+
+See test_engine_routes.
+"""
 
 import asyncio
 import json

@@ -242,7 +242,8 @@ async def cycles(engine: SleepingEngine, job: dict) -> dict:
         found = await engine.answers()
         equal = answers.setdefault(number % 2, found) == found
         rows.append({"asleep": memory["asleep"], "awake": [vars(one) for one in await engine.memory()], "equal": equal,
-                     "resources": await engine.workers("resources"), "seconds": engine.seconds, **own_resources()})  # fmt: skip
+                     "resources": await engine.workers("resources"), "seconds": engine.seconds,
+                     **own_resources()})  # fmt: skip
     return {"rows": rows}
 
 

@@ -1,6 +1,8 @@
-"""One real vLLM engine that takes its weights shard by shard from a file instead of from ranks: `python engine_slices.py JOB.json`.
+"""One real vLLM engine that takes its weights shard by shard from a file instead of from ranks: `python
+engine_slices.py JOB.json`.
 
-Everything from the plan to the read-back is the product's own; only the wire is replaced, by one that packs each message from a checkpoint.
+Everything from the plan to the read-back is the product's own; only the wire is replaced, by one that packs each
+message from a checkpoint.
 """
 
 import hashlib
@@ -26,7 +28,8 @@ from mrl.vllm.leftovers import shared_memory_below
 from mrl.vllm.load_layout import layers_of
 from mrl.vllm.receive import adapter_module
 
-adapter = importlib.import_module(adapter_module()) if __name__ != "__main__" else None  # vLLM imports this module in its workers
+# vLLM imports this module in its workers
+adapter = importlib.import_module(adapter_module()) if __name__ != "__main__" else None
 Base = adapter.WorkerExtension if adapter else object
 
 
@@ -84,7 +87,9 @@ class SlicesExtension(Base):
     def use_files(self, setup: dict) -> None:
         """Initialises the fast path for `setup`."""
         receive.connect_receiver = connect
-        self.init_weight_transfer_engine({"path": "fast", "setup": setup, "engine": 0, "plan_hash": SyncSetup.from_json(setup).plan().hash})
+        self.init_weight_transfer_engine(
+            {"path": "fast", "setup": setup, "engine": 0, "plan_hash": SyncSetup.from_json(setup).plan().hash}
+        )
 
     def refusal(self, setup: dict, plan_hash: str | None = None) -> str:
         """What the handshake says of a setup that does not fit."""
@@ -99,7 +104,11 @@ class SlicesExtension(Base):
     def loader_refusals(self) -> list[str]:
         """What the handshake says when the plan had gate and up, or two experts, or two heads, the other way round."""
         path, found = self.update_path(), []
-        for parameter in ("experts.routed_experts.w13_weight", "self_attn.qkv_proj.weight", "experts.routed_experts.w2_weight"):
+        for parameter in (
+            "experts.routed_experts.w13_weight",
+            "self_attn.qkv_proj.weight",
+            "experts.routed_experts.w2_weight",
+        ):
             targets = [swapped(t) if t.name.endswith(parameter) else t for t in path._targets]
             try:
                 check_loader(path._model, path._setup.model, targets, path._adapter)
@@ -108,7 +117,10 @@ class SlicesExtension(Base):
         return found
 
     def write(self, folder: str, drop: str = "") -> dict:
-        """One update from a checkpoint; `drop`: a module whose copies do not come. Returns the report, or the error's text."""
+        """One update from a checkpoint; `drop`: a module whose copies do not come.
+
+        Returns the report, or the error's text.
+        """
         FileEnd.weights = load_file(Path(folder) / "model.safetensors")
         path = self.update_path()
         kept = path._receiver._rounds
@@ -177,7 +189,10 @@ def answers(llm) -> list:
     done = [llm.generate([one], how, use_tqdm=False)[0] for one, how in zip(prompts, sampling, strict=True)]
     llm.reset_prefix_cache()
     return [
-        [list(o.outputs[0].token_ids), [p[t].logprob for t, p in zip(o.outputs[0].token_ids, o.outputs[0].logprobs, strict=True)]]
+        [
+            list(o.outputs[0].token_ids),
+            [p[t].logprob for t, p in zip(o.outputs[0].token_ids, o.outputs[0].logprobs, strict=True)],
+        ]
         for o in done
     ]
 
@@ -188,7 +203,9 @@ def main(job: dict) -> dict:
     from vllm.config.weight_transfer import WeightTransferConfig
 
     llm = LLM(
-        **job["arguments"], weight_transfer_config=WeightTransferConfig(backend="mrl"), worker_extension_cls="engine_slices.SlicesExtension"
+        **job["arguments"],
+        weight_transfer_config=WeightTransferConfig(backend="mrl"),
+        worker_extension_cls="engine_slices.SlicesExtension",
     )
     found = []
     for step, *arguments in job["steps"]:

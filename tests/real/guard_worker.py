@@ -1,4 +1,7 @@
-"""One of two data-parallel ranks, of which only rank 1 meets NaN or inf; what each of them then did. See test_guards."""
+"""One of two data-parallel ranks, of which only rank 1 meets NaN or inf; what each of them then did.
+
+See test_guards.
+"""
 
 import hashlib
 import json
@@ -28,7 +31,9 @@ def main(rank: int, world_size: int, out: Path, config: dict, batch: TrainBatch)
         except NumericAbort as raised:
             parts, error = [], str(raised)
         skipped = sum(part["actor/skipped_updates"][0] for part in parts if "actor/skipped_updates" in part)
-        steps.append({"what": name, "skipped": skipped, "error": error, "row": actor.skipped_in_a_row, "bits": bits(actor, seen)})
+        steps.append(
+            {"what": name, "skipped": skipped, "error": error, "row": actor.skipped_in_a_row, "bits": bits(actor, seen)}
+        )
 
     infinite = replace(batch, advantages=np.full_like(batch.advantages, np.inf)) if rank == 1 else batch
     update("good", batch)

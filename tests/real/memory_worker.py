@@ -1,4 +1,7 @@
-"""One rank: for each case in turn, builds the actor in its layout and writes the bytes that it holds. See test_memory_truth."""
+"""One rank: for each case in turn, builds the actor in its layout and writes the bytes that it holds.
+
+See test_memory_truth.
+"""
 
 import json
 import sys
@@ -21,7 +24,9 @@ class SavedTensors:
         self.excluded, self.references, self.live, self.peak, self.total = excluded, Counter(), 0, 0, 0
 
     def __enter__(self) -> "SavedTensors":
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: _Kept(self, tensor), lambda kept: kept.tensor)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: _Kept(self, tensor), lambda kept: kept.tensor
+        )
         self._hooks.__enter__()
         return self
 

@@ -31,16 +31,21 @@ WRITTEN_WITH = {
     FROZEN: {"router/frozen"},
     R3: {"router/missing_routes", "router/rollout_drift"},
     COLOCATED: {spec.name for spec in METRICS if spec.name.startswith("switch/")},
-    VALIDATION: {"timing_s/testing", *(spec.name for spec in METRICS if spec.name.startswith("val-"))} - {"val-core/*/maj@*"},
+    VALIDATION: {"timing_s/testing", *(spec.name for spec in METRICS if spec.name.startswith("val-"))}
+    - {"val-core/*/maj@*"},
     PREDICTIONS: {"val-core/*/maj@*"},  # tests/unit/test_validation.py
     SAVING: {"timing_s/save_checkpoint"},
     STEPS_AFTER_SAVING: {"perf/checkpoint_write_s"},
-    AHEAD: {"timing_s/settle", *(spec.name for spec in METRICS if spec.name.startswith(("async/", "training/off_policy/")))},
+    AHEAD: {
+        "timing_s/settle",
+        *(spec.name for spec in METRICS if spec.name.startswith(("async/", "training/off_policy/"))),
+    },
 }
 
 
 def check_names(rows: Iterable[Mapping], *does: str) -> None:
-    """Every name in `rows` is declared, and every declared name is in them, but those of what the run does not do (see `does`).
+    """Every name in `rows` is declared, and every declared name is in them, but those of what the run does not do (see
+    `does`).
 
     Raises KeyError for a name that is not declared.
     """
@@ -48,4 +53,6 @@ def check_names(rows: Iterable[Mapping], *does: str) -> None:
     absent = set(NEVER).union(*(names for what, names in WRITTEN_WITH.items() if what not in does))
     declared = {spec.name for spec in METRICS}
     assert absent <= declared, f"no longer declared: {sorted(absent - declared)}"
-    assert written == declared - absent, f"not written: {sorted(declared - absent - written)}, unexpected: {sorted(written & absent)}"
+    assert written == declared - absent, (
+        f"not written: {sorted(declared - absent - written)}, unexpected: {sorted(written & absent)}"
+    )

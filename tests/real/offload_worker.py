@@ -1,4 +1,7 @@
-"""One of two ranks: three updates with everything on the device, and the same with all that leaves it in between. See test_offload."""
+"""One of two ranks: three updates with everything on the device, and the same with all that leaves it in between.
+
+See test_offload.
+"""
 
 import hashlib
 import json

@@ -28,7 +28,9 @@ from mrl.train.update import advantages, corrections, old_log_probs, update
 
 def main(rank: int, world_size: int, out: Path, cases_file: Path) -> None:
     for number, case in enumerate(json.loads(cases_file.read_text())):
-        actor = MegatronActor(RunConfig.model_validate(case["config"]), rank, world_size, "127.0.0.1", agree_on_port(out, rank, number))
+        actor = MegatronActor(
+            RunConfig.model_validate(case["config"]), rank, world_size, "127.0.0.1", agree_on_port(out, rank, number)
+        )
         forwards = _counted(actor)
         batch = read_batch(case["batch"])
         report = _compared(actor, batch) if case["compares"] else {}
@@ -53,8 +55,14 @@ def _compared(actor: MegatronActor, batch: TrainBatch) -> dict:
     for each in (replace(batch, old_log_probs=_everywhere(actor.log_probs(batch), batch)), batch):
         parts.append(actor.gradients(each))
         gradients.append({name: p.main_grad.double().clone() for c in actor.chunks for name, p in c.named_parameters()})
-    error = max(float((a - b).norm() / a.norm().clamp(min=1e-12)) for a, b in zip(*(g.values() for g in gradients), strict=True))
-    return {"gradient_error": error, "gradient_norm": max(float(g.norm()) for g in gradients[0].values()), "parts": parts}
+    error = max(
+        float((a - b).norm() / a.norm().clamp(min=1e-12)) for a, b in zip(*(g.values() for g in gradients), strict=True)
+    )
+    return {
+        "gradient_error": error,
+        "gradient_norm": max(float(g.norm()) for g in gradients[0].values()),
+        "parts": parts,
+    }
 
 
 def _updated(actor: MegatronActor, samples: list[Sample], forwards: list[int], file: Path, rank: int) -> dict:
@@ -68,7 +76,9 @@ def _updated(actor: MegatronActor, samples: list[Sample], forwards: list[int], f
 
 
 def _spoilt(actor: MegatronActor, samples: list[Sample]) -> dict:
-    """Steps on a log-prob of generation and on a weight that are not finite; what each says, and whether it changed a weight."""
+    """Steps on a log-prob of generation and on a weight that are not finite; what each says,
+    and whether it changed a weight.
+    """
     updates, said, unchanged = actor.num_updates, [], []
     nan = [*samples[:-1], replace(samples[-1], rollout_log_probs=(math.nan, *samples[-1].rollout_log_probs[1:]))]
     for given in (nan, samples):
@@ -79,7 +89,12 @@ def _spoilt(actor: MegatronActor, samples: list[Sample]) -> dict:
             for name, parameter in chunk.named_parameters():
                 if name.endswith("final_layernorm.weight"):
                     parameter.data[0] = math.inf
-    return {"said": said, "unchanged": unchanged, "counted": actor.num_updates - updates, "skipped": actor.skipped_in_a_row}
+    return {
+        "said": said,
+        "unchanged": unchanged,
+        "counted": actor.num_updates - updates,
+        "skipped": actor.skipped_in_a_row,
+    }
 
 
 def _abort(actor: MegatronActor, samples: list[Sample]) -> str:
@@ -114,10 +129,18 @@ class InMemory(StoredSamples):
 
 
 class Ranks:
-    """Stands in for the driver's group of ranks: each rank makes its own call, and all of them tell each other what it gave."""
+    """Stands in for the driver's group of ranks: each rank makes its own call,
+    and all of them tell each other what it gave.
+    """
 
     def __init__(self, actor: MegatronActor) -> None:
-        self.config, self.model, self.layout, self._actor, self._step = actor.config, actor.model, actor.layout, actor, None
+        self.config, self.model, self.layout, self._actor, self._step = (
+            actor.config,
+            actor.model,
+            actor.layout,
+            actor,
+            None,
+        )
 
     def each(self, method: str, arguments: list[tuple], phase: str, interruptible: bool = False) -> list:
         own = arguments[self._actor.rank]
@@ -132,10 +155,14 @@ class Ranks:
 def _samples(batch: TrainBatch, truncated: int) -> list[Sample]:
     """A batch's rows as an engine hands them over; one of them was cut off."""
     found, ends = [], (np.cumsum(batch.lengths), np.cumsum(batch.response_lengths))
-    for i, (prompt, response, end, response_end) in enumerate(zip(batch.prompt_lengths, batch.response_lengths, *ends, strict=True)):
+    for i, (prompt, response, end, response_end) in enumerate(
+        zip(batch.prompt_lengths, batch.response_lengths, *ends, strict=True)
+    ):
         ids = tuple(batch.token_ids[end - prompt - response : end].tolist())
         log_probs = tuple(batch.rollout_log_probs[response_end - response : response_end].tolist())
-        found.append(Sample(i, i, i, 0, ids[:prompt], ids[prompt:], log_probs, "length" if i == truncated else "stop", 0))
+        found.append(
+            Sample(i, i, i, 0, ids[:prompt], ids[prompt:], log_probs, "length" if i == truncated else "stop", 0)
+        )
     return found
 
 

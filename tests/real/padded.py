@@ -1,4 +1,6 @@
-"""A batch as rectangles, the form of the oracles that compute one sequence at a time; `packed` is what the product takes."""
+"""A batch as rectangles, the form of the oracles that compute one sequence at a time;
+`packed` is what the product takes.
+"""
 
 from dataclasses import dataclass, fields
 
@@ -44,7 +46,8 @@ class PaddedBatch:
         flat = {name: array[self.response_mask] for name, array in self.arrays.items() if name in _FLAT}
         tokens = np.arange(self.input_ids.shape[1])[None] < (self.prompt_lengths + self.response_lengths)[:, None]
         return TrainBatch(
-            prompt_lengths=self.prompt_lengths, response_lengths=self.response_lengths, temperature=self.temperature, routes=self.routes,
+            prompt_lengths=self.prompt_lengths, response_lengths=self.response_lengths, temperature=self.temperature,
+            routes=self.routes,
             token_ids=self.input_ids[tokens].astype(np.int32), **flat,
         )  # fmt: skip
 
@@ -60,7 +63,9 @@ def collate(samples: list[Sample], temperature: float, pad_id: int) -> PaddedBat
     ids, log_probs = np.full(tokens.shape, pad_id, np.int64), np.zeros(mask.shape, np.float32)
     ids[tokens], log_probs[mask] = columns.token_ids, columns.rollout_log_probs
     temperatures = np.full(len(samples), temperature, np.float32)
-    return PaddedBatch(ids, columns.prompt_lengths, columns.response_lengths, temperatures, log_probs, routes=columns.routes)
+    return PaddedBatch(
+        ids, columns.prompt_lengths, columns.response_lengths, temperatures, log_probs, routes=columns.routes
+    )
 
 
 def read_batch(path: str) -> TrainBatch:

@@ -1,4 +1,6 @@
-"""One of two ranks: takes each row of the CPU table out, runs the check that the row is there for, and writes what happened."""
+"""One of two ranks: takes each row of the CPU table out, runs the check that the row is there for,
+and writes what happened.
+"""
 
 import json
 import sys
@@ -54,14 +56,18 @@ def main(rank: int, world_size: int, out: Path, plan: dict) -> None:
 
 
 def _meet(out: Path, rank: int, world_size: int, step: int) -> None:
-    """Waits until every rank has ended this step: one may fail at once where another waits for a collective to time out."""
+    """Waits until every rank has ended this step: one may fail at once where another waits for a collective to time
+    out.
+    """
     (out / f"ended-{step}-{rank}").touch()
     while not all((out / f"ended-{step}-{other}").exists() for other in range(world_size)):
         time.sleep(0.01)  # the whole program has a deadline
 
 
 def generators(plan: dict, rank: int, world_size: int, port: int) -> None:
-    """In the tracker's fork tensor ranks draw different numbers, the same after the same seed; outside it leaves no trace."""
+    """In the tracker's fork tensor ranks draw different numbers, the same after the same seed;
+    outside it leaves no trace.
+    """
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     model = load_model_spec(plan["moe"])
@@ -120,16 +126,28 @@ def meta_context(plan: dict, rank: int, world_size: int, port: int) -> None:
 
 
 CHECKS: dict[str, Callable] = {
-    check.__name__: check for check in (moe_update, generators, pipeline_update, hybrid_update, uneven_gather, meta_context)
+    check.__name__: check for check in (moe_update, generators, pipeline_update, hybrid_update, uneven_gather,
+        meta_context)
 }  # fmt: skip
 
 
 def _update(
-    plan: dict, rank: int, world_size: int, port: int, model: str, layout: dict, overrides: dict, optim: dict | None = None
+    plan: dict,
+    rank: int,
+    world_size: int,
+    port: int,
+    model: str,
+    layout: dict,
+    overrides: dict,
+    optim: dict | None = None,
 ) -> None:
     config = RunConfig.model_validate(
         {
-            "model": {"path": plan[model], "dtype": "bfloat16" if optim else "float32", "override_transformer_config": overrides},
+            "model": {
+                "path": plan[model],
+                "dtype": "bfloat16" if optim else "float32",
+                "override_transformer_config": overrides,
+            },
             "actor": {
                 "layout": {"world_size": world_size} | layout,
                 "ppo_mini_batch_size": 4,

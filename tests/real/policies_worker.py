@@ -65,7 +65,10 @@ def _observed(actor: MegatronActor, batch: TrainBatch) -> dict:
 
 
 def _updates(actor: MegatronActor, batch: TrainBatch, maps: list[torch.Tensor]) -> list:
-    """The step's updates. Of micro-batches that backward computes again, layer by layer, `maps` keeps the first choices."""
+    """The step's updates.
+
+    Of micro-batches that backward computes again, layer by layer, `maps` keeps the first choices.
+    """
     maps.clear()
     metrics = actor.update(batch).parts
     layers = actor.model.num_layers

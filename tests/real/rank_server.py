@@ -1,7 +1,8 @@
-"""A process that has imported torch, Megatron and mrl once, and forks a rank for every request: an import takes 6 s of CPU.
+"""A process that has imported torch, Megatron and mrl once, and forks a rank for every request: an import takes 6 s of
+CPU.
 
-It holds no thread, process group or patch when it forks, so that a rank is as fresh as a new interpreter. Requests and answers
-are lines of JSON on standard input and output; it ends with its input. See ranks.py, its only client.
+It holds no thread, process group or patch when it forks, so that a rank is as fresh as a new interpreter. Requests and
+answers are lines of JSON on standard input and output; it ends with its input. See ranks.py, its only client.
 """
 
 import json
@@ -29,7 +30,8 @@ def main() -> None:
 def _start(program: str, arguments: list[str], environment: dict[str, str], log: str) -> int:
     """Process id of `python program *arguments`, in a process group of its own, its output in the file `log`.
 
-    Not in a session of its own: the kernel gives every session an equal share, and eight ranks would leave a run beside them a ninth.
+    Not in a session of its own: the kernel gives every session an equal share, and eight ranks would leave a run beside
+    them a ninth.
     """
     if pid := os.fork():
         return pid

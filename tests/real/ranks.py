@@ -88,7 +88,9 @@ def _environment() -> dict[str, str]:
 
 
 def agree_on_port(out: Path, rank: int, meeting: int) -> int:
-    """For the ranks' program: a free port for their meeting number `meeting`, found by rank 0 right before it is used."""
+    """For the ranks' program: a free port for their meeting number `meeting`,
+    found by rank 0 right before it is used.
+    """
     file = out / f"port-{meeting}"
     if rank == 0:
         file.with_suffix(".part").write_text(str(free_port()))

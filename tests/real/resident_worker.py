@@ -1,4 +1,5 @@
-"""One rank of a colocated run: what its process holds after each hand-over of a step, over three steps with a save in each.
+"""One rank of a colocated run: what its process holds after each hand-over of a step, over three steps with a save in
+each.
 
 See test_resident_memory.
 """
@@ -24,7 +25,9 @@ def main(rank: int, world_size: int, out: Path, case_file: Path) -> None:
     case = json.loads(case_file.read_text())
     batch = read_batch(case["batch"])
     note_baseline()
-    actor = MegatronActor(RunConfig.model_validate(case["config"]), rank, world_size, "127.0.0.1", agree_on_port(out, rank, 0))
+    actor = MegatronActor(
+        RunConfig.model_validate(case["config"]), rank, world_size, "127.0.0.1", agree_on_port(out, rank, 0)
+    )
     moments, copy = [], HostCopy()
 
     def after(step: int, moment: str) -> None:

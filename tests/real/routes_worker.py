@@ -35,7 +35,9 @@ def _report(actor: MegatronActor, batch: TrainBatch, name: str, folder: Path) ->
     result = actor.log_probs(batch)
     reference = actor.ref_log_probs(batch) if actor.reference else result
     if result is not None:
-        padded = {name: in_rows(batch, r.rows, r.log_probs) for name, r in (("log_probs", result), ("reference", reference))}
+        padded = {
+            name: in_rows(batch, r.rows, r.log_probs) for name, r in (("log_probs", result), ("reference", reference))
+        }
         arrays = {"rows": result.rows, **padded}
         np.savez(folder / f"{name}-{actor.rank}.npz", **arrays)
     batch = replace(batch, ref_log_probs=batch.old_log_probs)
@@ -47,7 +49,9 @@ def _report(actor: MegatronActor, batch: TrainBatch, name: str, folder: Path) ->
 
 
 def _recorded(actor: MegatronActor, batch: TrainBatch) -> dict[str, np.ndarray]:
-    """Routes that one rank chose, sample by sample: [tokens, layers, topk] under the row's number; its micro-batches are single rows."""
+    """Routes that one rank chose, sample by sample: [tokens, layers, topk] under the row's number;
+    its micro-batches are single rows.
+    """
     (chunk,) = actor.chunks
     routers = [m for m in unwrap_model(chunk).modules() if isinstance(m, TopKRouter)]
     found = {}

@@ -1,4 +1,6 @@
-"""What the actor promises beside parity: bad gradients change nothing, equal inputs give equal bits, 16-bit weights train."""
+"""What the actor promises beside parity: bad gradients change nothing, equal inputs give equal bits,
+16-bit weights train.
+"""
 
 import json
 
@@ -21,7 +23,10 @@ def reports(tmp_path_factory) -> list[dict]:
     out = tmp_path_factory.mktemp("actor")
     model = save(tiny_moe(), out / "moe")
     np.savez(out / "batch.npz", **_batch())
-    plan = {"batch": str(out / "batch.npz"), "configs": {dtype: _config(str(model), dtype) for dtype in ("float32", "bfloat16")}}
+    plan = {
+        "batch": str(out / "batch.npz"),
+        "configs": {dtype: _config(str(model), dtype) for dtype in ("float32", "bfloat16")},
+    }
     (out / "plan.json").write_text(json.dumps(plan))
     run_ranks(ROOT / "tests/real/actor_worker.py", 2, out, [str(out / "plan.json")])
     return [json.loads((out / f"report-{rank}.json").read_text()) for rank in range(2)]
@@ -66,16 +71,26 @@ def _batch() -> dict[str, np.ndarray]:
         samples.append(Sample(i, i, i, 0, prompt, response, (0.0,) * len(response), "stop", 0))
     batch = collate(samples, 1.0, 0)
     advantages = np.where(batch.response_mask, rng.normal(size=(ROWS, 1)), 0).astype(np.float32)
-    return batch.arrays | {"old_log_probs": np.where(batch.response_mask, -4.0, 0).astype(np.float32), "advantages": advantages}
+    return batch.arrays | {
+        "old_log_probs": np.where(batch.response_mask, -4.0, 0).astype(np.float32),
+        "advantages": advantages,
+    }
 
 
 def _config(path: str, dtype: str) -> dict:
     layout = {"world_size": 2, "tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}
     return {
         "model": {"path": path, "dtype": dtype},
-        "actor": {"layout": layout, "optim": {"lr": 1e-2}, "ppo_mini_batch_size": ROWS, "ppo_micro_batch_size_per_gpu": 5},
+        "actor": {
+            "layout": layout,
+            "optim": {"lr": 1e-2},
+            "ppo_mini_batch_size": ROWS,
+            "ppo_micro_batch_size_per_gpu": 5,
+        },
         "rollout": {"n": 1},
-        "algorithm": {"policy_loss": {"loss_mode": "vanilla", "clip_ratio_low": 0.9, "clip_ratio_high": 1e6, "clip_ratio_c": 1e6}},
+        "algorithm": {
+            "policy_loss": {"loss_mode": "vanilla", "clip_ratio_low": 0.9, "clip_ratio_high": 1e6, "clip_ratio_c": 1e6}
+        },
         "data": {"train_batch_size": ROWS},
         "cluster": {"device": "cpu", "step_timeout_s": 300},
     }

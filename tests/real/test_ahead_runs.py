@@ -1,4 +1,5 @@
-"""Whole runs whose engines generate ahead of training: the synchronous run's bits without staleness, the same bits twice with it.
+"""Whole runs whose engines generate ahead of training: the synchronous run's bits without staleness, the same bits
+twice with it.
 
 Whatever the engines' speed: their processes are stopped and let go on at random. Killed in the middle, and resumed.
 """
@@ -25,7 +26,8 @@ STEPS = 5
 ONE_OFF = {"trainer__schedule": "one_step_off"}
 NO_STALENESS = {"trainer__schedule": "bounded", "trainer__max_staleness": 0}
 PARTIAL = {
-    "trainer__schedule": "bounded", "trainer__max_staleness": 2, "trainer__partial_rollouts": True, "trainer__segment_tokens": 1,
+    "trainer__schedule": "bounded", "trainer__max_staleness": 2, "trainer__partial_rollouts": True,
+    "trainer__segment_tokens": 1,
 }  # fmt: skip
 OF_AHEAD = ("async/", "training/off_policy/")
 
@@ -83,7 +85,10 @@ def assert_same(found: Path, expected: Path, without: tuple[str, ...] = ()) -> N
 
 
 def comparable(run_dir: Path, without: tuple[str, ...]) -> list[dict]:
-    return [{name: value for name, value in row.items() if not name.startswith(("reshard/", *without))} for row in metrics(run_dir)]
+    return [
+        {name: value for name, value in row.items() if not name.startswith(("reshard/", *without))}
+        for row in metrics(run_dir)
+    ]
 
 
 def test_partial_rollouts_mix_versions_within_the_bound_and_train(world, tmp_path):
@@ -93,7 +98,9 @@ def test_partial_rollouts_mix_versions_within_the_bound_and_train(world, tmp_pat
     for row in rows:
         assert row["training/off_policy/trajectory_staleness/max"] == min(2, row["training/global_step"] - 1)
         assert row["reshard/verified"] == 1 and row["reshard/weight_version"] == row["training/global_step"]
-    assert rows[0]["training/rollout_log_probs_abs_diff_max"] < 1e-4 < rows[-1]["training/rollout_log_probs_abs_diff_max"]
+    assert (
+        rows[0]["training/rollout_log_probs_abs_diff_max"] < 1e-4 < rows[-1]["training/rollout_log_probs_abs_diff_max"]
+    )
     assert any(name.startswith("val-core/") for name in rows[2]), "validation between two versions"
 
 

@@ -1,4 +1,6 @@
-"""A run whose reward fails in its first step ends with one message and nothing left over, and its directory can be used again."""
+"""A run whose reward fails in its first step ends with one message and nothing left over,
+and its directory can be used again.
+"""
 
 import json
 import os
@@ -37,7 +39,9 @@ def marked_processes(value: str) -> list[str]:
 def test_a_reward_that_fails_ends_the_run_as_a_fault_of_data(tmp_path):
     world, run_dir, mark = make_world(tmp_path / "world"), tmp_path / "runs: # 1", str(tmp_path)
     (tmp_path / "mine.py").write_text(REWARD)
-    settings = overrides(world, reward__custom_reward_function__path=tmp_path / "mine.py", trainer__val_before_train=True)
+    settings = overrides(
+        world, reward__custom_reward_function__path=tmp_path / "mine.py", trainer__val_before_train=True
+    )
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {MARK: mark}
     done = mrl("train", str(PRESET), "--run-dir", str(run_dir), *settings, cwd=tmp_path, env=environment)
     out, err = done.stdout, done.stderr
@@ -46,7 +50,11 @@ def test_a_reward_that_fails_ends_the_run_as_a_fault_of_data(tmp_path):
     assert "Traceback" not in err and "Token authentication" not in err
     assert out.startswith("loss: gspo, ") and "\nlayout: actor 2 x cpu" in out
 
-    assert set((run_dir / "logs" / "reward.log").read_text().split("\n")) == {"asked about val", "asked about train", ""}
+    assert set((run_dir / "logs" / "reward.log").read_text().split("\n")) == {
+        "asked about val",
+        "asked about train",
+        "",
+    }
     assert [row["training/global_step"] for row in metrics(run_dir)] == [0]
     RunDir(run_dir).refuse_another_run()  # as the next `mrl train` would
 

@@ -1,4 +1,6 @@
-"""A checkpoint goes on as if nothing had been between: bit by bit in its own layout, and with the same numbers in any other."""
+"""A checkpoint goes on as if nothing had been between: bit by bit in its own layout,
+and with the same numbers in any other.
+"""
 
 import json
 from pathlib import Path

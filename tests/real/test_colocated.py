@@ -1,4 +1,6 @@
-"""Runs whose actor and engines take turns on the same devices: the bits of runs with devices for each, and what each holds meanwhile."""
+"""Runs whose actor and engines take turns on the same devices: the bits of runs with devices for each,
+and what each holds meanwhile.
+"""
 
 import subprocess
 from collections.abc import Iterator
@@ -27,7 +29,8 @@ PRESETS = ROOT / "parallel_configs" / "tiny-moe"
 STEPS = 5
 OFFLOADED = {"actor__param_offload": True, "actor__grad_offload": True, "actor__optimizer_offload": True}
 SETTINGS = OFFLOADED | {
-    "trainer__total_training_steps": STEPS, "trainer__save_freq": 1, "trainer__test_freq": STEPS, "actor__ppo_mini_batch_size": 4,
+    "trainer__total_training_steps": STEPS, "trainer__save_freq": 1, "trainer__test_freq": STEPS,
+    "actor__ppo_mini_batch_size": 4,
     "trainer__max_actor_ckpt_to_keep": 2,
 }  # fmt: skip
 # TP2 and EP2 of two ranks; an engine of TP2
@@ -50,7 +53,9 @@ def world(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def separate(world, tmp_path_factory) -> Path:
     """The directory of a run with devices for each."""
-    return trained("cpu.yaml", world, tmp_path_factory.mktemp("separate") / "run", **SETTINGS, **SMALL, cluster__n_gpus_per_node=4)
+    return trained(
+        "cpu.yaml", world, tmp_path_factory.mktemp("separate") / "run", **SETTINGS, **SMALL, cluster__n_gpus_per_node=4
+    )
 
 
 def trained(preset: str, world: Path, run_dir: Path, *more: str, **values) -> Path:
@@ -68,7 +73,10 @@ def assert_same_run(separate: Path, colocated: Path, step: int) -> None:
 
 
 def without_ways(rows: list[dict]) -> list[dict]:
-    """Weights take other ways to an engine on the same devices: fewer bytes over links. That they arrived is compared elsewhere."""
+    """Weights take other ways to an engine on the same devices: fewer bytes over links.
+
+    That they arrived is compared elsewhere.
+    """
     return [{name: value for name, value in row.items() if not name.startswith("reshard/")} for row in rows]
 
 
@@ -112,7 +120,9 @@ class Ledgers:
 
     def _live(self, group) -> list[int]:
         answers = gather(group.refs("memory"), 60.0, "ledgers").values()
-        return [memory.live_bytes for answer in answers for memory in (answer if isinstance(answer, list) else [answer])]
+        return [
+            memory.live_bytes for answer in answers for memory in (answer if isinstance(answer, list) else [answer])
+        ]
 
 
 def test_turns_on_the_same_devices_change_no_bit_and_who_rests_holds_next_to_nothing(world, separate, tmp_path):
@@ -129,7 +139,9 @@ def test_turns_on_the_same_devices_change_no_bit_and_who_rests_holds_next_to_not
     # from the second step on there are moments; arenas of the sync stay, which are as large as this model
     assert min(ledgers.ranks_training[2:]) - max(ledgers.ranks_resting) > 0.95 * moved
     for row in rows:
-        assert all(row[f"switch/{name}_s"] > 0 for name in ("sleep", "gate", "onload", "offload", "wake_weights", "wake_kv"))
+        assert all(
+            row[f"switch/{name}_s"] > 0 for name in ("sleep", "gate", "onload", "offload", "wake_weights", "wake_kv")
+        )
         assert row["reshard/bytes_local"] > 0
     assert not any(name.startswith("switch/") for row in metrics(separate) for name in row)
 
@@ -141,7 +153,9 @@ def colocated(world: Path, run_dir: Path) -> ResolvedConfig:
 
 
 @pytest.mark.long
-def test_a_shortage_ends_the_step_with_the_holder_named_and_the_run_goes_on_where_there_is_room(world, separate, tmp_path):
+def test_a_shortage_ends_the_step_with_the_holder_named_and_the_run_goes_on_where_there_is_room(
+    world, separate, tmp_path
+):
     """The plan of the second step's update asks for an optimizer that no device has room for."""
     with open_run(colocated(world, tmp_path / "run"), resume=False) as run:
         run.placement.begin(0)
@@ -149,7 +163,10 @@ def test_a_shortage_ends_the_step_with_the_holder_named_and_the_run_goes_on_wher
         train_step(run)
         gate = run.placement._gate
         gate._plan["memory"]["phases"]["train"]["terms"]["optimizer"] = 100 * GIB
-        wanted = r"no room for phase train: device 0 of node 0: 100\.\d\d GiB of the actor are to come .*; there hold .*rank 0 0\.\d\d GiB"
+        wanted = (
+            r"no room for phase train: device 0 of node 0: 100\.\d\d GiB of the actor are to come .*; there "
+            r"hold .*rank 0 0\.\d\d GiB"
+        )
         with pytest.raises(Interrupted, match=wanted):
             train_step(run)
     run_dir = trained("cpu-colocated.yaml", world, tmp_path / "run", "--resume", **SETTINGS, **SMALL)
@@ -157,7 +174,9 @@ def test_a_shortage_ends_the_step_with_the_holder_named_and_the_run_goes_on_wher
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("more", [WIDE, SMALL | SLOW | REFERENCE], ids=["TP2 PP2 EP2, two engines of TP2", "slow path, reference model"])
+@pytest.mark.parametrize(
+    "more", [WIDE, SMALL | SLOW | REFERENCE], ids=["TP2 PP2 EP2, two engines of TP2", "slow path, reference model"]
+)
 def test_other_layouts_and_paths_change_no_bit_either(world, tmp_path, more):
     devices = {"cpu.yaml": 2, "cpu-colocated.yaml": 1}
     ranks = more.get("actor__layout__world_size", 2)

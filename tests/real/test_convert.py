@@ -1,4 +1,6 @@
-"""Converted checkpoints in Megatron: what mbridge loads from the Hugging Face files, and what went on training before the conversion."""
+"""Converted checkpoints in Megatron: what mbridge loads from the Hugging Face files,
+and what went on training before the conversion.
+"""
 
 import shutil
 from pathlib import Path
@@ -16,7 +18,8 @@ from mrl.checkpoint.open_checkpoint import open_hf, open_saved
 pytestmark = [pytest.mark.real, pytest.mark.long]
 
 HALF = ("moe", "bfloat16", 2, {TP: 2, EP: 2})
-OTHER = ("other", *HALF[1:])  # the same architecture with other weights: what the ranks hold before they load a checkpoint
+# the same architecture with other weights: what the ranks hold before they load a checkpoint
+OTHER = ("other", *HALF[1:])
 OTHER_STAGES = ("other", "bfloat16", 2, {PP: 2})
 
 

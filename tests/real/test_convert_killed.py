@@ -20,8 +20,10 @@ pytestmark = pytest.mark.real
 CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 512, "num_hidden_layers": 4,
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 1024, "intermediate_size": 512,
-    "moe_intermediate_size": 512, "num_experts": 32, "num_experts_per_tok": 2, "norm_topk_prob": True, "max_position_embeddings": 128,
-    "rope_theta": 1e4, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "bfloat16",
+    "moe_intermediate_size": 512, "num_experts": 32, "num_experts_per_tok": 2, "norm_topk_prob": True,
+    "max_position_embeddings": 128,
+    "rope_theta": 1e4, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
 }  # fmt: skip
 MRL = Path(sys.executable).with_name("mrl")
 
@@ -68,7 +70,9 @@ def test_kill_9_and_the_same_command_again(model, tmp_path):
     assert 1 <= finished < 16 and not (tmp_path / "ours").exists()
     again = json.loads(subprocess.run(there, check=True, capture_output=True, timeout=END_S).stdout)
     assert (again["resumed_files"], again["files"], again["verified"]) == (finished, 16, True)
-    subprocess.run(command("megatron-to-hf", tmp_path / "ours", tmp_path / "back"), check=True, capture_output=True, timeout=END_S)
+    subprocess.run(
+        command("megatron-to-hf", tmp_path / "ours", tmp_path / "back"), check=True, capture_output=True, timeout=END_S
+    )
     one = load_file(model / "model.safetensors")
     other = {name: t for file in (tmp_path / "back").glob("*.safetensors") for name, t in load_file(file).items()}
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

@@ -1,4 +1,6 @@
-"""Every symbol that the CPU platform replaces still has to be replaced: without it, a training step or a collective fails."""
+"""Every symbol that the CPU platform replaces still has to be replaced: without it,
+a training step or a collective fails.
+"""
 
 import json
 import subprocess
@@ -13,7 +15,9 @@ from mrl.platforms.cpu_patches import PATCHES
 
 pytestmark = pytest.mark.real
 
-# What fails without the row. The last row comes last: it is read before the tensor factories are wrapped, and cannot be put back after.
+HYBRID = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer.HybridDeviceOptimizer"
+# What fails without the row. The last row comes last: it is read before the tensor factories are wrapped, and cannot be
+# put back after.
 CHECKED_BY = {
     "torch.cuda.current_device": "moe_update",
     "torch.cuda.get_rng_state": "generators",
@@ -29,7 +33,7 @@ CHECKED_BY = {
     "megatron.core.transformer.moe.moe_utils.te_general_gemm": "moe_update",
     "megatron.core.tensor_parallel.random.CheckpointWithoutOutput.__init__": "moe_update",
     "torch.empty": "hybrid_update",
-    "megatron.core.optimizer.cpu_offloading.hybrid_optimizer.HybridDeviceOptimizer._get_sub_optimizer_param_groups": "hybrid_update",
+    f"{HYBRID}._get_sub_optimizer_param_groups": "hybrid_update",
     "megatron.core.optimizer.optimizer_config.is_te_min_version": "hybrid_update",
     "torch.cuda.synchronize": "pipeline_update",
     "torch.Tensor.cuda": "pipeline_update",
@@ -42,7 +46,11 @@ CHECKED_BY = {
 def reports(tmp_path_factory) -> list[dict]:
     """What each of two ranks saw."""
     out = tmp_path_factory.mktemp("patches")
-    plan = {"rows": CHECKED_BY, "moe": str(save(tiny_moe(), out / "moe")), "dense": str(save(tiny_dense(), out / "dense"))}
+    plan = {
+        "rows": CHECKED_BY,
+        "moe": str(save(tiny_moe(), out / "moe")),
+        "dense": str(save(tiny_dense(), out / "dense")),
+    }
     (out / "plan.json").write_text(json.dumps(plan))
     run_ranks(ROOT / "tests/real/patches_worker.py", 2, out, [str(out / "plan.json")])
     return [json.loads(file.read_text()) for file in out.glob("report-*.json")]
@@ -70,6 +78,8 @@ def test_nothing_is_replaced_in_a_process_that_has_imported_vllm():
         "try: get_platform('cpu').apply_patches()\n"
         "except EnvironmentFault as fault: print(fault, torch.zeros is before)\n"
     )
-    answer = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=END_S, check=True).stdout
+    answer = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=END_S, check=True
+    ).stdout
     assert "has imported vllm" in answer
     assert answer.strip().endswith("True")

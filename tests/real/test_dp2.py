@@ -1,8 +1,9 @@
-"""Engines of several data-parallel ranks, with and without experts spread over them, answer as an engine of one rank does.
+"""Engines of several data-parallel ranks, with and without experts spread over them, answer as an engine of one rank
+does.
 
-Each rank has its own front end in its own Ray actor, and nothing of vLLM spreads requests or keeps ranks in step for the driver: what
-is asked of one alone hangs. So all that happens to an engine in a run happens here: a rank without requests, requests that arrive
-while it pauses, sleep and other weights in between, a rank that is killed.
+Each rank has its own front end in its own Ray actor, and nothing of vLLM spreads requests or keeps ranks in step for
+the driver: what is asked of one alone hangs. So all that happens to an engine in a run happens here: a rank without
+requests, requests that arrive while it pauses, sleep and other weights in between, a rank that is killed.
 """
 
 import hashlib
@@ -55,7 +56,10 @@ class World:
         return self.engines.engine_ranks > 1
 
 
-@pytest.fixture(scope="module", params=[name if name == "dp2ep2" else pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS])
+@pytest.fixture(
+    scope="module",
+    params=[name if name == "dp2ep2" else pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS],
+)
 def world(request, tmp_path_factory) -> Iterator[World]:
     folder = tmp_path_factory.mktemp(request.param)
     start, other = two_models(folder, CASE)
@@ -78,7 +82,9 @@ def prompt(number: int) -> tuple[int, ...]:
 
 
 def requests(prompts: range, responses: int = 2) -> list[Request]:
-    return [Request(number * 10 + k, prompt(number), 100 + number * 10 + k) for number in prompts for k in range(responses)]
+    return [
+        Request(number * 10 + k, prompt(number), 100 + number * 10 + k) for number in prompts for k in range(responses)
+    ]
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,10 @@ def answers(group: RolloutGroup, prompts: range = range(8), tokens: int = 24) ->
     done = group.generate(requests(prompts), Sampling(1.0, tokens, ())).read()
     log_probs = np.split(done.rollout_log_probs, np.cumsum(done.response_lengths)[:-1])
     versions = done.weight_version.tolist()
-    return [Answer(tuple(i.tolist()), tuple(p.tolist()), v) for i, p, v in zip(done.responses(), log_probs, versions, strict=True)]
+    return [
+        Answer(tuple(i.tolist()), tuple(p.tolist()), v)
+        for i, p, v in zip(done.responses(), log_probs, versions, strict=True)
+    ]
 
 
 def check_same(found: list[Answer], expected: list[Answer]) -> None:
@@ -138,7 +147,10 @@ def a_rank_without_requests_holds_up_nobody(world):
 
 
 def requests_that_arrive_while_it_pauses_get_the_same_answers(world):
-    whole, rng = {number: answers(world.engines, range(number, number + 1), 48) for number in range(6)}, random.Random(0)
+    whole, rng = (
+        {number: answers(world.engines, range(number, number + 1), 48) for number in range(6)},
+        random.Random(0),
+    )
 
     def late(number: int, after_s: float) -> list[Answer]:
         time.sleep(after_s)
@@ -167,7 +179,9 @@ def after_a_sleep_it_serves_the_weights_that_it_was_brought(world):
             group.commit(number)
         if checkpoint is world.other:
             others = answers(world.engines)
-            assert not any(list(now.token_ids) == list(then.token_ids) for now, then in zip(others, before, strict=True))
+            assert not any(
+                list(now.token_ids) == list(then.token_ids) for now, then in zip(others, before, strict=True)
+            )
     check_same(answers(world.engines), answers(world.alone))
     assert answers(world.engines) == [replace(c, weight_version=2) for c in before]
     assert [weights_of(one) for one in world.engines.fingerprints()] == held
@@ -183,7 +197,9 @@ def below(world: World, name: str, kind: str) -> psutil.Process:
     log = str(world.logs / f"{rollout_group.log_name(name)}.log")
     for process in psutil.process_iter(["cmdline"]):
         try:
-            if kind in " ".join(process.info["cmdline"] or ()) and log in {os.readlink(f"/proc/{process.pid}/fd/{n}") for n in (1, 2)}:
+            if kind in " ".join(process.info["cmdline"] or ()) and log in {
+                os.readlink(f"/proc/{process.pid}/fd/{n}") for n in (1, 2)
+            }:
                 return process
         except OSError:
             continue
@@ -198,7 +214,10 @@ def whoever_does_not_answer_is_named_before_others_wait_for_it(world):
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(rollout_group, "PREPARE_S", 5.0)
-            said = r"pause, asking who is there: no answer from .*engine 0 rank 1 within 5 s.*; engine 0 rank 1: VLLM::Worker.* is stopped"
+            said = (
+                r"pause, asking who is there: no answer from .*engine 0 rank 1 within 5 s.*; engine 0 rank 1: "
+                r"VLLM::Worker.* is stopped"
+            )
             with pytest.raises(Late, match=said):  # rank 0 may be in a step with it, and then is late, too
                 world.engines.call("pause")
     finally:

@@ -1,7 +1,9 @@
-"""Whole runs whose engine has two data-parallel ranks and experts spread over them train what a run with an engine of one rank trains.
+"""Whole runs whose engine has two data-parallel ranks and experts spread over them train what a run with an engine of
+one rank trains.
 
-Its answers have the same tokens, and the actor computes log-probs itself: so every number of training is the same, bit for bit. Only what
-is read off the engine's own log-probs, which differ by some 1e-6, and what counts bytes and time may differ.
+Its answers have the same tokens, and the actor computes log-probs itself: so every number of training is the same, bit
+for bit. Only what is read off the engine's own log-probs, which differ by some 1e-6, and what counts bytes and time may
+differ.
 """
 
 from collections.abc import Callable

@@ -48,7 +48,9 @@ class Llm:
         self.executor = object.__new__(MultiprocExecutor)
         self.executor.is_failed, self.executor.futures_queue = False, deque()
         self.executor.rpc_broadcast_mq = SimpleNamespace(enqueue=self.everybody_answers)
-        self.executor.response_mqs = [SimpleNamespace(dequeue=lambda timeout, q=queue: q.popleft()) for queue in self.answers]
+        self.executor.response_mqs = [
+            SimpleNamespace(dequeue=lambda timeout, q=queue: q.popleft()) for queue in self.answers
+        ]
 
     def everybody_answers(self, call: tuple) -> None:
         """As WorkerProc.worker_busy_loop."""

@@ -1,4 +1,6 @@
-"""The routes that a real engine hands out with its samples are those by which it computed them: Hugging Face chooses the same experts."""
+"""The routes that a real engine hands out with its samples are those by which it computed them:
+Hugging Face chooses the same experts.
+"""
 
 import json
 import os
@@ -25,7 +27,11 @@ def samples(tmp_path_factory) -> dict[int, tuple[np.ndarray, np.ndarray]]:
     config = {
         "model": {"path": str(save(tiny_moe(), out / "model")), "dtype": "float32"},
         "actor": {"router_replay": "R3", "layout": {"world_size": 1}, "ppo_mini_batch_size": 1},
-        "rollout": {"max_num_seqs": 4, "enable_prefix_caching": True, "engine_kwargs": {"vllm": {"skip_tokenizer_init": True}}},
+        "rollout": {
+            "max_num_seqs": 4,
+            "enable_prefix_caching": True,
+            "engine_kwargs": {"vllm": {"skip_tokenizer_init": True}},
+        },
         "data": {"train_batch_size": 1, "max_prompt_length": 220, "max_response_length": 12},
         "cluster": {"device": "cpu", "n_gpus_per_node": 2},
     }

@@ -1,4 +1,5 @@
-"""A real engine sleeps, wakes and is synced: the same bits as before, memory given away, and nothing sampled from what is nobody's.
+"""A real engine sleeps, wakes and is synced: the same bits as before, memory given away, and nothing sampled from what
+is nobody's.
 
 One start at TP1 and one at TP2 go through everything in turn (engine_sleep.walk); the tests look at what came of it.
 """
@@ -19,12 +20,16 @@ from mrl.platforms.hosting import get_hosting
 MIB = 2**20
 
 
-def start(folder: Path, what: str, model: Path, other: Path, tensor: int, limit_s: float = 400, kv_gib: int = 1, **more) -> dict:
+def start(
+    folder: Path, what: str, model: Path, other: Path, tensor: int, limit_s: float = 400, kv_gib: int = 1, **more
+) -> dict:
     """What came of one engine's job."""
     spec = load_model_spec(model)
     arguments = {
-        "model": str(model), "dtype": "float32", "tensor_parallel_size": tensor, "max_model_len": 64, "max_num_seqs": 16, "seed": 0,
-        "skip_tokenizer_init": True, "generation_config": "vllm", "logprobs_mode": "processed_logprobs", "disable_log_stats": True,
+        "model": str(model), "dtype": "float32", "tensor_parallel_size": tensor, "max_model_len": 64,
+        "max_num_seqs": 16, "seed": 0,
+        "skip_tokenizer_init": True, "generation_config": "vllm", "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
         "distributed_executor_backend": "mp", **get_hosting("cpu").engine_arguments(64, 1024),
     }  # fmt: skip
     setup = setup_of(model, "float32", ONE_RANK, tensor, 1) | {"transport": {"kind": "shm", "name": "none"}}
@@ -53,11 +58,14 @@ def test_after_sleep_and_sync_an_engine_holds_and_says_the_bits_of_before(walked
 
 def test_memory_leaves_with_the_sleep_and_comes_back_in_two_parts(walked):
     for cycle in walked["memory"]:
-        for awake, asleep, weights, cache in zip(walked["awake"], cycle["asleep"], cycle["weights"], cycle["cache"], strict=True):
+        for awake, asleep, weights, cache in zip(
+            walked["awake"], cycle["asleep"], cycle["weights"], cycle["cache"], strict=True
+        ):
             assert asleep["live_bytes"] < 0.05 * awake["live_bytes"]
             assert asleep["live_bytes"] < weights["live_bytes"] < 0.05 * awake["live_bytes"] + 8 * MIB
             assert abs(cache["live_bytes"] - awake["live_bytes"]) < MIB
-            left = cache["resident_bytes"] - asleep["resident_bytes"]  # a fresh engine's cache has pages that nobody has touched
+            # a fresh engine's cache has pages that nobody has touched
+            left = cache["resident_bytes"] - asleep["resident_bytes"]
             assert left > 0.9 * (cache["live_bytes"] - asleep["live_bytes"])
 
 
@@ -109,7 +117,9 @@ WARM = 5  # cycles until heap and caches have found their size
 def slope(values: list[float]) -> float:
     """Of the straight line through them, a step."""
     middle = (len(values) - 1) / 2
-    return sum((i - middle) * value for i, value in enumerate(values)) / sum((i - middle) ** 2 for i in range(len(values)))
+    return sum((i - middle) * value for i, value in enumerate(values)) / sum(
+        (i - middle) ** 2 for i in range(len(values))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +127,9 @@ def cycled(tmp_path_factory) -> dict:
     """SLEEP_CYCLES makes it longer, SLEEP_ROWS keeps what was measured: scripts/evidence/sleep_cycles.sh."""
     folder = tmp_path_factory.mktemp("cycles")
     model, other = checkpoints(folder, tiny_moe(), torch.float32)
-    found = start(folder, "cycles", model, other, 1, limit_s=560, cycles=int(os.environ.get("SLEEP_CYCLES", "20")), seconds=400)
+    found = start(
+        folder, "cycles", model, other, 1, limit_s=560, cycles=int(os.environ.get("SLEEP_CYCLES", "20")), seconds=400
+    )
     if kept := os.environ.get("SLEEP_ROWS"):
         Path(kept, "tiny.json").write_text(json.dumps(found))
     return found
@@ -158,7 +170,9 @@ def test_a_wide_model_leaves_less_than_a_twentieth_of_itself_on_the_device(wide)
 
 @pytest.mark.long
 def test_what_a_process_holds_is_what_its_tensors_take(wide):
-    """Asleep to within a tenth of what it holds awake, and awake, with all its heap, to within a tenth of its tensors."""
+    """Asleep to within a tenth of what it holds awake, and awake, with all its heap,
+    to within a tenth of its tensors.
+    """
     for row in wide["rows"]:
         for state in ("asleep", "awake"):
             (memory,) = row[state]

@@ -1,6 +1,8 @@
-"""A real engine takes its weights box by box: bit-equal to a fresh engine and to vLLM's own loader, and every fault is named.
+"""A real engine takes its weights box by box: bit-equal to a fresh engine and to vLLM's own loader, and every fault is
+named.
 
-Each engine starts from one checkpoint (that is a fresh engine), is synced to another and back, and must then hold and say the same bits.
+Each engine starts from one checkpoint (that is a fresh engine), is synced to another and back, and must then hold and
+say the same bits.
 """
 
 import json
@@ -20,14 +22,24 @@ from mrl.reshard.digest import MODULUS, partial_digest
 
 EXPERTS, QKV = "model.layers.1.mlp.experts.routed_experts", "model.layers.2.self_attn.qkv_proj"
 ONE_RANK = {"world_size": 1}
-EIGHT = {"world_size": 8, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}
+EIGHT = {
+    "world_size": 8,
+    "tensor_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 2,
+    "expert_model_parallel_size": 2,
+}
 
 
 def checkpoints(folder: Path, model, dtype: torch.dtype) -> tuple[Path, Path]:
-    """What the engine starts from, and other weights altogether, with signed zeros, which no identity matrix can show."""
+    """What the engine starts from, and other weights altogether, with signed zeros,
+    which no identity matrix can show.
+    """
     start, other = save(model.to(dtype), folder / "start"), save(model, folder / "other")
     noise = torch.Generator().manual_seed(1)
-    weights = {k: v + torch.randn(v.shape, generator=noise).to(v.dtype) for k, v in load_file(start / "model.safetensors").items()}
+    weights = {
+        k: v + torch.randn(v.shape, generator=noise).to(v.dtype)
+        for k, v in load_file(start / "model.safetensors").items()
+    }
     for tensor in weights.values():
         tensor.view(-1)[3] = -0.0
     save_file(weights, other / "model.safetensors", {"format": "pt"})
@@ -47,9 +59,12 @@ def setup_of(folder: Path, dtype: str, train: dict, tensor: int, expert: int) ->
 def run(folder: Path, model: Path, dtype: str, steps: list, tensor: int = 1, expert: int = 1) -> list:
     """What came of each step."""
     arguments = {
-        "model": str(model), "dtype": dtype, "tensor_parallel_size": tensor, "enable_expert_parallel": expert > 1, "enforce_eager": True,
-        "max_model_len": 64, "max_num_batched_tokens": 1024, "max_num_seqs": 16, "enable_chunked_prefill": False, "seed": 0,
-        "skip_tokenizer_init": True, "generation_config": "vllm", "logprobs_mode": "processed_logprobs", "disable_log_stats": True,
+        "model": str(model), "dtype": dtype, "tensor_parallel_size": tensor, "enable_expert_parallel": expert > 1,
+        "enforce_eager": True,
+        "max_model_len": 64, "max_num_batched_tokens": 1024, "max_num_seqs": 16, "enable_chunked_prefill": False,
+        "seed": 0,
+        "skip_tokenizer_init": True, "generation_config": "vllm", "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
     }  # fmt: skip
     return run_engine("engine_slices.py", folder, {"arguments": arguments, "steps": steps}, tensor, RUN_S)["found"]
 
@@ -62,7 +77,8 @@ def file_digests(folder: Path, dtype: str, tensor: int, expert: int) -> list[dic
     for worker in range(tensor):
         targets = target_parameters(load_model_spec(folder), layout, worker, "cpu", dtype)
         parts = {
-            t.name: [partial_digest(weights[p.hf_name][p.hf_box.slices], p.hf_name, p.hf_box.origin) for p in t.pieces] for t in targets
+            t.name: [partial_digest(weights[p.hf_name][p.hf_box.slices], p.hf_name, p.hf_box.origin) for p in t.pieces]
+            for t in targets
         }
         found.append({name: sum(digests) % MODULUS for name, digests in parts.items()})
     return found
@@ -146,13 +162,18 @@ def test_faults_are_found_and_named(tmp_path):
     config = right["hf_config"]
     wrong = {
         "dtype": right | {"dtype": "bfloat16"},
-        "layout": right | {"rollout": right["rollout"] | {"tensor": 2}, "topology": right["topology"] | {"workers": [[0, 100], [0, 101]]}},
+        "layout": right
+        | {
+            "rollout": right["rollout"] | {"tensor": 2},
+            "topology": right["topology"] | {"workers": [[0, 100], [0, 101]]},
+        },
         "experts": right | {"hf_config": config | {"moe_intermediate_size": 32}},
         "layers": right | {"hf_config": config | {"num_hidden_layers": 5}},
         "fewer layers": right | {"hf_config": config | {"num_hidden_layers": 3}},
     }
     steps = [
-        *(["refusal", setup] for setup in wrong.values()), ["refusal", right, "0" * 64], ["weight_fingerprints"], ["answers"],
+        *(["refusal", setup] for setup in wrong.values()), ["refusal", right, "0" * 64], ["weight_fingerprints"],
+        ["answers"],
         ["use_files", right], ["loader_refusals"], ["weight_fingerprints"], ["answers"],
         ["write", str(other)], ["flip", EXPERTS], ["flip", QKV], ["weight_digests"],
         ["write", str(start), EXPERTS], ["write", str(start)], ["weight_fingerprints"], ["answers"],
@@ -161,9 +182,15 @@ def test_faults_are_found_and_named(tmp_path):
     told = {name: next(found)[0] for name in [*wrong, "hash"]}
     assert "engine 0 worker 0: dtype is float32 in vLLM, bfloat16 in the plan" in told["dtype"]
     assert "tensor_parallel_size is 1 in vLLM, 2 in the plan" in told["layout"]
-    assert "model.layers.0.mlp.experts.routed_experts.w13_weight is [8, 128, 64] in vLLM, [8, 64, 64] in the plan" in told["experts"]
+    assert (
+        "model.layers.0.mlp.experts.routed_experts.w13_weight is [8, 128, 64] in vLLM, [8, 64, 64] in the plan"
+        in told["experts"]
+    )
     assert "vLLM has no model.layers.4.input_layernorm.weight" in told["layers"]
-    assert "model.layers.3.input_layernorm.weight is a parameter of vLLM that the plan does not know" in told["fewer layers"]
+    assert (
+        "model.layers.3.input_layernorm.weight is a parameter of vLLM that the plan does not know"
+        in told["fewer layers"]
+    )
     assert "engine 0 worker 0 plans" in told["hash"] and "the driver as 000000000000" in told["hash"]
 
     fresh, said, _, refusals, untouched, said_after = (next(found) for _ in range(6))

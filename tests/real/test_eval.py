@@ -1,4 +1,6 @@
-"""`mrl eval` on real engines: the same weights, seeds and rewards give the very numbers that the run's own validation gave."""
+"""`mrl eval` on real engines: the same weights, seeds and rewards give the very numbers that the run's own validation
+gave.
+"""
 
 import json
 from pathlib import Path

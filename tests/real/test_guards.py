@@ -60,7 +60,9 @@ def test_the_third_in_a_row_stops_every_rank_with_the_weights_of_the_last_good_u
 
 @pytest.mark.long
 def test_a_run_whose_every_gradient_is_nan_passes_over_two_updates_and_ends_with_code_6_at_the_third(tmp_path):
-    """Two updates a step: the first step is finished and saved with the weights it began with, the second one is not."""
+    """Two updates a step: the first step is finished and saved with the weights it began with,
+    the second one is not.
+    """
     world, run_dir = make_world(tmp_path / "world"), tmp_path / "run"
     settings = dict(
         trainer__total_training_steps=4, trainer__save_freq=1, trainer__test_freq=-1, trainer__val_before_train=False,

@@ -1,4 +1,5 @@
-"""W&B, MLflow and SwanLab as they are installed (extras `wandb`, `mlflow`, `swanlab`), without a network: what they keep is what was sent.
+"""W&B, MLflow and SwanLab as they are installed (extras `wandb`, `mlflow`, `swanlab`), without a network: what they
+keep is what was sent.
 
 Each is skipped where its package is missing. tests/unit/test_sinks_hosted.py has the same calls with stand-ins.
 """
@@ -33,7 +34,9 @@ def recorded(name: str, folder, steps, resume=False) -> float:
 
 
 def check_jsonl(folder) -> None:
-    assert [(row["training/global_step"], row[NAME]) for row in read_metrics(folder / "metrics.jsonl")] == list(SCORES.items())
+    assert [(row["training/global_step"], row[NAME]) for row in read_metrics(folder / "metrics.jsonl")] == list(
+        SCORES.items()
+    )
 
 
 def test_wandb_offline(tmp_path, monkeypatch, caplog):

@@ -1,4 +1,6 @@
-"""A process that dies below a run ends it with exit code 5, without a traceback, whoever notices first; nothing is left behind."""
+"""A process that dies below a run ends it with exit code 5, without a traceback, whoever notices first;
+nothing is left behind.
+"""
 
 import os
 import signal
@@ -27,11 +29,16 @@ def engine_core(below: psutil.Process, run_dir: Path) -> psutil.Process | None:
 @pytest.mark.real
 @pytest.mark.parametrize(
     ("find", "named"),
-    [pytest.param(rank_one, "rank 1 died", marks=pytest.mark.long), (engine_core, "engine 0: vLLM's process below it died")],
+    [
+        pytest.param(rank_one, "rank 1 died", marks=pytest.mark.long),
+        (engine_core, "engine 0: vLLM's process below it died"),
+    ],
 )
 def test_a_lost_process_ends_the_run_as_resumable(tmp_path, find, named):
     run_dir = tmp_path / "run"
-    process = train(make_world(tmp_path / "world"), run_dir, trainer__total_training_steps=500, trainer__val_before_train=False)
+    process = train(
+        make_world(tmp_path / "world"), run_dir, trainer__total_training_steps=500, trainer__val_before_train=False
+    )
     try:
         wait_for_step(process, run_dir, 1)
         victim = find(psutil.Process(process.pid), run_dir)

@@ -1,7 +1,8 @@
 """The memory model against real Megatron ranks: what is predicted from sizes alone is what they hold.
 
-Activations are the unique storages that autograd keeps, parameters excluded, at the fullest moment of one forward and backward over a
-mini-batch. Where experts lie on several ranks, which rank gets a token is chance, so the ranks of a stage are compared by their mean.
+Activations are the unique storages that autograd keeps, parameters excluded, at the fullest moment of one forward and
+backward over a mini-batch. Where experts lie on several ranks, which rank gets a token is chance, so the ranks of a
+stage are compared by their mean.
 """
 
 import json
@@ -22,7 +23,8 @@ from mrl.plan.model_state import stage_state
 pytestmark = [pytest.mark.real, pytest.mark.long]
 
 TP, PP, EP, ETP, VPP, CP = (
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
     "virtual_pipeline_model_parallel_size", "context_parallel_size",
 )  # fmt: skip
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -47,7 +49,8 @@ LAYOUTS = {
     "moe-tp2-pp2-ep2": ("moe", 4, {TP: 2, PP: 2, EP: 2}, "bfloat16", {}),
     "moe-tp4-of-2-kv-heads": ("moe", 4, {TP: 4, EP: 2}, "float32", {}),
 }
-# an Adam on the host, without and with float32 weights on the device beside; shares below 1 are met to one tensor, much in a tiny model
+# an Adam on the host, without and with float32 weights on the device beside; shares below 1 are met to one tensor, much
+# in a tiny model
 ON_HOST = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0, "use_precision_aware_optimizer": True}
 BESIDE = ON_HOST | {"use_precision_aware_optimizer": False}
 OPTIMIZERS = {"moe-tp2-ep2-on-host": ON_HOST, "moe-dp2-masters-stay": BESIDE}
@@ -78,7 +81,9 @@ def test_state_is_predicted_within_two_percent(layout, what, truth):
     model, train = _built(layout, truth)
     adam = OPTIMIZERS.get(layout, {"optimizer_offload_fraction": 0.0})
     staying = not adam.get("use_precision_aware_optimizer")
-    precision = Precision(parameters=_element_bytes(layout), host_share=adam["optimizer_offload_fraction"], masters_stay=staying)
+    precision = Precision(
+        parameters=_element_bytes(layout), host_share=adam["optimizer_offload_fraction"], masters_stay=staying
+    )
     for report in truth[layout]:
         predicted = getattr(stage_state(model, train, report["stage"], precision), what)
         assert predicted == pytest.approx(report[what], rel=STATE_BOUND)
@@ -141,4 +146,7 @@ def _batch() -> dict[str, np.ndarray]:
         samples.append(Sample(i, i, i, 0, ids[:PROMPT], ids[PROMPT:], (0.0,) * RESPONSE, "length", 0))
     batch = collate(samples, 1.0, 0)
     advantages = np.where(batch.response_mask, rng.normal(size=(ROWS, 1)), 0).astype(np.float32)
-    return batch.arrays | {"old_log_probs": np.where(batch.response_mask, -4.0, 0).astype(np.float32), "advantages": advantages}
+    return batch.arrays | {
+        "old_log_probs": np.where(batch.response_mask, -4.0, 0).astype(np.float32),
+        "advantages": advantages,
+    }

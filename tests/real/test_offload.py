@@ -25,7 +25,9 @@ def reports(tmp_path_factory) -> dict[str, list[dict]]:
     out = tmp_path_factory.mktemp("offload")
     model = save(tiny_moe(), out / "moe")
     np.savez(out / "batch.npz", **_batch())
-    cases = {name: {kind: _config(str(model), *CASES[name], kind == "moved") for kind in ("kept", "moved")} for name in CASES}
+    cases = {
+        name: {kind: _config(str(model), *CASES[name], kind == "moved") for kind in ("kept", "moved")} for name in CASES
+    }
     (out / "plan.json").write_text(json.dumps({"batch": str(out / "batch.npz"), "cases": cases}))
     run_ranks(ROOT / "tests/real/offload_worker.py", 2, out, [str(out / "plan.json")])
     return {name: [json.loads((out / f"{name}-{rank}.json").read_text()) for rank in range(2)] for name in CASES}
@@ -60,7 +62,11 @@ def test_each_phase_has_on_the_device_what_the_plan_says(name, reports):
             full = phases["train"]
             assert min(full.values()) > 0
             assert phases["generate"] == dict.fromkeys(full, 0)
-            assert phases["log_prob"] == phases["sync"] == {"parameters": full["parameters"], "gradients": 0, "optimizer": 0}
+            assert (
+                phases["log_prob"]
+                == phases["sync"]
+                == {"parameters": full["parameters"], "gradients": 0, "optimizer": 0}
+            )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -105,7 +111,11 @@ def _config(path: str, dtype: str, degrees: dict, moved: bool) -> dict:
         },
         "ref": {"param_offload": moved},
         "rollout": {"n": 1},
-        "algorithm": {"use_kl_loss": True, "kl_loss_coef": 0.1, "policy_loss": {"loss_mode": "vanilla", "clip_ratio_c": 1e6}},
+        "algorithm": {
+            "use_kl_loss": True,
+            "kl_loss_coef": 0.1,
+            "policy_loss": {"loss_mode": "vanilla", "clip_ratio_c": 1e6},
+        },
         "data": {"train_batch_size": ROWS},
         "cluster": {"device": "cpu", "step_timeout_s": 300},
     }

@@ -1,4 +1,6 @@
-"""Whole runs whose actor leaves its devices while engines generate: metrics and weights as of one that stays, and resumed too."""
+"""Whole runs whose actor leaves its devices while engines generate: metrics and weights as of one that stays,
+and resumed too.
+"""
 
 from pathlib import Path
 
@@ -11,7 +13,12 @@ from mrl.train.compare_runs import checkpoint_difference
 pytestmark = [pytest.mark.real, pytest.mark.long]
 
 KL = {"algorithm__use_kl_loss": True, "algorithm__kl_loss_coef": 0.1}
-MOVED = {"actor__param_offload": True, "actor__grad_offload": True, "actor__optimizer_offload": True, "ref__param_offload": True}
+MOVED = {
+    "actor__param_offload": True,
+    "actor__grad_offload": True,
+    "actor__optimizer_offload": True,
+    "ref__param_offload": True,
+}
 
 
 @pytest.fixture(scope="module")
@@ -33,4 +40,6 @@ def test_a_run_that_is_offloaded_has_the_metrics_and_checkpoints_of_one_that_is_
 
 
 def test_an_offloaded_run_resumes_bit_by_bit(world):
-    assert "not one bit differs" in succeeded("verify", str(PRESET), "--resume", "--steps", "1", *overrides(world, **KL, **MOVED))
+    assert "not one bit differs" in succeeded(
+        "verify", str(PRESET), "--resume", "--steps", "1", *overrides(world, **KL, **MOVED)
+    )

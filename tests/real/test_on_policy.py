@@ -1,4 +1,6 @@
-"""An update on policy is the update after a pass of old log-probs, without the pass: gradients, weights, metrics of the mismatch."""
+"""An update on policy is the update after a pass of old log-probs, without the pass: gradients, weights,
+metrics of the mismatch.
+"""
 
 import json
 from pathlib import Path
@@ -39,7 +41,8 @@ def out(tmp_path_factory) -> Path:
         config = {
             "model": {"path": str(path), "dtype": "float32"},
             "actor": {
-                "layout": {"world_size": 2} | degrees, "optim": {"lr": 1e-3, "eps": 1e-4}, "ppo_mini_batch_size": SAMPLES,
+                "layout": {"world_size": 2} | degrees, "optim": {"lr": 1e-3, "eps": 1e-4},
+                "ppo_mini_batch_size": SAMPLES,
                 "ppo_micro_batch_size_per_gpu": 2,
             },
             "rollout": {"n": 1},
@@ -48,9 +51,18 @@ def out(tmp_path_factory) -> Path:
             "trainer": {"max_skipped_updates": 1},
             "cluster": {"device": "cpu", "step_timeout_s": 300},
         }  # fmt: skip
-        return {"name": name, "config": config, "batch": str(out / "batch.npz"), "compares": anchor == "on_policy", "rejected": REJECTED}
+        return {
+            "name": name,
+            "config": config,
+            "batch": str(out / "batch.npz"),
+            "compares": anchor == "on_policy",
+            "rejected": REJECTED,
+        }
 
-    cases = [case(WITH_PASS, TP_EP, "recompute"), *(case(name, degrees, "on_policy") for name, degrees in LAYOUTS.items())]
+    cases = [
+        case(WITH_PASS, TP_EP, "recompute"),
+        *(case(name, degrees, "on_policy") for name, degrees in LAYOUTS.items()),
+    ]
     (out / "cases.json").write_text(json.dumps(cases))
     run_ranks(Path(__file__).with_name("on_policy_worker.py"), 2, out, [str(out / "cases.json")])
     return out
@@ -91,13 +103,16 @@ def test_losses_are_those_after_a_pass_and_every_ratio_is_exactly_1(layout, out)
     given, own = reduce_parts(after_a_pass), reduce_parts(on_policy)
     assert own.pop("ran/anchor/on_policy") == SAMPLES - 1 == own["ran/policy_loss/gspo"]
     assert own == pytest.approx(given, rel=BOUND, abs=BOUND)
-    assert own["actor/ppo_kl"] == own["actor/log_seq_ratio_std"] == own["actor/pg_clipfrac"] == 0.0 != own["actor/pg_loss"]
+    assert (
+        own["actor/ppo_kl"] == own["actor/log_seq_ratio_std"] == own["actor/pg_clipfrac"] == 0.0 != own["actor/pg_loss"]
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_updated_weights_are_those_after_a_pass_and_the_pass_is_not_made(layout, out):
     start, stepped, own = (
-        load_file(file) for file in (out / "model/model.safetensors", out / f"{WITH_PASS}.safetensors", out / f"{layout}.safetensors")
+        load_file(file)
+        for file in (out / "model/model.safetensors", out / f"{WITH_PASS}.safetensors", out / f"{layout}.safetensors")
     )
     assert worst(own, stepped) < BOUND < 1e-4 < worst(own, start)
     for report in reports(out, layout):

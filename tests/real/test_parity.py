@@ -1,4 +1,5 @@
-"""The Megatron actor computes what Hugging Face computes, in every layout: log-probs, gradients, updates and exported weights.
+"""The Megatron actor computes what Hugging Face computes, in every layout: log-probs, gradients, updates and exported
+weights.
 
 The reference is the Hugging Face model with autograd, GSPO written in its sequence form, and torch's AdamW.
 """
@@ -154,7 +155,8 @@ def test_clipping_and_loss_are_counted_once_over_the_whole_mini_batch(layout, re
         clipped, tokens = (sum(part["actor/pg_clipfrac"][i] for part in parts) for i in (0, 1))
         expected_clipped, expected_tokens = _clipped_tokens(references[LAYOUTS[layout][0]].batch)
         assert (clipped, tokens) == (expected_clipped, expected_tokens)
-        assert sum(part["actor/pg_loss"][1] for part in parts) == len(references[LAYOUTS[layout][0]].batch) - 1  # one is rejected
+        # one is rejected
+        assert sum(part["actor/pg_loss"][1] for part in parts) == len(references[LAYOUTS[layout][0]].batch) - 1
 
 
 @pytest.mark.parametrize("layout", [name for name, (_, world, _) in LAYOUTS.items() if world > 1])
@@ -211,7 +213,8 @@ def _case(name: str, references: dict[str, Reference]) -> dict:
     model, world_size, degrees = LAYOUTS[name]
     reference = references[model]
     optim = {
-        "lr": LR, "lr_warmup_steps": 2, "eps": EPS, "weight_decay": WEIGHT_DECAY, "betas": [0.9, 0.95], "clip_grad": CLIP_GRAD,
+        "lr": LR, "lr_warmup_steps": 2, "eps": EPS, "weight_decay": WEIGHT_DECAY, "betas": [0.9, 0.95],
+        "clip_grad": CLIP_GRAD,
     }  # fmt: skip
     config = {
         "model": {"path": str(reference.model_path), "dtype": "float32"},
@@ -241,7 +244,8 @@ def _reference(model, path: Path) -> Reference:
     batch = PaddedBatch(
         batch.input_ids, batch.prompt_lengths, batch.response_lengths, batch.temperature, batch.rollout_log_probs,
         old, np.where(mask, ADVANTAGES[:, None], 0).astype(np.float32),
-        keep=mask & (np.arange(13) != REJECTED)[:, None], loss_weights=np.where(mask, WEIGHTS[:, None], 1).astype(np.float32),
+        keep=mask & (np.arange(13) != REJECTED)[:, None],
+        loss_weights=np.where(mask, WEIGHTS[:, None], 1).astype(np.float32),
     )  # fmt: skip
     np.savez(path / "batch.npz", **batch.arrays)
     gradients, norms, losses = {}, [], []
@@ -304,7 +308,9 @@ def _token_outputs(model, batch: PaddedBatch) -> tuple[Tensor, Tensor]:
 
 
 def _sequence_gspo(model, batch: PaddedBatch) -> Tensor:
-    """GSPO's sequence form: mean over the sequences that are kept of w max(-A s, -A clip(s)), s = exp(mean log ratio)."""
+    """GSPO's sequence form: mean over the sequences that are kept of w max(-A s, -A clip(s)),
+    s = exp(mean log ratio).
+    """
     mask = torch.from_numpy(batch.response_mask)
     log_probs, _ = _token_outputs(model, batch)
     log_ratio = torch.where(mask, log_probs - torch.from_numpy(batch.old_log_probs), 0.0)
@@ -316,7 +322,9 @@ def _sequence_gspo(model, batch: PaddedBatch) -> Tensor:
 
 
 def _clipped_tokens(batch: PaddedBatch) -> tuple[int, int]:
-    """Response tokens of the sequences whose clipped side is taken: ratio over the band with A > 0, or under it with A < 0."""
+    """Response tokens of the sequences whose clipped side is taken: ratio over the band with A > 0,
+    or under it with A < 0.
+    """
     mask = batch.loss_mask
     ratios = np.exp(LOG_RATIOS)
     above, below = ratios > 1 + CLIP_HIGH, ratios < 1 - CLIP_LOW
@@ -335,7 +343,9 @@ def _adamw(model) -> torch.optim.AdamW:
 
 
 def _checkpoint_names(model, tensors: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """Under the names of the checkpoint: transformers keeps experts of a layer in one tensor, its files keep them apart."""
+    """Under the names of the checkpoint: transformers keeps experts of a layer in one tensor,
+    its files keep them apart.
+    """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(tensors[name])
@@ -346,5 +356,9 @@ def _checkpoint_names(model, tensors: dict[str, Tensor], path: Path) -> dict[str
 def _worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Largest ||found - expected|| / ||expected|| over tensors."""
     assert found.keys() == expected.keys()
-    errors = {n: ((found[n] - e).norm() / e.norm().clamp(min=1e-12)).item() for n, e in expected.items() if e.norm() or found[n].norm()}
+    errors = {
+        n: ((found[n] - e).norm() / e.norm().clamp(min=1e-12)).item()
+        for n, e in expected.items()
+        if e.norm() or found[n].norm()
+    }
     return max(errors.values())

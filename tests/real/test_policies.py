@@ -1,4 +1,6 @@
-"""Three policies on the same ranks: the reference stays where it was frozen, and replay keeps the old policy's experts."""
+"""Three policies on the same ranks: the reference stays where it was frozen,
+and replay keeps the old policy's experts.
+"""
 
 import json
 from dataclasses import replace

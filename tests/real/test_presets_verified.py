@@ -1,4 +1,5 @@
-"""Every preset's weight sync is proved: at the model's real shapes, and rehearsed with numbered elements on a shrunken model.
+"""Every preset's weight sync is proved: at the model's real shapes, and rehearsed with numbered elements on a shrunken
+model.
 
 Each in a process of its own, in at most 20 s of a core and 1 GB.
 """

@@ -1,4 +1,5 @@
-"""A recipe and what it switches on, in a whole run: dynamic sampling, over-long responses, corrections, a user's own loss.
+"""A recipe and what it switches on, in a whole run: dynamic sampling, over-long responses, corrections, a user's own
+loss.
 
 GRPO with a KL to the start and replayed routes is what test_runs stops and resumes.
 """
@@ -15,7 +16,8 @@ pytestmark = [pytest.mark.real, pytest.mark.long]
 
 
 def test_dapo_with_icepop_and_a_users_loss_by_the_engines_routes(tmp_path):
-    """Two steps: groups of one mind are replaced, the reward is penalised for length, and the file's loss is what trains.
+    """Two steps: groups of one mind are replaced, the reward is penalised for length, and the file's loss is what
+    trains.
 
     Training chooses the experts that the engine chose; both compute in float32, so that they seldom disagree.
     """
@@ -23,7 +25,8 @@ def test_dapo_with_icepop_and_a_users_loss_by_the_engines_routes(tmp_path):
     settings = overrides(
         world, trainer__total_training_steps=2, trainer__val_before_train=False, trainer__test_freq=-1, rollout__n=4,
         algorithm__rollout_correction={"level": "token", "mode": "mask", "low": 0.5, "high": 5.0},
-        algorithm__policy_loss__custom={"path": str(ROOT / "tests" / "real" / "users_loss.py"), "parameters": {"beta": 0.1}},
+        algorithm__policy_loss__custom={"path": str(ROOT / "tests" / "real" / "users_loss.py"),
+            "parameters": {"beta": 0.1}},
         algorithm__policy_loss__loss_mode="leashed", actor__router_replay="R3",
     )  # fmt: skip
     said = succeeded("train", str(PRESET), "--recipe", "dapo", "--run-dir", str(run_dir), *settings)
@@ -38,7 +41,9 @@ def test_dapo_with_icepop_and_a_users_loss_by_the_engines_routes(tmp_path):
             assert len({s["reward"]["score"] for s in samples if s["group_id"] == group}) > 1
         penalties = [-1.0 if len(s["response_ids"]) == 4 else 0.0 for s in samples]  # a buffer of one token
         assert row["critic/rewards/mean"] - row["critic/score/mean"] == pytest.approx(sum(penalties) / len(samples))
-        assert row["rollout_corr/rejected_token_share"] == 0 and row["rollout_corr/weight_mean"] == pytest.approx(1.0, abs=1e-3)
+        assert row["rollout_corr/rejected_token_share"] == 0 and row["rollout_corr/weight_mean"] == pytest.approx(
+            1.0, abs=1e-3
+        )
         assert row["actor/pg_clipfrac"] == 0 and row["actor/grad_norm"] > 0
         assert row["router/missing_routes"] == row["router/drift"] == 0 and row["router/rollout_drift"] < 0.01
     assert "loss: leashed, token-mean" in said

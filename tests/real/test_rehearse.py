@@ -1,4 +1,6 @@
-"""`mrl rehearse` from a configuration to its answer: real ranks, engines, a save and a resume; marks of what was switched on."""
+"""`mrl rehearse` from a configuration to its answer: real ranks, engines, a save and a resume;
+marks of what was switched on.
+"""
 
 import json
 from pathlib import Path
@@ -13,22 +15,32 @@ REWARD = """def compute_score(data_source, solution_str, ground_truth, extra_inf
     return {"score": float(ground_truth in solution_str), "acc": 0.0, "length": len(solution_str)}
 """
 SETTINGS = {
-    "model.path": "Qwen/Qwen3-30B-A3B", "model.dtype": "bfloat16", "data.train_files": ["gone.parquet"], "data.val_files": ["gone.parquet"],
-    "data.max_prompt_length": 1024, "data.max_response_length": 4096, "data.train_batch_size": 128, "actor.ppo_mini_batch_size": 64,
-    "actor.use_dynamic_bsz": True, "actor.ppo_max_token_len_per_gpu": 8192, "actor.param_offload": True, "actor.grad_offload": True,
-    "actor.optimizer_offload": True, "actor.router_replay": "R2", "ref.param_offload": True, "algorithm.use_kl_loss": True,
-    "algorithm.kl_loss_coef": 0.001, "algorithm.rollout_correction": {"level": "token", "mode": "truncate", "high": 2.0},
+    "model.path": "Qwen/Qwen3-30B-A3B", "model.dtype": "bfloat16", "data.train_files": ["gone.parquet"],
+    "data.val_files": ["gone.parquet"],
+    "data.max_prompt_length": 1024, "data.max_response_length": 4096, "data.train_batch_size": 128,
+    "actor.ppo_mini_batch_size": 64,
+    "actor.use_dynamic_bsz": True, "actor.ppo_max_token_len_per_gpu": 8192, "actor.param_offload": True,
+    "actor.grad_offload": True,
+    "actor.optimizer_offload": True, "actor.router_replay": "R2", "ref.param_offload": True,
+    "algorithm.use_kl_loss": True,
+    "algorithm.kl_loss_coef": 0.001,
+    "algorithm.rollout_correction": {"level": "token", "mode": "truncate", "high": 2.0},
     "algorithm.filter_groups.metric": "acc", "trainer.test_freq": 20, "trainer.save_freq": 20,
     "model.override_transformer_config": {
-        "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1, "moe_router_dtype": "fp32",
+        "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
+        "moe_router_dtype": "fp32",
     },
 }  # fmt: skip
 WANTED = {
-    "cluster.placement", "actor.layout.tensor_model_parallel_size", "actor.layout.expert_model_parallel_size", "actor.param_offload",
-    "actor.grad_offload", "actor.optimizer_offload", "ref.param_offload", "model.override_transformer_config.recompute_granularity",
+    "cluster.placement", "actor.layout.tensor_model_parallel_size", "actor.layout.expert_model_parallel_size",
+    "actor.param_offload",
+    "actor.grad_offload", "actor.optimizer_offload", "ref.param_offload",
+    "model.override_transformer_config.recompute_granularity",
     "actor.use_remove_padding", "actor.use_dynamic_bsz", "actor.router_replay", "algorithm.adv_estimator",
-    "algorithm.policy_loss.loss_mode", "algorithm.rollout_correction", "algorithm.use_kl_loss", "algorithm.filter_groups",
-    "algorithm.overlong_buffer", "reward", "reshard.path", "trainer.val_before_train", "trainer.test_freq", "trainer.save_freq",
+    "algorithm.policy_loss.loss_mode", "algorithm.rollout_correction", "algorithm.use_kl_loss",
+    "algorithm.filter_groups",
+    "algorithm.overlong_buffer", "reward", "reshard.path", "trainer.val_before_train", "trainer.test_freq",
+    "trainer.save_freq",
     "trainer.async_save", "--resume",
 }  # fmt: skip
 
@@ -47,9 +59,13 @@ def test_dapo_with_most_switches_on_leaves_a_mark_of_each(tmp_path):
     answer = rehearse(PRESET, tmp_path / "work", "--recipe", "dapo", *given)
     assert answer["failed"] == [] and answer["ok"]
     exercised = {entry["switch"]: entry["mark"] for entry in answer["exercised"]}
-    assert exercised.keys() >= WANTED, {k: v for k, v in ((e["switch"], e["why"]) for e in answer["not_exercised"]) if k in WANTED}
+    assert exercised.keys() >= WANTED, {
+        k: v for k, v in ((e["switch"], e["why"]) for e in answer["not_exercised"]) if k in WANTED
+    }
     assert "a mapping with score, acc, length" in exercised["reward"]
-    assert any("synthetic rows" in text for text in answer["stand_ins"]) and any("are seeded" in text for text in answer["stand_ins"])
+    assert any("synthetic rows" in text for text in answer["stand_ins"]) and any(
+        "are seeded" in text for text in answer["stand_ins"]
+    )
     assert not [entry for entry in answer["not_exercised"] if entry["why"].startswith("no mark of it")]
 
 

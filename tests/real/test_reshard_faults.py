@@ -1,6 +1,8 @@
-"""What goes wrong in a real sync is named, leaves no engine serving a mixture, and is mended or ends the run as resumable.
+"""What goes wrong in a real sync is named, leaves no engine serving a mixture, and is mended or ends the run as
+resumable.
 
-Faults that need no engine are in tests/unit/test_weight_sync.py; what a worker's handshake and read-back find, in test_engine_slices.py.
+Faults that need no engine are in tests/unit/test_weight_sync.py; what a worker's handshake and read-back find, in
+test_engine_slices.py.
 """
 
 import os
@@ -22,7 +24,8 @@ from mrl.cluster.weight_sync import WeightSync
 from mrl.config.schema import RunConfig
 from mrl.errors import ConfigError, EnvironmentFault, Interrupted
 
-CASE = Case("moe", "float32", dict(tensor_model_parallel_size=2), {})  # two workers: what one answers must not be taken for the other's
+# two workers: what one answers must not be taken for the other's
+CASE = Case("moe", "float32", dict(tensor_model_parallel_size=2), {})
 LAYOUT = dict(world_size=2, tensor_model_parallel_size=2)
 
 
@@ -64,7 +67,8 @@ def test_faults_one_after_the_other(world, capfd):
 def an_engine_of_another_dtype_or_layout_is_refused_and_the_parameter_is_named(world):
     before = held_by(world.engines)
     with pytest.raises(EnvironmentFault, match=r"engine 0 .*dtype is float32 in vLLM, bfloat16 in the plan"):
-        sync_of(world, rollout__dtype="bfloat16", reshard__timeout_s=3.0).bring_to(1)  # so long the ranks wait for the engine
+        # so long the ranks wait for the engine
+        sync_of(world, rollout__dtype="bfloat16", reshard__timeout_s=3.0).bring_to(1)
     with pytest.raises(ConfigError, match="2 ranks and 2 workers, the layouts have 2 and 1"):
         sync_of(world, rollout__tensor_model_parallel_size=1).bring_to(1)
     assert held_by(world.engines) == before
@@ -95,14 +99,18 @@ def a_message_that_never_comes_is_named_and_the_engine_synced_again(world, capfd
     ray.get(world.actor.workers[1].lose_message.remote())
     assert sync.bring_to(12)["reshard/resynced"] == 1
     reported = capfd.readouterr().err
-    assert re.search(r"engine 0 worker 0: rank 1, round 0 of update \d+ for worker 0: nothing came|rank 1 got no room", reported), reported
+    assert re.search(
+        r"engine 0 worker 0: rank 1, round 0 of update \d+ for worker 0: nothing came|rank 1 got no room", reported
+    ), reported
     assert "(logs/engine-0.log)" in reported
     assert held_by(world.engines) == clean
     assert answers(world.engines) == said
 
 
 def move_every_weight(world, sync, version, clean):
-    """The engine holds other weights throughout; the ranks have those of `clean` again: twice a number, halved, is the number."""
+    """The engine holds other weights throughout; the ranks have those of `clean` again: twice a number, halved,
+    is the number.
+    """
     world.actor.call("scale_weights", 2.0)
     sync.bring_to(version)
     assert all(equal(now, then) == [] for now, then in zip(held_by(world.engines), clean, strict=True))
@@ -115,7 +123,9 @@ def a_fault_that_stays_leaves_an_engine_that_refuses_to_generate(world):
     clean = held_by(world.engines)
     move_every_weight(world, sync, 5, clean)
     ray.get(world.actor.workers[1].spoil_syncs.remote(2))
-    with pytest.raises(Interrupted, match=r"weight sync to version 6: engine 0 could not be brought .* twice: engine 0 worker 0: ") as told:
+    with pytest.raises(
+        Interrupted, match=r"weight sync to version 6: engine 0 could not be brought .* twice: engine 0 worker 0: "
+    ) as told:
         sync.bring_to(6)
     assert "model." in str(told.value) and "sent by rank" in str(told.value)
     assert held_by(world.engines) != clean

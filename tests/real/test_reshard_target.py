@@ -1,8 +1,9 @@
-"""What a worker must hold, judged by vLLM alone: its own models, built as each rank of a layout, take numbered tensors by their loaders.
+"""What a worker must hold, judged by vLLM alone: its own models, built as each rank of a layout, take numbered tensors
+by their loaders.
 
-Every element of a checkpoint has a number of its own (below 2^24, so that fp32 holds it), and every parameter of vLLM must afterwards hold
-exactly the numbers that `mrl.model.vllm_parameters` says, zeros where it says padding. Only the process groups are stand-ins that know
-a size and a rank.
+Every element of a checkpoint has a number of its own (below 2^24, so that fp32 holds it), and every parameter of vLLM
+must afterwards hold exactly the numbers that `mrl.model.vllm_parameters` says, zeros where it says padding. Only the
+process groups are stand-ins that know a size and a rank.
 """
 
 import json
@@ -25,16 +26,29 @@ UNTOUCHED = -1.0
 # 90 words in 128 rows: of eight tensor ranks the last two hold padding only. 8 query heads share 2 key/value heads
 SIZES = {
     "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 90,
-    "intermediate_size": 32, "max_position_embeddings": 64, "rope_theta": 1e4, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+    "intermediate_size": 32, "max_position_embeddings": 64, "rope_theta": 1e4, "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
     "tie_word_embeddings": False, "torch_dtype": "float32",
 }  # fmt: skip
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True, "decoder_sparse_step": 1}
+EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+}
 MODELS = {
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
     "qwen2-tied": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32},
-    "qwen3-tied": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True},
-    "qwen2-moe": EXPERTS | {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "shared_expert_intermediate_size": 16},
+    "qwen3-tied": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "head_dim": 32,
+        "tie_word_embeddings": True,
+    },
+    "qwen2-moe": EXPERTS
+    | {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "shared_expert_intermediate_size": 16},
     "qwen3-moe": EXPERTS | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 32},
     "glm4-moe": EXPERTS
     | {
@@ -93,7 +107,8 @@ def as_worker(layout: RolloutLayout, worker: int) -> Iterator[None]:
 
     coords, one = layout.coords(worker), Group(1, 0)
     groups = {
-        "_TP": Group(layout.tensor, coords.tp), "_DP": Group(layout.data, coords.dp), "_EP": Group(layout.workers_per_engine, worker),
+        "_TP": Group(layout.tensor, coords.tp), "_DP": Group(layout.data, coords.dp),
+        "_EP": Group(layout.workers_per_engine, worker),
         "_PP": one, "_PCP": one, "_DCP": one, "_WORLD": Group(layout.workers_per_engine, worker),
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
@@ -109,9 +124,12 @@ def built(folder: Path, layout: RolloutLayout, worker: int) -> torch.nn.Module:
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     parallel = ParallelConfig(enable_expert_parallel=layout.expert > 1)
-    parallel.tensor_parallel_size, parallel.data_parallel_size = layout.tensor, layout.data  # checked against this machine when given
+    # checked against this machine when given
+    parallel.tensor_parallel_size, parallel.data_parallel_size = layout.tensor, layout.data
     parallel.data_parallel_rank = layout.coords(worker).dp
-    model = ModelConfig(model=str(folder), dtype="float32", skip_tokenizer_init=True, enforce_eager=True, max_model_len=32)
+    model = ModelConfig(
+        model=str(folder), dtype="float32", skip_tokenizer_init=True, enforce_eager=True, max_model_len=32
+    )
     config = VllmConfig(model_config=model, compilation_config=CompilationConfig(mode=0))
     config.parallel_config = parallel
     with as_worker(layout, worker), set_current_vllm_config(config), set_default_torch_dtype(torch.float32):
@@ -164,13 +182,16 @@ def differences(folder: Path, layout: RolloutLayout, dialect: str) -> list[str]:
 def stored(loaded: torch.Tensor, name: str, dialect: str) -> torch.Tensor:
     """What the device's MoE kernel reads, of what the loader filled.
 
-    `cuda`: as vLLM's own function for the Triton kernels leaves it. `npu`: vllm-ascend's AscendUnquantizedFusedMoEMethod, which is not
-    here, documents `w.transpose(1, 2).contiguous()` of both.
+    `cuda`: as vLLM's own function for the Triton kernels leaves it. `npu`: vllm-ascend's
+    AscendUnquantizedFusedMoEMethod, which is not here, documents `w.transpose(1, 2).contiguous()` of both.
     """
     if not name.endswith(("w13_weight", "w2_weight")):
         return loaded
     if dialect == "cuda":
-        from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend, convert_to_unquantized_kernel_format
+        from vllm.model_executor.layers.fused_moe.oracle.unquantized import (
+            UnquantizedMoeBackend,
+            convert_to_unquantized_kernel_format,
+        )
 
         kernel = convert_to_unquantized_kernel_format(UnquantizedMoeBackend.TRITON, SimpleNamespace(), loaded, loaded)
         return kernel[0 if name.endswith("w13_weight") else 1]

@@ -1,7 +1,8 @@
-"""The resident set of a rank that takes turns with an engine: what the plan gives it on the device and on the host, in every phase.
+"""The resident set of a rank that takes turns with an engine: what the plan gives it on the device and on the host, in
+every phase.
 
-On a CPU the device is the host, so a process holds both at once. The plan is held against the resident set above that after the imports,
-from the second step on, when every place on the host has been made.
+On a CPU the device is the host, so a process holds both at once. The plan is held against the resident set above that
+after the imports, from the second step on, when every place on the host has been made.
 """
 
 import json
@@ -39,7 +40,9 @@ def test_what_a_rank_holds_is_what_the_plan_gives_it_in_every_phase(name, tmp_pa
     layers, world, degrees = CASES[name]
     config = _config(tmp_path, layers, {"world_size": world} | degrees)
     np.savez(tmp_path / "batch.npz", **_batch())
-    (tmp_path / "case.json").write_text(json.dumps({"name": "case", "config": config, "batch": str(tmp_path / "batch.npz")}))
+    (tmp_path / "case.json").write_text(
+        json.dumps({"name": "case", "config": config, "batch": str(tmp_path / "batch.npz")})
+    )
     run_ranks(ROOT / "tests/real/resident_worker.py", world, tmp_path, [str(tmp_path / "case.json")], DEADLINE_S)
     run = RunConfig.model_validate(config)
     plan = {
@@ -50,9 +53,13 @@ def test_what_a_rank_holds_is_what_the_plan_gives_it_in_every_phase(name, tmp_pa
     for rank in range(world):
         for moment in json.loads((tmp_path / f"case-{rank}.json").read_text()):
             planned, phase = phase_bytes(plan, moment["after"]), moment["after"]
-            held, expected = moment["resident_bytes"] - moment["baseline_bytes"], planned.holders[ACTOR] + planned.host[ACTOR]
-            print(f"{name} rank {rank} step {moment['step']} {phase}: held {held / MIB:.0f}, planned {expected / MIB:.0f}, "
-                  f"ratio {held / expected:.3f}, live {moment['live_bytes'] / MIB:.0f} of {planned.holders[ACTOR] / MIB:.0f}")  # fmt: skip
+            held, expected = (
+                moment["resident_bytes"] - moment["baseline_bytes"],
+                planned.holders[ACTOR] + planned.host[ACTOR],
+            )
+            print(f"{name} rank {rank} step {moment['step']} {phase}: held {held / MIB:.0f}, planned "
+                  f"{expected / MIB:.0f}, ratio {held / expected:.3f}, live "
+                  f"{moment['live_bytes'] / MIB:.0f} of {planned.holders[ACTOR] / MIB:.0f}")  # fmt: skip
             if moment["step"] and abs(held / expected - 1) > BOUND:
                 wrong.append(f"rank {rank} {phase}: {held / expected:.3f}")
     assert not wrong
@@ -61,8 +68,10 @@ def test_what_a_rank_holds_is_what_the_plan_gives_it_in_every_phase(name, tmp_pa
 def _config(folder, layers: int, layout: dict) -> dict:
     model = Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
-            hidden_size=512, num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=2, head_dim=64, intermediate_size=512,
-            moe_intermediate_size=512, num_experts=16, num_experts_per_tok=2, vocab_size=WORDS, max_position_embeddings=256,
+            hidden_size=512, num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=2, head_dim=64,
+            intermediate_size=512,
+            moe_intermediate_size=512, num_experts=16, num_experts_per_tok=2, vocab_size=WORDS,
+            max_position_embeddings=256,
             norm_topk_prob=True,
         )
     )  # fmt: skip
@@ -74,7 +83,12 @@ def _config(folder, layers: int, layout: dict) -> dict:
         "actor": {"layout": layout, **sizes, **offload},
         "rollout": {"n": 1, "tensor_model_parallel_size": layout["world_size"]},
         "data": {"train_batch_size": ROWS, "max_prompt_length": PROMPT, "max_response_length": RESPONSE},
-        "cluster": {"device": "cpu", "placement": "colocated", "n_gpus_per_node": layout["world_size"], "step_timeout_s": 60},
+        "cluster": {
+            "device": "cpu",
+            "placement": "colocated",
+            "n_gpus_per_node": layout["world_size"],
+            "step_timeout_s": 60,
+        },
         "reshard": {"budget_mb": 1},
     }
 
@@ -88,4 +102,7 @@ def _batch() -> dict[str, np.ndarray]:
         samples.append(Sample(i, i, i, 0, ids[:PROMPT], ids[PROMPT:], (0.0,) * RESPONSE, "length", 0))
     batch = collate(samples, 1.0, 0)
     advantages = np.where(batch.response_mask, rng.normal(size=(ROWS, 1)), 0).astype(np.float32)
-    return batch.arrays | {"old_log_probs": np.where(batch.response_mask, -4.0, 0).astype(np.float32), "advantages": advantages}
+    return batch.arrays | {
+        "old_log_probs": np.where(batch.response_mask, -4.0, 0).astype(np.float32),
+        "advantages": advantages,
+    }

@@ -1,4 +1,5 @@
-"""Routes that come with the samples (R3) are the ones that every layout computes by; a missing one leaves the router its own choice.
+"""Routes that come with the samples (R3) are the ones that every layout computes by; a missing one leaves the router
+its own choice.
 
 The reference is Hugging Face's model, its routers made to choose the given experts.
 """
@@ -23,7 +24,8 @@ from mrl.data.samples import Sample
 pytestmark = pytest.mark.real
 
 TP, PP, VPP, CP, EP = (
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "context_parallel_size",
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
     "expert_model_parallel_size",
 )  # fmt: skip
 PACKED, PADDED = {"use_remove_padding": True}, {"use_remove_padding": False}
@@ -55,7 +57,9 @@ def _samples(routes: list[np.ndarray | None]) -> list[Sample]:
 
 
 def _forced() -> list[np.ndarray]:
-    """Two different experts for every token and layer, at random; none for a sample's last token, as engines have it."""
+    """Two different experts for every token and layer, at random; none for a sample's last token,
+    as engines have it.
+    """
     rng = np.random.default_rng(2)
     routes = [rng.random((sum(n), LAYERS, EXPERTS)).argsort(-1)[..., :TOPK].astype(np.int8) for n in LENGTHS]
     for r in routes:
@@ -64,7 +68,9 @@ def _forced() -> list[np.ndarray]:
 
 
 def _with_holes(routes: list[np.ndarray]) -> list[np.ndarray | None]:
-    """One sample without any; of each of the others the first three tokens as from a prefix cache, as far as it is longer."""
+    """One sample without any; of each of the others the first three tokens as from a prefix cache,
+    as far as it is longer.
+    """
     cut = [r.copy() for r in routes]
     for r in cut:
         r[:3] = MISSING
@@ -148,7 +154,10 @@ class World:
         started = self.out / group[0]
         if not started.exists():
             actor = {"ppo_micro_batch_size_per_gpu": 3, "log_prob_micro_batch_size_per_gpu": 2, "router_replay": "R3"}
-            cases = [_case(name, self.model, {"world_size": 2} | LAYOUTS[name][0], actor | LAYOUTS[name][1]) for name in group]
+            cases = [
+                _case(name, self.model, {"world_size": 2} | LAYOUTS[name][0], actor | LAYOUTS[name][1])
+                for name in group
+            ]
             _run(self.out, group[0], 2, cases, self.batches)
         return started / layout
 

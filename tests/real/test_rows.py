@@ -1,4 +1,7 @@
-"""The package index is asked whether the rows of setup.py can be installed. Skipped where uv or the index is not to be had."""
+"""The package index is asked whether the rows of setup.py can be installed.
+
+Skipped where uv or the index is not to be had.
+"""
 
 import shutil
 import sys
@@ -31,7 +34,9 @@ def resolve(row: str, also: list[str] | None = None) -> dict:
 def test_a_row_can_be_installed(row):
     found = resolve(row)["packages"]
     for pin in map(Requirement, resolve_rows.requirements(row)):
-        if canonicalize_name(pin.name) not in {canonicalize_name(Requirement(part).name) for part in resolve_rows.built(row)}:
+        if canonicalize_name(pin.name) not in {
+            canonicalize_name(Requirement(part).name) for part in resolve_rows.built(row)
+        }:
             assert pin.specifier.contains(found[canonicalize_name(pin.name)]), pin
 
 

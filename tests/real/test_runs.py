@@ -1,4 +1,6 @@
-"""Whole runs through the command line and through a Ray job: three steps on eight-fold parallelism's small sibling, and exact resume."""
+"""Whole runs through the command line and through a Ray job: three steps on eight-fold parallelism's small sibling,
+and exact resume.
+"""
 
 import os
 import shutil
@@ -41,7 +43,9 @@ def finish(process: subprocess.Popen, run_dir: Path, deadline_s: float = RUN_S) 
         return process.wait(deadline_s)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        raise AssertionError(f"not done after {deadline_s} s:\n{run_dir.with_suffix('.log').read_text()[-3000:]}") from None
+        raise AssertionError(
+            f"not done after {deadline_s} s:\n{run_dir.with_suffix('.log').read_text()[-3000:]}"
+        ) from None
 
 
 def wait_for_step(process: subprocess.Popen, run_dir: Path, step: int, deadline_s: float = RUN_S) -> None:
@@ -65,7 +69,9 @@ def test_three_steps_on_tp2_pp2_ep2_with_two_engines(world, tmp_path):
         actor__layout__world_size=4, actor__layout__pipeline_model_parallel_size=2, rollout__num_engines=2,
         cluster__n_gpus_per_node=6, cluster__cpus_per_actor=0.25, cluster__cpus_per_engine=0.5,
     )  # fmt: skip
-    steps = dict(trainer__total_training_steps=3, trainer__save_freq=2, trainer__val_before_train=False, trainer__test_freq=-1)
+    steps = dict(
+        trainer__total_training_steps=3, trainer__save_freq=2, trainer__val_before_train=False, trainer__test_freq=-1
+    )
     process = train(world, run_dir, **steps, **layout)
     assert finish(process, run_dir) == 0, run_dir.with_suffix(".log").read_text()[-3000:]
     rows = metrics(run_dir)
@@ -74,7 +80,10 @@ def test_three_steps_on_tp2_pp2_ep2_with_two_engines(world, tmp_path):
         assert row["training/rollout_log_probs_abs_diff_mean"] < 1e-4
         assert row["reshard/weight_version"] == row["training/global_step"]
         assert row["actor/grad_norm"] > 0 and row["actor/skipped_updates"] == 0
-    before, after = load_file(world / "model" / "model.safetensors"), exported(run_dir / "checkpoints" / "step-2", tmp_path / "hf")
+    before, after = (
+        load_file(world / "model" / "model.safetensors"),
+        exported(run_dir / "checkpoints" / "step-2", tmp_path / "hf"),
+    )
     assert after.keys() == before.keys()
     assert all((after[name] != before[name]).any() for name in before), "every tensor is trained"
     samples = read_samples(run_dir / "samples", 3)
@@ -126,10 +135,19 @@ def test_stopped_killed_and_resumed_as_a_job_equals_uninterrupted(world, tmp_pat
     assert not left, f"outlived a killed driver: {left}"
 
     with ray_head(tmp_path / "ray") as environment:
-        submit = [str(ROOT / "launch" / "submit.sh"), str(PRESET), *GRPO, "--run-dir", str(broken), *overrides(world, **settings)]
+        submit = [
+            str(ROOT / "launch" / "submit.sh"),
+            str(PRESET),
+            *GRPO,
+            "--run-dir",
+            str(broken),
+            *overrides(world, **settings),
+        ]
         done = subprocess.run([*submit, "--resume"], env=environment, capture_output=True, text=True, timeout=RUN_S)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        failed = subprocess.run([*submit, "--set", "actor.optim.lrr=1"], env=environment, capture_output=True, text=True, timeout=END_S)
+        failed = subprocess.run(
+            [*submit, "--set", "actor.optim.lrr=1"], env=environment, capture_output=True, text=True, timeout=END_S
+        )
         assert failed.returncode != 0 and "did you mean" in failed.stdout + failed.stderr
 
     assert without_times(metrics(broken)) == without_times(metrics(whole))
@@ -149,7 +167,9 @@ def check_the_run_of_a_recipe(rows: list[dict]) -> None:
 
 
 class ray_head:
-    """A Ray head on loopback with its own ports and folder, as launch/start_head.sh starts it; the environment of its clients."""
+    """A Ray head on loopback with its own ports and folder, as launch/start_head.sh starts it;
+    the environment of its clients.
+    """
 
     def __init__(self, folder: Path):
         self.folder = Path("/tmp") / f"ray-{os.getpid()}"  # short, for Ray's sockets
@@ -162,7 +182,8 @@ class ray_head:
             "RAY_API": f"http://127.0.0.1:{dashboard}",
         }  # fmt: skip
         self.process = subprocess.Popen(
-            [str(ROOT / "launch" / "start_head.sh"), "--block"], env=environment, stdout=self.log.open("w"), stderr=subprocess.STDOUT,
+            [str(ROOT / "launch" / "start_head.sh"), "--block"], env=environment, stdout=self.log.open("w"),
+            stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
         self._wait(dashboard)

@@ -22,7 +22,16 @@ def head(tmp_path_factory):
 
 
 def submit(head: dict[str, str], world: Path, run_dir: Path, **settings) -> subprocess.Popen:
-    words = ["mrl", "submit", "--address", head["RAY_API"], str(PRESET), "--run-dir", str(run_dir), *overrides(world, **settings)]
+    words = [
+        "mrl",
+        "submit",
+        "--address",
+        head["RAY_API"],
+        str(PRESET),
+        "--run-dir",
+        str(run_dir),
+        *overrides(world, **settings),
+    ]
     return subprocess.Popen(words, cwd=ROOT, env=head, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -52,7 +61,8 @@ def test_a_signal_stops_the_job_where_it_can_be_resumed(head, tmp_path):
     world, run_dir = make_world(tmp_path / "world"), tmp_path / "run"
     job = submit(head, world, run_dir, trainer__total_training_steps=500)
     deadline = time.monotonic() + RUN_S
-    while not any(row["training/global_step"] >= 1 for row in metrics(run_dir)):  # the first row is that of the untrained model
+    # the first row is that of the untrained model
+    while not any(row["training/global_step"] >= 1 for row in metrics(run_dir)):
         assert job.poll() is None and time.monotonic() < deadline, job.communicate()[0][-3000:]
         time.sleep(0.5)
     job.send_signal(signal.SIGTERM)

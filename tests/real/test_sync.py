@@ -1,7 +1,9 @@
-"""After a sync an engine is bit-equal to a fresh one that loaded an HF export of the same weights, and generates the same bits.
+"""After a sync an engine is bit-equal to a fresh one that loaded an HF export of the same weights, and generates the
+same bits.
 
-The fast path is judged by the slow one, vLLM's own loader, in the same engine, and by engines started from the same weights. Every engine
-starts from other weights, and every weight moves between two syncs. One engine serves several training layouts, one set of ranks all cases.
+The fast path is judged by the slow one, vLLM's own loader, in the same engine, and by engines started from the same
+weights. Every engine starts from other weights, and every weight moves between two syncs. One engine serves several
+training layouts, one set of ranks all cases.
 """
 
 import shutil
@@ -58,22 +60,27 @@ CASES = {
     ),
     "fp32-moe-to-dp2-with-expert-parallelism": Case(
         "moe", "float32", dict(data_parallel_size=2, expert_parallel_size=2), {
-            "tp2pp2ep2": dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, expert_model_parallel_size=2),
+            "tp2pp2ep2": dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2,
+                expert_model_parallel_size=2),
             "cp2dp2": dict(context_parallel_size=2),
         }, fresh=True,
     ),
     "bf16-moe-to-two-engines-of-dp2": Case(  # each expert cut over both ranks
-        "moe", "bfloat16", dict(num_engines=2, data_parallel_size=2), {"ep4": dict(expert_model_parallel_size=4)}, generates=False,
+        "moe", "bfloat16", dict(num_engines=2, data_parallel_size=2), {"ep4": dict(expert_model_parallel_size=4)},
+        generates=False,
     ),
     "fp32-moe-to-tp2dp2-with-expert-parallelism": Case(
         "moe", "float32", dict(tensor_model_parallel_size=2, data_parallel_size=2, expert_parallel_size=4),
-        {"tp2etp2ep2": dict(tensor_model_parallel_size=2, expert_tensor_parallel_size=2, expert_model_parallel_size=2)}, generates=False,
+        {"tp2etp2ep2": dict(tensor_model_parallel_size=2, expert_tensor_parallel_size=2, expert_model_parallel_size=2)},
+        generates=False,
     ),
-    "fp32-dense-tied": Case("dense", "float32", {}, {"tp2pp2": dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)}),
+    "fp32-dense-tied": Case("dense", "float32", {},
+        {"tp2pp2": dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)}),
     "fp32-shared-experts-and-qkv-bias-to-tp2": Case(
         "shared", "float32", dict(tensor_model_parallel_size=2),
         {"tp2ep4": dict(tensor_model_parallel_size=2, expert_model_parallel_size=4)},
-        generates=False,  # its answers depend on the order of the prompts on CPU, by 1e-6: the engine would refuse to start
+        # its answers depend on the order of the prompts on CPU, by 1e-6: the engine would refuse to start
+        generates=False,
     ),
     "bf16-glm-to-tp2": Case(  # routers and their constants are float32 in the engine
         "glm", "bfloat16", dict(tensor_model_parallel_size=2),
@@ -82,10 +89,12 @@ CASES = {
     ),
 }  # fmt: skip
 CASES["bf16-glm-to-tp2-and-a-fresh-engine"] = replace(CASES["bf16-glm-to-tp2"], fresh=True)
-# Left out of continuous integration, four processes of vLLM and more each: a fresh engine is held against a synced one in the first two
-# cases, and every box of shared experts, biases and data-parallel ranks against vLLM's own loader in test_reshard_target.
+# Left out of continuous integration, four processes of vLLM and more each: a fresh engine is held against a synced one
+# in the first two cases, and every box of shared experts, biases and data-parallel ranks against vLLM's own loader in
+# test_reshard_target.
 LONG = (
-    "fp32-moe-to-dp2-with-expert-parallelism", "bf16-moe-to-two-engines-of-dp2", "fp32-moe-to-tp2dp2-with-expert-parallelism",
+    "fp32-moe-to-dp2-with-expert-parallelism", "bf16-moe-to-two-engines-of-dp2",
+    "fp32-moe-to-tp2dp2-with-expert-parallelism",
     "fp32-shared-experts-and-qkv-bias-to-tp2", "bf16-glm-to-tp2-and-a-fresh-engine",
 )  # fmt: skip
 # vLLM's CPU attention has heads of 32 and more, and its kernels want multiples of 32 on each worker
@@ -98,8 +107,11 @@ MODELS = {
 
 
 def config_for(model: Path, case: Case, layout: dict, path: str = "fast", **engines) -> RunConfig:
-    # blocks as small as the CPU kernel takes them, so that prompts fill some and a prefix cache that was kept would show
-    kwargs = {"vllm": {"skip_tokenizer_init": True, "block_size": 32} | case.engines.get("engine_kwargs", {}).get("vllm", {})}
+    # blocks as small as the CPU kernel takes them, so that prompts fill some and a prefix cache that was kept would
+    # show
+    kwargs = {
+        "vllm": {"skip_tokenizer_init": True, "block_size": 32} | case.engines.get("engine_kwargs", {}).get("vllm", {})
+    }
     return RunConfig.model_validate({
         "model": {"path": str(model), "dtype": case.dtype},
         "actor": {"layout": {"world_size": 4, **layout}, "ppo_mini_batch_size": 4},
@@ -152,7 +164,9 @@ def world(request, tmp_path_factory, ranks) -> Iterator[World]:
     groups = []
     with pytest.MonkeyPatch.context() as patch:
         if not case.generates:
-            patch.setattr(rollout_group, "engine_settings", lambda *given: replace(engine_settings(*given), check_order=False))
+            patch.setattr(
+                rollout_group, "engine_settings", lambda *given: replace(engine_settings(*given), check_order=False)
+            )
         try:
             groups.append(RolloutGroup(config_for(other, case, {}), folder / "synced"))
             if case.fresh:
@@ -168,7 +182,9 @@ def world(request, tmp_path_factory, ranks) -> Iterator[World]:
 
 
 def answers(group: RolloutGroup) -> list:
-    """Tokens and log-probs of fixed requests, some of them longer than a block of the cache; every engine of the group answers some."""
+    """Tokens and log-probs of fixed requests, some of them longer than a block of the cache;
+    every engine of the group answers some.
+    """
     lengths = [40 + i if i % 6 == 0 else 3 + i % 9 for i in range(24)]
     requests = [Request(i, tuple(3 + (7 * i + j) % 100 for j in range(length)), i) for i, length in enumerate(lengths)]
     done = group.generate(requests, Sampling(1.0, 12, ())).read()
@@ -176,7 +192,9 @@ def answers(group: RolloutGroup) -> list:
 
 
 def weights_of(fingerprints: dict[str, str]) -> dict[str, str]:
-    """Without what no sync writes: tables computed from the configuration, and the empty parameters that packed linears leave."""
+    """Without what no sync writes: tables computed from the configuration,
+    and the empty parameters that packed linears leave.
+    """
     packed = {name.removesuffix(".<packed>") for name in fingerprints if name.endswith(".<packed>")}
     left = {f"{name}.weight" for name in packed if "lm_head" not in name and "embed_tokens" not in name}
     fixed = ("rotary_emb", "_scale", "expert_map")
@@ -200,7 +218,9 @@ def check_metrics(metrics: dict[str, float]) -> None:
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("world", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in CASES], indirect=True)
+@pytest.mark.parametrize(
+    "world", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in CASES], indirect=True
+)
 def test_fast_path_equals_vllms_own_loader_and_a_fresh_engine(world):
     for layout in world.case.layouts.values():
         config = config_for(world.start, world.case, layout)
@@ -215,7 +235,9 @@ def engines_get_the_ranks_weights_bit_for_bit(world: World, config: RunConfig, l
 
     check_metrics(sync.bring_to(1))
     first = held_by(world.engines)
-    assert [equal(now, then) for now, then in zip(first, before, strict=True)] == [[]] * len(first), "every weight must have moved"
+    assert [equal(now, then) for now, then in zip(first, before, strict=True)] == [[]] * len(first), (
+        "every weight must have moved"
+    )
     if world.truth is not None:
         assert all(held == world.truth for held in first), layout
         assert answers(world.engines) == world.said, layout

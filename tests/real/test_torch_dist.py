@@ -1,7 +1,8 @@
-"""Megatron's own checkpoints: what its dist_checkpointing saves is read bit by bit, and what is written here it loads bit by bit.
+"""Megatron's own checkpoints: what its dist_checkpointing saves is read bit by bit, and what is written here it loads
+bit by bit.
 
-Both sides run Megatron's code on real models whose weights mbridge loaded; nothing of mrl's conversion has a part in them. Checkpoints of
-ours are held against mbridge's load and export in the same ranks, for every family of models.
+Both sides run Megatron's code on real models whose weights mbridge loaded; nothing of mrl's conversion has a part in
+them. Checkpoints of ours are held against mbridge's load and export in the same ranks, for every family of models.
 """
 
 import json
@@ -23,9 +24,15 @@ from mrl.extras.torch_dist.write import write_torch_dist
 pytestmark = [pytest.mark.real, pytest.mark.long]
 
 TP, PP, EP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"
-# the tied one last: mbridge 0.15.1 writes its map of tied embeddings into a class, so a later model of the process loads a wrong lm_head
+# the tied one last: mbridge 0.15.1 writes its map of tied embeddings into a class, so a later model of the process
+# loads a wrong lm_head
 MODELS = {"moe": tiny_moe, "shared": tiny_shared, "qwen2": tiny_qwen2, "dense": tiny_dense}
-DEGREES = {"moe": {TP: 2, PP: 2, EP: 2}, "shared": {TP: 2, PP: 2, EP: 2}, "dense": {TP: 2, PP: 2}, "qwen2": {TP: 2, PP: 2}}
+DEGREES = {
+    "moe": {TP: 2, PP: 2, EP: 2},
+    "shared": {TP: 2, PP: 2, EP: 2},
+    "dense": {TP: 2, PP: 2},
+    "qwen2": {TP: 2, PP: 2},
+}
 STYLES = {"stacked": None, "layers": {"non_homogeneous_layers": True}, "singleton": {"singleton_local_shards": True}}
 VERIFIED = Options(verify=True)
 
@@ -49,9 +56,14 @@ def results(tmp_path_factory) -> Path:
         for name, written, metadata in loads:
             degrees = DEGREES[name] if world == 4 else {}
             path = str(out / f"ours-{written}" / "release")
-            tasks.append(_task(out, "load", name, degrees, world) | {"name": f"load-{written}", "path": path, "metadata": metadata})
+            tasks.append(
+                _task(out, "load", name, degrees, world)
+                | {"name": f"load-{written}", "path": path, "metadata": metadata}
+            )
             if world == 4 and name == written:
-                tasks.append(_task(out, "save", name, degrees, 4) | {"path": str(out / f"saved-{name}"), "styles": STYLES})
+                tasks.append(
+                    _task(out, "save", name, degrees, 4) | {"path": str(out / f"saved-{name}"), "styles": STYLES}
+                )
                 tasks.append(_task(out, "ours", name, degrees, 4) | {"path": str(out / f"mrl-{name}")})
         folder = out / f"world-{world}"
         folder.mkdir()

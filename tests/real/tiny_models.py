@@ -1,4 +1,6 @@
-"""Tiny Hugging Face models whose errors show: a freshly made model is nearly uniform, so these have large matrices and uneven norms."""
+"""Tiny Hugging Face models whose errors show: a freshly made model is nearly uniform,
+so these have large matrices and uneven norms.
+"""
 
 from pathlib import Path
 
@@ -38,17 +40,29 @@ def tiny_moe() -> PreTrainedModel:
 
 
 def wide_moe(layers: int) -> PreTrainedModel:
-    """Qwen3-MoE whose weights can be told from a process's noise: 54 MB a layer and 134 MB of vocabulary, in float32."""
-    sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "num_hidden_layers": layers}
+    """Qwen3-MoE whose weights can be told from a process's noise: 54 MB a layer and 134 MB of vocabulary,
+    in float32.
+    """
+    sizes = {
+        "hidden_size": 512,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "num_hidden_layers": layers,
+    }
     config = Qwen3MoeConfig(
-        **(_COMMON | sizes), vocab_size=32768, num_experts=32, num_experts_per_tok=4, moe_intermediate_size=256, norm_topk_prob=True
+        **(_COMMON | sizes), vocab_size=32768, num_experts=32, num_experts_per_tok=4, moe_intermediate_size=256,
+        norm_topk_prob=True
     )  # fmt: skip
     torch.manual_seed(0)
     return Qwen3MoeForCausalLM(config).to(torch.float32).eval()
 
 
 def tiny_shared(**changes) -> PreTrainedModel:
-    """Qwen2-MoE: a gated shared expert, biases on q, k and v, router weights that are not renormalised. `changes`: to its configuration."""
+    """Qwen2-MoE: a gated shared expert, biases on q, k and v, router weights that are not renormalised.
+
+    `changes`: to its configuration.
+    """
     sizes = {k: v for k, v in _COMMON.items() if k != "head_dim"} | {
         "vocab_size": 128,
         "num_experts": 8,
@@ -73,8 +87,9 @@ def tiny_qwen2() -> PreTrainedModel:
 
 
 def tiny_glm(**changes) -> PreTrainedModel:
-    """GLM-4.5 MoE: a dense layer before those with experts, two shared experts, half of each head rotated, sigmoid routers
-    whose constants change the choice of experts. `changes`: to its configuration."""
+    """GLM-4.5 MoE: a dense layer before those with experts, two shared experts, half of each head rotated, sigmoid
+    routers whose constants change the choice of experts. `changes`: to its configuration.
+    """
     sizes = _COMMON | {
         "vocab_size": 127,
         "n_routed_experts": 8,
@@ -96,7 +111,9 @@ def tiny_glm(**changes) -> PreTrainedModel:
 
 def in_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """The model with weights of `dtype`; what checkpoints always have in float32 stays so, as in `from_pretrained`."""
-    precise = {name: buffer.clone() for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    precise = {
+        name: buffer.clone() for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")
+    }
     model.to(dtype)
     for name, buffer in precise.items():
         module, _, leaf = name.rpartition(".")

@@ -1,8 +1,8 @@
-"""One rank: for each task in turn, saves or loads Megatron's own model through Megatron's own dist_checkpointing, or loads a converted
-checkpoint of ours into the actor. See test_torch_dist.
+"""One rank: for each task in turn, saves or loads Megatron's own model through Megatron's own dist_checkpointing, or
+loads a converted checkpoint of ours into the actor. See test_torch_dist.
 
-The model is built from Megatron's local modules, whose `sharded_state_dict` is untouched; its weights are those that mbridge loaded into
-the actor, under the local modules' names.
+The model is built from Megatron's local modules, whose `sharded_state_dict` is untouched; its weights are those that
+mbridge loaded into the actor, under the local modules' names.
 """
 
 import json
@@ -31,7 +31,9 @@ MIXED_UP = -7.0  # what the parameters hold before a load
 
 def main(rank: int, world_size: int, out: Path, tasks: list[dict]) -> None:
     for number, task in enumerate(tasks):
-        actor = MegatronActor(RunConfig.model_validate(task["config"]), rank, world_size, "127.0.0.1", agree_on_port(out, rank, number))
+        actor = MegatronActor(
+            RunConfig.model_validate(task["config"]), rank, world_size, "127.0.0.1", agree_on_port(out, rank, number)
+        )
         report = {"save": _save, "load": _load, "ours": _load_ours}[task["kind"]](actor, task)
         (out / f"{task['name']}-{rank}.json").write_text(json.dumps(report))
         dist.barrier()
@@ -49,7 +51,8 @@ def _local_model(actor: MegatronActor, like_transformer_engine: bool) -> GPTMode
         spec.submodules.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     stage, stages = mpu.get_pipeline_model_parallel_rank(), mpu.get_pipeline_model_parallel_world_size()
     model = GPTModel(
-        config=config, transformer_layer_spec=spec, max_sequence_length=64, pre_process=stage == 0, post_process=stage == stages - 1,
+        config=config, transformer_layer_spec=spec, max_sequence_length=64, pre_process=stage == 0,
+        post_process=stage == stages - 1,
         vocab_size=padded_vocab_size(actor.model.vocab_size, actor.layout.tensor), position_embedding_type="rope",
         share_embeddings_and_output_weights=actor.model.tie_word_embeddings,
     )  # fmt: skip
@@ -78,7 +81,9 @@ def _save(actor: MegatronActor, task: dict) -> dict:
         state = model.sharded_state_dict(metadata=metadata)
         norm = torch.ones(4)
         replica = (0, 0, actor.rank)
-        state["optimizer"] = ShardedTensor.from_rank_offsets("optimizer.state.exp_avg.decoder.norm", norm, replica_id=replica)
+        state["optimizer"] = ShardedTensor.from_rank_offsets(
+            "optimizer.state.exp_avg.decoder.norm", norm, replica_id=replica
+        )
         state["rng"] = ShardedObject("rng_state", {"seed": 3}, (1,), (0,), replica_id=replica)
         folder = Path(task["path"]) / style / "iter_0000007"
         folder.mkdir(parents=True, exist_ok=True)
@@ -99,7 +104,9 @@ def _load(actor: MegatronActor, task: dict) -> dict:
     state = model.sharded_state_dict(metadata=task["metadata"])
     loaded = dist_checkpointing.load(state, task["path"])
     common = {key: loaded.pop(key) for key in ("iteration", "checkpoint_version", "content_metadata")}
-    model.load_state_dict({name: value for name, value in loaded.items() if isinstance(value, torch.Tensor)}, strict=False)
+    model.load_state_dict(
+        {name: value for name, value in loaded.items() if isinstance(value, torch.Tensor)}, strict=False
+    )
     return _differences(actor, dict(model.named_parameters()), _bridged(actor)) | {"common": common}
 
 
@@ -113,7 +120,9 @@ def _load_ours(actor: MegatronActor, task: dict) -> dict:
     original = load_file(Path(actor.config.model.path) / "model.safetensors")
     exported = {name: tensor.clone() for name, tensor in actor.export_hf()}
     odd = [
-        n for n in original.keys() | exported.keys() if n not in original or n not in exported or not torch.equal(original[n], exported[n])
+        n
+        for n in original.keys() | exported.keys()
+        if n not in original or n not in exported or not torch.equal(original[n], exported[n])
     ]
     return _differences(actor, _bridged(actor), bridged) | {"exported_wrong": odd}
 
@@ -121,7 +130,8 @@ def _load_ours(actor: MegatronActor, task: dict) -> dict:
 def _differences(actor: MegatronActor, own: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict:
     padding = padded_vocab_size(actor.model.vocab_size, actor.layout.tensor) - actor.model.vocab_size
     if padding and actor.layout.dense_coords(actor.rank).tp == actor.layout.tensor - 1:
-        for name in (n for n in own if "word_embeddings" in n or "output_layer" in n):  # rows of padding are nobody's weights
+        # rows of padding are nobody's weights
+        for name in (n for n in own if "word_embeddings" in n or "output_layer" in n):
             expected[name], own[name] = expected[name][:-padding], own[name][:-padding]
     wrong = [name for name in own if name not in expected or not torch.equal(own[name], expected[name])]
     return {"wrong": wrong, "missing": sorted(expected.keys() - own.keys()), "count": len(own)}

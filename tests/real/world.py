@@ -55,15 +55,26 @@ class Done:
 
 
 def mrl(*arguments: str, **popen) -> Done:
-    """The command to its end, RUN_S at most: then it is killed with all that is of its session. `popen`: as subprocess.Popen has them."""
-    given = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True} | popen
+    """The command to its end, RUN_S at most: then it is killed with all that is of its session.
+
+    `popen`: as subprocess.Popen has them.
+    """
+    given = {
+        "cwd": ROOT,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+        "start_new_session": True,
+    } | popen
     process = subprocess.Popen(["mrl", *arguments], **given)
     try:
         out, err = process.communicate(timeout=RUN_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         out, err = process.communicate(timeout=END_S)
-        raise AssertionError(f"mrl {arguments[0]}: not done after {RUN_S:.0f} s\n{out[-3000:]}\n{err[-3000:]}") from None
+        raise AssertionError(
+            f"mrl {arguments[0]}: not done after {RUN_S:.0f} s\n{out[-3000:]}\n{err[-3000:]}"
+        ) from None
     return Done(process.pid, process.returncode, out, err)
 
 
