@@ -1,4 +1,6 @@
-"""What the tests' modules have imported (torch, Megatron) is left out of garbage collection while tests run: a seventh of their time."""
+"""What the tests' modules have imported (torch, Megatron) is left out of garbage collection while tests run:
+a seventh of their time.
+"""
 
 import gc
 

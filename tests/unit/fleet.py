@@ -180,7 +180,8 @@ class _Engine:
 class Books:
     """What happened, kept beside the machines. `spans` are those of responses on their way: what a spool would hold."""
 
-    trained: list[tuple[int, int, tuple[Spans, ...], tuple[int, ...]]] = field(default_factory=list)  # step, number, spans, lengths
+    # step, number, spans, lengths
+    trained: list[tuple[int, int, tuple[Spans, ...], tuple[int, ...]]] = field(default_factory=list)
     dropped: dict[int, str] = field(default_factory=dict)
     spans: dict[tuple[int, int], list[tuple[int, int]]] = field(default_factory=dict)
     lengths: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -190,7 +191,14 @@ class Books:
 
     def copy(self) -> "Books":
         spans = {key: list(value) for key, value in self.spans.items()}
-        lists = (list(self.trained), dict(self.dropped), spans, dict(self.lengths), list(self.sent), list(self.step_ends))
+        lists = (
+            list(self.trained),
+            dict(self.dropped),
+            spans,
+            dict(self.lengths),
+            list(self.sent),
+            list(self.step_ends),
+        )
         return Books(*lists, self.recomputed)
 
 
@@ -312,7 +320,9 @@ class Fleet:
         """Lets things happen until `ready` gives something. Raises Deadlock, or Killed."""
         while not (found := ready()):
             if not self.events or self.now - self.waited > 1000 * self.world.progress_limit_s:
-                raise Deadlock(f"step {self.buffer.step}, second {self.now:.1f}: {len(self.buffer.groups)} groups on their way")
+                raise Deadlock(
+                    f"step {self.buffer.step}, second {self.now:.1f}: {len(self.buffer.groups)} groups on their way"
+                )
             self.happen()
         self.waited = self.now
         return found
@@ -487,5 +497,7 @@ class Fleet:
         for group in batch:
             keys = [(group.number, index) for index in range(self.schedule.responses)]
             spans = tuple(tuple(self.books.spans[key]) for key in keys)
-            self.books.trained.append((self.buffer.step, group.number, spans, tuple(self.books.lengths[key] for key in keys)))
+            self.books.trained.append(
+                (self.buffer.step, group.number, spans, tuple(self.books.lengths[key] for key in keys))
+            )
             self.forget(group.number)

@@ -1,4 +1,6 @@
-"""Random schedules in random worlds, and what must hold of each run: numbers, versions and lengths by books beside the machines'."""
+"""Random schedules in random worlds, and what must hold of each run: numbers,
+versions and lengths by books beside the machines'.
+"""
 
 import random
 from collections import Counter
@@ -80,7 +82,10 @@ def random_world(rng: random.Random, groups: int) -> World:
 
     poison = frozenset(rng.randrange(groups) for _ in range(rng.choice((0, 0, 0, 1, 2))))
     return World(
-        tuple(EngineKind(rng.uniform(0.005, 0.1), 0.001, rng.choice((0.0, 0.002)), rng.choice((1, 4, 1000)), 600) for _ in range(engines)),
+        tuple(
+            EngineKind(rng.uniform(0.005, 0.1), 0.001, rng.choice((0.0, 0.002)), rng.choice((1, 4, 1000)), 600)
+            for _ in range(engines)
+        ),
         heavy_tailed(rng.randrange(1 << 30), rng.choice((10, 60))),
         rng.randint(1, 30),
         partial(mul, rng.choice((0.0, 0.005, 0.05))),
@@ -126,31 +131,41 @@ def check_numbers(fleet: Fleet, steps: int) -> None:
     everywhere = Counter([*trained, *fleet.books.dropped, *fleet.buffer.groups])
     assert everywhere == dict.fromkeys(range(fleet.buffer.next_number), 1)
     for _, number, _, lengths in fleet.books.trained:
-        wanted = [min(fleet.world.length(number, k), fleet.schedule.max_tokens) for k in range(fleet.schedule.responses)]
+        wanted = [
+            min(fleet.world.length(number, k), fleet.schedule.max_tokens) for k in range(fleet.schedule.responses)
+        ]
         assert list(lengths) == wanted, "a token is lost, or a response got a second budget"
 
 
 def borders(begun: int, trained: int, quota: int, length: int) -> tuple[tuple[int, int], ...]:
     """(first token, version) of each span, token by token: `quota` of each version, and all the rest of the last."""
     versions = [min(trained, begun + token // quota) for token in range(length)]
-    return tuple((token, version) for token, version in enumerate(versions) if token == 0 or version != versions[token - 1])
+    return tuple(
+        (token, version) for token, version in enumerate(versions) if token == 0 or version != versions[token - 1]
+    )
 
 
 def check_versions(fleet: Fleet) -> None:
-    """No token is staler than allowed, or of weights that were not there; in_order each border is where the rule has it."""
+    """No token is staler than allowed, or of weights that were not there;
+    in_order each border is where the rule has it.
+    """
     schedule = fleet.schedule
     for step, number, spans, lengths in fleet.books.trained:
         for response, length in zip(spans, lengths, strict=True):
             assert response[0][0] == 0 and all(a < b for (a, _), (b, _) in pairwise(response))
             versions = [version for _, version in response]
-            assert step - schedule.max_staleness <= min(versions) and max(versions) <= step, f"group {number} of step {step}: {spans}"
+            assert step - schedule.max_staleness <= min(versions) and max(versions) <= step, (
+                f"group {number} of step {step}: {spans}"
+            )
             assert schedule.partial_rollouts or len(versions) == 1
             if schedule.order == "in_order":
                 assert response == borders(versions[0], step, schedule.quota, length)
 
 
 def check_order(case: Case, fleet: Fleet) -> None:
-    """in_order another world trains on the same groups, made by the same versions, but for what lost engines take away."""
+    """in_order another world trains on the same groups, made by the same versions,
+    but for what lost engines take away.
+    """
     if case.schedule.order == "in_order" and not fleet.seen["quarantined"]:
         other = Fleet(case.schedule, case.elsewhere).run(case.steps)
         fleet.seen["the same elsewhere"] = not other.seen["quarantined"]
@@ -161,5 +176,9 @@ def check_counts(fleet: Fleet) -> None:
     """What the machines counted is what the books have."""
     counts = fleet.buffer.counts
     lengths = [length for *_, lengths in fleet.books.trained for length in lengths]
-    assert (counts.kept.groups, counts.kept.responses, counts.kept.tokens) == (len(fleet.books.trained), len(lengths), sum(lengths))
+    assert (counts.kept.groups, counts.kept.responses, counts.kept.tokens) == (
+        len(fleet.books.trained),
+        len(lengths),
+        sum(lengths),
+    )
     assert {cause: tally.groups for cause, tally in counts.dropped.items()} == Counter(fleet.books.dropped.values())

@@ -112,7 +112,9 @@ def phases(schedule: Schedule, world: World) -> tuple[float, float]:
 def balanced(world: World, schedule: Schedule, over: float = 1.0) -> World:
     """The world with a trainer that takes `over` times as long as generation in a synchronous step."""
     generation, _ = phases(schedule, world)
-    mean_tokens = generation * speed_of(schedule, replace(world, train_s=lambda tokens: 0.0, sync_s=0.0), 3, 1).tokens_per_s
+    mean_tokens = (
+        generation * speed_of(schedule, replace(world, train_s=lambda tokens: 0.0, sync_s=0.0), 3, 1).tokens_per_s
+    )
     each: Callable[[int], float] = partial(_per_token, over * generation / mean_tokens)
     return replace(world, train_s=each)
 

@@ -1,4 +1,6 @@
-"""Stand-ins for object store and ranks: responses in memory, and replicas that hold rows and compute of tokens what real ranks do."""
+"""Stand-ins for object store and ranks: responses in memory,
+and replicas that hold rows and compute of tokens what real ranks do.
+"""
 
 import numpy as np
 from small_model import SIZES
@@ -65,7 +67,12 @@ class Replicas:
     """An actor group of `data` replicas, a rank each. `update` is the test's."""
 
     def __init__(self, config, data: int, gap: float = 0.1, ref_gap: float = 0.2, update=None):
-        layout = {"world_size": data, "tensor_model_parallel_size": 1, "expert_model_parallel_size": 1, "sequence_parallel": False}
+        layout = {
+            "world_size": data,
+            "tensor_model_parallel_size": 1,
+            "expert_model_parallel_size": 1,
+            "sequence_parallel": False,
+        }
         self.config, self.model = config, model_spec(SIZES)
         self.layout = TrainLayout.build(layout, self.model)
         self.replicas, self._gaps, self._update = [None] * data, (gap, ref_gap), update
@@ -87,7 +94,9 @@ class Replicas:
         for replica, numbers in zip(self.replicas, rows, strict=True):
             values, batch = getattr(replica.rows.batch, name), replica.rows.batch
             ends = np.cumsum(batch.response_lengths)
-            for number, end, length, own in zip(numbers.tolist(), ends, batch.response_lengths, replica.own, strict=True):
+            for number, end, length, own in zip(
+                numbers.tolist(), ends, batch.response_lengths, replica.own, strict=True
+            ):
                 if own:
                     parts[number], lengths[number] = values[end - length : end], length
         return np.concatenate([parts[number] for number in sorted(parts)])

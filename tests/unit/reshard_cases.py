@@ -28,7 +28,8 @@ QWEN3_235B = ModelSpec(
 )  # fmt: skip
 TRAIN_235B = TrainLayout.build(
     {
-        "world_size": 128, "tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 8, "expert_model_parallel_size": 16,
+        "world_size": 128, "tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 8,
+        "expert_model_parallel_size": 16,
         "num_layers_in_first_pipeline_stage": 11, "num_layers_in_last_pipeline_stage": 11,
     },
     QWEN3_235B,
@@ -55,7 +56,9 @@ class Pair:
 
 
 def bytes_of_a_worker(model: ModelSpec, rollout: RolloutLayout) -> int:
-    """R of the lower bounds, by its closed formula, for bf16 Qwen3-MoE: attention, experts, router and norms, embedding and head."""
+    """R of the lower bounds, by its closed formula, for bf16 Qwen3-MoE: attention, experts, router and norms,
+    embedding and head.
+    """
     m, t, hidden, wide = model, rollout.tensor, model.hidden_size, model.num_attention_heads * model.head_dim
     layer = 2 * wide // t * hidden + 2 * max(m.num_key_value_heads // t, 1) * m.head_dim * hidden
     layer += 3 * m.num_experts * m.moe_intermediate_size * hidden // rollout.workers_per_engine
@@ -64,7 +67,9 @@ def bytes_of_a_worker(model: ModelSpec, rollout: RolloutLayout) -> int:
 
 
 def random_pairs(seed: int, count: int) -> list[Pair]:
-    """Legal pairs: every family, dialect and number format, uneven experts, several engines, all kinds of placement, small budgets."""
+    """Legal pairs: every family, dialect and number format, uneven experts, several engines, all kinds of placement,
+    small budgets.
+    """
     rng, found = random.Random(seed), []
     while len(found) < count:
         model, train = random_layouts(rng.randrange(1 << 30), 1)[0]

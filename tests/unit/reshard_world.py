@@ -1,4 +1,6 @@
-"""A whole reshard in one process: a thread a rank and a thread a worker, over the real transports, into plain tensors."""
+"""A whole reshard in one process: a thread a rank and a thread a worker, over the real transports,
+into plain tensors.
+"""
 
 import os
 import uuid
@@ -29,9 +31,14 @@ def setup_for(
     counts = {"ranks": train["world_size"], "workers": rollout["num_engines"] * rollout["tensor"] * rollout["data"]}
     first = {"ranks": 0, "workers": counts["ranks"]}
     topology = {side: [[nodes(side, i), first[side] + i] for i in range(count)] for side, count in counts.items()}
-    where = {"kind": transport, "name": f"test-{os.getpid()}-{uuid.uuid4().hex[:8]}", "address": f"127.0.0.1:{free_port()}"}
+    where = {
+        "kind": transport,
+        "name": f"test-{os.getpid()}-{uuid.uuid4().hex[:8]}",
+        "address": f"127.0.0.1:{free_port()}",
+    }
     values = {
-        "hf_config": SIZES, "train": train, "rollout": rollout, "dialect": "cpu", "dtype": "float32", "topology": topology,
+        "hf_config": SIZES, "train": train, "rollout": rollout, "dialect": "cpu", "dtype": "float32",
+        "topology": topology,
         "budget_bytes": 40_000, "timeout_s": 20.0, "transport": where,
     }  # fmt: skip
     return SyncSetup(**values | changes)
@@ -79,7 +86,9 @@ class DictWriter:
     spoil: Callable[[str, Tensor], None] = lambda name, tensor: None  # between the write and the digest
 
     def __post_init__(self) -> None:
-        layout = target_parameters(self.setup.model, self.setup.rollout_layout, self.worker, self.setup.dialect, self.setup.dtype)
+        layout = target_parameters(
+            self.setup.model, self.setup.rollout_layout, self.worker, self.setup.dialect, self.setup.dtype
+        )
         self.parameters: dict[str, TargetParameter] = {p.name: p for p in layout}
         self._begun: set[str] = set()
 
@@ -132,7 +141,10 @@ class World:
         told = worker_setup or setup
         self.senders: dict[int, Sender] = {}
         opened = self._at_once(
-            {("rank", r): lambda r=r: connect_sender(setup, r, lambda name, chunk: self.held[r][name, chunk]) for r in self.held}
+            {
+                ("rank", r): lambda r=r: connect_sender(setup, r, lambda name, chunk: self.held[r][name, chunk])
+                for r in self.held
+            }
             | {("worker", w): lambda w=w: connect_receiver(told, w) for w in range(setup.rollout_layout.world_size)}
         )
         for error in opened.values():

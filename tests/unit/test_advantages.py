@@ -6,7 +6,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from mrl.algo.advantages import ADVANTAGE_FUNCTIONS, WHITENED, AdvantageInputs, TokenAdvantages, response_advantages, whitened
+from mrl.algo.advantages import (
+    ADVANTAGE_FUNCTIONS,
+    WHITENED,
+    AdvantageInputs,
+    TokenAdvantages,
+    response_advantages,
+    whitened,
+)
 from mrl.algo.correction import mismatch_metrics, mismatch_of_rows
 from mrl.algo.rows import RowValues, moments, row_sums
 from mrl.algo.spec import ADVANTAGES
@@ -51,7 +58,9 @@ def _moments(advantages: TokenAdvantages, responses: Responses, replicas: list[n
     lengths, found = responses.inputs.lengths, []
     for rows in replicas:
         at = positions(lengths, rows)
-        values = advantages.rows(rows).values(lengths[rows], None if responses.penalties is None else responses.penalties[at])
+        values = advantages.rows(rows).values(
+            lengths[rows], None if responses.penalties is None else responses.penalties[at]
+        )
         found.append(moments(values, responses.mask[at], lengths[rows]))
     return {name: np.concatenate([part[name] for part in found]) for name in found[0]}
 
@@ -89,7 +98,9 @@ def test_groups_do_not_see_each_other_and_may_be_interleaved():
     together = grpo(scores, groups)
     for group in (2, 5, 9):
         alone = scores[groups == group]
-        np.testing.assert_allclose(together[groups == group], (alone - alone.mean()) / (alone.std(ddof=1) + 1e-6), rtol=1e-12)
+        np.testing.assert_allclose(
+            together[groups == group], (alone - alone.mean()) / (alone.std(ddof=1) + 1e-6), rtol=1e-12
+        )
 
 
 @pytest.mark.parametrize("score", [0.0, 1.0, 0.1, 1e9 + 0.1])
@@ -137,9 +148,14 @@ def test_reinforce_plus_plus_whitens_over_tokens():
 
 
 def test_reinforce_plus_plus_with_kl_in_the_reward_sums_what_is_still_to_come():
-    """Score 1, penalties 0.1, 0.2, 0.3: returns 0.4, 0.5, 0.7. The second response: 0 - 0.5. Mean 0.275, squares sum 0.7875."""
+    """Score 1, penalties 0.1, 0.2, 0.3: returns 0.4, 0.5, 0.7.
+
+    The second response: 0 - 0.5. Mean 0.275, squares sum 0.7875.
+    """
     penalties = np.array([0.1, 0.2, 0.3, 0.5])
-    found = compute_advantages("reinforce_plus_plus", inputs([1.0, 0.0], [0, 1], lengths=[3, 1], token_penalties=penalties))
+    found = compute_advantages(
+        "reinforce_plus_plus", inputs([1.0, 0.0], [0, 1], lengths=[3, 1], token_penalties=penalties)
+    )
     returns = np.array([0.4, 0.5, 0.7, -0.5])
     std = math.sqrt(((returns - 0.275) ** 2).sum() / 3)
     np.testing.assert_allclose(found, [0.125 / std, 0.225 / std, 0.425 / std, -0.775 / std], rtol=1e-6)
@@ -175,7 +191,8 @@ def test_a_rejected_token_still_costs_what_comes_before_it():
     np.testing.assert_allclose(found, [-math.sqrt(0.5), math.sqrt(0.5), 0], rtol=1e-5)
     alone = inputs([0.0, 1.0], [0, 1], lengths=[1, 2], token_penalties=np.array([0.0, 0.0, 1.0]))
     found = compute_advantages("reinforce_plus_plus", replace(alone, mask=np.array([True, True, False])))
-    np.testing.assert_array_equal(found, 0.0)  # 1 less the penalty of the rejected token is 0, as the other response has
+    # 1 less the penalty of the rejected token is 0, as the other response has
+    np.testing.assert_array_equal(found, 0.0)
 
 
 def test_the_baseline_form_subtracts_the_group_and_whitens_over_tokens():
@@ -185,23 +202,31 @@ def test_the_baseline_form_subtracts_the_group_and_whitens_over_tokens():
 
 
 def test_gdpo_normalises_each_part_before_they_are_added():
-    """Two parts whose sums are alike (1 + 0 and 0 + 1) and would give 0: correctness weighs 2, format 1, so they do not."""
+    """Two parts whose sums are alike (1 + 0 and 0 + 1) and would give 0: correctness weighs 2, format 1,
+    so they do not.
+    """
     parts = {"correct": np.array([1.0, 0.0]), "format": np.array([0.0, 1.0])}
-    found = compute_advantages("gdpo", inputs([1.0, 1.0], [0, 0], by_std=False, parts=parts, part_weights={"correct": 2.0}))
-    np.testing.assert_allclose(found, [1 / math.sqrt(2), -1 / math.sqrt(2)], rtol=1e-6)  # 0.5 and -0.5, unbiased variance 1/2
+    found = compute_advantages(
+        "gdpo", inputs([1.0, 1.0], [0, 0], by_std=False, parts=parts, part_weights={"correct": 2.0})
+    )
+    # 0.5 and -0.5, unbiased variance 1/2
+    np.testing.assert_allclose(found, [1 / math.sqrt(2), -1 / math.sqrt(2)], rtol=1e-6)
     with pytest.raises(DataError, match="gdpo_reward_keys"):
         compute_advantages("gdpo", inputs([1.0], [0]))
 
 
 def test_gdpo_worked_by_hand_with_groups_lengths_and_stds():
-    """Group 0 has correct 1, 0 and group 1 has 3, 1: both +-1/sqrt 2 after their stds 1/sqrt 2 and sqrt 2. Format 0, 1 and 2, 2 gives
-    -+1/sqrt 2 and 0, with weight 2: sums -c, +c, +c, -c with c = 1/sqrt 2. Lengths 1, 2, 1, 2: tokens -c, c, c, c, -c, -c have mean 0
-    and unbiased variance 6 c^2 / 5 = 3/5, so all are +-sqrt(5/6).
+    """Group 0 has correct 1, 0 and group 1 has 3, 1: both +-1/sqrt 2 after their stds 1/sqrt 2 and sqrt 2.
+
+    Format 0, 1 and 2, 2 gives -+1/sqrt 2 and 0, with weight 2: sums -c, +c, +c, -c with c = 1/sqrt 2. Lengths 1, 2, 1,
+    2: tokens -c, c, c, c, -c, -c have mean 0 and unbiased variance 6 c^2 / 5 = 3/5, so all are +-sqrt(5/6).
     """
     parts = {"correct": np.array([1.0, 0, 3, 1]), "format": np.array([0.0, 1, 2, 2])}
     given = inputs([9.0] * 4, [0, 0, 1, 1], lengths=[1, 2, 1, 2], parts=parts, part_weights={"format": 2.0})
     value = math.sqrt(5 / 6)
-    np.testing.assert_allclose(compute_advantages("gdpo", given), [-value, value, value, value, -value, -value], rtol=3e-6)
+    np.testing.assert_allclose(
+        compute_advantages("gdpo", given), [-value, value, value, value, -value, -value], rtol=3e-6
+    )
 
 
 def test_gdpo_of_one_part_is_whitened_grpo():
@@ -228,16 +253,24 @@ def test_no_estimator_gives_a_nan_whatever_the_groups_are(estimator, scores, len
 @pytest.mark.parametrize("score", [0.0, 0.1, 1e9 + 0.1])
 def test_groups_of_one_mind_teach_nothing_under_any_group_estimator(estimator, score):
     scores = np.full(6, score)
-    assert not compute_advantages(estimator, inputs(scores, [0, 0, 0, 1, 1, 1], lengths=[1, 2, 3, 4, 5, 6], parts={"score": scores})).any()
+    assert not compute_advantages(
+        estimator, inputs(scores, [0, 0, 0, 1, 1, 1], lengths=[1, 2, 3, 4, 5, 6], parts={"score": scores})
+    ).any()
 
 
 def test_a_group_of_one_under_the_whitened_estimators():
-    """Scores 1 and 0 of a pair and 2 alone: centred 1/2, -1/2 and 2, as its baseline is 0; mean 2/3, squares sum 4.5 - 4/3 = 19/6."""
+    """Scores 1 and 0 of a pair and 2 alone: centred 1/2, -1/2 and 2, as its baseline is 0; mean 2/3,
+    squares sum 4.5 - 4/3 = 19/6.
+    """
     std = math.sqrt(19 / 12)
     expected = [(0.5 - 2 / 3) / std, (-0.5 - 2 / 3) / std, (2 - 2 / 3) / std]
-    np.testing.assert_allclose(compute_advantages("reinforce_plus_plus_baseline", inputs([1.0, 0, 2], [0, 0, 1])), expected, rtol=1e-6)
+    np.testing.assert_allclose(
+        compute_advantages("reinforce_plus_plus_baseline", inputs([1.0, 0, 2], [0, 0, 1])), expected, rtol=1e-6
+    )
     plain = [0.0, -1.0, 1.0]  # scores 1, 0, 2 less their mean, over their std of 1
-    np.testing.assert_allclose(compute_advantages("reinforce_plus_plus", inputs([1.0, 0, 2], [0, 0, 1])), plain, atol=1e-7)
+    np.testing.assert_allclose(
+        compute_advantages("reinforce_plus_plus", inputs([1.0, 0, 2], [0, 0, 1])), plain, atol=1e-7
+    )
 
 
 @pytest.mark.parametrize(("estimator", "advantage"), [("rloo", 2.0), ("opo", 2.0), ("grpo_passk", 0.0)])

@@ -58,7 +58,10 @@ def test_it_is_printed_once_and_every_step_is_recorded(capsys):
 
 
 def test_missing_routes_are_told_with_what_brings_them():
-    replayed, missing = ("actor.router_replay=R3", "rollout.enable_prefix_caching=true"), {"router/missing_routes": 0.25}
+    replayed, missing = (
+        ("actor.router_replay=R3", "rollout.enable_prefix_caching=true"),
+        {"router/missing_routes": 0.25},
+    )
     assert "enable_prefix_caching: false" in routes_advice(config(*replayed), missing)
     assert "engine-N.log" in routes_advice(config(*replayed, "cluster.device=cuda"), missing)
     for none in ({"router/missing_routes": 0.0}, {}):

@@ -1,4 +1,6 @@
-"""Generation ahead of training with engines of no fixed speed: the same rollouts whatever the order in which answers come."""
+"""Generation ahead of training with engines of no fixed speed:
+the same rollouts whatever the order in which answers come.
+"""
 
 import json
 import random
@@ -31,7 +33,8 @@ from mrl.vllm.requests import Sampling
 
 LONGEST, BATCH, N, PROMPTS = 12, 3, 2, 9
 SIZES = [
-    f"data.train_batch_size={BATCH}", f"rollout.n={N}", f"data.max_response_length={LONGEST}", "data.max_prompt_length=4",
+    f"data.train_batch_size={BATCH}", f"rollout.n={N}", f"data.max_response_length={LONGEST}",
+    "data.max_prompt_length=4",
     "actor.ppo_mini_batch_size=3", "trainer.total_training_steps=6",
 ]  # fmt: skip
 MADE_BY = Fingerprint("data", "model", "template")
@@ -74,7 +77,15 @@ class Engines:
         reason = "length" if ids[-1] else "stop"
         log_probs = tuple(-1.0 - self.version - i / 100 for i in range(len(ids)))
         sample = Sample(
-            request.prompt_id, request.group_id, request.sample_id, request.seed, request.prompt_ids, ids, log_probs, reason, self.version
+            request.prompt_id,
+            request.group_id,
+            request.sample_id,
+            request.seed,
+            request.prompt_ids,
+            ids,
+            log_probs,
+            reason,
+            self.version,
         )
         return packed([sample])
 
@@ -163,12 +174,15 @@ class World:
 def facts(rollouts):
     """All that a step takes, and what it says of rewards and groups."""
     return [
-        (r.samples.read().arrays, r.rewards.tolist(), [x.score for x in r.results], r.cursor, counted(r.metrics)) for r in rollouts
+        (r.samples.read().arrays, r.rewards.tolist(), [x.score for x in r.results], r.cursor,
+            counted(r.metrics)) for r in rollouts
     ]  # fmt: skip
 
 
 def counted(metrics):
-    return {name: value for name, value in metrics.items() if name.startswith(("train/", "reward/", "training/", "async/"))}
+    return {
+        name: value for name, value in metrics.items() if name.startswith(("train/", "reward/", "training/", "async/"))
+    }
 
 
 def assert_same(found, expected, among=lambda name: True):
@@ -183,7 +197,8 @@ def assert_same(found, expected, among=lambda name: True):
 
 AHEAD = {
     "one step off": ["trainer.schedule=one_step_off"],
-    "two, partial": ["trainer.schedule=bounded", "trainer.max_staleness=2", "trainer.partial_rollouts=true", "trainer.segment_tokens=3"],
+    "two, partial": ["trainer.schedule=bounded", "trainer.max_staleness=2", "trainer.partial_rollouts=true",
+        "trainer.segment_tokens=3"],
     "filtered": [
         "trainer.schedule=bounded", "trainer.max_staleness=1", "algorithm.filter_groups.enable=true",
         "algorithm.filter_groups.max_num_gen_batches=0", "algorithm.filter_groups.on_exhausted=error",
@@ -204,7 +219,10 @@ def test_speed_changes_no_bit(name):
         assert_same(other, runs[0])
     oldest = [int(rollouts.samples.read().span_versions.min()) for rollouts in runs[0]]
     ages = [step - version for step, version in enumerate(oldest)]
-    assert min(ages) >= 0 and max(ages) == schedule_of(load_config(TINY, None, [*SIZES, *AHEAD[name]]).config).max_staleness
+    assert (
+        min(ages) >= 0
+        and max(ages) == schedule_of(load_config(TINY, None, [*SIZES, *AHEAD[name]]).config).max_staleness
+    )
 
 
 def test_a_response_of_several_versions_has_each_tokens_own_log_prob():
@@ -238,7 +256,9 @@ def test_groups_without_a_difference_are_replaced_and_too_many_end_the_run():
     replaced = World(0, AHEAD["filtered"]).steps(4)
     assert sum(r.metrics["train/num_gen_batches"] for r in replaced) > 4
     for rollouts in replaced:
-        assert all(rollouts.rewards[g * N : g * N + N].min() < rollouts.rewards[g * N : g * N + N].max() for g in range(BATCH))
+        assert all(
+            rollouts.rewards[g * N : g * N + N].min() < rollouts.rewards[g * N : g * N + N].max() for g in range(BATCH)
+        )
     limited = [*AHEAD["filtered"][:3], "algorithm.filter_groups.max_num_gen_batches=2", AHEAD["filtered"][4]]
     with pytest.raises(DataError, match="responses that do not differ in"):
         World(0, limited, score=lambda item: 1.0).steps(1)

@@ -1,4 +1,6 @@
-"""Plain attention over a pack gives what each sequence gives alone: the reference is one call of torch's attention for each sequence."""
+"""Plain attention over a pack gives what each sequence gives alone:
+the reference is one call of torch's attention for each sequence.
+"""
 
 from itertools import pairwise
 from types import SimpleNamespace
@@ -36,7 +38,10 @@ def packed(tensors: list[torch.Tensor], lengths: list[int]) -> torch.Tensor:
 
 def one_by_one(tensors: list[torch.Tensor], lengths: list[int]) -> torch.Tensor:
     sequences = zip(*(tensor.split(lengths) for tensor in tensors), strict=True)
-    outputs = [F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in qkv), is_causal=True, enable_gqa=True) for qkv in sequences]
+    outputs = [
+        F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in qkv), is_causal=True, enable_gqa=True)
+        for qkv in sequences
+    ]
     return torch.cat([out.transpose(0, 1).flatten(1) for out in outputs])
 
 

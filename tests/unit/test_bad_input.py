@@ -69,7 +69,10 @@ def world(made, tmp_path, monkeypatch):
 
 @pytest.fixture
 def train(world, monkeypatch, capfd):
-    """Runs `mrl train run.yaml`; its exit code and what it said. Where all is right, the place of the cluster ends it with code 4."""
+    """Runs `mrl train run.yaml`; its exit code and what it said.
+
+    Where all is right, the place of the cluster ends it with code 4.
+    """
 
     def train(*arguments: str, config="run.yaml") -> tuple[int, str]:
         from mrl.train import run
@@ -120,14 +123,26 @@ SETTINGS = [
     ("actor.optim.lr=fast", 2, ["actor.optim.lr = fast (--set): must be a number > 0"]),
     ("actor.layout.tensor_model_parallel_size=3", 2, ["actor.layout", "= 3", "allowed: "]),
     ("actor.layout.world_size=3", 2, ["actor.layout.world_size", "= 3"]),
-    ("actor.ppo_mini_batch_size=5", 2, ["actor.ppo_mini_batch_size = 5", "must divide data.train_batch_size = 32", "allowed: 1, 2, 4, 8"]),
+    (
+        "actor.ppo_mini_batch_size=5",
+        2,
+        ["actor.ppo_mini_batch_size = 5", "must divide data.train_batch_size = 32", "allowed: 1, 2, 4, 8"],
+    ),
     ("cluster.placement=colocated", 4, [REACHED]),
     ("model.path=elsewhere", 4, ["elsewhere/config.json does not exist (no such directory"]),
-    ("data.train_files=none.jsonl", 2, ["data.train_files", "none.jsonl is not a file that can be read", "current directory"]),
+    (
+        "data.train_files=none.jsonl",
+        2,
+        ["data.train_files", "none.jsonl is not a file that can be read", "current directory"],
+    ),
     ("data.train_batch_size=128", 3, ["data.train_batch_size is 128 prompts and the data has 64"]),
     ("cluster.cpus_per_actor=1000", 4, ["CPU: the run needs 2000.01", "are there", "choose a smaller layout"]),
     ("reward.function=exactmatch", 2, ["did you mean exact_match?"]),
-    ("reward.custom_reward_function.path=none.py", 2, ["reward.custom_reward_function.path = none.py", "is not a file that can be read"]),
+    (
+        "reward.custom_reward_function.path=none.py",
+        2,
+        ["reward.custom_reward_function.path = none.py", "is not a file that can be read"],
+    ),
     ("trainer.run_dir=run.yaml/x", 2, ["trainer.run_dir = run.yaml/x", "is a file"]),
 ]
 
@@ -153,7 +168,7 @@ def test_a_configuration_file_that_cannot_be_used(text, words, refused):
     refused(2, [words], config="bad.yaml")
 
 
-# --- the model -----------------------------------------------------------------------------------------------------------------
+# --- the model --------------------------------------------------------------------------------------------------------
 
 
 def change_config(**changes):
@@ -169,15 +184,33 @@ def cut_short():
 MODELS = [
     (lambda: Path("model/model.safetensors").unlink(), 4, ["model.path model: no safetensors files there"]),
     (cut_short, 4, ["model.safetensors cannot be read", "cut short", "download the checkpoint again"]),
-    (lambda: change_config(num_experts=2), 4, ["the weights are not those of the qwen3_moe model", "experts.2.", "not part of the model"]),
+    (
+        lambda: change_config(num_experts=2),
+        4,
+        ["the weights are not those of the qwen3_moe model", "experts.2.", "not part of the model"],
+    ),
     (lambda: change_config(vocab_size=256), 4, ["embed_tokens.weight has shape [128, 64], not [256, 64]"]),
-    (lambda: change_config(architectures=["LlamaForCausalLM"]), 2, ["['LlamaForCausalLM'] is not supported", "Qwen3MoeForCausalLM"]),
+    (
+        lambda: change_config(architectures=["LlamaForCausalLM"]),
+        2,
+        ["['LlamaForCausalLM'] is not supported", "Qwen3MoeForCausalLM"],
+    ),
     (lambda: change_config(auto_map={"AutoModel": "x.py"}), 2, ["auto_map", "trust_remote_code", "never"]),
     (lambda: Path("model/config.json").write_text("{"), 4, ["config.json cannot be read as JSON"]),
     (lambda: Path("model/tokenizer.json").write_text("{"), 4, ["the tokenizer in model cannot be read"]),
     (lambda: Path("model/chat_template.jinja").unlink(), 2, ["no chat template", "chat_template.jinja"]),
 ]
-MODEL_IDS = ["no weights", "cut short", "fewer experts", "vocabulary", "architecture", "remote code", "not json", "tokenizer", "template"]
+MODEL_IDS = [
+    "no weights",
+    "cut short",
+    "fewer experts",
+    "vocabulary",
+    "architecture",
+    "remote code",
+    "not json",
+    "tokenizer",
+    "template",
+]
 
 
 @pytest.mark.parametrize(("spoil", "code", "words"), MODELS, ids=MODEL_IDS)
@@ -186,7 +219,7 @@ def test_a_model_that_cannot_be_trained_is_told_before_anything_starts(spoil, co
     refused(code, words)
 
 
-# --- the data ------------------------------------------------------------------------------------------------------------------
+# --- the data ---------------------------------------------------------------------------------------------------------
 
 DATA = [
     ([], ["no prompt is left to train on", "0 rows read"]),
@@ -219,7 +252,11 @@ def test_a_few_bad_rows_are_set_aside_and_counted(refused):
 LONG = [
     ([], 4, ["64 kept (0 truncated), 0 bad, 1 over length", REACHED]),
     (["data.filter_overlong_prompts=false", "data.truncation=left"], 4, ["65 kept (1 truncated)", REACHED]),
-    (["data.filter_overlong_prompts=false"], 3, ["1 prompts are over data.max_prompt_length (16 tokens)", "row 64: 31 tokens"]),
+    (
+        ["data.filter_overlong_prompts=false"],
+        3,
+        ["1 prompts are over data.max_prompt_length (16 tokens)", "row 64: 31 tokens"],
+    ),
 ]
 
 
@@ -230,7 +267,7 @@ def test_a_prompt_over_length_is_filtered_cut_or_ends_the_run_as_configured(sett
     refused(code, words, *[part for s in settings for part in ("--set", s)])
 
 
-# --- the reward's own file -----------------------------------------------------------------------------------------------------
+# --- the reward's own file --------------------------------------------------------------------------------------------
 
 REWARDS = [
     ("def other(): pass\n", ["no function 'compute_score'; the file defines: other"]),
@@ -246,7 +283,7 @@ def test_a_reward_file_that_cannot_be_loaded(text, words, refused):
     refused(2, words, "--set", "reward.custom_reward_function.path=mine.py")
 
 
-# --- the run directory and --resume --------------------------------------------------------------------------------------------
+# --- the run directory and --resume -----------------------------------------------------------------------------------
 
 
 def made_run(world, steps=(), checkpoint=None, **changes) -> Path:
@@ -268,13 +305,27 @@ def made_run(world, steps=(), checkpoint=None, **changes) -> Path:
             "rollout.n": 8,
             "data.gen_batch_size": None,
         }
-        trainer = {"cursor": {"epoch": 0, "index": 32}, "data_fingerprint": prompts.fingerprint, "metrics": {}, "fixed": fixed}
+        trainer = {
+            "cursor": {"epoch": 0, "index": 32},
+            "data_fingerprint": prompts.fingerprint,
+            "metrics": {},
+            "fixed": fixed,
+        }
         folder = run.checkpoints / f"step-{checkpoint}"
         folder.mkdir()
         (folder / "rank-00000.safetensors").write_bytes(b"12345678")
-        rank = RankFiles((), {"rank-00000.safetensors": file_facts(folder / "rank-00000.safetensors")}, {"num_updates": checkpoint})
+        rank = RankFiles(
+            (), {"rank-00000.safetensors": file_facts(folder / "rank-00000.safetensors")}, {"num_updates": checkpoint}
+        )
         hf_config = json.loads(Path("model/config.json").read_text())
-        facts = {"layout": {}, "dtype": "float32", "hf_config": hf_config, "ranks": (rank,), "trainer": trainer, "versions": {}}
+        facts = {
+            "layout": {},
+            "dtype": "float32",
+            "hf_config": hf_config,
+            "ranks": (rank,),
+            "trainer": trainer,
+            "versions": {},
+        }
         write_manifest(folder, Manifest(step=checkpoint, **facts | changes))
     run.close()
     return run.path
@@ -384,12 +435,16 @@ def test_resuming_with_other_data_model_or_dtype(refused_resume, world):
     run = made_run(world, [0, 1, 2], checkpoint=2)
     refused_resume(2, ["model.dtype: bfloat16", "float32"], run, "--set", "model.dtype=bfloat16")
     write_rows(Path("other.jsonl"), [row(f"{i}+2=") for i in range(64)])
-    refused_resume(3, ["was trained on other prompts than data.train_files"], run, "--set", "data.train_files=other.jsonl")
+    refused_resume(
+        3, ["was trained on other prompts than data.train_files"], run, "--set", "data.train_files=other.jsonl"
+    )
     change_config(rope_theta=5e5)
     refused_resume(2, ["model.path: model is another model"], run)
 
 
-@pytest.mark.parametrize(("key", "value", "old"), [("trainer.seed", "7", "0"), ("data.shuffle", "false", "True"), ("rollout.n", "16", "8")])
+@pytest.mark.parametrize(
+    ("key", "value", "old"), [("trainer.seed", "7", "0"), ("data.shuffle", "false", "True"), ("rollout.n", "16", "8")]
+)
 def test_resuming_with_another_order_of_samples(refused_resume, world, key, value, old):
     run = made_run(world, [0, 1, 2], checkpoint=2)
     refused_resume(2, [f"{key}: {value.title()}, and", "step-2 was trained with", old], run, "--set", f"{key}={value}")
@@ -410,7 +465,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(refused_res
     refused_resume(4, ["rank-00000.safetensors", "SHA-256 differs"], run)
 
 
-# --- the cluster ---------------------------------------------------------------------------------------------------------------
+# --- the cluster ------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -453,11 +508,12 @@ def test_something_that_listens_and_is_no_ray_head():
     with listener() as port:
         with pytest.raises(EnvironmentFault, match="timed out"):
             check_reachable(f"127.0.0.1:{port}", 0.2)
-    with listener(bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])) as port:  # a SETTINGS frame, with which every HTTP/2 server begins
+    # a SETTINGS frame, with which every HTTP/2 server begins
+    with listener(bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])) as port:
         check_reachable(f"127.0.0.1:{port}", 5.0)
 
 
-# --- rewards that fail while the run goes on -----------------------------------------------------------------------------------
+# --- rewards that fail while the run goes on --------------------------------------------------------------------------
 
 FAILING = """
 import os, time
@@ -486,7 +542,9 @@ def collected(pool: RewardPool, reward: RewardConfig, sample_ids) -> list:
 
 @pytest.fixture
 def scored(tmp_path):
-    """The rewards of one step's responses as the loop collects them, failures scored -1 and allowed up to a share of one half."""
+    """The rewards of one step's responses as the loop collects them,
+    failures scored -1 and allowed up to a share of one half.
+    """
 
     def scored(texts: list[str]) -> list:
 
@@ -512,7 +570,9 @@ def test_failing_rewards_get_the_failure_score_and_the_run_goes_on(scored):
 def test_without_a_failure_score_a_failure_counts_as_the_lowest_of_its_batch(tmp_path):
     """Scores -1, the wrong answer, and 1; the one that hangs must not stand between them."""
 
-    (tmp_path / "mine.py").write_text(FAILING.replace("return 1.0", "return 1.0 if solution_str == ground_truth else -1.0"))
+    (tmp_path / "mine.py").write_text(
+        FAILING.replace("return 1.0", "return 1.0 if solution_str == ground_truth else -1.0")
+    )
     reward = RewardConfig(max_failure_share=0.5)
     with RewardPool(RewardSpec(path=str(tmp_path / "mine.py")), 1, timeout_s=1.0) as pool:
         for number, text in enumerate(("hang", "2", "3")):
@@ -526,13 +586,21 @@ def test_in_training_a_failure_counts_as_the_lowest_of_its_own_data_source(tmp_p
 
     scores = "return (-100.0 if data_source == 'steep' else 0.0) if solution_str == 'wrong' else 1.0"
     (tmp_path / "mine.py").write_text(FAILING.replace("return 1.0", scores))
-    answers = [("flat", "raise"), ("flat", "wrong"), ("flat", "right"), ("steep", "wrong"), ("steep", "raise"), ("mute", "raise")]
+    answers = [
+        ("flat", "raise"),
+        ("flat", "wrong"),
+        ("flat", "right"),
+        ("steep", "wrong"),
+        ("steep", "raise"),
+        ("mute", "raise"),
+    ]
     reward = RewardConfig(max_failure_share=0.5)
     with RewardPool(RewardSpec(path=str(tmp_path / "mine.py")), 1, timeout_s=5.0) as pool:
         for number, (source, text) in enumerate(answers):
             pool.submit(RewardItem(number, source, text, "2"))
         results = collected(pool, reward, range(len(answers)))
-    assert [r.score for r in results] == [0.0, 0.0, 1.0, -100.0, -100.0, -100.0]  # mute has no score of its own: the batch's lowest
+    # mute has no score of its own: the batch's lowest
+    assert [r.score for r in results] == [0.0, 0.0, 1.0, -100.0, -100.0, -100.0]
 
 
 def test_more_failing_rewards_than_allowed_end_the_run_with_the_reasons(scored):

@@ -31,7 +31,7 @@ def test_the_cost_of_a_sequence_counts_pairs_of_a_causal_attention():
     assert sequence_costs(np.array([1, 4]), 10.0, 1.0).tolist() == [11.0, 50.0]
 
 
-# --- at the sizes of large runs ---------------------------------------------------------------------------------------------------
+# --- at the sizes of large runs ---------------------------------------------------------------------------------------
 
 LENGTHS = {
     "near the limit": lambda rng, n: rng.integers(18_000, LIMIT + 1, n),
@@ -57,10 +57,11 @@ def test_a_step_of_8192_long_responses_is_cut_in_less_than_a_second(ranks, max_t
     assert splitter.imbalance(lengths, shares) < 1e-6
 
 
-# (lengths, ranks): imbalance over ranks, and micro-batches of at most 20,480 and 32,768 tokens, as an earlier splitter had them, which
-# tried one micro-batch more until all fitted: 17 s for (of a run, 4)
+# (lengths, ranks): imbalance over ranks, and micro-batches of at most 20,480 and 32,768 tokens, as an earlier splitter
+# had them, which tried one micro-batch more until all fitted: 17 s for (of a run, 4)
 FIGURES = {
-    ("near the limit", 4): (1.92e-7, 128, 128), ("near the limit", 64): (4.41e-5, 8, 8), ("half of it", 4): (4.62e-7, 81, 43),
+    ("near the limit", 4): (1.92e-7, 128, 128), ("near the limit", 64): (4.41e-5, 8, 8),
+    ("half of it", 4): (4.62e-7, 81, 43),
     ("half of it", 64): (7.53e-5, 6, 3), ("of a run", 4): (5.70e-7, 66, 31), ("of a run", 64): (3.69e-4, 5, 2),
 }  # fmt: skip
 
@@ -75,7 +76,7 @@ def test_512_responses_lie_as_evenly_as_ever_in_as_few_micro_batches(kind, ranks
         assert not any(micro.is_filler for rank in shares for micro in rank)
 
 
-# --- under a limit of tokens ------------------------------------------------------------------------------------------------------
+# --- under a limit of tokens ------------------------------------------------------------------------------------------
 
 
 def fewest(lengths: list[int], limit: int, bins: tuple[int, ...] = ()) -> int:
@@ -117,5 +118,7 @@ def test_a_pack_that_ends_between_multiples_stays_under_the_limit():
     splitter = Splitter(Shape(True, context=2, tensor=4), 1, 1, max_tokens=60)
     lengths = np.array([57, 57, 3])
     (rank,) = splitter.shares(lengths)
-    assert all(splitter.shape.tokens(lengths[m.rows]) <= 120 for m in rank) and len(rank) == math.ceil((60 + 60 + 4) / 112)
+    assert all(splitter.shape.tokens(lengths[m.rows]) <= 120 for m in rank) and len(rank) == math.ceil(
+        (60 + 60 + 4) / 112
+    )
     assert sorted(trained_rows((rank,))[0]) == [0, 1, 2]

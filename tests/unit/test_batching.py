@@ -101,9 +101,14 @@ REF = "ref.log_prob_"
     ],
 )
 def test_the_reference_model_is_cut_by_its_own_kind_of_limit(overrides, limits):
-    """(samples, tokens) of a micro-batch; None: cut as the update. Switched to another kind than the actor's it has the update's limit."""
+    """(samples, tokens) of a micro-batch; None: cut as the update.
+
+    Switched to another kind than the actor's it has the update's limit.
+    """
     config = load_config(TINY, overrides=["actor.ppo_micro_batch_size_per_gpu=3", *overrides]).config
-    cut = Splitter.for_reference(config.actor, config.ref, TrainLayout.build(config.actor.layout.model_dump(), MODEL), MODEL)
+    cut = Splitter.for_reference(
+        config.actor, config.ref, TrainLayout.build(config.actor.layout.model_dump(), MODEL), MODEL
+    )
     assert (cut and (cut.micro_batch_size, cut.max_tokens)) == limits
 
 
@@ -135,7 +140,10 @@ def test_routes_of_another_model_are_refused():
 
 def test_the_load_of_a_mini_batch_worked_by_hand():
     """Four sequences of 8, 6, 3 and 1 tokens on two ranks: 9 tokens each; cost is the tokens, and nothing is padded."""
-    splitter, lengths = Splitter(Shape(True, context=1, tensor=1), data_parallel=2, micro_batch_size=2), np.array([8, 6, 3, 1])
+    splitter, lengths = (
+        Splitter(Shape(True, context=1, tensor=1), data_parallel=2, micro_batch_size=2),
+        np.array([8, 6, 3, 1]),
+    )
     load = splitter.load(lengths, splitter.shares(lengths))
     assert (load.tokens, load.imbalance, load.padding_share) == ((9, 9), 0.0, 0.0)
     load = splitter.load(lengths[:1], splitter.shares(lengths[:1]))  # the other rank repeats the row as a filler

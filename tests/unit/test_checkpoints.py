@@ -1,4 +1,6 @@
-"""Checkpoints on disk: what is written reads back, damage is found and passed over, and nothing that is needed is removed."""
+"""Checkpoints on disk: what is written reads back, damage is found and passed over,
+and nothing that is needed is removed.
+"""
 
 import json
 import os
@@ -11,7 +13,16 @@ from safetensors.torch import save_file
 from test_reshard_source import assembled, random_layouts, tagged
 
 from mrl.checkpoint.convert import write_hf
-from mrl.checkpoint.manifest import WEIGHT, Manifest, RankFiles, StoredTensor, check_digests, file_facts, read_manifest, write_manifest
+from mrl.checkpoint.manifest import (
+    WEIGHT,
+    Manifest,
+    RankFiles,
+    StoredTensor,
+    check_digests,
+    file_facts,
+    read_manifest,
+    write_manifest,
+)
 from mrl.checkpoint.open_checkpoint import open_saved
 from mrl.checkpoint.rank_load import TensorLoader
 from mrl.checkpoint.step_folders import newest_checkpoint, set_aside, superseded, write_atomically
@@ -24,8 +35,10 @@ from mrl.record.run_dir import RunDir
 
 FACTS = {"step": 2.0, "num_updates": 2, "lr": 0.5, "scheduler": {"num_steps": 3}}
 CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 4, "vocab_size": 16, "intermediate_size": 8, "max_position_embeddings": 32, "rope_theta": 1e4,
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 8, "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 4, "vocab_size": 16, "intermediate_size": 8, "max_position_embeddings": 32,
+    "rope_theta": 1e4,
     "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "hidden_act": "silu",
 }  # fmt: skip
 
@@ -47,7 +60,9 @@ def a_checkpoint(folder, step: int, facts=(FACTS, FACTS)):
         save_file({key: values[slice(*flat)].clone()}, path / name)
         ranks.append(
             RankFiles(
-                (StoredTensor(name, key, WEIGHT, (3, 4), flat, (Piece("w", whole, whole),)),), {name: file_facts(path / name)}, optimizer
+                (StoredTensor(name, key, WEIGHT, (3, 4), flat, (Piece("w", whole, whole),)),),
+                {name: file_facts(path / name)},
+                optimizer,
             )
         )
     write_manifest(path, a_manifest(step, tuple(ranks)))
@@ -135,13 +150,17 @@ def test_flat_parts_with_a_hole_and_an_equally_large_overlap_are_refused(tmp_pat
     written = json.loads((path / "manifest.json").read_text())
     written["ranks"][1]["entries"][0]["flat"] = [4, 11]
     (path / "manifest.json").write_text(json.dumps(written))
-    with pytest.raises(EnvironmentFault, match=r"weight/0\.w is stored in parts that do not add up, \[\(0, 5\), \(4, 11\)\]"):
+    with pytest.raises(
+        EnvironmentFault, match=r"weight/0\.w is stored in parts that do not add up, \[\(0, 5\), \(4, 11\)\]"
+    ):
         TensorLoader(path, read_manifest(path))
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_element_of_a_checkpoint_finds_its_place_in_any_other_layout(tmp_path, seed):
-    """Random pairs of layouts of one model, elements numbered: what a rank loads is what it would have of the Hugging Face tensors."""
+    """Random pairs of layouts of one model, elements numbered:
+    what a rank loads is what it would have of the Hugging Face tensors.
+    """
     pairs = 0
     for number, (model, written) in enumerate(random_layouts(seed, 5)):
         others = [layout for other, layout in random_layouts(100 * seed + number, 20) if other is model]
@@ -166,7 +185,9 @@ def written_at_layout(folder, model, layout, hf) -> Manifest:
         name = f"rank-{rank:05d}.safetensors"
         keys = {f"{shard.vp_chunk}.{shard.megatron_name}": shard for shard in shards}
         save_file({key: torch.from_numpy(assembled(shard, hf)) for key, shard in keys.items()}, folder / name)
-        entries = tuple(StoredTensor(name, key, WEIGHT, shard.local_shape, None, shard.pieces) for key, shard in keys.items())
+        entries = tuple(
+            StoredTensor(name, key, WEIGHT, shard.local_shape, None, shard.pieces) for key, shard in keys.items()
+        )
         ranks.append(RankFiles(entries, {name: file_facts(folder / name)}, FACTS))
     return a_manifest(1, tuple(ranks))
 
@@ -177,7 +198,11 @@ def test_a_flipped_byte_is_found_and_an_older_step_taken(tmp_path):
     flip_a_byte(new / "rank-00001.safetensors")
     found = newest_checkpoint(tmp_path, digests=True)
     assert found.path == old and found.manifest.step == 2
-    assert list(found.damaged) == [new] and "SHA-256" in str(found.damaged[new]) and "rank-00001" in str(found.damaged[new])
+    assert (
+        list(found.damaged) == [new]
+        and "SHA-256" in str(found.damaged[new])
+        and "rank-00001" in str(found.damaged[new])
+    )
     with pytest.raises(EnvironmentFault, match="rank-00001"):
         check_digests(new, read_manifest(new))
 
@@ -279,7 +304,9 @@ def test_moments_whose_steps_nobody_counts_are_not_saved():
         AdamState(adam).steps()
 
 
-@pytest.mark.parametrize(("keys", "named"), [(("dtype",), ("dtype",)), (("torch_dtype",), ("torch_dtype",)), ((), ("torch_dtype",))])
+@pytest.mark.parametrize(
+    ("keys", "named"), [(("dtype",), ("dtype",)), (("torch_dtype",), ("torch_dtype",)), ((), ("torch_dtype",))]
+)
 def test_an_export_names_the_dtype_of_its_weights(tmp_path, keys, named):
     path = tmp_path / "step-1"
     (path / "hf").mkdir(parents=True)

@@ -49,7 +49,7 @@ def test_an_unknown_command_is_usage_too(mrl):
     assert code == 2 and "invalid choice: 'trian'" in err
 
 
-# --- validate ------------------------------------------------------------------------------------------------------------------
+# --- validate ---------------------------------------------------------------------------------------------------------
 
 OK = ("validate", TINY, "--set", "model.path=model")
 
@@ -66,31 +66,47 @@ def test_a_legal_configuration_validates(mrl):
     assert verdict(mrl(*OK, "--json")) == (0, [])
     code, out, _ = mrl(*OK)
     assert code == 0 and out.endswith("ok\n")
-    # 64 prompts of 8 in mini-batches of 16 on TP2 over two ranks: all of a mini-batch's 128 samples on the one data-parallel rank
-    assert "batch: 64 prompts x 8 = 512 samples a step, 4 updates of 128 samples, DP 1: 128 samples a rank, cut to 128 samples" in out
+    # 64 prompts of 8 in mini-batches of 16 on TP2 over two ranks: all of a mini-batch's 128 samples on the one
+    # data-parallel rank
+    assert (
+        "batch: 64 prompts x 8 = 512 samples a step, 4 updates of 128 samples, DP 1: 128 samples a "
+        "rank, cut to 128 samples" in out
+    )
 
 
 def test_broken_rules_are_rows_with_the_values_that_would_hold(mrl):
     code, rows = verdict(mrl(*OK, "--json", "--set", "actor.ppo_mini_batch_size=3", "--set", "data.train_batch_size=4"))
     assert code == 2
-    assert [(r["field"], r["where"], r["value"], r["allowed"]) for r in rows] == [("actor.ppo_mini_batch_size", "--set", 3, [1, 2, 4])]
+    assert [(r["field"], r["where"], r["value"], r["allowed"]) for r in rows] == [
+        ("actor.ppo_mini_batch_size", "--set", 3, [1, 2, 4])
+    ]
 
 
 def test_what_the_schema_refuses_is_in_the_same_rows_all_at_once(mrl):
     wrong = ("actor.lr=1", "rollout.n=many", "actor.optim.lr=.inf", "model.path=null")
     code, rows = verdict(mrl("validate", TINY, "--json", *[part for w in wrong for part in ("--set", w)]))
     assert code == 2
-    assert {r["field"]: r["value"] for r in rows} == {"actor.lr": None, "rollout.n": "many", "actor.optim.lr": "inf", "model.path": None}
+    assert {r["field"]: r["value"] for r in rows} == {
+        "actor.lr": None,
+        "rollout.n": "many",
+        "actor.optim.lr": "inf",
+        "model.path": None,
+    }
     assert next(r["rule"] for r in rows if r["field"] == "actor.lr") == "unknown key; did you mean actor.optim.lr?"
 
 
 def test_mistakes_of_the_schema_and_of_the_rules_come_in_one_answer(mrl):
-    """An unknown key, a wrong type, a limit, a rule of one key, rules between keys and against the model, a device without figures."""
+    """An unknown key, a wrong type, a limit, a rule of one key, rules between keys and against the model,
+    a device without figures.
+    """
     wrong = {
-        "actor.optim.lrr": "1", "rollout.n": "many", "actor.optim.clip_grad": "-1", "trainer.save_freq": "0", "actor.optim.min_lr": "1",
+        "actor.optim.lrr": "1", "rollout.n": "many", "actor.optim.clip_grad": "-1", "trainer.save_freq": "0",
+        "actor.optim.min_lr": "1",
         "actor.ppo_mini_batch_size": "3", "actor.layout.tensor_model_parallel_size": "3", "cluster.accelerator": "b300",
     }  # fmt: skip
-    code, rows = verdict(mrl(*OK, "--json", *(part for key, value in wrong.items() for part in ("--set", f"{key}={value}"))))
+    code, rows = verdict(
+        mrl(*OK, "--json", *(part for key, value in wrong.items() for part in ("--set", f"{key}={value}")))
+    )
     assert code == 2 and set(wrong) <= {row["field"] for row in rows}
     schema_says = {row["field"]: row["rule"] for row in rows[:3]}
     assert set(schema_says) == {"actor.optim.lrr", "rollout.n", "actor.optim.clip_grad"}
@@ -119,16 +135,18 @@ def test_checking_paths_looks_into_the_weights(mrl, tmp_path):
     assert code == 4 and "no safetensors files there" in err
 
 
-# --- train ---------------------------------------------------------------------------------------------------------------------
+# --- train ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("folder", ["runs/a", "a: b", "x # y", "null", "1e3", "007", "[a]", "'quoted\"", "ü", "- a", "{a: 1}"])
+@pytest.mark.parametrize(
+    "folder", ["runs/a", "a: b", "x # y", "null", "1e3", "007", "[a]", "'quoted\"", "ü", "- a", "{a: 1}"]
+)
 def test_a_run_directory_arrives_as_it_was_given(folder):
     options = argparse.Namespace(config=TINY, recipe=None, overrides=[], run_dir=folder)
     assert resolved_config(options).config.trainer.run_dir == folder
 
 
-# --- convert -------------------------------------------------------------------------------------------------------------------
+# --- convert ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -145,10 +163,14 @@ def checkpoint(tmp_path):
         for piece in shard.pieces:
             local[piece.local_box.slices] = weights[piece.hf_name][piece.hf_box.slices]
         stored[shard.megatron_name] = local
-        entries.append(StoredTensor("rank-00000.safetensors", shard.megatron_name, WEIGHT, shard.local_shape, None, shard.pieces))
+        entries.append(
+            StoredTensor("rank-00000.safetensors", shard.megatron_name, WEIGHT, shard.local_shape, None, shard.pieces)
+        )
     save_file(stored, folder / "rank-00000.safetensors")
     facts = {"rank-00000.safetensors": file_facts(folder / "rank-00000.safetensors")}
-    write_manifest(folder, Manifest(3, {}, "float32", SIZES, (RankFiles(tuple(entries), facts, {"num_updates": 3}),), {}, {}))
+    write_manifest(
+        folder, Manifest(3, {}, "float32", SIZES, (RankFiles(tuple(entries), facts, {"num_updates": 3}),), {}, {})
+    )
     return folder, weights
 
 
@@ -179,7 +201,9 @@ DAMAGES = [
 ]
 
 
-@pytest.mark.parametrize(("damage", "words"), DAMAGES, ids=["byte", "file", "json", "list", "cut", "no manifest", "no hf"])
+@pytest.mark.parametrize(
+    ("damage", "words"), DAMAGES, ids=["byte", "file", "json", "list", "cut", "no manifest", "no hf"]
+)
 def test_a_damaged_checkpoint_is_named_and_leaves_no_output(mrl, checkpoint, tmp_path, damage, words):
     folder, _ = checkpoint
     damage(folder)

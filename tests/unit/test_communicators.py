@@ -1,4 +1,6 @@
-"""Pairs of a rank and a worker that NCCL or HCCL serves have a communicator each; the plan leaves room for those of the fullest device."""
+"""Pairs of a rank and a worker that NCCL or HCCL serves have a communicator each;
+the plan leaves room for those of the fullest device.
+"""
 
 from pathlib import Path
 
@@ -18,7 +20,8 @@ def pairs(preset: str, *settings: str) -> int:
     return most_pairs(load_config(ROOT / "parallel_configs" / f"{preset}.yaml", None, list(settings)).config)
 
 
-# Counted by hand: a device has one rank and one worker, each with a peer on every device that shared memory does not reach
+# Counted by hand: a device has one rank and one worker, each with a peer on every device that shared memory does not
+# reach
 COUNTED = {
     ("qwen3-30b-a3b/h100-1x8",): 0,  # one node, whose devices open each other's memory
     ("qwen3-30b-a3b/h100-4x8",): 2 * 24,

@@ -46,11 +46,13 @@ def problems(path, *overrides) -> list[str]:
     return [str(v) for v in caught.value.violations]
 
 
-# --- composition ---------------------------------------------------------------------------------------------------------------
+# --- composition ------------------------------------------------------------------------------------------------------
 
 
 def test_preset_is_beaten_by_recipe_and_recipe_by_set(write):
-    path = write("p.yaml", SMALL + "algorithm: {policy_loss: {clip_ratio_low: 0.01, clip_ratio_c: 5.0}}\nrollout: {n: 4}\n")
+    path = write(
+        "p.yaml", SMALL + "algorithm: {policy_loss: {clip_ratio_low: 0.01, clip_ratio_c: 5.0}}\nrollout: {n: 4}\n"
+    )
     resolved = load_config(path, recipe="gspo", overrides=["algorithm.policy_loss.clip_ratio_high=7e-4"])
     loss = resolved.config.algorithm.policy_loss
     assert (loss.clip_ratio_low, loss.clip_ratio_high, resolved.config.rollout.n) == (3e-4, 7e-4, 4)
@@ -133,11 +135,12 @@ def test_dr_grpo_divides_by_the_longest_response_unless_told_otherwise(small):
     assert resolved.where("algorithm.policy_loss.loss_scale_factor") == "data.max_response_length"
     told = load_config(small, recipe="dr_grpo", overrides=["algorithm.policy_loss.loss_scale_factor=64"])
     assert told.config.algorithm.policy_loss.loss_scale_factor == 64
-    assert load_config(small, recipe="dr_grpo").config.algorithm.policy_loss.loss_scale_factor == 1024  # the schema's default length
+    # the schema's default length
+    assert load_config(small, recipe="dr_grpo").config.algorithm.policy_loss.loss_scale_factor == 1024
     assert not load_config(small, recipe="dr_grpo").config.algorithm.norm_adv_by_std_in_grpo
 
 
-# --- --set ---------------------------------------------------------------------------------------------------------------------
+# --- --set ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -170,14 +173,16 @@ def test_a_malformed_set_is_refused_and_quoted(small, override):
     assert f"--set {override}" in str(caught.value)
 
 
-# --- types ---------------------------------------------------------------------------------------------------------------------
+# --- types ------------------------------------------------------------------------------------------------------------
 
 FLOATS = [key for key, field in schema_keys().items() if field.annotation in (float, float | None)]
 LARGER = ("algorithm.policy_loss.clip_ratio_c", "rollout.temperature")  # cannot be as small as the numbers tried
 
 
 def test_the_schema_has_the_floats_that_are_tested():
-    assert {"actor.optim.lr", "algorithm.policy_loss.clip_ratio_low", "algorithm.policy_loss.loss_scale_factor"} < set(FLOATS)
+    assert {"actor.optim.lr", "algorithm.policy_loss.clip_ratio_low", "algorithm.policy_loss.loss_scale_factor"} < set(
+        FLOATS
+    )
 
 
 @pytest.mark.parametrize("key", [key for key in FLOATS if key not in LARGER])
@@ -217,7 +222,10 @@ def test_numbers_inside_free_mappings_are_numbers(small):
         ("trainer.deterministic=perhaps", "trainer.deterministic = perhaps (--set): must be true or false"),
         ("trainer.experiment_name=123", "trainer.experiment_name = 123 (--set): must be text; put it in quotes"),
         ("actor.optim.betas=[0.9]", "actor.optim.betas = [0.9] (--set): must be a list of 2, each a number"),
-        ("actor.optim.betas=[0.9, 0.9, 0.9]", "actor.optim.betas = [0.9, 0.9, 0.9] (--set): must be a list of 2, each a number"),
+        (
+            "actor.optim.betas=[0.9, 0.9, 0.9]",
+            "actor.optim.betas = [0.9, 0.9, 0.9] (--set): must be a list of 2, each a number",
+        ),
         ("data.train_files=[a, 1]", "data.train_files = [a, 1] (--set): must be a list, each text"),
         ("actor.optim=null", "actor.optim = null (--set): must be a mapping with keys of lr, min_lr"),
         ("rollout.engine_kwargs=[1]", "rollout.engine_kwargs = [1] (--set): must be a mapping"),
@@ -229,7 +237,7 @@ def test_a_wrong_value_is_answered_with_what_is_allowed(small, override, message
     assert "pydantic" not in found and "http" not in found and "input" not in found
 
 
-# --- all problems at once --------------------------------------------------------------------------------------------------------
+# --- all problems at once ---------------------------------------------------------------------------------------------
 
 
 def test_all_problems_come_at_once_each_with_its_line_and_the_nearest_key(write):
@@ -272,10 +280,14 @@ def test_all_problems_come_at_once_each_with_its_line_and_the_nearest_key(write)
 def test_an_empty_file_says_what_is_needed(write):
     with pytest.raises(ConfigError, match=r"empty\.yaml: is empty; a preset has at least model:, actor: and data:"):
         load_config(write("empty.yaml", "# nothing\n"))
-    assert [f.split(":")[0] for f in problems(write("little.yaml", "trainer: {seed: 1}\n"))] == ["model", "actor", "data"]
+    assert [f.split(":")[0] for f in problems(write("little.yaml", "trainer: {seed: 1}\n"))] == [
+        "model",
+        "actor",
+        "data",
+    ]
 
 
-# --- the resolved configuration --------------------------------------------------------------------------------------------------
+# --- the resolved configuration ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", [None, *available_recipes()])
@@ -297,7 +309,12 @@ def test_each_line_of_the_resolved_configuration_names_its_origin(small):
     lines = resolved.to_yaml().splitlines()
     assert "# loss: vanilla, seq-mean-token-mean, clip 0.2/0.2, dual clip 10, 2 updates per rollout" in lines
     assert "# recipe: grpo" in lines
-    for line in ("  path: m  # small.yaml:1", "  seed: 7  # --set", "  adv_estimator: grpo  # recipe grpo", "  n: 8  # default"):
+    for line in (
+        "  path: m  # small.yaml:1",
+        "  seed: 7  # --set",
+        "  adv_estimator: grpo  # recipe grpo",
+        "  n: 8  # default",
+    ):
         assert line in lines
     assert all("  # " in line for line in lines if not line.endswith(":") and not line.startswith("#"))
 
@@ -316,7 +333,8 @@ def test_loading_takes_under_a_second_and_no_heavy_import():
         "from mrl.config.load import load_config; import mrl.config.rules\n"
         f"load_config({str(TINY)!r})\n"
         "assert time.process_time() - start < 1, time.process_time() - start\n"
-        "heavy = {'torch', 'ray', 'megatron', 'mbridge', 'vllm', 'transformers'} & set(sys.modules); assert not heavy, heavy"
+        "heavy = {'torch', 'ray', 'megatron', 'mbridge', 'vllm', 'transformers'} & "
+        "set(sys.modules); assert not heavy, heavy"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -333,4 +351,7 @@ def test_verls_names_stand_at_one_key_each():
     # the actor's layout is stated once and used twice, for the reference too
     assert len(names) == len(set(stated)) and set(names.values()) <= set(schema_keys())
     assert names["actor_rollout_ref.actor.optim.lr"] == "actor.optim.lr"
-    assert names["actor_rollout_ref.actor.megatron.tensor_model_parallel_size"] == "actor.layout.tensor_model_parallel_size"
+    assert (
+        names["actor_rollout_ref.actor.megatron.tensor_model_parallel_size"]
+        == "actor.layout.tensor_model_parallel_size"
+    )

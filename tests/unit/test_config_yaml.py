@@ -13,9 +13,11 @@ def plain(text: str):
 @pytest.mark.parametrize(
     ("written", "value"),
     [
-        ("3e-4", 3e-4), ("1e-6", 1e-6), ("1E3", 1000.0), (".5", 0.5), ("-2.5e+3", -2500.0), ("12", 12), ("-1", -1), ("010", 10),
+        ("3e-4", 3e-4), ("1e-6", 1e-6), ("1E3", 1000.0), (".5", 0.5), ("-2.5e+3", -2500.0), ("12", 12), ("-1", -1),
+        ("010", 10),
         ("0x1f", 31), ("true", True), ("False", False), ("null", None), ("~", None), ("", None),
-        ("on", "on"), ("yes", "yes"), ("1:30", "1:30"), ("2024-01-01", "2024-01-01"), ("'3e-4'", "3e-4"), ("1.2.3", "1.2.3"), ("e5", "e5"),
+        ("on", "on"), ("yes", "yes"), ("1:30", "1:30"), ("2024-01-01", "2024-01-01"), ("'3e-4'", "3e-4"),
+        ("1.2.3", "1.2.3"), ("e5", "e5"),
     ],
 )  # fmt: skip
 def test_scalars_follow_the_core_schema(written, value):
@@ -25,8 +27,8 @@ def test_scalars_follow_the_core_schema(written, value):
 
 @pytest.mark.parametrize(
     "value",
-    ["3e-4", "12", "true", "null", "", "~", " a", "a: b", "a # b", "two\nlines", "tab\t", "ä 😀", "'", '"', "- x", "[a]", 1e-6, 3e-4, 0.0,
-     1e22, -1, True, None, [], ["1", 1, None, [2.5]], {}, {"a b": {"c": ["x", "1e3"]}}],
+    ["3e-4", "12", "true", "null", "", "~", " a", "a: b", "a # b", "two\nlines", "tab\t", "ä 😀", "'", '"', "- x",
+     "[a]", 1e-6, 3e-4, 0.0, 1e22, -1, True, None, [], ["1", 1, None, [2.5]], {}, {"a b": {"c": ["x", "1e3"]}}],
 )  # fmt: skip
 def test_a_dumped_value_is_one_line_and_reads_back_as_itself(value):
     text = dump_value(value)
@@ -77,12 +79,16 @@ def test_mappings_merge_deeply_and_everything_else_replaces():
     above = parse_yaml("a: {y: {z: 2}}\nl: [3]\nm: null\nn: 5", "high")
     merged = merge(below, above)
     assert merged.plain() == {"a": {"x": 1, "y": {"z": 2, "w": 1}}, "l": [3], "m": None, "n": 5}
-    assert [str(merged.find(("a", k, *rest))[0].origin) for k, rest in (("x", ()), ("y", ("z",)))] == ["low:1", "high:1"]
+    assert [str(merged.find(("a", k, *rest))[0].origin) for k, rest in (("x", ()), ("y", ("z",)))] == [
+        "low:1",
+        "high:1",
+    ]
 
 
 @pytest.mark.parametrize(
     "value",
-    [None, True, 3, -1, 1e-6, 1.0, 0.25, 1e20, float("inf"), float("nan"), "fast", "a/b.yaml", "", "null", "3", "3e-4", "two words",
+    [None, True, 3, -1, 1e-6, 1.0, 0.25, 1e20, float("inf"), float("nan"), "fast", "a/b.yaml", "", "null", "3", "3e-4",
+        "two words",
      [1, "x"], (), {}, {"vllm": {"quantization": "fp8", "sizes": [1, 2]}}, "# x", "a: b"],
     ids=repr,
 )  # fmt: skip

@@ -1,4 +1,6 @@
-"""Converted checkpoints hold the very bits they were made from, in any layout and back, and what cannot be converted is refused by name."""
+"""Converted checkpoints hold the very bits they were made from, in any layout and back,
+and what cannot be converted is refused by name.
+"""
 
 import json
 import shutil
@@ -37,7 +39,9 @@ LAYOUTS = {
     "one rank": "tp=1", "tp2 pp2 ep2": "tp=2,pp=2,ep=2", "tp4, fewer key heads": "tp=4", "vpp2": "pp=2,vpp=2",
     "uneven stages": "pp=2,first=1,last=3", "etp2": "tp=2,etp=2", "replicas": "tp=2,world=8,ep=4",
 }  # fmt: skip
-DENSE = {name: LAYOUTS[name] for name in ("one rank", "tp4, fewer key heads", "vpp2", "uneven stages")} | {"tp2 pp2": "tp=2,pp=2"}
+DENSE = {name: LAYOUTS[name] for name in ("one rank", "tp4, fewer key heads", "vpp2", "uneven stages")} | {
+    "tp2 pp2": "tp=2,pp=2"
+}
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +102,12 @@ def test_there_and_back_gives_the_same_bytes_whatever_the_layout(models, tmp_pat
 
 @pytest.mark.parametrize(
     ("model", "layout"),
-    [("qwen3_moe", "tp=2,pp=2,ep=2"), ("qwen2_moe", "tp=4,etp=2,ep=2"), ("half", "pp=2,vpp=2"), ("half glm4_moe", "tp=2,pp=2,ep=2")],
+    [
+        ("qwen3_moe", "tp=2,pp=2,ep=2"),
+        ("qwen2_moe", "tp=4,etp=2,ep=2"),
+        ("half", "pp=2,vpp=2"),
+        ("half glm4_moe", "tp=2,pp=2,ep=2"),
+    ],
 )
 def test_each_rank_is_stored_what_megatron_has_there(models, tmp_path, model, layout):
     """Against an oracle that slices whole tensors; `TensorLoader`, by which ranks load, reads it."""
@@ -119,11 +128,15 @@ def test_each_rank_is_stored_what_megatron_has_there(models, tmp_path, model, la
             stored.fill(role, shard.pieces, found)
             assert torch.equal(found, expected)
             if shard.primary == rank:  # padding rows and all
-                assert torch.equal(files[f"rank-{rank:05d}.safetensors"][f"{role}/{shard.vp_chunk}.{shard.megatron_name}"], expected)
+                assert torch.equal(
+                    files[f"rank-{rank:05d}.safetensors"][f"{role}/{shard.vp_chunk}.{shard.megatron_name}"], expected
+                )
 
 
 def test_optimizer_state_moves_between_layouts_with_the_weights(models, tmp_path, small_parts):
-    """Moments that are cut over data parallelism: each element has the number of its place in the Hugging Face tensor."""
+    """Moments that are cut over data parallelism: each element has the number of its place
+    in the Hugging Face tensor.
+    """
     source = with_optimizer(models["half"], tmp_path / "step-7")
     write_layout(open_saved(source), tmp_path / "moved", parse_layout("tp=2,pp=2,ep=2"), options=Options(verify=True))
     manifest, before = read_manifest(tmp_path / "moved"), read_manifest(source)
@@ -173,7 +186,9 @@ def with_optimizer(model: Path, folder: Path) -> Path:
         facts = {"step": 7.0, "num_updates": 7, "lr": 0.5, "scheduler": {"num_steps": 9}}
         ranks.append(RankFiles(tuple(entries), {name: file_facts(folder / name)}, facts))
     config = json.loads((model / "config.json").read_text())
-    write_manifest(folder, Manifest(7, {"world_size": 2}, "bfloat16", config, tuple(ranks), {"cursor": {"index": 4}}, {}))
+    write_manifest(
+        folder, Manifest(7, {"world_size": 2}, "bfloat16", config, tuple(ranks), {"cursor": {"index": 4}}, {})
+    )
     return folder
 
 
@@ -191,12 +206,14 @@ def test_worker_processes_write_the_same_files(models, tmp_path, monkeypatch):
 
 
 def test_the_bar_shows_the_bytes_of_the_whole_output(models, tmp_path, capsys):
-    report = write_layout(open_hf(models["half"]), tmp_path / "ours", parse_layout("tp=2"), options=Options(progress=True))
+    report = write_layout(
+        open_hf(models["half"]), tmp_path / "ours", parse_layout("tp=2"), options=Options(progress=True)
+    )
     shown = capsys.readouterr().err
     assert f"{report.bytes / 1e6:.1f}/{report.bytes / 1e6:.1f} MB" in shown
 
 
-# --- interruptions ---------------------------------------------------------------------------------------------------------------
+# --- interruptions ----------------------------------------------------------------------------------------------------
 
 
 class Killed(BaseException):
@@ -231,9 +248,9 @@ def test_a_killed_conversion_goes_on_with_the_files_that_it_had_not_finished(mod
     assert len(finished) == count
     report = write_layout(open_hf(models["qwen3_moe"]), tmp_path / "ours", degrees, options=Options(verify=True))
     assert (report.resumed_files, report.files) == (count, whole.files)
-    assert {f.name: f.stat().st_mtime_ns for f in (tmp_path / "ours").glob("*") if f.name in {g.name for g in finished}} == {
-        f.name: time for f, time in finished.items()
-    }
+    assert {
+        f.name: f.stat().st_mtime_ns for f in (tmp_path / "ours").glob("*") if f.name in {g.name for g in finished}
+    } == {f.name: time for f, time in finished.items()}
     assert read_manifest(tmp_path / "ours") == read_manifest(tmp_path / "whole")
     assert not (tmp_path / ".ours.partial").exists()
 
@@ -243,7 +260,9 @@ def test_what_is_left_of_another_conversion_is_not_continued(models, tmp_path, m
         killed_after(patch, 2)
         with pytest.raises(Killed):
             write_layout(open_hf(models["qwen3_moe"]), tmp_path / "ours", parse_layout("tp=2,pp=2,ep=2"))
-    report = write_layout(open_hf(models["qwen2_moe"]), tmp_path / "ours", parse_layout("tp=2,pp=2,ep=2"), options=Options(verify=True))
+    report = write_layout(
+        open_hf(models["qwen2_moe"]), tmp_path / "ours", parse_layout("tp=2,pp=2,ep=2"), options=Options(verify=True)
+    )
     assert report.resumed_files == 0
 
 
@@ -256,7 +275,7 @@ def test_two_conversions_do_not_write_one_output(models, tmp_path, monkeypatch):
         write_layout(open_hf(models["qwen3"]), tmp_path / "ours", parse_layout("tp=1"))
 
 
-# --- bad input -------------------------------------------------------------------------------------------------------------------
+# --- bad input --------------------------------------------------------------------------------------------------------
 
 
 def test_damaged_files_of_a_checkpoint_of_ours_are_named_and_nothing_is_made_of_them(models, tmp_path):
@@ -273,7 +292,9 @@ def test_damaged_files_of_a_checkpoint_of_ours_are_named_and_nothing_is_made_of_
         with pytest.raises(EnvironmentFault, match=said):
             convert()
     file.write_bytes(whole[:-1])
-    with pytest.raises(EnvironmentFault, match=rf"rank-00001\.safetensors has {len(whole) - 1} bytes, not {len(whole)}"):
+    with pytest.raises(
+        EnvironmentFault, match=rf"rank-00001\.safetensors has {len(whole) - 1} bytes, not {len(whole)}"
+    ):
         write_hf(open_saved(tmp_path / "ours"), tmp_path / "out")
     file.unlink()
     with pytest.raises(EnvironmentFault, match=r"rank-00001\.safetensors is missing"):
@@ -321,10 +342,14 @@ def test_a_disk_that_fills_up_keeps_what_is_finished(models, tmp_path, monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr(mrl.checkpoint.safetensors_file, "_write_all", write)
-        with pytest.raises(EnvironmentFault, match=r"No space left on device\); free some and run the same command again"):
+        with pytest.raises(
+            EnvironmentFault, match=r"No space left on device\); free some and run the same command again"
+        ):
             write_layout(open_hf(models["qwen3_moe"]), tmp_path / "ours", parse_layout("tp=2,pp=2,ep=2"))
     assert not list(tmp_path.rglob("*.part"))
-    assert write_layout(open_hf(models["qwen3_moe"]), tmp_path / "ours", parse_layout("tp=2,pp=2,ep=2")).resumed_files == 2
+    assert (
+        write_layout(open_hf(models["qwen3_moe"]), tmp_path / "ours", parse_layout("tp=2,pp=2,ep=2")).resumed_files == 2
+    )
 
 
 def test_damaged_hugging_face_files_are_named(models, tmp_path):
@@ -338,7 +363,9 @@ def test_damaged_hugging_face_files_are_named(models, tmp_path):
     with pytest.raises(EnvironmentFault, match=f"{second.name} does not exist"):
         write_layout(open_hf(folder), tmp_path / "ours", parse_layout("tp=1"))
     second.write_bytes(whole)
-    (folder / "config.json").write_text((models["qwen3_moe"] / "config.json").read_text().replace('experts": 8', 'experts": 9'))
+    (folder / "config.json").write_text(
+        (models["qwen3_moe"] / "config.json").read_text().replace('experts": 8', 'experts": 9')
+    )
     with pytest.raises(EnvironmentFault, match=r"weights are not those .*experts\.8\..* is missing"):
         write_layout(open_hf(folder), tmp_path / "ours", parse_layout("tp=1"))
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
@@ -348,7 +375,10 @@ def test_damaged_hugging_face_files_are_named(models, tmp_path):
 def test_a_dtype_that_cannot_be_trained_and_a_mixture_are_refused(models, tmp_path, dtype, said):
     folder = shutil.copytree(models["qwen3"], tmp_path / "model")
     tensors = weights(folder)
-    mixed = {name: tensor.to(dtype or (torch.bfloat16 if "norm" in name else torch.float32)) for name, tensor in tensors.items()}
+    mixed = {
+        name: tensor.to(dtype or (torch.bfloat16 if "norm" in name else torch.float32))
+        for name, tensor in tensors.items()
+    }
     save_file(mixed, folder / "model.safetensors")
     with pytest.raises(EnvironmentFault, match=f"weights of dtype {said}"):
         write_layout(open_hf(folder), tmp_path / "ours", parse_layout("tp=1"))
@@ -413,8 +443,12 @@ def test_verification_finds_one_wrong_bit_and_gives_the_output_no_name(models, t
             block[5, 3] ^= np.uint32(1)
 
     monkeypatch.setattr(mrl.checkpoint.planned_file, "_fill_block", flips)
-    with pytest.raises(EnvironmentFault, match=r"model\.layers\.2\.self_attn\.o_proj\.weight \(weight\) differs .* in row 5"):
-        write_layout(open_hf(models["qwen3_moe"]), tmp_path / "ours", parse_layout("tp=1"), options=Options(verify=True))
+    with pytest.raises(
+        EnvironmentFault, match=r"model\.layers\.2\.self_attn\.o_proj\.weight \(weight\) differs .* in row 5"
+    ):
+        write_layout(
+            open_hf(models["qwen3_moe"]), tmp_path / "ours", parse_layout("tp=1"), options=Options(verify=True)
+        )
     assert list(tmp_path.iterdir()) == []
 
 

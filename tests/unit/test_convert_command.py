@@ -23,7 +23,10 @@ def model(tmp_path) -> Path:
     folder, rng = tmp_path / "model", np.random.default_rng(0)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(SIZES))
-    save_file({t.name: rng.standard_normal(t.shape, np.float32) for t in tensor_specs(model_spec(SIZES))}, folder / "model.safetensors")
+    save_file(
+        {t.name: rng.standard_normal(t.shape, np.float32) for t in tensor_specs(model_spec(SIZES))},
+        folder / "model.safetensors",
+    )
     return folder
 
 
@@ -37,7 +40,10 @@ def run(capsys, *arguments: object) -> tuple[int, str, str]:
 
 
 def test_there_to_another_layout_and_back(capsys, model, tmp_path):
-    layouts = [("hf-to-megatron", model, "a", ["--layout", "tp=2,pp=2,ep=2"]), ("megatron-to-megatron", "a", "b", ["--layout", "ep=4"])]
+    layouts = [
+        ("hf-to-megatron", model, "a", ["--layout", "tp=2,pp=2,ep=2"]),
+        ("megatron-to-megatron", "a", "b", ["--layout", "ep=4"]),
+    ]
     for which, source, target, layout in layouts:
         code, said, _ = run(capsys, which, tmp_path / source, "-o", tmp_path / target, "--verify", "--json", *layout)
         report = json.loads(said)
@@ -78,7 +84,11 @@ def test_tensors_that_stay_behind_are_told(capsys, model, tmp_path):
     file = model / "model.safetensors"
     save_file(load_file(file) | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}, file)
     code, said, _ = run(capsys, "hf-to-megatron", model, "-o", tmp_path / "ours", "--layout", "tp=1", "--verify")
-    assert code == 0 and "1 tensors of the source are no parameters and stay behind: model.layers.0.self_attn.rotary_emb.inv_freq" in said
+    assert (
+        code == 0
+        and "1 tensors of the source are no parameters and stay behind: model.layers.0.self_attn.rotary_emb.inv_freq"
+        in said
+    )
 
 
 def test_usage_is_answered_with_2_and_a_bad_checkpoint_with_4(capsys, model, tmp_path):

@@ -1,4 +1,6 @@
-"""Off-policy correction, the over-long penalty and filter, KL in the reward: worked by hand, and the named points on the two axes."""
+"""Off-policy correction, the over-long penalty and filter, KL in the reward: worked by hand,
+and the named points on the two axes.
+"""
 
 import math
 from types import SimpleNamespace
@@ -23,7 +25,8 @@ from mrl.train.reporting import AdvisedRecord
 from mrl.train.update import corrections
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
-# ratios old / rollout of two responses: 4, 1/2 (product 2, geometric mean sqrt 2) and 8 (with a token left out that must not be seen)
+# ratios old / rollout of two responses: 4, 1/2 (product 2, geometric mean sqrt 2) and 8 (with a token left out that
+# must not be seen)
 RATIOS = np.array([4.0, 0.5, 8.0, np.nan])
 MASK, LENGTHS = np.array([True, True, True, False]), np.array([2, 2])
 
@@ -35,7 +38,11 @@ def run(level, mode, low, high):
 
 def test_levels_look_at_tokens_products_and_geometric_means():
     old = np.log(RATIOS)
-    for level, expected in (("token", [4, 0.5, 8, 1]), ("sequence", [2, 2, 8, 1]), ("geometric", [2**0.5, 2**0.5, 8, 1])):
+    for level, expected in (
+        ("token", [4, 0.5, 8, 1]),
+        ("sequence", [2, 2, 8, 1]),
+        ("geometric", [2**0.5, 2**0.5, 8, 1]),
+    ):
         np.testing.assert_allclose(np.exp(log_ratios(old, np.zeros(4), MASK, LENGTHS, level)), expected)
 
 
@@ -63,12 +70,15 @@ def test_modes_mask_clip_and_truncate(level, mode, low, high, keep, weights):
 
 
 def test_shares_and_the_effective_sample_size_worked_by_hand():
-    """IcePop above: one of three tokens and one of two responses go; weights 4 and 1/2 stay: mean 2.25, of squares 8.125."""
+    """IcePop above: one of three tokens and one of two responses go; weights 4 and 1/2 stay: mean 2.25,
+    of squares 8.125.
+    """
     metrics = correction_metrics(run("token", "mask", 0.4, 5.0).of_rows)
     assert metrics == pytest.approx(
         {
             "rollout_corr/outside_share": 1 / 3, "rollout_corr/rejected_token_share": 1 / 3,
-            "rollout_corr/rejected_sequence_share": 1 / 2, "rollout_corr/weight_mean": 2.25, "rollout_corr/weight_max": 4.0,
+            "rollout_corr/rejected_sequence_share": 1 / 2, "rollout_corr/weight_mean": 2.25,
+            "rollout_corr/weight_max": 4.0,
             "rollout_corr/weight_min": 0.5, "rollout_corr/effective_sample_share": 2.25**2 / 8.125,
         }
     )  # fmt: skip
@@ -92,9 +102,19 @@ def test_the_published_corrections_are_points_on_the_axes():
     assert {"TIS", "MIS", "IcePop", "geometric rejection"} <= set(CORRECTIONS)
 
 
-# --- over-long ---------------------------------------------------------------------------------------------------------------------
+# --- over-long --------------------------------------------------------------------------------------------------------
 
-BOUNDARIES = [(0, 0.0), (15, 0.0), (16, 0.0), (17, -0.25), (18, -0.5), (19, -0.75), (20, -1.0), (21, -1.0), (1000, -1.0)]
+BOUNDARIES = [
+    (0, 0.0),
+    (15, 0.0),
+    (16, 0.0),
+    (17, -0.25),
+    (18, -0.5),
+    (19, -0.75),
+    (20, -1.0),
+    (21, -1.0),
+    (1000, -1.0),
+]
 
 
 @pytest.mark.parametrize(("length", "penalty"), BOUNDARIES)
@@ -117,7 +137,8 @@ def test_the_filter_drops_what_was_cut_off_and_not_what_ended_on_the_last_token(
     mask = without_truncated(np.ones(6, bool), np.array([True, False, True]), np.array([2, 1, 3]))
     np.testing.assert_array_equal(mask, [False, False, True, False, False, False])
     config = load_config(TINY, overrides=["algorithm.overlong_filter=true", "data.max_response_length=4"]).config
-    lengths, reasons = [3, 4, 4, 1], ["stop", "stop", "length", "stop"]  # one token short, full and ended, full and cut, short
+    # one token short, full and ended, full and cut, short
+    lengths, reasons = [3, 4, 4, 1], ["stop", "stop", "length", "stop"]
     samples = [sample(n, why) for n, why in zip(lengths, reasons, strict=True)]
     batch, metrics = filtered(config, samples)
     np.testing.assert_array_equal(row_sums(batch.loss_mask, batch.response_lengths), [3, 4, 0, 1])
@@ -161,7 +182,11 @@ def test_a_step_of_which_nothing_is_left_stops_and_says_what_dropped_it():
 @pytest.mark.parametrize(
     ("overrides", "named", "unnamed"),
     [
-        (["algorithm.overlong_filter=true"], ["overlong_filter dropped 100% of the responses", "max_response_length"], ["rollout_corr"]),
+        (
+            ["algorithm.overlong_filter=true"],
+            ["overlong_filter dropped 100% of the responses", "max_response_length"],
+            ["rollout_corr"],
+        ),
         ([ICEPOP], ["rollout_correction rejected every token", "k3_kl"], ["overlong_filter", "max_response_length"]),
         (["algorithm.overlong_filter=true", ICEPOP], ["dropped 50%", "rejected every token of the rest"], []),
     ],
@@ -175,21 +200,29 @@ def test_only_what_is_on_is_named_where_nothing_is_left(overrides, named, unname
     assert not any(text in str(caught.value) for text in unnamed)
 
 
-# --- KL in the reward ----------------------------------------------------------------------------------------------------------------
+# --- KL in the reward -------------------------------------------------------------------------------------------------
 
 
 def test_kl_in_the_reward_worked_by_hand():
     """A log ratio of log 2: k1 log 2, k2 (log 2)^2 / 2, k3 1/2 + log 2 - 1, each times 0.1."""
     old, ref, log2 = np.array([[math.log(0.5)]]), np.array([[math.log(0.25)]]), math.log(2)
-    for kind, value in (("kl", log2), ("k2", log2**2 / 2), ("low_var_kl", log2 - 0.5), ("abs", log2), ("k3+", log2 - 0.5)):
+    for kind, value in (
+        ("kl", log2),
+        ("k2", log2**2 / 2),
+        ("low_var_kl", log2 - 0.5),
+        ("abs", log2),
+        ("k3+", log2 - 0.5),
+    ):
         assert kl_in_reward(old, ref, kind, 0.1)[0, 0] == pytest.approx(0.1 * value)
 
 
-# --- the warning -----------------------------------------------------------------------------------------------------------------------
+# --- the warning ------------------------------------------------------------------------------------------------------
 
 
 def said(capsys, values, *overrides):
-    record = AdvisedRecord(SimpleNamespace(write=lambda step, metrics: None), load_config(TINY, overrides=overrides).config)
+    record = AdvisedRecord(
+        SimpleNamespace(write=lambda step, metrics: None), load_config(TINY, overrides=overrides).config
+    )
     for step, value in enumerate(values, start=1):
         record.write(step, {"rollout_corr/k3_kl": value})
     return capsys.readouterr().out.splitlines()

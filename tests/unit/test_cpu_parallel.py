@@ -1,4 +1,6 @@
-"""What is put into vLLM's CPU workers: collectives of uneven parts against plain sums, other workers' experts, and whom it refuses."""
+"""What is put into vLLM's CPU workers: collectives of uneven parts against plain sums, other workers' experts,
+and whom it refuses.
+"""
 
 import multiprocessing
 import socket
@@ -30,7 +32,9 @@ def rows(rank: int, number: int) -> torch.Tensor:
 def rank_of_three(rank: int, port: int, found) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=len(SIZES))
     here = Communicator(rank)
-    gathered, ids = cpu_parallel.all_gatherv(here, [rows(rank, SIZES[rank]), torch.full((SIZES[rank],), rank, dtype=torch.int32)], 0, SIZES)
+    gathered, ids = cpu_parallel.all_gatherv(
+        here, [rows(rank, SIZES[rank]), torch.full((SIZES[rank],), rank, dtype=torch.int32)], 0, SIZES
+    )
     scattered = cpu_parallel.reduce_scatterv(here, rows(rank, sum(SIZES)), 0, SIZES)
     even = cpu_parallel.reduce_scatterv(here, rows(rank, 6), 0)
     found.put((rank, gathered.numpy(), ids.tolist(), scattered.numpy(), even.numpy()))

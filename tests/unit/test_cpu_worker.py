@@ -1,4 +1,5 @@
-"""The CPU worker that sleeps, around a stand-in for vLLM's: what it refuses while memory is away, and storages that resist.
+"""The CPU worker that sleeps, around a stand-in for vLLM's: what it refuses while memory is away, and storages that
+resist.
 
 What the memory of a real model comes to is in tests/real/test_engine_sleep.py.
 """
@@ -24,13 +25,17 @@ class CPUWorker:
         self.model_config, self.steps = None, 0
 
     def load_model(self):
-        model = nn.ModuleDict({"norm": nn.Linear(2, 3, bias=False), "packed": nn.Linear(4, 5, bias=False), "head": nn.Linear(4, 5)})
+        model = nn.ModuleDict(
+            {"norm": nn.Linear(2, 3, bias=False), "packed": nn.Linear(4, 5, bias=False), "head": nn.Linear(4, 5)}
+        )
         model.requires_grad_(False)
         dispatch(model["packed"], remove_weight=True)
         dispatch(model["head"], remove_weight=False)
         model["tied"] = nn.Embedding(5, 4)
         model["tied"].weight = model["head"].weight
-        self.model_runner = SimpleNamespace(model=model, get_model=lambda: model, kv_caches=[torch.ones(2, 8), torch.ones(2, 8)])
+        self.model_runner = SimpleNamespace(
+            model=model, get_model=lambda: model, kv_caches=[torch.ones(2, 8), torch.ones(2, 8)]
+        )
 
     def execute_model(self, *scheduled):
         self.steps += 1
@@ -62,7 +67,9 @@ def module(monkeypatch):
         for part in [name.rsplit(".", n)[0] for n in range(1, name.count(".") + 1)]:
             monkeypatch.setitem(sys.modules, part, SimpleNamespace(__path__=[]))
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(**members))
-    spec = importlib.util.spec_from_file_location("cpu_worker_here", Path(engine_state.__file__).with_name("cpu_worker.py"))
+    spec = importlib.util.spec_from_file_location(
+        "cpu_worker_here", Path(engine_state.__file__).with_name("cpu_worker.py")
+    )
     made = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "cpu_worker_here", made)
     spec.loader.exec_module(made)
@@ -89,7 +96,10 @@ def test_memory_goes_and_comes_back_in_parts_as_nan_and_as_zeros(worker):
     assert held(worker) == (0, 0) and awake[0] > 0
     worker.wake_up(tags=[WEIGHTS])
     assert held(worker) == (awake[0], 0)
-    assert all(p is q for p, q in zip(parameters, model.parameters(), strict=True)) and model["tied"].weight is model["head"].weight
+    assert (
+        all(p is q for p, q in zip(parameters, model.parameters(), strict=True))
+        and model["tied"].weight is model["head"].weight
+    )
     assert all(bool(p.isnan().all()) for p in parameters if p.numel())
     for name in ("packed", "head"):
         assert bool(model[name].cpu_linear(torch.ones(1, 4), None, None).isnan().all())

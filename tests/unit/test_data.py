@@ -56,7 +56,12 @@ def test_verls_schema_is_read_from_either_format(tmp_path, write):
     data = load(write(tmp_path / f"a{suffix}", [row("1+1", "2"), row("2+2", "4")]))
     prompt = data[1]
     assert "".join(map(chr, prompt.token_ids)) == "u:2+2"
-    assert (prompt.prompt_id, prompt.data_source, prompt.ground_truth, prompt.extra_info) == (1, "toy", "4", {"index": 0})
+    assert (prompt.prompt_id, prompt.data_source, prompt.ground_truth, prompt.extra_info) == (
+        1,
+        "toy",
+        "4",
+        {"index": 0},
+    )
     assert (len(data), data.data_sources) == (2, {"toy"})
 
 
@@ -69,7 +74,10 @@ def test_both_formats_give_the_same_data_set(tmp_path):
 
 def test_the_fingerprint_follows_the_tokens_and_their_place(tmp_path):
     rows = [row("a"), row("b")]
-    prints = {load(write_jsonl(tmp_path / "a.jsonl", r)).fingerprint for r in (rows, rows[::-1], rows[:1], [row("a"), row("c")])}
+    prints = {
+        load(write_jsonl(tmp_path / "a.jsonl", r)).fingerprint
+        for r in (rows, rows[::-1], rows[:1], [row("a"), row("c")])
+    }
     assert len(prints) == 4
 
 
@@ -86,7 +94,10 @@ def test_a_large_file_keeps_its_rows_over_chunk_borders(tmp_path):
 
 
 def test_prompts_come_back_by_position_whatever_their_length_and_words():
-    store, prompts = PromptStore(), [([1, 2, 3], "a"), ([], ""), ([2**31 - 1, 0], '{"é": "\U0001f600\n"}'), (list(range(1000)), "x" * 9999)]
+    store, prompts = (
+        PromptStore(),
+        [([1, 2, 3], "a"), ([], ""), ([2**31 - 1, 0], '{"é": "\U0001f600\n"}'), (list(range(1000)), "x" * 9999)],
+    )
     for tokens, rest in prompts:
         store.add(tokens, rest)
     store.finish()
@@ -103,13 +114,17 @@ def test_a_full_temporary_folder_is_named(tmp_path, monkeypatch):
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(PromptStore, "finish", lambda self: self._written(lambda: full(self)))
-    with pytest.raises(EnvironmentFault, match=rf"{tmp_path}: prompts cannot be kept there \(No space left on device\); set TMPDIR"):
+    with pytest.raises(
+        EnvironmentFault, match=rf"{tmp_path}: prompts cannot be kept there \(No space left on device\); set TMPDIR"
+    ):
         load(write_jsonl(tmp_path / "a.jsonl", [row("a")]))
 
 
 @pytest.mark.parametrize("rows", [1, 400])
 def test_a_folder_that_is_full_is_the_environments_fault_and_closing_does_not_hide_it(tmp_path, monkeypatch, rows):
-    """/dev/full refuses every byte: 1 row meets that at the flush, 400 in the midst of writing; close() flushes the buffer again."""
+    """/dev/full refuses every byte: 1 row meets that at the flush, 400 in the midst of writing;
+    close() flushes the buffer again.
+    """
     monkeypatch.setattr(tempfile, "TemporaryFile", lambda: open("/dev/full", "wb"))  # noqa: SIM115  the store closes it
     with pytest.raises(EnvironmentFault, match="set TMPDIR to a folder with room"):
         load(write_jsonl(tmp_path / "a.jsonl", [row(f"{i} {'x' * 100}") for i in range(rows)]))
@@ -124,11 +139,18 @@ def test_the_temporary_file_has_no_name(tmp_path, monkeypatch):
 
 def test_answers_of_any_json_type_survive(tmp_path):
     answers = ["4", 4, 0.5, ["a", "b"], {"x": 1}, False]
-    assert [p.ground_truth for p in load(write_jsonl(tmp_path / "a.jsonl", [row(str(i), a) for i, a in enumerate(answers)]))] == answers
+    assert [
+        p.ground_truth for p in load(write_jsonl(tmp_path / "a.jsonl", [row(str(i), a) for i, a in enumerate(answers)]))
+    ] == answers
 
 
 def test_a_plain_string_is_one_user_message(tmp_path):
-    assert "".join(map(chr, load(write_jsonl(tmp_path / "a.jsonl", [row(question="hi")]), prompt_key="question")[0].token_ids)) == "u:hi"
+    assert (
+        "".join(
+            map(chr, load(write_jsonl(tmp_path / "a.jsonl", [row(question="hi")]), prompt_key="question")[0].token_ids)
+        )
+        == "u:hi"
+    )
 
 
 def test_template_arguments_reach_the_tokenizer_and_ours_cannot_be_overridden(tmp_path):
@@ -143,7 +165,11 @@ def test_a_mapping_from_the_tokenizer_is_understood(tmp_path):
         def apply_chat_template(self, *args, **kwargs):
             return UserDict(input_ids=super().apply_chat_template(*args, **kwargs))
 
-    assert load(write_jsonl(tmp_path / "a.jsonl", [row("a")]), tokenizer=Encoding())[0].token_ids == (ord("u"), ord(":"), ord("a"))
+    assert load(write_jsonl(tmp_path / "a.jsonl", [row("a")]), tokenizer=Encoding())[0].token_ids == (
+        ord("u"),
+        ord(":"),
+        ord("a"),
+    )
 
 
 BAD_ROWS = [
@@ -197,7 +223,9 @@ def test_the_middle_of_an_odd_length_keeps_the_longer_end():
 def test_long_prompts_are_filtered_and_counted_or_stop_the_run(tmp_path):
     file = write_jsonl(tmp_path / "a.jsonl", [row("abcdef"), row("a")])
     assert load(file, max_prompt_length=4).report.filtered == 1
-    with pytest.raises(DataError, match=r"1 prompts are over data.max_prompt_length \(4 tokens\)[\s\S]*row 0: 8 tokens"):
+    with pytest.raises(
+        DataError, match=r"1 prompts are over data.max_prompt_length \(4 tokens\)[\s\S]*row 0: 8 tokens"
+    ):
         load(file, max_prompt_length=4, filter_overlong_prompts=False)
     with pytest.raises(DataError, match="no prompt is left"):
         load(file, max_prompt_length=2)
@@ -205,7 +233,9 @@ def test_long_prompts_are_filtered_and_counted_or_stop_the_run(tmp_path):
 
 def three_files(tmp_path, sizes=(60, 30, 10)):
     names = [tmp_path / f"{name}.jsonl" for name in "abc"]
-    return load([write_jsonl(file, [row(f"{file.stem}{i}") for i in range(n)]) for file, n in zip(names, sizes, strict=True)])
+    return load(
+        [write_jsonl(file, [row(f"{file.stem}{i}") for i in range(n)]) for file, n in zip(names, sizes, strict=True)]
+    )
 
 
 def test_a_sample_is_drawn_by_its_seed_without_replacement_and_of_each_file_its_share(tmp_path):
@@ -233,7 +263,17 @@ def test_without_a_seed_the_first_prompts_are_taken(tmp_path):
 def test_a_sample_is_data_of_its_own_and_one_of_everything_is_not(tmp_path):
     data = three_files(tmp_path)
     assert data.sample(100, 1) is data and data.sample(None, 1) is data
-    assert len({data.fingerprint, data.sample(99, 1).fingerprint, data.sample(99, 2).fingerprint, data.sample(98, 1).fingerprint}) == 4
+    assert (
+        len(
+            {
+                data.fingerprint,
+                data.sample(99, 1).fingerprint,
+                data.sample(99, 2).fingerprint,
+                data.sample(98, 1).fingerprint,
+            }
+        )
+        == 4
+    )
 
 
 def test_a_sample_names_the_data_sources_that_it_holds(tmp_path):
@@ -254,7 +294,10 @@ def test_a_stream_of_a_sample_goes_through_the_sample_alone(tmp_path):
 def test_another_column_can_say_where_a_row_is_from(tmp_path, write):
     suffix = ".jsonl" if write is write_jsonl else ".parquet"
     rows = [{"kind": "openai/gsm8k", **row()}, {"kind": "math_dapo", **row("2+2")}]
-    assert load(write(tmp_path / f"a{suffix}", rows), reward_fn_key="kind").data_sources == {"openai/gsm8k", "math_dapo"}
+    assert load(write(tmp_path / f"a{suffix}", rows), reward_fn_key="kind").data_sources == {
+        "openai/gsm8k",
+        "math_dapo",
+    }
     without = [{"kind": "math_dapo", "prompt": "a", "reward_model": {"ground_truth": "1"}}]
     assert load(write(tmp_path / f"b{suffix}", without), reward_fn_key="kind")[0].data_source == "math_dapo"
     with pytest.raises(DataError, match=r"no column sort[\s\S]*data\.reward_fn_key"):
@@ -268,7 +311,9 @@ def test_unusable_files_are_named(tmp_path):
     broken.write_bytes(b"PAR1 and then nothing")
     with pytest.raises(DataError, match="no prompt is left"):
         load(str(empty))
-    with pytest.raises(DataError, match=r"wrong\.parquet: no column prompt, .*found: question, answer; expected: prompt, data_source"):
+    with pytest.raises(
+        DataError, match=r"wrong\.parquet: no column prompt, .*found: question, answer; expected: prompt, data_source"
+    ):
         load(str(wrong))
     with pytest.raises(DataError, match=r"broken\.parquet: not readable as parquet"):
         load(str(broken))

@@ -24,20 +24,28 @@ def text(prompt) -> str:
 
 @pytest.mark.parametrize(
     ("total", "weights", "counts"),
-    [(10, (1, 1), [5, 5]), (10, (3, 1), [8, 2]), (10, (1, 1, 1), [4, 3, 3]), (7, (0, 1), [0, 7]), (3, (0.2, 0.2, 0.6), [1, 0, 2])],
+    [
+        (10, (1, 1), [5, 5]),
+        (10, (3, 1), [8, 2]),
+        (10, (1, 1, 1), [4, 3, 3]),
+        (7, (0, 1), [0, 7]),
+        (3, (0.2, 0.2, 0.6), [1, 0, 2]),
+    ],
 )
 def test_shares_of_an_epoch_add_up(total, weights, counts):
     assert epoch_counts(total, weights) == counts
 
 
 def test_an_epoch_holds_each_file_in_its_share_and_a_files_prompts_evenly():
-    # sizes 4 and 8, weights 2:1 -> of 12 draws 8 of the first (each of its prompts twice) and 4 of the second (half of them, once)
+    # sizes 4 and 8, weights 2:1 -> of 12 draws 8 of the first (each of its prompts twice) and 4 of the second (half of
+    # them, once)
     order = mixed_order(seed=3, epoch=0, sizes=(4, 8), weights=(2.0, 1.0), shuffle=True)
     drawn = Counter(order.tolist())
     assert [drawn[i] for i in range(4)] == [2, 2, 2, 2]
     assert sorted(drawn[i] for i in range(4, 12)) == [0] * 4 + [1] * 4
     following = mixed_order(seed=3, epoch=1, sizes=(4, 8), weights=(2.0, 1.0), shuffle=True)
-    assert {i for i in [*order, *following] if i >= 4} == set(range(4, 12))  # two epochs have shown the second file once
+    # two epochs have shown the second file once
+    assert {i for i in [*order, *following] if i >= 4} == set(range(4, 12))
 
 
 def test_mixing_is_a_pure_function_of_seed_and_epoch():
@@ -50,13 +58,17 @@ def test_mixing_is_a_pure_function_of_seed_and_epoch():
 
 
 def test_without_shuffle_files_alternate_in_file_order():
-    # six draws of the first at 1/12, 3/12, ... 11/12 of the epoch, two of the second at 1/4 and 3/4; the first goes first where they meet
+    # six draws of the first at 1/12, 3/12, ... 11/12 of the epoch, two of the second at 1/4 and 3/4; the first goes
+    # first where they meet
     order = mixed_order(seed=0, epoch=0, sizes=(4, 4), weights=(3.0, 1.0), shuffle=False)
     assert order.tolist() == [0, 1, 4, 2, 3, 0, 5, 1]
 
 
 def test_a_mixed_order_is_resumed_exactly_from_json(tmp_path):
-    files = [write_jsonl(tmp_path / f"{name}.jsonl", [row(f"{name}{i}") for i in range(n)]) for name, n in (("a", 5), ("b", 9))]
+    files = [
+        write_jsonl(tmp_path / f"{name}.jsonl", [row(f"{name}{i}") for i in range(n)])
+        for name, n in (("a", 5), ("b", 9))
+    ]
 
     def stream():
         data = load(files)
@@ -81,7 +93,8 @@ def test_a_weighted_file_without_prompts_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("weights", "message"), [("[1.0]", "has 1 weights for 2 train_files"), ("[1.0, -1.0]", "at least 0"), ("[0, 0]", "one of them more")]
+    ("weights", "message"),
+    [("[1.0]", "has 1 weights for 2 train_files"), ("[1.0, -1.0]", "at least 0"), ("[0, 0]", "one of them more")],
 )
 def test_weights_that_do_not_fit_the_files_are_refused(weights, message):
     overrides = ["data.train_files=[a.jsonl, b.jsonl]", f"data.train_weights={weights}"]
@@ -163,7 +176,9 @@ def test_a_row_that_is_no_utf8_costs_itself_only(tmp_path):
     assert "utf-8" in str(report)
     broken = pa.array([b"fine", b"\xff\xfe", b"good"], pa.binary()).view(pa.string())
     answers = pa.array([{"ground_truth": "1"}] * 3)
-    pq.write_table(pa.table({"prompt": broken, "data_source": ["toy"] * 3, "reward_model": answers}), tmp_path / "b.parquet")
+    pq.write_table(
+        pa.table({"prompt": broken, "data_source": ["toy"] * 3, "reward_model": answers}), tmp_path / "b.parquet"
+    )
     data = load(str(tmp_path / "b.parquet"), max_bad_row_share=0.5)
     assert [text(p) for p in data] == ["fine", "good"]
     assert "row 1: not UTF-8" in str(data.report)
@@ -184,7 +199,9 @@ print(data.report.kept, data.report.duplicates, peak() - before)
 
 def growth(path) -> tuple[int, int, int]:
     """(prompts kept, duplicates, KiB of peak memory beyond the imports) of a fresh process that loads the file."""
-    done = subprocess.run([sys.executable, "-c", MEASURE, str(path)], capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(path)], capture_output=True, text=True, timeout=300, check=True
+    )
     kept, duplicates, kib = done.stdout.split()
     return int(kept), int(duplicates), int(kib)
 
@@ -193,14 +210,18 @@ def write_large(path, rows: int) -> None:
     """A parquet of `rows` different prompts with 4000 bytes of solution each, written a slice at a time."""
     writer = None
     for begin in range(0, rows, 4000):
-        table = pa.Table.from_pylist([row(str(i), extra_info={"solution": f"{i:04000d}"}) for i in range(begin, min(begin + 4000, rows))])
+        table = pa.Table.from_pylist(
+            [row(str(i), extra_info={"solution": f"{i:04000d}"}) for i in range(begin, min(begin + 4000, rows))]
+        )
         writer = writer or pq.ParquetWriter(path, table.schema)
         writer.write_table(table)
     writer.close()
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path):
-    """Five times the rows, all different: what grows is the table of prompts seen, 16 to 32 bytes a prompt, not the prompts."""
+    """Five times the rows, all different: what grows is the table of prompts seen, 16 to 32 bytes a prompt,
+    not the prompts.
+    """
     write_large(tmp_path / "small.parquet", 8_000)
     write_large(tmp_path / "large.parquet", 40_000)
     small, large = growth(tmp_path / "small.parquet"), growth(tmp_path / "large.parquet")

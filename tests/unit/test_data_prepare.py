@@ -16,13 +16,22 @@ from mrl.reward.items import RewardSpec
 from mrl.reward.resolve import check_data_sources, resolve
 
 GSM8K = {"question": "How many?", "answer": "12 * 100 = <<12*100=1200>>1200\n#### 1,200"}
-MATH500 = {"problem": "Half?", "solution": "It is \\boxed{\\frac12}.", "answer": "\\frac{1}{2}", "subject": "Algebra", "level": 1}
+MATH500 = {
+    "problem": "Half?",
+    "solution": "It is \\boxed{\\frac12}.",
+    "answer": "\\frac{1}{2}",
+    "subject": "Algebra",
+    "level": 1,
+}
 AIME = {"ID": "2024-I-1", "Problem": "Find n.", "Solution": "...", "Answer": 73}
 DAPO = {
     "data_source": "math_dapo", "prompt": [{"content": "Solve", "role": "user"}], "ability": "MATH",
     "reward_model": {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"}, "extra_info": {"index": "9a9b6eb4"},
 }  # fmt: skip
-DIANJIN = {"instruction": "单选题 A. 1 B. 2", "output": "<think>\\boxed{A}?</think>\n<answer>答案选项为\\boxed{B}。</answer>"}
+DIANJIN = {
+    "instruction": "单选题 A. 1 B. 2",
+    "output": "<think>\\boxed{A}?</think>\n<answer>答案选项为\\boxed{B}。</answer>",
+}
 CASES = [  # source, file, row, data_source, truth, a right and a wrong response
     ("gsm8k", "train.jsonl", GSM8K, "openai/gsm8k", "1200", "#### 1200", "#### 1201"),
     ("math-500", "test.jsonl", MATH500, "HuggingFaceH4/MATH-500", "\\frac{1}{2}", "\\boxed{0.5}", "\\boxed{2}"),
@@ -46,7 +55,9 @@ def write(path, rows):
 
 
 @pytest.mark.parametrize(("source", "name", "row", "data_source", "truth", "right", "wrong"), CASES)
-def test_a_published_row_is_read_by_the_trainer_and_scored_by_its_own_rule(tmp_path, source, name, row, data_source, truth, right, wrong):
+def test_a_published_row_is_read_by_the_trainer_and_scored_by_its_own_rule(
+    tmp_path, source, name, row, data_source, truth, right, wrong
+):
     report = prepare(SOURCES[source], [write(tmp_path / name, [row])], tmp_path / "out.parquet", "train")
     assert (report.read, report.written, dict(report.data_sources)) == (1, 1, {data_source: 1})
     data = PromptDataset.load([str(tmp_path / "out.parquet")], CharTokenizer(), PromptParameters())

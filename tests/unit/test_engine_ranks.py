@@ -1,4 +1,6 @@
-"""Engines of several data-parallel ranks: who is named, whose answers belong together, and who stands still before an update."""
+"""Engines of several data-parallel ranks: who is named, whose answers belong together,
+and who stands still before an update.
+"""
 
 import asyncio
 import os
@@ -129,11 +131,15 @@ def test_of_ranks_that_are_late_together_the_stopped_one_is_named(group, monkeyp
 
     def late(refs, timeout_s, phase):
         if phase.startswith("looking"):
-            return {name: ["VLLM::Worker_DP1 (process 7) is stopped"] if name == "engine 0 rank 1" else [] for name in refs}
+            return {
+                name: ["VLLM::Worker_DP1 (process 7) is stopped"] if name == "engine 0 rank 1" else [] for name in refs
+            }
         raise Late(f"{phase}: no answer from engine 0 rank 0, engine 0 rank 1 within 60 s")
 
     monkeypatch.setattr(rollout_group, "gather", late)
-    with pytest.raises(Late, match=r"rank 0, engine 0 rank 1 within 60 s; engine 0 rank 1: VLLM::Worker_DP1 \(process 7\) is stopped$"):
+    with pytest.raises(
+        Late, match=r"rank 0, engine 0 rank 1 within 60 s; engine 0 rank 1: VLLM::Worker_DP1 \(process 7\) is stopped$"
+    ):
         made.call("pause")
 
 
@@ -186,7 +192,9 @@ def test_responses_of_one_prompt_stay_on_one_rank_and_prompts_go_round():
     requests = [Request(i, (i // 3,), i) for i in range(15)]
     shares = spread(requests, 4)
     assert [len(share) for share in shares] == [6, 3, 3, 3]
-    assert all(len({id(share) for share in shares if r.prompt_ids in {q.prompt_ids for q in share}}) == 1 for r in requests)
+    assert all(
+        len({id(share) for share in shares if r.prompt_ids in {q.prompt_ids for q in share}}) == 1 for r in requests
+    )
     assert spread(requests[:3], 4)[1:] == [[], [], []]
 
 
@@ -231,7 +239,10 @@ def test_an_engine_is_asked_through_all_of_its_ranks(group):
     made, asked = group(2)
     assert list(made.refs("receive_weights", 7, True, engines=[1])) == ["engine 1 rank 0", "engine 1 rank 1"]
     assert asked == [(2, "receive_weights", 7, True), (3, "receive_weights", 7, True)]
-    assert made.fingerprints() == [{"rank0": "fingerprints", "rank1": "fingerprints"}, {"rank2": "fingerprints", "rank3": "fingerprints"}]
+    assert made.fingerprints() == [
+        {"rank0": "fingerprints", "rank1": "fingerprints"},
+        {"rank2": "fingerprints", "rank3": "fingerprints"},
+    ]
 
 
 def test_ranks_of_an_engine_meet_at_its_first_one(group):

@@ -53,7 +53,9 @@ def test_routes_are_taken_by_the_guarded_way():
 
 def test_what_the_workers_raise_is_raised_here():
     with pytest.raises(RuntimeError, match="layer 2"):
-        asyncio.run(engine(Llm("layer 2"))._routes("7-0", Request(7, (1, 2), 0), Record(token_ids=(3,), routed_experts=None)))
+        asyncio.run(
+            engine(Llm("layer 2"))._routes("7-0", Request(7, (1, 2), 0), Record(token_ids=(3,), routed_experts=None))
+        )
     with pytest.raises(EnvironmentFault, match=r"engine 3 cannot tell its routes .*: unset it"):
         asyncio.run(engine(Llm("unset it"))._capture_routes())
 

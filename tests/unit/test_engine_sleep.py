@@ -1,4 +1,6 @@
-"""The engine's door and its control verbs against a vLLM (a stand-in) that pauses, aborts and generates as AsyncLLM does."""
+"""The engine's door and its control verbs against a vLLM (a stand-in) that pauses,
+aborts and generates as AsyncLLM does.
+"""
 
 import asyncio
 import sys
@@ -19,7 +21,10 @@ MEMORY = {"live_bytes": 5, "free_bytes": None, "resident_bytes": 9, "baseline_by
 
 
 class Llm:
-    """Of AsyncLLM what the engine asks for. A request takes 3 steps, in which it is held while the scheduler is paused."""
+    """Of AsyncLLM what the engine asks for.
+
+    A request takes 3 steps, in which it is held while the scheduler is paused.
+    """
 
     errored = False
 
@@ -69,7 +74,8 @@ class Llm:
         yield SimpleNamespace(
             outputs=[
                 SimpleNamespace(
-                    token_ids=[1, 2], finish_reason="abort" if request_id in self.aborted else "length", weight_versions=spans,
+                    token_ids=[1, 2], finish_reason="abort" if request_id in self.aborted else "length",
+                    weight_versions=spans,
                     logprobs=SimpleNamespace(start_indices=[0, 1], logprobs=[-0.5, -0.25]), routed_experts=None,
                 )
             ]
@@ -82,7 +88,9 @@ def engine(monkeypatch, tmp_path):
     dead = type("EngineDeadError", (Exception,), {})
     monkeypatch.setitem(sys.modules, "vllm.v1.engine.exceptions", SimpleNamespace(EngineDeadError=dead))
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=lambda **named: named))
-    monkeypatch.setitem(sys.modules, "vllm.sampling_params", SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY=0)))
+    monkeypatch.setitem(
+        sys.modules, "vllm.sampling_params", SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY=0))
+    )
     settings = SimpleNamespace(
         engine_id=3,
         name="engine 3",
@@ -104,7 +112,11 @@ async def generated(engine: VllmEngine, numbers=range(3)) -> list:
     sampling = Sampling(temperature=1.0, max_tokens=2, stop_token_ids=())
     requests = [Request(i, (1, 2), i) for i in numbers]
     done = [(batch.sample_id, batch.weight_version) async for batch in engine.generate(requests, sampling)]
-    return [SimpleNamespace(sample_id=i, weight_version=v) for ids, versions in done for i, v in zip(ids, versions, strict=True)]
+    return [
+        SimpleNamespace(sample_id=i, weight_version=v)
+        for ids, versions in done
+        for i, v in zip(ids, versions, strict=True)
+    ]
 
 
 def run(steps) -> None:
@@ -158,7 +170,9 @@ def test_requests_in_flight_are_ended_by_a_sleep_and_both_sides_are_told(engine)
         await asyncio.sleep(0.003)
         assert (await engine.sleep()).aborted == 3
         assert engine._door.inside == set()  # before memory was given away
-        with pytest.raises(Interrupted, match=r"sample \d: engine 3 was put to sleep while it generated; 2 tokens are lost"):
+        with pytest.raises(
+            Interrupted, match=r"sample \d: engine 3 was put to sleep while it generated; 2 tokens are lost"
+        ):
             await asked
 
     run(steps())
@@ -250,7 +264,12 @@ def test_a_sleeping_or_fenced_engine_refuses_requests_at_once(engine):
 def test_an_update_into_a_sleeping_engine_does_not_reach_vllm(engine):
     async def steps():
         await engine.sleep()
-        for update in (engine.receive_weights(1, True), engine.begin_update(), engine.connect_sync({}, ""), engine.fingerprints()):
+        for update in (
+            engine.receive_weights(1, True),
+            engine.begin_update(),
+            engine.connect_sync({}, ""),
+            engine.fingerprints(),
+        ):
             with pytest.raises(RuntimeError, match="engine 3 is ASLEEP and refuses"):
                 await update
 

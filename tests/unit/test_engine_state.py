@@ -38,7 +38,9 @@ LEADS = {
 def machine(*way: str) -> EngineMachine:
     made = EngineMachine("engine 3")
     for verb in way:
-        {"serve": lambda: made.serve(7), "die": made.die, "received": made.received}.get(verb, lambda verb=verb: made.enter(verb))()
+        {"serve": lambda: made.serve(7), "die": made.die, "received": made.received}.get(
+            verb, lambda verb=verb: made.enter(verb)
+        )()
     return made
 
 
@@ -46,7 +48,9 @@ def test_the_table_knows_every_verb_of_the_engine_and_no_other():
     assert LEADS.keys() == VERBS.keys()
 
 
-@pytest.mark.parametrize(("verb", "state"), list(itertools.product(LEADS, EngineState)), ids=lambda one: getattr(one, "name", one))
+@pytest.mark.parametrize(
+    ("verb", "state"), list(itertools.product(LEADS, EngineState)), ids=lambda one: getattr(one, "name", one)
+)
 def test_each_verb_in_each_state_leads_on_or_is_refused_by_name(verb, state):
     made = machine(*WAYS[state])
     assert made.state is state
@@ -65,8 +69,9 @@ def test_each_verb_in_each_state_leads_on_or_is_refused_by_name(verb, state):
 
 
 def test_a_refusal_says_where_the_verb_is_legal_and_how_to_get_on():
-    with pytest.raises(RuntimeError, match="engine 3 is ASLEEP and refuses receive_weights, legal in AWAKE, PAUSED, FENCED, WEIGHTS_AWAKE; "
-                       "first: wake_weights, bring weights, wake_cache, commit"):  # fmt: skip
+    with pytest.raises(RuntimeError, match="engine 3 is ASLEEP and refuses receive_weights, legal in "
+                                           "AWAKE, PAUSED, FENCED, WEIGHTS_AWAKE; first: wake_weights, "
+                                           "bring weights, wake_cache, commit"):  # fmt: skip
         machine("serve", "sleep").check("receive_weights")
     with pytest.raises(RuntimeError, match="engine 3 is FENCED and refuses generate"):
         machine("serve", "sleep", "wake_weights", "wake_cache").check("generate")
@@ -74,7 +79,9 @@ def test_a_refusal_says_where_the_verb_is_legal_and_how_to_get_on():
         machine("serve", "die").check("generate")
 
 
-@pytest.mark.parametrize("update", [["receive_weights"], ["begin_update", "load_bucket", "finish_update"]], ids=["fast", "slow"])
+@pytest.mark.parametrize(
+    "update", [["receive_weights"], ["begin_update", "load_bucket", "finish_update"]], ids=["fast", "slow"]
+)
 @pytest.mark.parametrize("before", [[], ["pause"], ["sleep", "wake_weights"]], ids=["awake", "paused", "slept"])
 def test_only_a_whole_update_with_all_memory_there_is_committed(before, update):
     made = machine("serve", *before, *update)

@@ -1,4 +1,6 @@
-"""`mrl eval` of a checkpoint: configuration, data and reward are looked at before the checkpoint is converted or anything starts."""
+"""`mrl eval` of a checkpoint: configuration, data and reward are looked at before the checkpoint is converted or
+anything starts.
+"""
 
 import contextlib
 import json
@@ -65,7 +67,9 @@ def test_the_model_is_the_checkpoints_and_not_that_of_the_configuration(refused)
 def test_weights_of_another_dtype_are_refused_unless_the_engines_have_one_of_their_own(refused):
     code, said = refused("--set", "model.dtype=bfloat16")
     assert code == 2 and "model.dtype: bfloat16, and the weights in " in said and "step-7 are float32" in said
-    code, said = refused("--set", "model.dtype=bfloat16", "--set", "rollout.dtype=bfloat16", "--set", "reward.function=nothing")
+    code, said = refused(
+        "--set", "model.dtype=bfloat16", "--set", "rollout.dtype=bfloat16", "--set", "reward.function=nothing"
+    )
     assert "model.dtype" not in said
 
 
@@ -101,7 +105,12 @@ class Engines:
 
     def generate(self, requests, sampling, on_batch):
         ids = (2 + ord("2") - 32,)
-        done = stored([Sample(r.prompt_id, r.group_id, r.sample_id, r.seed, r.prompt_ids, ids, (0.0,), "stop", 0) for r in requests])
+        done = stored(
+            [
+                Sample(r.prompt_id, r.group_id, r.sample_id, r.seed, r.prompt_ids, ids, (0.0,), "stop", 0)
+                for r in requests
+            ]
+        )
         on_batch(done, ["2"] * len(done))
         return done
 
@@ -118,7 +127,12 @@ def test_a_checkpoint_is_answered_with_and_leaves_nothing_of_itself(world, tmp_p
     assert results["checkpoint"].endswith("step-7")
     (there,) = Engines.started
     assert {"config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors.index.json"} <= set(there)
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["config.resolved.yaml", "generations.jsonl", "logs", "results.json"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "config.resolved.yaml",
+        "generations.jsonl",
+        "logs",
+        "results.json",
+    ]
 
 
 def test_a_run_stands_for_its_newest_step(world, tmp_path, monkeypatch, capsys):

@@ -1,4 +1,6 @@
-"""What the documentation shows is what is stored: results name commits of the history, the picture of the house is that of its imports."""
+"""What the documentation shows is what is stored: results name commits of the history,
+the picture of the house is that of its imports.
+"""
 
 import importlib.util
 import json
@@ -40,7 +42,10 @@ def commits_in(value) -> Iterator[str]:
 
 @cache
 def in_history(commit: str) -> bool:
-    return subprocess.run(["git", "merge-base", "--is-ancestor", commit, "HEAD"], cwd=ROOT, capture_output=True).returncode == 0
+    return (
+        subprocess.run(["git", "merge-base", "--is-ancestor", commit, "HEAD"], cwd=ROOT, capture_output=True).returncode
+        == 0
+    )
 
 
 def measured_rows() -> list[str]:
@@ -60,7 +65,9 @@ def test_every_figure_names_a_stored_result(row):
     assert re.search(r"\(results/[\w.]+\.json\)", row)
 
 
-@pytest.mark.parametrize("path", sorted({p for page in PAGES for p in linked_files(page) if p.suffix == ".json"}), ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "path", sorted({p for page in PAGES for p in linked_files(page) if p.suffix == ".json"}), ids=lambda p: p.name
+)
 def test_a_stored_result_names_a_commit_of_the_history_and_its_command(path):
     if not (ROOT / ".git").exists():
         pytest.skip("no history here")
@@ -82,7 +89,9 @@ def test_every_test_that_a_claim_names_is_there():
 
 def test_the_files_of_the_architecture_page_are_there():
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"`(mrl/[\w/]+\.py)`", text)) | {f"mrl/{name}" for name in re.findall(r"^    \d  (\w+/\w+\.py)", text, re.M)}
+    named = set(re.findall(r"`(mrl/[\w/]+\.py)`", text)) | {
+        f"mrl/{name}" for name in re.findall(r"^    \d  (\w+/\w+\.py)", text, re.M)
+    }
     assert len(named) > 15 and not [name for name in named if not (ROOT / name).exists()]
 
 
@@ -91,7 +100,9 @@ def test_the_picture_of_the_house_is_that_of_its_imports():
     house = sys.modules.setdefault("house", importlib.util.module_from_spec(spec))
     spec.loader.exec_module(house)
     made = house.svg(house.House.of_folder(ROOT))
-    assert (ROOT / "docs" / "house.svg").read_text(encoding="utf-8") == made, "python scripts/house.py --svg docs/house.svg"
+    assert (ROOT / "docs" / "house.svg").read_text(encoding="utf-8") == made, (
+        "python scripts/house.py --svg docs/house.svg"
+    )
 
 
 def test_what_readme_promises_is_short():

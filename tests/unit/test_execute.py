@@ -1,4 +1,6 @@
-"""What ranks send arrives where the plan says, bit for bit, over every transport; what goes wrong on the way is noticed and named."""
+"""What ranks send arrives where the plan says, bit for bit, over every transport;
+what goes wrong on the way is noticed and named.
+"""
 
 from pathlib import Path
 
@@ -176,7 +178,9 @@ def test_each_pair_gets_the_nearest_transport_that_connects_it(asked):
 def test_a_transport_of_one_host_is_refused_for_a_pair_on_two():
     setup = setup_for(dict(world_size=2), dict(num_engines=3), "shm", topology=PLACES)
     assert [route(setup, 0, worker, "node") for worker in range(2)] == ["shm", "shm"]
-    with pytest.raises(EnvironmentFault, match=r"reshard.transport: shm reaches no other host; rank 0 and worker 2 are on two"):
+    with pytest.raises(
+        EnvironmentFault, match=r"reshard.transport: shm reaches no other host; rank 0 and worker 2 are on two"
+    ):
         route(setup, 0, 2, "node")
 
 
@@ -187,7 +191,9 @@ def test_only_processes_with_a_peer_on_another_host_join_the_group():
 
 
 def test_memory_made_for_one_message_is_given_back_when_the_message_is_through(monkeypatch):
-    """As on an accelerator: messages pass through host memory, and each is staged on the device in a tensor of its own."""
+    """As on an accelerator: messages pass through host memory,
+    and each is staged on the device in a tensor of its own.
+    """
     alive_at_most, made = 0, []
 
     def counted(buffer: torch.Tensor) -> torch.Tensor:

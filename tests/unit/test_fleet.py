@@ -1,4 +1,6 @@
-"""The machines of `mrl.schedule` drive a simulated fleet: nothing is lost or trained twice, no token is stale, none waits for ever."""
+"""The machines of `mrl.schedule` drive a simulated fleet: nothing is lost or trained twice, no token is stale,
+none waits for ever.
+"""
 
 import random
 from collections import Counter
@@ -83,7 +85,9 @@ def test_at_staleness_0_requests_are_those_of_the_synchronous_loop_in_its_order(
 def test_what_validate_refuses_does_deadlock_and_what_it_allows_does_not():
     rng, outcomes = random.Random(5), Counter()
     for _ in range(120):
-        schedule = replace(random_schedule(rng), order="ready_first", buffer_groups=rng.randint(1, 6), concurrency=rng.randint(0, 2))
+        schedule = replace(
+            random_schedule(rng), order="ready_first", buffer_groups=rng.randint(1, 6), concurrency=rng.randint(0, 2)
+        )
         world = replace(random_world(rng, 1), rate=None, hangs=(), deaths=(), kills=(), poison=frozenset())
         refused = bool(list(violations(schedule)))
         try:
@@ -108,7 +112,9 @@ def test_a_group_that_kills_two_engines_is_set_aside_and_its_neighbours_go_on():
 
 def test_the_fitted_lengths_have_the_mean_and_the_clipped_share_that_were_asked_for():
     drawn = np.exp(np.random.default_rng(0).normal(SOURCE_000.mu, SOURCE_000.sigma, 400_000))
-    assert np.minimum(drawn, 20480).mean() == pytest.approx(7385, rel=0.005) and (drawn > 20480).mean() == pytest.approx(0.039, rel=0.03)
+    assert np.minimum(drawn, 20480).mean() == pytest.approx(7385, rel=0.005) and (
+        drawn > 20480
+    ).mean() == pytest.approx(0.039, rel=0.03)
     assert SOURCE_000.share_below(1190) < 0.01 < SOURCE_000.share_below(1300), "the shortest of some hundred"
     own = [SOURCE_000.length(0, number, 0) for number in range(4000)]
     assert np.minimum(own, 20480).mean() == pytest.approx(7385, rel=0.03)
@@ -121,7 +127,12 @@ def one_group(staleness: int, **rules) -> Schedule:
 def test_seconds_of_a_step_are_those_worked_by_hand():
     """100 and 50 tokens: 50 steps of two responses and 50 of one, rewards, training, sync."""
     world = World(
-        (EngineKind(0.01, 0.005),), lambda number, index: 100 - 50 * index, 0, lambda tokens: tokens * 0.02, 0.5, lambda number: 0.25
+        (EngineKind(0.01, 0.005),),
+        lambda number, index: 100 - 50 * index,
+        0,
+        lambda tokens: tokens * 0.02,
+        0.5,
+        lambda number: 0.25,
     )
     generation = 50 * 0.02 + 50 * 0.015
     assert phases(one_group(0), world) == (pytest.approx(generation + 0.25), pytest.approx(3.0))
@@ -132,7 +143,14 @@ def test_seconds_of_a_step_are_those_worked_by_hand():
 
 def test_overlap_gains_nothing_where_generation_is_all_and_parts_of_responses_do():
     """One response of 1000 beside one of 100, in a step that trains at once: only borders keep the engine full."""
-    world = World((EngineKind(0.01, 0.0),), lambda number, index: 1000 if index else 100, 0, lambda tokens: 0.0, 0.0, lambda number: 0.0)
+    world = World(
+        (EngineKind(0.01, 0.0),),
+        lambda number, index: 1000 if index else 100,
+        0,
+        lambda tokens: 0.0,
+        0.0,
+        lambda number: 0.0,
+    )
     step = {staleness: speed_of(one_group(staleness), world, 12, 6).step_s for staleness in (0, 1, 2, 5)}
     assert (step[0], step[1]) == (pytest.approx(10.0), pytest.approx(10.0))
     assert (step[2], step[5]) == (pytest.approx(5.0), pytest.approx(2.0))

@@ -1,4 +1,6 @@
-"""A frozen parameter keeps every bit, also where the checkpoint that a run starts from has moments of the updates before."""
+"""A frozen parameter keeps every bit, also where the checkpoint that a run starts from has moments of the updates
+before.
+"""
 
 from types import SimpleNamespace
 
@@ -29,7 +31,9 @@ def resumed(frozen: bool, dtype: torch.dtype) -> tuple[torch.nn.Parameter, torch
     main = torch.nn.Parameter(torch.zeros(6))
     adam = torch.optim.AdamW([main], lr=0.1, weight_decay=0.0)
     optimizer = SimpleNamespace(optimizer=adam, model_param_group_index_map={parameter: (0, 0)})
-    trained = RankParameter(SimpleNamespace(local_shape=(2, 3), pieces=()), parameter, optimizer, (0, 6), AdamState(adam))
+    trained = RankParameter(
+        SimpleNamespace(local_shape=(2, 3), pieces=()), parameter, optimizer, (0, 6), AdamState(adam)
+    )
     with torch.no_grad():
         _load_optimizer_part(Stored(), trained, 7.0, has_masters=True)
     return parameter, main, adam
@@ -43,7 +47,8 @@ def test_only_what_is_frozen_stays_where_it_was_over_updates_after_a_resume(froz
     for _ in range(5):
         parameter.grad = None
         (parameter.float() * 3).sum().backward()
-        main.grad = parameter.grad.float().reshape(-1) if frozen else torch.zeros(6)  # of Adam without gradient: its moments alone
+        # of Adam without gradient: its moments alone
+        main.grad = parameter.grad.float().reshape(-1) if frozen else torch.zeros(6)
         adam.step()
     assert torch.equal(main, before) == frozen == is_frozen(parameter)
     assert adam.state[main]["step"] == 12

@@ -1,4 +1,6 @@
-"""GLM-4.5 MoE: what its configurations mean, what of them is refused, and what its routers' constants need everywhere."""
+"""GLM-4.5 MoE: what its configurations mean, what of them is refused,
+and what its routers' constants need everywhere.
+"""
 
 import json
 from dataclasses import replace
@@ -25,7 +27,8 @@ from mrl.reshard.proof import rehearse
 CONFIG = {
     "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "hidden_size": 8, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "vocab_size": 16, "intermediate_size": 12,
-    "moe_intermediate_size": 4, "n_routed_experts": 4, "n_shared_experts": 2, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
+    "moe_intermediate_size": 4, "n_routed_experts": 4, "n_shared_experts": 2, "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
     "max_position_embeddings": 32, "rope_theta": 1e4, "rms_norm_eps": 1e-6, "attention_bias": True, "dtype": "bfloat16",
     "num_nextn_predict_layers": 1,
 }  # fmt: skip
@@ -38,8 +41,18 @@ def test_the_published_configuration_is_that_of_transformers_defaults():
 
     published = json.loads((_KNOWN / "GLM-4.5-Air.json").read_text())
     defaults = Glm4MoeConfig().to_dict()
-    typed = ("architectures", "attention_bias", "head_dim", "rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype")
-    assert {key: defaults.get(key) for key in published if key not in typed} == {k: v for k, v in published.items() if k not in typed}
+    typed = (
+        "architectures",
+        "attention_bias",
+        "head_dim",
+        "rope_theta",
+        "rope_scaling",
+        "partial_rotary_factor",
+        "torch_dtype",
+    )
+    assert {key: defaults.get(key) for key in published if key not in typed} == {
+        k: v for k, v in published.items() if k not in typed
+    }
     assert defaults["rope_parameters"]["partial_rotary_factor"] == published["partial_rotary_factor"]
     spec = known_spec("GLM-4.5-Air")
     assert spec.moe_layers == tuple(range(1, 46)) and spec.qkv_bias and not spec.qk_norm
@@ -76,9 +89,13 @@ def test_layers_for_multi_token_prediction_may_be_in_the_files_and_nothing_else(
     model = model_spec(CONFIG)
     tensors = {spec.name: np.zeros(spec.shape, np.float32) for spec in tensor_specs(model)}
     assert model.left_out_layers == 1 and not any(name.startswith("model.layers.3.") for name in tensors)
-    save_file(tensors | {"model.layers.3.eh_proj.weight": np.zeros((8, 16), np.float32)}, tmp_path / "model.safetensors")
+    save_file(
+        tensors | {"model.layers.3.eh_proj.weight": np.zeros((8, 16), np.float32)}, tmp_path / "model.safetensors"
+    )
     check_checkpoint(tmp_path, model)
-    save_file(tensors | {"model.layers.2.eh_proj.weight": np.zeros((8, 16), np.float32)}, tmp_path / "model.safetensors")
+    save_file(
+        tensors | {"model.layers.2.eh_proj.weight": np.zeros((8, 16), np.float32)}, tmp_path / "model.safetensors"
+    )
     with pytest.raises(Exception, match="eh_proj"):
         check_checkpoint(tmp_path, model)
 
@@ -90,12 +107,16 @@ def test_constants_are_float32_whatever_the_model_and_routers_are_in_the_engine(
     assert specs["model.layers.1.mlp.gate.weight"].dtype == "bfloat16"
     held = {t.name: t.dtype for t in target_parameters(model, RolloutLayout(), 0, "cpu", "bfloat16")}
     wide = {name for name, dtype in held.items() if dtype == "float32"}
-    assert wide == {f"model.layers.{n}.mlp.gate.{leaf}" for n in (1, 2) for leaf in ("weight", "e_score_correction_bias")}
+    assert wide == {
+        f"model.layers.{n}.mlp.gate.{leaf}" for n in (1, 2) for leaf in ("weight", "e_score_correction_bias")
+    }
 
 
 def test_a_plan_with_two_number_formats_holds_and_carries_every_element():
     model = model_spec(CONFIG)
-    train = TrainLayout.build({"world_size": 4, "tensor_model_parallel_size": 2, "expert_model_parallel_size": 4}, model)
+    train = TrainLayout.build(
+        {"world_size": 4, "tensor_model_parallel_size": 2, "expert_model_parallel_size": 4}, model
+    )
     plan = plan_reshard(model, train, RolloutLayout(2, 2), dialect="cuda", dtype="bfloat16")
     rehearsal = rehearse(plan)
     assert rehearsal.fault is None and rehearsal.elements > 0

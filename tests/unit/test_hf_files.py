@@ -1,4 +1,6 @@
-"""A checkpoint that is not the one config.json describes is refused before a model is built, and the message says what is wrong."""
+"""A checkpoint that is not the one config.json describes is refused before a model is built,
+and the message says what is wrong.
+"""
 
 import json
 
@@ -11,7 +13,8 @@ from mrl.model import model_spec, tensor_specs
 from mrl.model.hf_files import check_checkpoint, checkpoint_shapes
 
 CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 8, "num_hidden_layers": 1,
+    "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 4, "vocab_size": 16, "intermediate_size": 12, "max_position_embeddings": 32,
     "rope_theta": 1e4, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu", "dtype": "float32",
 }  # fmt: skip

@@ -32,7 +32,8 @@ def environments(device: str) -> tuple[dict[str, str], dict[str, str]]:
 def test_ranks_have_expandable_segments_and_engines_say_that_they_have_none(device):
     actor, engine = environments(device)
     assert actor[ALLOCATOR[device]] == "expandable_segments:True"
-    assert engine[ALLOCATOR[device]] == "expandable_segments:False"  # said: where nothing is, the job's or vllm-ascend's own word holds
+    # said: where nothing is, the job's or vllm-ascend's own word holds
+    assert engine[ALLOCATOR[device]] == "expandable_segments:False"
 
 
 def test_the_devices_own_variable_is_the_one_that_torch_believes():
@@ -74,7 +75,10 @@ def test_an_algorithm_that_somebody_chose_is_left(monkeypatch):
 
 
 def test_engines_on_cuda_take_moe_kernels_that_keep_experts_as_a_sync_writes_them():
-    """Left to itself vLLM takes others on newer devices, and the handshake would refuse the engine. The run's word wins."""
+    """Left to itself vLLM takes others on newer devices, and the handshake would refuse the engine.
+
+    The run's word wins.
+    """
     chosen = get_hosting("cuda").engine_arguments(4096, None)["moe_backend"]
     assert chosen in typing.get_args(MoEBackend) and chosen.upper() in _KEEPING
     given = {"rollout.engine_kwargs.vllm.moe_backend=batched_triton": "batched_triton", "rollout.n=8": chosen}
@@ -87,7 +91,9 @@ def test_engines_on_cuda_take_moe_kernels_that_keep_experts_as_a_sync_writes_the
 def test_devices_with_names_are_numbered_alike_in_every_process():
     uuid, partition = "GPU-4b3c1a2e-0d1f-4a5b-8c9d-112233445566", "MIG-7f1f2d3e-aaaa-bbbb-cccc-001122334455"
     program = f"from mrl.platforms.inventory import device_number as n; print(n('3'), n({uuid!r}), n({partition!r}))"
-    elsewhere = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True).stdout.split()
+    elsewhere = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True
+    ).stdout.split()
     numbers = [device_number(name) for name in ("3", uuid, partition)]
     assert list(map(str, numbers)) == elsewhere
     assert numbers[0] == 3 and len({*numbers, *range(1 << 16, (1 << 16) + 9)}) == 12 and max(numbers) < 1 << 63

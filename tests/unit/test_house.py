@@ -1,4 +1,7 @@
-"""The house holds: imports point down, light rooms stay light, only platforms knows devices. Modules are found, not listed."""
+"""The house holds: imports point down, light rooms stay light, only platforms knows devices.
+
+Modules are found, not listed.
+"""
 
 import ast
 import importlib.util
@@ -29,7 +32,10 @@ def modules() -> dict[str, ast.Module]:
 SIDEWAYS = {
     "checkpoint": ({"mrl.megatron"}, "a rank's part of a checkpoint is read out of Megatron's model and optimizer"),
     "record": ({"mrl.data.samples"}, "metrics and files of samples are read off the rows of a step"),
-    "schedule": ({"mrl.data.samples", "mrl.data.routes"}, "what several requests made of a response is joined in the columns of samples"),
+    "schedule": (
+        {"mrl.data.samples", "mrl.data.routes"},
+        "what several requests made of a response is joined in the columns of samples",
+    ),
 }
 # What `mrl plan`, `validate`, `doctor`, `convert` and `import-verl` load: no torch, no Ray, no Megatron, no vLLM.
 LIGHT = (
@@ -41,12 +47,18 @@ LIGHT = (
     "algo/spec.py",
     "record/spec.py",
     *(f"checkpoint/{part}.py" for part in ("check_output", "convert", "convert_job", "manifest", "open_checkpoint")),
-    *(f"checkpoint/{part}.py" for part in ("planned_file", "safetensors_file", "step_folders", "stored_boxes", "work_folder")),
+    *(
+        f"checkpoint/{part}.py"
+        for part in ("planned_file", "safetensors_file", "step_folders", "stored_boxes", "work_folder")
+    ),
     *(f"cluster/{part}.py" for part in ("job", "prerequisites")),
     *(f"platforms/{part}.py" for part in ("hosting", "inventory", "npu_mindspeed", "patching", "versions")),
     *(f"train/{part}.py" for part in ("preflight", "resume")),
     "vllm/requests.py",
-    *(f"reshard/{part}.py" for part in ("faults", "messages", "plan", "proof", "schedule", "setup", "streams", "sync_report")),
+    *(
+        f"reshard/{part}.py"
+        for part in ("faults", "messages", "plan", "proof", "schedule", "setup", "streams", "sync_report")
+    ),
 )
 HEAVY = ("torch", "ray", "megatron", "mbridge", "vllm")
 MAX_LINES = 500
@@ -66,7 +78,9 @@ def loaded_by(module: str) -> set[str]:
         name = todo.pop()
         seen.add(name)
         if name in modules():
-            todo |= {part for wanted in the_house().imports_at_import_time(name) for part in with_parents(wanted)} - seen
+            todo |= {
+                part for wanted in the_house().imports_at_import_time(name) for part in with_parents(wanted)
+            } - seen
     return seen
 
 
@@ -103,8 +117,16 @@ def test_nobody_uses_a_neighbours_private_parts():
     wrong = []
     for module, tree in modules().items():
         for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mrl") and room_of(node.module) != room_of(module):
-                wrong += [f"{module}: {node.module}.{a.name}" for a in node.names if a.name.startswith("_") or "._" in node.module]
+            if (
+                isinstance(node, ast.ImportFrom)
+                and (node.module or "").startswith("mrl")
+                and room_of(node.module) != room_of(module)
+            ):
+                wrong += [
+                    f"{module}: {node.module}.{a.name}"
+                    for a in node.names
+                    if a.name.startswith("_") or "._" in node.module
+                ]
     assert not wrong, "\n".join(wrong)
 
 
@@ -142,17 +164,22 @@ def test_light_rooms_do_not_import_heavy_packages_inside_functions_either():
 
 def test_the_receiving_side_can_be_imported_in_an_engine_process():
     loaded = loaded_by("mrl.vllm.receive")
-    assert not [n for n in loaded if n.split(".")[0] in ("ray", "megatron", "mbridge", "vllm") or n.startswith("mrl.config")]
+    assert not [
+        n for n in loaded if n.split(".")[0] in ("ray", "megatron", "mbridge", "vllm") or n.startswith("mrl.config")
+    ]
 
 
 DEVICE_WORDS = ("nccl", "hccl", "cuda", "npu")  # as whole strings
 DEVICE_PREFIXES = ("cuda:", "npu:", "CUDA_", "NCCL_", "ASCEND_", "HCCL_", "torch_npu", "mindspeed")
-# the configuration must be able to say which device, and the reshard target whose weight layout it describes; they do nothing with it
+# the configuration must be able to say which device, and the reshard target whose weight layout it describes; they do
+# nothing with it
 MAY_SAY_DEVICE = ("mrl.platforms", "mrl.config", "mrl.extras.import_verl", "mrl.model.vllm_parameters")
 
 
 def device_names(tree: ast.Module) -> Iterator[str]:
-    """Places where code asks for a particular device: attributes of torch, imports, and string constants (docstrings are prose)."""
+    """Places where code asks for a particular device: attributes of torch, imports, and string constants
+    (docstrings are prose).
+    """
     prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.cuda", "torch.npu"):
@@ -161,13 +188,22 @@ def device_names(tree: ast.Module) -> Iterator[str]:
             text = ast.unparse(node)
             if any(word in text for word in ("torch.cuda", "torch_npu", "mindspeed")):
                 yield f"line {node.lineno}: {text}"
-        text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose else ""
+        text = (
+            node.value
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose
+            else ""
+        )
         if text in DEVICE_WORDS or text.startswith(DEVICE_PREFIXES):
             yield f"line {node.lineno}: {text!r}"
 
 
 def test_only_platforms_knows_devices():
-    wrong = [f"{m} {what}" for m, tree in modules().items() if not m.startswith(MAY_SAY_DEVICE) for what in device_names(tree)]
+    wrong = [
+        f"{m} {what}"
+        for m, tree in modules().items()
+        if not m.startswith(MAY_SAY_DEVICE)
+        for what in device_names(tree)
+    ]
     assert not wrong, "\n".join(wrong)
 
 
@@ -177,7 +213,10 @@ def test_nothing_unsafe_is_called():
     for module, tree in modules().items():
         for node in ast.walk(tree):
             text = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-            if text.endswith(("pickle.load", "pickle.loads", "yaml.load", "_object", "_object_list")) or text in ("eval", "exec"):
+            if text.endswith(("pickle.load", "pickle.loads", "yaml.load", "_object", "_object_list")) or text in (
+                "eval",
+                "exec",
+            ):
                 wrong.append(f"{module}:{node.lineno} {text}")
             if isinstance(node, ast.keyword) and node.arg == "trust_remote_code" and ast.unparse(node.value) != "False":
                 wrong.append(f"{module}:{node.value.lineno} trust_remote_code")
@@ -185,5 +224,7 @@ def test_nothing_unsafe_is_called():
 
 
 def test_files_stay_readable():
-    lengths = {p.relative_to(ROOT): len(p.read_text(encoding="utf-8").splitlines()) for p in (ROOT / "mrl").rglob("*.py")}
+    lengths = {
+        p.relative_to(ROOT): len(p.read_text(encoding="utf-8").splitlines()) for p in (ROOT / "mrl").rglob("*.py")
+    }
     assert not {p: n for p, n in lengths.items() if n > MAX_LINES}

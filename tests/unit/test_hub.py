@@ -26,10 +26,12 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
         ("Qwen/Qwen3-8B@main", HubName("Qwen/Qwen3-8B", "main")),
         ("hf://me/my.model-2", HubName("me/my.model-2")),
         (f"hf://me/mine@{COMMIT}", HubName("me/mine", COMMIT)),
-        (f"/root/.cache/hub/models--Qwen--Qwen3-8B/snapshots/{COMMIT}", HubName("Qwen/Qwen3-8B", COMMIT)),  # of another node
+        # of another node
+        (f"/root/.cache/hub/models--Qwen--Qwen3-8B/snapshots/{COMMIT}", HubName("Qwen/Qwen3-8B", COMMIT)),
         ("tiny-world/model", None),  # no model that is known: a folder that is not here
         ("models/Qwen3-8B", None),  # below a folder that is
-        ("/models/Qwen3-8B", None), ("./Qwen3-8B", None), ("Qwen3-8B", None), ("hf://Qwen3-8B", None), ("hf://a/b/c", None),
+        ("/models/Qwen3-8B", None), ("./Qwen3-8B", None), ("Qwen3-8B", None), ("hf://Qwen3-8B", None),
+        ("hf://a/b/c", None),
         ("here", None),
     ],
 )  # fmt: skip
@@ -48,7 +50,7 @@ def test_a_folder_wins_over_a_name(tmp_path, monkeypatch):
     assert hub_name("Qwen/Qwen3-8B") is None
 
 
-# --- fetching ------------------------------------------------------------------------------------------------------------------
+# --- fetching ---------------------------------------------------------------------------------------------------------
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -61,7 +63,10 @@ class Hub(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         type(self).asked.append(path)
         if path.startswith("/api/models/Me/Mine/tree/"):
-            tree = [{"type": "file", "path": n, "size": len(d), "oid": hashlib.sha1(d).hexdigest()} for n, d in self.files.items()]
+            tree = [
+                {"type": "file", "path": n, "size": len(d), "oid": hashlib.sha1(d).hexdigest()}
+                for n, d in self.files.items()
+            ]
             return self.answer(json.dumps(tree).encode(), body)
         if path.startswith("/api/models/Me/Mine"):
             siblings = [{"rfilename": name} for name in self.files]
@@ -71,7 +76,11 @@ class Hub(BaseHTTPRequestHandler):
 
     def answer(self, data: bytes, body: bool) -> None:
         self.send_response(200)
-        for name, value in {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": COMMIT, "Content-Length": len(data)}.items():
+        for name, value in {
+            "ETag": f'"{hashlib.sha1(data).hexdigest()}"',
+            "X-Repo-Commit": COMMIT,
+            "Content-Length": len(data),
+        }.items():
             self.send_header(name, str(value))
         self.end_headers()
         if body:
@@ -97,11 +106,20 @@ def hub(tmp_path):
 
 def fetch(path: str, home: Path, endpoint: str, offline: bool = False) -> str:
     """`local_folder` in a process of its own, since huggingface_hub reads its settings once."""
-    code = f"from mrl.errors import MrlError\nfrom mrl.model.hub import local_folder\ntry: print(local_folder({path!r}))\n"
+    code = (
+        f"from mrl.errors import MrlError\nfrom mrl.model.hub import local_folder\ntry: print(local_folder({path!r}))\n"
+    )
     code += "except MrlError as error: print(f'{type(error).__name__}: {error}')"
     plain = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
-    settings = {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": str(int(offline)), "HF_HUB_DISABLE_XET": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=plain | settings, capture_output=True, text=True, timeout=60, check=True)
+    settings = {
+        "HF_HOME": str(home),
+        "HF_ENDPOINT": endpoint,
+        "HF_HUB_OFFLINE": str(int(offline)),
+        "HF_HUB_DISABLE_XET": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=plain | settings, capture_output=True, text=True, timeout=60, check=True
+    )
     return done.stdout.strip()
 
 
@@ -110,7 +128,10 @@ def test_a_model_is_fetched_once_without_its_code_and_pickles_and_serves_offline
     folder = Path(fetch("hf://Me/Mine", home, hub))
     assert folder.name == COMMIT and folder.is_relative_to(home)
     there = {file.name: file.read_bytes() for file in folder.iterdir()}
-    assert there == {n: d for n, d in Hub.files.items() if not n.endswith((".py", ".bin", ".md"))} and "config.json" in there
+    assert (
+        there == {n: d for n, d in Hub.files.items() if not n.endswith((".py", ".bin", ".md"))}
+        and "config.json" in there
+    )
     assert not [path for path in Hub.asked if path.endswith((".py", ".bin"))]
     nobody = "http://127.0.0.1:9"
     assert fetch("hf://Me/Mine", home, nobody, offline=True) == str(folder)
@@ -147,8 +168,15 @@ def test_a_run_of_a_name_hears_of_its_mistakes_before_anything_is_fetched(monkey
 
     monkeypatch.setattr("mrl.config.model_folders.local_folder", fetched)
     (tmp_path / "rows.jsonl").write_text("{}\n")
-    preset = [str(root / "parallel_configs" / "qwen3-30b-a3b" / "h100-4x8-separate.yaml"), "--set", "data.train_files=rows.jsonl"]
-    for more, code, words in (((), 4, "Qwen/Qwen3-30B-A3B was to be fetched"), (("--set", "rollout.top_k=0"), 2, "rollout.top_k")):
+    preset = [
+        str(root / "parallel_configs" / "qwen3-30b-a3b" / "h100-4x8-separate.yaml"),
+        "--set",
+        "data.train_files=rows.jsonl",
+    ]
+    for more, code, words in (
+        ((), 4, "Qwen/Qwen3-30B-A3B was to be fetched"),
+        (("--set", "rollout.top_k=0"), 2, "rollout.top_k"),
+    ):
         with pytest.raises(SystemExit) as end:
             main(["train", *preset, "--set", "data.val_files=rows.jsonl", *more])
         assert end.value.code == code and words in capsys.readouterr().err

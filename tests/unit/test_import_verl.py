@@ -1,4 +1,6 @@
-"""verl's scripts carried over: what one says about layout, batch, clip, rate and loss stands in ours, and no key is lost silently."""
+"""verl's scripts carried over: what one says about layout, batch, clip, rate and loss stands in ours,
+and no key is lost silently.
+"""
 
 import json
 import subprocess
@@ -21,24 +23,34 @@ from mrl.extras.import_verl.verl_command import hydra_value
 from mrl.model import planning_model_spec
 
 SCRIPTS = Path(__file__).parent / "verl_scripts"
-LAYOUT, LOSS, OPTIM, CORRECTION = "actor.layout.", "algorithm.policy_loss.", "actor.optim.", "algorithm.rollout_correction."
+LAYOUT, LOSS, OPTIM, CORRECTION = (
+    "actor.layout.",
+    "algorithm.policy_loss.",
+    "actor.optim.",
+    "algorithm.rollout_correction.",
+)
 ROLLOUT = "actor_rollout_ref.rollout."
 MEGATRON = "actor_rollout_ref.actor.megatron."
 ADAM, OUR_ADAM = "actor_rollout_ref.actor.optim.override_optimizer_config.", OPTIM + "override_optimizer_config."
 
-# For each script, what it says, in our words and worked out by hand. Learning-rate schedules count updates here, training steps there.
+# For each script, what it says, in our words and worked out by hand. Learning-rate schedules count updates here,
+# training steps there.
 SAYS = {
     "gspo_30b_megatron": {
         LAYOUT + "world_size": 16, LAYOUT + "tensor_model_parallel_size": 4, LAYOUT + "pipeline_model_parallel_size": 4,
         LAYOUT + "expert_model_parallel_size": 8, LAYOUT + "expert_tensor_parallel_size": 1,
         "data.train_batch_size": 32, "actor.ppo_mini_batch_size": 4, "rollout.n": 2, "rollout.num_engines": 1,
         "rollout.tensor_model_parallel_size": 4, "rollout.data_parallel_size": 8, "data.max_prompt_length": 2048,
-        "data.max_response_length": 8192, "actor.ppo_max_token_len_per_gpu": 10240, "rollout.max_num_batched_tokens": 10240,
+        "data.max_response_length": 8192, "actor.ppo_max_token_len_per_gpu": 10240,
+        "rollout.max_num_batched_tokens": 10240,
         LOSS + "loss_mode": "gspo", LOSS + "loss_agg_mode": "seq-mean-token-mean", LOSS + "clip_ratio_low": 3e-4,
         LOSS + "clip_ratio_high": 4e-4, OPTIM + "lr": 1e-6, OPTIM + "lr_warmup_steps": 80, OPTIM + "weight_decay": 0.1,
-        OPTIM + "clip_grad": 1.0, "algorithm.overlong_buffer.len": 4096, "algorithm.use_kl_loss": False, "cluster.device": "npu",
-        "cluster.placement": "colocated", "model.override_transformer_config.use_flash_attn": True, "actor.grad_offload": True,
-        "trainer.total_training_steps": 300, "trainer.experiment_name": "GSPO-30B-tp4-ep", "trainer.log_val_generations": 10,
+        OPTIM + "clip_grad": 1.0, "algorithm.overlong_buffer.len": 4096, "algorithm.use_kl_loss": False,
+        "cluster.device": "npu",
+        "cluster.placement": "colocated", "model.override_transformer_config.use_flash_attn": True,
+        "actor.grad_offload": True,
+        "trainer.total_training_steps": 300, "trainer.experiment_name": "GSPO-30B-tp4-ep",
+        "trainer.log_val_generations": 10,
         "rollout.val_kwargs.temperature": 1.0, "ref.param_offload": False,
     },
     "dapo_32b_fsdp": {
@@ -46,7 +58,8 @@ SAYS = {
         "data.train_batch_size": 64, "actor.ppo_mini_batch_size": 32, "rollout.n": 16, "rollout.num_engines": 16,
         "actor.ppo_max_token_len_per_gpu": 22528, LOSS + "loss_mode": "vanilla", LOSS + "loss_agg_mode": "token-mean",
         LOSS + "clip_ratio_low": 0.2, LOSS + "clip_ratio_high": 0.28, LOSS + "clip_ratio_c": 10.0, OPTIM + "lr": 1e-6,
-        OPTIM + "lr_warmup_steps": 20, "actor.param_offload": True, "actor.optimizer_offload": True, "actor.grad_offload": True,
+        OPTIM + "lr_warmup_steps": 20, "actor.param_offload": True, "actor.optimizer_offload": True,
+        "actor.grad_offload": True,
         "model.override_transformer_config.recompute_granularity": "full", "algorithm.overlong_buffer.enable": True,
         "reward.reward_manager": "dapo", "rollout.val_kwargs.temperature": 0.0, "data.filter_overlong_prompts": False,
         "data.drop_duplicates": False,
@@ -54,21 +67,27 @@ SAYS = {
     "dapo_8b_custom_reward": {
         LAYOUT + "world_size": 16, LAYOUT + "tensor_model_parallel_size": 2, "data.train_batch_size": 128,
         "actor.ppo_micro_batch_size_per_gpu": 2, "actor.log_prob_micro_batch_size_per_gpu": 2, "rollout.num_engines": 8,
-        LOSS + "clip_ratio_low": 0.2, LOSS + "clip_ratio_high": 0.28, OPTIM + "lr_warmup_steps": 40, "algorithm.use_kl_loss": True,
+        LOSS + "clip_ratio_low": 0.2, LOSS + "clip_ratio_high": 0.28, OPTIM + "lr_warmup_steps": 40,
+        "algorithm.use_kl_loss": True,
         "algorithm.kl_loss_coef": 0.001, "rollout.temperature": 0.6, "rollout.top_p": 0.95, "ref.param_offload": True,
-        "reward.custom_reward_function.path": "/path/to/reward_score.py", "trainer.test_freq": -1, "trainer.total_epochs": 30,
+        "reward.custom_reward_function.path": "/path/to/reward_score.py", "trainer.test_freq": -1,
+        "trainer.total_epochs": 30,
     },
     "grpo_7b_megatron": {
         LAYOUT + "world_size": 8, LAYOUT + "tensor_model_parallel_size": 2, LAYOUT + "pipeline_model_parallel_size": 2,
-        "data.train_batch_size": 32, "actor.ppo_mini_batch_size": 16, "rollout.n": 3, "rollout.tensor_model_parallel_size": 2,
-        "rollout.num_engines": 4, LOSS + "loss_mode": "vanilla", LOSS + "loss_agg_mode": "token-mean", LOSS + "clip_ratio_low": 0.2,
-        LOSS + "clip_ratio_high": 0.2, LOSS + "clip_ratio_c": 3.0, OPTIM + "weight_decay": 0.01, OPTIM + "betas": (0.9, 0.999),
+        "data.train_batch_size": 32, "actor.ppo_mini_batch_size": 16, "rollout.n": 3,
+        "rollout.tensor_model_parallel_size": 2,
+        "rollout.num_engines": 4, LOSS + "loss_mode": "vanilla", LOSS + "loss_agg_mode": "token-mean",
+        LOSS + "clip_ratio_low": 0.2,
+        LOSS + "clip_ratio_high": 0.2, LOSS + "clip_ratio_c": 3.0, OPTIM + "weight_decay": 0.01,
+        OPTIM + "betas": (0.9, 0.999),
         "algorithm.kl_loss_coef": 0.001, "ref.layout": None, "data.train_files": ("${train_files}",),
     },
     "gspo_3b_fsdp": {
         LAYOUT + "world_size": 8, LAYOUT + "tensor_model_parallel_size": 2, "data.train_batch_size": 512,
         "actor.ppo_max_token_len_per_gpu": 10240, OPTIM + "lr_warmup_steps": 100, LOSS + "clip_ratio_low": 3e-4,
-        LOSS + "loss_agg_mode": "seq-mean-token-mean", "trainer.experiment_name": "gspo-epslow-0.0003-Qwen25-3B-Instruct-RL",
+        LOSS + "loss_agg_mode": "seq-mean-token-mean",
+        "trainer.experiment_name": "gspo-epslow-0.0003-Qwen25-3B-Instruct-RL",
     },
     "arrays_30b_megatron": {
         LAYOUT + "world_size": 8, LAYOUT + "tensor_model_parallel_size": 2, LAYOUT + "expert_model_parallel_size": 4,
@@ -77,7 +96,8 @@ SAYS = {
         "data.train_files": ("${HOME}/data/train.parquet",),
     },
     "grpo_8b_gsm8k": {
-        LAYOUT + "world_size": 8, LAYOUT + "tensor_model_parallel_size": 2, "data.train_batch_size": 1024, "rollout.n": 5,
+        LAYOUT + "world_size": 8, LAYOUT + "tensor_model_parallel_size": 2, "data.train_batch_size": 1024,
+        "rollout.n": 5,
         "actor.ppo_micro_batch_size_per_gpu": 32, "ref.log_prob_micro_batch_size_per_gpu": 32, "trainer.save_freq": 20,
         "actor.param_offload": False, "ref.param_offload": True, "cluster.device": "cuda",
     },
@@ -92,7 +112,9 @@ def imported(name: str, tmp_path: Path, given: dict[str, str] | None = None, **o
 
 
 def from_overrides(*words: str, **options):
-    return import_overrides(["actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B", "model_engine=megatron", *words], **options)
+    return import_overrides(
+        ["actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B", "model_engine=megatron", *words], **options
+    )
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -150,7 +172,9 @@ def test_every_key_of_a_script_is_reported_exactly_once_or_with_its_parts(name, 
         if "=" in w and "." in w.partition("=")[0]
     }
     assert {
-        key for key in written if key.startswith(("data.", "actor_rollout_ref.", "algorithm.", "trainer.", "reward", "custom"))
+        key
+        for key in written
+        if key.startswith(("data.", "actor_rollout_ref.", "algorithm.", "trainer.", "reward", "custom"))
     } <= reported
 
 
@@ -181,8 +205,10 @@ def test_a_preset_can_be_named_and_must_divide_over_the_devices(tmp_path):
 
 FSDP_14B = [
     "actor_rollout_ref.model.path=Qwen/Qwen3-14B", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8",
-    "actor_rollout_ref.actor.use_dynamic_bsz=True", "data.max_response_length=8192", "actor_rollout_ref.rollout.name=vllm",
-    "actor_rollout_ref.model.enable_gradient_checkpointing=True", "actor_rollout_ref.actor.fsdp_config.param_offload=True",
+    "actor_rollout_ref.actor.use_dynamic_bsz=True", "data.max_response_length=8192",
+    "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.model.enable_gradient_checkpointing=True",
+    "actor_rollout_ref.actor.fsdp_config.param_offload=True",
     "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True",
 ]  # fmt: skip
 
@@ -211,7 +237,9 @@ def test_search_wins_over_the_preset_where_it_is_asked_for(capsys):
 
 
 def test_a_degree_of_the_users_own_leaves_the_layout_to_the_user(capsys):
-    found = json.loads(run(capsys, "import-verl", *FSDP_14B, "--set", LAYOUT + "tensor_model_parallel_size=4", "--json")[1])
+    found = json.loads(
+        run(capsys, "import-verl", *FSDP_14B, "--set", LAYOUT + "tensor_model_parallel_size=4", "--json")[1]
+    )
     layout = [(e["to"], e["value"]) for e in found["chosen"] if e["to"].startswith(LAYOUT)]
     assert layout == [(LAYOUT + "tensor_model_parallel_size", 4)]
 
@@ -231,11 +259,13 @@ def test_a_degree_of_the_users_own_leaves_the_layout_to_the_user(capsys):
         ),
         (
             [CORRECTION + "rollout_rs=seq_mean_k1", CORRECTION + "rollout_rs_threshold='0.999_1.001'"],
-            {CORRECTION + "level": "geometric", CORRECTION + "mode": "mask", CORRECTION + "low": 0.999, CORRECTION + "high": 1.001},
+            {CORRECTION + "level": "geometric", CORRECTION + "mode": "mask", CORRECTION + "low": 0.999,
+                CORRECTION + "high": 1.001},
         ),
         (
             [CORRECTION + "rollout_rs=seq_sum_k1", CORRECTION + "rollout_rs_threshold=2.0"],
-            {CORRECTION + "level": "sequence", CORRECTION + "mode": "mask", CORRECTION + "low": 0.5, CORRECTION + "high": 2.0},
+            {CORRECTION + "level": "sequence", CORRECTION + "mode": "mask", CORRECTION + "low": 0.5,
+                CORRECTION + "high": 2.0},
         ),
         ([CORRECTION + "rollout_is_threshold=3.0"], {CORRECTION + "high": None}),
         (["algorithm.rollout_correction.bypass_mode=True"], {"algorithm.anchor": "rollout"}),
@@ -247,13 +277,16 @@ def test_a_degree_of_the_users_own_leaves_the_layout_to_the_user(capsys):
         ([ROLLOUT + "val_kwargs.do_sample=False"], {"rollout.val_kwargs.temperature": 0.0}),
         (["actor_rollout_ref.actor.clip_ratio=0.1"], {LOSS + "clip_ratio_low": 0.1, LOSS + "clip_ratio_high": 0.1}),
         (["data.apply_chat_template_kwargs.enable_thinking=False"], {"data.enable_thinking": False}),
-        (["data.val_max_samples=-1", "data.train_max_samples=4096"], {"data.val_max_samples": None, "data.train_max_samples": 4096}),
-        (["data.val_max_samples=200", "data.train_max_samples=-1"], {"data.val_max_samples": 200, "data.train_max_samples": None}),
+        (["data.val_max_samples=-1", "data.train_max_samples=4096"],
+            {"data.val_max_samples": None, "data.train_max_samples": 4096}),
+        (["data.val_max_samples=200", "data.train_max_samples=-1"],
+            {"data.val_max_samples": 200, "data.train_max_samples": None}),
         (["data.reward_fn_key=ability"], {"data.reward_fn_key": "ability"}),
         (["trainer.max_actor_ckpt_to_keep=3"], {"trainer.max_actor_ckpt_to_keep": 3}),
         ([ROLLOUT + "top_p=0.95", ROLLOUT + "top_k=20"], {"rollout.top_p": 0.95, "rollout.top_k": 20}),
         ([ROLLOUT + "top_k=0"], {"rollout.top_k": -1}),
-        (["actor_rollout_ref.ref.megatron.tensor_model_parallel_size=2", "actor_rollout_ref.actor.use_kl_loss=True"], {"ref.layout": None}),
+        (["actor_rollout_ref.ref.megatron.tensor_model_parallel_size=2", "actor_rollout_ref.actor.use_kl_loss=True"],
+            {"ref.layout": None}),
         ([ADAM + "use_precision_aware_optimizer=True", ADAM + "overlap_cpu_optimizer_d2h_h2d=True"],
          {OUR_ADAM + "use_precision_aware_optimizer": None, OUR_ADAM + "overlap_cpu_optimizer_d2h_h2d": None}),
         (
@@ -264,7 +297,8 @@ def test_a_degree_of_the_users_own_leaves_the_layout_to_the_user(capsys):
             [ROLLOUT + "top_p=0.95", "actor_rollout_ref.actor.tis_imp_ratio_cap=2.0"],
             {"rollout.top_p": 1.0, CORRECTION + "level": "token"},
         ),
-        ([ROLLOUT + "top_p=0.95", "algorithm.rollout_correction.bypass_mode=True"], {"rollout.top_p": 1.0, "algorithm.anchor": "rollout"}),
+        ([ROLLOUT + "top_p=0.95", "algorithm.rollout_correction.bypass_mode=True"],
+            {"rollout.top_p": 1.0, "algorithm.anchor": "rollout"}),
         ([], {"trainer.resume_mode": "auto"}),  # verl's default
         (
             ["trainer.resume_mode=disable", "trainer.resume_from_path=/a"],
@@ -288,7 +322,8 @@ def test_a_degree_of_the_users_own_leaves_the_layout_to_the_user(capsys):
         ),
         (["algorithm.filter_groups.metric=seq_reward"], {"algorithm.filter_groups.metric": "reward"}),
         *(
-            ([f"actor_rollout_ref.{key}use_remove_padding={value}"], {"actor.use_remove_padding": None if value == "True" else False})
+            ([f"actor_rollout_ref.{key}use_remove_padding={value}"],
+                {"actor.use_remove_padding": None if value == "True" else False})
             for key in ("model.", "actor.", "actor.megatron.")
             for value in ("True", "False")
         ),
@@ -334,7 +369,8 @@ def test_a_discount_is_missed_where_verl_would_apply_it():
 
 
 @pytest.mark.parametrize(
-    ("rejection", "warned"), [("token_k1", True), ("seq_sum_k1", True), ("sequence", True), ("seq_mean_k1", False), ("geometric", False)]
+    ("rejection", "warned"),
+    [("token_k1", True), ("seq_sum_k1", True), ("sequence", True), ("seq_mean_k1", False), ("geometric", False)],
 )
 def test_a_rejection_that_also_weighs_here_is_warned_of(rejection, warned):
     out = from_overrides(CORRECTION + f"rollout_rs={rejection}")
@@ -345,7 +381,8 @@ def test_a_rejection_that_also_weighs_here_is_warned_of(rejection, warned):
     "word",
     [
         "trainer.critic_warmup=0",
-        "actor_rollout_ref.model.lora_rank=0", "actor_rollout_ref.rollout.multi_turn.enable=False", "reward_model.enable=False",
+        "actor_rollout_ref.model.lora_rank=0", "actor_rollout_ref.rollout.multi_turn.enable=False",
+        "reward_model.enable=False",
         "actor_rollout_ref.actor.ppo_epochs=1", "actor_rollout_ref.rollout.name=vllm",
     ],
 )  # fmt: skip
@@ -373,13 +410,18 @@ def test_a_family_that_is_not_here_is_named(path, family):
     assert family in entry.why and "Qwen3MoeForCausalLM" in entry.why and path.split("/")[1] in entry.why
 
 
-# --- the tables ----------------------------------------------------------------------------------------------------------------
+# --- the tables -------------------------------------------------------------------------------------------------------
 
 
 def test_every_row_that_goes_somewhere_goes_to_a_key_of_the_schema():
-    open_ended = ("model.override_transformer_config.", "actor.optim.override_optimizer_config.", "rollout.engine_kwargs.vllm.")
+    open_ended = (
+        "model.override_transformer_config.",
+        "actor.optim.override_optimizer_config.",
+        "rollout.engine_kwargs.vllm.",
+    )
     config = RunConfig.model_validate({
-        "model": {"path": "m"}, "actor": {"layout": {"world_size": 1}, "ppo_mini_batch_size": 1}, "data": {"train_batch_size": 1},
+        "model": {"path": "m"}, "actor": {"layout": {"world_size": 1}, "ppo_mini_batch_size": 1},
+        "data": {"train_batch_size": 1},
         "reward": {"custom_reward_function": {"path": "r.py"}}, "ref": {"layout": {"world_size": 1}},
     })  # fmt: skip
     dump = config.model_dump()
@@ -404,8 +446,10 @@ def test_the_longest_row_speaks():
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("1e-6", 1e-6), ("5", 5), ("True", True), ("false", False), ("null", None), ("vllm", "vllm"), ("['a', 'b']", ["a", "b"]),
-        ('["console","wandb"]', ["console", "wandb"]), ("'left'", "left"), ("/a/b:c", "/a/b:c"), ("10.", 10.0), ("", ""),
+        ("1e-6", 1e-6), ("5", 5), ("True", True), ("false", False), ("null", None), ("vllm", "vllm"),
+        ("['a', 'b']", ["a", "b"]),
+        ('["console","wandb"]', ["console", "wandb"]), ("'left'", "left"), ("/a/b:c", "/a/b:c"), ("10.", 10.0),
+        ("", ""),
         ("{a: 1}", {"a": 1}),
         ("seq-mean-token-mean", "seq-mean-token-mean"), ("2_0", "2_0"), ("['${x}/y']", ["${x}/y"]),
     ],
@@ -414,7 +458,7 @@ def test_values_are_read_as_hydra_reads_them(text, value):
     assert hydra_value(text) == value and type(hydra_value(text)) is type(value)
 
 
-# --- the command ---------------------------------------------------------------------------------------------------------------
+# --- the command ------------------------------------------------------------------------------------------------------
 
 
 def test_the_command_writes_a_file_that_validates(capsys, tmp_path):
@@ -454,20 +498,30 @@ def test_variables_overrides_and_our_own_keys_are_given_on_the_command_line(caps
 def test_several_scripts_go_to_a_folder(capsys, tmp_path):
     files = [str(SCRIPTS / f"{name}.sh") for name in ("dapo_32b_fsdp", "grpo_7b_megatron")]
     code, out, _ = run(capsys, "import-verl", *files, "-o", str(tmp_path / "out"))
-    assert code == 0 and out.splitlines()[-1].startswith("2 scripts, 2 valid; ") and out.splitlines()[-1].endswith(" 0 unsupported (0.0%)")
+    assert (
+        code == 0
+        and out.splitlines()[-1].startswith("2 scripts, 2 valid; ")
+        and out.splitlines()[-1].endswith(" 0 unsupported (0.0%)")
+    )
     assert {f.name for f in (tmp_path / "out").iterdir()} == {"dapo_32b_fsdp.yaml", "grpo_7b_megatron.yaml"}
 
 
 def test_one_script_of_several_that_is_not_verls_does_not_stop_the_others(capsys, tmp_path):
     other = tmp_path / "other.sh"
     other.write_text("echo hello\n")
-    code, out, _ = run(capsys, "import-verl", str(other), str(SCRIPTS / "dapo_32b_fsdp.sh"), "-o", str(tmp_path / "out"))
+    code, out, _ = run(
+        capsys, "import-verl", str(other), str(SCRIPTS / "dapo_32b_fsdp.sh"), "-o", str(tmp_path / "out")
+    )
     assert code == 2 and "is no verl launch script" in out and out.splitlines()[-1].startswith("2 scripts, 1 valid; ")
     assert (tmp_path / "out" / "dapo_32b_fsdp.yaml").exists()
 
 
 def test_overrides_alone_are_enough(capsys):
-    words = ["actor_rollout_ref.model.path=Qwen/Qwen3-8B", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8"]
+    words = [
+        "actor_rollout_ref.model.path=Qwen/Qwen3-8B",
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.rollout.n=8",
+    ]
     code, out, _ = run(capsys, "import-verl", *words)
     assert code == 0 and "n: 8" in out
 
@@ -482,8 +536,14 @@ def test_overrides_alone_are_enough(capsys):
             "torchrun -m verl.trainer.fsdp_sft_trainer data.train_files=x\n",
             "verl.trainer.fsdp_sft_trainer, which is not verl's RL training",
         ),
-        ("python3 -m verl.trainer.main_ppo a.b=1\npython3 -m verl.trainer.main_ppo a.b=2\n", "more than once (lines 1, 2)"),
-        ("python3 -m verl.trainer.main_ppo data.train_batch_size=$(nproc)\n", "data.train_batch_size depends on $(nproc)"),
+        (
+            "python3 -m verl.trainer.main_ppo a.b=1\npython3 -m verl.trainer.main_ppo a.b=2\n",
+            "more than once (lines 1, 2)",
+        ),
+        (
+            "python3 -m verl.trainer.main_ppo data.train_batch_size=$(nproc)\n",
+            "data.train_batch_size depends on $(nproc)",
+        ),
         ("n=$(nproc)\npython3 -m verl.trainer.main_ppo data.train_batch_size=$n\n", "give --set n=..."),
         ("python3 -m verl.trainer.main_ppo 'unclosed\n", ":1: no closing '"),
     ],
@@ -515,7 +575,8 @@ LAUNCH = "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=Qwen/Qwe
     [
         (LAUNCH + "trainer.nnodes=2 $MORE", "line 1: ${MORE}: depends on MORE, which the script does not set"),
         (LAUNCH + "trainer.nnodes=2 nonsense", "line 1: nonsense: no override (key=value), and not read"),
-        (LAUNCH + "$(cat overrides)", "line 1: $(cat overrides): depends on $(cat overrides), which the script does not set"),
+        (LAUNCH + "$(cat overrides)", "line 1: $(cat overrides): depends on $(cat overrides), "
+                                      "which the script does not set"),
         ("A=(trainer.nnodes=2)\n[ $KL ] && A+=(algorithm.use_kl_in_reward=True)\n" + LAUNCH + '"${A[@]}"',
          "line 2: ${A: algorithm.use_kl_in_reward=True}: depends on KL"),
     ],
@@ -527,7 +588,8 @@ def test_a_word_that_is_not_understood_is_told_and_forbids_the_answer_valid(caps
 
 
 @pytest.mark.parametrize(
-    ("given", "tail"), [(["--set", "MORE="], "$MORE"), ([], '"$@"'), ([], "${MORE:-}"), ([], "> log 2>&1 &"), ([], "\\ ")]
+    ("given", "tail"),
+    [(["--set", "MORE="], "$MORE"), ([], '"$@"'), ([], "${MORE:-}"), ([], "> log 2>&1 &"), ([], "\\ ")],
 )
 def test_words_that_come_to_nothing_are_not_missed(capsys, tmp_path, given, tail):
     (tmp_path / "s.sh").write_text(LAUNCH + f"trainer.nnodes=2 --config-name ppo_trainer {tail}\n")
@@ -548,7 +610,7 @@ def test_a_string_of_overrides_with_one_unknown_part_loses_none_of_them():
     assert [(e.key, e.value) for e in out.of("unknown")] == [("trainer.default_local_dir", "${ROOT}/x")]
 
 
-# --- the file that a script names ----------------------------------------------------------------------------------------------
+# --- the file that a script names -------------------------------------------------------------------------------------
 
 
 def launched(arguments: str, module: str = "verl.trainer.main_ppo", name: str = "s"):
@@ -564,7 +626,10 @@ def launched(arguments: str, module: str = "verl.trainer.main_ppo", name: str = 
             {"data.max_response_length": 1024, "data.train_batch_size": 64},
         ),
         ("-cn search_multiturn_grpo --config-path=$HERE/config", {"data.shuffle": False}),
-        ("--config-name=ppo_megatron_trainer", {LAYOUT + "tensor_model_parallel_size": None, "data.train_batch_size": 1024}),
+        (
+            "--config-name=ppo_megatron_trainer",
+            {LAYOUT + "tensor_model_parallel_size": None, "data.train_batch_size": 1024},
+        ),
     ],
 )
 def test_verls_own_files_are_known_by_name(arguments, ours):
@@ -580,10 +645,16 @@ def test_a_file_at_hand_is_read_with_those_it_builds_on(tmp_path):
         "hydra: {searchpath: [x]}\ndefaults: [base, override model_engine: megatron, _self_]\n"
         "data: {train_batch_size: 48, gen_batch_size: '${data.train_batch_size}'}\n"
     )
-    (tmp_path / "conf" / "base.yaml").write_text("defaults: [ppo_trainer, _self_]\ndata: {train_batch_size: 5, max_prompt_length: 77}\n")
+    (tmp_path / "conf" / "base.yaml").write_text(
+        "defaults: [ppo_trainer, _self_]\ndata: {train_batch_size: 5, max_prompt_length: 77}\n"
+    )
     out = launched("--config-path conf --config-name mine data.max_response_length=99", name=str(tmp_path / "s.sh"))
     assert not out.faults and not out.lacks_layout  # Megatron's degrees are the script's, which are all 1
-    assert [out.values[f"data.{key}"] for key in ("train_batch_size", "max_prompt_length", "max_response_length")] == [48, 77, 99]
+    assert [out.values[f"data.{key}"] for key in ("train_batch_size", "max_prompt_length", "max_response_length")] == [
+        48,
+        77,
+        99,
+    ]
     assert any("the configuration mine sets" in w and "data.train_batch_size=48" in w for w in out.warnings)
 
 
@@ -596,11 +667,18 @@ def test_a_file_that_is_not_at_hand_forbids_the_answer_valid(tmp_path, text):
     assert fault.startswith(f"--config-name {'nowhere' if text else 'mine'}: that file is not at hand")
 
 
-@pytest.mark.parametrize("module", ["recipe.one_step_off_policy.main_ppo", "verl.experimental.one_step_off_policy.main_ppo"])
+@pytest.mark.parametrize(
+    "module", ["recipe.one_step_off_policy.main_ppo", "verl.experimental.one_step_off_policy.main_ppo"]
+)
 def test_a_trainer_that_generates_ahead_has_engines_of_their_own_and_is_said_not_to_be_here(module):
     out = launched("trainer.nnodes=1 trainer.n_gpus_per_node=6 rollout.nnodes=1 rollout.n_gpus_per_node=2", module)
     assert [e.key for e in out.of("unsupported")] == [module]
-    ours = {"cluster.placement": "separate", "cluster.n_gpus_per_node": 8, "algorithm.anchor": "rollout", LAYOUT + "world_size": 6}
+    ours = {
+        "cluster.placement": "separate",
+        "cluster.n_gpus_per_node": 8,
+        "algorithm.anchor": "rollout",
+        LAYOUT + "world_size": 6,
+    }
     assert {key: out.values[key] for key in ours} == ours
 
 
@@ -609,7 +687,9 @@ def test_a_loss_whose_key_verl_ignores_is_written_as_it_is_computed(loss):
     mode = f"actor_rollout_ref.actor.policy_loss.loss_mode={loss}"
     for said in ("", "actor_rollout_ref.actor.loss_agg_mode=token-mean"):
         out = from_overrides(mode, *([said] if said else []))
-        assert out.values[LOSS + "loss_agg_mode"] == "seq-mean-token-mean" and any(loss in w for w in out.warnings) == bool(said)
+        assert out.values[LOSS + "loss_agg_mode"] == "seq-mean-token-mean" and any(
+            loss in w for w in out.warnings
+        ) == bool(said)
 
 
 @pytest.mark.parametrize(
@@ -622,7 +702,9 @@ def test_a_loss_whose_key_verl_ignores_is_written_as_it_is_computed(loss):
     ],
 )
 def test_a_script_that_sets_what_only_npus_know_is_for_npus(script, device):
-    out = import_script(f"{script}python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=Qwen/Qwen3-8B ${{device:-}}\n", "s", {})
+    out = import_script(
+        f"{script}python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=Qwen/Qwen3-8B ${{device:-}}\n", "s", {}
+    )
     assert out.values["cluster.device"] == device and not out.faults
 
 
@@ -674,14 +756,18 @@ def test_importing_imports_nothing_heavy():
         "from mrl.cli.main import main\n"
         f"main(['import-verl', {str(SCRIPTS / 'dapo_32b_fsdp.sh')!r}])\n"
         "spent = time.process_time() - start; assert spent < 2, spent\n"
-        "heavy = {'torch', 'ray', 'megatron', 'mbridge', 'vllm', 'transformers'} & set(sys.modules); assert not heavy, heavy"
+        "heavy = {'torch', 'ray', 'megatron', 'mbridge', 'vllm', 'transformers'} & "
+        "set(sys.modules); assert not heavy, heavy"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
 
 def test_a_comment_inside_a_continued_command_is_pointed_out(tmp_path):
-    text = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo \\\n  # a remark\n  trainer.nnodes=2 \\\n  trainer.save_freq=5\n"
+    text = (
+        "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo \\\n  # a remark\n  trainer.nnodes=2 "
+        "\\\n  trainer.save_freq=5\n"
+    )
     out = import_script(text, "s", {})
     assert out.values["cluster.nnodes"] == 2
     assert any("s:3: the shell ends the command above at the comment" in w for w in out.warnings)

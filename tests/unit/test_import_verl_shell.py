@@ -1,4 +1,6 @@
-"""The shell reader against the shell itself: what it says a command line is, is what bash makes of it; what it cannot know, it says."""
+"""The shell reader against the shell itself: what it says a command line is, is what bash makes of it;
+what it cannot know, it says.
+"""
 
 import subprocess
 from pathlib import Path
@@ -36,9 +38,11 @@ SCRIPTS = {
     "continued lines": "show a \\\n  b=$((1+1)) \\\n  'c d' \\\n  e",
     "if": 'm=vllm\nif [ "$m" = "vllm" ]; then k=yes; else k=no; fi\nshow $k',
     "if elif": "m=3\nif [ $m -lt 2 ]; then k=a\nelif [ $m -ge 3 ]; then k=b\nelse k=c\nfi\nshow $k",
-    "arithmetic condition": "t=2\nn=3\nif (( t <= 0 || n % t != 0 )); then k=bad; else k=good; fi\n(( n > t )) && j=more\nshow $k $j",
+    "arithmetic condition": "t=2\nn=3\nif (( t <= 0 || n % t != 0 )); then k=bad; else k=good; fi\n(( n > t "
+    ")) && j=more\nshow $k $j",
     "truth values": "t=2\nshow $(( !t && 1 )) $(( t && 1 )) $(( 0 || t ))",
-    "arguments that are not there": "n=4\nwhile [[ $# -gt 0 ]]; do case $1 in --n) n=$2; shift 2 ;; esac; done\nshow $n",
+    "arguments that are not there": "n=4\nwhile [[ $# -gt 0 ]]; do case $1 in --n) n=$2; shift "
+    "2 ;; esac; done\nshow $n",
     "items by expression": 'A=(a b c)\ni=1\nshow ${A[i]} ${A[$i + 1]} ${A[-1]} "${A[0]}"',
     "colon that assigns": ': "${n:=8}"\n: ${m:=x}\nshow $n $m',
     "double brackets": 'm=sglang\nif [[ "$m" == sg* && -n "$m" ]]; then k=1; else k=2; fi\nshow $k',
@@ -48,7 +52,8 @@ SCRIPTS = {
     "function": 'f() {\n  local z=$1\n  out="got $z"\n}\nf here\nshow "$out"',
     "subshell": "a=1\n(a=2)\n{ b=3; }\nshow $a $b",
     "cut": "p=/a/b/model.tar.gz\nshow ${p##*/} ${p%/*} ${p%%.*} ${p#/a} ${p/b/c} ${p//a/A} ${p:1:3} ${#p}",
-    "basename": 'P=XX/Qwen25-3B-Instruct\nn=$(basename $P)\nshow "$n" "$(basename a/b.sh .sh)" $(dirname /x/y) `basename q/r`',
+    "basename": 'P=XX/Qwen25-3B-Instruct\nn=$(basename $P)\nshow "$n" "$(basename a/b.sh .sh)" '
+    "$(dirname /x/y) `basename q/r`",
     "quotes in quotes": "f=/d/t.parquet\nshow \"['$f', '$f']\" '[\"console\",\"wandb\"]' ['a','b'] \"a\\\"b\"",
     "plus equals": 'a=x\na+=y\nA=(1)\nA+=(2 3)\nshow $a "${A[*]}"',
     "here-document": "cat <<EOF >/dev/null\nshow not this $a\nEOF\nshow this",
@@ -86,7 +91,10 @@ def only_command(text: str, **given: str):
 
 def test_nothing_of_a_script_is_run(tmp_path):
     mark = tmp_path / "mark"
-    text = f"touch {mark}\nx=$(touch {mark})\n`touch {mark}`\ncat <<EOF\n$(touch {mark})\nEOF\nf() {{ touch {mark}; }}\nf\nshow $x {{a}}"
+    text = (
+        f"touch {mark}\nx=$(touch {mark})\n`touch {mark}`\ncat <<EOF\n$(touch {mark})\nEOF\nf() {{ touch "
+        f"{mark}; }}\nf\nshow $x {{a}}"
+    )
     read_script(text, "s", {})
     assert not mark.exists()
 
@@ -141,7 +149,8 @@ def test_a_text_with_one_unknown_part_is_cut_where_the_shell_would_cut_it():
     script = 'A="a.b=1 c.d=$ROOT/x e.f=$((NODES * 2)) g=$(date +%d %m) h=2"\nshow $A "$A"'
     *cut, whole = texts(script)
     assert cut == [
-        ("a.b=1", set()), ("c.d=${ROOT}/x", {"ROOT"}), ("e.f=$((NODES * 2))", {"NODES"}), ("g=$(date +%d %m)", {"A"}), ("h=2", set()),
+        ("a.b=1", set()), ("c.d=${ROOT}/x", {"ROOT"}), ("e.f=$((NODES * 2))", {"NODES"}), ("g=$(date +%d %m)", {"A"}),
+        ("h=2", set()),
     ]  # fmt: skip
     assert whole[1] == {"ROOT", "NODES", "A"}
     assert [text for text, _ in texts(script, ROOT="/r", NODES="2")][:3] == ["a.b=1", "c.d=/r/x", "e.f=4"]
@@ -168,7 +177,9 @@ def test_branches_leave_of_a_text_what_was_there_before_and_one_word_for_what_wa
 
 def test_a_loop_that_counts_does_not_keep_the_rest_from_being_read():
     read = read_script("n=2\nfor ((i=0; i<n; i++)); do sleep 1; done\nshow $n", "s", {})
-    assert [w.text for w in read.commands[-1].words] == ["show", "2"] and any("s:2: a loop whose end" in r for r in read.remarks)
+    assert [w.text for w in read.commands[-1].words] == ["show", "2"] and any(
+        "s:2: a loop whose end" in r for r in read.remarks
+    )
 
 
 def test_a_file_that_is_sourced_is_reported():
@@ -185,7 +196,8 @@ def test_a_here_document_is_reported():
     [
         ("f() { f; }\nf", "calls itself without end"),
         ("x" * 600_000, "no launch script"),
-        ("for a in " + " ".join("1" * 200) + "; do for b in " + " ".join("1" * 200) + "; do c=1; done; done", "no launch script"),
+        ("for a in " + " ".join("1" * 200) + "; do for b in " + " ".join("1" * 200) + "; do c=1; done; done",
+            "no launch script"),
         ("select x in a b; do show $x; done", "s:1: select asks a person"),
         ("( " * 5000 + "a" + " )" * 5000, "nested too deeply"),
         ("a=xxxxxxxx\n" + 'a="$a$a"\n' * 60, "grows over 1000000 characters"),
@@ -232,20 +244,34 @@ def test_no_script_that_bash_reads_has_faults():
     assert not any(read_script(text, "s", {}).faults for text in SCRIPTS.values())
 
 
-@pytest.mark.parametrize("text", ["9**9**9**9", "1/0", "__import__('os')", "a.b", "[1]", "2**70", "(" * 300, "1 if 1 else 2", "'a'*9"])
+@pytest.mark.parametrize(
+    "text", ["9**9**9**9", "1/0", "__import__('os')", "a.b", "[1]", "2**70", "(" * 300, "1 if 1 else 2", "'a'*9"]
+)
 def test_arithmetic_calculates_integers_and_nothing_else(text):
     with pytest.raises(ValueError):
         calculate(text, lambda name: 3)
 
 
 def test_every_fixture_is_read_as_bash_reads_it():
-    """The words behind the module, over all fixtures: python3, ray and uv are replaced by a function that shows its arguments."""
+    """The words behind the module, over all fixtures: python3,
+    ray and uv are replaced by a function that shows its arguments.
+    """
     for file in sorted((Path(__file__).parent / "verl_scripts").glob("*.sh")):
-        text = file.read_text().replace("set -xeuo pipefail", "set -e").replace("cd /opt/verl", ":").replace('"${PWD}"', "here")
-        fake = 'python3() { show python3 "$@"; }\nray() { show ray "$@"; }\nuv() { [ "$1" = sync ] || show uv "$@"; }\ntee() { :; }\n'
+        text = (
+            file.read_text()
+            .replace("set -xeuo pipefail", "set -e")
+            .replace("cd /opt/verl", ":")
+            .replace('"${PWD}"', "here")
+        )
+        fake = (
+            'python3() { show python3 "$@"; }\nray() { show ray "$@"; }\nuv() { [ "$1" = sync ] || show '
+            'uv "$@"; }\ntee() { :; }\n'
+        )
         (expected,) = by_bash(fake + text)
         launch = next(
-            c for c in read_script(text, "s", {}).commands if c.words[0].text == expected[0] and "-m" in [w.text for w in c.words]
+            c
+            for c in read_script(text, "s", {}).commands
+            if c.words[0].text == expected[0] and "-m" in [w.text for w in c.words]
         )
         assert [w.text for w in launch.words if w.known] == [
             word for word, ours in zip(expected, launch.words, strict=True) if ours.known

@@ -45,8 +45,8 @@ def test_parts_are_named_by_their_classes_wherever_a_chunk_has_them():
     adam = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
     said = kernels_in_words([first, last], optimizer(None, adam))
     assert (
-        said
-        == "layers of torch, attention FlashAttention, experts GroupedExperts of GroupedProduct, norm RMSNorm, optimizer AdamW of torch"
+        said == "layers of torch, attention FlashAttention, experts GroupedExperts of GroupedProduct, norm RMSNorm, "
+        "optimizer AdamW of torch"
     )
 
 

@@ -6,11 +6,12 @@ from small_model import SIZES, write_model
 from mrl.errors import ConfigError, EnvironmentFault
 from mrl.model import active_parameter_count, known_models, known_name, known_spec, parameter_count, planning_model_spec
 
-# (all, active) in 10^9, as the model cards and the technical reports (arXiv:2505.09388, arXiv:2412.15115) give them; 12 active ones of
-# GLM-4.5-Air are without its two vocabulary matrices
+# (all, active) in 10^9, as the model cards and the technical reports (arXiv:2505.09388, arXiv:2412.15115) give them; 12
+# active ones of GLM-4.5-Air are without its two vocabulary matrices
 PUBLISHED = {
     "Qwen3-30B-A3B": (30.5, 3.3), "Qwen3-235B-A22B": (235, 22), "Qwen3-32B": (32.8, 32.8), "Qwen3-14B": (14.8, 14.8),
-    "Qwen3-8B": (8.2, 8.2), "Qwen3-4B": (4.0, 4.0), "Qwen3-1.7B": (1.7, 1.7), "Qwen3-0.6B": (0.6, 0.6), "Qwen2.5-72B": (72.7, 72.7),
+    "Qwen3-8B": (8.2, 8.2), "Qwen3-4B": (4.0, 4.0), "Qwen3-1.7B": (1.7, 1.7), "Qwen3-0.6B": (0.6, 0.6),
+    "Qwen2.5-72B": (72.7, 72.7),
     "Qwen2.5-32B": (32.5, 32.5), "Qwen2.5-14B": (14.7, 14.7), "Qwen2.5-7B": (7.61, 7.61), "Qwen2.5-3B": (3.09, 3.09),
     "Qwen2.5-1.5B": (1.54, 1.54), "Qwen2.5-0.5B": (0.49, 0.49), "Qwen2-7B": (7.6, 7.6), "GLM-4.5-Air": (106, 13.4),
     "Qwen2.5-Math-7B": (7.62, 7.62), "Qwen2.5-Math-1.5B": (1.54, 1.54), "Qwen1.5-MoE-A2.7B": (14.3, 2.7),
@@ -65,7 +66,9 @@ def test_a_path_that_is_not_there_falls_back_and_says_so():
     assert "not on this machine" in note and "Qwen3-8B" in note
 
 
-@pytest.mark.parametrize("name", ["Qwen3-30B-A3B-Instruct-2507", "Qwen3-4B-Thinking-2507", "Qwen3-235B-A22B-Instruct-2507"])
+@pytest.mark.parametrize(
+    "name", ["Qwen3-30B-A3B-Instruct-2507", "Qwen3-4B-Thinking-2507", "Qwen3-235B-A22B-Instruct-2507"]
+)
 def test_a_later_release_of_the_same_shape_has_its_own_limit_of_positions(name):
     spec, first = planning_model_spec(f"Qwen/{name}")[0], known_spec(known_name(name))
     assert (spec.max_position_embeddings, first.max_position_embeddings) == (262_144, 40_960)
@@ -80,7 +83,9 @@ def test_a_folder_without_config_is_refused_whatever_its_name(tmp_path):
 
 
 def test_a_folder_that_wants_its_own_code_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text('{"auto_map": {"AutoConfig": "x.Y"}, "architectures": ["Qwen3MoeForCausalLM"]}')
+    (tmp_path / "config.json").write_text(
+        '{"auto_map": {"AutoConfig": "x.Y"}, "architectures": ["Qwen3MoeForCausalLM"]}'
+    )
     with pytest.raises(ConfigError, match="auto_map"):
         planning_model_spec(tmp_path)
 

@@ -1,4 +1,6 @@
-"""The start scripts on a node made of stand-ins: `ray`, `nvidia-smi` and a folder for /dev that are what the test says."""
+"""The start scripts on a node made of stand-ins: `ray`,
+`nvidia-smi` and a folder for /dev that are what the test says.
+"""
 
 import os
 import subprocess
@@ -32,7 +34,13 @@ class Node:
             (self.dev / f"davinci{i}").touch()
 
     def run(self, script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
-        own = {"PATH": f"{self.bin}:/usr/bin:/bin", "HOME": str(self.bin), "MRL_DEV": str(self.dev), "POLL_S": "0.1", "CPUS": "4"}
+        own = {
+            "PATH": f"{self.bin}:/usr/bin:/bin",
+            "HOME": str(self.bin),
+            "MRL_DEV": str(self.dev),
+            "POLL_S": "0.1",
+            "CPUS": "4",
+        }
         return subprocess.run(
             [str(LAUNCH / script), *arguments], env=own | {"PORT": "1", "DASHBOARD_PORT": "2"} | environment,
             capture_output=True, text=True, timeout=30,
@@ -76,7 +84,14 @@ def test_a_thread_limit_for_ranks_does_not_shrink_the_node(node):
 def test_devices_that_come_up_late_are_waited_for(node):
     late = node.bin / "late"
     node.script("nvidia-smi", f"[ -e {late} ] || {{ touch {late}; exit 9; }}\necho 'GPU 0: x'; echo 'GPU 1: x'")
-    done = node.run("start_worker.sh", HEAD="127.0.0.1:1", RAY_AUTH_TOKEN="t" * 32, DEVICES="2", DEVICE_TIMEOUT_S="20", HEAD_TIMEOUT_S="0")
+    done = node.run(
+        "start_worker.sh",
+        HEAD="127.0.0.1:1",
+        RAY_AUTH_TOKEN="t" * 32,
+        DEVICES="2",
+        DEVICE_TIMEOUT_S="20",
+        HEAD_TIMEOUT_S="0",
+    )
     assert late.exists() and "no head answers" in done.stderr  # it got past its devices
 
 
@@ -120,7 +135,11 @@ def test_a_worker_joins_with_its_devices(node):
         address = f"127.0.0.1:{head.getsockname()[1]}"
         done = node.run("start_worker.sh", "--block", HEAD=address, RAY_AUTH_TOKEN="t" * 32)
     assert done.returncode == 0, done.stderr
-    assert f"start --address {address}" in node.calls[0] and "--num-gpus 2" in node.calls[0] and node.calls[0].endswith("--block")
+    assert (
+        f"start --address {address}" in node.calls[0]
+        and "--num-gpus 2" in node.calls[0]
+        and node.calls[0].endswith("--block")
+    )
 
 
 def test_a_port_in_use_is_told_before_anything_starts(node):
@@ -133,9 +152,12 @@ def test_a_port_in_use_is_told_before_anything_starts(node):
 
 def test_submitting_is_a_call_of_mrl_submit(node):
     node.script("mrl", f'printf "%s\\n" "$@" >{node.log}')
-    node.run("submit.sh", "preset.yaml", "--set", "a=b c", RAY_API="http://h:1", RUNTIME_ENV="env.yaml", AGENT_TIMEOUT_S="5")
+    node.run(
+        "submit.sh", "preset.yaml", "--set", "a=b c", RAY_API="http://h:1", RUNTIME_ENV="env.yaml", AGENT_TIMEOUT_S="5"
+    )
     assert node.calls == [
-        "submit", "--address", "http://h:1", "--agent-timeout-s", "5", "--runtime-env", "env.yaml", "preset.yaml", "--set", "a=b c",
+        "submit", "--address", "http://h:1", "--agent-timeout-s", "5", "--runtime-env", "env.yaml", "preset.yaml",
+        "--set", "a=b c",
     ]  # fmt: skip
     assert node.run("submit.sh").returncode == 2
 

@@ -1,5 +1,6 @@
-"""Which layers ranks compute with: Megatron's own answer, refused on an accelerator where it is plain torch and nobody said that it may be,
-and the same in the plan."""
+"""Which layers ranks compute with: Megatron's own answer, refused on an accelerator where it is plain torch and nobody
+said that it may be, and the same in the plan.
+"""
 
 import subprocess
 import sys
@@ -52,7 +53,9 @@ def answer(folder: Path, files: dict[str, str], before: str = "") -> str:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     start = f"import sys; sys.path[:0] = [{str(folder)!r}, {str(ROOT)!r}]\n"
-    return subprocess.run([sys.executable, "-c", start + before + ASK], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        [sys.executable, "-c", start + before + ASK], capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def test_layers_are_those_that_megatron_found(tmp_path):
@@ -61,7 +64,9 @@ def test_layers_are_those_that_megatron_found(tmp_path):
 
 
 def test_a_transformer_engine_that_cannot_be_imported_is_none(tmp_path):
-    broken = TRANSFORMER_ENGINE | {"transformer_engine/pytorch/__init__.py": "raise ImportError('undefined symbol: _ZN3c10')"}
+    broken = TRANSFORMER_ENGINE | {
+        "transformer_engine/pytorch/__init__.py": "raise ImportError('undefined symbol: _ZN3c10')"
+    }
     assert answer(tmp_path, broken) == "torch"
 
 
@@ -73,7 +78,10 @@ def test_megatron_asks_as_the_stand_in_does():
     import megatron.core
 
     source = (Path(megatron.core.__path__[0]) / "extensions/transformer_engine.py").read_text()
-    for line in ("import transformer_engine as te", "from transformer_engine.pytorch.fp8 import FP8GlobalStateManager, fp8_autocast"):
+    for line in (
+        "import transformer_engine as te",
+        "from transformer_engine.pytorch.fp8 import FP8GlobalStateManager, fp8_autocast",
+    ):
         assert f"try:\n    {line}" in source or f"\n    {line}\n" in source
     assert "HAVE_TE = False" in source
 
@@ -102,7 +110,10 @@ def test_the_plan_counts_with_the_layers_that_the_run_would_have(preset):
     found = {}
     for allowed in ("false", "true"):
         inputs = inputs_of(preset, f"model.allow_torch_layers={allowed}")
-        found[allowed] = memory_section(inputs)["layers"], activations_of(inputs, batch_plan(inputs.config, inputs.train).micro)
+        found[allowed] = (
+            memory_section(inputs)["layers"],
+            activations_of(inputs, batch_plan(inputs.config, inputs.train).micro),
+        )
     assert [found[allowed][0] for allowed in ("false", "true")] == ["transformer_engine", "torch"]
     one, other = (sum(found[allowed][1].layer(True).values()) for allowed in ("false", "true"))
     assert other > one

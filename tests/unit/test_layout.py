@@ -1,4 +1,6 @@
-"""Layouts: ranks, groups and stages are Megatron's own; every broken rule is reported at once, with values that mend it."""
+"""Layouts: ranks, groups and stages are Megatron's own; every broken rule is reported at once,
+with values that mend it.
+"""
 
 import random
 import warnings
@@ -78,11 +80,19 @@ def test_groups_and_coordinates_are_megatrons(seed):
     rank_generator = megatron()[0]
     order = "tp-cp-ep-dp-pp"
     dense = rank_generator(tp=layout.tensor, ep=1, dp=layout.data, pp=layout.pipeline, cp=layout.context, order=order)
-    expert = rank_generator(tp=layout.expert_tensor, ep=layout.expert, dp=layout.expert_data, pp=layout.pipeline, cp=1, order=order)
+    expert = rank_generator(
+        tp=layout.expert_tensor, ep=layout.expert, dp=layout.expert_data, pp=layout.pipeline, cp=1, order=order
+    )
     for rank in rng.sample(range(layout.world_size), min(8, layout.world_size)):
         for axes in ("tp", "cp", "dp", "pp", "dp-cp", "tp-cp", "tp-pp"):
             assert layout.dense_group(rank, *axes.split("-")) == group_of(dense, axes, rank)
-        for axes, ours in {"tp": ("etp",), "ep": ("ep",), "dp": ("edp",), "pp": ("pp",), "tp-ep": ("etp", "ep")}.items():
+        for axes, ours in {
+            "tp": ("etp",),
+            "ep": ("ep",),
+            "dp": ("edp",),
+            "pp": ("pp",),
+            "tp-ep": ("etp", "ep"),
+        }.items():
             assert layout.expert_group(rank, *ours) == group_of(expert, axes, rank)
         for axis in ("tp", "cp", "dp", "pp"):
             assert getattr(layout.dense_coords(rank), axis) == group_of(dense, axis, rank).index(rank)
@@ -101,12 +111,17 @@ def test_rank_to_coordinates_and_back_is_the_identity(seed):
 
 
 def uneven_splits() -> list[tuple[int, dict]]:
-    """Legal (num_layers, pipeline keys): even, first/last, and counted embedding and loss, with and without virtual stages."""
+    """Legal (num_layers, pipeline keys): even, first/last, and counted embedding and loss,
+    with and without virtual stages.
+    """
     rng = random.Random(7)
     cases = []
     while len(cases) < 150:
         pp, vp = rng.choice([1, 2, 3, 4]), rng.choice([None, None, 2, 3])
-        keys: dict = {"pipeline_model_parallel_size": pp, "virtual_pipeline_model_parallel_size": vp if pp > 1 else None}
+        keys: dict = {
+            "pipeline_model_parallel_size": pp,
+            "virtual_pipeline_model_parallel_size": vp if pp > 1 else None,
+        }
         notation = rng.choice(["even", "ends", "counted"])
         if notation == "ends":
             keys["num_layers_in_first_pipeline_stage"] = rng.choice([None, rng.randint(1, 6)])
@@ -123,7 +138,9 @@ def uneven_splits() -> list[tuple[int, dict]]:
 def test_stage_layers_are_megatrons_for_even_and_uneven_splits():
     _, config_class, count, offset, _ = megatron()
     for layers, keys in uneven_splits():
-        layout = TrainLayout.build({"world_size": keys["pipeline_model_parallel_size"], **keys}, Facts().with_layers(layers))
+        layout = TrainLayout.build(
+            {"world_size": keys["pipeline_model_parallel_size"], **keys}, Facts().with_layers(layers)
+        )
         config = config_class(num_layers=layers, hidden_size=8, num_attention_heads=1, pipeline_dtype=object, **keys)
         vp_size = keys["virtual_pipeline_model_parallel_size"]
         for pp in range(layout.pipeline):
@@ -150,9 +167,15 @@ def test_an_illegal_uneven_split_is_illegal_for_megatron_too():
         layers = rng.randint(pp, 16)
         ours = check_train_layout({"world_size": pp, **keys}, Facts().with_layers(layers))
         try:
-            config = config_class(num_layers=layers, hidden_size=8, num_attention_heads=1, pipeline_dtype=object, **keys)
-            built = [[count(config, v, p) for v in range(keys["virtual_pipeline_model_parallel_size"] or 1)] for p in range(pp)]
-            theirs = sum(map(sum, built)) == layers and min(map(min, built)) >= 0  # Megatron lets negative counts through
+            config = config_class(
+                num_layers=layers, hidden_size=8, num_attention_heads=1, pipeline_dtype=object, **keys
+            )
+            built = [
+                [count(config, v, p) for v in range(keys["virtual_pipeline_model_parallel_size"] or 1)]
+                for p in range(pp)
+            ]
+            # Megatron lets negative counts through
+            theirs = sum(map(sum, built)) == layers and min(map(min, built)) >= 0
         except (ValueError, AssertionError):
             theirs = False
         refused += not theirs
@@ -202,7 +225,8 @@ def test_all_violations_are_reported_at_once():
 @pytest.mark.parametrize(
     ("field", "value", "others", "model", "allowed"),
     [
-        ("tensor_model_parallel_size", 6, {"world_size": 48}, Facts(), (1, 2, 4, 8)),  # divisors of 32 that fit 4 key/value heads
+        # divisors of 32 that fit 4 key/value heads
+        ("tensor_model_parallel_size", 6, {"world_size": 48}, Facts(), (1, 2, 4, 8)),
         ("tensor_model_parallel_size", 64, {"world_size": 64}, Facts(), (4, 8, 16, 32)),
         ("expert_model_parallel_size", 3, {"world_size": 3}, Facts(), (1, 2, 4, 8)),  # divisors of 128
         ("expert_model_parallel_size", 2, {"world_size": 2}, DENSE, (1,)),
@@ -210,7 +234,13 @@ def test_all_violations_are_reported_at_once():
         ("pipeline_model_parallel_size", 5, {"world_size": 5}, Facts(), (2, 3, 4, 6)),  # divisors of 48
         ("world_size", 20, {"tensor_model_parallel_size": 8}, Facts(), (8, 16, 24, 32)),
         ("sequence_parallel", True, {"world_size": 1}, Facts(), (False,)),
-        ("virtual_pipeline_model_parallel_size", 5, {"world_size": 4, "pipeline_model_parallel_size": 4}, Facts(), (2, 3, 4, 6)),
+        (
+            "virtual_pipeline_model_parallel_size",
+            5,
+            {"world_size": 4, "pipeline_model_parallel_size": 4},
+            Facts(),
+            (2, 3, 4, 6),
+        ),
         (
             "num_layers_in_first_pipeline_stage",
             3,
@@ -236,7 +266,9 @@ def test_more_tensor_ranks_than_key_value_heads_are_legal_when_they_share_evenly
 
 
 def test_unset_expert_tensor_size_is_one_and_unset_sequence_parallel_follows_tensor_size():
-    layout = TrainLayout.build({"world_size": 4, "tensor_model_parallel_size": 4, "expert_tensor_parallel_size": None}, Facts())
+    layout = TrainLayout.build(
+        {"world_size": 4, "tensor_model_parallel_size": 4, "expert_tensor_parallel_size": None}, Facts()
+    )
     assert (layout.expert_tensor, layout.expert_data, layout.sequence_parallel) == (1, 4, True)
     assert not TrainLayout.build({"world_size": 4}, Facts()).sequence_parallel
 

@@ -1,6 +1,8 @@
-"""The writer hands over finished modules and nothing else; the handshake finds every way in which an engine is not what the plan assumes.
+"""The writer hands over finished modules and nothing else; the handshake finds every way in which an engine is not what
+the plan assumes.
 
-The engine here is a toy whose kernels keep weights transposed; tests/real/test_engine_slices.py does the same with vLLM.
+The engine here is a toy whose kernels keep weights transposed; tests/real/test_engine_slices.py does the same with
+vLLM.
 """
 
 from dataclasses import replace
@@ -89,13 +91,23 @@ class ToyReload:
         for layer in (m for m in model.modules() if isinstance(m, Layer)):
             self.aside[layer] = {leaf: getattr(layer, leaf) for leaf in layer.load_shapes}
             for leaf, shape in layer.load_shapes.items():
-                setattr(layer, leaf, nn.Parameter(torch.empty(shape, device="meta", dtype=getattr(layer, leaf).dtype), requires_grad=False))
+                setattr(
+                    layer,
+                    leaf,
+                    nn.Parameter(
+                        torch.empty(shape, device="meta", dtype=getattr(layer, leaf).dtype), requires_grad=False
+                    ),
+                )
 
     def leave_out(self, layer):
         self._back(layer)
 
     def load_tensor(self, layer, leaf):
-        return torch.empty(layer.load_shapes[leaf], device="meta", dtype=getattr(layer, leaf).dtype) if leaf in layer.load_shapes else None
+        return (
+            torch.empty(layer.load_shapes[leaf], device="meta", dtype=getattr(layer, leaf).dtype)
+            if leaf in layer.load_shapes
+            else None
+        )
 
     def open_loaders(self, layer):
         self.log.append("open")
@@ -131,7 +143,9 @@ def final(engine: Engine):
     return read
 
 
-WEIGHTS = {name: torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i, (name, shape) in enumerate(HF.items())}
+WEIGHTS = {
+    name: torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i, (name, shape) in enumerate(HF.items())
+}
 
 
 def begun(engine: Engine, wanted=None) -> tuple[LayerwiseWriter, ToyReload]:
@@ -155,7 +169,10 @@ def write_all(writer: LayerwiseWriter, modules=("layers.1.fused", "embed", "laye
 
 
 def right_digest(target: TargetParameter) -> int:
-    return sum(partial_digest(WEIGHTS[p.hf_name][p.hf_box.slices], p.hf_name, p.hf_box.origin) for p in target.pieces) % 2**64
+    return (
+        sum(partial_digest(WEIGHTS[p.hf_name][p.hf_box.slices], p.hf_name, p.hf_box.origin) for p in target.pieces)
+        % 2**64
+    )
 
 
 def test_what_was_written_is_what_the_kernel_holds_in_its_own_memory():
@@ -165,9 +182,18 @@ def test_what_was_written_is_what_the_kernel_holds_in_its_own_memory():
     write_all(writer)
     writer.finish()
     assert {name: p.data_ptr() for name, p in engine.named_parameters()} == places
-    assert torch.equal(engine.layers[0]["fused"].weight.data.t(), torch.cat([WEIGHTS["q.weight"][ROWS // 2 :], WEIGHTS["k.weight"]]))
-    assert torch.equal(engine.embed.weight.data.t(), torch.cat([WEIGHTS["embed.weight"][2:], torch.zeros(1, WIDTH)])), "padding is zero"
-    assert writer.received == writer.shown == {t.name: right_digest(t) for t in targets()} == held_digests(targets(), final(engine))
+    assert torch.equal(
+        engine.layers[0]["fused"].weight.data.t(), torch.cat([WEIGHTS["q.weight"][ROWS // 2 :], WEIGHTS["k.weight"]])
+    )
+    assert torch.equal(engine.embed.weight.data.t(), torch.cat([WEIGHTS["embed.weight"][2:], torch.zeros(1, WIDTH)])), (
+        "padding is zero"
+    )
+    assert (
+        writer.received
+        == writer.shown
+        == {t.name: right_digest(t) for t in targets()}
+        == held_digests(targets(), final(engine))
+    )
     assert reload.log == ["finish"]
 
 
@@ -232,7 +258,9 @@ def test_two_modules_may_be_open_and_not_three():
     writer, _ = begun(Engine())
     writer.tensor("embed.weight")
     writer.tensor("layers.0.fused.bias")
-    with pytest.raises(RuntimeError, match=r"layers.1.fused would be the third module in load layout beside embed, layers.0.fused"):
+    with pytest.raises(
+        RuntimeError, match=r"layers.1.fused would be the third module in load layout beside embed, layers.0.fused"
+    ):
         writer.tensor("layers.1.fused.weight")
 
 
@@ -292,7 +320,10 @@ def test_the_digest_of_experts_is_the_same_in_parts_and_whole(slots):
         for n, half in enumerate(halves)
         for e, slot in enumerate(slots)
     )
-    target, weight = TargetParameter("experts.w13_weight", "experts", (5, 32, 8), "float32", pieces), torch.randn(5, 32, 8)
+    target, weight = (
+        TargetParameter("experts.w13_weight", "experts", (5, 32, 8), "float32", pieces),
+        torch.randn(5, 32, 8),
+    )
     right = sum(partial_digest(hf_block(weight, p), p.hf_name, (0, 0)) for p in pieces) % 2**64
     for size in (1, 2, 5):
         assert held_digests([target], lambda _, size=size: weight.split(size)) == {target.name: right}
@@ -300,14 +331,18 @@ def test_the_digest_of_experts_is_the_same_in_parts_and_whole(slots):
 
 def test_bytes_that_have_to_come_are_counted_from_the_engine():
     engine = Engine(torch.bfloat16)
-    engine.embed.shard_indices = type("Rows", (), {"num_elements_padded": 4, "num_org_elements": 3, "num_added_elements": 0})
+    engine.embed.shard_indices = type(
+        "Rows", (), {"num_elements_padded": 4, "num_org_elements": 3, "num_added_elements": 0}
+    )
     assert weight_bytes(engine, ToyReload(), torch.bfloat16) == 2 * (3 * WIDTH + 2 * (ROWS // 2 + 4) * (WIDTH + 1))
 
 
 class TestHandshake:
     @pytest.fixture(autouse=True)
     def spec(self, monkeypatch):
-        monkeypatch.setattr(handshake, "tensor_specs", lambda spec: [TensorSpec(n, s, "float32") for n, s in HF.items()])
+        monkeypatch.setattr(
+            handshake, "tensor_specs", lambda spec: [TensorSpec(n, s, "float32") for n, s in HF.items()]
+        )
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_an_engine_as_planned_passes_and_keeps_its_weights(self, dtype):
@@ -322,8 +357,14 @@ class TestHandshake:
         [
             (lambda t: t[1:], "embed.weight is a parameter of vLLM that the plan does not know"),
             (lambda t: (*t, replace(t[0], name="norm.weight")), "vLLM has no norm.weight"),
-            (lambda t: (replace(t[0], local_shape=(8, WIDTH)), *t[1:]), "embed.weight is [4, 6] in vLLM, [8, 6] in the plan"),
-            (lambda t: (replace(t[0], dtype="bfloat16"), *t[1:]), "embed.weight is float32 in vLLM, bfloat16 in the plan"),
+            (
+                lambda t: (replace(t[0], local_shape=(8, WIDTH)), *t[1:]),
+                "embed.weight is [4, 6] in vLLM, [8, 6] in the plan",
+            ),
+            (
+                lambda t: (replace(t[0], dtype="bfloat16"), *t[1:]),
+                "embed.weight is float32 in vLLM, bfloat16 in the plan",
+            ),
         ],
     )
     def test_a_parameter_that_differs_is_named(self, change, words):
@@ -364,8 +405,12 @@ class TestHandshake:
     def test_elements_that_the_plan_takes_for_padding_must_not_be_written(self):
         wanted = list(targets())
         words = wanted[0].pieces[0]
-        wanted[0] = replace(wanted[0], pieces=(replace(words, hf_box=Box(((2, 4), (0, WIDTH))), local_box=Box(((0, 2), (0, WIDTH)))),))
-        with pytest.raises(HandshakeError, match=r"embed.weight: vLLM's loader writes elements that the plan takes for padding"):
+        wanted[0] = replace(
+            wanted[0], pieces=(replace(words, hf_box=Box(((2, 4), (0, WIDTH))), local_box=Box(((0, 2), (0, WIDTH)))),)
+        )
+        with pytest.raises(
+            HandshakeError, match=r"embed.weight: vLLM's loader writes elements that the plan takes for padding"
+        ):
             check_loader(Engine(), None, wanted, ToyReload())
 
     def test_an_expert_kernel_with_a_layout_of_its_own_is_refused(self):
@@ -381,7 +426,9 @@ def test_reading_through_an_identity_shows_every_bit_but_signs_of_zero_and_subno
     layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
     layer.cpu_linear = lambda x, _, bias: nn.functional.linear(x, weight, bias)
     assert what_reading_shows(weight) is weight
-    assert torch.equal(through_identity(layer, (40, 700), dtype).contiguous().view(torch.uint8), weight.view(torch.uint8))
+    assert torch.equal(
+        through_identity(layer, (40, 700), dtype).contiguous().view(torch.uint8), weight.view(torch.uint8)
+    )
     weight[3, 5], weight[4, 6], weight[0, 0] = -0.0, torch.finfo(dtype).tiny / 4, 0.0
     shown = what_reading_shows(weight)
     assert shown is not weight

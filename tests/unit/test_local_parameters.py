@@ -1,4 +1,6 @@
-"""A rank's weights are found under their Megatron names, where training changes them, and are as the plan describes them."""
+"""A rank's weights are found under their Megatron names, where training changes them,
+and are as the plan describes them.
+"""
 
 import pytest
 import torch

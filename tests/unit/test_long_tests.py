@@ -1,4 +1,6 @@
-"""Tests marked `long` run in named pieces: each of them in exactly one, and what a piece came to is stored beside the others."""
+"""Tests marked `long` run in named pieces: each of them in exactly one,
+and what a piece came to is stored beside the others.
+"""
 
 import ast
 import importlib.util
@@ -25,7 +27,11 @@ def script():
 
 def has_long_tests(file: Path) -> bool:
     """Whether the mark stands in it, as `pytest.mark.long`."""
-    return any(ast.unparse(node) == "pytest.mark.long" for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute))
+    return any(
+        ast.unparse(node) == "pytest.mark.long"
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute)
+    )
 
 
 def test_each_file_with_long_tests_is_in_exactly_one_piece(script):
@@ -42,7 +48,9 @@ def test_a_pieces_summary_takes_the_place_of_its_last_one(script, tmp_path, monk
     monkeypatch.setattr(script, "commit", lambda: "abc")
     monkeypatch.setattr(script, "date", SimpleNamespace(today=lambda: date(2026, 11, 22)))
     (tmp_path / "report.xml").write_text(REPORT)
-    (tmp_path / "long_tests.json").write_text(json.dumps({"sync": {"seconds": 1}, "runs": {"seconds": 2}, "gone": {"seconds": 3}}))
+    (tmp_path / "long_tests.json").write_text(
+        json.dumps({"sync": {"seconds": 1}, "runs": {"seconds": 2}, "gone": {"seconds": 3}})
+    )
     script.store("runs", script.summary(tmp_path / "report.xml", seconds=61.7))
     stored = json.loads((tmp_path / "long_tests.json").read_text())
     result = {"commit": "abc", "date": "2026-11-22", "passed": 3, "failed": 3, "skipped": 3, "seconds": 62}
@@ -59,7 +67,11 @@ def test_what_passed_at_another_commit_or_failed_or_ran_nothing_is_run_again(scr
     monkeypatch.setattr("sys.argv", ["long_tests.py", "--list", "--resume", "sync", "runs", "routes", "memory"])
     (tmp_path / "long_tests.json").write_text(json.dumps(results))
     assert script.main() == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["long:runs", "long:routes", "long:memory"]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        "long:runs",
+        "long:routes",
+        "long:memory",
+    ]
 
 
 def test_no_piece_took_more_than_twenty_minutes(script):

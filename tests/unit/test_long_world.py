@@ -1,4 +1,6 @@
-"""The long world: answers of hundreds of tokens, starts apart, a graded reward; and the figures drawn from runs of several algorithms."""
+"""The long world: answers of hundreds of tokens, starts apart, a graded reward;
+and the figures drawn from runs of several algorithms.
+"""
 
 import functools
 import importlib.util
@@ -103,11 +105,19 @@ def test_algorithms_are_compared_over_their_seeds(script, tmp_path, monkeypatch)
 
 
 def test_the_clip_fractions_are_those_of_the_losses_on_the_same_log_ratios(script):
-    """One response of four tokens, A = 1, log ratios 1, 0, 0, 0: GRPO clips one token of four; its mean 1/4 clips the whole response."""
+    """One response of four tokens, A = 1, log ratios 1, 0, 0, 0: GRPO clips one token of four;
+    its mean 1/4 clips the whole response.
+    """
     clipping = script("evidence/clipping.py")
     old = np.full(4, -2.0, np.float32)
     batch = TrainBatch(
-        np.array([1]), np.array([4]), np.zeros(5, np.int32), old, np.ones(1, np.float32), old_log_probs=old, advantages=np.ones_like(old)
+        np.array([1]),
+        np.array([4]),
+        np.zeros(5, np.int32),
+        old,
+        np.ones(1, np.float32),
+        old_log_probs=old,
+        advantages=np.ones_like(old),
     )
     row = clipping.measured(1e-3, 1, batch, old + np.array([1.0, 0, 0, 0], np.float32))
     assert (row.grpo, row.gspo, row.times) == (0.25, 1.0, 4.0)

@@ -1,4 +1,6 @@
-"""One step of the loop with stand-ins for actor, engines and rewards: the order of its phases, and the names of what it writes."""
+"""One step of the loop with stand-ins for actor, engines and rewards: the order of its phases,
+and the names of what it writes.
+"""
 
 import signal
 from types import SimpleNamespace
@@ -48,7 +50,8 @@ class World:
         self.note("generate")
         reasons, ids, log_probs = ("length", "stop"), (5, 6), (-1.0, -1.0)
         done = stored([
-            Sample(r.prompt_id, r.group_id, i, r.seed, r.prompt_ids, ids, log_probs, reasons[i % 2], 0) for i, r in enumerate(requests)
+            Sample(r.prompt_id, r.group_id, i, r.seed, r.prompt_ids, ids, log_probs, reasons[i % 2], 0) for i,
+            r in enumerate(requests)
         ])  # fmt: skip
         on_batch(done, [""] * len(done))
         return done
@@ -119,7 +122,9 @@ class SharedDevices(World):
         super().note(call)
         if call == self.lost_in:
             raise Interrupted(f"{call}: rank 1 died")
-        assert not ({"gradients", "optimizer"} & self.kinds and self.engines) and not (self.kinds and "cache" in self.engines), call
+        assert not ({"gradients", "optimizer"} & self.kinds and self.engines) and not (
+            self.kinds and "cache" in self.engines
+        ), call
 
     def bring(self, *kinds):
         self.kinds = set(kinds)
@@ -179,7 +184,8 @@ def run_of(world, tmp_path, *overrides) -> Run:
     saver = Saver(config, run_dir.checkpoints, placement, "fingerprint", 0)
     return Run(
         config=config, run_dir=run_dir, val_prompts=None, total_steps=2,
-        stop=stop, record=world, responder=responder, actor=world, placement=placement, saver=saver, sample_writer=Writer(run_dir.samples),
+        stop=stop, record=world, responder=responder, actor=world, placement=placement, saver=saver,
+        sample_writer=Writer(run_dir.samples),
         generation=InTurn(config, responder, stream), state=TrainState(),
     )  # fmt: skip
 
@@ -202,15 +208,21 @@ def test_on_policy_no_pass_comes_before_the_update_and_the_line_has_what_the_pas
     for overrides in (ON_POLICY[1:], ON_POLICY):
         run = run_of(world, tmp_path / str(len(overrides)), *overrides)
         loop.train_step(run)
-        lines.append({name: value for name, value in world.lines[-1][1].items() if not name.startswith(("timing", "perf/"))})
+        lines.append(
+            {name: value for name, value in world.lines[-1][1].items() if not name.startswith(("timing", "perf/"))}
+        )
     assert world.calls[-5:] == ["offload", "generate", "rewards", "update", "sync 1"]
     assert lines[0] == lines[1] and "training/rollout_probs_diff_mean" in lines[1]
     assert not [name for name in world.lines[-1][1] if "old_log_prob" in name]
 
 
 @pytest.mark.parametrize("reference", [False, True])
-def test_on_policy_shared_devices_go_from_the_engines_to_the_update_unless_a_reference_is_asked_between(shared, tmp_path, reference):
-    run = shared.run = run_of(shared, tmp_path, *ON_POLICY, f"algorithm.use_kl_loss={str(reference).lower()}", "algorithm.kl_loss_coef=0.1")
+def test_on_policy_shared_devices_go_from_the_engines_to_the_update_unless_a_reference_is_asked_between(
+    shared, tmp_path, reference
+):
+    run = shared.run = run_of(
+        shared, tmp_path, *ON_POLICY, f"algorithm.use_kl_loss={str(reference).lower()}", "algorithm.kl_loss_coef=0.1"
+    )
     run.placement.begin(0)
     begun = len(shared.calls)
     loop.train_step(run)
@@ -275,7 +287,15 @@ def test_a_signal_from_the_update_on_waits_for_the_end_of_the_step(world, tmp_pa
 
 # what is asked of ranks and engines in a step, on devices that they share
 BEFORE_UPDATE = ("generate", "rewards", "sleep", "bring parameters", "log_probs")
-FROM_UPDATE = ("bring parameters gradients optimizer", "update", "offload", "wake_weights", "transfer", "wake_cache", "commit")
+FROM_UPDATE = (
+    "bring parameters gradients optimizer",
+    "update",
+    "offload",
+    "wake_weights",
+    "transfer",
+    "wake_cache",
+    "commit",
+)
 
 
 @pytest.fixture
@@ -305,19 +325,31 @@ def test_a_signal_before_the_update_saves_the_step_before_with_the_engines_aslee
     run = after_a_step(shared, tmp_path)
     shared.signal_in = call
     go_on(run, monkeypatch)
-    assert shared.taken == [(1, set())] and run.state.step == run.saver.saved_step == 1 and [step for step, _ in shared.lines] == [1]
+    assert (
+        shared.taken == [(1, set())]
+        and run.state.step == run.saver.saved_step == 1
+        and [step for step, _ in shared.lines] == [1]
+    )
 
 
 @pytest.mark.parametrize("call", FROM_UPDATE)
-def test_a_signal_at_a_later_hand_over_waits_for_the_step_and_saves_it_with_the_engines_asleep(shared, tmp_path, monkeypatch, call):
+def test_a_signal_at_a_later_hand_over_waits_for_the_step_and_saves_it_with_the_engines_asleep(
+    shared, tmp_path, monkeypatch, call
+):
     run = after_a_step(shared, tmp_path)
     shared.signal_in = call
     go_on(run, monkeypatch)
-    assert shared.taken == [(2, set())] and run.state.step == run.saver.saved_step == 2 and [step for step, _ in shared.lines] == [1, 2]
+    assert (
+        shared.taken == [(2, set())]
+        and run.state.step == run.saver.saved_step == 2
+        and [step for step, _ in shared.lines] == [1, 2]
+    )
 
 
 @pytest.mark.parametrize("call", [*BEFORE_UPDATE, *FROM_UPDATE])
-def test_a_process_that_is_lost_at_a_hand_over_ends_the_run_and_nothing_is_saved_of_what_it_left(shared, tmp_path, monkeypatch, call):
+def test_a_process_that_is_lost_at_a_hand_over_ends_the_run_and_nothing_is_saved_of_what_it_left(
+    shared, tmp_path, monkeypatch, call
+):
     run = after_a_step(shared, tmp_path)
     shared.lost_in = call
     go_on(run, monkeypatch)

@@ -1,4 +1,6 @@
-"""Every form of the policy loss, one token or sequence at a time, worked by hand; and gradients against finite differences in float64."""
+"""Every form of the policy loss, one token or sequence at a time, worked by hand;
+and gradients against finite differences in float64.
+"""
 
 import math
 from dataclasses import replace
@@ -59,7 +61,9 @@ def test_cispo_weighs_the_log_probability_by_the_clipped_ratio(ratio, advantage,
 
 
 def test_cispo_without_a_lower_bound_as_its_paper_has_it():
-    _, gradient, clipped = worked(replace(BASE, loss_mode="cispo", clip_ratio_low=1.0), one_sequence([-4.0], [0.0], [1.0]))
+    _, gradient, clipped = worked(
+        replace(BASE, loss_mode="cispo", clip_ratio_low=1.0), one_sequence([-4.0], [0.0], [1.0])
+    )
     assert gradient == pytest.approx([-math.exp(-4.0)])
     assert clipped == 0
 
@@ -103,7 +107,9 @@ def test_sapo_gates_by_a_sigmoid_of_its_own_temperature_for_each_sign(ratio, adv
     ],
 )
 def test_clip_cov_leaves_selected_tokens_out(ratio, advantage, selected, loss, gradient, clipped):
-    assert (loss, gradient, clipped) == of_one_token(replace(BASE, loss_mode="clip_cov"), ratio, advantage, selected=selected)
+    assert (loss, gradient, clipped) == of_one_token(
+        replace(BASE, loss_mode="clip_cov"), ratio, advantage, selected=selected
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,7 +121,9 @@ def test_clip_cov_leaves_selected_tokens_out(ratio, advantage, selected, loss, g
     ],
 )
 def test_kl_cov_penalises_selected_tokens(ratio, selected, loss, gradient):
-    assert (loss, gradient, selected) == of_one_token(replace(BASE, loss_mode="kl_cov", ppo_kl_coef=0.1), ratio, 1.0, selected=selected)
+    assert (loss, gradient, selected) == of_one_token(
+        replace(BASE, loss_mode="kl_cov", ppo_kl_coef=0.1), ratio, 1.0, selected=selected
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,7 +143,8 @@ def test_dppo_masks_by_the_distance_that_the_probability_moved(old, new, advanta
     assert expected == of_one_token(parameters, new / old, advantage, old=math.log(old))
 
 
-# KL of a coin of 0.5 against one of 0.8 is 0.5 log(0.5 / 0.8) + 0.5 log(0.5 / 0.2) = 0.5 log 1.5625; of 0.5 against 0.2 the same
+# KL of a coin of 0.5 against one of 0.8 is 0.5 log(0.5 / 0.8) + 0.5 log(0.5 / 0.2) = 0.5 log 1.5625; of 0.5 against 0.2
+# the same
 COIN = 0.5 * math.log(1.5625)
 
 
@@ -176,7 +185,9 @@ OLD = np.log([[0.5, 0.3, 0.9, 0.05], [0.6, 0.2, 0.7, 0.4]])
 MOVES = {"inside": 0.05, "above": 0.6, "below": -0.6}
 
 
-@pytest.mark.parametrize("loss_mode", [name for name in TOKEN_LOSSES if name not in ("gspo-token", "cispo", "dppo_tv", "dppo_kl")])
+@pytest.mark.parametrize(
+    "loss_mode", [name for name in TOKEN_LOSSES if name not in ("gspo-token", "cispo", "dppo_tv", "dppo_kl")]
+)
 @pytest.mark.parametrize("advantage", [-1.5, 1.5])
 @pytest.mark.parametrize("move", MOVES)
 def test_gradients_agree_with_finite_differences(loss_mode, advantage, move):
@@ -223,7 +234,9 @@ def test_gradients_of_stopped_ratios_agree_with_finite_differences_of_the_frozen
         return (-advantage * weight * log_probs).sum() / width / rows
 
     log_probs = torch.tensor(start, requires_grad=True)
-    given = LossInputs(log_probs, torch.tensor(old), torch.full_like(log_probs, advantage), torch.ones(rows, width, dtype=torch.bool))
+    given = LossInputs(
+        log_probs, torch.tensor(old), torch.full_like(log_probs, advantage), torch.ones(rows, width, dtype=torch.bool)
+    )
     loss = policy_loss(replace(BASE, loss_mode=loss_mode), given, Denominators(8, 2)).loss
     gradient = torch.autograd.grad(loss, log_probs)[0].numpy()
     for index in np.ndindex(rows, width):
@@ -232,7 +245,7 @@ def test_gradients_of_stopped_ratios_agree_with_finite_differences_of_the_frozen
         assert gradient[index] == pytest.approx((frozen(start + step) - frozen(start - step)) / 2e-6, abs=1e-9)
 
 
-# --- tokens chosen from the whole mini-batch ---------------------------------------------------------------------------------------
+# --- tokens chosen from the whole mini-batch --------------------------------------------------------------------------
 
 
 def test_covariance_worked_by_hand():
@@ -247,7 +260,12 @@ def selection_batch(rows=64, width=50, seed=0):
     generator = np.random.default_rng(seed)
     lengths = generator.integers(1, width + 1, rows)
     tokens = int(lengths.sum())
-    return np.repeat(generator.normal(size=rows), lengths), -2 * generator.random(tokens), np.ones(tokens, bool), lengths
+    return (
+        np.repeat(generator.normal(size=rows), lengths),
+        -2 * generator.random(tokens),
+        np.ones(tokens, bool),
+        lengths,
+    )
 
 
 def test_kl_cov_takes_the_share_of_highest_covariance():
@@ -257,7 +275,8 @@ def test_kl_cov_takes_the_share_of_highest_covariance():
     found = covariance(advantages, log_probs, mask, Means(advantages.mean(), log_probs.mean(), len(mask)))
     assert picked.sum() == int(0.01 * mask.sum()) and not (picked & ~mask).any()
     assert found[picked].min() > found[mask & ~picked].max()
-    assert select(replace(parameters, kl_cov_ratio=0.0), advantages, log_probs, mask, lengths).sum() == 1  # at least one, as upstream
+    # at least one, as upstream
+    assert select(replace(parameters, kl_cov_ratio=0.0), advantages, log_probs, mask, lengths).sum() == 1
 
 
 def test_clip_cov_draws_its_share_between_its_two_bounds():
@@ -296,7 +315,7 @@ def test_a_loss_that_needs_a_selection_and_has_none_says_so():
         policy_loss(replace(BASE, loss_mode="kl_cov"), inputs, Denominators(1, 1))
 
 
-# --- a user's own ------------------------------------------------------------------------------------------------------------------
+# --- a user's own -----------------------------------------------------------------------------------------------------
 
 USERS_LOSS = """
 import torch
@@ -343,9 +362,12 @@ def test_a_name_that_is_taken_is_refused():
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
 TINY_MODEL = ModelSpec(
-    family="qwen3_moe", num_layers=4, hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32, vocab_size=128,
-    intermediate_size=256, max_position_embeddings=128, rope_theta=1e4, rms_norm_eps=1e-6, tie_word_embeddings=False, qkv_bias=False,
-    qk_norm=True, dtype="float32", moe_layers=(0, 1, 2, 3), num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64,
+    family="qwen3_moe", num_layers=4, hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+    vocab_size=128,
+    intermediate_size=256, max_position_embeddings=128, rope_theta=1e4, rms_norm_eps=1e-6, tie_word_embeddings=False,
+    qkv_bias=False,
+    qk_norm=True, dtype="float32", moe_layers=(0, 1, 2, 3), num_experts=8, num_experts_per_tok=2,
+    moe_intermediate_size=64,
     norm_topk_prob=True,
 )  # fmt: skip
 POLICY = "algorithm.policy_loss."
@@ -359,7 +381,8 @@ def test_the_spec_of_a_users_loss_stands_in_the_yaml():
     own = f"{POLICY}custom={{path: mine.py, aggregations: [token-mean], parameters: {{beta: 0.1}}}}"
     assert broken_rules(own, POLICY + "loss_mode=mine", POLICY + "loss_agg_mode=token-mean") == {}
     assert broken_rules(own, POLICY + "loss_mode=mine")[POLICY + "loss_agg_mode"].allowed == ("token-mean",)
-    assert POLICY + "loss_mode" in broken_rules(own, POLICY + "loss_agg_mode=token-mean")  # gspo is the name of a built-in
+    # gspo is the name of a built-in
+    assert POLICY + "loss_mode" in broken_rules(own, POLICY + "loss_agg_mode=token-mean")
     assert (
         "did you mean token-mean?"
         in broken_rules(f"{POLICY}custom={{path: m.py, aggregations: [tokenmean]}}", POLICY + "loss_mode=m")[

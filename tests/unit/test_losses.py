@@ -1,4 +1,6 @@
-"""Policy losses against hand-computed numbers, finite differences and invariants; other forms' own numbers are in test_loss_forms.py."""
+"""Policy losses against hand-computed numbers, finite differences and invariants;
+other forms' own numbers are in test_loss_forms.py.
+"""
 
 import itertools
 import math
@@ -112,7 +114,8 @@ def test_ppo_of_one_token_worked_by_hand(ratio, advantage, loss, gradient, clipp
 
 @BOTH_GSPO
 def test_gspo_of_two_sequences_worked_by_hand(parameters):
-    """Row 0: log ratios log 2 and log 8, mean log 4, s = 4, A = -1: not clipped, loss 4, each token's gradient A s / L = 4 / 2, over 2
+    """Row 0: log ratios log 2 and log 8, mean log 4, s = 4, A = -1: not clipped, loss 4, each token's gradient A s / L
+    = 4 / 2, over 2
     rows. Row 1: one token, s = 2, A = 1: held at 1.2, no gradient."""
     inputs = make([[LOG2, 3 * LOG2], [LOG2, 99.0]], advantages=[[-1.0], [1.0]], mask=[[True, True], [True, False]])
     output = policy_loss(parameters, inputs, Denominators(tokens=3, sequences=2))
@@ -142,7 +145,9 @@ def test_gspo_of_two_sequences_worked_by_hand(parameters):
     ],
 )
 def test_gspo_of_one_sequence_on_both_sides_of_its_band(parameters, ratio, advantage, loss, gradient, clipped):
-    """Two tokens that moved by 2 log s and not at all, so their geometric mean is s; the gradient falls on both alike."""
+    """Two tokens that moved by 2 log s and not at all, so their geometric mean is s;
+    the gradient falls on both alike.
+    """
     inputs = make([[2 * math.log(ratio), 0.0]], advantages=advantage)
     output = policy_loss(parameters, inputs, Denominators(2, 1))
     assert output.loss.item() == pytest.approx(loss)
@@ -187,7 +192,9 @@ def test_gradients_agree_with_finite_differences_inside_and_outside_the_band(log
 
     def loss(values):
         full = PolicyLossParameters(**(vars(PPO) | {"entropy_coeff": 0.1, "kl_loss_coef": 0.2}))
-        return policy_loss(full, make(values, old, advantage, entropy=values.square(), ref_log_probs=ref), Denominators(4, 2)).loss
+        return policy_loss(
+            full, make(values, old, advantage, entropy=values.square(), ref_log_probs=ref), Denominators(4, 2)
+        ).loss
 
     assert torch.autograd.gradcheck(loss, (log_probs,), eps=1e-6, atol=1e-6)
 
@@ -195,7 +202,9 @@ def test_gradients_agree_with_finite_differences_inside_and_outside_the_band(log
 @BOTH_GSPO
 @pytest.mark.parametrize(("log_ratio", "advantage"), list(itertools.product([-0.5, 0.05, 0.5], [-1.5, 1.5])))
 def test_gspo_gradient_agrees_with_finite_differences_of_its_value(parameters, log_ratio, advantage):
-    """Moving every token of a sequence by eps moves the mean log ratio by eps: the directional derivative is the gradient's row sum."""
+    """Moving every token of a sequence by eps moves the mean log ratio by eps:
+    the directional derivative is the gradient's row sum.
+    """
     old = torch.tensor([[-1.0, -2.0, -0.5], [-0.5, -0.1, -0.7]], dtype=torch.float64)
     start = old + log_ratio + torch.tensor([[0.01, -0.02, 0.0], [0.03, 0.0, -0.01]], dtype=torch.float64)
     _, gradient = loss_and_gradient(parameters, make(start, old, advantage))
@@ -218,7 +227,9 @@ def select(inputs: LossInputs, rows: list[int]) -> LossInputs:
     return LossInputs(**{name: None if value is None else value[rows] for name, value in vars(inputs).items()})
 
 
-EVERY_LOSS_AND_AGGREGATION = pytest.mark.parametrize(("loss_mode", "mode"), list(itertools.product(LOSSES, AGGREGATIONS)))
+EVERY_LOSS_AND_AGGREGATION = pytest.mark.parametrize(
+    ("loss_mode", "mode"), list(itertools.product(LOSSES, AGGREGATIONS))
+)
 
 
 @EVERY_LOSS_AND_AGGREGATION
@@ -240,7 +251,9 @@ def test_loss_gradient_and_metrics_do_not_depend_on_the_micro_batches(loss_mode,
 @EVERY_LOSS_AND_AGGREGATION
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_data_parallel_ranks_add_up_to_one_process(loss_mode, mode, ranks):
-    """Each rank counts its own rows, the counts are added, and gradients are summed; four ranks hold unequally many rows."""
+    """Each rank counts its own rows, the counts are added, and gradients are summed;
+    four ranks hold unequally many rows.
+    """
     parameters, whole = parameters_for(loss_mode, mode), random_batch(entropy=True, ref_log_probs=True, weights=True)
     loss, gradient = loss_and_gradient(parameters, whole)
     shares = [select(whole, list(range(6))[rank::ranks]) for rank in range(ranks)]
@@ -252,7 +265,10 @@ def test_data_parallel_ranks_add_up_to_one_process(loss_mode, mode, ranks):
 
 @EVERY_LOSS_AND_AGGREGATION
 def test_rows_unpacked_to_other_widths_give_the_same_loss(loss_mode, mode):
-    """Packing lays rows of any length end to end; unpacked, each has the width of its micro-batch. Width is padding and means nothing."""
+    """Packing lays rows of any length end to end; unpacked, each has the width of its micro-batch.
+
+    Width is padding and means nothing.
+    """
     parameters, whole = parameters_for(loss_mode, mode), random_batch(entropy=True, ref_log_probs=True, weights=True)
     loss, gradient = loss_and_gradient(parameters, whole)
     denominators, width = count(whole.response_mask), whole.log_probs.shape[1]
@@ -285,7 +301,9 @@ def test_a_rejected_sample_might_as_well_not_be_there(loss_mode, mode):
 
 def test_weights_of_the_correction_are_on_the_policy_loss_alone():
     parameters = PolicyLossParameters("vanilla", "token-mean", 0.2, 0.2, entropy_coeff=0.5)
-    inputs = make([[0.0, 0.0]], advantages=1.0, entropy=torch.ones(1, 2), weights=torch.tensor([[2.0, 0.5]], dtype=torch.float64))
+    inputs = make(
+        [[0.0, 0.0]], advantages=1.0, entropy=torch.ones(1, 2), weights=torch.tensor([[2.0, 0.5]], dtype=torch.float64)
+    )
     loss, gradient = loss_and_gradient(parameters, inputs)
     assert loss == pytest.approx(-(2.0 + 0.5) / 2 - 0.5 * 1.0)
     torch.testing.assert_close(gradient, torch.tensor([[-1.0, -0.25]], dtype=torch.float64))
@@ -302,7 +320,9 @@ def test_what_stands_in_the_padding_has_no_value_and_no_gradient(loss_mode):
 
 @pytest.mark.parametrize("loss_mode", LOSSES)
 def test_on_policy_every_loss_is_the_policy_gradient(loss_mode):
-    """At log_probs = old_log_probs the gradient is -A / (L x sequences) for seq-mean-token-mean, and nothing is clipped."""
+    """At log_probs = old_log_probs the gradient is -A / (L x sequences) for seq-mean-token-mean,
+    and nothing is clipped.
+    """
     same, none = [[-1.0, -2.0], [-3.0, -1.0]], torch.zeros(2, 2, dtype=torch.bool)
     inputs = make(same, same, [[2.0], [-1.0]], selected=none)
     output = policy_loss(PolicyLossParameters(loss_mode, "seq-mean-token-mean"), inputs, Denominators(4, 2))
@@ -312,7 +332,9 @@ def test_on_policy_every_loss_is_the_policy_gradient(loss_mode):
 
 
 def test_on_policy_dr_grpo_and_dapo_differ_from_grpo_by_their_normalisers_alone():
-    """Rows of 5, 1, 3, 4, 2, 5 tokens: GRPO divides a row by its length and the 6 rows, Dr.GRPO by 7 and 6, DAPO by all 20 tokens."""
+    """Rows of 5, 1, 3, 4, 2, 5 tokens: GRPO divides a row by its length and the 6 rows, Dr.GRPO by 7 and 6,
+    DAPO by all 20 tokens.
+    """
     inputs = random_batch()
     inputs = replace(inputs, old_log_probs=inputs.log_probs.detach())
     lengths = torch.tensor([5.0, 1, 3, 4, 2, 5], dtype=torch.float64)[:, None]
@@ -327,7 +349,12 @@ def test_on_policy_dr_grpo_and_dapo_differ_from_grpo_by_their_normalisers_alone(
 def test_entropy_is_rewarded_and_kl_is_punished_with_their_coefficients():
     zero = torch.zeros(1, 2, dtype=torch.float64)
     parameters = PolicyLossParameters("vanilla", "token-mean", entropy_coeff=0.5, kl_loss_coef=0.25, kl_loss_type="k2")
-    inputs = make(zero, entropy=torch.tensor([[1.0, 3.0]]), ref_log_probs=torch.tensor([[-2.0, 0.0]], dtype=torch.float64), advantages=0.0)
+    inputs = make(
+        zero,
+        entropy=torch.tensor([[1.0, 3.0]]),
+        ref_log_probs=torch.tensor([[-2.0, 0.0]], dtype=torch.float64),
+        advantages=0.0,
+    )
     output = policy_loss(parameters, inputs, Denominators(2, 1))
     assert output.loss.item() == pytest.approx(-0.5 * 2.0 + 0.25 * 1.0)
     metrics = reduce_parts([to_floats(output.metrics)])
@@ -380,7 +407,8 @@ def test_kl_estimators_at_a_ratio_of_one_half(kind, value, gradient):
 
 
 @pytest.mark.parametrize(
-    ("log_ratio", "value"), [(-30.0, 10.0), (30.0, 10.0), (-3.0, 10.0), (-2.0, math.exp(2) - 3), (3.0, math.exp(-3) + 2)]
+    ("log_ratio", "value"),
+    [(-30.0, 10.0), (30.0, 10.0), (-3.0, 10.0), (-2.0, math.exp(2) - 3), (3.0, math.exp(-3) + 2)],
 )
 def test_k3_is_bounded_at_ten_and_stays_finite(log_ratio, value):
     """exp(3) - 3 - 1 = 16 is beyond the bound, exp(2) - 2 - 1 = 4.4 is not; a log ratio counts up to 20."""
@@ -389,9 +417,13 @@ def test_k3_is_bounded_at_ten_and_stays_finite(log_ratio, value):
 
 
 def test_k1_and_k3_are_unbiased_against_the_exact_kl_of_a_small_vocabulary():
-    """The expectation is taken exactly, over all 50 words, so no sampling noise is allowed for; no ratio reaches k3's bound of 10."""
+    """The expectation is taken exactly, over all 50 words, so no sampling noise is allowed for;
+    no ratio reaches k3's bound of 10.
+    """
     generator = torch.Generator().manual_seed(1)
-    log_p, log_q = (torch.log_softmax(0.5 * torch.randn(50, generator=generator, dtype=torch.float64), 0) for _ in range(2))
+    log_p, log_q = (
+        torch.log_softmax(0.5 * torch.randn(50, generator=generator, dtype=torch.float64), 0) for _ in range(2)
+    )
     exact = torch.nn.functional.kl_div(log_q, log_p, log_target=True, reduction="sum")
     for kind in ("k1", "k3"):
         assert (log_p.exp() * kl_per_token(log_p, log_q, kind)).sum().item() == pytest.approx(exact.item())
@@ -399,12 +431,15 @@ def test_k1_and_k3_are_unbiased_against_the_exact_kl_of_a_small_vocabulary():
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3", "k1+", "k3+"])
 def test_expected_gradients_of_kl_losses_over_a_small_vocabulary(kind):
-    """On-policy, k2's gradient is that of KL(p || q), k1's is zero on average, k3's is that of KL(q || p); with `+` all are k2's."""
+    """On-policy, k2's gradient is that of KL(p || q), k1's is zero on average, k3's is that of KL(q || p);
+    with `+` all are k2's.
+    """
     generator = torch.Generator().manual_seed(2)
     theta = (0.5 * torch.randn(50, generator=generator, dtype=torch.float64)).requires_grad_()
     log_q = torch.log_softmax(0.5 * torch.randn(50, generator=generator, dtype=torch.float64), 0)
     log_p = torch.log_softmax(theta, 0)
-    expected = (log_p.detach().exp() * kl_per_token(log_p, log_q, kind)).sum()  # words drawn from p, and not followed by the gradient
+    # words drawn from p, and not followed by the gradient
+    expected = (log_p.detach().exp() * kl_per_token(log_p, log_q, kind)).sum()
     found = torch.autograd.grad(expected, theta, retain_graph=True)[0]
     forward = (log_p.exp() * (log_p - log_q)).sum()
     reverse = (log_q.exp() * (log_q - log_p)).sum()

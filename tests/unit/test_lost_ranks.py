@@ -1,4 +1,7 @@
-"""Whatever a rank reports first, a run that lost a process ends as resumable and names who died. Ray's answers are played."""
+"""Whatever a rank reports first, a run that lost a process ends as resumable and names who died.
+
+Ray's answers are played.
+"""
 
 import errno
 from types import SimpleNamespace
@@ -88,7 +91,8 @@ def test_a_defect_keeps_its_traceback(gather):
 
 
 @pytest.mark.parametrize(
-    "cause", [OSError(errno.ENOSPC, "No space left on device"), Exception("I/O error: No space left on device (os error 28)")]
+    "cause",
+    [OSError(errno.ENOSPC, "No space left on device"), Exception("I/O error: No space left on device (os error 28)")],
 )
 def test_a_full_disk_is_the_environments_fault(gather, cause):
     with pytest.raises(EnvironmentFault, match="update: rank 0 found no space left"):
@@ -148,12 +152,18 @@ SEVERAL_LINES = RuntimeError(
 @pytest.mark.parametrize(
     ("name", "error", "said"),
     [
-        ("rank 3", raised(SEVERAL_LINES), "rank 3: worker 0 did not take round 2 of 7: model.norm.weight (logs/actor-rank-3.log)"),
+        (
+            "rank 3",
+            raised(SEVERAL_LINES),
+            "rank 3: worker 0 did not take round 2 of 7: model.norm.weight (logs/actor-rank-3.log)",
+        ),
         ("engine 1", raised(KeyError("w13")), "engine 1: KeyError: 'w13' (logs/engine-1.log)"),
         ("engine 1", raised(MemoryError()), "engine 1: MemoryError (logs/engine-1.log)"),
         (
             "rank 0",
-            ray.exceptions.RayTaskError("send", "Traceback (most recent call last):\n  File x\n    y()\nE: rank 0\nmodel.norm", None),
+            ray.exceptions.RayTaskError(
+                "send", "Traceback (most recent call last):\n  File x\n    y()\nE: rank 0\nmodel.norm", None
+            ),
             "rank 0: E: rank 0 model.norm (logs/actor-rank-0.log)",
         ),
     ],

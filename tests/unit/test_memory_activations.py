@@ -1,4 +1,6 @@
-"""Activation terms by hand on small numbers, the schedule's micro-batches in flight, and what must not change whatever the sizes."""
+"""Activation terms by hand on small numbers, the schedule's micro-batches in flight,
+and what must not change whatever the sizes.
+"""
 
 from dataclasses import replace
 
@@ -10,13 +12,16 @@ from mrl.model.layout import TrainLayout
 from mrl.plan.activations import ATTENTION_LENGTHS, LOGIT_CHUNK, Activations, MicroBatchShape, Recompute, in_flight
 
 TP, PP, VPP, CP, EP, ETP = (
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "context_parallel_size",
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
     "expert_model_parallel_size", "expert_tensor_parallel_size",
 )  # fmt: skip
 DENSE = model_spec(
     {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 100, "num_hidden_layers": 8, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 10, "vocab_size": 1000, "intermediate_size": 300, "max_position_embeddings": 64,
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 100, "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 10, "vocab_size": 1000, "intermediate_size": 300,
+        "max_position_embeddings": 64,
         "rms_norm_eps": 1e-6, "rope_theta": 1e4,
     }
 )  # fmt: skip
@@ -34,7 +39,8 @@ def activations(model, micro=MICRO, **degrees) -> Activations:
 def test_a_dense_layer_by_hand():
     """32 tokens, hidden 100, 4 query and 2 key/value heads of 10, MLP 300, bf16 with fused kernels."""
     terms = activations(DENSE).layer(is_moe=False)
-    assert terms["attention norm"] == 32 * (100 * 2 + 4) + 32 * 100 * 2  # input and scale, then what the projection reads
+    # input and scale, then what the projection reads
+    assert terms["attention norm"] == 32 * (100 * 2 + 4) + 32 * 100 * 2
     projection, norms, rotary = 32 * 80 * 2, 32 * (60 * 2 + 6 * 4), 4 * 32 * 10 * 2
     assert terms["query, key, value"] == projection + norms + rotary
     assert terms["core attention"] == 32 * (40 + 20 + 40) * 2  # rotated queries and keys, output
@@ -43,7 +49,9 @@ def test_a_dense_layer_by_hand():
 
 
 def test_an_expert_layer_by_hand():
-    """8,192 tokens of the 30B model on TP4 with sequence parallelism and EP8: 2,048 tokens a rank, each to 8 experts."""
+    """8,192 tokens of the 30B model on TP4 with sequence parallelism and EP8: 2,048 tokens a rank,
+    each to 8 experts.
+    """
     terms = activations(known_spec("Qwen3-30B-A3B"), BIG, world_size=8, **{TP: 4, EP: 8}).layer(is_moe=True)
     assert terms["expert input"] == 2048 * 8 * 2048 * 2
     assert terms["expert activation"] == 2048 * 8 * (3 * 768 * 2 + 4)
@@ -138,13 +146,18 @@ def test_the_chunk_is_that_of_the_log_probs():
 def test_plain_attention_orders_its_outputs_and_under_context_parallelism_gathers_keys_and_values():
     """32 tokens in 2 sequences of 16, 4 query and 2 key/value heads of 10, bf16."""
     one, two = (replace(activations(DENSE, **degrees), kernels="torch") for degrees in ({}, {CP: 2}))
-    assert one.layer(False)["attention internals"] == 32 * 4 * 4 + 32 * 40 * 2 + 32 * 20 * 2  # outputs, and a copy of the values
+    # outputs, and a copy of the values
+    assert one.layer(False)["attention internals"] == 32 * 4 * 4 + 32 * 40 * 2 + 32 * 20 * 2
     mask = 8 * 16 * 2  # own positions x all positions of a sequence; the two are alike and share it
-    assert two.layer(False)["attention internals"] == 16 * 4 * 4 + 16 * 40 * 2 + (2 * 32 - 16) * 20 * 2 + mask + 2 * 32 * 8
+    assert (
+        two.layer(False)["attention internals"] == 16 * 4 * 4 + 16 * 40 * 2 + (2 * 32 - 16) * 20 * 2 + mask + 2 * 32 * 8
+    )
 
 
 def test_plain_attention_counts_the_pads_of_short_sequences():
-    """2 sequences of 20 tokens are padded to 24 each: queries, keys, values, outputs and their sums, but not the ordered outputs."""
+    """2 sequences of 20 tokens are padded to 24 each: queries, keys, values, outputs and their sums,
+    but not the ordered outputs.
+    """
     layer = replace(activations(DENSE), kernels="torch", micro=replace(MICRO, length=20)).layer(False)
     assert layer["core attention"] == (48 * (40 + 20) + 40 * 40) * 2
     assert layer["attention internals"] == 48 * 4 * 4 + (48 * 40 + 48 * 20) * 2
@@ -157,5 +170,7 @@ def test_what_the_plan_says_of_torch_layers_is_what_they_do():
 
 
 def test_padded_rows_share_their_rotary_factors():
-    packed, padded = (activations(DENSE, replace(MICRO, packed=packed)).layer(False)["query, key, value"] for packed in (True, False))
+    packed, padded = (
+        activations(DENSE, replace(MICRO, packed=packed)).layer(False)["query, key, value"] for packed in (True, False)
+    )
     assert packed - padded == 4 * (32 - 16) * 10 * 2

@@ -1,4 +1,6 @@
-"""What a vLLM worker holds: weights against hand-computed bounds of published engines, the cache a token takes from its definition."""
+"""What a vLLM worker holds: weights against hand-computed bounds of published engines,
+the cache a token takes from its definition.
+"""
 
 from math import prod
 
@@ -35,7 +37,9 @@ def test_weights_of_a_worker_are_what_it_must_receive(shape):
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 def test_weights_are_those_of_the_target_layout(name, tensor):
     model, layout = known_spec(name), RolloutLayout(1, tensor)
-    if model.num_attention_heads % tensor or (model.num_key_value_heads % tensor and tensor % model.num_key_value_heads):
+    if model.num_attention_heads % tensor or (
+        model.num_key_value_heads % tensor and tensor % model.num_key_value_heads
+    ):
         pytest.skip("vLLM refuses this degree")
     held = sum(prod(parameter.local_shape) for parameter in target_parameters(model, layout, 0, "cuda", "bfloat16"))
     assert worker_weights(model, layout) == held
@@ -44,7 +48,9 @@ def test_weights_are_those_of_the_target_layout(name, tensor):
 def test_experts_that_do_not_divide_count_on_the_worker_that_has_most():
     """128 experts over 3 workers: 43 on the first, 42 on the last."""
     model, layout = known_spec("Qwen3-30B-A3B"), RolloutLayout(1, 1, 3, 3)
-    first, last = (sum(prod(p.local_shape) for p in target_parameters(model, layout, n, "cuda", "bfloat16")) for n in (0, 2))
+    first, last = (
+        sum(prod(p.local_shape) for p in target_parameters(model, layout, n, "cuda", "bfloat16")) for n in (0, 2)
+    )
     assert worker_weights(model, layout) == first == last + 48 * 3 * 2048 * 768
 
 
@@ -67,7 +73,9 @@ def test_the_cache_gets_what_weights_and_passes_leave_in_whole_blocks():
 def test_data_parallel_ranks_have_caches_of_their_own():
     model = known_spec("Qwen3-8B")
     one, two = (
-        engine_memory_with_cache(model, RolloutLayout(1, 1, data), 10**9, dtype_bytes=2, batched_tokens=1, max_num_seqs=1)
+        engine_memory_with_cache(
+            model, RolloutLayout(1, 1, data), 10**9, dtype_bytes=2, batched_tokens=1, max_num_seqs=1
+        )
         for data in (1, 2)
     )
     assert two.cache_tokens == 2 * one.cache_tokens

@@ -29,7 +29,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY = "tiny-moe/cpu"
 FILTERING = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=score", "data.gen_batch_size=1024")
 SMALL = [
-    "data.train_batch_size=4", "data.max_prompt_length=6", "data.max_response_length=10", "rollout.n=2", "actor.ppo_mini_batch_size=2",
+    "data.train_batch_size=4", "data.max_prompt_length=6", "data.max_response_length=10", "rollout.n=2",
+    "actor.ppo_mini_batch_size=2",
     "actor.layout.world_size=1", "actor.layout.sequence_parallel=null", "actor.layout.tensor_model_parallel_size=1",
     "actor.layout.expert_model_parallel_size=1",
 ]  # fmt: skip
@@ -51,7 +52,9 @@ def tiny_model(tmp_path_factory) -> str:
 
 def full_samples(rows: int, prompt: int, response: int) -> Samples:
     """Every sample at its limits."""
-    return packed([Sample(i, i, i, 0, (1,) * prompt, (2,) * response, (0.0,) * response, "length", 0) for i in range(rows)])
+    return packed(
+        [Sample(i, i, i, 0, (1,) * prompt, (2,) * response, (0.0,) * response, "length", 0) for i in range(rows)]
+    )
 
 
 def nbytes(arrays) -> int:
@@ -72,7 +75,10 @@ def test_inputs_of_an_update_are_those_that_are_laid_out(tiny_model):
 
 
 def test_what_is_stored_and_what_a_rank_holds_of_a_step_are_their_arrays(tiny_model):
-    switches = ("algorithm.use_kl_in_reward=true", "algorithm.rollout_correction={level: token, mode: truncate, high: 2}")
+    switches = (
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.rollout_correction={level: token, mode: truncate, high: 2}",
+    )
     inputs = inputs_of(TINY, tiny_model, *SMALL, *switches)
     algorithm, batch, rows, width = inputs.config.algorithm, batch_plan(inputs.config, inputs.train), 8, 10
     samples = full_samples(rows, 6, width)
@@ -90,7 +96,11 @@ def test_what_is_stored_and_what_a_rank_holds_of_a_step_are_their_arrays(tiny_mo
 def test_routes_that_came_with_samples_count_in_all_layers_and_recorded_ones_in_those_of_the_stage():
     inputs = inputs_of("qwen3-235b-a22b/h100-16x8", "actor.router_replay=R3")
     batch = batch_plan(inputs.config, inputs.train)
-    tokens = batch.samples // inputs.train.data * (inputs.config.data.max_prompt_length + inputs.config.data.max_response_length)
+    tokens = (
+        batch.samples
+        // inputs.train.data
+        * (inputs.config.data.max_prompt_length + inputs.config.data.max_response_length)
+    )
     found = sample_bytes(inputs, batch, 1)
     assert found.log_prob_routes == tokens * 94 * 8  # a byte a choice, 94 layers, top 8
     assert found.update_routes == found.log_prob_routes // batch.mini_batches
@@ -132,7 +142,9 @@ def test_a_node_holds_its_ranks_places_and_copies_and_samples():
 
 
 def test_object_stores_hold_what_is_generated_on_their_node_and_what_is_fetched_to_it():
-    """Four nodes of 8 ranks, 8 engines each; of the data-parallel replicas each node has some, and so it fetches their rows."""
+    """Four nodes of 8 ranks, 8 engines each; of the data-parallel replicas each node has some,
+    and so it fetches their rows.
+    """
     inputs = inputs_of("qwen3-30b-a3b/h100-4x8")
     batch, (ranks, workers) = batch_plan(inputs.config, inputs.train), rank_places(inputs.config)
     whole, stores = stored_bytes(inputs, batch), object_stores(inputs, batch, ranks, workers)
@@ -165,7 +177,9 @@ def test_responses_of_the_steps_that_generation_is_ahead_lie_in_the_stores_too(o
 
 def test_a_store_that_is_too_small_is_refused_with_the_number():
     check_object_stores(10 * GIB, {"a": 10 * GIB, "b": 11 * GIB})
-    with pytest.raises(EnvironmentFault, match=rf"1 of 2 nodes.*Ray on b has one of 9.50 GiB.*take 10.00 GiB.*memory {10 * GIB} "):
+    with pytest.raises(
+        EnvironmentFault, match=rf"1 of 2 nodes.*Ray on b has one of 9.50 GiB.*take 10.00 GiB.*memory {10 * GIB} "
+    ):
         check_object_stores(10 * GIB, {"a": 10 * GIB, "b": int(9.5 * GIB)})
 
 

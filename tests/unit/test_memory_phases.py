@@ -81,7 +81,8 @@ def test_a_reference_model_stays_unless_it_is_offloaded_and_has_a_phase_of_its_o
     kept = ActorBytes(**{**vars(ACTOR), "reference": 10})
     away = ActorBytes(**{**vars(kept), "offload": Offload(reference=True)})
     assert totals(actor_phases(kept, DEVICE)) == {"train": 115, "log_prob": 77, "sync": 73, "ref": 60 + 10 + 7}
-    assert totals(actor_phases(away, DEVICE)) == {"train": 105, "log_prob": 67, "sync": 63, "ref": 60 + 7}  # in the actor's place
+    # in the actor's place
+    assert totals(actor_phases(away, DEVICE)) == {"train": 105, "log_prob": 67, "sync": 63, "ref": 60 + 7}
     assert (kept.host["reference"], away.host["reference"]) == (0, 10)
     assert totals(colocated_phases(kept, ENGINE, DEVICE))["rollout"] == 60 + 10 + 311
 

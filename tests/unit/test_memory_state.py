@@ -1,4 +1,6 @@
-"""Parameters, gradients and optimizer of a rank: the shapes that the reshard source lists, padded and sharded as Megatron does."""
+"""Parameters, gradients and optimizer of a rank: the shapes that the reshard source lists,
+padded and sharded as Megatron does.
+"""
 
 from math import lcm, prod
 
@@ -11,11 +13,13 @@ from mrl.model.precision import FLOAT32, Precision
 from mrl.plan.model_state import stage_state
 
 TP, PP, VPP, CP, EP, ETP = (
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "context_parallel_size",
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
     "expert_model_parallel_size", "expert_tensor_parallel_size",
 )  # fmt: skip
 TINY = {
-    "hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "vocab_size": 61,
+    "hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12,
+    "vocab_size": 61,
     "intermediate_size": 40, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
@@ -73,7 +77,8 @@ def test_float32_parameters_need_no_master_copy():
     assert Precision(2).master == 4
 
 
-# bytes per element: on the device the float32 weights and moments of what is not on the host, on the host a copy, its gradient and moments
+# bytes per element: on the device the float32 weights and moments of what is not on the host, on the host a copy, its
+# gradient and moments
 @pytest.mark.parametrize(
     ("precision", "device", "host"),
     [

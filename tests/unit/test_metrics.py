@@ -28,13 +28,18 @@ from mrl.record.spec import METRICS, metric_spec
 VERL_NAMES = """
 training/global_step training/epoch train/num_gen_batches
 critic/score/mean critic/score/max critic/score/min critic/rewards/mean critic/advantages/min critic/returns/max
-actor/pg_loss actor/pg_clipfrac actor/pg_clipfrac_lower actor/ppo_kl actor/entropy actor/kl_loss actor/kl_coef actor/grad_norm actor/lr
-response_length/mean response_length/max response_length/min response_length/clip_ratio prompt_length/clip_ratio global_seqlen/balanced_max
-timing_s/gen timing_s/reshard timing_s/reward timing_s/old_log_prob timing_s/ref timing_s/adv timing_s/update_actor timing_s/save_checkpoint
+actor/pg_loss actor/pg_clipfrac actor/pg_clipfrac_lower actor/ppo_kl actor/entropy actor/kl_loss actor/kl_coef
+actor/grad_norm actor/lr
+response_length/mean response_length/max response_length/min response_length/clip_ratio prompt_length/clip_ratio
+global_seqlen/balanced_max
+timing_s/gen timing_s/reshard timing_s/reward timing_s/old_log_prob timing_s/ref timing_s/adv timing_s/update_actor
+timing_s/save_checkpoint
 timing_s/testing timing_s/step timing_per_token_ms/gen timing_per_token_ms/update_actor
-perf/total_num_tokens perf/time_per_step perf/throughput perf/max_memory_allocated_gb perf/max_memory_reserved_gb perf/cpu_memory_used_gb
+perf/total_num_tokens perf/time_per_step perf/throughput perf/max_memory_allocated_gb perf/max_memory_reserved_gb
+perf/cpu_memory_used_gb
 perf/mfu/actor training/rollout_probs_diff_mean training/rollout_probs_diff_max training/rollout_probs_diff_std
-training/rollout_actor_probs_pearson_corr rollout_corr/kl rollout_corr/k3_kl rollout_corr/chi2_token val-core/openai/gsm8k/reward/mean@1
+training/rollout_actor_probs_pearson_corr rollout_corr/kl rollout_corr/k3_kl rollout_corr/chi2_token
+val-core/openai/gsm8k/reward/mean@1
 """
 
 
@@ -54,7 +59,9 @@ def test_an_undeclared_name_is_refused_with_the_nearest_ones():
 
 
 def test_every_metric_that_the_code_names_is_declared():
-    name = re.compile(r"(actor|critic|perf|reshard|reward|rollout_corr|router|timing_s|train|training|val-core)/[a-z0-9_/@]+")
+    name = re.compile(
+        r"(actor|critic|perf|reshard|reward|rollout_corr|router|timing_s|train|training|val-core)/[a-z0-9_/@]+"
+    )
     package = Path(metrics_module.__file__).parents[1]
     for path in package.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -80,7 +87,13 @@ def test_a_mean_of_nothing_is_left_out():
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("actor/skipped_updates", 6.0), ("timing_s/gen", 3.0), ("reshard/verified", 1.0), ("actor/lr", 2.0), ("actor/pg_loss", 2.0)],
+    [
+        ("actor/skipped_updates", 6.0),
+        ("timing_s/gen", 3.0),
+        ("reshard/verified", 1.0),
+        ("actor/lr", 2.0),
+        ("actor/pg_loss", 2.0),
+    ],
 )
 def test_each_kind_reduces_in_its_own_way(name, expected):
     assert reduce_parts([{name: (1.0, 1)}, {name: (3.0, 1)}, {name: (2.0, 1)}])[name] == expected
@@ -105,7 +118,10 @@ def test_a_nan_on_any_rank_is_seen_in_the_extremes():
 def test_the_moments_of_the_sequence_ratio_become_its_standard_deviation():
     ratios = [0.5, -0.5, 1.0, -1.0]  # mean 0, second moment 0.625
     parts = [{"actor/log_seq_ratio_mean": (r, 1.0), "actor/log_seq_ratio_square_mean": (r * r, 1.0)} for r in ratios]
-    assert reduce_parts(parts) == {"actor/log_seq_ratio_mean": 0.0, "actor/log_seq_ratio_std": pytest.approx(0.625**0.5)}
+    assert reduce_parts(parts) == {
+        "actor/log_seq_ratio_mean": 0.0,
+        "actor/log_seq_ratio_std": pytest.approx(0.625**0.5),
+    }
 
 
 def test_a_distribution_of_nothing_is_nothing():
@@ -150,13 +166,23 @@ def test_generation_time_is_per_response_token_and_update_time_per_token():
 def test_loads_of_data_parallel_ranks_in_order_and_as_trained():
     lengths = np.array([8, 6, 3, 1])
     metrics = seqlen_metrics(lengths, [9, 9])
-    assert (metrics["global_seqlen/max"], metrics["global_seqlen/min"], metrics["global_seqlen/minmax_diff"]) == (14.0, 4.0, 10.0)
-    assert (metrics["global_seqlen/balanced_max"], metrics["global_seqlen/balanced_min"], metrics["global_seqlen/mean"]) == (9.0, 9.0, 9.0)
+    assert (metrics["global_seqlen/max"], metrics["global_seqlen/min"], metrics["global_seqlen/minmax_diff"]) == (
+        14.0,
+        4.0,
+        10.0,
+    )
+    assert (
+        metrics["global_seqlen/balanced_max"],
+        metrics["global_seqlen/balanced_min"],
+        metrics["global_seqlen/mean"],
+    ) == (9.0, 9.0, 9.0)
 
 
 def test_everything_computed_here_is_declared():
     computed = length_metrics(_rows(), 4, 3) | reward_metrics(np.ones(2), np.ones(2)) | seqlen_metrics(np.ones(2), [2])
-    computed |= speed_metrics(_rows(), dict.fromkeys(("gen", "ref", "old_log_prob", "adv", "update_actor", "step"), 1.0), 1)
+    computed |= speed_metrics(
+        _rows(), dict.fromkeys(("gen", "ref", "old_log_prob", "adv", "update_actor", "step"), 1.0), 1
+    )
     for name in computed:
         metric_spec(name)
 

@@ -28,7 +28,13 @@ TINY = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
 }
-TINY_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [1], "decoder_sparse_step": 2}
+TINY_EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "mlp_only_layers": [1],
+    "decoder_sparse_step": 2,
+}
 TINY_GLM = {
     "head_dim": 16, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 2,
     "first_k_dense_replace": 1, "attention_bias": True,
@@ -42,7 +48,11 @@ CASES = {
     "qwen3_moe": ("Qwen3Moe", "qwen3_moe", {**TINY_EXPERTS, "head_dim": 16}),
     "glm4_moe": ("Glm4Moe", "glm4_moe", TINY_GLM),
     "glm4_moe, norms of heads": ("Glm4Moe", "glm4_moe", {**TINY_GLM, "use_qk_norm": True}),
-    "qwen3_moe, all layers sparse": ("Qwen3Moe", "qwen3_moe", {**TINY_EXPERTS, "mlp_only_layers": [], "decoder_sparse_step": 1}),
+    "qwen3_moe, all layers sparse": (
+        "Qwen3Moe",
+        "qwen3_moe",
+        {**TINY_EXPERTS, "mlp_only_layers": [], "decoder_sparse_step": 1},
+    ),
 }
 
 QWEN3_30B_A3B = {
@@ -105,7 +115,9 @@ def transformers_model(prefix: str, keys: dict):
         import torch
         import transformers
     known = {k: v for k, v in {**TINY, **keys}.items() if k != "rope_theta"}
-    config = getattr(transformers, f"{prefix}Config")(**known, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    config = getattr(transformers, f"{prefix}Config")(
+        **known, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}
+    )
     with torch.device("meta"):
         model = getattr(transformers, f"{prefix}ForCausalLM")(config)
     written = json.loads(config.to_json_string(use_diff=False))
@@ -113,7 +125,9 @@ def transformers_model(prefix: str, keys: dict):
 
 
 def checkpoint_shapes(model, tied: bool) -> dict[str, tuple[int, ...]]:
-    """Names and shapes as in checkpoint files, where transformers writes its stacked experts one by one and tied embeddings once."""
+    """Names and shapes as in checkpoint files, where transformers writes its stacked experts one by one and tied
+    embeddings once.
+    """
     shapes = {}
     for name, tensor in model.state_dict().items():
         shape = tuple(tensor.shape)
@@ -162,7 +176,13 @@ def test_parameter_counts_are_the_published_ones(config, billions, active_billio
 
 
 def test_flops_of_a_token_by_hand():
-    config = {**QWEN25_05B, "hidden_size": 4, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 8}
+    config = {
+        **QWEN25_05B,
+        "hidden_size": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 8,
+    }
     spec = model_spec({**config, "num_hidden_layers": 3, "vocab_size": 10})
     # head size 2; per layer q 4x4, k and v 2x4 each, o 4x4, three MLP matrices 8x4; the output layer (tied) 10x4
     matmul = 3 * (16 + 8 + 8 + 16 + 3 * 32) + 40
@@ -178,7 +198,12 @@ def test_only_the_chosen_experts_cost_flops():
 
 def test_old_and_new_spellings_give_the_same_model():
     old = {k: v for k, v in QWEN3_30B_A3B.items() if k not in ("rope_theta", "num_experts", "torch_dtype")}
-    new = {**old, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "num_local_experts": 128, "dtype": "bfloat16"}
+    new = {
+        **old,
+        "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
+        "num_local_experts": 128,
+        "dtype": "bfloat16",
+    }
     assert model_spec(new) == model_spec(QWEN3_30B_A3B)
 
 

@@ -1,4 +1,6 @@
-"""Workers stand where most of what they need lies already: hand-worked orders, and the best of all orders of small layouts."""
+"""Workers stand where most of what they need lies already: hand-worked orders,
+and the best of all orders of small layouts.
+"""
 
 import random
 from dataclasses import replace
@@ -18,10 +20,13 @@ from mrl.reshard.plan import plan_reshard
 
 # experts are nearly all of it, as of the deep one; with its whole vocabulary a shallow one would be mostly that
 SHALLOW = replace(
-    QWEN3_30B, num_layers=2, moe_layers=(0, 1), vocab_size=1024, num_experts=64, hidden_size=256, moe_intermediate_size=96,
+    QWEN3_30B, num_layers=2, moe_layers=(0, 1), vocab_size=1024, num_experts=64, hidden_size=256,
+    moe_intermediate_size=96,
     num_attention_heads=8, head_dim=32,
 )  # fmt: skip
-TP, PP, EP, ETP = (f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "expert_model", "expert_tensor"))
+TP, PP, EP, ETP = (
+    f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
+)
 
 
 def places_of(degrees: dict, rollout: RolloutLayout, per_node: int, model=QWEN3_30B, **how):
@@ -42,13 +47,17 @@ def test_quarters_stand_where_their_halves_are():
 
 
 def test_spread_experts_stand_where_their_owners_are():
-    """Eighths of the experts, and two ranks that hold each quarter: workers 2e and 2e + 1 belong to ranks e and e + 4."""
+    """Eighths of the experts, and two ranks that hold each quarter:
+    workers 2e and 2e + 1 belong to ranks e and e + 4.
+    """
     *_, workers = places_of({"world_size": 8, EP: 4}, RolloutLayout(1, 2, 4, 8), 8)
     assert [device % 4 for device in devices(workers)] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_on_ascend_a_process_sees_its_devices_in_ascending_order_and_data_parallel_ranks_move_as_a_whole():
-    """Pairs of devices hold experts of quarter 0 and 1, 2 and 3, and again; data-parallel rank d needs those of quarter d."""
+    """Pairs of devices hold experts of quarter 0 and 1, 2 and 3, and again;
+    data-parallel rank d needs those of quarter d.
+    """
     *_, workers = places_of({"world_size": 8, EP: 4}, RolloutLayout(1, 2, 4, 8), 8, ascending=True)
     pairs = [devices(workers)[first : first + 2] for first in range(0, 8, 2)]
     assert sorted(pairs) == [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -58,7 +67,10 @@ def test_on_ascend_a_process_sees_its_devices_in_ascending_order_and_data_parall
 
 
 def test_the_usual_order_stays_where_another_gains_nothing():
-    for degrees, rollout in [({"world_size": 8, TP: 4, EP: 8}, RolloutLayout(2, 4)), ({"world_size": 8}, RolloutLayout(4, 2))]:
+    for degrees, rollout in [
+        ({"world_size": 8, TP: 4, EP: 8}, RolloutLayout(2, 4)),
+        ({"world_size": 8}, RolloutLayout(4, 2)),
+    ]:
         *_, workers = places_of(degrees, rollout, 8)
         assert devices(workers) == list(range(8))
 
@@ -94,7 +106,13 @@ def test_no_pair_of_layouts_is_worse_for_it():
     """On nodes of any size: never fewer bytes at hand than in the usual order, and as many on the node."""
     rng, looked_at, model = random.Random(1), 0, SHALLOW
     while looked_at < 15:
-        degrees = {"world_size": 8, TP: rng.choice([1, 2]), PP: rng.choice([1, 2]), EP: rng.choice([1, 2, 4]), ETP: rng.choice([1, 2])}
+        degrees = {
+            "world_size": 8,
+            TP: rng.choice([1, 2]),
+            PP: rng.choice([1, 2]),
+            EP: rng.choice([1, 2, 4]),
+            ETP: rng.choice([1, 2]),
+        }
         tensor, data = rng.choice([(1, 2), (2, 1), (2, 2), (1, 4), (4, 1)])
         rollout = RolloutLayout(8 // tensor // data, tensor, data, rng.choice([1, tensor * data]))
         per_node = rng.choice([4, 8])
@@ -118,7 +136,9 @@ def test_assignments_are_the_best_of_all():
     for size in (1, 2, 3, 5):
         for _ in range(20):
             gains = [[rng.randrange(8) for _ in range(size)] for _ in range(size)]
-            best = max(sum(row[at] for row, at in zip(gains, order, strict=True)) for order in permutations(range(size)))
+            best = max(
+                sum(row[at] for row, at in zip(gains, order, strict=True)) for order in permutations(range(size))
+            )
             columns = best_assignment(gains)
             assert sorted(columns) == list(range(size))
             assert sum(row[at] for row, at in zip(gains, columns, strict=True)) == best

@@ -1,6 +1,9 @@
-"""The NPU platform against stand-ins. They have the signatures of MindSpeed core_r0.16.0 (Ascend/MindSpeed on GitHub: mindspeed/
-megatron_adaptor.py, mindspeed/args_utils.py, features_manager/context_parallel/context_parallel_feature.py), of torch_npu and of Megatron;
-nothing here has seen hardware."""
+"""The NPU platform against stand-ins.
+
+They have the signatures of MindSpeed core_r0.16.0 (Ascend/MindSpeed on GitHub: mindspeed/ megatron_adaptor.py,
+mindspeed/args_utils.py, features_manager/context_parallel/context_parallel_feature.py), of torch_npu and of Megatron;
+nothing here has seen hardware.
+"""
 
 import ast
 import importlib.util
@@ -45,7 +48,8 @@ def get_mindspeed_args(get_defaults=False):
     if not get_defaults and _MINDSPEED_ARGS is not None:
         return _MINDSPEED_ARGS
     parser = argparse.ArgumentParser(description='MindSpeed Arguments', allow_abbrev=False)
-    parser.add_argument('--context-parallel-algo', default='megatron_cp_algo', choices=['megatron_cp_algo', 'hybrid_cp_algo'])
+    choices = ['megatron_cp_algo', 'hybrid_cp_algo']
+    parser.add_argument('--context-parallel-algo', default='megatron_cp_algo', choices=choices)
     args, unknown = parser.parse_known_args([] if get_defaults else None)
     for name in unknown:  # what it does not know becomes an attribute, under an empty name where it is a lone dash
         vars(args)[name[2:].replace('-', '_')] = True
@@ -73,7 +77,12 @@ patch_features()
 """,
 }  # fmt: skip
 
-LAYOUT = {"world_size": 4, "tensor_model_parallel_size": 2, "context_parallel_size": 2, "virtual_pipeline_model_parallel_size": None}
+LAYOUT = {
+    "world_size": 4,
+    "tensor_model_parallel_size": 2,
+    "context_parallel_size": 2,
+    "virtual_pipeline_model_parallel_size": None,
+}
 
 
 def rank(folder: Path, program: str, *arguments: str, leave_out: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
@@ -83,26 +92,34 @@ def rank(folder: Path, program: str, *arguments: str, leave_out: tuple[str, ...]
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text)
     start = f"import sys; sys.path[:0] = [{str(folder)!r}, {str(ROOT)!r}]\nLAYOUT = {LAYOUT!r}\n"
-    return subprocess.run([sys.executable, "-c", start + program, *arguments], capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-c", start + program, *arguments], capture_output=True, text=True, timeout=60
+    )
 
 
 PREPARE = (
-    "from mrl.platforms import prepare_process\nOWN = prepare_process('npu', LAYOUT, {'moe_grouped_gemm': True, 'swap_optimizer': True})\n"
+    "from mrl.platforms import prepare_process\nOWN = prepare_process('npu', LAYOUT, {'moe_grouped_gemm': True, "
+    "'swap_optimizer': True})\n"
 )
 
 
 def test_mindspeed_is_applied_for_the_runs_own_sizes_before_megatron_initialises(tmp_path):
     done = rank(
-        tmp_path, PREPARE + "from megatron.core import parallel_state as p\nprint(p.initialize_model_parallel(context_parallel_size=2))"
+        tmp_path,
+        PREPARE
+        + "from megatron.core import parallel_state as p\nprint(p.initialize_model_parallel(context_parallel_size=2))",
     )
     assert done.stdout.strip() == "mindspeed's, with rings", done.stderr
 
 
 def test_mindspeed_is_told_sizes_and_overrides_and_nothing_else_of_the_layout(tmp_path):
-    done = rank(tmp_path, PREPARE + "from mindspeed.args_utils import get_mindspeed_args as g\nprint(sorted(vars(g()).items()))")
+    done = rank(
+        tmp_path, PREPARE + "from mindspeed.args_utils import get_mindspeed_args as g\nprint(sorted(vars(g()).items()))"
+    )
     assert ast.literal_eval(done.stdout) == [
         ("context_parallel_algo", "megatron_cp_algo"), ("context_parallel_size", 2), ("moe_grouped_gemm", True),
-        ("swap_optimizer", True), ("tensor_model_parallel_size", 2), ("use_distributed_optimizer", True), ("use_flash_attn", True),
+        ("swap_optimizer", True), ("tensor_model_parallel_size", 2), ("use_distributed_optimizer", True),
+        ("use_flash_attn", True),
     ], done.stderr  # fmt: skip
 
 
@@ -120,7 +137,10 @@ def test_the_command_line_is_hidden_from_mindspeed_and_then_back(tmp_path):
 
 def test_two_runs_in_one_process_apply_it_twice(tmp_path):
     again = "prepare_process('npu', LAYOUT | {'context_parallel_size': 1}, {})\n"
-    done = rank(tmp_path, PREPARE + again + "from megatron.core import parallel_state as p\nprint(p.initialize_model_parallel())")
+    done = rank(
+        tmp_path,
+        PREPARE + again + "from megatron.core import parallel_state as p\nprint(p.initialize_model_parallel())",
+    )
     assert done.stdout.strip() == "megatron's own", done.stderr
 
 
@@ -142,14 +162,17 @@ def test_what_comes_too_early_or_is_missing_is_said(tmp_path, before, leave_out,
 
 def test_other_devices_prepare_nothing():
     done = subprocess.run(
-        [sys.executable, "-c", "import sys, mrl.platforms as p; p.prepare_process('cpu', {}, {}); print('torch' in sys.modules)"],
+        [sys.executable, "-c", "import sys, mrl.platforms as p; p.prepare_process('cpu', {}, {}); "
+                               "print('torch' in sys.modules)"],
         cwd=ROOT, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.stdout.strip() == "False", done.stderr
 
 
 def test_a_ranks_process_has_not_imported_megatron_when_it_is_prepared():
-    """Rank 0 is asked for a port before it starts; that alone would have brought Megatron, and made MindSpeed too late."""
+    """Rank 0 is asked for a port before it starts; that alone would have brought Megatron,
+    and made MindSpeed too late.
+    """
     program = (
         "import sys\nfrom mrl.cluster.workers import ActorWorker\n"
         "assert 1024 <= ActorWorker.free_port(None) <= 65535\n"
@@ -221,11 +244,21 @@ def test_the_platform_refuses_an_environment_that_would_corrupt_weights(npu, mon
 
 
 def test_every_fault_of_the_environment_is_named_at_once():
-    broken = {"VLLM_ASCEND_ENABLE_NZ": "2", "VLLM_PLUGINS": "mrl", "VLLM_ASCEND_ENABLE_FUSED_MC2": "1", "TASK_QUEUE_ENABLE": "2"}
+    broken = {
+        "VLLM_ASCEND_ENABLE_NZ": "2",
+        "VLLM_PLUGINS": "mrl",
+        "VLLM_ASCEND_ENABLE_FUSED_MC2": "1",
+        "TASK_QUEUE_ENABLE": "2",
+    }
     assert [fault.split()[0] for fault in environment_faults("npu", broken)] == [
         "VLLM_ASCEND_ENABLE_NZ", "VLLM_PLUGINS", "VLLM_ASCEND_ENABLE_FUSED_MC2", "TASK_QUEUE_ENABLE",
     ]  # fmt: skip
-    assert environment_faults("npu", {"VLLM_ASCEND_ENABLE_NZ": "0", "VLLM_PLUGINS": "ascend,mrl", "TASK_QUEUE_ENABLE": "1"}) == []
+    assert (
+        environment_faults(
+            "npu", {"VLLM_ASCEND_ENABLE_NZ": "0", "VLLM_PLUGINS": "ascend,mrl", "TASK_QUEUE_ENABLE": "1"}
+        )
+        == []
+    )
 
 
 def test_our_own_environment_passes_our_own_check():
@@ -249,7 +282,8 @@ def test_ray_is_asked_for_npus_and_the_engine_for_storage_that_can_be_written():
 REFUSED = {
     "model.override_transformer_config.use_flash_attn": "model.override_transformer_config.use_flash_attn=false",
     "actor.layout.virtual_pipeline_model_parallel_size": "actor.layout.virtual_pipeline_model_parallel_size=2",
-    "model.override_transformer_config.moe_use_legacy_grouped_gemm": "model.override_transformer_config.moe_use_legacy_grouped_gemm=true",
+    "model.override_transformer_config.moe_use_legacy_grouped_gemm":
+        "model.override_transformer_config.moe_use_legacy_grouped_gemm=true",
     "rollout.engine_kwargs.vllm.additional_config.eplb_config.dynamic_eplb":
         "rollout.engine_kwargs.vllm.additional_config={eplb_config: {dynamic_eplb: true}}",
     "rollout.engine_kwargs.vllm.additional_config.rl_config":  # of later releases
@@ -269,7 +303,9 @@ def test_combinations_that_fail_on_npus_are_refused_there_and_only_there(field, 
 
     def refused(device: str) -> bool:
         found = violations(load_config(preset, None, [f"cluster.device={device}", setting]), model)
-        return any(v.field == field and ("npu" in v.rule or "vllm-ascend" in v.rule or "must be" in v.rule) for v in found)
+        return any(
+            v.field == field and ("npu" in v.rule or "vllm-ascend" in v.rule or "must be" in v.rule) for v in found
+        )
 
     assert refused("npu")
     assert not refused("cuda") or field.endswith("use_flash_attn")  # which no other device has at all
@@ -286,7 +322,10 @@ def test_whatever_is_given_beside_weights_that_can_be_written_is_taken():
 def test_what_engines_are_told_is_what_that_release_reads():
     hosting = get_hosting("npu")
     ours = {name for name in hosting.engine_environment(0, 1, 4, 1) if name.startswith("VLLM_ASCEND_")}
-    checked = {fault.split()[0] for fault in environment_faults("npu", {"VLLM_ASCEND_ENABLE_NZ": "2", "VLLM_ASCEND_ENABLE_FUSED_MC2": "1"})}
+    checked = {
+        fault.split()[0]
+        for fault in environment_faults("npu", {"VLLM_ASCEND_ENABLE_NZ": "2", "VLLM_ASCEND_ENABLE_FUSED_MC2": "1"})
+    }
     assert ours and ours | checked <= VARIABLES
     assert hosting.engine_arguments(4096, None)["additional_config"].keys() <= ADDITIONAL_CONFIG
 
@@ -299,11 +338,17 @@ def test_every_variable_of_vllm_itself_is_one_that_it_reads(device):
 
 
 def test_cached_prompts_lose_their_routes_on_cpu_alone():
-    """vLLM keeps routes by the cache's slots, 0.23 in its scheduler (RoutedExpertsManager); what mrl collects on CPU goes by requests."""
+    """vLLM keeps routes by the cache's slots, 0.23 in its scheduler (RoutedExpertsManager);
+    what mrl collects on CPU goes by requests.
+    """
     model, preset = model_spec(SIZES), ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
     replayed = ["actor.router_replay=R3", "rollout.enable_prefix_caching=true"]
     said = {
-        device: [n for n in notes(load_config(preset, None, [f"cluster.device={device}", *replayed]), model) if "without routes" in n]
+        device: [
+            n
+            for n in notes(load_config(preset, None, [f"cluster.device={device}", *replayed]), model)
+            if "without routes" in n
+        ]
         for device in ("cpu", "npu")
     }
     assert len(said["cpu"]) == 1 and said["npu"] == []
@@ -311,7 +356,11 @@ def test_cached_prompts_lose_their_routes_on_cpu_alone():
 
 def test_two_that_move_optimizer_states_are_not_combined():
     model, preset = model_spec(SIZES), ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
-    both = ["cluster.device=npu", "model.override_transformer_config.swap_optimizer=true", "actor.optimizer_offload=true"]
+    both = [
+        "cluster.device=npu",
+        "model.override_transformer_config.swap_optimizer=true",
+        "actor.optimizer_offload=true",
+    ]
     assert [v.field for v in violations(load_config(preset, None, both), model)] == ["actor.optimizer_offload"]
     assert violations(load_config(preset, None, both[:2]), model) == []
 

@@ -1,4 +1,6 @@
-"""Storages leave their device and come back under the tensors that lie on them; host memory is made once, and misuse is refused."""
+"""Storages leave their device and come back under the tensors that lie on them; host memory is made once,
+and misuse is refused.
+"""
 
 from contextlib import contextmanager
 from dataclasses import replace
@@ -43,7 +45,10 @@ class Chunk(torch.nn.Module):
         self.data, grads = torch.arange(6.0), torch.zeros(6)
         self.a, self.b = torch.nn.Parameter(self.data[:4].view(2, 2)), torch.nn.Parameter(self.data[4:])
         self.frozen = torch.nn.Parameter(torch.full((3,), 7.0), requires_grad=False)
-        self.buffers, self.expert_parallel_buffers = [SimpleNamespace(grad_data=grads[:4].clone())], [SimpleNamespace(grad_data=grads[4:])]
+        self.buffers, self.expert_parallel_buffers = (
+            [SimpleNamespace(grad_data=grads[:4].clone())],
+            [SimpleNamespace(grad_data=grads[4:])],
+        )
 
     def forward(self):
         return self.a.sum()
@@ -90,7 +95,10 @@ def test_what_left_comes_back_under_the_same_tensors_bit_for_bit():
         assert torch.equal(moved.chunk.frozen, kept.chunk.frozen)
         for one, other in zip(moved.masters, kept.masters, strict=True):
             assert torch.equal(one, other)
-            assert all(torch.equal(moved.adam.state[one][name], kept.adam.state[other][name]) for name in ("exp_avg", "exp_avg_sq", "step"))
+            assert all(
+                torch.equal(moved.adam.state[one][name], kept.adam.state[other][name])
+                for name in ("exp_avg", "exp_avg_sq", "step")
+            )
 
 
 def test_only_what_is_in_use_has_memory_on_the_device():
@@ -207,7 +215,10 @@ def test_moments_that_a_checkpoint_made_anew_take_the_places_of_the_old():
 
 def test_what_is_in_use_does_not_leave_and_what_left_is_not_computed_with():
     world = World()
-    with world.residence.using(PARAMETERS), pytest.raises(RuntimeError, match="parameters cannot leave the device: in use"):
+    with (
+        world.residence.using(PARAMETERS),
+        pytest.raises(RuntimeError, match="parameters cannot leave the device: in use"),
+    ):
         world.residence.offload()
     world.residence.offload()
     with pytest.raises(RuntimeError, match=r"parameters: not on the device \(actor\.param_offload\)"):

@@ -1,4 +1,6 @@
-"""algorithm.anchor on_policy: a ratio of 1 with its gradient, metrics without the pass they came from, what is planned and refused."""
+"""algorithm.anchor on_policy: a ratio of 1 with its gradient, metrics without the pass they came from,
+what is planned and refused.
+"""
 
 import math
 from dataclasses import replace
@@ -40,14 +42,16 @@ ONE_UPDATE = (*SIZES, f"actor.ppo_mini_batch_size={PROMPTS}")
 LOSS = "algorithm.policy_loss."
 TINY_MODEL = model_spec(TINY_SIZES)
 
-# --- the loss ------------------------------------------------------------------------------------------------------------------------
+# --- the loss ---------------------------------------------------------------------------------------------------------
 
 LENGTHS, ADVANTAGE = (4, 2), (1.5, -0.5)
 MASK = torch.arange(4)[None] < torch.tensor(LENGTHS)[:, None]
 
 
 def loss_inputs(old) -> LossInputs:
-    log_probs = torch.tensor([[-0.5, -1.0, -0.2, -3.0], [-0.7, -0.1, math.nan, math.nan]], dtype=torch.float64, requires_grad=True)
+    log_probs = torch.tensor(
+        [[-0.5, -1.0, -0.2, -3.0], [-0.7, -0.1, math.nan, math.nan]], dtype=torch.float64, requires_grad=True
+    )
     advantages = torch.tensor(ADVANTAGE, dtype=torch.float64)[:, None].expand(2, 4)
     return LossInputs(log_probs, old and old(log_probs), advantages, MASK, selected=torch.zeros_like(MASK))
 
@@ -61,9 +65,13 @@ def worked(loss_mode: str, old=None) -> tuple[float, torch.Tensor, dict]:
 
 @pytest.mark.parametrize("loss_mode", TOKEN_LOSSES)
 def test_a_loss_without_old_log_probs_has_the_gradient_of_reinforce(loss_mode):
-    """d loss / d log p = -A / (sequences x L) by hand: at a ratio of 1 every loss here is its policy gradient, nothing clipped."""
+    """d loss / d log p = -A / (sequences x L) by hand: at a ratio of 1 every loss here is its policy gradient,
+    nothing clipped.
+    """
     _, gradient, metrics = worked(loss_mode)
-    by_hand = torch.tensor([[-a / (2 * length)] * 4 for a, length in zip(ADVANTAGE, LENGTHS, strict=True)], dtype=torch.float64)
+    by_hand = torch.tensor(
+        [[-a / (2 * length)] * 4 for a, length in zip(ADVANTAGE, LENGTHS, strict=True)], dtype=torch.float64
+    )
     torch.testing.assert_close(gradient, torch.where(MASK, by_hand, 0.0), rtol=1e-12, atol=0)
     assert metrics["actor/ppo_kl"] == metrics["actor/pg_clipfrac"] == metrics["actor/log_seq_ratio_std"] == 0.0
 
@@ -71,7 +79,9 @@ def test_a_loss_without_old_log_probs_has_the_gradient_of_reinforce(loss_mode):
 @pytest.mark.parametrize("loss_mode", TOKEN_LOSSES)
 def test_it_is_the_loss_of_old_log_probs_with_the_same_bits(loss_mode):
     loss, gradient, metrics = worked(loss_mode)
-    given_loss, given_gradient, given_metrics = worked(loss_mode, lambda log_probs: torch.tensor(log_probs.tolist(), dtype=torch.float64))
+    given_loss, given_gradient, given_metrics = worked(
+        loss_mode, lambda log_probs: torch.tensor(log_probs.tolist(), dtype=torch.float64)
+    )
     assert metrics.pop("ran/anchor/on_policy") == 2.0
     assert (loss, metrics) == (given_loss, given_metrics) and torch.equal(gradient, given_gradient)
 
@@ -82,15 +92,20 @@ def test_a_loss_counts_the_responses_that_it_ran_on_under_its_own_name():
         assert marks == {f"ran/policy_loss/{loss_mode}": 2.0}
 
 
-# --- micro-batches and routes ----------------------------------------------------------------------------------------------------------
+# --- micro-batches and routes -----------------------------------------------------------------------------------------
 
 
 def test_rejected_tokens_have_log_probs_where_no_pass_gave_them_and_count_in_no_loss():
     batch = TrainBatch.of(packed(samples()[:3]), 1.0)
     keep = np.repeat([True, False, True], batch.response_lengths)
-    with_pass = micro_inputs(replace(batch, keep=keep, old_log_probs=batch.rollout_log_probs), np.arange(3), Shape(True))
+    with_pass = micro_inputs(
+        replace(batch, keep=keep, old_log_probs=batch.rollout_log_probs), np.arange(3), Shape(True)
+    )
     on_policy = micro_inputs(replace(batch, keep=keep), np.arange(3), Shape(True))
-    assert np.array_equal(with_pass.response_mask, on_policy.response_mask) and with_pass.has_log_probs is with_pass.response_mask
+    assert (
+        np.array_equal(with_pass.response_mask, on_policy.response_mask)
+        and with_pass.has_log_probs is with_pass.response_mask
+    )
     assert len(with_pass.targets) == with_pass.has_log_probs.sum() == keep.sum()
     assert len(on_policy.targets) == on_policy.has_log_probs.sum() == len(keep)
     assert not micro_inputs(replace(batch, keep=keep), np.arange(3), Shape(True), is_filler=True).has_log_probs.any()
@@ -102,7 +117,10 @@ def test_how_far_the_engines_routes_are_from_the_trainers_is_counted_once_with_a
     model.config = SimpleNamespace(sequence_parallel=False)
     routing = Routing([model], SimpleNamespace(num_experts=4, moe_layers=(0,)), "R3")
     routing.begin_step()
-    real, routes = torch.tensor([[True, True, True, False]]), torch.tensor([[[[3, 2]], [[0, 1]], [[-1, -1]], [[-1, -1]]]], dtype=torch.int8)
+    real, routes = (
+        torch.tensor([[True, True, True, False]]),
+        torch.tensor([[[[3, 2]], [[0, 1]], [[-1, -1]], [[-1, -1]]]], dtype=torch.int8),
+    )
     inputs = SimpleNamespace(content=b"a", real=real, predicting=real, routes=routes)
     scores = torch.arange(16.0).view(4, 4)  # of itself the router takes experts 3 and 2
     for name in passes:
@@ -112,14 +130,17 @@ def test_how_far_the_engines_routes_are_from_the_trainers_is_counted_once_with_a
     assert (int(counts.disagreeing), int(counts.supplied), int(counts.missing), int(counts.routed)) == (1, 2, 1, 3)
 
 
-# --- a step ----------------------------------------------------------------------------------------------------------------------------
+# --- a step -----------------------------------------------------------------------------------------------------------
 
 
 def step_of(replicas: int, *overrides, many=None) -> dict[str, float]:
     """Metrics of a step whose updates do nothing."""
     config = load_config(TINY, None, [*ONE_UPDATE, *overrides]).config
     parts = [{"actor/skipped_updates": (0.0, 1.0)}]
-    actor, rollouts = Noisy(config, replicas, update=lambda counts, replica: parts), rollouts_of(stored(many or samples()))
+    actor, rollouts = (
+        Noisy(config, replicas, update=lambda counts, replica: parts),
+        rollouts_of(stored(many or samples())),
+    )
     step = TrainedStep(actor, rollouts.samples)
     metrics = old_log_probs(config, step)
     assert bool(metrics) is not config.algorithm.on_policy
@@ -129,17 +150,23 @@ def step_of(replicas: int, *overrides, many=None) -> dict[str, float]:
     return metrics | update(step, corrected)
 
 
-@pytest.mark.parametrize("overrides", [(), ("algorithm.overlong_filter=true", "algorithm.adv_estimator=reinforce_plus_plus")])
+@pytest.mark.parametrize(
+    "overrides", [(), ("algorithm.overlong_filter=true", "algorithm.adv_estimator=reinforce_plus_plus")]
+)
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_metrics_of_the_pass_come_from_the_update_to_the_bit_rejected_rows_among_them(replicas, overrides):
     expected, found = step_of(replicas, *overrides), step_of(replicas, ANCHOR, *overrides)
-    assert found == expected and {"actor/entropy", "rollout_corr/k3_kl", "training/rollout_probs_diff_std"} <= found.keys()
+    assert (
+        found == expected and {"actor/entropy", "rollout_corr/k3_kl", "training/rollout_probs_diff_std"} <= found.keys()
+    )
 
 
 def test_log_probs_that_are_not_finite_end_the_step_with_the_same_words_as_after_a_pass():
     many = samples()
     row = next(i for i, s in enumerate(many) if len(s.response_ids) > 3)
-    many[row] = replace(many[row], rollout_log_probs=(*many[row].rollout_log_probs[:2], math.nan, *many[row].rollout_log_probs[3:]))
+    many[row] = replace(
+        many[row], rollout_log_probs=(*many[row].rollout_log_probs[:2], math.nan, *many[row].rollout_log_probs[3:])
+    )
     said = []
     for overrides in ((), (ANCHOR,)):
         with pytest.raises(NumericAbort) as raised:
@@ -148,10 +175,19 @@ def test_log_probs_that_are_not_finite_end_the_step_with_the_same_words_as_after
     assert said[0] == said[1] and f"row {row}, token 2" in said[0]
 
 
-# --- plan ------------------------------------------------------------------------------------------------------------------------------
+# --- plan -------------------------------------------------------------------------------------------------------------
 
 DEVICE = find_device("h100-80g")
-ACTOR = ActorBytes(parameters=10, gradients=20, optimizer=30, activations=40, temporaries=5, log_prob=7, sync_staging=3, scores_old=False)
+ACTOR = ActorBytes(
+    parameters=10,
+    gradients=20,
+    optimizer=30,
+    activations=40,
+    temporaries=5,
+    log_prob=7,
+    sync_staging=3,
+    scores_old=False,
+)
 ENGINE = EngineBytes(weights=100, working_set=11, cache=200, sync_staging=4, asleep=2)
 
 
@@ -178,14 +214,18 @@ def planned(anchor: str) -> PlanInputs:
 def test_a_plan_has_neither_seconds_nor_memory_of_the_pass():
     given, found = planned("recompute"), planned(ON_POLICY)
     for part in (step_flops, partial(phase_seconds, engine=engine_of(given))):
-        before, after = part(given, batch_plan(given.config, given.train)), part(found, batch_plan(found.config, found.train))
+        before, after = (
+            part(given, batch_plan(given.config, given.train)),
+            part(found, batch_plan(found.config, found.train)),
+        )
         assert before.pop("log_prob") > 0 and after == before
     phases, fewer = (memory_section(inputs)["phases"] for inputs in (given, found))
     assert phases.keys() - fewer.keys() == {"log_prob", "rollout_to_log_prob"} and fewer.keys() < phases.keys()
-    assert "routes" in phases["train"]["terms"] and "routes" not in fewer["train"]["terms"]  # what a pass records of routers
+    # what a pass records of routers
+    assert "routes" in phases["train"]["terms"] and "routes" not in fewer["train"]["terms"]
 
 
-# --- what is refused ---------------------------------------------------------------------------------------------------------------------
+# --- what is refused --------------------------------------------------------------------------------------------------
 
 
 def broken(*overrides, updates=1) -> dict:
@@ -196,9 +236,11 @@ def broken(*overrides, updates=1) -> dict:
 REFUSED = [
     ((), 4, "actor.ppo_mini_batch_size", (64,)),
     (("algorithm.rollout_correction={level: token, high: 2}",), 1, "algorithm.rollout_correction.level", (None,)),
-    (("algorithm.rollout_correction={level: token, mode: mask, low: 0.5, high: 2}",), 1, "algorithm.rollout_correction.level", (None,)),
+    (("algorithm.rollout_correction={level: token, mode: mask, low: 0.5, high: 2}",), 1,
+        "algorithm.rollout_correction.level", (None,)),
     (("algorithm.use_kl_in_reward=true",), 1, "algorithm.use_kl_in_reward", (False,)),
-    *(((f"{LOSS}loss_mode={name}", f"{LOSS}loss_agg_mode=token-mean", f"{LOSS}clip_ratio_high=0.2", f"{LOSS}clip_ratio_low=0.2"), 1,
+    *(((f"{LOSS}loss_mode={name}", f"{LOSS}loss_agg_mode=token-mean", f"{LOSS}clip_ratio_high=0.2",
+                f"{LOSS}clip_ratio_low=0.2"), 1,
        f"{LOSS}loss_mode", None) for name in SELECTIONS),
     (("actor.router_replay=R2",), 1, "actor.router_replay", ("disabled", "R3")),
 ]  # fmt: skip

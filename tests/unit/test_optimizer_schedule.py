@@ -31,7 +31,14 @@ def test_warm_up_rises_in_equal_parts_and_no_step_is_wasted_at_rate_zero():
 
 
 def test_linear_decay_ends_at_the_least_rate_and_stays_there():
-    assert rates(6, lr=4.0, min_lr=1.0, lr_warmup_steps=2, lr_decay_style="linear", lr_decay_steps=5) == [2.0, 4.0, 3.0, 2.0, 1.0, 1.0]
+    assert rates(6, lr=4.0, min_lr=1.0, lr_warmup_steps=2, lr_decay_style="linear", lr_decay_steps=5) == [
+        2.0,
+        4.0,
+        3.0,
+        2.0,
+        1.0,
+        1.0,
+    ]
 
 
 def test_cosine_decay_is_half_way_in_the_middle_of_the_run():

@@ -65,7 +65,9 @@ def test_context_parallel_ranks_share_out_every_token_and_every_prediction(batch
     predicted = {}
     for arrays in ranks:
         states = arrays.input_ids.reshape(-1)[arrays.predictors]
-        predicted |= dict(zip(arrays.slots.tolist(), zip(states.tolist(), arrays.targets.tolist(), strict=True), strict=True))
+        predicted |= dict(
+            zip(arrays.slots.tolist(), zip(states.tolist(), arrays.targets.tolist(), strict=True), strict=True)
+        )
     assert predicted == {0: (13, 14), 1: (14, 15), 3: (21, 22), 4: (22, 23), 5: (23, 24)}
 
 
@@ -114,11 +116,15 @@ def test_the_same_tokens_cut_into_other_sequences_have_another_content():
 
 def test_samples_that_the_engine_routed_otherwise_have_another_content():
     routes = [np.full((4, 1, 1), expert, np.int8) for expert in (0, 1)]
-    one, other = (micro_inputs(batch_of(replace(sample((1, 2), (3, 4)), routes=r)), np.array([0]), PACKED) for r in routes)
+    one, other = (
+        micro_inputs(batch_of(replace(sample((1, 2), (3, 4)), routes=r)), np.array([0]), PACKED) for r in routes
+    )
     assert one.content != other.content
 
 
-@pytest.mark.parametrize("shape", [PACKED, PADDED, Shape(True, context=2), Shape(True, context=2, tensor=4), Shape(False, tensor=4)])
+@pytest.mark.parametrize(
+    "shape", [PACKED, PADDED, Shape(True, context=2), Shape(True, context=2, tensor=4), Shape(False, tensor=4)]
+)
 def test_the_longest_sequence_is_known_on_the_host(batch, shape):
     arrays = micro_inputs(batch, ALL, shape)
     lengths = np.diff(arrays.sequence_starts) if shape.packed else arrays.input_ids.shape[1:]
@@ -126,8 +132,12 @@ def test_the_longest_sequence_is_known_on_the_host(batch, shape):
 
 
 def test_attention_is_told_of_its_sequences_without_a_look_at_the_device(batch):
-    """Meta tensors have no values: whoever asked for one would fail here, and wait for all that is enqueued on a device."""
-    inputs = micro_inputs(batch, ALL, PACKED).mapped(lambda array: torch.from_numpy(np.ascontiguousarray(array)).to("meta"))
+    """Meta tensors have no values: whoever asked for one would fail here,
+    and wait for all that is enqueued on a device.
+    """
+    inputs = micro_inputs(batch, ALL, PACKED).mapped(
+        lambda array: torch.from_numpy(np.ascontiguousarray(array)).to("meta")
+    )
     told = packing_of(inputs)
     assert (told.max_seqlen_q, told.max_seqlen_kv) == (6, 6)
     assert told.cu_seqlens_q is told.cu_seqlens_q_padded and told.cu_seqlens_kv is told.cu_seqlens_kv_padded

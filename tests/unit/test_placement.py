@@ -1,4 +1,6 @@
-"""Turns on shared devices: in which order engines and ranks come and go, with stand-ins that note what they are asked."""
+"""Turns on shared devices: in which order engines and ranks come and go,
+with stand-ins that note what they are asked.
+"""
 
 import pytest
 
@@ -11,7 +13,10 @@ from mrl.units import GIB
 
 
 class Devices:
-    """Ranks, engines, sync and gate in one. It keeps what is on the devices and says when two are there that do not fit."""
+    """Ranks, engines, sync and gate in one.
+
+    It keeps what is on the devices and says when two are there that do not fit.
+    """
 
     def __init__(self, full_before: str = ""):
         self.calls: list[str] = []
@@ -21,7 +26,9 @@ class Devices:
 
     def note(self, call: str) -> None:
         self.calls.append(call)
-        assert not ({"gradients", "optimizer"} & self.actor and self.engines), f"{call}: {self.actor} beside {self.engines}"
+        assert not ({"gradients", "optimizer"} & self.actor and self.engines), (
+            f"{call}: {self.actor} beside {self.engines}"
+        )
         assert not (self.actor and "cache" in self.engines), f"{call}: {self.actor} beside {self.engines}"
 
     def gate(self, phase: str) -> None:
@@ -43,7 +50,9 @@ class Devices:
         self.note("actor off")
 
     def sleep(self) -> None:
-        assert self.engines == {"weights", "cache"} and not self.actor, "the actor allocates nothing while an engine goes to sleep"
+        assert self.engines == {"weights", "cache"} and not self.actor, (
+            "the actor allocates nothing while an engine goes to sleep"
+        )
         self.engines = set()
         self.note("sleep")
 
@@ -85,7 +94,8 @@ def colocated(devices: Devices) -> Colocated:
 
 
 TO_ENGINES = [
-    "on: parameters", "gate train_to_sync", "wake weights", "transfer {}", "actor off", "gate sync_to_rollout", "wake cache", "commit {}",
+    "on: parameters", "gate train_to_sync", "wake weights", "transfer {}", "actor off", "gate sync_to_rollout",
+    "wake cache", "commit {}",
 ]  # fmt: skip
 TO_UPDATE = ["sleep", "gate rollout_to_log_prob", "on: parameters", "gate train", "on: parameters gradients optimizer"]
 
@@ -125,7 +135,9 @@ def test_each_hand_over_is_timed_under_a_declared_name_and_the_start_belongs_to_
     placement.to_update()
     placement.to_engines(4)
     seconds = placement.seconds()
-    assert set(seconds) == {f"switch/{name}_s" for name in ("sleep", "gate", "onload", "offload", "wake_weights", "wake_kv")}
+    assert set(seconds) == {
+        f"switch/{name}_s" for name in ("sleep", "gate", "onload", "offload", "wake_weights", "wake_kv")
+    }
     assert all(metric_spec(name).unit == "s" for name in seconds) and all(value >= 0 for value in seconds.values())
     assert placement.seconds() == {}
 
@@ -163,7 +175,7 @@ def test_with_devices_of_their_own_nothing_is_handed_over():
     assert devices.calls == ["sync 4", "actor off", "sync 5"] and placement.seconds() == {}
 
 
-# --- the gate ----------------------------------------------------------------------------------------------------------------------
+# --- the gate ---------------------------------------------------------------------------------------------------------
 
 
 def holder(name: str, live: float, free: float | None = None) -> Holder:
@@ -172,14 +184,17 @@ def holder(name: str, live: float, free: float | None = None) -> Holder:
 
 
 def plan_with(actor: int, engine: int, asleep: int, available: int) -> dict:
-    """A plan whose train_to_sync gives the actor and the engine so many GiB, `asleep` of the engine's for what it keeps in sleep."""
+    """A plan whose train_to_sync gives the actor and the engine so many GiB,
+    `asleep` of the engine's for what it keeps in sleep.
+    """
     terms = {"parameters": actor * GIB, "engine_weights": (engine - asleep) * GIB, "engine_asleep": asleep * GIB}
     phase = {"terms": terms, "device_bytes": available * GIB, "change": ""}
     host = {"bytes_of_a_rank": 0, "bytes_of_a_worker": 0}
     return {"memory": {"phases": {"train_to_sync": phase}, "host": host}, "layout": {"placement": "colocated"}}
 
 
-# 12 GiB for the actor, of which 10 are there; 10 for the engine's weights, and 2 that a sleeping engine keeps: 12 are to come
+# 12 GiB for the actor, of which 10 are there; 10 for the engine's weights, and 2 that a sleeping engine keeps: 12 are
+# to come
 NEED = Need.of(plan_with(12, 12, 2, 78), "train_to_sync")
 
 
@@ -187,8 +202,8 @@ def test_room_is_what_a_device_says_is_free_against_what_is_to_come():
     assert shortage(NEED, [holder("rank 0", 10, free=12), holder("engine 0", 0, free=12)]) is None
     said = shortage(NEED, [holder("rank 0", 10, free=11.5), holder("engine 0", 0, free=11.5)])
     assert said == (
-        "2.00 GiB of the actor and 10.00 GiB of the engine are to come by the plan, 11.50 GiB are free; there hold rank 0 10.00 GiB, "
-        "engine 0 0.00 GiB"
+        "2.00 GiB of the actor and 10.00 GiB of the engine are to come by the plan, 11.50 GiB are free; there hold "
+        "rank 0 10.00 GiB, engine 0 0.00 GiB"
     )
 
 
@@ -197,7 +212,10 @@ def test_where_no_device_says_what_is_free_it_is_what_the_plan_may_fill_less_wha
     # an optimizer of 58 GiB stayed: 78 - 68 are left for the engine's 10
     assert shortage(NEED, [holder("rank 0", 68), holder("engine 0", 0)]) is None
     said = shortage(NEED, [holder("engine 0", 0), holder("rank 0", 68.5)])
-    assert said == "10.00 GiB of the engine are to come by the plan, 9.50 GiB are free; there hold rank 0 68.50 GiB, engine 0 0.00 GiB"
+    assert (
+        said == "10.00 GiB of the engine are to come by the plan, 9.50 GiB are free; there hold rank 0 "
+        "68.50 GiB, engine 0 0.00 GiB"
+    )
 
 
 def test_a_device_without_an_engine_needs_room_for_its_rank_alone():

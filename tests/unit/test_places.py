@@ -21,7 +21,10 @@ TINY = ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"
 
 
 def configured(**values):
-    """The tiny preset with `values` set; keys have __ for dots. Only the shape of its cluster and engines matters here."""
+    """The tiny preset with `values` set; keys have __ for dots.
+
+    Only the shape of its cluster and engines matters here.
+    """
     keys = [f"{key.replace('__', '.')}={value}" for key, value in values.items()]
     return load_config(TINY, None, keys).config
 
@@ -48,8 +51,14 @@ def test_a_data_parallel_rank_of_a_wide_engine_stays_on_its_node():
     [
         (RolloutLayout(3, tensor=2), ClusterShape(1, 4), 0, "only 4 of 6 workers"),
         (RolloutLayout(1, tensor=16), ClusterShape(2, 8), 0, "tensor workers stand on one node"),
-        # nine devices are free for eight workers: three on node 0, where no engine fits, and six on node 1, where one does
-        (RolloutLayout(2, tensor=4), ClusterShape(2, 6), 3, "only 4 of 8 workers .* since 4 of them have to share a node"),
+        # nine devices are free for eight workers: three on node 0, where no engine fits, and six on node 1, where one
+        # does
+        (
+            RolloutLayout(2, tensor=4),
+            ClusterShape(2, 6),
+            3,
+            "only 4 of 8 workers .* since 4 of them have to share a node",
+        ),
     ],
 )
 def test_engines_that_fit_nowhere_are_refused(layout, cluster, first, said):
@@ -76,7 +85,10 @@ def test_every_preset_has_a_place_for_each_rank_and_worker(path):
     config = load_config(path).config
     layout, (ranks, workers) = rollout_layout(config), rank_places(config)
     per_node, nodes = config.cluster.n_gpus_per_node, config.cluster.nnodes
-    assert len(ranks) == config.actor.layout.world_size and len(workers) == layout.num_engines * layout.tensor * layout.data
+    assert (
+        len(ranks) == config.actor.layout.world_size
+        and len(workers) == layout.num_engines * layout.tensor * layout.data
+    )
     assert len(set(ranks)) == len(ranks) and len(set(workers)) == len(workers), "two share a device"
     assert all(0 <= p.node < nodes and 0 <= p.device < per_node for p in (*ranks, *workers))
     if config.cluster.placement == "separate":
@@ -107,7 +119,8 @@ def test_an_engine_on_one_node_is_one_actor_with_all_its_devices(monkeypatch):
 def test_each_data_parallel_rank_of_an_engine_is_an_actor_with_its_devices(monkeypatch):
     monkeypatch.setattr(requests, "load_model_spec", lambda path: known_spec("Qwen3-30B-A3B"))
     config = configured(
-        cluster__n_gpus_per_node=10, cluster__cpus_per_engine=3, rollout__tensor_model_parallel_size=2, rollout__data_parallel_size=4,
+        cluster__n_gpus_per_node=10, cluster__cpus_per_engine=3, rollout__tensor_model_parallel_size=2,
+        rollout__data_parallel_size=4,
         rollout__expert_parallel_size=8,
     )  # fmt: skip
     bundle = {"CPU": 0.75, "GPU": 2.0}
@@ -130,7 +143,8 @@ def test_cpu_workers_get_equal_shares_of_the_cores():
 
 def test_ray_reserves_what_each_process_of_an_engine_needs():
     config = configured(
-        cluster__device="npu", cluster__nnodes=2, cluster__n_gpus_per_node=4, cluster__cpus_per_engine=3, rollout__num_engines=3,
+        cluster__device="npu", cluster__nnodes=2, cluster__n_gpus_per_node=4, cluster__cpus_per_engine=3,
+        rollout__num_engines=3,
         rollout__tensor_model_parallel_size=2,
     )  # fmt: skip
     assert engine_bundles(config, get_hosting("npu")) == [{"CPU": 3.0, "NPU": 2.0}] * 3
@@ -143,10 +157,14 @@ def test_an_actor_asks_ray_for_the_devices_of_its_bundle():
     reserved = Reservation(group=None, bundles=({"CPU": 1.0, "NPU": 2.0}, {"CPU": 1.0, "GPU": 4.0}), order=(1, 0))
     gpu, npu = reserved.options(0), reserved.options(1)
     assert (gpu["num_gpus"], gpu["resources"], gpu["scheduling_strategy"].placement_group_bundle_index) == (4.0, {}, 1)
-    assert (npu["num_gpus"], npu["resources"], npu["scheduling_strategy"].placement_group_bundle_index) == (0, {"NPU": 2.0}, 0)
+    assert (npu["num_gpus"], npu["resources"], npu["scheduling_strategy"].placement_group_bundle_index) == (
+        0,
+        {"NPU": 2.0},
+        0,
+    )
 
 
-# --- colocated: ranks and workers on the same devices ------------------------------------------------------------------------------
+# --- colocated: ranks and workers on the same devices -----------------------------------------------------------------
 
 
 def test_devices_of_a_planned_node_lie_on_one_real_node_wherever_bundles_fell():
@@ -167,7 +185,10 @@ def test_nodes_of_different_sizes_are_refused_with_both_portions():
 
 
 COLOCATED = dict(
-    cluster__placement="colocated", cluster__n_gpus_per_node=2, rollout__tensor_model_parallel_size=2, cluster__cpus_per_engine=3
+    cluster__placement="colocated",
+    cluster__n_gpus_per_node=2,
+    rollout__tensor_model_parallel_size=2,
+    cluster__cpus_per_engine=3,
 )
 
 

@@ -1,4 +1,6 @@
-"""`mrl plan` answers from sizes alone: quickly, without heavy imports, alike every time; it names what does not fit and what changed."""
+"""`mrl plan` answers from sizes alone: quickly, without heavy imports, alike every time;
+it names what does not fit and what changed.
+"""
 
 import json
 import subprocess
@@ -44,10 +46,12 @@ def config(model: str, layout: dict, platform: str = "cuda", per_node: int = 8, 
     return RunConfig.model_validate(
         {
             "model": {"path": model, "override_transformer_config": FULL},
-            "actor": {"layout": layout, "ppo_mini_batch_size": 64, **dict.fromkeys(ONE_SAMPLE, 1), **dict.fromkeys(OFFLOAD, True), **more},
+            "actor": {"layout": layout, "ppo_mini_batch_size": 64, **dict.fromkeys(ONE_SAMPLE, 1),
+                **dict.fromkeys(OFFLOAD, True), **more},
             "rollout": {"n": 16, "tensor_model_parallel_size": 8, "num_engines": world // 8},
             "data": {"train_batch_size": 64, "max_prompt_length": 2048, "max_response_length": 8192},
-            "cluster": {"device": platform, "nnodes": world // per_node, "n_gpus_per_node": per_node, "placement": "colocated"},
+            "cluster": {"device": platform, "nnodes": world // per_node, "n_gpus_per_node": per_node,
+                "placement": "colocated"},
         }
     )  # fmt: skip
 
@@ -71,7 +75,8 @@ def run_json(capsys, *arguments: str) -> dict:
 
 
 BIG = "Qwen3-235B-A22B"
-# Layouts that others have published for the 235B model. verl leaves the experts' tensor degree out on A3, which Megatron takes as TP.
+# Layouts that others have published for the 235B model. verl leaves the experts' tensor degree out on A3, which
+# Megatron takes as TP.
 ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 COUNTED = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
 HOST_ADAM = {"optim": {"override_optimizer_config": ON_HOST}}
@@ -86,7 +91,8 @@ PUBLISHED = {
     "NeMo-RL grpo-qwen3-235b-16n8g.yaml: 128 H100": (
         "h100-80g", {"world_size": 128, TP: 2, CP: 2, PP: 8, EP: 16, **dict.fromkeys(ENDS, 11)}, {},
     ),
-    "slime run-qwen3-235B-A22B.sh: 64 H100": ("h100-80g", {"world_size": 64, TP: 4, PP: 4, CP: 2, EP: 16, ENDS[1]: 22}, HOST_ADAM),
+    "slime run-qwen3-235B-A22B.sh: 64 H100": ("h100-80g", {"world_size": 64, TP: 4, PP: 4, CP: 2, EP: 16, ENDS[1]: 22},
+        HOST_ADAM),
 }  # fmt: skip
 
 
@@ -103,7 +109,9 @@ def test_published_layouts_of_the_235b_model_train(name):
     )  # verl, which writes from the device, gives 1.6 TB a node for the smallest
 
 
-@pytest.mark.parametrize("layout", [{TP: 8, PP: 2, EP: 8}, {TP: 4, PP: 2, EP: 8}, {TP: 1, PP: 1, EP: 16}, {TP: 2, PP: 1, EP: 16}])
+@pytest.mark.parametrize(
+    "layout", [{TP: 8, PP: 2, EP: 8}, {TP: 4, PP: 2, EP: 8}, {TP: 1, PP: 1, EP: 16}, {TP: 2, PP: 1, EP: 16}]
+)
 def test_the_235b_model_does_not_train_on_16_devices_of_80_gb(layout):
     """470 GB of weights and 940 GB of float32 gradients alone are 88 GB on each of 16 devices, before any optimizer."""
     for more in ({}, {"optim": {"override_optimizer_config": ON_HOST}}):
@@ -124,14 +132,24 @@ def test_the_largest_model_is_planned_on_128_devices_in_three_seconds_without_he
         "heavy = [name for name in ('torch', 'ray', 'megatron', 'mbridge', 'vllm') if name in sys.modules]\n"
         "print(time.process_time(), heavy, file=sys.stderr)\n"  # its own: other processes may share the core
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
     seconds, heavy = done.stderr.strip().splitlines()[-1].split(" ", 1)
     plan = json.loads(done.stdout)
     assert heavy == "[]"
     assert float(seconds) < 3  # 1.2 to 1.8 on one core, a third of it imports
     assert {"layout", "batch", "memory", "reshard", "hash", "seconds"} <= set(plan)
     sync = plan["reshard"]
-    assert {"bytes_required", "bytes_moved", "peak_staging_bytes", "rounds", "predicted_seconds", "bound_seconds", "hash"} <= set(sync)
+    assert {
+        "bytes_required",
+        "bytes_moved",
+        "peak_staging_bytes",
+        "rounds",
+        "predicted_seconds",
+        "bound_seconds",
+        "hash",
+    } <= set(sync)
     assert {"peak_staging_bytes_trainer", "peak_staging_bytes_engine", "link_bytes_per_second"} <= set(sync)
     assert len(sync["sent_bytes"]) == 128 == len(sync["received_bytes"])
     assert sum(sync["sent_bytes"]) == sum(sync["received_bytes"]) == sync["bytes_moved"] + sync["bytes_local"]
@@ -160,7 +178,8 @@ def test_every_rank_has_a_place_and_its_coordinates_are_its_own():
 def test_batches_are_counted_down_to_micro_batches():
     run = config("Qwen3-30B-A3B", {"world_size": 32, TP: 4, EP: 8}, ppo_micro_batch_size_per_gpu=4)
     batch = batch_plan(run, PlanInputs.of(run, known_spec("Qwen3-30B-A3B"), find_device("h100-80g")).train)
-    assert (batch.samples, batch.mini_batches, batch.samples_per_rank, batch.micro_batches) == (1024, 1, 128, 32)  # DP 8
+    # DP 8
+    assert (batch.samples, batch.mini_batches, batch.samples_per_rank, batch.micro_batches) == (1024, 1, 128, 32)
     assert (batch.micro.rows, batch.micro.length, batch.micro.response) == (4, 10240, 8192)
 
 
@@ -173,14 +192,22 @@ def test_a_token_budget_packs_a_micro_batch():
 
 
 def test_under_a_token_budget_the_cures_are_budgets_and_the_tried_one_is_the_longest_sample():
-    """A count of samples does nothing there. 10,240 tokens over 2 context ranks: 5,120 is the least that holds the longest sample."""
-    layout, budget = {"world_size": 32, TP: 4, EP: 8, CP: 2}, {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 1 << 20}
+    """A count of samples does nothing there. 10,240 tokens over 2 context ranks:
+    5,120 is the least that holds the longest sample.
+    """
+    layout, budget = (
+        {"world_size": 32, TP: 4, EP: 8, CP: 2},
+        {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 1 << 20},
+    )
     run = config("Qwen3-30B-A3B", layout, **budget)
     found = make_plan(PlanInputs.of(run, known_spec("Qwen3-30B-A3B"), find_device("h100-80g")))["memory"]
     cures = {name: phase["change"] for name, phase in found["phases"].items() if not phase["fits"]}
     assert "ppo_max_token_len_per_gpu" in cures["train"]
     assert not any("micro_batch_size" in text for text in cures.values())
-    assert found["would_fit_with"][0] == ["actor.ppo_max_token_len_per_gpu=5120", "actor.log_prob_max_token_len_per_gpu=5120"]
+    assert found["would_fit_with"][0] == [
+        "actor.ppo_max_token_len_per_gpu=5120",
+        "actor.log_prob_max_token_len_per_gpu=5120",
+    ]
 
 
 def test_a_plan_is_the_same_every_time_and_another_for_another_layout():
@@ -231,7 +258,14 @@ def test_the_command_prints_a_screenful(preset, capsys):
     main(["plan", str(preset)])
     shown = capsys.readouterr().out
     assert "planned for cpu" in shown
-    for part in ("actor: 2 ranks (tensor 2, expert 2", "batch: 8 prompts x 2", "train, stage 0", "KV cache", "sync:", "plan: "):
+    for part in (
+        "actor: 2 ranks (tensor 2, expert 2",
+        "batch: 8 prompts x 2",
+        "train, stage 0",
+        "KV cache",
+        "sync:",
+        "plan: ",
+    ):
         assert part in shown
 
 
@@ -308,7 +342,9 @@ def test_a_run_says_whether_it_is_as_planned_and_what_changed(preset, tmp_path, 
     file = tmp_path / "run/plan.json"
     resolved = load_config(preset)
     model = load_model_spec(tmp_path / "model")
-    assert plan_report(resolved.config, model, file) == [f"plan: {plan_again(resolved.config, model, file)['hash'][:16]} for cpu"]
+    assert plan_report(resolved.config, model, file) == [
+        f"plan: {plan_again(resolved.config, model, file)['hash'][:16]} for cpu"
+    ]
     main(["plan", str(preset), "--run-dir", str(tmp_path / "run")])
     assert plan_report(resolved.config, model, file)[0].endswith("as planned before")
     changed = load_config(preset, None, ["actor.layout.tensor_model_parallel_size=1", "rollout.n=4"])
@@ -335,12 +371,19 @@ def test_a_run_that_will_not_fit_is_told_what_to_change(preset, tmp_path):
 def test_a_kl_term_brings_the_reference_model_with_it(preset, tmp_path):
     model = load_model_spec(tmp_path / "model")
     plans = [
-        make_plan(PlanInputs.of(load_config(preset, None, overrides).config, model, find_device("cpu")))["memory"]["phases"]
+        make_plan(PlanInputs.of(load_config(preset, None, overrides).config, model, find_device("cpu")))["memory"][
+            "phases"
+        ]
         for overrides in ([], ["algorithm.use_kl_loss=true"], ["algorithm.use_kl_loss=true", "ref.param_offload=true"])
     ]
     assert ["ref" in phases for phases in plans] == [False, True, True]
     own = plans[0]["train"]["terms"]["parameters"]
-    assert plans[1]["train"]["terms"]["reference"] == plans[1]["ref"]["terms"]["reference"] == plans[2]["ref"]["terms"]["parameters"] == own
+    assert (
+        plans[1]["train"]["terms"]["reference"]
+        == plans[1]["ref"]["terms"]["reference"]
+        == plans[2]["ref"]["terms"]["parameters"]
+        == own
+    )
     assert "reference" not in plans[2]["ref"]["terms"]  # the actor's weights are on the host meanwhile
     without, away = (plan["train"]["terms"] for plan in (plans[0], plans[2]))
     rows, response = 8, 16  # of a rank's mini-batch: the reference's log-probs come with it
@@ -350,7 +393,15 @@ def test_a_kl_term_brings_the_reference_model_with_it(preset, tmp_path):
 # NeMo-RL v0.6, docs/about/performance-summary.md, on-policy on H100: seconds of a step, and what a step was
 STEPS = {
     "Qwen3-30B-A3B on 32": (192, "Qwen3-30B-A3B", {"world_size": 32, EP: 8}, 2, 2048, 4096, 3203),
-    "Qwen3-235B-A22B on 128": (395, BIG, {"world_size": 128, TP: 2, CP: 2, PP: 8, EP: 16, **dict.fromkeys(ENDS, 11)}, 16, 512, 8192, 5698),
+    "Qwen3-235B-A22B on 128": (
+        395,
+        BIG,
+        {"world_size": 128, TP: 2, CP: 2, PP: 8, EP: 16, **dict.fromkeys(ENDS, 11)},
+        16,
+        512,
+        8192,
+        5698,
+    ),
 }
 
 
@@ -360,18 +411,26 @@ def test_predicted_steps_are_within_a_factor_of_two_of_published_ones(name):
     prompt, n = 512, 32
     run = config(model, layout, ppo_mini_batch_size=16)
     rollout = run.rollout.model_copy(
-        update={"tensor_model_parallel_size": engine, "num_engines": layout["world_size"] // engine, "n": n, "max_num_seqs": 1024}
+        update={
+            "tensor_model_parallel_size": engine,
+            "num_engines": layout["world_size"] // engine,
+            "n": n,
+            "max_num_seqs": 1024,
+        }
     )
     data = run.data.model_copy(
         update={"train_batch_size": samples // n, "max_prompt_length": prompt, "max_response_length": longest - prompt}
     )
     run = run.model_copy(update={"rollout": rollout, "data": data})
-    inputs = PlanInputs.of(run, known_spec(model), find_device("h100-80g"), Assumptions(response_share=mean / (longest - prompt)))
+    inputs = PlanInputs.of(
+        run, known_spec(model), find_device("h100-80g"), Assumptions(response_share=mean / (longest - prompt))
+    )
     predicted = phase_seconds(inputs, batch_plan(run, inputs.train), engine_of(inputs))
     assert set(predicted) == {"generation", "log_prob", "update"}
     assert seconds / 2 < sum(predicted.values()) < seconds * 2
     flops = step_flops(inputs, batch_plan(run, inputs.train))["update"]
-    assert 0.03 < flops / (predicted["update"] * layout["world_size"] * inputs.device.flops) < 0.15  # as published updates
+    # as published updates
+    assert 0.03 < flops / (predicted["update"] * layout["world_size"] * inputs.device.flops) < 0.15
 
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b/h100-4x8", "qwen3-235b-a22b/h100-16x8"])
@@ -384,11 +443,18 @@ def test_a_plan_and_a_search_say_the_same_seconds_of_an_update(name):
     states = [stage_state(model, inputs.train, pp, problem.precision) for pp in unlike_stages(model, inputs.train)]
     phase = Phase("train", {"parameters": 1}, 1)
     row = candidate_of(problem, {}, inputs.train, recompute_of(run), phase, heaviest_stage(states))
-    assert phase_seconds(inputs, batch, engine_of(inputs))["update"] == pytest.approx(batch.mini_batches * row.seconds.total)
+    assert phase_seconds(inputs, batch, engine_of(inputs))["update"] == pytest.approx(
+        batch.mini_batches * row.seconds.total
+    )
 
 
 def test_what_would_make_it_fit_is_named_and_does(preset, capsys):
-    sizes = {"data.max_prompt_length": 60, "data.max_response_length": 60, "data.train_batch_size": 4096, "actor.ppo_mini_batch_size": 4096}
+    sizes = {
+        "data.max_prompt_length": 60,
+        "data.max_response_length": 60,
+        "data.train_batch_size": 4096,
+        "actor.ppo_mini_batch_size": 4096,
+    }
     sizes |= {"rollout.n": 16, "actor.ppo_micro_batch_size_per_gpu": 65536}
     many = [f"--set={key}={value}" for key, value in sizes.items()]
     plan = run_json(capsys, str(preset), *many)

@@ -1,4 +1,6 @@
-"""A share of the memory that cannot fit beside the actor is refused, with the number that does; so `mrl plan` agrees."""
+"""A share of the memory that cannot fit beside the actor is refused, with the number that does;
+so `mrl plan` agrees.
+"""
 
 import json
 from pathlib import Path
@@ -40,12 +42,16 @@ def test_the_share_that_is_named_fits_and_one_more_hundredth_does_not():
 
 
 def test_where_no_share_fits_the_way_out_is_named():
-    (violation,) = refused(*STAYS, "rollout.gpu_memory_utilization=0.9", "rollout.tensor_model_parallel_size=1", "rollout.num_engines=32")
+    (violation,) = refused(
+        *STAYS, "rollout.gpu_memory_utilization=0.9", "rollout.tensor_model_parallel_size=1", "rollout.num_engines=32"
+    )
     assert violation.allowed == () and "cannot fit" in violation.rule and "actor.optimizer_offload" in violation.why
 
 
 def test_devices_of_their_own_have_room_for_any_share_and_so_has_a_cpu(tmp_path):
-    assert refused("rollout.gpu_memory_utilization=0.95", path=PRESETS / "qwen3-30b-a3b" / "h100-4x8-separate.yaml") == []
+    assert (
+        refused("rollout.gpu_memory_utilization=0.95", path=PRESETS / "qwen3-30b-a3b" / "h100-4x8-separate.yaml") == []
+    )
     write_model(tmp_path / "model")
     assert refused(f"model.path={tmp_path / 'model'}", path=PRESETS / "tiny-moe" / "cpu.yaml") == []
 

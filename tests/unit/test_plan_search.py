@@ -24,7 +24,8 @@ from mrl.plan.times import PassWork, micro_batch_count, pipeline_slots, update_s
 
 ROOT = Path(__file__).resolve().parents[2]
 TP, PP, VPP, CP, EP, ETP = (
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "context_parallel_size",
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
     "expert_model_parallel_size", "expert_tensor_parallel_size",
 )  # fmt: skip
 COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
@@ -59,7 +60,9 @@ def every_legal_layout(name: str, world: int) -> set[TrainLayout]:
         for embedding, loss in product((False, True), repeat=2):
             stage = (model.num_layers + embedding + loss) / pp
             for vp in range(1, int(stage) + 1) if pp > 1 else (1,):
-                degrees = dict(zip((TP, PP, VPP, CP, EP, ETP), (tp, pp, vp if vp > 1 else None, cp, ep, etp), strict=True))
+                degrees = dict(
+                    zip((TP, PP, VPP, CP, EP, ETP), (tp, pp, vp if vp > 1 else None, cp, ep, etp), strict=True)
+                )
                 degrees |= {"world_size": world} | dict(zip(COUNTED, (embedding, loss), strict=True))
                 if stage % vp == 0 and not check_train_layout(degrees, model):
                     layouts.add(TrainLayout.build(degrees, model))
@@ -73,7 +76,9 @@ def cheapest_that_fits(case: SearchProblem, layout: TrainLayout):
         phase = fullest_phase(case, layout, recompute, states)
         if phase.fits:
             heaviest = max(states.values(), key=lambda s: s.parameters + s.gradients + s.optimizer)
-            seconds = update_seconds(case.work_in(layout), layout, case.device, case.per_node, heaviest, recompute, case.assumptions)
+            seconds = update_seconds(
+                case.work_in(layout), layout, case.device, case.per_node, heaviest, recompute, case.assumptions
+            )
             return seconds.total, phase.total, recompute
     return None
 
@@ -126,7 +131,10 @@ def test_no_layout_of_the_235b_model_fits_on_16_devices_of_80_gb():
 
 
 def test_more_tensor_ranks_than_key_value_heads_only_with_a_megatron_that_shares_heads():
-    old, new = ({layout.tensor for _, layout in legal_layouts(problem("Qwen3-30B-A3B", 32, version))} for version in ("0.12.1", "0.16.1"))
+    old, new = (
+        {layout.tensor for _, layout in legal_layouts(problem("Qwen3-30B-A3B", 32, version))}
+        for version in ("0.12.1", "0.16.1")
+    )
     assert old == {1, 2, 4}
     assert new == {1, 2, 4, 8, 16, 32}
 
@@ -155,7 +163,9 @@ def test_the_bubble_shrinks_with_virtual_stages_and_micro_batches():
 
 
 def test_a_token_budget_is_of_one_device_so_context_parallelism_multiplies_it():
-    """16,384 tokens a device; over 4 context ranks a micro-batch of 65,536, as the plan has it. 5,120 a device: never under a sample."""
+    """16,384 tokens a device; over 4 context ranks a micro-batch of 65,536, as the plan has it. 5,120 a device:
+    never under a sample.
+    """
     device, model = find_device("h100-80g"), known_spec("Qwen3-30B-A3B")
     for budget, expected in ((16384, {1: 16384, 2: 32768, 4: 65536}), (5120, {1: 10240, 2: 10240, 4: 20480})):
         config = config_for_model("Qwen3-30B-A3B", 32, "cuda")
@@ -187,7 +197,9 @@ def test_the_command_lists_the_best_with_reasons(capsys):
 
 
 def test_with_a_configuration_only_layouts_are_shown_that_fit_by_its_whole_plan(capsys):
-    """A reference model is not the search's to count: what it takes for the fastest is too much beside one, and mrl plan says so."""
+    """A reference model is not the search's to count: what it takes for the fastest is too much beside one,
+    and mrl plan says so.
+    """
     file = str(ROOT / "parallel_configs/qwen3-30b-a3b/h100-4x8-separate.yaml")
     kl = ("--set", "algorithm.use_kl_loss=true")
     without, beside = (run_json(capsys, file, "--top", "6", *more)["layouts"] for more in ((), kl))
@@ -213,7 +225,14 @@ def test_an_optimizer_on_the_host_lets_layouts_fit_that_do_not_with_it_on_the_de
     key = "actor.optim.override_optimizer_config"
     kept, host = (
         run_json(
-            capsys, file, "--set", f"{key}.optimizer_cpu_offload=true", "--set", f"{key}.optimizer_offload_fraction={share}", "--top", "1"
+            capsys,
+            file,
+            "--set",
+            f"{key}.optimizer_cpu_offload=true",
+            "--set",
+            f"{key}.optimizer_offload_fraction={share}",
+            "--top",
+            "1",
         )
         for share in (0.0, 1.0)
     )

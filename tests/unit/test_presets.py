@@ -1,4 +1,6 @@
-"""Every preset that ships is read, breaks no rule, fits the device that it is for, and says where it comes from and whether it was run."""
+"""Every preset that ships is read, breaks no rule, fits the device that it is for,
+and says where it comes from and whether it was run.
+"""
 
 import json
 from pathlib import Path
@@ -18,12 +20,14 @@ IDS = [f"{p.parent.name}/{p.stem}" for p in PRESETS]
 ON_CLUSTERS = [p for p in PRESETS if not p.stem.startswith("cpu")]
 # the model that scripts/make_tiny_world.py makes, with room for the long answers of the other tiny world
 TINY = SIZES | {
-    "hidden_size": 128, "num_hidden_layers": 4, "head_dim": 32, "intermediate_size": 256, "num_experts": 8, "max_position_embeddings": 1024,
+    "hidden_size": 128, "num_hidden_layers": 4, "head_dim": 32, "intermediate_size": 256, "num_experts": 8,
+    "max_position_embeddings": 1024,
 }  # fmt: skip
 # (model, devices, where): what has to be there
 WANTED = {
     ("qwen3-30b-a3b", 32, "a2"), ("qwen3-30b-a3b", 16, "a2"), ("qwen3-30b-a3b", 16, "a3"), ("qwen3-30b-a3b", 8, "h100"),
-    ("qwen3-30b-a3b", 32, "h100"), ("qwen3-30b-a3b", 8, "h200"), ("qwen3-30b-a3b", 32, "h200"), ("qwen3-235b-a22b", 128, "a3"),
+    ("qwen3-30b-a3b", 32, "h100"), ("qwen3-30b-a3b", 8, "h200"), ("qwen3-30b-a3b", 32, "h200"),
+    ("qwen3-235b-a22b", 128, "a3"),
     ("qwen3-235b-a22b", 128, "h100"), ("qwen3-235b-a22b", 64, "h200"), ("qwen3-32b", 64, "a3"), ("qwen3-8b", 16, "a3"),
     ("qwen3-8b", 8, "h100"), ("qwen2.5-7b", 8, "h100"), ("qwen2.5-3b", 8, "a2"),
 }  # fmt: skip
@@ -73,11 +77,14 @@ def test_a_preset_breaks_no_rule(path, world, capsys):
 @pytest.mark.parametrize("recipe", available_recipes())
 @pytest.mark.parametrize("path", PRESETS, ids=IDS)
 def test_every_recipe_goes_with_every_preset_by_its_name(path, recipe, world):
-    """One word changes the algorithm: what the recipe says stands, whatever recipe the preset was made with, and no rule is broken."""
+    """One word changes the algorithm: what the recipe says stands, whatever recipe the preset was made with,
+    and no rule is broken.
+    """
     resolved = load_config(path, recipe)
     assert violations(resolved, planning_model_spec(resolved.config.model.path)[0]) == []
     said = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text())["algorithm"]
-    kept, settled = resolved.config.algorithm.model_dump(), {"loss_scale_factor", "len"}  # null in a recipe: derived from data
+    # null in a recipe: derived from data
+    kept, settled = resolved.config.algorithm.model_dump(), {"loss_scale_factor", "len"}
     for name, value in said.items():
         wanted = {name: value} if not isinstance(value, dict) else {k: v for k, v in value.items() if k not in settled}
         found = kept if not isinstance(value, dict) else kept[name]
@@ -119,7 +126,11 @@ def test_every_number_of_a_preset_is_a_number():
     """PyYAML would read 1e-6 as text."""
     for path in PRESETS:
         config = load_config(path).config
-        numbers = [config.actor.optim.lr, config.algorithm.policy_loss.clip_ratio_low, config.rollout.gpu_memory_utilization]
+        numbers = [
+            config.actor.optim.lr,
+            config.algorithm.policy_loss.clip_ratio_low,
+            config.rollout.gpu_memory_utilization,
+        ]
         assert all(type(n) is float for n in (*numbers, *config.actor.optim.betas)), path
 
 
@@ -130,14 +141,24 @@ def test_the_layout_of_source_004_is_what_the_source_says():
     assert (layout.expert_model_parallel_size, layout.expert_tensor_parallel_size) == (8, 1)
     assert (config.rollout.tensor_model_parallel_size, config.rollout.data_parallel_size, config.rollout.n) == (4, 8, 2)
     assert (config.data.train_batch_size, config.actor.ppo_mini_batch_size) == (32, 4)
-    assert (loss.loss_mode, loss.loss_agg_mode, loss.clip_ratio_low, loss.clip_ratio_high) == ("gspo", "seq-mean-token-mean", 3e-4, 4e-4)
+    assert (loss.loss_mode, loss.loss_agg_mode, loss.clip_ratio_low, loss.clip_ratio_high) == (
+        "gspo",
+        "seq-mean-token-mean",
+        3e-4,
+        4e-4,
+    )
 
 
 def test_dapo_presets_have_the_settings_of_source_001():
     for name in ("qwen3-235b-a22b/a3-8x16", "qwen3-235b-a22b/h100-16x8", "qwen3-235b-a22b/h200-8x8"):
         algorithm = load_config(FOLDER / f"{name}.yaml").config.algorithm
         loss = algorithm.policy_loss
-        assert (loss.loss_mode, loss.loss_agg_mode, loss.clip_ratio_low, loss.clip_ratio_high) == ("vanilla", "token-mean", 0.2, 0.28)
+        assert (loss.loss_mode, loss.loss_agg_mode, loss.clip_ratio_low, loss.clip_ratio_high) == (
+            "vanilla",
+            "token-mean",
+            0.2,
+            0.28,
+        )
         assert (algorithm.use_kl_loss, algorithm.use_kl_in_reward, algorithm.entropy_coeff) == (False, False, 0.0)
         assert (algorithm.filter_groups.enable, algorithm.overlong_buffer.len) == (True, 4096)
 

@@ -1,4 +1,6 @@
-"""What is said to have been rehearsed was: headers of presets and the table of docs/evidence.md are those of the stored results."""
+"""What is said to have been rehearsed was: headers of presets and the table of docs/evidence.md are those of the stored
+results.
+"""
 
 import importlib.util
 import json
@@ -20,7 +22,10 @@ REHEARSED = re.compile(re.escape(rehearsals.HEADER) + r"(\S+):")
 
 
 def in_history(commit: str) -> bool:
-    return subprocess.run(["git", "merge-base", "--is-ancestor", commit, "HEAD"], cwd=ROOT, capture_output=True).returncode == 0
+    return (
+        subprocess.run(["git", "merge-base", "--is-ancestor", commit, "HEAD"], cwd=ROOT, capture_output=True).returncode
+        == 0
+    )
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda p: f"{p.parent.name}/{p.stem}")
@@ -49,7 +54,10 @@ def test_the_table_is_that_of_the_results():
 def test_the_header_is_written_once_behind_the_comments():
     text = "# A preset.\n#\n# Provenance: ours.\nextends: x.yaml\n"
     once = rehearsals.with_header(text, "a" * 40)
-    assert once == f"# A preset.\n#\n# Provenance: ours.\n{rehearsals.HEADER}{'a' * 40}: in small, on two CPU cores.\nextends: x.yaml\n"
+    assert (
+        once == f"# A preset.\n#\n# Provenance: ours.\n{rehearsals.HEADER}{'a' * 40}: in small, on two CPU "
+        "cores.\nextends: x.yaml\n"
+    )
     assert rehearsals.with_header(once, "b" * 40) == once.replace("a" * 40, "b" * 40)
 
 

@@ -1,4 +1,6 @@
-"""What a rehearsal reads: a checkpoint that is the model's, a tokenizer, the user's rows or synthetic ones, the user's reward."""
+"""What a rehearsal reads: a checkpoint that is the model's, a tokenizer, the user's rows or synthetic ones,
+the user's reward.
+"""
 
 import json
 from pathlib import Path
@@ -78,8 +80,13 @@ def test_our_tokenizer_gives_every_text_back(ours):
 
 def test_our_chat_template_has_the_thinking_switch(ours):
     chat = [{"role": "user", "content": "x"}]
-    plain, off = (ours.apply_chat_template(chat, add_generation_prompt=True, tokenize=False, **k) for k in ({}, {"enable_thinking": False}))
-    assert plain == "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n" and off == f"{plain}<think>\n\n</think>\n\n"
+    plain, off = (
+        ours.apply_chat_template(chat, add_generation_prompt=True, tokenize=False, **k)
+        for k in ({}, {"enable_thinking": False})
+    )
+    assert (
+        plain == "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n" and off == f"{plain}<think>\n\n</think>\n\n"
+    )
 
 
 def test_a_tokenizer_of_the_users_is_taken_as_it_is(tmp_path):
@@ -96,7 +103,8 @@ def test_a_tokenizer_of_the_users_is_taken_as_it_is(tmp_path):
 def users_file(path: Path, rows: int, words: int = 1) -> Path:
     """Prompts of about `words` x 6 letters."""
     write_rows(path, [
-        {"data_source": "mine", "prompt": [{"role": "system", "content": "S"}, {"role": "user", "content": f"{i} " + "letter" * words}],
+        {"data_source": "mine",
+            "prompt": [{"role": "system", "content": "S"}, {"role": "user", "content": f"{i} " + "letter" * words}],
          "reward_model": {"ground_truth": str(i), "style": "rule"}, "extra_info": {"split": "train"}}
         for i in range(rows)
     ])  # fmt: skip
@@ -122,8 +130,14 @@ def test_long_prompts_are_cut_to_fit_and_stay_different(ours, tmp_path):
 
 
 def test_rows_that_are_not_there_are_made_up(ours, tmp_path):
-    (found,) = rows_of([str(tmp_path / "gone.parquet")], TRAIN_ROWS, ours, PromptParameters(max_prompt_length=48), "math_dapo")
-    assert found.synthetic and len(found.rows) == TRAIN_ROWS and {row["data_source"] for row in found.rows} == {"math_dapo"}
+    (found,) = rows_of(
+        [str(tmp_path / "gone.parquet")], TRAIN_ROWS, ours, PromptParameters(max_prompt_length=48), "math_dapo"
+    )
+    assert (
+        found.synthetic
+        and len(found.rows) == TRAIN_ROWS
+        and {row["data_source"] for row in found.rows} == {"math_dapo"}
+    )
 
 
 def test_a_file_without_a_usable_row_is_refused_as_in_training(ours, tmp_path):
@@ -136,7 +150,8 @@ def test_a_file_without_a_usable_row_is_refused_as_in_training(ours, tmp_path):
 
 
 def settings(group: int = 4, leaves_uniform: bool = False, **changes) -> ScoringSettings:
-    return ScoringSettings(**({"reward": {"function": "exact_match"}, "group": group, "keys": ("acc",), "leaves_uniform": leaves_uniform,
+    return ScoringSettings(**({"reward": {"function": "exact_match"}, "group": group, "keys": ("acc",),
+                "leaves_uniform": leaves_uniform,
                                "metric": "score", "seed": 0} | changes))  # fmt: skip
 
 
@@ -218,17 +233,23 @@ def test_a_preset_without_files_gets_ours_and_says_so(tmp_path):
     work, made = prepared(tmp_path)
     assert [text.split(":")[0] for text in made.stand_ins] == ["tokenizer", "data.train_files"]
     assert made.model == "qwen3: 36 layers of 4096 to 2 of 128"
-    assert json.loads((work.model / "config.json").read_text())["eos_token_id"] == load_tokenizer(str(work.model)).eos_token_id
+    assert (
+        json.loads((work.model / "config.json").read_text())["eos_token_id"]
+        == load_tokenizer(str(work.model)).eos_token_id
+    )
 
 
 def test_the_users_tokenizer_rows_and_reward_are_used(tmp_path):
     write_model(tmp_path / "model")
-    (tmp_path / "mine.py").write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.5\n")
+    (tmp_path / "mine.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.5\n"
+    )
     file = users_file(tmp_path / "train.jsonl", 50)
     work, made = prepared(
         tmp_path, f"model.path={tmp_path / 'model'}", f"data.train_files={file}",
         "actor.layout={world_size: 1, tensor_model_parallel_size: 1}",
-        "rollout={num_engines: 1, tensor_model_parallel_size: 1}", "cluster.n_gpus_per_node=1", "data.max_response_length=64",
+        "rollout={num_engines: 1, tensor_model_parallel_size: 1}", "cluster.n_gpus_per_node=1",
+        "data.max_response_length=64",
         f"reward.custom_reward_function.path={tmp_path / 'mine.py'}",
     )  # fmt: skip
     assert made.stand_ins == () and len(work.rows("train", 0).read_text().splitlines()) == TRAIN_ROWS
@@ -237,7 +258,9 @@ def test_the_users_tokenizer_rows_and_reward_are_used(tmp_path):
 
 def test_a_reward_that_raises_is_one_message_before_anything_starts(tmp_path):
     (tmp_path / "bad.py").write_text("def compute_score(*args, **kwargs):\n    raise KeyError('oops')\n")
-    with pytest.raises(DataError, match=r"the reward failed on 8 of 8 responses[\s\S]*KeyError: 'oops' \(at .*bad.py:2\)"):
+    with pytest.raises(
+        DataError, match=r"the reward failed on 8 of 8 responses[\s\S]*KeyError: 'oops' \(at .*bad.py:2\)"
+    ):
         prepared(tmp_path, f"reward.custom_reward_function.path={tmp_path / 'bad.py'}")
 
 
@@ -255,5 +278,7 @@ def test_a_reward_that_cannot_be_loaded_is_refused_as_in_training(tmp_path):
 
 def test_a_reward_that_is_not_here_is_named(tmp_path):
     _, made = prepared(tmp_path, "reward.custom_reward_function.path=/nowhere/reward.py")
-    assert ("reward.custom_reward_function", "/nowhere/reward.py is not here") in [(e.switch, e.why) for e in made.rehearsal.out_of_reach]
+    assert ("reward.custom_reward_function", "/nowhere/reward.py is not here") in [
+        (e.switch, e.why) for e in made.rehearsal.out_of_reach
+    ]
     assert "seeded scores" in made.stand_ins[-1]

@@ -34,13 +34,16 @@ from mrl.train import own_command
 FOLDER = Path(__file__).parents[2] / "parallel_configs"
 SEPARATE = FOLDER / "qwen3-30b-a3b" / "h100-4x8-separate.yaml"
 ALL_ON = (
-    "actor.layout={world_size: 8, tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2, expert_model_parallel_size: 2}",
+    "actor.layout={world_size: 8, tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2, "
+    "expert_model_parallel_size: 2}",
     "actor.param_offload=true", "actor.grad_offload=true", "actor.optimizer_offload=true", "actor.use_dynamic_bsz=true",
-    "actor.ppo_max_token_len_per_gpu=10240", "actor.ppo_micro_batch_size_per_gpu=8", "actor.log_prob_micro_batch_size_per_gpu=null",
+    "actor.ppo_max_token_len_per_gpu=10240", "actor.ppo_micro_batch_size_per_gpu=8",
+    "actor.log_prob_micro_batch_size_per_gpu=null",
     "actor.router_replay=R2", "actor.freeze_router=true", "algorithm.use_kl_loss=true", "algorithm.kl_loss_coef=0.1",
     "ref.param_offload=true", "algorithm.filter_groups.enable=true", "algorithm.overlong_buffer.enable=true",
     "algorithm.overlong_filter=true", "algorithm.rollout_correction={level: token, high: 2.0}", "rollout.num_engines=2",
-    "rollout.tensor_model_parallel_size=1", "data.val_files=[val.parquet]", "trainer.test_freq=5", "trainer.val_before_train=true",
+    "rollout.tensor_model_parallel_size=1", "data.val_files=[val.parquet]", "trainer.test_freq=5",
+    "trainer.val_before_train=true",
     "algorithm.entropy_coeff=0.001",
 )  # fmt: skip
 
@@ -54,7 +57,10 @@ def write_run(rehearsal: Rehearsal, run: Path) -> None:
     (run / "logs").mkdir(parents=True)
     named = {spec.name.replace("*", "x"): 0.5 for spec in METRICS if not spec.name.startswith(("switch/", "ran/"))}
     algorithm = rehearsal.config.algorithm
-    named |= {f"ran/adv_estimator/{algorithm.adv_estimator}": 8.0, f"ran/policy_loss/{algorithm.policy_loss.loss_mode}": 8.0}
+    named |= {
+        f"ran/adv_estimator/{algorithm.adv_estimator}": 8.0,
+        f"ran/policy_loss/{algorithm.policy_loss.loss_mode}": 8.0,
+    }
     named |= {f"ran/anchor/{algorithm.anchor}": 8.0} if algorithm.anchor != "recompute" else {}
     small = rehearsal.config.rollout
     named |= {"reshard/workers": small.num_engines * small.workers_per_engine, "reshard/engines": small.num_engines}
@@ -62,7 +68,9 @@ def write_run(rehearsal: Rehearsal, run: Path) -> None:
     named |= {"offload/reference_bytes": 1.0, "rollout_corr/weight_mean": 1.0}
     lines = [json.dumps(named | {"training/global_step": step}) for step in range(3)]
     (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    (run / "logs" / "reward.log").write_text(json.dumps({CALL: {"row": 0, "own": 0.0, "given": 1.0, "kind": "a float"}}) + "\n")
+    (run / "logs" / "reward.log").write_text(
+        json.dumps({CALL: {"row": 0, "own": 0.0, "given": 1.0, "kind": "a float"}}) + "\n"
+    )
     write_checkpoints(rehearsal, run)
 
 
@@ -136,10 +144,13 @@ MARKED_BY = {
     "actor.param_offload": "offload/parameters_bytes", "actor.grad_offload": "offload/gradients_bytes",
     "actor.optimizer_offload": "offload/optimizer_bytes", "ref.param_offload": "offload/reference_bytes",
     "actor.use_dynamic_bsz": "actor/token_budget_share", "actor.use_remove_padding": "actor/packed_sequences",
-    "model.override_transformer_config.recompute_granularity": "actor/recomputed_layers", "actor.freeze_router": "router/frozen",
+    "model.override_transformer_config.recompute_granularity": "actor/recomputed_layers",
+    "actor.freeze_router": "router/frozen",
     "algorithm.use_kl_loss": "actor/kl_loss", "algorithm.overlong_buffer": "train/overlong_penalty_mean",
-    "algorithm.overlong_filter": "train/overlong_filtered_share", "algorithm.rollout_correction": "rollout_corr/weight_mean",
-    "actor.router_replay": "router/drift", "algorithm.entropy_coeff": "actor/entropy_loss", "trainer.test_freq": "val-core/.*",
+    "algorithm.overlong_filter": "train/overlong_filtered_share",
+    "algorithm.rollout_correction": "rollout_corr/weight_mean",
+    "actor.router_replay": "router/drift", "algorithm.entropy_coeff": "actor/entropy_loss",
+    "trainer.test_freq": "val-core/.*",
     "algorithm.adv_estimator": "ran/adv_estimator/.*", "algorithm.policy_loss.loss_mode": "ran/policy_loss/.*",
     "rollout.num_engines": "reshard/engines", "reshard.path": "reshard/verified",
     "algorithm.filter_groups": "train/(num_gen_batches|uniform_group_share)",
@@ -152,12 +163,17 @@ def test_without_its_mark_a_switch_does_not_count(switch, rehearsal, run, counte
     assert counted - exercised(rehearsal, less) == {switch}
 
 
-OTHERS_RAN = {"algorithm.adv_estimator": "ran/adv_estimator/rloo", "algorithm.policy_loss.loss_mode": "ran/policy_loss/vanilla"}
+OTHERS_RAN = {
+    "algorithm.adv_estimator": "ran/adv_estimator/rloo",
+    "algorithm.policy_loss.loss_mode": "ran/policy_loss/vanilla",
+}
 
 
 @pytest.mark.parametrize("also", [False, True])
 @pytest.mark.parametrize("switch", OTHERS_RAN)
-def test_a_loss_or_an_estimator_counts_when_it_alone_trained_the_responses(switch, also, rehearsal, run, counted, tmp_path):
+def test_a_loss_or_an_estimator_counts_when_it_alone_trained_the_responses(
+    switch, also, rehearsal, run, counted, tmp_path
+):
     """Whatever the configuration names: gradients and advantages say nothing of which function made them."""
     other = without_metrics(run, "" if also else MARKED_BY[switch], tmp_path / "other")
     rows = [json.loads(line) | {OTHERS_RAN[switch]: 8.0} for line in (other / "metrics.jsonl").read_text().splitlines()]
@@ -167,7 +183,11 @@ def test_a_loss_or_an_estimator_counts_when_it_alone_trained_the_responses(switc
 
 @pytest.mark.parametrize("anchor", ["rollout", "on_policy"])
 def test_an_anchor_counts_by_its_own_mark_and_not_by_a_policy_that_moved(anchor, tmp_path):
-    off = ("algorithm.rollout_correction={level: null, high: 2.0}", "actor.router_replay=R3", f"algorithm.anchor={anchor}")
+    off = (
+        "algorithm.rollout_correction={level: null, high: 2.0}",
+        "actor.router_replay=R3",
+        f"algorithm.anchor={anchor}",
+    )
     one_update = ("data.train_batch_size=64", "actor.ppo_mini_batch_size=64") if anchor == "on_policy" else ()
     asked = rehearsal_of(tmp_path / "work", *ALL_ON, *off, *one_update)
     write_run(asked, tmp_path / "run")
@@ -184,7 +204,9 @@ def test_degrees_are_read_off_the_boxes_of_the_files(run):
 def test_a_checkpoint_that_is_cut_otherwise_is_no_mark(tmp_path):
     """Files of four data-parallel ranks, where tensor and expert parallelism were asked for."""
     asked = rehearsal_of(tmp_path, *ALL_ON)
-    flat = rehearsal_of(tmp_path, "actor.layout={world_size: 4, tensor_model_parallel_size: 1, expert_model_parallel_size: 1}")
+    flat = rehearsal_of(
+        tmp_path, "actor.layout={world_size: 4, tensor_model_parallel_size: 1, expert_model_parallel_size: 1}"
+    )
     write_checkpoints(replace(flat, layout=asked.layout), tmp_path / "run")
     layout = {
         "actor.layout.tensor_model_parallel_size",
@@ -262,9 +284,14 @@ def test_a_command_that_fails_is_told_with_its_message_its_code_and_the_place_in
     code, out, _ = rehearse(capsys, str(SEPARATE), "--work", str(tmp_path / "w"), "--json")
     answer = json.loads(out)
     assert code == 4 and answer["exercised"] == []
-    assert answer["failed"] == [{"phase": "train", "why": "the cluster is too small: CPU", "log": f"{tmp_path / 'w' / 'train.log'}:2"}]
+    assert answer["failed"] == [
+        {"phase": "train", "why": "the cluster is too small: CPU", "log": f"{tmp_path / 'w' / 'train.log'}:2"}
+    ]
     code, out, _ = rehearse(capsys, str(SEPARATE), "--work", str(tmp_path / "w"))
-    assert code == 4 and f"BROKE in train ({tmp_path / 'w' / 'train.log'}:2)\n  the cluster is too small: CPU\nFAULT" in out
+    assert (
+        code == 4
+        and f"BROKE in train ({tmp_path / 'w' / 'train.log'}:2)\n  the cluster is too small: CPU\nFAULT" in out
+    )
 
 
 def test_a_rehearsal_that_is_stopped_leaves_no_command_behind(tmp_path, monkeypatch):
@@ -296,7 +323,8 @@ def test_a_rehearsal_that_is_killed_takes_its_run_along(tmp_path):
     """The run says its number, and is gone soon after the rehearsal was."""
     waits = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
     program = (
-        "from pathlib import Path\nfrom mrl.extras.rehearse import stages\nfrom mrl.extras.rehearse.compose import WorkFolder\n"
+        "from pathlib import Path\nfrom mrl.extras.rehearse import stages\nfrom "
+        "mrl.extras.rehearse.compose import WorkFolder\n"
         "from mrl.train import own_command\n"
         f"own_command.PROGRAM = {waits!r}\nstages.run_stages(WorkFolder(Path({str(tmp_path)!r})), print)\n"
     )

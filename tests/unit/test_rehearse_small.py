@@ -1,4 +1,6 @@
-"""Every configuration has a rehearsal that breaks no rule, stays small, and keeps every switch that there is room for."""
+"""Every configuration has a rehearsal that breaks no rule, stays small,
+and keeps every switch that there is room for.
+"""
 
 import itertools
 import json
@@ -42,7 +44,11 @@ def test_the_rehearsal_of_a_preset_breaks_no_rule_and_is_read_back_as_it_was_mad
     resolved = load_config(tmp_path / "rehearsal.yaml")
     assert resolved.config == rehearsal.config
     data = rehearsal.config.data
-    model = model_spec(small_hf_config(hf_config_of(path), rehearsal.layout.layers, 320, data.max_prompt_length + data.max_response_length))
+    model = model_spec(
+        small_hf_config(
+            hf_config_of(path), rehearsal.layout.layers, 320, data.max_prompt_length + data.max_response_length
+        )
+    )
     assert violations(resolved, model) == []
 
 
@@ -66,7 +72,10 @@ def test_a_rehearsal_is_small_and_every_degree_above_1_stays_so_or_is_named(path
     assert small.data.max_prompt_length + small.data.max_response_length <= LONGEST + 64
     assert small.data.train_batch_size * small.rollout.n <= 2 * SAMPLES
     keys = [f"{LAYOUT}.{name}_parallel_size" for name in DEGREES]
-    keys += [f"rollout.{name}" for name in ("num_engines", "tensor_model_parallel_size", "data_parallel_size", "expert_parallel_size")]
+    keys += [
+        f"rollout.{name}"
+        for name in ("num_engines", "tensor_model_parallel_size", "data_parallel_size", "expert_parallel_size")
+    ]
     for key in keys:
         was, now = leaf(original, key) or 1, leaf(small, key) or 1
         assert now == 1 if was == 1 else now > 1 or key in named, key
@@ -84,9 +93,12 @@ def test_every_other_switch_of_a_preset_stays_as_it_is(path, tmp_path):
             continue
         assert leaf(rehearsal.config, key) == leaf(original, key), key
     assert all(change.why for change in changed.values())
-    kept = ("cluster.placement", "actor.param_offload", "actor.optimizer_offload", "actor.use_dynamic_bsz", "actor.use_remove_padding",
-            "actor.router_replay", "algorithm.adv_estimator", "algorithm.filter_groups.enable", "algorithm.policy_loss.loss_mode",
-            "algorithm.overlong_buffer.enable", "algorithm.use_kl_loss", "model.dtype", "actor.optim.lr", "trainer.async_save")  # fmt: skip
+    kept = ("cluster.placement", "actor.param_offload", "actor.optimizer_offload", "actor.use_dynamic_bsz",
+        "actor.use_remove_padding",
+            "actor.router_replay", "algorithm.adv_estimator", "algorithm.filter_groups.enable",
+            "algorithm.policy_loss.loss_mode",
+            "algorithm.overlong_buffer.enable", "algorithm.use_kl_loss", "model.dtype", "actor.optim.lr",
+            "trainer.async_save")  # fmt: skip
     assert not set(kept) & changed.keys()
 
 
@@ -94,7 +106,11 @@ def test_source_004s_layout_keeps_its_pipeline_its_experts_and_its_engines_of_se
     """TP4 x PP4 x EP8 with one engine of TP4 x DP8: only the actor's data parallelism finds no room."""
     rehearsal = rehearsal_of(FOLDER / "qwen3-30b-a3b" / "a2-4x8.yaml", tmp_path)
     layout, engines = rehearsal.config.actor.layout, rehearsal.layout.engines
-    assert (layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size, layout.expert_model_parallel_size) == (2, 2, 2)
+    assert (
+        layout.tensor_model_parallel_size,
+        layout.pipeline_model_parallel_size,
+        layout.expert_model_parallel_size,
+    ) == (2, 2, 2)
     assert (engines.num_engines, engines.tensor, engines.data) == (1, 2, 2)
     assert [e.switch for e in rehearsal.layout.out_of_reach] == ["data parallelism"]
 
@@ -103,7 +119,11 @@ def test_uneven_stages_stay_uneven(tmp_path):
     """235B has 11 layers in the first and the last stage and 12 in each of the others."""
     rehearsal = rehearsal_of(FOLDER / "qwen3-235b-a22b" / "h200-8x8.yaml", tmp_path)
     layout = rehearsal.config.actor.layout
-    assert (layout.num_layers_in_first_pipeline_stage, layout.num_layers_in_last_pipeline_stage, rehearsal.layout.layers) == (1, 2, 3)
+    assert (
+        layout.num_layers_in_first_pipeline_stage,
+        layout.num_layers_in_last_pipeline_stage,
+        rehearsal.layout.layers,
+    ) == (1, 2, 3)
 
 
 @pytest.mark.parametrize("overrides, cut", [
@@ -136,13 +156,21 @@ def random_layouts(count: int) -> list[dict[str, int]]:
     return found
 
 
-@pytest.mark.parametrize("engines, tensor, data, placement", list(itertools.product((1, 4), (1, 4), (1, 4), ("separate", "colocated"))))
+@pytest.mark.parametrize(
+    "engines, tensor, data, placement", list(itertools.product((1, 4), (1, 4), (1, 4), ("separate", "colocated")))
+)
 def test_any_legal_layout_becomes_a_legal_small_one(engines, tensor, data, placement):
     """Sixty random layouts against each kind of engine: whole, small, nothing new, and what is lost is named."""
     base = load_config(FOLDER / "qwen3-30b-a3b" / "h100-4x8.yaml").config
-    rollout = {"num_engines": engines, "tensor_model_parallel_size": tensor, "data_parallel_size": data, "expert_parallel_size": 1}
+    rollout = {
+        "num_engines": engines,
+        "tensor_model_parallel_size": tensor,
+        "data_parallel_size": data,
+        "expert_parallel_size": 1,
+    }
     base = base.model_copy(update={
-        "rollout": base.rollout.model_copy(update=rollout), "cluster": base.cluster.model_copy(update={"placement": placement}),
+        "rollout": base.rollout.model_copy(update=rollout),
+        "cluster": base.cluster.model_copy(update={"placement": placement}),
     })  # fmt: skip
     for degrees in random_layouts(60):
         layout = base.actor.layout.model_copy(update=degrees)
@@ -157,7 +185,11 @@ def test_any_legal_layout_becomes_a_legal_small_one(engines, tensor, data, place
             assert now == 1 if was == 1 else now > 1 or f"{LAYOUT}.{key}" in named
         assert all(
             s == 1
-            for s, was in zip((small.engines.num_engines, small.engines.tensor, small.engines.data), (engines, tensor, data), strict=True)
+            for s, was in zip(
+                (small.engines.num_engines, small.engines.tensor, small.engines.data),
+                (engines, tensor, data),
+                strict=True,
+            )
             if was == 1
         )
 
@@ -167,10 +199,19 @@ def test_a_small_model_is_of_its_family_and_has_its_kinds_of_tensors(name):
     hf_config = known_hf_config(name)
     was = model_spec(hf_config)
     small = model_spec(small_hf_config(hf_config, 4, 320, 256))
-    kept = ("family", "tie_word_embeddings", "qkv_bias", "qk_norm", "norm_topk_prob", "router_score", "partial_rotary_factor")
+    kept = (
+        "family",
+        "tie_word_embeddings",
+        "qkv_bias",
+        "qk_norm",
+        "norm_topk_prob",
+        "router_score",
+        "partial_rotary_factor",
+    )
     assert [getattr(small, key) for key in kept] == [getattr(was, key) for key in kept]
     for property_of in (
-        lambda m: m.is_moe, lambda m: m.shared_expert_intermediate_size > 0, lambda m: m.num_key_value_heads < m.num_attention_heads,
+        lambda m: m.is_moe, lambda m: m.shared_expert_intermediate_size > 0,
+        lambda m: m.num_key_value_heads < m.num_attention_heads,
         lambda m: len(m.moe_layers) < m.num_layers, lambda m: m.num_experts_per_tok > 1,
     ):  # fmt: skip
         assert property_of(small) == property_of(was)
@@ -196,7 +237,9 @@ def test_dense_and_sparse_layers_both_stay():
     assert model_spec(small_hf_config(config, 4, 320, 256)).moe_layers == (1, 3)
 
 
-@pytest.mark.parametrize("longest, samples", list(itertools.product((20, 1536, 10240, 22528, 131072), (8, 512, 4096, 16384))))
+@pytest.mark.parametrize(
+    "longest, samples", list(itertools.product((20, 1536, 10240, 22528, 131072), (8, 512, 4096, 16384)))
+)
 def test_the_factor_is_the_smallest_power_of_two_that_brings_both_down(longest, samples):
     factor = shrink_factor(longest, samples)
     assert factor & (factor - 1) == 0
@@ -234,21 +277,31 @@ def test_every_data_parallel_rank_gets_as_many_samples(n, data_parallel, tmp_pat
 
 def test_keys_of_accelerators_are_taken_out_and_named(tmp_path):
     rehearsal = rehearsal_of(
-        FOLDER / "qwen3-30b-a3b" / "a2-4x8.yaml", tmp_path, "rollout.engine_kwargs={vllm: {cudagraph_capture_sizes: [1, 2]}}",
-        "model.override_transformer_config.moe_permute_fusion=true", "model.override_transformer_config.moe_router_dtype=fp32",
+        FOLDER / "qwen3-30b-a3b" / "a2-4x8.yaml", tmp_path, "rollout.engine_kwargs={vllm: "
+                                                            "{cudagraph_capture_sizes: [1, 2]}}",
+        "model.override_transformer_config.moe_permute_fusion=true",
+        "model.override_transformer_config.moe_router_dtype=fp32",
     )  # fmt: skip
     named = {entry.switch for entry in rehearsal.out_of_reach}
     transformer = "model.override_transformer_config"
     assert {f"{transformer}.use_flash_attn", f"{transformer}.moe_permute_fusion", "rollout.gpu_memory_utilization",
-            "rollout.enable_chunked_prefill", "rollout.engine_kwargs.vllm.cudagraph_capture_sizes", "cluster.nnodes"} <= named  # fmt: skip
+            "rollout.enable_chunked_prefill", "rollout.engine_kwargs.vllm.cudagraph_capture_sizes",
+            "cluster.nnodes"} <= named  # fmt: skip
     kept = rehearsal.config.model.override_transformer_config
-    assert kept == {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1, "moe_router_dtype": "fp32"}
+    assert kept == {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+        "moe_router_dtype": "fp32",
+    }
     assert rehearsal.config.rollout.engine_kwargs == {} and rehearsal.config.cluster.device == "cpu"
 
 
 def test_a_run_that_begins_from_a_checkpoint_is_rehearsed_from_the_small_model(tmp_path):
     preset = FOLDER / "qwen3-30b-a3b" / "h100-4x8.yaml"
-    begun = rehearsal_of(preset, tmp_path, "trainer.resume_mode=resume_path", "trainer.resume_from_path=/runs/large/checkpoints/step-9")
+    begun = rehearsal_of(
+        preset, tmp_path, "trainer.resume_mode=resume_path", "trainer.resume_from_path=/runs/large/checkpoints/step-9"
+    )
     assert (begun.config.trainer.resume_mode, begun.config.trainer.resume_from_path) == ("disable", None)
     assert rehearsal_of(preset, tmp_path, "trainer.resume_mode=auto").config.trainer.resume_mode == "auto"
 

@@ -31,18 +31,33 @@ def planned(monkeypatch):
 
     def source_shards(model, layout, rank):
         hf_box, local_box = columns_of(rank, RANKS)
-        return (Shard("decoder.layers.0.mlp.linear_fc2.weight", 0, local_box.shape, (Piece(NAME, hf_box, local_box),), False, (rank,)),)
+        return (
+            Shard(
+                "decoder.layers.0.mlp.linear_fc2.weight",
+                0,
+                local_box.shape,
+                (Piece(NAME, hf_box, local_box),),
+                False,
+                (rank,),
+            ),
+        )
 
     def target_parameters(model, rollout, worker, dialect, dtype):
         hf_box, local_box = columns_of(worker, WORKERS)
-        return (TargetParameter(NAME, NAME.rpartition(".")[0], local_box.shape, dtype, (TargetPiece(NAME, hf_box, local_box, (0, 1)),)),)
+        return (
+            TargetParameter(
+                NAME, NAME.rpartition(".")[0], local_box.shape, dtype, (TargetPiece(NAME, hf_box, local_box, (0, 1)),)
+            ),
+        )
 
     monkeypatch.setattr(streams, "source_shards", source_shards)
     for module in (streams, faults):
         monkeypatch.setattr(module, "target_parameters", target_parameters)
     model = replace(MODELS["qwen3"], num_layers=1)
     train = TrainLayout.build({"world_size": RANKS, "tensor_model_parallel_size": RANKS}, model)
-    return lambda budget: plan_reshard(model, train, RolloutLayout(1, WORKERS), dialect="cpu", dtype="bfloat16", budget_bytes=budget)
+    return lambda budget: plan_reshard(
+        model, train, RolloutLayout(1, WORKERS), dialect="cpu", dtype="bfloat16", budget_bytes=budget
+    )
 
 
 def boxes_of(whole: ReshardPlan) -> dict[str, tuple[int, int, Copy]]:
@@ -65,7 +80,8 @@ def test_the_boxes_are_those_of_the_picture(planned):
 def test_the_copies_are_those_of_the_table(planned):
     for letter, (rank, worker, copy) in boxes_of(planned(1 << 20)).items():
         hf, source, target = (
-            f"[{', '.join(f'{start}:{stop}' for start, stop in box.ranges)}]" for box in (copy.hf_box, copy.source_box, copy.target_box)
+            f"[{', '.join(f'{start}:{stop}' for start, stop in box.ranges)}]"
+            for box in (copy.hf_box, copy.source_box, copy.target_box)
         )
         assert f"    {letter}  {hf}  from rank {rank} {source}  to worker {worker} {target}\n" in plan.__doc__
 
@@ -73,10 +89,15 @@ def test_the_copies_are_those_of_the_table(planned):
 def test_rounds_and_messages_are_those_of_the_table(planned):
     whole, small = boxes_of(planned(1 << 20)), planned(16)
     lines = []
-    for message in sorted((m for w in range(WORKERS) for m in small.receives(w)), key=lambda m: (m.round, m.source, m.worker)):
-        letters = [next(name for name, box in whole.items() if box[2].hf_box.contains(copy.hf_box)) for copy in message.copies]
+    for message in sorted(
+        (m for w in range(WORKERS) for m in small.receives(w)), key=lambda m: (m.round, m.source, m.worker)
+    ):
+        letters = [
+            next(name for name, box in whole.items() if box[2].hf_box.contains(copy.hf_box)) for copy in message.copies
+        ]
         grains = [
-            f"{name}[{copy.hf_box.ranges[0][0]}:{copy.hf_box.ranges[0][1]}]" for name, copy in zip(letters, message.copies, strict=True)
+            f"{name}[{copy.hf_box.ranges[0][0]}:{copy.hf_box.ranges[0][1]}]"
+            for name, copy in zip(letters, message.copies, strict=True)
         ]
         who = f"round {message.round}  rank {message.source} -> worker {message.worker}"
         lines.append(f"    {who}  {message.nbytes} bytes  {' '.join(grains)}\n")

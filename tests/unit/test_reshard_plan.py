@@ -28,7 +28,9 @@ TP8, EP128 = RolloutLayout(16, 8), RolloutLayout(1, 4, 32, 128)
 
 def pair_of(name: str = "qwen3_moe") -> Pair:
     degrees = {"world_size": 4, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
-    return Pair(MODELS[name], TrainLayout.build(degrees, MODELS[name]), RolloutLayout(2, 2), "cpu", "float32", None, 1 << 20)
+    return Pair(
+        MODELS[name], TrainLayout.build(degrees, MODELS[name]), RolloutLayout(2, 2), "cpu", "float32", None, 1 << 20
+    )
 
 
 @pytest.mark.parametrize("rollout", [TP8, EP128], ids=["tp8", "ep128"])
@@ -73,8 +75,14 @@ def test_time_grows_no_faster_than_ranks_times_tensors():
 @pytest.mark.parametrize(
     ("degrees", "rollout"),
     [
-        ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 8}, RolloutLayout(8, 4)),
-        ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 8}, RolloutLayout(1, 8, 4, 32)),
+        (
+            {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 8},
+            RolloutLayout(8, 4),
+        ),
+        (
+            {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 8},
+            RolloutLayout(1, 8, 4, 32),
+        ),
         ({"tensor_model_parallel_size": 4, "expert_model_parallel_size": 8}, RolloutLayout(4, 4, 2, 8)),
     ],
 )
@@ -85,11 +93,15 @@ def test_qwen3_30b_is_near_its_bound(degrees, rollout):
 
 
 def test_what_is_on_the_device_or_the_node_is_taken_from_there():
-    """Two nodes of two devices, a replica of everything on each: no byte leaves a node, and half of a worker's bytes its device."""
+    """Two nodes of two devices, a replica of everything on each: no byte leaves a node,
+    and half of a worker's bytes its device.
+    """
     model = MODELS["qwen3"]
     train = TrainLayout.build({"world_size": 4, "tensor_model_parallel_size": 2}, model)
     places = tuple(Place(*divmod(device, 2)) for device in range(4))
-    plan = plan_reshard(model, train, RolloutLayout(4, 1), dialect="cuda", dtype="bfloat16", topology=Topology(places, places))
+    plan = plan_reshard(
+        model, train, RolloutLayout(4, 1), dialect="cuda", dtype="bfloat16", topology=Topology(places, places)
+    )
     device, node, remote = plan.loads.received.sum(axis=(1, 2)).tolist()
     assert remote == 0
     assert (plan.bytes_local, plan.bytes_moved) == (device, node)
@@ -120,7 +132,9 @@ def test_replicas_of_a_published_model_share_the_work(degrees):
     """Context, data and expert-data parallelism at once: nobody sends 5 % more than the mean."""
     degrees = degrees | {"context_parallel_size": 2, "expert_model_parallel_size": degrees["world_size"] // 4}
     train = TrainLayout.build(degrees, QWEN3_30B)
-    sent = plan_reshard(QWEN3_30B, train, RolloutLayout(2, 2), dialect="cuda", dtype="bfloat16").loads.sent.sum(axis=(0, 1))
+    sent = plan_reshard(QWEN3_30B, train, RolloutLayout(2, 2), dialect="cuda", dtype="bfloat16").loads.sent.sum(
+        axis=(0, 1)
+    )
     assert max(sent) <= 1.05 * sent.mean()
 
 
@@ -148,7 +162,12 @@ def test_every_process_comes_to_the_same_hash():
     root = Path(__file__).resolve().parents[2]
     for seed in ("1", "2"):
         done = subprocess.run(
-            [sys.executable, "-c", program], cwd=root, env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True, timeout=60
+            [sys.executable, "-c", program],
+            cwd=root,
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
         assert done.stdout.strip() == here, done.stderr
 
@@ -188,7 +207,9 @@ def test_number_format_that_nobody_moves_is_refused():
 
 
 def test_summary_predicts_each_round_by_its_busiest_device_and_each_step_by_its_busiest_process():
-    """One rank, one worker, one round of 1 MiB budget: all bytes over the slowest link at its rate; staging is that round."""
+    """One rank, one worker, one round of 1 MiB budget: all bytes over the slowest link at its rate;
+    staging is that round.
+    """
     model = MODELS["qwen3"]
     train = TrainLayout.build({"world_size": 1}, model)
     plan = plan_reshard(model, train, RolloutLayout(), dialect="cpu", dtype="float32", budget_bytes=MIB)
@@ -199,4 +220,12 @@ def test_summary_predicts_each_round_by_its_busiest_device_and_each_step_by_its_
     assert summary["predicted_seconds"] == pytest.approx(plan.bytes_moved / 1000 * (1 + 2 + 4 + 8))
     assert summary["peak_staging_bytes"] == plan.bytes_moved == summary["sent_bytes"][0]
     assert summary["plan_seconds"] == 0.5
-    assert summary.keys() >= {"bytes_required", "bytes_moved", "peak_staging_bytes", "rounds", "predicted_seconds", "bound_seconds", "hash"}
+    assert summary.keys() >= {
+        "bytes_required",
+        "bytes_moved",
+        "peak_staging_bytes",
+        "rounds",
+        "predicted_seconds",
+        "bound_seconds",
+        "hash",
+    }

@@ -28,7 +28,12 @@ W13 = f"{LAYER}mlp.experts.routed_experts.w13_weight"
 def good_plan() -> ReshardPlan:
     """TP2, PP2, EP2, DP2 to two engines of TP2, in several rounds."""
     model = MODELS["qwen3_moe"]
-    degrees = {"world_size": 8, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}
+    degrees = {
+        "world_size": 8,
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+        "expert_model_parallel_size": 2,
+    }
     train = TrainLayout.build(degrees, model)
     return plan_reshard(model, train, RolloutLayout(2, 2), dialect="cpu", dtype="float32", budget_bytes=8192)
 
@@ -54,7 +59,9 @@ def spoiled(spoil: Callable[[list[Message]], list[Message]]) -> SpoiledPlan:
     return SpoiledPlan(**{field.name: getattr(plan, field.name) for field in fields(plan)}, spoil=spoil)
 
 
-def each_copy(change: Callable[[Copy], list[Copy]], wanted: Callable[[Copy], bool]) -> Callable[[list[Message]], list[Message]]:
+def each_copy(
+    change: Callable[[Copy], list[Copy]], wanted: Callable[[Copy], bool]
+) -> Callable[[list[Message]], list[Message]]:
     """Changes the first copy that is wanted."""
 
     def spoil(messages: list[Message]) -> list[Message]:
@@ -98,7 +105,8 @@ def elsewhere(name: str) -> Callable[[Copy], list[Copy]]:
 FAULTS: dict[str, tuple[Callable, Callable]] = {
     "dropped": (lambda c: [], gate),
     "doubled": (lambda c: [c, c], gate),
-    "written an expert too far": (lambda c: moved(c, "target_box", 0, 1), lambda c: gate(c) and c.target_box.ranges[0][1] < 8),
+    "written an expert too far": (lambda c: moved(c, "target_box", 0, 1),
+        lambda c: gate(c) and c.target_box.ranges[0][1] < 8),
     "gate written where up belongs": (lambda c: moved(c, "target_box", 1, 6), gate),
     "taken from where up lies": (lambda c: moved(c, "source_box", 0, 12), gate),
     "taken from another expert": (other_expert, gate),
@@ -129,7 +137,13 @@ def test_a_spoiled_copy_is_caught_by_the_proof_and_named(fault):
 
 
 # of the others the rehearsal takes the same elements to the same place, or cannot even carry them out
-VISIBLE = ["dropped", "written an expert too far", "gate written where up belongs", "taken from where up lies", "taken from another expert"]
+VISIBLE = [
+    "dropped",
+    "written an expert too far",
+    "gate written where up belongs",
+    "taken from where up lies",
+    "taken from another expert",
+]
 
 
 @pytest.mark.parametrize("fault", VISIBLE)
@@ -156,7 +170,9 @@ def test_a_lost_message_is_caught_on_both_sides():
         def sends(self, rank: int) -> Iterator[Message]:
             return ReshardPlan.sends(self, rank)
 
-    deaf = Deaf(**{field.name: getattr(plan, field.name) for field in fields(plan)}, spoil=lambda messages: messages[1:])
+    deaf = Deaf(
+        **{field.name: getattr(plan, field.name) for field in fields(plan)}, spoil=lambda messages: messages[1:]
+    )
     faults = list(simulated_faults(deaf))
     assert any("does not expect" in text for text in faults)
     assert any("engine 0, worker 1" in text for text in faults)
@@ -184,7 +200,9 @@ def test_a_wrong_description_of_the_target_stops_the_planner(monkeypatch):
 
     plan = good_plan()
     monkeypatch.setattr(streams.Holdings, "_grains", forgetful)
-    with pytest.raises(PlanFault, match=r"w2_weight: model\.layers\.0\.mlp\.experts\.3\.down_proj\.weight .* not covered"):
+    with pytest.raises(
+        PlanFault, match=r"w2_weight: model\.layers\.0\.mlp\.experts\.3\.down_proj\.weight .* not covered"
+    ):
         plan_reshard(plan.model, plan.train, plan.rollout, dialect="cpu", dtype="float32")
 
 
@@ -200,9 +218,12 @@ def test_shrunken_models_keep_layouts_legal_and_shards_of_two_rows(seed):
         pieces = [piece for shard in shards for piece in shard.pieces]
         for worker in range(pair.rollout.workers_per_engine):
             pieces += [p for t in target_parameters(small, pair.rollout, worker, "cpu", "float32") for p in t.pieces]
-        assert [p for p in pieces if min(p.hf_box.shape) < 2 and "shared_expert_gate" not in p.hf_name] == []  # which has one row
+        # which has one row
+        assert [p for p in pieces if min(p.hf_box.shape) < 2 and "shared_expert_gate" not in p.hf_name] == []
         if small.is_moe:
-            assert small.num_experts >= max(2 * train.expert, min(2, pair.model.num_experts // pair.rollout.expert) * pair.rollout.expert)
+            assert small.num_experts >= max(
+                2 * train.expert, min(2, pair.model.num_experts // pair.rollout.expert) * pair.rollout.expert
+            )
         kinds = [{layer in pair.model.moe_layers for layer in pair.train.stage_layers(p, v)} for p, v in chunks(train)]
         assert kinds == [{layer in small.moe_layers for layer in train.stage_layers(p, v)} for p, v in chunks(train)]
         assert list(simulated_faults(replace_model(pair, small, train))) == []
@@ -215,7 +236,9 @@ def chunks(train: TrainLayout) -> list[tuple[int, int]]:
 def test_a_layer_kind_in_the_middle_of_a_stage_is_kept():
     """Dense, with experts, dense: the ends alone would rehearse no expert."""
     model = replace(MODELS["mixed"], num_layers=3, moe_layers=(1,))
-    small, train = shrink(model, TrainLayout.build({"world_size": 2, "expert_model_parallel_size": 2}, model), RolloutLayout())
+    small, train = shrink(
+        model, TrainLayout.build({"world_size": 2, "expert_model_parallel_size": 2}, model), RolloutLayout()
+    )
     assert (small.num_layers, small.moe_layers) == (3, (1,))
     assert train.num_layers == 3
 
@@ -240,7 +263,10 @@ def test_what_a_worker_wants_depends_on_its_place_inside_the_engine_alone():
     for pair in random_pairs(3000, 6):
         size = pair.rollout.workers_per_engine
         for worker in range(pair.rollout.world_size):
-            one, other = (target_parameters(pair.model, pair.rollout, w, pair.dialect, pair.dtype) for w in (worker, worker % size))
+            one, other = (
+                target_parameters(pair.model, pair.rollout, w, pair.dialect, pair.dtype)
+                for w in (worker, worker % size)
+            )
             assert one == other
 
 
@@ -248,7 +274,13 @@ def test_verdict_counts_what_it_looked_at():
     places = tuple(Place(0, device) for device in range(8))
     plan = good_plan()
     plan = plan_reshard(
-        plan.model, plan.train, plan.rollout, dialect="npu", dtype="bfloat16", topology=Topology(places, places[:4]), budget_bytes=8192
+        plan.model,
+        plan.train,
+        plan.rollout,
+        dialect="npu",
+        dtype="bfloat16",
+        topology=Topology(places, places[:4]),
+        budget_bytes=8192,
     )
     verdict = proof.verify(plan)
     assert verdict.fault is None

@@ -16,13 +16,19 @@ def resolved(*overrides: str):
 
 
 def test_a_transport_of_one_host_is_refused_on_two():
-    (found,) = [v for v in violations(resolved("reshard.transport=shm", "cluster.nnodes=2"), TINY_MODEL) if "reshard" in v.field]
+    (found,) = [
+        v for v in violations(resolved("reshard.transport=shm", "cluster.nnodes=2"), TINY_MODEL) if "reshard" in v.field
+    ]
     assert (found.field, found.allowed) == ("reshard.transport", ("auto", "p2p", "ipc"))
 
 
 @pytest.mark.parametrize("kind", ["auto", "p2p", "ipc"])
 def test_other_transports_reach_every_host(kind):
-    assert not [v for v in violations(resolved(f"reshard.transport={kind}", "cluster.nnodes=2"), TINY_MODEL) if "reshard" in v.field]
+    assert not [
+        v
+        for v in violations(resolved(f"reshard.transport={kind}", "cluster.nnodes=2"), TINY_MODEL)
+        if "reshard" in v.field
+    ]
 
 
 def test_device_ipc_without_such_a_device_is_said():

@@ -1,4 +1,6 @@
-"""What Megatron ranks hold: every checkpoint element is there, once but for declared replicas, and where Megatron's split puts it."""
+"""What Megatron ranks hold: every checkpoint element is there, once but for declared replicas,
+and where Megatron's split puts it.
+"""
 
 import random
 import warnings
@@ -32,17 +34,27 @@ MODELS = {
     "qwen2": ModelSpec(**BASE | {"family": "qwen2", "qkv_bias": True, "qk_norm": False, "tie_word_embeddings": True}),
     "qwen3": ModelSpec(**BASE | {"family": "qwen3", "qkv_bias": False, "qk_norm": True}),
     "qwen2_moe": ModelSpec(
-        **BASE | EXPERTS | {"family": "qwen2_moe", "qkv_bias": True, "qk_norm": False, "shared_expert_intermediate_size": 8}
+        **BASE
+        | EXPERTS
+        | {"family": "qwen2_moe", "qkv_bias": True, "qk_norm": False, "shared_expert_intermediate_size": 8}
     ),
     "qwen3_moe": ModelSpec(**BASE | EXPERTS | {"family": "qwen3_moe", "qkv_bias": False, "qk_norm": True}),
     "glm4_moe": ModelSpec(
         **BASE
         | EXPERTS
-        | {"family": "glm4_moe", "qkv_bias": True, "qk_norm": False, "moe_layers": (1, 2, 3), "shared_expert_intermediate_size": 8},
+        | {
+            "family": "glm4_moe",
+            "qkv_bias": True,
+            "qk_norm": False,
+            "moe_layers": (1, 2, 3),
+            "shared_expert_intermediate_size": 8,
+        },
         router_score="sigmoid",
     ),
     "mixed": ModelSpec(
-        **BASE | EXPERTS | {"family": "qwen3_moe", "qkv_bias": False, "qk_norm": True, "moe_layers": (1, 3), "num_key_value_heads": 8}
+        **BASE
+        | EXPERTS
+        | {"family": "qwen3_moe", "qkv_bias": False, "qk_norm": True, "moe_layers": (1, 3), "num_key_value_heads": 8}
     ),
 }
 # uneven pipelines of four layers, in all notations
@@ -51,7 +63,11 @@ PIPELINES = [
     {"pipeline_model_parallel_size": 2},
     {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
     {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1},
-    {"pipeline_model_parallel_size": 3, "account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True},
+    {
+        "pipeline_model_parallel_size": 3,
+        "account_for_embedding_in_pipeline_split": True,
+        "account_for_loss_in_pipeline_split": True,
+    },
     {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "pipeline_layers": (0, 2, 1, 1)},
 ]
 
@@ -61,7 +77,12 @@ def random_layouts(seed: int, count: int) -> list[tuple[ModelSpec, TrainLayout]]
     rng, found = random.Random(seed), []
     while len(found) < count:
         model = rng.choice(list(MODELS.values()))
-        tp, cp, ep, etp = rng.choice([1, 2, 4, 8]), rng.choice([1, 1, 2]), rng.choice([1, 2, 4, 8]), rng.choice([1, 2, 3])
+        tp, cp, ep, etp = (
+            rng.choice([1, 2, 4, 8]),
+            rng.choice([1, 1, 2]),
+            rng.choice([1, 2, 4, 8]),
+            rng.choice([1, 2, 3]),
+        )
         pipeline = rng.choice(PIPELINES)
         degrees = {
             "tensor_model_parallel_size": tp,
@@ -135,14 +156,17 @@ def test_tied_embeddings_stand_again_on_the_last_stage_and_nowhere_else():
     model = MODELS["qwen2"]
     one = TrainLayout.build({"world_size": 2, "tensor_model_parallel_size": 2}, model)
     assert not [s for _, s in all_shards(model, one) if s.megatron_name == "output_layer.weight"]
-    two = TrainLayout.build({"world_size": 4, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, model)
+    two = TrainLayout.build(
+        {"world_size": 4, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, model
+    )
     copies = [(rank, s) for rank, s in all_shards(model, two) if s.megatron_name == "output_layer.weight"]
     assert [(rank, s.replicas) for rank, s in copies] == [(2, (0, 2)), (3, (1, 3))]
     assert all(p.hf_name == "model.embed_tokens.weight" for _, s in copies for p in s.pieces)
 
 
-# Megatron's split, written anew in numpy from its definition: each rank of a column-parallel layer has equal consecutive rows of the
-# fused weight; fused qkv interleaves by key/value head; a gated layer is cut before its two halves are stacked.
+# Megatron's split, written anew in numpy from its definition: each rank of a column-parallel layer has equal
+# consecutive rows of the fused weight; fused qkv interleaves by key/value head; a gated layer is cut before its two
+# halves are stacked.
 
 
 def megatron_parameter(model: ModelSpec, layout: TrainLayout, rank: int, name: str, layer: int, hf: dict) -> np.ndarray:
@@ -165,7 +189,9 @@ def megatron_parameter(model: ModelSpec, layout: TrainLayout, rank: int, name: s
     if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         tied = model.tie_word_embeddings or name.startswith("embedding")
         words = hf["model.embed_tokens.weight" if tied else "lm_head.weight"]
-        padding = np.zeros((padded_vocab_size(model.vocab_size, layout.tensor) - len(words), model.hidden_size), words.dtype)
+        padding = np.zeros(
+            (padded_vocab_size(model.vocab_size, layout.tensor) - len(words), model.hidden_size), words.dtype
+        )
         return np.split(np.concatenate([words, padding]), layout.tensor)[tp]
     if name.endswith("linear_proj.weight"):
         return np.split(hf[f"{at}self_attn.o_proj.weight"], layout.tensor, axis=1)[tp]
@@ -190,7 +216,9 @@ def gated(hf: dict, prefix: str, name: str, parts: int, index: int) -> np.ndarra
 
 
 def tagged(model: ModelSpec) -> dict[str, np.ndarray]:
-    """A checkpoint in which every element is a number of its own, so that no mistake can cancel out; 0 is kept for padding."""
+    """A checkpoint in which every element is a number of its own, so that no mistake can cancel out;
+    0 is kept for padding.
+    """
     arrays, next_tag = {}, 1
     for t in tensor_specs(model):
         arrays[t.name] = np.arange(next_tag, next_tag + t.numel).reshape(t.shape)
@@ -220,12 +248,16 @@ def test_tagged_parameters_are_what_megatrons_split_gives(seed):
                 continue
             layer = global_layer(layout, rank, shard)
             theirs = megatron_parameter(model, layout, rank, shard.megatron_name, layer, hf)
-            np.testing.assert_array_equal(assembled(shard, hf), theirs, err_msg=f"{shard.megatron_name} on {rank} of {layout}")
+            np.testing.assert_array_equal(
+                assembled(shard, hf), theirs, err_msg=f"{shard.megatron_name} on {rank} of {layout}"
+            )
 
 
 @cache
 def bridge_of(model: ModelSpec):
-    """mbridge's bridge of a family without its Megatron state: only its name map and its pure weight conversions are used."""
+    """mbridge's bridge of a family without its Megatron state:
+    only its name map and its pure weight conversions are used.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from mbridge.models.glm4moe import GLM4MoEBridge

@@ -1,4 +1,6 @@
-"""Plans carried out with numbered elements over random layout pairs: each worker ends up with what vLLM's loader would have given it."""
+"""Plans carried out with numbered elements over random layout pairs:
+each worker ends up with what vLLM's loader would have given it.
+"""
 
 from collections import defaultdict
 
@@ -35,11 +37,14 @@ def test_every_worker_gets_what_vllms_loader_would_give_it(seed):
 def test_the_pairs_are_of_every_kind():
     pairs = [pair for seed in SEEDS for pair in random_pairs(seed, PAIRS)]
     assert {(p.model.family, p.dialect) for p in pairs} >= {
-        (family, dialect) for family in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe") for dialect in ("cpu", "cuda", "npu")
+        (family, dialect)
+        for family in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+        for dialect in ("cpu", "cuda", "npu")
     }
     kv = [p.model.num_key_value_heads for p in pairs]
     claims = {
-        "more rollout tensor ranks than key/value heads": [p.rollout.tensor > n for p, n in zip(pairs, kv, strict=True)],
+        "more rollout tensor ranks than key/value heads": [p.rollout.tensor > n for p,
+            n in zip(pairs, kv, strict=True)],
         "more training tensor ranks than key/value heads": [p.train.tensor > n for p, n in zip(pairs, kv, strict=True)],
         "uneven stages": [len({sum(stage) for stage in p.train.chunk_layers}) > 1 for p in pairs],
         "virtual stages": [p.train.virtual_pipeline > 1 for p in pairs],
@@ -51,7 +56,9 @@ def test_the_pairs_are_of_every_kind():
         "padded vocabulary in training": [p.model.vocab_size % p.train.tensor > 0 for p in pairs],
         "several engines": [p.rollout.num_engines > 1 for p in pairs],
         "data parallelism in an engine, experts spread": [p.rollout.data > 1 and p.rollout.expert > 1 for p in pairs],
-        "data parallelism in an engine, experts sliced": [p.model.is_moe and p.rollout.data > 1 and p.rollout.expert == 1 for p in pairs],
+        "data parallelism in an engine, experts sliced": [
+            p.model.is_moe and p.rollout.data > 1 and p.rollout.expert == 1 for p in pairs
+        ],
         "unevenly spread experts": [p.model.is_moe and p.model.num_experts % p.rollout.expert > 0 for p in pairs],
         "layers with and without experts": [0 < len(p.model.moe_layers) < p.model.num_layers for p in pairs],
         "shared devices": [p.topology is not None and bool({*p.topology.ranks} & {*p.topology.workers}) for p in pairs],
@@ -63,7 +70,9 @@ def test_the_pairs_are_of_every_kind():
 def test_both_sides_list_the_same_messages_in_their_order(seed):
     for pair in random_pairs(seed, 6):
         sent, received = messages(pair)
-        assert sorted(sent, key=lambda m: (m.round, m.source, m.worker)) == sorted(received, key=lambda m: (m.round, m.source, m.worker))
+        assert sorted(sent, key=lambda m: (m.round, m.source, m.worker)) == sorted(
+            received, key=lambda m: (m.round, m.source, m.worker)
+        )
         assert sent == sorted(sent, key=lambda m: (m.source, m.round, m.worker))
         assert received == sorted(received, key=lambda m: (m.worker, m.round, m.source))
         assert len({(m.round, m.source, m.worker) for m in sent}) == len(sent), "one message a peer and round"
@@ -74,7 +83,9 @@ def test_no_process_exceeds_the_budget_in_a_round(seed):
     for pair in random_pairs(seed, 6):
         totals: dict[tuple, int] = defaultdict(int)
         for message in messages(pair)[0]:
-            assert message.nbytes == sum(copy.hf_box.volume * ITEM_BYTES[copy.dtype or pair.dtype] for copy in message.copies)
+            assert message.nbytes == sum(
+                copy.hf_box.volume * ITEM_BYTES[copy.dtype or pair.dtype] for copy in message.copies
+            )
             totals["rank", message.source, message.round] += message.nbytes
             totals["worker", message.worker, message.round] += message.nbytes
         assert max(totals.values()) <= pair.budget
@@ -109,7 +120,9 @@ def test_moved_bytes_are_those_that_no_rank_on_the_device_has_and_remote_ones_th
         for worker in range(pair.rollout.world_size):
             place = pair.topology.workers[worker] if pair.topology else None
             here, near = (on_device[place], on_node[place.node]) if place else ([], [])
-            dtype_of = {t.name: t.dtype for t in target_parameters(pair.model, pair.rollout, worker, pair.dialect, pair.dtype)}
+            dtype_of = {
+                t.name: t.dtype for t in target_parameters(pair.model, pair.rollout, worker, pair.dialect, pair.dtype)
+            }
             for name, array in loaded(pair.model, pair.rollout, worker, hf, transposed=False).items():
                 required += _lacking(array, here) * ITEM_BYTES[dtype_of[name]]
                 remote += _lacking(array, near) * ITEM_BYTES[dtype_of[name]]

@@ -13,16 +13,24 @@ from mrl.model.layout import RolloutLayout
 from mrl.model.vllm_parameters import TargetParameter, target_parameters
 
 
-def parameters(model: ModelSpec, rollout: RolloutLayout, worker: int, dialect: str = "cuda") -> dict[str, TargetParameter]:
+def parameters(
+    model: ModelSpec, rollout: RolloutLayout, worker: int, dialect: str = "cuda"
+) -> dict[str, TargetParameter]:
     return {p.name: p for p in target_parameters(model, rollout, worker, dialect, "bfloat16")}
 
 
 def pieces(parameter: TargetParameter) -> list[tuple]:
-    return [(p.hf_name.removeprefix("model.layers.0."), p.hf_box.ranges, p.local_box.ranges, p.axes) for p in parameter.pieces]
+    return [
+        (p.hf_name.removeprefix("model.layers.0."), p.hf_box.ranges, p.local_box.ranges, p.axes)
+        for p in parameter.pieces
+    ]
 
 
 def test_modules_come_in_vllms_order():
-    names = [p.name.removeprefix("model.") for p in target_parameters(MODELS["qwen2_moe"], RolloutLayout(), 0, "cpu", "float32")]
+    names = [
+        p.name.removeprefix("model.")
+        for p in target_parameters(MODELS["qwen2_moe"], RolloutLayout(), 0, "cpu", "float32")
+    ]
     assert names[:14] == [
         "embed_tokens.weight",
         "layers.0.self_attn.qkv_proj.weight",
@@ -50,7 +58,9 @@ def test_module_is_what_is_processed_as_one():
 
 
 def test_heads_are_divided_and_key_value_heads_repeated():
-    """8 query and 2 key/value heads of 4 rows over 4 tensor ranks: rank 3 has queries 6, 7 and, as rank 2, key/value head 1."""
+    """8 query and 2 key/value heads of 4 rows over 4 tensor ranks: rank 3 has queries 6, 7 and, as rank 2,
+    key/value head 1.
+    """
     name = "model.layers.0.self_attn.qkv_proj.weight"
     third, second = (parameters(MODELS["qwen3_moe"], RolloutLayout(1, 4), worker)[name] for worker in (3, 2))
     assert third.local_shape == (16, 8)
@@ -63,7 +73,9 @@ def test_heads_are_divided_and_key_value_heads_repeated():
 
 
 def test_sliced_experts_have_gate_rows_then_up_rows_of_their_worker():
-    """12 rows over 2 x 3 workers: data-parallel rank 1, tensor rank 1 is the fourth (number 3) of six and has rows 6 and 7."""
+    """12 rows over 2 x 3 workers: data-parallel rank 1, tensor rank 1 is the fourth
+    (number 3) of six and has rows 6 and 7.
+    """
     held = parameters(MODELS["qwen3_moe"], RolloutLayout(2, 2, 3), worker=6 + 3)
     w13, w2 = (held[f"model.layers.0.mlp.experts.routed_experts.{leaf}_weight"] for leaf in ("w13", "w2"))
     assert (w13.local_shape, w2.local_shape) == ((8, 4, 8), (8, 8, 2))
@@ -85,7 +97,11 @@ def test_ascend_stores_experts_transposed():
 def test_spread_experts_that_cannot_be_divided_go_to_the_first_workers():
     held = [parameters(MODELS["qwen3_moe"], RolloutLayout(1, 1, 3, 3), worker) for worker in range(3)]
     w2 = [one["model.layers.0.mlp.experts.routed_experts.w2_weight"] for one in held]
-    assert [[p.hf_name.split(".")[5] for p in one.pieces] for one in w2] == [["0", "1", "2"], ["3", "4", "5"], ["6", "7"]]
+    assert [[p.hf_name.split(".")[5] for p in one.pieces] for one in w2] == [
+        ["0", "1", "2"],
+        ["3", "4", "5"],
+        ["6", "7"],
+    ]
 
 
 def test_vocabulary_is_padded_to_64_and_ranks_may_hold_padding_only():
@@ -115,7 +131,9 @@ def test_pieces_of_a_parameter_are_disjoint_and_all_workers_of_an_engine_have_ev
         for worker in range(pair.rollout.workers_per_engine):
             for parameter in target_parameters(pair.model, pair.rollout, worker, pair.dialect, pair.dtype):
                 fault = cover_fault(Box.whole(parameter.local_shape), [p.local_box for p in parameter.pieces])
-                assert fault is None or ("not covered" in fault and parameter.module.endswith(("embed_tokens", "lm_head")))
+                assert fault is None or (
+                    "not covered" in fault and parameter.module.endswith(("embed_tokens", "lm_head"))
+                )
                 for piece in parameter.pieces:
                     boxes[piece.hf_name].add(piece.hf_box)
         for spec in tensor_specs(pair.model):

@@ -1,11 +1,21 @@
-"""Rules as their sources define them: DAPO-Math of verl, multiple choice of the Ascend guide, format rewards, and rules added up."""
+"""Rules as their sources define them: DAPO-Math of verl, multiple choice of the Ascend guide, format rewards,
+and rules added up.
+"""
 
 import time
 
 import pytest
 
 from mrl.errors import ConfigError
-from mrl.reward.builtin_rules import boxed_format, letters, math_dapo, multiple_choice, normalised, rule_name, think_format
+from mrl.reward.builtin_rules import (
+    boxed_format,
+    letters,
+    math_dapo,
+    multiple_choice,
+    normalised,
+    rule_name,
+    think_format,
+)
 from mrl.reward.items import RewardSpec
 from mrl.reward.resolve import check_data_sources, resolve
 from mrl.reward.worker import score_one
@@ -73,12 +83,19 @@ def test_dapo_maths_normalisation(answer, expected):
     ],
 )
 def test_multiple_choice_wants_exactly_the_right_letters(content, truth, score, verdict):
-    result = multiple_choice("dianjin", f"<think>\\boxed{{B}}</think> so \\boxed{{B}}, rather \\boxed{{{content}}}", truth)
+    result = multiple_choice(
+        "dianjin", f"<think>\\boxed{{B}}</think> so \\boxed{{B}}, rather \\boxed{{{content}}}", truth
+    )
     assert (result["score"], result["verdict"]) == (score, verdict)
 
 
 def test_multiple_choice_needs_a_box_and_a_truth():
-    assert multiple_choice("dianjin", "the answer is D", "D") == {"score": 0.0, "acc": 0.0, "verdict": "no_answer", "pred": ""}
+    assert multiple_choice("dianjin", "the answer is D", "D") == {
+        "score": 0.0,
+        "acc": 0.0,
+        "verdict": "no_answer",
+        "pred": "",
+    }
     with pytest.raises(ValueError, match="names no choice"):
         multiple_choice("dianjin", "\\boxed{D}", "")
 
@@ -109,7 +126,13 @@ def test_the_form_of_thinking(response, score):
 
 @pytest.mark.parametrize(
     ("response", "score"),
-    [(r"\boxed{1}", 1), (r"\boxed{1}\boxed{1}", 0), (r"\boxed{}", 0), ("1", 0), (r"<think>\boxed{1}</think>\boxed{2}", 1)],
+    [
+        (r"\boxed{1}", 1),
+        (r"\boxed{1}\boxed{1}", 0),
+        (r"\boxed{}", 0),
+        ("1", 0),
+        (r"<think>\boxed{1}</think>\boxed{2}", 1),
+    ],
 )
 def test_the_form_of_a_box(response, score):
     assert boxed_format("", response, None) == score
@@ -144,7 +167,8 @@ def test_an_unknown_bonus_rule_is_refused_with_the_nearest():
 
 @pytest.mark.parametrize(
     ("source", "rule"),
-    [("openai/gsm8k", "gsm8k"), ("math_dapo", "math_dapo"), ("aime2024", "math_dapo"), ("HuggingFaceH4/MATH-500", "math"),
+    [("openai/gsm8k", "gsm8k"), ("math_dapo", "math_dapo"), ("aime2024", "math_dapo"),
+        ("HuggingFaceH4/MATH-500", "math"),
      ("dianjin/cflue_mcq", "multiple_choice"), ("toy", "toy")],
 )  # fmt: skip
 def test_the_rule_of_a_data_source(source, rule):

@@ -1,4 +1,6 @@
-"""The pool keeps its promise whatever a reward function does: each sample has its result, and the others do not notice."""
+"""The pool keeps its promise whatever a reward function does: each sample has its result,
+and the others do not notice.
+"""
 
 import dataclasses
 import os
@@ -97,7 +99,9 @@ def test_a_function_that_eats_memory_loses_its_sample_and_not_the_host(spec):
 
 
 def test_a_function_that_keeps_what_it_allocates_costs_no_sample(spec):
-    """It keeps 256 MiB of addresses a call under a limit of 1 GiB: the sample that finds its worker full is scored in a fresh one."""
+    """It keeps 256 MiB of addresses a call under a limit of 1 GiB:
+    the sample that finds its worker full is scored in a fresh one.
+    """
     limited = dataclasses.replace(spec, max_memory_gib=1.0)
     with RewardPool(limited, num_workers=1, timeout_s=20.0) as pool:
         results = pool.score(items(*["leak"] * 6, "memory", *["leak"] * 6))
@@ -223,7 +227,8 @@ def test_closing_reaps_workers_that_hang_and_what_they_started(spec, tmp_path):
 
 def test_large_items_and_answers_pass_through_small_pipes(tmp_path):
     (tmp_path / "mine.py").write_text(
-        "def compute_score(solution_str, **_): return {'score': len(solution_str)} | {str(i): 'y' * 500 for i in range(400)}"
+        "def compute_score(solution_str, **_): return {'score': len(solution_str)} | {str(i): 'y' * "
+        "500 for i in range(400)}"
     )
     with RewardPool(RewardSpec(path=str(tmp_path / "mine.py")), num_workers=1, timeout_s=20.0) as pool:
         results = pool.score(items(*["ü\n\ud800" + "x" * 300_000] * 40))
@@ -252,7 +257,8 @@ def test_a_trainer_that_is_killed_leaves_no_worker_behind(spec):
         "import sys, time; from mrl.reward.pool import *; from mrl.reward.items import *\n"
         f"pool = RewardPool(RewardSpec(path={spec.path!r}), num_workers=1, timeout_s=3600)\n"
         "pid = int(pool.score([RewardItem(0, 't', 'pid', '')])[0].score)\n"
-        "pool.submit(RewardItem(1, 't', 'hang', '')); time.sleep(0.3)  # an idle worker would leave at the end of its requests\n"
+        "pool.submit(RewardItem(1, 't', 'hang', '')); time.sleep(0.3)  # an idle worker would leave at "
+        "the end of its requests\n"
         "print(pid, flush=True); time.sleep(60)"
     )
     trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

@@ -15,13 +15,15 @@ from mrl.reward.worker import judge, score_one
 
 # what each rule takes for right where the truth is A
 RIGHT = {
-    "exact_match": "A", "gsm8k": "#### 5", "math_dapo": "Answer: A", "multiple_choice": "\\boxed{A}", "think_format": "so</think>A",
+    "exact_match": "A", "gsm8k": "#### 5", "math_dapo": "Answer: A", "multiple_choice": "\\boxed{A}",
+    "think_format": "so</think>A",
     "boxed_format": "\\boxed{A}", "math": "\\boxed{A}",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("response", "truth", "score"), [("42", "42", 1), (" 42\n", "42", 1), ("42", 42, 1), ("042", "42", 0), ("", "42", 0), ("4 2", "42", 0)]
+    ("response", "truth", "score"),
+    [("42", "42", 1), (" 42\n", "42", 1), ("42", 42, 1), ("042", "42", 0), ("", "42", 0), ("4 2", "42", 0)],
 )
 def test_exact_match(response, truth, score):
     assert exact_match("toy", response, truth) == score
@@ -100,7 +102,9 @@ def test_everything_else_is_the_wrong_type(value):
     assert judge(value)[0] == "wrong_type"
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, {"score": math.nan}, np.float32("nan"), 1e31, -(10**300)])
+@pytest.mark.parametrize(
+    "value", [math.nan, math.inf, -math.inf, {"score": math.nan}, np.float32("nan"), 1e31, -(10**300)]
+)
 def test_a_score_that_is_no_number_is_said_to_be(value):
     assert judge(value)[0] == "not_a_number"
 
@@ -123,7 +127,11 @@ def test_every_built_in_rule_says_how_right_an_answer_is(rule):
 
 
 def test_parts_are_numbers_or_short_text():
-    assert judge({"score": 0, "acc": True, "why": "x" * 900, "nan": math.nan})[2] == {"acc": 1.0, "why": "x" * 500, "nan": "nan"}
+    assert judge({"score": 0, "acc": True, "why": "x" * 900, "nan": math.nan})[2] == {
+        "acc": 1.0,
+        "why": "x" * 500,
+        "nan": "nan",
+    }
 
 
 @pytest.mark.parametrize(
@@ -132,7 +140,10 @@ def test_parts_are_numbers_or_short_text():
 )
 def test_a_failure_is_never_worth_more_than_a_wrong_answer(good, failed):
     """Under math_dapo, whose wrong answers have -1, a fixed 0 would pay for an answer that hangs its verifier."""
-    results = [RewardResult(0, 7.0, {}, "timeout"), *(RewardResult(i + 1, score, {}, "ok") for i, score in enumerate(good))]
+    results = [
+        RewardResult(0, 7.0, {}, "timeout"),
+        *(RewardResult(i + 1, score, {}, "ok") for i, score in enumerate(good)),
+    ]
     found = failures_at_the_bottom(results)
     assert [r.score for r in found] == [failed, *good]
     assert [(r.sample_id, r.reason) for r in found] == [(r.sample_id, r.reason) for r in results]
@@ -140,12 +151,22 @@ def test_a_failure_is_never_worth_more_than_a_wrong_answer(good, failed):
 
 def test_failures_beyond_the_allowed_share_stop_the_run_with_their_reasons():
     good = [RewardResult(i, 1.0, {}, "ok") for i in range(8)]
-    bad = [RewardResult(8, 0.0, {}, "timeout", "no answer within 1 s"), RewardResult(9, 0.0, {}, "raised", "KeyError: 'x'")]
+    bad = [
+        RewardResult(8, 0.0, {}, "timeout", "no answer within 1 s"),
+        RewardResult(9, 0.0, {}, "raised", "KeyError: 'x'"),
+    ]
     check_failures(good + bad, 0.2)
-    with pytest.raises(DataError, match=r"2 of 10 responses[\s\S]*1 timeout: no answer within 1 s\n  1 raised: KeyError"):
+    with pytest.raises(
+        DataError, match=r"2 of 10 responses[\s\S]*1 timeout: no answer within 1 s\n  1 raised: KeyError"
+    ):
         check_failures(good + bad, 0.19)
 
 
 def test_the_worker_imports_nothing_heavy():
-    code = "import sys, mrl.reward.worker as w; print([m for m in ('torch', 'ray', 'vllm', 'numpy', 'transformers') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30).stdout.strip() == "[]"
+    code = (
+        "import sys, mrl.reward.worker as w; print([m for m in ('torch', 'ray', 'vllm', 'numpy', "
+        "'transformers') if m in sys.modules])"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30).stdout.strip() == "[]"
+    )

@@ -1,4 +1,6 @@
-"""Routes that are collected inside vLLM go to the request and the position that they were computed for; a stand-in for its model runner."""
+"""Routes that are collected inside vLLM go to the request and the position that they were computed for;
+a stand-in for its model runner.
+"""
 
 from types import SimpleNamespace as Record
 
@@ -14,7 +16,9 @@ LAYERS, DENSE, TOPK = 3, 1, 2
 
 
 class Runner:
-    """Computes scheduled tokens in the order of its batch; what a token's routers choose is its number in the run, layer by layer."""
+    """Computes scheduled tokens in the order of its batch; what a token's routers choose is its number in the run,
+    layer by layer.
+    """
 
     def __init__(self):
         self.model_config = Record(get_total_num_hidden_layers=lambda: LAYERS)
@@ -50,9 +54,12 @@ def capture(runner):
 
 
 def step(runner, new=(), cached=()):
-    """`new`: (request, tokens of its prompt that were cached, tokens computed, whether it asks); `cached`: (request, computed, tokens)."""
+    """`new`: (request, tokens of its prompt that were cached, tokens computed, whether it asks); `cached`: (request,
+    computed, tokens).
+    """
     entries = [
-        Record(req_id=r, num_computed_tokens=c, sampling_params=Record(extra_args={ASKED: True} if asks else None)) for r, c, _, asks in new
+        Record(req_id=r, num_computed_tokens=c, sampling_params=Record(extra_args={ASKED: True} if asks else None))
+        for r, c, _, asks in new
     ]
     counts = {r: n for r, _, n in cached} | {r: n for r, _, n, _ in new}
     runner.input_batch.req_ids = list(counts)

@@ -1,4 +1,6 @@
-"""Routes at the border: what an engine returns is checked before anything is trained on it, and keeps to its sample through every cut."""
+"""Routes at the border: what an engine returns is checked before anything is trained on it,
+and keeps to its sample through every cut.
+"""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -70,7 +72,9 @@ def test_bad_routes_are_refused_by_sample_and_place(given, said):
 
 
 def sample(i: int, prompt: int, response: int, routes: bool = True) -> Sample:
-    """Token ids are unique over all samples, and so are routes: ids of the token, so that what belongs together is seen."""
+    """Token ids are unique over all samples, and so are routes: ids of the token,
+    so that what belongs together is seen.
+    """
     ids = tuple(range(100 * i + 1, 100 * i + 1 + prompt + response))
     own = np.array(ids, np.int16)[:, None, None] + np.zeros((1, 2, 2), np.int16)
     own[-1] = MISSING
@@ -79,7 +83,9 @@ def sample(i: int, prompt: int, response: int, routes: bool = True) -> Sample:
 
 @pytest.fixture
 def batch():
-    return TrainBatch.of(packed([sample(0, 3, 4), sample(1, 2, 9), sample(2, 5, 1, routes=False), sample(3, 6, 2)]), 1.0)
+    return TrainBatch.of(
+        packed([sample(0, 3, 4), sample(1, 2, 9), sample(2, 5, 1, routes=False), sample(3, 6, 2)]), 1.0
+    )
 
 
 @pytest.mark.parametrize("unknown", [None, np.full((7, 2, 2), MISSING, np.int8)])
@@ -106,7 +112,9 @@ def test_a_batch_of_samples_without_routes_has_none():
     assert packed([sample(0, 3, 4, routes=False)]).routes is None
 
 
-@pytest.mark.parametrize("index", [slice(1, 3), slice(0, 4), slice(2, 2), slice(0, 4, 2), np.array([3, 0, 0]), np.array([], np.int64)])
+@pytest.mark.parametrize(
+    "index", [slice(1, 3), slice(0, 4), slice(2, 2), slice(0, 4, 2), np.array([3, 0, 0]), np.array([], np.int64)]
+)
 def test_rows_take_their_routes_along(batch, index):
     picked = batch.rows(index)
     ids = picked.token_ids

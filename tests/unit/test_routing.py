@@ -1,4 +1,7 @@
-"""Routes are kept for the micro-batch that they belong to, and nothing of a pass that broke off reaches a later one. No ranks needed."""
+"""Routes are kept for the micro-batch that they belong to, and nothing of a pass that broke off reaches a later one.
+
+No ranks needed.
+"""
 
 from types import SimpleNamespace
 
@@ -84,7 +87,9 @@ def test_routes_are_kept_in_the_narrowest_numbers_that_hold_every_expert(experts
     scores = torch.arange(3.0 * experts).view(3, experts)  # the last expert is the highest everywhere
     for around in (routing.recording, routing.comparing):
         with around(model, inputs):
-            _, chosen = next(routing._all()).router_replay.get_replay_topk(scores, 2, None, None, lambda s, k, *_: s.topk(k))
+            _, chosen = next(routing._all()).router_replay.get_replay_topk(
+                scores, 2, None, None, lambda s, k, *_: s.topk(k)
+            )
         assert chosen.tolist() == [[experts - 1, experts - 2]] * 3
     ((kept,),) = routing._recorded.values()
     assert kept.element_size() == bytes_each

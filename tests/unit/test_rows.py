@@ -1,5 +1,7 @@
-"""The rows of versions as the package index resolved them (docs/results/rows.json, by scripts/resolve_rows.py): a pin that was changed
-since, or that contradicts what another package of its row requires, shows here without asking the index."""
+"""The rows of versions as the package index resolved them (docs/results/rows.json, by scripts/resolve_rows.py): a pin
+that was changed since, or that contradicts what another package of its row requires, shows here without asking the
+index.
+"""
 
 import importlib.util
 import json
@@ -28,7 +30,9 @@ def test_every_pin_of_the_version_rows_is_among_what_would_be_installed(row):
     device = resolve_rows.PLATFORMS[row][0]
     elsewhere = {Requirement(part).name: Requirement(part).specifier for part in resolve_rows.built(row)}
     for name, version in (row_of(device).packages | row_of(device).loose).items():
-        assert elsewhere[name].contains(version) if name in elsewhere else STORED[row]["packages"][name] == version, name
+        assert elsewhere[name].contains(version) if name in elsewhere else STORED[row]["packages"][name] == version, (
+            name
+        )
 
 
 @pytest.mark.parametrize("row", resolve_rows.PLATFORMS)
@@ -37,7 +41,9 @@ def test_what_is_built_from_sources_finds_its_requirements_among_the_rest(row):
     machine = STORED[row]["platform"].partition("-")[0]
     for part in resolve_rows.built(row).values():
         for requirement in map(Requirement, part["requires"]):
-            if requirement.marker is None or requirement.marker.evaluate({"python_version": python, "platform_machine": machine}):
+            if requirement.marker is None or requirement.marker.evaluate(
+                {"python_version": python, "platform_machine": machine}
+            ):
                 found = packages[requirement.name.lower().replace("_", "-")]
                 assert requirement.specifier.contains(found), f"{requirement} beside {found}"
 

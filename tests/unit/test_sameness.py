@@ -32,7 +32,13 @@ def checkpoint(folder: Path, values: torch.Tensor, **changes) -> Path:
     entry = StoredTensor(file.name, "exp_avg/0.w", EXP_AVG, (2, 3), None, (Piece("model.w", WHOLE, WHOLE),))
     facts = {"num_updates": 2, "step": 2.0, "lr": 0.5} | changes.pop("optimizer", {})
     rank = RankFiles((entry,), {file.name: file_facts(file)}, facts)
-    fields = {"step": 2, "layout": {"world_size": 1}, "dtype": "float32", "hf_config": {}, "trainer": {"cursor": {"epoch": 0, "index": 8}}}
+    fields = {
+        "step": 2,
+        "layout": {"world_size": 1},
+        "dtype": "float32",
+        "hf_config": {},
+        "trainer": {"cursor": {"epoch": 0, "index": 8}},
+    }
     write_manifest(folder, Manifest(ranks=(rank,), versions={}, **fields | changes))
     return folder
 
@@ -47,11 +53,15 @@ def test_a_single_bit_is_named_with_its_place_in_the_model(tmp_path):
     other = values.clone()
     other[1, 2] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
     found = checkpoint_difference(checkpoint(tmp_path / "a", values), checkpoint(tmp_path / "b", other))
-    assert found.startswith("rank-00000.safetensors, exp_avg/0.w (model.w): 1 of 6 elements, first [1, 2]: 1.0 and 1.00000011")
+    assert found.startswith(
+        "rank-00000.safetensors, exp_avg/0.w (model.w): 1 of 6 elements, first [1, 2]: 1.0 and 1.00000011"
+    )
 
 
 def test_a_zero_of_another_sign_is_a_difference_too(tmp_path):
-    found = checkpoint_difference(checkpoint(tmp_path / "a", torch.zeros(2, 3)), checkpoint(tmp_path / "b", -torch.zeros(2, 3)))
+    found = checkpoint_difference(
+        checkpoint(tmp_path / "a", torch.zeros(2, 3)), checkpoint(tmp_path / "b", -torch.zeros(2, 3))
+    )
     assert "sign of zero" in found
 
 
@@ -65,7 +75,9 @@ def test_a_zero_of_another_sign_is_a_difference_too(tmp_path):
 )
 def test_what_surrounds_the_tensors_counts(tmp_path, changes, named):
     values = torch.ones(2, 3)
-    assert named in checkpoint_difference(checkpoint(tmp_path / "a", values), checkpoint(tmp_path / "b", values, **changes))
+    assert named in checkpoint_difference(
+        checkpoint(tmp_path / "a", values), checkpoint(tmp_path / "b", values, **changes)
+    )
 
 
 def test_a_damaged_checkpoint_is_no_difference_but_a_fault(tmp_path):
@@ -77,13 +89,22 @@ def test_a_damaged_checkpoint_is_no_difference_but_a_fault(tmp_path):
 
 
 def test_times_are_no_part_of_metrics_and_everything_else_is():
-    line = {"training/global_step": 1, "actor/lr": 0.5, "timing_s/step": 1.0, "perf/throughput": 3.0, "reshard/seconds": 1.0}
+    line = {
+        "training/global_step": 1,
+        "actor/lr": 0.5,
+        "timing_s/step": 1.0,
+        "perf/throughput": 3.0,
+        "reshard/seconds": 1.0,
+    }
     slower = line | {"timing_s/step": 9.0, "perf/throughput": 1.0, "reshard/seconds": 2.0}
     assert metrics_difference([line], [slower]) is None
     nan = line | {"actor/lr": float("nan")}
     assert metrics_difference([nan], [dict(nan)]) is None
     assert metrics_difference([line], [line | {"actor/lr": 0.25}]) == "metrics: actor/lr of step 1 is 0.5 and 0.25"
-    assert metrics_difference([line], [line | {"actor/pg_loss": 1.0}]) == "metrics: actor/pg_loss of step 1 is None and 1.0"
+    assert (
+        metrics_difference([line], [line | {"actor/pg_loss": 1.0}])
+        == "metrics: actor/pg_loss of step 1 is None and 1.0"
+    )
     assert "steps [1] and [1, 2]" in metrics_difference([line], [line, line | {"training/global_step": 2}])
 
 
@@ -187,7 +208,8 @@ def test_a_check_that_is_stopped_leaves_no_training_behind(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("text", "fault"), [("0", "must be at least 1"), ("-1", "must be at least 1"), ("two", "'two' is not a whole number")]
+    ("text", "fault"),
+    [("0", "must be at least 1"), ("-1", "must be at least 1"), ("two", "'two' is not a whole number")],
 )
 def test_steps_are_a_number_of_them(text, fault, capfd):
     with pytest.raises(SystemExit) as ended:

@@ -15,10 +15,17 @@ from mrl.record.sample_files import read_samples, write_samples
 def sample(i: int, prompt: int, response: int, **more) -> Sample:
     """Token ids, log-probs and seed that no other sample has."""
     ids = tuple(range(100 * i, 100 * i + prompt + response))
-    return Sample(i, i // 2, i, 2**47 + i, ids[:prompt], ids[prompt:], tuple(-float(t) for t in ids[prompt:]), "stop", i, **more)
+    return Sample(
+        i, i // 2, i, 2**47 + i, ids[:prompt], ids[prompt:], tuple(-float(t) for t in ids[prompt:]), "stop", i, **more
+    )
 
 
-MANY = [sample(0, 3, 4), sample(1, 2, 0, later_versions=((7, 8), (9, 10))), sample(2, 5, 1), sample(3, 1, 6, later_versions=((2, 5),))]
+MANY = [
+    sample(0, 3, 4),
+    sample(1, 2, 0, later_versions=((7, 8), (9, 10))),
+    sample(2, 5, 1),
+    sample(3, 1, 6, later_versions=((2, 5),)),
+]
 
 
 def test_the_example_of_the_module():
@@ -28,12 +35,18 @@ def test_the_example_of_the_module():
     ])  # fmt: skip
     assert rows.token_ids.tolist() == [7, 8, 1, 2, 3, 7, 8, 4] and rows.token_ids.dtype == np.int32
     np.testing.assert_allclose(rows.rollout_log_probs, [-0.1, -0.2, -0.3, -0.4], rtol=1e-7)
-    assert (rows.span_counts.tolist(), rows.span_starts.tolist(), rows.span_versions.tolist()) == ([2, 1], [0, 2, 0], [5, 6, 6])
+    assert (rows.span_counts.tolist(), rows.span_starts.tolist(), rows.span_versions.tolist()) == (
+        [2, 1],
+        [0, 2, 0],
+        [5, 6, 6],
+    )
     assert rows.truncated.tolist() == [False, True] and rows.weight_version.tolist() == [5, 6]
 
 
 def same(one: Samples, other: Samples) -> bool:
-    return one.arrays.keys() == other.arrays.keys() and all(np.array_equal(a, other.arrays[name]) for name, a in one.arrays.items())
+    return one.arrays.keys() == other.arrays.keys() and all(
+        np.array_equal(a, other.arrays[name]) for name, a in one.arrays.items()
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,13 +117,21 @@ def test_files_of_many_rows_and_of_none_are_read_back_in_order(tmp_path):
     rows = read_samples(tmp_path, 1)
     assert [r["prompt_ids"] for r in rows] == [list(s.prompt_ids) for s in MANY]
     assert [r["response_ids"] for r in rows] == [list(s.response_ids) for s in MANY]
-    assert [r["weight_version"] for r in rows] == [s.weight_version for s in MANY] and [r["reward"]["score"] for r in rows] == [0, 1, 2, 3]
+    assert [r["weight_version"] for r in rows] == [s.weight_version for s in MANY] and [
+        r["reward"]["score"] for r in rows
+    ] == [0, 1, 2, 3]
     write_samples(tmp_path, 2, [], [])
     assert read_samples(tmp_path, 2) == []
 
 
 def test_samples_of_an_older_run_are_read_alike(tmp_path):
-    row = {"prompt_id": 7, "response_ids": [8, 9], "rollout_log_probs": [-0.25, None], "weight_version": 3, "reward": {"score": 1.0}}
+    row = {
+        "prompt_id": 7,
+        "response_ids": [8, 9],
+        "rollout_log_probs": [-0.25, None],
+        "weight_version": 3,
+        "reward": {"score": 1.0},
+    }
     (tmp_path / "step-3.jsonl").write_text(json.dumps(row) + "\n")
     assert read_samples(tmp_path, 3) == [row]
     with pytest.raises(FileNotFoundError):

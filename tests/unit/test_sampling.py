@@ -1,4 +1,6 @@
-"""Dynamic sampling: which groups a step trains on, what happens when the prompts run out, and rules between the settings."""
+"""Dynamic sampling: which groups a step trains on, what happens when the prompts run out,
+and rules between the settings.
+"""
 
 import math
 from types import SimpleNamespace
@@ -23,14 +25,22 @@ from mrl.train import rollouts
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
 TINY_MODEL = ModelSpec(
-    family="qwen3_moe", num_layers=4, hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32, vocab_size=128,
-    intermediate_size=256, max_position_embeddings=128, rope_theta=1e4, rms_norm_eps=1e-6, tie_word_embeddings=False, qkv_bias=False,
-    qk_norm=True, dtype="float32", moe_layers=(0, 1, 2, 3), num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64,
+    family="qwen3_moe", num_layers=4, hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+    vocab_size=128,
+    intermediate_size=256, max_position_embeddings=128, rope_theta=1e4, rms_norm_eps=1e-6, tie_word_embeddings=False,
+    qkv_bias=False,
+    qk_norm=True, dtype="float32", moe_layers=(0, 1, 2, 3), num_experts=8, num_experts_per_tok=2,
+    moe_intermediate_size=64,
     norm_topk_prob=True,
 )  # fmt: skip
 FILTER = "algorithm.filter_groups.enable=true"
 BATCH, N = 2, 2  # prompts a step, responses a prompt
-SIZES = (f"data.train_batch_size={BATCH}", f"rollout.n={N}", f"actor.ppo_mini_batch_size={BATCH}", "data.max_response_length=4")
+SIZES = (
+    f"data.train_batch_size={BATCH}",
+    f"rollout.n={N}",
+    f"actor.ppo_mini_batch_size={BATCH}",
+    "data.max_response_length=4",
+)
 
 
 def prompt(number: int) -> Prompt:
@@ -38,7 +48,9 @@ def prompt(number: int) -> Prompt:
 
 
 class World:
-    """Prompt number p is answered with the scores `scores[p]`; the responder, its engines and reward pool are stood in for."""
+    """Prompt number p is answered with the scores `scores[p]`; the responder,
+    its engines and reward pool are stood in for.
+    """
 
     def __init__(self, monkeypatch, scores, *overrides, parts=None, lengths=(1, 1), at_a_time=BATCH):
         self.scores, self.parts, self.lengths, self.asked = scores, parts or {}, lengths, []
@@ -64,7 +76,9 @@ class World:
         ]
 
     def gather(self):
-        return rollouts.gather_rollouts(self.config, self.responder, self.stream, DataCursor(), step=1, timer=PhaseTimer())
+        return rollouts.gather_rollouts(
+            self.config, self.responder, self.stream, DataCursor(), step=1, timer=PhaseTimer()
+        )
 
 
 EASY, HARD, MIXED = (1.0, 1.0), (0.0, 0.0), (1.0, 0.0)
@@ -106,7 +120,10 @@ END = "algorithm.filter_groups.on_exhausted="
 
 def test_at_the_limit_a_run_stops_with_what_to_do(monkeypatch):
     world = World(monkeypatch, ENDLESS, FILTER, TWO, END + "error")
-    with pytest.raises(DataError, match=r"step 1: after 2 batches of prompts, 1 of the 2 groups.*differ in score.*partial or unfiltered"):
+    with pytest.raises(
+        DataError,
+        match=r"step 1: after 2 batches of prompts, 1 of the 2 groups.*differ in score.*partial or unfiltered",
+    ):
         world.gather()
     assert len(world.asked) == 2
 
@@ -151,7 +168,12 @@ def test_a_prompt_drawn_twice_in_a_step_is_not_answered_with_the_same_seeds(monk
 
     def engines_generate(requests, settings, score):
         seeds.append([r.seed for r in requests])
-        return stored([Sample(r.prompt_id, r.group_id, r.sample_id, r.seed, r.prompt_ids, (5,), (0.0,), "stop", 0) for r in requests])
+        return stored(
+            [
+                Sample(r.prompt_id, r.group_id, r.sample_id, r.seed, r.prompt_ids, (5,), (0.0,), "stop", 0)
+                for r in requests
+            ]
+        )
 
     config = load_config(TINY, overrides=SIZES).config
     engines = SimpleNamespace(generate=engines_generate)
@@ -167,7 +189,9 @@ def test_an_engine_that_samples_from_no_distribution_stops_training_and_validati
     done = [Sample(3, 0, i, i, (1,), (5, 6), (-0.5, bad if i == 2 else -0.25), "length", 7) for i in range(4)]
     engines = SimpleNamespace(generate=lambda requests, sampling, score: stored(done))
     responder = rollouts.Responder(None, engines, None, None, display=None, poll=lambda: None)
-    with pytest.raises(NumericAbort, match=r"1 of 4 responses .* the first is sample 2 under weight version 7") as stopped:
+    with pytest.raises(
+        NumericAbort, match=r"1 of 4 responses .* the first is sample 2 under weight version 7"
+    ) as stopped:
         responder.respond([prompt(3)], 4, None, lambda prompt, k: k, "validation")
     assert stopped.value.exit_code == 6
     done[2] = done[1]
@@ -175,14 +199,21 @@ def test_an_engine_that_samples_from_no_distribution_stops_training_and_validati
 
 
 def test_the_metric_may_be_the_reward_after_penalties_or_a_part_of_it(monkeypatch):
-    """Scores alike and lengths 1 and 4 of 4: only the penalised rewards differ. Parts alike and scores not: acc says uniform."""
+    """Scores alike and lengths 1 and 4 of 4: only the penalised rewards differ.
+
+    Parts alike and scores not: acc says uniform.
+    """
     penalty = ("algorithm.overlong_buffer={enable: true, len: 2}", FILTER, TWO, END + "partial")
-    by_reward = World(monkeypatch, [EASY] * 4, *penalty, "algorithm.filter_groups.metric=reward", lengths=(1, 4)).gather()
+    by_reward = World(
+        monkeypatch, [EASY] * 4, *penalty, "algorithm.filter_groups.metric=reward", lengths=(1, 4)
+    ).gather()
     assert by_reward.metrics["train/uniform_group_share"] == 0
     np.testing.assert_allclose(by_reward.rewards, [1, 0, 1, 0])
     acc = {p: {"acc": True} for p in range(4)}
     with pytest.raises(DataError, match="differ in acc"):
-        World(monkeypatch, [MIXED] * 4, FILTER, TWO, END + "partial", "algorithm.filter_groups.metric=acc", parts=acc).gather()
+        World(
+            monkeypatch, [MIXED] * 4, FILTER, TWO, END + "partial", "algorithm.filter_groups.metric=acc", parts=acc
+        ).gather()
 
 
 def test_a_users_function_that_gives_a_number_alone_can_be_filtered_by_acc(tmp_path):
@@ -195,7 +226,9 @@ def test_a_users_function_that_gives_a_number_alone_can_be_filtered_by_acc(tmp_p
 
 
 def test_a_metric_that_the_reward_does_not_give_is_told_with_those_it_does(monkeypatch):
-    world = World(monkeypatch, [MIXED] * 4, FILTER, "algorithm.filter_groups.metric=acc", parts={0: {"format": 1.0, "pred": "7"}})
+    world = World(
+        monkeypatch, [MIXED] * 4, FILTER, "algorithm.filter_groups.metric=acc", parts={0: {"format": 1.0, "pred": "7"}}
+    )
     with pytest.raises(DataError, match=r"no number under 'acc'.*allowed: score, reward, format, pred"):
         world.gather()
 
@@ -212,7 +245,7 @@ def test_the_part_called_reward_is_what_is_left_after_penalties():
     assert found == {"score": [1.0], "reward": [0.25], "acc": [1.0]}
 
 
-# --- rules ---------------------------------------------------------------------------------------------------------------------------
+# --- rules ------------------------------------------------------------------------------------------------------------
 
 
 def broken(*overrides, recipe=None):
@@ -249,7 +282,11 @@ CONTRADICTIONS = [
     (["data.gen_batch_size=128"], "data.gen_batch_size", "trains on all that it generates"),
     ([FILTER, END + "partial"], "algorithm.filter_groups.max_num_gen_batches", "without end"),
     (["rollout.n=1", "algorithm.adv_estimator=reinforce_plus_plus", FILTER], "rollout.n", "one response does not"),
-    (["algorithm.overlong_buffer={enable: true, len: 5}"], "algorithm.overlong_buffer.len", "before the longest response"),
+    (
+        ["algorithm.overlong_buffer={enable: true, len: 5}"],
+        "algorithm.overlong_buffer.len",
+        "before the longest response",
+    ),
 ]
 
 
@@ -282,7 +319,11 @@ def test_losses_measured_from_generation_want_its_anchor():
 
 
 def test_gdpo_with_the_reward_among_its_parts_takes_a_penalty():
-    parts = ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[acc, reward]", "algorithm.overlong_buffer.enable=true"]
+    parts = [
+        "algorithm.adv_estimator=gdpo",
+        "algorithm.gdpo_reward_keys=[acc, reward]",
+        "algorithm.overlong_buffer.enable=true",
+    ]
     assert broken(*parts) == {}
 
 
@@ -290,7 +331,10 @@ def test_gdpo_with_the_reward_among_its_parts_takes_a_penalty():
 def test_a_clip_of_sequences_is_refused_for_losses_that_clip_tokens(loss_mode):
     """Changing gspo's loss_mode alone leaves its band of 4e-4, which clips nearly every token."""
     loss = "algorithm.policy_loss."
-    settings = [f"{loss}loss_mode={loss_mode}", "algorithm.anchor=" + ("rollout" if loss_mode == "dppo_tv" else "recompute")]
+    settings = [
+        f"{loss}loss_mode={loss_mode}",
+        "algorithm.anchor=" + ("rollout" if loss_mode == "dppo_tv" else "recompute"),
+    ]
     found = broken(*settings, f"{loss}clip_ratio_high=4e-4", recipe="gspo")
     assert set(found) == {loss + "clip_ratio_high"} and "single tokens" in found[loss + "clip_ratio_high"].why
     assert broken(*settings, f"{loss}clip_ratio_high=0.2", recipe="gspo") == {}
@@ -324,7 +368,8 @@ def test_every_recipe_goes_with_the_tiny_preset_by_name_alone(recipe):
 def test_a_recipe_leaves_nothing_of_another_behind():
     """Every recipe sets the same switches, so that changing the name changes the whole algorithm."""
     dapo = load_config(TINY, "dapo").config.algorithm
-    assert dapo.filter_groups.enable and dapo.overlong_buffer.enable and dapo.overlong_buffer.len == 1  # a fifth of 4, at least one
+    # a fifth of 4, at least one
+    assert dapo.filter_groups.enable and dapo.overlong_buffer.enable and dapo.overlong_buffer.len == 1
     for recipe in {*available_recipes()} - {"dapo"}:
         left = load_config(TINY, recipe, ["data.max_response_length=4"]).config.algorithm
         assert not left.filter_groups.enable and not left.overlong_buffer.enable and not left.overlong_filter

@@ -1,4 +1,6 @@
-"""Saving beside the training: what a full disk, a death at any moment and an error in the background do, and what they never do."""
+"""Saving beside the training: what a full disk, a death at any moment and an error in the background do,
+and what they never do.
+"""
 
 import json
 import os
@@ -14,7 +16,16 @@ from small_model import SIZES, write_model
 
 from mrl.checkpoint import rank_save
 from mrl.checkpoint import step_folders as room
-from mrl.checkpoint.manifest import EXP_AVG, EXP_AVG_SQ, WEIGHT, RankFiles, StoredTensor, check_digests, file_facts, read_manifest
+from mrl.checkpoint.manifest import (
+    EXP_AVG,
+    EXP_AVG_SQ,
+    WEIGHT,
+    RankFiles,
+    StoredTensor,
+    check_digests,
+    file_facts,
+    read_manifest,
+)
 from mrl.checkpoint.rank_parameters import RankParameter
 from mrl.checkpoint.rank_save import HostCopy, file_bytes, write_tensors
 from mrl.checkpoint.step_folders import newest_checkpoint
@@ -71,12 +82,15 @@ def run(model, tmp_path):
 def made_run(model: Path, folder: Path, **trainer):
     config = RunConfig.model_validate(
         {
-            "model": {"path": str(model), "dtype": "float32"}, "actor": {"layout": {"world_size": 1}, "ppo_mini_batch_size": 1},
+            "model": {"path": str(model), "dtype": "float32"},
+            "actor": {"layout": {"world_size": 1}, "ppo_mini_batch_size": 1},
             "data": {"train_batch_size": 1}, "trainer": trainer, "cluster": {"device": "cpu"},
         }
     )  # fmt: skip
     actor = FakeActor()
-    return SimpleNamespace(config=config, folder=folder, actor=actor, saver=Saver(config, folder, actor, "f", 0), state=TrainState())
+    return SimpleNamespace(
+        config=config, folder=folder, actor=actor, saver=Saver(config, folder, actor, "f", 0), state=TrainState()
+    )
 
 
 def trained(run) -> None:
@@ -99,8 +113,10 @@ def bytes_below(folder: Path) -> dict[str, bytes]:
 def test_a_file_reads_back_through_safetensors_and_its_facts_are_those_of_the_disk(tmp_path):
     torch.manual_seed(0)
     tensors = {
-        "odd bytes": torch.arange(7, dtype=torch.uint8), "half": torch.randn(3, 5).bfloat16(), "whole": torch.randn(2, 3),
-        "one": torch.tensor(2.5, dtype=torch.float64), "none": torch.zeros(0, 4), "counts": torch.arange(5), "flag": torch.tensor([True]),
+        "odd bytes": torch.arange(7, dtype=torch.uint8), "half": torch.randn(3, 5).bfloat16(),
+        "whole": torch.randn(2, 3),
+        "one": torch.tensor(2.5, dtype=torch.float64), "none": torch.zeros(0, 4), "counts": torch.arange(5),
+        "flag": torch.tensor([True]),
     }  # fmt: skip
     path = tmp_path / "a.safetensors"
     assert write_tensors(path, tensors) == file_facts(path) and path.stat().st_size == file_bytes(tensors)
@@ -152,7 +168,9 @@ def test_moments_are_copied_as_they_are_and_zeros_are_made_only_where_there_are_
     assert all(torch.equal(moment, torch.zeros(4)) for moment in moments())
     adam.state[weight] = {"exp_avg": torch.full((4,), 2.0), "exp_avg_sq": torch.full((4,), 3.0)}
     monkeypatch.setattr(rank_save.torch, "zeros_like", lambda tensor: pytest.fail("memory for nothing"))
-    assert [moment.data_ptr() for moment in moments()] == [adam.state[weight][name].data_ptr() for name in ("exp_avg", "exp_avg_sq")]
+    assert [moment.data_ptr() for moment in moments()] == [
+        adam.state[weight][name].data_ptr() for name in ("exp_avg", "exp_avg_sq")
+    ]
 
 
 def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(run):
@@ -219,7 +237,8 @@ def test_where_there_is_no_room_nothing_is_begun(run, monkeypatch, capsys):
     assert list(run.folder.iterdir()) == [] and run.saver.failed_saves == 1
     run.saver.write(TrainState(1))  # nothing was taken
     assert run.saver.failed_saves == 1
-    assert "a checkpoint needs 4.20 MB and 1.00 MB are free" in capsys.readouterr().out  # 4 MiB beside the tensors, rounded up
+    # 4 MiB beside the tensors, rounded up
+    assert "a checkpoint needs 4.20 MB and 1.00 MB are free" in capsys.readouterr().out
 
 
 def test_what_is_written_is_what_was_copied_before_the_weights_moved_on(run):
@@ -227,7 +246,8 @@ def test_what_is_written_is_what_was_copied_before_the_weights_moved_on(run):
     run.actor.weights.fill_(1)
     run.saver.take(1)
     run.actor.weights.fill_(2)
-    assert run.saver.write(TrainState(2)) == {} and not run.folder.joinpath("step-2").exists()  # nothing was taken of step 2
+    # nothing was taken of step 2
+    assert run.saver.write(TrainState(2)) == {} and not run.folder.joinpath("step-2").exists()
     run.saver.write(TrainState(1), {"critic/score/mean": 0.5})
     run.saver.finished(wait=True)
     assert load_file(run.folder / "step-1" / "rank-00000.safetensors")["weight/w"].tolist() == [1.0] * 4
@@ -239,7 +259,9 @@ def test_the_last_step_unsaved_ends_the_run_with_an_error_that_says_what_is_left
     run.saver.save_last(run.state)
     run.actor.disk_is_full = True
     trained(run)
-    with pytest.raises(EnvironmentFault, match=r"step 2 is not saved \(.*No space.*the newest checkpoint is that of step 1.*--resume"):
+    with pytest.raises(
+        EnvironmentFault, match=r"step 2 is not saved \(.*No space.*the newest checkpoint is that of step 1.*--resume"
+    ):
         run.saver.save_last(run.state)
     run.actor.disk_is_full = False
     run.saver.save_last(run.state)
@@ -289,7 +311,10 @@ def dies_at(event: int, model: Path, folder: Path) -> bool:
 
 
 def test_a_death_at_any_touch_of_the_disk_leaves_a_whole_checkpoint(model, tmp_path):
-    """Retention keeps one, so the first is removed within the same save. Every call that changes the disk is a place to die."""
+    """Retention keeps one, so the first is removed within the same save.
+
+    Every call that changes the disk is a place to die.
+    """
     event, ended = 0, False
     while not ended:
         event += 1
@@ -307,7 +332,9 @@ def test_a_death_at_any_touch_of_the_disk_leaves_a_whole_checkpoint(model, tmp_p
 
 
 def test_the_arithmetic_of_room_counts_every_parameter_once():
-    """float32: the weight and two moments, 12 bytes. bfloat16: 2 for the weight, 4 for its master, 8 for the moments."""
+    """float32: the weight and two moments, 12 bytes. bfloat16: 2 for the weight, 4 for its master,
+    8 for the moments.
+    """
     h, heads, kv, d, vocab, experts, wide = 64, 4, 2, 16, 128, 4, 64
     layer = 2 * h + h * heads * d * 2 + h * kv * d * 2 + 2 * d + experts * h + experts * 3 * h * wide
     parameters = 2 * vocab * h + 2 * layer + h

@@ -1,4 +1,6 @@
-"""Which groups are issued, by which weights, what becomes of them: numbers worked by hand. test_fleet.py has all of it at work."""
+"""Which groups are issued, by which weights, what becomes of them: numbers worked by hand.
+test_fleet.py has all of it at work.
+"""
 
 import json
 from dataclasses import replace
@@ -43,7 +45,8 @@ def test_the_limit_counts_trained_groups():
 
 @pytest.mark.parametrize(
     ("rules", "quota"),
-    [(dict(max_staleness=0), 10), (dict(max_staleness=1, partial_rollouts=True), 10), (dict(max_staleness=3, partial_rollouts=True), 4),
+    [(dict(max_staleness=0), 10), (dict(max_staleness=1, partial_rollouts=True), 10),
+        (dict(max_staleness=3, partial_rollouts=True), 4),
      (dict(max_staleness=3), 10), (dict(max_staleness=2, partial_rollouts=True, segment_tokens=3), 3)],
 )  # fmt: skip
 def test_by_default_the_last_weights_have_nothing_left_to_make(rules, quota):
@@ -72,7 +75,9 @@ def test_ready_first_needs_no_more_places_than_a_batch():
 
 def test_the_bound_is_told_with_what_exists_at_once():
     text = schedule(batch=32, responses=8, max_staleness=2, concurrency=4096).bound()
-    assert "(2 + s + 1) x 32" in text and "96 exist at once (768 responses, of 4,096 that engines have room for)" in text
+    assert (
+        "(2 + s + 1) x 32" in text and "96 exist at once (768 responses, of 4,096 that engines have room for)" in text
+    )
 
 
 # ---------------------------------------------------------------- borders
@@ -312,7 +317,9 @@ def test_tokens_that_are_not_there_are_refused(kept):
         restored(snapshot(half_done(), MADE_WITH), schedule(), MADE_WITH, kept)
 
 
-@pytest.mark.parametrize("settled", [[], [4, 4], [4, 5], [4, 6]], ids=["lost", "twice", "settled and on its way", "never issued"])
+@pytest.mark.parametrize(
+    "settled", [[], [4, 4], [4, 5], [4, 6]], ids=["lost", "twice", "settled and on its way", "never issued"]
+)
 def test_a_number_that_is_lost_or_doubled_in_the_file_is_found(settled):
     data = snapshot(half_done(), MADE_WITH).to_json() | {"settled": settled}
     with pytest.raises(DataError, match="damaged"):

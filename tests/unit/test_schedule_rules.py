@@ -20,7 +20,8 @@ REFUSED = {
     (*BOUNDED, "algorithm.anchor=rollout"): ("algorithm.anchor", "must be recompute"),
     (*PARTIAL, "trainer.segment_tokens=100000"): ("trainer.segment_tokens", "must be less than"),
     (*BOUNDED, "trainer.segment_tokens=100"): ("trainer.segment_tokens", "needs partial_rollouts"),
-    (*BOUNDED, "data.gen_batch_size=512", "algorithm.filter_groups.enable=true", "algorithm.filter_groups.on_exhausted=error"): (
+    (*BOUNDED, "data.gen_batch_size=512", "algorithm.filter_groups.enable=true",
+        "algorithm.filter_groups.on_exhausted=error"): (
         "data.gen_batch_size", "must be left out"),
     (*BOUNDED, "algorithm.anchor=on_policy"): ("algorithm.anchor", "must be recompute"),
     (*PARTIAL, "actor.router_replay=R3"): ("actor.router_replay", "must not be R3"),

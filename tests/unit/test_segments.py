@@ -44,7 +44,11 @@ def goes_on(kept: Samples, response: list[int], version: int, stop: str) -> Samp
 def test_the_example_of_the_module():
     kept = packed([sample([7, 8], [1, 2], 4)])
     both = joined(kept, goes_on(kept, [3, 9], 5, "stop"))
-    assert both.token_ids.tolist() == [7, 8, 1, 2, 3, 9] and both.prompt_lengths.tolist() == [2] and both.response_lengths.tolist() == [4]
+    assert (
+        both.token_ids.tolist() == [7, 8, 1, 2, 3, 9]
+        and both.prompt_lengths.tolist() == [2]
+        and both.response_lengths.tolist() == [4]
+    )
     np.testing.assert_allclose(both.rollout_log_probs, [-4.01, -4.02, -5.03, -5.09], rtol=1e-6)
     assert (both.span_starts.tolist(), both.span_versions.tolist(), both.span_counts.tolist()) == ([0, 2], [4, 5], [2])
     assert both.routes[:, 0, 0].tolist() == [160, 161, 162, 203, 204, MISSING]
@@ -68,7 +72,9 @@ def test_a_response_of_many_segments_is_that_of_one_request_when_the_version_sta
 
 def test_rows_are_joined_each_with_its_own_and_survive_columns_of_their_own():
     kept = packed([sample([7, 8], [1, 2], 4), sample([7], [5], 2, later_versions=(), sample_id=4)])
-    more = packed([sample([7, 8, 1, 2], [3], 6), sample([7, 5], [6, 6, 6], 2, "stop", later_versions=((1, 3),), sample_id=4)])
+    more = packed(
+        [sample([7, 8, 1, 2], [3], 6), sample([7, 5], [6, 6, 6], 2, "stop", later_versions=((1, 3),), sample_id=4)]
+    )
     both = joined(kept, more)
     assert [ids.tolist() for ids in both.responses()] == [[1, 2, 3], [5, 6, 6, 6]]
     assert token_versions(both).tolist() == [4, 4, 6, 2, 2, 3, 3] and both.span_counts.tolist() == [2, 2]
@@ -85,7 +91,11 @@ def test_a_part_that_is_not_finite_spoils_its_response_and_any_known_route_is_on
     spoilt = replace(sample([7, 8, 1], [2], 4), rollout_log_probs=(math.nan,))
     bad = packed([spoilt, sample([7, 8, 1], [2], 4, sample_id=4, routes=None)])
     both = joined(kept, bad)
-    assert (kept.finite.tolist(), both.finite.tolist(), both.routed.tolist()) == ([True, True], [False, True], [True, False])
+    assert (kept.finite.tolist(), both.finite.tolist(), both.routed.tolist()) == (
+        [True, True],
+        [False, True],
+        [True, False],
+    )
 
 
 def test_nothing_kept_and_nothing_added_are_no_spans():
@@ -93,7 +103,10 @@ def test_nothing_kept_and_nothing_added_are_no_spans():
     after = joined(empty, packed([sample([7, 8], [1], 5)]))
     assert (after.span_starts.tolist(), after.span_versions.tolist()) == ([0], [5])
     same = joined(after, packed([sample([7, 8, 1], [], 6)]))
-    assert (same.span_starts.tolist(), same.span_versions.tolist()) == ([0], [5]) and same.response_lengths.tolist() == [1]
+    assert (same.span_starts.tolist(), same.span_versions.tolist()) == (
+        [0],
+        [5],
+    ) and same.response_lengths.tolist() == [1]
     check_routes(same)
     assert joined(empty, packed([sample([7, 8], [], 6)])).span_counts.tolist() == [1]
 

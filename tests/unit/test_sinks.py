@@ -65,7 +65,11 @@ class Seeing(View):
 def test_a_line_holds_the_step_first_and_the_metrics_in_their_order(tmp_path):
     sink = JsonlSink(tmp_path / "metrics.jsonl")
     sink.write(3, {"b": 1.5, "a": np.float32(0.5)})
-    assert list(json.loads((tmp_path / "metrics.jsonl").read_text()).items()) == [("training/global_step", 3), ("b", 1.5), ("a", 0.5)]
+    assert list(json.loads((tmp_path / "metrics.jsonl").read_text()).items()) == [
+        ("training/global_step", 3),
+        ("b", 1.5),
+        ("a", 0.5),
+    ]
 
 
 def test_numbers_that_json_cannot_hold_become_null(tmp_path):
@@ -138,14 +142,20 @@ def test_a_process_with_a_view_that_never_returns_still_ends():
         "record.write(1, {}); record.close(); print('over')"
     )
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run([sys.executable, "-c", code, f"{folder}/m.jsonl"], capture_output=True, text=True, timeout=20)
+        done = subprocess.run(
+            [sys.executable, "-c", code, f"{folder}/m.jsonl"], capture_output=True, text=True, timeout=20
+        )
     assert done.stdout == "over\n"
 
 
 def test_validation_responses_reach_the_views_that_show_text(tmp_path):
     seeing, rows = Seeing(), [{"data_source": "toy", "input": "1+1", "output": "2", "gts": "2", "score": 1.0}]
     stream = io.StringIO()
-    views = {"seeing": seeing, "console": console.PlainConsole(2, stream), "tensorboard": TensorBoardSink(tmp_path / "tb")}
+    views = {
+        "seeing": seeing,
+        "console": console.PlainConsole(2, stream),
+        "tensorboard": TensorBoardSink(tmp_path / "tb"),
+    }
     record = Record(JsonlSink(tmp_path / "metrics.jsonl"), views)
     record.generations(2, rows)
     record.close()
@@ -185,7 +195,8 @@ def test_a_package_that_breaks_while_it_is_loaded_is_a_configuration_error(tmp_p
 
     monkeypatch.setitem(sinks.VIEWS, "wandb", broken)
     with pytest.raises(
-        ConfigError, match=r"wandb cannot be started \(TypeError: descriptors cannot be created\); mend it, or take wandb off"
+        ConfigError,
+        match=r"wandb cannot be started \(TypeError: descriptors cannot be created\); mend it, or take wandb off",
     ):
         make_sinks(["wandb"], RunDir.open(tmp_path, ""), 1)
 
@@ -231,14 +242,23 @@ def test_event_files_of_a_resumed_run_hold_each_step_once(tmp_path):
     assert _scalars(run.tensorboard) == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
 
-METRICS = {"critic/score/mean": 0.25, "perf/throughput": 1234.0, "timing_s/gen": 2.0, "timing_s/reshard": 0.5, "timing_s/step": 3.0}
+METRICS = {
+    "critic/score/mean": 0.25,
+    "perf/throughput": 1234.0,
+    "timing_s/gen": 2.0,
+    "timing_s/reshard": 0.5,
+    "timing_s/step": 3.0,
+}
 
 
 def test_without_a_terminal_a_step_is_one_plain_line():
     stream = io.StringIO()
     view = console.make_console(total_steps=11, stream=stream)
     view.write(1, METRICS | {"val-core/tiny/reward/mean@1": 0.5})
-    expected = "step 1/11 | reward 0.25 | tok/s/dev 1234 | val-core/tiny/reward/mean@1 0.5 | 3.0 s (gen 2.0, reshard 0.5) | left 0:00:30\n"
+    expected = (
+        "step 1/11 | reward 0.25 | tok/s/dev 1234 | val-core/tiny/reward/mean@1 0.5 | 3.0 s (gen 2.0, "
+        "reshard 0.5) | left 0:00:30\n"
+    )
     assert stream.getvalue() == expected
 
 

@@ -1,4 +1,6 @@
-"""W&B, MLflow and SwanLab get the names, steps and values that they can hold; the packages themselves are stood in for here."""
+"""W&B, MLflow and SwanLab get the names, steps and values that they can hold;
+the packages themselves are stood in for here.
+"""
 
 import sys
 from types import SimpleNamespace
@@ -80,7 +82,9 @@ def test_mlflow_gets_names_that_it_allows(tmp_path, monkeypatch):
         set_terminated=lambda run_id: sent.append("ended"),
     )
     monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=lambda tracking_uri: client))
-    monkeypatch.setitem(sys.modules, "mlflow.entities", SimpleNamespace(Metric=lambda key, value, timestamp, step: (key, value, step)))
+    monkeypatch.setitem(
+        sys.modules, "mlflow.entities", SimpleNamespace(Metric=lambda key, value, timestamp, step: (key, value, step))
+    )
     sink = MlflowSink(tmp_path, INFO)
     sink.write(3, METRICS | {f"m{i}": 0.0 for i in range(1500)})
     sink.close()
@@ -94,7 +98,9 @@ def test_mlflow_gets_names_that_it_allows(tmp_path, monkeypatch):
 def test_a_missing_package_is_refused_before_anything_starts(tmp_path, monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
-    with pytest.raises(ConfigError, match=rf"trainer\.logger: {name} needs the package {name}; pip install 'mrl\[{name}\]'"):
+    with pytest.raises(
+        ConfigError, match=rf"trainer\.logger: {name} needs the package {name}; pip install 'mrl\[{name}\]'"
+    ):
         check_packages(["console", name])
     with pytest.raises(ConfigError, match=rf"pip install 'mrl\[{name}\]'"):
         make_sinks([name], RunDir.open(tmp_path, ""), 1)

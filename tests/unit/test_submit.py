@@ -1,4 +1,6 @@
-"""`mrl submit` against a stand-in of Ray's job client: what is sent, what is waited for, and the status that comes back."""
+"""`mrl submit` against a stand-in of Ray's job client: what is sent, what is waited for,
+and the status that comes back.
+"""
 
 import os
 import shlex
@@ -28,7 +30,9 @@ class Client:
     def submit_job(self, **job):
         self.asked += 1
         if self.asked <= self.busy:
-            raise RuntimeError("Request failed with status code 500: No available agent to submit job, please try again later.")
+            raise RuntimeError(
+                "Request failed with status code 500: No available agent to submit job, please try again later."
+            )
         if self.error:
             raise self.error
         self.submitted.append(job)
@@ -142,7 +146,12 @@ def test_a_stopped_job_has_time_to_save(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("env_vars: {A: 1}", "A: values must be text"), ("- a", "a mapping"), ("env_vars: [a]", "a mapping"), ("a: [", "cannot be read")],
+    [
+        ("env_vars: {A: 1}", "A: values must be text"),
+        ("- a", "a mapping"),
+        ("env_vars: [a]", "a mapping"),
+        ("a: [", "cannot be read"),
+    ],
 )
 def test_a_runtime_environment_that_ray_would_refuse_later_is_refused_now(tmp_path, text, said):
     path = tmp_path / "env.yaml"
@@ -177,7 +186,13 @@ def test_a_relative_run_directory_does_not_vanish_with_the_jobs_copy(monkeypatch
 
 
 def test_a_relative_path_to_data_is_remarked_on(monkeypatch, capsys):
-    arguments = [str(PRESET), "--set", "data.train_files=[launch/submit.sh]", "--set", "data.val_files=[/abs.parquet, not-here.parquet]"]
+    arguments = [
+        str(PRESET),
+        "--set",
+        "data.train_files=[launch/submit.sh]",
+        "--set",
+        "data.val_files=[/abs.parquet, not-here.parquet]",
+    ]
     _, client, said = submit(monkeypatch, capsys, *arguments, "--set", "model.path=/models/m")
     assert client.submitted and said.count("note:") == 1 and "data.train_files: launch/submit.sh is relative" in said
 

@@ -1,4 +1,6 @@
-"""What the plan of a sync counts with is what serves the pairs of its processes: rates by transport, for every kind that can be asked."""
+"""What the plan of a sync counts with is what serves the pairs of its processes: rates by transport,
+for every kind that can be asked.
+"""
 
 import itertools
 

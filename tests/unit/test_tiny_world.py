@@ -1,4 +1,6 @@
-"""The tiny world and the picture of its learning: files as published checkpoints have them, problems apart, the same from the same seed."""
+"""The tiny world and the picture of its learning: files as published checkpoints have them, problems apart,
+the same from the same seed.
+"""
 
 import importlib.util
 import json
@@ -38,7 +40,10 @@ def test_a_prompt_is_the_question_between_role_markers():
     problem = tiny.Problem(12, 34)
     ids = tiny.Task(tokenizer).prompt_ids(problem)
     assert tokenizer.convert_ids_to_tokens(ids) == ["<user>", *"12+34=", "<assistant>"]
-    assert tiny.Task(tokenizer).answer_ids(problem) == [*tokenizer.convert_tokens_to_ids(["4", "6"]), tokenizer.eos_token_id]
+    assert tiny.Task(tokenizer).answer_ids(problem) == [
+        *tokenizer.convert_tokens_to_ids(["4", "6"]),
+        tokenizer.eos_token_id,
+    ]
 
 
 def test_every_printable_character_survives_the_tokenizer():
@@ -78,7 +83,8 @@ def test_the_checkpoint_looks_like_a_published_one(world):
     with safe_open(world[0] / "model" / "model.safetensors", "np") as file:
         names = set(file.keys())
         assert file.get_slice("model.layers.3.mlp.experts.7.down_proj.weight").get_shape() == [128, 64]
-    # embedding, head, last norm; a layer: four projections, two head norms, two norms, a router, three matrices an expert
+    # embedding, head, last norm; a layer: four projections, two head norms, two norms, a router, three matrices an
+    # expert
     assert len(names) == 3 + 4 * (4 + 2 + 2 + 1 + 3 * 8)
 
 
@@ -90,13 +96,21 @@ def test_transformers_loads_it_with_the_sizes_that_were_meant(world):
 
 def test_the_saved_tokenizer_renders_the_same_prompt(world):
     tokenizer = load_tokenizer(str(world[0] / "model"))
-    ids = tokenizer.apply_chat_template([{"role": "user", "content": "1+2="}], add_generation_prompt=True, tokenize=True, return_dict=False)
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "1+2="}], add_generation_prompt=True, tokenize=True, return_dict=False
+    )
     assert ids == tiny.Task(tiny.make_tokenizer()).prompt_ids(tiny.Problem(1, 2))
 
 
 def test_the_same_seed_gives_the_same_files(world, tmp_path):
     tiny.make(tmp_path / "again", 0, False, HASTY)
-    for file in ("model/model.safetensors", "model/config.json", "model/tokenizer.json", "data/train.parquet", "data/val.parquet"):
+    for file in (
+        "model/model.safetensors",
+        "model/config.json",
+        "model/tokenizer.json",
+        "data/train.parquet",
+        "data/val.parquet",
+    ):
         assert (tmp_path / "again" / file).read_bytes() == (world[0] / file).read_bytes(), file
 
 

@@ -59,7 +59,9 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
     """Names, shapes, dtypes and bits."""
     assert one.keys() == other.keys()
     for name, tensor in one.items():
-        assert (tensor.dtype, tensor.shape) == (other[name].dtype, other[name].shape) and torch.equal(tensor, other[name]), name
+        assert (tensor.dtype, tensor.shape) == (other[name].dtype, other[name].shape) and torch.equal(
+            tensor, other[name]
+        ), name
 
 
 def read_by_torch(folder: Path) -> dict[str, torch.Tensor]:
@@ -76,7 +78,11 @@ def fused_qkv(full: dict[str, torch.Tensor], layer: int, heads: int, groups: int
     rows = []
     for group in range(groups):
         queries = heads // groups * size
-        rows += [q[group * queries : (group + 1) * queries], k[group * size : (group + 1) * size], v[group * size : (group + 1) * size]]
+        rows += [
+            q[group * queries : (group + 1) * queries],
+            k[group * size : (group + 1) * size],
+            v[group * size : (group + 1) * size],
+        ]
     return torch.cat(rows)
 
 
@@ -94,12 +100,16 @@ def test_torch_reads_what_is_written_under_megatrons_homogeneous_keys(models, tm
     assert found.keys() == {
         "embedding.word_embeddings.weight", "output_layer.weight", "decoder.final_layernorm.weight",
         *(f"decoder.layers.{name}.weight" for name in (
-            "self_attention.linear_qkv", "self_attention.linear_proj", "self_attention.q_layernorm", "self_attention.k_layernorm",
+            "self_attention.linear_qkv", "self_attention.linear_proj", "self_attention.q_layernorm",
+            "self_attention.k_layernorm",
             "pre_mlp_layernorm", "mlp.router", "mlp.experts.experts.linear_fc1", "mlp.experts.experts.linear_fc2",
         )),
         "decoder.layers.self_attention.linear_qkv.layer_norm_weight",
     }  # fmt: skip
-    qkv, fc1 = found["decoder.layers.self_attention.linear_qkv.weight"], found["decoder.layers.mlp.experts.experts.linear_fc1.weight"]
+    qkv, fc1 = (
+        found["decoder.layers.self_attention.linear_qkv.weight"],
+        found["decoder.layers.mlp.experts.experts.linear_fc1.weight"],
+    )
     for layer in range(4):
         assert torch.equal(qkv[layer], fused_qkv(full, layer, heads=4, groups=2))
         for expert in range(8):
@@ -111,18 +121,27 @@ def test_torch_reads_what_is_written_under_megatrons_homogeneous_keys(models, tm
 
 
 def test_torch_reads_what_is_written_under_megatrons_keys_by_layer(models, tmp_path):
-    full, found = weights(models["qwen2_moe"]), read_by_torch(written(models, tmp_path, "qwen2_moe", separate_layers=True))
+    full, found = (
+        weights(models["qwen2_moe"]),
+        read_by_torch(written(models, tmp_path, "qwen2_moe", separate_layers=True)),
+    )
     for layer in range(4):
         at = f"decoder.layers.{layer}."
-        assert torch.equal(found[f"{at}self_attention.linear_qkv.bias"], fused_qkv(full, layer, heads=4, groups=2, leaf="bias"))
-        assert torch.equal(found[f"{at}mlp.shared_experts.linear_fc1.weight"], gate_up(full, f"model.layers.{layer}.mlp.shared_expert"))
+        assert torch.equal(
+            found[f"{at}self_attention.linear_qkv.bias"], fused_qkv(full, layer, heads=4, groups=2, leaf="bias")
+        )
+        assert torch.equal(
+            found[f"{at}mlp.shared_experts.linear_fc1.weight"], gate_up(full, f"model.layers.{layer}.mlp.shared_expert")
+        )
         down = [full[f"model.layers.{layer}.mlp.experts.{expert}.down_proj.weight"] for expert in range(8)]
         assert torch.equal(found[f"{at}mlp.experts.experts.linear_fc2.weight"], torch.stack(down))
 
 
 @pytest.mark.parametrize("separate_layers", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_there_and_back_and_what_torch_writes_of_the_same_are_the_same_bytes(models, tmp_path, monkeypatch, name, separate_layers):
+def test_there_and_back_and_what_torch_writes_of_the_same_are_the_same_bytes(
+    models, tmp_path, monkeypatch, name, separate_layers
+):
     monkeypatch.setattr(mrl.checkpoint.planned_file, "FILE_BYTES", 300_000)
     release = written(models, tmp_path, name, separate_layers)
     assert len(list(release.glob("*.distcp"))) > 2
@@ -158,7 +177,9 @@ def test_padding_of_the_vocabulary_wrappers_and_optimizer_states_stay_behind(mod
         step = {"chained_0.optimizer.state.step": torch.ones(1), "optimizer.state.exp_avg.decoder.x": torch.ones(3)}
         return wrapped | step | {"rng_state": {"seed": 1}}
 
-    report = write_hf(open_torch_dist(saved_by_torch(models, tmp_path, change), models["qwen3_moe"]), tmp_path / "hf", VERIFIED)
+    report = write_hf(
+        open_torch_dist(saved_by_torch(models, tmp_path, change), models["qwen3_moe"]), tmp_path / "hf", VERIFIED
+    )
     assert_same(weights(tmp_path / "hf"), weights(models["qwen3_moe"]))
     assert report.left_out == ("chained_0.optimizer.state.step", "optimizer.state.exp_avg.decoder.x")
 
@@ -180,7 +201,9 @@ def test_archives_without_checksums_are_read_too_and_counted(models, tmp_path, c
 
 
 def test_archives_with_checksums_are_not_said_to_have_none(models, tmp_path):
-    assert write_hf(open_torch_dist(saved_by_torch(models, tmp_path), models["qwen3_moe"]), tmp_path / "hf").unchecked == 0
+    assert (
+        write_hf(open_torch_dist(saved_by_torch(models, tmp_path), models["qwen3_moe"]), tmp_path / "hf").unchecked == 0
+    )
 
 
 def test_blocks_cut_anywhere_are_what_a_whole_tensor_has_there(models):
@@ -243,7 +266,7 @@ def test_one_that_was_begun_with_the_other_kind_of_keys_is_not_gone_on_with(mode
     assert_same(weights(tmp_path / "hf"), weights(models["qwen3_moe"]))
 
 
-# --- the command -----------------------------------------------------------------------------------------------------------------
+# --- the command ------------------------------------------------------------------------------------------------------
 
 
 def run(capsys, *arguments: object) -> tuple[int, str, str]:
@@ -270,11 +293,13 @@ def test_the_command_asks_for_trust_both_ways_and_converts_with_it(models, tmp_p
     code, said, _ = run(capsys, *back, "--trust-checkpoint", "--hf-files", model, "--verify")
     assert code == 0 and json.loads(said)["verified"]
     assert_same(weights(tmp_path / "hf"), weights(model))
-    code, _, said = run(capsys, "hf-to-megatron", model, "-o", tmp_path / "x", "--layout", "tp=1", "--non-homogeneous-layers")
+    code, _, said = run(
+        capsys, "hf-to-megatron", model, "-o", tmp_path / "x", "--layout", "tp=1", "--non-homogeneous-layers"
+    )
     assert code == 2 and "--format torch_dist" in said
 
 
-# --- bad input -------------------------------------------------------------------------------------------------------------------
+# --- bad input --------------------------------------------------------------------------------------------------------
 
 
 def renamed(old: str, new: str):
@@ -291,9 +316,12 @@ def without(key: str):
 
 ROUTER = "decoder.layers.mlp.router.weight"
 WRONG = {
-    "unknown key": (renamed("mlp.router", "mlp.rooter"), r"decoder\.layers\.mlp\.rooter\.weight is not part of the model"),
-    "another shape": (replaced(ROUTER, lambda t: t[:, :7].clone()), rf"{ROUTER} has shape \[4, 7, 64\], not \[4, 8, 64\]"),
-    "small vocabulary": (replaced("output_layer.weight", lambda t: t[:99].clone()), r"output_layer\.weight has shape \[99, 64\]"),
+    "unknown key": (renamed("mlp.router", "mlp.rooter"), r"decoder\.layers\.mlp\.rooter\.weight "
+                                                         r"is not part of the model"),
+    "another shape": (replaced(ROUTER, lambda t: t[:, :7].clone()), rf"{ROUTER} has shape \[4, 7, 64\], not \[4, 8, "
+                                                                    r"64\]"),
+    "small vocabulary": (replaced("output_layer.weight", lambda t: t[:99].clone()), r"output_layer\.weight has shape "
+                                                                                    r"\[99, 64\]"),
     "missing key": (without(ROUTER), r"model\.layers\.0\.mlp\.gate\.weight: 0 of 512 elements"),
     "two dtypes": (replaced(ROUTER, torch.Tensor.float), r"weights of dtype BF16 .*, F32"),
     "other dtype": (lambda state: {k: t.half() for k, t in state.items()}, r"weights of dtype torch\.float16"),
@@ -327,14 +355,19 @@ def test_missing_short_and_damaged_files_are_named(models, tmp_path):
     file.write_bytes(whole[:-100])
     with pytest.raises(EnvironmentFault, match=rf"__0_0\.distcp has {len(whole) - 100} bytes, not {len(whole)}"):
         write_hf(open_torch_dist(folder, hf_files), tmp_path / "hf")
-    at = whole.index(weights(models["qwen3_moe"])["model.layers.2.self_attn.o_proj.weight"].view(torch.uint8).numpy().tobytes())
+    at = whole.index(
+        weights(models["qwen3_moe"])["model.layers.2.self_attn.o_proj.weight"].view(torch.uint8).numpy().tobytes()
+    )
     file.write_bytes(whole[: at + 5] + bytes([whole[at + 5] ^ 1]) + whole[at + 6 :])
     with pytest.raises(
-        EnvironmentFault, match=r"__0_0\.distcp: the bytes of decoder\.layers\.self_attention\.linear_proj.* \(CRC-32 differs\)"
+        EnvironmentFault,
+        match=r"__0_0\.distcp: the bytes of decoder\.layers\.self_attention\.linear_proj.* \(CRC-32 differs\)",
     ):
         write_hf(open_torch_dist(folder, hf_files), tmp_path / "hf")
     file.write_bytes(b"\0" * len(whole))
-    with pytest.raises(EnvironmentFault, match=r"__0_0\.distcp: .* cannot be read: no archive of torch\.save begins at byte"):
+    with pytest.raises(
+        EnvironmentFault, match=r"__0_0\.distcp: .* cannot be read: no archive of torch\.save begins at byte"
+    ):
         write_hf(open_torch_dist(folder, hf_files), tmp_path / "hf")
     (folder / ".metadata").unlink()
     with pytest.raises(EnvironmentFault, match=r"\.metadata, which describes the files, is missing"):
@@ -360,7 +393,8 @@ def test_a_description_that_would_run_something_is_refused_and_runs_nothing(mode
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(EnvironmentFault, match=r"it asks for posix\.mkdir"):
         write_hf(open_torch_dist(folder, models["qwen3_moe"]), tmp_path / "hf")
-    metadata.planner_data = Runs(Path.touch, tmp_path / "ran")  # a name of a package that is allowed is not called either
+    # a name of a package that is allowed is not called either
+    metadata.planner_data = Runs(Path.touch, tmp_path / "ran")
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     write_hf(open_torch_dist(folder, models["qwen3_moe"]), tmp_path / "hf", VERIFIED)
     assert not (tmp_path / "ran").exists()
@@ -435,7 +469,9 @@ def test_an_archive_whose_tensor_is_not_in_order_is_refused(models, tmp_path):
     metadata.storage_data[index].relative_path, metadata.storage_data[index].offset = "turned.distcp", 0
     metadata.storage_data[index].length = (folder / "turned.distcp").stat().st_size
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(EnvironmentFault, match=rf"turned\.distcp: {key}.* cannot be read: its elements are not in order"):
+    with pytest.raises(
+        EnvironmentFault, match=rf"turned\.distcp: {key}.* cannot be read: its elements are not in order"
+    ):
         write_hf(open_torch_dist(folder, models["qwen3_moe"]), tmp_path / "hf")
 
 
@@ -451,7 +487,9 @@ def test_blocks_with_a_hole_and_an_equally_large_overlap_are_refused(models, tmp
         with (folder / name).open("wb") as file:
             torch.save(torch.zeros(sizes, dtype=torch.bfloat16), file)
         length = (folder / name).stat().st_size
-        metadata.storage_data[replace(index, offset=offsets)] = replace(info, relative_path=name, offset=0, length=length)
+        metadata.storage_data[replace(index, offset=offsets)] = replace(
+            info, relative_path=name, offset=0, length=length
+        )
         chunks.append(replace(chunk, offsets=offsets, sizes=sizes))
     metadata.state_dict_metadata[ROUTER].chunks = chunks
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -462,7 +500,9 @@ def test_blocks_with_a_hole_and_an_equally_large_overlap_are_refused(models, tmp
 def test_megatrons_older_format_is_told_from_an_interrupted_save(models, tmp_path):
     (tmp_path / "iter_0000005" / "mp_rank_00").mkdir(parents=True)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
-    with pytest.raises(EnvironmentFault, match=r"iter_0000005/\.metadata.* is missing: it is of the older format `torch`"):
+    with pytest.raises(
+        EnvironmentFault, match=r"iter_0000005/\.metadata.* is missing: it is of the older format `torch`"
+    ):
         write_hf(open_torch_dist(tmp_path, models["qwen3"]), tmp_path / "hf")
 
 

@@ -25,7 +25,12 @@ from mrl.train.update import advantages, corrections, old_log_probs
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
 PROMPTS, N = 6, 4
-SIZES = (f"data.train_batch_size={PROMPTS}", f"rollout.n={N}", "actor.ppo_mini_batch_size=2", "data.max_response_length=64")
+SIZES = (
+    f"data.train_batch_size={PROMPTS}",
+    f"rollout.n={N}",
+    "actor.ppo_mini_batch_size=2",
+    "data.max_response_length=64",
+)
 
 
 def samples(seed=0) -> list[Sample]:
@@ -71,7 +76,9 @@ def done(replicas: int, *overrides) -> tuple[dict, dict]:
     metrics |= more | advantages(config, step, rollouts, corrected)
     held = [step.cut.needed_rows(replica) for replica in range(replicas)]
     names = ("old_log_probs", "advantages", "keep", "loss_weights", "ref_log_probs", "selected")
-    columns = {name: actor.of_tokens(name, held) for name in names if getattr(actor.replicas[0].rows.batch, name) is not None}
+    columns = {
+        name: actor.of_tokens(name, held) for name in names if getattr(actor.replicas[0].rows.batch, name) is not None
+    }
     return metrics | {
         f"count {i}": (c.tokens, c.sequences) for i, c in enumerate(counts_of(step.by_mini_batch(corrected["trained"])))
     }, columns
@@ -83,12 +90,14 @@ CASES = [
     *([f"algorithm.adv_estimator={name}", *KL] for name in ADVANTAGES if name != "gdpo"),
     ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[acc, form]"],
     *(
-        [CORRECTION + f"{{level: {level}, mode: mask, low: 0.7, high: 1.2}}", "algorithm.adv_estimator=reinforce_plus_plus", *KL]
+        [CORRECTION + f"{{level: {level}, mode: mask, low: 0.7, high: 1.2}}",
+            "algorithm.adv_estimator=reinforce_plus_plus", *KL]
         for level in ("token", "sequence", "geometric")
     ),
     ["algorithm.overlong_filter=true", CORRECTION + "{level: token, mode: truncate, high: 1.1}"],
     ["algorithm.anchor=rollout"],
-    *([f"algorithm.policy_loss.loss_mode={mode}", "algorithm.policy_loss.clip_cov_lb=0.01", f"algorithm.policy_loss.{mode}_ratio=0.05"]
+    *([f"algorithm.policy_loss.loss_mode={mode}", "algorithm.policy_loss.clip_cov_lb=0.01",
+            f"algorithm.policy_loss.{mode}_ratio=0.05"]
       for mode in ("clip_cov", "kl_cov")),
 ]  # fmt: skip
 
@@ -139,7 +148,11 @@ def test_every_row_is_trained_on_one_replica_and_a_replica_needs_hardly_more():
 
 
 def test_the_old_policys_rows_are_cut_where_they_are_under_a_limit_of_their_own():
-    limits = ("actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=80", "actor.log_prob_max_token_len_per_gpu=200")
+    limits = (
+        "actor.use_dynamic_bsz=true",
+        "actor.ppo_max_token_len_per_gpu=80",
+        "actor.log_prob_max_token_len_per_gpu=200",
+    )
     step = TrainedStep(Replicas(load_config(TINY, None, [*SIZES, *limits]).config, 3), stored(samples()))
     for replica in range(3):
         micros = [micro.rows for micro in step.cut.log_probs[replica] if not micro.is_filler]
@@ -160,7 +173,7 @@ def test_a_log_prob_that_is_not_finite_is_told_by_the_steps_row():
         old_log_probs(config, TrainedStep(Replicas(config, 3), stored(many)))
 
 
-# --- responses that stay where they are -----------------------------------------------------------------------------------------------
+# --- responses that stay where they are -------------------------------------------------------------------------------
 
 
 def test_an_engine_that_dies_around_a_block_is_told_and_its_half_told_responses_are_not_taken(monkeypatch):
@@ -181,7 +194,10 @@ def test_an_engine_that_dies_around_a_block_is_told_and_its_half_told_responses_
 
 
 def test_long_responses_are_blocks_of_their_own_and_short_ones_share_one():
-    short, long = samples()[:3], [Sample(0, 0, i, 0, (1,), (2,) * BLOCK_BYTES, (0.0,) * BLOCK_BYTES, "stop", 0) for i in (3, 4)]
+    short, long = (
+        samples()[:3],
+        [Sample(0, 0, i, 0, (1,), (2,) * BLOCK_BYTES, (0.0,) * BLOCK_BYTES, "stop", 0) for i in (3, 4)],
+    )
     assert (len(stored(short).blocks), len(stored(long).blocks)) == (1, 2)
 
 
@@ -192,6 +208,8 @@ def test_any_rows_are_read_in_their_order_and_unused_blocks_are_given_up():
     some = parts.take(index).renumbered(np.array([9, 8, 7, 6]), np.arange(4))
     assert len(parts.blocks) == 3 and len(some.blocks) == 2
     found, expected = some.read(), packed([many[i] for i in index])
-    assert np.array_equal(found.token_ids, expected.token_ids) and np.array_equal(found.rollout_log_probs, expected.rollout_log_probs)
+    assert np.array_equal(found.token_ids, expected.token_ids) and np.array_equal(
+        found.rollout_log_probs, expected.rollout_log_probs
+    )
     assert found.group_id.tolist() == [9, 8, 7, 6] and found.sample_id.tolist() == [0, 1, 2, 3]
     assert np.array_equal(some.rows.seed, expected.seed)

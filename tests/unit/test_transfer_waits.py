@@ -1,5 +1,8 @@
-"""Waiting for point-to-point messages on accelerators: a peer that is lost ends in our own deadline. Against stand-ins for works and groups
-that answer as NCCL's and HCCL's do (torch's _distributed_c10d.pyi; of torch_npu v2.10.0 ProcessGroupHCCL.cpp and Init.cpp)."""
+"""Waiting for point-to-point messages on accelerators: a peer that is lost ends in our own deadline.
+
+Against stand-ins for works and groups that answer as NCCL's and HCCL's do (torch's _distributed_c10d.pyi; of torch_npu
+v2.10.0 ProcessGroupHCCL.cpp and Init.cpp).
+"""
 
 import ast
 import sys
@@ -95,7 +98,16 @@ def test_a_group_is_ended_by_the_call_that_does_it(transfer):
 def test_the_stand_ins_have_what_torchs_own_classes_have():
     interface = ast.parse((Path(torch.__file__).parent / "_C/_distributed_c10d.pyi").read_text())
     classes = {node.name: node for node in interface.body if isinstance(node, ast.ClassDef)}
-    methods = {name: {part.name: part for part in node.body if isinstance(part, ast.FunctionDef)} for name, node in classes.items()}
+    methods = {
+        name: {part.name: part for part in node.body if isinstance(part, ast.FunctionDef)}
+        for name, node in classes.items()
+    }
     assert {"is_completed", "wait"} <= methods["Work"].keys() and "abort" in methods["ProcessGroupNCCL"]
-    assert [part.arg for part in methods["ProcessGroupNCCL"]["__init__"].args.args] == ["self", "store", "rank", "size", "options"]
+    assert [part.arg for part in methods["ProcessGroupNCCL"]["__init__"].args.args] == [
+        "self",
+        "store",
+        "rank",
+        "size",
+        "options",
+    ]
     assert [ast.unparse(base) for base in classes["ProcessGroupNCCL"].bases] == ["Backend"]

@@ -1,4 +1,6 @@
-"""A worker's fast path, call by call as vLLM drives it: the toy engine of test_load_layout, and a wire that brings what it is told."""
+"""A worker's fast path, call by call as vLLM drives it: the toy engine of test_load_layout,
+and a wire that brings what it is told.
+"""
 
 from types import SimpleNamespace as Record
 
@@ -62,7 +64,9 @@ def receiver(monkeypatch):
 
 
 def path_of(engine: Engine, plan_hash: str = "right") -> FastPath:
-    return FastPath(engine, None, ToyAdapter(), InitInfo("fast", setup={}, engine=1, plan_hash=plan_hash), Record(position=1))
+    return FastPath(
+        engine, None, ToyAdapter(), InitInfo("fast", setup={}, engine=1, plan_hash=plan_hash), Record(position=1)
+    )
 
 
 @pytest.mark.parametrize("read_back", [True, False])

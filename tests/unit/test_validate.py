@@ -1,4 +1,6 @@
-"""`mrl validate`: mistakes that people made and lost cluster time over, each refused on a laptop under its own keys, all in one answer."""
+"""`mrl validate`: mistakes that people made and lost cluster time over, each refused on a laptop under its own keys,
+all in one answer.
+"""
 
 import json
 import subprocess
@@ -14,7 +16,8 @@ from mrl.config.rules import notes, violations
 from mrl.model import known_spec
 
 PRESETS = Path(__file__).parents[2] / "parallel_configs"
-BASE = PRESETS / "qwen3-30b-a3b" / "h100-4x8.yaml"  # 48 layers, 4 key-value heads, 128 experts; TP2 EP8 on 32 devices, engines of TP4
+# 48 layers, 4 key-value heads, 128 experts; TP2 EP8 on 32 devices, engines of TP4
+BASE = PRESETS / "qwen3-30b-a3b" / "h100-4x8.yaml"
 MODEL = known_spec("Qwen3-30B-A3B")
 LAYOUT, TRANSFORMER, VLLM = "actor.layout.", "model.override_transformer_config.", "rollout.engine_kwargs.vllm."
 CORRECTION, AGGREGATION = "algorithm.rollout_correction.level=token", "algorithm.policy_loss.loss_agg_mode"
@@ -22,23 +25,28 @@ OLD_VLLM = "cluster.versions={vllm: 0.11.0}"
 
 # (where it was reported, what somebody wrote, the keys that must be named)
 MISTAKES = [
-    ("NVIDIA/Megatron-LM#1778", [LAYOUT + "num_layers_in_last_pipeline_stage=20"], {LAYOUT + "num_layers_in_last_pipeline_stage"}),
-    ("modelscope/ms-swift#5530", [LAYOUT + "expert_model_parallel_size=6"], {LAYOUT + "expert_model_parallel_size", LAYOUT + "world_size"}),
+    ("NVIDIA/Megatron-LM#1778", [LAYOUT + "num_layers_in_last_pipeline_stage=20"],
+        {LAYOUT + "num_layers_in_last_pipeline_stage"}),
+    ("modelscope/ms-swift#5530", [LAYOUT + "expert_model_parallel_size=6"],
+        {LAYOUT + "expert_model_parallel_size", LAYOUT + "world_size"}),
     ("verl-project/verl#3360", [LAYOUT + "pipeline_model_parallel_size=8"], {LAYOUT + "world_size"}),
     ("verl-project/verl#5607", ["rollout.expert_parallel_size=2"], {"rollout.expert_parallel_size"}),
-    ("verl-project/verl#6609", [TRANSFORMER + "calculate_per_token_loss=true"], {TRANSFORMER + "calculate_per_token_loss"}),
+    ("verl-project/verl#6609", [TRANSFORMER + "calculate_per_token_loss=true"],
+        {TRANSFORMER + "calculate_per_token_loss"}),
     ("verl-project/verl#7321", [AGGREGATION + "=token-mean"], {AGGREGATION}),
     ("verl-project/verl#3597", ["rollout.calculate_log_probs=false", CORRECTION], {"rollout.calculate_log_probs"}),
     ("verl-project/verl#6280", ["rollout.top_p=0.95", CORRECTION], {"rollout.top_p"}),
     ("verl-project/verl#5421", ["actor.ppo_mini_batch_size=4", "rollout.n=2"], {"actor.ppo_mini_batch_size"}),
     ("verl-project/verl#5586", ["actor.router_replay=R3", OLD_VLLM], {"actor.router_replay", "cluster.versions.vllm"}),
-    ("NVIDIA/Megatron-LM#4168", ["actor.router_replay=R2", TRANSFORMER + "moe_router_fusion=true"], {TRANSFORMER + "moe_router_fusion"}),
+    ("NVIDIA/Megatron-LM#4168", ["actor.router_replay=R2", TRANSFORMER + "moe_router_fusion=true"],
+        {TRANSFORMER + "moe_router_fusion"}),
     ("NovaSky-AI/SkyRL#411", ["cluster.nnodes=2"], {"cluster.n_gpus_per_node"}),
     ("NovaSky-AI/SkyRL#1680", ["rollout.engine_kwargs={vllm: {quantization: fp8}}"], {VLLM + "quantization"}),
     ("NVIDIA-NeMo/RL#2783", ["trainer.test_freq=5"], {"data.val_files"}),
     ("THUDM/slime#641", [TRANSFORMER + "rotary_base=10000"], {TRANSFORMER + "rotary_base"}),
     ("verl-project/verl#4028", ["data.max_response_length=9632"], {"actor.ppo_max_token_len_per_gpu"}),
-    ("verl-project/verl#1332", [LAYOUT + "context_parallel_size=4", TRANSFORMER + "cp_comm_type=a2a"], {TRANSFORMER + "cp_comm_type"}),
+    ("verl-project/verl#1332", [LAYOUT + "context_parallel_size=4", TRANSFORMER + "cp_comm_type=a2a"],
+        {TRANSFORMER + "cp_comm_type"}),
 ]  # fmt: skip
 
 
@@ -60,7 +68,7 @@ def given(overrides: list[str]) -> list[str]:
     return [part for text in overrides for part in ("--set", text)]
 
 
-# --- typical mistakes ----------------------------------------------------------------------------------------------------------
+# --- typical mistakes -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("issue", "overrides", "fields"), MISTAKES, ids=[row[0] for row in MISTAKES])
@@ -89,7 +97,9 @@ def test_all_of_them_come_in_one_answer(capsys):
 def test_a_violation_in_a_base_file_is_told_with_that_file_and_line():
     wrong = found(["data.train_batch_size=100"])["actor.ppo_mini_batch_size"]
     line = next(
-        n for n, text in enumerate((PRESETS / "base/model/qwen3-30b-a3b.yaml").read_text().splitlines(), 1) if "ppo_mini_batch" in text
+        n
+        for n, text in enumerate((PRESETS / "base/model/qwen3-30b-a3b.yaml").read_text().splitlines(), 1)
+        if "ppo_mini_batch" in text
     )
     assert wrong.where.endswith(f"base/model/qwen3-30b-a3b.yaml:{line}")
 
@@ -98,17 +108,21 @@ def test_tp8_with_four_kv_heads_is_told_apart_by_the_version_of_megatron():
     wide = [LAYOUT + "tensor_model_parallel_size=8"]
     assert found(wide) == {}
     old = found([*wide, "cluster.versions={megatron-core: 0.12.1}"])
-    assert set(old) == {LAYOUT + "tensor_model_parallel_size"} and old[LAYOUT + "tensor_model_parallel_size"].allowed == (1, 2, 4)
+    assert set(old) == {LAYOUT + "tensor_model_parallel_size"} and old[
+        LAYOUT + "tensor_model_parallel_size"
+    ].allowed == (1, 2, 4)
     assert found([LAYOUT + "tensor_model_parallel_size=4", "cluster.versions={megatron-core: 0.12.1}"]) == {}
 
 
-# --- budgets, offload, recompute, experts --------------------------------------------------------------------------------------
+# --- budgets, offload, recompute, experts -----------------------------------------------------------------------------
 
 
 BOUNDARIES = [
-    # 2,048 + 8,192 = 10,240 tokens; over CP4 with SP2 they are padded to a multiple of 16, which they are: 2,560 a device
+    # 2,048 + 8,192 = 10,240 tokens; over CP4 with SP2 they are padded to a multiple of 16, which they are: 2,560 a
+    # device
     (["actor.ppo_max_token_len_per_gpu=10239"], "actor.ppo_max_token_len_per_gpu", (10240, 20480)),
-    ([LAYOUT + "context_parallel_size=4", "actor.ppo_max_token_len_per_gpu=2559"], "actor.ppo_max_token_len_per_gpu", (2560, 5120)),
+    ([LAYOUT + "context_parallel_size=4", "actor.ppo_max_token_len_per_gpu=2559"], "actor.ppo_max_token_len_per_gpu",
+        (2560, 5120)),
     # 10,230 tokens are padded to 10,240 = 640 x 16
     (
         [LAYOUT + "context_parallel_size=4", "data.max_response_length=8182", "actor.ppo_max_token_len_per_gpu=2558"],
@@ -132,7 +146,8 @@ BOUNDARIES = [
      "actor.optim.override_optimizer_config.use_precision_aware_optimizer", (False,)),
     (["actor.param_offload=true", TRANSFORMER + "enable_cuda_graph=true"], TRANSFORMER + "enable_cuda_graph", (False,)),
     (["actor.grad_offload=true", TRANSFORMER + "cuda_graph_impl=local"], TRANSFORMER + "cuda_graph_impl", ("none",)),
-    (["actor.param_offload=true", "actor.override_ddp_config={nccl_ub: true}"], "actor.override_ddp_config.nccl_ub", (False,)),
+    (["actor.param_offload=true", "actor.override_ddp_config={nccl_ub: true}"], "actor.override_ddp_config.nccl_ub",
+        (False,)),
     (["actor.optim.override_optimizer_config={exp_avg_dtype: bfloat16}"],
      "actor.optim.override_optimizer_config.exp_avg_dtype", ("float32",)),
     ([TRANSFORMER + "recompute_granularity=half"], TRANSFORMER + "recompute_granularity", ("full", "selective", None)),
@@ -141,7 +156,8 @@ BOUNDARIES = [
     ([TRANSFORMER + "recompute_modules=[mlp]"], TRANSFORMER + "recompute_modules", (None,)),
     ([TRANSFORMER + "distribute_saved_activations=true"], TRANSFORMER + "distribute_saved_activations", (False,)),
     ([TRANSFORMER + "moe_enable_deepep=true"], TRANSFORMER + "moe_enable_deepep", (False,)),
-    ([TRANSFORMER + "moe_token_dispatcher_type=alltoal"], TRANSFORMER + "moe_token_dispatcher_type", ("allgather", "alltoall", "flex")),
+    ([TRANSFORMER + "moe_token_dispatcher_type=alltoal"], TRANSFORMER + "moe_token_dispatcher_type",
+        ("allgather", "alltoall", "flex")),
     ([TRANSFORMER + "moe_shared_expert_overlap=true"], TRANSFORMER + "moe_shared_expert_overlap", (False,)),
     (
         [TRANSFORMER + "moe_router_load_balancing_type=sinkhorn"], TRANSFORMER + "moe_router_load_balancing_type",
@@ -149,12 +165,14 @@ BOUNDARIES = [
     ),
     ([TRANSFORMER + "moe_expert_capacity_factor=1.0"], TRANSFORMER + "moe_expert_capacity_factor", (None,)),
     ([TRANSFORMER + "use_flash_attn=true"], TRANSFORMER + "use_flash_attn", ()),
-    (["actor.router_replay=R3", "rollout.engine_kwargs={vllm: {async_scheduling: true}}", "cluster.versions={vllm: 0.23.0}"],
+    (["actor.router_replay=R3", "rollout.engine_kwargs={vllm: {async_scheduling: true}}",
+            "cluster.versions={vllm: 0.23.0}"],
      VLLM + "async_scheduling", (False,)),
     (["actor.router_replay=R3", "rollout.enable_prefix_caching=false"], "rollout.enable_prefix_caching", (True,)),
     (["rollout.engine_kwargs={vllm: {enable_return_routed_experts: true}}"], VLLM + "enable_return_routed_experts", ()),
     (["rollout.max_num_seqs=20000"], "rollout.max_num_seqs", (10240,)),
-    (["rollout.enable_chunked_prefill=false", "rollout.max_num_batched_tokens=4096"], "rollout.max_num_batched_tokens", (10240,)),
+    (["rollout.enable_chunked_prefill=false", "rollout.max_num_batched_tokens=4096"], "rollout.max_num_batched_tokens",
+        (10240,)),
 ]  # fmt: skip
 
 
@@ -166,12 +184,18 @@ def test_each_rule_has_its_boundary(overrides, field, allowed):
 
 def test_on_the_other_side_of_the_boundary_nothing_is_said():
     assert found([LAYOUT + "context_parallel_size=4", "actor.ppo_max_token_len_per_gpu=2560"]) == {}
-    selective = [TRANSFORMER + f"recompute_{name}" for name in ("granularity=selective", "method=null", "num_layers=null", "modules=[moe]")]
+    selective = [
+        TRANSFORMER + f"recompute_{name}"
+        for name in ("granularity=selective", "method=null", "num_layers=null", "modules=[moe]")
+    ]
     assert found(selective) == {}
     assert found([TRANSFORMER + "moe_router_load_balancing_type=[aux_loss,seq_aux_loss]"]) == {}
     assert found([TRANSFORMER + "moe_enable_deepep=true", TRANSFORMER + "moe_token_dispatcher_type=flex"]) == {}
     assert found(["actor.router_replay=R3", "rollout.engine_kwargs={vllm: {async_scheduling: true}}"]) == {}
-    assert found(["actor.router_replay=R3", "rollout.enable_prefix_caching=false", "cluster.versions={vllm: 0.23.0}"]) == {}
+    assert (
+        found(["actor.router_replay=R3", "rollout.enable_prefix_caching=false", "cluster.versions={vllm: 0.23.0}"])
+        == {}
+    )
 
 
 def test_a_dense_model_has_no_experts_to_configure():
@@ -185,7 +209,7 @@ def test_the_reference_model_has_no_layout_of_its_own():
     assert {field: v.allowed for field, v in found_layout.items()} == {"ref.layout": (None,)}
 
 
-# --- placement, versions, devices ----------------------------------------------------------------------------------------------
+# --- placement, versions, devices -------------------------------------------------------------------------------------
 
 
 def test_engines_stand_on_whole_nodes_or_inside_one():
@@ -228,18 +252,25 @@ def test_ascend_versions_go_in_pairs():
     assert found([], base) == {}
     assert set(found(["cluster.versions={vllm: 0.32.0}"], base)) == {"cluster.versions.vllm"}
     assert set(found(["cluster.versions={CANN: 8.2.RC1}"], base)) == {"cluster.versions.torch-npu"}
-    assert any("never run" in note for note in notes(load_config(base, overrides=["cluster.versions={CANN: 9.0.0}"]), MODEL))
+    assert any(
+        "never run" in note for note in notes(load_config(base, overrides=["cluster.versions={CANN: 9.0.0}"]), MODEL)
+    )
 
 
 def test_an_unknown_device_lists_those_that_are_known(capsys):
     code, out, _ = run(capsys, "validate", str(BASE), "--json", "--set", "cluster.accelerator=b300")
     (row,) = json.loads(out)["violations"]
-    assert code == 2 and row["field"] == "cluster.accelerator" and "h100-80g" in row["allowed"] and "ascend-a3-64g" not in row["allowed"]
+    assert (
+        code == 2
+        and row["field"] == "cluster.accelerator"
+        and "h100-80g" in row["allowed"]
+        and "ascend-a3-64g" not in row["allowed"]
+    )
     code, out, _ = run(capsys, "validate", str(BASE), "--set", "cluster.accelerator=ascend-a3-64g")
     assert code == 2 and "is no cuda device that is known" in out
 
 
-# --- the answer ----------------------------------------------------------------------------------------------------------------
+# --- the answer -------------------------------------------------------------------------------------------------------
 
 
 def test_a_legal_preset_shows_its_batch(capsys):
@@ -257,7 +288,8 @@ def test_it_answers_in_under_a_second_and_imports_nothing_heavy():
         "from mrl.cli.main import main\n"
         f"main(['validate', {str(PRESETS / 'qwen3-235b-a22b' / 'h100-16x8.yaml')!r}])\n"
         "spent = time.process_time() - start; assert spent < 1, spent\n"
-        "heavy = {'torch', 'ray', 'megatron', 'mbridge', 'vllm', 'transformers'} & set(sys.modules); assert not heavy, heavy"
+        "heavy = {'torch', 'ray', 'megatron', 'mbridge', 'vllm', 'transformers'} & "
+        "set(sys.modules); assert not heavy, heavy"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -267,13 +299,17 @@ def test_settings_that_do_nothing_are_mentioned():
     def said(*overrides: str, base: Path = BASE) -> str:
         return " ".join(notes(load_config(base, overrides=overrides), MODEL))
 
-    assert "so this only costs time" in said("actor.param_offload=true", base=PRESETS / "qwen3-30b-a3b" / "h100-4x8-separate.yaml")
+    assert "so this only costs time" in said(
+        "actor.param_offload=true", base=PRESETS / "qwen3-30b-a3b" / "h100-4x8-separate.yaml"
+    )
     assert "no reference model is loaded" in said("ref.param_offload=true")
     hybrid = ("optimizer_cpu_offload: true", "optimizer_offload_fraction: 1.0", "use_precision_aware_optimizer: true")
     for keys, note in enumerate(
         ("moves nothing", "leaves float32 weights on the device", "adds nothing to optimizer_cpu_offload"), start=1
     ):
-        assert note in said(f"actor.optim.override_optimizer_config={{{', '.join(hybrid[:keys])}}}", "actor.optimizer_offload=true")
+        assert note in said(
+            f"actor.optim.override_optimizer_config={{{', '.join(hybrid[:keys])}}}", "actor.optimizer_offload=true"
+        )
     assert "holds what is moved twice" in said("actor.grad_offload=true", base=PRESETS / "tiny-moe" / "cpu.yaml")
     assert "auxiliary router loss" in said(TRANSFORMER + "moe_aux_loss_coeff=0.01")
     assert "below fp32" in said(TRANSFORMER + "moe_router_dtype=null")
@@ -282,7 +318,7 @@ def test_settings_that_do_nothing_are_mentioned():
     assert said() == ""
 
 
-# --- bad input -----------------------------------------------------------------------------------------------------------------
+# --- bad input --------------------------------------------------------------------------------------------------------
 
 
 def test_presets_that_extend_each_other_are_refused_with_the_way(capsys, tmp_path):
@@ -297,7 +333,8 @@ BOMB = "x0: &x0 [1, 2]\n" + "".join(f"x{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 9
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"), [("model: !!python/object/apply:os.system [id]\n", "the tag"), (BOMB, "more than 20000 values once aliases")]
+    ("text", "problem"),
+    [("model: !!python/object/apply:os.system [id]\n", "the tag"), (BOMB, "more than 20000 values once aliases")],
 )
 def test_yaml_that_is_more_than_data_is_refused(capsys, tmp_path, text, problem):
     (tmp_path / "a.yaml").write_text(text)

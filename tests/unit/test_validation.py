@@ -1,4 +1,6 @@
-"""Validation from prompts to numbers, files and loggers, with engines stood in for; and what `mrl eval` refuses at once."""
+"""Validation from prompts to numbers, files and loggers, with engines stood in for;
+and what `mrl eval` refuses at once.
+"""
 
 import json
 from types import SimpleNamespace
@@ -33,12 +35,22 @@ class Chars(CharTokenizer):
 
 def answered(request, ids, version):
     return Sample(
-        request.prompt_id, request.group_id, request.sample_id, request.seed, request.prompt_ids, ids, (0.0,) * len(ids), "stop", version
+        request.prompt_id,
+        request.group_id,
+        request.sample_id,
+        request.seed,
+        request.prompt_ids,
+        ids,
+        (0.0,) * len(ids),
+        "stop",
+        version,
     )
 
 
 class Engines:
-    """Answers by seed: the k-th response to a prompt is what the test lists for its text, whatever order requests come in."""
+    """Answers by seed: the k-th response to a prompt is what the test lists for its text,
+    whatever order requests come in.
+    """
 
     def __init__(self, answers):
         self.answers, self.requests, self.counts = answers, [], {}
@@ -61,10 +73,13 @@ class World:
     def __init__(self, tmp_path, answers, rows, *overrides):
         self.shown, self.engines = [], Engines(answers)
         file = write_jsonl(tmp_path / "val.jsonl", rows)
-        record = SimpleNamespace(progress=lambda *_: None, generations=lambda step, found: self.shown.append((step, found)))
+        record = SimpleNamespace(
+            progress=lambda *_: None, generations=lambda step, found: self.shown.append((step, found))
+        )
         config = load_config(TINY, None, ["rollout.val_kwargs.n=2", "data.max_response_length=16", *overrides]).config
         self.run = SimpleNamespace(
-            config=config, val_prompts=load(file, tokenizer=Chars()), record=record, responder=None, state=TrainState(2),
+            config=config, val_prompts=load(file, tokenizer=Chars()), record=record, responder=None,
+            state=TrainState(2),
             run_dir=RunDir(tmp_path / "run"), placement=SimpleNamespace(to_generation=lambda: None),
         )  # fmt: skip
 
@@ -92,7 +107,8 @@ def test_each_set_has_its_numbers_under_verls_names(tmp_path):
     assert metrics["val-core/math_dapo/acc/mean@2"] == (0.5 + 1.0) / 2
     assert metrics["val-core/math_dapo/acc/best@2/mean"] == (0.75 + 1.0) / 2
     assert metrics["val-aux/math_dapo/reward/mean@2"] == (0.0 + 1.0) / 2  # -1 and 1, 1 and 1
-    assert metrics["val-core/exact_match/acc/mean@2"] == metrics["val-aux/exact_match/reward/mean@2"] == 0.0  # a number alone is acc
+    # a number alone is acc
+    assert metrics["val-core/exact_match/acc/mean@2"] == metrics["val-aux/exact_match/reward/mean@2"] == 0.0
     assert "val-core/math_dapo/acc/maj@2/mean" in metrics and "val-core/exact_match/acc/maj@2/mean" not in metrics
     assert (metrics["val-aux/response_length/mean"], metrics["val-aux/reward_failed"]) == ((9 * 4 + 2) / 6, 0.0)
 
@@ -153,7 +169,9 @@ def test_a_prompt_whose_responses_all_fail_counts_as_wrong_in_every_quantity(tmp
         "    return {'score': 1.0, 'acc': 1.0, 'pred': 'y', 'length': 1.0}\n"
     )
     answers = {key: ["x" if key == failing else "y"] for key in "abc"}
-    world = World(tmp_path, answers, [row(key, "1") for key in "abc"], "reward.max_failure_share=0.5", f"rollout.val_kwargs.n={n}")
+    world = World(
+        tmp_path, answers, [row(key, "1") for key in "abc"], "reward.max_failure_share=0.5", f"rollout.val_kwargs.n={n}"
+    )
     metrics = world.validate(RewardSpec(path=str(tmp_path / "mine.py")))
     core = ["mean@1"] if n == 1 else ["mean@2", "best@2/mean", "maj@2/mean"]
     assert {name: metrics.get(f"val-core/toy/acc/{name}") for name in core} == dict.fromkeys(core, pytest.approx(2 / 3))
@@ -230,13 +248,17 @@ def test_the_table_of_an_evaluation_shows_each_core_metric_with_its_interval():
 
 
 def test_validation_comes_before_training_every_few_steps_and_at_the_end(monkeypatch):
-    """test_freq 2 of 5 steps: before the first, after 2 and 4, and after the last; a resumed run does not begin with one."""
+    """test_freq 2 of 5 steps: before the first, after 2 and 4, and after the last;
+    a resumed run does not begin with one.
+    """
     from mrl.train import loop
 
     assert [step for step in range(1, 6) if due(2, step, total_steps=5)] == [2, 4, 5]
     assert not any(due(-1, step, total_steps=5) for step in range(1, 6))
     done = []
-    monkeypatch.setattr(loop, "held_out_metrics", lambda run: done.append(f"validate {run.state.step}") or {"val-core/x": 1.0})
+    monkeypatch.setattr(
+        loop, "held_out_metrics", lambda run: done.append(f"validate {run.state.step}") or {"val-core/x": 1.0}
+    )
     monkeypatch.setattr(loop, "memory_metrics", dict)
     record = SimpleNamespace(write=lambda step, metrics: done.append(f"record {sorted(metrics)}"))
     sync = SimpleNamespace(bring_to=lambda version: done.append(f"sync {version}"))
@@ -251,7 +273,8 @@ def test_validation_comes_before_training_every_few_steps_and_at_the_end(monkeyp
         config = load_config(TINY, None, [f"trainer.val_before_train={before}"]).config
         placement = Separate(SimpleNamespace(take_checkpoint=None, write_checkpoint=None), sync)
         run = SimpleNamespace(
-            config=config, state=TrainState(first), total_steps=2, stop=StopFlag(), record=record, placement=placement, saver=saver,
+            config=config, state=TrainState(first), total_steps=2, stop=StopFlag(), record=record, placement=placement,
+            saver=saver,
             generation=SimpleNamespace(begin=lambda: done.append("begin")),
         )  # fmt: skip
         loop.train(run)

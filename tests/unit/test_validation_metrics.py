@@ -36,7 +36,10 @@ def test_best_and_worst_are_the_mean_over_all_draws(k):
     draws = list(itertools.product(values, repeat=k))  # all 4^k draws with replacement, each as likely
     for best, pick in ((True, max), (False, min)):
         outcomes = [pick(d) for d in draws]
-        assert extreme_of(np.array(values), k, best) == (pytest.approx(np.mean(outcomes)), pytest.approx(np.std(outcomes)))
+        assert extreme_of(np.array(values), k, best) == (
+            pytest.approx(np.mean(outcomes)),
+            pytest.approx(np.std(outcomes)),
+        )
 
 
 def test_a_majority_is_near_the_mean_over_all_draws():
@@ -55,15 +58,24 @@ def test_a_majority_is_near_the_mean_over_all_draws():
 def test_a_clear_majority_wins_however_few_are_right():
     assert majority_of(np.array([1.0] * 6 + [0.0] * 2), ["5"] * 6 + ["6", "7"], 8)[0] > 0.97
     # of 8 draws with chance 1/4: five and more 0.0273, four, which ties and comes first half of the time, 0.0865
-    assert abs(majority_of(np.array([0.0] * 6 + [1.0] * 2), ["6"] * 6 + ["5"] * 2, 8)[0] - (0.0273 + 0.0865 / 2)) < 4 * 0.0081
+    assert (
+        abs(majority_of(np.array([0.0] * 6 + [1.0] * 2), ["6"] * 6 + ["5"] * 2, 8)[0] - (0.0273 + 0.0865 / 2))
+        < 4 * 0.0081
+    )
     assert majority_of(np.array([1.0, 1.0]), ["a", "b"], 2) == (1.0, 0.0)
 
 
 def test_names_are_verls():
-    metrics = validation_metrics([Answers("gsm8k", {"reward": [1, 0, 0, 0], "acc": [1, 0, 0, 0]}, ["3", "4", "4", "5"])])
+    metrics = validation_metrics(
+        [Answers("gsm8k", {"reward": [1, 0, 0, 0], "acc": [1, 0, 0, 0]}, ["3", "4", "4", "5"])]
+    )
     core = {name for name in metrics if name.startswith("val-core/")}
-    assert core == {f"val-core/gsm8k/acc/{m}" for m in ("mean@4", "best@4/mean", "best@4/std", "maj@4/mean", "maj@4/std")}
-    assert {"val-aux/gsm8k/reward/mean@4", "val-aux/gsm8k/acc/best@2/mean", "val-aux/gsm8k/acc/worst@4/mean"} <= set(metrics)
+    assert core == {
+        f"val-core/gsm8k/acc/{m}" for m in ("mean@4", "best@4/mean", "best@4/std", "maj@4/mean", "maj@4/std")
+    }
+    assert {"val-aux/gsm8k/reward/mean@4", "val-aux/gsm8k/acc/best@2/mean", "val-aux/gsm8k/acc/worst@4/mean"} <= set(
+        metrics
+    )
     assert all(metric_spec(name) for name in metrics)
 
 
@@ -72,7 +84,9 @@ def test_without_acc_the_reward_is_the_core():
 
 
 def test_sets_do_not_mix_and_prompts_weigh_alike():
-    metrics = validation_metrics([Answers("a", {"reward": [1, 1]}), Answers("a", {"reward": [0, 1]}), Answers("b", {"reward": [0, 0]})])
+    metrics = validation_metrics(
+        [Answers("a", {"reward": [1, 1]}), Answers("a", {"reward": [0, 1]}), Answers("b", {"reward": [0, 0]})]
+    )
     assert (metrics["val-core/a/reward/mean@2"], metrics["val-core/b/reward/mean@2"]) == (0.75, 0.0)
     assert metrics["val-core/a/reward/best@2/mean"] == (1 + 0.75) / 2
 
@@ -122,7 +136,9 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says(prompts, scale)
 
 @pytest.mark.parametrize("right", [1.0, 0.95])
 def test_few_prompts_near_the_end_are_covered_too(right):
-    """Where 1.96 standard errors fail: of 20 prompts that are nearly always right, most sets have all right and no width."""
+    """Where 1.96 standard errors fail: of 20 prompts that are nearly always right,
+    most sets have all right and no width.
+    """
     generator, covered = np.random.default_rng(1), 0
     for _ in range(200):
         low, high = wilson95((generator.random(20) < right).astype(float), 1)
@@ -149,7 +165,10 @@ def test_what_is_shown_is_the_same_choice_every_time():
 def test_a_large_set_is_computed_in_seconds():
     import time
 
-    answers = [Answers("a", {"reward": [float(i % 3 == 0) for i in range(16)]}, [str(i % 5) for i in range(16)]) for _ in range(100)]
+    answers = [
+        Answers("a", {"reward": [float(i % 3 == 0) for i in range(16)]}, [str(i % 5) for i in range(16)])
+        for _ in range(100)
+    ]
     begin = time.monotonic()
     for a in answers:
         prompt_metrics(a)

@@ -7,7 +7,8 @@ from mrl.reward.latex import clean
 from mrl.reward.math_verifier import MATCH, NO_ANSWER, SEVERAL, TOO_COMPLEX, WRONG, canonical, math
 
 pytest.importorskip("math_verify")
-TABLE = [(truth, answer, right) for group in (PLAIN, UNITS, LISTS, EXPRESSIONS, WORDS, ADVERSARIAL) for truth, good, bad in group
+TABLE = [(truth, answer, right) for group in (PLAIN, UNITS, LISTS, EXPRESSIONS, WORDS, ADVERSARIAL) for truth, good,
+    bad in group
          for right, answers in ((True, good), (False, bad)) for answer in answers]  # fmt: skip
 
 
@@ -64,18 +65,26 @@ def test_loading_math_verify_is_not_on_the_first_samples_clock():
     from mrl.reward.pool import RewardPool
 
     begin = time.monotonic()
-    with RewardPool(RewardSpec("auto", data_sources=("HuggingFaceH4/MATH-500",)), num_workers=1, timeout_s=20.0) as pool:
+    with RewardPool(
+        RewardSpec("auto", data_sources=("HuggingFaceH4/MATH-500",)), num_workers=1, timeout_s=20.0
+    ) as pool:
         ready = time.monotonic()
         assert pool.score([RewardItem(0, "HuggingFaceH4/MATH-500", r"\boxed{\sqrt{12}}", r"2\sqrt{3}")])[0].score == 1
         answered = time.monotonic()
-    assert answered - ready < 0.7 * (ready - begin)  # an import within the sample would take as long as the start with it
+    # an import within the sample would take as long as the start with it
+    assert answered - ready < 0.7 * (ready - begin)
 
 
 def _spellings(value):
     """Ways to write one fraction, all of them exact."""
     n, d = value.numerator, value.denominator
     sign, size = ("-" if n < 0 else ""), abs(n)
-    yield from (f"{n}/{d}", rf"{sign}\frac{{{size}}}{{{d}}}", rf"\dfrac{{{3 * n}}}{{{3 * d}}}", rf"$\frac{{{-n}}}{{{-d}}}$")
+    yield from (
+        f"{n}/{d}",
+        rf"{sign}\frac{{{size}}}{{{d}}}",
+        rf"\dfrac{{{3 * n}}}{{{3 * d}}}",
+        rf"$\frac{{{-n}}}{{{-d}}}$",
+    )
     if d == 1:
         yield from (f"{n:,}", f"{n}.00", rf"{sign}{size:,}".replace(",", "{,}"), rf"\text{{{n}}}")
     if 1000 % d == 0:
@@ -85,14 +94,18 @@ def _spellings(value):
 
 
 def test_numbers_are_equal_exactly_when_their_fractions_are():
-    """Python's fractions are the oracle: 200 pairs of values that are often near each other, in every spelling of both."""
+    """Python's fractions are the oracle: 200 pairs of values that are often near each other,
+    in every spelling of both.
+    """
     import random
     from fractions import Fraction
 
     rng = random.Random(0)
     for _ in range(200):
         truth = Fraction(rng.randint(-2000, 2000), rng.choice((1, 1, 2, 3, 4, 5, 7, 8)))
-        answer = rng.choice((truth, -truth, 1 / truth if truth else truth, truth + Fraction(1, 8), truth / 10, truth * 1000))
+        answer = rng.choice(
+            (truth, -truth, 1 / truth if truth else truth, truth + Fraction(1, 8), truth / 10, truth * 1000)
+        )
         for spelled in _spellings(answer):
             got = boxed_verdict(next(_spellings(truth)), spelled) == MATCH
             percent_number = spelled.endswith(r"\%") and answer * 100 == truth and abs(truth) >= 1

@@ -18,7 +18,9 @@ TINY = str(ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml")
 
 @pytest.fixture
 def run(capfd, tmp_path, monkeypatch):
-    """Runs `mrl verify` on the tiny preset in a folder with a small model: (exit code, standard output, standard error)."""
+    """Runs `mrl verify` on the tiny preset in a folder with a small model: (exit code, standard output,
+    standard error).
+    """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(SIZES))
@@ -38,7 +40,8 @@ def test_a_right_plan_is_said_to_be_right(run):
     code, out, _ = run()
     assert code == 0
     assert re.fullmatch(
-        r"ok: every element arrives exactly once, from a shard that holds it \((\d+) of \1 workers in full\)", out.splitlines()[-1]
+        r"ok: every element arrives exactly once, from a shard that holds it \((\d+) of \1 workers in full\)",
+        out.splitlines()[-1],
     )
 
 

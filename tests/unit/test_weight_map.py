@@ -28,7 +28,11 @@ def heads(part: Slice) -> str:
     """The rows of a slice by name, e.g. "q0 q1 k0 v0"."""
     rows = {}
     for block in part.blocks:
-        letter, (first, _), (start, stop) = block.part.name.split(".")[1][0], block.hf_box.ranges[0], block.local_box.ranges[0]
+        letter, (first, _), (start, stop) = (
+            block.part.name.split(".")[1][0],
+            block.hf_box.ranges[0],
+            block.local_box.ranges[0],
+        )
         rows |= {row: f"{letter}{first + row - start}" for row in range(start, stop)}
     return " ".join(rows[row] for row in range(part.shape[0]))
 
@@ -51,29 +55,44 @@ def test_the_example_of_the_docstring(ranks, megatron, vllm):
 def test_each_side_has_every_weight_of_a_layer_under_a_name_of_its_own(name):
     for layer, _ in weight_map(MODELS[name]).layers:
         assert set(layer.hf) == set(layer.megatron) == set(layer.vllm)
-        assert len({weight.megatron for weight in layer.hf}) == len({weight.vllm for weight in layer.hf}) == len(layer.hf)
+        assert (
+            len({weight.megatron for weight in layer.hf}) == len({weight.vllm for weight in layer.hf}) == len(layer.hf)
+        )
 
 
 def test_a_model_type_of_no_family_is_refused():
-    with pytest.raises(ConfigError, match="model_type = 'llama' is not supported; supported: qwen2, qwen3, qwen2_moe, qwen3_moe, glm4_moe"):
+    with pytest.raises(
+        ConfigError,
+        match="model_type = 'llama' is not supported; supported: qwen2, qwen3, qwen2_moe, qwen3_moe, glm4_moe",
+    ):
         weight_map(replace(MODELS["qwen3"], family="llama"))
 
 
 def test_a_weight_that_an_order_leaves_out_is_a_mistake_of_the_family():
     model = MODELS["qwen3"]
     with pytest.raises(ValueError, match=r"mlp\.gate_proj\.weight has no place in the order"):
-        WeightMap.of(model, replace(FAMILIES["Qwen3ForCausalLM"], vllm_order=("self_attn.", "input_layernorm.", "post_attention")))
+        WeightMap.of(
+            model,
+            replace(FAMILIES["Qwen3ForCausalLM"], vllm_order=("self_attn.", "input_layernorm.", "post_attention")),
+        )
 
 
 def with_shared_experts(m: ModelSpec) -> tuple[Weight, ...]:
     """Shared experts under another name than Qwen's and without a gate on their output."""
-    return expert_layer(m, gated_mlp(m, m.shared_expert_intermediate_size, "mlp.shared_experts.", "mlp.shared_experts."))
+    return expert_layer(
+        m, gated_mlp(m, m.shared_expert_intermediate_size, "mlp.shared_experts.", "mlp.shared_experts.")
+    )
 
 
 def with_norms_behind(m: ModelSpec) -> tuple[Weight, ...]:
     """Two norms more, as in layers that also normalise what a block gives."""
     extra = [copied(f"post_{x}_norm.weight", (m.hidden_size,), f"post_{x}_norm.weight") for x in ("attention", "mlp")]
-    return (*layer_norms(m, "mlp.linear_fc1.layer_norm_weight"), *extra, *attention(m), *gated_mlp(m, m.intermediate_size))
+    return (
+        *layer_norms(m, "mlp.linear_fc1.layer_norm_weight"),
+        *extra,
+        *attention(m),
+        *gated_mlp(m, m.intermediate_size),
+    )
 
 
 SHARED = Family("SharedForCausalLM", "shared", dict, dense_layer, with_shared_experts)
@@ -82,7 +101,14 @@ NORMS = Family(
     "norms",
     dict,
     with_norms_behind,
-    megatron_order=("input_layernorm.", "self_attn.", "post_attention_norm.", "post_attention_layernorm.", "mlp.", "post_mlp_norm."),
+    megatron_order=(
+        "input_layernorm.",
+        "self_attn.",
+        "post_attention_norm.",
+        "post_attention_layernorm.",
+        "mlp.",
+        "post_mlp_norm.",
+    ),
     vllm_order=("self_attn.", "mlp.", ""),
 )
 
@@ -101,12 +127,17 @@ def test_every_view_follows_a_new_familys_rows(new_families):
     gated = parameter_count(MODELS["qwen2_moe"]) - parameter_count(replace(MODELS["qwen2_moe"], family="shared"))
     assert gated == 4 * model.hidden_size  # the four scalar gates
     names = {spec.name for spec in tensor_specs(model)}
-    assert "model.layers.1.mlp.shared_experts.up_proj.weight" in names and not any("shared_expert_gate" in name for name in names)
+    assert "model.layers.1.mlp.shared_experts.up_proj.weight" in names and not any(
+        "shared_expert_gate" in name for name in names
+    )
     assert parameter_count(model) == sum(spec.numel for spec in tensor_specs(model))
     layout = TrainLayout.build({"world_size": 2, "tensor_model_parallel_size": 2}, model)
     shards = {shard.megatron_name: shard for shard in source_shards(model, layout, 0)}
     assert shards["decoder.layers.1.mlp.shared_experts.linear_fc1.weight"].local_shape == (8, 8)
-    assert "decoder.layers.0.mlp.linear_fc1.layer_norm_weight" in shards and "decoder.layers.1.pre_mlp_layernorm.weight" in shards
+    assert (
+        "decoder.layers.0.mlp.linear_fc1.layer_norm_weight" in shards
+        and "decoder.layers.1.pre_mlp_layernorm.weight" in shards
+    )
     parameters = {p.name: p for p in target_parameters(model, RolloutLayout(1, 2), 0, "cuda", "bfloat16")}
     assert parameters["model.layers.1.mlp.shared_experts.gate_up_proj.weight"].local_shape == (8, 8)
 

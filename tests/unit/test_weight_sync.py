@@ -1,6 +1,8 @@
-"""Faults of a weight sync: each is noticed and named, no engine serves a mixture, and the sync is done again once or the run stops.
+"""Faults of a weight sync: each is noticed and named, no engine serves a mixture, and the sync is done again once or
+the run stops.
 
-The driver, the plan, the transports and the digests are the real ones; ranks and engines are threads with plain tensors.
+The driver, the plan, the transports and the digests are the real ones; ranks and engines are threads with plain
+tensors.
 """
 
 import itertools
@@ -36,7 +38,10 @@ class Engine:
 
 
 class FakeCluster:
-    """Ranks and engines behind the two group interfaces that WeightSync uses. Faults are put in by replacing its methods."""
+    """Ranks and engines behind the two group interfaces that WeightSync uses.
+
+    Faults are put in by replacing its methods.
+    """
 
     def __init__(self, setup: SyncSetup, weights: dict):
         self.setup, self.weights = setup, weights
@@ -51,7 +56,9 @@ class FakeCluster:
         return SimpleNamespace(refs=self._rank_refs, meeting_point=self.meeting_point)
 
     def group(self) -> SimpleNamespace:
-        return SimpleNamespace(refs=self._engine_refs, commit=self.commit, call=lambda method: None, prepare=lambda what, engines: None)
+        return SimpleNamespace(
+            refs=self._engine_refs, commit=self.commit, call=lambda method: None, prepare=lambda what, engines: None
+        )
 
     def meeting_point(self, rank: int) -> str:
         self.met_at.append(rank)
@@ -66,7 +73,9 @@ class FakeCluster:
         chosen = [i for i in range(len(self.engines)) if engines is None or i // self.ranks in engines]
         if method == "connect_sync":
             return {"engine 0": partial(self.connect, *arguments)}
-        return {rank_name(*divmod(i, self.ranks), self.ranks): partial(getattr(self, method), i, *arguments) for i in chosen}
+        return {
+            rank_name(*divmod(i, self.ranks), self.ranks): partial(getattr(self, method), i, *arguments) for i in chosen
+        }
 
     def places(self, number):
         return [("node", None)]
@@ -125,7 +134,9 @@ def cluster(monkeypatch):
     monkeypatch.setattr(weight_sync, "settle", run_all)
     monkeypatch.setattr(weight_sync, "gather", run_all)
 
-    def make(engines=2, train=TRAIN, transport="shm", timeout_s=30.0, verify_every=1, **sizes) -> tuple[FakeCluster, WeightSync]:
+    def make(
+        engines=2, train=TRAIN, transport="shm", timeout_s=30.0, verify_every=1, **sizes
+    ) -> tuple[FakeCluster, WeightSync]:
         setup = setup_for(train, dict(num_engines=engines, **sizes), transport, timeout_s=timeout_s)
         found = FakeCluster(setup, hf_weights(setup))
         config = SimpleNamespace(
@@ -162,7 +173,9 @@ def once(method, spoil):
 
 
 def be_impatient(world: World) -> None:
-    """Until transports are opened again nobody waits long, receivers least: so they complain before the sender that they wait for."""
+    """Until transports are opened again nobody waits long, receivers least:
+    so they complain before the sender that they wait for.
+    """
     for sides, seconds in ((world.senders, 4.0), (world.receivers, 1.5)):
         for side in sides.values():
             if hasattr(side.end, "_group"):
@@ -192,7 +205,9 @@ def test_a_byte_flipped_on_the_way_is_named_and_only_that_engine_is_synced_again
     end.take = once(end.take, flip_a_byte)
     kept = world.engines[0]
     rounds = []
-    world.receive_weights = (lambda plain: lambda engine, *a: rounds.append(engine) or plain(engine, *a))(world.receive_weights)
+    world.receive_weights = (lambda plain: lambda engine, *a: rounds.append(engine) or plain(engine, *a))(
+        world.receive_weights
+    )
     metrics = sync.bring_to(2)
     assert sorted(rounds) == [0, 1, 1]
     assert metrics["reshard/resynced"] == 1 and metrics["reshard/bytes_moved"] == metrics["reshard/bytes_required"]
@@ -209,7 +224,8 @@ def test_a_fault_that_stays_stops_the_run_and_no_engine_serves_a_mixture(cluster
     end = world.world.receivers[1].end
     end.take = partial(flip_a_byte, end.take)
     with pytest.raises(
-        Interrupted, match=r"version 2: engine 1 could not be brought .* twice: engine 1 worker 1: .* differs on the way, sent by"
+        Interrupted,
+        match=r"version 2: engine 1 could not be brought .* twice: engine 1 worker 1: .* differs on the way, sent by",
     ):
         sync.bring_to(2)
     assert world.versions() == [None, None]
@@ -233,7 +249,9 @@ def test_ranks_of_an_engine_are_synced_as_one(cluster, capsys):
     end = world.world.receivers[3].end
     end.take = once(end.take, flip_a_byte)
     received = []
-    world.receive_weights = (lambda plain: lambda worker, *a: received.append(worker) or plain(worker, *a))(world.receive_weights)
+    world.receive_weights = (lambda plain: lambda worker, *a: received.append(worker) or plain(worker, *a))(
+        world.receive_weights
+    )
     assert sync.bring_to(2)["reshard/resynced"] == 1
     assert sorted(received) == [0, 1, 2, 2, 3, 3]
     assert "engine 1 fenced and synced again: engine 1 worker 3: " in capsys.readouterr().err
@@ -243,9 +261,9 @@ def test_ranks_of_an_engine_are_synced_as_one(cluster, capsys):
 def test_storage_is_read_back_every_so_many_syncs(cluster):
     world, sync = cluster(verify_every=2)
     seen = []
-    world.receive_weights = (lambda plain: lambda engine, update, read: seen.append(read) or plain(engine, update, read))(
-        world.receive_weights
-    )
+    world.receive_weights = (
+        lambda plain: lambda engine, update, read: seen.append(read) or plain(engine, update, read)
+    )(world.receive_weights)
     assert [sync.bring_to(version)["reshard/verified"] for version in (1, 2, 3)] == [1, 0, 1]
     assert seen == [True, True, False, False, True, True]
 
@@ -289,7 +307,9 @@ def test_a_dropped_message_is_missed_by_its_receiver_which_names_rank_and_round(
     dropped = []
     end.post = once(
         end.post,
-        lambda post, message: dropped.append(message) or end._slots.pop(0, None) if transport == "p2p" else dropped.append(message),
+        lambda post, message: (
+            dropped.append(message) or end._slots.pop(0, None) if transport == "p2p" else dropped.append(message)
+        ),
     )
     assert sync.bring_to(2)["reshard/resynced"] == 1
     assert f"rank 2, round {dropped[0].round} of update 2 for worker 0: nothing came" in capsys.readouterr().err
@@ -297,7 +317,9 @@ def test_a_dropped_message_is_missed_by_its_receiver_which_names_rank_and_round(
 
 
 def test_a_round_that_is_sent_twice_is_taken_by_nobody(cluster, capsys):
-    """Between hosts; the receiver asks for each round once, so the repetition is never matched and its sender says so."""
+    """Between hosts; the receiver asks for each round once,
+    so the repetition is never matched and its sender says so.
+    """
     world, sync = cluster(engines=1, transport="p2p")
     sync.bring_to(1)
     be_impatient(world.world)
@@ -330,7 +352,8 @@ def test_a_message_that_is_sent_twice_finds_no_room(cluster, capsys):
 
     end.post = once(end.post, again)
     assert sync.bring_to(2)["reshard/resynced"] == 1
-    assert "rank 0, round" in capsys.readouterr().err  # it waits for room that no plan has, and its next message does not come
+    # it waits for room that no plan has, and its next message does not come
+    assert "rank 0, round" in capsys.readouterr().err
     assert holds(world, 0)
 
 
@@ -341,7 +364,8 @@ def test_a_message_of_an_earlier_sync_is_not_taken_for_this_ones(cluster, capsys
 
     def old(post, message):
         words = end._arenas[0].words[:, end._index[0]]
-        words[words[:, 0] == sequence_number(2, message), 3] = sequence_number(1, message)  # word 0: granted, word 3: ready
+        # word 0: granted, word 3: ready
+        words[words[:, 0] == sequence_number(2, message), 3] = sequence_number(1, message)
 
     end.post = once(end.post, old)
     assert sync.bring_to(2)["reshard/resynced"] == 1
@@ -417,7 +441,10 @@ def test_when_peers_do_not_meet_again_the_run_stops_with_what_broke_the_first_at
 
     end.take = once(end.take, fail)
     world.connect = refuse
-    with pytest.raises(EnvironmentFault, match=r"version 2: .*no memory for a module.*; and connecting again failed: engine 0 cannot take"):
+    with pytest.raises(
+        EnvironmentFault,
+        match=r"version 2: .*no memory for a module.*; and connecting again failed: engine 0 cannot take",
+    ):
         sync.bring_to(2)
     assert world.versions() == [None]
 
@@ -437,7 +464,9 @@ def test_the_group_meets_at_its_first_member_though_rank_0_has_no_peer_on_anothe
     assert holds(world, 0) and world.versions() == [1]
 
 
-def test_what_is_free_of_the_fullest_device_is_said_once_and_only_where_there_is_device_memory(cluster, capsys, monkeypatch):
+def test_what_is_free_of_the_fullest_device_is_said_once_and_only_where_there_is_device_memory(
+    cluster, capsys, monkeypatch
+):
     """Communicators come with the first messages, so nobody can know before what they leave."""
     world, sync = cluster(engines=2)
     sync.bring_to(1)
@@ -452,7 +481,9 @@ def test_what_is_free_of_the_fullest_device_is_said_once_and_only_where_there_is
     sync.bring_to(2)
     said = capsys.readouterr().out
     assert (
-        said.count("after the first weight sync the fullest device has 5.0 GiB free\n") == said.count("engines: MoE kernels TRITON\n") == 1
+        said.count("after the first weight sync the fullest device has 5.0 GiB free\n")
+        == said.count("engines: MoE kernels TRITON\n")
+        == 1
     )
 
 

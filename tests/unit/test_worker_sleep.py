@@ -1,4 +1,5 @@
-"""What a worker extension does around a worker's sleep, on stand-ins; with vllm-ascend's wake in it, which transposes experts.
+"""What a worker extension does around a worker's sleep, on stand-ins; with vllm-ascend's wake in it, which transposes
+experts.
 
 The stand-ins have the signatures of vllm-ascend v0.23.0 (vllm_ascend/worker/worker.py, device_allocator/camem.py)."""
 
@@ -44,7 +45,9 @@ class NPUWorker:
         self.model.w13_weight = nn.Parameter(torch.arange(24.0).view(2, 3, 4), requires_grad=False)
         self.model.count = nn.Parameter(torch.arange(3), requires_grad=False)
         self.model.register_buffer("cos_sin_cache", torch.ones(4))
-        self.model_runner = SimpleNamespace(model=self.model, get_model=lambda: self.model, kv_caches=[(torch.zeros(2), torch.zeros(2))])
+        self.model_runner = SimpleNamespace(
+            model=self.model, get_model=lambda: self.model, kv_caches=[(torch.zeros(2), torch.zeros(2))]
+        )
         self.vllm_config = SimpleNamespace(additional_config={"weight_nz_mode": 0})
         self.device = SimpleNamespace(type="npu")
         self.model_config = SimpleNamespace(enable_sleep_mode=True)
@@ -118,7 +121,10 @@ def test_weights_come_back_as_nan_in_the_layout_of_before_and_buffers_as_they_we
 def test_the_workers_own_wake_is_caught_by_the_layout():
     worker = Worker()
     worker.give_memory()
-    with pytest.raises(RuntimeError, match=r"w13_weight is \(\(2, 4, 3\), \(12, 1, 4\), torch.float32\) after the wake, \(\(2, 3, 4\), "):
+    with pytest.raises(
+        RuntimeError,
+        match=r"w13_weight is \(\(2, 4, 3\), \(12, 1, 4\), torch.float32\) after the wake, \(\(2, 3, 4\), ",
+    ):
         worker.take_memory(WEIGHTS)
     assert WEIGHTS in worker.parts_asleep  # nothing is written into it
 
@@ -156,7 +162,9 @@ def test_a_worker_of_known_source_may_sleep_and_another_may_not(monkeypatch):
     worker = Ascend()
     with pytest.raises(RuntimeError, match=r"sleeps or wakes otherwise than release v0\.23\.0 .*known 91aa42257a7c"):
         ascend_wake.check_worker(worker)
-    monkeypatch.setattr(ascend_wake, "KNOWN_SOURCE", ascend_wake.source_digest(NPUWorker.sleep, NPUWorker.wake_up, Pool.wake_up))
+    monkeypatch.setattr(
+        ascend_wake, "KNOWN_SOURCE", ascend_wake.source_digest(NPUWorker.sleep, NPUWorker.wake_up, Pool.wake_up)
+    )
     ascend_wake.check_worker(worker)
     worker.vllm_config.additional_config["enable_sleep_mode_extra_cleanup"] = True
     with pytest.raises(RuntimeError, match="enable_sleep_mode_extra_cleanup takes communicators and graphs apart"):

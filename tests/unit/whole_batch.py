@@ -1,4 +1,6 @@
-"""A step's per-token work with all tokens in one process, by numpy's own means: what replicas together have to come to."""
+"""A step's per-token work with all tokens in one process, by numpy's own means:
+what replicas together have to come to.
+"""
 
 import numpy as np
 
@@ -24,7 +26,8 @@ def mismatch(rollout, actor, lengths):
     apart, whole = np.log(ppl[1] / ppl[0]), row_sums(log_ratio, lengths)
     return {
         "training/rollout_probs_diff_mean": gap.mean(), "training/rollout_probs_diff_max": gap.max(),
-        "training/rollout_probs_diff_std": gap.std(ddof=1), "training/rollout_log_probs_abs_diff_mean": np.abs(log_ratio).mean(),
+        "training/rollout_probs_diff_std": gap.std(ddof=1),
+        "training/rollout_log_probs_abs_diff_mean": np.abs(log_ratio).mean(),
         "training/rollout_log_probs_abs_diff_max": np.abs(log_ratio).max(),
         "training/rollout_actor_probs_pearson_corr": np.corrcoef(np.exp(rollout), np.exp(actor))[0, 1],
         "rollout_corr/kl": -log_ratio.mean(), "rollout_corr/k3_kl": (np.exp(log_ratio) - 1 - log_ratio).mean(),
@@ -44,17 +47,27 @@ def corrected(algorithm, old, rollout, truncated, lengths):
         mask, metrics = ~np.repeat(truncated, lengths), {"train/overlong_filtered_share": truncated.mean()}
     if setting.level is None:
         return mask, None, metrics
-    found = correct(CorrectionParameters(setting.level, setting.mode, setting.low, setting.high), old, rollout, mask, lengths)
+    found = correct(
+        CorrectionParameters(setting.level, setting.mode, setting.low, setting.high), old, rollout, mask, lengths
+    )
     log_ratio = np.where(mask, old.astype(np.float64) - rollout, 0)
     sums, counts = row_sums(log_ratio, lengths), row_sums(mask, lengths)
-    seen = {"token": log_ratio, "sequence": np.repeat(sums, lengths), "geometric": np.repeat(sums / np.maximum(counts, 1), lengths)}
+    seen = {
+        "token": log_ratio,
+        "sequence": np.repeat(sums, lengths),
+        "geometric": np.repeat(sums / np.maximum(counts, 1), lengths),
+    }
     ratio = np.exp(seen[setting.level])
     outside = mask & ((ratio > setting.high) | (ratio < (setting.low or 0)))
-    kept = np.where(setting.level == "geometric" and setting.mode == "mask", 1.0, np.clip(ratio, None, setting.high))[found.keep]
+    kept = np.where(setting.level == "geometric" and setting.mode == "mask", 1.0, np.clip(ratio, None, setting.high))[
+        found.keep
+    ]
     return found.keep, found.weights, metrics | {
-        "rollout_corr/outside_share": outside.sum() / mask.sum(), "rollout_corr/rejected_token_share": 1 - found.keep.sum() / mask.sum(),
+        "rollout_corr/outside_share": outside.sum() / mask.sum(),
+        "rollout_corr/rejected_token_share": 1 - found.keep.sum() / mask.sum(),
         "rollout_corr/rejected_sequence_share": 1 - (row_sums(found.keep, lengths) > 0).sum() / (counts > 0).sum(),
-        "rollout_corr/weight_mean": kept.mean(), "rollout_corr/weight_max": kept.max(), "rollout_corr/weight_min": kept.min(),
+        "rollout_corr/weight_mean": kept.mean(), "rollout_corr/weight_max": kept.max(),
+        "rollout_corr/weight_min": kept.min(),
         "rollout_corr/effective_sample_share": kept.mean() ** 2 / (kept**2).mean(),
     }  # fmt: skip
 
@@ -87,7 +100,10 @@ def selected(loss, advantages, log_probs, mask, lots):
 
 
 def whole_batch(config, rollouts, old, ref, lots) -> tuple[dict, dict]:
-    """Metrics and columns of all tokens before the update; `old`, `ref` [response tokens]. `lots`: of a token, where they are drawn."""
+    """Metrics and columns of all tokens before the update; `old`, `ref` [response tokens].
+
+    `lots`: of a token, where they are drawn.
+    """
     algorithm, samples = config.algorithm, rollouts.samples.read()
     rollout, lengths, penalties = samples.rollout_log_probs, samples.response_lengths, None
     metrics, columns = mismatch(rollout, old, lengths), {}
@@ -98,10 +114,20 @@ def whole_batch(config, rollouts, old, ref, lots) -> tuple[dict, dict]:
     mask, weights, more = corrected(algorithm, old, rollout, samples.truncated, lengths)
     metrics |= more
     anchor = rollout if algorithm.anchor == "rollout" else old
-    columns |= {"old_log_probs": anchor, "keep": mask, "advantages": advantages(algorithm, rollouts, penalties, mask, lengths)}
-    columns |= ({} if weights is None else {"loss_weights": weights}) | ({"ref_log_probs": ref} if algorithm.needs_reference else {})
+    columns |= {
+        "old_log_probs": anchor,
+        "keep": mask,
+        "advantages": advantages(algorithm, rollouts, penalties, mask, lengths),
+    }
+    columns |= ({} if weights is None else {"loss_weights": weights}) | (
+        {"ref_log_probs": ref} if algorithm.needs_reference else {}
+    )
     trained = columns["advantages"][mask].astype(np.float64)
-    metrics |= {f"critic/{what}/{name}": getattr(trained, name)() for what in ("advantages", "returns") for name in ("mean", "max", "min")}
+    metrics |= {
+        f"critic/{what}/{name}": getattr(trained, name)()
+        for what in ("advantages", "returns")
+        for name in ("mean", "max", "min")
+    }
     responses = float((row_sums(mask, lengths) > 0).sum())
     metrics |= {f"ran/adv_estimator/{algorithm.adv_estimator}": responses}
     metrics |= {"ran/anchor/rollout": responses} if algorithm.anchor == "rollout" else {}
@@ -112,7 +138,13 @@ def whole_batch(config, rollouts, old, ref, lots) -> tuple[dict, dict]:
         metrics[f"count {number}"] = (int(mask[span].sum()), int((row_sums(mask[span], lengths[part]) > 0).sum()))
     if algorithm.policy_loss.loss_mode in SELECTIONS:
         found = [
-            selected(algorithm.policy_loss, columns["advantages"][span], anchor[span], mask[span], lots(anchor[span], lengths[part]))
+            selected(
+                algorithm.policy_loss,
+                columns["advantages"][span],
+                anchor[span],
+                mask[span],
+                lots(anchor[span], lengths[part]),
+            )
             for part, span in zip(parts, tokens, strict=True)
         ]
         columns["selected"] = np.concatenate(found)
