@@ -1,6 +1,6 @@
 """Rehearses presets and imported verl scripts, one after the other, and keeps what each came to.
 
-    scripts/evidence/rehearsals.sh [NAME ...]    presets by MODEL/CLUSTER, scripts by file name; none: all that are stale
+    scripts/evidence/rehearsals.sh [NAME ...]    presets by MODEL/CLUSTER, scripts by name; none: all that are stale
     scripts/evidence/rehearsals.sh --scripts FOLDER [NAME ...]   other scripts than those of tests/unit/verl_scripts
     scripts/evidence/rehearsals.sh --list        the names, and the commit at which each was rehearsed
     scripts/evidence/rehearsals.sh --table       the table of docs/evidence.md and the presets' headers; runs nothing
