@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import ray
 
 from mrl.cluster.calls import LostPeer, blame, unwrap
+from mrl.cluster.engine_progress import EngineProgress
 from mrl.cluster.stored_samples import StoredSamples
 from mrl.vllm.requests import Request, Sampling
 
@@ -21,9 +22,16 @@ Arrived = tuple[StoredSamples, list[str] | None]  # responses, and their texts w
 class RequestStreams:
     """What was sent to engines, by name, and is not all back."""
 
-    def __init__(self, workers: Mapping[str, ray.actor.ActorHandle], all_there: Callable[[], dict[str, ray.ObjectRef]], with_texts: bool):
-        """`all_there`: asks each engine whether all of it lives, answers to come by name."""
+    def __init__(
+        self,
+        workers: Mapping[str, ray.actor.ActorHandle],
+        all_there: Callable[[], dict[str, ray.ObjectRef]],
+        with_texts: bool,
+        limit_s: float,
+    ):
+        """`all_there`: asks each engine whether all of it lives, answers to come by name. `limit_s`: that an engine may make no token."""
         self._workers, self._all_there, self._with_texts = workers, all_there, with_texts
+        self.progress = EngineProgress(lambda engine: workers[engine].tokens_made.remote(), limit_s)
         self._streams: dict[ray.ObjectRefGenerator, str] = {}
         self._told_of: dict[ray.ObjectRefGenerator, ray.ObjectRef] = {}  # blocks whose numbers are to come
 
@@ -36,6 +44,8 @@ class RequestStreams:
         """Asks one engine for responses. `kept`: by sample_id, the row that a response goes on from."""
         if not requests:
             return
+        if engine not in self.waiting_for:
+            self.progress.begin(engine)
         generate = self._workers[engine].generate.options(num_returns="streaming", _generator_backpressure_num_objects=AHEAD)
         before = {number: (row.blocks[0], int(row.place[0])) for number, row in (kept or {}).items()}
         self._streams[generate.remote(list(requests), sampling, self._with_texts, before)] = engine
@@ -43,8 +53,9 @@ class RequestStreams:
     def take(self, timeout_s: float) -> list[Arrived]:
         """What has come back since, at most one block an engine and call; waits for the first of it.
 
-        Raises Interrupted when an engine died.
+        Raises Interrupted when an engine died, or made no token for too long.
         """
+        self.progress.check(self.waiting_for)
         ready = self._ready(0.0) or self._ready(timeout_s)
         arrived = [self._next(stream) for stream in ready]
         return [each for each in arrived if each is not None]

@@ -5,7 +5,6 @@ every step together, so that whoever is asked alone to pause, to resume or to sl
 what changes an engine is asked of all of its ranks at once, after each of them has said that it is there.
 """
 
-import time
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -23,6 +22,8 @@ from mrl.cluster.workers import EngineWorker
 from mrl.config.schema import RunConfig
 from mrl.errors import Interrupted
 from mrl.platforms.hosting import get_hosting
+from mrl.schedule.engine_loads import places_of
+from mrl.schedule.routing import Queued, Routing
 from mrl.vllm.requests import Request, Sampling, engine_settings, log_name, rank_name
 
 PREPARE_S = 60.0  # for a rank that is there to say so; another may be in the middle of a long step
@@ -41,6 +42,7 @@ class RolloutGroup:
         self.config, self.poll = config, poll
         self.engine_ranks = data = config.rollout.data_parallel_size  # of one engine
         self.names = [rank_name(*divmod(number, data), data) for number in range(config.rollout.num_engines * data)]
+        self.places = request_places(config)
         self.seats = seats or engine_seats(config)
         self.workers = [self._worker(number, seat, run_dir / "logs") for number, seat in enumerate(self.seats.seats)]
         self._starting = self._start()
@@ -105,28 +107,27 @@ class RolloutGroup:
     def streams(self, with_texts: bool) -> RequestStreams:
         """Nothing sent yet; `with_texts`: responses are decoded where they are made."""
         workers = dict(zip(self.names, self.workers, strict=True))
-        return RequestStreams(workers, partial(self.refs, "check_there"), with_texts)
+        return RequestStreams(workers, partial(self.refs, "check_there"), with_texts, self.config.rollout.generate_timeout_s)
 
     def generate(self, requests: list[Request], sampling: Sampling, on_batch: OnBatch | None = None) -> StoredSamples:
         """All responses, ordered by `sample_id`; `on_batch` sees those that finish together, and texts, which are made for it alone.
 
-        Raises Interrupted when an engine dies or the deadline passes.
+        Raises Interrupted when an engine dies or stands still.
         """
         done: list[StoredSamples] = []
-        streams = self.streams(with_texts=on_batch is not None)
-        for name, share in zip(self.names, spread(requests, len(self.workers)), strict=True):
-            streams.send(name, share, sampling)
-        deadline = time.monotonic() + self.config.rollout.generate_timeout_s
-        while streams.waiting_for:
+        streams, by_id = self.streams(with_texts=on_batch is not None), {request.sample_id: request for request in requests}
+        longest = sampling.max_tokens
+        queued = [Queued(r.sample_id, r.prompt_ids, len(r.prompt_ids) + (r.max_tokens or longest)) for r in requests]
+        routing = Routing(self.names, self.places, queued)
+        while routing.unanswered:
+            for name, numbers in routing.assignments().items():
+                streams.send(name, [by_id[number] for number in numbers], sampling)
             self.poll()
-            arrived = streams.take(timeout_s=0.5)
-            for samples, texts in arrived:
+            for samples, texts in streams.take(timeout_s=0.5):
+                routing.answered(samples.rows.sample_id.tolist())
                 done.append(samples)
                 if on_batch is not None:
                     on_batch(samples, texts)
-            if not arrived and streams.waiting_for and time.monotonic() > deadline:
-                late, missing = ", ".join(streams.waiting_for), len(requests) - sum(map(len, done))
-                raise Interrupted(f"generation: {missing} of {len(requests)} responses missing, waiting for {late}")
         samples = StoredSamples.joined(done)
         return samples.take(np.argsort(samples.rows.sample_id))
 
@@ -172,13 +173,11 @@ class RolloutGroup:
         self.seats.release()
 
 
-def spread(requests: list[Request], ranks: int) -> list[list[Request]]:
-    """Requests of each rank: prompts go round, responses of one prompt stay together and share its cached prefix.
+def request_places(config: RunConfig) -> int | None:
+    """Requests that a front end has at most; None: each call's are spread before the first is answered.
 
-    A rank that gets none takes part in the steps of the others of its engine.
+    A response is a function of its request and the weights where what else an engine computes changes no bit, which engines check
+    when they start. Elsewhere who is beside whom decides the last bits, and a run that is to repeat must not leave that to a clock.
     """
-    prompts: dict[tuple[int, ...], int] = {}
-    shares: list[list[Request]] = [[] for _ in range(ranks)]
-    for request in requests:
-        shares[prompts.setdefault(request.prompt_ids, len(prompts)) % ranks].append(request)
-    return shares
+    needs_order = config.trainer.deterministic and not get_hosting(config.cluster.device).checks_batch_order
+    return None if needs_order else places_of(config.rollout.max_num_seqs)

@@ -247,6 +247,10 @@ class EngineWorker:
                 yield block
                 yield block.numbers, self._texts(block) if with_texts else None
 
+    async def tokens_made(self) -> int:
+        """See VllmEngine.tokens_made."""
+        return self.engine.tokens_made
+
     def _texts(self, block: Samples) -> list[str]:
         return [self._tokenizer.decode(ids.tolist(), skip_special_tokens=True) for ids in block.responses()]
 

@@ -121,6 +121,26 @@ def speed_metrics(rows: SampleRows, seconds: Mapping[str, float], devices: int) 
     return metrics
 
 
+class GeneratingTime:
+    """How long engines that work beside training had requests, and the tokens that came back meanwhile."""
+
+    def __init__(self) -> None:
+        self._seconds, self._tokens, self._since = 0.0, 0, None
+
+    def note(self, generates: bool, tokens: int, now: float) -> None:
+        """At second `now` engines have requests, or none; `tokens` came back since the last note."""
+        if self._since is not None:
+            self._seconds += now - self._since
+        self._tokens += tokens
+        self._since = now if generates else None
+
+    def metrics(self) -> dict[str, float]:
+        """Since the last call; nothing where no token came back."""
+        found = {f"timing_per_token_ms/{GENERATING}": 1e3 * self._seconds / self._tokens} if self._tokens else {}
+        self._seconds, self._tokens = 0.0, 0
+        return found
+
+
 class PhaseTimer:
     """Seconds by phase: `with timer("gen"): ...`. A phase entered again adds up; phases may nest, each counts its own whole time."""
 

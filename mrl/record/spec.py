@@ -125,7 +125,7 @@ _LENGTHS = [
 ]
 
 _TIMING = [
-    _phase("gen", "generation, rewards overlapping"),
+    _phase("gen", "generation, rewards overlapping; where it runs ahead of training, the wait for a batch"),
     _phase("reshard", "weights from the trainer into the engines, proof included"),
     _phase("reward", "waiting for rewards after generation"),
     _phase("old_log_prob", "log-probs under the old policy; not with anchor on_policy"),
@@ -139,7 +139,7 @@ _TIMING = [
     _phase("step", "the whole step"),
     _phase("settle", "waiting until engines may be given other weights, where generation runs ahead"),
     _phase("outside", "of the step, what no phase counts"),
-    MetricSpec("timing_per_token_ms/gen", "max", "ms/token", "Generation time over response tokens"),
+    MetricSpec("timing_per_token_ms/gen", "max", "ms/token", "Generation time, not the wait for it, over response tokens"),
     MetricSpec("timing_per_token_ms/*", "max", "ms/token", "Phase time over all tokens of the batch"),
 ]
 

@@ -38,8 +38,9 @@ class Assignment:
 class Dispatcher:
     """The responses of a buffer's groups, and the engines."""
 
-    def __init__(self, buffer: GroupBuffer, engines: list[str]):
-        self.buffer, self.loads = buffer, EngineLoads(engines)
+    def __init__(self, buffer: GroupBuffer, engines: list[str], places: int | None = None):
+        """`places`: requests that an engine has at most; see EngineLoads."""
+        self.buffer, self.loads = buffer, EngineLoads(engines, places)
         self.window = buffer.schedule.concurrency  # responses under way at most; rate control may lower it
         self.is_open = True  # false: nothing is sent, so that engines become empty
         self.under_way: dict[int, Assignment] = {}
@@ -91,7 +92,7 @@ class Dispatcher:
         """Requests to be sent now, in this order."""
         sent: list[Assignment] = []
         room = len(self._ready) if self.window is None else self.window - len(self.under_way)
-        while self.is_open and self.loads.tokens and self._ready and len(sent) < room:
+        while self.is_open and self.loads.free and self._ready and len(sent) < room:
             *_, number, index, tokens = heapq.heappop(self._ready)
             sent.append(self._sent(self.buffer.groups[number], index, tokens))
         return sent

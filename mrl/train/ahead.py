@@ -10,7 +10,6 @@ them, and neither while it waits for Ray.
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
@@ -21,14 +20,13 @@ import numpy as np
 from mrl.cluster.stored_samples import StoredSamples
 from mrl.config.schema import RunConfig
 from mrl.data.order import PromptStream
-from mrl.errors import ConfigError, DataError, Interrupted
-from mrl.record.metrics import PhaseTimer, distribution
+from mrl.errors import ConfigError, DataError
+from mrl.record.metrics import GeneratingTime, PhaseTimer, distribution
 from mrl.reward.items import OK, RewardResult, check_failures, failure_counts, failures_at_the_bottom
 from mrl.schedule.buffer import GroupBuffer
 from mrl.schedule.dispatch import Assignment, Dispatcher
 from mrl.schedule.groups import Group
 from mrl.schedule.ledger import Fingerprint, restored, snapshot
-from mrl.schedule.progress import ProgressWatch
 from mrl.schedule.staleness import Schedule
 from mrl.train.kept_groups import Filtered, KeptGroups, Key
 from mrl.train.numbered_prompts import DrawPlace, NumberedPrompts
@@ -70,14 +68,14 @@ class GenerationAhead:
         self._responses: dict[Key, StoredSamples] = dict(kept.responses) if kept else {}
         self._results: dict[Key, RewardResult] = dict(kept.results) if kept else {}
         buffer = restored(kept.ledger, schedule, fingerprint, _lengths(kept)) if kept else GroupBuffer(schedule)
-        self._dispatcher = Dispatcher(buffer, responder.engines.names)
+        self._dispatcher = Dispatcher(buffer, responder.engines.names, responder.engines.places)
         for group in buffer.groups.values():
             self._dispatcher.admit(group)
         self._filtered: list[Filtered] = list(kept.filtered) if kept else []
         self._any_failed = False  # a reward, since this process began
         self._counted = self._counts()
-        self._watch, self._made = ProgressWatch(config.rollout.generate_timeout_s), Counter[str]()  # tokens by engine
         self._pending: set[Key] = set()  # responses whose reward is awaited
+        self._generating, self._came = GeneratingTime(), 0  # tokens that came back since it was last noted
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._closed = False
@@ -203,7 +201,8 @@ class GenerationAhead:
                     for result in scored:
                         self._take_result(result)
                     self._admit()
-                    self._check_progress()
+                    self._generating.note(bool(self._streams.waiting_for), self._came, time.monotonic())
+                    self._came = 0
                     if arrived or scored:
                         self._changed.notify_all()
                     elif not self._streams.waiting_for:
@@ -212,14 +211,6 @@ class GenerationAhead:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
-
-    def _check_progress(self) -> None:
-        """Raises Interrupted where an engine has requests and has answered none for too long, whatever others do."""
-        now, holding = time.monotonic(), set(self._streams.waiting_for)
-        for engine in self._responder.engines.names:
-            self._watch.note(engine, self._made[engine], engine in holding, now)
-        if late := self._watch.late(now):
-            raise Interrupted(f"generation: no response within {self._watch.limit_s:g} s from {', '.join(late)}")
 
     def _send(self) -> None:
         with self._changed:
@@ -247,7 +238,7 @@ class GenerationAhead:
             sent = self._dispatcher.under_way[request]
             added, truncated = int(one.rows.response_lengths[0]) - sent.kept, bool(one.rows.truncated[0])
             group = self._dispatcher.answered(request, added, not truncated)
-            self._made[sent.engine] += added
+            self._came += added
             self._responses[sent.number, sent.index] = one
             if group.ended[sent.index]:
                 self._score(sent, text)
@@ -302,6 +293,7 @@ class GenerationAhead:
             **distribution("training/off_policy/trajectory_staleness", ages),
             "async/versions_per_sample": float(np.mean([int(one.span_counts[0]) for one in rows])),
             **self._counted,
+            **self._generating.metrics(),
         }
 
 

@@ -9,7 +9,7 @@ import psutil
 from mrl.config.rollout_rules import filters, needed_devices
 from mrl.config.schema import DataConfig, RunConfig
 from mrl.platforms.hosting import get_hosting
-from mrl.record.metrics import PhaseTimer, length_metrics, reward_metrics, speed_metrics
+from mrl.record.metrics import GENERATING, PhaseTimer, length_metrics, reward_metrics, speed_metrics
 from mrl.record.sinks import Record
 from mrl.record.views import Rows
 from mrl.train.rollouts import Rollouts
@@ -38,8 +38,13 @@ def sample_metrics(data: DataConfig, epoch: int, rollouts: Rollouts) -> dict[str
 
 
 def time_metrics(config: RunConfig, timer: PhaseTimer, rollouts: Rollouts) -> dict[str, float]:
-    """Seconds of the step's phases, and tokens over time and devices, trainer's and engines'."""
-    return timer.metrics() | speed_metrics(rollouts.samples.rows, timer.seconds, needed_devices(config))
+    """Seconds of the step's phases, and tokens over time and devices, trainer's and engines'.
+
+    Where generation runs ahead of training the phase "gen" is a wait, of which nothing follows for a token.
+    """
+    waits = {GENERATING} if config.trainer.schedule != "sync" else set()
+    seconds = {name: value for name, value in timer.seconds.items() if name not in waits}
+    return timer.metrics() | speed_metrics(rollouts.samples.rows, seconds, needed_devices(config))
 
 
 def memory_metrics() -> dict[str, float]:

@@ -57,12 +57,18 @@ class VllmEngine:
         self._updates = EngineUpdates(self._calls, settings, self._note_files)
         self._generation: VllmGeneration | None = None
         self._numbers = itertools.count()  # of requests
+        self._made = 0  # tokens of responses that are whole
         self._is_scheduler_paused = False  # vLLM's own
 
     @property
     def version(self) -> int | None:
         """The committed weights that it serves; None while it must not generate."""
         return self._machine.version
+
+    @property
+    def tokens_made(self) -> int:
+        """Response tokens since it was started: while it has requests and this number stands, so does the engine."""
+        return self._made + self._calls.tokens_inside
 
     async def start(self, meeting: tuple[str, int] | None = None) -> float:
         """Starts vLLM and checks it; returns seconds. Raises EnvironmentFault when the start-up check fails.
@@ -158,6 +164,7 @@ class VllmEngine:
         finally:
             self._door.leave(name)
         answer = final.outputs[0]
+        self._made += len(answer.token_ids)
         if answer.finish_reason == ABORTED:
             raise Interrupted(f"sample {request.sample_id}: {self._asleep_under(len(answer.token_ids))}")
         versions = self._versions_of(answer, version_before)

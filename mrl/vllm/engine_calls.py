@@ -30,6 +30,14 @@ class EngineCalls:
         """From here on tells a death of its own from one of another rank of the engine."""
         self._watch = ProcessWatch(lambda: self.llm.errored)
 
+    @property
+    def tokens_inside(self) -> int:
+        """Made so far of the responses under way. vLLM's front end counts each step's, also where only the whole response is handed out.
+
+        Private in vLLM 0.23 and 0.32: `output_processor.request_states`, `detokenizer`.
+        """
+        return sum(state.detokenizer.num_output_tokens() for state in self.llm.output_processor.request_states.values())
+
     async def check_there(self) -> None:
         """Returns once all of vLLM's processes have answered. Raises as `ask` does."""
         if self.llm.errored or (self._watch is not None and self._watch.lost):

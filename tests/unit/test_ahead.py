@@ -45,12 +45,13 @@ class Engines:
     """Two engines whose answers come in any order; tokens are a function of seed, place and version."""
 
     names = ("engine 0", "engine 1")
+    places = 4
 
     def __init__(self, seed: int):
         self._rng, self.version = random.Random(seed), 0
         self.under_way: list[tuple[InMemory, list[str]]] = []
         self.sent = 0
-        self.is_dead, self.silent, self.held = False, "", []
+        self.is_dead = False
 
     def streams(self, with_texts: bool) -> "Engines":
         assert with_texts
@@ -58,14 +59,13 @@ class Engines:
 
     @property
     def waiting_for(self):
-        return list(self.names) if self.under_way else [self.silent] if self.held else []
+        return list(self.names) if self.under_way else []
 
     def send(self, engine, requests, sampling, kept):
         before = {number: replace(row.read(), sample_id=np.array([number])) for number, row in kept.items()}
         for request in requests:
             one = with_kept(before, self.answer(going_on(request, before.get(request.sample_id))))
-            kept_back = self.held if engine == self.silent else self.under_way
-            kept_back.append((InMemory.of(one.numbers, one), [" ".join(map(str, next(one.responses())))]))
+            self.under_way.append((InMemory.of(one.numbers, one), [" ".join(map(str, next(one.responses())))]))
             self.sent += 1
 
     def answer(self, request):
@@ -262,13 +262,6 @@ def test_groups_without_a_difference_are_replaced_and_too_many_end_the_run():
     limited = [*AHEAD["filtered"][:3], "algorithm.filter_groups.max_num_gen_batches=2", AHEAD["filtered"][4]]
     with pytest.raises(DataError, match="responses that do not differ in"):
         World(0, limited, score=lambda item: 1.0).steps(1)
-
-
-def test_an_engine_that_answers_nothing_is_named_although_the_other_does():
-    world = World(0, [*AHEAD["two, partial"], "rollout.generate_timeout_s=0.3"])
-    world.engines.silent = "engine 1"
-    with pytest.raises(Interrupted, match=r"no response within 0\.3 s from engine 1$"):
-        world.steps(2)
 
 
 def test_what_ends_the_thread_ends_the_loop():

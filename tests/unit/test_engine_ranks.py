@@ -16,12 +16,12 @@ import pytest
 
 from mrl.cluster import rollout_group
 from mrl.cluster.calls import Late, _log_of
-from mrl.cluster.rollout_group import RolloutGroup, spread
+from mrl.cluster.rollout_group import RolloutGroup
 from mrl.cluster.weight_sync import _of_engine
 from mrl.errors import Interrupted
 from mrl.vllm.engine_calls import EngineCalls
 from mrl.vllm.process_watch import ProcessWatch, end_with_parent, stopped_below
-from mrl.vllm.requests import Request, log_name, rank_name
+from mrl.vllm.requests import log_name, rank_name
 
 # a core with a worker below it, which ends both when it reads a line; the worker's number comes first
 CORE = """
@@ -186,16 +186,6 @@ def test_an_engines_report_is_that_of_its_ranks_in_order_or_all_their_errors():
     assert str(error) == "engine 0 rank 1: no memory"
     both = _of_engine([RuntimeError("a gave up waiting"), RuntimeError("b broke")])
     assert "a gave up" in str(both) and "b broke" in str(both)
-
-
-def test_responses_of_one_prompt_stay_on_one_rank_and_prompts_go_round():
-    requests = [Request(i, (i // 3,), i) for i in range(15)]
-    shares = spread(requests, 4)
-    assert [len(share) for share in shares] == [6, 3, 3, 3]
-    assert all(
-        len({id(share) for share in shares if r.prompt_ids in {q.prompt_ids for q in share}}) == 1 for r in requests
-    )
-    assert spread(requests[:3], 4)[1:] == [[], [], []]
 
 
 @pytest.fixture

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from mrl.algo.rows import moments
+from mrl.config.load import load_config
 from mrl.record import metrics as metrics_module
 from mrl.record.metrics import (
+    GeneratingTime,
     PhaseTimer,
     advantage_metrics,
     distribution,
@@ -24,6 +26,7 @@ from mrl.record.metrics import (
     speed_metrics,
 )
 from mrl.record.spec import METRICS, metric_spec
+from mrl.train.reporting import time_metrics
 
 VERL_NAMES = """
 training/global_step training/epoch train/num_gen_batches
@@ -161,6 +164,20 @@ def test_generation_time_is_per_response_token_and_update_time_per_token():
     assert metrics["timing_per_token_ms/update_actor"] == pytest.approx(100.0)  # 0.9 s over all 9
     assert metrics["perf/throughput"] == 1.0  # 9 tokens in 3 s on 3 devices
     assert metrics["perf/total_num_tokens"] == 9.0
+
+
+def test_a_wait_for_engines_that_work_beside_training_is_no_time_of_generation():
+    generating = GeneratingTime()
+    for generates, tokens, now in [(True, 0, 10.0), (True, 3, 12.0), (False, 1, 13.0), (False, 0, 50.0), (True, 0, 60.0), (True, 4, 61.0)]:
+        generating.note(generates, tokens, now)
+    assert generating.metrics() == {"timing_per_token_ms/gen": 500.0}  # 2 + 1 + 1 seconds for 8 tokens
+    assert generating.metrics() == {}
+    config = load_config("parallel_configs/tiny-moe/cpu.yaml", None, ["trainer.schedule=one_step_off"]).config
+    timer = PhaseTimer(iter((0.0, 1.0)).__next__)
+    with timer("gen"):
+        pass
+    said = time_metrics(config, timer, SimpleNamespace(samples=SimpleNamespace(rows=_rows())))
+    assert said["timing_s/gen"] == 1.0 and "timing_per_token_ms/gen" not in said
 
 
 def test_loads_of_data_parallel_ranks_in_order_and_as_trained():

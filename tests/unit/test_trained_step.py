@@ -184,7 +184,7 @@ def test_an_engine_that_dies_around_a_block_is_told_and_its_half_told_responses_
 
     monkeypatch.setattr(request_streams, "unwrap", unwrapped)
     monkeypatch.setattr(request_streams.ray, "wait", lambda streams, **_: (streams, []))
-    streams, died = RequestStreams({}, dict, with_texts=True), Interrupted("engine 0 died")
+    streams, died = RequestStreams({}, dict, with_texts=True, limit_s=9.0), Interrupted("engine 0 died")
     for items in ([died], ["block", died]):  # Ray ends a stream with the error as its last item
         streams._streams = {iter(items): "engine 0"}
         with pytest.raises(Interrupted, match="engine 0 died"):

@@ -1,0 +1,65 @@
+"""Engines that hold requests and make no tokens. A response of twenty thousand tokens is not late; an engine that stands still is.
+
+Each engine that has requests is asked from time to time how many tokens it has made. One that does not answer has made none.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+
+import ray
+
+from mrl.errors import Interrupted
+from mrl.schedule.progress import ProgressWatch
+
+ASK_S = 5.0  # between two questions, where the limit is longer than some of them
+NONE_YET = -1
+
+
+class EngineProgress:
+    """When each engine last made a token."""
+
+    def __init__(self, ask: Callable[[str], ray.ObjectRef], limit_s: float, clock: Callable[[], float] = time.monotonic):
+        """`ask`: an engine for the tokens that it has made since it began, an answer to come."""
+        self._ask, self._clock, self._watch = ask, clock, ProgressWatch(limit_s)
+        self._every = min(ASK_S, limit_s / 4)
+        self._asked: dict[str, float] = {}
+        self._to_come: dict[str, ray.ObjectRef] = {}
+
+    def begin(self, engine: str) -> None:
+        """It gets requests and had none: its time begins now."""
+        if engine in self._asked:
+            self._forget(engine)
+
+    def check(self, holding: Iterable[str]) -> None:
+        """`holding`: engines that have requests. Raises Interrupted naming those that made no token for too long."""
+        now, holding = self._clock(), set(holding)
+        for engine in self._asked.keys() - holding:
+            self._forget(engine)
+        for engine in holding - self._asked.keys():
+            self._asked[engine] = now
+            self._watch.note(engine, NONE_YET, True, now)
+        self._take_answers(now)
+        for engine in holding:
+            if engine not in self._to_come and now - self._asked[engine] >= self._every:
+                self._to_come[engine], self._asked[engine] = self._ask(engine), now
+        if late := self._watch.late(now):
+            raise Interrupted(f"generation: no token within {self._watch.limit_s:g} s from {', '.join(late)}")
+
+    def excuse(self) -> None:
+        """All engines stood still for a reason: their time begins anew."""
+        self._watch.excuse(self._clock())
+
+    def _forget(self, engine: str) -> None:
+        del self._asked[engine]
+        self._to_come.pop(engine, None)
+        self._watch.forget(engine)
+
+    def _take_answers(self, now: float) -> None:
+        """An engine that failed tells so in the stream of its responses, and better there."""
+        for engine, answer in list(self._to_come.items()):
+            if ray.wait([answer], timeout=0)[0]:
+                del self._to_come[engine]
+                try:
+                    self._watch.note(engine, ray.get(answer), True, now)
+                except ray.exceptions.RayError:
+                    continue

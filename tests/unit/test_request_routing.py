@@ -1,0 +1,190 @@
+"""Requests of one call: each sent once, none waits while an engine is free, and no clock decides where one must not."""
+
+import heapq
+import random
+
+import numpy as np
+import pytest
+from replicas import InMemory
+
+from mrl.cluster import engine_progress, rollout_group
+from mrl.cluster.engine_progress import EngineProgress
+from mrl.cluster.rollout_group import RolloutGroup, request_places
+from mrl.config.load import load_config
+from mrl.data.samples import Sample, packed
+from mrl.errors import Interrupted
+from mrl.schedule.routing import Queued, Routing
+from mrl.vllm.requests import Request, Sampling
+
+ENGINES = ("a", "b", "c")
+
+
+def random_requests(rng: random.Random) -> list[Queued]:
+    """Groups of several responses, in the order in which a step asks for them."""
+    n, prompts = rng.randint(1, 6), rng.randint(1, 12)
+    lengths = [rng.randint(1, 50) for _ in range(prompts)]
+    return [Queued(number, (number // n,), lengths[number // n] + 100) for number in range(n * prompts)]
+
+
+def answered_in_any_order(routing: Routing, rng: random.Random, check=lambda under_way: None) -> dict[int, str]:
+    """By which engine each request was answered."""
+    made_by, under_way = {}, []
+    while routing.unanswered:
+        sent = [(number, engine) for engine, numbers in routing.assignments().items() for number in numbers]
+        assert not made_by.keys() & {number for number, _ in sent}
+        made_by |= sent
+        under_way += sent
+        check(under_way)
+        rng.shuffle(under_way)
+        routing.answered([under_way.pop()[0] for _ in range(rng.randint(1, len(under_way)))])
+    return made_by
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_request_is_sent_once_and_none_waits_while_an_engine_is_free(seed):
+    rng = random.Random(seed)
+    requests, places = random_requests(rng), rng.choice((1, 2, 5, None))
+    routing = Routing(ENGINES[: rng.randint(1, 3)], places, requests)
+    engines = len(routing._loads.tokens)
+
+    def check(under_way):
+        held = [sum(engine == name for _, engine in under_way) for name in ENGINES[:engines]]
+        queued = routing.unanswered - len(under_way)
+        assert max(held) <= (places or len(requests))
+        assert queued == 0 or min(held) == places
+
+    made_by = answered_in_any_order(routing, rng, check)
+    assert sorted(made_by) == [request.number for request in requests]
+    assert set(routing._loads.tokens.values()) == {0} == set(routing._loads.requests.values())
+    with pytest.raises(KeyError):
+        routing.answered([0])
+
+
+def test_without_places_all_is_decided_before_the_first_answer():
+    requests = random_requests(random.Random(3))
+    found = [answered_in_any_order(Routing(ENGINES, None, requests), random.Random(seed)) for seed in range(3)]
+    assert found[0] == found[1] == found[2] and len(set(found[0].values())) == 3
+    routing = Routing(ENGINES, None, requests)
+    assert sum(map(len, routing.assignments().values())) == len(requests) and routing.assignments() == {}
+
+
+def test_responses_of_a_prompt_stay_together_and_a_lone_prompt_is_spread():
+    together = Routing(ENGINES, None, [Queued(i, (i // 4,), 10) for i in range(24)]).assignments()
+    assert all(len({engine for engine, numbers in together.items() if set(numbers) & set(range(g, g + 4))}) == 1 for g in range(0, 24, 4))
+    assert [len(numbers) for numbers in together.values()] == [8, 8, 8]
+    alone = Routing(ENGINES, None, [Queued(i, (1,), 10) for i in range(12)]).assignments()
+    assert {engine: len(numbers) for engine, numbers in alone.items()} == {
+        "a": 7,
+        "b": 5,
+    }
+
+
+def seconds(places: int | None, lengths: list[int], seats: int) -> int:
+    """Until the last answer; an engine makes a token of each of `seats` responses a second."""
+    routing = Routing(ENGINES, places, [Queued(i, (i // 4,), 1000) for i in range(len(lengths))])
+    waiting, running, now = {engine: [] for engine in ENGINES}, [], 0
+    while routing.unanswered:
+        for engine, numbers in routing.assignments().items():
+            waiting[engine] += numbers
+        for engine in ENGINES:
+            while waiting[engine] and sum(name == engine for *_, name in running) < seats:
+                number = waiting[engine].pop(0)
+                heapq.heappush(running, (now + lengths[number], number, engine))
+        now, number, _ = heapq.heappop(running)
+        routing.answered([number])
+    return now
+
+
+def test_where_lengths_have_a_heavy_tail_engines_end_sooner_together():
+    """No seat is empty while a request waits, so Graham's bound holds."""
+    rng, ratios = random.Random(0), []
+    for _ in range(20):
+        lengths = [min(1000, int(rng.lognormvariate(4.5, 1.2)) + 1) for _ in range(96)]
+        free, spread = seconds(4, lengths, seats=4), seconds(None, lengths, seats=4)
+        assert free <= sum(lengths) / 12 + max(lengths)
+        ratios.append(free / spread)
+    assert np.mean(ratios) < 1
+
+
+@pytest.mark.parametrize(
+    ("device", "deterministic", "places"), [("cpu", True, 10), ("cpu", False, 10), ("cuda", True, None), ("cuda", False, 10)]
+)
+def test_where_neighbours_change_bits_a_run_that_repeats_leaves_nothing_to_a_clock(device, deterministic, places):
+    config = load_config("parallel_configs/tiny-moe/cpu.yaml", None, ["rollout.max_num_seqs=8"]).config
+    trainer = config.trainer.model_copy(update={"deterministic": deterministic})
+    cluster = config.cluster.model_copy(update={"device": device})
+    assert request_places(config.model_copy(update={"trainer": trainer, "cluster": cluster})) == places
+
+
+class Streams:
+    """Engines that answer one request a call, the newest first."""
+
+    def __init__(self):
+        self.sent, self.most = [], 0
+
+    def send(self, engine, requests, sampling):
+        self.sent += [(engine, request) for request in requests]
+        self.most = max(self.most, sum(name == engine for name, _ in self.sent))
+
+    def take(self, timeout_s):
+        _, r = self.sent.pop()
+        one = packed([Sample(r.prompt_id, r.group_id, r.sample_id, r.seed, r.prompt_ids, (r.seed,), (-1.0,), "stop", 3)])
+        return [(InMemory.of(one.numbers, one), None)]
+
+
+def test_a_call_has_all_its_responses_in_the_order_of_their_numbers(monkeypatch):
+    monkeypatch.setattr(rollout_group, "StoredSamples", InMemory)
+    group, streams = RolloutGroup.__new__(RolloutGroup), Streams()
+    group.names, group.places, group.poll, group.streams = ["a", "b"], 2, lambda: None, lambda with_texts: streams
+    found = group.generate([Request(i, (i // 3,), 50 + i) for i in range(15)], Sampling(1.0, 4, ())).read()
+    assert found.sample_id.tolist() == list(range(15)) and [int(r[0]) for r in found.responses()] == list(range(50, 65))
+    assert streams.most == 2
+
+
+# ---------------------------------------------------------------- who stands still
+
+
+class Fleet:
+    """Engines by name, with the tokens that each has made; None: it does not answer. Time is that of the test."""
+
+    def __init__(self, monkeypatch, **made):
+        self.made, self.now, self.asked = made, 0.0, 0
+        monkeypatch.setattr(engine_progress.ray, "wait", lambda refs, timeout: ([r for r in refs if self.made[r] is not None], []))
+        monkeypatch.setattr(engine_progress.ray, "get", lambda ref: self.made[ref])
+        self.progress = EngineProgress(self.ask, 10.0, lambda: self.now)
+
+    def ask(self, engine):
+        self.asked += 1
+        return engine
+
+    def pass_time(self, until, *holding):
+        while self.now < until:
+            self.now += 1.0
+            self.made = {name: tokens and tokens + (name == "long") for name, tokens in self.made.items()}
+            self.progress.check(holding)
+
+
+def test_a_long_response_is_not_late_and_an_engine_that_stands_still_is_named(monkeypatch):
+    fleet = Fleet(monkeypatch, long=1, stopped=7, silent=None)
+    fleet.pass_time(100, "long")
+    assert fleet.asked < 50, "now and then"
+    with pytest.raises(Interrupted, match=r"no token within 10 s from stopped$"):
+        fleet.pass_time(200, "long", "stopped")
+    assert fleet.now <= 100 + 10 + 6, "its first answer is a sign of life, and comes within 6 s"
+    fleet = Fleet(monkeypatch, long=1, silent=None)
+    with pytest.raises(Interrupted, match=r"no token within 10 s from silent$"):
+        fleet.pass_time(20, "long", "silent")
+
+
+def test_time_without_requests_and_time_that_is_excused_do_not_count(monkeypatch):
+    fleet = Fleet(monkeypatch, stopped=7)
+    fleet.pass_time(8, "stopped")
+    fleet.pass_time(100)
+    fleet.pass_time(108, "stopped")
+    fleet.progress.excuse()
+    fleet.pass_time(116, "stopped")
+    fleet.now = 300.0
+    fleet.progress.begin("stopped")
+    fleet.pass_time(308, "stopped")
+    with pytest.raises(Interrupted):
+        fleet.pass_time(330, "stopped")
