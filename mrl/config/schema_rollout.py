@@ -155,7 +155,9 @@ class RolloutConfig(Section):
         "The engine returns the log-prob of each sampled token; metrics of mismatch and corrections need them.",
     )
     start_timeout_s: float = key(900.0, "Longest wait for the engines to start.", gt=0, unit="s")
-    generate_timeout_s: float = key(3600.0, "Longest time that an engine with requests may make no token.", gt=0, unit="s")
+    generate_timeout_s: float = key(
+        3600.0, "Longest time that an engine with requests may make no token.", gt=0, unit="s"
+    )
     engine_kwargs: dict[str, dict[str, Any]] = key(
         {},
         "`vllm:` with arguments of vLLM that no key here has; checked against the real ones.",

@@ -32,7 +32,7 @@ class EngineCalls:
 
     @property
     def tokens_inside(self) -> int:
-        """Made so far of the responses under way. vLLM's front end counts each step's, also where only the whole response is handed out.
+        """Made so far of the responses under way: vLLM's front end counts them, though it hands out whole ones only.
 
         Private in vLLM 0.23 and 0.32: `output_processor.request_states`, `detokenizer`.
         """
