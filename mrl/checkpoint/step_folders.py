@@ -13,7 +13,10 @@ from math import ceil
 from pathlib import Path
 
 from mrl.checkpoint.manifest import MANIFEST, Manifest, check_digests, fsync, read_manifest
+from mrl.config.schedule_rules import schedule_of
 from mrl.config.schema import RunConfig
+from mrl.data.routes import RouteShape
+from mrl.data.samples import column_bytes
 from mrl.errors import EnvironmentFault
 from mrl.model import ModelSpec, parameter_count
 from mrl.model.precision import BF16, FLOAT32
@@ -116,6 +119,22 @@ def checkpoint_bytes(model: ModelSpec, dtype: str) -> int:
     return parameter_count(model) * precision.checkpoint + BESIDE_TENSORS
 
 
+def kept_group_bytes(config: RunConfig, model: ModelSpec) -> int:
+    """Of groups that generation is ahead with, at most: they are in every checkpoint, finished ones by a second name.
+
+    Counted as columns; files are compressed.
+    """
+    if (schedule := schedule_of(config)) is None:
+        return 0
+    routes = 0
+    if config.actor.router_replay == "R3":
+        routes = RouteShape(
+            model.num_layers, model.moe_layers, model.num_experts_per_tok, model.num_experts
+        ).token_bytes
+    response = column_bytes(config.data.max_prompt_length, config.data.max_response_length, routes)
+    return schedule.places * schedule.responses * response
+
+
 def free_bytes(folder: Path) -> int:
     """Space left for this user on the disk of `folder`, or of its nearest parent that is there."""
     while not folder.exists():
@@ -137,7 +156,8 @@ def room_note(config: RunConfig, model: ModelSpec, folder: Path) -> list[str]:
     """A line when the disk of `folder` holds one checkpoint,
     and not as many as the run is to keep with one more beside them.
     """
-    size, wanted = checkpoint_bytes(model, config.model.dtype), config.trainer.max_actor_ckpt_to_keep + 1
+    size = checkpoint_bytes(model, config.model.dtype) + kept_group_bytes(config, model)
+    wanted = config.trainer.max_actor_ckpt_to_keep + 1
     present = len(list(folder.glob("checkpoints/step-*")))
     free = free_bytes(folder)
     if free >= size * (wanted - present):

@@ -7,6 +7,7 @@ nothing is known. Nobody knows them of the last token, which was sampled and nev
 """
 
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
@@ -34,6 +35,11 @@ class RouteShape:
     def dtype(self) -> np.dtype:
         """The narrowest that holds every expert and MISSING: a step of a large model has gigabytes of routes."""
         return np.dtype(np.int8 if self.num_experts <= 128 else np.int16)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one token's routes."""
+        return prod(self.per_token) * self.dtype.itemsize
 
     def from_engine(self, given: np.ndarray | None, tokens: int, whose: str) -> np.ndarray | None:
         """Routes of a sample of `tokens` tokens, prompt and response, from an engine's [tokens - 1, layers of the

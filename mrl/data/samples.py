@@ -25,6 +25,7 @@ import numpy as np
 from mrl.data.routes import MISSING
 from mrl.errors import DataError
 
+_ID_BYTES, _LOG_PROB_BYTES = 4, 4
 STOP_REASONS = ("stop", "length")  # vLLM's names; a row holds the index
 
 
@@ -45,6 +46,11 @@ class Sample:
         default=None, compare=False, repr=False
     )  # see mrl.data.routes; None: the engine told of none
     later_versions: tuple[tuple[int, int], ...] = ()  # (response token, version from there on)
+
+
+def column_bytes(prompt_tokens: int, response_tokens: int, route_bytes: int = 0) -> int:
+    """Of a response, or of many together; `route_bytes`: of one token's routes. Numbers of whole rows are left out."""
+    return (prompt_tokens + response_tokens) * (_ID_BYTES + route_bytes) + response_tokens * _LOG_PROB_BYTES
 
 
 def of(what: str, dtype: type | None = None) -> dict[str, Any]:

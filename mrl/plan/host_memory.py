@@ -10,13 +10,14 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from mrl.config.schedule_rules import schedule_of
 from mrl.model.device_grid import Place
 from mrl.model.precision import Precision
 from mrl.plan.engine_memory import EngineMemory
 from mrl.plan.memory_phases import HOST_CURES, ActorBytes
 from mrl.plan.model_state import stage_numel
 from mrl.plan.plan_inputs import BatchPlan, PlanInputs, precision_of, sync_budget
-from mrl.plan.step_batch import held_bytes, stored_bytes
+from mrl.plan.step_batch import held_bytes, kept_group_bytes, stored_bytes
 from mrl.platforms.hosting import get_hosting
 from mrl.reshard.setup import pair_route
 
@@ -42,6 +43,7 @@ def host_section(
     stores = object_stores(inputs, batch, ranks, workers)
     for node, stored in stores.items():
         nodes[node]["object_store"] = stored
+    nodes[min(nodes)]["kept_group"] = kept_group_bytes(inputs)
     terms = dict(max(nodes.values(), key=lambda node: node.total()))
     terms = {name: size for name, size in terms.items() if size}
     used, limit = sum(terms.values()), inputs.device.host_memory
@@ -62,13 +64,16 @@ def object_stores(
     inputs: PlanInputs, batch: BatchPlan, ranks: Sequence[Place], workers: Sequence[Place]
 ) -> dict[int, int]:
     """Bytes by node: what its engines generated, and what its ranks fetch of the rest,
-    as if all of that came from other nodes.
+    as if all of that came from other nodes. The first node, the driver's, has room for all where generation runs
+    ahead: a resumed run reads the groups there that a checkpoint kept.
     """
     whole, stores = stored_bytes(inputs, batch), {}
     for node in {place.node for place in (*ranks, *workers)}:
         generated = sum(place.node == node for place in workers) / len(workers)
         replicas = {inputs.train.dense_coords(rank).dp for rank, place in enumerate(ranks) if place.node == node}
         stores[node] = math.ceil(whole * min(1.0, generated + len(replicas) / inputs.train.data))
+    if schedule_of(inputs.config) is not None:
+        stores[min(stores)] = whole
     return stores
 
 

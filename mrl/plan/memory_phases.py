@@ -22,6 +22,7 @@ HOST_CURES = {
     "staging": "a smaller reshard.budget_mb",
     "engine_weights": f"cluster.placement: separate, or {_MORE_MEMORY}",
     "samples": _FEWER_SAMPLES,
+    "kept_group": _FEWER_SAMPLES,
     "object_store": _FEWER_SAMPLES,
 }
 # largest term -> what to change, the likeliest help first

@@ -7,16 +7,16 @@ every pipeline stage; what routers chose at the old log-probs (mrl/megatron/rout
 """
 
 from dataclasses import dataclass
-from math import prod
 
 from mrl.config.schedule_rules import schedule_of
 from mrl.data.routes import RouteShape
+from mrl.data.samples import column_bytes
 from mrl.model import ModelSpec
 from mrl.model.layout import TrainLayout
 from mrl.plan.model_state import layer_kinds
 from mrl.plan.plan_inputs import BatchPlan, PlanInputs
 
-_F32, _F64, _INT32, _INT64 = 4, 8, 4, 8
+_F32, _F64, _INT64 = 4, 8, 8
 _A_TOKEN = 2 * _INT64 + 2  # its number and position; whether it is real, whether it predicts
 _A_TARGET = 3 * _INT64 + _F32  # who predicts it, its number, its place; its temperature
 _NARROW_CHOICES = 256  # experts whose numbers fit into a byte (mrl/megatron/routing.py)
@@ -73,8 +73,7 @@ def _route_bytes(model: ModelSpec) -> int:
     """Of one token as it comes with its sample, in all MoE layers."""
     if not model.is_moe:
         return 0
-    shape = RouteShape(model.num_layers, model.moe_layers, model.num_experts_per_tok, model.num_experts)
-    return prod(shape.per_token) * shape.dtype.itemsize
+    return RouteShape(model.num_layers, model.moe_layers, model.num_experts_per_tok, model.num_experts).token_bytes
 
 
 def _recorded(inputs: PlanInputs, rows: int, pp: int) -> int:
@@ -110,6 +109,14 @@ def stored_bytes(inputs: PlanInputs, batch: BatchPlan) -> int:
     return _columns(inputs, batch.samples + further)
 
 
+def kept_group_bytes(inputs: PlanInputs) -> int:
+    """Of one group in the process that writes them one by one: its columns, and the file that becomes of them.
+
+    Nothing where no group waits for its step.
+    """
+    return 2 * _columns(inputs, inputs.config.rollout.n) if schedule_of(inputs.config) else 0
+
+
 def held_bytes(inputs: PlanInputs, batch: BatchPlan) -> int:
     """On the host of a rank: its replica's rows (mrl/cluster/replica_rows.py) and what is computed of their tokens."""
     rows = -(-batch.samples // inputs.train.data)
@@ -121,6 +128,4 @@ def _columns(inputs: PlanInputs, rows: int) -> int:
     """Of samples as columns."""
     data = inputs.config.data
     routes = _route_bytes(inputs.model) * (inputs.config.actor.router_replay == "R3")
-    return rows * (
-        (data.max_prompt_length + data.max_response_length) * (_INT32 + routes) + data.max_response_length * _F32
-    )
+    return rows * column_bytes(data.max_prompt_length, data.max_response_length, routes)

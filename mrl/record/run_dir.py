@@ -47,6 +47,11 @@ class RunDir:
         return self.path / "samples"
 
     @property
+    def spool(self) -> Path:
+        """A file `group-N.npz` a group that is finished and not trained on yet; see mrl.train.spool. Empty between two processes."""
+        return self.path / "spool"
+
+    @property
     def validation(self) -> Path:
         """A file `step-N.jsonl` of held-out responses a validation."""
         return self.path / "validation"

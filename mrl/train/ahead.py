@@ -28,7 +28,7 @@ from mrl.schedule.dispatch import Assignment, Dispatcher
 from mrl.schedule.groups import Group
 from mrl.schedule.ledger import Fingerprint, restored, snapshot
 from mrl.schedule.staleness import Schedule
-from mrl.train.kept_groups import Filtered, KeptGroups, Key
+from mrl.train.kept_groups import Filtered, KeptGroups, Key, of_group
 from mrl.train.numbered_prompts import DrawPlace, NumberedPrompts
 from mrl.train.resume import TrainState
 from mrl.train.rollouts import (
@@ -43,6 +43,7 @@ from mrl.train.rollouts import (
     rollouts_of,
     sample_seed,
 )  # fmt: skip
+from mrl.train.spool import Spool
 from mrl.vllm.requests import Request, training_sampling
 
 WAIT_S = 0.1  # for a response, before rewards are looked at again
@@ -53,13 +54,20 @@ class GenerationAhead:
     """Groups by number, from their prompts to a step's batch."""
 
     def __init__(
-        self, config: RunConfig, schedule: Schedule, responder: Responder, stream: PromptStream, state: TrainState, fingerprint: Fingerprint
+        self,
+        config: RunConfig,
+        schedule: Schedule,
+        responder: Responder,
+        stream: PromptStream,
+        state: TrainState,
+        fingerprint: Fingerprint,
+        spool: Spool,
     ):
-        """Goes on from `state`, at `begin`.
+        """Goes on from `state`, at `begin`. `spool`: gets what is finished.
 
         Raises ConfigError for a checkpoint of a run whose generation was not ahead, DataError for one whose groups are others.
         """
-        self._config, self._responder, self._fingerprint = config, responder, fingerprint
+        self._config, self._responder, self._fingerprint, self._spool = config, responder, fingerprint, spool
         self._sampling = training_sampling(config)
         self._streams = responder.engines.streams(with_texts=True)
         kept, self._prompts = state.ahead, NumberedPrompts(stream, state.ahead.place if state.ahead else DrawPlace(0, state.cursor))
@@ -106,6 +114,7 @@ class GenerationAhead:
             filtered = self._filtered_before(groups[-1].number)
             self._filtered = [each for each in self._filtered if each[0] > groups[-1].number]
             metrics = self._metrics(groups, parts, results, [result for _, each in filtered for result in each])
+            self._spool.forget(group.number for group in groups)
         numbers, ids = np.repeat(np.arange(batch), self._config.rollout.n), np.arange(len(keys))
         samples = StoredSamples.joined(parts).renumbered(numbers, ids)
         if self._config.reward.failure_score is None:
@@ -151,7 +160,8 @@ class GenerationAhead:
             place = self._prompts.forget_before(self._buffer.frontier)
             ledger = snapshot(self._buffer, self._fingerprint)
             self._counted = self._counts()
-            kept = KeptGroups(ledger, place, dict(self._responses), dict(self._results), tuple(self._filtered))
+            results, filtered = dict(self._results), tuple(self._filtered)
+            kept = KeptGroups(ledger, place, dict(self._responses), results, filtered, self._spool)
             self._admit()
             return replace(state, ahead=kept)
 
@@ -263,6 +273,7 @@ class GenerationAhead:
         results = [self._results[key] for key in keys]
         if not filtering.enable or self._differs(results, [self._responses[key] for key in keys]):
             self._buffer.finish(group.number)
+            self._spool.put(group.number, of_group(group.number, {key[1]: self._responses[key] for key in keys}))
             return
         self._filtered.append((group.number, results))
         self._dispatcher.evict(group.number, "filtered")

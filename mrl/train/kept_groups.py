@@ -1,9 +1,10 @@
 """Groups that generation was ahead with, in a checkpoint: what is known of each, its tokens so far, its rewards.
 
-    checkpoints/step-N/manifest.json   trainer.ahead: the ledger, the place in the data, rewards, size and digest of the file
-    checkpoints/step-N/groups.npz      columns of all responses that have tokens, by group and index in it
+    checkpoints/step-N/manifest.json   trainer.ahead: the ledger, the place in the data, rewards, size and digest of each file
+    checkpoints/step-N/group-N.npz     columns of a group's responses that have tokens, by their index in it
 
-A resumed run goes on with them: nothing is generated twice, nothing is lost.
+A resumed run goes on with them: nothing is generated twice, nothing is lost. Tokens pass through no process but the one that writes
+them, one group at a time; those of finished groups are on the disk before anybody saves (spool.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,15 +15,15 @@ from typing import Any
 import numpy as np
 import ray
 
-from mrl.checkpoint.manifest import file_facts, fsync
+from mrl.checkpoint.group_files import group_file, read_group
 from mrl.cluster.stored_samples import StoredSamples
 from mrl.data.order import DataCursor
-from mrl.data.samples import Samples
+from mrl.data.samples import column_bytes
 from mrl.reward.items import RewardResult
+from mrl.schedule.groups import State
 from mrl.schedule.ledger import Ledger
 from mrl.train.numbered_prompts import DrawPlace
-
-FILE = "groups.npz"
+from mrl.train.spool import Spool
 
 Key = tuple[int, int]  # number of a group, index of a response in it
 Filtered = tuple[int, list[RewardResult]]  # number of a group whose responses do not differ, and its rewards
@@ -37,38 +38,57 @@ class KeptGroups:
     responses: Mapping[Key, StoredSamples]  # one row each
     results: Mapping[Key, RewardResult]
     filtered: Sequence[Filtered]  # dropped, and told of by no step yet
+    spool: Spool
+
+    @property
+    def bytes_to_write(self) -> int:
+        """At most, beside what the spool has."""
+        rows = [part.rows for (number, _), part in self.responses.items() if not self.spool.holds(number)]
+        return sum(column_bytes(int(one.prompt_lengths[0]), int(one.response_lengths[0])) for one in rows)
 
     def write(self, folder: Path) -> dict[str, Any]:
-        """Writes the tokens into `folder`; what the manifest has to say of them. Raises OSError for a full disk."""
-        keys = sorted(self.responses)
+        """Writes the tokens into `folder`; what the manifest has to say of them. Raises EnvironmentFault for a full disk."""
+        groups = by_group(self.responses)
+        files = self.spool.write(folder, {number: of_group(number, parts) for number, parts in groups.items()})
         said = {
             "ledger": self.ledger.to_json(),
             "draw": self.place.draw,
             "cursor": vars(self.place.cursor),
-            "responses": [list(key) for key in keys],
+            "responses": [list(key) for key in sorted(self.responses)],
             "results": [[*key, asdict(result)] for key, result in sorted(self.results.items())],
             "filtered": [[number, [asdict(result) for result in results]] for number, results in self.filtered],
         }
-        if not keys:
-            return said
-        stored = StoredSamples.joined([self.responses[key] for key in keys])
-        numbers = np.array([number for number, _ in keys])
-        samples = stored.renumbered(numbers, np.arange(len(keys))).read()  # ids of requests are an accident of their order
-        np.savez(folder / FILE, **samples.arrays)
-        fsync(folder / FILE)
-        return said | {"files": {FILE: file_facts(folder / FILE)}}
+        return said | {"files": files}
 
 
-def read_kept(folder: Path, said: Mapping[str, Any]) -> KeptGroups:
-    """What `write` wrote, tokens in the object store of this node. The file has been compared with its digest, as all of a checkpoint."""
-    keys = [tuple(key) for key in said["responses"]]
+def by_group(responses: Mapping[Key, StoredSamples]) -> dict[int, dict[int, StoredSamples]]:
+    """Responses of each group by their index in it, groups and indices in order."""
+    groups: dict[int, dict[int, StoredSamples]] = {}
+    for number, index in sorted(responses):
+        groups.setdefault(number, {})[index] = responses[number, index]
+    return groups
+
+
+def of_group(number: int, parts: Mapping[int, StoredSamples]) -> StoredSamples:
+    """The responses of one group, under its number and their index in it: ids of requests are an accident of their order."""
+    return StoredSamples.joined(list(parts.values())).renumbered(np.full(len(parts), number), np.array(list(parts)))
+
+
+def read_kept(folder: Path, said: Mapping[str, Any], spool: Spool) -> KeptGroups:
+    """What `write` wrote, tokens in the object store of this node, read group by group.
+
+    The files have been compared with their digests, as all of a checkpoint.
+    """
     responses: dict[Key, StoredSamples] = {}
-    if keys:
-        with np.load(folder / FILE) as columns:
-            samples = Samples(**columns)
+    ledger = Ledger.from_json(said["ledger"])
+    finished = {group.number for group in ledger.groups if group.state is State.FINISHED}
+    for number in sorted({number for number, _ in said["responses"]}):
+        samples = read_group(file := folder / group_file(number))
+        if number in finished:
+            spool.take_over(number, file, said["files"][file.name])
         rows = (samples.rows(np.array([i])) for i in range(len(samples)))  # copies, so that each is put alone
-        responses = {key: StoredSamples.of(row.numbers, ray.put(row)) for key, row in zip(keys, rows, strict=True)}
+        responses |= {(number, int(row.sample_id[0])): StoredSamples.of(row.numbers, ray.put(row)) for row in rows}
     results = {(number, index): RewardResult(**result) for number, index, result in said["results"]}
     place = DrawPlace(said["draw"], DataCursor(**said["cursor"]))
     filtered = [(number, [RewardResult(**result) for result in each]) for number, each in said["filtered"]]
-    return KeptGroups(Ledger.from_json(said["ledger"]), place, responses, results, filtered)
+    return KeptGroups(ledger, place, responses, results, filtered, spool)

@@ -16,6 +16,7 @@ from typing import Any
 
 from mrl.cluster.actor_group import ActorGroup
 from mrl.cluster.gates import MemoryGate
+from mrl.cluster.group_writer import GroupWriter
 from mrl.cluster.prerequisites import check_object_stores
 from mrl.cluster.ray_cluster import object_store_sizes, ray_cluster
 from mrl.cluster.rollout_group import RolloutGroup
@@ -47,6 +48,7 @@ from mrl.train.reporting import AdvisedRecord
 from mrl.train.resume import TrainState, rewind, verified_resume_point
 from mrl.train.rollouts import Responder
 from mrl.train.saving import Saver
+from mrl.train.spool import Spool
 
 VALIDATION_SAMPLE = 0  # seed of the sample of held-out prompts
 
@@ -132,8 +134,9 @@ def open_run(resolved: ResolvedConfig, resume: bool) -> Iterator[Run]:
         run_dir = RunDir.open(path, resolved.to_yaml(), resume)
         stack.callback(run_dir.close)
         checkpoint, state = rewind(run_dir, point)
-        if checkpoint is not None and (ahead := point.manifest.trainer.get("ahead")):
-            state = replace(state, ahead=read_kept(checkpoint, ahead))
+        spool = stack.enter_context(_spool(config, run_dir.spool))
+        if spool is not None and checkpoint is not None and (ahead := point.manifest.trainer.get("ahead")):
+            state = replace(state, ahead=read_kept(checkpoint, ahead, spool))
         rewards = stack.enter_context(reward_pool(config, scoring, run_dir.logs))
         engines, actor = stack.enter_context(_processes(config, run_dir.path, checkpoint, stop.raise_if_set))
         run_dir.write_config(resolved.to_yaml())
@@ -149,7 +152,7 @@ def open_run(resolved: ResolvedConfig, resume: bool) -> Iterator[Run]:
         yield Run(
             config=config, run_dir=run_dir, val_prompts=val, total_steps=total,
             stop=stop, record=record, responder=responder, actor=actor, placement=placement, saver=saver, sample_writer=sample_writer,
-            generation=stack.enter_context(closing(_generation(config, responder, stream, state))), state=state,
+            generation=stack.enter_context(closing(_generation(config, responder, stream, state, spool))), state=state,
         )  # fmt: skip
 
 
@@ -187,14 +190,26 @@ def _placement(config: RunConfig, actor: ActorGroup, engines: RolloutGroup, plan
     return Colocated(actor, engines, sync, gate, prefetched=[OPTIMIZER] if OPTIMIZER in beside_log_probs else [])
 
 
-def _generation(config: RunConfig, responder: Responder, stream: PromptStream, state: TrainState) -> Generation:
+@contextmanager
+def _spool(config: RunConfig, folder: Path) -> Iterator[Spool | None]:
+    """Where finished groups wait for their step; None where each is trained on at once."""
+    if schedule_of(config) is None:
+        yield None
+        return
+    with closing(GroupWriter(config.cluster.step_timeout_s)) as writer:
+        spool = Spool(folder, writer)
+        yield spool
+    spool.close()
+
+
+def _generation(config: RunConfig, responder: Responder, stream: PromptStream, state: TrainState, spool: Spool | None) -> Generation:
     schedule = schedule_of(config)
-    if schedule is None:
+    if schedule is None or spool is None:
         return InTurn(config, responder, stream)
     data = stream.prompts.fingerprint  # of tokens, and so of the template
     model = hashlib.sha256(json.dumps(read_hf_config(config.model.path), sort_keys=True).encode()).hexdigest()
     made_by = Fingerprint(data=data, model=model, template=data)
-    return GenerationAhead(config, schedule, responder, stream, state, made_by)
+    return GenerationAhead(config, schedule, responder, stream, state, made_by, spool)
 
 
 def _run_info(config: RunConfig) -> RunInfo:

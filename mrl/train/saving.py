@@ -94,6 +94,7 @@ class Saver:
         self.failed_saves = 0
         self._last_fault = ""  # why the newest of them failed
         self._taken: int | None = None  # step of which the ranks hold a copy that nobody writes yet
+        self._taken_bytes = 0  # of that copy
         self._config, self._folder, self._actor, self._data_fingerprint = config, folder, actor, data_fingerprint
         self._writing = BackgroundWrite()
 
@@ -112,7 +113,8 @@ class Saver:
         if self.saved_step == step:
             return previous
         try:
-            check_room(self._folder, self._actor.take_checkpoint() + BESIDE_TENSORS)
+            self._taken_bytes = self._actor.take_checkpoint()
+            check_room(self._folder, self._taken_bytes + BESIDE_TENSORS)
             self._taken = step
         except EnvironmentFault as fault:
             self._count_failure(step, str(fault))
@@ -159,6 +161,8 @@ class Saver:
 
     def _write(self, state: TrainState, metrics: dict[str, float]) -> None:
         """The whole of a save but for the ranks' copies; in a thread, so it uses only what does not change."""
+        if state.ahead is not None:
+            check_room(self._folder, self._taken_bytes + BESIDE_TENSORS + state.ahead.bytes_to_write)
         folder = self._folder / f"step-{state.step}"
         write_atomically(folder, lambda work: self._write_checkpoint(state, work, metrics))
         for old in superseded(self._folder, state.step, self._config.trainer.max_actor_ckpt_to_keep):

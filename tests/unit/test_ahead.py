@@ -7,11 +7,15 @@ import random
 import time
 from collections import deque
 from dataclasses import replace
+from pathlib import Path
+from tempfile import mkdtemp
 
 import numpy as np
 import pytest
 from replicas import InMemory
 
+from mrl.checkpoint.group_files import write_group
+from mrl.checkpoint.manifest import file_facts
 from mrl.cluster.kept_tokens import going_on, with_kept
 from mrl.config.load import load_config
 from mrl.config.schedule_rules import schedule_of
@@ -29,6 +33,7 @@ from mrl.train.generation import InTurn
 from mrl.train.kept_groups import read_kept
 from mrl.train.resume import TrainState
 from mrl.train.rollouts import Responder
+from mrl.train.spool import Spool
 from mrl.vllm.requests import Sampling
 
 LONGEST, BATCH, N, PROMPTS = 12, 3, 2, 9
@@ -123,6 +128,16 @@ class Rewards:
         return [self._waiting.popleft() for _ in range(len(self._waiting))]
 
 
+class Files:
+    """Writes groups at once."""
+
+    def begin(self, path, responses):
+        return write_group(path, responses.read())
+
+    def facts(self, begun):
+        return dict(begun)
+
+
 class Display:
     def progress(self, phase, done, total): ...
 
@@ -142,7 +157,7 @@ def in_memory(monkeypatch):
 class World:
     """A run whose updates change nothing but the version."""
 
-    def __init__(self, seed=0, overrides=(), state=None, score=None):
+    def __init__(self, seed=0, overrides=(), state=None, score=None, spool=None):
         self.config = load_config(TINY, None, [*SIZES, *overrides]).config
         self.engines, self.rewards = Engines(seed), Rewards(seed, **({"score": score} if score else {}))
         stream = PromptStream([Prompt(p, (1, p + 1), "test", "x") for p in range(PROMPTS)], BATCH, seed=0)
@@ -153,7 +168,8 @@ class World:
         if schedule is None:
             self.generation = InTurn(self.config, responder, stream)
         else:
-            self.generation = GenerationAhead(self.config, schedule, responder, stream, self.state, MADE_BY)
+            self.spool = spool or Spool(Path(mkdtemp()) / "spool", Files())
+            self.generation = GenerationAhead(self.config, schedule, responder, stream, self.state, MADE_BY, self.spool)
         self.generation.begin()
 
     def step(self):
@@ -239,9 +255,11 @@ def test_a_resumed_run_goes_on_with_what_was_under_way(name, tmp_path):
     for step in range(1, 6):
         first = World(1, AHEAD[name])
         begun = first.steps(step)
-        said = json.loads(json.dumps(first.state.ahead.write(tmp_path)))
-        state = TrainState(first.state.step, first.state.cursor, read_kept(tmp_path, said))
-        second = World(2, AHEAD[name], state)
+        folder, spool = tmp_path / str(step), Spool(tmp_path / "spool", Files())
+        folder.mkdir()
+        said = json.loads(json.dumps(first.state.ahead.write(folder)))
+        state = TrainState(first.state.step, first.state.cursor, read_kept(folder, said, spool))
+        second = World(2, AHEAD[name], state, spool=spool)
         assert state.ahead.responses, "something was under way"
         assert_same([*begun, *second.steps(6 - step)], whole)
 
@@ -286,5 +304,7 @@ def test_what_is_kept_is_the_same_bytes_whatever_the_speed(name, tmp_path):
     for seed in range(3):
         world = World(seed, AHEAD[name])
         world.steps(3)
-        said.append(world.state.ahead.write(tmp_path)["files"])
+        (folder := tmp_path / str(seed)).mkdir()
+        said.append(world.state.ahead.write(folder)["files"])
+        assert all(file_facts(folder / file) == facts for file, facts in said[-1].items())
     assert said[0] == said[1] == said[2] and said[0]

@@ -5,6 +5,7 @@ and what they never do.
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -353,6 +354,29 @@ def test_a_run_whose_checkpoint_does_not_fit_is_refused_before_anything_is_writt
     assert "trainer.max_actor_ckpt_to_keep is 2, and one more" in note and "room for 0 more" in note
     monkeypatch.setattr(room, "free_bytes", lambda folder: 10**9)
     assert room.room_note(config, model_spec(SIZES), tmp_path) == []
+
+
+def test_groups_that_generation_is_ahead_with_need_room_too(model, tmp_path, monkeypatch):
+    """One step off: two steps of one group of two responses, of 3 and 5 tokens at most; 4 bytes an id, 4 a log-prob."""
+    ahead = {"data": {"train_batch_size": 1, "max_prompt_length": 3, "max_response_length": 5}, "rollout": {"n": 2}}
+    config = made_run(model, tmp_path, schedule="one_step_off").config
+    config = RunConfig.model_validate(config.model_dump() | ahead)
+    assert room.kept_group_bytes(config, model_spec(SIZES)) == 2 * 2 * (8 * 4 + 5 * 4)
+    assert room.kept_group_bytes(made_run(model, tmp_path).config, model_spec(SIZES)) == 0
+
+
+def test_a_save_that_has_no_room_for_kept_groups_is_counted_and_leaves_nothing(run, monkeypatch):
+    trained(run)
+    free = room.BESIDE_TENSORS + 10**6
+    monkeypatch.setattr(room, "free_bytes", lambda folder: free)
+    kept = SimpleNamespace(bytes_to_write=10**6, write=lambda work: {})
+    run.saver.save(replace(run.state, ahead=kept))
+    run.saver.finished(wait=True)
+    assert run.saver.failed_saves == 1 and list(run.folder.glob("step-*")) == []
+    kept.bytes_to_write = 10**5
+    run.saver.save(replace(run.state, ahead=kept))
+    run.saver.finished(wait=True)
+    assert run.saver.saved_step == run.state.step
 
 
 def test_the_manifest_of_a_save_is_json_of_plain_numbers(run):
