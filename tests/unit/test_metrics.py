@@ -168,7 +168,14 @@ def test_generation_time_is_per_response_token_and_update_time_per_token():
 
 def test_a_wait_for_engines_that_work_beside_training_is_no_time_of_generation():
     generating = GeneratingTime()
-    for generates, tokens, now in [(True, 0, 10.0), (True, 3, 12.0), (False, 1, 13.0), (False, 0, 50.0), (True, 0, 60.0), (True, 4, 61.0)]:
+    for generates, tokens, now in [
+        (True, 0, 10.0),
+        (True, 3, 12.0),
+        (False, 1, 13.0),
+        (False, 0, 50.0),
+        (True, 0, 60.0),
+        (True, 4, 61.0),
+    ]:
         generating.note(generates, tokens, now)
     assert generating.metrics() == {"timing_per_token_ms/gen": 500.0}  # 2 + 1 + 1 seconds for 8 tokens
     assert generating.metrics() == {}

@@ -70,7 +70,10 @@ def test_without_places_all_is_decided_before_the_first_answer():
 
 def test_responses_of_a_prompt_stay_together_and_a_lone_prompt_is_spread():
     together = Routing(ENGINES, None, [Queued(i, (i // 4,), 10) for i in range(24)]).assignments()
-    assert all(len({engine for engine, numbers in together.items() if set(numbers) & set(range(g, g + 4))}) == 1 for g in range(0, 24, 4))
+    assert all(
+        len({engine for engine, numbers in together.items() if set(numbers) & set(range(g, g + 4))}) == 1
+        for g in range(0, 24, 4)
+    )
     assert [len(numbers) for numbers in together.values()] == [8, 8, 8]
     alone = Routing(ENGINES, None, [Queued(i, (1,), 10) for i in range(12)]).assignments()
     assert {engine: len(numbers) for engine, numbers in alone.items()} == {
@@ -107,7 +110,8 @@ def test_where_lengths_have_a_heavy_tail_engines_end_sooner_together():
 
 
 @pytest.mark.parametrize(
-    ("device", "deterministic", "places"), [("cpu", True, 10), ("cpu", False, 10), ("cuda", True, None), ("cuda", False, 10)]
+    ("device", "deterministic", "places"),
+    [("cpu", True, 10), ("cpu", False, 10), ("cuda", True, None), ("cuda", False, 10)],
 )
 def test_where_neighbours_change_bits_a_run_that_repeats_leaves_nothing_to_a_clock(device, deterministic, places):
     config = load_config("parallel_configs/tiny-moe/cpu.yaml", None, ["rollout.max_num_seqs=8"]).config
@@ -128,7 +132,9 @@ class Streams:
 
     def take(self, timeout_s):
         _, r = self.sent.pop()
-        one = packed([Sample(r.prompt_id, r.group_id, r.sample_id, r.seed, r.prompt_ids, (r.seed,), (-1.0,), "stop", 3)])
+        one = packed(
+            [Sample(r.prompt_id, r.group_id, r.sample_id, r.seed, r.prompt_ids, (r.seed,), (-1.0,), "stop", 3)]
+        )
         return [(InMemory.of(one.numbers, one), None)]
 
 
@@ -149,7 +155,9 @@ class Fleet:
 
     def __init__(self, monkeypatch, **made):
         self.made, self.now, self.asked = made, 0.0, 0
-        monkeypatch.setattr(engine_progress.ray, "wait", lambda refs, timeout: ([r for r in refs if self.made[r] is not None], []))
+        monkeypatch.setattr(
+            engine_progress.ray, "wait", lambda refs, timeout: ([r for r in refs if self.made[r] is not None], [])
+        )
         monkeypatch.setattr(engine_progress.ray, "get", lambda ref: self.made[ref])
         self.progress = EngineProgress(self.ask, 10.0, lambda: self.now)
 

@@ -1,4 +1,4 @@
-"""Finished groups on the disk: written once, named again by every checkpoint, and what a full disk or a late writer changes."""
+"""Finished groups on disk: written once, named again by every checkpoint; what a full disk or late writer changes."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from mrl.train.spool import Spool
 
 
 class Writer:
-    """Writes when it is asked how it went, as late as a process may; a disk that is full takes nothing into the spool."""
+    """Writes when it is asked how it went, as late as may be; a disk that is full takes nothing into the spool."""
 
     def __init__(self):
         self.written: list[Path] = []
@@ -70,7 +70,9 @@ def test_a_finished_group_is_written_once_however_many_checkpoints_have_it(spool
     for number in (4, 5):
         spool.put(number, group(number))
     first, second = spool.checkpoint(1, 4, 5, 6), spool.checkpoint(2, 5)
-    assert first.keys() == {group_file(number) for number in (4, 5, 6)} and second == {group_file(5): first[group_file(5)]}
+    assert first.keys() == {group_file(number) for number in (4, 5, 6)} and second == {
+        group_file(5): first[group_file(5)]
+    }
     assert [path.parent.name for path in spool._writer.written] == ["spool", "spool", "step-1"]
     assert (tmp_path / "step-2" / group_file(5)).stat().st_nlink == 3
     for step, facts in ((1, first), (2, second)):
