@@ -54,7 +54,9 @@ class Value:
 
     def __add__(self, other: "Value") -> "Value":
         if len(self.text) + len(other.text) > MAX_TEXT:
-            raise ConfigError(f"a variable of the script grows over {MAX_TEXT} characters, which no launch script needs")
+            raise ConfigError(
+                f"a variable of the script grows over {MAX_TEXT} characters, which no launch script needs"
+            )
         return Value(self.text + other.text, self.missing | other.missing, self.line or other.line)
 
     def at(self, line: int) -> "Value":
@@ -79,14 +81,18 @@ def _words(value: Value) -> list[Value]:
     if len(texts) == 1:
         return [value]
     found = [frozenset(name for name in value.missing if name in text) for text in texts]
-    nowhere = value.missing.difference(*found)  # names that only a calculation knows: any piece with something unknown may have them
+    # names that only a calculation knows: any piece with something unknown may have them
+    nowhere = value.missing.difference(*found)
     return [
-        Value(text, names | nowhere if "$" in text and not names else names, value.line) for text, names in zip(texts, found, strict=True)
+        Value(text, names | nowhere if "$" in text and not names else names, value.line)
+        for text, names in zip(texts, found, strict=True)
     ]
 
 
 def _depths(text: str) -> list[int]:
-    """For each character how many `${...}` and `$(...)` it stands in, their own signs counted; 0 where its text is known."""
+    """For each character how many `${...}` and `$(...)` it stands in, their own signs counted;
+    0 where its text is known.
+    """
     depths, depth = [], 0
     for i, character in enumerate(text):
         opens = character in "{(" and (depth > 0 or text[i - 1 : i] == "$")
@@ -98,7 +104,9 @@ def _depths(text: str) -> list[int]:
 
 def _cut_at_blanks(text: str) -> list[str]:
     """`text.split()` that leaves `${...}` and `$(...)` whole."""
-    marked = ((character, depth or not character.isspace()) for character, depth in zip(text, _depths(text), strict=True))
+    marked = (
+        (character, depth or not character.isspace()) for character, depth in zip(text, _depths(text), strict=True)
+    )
     return ["".join(c for c, _ in piece) for inside, piece in groupby(marked, key=lambda pair: bool(pair[1])) if inside]
 
 
@@ -215,7 +223,9 @@ class Expander:
         operator, argument = match.groups()
         is_set = value.known or name not in value.missing
         if operator in ("-", ":-", "=", ":=", "?", ":?", "+", ":+"):
-            return self.default(name, value, operator, argument, is_set and (operator[0] != ":" or value.text != ""), line)
+            return self.default(
+                name, value, operator, argument, is_set and (operator[0] != ":" or value.text != ""), line
+            )
         return value if not value.known else self.shaped(name, value.text, operator, argument, line)
 
     def default(self, name: str, value: Value, operator: str, argument: str, holds: bool, line: int) -> Value:
@@ -268,7 +278,11 @@ class Expander:
             missing.update(value.missing)
             if not value.known:
                 return 1
-            return calculate(value.text, value_of) if not re.fullmatch(r"-?[0-9]+", value.text.strip()) else int(value.text)
+            return (
+                calculate(value.text, value_of)
+                if not re.fullmatch(r"-?[0-9]+", value.text.strip())
+                else int(value.text)
+            )
 
         try:
             result = str(calculate(plain, value_of))
@@ -300,7 +314,9 @@ def _substring(text: str, start: int, length: int | None) -> str:
 
 
 def _cut(text: str, operator: str, pattern: str) -> str:
-    """`text` without the shortest (`#`, `%`) or longest (`##`, `%%`) piece at its start or end that the pattern fits."""
+    """`text` without the shortest (`#`, `%`) or longest (`##`,
+    `%%`) piece at its start or end that the pattern fits.
+    """
     cuts = range(len(text) + 1) if operator in ("#", "%%") else range(len(text), -1, -1)
     if operator in ("#", "##"):
         return next((text[cut:] for cut in cuts if fnmatchcase(text[:cut], pattern)), text)

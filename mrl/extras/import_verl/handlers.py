@@ -1,9 +1,10 @@
-"""Keys of verl's that need more than a row: each handler reads one override and sets, leaves or refuses what it means here."""
+"""Keys of verl's that need more than a row: each handler reads one override and sets, leaves or refuses what it means.
 
-from collections.abc import Callable
+Those of loss, correction and filter stand in handlers_algorithm.py.
+"""
 
-from mrl.algo.spec import LOSSES
 from mrl.config.override_rules import MINDSPEED_FIELDS, decided_by, override_faults
+from mrl.extras.import_verl.handlers_algorithm import ALGORITHM_HANDLERS, Handler
 from mrl.extras.import_verl.keys import LAYOUT, MEGATRON, TRANSFORMER, A, F, M, R
 from mrl.extras.import_verl.report import Import
 from mrl.extras.import_verl.verl_command import Override, VerlSettings
@@ -15,141 +16,12 @@ OVERRIDE_DDP = "actor.override_ddp_config"
 ENGINE = "rollout.engine_kwargs.vllm"
 
 # What every model here has in any case.
-_OF_THE_MODELS = {"normalization": "RMSNorm", "position_embedding_type": "rope", "gated_linear_unit": True, "add_bias_linear": False}
-
-# Losses whose tokens verl averages within each sequence first, whatever loss_agg_mode says: loss -> in which versions
-SEQUENCE_MEANS = {
-    "gspo": "verl ignored the key and averaged each sequence first, its repository of August 2026 too; release 0.9.1 obeys it and "
-    "would train another objective",
-    "sapo": "verl ignores the key and averages each sequence first",
+_OF_THE_MODELS = {
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "gated_linear_unit": True,
+    "add_bias_linear": False,
 }
-# What verl's DAPO trainer adds up over a response's tokens: its score, which already has the overlong penalty, and that
-# less the KL penalty.
-_METRICS = {"seq_reward": "reward", "seq_final_reward": "reward"}
-
-
-def _loss_mode(o: Override, out: Import, settings: VerlSettings) -> None:
-    out.put("renamed", o.key, "algorithm.policy_loss.loss_mode", o.value, line=o.line)
-    spec = LOSSES.get(o.value) if isinstance(o.value, str) else None
-    bypassed = settings.value("algorithm.rollout_correction.bypass_mode", False)
-    if spec is None or not spec.needs_rollout_anchor or bypassed or settings.as_written:
-        return
-    why = f"verl measures the step of {o.value} from recomputed log-probs, its paper from those of generation (algorithm.anchor: rollout)"
-    out.put("chosen", "", "algorithm.policy_loss.force", True, why, o.line)
-    out.warnings.append(f"line {o.line}: {why}; force: true keeps what verl computes")
-
-
-def _aggregation(o: Override, out: Import, settings: VerlSettings) -> None:
-    to = "algorithm.policy_loss.loss_agg_mode"
-    ignored = SEQUENCE_MEANS.get(settings.loss_mode)
-    if ignored is not None and o.value != "seq-mean-token-mean" and not settings.as_written:
-        why = f"what verl computes for {settings.loss_mode}, whatever this key says ({o.value})"
-        out.put("renamed", o.key, to, "seq-mean-token-mean", why, o.line)
-        out.warnings.append(
-            f"line {o.line}: {settings.loss_mode} with loss_agg_mode={o.value}: {ignored}. seq-mean-token-mean is written; --as-written "
-            "keeps the key, and validation then refuses it"
-        )
-        return
-    out.put("renamed", o.key, to, o.value, line=o.line)
-
-
-def _clip(o: Override, out: Import, settings: VerlSettings) -> None:
-    given = [name for name in ("clip_ratio_low", "clip_ratio_high") if A + name in settings.keys]
-    for name in ("clip_ratio_low", "clip_ratio_high"):
-        if name not in given:
-            out.put("renamed", o.key, f"algorithm.policy_loss.{name}", o.value, line=o.line)
-    if len(given) == 2:
-        out.leave("implied", o.key, o.value, "clip_ratio_low and clip_ratio_high are given and win", o.line)
-    else:
-        out.warnings.append(
-            f"line {o.line}: clip_ratio: verl's loss looks at clip_ratio_low and clip_ratio_high first, which default to 0.2"
-        )
-
-
-def _tis_cap(o: Override, out: Import, settings: VerlSettings) -> None:
-    if not isinstance(o.value, int | float) or o.value <= 0:
-        out.leave("implied", o.key, o.value, "no correction", o.line)
-        return
-    out.put("renamed", o.key, _CORRECTION + "high", float(o.value), line=o.line)
-    out.put("implied", "", _CORRECTION + "level", "token", "tis_imp_ratio_cap weighs tokens", o.line)
-    out.put("implied", "", _CORRECTION + "mode", "truncate", "tis_imp_ratio_cap truncates", o.line)
-
-
-def _gamma(o: Override, out: Import, settings: VerlSettings) -> None:
-    """verl's estimators without a critic do not read it, but for the one whose reward is spread over tokens."""
-    if o.value == 1:
-        out.leave("implied", o.key, o.value, "rewards are not discounted", o.line)
-    elif settings.estimator == "reinforce_plus_plus":
-        out.leave("unsupported", o.key, o.value, "rewards are not discounted here: reinforce_plus_plus has gamma 1", o.line)
-    else:
-        out.leave("not_applicable", o.key, o.value, "the estimator does not discount", o.line)
-
-
-_CORRECTION = "algorithm.rollout_correction."
-# verl's rejections that look at the ratio itself, newer and older names -> the level here; each keeps what is inside a band.
-_REJECTIONS = {
-    "token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric", "token": "token", "sequence": "sequence",
-    "geometric": "geometric",
-}  # fmt: skip
-
-
-def _correction(o: Override, out: Import, settings: VerlSettings) -> None:
-    name = o.key.rpartition(".")[2]
-    weighs = settings.value(_CORRECTION + "rollout_is", settings.value("algorithm.rollout_is", None)) not in (None, False)
-    match name, o.value:
-        case ("rollout_is" | "rollout_rs" | "rollout_token_veto_threshold", None | False):
-            out.leave("implied", o.key, o.value, "no correction", o.line)
-        case ("rollout_is", "token" | "sequence"):
-            out.put("renamed", o.key, _CORRECTION + "level", o.value, line=o.line)
-        case ("rollout_rs", str()) if o.value in _REJECTIONS and not weighs:
-            out.put("renamed", o.key, _CORRECTION + "level", _REJECTIONS[o.value], line=o.line)
-            out.put("implied", o.key, _CORRECTION + "mode", "mask", "a rejection masks what is outside its band", o.line)
-            _warn_of_weights(o, out)
-        case ("rollout_is_threshold", _):
-            _band(o, out, weighs, one_sided=True)
-        case ("rollout_rs_threshold", _):
-            _band(o, out, not weighs and settings.value(_CORRECTION + "rollout_rs", None) in _REJECTIONS, one_sided=False)
-        case ("bypass_mode", bool()):
-            out.put("renamed", o.key, "algorithm.anchor", "rollout" if o.value else "recompute", line=o.line)
-        case ("rollout_is_batch_normalize", False) | ("loss_type", "ppo_clip"):
-            out.leave("implied", o.key, o.value, "as it is here", o.line)
-        case _:
-            out.leave("unsupported", o.key, o.value, "no such correction here; see algorithm.rollout_correction", o.line)
-
-
-def _warn_of_weights(o: Override, out: Import) -> None:
-    if _REJECTIONS[o.value] != "geometric":
-        out.warnings.append(
-            f"line {o.line}: rollout_rs={o.value} without rollout_is rejects in verl and leaves what it keeps at weight 1; mode mask at "
-            f"level {_REJECTIONS[o.value]} here also weighs what it keeps by its ratio (only level geometric does not)"
-        )
-
-
-def _band(o: Override, out: Import, used: bool, one_sided: bool) -> None:
-    """A threshold: `low_high`, or one number, of a weight the upper bound and of a rejection the bound on both sides (1/x and x)."""
-    parts = str(o.value).split("_")
-    if not used or o.value is None:
-        out.leave("implied", o.key, o.value, "of a correction that is off", o.line)
-        return
-    try:
-        bounds = [float(part) for part in parts]
-    except ValueError:
-        out.leave("unsupported", o.key, o.value, "a threshold here is one number, or low_high", o.line)
-        return
-    out.put("renamed", o.key, _CORRECTION + "high", bounds[-1], line=o.line)
-    if len(bounds) == 2 or not one_sided:
-        out.put("renamed", o.key, _CORRECTION + "low", bounds[0] if len(bounds) == 2 else 1 / bounds[0], line=o.line)
-        out.put("implied", o.key, _CORRECTION + "mode", "mask", "a band masks what is outside it", o.line)
-
-
-def _metric(o: Override, out: Import, settings: VerlSettings) -> None:
-    out.put(
-        "renamed" if o.value in _METRICS else "carried",
-        o.key,
-        "algorithm.filter_groups.metric",
-        _METRICS.get(o.value, o.value),
-        line=o.line,
-    )
 
 
 def _gen_batch(o: Override, out: Import, settings: VerlSettings) -> None:
@@ -193,16 +65,28 @@ def _dynamic(o: Override, out: Import, settings: VerlSettings) -> None:
 
 
 def _budget(o: Override, out: Import, settings: VerlSettings) -> None:
-    """Token budgets of one device, here and there. Each must hold the longest sample, as far as the layout does not cut it."""
-    to = {A: "actor.ppo_max_token_len_per_gpu", R: "actor.log_prob_max_token_len_per_gpu", F: "ref.log_prob_max_token_len_per_gpu"}[
-        next(prefix for prefix in (A, R, F) if o.key.startswith(prefix))
-    ]
+    """Token budgets of one device, here and there.
+
+    Each must hold the longest sample, as far as the layout does not cut it.
+    """
+    to = {
+        A: "actor.ppo_max_token_len_per_gpu",
+        R: "actor.log_prob_max_token_len_per_gpu",
+        F: "ref.log_prob_max_token_len_per_gpu",
+    }[next(prefix for prefix in (A, R, F) if o.key.startswith(prefix))]
     least = -(-settings.longest // settings.context_parallel)
     if not settings.value(A + "use_dynamic_bsz", False):
-        out.leave("not_applicable", o.key, o.value, "micro-batches are cut by samples (use_dynamic_bsz is false)", o.line)
+        out.leave(
+            "not_applicable", o.key, o.value, "micro-batches are cut by samples (use_dynamic_bsz is false)", o.line
+        )
     elif isinstance(o.value, int) and o.value < least:
-        out.warnings.append(f"line {o.line}: {o.key}={o.value} cannot hold a sample of {settings.longest} tokens; {least} is written")
-        why = f"the script says {o.value}; a sample of {settings.longest} tokens lies on {settings.context_parallel} devices of this layout"
+        out.warnings.append(
+            f"line {o.line}: {o.key}={o.value} cannot hold a sample of {settings.longest} tokens; {least} is written"
+        )
+        why = (
+            f"the script says {o.value}; a sample of {settings.longest} tokens lies on "
+            f"{settings.context_parallel} devices of this layout"
+        )
         out.put("chosen", o.key, to, least, why, o.line)
     else:
         out.put("carried" if to == "actor.ppo_max_token_len_per_gpu" else "renamed", o.key, to, o.value, line=o.line)
@@ -214,10 +98,16 @@ def _warmup(o: Override, out: Import, settings: VerlSettings) -> None:
     if name == "lr_warmup_steps_ratio":
         _warmup_ratio(o, out, settings)
     elif not isinstance(o.value, int) or o.value <= 0:
-        out.leave("implied", o.key, o.value, "no warm-up" if name == "lr_warmup_steps" else "as long as the run", o.line)
+        out.leave(
+            "implied", o.key, o.value, "no warm-up" if name == "lr_warmup_steps" else "as long as the run", o.line
+        )
     else:
         to = f"actor.optim.{name}"
-        why = f"{o.value} training steps of {settings.updates} updates each: a schedule counts updates here" if settings.updates > 1 else ""
+        why = (
+            f"{o.value} training steps of {settings.updates} updates each: a schedule counts updates here"
+            if settings.updates > 1
+            else ""
+        )
         out.put("renamed" if why else "carried", o.key, to, o.value * settings.updates, why, o.line)
 
 
@@ -227,7 +117,13 @@ def _warmup_ratio(o: Override, out: Import, settings: VerlSettings) -> None:
     if not o.value or (isinstance(explicit, int) and explicit > 0):
         out.leave("implied", o.key, o.value, "no warm-up by share", o.line)
     elif not isinstance(steps, int):
-        out.leave("unsupported", o.key, o.value, "a share of a run whose steps are not given; set actor.optim.lr_warmup_steps", o.line)
+        out.leave(
+            "unsupported",
+            o.key,
+            o.value,
+            "a share of a run whose steps are not given; set actor.optim.lr_warmup_steps",
+            o.line,
+        )
     else:
         updates = int(o.value * steps) * settings.updates
         why = f"{o.value:g} of {steps} training steps of {settings.updates} updates each"
@@ -251,11 +147,38 @@ def _strategy(o: Override, out: Import, settings: VerlSettings) -> None:
 
 def _checkpointing(o: Override, out: Import, settings: VerlSettings) -> None:
     if settings.megatron:
-        out.leave("not_applicable", o.key, o.value, "FSDP only; with Megatron override_transformer_config.recompute_* decide", o.line)
+        out.leave(
+            "not_applicable",
+            o.key,
+            o.value,
+            "FSDP only; with Megatron override_transformer_config.recompute_* decide",
+            o.line,
+        )
     elif o.value:
-        out.put("renamed", o.key, f"{OVERRIDE_TRANSFORMER}.recompute_granularity", "full", "gradient checkpointing of every layer", o.line)
-        out.put("implied", "", f"{OVERRIDE_TRANSFORMER}.recompute_method", "uniform", "gradient checkpointing of every layer", o.line)
-        out.put("implied", "", f"{OVERRIDE_TRANSFORMER}.recompute_num_layers", 1, "gradient checkpointing of every layer", o.line)
+        out.put(
+            "renamed",
+            o.key,
+            f"{OVERRIDE_TRANSFORMER}.recompute_granularity",
+            "full",
+            "gradient checkpointing of every layer",
+            o.line,
+        )
+        out.put(
+            "implied",
+            "",
+            f"{OVERRIDE_TRANSFORMER}.recompute_method",
+            "uniform",
+            "gradient checkpointing of every layer",
+            o.line,
+        )
+        out.put(
+            "implied",
+            "",
+            f"{OVERRIDE_TRANSFORMER}.recompute_num_layers",
+            1,
+            "gradient checkpointing of every layer",
+            o.line,
+        )
     else:
         out.leave("implied", o.key, o.value, "nothing is recomputed unless asked for", o.line)
 
@@ -299,8 +222,19 @@ def _engine(o: Override, out: Import, settings: VerlSettings) -> None:
     name = o.key.removeprefix(R).removeprefix("engine_kwargs.vllm.")
     decider = decided_by(ENGINE, name) or ""
     if name == "enable_expert_parallel":
-        value = settings.value(R + "tensor_model_parallel_size", 2) * settings.value(R + "data_parallel_size", 1) if o.value else 1
-        out.put("renamed", o.key, "rollout.expert_parallel_size", value, "experts are spread over all workers of an engine", o.line)
+        value = (
+            settings.value(R + "tensor_model_parallel_size", 2) * settings.value(R + "data_parallel_size", 1)
+            if o.value
+            else 1
+        )
+        out.put(
+            "renamed",
+            o.key,
+            "rollout.expert_parallel_size",
+            value,
+            "experts are spread over all workers of an engine",
+            o.line,
+        )
     elif decider.startswith("rollout."):
         out.put("renamed", o.key, decider, o.value, line=o.line)
     else:
@@ -308,12 +242,16 @@ def _engine(o: Override, out: Import, settings: VerlSettings) -> None:
 
 
 def _upstream(o: Override, out: Import, target: str, name: str, settings: VerlSettings) -> None:
-    """A field of Megatron's or vLLM's: carried where it exists and is the user's, else refused with the rule's reason."""
+    """A field of Megatron's or vLLM's: carried where it exists and is the user's,
+    else refused with the rule's reason.
+    """
     if "." in name:
         out.leave("unsupported", o.key, o.value, "a value inside a field; give the field as a whole", o.line)
         return
     if faults := override_faults(target, {name: o.value}, settings.device):
-        out.leave("unsupported", o.key, o.value, "; ".join(part for part in (faults[0].rule, faults[0].why) if part), o.line)
+        out.leave(
+            "unsupported", o.key, o.value, "; ".join(part for part in (faults[0].rule, faults[0].why) if part), o.line
+        )
         return
     out.put("carried", o.key, f"{target}.{name}", o.value, line=o.line)
 
@@ -323,7 +261,9 @@ def _reference(o: Override, out: Import, settings: VerlSettings) -> None:
     actor = MEGATRON + name
     if name == "param_offload":
         out.put("carried", o.key, "ref.param_offload", o.value, line=o.line)
-    elif name.endswith("parallel_size") and o.value != settings.value(actor, 1 if name != "expert_tensor_parallel_size" else None):
+    elif name.endswith("parallel_size") and o.value != settings.value(
+        actor, 1 if name != "expert_tensor_parallel_size" else None
+    ):
         why = "the reference model lies as the actor does: the same numbers, another use of memory"
         out.leave("not_applicable", o.key, o.value, why, o.line)
     else:
@@ -341,7 +281,13 @@ def _chat_template(o: Override, out: Import, settings: VerlSettings) -> None:
 
 def _reward_manager(o: Override, out: Import, settings: VerlSettings) -> None:
     if o.value == "gdpo":
-        out.leave("implied", o.key, o.value, "the parts of a reward are always kept; algorithm.gdpo_reward_keys names them", o.line)
+        out.leave(
+            "implied",
+            o.key,
+            o.value,
+            "the parts of a reward are always kept; algorithm.gdpo_reward_keys names them",
+            o.line,
+        )
     elif o.value in ("naive", "dapo"):
         out.put("renamed", o.key, "reward.reward_manager", o.value, line=o.line)
     else:
@@ -380,8 +326,8 @@ def _resume_from(o: Override, out: Import, settings: VerlSettings) -> None:
         return
     out.put("carried", o.key, "trainer.resume_from_path", o.value, line=o.line)
     out.warnings.append(
-        f"line {o.line}: {o.value} is a checkpoint of verl's: convert it (mrl convert megatron-to-hf), put the result at "
-        "model.path and take resume_mode and resume_from_path out, or name a checkpoint of ours"
+        f"line {o.line}: {o.value} is a checkpoint of verl's: convert it (mrl convert megatron-to-hf), put the result "
+        "at model.path and take resume_mode and resume_from_path out, or name a checkpoint of ours"
     )
 
 
@@ -391,7 +337,8 @@ def _logger(o: Override, out: Import, settings: VerlSettings) -> None:
     out.put("carried", o.key, "trainer.logger", known, line=o.line)
     if other := [name for name in names if name not in VIEWS]:
         out.warnings.append(
-            f"line {o.line}: no logger here is called {', '.join(map(str, other))}; metrics.jsonl has everything in any case"
+            f"line {o.line}: no logger here is called {', '.join(map(str, other))}; metrics.jsonl "
+            "has everything in any case"
         )
 
 
@@ -407,8 +354,7 @@ def _separate(o: Override, out: Import, settings: VerlSettings) -> None:
     out.leave("implied", o.key, o.value, "decides cluster.placement and rollout.num_engines", o.line)
 
 
-Handler = Callable[[Override, Import, VerlSettings], None]
-HANDLERS: dict[str, Handler] = {
+HANDLERS: dict[str, Handler] = ALGORITHM_HANDLERS | {
     "data.gen_batch_size": _gen_batch,
     "data.apply_chat_template_kwargs.": _chat_template,
     M + "enable_gradient_checkpointing": _checkpointing,
@@ -421,10 +367,6 @@ HANDLERS: dict[str, Handler] = {
     R + "log_prob_max_token_len_per_gpu": _budget,
     F + "log_prob_max_token_len_per_gpu": _budget,
     R + "log_prob_use_dynamic_bsz": _dynamic,
-    A + "clip_ratio": _clip,
-    A + "loss_agg_mode": _aggregation,
-    A + "policy_loss.loss_mode": _loss_mode,
-    A + "tis_imp_ratio_cap": _tis_cap,
     A + "optim.lr_warmup_steps": _warmup,
     A + "optim.lr_warmup_steps_ratio": _warmup,
     A + "optim.lr_decay_steps": _warmup,
@@ -447,11 +389,6 @@ HANDLERS: dict[str, Handler] = {
     "rollout.nnodes": _separate,
     "rollout.n_gpus_per_node": _separate,
     "actor_rollout_ref.hybrid_engine": _separate,
-    "algorithm.filter_groups.metric": _metric,
-    "algorithm.gamma": _gamma,
-    "algorithm.rollout_correction.": _correction,
-    "algorithm.rollout_is": _correction,
-    "algorithm.rollout_is_threshold": _correction,
     "reward_model.reward_manager": _reward_manager,
     "reward.reward_manager.name": _reward_manager,
     "reward_model.overlong_buffer.": _overlong,

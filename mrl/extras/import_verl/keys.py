@@ -1,8 +1,8 @@
 """verl's keys: where the value goes here, or why it goes nowhere. Names as of verl 0.9.1 and of the releases before it.
 
-Keys whose value is taken as it stands are named at our fields (`verl=` in mrl/config/schema_*.py); `ROWS` adds all others,
-each with a reason or a conversion. A row ending in a dot speaks for everything below it; the longest row that fits wins.
-What needs more than a row is in handlers.py.
+Keys whose value is taken as it stands are named at our fields (`verl=` in mrl/config/schema_*.py); `ROWS` adds all
+others, each with a reason or a conversion. A row ending in a dot speaks for everything below it; the longest row that
+fits wins. What needs more than a row is in handlers.py.
 """
 
 from collections.abc import Callable
@@ -13,15 +13,23 @@ from mrl.config.schema import verl_names
 
 Kind = Literal["to", "implied", "not_applicable", "unsupported", "special"]
 
-A, R, F, M = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.ref.", "actor_rollout_ref.model."
+A, R, F, M = (
+    "actor_rollout_ref.actor.",
+    "actor_rollout_ref.rollout.",
+    "actor_rollout_ref.ref.",
+    "actor_rollout_ref.model.",
+)
 MEGATRON, TRANSFORMER = A + "megatron.", A + "megatron.override_transformer_config."
 LAYOUT = "actor.layout."
 
 
 @dataclass(frozen=True)
 class KeyRow:
-    """`to`: our key. `why`: for what goes nowhere, or means a little else here. `neutral`: values of an unsupported key that only say
-    what is so here anyway."""
+    """`to`: our key.
+
+    `why`: for what goes nowhere, or means a little else here. `neutral`: values of an unsupported key that only say
+    what is so here anyway.
+    """
 
     kind: Kind
     to: str = ""
@@ -96,7 +104,8 @@ ROWS: dict[str, KeyRow] = {
     "data.function_tool_path": _missing(_AGENT, None),
     **{
         f"data.{name}": _nothing(_IMAGES)
-        for name in ("image_key", "video_key", "audio_key", "image_patch_size", "return_multi_modal_inputs", "mm_processor_kwargs.")
+        for name in ("image_key", "video_key", "audio_key", "image_patch_size", "return_multi_modal_inputs",
+            "mm_processor_kwargs.")
     },
     "data.": _nothing("a matter of how verl loads data"),
     # --- model
@@ -112,9 +121,11 @@ ROWS: dict[str, KeyRow] = {
     M + "trust_remote_code": _missing("code of a checkpoint is never run", False),
     M + "external_lib": _missing("no code but a reward function of the user's is loaded", None),
     M + "custom_chat_template": _missing("the chat template is the checkpoint's", None),
-    **{M + f"override_config.{name}": _missing("no dropout here", 0, 0.0) for name in ("attention_dropout", "embd_pdrop", "resid_pdrop")},
+    **{M + f"override_config.{name}": _missing("no dropout here", 0, 0.0) for name in ("attention_dropout",
+            "embd_pdrop", "resid_pdrop")},
     M + "override_config.attn_implementation": _nothing("attention is Megatron's"),
-    M + "override_config.model_config.max_position_embeddings": _implied("the limit of positions is the checkpoint's own"),
+    M + "override_config.model_config.max_position_embeddings": _implied("the limit of positions is the checkpoint's "
+                                                                         "own"),
     M + "override_config.max_position_embeddings": _implied("the limit of positions is the checkpoint's own"),
     M + "override_config.": _missing("the model is what the checkpoint's config.json says", None, {}),
     M + "lora_rank": _missing("no LoRA here", 0),
@@ -176,7 +187,8 @@ ROWS: dict[str, KeyRow] = {
     MEGATRON + "dtype": _SPECIAL,
     **{
         MEGATRON + name: _implied(_BRIDGE)
-        for name in ("use_mbridge", "vanilla_mbridge", "use_dist_checkpointing", "dist_checkpointing_path", "load_weight")
+        for name in ("use_mbridge", "vanilla_mbridge", "use_dist_checkpointing", "dist_checkpointing_path",
+            "load_weight")
     },
     MEGATRON + "use_distributed_optimizer": _implied("the optimizer is always sharded over the data-parallel ranks"),
     MEGATRON + "use_remove_padding": _SPECIAL,
@@ -184,7 +196,8 @@ ROWS: dict[str, KeyRow] = {
     MEGATRON + "router_replay.": _nothing("routes are kept with the samples"),
     MEGATRON + "use_megatron_fsdp": _missing("the optimizer is sharded, parameters are not", False),
     MEGATRON + "dynamic_context_parallel": _missing("one context-parallel size for the whole run", False),
-    MEGATRON + "override_mcore_model_config.": _missing("the model is what the checkpoint's config.json says", None, {}),
+    MEGATRON + "override_mcore_model_config.": _missing("the model is what the checkpoint's config.json says", None,
+        {}),
     MEGATRON + "qat.enable": _missing("no quantised training here", False),
     MEGATRON: _nothing("a matter of verl's Megatron worker"),
     A + "profiler.": _nothing(_PROFILER),
@@ -272,7 +285,8 @@ ROWS: dict[str, KeyRow] = {
     "trainer.logger": _SPECIAL,
     "trainer.resume_from_path": _SPECIAL,
     "trainer.balance_batch": _implied("samples are spread by length"),
-    "trainer.critic_warmup": _missing("the policy is trained from the first step; there is no critic to train before it", 0),
+    "trainer.critic_warmup": _missing("the policy is trained from the first step; there is no "
+                                      "critic to train before it", 0),
     "trainer.val_only": _missing("mrl eval evaluates", False),
     "trainer.default_hdfs_dir": _missing("checkpoints stay in the run directory", None),
     "trainer.rollout_data_dir": _implied("samples are always recorded in the run directory"),
@@ -298,7 +312,8 @@ ROWS: dict[str, KeyRow] = {
     "rollout.nnodes": _SPECIAL,
     "rollout.n_gpus_per_node": _SPECIAL,
     "rollout.n": _implied("is actor_rollout_ref.rollout.n"),
-    "rollout.total_rollout_steps": _missing("the length of a run is trainer.total_training_steps or total_epochs", None),
+    "rollout.total_rollout_steps": _missing("the length of a run is trainer.total_training_steps or total_epochs",
+        None),
 }  # fmt: skip
 
 

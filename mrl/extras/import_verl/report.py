@@ -12,7 +12,10 @@ KINDS = ("carried", "renamed", "implied", "chosen", "not_applicable", "unsupport
 
 @dataclass(frozen=True)
 class KeyReport:
-    """One key. `key` is verl's ("" for a value that no key of the script gave), `to` ours ("" where it goes nowhere)."""
+    """One key.
+
+    `key` is verl's ("" for a value that no key of the script gave), `to` ours ("" where it goes nowhere).
+    """
 
     kind: str
     key: str
@@ -32,7 +35,10 @@ class KeyReport:
 
 @dataclass
 class Import:
-    """The result, filled while keys are read. `values`: our dotted key -> value; `notes`: our key -> the comment beside it."""
+    """The result, filled while keys are read.
+
+    `values`: our dotted key -> value; `notes`: our key -> the comment beside it.
+    """
 
     name: str
     entries: list[KeyReport] = field(default_factory=list)
@@ -56,7 +62,9 @@ class Import:
         """Takes a value of ours back; its key is implied."""
         if to in self.values:
             del self.values[to], self.notes[to]
-            self.entries = [e if e.to != to else KeyReport("implied", e.key, "", e.value, why, e.line) for e in self.entries]
+            self.entries = [
+                e if e.to != to else KeyReport("implied", e.key, "", e.value, why, e.line) for e in self.entries
+            ]
 
     def of(self, kind: str) -> list[KeyReport]:
         """The entries of one kind."""
@@ -73,7 +81,9 @@ class Import:
 
     def to_yaml(self) -> str:
         """Our configuration in the order of the schema, each value with where it came from."""
-        head = [f"# Imported from {self.name} (verl). Beside each value: the line of the script, or why it stands here."]
+        head = [
+            f"# Imported from {self.name} (verl). Beside each value: the line of the script, or why it stands here."
+        ]
         head += [f"# warning: {line}" for warning in self.warnings for line in warning.splitlines()]
         head += [f"# {kind}: {entry}" for kind in ("unsupported", "unknown") for entry in self.of(kind)]
         return "\n".join([*head, *self._sections(_tree(self.values), ()), ""])

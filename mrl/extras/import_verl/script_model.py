@@ -1,4 +1,6 @@
-"""What a script's model gets: the Megatron layout of a preset where the script has none, or the reason why its family is not here."""
+"""What a script's model gets: the Megatron layout of a preset where the script has none,
+or the reason why its family is not here.
+"""
 
 import re
 from collections.abc import Iterator
@@ -14,9 +16,13 @@ from mrl.model import FAMILIES, known_models, known_name
 from mrl.model.layout import LayoutDegrees
 
 _DEFAULT = LayoutConfig(world_size=1).model_dump()
-# Families that launch scripts name and this trainer does not have: (a part of the model's name, what it is); the first that fits
+# Families that launch scripts name and this trainer does not have: (a part of the model's name, what it is); the first
+# that fits
 _OTHERS = (
-    (r"omni|[-_.]vl|vl[-_.]|internvl|minicpm|glm-?4\.?(1|5)v|paligemma|geo3k", "a model that also reads images or sound"),
+    (
+        r"omni|[-_.]vl|vl[-_.]|internvl|minicpm|glm-?4\.?(1|5)v|paligemma|geo3k",
+        "a model that also reads images or sound",
+    ),
     (r"qwen3[-_.]?next|qwen3\.5|qwen3\.6", "Qwen3-Next or Qwen3.5 (linear attention beside full attention)"),
     (r"deepseek[-_]?(v2|v3|v4|r1)|671b|moonlight|kimi", "DeepSeek's multi-head latent attention"),
     (r"deepseek|llama", "Llama"),
@@ -48,19 +54,24 @@ def preset_folder() -> Path | None:
 def choose_layout(model: str, device: str, devices: int, preset: str | None = None) -> Chosen | None:
     """The layout of `preset`, or of the preset for `model` that is nearest to the device and the number of devices.
 
-    None where no preset is of that model, or none divides over the devices. Raises ConfigError for a preset that cannot be used.
+    None where no preset is of that model, or none divides over the devices. Raises ConfigError for a preset that cannot
+    be used.
     """
     if preset is not None:
         chosen = _layout_of(Path(preset))
         if chosen is None or devices % _ranks(chosen.degrees):
             raise ConfigError(f"--preset {preset}: its layout does not divide over the script's {devices} devices")
         return chosen
-    dividing = [(rank, chosen) for rank, chosen in _candidates(model, device, devices) if not devices % _ranks(chosen.degrees)]
+    dividing = [
+        (rank, chosen) for rank, chosen in _candidates(model, device, devices) if not devices % _ranks(chosen.degrees)
+    ]
     return min(dividing, key=lambda pair: (pair[0], pair[1].source))[1] if dividing else None
 
 
 def unknown_family(path: str, is_there: bool) -> str | None:
-    """Why the model of a script cannot be trained or planned, with what can; None where its folder is there and speaks for itself."""
+    """Why the model of a script cannot be trained or planned, with what can;
+    None where its folder is there and speaks for itself.
+    """
     if is_there:
         return None
     name = Path(path).name
@@ -68,8 +79,8 @@ def unknown_family(path: str, is_there: bool) -> str | None:
     if other is not None:
         return f"{name} is {other}, a family that is not here; families: {', '.join(FAMILIES)}"
     return (
-        f"{name} is not on this machine and no name that is known, so nothing can be checked against it; families: {', '.join(FAMILIES)}; "
-        f"known by name: {', '.join(known_models())}"
+        f"{name} is not on this machine and no name that is known, so nothing can be checked against it; families: "
+        f"{', '.join(FAMILIES)}; known by name: {', '.join(known_models())}"
     )
 
 
@@ -79,7 +90,12 @@ def _candidates(model: str, device: str, devices: int) -> Iterator[tuple[tuple[A
         config = load_config(file).config
         if known_name(config.model.path) == name and (chosen := _layout_of(file)) is not None:
             world = config.actor.layout.world_size
-            rank = (config.cluster.device != device, config.cluster.placement != "colocated", world != devices, abs(world - devices))
+            rank = (
+                config.cluster.device != device,
+                config.cluster.placement != "colocated",
+                world != devices,
+                abs(world - devices),
+            )
             yield rank, chosen
 
 

@@ -1,4 +1,6 @@
-"""Follows a launch script without running it: sets its variables, takes the branches whose outcome is known, and collects its commands."""
+"""Follows a launch script without running it: sets its variables, takes the branches whose outcome is known,
+and collects its commands.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +40,8 @@ class Launch:
 
 @dataclass(frozen=True)
 class Script:
-    """What following a script gives: every command that is neither a built-in nor a function, and remarks with their lines.
+    """What following a script gives: every command that is neither a built-in nor a function, and remarks with their
+    lines.
 
     `faults`: places that the grammar cannot read. What stands there is left out, so the commands may lack something.
     """
@@ -50,7 +53,9 @@ class Script:
 
 
 def read_script(text: str, name: str, given: Mapping[str, str], arguments: Sequence[str] = ()) -> Script:
-    """Follows a script. `given`: variables that the user sets, which win over the script's own; `arguments`: what `$@` stands for.
+    """Follows a script.
+
+    `given`: variables that the user sets, which win over the script's own; `arguments`: what `$@` stands for.
 
     Raises ConfigError for what is no launch script: too long, nested too deeply, without end.
     """
@@ -201,7 +206,9 @@ class _Reader:
                 self.variables[name] = _common(name, [end.get(name, ()) for end in ends], doubt)
 
     def while_(self, node: While) -> bool | None:
-        """A loop over arguments (`while [ $# -gt 0 ]`) is left out where there are none; the end of any other is not known."""
+        """A loop over arguments (`while [ $# -gt 0 ]`) is left out where there are none;
+        the end of any other is not known.
+        """
         self.expander.counts_arguments = True
         status = self.block(node.condition)
         self.expander.counts_arguments = False
@@ -275,14 +282,19 @@ class _Reader:
             before = current if isinstance(current, tuple) else () if current is None else (current,)
             items = before + items if appended else items
             if len(items) > MAX_ITEMS:
-                raise ConfigError(f"{self.name}:{word.line}: {name} grows over {MAX_ITEMS} items, which no launch script needs")
+                raise ConfigError(
+                    f"{self.name}:{word.line}: {name} grows over {MAX_ITEMS} items, which no launch script needs"
+                )
             self.set(name, items)
             return
         value = self.expander.text(word)
         self.set(name, (current if isinstance(current, Value) else Value("")) + value if appended else value)
 
     def set(self, name: str, value: Variable) -> None:
-        """Sets a variable, unless the user did. What no `--set` of another name can tell is unknown under this name from here on."""
+        """Sets a variable, unless the user did.
+
+        What no `--set` of another name can tell is unknown under this name from here on.
+        """
         if name in self.given:
             return
         if isinstance(value, Value) and any(m.startswith("$") for m in value.missing):
@@ -308,7 +320,8 @@ class _Reader:
 
 
 def _common(name: str, values: Sequence[Variable], doubt: frozenset[str]) -> Variable:
-    """What a variable is after branches that leave it different: of arrays, and of texts that were added to, what all have comes first.
+    """What a variable is after branches that leave it different: of arrays, and of texts that were added to, what all
+    have comes first.
 
     Behind it stands one unknown item with what only some have, so that whoever uses the variable says that it is lost.
     """
@@ -321,14 +334,20 @@ def _common(name: str, values: Sequence[Variable], doubt: frozenset[str]) -> Var
     head = min(values, key=lambda value: len(value.text))
     if "=" not in head.text or not all(f"{value.text} ".startswith(f"{head.text} ") for value in values):
         return unset(name)
-    rest = [Value(value.text.removeprefix(head.text).strip(), line=value.line) for value in values if value.text != head.text]
+    rest = [
+        Value(value.text.removeprefix(head.text).strip(), line=value.line)
+        for value in values
+        if value.text != head.text
+    ]
     return head + Value(" ") + _some(name, rest, doubt)
 
 
 def _some(name: str, items: Sequence[Value], doubt: frozenset[str]) -> Value:
     """Stands for items of which nobody knows which there are."""
     texts = " ".join(dict.fromkeys(item.text for item in items))
-    return Value(f"${{{name}: {texts}}}", doubt or frozenset((f"a condition that decides about {name}",)), items[0].line)
+    return Value(
+        f"${{{name}: {texts}}}", doubt or frozenset((f"a condition that decides about {name}",)), items[0].line
+    )
 
 
 def _assignment(word: Word) -> tuple[str, Word, bool] | None:

@@ -1,4 +1,6 @@
-"""Shell text -> a tree of commands, by the grammar tree-sitter-bash. Only this file knows the names of the grammar's nodes.
+"""Shell text -> a tree of commands, by the grammar tree-sitter-bash.
+
+Only this file knows the names of the grammar's nodes.
 
 What the commands mean is in shell.py, what their words mean in expansion.py.
 """
@@ -109,7 +111,10 @@ Command = Simple | CommandBlock | Chain | Pipe | If | Case | For | While | Funct
 
 @dataclass(frozen=True)
 class ParsedScript:
-    """`here_documents`: lines of their first rows. `faults`: every place that the grammar cannot read, with line and text."""
+    """`here_documents`: lines of their first rows.
+
+    `faults`: every place that the grammar cannot read, with line and text.
+    """
 
     block: CommandBlock
     here_documents: tuple[int, ...]
@@ -117,7 +122,10 @@ class ParsedScript:
 
 
 def parse_script(text: str, name: str) -> ParsedScript:
-    """The commands of a script; here-documents are skipped. Raises ConfigError where it is too long or nested too deeply."""
+    """The commands of a script; here-documents are skipped.
+
+    Raises ConfigError where it is too long or nested too deeply.
+    """
     if len(text) > MAX_TEXT:
         raise ConfigError(f"{name}: {len(text)} characters are no launch script (at most {MAX_TEXT})")
     try:
@@ -142,7 +150,9 @@ def _parser() -> Parser:
 
 
 def _with_plain_ends(text: str) -> str:
-    """Lines end in \\n alone, and the last one is not continued: the shell overlooks a backslash at the end of a file."""
+    """Lines end in \\n alone, and the last one is not continued:
+    the shell overlooks a backslash at the end of a file.
+    """
     text = text.replace("\r\n", "\n").replace("\r", " ")
     return re.sub(r"(?<!\\)\\\s*\Z", "\n", text)
 
@@ -352,10 +362,15 @@ class _TreeReader:
         return Word((head, WordPart("array", "", words=self.words(items))), self.line(node))
 
     def word(self, node: Node) -> Word:
-        return Word(tuple(self.parts((node,), node.start_byte, node.end_byte)) or (WordPart("text", ""),), self.line(node))
+        return Word(
+            tuple(self.parts((node,), node.start_byte, node.end_byte)) or (WordPart("text", ""),), self.line(node)
+        )
 
     def parts(self, nodes: Sequence[Node], start: int, end: int, quoted: bool = False) -> Iterator[WordPart]:
-        """Parts of the bytes from `start` to `end`, which `nodes` lie in. Blanks that the grammar leaves out are text as well."""
+        """Parts of the bytes from `start` to `end`, which `nodes` lie in.
+
+        Blanks that the grammar leaves out are text as well.
+        """
         literal = _quoted_text if quoted else _plain_text
         for child in _outermost(nodes, _EXPANSIONS if quoted else _EXPANSIONS | _QUOTES):
             opening = child.end_byte - len(self.source[child.start_byte : child.end_byte].lstrip())

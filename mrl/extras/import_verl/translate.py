@@ -1,5 +1,8 @@
-"""verl's overrides -> a configuration of ours, with what became of every key. The script's own values are kept; what it does not say is
-verl's default where ours differs, and a layout that it cannot have is chosen."""
+"""verl's overrides -> a configuration of ours, with what became of every key.
+
+The script's own values are kept; what it does not say is verl's default where ours differs, and a layout that it cannot
+have is chosen.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -8,15 +11,24 @@ from typing import Any
 
 from mrl.errors import ConfigError, MrlError
 from mrl.extras.import_verl.expansion import Value, known_part
-from mrl.extras.import_verl.handlers import HANDLERS, SEQUENCE_MEANS
+from mrl.extras.import_verl.handlers import HANDLERS
+from mrl.extras.import_verl.handlers_algorithm import SEQUENCE_MEANS
 from mrl.extras.import_verl.keys import LAYOUT, MEGATRON, ROWS, TRANSFORMER, A, M, R, row_of
 from mrl.extras.import_verl.report import Import
 from mrl.extras.import_verl.script_model import Chosen, choose_layout, unknown_family
 from mrl.extras.import_verl.shell import read_script
-from mrl.extras.import_verl.verl_command import Override, VerlCommand, VerlSettings, from_script, from_words, says_megatron
+from mrl.extras.import_verl.verl_command import (
+    Override,
+    VerlCommand,
+    VerlSettings,
+    from_script,
+    from_words,
+    says_megatron,
+)
 from mrl.model import ModelSpec, planning_model_spec
 
-# verl's defaults where ours are others: our key -> value. Those of the policy loss only hold for the loss that reads them.
+# verl's defaults where ours are others: our key -> value. Those of the policy loss only hold for the loss that reads
+# them.
 _DEFAULTS: dict[str, Any] = {
     "data.train_batch_size": 1024,
     "data.max_prompt_length": 512,
@@ -51,7 +63,9 @@ _NEEDED = {"data.train_batch_size", "data.max_prompt_length", "data.max_response
 
 
 def import_script(text: str, name: str, given: Mapping[str, str], extra: Sequence[str] = (), **options: Any) -> Import:
-    """Reads a launch script; nothing of it runs. `given`: shell variables that the user sets; `extra`: overrides behind the script.
+    """Reads a launch script; nothing of it runs.
+
+    `given`: shell variables that the user sets; `extra`: overrides behind the script.
 
     Options are those of `translate`. Raises ConfigError for a script that is not verl's, or that cannot be read.
     """
@@ -75,9 +89,10 @@ def translate(
     chosen: Chosen | None = None,
     own: Sequence[str] = (),
 ) -> Import:
-    """`as_written`: keep what is usually mended (and refused by validation). A script without a layout gets `chosen`, else that of
-    `preset`, else that of the nearest preset for its model; `own`: our keys that the user sets, and a degree among them leaves the
-    layout to the user. Where none is found, `Import.lacks_layout` says so."""
+    """`as_written`: keep what is usually mended (and refused by validation). A script without a layout gets `chosen`,
+    else that of
+    `preset`, else that of the nearest preset for its model; `own`: our keys that the user sets, and a degree among them
+    leaves the layout to the user. Where none is found, `Import.lacks_layout` says so."""
     out = Import(name, warnings=[*command.faults, *command.remarks], faults=command.faults)
     keys = {o.key: o for o in command.overrides}
     plain = VerlSettings(command, keys, None, {}, as_written)
@@ -107,8 +122,8 @@ def _settings(plain: VerlSettings, chosen: Chosen | None, out: Import) -> VerlSe
         return replace(plain, model=model, degrees=_script_degrees(plain))
     if out.lacks_layout:
         out.warnings.append(
-            f"the script has no Megatron layout, and no preset for {plain.model_path} divides over its {plain.devices} devices: "
-            "every degree is 1; set actor.layout.tensor_model_parallel_size and its kin by --set"
+            f"the script has no Megatron layout, and no preset for {plain.model_path} divides over its {plain.devices} "
+            "devices: every degree is 1; set actor.layout.tensor_model_parallel_size and its kin by --set"
         )
     degrees = chosen.degrees if chosen is not None else {}
     for key, value in degrees.items():
@@ -120,7 +135,11 @@ def _script_degrees(settings: VerlSettings) -> dict[str, Any]:
     """The degrees that the script sets, under our names."""
     degrees = {}
     for key, row in ROWS.items():
-        if row.to.startswith(LAYOUT) and key.startswith((MEGATRON, TRANSFORMER)) and (value := settings.value(key, None)) is not None:
+        if (
+            row.to.startswith(LAYOUT)
+            and key.startswith((MEGATRON, TRANSFORMER))
+            and (value := settings.value(key, None)) is not None
+        ):
             degrees[row.to.removeprefix(LAYOUT)] = value
     return degrees
 
@@ -152,21 +171,36 @@ def _translate_override(o: Override, out: Import, settings: VerlSettings) -> Non
 
 
 def _handler_key(key: str) -> str:
-    return key if key in HANDLERS else max((k for k in HANDLERS if k.endswith(".") and f"{key}.".startswith(k)), key=len)
+    return (
+        key if key in HANDLERS else max((k for k in HANDLERS if k.endswith(".") and f"{key}.".startswith(k)), key=len)
+    )
 
 
 def _unknown(o: Override, out: Import, to: str) -> None:
     names = ", ".join(sorted(o.missing))
     hint = " ".join(f"--set {name}=..." for name in sorted(o.missing) if not name.startswith("$"))
     out.leave(
-        "unknown", o.key, o.value, f"depends on {names}, which the script does not set; give {hint or 'the value as an override'}", o.line
+        "unknown",
+        o.key,
+        o.value,
+        f"depends on {names}, which the script does not set; give {hint or 'the value as an override'}",
+        o.line,
     )
     if to in _FILES:
         out.put("chosen", "", to, o.value, f"{names} is not set in the script; put the path here", o.line)
     elif to in ("trainer.experiment_name", "trainer.project_name"):
-        out.put("chosen", "", to, known_part(str(o.value)).rstrip("-_/") or "default", "without the part that is not known", o.line)
+        out.put(
+            "chosen",
+            "",
+            to,
+            known_part(str(o.value)).rstrip("-_/") or "default",
+            "without the part that is not known",
+            o.line,
+        )
     elif to in _NEEDED:
-        raise ConfigError(f"{out.name}:{o.line}: {o.key} depends on {names}, and nothing can be written without it; give {hint}")
+        raise ConfigError(
+            f"{out.name}:{o.line}: {o.key} depends on {names}, and nothing can be written without it; give {hint}"
+        )
 
 
 def _defaults(out: Import, settings: VerlSettings) -> None:
@@ -182,7 +216,13 @@ def _defaults(out: Import, settings: VerlSettings) -> None:
         out.put("implied", "", "algorithm.kl_loss_coef", 0.001, "verl's default")
     if settings.value(A + "use_dynamic_bsz", False) and "actor.ppo_max_token_len_per_gpu" not in out.values:
         least = -(-settings.longest // settings.context_parallel)
-        out.put("implied", "", "actor.ppo_max_token_len_per_gpu", max(16384, least), "verl's default, at least one longest sample")
+        out.put(
+            "implied",
+            "",
+            "actor.ppo_max_token_len_per_gpu",
+            max(16384, least),
+            "verl's default, at least one longest sample",
+        )
     if settings.value(A + "use_dynamic_bsz", False):
         for key in (
             "actor.ppo_micro_batch_size_per_gpu",
@@ -193,14 +233,22 @@ def _defaults(out: Import, settings: VerlSettings) -> None:
 
 
 def _devices(out: Import, settings: VerlSettings) -> None:
-    """World size, placement and number of engines: verl's actor takes all devices of the trainer, and its engines the same ones."""
+    """World size, placement and number of engines: verl's actor takes all devices of the trainer,
+    and its engines the same ones.
+    """
     per_node, engine = settings.value("trainer.n_gpus_per_node", 8), _engine_workers(out)
     nodes, own_per_node = _engine_nodes(settings)
     own = nodes * own_per_node
     world, separate = settings.devices, own > 0
     out.put("implied", "", LAYOUT + "world_size", world, "all devices of the trainer")
     out.put("implied", "", "cluster.placement", "separate" if separate else "colocated", "how verl places engines")
-    out.put("implied", "", "rollout.num_engines", max(1, (own if separate else world) // engine), "as many as the devices hold")
+    out.put(
+        "implied",
+        "",
+        "rollout.num_engines",
+        max(1, (own if separate else world) // engine),
+        "as many as the devices hold",
+    )
     if not separate and not settings.megatron and "actor.grad_offload" not in out.values:
         why = "FSDP frees gradients between steps; Megatron's buffers would stay beside the engine"
         out.put("chosen", "", "actor.grad_offload", True, why)
@@ -209,7 +257,9 @@ def _devices(out: Import, settings: VerlSettings) -> None:
 
 
 def _engine_nodes(settings: VerlSettings) -> tuple[int, int]:
-    """Nodes of the engines' own and their devices, of the newer keys or of those of the asynchronous trainers; 0 nodes: the actor's."""
+    """Nodes of the engines' own and their devices, of the newer keys or of those of the asynchronous trainers; 0 nodes:
+    the actor's.
+    """
     per_node = settings.value("trainer.n_gpus_per_node", 8)
     return (
         settings.value(R + "nnodes", settings.value("rollout.nnodes", 0)),
@@ -218,7 +268,9 @@ def _engine_nodes(settings: VerlSettings) -> tuple[int, int]:
 
 
 def _beside(out: Import, settings: VerlSettings, per_node: int) -> None:
-    """The cluster of actor and engines beside each other: on nodes of their own where these are alike, else sharing the same nodes."""
+    """The cluster of actor and engines beside each other: on nodes of their own where these are alike,
+    else sharing the same nodes.
+    """
     nodes, (own_nodes, own_per_node) = settings.value("trainer.nnodes", 1), _engine_nodes(settings)
     if own_per_node == per_node:
         out.put("implied", "", "cluster.nnodes", nodes + own_nodes, "nodes of the actor and of the engines")
@@ -228,7 +280,9 @@ def _beside(out: Import, settings: VerlSettings, per_node: int) -> None:
 
 
 def _filters(out: Import, settings: VerlSettings) -> None:
-    """A filter of words: kept where the loss reads training's log-probs alone, else off, which validation would ask for."""
+    """A filter of words: kept where the loss reads training's log-probs alone, else off,
+    which validation would ask for.
+    """
     corrected = out.values.get("algorithm.rollout_correction.level") is not None
     for name, neutral in (("top_p", 1.0), ("top_k", -1)):
         to = f"rollout.{name}"
@@ -237,9 +291,13 @@ def _filters(out: Import, settings: VerlSettings) -> None:
             continue
         filtered = f"{to}={value} filters the words that training responses are drawn from"
         if settings.as_written or not (corrected or out.values.get("algorithm.anchor") == "rollout"):
-            out.warnings.append(f"{filtered}, as in the script; its loss takes probabilities of all words, here as with verl")
+            out.warnings.append(
+                f"{filtered}, as in the script; its loss takes probabilities of all words, here as with verl"
+            )
         else:
-            why = f"{value} in the script: the correction needs the probabilities that training computes, over all words"
+            why = (
+                f"{value} in the script: the correction needs the probabilities that training computes, over all words"
+            )
             out.drop(to, why)
             out.put("chosen", "", to, neutral, why)
             out.warnings.append(f"{filtered}, and the loss reads the engine's log-probs; {neutral} is written")
@@ -270,7 +328,9 @@ def _reference(out: Import, settings: VerlSettings) -> None:
 
 
 def _optimizer(out: Import) -> None:
-    """What Megatron's Adam has only together with its states on the host: it saves memory or time, and changes no number."""
+    """What Megatron's Adam has only together with its states on the host: it saves memory or time,
+    and changes no number.
+    """
     optimizer = "actor.optim.override_optimizer_config."
     if out.values.get(optimizer + "optimizer_cpu_offload"):
         return
@@ -284,8 +344,8 @@ def _engine(out: Import, settings: VerlSettings) -> None:
     longest = out.values["data.max_prompt_length"] + out.values["data.max_response_length"]
     if chunked is False and isinstance(tokens, int) and tokens < longest:
         out.warnings.append(
-            f"enable_chunked_prefill=False with max_num_batched_tokens={tokens}: vLLM refuses to start with fewer than {longest}; "
-            "chunked prefill is left to the device"
+            f"enable_chunked_prefill=False with max_num_batched_tokens={tokens}: vLLM refuses to start with fewer than "
+            f"{longest}; chunked prefill is left to the device"
         )
         out.drop("rollout.enable_chunked_prefill", "vLLM would refuse to start")
     if isinstance(tokens, int) and tokens < out.values.get("rollout.max_num_seqs", 256):

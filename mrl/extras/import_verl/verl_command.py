@@ -18,7 +18,8 @@ from mrl.extras.import_verl.shell import Launch, Script, read_script
 from mrl.model import ModelSpec
 from mrl.model.layout import LayoutDegrees
 
-# Entries that train with reinforcement learning, as modules; `recipe.dapo.main_dapo` adds dynamic sampling to the same keys.
+# Entries that train with reinforcement learning, as modules; `recipe.dapo.main_dapo` adds dynamic sampling to the same
+# keys.
 _ENTRY = re.compile(
     r"(verl\.trainer\.main_ppo(_sync|_v0)?|recipe\.dapo\.main_dapo|verl_recipe\.dapo\.main_dapo|"
     r"verl\.experimental\.\w+\.(main_ppo|\w*_main)|recipe\.(\w+\.){1,3}(main_(?!eval|gen|sft)\w+|\w*_main))"
@@ -27,7 +28,9 @@ _ASCEND = re.compile(r"ASCEND_|HCCL_|VLLM_ASCEND_")  # variables of the environm
 _OTHER_VERL = re.compile(r"verl\.(trainer|model_merger|experimental)\b[\w.]*|recipe\.[\w.]+")
 _OVERRIDE = re.compile(r"(\+\+?|~)?([A-Za-z_][\w@/-]*(?:\.[\w@/-]+)*)=(.*)", re.DOTALL)
 # Options of Hydra's command line whose value may be a word of its own
-_WITH_VALUE = frozenset(("--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd", "--package", "-p", "--cfg", "-c"))
+_WITH_VALUE = frozenset(
+    ("--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd", "--package", "-p", "--cfg", "-c")
+)
 _LONG = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
 _SHOWN = 80  # characters of a word that is not read
 _STRUCTURED = re.compile(r"\s*[\[{'\"]")
@@ -57,7 +60,10 @@ class VerlCommand:
 
 
 def from_script(script: Script, name: str) -> VerlCommand:
-    """The one command of a script that starts verl's RL training. Raises ConfigError where there is none, or more than one."""
+    """The one command of a script that starts verl's RL training.
+
+    Raises ConfigError where there is none, or more than one.
+    """
     launches = [(launch, entry) for launch in script.commands if (entry := _entry(launch.words)) is not None]
     if not launches and (inner := _inside(script, name)) is not None:
         return from_script(inner, name)
@@ -66,23 +72,28 @@ def from_script(script: Script, name: str) -> VerlCommand:
     if len({tuple(w.text for w in launch.words) for launch, _ in launches}) > 1:
         lines = ", ".join(str(launch.line) for launch, _ in launches)
         raise ConfigError(
-            f"{name}: starts verl more than once (lines {lines}); give one script a run, or the variable that chooses by --set"
+            f"{name}: starts verl more than once (lines {lines}); give one script a run, or the "
+            "variable that chooses by --set"
         )
     launch, (entry, _) = launches[-1]
     stray = [word for other in script.commands if other.line > launch.line and _strays(other) for word in other.words]
     remarks = list(script.remarks)
     if stray:
         remarks.append(
-            f"{name}:{stray[0].line}: the shell ends the command above at the comment inside it, so verl never got what follows; it is "
-            "taken as it was meant"
+            f"{name}:{stray[0].line}: the shell ends the command above at the comment inside it, so verl never got "
+            "what follows; it is taken as it was meant"
         )
     command = from_words([*launch.words, *stray], entry, name)
     ascend = any(_ASCEND.match(variable) for variable in script.variables)
-    return replace(command, remarks=(*remarks, *command.remarks), faults=(*script.faults, *command.faults), ascend=ascend)
+    return replace(
+        command, remarks=(*remarks, *command.remarks), faults=(*script.faults, *command.faults), ascend=ascend
+    )
 
 
 def from_words(words: Sequence[Value], entry: str = "", script: str = "") -> VerlCommand:
-    """The overrides among the words of a command, behind the module `entry` where there is one, over those of the file it names."""
+    """The overrides among the words of a command, behind the module `entry` where there is one,
+    over those of the file it names.
+    """
     overrides: dict[str, Override] = {}
     options: dict[str, Value] = {}
     remarks, faults = [], []
@@ -117,12 +128,21 @@ def _not_read(word: Value) -> str:
         return f"line {word.line}: {text}: no override (key=value), and not read"
     names = sorted(word.missing)
     hint = " ".join(f"--set {name}=..." for name in names if name.isidentifier())
-    cure = f"; give {hint} (nothing behind = where it is empty)" if hint else "; give what it comes to as overrides behind the script"
-    return f"line {word.line}: {text}: depends on {', '.join(names)}, which the script does not set, so its overrides are not read{cure}"
+    cure = (
+        f"; give {hint} (nothing behind = where it is empty)"
+        if hint
+        else "; give what it comes to as overrides behind the script"
+    )
+    return (
+        f"line {word.line}: {text}: depends on {', '.join(names)}, which the script does not set, so its "
+        f"overrides are not read{cure}"
+    )
 
 
 def hydra_value(text: str) -> Any:
-    """A value as Hydra reads it: numbers, true and false, null, lists, mappings, quoted text, else text as it stands."""
+    """A value as Hydra reads it: numbers, true and false, null, lists, mappings, quoted text,
+    else text as it stands.
+    """
     if text.strip() == "None":
         return None  # Python's way to write null, which scripts pass on from a variable
     if not (_STRUCTURED.match(text) or _PLAIN.fullmatch(text)):
@@ -216,11 +236,19 @@ def says_megatron(command: VerlCommand, keys: Mapping[str, Override]) -> bool:
     """By the configuration's name, the engine, the strategy, or a degree of Megatron's."""
     named = "megatron" in command.config_name
     said = any(key in keys and keys[key].value == "megatron" for key in ("model_engine", A + "strategy"))
-    return named or said or any((key.startswith(MEGATRON) and key.endswith("parallel_size")) or key.startswith(TRANSFORMER) for key in keys)
+    return (
+        named
+        or said
+        or any(
+            (key.startswith(MEGATRON) and key.endswith("parallel_size")) or key.startswith(TRANSFORMER) for key in keys
+        )
+    )
 
 
 def _entry(words: Sequence[Value]) -> tuple[str, int] | None:
-    """The module of verl's that a command starts, `-m module` or its file, and its place among the words; None of another command."""
+    """The module of verl's that a command starts, `-m module` or its file, and its place among the words;
+    None of another command.
+    """
     names = [word.text for word in words]
     for i, (before, name) in enumerate(zip(["", *names], names, strict=False)):
         module = name.removesuffix(".py").replace("/", ".").lstrip(".") if name.endswith(".py") else name
@@ -230,7 +258,9 @@ def _entry(words: Sequence[Value]) -> tuple[str, int] | None:
 
 
 def _inside(script: Script, name: str) -> Script | None:
-    """The script that a command gets as one text, as in `bash -c "..."` and `eval "..."`, where that starts verl; else None."""
+    """The script that a command gets as one text, as in `bash -c "..."` and `eval "..."`, where that starts verl;
+    else None.
+    """
     for launch in script.commands:
         for word in launch.words:
             if re.search(r"\s", word.text.strip()) and re.search(r"-m\s+\S*main_|main_\w+\.py", word.text):
@@ -247,8 +277,8 @@ def _why_not(script: Script) -> str:
         return f"starts {other}, which is not verl's RL training; mrl trains with reinforcement learning only"
     started = ", ".join(dict.fromkeys(launch.words[0].text for launch in script.commands)) or "nothing"
     return (
-        f"is no verl launch script: it starts {started}, and no `python3 -m verl.trainer.main_ppo` (or recipe.dapo.main_dapo); "
-        "a list of overrides can be given instead of a script"
+        f"is no verl launch script: it starts {started}, and no `python3 -m verl.trainer.main_ppo` (or "
+        "recipe.dapo.main_dapo); a list of overrides can be given instead of a script"
     )
 
 
