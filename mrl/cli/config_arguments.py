@@ -5,9 +5,18 @@ import argparse
 
 def add_config(parser: argparse.ArgumentParser, optional: bool = False) -> None:
     """CONFIG, --recipe and --set; with `optional` CONFIG may be left out."""
-    parser.add_argument("config", nargs="?" if optional else None, help="a YAML file, such as parallel_configs/tiny-moe/cpu.yaml")
+    parser.add_argument(
+        "config", nargs="?" if optional else None, help="a YAML file, such as parallel_configs/tiny-moe/cpu.yaml"
+    )
     parser.add_argument("--recipe", help="algorithm settings that come with mrl, by name: gspo, grpo, ...")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="override one value; repeatable")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="override one value; repeatable",
+    )
 
 
 def positive(text: str) -> int:
@@ -20,7 +29,9 @@ def positive(text: str) -> int:
 
 
 def resolved_config(options: argparse.Namespace, check_paths: bool = False):
-    """The ResolvedConfig that the arguments name. Raises ConfigError; a refusal by the schema has the rules' violations too.
+    """The ResolvedConfig that the arguments name.
+
+    Raises ConfigError; a refusal by the schema has the rules' violations too.
 
     `check_paths`: those of the files that the rest of a refused configuration names as well.
     """

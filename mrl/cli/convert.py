@@ -15,8 +15,10 @@ from mrl.errors import ConfigError
 
 # --layout's short names -> keys of actor.layout
 DEGREES = {
-    "tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "vpp": "virtual_pipeline_model_parallel_size",
-    "cp": "context_parallel_size", "ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size", "world": "world_size",
+    "tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "cp": "context_parallel_size", "ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size",
+    "world": "world_size",
     "first": "num_layers_in_first_pipeline_stage", "last": "num_layers_in_last_pipeline_stage",
 }  # fmt: skip
 MOST_WORKERS = 8  # more of them wait for the disk
@@ -25,7 +27,9 @@ SHOWN = 3
 
 def add(commands) -> None:
     """Registers the command."""
-    convert = commands.add_parser("convert", help="convert checkpoints between Hugging Face's form and ours, and between layouts")
+    convert = commands.add_parser(
+        "convert", help="convert checkpoints between Hugging Face's form and ours, and between layouts"
+    )
     convert.set_defaults(parser=convert)
     conversions = convert.add_subparsers(dest="conversion", metavar="WHICH")
     to_hf = conversions.add_parser("megatron-to-hf", help="write a saved step as a Hugging Face checkpoint")
@@ -35,7 +39,9 @@ def add(commands) -> None:
     from_hf.add_argument("checkpoint", help="folder with config.json, safetensors files and tokenizer")
     _add_target(from_hf)
     _add_common(from_hf, _hf_to_megatron)
-    again = conversions.add_parser("megatron-to-megatron", help="write a saved step at another layout, optimizer state included")
+    again = conversions.add_parser(
+        "megatron-to-megatron", help="write a saved step at another layout, optimizer state included"
+    )
     _add_megatron_source(again)
     again.add_argument("--weights-only", action="store_true", help="leave master weights, moments and schedule out")
     _add_target(again)
@@ -45,27 +51,42 @@ def add(commands) -> None:
 def _add_megatron_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "checkpoint",
-        help="a step-N folder, or a run directory for its newest one; with --trust-checkpoint also a torch_dist checkpoint of Megatron's",
+        help="a step-N folder, or a run directory for its newest one; with --trust-checkpoint also a torch_dist "
+        "checkpoint of Megatron's",
     )
-    parser.add_argument("--hf-files", type=Path, metavar="FOLDER", help="configuration and tokenizer of a torch_dist checkpoint's model")
+    parser.add_argument(
+        "--hf-files", type=Path, metavar="FOLDER", help="configuration and tokenizer of a torch_dist checkpoint's model"
+    )
 
 
 def _add_target(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--layout", metavar="tp=2,pp=2,ep=2", help=f"degrees, of {', '.join(DEGREES)}; world defaults to the least")
+    which.add_argument(
+        "--layout", metavar="tp=2,pp=2,ep=2", help=f"degrees, of {', '.join(DEGREES)}; world defaults to the least"
+    )
     which.add_argument("--config", help="a configuration, for its actor.layout; its model must be the checkpoint's")
-    which.add_argument("--format", choices=["torch_dist"], help="Megatron's own format, for any layout; needs --trust-checkpoint")
+    which.add_argument(
+        "--format", choices=["torch_dist"], help="Megatron's own format, for any layout; needs --trust-checkpoint"
+    )
     parser.add_argument(
-        "--non-homogeneous-layers", action="store_true", help="torch_dist keys by layer, for Megatron models that are built so"
+        "--non-homogeneous-layers",
+        action="store_true",
+        help="torch_dist keys by layer, for Megatron models that are built so",
     )
 
 
 def _add_common(parser: argparse.ArgumentParser, run) -> None:
     parser.add_argument("-o", "--output", required=True, help="folder to write; must not exist or be empty")
-    parser.add_argument("--trust-checkpoint", action="store_true", help="allow Megatron's torch_dist format, which contains pickles")
+    parser.add_argument(
+        "--trust-checkpoint", action="store_true", help="allow Megatron's torch_dist format, which contains pickles"
+    )
     cores = min(len(os.sched_getaffinity(0)), MOST_WORKERS)
-    parser.add_argument("--workers", type=positive, default=cores, metavar="N", help=f"processes that write (default here: {cores})")
-    parser.add_argument("--verify", action="store_true", help="read all of it again and compare with the source before it gets its name")
+    parser.add_argument(
+        "--workers", type=positive, default=cores, metavar="N", help=f"processes that write (default here: {cores})"
+    )
+    parser.add_argument(
+        "--verify", action="store_true", help="read all of it again and compare with the source before it gets its name"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -94,7 +115,9 @@ def _open_megatron(options: argparse.Namespace):
 
     path = Path(options.checkpoint)
     if options.hf_files is not None and not options.trust_checkpoint:
-        raise ConfigError("--hf-files belongs to a torch_dist checkpoint, which needs --trust-checkpoint; give both or neither")
+        raise ConfigError(
+            "--hf-files belongs to a torch_dist checkpoint, which needs --trust-checkpoint; give both or neither"
+        )
     if not options.trust_checkpoint or find_torch_dist(path) is None:
         return open_saved(path)
     from mrl.extras.torch_dist.read import open_torch_dist
@@ -130,8 +153,8 @@ def _write_torch_dist(options: argparse.Namespace, source: Any):
 
     if not options.trust_checkpoint:
         raise ConfigError(
-            "torch_dist is a format of pickles, which whoever loads it lets run; give --trust-checkpoint to write it, or leave --format "
-            "out and get safetensors"
+            "torch_dist is a format of pickles, which whoever loads it lets run; give --trust-checkpoint to write it, "
+            "or leave --format out and get safetensors"
         )
     return write_torch_dist(source, options.output, options.non_homogeneous_layers, _job_options(options))
 
@@ -151,7 +174,9 @@ def _print_report(options: argparse.Namespace, report) -> None:
     if options.json:
         print(json.dumps(asdict(report) | {"output": options.output}))
         return
-    resumed = f", {report.resumed_files} of its {report.files} files by an earlier start" if report.resumed_files else ""
+    resumed = (
+        f", {report.resumed_files} of its {report.files} files by an earlier start" if report.resumed_files else ""
+    )
     verified = "; read again: names, shapes, dtypes, bytes and digests are the source's" if report.verified else ""
     rate = f"{report.bytes / 1e9:.2f} GB in {report.seconds:.1f} s"
     if report.left_out:
@@ -170,7 +195,9 @@ def parse_layout(text: str) -> dict[str, int]:
     for part in text.split(","):
         name, _, value = part.partition("=")
         if name not in DEGREES or name in short or not value.isdecimal() or int(value) < 1:
-            raise ConfigError(f"--layout: {part!r}; give each of {', '.join(DEGREES)} at most once, positive, as in tp=2,ep=4")
+            raise ConfigError(
+                f"--layout: {part!r}; give each of {', '.join(DEGREES)} at most once, positive, as in tp=2,ep=4"
+            )
         short[name] = int(value)
     least = lcm(*(prod(short.get(name, 1) for name in grid) for grid in (("tp", "cp", "pp"), ("etp", "ep", "pp"))))
     return {DEGREES[name]: value for name, value in ({"world": least} | short).items()}

@@ -7,12 +7,21 @@ from mrl.data.sources import SOURCES
 
 def add(commands) -> None:
     """Registers the command."""
-    data = commands.add_parser("data", help="convert a data set that you have into the parquet files that mrl reads (verl's schema)")
-    data.add_argument("source", choices=list(SOURCES), help="; ".join(f"{s.name}: {s.title}" for s in SOURCES.values()), metavar="SOURCE")
+    data = commands.add_parser(
+        "data", help="convert a data set that you have into the parquet files that mrl reads (verl's schema)"
+    )
+    data.add_argument(
+        "source",
+        choices=list(SOURCES),
+        help="; ".join(f"{s.name}: {s.title}" for s in SOURCES.values()),
+        metavar="SOURCE",
+    )
     data.add_argument("files", nargs="+", help="your local copy: .parquet, .jsonl or .json", metavar="FILE")
     data.add_argument("-o", "--output", required=True, help="the .parquet file to write; must not exist")
     data.add_argument("--split", default="train", help="written into extra_info.split; default: train")
-    data.add_argument("--max-bad-share", type=float, default=0.01, help="more bad rows than this share write nothing; default: 0.01")
+    data.add_argument(
+        "--max-bad-share", type=float, default=0.01, help="more bad rows than this share write nothing; default: 0.01"
+    )
     data.add_argument("--json", action="store_true", help="print the report as one JSON object")
     data.set_defaults(run=_data, parser=data)
 

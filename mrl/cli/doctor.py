@@ -14,14 +14,26 @@ _DEEP_DEADLINE_S = 120.0
 
 def add(commands) -> None:
     """Registers the command."""
-    doctor = commands.add_parser("doctor", help="is this host fit for a run? versions, devices, limits, Ray, engine; in seconds")
-    doctor.add_argument("--device", choices=PLATFORMS, help="judge the host as one for runs on this; default: what it shows")
-    doctor.add_argument("--port", type=int, action="append", metavar="PORT", help="a port to look at; repeatable; default: 6379, 8265")
+    doctor = commands.add_parser(
+        "doctor", help="is this host fit for a run? versions, devices, limits, Ray, engine; in seconds"
+    )
+    doctor.add_argument(
+        "--device", choices=PLATFORMS, help="judge the host as one for runs on this; default: what it shows"
+    )
+    doctor.add_argument(
+        "--port", type=int, action="append", metavar="PORT", help="a port to look at; repeatable; default: 6379, 8265"
+    )
     doctor.add_argument("--address", help="a Ray head to try, HOST:PORT; default: $RAY_ADDRESS")
     doctor.add_argument(
-        "--nnodes", type=int, default=1, metavar="N", help="nodes of the run: with several, the network between them counts"
+        "--nnodes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="nodes of the run: with several, the network between them counts",
     )
-    doctor.add_argument("--deep", action="store_true", help="also import mbridge and vLLM, each in a process of its own (a minute)")
+    doctor.add_argument(
+        "--deep", action="store_true", help="also import mbridge and vLLM, each in a process of its own (a minute)"
+    )
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
     doctor.set_defaults(run=_doctor)
 
@@ -35,7 +47,11 @@ def _doctor(options: argparse.Namespace) -> None:
     failed = any(check.status == "failure" for check in checks)
     if options.json:
         rows = [check.to_json() for check in checks]
-        print(json.dumps({"ok": not failed, "device": device, "seconds": round(time.monotonic() - began, 2), "checks": rows}))
+        print(
+            json.dumps(
+                {"ok": not failed, "device": device, "seconds": round(time.monotonic() - began, 2), "checks": rows}
+            )
+        )
     else:
         _print_table(device, checks)
     if failed:

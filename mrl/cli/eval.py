@@ -7,10 +7,14 @@ from mrl.cli.config_arguments import add_config, resolved_config
 
 def add(commands) -> None:
     """Registers the command."""
-    evaluate = commands.add_parser("eval", help="answer and score the held-out sets (data.val_files) with rollout.val_kwargs")
+    evaluate = commands.add_parser(
+        "eval", help="answer and score the held-out sets (data.val_files) with rollout.val_kwargs"
+    )
     add_config(evaluate)
     which = evaluate.add_mutually_exclusive_group()
-    which.add_argument("--checkpoint", help="a step-N folder of a run, or a run directory for its newest; default: model.path")
+    which.add_argument(
+        "--checkpoint", help="a step-N folder of a run, or a run directory for its newest; default: model.path"
+    )
     which.add_argument("--model", help="folder of a Hugging Face checkpoint (model.path)")
     evaluate.add_argument("-o", "--output", help="folder to write; default: evals/<experiment_name>[-step-N]")
     evaluate.add_argument("--json", action="store_true", help="print the results as one JSON object")

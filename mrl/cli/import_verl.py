@@ -9,12 +9,15 @@ from typing import Any
 
 from mrl.errors import ConfigError, MrlError
 
-_TRIED = 50  # layouts from the search, fastest first, until one breaks no rule and fits with the rest of the configuration
+# layouts from the search, fastest first, until one breaks no rule and fits with the rest of the configuration
+_TRIED = 50
 
 
 def add(commands) -> None:
     """Registers the command."""
-    parser = commands.add_parser("import-verl", help="write our configuration from a verl launch script, without running anything of it")
+    parser = commands.add_parser(
+        "import-verl", help="write our configuration from a verl launch script, without running anything of it"
+    )
     what = "launch scripts, overrides behind one (its $@), or overrides alone"
     parser.add_argument("source", nargs="+", metavar="SCRIPT|KEY=VALUE", help=what)
     parser.add_argument("-o", "--output", help="file to write (a folder for several scripts); default: print it")
@@ -22,13 +25,20 @@ def add(commands) -> None:
         "--set", action="append", default=[], metavar="NAME=VALUE", dest="given",
         help="a shell variable of the script, or (with a dot) a key of ours; repeatable",
     )  # fmt: skip
-    parser.add_argument("--preset", help="whose layout a script without one gets; default: that of the nearest preset for its model")
+    parser.add_argument(
+        "--preset", help="whose layout a script without one gets; default: that of the nearest preset for its model"
+    )
     parser.add_argument(
         "--search", action="store_true",
-        help="give a script without a layout the fastest one that fits, not that of a preset (also done where there is no preset)",
+        help="give a script without a layout the fastest one that fits, not that of a preset (also done "
+             "where there is no preset)",
     )  # fmt: skip
-    parser.add_argument("--as-written", action="store_true", help="keep what means something else today; validation may then refuse it")
-    parser.add_argument("--json", action="store_true", help="print one JSON object: what became of every key, warnings, violations")
+    parser.add_argument(
+        "--as-written", action="store_true", help="keep what means something else today; validation may then refuse it"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object: what became of every key, warnings, violations"
+    )
     parser.set_defaults(run=_import)
 
 
@@ -79,7 +89,13 @@ def _import_script(script: Path | None, words: list[str], options: argparse.Name
     file = _written(options.output, script, text, several)
     violations, remarks = _checked(file, text)
     ok = not (violations or out.faults)
-    result = {"script": out.name, "output": None if file is None else str(file), "ok": ok, "keys": len(out.keys), **out.to_json()}
+    result = {
+        "script": out.name,
+        "output": None if file is None else str(file),
+        "ok": ok,
+        "keys": len(out.keys),
+        **out.to_json(),
+    }
     if file is None:
         result["yaml"] = text
     if not options.json:
@@ -93,7 +109,15 @@ def _translated(script: Path | None, words: list[str], options: argparse.Namespa
     variables, own = _given(options.given)
 
     def translated(chosen=None):
-        out = _read(script, words, variables, as_written=options.as_written, preset=options.preset, own=tuple(own), chosen=chosen)
+        out = _read(
+            script,
+            words,
+            variables,
+            as_written=options.as_written,
+            preset=options.preset,
+            own=tuple(own),
+            chosen=chosen,
+        )
         for key, value in own.items():
             out.put("chosen", "", key, value, "--set")
         return out
@@ -118,7 +142,9 @@ def _read(script: Path | None, words: list[str], variables: dict[str, str], **se
 
 
 def _searched(out, translated):
-    """The import with the fastest layout that breaks no rule and fits in every phase; None where there is none, or no known model."""
+    """The import with the fastest layout that breaks no rule and fits in every phase; None where there is none,
+    or no known model.
+    """
     from mrl.extras.import_verl.script_model import Chosen
     from mrl.model import planning_model_spec
     from mrl.plan.memory import memory_section
@@ -132,7 +158,9 @@ def _searched(out, translated):
         model, device = planning_model_spec(config.model.path)[0], device_for(config)
     except MrlError:
         return None
-    problem = search_problem(config, model, device, config.actor.layout.world_size, config.cluster.n_gpus_per_node, MEGATRON)
+    problem = search_problem(
+        config, model, device, config.actor.layout.world_size, config.cluster.n_gpus_per_node, MEGATRON
+    )
     why = f"the fastest that fits {device.name} (mrl plan --search)"
     for candidate in search(problem).fitting[:_TRIED]:
         imported = translated(Chosen({k: v for k, v in candidate.degrees.items() if k != "world_size"}, why))
@@ -140,7 +168,9 @@ def _searched(out, translated):
         text = imported.to_yaml()
         if not _checked(None, text)[0] and memory_section(PlanInputs.of(_loaded(text).config, model, device))["fits"]:
             return imported
-    out.warnings.append(f"mrl plan --search found no layout that fits {device.name} in every phase with the rest as it is")
+    out.warnings.append(
+        f"mrl plan --search found no layout that fits {device.name} in every phase with the rest as it is"
+    )
     return None
 
 

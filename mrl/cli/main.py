@@ -1,4 +1,7 @@
-"""The command line: parse, call, print. Exit codes are those of mrl.errors; anything unforeseen keeps its traceback and ends with 1."""
+"""The command line: parse, call, print.
+
+Exit codes are those of mrl.errors; anything unforeseen keeps its traceback and ends with 1.
+"""
 
 import argparse
 import sys
@@ -28,7 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="mrl", description="Reinforcement learning of large mixture-of-experts models on Megatron.")
+    parser = argparse.ArgumentParser(
+        prog="mrl", description="Reinforcement learning of large mixture-of-experts models on Megatron."
+    )
     parser.set_defaults(run=None, parser=parser)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for command in COMMANDS:

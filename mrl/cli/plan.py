@@ -11,21 +11,39 @@ from mrl.cli.config_arguments import add_config, positive, resolved_config
 from mrl.errors import ConfigError
 from mrl.units import GIB
 
-_ACTOR_ALONE = "counted for the actor alone; mrl plan CONFIG with a layout counts a reference model, engines and the host too"
+_ACTOR_ALONE = (
+    "counted for the actor alone; mrl plan CONFIG with a layout counts a reference model, engines and the host too"
+)
 
 
 def add(commands) -> None:
     """Registers the command."""
-    plan = commands.add_parser("plan", help="memory, times and weight sync of a configuration, or layouts that would fit; no device needed")
+    plan = commands.add_parser(
+        "plan", help="memory, times and weight sync of a configuration, or layouts that would fit; no device needed"
+    )
     add_config(plan, optional=True)
-    plan.add_argument("--device", metavar="NAME", help="e.g. h100-80g; default: the smallest that cluster.device can mean")
-    plan.add_argument("--megatron", metavar="VERSION", help="of megatron-core; older ones refuse some layouts (default: the tested one)")
+    plan.add_argument(
+        "--device", metavar="NAME", help="e.g. h100-80g; default: the smallest that cluster.device can mean"
+    )
+    plan.add_argument(
+        "--megatron",
+        metavar="VERSION",
+        help="of megatron-core; older ones refuse some layouts (default: the tested one)",
+    )
     plan.add_argument("--run-dir", help="also write plan.json there; mrl train compares its own plan with it")
     plan.add_argument("--json", action="store_true", help="print one JSON object")
-    plan.add_argument("--search", action="store_true", help="list the layouts of the actor that fit on --devices, best first")
-    plan.add_argument("--devices", type=positive, metavar="N", help="with --search: devices of the actor; default: its world_size")
-    plan.add_argument("--model", metavar="PATH", help="with --search: a checkpoint folder or a known name, instead of CONFIG")
-    plan.add_argument("--top", type=positive, default=10, metavar="N", help="with --search: how many to list (default 10)")
+    plan.add_argument(
+        "--search", action="store_true", help="list the layouts of the actor that fit on --devices, best first"
+    )
+    plan.add_argument(
+        "--devices", type=positive, metavar="N", help="with --search: devices of the actor; default: its world_size"
+    )
+    plan.add_argument(
+        "--model", metavar="PATH", help="with --search: a checkpoint folder or a known name, instead of CONFIG"
+    )
+    plan.add_argument(
+        "--top", type=positive, default=10, metavar="N", help="with --search: how many to list (default 10)"
+    )
     plan.set_defaults(run=_plan)
 
 
@@ -97,7 +115,11 @@ def _resolved(options: argparse.Namespace):
 
 
 def _notes(config, named: str | None, device: str, stand_in: str) -> list[str]:
-    assumed = "" if named or config.cluster.accelerator else f"planned for {device}; --device or cluster.accelerator names another"
+    assumed = (
+        ""
+        if named or config.cluster.accelerator
+        else f"planned for {device}; --device or cluster.accelerator names another"
+    )
     return [note for note in (assumed, stand_in) if note]
 
 
@@ -107,7 +129,10 @@ def _notes(config, named: str | None, device: str, stand_in: str) -> list[str]:
 def plan_lines(plan: dict[str, Any]) -> Iterator[str]:
     """The plan in a screenful."""
     model, device, actor = plan["model"], plan["device"], plan["layout"]["actor"]
-    yield f"model: {model['path']}, {model['parameters'] / 1e9:.1f} B parameters, {model['active_parameters'] / 1e9:.1f} B active"
+    yield (
+        f"model: {model['path']}, {model['parameters'] / 1e9:.1f} B parameters, "
+        f"{model['active_parameters'] / 1e9:.1f} B active"
+    )
     yield f"device: {device['name']}, {device['usable'] / GIB:.1f} of {device['memory'] / GIB:.1f} GiB to plan with"
     yield from _layout_lines(plan, actor)
     yield from _batch_lines(plan["batch"])
@@ -121,11 +146,19 @@ def plan_lines(plan: dict[str, Any]) -> Iterator[str]:
 
 def _layout_lines(plan: dict[str, Any], actor: dict[str, Any]) -> Iterator[str]:
     layout = plan["layout"]
-    degrees = ", ".join(f"{name} {size}" for name, size in actor.items() if size not in (1, False) and name != "world_size")
+    degrees = ", ".join(
+        f"{name} {size}" for name, size in actor.items() if size not in (1, False) and name != "world_size"
+    )
     engines = layout["engines"]
-    yield f"actor: {actor['world_size']} ranks ({degrees or 'not sharded'}); stages of {', '.join(map(str, _stage_sizes(layout)))} layers"
+    yield (
+        f"actor: {actor['world_size']} ranks ({degrees or 'not sharded'}); stages of "
+        f"{', '.join(map(str, _stage_sizes(layout)))} layers"
+    )
     yield f"  {_places(layout['ranks'])}"
-    sizes = ", ".join(f"{name} {engines[name]}" for name in ("tensor", "data", "expert") if engines[name] > 1) or "one worker"
+    sizes = (
+        ", ".join(f"{name} {engines[name]}" for name in ("tensor", "data", "expert") if engines[name] > 1)
+        or "one worker"
+    )
     yield f"engines: {engines['number']} ({sizes}), {layout['placement']}"
     yield f"  {_places(layout['workers'])}"
 
@@ -174,8 +207,14 @@ def _memory_lines(memory: dict[str, Any]) -> Iterator[str]:
     if host["bytes_per_node"]:
         verdict = "fits" if host["fits"] else f"DOES NOT FIT: {host['change']}"
         terms = _terms(host["terms"])
-        yield f"object store: {host['object_store_bytes'] / GIB:.2f} GiB of a node, for the responses that exist at once, at their limits"
-        yield f"host: {host['bytes_per_node'] / GIB:.1f} of {host['node_bytes'] / GIB:.0f} GiB of a node, {verdict} ({terms})"
+        yield (
+            f"object store: {host['object_store_bytes'] / GIB:.2f} GiB of a node, for the responses that exist "
+            "at once, at their limits"
+        )
+        yield (
+            f"host: {host['bytes_per_node'] / GIB:.1f} of {host['node_bytes'] / GIB:.0f} GiB of a "
+            f"node, {verdict} ({terms})"
+        )
     for change in memory["would_fit_with"]:
         yield "would fit with: " + " ".join(f"--set {setting}" for setting in change)
 
@@ -183,7 +222,10 @@ def _memory_lines(memory: dict[str, Any]) -> Iterator[str]:
 def _time_lines(plan: dict[str, Any]) -> Iterator[str]:
     times = plan["times"]
     phases = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in times["phase_seconds"].items())
-    yield f"predicted at the assumed rates: {phases}; update {times['flops']['update']:.3g} FLOP, bubble {times['pipeline_bubble']:.1%}"
+    yield (
+        f"predicted at the assumed rates: {phases}; update {times['flops']['update']:.3g} FLOP, bubble "
+        f"{times['pipeline_bubble']:.1%}"
+    )
 
 
 def _sync_lines(sync: dict[str, Any]) -> Iterator[str]:
@@ -191,13 +233,18 @@ def _sync_lines(sync: dict[str, Any]) -> Iterator[str]:
     steps = ", ".join(f"{name.replace('_', ' ')} {seconds:.3g}" for name, seconds in sync["seconds_of"].items())
     here = f", {_size(sync['bytes_local'])} inside devices" if sync["bytes_local"] else ""
     yield (
-        f"sync: {_size(sync['bytes_required'])} required, {_size(sync['bytes_moved'])} moved, {_size(sync['bytes_remote'])} of it "
-        f"between nodes{here}, in {sync['rounds']} rounds; "
-        f"predicted {sync['predicted_seconds']:.3g} s: {steps} (wire at least {sync['bound_seconds']:.3g} s) at "
+        f"sync: {_size(sync['bytes_required'])} required, {_size(sync['bytes_moved'])} moved, "
+        f"{_size(sync['bytes_remote'])} of it between nodes{here}, in {sync['rounds']} rounds; predicted "
+        f"{sync['predicted_seconds']:.3g} s: {steps} (wire at least {sync['bound_seconds']:.3g} s) at "
         f"{link['between_nodes'] / 1e9:.3g} GB/s between nodes, {link['inside_node'] / 1e9:.3g} inside one"
     )
-    yield f"  {_spread('rank', 'sends', sync['sent_bytes'])}, stages at most {_size(sync['peak_staging_bytes_trainer'])}"
-    yield f"  {_spread('worker', 'receives', sync['received_bytes'])}, stages at most {_size(sync['peak_staging_bytes_engine'])}"
+    yield (
+        f"  {_spread('rank', 'sends', sync['sent_bytes'])}, stages at most {_size(sync['peak_staging_bytes_trainer'])}"
+    )
+    yield (
+        f"  {_spread('worker', 'receives', sync['received_bytes'])}, stages at most "
+        f"{_size(sync['peak_staging_bytes_engine'])}"
+    )
     yield f"  planned in {sync['plan_seconds']:.2f} s, hash {sync['hash'][:16]}; what each sends and receives: --json"
 
 
@@ -215,16 +262,22 @@ def _size(nbytes: int) -> str:
 
 def search_lines(result: dict[str, Any]) -> Iterator[str]:
     """The best layouts, one paragraph each."""
-    whole = ", counting the actor alone; below, those that fit with the whole configuration" if result["planned"] else ""
+    whole = (
+        ", counting the actor alone; below, those that fit with the whole configuration" if result["planned"] else ""
+    )
     where = f"{result['devices']} x {result['device']}"
     yield f"{result['fitting']} of {result['legal']} legal layouts on {where} fit{whole}; fastest update first"
     for place, row in enumerate(result["layouts"], 1):
-        degrees = ", ".join(f"{key} {value}" for key, value in row["degrees"].items() if key != "world_size") or "not sharded"
+        degrees = (
+            ", ".join(f"{key} {value}" for key, value in row["degrees"].items() if key != "world_size") or "not sharded"
+        )
         yield f"{place:3}. {row['seconds']:8.2f} s  {degrees}"
         yield f"       {row['why']}"
     if result["left_out"]:
         reasons = "; ".join(f"{why} ({count})" for why, count in result["left_out"].items())
         yield f"faster ones left out, with which the plan of the whole configuration does not fit: {reasons}"
     if result["too_large"]:
-        yield "do not fit, by what weighs most: " + ", ".join(f"{name} {count}" for name, count in result["too_large"].items())
+        yield "do not fit, by what weighs most: " + ", ".join(
+            f"{name} {count}" for name, count in result["too_large"].items()
+        )
     yield from result["engines"]

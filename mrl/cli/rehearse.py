@@ -16,11 +16,14 @@ def add(commands) -> None:
     rehearse = commands.add_parser(
         "rehearse",
         help="run a configuration in small on this machine's CPUs, with its own switches, before a cluster is rented",
-        description="Shrinks model, layout, lengths and batches, and runs `mrl train` on it: one step, a save, a resume, one step. Then "
-        "says which switches left a mark, which could not be exercised and why, and what broke.",
+        description="Shrinks model, layout, lengths and batches, and runs `mrl train` on it: one step, a save, a "
+        "resume, one step. Then says which switches left a mark, which could not be exercised and why, "
+        "and what broke.",
     )
     add_config(rehearse)
-    rehearse.add_argument("--work", help="folder for model, data, configuration, run and logs; default: runs/rehearsal-<experiment_name>")
+    rehearse.add_argument(
+        "--work", help="folder for model, data, configuration, run and logs; default: runs/rehearsal-<experiment_name>"
+    )
     rehearse.add_argument("--json", action="store_true", help="print one JSON object")
     rehearse.set_defaults(run=_rehearse)
 

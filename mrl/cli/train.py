@@ -13,8 +13,9 @@ def add(commands) -> None:
     train.add_argument(
         "--resume",
         action="store_true",
-        help="continue the run in the run directory from its newest complete checkpoint; a run that has all its steps stays "
-        "as it is (trainer.resume_mode: auto does so where there is a run, and begins one where there is none)",
+        help="continue the run in the run directory from its newest complete checkpoint; a run that has all its "
+        "steps stays as it is (trainer.resume_mode: auto does so where there is a run, and begins one where "
+        "there is none)",
     )
     train.set_defaults(run=_train)
 

@@ -13,7 +13,9 @@ def add(commands) -> None:
     validate = commands.add_parser("validate", help="check a configuration against every rule, in under a second")
     add_config(validate)
     validate.add_argument("--check-paths", action="store_true", help="also look at the files that it names")
-    validate.add_argument("--json", action="store_true", help="print one JSON object, also when the configuration cannot be read at all")
+    validate.add_argument(
+        "--json", action="store_true", help="print one JSON object, also when the configuration cannot be read at all"
+    )
     validate.set_defaults(run=_validate)
 
 

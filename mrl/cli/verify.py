@@ -13,7 +13,8 @@ def add(commands) -> None:
     """Registers the command."""
     parser = commands.add_parser(
         "verify",
-        help="prove that the weight sync of a configuration puts every element in its place (no device), or that its runs resume exactly",
+        help="prove that the weight sync of a configuration puts every element in its place (no device), or "
+        "that its runs resume exactly",
     )
     add_config(parser)
     parser.add_argument(
@@ -21,13 +22,21 @@ def add(commands) -> None:
         action="store_true",
         help="train, save, go on; resume the save, go on; compare weights, optimizer and metrics bit by bit",
     )
-    parser.add_argument("--steps", type=positive, default=2, metavar="K", help="with --resume: steps before and after the save (default 2)")
+    parser.add_argument(
+        "--steps",
+        type=positive,
+        default=2,
+        metavar="K",
+        help="with --resume: steps before and after the save (default 2)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_verify)
 
 
 def _verify(options: argparse.Namespace) -> None:
-    answer, lines = (_resume_verdict(options), _resume_lines) if options.resume else (_sync_verdict(options), _sync_lines)
+    answer, lines = (
+        (_resume_verdict(options), _resume_lines) if options.resume else (_sync_verdict(options), _sync_lines)
+    )
     print(json.dumps(answer) if options.json else "\n".join(lines(answer)))
     if not answer["ok"]:
         raise SystemExit(1)
@@ -81,7 +90,8 @@ def _resume_lines(answer: dict[str, Any]) -> list[str]:
     k = answer["steps"]
     return [
         f"trained    {2 * k} steps, and from the checkpoint of step {k} the last {k} again; {answer['seconds']:.0f} s",
-        f"compared   {answer['bytes']} bytes of weights, optimizer and random states, {answer['lines']} lines of metrics",
+        f"compared   {answer['bytes']} bytes of weights, optimizer and random states, "
+        f"{answer['lines']} lines of metrics",
         "ok: not one bit differs" if answer["ok"] else f"FAULT: {answer['difference']}",
     ]
 
@@ -91,7 +101,8 @@ def _sync_lines(answer: dict[str, Any]) -> list[str]:
     note = [f"note: {answer['note']}"] if answer["note"] else []
     return [
         *note,
-        f"plan       {answer['ranks']} ranks -> {answer['workers']} workers, {answer['plan_seconds']:.2f} s, hash {answer['hash'][:16]}",
+        f"plan       {answer['ranks']} ranks -> {answer['workers']} workers, {answer['plan_seconds']:.2f} s, "
+        f"hash {answer['hash'][:16]}",
         f"proof      {proof['copies']} copies of {proof['workers']} of {proof['of_workers']} workers at real shapes, "
         f"{proof['seconds']:.2f} s",
         f"rehearsal  {rehearsal['elements']} elements in {rehearsal['rounds']} rounds, {rehearsal['layers']} layers, "
