@@ -5,17 +5,31 @@ Exit codes are those of mrl.errors; anything unforeseen keeps its traceback and 
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
 
-from mrl.cli import convert, data, doctor, eval, import_verl, plan, rehearse, submit, train, validate, verify
+from mrl.cli import completion, convert, data, doctor, eval, import_verl, init, plan, rehearse, submit, train, validate, verify
 from mrl.errors import ConfigError, Interrupted, MrlError
 
-COMMANDS = (train, eval, validate, convert, data, submit, doctor, plan, rehearse, verify, import_verl)
+GROUPS: dict[str, tuple[ModuleType, ...]] = {
+    "begin": (init, import_verl, data, doctor),
+    "before a run": (validate, plan, verify, rehearse),
+    "run": (train, submit, eval),
+    "afterwards": (convert,),
+    "shell": (completion,),
+}
+EXIT_CODES = (
+    "exit codes: 0 done, 2 configuration or usage, 3 data, 4 environment, 5 stopped but resumable, 6 numbers that must "
+    "not reach the optimizer, 1 a defect",
+    "mrl COMMAND --help says more",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of `mrl`."""
-    parser = _parser()
+    parser = make_parser()
     options = parser.parse_args(arguments)
     if options.run is None:
         options.parser.print_help(sys.stderr)
@@ -23,19 +37,50 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         options.run(options)
     except MrlError as error:
-        print(f"mrl {options.command}: {error}", file=sys.stderr)
+        print("\n".join([f"mrl {options.command}: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt:
         print(f"mrl {options.command}: interrupted", file=sys.stderr)
         raise SystemExit(Interrupted.exit_code) from None
 
 
-def _parser() -> argparse.ArgumentParser:
+class _Version(argparse.Action):
+    """Prints the row of versions and ends."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from mrl.cli.versions import version_lines
+
+        print("\n".join(version_lines()))
+        parser.exit()
+
+
+class _Group:
+    """Registers commands of one group; their lines of help stand under its title and not in argparse's one list."""
+
+    def __init__(self, title: str, commands: Any) -> None:
+        self._commands, self.lines = commands, [f"{title}:"]
+
+    def add_parser(self, name: str, help: str, **options: Any) -> argparse.ArgumentParser:
+        """As argparse's; the line of help also begins the command's own help."""
+        self.lines.append(f"  {name:<13}{help}")
+        return self._commands.add_parser(name, **{"description": help[0].upper() + help[1:] + "."} | options)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """All commands."""
     parser = argparse.ArgumentParser(
-        prog="mrl", description="Reinforcement learning of large mixture-of-experts models on Megatron."
+        prog="mrl",
+        description="Reinforcement learning of large mixture-of-experts language models on Megatron.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=None, parser=parser)
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for command in COMMANDS:
-        command.add(commands)
+    parser.add_argument(
+        "--version", action=_Version, nargs=0, help="the versions that are installed, beside those that were tested together"
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands, below in groups")
+    groups = [_Group(title, commands) for title in GROUPS]
+    for group, modules in zip(groups, GROUPS.values(), strict=True):
+        for module in modules:
+            module.add(group)
+    parser.epilog = "\n\n".join([*("\n".join(group.lines) for group in groups), *map(textwrap.fill, EXIT_CODES)])
     return parser

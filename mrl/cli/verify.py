@@ -13,8 +13,7 @@ def add(commands) -> None:
     """Registers the command."""
     parser = commands.add_parser(
         "verify",
-        help="prove that the weight sync of a configuration puts every element in its place (no device), or "
-        "that its runs resume exactly",
+        help="prove that the weight sync puts every element in its place, or that runs resume exactly",
     )
     add_config(parser)
     parser.add_argument(

@@ -8,6 +8,7 @@ from typing import Any
 import ray
 
 from mrl.cluster.calls import Late, LostPeer, blame, gather, gather_all, unwrap
+from mrl.cluster.process_logs import concerning
 from mrl.cluster.seats import Seats, actor_seats
 from mrl.cluster.workers import WRITING, ActorWorker
 from mrl.config.schema import RunConfig
@@ -113,7 +114,8 @@ class ActorGroup:
         while stream in streams:
             ready, _ = ray.wait(list(streams), timeout=0.5, fetch_local=False)
             if not ready and time.monotonic() > deadline:
-                raise Interrupted(f"{_EXPORT}: nothing from {streams[stream]} within {limit:g} s; see logs/ in the run directory")
+                late = Interrupted(f"{_EXPORT}: nothing from {streams[stream]} within {limit:g} s; see logs/ in the run directory")
+                raise concerning(late, streams[stream])
             for ready_stream in ready:
                 ref = next(ready_stream, None)
                 if ref is None:

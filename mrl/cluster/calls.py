@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import ray
 
+from mrl.cluster.process_logs import concerning, log_file
 from mrl.errors import EnvironmentFault, Interrupted, MrlError
-from mrl.vllm.requests import log_name
 
 _CAUSE_CHARACTERS = 800
 SETTLE_S = 5.0  # a rank's peers notice its death before Ray does
@@ -58,7 +58,7 @@ def settle(refs: dict[str, ray.ObjectRef], timeout_s: float, phase: str) -> dict
         try:
             answers[name] = unwrap(refs[name], name, phase)
         except (LostPeer, ray.exceptions.RayTaskError) as error:
-            answers[name] = RuntimeError(f"{name}: {_in_short(_root(error))} ({_log_of(name)})")
+            answers[name] = RuntimeError(f"{name}: {_in_short(_root(error))} (logs/{log_file(name)})")
     return {name: answers[name] for name in refs}
 
 
@@ -84,17 +84,18 @@ def unwrap(ref: ray.ObjectRef, name: str, phase: str):
     """The value behind a finished reference, with Ray's error wrapping taken off.
 
     Raises Interrupted for a process that died, LostPeer for a broken connection, EnvironmentFault for a full disk, one
-    of mrl.errors as it was raised, and Ray's own error, traceback included, for a defect.
+    of mrl.errors as it was raised, and Ray's own error, traceback included, for a defect. Each bears the process's name.
     """
     try:
         return ray.get(ref)
     except ray.exceptions.RayTaskError as error:
         known = _known(_root(error), name, phase)
         if known is None:
+            concerning(error, name)
             raise
-        raise known from None
+        raise concerning(known, name) from None
     except _GONE as error:
-        raise _died(error, name, phase) from error
+        raise concerning(_died(error, name, phase), name) from error
 
 
 def blame(error: Exception, others: dict[str, ray.ObjectRef], phase: str) -> Exception:
@@ -134,8 +135,10 @@ def _finished(
         for ref in ready:
             yield names[ref], others
         if waiting and time.monotonic() > deadline:
-            late = ", ".join(sorted(others))
-            raise Late(f"{phase}: no answer from {late} within {timeout_s:g} s; see logs/ in the run directory")
+            late = sorted(others)
+            raise concerning(
+                Late(f"{phase}: no answer from {', '.join(late)} within {timeout_s:g} s; see logs/ in the run directory"), *late
+            )
 
 
 def _known(cause: Exception, name: str, phase: str) -> MrlError | None:
@@ -176,9 +179,3 @@ def _in_short(error: Exception) -> str:
     if not isinstance(error, RuntimeError | ValueError | ray.exceptions.RayTaskError):
         text = f"{type(error).__name__}: {text}".removesuffix(": ")
     return text if len(text) <= _CAUSE_CHARACTERS else f"{text[:_CAUSE_CHARACTERS]}..."
-
-
-def _log_of(name: str) -> str:
-    """File of the run directory that a rank's or an engine's output goes to."""
-    log = log_name(f"actor {name}" if name.startswith("rank ") else name)
-    return f"logs/{log}.log"

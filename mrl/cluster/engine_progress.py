@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 
 import ray
 
+from mrl.cluster.process_logs import concerning
 from mrl.errors import Interrupted
 from mrl.schedule.progress import ProgressWatch
 
@@ -43,7 +44,8 @@ class EngineProgress:
             if engine not in self._to_come and now - self._asked[engine] >= self._every:
                 self._to_come[engine], self._asked[engine] = self._ask(engine), now
         if late := self._watch.late(now):
-            raise Interrupted(f"generation: no token within {self._watch.limit_s:g} s from {', '.join(late)}")
+            silent = Interrupted(f"generation: no token within {self._watch.limit_s:g} s from {', '.join(late)}")
+            raise concerning(silent, *late)
 
     def excuse(self) -> None:
         """All engines stood still for a reason: their time begins anew."""

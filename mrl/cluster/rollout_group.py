@@ -47,6 +47,11 @@ class RolloutGroup:
         self.workers = [self._worker(number, seat, run_dir / "logs") for number, seat in enumerate(self.seats.seats)]
         self._starting = self._start()
 
+    def names_of(self, engines: Iterable[int]) -> list[str]:
+        """Names of all ranks of these engines."""
+        wanted = set(engines)
+        return [name for number, name in enumerate(self.names) if number // self.engine_ranks in wanted]
+
     def _worker(self, number: int, seat: Seat, logs: Path) -> ray.actor.ActorHandle:
         """The actor of the `number`-th of all ranks, engine by engine."""
         rollout, hosting = self.config.rollout, get_hosting(self.config.cluster.device)

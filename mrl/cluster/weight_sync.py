@@ -17,6 +17,7 @@ from typing import Any
 
 from mrl.cluster.actor_group import ActorGroup
 from mrl.cluster.calls import gather, settle
+from mrl.cluster.process_logs import concerning
 from mrl.cluster.rollout_group import RolloutGroup
 from mrl.config.schema import RunConfig
 from mrl.errors import EnvironmentFault, Interrupted
@@ -144,9 +145,10 @@ class WeightSync:
         """Says which engines are synced again. Raises Interrupted after the last attempt: they stay fenced."""
         names = ", ".join(f"engine {engine}" for engine in sorted(progress.fenced))
         if is_last:
-            raise Interrupted(
+            failed = Interrupted(
                 f"weight sync to version {version}: {names} could not be brought to the trained weights, twice: {progress.why}"
             )
+            raise concerning(failed, *self.engines.names_of(progress.fenced))
         print(f"weight sync to version {version}: {names} fenced and synced again: {progress.why}", file=sys.stderr)
 
     def _transferred(self, progress: SyncProgress) -> dict[str, float]:

@@ -198,8 +198,24 @@ def plan_report(config: RunConfig, model: ModelSpec, file: Path) -> list[str]:
     and what will not fit.
     """
     stored, plan = _stored(file), plan_again(config, model, file)
-    lines = [f"plan: {plan['hash'][:16]} for {plan['device']['name']}{_compared(stored, plan)}"]
-    return lines + [f"note: {problem}" for problem in _problems(plan["memory"])]
+    return [f"{verdict(plan)}; {plan['hash'][:16]}{_compared(stored, plan)}"] + [
+        f"note: {problem}" for problem in _problems(plan["memory"])
+    ]
+
+
+def verdict(plan: dict[str, Any]) -> str:
+    """The plan in one line: whether it fits, where it is fullest, and about how long a step takes."""
+    memory = plan["memory"]
+    name, fullest = max(memory["phases"].items(), key=lambda phase: phase[1]["bytes"] / phase[1]["device_bytes"])
+    room = f"{fullest['bytes'] / GIB:.1f} of {fullest['device_bytes'] / GIB:.1f} GiB in {name}, the fullest phase"
+    phases = plan["times"]["phase_seconds"] | {"sync": plan["reshard"]["predicted_seconds"]}
+    times = ", ".join(f"{phase} {_seconds(seconds)}" for phase, seconds in phases.items())
+    answer = "fits" if memory["fits"] else "DOES NOT FIT"
+    return f"plan: {answer} {plan['device']['name']}: {room}; a step about {_seconds(sum(phases.values()))} ({times})"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

@@ -127,10 +127,8 @@ def legal_layouts(problem: SearchProblem) -> Iterator[tuple[dict[str, Any], Trai
     for degrees, layout in _legal(problem):
         if layout not in seen:
             seen.add(layout)
-            yield (
-                {key: value for key, value in degrees.items() if value is True or value not in (None, False, 1)},
-                layout,
-            )
+            kept = {key for key, value in degrees.items() if value is True or value not in (None, False, 1)}
+            yield {key: value for key, value in degrees.items() if key in kept or key == "world_size"}, layout
 
 
 def _legal(problem: SearchProblem) -> Iterator[tuple[dict[str, Any], TrainLayout]]:

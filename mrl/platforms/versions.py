@@ -5,6 +5,7 @@ Sources of the Ascend rows: the release matrix of vllm-ascend, the torch_npu/CAN
 image for CANN 9.1.0.
 """
 
+import importlib.metadata
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -33,6 +34,18 @@ PACKAGES = (
     "transformer-engine", "transformer-engine-torch",
     "megatron-core", "mbridge", "ray", "transformers", "safetensors", "psutil", "numpy", "pydantic", "mrl",
 )  # fmt: skip
+
+
+def installed_versions() -> dict[str, str]:
+    """Of PACKAGES those that are installed here; none is imported."""
+    installed = {}
+    for name in PACKAGES:
+        try:
+            installed[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return installed
+
 
 MIN_PYTHON = (3, 11)
 MEGATRON = "0.16.1"

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TextIO
 
 from mrl.record.views import Metrics, Rows, View
@@ -20,10 +21,10 @@ PHASE = "timing_s/"
 SHOWN_STEPS = 12
 
 
-def make_console(total_steps: int, stream: TextIO | None = None) -> "PlainConsole | LiveConsole":
-    """A live table on a terminal, else plain lines."""
+def make_console(total_steps: int, stream: TextIO | None = None, logs: Path | None = None) -> "PlainConsole | LiveConsole":
+    """A live table on a terminal, with the folder of logs below it, else plain lines."""
     stream = stream or sys.stdout
-    return LiveConsole(total_steps, stream) if stream.isatty() else PlainConsole(total_steps, stream)
+    return LiveConsole(total_steps, stream, logs) if stream.isatty() else PlainConsole(total_steps, stream)
 
 
 class TimeLeft:
@@ -125,27 +126,35 @@ class PlainConsole(View):
 class LiveConsole(View):
     """A table of the last steps that is drawn in place; the last picture stays when the run ends."""
 
-    def __init__(self, total_steps: int, stream: TextIO) -> None:
+    def __init__(self, total_steps: int, stream: TextIO, logs: Path | None = None) -> None:
         from rich.console import Console
         from rich.live import Live
 
-        self._total, self._time_left = total_steps, TimeLeft(total_steps)
+        self._total, self._time_left, self._logs = total_steps, TimeLeft(total_steps), logs
         self._rows: list[tuple[int, dict[str, float]]] = []
         self._left, self._pace = "?", Pace(0.25)
         self._live = Live(console=Console(file=stream), auto_refresh=False)
         self._live.start()
+        self._draw("ranks and engines start")
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Draws the table with the step's row."""
         self._rows = [*self._rows, (step, dict(metrics))][-SHOWN_STEPS:]
         self._left = self._time_left.after(step, metrics)
-        self._live.update(make_table(self._rows, self._total, self._left), refresh=True)
+        self._draw(make_table(self._rows, self._total, self._left))
 
     def progress(self, phase: str, done: int, total: int) -> None:
         """Shows how far a phase is, below the table."""
         if self._pace.due():
             note = f"{phase}: {done} of {total}"
-            self._live.update(make_table(self._rows, self._total, self._left, note) if self._rows else note, refresh=True)
+            self._draw(make_table(self._rows, self._total, self._left, note) if self._rows else note)
+
+    def _draw(self, picture: Any) -> None:
+        from rich.console import Group
+        from rich.text import Text
+
+        below = [] if self._logs is None else [Text(f"logs: {self._logs}", style="dim")]
+        self._live.update(Group(picture, *below), refresh=True)
 
     def generations(self, step: int, rows: Rows) -> None:
         """Prints them above the table."""

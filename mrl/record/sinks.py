@@ -74,7 +74,7 @@ class Record:
 def _console(run_dir: RunDir, total_steps: int, info: RunInfo) -> View:
     from mrl.record.console import make_console
 
-    return make_console(total_steps)
+    return make_console(total_steps, logs=run_dir.logs)
 
 
 VIEWS: dict[str, Callable[[RunDir, int, RunInfo], View]] = {

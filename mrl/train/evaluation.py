@@ -9,6 +9,7 @@ from typing import Any
 
 from mrl.checkpoint.convert import write_hf
 from mrl.checkpoint.open_checkpoint import HF_FOLDER, open_saved
+from mrl.cluster.process_logs import with_log_tails
 from mrl.cluster.ray_cluster import ray_cluster
 from mrl.cluster.rollout_group import RolloutGroup
 from mrl.config.load import ResolvedConfig
@@ -45,6 +46,7 @@ def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, co
             config = _with_checkpoint(config, checkpoint, output)
         stack.enter_context(ray_cluster(config, actor=False))
         stop = stack.enter_context(stop_on_signals())
+        stack.enter_context(with_log_tails(output / "logs"))
         rewards = stack.enter_context(reward_pool(config, scoring, output / "logs"))
         engines = RolloutGroup(config, output, stop.raise_if_set)
         stack.callback(engines.stop)

@@ -94,13 +94,14 @@ def _model_of(folder: Path, config: RunConfig) -> ModelSpec:
 
 def start_lines(resolved: ResolvedConfig, model: ModelSpec) -> list[str]:
     """What a run says of itself before it starts."""
-    config = resolved.config
+    config, run_dir = resolved.config, RunDir(run_dir_of(resolved.config))
     return [
         f"loss: {describe_loss(config)}",
         f"layout: {describe_layout(config, model)}",
         *(f"note: {n}" for n in notes(resolved, model)),
-        *room_note(config, model, run_dir_of(config)),
-        *plan_report(config, model, RunDir(run_dir_of(config)).plan),
+        *room_note(config, model, run_dir.path),
+        *plan_report(config, model, run_dir.plan),
+        f"logs: {run_dir.logs}/ (actor-rank-N.log, engine-N.log, reward.log); metrics: {run_dir.metrics}",
     ]
 
 

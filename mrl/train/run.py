@@ -18,6 +18,7 @@ from mrl.cluster.actor_group import ActorGroup
 from mrl.cluster.gates import MemoryGate
 from mrl.cluster.group_writer import GroupWriter
 from mrl.cluster.prerequisites import check_object_stores
+from mrl.cluster.process_logs import with_log_tails
 from mrl.cluster.ray_cluster import object_store_sizes, ray_cluster
 from mrl.cluster.rollout_group import RolloutGroup
 from mrl.cluster.sample_writer import SampleWriter
@@ -137,6 +138,7 @@ def open_run(resolved: ResolvedConfig, resume: bool) -> Iterator[Run]:
         spool = stack.enter_context(_spool(config, run_dir.spool))
         if spool is not None and checkpoint is not None and (ahead := point.manifest.trainer.get("ahead")):
             state = replace(state, ahead=read_kept(checkpoint, ahead, spool))
+        stack.enter_context(with_log_tails(run_dir.logs))
         rewards = stack.enter_context(reward_pool(config, scoring, run_dir.logs))
         engines, actor = stack.enter_context(_processes(config, run_dir.path, checkpoint, stop.raise_if_set))
         run_dir.write_config(resolved.to_yaml())

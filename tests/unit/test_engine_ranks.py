@@ -15,7 +15,8 @@ from types import SimpleNamespace
 import pytest
 
 from mrl.cluster import rollout_group
-from mrl.cluster.calls import Late, _log_of
+from mrl.cluster.calls import Late
+from mrl.cluster.process_logs import log_file
 from mrl.cluster.rollout_group import RolloutGroup
 from mrl.cluster.weight_sync import _of_engine
 from mrl.errors import Interrupted
@@ -174,9 +175,8 @@ def test_a_rank_says_whether_it_died_or_lost_another(calls, watch, error, said):
 def test_names_of_ranks_and_of_their_logs():
     assert rank_name(2, 0, 1) == "engine 2" and rank_name(2, 1, 4) == "engine 2 rank 1"
     assert log_name("engine 2 rank 1") == "engine-2-rank-1"
-    assert [_log_of(name) for name in ("rank 3", "engine 1", "engine 1 rank 0")] == [
-        "logs/actor-rank-3.log", "logs/engine-1.log", "logs/engine-1-rank-0.log",
-    ]  # fmt: skip
+    logs = [log_file(name) for name in ("rank 3", "engine 1", "engine 1 rank 0")]
+    assert logs == ["actor-rank-3.log", "engine-1.log", "engine-1-rank-0.log"]
 
 
 def test_an_engines_report_is_that_of_its_ranks_in_order_or_all_their_errors():

@@ -342,9 +342,9 @@ def test_a_run_says_whether_it_is_as_planned_and_what_changed(preset, tmp_path, 
     file = tmp_path / "run/plan.json"
     resolved = load_config(preset)
     model = load_model_spec(tmp_path / "model")
-    assert plan_report(resolved.config, model, file) == [
-        f"plan: {plan_again(resolved.config, model, file)['hash'][:16]} for cpu"
-    ]
+    (first,) = plan_report(resolved.config, model, file)
+    hash_of_it = plan_again(resolved.config, model, file)["hash"][:16]
+    assert first.startswith("plan: fits cpu: ") and first.endswith(f"; {hash_of_it}")
     main(["plan", str(preset), "--run-dir", str(tmp_path / "run")])
     assert plan_report(resolved.config, model, file)[0].endswith("as planned before")
     changed = load_config(preset, None, ["actor.layout.tensor_model_parallel_size=1", "rollout.n=4"])
@@ -363,7 +363,8 @@ def test_a_run_is_planned_for_the_device_that_was_named(preset, tmp_path):
 
 def test_a_run_that_will_not_fit_is_told_what_to_change(preset, tmp_path):
     cramped = load_config(preset, None, ["rollout.cpu_kvcache_gib=20"]).config
-    (note,) = plan_report(cramped, load_model_spec(tmp_path / "model"), tmp_path / "none.json")[1:]
+    said, note = plan_report(cramped, load_model_spec(tmp_path / "model"), tmp_path / "none.json")
+    assert said.startswith("plan: DOES NOT FIT cpu: 20.0 of 7.0 GiB in rollout, the fullest phase")
     assert "phase rollout takes 20.0 of 7.0 GiB, most of it kv_cache" in note
     assert "gpu_memory_utilization" in note
 

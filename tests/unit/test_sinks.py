@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -272,12 +273,13 @@ def test_on_a_terminal_the_table_shows_steps_rewards_and_phases():
             return True
 
     stream = Terminal()
-    view = console.make_console(total_steps=2, stream=stream)
+    view = console.make_console(2, stream, Path("runs/one/logs"))
     assert isinstance(view, console.LiveConsole)
     view.write(1, METRICS)
     view.write(2, METRICS | {"critic/score/mean": None})
     view.close()
-    assert "step 2 of 2" in stream.getvalue()
+    said = stream.getvalue()
+    assert "step 2 of 2" in said and "0:00:00 left" in said and said.splitlines()[-2].endswith("logs: runs/one/logs\x1b[0m")
 
 
 def test_a_table_shows_the_columns_that_have_numbers_and_the_phases_longest_first():

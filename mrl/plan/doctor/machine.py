@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mrl.platforms.hosting import BUCKET_FOLDER
 from mrl.platforms.inventory import HostDevices, Rdma, find_devices, find_rdma
-from mrl.platforms.versions import PACKAGES, VLLM_GENERATIONS
+from mrl.platforms.versions import VLLM_GENERATIONS, installed_versions
 from mrl.units import GIB
 
 _SHM = "/dev/shm"
@@ -52,7 +52,7 @@ def read_machine(device: str, ports: Iterable[int], nnodes: int = 1) -> Machine:
     return Machine(
         device=device,
         python=sys.version_info[:2],
-        versions=_versions(),
+        versions=installed_versions(),
         devices=find_devices(device),
         environment=dict(os.environ),
         busy_ports=tuple(port for port in ports if _busy(port)),
@@ -68,16 +68,6 @@ def read_machine(device: str, ports: Iterable[int], nnodes: int = 1) -> Machine:
         rdma=find_rdma(),
         nnodes=nnodes,
     )
-
-
-def _versions() -> dict[str, str]:
-    installed = {}
-    for name in PACKAGES:
-        try:
-            installed[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return installed
 
 
 def _busy(port: int) -> bool:

@@ -1,0 +1,203 @@
+"""`mrl init`: three questions, or flags, and a first configuration that is checked and planned."""
+
+import argparse
+import sys
+import tempfile
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from mrl.errors import ConfigError, InvalidConfig, MrlError
+
+_QUESTIONS = {
+    "model": "model (a folder with a Hugging Face checkpoint, or a name such as Qwen/Qwen3-30B-A3B): ",
+    "devices": "devices (how many of which kind, such as 8 x h100-80g or 2 x cpu): ",
+    "data": "training prompts (a .parquet or .jsonl file in verl's schema; mrl data makes one): ",
+}
+_NO_RULE = "  # no rule is known for these rows' data_source; see docs/rewards.md"
+
+
+def add(commands) -> None:
+    """Registers the command."""
+    init = commands.add_parser("init", help="write a first configuration from a model, devices and data: the fastest layout that fits")
+    init.add_argument("--model", metavar="PATH|NAME", help="a checkpoint folder, or a name on the Hugging Face hub")
+    init.add_argument("--devices", metavar="'N x NAME'", help="such as '8 x h100-80g'; names as of mrl plan --device")
+    init.add_argument("--data", metavar="FILE", action="append", help="training prompts; repeatable")
+    init.add_argument("--val", metavar="FILE", action="append", default=[], help="held-out prompts; repeatable")
+    output = "the file to write; must not exist (default: %(default)s)"
+    init.add_argument("-o", "--output", metavar="FILE", default="first.yaml", help=output)
+    init.set_defaults(run=_init)
+
+
+def _init(options: argparse.Namespace) -> None:
+    output = Path(options.output)
+    if output.exists():
+        raise ConfigError(f"-o {output}: exists; remove it or give another name")
+    model, devices, data = _answers(options)
+    first = _first(model, devices, [*data], options.val)
+    text = "\n".join(_lines(first, options.output))
+    plan = _planned(text)
+    _write(output, text)
+    from mrl.plan.run_plan import verdict
+
+    print(f"written: {output}\n{verdict(plan)}\nlayout: {first.why}")
+    for note in _missing_files(first):
+        print(f"note: {note}")
+    print(f"next: mrl doctor; mrl rehearse {output} (in small, on this machine's CPUs); mrl train {output}")
+
+
+# ---------------------------------------------------------------- questions
+
+
+def _answers(options: argparse.Namespace) -> tuple[str, Any, list[str]]:
+    """(model, devices, data files) from flags, and from a person where there is one. Raises ConfigError."""
+    missing = [name for name in _QUESTIONS if not getattr(options, name)]
+    if missing and not sys.stdin.isatty():
+        flags = " ".join(f"--{name}" for name in missing)
+        raise ConfigError(f"{flags}: not given, and there is no terminal to ask on")
+    model = _asked("model", options.model, _model)
+    devices = _asked("devices", options.devices, _devices)
+    return model, devices, _asked("data", options.data, _files)
+
+
+def _asked(name: str, given: Any, check: Callable[[Any], Any]) -> Any:
+    """The checked answer; a person is asked again until it is one."""
+    while not given:
+        try:
+            answer = input(_QUESTIONS[name]).strip()
+        except EOFError:
+            raise ConfigError(f"--{name}: no answer") from None
+        try:
+            return check([answer] if name == "data" else answer)
+        except MrlError as error:
+            print(error, file=sys.stderr)
+    return check(given)
+
+
+def _model(path: str) -> str:
+    from mrl.model import planning_model_spec
+
+    planning_model_spec(path)
+    return path
+
+
+def _devices(text: str):
+    from mrl.plan.first_config import parse_devices
+
+    return parse_devices(text)
+
+
+def _files(names: list[str]) -> list[str]:
+    """Files that are there must have the schema; one that is not there yet is noted later. Raises DataError."""
+    for name in names:
+        if not name:
+            raise ConfigError("a file's name is wanted")
+        if Path(name).suffix not in (".parquet", ".jsonl"):
+            raise ConfigError(f"{name}: must end in .parquet or .jsonl; mrl data converts public data sets")
+        _source_of(name)
+    return names
+
+
+def _source_of(name: str) -> str | None:
+    """data_source of the file's first usable row; None of a file that is not there. Raises DataError for a file without such a row."""
+    from mrl.data.dataset import BadRow, parse_row
+    from mrl.data.row_files import read_rows
+    from mrl.errors import DataError
+
+    if not Path(name).is_file():
+        return None
+    why = "it is empty"
+    for raw in read_rows([name], "prompt"):
+        try:
+            return parse_row(raw, "prompt")[1]["data_source"]
+        except BadRow as problem:
+            why = str(problem)
+        if raw.row >= 100:
+            break
+    raise DataError(f"{name}: no row in verl's schema at its beginning ({why}); mrl data converts public data sets")
+
+
+# ---------------------------------------------------------------- the file
+
+
+def _first(path: str, count, train: list[str], val: list[str]):
+    from mrl.model import planning_model_spec
+    from mrl.plan.first_config import first_config
+
+    data = {"data.train_files": train} | ({"data.val_files": _files(val), "trainer.test_freq": 20} if val else {})
+    return first_config(path, planning_model_spec(path)[0], count, data | _reward([*train, *val]))
+
+
+def _reward(files: list[str]) -> dict[str, Any]:
+    """Rows of a data source for which no rule is known are compared with their truth word for word, until the user says otherwise."""
+    from mrl.reward.builtin_rules import RULES, rule_name
+
+    sources = {source for file in files if (source := _source_of(file)) is not None}
+    return {} if all(rule_name(source) in RULES for source in sources) else {"reward.function": "exact_match"}
+
+
+def _lines(first, name: str) -> Iterator[str]:
+    """The file: every key on its own line under its section."""
+    from mrl.config.yaml_tree import dump_value
+
+    yield f"# Made by mrl init; planned, not run. `mrl plan {name}` says what it takes, `mrl validate {name}` checks it after a change."
+    yield "# All keys with their meaning: docs/configuration.md."
+    why = f"The layout is the fastest that the search finds and the whole plan holds: {first.why}."
+    yield from textwrap.wrap(why, 118, initial_indent="# ", subsequent_indent="# ")
+    yield f"recipe: {first.recipe}"
+    open_sections: list[str] = []
+    for key, value in sorted(first.values.items(), key=lambda item: _place(item[0], list(first.values))):
+        *sections, last = key.split(".")
+        same = _common(sections, open_sections)
+        for depth in range(same, len(sections)):
+            yield ("\n" if depth == 0 else "") + "  " * depth + f"{sections[depth]}:"
+        open_sections = sections
+        yield "  " * len(sections) + f"{last}: {dump_value(value)}" + (_NO_RULE if key == "reward.function" else "")
+
+
+def _common(one: list[str], other: list[str]) -> int:
+    """How many sections both begin with."""
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def _place(key: str, keys: list[str]) -> tuple[int, ...]:
+    """Sections stand where their first key stands."""
+    parts = key.split(".")
+    prefixes = [".".join(parts[: n + 1]) for n in range(len(parts))]
+    return tuple(next(i for i, k in enumerate(keys) if k == prefix or k.startswith(f"{prefix}.")) for prefix in prefixes)
+
+
+def _planned(text: str) -> dict[str, Any]:
+    """The plan of the configuration as it will be read. Raises InvalidConfig where a rule is broken."""
+    from mrl.cli.validate import check_config
+    from mrl.config.load import load_config
+    from mrl.model import planning_model_spec
+    from mrl.plan.plan_inputs import device_for
+    from mrl.plan.run_plan import plan_of
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "first.yaml")
+        file.write_text(text + "\n", encoding="utf-8")
+        resolved = load_config(str(file))
+    if broken := check_config(resolved)[0]:
+        raise InvalidConfig(broken)
+    config = resolved.config
+    return plan_of(config, planning_model_spec(config.model.path)[0], device_for(config))
+
+
+def _write(output: Path, text: str) -> None:
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with output.open("x", encoding="utf-8") as file:  # never over one that came meanwhile
+            file.write(text + "\n")
+    except OSError as error:
+        raise ConfigError(f"-o {output}: cannot be written: {error.strerror}") from None
+
+
+def _missing_files(first) -> Iterator[str]:
+    for key in ("data.train_files", "data.val_files"):
+        for name in first.values.get(key, ()):
+            if not Path(name).is_file():
+                yield f"{key}: {name} is not there yet"

@@ -1,0 +1,20 @@
+"""What `mrl --version` prints: the installed row of versions beside the tested one."""
+
+import platform
+from collections.abc import Mapping
+
+from mrl.platforms.inventory import detect_kind
+from mrl.platforms.versions import bare, installed_versions, row_of
+
+
+def version_lines(installed: Mapping[str, str] | None = None, device: str | None = None) -> list[str]:
+    """`mrl 0.1.0`, then a line a package of the device's row; nothing is imported of them."""
+    installed = installed_versions() if installed is None else installed
+    row = row_of(device or detect_kind())
+    lines = [f"mrl {installed.get('mrl', 'not installed as a package')}, Python {platform.python_version()}, {platform.machine()}"]
+    lines.append(f"row {row.name} ({row.tested}):")
+    for name, wanted in {**row.packages, **row.compiled, **row.loose}.items():
+        found = installed.get(name)
+        other = "" if found is not None and bare(found) == wanted else f"   tested: {wanted}"
+        lines.append(f"  {name:<26}{found or 'not installed'}{other}")
+    return lines

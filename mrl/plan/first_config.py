@@ -1,0 +1,203 @@
+"""A first configuration for a model on some devices: the fastest layout that the search finds and the whole plan holds.
+
+What is not a matter of devices is usual: GSPO for mixtures of experts, GRPO for dense models, actor and engines in
+turn on all devices.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mrl.config.load import ResolvedConfig
+from mrl.config.rollout_rules import engine_splits_heads
+from mrl.config.rules import violations
+from mrl.config.schema import RunConfig
+from mrl.errors import ConfigError
+from mrl.model import ModelSpec
+from mrl.model.layout import RolloutLayout
+from mrl.plan.devices import Device, devices, find_device
+from mrl.plan.engine_memory import engine_memory
+from mrl.plan.search import Candidate, search
+from mrl.plan.search_report import fastest_that_fit, run_with, search_problem
+from mrl.platforms.versions import MEGATRON
+from mrl.units import GIB
+
+_PROMPT, _RESPONSE = 2048, 8192  # tokens, where the model has positions for them
+_PROMPTS, _MINI, _N = 128, 32, 8  # of a step, of an update; responses a prompt
+_FEW_PROMPTS, _FEW_MINI = 16, 8  # on a CPU
+_SEQUENCES = 8  # of the longest kind that an engine's cache should hold at once
+_SHARE = 0.7  # of a device's memory, for an engine beside an actor that is on the host meanwhile
+_TRIED = 5  # layouts of one way to use the memory
+_HOST_ADAM = {
+    "optimizer_cpu_offload": True,
+    "optimizer_offload_fraction": 1.0,
+    "overlap_cpu_optimizer_d2h_h2d": True,
+    "use_precision_aware_optimizer": True,
+}
+
+
+@dataclass(frozen=True)
+class DeviceCount:
+    """So many devices of one kind, as whole nodes where they are more than one node has."""
+
+    device: Device
+    nodes: int
+    per_node: int
+
+    @property
+    def total(self) -> int:
+        return self.nodes * self.per_node
+
+    def __str__(self) -> str:
+        return f"{self.total} x {self.device.name}"
+
+
+@dataclass(frozen=True)
+class FirstConfig:
+    """Keys of the configuration in the order in which they are written, and why it has this layout."""
+
+    recipe: str
+    values: dict[str, Any]  # dotted
+    why: str
+
+
+def parse_devices(text: str) -> DeviceCount:
+    """`8 x h100-80g`, `32xh200`: a number and a device as `mrl plan --device` names it, or the beginning of its name.
+
+    Raises ConfigError.
+    """
+    match = re.fullmatch(r"\s*(\d+)\s*[x*:]?\s*([a-z][\w.-]*)\s*", text.lower())
+    if match is None or not int(match[1]):
+        raise ConfigError(f"devices {text!r}: must read NUMBER x NAME, as 8 x h100-80g; names: {', '.join(devices())}")
+    total, device = int(match[1]), _named(match[2])
+    per_node = min(total, device.devices_per_node)
+    if total % per_node:
+        raise ConfigError(f"devices {text!r}: a node has {per_node} of them; give a multiple of {per_node}")
+    return DeviceCount(device, total // per_node, per_node)
+
+
+def _named(name: str) -> Device:
+    fitting = [known for known in devices() if known.startswith(name)]
+    return find_device(fitting[0] if len(fitting) == 1 else name)
+
+
+def first_config(path: str, model: ModelSpec, count: DeviceCount, data: dict[str, Any]) -> FirstConfig:
+    """`path`: the model's; `data`: further keys, those of the user's files. Raises ConfigError where nothing fits."""
+    recipe = "gspo" if model.is_moe else "grpo"
+    too_large: dict[str, int] = {}
+    for values in _ways(path, model, count):
+        config = RunConfig.model_validate(_nested(values | data))
+        problem = search_problem(config, model, count.device, count.total, count.per_node, MEGATRON)
+        found = search(problem)
+        for candidate in fastest_that_fit(config, problem, found, _TRIED)[0]:
+            changed = run_with(config, candidate.degrees, candidate.recompute)
+            if not violations(ResolvedConfig(changed, {}), model):
+                return FirstConfig(recipe, values | _layout(candidate) | data, candidate.reasons(count.per_node))
+        too_large |= dict(found.too_large)
+    most = f"; what weighs most: {', '.join(too_large)}" if too_large else ""
+    raise ConfigError(
+        f"{path} does not fit on {count}, also with its optimizer on the host{most}; give more devices, or larger ones"
+    )
+
+
+def _ways(path: str, model: ModelSpec, count: DeviceCount) -> Iterator[dict[str, Any]]:
+    """Ways to use the devices' memory, what costs least speed first: small engines, Adam's states on the devices."""
+    on_host = {"actor.optim.override_optimizer_config": _HOST_ADAM, "actor.optimizer_offload": False}
+    for adam in ({},) if count.device.platform == "cpu" else ({}, on_host):
+        for tensor in _engine_sizes(model, count):
+            yield _usual(path, model, count, tensor) | adam
+
+
+def _usual(path: str, model: ModelSpec, count: DeviceCount, tensor: int) -> dict[str, Any]:
+    prompt, response = _lengths(model)
+    on_cpu = count.device.platform == "cpu"
+    mini = _FEW_MINI if on_cpu else max(_MINI, count.total // _N)  # so that every rank has a sample of each update
+    prompts = _FEW_PROMPTS if on_cpu else max(_PROMPTS, 4 * mini)
+    values = {
+        "model.path": path,
+        "cluster.device": count.device.platform,
+        "cluster.accelerator": count.device.name,
+        "cluster.nnodes": count.nodes,
+        "cluster.n_gpus_per_node": count.per_node,
+        "cluster.placement": "colocated",
+        "actor.layout.world_size": count.total,
+        "actor.param_offload": True,
+        "actor.grad_offload": True,
+        "actor.optimizer_offload": True,
+        "actor.optim.lr": 1e-6,
+        "actor.ppo_mini_batch_size": mini,
+        "actor.use_dynamic_bsz": True,
+        "actor.ppo_max_token_len_per_gpu": prompt + response,
+        "rollout.num_engines": count.total // tensor,
+        "rollout.tensor_model_parallel_size": tensor,
+        "rollout.n": _N,
+        "rollout.gpu_memory_utilization": _SHARE,
+        "data.train_batch_size": prompts,
+        "data.max_prompt_length": prompt,
+        "data.max_response_length": response,
+        "trainer.experiment_name": f"first-{path.rstrip('/').rpartition('/')[2].lower()}",
+        "trainer.save_freq": 20,
+    }
+    return values | (_on_cpu(count) if on_cpu else _on_device(count))
+
+
+def _on_cpu(count: DeviceCount) -> dict[str, Any]:
+    """Ranks and engines of a small machine share its cores."""
+    share = round(1 / count.total, 2)
+    return {
+        "model.dtype": "float32",
+        "cluster.cpus_per_actor": share,
+        "cluster.cpus_per_engine": share,
+        "rollout.enforce_eager": True,
+    }
+
+
+def _on_device(count: DeviceCount) -> dict[str, Any]:
+    return {"model.override_transformer_config.use_flash_attn": True} if count.device.platform == "npu" else {}
+
+
+def _lengths(model: ModelSpec) -> tuple[int, int]:
+    """Longest prompt and response; a fifth of a model's positions for the prompt where it has few."""
+    positions = model.max_position_embeddings
+    prompt = min(_PROMPT, positions // 5)
+    return prompt, min(_RESPONSE, positions - prompt)
+
+
+def _engine_sizes(model: ModelSpec, count: DeviceCount) -> list[int]:
+    """Tensor degrees of engines inside a node that hold the model and some sequences, smallest first."""
+    share = round(count.device.memory * _SHARE)
+    legal = [n for n in range(1, count.per_node + 1) if count.per_node % n == 0 and engine_splits_heads(n, model)]
+    wanted = _SEQUENCES * sum(_lengths(model))
+    fitting = [n for n in legal if engine_memory(model, RolloutLayout(1, n), share).cache_tokens >= wanted]
+    if not fitting:
+        largest = engine_memory(model, RolloutLayout(1, legal[-1]), share).weights / GIB
+        raise ConfigError(
+            f"no engine in a node of {count.per_node} x {count.device.name} holds the model and {_SEQUENCES} sequences "
+            f"(weights alone {largest:.0f} GiB a device); give larger devices"
+        )
+    return fitting
+
+
+def _layout(candidate: Candidate) -> dict[str, Any]:
+    values = {f"actor.layout.{key}": value for key, value in candidate.degrees.items()}
+    recompute = candidate.recompute
+    if recompute.granularity == "full":
+        prefix = "model.override_transformer_config.recompute_"
+        values |= {
+            f"{prefix}granularity": "full",
+            f"{prefix}method": recompute.method,
+            f"{prefix}num_layers": recompute.num_layers,
+        }
+    return values
+
+
+def _nested(values: dict[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        *sections, last = key.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[last] = value
+    return tree

