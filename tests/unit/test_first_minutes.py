@@ -93,7 +93,11 @@ def test_a_small_model_of_ones_own_gets_one_for_cpus(mrl, tmp_path):
 def test_held_out_prompts_are_validated_on(mrl):
     mrl("init", *ANSWERS, "--val", "train.jsonl")
     config = load_config("first.yaml").config
-    assert config.data.val_files == ("train.jsonl",) and config.trainer.test_freq == 20 and config.reward.function == "auto"
+    assert (
+        config.data.val_files == ("train.jsonl",)
+        and config.trainer.test_freq == 20
+        and config.reward.function == "auto"
+    )
 
 
 def test_nothing_is_written_over(mrl):
@@ -158,7 +162,8 @@ def completed(line: str, folder: Path) -> list[str]:
     """What bash offers at the end of the line."""
     text = f"""
         source {folder}/mrl.bash
-        COMP_WORDS=({line.replace("=", " = ")}{" ''" if line.endswith(" ") else ""}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))
+        COMP_WORDS=({line.replace("=", " = ")}{" ''" if line.endswith(" ") else ""})
+        COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))
         _mrl; printf '%s\\n' "${{COMPREPLY[@]}}"
     """
     run = subprocess.run(["bash", "--norc", "-c", text], capture_output=True, text=True, timeout=30)
@@ -194,10 +199,17 @@ def test_bash_offers_what_fits(bash_script, line, offered):
 
 def test_every_command_and_every_option_can_be_completed(bash_script):
     names = completed("mrl ", bash_script)
-    assert names == [name for modules in GROUPS.values() for m in modules for name in [m.__name__.rpartition(".")[2].replace("_", "-")]]
+    assert names == [
+        name
+        for modules in GROUPS.values()
+        for m in modules
+        for name in [m.__name__.rpartition(".")[2].replace("_", "-")]
+    ]
     for name in names:
         shown = make_parser_help(name)
-        assert set(completed(f"mrl {name} --", bash_script)) >= set(re.findall(r"^  (?:-\w.*, )?(--[a-z-]+)", shown, re.MULTILINE))
+        assert set(completed(f"mrl {name} --", bash_script)) >= set(
+            re.findall(r"^  (?:-\w.*, )?(--[a-z-]+)", shown, re.MULTILINE)
+        )
 
 
 def make_parser_help(name: str) -> str:

@@ -11,7 +11,9 @@ from mrl.errors import Interrupted
 
 def test_the_last_lines_are_those_that_say_something_without_control_characters(tmp_path):
     file = tmp_path / "engine-0.log"
-    file.write_bytes(b"first\n" * 40_000 + b"\x1b[31mred\x1b[0m\r\n\n  10%\r 20%\rlast \xff\x07\n" + b"x" * 1000 + b"\n\n")
+    file.write_bytes(
+        b"first\n" * 40_000 + b"\x1b[31mred\x1b[0m\r\n\n  10%\r 20%\rlast \xff\x07\n" + b"x" * 1000 + b"\n\n"
+    )
     tail = log_tail(file)
     assert tail[-5:] == ["red", "  10%", " 20%", "last \ufffd", "x" * 300 + "..."] and len(tail) == LINES
     assert log_tail(tmp_path / "none.log") == []
@@ -23,7 +25,10 @@ def test_an_error_says_what_its_processes_wrote_last_and_no_other(tmp_path):
     with pytest.raises(Interrupted) as stopped, with_log_tails(tmp_path):
         raise concerning(concerning(Interrupted("lost"), "rank 1"), "engine 0 rank 1", "rank 7", "rank 1")
     assert processes_of(stopped.value) == ("rank 1", "engine 0 rank 1", "rank 7")
-    assert [note.splitlines()[1] for note in stopped.value.__notes__] == ["  | said by actor-rank-1", "  | said by engine-0-rank-1"]
+    assert [note.splitlines()[1] for note in stopped.value.__notes__] == [
+        "  | said by actor-rank-1",
+        "  | said by engine-0-rank-1",
+    ]
     with pytest.raises(Interrupted) as stopped, with_log_tails(tmp_path):
         raise Interrupted("stopped by SIGTERM")
     assert not hasattr(stopped.value, "__notes__")

@@ -279,7 +279,11 @@ def test_on_a_terminal_the_table_shows_steps_rewards_and_phases():
     view.write(2, METRICS | {"critic/score/mean": None})
     view.close()
     said = stream.getvalue()
-    assert "step 2 of 2" in said and "0:00:00 left" in said and said.splitlines()[-2].endswith("logs: runs/one/logs\x1b[0m")
+    assert (
+        "step 2 of 2" in said
+        and "0:00:00 left" in said
+        and said.splitlines()[-2].endswith("logs: runs/one/logs\x1b[0m")
+    )
 
 
 def test_a_table_shows_the_columns_that_have_numbers_and_the_phases_longest_first():
