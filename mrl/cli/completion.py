@@ -1,4 +1,4 @@
-"""`mrl completion`: a script that completes commands, options, keys of --set, recipes and files. It asks nothing of mrl when it runs."""
+"""`mrl completion`: a script that completes commands, options, keys of --set, recipes and files. It does not call mrl."""
 
 import argparse
 from collections.abc import Iterator
@@ -34,7 +34,10 @@ _mrl_commands='{names}'
 _mrl_keys='{keys}'
 complete -o default -F _mrl mrl
 """
-_ZSH = "# Completion of mrl for zsh: source <(mrl completion zsh)\nautoload -Uz compinit bashcompinit && compinit && bashcompinit\n"
+_ZSH = """\
+# Completion of mrl for zsh: source <(mrl completion zsh)
+autoload -Uz compinit bashcompinit && compinit && bashcompinit
+"""
 
 
 def add(commands) -> None:
@@ -54,15 +57,24 @@ def script(shell: str) -> str:
         names=" ".join(commands),
         keys=" ".join(f"{key}=" for key in _keys()),
         values="\n".join(f"        {case} words='{' '.join(words)}' ;;" for case, words in _values(commands)),
-        options="\n".join(f"                    {name}) words='{' '.join(_options(p))}' ;;" for name, p in commands.items()),
-        choices="\n".join(f"                    {name}) words='{' '.join(words)}' ;;" for name, words in _choices(commands)),
+        options="\n".join(
+            f"                    {name}) words='{' '.join(_options(p))}' ;;" for name, p in commands.items()
+        ),
+        choices="\n".join(
+            f"                    {name}) words='{' '.join(words)}' ;;" for name, words in _choices(commands)
+        ),
     )
     return text if shell == "bash" else _ZSH + text
 
 
 def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
     """Parsers by name; argparse has no public way to walk them."""
-    return {name: p for action in parser._actions if isinstance(action, argparse._SubParsersAction) for name, p in action.choices.items()}
+    return {
+        name: p
+        for action in parser._actions
+        if isinstance(action, argparse._SubParsersAction)
+        for name, p in action.choices.items()
+    }
 
 
 def _options(parser: argparse.ArgumentParser) -> list[str]:
@@ -87,7 +99,9 @@ def _values(commands: dict[str, argparse.ArgumentParser]) -> Iterator[tuple[str,
 def _choices(commands: dict[str, argparse.ArgumentParser]) -> Iterator[tuple[str, list[str]]]:
     """(command, words) of what stands first behind a command that has a fixed list of it."""
     for name, parser in commands.items():
-        words = [str(c) for action in parser._actions if not action.option_strings and action.choices for c in action.choices]
+        words = [
+            str(c) for action in parser._actions if not action.option_strings and action.choices for c in action.choices
+        ]
         if words:
             yield name, words
 

@@ -20,7 +20,9 @@ _NO_RULE = "  # no rule is known for these rows' data_source; see docs/rewards.m
 
 def add(commands) -> None:
     """Registers the command."""
-    init = commands.add_parser("init", help="write a first configuration from a model, devices and data: the fastest layout that fits")
+    init = commands.add_parser(
+        "init", help="write a first configuration from a model, devices and data: the fastest layout that fits"
+    )
     init.add_argument("--model", metavar="PATH|NAME", help="a checkpoint folder, or a name on the Hugging Face hub")
     init.add_argument("--devices", metavar="'N x NAME'", help="such as '8 x h100-80g'; names as of mrl plan --device")
     init.add_argument("--data", metavar="FILE", action="append", help="training prompts; repeatable")
@@ -100,7 +102,7 @@ def _files(names: list[str]) -> list[str]:
 
 
 def _source_of(name: str) -> str | None:
-    """data_source of the file's first usable row; None of a file that is not there. Raises DataError for a file without such a row."""
+    """data_source of the file's first usable row; None of a file that is not there. Raises DataError where there is none."""
     from mrl.data.dataset import BadRow, parse_row
     from mrl.data.row_files import read_rows
     from mrl.errors import DataError
@@ -130,7 +132,7 @@ def _first(path: str, count, train: list[str], val: list[str]):
 
 
 def _reward(files: list[str]) -> dict[str, Any]:
-    """Rows of a data source for which no rule is known are compared with their truth word for word, until the user says otherwise."""
+    """Rows of a data source for which no rule is known are compared with their truth word for word, at first."""
     from mrl.reward.builtin_rules import RULES, rule_name
 
     sources = {source for file in files if (source := _source_of(file)) is not None}
@@ -141,7 +143,8 @@ def _lines(first, name: str) -> Iterator[str]:
     """The file: every key on its own line under its section."""
     from mrl.config.yaml_tree import dump_value
 
-    yield f"# Made by mrl init; planned, not run. `mrl plan {name}` says what it takes, `mrl validate {name}` checks it after a change."
+    yield "# Made by mrl init; planned, not run."
+    yield f"# `mrl plan {name}` says what it takes, `mrl validate {name}` checks it after a change."
     yield "# All keys with their meaning: docs/configuration.md."
     why = f"The layout is the fastest that the search finds and the whole plan holds: {first.why}."
     yield from textwrap.wrap(why, 118, initial_indent="# ", subsequent_indent="# ")
@@ -166,7 +169,9 @@ def _place(key: str, keys: list[str]) -> tuple[int, ...]:
     """Sections stand where their first key stands."""
     parts = key.split(".")
     prefixes = [".".join(parts[: n + 1]) for n in range(len(parts))]
-    return tuple(next(i for i, k in enumerate(keys) if k == prefix or k.startswith(f"{prefix}.")) for prefix in prefixes)
+    return tuple(
+        next(i for i, k in enumerate(keys) if k == prefix or k.startswith(f"{prefix}.")) for prefix in prefixes
+    )
 
 
 def _planned(text: str) -> dict[str, Any]:

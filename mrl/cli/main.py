@@ -10,7 +10,21 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from mrl.cli import completion, convert, data, doctor, eval, import_verl, init, plan, rehearse, submit, train, validate, verify
+from mrl.cli import (
+    completion,
+    convert,
+    data,
+    doctor,
+    eval,
+    import_verl,
+    init,
+    plan,
+    rehearse,
+    submit,
+    train,
+    validate,
+    verify,
+)
 from mrl.errors import ConfigError, Interrupted, MrlError
 
 GROUPS: dict[str, tuple[ModuleType, ...]] = {
@@ -75,7 +89,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.set_defaults(run=None, parser=parser)
     parser.add_argument(
-        "--version", action=_Version, nargs=0, help="the versions that are installed, beside those that were tested together"
+        "--version",
+        action=_Version,
+        nargs=0,
+        help="the versions that are installed, beside those that were tested together",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands, below in groups")
     groups = [_Group(title, commands) for title in GROUPS]

@@ -11,7 +11,8 @@ def version_lines(installed: Mapping[str, str] | None = None, device: str | None
     """`mrl 0.1.0`, then a line a package of the device's row; nothing is imported of them."""
     installed = installed_versions() if installed is None else installed
     row = row_of(device or detect_kind())
-    lines = [f"mrl {installed.get('mrl', 'not installed as a package')}, Python {platform.python_version()}, {platform.machine()}"]
+    own = installed.get("mrl", "not installed as a package")
+    lines = [f"mrl {own}, Python {platform.python_version()}, {platform.machine()}"]
     lines.append(f"row {row.name} ({row.tested}):")
     for name, wanted in {**row.packages, **row.compiled, **row.loose}.items():
         found = installed.get(name)
