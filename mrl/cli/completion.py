@@ -1,4 +1,4 @@
-"""`mrl completion`: a script that completes commands, options, keys of --set, recipes and files. It does not call mrl."""
+"""`mrl completion`: a script to complete commands, options, keys of --set, recipes, files. It does not call mrl."""
 
 import argparse
 from collections.abc import Iterator

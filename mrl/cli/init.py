@@ -102,7 +102,7 @@ def _files(names: list[str]) -> list[str]:
 
 
 def _source_of(name: str) -> str | None:
-    """data_source of the file's first usable row; None of a file that is not there. Raises DataError where there is none."""
+    """data_source of the file's first usable row; None of a file that is not there. Raises DataError for none."""
     from mrl.data.dataset import BadRow, parse_row
     from mrl.data.row_files import read_rows
     from mrl.errors import DataError
