@@ -44,14 +44,12 @@ def add(commands) -> None:
     """Registers the command."""
     completion = commands.add_parser("completion", help="print a completion script: source <(mrl completion bash)")
     completion.add_argument("shell", choices=("bash", "zsh"))
-    completion.set_defaults(run=lambda options: print(script(options.shell), end=""))
+    completion.set_defaults(run=lambda options: print(script(options.shell, options.parser), end=""))
 
 
-def script(shell: str) -> str:
-    """The whole script."""
-    from mrl.cli.main import make_parser
-
-    commands = _commands(make_parser())
+def script(shell: str, parser: argparse.ArgumentParser) -> str:
+    """The whole script, for the commands of `parser`."""
+    commands = _commands(parser)
     text = _BASH.format(
         commands=" | ".join(commands),
         names=" ".join(commands),

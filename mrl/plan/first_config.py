@@ -139,7 +139,7 @@ def _usual(path: str, model: ModelSpec, count: DeviceCount, tensor: int) -> dict
         "trainer.experiment_name": f"first-{path.rstrip('/').rpartition('/')[2].lower()}",
         "trainer.save_freq": 20,
     }
-    return values | (_on_cpu(count) if on_cpu else _on_device(count))
+    return values | (_on_cpu(count) if on_cpu else {})
 
 
 def _on_cpu(count: DeviceCount) -> dict[str, Any]:
@@ -151,10 +151,6 @@ def _on_cpu(count: DeviceCount) -> dict[str, Any]:
         "cluster.cpus_per_engine": share,
         "rollout.enforce_eager": True,
     }
-
-
-def _on_device(count: DeviceCount) -> dict[str, Any]:
-    return {"model.override_transformer_config.use_flash_attn": True} if count.device.platform == "npu" else {}
 
 
 def _lengths(model: ModelSpec) -> tuple[int, int]:

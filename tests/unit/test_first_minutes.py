@@ -174,7 +174,7 @@ def completed(line: str, folder: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def bash_script(tmp_path_factory):
     folder = tmp_path_factory.mktemp("completion")
-    (folder / "mrl.bash").write_text(script("bash"))
+    (folder / "mrl.bash").write_text(script("bash", make_parser()))
     return folder
 
 
