@@ -72,7 +72,12 @@ class EngineCalls:
                 if self.llm.errored:
                     task.cancel()
                     raise EngineDeadError
-            return task.result()
+            try:
+                return task.result()
+            except Exception as error:  # a core whose worker dies under a call answers `failed: cancelled` first
+                if self._has_died():
+                    raise EngineDeadError from error
+                raise
 
     @contextmanager
     def alive(self) -> Iterator[None]:
@@ -84,6 +89,12 @@ class EngineCalls:
         except EngineDeadError as error:
             self._on_death()
             raise self._death() from error
+
+    def _has_died(self) -> bool:
+        """Whether vLLM's processes are gone, looked at when an exit has had the time to be seen."""
+        if self._watch is not None and not self._watch.lost:
+            time.sleep(_EXIT_S)
+        return self.llm.errored or (self._watch is not None and self._watch.lost is not None)
 
     def _death(self) -> Exception:
         log = f"see logs/{log_name(self._name)}.log in the run directory"

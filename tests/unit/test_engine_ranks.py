@@ -172,6 +172,19 @@ def test_a_rank_says_whether_it_died_or_lost_another(calls, watch, error, said):
         asyncio.run(made.check_there())
 
 
+async def _failing():
+    raise Exception("Call to pause_scheduler method failed: cancelled")
+
+
+def test_a_call_that_a_dying_core_cancels_is_a_death_and_another_failure_is_not(calls):
+    dying, living = calls(SimpleNamespace(lost="VLLM::Worker_TP1")), calls(SimpleNamespace(lost=None))
+    dying.llm.errored = living.llm.errored = False
+    with pytest.raises(Interrupted, match=r"died \(VLLM::Worker_TP1\)"):
+        asyncio.run(dying.ask(_failing()))
+    with pytest.raises(Exception, match="failed: cancelled"):
+        asyncio.run(living.ask(_failing()))
+
+
 def test_names_of_ranks_and_of_their_logs():
     assert rank_name(2, 0, 1) == "engine 2" and rank_name(2, 1, 4) == "engine 2 rank 1"
     assert log_name("engine 2 rank 1") == "engine-2-rank-1"
