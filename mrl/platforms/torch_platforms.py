@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from mrl.errors import EnvironmentFault
+from mrl.platforms.addresses import address_towards, gloo_environment
 from mrl.platforms.cpu_patches import rows_for
 from mrl.platforms.hosting import check_npu_environment
 from mrl.platforms.patching import apply
@@ -74,8 +75,7 @@ class CpuPlatform:
         return self.max_memory_allocated_gb()
 
     def network_environment(self, master_addr: str) -> dict[str, str]:
-        # gloo picks the interface that the host's name resolves to, which on a laptop may be none.
-        return {"GLOO_SOCKET_IFNAME": "lo"} if master_addr in ("127.0.0.1", "localhost") else {}
+        return gloo_environment(address_towards(master_addr))
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)

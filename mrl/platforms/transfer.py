@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.errors import EnvironmentFault
+from mrl.platforms.addresses import address_towards
 
 _POLL_S = 1e-4
 # The group's own deadline, in times of ours: where it passes, a watchdog ends the process, and nobody could fence or
@@ -95,13 +96,9 @@ class CpuTransfer:
     ) -> dist.Backend:
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=timeout_s)
-        # otherwise gloo listens on what the host's name resolves to, which on a laptop may be nothing
-        local = host in ("127.0.0.1", "localhost")
-        options._devices = [
-            dist.ProcessGroupGloo.create_device(interface="lo")
-            if local
-            else dist.ProcessGroupGloo.create_default_device()
-        ]
+        # Otherwise gloo listens at what the host's name resolves to, often loopback; a group that has options reads no
+        # environment.
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(host))]
         return dist.ProcessGroupGloo(store, number, size, options)
 
     def wait(self, work: dist.Work, timeout_s: float) -> bool:
