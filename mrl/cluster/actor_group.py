@@ -9,6 +9,7 @@ import ray
 
 from mrl.cluster.calls import Late, LostPeer, blame, gather, gather_all, unwrap
 from mrl.cluster.process_logs import concerning
+from mrl.cluster.same_software import check_same
 from mrl.cluster.seats import Seats, actor_seats
 from mrl.cluster.workers import WRITING, ActorWorker
 from mrl.config.schema import RunConfig
@@ -48,6 +49,7 @@ class ActorGroup:
 
     def _start(self, checkpoint: Path | None) -> None:
         limit = self.config.cluster.start_timeout_s
+        check_same(gather(self.refs("software"), limit, "starting the actor", self.poll))
         first = {"rank 0": self.workers[0].host.remote()}
         address = gather(first, limit, "starting the actor", self.poll)["rank 0"]
         port = self.config.cluster.port

@@ -16,6 +16,7 @@ import ray
 
 from mrl.cluster.calls import SETTLE_S, Late, gather
 from mrl.cluster.request_streams import RequestStreams
+from mrl.cluster.same_software import check_same
 from mrl.cluster.seats import Seat, Seats, engine_seats
 from mrl.cluster.stored_samples import STREAM_ENVIRONMENT, StoredSamples
 from mrl.cluster.workers import EngineWorker
@@ -45,6 +46,7 @@ class RolloutGroup:
         self.places = request_places(config)
         self.seats = seats or engine_seats(config)
         self.workers = [self._worker(number, seat, run_dir / "logs") for number, seat in enumerate(self.seats.seats)]
+        self._software = self.refs("software")
         self._starting = self._start()
 
     def names_of(self, engines: Iterable[int]) -> list[str]:
@@ -69,7 +71,8 @@ class RolloutGroup:
         return {name: worker.start.remote(meetings[number // self.engine_ranks]) for number, (name, worker) in numbered}
 
     def wait_started(self) -> None:
-        """Blocks until every engine serves; the actor can start meanwhile."""
+        """Blocks until every engine serves; the actor can start meanwhile. Raises EnvironmentFault where one has other software."""
+        check_same(gather(self._software, self.config.rollout.start_timeout_s, "starting the engines", self.poll))
         gather(self._starting, self.config.rollout.start_timeout_s, "starting the engines", self.poll)
 
     def refs(self, method: str, *arguments, engines: Sequence[int] | None = None) -> dict[str, ray.ObjectRef]:

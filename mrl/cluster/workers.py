@@ -18,6 +18,7 @@ import ray
 
 from mrl.cluster.kept_tokens import fetched, going_on, with_kept
 from mrl.cluster.prerequisites import free_port
+from mrl.cluster.same_software import software
 from mrl.cluster.stored_samples import StoredSamples, in_blocks
 from mrl.config.model_folders import with_model_folders
 from mrl.config.schema import RunConfig
@@ -70,6 +71,10 @@ class ActorWorker:
     def host(self) -> str:
         """Address under which the other ranks reach this one."""
         return ray.util.get_node_ip_address()
+
+    def software(self) -> tuple[str, dict[str, str]]:
+        """This node's address, and what runs here."""
+        return self.host(), software()
 
     def free_port(self) -> int:
         """A TCP port that nobody listens on now."""
@@ -219,6 +224,10 @@ class EngineWorker:
             os.environ.setdefault("VLLM_PORT", str(free_port()))
         folder = local_folder(settings.arguments["model"])  # this node's
         self.engine = VllmEngine(replace(settings, arguments=settings.arguments | {"model": folder}))
+
+    async def software(self) -> tuple[str, dict[str, str]]:
+        """This node's address, and what runs here."""
+        return ray.util.get_node_ip_address(), software()
 
     async def meeting_point(self) -> tuple[str, int]:
         """Address and port on this host where the ranks of an engine can meet."""

@@ -1,0 +1,49 @@
+"""Whether all processes of a run, on whichever node, run what the driver runs: the same mrl, to the byte, and the same packages."""
+
+import hashlib
+import sys
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import mrl
+from mrl.errors import EnvironmentFault
+from mrl.platforms.versions import PACKAGES, bare
+
+_OWN = "mrl's sources"
+_SHOWN = 12  # characters of a digest
+
+
+@cache
+def software() -> dict[str, str]:
+    """What this process has, by name: Python, packages that are there, and a digest of mrl's sources."""
+    found = {"Python": ".".join(map(str, sys.version_info[:2])), _OWN: _digest(Path(mrl.__file__).parent)}
+    for name in PACKAGES:
+        try:
+            found[name] = bare(version(name))
+        except PackageNotFoundError:  # a driver's node may lack what ranks need, a rank's what engines need
+            continue
+    return found
+
+
+def _digest(folder: Path) -> str:
+    total = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        total.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
+    return total.hexdigest()[:_SHOWN]
+
+
+def check_same(others: Mapping[str, tuple[str, Mapping[str, str]]], mine: Mapping[str, str] | None = None) -> None:
+    """`others`: name of a process -> address of its node, and its `software`. `mine`: the driver's, by default this process's.
+
+    Raises EnvironmentFault that names nodes whose processes have another version of something that the driver has too.
+    """
+    mine = software() if mine is None else mine
+    differing: dict[str, list[str]] = {}
+    for process, (address, theirs) in others.items():
+        for name in (name for name in mine if name in theirs and theirs[name] != mine[name]):
+            differing.setdefault(f"{name} is {theirs[name]} on {address} and {mine[name]} here", []).append(process)
+    if differing:
+        told = "; ".join(f"{what} ({', '.join(processes)})" for what, processes in differing.items())
+        raise EnvironmentFault(f"the nodes do not run the same software: {told}; install one version on every node")
