@@ -1,8 +1,10 @@
 """Log-probabilities and entropy from hidden states and the output layer's weight, without ever holding the logits.
 
-The logits of all tokens would be the largest tensor of a step ([8192, 151936] in float32 is 5 GB, and a softmax holds
-several). Here they are made a chunk of tokens at a time, reduced, dropped, and made again in the backward pass. The
-vocabulary may be divided over ranks.
+The logits of all tokens would be the largest tensor of a step ([8192, 151936] in float32 is 5 GB, and a softmax holds several). Here they
+are made a block at a time, reduced, dropped, and made again in the backward pass. The vocabulary may be divided over ranks.
+
+A block is some tokens by some of the vocabulary. On accelerators it has all of a rank's vocabulary and as many tokens as fit CHUNK_BYTES:
+few launches. On CPU it fits the cache, so that what is done to each logit costs next to nothing beside the products.
 """
 
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ from torch import Tensor
 from mrl.units import MIB
 
 CHUNK_BYTES = 128 * MIB  # of one chunk of float32 logits; two tensors of this size are alive at a time
+_CPU_TOKENS, _CPU_BLOCK_BYTES = 2048, 8 * MIB  # many tokens: the weight's gradient is read and written once for so many
 
 
 @dataclass(frozen=True)
@@ -25,21 +28,39 @@ class _Head:
     weight: Tensor
     width: int  # rows of `weight` that are real; the rest is padding
     first: int  # token id of the first row
-    chunk: int  # tokens
+    tokens: int  # of a block
+    rows: int  # of a block
     group: dist.ProcessGroup
 
-    def chunks(self, tokens: int) -> Iterator[slice]:
-        for start in range(0, tokens, self.chunk):
-            yield slice(start, min(start + self.chunk, tokens))
+    def parts(self, tokens: int) -> Iterator[slice]:
+        """The tokens of each block."""
+        return _slices(tokens, self.tokens)
 
-    def logits(self, hidden: Tensor, temperature: Tensor) -> Tensor:
-        """[tokens, width] float32, divided by the temperature [tokens]; a tensor that the caller may overwrite."""
-        return (hidden @ self.weight[: self.width].t()).float().div_(temperature[:, None])
+    def blocks(self) -> Iterator[slice]:
+        """The rows of each block."""
+        return _slices(self.width, self.rows)
 
-    def owned(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Column of each target and whether it is here; where it is not, the column means nothing."""
-        local = targets - self.first
-        return local.clamp(0, self.width - 1), (local >= 0) & (local < self.width)
+    def logits(self, hidden: Tensor, temperature: Tensor, block: slice) -> Tensor:
+        """[tokens, rows] float32, divided by the temperature [tokens]; a tensor that the caller may overwrite."""
+        return (hidden @ self.weight[block].t()).float().div_(temperature[:, None])
+
+    def owned(self, targets: Tensor, block: slice) -> tuple[Tensor, Tensor]:
+        """Column of each target in the block and whether it is there; where it is not, the column means nothing."""
+        local, width = targets - self.first - block.start, block.stop - block.start
+        return local.clamp(0, width - 1), (local >= 0) & (local < width)
+
+
+def _slices(total: int, size: int) -> Iterator[slice]:
+    for start in range(0, total, size):
+        yield slice(start, min(start + size, total))
+
+
+def _block_shape(weight: Tensor, width: int) -> tuple[int, int]:
+    """Tokens and rows of a block on the weight's device."""
+    if weight.device.type != "cpu":
+        return max(1, CHUNK_BYTES // (4 * width)), width
+    rows = min(width, _CPU_BLOCK_BYTES // (4 * _CPU_TOKENS))
+    return max(_CPU_TOKENS, _CPU_BLOCK_BYTES // (4 * rows)), rows
 
 
 class _LeanLogProbs(torch.autograd.Function):
@@ -49,28 +70,13 @@ class _LeanLogProbs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        temperature: Tensor,
-        head: _Head,
-        entropy_has_gradient: bool,
-    ):
-        peak, sums = (
-            hidden.new_zeros(len(hidden), dtype=torch.float32),
-            hidden.new_zeros((3, len(hidden)), dtype=torch.float32),
-        )
-        for part in head.chunks(len(hidden)):
-            z = head.logits(hidden[part], temperature[part])
-            peak[part] = z.amax(-1)
-            column, here = head.owned(targets[part])
-            sums[2, part] = torch.where(here, z.gather(-1, column[:, None])[:, 0], 0.0)
-            weights = z.sub_(peak[part][:, None]).exp()
-            sums[0, part] = weights.sum(-1)
-            sums[1, part] = torch.linalg.vecdot(weights, z)
-            del z, weights  # before the next chunk's are made
+    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, head: _Head, entropy_has_gradient: bool):
+        peak, sums = hidden.new_zeros(len(hidden), dtype=torch.float32), hidden.new_zeros((3, len(hidden)), dtype=torch.float32)
+        for part in head.parts(len(hidden)):
+            found = [_block_sums(head, hidden[part], targets[part], temperature[part], block) for block in head.blocks()]
+            peaks, of_blocks = torch.stack([peak for peak, _ in found]), torch.stack([own for _, own in found], 1)
+            peak[part] = peaks.amax(0)
+            sums[:, part] = _at_peak(of_blocks, peaks - peak[part]).sum(1)
         log_sum_exp, entropy, target_logit = _over_ranks(peak, sums, head.group)
         ctx.save_for_backward(hidden, weight, targets, temperature, log_sum_exp, entropy)
         ctx.head, ctx.entropy_has_gradient = head, entropy_has_gradient
@@ -82,45 +88,79 @@ class _LeanLogProbs(torch.autograd.Function):
     def backward(ctx, grad_log_probs: Tensor, grad_entropy: Tensor):
         hidden, weight, targets, temperature, log_sum_exp, entropy = ctx.saved_tensors
         head: _Head = ctx.head
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = _WeightGradient(weight, head.width)
-        for part in head.chunks(len(hidden)):
-            log_p = head.logits(hidden[part], temperature[part]).sub_(log_sum_exp[part][:, None])
-            scale = -grad_log_probs[part][:, None]
-            if ctx.entropy_has_gradient:
-                p = log_p.exp()
-                grad = p.mul_(log_p.add_(entropy[part][:, None]).mul_(-grad_entropy[part][:, None]).add_(scale))
-            else:
-                grad = log_p.exp_().mul_(scale)
-            column, here = head.owned(targets[part])
-            grad.scatter_add_(-1, column[:, None], torch.where(here, grad_log_probs[part], 0.0)[:, None])
-            del log_p
-            grad_weight.add(grad.div_(temperature[part][:, None]), hidden[part])
-            torch.mm(grad.to(hidden.dtype), weight[: head.width], out=grad_hidden[part])
-            del grad
+        grad_hidden, grad_weight = torch.empty_like(hidden), _WeightGradient(weight, head.width)
+        for part in head.parts(len(hidden)):
+            grad_part = _HiddenGradient(grad_hidden[part], several=head.rows < head.width)
+            for block in head.blocks():
+                log_p = head.logits(hidden[part], temperature[part], block).sub_(log_sum_exp[part][:, None])
+                scale = -grad_log_probs[part][:, None]
+                if ctx.entropy_has_gradient:
+                    p = log_p.exp()
+                    grad = p.mul_(log_p.add_(entropy[part][:, None]).mul_(-grad_entropy[part][:, None]).add_(scale))
+                else:
+                    grad = log_p.exp_().mul_(scale)
+                column, here = head.owned(targets[part], block)
+                grad.scatter_add_(-1, column[:, None], torch.where(here, grad_log_probs[part], 0.0)[:, None])
+                del log_p
+                grad_weight.add(block, grad.div_(temperature[part][:, None]), hidden[part])
+                grad_part.add(grad, weight[block])
+                del grad
+            grad_part.finish()
         return grad_hidden, grad_weight.result(), None, None, None, None
 
 
+def _block_sums(head: _Head, hidden: Tensor, targets: Tensor, temperature: Tensor, block: slice) -> tuple[Tensor, Tensor]:
+    """Peak [tokens] of a block's logits z, and [3, tokens]: sums of exp(z - peak), of exp(z - peak) (z - peak), and the target's z or 0."""
+    z = head.logits(hidden, temperature, block)
+    peak = z.amax(-1)
+    column, here = head.owned(targets, block)
+    target = torch.where(here, z.gather(-1, column[:, None])[:, 0], 0.0)
+    weights = z.sub_(peak[:, None]).exp()
+    return peak, torch.stack([weights.sum(-1), torch.linalg.vecdot(weights, z), target])
+
+
+def _at_peak(sums: Tensor, shift: Tensor) -> Tensor:
+    """`sums` [3, ...] as they are for a higher peak; `shift` [...]: the own peak less that one."""
+    factor = shift.exp()
+    return torch.stack([sums[0] * factor, (sums[1] + sums[0] * shift) * factor, sums[2]])
+
+
 def _over_ranks(peak: Tensor, sums: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """log-sum-exp, entropy and target logit, all [tokens], from each rank's peak [tokens] and sums [3, tokens]: of
-    exp(z - peak), of exp(z - peak) (z - peak), and the target's z on the rank that has it, 0 on the others.
-    """
+    """log-sum-exp, entropy and target logit, all [tokens], from each rank's peak [tokens] and sums [3, tokens] of `_block_sums`."""
     highest = peak.clone()
     dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-    shift = peak - highest
-    factor = shift.exp()
-    total = torch.stack([sums[0] * factor, (sums[1] + sums[0] * shift) * factor, sums[2]])
+    total = _at_peak(sums, peak - highest)
     dist.all_reduce(total, group=group)
     log_total = total[0].log()
     return highest + log_total, log_total - total[1] / total[0], total[2]
 
 
+class _HiddenGradient:
+    """Sum over a part's blocks of grad @ weight [tokens, hidden], in float32 where there are `several` in 16 bits."""
+
+    def __init__(self, into: Tensor, several: bool):
+        self.into, self._is_first = into, True
+        self._total = torch.empty_like(into, dtype=torch.float32) if several else into
+
+    def add(self, grad: Tensor, weight: Tensor) -> None:
+        """`grad` [tokens, rows] float32, `weight` [rows, hidden], any float dtype."""
+        dtype = self._total.dtype
+        if self._is_first:
+            torch.mm(grad.to(dtype), weight.to(dtype), out=self._total)
+        else:
+            self._total.addmm_(grad.to(dtype), weight.to(dtype))
+        self._is_first = False
+
+    def finish(self) -> None:
+        """Leaves the sum where it belongs."""
+        if self._total is not self.into:
+            self.into.copy_(self._total)
+
+
 @cache
 def _writes_float32(device: str, dtype: torch.dtype) -> bool:
-    """Whether a product of 16-bit factors can be summed and written in float32 there, at the factors' full rate.
-
-    Tried once: of torch's own devices CUDA can, and torch_npu makes `is_cuda` true of its tensors.
-    """
+    """Whether a product of 16-bit factors can be summed and written in float32 there, at the factors' full rate. Tried once: of torch's own
+    devices CUDA can, and torch_npu makes `is_cuda` true of its tensors."""
     ones = torch.ones(16, 16, device=device, dtype=dtype)
     total = torch.ones(16, 16, device=device)
     try:
@@ -133,20 +173,18 @@ def _writes_float32(device: str, dtype: torch.dtype) -> bool:
 class _WeightGradient:
     """Sum over chunks of grad^T hidden [width, hidden], into Megatron's gradient buffer where the weight has one.
 
-    The buffer is float32 and exists anyway; a sum of its own would be as large as the layer and, in 16 bits, lose
-    digits with every chunk. So would a product that is rounded to 16 bits before it is added.
+    The buffer is float32 and exists anyway; a sum of its own would be as large as the layer and, in 16 bits, lose digits with every chunk.
+    So would a product that is rounded to 16 bits before it is added.
     """
 
     def __init__(self, weight: Tensor, width: int):
         self.width, self.dtype = width, weight.dtype
         self.buffer = getattr(weight, "main_grad", None)
-        self.total = (
-            torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if self.buffer is None else self.buffer
-        )
+        self.total = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if self.buffer is None else self.buffer
 
-    def add(self, grad: Tensor, hidden: Tensor) -> None:
-        """`grad` [tokens, width] float32, `hidden` [tokens, hidden], any float dtype."""
-        into = self.total[: self.width]
+    def add(self, block: slice, grad: Tensor, hidden: Tensor) -> None:
+        """`grad` [tokens, rows] float32 of the rows in `block`, `hidden` [tokens, hidden], any float dtype."""
+        into = self.total[block]
         if hidden.dtype is not torch.float32 and _writes_float32(str(into.device), hidden.dtype):
             torch.addmm(into, grad.to(hidden.dtype).t(), hidden, out_dtype=torch.float32, out=into)
         else:
@@ -165,15 +203,14 @@ def lean_log_probs(
     vocab_size: int,
     group: dist.ProcessGroup,
     entropy_has_gradient: bool = False,
-    chunk: int | None = None,
+    block: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of each distribution, in nats, float32, both [tokens].
 
-    `hidden` [tokens, hidden], any float dtype, are the states that predict `targets` [tokens] (token ids), the same on
-    every rank of
-    `group`, the tensor-parallel group; `weight` [padded_vocab / tp, hidden] is this rank's block of rows. `temperature`
-    [tokens] divides the logits, as sampling does; rows past `vocab_size` are padding and have no probability. `chunk`:
-    tokens whose logits are alive at a time; None: as many as fit CHUNK_BYTES.
+    `hidden` [tokens, hidden], any float dtype, are the states that predict `targets` [tokens] (token ids), the same on every rank of
+    `group`, the tensor-parallel group; `weight` [padded_vocab / tp, hidden] is this rank's block of rows. `temperature` [tokens] divides
+    the logits, as sampling does; rows past `vocab_size` are padding and have no probability. `block`: tokens, and rows of `weight`, whose
+    logits are alive at a time; None: what the device is best at.
 
     The gradient of `hidden` is this rank's share, to be summed over the group. The weight's gradient goes straight into
     `weight.main_grad` where there is one. Gradients flow from the entropy only when asked for.
@@ -181,5 +218,5 @@ def lean_log_probs(
     rows = weight.shape[0]
     first = dist.get_rank(group) * rows
     width = min(rows, vocab_size - first)  # the layout pads by less than one block, so every rank has a real row
-    head = _Head(weight.detach(), width, first, chunk or max(1, CHUNK_BYTES // (4 * width)), group)
+    head = _Head(weight.detach(), width, first, *(block or _block_shape(weight, width)), group)
     return _LeanLogProbs.apply(hidden, weight, targets, temperature.float(), head, entropy_has_gradient)

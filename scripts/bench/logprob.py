@@ -2,8 +2,9 @@
 
     python scripts/bench/logprob.py [--json] [--tokens 4096 --hidden 1024 --vocab 151936 --rounds 3]
 
-Each side runs in a process of its own, in turns; memory is the peak of the resident set over the level before the first
-operation.
+Each side runs in a process of its own, in turns; memory is the peak of the resident set over the level before the first operation.
+errors      of log-probs and both gradients in bfloat16 against float64 with the same weights and states, the largest over the largest value
+            there is; `lean` should not be above `plain`
 """
 
 import argparse
@@ -14,7 +15,8 @@ import statistics
 import threading
 import time
 
-CHUNK = 256
+GOALS = {"time": 1.35, "memory": 12.0}  # lean's seconds over plain's, plain's bytes over lean's
+_ERROR_SIZE = (256, 512, 32768)  # tokens, hidden, vocabulary
 
 
 def main() -> None:
@@ -32,21 +34,15 @@ def main() -> None:
     check = [found[0]["log_prob"] for found in runs.values()]
     if abs(check[0] - check[1]) > 1e-4:
         raise SystemExit(f"the two sides disagree: {check}")
-    report = {
-        f"{side}_{key}": statistics.median(r[key] for r in found)
-        for side, found in runs.items()
-        for key in ("s", "peak_bytes")
-    }
-    report |= {
-        "chunk": CHUNK,
-        "tokens": options.tokens,
-        "hidden": options.hidden,
-        "vocab": options.vocab,
-        "dtype": "float32",
-    }
-    report |= {
-        "memory_ratio": report["plain_peak_bytes"] / report["lean_peak_bytes"],
-        "time_ratio": report["plain_s"] / report["lean_s"],
+    report = {f"{side}_{key}": statistics.median(r[key] for r in found) for side, found in runs.items() for key in ("s", "peak_bytes")}
+    report |= {"tokens": options.tokens, "hidden": options.hidden, "vocab": options.vocab, "dtype": "float32"}
+    report |= {"memory_ratio": report["plain_peak_bytes"] / report["lean_peak_bytes"], "time_ratio": report["lean_s"] / report["plain_s"]}
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        report["errors"] = pool.apply(_errors)
+    report["goals"] = {
+        f"lean <= {GOALS['time']} x plain's seconds": report["time_ratio"] <= GOALS["time"],
+        f"lean <= plain's memory / {GOALS['memory']:.0f}": report["memory_ratio"] >= GOALS["memory"],
+        "bfloat16 no further from float64 than plain": all(e["lean"] <= e["plain"] for e in report["errors"].values()),
     }
     if options.json:
         print(json.dumps(report))
@@ -54,7 +50,11 @@ def main() -> None:
     print(f"{'':8}{'seconds':>10}{'peak extra MB':>16}")
     for side in runs:
         print(f"{side:8}{report[f'{side}_s']:>10.2f}{report[f'{side}_peak_bytes'] / 1e6:>16.0f}")
-    print(f"plain / lean: time {report['time_ratio']:.2f}, memory {report['memory_ratio']:.1f}")
+    print(f"lean / plain: time {report['time_ratio']:.2f}, memory 1 / {report['memory_ratio']:.1f}")
+    for what, error in report["errors"].items():
+        print(f"bfloat16 {what}: plain {error['plain']:.2e}, lean {error['lean']:.2e}")
+    for goal, is_met in report["goals"].items():
+        print(f"{'met   ' if is_met else 'MISSED'} {goal}")
 
 
 def _measure(side: str, tokens: int, hidden: int, vocab: int) -> dict[str, float]:
@@ -91,7 +91,34 @@ def _lean(states, weight, targets, vocab):
 
     from mrl.megatron.logprob import lean_log_probs
 
-    return lean_log_probs(states, weight, targets, torch.ones(len(targets)), vocab, dist.group.WORLD, chunk=CHUNK)[0]
+    return lean_log_probs(states, weight, targets, torch.ones(len(targets)), vocab, dist.group.WORLD)[0]
+
+
+def _errors() -> dict[str, dict[str, float]]:
+    """Of each output and side; see `errors` above."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    tokens, hidden, vocab = _ERROR_SIZE
+    generator = torch.Generator().manual_seed(1)
+    states = torch.randn(tokens, hidden, generator=generator).bfloat16()
+    weight = (torch.randn(vocab, hidden, generator=generator) * 0.1).bfloat16()
+    targets, slope = torch.randint(vocab, (tokens,), generator=generator), torch.randn(tokens, generator=generator)
+    found = {}
+    for name, function, dtype in (("exact", _plain_exact, torch.float64), ("plain", _plain, None), ("lean", _lean, None)):
+        leaves = [tensor.to(dtype or tensor.dtype, copy=True).requires_grad_() for tensor in (states, weight)]
+        log_probs = function(*leaves, targets, vocab)
+        (log_probs * slope).sum().backward()
+        found[name] = (log_probs.detach().double(), *(leaf.grad.double() for leaf in leaves))
+    return {
+        what: {side: float((found[side][n] - exact).abs().max() / exact.abs().max()) for side in ("plain", "lean")}
+        for n, (what, exact) in enumerate(zip(("log_probs", "grad_hidden", "grad_weight"), found["exact"], strict=True))
+    }
+
+
+def _plain_exact(states, weight, targets, vocab):
+    return (states @ weight.t()).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
 
 
 class _PeakMemory:

@@ -1,6 +1,4 @@
-"""Log-probs and entropy made chunk by chunk from hidden states are log_softmax's, in value and gradient,
-on one rank.
-"""
+"""Log-probs and entropy made chunk by chunk from hidden states are log_softmax's, in value and gradient, on one rank."""
 
 import pytest
 import torch
@@ -9,14 +7,12 @@ import torch.distributed as dist
 from mrl.megatron.logprob import lean_log_probs
 
 TOKENS, HIDDEN, VOCAB, PADDED = 15, 6, 11, 14
-CHUNKS = [1, 4, 15, None]
+BLOCKS = [(1, VOCAB), (4, VOCAB), (15, 4), (4, 5), (6, 1), None]  # tokens and rows of the vocabulary at a time
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_rank(tmp_path_factory):
-    dist.init_process_group(
-        "gloo", init_method=f"file://{tmp_path_factory.mktemp('store') / 'rendezvous'}", rank=0, world_size=1
-    )
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path_factory.mktemp('store') / 'rendezvous'}", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
@@ -38,25 +34,23 @@ def oracle(hidden, weight, targets, temperature):
     return distribution.gather(-1, targets[:, None])[:, 0], -(distribution.exp() * distribution).sum(-1)
 
 
-def computed(hidden, weight, targets, temperature, chunk=None):
-    return lean_log_probs(
-        hidden, weight, targets, temperature, VOCAB, dist.group.WORLD, entropy_has_gradient=True, chunk=chunk
-    )
+def computed(hidden, weight, targets, temperature, block=None):
+    return lean_log_probs(hidden, weight, targets, temperature, VOCAB, dist.group.WORLD, entropy_has_gradient=True, block=block)
 
 
-@pytest.mark.parametrize("chunk", CHUNKS)
-def test_values_are_those_of_log_softmax_over_the_real_vocabulary(case, chunk):
-    for found, expected in zip(computed(*case[:4], chunk), oracle(*case[:4]), strict=True):
+@pytest.mark.parametrize("block", BLOCKS)
+def test_values_are_those_of_log_softmax_over_the_real_vocabulary(case, block):
+    for found, expected in zip(computed(*case[:4], block), oracle(*case[:4]), strict=True):
         assert found.dtype is torch.float32
         torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("which", [(1.0, 0.0), (0.0, 1.0), (0.7, -0.3)], ids=["log_probs", "entropy", "both"])
-@pytest.mark.parametrize("chunk", CHUNKS)
-def test_gradients_are_those_of_autograd_through_log_softmax(case, chunk, which):
+@pytest.mark.parametrize("block", BLOCKS)
+def test_gradients_are_those_of_autograd_through_log_softmax(case, block, which):
     hidden, weight, targets, temperature, weights = case
     gradients = []
-    for function in (lambda *given: computed(*given, chunk), oracle):
+    for function in (lambda *given: computed(*given, block), oracle):
         leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
         outputs = function(*leaves, targets, temperature)
         sum((c * w * o).sum() for c, w, o in zip(which, weights, outputs, strict=True)).backward()
@@ -71,9 +65,7 @@ def test_without_a_gradient_of_the_entropy_the_one_of_the_log_probs_is_the_same(
     gradients = []
     for entropy_has_gradient in (True, False):
         leaf = hidden.clone().requires_grad_()
-        log_probs, entropy = lean_log_probs(
-            leaf, weight, targets, temperature, VOCAB, dist.group.WORLD, entropy_has_gradient
-        )
+        log_probs, entropy = lean_log_probs(leaf, weight, targets, temperature, VOCAB, dist.group.WORLD, entropy_has_gradient)
         assert entropy.requires_grad == entropy_has_gradient
         (weights[0] * log_probs).sum().backward()
         gradients.append(leaf.grad)
@@ -85,7 +77,7 @@ def test_the_weight_gradient_is_added_to_the_buffer_of_a_weight_that_has_one(cas
     plain, buffered = weight.clone().requires_grad_(), weight.clone().requires_grad_()
     buffered.main_grad = torch.ones_like(weight)
     for leaf in (plain, buffered):
-        (weights[0] * computed(hidden, leaf, targets, temperature, 4)[0]).sum().backward()
+        (weights[0] * computed(hidden, leaf, targets, temperature, (4, 5))[0]).sum().backward()
     assert buffered.grad is None
     torch.testing.assert_close(buffered.main_grad, 1 + plain.grad, rtol=1e-6, atol=1e-6)
 
@@ -94,11 +86,9 @@ def test_sixteen_bit_logits_are_reduced_in_float32(case):
     hidden, weight, targets, temperature, _ = case
     hidden, weight = hidden.bfloat16(), weight.bfloat16()
     logits = (hidden @ weight.t()).double()[:, :VOCAB] / temperature.double()[:, None]
-    log_probs, entropy = computed(hidden, weight, targets, temperature, 4)
+    log_probs, entropy = computed(hidden, weight, targets, temperature, (4, 5))
     distribution = logits.log_softmax(-1)
-    torch.testing.assert_close(
-        log_probs.double(), distribution.gather(-1, targets[:, None])[:, 0], rtol=1e-6, atol=1e-6
-    )
+    torch.testing.assert_close(log_probs.double(), distribution.gather(-1, targets[:, None])[:, 0], rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(entropy.double(), -(distribution.exp() * distribution).sum(-1), rtol=1e-5, atol=1e-6)
 
 
@@ -112,23 +102,19 @@ def test_sixteen_bit_weight_gradients_lose_nothing_between_chunks(case):
     )
     trained = weight.clone().requires_grad_()
     trained.main_grad = torch.zeros(PADDED, HIDDEN)
-    (weights[0] * computed(hidden, trained, targets, temperature, chunk=2)[0]).sum().backward()
+    (weights[0] * computed(hidden, trained, targets, temperature, block=(2, 3))[0]).sum().backward()
     # the function takes logits as 16 bits, so its probabilities are those of rounded logits
     logits = (hidden @ weight.t()).double()[:, :VOCAB] / temperature.double()[:, None]
-    slope = (torch.nn.functional.one_hot(targets, VOCAB) - logits.softmax(-1)) * (weights[0] / temperature).double()[
-        :, None
-    ]
+    slope = (torch.nn.functional.one_hot(targets, VOCAB) - logits.softmax(-1)) * (weights[0] / temperature).double()[:, None]
     torch.testing.assert_close(trained.main_grad[:VOCAB].double(), slope.t() @ hidden.double(), rtol=1e-5, atol=1e-5)
 
 
 def test_a_device_is_asked_for_the_product_not_by_its_name(case, monkeypatch):
-    """torch_npu's transfer_to_npu, which MindSpeed imports, makes `is_cuda` true of NPU tensors,
-    and it has no such product.
-    """
+    """torch_npu's transfer_to_npu, which MindSpeed imports, makes `is_cuda` true of NPU tensors, and it has no such product."""
     hidden, weight, targets, temperature, weights = case
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
     trained = weight.bfloat16().requires_grad_()
-    (weights[0] * computed(hidden.bfloat16(), trained, targets, temperature, chunk=4)[0]).sum().backward()
+    (weights[0] * computed(hidden.bfloat16(), trained, targets, temperature, block=(4, 5))[0]).sum().backward()
     assert torch.count_nonzero(trained.grad[:VOCAB]) == VOCAB * HIDDEN
 
 
@@ -144,17 +130,13 @@ def test_on_cuda_the_product_of_sixteen_bit_factors_is_written_in_float32():
 def test_a_certain_token_has_no_entropy_and_huge_logits_do_not_overflow():
     weight = torch.full((VOCAB, 1), -3e4)
     weight[4] = 3e4
-    log_probs, entropy = lean_log_probs(
-        torch.ones(1, 1), weight, torch.tensor([4]), torch.ones(1), VOCAB, dist.group.WORLD
-    )
+    log_probs, entropy = lean_log_probs(torch.ones(1, 1), weight, torch.tensor([4]), torch.ones(1), VOCAB, dist.group.WORLD)
     assert log_probs.item() == 0.0
     assert entropy.item() == 0.0
 
 
 def test_no_tokens_are_no_fault():
     hidden = torch.zeros(0, HIDDEN, requires_grad=True)
-    log_probs, _ = lean_log_probs(
-        hidden, torch.zeros(PADDED, HIDDEN), torch.zeros(0, dtype=int), torch.zeros(0), VOCAB, dist.group.WORLD
-    )
+    log_probs, _ = lean_log_probs(hidden, torch.zeros(PADDED, HIDDEN), torch.zeros(0, dtype=int), torch.zeros(0), VOCAB, dist.group.WORLD)
     log_probs.sum().backward()
     assert hidden.grad.shape == (0, HIDDEN)
