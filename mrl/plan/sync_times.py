@@ -102,7 +102,7 @@ def bound_seconds(plan: ReshardPlan, link: Link) -> float:
     to other nodes, for each set of replicas, each pipeline stage and all ranks together.
     """
     ingress = (plan.loads.received.sum(axis=1) / link.rates[:, None]).max()
-    demand = _remote_demand(plan)
+    demand = remote_demand(plan)
     stage_size = plan.train.world_size // plan.train.pipeline
     groups: dict[frozenset[int], int] = defaultdict(int)
     for ranks, nbytes in demand.items():
@@ -117,7 +117,7 @@ def bound_seconds(plan: ReshardPlan, link: Link) -> float:
     return float(max(ingress, max(egress, default=0) / link.between_nodes))
 
 
-def _remote_demand(plan: ReshardPlan) -> dict[frozenset[int], int]:
+def remote_demand(plan: ReshardPlan) -> dict[frozenset[int], int]:
     """Bytes that workers need from other nodes, by the set of ranks that have them."""
     demand: dict[frozenset[int], int] = defaultdict(int)
     for worker in range(plan.rollout.world_size):

@@ -23,6 +23,7 @@ from typing import Any
 
 SUBNET = "10.77.0"
 INTERFACE = "eth0"
+MTU = 9000  # bytes of a packet, as networks of clusters have it; what a shaped link counts is cut into such packets
 _LATENCY = "100ms"  # that a packet may wait for a shaped link before it is dropped
 _BURST = "64kb"
 # The first process of a node takes over orphans, which bash reaps, and ends when its input does.
@@ -159,7 +160,8 @@ def _ended(init: subprocess.Popen) -> None:
 
 def _plug_in(node: Node, switch: Node) -> None:
     port = _port(node.number)
-    _ip("link", "add", INTERFACE, "netns", str(node.pid), "type", "veth", "peer", "name", port, "netns", str(switch.pid))
+    mine, theirs = ["netns", str(node.pid), "mtu", str(MTU)], ["netns", str(switch.pid), "mtu", str(MTU)]
+    _ip("link", "add", INTERFACE, *mine, "type", "veth", "peer", "name", port, *theirs)
     switch.run("ip", "link", "set", port, "master", "switch", "up")
     node.run("ip", "address", "add", f"{node.address}/24", "dev", INTERFACE)
     node.run("ip", "link", "set", INTERFACE, "up")
