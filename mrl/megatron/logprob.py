@@ -1,10 +1,12 @@
 """Log-probabilities and entropy from hidden states and the output layer's weight, without ever holding the logits.
 
-The logits of all tokens would be the largest tensor of a step ([8192, 151936] in float32 is 5 GB, and a softmax holds several). Here they
-are made a block at a time, reduced, dropped, and made again in the backward pass. The vocabulary may be divided over ranks.
+The logits of all tokens would be the largest tensor of a step ([8192, 151936] in float32 is 5 GB, and a softmax holds
+several). Here they are made a block at a time, reduced, dropped, and made again in the backward pass. The vocabulary
+may be divided over ranks.
 
-A block is some tokens by some of the vocabulary. On accelerators it has all of a rank's vocabulary and as many tokens as fit CHUNK_BYTES:
-few launches. On CPU it fits the cache, so that what is done to each logit costs next to nothing beside the products.
+A block is some tokens by some of the vocabulary. On accelerators it has all of a rank's vocabulary and as many tokens
+as fit CHUNK_BYTES: few launches. On CPU it fits the cache, so that what is done to each logit costs next to nothing
+beside the products.
 """
 
 from collections.abc import Iterator
@@ -70,10 +72,23 @@ class _LeanLogProbs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, head: _Head, entropy_has_gradient: bool):
-        peak, sums = hidden.new_zeros(len(hidden), dtype=torch.float32), hidden.new_zeros((3, len(hidden)), dtype=torch.float32)
+    def forward(
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: Tensor,
+        head: _Head,
+        entropy_has_gradient: bool,
+    ):
+        peak, sums = (
+            hidden.new_zeros(len(hidden), dtype=torch.float32),
+            hidden.new_zeros((3, len(hidden)), dtype=torch.float32),
+        )
         for part in head.parts(len(hidden)):
-            found = [_block_sums(head, hidden[part], targets[part], temperature[part], block) for block in head.blocks()]
+            found = [
+                _block_sums(head, hidden[part], targets[part], temperature[part], block) for block in head.blocks()
+            ]
             peaks, of_blocks = torch.stack([peak for peak, _ in found]), torch.stack([own for _, own in found], 1)
             peak[part] = peaks.amax(0)
             sums[:, part] = _at_peak(of_blocks, peaks - peak[part]).sum(1)
@@ -109,8 +124,12 @@ class _LeanLogProbs(torch.autograd.Function):
         return grad_hidden, grad_weight.result(), None, None, None, None
 
 
-def _block_sums(head: _Head, hidden: Tensor, targets: Tensor, temperature: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-    """Peak [tokens] of a block's logits z, and [3, tokens]: sums of exp(z - peak), of exp(z - peak) (z - peak), and the target's z or 0."""
+def _block_sums(
+    head: _Head, hidden: Tensor, targets: Tensor, temperature: Tensor, block: slice
+) -> tuple[Tensor, Tensor]:
+    """Peak [tokens] of a block's logits z, and [3, tokens]: sums of exp(z - peak), of exp(z - peak) (z - peak), and the
+    target's z or 0.
+    """
     z = head.logits(hidden, temperature, block)
     peak = z.amax(-1)
     column, here = head.owned(targets, block)
@@ -126,7 +145,9 @@ def _at_peak(sums: Tensor, shift: Tensor) -> Tensor:
 
 
 def _over_ranks(peak: Tensor, sums: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """log-sum-exp, entropy and target logit, all [tokens], from each rank's peak [tokens] and sums [3, tokens] of `_block_sums`."""
+    """log-sum-exp, entropy and target logit, all [tokens], from each rank's peak [tokens] and sums [3, tokens] of
+    `_block_sums`.
+    """
     highest = peak.clone()
     dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
     total = _at_peak(sums, peak - highest)
@@ -159,8 +180,8 @@ class _HiddenGradient:
 
 @cache
 def _writes_float32(device: str, dtype: torch.dtype) -> bool:
-    """Whether a product of 16-bit factors can be summed and written in float32 there, at the factors' full rate. Tried once: of torch's own
-    devices CUDA can, and torch_npu makes `is_cuda` true of its tensors."""
+    """Whether a product of 16-bit factors can be summed and written in float32 there, at the factors' full rate. Tried
+    once: of torch's own devices CUDA can, and torch_npu makes `is_cuda` true of its tensors."""
     ones = torch.ones(16, 16, device=device, dtype=dtype)
     total = torch.ones(16, 16, device=device)
     try:
@@ -173,14 +194,16 @@ def _writes_float32(device: str, dtype: torch.dtype) -> bool:
 class _WeightGradient:
     """Sum over chunks of grad^T hidden [width, hidden], into Megatron's gradient buffer where the weight has one.
 
-    The buffer is float32 and exists anyway; a sum of its own would be as large as the layer and, in 16 bits, lose digits with every chunk.
-    So would a product that is rounded to 16 bits before it is added.
+    The buffer is float32 and exists anyway; a sum of its own would be as large as the layer and, in 16 bits, lose
+    digits with every chunk. So would a product that is rounded to 16 bits before it is added.
     """
 
     def __init__(self, weight: Tensor, width: int):
         self.width, self.dtype = width, weight.dtype
         self.buffer = getattr(weight, "main_grad", None)
-        self.total = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if self.buffer is None else self.buffer
+        self.total = (
+            torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if self.buffer is None else self.buffer
+        )
 
     def add(self, block: slice, grad: Tensor, hidden: Tensor) -> None:
         """`grad` [tokens, rows] float32 of the rows in `block`, `hidden` [tokens, hidden], any float dtype."""
@@ -207,10 +230,11 @@ def lean_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of each distribution, in nats, float32, both [tokens].
 
-    `hidden` [tokens, hidden], any float dtype, are the states that predict `targets` [tokens] (token ids), the same on every rank of
-    `group`, the tensor-parallel group; `weight` [padded_vocab / tp, hidden] is this rank's block of rows. `temperature` [tokens] divides
-    the logits, as sampling does; rows past `vocab_size` are padding and have no probability. `block`: tokens, and rows of `weight`, whose
-    logits are alive at a time; None: what the device is best at.
+    `hidden` [tokens, hidden], any float dtype, are the states that predict `targets` [tokens] (token ids), the same on
+    every rank of `group`, the tensor-parallel group; `weight` [padded_vocab / tp, hidden] is this rank's block of rows.
+    `temperature` [tokens] divides the logits, as sampling does; rows past `vocab_size` are padding and have no
+    probability. `block`: tokens, and rows of `weight`, whose logits are alive at a time; None: what the device is best
+    at.
 
     The gradient of `hidden` is this rank's share, to be summed over the group. The weight's gradient goes straight into
     `weight.main_grad` where there is one. Gradients flow from the entropy only when asked for.

@@ -25,14 +25,18 @@ def address_towards(host: str) -> str:
             probe.connect(target)
             return probe.getsockname()[0]
     except OSError as error:
-        raise EnvironmentFault(f"no route of this host ({socket.gethostname()}) leads to {host}: {error.strerror or error}") from error
+        raise EnvironmentFault(
+            f"no route of this host ({socket.gethostname()}) leads to {host}: {error.strerror or error}"
+        ) from error
 
 
 def interface_of(address: str) -> str:
     """The interface that has `address`. Raises EnvironmentFault where none of this host has."""
     held = {entry.address: name for name, entries in psutil.net_if_addrs().items() for entry in entries}
     if address not in held and not address.startswith("127."):  # all of 127/8 is loopback's, which lists one address
-        raise EnvironmentFault(f"no interface of this host ({socket.gethostname()}) has the address {address}; it has {sorted(held)}")
+        raise EnvironmentFault(
+            f"no interface of this host ({socket.gethostname()}) has the address {address}; it has {sorted(held)}"
+        )
     return held.get(address) or held["127.0.0.1"]
 
 

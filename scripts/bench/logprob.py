@@ -2,9 +2,10 @@
 
     python scripts/bench/logprob.py [--json] [--tokens 4096 --hidden 1024 --vocab 151936 --rounds 3]
 
-Each side runs in a process of its own, in turns; memory is the peak of the resident set over the level before the first operation.
-errors      of log-probs and both gradients in bfloat16 against float64 with the same weights and states, the largest over the largest value
-            there is; `lean` should not be above `plain`
+Each side runs in a process of its own, in turns; memory is the peak of the resident set over the level before the first
+operation.
+errors      of log-probs and both gradients in bfloat16 against float64 with the same weights and states, the largest
+            over the largest value there is; `lean` should not be above `plain`
 """
 
 import argparse
@@ -34,9 +35,16 @@ def main() -> None:
     check = [found[0]["log_prob"] for found in runs.values()]
     if abs(check[0] - check[1]) > 1e-4:
         raise SystemExit(f"the two sides disagree: {check}")
-    report = {f"{side}_{key}": statistics.median(r[key] for r in found) for side, found in runs.items() for key in ("s", "peak_bytes")}
+    report = {
+        f"{side}_{key}": statistics.median(r[key] for r in found)
+        for side, found in runs.items()
+        for key in ("s", "peak_bytes")
+    }
     report |= {"tokens": options.tokens, "hidden": options.hidden, "vocab": options.vocab, "dtype": "float32"}
-    report |= {"memory_ratio": report["plain_peak_bytes"] / report["lean_peak_bytes"], "time_ratio": report["lean_s"] / report["plain_s"]}
+    report |= {
+        "memory_ratio": report["plain_peak_bytes"] / report["lean_peak_bytes"],
+        "time_ratio": report["lean_s"] / report["plain_s"],
+    }
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         report["errors"] = pool.apply(_errors)
     report["goals"] = {
@@ -106,7 +114,11 @@ def _errors() -> dict[str, dict[str, float]]:
     weight = (torch.randn(vocab, hidden, generator=generator) * 0.1).bfloat16()
     targets, slope = torch.randint(vocab, (tokens,), generator=generator), torch.randn(tokens, generator=generator)
     found = {}
-    for name, function, dtype in (("exact", _plain_exact, torch.float64), ("plain", _plain, None), ("lean", _lean, None)):
+    for name, function, dtype in (
+        ("exact", _plain_exact, torch.float64),
+        ("plain", _plain, None),
+        ("lean", _lean, None),
+    ):
         leaves = [tensor.to(dtype or tensor.dtype, copy=True).requires_grad_() for tensor in (states, weight)]
         log_probs = function(*leaves, targets, vocab)
         (log_probs * slope).sum().backward()

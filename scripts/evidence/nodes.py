@@ -1,10 +1,11 @@
-"""Whole runs over several nodes, which are namespaces of this machine, against the same run on one: see scripts/evidence/nodes.sh.
+"""Whole runs over several nodes, which are namespaces of this machine, against the same run on one: see
+scripts/evidence/nodes.sh.
 
 python scripts/evidence/nodes.py PART --work FOLDER --json FILE
 
-one, two, four    three steps of the tiny MoE (two ranks, two engines), by the fast and the slow path, on so many nodes: ranks on the
-                  first and engines on the second, or one process a node. `one` comes first: the others are held against it, every
-                  metric but clocks, and every byte of the last checkpoint
+one, two, four    three steps of the tiny MoE (two ranks, two engines), by the fast and the slow path, on so many nodes:
+                  ranks on the first and engines on the second, or one process a node. `one` comes first: the others are
+                  held against it, every metric but clocks, and every byte of the last checkpoint
 submit            the run as a job, handed in from the second node
 own               a run directory that every node has for itself
 lost              the second node dies in the middle of a run
@@ -40,18 +41,29 @@ STEPS = 3
 CPUS = {1: [4], 2: [2, 2], 4: [1, 1, 1, 1]}  # of each node: ranks fill the first ones, engines the others
 RUN_S = 240.0
 RAY_PORTS = (
-    "--node-manager-port=6380", "--object-manager-port=6381", "--dashboard-agent-grpc-port=6382", "--runtime-env-agent-port=6383",
-    "--metrics-export-port=6384", "--min-worker-port=10002", "--max-worker-port=10199",
-)  # fmt: skip
+    "--node-manager-port=6380",
+    "--object-manager-port=6381",
+    "--dashboard-agent-grpc-port=6382",
+    "--runtime-env-agent-port=6383",
+    "--metrics-export-port=6384",
+    "--min-worker-port=10002",
+    "--max-worker-port=10199",
+)
 
 
 def settings(world: Path, nodes: int, steps: int = STEPS, **more: Any) -> list[str]:
     """Arguments of the run: two ranks (TP2, EP2) and two engines."""
     own = {
-        "trainer.total_training_steps": steps, "trainer.save_freq": STEPS, "trainer.test_freq": -1, "trainer.val_before_train": False,
-        "cluster.nnodes": nodes, "cluster.n_gpus_per_node": 4 // nodes, "cluster.cpus_per_actor": 1, "rollout.num_engines": 2,
+        "trainer.total_training_steps": steps,
+        "trainer.save_freq": STEPS,
+        "trainer.test_freq": -1,
+        "trainer.val_before_train": False,
+        "cluster.nnodes": nodes,
+        "cluster.n_gpus_per_node": 4 // nodes,
+        "cluster.cpus_per_actor": 1,
+        "rollout.num_engines": 2,
         "trainer.logger": ["console"],
-    }  # fmt: skip
+    }
     return overrides(world, **({key.replace(".", "__"): value for key, value in own.items()} | more))
 
 
@@ -84,7 +96,9 @@ def train(rays: RayNodes, run: Path, arguments: list[str]) -> str:
 
 def logs_of(run: Path) -> str:
     """The ends of what the processes of a run wrote."""
-    return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in sorted((run / "logs").glob("*.log")))
+    return "\n".join(
+        f"--- {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in sorted((run / "logs").glob("*.log"))
+    )
 
 
 def whole_runs(work: Path, nodes: int) -> dict[str, Any]:
@@ -98,7 +112,12 @@ def whole_runs(work: Path, nodes: int) -> dict[str, Any]:
             said = train(rays, run, settings(world, nodes, reshard__path=path))
             seconds = time.monotonic() - began
             sent = [node.sent_bytes - count for node, count in zip(rays.net.nodes, before, strict=True)]
-        found[path] = {"seconds": round(seconds, 1), "sent_bytes": sent, "pairs": pairs_of(said), "lines": len(read_metrics(run / METRICS))}
+        found[path] = {
+            "seconds": round(seconds, 1),
+            "sent_bytes": sent,
+            "pairs": pairs_of(said),
+            "lines": len(read_metrics(run / METRICS)),
+        }
         if nodes > 1:
             found[path]["difference"] = difference(work / f"1-{path}", run)
     return found
@@ -131,20 +150,30 @@ def submitted(work: Path) -> dict[str, Any]:
         began = time.monotonic()
         code, said = end_of(rays.mrl(*words, node=rays.net.nodes[1], cwd=ROOT))
     return {
-        "exit_code": code, "seconds": round(time.monotonic() - began, 1), "pairs": pairs_of(said), "said": last_lines(said),
+        "exit_code": code,
+        "seconds": round(time.monotonic() - began, 1),
+        "pairs": pairs_of(said),
+        "said": last_lines(said),
         "difference": difference(work / "1-fast", run) if code == 0 else "no run",
-    }  # fmt: skip
+    }
 
 
 def own_folders(work: Path) -> dict[str, Any]:
-    """A run directory that is another one on each node: one process a node, so the second rank saves elsewhere than the first."""
+    """A run directory that is another one on each node: one process a node, so the second rank saves elsewhere than the
+    first.
+    """
     with cluster(4) as rays:
         run = rays.net.own / "run"
         code, said = end_of(rays.mrl("train", str(PRESET), "--run-dir", str(run), *settings(world_of(work), 4)))
         held = [
-            node.run("find", str(run), "-name", "*.safetensors", "-o", "-name", "manifest.json", check=False) for node in rays.net.nodes
+            node.run("find", str(run), "-name", "*.safetensors", "-o", "-name", "manifest.json", check=False)
+            for node in rays.net.nodes
         ]
-    return {"exit_code": code, "said": last_lines(said), "files": [sorted(Path(f).name for f in found.stdout.split()) for found in held]}
+    return {
+        "exit_code": code,
+        "said": last_lines(said),
+        "files": [sorted(Path(f).name for f in found.stdout.split()) for found in held],
+    }
 
 
 def lost(work: Path) -> dict[str, Any]:
@@ -153,7 +182,9 @@ def lost(work: Path) -> dict[str, Any]:
     more = {"trainer__save_freq": 1, "cluster__step_timeout_s": 120, "rollout__generate_timeout_s": 120}
     with cluster(2) as rays:
         process = rays.mrl("train", str(PRESET), "--run-dir", str(run), *settings(world, 2, steps=500, **more))
-        wait_for(lambda: len(checkpoint_steps(run / "checkpoints")) > 0 or process.poll() is not None, RUN_S, "a first step")
+        wait_for(
+            lambda: len(checkpoint_steps(run / "checkpoints")) > 0 or process.poll() is not None, RUN_S, "a first step"
+        )
         died = time.monotonic()
         rays.net.nodes[1].end()
         code, said = end_of(process)
@@ -169,16 +200,26 @@ def other_version(work: Path) -> dict[str, Any]:
     (folder / "mrl" / "units.py").open("a").write("OTHER = True\n")
     with cluster(2, environments={1: {"PYTHONPATH": str(folder)}}) as rays:
         code, said = end_of(rays.mrl("train", str(PRESET), "--run-dir", str(run), *settings(world_of(work), 2)))
-    return {"exit_code": code, "said": last_lines(said), "trained": len(read_metrics(run / METRICS)) if (run / METRICS).exists() else 0}
+    return {
+        "exit_code": code,
+        "said": last_lines(said),
+        "trained": len(read_metrics(run / METRICS)) if (run / METRICS).exists() else 0,
+    }
 
 
 def closed_ports(work: Path) -> dict[str, Any]:
-    """Between nodes only ports below 32768 are open, to which Ray is confined: gloo listens on the kernel's ephemeral ones."""
+    """Between nodes only ports below 32768 are open, to which Ray is confined: gloo listens on the kernel's ephemeral
+    ones.
+    """
     run = emptied(work / "closed")
     with cluster(2, arguments=RAY_PORTS) as rays:
         for node in rays.net.nodes:
-            for number, rule in enumerate((("sport", "1-32767", "lookup", "main"), ("dport", "32768-65535", "unreachable"))):
-                node.run("ip", "rule", "add", "pref", str(100 + number), "to", f"{SUBNET}.0/24", "ipproto", "tcp", *rule)
+            for number, rule in enumerate(
+                (("sport", "1-32767", "lookup", "main"), ("dport", "32768-65535", "unreachable"))
+            ):
+                node.run(
+                    "ip", "rule", "add", "pref", str(100 + number), "to", f"{SUBNET}.0/24", "ipproto", "tcp", *rule
+                )
         more = {"reshard__timeout_s": 20, "cluster__start_timeout_s": 60}
         began = time.monotonic()
         code, said = end_of(rays.mrl("train", str(PRESET), "--run-dir", str(run), *settings(world_of(work), 2, **more)))
@@ -216,8 +257,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
-    found = {"commit": commit, "command": f"scripts/evidence/nodes.sh {args.part}"} | PARTS[args.part](args.work.resolve())
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.strip()
+    found = {"commit": commit, "command": f"scripts/evidence/nodes.sh {args.part}"} | PARTS[args.part](
+        args.work.resolve()
+    )
     held = json.loads(args.json.read_text()) if args.json.exists() else {}
     args.json.write_text(json.dumps(held | {args.part: found}, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(found, indent=1))

@@ -1,7 +1,8 @@
 """A schedule of a weight sync without any search: what that of mrl/reshard/schedule.py is held against.
 
-Workers stand evenly over the model in their order and walk it freely (no strides are tried, no lockstep). Within a round,
-worker after worker and grain after grain, whichever of the nearest replicas has least to send in that round sends.
+Workers stand evenly over the model in their order and walk it freely (no strides are tried, no lockstep). Within a
+round, worker after worker and grain after grain, whichever of the nearest replicas has least to send in that round
+sends.
 """
 
 from dataclasses import replace
@@ -34,7 +35,12 @@ def _simple(plan: ReshardPlan, rounds: int) -> tuple[Schedule, Loads]:
         _, round_of = stream.travel(start, rounds, lockstep=False)
         candidates = stream.candidates(plan.devices, worker)
         chosen = np.zeros(len(round_of), dtype=np.int16)
-        grains = zip(rotated(stream.holder_set, start).tolist(), rotated(stream.nbytes, start).tolist(), round_of.tolist(), strict=True)
+        grains = zip(
+            rotated(stream.holder_set, start).tolist(),
+            rotated(stream.nbytes, start).tolist(),
+            round_of.tolist(),
+            strict=True,
+        )
         for row, (held_by, nbytes, number) in enumerate(grains):
             ranks = candidates.ranks[held_by, : candidates.count[held_by]]
             least = int(sent[:, number, ranks].sum(axis=0).argmin())

@@ -2,12 +2,14 @@
 
 python scripts/evidence/slow_links.py [CASE ...] [--rate-mbit 400] [--repeat 3] [--json FILE]
 
-Ranks and engine workers are plain processes with tensors of their size, over the wire that runs use (mrl/reshard), on namespaces joined
-by links of `--rate-mbit`: inside a node nothing is limited. What is sent is digested on both sides in every sync.
+Ranks and engine workers are plain processes with tensors of their size, over the wire that runs use (mrl/reshard), on
+namespaces joined by links of `--rate-mbit`: inside a node nothing is limited. What is sent is digested on both sides in
+every sync.
 
-seconds    from the first process's beginning to the last one's end, packing and unpacking among it; median of `--repeat`
-bound      the least for these bytes, each crossing a link once: for each node what it must receive, for each set of nodes what only
-           they have and must send, over the link's rate
+seconds    from the first process's beginning to the last one's end, packing and unpacking among it; median of
+           `--repeat`
+bound      the least for these bytes, each crossing a link once: for each node what it must receive, for each set of
+           nodes what only they have and must send, over the link's rate
 bytes      that left each node, by its interface's counter, and by the plan
 simple     the same with scripts/evidence/simple_schedule.py in place of the plan's schedule
 """
@@ -66,7 +68,11 @@ class Case:
 
 
 def _train(tensor: int = 1, pipeline: int = 1, expert: int = 1) -> dict[str, int]:
-    sizes = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline, "expert_model_parallel_size": expert}
+    sizes = {
+        "tensor_model_parallel_size": tensor,
+        "pipeline_model_parallel_size": pipeline,
+        "expert_model_parallel_size": expert,
+    }
     return {"world_size": 4} | sizes
 
 
@@ -75,17 +81,34 @@ def _rollout(engines: int, tensor: int = 1, data: int = 1, expert: int = 1) -> d
 
 
 CASES = {
-    "experts": Case("expert-parallel over two nodes, an engine beside each half", _train(expert=4), _rollout(2), (0, 0, 1, 1), (0, 1)),
-    "pipeline": Case("pipeline over two nodes, an engine beside each stage", _train(2, 2, 2), _rollout(2), (0, 0, 1, 1), (0, 1)),
+    "experts": Case(
+        "expert-parallel over two nodes, an engine beside each half",
+        _train(expert=4),
+        _rollout(2),
+        (0, 0, 1, 1),
+        (0, 1),
+    ),
+    "pipeline": Case(
+        "pipeline over two nodes, an engine beside each stage", _train(2, 2, 2), _rollout(2), (0, 0, 1, 1), (0, 1)
+    ),
     "replicas": Case(
-        "data-parallel replicas of the experts on two nodes, an engine of two data-parallel ranks over two others",
-        _train(expert=2), _rollout(1, data=2, expert=2), (0, 0, 1, 1), (2, 3),
+        "replicas of the experts on two nodes, an engine of two data-parallel ranks over two others",
+        _train(expert=2),
+        _rollout(1, data=2, expert=2),
+        (0, 0, 1, 1),
+        (2, 3),
     ),
     "apart": Case(
-        "TP2 PP2 EP2 on two nodes, two engines of TP2 on two others", _train(2, 2, 2), _rollout(2, tensor=2), (0, 0, 1, 1), (2, 2, 3, 3)
+        "TP2 PP2 EP2 on two nodes, two engines of TP2 on two others",
+        _train(2, 2, 2),
+        _rollout(2, tensor=2),
+        (0, 0, 1, 1),
+        (2, 2, 3, 3),
     ),
-    "one_to_three": Case("four ranks on one node, three engines on three others", _train(2, 2, 2), _rollout(3), (0, 0, 0, 0), (1, 2, 3)),
-}  # fmt: skip
+    "one_to_three": Case(
+        "four ranks on one node, three engines on three others", _train(2, 2, 2), _rollout(3), (0, 0, 0, 0), (1, 2, 3)
+    ),
+}
 
 
 def setup_of(case: Case, meeting: str) -> SyncSetup:
@@ -95,15 +118,25 @@ def setup_of(case: Case, meeting: str) -> SyncSetup:
         "workers": [[node, 100 + w] for w, node in enumerate(case.workers)],
     }
     return SyncSetup(
-        hf_config=hf_config(LAYERS), train=case.train, rollout=case.rollout, dialect="cpu", dtype="float32", topology=topology,
-        budget_bytes=BUDGET, timeout_s=60.0, transport={"kind": "auto", "name": f"slow-{os.getpid()}", "address": meeting},
-    )  # fmt: skip
+        hf_config=hf_config(LAYERS),
+        train=case.train,
+        rollout=case.rollout,
+        dialect="cpu",
+        dtype="float32",
+        topology=topology,
+        budget_bytes=BUDGET,
+        timeout_s=60.0,
+        transport={"kind": "auto", "name": f"slow-{os.getpid()}", "address": meeting},
+    )
 
 
 def bound_seconds(plan: ReshardPlan, case: Case, rate: float) -> float:
     """See `bound` above; `rate`: bytes per second of a node's link, in each direction."""
     remote = plan.loads.received[REMOTE].sum(axis=0)
-    enters = [sum(int(n) for n, node in zip(remote, case.workers, strict=True) if node == where) for where in range(case.nodes)]
+    enters = [
+        sum(int(n) for n, node in zip(remote, case.workers, strict=True) if node == where)
+        for where in range(case.nodes)
+    ]
     homes: dict[frozenset[int], int] = {}
     for ranks, nbytes in remote_demand(plan).items():
         nodes = frozenset(case.ranks[rank] for rank in ranks)
@@ -230,7 +263,9 @@ def _measured(net: Network, case: Case, simple: bool, rate_mbit: int, repeat: in
     setup = setup_of(case, f"{net.nodes[case.ranks[0]].address}:{_PORT}")
     plan = with_simple_schedule(setup.plan()) if simple else setup.plan()
     data, rate = json.dumps(setup.to_json()), rate_mbit * 1e6 / 8
-    placed = [("rank", r, node) for r, node in enumerate(case.ranks)] + [("worker", w, node) for w, node in enumerate(case.workers)]
+    placed = [("rank", r, node) for r, node in enumerate(case.ranks)] + [
+        ("worker", w, node) for w, node in enumerate(case.workers)
+    ]
     parts = [Process(net.nodes[node], [side, str(number), data, str(int(simple))]) for side, number, node in placed]
     for part in parts:
         part.answer()
@@ -244,10 +279,15 @@ def _measured(net: Network, case: Case, simple: bool, rate_mbit: int, repeat: in
         seconds.append(max(ended for _, ended, _ in answers) - min(began for began, _, _ in answers))
         check_digests([digests for _, _, digests in answers], len(case.ranks))
     return {
-        "seconds": round(median(seconds[1:]), 3), "all_seconds": [round(s, 3) for s in seconds[1:]],
-        "bound_s": round(bound_seconds(plan, case, rate), 3), "predicted_s": round(adapter_seconds(plan, case, rate), 3),
-        "planned_bytes": leaving(plan, case), "sent_bytes": crossed[-1], "rounds": plan.num_rounds, "lockstep": plan.schedule.lockstep,
-    }  # fmt: skip
+        "seconds": round(median(seconds[1:]), 3),
+        "all_seconds": [round(s, 3) for s in seconds[1:]],
+        "bound_s": round(bound_seconds(plan, case, rate), 3),
+        "predicted_s": round(adapter_seconds(plan, case, rate), 3),
+        "planned_bytes": leaving(plan, case),
+        "sent_bytes": crossed[-1],
+        "rounds": plan.num_rounds,
+        "lockstep": plan.schedule.lockstep,
+    }
 
 
 def check_digests(answers: Sequence[dict[str, dict[str, int]]], ranks: int) -> None:
@@ -259,11 +299,14 @@ def check_digests(answers: Sequence[dict[str, dict[str, int]]], ranks: int) -> N
         for worker, digests in of_workers.items():
             for name, digest in digests.items():
                 sent[worker, name] = add([sent.get((worker, name), 0), digest])
-    arrived = {(worker, name): d for of_workers in answers[ranks:] for worker, digests in of_workers.items() for name, d in digests.items()}
-    if sent != arrived:
-        raise SystemExit(
-            f"sent and arrived differ in {[key for key in sent.keys() | arrived.keys() if sent.get(key) != arrived.get(key)][:3]}"
-        )
+    arrived = {
+        (worker, name): d
+        for of_workers in answers[ranks:]
+        for worker, digests in of_workers.items()
+        for name, d in digests.items()
+    }
+    if wrong := [key for key in sent.keys() | arrived.keys() if sent.get(key) != arrived.get(key)]:
+        raise SystemExit(f"sent and arrived differ in {sorted(wrong)[:3]}")
 
 
 def verdicts(found: dict[str, Any]) -> dict[str, bool]:
@@ -289,8 +332,15 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
-    facts = {"commit": commit, "command": "scripts/evidence/slow_links.sh", "rate_mbit": args.rate_mbit, "budget_bytes": BUDGET}
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.strip()
+    facts = {
+        "commit": commit,
+        "command": "scripts/evidence/slow_links.sh",
+        "rate_mbit": args.rate_mbit,
+        "budget_bytes": BUDGET,
+    }
     held = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
     for name in args.cases or CASES:
         case = CASES[name]

@@ -48,7 +48,9 @@ def refusal() -> str | None:
         return "only root makes network namespaces"
     pair = ("ip", "link", "add", "one", "type", "veth", "peer", "name", "other")
     tried = subprocess.run(["unshare", *_NODE, *pair], capture_output=True, text=True)
-    return f"this kernel makes no namespaces with links between them: {tried.stderr.strip()}" if tried.returncode else None
+    return (
+        f"this kernel makes no namespaces with links between them: {tried.stderr.strip()}" if tried.returncode else None
+    )
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,9 @@ class Node:
         return subprocess.run(self.command(*words), **{"check": True, "capture_output": True, "text": True} | options)
 
     def start(self, *words: str, **options: Any) -> subprocess.Popen:
-        """Starts a process; `options`: of subprocess.Popen. Its end is seen here, a signal to it does not reach the node."""
+        """Starts a process; `options`: of subprocess.Popen. Its end is seen here, a signal to it does not reach the
+        node.
+        """
         return subprocess.Popen(self.command(*words), **options)
 
     @property

@@ -1,4 +1,6 @@
-"""A Ray cluster over the nodes of scripts/nodes/network.py: a raylet a node, started by launch/, and mrl's commands inside it."""
+"""A Ray cluster over the nodes of scripts/nodes/network.py: a raylet a node, started by launch/, and mrl's commands
+inside it.
+"""
 
 import os
 import secrets
@@ -41,7 +43,14 @@ class RayNodes:
         """Of every process on a node."""
         own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token, "RAY_ADDRESS": self.address, "DEVICE": "cpu"}
         return (
-            os.environ | own | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+            os.environ
+            | own
+            | {
+                "PYTHONPATH": str(ROOT),
+                "HF_HUB_OFFLINE": "1",
+                "OMP_NUM_THREADS": "1",
+                "TOKENIZERS_PARALLELISM": "false",
+            }
         )
 
     def start(self) -> None:

@@ -1,4 +1,6 @@
-"""The rig of several nodes on this machine (scripts/nodes), and that processes of ours meet across them by addresses, not by names."""
+"""The rig of several nodes on this machine (scripts/nodes), and that processes of ours meet across them by addresses,
+not by names.
+"""
 
 import subprocess
 import sys
@@ -33,7 +35,8 @@ while True:
     except ConnectionRefusedError:
         time.sleep(0.02)
 """
-# The weight sync's own group, and the ranks' default one, meet at the first node's address; each sends its number to the other.
+# The weight sync's own group, and the ranks' default one, meet at the first node's address; each sends its number to
+# the other.
 MEET = """
 import datetime, os, sys
 import torch
@@ -61,7 +64,9 @@ def nodes(tmp_path_factory):
 
 
 def python(node: network.Node, program: str, *arguments: str) -> subprocess.Popen:
-    return node.start(sys.executable, "-c", program, *arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+    return node.start(
+        sys.executable, "-c", program, *arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
+    )
 
 
 def said(process: subprocess.Popen) -> str:
@@ -71,7 +76,7 @@ def said(process: subprocess.Popen) -> str:
 
 
 def test_a_shaped_link_takes_its_time_and_its_counters_count(nodes):
-    """20 MiB at 100 Mbit/s take 1.68 s, and headers are 66 bytes a packet of up to 64 KiB, at worst one of 1,500 bytes."""
+    """20 MiB at 100 Mbit/s take 1.68 s; headers are 66 bytes a packet, at worst of 1,500 bytes."""
     first, second = nodes.nodes
     nodes.shape("100mbit")
     receiver = python(second, COUNT_BYTES, second.address)
@@ -87,7 +92,10 @@ def test_groups_meet_across_nodes_whose_names_resolve_to_loopback(nodes):
     first, second = nodes.nodes
     assert "127.0.1.1" in second.run("getent", "hosts", second.run("hostname").stdout.strip()).stdout
     both = [python(node, MEET, str(node.number), first.address) for node in (first, second)]
-    assert [said(process).splitlines()[-1] for process in both] == ["[1, 1, 1, 1] [1, 1, 1, 1]", "[0, 0, 0, 0] [1, 1, 1, 1]"]
+    assert [said(process).splitlines()[-1] for process in both] == [
+        "[1, 1, 1, 1] [1, 1, 1, 1]",
+        "[0, 0, 0, 0] [1, 1, 1, 1]",
+    ]
 
 
 def test_a_lost_node_leaves_nothing_behind(nodes):

@@ -8,7 +8,9 @@ import pytest
 from mrl.errors import EnvironmentFault
 from mrl.platforms.addresses import GLOO_INTERFACE, address_towards, gloo_environment, interface_of
 
-LOOPBACK = next(name for name, entries in psutil.net_if_addrs().items() if any(entry.address == "127.0.0.1" for entry in entries))
+LOOPBACK = next(
+    name for name, entries in psutil.net_if_addrs().items() if any(entry.address == "127.0.0.1" for entry in entries)
+)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
@@ -21,7 +23,9 @@ def test_each_address_of_this_host_is_reached_from_itself_and_is_held_by_the_int
         for entry in entries:
             if entry.family == socket.AF_INET:
                 assert address_towards(entry.address) == entry.address
-                assert entry.address in [held.address for held in psutil.net_if_addrs()[interface_of(entry.address)]], name
+                assert entry.address in [held.address for held in psutil.net_if_addrs()[interface_of(entry.address)]], (
+                    name
+                )
 
 
 def test_all_of_loopbacks_network_is_loopbacks():

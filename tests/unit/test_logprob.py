@@ -1,4 +1,4 @@
-"""Log-probs and entropy made chunk by chunk from hidden states are log_softmax's, in value and gradient, on one rank."""
+"""Log-probs and entropy made block by block of logits are log_softmax's, in value and gradient, on one rank."""
 
 import pytest
 import torch
@@ -12,7 +12,9 @@ BLOCKS = [(1, VOCAB), (4, VOCAB), (15, 4), (4, 5), (6, 1), None]  # tokens and r
 
 @pytest.fixture(scope="module", autouse=True)
 def one_rank(tmp_path_factory):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path_factory.mktemp('store') / 'rendezvous'}", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path_factory.mktemp('store') / 'rendezvous'}", rank=0, world_size=1
+    )
     yield
     dist.destroy_process_group()
 
@@ -35,7 +37,9 @@ def oracle(hidden, weight, targets, temperature):
 
 
 def computed(hidden, weight, targets, temperature, block=None):
-    return lean_log_probs(hidden, weight, targets, temperature, VOCAB, dist.group.WORLD, entropy_has_gradient=True, block=block)
+    return lean_log_probs(
+        hidden, weight, targets, temperature, VOCAB, dist.group.WORLD, entropy_has_gradient=True, block=block
+    )
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -65,7 +69,9 @@ def test_without_a_gradient_of_the_entropy_the_one_of_the_log_probs_is_the_same(
     gradients = []
     for entropy_has_gradient in (True, False):
         leaf = hidden.clone().requires_grad_()
-        log_probs, entropy = lean_log_probs(leaf, weight, targets, temperature, VOCAB, dist.group.WORLD, entropy_has_gradient)
+        log_probs, entropy = lean_log_probs(
+            leaf, weight, targets, temperature, VOCAB, dist.group.WORLD, entropy_has_gradient
+        )
         assert entropy.requires_grad == entropy_has_gradient
         (weights[0] * log_probs).sum().backward()
         gradients.append(leaf.grad)
@@ -88,7 +94,9 @@ def test_sixteen_bit_logits_are_reduced_in_float32(case):
     logits = (hidden @ weight.t()).double()[:, :VOCAB] / temperature.double()[:, None]
     log_probs, entropy = computed(hidden, weight, targets, temperature, (4, 5))
     distribution = logits.log_softmax(-1)
-    torch.testing.assert_close(log_probs.double(), distribution.gather(-1, targets[:, None])[:, 0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        log_probs.double(), distribution.gather(-1, targets[:, None])[:, 0], rtol=1e-6, atol=1e-6
+    )
     torch.testing.assert_close(entropy.double(), -(distribution.exp() * distribution).sum(-1), rtol=1e-5, atol=1e-6)
 
 
@@ -105,12 +113,16 @@ def test_sixteen_bit_weight_gradients_lose_nothing_between_chunks(case):
     (weights[0] * computed(hidden, trained, targets, temperature, block=(2, 3))[0]).sum().backward()
     # the function takes logits as 16 bits, so its probabilities are those of rounded logits
     logits = (hidden @ weight.t()).double()[:, :VOCAB] / temperature.double()[:, None]
-    slope = (torch.nn.functional.one_hot(targets, VOCAB) - logits.softmax(-1)) * (weights[0] / temperature).double()[:, None]
+    slope = (torch.nn.functional.one_hot(targets, VOCAB) - logits.softmax(-1)) * (weights[0] / temperature).double()[
+        :, None
+    ]
     torch.testing.assert_close(trained.main_grad[:VOCAB].double(), slope.t() @ hidden.double(), rtol=1e-5, atol=1e-5)
 
 
 def test_a_device_is_asked_for_the_product_not_by_its_name(case, monkeypatch):
-    """torch_npu's transfer_to_npu, which MindSpeed imports, makes `is_cuda` true of NPU tensors, and it has no such product."""
+    """torch_npu's transfer_to_npu, which MindSpeed imports, makes `is_cuda` true of NPU tensors, and it has no such
+    product.
+    """
     hidden, weight, targets, temperature, weights = case
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
     trained = weight.bfloat16().requires_grad_()
@@ -130,13 +142,17 @@ def test_on_cuda_the_product_of_sixteen_bit_factors_is_written_in_float32():
 def test_a_certain_token_has_no_entropy_and_huge_logits_do_not_overflow():
     weight = torch.full((VOCAB, 1), -3e4)
     weight[4] = 3e4
-    log_probs, entropy = lean_log_probs(torch.ones(1, 1), weight, torch.tensor([4]), torch.ones(1), VOCAB, dist.group.WORLD)
+    log_probs, entropy = lean_log_probs(
+        torch.ones(1, 1), weight, torch.tensor([4]), torch.ones(1), VOCAB, dist.group.WORLD
+    )
     assert log_probs.item() == 0.0
     assert entropy.item() == 0.0
 
 
 def test_no_tokens_are_no_fault():
     hidden = torch.zeros(0, HIDDEN, requires_grad=True)
-    log_probs, _ = lean_log_probs(hidden, torch.zeros(PADDED, HIDDEN), torch.zeros(0, dtype=int), torch.zeros(0), VOCAB, dist.group.WORLD)
+    log_probs, _ = lean_log_probs(
+        hidden, torch.zeros(PADDED, HIDDEN), torch.zeros(0, dtype=int), torch.zeros(0), VOCAB, dist.group.WORLD
+    )
     log_probs.sum().backward()
     assert hidden.grad.shape == (0, HIDDEN)
