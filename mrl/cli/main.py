@@ -20,6 +20,7 @@ from mrl.cli import (
     init,
     plan,
     rehearse,
+    report,
     submit,
     train,
     validate,
@@ -31,7 +32,7 @@ GROUPS: dict[str, tuple[ModuleType, ...]] = {
     "begin": (init, import_verl, data, doctor),
     "before a run": (validate, plan, verify, rehearse),
     "run": (train, submit, eval),
-    "afterwards": (convert,),
+    "afterwards": (report, convert),
     "shell": (completion,),
 }
 EXIT_CODES = (

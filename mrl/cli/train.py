@@ -33,9 +33,17 @@ def _train(options: argparse.Namespace) -> None:
     if ray_address(resolved.config) is None:
         ask_for_token_authentication()
 
-    from mrl.train.loop import train  # brings Ray, which takes seconds
+    from mrl.extras.report.at_checkpoints import ReportView, report_at_the_end
+    from mrl.train.loop import due, train  # brings Ray, which takes seconds
+    from mrl.train.preflight import run_dir_path
     from mrl.train.run import open_run
 
-    with open_run(resolved, resume) as run:
-        train(run)
-        print(f"finished {run.state.step} steps in {run.run_dir.path}")
+    trainer, folder = resolved.config.trainer, run_dir_path(resolved.config, resume)
+    report = ReportView(folder, lambda step: due(trainer.save_freq, step, trainer.total_training_steps or 0))
+    try:
+        with open_run(resolved, resume, {"report": report}) as run:
+            train(run)
+            print(f"finished {run.state.step} steps in {run.run_dir.path}")
+    finally:
+        if said := report_at_the_end(folder):
+            print(said, flush=True)

@@ -71,6 +71,11 @@ class RunDir:
         """TensorBoard's event files."""
         return self.path / "tensorboard"
 
+    @property
+    def report(self) -> Path:
+        """The page that `mrl report` makes of the run."""
+        return self.path / "report.html"
+
     @classmethod
     def open(cls, path: Path | str, config_yaml: str, resume: bool = False) -> "RunDir":
         """Takes `path` for this process, makes its folders and writes the resolved configuration where none stands.
@@ -135,6 +140,16 @@ class RunDir:
                 file.unlink()
         shutil.rmtree(self.tensorboard, ignore_errors=True)  # its files cannot be cut; the sink writes the kept lines anew
         return len(kept)
+
+
+def in_use(folder: Path) -> bool:
+    """Whether a live process has the run directory; it is only looked at, no lock is made."""
+    try:
+        with (folder / LOCK).open(encoding="utf-8") as file:
+            holder = _holder(file)
+    except OSError:
+        return False
+    return holder is not None and _alive(holder)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

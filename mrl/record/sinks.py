@@ -99,8 +99,10 @@ def _missing(view: str, package: str | None) -> str:
     return f"trainer.logger: {view} needs the package {package}; {cure}, or take {view} off the list"
 
 
-def make_sinks(names: Sequence[str], run_dir: RunDir, total_steps: int, info: RunInfo | None = None) -> Record:
-    """The record of a run with the views that `trainer.logger` names; `jsonl` may be named and is on anyhow.
+def make_sinks(
+    names: Sequence[str], run_dir: RunDir, total_steps: int, info: RunInfo | None = None, more: Mapping[str, View] | None = None
+) -> Record:
+    """The record of a run with the views that `trainer.logger` names; `jsonl` may be named and is on anyhow. `more`: ready ones.
 
     Raises ConfigError for a name that is none, or a view whose package is missing or broken; EnvironmentFault where the
     disk or the network refuses a view.
@@ -110,7 +112,7 @@ def make_sinks(names: Sequence[str], run_dir: RunDir, total_steps: int, info: Ru
         if name not in VIEWS and name != "jsonl":
             raise ConfigError(f"trainer.logger: {name!r} is no logger; allowed: {', '.join(['jsonl', *VIEWS])}")
     views = {name: _view(name, run_dir, total_steps, info) for name in dict.fromkeys(names) if name != "jsonl"}
-    return Record(JsonlSink(run_dir.metrics), views, info.timeout_s)
+    return Record(JsonlSink(run_dir.metrics), {**views, **(more or {})}, info.timeout_s)
 
 
 def _view(name: str, run_dir: RunDir, total_steps: int, info: RunInfo) -> View:

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,9 +33,12 @@ from mrl.data.order import PromptStream
 from mrl.errors import Interrupted
 from mrl.model import load_model_spec, read_hf_config
 from mrl.plan.run_plan import plan_again, plan_text
+from mrl.platforms.versions import installed_versions
+from mrl.record.attempts import attempt
 from mrl.record.loggers import RunInfo
 from mrl.record.run_dir import RunDir, write_text
 from mrl.record.sinks import make_sinks
+from mrl.record.views import View
 from mrl.reward.items import RewardSpec
 from mrl.reward.pool import RewardPool, check_function
 from mrl.reward.resolve import check_data_sources
@@ -113,8 +116,10 @@ class Run:
 
 
 @contextmanager
-def open_run(resolved: ResolvedConfig, resume: bool) -> Iterator[Run]:
+def open_run(resolved: ResolvedConfig, resume: bool, views: Mapping[str, View] | None = None) -> Iterator[Run]:
     """Everything that a run needs, ready for its next step; `resolved` has passed `mrl.train.preflight`.
+
+    `views`: of its metrics, beside those that trainer.logger names.
 
     Raises one of mrl.errors. The run directory is made once the data, the reward and the cluster are known to be right.
     """
@@ -135,6 +140,7 @@ def open_run(resolved: ResolvedConfig, resume: bool) -> Iterator[Run]:
         run_dir = RunDir.open(path, resolved.to_yaml(), resume)
         stack.callback(run_dir.close)
         checkpoint, state = rewind(run_dir, point)
+        stack.enter_context(attempt(run_dir.path, state.step, installed_versions()))
         spool = stack.enter_context(_spool(config, run_dir.spool))
         if spool is not None and checkpoint is not None and (ahead := point.manifest.trainer.get("ahead")):
             state = replace(state, ahead=read_kept(checkpoint, ahead, spool))
@@ -143,7 +149,7 @@ def open_run(resolved: ResolvedConfig, resume: bool) -> Iterator[Run]:
         engines, actor = stack.enter_context(_processes(config, run_dir.path, checkpoint, stop.raise_if_set))
         run_dir.write_config(resolved.to_yaml())
         write_text(run_dir.plan, plan_text(plan))
-        record = AdvisedRecord(make_sinks(config.trainer.logger, run_dir, total, _run_info(config)), config)
+        record = AdvisedRecord(make_sinks(config.trainer.logger, run_dir, total, _run_info(config), views), config)
         stack.callback(record.close)
         placement = _placement(config, actor, engines, plan)
         saver = Saver(config, run_dir.checkpoints, placement, stream.prompts.fingerprint, state.step)

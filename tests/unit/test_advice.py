@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from mrl.config.load import load_config
-from mrl.train.reporting import AdvisedRecord, clip_advice, routes_advice
+from mrl.train.advice import clip_advice, routes_advice
+from mrl.train.reporting import AdvisedRecord
 
 TINY = Path(__file__).resolve().parents[2] / "parallel_configs" / "tiny-moe" / "cpu.yaml"
 SIZES = ("data.train_batch_size=64", "actor.ppo_mini_batch_size=16")

@@ -53,7 +53,7 @@ LIGHT = (
     ),
     *(f"cluster/{part}.py" for part in ("job", "prerequisites")),
     *(f"platforms/{part}.py" for part in ("hosting", "inventory", "npu_mindspeed", "patching", "versions")),
-    *(f"train/{part}.py" for part in ("preflight", "resume")),
+    *(f"train/{part}.py" for part in ("advice", "preflight", "resume")),
     "vllm/requests.py",
     *(
         f"reshard/{part}.py"

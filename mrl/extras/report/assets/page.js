@@ -1,0 +1,191 @@
+// Draws the charts of a page from its data element; where the page is served live, takes newer ones in without losing the view.
+(() => {
+  "use strict";
+  const view = { smooth: 0, log: {}, zoom: {}, chosen: {} };
+  const report = (window.mrlReport = { plots: {}, curve: null, draw, view });
+
+  const bytes = (text) => Uint8Array.from(atob(text), (c) => c.charCodeAt(0)).buffer;
+  const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const hues = () => Array.from({ length: 10 }, (_, i) => color("--k" + i));
+
+  function readData() {
+    const raw = JSON.parse(document.getElementById("data").textContent);
+    const curves = {};
+    for (const [name, c] of Object.entries(raw.curves)) {
+      curves[name] = { x: Array.from(new Int32Array(bytes(c.x))), y: Array.from(new Float64Array(bytes(c.y))), of: c.of };
+    }
+    return { ...raw, curves };
+  }
+
+  // exponential moving average that counts what is missing before the first point, as TensorBoard's does
+  function smoothed(y, weight) {
+    let sum = 0, mass = 0;
+    return y.map((v) => {
+      sum = sum * weight + (1 - weight) * v;
+      mass = mass * weight + (1 - weight);
+      return sum / mass;
+    });
+  }
+
+  const shown = (v) => (v == null ? "–" : Math.abs(v) >= 1e5 || (v !== 0 && Math.abs(v) < 1e-3) ? v.toExponential(3) : +v.toPrecision(5) + "");
+  const short = (v) => (v !== 0 && (Math.abs(v) < 1e-3 || Math.abs(v) >= 1e5) ? v.toExponential(1) : shown(v));
+  const WHOLE = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000]; // steps between ticks
+  const positive = (y) => y.map((v) => (v > 0 ? v : null));
+
+  function lines(chart, curves) {
+    const tables = [], series = [{ label: "step" }], bands = [], palette = hues();
+    chart.series.forEach((s, i) => {
+      const c = curves[s.curve];
+      if (!c) return;
+      const stroke = palette[(s.color ?? i) % palette.length], take = view.log[chart.id] ? positive : (y) => y;
+      const few = c.x.length < 40;
+      const add = (y, options) => (tables.push([c.x, take(y)]), series.push({ spanGaps: true, value: (_, v) => shown(v), ...options }));
+      if (s.half_width && curves[s.half_width] && !view.log[chart.id]) {
+        const half = new Map(curves[s.half_width].x.map((x, j) => [x, curves[s.half_width].y[j]]));
+        const edge = (sign) => c.y.map((v, j) => (half.has(c.x[j]) ? v + sign * half.get(c.x[j]) : null));
+        const at = series.length;
+        add(edge(1), { label: "", class: "edge", stroke: "transparent", points: { show: false } });
+        add(edge(-1), { label: "", class: "edge", stroke: "transparent", points: { show: false } });
+        bands.push({ series: [at, at + 1], fill: stroke + "33" });
+      }
+      if (view.smooth > 0) {
+        add(c.y, { label: s.label, stroke: stroke + "55", width: 1, points: { show: false } });
+        add(smoothed(c.y, view.smooth), { label: s.label + ", smoothed", stroke, width: 2, points: { show: false } });
+      } else {
+        add(c.y, { label: s.label, stroke, width: 1.5, points: { show: few, size: 5 } });
+      }
+    });
+    return { tables, series, bands };
+  }
+
+  function layers(stack, curves) {
+    const palette = hues(), series = [{ label: "step" }], bands = [];
+    const parts = stack.series.filter((s) => curves[s.curve]);
+    const steps = [...new Set(parts.flatMap((s) => curves[s.curve].x))].sort((a, b) => a - b);
+    const sums = steps.map(() => 0), columns = [];
+    parts.forEach((s, i) => {
+      const c = curves[s.curve], at = new Map(c.x.map((x, j) => [x, c.y[j]]));
+      const own = steps.map((x) => at.get(x) ?? 0);
+      columns.push(own.map((v, j) => (sums[j] += v)));
+      const stroke = palette[(s.color ?? i) % palette.length];
+      series.push({ label: s.label, stroke, fill: stroke + "aa", width: 1, points: { show: false }, value: (u, v, _, j) => (j == null ? "–" : shown(own[j])) });
+      if (i) bands.push({ series: [i + 1, i] });
+    });
+    return { tables: [[steps, ...columns]], series, bands };
+  }
+
+  function options(id, title, drawn, width, log) {
+    const ink = color("--ink"), grid = { stroke: color("--grid"), width: 1 };
+    const axis = { stroke: ink, grid, ticks: grid, font: "11px system-ui, sans-serif" };
+    const zoomed = (u, key) => {
+      if (key !== "x" || !u.data[0].length) return;
+      const { min, max } = u.scales.x, whole = min <= u.data[0][0] && max >= u.data[0][u.data[0].length - 1];
+      view.zoom[id] = whole ? null : [min, max];
+    };
+    return {
+      width, height: 240, series: drawn.series, bands: drawn.bands,
+      scales: { x: { time: false }, y: log ? { distr: 3 } : {} },
+      axes: [{ ...axis, incrs: WHOLE }, { ...axis, size: 62, values: (_, ticks) => ticks.map((v) => (v == null ? "" : short(v))) }],
+      cursor: { sync: { key: "steps", setSeries: false }, drag: { x: true, y: false } },
+      legend: { live: true }, hooks: { setScale: [zoomed] },
+    };
+  }
+
+  function place(id, title, drawn, log) {
+    const figure = document.getElementById(id);
+    if (!figure) return;
+    report.plots[id]?.destroy();
+    const data = drawn.tables.length ? uPlot.join(drawn.tables) : [[]];
+    const zoom = view.zoom[id];
+    const plot = new uPlot(options(id, title, drawn, Math.max(figure.clientWidth - 4, 240), log), data, figure);
+    if (zoom) plot.setScale("x", { min: zoom[0], max: zoom[1] });
+    report.plots[id] = plot;
+  }
+
+  function draw(id) {
+    const { charts, stacks, explorers, curves } = report.data;
+    for (const chart of charts) if (!id || chart.id === id) place(chart.id, chart.title, lines(chart, curves), view.log[chart.id]);
+    for (const stack of stacks) if (!id || stack.id === id) place(stack.id, stack.title, layers(stack, curves), false);
+    for (const one of explorers) {
+      if (id && one.id !== id) continue;
+      const name = view.chosen[one.id] ?? one.names[0];
+      if (name) place(one.id, name, lines({ id: one.id, series: [{ label: name, curve: name }] }, curves), view.log[one.id]);
+    }
+  }
+
+  function logButton(id, byDefault) {
+    const caption = document.querySelector(`#${CSS.escape(id)} figcaption`);
+    if (!caption) return;
+    view.log[id] ??= byDefault;
+    const button = document.createElement("button");
+    button.type = "button";
+    button.textContent = "log";
+    button.setAttribute("aria-pressed", view.log[id]);
+    button.addEventListener("click", () => {
+      view.log[id] = !view.log[id];
+      button.setAttribute("aria-pressed", view.log[id]);
+      draw(id);
+    });
+    caption.append(button);
+  }
+
+  function chooser(explorer) {
+    const caption = document.querySelector(`#${CSS.escape(explorer.id)} figcaption`), select = document.createElement("select");
+    for (const name of explorer.names) select.add(new Option(name, name));
+    select.setAttribute("aria-label", "metric");
+    if (view.chosen[explorer.id]) select.value = view.chosen[explorer.id];
+    select.addEventListener("change", () => {
+      view.chosen[explorer.id] = select.value;
+      view.zoom[explorer.id] = null;
+      draw(explorer.id);
+    });
+    caption.append(select);
+  }
+
+  function tools() {
+    const first = document.querySelector(".chart:not(.wide)");
+    if (!first) return;
+    const bar = document.createElement("p"), range = document.createElement("input"), label = document.createElement("label");
+    bar.className = "tools";
+    Object.assign(range, { type: "range", min: 0, max: 0.99, step: 0.01, value: view.smooth, id: "smoothing" });
+    label.append("Smoothing ", range);
+    bar.append(label, " Drag across a chart to zoom, double-click to see all of it; point at it for values.");
+    range.addEventListener("input", () => ((view.smooth = +range.value), draw()));
+    first.parentElement.before(bar);
+  }
+
+  function begin() {
+    report.data = readData();
+    tools();
+    for (const chart of report.data.charts) logButton(chart.id, chart.log);
+    for (const one of report.data.explorers) logButton(one.id, false), chooser(one);
+    draw();
+    report.ready = true;
+  }
+
+  // ---- live: the same page again, when the server has a newer one
+  let tag = null;
+  async function renew() {
+    const sign = document.getElementById("live");
+    try {
+      const answer = await fetch(location.href, { cache: "no-store", headers: tag ? { "If-None-Match": tag } : {} });
+      if (answer.status === 200) {
+        tag = answer.headers.get("ETag");
+        const next = new DOMParser().parseFromString(await answer.text(), "text/html");
+        for (const plot of Object.values(report.plots)) plot.destroy();
+        report.plots = {};
+        for (const part of ["header", "nav", "main"]) document.querySelector(part).replaceWith(document.adoptNode(next.querySelector(part)));
+        begin();
+      }
+      document.getElementById("live").textContent = "live";
+    } catch {
+      sign.textContent = "the server is gone; this is the last that it said";
+    }
+  }
+
+  begin();
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw());
+  let width = innerWidth;
+  addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; draw(); } });
+  if (document.body.dataset.live === "true") setInterval(renew, 3000);
+})();

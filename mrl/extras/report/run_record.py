@@ -1,0 +1,177 @@
+"""What a run directory holds, typed: of a run that goes on, has ended or was killed, whoever wrote it."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mrl.config.load import load_config
+from mrl.config.schema import RunConfig
+from mrl.errors import ConfigError, MrlError
+from mrl.extras.report.columns import STEP, Curve, curves_of
+from mrl.extras.report.settings import Settings, read_settings
+from mrl.plan.run_plan import read_plan
+from mrl.record.attempts import Attempt, read_attempts
+from mrl.record.run_dir import RunDir, in_use, read_metrics
+from mrl.train.advice import advisers
+
+_NUMBERED = re.compile(r"step-(\d+)(\.\w+)?")
+LOG_TAIL_LINES, LOG_TAIL_BYTES = 12, 200_000
+_TROUBLE = re.compile(r"\b(ERROR|Error|error|Traceback|Exception|Killed|OutOfMemory)\b")
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What a run printed, or would have, of a step."""
+
+    step: int
+    text: str
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run. `config` is None where another version wrote it; `notes` say what of the directory could not be read."""
+
+    path: Path
+    settings: Settings
+    config: RunConfig | None
+    plan: dict[str, Any] | None
+    rows: list[dict[str, Any]]
+    attempts: list[Attempt]
+    running: bool
+    notes: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Name of the directory."""
+        return self.path.resolve().name
+
+    @cached_property
+    def curves(self) -> dict[str, Curve]:
+        """Every metric over steps."""
+        return curves_of(self.rows)
+
+    @cached_property
+    def by_step(self) -> dict[int, dict[str, Any]]:
+        """The line of each step; a step that was written twice counts by its last line."""
+        return {row[STEP]: row for row in self.rows}
+
+    @property
+    def last_step(self) -> int:
+        """Steps finished."""
+        return max(self.by_step, default=0)
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps that the run is to have, where its configuration says it."""
+        return self.settings.number("trainer.total_training_steps") and int(self.settings.number("trainer.total_training_steps"))
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing of the run is left to do."""
+        ended = bool(self.attempts) and self.attempts[-1].exit_code == 0
+        return not self.running and (ended or (not self.attempts and self.last_step == self.total_steps))
+
+    @cached_property
+    def checkpoints(self) -> tuple[int, ...]:
+        """Steps that there is a checkpoint of."""
+        return _numbered(RunDir(self.path).checkpoints)
+
+    @cached_property
+    def sample_steps(self) -> tuple[int, ...]:
+        """Steps whose training samples are there."""
+        return _numbered(RunDir(self.path).samples)
+
+    @cached_property
+    def validation_steps(self) -> tuple[int, ...]:
+        """Steps whose held-out responses are there."""
+        return _numbered(RunDir(self.path).validation)
+
+    def matching(self, pattern: str) -> list[str]:
+        """Names of metrics that a regular expression fits from end to end, in the order of the lines."""
+        return [name for name in self.curves if re.fullmatch(pattern, name)]
+
+    @cached_property
+    def advice(self) -> list[Advice]:
+        """The first of each kind, as the run printed it."""
+        if self.config is None:
+            return []
+        left, found = advisers(), []
+        for row in self.rows:
+            for adviser in tuple(left):
+                if text := adviser(self.config, _numbers(row)):
+                    left.remove(adviser)
+                    found.append(Advice(row[STEP], text.removeprefix("warning: ")))
+        return found
+
+    def log_tails(self) -> dict[str, list[str]]:
+        """The last lines of each log that sound of trouble, at most LOG_TAIL_LINES of each."""
+        tails = {file.name: _troubled(file) for file in sorted(RunDir(self.path).logs.glob("*.log"))}
+        return {name: lines for name, lines in tails.items() if lines}
+
+
+def read_run(path: Path | str) -> RunRecord:
+    """Reads a run directory, whatever process writes it meanwhile.
+
+    Raises ConfigError for what is none, for one that no step and no failure is written of, for a damaged metrics.jsonl, and
+    for a plan of another version.
+    """
+    folder = RunDir(Path(path))
+    _check_is_run(folder)
+    settings = read_settings(folder.config)
+    rows, notes = read_metrics(folder.metrics), []
+    config = _config(folder.config, notes)
+    record = RunRecord(
+        folder.path, settings, config, _plan(folder.plan, notes), rows, read_attempts(folder.path), in_use(folder.path), tuple(notes)
+    )
+    if not rows and not any(attempt.exit_code for attempt in record.attempts):
+        going = "it is being started; ask again later, or mrl watch" if record.running else "it ended before its first"
+        raise ConfigError(f"{folder.path}: no step is written yet: {going}")
+    return record
+
+
+def _check_is_run(folder: RunDir) -> None:
+    path = folder.path
+    if not path.is_dir():
+        raise ConfigError(f"{path} is no folder; give a run directory (trainer.run_dir, such as runs/NAME)")
+    if not folder.config.is_file():
+        inside = sorted(child.parent for child in path.glob(f"*/{folder.config.name}"))
+        those = f"; runs in it: {', '.join(map(str, inside[:4]))}" if inside else ""
+        raise ConfigError(f"{path} holds no run: there is no {folder.config.name}{those}")
+
+
+def _config(file: Path, notes: list[str]) -> RunConfig | None:
+    try:
+        return load_config(file).config
+    except MrlError as error:
+        first = " ".join(str(error).splitlines()[:2])
+        notes.append(f"The configuration was written by another version of mrl; what needs its keys is left out ({first}).")
+        return None
+
+
+def _plan(file: Path, notes: list[str]) -> dict[str, Any] | None:
+    if not file.exists():
+        notes.append("There is no plan.json: what was planned is left out.")
+        return None
+    return read_plan(file.read_text(encoding="utf-8", errors="replace"), str(file))
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in row.items() if isinstance(value, int | float)}
+
+
+def _numbered(folder: Path) -> tuple[int, ...]:
+    names = [_NUMBERED.fullmatch(file.name) for file in folder.glob("step-*")] if folder.is_dir() else []
+    return tuple(sorted({int(found[1]) for found in names if found}))
+
+
+def _troubled(file: Path) -> list[str]:
+    try:
+        with file.open("rb") as log:
+            log.seek(max(0, file.stat().st_size - LOG_TAIL_BYTES))
+            lines = log.read().decode("utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    return [line for line in lines if _TROUBLE.search(line)][-LOG_TAIL_LINES:]

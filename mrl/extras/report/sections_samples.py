@@ -1,0 +1,92 @@
+"""The section of samples: the best and the worst of a training step, and what changed most on the held-out prompts."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from mrl.errors import DataError
+from mrl.extras.report.heldout import Response, read_responses
+from mrl.extras.report.page import Block, Pair, Paragraph, SampleBlock, Section
+from mrl.extras.report.run_record import RunRecord
+from mrl.extras.report.samples import LONGEST, Decode, TrainingSample, decoder, extremes, text_of, tokens_of
+from mrl.record.run_dir import RunDir
+
+PAIRS = 4
+TEXT_LIMIT = 6000  # characters of a held-out response that are shown
+
+
+def samples(run: RunRecord) -> Section | None:
+    """Of the newest step with samples, and of the first and the last validation."""
+    blocks = [*_training(run), *_held_out(run)]
+    return Section("samples", "Samples", tuple(blocks)) if blocks else None
+
+
+def _training(run: RunRecord) -> Iterator[Block]:
+    if not run.sample_steps:
+        return
+    step = run.sample_steps[-1]
+    try:
+        found = extremes(RunDir(run.path).samples, step)
+    except DataError as error:
+        yield Paragraph(str(error), "warn")
+        return
+    decode = decoder(_tokenizer_folders(run))
+    yield Paragraph(
+        f"Training step {step}, the best and the worst responses. A token's colour is the log-prob that the engine gave it when it was "
+        "sampled: white was certain, red a rare choice. Point at a token for its number."
+    )
+    if decode is None:
+        yield Paragraph("No tokenizer is at hand (model.path, or a checkpoint's hf folder): tokens are shown by number.")
+    for kind, chosen in found.items():
+        for sample in chosen:
+            yield _sample_block(kind, step, sample, decode)
+
+
+def _tokenizer_folders(run: RunRecord) -> list[Path]:
+    stored = [RunDir(run.path).checkpoints / f"step-{step}" / "hf" for step in reversed(run.checkpoints)]
+    return [Path(run.settings.text("model.path")), *stored]
+
+
+def _sample_block(kind: str, step: int, sample: TrainingSample, decode: Decode | None) -> SampleBlock:
+    shown = sample.response_ids[:LONGEST]
+    cut = len(sample.response_ids) - len(shown)
+    facts = [
+        ("score", f"{sample.score:.4g}"), ("tokens", str(len(sample.response_ids))), ("ended by", sample.stop_reason),
+        ("weights", " then ".join(f"v{version}" for version in sample.versions)), ("prompt", str(sample.prompt_id)),
+    ]  # fmt: skip
+    if sample.reason not in ("ok", "None"):
+        facts.append(("reward", sample.reason))
+    if cut:
+        facts.append(("not shown", f"{cut} tokens"))
+    return SampleBlock(
+        f"{kind.capitalize()}: row {sample.row} of step {step}", tuple(facts), text_of(sample.prompt_ids, decode),
+        tokens_of(shown, sample.rollout_log_probs[:LONGEST], decode), 8.0, "log-prob",
+    )  # fmt: skip
+
+
+def _held_out(run: RunRecord) -> Iterator[Block]:
+    """Responses to the same prompt with the same seed whose score changed most between the first and the last validation."""
+    steps, folder = run.validation_steps, RunDir(run.path).validation
+    if len(steps) < 2:
+        return
+    first, last = ({_key(r): r for r in read_responses(folder, step)} for step in (steps[0], steps[-1]))
+    shared = [(first[key], last[key]) for key in first if key in last and first[key].output != last[key].output]
+    if not shared:
+        return
+    yield Paragraph(f"Held-out responses that changed most from step {steps[0]} to step {steps[-1]}: up, then down.")
+    ordered = sorted(shared, key=lambda pair: pair[1].score - pair[0].score)
+    half = PAIRS // 2
+    chosen = ordered[::-1][:half] + [pair for pair in ordered[:half] if pair not in ordered[::-1][:half]]
+    for before, after in chosen:
+        yield _pair(before, after, steps[0], steps[-1])
+
+
+def _key(response: Response) -> tuple[str, int, int, str]:
+    return response.data_source, response.prompt_id, response.sample_id, response.input
+
+
+def _pair(before: Response, after: Response, first: int, last: int) -> Pair:
+    title = f"{before.data_source}, prompt {before.prompt_id}: {before.score:.3g} to {after.score:.3g} (truth: {before.truth[:200]})"
+    return Pair(
+        title, before.input[:TEXT_LIMIT], (f"step {first}, score {before.score:.3g}", before.output[:TEXT_LIMIT]),
+        (f"step {last}, score {after.score:.3g}", after.output[:TEXT_LIMIT]),
+    )  # fmt: skip

@@ -1,0 +1,153 @@
+"""What became of a run, in words, and what to do next. Judges numbers; knows no page."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from mrl.errors import EnvironmentFault, Interrupted, NumericAbort
+from mrl.extras.report.heldout import Difference, differences, read_responses
+from mrl.extras.report.run_record import RunRecord
+from mrl.record.run_dir import RunDir
+
+Tone = Literal["good", "plain", "warn", "bad"]
+CUT_OFF, UNIFORM, FLAT_ENTROPY = 0.2, 0.5, 0.1
+FIRST_SHARE = 10  # the start and the end of a curve: a tenth of it each, one point at least
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One line, how good it is, further sentences, and what to do next."""
+
+    tone: Tone
+    headline: str
+    sentences: tuple[str, ...]
+    next_steps: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _State:
+    tone: Tone
+    words: str
+    next_step: str = ""
+
+
+def verdict(run: RunRecord) -> Verdict:
+    """Of a run, from its whole directory."""
+    state, learnt = _state(run), held_out_changes(run)
+    better = any(change.significant and change.mean > 0 for change in learnt.values())
+    worse = any(change.significant and change.mean < 0 for change in learnt.values())
+    next_steps = [step for step in (state.next_step, *_cures(run)) if step]
+    if not next_steps:
+        next_steps = [_when_all_is_well(run, bool(learnt), better)]
+    tone = state.tone if state.tone == "bad" else "warn" if worse or len(next_steps) > 1 or state.tone == "warn" else state.tone
+    if tone == "plain" and better:
+        tone = "good"
+    return Verdict(tone, f"{state.words}. {_learnt_words(run, learnt)}", tuple(_facts(run, learnt)), tuple(next_steps))
+
+
+def held_out_changes(run: RunRecord) -> dict[str, Difference]:
+    """From the first to the last validation, by data source; nothing where there are no two."""
+    steps, folder = run.validation_steps, RunDir(run.path).validation
+    return differences(read_responses(folder, steps[0]), read_responses(folder, steps[-1])) if len(steps) > 1 else {}
+
+
+def _state(run: RunRecord) -> _State:
+    done = f"{run.last_step} of {run.total_steps} steps" if run.total_steps else f"{run.last_step} steps"
+    if run.running:
+        return _State("plain", f"Running, {done}")
+    if run.finished:
+        return _State("plain", f"Finished, {done}")
+    last = run.attempts[-1] if run.attempts else None
+    resume = f"mrl train CONFIG --resume --run-dir {run.path} goes on from {_newest(run)}"
+    match last.exit_code if last else None:
+        case None if last is None:
+            return _State("bad", f"Ended after {done}; why is not recorded", f"See logs/ in the run directory; {resume}.")
+        case None:
+            return _State("bad", f"Ended after {done} without saying why: it was killed", f"See logs/ in the run directory; {resume}.")
+        case Interrupted.exit_code:
+            return _State("warn", f"Stopped after {done}, resumable: {last.message}", f"{resume}.")
+        case NumericAbort.exit_code:
+            return _State("bad", f"Numbers ended it after {done}: {last.message}", f"Cure what the message says first; then {resume}.")
+        case EnvironmentFault.exit_code:
+            return _State("bad", f"The machine ended it after {done}: {last.message}", f"mrl doctor looks for causes; then {resume}.")
+        case code:
+            return _State("bad", f"Failed after {done}, exit code {code}: {last.message}", f"See Incidents below; {resume}.")
+
+
+def _newest(run: RunRecord) -> str:
+    return f"the checkpoint of step {run.checkpoints[-1]}" if run.checkpoints else "the start, as there is no checkpoint"
+
+
+def _learnt_words(run: RunRecord, learnt: dict[str, Difference]) -> str:
+    if learnt:
+        if any(c.significant and c.mean > 0 for c in learnt.values()):
+            return "Held-out scores rose by more than chance."
+        if any(c.significant and c.mean < 0 for c in learnt.values()):
+            return "Held-out scores fell by more than chance."
+        return "Held-out scores have not moved by more than chance."
+    change = _start_and_end(run, "critic/score/mean")
+    if change is None:
+        return "Nothing is held out, and there are too few steps to say what was learnt."
+    return f"Nothing is held out to compare; the training score went from {change[0]:.3g} to {change[1]:.3g}."
+
+
+def _facts(run: RunRecord, learnt: dict[str, Difference]) -> Iterator[str]:
+    for source, change in learnt.items():
+        steps = run.validation_steps
+        yield f"{source}: held-out score from step {steps[0]} to {steps[-1]}: {change.words()}."
+    if learnt and (change := _start_and_end(run, "critic/score/mean")):
+        yield f"Training score: {change[0]:.3g} at the start, {change[1]:.3g} now."
+    if (time := run.curves.get("timing_s/step")) is not None:
+        yield f"A step takes {np.median(time.values):.3g} s (median); all {len(time)} took {time.values.sum() / 60:.3g} min."
+        if run.running and run.total_steps:
+            left = (run.total_steps - run.last_step) * float(np.median(time.values[-20:]))
+            yield f"About {left / 60:.3g} min of steps are left."
+
+
+def _start_and_end(run: RunRecord, name: str) -> tuple[float, float] | None:
+    curve = run.curves.get(name)
+    if curve is None or len(curve) < 2:
+        return None
+    part = max(1, len(curve) // FIRST_SHARE)
+    return float(curve.values[:part].mean()), float(curve.values[-part:].mean())
+
+
+def _cures(run: RunRecord) -> Iterator[str]:
+    """What a number of the last steps asks for, the gravest first."""
+    verified = run.curves.get("reshard/verified")
+    if run.settings.text("reshard.verify_every") == "1" and verified is not None and (verified.values < 1).any():
+        yield "A weight sync was not proved (reshard/verified below 1): see The weight sync's proof, and logs/ of the engines."
+    for advice in run.advice:
+        yield f"Step {advice.step}: {advice.text}"
+    cut, longest = _recent(run, "response_length/clip_ratio"), run.settings.text("data.max_response_length")
+    if cut is not None and cut > CUT_OFF:
+        yield f"{cut:.0%} of the responses are cut off at data.max_response_length ({longest}): raise it, or see why none ends."
+    uniform = _recent(run, "train/uniform_group_share")
+    if uniform is not None and uniform > UNIFORM:
+        yield f"{uniform:.0%} of the groups have one score for all responses and teach nothing: take other prompts or a larger rollout.n."
+    entropy = _start_and_end(run, "actor/entropy")
+    if entropy and entropy[1] < FLAT_ENTROPY * entropy[0]:
+        yield f"Entropy fell from {entropy[0]:.3g} to {entropy[1]:.3g} nats a token: little is left to explore. Lower actor.optim.lr."
+    failed = _recent(run, "reward/failure_share")
+    if failed:
+        yield f"{failed:.1%} of the rewards failed: logs/reward.log says why."
+    saves = run.curves.get("training/failed_saves")
+    if saves is not None and saves.last:
+        yield f"{saves.last:.0f} checkpoints were not saved: make room on the disk."
+
+
+def _recent(run: RunRecord, name: str) -> float | None:
+    curve = run.curves.get(name)
+    return None if curve is None else float(curve.values[-max(1, len(curve) // FIRST_SHARE) :].mean())
+
+
+def _when_all_is_well(run: RunRecord, held_out: bool, better: bool) -> str:
+    if run.running:
+        return "Nothing asks for attention."
+    if not held_out:
+        return "Give data.val_files and trainer.test_freq, so that the next run says what it learnt."
+    if better:
+        return f"mrl convert megatron-to-hf {run.path} -o OUT gives a Hugging Face checkpoint; mrl eval measures it on other data."
+    return "More steps, a higher actor.optim.lr or more prompts: nothing is broken, and nothing was learnt that the held-out set shows."

@@ -1,0 +1,34 @@
+"""The report of a run as a file."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mrl.errors import EnvironmentFault
+from mrl.extras.report.html import page_html
+from mrl.extras.report.run_record import read_run
+from mrl.extras.report.sections import run_page
+from mrl.extras.report.verdict import verdict
+from mrl.record.run_dir import RunDir, write_text
+
+
+@dataclass(frozen=True)
+class Written:
+    """A report that was written, and what it says first."""
+
+    path: Path
+    bytes: int
+    headline: str
+
+
+def write_report(run_dir: Path, output: Path | None = None) -> Written:
+    """Reads the run and writes its page, whole or not at all, to `output` (RUN/report.html without it).
+
+    Raises ConfigError for what is no run directory that can be read, EnvironmentFault where the file cannot be written.
+    """
+    run = read_run(run_dir)
+    text, target = page_html(run_page(run)), output or RunDir(run.path).report
+    try:
+        write_text(target, text)
+    except OSError as error:
+        raise EnvironmentFault(f"{target}: cannot be written ({error.strerror})") from error
+    return Written(target, len(text.encode()), verdict(run).headline)

@@ -1,0 +1,386 @@
+"""`mrl report`: the page says what the run directory holds, as text and nothing else; directories that are none end with one message."""
+
+import base64
+import json
+import math
+import os
+import re
+import struct
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from report_run import HOSTILE, World, write_run
+
+from mrl.cli.main import main
+from mrl.errors import Interrupted, NumericAbort
+from mrl.extras.report.at_checkpoints import APART_S, ReportView, report_at_the_end
+from mrl.extras.report.columns import STEP, Curve, curves_of
+from mrl.extras.report.heldout import paired
+from mrl.extras.report.html import page_html
+from mrl.extras.report.run_record import read_run
+from mrl.extras.report.samples import chosen_rows, decoder, tokens_of
+from mrl.extras.report.sections import run_page
+from mrl.extras.report.settings import read_settings
+from mrl.extras.report.verdict import verdict
+from mrl.record.attempts import attempt, read_attempts
+from mrl.record.run_dir import RunDir
+
+RISING = {0: [0.0] * 8 + [1.0] * 8, 6: [0.0] * 2 + [1.0] * 14}
+
+
+class Elements(HTMLParser):
+    """Every element that a browser would make, with attributes, and the text outside of scripts and styles."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.text, self._inside = [], ""
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+        self._inside = tag
+
+    def handle_data(self, data):
+        if self._inside not in ("script", "style"):
+            self.text.append(data)
+
+    def handle_endtag(self, tag):
+        self._inside = ""
+
+
+def the_page(run) -> str:
+    return page_html(run_page(read_run(run.path)))
+
+
+def data_of(html: str) -> dict:
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.S)[1])
+
+
+def points(curve: dict) -> dict[int, float]:
+    x, y = base64.b64decode(curve["x"]), base64.b64decode(curve["y"])
+    return dict(zip(struct.unpack(f"<{len(x) // 4}i", x), struct.unpack(f"<{len(y) // 8}d", y), strict=True))
+
+
+# ---------------------------------------------------------------- the page
+
+
+def test_every_section_is_there_and_every_curve_has_the_points_of_metrics_jsonl(tmp_path):
+    run = write_run(tmp_path / "run", World(held_out=RISING))
+    html = the_page(run)
+    sections = [attributes["id"] for tag, attributes in Elements(html).found if tag == "section"]
+    assert sections == ["verdict", "settings", "curves", "steps", "sync", "incidents", "samples", "reproducibility"]
+    rows = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    curves = data_of(html)["curves"]
+    for name in set(rows[0]) - {STEP}:
+        assert points(curves[name]) == {row[STEP]: row[name] for row in rows}
+
+
+def test_text_of_a_model_makes_no_element_and_no_attribute(tmp_path):
+    run = write_run(tmp_path / "run", World(held_out=RISING, settings=[f"trainer.experiment_name={json.dumps(HOSTILE)}"]))
+    page = Elements(the_page(run))
+    assert [attributes.get("type") for tag, attributes in page.found if tag == "script"] == ["application/json", None, None]
+    assert not [tag for tag, _ in page.found if tag in ("img", "iframe", "link", "object", "embed", "base", "form")]
+    assert not [name for _, attributes in page.found for name in attributes if name.startswith("on") or name == "style"]
+    assert "".join(page.text).count(HOSTILE) >= 6  # as it stands: of training samples, of held-out ones, the name
+
+
+def test_nothing_on_the_page_names_another_place(tmp_path):
+    page = Elements(the_page(write_run(tmp_path / "run")))
+    links = [value for _, attributes in page.found for name, value in attributes.items() if name in ("src", "href", "action", "data")]
+    assert links and all(link.startswith("#") for link in links)
+
+
+def test_the_policy_names_exactly_what_is_on_the_page(tmp_path):
+    """Hashes by an independent reading of the file, so that a browser lets the page's own scripts run, and no other."""
+    import hashlib
+
+    html = the_page(write_run(tmp_path / "run"))
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', html)[1]
+    own = re.findall(r"<script>(.*?)</script>|<style>(.*?)</style>", html, re.S)
+    digests = {base64.b64encode(hashlib.sha256((a or b).encode()).digest()).decode() for a, b in own}
+    assert set(re.findall(r"'sha256-([^']+)'", policy)) == digests and len(digests) == 4
+    assert "default-src 'none'" in policy and "connect-src 'none'" in policy and "unsafe" not in policy
+
+
+def test_a_browser_without_scripts_gets_the_curves_in_numbers(tmp_path):
+    html = the_page(write_run(tmp_path / "run"))
+    plain = re.search(r"<noscript>(.*?)</noscript>", html, re.S)[1]
+    score = [f"{step / 10 + 1 / 3:.4g}" for step in (1, 6)]
+    assert f">critic/score/mean</td><td>reward</td><td class=n>6</td><td class=n>{score[0]}</td><td class=n>{score[1]}</td>" in plain
+
+
+# ---------------------------------------------------------------- curves, settings, samples, held-out scores
+
+
+def test_thinning_keeps_real_points_and_every_extreme():
+    """The example of mrl/extras/report/columns.py, then any curve."""
+    curve = Curve(np.arange(1, 7), np.array([5.0, 9, 1, 4, 4, 7]), 6)
+    thin = curve.thinned(4)
+    assert [*zip(thin.steps, thin.values, strict=True)] == [(2, 9), (3, 1), (4, 4), (6, 7)]
+    noise = np.random.default_rng(0).normal(size=10_000)
+    whole = Curve(np.arange(10_000), noise, 10_000)
+    thin = whole.thinned(1000)
+    assert len(thin) <= 1000 and thin.of == 10_000
+    assert (noise[thin.steps] == thin.values).all() and (np.diff(thin.steps) > 0).all()
+    assert thin.values.max() == noise.max() and thin.values.min() == noise.min()
+
+
+def test_what_is_no_finite_number_is_no_point():
+    rows = [{STEP: 1, "a": 1.5, "b": None}, {STEP: 2, "a": math.inf, "b": 2}, {STEP: 3, "a": 0, "c": "text"}]
+    curves = curves_of(rows)
+    assert {name: [*zip(c.steps.tolist(), c.values.tolist(), strict=True)] for name, c in curves.items()} == {
+        "a": [(1, 1.5), (3, 0.0)],
+        "b": [(2, 2.0)],
+    }
+
+
+def test_settings_that_differ_are_those_that_somebody_changed(tmp_path):
+    """A value that a file repeats from the recipe, as 3e-4 for 0.0003, changes nothing."""
+    run = write_run(tmp_path / "run", World(settings=["algorithm.policy_loss.clip_ratio_low=3e-4", "actor.optim.lr=5e-7"]))
+    own = {setting.key: (setting.value, usual, setting.origin) for setting, usual in read_settings(run.config).own()}
+    assert own["actor.optim.lr"] == ("5.0e-07", "1.0e-06", "--set")
+    assert "algorithm.policy_loss.clip_ratio_low" not in own
+    assert own["algorithm.policy_loss.clip_ratio_high"][:2] == ("0.01", "0.0004")
+
+
+def test_best_and_worst_are_of_different_prompts_while_there_are_such():
+    scores, prompts = [1.0, 1.0, 1.0, 0.9, 0.1, 0.0, 0.0], [1, 1, 1, 2, 3, 4, 4]
+    best, worst = chosen_rows(scores, prompts)
+    assert [prompts[row] for row in best] == [1, 2, 3] and [scores[row] for row in best] == [1.0, 0.9, 0.1]
+    assert [scores[row] for row in worst] == [0.0, 1.0, 0.0] and not set(best) & set(worst)
+
+
+def test_tokens_that_only_together_are_a_character_stand_together():
+    pieces = {0: b"a", 1: "é".encode()[:1], 2: "é".encode()[1:], 3: b"b"}
+    tokens = tokens_of([0, 1, 2, 3], [-1.0, -0.5, -2.0, None], lambda ids: b"".join(pieces[i] for i in ids).decode(errors="replace"))
+    assert [(token.text, token.value) for token in tokens] == [("a", -1.0), ("é", -2.0), ("b", None)]
+
+
+def test_tokens_are_numbers_where_no_tokenizer_is_at_hand(tmp_path):
+    assert decoder([tmp_path]) is None
+    assert [token.text for token in tokens_of([7, 9], [None, None], None)] == ["7 ", "9 "]
+
+
+def test_a_difference_of_prompts_by_hand():
+    """8 of 16 prompts go from 0 to 1: mean 1/2, standard error 1/sqrt(60), z 3.873, two-sided chance 1.075e-4 (table of the normal)."""
+    found = paired(np.zeros(16), np.array([1.0] * 8 + [0.0] * 8))
+    assert (found.mean, found.prompts) == (0.5, 16)
+    assert found.standard_error == pytest.approx(1 / math.sqrt(60)) and found.p == pytest.approx(1.075e-4, rel=1e-3)
+    assert found.significant and paired(np.ones(16), np.ones(16)).p == 1.0
+    assert not paired(np.zeros(4), np.array([1.0, 1, 1, 0.9])).significant  # four prompts say nothing
+
+
+# ---------------------------------------------------------------- verdict, attempts
+
+
+@pytest.mark.parametrize(
+    ("scores", "words", "tone"),
+    [
+        (RISING, "rose by more than chance", "good"),
+        ({0: RISING[6], 6: RISING[0]}, "fell by more than chance", "warn"),
+        ({0: RISING[0], 6: RISING[0][::-1]}, "have not moved by more than chance", "plain"),
+    ],
+)
+def test_a_finished_run_is_judged_by_its_held_out_scores(tmp_path, scores, words, tone):
+    said = verdict(read_run(write_run(tmp_path / "run", World(held_out=scores)).path))
+    assert said.headline.startswith("Finished, 6 of 6 steps. ") and words in said.headline and said.tone == tone
+
+
+def ended_by(path, error) -> None:
+    with pytest.raises(type(error)), attempt(path, 0, {"torch": "2"}):
+        raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "next_step"),
+    [
+        (Interrupted("rank 3 is lost"), "Stopped after 3 of 6 steps, resumable: rank 3 is lost", "--resume"),
+        (NumericAbort("nan"), "Numbers ended it after 3 of 6 steps: nan", "--resume"),
+        (RuntimeError("a defect"), "Failed after 3 of 6 steps, exit code 1: a defect", "Incidents"),
+    ],
+)
+def test_a_run_that_ended_early_says_why_and_how_to_go_on(tmp_path, error, words, next_step):
+    run = write_run(tmp_path / "run", World(steps=3))
+    ended_by(run.path, error)
+    said = verdict(read_run(run.path))
+    assert words in said.headline and next_step in said.next_steps[0] and said.tone in ("bad", "warn")
+
+
+def test_a_run_that_failed_before_its_first_step_has_a_page(tmp_path):
+    run = write_run(tmp_path / "run", World(steps=0))
+    ended_by(run.path, RuntimeError("no engine"))
+    assert "no engine" in "".join(Elements(the_page(run)).text)
+
+
+def test_a_run_that_goes_on_and_one_that_was_killed(tmp_path):
+    run = write_run(tmp_path / "run", World(steps=3))
+    with attempt(run.path, 0, {}):
+        again = RunDir.open(run.path, "", resume=True)
+        assert verdict(read_run(run.path)).headline.startswith("Running, 3 of 6 steps")
+        again.close()
+        assert "killed" in verdict(read_run(run.path)).headline
+
+
+def test_attempts_say_command_versions_and_end_and_survive_a_resume(tmp_path):
+    run = write_run(tmp_path / "run")
+    with attempt(run.path, 0, {"torch": "2.13.0"}):
+        pass
+    ended_by(run.path, Interrupted("stopped by SIGTERM"))
+    RunDir.open(run.path, "", resume=True).truncate_metrics(2)
+    first, second = read_attempts(run.path)
+    assert (first.exit_code, first.versions, first.is_of_this_process) == (0, {"torch": "2.13.0"}, True)
+    assert (second.exit_code, second.message, second.step) == (5, "stopped by SIGTERM", 0) and second.command and second.ended
+
+
+def test_a_torn_line_of_attempts_hides_no_other(tmp_path):
+    with attempt(tmp_path, 3, {}):
+        pass
+    with (tmp_path / "attempts.jsonl").open("a") as file:
+        file.write('{"event": "began", "ti')
+    assert [one.step for one in read_attempts(tmp_path)] == [3]
+
+
+# ---------------------------------------------------------------- beside a run
+
+
+def test_the_report_at_the_end_is_of_the_run_that_this_process_held(tmp_path):
+    run = write_run(tmp_path / "run")
+    assert report_at_the_end(run.path) == "" and not run.report.exists()  # another's, or one that never began
+    with attempt(run.path, 0, {}):
+        pass
+    assert str(run.report) in report_at_the_end(run.path) and run.report.stat().st_size > 50_000
+
+
+def test_a_report_that_cannot_be_written_is_a_line_and_no_error(tmp_path):
+    run = write_run(tmp_path / "run")
+    with attempt(run.path, 0, {}):
+        pass
+    run.report.mkdir()
+    assert report_at_the_end(run.path).startswith("note: no report was written: EnvironmentFault")
+
+
+def test_reports_of_a_run_that_goes_on_come_after_saves_and_not_too_often(tmp_path, monkeypatch):
+    began, now = [], [0.0]
+
+    class Process:
+        def __init__(self, command, **_):
+            began.append(command[-2:])
+            self.ended = None
+
+        def poll(self):
+            return self.ended
+
+        def terminate(self):
+            self.ended = -15
+
+        def wait(self, timeout):
+            return self.ended
+
+    monkeypatch.setattr("mrl.extras.report.at_checkpoints.subprocess.Popen", Process)
+    (tmp_path / "logs").mkdir()
+    view = ReportView(tmp_path, lambda step: step % 2 == 0, lambda: now[0])
+    for step, at in ((2, 1.0), (3, APART_S + 1), (4, APART_S + 2), (6, APART_S + 3), (8, 3 * APART_S)):
+        now[0] = at
+        view.write(step, {})
+    assert began == [["report", str(tmp_path)]]  # at step 4 alone: 2 is early, 3 not saved, 6 too soon, and at 8 the first goes on
+    view.close()
+    view.write(8, {})
+    assert len(began) == 2
+
+
+# ---------------------------------------------------------------- bad input
+
+
+def no_folder(path):
+    return path / "nothing", "is no folder"
+
+
+def a_file(path):
+    (path / "file").write_text("x")
+    return path / "file", "is no folder"
+
+
+def empty(path):
+    (path / "run").mkdir()
+    return path / "run", "holds no run"
+
+
+def above_runs(path):
+    write_run(path / "run")
+    return path, f"holds no run: there is no config.resolved.yaml; runs in it: {path / 'run'}"
+
+
+def no_step(path):
+    return write_run(path / "run", World(steps=0)).path, "no step is written yet"
+
+
+def damaged_metrics(path):
+    run = write_run(path / "run")
+    lines = run.metrics.read_text().splitlines()
+    run.metrics.write_text("\n".join([lines[0], lines[1][:40], lines[2], ""]))
+    return run.path, "metrics.jsonl:2: not a metrics line"
+
+
+def damaged_config(path):
+    run = write_run(path / "run")
+    run.config.write_bytes(b"\x00\xff garbage")
+    return run.path, "config.resolved.yaml"
+
+
+def plan_of_another_version(path):
+    run = write_run(path / "run")
+    run.plan.write_text('{"format": 99}')
+    return run.path, "is no plan of this version"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [no_folder, a_file, empty, above_runs, no_step, damaged_metrics, damaged_config, plan_of_another_version],
+    ids=lambda c: c.__name__,
+)
+def test_what_is_no_run_ends_with_one_message(tmp_path, capsys, case):
+    path, words = case(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(path)])
+    out = capsys.readouterr()
+    assert ended.value.code == 2 and words in out.err and not out.out
+    assert out.err.startswith("mrl report: ") and out.err.count("\n") == 1
+    assert not [file for file in tmp_path.rglob("*report.html*") if file.is_file()]
+
+
+def test_a_run_that_is_being_written_is_read_without_its_torn_line(tmp_path, capsys):
+    run = write_run(tmp_path / "run", World(steps=3))
+    with run.metrics.open("a") as file:
+        file.write('{"training/global_step": 4, "critic/sc')
+    main(["report", str(run.path)])
+    assert "3 of 6 steps" in capsys.readouterr().out
+
+
+def test_a_configuration_of_another_version_costs_only_what_needs_its_keys(tmp_path):
+    run = write_run(tmp_path / "run")
+    run.config.write_text(run.config.read_text() + "novelty:\n  key: 1  # default\n")
+    record = read_run(run.path)
+    assert record.config is None and "another version" in record.notes[0]
+    assert "another version" in "".join(Elements(the_page(run)).text)
+
+
+def test_damaged_samples_are_said_where_they_would_stand(tmp_path):
+    run = write_run(tmp_path / "run")
+    (run.samples / "step-6.parquet").write_bytes(b"PAR1 no more")
+    assert "the samples of step 6 cannot be read" in "".join(Elements(the_page(run)).text)
+
+
+def test_a_place_that_cannot_be_written_is_the_machine(tmp_path, capsys):
+    run = write_run(tmp_path / "run")
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(run.path), "-o", str(tmp_path / "no" / "page.html")])
+    assert ended.value.code == 4 and "cannot be written" in capsys.readouterr().err
+
+
+def test_output_goes_where_it_is_asked(tmp_path, capsys):
+    run = write_run(tmp_path / "run")
+    main(["report", str(run.path), "-o", str(tmp_path / "page.html")])
+    assert os.path.getsize(tmp_path / "page.html") < 5e6 and not run.report.exists()
+    assert "wrote" in capsys.readouterr().out
