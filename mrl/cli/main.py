@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from mrl.cli import (
+    compare,
     completion,
     convert,
     data,
@@ -32,7 +33,7 @@ GROUPS: dict[str, tuple[ModuleType, ...]] = {
     "begin": (init, import_verl, data, doctor),
     "before a run": (validate, plan, verify, rehearse),
     "run": (train, submit, eval),
-    "afterwards": (report, convert),
+    "afterwards": (report, compare, convert),
     "shell": (completion,),
 }
 EXIT_CODES = (

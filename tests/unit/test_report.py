@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-from report_run import HOSTILE, World, write_run
+from report_run import HOSTILE, ROOT, World, write_run
 
 from mrl.cli.main import main
 from mrl.errors import Interrupted, NumericAbort
@@ -168,8 +168,8 @@ def test_a_difference_of_prompts_by_hand():
     found = paired(np.zeros(16), np.array([1.0] * 8 + [0.0] * 8))
     assert (found.mean, found.prompts) == (0.5, 16)
     assert found.standard_error == pytest.approx(1 / math.sqrt(60)) and found.p == pytest.approx(1.075e-4, rel=1e-3)
-    assert found.significant and paired(np.ones(16), np.ones(16)).p == 1.0
-    assert not paired(np.zeros(4), np.array([1.0, 1, 1, 0.9])).significant  # four prompts say nothing
+    assert found.significant() and paired(np.ones(16), np.ones(16)).p == 1.0
+    assert not paired(np.zeros(4), np.array([1.0, 1, 1, 0.9])).significant()  # four prompts say nothing
 
 
 # ---------------------------------------------------------------- verdict, attempts
@@ -384,3 +384,39 @@ def test_output_goes_where_it_is_asked(tmp_path, capsys):
     main(["report", str(run.path), "-o", str(tmp_path / "page.html")])
     assert os.path.getsize(tmp_path / "page.html") < 5e6 and not run.report.exists()
     assert "wrote" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("a defect")])
+def test_mrl_train_leaves_a_report_behind_however_it_ends(tmp_path, monkeypatch, capsys, error):
+    """With everything that `mrl train` does around a run, and none of its processes."""
+    from contextlib import contextmanager
+    from types import SimpleNamespace
+
+    from mrl.train import loop, preflight, run
+
+    folder = tmp_path / "run"
+
+    @contextmanager
+    def open_run(resolved, resume, views):
+        assert list(views) == ["report"]
+        with attempt(write_run(folder, World(steps=3)).path, 0, {}):
+            yield SimpleNamespace(state=SimpleNamespace(step=3), run_dir=SimpleNamespace(path=folder))
+
+    def train(_):
+        if error:
+            raise error
+
+    monkeypatch.setattr(preflight, "preflight", lambda *_: None)
+    monkeypatch.setattr(preflight, "with_models_at_hand", lambda resolved: resolved)
+    monkeypatch.setattr(preflight, "start_lines", lambda *_: [])
+    monkeypatch.setattr(run, "open_run", open_run)
+    monkeypatch.setattr(loop, "train", train)
+    monkeypatch.setattr("mrl.cluster.prerequisites.ask_for_token_authentication", lambda: None)
+    arguments = ["train", str(ROOT / "parallel_configs" / "tiny-moe" / "cpu.yaml"), "--run-dir", str(folder)]
+    if error:
+        with pytest.raises(RuntimeError):
+            main(arguments)
+    else:
+        main(arguments)
+    assert f"report: {folder / 'report.html'}" in capsys.readouterr().out
+    assert ("exit code 1: a defect" if error else "Finished, 3 of 6 steps") in (folder / "report.html").read_text()

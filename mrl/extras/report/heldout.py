@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-Z95 = 1.959964
+Z95, LEVEL = 1.959964, 0.05
 FEW_PROMPTS = 12  # below it the normal distribution promises too much
 
 
@@ -49,17 +49,16 @@ class Difference:
         """Half of the 95 % interval."""
         return Z95 * self.standard_error
 
-    @property
-    def significant(self) -> bool:
-        """Whether the 95 % interval leaves zero out, of enough prompts to say so."""
-        return self.prompts >= FEW_PROMPTS and self.p < 0.05
+    def significant(self, level: float = LEVEL) -> bool:
+        """Whether chance alone would be as large in less than `level` of all cases, of enough prompts to say so."""
+        return self.prompts >= FEW_PROMPTS and self.p < level
 
-    def words(self) -> str:
+    def words(self, level: float = LEVEL) -> str:
         """In a sentence."""
         size = f"{self.first:.3g} to {self.second:.3g} ({self.mean:+.3g} ± {self.half_width:.2g}, {self.prompts} prompts)"
         if self.prompts < FEW_PROMPTS:
             return f"{size}: too few prompts to tell from chance"
-        if not self.significant:
+        if not self.significant(level):
             return f"{size}: no more than chance (p = {self.p:.2g})"
         chance = "p < 0.0001" if self.p < 1e-4 else f"p = {self.p:.2g}"
         return f"{size}: {'better' if self.mean > 0 else 'worse'} by more than chance ({chance})"

@@ -92,10 +92,11 @@ class Stack:
 
 @dataclass(frozen=True)
 class Explorer:
-    """A chart of any metric that the reader chooses."""
+    """A chart of any metric that the reader chooses. `runs`: label, and what stands before a metric's name in its key of Page.curves."""
 
     id: str
     names: tuple[str, ...]
+    runs: tuple[tuple[str, str], ...] = (("", ""),)
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,12 @@ class Settings:
     head: tuple[str, ...]
 
     def text(self, key: str, missing: str = "") -> str:
-        """The value of a key as YAML text."""
-        return self.by_key[key].value if key in self.by_key else missing
+        """The value of a key: text as it is, anything else as YAML writes it."""
+        if key not in self.by_key:
+            return missing
+        value = self.by_key[key].value
+        plain = parse_yaml(value, key, with_lines=False).value
+        return plain if isinstance(plain, str) else value
 
     def number(self, key: str) -> float | None:
         """The value of a key, where it is a number."""

@@ -36,8 +36,8 @@ class _State:
 def verdict(run: RunRecord) -> Verdict:
     """Of a run, from its whole directory."""
     state, learnt = _state(run), held_out_changes(run)
-    better = any(change.significant and change.mean > 0 for change in learnt.values())
-    worse = any(change.significant and change.mean < 0 for change in learnt.values())
+    better = any(change.significant() and change.mean > 0 for change in learnt.values())
+    worse = any(change.significant() and change.mean < 0 for change in learnt.values())
     next_steps = [step for step in (state.next_step, *_cures(run)) if step]
     if not next_steps:
         next_steps = [_when_all_is_well(run, bool(learnt), better)]
@@ -82,9 +82,9 @@ def _newest(run: RunRecord) -> str:
 
 def _learnt_words(run: RunRecord, learnt: dict[str, Difference]) -> str:
     if learnt:
-        if any(c.significant and c.mean > 0 for c in learnt.values()):
+        if any(c.significant() and c.mean > 0 for c in learnt.values()):
             return "Held-out scores rose by more than chance."
-        if any(c.significant and c.mean < 0 for c in learnt.values()):
+        if any(c.significant() and c.mean < 0 for c in learnt.values()):
             return "Held-out scores fell by more than chance."
         return "Held-out scores have not moved by more than chance."
     change = _start_and_end(run, "critic/score/mean")

@@ -1,10 +1,11 @@
-"""The report of a run as a file."""
+"""Pages as files."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from mrl.errors import EnvironmentFault
 from mrl.extras.report.html import page_html
+from mrl.extras.report.page import Page
 from mrl.extras.report.run_record import read_run
 from mrl.extras.report.sections import run_page
 from mrl.extras.report.verdict import verdict
@@ -26,9 +27,15 @@ def write_report(run_dir: Path, output: Path | None = None) -> Written:
     Raises ConfigError for what is no run directory that can be read, EnvironmentFault where the file cannot be written.
     """
     run = read_run(run_dir)
-    text, target = page_html(run_page(run)), output or RunDir(run.path).report
+    target = output or RunDir(run.path).report
+    return Written(target, write_page(run_page(run), target), verdict(run).headline)
+
+
+def write_page(page: Page, target: Path) -> int:
+    """Writes a page, whole or not at all; its bytes. Raises EnvironmentFault where the file cannot be written."""
+    text = page_html(page)
     try:
         write_text(target, text)
     except OSError as error:
         raise EnvironmentFault(f"{target}: cannot be written ({error.strerror})") from error
-    return Written(target, len(text.encode()), verdict(run).headline)
+    return len(text.encode())

@@ -109,7 +109,7 @@
     for (const one of explorers) {
       if (id && one.id !== id) continue;
       const name = view.chosen[one.id] ?? one.names[0];
-      if (name) place(one.id, name, lines({ id: one.id, series: [{ label: name, curve: name }] }, curves), view.log[one.id]);
+      if (name) place(one.id, name, lines({ id: one.id, series: one.runs.map(([run, key]) => ({ label: run || name, curve: key + name })) }, curves), view.log[one.id]);
     }
   }
 

@@ -1,0 +1,36 @@
+"""`mrl compare`."""
+
+import argparse
+import json
+from pathlib import Path
+
+
+def add(commands) -> None:
+    """Registers the command."""
+    compare = commands.add_parser(
+        "compare",
+        help="runs side by side: settings that differ, curves on one axis, whether held-out scores differ by more than chance",
+        description="Holds every further run against the first one and writes one self-contained HTML file.",
+    )
+    compare.add_argument("run_dirs", metavar="RUN", nargs="+", help="two run directories or more")
+    compare.add_argument("-o", "--output", default="compare.html", help="file to write; default: compare.html")
+    compare.add_argument("--json", action="store_true", help="print one JSON object and write no page")
+    compare.set_defaults(run=_compare)
+
+
+def _compare(options: argparse.Namespace) -> None:
+    from mrl.extras.report.comparison import compare
+    from mrl.extras.report.sections_compare import compare_page, headline
+    from mrl.extras.report.write import write_page
+
+    found = compare([Path(path) for path in options.run_dirs])
+    if options.json:
+        print(json.dumps(found.to_json()))
+        return
+    size = write_page(compare_page(found), Path(options.output))
+    print(headline(found)[1])
+    for test in found.tests:
+        print(f"  {test.words()}")
+    for note in found.notes:
+        print(f"  note: {note}")
+    print(f"{len(found.settings)} settings differ; wrote {options.output} ({size / 1e6:.2f} MB)")
