@@ -43,7 +43,9 @@ setup(
     version="0.1.0",
     description="Reinforcement learning of large mixture-of-experts language models on Megatron",
     packages=find_packages(include=["mrl", "mrl.*"]),
-    package_data={"mrl": ["config/recipes/*.yaml", "model/known/*.json", "plan/devices.json", "extras/report/assets/*"]},
+    package_data={
+        "mrl": ["config/recipes/*.yaml", "model/known/*.json", "plan/devices.json", "extras/report/assets/*"]
+    },
     python_requires=">=3.11",
     install_requires=CORE,
     extras_require=EXTRAS,

@@ -9,7 +9,8 @@ def add(commands) -> None:
     report = commands.add_parser(
         "report",
         help="one page about a run: verdict, curves, times, memory, the weight sync's proof, samples",
-        description="Writes one self-contained HTML file from what the run directory holds, whether the run goes on, has ended or failed. "
+        description="Writes one self-contained HTML file from what the run directory holds, whether the run goes on, "
+        "has ended or failed. "
         "It asks no network for anything.",
     )
     report.add_argument("run_dir", metavar="RUN", help="a run directory, such as runs/first")

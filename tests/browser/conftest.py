@@ -1,4 +1,6 @@
-"""A real browser, headless: Debian's chromium with its driver, where both are installed. Without them tests are skipped with a word."""
+"""A real browser, headless: Debian's chromium with its driver, where both are installed. Without them tests are skipped
+with a word.
+"""
 
 import json
 import shutil
@@ -14,7 +16,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))  # report_run: a run directory to look at
 
 FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--window-size=1280,1000",
 )  # fmt: skip
 READY_S = 20.0
@@ -49,7 +52,9 @@ class Browser:
     def requests(self) -> list[str]:
         """Addresses that were asked for since the last call."""
         entries = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
-        return [entry["params"]["request"]["url"] for entry in entries if entry["method"] == "Network.requestWillBeSent"]
+        return [
+            entry["params"]["request"]["url"] for entry in entries if entry["method"] == "Network.requestWillBeSent"
+        ]
 
     def complaints(self) -> list[str]:
         """Errors that the page or the policy gave since the last call."""

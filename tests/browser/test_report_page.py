@@ -1,4 +1,6 @@
-"""The pages in a real browser: what it draws is metrics.jsonl, what a model wrote does nothing, and no request leaves."""
+"""The pages in a real browser: what it draws is metrics.jsonl, what a model wrote does nothing, and no request
+leaves.
+"""
 
 import json
 
@@ -17,7 +19,8 @@ SECTIONS = ["verdict", "settings", "curves", "steps", "sync", "incidents", "samp
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     run = write_run(
-        tmp_path_factory.mktemp("runs") / "run", World(held_out=HELD_OUT, settings=[f"trainer.experiment_name={json.dumps(HOSTILE)}"])
+        tmp_path_factory.mktemp("runs") / "run",
+        World(held_out=HELD_OUT, settings=[f"trainer.experiment_name={json.dumps(HOSTILE)}"]),
     )
     main(["report", str(run.path)])
     return run
@@ -44,12 +47,19 @@ def test_every_section_is_there_and_nothing_is_complained_of(page):
 
 
 def test_points_of_the_curves_are_those_of_metrics_jsonl(page, run):
-    for chart, name in (("reward", "critic/score/mean"), ("entropy", "actor/entropy"), ("mismatch", "rollout_corr/k3_kl")):
+    for chart, name in (
+        ("reward", "critic/score/mean"),
+        ("entropy", "actor/entropy"),
+        ("mismatch", "rollout_corr/k3_kl"),
+    ):
         assert drawn(page, chart) == [[row[STEP] for row in rows(run)], [row[name] for row in rows(run)]]
 
 
 def test_any_metric_can_be_chosen(page, run):
-    page.ask("const s = document.querySelector('#any-metric select'); s.value = 'reshard/seconds'; s.dispatchEvent(new Event('change'))")
+    page.ask(
+        "const s = document.querySelector('#any-metric select'); s.value = 'reshard/seconds'; s.dispatchEvent(new "
+        "Event('change'))"
+    )
     assert drawn(page, "any-metric")[1] == [row["reshard/seconds"] for row in rows(run)]
 
 
@@ -87,10 +97,14 @@ def test_dragging_zooms_and_pointing_shows_values(page, run):
     ActionChains(page.driver).move_to_element_with_offset(over, -wide // 4, 0).click_and_hold().move_by_offset(
         wide // 2, 0
     ).release().perform()
-    low, high = page.until("const x = window.mrlReport.plots.reward.scales.x; return x.max - x.min < 4 && [x.min, x.max]")
+    low, high = page.until(
+        "const x = window.mrlReport.plots.reward.scales.x; return x.max - x.min < 4 && [x.min, x.max]"
+    )
     assert 1 < low < high < 6
     legend = page.ask("return [...document.querySelectorAll('#reward .u-value')].map((v) => v.textContent)")
-    assert legend[0] in {str(row[STEP]) for row in rows(run)} and legend[1] in {f"{row['critic/score/mean']:.5g}" for row in rows(run)}
+    assert legend[0] in {str(row[STEP]) for row in rows(run)} and legend[1] in {
+        f"{row['critic/score/mean']:.5g}" for row in rows(run)
+    }
 
 
 def test_what_a_model_wrote_is_inert_and_stands_there(page):
@@ -103,7 +117,9 @@ def test_what_a_model_wrote_is_inert_and_stands_there(page):
 
 def test_the_policy_stops_what_would_run_if_escaping_failed(page):
     """As if a text had become an element after all."""
-    page.ask("document.getElementById('samples').innerHTML += arguments[0]", "<img src='data:,' onerror='window.hurt = 2'>")
+    page.ask(
+        "document.getElementById('samples').innerHTML += arguments[0]", "<img src='data:,' onerror='window.hurt = 2'>"
+    )
     page.ask("const s = document.createElement('script'); s.textContent = 'window.hurt = 3'; document.body.append(s)")
     page.ask("return new Promise((done) => setTimeout(done, 300))")
     assert page.ask("return window.hurt") is None
@@ -133,7 +149,12 @@ def test_a_run_of_ten_thousand_steps_opens_in_three_seconds(tmp_path, browser):
     run.metrics.write_text(
         "".join(
             json_line(
-                {STEP: i + 1, "critic/score/mean": float(row[0]), **{f"rollout_corr/{k}": v for k, v in enumerate(row.tolist())}} | phases
+                {
+                    STEP: i + 1,
+                    "critic/score/mean": float(row[0]),
+                    **{f"rollout_corr/{k}": v for k, v in enumerate(row.tolist())},
+                }
+                | phases
             )
             for i, row in enumerate(noise)
         )
@@ -156,5 +177,9 @@ def test_runs_side_by_side_share_an_axis(tmp_path, browser, capsys):
     data = drawn(browser, "compare-critic-score-mean")
     assert len(data) == 3 and data[1] == data[2]
     assert browser.ask("return document.querySelector('#verdict p').textContent").startswith("<b> beats a")
-    assert browser.ask("return [...document.querySelectorAll('#settings td')].map((c) => c.textContent)") == ["trainer.seed", "1", "3"]
+    assert browser.ask("return [...document.querySelectorAll('#settings td')].map((c) => c.textContent)") == [
+        "trainer.seed",
+        "1",
+        "3",
+    ]
     assert not browser.complaints()

@@ -50,7 +50,9 @@ def write_run(path: Path, world: World = World()) -> RunDir:
     for step, scores in (world.held_out or {}).items():
         _write_validation(run, step, scores)
     if world.with_samples and world.steps:
-        write_samples(run.samples, world.steps, [packed([_sample(row) for row in range(6)])], [_reward(row) for row in range(6)])
+        write_samples(
+            run.samples, world.steps, [packed([_sample(row) for row in range(6)])], [_reward(row) for row in range(6)]
+        )
     run.close()
     return run
 
@@ -60,8 +62,10 @@ def _row(step: int) -> dict[str, float]:
     return {
         "critic/score/mean": step / 10 + 1 / 3, "actor/entropy": 2.0 - step / 50, "actor/pg_clipfrac": 0.1,
         "rollout_corr/k3_kl": 1e-7 * step,
-        "response_length/mean": 3.0, "response_length/clip_ratio": 0.0, "reshard/verified": 1.0, "reshard/seconds": 0.25,
-        "reshard/bytes_moved": 4e6, "reshard/bytes_required": 4e6, "reshard/weight_version": float(step), "perf/cpu_memory_used_gb": 4.5,
+        "response_length/mean": 3.0, "response_length/clip_ratio": 0.0, "reshard/verified": 1.0,
+        "reshard/seconds": 0.25,
+        "reshard/bytes_moved": 4e6, "reshard/bytes_required": 4e6, "reshard/weight_version": float(step),
+        "perf/cpu_memory_used_gb": 4.5,
         "timing_s/step": sum(phases.values()), **{f"timing_s/{name}": seconds for name, seconds in phases.items()},
     }  # fmt: skip
 
@@ -69,7 +73,8 @@ def _row(step: int) -> dict[str, float]:
 def _sample(row: int) -> Sample:
     return Sample(
         prompt_id=row // 2, group_id=row // 2, sample_id=row, seed=row, prompt_ids=np.array([0, 1, 0, 3], np.int32),
-        response_ids=np.array([2, 4], np.int32), rollout_log_probs=np.array([-0.5, -3.0 - row], np.float32), stop_reason="stop",
+        response_ids=np.array([2, 4], np.int32), rollout_log_probs=np.array([-0.5, -3.0 - row], np.float32),
+        stop_reason="stop",
         weight_version=5,
     )  # fmt: skip
 
@@ -82,7 +87,8 @@ def _write_validation(run: RunDir, step: int, scores: Sequence[float]) -> None:
     run.validation.mkdir(exist_ok=True)
     rows = [
         {
-            "data_source": "sum", "prompt_id": i, "sample_id": 0, "input": f"{i}+1=", "output": f"{step} {HOSTILE}", "gts": "2",
+            "data_source": "sum", "prompt_id": i, "sample_id": 0, "input": f"{i}+1=", "output": f"{step} "
+            f"{HOSTILE}", "gts": "2",
             "score": score, "reason": "ok",
         }
         for i, score in enumerate(scores)

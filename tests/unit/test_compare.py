@@ -39,7 +39,12 @@ def test_several_tests_share_the_level(runs):
     mixed = [1.0, 0.0] * 2 + [0.0] * 4 + [1.0] * 8
     alone = compare(runs(a=World(held_out={6: LOW}), b=World(held_out={6: slightly})))
     many = compare(
-        runs(c=World(held_out={6: LOW}), d=World(held_out={6: mixed}), e=World(held_out={6: mixed}), f=World(held_out={6: slightly}))
+        runs(
+            c=World(held_out={6: LOW}),
+            d=World(held_out={6: mixed}),
+            e=World(held_out={6: mixed}),
+            f=World(held_out={6: slightly}),
+        )
     )
     assert [t.level for t in alone.tests] == [0.05] and {t.level for t in many.tests} == {0.05 / 3}
     assert alone.tests[0].difference.p == many.tests[-1].difference.p < 0.05 / 3
@@ -90,4 +95,9 @@ def test_what_cannot_be_compared_ends_with_one_message(runs, tmp_path, capsys, g
     with pytest.raises(SystemExit) as ended:
         main(["compare", *(str(tmp_path / name) for name in given), "-o", str(tmp_path / "page.html")])
     out = capsys.readouterr()
-    assert ended.value.code == 2 and words in out.err and out.err.count("\n") == 1 and not (tmp_path / "page.html").exists()
+    assert (
+        ended.value.code == 2
+        and words in out.err
+        and out.err.count("\n") == 1
+        and not (tmp_path / "page.html").exists()
+    )

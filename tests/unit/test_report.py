@@ -1,4 +1,6 @@
-"""`mrl report`: the page says what the run directory holds, as text and nothing else; directories that are none end with one message."""
+"""`mrl report`: the page says what the run directory holds, as text and nothing else; directories that are none end
+with one message.
+"""
 
 import base64
 import json
@@ -78,9 +80,15 @@ def test_every_section_is_there_and_every_curve_has_the_points_of_metrics_jsonl(
 
 
 def test_text_of_a_model_makes_no_element_and_no_attribute(tmp_path):
-    run = write_run(tmp_path / "run", World(held_out=RISING, settings=[f"trainer.experiment_name={json.dumps(HOSTILE)}"]))
+    run = write_run(
+        tmp_path / "run", World(held_out=RISING, settings=[f"trainer.experiment_name={json.dumps(HOSTILE)}"])
+    )
     page = Elements(the_page(run))
-    assert [attributes.get("type") for tag, attributes in page.found if tag == "script"] == ["application/json", None, None]
+    assert [attributes.get("type") for tag, attributes in page.found if tag == "script"] == [
+        "application/json",
+        None,
+        None,
+    ]
     assert not [tag for tag, _ in page.found if tag in ("img", "iframe", "link", "object", "embed", "base", "form")]
     assert not [name for _, attributes in page.found for name in attributes if name.startswith("on") or name == "style"]
     assert "".join(page.text).count(HOSTILE) >= 6  # as it stands: of training samples, of held-out ones, the name
@@ -88,7 +96,12 @@ def test_text_of_a_model_makes_no_element_and_no_attribute(tmp_path):
 
 def test_nothing_on_the_page_names_another_place(tmp_path):
     page = Elements(the_page(write_run(tmp_path / "run")))
-    links = [value for _, attributes in page.found for name, value in attributes.items() if name in ("src", "href", "action", "data")]
+    links = [
+        value
+        for _, attributes in page.found
+        for name, value in attributes.items()
+        if name in ("src", "href", "action", "data")
+    ]
     assert links and all(link.startswith("#") for link in links)
 
 
@@ -108,7 +121,10 @@ def test_a_browser_without_scripts_gets_the_curves_in_numbers(tmp_path):
     html = the_page(write_run(tmp_path / "run"))
     plain = re.search(r"<noscript>(.*?)</noscript>", html, re.S)[1]
     score = [f"{step / 10 + 1 / 3:.4g}" for step in (1, 6)]
-    assert f">critic/score/mean</td><td>reward</td><td class=n>6</td><td class=n>{score[0]}</td><td class=n>{score[1]}</td>" in plain
+    assert (
+        f">critic/score/mean</td><td>reward</td><td class=n>6</td><td class=n>{score[0]}</td><td "
+        f"class=n>{score[1]}</td>" in plain
+    )
 
 
 # ---------------------------------------------------------------- curves, settings, samples, held-out scores
@@ -138,7 +154,9 @@ def test_what_is_no_finite_number_is_no_point():
 
 def test_settings_that_differ_are_those_that_somebody_changed(tmp_path):
     """A value that a file repeats from the recipe, as 3e-4 for 0.0003, changes nothing."""
-    run = write_run(tmp_path / "run", World(settings=["algorithm.policy_loss.clip_ratio_low=3e-4", "actor.optim.lr=5e-7"]))
+    run = write_run(
+        tmp_path / "run", World(settings=["algorithm.policy_loss.clip_ratio_low=3e-4", "actor.optim.lr=5e-7"])
+    )
     own = {setting.key: (setting.value, usual, setting.origin) for setting, usual in read_settings(run.config).own()}
     assert own["actor.optim.lr"] == ("5.0e-07", "1.0e-06", "--set")
     assert "algorithm.policy_loss.clip_ratio_low" not in own
@@ -154,7 +172,9 @@ def test_best_and_worst_are_of_different_prompts_while_there_are_such():
 
 def test_tokens_that_only_together_are_a_character_stand_together():
     pieces = {0: b"a", 1: "é".encode()[:1], 2: "é".encode()[1:], 3: b"b"}
-    tokens = tokens_of([0, 1, 2, 3], [-1.0, -0.5, -2.0, None], lambda ids: b"".join(pieces[i] for i in ids).decode(errors="replace"))
+    tokens = tokens_of(
+        [0, 1, 2, 3], [-1.0, -0.5, -2.0, None], lambda ids: b"".join(pieces[i] for i in ids).decode(errors="replace")
+    )
     assert [(token.text, token.value) for token in tokens] == [("a", -1.0), ("é", -2.0), ("b", None)]
 
 
@@ -164,7 +184,9 @@ def test_tokens_are_numbers_where_no_tokenizer_is_at_hand(tmp_path):
 
 
 def test_a_difference_of_prompts_by_hand():
-    """8 of 16 prompts go from 0 to 1: mean 1/2, standard error 1/sqrt(60), z 3.873, two-sided chance 1.075e-4 (table of the normal)."""
+    """8 of 16 prompts go from 0 to 1: mean 1/2, standard error 1/sqrt(60), z 3.873, two-sided chance 1.075e-4 (table of
+    the normal).
+    """
     found = paired(np.zeros(16), np.array([1.0] * 8 + [0.0] * 8))
     assert (found.mean, found.prompts) == (0.5, 16)
     assert found.standard_error == pytest.approx(1 / math.sqrt(60)) and found.p == pytest.approx(1.075e-4, rel=1e-3)
@@ -231,7 +253,11 @@ def test_attempts_say_command_versions_and_end_and_survive_a_resume(tmp_path):
     RunDir.open(run.path, "", resume=True).truncate_metrics(2)
     first, second = read_attempts(run.path)
     assert (first.exit_code, first.versions, first.is_of_this_process) == (0, {"torch": "2.13.0"}, True)
-    assert (second.exit_code, second.message, second.step) == (5, "stopped by SIGTERM", 0) and second.command and second.ended
+    assert (
+        (second.exit_code, second.message, second.step) == (5, "stopped by SIGTERM", 0)
+        and second.command
+        and second.ended
+    )
 
 
 def test_a_torn_line_of_attempts_hides_no_other(tmp_path):
@@ -284,7 +310,9 @@ def test_reports_of_a_run_that_goes_on_come_after_saves_and_not_too_often(tmp_pa
     for step, at in ((2, 1.0), (3, APART_S + 1), (4, APART_S + 2), (6, APART_S + 3), (8, 3 * APART_S)):
         now[0] = at
         view.write(step, {})
-    assert began == [["report", str(tmp_path)]]  # at step 4 alone: 2 is early, 3 not saved, 6 too soon, and at 8 the first goes on
+    assert began == [
+        ["report", str(tmp_path)]
+    ]  # at step 4 alone: 2 is early, 3 not saved, 6 too soon, and at 8 the first goes on
     view.close()
     view.write(8, {})
     assert len(began) == 2

@@ -18,7 +18,9 @@ _PROGRAM = "import os; os.nice(19); from mrl.cli.main import main; main()"
 
 
 class ReportView(View):
-    """Has the report written after steps that are saved, in a process of least priority, at most one in APART_S seconds."""
+    """Has the report written after steps that are saved, in a process of least priority, at most one in APART_S
+    seconds.
+    """
 
     def __init__(self, folder: Path, saves: Callable[[int], bool], clock: Callable[[], float] = time.monotonic) -> None:
         self._folder, self._saves, self._clock = folder, saves, clock
@@ -30,7 +32,9 @@ class ReportView(View):
             self._newest = self._clock()
             with (RunDir(self._folder).logs / "report.log").open("wb") as log:
                 command = [sys.executable, "-c", _PROGRAM, "report", str(self._folder)]
-                self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+                )
 
     def close(self) -> None:
         """Ends the one under way: the last report is written after this."""

@@ -1,6 +1,7 @@
 """Metrics in columns, and curves thinned to real points of theirs.
 
-An example, a column of 6 steps thinned to at most 4 points: stretches of 3 steps, of each the smallest and the largest value.
+An example, a column of 6 steps thinned to at most 4 points: stretches of 3 steps, of each the smallest and the largest
+value.
 
     step     1    2    3    4    5    6
     value    5    9    1    4    4    7        kept: (2, 9) (3, 1) (4, 4) (6, 7)
@@ -33,7 +34,9 @@ class Curve:
         return float(self.values[-1])
 
     def thinned(self, most: int) -> "Curve":
-        """At most `most` (2 or more) of the points: of equal stretches the smallest and the largest, in order of steps."""
+        """At most `most` (2 or more) of the points: of equal stretches the smallest and the largest, in order of
+        steps.
+        """
         if len(self) <= most:
             return self
         if (self.values == self.values[0]).all():
@@ -47,7 +50,9 @@ class Curve:
 
 
 def curves_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
-    """Every metric of the rows, in the order in which names first appear; what is no finite number counts as not there."""
+    """Every metric of the rows, in the order in which names first appear; what is no finite number counts as not
+    there.
+    """
     found: dict[str, tuple[list[int], list[float]]] = {}
     for row in rows:
         step = row[STEP]

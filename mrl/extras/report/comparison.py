@@ -1,7 +1,10 @@
-"""Several runs side by side: what of their settings differs, and whether their held-out scores differ by more than chance.
+"""Several runs side by side: what of their settings differs, and whether their held-out scores differ by more than
+chance.
 
-The first run is the one that the others are held against. A test of two runs' held-out responses tells these two sets of weights
-apart; it knows nothing of how much another seed of training would have moved them. Where several tests are made, each has to pass
+The first run is the one that the others are held against. A test of two runs' held-out responses tells these two sets
+of weights
+apart; it knows nothing of how much another seed of training would have moved them. Where several tests are made, each
+has to pass
 at its share of the 5 %, so that all of them together are wrong as seldom as one.
 """
 
@@ -35,7 +38,9 @@ class HeldOutTest:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs by the names that the page calls them; `settings`: differing keys, a value a run; `notes`: what makes them hard to compare."""
+    """Runs by the names that the page calls them; `settings`: differing keys, a value a run; `notes`: what makes them
+    hard to compare.
+    """
 
     runs: dict[str, RunRecord]
     settings: dict[str, tuple[str, ...]]
@@ -45,7 +50,13 @@ class Comparison:
     def to_json(self) -> dict[str, Any]:
         """Plain data: `runs`, `settings`, `held_out`, `notes`."""
         tests = [
-            {"run": t.other, "source": t.source, "step": t.step, "level": t.level, "significant": t.difference.significant(t.level)}
+            {
+                "run": t.other,
+                "source": t.source,
+                "step": t.step,
+                "level": t.level,
+                "significant": t.difference.significant(t.level),
+            }
             | {name: getattr(t.difference, name) for name in ("prompts", "first", "second", "mean", "half_width", "p")}
             for t in self.tests
         ]
@@ -54,7 +65,9 @@ class Comparison:
 
 
 def compare(paths: Sequence[Path]) -> Comparison:
-    """Reads the runs and compares them. Raises ConfigError for fewer than two, for one named twice, and for what is no run."""
+    """Reads the runs and compares them. Raises ConfigError for fewer than two, for one named twice, and for what is no
+    run.
+    """
     if len(paths) < 2:
         raise ConfigError("give two run directories or more")
     if len({path.resolve() for path in paths}) < len(paths):
@@ -101,10 +114,14 @@ def _notes(runs: dict[str, RunRecord]) -> list[str]:
         run = runs[name]
         if _shared_step(first, run) is None:
             notes.append(
-                f"{name} and {names[0]} were not validated after a same step: their held-out scores are not tested against each other."
+                f"{name} and {names[0]} were not validated after a same step: their held-out scores are not tested "
+                "against each other."
             )
         elif not _same_start(first, run):
-            notes.append(f"{name} and {names[0]} answered otherwise before training: other weights, prompts, or seeds of sampling.")
+            notes.append(
+                f"{name} and {names[0]} answered otherwise before training: other weights, prompts, or seeds of "
+                "sampling."
+            )
         if run.last_step != first.last_step:
             notes.append(f"{name} has {run.last_step} steps, {names[0]} {first.last_step}.")
     return notes

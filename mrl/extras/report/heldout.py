@@ -1,7 +1,9 @@
 """Held-out scores and whether two of them differ by more than chance.
 
-Two validations of the same prompts are compared prompt by prompt: the mean difference over its standard error, of normal
-distribution for many prompts, is what chance alone would rarely make large. Prompts are the units, as responses of one are not
+Two validations of the same prompts are compared prompt by prompt: the mean difference over its standard error, of
+normal
+distribution for many prompts, is what chance alone would rarely make large. Prompts are the units, as responses of one
+are not
 independent (see mrl.record.validation_metrics).
 """
 
@@ -35,7 +37,9 @@ class Response:
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean of `second` less `first` over shared prompts, its standard error and the chance of one as large without any effect."""
+    """Mean of `second` less `first` over shared prompts, its standard error and the chance of one as large without any
+    effect.
+    """
 
     prompts: int
     first: float
@@ -55,7 +59,9 @@ class Difference:
 
     def words(self, level: float = LEVEL) -> str:
         """In a sentence."""
-        size = f"{self.first:.3g} to {self.second:.3g} ({self.mean:+.3g} ± {self.half_width:.2g}, {self.prompts} prompts)"
+        size = (
+            f"{self.first:.3g} to {self.second:.3g} ({self.mean:+.3g} ± {self.half_width:.2g}, {self.prompts} prompts)"
+        )
         if self.prompts < FEW_PROMPTS:
             return f"{size}: too few prompts to tell from chance"
         if not self.significant(level):
@@ -78,7 +84,8 @@ def _responses(lines: Sequence[str]) -> Iterator[Response]:
         try:
             row: dict[str, Any] = json.loads(line)
             yield Response(
-                str(row["data_source"]), int(row["prompt_id"]), int(row["sample_id"]), str(row["input"]), str(row["output"]),
+                str(row["data_source"]), int(row["prompt_id"]), int(row["sample_id"]), str(row["input"]),
+                str(row["output"]),
                 str(row.get("gts")), float(row["score"]), str(row["reason"]),
             )  # fmt: skip
         except (ValueError, KeyError, TypeError):
@@ -99,7 +106,9 @@ def differences(first: Sequence[Response], second: Sequence[Response]) -> dict[s
     for source in sorted(before.keys() & after.keys()):
         shared = sorted(before[source].keys() & after[source].keys())
         if len(shared) >= 2:
-            found[source] = paired(np.array([before[source][p] for p in shared]), np.array([after[source][p] for p in shared]))
+            found[source] = paired(
+                np.array([before[source][p] for p in shared]), np.array([after[source][p] for p in shared])
+            )
     return found
 
 

@@ -1,7 +1,8 @@
 """A page as one HTML file: style, script, plotting library and data inline, nothing fetched from anywhere.
 
 Every text is escaped here and nowhere else. A content security policy names the two scripts and the two styles by their
-hashes, so that nothing else on the page runs, whatever a model wrote, and lets no request leave it; a page that is served live
+hashes, so that nothing else on the page runs, whatever a model wrote, and lets no request leave it; a page that is
+served live
 may ask its own server.
 """
 
@@ -27,7 +28,10 @@ POINTS = 200_000  # of all curves of a page together, 16 bytes each as they stan
 
 def page_html(page: Page, live: bool = False) -> str:
     """The file's text. `live`: it asks the server that it came from for newer ones."""
-    styles, scripts = [_asset(f"uPlot-{UPLOT}.min.css"), _asset("page.css")], [_asset(f"uPlot-{UPLOT}.min.js"), _asset("page.js")]
+    styles, scripts = (
+        [_asset(f"uPlot-{UPLOT}.min.css"), _asset("page.css")],
+        [_asset(f"uPlot-{UPLOT}.min.js"), _asset("page.js")],
+    )
     asks = "'self'" if live else "'none'"
     policy = (
         f"default-src 'none'; style-src {_hashes(styles)}; script-src {_hashes(scripts)}; img-src data:; "
@@ -62,8 +66,13 @@ def _body(page: Page) -> list[str]:
 
 
 def _section(section: Section) -> str:
-    runs = [(chart, [block_html(b) for b in blocks]) for chart, blocks in groupby(section.blocks, lambda b: isinstance(b, Chart))]
-    inside = "".join(f'<div class="charts">{"".join(parts)}</div>' if chart else "".join(parts) for chart, parts in runs)
+    runs = [
+        (chart, [block_html(b) for b in blocks])
+        for chart, blocks in groupby(section.blocks, lambda b: isinstance(b, Chart))
+    ]
+    inside = "".join(
+        f'<div class="charts">{"".join(parts)}</div>' if chart else "".join(parts) for chart, parts in runs
+    )
     return f'<section id="{escape(section.id)}"><h2>{escape(section.title)}</h2>{inside}</section>'
 
 
@@ -79,7 +88,9 @@ def _data(page: Page) -> str:
     blocks = [block for section in page.sections for block in section.blocks]
     most = max(2, POINTS // max(1, len(page.curves)))
     data: dict[str, Any] = {
-        "curves": {name: _curve(curve if name in page.whole else curve.thinned(most)) for name, curve in page.curves.items()},
+        "curves": {
+            name: _curve(curve if name in page.whole else curve.thinned(most)) for name, curve in page.curves.items()
+        },
         "charts": [asdict(block) for block in blocks if isinstance(block, Chart)],
         "stacks": [asdict(block) for block in blocks if isinstance(block, Stack)],
         "explorers": [asdict(block) for block in blocks if isinstance(block, Explorer)],

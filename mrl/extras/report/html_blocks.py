@@ -47,14 +47,19 @@ def table_html(table: Table) -> str:
 
 
 def _cells(table: Table, row: tuple[str, ...], tag: str) -> str:
-    return "".join(f"<{tag}{' class=n' if i in table.numbers else ''}>{escape(text)}</{tag}>" for i, text in enumerate(row))
+    return "".join(
+        f"<{tag}{' class=n' if i in table.numbers else ''}>{escape(text)}</{tag}>" for i, text in enumerate(row)
+    )
 
 
 def _chart(block: Chart | Stack, note: str, wide: bool = False) -> str:
     """A place that the script draws into."""
     unit = f' <span class="unit">{escape(block.unit)}</span>' if block.unit else ""
     kind = "chart wide" if wide else "chart"
-    return f'<figure class="{kind}" id="{escape(block.id)}"><figcaption>{escape(block.title)}{unit}</figcaption>{note}</figure>'
+    return (
+        f'<figure class="{kind}" '
+        f'id="{escape(block.id)}"><figcaption>{escape(block.title)}{unit}</figcaption>{note}</figure>'
+    )
 
 
 # ---------------------------------------------------------------- lanes, drawn here, so that they need no script
@@ -71,7 +76,8 @@ def _lanes(lanes: Lanes) -> str:
     note = f'<p class="note">{escape(lanes.note)}</p>' if lanes.note else ""
     return (
         f'<figure class="lanes"><figcaption>{escape(lanes.title)}</figcaption>{_legend(lanes)}'
-        f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{escape(lanes.title)}">{"".join(parts)}</svg>{note}</figure>'
+        f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" '
+        f'aria-label="{escape(lanes.title)}">{"".join(parts)}</svg>{note}</figure>'
     )
 
 
@@ -114,8 +120,11 @@ def _token(token: Token, sample: SampleBlock) -> str:
 
 
 def _pair(pair: Pair) -> str:
-    sides = "".join(f"<div><h4>{escape(head)}</h4><pre>{escape(text)}</pre></div>" for head, text in (pair.left, pair.right))
+    sides = "".join(
+        f"<div><h4>{escape(head)}</h4><pre>{escape(text)}</pre></div>" for head, text in (pair.left, pair.right)
+    )
     return (
-        f'<figure class="sample"><figcaption>{escape(pair.title)}</figcaption><pre class="prompt">{escape(pair.prompt)}</pre>'
+        f'<figure class="sample"><figcaption>{escape(pair.title)}</figcaption><pre '
+        f'class="prompt">{escape(pair.prompt)}</pre>'
         f'<div class="pair">{sides}</div></figure>'
     )

@@ -1,4 +1,6 @@
-"""What a page consists of, without a word of HTML: sections of blocks, each block plain data. Text in blocks is text, never markup."""
+"""What a page consists of, without a word of HTML: sections of blocks, each block plain data. Text in blocks is text,
+never markup.
+"""
 
 from dataclasses import dataclass, field
 
@@ -8,7 +10,8 @@ from mrl.extras.report.verdict import Tone
 KINDS = 10  # colours of bars and layers; classes k0 .. k9 of page.css
 _KNOWN = (
     "gen", "update_actor", "reshard", "old_log_prob", "testing", "save_checkpoint", "switch", "ref", "adv", "outside",
-    "kv_cache", "optimizer", "sync_staging", "engine_weights", "activations", "parameters", "gradients", "log_prob", "temporaries", "other",
+    "kv_cache", "optimizer", "sync_staging", "engine_weights", "activations", "parameters", "gradients",
+    "log_prob", "temporaries", "other",
 )  # fmt: skip
 
 
@@ -41,7 +44,9 @@ class Facts:
 
 @dataclass(frozen=True)
 class Table:
-    """A table; columns of `numbers` stand to the right. `caption` may be empty; `folded`: only it is seen until it is clicked."""
+    """A table; columns of `numbers` stand to the right. `caption` may be empty; `folded`: only it is seen until it is
+    clicked.
+    """
 
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -60,7 +65,9 @@ class Text:
 
 @dataclass(frozen=True)
 class Series:
-    """A curve of a chart. `half_width`: key of the curve that is an interval around it; `color`: its number, else by its place."""
+    """A curve of a chart. `half_width`: key of the curve that is an interval around it; `color`: its number, else by
+    its place.
+    """
 
     label: str
     curve: str
@@ -92,7 +99,9 @@ class Stack:
 
 @dataclass(frozen=True)
 class Explorer:
-    """A chart of any metric that the reader chooses. `runs`: label, and what stands before a metric's name in its key of Page.curves."""
+    """A chart of any metric that the reader chooses. `runs`: label, and what stands before a metric's name in its key
+    of Page.curves.
+    """
 
     id: str
     names: tuple[str, ...]

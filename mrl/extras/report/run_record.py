@@ -66,7 +66,9 @@ class RunRecord:
     @property
     def total_steps(self) -> int | None:
         """Steps that the run is to have, where its configuration says it."""
-        return self.settings.number("trainer.total_training_steps") and int(self.settings.number("trainer.total_training_steps"))
+        return self.settings.number("trainer.total_training_steps") and int(
+            self.settings.number("trainer.total_training_steps")
+        )
 
     @property
     def finished(self) -> bool:
@@ -115,7 +117,8 @@ class RunRecord:
 def read_run(path: Path | str) -> RunRecord:
     """Reads a run directory, whatever process writes it meanwhile.
 
-    Raises ConfigError for what is none, for one that no step and no failure is written of, for a damaged metrics.jsonl, and
+    Raises ConfigError for what is none, for one that no step and no failure is written of, for a damaged metrics.jsonl,
+    and
     for a plan of another version.
     """
     folder = RunDir(Path(path))
@@ -124,7 +127,14 @@ def read_run(path: Path | str) -> RunRecord:
     rows, notes = read_metrics(folder.metrics), []
     config = _config(folder.config, notes)
     record = RunRecord(
-        folder.path, settings, config, _plan(folder.plan, notes), rows, read_attempts(folder.path), in_use(folder.path), tuple(notes)
+        folder.path,
+        settings,
+        config,
+        _plan(folder.plan, notes),
+        rows,
+        read_attempts(folder.path),
+        in_use(folder.path),
+        tuple(notes),
     )
     if not rows and not any(attempt.exit_code for attempt in record.attempts):
         going = "it is being started; ask again later, or mrl watch" if record.running else "it ended before its first"
@@ -147,7 +157,9 @@ def _config(file: Path, notes: list[str]) -> RunConfig | None:
         return load_config(file).config
     except MrlError as error:
         first = " ".join(str(error).splitlines()[:2])
-        notes.append(f"The configuration was written by another version of mrl; what needs its keys is left out ({first}).")
+        notes.append(
+            f"The configuration was written by another version of mrl; what needs its keys is left out ({first})."
+        )
         return None
 
 

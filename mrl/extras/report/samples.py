@@ -47,7 +47,9 @@ def extremes(folder: Path, step: int) -> dict[str, list[TrainingSample]]:
         samples = dict(_rows(file, sorted({*best, *worst})))
         return {"best": [samples[i] for i in best], "worst": [samples[i] for i in worst]}
     except (OSError, pa.ArrowException, ValueError, KeyError, TypeError, IndexError) as error:
-        raise DataError(f"{folder}: the samples of step {step} cannot be read ({type(error).__name__}: {error})") from error
+        raise DataError(
+            f"{folder}: the samples of step {step} cannot be read ({type(error).__name__}: {error})"
+        ) from error
 
 
 def chosen_rows(scores: Sequence[float], prompts: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -92,9 +94,12 @@ def _old_row(row: dict[str, Any]) -> TrainingSample:
     return _sample(row["sample_id"], row, (row["weight_version"],), row["reward"]["score"], row["reward"]["reason"])
 
 
-def _sample(number: int, row: dict[str, Any], versions: tuple[int, ...], score: float, reason: str | None) -> TrainingSample:
+def _sample(
+    number: int, row: dict[str, Any], versions: tuple[int, ...], score: float, reason: str | None
+) -> TrainingSample:
     return TrainingSample(
-        number, row["prompt_id"], row["prompt_ids"], row["response_ids"], row["rollout_log_probs"], str(row["stop_reason"]), versions,
+        number, row["prompt_id"], row["prompt_ids"], row["response_ids"], row["rollout_log_probs"],
+        str(row["stop_reason"]), versions,
         float(score), str(reason),
     )  # fmt: skip
 
@@ -103,7 +108,9 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def decoder(folders: Sequence[Path]) -> Decode | None:
-    """Token ids to text by the first folder's tokenizer.json that can be read; None where there is none, or no package for it."""
+    """Token ids to text by the first folder's tokenizer.json that can be read; None where there is none, or no package
+    for it.
+    """
     try:
         from tokenizers import Tokenizer
     except ImportError:
@@ -123,7 +130,9 @@ def text_of(ids: Sequence[int], decode: Decode | None) -> str:
 
 
 def tokens_of(ids: Sequence[int], values: Sequence[float | None], decode: Decode | None) -> tuple[Token, ...]:
-    """Each token's text with its value. Tokens that only together are a character stand together, with the largest of their values."""
+    """Each token's text with its value. Tokens that only together are a character stand together, with the largest of
+    their values.
+    """
     if decode is None:
         return tuple(Token(f"{one} ", value) for one, value in zip(ids, values, strict=True))
     found, start = [], 0

@@ -1,4 +1,6 @@
-"""A run's page: which sections, in which order; verdict, configuration and curves here, the others in sections_run.py."""
+"""A run's page: which sections, in which order; verdict, configuration and curves here, the others in
+sections_run.py.
+"""
 
 import re
 from collections.abc import Iterator
@@ -7,7 +9,15 @@ from dataclasses import dataclass
 from mrl.extras.report.columns import Curve
 from mrl.extras.report.page import Block, Chart, Explorer, Items, Page, Paragraph, Section, Series, Table
 from mrl.extras.report.run_record import RunRecord
-from mrl.extras.report.sections_run import incidents, memory, reproducibility, stacked_curves, staleness, step_times, sync_proof
+from mrl.extras.report.sections_run import (
+    incidents,
+    memory,
+    reproducibility,
+    stacked_curves,
+    staleness,
+    step_times,
+    sync_proof,
+)
 from mrl.extras.report.sections_samples import samples
 from mrl.extras.report.verdict import verdict
 from mrl.record.spec import metric_spec
@@ -17,7 +27,9 @@ FOLDED_ABOVE = 12  # rows of a table of settings
 
 @dataclass(frozen=True)
 class ChartSpec:
-    """A chart of the page: metrics by regular expressions, those that a run has. `log`: on a logarithmic axis at first."""
+    """A chart of the page: metrics by regular expressions, those that a run has. `log`: on a logarithmic axis at
+    first.
+    """
 
     id: str
     title: str
@@ -27,21 +39,28 @@ class ChartSpec:
 
 
 CHARTS = (
-    ChartSpec("reward", "Training score", (r"critic/score/mean", r"critic/rewards/mean"), note="Mean over a step's responses."),
+    ChartSpec("reward", "Training score", (r"critic/score/mean", r"critic/rewards/mean"), note="Mean over a step's "
+    "responses."),
     ChartSpec("held-out", "Held-out score", (r"val-core/.*/mean@\d+",), note="With the 95 % interval over prompts."),
-    ChartSpec("kl", "KL to the old policy and to the reference", (r"actor/ppo_kl", r"actor/kl_loss", r"actor/reward_kl_penalty")),
+    ChartSpec("kl", "KL to the old policy and to the "
+    "reference", (r"actor/ppo_kl", r"actor/kl_loss", r"actor/reward_kl_penalty")),
     ChartSpec("entropy", "Entropy", (r"actor/entropy",)),
-    ChartSpec("clip", "Share that the band clips", (r"actor/pg_clipfrac", r"actor/pg_clipfrac_lower"), note="Healthy: above 0, up to 0.4."),
+    ChartSpec("clip", "Share that the band clips", (r"actor/pg_clipfrac", r"actor/pg_clipfrac_lower"), note="Healthy: "
+    "above 0, up to 0.4."),
     ChartSpec(
         "mismatch", "Generation against training", (r"rollout_corr/k3_kl",), log=True,
         note="KL(rollout || actor) of the same weights. Above 1e-2 something is wrong.",
     ),
-    ChartSpec("mismatch-tokens", "Log-prob difference of sampled tokens", (r"training/rollout_log_probs_abs_diff_(mean|max)",), log=True),
+    ChartSpec("mismatch-tokens", "Log-prob difference of sampled "
+    "tokens", (r"training/rollout_log_probs_abs_diff_(mean|max)",), log=True),
     ChartSpec("gradient", "Gradient norm before clipping", (r"actor/grad_norm",), log=True),
-    ChartSpec("ratio", "Spread of the sequence ratio", (r"actor/log_seq_ratio_std",), note="The scale that a clip band is to have."),
+    ChartSpec("ratio", "Spread of the sequence ratio", (r"actor/log_seq_ratio_std",), note="The scale that a clip band "
+    "is to have."),
     ChartSpec("lengths", "Response length", (r"response_length/(mean|max|min)",)),
-    ChartSpec("cut", "Responses cut off at the limit", (r"response_length/clip_ratio", r"val-aux/response_length/clip_ratio")),
-    ChartSpec("groups", "Groups that teach nothing", (r"train/uniform_group_share",), note="All responses of the prompt have one score."),
+    ChartSpec("cut", "Responses cut off at the "
+    "limit", (r"response_length/clip_ratio", r"val-aux/response_length/clip_ratio")),
+    ChartSpec("groups", "Groups that teach nothing", (r"train/uniform_group_share",), note="All responses of the "
+    "prompt have one score."),
     ChartSpec("router", "Router", (r"router/drift", r"router/rollout_drift", r"router/missing_routes")),
     ChartSpec("experts", "Load of experts over the mean", (r"router/load/(max|min)",)),
     ChartSpec("rate", "Learning rate", (r"actor/lr",)),
@@ -55,7 +74,18 @@ def run_page(run: RunRecord) -> Page:
         Section("verdict", "Verdict", tuple(_verdict(run))),
         Section("settings", "What differs from the recipe's defaults", tuple(_settings(run))),
         Section("curves", "Curves", tuple(curve_charts(run))),
-        *filter(None, (step_times(run), memory(run), sync_proof(run), staleness(run), incidents(run), samples(run), reproducibility(run))),
+        *filter(
+            None,
+            (
+                step_times(run),
+                memory(run),
+                sync_proof(run),
+                staleness(run),
+                incidents(run),
+                samples(run),
+                reproducibility(run),
+            ),
+        ),
     )
     stacked = _stacked(sections, run)
     return Page(
@@ -85,20 +115,29 @@ def _verdict(run: RunRecord) -> Iterator[Block]:
 
 def _settings(run: RunRecord) -> Iterator[Block]:
     own = run.settings.own()
-    recipe = f"the recipe {run.settings.recipe} and the schema" if run.settings.recipe else "the schema (no recipe is named)"
+    recipe = (
+        f"the recipe {run.settings.recipe} and the schema" if run.settings.recipe else "the schema (no recipe is named)"
+    )
     yield Paragraph(f"{len(own)} of {len(run.settings.by_key)} keys differ from what {recipe} would give.")
     said, of_files = ([(s, usual) for s, usual in own if s.on_command_line == by_hand] for by_hand in (True, False))
-    for rows, caption, folded in ((said, "On the command line", False), (of_files, "In files", len(of_files) > FOLDED_ABOVE)):
+    for rows, caption, folded in (
+        (said, "On the command line", False),
+        (of_files, "In files", len(of_files) > FOLDED_ABOVE),
+    ):
         if rows:
             cells = tuple((setting.key, setting.value, usual or "(none)", setting.origin) for setting, usual in rows)
-            yield Table(("key", "here", "otherwise", "said by"), cells, caption=f"{caption}: {len(rows)}", folded=folded)
+            yield Table(
+                ("key", "here", "otherwise", "said by"), cells, caption=f"{caption}: {len(rows)}", folded=folded
+            )
 
 
 def curve_charts(run: RunRecord) -> Iterator[Block]:
     """The charts that the run has metrics for, and one of any metric."""
     for spec in CHARTS:
         if names := [name for pattern in spec.patterns for name in run.matching(pattern)]:
-            yield Chart(spec.id, spec.title, unit_of(names[0]), tuple(_series(run, name) for name in names), spec.log, spec.note)
+            yield Chart(
+                spec.id, spec.title, unit_of(names[0]), tuple(_series(run, name) for name in names), spec.log, spec.note
+            )
     if run.curves:
         yield Explorer("any-metric", tuple(sorted(run.curves)))
 

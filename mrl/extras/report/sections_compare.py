@@ -25,7 +25,8 @@ def compare_page(comparison: Comparison) -> Page:
         Section("identity", "What was run", (_identity(comparison),)),
     )
     return Page(
-        title=f"{names[0]} and {', '.join(names[1:])}", subtitle=f"{len(names)} runs, each held against {names[0]}", sections=sections,
+        title=f"{names[0]} and {', '.join(names[1:])}", subtitle=f"{len(names)} runs, each held against "
+        f"{names[0]}", sections=sections,
         curves=_all_curves(comparison), summary=_summary(comparison),
     )  # fmt: skip
 
@@ -37,9 +38,15 @@ def headline(comparison: Comparison) -> tuple[Tone, str]:
         return "plain", "No held-out scores of the same step are there to compare."
     better = [t.other for t in comparison.tests if t.difference.significant(t.level) and t.difference.mean > 0]
     worse = [t.other for t in comparison.tests if t.difference.significant(t.level) and t.difference.mean < 0]
-    said = [f"{' and '.join(dict.fromkeys(who))} {how} {first}" for who, how in ((better, "beats"), (worse, "is worse than")) if who]
+    said = [
+        f"{' and '.join(dict.fromkeys(who))} {how} {first}"
+        for who, how in ((better, "beats"), (worse, "is worse than"))
+        if who
+    ]
     return ("good" if better and not worse else "plain"), (
-        f"{'; '.join(said)}, by more than chance on the held-out prompts." if said else "No run differs from the first by more than chance."
+        f"{'; '.join(said)}, by more than chance on the held-out prompts."
+        if said
+        else "No run differs from the first by more than chance."
     )
 
 
@@ -50,7 +57,8 @@ def _verdict(comparison: Comparison) -> Iterator[Block]:
         yield Items(tuple(test.words() for test in comparison.tests))
         share = f", each at {comparison.tests[0].level:.2g}" if len(comparison.tests) > 1 else ""
         yield Paragraph(
-            f"{len(comparison.tests)} paired over prompts{share}. It tells these weights apart, not these settings: how much another "
+            f"{len(comparison.tests)} paired over prompts{share}. It tells these weights apart, not these settings: "
+            "how much another "
             "trainer.seed moves a score only further runs say."
         )
     states = tuple(f"{name}: {verdict(run).headline}" for name, run in comparison.runs.items())
@@ -67,9 +75,13 @@ def _settings(comparison: Comparison) -> Iterator[Block]:
 
 def _curves(comparison: Comparison) -> Iterator[Block]:
     for spec in CHARTS:
-        found = dict.fromkeys(name for pattern in spec.patterns for run in comparison.runs.values() for name in run.matching(pattern))
+        found = dict.fromkeys(
+            name for pattern in spec.patterns for run in comparison.runs.values() for name in run.matching(pattern)
+        )
         for metric in found:
-            series = tuple(_series(label, run, metric) for label, run in comparison.runs.items() if metric in run.curves)
+            series = tuple(
+                _series(label, run, metric) for label, run in comparison.runs.items() if metric in run.curves
+            )
             id = f"compare-{re.sub('[^a-z0-9]+', '-', metric.lower())}"
             yield Chart(id, f"{spec.title}: {metric}", unit_of(metric), series, spec.log, spec.note)
     names = sorted({name for run in comparison.runs.values() for name in run.curves})
@@ -87,7 +99,11 @@ def _all_curves(comparison: Comparison) -> dict[str, Curve]:
 
 def _times(comparison: Comparison) -> Table:
     names = [f"timing_s/{phase}" for phase in PHASES]
-    rows = [name for name in ("timing_s/step", *names, "perf/throughput") if any(name in run.curves for run in comparison.runs.values())]
+    rows = [
+        name
+        for name in ("timing_s/step", *names, "perf/throughput")
+        if any(name in run.curves for run in comparison.runs.values())
+    ]
     cells = tuple((name, unit_of(name), *(_median(run, name) for run in comparison.runs.values())) for name in rows)
     return Table(("median of", "unit", *comparison.runs), cells, tuple(range(2, 2 + len(comparison.runs))))
 
@@ -119,7 +135,14 @@ def _versions(run: RunRecord) -> str:
 def _summary(comparison: Comparison) -> Table:
     """The last value of every chart's metric, for a browser without scripts."""
     found = dict.fromkeys(
-        name for spec in CHARTS for pattern in spec.patterns for run in comparison.runs.values() for name in run.matching(pattern)
+        name
+        for spec in CHARTS
+        for pattern in spec.patterns
+        for run in comparison.runs.values()
+        for name in run.matching(pattern)
     )
-    rows = [(name, *(f"{run.curves[name].last:.4g}" if name in run.curves else "" for run in comparison.runs.values())) for name in found]
+    rows = [
+        (name, *(f"{run.curves[name].last:.4g}" if name in run.curves else "" for run in comparison.runs.values()))
+        for name in found
+    ]
     return Table(("metric, last", *comparison.runs), tuple(rows), tuple(range(1, 1 + len(comparison.runs))))

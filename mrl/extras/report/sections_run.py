@@ -1,4 +1,6 @@
-"""Sections about the machine: a step's phases, memory, the weight sync's proof, staleness, incidents, how to do it again."""
+"""Sections about the machine: a step's phases, memory, the weight sync's proof, staleness, incidents, how to do it
+again.
+"""
 
 import json
 import shlex
@@ -8,15 +10,31 @@ from itertools import pairwise
 import numpy as np
 
 from mrl.extras.report.columns import Curve
-from mrl.extras.report.page import Bar, Block, Chart, Facts, Items, Lanes, Paragraph, Section, Series, Stack, Table, Text, color_of
+from mrl.extras.report.page import (
+    Bar,
+    Block,
+    Chart,
+    Facts,
+    Items,
+    Lanes,
+    Paragraph,
+    Section,
+    Series,
+    Stack,
+    Table,
+    Text,
+    color_of,
+)
 from mrl.extras.report.run_record import RunRecord
 from mrl.record.run_dir import RunDir
 from mrl.units import GIB
 
 # phases in the loop's order, and who works in them
 PHASES = {
-    "gen": "engines", "reward": "driver", "record": "driver", "switch": "both", "old_log_prob": "ranks", "ref": "ranks", "adv": "ranks",
-    "update_actor": "ranks", "save_checkpoint": "ranks", "settle": "engines", "reshard": "both", "testing": "engines", "outside": "driver",
+    "gen": "engines", "reward": "driver", "record": "driver", "switch": "both", "old_log_prob": "ranks",
+    "ref": "ranks", "adv": "ranks",
+    "update_actor": "ranks", "save_checkpoint": "ranks", "settle": "engines", "reshard": "both",
+    "testing": "engines", "outside": "driver",
 }  # fmt: skip
 STACKED_STEPS = 500
 LANES_OF_A_KIND = 8
@@ -30,7 +48,9 @@ def step_times(run: RunRecord) -> Section | None:
     names = _phases(run)
     if not names:
         return None
-    stack = Stack("phases", "Seconds of a step by phase", "s", tuple(Series(n, f"stack/{n}", color=color_of(n)) for n in names))
+    stack = Stack(
+        "phases", "Seconds of a step by phase", "s", tuple(Series(n, f"stack/{n}", color=color_of(n)) for n in names)
+    )
     time = run.curves["timing_s/step"]
     usual = int(time.steps[np.argsort(time.values)[len(time) // 2]])
     slowest = int(time.steps[time.values.argmax()])
@@ -43,7 +63,9 @@ def step_times(run: RunRecord) -> Section | None:
 def _phases(run: RunRecord) -> list[str]:
     if "timing_s/step" not in run.curves:
         return []
-    return [name for name in PHASES if f"timing_s/{name}" in run.curves and run.curves[f"timing_s/{name}"].values.max() > 0]
+    return [
+        name for name in PHASES if f"timing_s/{name}" in run.curves and run.curves[f"timing_s/{name}"].values.max() > 0
+    ]
 
 
 def stacked_curves(run: RunRecord) -> dict[str, Curve]:
@@ -62,9 +84,14 @@ def _step_lanes(run: RunRecord, step: int, title: str) -> Lanes:
         if seconds > 0:
             spans.append((name, at, at + seconds))
             at += seconds
-    note = "Phases in the loop's order with their measured seconds; what each process does within a phase is not recorded."
+    note = (
+        "Phases in the loop's order with their measured seconds; what each process does within a phase is not recorded."
+    )
     if _runs_ahead(run):
-        note += " Generation runs ahead of training, so engines work beside all of it: `gen` is what training waits for them."
+        note += (
+            " Generation runs ahead of training, so engines work beside all of it: `gen` is what training waits "
+            "for them."
+        )
     return Lanes(title, "s", tuple(_lane_rows(run, spans)), max(at, row.get("timing_s/step") or 0.0), note)
 
 
@@ -103,7 +130,9 @@ def _phase_table(run: RunRecord, names: list[str]) -> Table:
         values = run.curves[f"timing_s/{name}"].values
         quantiles = (np.median(values), np.quantile(values, 0.95), values.max())
         rows.append((name, *(f"{v:.3g}" for v in quantiles), f"{values.sum() / total:.1%}"))
-    return Table(("phase", "median s", "95th percentile s", "longest s", "share of all steps"), tuple(rows), (1, 2, 3, 4))
+    return Table(
+        ("phase", "median s", "95th percentile s", "longest s", "share of all steps"), tuple(rows), (1, 2, 3, 4)
+    )
 
 
 # ---------------------------------------------------------------- memory
@@ -113,7 +142,9 @@ def memory(run: RunRecord) -> Section | None:
     """What the plan gives every phase of the fullest device, and what was measured."""
     if run.plan is None:
         return None
-    return Section("memory", "Memory, planned and measured", tuple(_memory_blocks(run, run.plan["memory"], run.plan["device"])))
+    return Section(
+        "memory", "Memory, planned and measured", tuple(_memory_blocks(run, run.plan["memory"], run.plan["device"]))
+    )
 
 
 def _memory_blocks(run: RunRecord, planned: dict, device: dict) -> Iterator[Block]:
@@ -149,16 +180,23 @@ def _memory_blocks(run: RunRecord, planned: dict, device: dict) -> Iterator[Bloc
 
 def _measured(run: RunRecord, planned: dict, fullest: float) -> Iterator[Block]:
     names = [
-        name for name in ("perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb", "perf/cpu_memory_used_gb") if name in run.curves
+        name
+        for name in ("perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb", "perf/cpu_memory_used_gb")
+        if name in run.curves
     ]
-    trained = max(planned["phases"][name]["bytes"] for name in planned["phases"] if not name.startswith("rollout")) / GIB
+    trained = (
+        max(planned["phases"][name]["bytes"] for name in planned["phases"] if not name.startswith("rollout")) / GIB
+    )
     if "perf/max_memory_allocated_gb" in run.curves:
         most = run.curves["perf/max_memory_allocated_gb"].values.max()
-        yield Paragraph(f"Measured on the fullest rank: {most:.3g} GiB allocated at most; planned for ranks: {trained:.3g} GiB.")
+        yield Paragraph(
+            f"Measured on the fullest rank: {most:.3g} GiB allocated at most; planned for ranks: {trained:.3g} GiB."
+        )
     else:
         host = planned["host"]["bytes_per_node"] / GIB
         yield Paragraph(
-            "This device counts no memory of its own. Measured is what the whole host has in use, whatever uses it; planned for the "
+            "This device counts no memory of its own. Measured is what the whole host has in use, whatever uses it; "
+            "planned for the "
             f"run's processes are {host:.3g} GiB of a node beside the devices' {fullest:.3g} GiB each."
         )
     if names:
@@ -180,12 +218,14 @@ def _sync_blocks(run: RunRecord, verified: Curve) -> Iterator[Block]:
     every = run.settings.text("reshard.verify_every", "?")
     proved, unproved = int((verified.values == 1).sum()), verified.steps[verified.values != 1]
     read_back = (
-        f"Read back from the engines and equal to what the ranks sent: {proved} of {len(verified)} syncs (reshard.verify_every {every})."
+        f"Read back from the engines and equal to what the ranks sent: {proved} of {len(verified)} syncs "
+        f"(reshard.verify_every {every})."
     )
     yield Paragraph(read_back, "good" if not len(unproved) else "plain")
     if len(unproved):
         yield Paragraph(
-            f"Not read back after steps {_some(unproved)}; digests of what arrived in load layout were compared in every one, and a "
+            f"Not read back after steps {_some(unproved)}; digests of what arrived in load layout were compared in "
+            "every one, and a "
             "version is served only once all ranks agree."
         )
     planned = run.plan["reshard"] if run.plan else {}
@@ -197,9 +237,16 @@ def _sync_facts(run: RunRecord, planned: dict) -> Iterator[tuple[str, str]]:
     last = run.by_step[int(run.curves["reshard/verified"].steps[-1])]
     moved, required = last.get("reshard/bytes_moved"), last.get("reshard/bytes_required")
     if moved is not None and required:
-        yield "bytes", f"{_bytes(moved)} moved, {_bytes(required)} required ({moved / required:.3g} times the lower bound)"
+        yield (
+            "bytes",
+            f"{_bytes(moved)} moved, {_bytes(required)} required ({moved / required:.3g} times the lower bound)",
+        )
     if (seconds := run.curves.get("reshard/seconds")) is not None:
-        guess = f"; planned {planned['predicted_seconds']:.3g}, wire alone at least {planned['bound_seconds']:.3g}" if planned else ""
+        guess = (
+            f"; planned {planned['predicted_seconds']:.3g}, wire alone at least {planned['bound_seconds']:.3g}"
+            if planned
+            else ""
+        )
         yield "seconds", f"median {np.median(seconds.values):.3g}, longest {seconds.values.max():.3g}{guess}"
     if (staging := last.get("reshard/peak_staging_bytes")) is not None:
         budget = f" of a budget of {_bytes(planned['budget_bytes'])} a round" if planned else ""
@@ -237,9 +284,12 @@ def staleness(run: RunRecord) -> Section | None:
     oldest = max(run.curves[name].values.max() for name in ages)
     blocks: list[Block] = [
         Paragraph(
-            f"Schedule {schedule}, trainer.max_staleness {bound}: the oldest token trained on was {oldest:.0f} updates of the weights old."
+            f"Schedule {schedule}, trainer.max_staleness {bound}: the oldest token trained on was {oldest:.0f} updates "
+            "of the weights old."
         ),
-        Chart("staleness-age", "Age of a response's oldest token", "updates", tuple(Series(name, name) for name in ages)),
+        Chart(
+            "staleness-age", "Age of a response's oldest token", "updates", tuple(Series(name, name) for name in ages)
+        ),
     ]
     for id, title, pattern in (
         ("staleness-versions", "Versions of the weights that made a response", r"async/versions_per_sample"),
@@ -261,7 +311,10 @@ def incidents(run: RunRecord) -> Section:
     blocks += [Items(tuple(_starts(run)))] if run.attempts else []
     if not run.finished and not run.running:
         tails = run.log_tails()
-        blocks += [Text("\n".join(lines), f"logs/{name}, its last lines that sound of trouble") for name, lines in tails.items()]
+        blocks += [
+            Text("\n".join(lines), f"logs/{name}, its last lines that sound of trouble")
+            for name, lines in tails.items()
+        ]
     return Section("incidents", "Incidents", tuple(blocks))
 
 
@@ -281,7 +334,11 @@ def _incidents(run: RunRecord) -> Iterator[tuple[int, str, str]]:
         curve = run.curves.get(name)
         if curve is not None and (curve.values > 0).any():
             first = int(curve.steps[curve.values > 0][0])
-            yield first, f"{name} {curve.values.sum():g} in {int((curve.values > 0).sum())} steps", f"{meaning} (first in this step)"
+            yield (
+                first,
+                f"{name} {curve.values.sum():g} in {int((curve.values > 0).sum())} steps",
+                f"{meaning} (first in this step)",
+            )
     for name, meaning in _GROWING.items():
         curve = run.curves.get(name)
         if curve is not None and curve.last > 0:
@@ -298,7 +355,9 @@ def _starts(run: RunRecord) -> Iterator[str]:
     for number, one in enumerate(run.attempts, 1):
         begun = f"Start {number}: {one.began} on {one.host}, from step {one.step}"
         if one.exit_code is not None:
-            yield f"{begun}; ended {one.ended} with exit code {one.exit_code}{f': {one.message}' if one.message else ''}"
+            yield (
+                f"{begun}; ended {one.ended} with exit code {one.exit_code}{f': {one.message}' if one.message else ''}"
+            )
         elif run.running and number == len(run.attempts):
             yield f"{begun}; it goes on"
         else:
@@ -314,7 +373,9 @@ def reproducibility(run: RunRecord) -> Section:
     if run.attempts:
         blocks.append(Text(shlex.join(run.attempts[-1].command), "command of the last start"))
         versions = run.attempts[-1].versions
-        blocks.append(Table(("package", "version"), tuple(sorted(versions.items())), caption="versions of the last start"))
+        blocks.append(
+            Table(("package", "version"), tuple(sorted(versions.items())), caption="versions of the last start")
+        )
     again = f"mrl train {shlex.quote(str(RunDir(run.path).config))} --run-dir NEW"
     blocks.append(Text(again, "the same run again, from its resolved configuration"))
     return Section("reproducibility", "Reproducibility", tuple(blocks))

@@ -31,11 +31,14 @@ def _training(run: RunRecord) -> Iterator[Block]:
         return
     decode = decoder(_tokenizer_folders(run))
     yield Paragraph(
-        f"Training step {step}, the best and the worst responses. A token's colour is the log-prob that the engine gave it when it was "
+        f"Training step {step}, the best and the worst responses. A token's colour is the log-prob that the engine "
+        "gave it when it was "
         "sampled: white was certain, red a rare choice. Point at a token for its number."
     )
     if decode is None:
-        yield Paragraph("No tokenizer is at hand (model.path, or a checkpoint's hf folder): tokens are shown by number.")
+        yield Paragraph(
+            "No tokenizer is at hand (model.path, or a checkpoint's hf folder): tokens are shown by number."
+        )
     for kind, chosen in found.items():
         for sample in chosen:
             yield _sample_block(kind, step, sample, decode)
@@ -64,7 +67,9 @@ def _sample_block(kind: str, step: int, sample: TrainingSample, decode: Decode |
 
 
 def _held_out(run: RunRecord) -> Iterator[Block]:
-    """Responses to the same prompt with the same seed whose score changed most between the first and the last validation."""
+    """Responses to the same prompt with the same seed whose score changed most between the first and the last
+    validation.
+    """
     steps, folder = run.validation_steps, RunDir(run.path).validation
     if len(steps) < 2:
         return
@@ -85,7 +90,10 @@ def _key(response: Response) -> tuple[str, int, int, str]:
 
 
 def _pair(before: Response, after: Response, first: int, last: int) -> Pair:
-    title = f"{before.data_source}, prompt {before.prompt_id}: {before.score:.3g} to {after.score:.3g} (truth: {before.truth[:200]})"
+    title = (
+        f"{before.data_source}, prompt {before.prompt_id}: {before.score:.3g} to {after.score:.3g} (truth: "
+        f"{before.truth[:200]})"
+    )
     return Pair(
         title, before.input[:TEXT_LIMIT], (f"step {first}, score {before.score:.3g}", before.output[:TEXT_LIMIT]),
         (f"step {last}, score {after.score:.3g}", after.output[:TEXT_LIMIT]),

@@ -58,7 +58,9 @@ class Settings:
             return None
 
     def own(self) -> list[tuple[Setting, str]]:
-        """Settings that differ from the recipe's and the schema's values, each with the value that it would have without."""
+        """Settings that differ from the recipe's and the schema's values, each with the value that it would have
+        without.
+        """
         usual = _usual(self.recipe)
         rows = [(setting, usual.get(key, "")) for key, setting in self.by_key.items() if setting.is_own]
         return [(setting, value) for setting, value in rows if setting.value != value]
@@ -98,14 +100,20 @@ def _usual(recipe: str | None) -> dict[str, str]:
     fields = schema_keys()
     usual = {key: dump_value(field.default) for key, field in fields.items() if field.default is not PydanticUndefined}
     if recipe in available_recipes():
-        tree = parse_yaml((RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8"), f"recipe {recipe}", with_lines=False)
+        tree = parse_yaml(
+            (RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8"), f"recipe {recipe}", with_lines=False
+        )
         usual |= {key: _as_resolved(text, fields, key) for key, text in _leaves(tree)}
     return usual
 
 
 def _as_resolved(text: str, fields: dict, key: str) -> str:
     """A float of the schema is written out as one, however the recipe wrote it."""
-    return dump_value(float(text)) if key in fields and fields[key].annotation in (float, float | None) and text != "null" else text
+    return (
+        dump_value(float(text))
+        if key in fields and fields[key].annotation in (float, float | None) and text != "null"
+        else text
+    )
 
 
 def _leaves(node: Node, prefix: tuple[str, ...] = ()) -> list[tuple[str, str]]:

@@ -1,6 +1,6 @@
 """What became of a run, in words, and what to do next. Judges numbers; knows no page."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,15 +36,28 @@ class _State:
 def verdict(run: RunRecord) -> Verdict:
     """Of a run, from its whole directory."""
     state, learnt = _state(run), held_out_changes(run)
-    better = any(change.significant() and change.mean > 0 for change in learnt.values())
-    worse = any(change.significant() and change.mean < 0 for change in learnt.values())
     next_steps = [step for step in (state.next_step, *_cures(run)) if step]
     if not next_steps:
-        next_steps = [_when_all_is_well(run, bool(learnt), better)]
-    tone = state.tone if state.tone == "bad" else "warn" if worse or len(next_steps) > 1 or state.tone == "warn" else state.tone
-    if tone == "plain" and better:
-        tone = "good"
+        next_steps = [_when_all_is_well(run, bool(learnt), any(map(_rose, learnt.values())))]
+    tone = _tone(state, list(learnt.values()), len(next_steps))
     return Verdict(tone, f"{state.words}. {_learnt_words(run, learnt)}", tuple(_facts(run, learnt)), tuple(next_steps))
+
+
+def _rose(change: Difference) -> bool:
+    return change.significant() and change.mean > 0
+
+
+def _fell(change: Difference) -> bool:
+    return change.significant() and change.mean < 0
+
+
+def _tone(state: _State, changes: Sequence[Difference], things_to_do: int) -> Tone:
+    """How the run ended counts first, then what fell or asks for attention, then what was learnt."""
+    if state.tone != "plain":
+        return state.tone
+    if any(map(_fell, changes)) or things_to_do > 1:
+        return "warn"
+    return "good" if any(map(_rose, changes)) else "plain"
 
 
 def held_out_changes(run: RunRecord) -> dict[str, Difference]:
@@ -63,28 +76,46 @@ def _state(run: RunRecord) -> _State:
     resume = f"mrl train CONFIG --resume --run-dir {run.path} goes on from {_newest(run)}"
     match last.exit_code if last else None:
         case None if last is None:
-            return _State("bad", f"Ended after {done}; why is not recorded", f"See logs/ in the run directory; {resume}.")
+            return _State(
+                "bad", f"Ended after {done}; why is not recorded", f"See logs/ in the run directory; {resume}."
+            )
         case None:
-            return _State("bad", f"Ended after {done} without saying why: it was killed", f"See logs/ in the run directory; {resume}.")
+            return _State(
+                "bad",
+                f"Ended after {done} without saying why: it was killed",
+                f"See logs/ in the run directory; {resume}.",
+            )
         case Interrupted.exit_code:
             return _State("warn", f"Stopped after {done}, resumable: {last.message}", f"{resume}.")
         case NumericAbort.exit_code:
-            return _State("bad", f"Numbers ended it after {done}: {last.message}", f"Cure what the message says first; then {resume}.")
+            return _State(
+                "bad",
+                f"Numbers ended it after {done}: {last.message}",
+                f"Cure what the message says first; then {resume}.",
+            )
         case EnvironmentFault.exit_code:
-            return _State("bad", f"The machine ended it after {done}: {last.message}", f"mrl doctor looks for causes; then {resume}.")
+            return _State(
+                "bad",
+                f"The machine ended it after {done}: {last.message}",
+                f"mrl doctor looks for causes; then {resume}.",
+            )
         case code:
-            return _State("bad", f"Failed after {done}, exit code {code}: {last.message}", f"See Incidents below; {resume}.")
+            return _State(
+                "bad", f"Failed after {done}, exit code {code}: {last.message}", f"See Incidents below; {resume}."
+            )
 
 
 def _newest(run: RunRecord) -> str:
-    return f"the checkpoint of step {run.checkpoints[-1]}" if run.checkpoints else "the start, as there is no checkpoint"
+    return (
+        f"the checkpoint of step {run.checkpoints[-1]}" if run.checkpoints else "the start, as there is no checkpoint"
+    )
 
 
 def _learnt_words(run: RunRecord, learnt: dict[str, Difference]) -> str:
     if learnt:
-        if any(c.significant() and c.mean > 0 for c in learnt.values()):
+        if any(map(_rose, learnt.values())):
             return "Held-out scores rose by more than chance."
-        if any(c.significant() and c.mean < 0 for c in learnt.values()):
+        if any(map(_fell, learnt.values())):
             return "Held-out scores fell by more than chance."
         return "Held-out scores have not moved by more than chance."
     change = _start_and_end(run, "critic/score/mean")
@@ -100,7 +131,10 @@ def _facts(run: RunRecord, learnt: dict[str, Difference]) -> Iterator[str]:
     if learnt and (change := _start_and_end(run, "critic/score/mean")):
         yield f"Training score: {change[0]:.3g} at the start, {change[1]:.3g} now."
     if (time := run.curves.get("timing_s/step")) is not None:
-        yield f"A step takes {np.median(time.values):.3g} s (median); all {len(time)} took {time.values.sum() / 60:.3g} min."
+        yield (
+            f"A step takes {np.median(time.values):.3g} s (median); all {len(time)} took "
+            f"{time.values.sum() / 60:.3g} min."
+        )
         if run.running and run.total_steps:
             left = (run.total_steps - run.last_step) * float(np.median(time.values[-20:]))
             yield f"About {left / 60:.3g} min of steps are left."
@@ -118,18 +152,30 @@ def _cures(run: RunRecord) -> Iterator[str]:
     """What a number of the last steps asks for, the gravest first."""
     verified = run.curves.get("reshard/verified")
     if run.settings.text("reshard.verify_every") == "1" and verified is not None and (verified.values < 1).any():
-        yield "A weight sync was not proved (reshard/verified below 1): see The weight sync's proof, and logs/ of the engines."
+        yield (
+            "A weight sync was not proved (reshard/verified below 1): see The weight sync's proof, and logs/ of the "
+            "engines."
+        )
     for advice in run.advice:
         yield f"Step {advice.step}: {advice.text}"
     cut, longest = _recent(run, "response_length/clip_ratio"), run.settings.text("data.max_response_length")
     if cut is not None and cut > CUT_OFF:
-        yield f"{cut:.0%} of the responses are cut off at data.max_response_length ({longest}): raise it, or see why none ends."
+        yield (
+            f"{cut:.0%} of the responses are cut off at data.max_response_length ({longest}): raise it, or see why "
+            "none ends."
+        )
     uniform = _recent(run, "train/uniform_group_share")
     if uniform is not None and uniform > UNIFORM:
-        yield f"{uniform:.0%} of the groups have one score for all responses and teach nothing: take other prompts or a larger rollout.n."
+        yield (
+            f"{uniform:.0%} of the groups have one score for all responses and teach nothing: take other prompts or "
+            "a larger rollout.n."
+        )
     entropy = _start_and_end(run, "actor/entropy")
     if entropy and entropy[1] < FLAT_ENTROPY * entropy[0]:
-        yield f"Entropy fell from {entropy[0]:.3g} to {entropy[1]:.3g} nats a token: little is left to explore. Lower actor.optim.lr."
+        yield (
+            f"Entropy fell from {entropy[0]:.3g} to {entropy[1]:.3g} nats a token: little is left to explore. Lower "
+            "actor.optim.lr."
+        )
     failed = _recent(run, "reward/failure_share")
     if failed:
         yield f"{failed:.1%} of the rewards failed: logs/reward.log says why."
@@ -149,5 +195,11 @@ def _when_all_is_well(run: RunRecord, held_out: bool, better: bool) -> str:
     if not held_out:
         return "Give data.val_files and trainer.test_freq, so that the next run says what it learnt."
     if better:
-        return f"mrl convert megatron-to-hf {run.path} -o OUT gives a Hugging Face checkpoint; mrl eval measures it on other data."
-    return "More steps, a higher actor.optim.lr or more prompts: nothing is broken, and nothing was learnt that the held-out set shows."
+        return (
+            f"mrl convert megatron-to-hf {run.path} -o OUT gives a Hugging Face checkpoint; mrl eval measures it on "
+            "other data."
+        )
+    return (
+        "More steps, a higher actor.optim.lr or more prompts: nothing is broken, and nothing was learnt that the "
+        "held-out set shows."
+    )
