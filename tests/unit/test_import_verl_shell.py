@@ -52,6 +52,8 @@ SCRIPTS = {
     "function": 'f() {\n  local z=$1\n  out="got $z"\n}\nf here\nshow "$out"',
     "subshell": "a=1\n(a=2)\n{ b=3; }\nshow $a $b",
     "cut": "p=/a/b/model.tar.gz\nshow ${p##*/} ${p%/*} ${p%%.*} ${p#/a} ${p/b/c} ${p//a/A} ${p:1:3} ${#p}",
+    "names behind names": "A=a\nB=b\nC=c\nd=$A/$B/$C/end\nD=($A/$B/x y$A-$B.z)\n"
+    'show $d $A/$B/c x=$A,$B,$C "$A/$B/c" \'$A/$B/c\' $A/\\$B/c "${D[@]}" $A"$"B',
     "basename": 'P=XX/Qwen25-3B-Instruct\nn=$(basename $P)\nshow "$n" "$(basename a/b.sh .sh)" '
     "$(dirname /x/y) `basename q/r`",
     "quotes in quotes": "f=/d/t.parquet\nshow \"['$f', '$f']\" '[\"console\",\"wandb\"]' ['a','b'] \"a\\\"b\"",

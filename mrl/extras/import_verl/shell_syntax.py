@@ -251,7 +251,7 @@ class _TreeReader:
         for node in nodes:
             word = self.assignment(node) if node.type == "variable_assignment" else self.word(node)
             if words and self.source[end : node.start_byte] in (b"", _CONTINUED):
-                words[-1] = Word((*words[-1].parts, *word.parts), words[-1].line)
+                words[-1] = Word(_joined(words[-1].parts, word.parts), words[-1].line)
             else:
                 words.append(word)
             end = node.end_byte
@@ -397,6 +397,22 @@ class _TreeReader:
         if _is_arithmetic(node):
             return [WordPart("arithmetic", text[2:-1] if text.startswith("$[") else text[3:-2], quoted)]
         return [WordPart("command", text[1:-1] if text.startswith("`") else text[2:-1], quoted)]
+
+
+def _joined(before: tuple[WordPart, ...], behind: tuple[WordPart, ...]) -> tuple[WordPart, ...]:
+    """Parts of a word that the grammar took for two. It cuts `$A/$B/c` behind the second `$`, so that the name of a
+    variable stands at the beginning of the text that follows."""
+    last, first = before[-1], behind[0]
+    if {last.kind, first.kind} != {"text"} or last.quoted or first.quoted or not last.text.endswith("$"):
+        return (*before, *behind)
+    if (name := re.match(r"[A-Za-z_]\w*|[0-9@*#?]", first.text)) is None:
+        return (*before, *behind)
+    around = (
+        replace(last, text=last.text[:-1]),
+        WordPart("variable", name[0]),
+        replace(first, text=first.text[name.end() :]),
+    )
+    return (*before[:-1], *(part for part in around if part.text), *behind[1:])
 
 
 def _with_words(command: Command, words: tuple[Word, ...]) -> Command:
