@@ -99,8 +99,7 @@ class VllmEngine:
                 f"{self.settings.name} did not start ({type(error).__name__}: {error}); "
                 f"see logs/{log_name(self.settings.name)}.log in the run directory"
             ) from error
-        if self.settings.data_ranks > 1:
-            self._calls.watch()
+        self._calls.watch(has_peers=self.settings.data_ranks > 1)
         await self._updates.connect_slow()
         await self._stamp_version(0)
         await self._capture_routes()

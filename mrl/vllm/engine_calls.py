@@ -25,10 +25,11 @@ class EngineCalls:
         self.llm: Any = None
         self._name, self._on_death = name, on_death
         self._watch: ProcessWatch | None = None
+        self._has_peers = False
 
-    def watch(self) -> None:
-        """From here on tells a death of its own from one of another rank of the engine."""
-        self._watch = ProcessWatch(lambda: self.llm.errored)
+    def watch(self, has_peers: bool) -> None:
+        """From here on a death is seen at once. `has_peers`: its own is told from one of another rank of the engine."""
+        self._watch, self._has_peers = ProcessWatch(lambda: self.llm.errored), has_peers
 
     @property
     def tokens_inside(self) -> int:
@@ -98,12 +99,11 @@ class EngineCalls:
 
     def _death(self) -> Exception:
         log = f"see logs/{log_name(self._name)}.log in the run directory"
-        if self._watch is None:
-            return Interrupted(f"{self._name}: vLLM's process below it died; {log}")
-        if not self._watch.lost:
+        if self._watch is not None and not self._watch.lost:
             time.sleep(_EXIT_S)
-        if self._watch.lost:
-            return Interrupted(f"{self._name}: vLLM's process below it died ({self._watch.lost}); {log}")
+        lost = self._watch.lost if self._watch is not None else None
+        if lost or not self._has_peers:
+            return Interrupted(f"{self._name}: vLLM's process below it died{f' ({lost})' if lost else ''}; {log}")
         return ConnectionError(
             f"{self._name}: connection closed: vLLM gave up, as it does when another rank of its engine is lost; {log}"
         )

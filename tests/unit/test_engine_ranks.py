@@ -152,7 +152,7 @@ def calls(monkeypatch):
 
     def make(watch) -> EngineCalls:
         made = EngineCalls("engine 1 rank 0")
-        made.llm, made._watch = SimpleNamespace(errored=True), watch
+        made.llm, made._watch, made._has_peers = SimpleNamespace(errored=True), watch, watch is not None
         return made
 
     return make
