@@ -6,7 +6,7 @@ what changes an engine is asked of all of its ranks at once, after each of them 
 """
 
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -151,9 +151,22 @@ class RolloutGroup:
         self.call("finish_update")
         return moved
 
-    def commit(self, version: int) -> None:
-        """From here on every engine serves `version`. Each of them holds it already; see VllmEngine.receive_weights."""
-        self.call("commit", version)
+    def commit(self, version: int) -> int:
+        """From here on every engine serves `version`. Each of them holds it already; see VllmEngine.receive_weights.
+
+        Returns the stale tokens of all prefix caches: 0; see VllmEngine.commit.
+        """
+        return sum(self.call("commit", version))
+
+    def pause_for_update(self, give_back: bool) -> bool:
+        """Every engine pauses for new weights and `commit`; whether one of them gives its requests back. See VllmEngine."""
+        return any(self.call("pause_for_update", give_back))
+
+    def end_requests(self, handles: Mapping[str, list[int]]) -> None:
+        """Ends requests that nobody waits for any more, by the name of the engine that has them."""
+        workers = dict(zip(self.names, self.workers, strict=True))
+        refs = {name: workers[name].end_requests.remote(numbers) for name, numbers in handles.items()}
+        self._answers(refs, self.config.cluster.step_timeout_s, "ending requests")
 
     def sleep(self) -> None:
         """Every engine gives its devices' memory back, weights included, and gives up requests under way; see VllmEngine.sleep."""

@@ -74,8 +74,7 @@ class WeightSync:
     def bring_to(self, version: int) -> dict[str, float]:
         """Metrics of one sync after which every engine serves `version`; raises what `transfer` does."""
         began = time.perf_counter()
-        metrics = self.transfer(version)
-        self.commit(version)
+        metrics = self.transfer(version) | self.commit(version)
         return metrics | {"reshard/seconds": time.perf_counter() - began}
 
     def transfer(self, version: int) -> dict[str, float]:
@@ -87,10 +86,11 @@ class WeightSync:
         metrics = self._fast(version) if self.config.reshard.path == "fast" else self._slow()
         return metrics | {"reshard/seconds": time.perf_counter() - began, "reshard/weight_version": float(version)}
 
-    def commit(self, version: int) -> None:
-        """From here on every engine serves `version`, which `transfer` brought there."""
-        self.engines.commit(version)
+    def commit(self, version: int) -> dict[str, float]:
+        """From here on every engine serves `version`, which `transfer` brought there. Metrics of the version before."""
+        stale = self.engines.commit(version)
         self._syncs += 1
+        return {"rollout/stale_prefix_tokens": float(stale)}
 
     def _slow(self) -> dict[str, float]:
         return {"reshard/bytes_moved": float(self.engines.load_weights(self.actor.export_buckets(BUCKET_BYTES)))}

@@ -298,13 +298,21 @@ class EngineWorker:
         """See VllmEngine.receive_weights."""
         return await self.engine.receive_weights(update, read_back)
 
-    async def commit(self, version: int) -> None:
+    async def commit(self, version: int) -> int:
         """See VllmEngine.commit."""
-        await self.engine.commit(version)
+        return await self.engine.commit(version)
 
     async def pause(self) -> None:
         """See VllmEngine.pause."""
         await self.engine.pause()
+
+    async def pause_for_update(self, give_back: bool) -> bool:
+        """See VllmEngine.pause_for_update."""
+        return await self.engine.pause_for_update(give_back)
+
+    async def end_requests(self, handles: list[int]) -> None:
+        """See VllmEngine.end_requests."""
+        await self.engine.end_requests(handles)
 
     async def resume(self) -> None:
         """See VllmEngine.resume."""

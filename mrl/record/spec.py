@@ -155,6 +155,12 @@ _PERF = [
 ]
 
 _RESHARD = [
+    MetricSpec(
+        "rollout/stale_prefix_tokens",
+        "sum",
+        "tokens",
+        "Prompt tokens that a prefix cache held from other weights than served; 0, or a defect",
+    ),
     MetricSpec("reshard/bytes_required", "last", "bytes", "Bytes that the engines must receive and do not hold already"),
     MetricSpec("reshard/bytes_moved", "last", "bytes", "Bytes sent"),
     MetricSpec("reshard/bytes_local", "last", "bytes", "Bytes that stayed on a device that trainer and engine share"),

@@ -145,7 +145,7 @@ class Colocated:
         self._let_in("sync_to_rollout")
         with self._timer("wake_kv"):
             self._engines.wake_cache()
-        self._sync.commit(step)
+        metrics |= self._sync.commit(step)
         self._engines_sleep = False
         return metrics
 

@@ -5,6 +5,10 @@ import asyncio
 from mrl.errors import Interrupted
 
 
+class TurnedBack(Exception):
+    """The request never came in: whoever sent it has to send it again."""
+
+
 class Admission:
     """Who is inside, who waits at the door.
 
@@ -13,14 +17,20 @@ class Admission:
 
     def __init__(self) -> None:
         self.is_open = False
+        self.turns_back = False  # while it is shut
         self.inside: set[str] = set()
         self._waiting: dict[str, asyncio.Future[None]] = {}
 
     async def enter(self, name: str) -> None:
-        """Waits until the door is open. Raises Interrupted when those who wait are sent away."""
+        """Waits until the door is open.
+
+        Raises Interrupted when those who wait are sent away, TurnedBack when they are given back.
+        """
         if self.is_open:
             self.inside.add(name)
             return
+        if self.turns_back:
+            raise TurnedBack
         turn = self._waiting[name] = asyncio.get_running_loop().create_future()
         try:
             await turn
@@ -35,7 +45,7 @@ class Admission:
 
     def open(self) -> None:
         """Lets everybody in who waits."""
-        self.is_open = True
+        self.is_open, self.turns_back = True, False
         for name, turn in self._take_waiting():
             self.inside.add(name)
             turn.set_result(None)
@@ -44,8 +54,21 @@ class Admission:
         """From here on requests wait."""
         self.is_open = False
 
+    def turn_back(self) -> None:
+        """Gives back the requests that wait, and those that come, until the door opens."""
+        self.turns_back = True
+        for _, turn in self._take_waiting():
+            turn.set_exception(TurnedBack())
+
+    def turn_back_one(self, name: str) -> None:
+        """Gives back one request, if it waits."""
+        turn = self._waiting.pop(name, None)
+        if turn is not None and not turn.done():
+            turn.set_exception(TurnedBack())
+
     def send_away(self, why: str) -> int:
         """Ends the requests that wait, with `why`; how many they were."""
+        self.turns_back = False
         waiting = self._take_waiting()
         for name, turn in waiting:
             turn.set_exception(Interrupted(f"request {name}: {why}"))

@@ -10,28 +10,38 @@ import itertools
 import os
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from mrl.data.routes import ASKED
 from mrl.data.samples import Sample, Samples, packed
 from mrl.errors import EnvironmentFault, Interrupted
 from mrl.platforms.process_memory import ProcessMemory
 from mrl.platforms.versions import VllmGeneration
-from mrl.vllm.admission import Admission
+from mrl.vllm.admission import Admission, TurnedBack
+from mrl.vllm.cached_prefixes import CachedPrefixes
+from mrl.vllm.completions import (
+    ABORTED,
+    Spans,
+    nothing_of,
+    sample_of,
+    sampling_parameters,
+    stamped_spans,
+    unstamped_spans,
+    with_routes,
+)  # fmt: skip
 from mrl.vllm.engine_calls import EngineCalls
-from mrl.vllm.engine_state import CACHE, WEIGHTS, EngineMachine
+from mrl.vllm.engine_state import ASLEEP, AWAKE, CACHE, FENCED, WEIGHTS, WEIGHTS_AWAKE, EngineMachine
 from mrl.vllm.engine_updates import EngineUpdates
 from mrl.vllm.leftovers import note, noted, remove_all, shared_memory_below
 from mrl.vllm.requests import EngineSettings, Request, Sampling, log_name
 
 DROP_S = 5.0  # for blocks of the prefix cache to come free
 EMPTY_S = 30.0  # for requests to end that a sleep aborted
-ABORTED = "abort"  # vLLM's stop reason
+_REFUSES_REQUESTS = (ASLEEP, WEIGHTS_AWAKE, FENCED)
 
 
 @dataclass(frozen=True)
@@ -59,6 +69,9 @@ class VllmEngine:
         self._numbers = itertools.count()  # of requests
         self._made = 0  # tokens of responses that are whole
         self._is_scheduler_paused = False  # vLLM's own
+        self._newest = 0  # version that it served last
+        self._prefixes = CachedPrefixes(block=1)
+        self._handles: dict[int, str] = {}  # names of requests that are here and can be ended
 
     @property
     def version(self) -> int | None:
@@ -100,6 +113,7 @@ class VllmEngine:
                 f"see logs/{log_name(self.settings.name)}.log in the run directory"
             ) from error
         self._calls.watch(has_peers=self.settings.data_ranks > 1)
+        self._prefixes = CachedPrefixes(self._calls.llm.vllm_config.cache_config.block_size)
         await self._updates.connect_slow()
         await self._stamp_version(0)
         await self._capture_routes()
@@ -141,43 +155,39 @@ class VllmEngine:
             await finished.put(error)
 
     async def _complete(self, request: Request, sampling: Sampling) -> Sample:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        parameters = SamplingParams(
-            temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, seed=request.seed, logprobs=0,
-            max_tokens=request.max_tokens or sampling.max_tokens, stop_token_ids=list(sampling.stop_token_ids),
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY, flat_logprobs=True,
-            extra_args={ASKED: True} if sampling.routes else None,
-        )  # fmt: skip
+        """The response; of a request that was ended, or given back, what there is of it."""
         name = f"{request.sample_id}-{next(self._numbers)}"
-        await self._door.enter(name)
-        version_before, final = self.version, None
+        if request.handle is not None:
+            self._handles[request.handle] = name
+        try:
+            await self._door.enter(name)
+            begun, final = self.version, await self._final_output(name, request, sampling)
+        except TurnedBack:
+            return nothing_of(request, self._newest)
+        finally:
+            self._handles.pop(request.handle, None)
+        answer = final.outputs[0]
+        if answer.finish_reason == ABORTED and self._machine.state in _REFUSES_REQUESTS:
+            raise Interrupted(f"sample {request.sample_id}: {self._asleep_under(len(answer.token_ids))}")
+        sample = sample_of(request, answer, self._spans_of(request, answer, begun))
+        return with_routes(sample, await self._routes(name, request, answer)) if sampling.routes else sample
+
+    async def _final_output(self, name: str, request: Request, sampling: Sampling) -> Any:
+        self._prefixes.enter(name, request.prompt_ids)
+        final = None
         try:
             with self._calls.alive():
+                parameters = sampling_parameters(request, sampling)
                 async for output in self._calls.llm.generate(
                     {"prompt_token_ids": list(request.prompt_ids)}, parameters, request_id=name
                 ):
                     final = output
         finally:
             self._door.leave(name)
-        answer = final.outputs[0]
-        self._made += len(answer.token_ids)
-        if answer.finish_reason == ABORTED:
-            raise Interrupted(f"sample {request.sample_id}: {self._asleep_under(len(answer.token_ids))}")
-        versions = self._versions_of(answer, version_before)
-        if versions != {str(self.version)}:
-            raise RuntimeError(
-                f"sample {request.sample_id} was generated with weight versions {versions}, not {self.version}"
-            )
-        first = answer.logprobs.start_indices  # with logprobs=0 the sampled token's entry stands first at each position
-        log_probs = np.asarray(answer.logprobs.logprobs, np.float32)[np.asarray(first, np.int64)]
-        routes = await self._routes(name, request, answer) if sampling.routes else None
-        return Sample(
-            request.prompt_id, request.group_id, request.sample_id, request.seed, request.prompt_ids,
-            np.asarray(answer.token_ids, np.int32), log_probs, answer.finish_reason, self.version, routes,
-        )  # fmt: skip
+            ended = (final.outputs[0].token_ids, final.num_cached_tokens or 0) if final is not None else ()
+            self._prefixes.leave(name, *ended)
+        self._made += len(final.outputs[0].token_ids)
+        return final
 
     def _asleep_under(self, tokens: int) -> str:
         return f"{self.settings.name} was put to sleep while it generated; {tokens} tokens are lost"
@@ -188,14 +198,14 @@ class VllmEngine:
             with self._calls.alive():
                 await self._calls.llm.update_weight_version(str(version))
 
-    def _versions_of(self, answer: Any, version_before: int | None) -> set[str]:
-        """Versions that took part in a completion.
-
-        Where vLLM does not stamp them: those served when the request came and when it ended.
-        """
-        if self._generation.stamps_versions:
-            return {span.version for span in answer.weight_versions or ()}
-        return {str(version_before), str(self.version)}
+    def _spans_of(self, request: Request, answer: Any, begun: int) -> Spans:
+        """Which weights made which of its tokens. Raises RuntimeError where that is not known, or cannot be."""
+        try:
+            if self._generation.stamps_versions:
+                return stamped_spans(answer, begun, self._newest)
+            return unstamped_spans(begun, self._newest)
+        except RuntimeError as error:
+            raise RuntimeError(f"{self.settings.name}, sample {request.sample_id}: {error}") from None
 
     async def _routes(self, name: str, request: Request, answer: Any) -> np.ndarray | None:
         """Routes of prompt and response, or None where vLLM returned none. Raises DataError for such as cannot be."""
@@ -216,7 +226,10 @@ class VllmEngine:
             ) from error
 
     async def _forget_routes(self) -> None:
-        """With new weights: requests that were given up left theirs behind, and no other is under way."""
+        """With new weights: requests that were given up left theirs behind.
+
+        Where routes are asked for none is held over an update.
+        """
         if self.settings.captures_routes:
             await self._calls.workers("forget_routes")
 
@@ -257,6 +270,31 @@ class VllmEngine:
         """
         async with self._controlled("pause"):
             await self._pause_scheduler("keep")
+
+    async def pause_for_update(self, give_back: bool) -> bool:
+        """Pauses, for weights and a commit to follow; whether requests are given back with the tokens that they have.
+
+        Else they are held and go on by the next weights. Where vLLM does not say which weights made which token (0.23)
+        they are given back in any case; so are those that come until the commit. Each is to be sent again, behind its
+        tokens.
+        """
+        if not (give_back or not self._generation.stamps_versions):
+            await self.pause()
+            return False
+        async with self._controlled("pause"):
+            await self._pause_scheduler("abort")
+            self._door.turn_back()
+            await self._empty()
+        return True
+
+    async def end_requests(self, handles: Collection[int]) -> None:
+        """Ends requests; nothing for those that are not here. Their streams bring what there is of them."""
+        async with self._controlled("end_requests"):
+            names = [self._handles[handle] for handle in handles if handle in self._handles]
+            for name in names:
+                self._door.turn_back_one(name)
+            if under_way := [name for name in names if name in self._door.inside]:
+                await self._calls.ask(self._calls.llm.abort(under_way))
 
     async def resume(self) -> None:
         """Ends a pause without new weights."""
@@ -366,23 +404,35 @@ class VllmEngine:
 
         Data-parallel ranks stand still first: for some steps after the last request they still compute together, and a
         rank between two weights must not take part. They have to be asked at once, as for a pause.
+        Raises RuntimeError while requests are under way that nobody paused.
         """
-        async with self._controlled(verb):
+        async with self._control:
+            if self._machine.state is AWAKE and self._door.inside:
+                raise RuntimeError(
+                    f"{self.settings.name} refuses {verb}: {len(self._door.inside)} requests are under way; "
+                    "first pause it"
+                )
+            self._machine.enter(verb)
             self._door.shut()
             if self.settings.data_ranks > 1 and not self._is_scheduler_paused:
                 await self._pause_scheduler("keep")
             yield
 
-    async def commit(self, version: int) -> None:
-        """Serves what was received last, as `version`, and drops what was cached under the old weights."""
+    async def commit(self, version: int) -> int:
+        """Serves what was received last, as `version`, and drops what was cached under the old weights.
+
+        Returns the tokens that the cache gave requests of the version before and other weights had computed: 0.
+        """
         async with self._control:
             self._machine.check("commit")
             await self._stamp_version(version)
             await self._drop_cache()
             await self._forget_routes()
+            stale, self._newest = self._prefixes.renew(), version
             await self._resume_scheduler()
             self._machine.serve(version)
             self._door.open()
+            return stale
 
     async def _drop_cache(self) -> None:
         """Empties the prefix cache, which old weights filled. Raises Interrupted when vLLM does not empty it.

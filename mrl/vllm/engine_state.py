@@ -2,14 +2,19 @@
 
               pause                    sleep                wake_weights                wake_cache
     AWAKE ----------> PAUSED     (*) -------> ASLEEP ----------------> WEIGHTS_AWAKE -----------> FENCED
-      ^ ^              | |                                                ^    | update             | ^
-      | |    resume    | | update                                         +----+                    | | update
-      | +--------------+ +------------------------------> FENCED <----------------------------------+-+
-      |                                                     |
-      +-------------------- commit -------------------------+       (*) AWAKE, PAUSED, FENCED
+     ^ ^ |   resume    |  |                                               ^    | update             | ^
+     | | | <-----------+  | update                                        +----+                    | | update
+     | | |                v                                                                         | |
+     | | |             HOLDING <--+ update                                                          | |
+     | | |                |  +----+                                                                 | |
+     | +-|---- commit ----+                                                                         | |
+     |   +-------------------------- update -----------> FENCED <-----------------------------------+-+
+     +------------------------------ commit --------------+          (*) AWAKE, PAUSED, HOLDING, FENCED
 
 * AWAKE serves one committed version. An update takes it away before the first byte; only `commit` gives another.
 * PAUSED holds its requests, and new ones wait at the door: a pause ends by itself, and what waits loses nothing.
+* HOLDING is a pause in which new weights came: it has no version, and what it holds goes on by the next one. Whoever
+  paused an engine to update it has promised the commit, so requests that come meanwhile wait, too.
 * ASLEEP and WEIGHTS_AWAKE lack memory; what is in it then is no weight of anybody. FENCED has all its memory and no
   version: weights that are half new, forgotten after a sleep, or that the digests disagree about, are never sampled
   from. In all three requests are refused: they would wait for a sync that nobody may have asked for.
@@ -31,6 +36,7 @@ class EngineState(Enum):
 
     AWAKE = "it serves requests"
     PAUSED = "resume it, or bring weights and commit"
+    HOLDING = "bring weights, commit: requests wait for it"
     ASLEEP = "wake_weights, bring weights, wake_cache, commit"
     WEIGHTS_AWAKE = "bring weights, wake_cache, commit"
     FENCED = "bring weights, commit"
@@ -39,17 +45,19 @@ class EngineState(Enum):
 
 WEIGHTS, CACHE = "weights", "kv_cache"  # the parts of its memory, by vLLM's names
 
-AWAKE, PAUSED, ASLEEP, WEIGHTS_AWAKE, FENCED, DEAD = EngineState
+AWAKE, PAUSED, HOLDING, ASLEEP, WEIGHTS_AWAKE, FENCED, DEAD = EngineState
 
-_UPDATE = {AWAKE: FENCED, PAUSED: FENCED, FENCED: FENCED, WEIGHTS_AWAKE: WEIGHTS_AWAKE}
-_LOOK = {state: state for state in (AWAKE, PAUSED, FENCED, WEIGHTS_AWAKE)}  # reads weights, changes nothing
+_IN_UPDATE = {state: state for state in (HOLDING, FENCED, WEIGHTS_AWAKE)}
+_UPDATE = {AWAKE: FENCED, PAUSED: HOLDING, **_IN_UPDATE}
+_LOOK = {state: state for state in (AWAKE, PAUSED, HOLDING, FENCED, WEIGHTS_AWAKE)}  # reads weights, changes nothing
 
 VERBS: Mapping[str, Mapping[EngineState, EngineState]] = MappingProxyType(
     {
-        "generate": {AWAKE: AWAKE, PAUSED: PAUSED},
+        "generate": {AWAKE: AWAKE, PAUSED: PAUSED, HOLDING: HOLDING},
+        "end_requests": {AWAKE: AWAKE, PAUSED: PAUSED, HOLDING: HOLDING},
         "pause": {AWAKE: PAUSED},
         "resume": {PAUSED: AWAKE},
-        "sleep": {AWAKE: ASLEEP, PAUSED: ASLEEP, FENCED: ASLEEP},
+        "sleep": {AWAKE: ASLEEP, PAUSED: ASLEEP, HOLDING: ASLEEP, FENCED: ASLEEP},
         "wake_weights": {ASLEEP: WEIGHTS_AWAKE},
         "wake_cache": {WEIGHTS_AWAKE: FENCED},
         # fast path
@@ -57,9 +65,9 @@ VERBS: Mapping[str, Mapping[EngineState, EngineState]] = MappingProxyType(
         "receive_weights": _UPDATE,
         # slow path
         "begin_update": _UPDATE,
-        "load_bucket": {FENCED: FENCED, WEIGHTS_AWAKE: WEIGHTS_AWAKE},
-        "finish_update": {FENCED: FENCED, WEIGHTS_AWAKE: WEIGHTS_AWAKE},
-        "commit": {FENCED: AWAKE},
+        "load_bucket": _IN_UPDATE,
+        "finish_update": _IN_UPDATE,
+        "commit": {HOLDING: AWAKE, FENCED: AWAKE},
         "fingerprints": _LOOK,
         "memory": {state: state for state in EngineState if state is not DEAD},
     }

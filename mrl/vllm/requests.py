@@ -22,6 +22,7 @@ class Request:
     prompt_id: int = 0  # these two are handed on to the response; see Sample
     group_id: int = 0
     max_tokens: int | None = None  # fewer than those of `Sampling`
+    handle: int | None = None  # by which the engine that has it can be told to end it
 
 
 @dataclass(frozen=True)

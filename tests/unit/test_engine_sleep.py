@@ -1,9 +1,11 @@
-"""The engine's door and its control verbs against a vLLM (a stand-in) that pauses,
-aborts and generates as AsyncLLM does.
+"""The engine's door and its control verbs against a vLLM (a stand-in) that pauses, aborts and generates as AsyncLLM does.
+
+Weights that change under requests: test_engine_flight.py.
 """
 
 import asyncio
 import sys
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -21,10 +23,7 @@ MEMORY = {"live_bytes": 5, "free_bytes": None, "resident_bytes": 9, "baseline_by
 
 
 class Llm:
-    """Of AsyncLLM what the engine asks for.
-
-    A request takes 3 steps, in which it is held while the scheduler is paused.
-    """
+    """Of AsyncLLM what the engine asks for. A request takes a step a token, in which it is held while the scheduler is paused."""
 
     errored = False
 
@@ -32,6 +31,7 @@ class Llm:
         self.said, self.paused, self.aborted, self.running = [], None, set(), set()
         self.failing: dict[str, str] = {}  # method of a worker -> what it raises
         self.slow = 0.0  # seconds from a request to its arrival in vLLM's core
+        self.length, self.cached = 8, 0
 
     async def collective_rpc(self, method, args=()):
         name = args[0]
@@ -62,23 +62,27 @@ class Llm:
     async def generate(self, prompt, parameters, request_id):
         await asyncio.sleep(self.slow)
         self.running.add(request_id)
-        begun = self.version
-        for _ in range(3):
+        made_by = []  # version of each token
+        while len(made_by) < self.length:
             await asyncio.sleep(0.002)
             while self.paused and request_id not in self.aborted:
                 await asyncio.sleep(0.001)
             if request_id in self.aborted:
                 break
+            made_by.append(self.version)
         self.running.discard(request_id)
-        spans = [SimpleNamespace(version=version) for version in {begun, self.version}]
+        starts = [i for i, version in enumerate(made_by) if i == 0 or made_by[i - 1] != version]
+        pairs = list(pairwise([*starts, len(made_by)]))
+        tokens = range(len(made_by))
         yield SimpleNamespace(
+            num_cached_tokens=self.cached,
             outputs=[
                 SimpleNamespace(
-                    token_ids=[1, 2], finish_reason="abort" if request_id in self.aborted else "length",
-                    weight_versions=spans,
-                    logprobs=SimpleNamespace(start_indices=[0, 1], logprobs=[-0.5, -0.25]), routed_experts=None,
+                    token_ids=list(tokens), finish_reason="abort" if request_id in self.aborted else "length", routed_experts=None,
+                    weight_versions=[SimpleNamespace(version=made_by[start], start=start, end=end) for start, end in pairs],
+                    logprobs=SimpleNamespace(start_indices=list(tokens), logprobs=[-float(version) for version in made_by]),
                 )
-            ]
+            ],
         )  # fmt: skip
 
 
@@ -104,6 +108,7 @@ def engine(monkeypatch, tmp_path):
     made._calls.llm, made._generation = Llm(), vllm_generation("0.32.0")
     made._calls.llm.version = "4"
     made._machine.serve(4)
+    made._newest = 4
     made._door.open()
     return made
 
@@ -170,9 +175,7 @@ def test_requests_in_flight_are_ended_by_a_sleep_and_both_sides_are_told(engine)
         await asyncio.sleep(0.003)
         assert (await engine.sleep()).aborted == 3
         assert engine._door.inside == set()  # before memory was given away
-        with pytest.raises(
-            Interrupted, match=r"sample \d: engine 3 was put to sleep while it generated; 2 tokens are lost"
-        ):
+        with pytest.raises(Interrupted, match=r"sample \d: engine 3 was put to sleep while it generated; \d tokens are lost"):
             await asked
 
     run(steps())

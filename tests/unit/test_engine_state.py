@@ -5,12 +5,13 @@ import itertools
 import pytest
 
 from mrl.errors import Interrupted
-from mrl.vllm.engine_state import ASLEEP, AWAKE, DEAD, FENCED, PAUSED, VERBS, WEIGHTS_AWAKE, EngineMachine, EngineState
+from mrl.vllm.engine_state import ASLEEP, AWAKE, DEAD, FENCED, HOLDING, PAUSED, VERBS, WEIGHTS_AWAKE, EngineMachine, EngineState
 
 # how a fresh engine gets into each state
 WAYS = {
     AWAKE: ["serve"],
     PAUSED: ["serve", "pause"],
+    HOLDING: ["serve", "pause", "receive_weights"],
     ASLEEP: ["serve", "sleep"],
     WEIGHTS_AWAKE: ["serve", "sleep", "wake_weights"],
     FENCED: ["serve", "receive_weights"],
@@ -18,20 +19,21 @@ WAYS = {
 }
 # written out by hand from what each verb touches: memory that is there, a version, a whole update
 LEADS = {
-    "generate": {AWAKE: AWAKE, PAUSED: PAUSED},
+    "generate": {AWAKE: AWAKE, PAUSED: PAUSED, HOLDING: HOLDING},
+    "end_requests": {AWAKE: AWAKE, PAUSED: PAUSED, HOLDING: HOLDING},
     "pause": {AWAKE: PAUSED},
     "resume": {PAUSED: AWAKE},
-    "sleep": {AWAKE: ASLEEP, PAUSED: ASLEEP, FENCED: ASLEEP},
+    "sleep": {AWAKE: ASLEEP, PAUSED: ASLEEP, HOLDING: ASLEEP, FENCED: ASLEEP},
     "wake_weights": {ASLEEP: WEIGHTS_AWAKE},
     "wake_cache": {WEIGHTS_AWAKE: FENCED},
-    "connect_sync": {AWAKE: AWAKE, PAUSED: PAUSED, FENCED: FENCED, WEIGHTS_AWAKE: WEIGHTS_AWAKE},
-    "receive_weights": {AWAKE: FENCED, PAUSED: FENCED, FENCED: FENCED, WEIGHTS_AWAKE: WEIGHTS_AWAKE},
-    "begin_update": {AWAKE: FENCED, PAUSED: FENCED, FENCED: FENCED, WEIGHTS_AWAKE: WEIGHTS_AWAKE},
-    "load_bucket": {FENCED: FENCED, WEIGHTS_AWAKE: WEIGHTS_AWAKE},
-    "finish_update": {FENCED: FENCED, WEIGHTS_AWAKE: WEIGHTS_AWAKE},
+    "connect_sync": {AWAKE: AWAKE, PAUSED: PAUSED, HOLDING: HOLDING, FENCED: FENCED, WEIGHTS_AWAKE: WEIGHTS_AWAKE},
+    "receive_weights": {AWAKE: FENCED, PAUSED: HOLDING, HOLDING: HOLDING, FENCED: FENCED, WEIGHTS_AWAKE: WEIGHTS_AWAKE},
+    "begin_update": {AWAKE: FENCED, PAUSED: HOLDING, HOLDING: HOLDING, FENCED: FENCED, WEIGHTS_AWAKE: WEIGHTS_AWAKE},
+    "load_bucket": {HOLDING: HOLDING, FENCED: FENCED, WEIGHTS_AWAKE: WEIGHTS_AWAKE},
+    "finish_update": {HOLDING: HOLDING, FENCED: FENCED, WEIGHTS_AWAKE: WEIGHTS_AWAKE},
     "commit": {},  # not even FENCED: nothing was received
-    "fingerprints": {AWAKE: AWAKE, PAUSED: PAUSED, FENCED: FENCED, WEIGHTS_AWAKE: WEIGHTS_AWAKE},
-    "memory": {AWAKE: AWAKE, PAUSED: PAUSED, ASLEEP: ASLEEP, WEIGHTS_AWAKE: WEIGHTS_AWAKE, FENCED: FENCED},
+    "fingerprints": {AWAKE: AWAKE, PAUSED: PAUSED, HOLDING: HOLDING, FENCED: FENCED, WEIGHTS_AWAKE: WEIGHTS_AWAKE},
+    "memory": {AWAKE: AWAKE, PAUSED: PAUSED, HOLDING: HOLDING, ASLEEP: ASLEEP, WEIGHTS_AWAKE: WEIGHTS_AWAKE, FENCED: FENCED},
 }
 
 
@@ -69,9 +71,9 @@ def test_each_verb_in_each_state_leads_on_or_is_refused_by_name(verb, state):
 
 
 def test_a_refusal_says_where_the_verb_is_legal_and_how_to_get_on():
-    with pytest.raises(RuntimeError, match="engine 3 is ASLEEP and refuses receive_weights, legal in "
-                                           "AWAKE, PAUSED, FENCED, WEIGHTS_AWAKE; first: wake_weights, "
-                                           "bring weights, wake_cache, commit"):  # fmt: skip
+    legal = "AWAKE, PAUSED, HOLDING, FENCED, WEIGHTS_AWAKE"
+    how = "wake_weights, bring weights, wake_cache, commit"
+    with pytest.raises(RuntimeError, match=f"engine 3 is ASLEEP and refuses receive_weights, legal in {legal}; first: {how}"):
         machine("serve", "sleep").check("receive_weights")
     with pytest.raises(RuntimeError, match="engine 3 is FENCED and refuses generate"):
         machine("serve", "sleep", "wake_weights", "wake_cache").check("generate")
@@ -85,16 +87,18 @@ def test_a_refusal_says_where_the_verb_is_legal_and_how_to_get_on():
 @pytest.mark.parametrize("before", [[], ["pause"], ["sleep", "wake_weights"]], ids=["awake", "paused", "slept"])
 def test_only_a_whole_update_with_all_memory_there_is_committed(before, update):
     made = machine("serve", *before, *update)
-    for verb in ("commit", "generate"):
+    refused = ("commit",) if before == ["pause"] else ("commit", "generate")  # a pause holds requests until the commit
+    for verb in refused:
         with pytest.raises(RuntimeError):
             made.check(verb)
     made.received()
     if before and before[0] == "sleep":
-        with pytest.raises(RuntimeError, match="WEIGHTS_AWAKE and refuses commit, legal in FENCED"):
+        with pytest.raises(RuntimeError, match="WEIGHTS_AWAKE and refuses commit, legal in HOLDING, FENCED"):
             made.check("commit")
         made.enter("wake_cache")
-    with pytest.raises(RuntimeError, match="refuses generate"):
-        made.check("generate")
+    if "generate" in refused:
+        with pytest.raises(RuntimeError, match="refuses generate"):
+            made.check("generate")
     made.enter("commit")
     made.serve(8)
     assert (made.state, made.version, made.has_received) == (AWAKE, 8, False)

@@ -153,6 +153,7 @@ class SharedDevices(World):
     def commit(self, version):
         self.version = version
         self.note("commit")
+        return {"rollout/stale_prefix_tokens": 0.0}
 
     def generate(self, requests, sampling, on_batch):
         assert self.version == self.updates, "engines serve the newest weights"

@@ -71,9 +71,10 @@ class Devices:
         self.note(f"transfer {version}")
         return {"reshard/weight_version": float(version)}
 
-    def commit(self, version: int) -> None:
+    def commit(self, version: int) -> dict[str, float]:
         assert self.engines == {"weights", "cache"} and not self.actor
         self.note(f"commit {version}")
+        return {}
 
     def bring_to(self, version: int) -> dict[str, float]:
         self.note(f"sync {version}")

@@ -91,16 +91,3 @@ def test_the_installed_vllm_has_the_method_that_its_stand_in_has():
         node.name: [a.arg for a in node.args.args] for node in ast.walk(tree) if isinstance(node, ast.AsyncFunctionDef)
     }
     assert methods["update_weight_version"] == list(inspect.signature(Llm032.update_weight_version).parameters)
-
-
-def test_0_32_says_itself_which_versions_took_part():
-    answer = SimpleNamespace(weight_versions=[SimpleNamespace(version="3"), SimpleNamespace(version="4")])
-    assert engine("0.32.1")._versions_of(answer, 4) == {"3", "4"}
-    assert engine("0.32.1")._versions_of(SimpleNamespace(weight_versions=None), 4) == set()
-
-
-def test_on_0_23_a_request_that_saw_an_update_shows_a_mixture():
-    answer = SimpleNamespace()
-    assert engine("0.23.0", serves=4)._versions_of(answer, 4) == {"4"}
-    assert engine("0.23.0", serves=5)._versions_of(answer, 4) == {"4", "5"}
-    assert engine("0.23.0", serves=None)._versions_of(answer, 4) == {"4", "None"}  # an update is under way

@@ -104,9 +104,10 @@ class FakeCluster:
         held = {name: writer.digest(spec) for name, spec in writer.parameters.items()} if read_back else None
         return [vars(report) | {"received": writer.digests, "held": held}]
 
-    def commit(self, version) -> None:
+    def commit(self, version) -> int:
         for engine in self.engines:
             engine.version = version
+        return 0
 
     def versions(self) -> list:
         return [engine.version for engine in self.engines]
