@@ -21,7 +21,7 @@ from mrl.vllm import engine as engine_module
 from mrl.vllm.engine import VllmEngine
 from mrl.vllm.requests import EngineSettings, Request, Sampling
 
-LENGTH, BORDER = 72, 20  # tokens of a response, and of all before each pause
+LENGTH, BORDERS = 160, (30, 80)  # tokens of a response, and of all before each pause at least
 SAMPLED = [Request(i, tuple(3 + (7 * i + j) % 100 for j in range(3 + i % 9)), 1000 + i, handle=i) for i in range(8)]
 GREEDY = [replace(request, sample_id=100 + request.sample_id, handle=100 + request.sample_id) for request in SAMPLED[:4]]
 TEMPERATURE = {True: 1.0, False: 0.0}  # by whether it is sampled
@@ -66,11 +66,11 @@ async def fly(engine: VllmEngine, models: list[str]) -> Samples:
     """All requests, begun by version 0, held over version 1, given back and sent again to version 2."""
     requests = [*SAMPLED, *GREEDY]
     asked = asyncio.create_task(responses(engine, requests))
-    await until_each_has(engine, len(requests), BORDER)
+    await until_each_has(engine, len(requests), BORDERS[0])
     assert await engine.pause_for_update(give_back=False) is False
     await bring(engine, models[1])
     assert await engine.commit(1) == 0
-    await until_each_has(engine, len(requests), 2 * BORDER)
+    await until_each_has(engine, len(requests), BORDERS[1])
     assert await engine.pause_for_update(give_back=True) is True
     kept = await asked
     await bring(engine, models[2])

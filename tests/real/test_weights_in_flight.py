@@ -76,8 +76,8 @@ def test_each_response_is_of_three_versions_that_begin_where_the_engine_stood_st
     assert len(found["flown"]) == 12
     for one in found["flown"]:
         assert [version for _, version in one["spans"]] == [0, 1, 2] and one["spans"][0][0] == 0
-        assert len(one["tokens"]) == len(one["log_probs"]) == 72
-        assert one["spans"][1][0] >= 20 and one["spans"][2][0] >= 40
+        assert len(one["tokens"]) == len(one["log_probs"]) == 160
+        assert one["spans"][1][0] >= 30 and one["spans"][2][0] >= 80
 
 
 def test_transformers_gives_each_token_the_same_log_prob_by_its_own_version_and_by_no_other(models, found):
