@@ -27,7 +27,7 @@ PIECES = {
     "resume": ("test_resume", "test_guards", "test_lost_worker", "test_full_disk"),
     "conversion": ("test_convert", "test_torch_dist"),
     "placement": ("test_colocated",),
-    "ahead": ("test_ahead_runs",),
+    "ahead": ("test_ahead_runs", "test_weights_in_flight"),
     "presets": ("test_presets_verified",),
     "rehearsals": ("test_rehearse",),
     "ranks": ("test_dp2", "test_dp_runs"),

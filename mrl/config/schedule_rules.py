@@ -7,7 +7,13 @@ from mrl.errors import Violation
 from mrl.model import ModelSpec
 from mrl.schedule.staleness import Schedule, violations
 
-_BOUNDED_ONLY = {"max_staleness": 0, "partial_rollouts": False, "segment_tokens": None}
+_BOUNDED_ONLY = {
+    "max_staleness": 0,
+    "partial_rollouts": False,
+    "segment_tokens": None,
+    "order": "in_order",
+    "on_stale": "requeue",
+}
 
 
 def schedule_of(config: RunConfig) -> Schedule | None:
@@ -22,6 +28,8 @@ def schedule_of(config: RunConfig) -> Schedule | None:
         max_staleness=1 if trainer.schedule == "one_step_off" else trainer.max_staleness,
         partial_rollouts=trainer.partial_rollouts,
         segment_tokens=trainer.segment_tokens,
+        order=trainer.order,
+        on_stale=trainer.on_stale,
         total_steps=trainer.total_training_steps,
     )
 
@@ -32,6 +40,11 @@ def schedule_notes(config: RunConfig, _: ModelSpec) -> Iterator[str]:
     if schedule is None:
         return
     yield f"trainer.schedule {config.trainer.schedule}: {schedule.bound()}"
+    if schedule.order == "ready_first":
+        yield (
+            "trainer.order ready_first: which groups a step trains on, and by which weights each token is made, "
+            "depends on the engines' speed: no two runs are alike, and a resumed one goes on otherwise than it would"
+        )
     if schedule.max_staleness > 1 and config.algorithm.rollout_correction.level is None:
         yield (
             f"algorithm.rollout_correction is off, and tokens are up to {schedule.max_staleness} updates old: the loss "
@@ -102,6 +115,18 @@ def _partial(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation("actor.router_replay", "must not be R3 with trainer.partial_rollouts", why, ("disabled", "R2"))
 
 
+def _order(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    trainer = config.trainer
+    if trainer.schedule != "bounded":
+        return
+    if trainer.order == "in_order" and trainer.on_stale != "requeue":
+        why = "in_order a step waits for its groups, so that none ever is stale"
+        yield Violation("trainer.on_stale", "must be requeue with trainer.order: in_order", why, ("requeue",))
+    if trainer.order == "ready_first" and trainer.segment_tokens is not None:
+        why = "a response goes on by other weights where it is when they come, not after so many tokens"
+        yield Violation("trainer.segment_tokens", "must be left out with trainer.order: ready_first", why, (None,))
+
+
 def _draws(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     batch, drawn, schedule = config.data.train_batch_size, config.data.gen_batch_size, config.trainer.schedule
     if schedule != "sync" and drawn not in (None, batch):
@@ -126,4 +151,4 @@ def _filter(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         )
 
 
-SCHEDULE_RULES = (_belongs, _machines, _both_at_once, _anchor, _partial, _draws, _filter)
+SCHEDULE_RULES = (_belongs, _machines, _both_at_once, _anchor, _partial, _order, _draws, _filter)

@@ -62,6 +62,19 @@ class TrainerConfig(Section):
         ge=1,
         unit="tokens",
     )
+    order: Literal["in_order", "ready_first"] = key(
+        "in_order",
+        "With bounded: what a step trains on. in_order: the next prompts of the data, the same bits whatever the "
+        "engines' speed; ready_first: what is finished, while responses are held in the engines over an update of the "
+        "weights. Then no two runs are alike.",
+        advice="ready_first where engines wait too long at the borders of in_order, and no run has to be repeated.",
+    )
+    on_stale: Literal["requeue", "drop"] = key(
+        "requeue",
+        "With ready_first: what becomes of a group whose oldest token is too old. requeue: its prompt is answered "
+        "anew; drop: nobody is trained on it.",
+        advice="requeue: dropping takes long responses away, which the metrics then show by their length.",
+    )
     seed: int = key(0, "Of prompts' order, sampling and initial states.")
     deterministic: bool = key(
         False,

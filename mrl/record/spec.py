@@ -195,6 +195,13 @@ _SWITCH = [
 _AHEAD = [
     *_distribution("training/off_policy/trajectory_staleness", "updates", "Age of a response's oldest token when it is trained on"),
     MetricSpec("async/versions_per_sample", "mean", "versions", "Versions of the weights that made a response, mean"),
+    MetricSpec(
+        "async/recomputed_tokens",
+        "sum",
+        "tokens",
+        "Prompt and response tokens computed once more, where a response went on by other weights",
+    ),
+    MetricSpec("async/requeued_groups", "last", "groups", "Groups that began anew because their tokens were too old"),
     MetricSpec("async/groups_ahead", "last", "groups", "Groups on their way or finished when the weights of the step before were there"),
     MetricSpec("async/dropped_groups", "last", "groups", "Groups that nobody was trained on, since the run began"),
     MetricSpec("async/dropped_response_length/*", "last", "tokens", "Length of responses that were dropped, mean by cause"),

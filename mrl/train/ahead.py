@@ -20,6 +20,7 @@ import numpy as np
 from mrl.cluster.stored_samples import StoredSamples
 from mrl.config.schema import RunConfig
 from mrl.data.order import PromptStream
+from mrl.data.samples import SampleRows
 from mrl.errors import ConfigError, DataError
 from mrl.record.metrics import GeneratingTime, PhaseTimer, distribution
 from mrl.reward.items import OK, RewardResult, check_failures, failure_counts, failures_at_the_bottom
@@ -84,7 +85,9 @@ class GenerationAhead:
         self._counted = self._counts()
         self._pending: set[Key] = set()  # responses whose reward is awaited
         self._generating, self._came = GeneratingTime(), 0  # tokens that came back since it was last noted
-        self._changed = threading.Condition()
+        self._changed, self._sending = threading.Condition(), threading.Lock()
+        self._is_to_rest = self._rests = False  # the thread, between `settle` and `advanced`
+        self._gives_back = False  # engines give back what they have, for other weights
         self._error: BaseException | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
@@ -112,7 +115,7 @@ class GenerationAhead:
             parts, results = [self._responses.pop(key) for key in keys], [self._results.pop(key) for key in keys]
             cursor = self._prompts.after(max(group.number for group in groups))
             filtered = self._filtered_before(groups[-1].number)
-            self._filtered = [each for each in self._filtered if each[0] > groups[-1].number]
+            self._filtered = [each for each in self._filtered if each not in filtered]
             metrics = self._metrics(groups, parts, results, [result for _, each in filtered for result in each])
             self._spool.forget(group.number for group in groups)
         numbers, ids = np.repeat(np.arange(batch), self._config.rollout.n), np.arange(len(keys))
@@ -129,7 +132,7 @@ class GenerationAhead:
     def _check_rewards(self) -> None:
         """Raises DataError once more rewards of the step failed than may, or once more groups were filtered for it than may."""
         filtering, batch = self._config.algorithm.filter_groups, self._buffer.schedule.batch
-        groups = list(islice(self._buffer.groups.values(), batch))  # those that the step will train on, as far as is known
+        groups = list(islice(self._buffer.groups.values(), batch))  # those that the step will train on, as far as known
         filtered = self._filtered_before(groups[-1].number) if groups else []
         share, n = self._config.reward.max_failure_share, self._config.rollout.n
         if self._any_failed:
@@ -145,25 +148,66 @@ class GenerationAhead:
             )
 
     def _filtered_before(self, last: int) -> list[Filtered]:
-        """Groups lost for a step whose last one is `last`."""
-        return [each for each in self._filtered if each[0] < last]
+        """Groups lost for a step whose last one is `last`; ready_first all since the step before."""
+        return [each for each in self._filtered if each[0] < last or self._buffer.schedule.order == "ready_first"]
 
-    def settle(self, timer: PhaseTimer) -> None:
-        """Returns once engines may be given other weights: what was to be made by these is back, and judged; phase "settle"."""
+    def settle(self, timer: PhaseTimer, saves: bool) -> None:
+        """Returns once engines may be given other weights; nothing is sent or taken until `advanced`; phase "settle".
+
+        in_order what was to be made by these weights is back, and judged. ready_first engines hold what they are at; where
+        the step `saves` they give it back, so that the checkpoint has its tokens.
+        """
         with timer("settle"):
-            self._wait(lambda: (self._dispatcher.may_change_weights and not self._pending) or None)
+            if self._buffer.schedule.order == "ready_first":
+                self._stop_sending()
+                if self._buffer.schedule.partial_rollouts:
+                    self._gives_back = self._responder.engines.pause_for_update(saves)
+            with self._changed:
+                self._is_to_rest = True
+                self._changed.notify_all()
+            self._wait(lambda: self._rests or None)
+
+    def _stop_sending(self) -> None:
+        with self._changed:
+            self._dispatcher.is_open = False
+        with self._sending:  # what is on its way to engines gets there
+            pass
 
     def advanced(self, state: TrainState) -> TrainState:
         """Engines hold the weights of `state`, and generation goes on by them; the state with all groups on their way."""
         with self._changed:
-            self._dispatcher.advance()
+            before = dict(self._buffer.groups)
+            ended = self._dispatcher.advance()
+            for number, group in before.items():
+                if self._buffer.groups.get(number) is not group:
+                    self._forget(group)
             place = self._prompts.forget_before(self._buffer.frontier)
             ledger = snapshot(self._buffer, self._fingerprint)
             self._counted = self._counts()
             results, filtered = dict(self._results), tuple(self._filtered)
             kept = KeptGroups(ledger, place, dict(self._responses), results, filtered, self._spool)
             self._admit()
-            return replace(state, ahead=kept)
+            self._streams.progress.excuse()
+            self._is_to_rest = self._rests = self._gives_back = False
+            self._dispatcher.is_open = True
+            self._changed.notify_all()
+        self._end(ended)
+        return replace(state, ahead=kept)
+
+    def _end(self, requests: list[Assignment]) -> None:
+        """Nobody waits for these any more."""
+        handles: dict[str, list[int]] = {}
+        for sent in requests:
+            handles.setdefault(sent.engine, []).append(sent.request)
+        if handles:
+            self._responder.engines.end_requests(handles)
+
+    def _forget(self, group: Group) -> None:
+        """What was made of it is given up."""
+        for key in _keys(group):
+            self._responses.pop(key, None)
+            self._results.pop(key, None)
+        self._spool.forget([group.number])
 
     def _counts(self) -> dict[str, float]:
         """Of groups, between two steps: what is counted at another moment depends on the engines' speed."""
@@ -172,6 +216,7 @@ class GenerationAhead:
         return lengths | {
             "async/groups_ahead": float(len(groups)),
             "async/dropped_groups": float(sum(tally.groups for tally in counts.dropped.values())),
+            "async/requeued_groups": float(counts.requeued.groups),
             "async/kept_response_length": counts.kept.mean_length,
         }
 
@@ -202,6 +247,8 @@ class GenerationAhead:
     def _run(self) -> None:
         try:
             while not self._closed:
+                if self._has_rested():
+                    continue
                 self._send()
                 arrived = self._streams.take(WAIT_S) if self._streams.waiting_for else []
                 scored = self._responder.rewards.collect() if self._pending else []  # else others may be waiting for theirs
@@ -222,7 +269,25 @@ class GenerationAhead:
                 self._error = error
                 self._changed.notify_all()
 
+    def _has_rested(self) -> bool:
+        """Whether it did, since weights may change and are about to."""
+        with self._changed:
+            if not self._is_to_rest:
+                return False
+            if not self._rests:
+                waits_for_tokens = self._gives_back and self._dispatcher.under_way
+                if waits_for_tokens or self._pending or not self._dispatcher.may_change_weights:
+                    return False
+                self._rests = True
+                self._changed.notify_all()
+            self._changed.wait(WAIT_S)
+            return True
+
     def _send(self) -> None:
+        with self._sending:
+            self._send_assignments()
+
+    def _send_assignments(self) -> None:
         with self._changed:
             sent = self._dispatcher.assignments()
             requests = [(each.engine, self._request(each), self._kept(each)) for each in sent]
@@ -235,7 +300,7 @@ class GenerationAhead:
         (prompt, first), schedule = self._prompts[sent.number], self._buffer.schedule
         step = sent.number // schedule.batch + 1
         seed = sample_seed(self._config.trainer.seed, TRAIN, step, prompt.prompt_id, first + sent.index)
-        return Request(sent.request, prompt.token_ids, seed, prompt.prompt_id, sent.number, sent.max_tokens)
+        return Request(sent.request, prompt.token_ids, seed, prompt.prompt_id, sent.number, sent.max_tokens, sent.request)
 
     def _kept(self, sent: Assignment) -> StoredSamples | None:
         return self._responses[sent.number, sent.index] if sent.kept else None
@@ -245,11 +310,14 @@ class GenerationAhead:
         for row, text in enumerate(texts):
             one = part.take(np.array([row]))
             request = int(one.rows.sample_id[0])
-            sent = self._dispatcher.under_way[request]
+            sent = self._dispatcher.under_way.get(request)
+            if sent is None:  # it was ended
+                continue
             added, truncated = int(one.rows.response_lengths[0]) - sent.kept, bool(one.rows.truncated[0])
             group = self._dispatcher.answered(request, added, not truncated)
             self._came += added
-            self._responses[sent.number, sent.index] = one
+            if one.rows.response_lengths[0]:
+                self._responses[sent.number, sent.index] = one
             if group.ended[sent.index]:
                 self._score(sent, text)
 
@@ -277,8 +345,7 @@ class GenerationAhead:
             return
         self._filtered.append((group.number, results))
         self._dispatcher.evict(group.number, "filtered")
-        for key in keys:
-            del self._responses[key], self._results[key]
+        self._forget(group)
 
     def _differs(self, results: list[RewardResult], parts: list[StoredSamples]) -> bool:
         """Whether the responses to a prompt do not all have the same value; failed rewards are at the bottom."""
@@ -303,6 +370,7 @@ class GenerationAhead:
             **group_metrics(len(made) / len(results), 1.0 - differing * n / len(made), len(groups), made),
             **distribution("training/off_policy/trajectory_staleness", ages),
             "async/versions_per_sample": float(np.mean([int(one.span_counts[0]) for one in rows])),
+            "async/recomputed_tokens": float(sum(map(recomputed_tokens, rows))),
             **self._counted,
             **self._generating.metrics(),
         }
@@ -310,6 +378,13 @@ class GenerationAhead:
 
 def _keys(group: Group) -> Iterator[Key]:
     return ((group.number, index) for index in range(len(group.lengths)))
+
+
+def recomputed_tokens(rows: SampleRows) -> int:
+    """Prompt and tokens that engines computed once more where a response went on by other weights."""
+    firsts = np.cumsum(rows.span_counts) - rows.span_counts
+    prompts = int((rows.prompt_lengths * (rows.span_counts - 1)).sum())
+    return prompts + int(rows.span_starts.sum() - rows.span_starts[firsts].sum())
 
 
 def _lengths(kept: KeptGroups) -> dict[int, list[int]]:

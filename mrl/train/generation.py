@@ -18,8 +18,8 @@ class Generation(Protocol):
     def take(self, state: TrainState, timer: PhaseTimer) -> Rollouts:
         """What the step after `state` trains on; phases "gen" and "reward"."""
 
-    def settle(self, timer: PhaseTimer) -> None:
-        """Returns once engines may be given other weights; phase "settle"."""
+    def settle(self, timer: PhaseTimer, saves: bool) -> None:
+        """Returns once engines may be given other weights; phase "settle". `saves`: a checkpoint of the step is written."""
 
     def advanced(self, state: TrainState) -> TrainState:
         """Engines hold the weights of `state`, and generation goes on by them; the state with what it had under way."""
@@ -41,7 +41,7 @@ class InTurn:
         """Generates and scores the step's batch; see gather_rollouts."""
         return gather_rollouts(self._config, self._responder, self._prompts, state.cursor, state.step + 1, timer)
 
-    def settle(self, timer: PhaseTimer) -> None:
+    def settle(self, timer: PhaseTimer, saves: bool) -> None:
         """Nothing is under way."""
 
     def advanced(self, state: TrainState) -> TrainState:

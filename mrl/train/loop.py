@@ -84,7 +84,7 @@ def train_step(run: Run) -> None:
         if saves:
             with timer("save_checkpoint"):
                 save_metrics |= run.saver.take(step)  # the ranks have what is saved on their devices
-        run.generation.settle(timer)
+        run.generation.settle(timer, saves)
         with timer("reshard"):
             sync_metrics = run.placement.to_engines(step)
         run.state = run.state.advanced(rollouts.cursor)

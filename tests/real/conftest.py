@@ -15,8 +15,10 @@ from deadlines import TEST_S
 from xdist.scheduler import LoadScopeScheduling
 
 ROWS = {
-    "engines": ("test_sync", "test_reshard_faults", "test_dp2", "test_engine_sleep", "test_engine_slices",
-        "test_engine_routes"),
+    "engines": (
+        "test_sync", "test_reshard_faults", "test_dp2", "test_engine_sleep", "test_engine_slices", "test_engine_routes",
+        "test_weights_in_flight",
+    ),
     "runs": (
         "test_runs", "test_rehearse", "test_colocated", "test_bad_input", "test_lost_worker", "test_ahead_runs",
         "test_dp_runs",

@@ -1,6 +1,7 @@
-"""A real VllmEngine whose weights change under requests, then fresh engines of each version: `python engine_flight.py JOB.json`.
+"""A real VllmEngine whose weights change under requests, then fresh ones of each version: `engine_flight.py JOB.json`.
 
-Border 1 is a pause under which requests are held, border 2 one at which they are given back and sent again, behind their tokens.
+Border 1 is a pause under which requests are held, border 2 one at which they are given back and sent again, behind
+their tokens.
 """
 
 import asyncio
@@ -23,7 +24,9 @@ from mrl.vllm.requests import EngineSettings, Request, Sampling
 
 LENGTH, BORDERS = 160, (30, 80)  # tokens of a response, and of all before each pause at least
 SAMPLED = [Request(i, tuple(3 + (7 * i + j) % 100 for j in range(3 + i % 9)), 1000 + i, handle=i) for i in range(8)]
-GREEDY = [replace(request, sample_id=100 + request.sample_id, handle=100 + request.sample_id) for request in SAMPLED[:4]]
+GREEDY = [
+    replace(request, sample_id=100 + request.sample_id, handle=100 + request.sample_id) for request in SAMPLED[:4]
+]
 TEMPERATURE = {True: 1.0, False: 0.0}  # by whether it is sampled
 LONG_PROMPT = tuple(3 + i % 100 for i in range(150))
 
@@ -89,20 +92,24 @@ def told(samples: Samples) -> list[dict]:
     spans = np.split(np.stack([samples.span_starts, samples.span_versions], 1), np.cumsum(samples.span_counts)[:-1])
     rows = zip(samples.sample_id.tolist(), samples.prompts(), samples.responses(), probs, spans, strict=True)
     names = ("prompt", "tokens", "log_probs", "spans")
-    return [{"id": number, **{name: each.tolist() for name, each in zip(names, row, strict=True)}} for number, *row in rows]
+    return [
+        {"id": number, **{name: each.tolist() for name, each in zip(names, row, strict=True)}} for number, *row in rows
+    ]
 
 
 async def made_again(engine: VllmEngine, flown: list[dict], version: int) -> list[dict]:
-    """The spans of one version by a fresh engine, as far as seeds allow: a held request's random stream went on in its engine."""
+    """The spans of one version by a fresh engine, as far as seeds allow.
+
+    Where a sampled request was held its random stream went on in its engine.
+    """
     asked, places = [], []
     for one in flown:
         ends = [start for start, _ in one["spans"][1:]] + [len(one["tokens"])]
         for (start, made_by), end in zip(one["spans"], ends, strict=True):
             sampled = one["id"] < 100
             if made_by == version and not (sampled and version == 1):
-                base = SAMPLED[one["id"] % 100].seed
                 prompt = tuple(one["prompt"] + one["tokens"][:start])
-                seed = base if version == 0 else continuation_seed(base, start)
+                seed = continuation_seed(SAMPLED[one["id"] % 100].seed, start)
                 asked.append(Request(one["id"], prompt, seed, max_tokens=end - start))
                 places.append({"id": one["id"], "start": start, "end": end})
     found = {one["id"]: one for one in told(await responses(engine, asked))}
@@ -166,16 +173,17 @@ async def main(job: dict) -> dict:
     models, found = job["models"], {}
 
     async def flight(engine: VllmEngine) -> None:
+        found["undisturbed"] = told(await responses(engine, [*SAMPLED, *GREEDY]))
         found["flown"] = told(await fly(engine, models))
         found["block"] = engine._prefixes.block
         found["stale"] = [await stale_tokens(engine, models, cleared) for cleared in (True, False)]
         found["kept_cache"] = await kept_with_its_cache(engine, models)
 
     await with_engine(job, models[0], flight)
-    found["again"] = [
-        await with_engine(job, model, lambda engine, version=version: made_again(engine, found["flown"], version))
-        for version, model in enumerate(models)
-    ]
+    found["again"] = {
+        version: await with_engine(job, models[version], lambda e, v=version: made_again(e, found["flown"], v))
+        for version in (1, 2)
+    }
     return found
 
 

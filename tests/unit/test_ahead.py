@@ -9,6 +9,7 @@ from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from tempfile import mkdtemp
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -57,6 +58,10 @@ class Engines:
         self.under_way: list[tuple[InMemory, list[str]]] = []
         self.sent = 0
         self.is_dead = False
+
+    @property
+    def progress(self):
+        return SimpleNamespace(excuse=lambda: None)
 
     def streams(self, with_texts: bool) -> "Engines":
         assert with_texts
@@ -157,10 +162,10 @@ def in_memory(monkeypatch):
 class World:
     """A run whose updates change nothing but the version."""
 
-    def __init__(self, seed=0, overrides=(), state=None, score=None, spool=None):
+    def __init__(self, seed=0, overrides=(), state=None, score=None, spool=None, engines=Engines, prompts=PROMPTS):
         self.config = load_config(TINY, None, [*SIZES, *overrides]).config
-        self.engines, self.rewards = Engines(seed), Rewards(seed, **({"score": score} if score else {}))
-        stream = PromptStream([Prompt(p, (1, p + 1), "test", "x") for p in range(PROMPTS)], BATCH, seed=0)
+        self.engines, self.rewards = engines(seed), Rewards(seed, **({"score": score} if score else {}))
+        stream = PromptStream([Prompt(p, (1, p + 1), "test", "x") for p in range(prompts)], BATCH, seed=0)
         responder = Responder(None, self.engines, self.rewards, self.config.reward, Display(), lambda: None)
         self.state = state or TrainState()
         self.engines.version = self.state.step
@@ -174,7 +179,7 @@ class World:
 
     def step(self):
         rollouts = self.generation.take(self.state, PhaseTimer())
-        self.generation.settle(PhaseTimer())
+        self.generation.settle(PhaseTimer(), saves=False)
         assert not self.engines.under_way
         self.engines.version += 1
         self.state = self.generation.advanced(self.state.advanced(rollouts.cursor))

@@ -1,4 +1,4 @@
-"""What may come out of a prefix cache, held against one that is really kept: every hit of the same weights, none of other ones."""
+"""What may come out of a prefix cache, held against one that is kept: every hit of the same weights, none of others."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Weights that change under requests in flight, against a vLLM (a stand-in) that says which version made which token."""
+"""Weights that change under requests, against a vLLM (a stand-in) that says which version made which token."""
 
 import asyncio
 from itertools import pairwise
@@ -51,7 +51,9 @@ def test_what_is_held_goes_on_by_the_new_weights_and_each_token_says_by_which_it
             await engine.commit(version)
             await asyncio.sleep(0.01)
         done = await asked
-        assert sorted(done.sample_id) == [0, 1, 2] and set(done.span_counts) == {3} and set(done.response_lengths) == {30}
+        assert (
+            sorted(done.sample_id) == [0, 1, 2] and set(done.span_counts) == {3} and set(done.response_lengths) == {30}
+        )
         assert_each_token_has_its_weights(done)
         for one in (await late, await later):
             assert one.span_versions.tolist() == [6]
@@ -139,14 +141,22 @@ def test_a_cache_that_keeps_what_old_weights_computed_is_counted(engine, cleared
 class Answer:
     def __init__(self, tokens, *spans):
         self.token_ids = list(range(tokens))
-        self.weight_versions = [type("Span", (), dict(start=a, end=b, version=v)) for (a, v), (b, _) in pairwise([*spans, (tokens, "")])]
+        self.weight_versions = [
+            type("Span", (), dict(start=a, end=b, version=v)) for (a, v), (b, _) in pairwise([*spans, (tokens, "")])
+        ]
 
 
 def test_spans_that_cannot_be_are_refused():
     assert stamped_spans(Answer(5, (0, "3"), (2, "4")), 3, 4) == ((0, 3), (2, 4))
     assert stamped_spans(Answer(0), 3, 4) == ((0, 4),)
-    wrong = [Answer(5), Answer(5, (1, "3")), Answer(5, (0, "2")), Answer(5, (0, "3"), (2, "5")), Answer(5, (0, "4"), (2, "3")),
-             Answer(5, (0, "default"))]  # fmt: skip
+    wrong = [
+        Answer(5),
+        Answer(5, (1, "3")),
+        Answer(5, (0, "2")),
+        Answer(5, (0, "3"), (2, "5")),
+        Answer(5, (0, "4"), (2, "3")),
+        Answer(5, (0, "default")),
+    ]
     for answer in wrong:
         with pytest.raises(RuntimeError, match="its 5 tokens are of weight versions"):
             stamped_spans(answer, 3, 4)

@@ -1,4 +1,4 @@
-"""The engine's door and its control verbs against a vLLM (a stand-in) that pauses, aborts and generates as AsyncLLM does.
+"""The engine's door and its control verbs against a vLLM (a stand-in) that pauses, aborts and generates as it does.
 
 Weights that change under requests: test_engine_flight.py.
 """
@@ -23,7 +23,10 @@ MEMORY = {"live_bytes": 5, "free_bytes": None, "resident_bytes": 9, "baseline_by
 
 
 class Llm:
-    """Of AsyncLLM what the engine asks for. A request takes a step a token, in which it is held while the scheduler is paused."""
+    """Of AsyncLLM what the engine asks for.
+
+    A request takes a step a token, in which it is held while the scheduler is paused.
+    """
 
     errored = False
 
@@ -78,9 +81,10 @@ class Llm:
             num_cached_tokens=self.cached,
             outputs=[
                 SimpleNamespace(
-                    token_ids=list(tokens), finish_reason="abort" if request_id in self.aborted else "length", routed_experts=None,
-                    weight_versions=[SimpleNamespace(version=made_by[start], start=start, end=end) for start, end in pairs],
-                    logprobs=SimpleNamespace(start_indices=list(tokens), logprobs=[-float(version) for version in made_by]),
+                    token_ids=list(tokens), finish_reason="abort" if request_id in self.aborted else "length",
+                    weight_versions=[SimpleNamespace(version=made_by[a], start=a, end=b) for a, b in pairs],
+                    logprobs=SimpleNamespace(start_indices=list(tokens), logprobs=[-float(v) for v in made_by]),
+                    routed_experts=None,
                 )
             ],
         )  # fmt: skip
@@ -175,7 +179,9 @@ def test_requests_in_flight_are_ended_by_a_sleep_and_both_sides_are_told(engine)
         await asyncio.sleep(0.003)
         assert (await engine.sleep()).aborted == 3
         assert engine._door.inside == set()  # before memory was given away
-        with pytest.raises(Interrupted, match=r"sample \d: engine 3 was put to sleep while it generated; \d tokens are lost"):
+        with pytest.raises(
+            Interrupted, match=r"sample \d: engine 3 was put to sleep while it generated; \d tokens are lost"
+        ):
             await asked
 
     run(steps())

@@ -5,7 +5,18 @@ import itertools
 import pytest
 
 from mrl.errors import Interrupted
-from mrl.vllm.engine_state import ASLEEP, AWAKE, DEAD, FENCED, HOLDING, PAUSED, VERBS, WEIGHTS_AWAKE, EngineMachine, EngineState
+from mrl.vllm.engine_state import (
+    ASLEEP,
+    AWAKE,
+    DEAD,
+    FENCED,
+    HOLDING,
+    PAUSED,
+    VERBS,
+    WEIGHTS_AWAKE,
+    EngineMachine,
+    EngineState,
+)
 
 # how a fresh engine gets into each state
 WAYS = {
@@ -33,7 +44,14 @@ LEADS = {
     "finish_update": {HOLDING: HOLDING, FENCED: FENCED, WEIGHTS_AWAKE: WEIGHTS_AWAKE},
     "commit": {},  # not even FENCED: nothing was received
     "fingerprints": {AWAKE: AWAKE, PAUSED: PAUSED, HOLDING: HOLDING, FENCED: FENCED, WEIGHTS_AWAKE: WEIGHTS_AWAKE},
-    "memory": {AWAKE: AWAKE, PAUSED: PAUSED, HOLDING: HOLDING, ASLEEP: ASLEEP, WEIGHTS_AWAKE: WEIGHTS_AWAKE, FENCED: FENCED},
+    "memory": {
+        AWAKE: AWAKE,
+        PAUSED: PAUSED,
+        HOLDING: HOLDING,
+        ASLEEP: ASLEEP,
+        WEIGHTS_AWAKE: WEIGHTS_AWAKE,
+        FENCED: FENCED,
+    },
 }
 
 
@@ -73,7 +91,9 @@ def test_each_verb_in_each_state_leads_on_or_is_refused_by_name(verb, state):
 def test_a_refusal_says_where_the_verb_is_legal_and_how_to_get_on():
     legal = "AWAKE, PAUSED, HOLDING, FENCED, WEIGHTS_AWAKE"
     how = "wake_weights, bring weights, wake_cache, commit"
-    with pytest.raises(RuntimeError, match=f"engine 3 is ASLEEP and refuses receive_weights, legal in {legal}; first: {how}"):
+    with pytest.raises(
+        RuntimeError, match=f"engine 3 is ASLEEP and refuses receive_weights, legal in {legal}; first: {how}"
+    ):
         machine("serve", "sleep").check("receive_weights")
     with pytest.raises(RuntimeError, match="engine 3 is FENCED and refuses generate"):
         machine("serve", "sleep", "wake_weights", "wake_cache").check("generate")
