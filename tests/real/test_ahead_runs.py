@@ -38,10 +38,11 @@ def world(tmp_path_factory) -> Path:
 
 
 def start(world: Path, run_dir: Path, *more: str, **schedule):
-    return train(
-        world, run_dir, *more, trainer__total_training_steps=STEPS, trainer__save_freq=1, trainer__test_freq=3,
-        trainer__max_actor_ckpt_to_keep=3, trainer__deterministic=True, **schedule,
-    )  # fmt: skip
+    settings = {
+        "trainer__total_training_steps": STEPS, "trainer__save_freq": 1, "trainer__test_freq": 3,
+        "trainer__max_actor_ckpt_to_keep": 3, "trainer__deterministic": True,
+    }  # fmt: skip
+    return train(world, run_dir, *more, **(settings | schedule))
 
 
 def trained(world: Path, run_dir: Path, *more: str, **schedule) -> Path:
@@ -102,6 +103,30 @@ def test_partial_rollouts_mix_versions_within_the_bound_and_train(world, tmp_pat
         rows[0]["training/rollout_log_probs_abs_diff_max"] < 1e-4 < rows[-1]["training/rollout_log_probs_abs_diff_max"]
     )
     assert any(name.startswith("val-core/") for name in rows[2]), "validation between two versions"
+
+
+READY_FIRST = {
+    "trainer__schedule": "bounded", "trainer__max_staleness": 2, "trainer__partial_rollouts": True,
+    "trainer__order": "ready_first", "trainer__save_freq": 2, "data__max_response_length": 100,
+    "rollout__num_engines": 1,
+}  # fmt: skip
+
+
+@pytest.mark.long
+def test_weights_change_under_responses_that_engines_hold_and_a_killed_run_goes_on(world, tmp_path):
+    run_dir = tmp_path / "run"
+    killed = start(world, run_dir, **READY_FIRST)
+    wait_for_step(killed, run_dir, 3)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.wait()
+    rows = metrics(trained(world, run_dir, "--resume", **READY_FIRST))[1:]
+    assert [row["training/global_step"] for row in rows] == list(range(1, STEPS + 1))
+    assert max(row["async/versions_per_sample"] for row in rows) > 1, "some were held over an update"
+    for row in rows:
+        assert row["training/off_policy/trajectory_staleness/max"] <= 2
+        assert row["rollout/stale_prefix_tokens"] == 0 and row["reshard/verified"] == 1
+    assert rows[0]["training/rollout_log_probs_abs_diff_max"] < 1e-4
+    assert any(name.startswith("val-core/") for name in rows[2]), "validation beside what goes on"
 
 
 @pytest.mark.long
