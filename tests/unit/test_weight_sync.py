@@ -57,8 +57,9 @@ class FakeCluster:
 
     def group(self) -> SimpleNamespace:
         return SimpleNamespace(
-            refs=self._engine_refs, commit=self.commit, call=lambda method: None, prepare=lambda what, engines: None
-        )
+            refs=self._engine_refs, commit=self.commit, call=lambda method: None, prepare=lambda what, engines: None,
+            names_of=lambda engines: [f"engine {engine}" for engine in sorted(engines)],
+        )  # fmt: skip
 
     def meeting_point(self, rank: int) -> str:
         self.met_at.append(rank)
