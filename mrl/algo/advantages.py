@@ -37,9 +37,8 @@ class AdvantageInputs:
     norm_adv_by_std_in_grpo: bool = True
     penalties: np.ndarray | None = None  # [batch]: sum of what is taken off the reward of each token: KL in the reward
     parts: Mapping[str, np.ndarray] = field(default_factory=dict)  # gdpo: the reward's parts by name, [batch] each
-    part_weights: Mapping[str, float] = field(
-        default_factory=dict
-    )  # gdpo: weight of each part; a part without one weighs 1
+    # gdpo: weight of each part; a part without one weighs 1
+    part_weights: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def totals(self) -> np.ndarray:

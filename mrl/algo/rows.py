@@ -10,9 +10,8 @@ from itertools import pairwise
 
 import numpy as np
 
-RowValues = dict[
-    str, np.ndarray
-]  # [rows] by name: sums, counts and extremes of each row, from which metrics of all rows are made
+# [rows] by name: sums, counts and extremes of each row, from which metrics of all rows are made
+RowValues = dict[str, np.ndarray]
 
 
 def row_sums(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -26,9 +26,8 @@ class Means:
     tokens: int
 
 
-Candidates = tuple[
-    np.ndarray, np.ndarray
-]  # a number and bool, both [tokens]: those that may be chosen, by falling number
+# a number and bool, both [tokens]: those that may be chosen, by falling number
+Candidates = tuple[np.ndarray, np.ndarray]
 Selection = Callable[[PolicyLossParameters, np.ndarray, np.ndarray, np.ndarray, np.ndarray], Candidates]
 SELECTIONS: dict[str, Selection] = {}
 RATIOS = {"clip_cov": "clip_cov_ratio", "kl_cov": "kl_cov_ratio"}  # share of a mini-batch's tokens that is chosen

@@ -64,9 +64,8 @@ class ConversionReport:
     resumed_files: int  # of them, finished by an earlier start that was interrupted
     verified: bool
     seconds: float
-    left_out: tuple[
-        str, ...
-    ]  # tensors of the source that its model computes by itself, random states, Megatron's optimizer states
+    # tensors of the source that its model computes by itself, random states, Megatron's optimizer states
+    left_out: tuple[str, ...]
     unchecked: int  # stored tensors of a torch_dist source without a checksum: damage in them cannot be seen
 
 

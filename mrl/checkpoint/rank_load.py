@@ -21,12 +21,8 @@ from mrl.model import model_spec
 from mrl.model.megatron_shards import Piece
 
 DTYPES = {code: dtype for dtype, code in CODES.items()}
-_WORDS = {
-    1: torch.uint8,
-    2: torch.int16,
-    4: torch.int32,
-    8: torch.int64,
-}  # carry the bits of an element of so many bytes
+# carry the bits of an element of so many bytes
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class TensorLoader:

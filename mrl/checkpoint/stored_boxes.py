@@ -36,9 +36,8 @@ SCRATCH_BYTES = MIB
 class StoredBox:
     """A box of a Hugging Face tensor within a stored local tensor."""
 
-    parts: tuple[
-        StoredTensor, ...
-    ]  # that make up the local tensor, in flat order; the tuple is shared by all its boxes
+    # that make up the local tensor, in flat order; the tuple is shared by all its boxes
+    parts: tuple[StoredTensor, ...]
     piece: Piece
 
 

@@ -27,12 +27,8 @@ Rule = Callable[[RunConfig, ModelSpec], Iterator[Violation]]
 # What Megatron-core 0.16.1 lets selective recompute name (TransformerConfig.__post_init__), without those of attention
 # we do not build.
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
-_STATE_DTYPES = (
-    "main_grads_dtype",
-    "main_params_dtype",
-    "exp_avg_dtype",
-    "exp_avg_sq_dtype",
-)  # fields of OptimizerConfig
+# fields of OptimizerConfig
+_STATE_DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 _GRAPHS = "graphs that were captured go on using the addresses that weights and gradients had"
 # key: field, its value that is compatible with parameters or gradients that leave the device and come back elsewhere,
 # and why

@@ -19,11 +19,8 @@ _RENORMALISED = (
     "a filter leaves words out and scales the rest up: the engine's log-probs are renormalised on the "
     "filtered set, training's are not"
 )
-_FIXED_EXPERTS = {
-    "enable_eplb": False,
-    "enable_elastic_ep": False,
-    "expert_placement_strategy": "linear",
-}  # vLLM's argument: legal
+# vLLM's argument: legal
+_FIXED_EXPERTS = {"enable_eplb": False, "enable_elastic_ep": False, "expert_placement_strategy": "linear"}
 
 
 def rollout_notes(config: RunConfig, model: ModelSpec) -> Iterator[str]:
@@ -229,10 +226,8 @@ def _on_cpu(config: RunConfig) -> bool:
 
 def _engine_sequences(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     tokens = config.rollout.max_num_batched_tokens
-    off_cpu = leaf(config, "cluster.device") not in (
-        "cpu",
-        None,
-    )  # on cpu _cpu_tokens asks for more where a sample does not fit
+    # on cpu _cpu_tokens asks for more where a sample does not fit
+    off_cpu = leaf(config, "cluster.device") not in ("cpu", None)
     if tokens is not None and tokens < config.rollout.max_num_seqs and (off_cpu or tokens >= _longest(config)):
         why = "vLLM refuses to start: each sequence takes one token a step"
         yield Violation("rollout.max_num_seqs", f"must be at most max_num_batched_tokens = {tokens}", why, (tokens,))

@@ -7,11 +7,8 @@ from mrl.model.layout_degrees import LayoutDegrees
 
 Dtype = Literal["float32", "bfloat16"]
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"  # what of the actor may leave its device
-SWITCHES = {
-    PARAMETERS: "param_offload",
-    GRADIENTS: "grad_offload",
-    OPTIMIZER: "optimizer_offload",
-}  # and the key that says so
+# and the key that says so
+SWITCHES = {PARAMETERS: "param_offload", GRADIENTS: "grad_offload", OPTIMIZER: "optimizer_offload"}
 
 
 class ModelConfig(Section):

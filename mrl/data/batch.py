@@ -28,17 +28,14 @@ class TokenValues(Generic[Array]):
     Flat [response tokens] in a TrainBatch, [rows, response_length] in a micro-batch; None: not there.
     """
 
-    old_log_probs: Array | None = field(
-        default=None, **of("response token")
-    )  # float32: of the anchor of the trust region
+    # float32: of the anchor of the trust region
+    old_log_probs: Array | None = field(default=None, **of("response token"))
     advantages: Array | None = field(default=None, **of("response token"))  # float32
     ref_log_probs: Array | None = field(default=None, **of("response token"))  # float32
-    loss_weights: Array | None = field(
-        default=None, **of("response token")
-    )  # float32: of the off-policy correction; None: all 1
-    selected: Array | None = field(
-        default=None, **of("response token")
-    )  # bool: tokens that the loss treats apart; the actor sets it
+    # float32: of the off-policy correction; None: all 1
+    loss_weights: Array | None = field(default=None, **of("response token"))
+    # bool: tokens that the loss treats apart; the actor sets it
+    selected: Array | None = field(default=None, **of("response token"))
 
     @property
     def token_values(self) -> dict[str, Array | None]:
@@ -51,9 +48,8 @@ class TrainBatch(Sequences, TokenValues[np.ndarray]):
     """Rows are ordered by (group_id, sample_id), so a slice of whole prompts is a slice of rows."""
 
     temperature: np.ndarray = field(**of("row", np.float32))
-    keep: np.ndarray | None = field(
-        default=None, kw_only=True, **of("response token")
-    )  # bool: false where rejected; None: nothing was
+    # bool: false where rejected; None: nothing was
+    keep: np.ndarray | None = field(default=None, kw_only=True, **of("response token"))
 
     @classmethod
     def of(cls, sequences: Sequences, temperature: float) -> "TrainBatch":

@@ -56,9 +56,8 @@ class PromptStore:
 
     def close(self) -> None:
         """Gives the file up. May be called twice."""
-        with contextlib.suppress(
-            OSError
-        ):  # closing writes what is buffered: where there was no room, there is none still
+        # closing writes what is buffered: where there was no room, there is none still
+        with contextlib.suppress(OSError):
             self._file.close()
 
     @staticmethod

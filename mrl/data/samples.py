@@ -42,9 +42,8 @@ class Sample:
     rollout_log_probs: Sequence[float] | np.ndarray  # processed, at the sampling temperature; one per response token
     stop_reason: str
     weight_version: int  # that it was begun with
-    routes: np.ndarray | None = field(
-        default=None, compare=False, repr=False
-    )  # see mrl.data.routes; None: the engine told of none
+    # see mrl.data.routes; None: the engine told of none
+    routes: np.ndarray | None = field(default=None, compare=False, repr=False)
     later_versions: tuple[tuple[int, int], ...] = ()  # (response token, version from there on)
 
 
@@ -138,9 +137,8 @@ class Sequences(Columns):
     response_lengths: np.ndarray = field(**of("row", np.int64))
     token_ids: np.ndarray = field(**of("token", np.int32))
     rollout_log_probs: np.ndarray = field(**of("response token", np.float32))
-    routes: np.ndarray | None = field(
-        default=None, kw_only=True, **of("token")
-    )  # [tokens, MoE layers, topk]; see mrl.data.routes
+    # [tokens, MoE layers, topk]; see mrl.data.routes
+    routes: np.ndarray | None = field(default=None, kw_only=True, **of("token"))
 
     @property
     def lengths(self) -> np.ndarray:

@@ -41,9 +41,8 @@ def _text(row: Mapping[str, Any], *names: str) -> str:
     """The first of the named fields that is there, whatever its capitals; numbers as text. Raises BadSourceRow."""
     fields = {key.lower(): value for key, value in row.items()}
     value = next((fields[name] for name in names if fields.get(name) is not None), None)
-    if (
-        not isinstance(value, str | int | float) or value != value or not str(value).strip()
-    ):  # NaN: nothing stands there in a table
+    # NaN: nothing stands there in a table
+    if not isinstance(value, str | int | float) or value != value or not str(value).strip():
         raise BadSourceRow(f"no text under {' or '.join(names)}; found: {', '.join(row)}")
     return str(value).strip()
 

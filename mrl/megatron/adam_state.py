@@ -95,7 +95,6 @@ class AdamState:
                 continue
             yield f"{number}/master", updated.tensor
             for name, value in self.moments(main).items():
-                if (
-                    torch.is_tensor(value) and value.dim()
-                ):  # a step count is a single number, and may have to stay on the host
+                # a step count is a single number, and may have to stay on the host
+                if torch.is_tensor(value) and value.dim():
                     yield f"{number}/{name}", value

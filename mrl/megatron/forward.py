@@ -71,9 +71,8 @@ class LossResult:
 
 
 LastStage = Callable[[MicroInputs, TokenOutputs], tuple[Tensor, object]]  # -> what to run backward on, what to hand out
-Around = Callable[
-    [torch.nn.Module, MicroInputs], AbstractContextManager
-]  # held while one chunk computes one micro-batch
+# held while one chunk computes one micro-batch
+Around = Callable[[torch.nn.Module, MicroInputs], AbstractContextManager]
 
 
 def nothing_around(model: torch.nn.Module, inputs: MicroInputs) -> AbstractContextManager:

@@ -64,9 +64,8 @@ class MicroInputs(TokenValues[Array]):
     position_ids: Array  # int64 [batch, length]: position inside its sequence
     real: Array  # bool [batch, length]: no padding, and no filler's
     predicting: Array  # bool [batch, length]: real, and not its sequence's last token, whose output nobody reads
-    sequence_starts: (
-        Array | None
-    )  # int32 [rows + 1]: where sequences begin and end in the pack, before the cut; None: padded
+    # int32 [rows + 1]: where sequences begin and end in the pack, before the cut; None: padded
+    sequence_starts: Array | None
     predictors: Array  # int64 [tokens]: index into batch * length of the position that predicts the token
     targets: Array  # int64 [tokens]
     slots: Array  # int64 [tokens]: index of the token into rows * response_length

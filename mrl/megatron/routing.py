@@ -37,17 +37,15 @@ class _Chooser:
     training: bool = False
     chosen: Tensor | None = None  # what the latest forward chose
     own: Tensor | None = None  # where `has_gaps`: what it would have chosen
-    pending: deque[Tensor] = field(
-        default_factory=deque
-    )  # choices of forwards that will be recomputed in backward, oldest first
+    # choices of forwards that will be recomputed in backward, oldest first
+    pending: deque[Tensor] = field(default_factory=deque)
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups, group_topk, default: Callable
     ) -> tuple[Tensor, Tensor]:
         """Megatron's name and signature. Values and indices of the chosen experts, both [tokens, topk]."""
-        if (
-            torch._C._current_graph_task_id() != -1
-        ):  # recomputed inside a backward pass: what this forward chose the first time
+        # recomputed inside a backward pass: what this forward chose the first time
+        if torch._C._current_graph_task_id() != -1:
             return _gathered(scores, self.pending.popleft())
         if self.wanted is None:
             choice = default(scores, topk, num_groups, group_topk)
@@ -57,9 +55,8 @@ class _Chooser:
         else:
             choice = _gathered(scores, self.wanted.long())
         self.chosen = choice[1]
-        if (
-            self.training and not torch.is_grad_enabled()
-        ):  # a forward without graph in training is one that backward repeats
+        # a forward without graph in training is one that backward repeats
+        if self.training and not torch.is_grad_enabled():
             self.pending.append(choice[1])
         return choice
 
@@ -96,9 +93,8 @@ class Routing:
         self._routers = {id(core): [m for m in core.modules() if isinstance(m, TopKRouter)] for core in cores}
         for router in self._all():
             router.router_replay = _Chooser()
-        self._columns = {
-            id(r): model.moe_layers.index(r.layer_number - 1) for r in self._all()
-        }  # in routes that came with samples
+        # in routes that came with samples
+        self._columns = {id(r): model.moe_layers.index(r.layer_number - 1) for r in self._all()}
         self._device = next((router.weight.device for router in self._all()), torch.device("cpu"))
         self._narrow = torch.uint8 if model.num_experts <= 256 else torch.int16  # routes of a step lie on the device
         self._recorded: dict[tuple[int, bytes], list[Tensor]] = {}

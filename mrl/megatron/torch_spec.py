@@ -97,9 +97,8 @@ class GroupedLinear(torch.nn.Module):
             if config.perform_initialization:
                 with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
                     init_method(weight.data)
-            if (
-                expert_tensor_size > 1
-            ):  # mbridge gathers over tensor ranks what carries these, so unsliced experts must not
+            # mbridge gathers over tensor ranks what carries these, so unsliced experts must not
+            if expert_tensor_size > 1:
                 set_tensor_model_parallel_attributes(weight, True, self.partition_dim, 1)
             self.register_parameter(f"weight{i}", weight)
 

@@ -25,12 +25,10 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 def read(config: HfConfig) -> ModelSpec:
     for key in ("n_group", "topk_group"):
         refuse_unless(key, config.get(key, 1), 1)
-    refuse_unless(
-        "norm_topk_prob", bool(config.get("norm_topk_prob", True)), True
-    )  # Megatron's sigmoid router always does it ...
-    refuse_unless(
-        "attention_bias", bool(config.get("attention_bias", False)), True
-    )  # mbridge builds biases whatever it says
+    # Megatron's sigmoid router always does it ...
+    refuse_unless("norm_topk_prob", bool(config.get("norm_topk_prob", True)), True)
+    # mbridge builds biases whatever it says
+    refuse_unless("attention_bias", bool(config.get("attention_bias", False)), True)
     experts_per_token = required(config, "num_experts_per_tok")
     if experts_per_token == 1:
         refuse_unless("num_experts_per_tok", 1, "2 or more")  # ... but never for one expert

@@ -13,9 +13,8 @@ class Precision:
     gradients: int = _FLOAT32  # Megatron's grad_reduce_in_fp32, which mrl switches on
     moments: int = 2 * _FLOAT32
     host_share: float = 0.0  # of Adam, that Megatron's hybrid optimizer has on the host for good
-    masters_stay: bool = (
-        True  # the device keeps float32 weights beside those on the host: without use_precision_aware_optimizer
-    )
+    # the device keeps float32 weights beside those on the host: without use_precision_aware_optimizer
+    masters_stay: bool = True
 
     @property
     def master(self) -> int:

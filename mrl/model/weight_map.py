@@ -116,9 +116,8 @@ class Family:
     # name begins with, and the checkpoint's among those of one beginning.
     megatron_order: tuple[str, ...] = MEGATRON_ORDER
     vllm_order: tuple[str, ...] = (*VLLM_ATTENTION, "mlp.", *VLLM_NORMS)
-    is_left_out: Callable[[str, ModelSpec], bool] = (
-        _nothing  # a tensor of the family's checkpoints that the model does not have
-    )
+    # a tensor of the family's checkpoints that the model does not have
+    is_left_out: Callable[[str, ModelSpec], bool] = _nothing
 
 
 @dataclass(frozen=True)

@@ -23,18 +23,10 @@ from mrl.units import MIB
 
 Kernels = Literal["torch", "transformer_engine"]
 _F32, _INT64 = 4, 8
-_PER_PREDICTED_TOKEN = (
-    78  # bytes: indices, targets, temperatures, sums over the vocabulary, the loss's ratios and masks
-)
-ATTENTION_LENGTHS = (
-    16,
-    24,
-    32,
-    48,
-    64,
-    96,
-    128,
-)  # tokens that mrl/megatron/attention.py pads short sequences to (its PADDED_TO)
+# bytes: indices, targets, temperatures, sums over the vocabulary, the loss's ratios and masks
+_PER_PREDICTED_TOKEN = 78
+# tokens that mrl/megatron/attention.py pads short sequences to (its PADDED_TO)
+ATTENTION_LENGTHS = (16, 24, 32, 48, 64, 96, 128)
 LOGIT_CHUNK = 128 * MIB  # bytes of float32 logits that mrl/megatron/logprob.py makes at a time (its CHUNK_BYTES)
 
 # what a module of Megatron's recompute_modules drops, in the terms below
@@ -149,9 +141,8 @@ class Activations:
     def _attention(self) -> dict[str, int]:
         m, (queries, groups), s = self.model, self._heads, self.tokens
         rows = (m.num_attention_heads + 2 * m.num_key_value_heads) * m.head_dim
-        if (
-            m.num_key_value_heads >= self.layout.tensor
-        ):  # with fewer of them than ranks, the whole projection is gathered on each
+        # with fewer of them than ranks, the whole projection is gathered on each
+        if m.num_key_value_heads >= self.layout.tensor:
             rows //= self.layout.tensor
         rotary = 4 * (s if self.micro.packed else self.micro.length // self.layout.context) * m.head_dim
         return {
@@ -159,9 +150,8 @@ class Activations:
             "query, key, value": s * rows * self.bytes * self._keeps_projection
             + self._qk_norms(queries, groups)
             + rotary * self.bytes,
-            "core attention": (self.attended * (queries + groups) + s * queries)
-            * m.head_dim
-            * self.bytes,  # queries, keys; output
+            # queries, keys; output
+            "core attention": (self.attended * (queries + groups) + s * queries) * m.head_dim * self.bytes,
             "attention internals": self.attended * queries * _F32
             + (self._plain_attention(queries, groups) if self.kernels == "torch" else 0),
         }
@@ -200,9 +190,8 @@ class Activations:
         scales = s * (queries + groups) * _F32
         if self.kernels == "transformer_engine":
             return scales + s * (queries + groups) * d * self.bytes
-        copied = (
-            queries + groups if self.bytes < _F32 else queries * (groups > 1)
-        )  # float32 inputs are views of the projection
+        # float32 inputs are views of the projection
+        copied = queries + groups if self.bytes < _F32 else queries * (groups > 1)
         return scales + s * (copied + queries + groups) * d * _F32
 
     def _gated(self, tokens: float, intermediate: int, extra_copies: int) -> int:
@@ -213,9 +202,8 @@ class Activations:
         return round(tokens * intermediate * copies * self.bytes)
 
     def _mlp(self) -> dict[str, int]:
-        norm = {
-            "mlp norm": self._norm() + self._hidden()
-        }  # its output is the input of the projection, or of the router
+        # its output is the input of the projection, or of the router
+        norm = {"mlp norm": self._norm() + self._hidden()}
         return norm | {"mlp": self._gated(self.tokens, self.model.intermediate_size // self.layout.tensor, 2)}
 
     def _moe(self) -> dict[str, int]:
@@ -227,8 +215,8 @@ class Activations:
         return {
             "mlp norm": self._norm() + self._hidden(),
             "router": s * (k * _INT64 + probabilities * _F32),
-            "dispatch": s
-            * (m.num_experts * (1 + _F32) + k * _INT64),  # the routing map, its probabilities, the order of the rows
+            # the routing map, its probabilities, the order of the rows
+            "dispatch": s * (m.num_experts * (1 + _F32) + k * _INT64),
             "expert input": round(self.expert_tokens * m.hidden_size * self.bytes),
             "expert activation": self._gated(self.expert_tokens, inner, 3) + round(self.expert_tokens * _F32),
             "shared experts": self._shared(),

@@ -47,9 +47,8 @@ class Device:
     memory_rate: float  # bytes per second
     node_rate: float  # bytes per second to a device of the same node
     network_rate: float  # bytes per second to another node
-    host_path_rate: (
-        float  # bytes per second through host memory to another process of the node, all its devices at once
-    )
+    # bytes per second through host memory to another process of the node, all its devices at once
+    host_path_rate: float
     sync: "SyncRates"
     devices_per_node: int
     host_memory: int  # bytes of a node

@@ -146,9 +146,8 @@ def fastest_that_fit(
 ) -> tuple[list[Candidate], Counter[str]]:
     """The `top` best whose plan fits, their phase that of the plan; and why those before them were left out."""
     number = count()
-    waiting = [
-        (candidate.order, next(number), candidate, None) for candidate in result.fitting
-    ]  # sorted, so a heap; the plan, once made
+    # sorted, so a heap; the plan, once made
+    waiting = [(candidate.order, next(number), candidate, None) for candidate in result.fitting]
     shown: list[Candidate] = []
     left_out: Counter[str] = Counter()
     for _ in range(_TRIED):

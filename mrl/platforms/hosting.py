@@ -81,9 +81,8 @@ class Hosting:
     device: str  # also the dialect in which an engine's final weights are described
     ray_resource: str | None  # what Ray calls the accelerator
     checks_batch_order: bool  # generation must not depend on what else is in the batch; only CPU can promise it
-    memory_reach: Reach = (
-        "process"  # how far device memory can be opened from another process; mrl.platforms.transfer does it
-    )
+    # how far device memory can be opened from another process; mrl.platforms.transfer does it
+    memory_reach: Reach = "process"
     orders_devices: bool = True  # a process may be shown devices in any order; CANN takes them ascending only
     returns_routes: bool = True  # vLLM itself returns routed experts; on CPU its model runner that does so lacks Triton
 

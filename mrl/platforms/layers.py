@@ -7,10 +7,8 @@ from typing import Literal
 from mrl.errors import EnvironmentFault
 
 Layers = Literal["torch", "transformer_engine"]
-FAMILIES = {
-    "cuda": "Transformer Engine",
-    "npu": "MindSpeed's, under Transformer Engine's names",
-}  # what an accelerator's row brings
+# what an accelerator's row brings
+FAMILIES = {"cuda": "Transformer Engine", "npu": "MindSpeed's, under Transformer Engine's names"}
 
 
 def layers() -> Layers:

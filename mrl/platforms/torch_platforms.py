@@ -27,9 +27,8 @@ _KIB_PER_GIB = GIB // 1024
 
 def _deterministic_kernels() -> None:
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = (
-        False  # would only hide a read of fresh memory, at the price of a pass
-    )
+    # would only hide a read of fresh memory, at the price of a pass
+    torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 class CpuPlatform:

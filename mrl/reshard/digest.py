@@ -30,9 +30,8 @@ LANES = 8
 _CPU_TILE_BYTES = 1 << 21  # in cache, and few products
 _DEVICE_TILE_BYTES = 1 << 28  # elsewhere, where rows can be used as they lie: few launches
 _DEVICE_COPY_BYTES = 1 << 23  # elsewhere, where they must be copied: little memory, and at least 64 rows
-_EXPANDED_TILE_BYTES = (
-    1 << 23
-)  # without an int8 product each byte becomes an int64 for a while, once a lane: 64 MiB of them
+# without an int8 product each byte becomes an int64 for a while, once a lane: 64 MiB of them
+_EXPANDED_TILE_BYTES = 1 << 23
 _MIN_ROWS = 256  # of a tile on CPU, else a product spends its time on the columns
 _NARROW = 4096  # bytes of a row: a product walks over many short rows slower than a copy does, unless they are in cache
 MAX_COLUMNS = 1 << 17  # bytes of a row at a time: 128 * 64 * 2^17 < 2^31, so that no sum overflows int32
@@ -173,9 +172,8 @@ def _row_sums(raw: torch.Tensor, columns: torch.Tensor, multiplies_int8: bool) -
     if not multiplies_int8:
         return torch.stack([(raw * lane.to(torch.int64)).sum(1) for lane in columns.t()], 1)
     count = len(raw)
-    if raw.device.type != "cpu" and (
-        count % 32 or raw.shape[1] % 8
-    ):  # accelerators want more than 16 rows and multiples of 8 bytes
+    # accelerators want more than 16 rows and multiples of 8 bytes
+    if raw.device.type != "cpu" and (count % 32 or raw.shape[1] % 8):
         raw = torch.nn.functional.pad(raw, (0, -raw.shape[1] % 8, 0, -count % 32))
         columns = torch.nn.functional.pad(columns, (0, 0, 0, raw.shape[1] - len(columns)))
     return torch._int_mm(raw, columns)[:count]
@@ -187,9 +185,8 @@ def _tables(device: str, rows: int, columns: int) -> _Tables:
 
     They depend on the position alone: a longer table begins with a shorter one.
     """
-    lanes = (
-        _mixed(columns, 2).view(np.int8).reshape(columns, LANES) >> 1
-    ).copy()  # of 7 bits: no int8 product saturates
+    # of 7 bits: no int8 product saturates
+    lanes = (_mixed(columns, 2).view(np.int8).reshape(columns, LANES) >> 1).copy()
     lanes[:, 0] ^= 1 - (lanes.sum(1, dtype=np.int64) & 1).astype(np.int8)
     row_weights = torch.from_numpy((_mixed(rows, 1) | np.uint64(1)).view(np.int64))
     return _Tables(row_weights.to(device), torch.from_numpy(lanes).to(device), _multiplies_int8(device))

@@ -189,9 +189,8 @@ class ReshardPlan:
     def to_json(self) -> dict[str, Any]:
         """Everything that the messages follow from, as plain data; equal plans give equal JSON."""
         holder_sets: dict[tuple[Holder, ...], int] = {}
-        grains = {
-            id(grain): grain for template in self.templates for block in template.blocks for grain in block
-        }  # some are shared
+        # some are shared
+        grains = {id(grain): grain for template in self.templates for block in template.blocks for grain in block}
         number = {key: n for n, key in enumerate(grains)}
         return {
             "format": FORMAT,

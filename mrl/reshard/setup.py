@@ -30,9 +30,8 @@ class SyncSetup:
     topology: dict[str, list[list[int]]]  # "ranks" and "workers": [node, device] of each
     budget_bytes: int  # of one worker's or one rank's data in one round
     timeout_s: float  # longest wait for one peer
-    transport: dict[
-        str, Any
-    ]  # "kind" (reshard.transport), "name" of this meeting, and "address" of the point-to-point group
+    # "kind" (reshard.transport), "name" of this meeting, and "address" of the point-to-point group
+    transport: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; `from_json` reads it back."""

@@ -305,9 +305,8 @@ class WorkerStream:
         self.index = np.concatenate([np.arange(size) for size in sizes])
         self.nbytes = np.concatenate([block.nbytes for block in chosen])
         self.holder_set = np.concatenate(entries)
-        self.module_starts = np.flatnonzero(
-            np.concatenate([block.begins_module for block in chosen])
-        )  # first grain of each module
+        # first grain of each module
+        self.module_starts = np.flatnonzero(np.concatenate([block.begins_module for block in chosen]))
         self.before = np.cumsum(self.nbytes) - self.nbytes  # bytes in front of each grain
         self.total = int(self.nbytes.sum())
         width = max(len(offsets) for _, offsets in sets)

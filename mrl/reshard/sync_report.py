@@ -20,9 +20,8 @@ class SendReport:
 
     rank: int
     digests: dict[int, dict[str, int]]  # worker -> parameter -> digest of this rank's share
-    shared: dict[
-        str, int
-    ]  # parameter -> digest, of those that other ranks hold as well; empty when it was not asked for
+    # parameter -> digest, of those that other ranks hold as well; empty when it was not asked for
+    shared: dict[str, int]
     moved: dict[int, int]  # worker on another device -> bytes
     local: dict[int, int]  # worker on the rank's own device -> bytes
     staging_bytes: int
@@ -64,9 +63,8 @@ class Disagreement:
     engine: int
     worker: int
     parameter: str
-    where: (
-        str  # "on the way": what arrived is not what the ranks hold; "in the engine": what it holds is not what arrived
-    )
+    # "on the way": what arrived is not what the ranks hold; "in the engine": what it holds is not what arrived
+    where: str
     ranks: tuple[int, ...]  # that sent parts of it
 
     def __str__(self) -> str:

@@ -476,9 +476,8 @@ class VllmEngine:
 
     async def stop(self) -> None:
         """Ends vLLM's processes and removes what an unfinished update left behind. Legal in every state."""
-        segments = shared_memory_below(os.getpid()) | noted(
-            self.settings.segments_file
-        )  # what a process that died held was noted
+        # what a process that died held was noted
+        segments = shared_memory_below(os.getpid()) | noted(self.settings.segments_file)
         self._updates.drop_buckets()
         self._updates.release_arenas()
         if self._calls.llm is not None:

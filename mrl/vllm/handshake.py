@@ -79,9 +79,8 @@ def check_engine(
     check_loader(model, setup.model, [t for t in targets if t.name not in in_place], adapter)
     if holds_weights:
         layers = layers_of(model, adapter)
-        held_digests(
-            targets, lambda t: adapter.final_parts(model, layers[t.module], t)
-        )  # that everything can be read back
+        # that everything can be read back
+        held_digests(targets, lambda t: adapter.final_parts(model, layers[t.module], t))
 
 
 def check_backend(backend: str, allowed: Sequence[str]) -> None:
@@ -113,9 +112,8 @@ def check_parameters(model: nn.Module, targets: Sequence[TargetParameter], adapt
         tensor = getattr(layer, leaf) if name in in_place else adapter.load_tensor(layer, leaf)
         if tuple(tensor.shape) != target.local_shape:
             faults.append(f"{name} is {list(tensor.shape)} in vLLM, {list(target.local_shape)} in the plan")
-        elif tensor.dtype != getattr(torch, target.dtype) and not name.endswith(
-            ".bias"
-        ):  # kernels keep some biases in fp32
+        elif tensor.dtype != getattr(torch, target.dtype) and not name.endswith(".bias"):
+            # kernels keep some biases in fp32
             faults.append(f"{name} is {str(tensor.dtype).removeprefix('torch.')} in vLLM, {target.dtype} in the plan")
     if faults:
         more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""

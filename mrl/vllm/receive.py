@@ -85,9 +85,8 @@ class InitInfo:
     setup: dict[str, Any] | None = None  # fast: of mrl.reshard.setup.SyncSetup
     engine: int = 0
     plan_hash: str = ""
-    holds_weights: bool = (
-        True  # fast: false in an engine that slept and got none since, where reading back shows nothing
-    )
+    # fast: false in an engine that slept and got none since, where reading back shows nothing
+    holds_weights: bool = True
 
 
 @dataclass

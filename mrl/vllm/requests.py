@@ -45,9 +45,8 @@ class EngineSettings:
     arguments: dict  # of vLLM's AsyncEngineArgs
     check_order: bool  # run the start-up check that batch composition changes no bit
     vocab_size: int
-    expected: tuple[
-        tuple[str, tuple[int, ...]], ...
-    ]  # HF name and shape of every tensor that a weight update has to bring
+    # HF name and shape of every tensor that a weight update has to bring
+    expected: tuple[tuple[str, tuple[int, ...]], ...]
     segments_file: str  # where the engine notes its shared memory, so that its successor can clean up after a kill
     routes: RouteShape | None = None  # what is asked of it when `Sampling.routes`; None: a model without experts
     captures_routes: bool = False  # vLLM returns none on this device: mrl's worker extension collects them

@@ -37,12 +37,10 @@ class RouteCapture:
         self._runner, self._execute = runner, runner.execute_model
         self._layers = runner.model_config.get_total_num_hidden_layers()
         self._step: dict[int, Tensor] = {}  # layer -> experts [tokens of the step, topk]
-        self._kept: dict[
-            str, list[tuple[int, np.ndarray]]
-        ] = {}  # request -> (first position, [tokens, layers, topk]) of each step
-        self._fault = (
-            ""  # what was found wrong; said when routes are taken, as an error inside a step would end the engine
-        )
+        # request -> (first position, [tokens, layers, topk]) of each step
+        self._kept: dict[str, list[tuple[int, np.ndarray]]] = {}
+        # what was found wrong; said when routes are taken, as an error inside a step would end the engine
+        self._fault = ""
         bind(runner.get_model(), self)
         runner.execute_model = self._execute_and_keep
 

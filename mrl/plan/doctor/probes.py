@@ -22,9 +22,8 @@ class Probe:
     program: str
     cure: str
     arguments: tuple[str, ...] = ()
-    must_answer: bool = (
-        False  # no answer by the deadline is a failure: a head that refuses the token lets Ray try on and on
-    )
+    # no answer by the deadline is a failure: a head that refuses the token lets Ray try on and on
+    must_answer: bool = False
 
 
 _RAY = """
