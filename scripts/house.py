@@ -102,9 +102,17 @@ class House:
                 inner = f"{node.module}.{alias.name}"
                 yield inner if inner in self.modules else str(node.module)
 
-    def imports(self, module: str) -> set[str]:
-        """All that a module imports, inside functions too."""
-        return {name for node in ast.walk(self.modules[module]) for name in self.imported(node)}
+    @cached_property
+    def nodes(self) -> dict[str, list[ast.AST]]:
+        """Every node of each module, functions' too."""
+        return {module: list(ast.walk(tree)) for module, tree in self.modules.items()}
+
+    @cached_property
+    def imports(self) -> dict[str, set[str]]:
+        """All that each module imports, inside functions too."""
+        return {
+            module: {name for node in nodes for name in self.imported(node)} for module, nodes in self.nodes.items()
+        }
 
     def imports_at_import_time(self, module: str) -> set[str]:
         """What importing a module imports at once."""
@@ -114,7 +122,7 @@ class House:
     def graph(self) -> dict[str, set[str]]:
         """Module -> modules of the package that it imports, deferred imports counted."""
         return {
-            name: {other for other in self.imports(name) if other in self.modules and other != name}
+            name: {other for other in self.imports[name] if other in self.modules and other != name}
             for name in self.modules
         }
 

@@ -93,7 +93,9 @@ def live_bytes(on_host: "Iterable[Tensor]" = (), roots: "Iterable[Tensor]" = ())
     """
     import torch
 
-    tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+    known = gc.get_objects()
+    kinds = {kind for kind in set(map(type, known)) if issubclass(kind, torch.Tensor)}  # few kinds, many objects
+    tensors = [item for item in known if type(item) in kinds]
     storages = _storages([*tensors, *roots])
     for identity in _storages(on_host):
         storages.pop(identity, None)

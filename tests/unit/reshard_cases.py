@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass
+from functools import cache
 
 from test_reshard_source import random_layouts
 
@@ -66,7 +67,8 @@ def bytes_of_a_worker(model: ModelSpec, rollout: RolloutLayout) -> int:
     return 2 * (m.num_layers * layer + 2 * m.vocab_size * hidden // t + hidden)
 
 
-def random_pairs(seed: int, count: int) -> list[Pair]:
+@cache
+def random_pairs(seed: int, count: int) -> tuple[Pair, ...]:
     """Legal pairs: every family, dialect and number format, uneven experts, several engines, all kinds of placement,
     small budgets.
     """
@@ -78,7 +80,7 @@ def random_pairs(seed: int, count: int) -> list[Pair]:
             topology = random_topology(rng, train.world_size, rollout.world_size)
             dialect, dtype = rng.choice(["cpu", "cuda", "npu"]), rng.choice(["float32", "bfloat16"])
             found.append(Pair(model, train, rollout, dialect, dtype, topology, rng.choice([4096, 20_000, 1 << 20])))
-    return found
+    return tuple(found)
 
 
 def random_rollout(rng: random.Random, model: ModelSpec) -> RolloutLayout | None:

@@ -46,7 +46,7 @@ def test_uneven_rows_are_gathered_and_their_sums_scattered_in_the_order_of_ranks
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")  # torch need not be imported again
     queue = context.Queue()
     ranks = [context.Process(target=rank_of_three, args=(rank, port, queue)) for rank in range(len(SIZES))]
     for process in ranks:

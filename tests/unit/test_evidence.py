@@ -2,16 +2,15 @@
 the picture of the house is that of its imports.
 """
 
-import importlib.util
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+from test_house import house, the_house
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "docs/evidence.md", "docs/architecture.md", "docs/algorithms.md")
@@ -96,10 +95,7 @@ def test_the_files_of_the_architecture_page_are_there():
 
 
 def test_the_picture_of_the_house_is_that_of_its_imports():
-    spec = importlib.util.spec_from_file_location("house", ROOT / "scripts" / "house.py")
-    house = sys.modules.setdefault("house", importlib.util.module_from_spec(spec))
-    spec.loader.exec_module(house)
-    made = house.svg(house.House.of_folder(ROOT))
+    made = house.svg(the_house())
     assert (ROOT / "docs" / "house.svg").read_text(encoding="utf-8") == made, (
         "python scripts/house.py --svg docs/house.svg"
     )

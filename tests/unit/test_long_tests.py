@@ -27,10 +27,9 @@ def script():
 
 def has_long_tests(file: Path) -> bool:
     """Whether the mark stands in it, as `pytest.mark.long`."""
-    return any(
-        ast.unparse(node) == "pytest.mark.long"
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.Attribute)
+    text = file.read_text()
+    return ".long" in text and any(
+        ast.unparse(node) == "pytest.mark.long" for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)
     )
 
 

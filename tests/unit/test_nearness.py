@@ -20,9 +20,8 @@ from mrl.reshard.plan import plan_reshard
 
 # experts are nearly all of it, as of the deep one; with its whole vocabulary a shallow one would be mostly that
 SHALLOW = replace(
-    QWEN3_30B, num_layers=2, moe_layers=(0, 1), vocab_size=1024, num_experts=64, hidden_size=256,
-    moe_intermediate_size=96,
-    num_attention_heads=8, head_dim=32,
+    QWEN3_30B, num_layers=2, moe_layers=(0, 1), vocab_size=1024, num_experts=16, hidden_size=256,
+    moe_intermediate_size=384, num_attention_heads=8, head_dim=32,
 )  # fmt: skip
 TP, PP, EP, ETP = (
     f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")

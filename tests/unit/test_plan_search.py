@@ -29,7 +29,7 @@ TP, PP, VPP, CP, EP, ETP = (
     "expert_model_parallel_size", "expert_tensor_parallel_size",
 )  # fmt: skip
 COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-MOST_TRIED = 4000  # layouts; of a case that has more every second, third, ... is held against brute force
+MOST_TRIED = 1000  # layouts; of a case that has more every second, third, ... is held against brute force
 CASES = {"30B on 32": ("Qwen3-30B-A3B", 32), "235B on 128": ("Qwen3-235B-A22B", 128)}
 
 

@@ -11,6 +11,13 @@ from mrl.platforms.process_memory import live_bytes, note_baseline, process_memo
 MIB = 2**20
 
 
+@pytest.fixture(scope="module", autouse=True)
+def only_of_these_tests():
+    """What other tests and their imports left is not gone through again and again: a million objects."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def more():
     """Bytes above those at the test's begin."""
@@ -61,6 +68,7 @@ def test_what_the_collector_was_told_to_forget_has_to_be_named():
     finally:
         gc.unfreeze()
     assert live_bytes(roots=[weights]) == live_bytes()  # and counts once where both know it
+    gc.freeze()  # for the tests that follow
 
 
 def test_tensors_without_a_storage_of_this_process_are_passed_over(more):

@@ -17,7 +17,7 @@ from mrl.reshard.proof import fill, numbered, simulated_faults
 from mrl.reshard.streams import ITEM_BYTES
 
 SEEDS = range(16)
-PAIRS = 10  # for each seed
+PAIRS = 6  # for each seed
 
 
 def messages(pair: Pair) -> tuple[list[Message], list[Message]]:
@@ -106,7 +106,7 @@ def test_at_most_two_modules_of_a_worker_are_unfinished_at_any_time(seed):
                 assert sum(min(seen) <= number < max(seen) for seen in rounds.values()) <= 2, "at the end of a round"
 
 
-@pytest.mark.parametrize("seed", range(400, 404))
+@pytest.mark.parametrize("seed", range(400, 403))
 def test_moved_bytes_are_those_that_no_rank_on_the_device_has_and_remote_ones_those_that_none_on_the_node_has(seed):
     for pair in random_pairs(seed, 8):
         hf, plan = numbered(pair.model), pair.plan()

@@ -4,6 +4,7 @@ and what they never do.
 
 import json
 import os
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -316,14 +317,15 @@ def test_a_death_at_any_touch_of_the_disk_leaves_a_whole_checkpoint(model, tmp_p
 
     Every call that changes the disk is a place to die.
     """
+    (tmp_path / "begun").mkdir()
+    begun = made_run(model, tmp_path / "begun")
+    trained(begun)
+    begun.saver.save_last(begun.state)
     event, ended = 0, False
     while not ended:
         event += 1
         folder = tmp_path / str(event)
-        folder.mkdir()
-        run = made_run(model, folder)
-        trained(run)
-        run.saver.save_last(run.state)
+        shutil.copytree(begun.folder, folder)
         ended = not dies_at(event, model, folder)
         found = newest_checkpoint(folder, digests=True)
         assert found.path is not None and found.damaged == {}, f"event {event}: {found}"

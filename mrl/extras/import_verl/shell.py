@@ -27,7 +27,6 @@ _MAX_STEPS = 20_000
 _MAX_DEPTH = 40
 # Commands that set variables by their arguments.
 _DECLARING = frozenset(("export", "local", "declare", "readonly", "typeset"))
-_FILE_TESTS = frozenset("abcdefghkprstuwxGLNOS")
 
 
 @dataclass(frozen=True)
