@@ -39,12 +39,12 @@ def places(lengths: np.ndarray) -> np.ndarray:
 
 def row_extremes(ufunc: np.ufunc, values: np.ndarray, lengths: np.ndarray, empty: float) -> np.ndarray:
     """float64 [rows]: np.maximum or np.minimum over each row of `values` [tokens]; `empty` of a row without tokens."""
-    found = np.full(len(lengths), empty, np.float64)
+    extremes = np.full(len(lengths), empty, np.float64)
     filled = lengths > 0
     starts = (np.cumsum(lengths) - lengths)[filled]
     if len(starts):
-        found[filled] = ufunc.reduceat(values, starts)
-    return found
+        extremes[filled] = ufunc.reduceat(values, starts)
+    return extremes
 
 
 def in_chunks(
@@ -57,11 +57,11 @@ def in_chunks(
     ends = np.cumsum(lengths)
     first = np.flatnonzero(np.diff(ends // tokens, prepend=0))
     rows = [*dict.fromkeys([0, *first.tolist()]), len(lengths)]
-    found = []
+    parts = []
     for start, stop in pairwise(rows):
         begin, end = (int(ends[row - 1]) if row else 0 for row in (start, stop))
-        found.append(function(*(column[begin:end] for column in columns), lengths[start:stop]))
-    return {name: np.concatenate([part[name] for part in found]) for name in found[0]}
+        parts.append(function(*(column[begin:end] for column in columns), lengths[start:stop]))
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def total(values: np.ndarray) -> float:

@@ -97,8 +97,8 @@ def select(
     means = means_of(
         *(total(np.where(mask, x, 0.0).astype(np.float64)) for x in (advantages, log_probs)), int(mask.sum())
     )
-    found = candidates(parameters, advantages, log_probs, mask, lengths, means)
-    return chosen(found, least_chosen(parameters, [largest(parameters, found, means)], means))
+    eligible = candidates(parameters, advantages, log_probs, mask, lengths, means)
+    return chosen(eligible, least_chosen(parameters, [largest(parameters, eligible, means)], means))
 
 
 def means_of(advantages: float, log_probs: float, tokens: int) -> Means:

@@ -30,7 +30,7 @@ def add(commands) -> None:
 
 def _rehearse(options: argparse.Namespace) -> None:
     try:
-        found = _answer(options)
+        report = _answer(options)
     except MrlError as error:
         if not options.json:
             raise
@@ -38,9 +38,9 @@ def _rehearse(options: argparse.Namespace) -> None:
         print(json.dumps({"ok": False, "seconds": 0.0, "exercised": [], "not_exercised": [], "failed": failed}))
         raise SystemExit(error.exit_code) from None
     if options.json:
-        print(json.dumps(found.to_json(), default=str))
-    if not found.ok:
-        raise SystemExit(found.exit_code)
+        print(json.dumps(report.to_json(), default=str))
+    if not report.ok:
+        raise SystemExit(report.exit_code)
 
 
 def _answer(options: argparse.Namespace):

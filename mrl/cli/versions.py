@@ -15,7 +15,7 @@ def version_lines(installed: Mapping[str, str] | None = None, device: str | None
     lines = [f"mrl {own}, Python {platform.python_version()}, {platform.machine()}"]
     lines.append(f"row {row.name} ({row.tested}):")
     for name, wanted in {**row.packages, **row.compiled, **row.loose}.items():
-        found = installed.get(name)
-        other = "" if found is not None and bare(found) == wanted else f"   tested: {wanted}"
-        lines.append(f"  {name:<26}{found or 'not installed'}{other}")
+        version = installed.get(name)
+        other = "" if version is not None and bare(version) == wanted else f"   tested: {wanted}"
+        lines.append(f"  {name:<26}{version or 'not installed'}{other}")
     return lines

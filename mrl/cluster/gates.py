@@ -57,8 +57,8 @@ def shortage(need: Need, holders: Sequence[Holder]) -> str | None:
     if sum(coming.values()) <= free:
         return None
     parts = " and ".join(f"{size / GIB:.2f} GiB of the {kind}" for kind, size in coming.items() if size)
-    held = ", ".join(f"{holder.name} {holder.memory.live_bytes / GIB:.2f} GiB" for holder in _largest_first(holders))
-    return f"{parts} are to come by the plan, {free / GIB:.2f} GiB are free; there hold {held}"
+    each = ", ".join(f"{holder.name} {holder.memory.live_bytes / GIB:.2f} GiB" for holder in _largest_first(holders))
+    return f"{parts} are to come by the plan, {free / GIB:.2f} GiB are free; there hold {each}"
 
 
 def _free(need: Need, holders: Sequence[Holder]) -> int:

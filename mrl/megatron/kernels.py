@@ -15,8 +15,8 @@ _PARTS = {"attention": ".core_attention", "experts": ".mlp.experts", "norm": ".f
 
 def kernels_in_words(chunks: Iterable[nn.Module], optimizer: MegatronOptimizer) -> str:
     """Layers, and the classes of attention, experts, last norm and Adam, as far as this rank's chunks have them."""
-    found = [f"{part} {kind}" for part, kind in _classes(chunks).items()]
-    return ", ".join([f"layers of {layers()}", *found, f"optimizer {_adam(optimizer)}"])
+    parts = [f"{part} {kind}" for part, kind in _classes(chunks).items()]
+    return ", ".join([f"layers of {layers()}", *parts, f"optimizer {_adam(optimizer)}"])
 
 
 def _classes(chunks: Iterable[nn.Module]) -> dict[str, str]:

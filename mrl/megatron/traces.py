@@ -41,7 +41,7 @@ class SwitchTraces:
     def metrics(self) -> FloatParts:
         """Of the update that ends, on this rank."""
         frozen = sum(is_frozen(parameter) for chunk in self._chunks for parameter in chunk.parameters())
-        found = {
+        values = {
             **{f"offload/{kind}_bytes": n for kind, n in self._residence.left_bytes.items()},
             "offload/reference_bytes": sum(piece.nbytes for piece in self._reference.pieces) if self._reference else 0,
             "offload/host_adam_bytes": self._host_adam(),
@@ -49,7 +49,7 @@ class SwitchTraces:
             "actor/model_chunks": len(self._chunks) if len(self._chunks) > 1 else 0,
             "router/frozen": frozen,
         }
-        return {name: (float(value), 1.0) for name, value in found.items() if value}
+        return {name: (float(value), 1.0) for name, value in values.items() if value}
 
     def _host_adam(self) -> int:
         parts = (part for part in self._optimizer.chained_optimizers if not getattr(part, "is_stub_optimizer", False))

@@ -86,16 +86,16 @@ def checkpoint_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
 
 def check_checkpoint(path: str | Path, model: ModelSpec) -> None:
     """Raises EnvironmentFault when the files do not hold exactly the tensors that config.json promises."""
-    found = checkpoint_shapes(path)
+    stored = checkpoint_shapes(path)
     wanted = {spec.name: spec.shape for spec in tensor_specs(model)}
-    problems = [f"{name} is missing" for name in wanted.keys() - found.keys()]
+    problems = [f"{name} is missing" for name in wanted.keys() - stored.keys()]
     problems += [
-        f"{name} is not part of the model" for name in found.keys() - wanted.keys() if not _is_spare(name, model)
+        f"{name} is not part of the model" for name in stored.keys() - wanted.keys() if not _is_spare(name, model)
     ]
     problems += [
-        f"{n} has shape {list(found[n])}, not {list(wanted[n])}"
-        for n in wanted.keys() & found.keys()
-        if found[n] != wanted[n]
+        f"{n} has shape {list(stored[n])}, not {list(wanted[n])}"
+        for n in wanted.keys() & stored.keys()
+        if stored[n] != wanted[n]
     ]
     if problems:
         shown = "; ".join(sorted(problems)[:_SHOWN])

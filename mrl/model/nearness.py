@@ -36,13 +36,13 @@ def near_places(
         pairs = ((worker, rank_at.get(workers[place])) for worker, place in zip(unit, at, strict=True))
         return sum(_overlap(train, rollout, rank, worker) for worker, rank in pairs if rank is not None)
 
-    found = list(workers)
+    places = list(workers)
     for units in _exchangeable(rollout, workers, together):
         scale = len(units) + 1  # a unit that keeps its place is worth less than any overlap
         order = best_assignment([[gain(unit, at) * scale + (unit == at) for at in units] for unit in units])
         for unit, column in zip(units, order, strict=True):
-            found[unit.start : unit.stop] = [workers[at] for at in units[column]]
-    return tuple(found)
+            places[unit.start : unit.stop] = [workers[at] for at in units[column]]
+    return tuple(places)
 
 
 def _exchangeable(rollout: RolloutLayout, workers: Sequence[Place], together: int) -> list[list[range]]:

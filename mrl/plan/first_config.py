@@ -89,12 +89,12 @@ def first_config(path: str, model: ModelSpec, count: DeviceCount, data: dict[str
     for values in _ways(path, model, count):
         config = RunConfig.model_validate(_nested(values | data))
         problem = search_problem(config, model, count.device, count.total, count.per_node, MEGATRON)
-        found = search(problem)
-        for candidate in fastest_that_fit(config, problem, found, _TRIED)[0]:
+        result = search(problem)
+        for candidate in fastest_that_fit(config, problem, result, _TRIED)[0]:
             changed = run_with(config, candidate.degrees, candidate.recompute)
             if not violations(ResolvedConfig(changed, {}), model):
                 return FirstConfig(recipe, values | _layout(candidate) | data, candidate.reasons(count.per_node))
-        too_large |= dict(found.too_large)
+        too_large |= dict(result.too_large)
     most = f"; what weighs most: {', '.join(too_large)}" if too_large else ""
     raise ConfigError(
         f"{path} does not fit on {count}, also with its optimizer on the host{most}; give more devices, or larger ones"

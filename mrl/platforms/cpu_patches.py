@@ -214,5 +214,5 @@ PATCHES: tuple[Patch, ...] = (
 
 def rows_for(device: str) -> tuple[Patch, ...]:
     """The rows that `device` needs in this installation."""
-    found = layers()
-    return tuple(row for row in PATCHES if device in row.devices and (found == "torch" or not row.torch_layers_only))
+    kind = layers()
+    return tuple(row for row in PATCHES if device in row.devices and (kind == "torch" or not row.torch_layers_only))

@@ -18,8 +18,8 @@ def layers() -> Layers:
     """
     if find_spec("transformer_engine") is None:
         return "torch"
-    found = importlib.import_module("megatron.core.extensions.transformer_engine").HAVE_TE
-    return "transformer_engine" if found else "torch"
+    has_engine = importlib.import_module("megatron.core.extensions.transformer_engine").HAVE_TE
+    return "transformer_engine" if has_engine else "torch"
 
 
 def check_layers(device: str, found: Layers, allow_torch: bool) -> None:

@@ -104,12 +104,12 @@ def live_bytes(on_host: "Iterable[Tensor]" = (), roots: "Iterable[Tensor]" = ())
 
 def _storages(tensors: "Iterable[Tensor]") -> "dict[int, UntypedStorage]":
     """CPU storages under tensors and their gradients, by an identity that lasts as long as the storage."""
-    found = {}
+    storages = {}
     for tensor in tensors:
-        for one in (tensor, tensor.grad if tensor.is_leaf else None):
-            if one is not None and (storage := _storage(one)) is not None:
-                found[storage._cdata] = storage
-    return found
+        for holder in (tensor, tensor.grad if tensor.is_leaf else None):
+            if holder is not None and (storage := _storage(holder)) is not None:
+                storages[storage._cdata] = storage
+    return storages
 
 
 def _storage(tensor: "Tensor") -> "UntypedStorage | None":

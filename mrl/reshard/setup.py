@@ -92,12 +92,12 @@ def _plan(text: str) -> ReshardPlan:
 def route(setup: SyncSetup, rank: int, worker: int, reach: Reach) -> str:
     """Which transport serves the pair. Raises EnvironmentFault for shm between hosts. `reach`: see `pair_route`."""
     kind = setup.transport["kind"]
-    found = pair_route(kind, setup.places.ranks[rank], setup.places.workers[worker], reach)
-    if found == "p2p" and kind == "shm":
+    transport = pair_route(kind, setup.places.ranks[rank], setup.places.workers[worker], reach)
+    if transport == "p2p" and kind == "shm":
         raise EnvironmentFault(
             f"reshard.transport: shm reaches no other host; rank {rank} and worker {worker} are on two; use auto"
         )
-    return found
+    return transport
 
 
 def pair_route(kind: str, rank: Place, worker: Place, reach: Reach) -> str:

@@ -36,10 +36,10 @@ def pool() -> Any:
 
 def check_worker(worker: Any) -> None:
     """Raises RuntimeError for a worker that must not be put to sleep: `wake` would not be its counterpart."""
-    found = source_digest(type(worker).sleep, type(worker).wake_up, type(pool()).wake_up)
-    if found != KNOWN_SOURCE:
+    digest = source_digest(type(worker).sleep, type(worker).wake_up, type(pool()).wake_up)
+    if digest != KNOWN_SOURCE:
         raise RuntimeError(
-            f"this vllm-ascend sleeps or wakes otherwise than release v0.23.0 (sources {found[:12]}, known "
+            f"this vllm-ascend sleeps or wakes otherwise than release v0.23.0 (sources {digest[:12]}, known "
             f"{KNOWN_SOURCE[:12]}); install that release, or use cluster.placement: separate"
         )
     if (worker.vllm_config.additional_config or {}).get(CLEANUP):

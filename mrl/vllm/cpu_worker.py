@@ -122,12 +122,12 @@ def loosen(parameters: Iterable[nn.Parameter]) -> None:
 
 def empty(tensors: Iterable[Tensor]) -> list[_EmptiedStorage]:
     """Gives the memory below the tensors away; they keep shape and strides. Raises RuntimeError for a fixed storage."""
-    found = {
+    storages = {
         storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors) if storage.nbytes()
     }
-    emptied = [_EmptiedStorage(storage, storage.nbytes()) for storage in found.values()]
-    for one in emptied:
-        one.storage.resize_(0)
+    emptied = [_EmptiedStorage(storage, storage.nbytes()) for storage in storages.values()]
+    for item in emptied:
+        item.storage.resize_(0)
     return emptied
 
 

@@ -23,12 +23,12 @@ _ENDING = "end_with_parent"
 
 def stopped_below() -> list[str]:
     """Processes below this one that were stopped, and answer nobody: whoever computes with them waits as if it hung."""
-    found = []
+    stopped = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
             if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-                found.append(f"{_command(process)} (process {process.pid}) is stopped")
-    return found
+                stopped.append(f"{_command(process)} (process {process.pid}) is stopped")
+    return stopped
 
 
 def _command(process: psutil.Process) -> str:

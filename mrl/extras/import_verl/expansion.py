@@ -80,12 +80,12 @@ def _words(value: Value) -> list[Value]:
     texts = _cut_at_blanks(value.text)
     if len(texts) == 1:
         return [value]
-    found = [frozenset(name for name in value.missing if name in text) for text in texts]
+    names_of = [frozenset(name for name in value.missing if name in text) for text in texts]
     # names that only a calculation knows: any piece with something unknown may have them
-    nowhere = value.missing.difference(*found)
+    nowhere = value.missing.difference(*names_of)
     return [
         Value(text, names | nowhere if "$" in text and not names else names, value.line)
-        for text, names in zip(texts, found, strict=True)
+        for text, names in zip(texts, names_of, strict=True)
     ]
 
 

@@ -233,8 +233,8 @@ def _called(evidence: Evidence, _: RunConfig) -> Found:
 
 def _bonus(evidence: Evidence, config: RunConfig) -> Found:
     names = config.reward.bonus_rules
-    found = [n for n in names if any(n in sample["reward"] for sample in evidence.samples)]
-    return f"samples/: parts {', '.join(found)}" if len(found) == len(names) else None
+    present = [n for n in names if any(n in sample["reward"] for sample in evidence.samples)]
+    return f"samples/: parts {', '.join(present)}" if len(present) == len(names) else None
 
 
 def _refilled(evidence: Evidence, _: RunConfig) -> Found:

@@ -58,11 +58,11 @@ def _of_file(
     file: str, start: int, count: int, tokenizer: ChatTokenizer, parameters: PromptParameters, data_source: str
 ) -> Rows:
     synthetic = not Path(file).expanduser().is_file()
-    found = list(_synthetic(start, count, data_source) if synthetic else _read(file, count, parameters))
-    if not found:
+    conversations = list(_synthetic(start, count, data_source) if synthetic else _read(file, count, parameters))
+    if not conversations:
         raise DataError(f"{file}: no row of it can be used; mrl train says why of each")
     rows, cut = [], 0
-    for number, (messages, rest) in enumerate(found, start):
+    for number, (messages, rest) in enumerate(conversations, start):
         fitting = _fitted(messages, number, tokenizer, parameters)
         cut += fitting is not messages
         rows.append(_row(fitting, rest, number, parameters))
