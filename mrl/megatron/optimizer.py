@@ -62,8 +62,8 @@ def freeze(parameters: Iterable[torch.nn.Parameter]) -> None:
 
     Their gradient is zero and nothing decays them, so Adam leaves every bit, as long as their moments are zero too:
     moments of updates before they were frozen would go on moving them, so a checkpoint's are not restored. They keep
-    their place in buffers, optimizer and
-    checkpoints: freezing changes no layout, and a run may freeze what it trained before, or train on what was frozen.
+    their place in buffers, optimizer and checkpoints: freezing changes no layout, and a run may freeze what it trained
+    before, or train on what was frozen.
     """
     for parameter in parameters:
         parameter.register_hook(torch.zeros_like)

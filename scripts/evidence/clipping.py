@@ -1,13 +1,13 @@
 """How much of the same batch GSPO and GRPO clip: stored rollouts, real updates of one actor, both fractions on the same
 log-ratios.
 
-    python scripts/evidence/clipping.py --world long-world --json docs/results/clipping.json --plot
-    docs/results/clipping.png
+    python scripts/evidence/clipping.py --world long-world --json docs/results/clipping.json \\
+        --plot docs/results/clipping.png
 
 Responses are sampled once from the world's checkpoint and scored; the actor is then updated on them with GRPO's loss,
 once for each learning rate from the same start, and after each update the log-ratios of all tokens to the sampling
-policy are taken. Both fractions are
-those of the training loss itself: tokens whose clipped side is taken, under GSPO those of whole responses.
+policy are taken. Both fractions are those of the training loss itself: tokens whose clipped side is taken, under GSPO
+those of whole responses.
 """
 
 import argparse

@@ -114,9 +114,9 @@ def test_ppo_of_one_token_worked_by_hand(ratio, advantage, loss, gradient, clipp
 
 @BOTH_GSPO
 def test_gspo_of_two_sequences_worked_by_hand(parameters):
-    """Row 0: log ratios log 2 and log 8, mean log 4, s = 4, A = -1: not clipped, loss 4, each token's gradient A s / L
-    = 4 / 2, over 2
-    rows. Row 1: one token, s = 2, A = 1: held at 1.2, no gradient."""
+    """Row 0: log ratios log 2 and log 8, mean log 4, s = 4, A = -1: not clipped, loss 4, each token's gradient
+    A s / L = 4 / 2, over 2 rows. Row 1: one token, s = 2, A = 1: held at 1.2, no gradient.
+    """
     inputs = make([[LOG2, 3 * LOG2], [LOG2, 99.0]], advantages=[[-1.0], [1.0]], mask=[[True, True], [True, False]])
     output = policy_loss(parameters, inputs, Denominators(tokens=3, sequences=2))
     assert output.loss.item() == pytest.approx((4.0 - 1.2) / 2)

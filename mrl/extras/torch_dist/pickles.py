@@ -7,9 +7,10 @@ packages that such files are made of are refused, so that a file made to run som
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import Any
 
 _PACKAGES = ("torch", "megatron", "transformer_engine", "pathlib")
@@ -81,8 +82,7 @@ class Named:
     """An object to be pickled under the name of a class or function that is not imported here.
 
     With neither arguments nor state it is the named thing itself; with arguments what calling it gives; with state an
-    instance that has
-    it: a dictionary of its attributes, or whatever its class's `__setstate__` takes.
+    instance that has it: a dictionary of its attributes, or whatever its class's `__setstate__` takes.
     """
 
     module: str
@@ -93,23 +93,37 @@ class Named:
 
 def write_pickle(value: Any) -> bytes:
     """A pickle (protocol 2) of plain values and `Named`."""
-    return b"\x80\x02" + b"".join(_opcodes(value)) + b"."
+    opcodes = [b"\x80\x02"]
+    _write(value, opcodes)
+    return b"".join([*opcodes, b"."])
 
 
-def _opcodes(value: Any) -> Iterator[bytes]:
+def _write(value: Any, opcodes: list[bytes]) -> None:
+    """Appends those of `value`: the metadata of a large checkpoint are hundreds of thousands, some levels deep."""
     if isinstance(value, Named):
-        yield f"c{value.module}\n{value.name}\n".encode()
+        opcodes.append(f"c{value.module}\n{value.name}\n".encode())
         if value.arguments is not None:
-            yield from (*_opcodes(value.arguments), b"R")
+            _write(value.arguments, opcodes)
+            opcodes.append(b"R")
         elif value.state is not None:
-            yield from (b")\x81", *_opcodes(value.state), b"b")
+            opcodes.append(b")\x81")
+            _write(value.state, opcodes)
+            opcodes.append(b"b")
     elif isinstance(value, Persistent):
-        yield from (*_opcodes(value.id), b"Q")
+        _write(value.id, opcodes)
+        opcodes.append(b"Q")
     elif isinstance(value, tuple):
-        yield from (b"(", *(code for item in value for code in _opcodes(item)), b"t")
+        _write_all(b"(", value, b"t", opcodes)
     elif isinstance(value, list):
-        yield from (b"](", *(code for item in value for code in _opcodes(item)), b"e")
+        _write_all(b"](", value, b"e", opcodes)
     elif isinstance(value, dict):
-        yield from (b"}(", *(code for pair in value.items() for item in pair for code in _opcodes(item)), b"u")
+        _write_all(b"}(", chain.from_iterable(value.items()), b"u", opcodes)
     else:
-        yield pickle.dumps(value, 2)[2:-1]  # without the protocol before and the stop behind
+        opcodes.append(pickle.dumps(value, 2)[2:-1])  # without the protocol before and the stop behind
+
+
+def _write_all(begin: bytes, items: Iterable[Any], end: bytes, opcodes: list[bytes]) -> None:
+    opcodes.append(begin)
+    for item in items:
+        _write(item, opcodes)
+    opcodes.append(end)
