@@ -222,9 +222,9 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
     """Five times the rows, all different: what grows is the table of prompts seen, 16 to 32 bytes a prompt,
     not the prompts.
     """
-    write_large(tmp_path / "small.parquet", 4_000)
-    write_large(tmp_path / "large.parquet", 20_000)
+    write_large(tmp_path / "small.parquet", 8_000)
+    write_large(tmp_path / "large.parquet", 40_000)
     small, large = growth(tmp_path / "small.parquet"), growth(tmp_path / "large.parquet")
-    assert (small[0], large[0]) == (4_000, 20_000)
-    solutions_kib = 16_000 * 4000 / 1024  # what the large file's rows hold more: 61 MiB
+    assert (small[0], large[0]) == (8_000, 40_000)
+    solutions_kib = 32_000 * 4000 / 1024  # what the large file's rows hold more: 122 MiB
     assert large[2] - small[2] < 0.2 * solutions_kib
