@@ -26,13 +26,14 @@ from mrl.cli import (
     train,
     validate,
     verify,
+    watch,
 )
 from mrl.errors import ConfigError, Interrupted, MrlError
 
 GROUPS: dict[str, tuple[ModuleType, ...]] = {
     "begin": (init, import_verl, data, doctor),
     "before a run": (validate, plan, verify, rehearse),
-    "run": (train, submit, eval),
+    "run": (train, submit, watch, eval),
     "afterwards": (report, compare, convert),
     "shell": (completion,),
 }

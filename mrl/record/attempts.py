@@ -1,8 +1,8 @@
 """Every start of a run, and how it ended: `attempts.jsonl` in the run directory, which no resume cuts.
 
-A start writes a line with `event` began: `time` (UTC), `command`, `versions`, `host`, `pid`, `step` (of the checkpoint that it
-goes on from, 0 for a new run). Its end, unless the process was killed, writes one with `event` ended: `time`, `exit_code` and
-`message`, the codes being those of mrl.errors.
+A start writes a line with `event` began: `time` (UTC), `command`, `versions`, `host`, `pid`, `step` (of the checkpoint
+that it goes on from, 0 for a new run). Its end, unless the process was killed, writes one with `event` ended: `time`,
+`exit_code` and `message`, the codes being those of mrl.errors.
 """
 
 import json

@@ -20,7 +20,7 @@ FLAGS = (
     "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--window-size=1280,1000",
 )  # fmt: skip
-READY_S = 20.0
+READY_S = 60.0
 
 
 class Browser:
@@ -50,11 +50,10 @@ class Browser:
         return answer
 
     def requests(self) -> list[str]:
-        """Addresses that were asked for since the last call."""
+        """Addresses that were asked for since the last call, but for the browser's own new tab (chrome://)."""
         entries = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
-        return [
-            entry["params"]["request"]["url"] for entry in entries if entry["method"] == "Network.requestWillBeSent"
-        ]
+        urls = [e["params"]["request"]["url"] for e in entries if e["method"] == "Network.requestWillBeSent"]
+        return [url for url in urls if not url.startswith("chrome")]
 
     def complaints(self) -> list[str]:
         """Errors that the page or the policy gave since the last call."""

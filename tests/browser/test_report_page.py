@@ -1,8 +1,7 @@
-"""The pages in a real browser: what it draws is metrics.jsonl, what a model wrote does nothing, and no request
-leaves.
-"""
+"""The pages in a real browser: what it draws is metrics.jsonl, a model's text does nothing, and no request leaves."""
 
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -10,6 +9,7 @@ from report_run import HOSTILE, World, write_run
 
 from mrl.cli.main import main
 from mrl.extras.report.columns import STEP
+from mrl.extras.report.live import LiveServer
 from mrl.record.run_dir import json_line
 
 HELD_OUT = {0: [0.0] * 8 + [1.0] * 8, 6: [0.0] * 2 + [1.0] * 14}
@@ -183,3 +183,29 @@ def test_runs_side_by_side_share_an_axis(tmp_path, browser, capsys):
         "3",
     ]
     assert not browser.complaints()
+
+
+def test_a_watched_page_takes_new_steps_in_and_keeps_the_view(tmp_path, browser):
+    run = write_run(tmp_path / "run", World(steps=4))
+    server = LiveServer(run.path)
+    thread = threading.Thread(target=server.serve, daemon=True)
+    thread.start()
+    try:
+        browser.open(server.url)
+        browser.ask("window.mrlReport.plots.reward.setScale('x', {min: 1.5, max: 3.5})")
+        browser.ask("document.querySelector('#entropy figcaption button').click()")
+        with run.metrics.open("a") as file:
+            file.write(json_line({STEP: 5, "critic/score/mean": 0.9, "actor/entropy": 1.0}))
+        browser.until("return window.mrlReport.plots.reward.data[0].length === 5")
+        assert drawn(browser, "reward")[1][-1] == 0.9
+        zoom = browser.ask("const x = window.mrlReport.plots.reward.scales.x; return [x.min, x.max]")
+        assert (
+            zoom == pytest.approx([1.5, 3.5])
+            and browser.ask("return window.mrlReport.plots.entropy.scales.y.distr") == 3
+        )
+        assert "5 of 6 steps" in browser.ask("return document.getElementById('verdict').textContent")
+        assert {url.split("?")[0] for url in browser.requests()} == {f"http://127.0.0.1:{server.port}/"}
+        assert not browser.complaints()
+    finally:
+        server.close()
+        thread.join(10)

@@ -4,6 +4,5 @@
     network
 
 `verdict.py` and `heldout.py` judge numbers and know no page; `columns.py` thins curves; `assets/` has the plotting
-library, uPlot
-(MIT, see uPlot-LICENSE.txt), the script and the style of the page. May import every room but `cli`.
+library, uPlot (MIT, see uPlot-LICENSE.txt), the script and the style of the page. May import every room but `cli`.
 """

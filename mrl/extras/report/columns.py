@@ -34,9 +34,7 @@ class Curve:
         return float(self.values[-1])
 
     def thinned(self, most: int) -> "Curve":
-        """At most `most` (2 or more) of the points: of equal stretches the smallest and the largest, in order of
-        steps.
-        """
+        """At most `most` (2 or more) of the points, by steps: of equal stretches the smallest and the largest."""
         if len(self) <= most:
             return self
         if (self.values == self.values[0]).all():
@@ -50,9 +48,7 @@ class Curve:
 
 
 def curves_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
-    """Every metric of the rows, in the order in which names first appear; what is no finite number counts as not
-    there.
-    """
+    """Every metric of the rows, in the order in which names first appear; what is no finite number is not there."""
     found: dict[str, tuple[list[int], list[float]]] = {}
     for row in rows:
         step = row[STEP]

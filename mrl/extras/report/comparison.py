@@ -2,10 +2,8 @@
 chance.
 
 The first run is the one that the others are held against. A test of two runs' held-out responses tells these two sets
-of weights
-apart; it knows nothing of how much another seed of training would have moved them. Where several tests are made, each
-has to pass
-at its share of the 5 %, so that all of them together are wrong as seldom as one.
+of weights apart; it knows nothing of how much another seed of training would have moved them. Where several tests are
+made, each has to pass at its share of the 5 %, so that all of them together are wrong as seldom as one.
 """
 
 from collections.abc import Sequence

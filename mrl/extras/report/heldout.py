@@ -1,10 +1,8 @@
 """Held-out scores and whether two of them differ by more than chance.
 
 Two validations of the same prompts are compared prompt by prompt: the mean difference over its standard error, of
-normal
-distribution for many prompts, is what chance alone would rarely make large. Prompts are the units, as responses of one
-are not
-independent (see mrl.record.validation_metrics).
+normal distribution for many prompts, is what chance alone would rarely make large. Prompts are the units, as responses
+of one are not independent (see mrl.record.validation_metrics).
 """
 
 import json

@@ -2,8 +2,7 @@
 
 Every text is escaped here and nowhere else. A content security policy names the two scripts and the two styles by their
 hashes, so that nothing else on the page runs, whatever a model wrote, and lets no request leave it; a page that is
-served live
-may ask its own server.
+served live may ask its own server.
 """
 
 import base64
@@ -26,8 +25,8 @@ UPLOT = "1.6.32"
 POINTS = 200_000  # of all curves of a page together, 16 bytes each as they stand in the file
 
 
-def page_html(page: Page, live: bool = False) -> str:
-    """The file's text. `live`: it asks the server that it came from for newer ones."""
+def page_html(page: Page, live: str = "") -> str:
+    """The file's text. `live`: its tag, where it shall ask the server that it came from for newer ones."""
     styles, scripts = (
         [_asset(f"uPlot-{UPLOT}.min.css"), _asset("page.css")],
         [_asset(f"uPlot-{UPLOT}.min.js"), _asset("page.js")],
@@ -45,7 +44,7 @@ def page_html(page: Page, live: bool = False) -> str:
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{escape(page.title)}</title>",
             *(f"<style>{style}</style>" for style in styles),
-            f'</head><body data-live="{str(live).lower()}">',
+            f'</head><body data-live="{escape(live)}">',
             *_body(page),
             *(f"<script>{script}</script>" for script in scripts),
             "</body></html>",

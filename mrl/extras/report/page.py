@@ -173,8 +173,9 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """A whole page. `curves`: every curve that a chart names, thinned where they are many but for those
-    of `whole`. `summary`: what stands there for a browser without scripts."""
+    """A whole page. `curves`: every curve that a chart names, thinned where they are many but for those of `whole`.
+    `summary`: what stands there for a browser without scripts.
+    """
 
     title: str
     subtitle: str

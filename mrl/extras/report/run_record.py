@@ -22,6 +22,10 @@ LOG_TAIL_LINES, LOG_TAIL_BYTES = 12, 200_000
 _TROUBLE = re.compile(r"\b(ERROR|Error|error|Traceback|Exception|Killed|OutOfMemory)\b")
 
 
+class NoStepYet(ConfigError):
+    """A run directory without a step, and without a failure, to make a page of."""
+
+
 @dataclass(frozen=True)
 class Advice:
     """What a run printed, or would have, of a step."""
@@ -117,9 +121,8 @@ class RunRecord:
 def read_run(path: Path | str) -> RunRecord:
     """Reads a run directory, whatever process writes it meanwhile.
 
-    Raises ConfigError for what is none, for one that no step and no failure is written of, for a damaged metrics.jsonl,
-    and
-    for a plan of another version.
+    Raises ConfigError for what is none, for a damaged metrics.jsonl and for a plan of another version; NoStepYet where
+    neither a step nor a failure is written.
     """
     folder = RunDir(Path(path))
     _check_is_run(folder)
@@ -137,8 +140,8 @@ def read_run(path: Path | str) -> RunRecord:
         tuple(notes),
     )
     if not rows and not any(attempt.exit_code for attempt in record.attempts):
-        going = "it is being started; ask again later, or mrl watch" if record.running else "it ended before its first"
-        raise ConfigError(f"{folder.path}: no step is written yet: {going}")
+        going = "it is being started" if record.running else "it ended before its first, or was not started yet"
+        raise NoStepYet(f"{folder.path}: no step is written yet: {going}")
     return record
 
 

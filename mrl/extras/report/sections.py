@@ -1,6 +1,4 @@
-"""A run's page: which sections, in which order; verdict, configuration and curves here, the others in
-sections_run.py.
-"""
+"""A run's page: which sections, in which order; verdict, settings and curves here, the others in sections_run.py."""
 
 import re
 from collections.abc import Iterator
@@ -27,9 +25,7 @@ FOLDED_ABOVE = 12  # rows of a table of settings
 
 @dataclass(frozen=True)
 class ChartSpec:
-    """A chart of the page: metrics by regular expressions, those that a run has. `log`: on a logarithmic axis at
-    first.
-    """
+    """A chart of the page: metrics by regular expressions, those that a run has. `log`: a logarithmic axis at first."""
 
     id: str
     title: str

@@ -164,11 +164,11 @@
   }
 
   // ---- live: the same page again, when the server has a newer one
-  let tag = null;
+  let tag = `"${document.body.dataset.live}"`;
   async function renew() {
     const sign = document.getElementById("live");
     try {
-      const answer = await fetch(location.href, { cache: "no-store", headers: tag ? { "If-None-Match": tag } : {} });
+      const answer = await fetch(location.href, { cache: "no-store", headers: { "If-None-Match": tag } });
       if (answer.status === 200) {
         tag = answer.headers.get("ETag");
         const next = new DOMParser().parseFromString(await answer.text(), "text/html");
@@ -187,5 +187,5 @@
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw());
   let width = innerWidth;
   addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; draw(); } });
-  if (document.body.dataset.live === "true") setInterval(renew, 3000);
+  if (document.body.dataset.live) setInterval(renew, 2000);
 })();
