@@ -45,7 +45,7 @@ def _killing(
         if method == call:
             left[0] -= 1
             if left[0] == 0:
-                os.kill(_pid(victim), number)
+                os.kill(pid_of(victim), number)
         return answers
 
     return sent
@@ -63,7 +63,7 @@ def _signalled(generate: Callable[..., list], left: list[int], number: signal.Si
     return signalled
 
 
-def _pid(victim: str) -> int:
+def pid_of(victim: str) -> int:
     """The last of several: not the one that answers first."""
     if victim == "driver":
         return os.getpid()
