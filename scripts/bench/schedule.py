@@ -7,10 +7,10 @@ row is a run of its own, engine and trainer on a core each; `sync, cores shared`
 by --seats so that generation and training of a synchronous step take about the same time. Steps count in which engines
 and trainer are both at work: not the first, nor the last, ahead of which nothing is generated.
 
-G and T are seconds of generation and of the rest of a synchronous step. Overlap alone gains (G + T) / max(G, T) at most,
-and what responses that go on over several steps gain beside it is the tail's. `simulated` are the machines of mrl.schedule
-on a simulated fleet with the lengths and seconds measured here; `planned` the same with the plan's rates of large
-presets, beside what others published of theirs.
+G and T are seconds of generation and of the rest of a synchronous step. Overlap alone gains at most
+(G + T) / max(G, T); what responses that go on over several steps gain beside it is the tail's. `simulated` are the
+machines of mrl.schedule on a simulated fleet with the lengths and seconds measured here; `planned` the same with the
+plan's rates of large presets, beside what others published of theirs.
 
 What is done stands in the work folder; with --for no further run is begun after so many seconds, and the next call goes
 on. A run of 30 steps takes some ten minutes.
