@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import ray
 
+from mrl.cluster.answers import Answers
 from mrl.cluster.calls import SETTLE_S, Late, gather
 from mrl.cluster.request_streams import RequestStreams
 from mrl.cluster.same_software import check_same
@@ -24,7 +25,7 @@ from mrl.config.schema import RunConfig
 from mrl.errors import Interrupted
 from mrl.platforms.hosting import get_hosting
 from mrl.schedule.engine_loads import places_of
-from mrl.schedule.routing import Queued, Routing
+from mrl.schedule.routing import Routing
 from mrl.vllm.requests import Request, Sampling, engine_settings, log_name, rank_name
 
 PREPARE_S = 60.0  # for a rank that is there to say so; another may be in the middle of a long step
@@ -117,22 +118,20 @@ class RolloutGroup:
         workers = dict(zip(self.names, self.workers, strict=True))
         return RequestStreams(workers, partial(self.refs, "check_there"), with_texts, self.config.rollout.generate_timeout_s)
 
+    def answers(self, sampling: Sampling, with_texts: bool) -> Answers:
+        """Nothing asked yet."""
+        return Answers(self.streams(with_texts), Routing(self.names, self.places), sampling, self.poll)
+
     def generate(self, requests: list[Request], sampling: Sampling, on_batch: OnBatch | None = None) -> StoredSamples:
         """All responses, ordered by `sample_id`; `on_batch` sees those that finish together, and texts, which are made for it alone.
 
         Raises Interrupted when an engine dies or stands still.
         """
         done: list[StoredSamples] = []
-        streams, by_id = self.streams(with_texts=on_batch is not None), {request.sample_id: request for request in requests}
-        longest = sampling.max_tokens
-        queued = [Queued(r.sample_id, r.prompt_ids, len(r.prompt_ids) + (r.max_tokens or longest)) for r in requests]
-        routing = Routing(self.names, self.places, queued)
-        while routing.unanswered:
-            for name, numbers in routing.assignments().items():
-                streams.send(name, [by_id[number] for number in numbers], sampling)
-            self.poll()
-            for samples, texts in streams.take(timeout_s=0.5):
-                routing.answered(samples.rows.sample_id.tolist())
+        answers = self.answers(sampling, with_texts=on_batch is not None)
+        answers.ask(requests)
+        while answers.unanswered:
+            for samples, texts in answers.take():
                 done.append(samples)
                 if on_batch is not None:
                     on_batch(samples, texts)

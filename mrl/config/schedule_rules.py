@@ -31,6 +31,7 @@ def schedule_of(config: RunConfig) -> Schedule | None:
         order=trainer.order,
         on_stale=trainer.on_stale,
         total_steps=trainer.total_training_steps,
+        whole_batches=config.algorithm.filter_groups.enable,
     )
 
 
@@ -130,7 +131,7 @@ def _order(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 def _draws(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     batch, drawn, schedule = config.data.train_batch_size, config.data.gen_batch_size, config.trainer.schedule
     if schedule != "sync" and drawn not in (None, batch):
-        why = "groups are issued and replaced one by one, not by batches of prompts"
+        why = "groups are numbered in batches of a step, and those that are dropped are replaced one by one"
         yield Violation(
             "data.gen_batch_size",
             f"must be left out with schedule: {schedule}, or be train_batch_size = {batch}",

@@ -59,6 +59,12 @@ class PromptStream:
         """Whole batches in one pass over the prompts."""
         return len(self.prompts) // self.batch_size
 
+    def batch_number(self, cursor: DataCursor) -> int:
+        """Of the batch at `cursor`, counted from the beginning of the run."""
+        if cursor.index + self.batch_size > len(self.prompts):
+            return (cursor.epoch + 1) * self.steps_per_epoch
+        return cursor.epoch * self.steps_per_epoch + cursor.index // self.batch_size
+
     def next_batch(self, cursor: DataCursor) -> tuple[list[Prompt], DataCursor]:
         """The batch at `cursor` and the cursor after it, whose epoch is the batch's."""
         size = len(self.prompts)

@@ -7,7 +7,8 @@
     ledger.py        what was issued and what became of it, as JSON in a checkpoint
     dispatch.py      which response is sent to which engine next, and when weights may change
     engine_loads.py  the least loaded engine, or the one that holds the prefix
-    routing.py       the requests of one call, in the synchronous schedule
+    routing.py       requests, in the synchronous schedule
+    draws.py         the batches of prompts that a step needs there, where groups are dropped
     segments.py      responses of several requests put together
     rate.py          how many responses are under way, by the use of the KV cache
     progress.py      engines that hold requests and make no tokens

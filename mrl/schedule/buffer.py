@@ -57,7 +57,10 @@ class GroupBuffer:
         if not self._in_order or self.admitted < self.step:
             self.admitted = self.step
             return room
-        return 0 if self.is_training else self.schedule.batch - len(self.groups)
+        if self.is_training:
+            return 0
+        unit = self.schedule.unit
+        return -(-(self.schedule.batch - len(self.groups)) // unit) * unit
 
     @property
     def is_training(self) -> bool:
@@ -170,7 +173,7 @@ class GroupBuffer:
     def advance(self) -> list[int]:
         """Engines have the next weights. Numbers of the groups whose tokens are too old from now on.
 
-        They are dropped, or begin anew, as `on_stale` says. in_order none ever is.
+        They are dropped, or begin anew, as `on_stale` says. in_order only those are that a whole batch had too many.
         """
         if self.taken != (self.step + 1) * self.schedule.batch:
             raise ValueError(f"step {self.step} has not taken its batch")
@@ -182,7 +185,9 @@ class GroupBuffer:
         return stale
 
     def _stale(self, number: int) -> None:
-        if self.schedule.on_stale == "drop":
+        if self._in_order:
+            self.evict(number, "surplus")
+        elif self.schedule.on_stale == "drop":
             self.evict(number, "stale")
         else:
             group = self._gone(number)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal
 
-Cause = Literal["stale", "failed", "filtered", "quarantined"]
+Cause = Literal["stale", "failed", "filtered", "quarantined", "surplus"]
 
 
 class State(StrEnum):

@@ -16,7 +16,7 @@ from mrl.schedule.groups import Counts, Group
 from mrl.schedule.staleness import Schedule
 
 # what numbers, borders and batches follow from; others may change when a run goes on
-FIXED = ("batch", "responses", "max_tokens", "order", "max_staleness", "partial_rollouts", "segment_tokens")
+FIXED = ("batch", "responses", "max_tokens", "order", "max_staleness", "partial_rollouts", "segment_tokens", "whole_batches")
 
 
 @dataclass(frozen=True)

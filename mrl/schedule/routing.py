@@ -1,4 +1,4 @@
-"""Requests of one call on their way to engines: each is sent once, and answered once.
+"""Requests on their way to engines: each is sent once, and answered once.
 
     queued  -- assignments -->  under way at an engine  -- answered -->  done
 
@@ -17,7 +17,7 @@ from mrl.schedule.engine_loads import EngineLoads
 class Queued:
     """A request that is not answered yet."""
 
-    number: int  # unique in the call
+    number: int  # unique
     prefix: Hashable  # its prompt: an engine that has computed it computes it no second time
     tokens: int  # of the prompt, and as many as it may add
 
@@ -25,11 +25,17 @@ class Queued:
 class Routing:
     """Which engine is sent which requests next."""
 
-    def __init__(self, engines: Iterable[str], places: int | None, requests: Iterable[Queued]):
+    def __init__(self, engines: Iterable[str], places: int | None, requests: Iterable[Queued] = ()):
         """`places`: see EngineLoads."""
-        self._loads, self._queue = EngineLoads(engines, places), deque(requests)
-        self._queued_tokens = sum(request.tokens for request in self._queue)
+        self._loads, self._queue, self._queued_tokens = EngineLoads(engines, places), deque[Queued](), 0
         self._under_way: dict[int, tuple[str, int]] = {}  # by number: engine, tokens
+        self.add(requests)
+
+    def add(self, requests: Iterable[Queued]) -> None:
+        """Behind those that are queued."""
+        for request in requests:
+            self._queue.append(request)
+            self._queued_tokens += request.tokens
 
     @property
     def unanswered(self) -> int:

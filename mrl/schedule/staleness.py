@@ -30,6 +30,7 @@ class Schedule:
     buffer_groups: int | None = None  # on their way at most; None: as many as are admitted
     concurrency: int | None = None  # responses under way at most, in all engines; None: all
     total_steps: int | None = None  # of the run: nothing is issued for those after them
+    whole_batches: bool = False  # at staleness 0: what a step lacks is issued by whole batches; see `unit`
     max_losses: int = 2  # engines lost under a group with which it is set aside: it may be what kills them
 
     @property
@@ -48,9 +49,20 @@ class Schedule:
         return (self.max_staleness + 1) * self.batch
 
     @property
+    def unit(self) -> int:
+        """in_order: groups that are issued together where a step lacks some.
+
+        Ahead of training one for each that was dropped: the next are under way already. At staleness 0 a step would wait
+        for one after the other of them, so that whole batches may be issued, and what they have too many is dropped.
+        """
+        waits = self.max_staleness == 0 and self.order == "in_order"
+        return self.batch if self.whole_batches and waits else 1
+
+    @property
     def places(self) -> int:
         """Groups that exist at most."""
-        return self.admitted if self.buffer_groups is None else min(self.buffer_groups, self.admitted)
+        admitted = self.admitted if self.buffer_groups is None else min(self.buffer_groups, self.admitted)
+        return admitted + self.unit - 1
 
     def issue_limit(self, step: int) -> int:
         """Groups that may have been issued with the weights of `step`, trained ones included."""

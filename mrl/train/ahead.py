@@ -181,6 +181,8 @@ class GenerationAhead:
             for number, group in before.items():
                 if self._buffer.groups.get(number) is not group:
                     self._forget(group)
+            if self._buffer.schedule.unit > 1:  # those among what a batch had too many are of no step
+                self._filtered = []
             place = self._prompts.forget_before(self._buffer.frontier)
             ledger = snapshot(self._buffer, self._fingerprint)
             self._counted = self._counts()
@@ -356,6 +358,11 @@ class GenerationAhead:
         values = metric_values(filtering.metric if filtering.enable else SCORE, results, rewards)
         return bool(values.min() < values.max())
 
+    def _batches(self, groups: int) -> float:
+        """Of prompts, in which so many groups were generated."""
+        schedule = self._buffer.schedule
+        return -(-groups // schedule.unit) * schedule.unit / schedule.batch
+
     def _metrics(
         self, groups: list[Group], parts: list[StoredSamples], results: list[RewardResult], filtered: list[RewardResult]
     ) -> dict[str, float]:
@@ -367,7 +374,7 @@ class GenerationAhead:
         rows = [part.rows for part in parts]
         ages = [self._buffer.step - int(one.span_versions.min()) for one in rows]
         return {
-            **group_metrics(len(made) / len(results), 1.0 - differing * n / len(made), len(groups), made),
+            **group_metrics(self._batches(len(made) // n), 1.0 - differing * n / len(made), len(groups), made),
             **distribution("training/off_policy/trajectory_staleness", ages),
             "async/versions_per_sample": float(np.mean([int(one.span_counts[0]) for one in rows])),
             "async/recomputed_tokens": float(sum(map(recomputed_tokens, rows))),

@@ -5,6 +5,7 @@ from typing import Protocol
 from mrl.config.schema import RunConfig
 from mrl.data.order import PromptStream
 from mrl.record.metrics import PhaseTimer
+from mrl.train.drawn_groups import draw_rollouts
 from mrl.train.resume import TrainState
 from mrl.train.rollouts import Responder, Rollouts, gather_rollouts
 
@@ -38,8 +39,9 @@ class InTurn:
         """Nothing is generated before it is asked for."""
 
     def take(self, state: TrainState, timer: PhaseTimer) -> Rollouts:
-        """Generates and scores the step's batch; see gather_rollouts."""
-        return gather_rollouts(self._config, self._responder, self._prompts, state.cursor, state.step + 1, timer)
+        """Generates and scores the step's batch; see gather_rollouts and draw_rollouts."""
+        gather = draw_rollouts if self._config.algorithm.filter_groups.enable else gather_rollouts
+        return gather(self._config, self._responder, self._prompts, state.cursor, state.step + 1, timer)
 
     def settle(self, timer: PhaseTimer, saves: bool) -> None:
         """Nothing is under way."""

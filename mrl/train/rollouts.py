@@ -3,10 +3,8 @@
     prompts --Responder.respond--> samples --Responder.collect_rewards--> results --groups--> Rollouts
 
 A group is the responses to one prompt. One whose responses all have the same value has advantage 0 and teaches nothing.
-With dynamic sampling (DAPO, algorithm.filter_groups) such groups are dropped and further prompts generated,
-data.gen_batch_size at a time in the order of the data, until data.train_batch_size groups are left over; what is more
-than that is dropped too. The place in the data moves past every prompt that was generated, so a resumed run repeats
-nothing and misses nothing.
+With dynamic sampling (DAPO, algorithm.filter_groups) such groups are dropped and further prompts generated, in the
+order of the data: drawn_groups.py.
 """
 
 import hashlib
@@ -19,7 +17,7 @@ import numpy as np
 from mrl.algo.advantages import soft_overlong_penalty
 from mrl.cluster.rollout_group import RolloutGroup
 from mrl.cluster.stored_samples import StoredSamples
-from mrl.config.schema import FilterGroupsConfig, RewardConfig, RunConfig
+from mrl.config.schema import RewardConfig, RunConfig
 from mrl.data.batch import Prompt
 from mrl.data.order import DataCursor, PromptStream
 from mrl.data.samples import SampleRows
@@ -137,29 +135,19 @@ class Rollouts:
 def gather_rollouts(
     config: RunConfig, responder: Responder, prompts: PromptStream, cursor: DataCursor, step: int, timer: PhaseTimer
 ) -> Rollouts:
-    """Generates and scores until the batch of `step` is full, or as far as algorithm.filter_groups allows; phases "gen" and "reward".
+    """Generates and scores the batch of `step`; phases "gen" and "reward". Raises DataError when too many rewards fail.
 
-    Raises DataError when too many rewards fail, or when the batches of prompts are used up and `on_exhausted` says to
-    stop, or leaves nothing to train on.
+    With dynamic sampling see drawn_groups.py.
     """
-    wanted, limit = config.data.train_batch_size, _max_gen_batches(config.algorithm.filter_groups)
-    groups: list[Group] = []
-    trainable = batches = 0
-    while trainable < wanted and batches < limit:
-        with timer("gen"):
-            batch_prompts, cursor = prompts.next_batch(cursor)
-            samples = generate(config, responder, batch_prompts, step, batches)  # scored in the background as they arrive
-        with timer("reward"):
-            results = responder.collect_rewards(samples)
-        groups = without_dropped_tokens(config, [*groups, *as_groups(config, samples, results)])
-        batches += 1
-        trainable = sum(_trainable(config, group) for group in groups)
-        responder.display.progress(f"groups for the step, batch {batches}", min(trainable, wanted), wanted)
-    chosen = choose(config, groups, f"step {step}: after {batches} batches of prompts")
-    samples, results = renumbered(chosen)
-    made = [result for group in groups for result in group.results]
+    with timer("gen"):
+        batch_prompts, cursor = prompts.next_batch(cursor)
+        samples = generate(config, responder, batch_prompts, step)  # scored in the background as they arrive
+    with timer("reward"):
+        results = responder.collect_rewards(samples)
+    groups = as_groups(config, samples, results)
     uniform = 1.0 - sum(group.differs for group in groups) / len(groups)
-    return rollouts_of(config, samples, results, cursor, group_metrics(float(batches), uniform, len(chosen), made))
+    samples, results = renumbered(groups)
+    return rollouts_of(config, samples, results, cursor, group_metrics(1.0, uniform, len(groups), results))
 
 
 def rollouts_of(
@@ -172,39 +160,14 @@ def rollouts_of(
     return Rollouts(samples, results, rewards, cursor, metrics)
 
 
-def generate(config: RunConfig, responder: Responder, prompts: list[Prompt], step: int, gen_batch: int = 0) -> StoredSamples:
-    """`rollout.n` responses a prompt, ordered by prompt.
-
-    `gen_batch` counts the batches of prompts of one step, so that a prompt drawn twice in it is not answered alike.
-    """
+def generate(config: RunConfig, responder: Responder, prompts: list[Prompt], step: int) -> StoredSamples:
+    """`rollout.n` responses a prompt, ordered by prompt."""
     n, run_seed = config.rollout.n, config.trainer.seed
 
     def seed(prompt: Prompt, k: int) -> int:
-        return sample_seed(run_seed, TRAIN, step, prompt.prompt_id, gen_batch * n + k)
+        return sample_seed(run_seed, TRAIN, step, prompt.prompt_id, k)
 
     return responder.respond(prompts, n, training_sampling(config), seed, TRAIN)
-
-
-def without_dropped_tokens(config: RunConfig, groups: list[Group]) -> list[Group]:
-    """The groups, without the samples of those that nothing can bring back: tokens of many batches would fill the object stores.
-
-    Results stay, for the metrics. `on_exhausted: unfiltered` may bring back as many of the first as a batch holds.
-    """
-    kept = []
-    spare = config.data.train_batch_size if config.algorithm.filter_groups.on_exhausted == "unfiltered" else 0
-    for group in groups:
-        dropped = not _trainable(config, group)
-        kept.append(replace(group, samples=None) if dropped and not spare else group)
-        spare -= dropped and spare > 0
-    return kept
-
-
-def _max_gen_batches(filtering: FilterGroupsConfig) -> float:
-    return (filtering.max_num_gen_batches or float("inf")) if filtering.enable else 1
-
-
-def _trainable(config: RunConfig, group: Group) -> bool:
-    return group.differs or not config.algorithm.filter_groups.enable
 
 
 def as_groups(config: RunConfig, samples: StoredSamples, results: list[RewardResult]) -> list[Group]:
@@ -247,24 +210,6 @@ def _part(result: RewardResult, name: str) -> float:
     raise DataError(
         f"the reward of sample {result.sample_id} has no number under {name!r} (algorithm.filter_groups.metric, gdpo_reward_keys); "
         f"allowed: {known}"
-    )
-
-
-def choose(config: RunConfig, groups: list[Group], when: str) -> list[Group]:
-    """The first data.train_batch_size groups to be trained on; what on_exhausted says where there are fewer. Raises DataError."""
-    wanted, filtering = config.data.train_batch_size, config.algorithm.filter_groups
-    trainable = [group for group in groups if _trainable(config, group)]
-    if len(trainable) >= wanted or not filtering.enable:
-        return trainable[:wanted]
-    if filtering.on_exhausted == "unfiltered":
-        return (trainable + [group for group in groups if not group.differs])[:wanted]
-    if filtering.on_exhausted == "partial" and trainable:
-        return trainable
-    raise DataError(
-        f"{when}, {len(trainable)} of the {wanted} groups of a step have responses that differ in {filtering.metric} "
-        f"({len(groups)} generated): the prompts are too easy or too hard for the model as it is. Raise "
-        "algorithm.filter_groups.max_num_gen_batches or rollout.n, give other prompts, or set on_exhausted to "
-        + ("unfiltered" if filtering.on_exhausted == "partial" else "partial or unfiltered")
     )
 
 

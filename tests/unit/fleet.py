@@ -285,9 +285,10 @@ class Fleet:
         ended = self.dispatcher.advance()
         for number in [number for number, group in before.items() if self.buffer.groups.get(number) is not group]:
             self.forget(number)
-            self.seen["stale"] += 1
+            cause = "surplus" if self.schedule.order == "in_order" else "stale"
+            self.seen[cause] += 1
             if number not in self.buffer.groups:
-                self.books.dropped[number] = "stale"
+                self.books.dropped[number] = cause
         self.end(ended)
         for engine in self.engines.values():
             engine.to(self.now)
@@ -359,7 +360,9 @@ class Fleet:
             group.prompt_tokens = self.world.prompt_tokens
             self.dispatcher.admit(group)
         issued = self.buffer.next_number - len(self.books.dropped)
-        assert issued <= self.schedule.issue_limit(self.buffer.step), f"{issued} groups at step {self.buffer.step}"
+        assert issued < self.schedule.issue_limit(self.buffer.step) + self.schedule.unit, (
+            f"{issued} groups at step {self.buffer.step}"
+        )
         assignments = self.dispatcher.assignments()
         self.largest_buffer = max(self.largest_buffer, len(self.buffer.groups))
         self.most_under_way = max(self.most_under_way, len(self.dispatcher.under_way))

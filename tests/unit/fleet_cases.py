@@ -67,6 +67,7 @@ def random_schedule(rng: random.Random) -> Schedule:
         segment_tokens=rng.choice((None, 1 + max_tokens // rng.randint(1, 9))),
         buffer_groups=rng.choice((None, rng.randint(batch, admitted))) if order == "ready_first" else None,
         concurrency=rng.choice((None, None, 1, rng.randint(1, 12))),
+        whole_batches=rng.random() < 0.5,
     )  # fmt: skip
     assert not list(violations(schedule))
     return schedule

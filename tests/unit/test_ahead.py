@@ -17,6 +17,7 @@ from replicas import InMemory
 
 from mrl.checkpoint.group_files import write_group
 from mrl.checkpoint.manifest import file_facts
+from mrl.cluster.answers import Answers
 from mrl.cluster.kept_tokens import going_on, with_kept
 from mrl.config.load import load_config
 from mrl.config.schedule_rules import schedule_of
@@ -27,8 +28,9 @@ from mrl.errors import DataError, Interrupted
 from mrl.record.metrics import PhaseTimer
 from mrl.reward.items import OK, RAISED, RewardResult
 from mrl.schedule.ledger import Fingerprint
+from mrl.schedule.routing import Routing
 from mrl.schedule.segments import token_versions
-from mrl.train import ahead, kept_groups
+from mrl.train import ahead, drawn_groups, kept_groups
 from mrl.train.ahead import GenerationAhead
 from mrl.train.generation import InTurn
 from mrl.train.kept_groups import read_kept
@@ -71,8 +73,8 @@ class Engines:
     def waiting_for(self):
         return list(self.names) if self.under_way else []
 
-    def send(self, engine, requests, sampling, kept):
-        before = {number: replace(row.read(), sample_id=np.array([number])) for number, row in kept.items()}
+    def send(self, engine, requests, sampling, kept=()):
+        before = {number: replace(row.read(), sample_id=np.array([number])) for number, row in dict(kept).items()}
         for request in requests:
             one = with_kept(before, self.answer(going_on(request, before.get(request.sample_id))))
             self.under_way.append((InMemory.of(one.numbers, one), [" ".join(map(str, next(one.responses())))]))
@@ -82,7 +84,7 @@ class Engines:
         """Until an end that comes sooner or later."""
         rng = random.Random(f"{request.seed}/{self.version}")
         ids = []
-        while len(ids) < request.max_tokens and (not ids or ids[-1]):
+        while len(ids) < (request.max_tokens or LONGEST) and (not ids or ids[-1]):
             ids.append(rng.randrange(9))
         reason = "length" if ids[-1] else "stop"
         log_probs = tuple(-1.0 - self.version - i / 100 for i in range(len(ids)))
@@ -107,6 +109,9 @@ class Engines:
         count = self._rng.randrange(min(4, len(self.under_way)) + 1)
         taken, self.under_way = self.under_way[:count], self.under_way[count:]
         return taken
+
+    def answers(self, sampling, with_texts):
+        return Answers(self.streams(with_texts), Routing(self.names, self.places), sampling, lambda: None)
 
     def generate(self, requests, sampling, on_batch):
         """As the synchronous loop has it."""
@@ -149,14 +154,15 @@ class Display:
 
 @pytest.fixture(autouse=True)
 def in_memory(monkeypatch):
-    for module in (ahead, kept_groups):
+    for module in (ahead, drawn_groups, kept_groups):
         monkeypatch.setattr(module, "StoredSamples", InMemory)
     monkeypatch.setattr(kept_groups.ray, "put", lambda value: value)
     monkeypatch.setattr(ahead, "WAIT_S", 0.001)
     monkeypatch.setattr(ahead, "POLL_S", 0.01)
     sampling = lambda config: Sampling(1.0, LONGEST, ())  # noqa: E731
     monkeypatch.setattr(ahead, "training_sampling", sampling)
-    monkeypatch.setattr("mrl.train.rollouts.training_sampling", sampling)
+    for module in ("rollouts", "drawn_groups"):
+        monkeypatch.setattr(f"mrl.train.{module}.training_sampling", sampling)
 
 
 class World:
@@ -225,6 +231,17 @@ AHEAD = {
         "algorithm.filter_groups.max_num_gen_batches=0", "algorithm.filter_groups.on_exhausted=error",
     ],
 }  # fmt: skip
+
+
+FILTERING = AHEAD["filtered"][2:]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_without_staleness_dynamic_sampling_is_that_of_the_synchronous_loop(seed):
+    ahead_of = World(seed, ["trainer.schedule=bounded", *FILTERING]).steps(5)
+    in_turn = World(seed + 9, FILTERING).steps(5)
+    assert sum(rollouts.metrics["train/num_gen_batches"] for rollouts in in_turn) > 6
+    assert_same(ahead_of, in_turn, among=in_turn[0].metrics.__contains__)
 
 
 def test_without_staleness_it_is_the_synchronous_order():

@@ -362,6 +362,14 @@ def test_resuming_from_json_continues_the_very_same_order():
         assert batch == expected
 
 
+def test_batches_are_counted_over_epochs_by_their_places_alone():
+    """Seven prompts, two a batch: three batches an epoch."""
+    stream, cursor = PromptStream(list(range(7)), 2, seed=3), DataCursor()
+    for number in range(9):
+        assert stream.batch_number(cursor) == number
+        _, cursor = stream.next_batch(cursor)
+
+
 def test_without_shuffle_the_order_is_the_files():
     batch, cursor = PromptStream(list(range(4)), 2, seed=0, shuffle=False).next_batch(DataCursor())
     assert (batch, cursor) == ([0, 1], DataCursor(0, 2))

@@ -12,6 +12,7 @@ from fleet import Deadlock, EngineKind, Fleet, World
 from fleet_cases import heavy_tailed, random_case, random_schedule, random_world, run, verdicts
 from fleet_speed import SOURCE_000, phases, speed_of
 
+from mrl.schedule.draws import Draws
 from mrl.schedule.staleness import Schedule, violations
 
 CASES = 200
@@ -22,7 +23,16 @@ def test_random_schedules_lose_nothing_and_keep_every_bound():
     seen = Counter()
     for number in range(CASES):
         seen.update(what for what, times in run(random_case(number)).seen.items() if times)
-    for what in ("lost", "hung and lost", "killed", "stale", "failed", "filtered", "quarantined", "the same elsewhere"):
+    for what in (
+        "lost",
+        "hung and lost",
+        "killed",
+        "stale",
+        "failed",
+        "filtered",
+        "quarantined",
+        "the same elsewhere",
+    ):
         assert seen[what] >= 5, f"{what}: {seen}"
 
 
@@ -66,6 +76,56 @@ def test_in_order_speed_changes_nothing(schedule, versions):
     for name, disturbance in DISTURBED.items():
         fleet = Fleet(schedule, replace(plain_world(), **disturbance)).run(6)
         assert fleet.books.trained == expected, name
+
+
+def by_whole_batches(verdict, batch: int, steps: int) -> list[tuple[int, int]]:
+    """(step, group) as a synchronous loop has them that draws whole batches and drops what it has too many."""
+    found, first = [], 0
+    for step in range(steps):
+        kept: list[int] = []
+        while len(kept) < batch:
+            kept += [number for number in range(first, first + batch) if verdict(number) == "finished"]
+            first += batch
+        found += [(step, number) for number in kept[:batch]]
+    return found
+
+
+def test_at_staleness_0_whole_batches_are_those_of_the_synchronous_loop_at_every_speed():
+    schedule, verdict = replace(in_order(0), whole_batches=True), verdicts(2, 0.05, 0.45)
+    for name, disturbance in DISTURBED.items():
+        fleet = Fleet(schedule, replace(plain_world(), verdict=verdict, **disturbance)).run(8)
+        assert [(step, number) for step, number, *_ in fleet.books.trained] == by_whole_batches(verdict, 3, 8), name
+        assert fleet.seen["surplus"] and fleet.largest_buffer <= 5
+
+
+def test_which_batches_are_drawn_does_not_depend_on_the_order_of_rewards():
+    for seed in range(40):
+        rng = random.Random(seed)
+        wanted, unit = rng.randint(1, 6), rng.randint(1, 5)
+        trains = [rng.random() < 0.5 for _ in range(400)]
+        expected = unit
+        while sum(trains[:expected]) < wanted:
+            expected += unit
+        for _ in range(3):
+            draws, waiting = Draws(wanted), []
+            while not draws.is_over:
+                while draws.lacks_groups:
+                    waiting += trains[draws.made * unit : (draws.made + 1) * unit]
+                    draws.drawn(unit)
+                rng.shuffle(waiting)
+                draws.judged(waiting.pop())
+            assert draws.made * unit == expected
+
+
+def test_no_more_batches_are_drawn_than_may_be():
+    draws = Draws(2, limit=2)
+    for _ in range(2):
+        assert draws.lacks_groups and not draws.is_over
+        draws.drawn(2)
+        assert not draws.lacks_groups
+        draws.judged(False)
+        draws.judged(False)
+    assert draws.is_over and draws.made == 2 and draws.trainable == 0
 
 
 def test_ready_first_speed_does_change_it():

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from replicas import stored
+from replicas import InMemory, stored
 
 from mrl.config.load import available_recipes, load_config
 from mrl.config.rules import notes, violations
@@ -21,7 +21,10 @@ from mrl.record.spec import metric_spec
 from mrl.reward.items import OK, RAISED, RewardResult, RewardSpec
 from mrl.reward.resolve import resolve
 from mrl.reward.worker import score_one
-from mrl.train import rollouts
+from mrl.train import drawn_groups, rollouts
+from mrl.train.generation import InTurn
+from mrl.train.resume import TrainState
+from mrl.vllm.requests import Request
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
 TINY_MODEL = ModelSpec(
@@ -58,27 +61,60 @@ class World:
         self.stream = PromptStream([prompt(p) for p in range(len(scores))], at_a_time, seed=0, shuffle=False)
         self.progress = []
         display = SimpleNamespace(progress=lambda phase, done, total: self.progress.append((done, total)))
-        self.responder = SimpleNamespace(collect_rewards=self.collect, display=display)
-        monkeypatch.setattr(rollouts, "generate", self.generate)
+        self.responder = SimpleNamespace(
+            display=display, engines=self, rewards=self, poll=lambda: None, submit=self.submit, respond=self.respond,
+            collect_rewards=lambda samples: self.collect(),
+        )  # fmt: skip
+        self.under_way, self.scored, self.seeds = [], [], []
+        for module in (rollouts, drawn_groups):
+            monkeypatch.setattr(module, "training_sampling", lambda config: None)
+        monkeypatch.setattr(drawn_groups, "StoredSamples", InMemory)
 
-    def generate(self, config, responder, prompts, step, gen_batch):
-        self.asked.append((gen_batch, [p.prompt_id for p in prompts]))
-        wanted = [(group, p, k) for group, p in enumerate(prompts) for k in range(N)]
-        return stored([
-            Sample(p.prompt_id, group, i, 0, p.token_ids, (5,) * self.lengths[k], (0.0,) * self.lengths[k], "stop", 0)
-            for i, (group, p, k) in enumerate(wanted)
-        ])  # fmt: skip
+    # ------------------------------------------------ engines, which answer the oldest request first
 
-    def collect(self, samples):
-        return [
-            RewardResult(i, self.scores[p][i % N], dict(self.parts.get(p, {})), OK)
-            for i, p in zip(samples.rows.sample_id.tolist(), samples.rows.prompt_id.tolist(), strict=True)
-        ]
+    def answers(self, sampling, with_texts):
+        return self
+
+    @property
+    def unanswered(self):
+        return len(self.under_way)
+
+    def ask(self, requests):
+        self.asked.append([r.prompt_id for r in requests[::N]])
+        self.seeds += [r.seed for r in requests]
+        self.under_way += requests
+
+    def take(self):
+        one = self.answer(self.under_way.pop(0))
+        return [(stored([one]), [""])]
+
+    def answer(self, r):
+        length = self.lengths[r.sample_id % N]
+        ids, log_probs = (5,) * length, (0.0,) * length
+        return Sample(r.prompt_id, r.group_id, r.sample_id, r.seed, r.prompt_ids, ids, log_probs, "stop", 0)
+
+    def respond(self, prompts, n, sampling, seed, label):
+        """As Responder has it, for a step that draws once."""
+        asked = enumerate((group, p, k) for group, p in enumerate(prompts) for k in range(n))
+        requests = [Request(i, p.token_ids, seed(p, k), p.prompt_id, group) for i, (group, p, k) in asked]
+        self.asked.append([p.prompt_id for p in prompts])
+        for r in requests:
+            self.submit(r.sample_id, prompts[r.group_id], "")
+        return stored([self.answer(r) for r in requests])
+
+    # ------------------------------------------------ rewards, which come at once
+
+    def submit(self, sample_id, prompt, text):
+        p = prompt.prompt_id
+        self.scored.append(RewardResult(sample_id, self.scores[p][sample_id % N], dict(self.parts.get(p, {})), OK))
+
+    def collect(self):
+        scored, self.scored = self.scored, []
+        return scored
 
     def gather(self):
-        return rollouts.gather_rollouts(
-            self.config, self.responder, self.stream, DataCursor(), step=1, timer=PhaseTimer()
-        )
+        state = TrainState(0, DataCursor())
+        return InTurn(self.config, self.responder, self.stream).take(state, PhaseTimer())
 
 
 EASY, HARD, MIXED = (1.0, 1.0), (0.0, 0.0), (1.0, 0.0)
@@ -88,7 +124,7 @@ def test_without_filtering_one_batch_is_taken_as_it_comes(monkeypatch):
     world = World(monkeypatch, [EASY, HARD, MIXED, MIXED])
     found = world.gather()
     assert found.samples.rows.prompt_id.tolist() == [0, 0, 1, 1]
-    assert world.asked == [(0, [0, 1])] and found.cursor == DataCursor(0, 2)
+    assert world.asked == [[0, 1]] and found.cursor == DataCursor(0, 2)
     assert found.metrics["train/uniform_group_share"] == 1.0
     assert all(metric_spec(name) for name in found.metrics)
 
@@ -99,10 +135,11 @@ def test_groups_of_one_mind_are_replaced_until_the_batch_is_full(monkeypatch):
     assert found.samples.rows.prompt_id.tolist() == [1, 1, 4, 4]  # 5 was generated too, and is more than a batch holds
     assert (found.samples.rows.group_id.tolist(), found.samples.rows.sample_id.tolist()) == ([0, 0, 1, 1], [0, 1, 2, 3])
     assert [(r.sample_id, r.score) for r in found.results] == [(0, 1.0), (1, 0.0), (2, 1.0), (3, 0.0)]
-    assert [batch for batch, _ in world.asked] == [0, 1, 2] and found.cursor == DataCursor(0, 6)
+    assert world.asked == [[0, 1], [2, 3], [4, 5]] and found.cursor == DataCursor(0, 6)
     assert found.metrics["train/num_gen_batches"] == 3
-    assert world.progress == [(1, 2), (1, 2), (2, 2)]
-    assert found.metrics["train/uniform_group_share"] == pytest.approx(3 / 6)
+    groups = [seen for seen in world.progress if seen[1] == BATCH]
+    assert groups == [(0, 2), (1, 2), (1, 2), (1, 2), (2, 2), (2, 2)]
+    assert found.metrics["train/uniform_group_share"] == pytest.approx(3 / 5), "of those up to the last one trained on"
     assert found.metrics["train/trained_groups"] == 2
 
 
@@ -110,7 +147,16 @@ def test_more_prompts_may_be_generated_at_a_time_than_are_trained_on(monkeypatch
     world = World(monkeypatch, [EASY, MIXED, HARD, MIXED, MIXED, EASY], FILTER, "data.gen_batch_size=3", at_a_time=3)
     found = world.gather()
     assert found.samples.rows.prompt_id.tolist() == [1, 1, 3, 3]
-    assert world.asked == [(0, [0, 1, 2]), (1, [3, 4, 5])] and found.cursor == DataCursor(0, 6)
+    assert world.asked == [[0, 1, 2], [3, 4, 5]] and found.cursor == DataCursor(0, 6)
+
+
+def test_further_prompts_are_drawn_while_the_first_ones_are_under_way(monkeypatch):
+    """The first group teaches nothing: the next two are asked for before the second is answered."""
+    world = World(monkeypatch, [EASY, MIXED, MIXED, MIXED], FILTER)
+    before = []
+    monkeypatch.setattr(world, "ask", lambda requests, ask=world.ask: (before.append(world.unanswered), ask(requests)))
+    assert world.gather().samples.rows.prompt_id.tolist() == [1, 1, 2, 2]
+    assert before == [0, N]
 
 
 ENDLESS = [EASY, MIXED, HARD, EASY, HARD, EASY]
@@ -145,7 +191,6 @@ def test_at_the_limit_a_batch_may_be_filled_with_the_first_of_the_others(monkeyp
 @pytest.mark.parametrize(
     ("settings", "held"),
     [
-        ([], [2, 2, 2, 2, 2, 2]),  # without filtering nothing is dropped
         ([FILTER], [0, 2, 0, 0, 0, 2]),
         ([FILTER, TWO, END + "partial"], [0, 2, 0, 0, 0, 2]),
         ([FILTER, TWO, END + "unfiltered"], [2, 2, 2, 0, 0, 2]),  # the first two may fill a batch of two
@@ -158,29 +203,17 @@ def test_dropped_responses_do_not_stay_in_memory(monkeypatch, settings, held):
         rollouts.Group((object(),) * N, (RewardResult(0, 1.0, {}, OK),) * N, scores == MIXED)
         for scores in (EASY, MIXED, HARD, EASY, HARD, MIXED)
     ]
-    found = rollouts.without_dropped_tokens(world.config, groups)
+    found = drawn_groups.without_dropped_tokens(world.config, groups)
     assert [len(g.samples or ()) for g in found] == held and all(len(g.results) == N for g in found)
-    assert rollouts.without_dropped_tokens(world.config, found) == found
+    assert drawn_groups.without_dropped_tokens(world.config, found) == found
 
 
 def test_a_prompt_drawn_twice_in_a_step_is_not_answered_with_the_same_seeds(monkeypatch):
-    seeds = []
-
-    def engines_generate(requests, settings, score):
-        seeds.append([r.seed for r in requests])
-        return stored(
-            [
-                Sample(r.prompt_id, r.group_id, r.sample_id, r.seed, r.prompt_ids, (5,), (0.0,), "stop", 0)
-                for r in requests
-            ]
-        )
-
-    config = load_config(TINY, overrides=SIZES).config
-    engines = SimpleNamespace(generate=engines_generate)
-    responder = rollouts.Responder(None, engines, None, config.reward, display=None, poll=lambda: None)
-    for gen_batch in (0, 1):
-        rollouts.generate(config, responder, [prompt(3)], 1, gen_batch)
-    assert len({seed for drawn in seeds for seed in drawn}) == 2 * N
+    """Two prompts and two a batch: the next batch is of the next epoch."""
+    scores = [EASY, MIXED]
+    world = World(monkeypatch, scores, FILTER)
+    world.gather()
+    assert [sorted(drawn) for drawn in world.asked] == [[0, 1], [0, 1]] and len(set(world.seeds)) == 4 * N
 
 
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
