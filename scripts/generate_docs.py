@@ -123,6 +123,13 @@ _FROM_VERL = (
     "branch adds to and nobody can decide, a configuration file (`--config-name`) that is neither verl's own nor "
     "at hand: each is named, with the variable to give by `--set NAME=VALUE`, and the answer is then never "
     "`valid`.",
+    "* **The verdict.** `valid`: what changes training is all in the file. `carried with losses`: something is asked "
+    "for that is not done here, or hangs on a variable that nobody sets; exit code 2, and 0 with `--accept-losses`. "
+    "`refused`: a place cannot be read, or the result breaks a rule.",
+    "* **Asynchronous trainers** become `trainer.schedule`: one step off as it is; fully asynchronous as `bounded`, "
+    "where a step is what verl trains on between two syncs and a share of stale samples becomes whole steps. Groups "
+    "are trained on in the order of the data. verl takes the engine's log-probs for the policy that a step begins "
+    "with; where generation is ahead they are computed anew, and a correction weighs the difference.",
     "* **Rewards.** A function that returns a number alone has that number as the part `acc`, as in verl: "
     "`filter_groups.metric: acc` and validation's core numbers work as they do there. `seq_reward` of verl has "
     "the overlong penalty in it and is `reward` here.",

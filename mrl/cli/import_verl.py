@@ -37,6 +37,9 @@ def add(commands) -> None:
         "--as-written", action="store_true", help="keep what means something else today; validation may then refuse it"
     )
     parser.add_argument(
+        "--accept-losses", action="store_true", help="exit 0 though keys that change training are not carried over"
+    )
+    parser.add_argument(
         "--json", action="store_true", help="print one JSON object: what became of every key, warnings, violations"
     )
     parser.set_defaults(run=_import)
@@ -73,13 +76,15 @@ def _import_of_several(script: Path, options: argparse.Namespace) -> dict[str, A
     except MrlError as error:
         if not options.json:
             print(f"{script}: {error}")
-        return {"script": str(script), "ok": False, "keys": 0, "unsupported": [], "error": str(error)}
+        nothing = {"keys": 0, "unsupported": [], "error": str(error)}
+        return {"script": str(script), "ok": False, "verdict": "refused", **nothing}
 
 
 def _summary(results: list[dict[str, Any]]) -> str:
     keys, missing = sum(r["keys"] for r in results), sum(len(r["unsupported"]) for r in results)
-    valid = sum(r["ok"] for r in results)
-    return f"{len(results)} scripts, {valid} valid; {keys} keys, {missing} unsupported ({missing / max(keys, 1):.1%})"
+    valid, lossy = (sum(r["verdict"] == verdict for r in results) for verdict in ("valid", "carried with losses"))
+    carried = f"{valid} valid" + (f", {lossy} carried with losses" if lossy else "")
+    return f"{len(results)} scripts, {carried}; {keys} keys, {missing} unsupported ({missing / max(keys, 1):.1%})"
 
 
 def _import_script(script: Path | None, words: list[str], options: argparse.Namespace, several: bool) -> dict[str, Any]:
@@ -88,11 +93,13 @@ def _import_script(script: Path | None, words: list[str], options: argparse.Name
     text = out.to_yaml()
     file = _written(options.output, script, text, several)
     violations, remarks = _checked(file, text)
-    ok = not (violations or out.faults)
+    refused = bool(violations or out.faults)
+    verdict = "refused" if refused else "carried with losses" if out.losses else "valid"
     result = {
         "script": out.name,
         "output": None if file is None else str(file),
-        "ok": ok,
+        "ok": verdict == "valid" or (not refused and options.accept_losses),
+        "verdict": verdict,
         "keys": len(out.keys),
         **out.to_json(),
     }
@@ -101,7 +108,7 @@ def _import_script(script: Path | None, words: list[str], options: argparse.Name
     if not options.json:
         if file is None:
             print(text)
-        _report(out, violations, remarks, sys.stderr if file is None else sys.stdout)
+        _report(out, violations, remarks, verdict, sys.stderr if file is None else sys.stdout)
     return result | {"violations": [v.to_json() for v in violations], "notes": remarks}
 
 
@@ -240,7 +247,7 @@ def _loaded(text: str, file: Path | None = None):
         return load_config(path)
 
 
-def _report(out, violations: list, remarks: list[str], stream) -> None:
+def _report(out, violations: list, remarks: list[str], verdict: str, stream) -> None:
     from mrl.extras.import_verl.report import KINDS
 
     counts = ", ".join(f"{len(out.of(kind))} {kind.replace('_', ' ')}" for kind in KINDS if out.of(kind))
@@ -251,4 +258,8 @@ def _report(out, violations: list, remarks: list[str], stream) -> None:
     for line in [*(f"warning: {w}" for w in out.warnings), *(f"violation: {v}" for v in violations), *remarks]:
         print(f"  {line}", file=stream)
     unread = f", {len(out.faults)} places that cannot be read" if out.faults else ""
-    print("  valid" if not (violations or unread) else f"  refused: {len(violations)} violations{unread}", file=stream)
+    said = {
+        "refused": f": {len(violations)} violations{unread}",
+        "carried with losses": f": {', '.join(entry.key for entry in out.losses)}; --accept-losses takes it as it is",
+    }
+    print(f"  {verdict}{said.get(verdict, '')}", file=stream)

@@ -670,16 +670,79 @@ def test_a_file_that_is_not_at_hand_forbids_the_answer_valid(tmp_path, text):
 @pytest.mark.parametrize(
     "module", ["recipe.one_step_off_policy.main_ppo", "verl.experimental.one_step_off_policy.main_ppo"]
 )
-def test_a_trainer_that_generates_ahead_has_engines_of_their_own_and_is_said_not_to_be_here(module):
+def test_a_trainer_that_generates_ahead_has_its_schedule_and_engines_of_its_own(module):
     out = launched("trainer.nnodes=1 trainer.n_gpus_per_node=6 rollout.nnodes=1 rollout.n_gpus_per_node=2", module)
-    assert [e.key for e in out.of("unsupported")] == [module]
+    assert not out.of("unsupported") and [e.to for e in out.of("renamed") if e.key == module] == ["trainer.schedule"]
     ours = {
+        "trainer.schedule": "one_step_off",
         "cluster.placement": "separate",
         "cluster.n_gpus_per_node": 8,
-        "algorithm.anchor": "rollout",
+        "algorithm.anchor": "recompute",
+        "algorithm.rollout_correction.level": "token",
         LAYOUT + "world_size": 6,
     }
     assert {key: out.values[key] for key in ours} == ours
+    assert any("takes the engine's log-probs" in warning for warning in out.warnings)
+
+
+FULLY = "verl.experimental.fully_async_policy.fully_async_main"
+
+
+def test_a_fully_asynchronous_trainer_has_a_bound_in_whole_steps_and_its_limits_named():
+    words = {
+        "async_training.staleness_threshold": "0.5", "async_training.trigger_parameter_sync_step": "4",
+        "async_training.require_batches": "2", "async_training.partial_rollout": "True", "data.train_batch_size": "0",
+        "actor_rollout_ref.actor.ppo_mini_batch_size": "32", "rollout.total_rollout_steps": "51200",
+        "rollout.test_freq": "5", "data.gen_batch_size": "1", "async_training.no_such_key": "1",
+    }  # fmt: skip
+    out = launched(" ".join(f"{key}={value}" for key, value in words.items()), FULLY)
+    ours = {
+        "trainer.schedule": "bounded", "trainer.max_staleness": 1, "trainer.partial_rollouts": True,
+        "data.train_batch_size": 256, "actor.ppo_mini_batch_size": 32, "trainer.total_training_steps": 200,
+        "trainer.test_freq": 5, "algorithm.anchor": "recompute", "algorithm.rollout_correction.mode": "truncate",
+    }  # fmt: skip
+    assert {key: out.values[key] for key in ours} == ours and "data.gen_batch_size" not in out.values
+    assert [e.key for e in out.losses] == ["async_training.no_such_key"]
+    assert [e.kind for e in out.entries if e.key == "data.train_batch_size"] == ["implied"]
+    assert set(words) <= out.keys
+
+
+def test_without_staleness_the_order_is_the_synchronous_one():
+    out = launched("async_training.staleness_threshold=0 actor_rollout_ref.actor.ppo_mini_batch_size=8", FULLY)
+    assert (out.values["trainer.max_staleness"], out.values["trainer.partial_rollouts"]) == (0, False)
+    assert (out.values["data.train_batch_size"], out.values["algorithm.anchor"]) == (32, "rollout")
+
+
+def test_keys_of_the_asynchronous_trainer_are_losses_of_any_other():
+    out = launched("async_training.staleness_threshold=0.5 rollout.test_freq=2")
+    assert {e.key for e in out.losses} == {"async_training.staleness_threshold", "rollout.test_freq"}
+
+
+@pytest.mark.parametrize(
+    ("word", "verdict"),
+    [
+        ("trainer.balance_batch=True", "valid"),
+        ("actor_rollout_ref.model.lora_rank=8", "carried with losses"),
+        ("actor_rollout_ref.actor.optim.lr=$RATE", "carried with losses"),
+        ("trainer.experiment_name=$NAME", "valid"),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size=3", "refused"),
+    ],
+)
+def test_what_is_lost_changes_the_answer_until_it_is_accepted(capsys, tmp_path, word, verdict):
+    (tmp_path / "s.sh").write_text(LAUNCH + "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8 " + word + "\n")
+    for more in ([], ["--accept-losses"]):
+        code, out, _ = run(capsys, "import-verl", str(tmp_path / "s.sh"), "-o", str(tmp_path / "out.yaml"), *more)
+        assert out.splitlines()[-1].strip().startswith(verdict)
+        assert code == (0 if verdict == "valid" or (more and verdict != "refused") else 2)
+    found = json.loads(run(capsys, "import-verl", str(tmp_path / "s.sh"), "--json")[1])
+    assert (found["verdict"], found["ok"]) == (verdict, verdict == "valid")
+
+
+def test_a_key_with_nothing_behind_it_is_refused_as_such_and_breaks_nothing_else(capsys):
+    """As bash passes `trainer.nnodes=$NNODES` where nobody sets it."""
+    words = [*LAUNCH.split()[3:], "trainer.nnodes=", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8"]
+    code, _, err = run(capsys, "import-verl", *words)
+    assert code == 2 and "cluster.nnodes" in err and "refused: 1 violations" in err
 
 
 @pytest.mark.parametrize("loss", ["gspo", "sapo"])

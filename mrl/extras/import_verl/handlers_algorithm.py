@@ -99,7 +99,10 @@ def _correction(o: Override, out: Import, settings: VerlSettings) -> None:
         False,
     )
     match name, o.value:
-        case ("rollout_is" | "rollout_rs" | "rollout_token_veto_threshold", None | False):
+        case (
+            "rollout_is" | "rollout_rs" | "rollout_token_veto_threshold" | "rollout_rs_threshold_lower",
+            None | False,
+        ):
             out.leave("implied", o.key, o.value, "no correction", o.line)
         case ("rollout_is", "token" | "sequence"):
             out.put("renamed", o.key, _CORRECTION + "level", o.value, line=o.line)
@@ -117,7 +120,7 @@ def _correction(o: Override, out: Import, settings: VerlSettings) -> None:
             )
         case ("bypass_mode", bool()):
             out.put("renamed", o.key, "algorithm.anchor", "rollout" if o.value else "recompute", line=o.line)
-        case ("rollout_is_batch_normalize", False) | ("loss_type", "ppo_clip"):
+        case ("rollout_is_batch_normalize" | "use_policy_gradient", False) | ("loss_type", "ppo_clip"):
             out.leave("implied", o.key, o.value, "as it is here", o.line)
         case _:
             out.leave(

@@ -1,7 +1,7 @@
 """What an import gives: a configuration of ours, where each value came from, and what became of every key of verl's."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mrl.config.schema import RunConfig
@@ -46,10 +46,15 @@ class Import:
     notes: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     faults: tuple[str, ...] = ()  # places of the script that cannot be read; with one of them an import is never valid
+    placeholders: set[str] = field(default_factory=set)  # verl's keys of paths and names that the user puts in later
     lacks_layout: bool = False  # neither the script nor a preset has a layout for the model
 
     def put(self, kind: str, key: str, to: str, value: Any, why: str = "", line: int = 0) -> None:
-        """Sets our key `to` and reports it."""
+        """Sets our key `to` and reports it; a key of verl's that had set it to something else says what it became."""
+        if self.values.get(to, value) != value:
+            became = f"becomes {dump_value(value)}" + (f": {why}" if why else "")
+            before = self.entries
+            self.entries = [replace(e, why=became) if e.to == to and e.key and not e.why else e for e in before]
         self.values[to] = value
         self.notes[to] = f"line {line}" if line and not why else f"{kind}: {why}" if why else kind
         self.entries.append(KeyReport(kind, key, to, value, why, line))
@@ -65,6 +70,17 @@ class Import:
             self.entries = [
                 e if e.to != to else KeyReport("implied", e.key, "", e.value, why, e.line) for e in self.entries
             ]
+
+    def retract(self, key: str, why: str) -> None:
+        """What was read of verl's `key` turns out to be implied; our value may be another key's by now."""
+        entries = self.entries
+        self.entries = [KeyReport("implied", e.key, "", e.value, why, e.line) if e.key == key else e for e in entries]
+
+    @property
+    def losses(self) -> list[KeyReport]:
+        """What the script asks for and the configuration does not do, or has no value for; paths and names aside."""
+        unknown = [entry for entry in self.of("unknown") if entry.key not in self.placeholders]
+        return [*self.of("unsupported"), *unknown]
 
     def of(self, kind: str) -> list[KeyReport]:
         """The entries of one kind."""

@@ -13,6 +13,7 @@ from mrl.errors import ConfigError, MrlError
 from mrl.extras.import_verl.expansion import Value, known_part
 from mrl.extras.import_verl.handlers import HANDLERS
 from mrl.extras.import_verl.handlers_algorithm import SEQUENCE_MEANS
+from mrl.extras.import_verl.handlers_schedule import carry_schedule
 from mrl.extras.import_verl.keys import LAYOUT, MEGATRON, ROWS, TRANSFORMER, A, M, R, row_of
 from mrl.extras.import_verl.report import Import
 from mrl.extras.import_verl.script_model import Chosen, choose_layout, unknown_family
@@ -55,10 +56,9 @@ _DEFAULTS: dict[str, Any] = {
     "cluster.nnodes": 1,
     "cluster.n_gpus_per_node": 8,
 }
-# Entry points that generate ahead of training, by a part of their names
-_ASYNCHRONOUS = {"one_step_off": "generates one step ahead", "fully_async": "generates while it trains"}
 # Files that the run reads: a text with an unset variable in it stands for them until it is replaced.
 _FILES = {"model.path", "data.train_files", "data.val_files", "reward.custom_reward_function.path"}
+_NAMES = {"trainer.experiment_name", "trainer.project_name", "trainer.run_dir", "trainer.resume_from_path"}
 _NEEDED = {"data.train_batch_size", "data.max_prompt_length", "data.max_response_length", "actor.ppo_mini_batch_size"}
 
 
@@ -100,10 +100,9 @@ def translate(
         chosen = choose_layout(plain.model_path or "", plain.device, plain.devices, preset)
         out.lacks_layout = chosen is None
     settings = _settings(plain, chosen, out)
-    if ahead := next((why for part, why in _ASYNCHRONOUS.items() if part in command.entry), None):
-        out.leave("unsupported", command.entry, None, f"{ahead}; every step waits here for its own responses")
     for override in command.overrides:
         _translate_override(override, out, settings)
+    carry_schedule(out, settings)
     _defaults(out, settings)
     _devices(out, settings)
     _experts(out, settings)
@@ -155,6 +154,8 @@ def _translate_override(o: Override, out: Import, settings: VerlSettings) -> Non
     row = row_of(o.key)
     if row is None:
         out.leave("unsupported", o.key, o.value, "no such key here, nor in verl as it is known", o.line)
+    elif o.value in (None, {}) and f"{o.key}." in ROWS:
+        out.leave("implied", o.key, o.value, "an empty section", o.line)
     elif o.missing and row.kind in ("to", "special"):
         _unknown(o, out, row.to)
     elif row.kind == "to":
@@ -186,6 +187,8 @@ def _unknown(o: Override, out: Import, to: str) -> None:
         f"depends on {names}, which the script does not set; give {hint or 'the value as an override'}",
         o.line,
     )
+    if to in _FILES or to in _NAMES:
+        out.placeholders.add(o.key)
     if to in _FILES:
         out.put("chosen", "", to, o.value, f"{names} is not set in the script; put the path here", o.line)
     elif to in ("trainer.experiment_name", "trainer.project_name"):

@@ -154,6 +154,10 @@ def hydra_value(text: str) -> Any:
     return node.value["x"].plain()
 
 
+# verl's trainers that generate ahead of training, by a part of their modules' names
+ONE_STEP_OFF, FULLY_ASYNC = "one_step_off", "fully_async"
+
+
 @dataclass(frozen=True)
 class VerlSettings:
     """What a whole set of overrides says, for keys whose meaning depends on others.
@@ -168,9 +172,9 @@ class VerlSettings:
     as_written: bool
 
     def value(self, key: str, default: Any) -> Any:
-        """The value of a key of verl's; `default` (verl's) where it is not set, or not known."""
+        """The value of a key of verl's; `default` (verl's) where it is not set, not known, or nothing (`key=`)."""
         override = self.keys.get(key)
-        return default if override is None or override.missing else override.value
+        return default if override is None or override.missing or override.value == "" else override.value
 
     @property
     def megatron(self) -> bool:
@@ -204,9 +208,34 @@ class VerlSettings:
         return self.value(A + "policy_loss.loss_mode", "vanilla")
 
     @property
+    def ahead(self) -> str:
+        """Which of verl's trainers that generate ahead of training the script starts; "" for one that does not."""
+        if not self.command.entry and any(key.startswith("async_training.") for key in self.keys):
+            return FULLY_ASYNC
+        return next((name for name in (ONE_STEP_OFF, FULLY_ASYNC) if name in self.command.entry), "")
+
+    @property
+    def staleness(self) -> float:
+        """Of the fully asynchronous trainer: the share of a step's samples that may be of older weights."""
+        return self.value("async_training.staleness_threshold", 0.1)
+
+    @property
+    def mini_batch(self) -> int:
+        """Prompts of one optimizer update; verl's default is 256."""
+        return self.value(A + "ppo_mini_batch_size", 256)
+
+    @property
+    def prompts(self) -> int:
+        """Of a training step; of the fully asynchronous trainer those between two syncs of the weights."""
+        if self.ahead != FULLY_ASYNC:
+            return self.value("data.train_batch_size", 1024)
+        sync = self.value("async_training.trigger_parameter_sync_step", 4)
+        return sync * self.value("async_training.require_batches", 1) * self.mini_batch
+
+    @property
     def updates(self) -> int:
         """Optimizer updates of one training step."""
-        batch, mini = self.value("data.train_batch_size", 1024), self.value(A + "ppo_mini_batch_size", 256)
+        batch, mini = self.prompts, self.mini_batch
         whole = isinstance(batch, int) and isinstance(mini, int) and mini > 0
         return max(1, -(-batch // mini)) if whole else 1
 

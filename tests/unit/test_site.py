@@ -1,0 +1,72 @@
+"""The pages of docs/: each stands in the site, no link leads nowhere, and every command of the tutorial is one."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mrl.cli.main import make_parser
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+TUTORIAL = sorted((DOCS / "tutorial").glob("*.md"))
+BLOCK = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def leaves(nav) -> list[str]:
+    if isinstance(nav, str):
+        return [nav]
+    return [leaf for item in nav for entry in item.values() for leaf in leaves(entry)]
+
+
+def test_every_page_stands_once_in_the_site():
+    listed = leaves(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in PAGES)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+def test_no_link_leads_nowhere_or_out_of_the_site(page):
+    text = re.sub(r"```.*?```|`[^`]*`", "", page.read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)", text):
+        if not target.startswith(("http://", "https://")):
+            assert (page.parent / target).resolve().is_relative_to(DOCS) and (page.parent / target).exists(), target
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Commands of mrl in the page's blocks, without what here-documents hold."""
+    text = "\n".join(BLOCK.findall(page.read_text()))
+    text = re.sub(r"<<'(\w+)'.*?^\1$", "", text, flags=re.MULTILINE | re.DOTALL).replace("\\\n", " ")
+    return [shlex.split(line, comments=True)[1:] for line in text.splitlines() if line.startswith("mrl ")]
+
+
+@pytest.mark.parametrize("page", TUTORIAL, ids=lambda page: page.stem)
+def test_every_command_of_the_tutorial_is_one(page):
+    found = commands(page)
+    assert found
+    for words in found:
+        if words != ["--version"]:
+            options = make_parser().parse_args(words)  # exits for what is no command
+            config = getattr(options, "config", None) or ""
+            assert not config.startswith("parallel_configs/") or (ROOT / config).is_file()
+
+
+def test_the_configuration_of_the_tutorial_for_a_cluster_is_written_as_it_says(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for words in commands(DOCS / "tutorial" / "to_a_cluster.md"):
+        if words[0] in ("init", "validate"):
+            options = make_parser().parse_args(words)
+            options.run(options)
+    assert (tmp_path / "cluster.yaml").is_file()
+
+
+def test_the_script_of_the_tutorial_comes_from_verl_without_a_loss(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    page = (DOCS / "tutorial" / "from_verl.md").read_text()
+    (tmp_path / "run_verl.sh").write_text(re.search(r"<<'SH'\n(.*?)^SH$", page, re.MULTILINE | re.DOTALL)[1])
+    for words in commands(DOCS / "tutorial" / "from_verl.md"):
+        options = make_parser().parse_args(words)
+        options.run(options)
+    assert "  valid\n" in capsys.readouterr().out
