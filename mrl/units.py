@@ -1,6 +1,6 @@
 """Sizes in bytes, and counts rounded up."""
 
-MIB, GIB = 1024**2, 1024**3
+KIB, MIB, GIB = 1024, 1024**2, 1024**3
 
 
 def round_up(value: int, multiple: int) -> int:

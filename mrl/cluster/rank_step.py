@@ -67,7 +67,7 @@ class RankStep:
         """
         result = self._actor.update_replica(self._rows.batch, self._cut.mini_batches, counts)
         scored, self._rows = self._scored(result.old), None
-        return result.parts, scored
+        return [*result.parts, result.spent], scored
 
     def _scored(self, result: RowResult | None) -> Scored | None:
         if result is None:

@@ -17,7 +17,7 @@ import numpy as np
 import ray
 
 from mrl.cluster.kept_tokens import fetched, going_on, with_kept
-from mrl.cluster.prerequisites import free_port
+from mrl.cluster.prerequisites import free_port, own_cpus
 from mrl.cluster.same_software import software
 from mrl.cluster.stored_samples import StoredSamples, in_blocks
 from mrl.config.model_folders import with_model_folders
@@ -29,7 +29,7 @@ from mrl.model.hub import local_folder
 from mrl.platforms import prepare_process
 from mrl.platforms.addresses import gloo_environment
 from mrl.platforms.inventory import device_number
-from mrl.platforms.process_memory import ProcessMemory, note_baseline
+from mrl.platforms.process_memory import ProcessMemory, host_bytes_used, note_baseline
 
 WRITING = "writing"  # the methods that a rank answers in a thread of their own, while it trains
 
@@ -113,6 +113,14 @@ class ActorWorker:
     def kernels(self) -> str:
         """See MegatronActor.kernels."""
         return self.actor.kernels()
+
+    def speed(self) -> tuple[str, float]:
+        """See MegatronActor.speed; on the CPU by all cores of the host."""
+        return self.actor.speed(own_cpus())
+
+    def host_bytes_used(self) -> int:
+        """See mrl.platforms.process_memory.host_bytes_used; of this rank's host."""
+        return host_bytes_used()
 
     def offload(self) -> None:
         """See MegatronActor.offload."""
@@ -333,6 +341,10 @@ class EngineWorker:
     async def memory(self):
         """See VllmEngine.memory."""
         return await self.engine.memory()
+
+    async def host_bytes_used(self) -> int:
+        """See mrl.platforms.process_memory.host_bytes_used; of this engine's host."""
+        return host_bytes_used()
 
     async def fingerprints(self) -> dict[str, str]:
         """See VllmEngine.fingerprints."""

@@ -1,6 +1,7 @@
 """The trained model on one rank: log-probabilities, updates, and its weights under Hugging Face names."""
 
 import math
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -52,6 +53,7 @@ from mrl.model.layout import TrainLayout
 from mrl.platforms import get_platform
 from mrl.platforms.layers import check_layers, layers
 from mrl.platforms.process_memory import ProcessMemory, process_memory
+from mrl.platforms.speed import product_rate
 
 
 class MegatronActor:
@@ -115,6 +117,15 @@ class MegatronActor:
     def kernels(self) -> str:
         """What this rank computes with, in words."""
         return kernels_in_words(self.chunks, self.optimizer)
+
+    def speed(self, threads: int) -> tuple[str, float]:
+        """Name of this rank's device, and FLOP/s of a large matrix product there in the model's dtype.
+
+        `threads`: that compute it on the CPU.
+        """
+        rate = product_rate(self.platform, DTYPES[self.config.model.dtype], threads)
+        self.platform.release_cache()
+        return self.platform.device_name(), rate
 
     def offload(self) -> None:
         """What `actor.*_offload` names leaves the device. Whatever needs it again brings it back by itself."""
@@ -221,6 +232,7 @@ class MegatronActor:
         one of them, or of generation's, is not finite, nothing is changed and nothing counted: whoever reads them has
         to end the run.
         """
+        begun = time.perf_counter()
         check_batch(batch, self.model)
         self._check_columns(batch)
         if self.routing and self.config.algorithm.on_policy:
@@ -230,7 +242,18 @@ class MegatronActor:
         parts = [part for part, _ in results if part is not None]
         if seen := (self.routing.metrics() if self.routing else {}) | self.traces.metrics():
             parts[-1:] = [(parts[-1] if parts else {}) | seen]
-        return UpdateResult(parts, [], results[-1][1])
+        return UpdateResult(parts, [], results[-1][1], self._spent(begun))
+
+    def _spent(self, begun: float) -> FloatParts:
+        """Of this rank's update since `begun`, a moment of the clock; peaks of memory since the update before."""
+        self.platform.synchronize()
+        spent = {
+            "perf/update_s": time.perf_counter() - begun,
+            "perf/max_memory_allocated_gb": self.platform.max_memory_allocated_gb(),
+            "perf/max_memory_reserved_gb": self.platform.max_memory_reserved_gb(),
+        }
+        self.platform.reset_peak_memory()
+        return {name: (value, 1.0) for name, value in spent.items()}
 
     def _check_columns(self, batch: TrainBatch) -> None:
         given, wanted = batch.old_log_probs is not None, not self.config.algorithm.on_policy

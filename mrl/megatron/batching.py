@@ -5,7 +5,7 @@ collective over them.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -59,11 +59,13 @@ class UpdateResult:
     `parts`: metrics that add up over mini-batches and ranks, name -> (sum of value x weight, sum of weight).
     `loads`: one a mini-batch, from a single rank; the others have none.
     `old`: on policy the log-probs of the rows before the update, from the ranks of the last pipeline stage.
+    `spent`: metrics of what it took on this rank, no two updates alike: time, peaks of memory.
     """
 
     parts: list[dict[str, tuple[float, float]]]
     loads: list[MiniBatchLoad]
     old: RowResult | None = None
+    spent: dict[str, tuple[float, float]] = field(default_factory=dict, compare=False)
 
 
 def mini_batches(num_rows: int, rows_per_mini_batch: int) -> Iterator[slice]:

@@ -1,6 +1,6 @@
 """The checkpoint's view of the weight map: names and shapes of all tensors, numbers of parameters, FLOPs of a token."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -86,6 +86,18 @@ def forward_flops_per_token(model: ModelSpec, context: float) -> float:
     matmul = sum(_matmul_numel(model, weight) * layers for weight, layers in (*weights.counted, *tied))
     scores_and_values = 2 * model.num_attention_heads * model.head_dim * context * model.num_layers
     return 2.0 * (matmul + scores_and_values)
+
+
+def forward_flops(model: ModelSpec, lengths: Sequence[int], predicted: int) -> float:
+    """Of a forward pass over sequences of these lengths in tokens, one by one, without padding.
+
+    `predicted`: tokens whose log-prob is asked for; the output layer multiplies these alone.
+    """
+    first = forward_flops_per_token(model, 0)
+    per_pair = forward_flops_per_token(model, 1) - first
+    tokens, pairs = sum(lengths), sum(length * (length + 1) / 2 for length in lengths)
+    output = 2.0 * sum(part.numel for part in weight_map(model).output.parts)
+    return tokens * first + pairs * per_pair - (tokens - predicted) * output
 
 
 def _matmul_numel(model: ModelSpec, weight: Weight) -> int:

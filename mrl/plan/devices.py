@@ -6,6 +6,7 @@ falls to each when all copy at once: some 500 GB/s of a host, written and read.
 """
 
 import json
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -53,6 +54,7 @@ class Device:
     devices_per_node: int
     host_memory: int  # bytes of a node
     source: str
+    shown_as: str  # regular expression: in the name that torch gives the device
     communicators: int = 0  # bytes that weight syncs of a configuration take for their pairs of processes, `pair` each
 
     @property
@@ -80,6 +82,11 @@ def find_device(name: str) -> Device:
     return devices()[name]
 
 
+def published_flops(name: str) -> float | None:
+    """Dense bf16 operations per second of the device that torch calls `name`; None where no figure is known here."""
+    return next((device.flops for device in devices().values() if re.search(device.shown_as, name)), None)
+
+
 def default_device(platform: str) -> Device:
     """What a plan assumes where only `cluster.device` is given: the smaller memory,
     so that what fits here fits on the others.
@@ -105,6 +112,7 @@ def _device(name: str, row: dict) -> Device:
         devices_per_node=row["devices_per_node"],
         host_memory=row["host_memory_gib"] * GIB,
         source=row["source"],
+        shown_as=row["shown_as"],
     )
 
 

@@ -54,14 +54,17 @@ class Platform(Protocol):
         `synchronize` waits for both. What they fill has to be allocated outside of it.
         """
 
+    def device_name(self) -> str:
+        """What the maker calls the device."""
+
     def reset_peak_memory(self) -> None:
         """Starts a new peak for `max_memory_allocated_gb`, where the device can."""
 
     def max_memory_allocated_gb(self) -> float:
-        """Peak of memory in use by this process, GiB."""
+        """Peak of memory in use by this process, GiB; on the CPU its resident set."""
 
     def max_memory_reserved_gb(self) -> float:
-        """Peak of memory held by this process, GiB."""
+        """Peak of memory held by this process, GiB; on the CPU its resident set."""
 
     def network_environment(self, master_addr: str) -> dict[str, str]:
         """Environment variables that must be set before torch.distributed starts with this rendezvous address."""

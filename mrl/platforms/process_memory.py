@@ -1,4 +1,4 @@
-"""What one process holds, in bytes: on its device, counted tensor by tensor where nobody else counts, and as a whole.
+"""What one process and its host hold, in bytes: on the device, tensor by tensor where nobody else counts, and in all.
 
 On cuda and npu the device's allocator knows what is live. On the CPU nobody does: storages are found through Python's
 garbage collector, so that one which only C++ holds (a packed linear, what autograd saved) is not seen and has to be
@@ -7,9 +7,15 @@ added by who knows of it.
 
 import ctypes
 import gc
+import platform
+import resource
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from mrl.units import KIB
 
 if TYPE_CHECKING:
     from torch import Tensor, UntypedStorage
@@ -49,6 +55,37 @@ def resident_bytes() -> int:
     import psutil
 
     return psutil.Process().memory_info().rss
+
+
+def reset_peak_resident() -> None:
+    """Starts a new peak for `peak_resident_bytes`, where the kernel lets a process do so (proc_pid_clear_refs(5))."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_resident_bytes() -> int:
+    """Largest resident set of this process since `reset_peak_resident`, or since it began."""
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * KIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
+
+
+def host_bytes_used() -> int:
+    """Memory in use on this host, by all of its processes."""
+    import psutil
+
+    return psutil.virtual_memory().used
+
+
+def cpu_name() -> str:
+    """As the kernel shows it."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def give_back_heap() -> None:

@@ -7,7 +7,6 @@ before Megatron is imported: see mrl.platforms.npu_mindspeed.
 import importlib
 import logging
 import os
-import resource
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -19,10 +18,8 @@ from mrl.platforms.addresses import address_towards, gloo_environment
 from mrl.platforms.cpu_patches import rows_for
 from mrl.platforms.hosting import check_npu_environment
 from mrl.platforms.patching import apply
-from mrl.platforms.process_memory import give_back_heap
+from mrl.platforms.process_memory import cpu_name, give_back_heap, peak_resident_bytes, reset_peak_resident
 from mrl.units import GIB
-
-_KIB_PER_GIB = GIB // 1024
 
 
 def _deterministic_kernels() -> None:
@@ -64,11 +61,14 @@ class CpuPlatform:
     def beside(self) -> AbstractContextManager[Any]:
         return nullcontext()  # a copy is over when it returns
 
+    def device_name(self) -> str:
+        return cpu_name()
+
     def reset_peak_memory(self) -> None:
-        pass
+        reset_peak_resident()
 
     def max_memory_allocated_gb(self) -> float:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / _KIB_PER_GIB
+        return peak_resident_bytes() / GIB
 
     def max_memory_reserved_gb(self) -> float:
         return self.max_memory_allocated_gb()
@@ -119,6 +119,9 @@ class _Accelerator:
     @cached_property
     def _copy_stream(self) -> Any:
         return self._torch.Stream()
+
+    def device_name(self) -> str:
+        return self._torch.get_device_name()
 
     def reset_peak_memory(self) -> None:
         self._torch.reset_peak_memory_stats()

@@ -147,11 +147,20 @@ _PERF = [
     MetricSpec("perf/total_num_tokens", "sum", "tokens", "Prompt and response tokens of the step"),
     MetricSpec("perf/time_per_step", "max", "s", "Wall time of the step"),
     MetricSpec("perf/throughput", "last", "tokens/s/device", "Tokens of the step over its time and devices"),
-    MetricSpec("perf/max_memory_allocated_gb", "max", "GiB", "Peak device memory allocated, largest rank"),
-    MetricSpec("perf/max_memory_reserved_gb", "max", "GiB", "Peak device memory reserved, largest rank"),
-    MetricSpec("perf/cpu_memory_used_gb", "max", "GiB", "Host memory in use, largest host"),
+    MetricSpec(
+        "perf/max_memory_allocated_gb", "max", "GiB", "Peak of memory in use since the update before, largest rank; on CPU its resident set"
+    ),
+    MetricSpec(
+        "perf/max_memory_reserved_gb",
+        "max",
+        "GiB",
+        "Peak of memory that the allocator holds since the update before, largest rank; on CPU the same",
+    ),
+    MetricSpec("perf/cpu_memory_used_gb", "max", "GiB", "Host memory in use, fullest host"),
     MetricSpec("perf/checkpoint_write_s", "max", "s", "Writing a checkpoint beside the training, told by the step in which it ended"),
-    MetricSpec("perf/mfu/actor", "mean", "share", "Model FLOPs of the update over what the devices could do"),
+    MetricSpec("perf/update_s", "max", "s", "Time of all updates on a rank, its device waited for, slowest rank"),
+    MetricSpec("perf/mfu/actor", "mean", "share", "FLOPs of the update over what the ranks' devices could do in its time on them"),
+    MetricSpec("perf/mfu/step", "mean", "share", "FLOPs of generation, log-probs and update over what all devices could do in the step"),
 ]
 
 _RESHARD = [

@@ -31,7 +31,7 @@ consists of stands in run.py.
 from mrl.cluster.trained_step import TrainedStep
 from mrl.errors import Interrupted
 from mrl.record.metrics import PhaseTimer
-from mrl.train.reporting import memory_metrics, reward_parts, sample_metrics, time_metrics
+from mrl.train.reporting import memory_metrics, mfu_metrics, reward_parts, sample_metrics, time_metrics
 from mrl.train.run import Run
 from mrl.train.update import advantages, corrections, old_log_probs, update
 from mrl.train.validation import validate
@@ -42,7 +42,7 @@ def train(run: Run) -> None:
     try:
         run.placement.begin(run.state.step)
         if run.state.step == 0 and run.config.trainer.val_before_train:
-            run.record.write(0, held_out_metrics(run) | memory_metrics())
+            run.record.write(0, held_out_metrics(run) | memory_metrics(run.machines))
         run.generation.begin()
         while run.state.step < run.total_steps:
             train_step(run)
@@ -99,7 +99,9 @@ def train_step(run: Run) -> None:
             with timer("save_checkpoint"):
                 metrics |= run.saver.write(run.state, metrics)
     metrics |= {"training/failed_saves": float(run.saver.failed_saves)}
-    metrics |= time_metrics(config, timer, rollouts) | memory_metrics()
+    metrics |= time_metrics(config, timer, rollouts) | memory_metrics(run.machines)
+    seconds = {"update": metrics["perf/update_s"], "step": timer.seconds["step"]}
+    metrics |= mfu_metrics(algorithm, actor.model, rollouts.samples.rows, run.peak, seconds)
     run.record.write(step, metrics)
     run.stop.release()
 

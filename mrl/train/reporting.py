@@ -3,10 +3,12 @@
 from collections.abc import Mapping
 
 import numpy as np
-import psutil
 
+from mrl.cluster.machines import Machines, Peak
 from mrl.config.rollout_rules import needed_devices
-from mrl.config.schema import DataConfig, RunConfig
+from mrl.config.schema import AlgorithmConfig, DataConfig, RunConfig
+from mrl.data.samples import SampleRows
+from mrl.model import ModelSpec, forward_flops
 from mrl.record.metrics import GENERATING, PhaseTimer, length_metrics, reward_metrics, speed_metrics
 from mrl.record.sinks import Record
 from mrl.record.views import Rows
@@ -40,9 +42,26 @@ def time_metrics(config: RunConfig, timer: PhaseTimer, rollouts: Rollouts) -> di
     return timer.metrics() | speed_metrics(rollouts.samples.rows, seconds, needed_devices(config))
 
 
-def memory_metrics() -> dict[str, float]:
-    """Memory in use on this host, in GiB."""
-    return {"perf/cpu_memory_used_gb": psutil.virtual_memory().used / GIB}
+def memory_metrics(machines: Machines) -> dict[str, float]:
+    """Memory in use on the fullest host, in GiB."""
+    return {"perf/cpu_memory_used_gb": machines.memory_used() / GIB}
+
+
+def mfu_metrics(
+    algorithm: AlgorithmConfig, model: ModelSpec, rows: SampleRows, peak: Peak, seconds: Mapping[str, float]
+) -> dict[str, float]:
+    """FLOPs that the step's samples cost, over what devices could do in the time: `update` seconds on the ranks, `step` in all.
+
+    Counted are the sequences as they are, each by itself: no padding, experts that a token is sent to, the output layer of response
+    tokens alone, and layers that are computed twice once. A backward pass costs two forward ones; generation and each pass of log-probs
+    one, whatever a cache saved.
+    """
+    forward = forward_flops(model, rows.lengths.tolist(), int(rows.response_lengths.sum()))
+    scored = (not algorithm.on_policy) + algorithm.needs_reference
+    return {
+        "perf/mfu/actor": 3 * forward / (seconds["update"] * peak.actor),
+        "perf/mfu/step": (1 + scored + 3) * forward / (seconds["step"] * peak.run),
+    }
 
 
 class AdvisedRecord:

@@ -17,6 +17,7 @@ from typing import Any
 from mrl.cluster.actor_group import ActorGroup
 from mrl.cluster.gates import MemoryGate
 from mrl.cluster.group_writer import GroupWriter
+from mrl.cluster.machines import Machines, Peak
 from mrl.cluster.prerequisites import check_object_stores
 from mrl.cluster.process_logs import with_log_tails
 from mrl.cluster.ray_cluster import object_store_sizes, ray_cluster
@@ -112,6 +113,8 @@ class Run:
     saver: Saver
     sample_writer: SampleWriter
     generation: Generation
+    machines: Machines
+    peak: Peak
     state: TrainState
 
 
@@ -156,11 +159,13 @@ def open_run(resolved: ResolvedConfig, resume: bool, views: Mapping[str, View] |
         stack.callback(saver.close)  # before the ranks end
         sample_writer = SampleWriter(run_dir.samples, config.cluster.step_timeout_s)
         stack.callback(sample_writer.close)
+        machines = Machines(config, actor, engines)
         responder = Responder(tokenizer, engines, rewards, config.reward, record, stop.raise_if_set)
         yield Run(
             config=config, run_dir=run_dir, val_prompts=val, total_steps=total,
             stop=stop, record=record, responder=responder, actor=actor, placement=placement, saver=saver, sample_writer=sample_writer,
-            generation=stack.enter_context(closing(_generation(config, responder, stream, state, spool))), state=state,
+            generation=stack.enter_context(closing(_generation(config, responder, stream, state, spool))),
+            machines=machines, peak=machines.peak(), state=state,
         )  # fmt: skip
 
 

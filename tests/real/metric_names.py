@@ -6,9 +6,6 @@ from mrl.record.spec import METRICS, metric_spec
 
 # declared, and in no line of any run
 NEVER = {
-    "perf/mfu/actor": "needs the peak FLOPs of an accelerator; verl's name is kept for it",
-    "perf/max_memory_allocated_gb": "needs an accelerator's own memory counters; verl's name is kept for it",
-    "perf/max_memory_reserved_gb": "needs an accelerator's own memory counters; verl's name is kept for it",
     "actor/log_seq_ratio_square_mean": "a part of actor/log_seq_ratio_std, which is written in its place",
 }
 # what a run does -> names that it writes because of that

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from replicas import Replicas, stored
 
+from mrl.cluster.machines import Peak
 from mrl.config.load import load_config
 from mrl.data.batch import Prompt
 from mrl.data.order import PromptStream
@@ -24,6 +25,7 @@ from mrl.train.resume import TrainState
 from mrl.train.rollouts import Responder
 from mrl.train.run import Run, StopFlag
 from mrl.train.saving import Saver
+from mrl.units import GIB
 from mrl.vllm.requests import Sampling
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
@@ -74,7 +76,11 @@ class World:
 
     def updated(self, counts, replica):
         parts = [{"actor/grad_norm": (norm, 1.0), "actor/skipped_updates": (0.0, 1.0)} for norm in (1.0, 3.0)]
-        return parts if replica is self.ranks.replicas[0] else []
+        first = replica is self.ranks.replicas[0]
+        return [*(parts if first else []), {"perf/update_s": (0.5 if first else 0.25, 1.0)}]
+
+    def memory_used(self):
+        return 3 * GIB
 
     def take_checkpoint(self):
         self.note("take_checkpoint")
@@ -187,7 +193,7 @@ def run_of(world, tmp_path, *overrides) -> Run:
         config=config, run_dir=run_dir, val_prompts=None, total_steps=2,
         stop=stop, record=world, responder=responder, actor=world, placement=placement, saver=saver,
         sample_writer=Writer(run_dir.samples),
-        generation=InTurn(config, responder, stream), state=TrainState(),
+        generation=InTurn(config, responder, stream), machines=world, peak=Peak(1e9, 2e9), state=TrainState(),
     )  # fmt: skip
 
 

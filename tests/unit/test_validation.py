@@ -259,7 +259,7 @@ def test_validation_comes_before_training_every_few_steps_and_at_the_end(monkeyp
     monkeypatch.setattr(
         loop, "held_out_metrics", lambda run: done.append(f"validate {run.state.step}") or {"val-core/x": 1.0}
     )
-    monkeypatch.setattr(loop, "memory_metrics", dict)
+    monkeypatch.setattr(loop, "memory_metrics", lambda machines: {})
     record = SimpleNamespace(write=lambda step, metrics: done.append(f"record {sorted(metrics)}"))
     sync = SimpleNamespace(bring_to=lambda version: done.append(f"sync {version}"))
     saver = SimpleNamespace(save_last=lambda state: done.append(f"save {state.step}"))
@@ -275,7 +275,7 @@ def test_validation_comes_before_training_every_few_steps_and_at_the_end(monkeyp
         run = SimpleNamespace(
             config=config, state=TrainState(first), total_steps=2, stop=StopFlag(), record=record, placement=placement,
             saver=saver,
-            generation=SimpleNamespace(begin=lambda: done.append("begin")),
+            generation=SimpleNamespace(begin=lambda: done.append("begin")), machines=None,
         )  # fmt: skip
         loop.train(run)
     assert done == [

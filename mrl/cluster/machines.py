@@ -1,0 +1,119 @@
+"""The machines that a run is on: what they could compute at best, of which MFU is a share, and how full their memory is."""
+
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import ray
+
+from mrl.cluster.actor_group import ActorGroup
+from mrl.cluster.calls import gather
+from mrl.cluster.rollout_group import RolloutGroup
+from mrl.config.rollout_rules import needed_devices
+from mrl.config.schema import RunConfig
+from mrl.errors import Interrupted
+from mrl.plan.devices import published_flops
+from mrl.platforms.process_memory import host_bytes_used
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Of one rank's device; on the CPU of its whole host, whose cores ranks share."""
+
+    device: str
+    measured: float  # FLOP/s of a large matrix product in the model's dtype
+
+    @property
+    def peak(self) -> float:
+        """As published, or what was measured where no figure is known."""
+        return published_flops(self.device) or self.measured
+
+
+@dataclass(frozen=True)
+class Peak:
+    """FLOP/s of all devices that ranks have, and of all that the run has."""
+
+    actor: float
+    run: float
+
+    @classmethod
+    def of(cls, config: RunConfig, speeds: Iterable[Speed]) -> "Peak":
+        """`speeds`: of every rank's device; on the CPU of every host that has ranks."""
+        each = [speed.peak for speed in speeds]
+        devices = config.cluster.nnodes if config.cluster.device == "cpu" else needed_devices(config)
+        return cls(sum(each), sum(each) / len(each) * max(devices, len(each)))
+
+
+class Machines:
+    """Asks one process of each node."""
+
+    def __init__(self, config: RunConfig, actor: ActorGroup, engines: RolloutGroup) -> None:
+        self._config, self._actor, self._engines = config, actor, engines
+
+    def speeds(self) -> list[Speed]:
+        """Of every rank's device; on the CPU of every host that has ranks. Nothing else should compute there meanwhile."""
+        everybody = self._actor.workers if self._config.cluster.device != "cpu" else [self._actor.workers[i] for i in self._first_ranks]
+        asked = {f"rank {number}": worker.speed.remote() for number, worker in enumerate(everybody)}
+        return [Speed(*found) for found in self._gathered(asked, "measuring devices").values()]
+
+    def peak(self) -> Peak:
+        """Prints what it is made of; two kinds of devices under one actor are worth a warning, for the slower sets the pace."""
+        speeds = self.speeds()
+        print("\n".join(_in_words(speeds)), flush=True)
+        return Peak.of(self._config, speeds)
+
+    def memory_used(self) -> int:
+        """Bytes of host memory in use on the fullest host. One that only engines are on and that does not answer is left out."""
+        used = self._gathered({f"rank {i}": self._actor.workers[i].host_bytes_used.remote() for i in self._first_ranks}, "measuring memory")
+        found = [host_bytes_used(), *used.values()]
+        with suppress(Interrupted):  # whoever needs a lost engine says so
+            asked = {f"engine process {i}": self._engines.workers[i].host_bytes_used.remote() for i in self._first_engines}
+            found += self._gathered(asked, "measuring memory").values()
+        return max(found)
+
+    def _gathered(self, refs: dict[str, ray.ObjectRef], what: str) -> dict[str, Any]:
+        return gather(refs, self._config.cluster.step_timeout_s, what)
+
+    @cached_property
+    def _rank_nodes(self) -> list[str]:
+        return [places[0][0] for places in self._actor.call("places")]
+
+    @cached_property
+    def _first_ranks(self) -> list[int]:
+        """The first rank of every node that has ranks."""
+        return first_of_each(self._rank_nodes)
+
+    @cached_property
+    def _first_engines(self) -> list[int]:
+        """The first engine process of every node that has engines and no ranks."""
+        places = self._gathered(self._engines.refs("places"), "placing the engines")
+        nodes = [of_workers[0][0] for of_workers in places.values()]
+        return [number for number in first_of_each(nodes) if nodes[number] not in self._rank_nodes]
+
+
+def first_of_each(values: Iterable[str]) -> list[int]:
+    """Position of the first of each value."""
+    found: dict[str, int] = {}
+    for number, value in enumerate(values):
+        found.setdefault(value, number)
+    return list(found.values())
+
+
+def _in_words(speeds: list[Speed]) -> list[str]:
+    kinds = {speed.device: [other.measured for other in speeds if other.device == speed.device] for speed in speeds}
+    lines = [f"{len(found)} x {device}: {_tera(found)} TFLOP/s in products{_published(device)}" for device, found in kinds.items()]
+    if len(kinds) > 1:
+        lines.append("warning: the actor is on devices of several kinds; the slowest sets the pace, and a plan knows one kind")
+    return lines
+
+
+def _tera(found: list[float]) -> str:
+    low, high = min(found) / 1e12, max(found) / 1e12
+    return f"{low:.3g}" if len(found) == 1 or f"{low:.2g}" == f"{high:.2g}" else f"{low:.3g} to {high:.3g}"
+
+
+def _published(device: str) -> str:
+    figure = published_flops(device)
+    return f", {figure / 1e12:.4g} published" if figure else ""
