@@ -269,3 +269,11 @@ def test_the_supported_ascend_row_is_a_published_one():
     released = (row.packages["vllm"], row.toolkit, row.packages["torch"], row.packages["torch-npu"])
     assert VLLM_ASCEND[row.packages["vllm-ascend"]] == released
     assert row.packages["torch-npu"] in TORCH_NPU[row.toolkit]
+
+
+def test_the_doctor_says_which_attention_and_which_experts_kernels_a_host_would_run():
+    found = {name: examine(machine)["kernels"].found for name, machine in HEALTHY.items()}
+    assert "Transformer Engine's grouped GEMM" in found["cuda"] and "experts triton" in found["cuda"]
+    assert "MindSpeed's grouped GEMM" in found["npu"] and "scaled_dot_product_attention" in found["cpu"]
+    bare = examine(without(CUDA, "transformer-engine-torch"))["kernels"].found
+    assert "scaled_dot_product_attention" in bare and "one after the other" in bare

@@ -31,6 +31,7 @@ def version_checks(machine: Machine) -> Iterator[Finding]:
         yield _toolkit(machine, row)
         yield _ascend_pairing(machine)
     yield _layers(machine, row)
+    yield ok("kernels", _kernels(machine, row))
     yield from (_source_only(machine, name, branch) for name, branch in row.source_only.items())
     yield from (_compiled(machine, row, name, wanted) for name, wanted in row.compiled.items())
 
@@ -115,6 +116,22 @@ def _layers(machine: Machine, row: VersionRow) -> Finding:
         cure = f"install {', '.join(missing)} (below), or let the run have them: model.allow_torch_layers: true"
         return failure("layers", f"plain torch, expert by expert: {', '.join(missing)} missing", cure)
     return ok("layers", f"of {', '.join(brought)}" if brought else "mrl's own in plain torch")
+
+
+# device -> attention and experts of a rank that has its row's layers, and the experts of an engine
+_KERNELS = {
+    "cuda": ("Transformer Engine's, over cuDNN or an installed flash-attn", "Transformer Engine's grouped GEMM"),
+    "npu": ("MindSpeed's fused one (use_flash_attn)", "MindSpeed's grouped GEMM"),
+}
+_PLAIN = ("torch's scaled_dot_product_attention", "one after the other")
+
+
+def _kernels(machine: Machine, row: VersionRow) -> str:
+    """What this host's ranks and engines would compute with; a run's first lines say what they do."""
+    has_layers = all(name in machine.versions for name in (*row.compiled, *row.source_only))
+    attention, experts = _KERNELS.get(machine.device, _PLAIN) if has_layers else _PLAIN
+    backend = get_hosting(machine.device).engine_arguments(1, None).get("moe_backend", "vLLM's choice")
+    return f"ranks: attention {attention}; experts {experts}. engines: attention vLLM's choice; experts {backend}"
 
 
 def _compiled(machine: Machine, row: VersionRow, name: str, wanted: str) -> Finding:

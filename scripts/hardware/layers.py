@@ -1,0 +1,244 @@
+"""Megatron's layers on one rank: Transformer Engine's and plain ones against Hugging Face's, offload, equal bits."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[2])]
+
+from checks import Figures, Machine, Skip, Wrong, check, expect
+
+ROWS = 12
+# mean difference of a log-prob, and of a gradient by its norm, from float32 Hugging Face: rounding of the dtype
+_BOUNDS = {"float32": (1e-5, 1e-4), "bfloat16": (0.1, 0.1)}
+
+
+_NO_CLIP = {"clip_ratio_low": 0.9, "clip_ratio_high": 1e6, "clip_ratio_c": 1e6}
+
+
+@check()
+def plain_layers(machine: Machine) -> Figures:
+    """mrl's layers in plain torch against Hugging Face's: log-probs and gradients of packed sequences, with experts and a
+    router in float32."""
+    return _of_layers(machine, "torch")
+
+
+@check()
+def transformer_engine_layers(machine: Machine) -> Figures:
+    """The same with the layers that an accelerator's row brings."""
+    from importlib.util import find_spec
+
+    if find_spec("transformer_engine") is None and machine.device != "npu":
+        raise Skip("no Transformer Engine: scripts/install.sh cuda compiles it")
+    machine.needs_accelerator("Transformer Engine")
+    return _of_layers(machine, "transformer_engine")
+
+
+def _of_layers(machine: Machine, layers: str) -> Figures:
+    """In a process of its own: what Megatron found at its import stays."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, machine.device, layers, folder]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=machine.limit_s, check=False)
+        if done.returncode:
+            raise Wrong(f"{layers}: {(done.stderr.strip().splitlines() or ['no word'])[-1]}")
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    log_prob, gradient = _BOUNDS[found["dtype"]]
+    expect(found["log_prob_error"] < log_prob, f"log-probs of {found['kernels']} are off by {found['log_prob_error']:.2g}")
+    expect(found["gradient_error"] < gradient, f"gradients of {found['kernels']} are off by {found['gradient_error']:.2g}")
+    return found
+
+
+def compare(machine: Machine, layers: str, folder: Path) -> Figures:
+    """Log-probs and gradients of one update against Hugging Face's in float32, on the host."""
+    if layers == "torch":
+        sys.modules["transformer_engine"] = None  # as where it is not installed
+    model = tiny_moe(folder)
+    actor = one_rank(machine, folder, DTYPE[machine.small])
+    batch = some_batch()
+    result = actor.log_probs(batch)
+    expected, gradients = _of_hugging_face(model, batch)
+    actor.gradients(batch)
+    found = _exported_gradients(actor)
+    # the router's is the smallest and the first to be lost where it is not computed in float32
+    errors = {name: _relative(found[name].float().cpu(), gradient) for name, gradient in gradients.items()}
+    worst = max(errors, key=errors.get)
+    return {
+        "kernels": actor.kernels(), "dtype": DTYPE[machine.small],
+        "log_prob_error": float(abs(result.log_probs - expected[batch.places_of(result.rows)]).mean()),
+        "gradient_error": errors[worst], "worst_gradient": worst,
+    }  # fmt: skip
+
+
+DTYPE = {True: "float32", False: "bfloat16"}
+
+
+def tiny_moe(folder: Path) -> Any:
+    """A Qwen3-MoE of 4 layers whose errors show, saved in `folder`: matrices five times as large as at a model's birth."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, vocab_size=512, intermediate_size=256)).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0) if parameter.dim() > 1 else parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return model
+
+
+def one_rank(machine: Machine, folder: Path, dtype: str, **actor: Any) -> Any:
+    """An actor of one rank with the model in `folder`; `actor`: more of its section."""
+    from mrl.cluster.prerequisites import free_port
+    from mrl.config.schema import RunConfig
+    from mrl.platforms import prepare_process
+
+    layout = {"world_size": 1, "tensor_model_parallel_size": 1, "sequence_parallel": False}
+    config = RunConfig.model_validate({
+        "model": {"path": str(folder), "dtype": dtype, "allow_torch_layers": True},
+        "actor": {"layout": layout, "optim": {"lr": 1e-3}, "ppo_mini_batch_size": ROWS, "ppo_micro_batch_size_per_gpu": ROWS} | actor,
+        "rollout": {"n": 1},
+        "algorithm": {"policy_loss": {"loss_mode": "vanilla", "loss_agg_mode": "token-mean", **_NO_CLIP}},
+        "data": {"train_batch_size": ROWS},
+        "cluster": {"device": machine.device},
+        "trainer": {"deterministic": machine.small},
+    })  # fmt: skip
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    prepare_process(machine.device, layout, {})
+    from mrl.megatron.actor import MegatronActor
+
+    return MegatronActor(config, 0, 1, "127.0.0.1", free_port())
+
+
+def some_batch(rows: int = ROWS, longest: int = 24, words: int = 500) -> Any:
+    """Prompts and responses of 2 to `longest` tokens, with positive advantages: of a negative one the clip would take the gradient."""
+    import numpy as np
+
+    from mrl.data.batch import TrainBatch
+
+    rng = np.random.default_rng(0)
+    prompts, responses = rng.integers(2, longest, rows), rng.integers(2, longest, rows)
+    ones, total = np.ones(rows, np.float32), int(responses.sum())
+    return TrainBatch(
+        prompt_lengths=prompts, response_lengths=responses, temperature=ones,
+        token_ids=rng.integers(1, words, int((prompts + responses).sum())).astype(np.int32),
+        rollout_log_probs=np.full(total, -4.0, np.float32), old_log_probs=np.full(total, -6.0, np.float32),
+        advantages=np.repeat(rng.random(rows, np.float32), responses),
+    )  # fmt: skip
+
+
+def _of_hugging_face(model: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
+    """Flat log-probs, and gradients of the loss that `one_rank` has: mean over sequences and tokens of -advantage x ratio."""
+    import numpy as np
+    import torch
+
+    parts, at, first = [], 0, 0
+    for prompt, response in zip(batch.prompt_lengths.tolist(), batch.response_lengths.tolist(), strict=True):
+        last = first + prompt + response
+        ids = torch.from_numpy(batch.token_ids[first:last].astype(np.int64))[None]
+        logits = model(ids).logits[0, prompt - 1 : -1].log_softmax(-1)
+        log_probs = logits.gather(-1, ids[0, prompt:, None])[:, 0]
+        own = slice(at, at + response)
+        ratio = torch.exp(log_probs - torch.from_numpy(batch.old_log_probs[own]))
+        loss = -(torch.from_numpy(batch.advantages[own]) * ratio).sum() / len(batch.advantages)
+        loss.backward()
+        parts.append(log_probs.detach().numpy())
+        at, first = at + response, last
+    return np.concatenate(parts), _as_checkpoint(model)
+
+
+def _as_checkpoint(model: Any) -> dict[str, Any]:
+    """Gradients under the names that weights have in a file, where transformers writes each expert by itself."""
+    import torch
+    from safetensors.torch import load_file
+
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        for parameter in model.parameters():
+            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        model.save_pretrained(folder)
+        return {name: tensor.clone() for name, tensor in load_file(Path(folder) / "model.safetensors").items()}
+
+
+def _exported_gradients(actor: Any) -> dict[str, Any]:
+    """Of one rank, under Hugging Face's names: they take the weights' place for the length of an export."""
+    import torch
+
+    parameters = [p for chunk in actor.chunks for p in chunk.parameters() if p.requires_grad]
+    weights = [p.detach().clone() for p in parameters]
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.copy_(parameter.main_grad)
+        found = {name: tensor.clone() for name, tensor in actor.export_hf()}
+        for parameter, weight in zip(parameters, weights, strict=True):
+            parameter.copy_(weight)
+    return found
+
+
+def _relative(found: Any, expected: Any) -> float:
+    return float((found - expected).norm() / expected.norm().clamp_min(1e-12))
+
+
+@check()
+def deterministic(machine: Machine) -> Figures:
+    """Two updates from the same start, twice: the same bits where `trainer.deterministic` says so."""
+    import torch
+
+    from mrl.platforms import get_platform
+
+    get_platform(machine.device).deterministic()
+    with tempfile.TemporaryDirectory() as folder:
+        tiny_moe(Path(folder))
+        runs = []
+        for _ in range(2):
+            actor = one_rank(machine, Path(folder), DTYPE[machine.small])
+            batch = some_batch()
+            parts = [actor.update(batch).parts for _ in range(2)]
+            runs.append((parts, {name: tensor.clone() for name, tensor in actor.export_hf()}))
+            actor.close()
+    unlike = [name for name, tensor in runs[0][1].items() if not torch.equal(tensor, runs[1][1][name])]
+    expect(not unlike and runs[0][0] == runs[1][0], f"two runs from one start differ, first in {unlike[:1] or 'metrics'}")
+    return {"tensors": len(runs[0][1]), "updates": 2}
+
+
+@check()
+def offload(machine: Machine) -> Figures:
+    """Parameters, gradients and optimizer leave the device and come back: GB/s, what stays, and an update as without."""
+    import time
+
+    import torch
+
+    with tempfile.TemporaryDirectory() as folder:
+        tiny_moe(Path(folder))
+        switches = {"param_offload": True, "grad_offload": True, "optimizer_offload": True}
+        actor = one_rank(machine, Path(folder), DTYPE[machine.small], **switches)
+        batch = some_batch()
+        actor.update(batch)
+        before, kinds, times = _weights(actor), ("parameters", "gradients", "optimizer"), {"off": [], "on": []}
+        for _ in range(3):
+            for name, run in (("off", actor.offload), ("on", lambda: actor.bring(*kinds))):
+                machine.platform.synchronize()
+                began = time.perf_counter()
+                run()
+                machine.platform.synchronize()
+                times[name].append(time.perf_counter() - began)
+        left = sum(actor.residence.left_bytes.values())
+        same = all(torch.equal(a, b) for a, b in zip(before.values(), _weights(actor).values(), strict=True))
+    expect(same, "weights that were on the host are not what they were")
+    return {"bytes": left, **{f"{name}_gb_per_s": left / min(found) / 1e9 for name, found in times.items()}}
+
+
+def _weights(actor: Any) -> dict[str, Any]:
+    return {name: tensor.clone() for name, tensor in actor.export_hf()}
+
+
+if __name__ == "__main__":
+    from checks import quiet, say
+
+    quiet()
+    say(compare(Machine(sys.argv[1]), sys.argv[2], Path(sys.argv[3])))

@@ -1,0 +1,152 @@
+"""Bytes from one process to another: a group's send and receive, device memory opened elsewhere, shared host memory.
+
+Each check starts a second process of this file; the two meet at a port of this host.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[2])]
+
+from checks import Figures, Machine, Skip, Wrong, check, expect
+
+from mrl.units import MIB
+
+_MEET_S = 30
+_ROUNDS = 6  # the first, which makes the connection, does not count
+
+
+@check(fast=True)
+def pair(machine: Machine) -> Figures:
+    """GB/s of sends between two processes, by the group that weight syncs use: gloo on the CPU, NCCL or HCCL between
+    two devices."""
+    if not machine.small and machine.platform._torch.device_count() < 2:
+        raise Skip("one device: two processes on it have no communicator; `ipc` moves bytes between them")
+    return _with_other("pair", machine, _pair)
+
+
+def _pair(machine: Machine, number: int, port: int) -> Figures:
+    import torch
+    import torch.distributed as dist
+
+    from mrl.platforms.transfer import get_transfer
+
+    machine.platform.set_device(number)
+    transfer = get_transfer(machine.device)
+    store = dist.TCPStore("127.0.0.1", port, 2, is_master=number == 0)
+    group = transfer.point_to_point_group(store, number, 2, _MEET_S, "127.0.0.1")
+    data = torch.full((machine.size(512 * MIB, 16 * MIB),), number, dtype=torch.uint8, device=transfer.device)
+    best = float("inf")
+    for step in range(_ROUNDS):
+        began = time.perf_counter()
+        work = group.send([data], 1, step) if number == 0 else group.recv([data], 0, step)
+        expect(transfer.wait(work, _MEET_S), f"no {'receiver' if number == 0 else 'sender'} within {_MEET_S} s")
+        transfer.synchronize()
+        best = min(best, time.perf_counter() - began) if step else best
+    expect(bool((data == 0).all()), "what arrived is not what was sent")
+    store.set(f"done {number}", "1")
+    store.wait(["done 0", "done 1"])
+    return {"gb_per_s": data.nbytes / best / 1e9, "bytes": data.nbytes}
+
+
+@check(fast=True)
+def collective_of_one(machine: Machine) -> Figures:
+    """The device's own collectives begin: a communicator of one rank sums what it has."""
+    import torch
+    import torch.distributed as dist
+
+    from mrl.cluster.prerequisites import free_port
+
+    if dist.is_initialized():
+        dist.destroy_process_group()  # of a check before
+    os.environ.update(machine.platform.network_environment("127.0.0.1"))
+    backend, data = machine.platform.distributed_backend, torch.ones(4 * MIB, device=machine.torch_device)
+    began = time.perf_counter()
+    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    dist.all_reduce(data)
+    machine.platform.synchronize()
+    seconds = time.perf_counter() - began
+    expect(bool((data == 1).all()), f"{backend} of one rank changes what it sums")
+    dist.destroy_process_group()
+    return {"backend": backend, "start_s": seconds}
+
+
+@check(fast=True)
+def ipc(machine: Machine) -> Figures:
+    """Device memory of this process, opened and written by another on the same device."""
+    machine.needs_accelerator("memory of its own to open; `shared_memory` is its way")
+    return _with_other("ipc", machine, _ipc)
+
+
+def _ipc(machine: Machine, number: int, port: int) -> Figures:
+    import torch.distributed as dist
+
+    from mrl.platforms.transfer import get_transfer
+
+    machine.platform.set_device(0)
+    transfer, size = get_transfer(machine.device), 512 * MIB
+    store = dist.TCPStore("127.0.0.1", port, 2, is_master=number == 0)
+    if number == 0:
+        arena = transfer.arena(size).fill_(0)
+        store.set("handle", json.dumps(transfer.share_memory(arena)))
+        store.wait(["written"])
+        transfer.synchronize()
+        expect(bool((arena == 7).all()), "what another process wrote is not in the memory that was opened")
+        store.set("seen", "1")
+        return json.loads(store.get("figures"))
+    opened = transfer.open_memory(json.loads(store.get("handle")))
+    mine = opened.new_full((size,), 7)
+    seconds = machine.seconds(lambda: opened.copy_(mine))
+    store.set("figures", json.dumps({"gb_per_s": size / seconds / 1e9, "bytes": size}))
+    store.set("written", "1")
+    store.wait(["seen"])
+    return {}
+
+
+@check(fast=True)
+def shared_memory(machine: Machine) -> Figures:
+    """Host memory that two processes share, written for the first time, again, and read; pinned where a device reads it."""
+    import torch
+
+    from mrl.platforms.transfer import get_transfer
+
+    size, path = machine.size(512 * MIB, 32 * MIB), Path(f"/dev/shm/mrl_ladder_{os.getpid()}")
+    transfer = get_transfer(machine.device)
+    try:
+        shared = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+        data = torch.ones(size, dtype=torch.uint8, device=machine.torch_device)
+        began = time.perf_counter()
+        shared.copy_(data)
+        first = time.perf_counter() - began
+        undo = transfer.pin(shared)
+        again, read = machine.seconds(lambda: shared.copy_(data)), machine.seconds(lambda: data.copy_(shared))
+        undo()
+    finally:
+        path.unlink(missing_ok=True)
+    return {f"{name}_gb_per_s": size / s / 1e9 for name, s in (("first_write", first), ("write", again), ("read", read))}
+
+
+def _with_other(name: str, machine: Machine, both) -> Figures:
+    """Runs `both` here as process 0 and in another as process 1; raises Wrong with what the other said where it failed."""
+    from mrl.cluster.prerequisites import free_port
+
+    port = free_port()
+    other = subprocess.Popen([sys.executable, __file__, name, machine.device, str(port)], stderr=subprocess.PIPE, text=True)
+    try:
+        figures = both(machine, 0, port)
+    except Exception as error:
+        other.kill()
+        said = other.communicate()[1].strip().splitlines()
+        raise Wrong(f"{type(error).__name__}: {error}; the other process: {said[-1] if said else 'nothing'}") from error
+    err = other.communicate(timeout=_MEET_S)[1]
+    expect(other.returncode == 0, f"the other process ended with {other.returncode}: {err.strip()[-300:]}")
+    return figures
+
+
+if __name__ == "__main__":
+    {"pair": _pair, "ipc": _ipc}[sys.argv[1]](Machine(sys.argv[2]), 1, int(sys.argv[3]))
