@@ -1,12 +1,12 @@
 """MFU of the update and of a pass of log-probs, on as many layers of Qwen3-30B-A3B as one device holds.
 
-    python scripts/bench/actor.py [--json] [--device cuda|npu|cpu] [--layers N --tokens 8192 --micro-batches 4 --recompute full]
+    python scripts/bench/actor.py [--json] [--device cuda|npu|cpu] [--layers N --tokens 8192 --recompute full]
 
-One rank of the real actor (Megatron's layers, the distributed optimizer, packed sequences of mixed lengths), weights as they are
-at a model's birth. FLOPs are those of the sequences as they are, with the experts that a token is sent to; a layer that is
-computed twice counts once. The ceiling is a large matrix product of the same run. Half the layers are measured too: their
-difference extrapolates to all 48, which stands beside what `mrl plan` predicts of one device that held them. On a CPU all sizes
-are small, and only that it runs is worth something.
+One rank of the real actor (Megatron's layers, the distributed optimizer, packed sequences of mixed lengths), weights as
+they are at a model's birth. FLOPs are those of the sequences as they are, with the experts that a token is sent to; a
+layer that is computed twice counts once. The ceiling is a large matrix product of the same run. Half the layers are
+measured too: their difference extrapolates to all 48, which stands beside what `mrl plan` predicts of one device that
+held them. On a CPU all sizes are small, and only that it runs is worth something.
 """
 
 import argparse
@@ -94,7 +94,9 @@ def fitting_layers(device: str, config: dict[str, Any], kind: str) -> int:
 class _Run:
     """One depth."""
 
-    def __init__(self, platform: Any, config: dict[str, Any], layers: int, tokens: int, options: argparse.Namespace) -> None:
+    def __init__(
+        self, platform: Any, config: dict[str, Any], layers: int, tokens: int, options: argparse.Namespace
+    ) -> None:
         self.platform, self.layers, self.tokens, self.options = platform, layers, tokens, options
         self.config = config | {"num_hidden_layers": layers}
         self.batch = _batch(tokens, options.micro_batches, config["vocab_size"])
@@ -130,7 +132,9 @@ class _Run:
 
 
 def _batch(tokens: int, micro_batches: int, words: int) -> Any:
-    """Sequences of a quarter, an eighth and sixteenths of a micro-batch, a third of each its prompt: mixed, and they fill it."""
+    """Sequences of a quarter, an eighth and sixteenths of a micro-batch, a third of each its prompt: mixed, and they
+    fill it.
+    """
     import numpy as np
 
     from mrl.data.batch import TrainBatch
@@ -141,7 +145,8 @@ def _batch(tokens: int, micro_batches: int, words: int) -> Any:
     flat = np.full(int(responses.sum()), -8.0, np.float32)
     return TrainBatch(
         prompt_lengths=prompts, response_lengths=responses, temperature=np.ones(rows, np.float32),
-        token_ids=rng.integers(1, words, int(lengths.sum())).astype(np.int32), rollout_log_probs=flat, old_log_probs=flat.copy(),
+        token_ids=rng.integers(1, words, int(lengths.sum())).astype(np.int32), rollout_log_probs=flat,
+        old_log_probs=flat.copy(),
         advantages=np.repeat(rng.random(rows, np.float32), responses),
     )  # fmt: skip
 
@@ -158,7 +163,8 @@ def _actor(folder: Path, run: _Run) -> Any:
     overrides = prepare_process(run.platform.name, layout, given)
     dtype = "float32" if run.platform.name == "cpu" else "bfloat16"
     config = RunConfig.model_validate({
-        "model": {"path": str(folder), "dtype": dtype, "allow_torch_layers": True, "override_transformer_config": overrides},
+        "model": {"path": str(folder), "dtype": dtype, "allow_torch_layers": True,
+                  "override_transformer_config": overrides},
         "actor": {"layout": layout, "optim": {"lr": 1e-6}, "ppo_mini_batch_size": rows, "use_dynamic_bsz": True,
                   "ppo_max_token_len_per_gpu": run.tokens},
         "rollout": {"n": 1}, "data": {"train_batch_size": rows}, "cluster": {"device": run.platform.name},
@@ -196,7 +202,9 @@ def _report(platform: Any, run: _Run, found: dict[int, dict[str, float]]) -> dic
 
 
 def _extrapolated(run: _Run, found: dict[int, dict[str, float]], peak: float) -> dict[str, float]:
-    """An update of all 48 layers from two depths, and what `mrl plan` predicts of it: FLOPs at the share that it assumes."""
+    """An update of all 48 layers from two depths, and what `mrl plan` predicts of it: FLOPs at the share that it
+    assumes.
+    """
     from mrl.model import forward_flops, model_spec
     from mrl.model.registry import known_hf_config
     from mrl.plan.activations import Recompute

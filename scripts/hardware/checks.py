@@ -1,4 +1,5 @@
-"""What the files of this folder have in common: a check is a function from a `Machine` to figures, and ends in one JSON line.
+"""What the files of this folder have in common: a check is a function from a `Machine` to figures, and ends in one JSON
+line.
 
     {"check": "digest", "status": "ok", "seconds": 1.2, "device": "cuda", "gb_per_s": 310.0}
 

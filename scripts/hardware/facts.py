@@ -20,7 +20,7 @@ def devices(machine: Machine) -> Figures:
         names = [module.get_device_name(i) for i in range(module.device_count())]
         memory = [module.get_device_properties(i).total_memory / 2**30 for i in range(len(names))]
     if len(set(names)) > 1:
-        raise Wrong(f"devices of several kinds in one job: {', '.join(sorted(set(names)))}; the slowest sets the pace and a "
+        raise Wrong(f"devices of several kinds: {', '.join(sorted(set(names)))}; the slowest sets the pace and a "
                     "plan knows one kind. Show the job those of one kind (CUDA_VISIBLE_DEVICES)")  # fmt: skip
     facts = {"names": sorted(set(names)), "count": len(names), "memory_gib": memory}
     return facts | {"python": sys.version.split()[0], "torch": torch.__version__, "layers": _layers()}
@@ -45,7 +45,9 @@ def doctor(machine: Machine) -> Figures:
     wrong = _not_well(host_checks(here))
     if wrong["failure"]:
         raise Wrong("; ".join(wrong["failure"]))
-    packages = _not_well([*version_checks(here), *engine_checks(here)])  # what cannot be downloaded here is told, and no failure
+    packages = _not_well(
+        [*version_checks(here), *engine_checks(here)]
+    )  # what cannot be downloaded here is told, and no failure
     return {"warnings": wrong["warning"] + packages["warning"], "packages": packages["failure"]}
 
 
@@ -67,8 +69,10 @@ def peak(machine: Machine) -> Figures:
     rate, name = product_rate(machine.platform, machine.dtype, threads=None), machine.platform.device_name()
     published = published_flops(name)
     if published and rate < SLOWEST_SHARE * published:
-        raise Wrong(f"{name}: {rate / 1e12:.0f} of {published / 1e12:.0f} TFLOP/s in a large product; is somebody else on the "
-                    "device, is it throttled (nvidia-smi -q -d CLOCK,POWER,PERFORMANCE), is torch's build the right one?")  # fmt: skip
+        raise Wrong(
+            f"{name}: {rate / 1e12:.0f} of {published / 1e12:.0f} TFLOP/s in a large product; is somebody else on the "
+            "device, is it throttled (nvidia-smi -q -d CLOCK,POWER,PERFORMANCE), is torch's build the right one?"
+        )
     return {"name": name, "tflops": rate / 1e12, "published_tflops": published and published / 1e12}
 
 

@@ -2,8 +2,9 @@
 
     python scripts/hardware/ladder.py cuda|npu|cpu [CHECK ...] [--fast] [--list] [--out FILE]
 
-Each check has a process of its own and two minutes on a device, but for the fast ones with --fast, which share one. Ends with 1 where
-one failed. What needs nothing but torch comes first, so that the first line that is wrong is the nearest to its cause.
+Each check has a process of its own and two minutes on a device, but for the fast ones with --fast, which share one.
+Ends with 1 where one failed. What needs nothing but torch comes first, so that the first line that is wrong is the
+nearest to its cause.
 """
 
 import argparse
@@ -76,7 +77,9 @@ def _lines_apart(names: list[str], device: str) -> Iterator[Figures]:
 def _line_of_process(name: str, device: str) -> Figures:
     """A process that ends without a line has one made for it: nothing is left out."""
     command = [sys.executable, str(HERE / "ladder.py"), device, name, "--here"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
         out, err = process.communicate(timeout=Machine(device).limit_s + _GRACE_S)
     except subprocess.TimeoutExpired:

@@ -22,8 +22,10 @@ def host_copies(machine: Machine) -> Figures:
     kept = data.clone()
     off = size / machine.seconds(lambda: place.copy_(data, non_blocking=True))
     on = size / machine.seconds(lambda: data.copy_(place, non_blocking=True))
-    expect(torch.equal(data, kept), "what came back from the host is not what went there: look at the device's ECC errors")
-    slow = f"{min(off, on) / 1e9:.1f} GB/s to or from the host: is the memory pinned (ulimit -l unlimited), the link at full width?"
+    expect(
+        torch.equal(data, kept), "what came back from the host is not what went there: look at the device's ECC errors"
+    )
+    slow = f"{min(off, on) / 1e9:.1f} GB/s to or from the host: is memory pinned (ulimit -l unlimited), the link whole?"
     expect(machine.small or min(off, on) > SLOW_LINK, slow)
     return {"to_host_gb_per_s": off / 1e9, "from_host_gb_per_s": on / 1e9, "bytes": size}
 
@@ -45,13 +47,15 @@ def pack(machine: Machine) -> Figures:
     targets = [other[rows // 2 :] for other in others]
     unpacked = buffer.nbytes / machine.seconds(lambda: copy_all(targets, views))
     right = all(torch.equal(other[rows // 2 :], half) for other, half in zip(others, halves, strict=True))
-    expect(right, "packed and unpacked slices are not what they were: do not sync weights on this machine, and report it")
+    expect(
+        right, "packed and unpacked slices are not what they were: do not sync weights on this machine, and report it"
+    )
     return {"pack_gb_per_s": packed / 1e9, "unpack_gb_per_s": unpacked / 1e9, "bytes": buffer.nbytes}
 
 
 @check(fast=True)
 def digest(machine: Machine) -> Figures:
-    """The proof of a weight sync: as fast as memory is read, the same number as on the host, and another for one bit."""
+    """The proof of a weight sync: quick, the same number as on the host, and another for one bit."""
     import torch
 
     from mrl.reshard.digest import partial_digest
@@ -62,7 +66,10 @@ def digest(machine: Machine) -> Figures:
     peak = machine.peak_of(lambda: partial_digest(there, "a.weight", (0, 0)))
     seconds = machine.seconds(lambda: partial_digest(there, "a.weight", (0, 0)))
     found = partial_digest(there, "a.weight", (0, 0))
-    expect(found == partial_digest(block, "a.weight", (0, 0)), "the device's digest is not the host's: syncs would be refused")
+    expect(
+        found == partial_digest(block, "a.weight", (0, 0)),
+        "the device's digest is not the host's: syncs would be refused",
+    )
     there.view(torch.int16)[7, 9] ^= 1
     expect(partial_digest(there, "a.weight", (0, 0)) != found, "one flipped bit does not show in the digest")
     return {"gb_per_s": block.nbytes / seconds / 1e9, "bytes": block.nbytes, "peak_gib": peak}
@@ -89,7 +96,8 @@ def allocator(machine: Machine) -> Figures:
     variable = {"cuda": "PYTORCH_CUDA_ALLOC_CONF", "npu": "PYTORCH_NPU_ALLOC_CONF"}[machine.device]
     return {
         name: float(
-            subprocess.run([sys.executable, "-c", _SIZES_THAT_CHANGE, machine.device], check=True, capture_output=True, text=True,
+            subprocess.run([sys.executable, "-c", _SIZES_THAT_CHANGE, machine.device], check=True,
+                           capture_output=True, text=True,
                            env=os.environ | {variable: f"expandable_segments:{value}"}).stdout
         )
         for name, value in (("held_over_used_expandable", True), ("held_over_used_fixed", False))

@@ -1,4 +1,6 @@
-"""The nodes of a Ray cluster beside each other (RAY_ADDRESS): kinds of devices, versions, clocks, shared memory, open ports."""
+"""The nodes of a Ray cluster beside each other (RAY_ADDRESS): kinds of devices, versions, clocks, shared memory, open
+ports.
+"""
 
 import os
 import socket
@@ -31,18 +33,22 @@ class Node:
 def faults(nodes: Iterable[Node]) -> list[str]:
     """What does not belong together, each with its cure."""
     every = list(nodes)
-    found = [_unlike(every, "device", "devices", "a job takes one kind: leave the others out of the cluster"),
-             _unlike(every, "driver", "drivers", "install one driver on all nodes; NCCL and IPC go over both"),
-             _unlike(every, "versions", "versions of mrl's packages", "install the same row on every node")]  # fmt: skip
+    found = [
+        _unlike(every, "device", "devices", "a job takes one kind: leave the others out of the cluster"),
+        _unlike(every, "driver", "drivers", "install one driver on all nodes; NCCL and IPC go over both"),
+        _unlike(every, "versions", "versions of mrl's packages", "install the same row on every node"),
+    ]
     clocks = [node.clock_s for node in every]
     if max(clocks) - min(clocks) > SKEW_S:
         late = max(every, key=lambda node: abs(node.clock_s - sorted(clocks)[len(clocks) // 2]))
-        found.append(f"clocks differ by {max(clocks) - min(clocks):.1f} s ({late.name} is off): run chrony or ntpd on all nodes")
+        found.append(
+            f"clocks differ by {max(clocks) - min(clocks):.1f} s ({late.name} is off): run chrony or ntpd on all nodes"
+        )
     for node in every:
         if node.shm_gib < SHM_LEAST_GIB:
-            found.append(f"{node.name}: /dev/shm has {node.shm_gib * 1024:.0f} MiB: give its container --shm-size=16g or --ipc=host")
+            found.append(f"{node.name}: /dev/shm has {node.shm_gib * 1024:.0f} MiB: give its container --shm-size=16g")
         if node.closed:
-            found.append(f"{node.name} cannot reach {', '.join(node.closed)}: open TCP between the nodes (firewall, security group)")
+            found.append(f"{node.name} cannot reach {', '.join(node.closed)}: open TCP between the nodes (firewall)")
     return [text for text in found if text]
 
 
@@ -52,7 +58,11 @@ def _unlike(nodes: list[Node], field: str, what: str, cure: str) -> str:
         values.setdefault(getattr(node, field), []).append(node.name)
     if len(values) < 2:
         return ""
-    return f"several {what}: " + "; ".join(f"{value} on {', '.join(names)}" for value, names in values.items()) + f". {cure}"
+    return (
+        f"several {what}: "
+        + "; ".join(f"{value} on {', '.join(names)}" for value, names in values.items())
+        + f". {cure}"
+    )
 
 
 def facts(device: str) -> dict[str, Any]:
@@ -66,7 +76,8 @@ def facts(device: str) -> dict[str, Any]:
 
     known = {entry.metadata["Name"].lower(): entry.version for entry in importlib.metadata.distributions()}
     packages = " ".join(f"{name} {known[name]}" for name in PACKAGES if name in known)
-    return {"device": get_platform(device).device_name(), "driver": find_devices(device).driver or "", "versions": packages,
+    return {"device": get_platform(device).device_name(), "driver": find_devices(device).driver or "",
+            "versions": packages,
             "shm_gib": shutil.disk_usage("/dev/shm").total / 2**30, "clock": time.time()}  # fmt: skip
 
 
@@ -106,13 +117,22 @@ def nodes(machine: Machine) -> Figures:
     alive = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     on = {one: {"scheduling_strategy": NodeAffinitySchedulingStrategy(one, soft=False), "num_cpus": 0} for one in alive}
     listeners = {one: ray.remote(Listener).options(**on[one]).remote() for one in alive}
-    open_ports = [(alive[one], port) for one, who in listeners.items() for port in ray.get(who.ports.remote(), timeout=WITHIN_S)]
-    asked = {one: ray.remote(closed_of).options(**on[one]).remote([a for a in open_ports if a[0] != alive[one]]) for one in alive}
+    open_ports = [
+        (alive[one], port) for one, who in listeners.items() for port in ray.get(who.ports.remote(), timeout=WITHIN_S)
+    ]
+    asked = {
+        one: ray.remote(closed_of).options(**on[one]).remote([a for a in open_ports if a[0] != alive[one]])
+        for one in alive
+    }
     closed = {one: tuple(ray.get(ref, timeout=WITHIN_S)) for one, ref in asked.items()}
     told = [_asked(ray, machine.device, alive[one], on[one], closed[one]) for one in alive]
     if wrong := faults(told):
         raise Wrong("; ".join(wrong))
-    return {"nodes": len(told), "device": told[0].device, "skew_s": max(n.clock_s for n in told) - min(n.clock_s for n in told)}
+    return {
+        "nodes": len(told),
+        "device": told[0].device,
+        "skew_s": max(n.clock_s for n in told) - min(n.clock_s for n in told),
+    }
 
 
 def _asked(ray: Any, device: str, name: str, options: dict[str, Any], closed: tuple[str, ...]) -> Node:

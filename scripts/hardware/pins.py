@@ -1,4 +1,5 @@
-"""NAME==VERSION of what the ladder needs beside torch, as installed here: megatron-core, mbridge, mrl's core and what these need.
+"""NAME==VERSION of what the ladder needs beside torch, as installed here: megatron-core, mbridge, mrl's core and what
+these need.
 
 Left out is what is large and what the ladder skips by name where it is missing.
 """
@@ -6,8 +7,32 @@ Left out is what is large and what the ladder skips by name where it is missing.
 import importlib.metadata
 import re
 
-WANTED = ("megatron-core", "mbridge", "transformers", "pydantic", "PyYAML", "psutil", "safetensors", "numpy", "rich", "einops")
-LEFT_OUT = ("torch", "triton", "ray", "vllm", "pyarrow", "tensorboard", "typer", "hf-xet", "nvidia", "datasets", "pandas", "accelerate")
+WANTED = (
+    "megatron-core",
+    "mbridge",
+    "transformers",
+    "pydantic",
+    "PyYAML",
+    "psutil",
+    "safetensors",
+    "numpy",
+    "rich",
+    "einops",
+)
+LEFT_OUT = (
+    "torch",
+    "triton",
+    "ray",
+    "vllm",
+    "pyarrow",
+    "tensorboard",
+    "typer",
+    "hf-xet",
+    "nvidia",
+    "datasets",
+    "pandas",
+    "accelerate",
+)
 
 
 def pins() -> dict[str, str]:

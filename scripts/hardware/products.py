@@ -7,7 +7,9 @@ from checks import Figures, Machine, check, expect
 
 @check(fast=True)
 def grouped_products(machine: Machine) -> Figures:
-    """TFLOP/s of the experts' product, one by one (mrl's plain layer), as torch's grouped one and as Transformer Engine's."""
+    """TFLOP/s of the experts' product, one by one (mrl's plain layer), as torch's grouped one and as Transformer
+    Engine's.
+    """
     import torch
     import torch.nn.functional as F
 
@@ -16,7 +18,9 @@ def grouped_products(machine: Machine) -> Figures:
     dtype, device = machine.dtype, machine.torch_device
     x = torch.randn(sum(tokens), hidden, device=device).to(dtype)
     weights = [torch.randn(width, hidden, device=device).to(dtype) * hidden**-0.5 for _ in range(experts)]
-    ways = {"one_by_one": lambda: torch.cat([F.linear(part, w) for part, w in zip(x.split(tokens), weights, strict=True)])}
+    ways = {
+        "one_by_one": lambda: torch.cat([F.linear(part, w) for part, w in zip(x.split(tokens), weights, strict=True)])
+    }
     if dtype is torch.bfloat16 and hasattr(torch, "_grouped_mm"):
         ends = torch.tensor(tokens, device=device).cumsum(0).to(torch.int32)
         stacked = torch.stack(weights).transpose(1, 2)
@@ -45,7 +49,8 @@ def _grouped_linear(weights, x, tokens):
 
 @check(fast=True)
 def log_probs(machine: Machine) -> Figures:
-    """Log-probs without the logits beside those through all logits: error against float64, time and memory, backward too.
+    """Log-probs without the logits beside those through all logits: error against float64, time and memory, backward
+    too.
 
     Both multiply in 16 bits; the lean ones must not be further from float64, in less memory.
     """
@@ -59,7 +64,9 @@ def log_probs(machine: Machine) -> Figures:
     tokens, hidden, words = machine.size(8192, 256), machine.size(2048, 128), machine.size(151936, 8192)
     noise = torch.Generator().manual_seed(0)
     states = torch.randn(tokens, hidden, generator=noise).to(machine.torch_device, torch.bfloat16).requires_grad_()
-    weight = (torch.randn(words, hidden, generator=noise) * 0.05).to(machine.torch_device, torch.bfloat16).requires_grad_()
+    weight = (
+        (torch.randn(words, hidden, generator=noise) * 0.05).to(machine.torch_device, torch.bfloat16).requires_grad_()
+    )
     targets = torch.randint(words, (tokens,), generator=noise).to(machine.torch_device)
     ones = torch.ones(tokens, device=machine.torch_device)
     ways = {
@@ -95,16 +102,26 @@ def attention(machine: Machine) -> Figures:
     layer = CausalAttention(None, 1, None, "self", pg_collection=_OneRank())
     found = {}
     for name, length in (("short", total // 64), ("middle", total // 8), ("whole", total)):
-        q, k, v = (torch.randn(total, n, size, device=machine.torch_device).to(machine.dtype) for n in (heads, groups, groups))
+        q, k, v = (
+            torch.randn(total, n, size, device=machine.torch_device).to(machine.dtype) for n in (heads, groups, groups)
+        )
         starts = torch.arange(0, total + 1, length, dtype=torch.int32, device=machine.torch_device)
         pack = _Pack(starts)
         out, last = layer(q, k, v, packed_seq_params=pack), slice(total - length, total)
         alone = layer(q[last], k[last], v[last], packed_seq_params=_Pack(starts[:2]))
         error = (out[last].float() - alone.float()).abs().max().item()
-        expect(error < (1e-4 if machine.small else 2e-2), f"attention of a packed sequence is off by {error:.2g} from that alone")
+        expect(
+            error < (1e-4 if machine.small else 2e-2),
+            f"attention of a packed sequence is off by {error:.2g} from that alone",
+        )
         pairs = total * (length + 1) / 2
         found[f"{name}_tflops"] = (
-            4 * heads * size * pairs / machine.seconds(lambda p=pack, x=(q, k, v): layer(*x, packed_seq_params=p)) / 1e12
+            4
+            * heads
+            * size
+            * pairs
+            / machine.seconds(lambda p=pack, x=(q, k, v): layer(*x, packed_seq_params=p))
+            / 1e12
         )
     return found
 

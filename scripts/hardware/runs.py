@@ -1,7 +1,7 @@
 """Whole runs of a tiny model through `mrl train`: engines and ranks beside each other, in turns, stopped and resumed.
 
-What a run's metrics say is what is checked: that the engine holds the trainer's weights (handshake, slices and read-back are
-part of every sync), that both compute the same probabilities, that a sleeping engine gives its memory back.
+What a run's metrics say is what is checked: that the engine holds the trainer's weights (handshake, slices and read-
+back are part of every sync), that both compute the same probabilities, that a sleeping engine gives its memory back.
 """
 
 import importlib.util
@@ -34,18 +34,22 @@ def run_colocated(machine: Machine) -> Figures:
     """Ranks and an engine in turns on the same devices: sleep, wake, offload, and weights over the device's memory."""
     _has_engines()
     with tempfile.TemporaryDirectory(prefix="mrl-ladder-") as folder:
-        rows = _trained(machine, "cpu-colocated.yaml", Path(folder), colocated_settings(machine.device, device_count(machine)))
+        rows = _trained(
+            machine, "cpu-colocated.yaml", Path(folder), colocated_settings(machine.device, device_count(machine))
+        )
     return _judged(machine, rows) | {name: value for name, value in rows[-1].items() if name.startswith("switch/")}
 
 
 @check()
 def resume(machine: Machine) -> Figures:
-    """A step, a save and a step; the save resumed: the same bits. On devices too, since the tiny run is deterministic."""
+    """A step, a save and a step; the save resumed: the same bits, on devices too."""
     _has_engines()
     with tempfile.TemporaryDirectory(prefix="mrl-ladder-") as folder:
         world, settings = make_world(Path(folder)), colocated_settings(machine.device, device_count(machine))
         run_dir = Path(folder) / "run"
-        out = _mrl(machine, "verify", _preset("cpu-colocated.yaml"), "--run-dir", str(run_dir), "--resume", "--steps", "1", "--json",
+        out = _mrl(machine, "verify", _preset("cpu-colocated.yaml"), "--run-dir", str(run_dir),
+                   "--resume", "--steps", "1",
+                   "--json",
                    *_arguments(settings | _files(world)))  # fmt: skip
     found = json.loads(out.splitlines()[-1])
     expect(found["ok"], f"a resumed run is not the one that went on: {found.get('difference')}")
@@ -59,7 +63,8 @@ def separate_settings(device: str, devices: int) -> dict[str, Any]:
         return common
     if devices < 2:
         raise Skip("one device: ranks and engines take turns on it (run_colocated)")
-    layout = {"actor.layout.world_size": 1, "actor.layout.tensor_model_parallel_size": 1, "actor.layout.sequence_parallel": False,
+    layout = {"actor.layout.world_size": 1, "actor.layout.tensor_model_parallel_size": 1,
+              "actor.layout.sequence_parallel": False,
               "actor.layout.expert_model_parallel_size": 1, "cluster.n_gpus_per_node": 2}  # fmt: skip
     return common | layout | _on_device(device)
 
@@ -70,12 +75,21 @@ def colocated_settings(device: str, devices: int) -> dict[str, Any]:
         return {}
     ranks = 2 if devices > 1 else 1
     spread = {f"actor.layout.{kind}_model_parallel_size": ranks for kind in ("tensor", "expert")}
-    shared = {"actor.layout.world_size": ranks, "actor.layout.sequence_parallel": ranks > 1, "cluster.n_gpus_per_node": ranks}
+    shared = {
+        "actor.layout.world_size": ranks,
+        "actor.layout.sequence_parallel": ranks > 1,
+        "cluster.n_gpus_per_node": ranks,
+    }
     return spread | shared | {"rollout.tensor_model_parallel_size": ranks} | _on_device(device)
 
 
 def _on_device(device: str) -> dict[str, Any]:
-    return {"cluster.device": device, "model.dtype": "bfloat16", "model.allow_torch_layers": True, "rollout.gpu_memory_utilization": 0.3}
+    return {
+        "cluster.device": device,
+        "model.dtype": "bfloat16",
+        "model.allow_torch_layers": True,
+        "rollout.gpu_memory_utilization": 0.3,
+    }
 
 
 def device_count(machine: Machine) -> int:
@@ -109,8 +123,10 @@ def _trained(machine: Machine, preset: str, folder: Path, settings: dict[str, An
 def _files(world: Path) -> dict[str, Any]:
     return {
         "model.path": str(world / "model"), "data.train_files": str(world / "data" / "train.parquet"),
-        "data.val_files": str(world / "data" / "val.parquet"), "data.train_batch_size": 8, "actor.ppo_mini_batch_size": 4,
-        "trainer.total_training_steps": STEPS, "trainer.save_freq": -1, "trainer.test_freq": -1, "trainer.val_before_train": False,
+        "data.val_files": str(world / "data" / "val.parquet"), "data.train_batch_size": 8,
+        "actor.ppo_mini_batch_size": 4,
+        "trainer.total_training_steps": STEPS, "trainer.save_freq": -1, "trainer.test_freq": -1,
+        "trainer.val_before_train": False,
         "reshard.verify_every": 1,
     }  # fmt: skip
 
@@ -136,12 +152,23 @@ def _mrl(machine: Machine, *arguments: str) -> str:
 
 
 def _judged(machine: Machine, rows: list[dict[str, float]]) -> Figures:
-    expect([row["training/global_step"] for row in rows] == list(range(1, STEPS + 1)), "steps are missing from metrics.jsonl")
+    expect(
+        [row["training/global_step"] for row in rows] == list(range(1, STEPS + 1)),
+        "steps are missing from metrics.jsonl",
+    )
     worst = max(row["training/rollout_log_probs_abs_diff_mean"] for row in rows)
-    expect(worst < _CLOSE[machine.small], f"engine and trainer are {worst:.2g} nats apart on the same tokens and weights")
-    expect(all(row["reshard/verified"] == 1 for row in rows), "what the engine holds was not read back as what was sent")
+    expect(
+        worst < _CLOSE[machine.small], f"engine and trainer are {worst:.2g} nats apart on the same tokens and weights"
+    )
+    expect(
+        all(row["reshard/verified"] == 1 for row in rows), "what the engine holds was not read back as what was sent"
+    )
     return {"log_prob_difference": worst} | _of_last(
-        rows, "perf/mfu/actor", "perf/max_memory_allocated_gb", "reshard/bytes_moved", *(f"timing_s/{name}" for name in _TIMES)
+        rows,
+        "perf/mfu/actor",
+        "perf/max_memory_allocated_gb",
+        "reshard/bytes_moved",
+        *(f"timing_s/{name}" for name in _TIMES),
     )
 
 

@@ -110,7 +110,9 @@ def _ipc(machine: Machine, number: int, port: int) -> Figures:
 
 @check(fast=True)
 def shared_memory(machine: Machine) -> Figures:
-    """Host memory that two processes share, written for the first time, again, and read; pinned where a device reads it."""
+    """Host memory that two processes share, written for the first time, again, and read; pinned where a device reads
+    it.
+    """
     import torch
 
     from mrl.platforms.transfer import get_transfer
@@ -128,15 +130,19 @@ def shared_memory(machine: Machine) -> Figures:
         undo()
     finally:
         path.unlink(missing_ok=True)
-    return {f"{name}_gb_per_s": size / s / 1e9 for name, s in (("first_write", first), ("write", again), ("read", read))}
+    return {
+        f"{name}_gb_per_s": size / s / 1e9 for name, s in (("first_write", first), ("write", again), ("read", read))
+    }
 
 
 def _with_other(name: str, machine: Machine, both) -> Figures:
-    """Runs `both` here as process 0 and in another as process 1; raises Wrong with what the other said where it failed."""
+    """Runs `both` here as process 0 and in another as process 1; raises Wrong with what the other said."""
     from mrl.cluster.prerequisites import free_port
 
     port = free_port()
-    other = subprocess.Popen([sys.executable, __file__, name, machine.device, str(port)], stderr=subprocess.PIPE, text=True)
+    other = subprocess.Popen(
+        [sys.executable, __file__, name, machine.device, str(port)], stderr=subprocess.PIPE, text=True
+    )
     try:
         figures = both(machine, 0, port)
     except Exception as error:

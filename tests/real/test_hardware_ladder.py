@@ -1,4 +1,6 @@
-"""The part of scripts/hardware that needs neither Megatron nor vLLM, on the CPU: the same scripts that a machine with devices runs."""
+"""The part of scripts/hardware that needs neither Megatron nor vLLM, on the CPU: the same scripts that a machine with
+devices runs.
+"""
 
 import json
 import subprocess
@@ -10,9 +12,15 @@ from world import ROOT
 @pytest.mark.real
 def test_the_ladders_first_rungs_hold_on_the_cpu():
     done = subprocess.run(
-        ["bash", str(ROOT / "scripts" / "hardware" / "run.sh"), "cpu", "--fast"], capture_output=True, text=True, timeout=110, check=False
+        ["bash", str(ROOT / "scripts" / "hardware" / "run.sh"), "cpu", "--fast"],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
     )
     lines = {line["check"]: line for line in map(json.loads, done.stdout.splitlines())}
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert {name for name, line in lines.items() if line["status"] == "skipped"} == {"peer_access", "allocator", "ipc"}
-    assert lines["digest"]["gb_per_s"] > 0 and lines["log_probs"]["lean_error"] <= 1.05 * lines["log_probs"]["plain_error"]
+    assert (
+        lines["digest"]["gb_per_s"] > 0 and lines["log_probs"]["lean_error"] <= 1.05 * lines["log_probs"]["plain_error"]
+    )

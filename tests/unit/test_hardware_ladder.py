@@ -1,4 +1,6 @@
-"""The ladder of checks: what a line says however a check ends, what is wrong between nodes, configurations of its runs on devices."""
+"""The ladder of checks: what a line says however a check ends, what is wrong between nodes, configurations of its runs
+on devices.
+"""
 
 import importlib
 import json
@@ -43,7 +45,9 @@ def test_a_line_says_how_a_check_ended(monkeypatch):
 
 
 def test_a_process_that_says_nothing_has_a_line_made_for_it(monkeypatch, tmp_path):
-    (tmp_path / "ladder.py").write_text("import sys; print('no line'); print('out of memory', file=sys.stderr); sys.exit(9)")
+    (tmp_path / "ladder.py").write_text(
+        "import sys; print('no line'); print('out of memory', file=sys.stderr); sys.exit(9)"
+    )
     monkeypatch.setattr(ladder, "HERE", tmp_path)
     assert ladder._line_of_process("one", "cpu")["why"] == "ended with 9: out of memory"
 
@@ -59,7 +63,10 @@ WELL = nodes.Node("a", "NVIDIA H100 80GB HBM3", "580.65", "torch 2.13.0", 0.0, 1
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"device": "NVIDIA H200"}, r"several devices: NVIDIA H100 80GB HBM3 on a, c; NVIDIA H200 on b\. a job takes one kind"),
+        (
+            {"device": "NVIDIA H200"},
+            r"several devices: NVIDIA H100 80GB HBM3 on a, c; NVIDIA H200 on b\. a job takes one kind",
+        ),
         ({"driver": "535.1"}, "several drivers: .*535.1 on b. install one driver"),
         ({"versions": "torch 2.12.0"}, "several versions .* install the same row"),
         ({"clock_s": 7.5}, r"clocks differ by 7\.5 s \(b is off\): run chrony"),
@@ -85,22 +92,28 @@ def test_a_closed_port_is_found_and_an_open_one_is_not():
 
 @pytest.mark.parametrize("device", ["cuda", "npu"])
 @pytest.mark.parametrize("devices", [1, 2, 8])
-@pytest.mark.parametrize(("preset", "settings"), [("cpu.yaml", "separate_settings"), ("cpu-colocated.yaml", "colocated_settings")])
+@pytest.mark.parametrize(
+    ("preset", "settings"), [("cpu.yaml", "separate_settings"), ("cpu-colocated.yaml", "colocated_settings")]
+)
 def test_runs_of_the_ladder_break_no_rule_on_devices(device, devices, preset, settings):
     if (preset, devices) == ("cpu.yaml", 1):
         with pytest.raises(checks.Skip, match="one device"):
             runs.separate_settings(device, 1)
         return
     own = getattr(runs, settings)(device, devices)
-    resolved = load_config(ROOT / "parallel_configs" / "tiny-moe" / preset, None, [f"{k}={json.dumps(v)}" for k, v in own.items()])
+    resolved = load_config(
+        ROOT / "parallel_configs" / "tiny-moe" / preset, None, [f"{k}={json.dumps(v)}" for k, v in own.items()]
+    )
     check_rules(resolved, TINY, check_paths=False)
 
 
 TINY = model_spec({
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 128, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 128, "intermediate_size": 256,
-    "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True, "max_position_embeddings": 128,
-    "rope_theta": 1e4, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "float32",
+    "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True,
+    "max_position_embeddings": 128,
+    "rope_theta": 1e4, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu",
+    "torch_dtype": "float32",
 })  # fmt: skip
 
 

@@ -24,7 +24,8 @@ TINY = "parallel_configs/tiny-moe/cpu.yaml"
 
 @pytest.mark.parametrize(
     ("shown", "tflops"),
-    [("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H200", 989), ("NVIDIA H20", 148), ("NVIDIA A100-SXM4-80GB", 312), ("Ascend910B3", 354),
+    [("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H200", 989), ("NVIDIA H20", 148), ("NVIDIA A100-SXM4-80GB", 312),
+     ("Ascend910B3", 354),
      ("Ascend910_9392", 376), ("NVIDIA H100 PCIe", None), ("NVIDIA H200 NVL", None), ("AMD EPYC", None)],
 )  # fmt: skip
 def test_a_device_has_the_published_figure_of_its_own_kind_and_a_slower_variant_has_none(shown, tflops):
@@ -35,7 +36,10 @@ def test_peaks_are_of_the_devices_that_are_used_and_on_cpu_of_hosts():
     gpu = load_config("parallel_configs/qwen3-30b-a3b/h100-4x8-separate.yaml").config
     ranks = gpu.actor.layout.world_size
     peak = Peak.of(gpu, [Speed("NVIDIA H100 80GB HBM3", 600e12)] * ranks)
-    assert (peak.actor, peak.run) == (ranks * 989e12, 32 * 989e12)  # four nodes of eight, actor and engines beside each other
+    assert (peak.actor, peak.run) == (
+        ranks * 989e12,
+        32 * 989e12,
+    )  # four nodes of eight, actor and engines beside each other
     assert Peak.of(gpu, [Speed("unheard of", 5e12)] * ranks).actor == ranks * 5e12
     cpu = load_config(TINY).config
     assert Peak.of(cpu, [Speed("AMD EPYC", 1e11)]) == Peak(1e11, 1e11)  # its ranks and engines share one host's cores
@@ -44,21 +48,28 @@ def test_peaks_are_of_the_devices_that_are_used_and_on_cpu_of_hosts():
 def test_a_pass_costs_what_its_sequences_cost_one_by_one_and_the_output_layer_for_predicted_tokens():
     model = known_spec("Qwen3-30B-A3B")
     both = forward_flops(model, [100, 700], 800)
-    assert both == pytest.approx(100 * forward_flops_per_token(model, 50.5) + 700 * forward_flops_per_token(model, 350.5))
+    assert both == pytest.approx(
+        100 * forward_flops_per_token(model, 50.5) + 700 * forward_flops_per_token(model, 350.5)
+    )
     assert both - forward_flops(model, [100, 700], 300) == pytest.approx(500 * 2 * 151936 * 2048)
-    # 3.35 billion active parameters without the embedding's 0.31: two operations each, and little attention at this length
+    # 3.35 billion active parameters without the embedding's 0.31: two operations each, and little attention at this
+    # length
     assert forward_flops(model, [1], 1) == pytest.approx(2 * (3.35e9 - 0.31e9), rel=0.01)
 
 
 def test_mfu_by_hand():
-    """One sequence of 3 prompt and 1 response tokens at 4 (update) and 7 passes (with reference and old log-probs) of one forward."""
+    """One sequence of 3 prompt and 1 response tokens at 4 (update) and 7 passes (with reference and old log-probs) of
+    one forward.
+    """
     model = model_spec(SIZES)
     rows = SimpleNamespace(lengths=np.array([4]), response_lengths=np.array([1]))
     forward = forward_flops(model, [4], 1)
     peak, seconds = Peak(actor=forward, run=2 * forward), {"update": 6.0, "step": 5.0}
 
     def of(on_policy: bool, needs_reference: bool) -> tuple[float, float]:
-        found = mfu_metrics(SimpleNamespace(on_policy=on_policy, needs_reference=needs_reference), model, rows, peak, seconds)
+        found = mfu_metrics(
+            SimpleNamespace(on_policy=on_policy, needs_reference=needs_reference), model, rows, peak, seconds
+        )
         return found["perf/mfu/actor"], found["perf/mfu/step"]
 
     assert of(on_policy=False, needs_reference=False) == (0.5, 0.5)  # 3 of 6; 1 + 1 + 3 of 10
@@ -102,7 +113,9 @@ def machines_of(monkeypatch, ranks: list[Process], engines: list[Process]) -> Ma
     monkeypatch.setattr(module, "gather", answered)
     monkeypatch.setattr(module, "host_bytes_used", lambda: 2 * GIB)  # of the driver's host
     actor = SimpleNamespace(workers=ranks, call=lambda method: [rank.places() for rank in ranks])
-    group = SimpleNamespace(workers=engines, refs=lambda method: {f"engine {i}": engine.places() for i, engine in enumerate(engines)})
+    group = SimpleNamespace(
+        workers=engines, refs=lambda method: {f"engine {i}": engine.places() for i, engine in enumerate(engines)}
+    )
     return Machines(load_config(TINY).config, actor, group)
 
 
