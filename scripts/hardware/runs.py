@@ -58,9 +58,9 @@ def resume(machine: Machine) -> Figures:
 
 def separate_settings(device: str, devices: int) -> dict[str, Any]:
     """What differs from the CPU's preset on so many devices; raises Skip where two do not fit."""
-    common = {"actor.router_replay": "R3", "rollout.enable_prefix_caching": False}
+    common: dict[str, Any] = {"actor.router_replay": "R3"}
     if device == "cpu":
-        return common
+        return common | {"rollout.enable_prefix_caching": False}  # tokens of cached prompts come without routes there
     if devices < 2:
         raise Skip("one device: ranks and engines take turns on it (run_colocated)")
     layout = {"actor.layout.world_size": 1, "actor.layout.tensor_model_parallel_size": 1,
