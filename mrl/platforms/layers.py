@@ -11,6 +11,19 @@ Layers = Literal["torch", "transformer_engine"]
 FAMILIES = {"cuda": "Transformer Engine", "npu": "MindSpeed's, under Transformer Engine's names"}
 
 
+# device -> attention and experts of a rank that has the layers of its row
+_KERNELS = {
+    "cuda": ("Transformer Engine's, over cuDNN or an installed flash-attn", "Transformer Engine's grouped GEMM"),
+    "npu": ("MindSpeed's fused one (use_flash_attn)", "MindSpeed's grouped GEMM"),
+}
+_PLAIN = ("torch's scaled_dot_product_attention", "one after the other")
+
+
+def kernels_of_row(device: str | None) -> tuple[str, str]:
+    """Attention and experts of a rank on that device, in words; None: of one that has no layers but mrl's own."""
+    return _KERNELS.get(device or "", _PLAIN)
+
+
 def layers() -> Layers:
     """Megatron's own answer: a Transformer Engine that is installed and cannot be imported is none.
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from mrl.plan.doctor.machine import Finding, Machine, failure, ok, warning
 from mrl.platforms.hosting import get_hosting
+from mrl.platforms.layers import kernels_of_row
 from mrl.platforms.versions import (
     MIN_PYTHON,
     TORCH_NPU,
@@ -118,18 +119,10 @@ def _layers(machine: Machine, row: VersionRow) -> Finding:
     return ok("layers", f"of {', '.join(brought)}" if brought else "mrl's own in plain torch")
 
 
-# device -> attention and experts of a rank that has its row's layers, and the experts of an engine
-_KERNELS = {
-    "cuda": ("Transformer Engine's, over cuDNN or an installed flash-attn", "Transformer Engine's grouped GEMM"),
-    "npu": ("MindSpeed's fused one (use_flash_attn)", "MindSpeed's grouped GEMM"),
-}
-_PLAIN = ("torch's scaled_dot_product_attention", "one after the other")
-
-
 def _kernels(machine: Machine, row: VersionRow) -> str:
     """What this host's ranks and engines would compute with; a run's first lines say what they do."""
     has_layers = all(name in machine.versions for name in (*row.compiled, *row.source_only))
-    attention, experts = _KERNELS.get(machine.device, _PLAIN) if has_layers else _PLAIN
+    attention, experts = kernels_of_row(machine.device if has_layers else None)
     backend = get_hosting(machine.device).engine_arguments(1, None).get("moe_backend", "vLLM's choice")
     return f"ranks: attention {attention}; experts {experts}. engines: attention vLLM's choice; experts {backend}"
 
