@@ -38,6 +38,7 @@ from ray_nodes import DASHBOARD, RayNodes, wait_for  # noqa: E402
 from world import PRESET, make_world, overrides  # noqa: E402
 
 STEPS = 3
+REMOTE = "reshard/bytes_remote"
 CPUS = {1: [4], 2: [2, 2], 4: [1, 1, 1, 1]}  # of each node: ranks fill the first ones, engines the others
 RUN_S = 240.0
 RAY_PORTS = (
@@ -119,6 +120,7 @@ def whole_runs(work: Path, nodes: int) -> dict[str, Any]:
             "lines": len(read_metrics(run / METRICS)),
         }
         if nodes > 1:
+            found[path]["bytes_remote"] = remote_bytes(run)
             found[path]["difference"] = difference(work / f"1-{path}", run)
     return found
 
@@ -130,9 +132,17 @@ def pairs_of(said: str) -> str | None:
 
 
 def difference(one: Path, other: Path) -> str | None:
-    """The first difference of two runs; None: no bit."""
-    metrics = metrics_difference(*(read_metrics(run / METRICS) for run in (one, other)))
-    return metrics or checkpoint_difference(*(run / "checkpoints" / f"step-{STEPS}" for run in (one, other)))
+    """The first difference of two runs; None: no bit. What leaves a node is none: with one node nothing does."""
+    rows = [
+        [{k: v for k, v in row.items() if k != REMOTE} for row in read_metrics(run / METRICS)] for run in (one, other)
+    ]
+    checkpoints = [run / "checkpoints" / f"step-{STEPS}" for run in (one, other)]
+    return metrics_difference(*rows) or checkpoint_difference(*checkpoints)
+
+
+def remote_bytes(run: Path) -> list[float]:
+    """Bytes of each weight sync that left a node, as the run counts them."""
+    return [row[REMOTE] for row in read_metrics(run / METRICS) if REMOTE in row]
 
 
 def world_of(work: Path) -> Path:
