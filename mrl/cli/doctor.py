@@ -67,8 +67,9 @@ def _checks(device: str, options: argparse.Namespace) -> list:
     machine = read_machine(device, options.port or PORTS, options.nnodes)
     judged = [check for part in (version_checks, host_checks, cluster_checks, engine_checks) for check in part(machine)]
     address = options.address or os.environ.get("RAY_ADDRESS")
-    tried = probes(device, None if address in ("", "local") else address, options.deep)
-    return [*judged, *run_probes(tried, _DEEP_DEADLINE_S if options.deep else DEADLINE_S)]
+    tried = probes(device, None if address in ("", "local") else address, options.deep, options.nnodes)
+    patient = options.deep or (address and options.nnodes > 1)
+    return [*judged, *run_probes(tried, _DEEP_DEADLINE_S if patient else DEADLINE_S)]
 
 
 def _print_table(device: str, checks: list) -> None:

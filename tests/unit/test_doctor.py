@@ -19,6 +19,7 @@ from mrl.plan.doctor.host_checks import cluster_checks, host_checks
 from mrl.plan.doctor.machine import Finding, Machine, read_machine
 from mrl.plan.doctor.probes import Probe, probes, run_probes
 from mrl.plan.doctor.version_checks import engine_checks, version_checks
+from mrl.platforms.device_state import DeviceState, parse_gpus, parse_peers, state_faults
 from mrl.platforms.inventory import HostDevices, Rdma, find_rdma
 from mrl.platforms.versions import ROWS, TORCH_NPU, VLLM_ASCEND
 
@@ -78,6 +79,21 @@ def test_a_healthy_host_has_no_failure(device):
     assert all(bool(c.cure) == (c.status != "ok") for c in found)
 
 
+ROW = "{0}, {1}, {2}, 1980, {3}, Not Active, {4}, Not Active\n"  # what nvidia-smi answers for one device
+FINE = ROW.format(0, "NVIDIA H100 80GB HBM3", "Disabled", 1980, "Not Active")
+MATRIX = " \tGPU0\tGPU1\tGPU2\n GPU0\tX\tOK\t{0}\n GPU1\tOK\tX\tOK\n GPU2\t{0}\tOK\tX\n\nLegend:\n\n  X    = Self\n"
+
+
+def state(row: str = "", matrix: str = "") -> DeviceState:
+    return DeviceState(parse_gpus(FINE + row), parse_peers(matrix))
+
+
+TWO_KINDS = state(ROW.format(1, "NVIDIA A100-SXM4-80GB", "Disabled", 1980, "Not Active"))
+PARTED = state(ROW.format(1, "NVIDIA H100 80GB HBM3", "Enabled", 1980, "Not Active"))
+HOT = state(ROW.format(1, "NVIDIA H100 80GB HBM3", "Disabled", 1980, "Active"))
+SET_LOW = state(ROW.format(1, "NVIDIA H100 80GB HBM3", "Disabled", 1200, "Not Active"))
+APART = state(matrix=MATRIX.format("CNS"))
+
 # name of the fault: the host, the check that finds it, its status, words of its cure
 FAULTS = {
     "wrong torchvision": (having(CPU, torchvision="0.28.0+cu130"), "torch companions", "failure",
@@ -111,6 +127,13 @@ FAULTS = {
         "install the driver"),
     "few open files": (replace(CPU, open_files=1024), "open files", "failure", "ulimit -n 65535"),
     "some open files": (replace(NPU, open_files=32768), "open files", "warning", "ulimit -n 65535"),
+    "few processes": (replace(CPU, processes=1024), "processes", "failure", "ulimit -u"),
+    "some processes": (replace(CUDA, processes=4096), "processes", "warning", "ulimit -u"),
+    "two kinds of devices": (replace(CUDA, state=TWO_KINDS), "device kinds", "warning", "one kind"),
+    "partitions": (replace(CUDA, state=PARTED), "partitions", "warning", "nvidia-smi -mig 0"),
+    "hot devices": (replace(CUDA, state=HOT), "clocks", "warning", "cooling"),
+    "clocks set low": (replace(CUDA, state=SET_LOW), "clocks", "warning", "-rac"),
+    "devices apart": (replace(CUDA, state=APART), "peer access", "warning", "p2p"),
     "little locked memory": (replace(CUDA, locked_memory=8 / 2**20), "locked memory", "warning", "ulimit -l unlimited"),
     "adapters not passed in": (having_rdma(devices=False), "network adapters", "warning", "--device /dev/infiniband"),
     "adapters without their library": (having_rdma(library=False), "network adapters", "warning", "libibverbs1"),
@@ -152,6 +175,16 @@ def test_a_seeded_fault_is_found_with_its_status_and_cure(fault):
     assert (found[name].status, cure in found[name].cure) == (status, True), found[name]
     healthy = examine(HEALTHY[machine.device])
     assert healthy[name].status == "ok", "the check says the same without the fault"
+
+
+def test_devices_are_read_as_the_driver_writes_them():
+    unknown = parse_gpus("0, NVIDIA L4, [N/A], 2040, [N/A], Not Active, Not Active, Not Active\n\nnonsense\n")
+    assert [(gpu.name, gpu.has_partitions, gpu.highest_mhz, gpu.set_mhz) for gpu in unknown] == [
+        ("NVIDIA L4", False, 2040.0, None)
+    ]
+    assert HOT.gpus[1].slowed == ("thermal_slowdown",)
+    assert parse_peers(MATRIX.format("OK")) == () and APART.apart == ("0 and 2 (CNS)",)
+    assert list(state_faults(DeviceState())) == [] == list(state_faults(state()))
 
 
 def test_adapters_are_those_that_the_kernel_and_the_container_show(tmp_path):
@@ -213,6 +246,9 @@ def test_a_cluster_is_probed_only_where_there_is_one():
         "import mbridge",
         "import vllm",
     ]
+    several = [p.name for p in probes("cuda", "10.0.0.1:6379", deep=False, nnodes=2)]
+    assert several == ["torch", "ray cluster", "between nodes"]
+    assert "between nodes" not in [p.name for p in probes("cuda", None, deep=False, nnodes=2)]
 
 
 def doctor(*arguments: str) -> tuple[int, dict, list[str]]:

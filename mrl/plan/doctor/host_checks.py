@@ -5,6 +5,7 @@ address and token.
 from collections.abc import Iterator
 
 from mrl.plan.doctor.machine import Finding, Machine, failure, ok, warning
+from mrl.platforms.device_state import state_faults
 from mrl.platforms.hosting import environment_faults
 from mrl.platforms.inventory import driver_fault, network_fault, visible_faults
 
@@ -13,6 +14,8 @@ from mrl.platforms.inventory import driver_fault, network_fault, visible_faults
 SHM_LEAST, SHM_ENOUGH = 1.0, 8.0
 DISK_LEAST, DISK_ENOUGH = 2.0, 20.0  # GiB free: logs and a tiny checkpoint; a few checkpoints of a small model
 FILES_LEAST, FILES_ENOUGH = 4096, 65535  # Ray opens a few sockets per worker and asks for 65535
+# Threads count too: a rank or an engine has a hundred (torch, gloo or NCCL, Ray), a raylet with its agents as many
+PROCESSES_LEAST, PROCESSES_ENOUGH = 2048, 16384
 LOCKED_ENOUGH = 1.0  # GiB; RDMA pins its buffers
 
 
@@ -20,10 +23,12 @@ def host_checks(machine: Machine) -> Iterator[Finding]:
     """Devices, ports, memory, limits, disks, environment and driver."""
     yield _devices(machine)
     yield _visible(machine)
+    yield from _device_state(machine)
     yield _ports(machine)
     yield _shared_memory(machine)
     yield _left_behind(machine)
     yield _open_files(machine)
+    yield _processes(machine)
     yield _locked_memory(machine)
     yield _rdma(machine)
     yield from (_disk(folder, free) for folder, free in machine.disk_gib.items())
@@ -92,6 +97,19 @@ def _open_files(machine: Machine) -> Finding:
         if machine.open_files < FILES_ENOUGH and machine.device != "cpu"
         else ok("open files", found)
     )
+
+
+def _processes(machine: Machine) -> Finding:
+    found, cure = f"ulimit -u {machine.processes:g}", "ulimit -u unlimited in the shell that starts Ray, or limits.conf"
+    if machine.processes < PROCESSES_LEAST:
+        return failure("processes", found, cure)
+    return warning("processes", found, cure) if machine.processes < PROCESSES_ENOUGH else ok("processes", found)
+
+
+def _device_state(machine: Machine) -> Iterator[Finding]:
+    faults = {name: (found, cure) for name, found, cure in state_faults(machine.state)}
+    for name in ("device kinds", "partitions", "clocks", "peer access") if machine.device == "cuda" else ():
+        yield warning(name, *faults[name]) if name in faults else ok(name, "nothing against a run")
 
 
 def _locked_memory(machine: Machine) -> Finding:

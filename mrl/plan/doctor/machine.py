@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from mrl.platforms.device_state import DeviceState, read_device_state
 from mrl.platforms.hosting import BUCKET_FOLDER
 from mrl.platforms.inventory import HostDevices, Rdma, find_devices, find_rdma
 from mrl.platforms.versions import VLLM_GENERATIONS, installed_versions
@@ -42,13 +43,15 @@ class Machine:
     plugins: tuple[str, ...]  # vllm.general_plugins that are installed
     adapters: tuple[str, ...]  # generations of vLLM, like "0.32", that mrl can bring weights to
     rdma: Rdma = field(default_factory=Rdma)
+    processes: float = float("inf")  # soft limit of processes and threads of this user, inf for none
+    state: DeviceState = field(default_factory=DeviceState)  # of GPUs
     nnodes: int = 1  # of the run that this host is meant for
 
 
 def read_machine(device: str, ports: Iterable[int], nnodes: int = 1) -> Machine:
     """Reads all of it in well under a second, drivers apart (5 s at most)."""
     size, _, free = shutil.disk_usage(_SHM) if Path(_SHM).is_dir() else (0, 0, 0)
-    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    locked, processes = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NPROC))
     return Machine(
         device=device,
         python=sys.version_info[:2],
@@ -66,6 +69,8 @@ def read_machine(device: str, ports: Iterable[int], nnodes: int = 1) -> Machine:
         plugins=tuple(point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")),
         adapters=tuple(generation.name for generation in VLLM_GENERATIONS),
         rdma=find_rdma(),
+        processes=float("inf") if processes == resource.RLIM_INFINITY else processes,
+        state=read_device_state() if device == "cuda" else DeviceState(),
         nnodes=nnodes,
     )
 

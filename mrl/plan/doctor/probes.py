@@ -31,6 +31,7 @@ import sys, ray
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level='error', namespace='mrl-doctor')
 print({name: amount for name, amount in ray.cluster_resources().items() if ':' not in name})
 """
+_NODES = "from mrl.cluster.node_checks import main; main()"
 _BRIDGE = "import mbridge, megatron.core; print('mbridge and megatron-core', megatron.core.__version__, 'import')"
 _VLLM = (
     "import vllm, vllm.distributed.weight_transfer; print('vLLM', vllm.__version__, 'imports, with weight transfer')"
@@ -38,10 +39,11 @@ _VLLM = (
 _REINSTALL = "reinstall with scripts/install.sh; the message above says what is missing"
 
 
-def probes(device: str, address: str | None, deep: bool) -> tuple[Probe, ...]:
+def probes(device: str, address: str | None, deep: bool, nnodes: int = 1) -> tuple[Probe, ...]:
     """What there is to try.
 
-    `address`: of a Ray cluster that the run would join. `deep`: also imports that take tens of seconds.
+    `address`: of a Ray cluster that the run would join, on `nnodes` nodes. `deep`: also imports that take tens of
+    seconds.
     """
     wanted = [
         Probe(
@@ -56,6 +58,12 @@ def probes(device: str, address: str | None, deep: bool) -> tuple[Probe, ...]:
             "RAY_AUTH_TOKEN or ~/.ray/auth_token?"
         )
         wanted.append(Probe("ray cluster", _RAY, cure, (address,), must_answer=True))
+    if address and nnodes > 1:
+        cure = (
+            "set the clocks by one server (chrony); open TCP 1024 to 65535 between the nodes: Ray's ports, 20000 to "
+            "29999 for meetings, and those of the kernel (ip_local_port_range), where gloo and NCCL listen"
+        )
+        wanted.append(Probe("between nodes", _NODES, cure, (address,)))
     if deep and device in LAYER_PROBES:
         cure = "compile it against the torch that is installed: scripts/install.sh"
         wanted.append(Probe("import transformer_engine", LAYER_PROBES[device], cure))

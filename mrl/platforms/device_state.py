@@ -1,0 +1,105 @@
+"""How a host's NVIDIA GPUs are set: kinds, partitions, clocks, and whether they reach each other's memory. By
+nvidia-smi.
+
+Written against the driver's documentation (R580); never run on hardware. Every command has a deadline.
+"""
+
+import csv
+import io
+import re
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+_TIMEOUT_S = 5.0
+_FIELDS = (
+    "index", "name", "mig.mode.current", "clocks.max.graphics", "clocks.applications.graphics",
+    "clocks_event_reasons.hw_slowdown", "clocks_event_reasons.hw_thermal_slowdown",
+    "clocks_event_reasons.hw_power_brake_slowdown",
+)  # fmt: skip
+_SLOWED = _FIELDS[-3:]
+_LOWERED = 0.9  # of the highest clock: what is set below that was set by somebody
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One device, as the driver describes it; unknown numbers are None."""
+
+    index: str
+    name: str
+    has_partitions: bool  # MIG is on
+    highest_mhz: float | None
+    set_mhz: float | None
+    slowed: tuple[str, ...]  # reasons for which the hardware holds it back now
+
+
+@dataclass(frozen=True)
+class DeviceState:
+    """All of a host's; empty where there are none."""
+
+    gpus: tuple[Gpu, ...] = ()
+    apart: tuple[str, ...] = ()  # pairs that do not reach each other's memory, with the driver's word
+
+
+def read_device_state() -> DeviceState:
+    """Asks the driver. Never raises: where it does not answer there is nothing to judge, and another check says so."""
+    query = _output(["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"])
+    return DeviceState(parse_gpus(query), parse_peers(_output(["nvidia-smi", "topo", "-p2p", "r"])))
+
+
+def _output(command: Sequence[str]) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def parse_gpus(text: str) -> tuple[Gpu, ...]:
+    """From the rows of the query; rows of another form are left out."""
+    rows = (row for row in csv.reader(io.StringIO(text), skipinitialspace=True) if len(row) == len(_FIELDS))
+    return tuple(_gpu(dict(zip(_FIELDS, (cell.strip() for cell in row), strict=True))) for row in rows)
+
+
+def _gpu(row: dict[str, str]) -> Gpu:
+    slowed = tuple(name.partition(".")[2].removeprefix("hw_") for name in _SLOWED if row[name] == "Active")
+    clocks = (_number(row["clocks.max.graphics"]), _number(row["clocks.applications.graphics"]))
+    return Gpu(row["index"], row["name"], row["mig.mode.current"] == "Enabled", *clocks, slowed)
+
+
+def _number(text: str) -> float | None:
+    return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else None
+
+
+def parse_peers(text: str) -> tuple[str, ...]:
+    """Pairs that are neither the same device nor OK, from the matrix of `nvidia-smi topo -p2p r`."""
+    found = []
+    for line in text.splitlines():
+        if match := re.match(r"\s*GPU(\d+)\s+((?:[A-Z]+\s*)+)$", line):
+            words = match[2].split()
+            if all(re.fullmatch(r"X|OK|[A-Z]{2,3}", word) for word in words):
+                pairs = ((number, word) for number, word in enumerate(words) if word not in ("X", "OK"))
+                found += [f"{match[1]} and {other} ({word})" for other, word in pairs if int(match[1]) < other]
+    return tuple(found)
+
+
+def state_faults(state: DeviceState) -> Iterator[tuple[str, str, str]]:
+    """(check, what is found, cure) of all that makes a run slow or fail."""
+    kinds = sorted({gpu.name for gpu in state.gpus})
+    if len(kinds) > 1:
+        yield "device kinds", ", ".join(kinds), "every step waits for the slowest: give a run devices of one kind"
+    if parted := [gpu.index for gpu in state.gpus if gpu.has_partitions]:
+        cure = "NCCL does not connect partitions: nvidia-smi -mig 0 on the host, or another device"
+        yield "partitions", f"MIG is on for {', '.join(parted)}", cure
+    if slowed := [f"{gpu.index} ({', '.join(gpu.slowed)})" for gpu in state.gpus if gpu.slowed]:
+        yield "clocks", f"held back by the hardware: {'; '.join(slowed)}", "look at cooling and power of the node"
+    elif lowered := [
+        f"{gpu.index} at {gpu.set_mhz:g} of {gpu.highest_mhz:g} MHz" for gpu in state.gpus if _is_low(gpu)
+    ]:
+        yield "clocks", f"set low: {', '.join(lowered)}", "nvidia-smi -rac gives the default back, -rgc ends a lock"
+    if state.apart:
+        cure = "reshard.transport: p2p; and look for ACS in the BIOS, or a virtual machine that keeps devices apart"
+        yield "peer access", f"no access to each other's memory: {', '.join(state.apart[:6])}", cure
+
+
+def _is_low(gpu: Gpu) -> bool:
+    return gpu.highest_mhz is not None and gpu.set_mhz is not None and gpu.set_mhz < _LOWERED * gpu.highest_mhz
