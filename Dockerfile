@@ -29,8 +29,11 @@ COPY --from=source /opt/mrl .
 RUN bash -c 'source scripts/install.sh cuda'
 ENTRYPOINT ["mrl"]
 
-# CHIP: a3 (Atlas A3) or 910b (Atlas A2). The driver, npu-smi and hccn_tool are mounted from the host when the container is started, with
-# --ipc=host --network=host and the devices /dev/davinci*, davinci_manager, devmm_svm and hisi_hdc.
+# docker run --ipc=host --network=host --ulimit memlock=-1 --ulimit nofile=65535 $(for i in $(seq 0 15); do echo --device /dev/davinci$i; done) \
+#   --device /dev/davinci_manager --device /dev/devmm_svm --device /dev/hisi_hdc -v /usr/local/Ascend/driver:/usr/local/Ascend/driver:ro \
+#   -v /usr/local/bin/npu-smi:/usr/local/bin/npu-smi:ro -v /etc/hccn.conf:/etc/hccn.conf:ro mrl:npu doctor
+# (the driver and its tools are the host's, and /etc/hccn.conf has the addresses of the devices' own adapters; 16 of an A3, 8 of an A2)
+# CHIP: a3 (Atlas A3) or 910b (Atlas A2).
 ARG CHIP=a3
 FROM swr.cn-south-1.myhuaweicloud.com/ascendhub/cann:9.1.0-${CHIP}-ubuntu22.04-py3.12 AS npu
 # which kernels vllm-ascend compiles; ascend910b1 for Atlas A2

@@ -4,6 +4,8 @@
 #   HOST=10.0.0.1 PORT=6379 DASHBOARD_PORT=8265 CPUS=2 TEMP=/tmp/ray-mrl launch/start_head.sh [arguments of ray start]
 # DEVICE: cpu, cuda or npu (default: what this node shows). DEVICES: how many it must show, waited for DEVICE_TIMEOUT_S (300).
 # NNODES: with it the script returns once so many nodes of DEVICES devices have joined (start_worker.sh), waited for CLUSTER_TIMEOUT_S (900).
+# Between nodes TCP is open from 1024 to 65535, or at least: PORT, Ray's (--node-manager-port, --object-manager-port, --min-worker-port and
+# --max-worker-port name them), 20000 to 29999, where ranks meet, and the kernel's own (ip_local_port_range): gloo and NCCL listen there.
 set -euo pipefail
 # shellcheck source=launch/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

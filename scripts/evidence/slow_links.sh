@@ -5,3 +5,4 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 source scripts/install.sh cpu
 python scripts/evidence/slow_links.py "$@" --json docs/results/slow_links.json
+python scripts/evidence/schedules.py --json docs/results/slow_links.json

@@ -95,6 +95,13 @@ def test_between_nodes_the_cuda_image_has_what_nccl_needs_and_says_how_it_is_run
     assert {"--gpus", "--ipc=host", "--network=host", "memlock=-1", "/dev/infiniband"} <= set(command.split())
 
 
+def test_the_npu_image_says_which_devices_and_files_of_the_host_it_is_run_with():
+    start = TEXT.index("# docker run", TEXT.index("AS cuda"))
+    command = TEXT[start : TEXT.index("mrl:npu", start)]
+    for wanted in ("davinci$i", "davinci_manager", "devmm_svm", "hisi_hdc", "/etc/hccn.conf", "npu-smi", "memlock=-1"):
+        assert wanted in command
+
+
 def test_every_copied_path_exists():
     for line in instructions():
         if line.startswith("COPY ") and "--from" not in line:
