@@ -27,7 +27,7 @@ from mrl.data.samples import Samples
 from mrl.megatron.cut import ReplicaCut
 from mrl.model.hub import local_folder
 from mrl.platforms import prepare_process
-from mrl.platforms.addresses import gloo_environment
+from mrl.platforms.addresses import address_environment
 from mrl.platforms.inventory import device_number
 from mrl.platforms.process_memory import ProcessMemory, host_bytes_used, note_baseline
 
@@ -225,8 +225,7 @@ class EngineWorker:
 
         log_to(log_path)
         self._places = places
-        address = ray.util.get_node_ip_address()
-        os.environ |= {"VLLM_HOST_IP": address} | gloo_environment(address)  # vLLM's own processes inherit them
+        os.environ |= address_environment(ray.util.get_node_ip_address())  # vLLM's own processes inherit it
         if settings.arguments.get("data_parallel_size", 1) == 1:  # vLLM 0.23's coordinator of ranks would ask twice and get one port
             # where vLLM begins to look for ports; its workers listen seconds later, when one of the kernel's may be taken
             os.environ.setdefault("VLLM_PORT", str(free_port()))

@@ -43,3 +43,15 @@ def interface_of(address: str) -> str:
 def gloo_environment(address: str) -> dict[str, str]:
     """The variable by which gloo groups meet at `address`, which is this host's own; what is set already stays."""
     return {GLOO_INTERFACE: os.environ.get(GLOO_INTERFACE) or interface_of(address)}
+
+
+def address_environment(address: str) -> dict[str, str]:
+    """Variables by which an engine and its processes meet others at `address`; what is set already stays.
+
+    None where no interface here has it: an address that is translated on its way is the cluster's to deal with.
+    """
+    try:
+        wanted = {"VLLM_HOST_IP": address} | gloo_environment(address)
+    except EnvironmentFault:
+        return {}
+    return {name: os.environ.get(name) or value for name, value in wanted.items()}

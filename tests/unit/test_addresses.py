@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from mrl.errors import EnvironmentFault
-from mrl.platforms.addresses import GLOO_INTERFACE, address_towards, gloo_environment, interface_of
+from mrl.platforms.addresses import GLOO_INTERFACE, address_environment, address_towards, gloo_environment, interface_of
 
 LOOPBACK = next(
     name for name, entries in psutil.net_if_addrs().items() if any(entry.address == "127.0.0.1" for entry in entries)
@@ -47,3 +47,12 @@ def test_an_interface_that_was_chosen_stays(monkeypatch):
     assert gloo_environment("127.0.0.1") == {GLOO_INTERFACE: LOOPBACK}
     monkeypatch.setenv(GLOO_INTERFACE, "bond7")
     assert gloo_environment("127.0.0.1") == {GLOO_INTERFACE: "bond7"}
+
+
+def test_an_engine_takes_the_address_that_its_node_has_and_no_translated_one(monkeypatch):
+    for name in (GLOO_INTERFACE, "VLLM_HOST_IP"):
+        monkeypatch.delenv(name, raising=False)
+    assert address_environment("127.0.0.1") == {GLOO_INTERFACE: LOOPBACK, "VLLM_HOST_IP": "127.0.0.1"}
+    assert address_environment("203.0.113.7") == {}
+    monkeypatch.setenv("VLLM_HOST_IP", "10.9.9.9")
+    assert address_environment("127.0.0.1")["VLLM_HOST_IP"] == "10.9.9.9"
