@@ -51,7 +51,7 @@ def address_environment(address: str) -> dict[str, str]:
     None where no interface here has it: an address that is translated on its way is the cluster's to deal with.
     """
     try:
-        wanted = {"VLLM_HOST_IP": address} | gloo_environment(address)
+        wanted = {GLOO_INTERFACE: interface_of(address), "VLLM_HOST_IP": address}
     except EnvironmentFault:
         return {}
     return {name: os.environ.get(name) or value for name, value in wanted.items()}
