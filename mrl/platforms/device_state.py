@@ -18,6 +18,7 @@ _FIELDS = (
     "clocks_event_reasons.hw_power_brake_slowdown",
 )  # fmt: skip
 _SLOWED = _FIELDS[-3:]
+_CHECKS = ("device kinds", "partitions", "clocks", "peer access")
 _LOWERED = 0.9  # of the highest clock: what is set below that was set by somebody
 
 
@@ -41,8 +42,12 @@ class DeviceState:
     apart: tuple[str, ...] = ()  # pairs that do not reach each other's memory, with the driver's word
 
 
-def read_device_state() -> DeviceState:
-    """Asks the driver. Never raises: where it does not answer there is nothing to judge, and another check says so."""
+def read_device_state(kind: str) -> DeviceState:
+    """Asks the driver of that kind of device, where it has one that tells. Never raises: without an answer there is nothing
+    to judge, and another check says so.
+    """
+    if kind != "cuda":
+        return DeviceState()
     query = _output(["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"])
     return DeviceState(parse_gpus(query), parse_peers(_output(["nvidia-smi", "topo", "-p2p", "r"])))
 
@@ -80,6 +85,12 @@ def parse_peers(text: str) -> tuple[str, ...]:
                 pairs = ((number, word) for number, word in enumerate(words) if word not in ("X", "OK"))
                 found += [f"{match[1]} and {other} ({word})" for other, word in pairs if int(match[1]) < other]
     return tuple(found)
+
+
+def state_checks(kind: str, state: DeviceState) -> Iterator[tuple[str, tuple[str, str] | None]]:
+    """Each check of that kind of device, and what is found and its cure; None where nothing is wrong."""
+    faults = {name: (found, cure) for name, found, cure in state_faults(state)}
+    yield from ((name, faults.get(name)) for name in (_CHECKS if kind == "cuda" else ()))
 
 
 def state_faults(state: DeviceState) -> Iterator[tuple[str, str, str]]:

@@ -5,7 +5,7 @@ address and token.
 from collections.abc import Iterator
 
 from mrl.plan.doctor.machine import Finding, Machine, failure, ok, warning
-from mrl.platforms.device_state import state_faults
+from mrl.platforms.device_state import state_checks
 from mrl.platforms.hosting import environment_faults
 from mrl.platforms.inventory import driver_fault, network_fault, visible_faults
 
@@ -107,9 +107,8 @@ def _processes(machine: Machine) -> Finding:
 
 
 def _device_state(machine: Machine) -> Iterator[Finding]:
-    faults = {name: (found, cure) for name, found, cure in state_faults(machine.state)}
-    for name in ("device kinds", "partitions", "clocks", "peer access") if machine.device == "cuda" else ():
-        yield warning(name, *faults[name]) if name in faults else ok(name, "nothing against a run")
+    for name, fault in state_checks(machine.device, machine.state):
+        yield warning(name, *fault) if fault else ok(name, "nothing against a run")
 
 
 def _locked_memory(machine: Machine) -> Finding:

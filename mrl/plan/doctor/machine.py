@@ -70,7 +70,7 @@ def read_machine(device: str, ports: Iterable[int], nnodes: int = 1) -> Machine:
         adapters=tuple(generation.name for generation in VLLM_GENERATIONS),
         rdma=find_rdma(),
         processes=float("inf") if processes == resource.RLIM_INFINITY else processes,
-        state=read_device_state() if device == "cuda" else DeviceState(),
+        state=read_device_state(device),
         nnodes=nnodes,
     )
 
