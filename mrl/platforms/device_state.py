@@ -43,7 +43,7 @@ class DeviceState:
 
 
 def read_device_state(kind: str) -> DeviceState:
-    """Asks the driver of that kind of device, where it has one that tells. Never raises: without an answer there is nothing
+    """Asks the driver of that kind of device, where one tells. Never raises: without an answer there is nothing
     to judge, and another check says so.
     """
     if kind != "cuda":
