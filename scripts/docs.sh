@@ -11,6 +11,7 @@ if [ ! -e "$stamp" ]; then
     "$venv/bin/python" -m pip install --disable-pip-version-check -q "${pins[@]}"
     touch "$stamp"
 fi
+export NO_MKDOCS_2_WARNING=1  # about a successor, on every build
 case "${1:-build}" in
     build) "$venv/bin/mkdocs" build --strict --quiet && echo "site/index.html" ;;
     serve) exec "$venv/bin/mkdocs" serve --dev-addr 127.0.0.1:8000 ;;

@@ -9,8 +9,7 @@ def add(commands) -> None:
     """Registers the command."""
     compare = commands.add_parser(
         "compare",
-        help="runs side by side: settings that differ, curves on one axis, whether held-out scores differ by more than "
-        "chance",
+        help="runs side by side: settings that differ, curves, whether held-out scores differ by more than chance",
         description="Holds every further run against the first one and writes one self-contained HTML file.",
     )
     compare.add_argument("run_dirs", metavar="RUN", nargs="+", help="two run directories or more")
