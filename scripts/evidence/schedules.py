@@ -26,6 +26,9 @@ LARGE = (  # model, ranks, TP, PP, EP, and tensor and data sizes of engines
     ("Qwen3-30B-A3B", 32, 2, 2, 8, ((4, 1), (4, 2), (8, 4))),
     ("Qwen3-30B-A3B", 32, 4, 1, 8, ((4, 1), (4, 2))),
 )
+UNEVEN = {  # stages of models whose layers do not divide
+    ("Qwen3-235B-A22B", 8): {"num_layers_in_first_pipeline_stage": 11, "num_layers_in_last_pipeline_stage": 11}
+}
 
 
 def over_bound(model: ModelSpec, train: TrainLayout, rollout: RolloutLayout, search: bool) -> float:
@@ -41,7 +44,7 @@ def predicted() -> dict[str, dict[str, float]]:
     for name, ranks, tp, pp, ep, engines in LARGE:
         model = known_spec(name)
         sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "expert_model_parallel_size": ep}
-        train = TrainLayout.build({"world_size": ranks} | sizes, model)
+        train = TrainLayout.build({"world_size": ranks} | sizes | UNEVEN.get((name, pp), {}), model)
         for tensor, data in engines:
             workers = tensor * data
             rollout = RolloutLayout(ranks // workers, tensor, data, workers if data > 1 else 1)
