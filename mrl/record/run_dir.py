@@ -52,6 +52,11 @@ class RunDir:
         return self.path / "spool"
 
     @property
+    def lost_engines(self) -> Path:
+        """A line an engine that was lost in the middle of generation; see mrl.train.lost_engines."""
+        return self.path / "lost_engines.jsonl"
+
+    @property
     def validation(self) -> Path:
         """A file `step-N.jsonl` of held-out responses a validation."""
         return self.path / "validation"

@@ -11,6 +11,7 @@
     draws.py         the batches of prompts that a step needs there, where groups are dropped
     segments.py      responses of several requests put together
     rate.py          how many responses are under way, by the use of the KV cache
+    suspects.py      which prompt it is that engines are lost under
     progress.py      engines that hold requests and make no tokens
 
 A group is the responses to one prompt; its number counts prompts in the order of the data. Steps finished, updates

@@ -43,6 +43,7 @@ class Dispatcher:
         self.buffer, self.loads = buffer, EngineLoads(engines, places)
         self.window = buffer.schedule.concurrency  # responses under way at most; rate control may lower it
         self.is_open = True  # false: nothing is sent, so that engines become empty
+        self.alone: set[int] = set()  # groups of which one is under way at a time
         self.under_way: dict[int, Assignment] = {}
         self._of_group: dict[int, set[int]] = defaultdict(set)  # requests under way
         self._ready: list[tuple[int, int, int, int, int]] = []  # a heap: priority, number, index, tokens
@@ -90,12 +91,21 @@ class Dispatcher:
 
     def assignments(self) -> list[Assignment]:
         """Requests to be sent now, in this order."""
-        sent: list[Assignment] = []
+        sent, waiting = list[Assignment](), list[tuple[int, int, int, int, int]]()
         room = len(self._ready) if self.window is None else self.window - len(self.under_way)
         while self.is_open and self.loads.free and self._ready and len(sent) < room:
-            *_, number, index, tokens = heapq.heappop(self._ready)
-            sent.append(self._sent(self.buffer.groups[number], index, tokens))
+            entry = heapq.heappop(self._ready)
+            *_, number, index, tokens = entry
+            if self._waits_alone(number):
+                waiting.append(entry)
+            else:
+                sent.append(self._sent(self.buffer.groups[number], index, tokens))
+        for entry in waiting:
+            heapq.heappush(self._ready, entry)
         return sent
+
+    def _waits_alone(self, number: int) -> bool:
+        return number in self.alone and any(self._of_group.get(other) for other in self.alone - {number})
 
     def _sent(self, group: Group, index: int, tokens: int) -> Assignment:
         engine = self.loads.place(group.number, tokens, self._ready_tokens)

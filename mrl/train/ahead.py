@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from mrl.cluster.process_logs import concerning, processes_of
 from mrl.cluster.stored_samples import StoredSamples
 from mrl.config.schema import RunConfig
 from mrl.data.order import PromptStream
 from mrl.data.samples import SampleRows
-from mrl.errors import ConfigError, DataError
+from mrl.errors import ConfigError, DataError, Interrupted
 from mrl.record.metrics import GeneratingTime, PhaseTimer, distribution
 from mrl.reward.items import OK, RewardResult, check_failures, failure_counts, failures_at_the_bottom
 from mrl.schedule.buffer import GroupBuffer
@@ -30,6 +31,7 @@ from mrl.schedule.groups import Group
 from mrl.schedule.ledger import Fingerprint, restored, snapshot
 from mrl.schedule.staleness import Schedule
 from mrl.train.kept_groups import Filtered, KeptGroups, Key, of_group
+from mrl.train.lost_engines import LostEngines, Unfinished
 from mrl.train.numbered_prompts import DrawPlace, NumberedPrompts
 from mrl.train.resume import TrainState
 from mrl.train.rollouts import (
@@ -63,8 +65,9 @@ class GenerationAhead:
         state: TrainState,
         fingerprint: Fingerprint,
         spool: Spool,
+        lost: LostEngines,
     ):
-        """Goes on from `state`, at `begin`. `spool`: gets what is finished.
+        """Goes on from `state`, at `begin`. `spool`: gets what is finished; `lost`: engines that were.
 
         Raises ConfigError for a checkpoint of a run whose generation was not ahead, DataError for one whose groups are others.
         """
@@ -78,8 +81,7 @@ class GenerationAhead:
         self._results: dict[Key, RewardResult] = dict(kept.results) if kept else {}
         buffer = restored(kept.ledger, schedule, fingerprint, _lengths(kept)) if kept else GroupBuffer(schedule)
         self._dispatcher = Dispatcher(buffer, responder.engines.names, responder.engines.places)
-        for group in buffer.groups.values():
-            self._dispatcher.admit(group)
+        self._lost, self._suspects, self._is_noted = lost, lost.suspects(), False
         self._filtered: list[Filtered] = list(kept.filtered) if kept else []
         self._any_failed = False  # a reward, since this process began
         self._counted = self._counts()
@@ -90,6 +92,8 @@ class GenerationAhead:
         self._gives_back = False  # engines give back what they have, for other weights
         self._error: BaseException | None = None
         self._closed = False
+        for group in list(buffer.groups.values()):
+            self._send_or_set_aside(group)
         self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
 
     # ---------------------------------------------------------------- the loop's side
@@ -101,9 +105,22 @@ class GenerationAhead:
 
     def _admit(self) -> None:
         """Issues all that may be issued: at once where something changed, so that nobody finds the weights free to change before."""
-        for group in self._buffer.reserve():
-            group.prompt_tokens = len(self._prompts[group.number][0].token_ids)
-            self._dispatcher.admit(group)
+        while groups := self._buffer.reserve():
+            for group in groups:
+                group.prompt_tokens = len(self._prompts[group.number][0].token_ids)
+                self._send_or_set_aside(group)
+
+    def _send_or_set_aside(self, group: Group) -> None:
+        """Lines a group up, unless engines were lost under its prompt again and again."""
+        prompt_id = self._prompts[group.number][0].prompt_id
+        if prompt_id in self._suspects.aside and not group.is_whole:
+            print(f"prompt {prompt_id} is set aside: engines were lost under it, and under no other as often")
+            self._dispatcher.evict(group.number, "quarantined")
+            self._forget(group)
+            return
+        if prompt_id in self._suspects.alone:
+            self._dispatcher.alone.add(group.number)
+        self._dispatcher.admit(group)
 
     def take(self, state: TrainState, timer: PhaseTimer) -> Rollouts:
         """Waits for the step's batch, phase "gen". Raises what generation raised, DataError when too many rewards failed."""
@@ -140,7 +157,10 @@ class GenerationAhead:
             made += [self._results[key] for group in groups for key in _keys(group) if key in self._results]
             if sum(failure_counts(made).values()) > int(share * batch * n):
                 check_failures(made, share)
-        if filtering.max_num_gen_batches and len(filtered) > (filtering.max_num_gen_batches - 1) * batch:
+        limit = (filtering.max_num_gen_batches - 1) * batch
+        if self._buffer.schedule.order == "ready_first":
+            limit *= self._buffer.schedule.max_staleness + 1  # some were filtered for the steps that follow
+        if filtering.max_num_gen_batches and len(filtered) > limit:
             raise DataError(
                 f"step {self._buffer.step + 1}: {len(filtered)} groups have responses that do not differ in {filtering.metric}: the "
                 "prompts are too easy or too hard for the model as it is. Raise algorithm.filter_groups.max_num_gen_batches or "
@@ -161,11 +181,18 @@ class GenerationAhead:
             if self._buffer.schedule.order == "ready_first":
                 self._stop_sending()
                 if self._buffer.schedule.partial_rollouts:
-                    self._gives_back = self._responder.engines.pause_for_update(saves)
+                    self._pause(saves)
             with self._changed:
                 self._is_to_rest = True
                 self._changed.notify_all()
             self._wait(lambda: self._rests or None)
+
+    def _pause(self, give_back: bool) -> None:
+        try:
+            self._gives_back = self._responder.engines.pause_for_update(give_back)
+        except Interrupted as error:
+            with self._changed:
+                raise self._with_unfinished(error) from error
 
     def _stop_sending(self) -> None:
         with self._changed:
@@ -268,8 +295,20 @@ class GenerationAhead:
                         self._changed.wait(WAIT_S)
         except BaseException as error:  # whatever it is, the loop has to see it
             with self._changed:
-                self._error = error
+                self._error = self._with_unfinished(error)
                 self._changed.notify_all()
+
+    def _with_unfinished(self, error: BaseException) -> BaseException:
+        """Of an engine that is lost, with what it was at, which is noted for the resumed run."""
+        names = {name.split(" rank ")[0] for name in processes_of(error)}  # all data-parallel ranks end together
+        engines = [name for name in self._responder.engines.names if name.split(" rank ")[0] in names]
+        if self._is_noted or not engines or not isinstance(error, Interrupted):
+            return error
+        self._is_noted = True
+        numbers = sorted({sent.number for sent in self._dispatcher.under_way.values() if sent.engine in engines})
+        groups = [Unfinished(n, self._prompts[n][0].prompt_id, self._buffer.groups[n].tokens) for n in numbers]
+        told = self._lost.note(self._buffer.step, engines, str(error), groups)
+        return concerning(Interrupted(f"{error}; {told}" if told else str(error)), *processes_of(error))
 
     def _has_rested(self) -> bool:
         """Whether it did, since weights may change and are about to."""

@@ -47,6 +47,7 @@ from mrl.schedule.ledger import Fingerprint
 from mrl.train.ahead import GenerationAhead
 from mrl.train.generation import Generation, InTurn
 from mrl.train.kept_groups import read_kept
+from mrl.train.lost_engines import LostEngines
 from mrl.train.placement import Colocated, Placement, Separate
 from mrl.train.preflight import run_dir_path
 from mrl.train.reporting import AdvisedRecord
@@ -164,7 +165,7 @@ def open_run(resolved: ResolvedConfig, resume: bool, views: Mapping[str, View] |
         yield Run(
             config=config, run_dir=run_dir, val_prompts=val, total_steps=total,
             stop=stop, record=record, responder=responder, actor=actor, placement=placement, saver=saver, sample_writer=sample_writer,
-            generation=stack.enter_context(closing(_generation(config, responder, stream, state, spool))),
+            generation=stack.enter_context(closing(_generation(config, responder, stream, state, spool, run_dir))),
             machines=machines, peak=machines.peak(), state=state,
         )  # fmt: skip
 
@@ -215,14 +216,22 @@ def _spool(config: RunConfig, folder: Path) -> Iterator[Spool | None]:
     spool.close()
 
 
-def _generation(config: RunConfig, responder: Responder, stream: PromptStream, state: TrainState, spool: Spool | None) -> Generation:
+def _generation(
+    config: RunConfig,
+    responder: Responder,
+    stream: PromptStream,
+    state: TrainState,
+    spool: Spool | None,
+    run_dir: RunDir,
+) -> Generation:
     schedule = schedule_of(config)
     if schedule is None or spool is None:
         return InTurn(config, responder, stream)
     data = stream.prompts.fingerprint  # of tokens, and so of the template
     model = hashlib.sha256(json.dumps(read_hf_config(config.model.path), sort_keys=True).encode()).hexdigest()
     made_by = Fingerprint(data=data, model=model, template=data)
-    return GenerationAhead(config, schedule, responder, stream, state, made_by, spool)
+    lost = LostEngines(run_dir.lost_engines)
+    return GenerationAhead(config, schedule, responder, stream, state, made_by, spool, lost)
 
 
 def _run_info(config: RunConfig) -> RunInfo:

@@ -34,6 +34,7 @@ from mrl.train import ahead, drawn_groups, kept_groups
 from mrl.train.ahead import GenerationAhead
 from mrl.train.generation import InTurn
 from mrl.train.kept_groups import read_kept
+from mrl.train.lost_engines import LostEngines
 from mrl.train.resume import TrainState
 from mrl.train.rollouts import Responder
 from mrl.train.spool import Spool
@@ -168,7 +169,9 @@ def in_memory(monkeypatch):
 class World:
     """A run whose updates change nothing but the version."""
 
-    def __init__(self, seed=0, overrides=(), state=None, score=None, spool=None, engines=Engines, prompts=PROMPTS):
+    def __init__(
+        self, seed=0, overrides=(), state=None, score=None, spool=None, engines=Engines, prompts=PROMPTS, lost=None
+    ):
         self.config = load_config(TINY, None, [*SIZES, *overrides]).config
         self.engines, self.rewards = engines(seed), Rewards(seed, **({"score": score} if score else {}))
         stream = PromptStream([Prompt(p, (1, p + 1), "test", "x") for p in range(prompts)], BATCH, seed=0)
@@ -180,7 +183,10 @@ class World:
             self.generation = InTurn(self.config, responder, stream)
         else:
             self.spool = spool or Spool(Path(mkdtemp()) / "spool", Files())
-            self.generation = GenerationAhead(self.config, schedule, responder, stream, self.state, MADE_BY, self.spool)
+            lost = lost or LostEngines(Path(mkdtemp()) / "lost")
+            self.generation = GenerationAhead(
+                self.config, schedule, responder, stream, self.state, MADE_BY, self.spool, lost
+            )
         self.generation.begin()
 
     def step(self):

@@ -50,6 +50,7 @@ class Live:
     request: Request
     kept: InMemory | None
     slow: bool
+    engine: str
     tokens: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
@@ -74,7 +75,7 @@ class LiveEngines(Engines):
             row = kept[request.sample_id] if kept and request.sample_id in kept else None
             before = None if row is None else replace(row.read(), sample_id=np.array([request.sample_id]))
             assert request.handle == request.sample_id not in self.live
-            self.live[request.handle] = Live(going_on(request, before), before, self._rng.random() < 0.3)
+            self.live[request.handle] = Live(going_on(request, before), before, self._rng.random() < 0.3, engine)
             self.sent += 1
 
     def make_tokens(self):
@@ -121,8 +122,9 @@ class LiveEngines(Engines):
         for each in handles.values():
             for handle in each:
                 self.ended.add(handle)
-                if handle in self.live:
-                    self.answer_live(self.live[handle])
+                with self._step:
+                    if handle in self.live:
+                        self.answer_live(self.live[handle])
 
 
 class GivingBack(LiveEngines):
@@ -134,21 +136,21 @@ class GivingBack(LiveEngines):
 class Flight(World):
     """A run of the schedule, one prompt a number."""
 
-    def __init__(self, seed=0, mode="requeue", state=None, engines=LiveEngines, spool=None):
-        super().__init__(seed, MODES[mode], state, spool=spool, engines=engines, prompts=1000)
+    def __init__(self, seed=0, mode="requeue", state=None, engines=LiveEngines, spool=None, lost=None):
+        super().__init__(seed, MODES[mode], state, spool=spool, engines=engines, prompts=1000, lost=lost)
         self.trained: list[tuple[int, int]] = []  # step, prompt
 
     def step(self, saves=False):
         rollouts = self.generation.take(self.state, PhaseTimer())
         samples, step = rollouts.samples.read(), self.state.step
         check_tokens(samples, step, schedule_of(self.config).max_staleness)
-        self.trained += [(step, prompt) for prompt in samples.prompt_id[::N].tolist()]
         self.generation.settle(PhaseTimer(), saves)
         at_rest = (len(self.engines.live), len(self.engines.under_way), self.engines.sent)
         time.sleep(0.005)  # a sync, and validation
         assert at_rest == (len(self.engines.live), len(self.engines.under_way), self.engines.sent)
         self.engines.version, self.engines.paused = self.engines.version + 1, False
         self.state = self.generation.advanced(self.state.advanced(rollouts.cursor))
+        self.trained += [(step, prompt) for prompt in samples.prompt_id[::N].tolist()]
         return rollouts
 
     def run(self, steps, saves=False):
