@@ -30,6 +30,10 @@ class RankStep:
         """The old policy's log-probs stay here."""
         return self._scored(self._actor.policy_log_probs(self._rows.batch, self._cut.log_probs))
 
+    def old_log_probs_of(self, rows: np.ndarray) -> list[np.ndarray] | None:
+        """See ReplicaRows.old_log_probs_of."""
+        return self._rows.old_log_probs_of(rows) if parallel.holds_result() else None
+
     def ref_log_probs(self) -> None:
         """The reference's log-probs stay here."""
         result = self._actor.reference_log_probs(self._rows.batch, self._cut.reference)

@@ -41,6 +41,10 @@ class ReplicaRows:
         self.batch = replace(self.batch, old_log_probs=log_probs)
         return in_chunks(mismatch_of_rows, (self.batch.rollout_log_probs, log_probs), self._lengths)  # of dozens of float64 a token
 
+    def old_log_probs_of(self, rows: np.ndarray) -> list[np.ndarray]:
+        """Of the given rows of this replica, each row's tokens."""
+        return [self.batch.old_log_probs[self.batch.places_of(np.array([row]))] for row in rows]
+
     def set_reference(self, log_probs: np.ndarray) -> None:
         """Log-probs [response tokens] under the reference model."""
         self.batch = replace(self.batch, ref_log_probs=log_probs)

@@ -39,6 +39,7 @@ class TrainedStep:
         """Deals the rows out; every rank fetches its own. Raises DataError for a row above the limit of a micro-batch."""
         layout = actor.layout
         self._actor, self.rows = actor, samples.rows
+        self.log_gaps: np.ndarray | None = None  # [rows]: mean |log p_actor - log p_rollout| over tokens, once it is known
         self.cut = step_cut(actor.config, layout, actor.model, samples.rows.lengths)
         self._replica_of = [layout.dense_coords(rank).dp for rank in range(layout.world_size)]
         self._needed = [self.cut.needed_rows(replica) for replica in range(layout.data)]
@@ -51,7 +52,19 @@ class TrainedStep:
 
     def log_probs(self) -> Mismatch:
         """How far generation is from training."""
-        return self._mismatch(self._call("log_probs", interruptible=True))
+        found = self._mismatch(self._call("log_probs", interruptible=True))
+        self.log_gaps = found.of_rows["log_gap"] / np.maximum(self.rows.response_lengths, 1)
+        return found
+
+    def old_log_probs_of(self, rows: Sequence[int]) -> dict[int, np.ndarray]:
+        """The trainer's log-probs of the given rows' tokens, by row; after `log_probs` and before `correct`, which may change them."""
+        wanted = [np.flatnonzero(np.isin(needed, own) & np.isin(needed, rows)) for needed, own in zip(self._needed, self._own, strict=True)]
+        found: dict[int, np.ndarray] = {}
+        for replica, answer in zip(self._replica_of, self._call("old_log_probs_of", wanted.__getitem__), strict=True):
+            if answer is not None:
+                numbers = self._needed[replica][wanted[replica]].tolist()
+                found |= dict(zip(numbers, answer, strict=True))
+        return found
 
     def ref_log_probs(self) -> None:
         """The reference model's log-probs, which stay on the ranks."""

@@ -18,6 +18,7 @@ from mrl.errors import ConfigError
 CONFIG = "config.resolved.yaml"
 METRICS = "metrics.jsonl"
 LOCK = "run.lock"
+SHOWN_ROWS = "shown_rows.json"
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,7 @@ class RunDir:
         for file in (*self.samples.glob("step-*.*"), *self.validation.glob("step-*.jsonl")):
             if int(file.stem.removeprefix("step-")) > after_step:
                 file.unlink()
+        (self.path / SHOWN_ROWS).unlink(missing_ok=True)  # the next step writes its own
         shutil.rmtree(self.tensorboard, ignore_errors=True)  # its files cannot be cut; the sink writes the kept lines anew
         return len(kept)
 

@@ -33,6 +33,7 @@ from mrl.errors import Interrupted
 from mrl.record.metrics import PhaseTimer
 from mrl.train.reporting import memory_metrics, mfu_metrics, reward_parts, sample_metrics, time_metrics
 from mrl.train.run import Run
+from mrl.train.shown_rows import record_shown_rows
 from mrl.train.update import advantages, corrections, old_log_probs, update
 from mrl.train.validation import validate
 
@@ -69,6 +70,8 @@ def train_step(run: Run) -> None:
         with timer("adv" if algorithm.on_policy else "old_log_prob"):
             trained = TrainedStep(actor, rollouts.samples)
             policy_metrics = old_log_probs(config, trained)
+        with timer("record"):
+            record_shown_rows(run.run_dir.path, step, trained, rollouts)
         if algorithm.needs_reference:
             with timer("ref"):
                 trained.ref_log_probs()

@@ -37,6 +37,9 @@ class Replica:
         rollout = self.rows.batch.rollout_log_probs
         return self._of_own(self.rows.set_old(rollout + self.gap)), (0.5 * len(rollout), float(len(rollout)))
 
+    def old_log_probs_of(self, rows):
+        return self.rows.old_log_probs_of(rows)
+
     def before_update(self):
         """As RankStep.update says it: on policy the update is the pass."""
         return self.log_probs() if self.rows.batch.old_log_probs is None else None

@@ -21,12 +21,13 @@ from mrl.extras.report.columns import STEP, Curve, curves_of
 from mrl.extras.report.heldout import paired
 from mrl.extras.report.html import page_html
 from mrl.extras.report.run_record import read_run
-from mrl.extras.report.samples import chosen_rows, decoder, tokens_of
+from mrl.extras.report.samples import decoder, tokens_of
 from mrl.extras.report.sections import run_page
 from mrl.extras.report.settings import read_settings
 from mrl.extras.report.verdict import verdict
 from mrl.record.attempts import attempt, read_attempts
 from mrl.record.run_dir import RunDir
+from mrl.record.shown_rows import extreme_rows, read_shown_rows, write_shown_rows
 
 RISING = {0: [0.0] * 8 + [1.0] * 8, 6: [0.0] * 2 + [1.0] * 14}
 
@@ -163,11 +164,44 @@ def test_settings_that_differ_are_those_that_somebody_changed(tmp_path):
     assert own["algorithm.policy_loss.clip_ratio_high"][:2] == ("0.01", "0.0004")
 
 
-def test_best_and_worst_are_of_different_prompts_while_there_are_such():
+def test_best_worst_and_changed_are_of_different_prompts_while_there_are_such():
     scores, prompts = [1.0, 1.0, 1.0, 0.9, 0.1, 0.0, 0.0], [1, 1, 1, 2, 3, 4, 4]
-    best, worst = chosen_rows(scores, prompts)
-    assert [prompts[row] for row in best] == [1, 2, 3] and [scores[row] for row in best] == [1.0, 0.9, 0.1]
-    assert [scores[row] for row in worst] == [0.0, 1.0, 0.0] and not set(best) & set(worst)
+    found = extreme_rows(scores, prompts, [0.0, 0.5, 0.0, 0.0, 9.0, 0.0, 0.0])
+    assert [prompts[row] for row in found["best"]] == [1, 2, 3] and [scores[row] for row in found["best"]] == [
+        1.0,
+        0.9,
+        0.1,
+    ]
+    assert [scores[row] for row in found["worst"]] == [0.0, 1.0, 0.0]
+    rows = [row for kind in found.values() for row in kind]
+    assert len(set(rows)) == len(rows) == 7  # row 4, the furthest of all, is one of the best already
+
+
+def test_differences_of_log_probs_colour_the_tokens(tmp_path):
+    """The engine gave -0.5 and -3 - row; the trainer 0.25 more and 0.5 less. Full colour is the largest, 0.5."""
+    run = write_run(tmp_path / "run")
+    write_shown_rows(run.path, 6, {row: np.array([-0.25, -3.5 - row]) for row in (0, 1, 5)})
+    tokens = [
+        a
+        for tag, a in Elements(the_page(run)).found
+        if tag == "span" and "trainer less engine" in (a.get("title") or "")
+    ]
+    assert {(a["class"], a["title"]) for a in tokens} == {
+        ("t2", "trainer less engine, nats: 0.25"), ("t-5", "trainer less engine, nats: -0.5"),
+    }  # fmt: skip
+    assert len(tokens) == 2 * 3
+
+
+def test_rounding_stays_white_and_another_steps_log_probs_are_not_taken(tmp_path):
+    run = write_run(tmp_path / "run")
+    write_shown_rows(run.path, 6, {0: np.array([-0.5 + 1e-6, -3.0])})
+    assert {a["class"] for tag, a in Elements(the_page(run)).found if "trainer less" in (a.get("title") or "")} == {
+        "t0"
+    }
+    write_shown_rows(run.path, 5, {0: np.array([-0.25, -3.5])})
+    assert "trainer less engine" not in the_page(run)
+    RunDir.open(run.path, "", resume=True).truncate_metrics(6)
+    assert read_shown_rows(run.path) is None
 
 
 def test_tokens_that_only_together_are_a_character_stand_together():

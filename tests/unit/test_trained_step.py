@@ -19,8 +19,10 @@ from mrl.config.load import load_config
 from mrl.data.order import DataCursor
 from mrl.data.samples import Sample, packed
 from mrl.errors import Interrupted, NumericAbort
+from mrl.record.shown_rows import read_shown_rows
 from mrl.reward.items import OK, RewardResult
 from mrl.train.rollouts import Rollouts
+from mrl.train.shown_rows import record_shown_rows
 from mrl.train.update import advantages, corrections, old_log_probs
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
@@ -213,3 +215,48 @@ def test_any_rows_are_read_in_their_order_and_unused_blocks_are_given_up():
     )
     assert found.group_id.tolist() == [9, 8, 7, 6] and found.sample_id.tolist() == [0, 1, 2, 3]
     assert np.array_equal(some.rows.seed, expected.seed)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_log_probs_of_rows_are_those_that_their_replica_computed(replicas, tmp_path):
+    """Wherever rows lie; those with the largest mean difference among them."""
+    config, given = load_config(TINY, None, SIZES).config, samples()
+    rollouts = rollouts_of(stored(given))
+    step = TrainedStep(Noisy(config, replicas), rollouts.samples)
+    assert step.log_gaps is None
+    old_log_probs(config, step)
+    rollout = [np.array(one.rollout_log_probs, np.float32) for one in given]
+    expected = [each + noise(each, 1000) for each in rollout]
+    found = step.old_log_probs_of([0, 5, 17, 23])
+    assert sorted(found) == [0, 5, 17, 23] and all((found[row] == expected[row]).all() for row in found)
+    gaps = [np.abs(a - b).mean() for a, b in zip(expected, rollout, strict=True)]
+    assert step.log_gaps == pytest.approx(gaps, rel=1e-4)
+    record_shown_rows(tmp_path, 4, step, rollouts)
+    shown = read_shown_rows(tmp_path)
+    assert shown.step == 4 and len(shown.log_probs) == 9
+    assert all(values == pytest.approx(expected[row], abs=1e-6) for row, values in shown.log_probs.items())
+
+
+def test_on_policy_no_log_probs_are_there_to_be_shown(tmp_path):
+    config = load_config(
+        TINY, None, [*SIZES, "algorithm.anchor=on_policy", f"actor.ppo_mini_batch_size={PROMPTS}"]
+    ).config
+    rollouts = rollouts_of(stored(samples()))
+    record_shown_rows(tmp_path, 4, TrainedStep(Noisy(config, 2), rollouts.samples), rollouts)
+    assert read_shown_rows(tmp_path) is None
+
+
+def test_what_is_only_looked_at_ends_no_run_and_what_the_run_meets_does(tmp_path, capsys):
+    config, rollouts = load_config(TINY, None, SIZES).config, rollouts_of(stored(samples()))
+    step = TrainedStep(Noisy(config, 2), rollouts.samples)
+    old_log_probs(config, step)
+    (tmp_path / "file").touch()
+    record_shown_rows(tmp_path / "file", 4, step, rollouts)
+    assert "log-probs to look at of step 4 are not written: NotADirectoryError" in capsys.readouterr().out
+
+    def lost(rows):
+        raise Interrupted("rank 1 is lost")
+
+    step.old_log_probs_of = lost
+    with pytest.raises(Interrupted):
+        record_shown_rows(tmp_path, 4, step, rollouts)

@@ -1,7 +1,7 @@
 """Training samples for people: which of a step's responses are worth a look, and their tokens as text."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,8 @@ import pyarrow.parquet as pq
 from mrl.errors import DataError
 from mrl.extras.report.page import Token
 from mrl.record.sample_files import read_samples
+from mrl.record.shown_rows import ShownRows, extreme_rows
 
-EACH = 3  # responses of each kind: best, worst
-LONGEST = 1500  # tokens of a response that are shown
 _TORN = "\ufffd"  # what a decoder gives for bytes that are no whole character
 _WHOLE_AFTER = 4  # tokens: no character of UTF-8 has more bytes
 
@@ -31,44 +30,34 @@ class TrainingSample:
     versions: tuple[int, ...]
     score: float
     reason: str
+    old_log_probs: list[float | None] | None = None  # the trainer's, of the first LONGEST tokens
 
 
-def extremes(folder: Path, step: int) -> dict[str, list[TrainingSample]]:
-    """The best and the worst of a step's responses, EACH at most, none twice.
+def looked_at(folder: Path, step: int, shown: ShownRows | None) -> dict[str, list[TrainingSample]]:
+    """The best, the worst and, where `shown` is of this step, the most changed of a step's responses, by kind.
 
     Of a large file only the scores and what is shown are read. Raises DataError for a damaged one.
     """
     try:
         file = folder / f"step-{step}.parquet"
         if not file.exists():
-            return _chosen([_old_row(row) for row in read_samples(folder, step)])
-        columns = pq.read_table(file, columns=["score", "prompt_id"])
-        best, worst = chosen_rows(columns["score"].to_pylist(), columns["prompt_id"].to_pylist())
-        samples = dict(_rows(file, sorted({*best, *worst})))
-        return {"best": [samples[i] for i in best], "worst": [samples[i] for i in worst]}
+            samples = [_old_row(row) for row in read_samples(folder, step)]
+            kinds = extreme_rows([one.score for one in samples], [one.prompt_id for one in samples])
+            return {kind: [samples[row] for row in rows] for kind, rows in kinds.items()}
+        columns = pq.read_table(file, columns=["score", "group_id"])
+        kinds = extreme_rows(columns["score"].to_pylist(), columns["group_id"].to_pylist())
+        log_probs = shown.log_probs if shown is not None and shown.step == step else {}
+        if log_probs:
+            kinds["changed"] = sorted(log_probs.keys() - {row for rows in kinds.values() for row in rows})
+        samples = dict(_rows(file, sorted({row for rows in kinds.values() for row in rows})))
+        return {
+            kind: [replace(samples[row], old_log_probs=log_probs.get(row)) for row in rows]
+            for kind, rows in kinds.items()
+        }
     except (OSError, pa.ArrowException, ValueError, KeyError, TypeError, IndexError) as error:
         raise DataError(
             f"{folder}: the samples of step {step} cannot be read ({type(error).__name__}: {error})"
         ) from error
-
-
-def chosen_rows(scores: Sequence[float], prompts: Sequence[int]) -> tuple[list[int], list[int]]:
-    """(best, worst) rows, EACH at most; of different prompts as long as there are such, and none of them in both."""
-    order = sorted(range(len(scores)), key=lambda row: scores[row])
-    best = _of_different(order[::-1], prompts)
-    return best, _of_different([row for row in order if row not in best], prompts)
-
-
-def _of_different(order: Sequence[int], prompts: Sequence[int]) -> list[int]:
-    """The first EACH rows, those of a prompt that is there already after all others."""
-    seen: set[int] = set()
-    first = [row for row in order if not (prompts[row] in seen or seen.add(prompts[row]))]
-    return [*first, *(row for row in order if row not in first[:EACH])][:EACH]
-
-
-def _chosen(samples: Sequence[TrainingSample]) -> dict[str, list[TrainingSample]]:
-    best, worst = chosen_rows([one.score for one in samples], [one.prompt_id for one in samples])
-    return {"best": [samples[i] for i in best], "worst": [samples[i] for i in worst]}
 
 
 def _rows(file: Path, wanted: Sequence[int]) -> Iterator[tuple[int, TrainingSample]]:

@@ -1,14 +1,16 @@
-"""The section of samples: the best and the worst of a training step, and what changed most on the held-out prompts."""
+"""The section of samples: the best, worst and most changed of a training step, and of the held-out prompts."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from mrl.errors import DataError
 from mrl.extras.report.heldout import Response, read_responses
 from mrl.extras.report.page import Block, Pair, Paragraph, SampleBlock, Section
 from mrl.extras.report.run_record import RunRecord
-from mrl.extras.report.samples import LONGEST, Decode, TrainingSample, decoder, extremes, text_of, tokens_of
+from mrl.extras.report.samples import Decode, TrainingSample, decoder, looked_at, text_of, tokens_of
 from mrl.record.run_dir import RunDir
+from mrl.record.shown_rows import LONGEST, read_shown_rows
 
 PAIRS = 4
 TEXT_LIMIT = 6000  # characters of a held-out response that are shown
@@ -23,17 +25,19 @@ def samples(run: RunRecord) -> Section | None:
 def _training(run: RunRecord) -> Iterator[Block]:
     if not run.sample_steps:
         return
-    step = run.sample_steps[-1]
+    shown, step = read_shown_rows(run.path), run.sample_steps[-1]
+    if shown is not None and shown.step in run.sample_steps:
+        step = shown.step
     try:
-        found = extremes(RunDir(run.path).samples, step)
+        found = looked_at(RunDir(run.path).samples, step, shown)
     except DataError as error:
         yield Paragraph(str(error), "warn")
         return
     decode = decoder(_tokenizer_folders(run))
+    colour = _colour([sample for chosen in found.values() for sample in chosen])
     yield Paragraph(
-        f"Training step {step}, the best and the worst responses. A token's colour is the log-prob that the engine "
-        "gave it when it was "
-        "sampled: white was certain, red a rare choice. Point at a token for its number."
+        f"Training step {step}: {', '.join(_KINDS[kind] for kind in found)}. {colour.words} Point at a token for its "
+        "number."
     )
     if decode is None:
         yield Paragraph(
@@ -41,7 +45,45 @@ def _training(run: RunRecord) -> Iterator[Block]:
         )
     for kind, chosen in found.items():
         for sample in chosen:
-            yield _sample_block(kind, step, sample, decode)
+            yield _sample_block(kind, step, sample, decode, colour)
+
+
+_KINDS = {
+    "best": "the best",
+    "worst": "the worst",
+    "changed": "those whose log-probs differ most between engine and trainer",
+}
+_LEAST_SCALE = 0.02  # nats: below it a difference is rounding, and stays white
+
+
+@dataclass(frozen=True)
+class _Colour:
+    """What a token's colour stands for, and the value of the full colour."""
+
+    words: str
+    meaning: str
+    scale: float
+
+
+def _colour(samples: Sequence[TrainingSample]) -> _Colour:
+    """Differences where any is known; else what the engine gave."""
+    gaps = [abs(gap) for sample in samples for gap in _gaps(sample) if gap is not None]
+    if not gaps:
+        words = "A token's colour is the log-prob that the engine gave it: white was certain, red a rare choice."
+        return _Colour(words, "log-prob", 8.0)
+    scale = max(_LEAST_SCALE, max(gaps))
+    words = (
+        "A token's colour is the trainer's log-prob less the engine's, of the same weights: green where the trainer "
+        "gave more, red "
+        f"less, full at {scale:.2g} nats; the largest here is {max(gaps):.2g}."
+    )
+    return _Colour(words, "trainer less engine, nats:", scale)
+
+
+def _gaps(sample: TrainingSample) -> list[float | None]:
+    """The trainer's log-prob less the engine's of each shown token; None of one that a side did not give."""
+    pairs = zip(sample.old_log_probs or [], sample.rollout_log_probs, strict=False)
+    return [None if old is None or rollout is None else old - rollout for old, rollout in pairs]
 
 
 def _tokenizer_folders(run: RunRecord) -> list[Path]:
@@ -49,7 +91,7 @@ def _tokenizer_folders(run: RunRecord) -> list[Path]:
     return [Path(run.settings.text("model.path")), *stored]
 
 
-def _sample_block(kind: str, step: int, sample: TrainingSample, decode: Decode | None) -> SampleBlock:
+def _sample_block(kind: str, step: int, sample: TrainingSample, decode: Decode | None, colour: _Colour) -> SampleBlock:
     shown = sample.response_ids[:LONGEST]
     cut = len(sample.response_ids) - len(shown)
     facts = [
@@ -60,9 +102,11 @@ def _sample_block(kind: str, step: int, sample: TrainingSample, decode: Decode |
         facts.append(("reward", sample.reason))
     if cut:
         facts.append(("not shown", f"{cut} tokens"))
+    values = _gaps(sample) if colour.meaning != "log-prob" else sample.rollout_log_probs[:LONGEST]
+    values = [*values, *[None] * (len(shown) - len(values))]
     return SampleBlock(
         f"{kind.capitalize()}: row {sample.row} of step {step}", tuple(facts), text_of(sample.prompt_ids, decode),
-        tokens_of(shown, sample.rollout_log_probs[:LONGEST], decode), 8.0, "log-prob",
+        tokens_of(shown, values, decode), colour.scale, colour.meaning,
     )  # fmt: skip
 
 

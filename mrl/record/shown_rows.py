@@ -1,0 +1,62 @@
+"""Responses of a step that people are shown, and the trainer's log-probs of them beside generation's.
+
+`shown_rows.json` in the run directory is of the newest step alone: `step`, and `log_probs` by row of the step's samples, the
+trainer's under the weights that generated, LONGEST tokens at most. What engines gave the same tokens stands in `samples/`.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mrl.record.run_dir import SHOWN_ROWS, json_line, write_text
+
+EACH = 3  # responses of each kind
+LONGEST = 1500  # tokens of a response
+
+
+@dataclass(frozen=True)
+class ShownRows:
+    """The trainer's log-probs by row of a step's samples."""
+
+    step: int
+    log_probs: dict[int, list[float | None]]
+
+
+def extreme_rows(scores: Sequence[float], prompts: Sequence[int], gaps: Sequence[float] | None = None) -> dict[str, list[int]]:
+    """Rows by kind, EACH at most, none in two: `best` and `worst` of the scores, and `changed`: the largest of `gaps`.
+
+    Of different prompts as long as there are such.
+    """
+    order = sorted(range(len(scores)), key=lambda row: scores[row])
+    found = {"best": _of_different(order[::-1], prompts)}
+    found["worst"] = _of_different([row for row in order if row not in found["best"]], prompts)
+    if gaps is not None:
+        taken = {*found["best"], *found["worst"]}
+        furthest = sorted(set(range(len(scores))) - taken, key=lambda row: (-gaps[row], row))
+        found["changed"] = _of_different(furthest, prompts)
+    return found
+
+
+def _of_different(order: Sequence[int], prompts: Sequence[int]) -> list[int]:
+    """The first EACH rows, those of a prompt that is there already after all others."""
+    seen: set[int] = set()
+    first = [row for row in order if not (prompts[row] in seen or seen.add(prompts[row]))]
+    return [*first, *(row for row in order if row not in first[:EACH])][:EACH]
+
+
+def write_shown_rows(folder: Path, step: int, log_probs: Mapping[int, np.ndarray]) -> None:
+    """Replaces the file of the step before."""
+    values = {str(row): [round(float(value), 7) for value in of[:LONGEST]] for row, of in log_probs.items()}
+    write_text(folder / SHOWN_ROWS, json_line({"step": step, "log_probs": values}))
+
+
+def read_shown_rows(folder: Path) -> ShownRows | None:
+    """None where there is none that can be read, as of a run that takes its log-probs from the update."""
+    try:
+        row = json.loads((folder / SHOWN_ROWS).read_text(encoding="utf-8"))
+        return ShownRows(int(row["step"]), {int(number): list(values) for number, values in row["log_probs"].items()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None

@@ -1,0 +1,26 @@
+"""A few responses of each step with the trainer's log-probs, for people to look at."""
+
+from pathlib import Path
+
+from mrl.cluster.trained_step import TrainedStep
+from mrl.errors import MrlError, described
+from mrl.record.shown_rows import extreme_rows, write_shown_rows
+from mrl.train.rollouts import Rollouts
+
+
+def record_shown_rows(folder: Path, step: int, trained: TrainedStep, rollouts: Rollouts) -> None:
+    """Writes those of the best, the worst, and those whose log-probs differ most from generation's.
+
+    Nothing on policy: then log-probs come of the update, and rows are gone with it. What goes wrong with what is only
+    looked at is said and ends no run; what the run itself met, as a lost rank or a signal, is raised.
+    """
+    if trained.log_gaps is None:
+        return
+    try:
+        scores = [result.score for result in rollouts.results]
+        kinds = extreme_rows(scores, trained.rows.group_id.tolist(), trained.log_gaps.tolist())
+        write_shown_rows(folder, step, trained.old_log_probs_of(sorted(row for rows in kinds.values() for row in rows)))
+    except MrlError:
+        raise
+    except Exception as error:
+        print(f"note: the log-probs to look at of step {step} are not written: {described(error)}", flush=True)
