@@ -81,7 +81,10 @@ class GroupBuffer:
         return self._kept(group)
 
     def put_back(self, group: Group) -> None:
-        """A group of a checkpoint. One that lacks tokens is reserved again, with its tokens; without any it begins later."""
+        """A group of a checkpoint.
+
+        One that lacks tokens is reserved again, with its tokens; without any it begins later.
+        """
         if not group.is_whole:
             group.state = State.RESERVED
         if not self._in_order and not group.tokens:
@@ -102,7 +105,10 @@ class GroupBuffer:
         group.lengths[index] += tokens
         group.ended[index] = ended
         if group.lengths[index] > self.schedule.max_tokens:
-            raise ValueError(f"response {index} of group {number} has {group.lengths[index]} tokens, of {self.schedule.max_tokens} allowed")
+            raise ValueError(
+                f"response {index} of group {number} has {group.lengths[index]} tokens, of "
+                f"{self.schedule.max_tokens} allowed"
+            )
         if group.is_whole:
             self._unjudged.add(number)
         return group
@@ -166,7 +172,11 @@ class GroupBuffer:
 
     def _waits_for_requeued(self) -> bool:
         oldest = self.step - self.schedule.max_staleness
-        last = [group for group in self.groups.values() if group.attempts and group.begun is not None and group.begun <= oldest]
+        last = [
+            group
+            for group in self.groups.values()
+            if group.attempts and group.begun is not None and group.begun <= oldest
+        ]
         finished = sum(group.state is State.FINISHED for group in last)
         return finished < min(self.schedule.batch, len(last))
 

@@ -131,7 +131,10 @@ class Dispatcher:
         if tokens > sent.max_tokens:
             raise ValueError(f"{sent.engine} made {tokens} tokens, of {sent.max_tokens} asked for: {sent}")
         if sent.is_whole and not stopped and tokens not in (0, sent.max_tokens):
-            raise ValueError(f"{sent.engine} gave {tokens} tokens back, neither all nor none of {sent.max_tokens} up to the border: {sent}")
+            raise ValueError(
+                f"{sent.engine} gave {tokens} tokens back, neither all nor none of {sent.max_tokens} "
+                f"up to the border: {sent}"
+            )
         length = sent.kept + tokens
         group = self.buffer.add(sent.number, sent.index, tokens, stopped or length >= self.buffer.schedule.max_tokens)
         if group.is_whole:
@@ -207,7 +210,10 @@ class Dispatcher:
         """
         if not self.may_change_weights:
             waiting = ", rewards are awaited" if self.buffer.awaits_rewards else ""
-            raise ValueError(f"by these weights {len(self.under_way)} requests are under way, {len(self._ready)} have to go on{waiting}")
+            raise ValueError(
+                f"by these weights {len(self.under_way)} requests are under way, "
+                f"{len(self._ready)} have to go on{waiting}"
+            )
         stale = self.buffer.advance()
         ended = [sent for number in stale for sent in self._taken_back(number)]
         self.loads.forget_prefixes()

@@ -1,10 +1,11 @@
 """Which engine gets a request: the one that holds its prefix, or the one with the fewest tokens before it.
 
-Tokens of a request are those of its prompt, those kept, and as many as it may add: how many it will add nobody knows. What
-levels engines out is that none has more requests than it has `places`: the rest go, one by one, to whoever is done with some.
+Tokens of a request are those of its prompt, those kept, and as many as it may add: how many it will add nobody knows.
+What levels engines out is that none has more requests than it has `places`: the rest go, one by one, to whoever is done
+with some.
 
-The choice follows from the order of requests, their lengths and what was answered before. Without `places` all requests are
-placed at once, before any is answered, so that no clock has a say in it.
+The choice follows from the order of requests, their lengths and what was answered before. Without `places` all requests
+are placed at once, before any is answered, so that no clock has a say in it.
 """
 
 from collections.abc import Iterable

@@ -16,7 +16,16 @@ from mrl.schedule.groups import Counts, Group
 from mrl.schedule.staleness import Schedule
 
 # what numbers, borders and batches follow from; others may change when a run goes on
-FIXED = ("batch", "responses", "max_tokens", "order", "max_staleness", "partial_rollouts", "segment_tokens", "whole_batches")
+FIXED = (
+    "batch",
+    "responses",
+    "max_tokens",
+    "order",
+    "max_staleness",
+    "partial_rollouts",
+    "segment_tokens",
+    "whole_batches",
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,11 @@ class Ledger:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data that `from_json` reads."""
-        parts = {"fingerprint": asdict(self.fingerprint), "schedule": asdict(self.schedule), "counts": self.counts.to_json()}
+        parts = {
+            "fingerprint": asdict(self.fingerprint),
+            "schedule": asdict(self.schedule),
+            "counts": self.counts.to_json(),
+        }
         numbers = {name: getattr(self, name) for name in ("step", "next_number", "admitted")}
         return parts | numbers | {"settled": list(self.settled), "groups": [group.to_json() for group in self.groups]}
 
@@ -56,7 +69,8 @@ class Ledger:
     def from_json(cls, data: Mapping[str, Any]) -> "Ledger":
         """The ledger that `to_json` wrote. Raises DataError where numbers are missing or stand twice."""
         ledger = cls(
-            Fingerprint(**data["fingerprint"]), Schedule(**data["schedule"]), data["step"], data["next_number"], data["admitted"],
+            Fingerprint(**data["fingerprint"]), Schedule(**data["schedule"]), data["step"], data["next_number"],
+            data["admitted"],
             tuple(data["settled"]), tuple(map(Group.from_json, data["groups"])), Counts.from_json(data["counts"]),
         )  # fmt: skip
         _check_numbers(ledger)
@@ -69,7 +83,9 @@ def _check_numbers(ledger: Ledger) -> None:
     expected = list(range(ledger.frontier, ledger.next_number))
     if listed != expected:
         wrong = sorted(set(listed) ^ set(expected)) or [n for n in expected if listed.count(n) > 1]
-        raise DataError(f"the ledger of groups is damaged: numbers {wrong[:10]} are missing, stand twice or were never issued")
+        raise DataError(
+            f"the ledger of groups is damaged: numbers {wrong[:10]} are missing, stand twice or were never issued"
+        )
 
 
 def snapshot(buffer: GroupBuffer, fingerprint: Fingerprint) -> Ledger:
@@ -93,7 +109,10 @@ def restored(ledger: Ledger, schedule: Schedule, now: Fingerprint, kept: Mapping
     _check_same(asdict(ledger.schedule), asdict(schedule), FIXED)
     missing = [g.number for g in ledger.groups if g.tokens and list(kept.get(g.number, ())) != g.lengths]
     if missing:
-        raise DataError(f"the tokens kept of groups {missing[:10]} are not those that the checkpoint counts: it cannot go on with them")
+        raise DataError(
+            f"the tokens kept of groups {missing[:10]} are not those that the checkpoint counts: "
+            "it cannot go on with them"
+        )
     buffer = GroupBuffer(schedule)
     buffer.step, buffer.next_number, buffer.admitted = ledger.step, ledger.next_number, ledger.admitted
     buffer.taken = ledger.step * schedule.batch
@@ -104,6 +123,12 @@ def restored(ledger: Ledger, schedule: Schedule, now: Fingerprint, kept: Mapping
 
 
 def _check_same(then: Mapping[str, Any], now: Mapping[str, Any], names: Sequence[str]) -> None:
-    changed = [f"{name} ({json.dumps(then[name])} then, {json.dumps(now[name])} now)" for name in names if then[name] != now[name]]
+    changed = [
+        f"{name} ({json.dumps(then[name])} then, {json.dumps(now[name])} now)"
+        for name in names
+        if then[name] != now[name]
+    ]
     if changed:
-        raise DataError(f"groups that the checkpoint left unfinished were made with other values of {', '.join(changed)}")
+        raise DataError(
+            f"groups that the checkpoint left unfinished were made with other values of {', '.join(changed)}"
+        )

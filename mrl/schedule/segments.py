@@ -56,7 +56,9 @@ def joined(kept: Samples, more: Samples) -> Samples:
     Raises DataError where a row of `more` goes on from other tokens, or where only one of the two has routes.
     """
     _check_goes_on(kept, more)
-    given = {which.name: _column(which, kept, more) for which in fields(Samples) if getattr(kept, which.name) is not None}
+    given = {
+        which.name: _column(which, kept, more) for which in fields(Samples) if getattr(kept, which.name) is not None
+    }
     starts, versions, counts = _spans(kept, more)
     own = {
         "response_lengths": kept.response_lengths + more.response_lengths,
@@ -71,8 +73,15 @@ def _check_goes_on(kept: Samples, more: Samples) -> None:
     if (kept.routes is None) != (more.routes is None):
         raise DataError("a response has routes of one part and none of another: they cannot be joined")
     same_lengths = np.array_equal(kept.lengths, more.prompt_lengths)
-    if not same_lengths or not np.array_equal(kept.sample_id, more.sample_id) or not np.array_equal(kept.token_ids, _prompts(more)):
-        raise DataError(f"samples {more.sample_id.tolist()[:10]} do not go on from the tokens kept of {kept.sample_id.tolist()[:10]}")
+    if (
+        not same_lengths
+        or not np.array_equal(kept.sample_id, more.sample_id)
+        or not np.array_equal(kept.token_ids, _prompts(more))
+    ):
+        raise DataError(
+            f"samples {more.sample_id.tolist()[:10]} do not go on from the tokens kept of "
+            f"{kept.sample_id.tolist()[:10]}"
+        )
     ended = np.flatnonzero(kept.stop_reason != STOP_REASONS.index("length"))
     if len(ended):
         raise DataError(f"sample {kept.sample_id[ended[0]]} has ended and cannot go on")
@@ -112,7 +121,10 @@ def _end_to_end(firsts: Iterator[np.ndarray], seconds: Iterator[np.ndarray]) -> 
 def _routes(kept: Samples, more: Samples) -> np.ndarray:
     """All tokens but the last were computed: `kept` has routes of all rows but one, `more` those from that one on."""
     firsts = (routes[:-1] for routes in _of_rows(kept.routes, kept.lengths))
-    seconds = (routes[start - 1 :] for routes, start in zip(_of_rows(more.routes, more.lengths), kept.lengths.tolist(), strict=True))
+    seconds = (
+        routes[start - 1 :]
+        for routes, start in zip(_of_rows(more.routes, more.lengths), kept.lengths.tolist(), strict=True)
+    )
     return _end_to_end(firsts, seconds)
 
 
@@ -124,7 +136,10 @@ def _spans(kept: Samples, more: Samples) -> tuple[np.ndarray, np.ndarray, np.nda
         _of_rows(kept.span_versions, kept.span_counts), _of_rows(more.span_versions, more.span_counts), strict=True,
     )  # fmt: skip
     lengths = (kept.response_lengths + more.response_lengths).tolist()
-    rows = [_merged(np.concatenate([a, b]), np.concatenate([v, w]), end) for (a, b, v, w), end in zip(pairs, lengths, strict=True)]
+    rows = [
+        _merged(np.concatenate([a, b]), np.concatenate([v, w]), end)
+        for (a, b, v, w), end in zip(pairs, lengths, strict=True)
+    ]
     starts, versions = (np.concatenate(column) for column in zip(*rows, strict=True))
     counts = np.array([len(starts) for starts, _ in rows], kept.span_counts.dtype)
     return starts.astype(kept.span_starts.dtype), versions, counts

@@ -52,8 +52,9 @@ class Schedule:
     def unit(self) -> int:
         """in_order: groups that are issued together where a step lacks some.
 
-        Ahead of training one for each that was dropped: the next are under way already. At staleness 0 a step would wait
-        for one after the other of them, so that whole batches may be issued, and what they have too many is dropped.
+        Ahead of training one for each that was dropped: the next are under way already. At staleness 0 a step would
+        wait for one after the other of them, so that whole batches may be issued, and what they have too many is
+        dropped.
         """
         waits = self.max_staleness == 0 and self.order == "in_order"
         return self.batch if self.whole_batches and waits else 1
@@ -74,8 +75,9 @@ class Schedule:
         exist, seats = self.places * self.responses, self.concurrency
         idle = f", of {seats:,} that engines have room for" if seats is not None and seats > exist else ""
         return (
-            f"no token is older than {self.max_staleness} updates: with the weights of step s at most ({self.max_staleness} + s + 1) x "
-            f"{self.batch:,} groups have been issued, and {self.places:,} exist at once ({exist:,} responses{idle})"
+            f"no token is older than {self.max_staleness} updates: with the weights of step s at most "
+            f"({self.max_staleness} + s + 1) x {self.batch:,} groups have been issued, and {self.places:,} exist at "
+            f"once ({exist:,} responses{idle})"
         )
 
 
@@ -88,7 +90,10 @@ def violations(schedule: Schedule) -> Iterator[Violation]:
         least = admitted if schedule.order == "in_order" else batch
         yield Violation("buffer_groups", f"must be at least the batch, {batch}", why, (least, None))
     elif buffer < admitted and schedule.order == "in_order":
-        why = "a group would be issued when a place comes free, by the weights of that moment, so that speed decides which they are"
+        why = (
+            "a group would be issued when a place comes free, by the weights of that moment, so that "
+            "speed decides which they are"
+        )
         rule = f"must be (max_staleness + 1) x batch, {admitted}, in_order"
         yield Violation("buffer_groups", rule, why, (admitted, None))
     if schedule.concurrency is not None and schedule.concurrency < 1:
