@@ -108,7 +108,7 @@ def test_partial_rollouts_mix_versions_within_the_bound_and_train(world, tmp_pat
 READY_FIRST = {
     "trainer__schedule": "bounded", "trainer__max_staleness": 2, "trainer__partial_rollouts": True,
     "trainer__order": "ready_first", "trainer__save_freq": 2, "data__max_response_length": 100,
-    "rollout__num_engines": 1,
+    "rollout__num_engines": 1, "rollout__max_num_seqs": 4,  # so that it is at something whenever weights change
 }  # fmt: skip
 
 
