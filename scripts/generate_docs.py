@@ -9,6 +9,7 @@ go stale.
 """
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from mrl.record.spec import METRICS, metric_spec
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "docs" / "source"
+VERL_SCRIPTS = ROOT / "docs" / "results" / "verl_scripts.json"  # scripts/evidence/verl_scripts.py
 _COLUMNS = ("key", "may be", "default", "meaning", "advice")
 _MADE = (
     "<!-- made by scripts/generate_docs.py; edit mrl/config/schema_*.py, the spec tables or docs/source instead -->\n"
@@ -168,7 +170,33 @@ def from_verl() -> str:
         ):
             raise ValueError(f"verl's {key} goes to {row.to}, which is no key")
         page.append(_row(f"`{key}`", said, row.why))
-    return "\n".join([*page, ""])
+    return "\n".join([*page, *_public_scripts(), ""])
+
+
+def _public_scripts() -> Iterator[str]:
+    """Which of verl's own launch scripts come through, and why the others do not."""
+    found = json.loads(VERL_SCRIPTS.read_text(encoding="utf-8"))
+    counts, answers = found["counts"], [row["verdict"] for row in found["scripts"]]
+    commits = ", ".join(f"{name} at {commit[:12]}" for name, commit in found["commits"].items())
+    pairs = sum(counts.get(name, 0) for name in ("same", "unknown, told", "absent, told", "LOST", "DIFFERENT"))
+    yield "\n## Public scripts\n"
+    yield (
+        f"The {len(answers)} launch scripts of {commits}, run by bash itself over stubs and read by the import "
+        f"(`python scripts/evidence/verl_scripts.py`). Of the {pairs:,} key=value pairs that bash passes "
+        f"{counts['same']:,} are "
+        f"read as bash has them, {pairs - counts['same'] - counts.get('LOST', 0) - counts.get('DIFFERENT', 0)} hang on "
+        f"something that the script does not set and are named, {counts.get('LOST', 0)} are lost and "
+        f"{counts.get('DIFFERENT', 0)} differ without a word. Answers: "
+        + ", ".join(f"{answers.count(name)} {name}" for name in ("valid", "carried with losses", "refused"))
+        + f". {counts.get('more than bash, told', 0)} keys stand behind a comment at which the shell ends the command, "
+        "which is said. Refused is what mrl does not do at all (a critic, a family of models, generation or evaluation "
+        "alone), what no Megatron layout here can have, and a model or file that lies with the script's author.\n"
+    )
+    yield from _table(("script", "answer", "why, the first reason"))
+    for row in found["scripts"]:
+        why = row["why"].partition("; ")[0].replace("`", "")
+        why = f"`{why[:117]}...`" if len(why) > 120 else f"`{why}`" if why else ""
+        yield _row(f"{row['repository'].partition('/')[2]}: {row['path']}", row["verdict"], why)
 
 
 def _targets(handler: Callable) -> str:

@@ -33,7 +33,8 @@ STUBS = "python python3 ray torchrun nohup env sudo srun timeout rm mkdir cp mv 
 TOOLS = "basename dirname realpath readlink seq expr tr cut sed awk head tail cat grep sort uniq wc"
 RECORD = 'printf "%s\\0" "$#" "$@" >&9'
 ENTRY = re.compile(r"(^|[./])(\w*main_\w+|\w+_main)(\.py)?$")
-PAIR = re.compile(r"(\+\+|\+|~)?([\w./@-]+)=(.*)", re.DOTALL)
+PAIR = re.compile(r"(\+\+|\+|~)?([A-Za-z_][\w./@-]*)=(.*)", re.DOTALL)
+LIMIT_S = 20  # for a script
 KEPT = 80  # scripts whose pairs are kept as data, beside all that generate ahead of training
 
 
@@ -59,11 +60,12 @@ def _of_clone(name: str, clone: Path) -> Iterator[dict[str, Any]]:
     for file in sorted(clone.rglob("*.sh")):
         if command := _launch(_passed(file, clone)):
             at = next(i for i, word in enumerate(command) if ENTRY.search(word))
-            behind = command[at + 1 :]
             row = {"repository": name, "commit": commit, "path": str(file.relative_to(clone)), "entry": command[at]}
-            row |= {"words": [w.replace(str(clone), HOME) for w in behind if PAIR.fullmatch(w)]}
+            behind = [word.replace(str(clone), HOME) for word in command[at + 1 :]]
+            row |= {"words": [word for word in behind if PAIR.fullmatch(word)]}
             row |= {"options": [word for word in behind if not PAIR.fullmatch(word)]}
-            yield row | _compared(file, row["words"])
+            judged = _compared(file, row["words"])
+            yield row | judged | {"why": judged["why"].replace(str(clone), HOME)}
 
 
 def _passed(script: Path, clone: Path) -> list[list[str]]:
@@ -73,7 +75,9 @@ def _passed(script: Path, clone: Path) -> list[list[str]]:
         _make_stubs(Path(folder))
         handler = f"command_not_found_handle() {{ {RECORD}; }}; export -f command_not_found_handle"
         inside = f'mount -o remount,bind,ro / ; PATH={folder}; cd {clone} && {handler}; exec bash --norc "$0"'
-        command = ["unshare", "-r", "-m", "-n", "--propagation", "private", "bash", "--norc", "-c", inside, str(script)]
+        limit = ["timeout", "-k", "1", str(LIMIT_S)]  # some wait for servers that no stub starts
+        apart = ["unshare", "-r", "-m", "-n", "--propagation", "private"]
+        command = [*limit, *apart, "bash", "--norc", "-c", inside, str(script)]
         process = subprocess.Popen(
             ["bash", "-c", f'exec 9>&{write}; exec "$@"', "-", *command], pass_fds=[write], stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={"PATH": "/usr/bin:/bin", "HOME": HOME},
