@@ -7,7 +7,7 @@ from mrl.extras.report.page import Bar, Block, Chart, Lanes, Pair, SampleBlock, 
 
 SHADES = 5  # of each sign; classes t-5 .. t5 of page.css
 TICKS = 4
-_LANE, _LABEL, _WIDTH, _AXIS = 22, 190, 1000, 22  # heights and widths of lanes, in units of their drawing
+_LANE, _LABEL, _WIDTH, _AXIS = 22, 230, 1000, 22  # heights and widths of lanes, in units of their drawing
 
 
 def block_html(block: Block) -> str:

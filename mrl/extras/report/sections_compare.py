@@ -57,12 +57,15 @@ def _verdict(comparison: Comparison) -> Iterator[Block]:
         yield Items(tuple(test.words() for test in comparison.tests))
         share = f", each at {comparison.tests[0].level:.2g}" if len(comparison.tests) > 1 else ""
         yield Paragraph(
-            f"{len(comparison.tests)} paired over prompts{share}. It tells these weights apart, not these settings: "
-            "how much another "
-            "trainer.seed moves a score only further runs say."
+            f"{_counted(len(comparison.tests), 'test')} paired over prompts{share}. What is told apart is these "
+            "weights, not these settings: how much another trainer.seed moves a score only further runs say."
         )
     states = tuple(f"{name}: {verdict(run).headline}" for name, run in comparison.runs.items())
     yield Items((*states, *comparison.notes))
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _settings(comparison: Comparison) -> Iterator[Block]:

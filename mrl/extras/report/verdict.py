@@ -131,13 +131,19 @@ def _facts(run: RunRecord, learnt: dict[str, Difference]) -> Iterator[str]:
     if learnt and (change := _start_and_end(run, "critic/score/mean")):
         yield f"Training score: {change[0]:.3g} at the start, {change[1]:.3g} now."
     if (time := run.curves.get("timing_s/step")) is not None:
-        yield (
-            f"A step takes {np.median(time.values):.3g} s (median); all {len(time)} took "
-            f"{time.values.sum() / 60:.3g} min."
-        )
+        steps = f"steps took {_duration(time.values.sum())}, a step {_duration(np.median(time.values))} (median)"
+        yield f"{len(time)} {steps}." if len(time) > 1 else f"The step took {_duration(time.values[0])}."
         if run.running and run.total_steps:
             left = (run.total_steps - run.last_step) * float(np.median(time.values[-20:]))
-            yield f"About {left / 60:.3g} min of steps are left."
+            yield f"About {_duration(left)} of steps are left."
+
+
+def _duration(seconds: float) -> str:
+    """In the largest unit that gives two or more."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"
 
 
 def _start_and_end(run: RunRecord, name: str) -> tuple[float, float] | None:
