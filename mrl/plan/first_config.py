@@ -29,6 +29,7 @@ _FEW_PROMPTS, _FEW_MINI = 16, 8  # on a CPU
 _SEQUENCES = 8  # of the longest kind that an engine's cache should hold at once
 _SHARE = 0.7  # of a device's memory, for an engine beside an actor that is on the host meanwhile
 _TRIED = 5  # layouts of one way to use the memory
+_OFFLOADED = ("actor.param_offload", "actor.grad_offload", "actor.optimizer_offload")  # while engines have the devices
 _HOST_ADAM = {
     "optimizer_cpu_offload": True,
     "optimizer_offload_fraction": 1.0,
@@ -122,9 +123,6 @@ def _usual(path: str, model: ModelSpec, count: DeviceCount, tensor: int) -> dict
         "cluster.n_gpus_per_node": count.per_node,
         "cluster.placement": "colocated",
         "actor.layout.world_size": count.total,
-        "actor.param_offload": True,
-        "actor.grad_offload": True,
-        "actor.optimizer_offload": True,
         "actor.optim.lr": 1e-6,
         "actor.ppo_mini_batch_size": mini,
         "actor.use_dynamic_bsz": True,
@@ -139,7 +137,7 @@ def _usual(path: str, model: ModelSpec, count: DeviceCount, tensor: int) -> dict
         "trainer.experiment_name": f"first-{path.rstrip('/').rpartition('/')[2].lower()}",
         "trainer.save_freq": 20,
     }
-    return values | (_on_cpu(count) if on_cpu else {})
+    return values | (_on_cpu(count) if on_cpu else dict.fromkeys(_OFFLOADED, True))
 
 
 def _on_cpu(count: DeviceCount) -> dict[str, Any]:

@@ -86,6 +86,7 @@ def test_a_small_model_of_ones_own_gets_one_for_cpus(mrl, tmp_path):
     code, *_ = mrl("init", "--model", "model", "--devices", "2 x cpu", "--data", "odd.jsonl", "-o", "sub/my.yaml")
     config = load_config("sub/my.yaml").config
     assert code == 0 and (config.cluster.device, config.model.dtype) == ("cpu", "float32")
+    assert not config.actor.offloaded, "on a CPU the device is the host"
     assert config.reward.function == "exact_match" and "docs/rewards.md" in Path("sub/my.yaml").read_text()
     assert config.data.max_prompt_length + config.data.max_response_length <= SIZES["max_position_embeddings"]
 
