@@ -243,8 +243,9 @@ def emptied(folder: Path) -> Path:
 
 
 def last_lines(said: str, lines: int = 3) -> list[str]:
-    """What a command says in the end."""
-    return [line for line in said.splitlines() if line.strip()][-lines:]
+    """What mrl itself says in the end; without such a line the last ones."""
+    own = [line for line in said.splitlines() if re.match(r"mrl \w+: |weight sync", line)]
+    return (own or [line for line in said.splitlines() if line.strip()])[-lines:]
 
 
 PARTS: dict[str, Callable[[Path], dict[str, Any]]] = {
