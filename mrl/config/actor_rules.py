@@ -345,6 +345,11 @@ def _experts(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
         )
         yield Violation(f"{_TRANSFORMER}.moe_expert_capacity_factor", "must be null", why, (None,))
 
+
+def _routers(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+    given = config.model.override_transformer_config
+    if not model.is_moe:
+        return
     balancing = given.get("moe_router_load_balancing_type", "none")
     if not all(kind in _BALANCING for kind in (balancing if isinstance(balancing, list) else [balancing])):
         why = (
@@ -432,6 +437,7 @@ ACTOR_RULES = (
     _recompute,
     _saved_activations,
     _experts,
+    _routers,
     _freeze,
     _replay,
     _replay_unfused,

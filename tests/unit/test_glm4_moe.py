@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from mrl.config.actor_rules import _experts
+from mrl.config.actor_rules import _experts, _routers
 from mrl.errors import ConfigError
 from mrl.model import known_spec, model_spec, tensor_specs
 from mrl.model.boxes import Box
@@ -76,7 +76,8 @@ def test_what_megatron_would_compute_otherwise_is_refused(change, words):
 def test_nothing_may_move_the_constants_or_route_otherwise_than_engines_do():
     def refused(**given) -> list[str]:
         config = SimpleNamespace(model=SimpleNamespace(override_transformer_config=given))
-        return [violation.field.rpartition(".")[2] for violation in _experts(config, model_spec(CONFIG))]
+        told = [violation for rule in (_experts, _routers) for violation in rule(config, model_spec(CONFIG))]
+        return [violation.field.rpartition(".")[2] for violation in told]
 
     assert refused(moe_router_bias_update_rate=0.0, moe_router_score_function="sigmoid") == []
     assert refused(moe_router_bias_update_rate=1e-3) == ["moe_router_bias_update_rate"]
