@@ -1,0 +1,158 @@
+"""What mrl reaches through objects of other packages, where no import says so: class -> attributes, by hand.
+
+A name stands here for as long as mrl uses it: the check asks both sides. `file`: where mrl uses it.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Reached:
+    """Attributes and methods of one class that mrl touches."""
+
+    dependencies: tuple[str, ...]
+    owner: str
+    names: tuple[str, ...]
+    file: str
+
+
+_BOTH, _NEW, _OLD = ("vllm 0.32.0", "vllm 0.23.0"), ("vllm 0.32.0",), ("vllm 0.23.0",)
+_PARALLEL = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "enable_expert_parallel",
+    "enable_eplb",
+    "expert_placement_strategy",
+    "data_parallel_index",
+    "world_size",
+    "rank",
+)
+_COMMON, _RELOAD = "mrl/vllm/v0_common.py", "vllm.model_executor.model_loader.reload"
+
+REACHED = (
+    Reached(_BOTH, "vllm.config.parallel.ParallelConfig", _PARALLEL, _COMMON),
+    Reached(
+        _BOTH,
+        f"{_RELOAD}.types.LayerReloadingInfo",
+        ("can_load", "reset", "kernel_tensors", "restore_metadata"),
+        _COMMON,
+    ),
+    Reached(
+        _BOTH,
+        "vllm.model_executor.layers.quantization.base_config.QuantizeMethodBase",
+        ("process_weights_after_loading",),
+        _COMMON,
+    ),
+    Reached(
+        _BOTH, "vllm.v1.worker.cpu_worker.CPUWorker", ("execute_model", "sleep", "wake_up"), "mrl/vllm/cpu_worker.py"
+    ),
+    Reached(
+        _BOTH,
+        "vllm.v1.worker.gpu_worker.Worker",
+        ("model_runner", "weight_transfer_engine", "parallel_config"),
+        _COMMON,
+    ),
+    Reached(
+        _BOTH, "vllm.v1.worker.gpu_model_runner.GPUModelRunner", ("get_model", "kv_caches"), "mrl/vllm/sleeping.py"
+    ),
+    Reached(
+        _BOTH,
+        "vllm.v1.engine.async_llm.AsyncLLM",
+        ("from_engine_args", "collective_rpc", "errored", "generate"),
+        "mrl/vllm/",
+    ),
+    Reached(
+        _BOTH,
+        "vllm.v1.engine.async_llm.AsyncLLM",
+        ("pause_generation", "resume_generation", "reset_prefix_cache"),
+        "mrl/vllm/",
+    ),
+    Reached(_NEW, "vllm.v1.engine.async_llm.AsyncLLM", ("update_weight_version",), "mrl/vllm/engine.py"),
+    Reached(_NEW, "vllm.v1.worker.gpu_worker.Worker", ("_weight_update_active",), "mrl/vllm/v0_32.py"),
+    Reached(
+        _NEW,
+        "vllm.distributed.weight_transfer.base.WeightTransferEngine",
+        ("parse_update_info", "reset_weight_update_target", "supports_draft_weight_update"),
+        "mrl/vllm/v0_32.py",
+    ),
+    Reached(
+        _OLD,
+        "vllm.v1.worker.gpu_worker.Worker",
+        ("_weight_update_active", "_is_checkpoint_format"),
+        "mrl/vllm/v0_23.py",
+    ),
+    Reached(
+        _OLD, "vllm.distributed.weight_transfer.base.WeightTransferUpdateInfo", ("update_kind",), "mrl/vllm/v0_23.py"
+    ),
+    Reached(
+        ("vllm-ascend",),
+        "vllm_ascend.worker.worker.NPUWorker",
+        ("sleep", "wake_up", "_sleep_saved_buffers"),
+        "mrl/vllm/ascend_wake.py",
+    ),
+    Reached(
+        ("vllm-ascend",),
+        "vllm_ascend.device_allocator.camem.CaMemAllocator",
+        ("get_instance", "wake_up", "pointer_to_data"),
+        "mrl/vllm/",
+    ),
+    Reached(("mindspeed",), "mindspeed.megatron_adaptor", ("repatch",), "mrl/platforms/npu_mindspeed.py"),
+    Reached(("mbridge",), "mbridge.AutoBridge", ("from_config",), "mrl/megatron/bridge.py"),
+    Reached(
+        ("mbridge",),
+        "mbridge.core.LLMBridge",
+        (
+            "set_extra_args",
+            "get_model",
+            "load_weights",
+            "export_weights",
+            "_get_transformer_layer_spec",
+            "config",
+            "_MLP_MAPPING",
+        ),
+        "mrl/megatron/bridge.py",
+    ),
+    Reached(
+        ("megatron-core",),
+        "megatron.core.distributed.DistributedDataParallel",
+        ("buffers", "expert_parallel_buffers", "zero_grad_buffer"),
+        "mrl/megatron/",
+    ),
+    Reached(
+        ("megatron-core",),
+        "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBuffer",
+        ("grad_data",),
+        "mrl/megatron/",
+    ),
+    Reached(
+        ("megatron-core",),
+        "megatron.core.optimizer.optimizer.ChainedOptimizer",
+        ("chained_optimizers",),
+        "mrl/megatron/",
+    ),
+    Reached(
+        ("megatron-core",),
+        "megatron.core.transformer.moe.router.TopKRouter",
+        ("router_replay", "expert_bias"),
+        "mrl/megatron/",
+    ),
+    Reached(
+        ("megatron-core",),
+        "megatron.core.optimizer_param_scheduler.OptimizerParamScheduler",
+        ("num_steps", "state_dict", "step"),
+        "mrl/",
+    ),
+    Reached(
+        ("torch-npu",),
+        "torch_npu.npu",
+        ("is_available", "memory_snapshot", "mem_get_info", "empty_cache"),
+        "mrl/platforms/",
+    ),
+    Reached(
+        ("torch-npu",),
+        "torch_npu._C._distributed_c10d.ProcessGroupHCCL",
+        ("abort_hccl_comm",),
+        "mrl/platforms/transfer.py",
+    ),
+)
