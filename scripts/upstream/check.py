@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from attributes import REACHED
 from tree import Found, Signature, Tree
-from used import ROOT, Use, used_names, used_variables
+from used import Use, used_names, used_variables
 
 STORED = Path(__file__).with_name("stored.json")
 # dependency -> distributions that bring it here; the others are read from what is stored
