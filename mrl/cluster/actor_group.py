@@ -1,7 +1,7 @@
 """All ranks of the trained model, called together."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import ray
 
 from mrl.cluster.calls import Late, LostPeer, blame, gather, gather_all, unwrap
 from mrl.cluster.process_logs import concerning
+from mrl.cluster.routes import start_readers
 from mrl.cluster.same_software import check_same
 from mrl.cluster.seats import Seats, actor_seats
 from mrl.cluster.workers import WRITING, ActorWorker
@@ -34,6 +35,7 @@ class ActorGroup:
         `seats`: of the ranks, by default on devices of their own.
         """
         self.config, self.poll = config, poll
+        self.route_readers: dict[str, ray.actor.ActorHandle] = {}  # by node; see mrl/cluster/routes.py
         self.model = load_model_spec(config.model.path)
         self.layout = TrainLayout.build(config.actor.layout.model_dump(), self.model)
         hosting = get_hosting(config.cluster.device)
@@ -58,6 +60,13 @@ class ActorGroup:
         self.pids = self.call("start", address, port, str(checkpoint) if checkpoint else None, timeout_s=limit)
         asked = {"rank 0": self.workers[0].kernels.remote()}
         print(f"actor: {gather(asked, limit, 'asking the actor what it computes with')['rank 0']}")
+
+    def read_routes_at(self, nodes: Iterable[str]) -> None:
+        """Routes lie on these nodes: where ranks need a part of them and may be elsewhere, processes there cut it out."""
+        layout = self.layout
+        cut = layout.pipeline * layout.context * (layout.tensor if layout.sequence_parallel else 1) > 1
+        if self.config.actor.router_replay == "R3" and cut and sum(node["Alive"] for node in ray.nodes()) > 1:
+            self.route_readers = start_readers(nodes)
 
     def call(self, method: str, *arguments: Any, timeout_s: float | None = None, interruptible: bool = False) -> list[Any]:
         """Calls a method on all ranks; answers in rank order."""

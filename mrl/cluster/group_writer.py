@@ -16,7 +16,7 @@ class _Writer:
     """The process."""
 
     def write(self, path: Path, responses: StoredSamples) -> dict[str, Any]:
-        return write_group(path, responses.read())
+        return write_group(path, responses.read(with_routes=True))
 
 
 class GroupWriter:

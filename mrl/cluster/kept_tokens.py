@@ -8,18 +8,23 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
-import ray
 
+from mrl.cluster.stored_samples import Block
 from mrl.data.samples import Samples
 from mrl.schedule.segments import continuation, joined
 from mrl.vllm.requests import Request
 
 
-async def fetched(kept: Mapping[int, tuple[ray.ObjectRef, int]]) -> dict[int, Samples]:
+async def fetched(kept: Mapping[int, tuple[Block, int]]) -> dict[int, Samples]:
     """One row a sample_id, under that id, from references to blocks and places in them."""
-    blocks = {block: await block for block in {block for block, _ in kept.values()}}
+    blocks = {block: await _whole(block) for block in {block for block, _ in kept.values()}}
     rows = {number: blocks[block].rows(slice(place, place + 1)) for number, (block, place) in kept.items()}
     return {number: replace(row, sample_id=np.array([number])) for number, row in rows.items()}
+
+
+async def _whole(block: Block) -> Samples:
+    samples = await block.samples
+    return samples if block.routes is None else replace(samples, routes=await block.routes)
 
 
 def going_on(request: Request, kept: Samples | None) -> Request:

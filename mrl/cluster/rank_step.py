@@ -10,6 +10,7 @@ from mrl.algo.aggregate import Denominators, FloatParts
 from mrl.algo.rows import RowValues
 from mrl.algo.selection import Means
 from mrl.cluster.replica_rows import ReplicaRows, Scored
+from mrl.cluster.routes import Readers, read_routes
 from mrl.cluster.stored_samples import StoredSamples
 from mrl.megatron import parallel
 from mrl.megatron.actor import MegatronActor
@@ -20,11 +21,18 @@ from mrl.megatron.cut import ReplicaCut
 class RankStep:
     """Rows of the newest step. Ranks before the last pipeline stage have no log-probs, and compute nothing of tokens."""
 
-    def __init__(self, actor: MegatronActor, samples: StoredSamples, own: np.ndarray, cut: ReplicaCut):
-        """`own`, bool [rows]: which of `samples` the replica trains on; the others are there for fillers."""
+    def __init__(self, actor: MegatronActor, stored: StoredSamples, own: np.ndarray, cut: ReplicaCut, readers: Readers):
+        """`own`, bool [rows]: which of `stored` the replica trains on; the others are there for fillers.
+
+        `readers`: of routes, by node.
+        """
         config = actor.config
         self._actor, self._own, self._cut = actor, own, cut
-        self._rows = ReplicaRows(config.algorithm, samples.read(), config.rollout.temperature)
+        samples, routes = stored.read(), None
+        if config.actor.router_replay == "R3" and actor.routing is not None:
+            needed = actor.computed_tokens(cut, samples.lengths)
+            routes = read_routes(stored, samples, needed, actor.routing.layers, readers)
+        self._rows = ReplicaRows(config.algorithm, samples, config.rollout.temperature, routes)
 
     def log_probs(self) -> Scored | None:
         """The old policy's log-probs stay here."""

@@ -18,6 +18,7 @@ from mrl.algo.rows import RowValues, in_chunks, moments, row_sums
 from mrl.algo.selection import Candidates, Means, candidates, chosen, largest
 from mrl.config.schema import AlgorithmConfig
 from mrl.data.batch import TrainBatch
+from mrl.data.routes import RoutesHere
 from mrl.data.samples import Samples
 
 Scored = tuple[RowValues, tuple[float, float]]  # how far generation's log-probs are from the rows'; sum and count of their entropies
@@ -26,9 +27,9 @@ Scored = tuple[RowValues, tuple[float, float]]  # how far generation's log-probs
 class ReplicaRows:
     """The rows that a replica holds; `batch` gains what is computed. Arrays a token are flat, rows end to end."""
 
-    def __init__(self, algorithm: AlgorithmConfig, samples: Samples, temperature: float):
+    def __init__(self, algorithm: AlgorithmConfig, samples: Samples, temperature: float, routes: RoutesHere | None = None):
         self._algorithm, self._truncated = algorithm, samples.truncated
-        self.batch = TrainBatch.of(samples, temperature)
+        self.batch = TrainBatch.of(samples, temperature, routes)
         self._penalties: np.ndarray | None = None  # float64 [response tokens]: KL in the reward
         self._candidates: list[tuple[np.ndarray, Candidates]] = []  # rows and what is found of them, a mini-batch each
 

@@ -1,22 +1,29 @@
-"""Requests under way at the engines, and responses as they come back: blocks that stay where they are, numbers and texts.
+"""Requests under way at the engines, and responses as they come back: blocks that stay where they are, and numbers.
 
-An engine's process yields a block, then what the driver is told of it; see StoredSamples. Where a response goes on from tokens
-that were generated before, the engine's process fetches those by reference and gives back the two together.
+An engine's process yields a block, its routes where they were asked for, then what the driver is told of it; see
+StoredSamples. Where a response goes on from tokens that were generated before, the engine's process fetches those by
+reference and gives back the two together.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import ray
 
 from mrl.cluster.calls import LostPeer, blame, unwrap
 from mrl.cluster.engine_progress import EngineProgress
-from mrl.cluster.stored_samples import StoredSamples
+from mrl.cluster.stored_samples import Block, StoredSamples
 from mrl.vllm.requests import Request, Sampling
 
-AHEAD = 64  # objects of a stream, two a block: texts that nobody has taken yet are not piled up in this process
+AHEAD = 64  # objects of a stream, two a block, that nobody has taken yet
 PHASE = "generation"
 
-Arrived = tuple[StoredSamples, list[str] | None]  # responses, and their texts where they were asked for
+
+class Arrived(NamedTuple):
+    """Responses of one engine that finished together."""
+
+    samples: StoredSamples
+    engine: str
 
 
 class RequestStreams:
@@ -26,19 +33,22 @@ class RequestStreams:
         self,
         workers: Mapping[str, ray.actor.ActorHandle],
         all_there: Callable[[], dict[str, ray.ObjectRef]],
-        with_texts: bool,
+        nodes: Mapping[str, str],
         limit_s: float,
     ):
-        """`all_there`: asks each engine whether all of it lives, answers to come by name. `limit_s`: that an engine may make no token."""
-        self._workers, self._all_there, self._with_texts = workers, all_there, with_texts
+        """`all_there`: asks each engine whether all of it lives, answers to come by name. `nodes`: of engines, by name.
+
+        `limit_s`: that an engine may make no token.
+        """
+        self._workers, self._all_there, self._nodes = workers, all_there, nodes
         self.progress = EngineProgress(lambda engine: workers[engine].tokens_made.remote(), limit_s)
-        self._streams: dict[ray.ObjectRefGenerator, str] = {}
-        self._told_of: dict[ray.ObjectRefGenerator, ray.ObjectRef] = {}  # blocks whose numbers are to come
+        self._streams: dict[ray.ObjectRefGenerator, tuple[str, bool]] = {}  # engine, and whether routes come
+        self._begun: dict[ray.ObjectRefGenerator, list[ray.ObjectRef]] = {}  # blocks whose numbers are to come
 
     @property
     def waiting_for(self) -> list[str]:
         """Engines that have requests, each once."""
-        return list(dict.fromkeys(self._streams.values()))
+        return list(dict.fromkeys(engine for engine, _ in self._streams.values()))
 
     def send(self, engine: str, requests: Sequence[Request], sampling: Sampling, kept: Mapping[int, StoredSamples] | None = None) -> None:
         """Asks one engine for responses. `kept`: by sample_id, the row that a response goes on from."""
@@ -48,7 +58,7 @@ class RequestStreams:
             self.progress.begin(engine)
         generate = self._workers[engine].generate.options(num_returns="streaming", _generator_backpressure_num_objects=AHEAD)
         before = {number: (row.blocks[0], int(row.place[0])) for number, row in (kept or {}).items()}
-        self._streams[generate.remote(list(requests), sampling, self._with_texts, before)] = engine
+        self._streams[generate.remote(list(requests), sampling, before)] = engine, sampling.routes
 
     def take(self, timeout_s: float) -> list[Arrived]:
         """What has come back since, at most one block an engine and call; waits for the first of it.
@@ -66,19 +76,23 @@ class RequestStreams:
 
     def _next(self, stream: ray.ObjectRefGenerator) -> Arrived | None:
         """A block with what is told of it; None while that is to come. An engine that stops in between holds up nobody."""
+        begun = self._begun.setdefault(stream, [])
         try:
-            item = next(stream)
+            begun.append(next(stream))
         except StopIteration:
-            engine, block = self._streams.pop(stream), self._told_of.pop(stream, None)
-            return None if block is None else self._told(block, block, engine)  # nothing follows an engine's error
-        if stream not in self._told_of:
-            self._told_of[stream] = item
-            return self._next(stream) if ray.wait([stream], timeout=0, fetch_local=False)[0] else None
-        return self._told(self._told_of.pop(stream), item, self._streams[stream])
+            engine, _ = self._streams.pop(stream)
+            del self._begun[stream]
+            return self._told(begun, engine) if begun else None  # nothing follows an engine's error
+        engine, routed = self._streams[stream]
+        if len(begun) == 2 + routed:
+            del self._begun[stream]
+            return self._told(begun, engine)
+        return self._next(stream) if ray.wait([stream], timeout=0, fetch_local=False)[0] else None
 
-    def _told(self, block: ray.ObjectRef, numbers: ray.ObjectRef, engine: str) -> Arrived:
+    def _told(self, items: list[ray.ObjectRef], engine: str) -> Arrived:
         try:
-            rows, texts = unwrap(numbers, engine, PHASE)
+            rows = unwrap(items[-1], engine, PHASE)
         except LostPeer as error:  # whom it lost, the lost one's own front end knows, also one that had no request
             raise blame(error, self._all_there(), PHASE) from error
-        return StoredSamples.of(rows, block), texts
+        block = Block(items[0], items[1] if len(items) == 3 else None, self._nodes[engine])
+        return Arrived(StoredSamples.of(rows, block), engine)

@@ -8,7 +8,7 @@ what changes an engine is asked of all of its ranks at once, after each of them 
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ import ray
 
 from mrl.cluster.answers import Answers
 from mrl.cluster.calls import SETTLE_S, Late, gather
-from mrl.cluster.request_streams import RequestStreams
+from mrl.cluster.request_streams import Arrived, RequestStreams
 from mrl.cluster.same_software import check_same
 from mrl.cluster.seats import Seat, Seats, engine_seats
 from mrl.cluster.stored_samples import STREAM_ENVIRONMENT, StoredSamples
@@ -30,7 +30,7 @@ from mrl.vllm.requests import Request, Sampling, engine_settings, log_name, rank
 
 PREPARE_S = 60.0  # for a rank that is there to say so; another may be in the middle of a long step
 
-OnBatch = Callable[[StoredSamples, list[str]], None]
+OnArrival = Callable[[list[Arrived]], None]
 
 
 class RolloutGroup:
@@ -113,28 +113,34 @@ class RolloutGroup:
             return "".join(f"; {name}: {', '.join(stopped)}" for name, stopped in found.items() if stopped)
         return ""
 
-    def streams(self, with_texts: bool) -> RequestStreams:
-        """Nothing sent yet; `with_texts`: responses are decoded where they are made."""
-        workers = dict(zip(self.names, self.workers, strict=True))
-        return RequestStreams(workers, partial(self.refs, "check_there"), with_texts, self.config.rollout.generate_timeout_s)
+    @cached_property
+    def nodes(self) -> dict[str, str]:
+        """Ray's id of the node that each rank of an engine is on, by its name."""
+        places = self._answers(self.refs("places"), self.config.cluster.start_timeout_s, "asking where engines are")
+        return {name: own[0][0] for name, own in places.items()}
 
-    def answers(self, sampling: Sampling, with_texts: bool) -> Answers:
+    def streams(self) -> RequestStreams:
+        """Nothing sent yet."""
+        workers, limit_s = dict(zip(self.names, self.workers, strict=True)), self.config.rollout.generate_timeout_s
+        return RequestStreams(workers, partial(self.refs, "check_there"), self.nodes, limit_s)
+
+    def answers(self, sampling: Sampling) -> Answers:
         """Nothing asked yet."""
-        return Answers(self.streams(with_texts), Routing(self.names, self.places), sampling, self.poll)
+        return Answers(self.streams(), Routing(self.names, self.places), sampling, self.poll)
 
-    def generate(self, requests: list[Request], sampling: Sampling, on_batch: OnBatch | None = None) -> StoredSamples:
-        """All responses, ordered by `sample_id`; `on_batch` sees those that finish together, and texts, which are made for it alone.
+    def generate(self, requests: list[Request], sampling: Sampling, on_arrival: OnArrival = lambda arrived: None) -> StoredSamples:
+        """All responses, ordered by `sample_id`; `on_arrival` is told at least twice a second of those that came since, if any.
 
         Raises Interrupted when an engine dies or stands still.
         """
         done: list[StoredSamples] = []
-        answers = self.answers(sampling, with_texts=on_batch is not None)
+        answers = self.answers(sampling)
         answers.ask(requests)
         while answers.unanswered:
-            for samples, texts in answers.take():
+            arrived = answers.take()
+            for samples, _ in arrived:
                 done.append(samples)
-                if on_batch is not None:
-                    on_batch(samples, texts)
+            on_arrival(arrived)
         samples = StoredSamples.joined(done)
         return samples.take(np.argsort(samples.rows.sample_id))
 

@@ -3,8 +3,10 @@
     engine's process            object store of its node              driver                       rank
     Samples, as they finish --> blocks: a few short responses,  <---- StoredSamples: SampleRows,   StoredSamples of its rows
                                 or one long one                       block and place of each row  --read--> Samples
+                                beside each its routes                                             --routes.py--> its layers
 
-A long response is a block of its own, so a rank that needs it receives nothing else with it. Ray moves blocks between
+A long response is a block of its own, so a rank that needs it receives nothing else with it. Routes, hundreds of bytes a token,
+are an object of their own beside their block: whoever wants tokens fetches no routes. Ray moves blocks between
 nodes, spills them to disk when a store is full, and forgets a block with the last reference to it. An engine yields
 a block as an item of its stream, so the driver owns it and it outlives the engine's process. (References that an engine made
 itself with ray.put and handed on inside an item were lost: Ray 2.60 forgot that the driver had borrowed them.) Ray would
@@ -26,24 +28,35 @@ STREAM_ENVIRONMENT = {"RAY_max_direct_call_object_size": "1024"}  # bytes
 
 
 def in_blocks(samples: Samples) -> list[Samples]:
-    """What becomes an object each: responses that finished together where they are short, one by one where they are long."""
+    """What becomes an object each, its routes another one: responses that finished together where they are short, one by
+    one where they are long.
+    """
     return [samples] if samples.nbytes <= BLOCK_BYTES else [samples.rows(slice(i, i + 1)) for i in range(len(samples))]
 
 
 @dataclass(frozen=True)
+class Block:
+    """Responses that lie together. The references are all that a driver holds of them."""
+
+    samples: Any  # to Samples without routes
+    routes: Any = None  # to their routes, int8 or int16 [tokens, MoE layers, topk]; None: there are none
+    node: str = ""  # Ray's id of the node where they were made
+
+
+@dataclass(frozen=True)
 class StoredSamples:
-    """Responses in some order. `blocks` are references to Samples; row i is row `place[i]` of `blocks[block[i]]`."""
+    """Responses in some order; row i is row `place[i]` of `blocks[block[i]]`."""
 
     rows: SampleRows
     block: np.ndarray  # int64 [rows]
     place: np.ndarray  # int64 [rows]
-    blocks: tuple[Any, ...]
+    blocks: tuple[Block, ...]
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @classmethod
-    def of(cls, rows: SampleRows, block: Any) -> "StoredSamples":
+    def of(cls, rows: SampleRows, block: Block) -> "StoredSamples":
         """All rows of one block."""
         return cls(rows, np.zeros(len(rows), np.int64), np.arange(len(rows)), (block,))
 
@@ -71,22 +84,31 @@ class StoredSamples:
         """The same under other ids. Those in the blocks stay as they were."""
         return replace(self, rows=replace(self.rows, group_id=group_id, sample_id=sample_id))
 
-    def read(self) -> Samples:
-        """The responses, whole and under the ids of `rows`: what of them is on another node is fetched to this one.
+    def read(self, with_routes: bool = False) -> Samples:
+        """The responses under the ids of `rows`, with routes if so asked: what of them is on another node is fetched to this one.
 
         Raises Interrupted when the node is gone that held some.
         """
-        blocks = self._get(self.blocks)
+        blocks = self.fetched([block.samples for block in self.blocks])
+        if with_routes:
+            routes = self.fetched([block.routes for block in self.blocks])
+            blocks = [replace(block, routes=own) for block, own in zip(blocks, routes, strict=True)]
         lengths = [len(block) for block in blocks]
         index, whole = (np.cumsum(lengths) - lengths)[self.block] + self.place, Samples.joined(blocks)
-        if not np.array_equal(index, np.arange(len(whole))):  # of long responses they are: a step's routes are not copied twice
+        if not np.array_equal(index, np.arange(len(whole))):  # of long responses they are
             whole = whole.rows(index)
         return replace(whole, group_id=self.rows.group_id, sample_id=self.rows.sample_id)
 
+    @classmethod
+    def fetched(cls, references: Sequence[Any]) -> list[Any]:
+        """What they stand for, None for None. Raises Interrupted when the node is gone that held some of it."""
+        values = iter(cls._get([each for each in references if each is not None]))
+        return [None if each is None else next(values) for each in references]
+
     @staticmethod
-    def _get(blocks: Sequence[Any]) -> list[Samples]:
+    def _get(references: Sequence[Any]) -> list[Any]:
         try:
-            return ray.get(list(blocks))
+            return ray.get(list(references))
         except (ray.exceptions.ObjectLostError, ray.exceptions.ObjectFetchTimedOutError) as error:
             raise Interrupted(
                 f"responses of the step are lost with the node that held them ({error}); resumed, it generates them again"

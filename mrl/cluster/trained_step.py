@@ -45,7 +45,7 @@ class TrainedStep:
         self._needed = [self.cut.needed_rows(replica) for replica in range(layout.data)]
         self._own = [self.cut.own_rows(replica) for replica in range(layout.data)]
         parts = [
-            (samples.take(needed), np.isin(needed, own), self.cut.of(replica).renumbered(needed))
+            (samples.take(needed), np.isin(needed, own), self.cut.of(replica).renumbered(needed), actor.route_readers)
             for replica, (needed, own) in enumerate(zip(self._needed, self._own, strict=True))
         ]
         actor.each("begin_step", [parts[replica] for replica in self._replica_of], "fetching samples", interruptible=True)

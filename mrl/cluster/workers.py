@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,11 @@ import ray
 
 from mrl.cluster.kept_tokens import fetched, going_on, with_kept
 from mrl.cluster.prerequisites import free_port, own_cpus
+from mrl.cluster.routes import Readers
 from mrl.cluster.same_software import software
-from mrl.cluster.stored_samples import StoredSamples, in_blocks
+from mrl.cluster.stored_samples import Block, StoredSamples, in_blocks
 from mrl.config.model_folders import with_model_folders
 from mrl.config.schema import RunConfig
-from mrl.data.dataset import load_tokenizer
-from mrl.data.samples import Samples
 from mrl.megatron.cut import ReplicaCut
 from mrl.model.hub import local_folder
 from mrl.platforms import prepare_process
@@ -99,12 +97,13 @@ class ActorWorker:
             load_rank(self.actor, Path(checkpoint))
         return os.getpid()
 
-    def begin_step(self, samples: StoredSamples, own: np.ndarray, cut: ReplicaCut) -> None:
+    def begin_step(self, samples: StoredSamples, own: np.ndarray, cut: ReplicaCut, readers: Readers) -> None:
         """Fetches the rows of a step; see RankStep."""
         from mrl.cluster.rank_step import RankStep  # it would bring Megatron into the driver
 
         self.step = None  # the rows of the step before go first
-        self.step = RankStep(self.actor, samples, own, cut)
+        here = ray.get_runtime_context().get_node_id()  # what lies here, the rank cuts out itself
+        self.step = RankStep(self.actor, samples, own, cut, {node: reader for node, reader in readers.items() if node != here})
 
     def on_step(self, method: str, *arguments: Any) -> Any:
         """A method of RankStep."""
@@ -254,8 +253,8 @@ class EngineWorker:
         """See VllmEngine.check_there."""
         await self.engine.check_there()
 
-    async def generate(self, requests, sampling, with_texts: bool, kept: dict[int, tuple[ray.ObjectRef, int]] | None = None):
-        """Streams what finished together, by blocks: a block, then the numbers of its rows and their texts, or None; see StoredSamples.
+    async def generate(self, requests, sampling, kept: dict[int, tuple[Block, int]] | None = None):
+        """Streams what finished together, by blocks: a block, its routes if asked for, then the numbers of its rows; see StoredSamples.
 
         `kept`: by sample_id, block and row of the tokens that a response goes on from; what is streamed of it is whole.
         """
@@ -263,19 +262,14 @@ class EngineWorker:
         asked = [going_on(request, before.get(request.sample_id)) for request in requests]
         async for batch in self.engine.generate(asked, sampling):
             for block in in_blocks(with_kept(before, batch)):
-                yield block
-                yield block.numbers, self._texts(block) if with_texts else None
+                yield replace(block, routes=None)
+                if sampling.routes:
+                    yield block.routes
+                yield block.numbers
 
     async def tokens_made(self) -> int:
         """See VllmEngine.tokens_made."""
         return self.engine.tokens_made
-
-    def _texts(self, block: Samples) -> list[str]:
-        return [self._tokenizer.decode(ids.tolist(), skip_special_tokens=True) for ids in block.responses()]
-
-    @cached_property
-    def _tokenizer(self) -> Any:
-        return load_tokenizer(self.engine.settings.arguments["model"])
 
     async def begin_update(self) -> None:
         """See VllmEngine.begin_update."""

@@ -134,7 +134,7 @@ class RewardConfig(Section):
     custom_reward_function: CustomRewardConfig | None = None
     num_workers: int = key(
         2,
-        "Processes that score.",
+        "Processes that score, over all nodes with engines.",
         ge=1,
         advice="Until timing_s/reward is small: scoring runs beside generation.",
         verl=("reward.num_workers", "reward_model.num_workers"),

@@ -1,10 +1,11 @@
 """A prompt, and the batch that is trained on: sequences with what a loss takes of each token; numpy, no torch."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from mrl.data.routes import RoutesHere
 from mrl.data.samples import Sequences, of, positions
 
 Array = TypeVar("Array")  # np.ndarray on the host, a tensor on the device
@@ -45,17 +46,38 @@ class TokenValues(Generic[Array]):
 
 @dataclass(frozen=True)
 class TrainBatch(Sequences, TokenValues[np.ndarray]):
-    """Rows are ordered by (group_id, sample_id), so a slice of whole prompts is a slice of rows."""
+    """Rows are ordered by (group_id, sample_id), so a slice of whole prompts is a slice of rows.
+
+    Routes are those of the rank that has the batch: layers of its model chunks. With `route_places` they are of some
+    of the tokens alone, and belong to no rows: every part of the batch has them all.
+    """
 
     temperature: np.ndarray = field(**of("row", np.float32))
     # bool: false where rejected; None: nothing was
     keep: np.ndarray | None = field(default=None, kw_only=True, **of("response token"))
 
+    route_places: np.ndarray | None = field(
+        default=None, kw_only=True, **of("token")
+    )  # int64: row of `routes`; -1: not here
+
     @classmethod
-    def of(cls, sequences: Sequences, temperature: float) -> "TrainBatch":
-        """Sequences that were all sampled at one temperature."""
+    def of(cls, sequences: Sequences, temperature: float, routes: RoutesHere | None = None) -> "TrainBatch":
+        """Sequences that were all sampled at one temperature; `routes` in place of their own."""
         own = {f.name: getattr(sequences, f.name) for f in fields(Sequences)}
+        if routes is not None:
+            own |= {"routes": routes.values, "route_places": routes.places}
         return cls(**own, temperature=np.full(len(sequences), temperature, np.float32))
+
+    def rows(self, index: np.ndarray | slice) -> "TrainBatch":
+        """See Columns.rows."""
+        if self.route_places is None:
+            return super().rows(index)
+        return replace(super(TrainBatch, replace(self, routes=None)).rows(index), routes=self.routes)
+
+    @property
+    def places_of_routes(self) -> np.ndarray:
+        """int64 [tokens]: row of `routes`, which there are; -1: none here."""
+        return np.arange(len(self.token_ids)) if self.route_places is None else self.route_places
 
     def places_of(self, rows: np.ndarray) -> np.ndarray:
         """int64: where the response tokens of `rows` stand in a flat column."""

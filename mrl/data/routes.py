@@ -18,6 +18,14 @@ ASKED = "mrl_routes"  # marks requests to an engine whose routes are wanted, whe
 
 
 @dataclass(frozen=True)
+class RoutesHere:
+    """Routes of some of a batch's tokens: those that a rank computes, in the layers that it has."""
+
+    places: np.ndarray  # int64 [tokens of the batch]: row of `values`; -1: not here
+    values: np.ndarray  # [tokens here, layers here, topk]
+
+
+@dataclass(frozen=True)
 class RouteShape:
     """What a model's routes look like."""
 

@@ -34,6 +34,7 @@ from mrl.megatron.forward import (
 )
 from mrl.megatron.kernels import kernels_in_words
 from mrl.megatron.loss_parameters import loss_parameters
+from mrl.megatron.micro_batches import MicroBatches
 from mrl.megatron.offload import FrozenWeights, Residence, needs, switched
 from mrl.megatron.optimizer import (
     StepResult,
@@ -164,17 +165,20 @@ class MegatronActor:
         """`policy_log_probs` of a whole step, the same batch on every rank;
         one rank a replica returns what it computed.
         """
+        batch = self._of_own_layers(batch)
         return _handed_out(self.policy_log_probs(batch, self._whole(batch).log_probs))
 
     def ref_log_probs(self, batch: TrainBatch) -> RowResult | None:
         """`reference_log_probs` of a whole step, as in `log_probs`."""
+        batch = self._of_own_layers(batch)
         return _handed_out(self.reference_log_probs(batch, self._whole(batch).reference))
 
     def update(self, batch: TrainBatch) -> UpdateResult:
         """`update_replica` of a whole step, the same batch on every rank,
         which selects the loss's tokens and counts by itself.
         """
-        check_batch(batch, self.model)
+        batch = self._of_own_layers(batch)
+        check_batch(batch, self.model, self._moe_layers)
         cut = self._cut(batch)
         if batch.advantages is not None and batch.old_log_probs is not None:
             batch = self._with_selection(batch, cut.slices)
@@ -191,7 +195,7 @@ class MegatronActor:
         `batch` holds at least the rows of this replica's `micros`. Every rank of the last pipeline stage returns them,
         the others None.
         """
-        check_batch(batch, self.model)
+        check_batch(batch, self.model, self._moe_layers)
         if self.routing is None:
             return self._log_probs(batch, micros, nothing_around)
         self.routing.begin_step()
@@ -204,7 +208,7 @@ class MegatronActor:
             raise RuntimeError(
                 "no reference model was loaded: algorithm.use_kl_loss and use_kl_in_reward are both false"
             )
-        check_batch(batch, self.model)
+        check_batch(batch, self.model, self._moe_layers)
         with self.reference.in_place():
             return self._log_probs(batch, micros, self.routing.supplying if self.routing else nothing_around)
 
@@ -233,7 +237,7 @@ class MegatronActor:
         to end the run.
         """
         begun = time.perf_counter()
-        check_batch(batch, self.model)
+        check_batch(batch, self.model, self._moe_layers)
         self._check_columns(batch)
         if self.routing and self.config.algorithm.on_policy:
             self.routing.begin_step()  # no pass did it before
@@ -269,6 +273,7 @@ class MegatronActor:
         Returns the loss metrics of this replica's micro-batches on the ranks that hold results, an empty list
         elsewhere.
         """
+        batch = self._of_own_layers(batch)
         shares = self._update_splitter.shares(batch.lengths)
         whole = self._with_selection(batch, (slice(0, len(batch)),)) if batch.old_log_probs is not None else batch
         return self._gradients(whole, shares[mpu.get_data_parallel_rank()], _count(batch))[0]
@@ -299,6 +304,21 @@ class MegatronActor:
         parallel.close()
 
     @property
+    def _moe_layers(self) -> int:
+        """Layers with experts on this rank, whose routes a batch has."""
+        return len(self.routing.layers) if self.routing else 0
+
+    def _of_own_layers(self, batch: TrainBatch) -> TrainBatch:
+        """From routes of all layers, as they come with samples."""
+        return batch if batch.routes is None else replace(batch, routes=batch.routes[:, self.routing.layers])
+
+    def computed_tokens(self, cut: ReplicaCut, lengths: np.ndarray) -> np.ndarray:
+        """bool [tokens]: of a replica's rows those whose routes this rank needs; see ReplicaCut.computed."""
+        context, tensor = mpu.get_context_parallel_rank(), mpu.get_tensor_model_parallel_rank()
+        shape = self._update_splitter.shape
+        return cut.computed(lengths, shape, context, tensor if shape.tensor > 1 else 0)
+
+    @property
     def _update_splitter(self) -> Splitter:
         return Splitter.for_update(self.config.actor, self.layout, self.model)
 
@@ -307,7 +327,7 @@ class MegatronActor:
 
     def _whole(self, batch: TrainBatch) -> ReplicaCut:
         """This replica's part of a step that it has all rows of."""
-        check_batch(batch, self.model)
+        check_batch(batch, self.model, self._moe_layers)
         return self._cut(batch).of(mpu.get_data_parallel_rank())
 
     def _with_selection(self, batch: TrainBatch, mini_batches: Sequence[slice]) -> TrainBatch:
@@ -357,19 +377,29 @@ class MegatronActor:
                 "with a smaller actor.optim.lr"
             )
 
-    def _inputs(self, batch: TrainBatch, micros: Sequence[MicroBatch]) -> list[MicroInputs]:
+    def _inputs(self, batch: TrainBatch, micros: Sequence[MicroBatch]) -> MicroBatches:
         """What this rank computes of each micro-batch."""
         shape, context_rank = self._update_splitter.shape, mpu.get_context_parallel_rank()
-        cut = (micro_inputs(batch, micro.rows, shape, context_rank, micro.is_filler) for micro in micros)
-        return [on_device(inputs, self.platform.device) for inputs in cut]
+
+        def lay_out(number: int) -> MicroInputs[torch.Tensor]:
+            micro = micros[number]
+            return on_device(
+                micro_inputs(batch, micro.rows, shape, context_rank, micro.is_filler), self.platform.device
+            )
+
+        return MicroBatches(len(micros), lay_out, self.layout.pipeline if self.layout.virtual_pipeline > 1 else 1)
 
 
-def _of_rows(micros: Sequence[MicroBatch], inputs: Sequence[MicroInputs], outputs: Sequence[TokenOutputs]) -> RowResult:
+def _of_rows(micros: Sequence[MicroBatch], inputs: MicroBatches, outputs: Sequence[TokenOutputs]) -> RowResult:
     """Of the rows of micro-batches, fillers left out."""
-    kept = [(m, i, o) for m, i, o in zip(micros, inputs, outputs, strict=True) if not m.is_filler]
-    rows = np.concatenate([m.rows for m, _, _ in kept]) if kept else np.zeros(0, np.int64)
-    log_probs = [o.log_probs[i.has_log_probs].cpu().numpy() for _, i, o in kept]
-    entropy = merge(to_floats({"entropy": (o.entropy.sum(), i.has_log_probs.sum())}) for _, i, o in kept)
+    kept = [
+        (m.rows, inputs.with_log_probs[i], o)
+        for i, (m, o) in enumerate(zip(micros, outputs, strict=True))
+        if not m.is_filler
+    ]
+    rows = np.concatenate([rows for rows, _, _ in kept]) if kept else np.zeros(0, np.int64)
+    log_probs = [o.log_probs[mask].cpu().numpy() for _, mask, o in kept]
+    entropy = merge(to_floats({"entropy": (o.entropy.sum(), mask.sum())}) for _, mask, o in kept)
     return RowResult(rows, np.concatenate([np.zeros(0, np.float32), *log_probs]), entropy.get("entropy", (0.0, 0.0)))
 
 

@@ -258,8 +258,8 @@ def trained_rows(shares: Shares) -> list[np.ndarray]:
     return [np.concatenate(rows) if rows else np.zeros(0, np.int64) for rows in kept]
 
 
-def check_batch(batch: TrainBatch, model: ModelSpec) -> None:
-    """Raises DataError for rows that the model cannot be asked about."""
+def check_batch(batch: TrainBatch, model: ModelSpec, moe_layers: int) -> None:
+    """Raises DataError for rows that the model cannot be asked about. `moe_layers`: with experts, of this rank."""
     if len(batch) == 0:
         raise DataError("a training batch without rows")
     if int(batch.prompt_lengths.min()) < 1:
@@ -268,7 +268,8 @@ def check_batch(batch: TrainBatch, model: ModelSpec) -> None:
     claimed = int(batch.lengths.sum())
     if claimed != len(batch.token_ids):
         raise DataError(f"the rows of the batch claim {claimed} tokens and it has {len(batch.token_ids)}")
-    expected = (claimed, len(model.moe_layers), model.num_experts_per_tok)
+    tokens = claimed if batch.route_places is None else int((batch.route_places >= 0).sum())
+    expected = (tokens, moe_layers, model.num_experts_per_tok)
     if batch.routes is not None and batch.routes.shape != expected:
         raise DataError(
             f"the batch's routes are {list(batch.routes.shape)}, expected {list(expected)} (tokens, MoE layers, topk)"

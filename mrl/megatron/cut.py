@@ -11,6 +11,7 @@ import numpy as np
 
 from mrl.config.schema import RunConfig
 from mrl.megatron.batching import MicroBatch, MiniBatchLoad, Shares, Splitter, mini_batches, trained_rows
+from mrl.megatron.packing import Shape, computed_tokens
 from mrl.model import ModelSpec
 from mrl.model.layout import TrainLayout
 
@@ -29,6 +30,18 @@ class ReplicaCut:
         """int64: rows of each mini-batch that are this replica's."""
         kept = [[micro.rows for micro in micros if not micro.is_filler] for micros in self.mini_batches]
         return [np.sort(np.concatenate([np.zeros(0, np.int64), *rows])) for rows in kept]
+
+    def computed(self, lengths: np.ndarray, shape: Shape, context_rank: int, tensor_rank: int) -> np.ndarray:
+        """bool [tokens]: those of a batch of `lengths` that one of the replica's ranks computes in any pass."""
+        micros = {
+            tuple(micro.rows.tolist())
+            for part in (*self.mini_batches, self.log_probs, self.reference)
+            for micro in part
+        }
+        found = np.zeros(int(lengths.sum()), bool)
+        for rows in micros:
+            found[computed_tokens(lengths, np.array(rows), shape, context_rank, tensor_rank)] = True
+        return found
 
     def renumbered(self, rows: np.ndarray) -> "ReplicaCut":
         """The same for a batch of `rows` [own], ascending numbers of the batch that this cut is of."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from mrl.algo.aggregate import Denominators, MetricParts
 from mrl.algo.losses import LossInputs, LossOutput, PolicyLossParameters, policy_loss
 from mrl.megatron.logprob import lean_log_probs
+from mrl.megatron.micro_batches import MicroBatches
 from mrl.megatron.packing import MicroInputs
 
 
@@ -81,7 +82,7 @@ def nothing_around(model: torch.nn.Module, inputs: MicroInputs) -> AbstractConte
 
 
 def log_prob_pass(
-    chunks: list[torch.nn.Module], micro_inputs: list[MicroInputs], vocab_size: int, around: Around = nothing_around
+    chunks: list[torch.nn.Module], micro_inputs: MicroBatches, vocab_size: int, around: Around = nothing_around
 ) -> list[TokenOutputs]:
     """Forward only. The outputs of each micro-batch on the last stage, an empty list elsewhere."""
 
@@ -94,7 +95,7 @@ def log_prob_pass(
 
 def loss_pass(
     chunks: list[torch.nn.Module],
-    micro_inputs: list[MicroInputs],
+    micro_inputs: MicroBatches,
     vocab_size: int,
     parameters: PolicyLossParameters,
     denominators: Denominators,
@@ -139,7 +140,7 @@ def _loss(
 
 
 def _run(
-    chunks: list[torch.nn.Module], micro_inputs: list[MicroInputs], vocab_size: int, last_stage: LastStage,
+    chunks: list[torch.nn.Module], micro_inputs: MicroBatches, vocab_size: int, last_stage: LastStage,
     around: Around,
     forward_only: bool, entropy_has_gradient: bool = False,
 ) -> list:  # fmt: skip

@@ -130,21 +130,18 @@ def micro_inputs(
         **{name: None if flat is None else in_rows(flat, responses) for name, flat in picked.token_values.items()},
         routes=None
         if picked.routes is None
-        else _laid_out_routes(picked.routes, left)[kept].reshape(lines, -1, *picked.routes.shape[1:]),
+        else _laid_out_routes(picked, left, kept).reshape(lines, -1, *picked.routes.shape[1:]),
         longest=int(padded.max()),
-        content=_digest(ids, lengths, padded, picked.routes),
+        content=_digest(ids, lengths, padded, rows),
     )
 
 
-def _digest(*whole: np.ndarray | None) -> bytes:
-    """Of arrays as they are on all context-parallel ranks:
-    samples that differ in another rank's part only have other digests here too.
-    """
+def _digest(*whole: np.ndarray) -> bytes:
+    """Of arrays as they are on all context-parallel ranks. Rows stand for their routes, which no rank has all of."""
     digest = hashlib.blake2b(digest_size=16)
     for array in whole:
-        if array is not None:
-            digest.update(f"{array.dtype}{array.shape}".encode())
-            digest.update(np.ascontiguousarray(array))
+        digest.update(f"{array.dtype}{array.shape}".encode())
+        digest.update(np.ascontiguousarray(array))
     return digest.digest()
 
 
@@ -171,11 +168,31 @@ def _laid_out(
     return ids, positions, left
 
 
-def _laid_out_routes(routes: np.ndarray, left: np.ndarray) -> np.ndarray:
-    """[sum of padded, MoE layers, topk] from the real tokens', end to end."""
-    laid_out = np.full((len(left), *routes.shape[1:]), MISSING, routes.dtype)
-    laid_out[left > 0] = routes
+def _laid_out_routes(batch: TrainBatch, left: np.ndarray, kept: np.ndarray) -> np.ndarray:
+    """[kept, MoE layers, topk] of a rank's positions; MISSING of padding, and of tokens whose routes are not here."""
+    places = np.full(len(left), -1, np.int64)
+    places[left > 0] = batch.places_of_routes
+    here = places[kept]
+    laid_out = np.full((len(kept), *batch.routes.shape[1:]), MISSING, batch.routes.dtype)
+    laid_out[here >= 0] = batch.routes[here[here >= 0]]
     return laid_out
+
+
+def computed_tokens(
+    lengths: np.ndarray, rows: np.ndarray, shape: Shape, context_rank: int, tensor_rank: int
+) -> np.ndarray:
+    """int64: which tokens of a batch, rows of `lengths` end to end, this rank's routers see of the micro-batch `rows`.
+
+    Under sequence parallelism (`shape.tensor` above 1) a tensor-parallel rank's routers see its part of the positions.
+    """
+    padded = shape.padded(lengths[rows])
+    ends = np.cumsum(padded)
+    kept = kept_positions(padded, shape.context, context_rank).reshape(1 if shape.packed else len(rows), -1)
+    kept = np.split(kept, shape.tensor, axis=1)[tensor_rank].ravel()
+    row = np.searchsorted(ends, kept, side="right")
+    offset = kept - (ends - padded)[row]
+    real = offset < lengths[rows][row]
+    return ((np.cumsum(lengths) - lengths)[rows][row] + offset)[real]
 
 
 def kept_positions(padded: np.ndarray, context: int, rank: int) -> np.ndarray:

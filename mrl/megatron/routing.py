@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
@@ -93,8 +94,10 @@ class Routing:
         self._routers = {id(core): [m for m in core.modules() if isinstance(m, TopKRouter)] for core in cores}
         for router in self._all():
             router.router_replay = _Chooser()
-        # in routes that came with samples
-        self._columns = {id(r): model.moe_layers.index(r.layer_number - 1) for r in self._all()}
+        layers = sorted(model.moe_layers.index(router.layer_number - 1) for router in self._all())
+        # of this rank, among those with experts: what it takes of routes that come with samples
+        self.layers = np.array(layers, np.int64)
+        self._columns = {id(r): layers.index(model.moe_layers.index(r.layer_number - 1)) for r in self._all()}
         self._device = next((router.weight.device for router in self._all()), torch.device("cpu"))
         self._narrow = torch.uint8 if model.num_experts <= 256 else torch.int16  # routes of a step lie on the device
         self._recorded: dict[tuple[int, bytes], list[Tensor]] = {}

@@ -17,7 +17,7 @@ from mrl.plan.engine_memory import EngineMemory
 from mrl.plan.memory_phases import HOST_CURES, ActorBytes
 from mrl.plan.model_state import stage_numel
 from mrl.plan.plan_inputs import BatchPlan, PlanInputs, precision_of, sync_budget
-from mrl.plan.step_batch import held_bytes, kept_group_bytes, stored_bytes
+from mrl.plan.step_batch import fetched_share, held_bytes, kept_group_bytes, stored_bytes
 from mrl.platforms.hosting import get_hosting
 from mrl.reshard.setup import pair_route
 
@@ -31,10 +31,10 @@ def host_section(
     workers: Sequence[Place],
 ) -> dict[str, Any]:
     """Bytes of the fullest node by term, and of the process of each kind that has most. `actors`: by pipeline stage."""
-    held = held_bytes(inputs, batch)
+    held = [held_bytes(inputs, batch, pp) for pp in range(inputs.train.pipeline)]
+    stages = [inputs.train.dense_coords(rank).pp for rank in range(len(ranks))]
     of_ranks = [
-        actors[inputs.train.dense_coords(rank).pp].host | {"save": save_bytes(inputs, rank), "samples": held}
-        for rank in range(len(ranks))
+        actors[pp].host | {"save": save_bytes(inputs, rank), "samples": held[pp]} for rank, pp in enumerate(stages)
     ]
     of_workers = [_worker_terms(inputs, engine, place, ranks) for place in workers]
     nodes: dict[int, Counter[str]] = {}
@@ -70,8 +70,8 @@ def object_stores(
     whole, stores = stored_bytes(inputs, batch), {}
     for node in {place.node for place in (*ranks, *workers)}:
         generated = sum(place.node == node for place in workers) / len(workers)
-        replicas = {inputs.train.dense_coords(rank).dp for rank, place in enumerate(ranks) if place.node == node}
-        stores[node] = math.ceil(whole * min(1.0, generated + len(replicas) / inputs.train.data))
+        fetched = fetched_share(inputs, [rank for rank, place in enumerate(ranks) if place.node == node])
+        stores[node] = math.ceil(whole * min(1.0, generated + fetched))
     if schedule_of(inputs.config) is not None:
         stores[min(stores)] = whole
     return stores

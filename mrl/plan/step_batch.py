@@ -1,11 +1,12 @@
 """What the samples of one step take: on a rank's device as the inputs of its micro-batches, on hosts as columns.
 
-Every sample counts at its limits. A rank lays out all micro-batches of a pass before the first one runs
-(mrl/megatron/actor.py, `_inputs`), so it is rows of a whole pass that count, not those of a micro-batch: of the step
-for log-probs, of a mini-batch for an update. Routes of R3 (mrl/data/routes.py) come with them, of all MoE layers on
-every pipeline stage; what routers chose at the old log-probs (mrl/megatron/routing.py) stays until the next step's.
+Every sample counts at its limits. A rank lays out micro-batches as a pass comes to them
+(mrl/megatron/micro_batches.py): one at a time, under an interleaved pipeline as many as it has stages. What a pass
+hands out stays until its end, and so do masks. Routes of R3 (mrl/data/routes.py) come with a micro-batch, in the MoE
+layers of the stage; what routers chose at the old log-probs (mrl/megatron/routing.py) stays until the next step's.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mrl.config.schedule_rules import schedule_of
@@ -13,10 +14,11 @@ from mrl.data.routes import RouteShape
 from mrl.data.samples import column_bytes
 from mrl.model import ModelSpec
 from mrl.model.layout import TrainLayout
+from mrl.plan.activations import MicroBatchShape
 from mrl.plan.model_state import layer_kinds
 from mrl.plan.plan_inputs import BatchPlan, PlanInputs
 
-_F32, _F64, _INT64 = 4, 8, 8
+_BOOL, _F32, _F64, _INT64 = 1, 4, 8, 8
 _A_TOKEN = 2 * _INT64 + 2  # its number and position; whether it is real, whether it predicts
 _A_TARGET = 3 * _INT64 + _F32  # who predicts it, its number, its place; its temperature
 _NARROW_CHOICES = 256  # experts whose numbers fit into a byte (mrl/megatron/routing.py)
@@ -26,24 +28,37 @@ _NARROW_CHOICES = 256  # experts whose numbers fit into a byte (mrl/megatron/rou
 class SampleBytes:
     """On one rank's device."""
 
-    update: int = 0  # inputs of all micro-batches of a mini-batch
-    log_prob: int = 0  # of the step, and what the pass hands out of each
-    update_routes: int = 0  # that came with the samples
+    update: int = 0  # inputs of micro-batches at once; masks of a mini-batch, and what it hands out
+    log_prob: int = 0  # the same of the step
+    update_routes: int = 0  # that came with the samples of these micro-batches
     log_prob_routes: int = 0
     recorded_routes: int = 0  # chosen at the old log-probs; they stay
 
 
 def sample_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> SampleBytes:
     """Of a rank of pipeline stage `pp`."""
-    of_step = -(-batch.samples // inputs.train.data)
-    routed = _route_bytes(inputs.model) * (inputs.config.actor.router_replay == "R3")
+    config, of_step = inputs.config, -(-batch.samples // inputs.train.data)
+    routed = _route_bytes(inputs.model, _moe_layers(inputs.model, inputs.train, pp)) * _routed(inputs)
+    response = config.data.max_response_length
+    handed_out = 2 * _F32  # log-probs and entropies
     return SampleBytes(
-        update=_input_bytes(inputs, batch.samples_per_rank, _response_arrays(inputs)),
-        log_prob=_input_bytes(inputs, of_step, [1, *[_F32] * 2]),  # a mask; log-probs and entropies
-        update_routes=_tokens(inputs, batch.samples_per_rank) * routed,
-        log_prob_routes=_tokens(inputs, of_step) * routed,
-        recorded_routes=0 if inputs.config.algorithm.on_policy else _recorded(inputs, of_step, pp),
+        update=_input_bytes(inputs, batch.micro, _response_arrays(inputs))
+        + batch.samples_per_rank * response * (_BOOL + handed_out * config.algorithm.on_policy),
+        log_prob=_input_bytes(inputs, batch.log_prob_micro, [_BOOL]) + of_step * response * (_BOOL + handed_out),
+        update_routes=_tokens_at_once(inputs, batch.micro) * routed,
+        log_prob_routes=_tokens_at_once(inputs, batch.log_prob_micro) * routed,
+        recorded_routes=0 if config.algorithm.on_policy else _recorded(inputs, of_step, pp),
     )
+
+
+def _at_once(inputs: PlanInputs) -> int:
+    """Micro-batches that are laid out."""
+    return inputs.train.pipeline if inputs.train.virtual_pipeline > 1 else 1
+
+
+def _tokens_at_once(inputs: PlanInputs, micro: MicroBatchShape) -> int:
+    """Of one rank before sequence parallelism."""
+    return -(-micro.tokens // inputs.train.context) * _at_once(inputs)
 
 
 def _tokens(inputs: PlanInputs, rows: int) -> int:
@@ -52,28 +67,33 @@ def _tokens(inputs: PlanInputs, rows: int) -> int:
     return -(-rows * (data.max_prompt_length + data.max_response_length) // inputs.train.context)
 
 
-def _input_bytes(inputs: PlanInputs, rows: int, arrays: list[int]) -> int:
+def _input_bytes(inputs: PlanInputs, micro: MicroBatchShape, arrays: list[int]) -> int:
     """`arrays`: bytes that each array by response position has for one."""
-    response = rows * inputs.config.data.max_response_length
-    return _tokens(inputs, rows) * _A_TOKEN + -(-response // inputs.train.context) * _A_TARGET + response * sum(arrays)
+    response = micro.rows * micro.response * _at_once(inputs)
+    return (
+        _tokens_at_once(inputs, micro) * _A_TOKEN
+        + -(-response // inputs.train.context) * _A_TARGET
+        + response * sum(arrays)
+    )
 
 
 def _response_arrays(inputs: PlanInputs) -> list[int]:
-    """What an update has by response position: a mask and a selection; old log-probs, advantages, and what losses may
-    want.
+    """What a micro-batch of an update has by response position: a mask and a selection; old log-probs, advantages, and
+    what losses may want.
 
-    On policy a mask of what has log-probs in the place of the selection, and log-probs and entropies that it hands out.
+    On policy a mask of what has log-probs in the place of the selection, and no old ones.
     """
     algorithm = inputs.config.algorithm
-    wanted = (algorithm.on_policy, algorithm.needs_reference, algorithm.rollout_correction.level is not None)
-    return [1, 1, *[_F32] * (2 + sum(wanted))]
+    wanted = (not algorithm.on_policy, algorithm.needs_reference, algorithm.rollout_correction.level is not None)
+    return [_BOOL, _BOOL, *[_F32] * (1 + sum(wanted))]
 
 
-def _route_bytes(model: ModelSpec) -> int:
-    """Of one token as it comes with its sample, in all MoE layers."""
+def _route_bytes(model: ModelSpec, moe_layers: int) -> int:
+    """Of one token as it comes with its sample, in so many MoE layers."""
     if not model.is_moe:
         return 0
-    return RouteShape(model.num_layers, model.moe_layers, model.num_experts_per_tok, model.num_experts).token_bytes
+    shape = RouteShape(model.num_layers, model.moe_layers, model.num_experts_per_tok, model.num_experts)
+    return moe_layers * shape.topk * shape.dtype.itemsize
 
 
 def _recorded(inputs: PlanInputs, rows: int, pp: int) -> int:
@@ -117,15 +137,53 @@ def kept_group_bytes(inputs: PlanInputs) -> int:
     return 2 * _columns(inputs, inputs.config.rollout.n) if schedule_of(inputs.config) else 0
 
 
-def held_bytes(inputs: PlanInputs, batch: BatchPlan) -> int:
-    """On the host of a rank: its replica's rows (mrl/cluster/replica_rows.py) and what is computed of their tokens."""
+def fetched_share(inputs: PlanInputs, ranks: Sequence[int]) -> float:
+    """Of a step's responses, what ranks of one node fetch, over all of it: tokens once a replica, of routes each rank
+    its own part.
+    """
+    train, model = inputs.train, inputs.model
+    coords = [train.dense_coords(rank) for rank in ranks]
+    replicas = len({each.dp for each in coords}) / train.data
+    if not _routed(inputs):
+        return replicas
+    parts = (
+        sum(_moe_layers(model, train, each.pp) for each in coords)
+        / len(model.moe_layers)
+        / _parts_of_tokens(inputs)
+        / train.data
+    )
+    tokens, routes = _columns(inputs, 1, routes=False), _columns(inputs, 1) - _columns(inputs, 1, routes=False)
+    return (tokens * replicas + routes * parts) / (tokens + routes)
+
+
+def held_bytes(inputs: PlanInputs, batch: BatchPlan, pp: int) -> int:
+    """On the host of a rank of pipeline stage `pp`: its replica's rows (mrl/cluster/replica_rows.py), its part of
+    their routes and what is computed of their tokens.
+    """
+    data, algorithm = inputs.config.data, inputs.config.algorithm
     rows = -(-batch.samples // inputs.train.data)
-    arrays = sum(_response_arrays(inputs)) + _F64 * inputs.config.algorithm.use_kl_in_reward  # penalties
-    return _columns(inputs, rows) + rows * inputs.config.data.max_response_length * arrays
+    arrays = sum(_response_arrays(inputs)) + _F32 * algorithm.on_policy + _F64 * algorithm.use_kl_in_reward  # penalties
+    held = _columns(inputs, rows, routes=False) + rows * data.max_response_length * arrays
+    if not _routed(inputs):
+        return held
+    tokens = rows * (data.max_prompt_length + data.max_response_length)
+    routes = _route_bytes(inputs.model, _moe_layers(inputs.model, inputs.train, pp))
+    return held + tokens * _INT64 + -(-tokens // _parts_of_tokens(inputs)) * routes  # places, and routes
 
 
-def _columns(inputs: PlanInputs, rows: int) -> int:
+def _routed(inputs: PlanInputs) -> bool:
+    """Routes come with samples."""
+    return inputs.config.actor.router_replay == "R3" and inputs.model.is_moe
+
+
+def _parts_of_tokens(inputs: PlanInputs) -> int:
+    """Into which a sequence is cut before routers see it."""
+    train = inputs.train
+    return train.context * (train.tensor if train.sequence_parallel else 1)
+
+
+def _columns(inputs: PlanInputs, rows: int, routes: bool = True) -> int:
     """Of samples as columns."""
     data = inputs.config.data
-    routes = _route_bytes(inputs.model) * (inputs.config.actor.router_replay == "R3")
-    return rows * column_bytes(data.max_prompt_length, data.max_response_length, routes)
+    by_token = _route_bytes(inputs.model, len(inputs.model.moe_layers)) * (routes and _routed(inputs))
+    return rows * column_bytes(data.max_prompt_length, data.max_response_length, by_token)

@@ -38,6 +38,20 @@ class RewardItem:
 
 
 @dataclass(frozen=True)
+class Question:
+    """What a response is judged by, before its text is known; `sample_id` is its result's."""
+
+    sample_id: int
+    data_source: str
+    ground_truth: Any
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+
+    def answered(self, text: str) -> RewardItem:
+        """With the response's text."""
+        return RewardItem(self.sample_id, self.data_source, text, self.ground_truth, self.extra_info)
+
+
+@dataclass(frozen=True)
 class RewardResult:
     """`reason` is one of the constants above; where it is not `ok`, `score` is the pool's failure_score and `detail` says more."""
 

@@ -7,7 +7,7 @@ import atexit
 import json
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,9 +52,14 @@ class RewardPool:
 
     def __init__(
         self, spec: RewardSpec, num_workers: int = 2, timeout_s: float = 10.0, failure_score: float = 0.0,
-        log_path: Path | None = None, start_timeout_s: float = 60.0,
+        log_path: Path | None = None, start_timeout_s: float = 60.0, environment: Mapping[str, str] | None = None,
+        folder: str | None = None,
     ):  # fmt: skip
-        """Returns when every worker is ready. Raises ConfigError if the function cannot be loaded, EnvironmentFault if no worker starts."""
+        """Returns when every worker is ready; `environment` and `folder`: of the workers, by default those of this process.
+
+        Raises ConfigError if the function cannot be loaded, EnvironmentFault if no worker starts.
+        """
+        self._environment, self._folder = environment, folder
         self.spec, self.timeout_s, self.failure_score, self.start_timeout_s = spec, timeout_s, failure_score, start_timeout_s
         self._log = log_path.open("ab") if log_path else None
         self._changed = threading.Condition()
@@ -105,12 +110,14 @@ class RewardPool:
                 self._results, self._submitted, self._collected = {}, 0, 0
         return results
 
-    def collect(self) -> list[RewardResult]:
-        """Results that are there, in the order of submission; none of them is given again. Waits for nothing.
+    def collect(self, wait_s: float = 0.0) -> list[RewardResult]:
+        """Results that are there, in the order of submission; none of them is given again.
 
-        For whoever submits without end; `drain` waits for the rest. Raises what made scoring impossible.
+        Waits for those of all items, `wait_s` seconds at most. For whoever submits without end; `drain` waits for the rest.
+        Raises what made scoring impossible.
         """
         with self._changed:
+            self._changed.wait_for(lambda: self._error or self._closed or not self._awaited, timeout=wait_s)
             if self._error:
                 raise self._error
             results = [self._results.pop(i) for i in sorted(self._results)]
@@ -235,7 +242,7 @@ class RewardPool:
             with self._changed:
                 if self._closed:
                     raise _Closed
-                self._workers[slot] = WorkerProcess(self.spec, self._log)
+                self._workers[slot] = WorkerProcess(self.spec, self._log, self._environment, self._folder)
             try:
                 return self._workers[slot].wait_ready(self.start_timeout_s)
             except WorkerFailure as failure:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
@@ -31,8 +31,13 @@ class WorkerFailure(Exception):
 class WorkerProcess:
     """A process of its own session, so that killing it takes along whatever the user's function started. Used by one thread."""
 
-    def __init__(self, spec: RewardSpec, log: IO[bytes] | None = None):
-        """Starts it without waiting. What the user's function prints goes to `log`, by default to standard error."""
+    def __init__(
+        self, spec: RewardSpec, log: IO[bytes] | None = None, environment: Mapping[str, str] | None = None, folder: str | None = None
+    ):
+        """Starts it without waiting. What the user's function prints goes to `log`, by default to standard error.
+
+        `environment` and `folder`, where it works if there is one of that name: by default this process's.
+        """
         requests, self._requests = os.pipe()
         self._results, results = os.pipe()
         os.set_blocking(self._requests, False)
@@ -42,7 +47,7 @@ class WorkerProcess:
         command = [sys.executable, "-P", "-m", "mrl.reward.worker", str(requests), str(results)]
         self._process = subprocess.Popen(
             command, pass_fds=(requests, results), stdin=subprocess.DEVNULL, stdout=log or 2, stderr=log or 2,
-            start_new_session=True, env=_environment(),
+            start_new_session=True, env=_environment(environment), cwd=folder if folder and os.path.isdir(folder) else None,
         )  # fmt: skip
         os.close(requests)
         os.close(results)
@@ -122,7 +127,8 @@ class WorkerProcess:
         return f"the scoring process ended with exit status {status}"
 
 
-def _environment() -> dict[str, str]:
-    """The caller's, with this very package importable and one thread per process."""
-    paths = [str(PACKAGE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+def _environment(given: Mapping[str, str] | None) -> dict[str, str]:
+    """The given one, by default this process's, with this very package importable and one thread per process."""
+    own = os.environ if given is None else given
+    paths = [str(PACKAGE_ROOT), *filter(None, [own.get("PYTHONPATH")])]
+    return {"OMP_NUM_THREADS": "1", **own, "PYTHONPATH": os.pathsep.join(paths)}

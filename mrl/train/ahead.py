@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from mrl.cluster.process_logs import concerning, processes_of
+from mrl.cluster.request_streams import Arrived
 from mrl.cluster.stored_samples import StoredSamples
 from mrl.config.schema import RunConfig
 from mrl.data.order import PromptStream
@@ -42,6 +43,7 @@ from mrl.train.rollouts import (
     check_finite,
     group_metrics,
     metric_values,
+    question,
     rewards_after_penalties,
     rollouts_of,
     sample_seed,
@@ -73,7 +75,7 @@ class GenerationAhead:
         """
         self._config, self._responder, self._fingerprint, self._spool = config, responder, fingerprint, spool
         self._sampling = training_sampling(config)
-        self._streams = responder.engines.streams(with_texts=True)
+        self._streams = responder.engines.streams()
         kept, self._prompts = state.ahead, NumberedPrompts(stream, state.ahead.place if state.ahead else DrawPlace(0, state.cursor))
         if state.step and kept is None:
             raise ConfigError(f"trainer.schedule: {config.trainer.schedule}, and the checkpoint is of a synchronous run")
@@ -280,10 +282,10 @@ class GenerationAhead:
                     continue
                 self._send()
                 arrived = self._streams.take(WAIT_S) if self._streams.waiting_for else []
-                scored = self._responder.rewards.collect() if self._pending else []  # else others may be waiting for theirs
+                scored = self._scored()
                 with self._changed:
-                    for part, texts in arrived:
-                        self._take_in(part, texts)
+                    for part in arrived:
+                        self._take_in(part)
                     for result in scored:
                         self._take_result(result)
                     self._admit()
@@ -324,6 +326,10 @@ class GenerationAhead:
             self._changed.wait(WAIT_S)
             return True
 
+    def _scored(self) -> list[RewardResult]:
+        """Rewards that are there; while none is awaited, others may be waiting for theirs."""
+        return self._responder.rewards.collect(at_once=not self._streams.waiting_for) if self._pending else []
+
     def _send(self) -> None:
         with self._sending:
             self._send_assignments()
@@ -346,10 +352,10 @@ class GenerationAhead:
     def _kept(self, sent: Assignment) -> StoredSamples | None:
         return self._responses[sent.number, sent.index] if sent.kept else None
 
-    def _take_in(self, part: StoredSamples, texts: list[str]) -> None:
-        check_finite(part.rows)
-        for row, text in enumerate(texts):
-            one = part.take(np.array([row]))
+    def _take_in(self, arrived: Arrived) -> None:
+        check_finite(arrived.samples.rows)
+        for row in range(len(arrived.samples)):
+            one = arrived.samples.take(np.array([row]))
             request = int(one.rows.sample_id[0])
             sent = self._dispatcher.under_way.get(request)
             if sent is None:  # it was ended
@@ -360,12 +366,13 @@ class GenerationAhead:
             if one.rows.response_lengths[0]:
                 self._responses[sent.number, sent.index] = one
             if group.ended[sent.index]:
-                self._score(sent, text)
+                self._score(sent, one)
 
-    def _score(self, sent: Assignment, text: str) -> None:
+    def _score(self, sent: Assignment, one: StoredSamples) -> None:
         prompt, _ = self._prompts[sent.number]
         self._pending.add((sent.number, sent.index))
-        self._responder.submit(sent.number * self._config.rollout.n + sent.index, prompt, text)
+        asked = question(sent.number * self._config.rollout.n + sent.index, prompt)
+        self._responder.rewards.submit(one, [asked], sent.engine)
 
     def _take_result(self, result: RewardResult) -> None:
         number, index = divmod(result.sample_id, self._config.rollout.n)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from mrl.cluster.request_streams import Arrived
 from mrl.cluster.stored_samples import StoredSamples
 from mrl.config.schema import RunConfig
 from mrl.data.batch import Prompt
@@ -32,6 +33,7 @@ from mrl.train.rollouts import (
     as_groups,
     check_finite,
     group_metrics,
+    question,
     renumbered,
     rollouts_of,
     sample_seed,
@@ -88,7 +90,7 @@ class DrawnGroups:
         self.draws = Draws(config.data.train_batch_size, filtering.max_num_gen_batches or float("inf"))
         self.cursor = cursor
         self._config, self._responder, self._prompts = config, responder, prompts
-        self._answers = responder.engines.answers(training_sampling(config), with_texts=True)
+        self._answers = responder.engines.answers(training_sampling(config))
         self._under_way: dict[int, _UnderWay] = {}
         self._groups: dict[int, Group] = {}
         self._asked = self._arrived = self._failed = 0
@@ -125,9 +127,9 @@ class DrawnGroups:
     def take(self) -> None:
         """Waits a moment for responses, or for rewards where there are no more; judges the groups that have all of both."""
         arrived = self._answers.take() if self.generates else []
-        for part, texts in arrived:
-            self._take_in(part, texts)
-        scored = self._responder.rewards.collect()
+        for part in arrived:
+            self._take_in(part)
+        scored = self._responder.rewards.collect(at_once=not self.generates)
         if not self.generates and not scored:
             self._responder.poll()
             time.sleep(REWARD_WAIT_S)
@@ -135,15 +137,17 @@ class DrawnGroups:
         for number in sorted(touched):
             self._judge(number)
 
-    def _take_in(self, part: StoredSamples, texts: list[str]) -> None:
+    def _take_in(self, arrived: Arrived) -> None:
+        part, questions = arrived.samples, []
         check_finite(part.rows)
         self._arrived += len(part)
         self._responder.display.progress(f"{TRAIN} responses", self._arrived, self._asked)
-        for row, (sample_id, text) in enumerate(zip(part.rows.sample_id.tolist(), texts, strict=True)):
+        for row, sample_id in enumerate(part.rows.sample_id.tolist()):
             number, index = divmod(sample_id, self._config.rollout.n)
             group = self._under_way[number]
             group.parts[index] = part.take(np.array([row]))
-            self._responder.submit(sample_id, group.prompt, text)
+            questions.append(question(sample_id, group.prompt))
+        self._responder.rewards.submit(part, questions, arrived.engine)
 
     def _take_result(self, result: RewardResult) -> int:
         """The number of its group. Raises DataError once more of the step's rewards failed than may."""

@@ -12,6 +12,7 @@ from mrl.checkpoint.open_checkpoint import HF_FOLDER, open_saved
 from mrl.cluster.process_logs import with_log_tails
 from mrl.cluster.ray_cluster import ray_cluster
 from mrl.cluster.rollout_group import RolloutGroup
+from mrl.cluster.scoring import start_scorers
 from mrl.config.load import ResolvedConfig
 from mrl.config.schema import RunConfig
 from mrl.data.dataset import PromptDataset, load_tokenizer
@@ -20,7 +21,7 @@ from mrl.record.console import PlainConsole
 from mrl.record.run_dir import json_line, write_text
 from mrl.reward.pool import check_function
 from mrl.train.rollouts import Responder
-from mrl.train.run import load_validation, reward_pool, reward_spec, stop_on_signals
+from mrl.train.run import load_validation, reward_spec, stop_on_signals
 from mrl.train.validation import Validation, answer_and_score, write_generations
 
 RESULTS, GENERATIONS, CONFIG, MODEL = "results.json", "generations.jsonl", "config.resolved.yaml", "model.tmp"
@@ -47,10 +48,10 @@ def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, co
         stack.enter_context(ray_cluster(config, actor=False))
         stop = stack.enter_context(stop_on_signals())
         stack.enter_context(with_log_tails(output / "logs"))
-        rewards = stack.enter_context(reward_pool(config, scoring, output / "logs"))
         engines = RolloutGroup(config, output, stop.raise_if_set)
         stack.callback(engines.stop)
         engines.wait_started()
+        rewards = stack.enter_context(start_scorers(config, scoring, output / "logs", engines.nodes))
         responder = Responder(tokenizer, engines, rewards, config.reward, console, stop.raise_if_set)
         validation = answer_and_score(config, responder, prompts)
         results = _results(resolved.config, checkpoint, prompts, validation, time.monotonic() - began)

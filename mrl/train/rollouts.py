@@ -15,7 +15,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from mrl.algo.advantages import soft_overlong_penalty
+from mrl.cluster.request_streams import Arrived
 from mrl.cluster.rollout_group import RolloutGroup
+from mrl.cluster.scoring import ScorerGroup
 from mrl.cluster.stored_samples import StoredSamples
 from mrl.config.schema import RewardConfig, RunConfig
 from mrl.data.batch import Prompt
@@ -23,8 +25,7 @@ from mrl.data.order import DataCursor, PromptStream
 from mrl.data.samples import SampleRows
 from mrl.errors import DataError, NumericAbort
 from mrl.record.metrics import PhaseTimer
-from mrl.reward.items import OK, RewardItem, RewardResult, check_failures, failure_counts, failures_at_the_bottom
-from mrl.reward.pool import RewardPool
+from mrl.reward.items import OK, Question, RewardResult, check_failures, failure_counts, failures_at_the_bottom
 from mrl.train.numbered_prompts import with_first_index
 from mrl.vllm.requests import Request, Sampling, training_sampling
 
@@ -45,13 +46,13 @@ class Responder:
 
     tokenizer: Any
     engines: RolloutGroup
-    rewards: RewardPool
+    rewards: ScorerGroup
     reward_config: RewardConfig
     display: Progress
     poll: Callable[[], None]  # raises Interrupted once the run is to stop
 
     def respond(self, prompts: list[Prompt], n: int, sampling: Sampling, seed: Callable[[Prompt, int], int], label: str) -> StoredSamples:
-        """`n` responses a prompt, ordered by prompt; each goes to the reward pool as it arrives.
+        """`n` responses a prompt, ordered by prompt; each goes to a scorer as it arrives.
 
         `seed(prompt, k)` is the seed of the prompt's k-th response; `label` names the phase where progress is shown.
         Raises NumericAbort for log-probs that are not finite, in validation as in training.
@@ -61,20 +62,18 @@ class Responder:
         requests = [Request(i, p.token_ids, seed(p, k), p.prompt_id, group) for i, (group, p, k) in enumerate(planned)]
         arrived = 0
 
-        def score(batch: StoredSamples, texts: list[str]) -> None:
+        def score(parts: list[Arrived]) -> None:
             nonlocal arrived
-            arrived += len(batch)
-            self.display.progress(f"{label} responses", arrived, len(requests))
-            for sample_id, text in zip(batch.rows.sample_id.tolist(), texts, strict=True):
-                self.submit(sample_id, planned[sample_id][1], text)
+            for samples, engine in parts:
+                arrived += len(samples)
+                self.display.progress(f"{label} responses", arrived, len(requests))
+                questions = [question(sample_id, planned[sample_id][1]) for sample_id in samples.rows.sample_id.tolist()]
+                self.rewards.submit(samples, questions, engine)
+            self.rewards.forward()
 
         samples = self.engines.generate(requests, sampling, score)
         check_finite(samples.rows)
         return samples
-
-    def submit(self, sample_id: int, prompt: Prompt, text: str) -> None:
-        """Hands one response to the reward pool, whose result bears `sample_id`."""
-        self.rewards.submit(RewardItem(sample_id, prompt.data_source, text, prompt.ground_truth, prompt.extra_info))
 
     def collect_rewards(self, samples: StoredSamples) -> list[RewardResult]:
         """Results in the order of `samples`, failed ones at the bottom of their data source where reward.failure_score is not set.
@@ -88,6 +87,11 @@ class Responder:
             results = failures_at_the_bottom(results)
         by_id = {result.sample_id: result for result in results}
         return [by_id[sample_id] for sample_id in samples.rows.sample_id.tolist()]
+
+
+def question(sample_id: int, prompt: Prompt) -> Question:
+    """What a response to the prompt is judged by; the result bears `sample_id`."""
+    return Question(sample_id, prompt.data_source, prompt.ground_truth, prompt.extra_info)
 
 
 def check_finite(rows: SampleRows) -> None:

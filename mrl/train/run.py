@@ -23,6 +23,7 @@ from mrl.cluster.process_logs import with_log_tails
 from mrl.cluster.ray_cluster import object_store_sizes, ray_cluster
 from mrl.cluster.rollout_group import RolloutGroup
 from mrl.cluster.sample_writer import SampleWriter
+from mrl.cluster.scoring import start_scorers
 from mrl.cluster.seats import shared_seats
 from mrl.cluster.weight_sync import WeightSync
 from mrl.config.load import ResolvedConfig
@@ -41,7 +42,7 @@ from mrl.record.run_dir import RunDir, write_text
 from mrl.record.sinks import make_sinks
 from mrl.record.views import View
 from mrl.reward.items import RewardSpec
-from mrl.reward.pool import RewardPool, check_function
+from mrl.reward.pool import check_function
 from mrl.reward.resolve import check_data_sources
 from mrl.schedule.ledger import Fingerprint
 from mrl.train.ahead import GenerationAhead
@@ -149,8 +150,9 @@ def open_run(resolved: ResolvedConfig, resume: bool, views: Mapping[str, View] |
         if spool is not None and checkpoint is not None and (ahead := point.manifest.trainer.get("ahead")):
             state = replace(state, ahead=read_kept(checkpoint, ahead, spool))
         stack.enter_context(with_log_tails(run_dir.logs))
-        rewards = stack.enter_context(reward_pool(config, scoring, run_dir.logs))
         engines, actor = stack.enter_context(_processes(config, run_dir.path, checkpoint, stop.raise_if_set))
+        actor.read_routes_at(engines.nodes.values())
+        rewards = stack.enter_context(start_scorers(config, scoring, run_dir.logs, engines.nodes))
         run_dir.write_config(resolved.to_yaml())
         write_text(run_dir.plan, plan_text(plan))
         record = AdvisedRecord(make_sinks(config.trainer.logger, run_dir, total, _run_info(config), views), config)
@@ -291,9 +293,3 @@ def reward_spec(config: RunConfig, data_sources: Iterable[str] = ()) -> RewardSp
         spec = RewardSpec(path=str(Path(custom.path).resolve()), name=custom.name, kwargs=custom.reward_kwargs, **shared)
     check_data_sources(spec, data_sources)
     return spec
-
-
-def reward_pool(config: RunConfig, spec: RewardSpec, logs: Path) -> RewardPool:
-    """The scoring processes; what the function prints goes to `logs/reward.log`."""
-    reward = config.reward
-    return RewardPool(spec, reward.num_workers, reward.timeout_s, reward.failure_score or 0.0, logs / "reward.log")

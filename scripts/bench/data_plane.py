@@ -36,13 +36,16 @@ def lengths_of(responses: int) -> np.ndarray:
     return np.clip(drawn, SHORTEST, LONGEST).astype(int)
 
 
-def settings(responses: int) -> list[str]:
-    """Overrides of the preset."""
+def settings(responses: int, routes: bool = False) -> list[str]:
+    """Overrides of the preset. Where routes come, replicas have two pipeline stages and two context-parallel ranks."""
+    cut = "pipeline_model_parallel_size: 2, context_parallel_size: 2, " if routes else ""
+    replay = ["actor.router_replay=R3", "rollout.enable_prefix_caching=false"] if routes else []
     return [
+        *replay,
         f"data.train_batch_size={responses // N}", f"rollout.n={N}", f"actor.ppo_mini_batch_size={responses // N // 4}",
         f"data.max_response_length={LONGEST}", f"data.max_prompt_length={PROMPT}", f"rollout.num_engines={ENGINES}",
-        f"actor.layout={{world_size: {REPLICAS}, tensor_model_parallel_size: 1, expert_model_parallel_size: 1, "
-        f"sequence_parallel: false}}",
+        f"actor.layout={{{cut}world_size: {REPLICAS * (4 if routes else 1)}, tensor_model_parallel_size: 1, "
+        "expert_model_parallel_size: 1, sequence_parallel: false}",
     ]  # fmt: skip
 
 
@@ -93,7 +96,9 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
     import ray
 
     from mrl.cluster.rollout_group import RolloutGroup
+    from mrl.cluster.routes import start_readers
     from mrl.cluster.sample_writer import SampleWriter
+    from mrl.cluster.scoring import Channel, PoolSettings, Scorer, ScorerGroup
     from mrl.cluster.stored_samples import STREAM_ENVIRONMENT
     from mrl.cluster.trained_step import TrainedStep
     from mrl.cluster.workers import EngineWorker
@@ -102,13 +107,13 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
     from mrl.data.samples import Sample, packed
     from mrl.model import planning_model_spec
     from mrl.model.layout import TrainLayout
-    from mrl.reward.items import RewardResult
+    from mrl.reward.items import RewardSpec
     from mrl.train.reporting import reward_parts
     from mrl.train.rollouts import Responder, Rollouts, rewards_after_penalties
     from mrl.train.update import advantages, corrections, old_log_probs, update
     from mrl.vllm.requests import Sampling
 
-    config, every = load_config(PRESET, "gspo", settings(responses)).config, lengths_of(responses)
+    config, every = load_config(PRESET, "gspo", settings(responses, routes)).config, lengths_of(responses)
 
     class FakeEngine:
         async def generate(self, requests, sampling):
@@ -126,19 +131,37 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
     class Engine(EngineWorker):
         def __init__(self):
             self.engine = FakeEngine()
-            self._tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "text" * len(ids))
 
     class Rank:
         """A replica without a model: its log-probs are near generation's."""
 
-        def begin_step(self, samples, own, cut):
-            from mrl.cluster.replica_rows import ReplicaRows
+        def __init__(self, stage, context, degree):
+            self.stage, self.context, self.degree = (
+                stage,
+                context,
+                degree,
+            )  # number of stages, and of context-parallel ranks
 
-            self.own, self.needed = own, samples.take(np.flatnonzero(own)).read().nbytes
-            self.rows = ReplicaRows(config.algorithm, samples.read(), 1.0)
-            self.received = sum(block.nbytes for block in samples._get(samples.blocks))
+        def begin_step(self, stored, own, cut, readers):
+            from mrl.cluster.replica_rows import ReplicaRows
+            from mrl.cluster.routes import read_routes
+            from mrl.megatron.packing import Shape
+
+            samples, found = stored.read(), None
+            self.own, self.needed = own, samples.rows(np.flatnonzero(own)).nbytes
+            self.received = sum(block.nbytes for block in stored.fetched([block.samples for block in stored.blocks]))
+            if readers:
+                layers = np.array_split(np.arange(LAYERS), self.degree)[self.stage]
+                computed = cut.computed(samples.lengths, Shape(True, self.degree), self.context, 0)
+                found = read_routes(stored, samples, computed, layers, readers)
+                self.received += found.values.nbytes
+                trained = np.repeat(own, samples.lengths) & computed
+                self.needed += int(trained.sum()) * len(layers) * TOPK
+            self.rows = ReplicaRows(config.algorithm, samples, 1.0, found)
 
         def on_step(self, method, *arguments):
+            if self.context or self.stage < self.degree - 1:
+                return ([], None) if method == "update" else None
             if method == "log_probs":
                 rollout = self.rows.batch.rollout_log_probs
                 return self.of_own(self.rows.set_old(rollout + np.float32(1e-4))), (0.0, 1.0)
@@ -158,7 +181,10 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
         def __init__(self):
             self.config, (self.model, _) = config, planning_model_spec(config.model.path)
             self.layout = TrainLayout.build(config.actor.layout.model_dump(), self.model)
-            self.ranks = [ray.remote(Rank).options(num_cpus=0).remote() for _ in range(REPLICAS)]
+            kind, layout = ray.remote(Rank).options(num_cpus=0), self.layout
+            at = [layout.dense_coords(rank) for rank in range(layout.world_size)]
+            self.ranks = [kind.remote(each.pp, each.cp, layout.pipeline) for each in at]
+            self.route_readers = start_readers([ray.get_runtime_context().get_node_id()]) if routes else {}
 
         def each(self, method, arguments, phase, interruptible=False):
             return ray.get(
@@ -170,14 +196,23 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
     environment = {"env_vars": STREAM_ENVIRONMENT}
     engines.workers = [ray.remote(Engine).options(num_cpus=0, runtime_env=environment).remote() for _ in range(ENGINES)]
     engines.names, engines.engine_ranks = [f"engine {i}" for i in range(ENGINES)], 1
+    engines.nodes = dict.fromkeys(engines.names, ray.get_runtime_context().get_node_id())
     actor, writer = Ranks(), SampleWriter(folder, 600.0)
     display = SimpleNamespace(progress=lambda *_: None)
-    responder = Responder(None, engines, Rewards(RewardResult), config.reward, display, lambda: None)
+    scorer = (
+        ray.remote(Scorer)
+        .options(num_cpus=0)
+        .remote(lambda: SimpleNamespace(decode=lambda ids, **_: "text" * len(ids)))
+    )
+    pool = PoolSettings(RewardSpec("exact_match"), 1, 60.0, 0.0, folder / "reward.log", dict(os.environ), str(folder))
+    ray.get(scorer.start.remote(pool))
+    scorers = ScorerGroup([Channel("scorer 0", scorer)], dict.fromkeys(engines.names, 0))
+    responder = Responder(None, engines, scorers, config.reward, display, lambda: None)
     prompts = prompts_of(responses)
     warm(ray, actor.ranks, engines.workers)
 
     measured = Measured()
-    samples = responder.respond(prompts, N, Sampling(1.0, LONGEST, ()), lambda prompt, k: k, "train")
+    samples = responder.respond(prompts, N, Sampling(1.0, LONGEST, (), routes=routes), lambda prompt, k: k, "train")
     results = responder.collect_rewards(samples)
     rollouts = Rollouts(samples, results, rewards_after_penalties(config, samples.rows, results), DataCursor(), {})
     writer.write(1, samples, reward_parts(rollouts))

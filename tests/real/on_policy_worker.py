@@ -13,7 +13,7 @@ from ranks import agree_on_port
 from safetensors.torch import save_file
 
 from mrl.cluster.rank_step import RankStep
-from mrl.cluster.stored_samples import StoredSamples
+from mrl.cluster.stored_samples import Block, StoredSamples
 from mrl.cluster.trained_step import TrainedStep
 from mrl.config.schema import RunConfig
 from mrl.data.batch import TrainBatch
@@ -111,7 +111,8 @@ def _weights(actor: MegatronActor) -> list[torch.Tensor]:
 
 def _step(actor: MegatronActor, samples: list[Sample]) -> dict[str, float]:
     """What the driver does of a step from its samples to its updates, on every rank alike."""
-    stored, config = InMemory.of(packed(samples).numbers, packed(samples)), actor.config
+    made, config = packed(samples), actor.config
+    stored = InMemory.of(made.numbers, Block(replace(made, routes=None), made.routes))
     scores = np.cos(np.arange(len(samples)))
     rollouts = Rollouts(stored, [], scores, DataCursor(), {})
     step = TrainedStep(Ranks(actor), stored)
@@ -121,11 +122,11 @@ def _step(actor: MegatronActor, samples: list[Sample]) -> dict[str, float]:
 
 
 class InMemory(StoredSamples):
-    """Blocks are the responses themselves."""
+    """References are the responses themselves."""
 
     @staticmethod
-    def _get(blocks) -> list:
-        return list(blocks)
+    def _get(references) -> list:
+        return list(references)
 
 
 class Ranks:
@@ -141,6 +142,7 @@ class Ranks:
             actor,
             None,
         )
+        self.route_readers = {}
 
     def each(self, method: str, arguments: list[tuple], phase: str, interruptible: bool = False) -> list:
         own = arguments[self._actor.rank]

@@ -95,13 +95,13 @@ class Ledgers:
         """Ranks while engines generate, engines before and after the ranks' update."""
         generate, update = self._engines.generate, loop.update
 
-        def generate_watched(requests, sampling, on_batch):
-            def on_first(batch, texts):
-                if not asked:
+        def generate_watched(requests, sampling, on_arrival):
+            def on_first(arrived):
+                if arrived and not asked:
                     asked.append(True)
                     self.ranks_resting += self._live(self._actor)
                     self.engines_awake += self._live(self._engines)
-                on_batch(batch, texts)
+                on_arrival(arrived)
 
             asked: list[bool] = []
             return generate(requests, sampling, on_first)

@@ -1,12 +1,15 @@
-"""Stand-ins for object store and ranks: responses in memory,
-and replicas that hold rows and compute of tokens what real ranks do.
+"""Stand-ins for object store, scorers and ranks: responses in memory, judged here,
+and replicas that compute of tokens what real ranks do.
 """
+
+from dataclasses import replace
 
 import numpy as np
 from small_model import SIZES
 
 from mrl.cluster.replica_rows import ReplicaRows
-from mrl.cluster.stored_samples import StoredSamples, in_blocks
+from mrl.cluster.scoring import Channel, Scorer, ScorerGroup
+from mrl.cluster.stored_samples import Block, StoredSamples, in_blocks
 from mrl.data.samples import Samples, packed
 from mrl.megatron.loss_parameters import loss_parameters
 from mrl.model import model_spec
@@ -14,21 +17,51 @@ from mrl.model.layout import TrainLayout
 
 
 class InMemory(StoredSamples):
-    """Blocks are the responses themselves."""
+    """References are the responses themselves, and their routes."""
 
     @staticmethod
-    def _get(blocks) -> list[Samples]:
-        return list(blocks)
+    def _get(references):
+        return list(references)
+
+    @classmethod
+    def whole(cls, samples: Samples, node: str = ""):
+        """One block."""
+        return cls.of(samples.numbers, Block(replace(samples, routes=None), samples.routes, node))
 
 
 def stored(samples) -> InMemory:
-    return InMemory.joined([InMemory.of(block.numbers, block) for block in in_blocks(packed(samples))])
+    return InMemory.joined([InMemory.whole(block) for block in in_blocks(packed(samples))])
+
+
+class Here(Channel):
+    """A scorer in this process; blocks are the responses themselves."""
+
+    def _call(self, asked, *blocks):
+        return self.handle.exchange(asked, 0.01, *blocks)
+
+    def _answer(self, finished):
+        return finished
+
+
+class HereAlone(ScorerGroup):
+    """One scorer, in this process."""
+
+    @staticmethod
+    def _finished(channels, timeout_s):
+        return True
+
+
+def scorers(pool, tokenizer, *engines: str) -> ScorerGroup:
+    """The product's but for Ray, around a pool of the test's."""
+    scorer = Scorer(lambda: tokenizer)
+    scorer._pool = pool
+    return HereAlone([Here("scorer 0", scorer)], dict.fromkeys(engines or ("engine 0",), 0))
 
 
 class Replica:
     """One rank that is a whole replica; the model's log-probs are `gap` and `ref_gap` above generation's."""
 
-    def __init__(self, config, gap: float, ref_gap: float, samples, own, cut):
+    def __init__(self, config, gap: float, ref_gap: float, samples, own, cut, readers):
         self.rows, self.own, self.cut, self.gap, self.ref_gap = None, own, cut, np.float32(gap), np.float32(ref_gap)
         self.parameters = loss_parameters(config)
         self.rows = ReplicaRows(config.algorithm, samples.read(), config.rollout.temperature)
@@ -76,7 +109,7 @@ class Replicas:
             "expert_model_parallel_size": 1,
             "sequence_parallel": False,
         }
-        self.config, self.model = config, model_spec(SIZES)
+        self.config, self.model, self.route_readers = config, model_spec(SIZES), {}
         self.layout = TrainLayout.build(layout, self.model)
         self.replicas, self._gaps, self._update = [None] * data, (gap, ref_gap), update
 

@@ -19,6 +19,7 @@ from mrl.checkpoint.group_files import write_group
 from mrl.checkpoint.manifest import file_facts
 from mrl.cluster.answers import Answers
 from mrl.cluster.kept_tokens import going_on, with_kept
+from mrl.cluster.request_streams import Arrived
 from mrl.config.load import load_config
 from mrl.config.schedule_rules import schedule_of
 from mrl.data.batch import Prompt
@@ -58,7 +59,7 @@ class Engines:
 
     def __init__(self, seed: int):
         self._rng, self.version = random.Random(seed), 0
-        self.under_way: list[tuple[InMemory, list[str]]] = []
+        self.under_way: list[Arrived] = []
         self.sent = 0
         self.is_dead = False
 
@@ -66,8 +67,7 @@ class Engines:
     def progress(self):
         return SimpleNamespace(excuse=lambda: None)
 
-    def streams(self, with_texts: bool) -> "Engines":
-        assert with_texts
+    def streams(self) -> "Engines":
         return self
 
     @property
@@ -78,7 +78,7 @@ class Engines:
         before = {number: replace(row.read(), sample_id=np.array([number])) for number, row in dict(kept).items()}
         for request in requests:
             one = with_kept(before, self.answer(going_on(request, before.get(request.sample_id))))
-            self.under_way.append((InMemory.of(one.numbers, one), [" ".join(map(str, next(one.responses())))]))
+            self.under_way.append(Arrived(InMemory.whole(one), engine))
             self.sent += 1
 
     def answer(self, request):
@@ -111,15 +111,14 @@ class Engines:
         taken, self.under_way = self.under_way[:count], self.under_way[count:]
         return taken
 
-    def answers(self, sampling, with_texts):
-        return Answers(self.streams(with_texts), Routing(self.names, self.places), sampling, lambda: None)
+    def answers(self, sampling):
+        return Answers(self.streams(), Routing(self.names, self.places), sampling, lambda: None)
 
-    def generate(self, requests, sampling, on_batch):
+    def generate(self, requests, sampling, on_arrival):
         """As the synchronous loop has it."""
         asked = [replace(request, max_tokens=LONGEST) for request in requests]
-        parts = [InMemory.of(one.numbers, one) for one in map(self.answer, asked)]
-        for part in parts:
-            on_batch(part, [" ".join(map(str, next(part.read().responses())))])
+        parts = [InMemory.whole(one) for one in map(self.answer, asked)]
+        on_arrival([Arrived(part, self.names[0]) for part in parts])
         return InMemory.joined(parts)
 
 
@@ -129,10 +128,14 @@ class Rewards:
     def __init__(self, seed: int, score=lambda item: float(len(item.response_text) % 3)):
         self._rng, self._score, self._waiting, self.reason = random.Random(seed), score, deque(), OK
 
-    def submit(self, item):
-        self._waiting.append(RewardResult(item.sample_id, self._score(item), {}, self.reason))
+    def submit(self, samples, questions, engine):
+        for question, response in zip(questions, samples.read().responses(), strict=True):
+            item = question.answered(" ".join(map(str, response)))
+            self._waiting.append(RewardResult(item.sample_id, self._score(item), {}, self.reason))
 
-    def collect(self):
+    def forward(self): ...
+
+    def collect(self, at_once):
         return [self._waiting.popleft() for _ in range(self._rng.randrange(len(self._waiting) + 1))]
 
     def drain(self, poll, limit):

@@ -7,12 +7,13 @@ import socket
 import threading
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from replicas import stored
+from replicas import scorers, stored
 from small_model import write_model
 
 from mrl.checkpoint.manifest import Manifest, RankFiles, file_facts, write_manifest
@@ -24,7 +25,7 @@ from mrl.data.samples import Sample
 from mrl.errors import DataError, EnvironmentFault
 from mrl.record.run_dir import RunDir
 from mrl.record.sinks import JsonlSink
-from mrl.reward.items import RewardItem, RewardSpec
+from mrl.reward.items import Question, RewardSpec
 from mrl.reward.pool import RewardPool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -532,12 +533,18 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-def collected(pool: RewardPool, reward: RewardConfig, sample_ids) -> list:
-    """The results of the samples of these ids, as the loop collects them."""
+def collected(pool: RewardPool, reward: RewardConfig, answers: list[tuple[str, str]], order=None) -> list:
+    """The results of responses, each a data source and a text, as the loop collects them; in the order of `order`."""
     from mrl.train.rollouts import Responder
 
-    responder = Responder(None, None, pool, reward, display=None, poll=lambda: None)
-    return responder.collect_rewards(stored([Sample(0, 0, n, 0, (1,), (2,), (0.0,), "stop", 0) for n in sample_ids]))
+    made = [
+        Sample(0, 0, n, 0, (1,), tuple(map(ord, text)), (0.0,) * len(text), "stop", 0)
+        for n, (_, text) in enumerate(answers)
+    ]
+    group = scorers(pool, SimpleNamespace(decode=lambda ids, skip_special_tokens: "".join(map(chr, ids))))
+    group.submit(stored(made), [Question(n, source, "2") for n, (source, _) in enumerate(answers)], "engine 0")
+    responder = Responder(None, None, group, reward, display=None, poll=lambda: None)
+    return responder.collect_rewards(stored([made[n] for n in order or range(len(made))]))
 
 
 @pytest.fixture
@@ -550,10 +557,8 @@ def scored(tmp_path):
 
         (tmp_path / "mine.py").write_text(FAILING)
         with RewardPool(RewardSpec(path=str(tmp_path / "mine.py")), 1, timeout_s=1.0, failure_score=-1.0) as pool:
-            for number, text in enumerate(texts):
-                pool.submit(RewardItem(number, "sum", text, "2"))
             reward = RewardConfig(max_failure_share=0.5, failure_score=-1.0)
-            return collected(pool, reward, range(len(texts)))
+            return collected(pool, reward, [("sum", text) for text in texts])
 
     return scored
 
@@ -575,9 +580,7 @@ def test_without_a_failure_score_a_failure_counts_as_the_lowest_of_its_batch(tmp
     )
     reward = RewardConfig(max_failure_share=0.5)
     with RewardPool(RewardSpec(path=str(tmp_path / "mine.py")), 1, timeout_s=1.0) as pool:
-        for number, text in enumerate(("hang", "2", "3")):
-            pool.submit(RewardItem(number, "sum", text, "2"))
-        results = collected(pool, reward, (2, 0, 1))
+        results = collected(pool, reward, [("sum", text) for text in ("hang", "2", "3")], order=(2, 0, 1))
     assert [(r.score, r.reason) for r in results] == [(-1.0, "ok"), (-1.0, "timeout"), (1.0, "ok")]
 
 
@@ -596,9 +599,7 @@ def test_in_training_a_failure_counts_as_the_lowest_of_its_own_data_source(tmp_p
     ]
     reward = RewardConfig(max_failure_share=0.5)
     with RewardPool(RewardSpec(path=str(tmp_path / "mine.py")), 1, timeout_s=5.0) as pool:
-        for number, (source, text) in enumerate(answers):
-            pool.submit(RewardItem(number, source, text, "2"))
-        results = collected(pool, reward, range(len(answers)))
+        results = collected(pool, reward, answers)
     # mute has no score of its own: the batch's lowest
     assert [r.score for r in results] == [0.0, 0.0, 1.0, -100.0, -100.0, -100.0]
 

@@ -127,15 +127,15 @@ def test_an_empty_prompt_is_refused_by_row():
     samples = [Sample(0, 0, 0, 0, (1, 2, 3), (4,), (-1.0,), "stop", 0)] * 3
     batch = TrainBatch.of(packed(samples), 0.7)
     with pytest.raises(DataError, match="row 1"):
-        check_batch(replace(batch, prompt_lengths=np.array([3, 0, 3])), MODEL)
+        check_batch(replace(batch, prompt_lengths=np.array([3, 0, 3])), MODEL, 48)
 
 
 def test_routes_of_another_model_are_refused():
     samples = [Sample(0, 0, 0, 0, (1, 2, 3), (4,), (-1.0,), "stop", 0)] * 3
     batch = TrainBatch.of(packed(samples), 0.7)
-    check_batch(replace(batch, routes=np.zeros((12, 48, 8), np.int8)), MODEL)
+    check_batch(replace(batch, routes=np.zeros((12, 48, 8), np.int8)), MODEL, 48)
     with pytest.raises(DataError, match=r"\[12, 47, 8\], expected \[12, 48, 8\]"):
-        check_batch(replace(batch, routes=np.zeros((12, 47, 8), np.int8)), MODEL)
+        check_batch(replace(batch, routes=np.zeros((12, 47, 8), np.int8)), MODEL, 48)
 
 
 def test_the_load_of_a_mini_batch_worked_by_hand():

@@ -9,6 +9,7 @@ import pytest
 from replicas import Replicas, stored
 
 from mrl.cluster.machines import Peak
+from mrl.cluster.request_streams import Arrived
 from mrl.config.load import load_config
 from mrl.data.batch import Prompt
 from mrl.data.order import PromptStream
@@ -48,18 +49,20 @@ class World:
     def offload(self):
         self.note("offload")
 
-    def generate(self, requests, sampling, on_batch):
+    def generate(self, requests, sampling, on_arrival):
         self.note("generate")
         reasons, ids, log_probs = ("length", "stop"), (5, 6), (-1.0, -1.0)
         done = stored([
             Sample(r.prompt_id, r.group_id, i, r.seed, r.prompt_ids, ids, log_probs, reasons[i % 2], 0) for i,
             r in enumerate(requests)
         ])  # fmt: skip
-        on_batch(done, [""] * len(done))
+        on_arrival([Arrived(done, "engine 0")])
         return done
 
-    def submit(self, item):
-        self.results.append(RewardResult(item.sample_id, float(item.sample_id % 2), {}, OK))
+    def submit(self, samples, questions, engine):
+        self.results += [RewardResult(each.sample_id, float(each.sample_id % 2), {}, OK) for each in questions]
+
+    def forward(self): ...
 
     def drain(self, poll, max_failed):
         poll()
@@ -161,9 +164,9 @@ class SharedDevices(World):
         self.note("commit")
         return {"rollout/stale_prefix_tokens": 0.0}
 
-    def generate(self, requests, sampling, on_batch):
+    def generate(self, requests, sampling, on_arrival):
         assert self.version == self.updates, "engines serve the newest weights"
-        return super().generate(requests, sampling, on_batch)
+        return super().generate(requests, sampling, on_arrival)
 
     def each(self, method, arguments, phase, interruptible=False):
         self.updates += arguments[0][0] == "update"
@@ -183,7 +186,7 @@ def run_of(world, tmp_path, *overrides) -> Run:
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "")
     stop = StopFlag()
     world.ranks = Replicas(config, 2, -0.1, -0.2, world.updated)
-    world.config, world.model, world.layout = config, world.ranks.model, world.ranks.layout
+    world.config, world.model, world.layout, world.route_readers = config, world.ranks.model, world.ranks.layout, {}
     responder = Responder(tokenizer, world, world, config.reward, world, stop.raise_if_set)
     run_dir = RunDir.open(tmp_path / "run", "")
     shared = isinstance(world, SharedDevices)

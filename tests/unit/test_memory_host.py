@@ -22,7 +22,7 @@ from mrl.plan.devices import USUAL
 from mrl.plan.host_memory import host_section, object_stores, save_bytes
 from mrl.plan.memory import actor_bytes
 from mrl.plan.plan_inputs import PlanInputs, batch_plan, device_for, engine_of
-from mrl.plan.step_batch import held_bytes, sample_bytes, stored_bytes
+from mrl.plan.step_batch import fetched_share, held_bytes, sample_bytes, stored_bytes
 from mrl.units import GIB
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,8 +69,11 @@ def test_inputs_of_an_update_are_those_that_are_laid_out(tiny_model):
     zeros = np.zeros(rows * width, np.float32)
     batch = replace(batch, old_log_probs=zeros, advantages=zeros, selected=zeros.astype(bool))
     arrays = micro_inputs(batch, np.arange(rows), Shape(packed=True, context=1, tensor=1))
-    found = sample_bytes(inputs, batch_plan(inputs.config, inputs.train), 0)
-    assert found.update + arrays.sequence_starts.nbytes == nbytes(arrays)
+    planned = batch_plan(inputs.config, inputs.train)
+    assert planned.micro.tokens == rows * (6 + width)
+    masks = planned.samples_per_rank * width
+    found = sample_bytes(inputs, planned, 0)
+    assert found.update - masks + arrays.sequence_starts.nbytes == nbytes(arrays)
     assert found.update_routes == found.log_prob_routes == 0
 
 
@@ -90,10 +93,10 @@ def test_what_is_stored_and_what_a_rank_holds_of_a_step_are_their_arrays(tiny_mo
     held.correct()
     held.set_advantages(TokenAdvantages(np.zeros(rows)))
     selection = zeros.astype(bool).nbytes  # which this loss has none of
-    assert held_bytes(inputs, batch) == held.batch.nbytes - rows * (8 + 8 + 4) + held._penalties.nbytes + selection
+    assert held_bytes(inputs, batch, 0) == held.batch.nbytes - rows * (8 + 8 + 4) + held._penalties.nbytes + selection
 
 
-def test_routes_that_came_with_samples_count_in_all_layers_and_recorded_ones_in_those_of_the_stage():
+def test_routes_count_in_the_layers_of_the_stage_and_of_one_micro_batch_on_the_device():
     inputs = inputs_of("qwen3-235b-a22b/h100-16x8", "actor.router_replay=R3")
     batch = batch_plan(inputs.config, inputs.train)
     tokens = (
@@ -102,11 +105,24 @@ def test_routes_that_came_with_samples_count_in_all_layers_and_recorded_ones_in_
         * (inputs.config.data.max_prompt_length + inputs.config.data.max_response_length)
     )
     found = sample_bytes(inputs, batch, 1)
-    assert found.log_prob_routes == tokens * 94 * 8  # a byte a choice, 94 layers, top 8
-    assert found.update_routes == found.log_prob_routes // batch.mini_batches
-    assert found.recorded_routes == tokens // 4 * 12 * 8  # this stage's 12 layers, a quarter of each sequence
+    assert (
+        found.log_prob_routes == batch.log_prob_micro.tokens * 12 * 8
+    )  # a byte a choice, this stage's 12 layers, top 8
+    assert found.update_routes == batch.micro.tokens * 12 * 8
+    assert found.recorded_routes == tokens // 4 * 12 * 8  # a quarter of each sequence
     without = sample_bytes(inputs_of("qwen3-235b-a22b/h100-16x8"), batch, 1)
     assert without == replace(found, log_prob_routes=0, update_routes=0)
+
+
+def test_what_ranks_hold_and_fetch_of_routes_adds_up_to_them():
+    replayed, without = (inputs_of("qwen3-235b-a22b/h100-16x8", *more) for more in (["actor.router_replay=R3"], []))
+    batch, train = batch_plan(replayed.config, replayed.train), replayed.train
+    tokens = batch.samples * (replayed.config.data.max_prompt_length + replayed.config.data.max_response_length)
+    routes, places = tokens * 94 * 8, tokens // train.data * 8
+    every = [train.dense_coords(rank).pp for rank in range(train.world_size)]
+    held = sum(held_bytes(replayed, batch, pp) - held_bytes(without, batch, pp) - places for pp in every)
+    assert held == pytest.approx(routes, rel=1e-6)
+    assert fetched_share(replayed, range(train.world_size)) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("preset", ["qwen3-30b-a3b/h100-4x8", "qwen3-235b-a22b/h100-16x8", "qwen3-8b/h100-1x8", TINY])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from replicas import InMemory, stored
 
+from mrl.cluster.request_streams import Arrived
 from mrl.config.load import available_recipes, load_config
 from mrl.config.rules import notes, violations
 from mrl.data.batch import Prompt
@@ -24,6 +25,7 @@ from mrl.reward.worker import score_one
 from mrl.train import drawn_groups, rollouts
 from mrl.train.generation import InTurn
 from mrl.train.resume import TrainState
+from mrl.train.rollouts import question
 from mrl.vllm.requests import Request
 
 TINY = "parallel_configs/tiny-moe/cpu.yaml"
@@ -62,7 +64,7 @@ class World:
         self.progress = []
         display = SimpleNamespace(progress=lambda phase, done, total: self.progress.append((done, total)))
         self.responder = SimpleNamespace(
-            display=display, engines=self, rewards=self, poll=lambda: None, submit=self.submit, respond=self.respond,
+            display=display, engines=self, rewards=self, poll=lambda: None, respond=self.respond,
             collect_rewards=lambda samples: self.collect(),
         )  # fmt: skip
         self.under_way, self.scored, self.seeds = [], [], []
@@ -72,7 +74,7 @@ class World:
 
     # ------------------------------------------------ engines, which answer the oldest request first
 
-    def answers(self, sampling, with_texts):
+    def answers(self, sampling):
         return self
 
     @property
@@ -86,7 +88,7 @@ class World:
 
     def take(self):
         one = self.answer(self.under_way.pop(0))
-        return [(stored([one]), [""])]
+        return [Arrived(stored([one]), "engine 0")]
 
     def answer(self, r):
         length = self.lengths[r.sample_id % N]
@@ -98,17 +100,18 @@ class World:
         asked = enumerate((group, p, k) for group, p in enumerate(prompts) for k in range(n))
         requests = [Request(i, p.token_ids, seed(p, k), p.prompt_id, group) for i, (group, p, k) in asked]
         self.asked.append([p.prompt_id for p in prompts])
-        for r in requests:
-            self.submit(r.sample_id, prompts[r.group_id], "")
-        return stored([self.answer(r) for r in requests])
+        done = stored([self.answer(r) for r in requests])
+        self.submit(done, [question(r.sample_id, prompts[r.group_id]) for r in requests], "engine 0")
+        return done
 
     # ------------------------------------------------ rewards, which come at once
 
-    def submit(self, sample_id, prompt, text):
-        p = prompt.prompt_id
-        self.scored.append(RewardResult(sample_id, self.scores[p][sample_id % N], dict(self.parts.get(p, {})), OK))
+    def submit(self, samples, questions, engine):
+        for p, asked in zip(samples.rows.prompt_id.tolist(), questions, strict=True):
+            score, parts = self.scores[p][asked.sample_id % N], dict(self.parts.get(p, {}))
+            self.scored.append(RewardResult(asked.sample_id, score, parts, OK))
 
-    def collect(self):
+    def collect(self, at_once=True):
         scored, self.scored = self.scored, []
         return scored
 

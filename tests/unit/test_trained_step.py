@@ -186,12 +186,16 @@ def test_an_engine_that_dies_around_a_block_is_told_and_its_half_told_responses_
 
     monkeypatch.setattr(request_streams, "unwrap", unwrapped)
     monkeypatch.setattr(request_streams.ray, "wait", lambda streams, **_: (streams, []))
-    streams, died = RequestStreams({}, dict, with_texts=True, limit_s=9.0), Interrupted("engine 0 died")
-    for items in ([died], ["block", died]):  # Ray ends a stream with the error as its last item
-        streams._streams = {iter(items): "engine 0"}
+    streams, died = RequestStreams({}, dict, {}, limit_s=9.0), Interrupted("engine 0 died")
+    for items in (
+        [died],
+        ["block", died],
+        ["block", "routes", died],
+    ):  # Ray ends a stream with the error as its last item
+        streams._streams = {iter(items): ("engine 0", True)}
         with pytest.raises(Interrupted, match="engine 0 died"):
             streams.take(0.0)
-    streams._streams = {iter([]): "engine 0"}
+    streams._streams = {iter([]): ("engine 0", False)}
     assert streams.take(0.0) == [] and streams.waiting_for == []
 
 

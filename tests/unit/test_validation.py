@@ -6,10 +6,11 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from replicas import stored
+from replicas import scorers, stored
 from test_data import CharTokenizer, load, row, write_jsonl
 
 from mrl.cli.main import main
+from mrl.cluster.request_streams import Arrived
 from mrl.config.load import load_config
 from mrl.data.batch import Prompt
 from mrl.data.samples import Sample
@@ -55,7 +56,7 @@ class Engines:
     def __init__(self, answers):
         self.answers, self.requests, self.counts = answers, [], {}
 
-    def generate(self, requests, sampling, on_batch):
+    def generate(self, requests, sampling, on_arrival):
         self.requests, self.sampling, done = requests, sampling, []
         for request in requests:
             text = "".join(map(chr, request.prompt_ids)).removeprefix("u:")
@@ -63,7 +64,7 @@ class Engines:
             answer = self.answers[text][k % len(self.answers[text])]
             ids = tuple(map(ord, answer))
             done.append(answered(request, ids, 3))
-        on_batch(stored(done[::-1]), ["".join(map(chr, one.response_ids)) for one in done[::-1]])
+        on_arrival([Arrived(stored(done[::-1]), "engine 0")])
         return stored(done)
 
 
@@ -84,7 +85,14 @@ class World:
         )  # fmt: skip
 
     def responder(self, pool):
-        return Responder(Chars(), self.engines, pool, self.run.config.reward, self.run.record, StopFlag().raise_if_set)
+        return Responder(
+            Chars(),
+            self.engines,
+            scorers(pool, Chars()),
+            self.run.config.reward,
+            self.run.record,
+            StopFlag().raise_if_set,
+        )
 
     def validate(self, spec):
         with RewardPool(spec, num_workers=1, timeout_s=5.0) as pool:
@@ -197,9 +205,11 @@ def test_a_prompt_that_comes_twice_in_a_batch_is_not_answered_alike(tmp_path):
     prompt = Prompt(7, (ord("a"),), "exact_match", "1")
     world.engines.answers = {"a": ["1"]}
     with RewardPool(RewardSpec(), num_workers=1) as pool:
-        respond = world.responder(pool).respond
-        samples = respond([prompt, prompt], 2, Sampling(1.0, 4, ()), lambda p, k: p.prompt_id * 10**9 + k, "train")
-        pool.drain()
+        responder = world.responder(pool)
+        samples = responder.respond(
+            [prompt, prompt], 2, Sampling(1.0, 4, ()), lambda p, k: p.prompt_id * 10**9 + k, "train"
+        )
+        responder.rewards.drain()
     assert samples.rows.group_id.tolist() == [0, 0, 1, 1]
     assert len(set(samples.rows.seed.tolist())) == 4
 

@@ -1,0 +1,224 @@
+"""Responses are decoded and judged on the nodes where they lie: the driver sends references and what is expected, and gets scores.
+
+    driver                                  process on a node of engines               scoring processes (mrl.reward)
+    references, questions --ScorerGroup-->  Scorer: fetches, decodes  --RewardPool-->  the reward function
+    results               <---------------  those that are there      <--------------  score, parts, reason
+
+One call a scorer is under way at a time: it takes along all that has arrived since the one before, and brings back results.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from mrl.cluster.calls import gather, unwrap
+from mrl.cluster.stored_samples import StoredSamples
+from mrl.config.schema import RunConfig
+from mrl.data.dataset import load_tokenizer
+from mrl.data.samples import Samples
+from mrl.model.hub import local_folder
+from mrl.reward.items import OK, Question, RewardResult, RewardSpec
+from mrl.reward.pool import RewardPool
+
+EVERY_S = 0.2  # between two calls of a scorer while generation goes on
+WAIT_S = 0.5  # of a call for the results of what it was given
+START_S = 120.0
+PHASE = "scoring"
+
+Asked = tuple[int, int, Question]  # number of a block, row of it, what is asked of the response
+
+
+@dataclass(frozen=True)
+class PoolSettings:
+    """Arguments of a RewardPool; `environment` and `folder` are those of the command that the user gave."""
+
+    spec: RewardSpec
+    num_workers: int
+    timeout_s: float
+    failure_score: float
+    log_path: Path
+    environment: Mapping[str, str]
+    folder: str
+
+    def pool(self) -> RewardPool:
+        """Its workers are ready. Raises what RewardPool raises."""
+        return RewardPool(
+            self.spec, self.num_workers, self.timeout_s, self.failure_score, self.log_path, START_S, self.environment, self.folder
+        )
+
+
+class Scorer:
+    """A process beside engines. `tokenizer` is loaded while engines start, and waited for with the first response."""
+
+    def __init__(self, load: Callable[[], Any]):
+        """`load` gives the tokenizer."""
+        self._load, self._pool = load, None
+
+    def start(self, settings: PoolSettings) -> None:
+        """Raises what RewardPool raises, and what makes a tokenizer unreadable with the first `exchange`."""
+        threading.Thread(target=lambda: self._tokenizer, daemon=True).start()
+        self._pool = settings.pool()
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return self._load()
+
+    def exchange(self, asked: Sequence[Asked], wait_s: float, *blocks: Samples) -> list[RewardResult]:
+        """Begins with what is asked; waits for all that is under way, `wait_s` seconds at most; results that are there, each once."""
+        responses = [list(block.responses()) for block in blocks]
+        for block, row, question in asked:
+            text = self._tokenizer.decode(responses[block][row].tolist(), skip_special_tokens=True)
+            self._pool.submit(question.answered(text))
+        return self._pool.collect(wait_s)
+
+    def close(self) -> None:
+        """Ends the scoring processes."""
+        if self._pool is not None:
+            self._pool.close()
+
+
+@dataclass
+class Channel:
+    """A scorer as the driver sees it."""
+
+    name: str
+    handle: Any
+    queued: list[tuple[Any, int, Question]] = field(default_factory=list)  # reference to a block, row of it
+    under_way: Any = None
+    awaited: int = 0  # results of what was sent
+    sent_at: float = 0.0
+
+    def send(self) -> None:
+        """All that is queued."""
+        blocks = {id(block): block for block, _, _ in self.queued}
+        number = {key: i for i, key in enumerate(blocks)}
+        asked = [(number[id(block)], row, question) for block, row, question in self.queued]
+        self.awaited, self.sent_at, self.queued = self.awaited + len(asked), time.monotonic(), []
+        self.under_way = self._call(asked, *blocks.values())
+
+    def _call(self, asked: list[Asked], *blocks: Any) -> Any:
+        return self.handle.exchange.remote(asked, WAIT_S, *blocks)
+
+    def _answer(self, finished: Any) -> list[RewardResult]:
+        return unwrap(finished, self.name, PHASE)
+
+    def receive(self) -> list[RewardResult]:
+        """Of the finished call. Raises Interrupted when the process died, or a response is lost with its node."""
+        finished, self.under_way = self.under_way, None
+        results = self._answer(finished)
+        self.awaited -= len(results)
+        return results
+
+
+class ScorerGroup:
+    """All scorers. One thread at a time may use it."""
+
+    def __init__(self, channels: Sequence[Channel], near: Mapping[str, int]):
+        """`near`: by engine, the number of the scorer that judges its responses."""
+        self.channels, self._near, self._results = channels, near, []
+
+    def __enter__(self) -> "ScorerGroup":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def submit(self, samples: StoredSamples, questions: Sequence[Question], engine: str) -> None:
+        """Queues responses of one engine, a question each; `forward`, `collect` or `drain` sends them."""
+        queued = self.channels[self._near[engine]].queued
+        for block, row, question in zip(samples.block.tolist(), samples.place.tolist(), questions, strict=True):
+            queued.append((samples.blocks[block].samples, row, question))
+
+    def forward(self, at_once: bool = False) -> None:
+        """Takes results of finished calls and sends what is queued, waiting for nothing; `at_once`: however short ago the last was sent."""
+        for channel in self.channels:
+            if channel.under_way is not None and self._finished([channel], 0):
+                self._results += channel.receive()
+            due = at_once or time.monotonic() - channel.sent_at >= EVERY_S
+            if channel.under_way is None and due and (channel.queued or channel.awaited):
+                channel.send()
+
+    def collect(self, at_once: bool = False) -> list[RewardResult]:
+        """Results that are there, none of them given again. Raises what made scoring impossible. `at_once`: see `forward`."""
+        self.forward(at_once)
+        results, self._results = self._results, []
+        return results
+
+    def drain(self, poll: Callable[[], None] = lambda: None, max_failures: int | None = None) -> list[RewardResult]:
+        """Waits for all that was submitted; results that were not collected, by sample_id.
+
+        `poll` is called about twice a second and may raise. The wait ends early, with the results that there are, once more than
+        `max_failures` of them are failures: the caller refuses them, and the scorers are then only good for closing.
+        """
+        self.forward(at_once=True)
+        while self._awaited and not self._failed_more_than(max_failures):
+            poll()
+            self._finished([channel for channel in self.channels if channel.under_way is not None], WAIT_S)
+            self.forward(at_once=True)
+        results, self._results = self._results, []
+        return sorted(results, key=lambda result: result.sample_id)
+
+    @property
+    def _awaited(self) -> int:
+        return sum(channel.awaited + len(channel.queued) for channel in self.channels)
+
+    def _failed_more_than(self, limit: int | None) -> bool:
+        return limit is not None and sum(result.reason != OK for result in self._results) > limit
+
+    @staticmethod
+    def _finished(channels: Sequence[Channel], timeout_s: float) -> bool:
+        """Whether one of the calls under way is finished; waits for the first."""
+        return bool(ray.wait([channel.under_way for channel in channels], timeout=timeout_s)[0])
+
+    def close(self) -> None:
+        """Ends all scorers, what they are at included."""
+        for channel in self.channels:
+            ray.kill(channel.handle)  # their scoring processes die with them
+
+
+def start_scorers(config: RunConfig, spec: RewardSpec, logs: Path, nodes: Mapping[str, str]) -> ScorerGroup:
+    """`reward.num_workers` scoring processes over the nodes of the engines, ready. `nodes`: by engine.
+
+    Raises ConfigError where the function cannot be loaded on a node, EnvironmentFault where no process starts.
+    """
+    reward, own = config.reward, (dict(os.environ), str(Path.cwd()))
+    hosts, near = scorer_places(nodes, reward.num_workers)
+    group = ScorerGroup([Channel(f"scorer {i}", _actor(config.model.path, node)) for i, (node, _) in enumerate(hosts)], near)
+    started = {}
+    for number, (channel, (_, share)) in enumerate(zip(group.channels, hosts, strict=True)):
+        log = logs / (f"reward-{number}.log" if number else "reward.log")
+        settings = PoolSettings(spec, share, reward.timeout_s, reward.failure_score or 0.0, log, *own)
+        started[channel.name] = channel.handle.start.remote(settings)
+    try:
+        gather(started, START_S * 4, "starting the scorers")
+    except BaseException:
+        group.close()
+        raise
+    return group
+
+
+def scorer_places(nodes: Mapping[str, str], workers: int) -> tuple[list[tuple[str, int]], dict[str, int]]:
+    """Nodes with a scorer, each with its number of scoring processes, and by engine the number of the scorer that is nearest.
+
+    Where there are fewer processes than nodes, engines of the other nodes take turns.
+    """
+    found = list(dict.fromkeys(nodes.values()))
+    hosts = [(node, len(range(i, workers, min(len(found), workers)))) for i, node in enumerate(found[:workers])]
+    return hosts, {engine: found.index(node) % len(hosts) for engine, node in nodes.items()}
+
+
+def _actor(model: str, node: str) -> ray.actor.ActorHandle:
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    return (
+        ray.remote(Scorer)
+        .options(num_cpus=0, max_restarts=0, scheduling_strategy=there)
+        .remote(lambda: load_tokenizer(local_folder(model)))
+    )

@@ -1,0 +1,80 @@
+"""Responses judged where they lie: decoded there, each once, and the driver gets what it got when texts came to it."""
+
+from types import SimpleNamespace
+
+import pytest
+from replicas import InMemory, scorers, stored
+
+from mrl.cluster.scoring import scorer_places
+from mrl.data.samples import Sample
+from mrl.reward.items import Question, RewardItem, RewardSpec
+from mrl.reward.pool import RewardPool
+
+CHARS = SimpleNamespace(decode=lambda ids, skip_special_tokens: "".join(map(chr, ids)))
+
+
+def samples(texts: list[str], first: int = 0) -> InMemory:
+    made = [
+        Sample(0, 0, first + i, 0, (1, 2), tuple(map(ord, t)), (0.0,) * len(t), "stop", 0) for i, t in enumerate(texts)
+    ]
+    return stored(made)
+
+
+def questions(truths: list[str], first: int = 0) -> list[Question]:
+    return [Question(first + i, "exact_match", truth) for i, truth in enumerate(truths)]
+
+
+def test_scores_are_those_of_the_texts_whatever_block_and_row_a_response_lies_in():
+    texts, truths = ["a", "b", "c", "d", "e"], ["a", "x", "c", "d", "x"]
+    with RewardPool(RewardSpec("exact_match"), 2) as pool:
+        expected = pool.score(
+            [
+                RewardItem(i, "exact_match", text, truth)
+                for i, (text, truth) in enumerate(zip(texts, truths, strict=True))
+            ]
+        )
+        group = scorers(pool, CHARS)
+        parts = InMemory.joined([samples(texts[:3]), samples(texts[3:], 3)])
+        order = [4, 0, 3, 2, 1]
+        asked = questions(truths)
+        group.submit(parts.take(order[:2]), [asked[i] for i in order[:2]], "engine 0")
+        group.forward()
+        group.submit(parts.take(order[2:]), [asked[i] for i in order[2:]], "engine 0")
+        assert group.drain() == expected
+        assert group.drain() == group.collect() == []
+
+
+def test_what_is_collected_is_not_drained_again_and_every_response_has_one_result():
+    with RewardPool(RewardSpec("exact_match"), 1) as pool:
+        group, found = scorers(pool, CHARS), []
+        for number in range(20):
+            group.submit(samples([chr(97 + number)], number), questions(["a"], number), "engine 0")
+            found += group.collect(at_once=bool(number % 3))
+        found += group.drain()
+    assert sorted(r.sample_id for r in found) == list(range(20)) and sum(r.score for r in found) == 1.0
+
+
+def test_calls_are_not_made_for_every_response_while_generation_goes_on():
+    with RewardPool(RewardSpec("exact_match"), 1) as pool:
+        group = scorers(pool, CHARS)
+        calls, handle = [], group.channels[0].handle
+        exchange = handle.exchange
+        handle.exchange = lambda asked, *rest: calls.append(len(asked)) or exchange(asked, *rest)
+        for number in range(50):
+            group.submit(samples(["a"], number), questions(["a"], number), "engine 0")
+            group.forward()
+        assert len(group.drain()) == 50
+    assert len(calls) < 10 and sum(calls) == 50
+
+
+@pytest.mark.parametrize(
+    ("nodes", "workers", "hosts", "near"),
+    [
+        ("aa", 2, [("a", 2)], [0, 0]),
+        ("ab", 5, [("a", 3), ("b", 2)], [0, 1]),
+        ("abca", 2, [("a", 1), ("b", 1)], [0, 1, 0, 0]),
+        ("abc", 1, [("a", 1)], [0, 0, 0]),
+    ],
+)
+def test_scoring_processes_are_spread_over_the_nodes_of_engines(nodes, workers, hosts, near):
+    assert scorer_places(dict(enumerate(nodes)), workers) == (hosts, dict(enumerate(near)))
