@@ -22,6 +22,7 @@ from mrl.cli import (
     plan,
     rehearse,
     report,
+    samples,
     submit,
     train,
     validate,
@@ -34,7 +35,7 @@ GROUPS: dict[str, tuple[ModuleType, ...]] = {
     "begin": (init, import_verl, data, doctor),
     "before a run": (validate, plan, verify, rehearse),
     "run": (train, submit, watch, eval),
-    "afterwards": (report, compare, convert),
+    "afterwards": (report, compare, samples, convert),
     "shell": (completion,),
 }
 EXIT_CODES = (

@@ -13,6 +13,7 @@ import ray
 from mrl.cluster.calls import LostPeer, blame, unwrap
 from mrl.cluster.engine_progress import EngineProgress
 from mrl.cluster.stored_samples import Block, StoredSamples
+from mrl.data.samples import SampleRows
 from mrl.vllm.requests import Request, Sampling
 
 AHEAD = 64  # objects of a stream, two a block, that nobody has taken yet
@@ -91,7 +92,7 @@ class RequestStreams:
 
     def _told(self, items: list[ray.ObjectRef], engine: str) -> Arrived:
         try:
-            rows = unwrap(items[-1], engine, PHASE)
+            rows = SampleRows.from_bytes(unwrap(items[-1], engine, PHASE))
         except LostPeer as error:  # whom it lost, the lost one's own front end knows, also one that had no request
             raise blame(error, self._all_there(), PHASE) from error
         block = Block(items[0], items[1] if len(items) == 3 else None, self._nodes[engine])

@@ -28,6 +28,7 @@ from mrl.schedule.engine_loads import places_of
 from mrl.schedule.routing import Routing
 from mrl.vllm.requests import Request, Sampling, engine_settings, log_name, rank_name
 
+JOINED_AT = 64  # parts: columns of a row each are kilobytes, of many rows a hundred bytes a row
 PREPARE_S = 60.0  # for a rank that is there to say so; another may be in the middle of a long step
 
 OnArrival = Callable[[list[Arrived]], None]
@@ -140,6 +141,8 @@ class RolloutGroup:
             arrived = answers.take()
             for samples, _ in arrived:
                 done.append(samples)
+            if len(done) >= JOINED_AT:
+                done = [StoredSamples.joined(done)]
             on_arrival(arrived)
         samples = StoredSamples.joined(done)
         return samples.take(np.argsort(samples.rows.sample_id))

@@ -9,15 +9,29 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mrl.cluster.calls import gather_all
 from mrl.cluster.stored_samples import StoredSamples
+from mrl.cluster.trained_step import TrainedStep
+from mrl.config.schema import RecordConfig
 from mrl.data.samples import Samples
-from mrl.record.sample_files import ROWS_AT_ONCE, RewardParts, write_samples
+from mrl.errors import EnvironmentFault
+from mrl.record.sample_files import ROWS_AT_ONCE, RewardParts, keep_within, write_differences, write_samples
+from mrl.units import GIB
 
 
 class _Writer:
     """The process. It holds few responses at a time."""
 
-    def write(self, folder: Path, step: int, samples: StoredSamples, rewards: Sequence[RewardParts]) -> None:
-        write_samples(folder, step, _pieces(samples), rewards)
+    def __init__(self, folder: Path, max_bytes: float):
+        self._folder, self._max_bytes = folder, max_bytes
+
+    def write(self, step: int, samples: StoredSamples, rewards: Sequence[RewardParts]) -> None:
+        write_samples(self._folder, step, _pieces(samples), rewards)
+        keep_within(self._folder, self._max_bytes)
+
+    def write_differences(self, step: int, rows: Sequence[tuple[np.ndarray, np.ndarray]], *parts: np.ndarray | None) -> None:
+        """`rows`: ids and response lengths of each rank's rows; `parts`: None of ranks that hand nothing out."""
+        known = [(*own, part) for own, part in zip(rows, parts, strict=True) if part is not None]
+        write_differences(self._folder, step, *(np.concatenate(column) for column in zip(*known, strict=True)))
+        keep_within(self._folder, self._max_bytes)
 
 
 def _pieces(samples: StoredSamples) -> Iterator[Samples]:
@@ -26,27 +40,52 @@ def _pieces(samples: StoredSamples) -> Iterator[Samples]:
 
 
 class SampleWriter:
-    """Writes `folder/step-N.parquet` beside training, on the node of this process, one step at a time."""
+    """Writes `folder/step-N.parquet` beside training, on the node of this process, one step at a time.
 
-    def __init__(self, folder: Path, timeout_s: float):
+    A disk that takes no more costs samples, not the run: `failed` counts the files that are not there.
+    """
+
+    def __init__(self, folder: Path, timeout_s: float, record: RecordConfig):
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        self._folder, self._timeout_s, self._under_way = folder, timeout_s, None
-        self._writer = ray.remote(_Writer).options(num_cpus=0, scheduling_strategy=here).remote()
+        self._timeout_s, self._kept, self._under_way, self.failed = timeout_s, record.samples, {}, 0
+        max_bytes = float("inf") if record.samples_max_gib is None else record.samples_max_gib * GIB
+        kind = ray.remote(_Writer).options(num_cpus=0, scheduling_strategy=here)
+        self._writer = None if record.samples == "none" else kind.remote(folder, max_bytes)
 
     def write(self, step: int, samples: StoredSamples, rewards: Sequence[RewardParts]) -> None:
         """Begins with the step's file once the one before is written. Raises what `finish` raises."""
         self.finish()
-        self._under_way = self._writer.write.remote(self._folder, step, samples, rewards)
+        if self._writer is not None:
+            rows = kept_rows(len(samples), self._kept)
+            chosen = samples.take(rows), [rewards[row] for row in rows.tolist()]
+            self._under_way = {f"samples of step {step}": self._writer.write.remote(step, *chosen)}
+
+    def write_differences(self, step: int, trained: TrainedStep) -> None:
+        """Begins with the file of the step's log-probs under the trainer, which go from the ranks to the writer."""
+        if self._writer is not None:
+            rows, parts = trained.differences()
+            under_way = self._writer.write_differences.remote(step, rows, *parts)
+            self._under_way[f"log-probs of step {step}"] = under_way
 
     def finish(self) -> None:
-        """Waits for the file under way. Raises EnvironmentFault for a full disk, Interrupted when it takes too long."""
-        if self._under_way is not None:
-            under_way, self._under_way = self._under_way, None
-            gather_all({"the writer of samples": under_way}, self._timeout_s, "writing samples")
+        """Waits for the files under way. Raises Interrupted when they take too long or responses are lost."""
+        under_way, self._under_way = self._under_way, {}
+        for name, ref in under_way.items():
+            try:
+                gather_all({"the writer of samples": ref}, self._timeout_s, f"writing {name}")
+            except EnvironmentFault as fault:
+                self.failed += 1
+                print(f"error: {name} are not kept: {fault}. Training goes on", flush=True)
 
     def close(self) -> None:
-        """Waits for the file under way and ends the process."""
+        """Waits for the files under way and ends the process."""
         try:
             self.finish()
         finally:
-            ray.kill(self._writer)
+            if self._writer is not None:
+                ray.kill(self._writer)
+
+
+def kept_rows(rows: int, kept: int | str) -> np.ndarray:
+    """int64, ascending: which of a step's rows `record.samples` keeps."""
+    return np.arange(rows) if kept == "all" or kept >= rows else np.arange(kept) * rows // kept

@@ -66,6 +66,15 @@ class TrainedStep:
                 found |= dict(zip(numbers, answer, strict=True))
         return found
 
+    def differences(self) -> tuple[list[tuple[np.ndarray, np.ndarray]], list[Any]]:
+        """Of each rank, ids and response lengths of its replica's own rows, and a reference to its `RankStep.differences`.
+
+        Nothing is waited for: who is given the references fetches what stands behind them. After `log_probs`.
+        """
+        own = [self._own[replica] for replica in self._replica_of]
+        rows = [(self.rows.sample_id[each], self.rows.response_lengths[each]) for each in own]
+        return rows, list(self._actor.refs("on_step", "differences").values())
+
     def ref_log_probs(self) -> None:
         """The reference model's log-probs, which stay on the ranks."""
         self._call("ref_log_probs", interruptible=True)

@@ -265,7 +265,7 @@ class EngineWorker:
                 yield replace(block, routes=None)
                 if sampling.routes:
                     yield block.routes
-                yield block.numbers
+                yield block.numbers.to_bytes()
 
     async def tokens_made(self) -> int:
         """See VllmEngine.tokens_made."""

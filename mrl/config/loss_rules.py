@@ -209,6 +209,12 @@ def _on_policy_reward(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield Violation("algorithm.use_kl_in_reward", f"does not go with {_ON_POLICY}", why, (False,))
 
 
+def _on_policy_record(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    if config.algorithm.on_policy and config.record.trainer_log_probs:
+        why = f"the trainer's log-probs are known when the rows are gone; {_PASS}"
+        yield Violation("record.trainer_log_probs", f"does not go with {_ON_POLICY}", why, (False,))
+
+
 def _on_policy_selection(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     spec = LOSSES.get(config.algorithm.policy_loss.loss_mode)
     if config.algorithm.on_policy and spec is not None and spec.selects_tokens:
@@ -351,6 +357,7 @@ LOSS_RULES = (
     _one_update,
     _on_policy_correction,
     _on_policy_reward,
+    _on_policy_record,
     _on_policy_selection,
     _on_policy_replay,
     _sampling,

@@ -23,7 +23,7 @@ from mrl.config.schema_algorithm import (
 )
 from mrl.config.schema_data import CustomRewardConfig, DataConfig, RewardConfig
 from mrl.config.schema_rollout import RolloutConfig, ValSamplingConfig
-from mrl.config.schema_run import ClusterConfig, ReshardConfig, TrainerConfig
+from mrl.config.schema_run import ClusterConfig, RecordConfig, ReshardConfig, TrainerConfig
 from mrl.config.section import Section, notes_of, section_of
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "OptimConfig",
     "OverlongBufferConfig",
     "PolicyLossConfig",
+    "RecordConfig",
     "RefConfig",
     "ReshardConfig",
     "RewardConfig",
@@ -70,6 +71,7 @@ class RunConfig(Section):
     trainer: TrainerConfig = TrainerConfig()
     cluster: ClusterConfig = ClusterConfig()
     reshard: ReshardConfig = ReshardConfig()
+    record: RecordConfig = RecordConfig()
 
     @property
     def rollout_dtype(self) -> str:

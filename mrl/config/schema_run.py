@@ -6,6 +6,15 @@ from mrl.config.section import Section, key, must_be
 
 _EVERY = must_be(lambda n: n == -1 or n >= 1, "must be -1 or at least 1 step", "-1 switches it off", -1, 1)
 
+_SOME = must_be(
+    lambda n: isinstance(n, str) or (not isinstance(n, bool) and n >= 1),
+    "must be all, none or at least 1 response",
+    "none keeps no file at all",
+    "all",
+    "none",
+    1,
+)
+
 
 class TrainerConfig(Section):
     """The loop: how long, how often, where to."""
@@ -219,3 +228,25 @@ class ReshardConfig(Section):
         unit="syncs",
     )
     timeout_s: float = key(300.0, "Longest wait for one peer.", gt=0, unit="s")
+
+
+class RecordConfig(Section):
+    """What a run keeps of its samples beside its metrics."""
+
+    samples: int | Literal["all", "none"] = key(
+        "all",
+        "Responses of a step that samples/ keeps: all, none, or so many, evenly over the step.",
+        advice="all while it fits: some 6 bytes a token. A number for runs of hundreds of large steps.",
+        rule=_SOME,
+    )
+    samples_max_gib: float | None = key(
+        256.0,
+        "Of all files of samples/; beyond it the oldest steps' are removed. null: no limit.",
+        gt=0,
+        unit="GiB",
+    )
+    trainer_log_probs: bool = key(
+        False,
+        "Keeps of each response token how far the trainer's log-prob before the update is from generation's; "
+        "not with algorithm.anchor on_policy, which knows none before.",
+    )

@@ -8,8 +8,9 @@ have `step-N.jsonl`, which `read_samples` reads alike.
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from mrl.record.run_dir import json_line
 
 RewardParts = Mapping[str, Any]  # `score`, `reason` and whatever else the reward function returned
 OWN_COLUMNS = ("score", "reason")  # parts that every reward has
+DIFFERENCES = ".log_probs.parquet"
 ROWS_AT_ONCE = 64  # of a row group: what a reader has to decompress for one response
 
 
@@ -30,28 +32,141 @@ def write_samples(folder: Path, step: int, pieces: Iterable[Samples], rewards: S
 
     Routes are left out: they are hundreds of bytes a token, and an engine of that weight version would give them again.
     """
-    path = folder / f"step-{step}.parquet"
-    work = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    schema = _table(packed([]), []).schema
+    return _write_whole(folder / f"step-{step}.parquet", schema, _tables(pieces, rewards))
+
+
+def _tables(pieces: Iterable[Samples], rewards: Sequence[RewardParts]) -> Iterator[pa.Table]:
     done = 0
-    with pq.ParquetWriter(work, _table(packed([]), []).schema, compression="zstd") as file:
-        for piece in pieces:
-            file.write_table(_table(piece, rewards[done : done + len(piece)]), row_group_size=ROWS_AT_ONCE)
-            done += len(piece)
-    with work.open("rb+") as file:
-        os.fsync(file.fileno())
-    work.replace(path)
+    for piece in pieces:
+        yield _table(piece, rewards[done : done + len(piece)])
+        done += len(piece)
+
+
+def _write_whole(path: Path, schema: pa.Schema, tables: Iterable[pa.Table]) -> Path:
+    """The file, once all of it is on the disk; nothing of one that fails stays."""
+    work = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with pq.ParquetWriter(work, schema, compression="zstd") as file:
+            for table in tables:
+                file.write_table(table, row_group_size=ROWS_AT_ONCE)
+        with work.open("rb+") as file:
+            os.fsync(file.fileno())
+        work.replace(path)
+    finally:
+        work.unlink(missing_ok=True)
     return path
 
 
+def write_differences(folder: Path, step: int, sample_id: np.ndarray, lengths: np.ndarray, differences: np.ndarray) -> Path:
+    """Writes `folder/step-N.log_probs.parquet`: by response, how far the trainer's log-prob of each token is from
+    generation's, float16.
+
+    `sample_id`, `lengths`: [rows]; `differences`: [response tokens], rows end to end.
+    """
+    halves = pa.array(differences.astype(np.float16))
+    table = pa.table({"sample_id": sample_id, "difference": _lists(halves, lengths)})
+    return _write_whole(folder / f"step-{step}{DIFFERENCES}", table.schema, [table])
+
+
+def keep_within(folder: Path, max_bytes: float) -> list[int]:
+    """Removes files of the oldest steps, never of the newest, until those left have `max_bytes` at most; their steps."""
+    sizes: dict[int, int] = {}
+    for file in folder.glob("step-*.*"):
+        step = step_of(file)
+        sizes[step] = sizes.get(step, 0) + file.stat().st_size
+    removed = []
+    for step in sorted(sizes)[:-1]:
+        if sum(sizes.values()) <= max_bytes:
+            break
+        for file in folder.glob(f"step-{step}.*"):
+            file.unlink()
+        del sizes[step]
+        removed.append(step)
+    return removed
+
+
+def step_of(file: Path) -> int:
+    """Of a file of `samples/`."""
+    return int(file.name.split(".")[0].removeprefix("step-"))
+
+
 def read_samples(folder: Path, step: int) -> list[dict[str, Any]]:
-    """The responses of a step in order, each with the names above and `reward` as a dictionary with score and reason among its parts.
+    """The responses of a step in order, each with the names above and `reward` as a dictionary with score and reason
+    among its parts.
 
     `weight_version` is the one that a response was begun with. Raises FileNotFoundError.
     """
-    path = folder / f"step-{step}.parquet"
-    if not path.exists():
-        return [json.loads(line) for line in path.with_suffix(".jsonl").read_text(encoding="utf-8").splitlines()]
-    return [_row(row) for row in pq.read_table(path).to_pylist()]
+    file = StepFile(folder, step)
+    return file.read(np.arange(len(file.scores)))
+
+
+class StepFile:
+    """The responses of a step on the disk; only what is asked for is read of a file of columns."""
+
+    def __init__(self, folder: Path, step: int):
+        """Raises FileNotFoundError where the step has no file."""
+        self.step, self._path = step, folder / f"step-{step}.parquet"
+        self._differences = folder / f"step-{step}{DIFFERENCES}"
+        self._lines: list[dict[str, Any]] | None = None
+        if not self._path.exists():
+            lines = self._path.with_suffix(".jsonl").read_text(encoding="utf-8").splitlines()
+            self._lines = [json.loads(line) for line in lines]
+
+    @cached_property
+    def scores(self) -> np.ndarray:
+        """float64 [rows]."""
+        if self._lines is not None:
+            return np.array([float(line["reward"]["score"]) for line in self._lines])
+        return self._numbers["score"].to_numpy()
+
+    @cached_property
+    def prompt_ids(self) -> np.ndarray:
+        """int64 [rows]: the prompt that each response answers."""
+        if self._lines is not None:
+            return np.array([line["prompt_id"] for line in self._lines], np.int64)
+        return self._numbers["prompt_id"].to_numpy()
+
+    @cached_property
+    def _numbers(self) -> pa.Table:
+        return pq.read_table(self._path, columns=["score", "prompt_id"])
+
+    def worst(self, count: int) -> np.ndarray:
+        """int64: rows with the lowest scores, lowest first, in the order of the file where they are alike."""
+        return np.argsort(self.scores, kind="stable")[:count]
+
+    def read(self, rows: np.ndarray) -> list[dict[str, Any]]:
+        """The given rows, in that order; see read_samples."""
+        if self._lines is not None:
+            return [self._lines[row] for row in rows.tolist()]
+        return [_row(row) for row in _rows_of(self._path, rows)]
+
+    def differences(self, sample_ids: Sequence[int]) -> list[list[float] | None]:
+        """How far the trainer's log-prob of each token of these responses is from generation's; None: not kept."""
+        if not self._differences.exists():
+            return [None] * len(sample_ids)
+        kept = pq.read_table(self._differences, columns=["sample_id"])["sample_id"].to_numpy()
+        place = {number: row for row, number in enumerate(kept.tolist())}
+        there = [number for number in sample_ids if number in place]
+        found = _rows_of(self._differences, np.array([place[number] for number in there], np.int64))
+        by_id = {number: row["difference"] for number, row in zip(there, found, strict=True)}
+        return [by_id.get(number) for number in sample_ids]
+
+
+def _rows_of(path: Path, rows: np.ndarray) -> list[dict[str, Any]]:
+    """Rows of a file of columns, in the given order, from the groups of rows that they are in."""
+    if not len(rows):
+        return []
+    with pq.ParquetFile(path) as file:
+        sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+        starts = np.cumsum([0, *sizes])
+        group_of = np.searchsorted(starts, rows, side="right") - 1
+        found: dict[int, dict[str, Any]] = {}
+        for group in np.unique(group_of):
+            own = rows[group_of == group]
+            table = file.read_row_group(int(group)).take(pa.array(own - starts[group]))
+            found |= dict(zip(own.tolist(), table.to_pylist(), strict=True))
+    return [found[row] for row in rows.tolist()]
 
 
 def _row(row: dict[str, Any]) -> dict[str, Any]:

@@ -43,6 +43,7 @@ _TRAINING = [
     MetricSpec("training/global_step", "last", "steps", "Steps finished when the line was written; 0 is the start"),
     MetricSpec("training/epoch", "last", "epochs", "Passes over the training prompts that were begun before this step"),
     MetricSpec("training/failed_saves", "last", "checkpoints", "Checkpoints that the disk did not take since the run was started"),
+    MetricSpec("training/failed_sample_files", "last", "files", "Files of samples that the disk did not take since the run was started"),
     MetricSpec("train/num_gen_batches", "last", "batches", "Prompt batches generated to fill this step's batch"),
     MetricSpec("train/uniform_group_share", "mean", "share", "Generated groups whose responses all have the same value"),
     MetricSpec("train/trained_groups", "last", "groups", "Groups that the step trained on"),

@@ -70,6 +70,8 @@ def train_step(run: Run) -> None:
         with timer("adv" if algorithm.on_policy else "old_log_prob"):
             trained = TrainedStep(actor, rollouts.samples)
             policy_metrics = old_log_probs(config, trained)
+            if config.record.trainer_log_probs:
+                run.sample_writer.write_differences(step, trained)
         with timer("record"):
             record_shown_rows(run.run_dir.path, step, trained, rollouts)
         if algorithm.needs_reference:
@@ -102,6 +104,7 @@ def train_step(run: Run) -> None:
             with timer("save_checkpoint"):
                 metrics |= run.saver.write(run.state, metrics)
     metrics |= {"training/failed_saves": float(run.saver.failed_saves)}
+    metrics |= {"training/failed_sample_files": float(run.sample_writer.failed)}
     metrics |= time_metrics(config, timer, rollouts) | memory_metrics(run.machines)
     seconds = {"update": metrics["perf/update_s"], "step": timer.seconds["step"]}
     metrics |= mfu_metrics(algorithm, actor.model, rollouts.samples.rows, run.peak, seconds)

@@ -160,7 +160,7 @@ def open_run(resolved: ResolvedConfig, resume: bool, views: Mapping[str, View] |
         placement = _placement(config, actor, engines, plan)
         saver = Saver(config, run_dir.checkpoints, placement, stream.prompts.fingerprint, state.step)
         stack.callback(saver.close)  # before the ranks end
-        sample_writer = SampleWriter(run_dir.samples, config.cluster.step_timeout_s)
+        sample_writer = SampleWriter(run_dir.samples, config.cluster.step_timeout_s, config.record)
         stack.callback(sample_writer.close)
         machines = Machines(config, actor, engines)
         responder = Responder(tokenizer, engines, rewards, config.reward, record, stop.raise_if_set)

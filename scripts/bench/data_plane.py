@@ -197,7 +197,7 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
     engines.workers = [ray.remote(Engine).options(num_cpus=0, runtime_env=environment).remote() for _ in range(ENGINES)]
     engines.names, engines.engine_ranks = [f"engine {i}" for i in range(ENGINES)], 1
     engines.nodes = dict.fromkeys(engines.names, ray.get_runtime_context().get_node_id())
-    actor, writer = Ranks(), SampleWriter(folder, 600.0)
+    actor, writer = Ranks(), SampleWriter(folder, 600.0, config.record)
     display = SimpleNamespace(progress=lambda *_: None)
     scorer = (
         ray.remote(Scorer)

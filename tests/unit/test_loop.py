@@ -105,6 +105,8 @@ class World:
 class Writer:
     """Of files of samples, at once."""
 
+    failed = 0
+
     def __init__(self, folder):
         self.folder = folder
 

@@ -151,7 +151,7 @@ def test_a_node_holds_its_ranks_places_and_copies_and_samples():
     inputs = inputs_of("qwen3-8b/h100-1x8")
     host, batch = host_of(inputs), batch_plan(inputs.config, inputs.train)
     assert host["terms"]["object_store"] == stored_bytes(inputs, batch)
-    assert host["terms"]["samples"] == 8 * held_bytes(inputs, batch)
+    assert host["terms"]["samples"] == 8 * held_bytes(inputs, batch, 0)
     assert host["terms"]["save"] == sum(save_bytes(inputs, rank) for rank in range(8))
     assert host["bytes_per_node"] == sum(host["terms"].values())
     assert host["fits"] and host["change"] == ""

@@ -239,6 +239,7 @@ REFUSED = [
     (("algorithm.rollout_correction={level: token, mode: mask, low: 0.5, high: 2}",), 1,
         "algorithm.rollout_correction.level", (None,)),
     (("algorithm.use_kl_in_reward=true",), 1, "algorithm.use_kl_in_reward", (False,)),
+    (("record.trainer_log_probs=true",), 1, "record.trainer_log_probs", (False,)),
     *(((f"{LOSS}loss_mode={name}", f"{LOSS}loss_agg_mode=token-mean", f"{LOSS}clip_ratio_high=0.2",
                 f"{LOSS}clip_ratio_low=0.2"), 1,
        f"{LOSS}loss_mode", None) for name in SELECTIONS),

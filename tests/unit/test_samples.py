@@ -2,14 +2,19 @@
 
 import json
 from dataclasses import fields
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+import mrl.cli.samples as samples_command
+from mrl.cli.main import main
+from mrl.cluster import sample_writer
+from mrl.cluster.sample_writer import SampleWriter, kept_rows
 from mrl.data.batch import TrainBatch
-from mrl.data.samples import Sample, Samples, packed
-from mrl.errors import DataError
-from mrl.record.sample_files import read_samples, write_samples
+from mrl.data.samples import Sample, SampleRows, Samples, packed
+from mrl.errors import DataError, EnvironmentFault
+from mrl.record.sample_files import StepFile, keep_within, read_samples, write_differences, write_samples
 
 
 def sample(i: int, prompt: int, response: int, **more) -> Sample:
@@ -136,3 +141,122 @@ def test_samples_of_an_older_run_are_read_alike(tmp_path):
     assert read_samples(tmp_path, 3) == [row]
     with pytest.raises(FileNotFoundError):
         read_samples(tmp_path, 4)
+
+
+# --- which are kept, and reading some of them -------------------------------------------------------------------------
+
+
+def scored(count: int) -> list[dict]:
+    return [{"score": float((7 * i) % count), "reason": "ok", "length": float(i)} for i in range(count)]
+
+
+def a_step(folder, step: int, count: int = 150) -> list[Sample]:
+    rng = np.random.default_rng(step)
+    made = []
+    for i in range(count):
+        ids = rng.integers(0, 99, int(rng.integers(0, 9))).tolist()
+        log_probs = (-rng.random(len(ids))).tolist()
+        made.append(Sample(i // 8, i // 8, i, 5 * i, (1, 2), ids, log_probs, "stop", 3))
+    write_samples(folder, step, [packed(made[:100]), packed(made[100:])], scored(count))
+    return made
+
+
+def test_some_rows_are_read_as_all_of_them_are(tmp_path):
+    a_step(tmp_path, 4)
+    file, every = StepFile(tmp_path, 4), read_samples(tmp_path, 4)
+    for rows in ([149, 0, 70], [], [5], list(range(60, 130))):
+        assert file.read(np.array(rows, np.int64)) == [every[row] for row in rows]
+    worst = file.worst(5)
+    assert [every[row]["reward"]["score"] for row in worst] == sorted(row["reward"]["score"] for row in every)[:5]
+    assert file.prompt_ids.tolist() == [row["prompt_id"] for row in every]
+
+
+def test_older_runs_lines_are_read_by_the_same_names(tmp_path):
+    line = {"prompt_id": 3, "sample_id": 0, "reward": {"score": -1.0, "reason": "ok"}, "response_ids": [1]}
+    other = line | {"prompt_id": 4, "sample_id": 1, "reward": {"score": -2.0, "reason": "ok"}}
+    (tmp_path / "step-9.jsonl").write_text(f"{json.dumps(line)}\n{json.dumps(other)}\n")
+    file = StepFile(tmp_path, 9)
+    assert file.read(file.worst(1)) == [other] and file.prompt_ids.tolist() == [3, 4]
+    assert file.differences([0, 1]) == [None, None]
+
+
+def test_differences_are_found_by_sample_in_any_order(tmp_path):
+    made = a_step(tmp_path, 2, 40)
+    lengths = np.array([len(sample.response_ids) for sample in made])
+    order = np.random.default_rng(0).permutation(40)
+    found = [np.full(lengths[row], row / 64) for row in order]
+    write_differences(tmp_path, 2, order, lengths[order], np.concatenate(found))
+    some = StepFile(tmp_path, 2).differences([7, 39, 1000])
+    assert some == [[7 / 64] * lengths[7], [39 / 64] * lengths[39], None]
+
+
+def test_the_oldest_steps_go_when_the_budget_is_used_up_and_the_newest_never(tmp_path):
+    for step in (2, 9, 10, 11):
+        a_step(tmp_path, step, 20)
+    write_differences(tmp_path, 9, np.arange(1), np.ones(1, int), np.zeros(1))
+    sizes = {step: sum(f.stat().st_size for f in tmp_path.glob(f"step-{step}.*")) for step in (2, 9, 10, 11)}
+    assert keep_within(tmp_path, sum(sizes.values())) == []
+    assert keep_within(tmp_path, sizes[10] + sizes[11]) == [2, 9]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["step-10.parquet", "step-11.parquet"]
+    assert keep_within(tmp_path, 1) == [10] and (tmp_path / "step-11.parquet").exists()
+
+
+@pytest.mark.parametrize(
+    ("kept", "rows"), [("all", list(range(8))), (9, list(range(8))), (4, [0, 2, 4, 6]), (3, [0, 2, 5])]
+)
+def test_so_many_are_kept_evenly(kept, rows):
+    assert kept_rows(8, kept).tolist() == rows
+
+
+def test_of_a_file_that_fails_nothing_stays(tmp_path):
+    def pieces():
+        yield packed(a_step(tmp_path, 1, 8))
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError):
+        write_samples(tmp_path, 5, pieces(), scored(8))
+    assert [file.name for file in tmp_path.iterdir()] == ["step-1.parquet"]
+
+
+def test_a_full_disk_costs_samples_and_is_counted(monkeypatch, capsys):
+    writer = SampleWriter.__new__(SampleWriter)
+    writer.failed, writer._timeout_s, writer._under_way = 0, 1.0, {"samples of step 3": "ref"}
+
+    def full(refs, timeout_s, phase):
+        raise EnvironmentFault(f"{phase}: the writer of samples found no space left to write to")
+
+    monkeypatch.setattr(sample_writer, "gather_all", full)
+    writer.finish()
+    assert writer.failed == 1 and "samples of step 3 are not kept" in capsys.readouterr().out
+    writer.finish()
+    assert writer.failed == 1
+
+
+def test_the_command_shows_the_worst_and_exports_lines(tmp_path, monkeypatch, capsys):
+    (tmp_path / "samples").mkdir()
+    made = a_step(tmp_path / "samples", 6, 30)
+    lengths = np.array([len(sample.response_ids) for sample in made])
+    write_differences(tmp_path / "samples", 6, np.arange(30), lengths, np.full(lengths.sum(), 0.25))
+    monkeypatch.setattr(samples_command, "_tokenizer", lambda config: SimpleNamespace(decode=lambda ids: f"<{ids}>"))
+    every = read_samples(tmp_path / "samples", 6)
+    main(["samples", str(tmp_path), "--worst", "2", "--log-probs"])
+    shown = capsys.readouterr().out
+    assert "score 0 " in shown and "score 1 " in shown and "score 2 " not in shown
+    assert shown.count("+2.5e-01") == sum(len(row["response_ids"]) for row in every if row["reward"]["score"] < 2)
+    main(["samples", str(tmp_path), "--step", "6", "--prompt", "1", "--jsonl"])
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [row for row in every if row["prompt_id"] == 1]
+    for wrong in (["--step", "5"], ["--prompt", "77"]):
+        with pytest.raises(SystemExit) as ended:
+            main(["samples", str(tmp_path), *wrong])
+        assert ended.value.code == 2
+
+
+def test_numbers_of_rows_come_through_bytes_as_they_were():
+    for some in (packed(MANY), packed(MANY[1:2]), packed([])):
+        told = some.numbers.to_bytes()
+        found = SampleRows.from_bytes(told).arrays
+        assert found.keys() == some.numbers.arrays.keys()
+        for name, column in some.numbers.arrays.items():
+            assert np.array_equal(found[name], column) and found[name].dtype == column.dtype
+    assert len(packed(MANY[:1]).numbers.to_bytes()) < 120
