@@ -18,6 +18,7 @@ _GONE = (
     ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError, ray.exceptions.ObjectLostError, ray.exceptions.NodeDiedError,
     ray.exceptions.OutOfMemoryError,
 )  # fmt: skip
+_STORE_FULL = (ray.exceptions.OutOfDiskError, ray.exceptions.ObjectStoreFullError)
 
 
 class Late(Interrupted):
@@ -146,6 +147,11 @@ def _known(cause: Exception, name: str, phase: str) -> MrlError | None:
         return cause
     if isinstance(cause, _GONE):
         return _died(cause, name, phase)
+    if isinstance(cause, _STORE_FULL):
+        return Interrupted(
+            f"{phase}: {name} found the object store of its node full, and its disk too, to which Ray spills; make room "
+            "there, or start Ray with a larger --object-store-memory, and resume: the step is generated again"
+        )
     text = str(cause)
     if getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or _FULL.search(text):
         return EnvironmentFault(f"{phase}: {name} found no space left to write to ({_in_short(cause)}); make room and resume")

@@ -109,6 +109,11 @@ class StoredSamples:
     def _get(references: Sequence[Any]) -> list[Any]:
         try:
             return ray.get(list(references))
+        except (ray.exceptions.OutOfDiskError, ray.exceptions.ObjectStoreFullError) as error:
+            raise Interrupted(
+                "responses of the step have no room on this node: its object store and the disk that Ray spills to are full; "
+                "make room and resume"
+            ) from error
         except (ray.exceptions.ObjectLostError, ray.exceptions.ObjectFetchTimedOutError) as error:
             raise Interrupted(
                 f"responses of the step are lost with the node that held them ({error}); resumed, it generates them again"

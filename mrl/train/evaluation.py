@@ -9,13 +9,15 @@ from typing import Any
 
 from mrl.checkpoint.convert import write_hf
 from mrl.checkpoint.open_checkpoint import HF_FOLDER, open_saved
+from mrl.cluster.prerequisites import check_object_stores
 from mrl.cluster.process_logs import with_log_tails
-from mrl.cluster.ray_cluster import ray_cluster
+from mrl.cluster.ray_cluster import object_store_sizes, ray_cluster
 from mrl.cluster.rollout_group import RolloutGroup
 from mrl.cluster.scoring import start_scorers
 from mrl.config.load import ResolvedConfig
 from mrl.config.schema import RunConfig
 from mrl.data.dataset import PromptDataset, load_tokenizer
+from mrl.data.samples import column_bytes
 from mrl.errors import ConfigError
 from mrl.record.console import PlainConsole
 from mrl.record.run_dir import json_line, write_text
@@ -46,6 +48,9 @@ def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, co
         if checkpoint is not None:
             config = _with_checkpoint(config, checkpoint, output)
         stack.enter_context(ray_cluster(config, actor=False))
+        stores = object_store_sizes(config)
+        nodes = min(len(stores), config.rollout.num_engines * config.rollout.data_parallel_size) or 1
+        check_object_stores(-(-answer_bytes(config, len(prompts)) // nodes), stores)
         stop = stack.enter_context(stop_on_signals())
         stack.enter_context(with_log_tails(output / "logs"))
         engines = RolloutGroup(config, output, stop.raise_if_set)
@@ -59,6 +64,12 @@ def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, co
         write_text(output / CONFIG, resolved.to_yaml())
         write_text(output / RESULTS, json_line(results))
     return results
+
+
+def answer_bytes(config: RunConfig, prompts: int) -> int:
+    """Of all responses, in the object stores of the engines' nodes until they are judged, at their limits."""
+    responses, data = prompts * config.rollout.val_kwargs.n, config.data
+    return column_bytes(responses * data.max_prompt_length, responses * data.max_response_length)
 
 
 @contextmanager

@@ -50,6 +50,10 @@ class HereAlone(ScorerGroup):
     def _finished(channels, timeout_s):
         return True
 
+    def close(self):
+        for channel in self.channels:
+            channel.handle.close()
+
 
 def scorers(pool, tokenizer, *engines: str) -> ScorerGroup:
     """The product's but for Ray, around a pool of the test's."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from replicas import stored
+from replicas import scorers, stored
 from small_model import write_model
 from test_data import row, write_jsonl
 
@@ -16,7 +16,10 @@ import mrl.train.evaluation as evaluation
 from mrl.checkpoint.convert import write_layout
 from mrl.checkpoint.open_checkpoint import open_hf
 from mrl.cli.main import main
+from mrl.cluster.request_streams import Arrived
+from mrl.data.dataset import load_tokenizer
 from mrl.data.samples import Sample
+from mrl.reward.pool import RewardPool
 
 TINY = Path(__file__).resolve().parents[2] / "parallel_configs" / "tiny-moe" / "cpu.yaml"
 
@@ -97,13 +100,15 @@ class Engines:
     def __init__(self, config, output, raise_if_stopped):
         self.started.append(sorted(p.name for p in Path(config.model.path).iterdir()))
 
+    nodes: ClassVar[dict] = {"engine 0": "here"}
+
     def wait_started(self):
         pass
 
     def stop(self):
         pass
 
-    def generate(self, requests, sampling, on_batch):
+    def generate(self, requests, sampling, on_arrival):
         ids = (2 + ord("2") - 32,)
         done = stored(
             [
@@ -111,14 +116,31 @@ class Engines:
                 for r in requests
             ]
         )
-        on_batch(done, ["2"] * len(done))
+        on_arrival([Arrived(done, "engine 0")])
         return done
+
+
+def scorers_here(config, spec, logs, nodes):
+    """Of the product, but for Ray."""
+    return scorers(RewardPool(spec, 1, log_path=logs / "reward.log"), load_tokenizer(config.model.path), *nodes)
+
+
+def test_an_object_store_that_is_too_small_is_told_before_any_engine_starts(world, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(evaluation, "ray_cluster", lambda config, actor: contextlib.nullcontext())
+    monkeypatch.setattr(evaluation, "object_store_sizes", lambda config: {"here": 10})
+    files = [f"data.val_files={world}/val.jsonl", f"model.path={world}/model"]
+    settings = [part for text in files for part in ("--set", text)]
+    with pytest.raises(SystemExit) as ended:
+        main(["eval", str(TINY), *settings, "-o", str(tmp_path / "out")])
+    assert ended.value.code == 4 and "object store of 1 of 1 nodes is too small" in capsys.readouterr().err
 
 
 def test_a_checkpoint_is_answered_with_and_leaves_nothing_of_itself(world, tmp_path, monkeypatch, capsys):
     """Engines and Ray are stood in for; conversion, tokenizer, data and scoring are the real ones."""
     monkeypatch.setattr(evaluation, "ray_cluster", lambda config, actor: contextlib.nullcontext())
+    monkeypatch.setattr(evaluation, "object_store_sizes", lambda config: {"here": 10**9})
     monkeypatch.setattr(evaluation, "RolloutGroup", Engines)
+    monkeypatch.setattr(evaluation, "start_scorers", scorers_here)
     files = [f"data.val_files={world}/val.jsonl", "model.path=nowhere", "rollout.val_kwargs.n=2"]
     settings = [part for text in files for part in ("--set", text)]
     main(["eval", str(TINY), *settings, "--checkpoint", str(world / "run"), "-o", str(tmp_path / "out"), "--json"])

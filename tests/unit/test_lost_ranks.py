@@ -99,6 +99,12 @@ def test_a_full_disk_is_the_environments_fault(gather, cause):
         gather((1, raised(cause)), NEVER)
 
 
+@pytest.mark.parametrize("kind", [ray.exceptions.OutOfDiskError, ray.exceptions.ObjectStoreFullError])
+def test_a_full_store_on_a_full_disk_is_a_stop_that_can_be_resumed(gather, kind):
+    with pytest.raises(Interrupted, match=r"update: rank 0 found the object store of its node full, and its disk too"):
+        gather((1, raised(kind("full"))), NEVER)
+
+
 def test_a_task_whose_argument_was_lost_with_its_maker_is_a_lost_worker(gather):
     with pytest.raises(Interrupted, match="died"):
         gather((1, raised(raised(DEAD))))
