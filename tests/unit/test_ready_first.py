@@ -16,6 +16,7 @@ from replicas import InMemory
 from test_ahead import BATCH, LONGEST, Engines, Files, N, World, in_memory  # noqa: F401
 
 from mrl.cluster.kept_tokens import going_on, with_kept
+from mrl.cluster.request_streams import Arrived
 from mrl.config.schedule_rules import schedule_of
 from mrl.data.samples import Sample, Samples, packed
 from mrl.errors import Interrupted
@@ -97,7 +98,7 @@ class LiveEngines(Engines):
             [-1.0 - v for v in one.versions], reason, spans[0][1], later_versions=tuple(spans[1:]),
         )  # fmt: skip
         whole = with_kept({asked.sample_id: one.kept} if one.kept else {}, packed([sample]))
-        self.under_way.append((InMemory.of(whole.numbers, whole), [" ".join(map(str, next(whole.responses())))]))
+        self.under_way.append(Arrived(InMemory.whole(whole), self.names[0]))
 
     def take(self, timeout_s):
         with self._step:

@@ -9,6 +9,7 @@ from replicas import InMemory
 
 from mrl.cluster import engine_progress, rollout_group
 from mrl.cluster.engine_progress import EngineProgress
+from mrl.cluster.request_streams import Arrived
 from mrl.cluster.rollout_group import RolloutGroup, request_places
 from mrl.config.load import load_config
 from mrl.data.samples import Sample, packed
@@ -135,13 +136,13 @@ class Streams:
         one = packed(
             [Sample(r.prompt_id, r.group_id, r.sample_id, r.seed, r.prompt_ids, (r.seed,), (-1.0,), "stop", 3)]
         )
-        return [(InMemory.of(one.numbers, one), None)]
+        return [Arrived(InMemory.whole(one), "a")]
 
 
 def test_a_call_has_all_its_responses_in_the_order_of_their_numbers(monkeypatch):
     monkeypatch.setattr(rollout_group, "StoredSamples", InMemory)
     group, streams = RolloutGroup.__new__(RolloutGroup), Streams()
-    group.names, group.places, group.poll, group.streams = ["a", "b"], 2, lambda: None, lambda with_texts: streams
+    group.names, group.places, group.poll, group.streams = ["a", "b"], 2, lambda: None, lambda: streams
     found = group.generate([Request(i, (i // 3,), 50 + i) for i in range(15)], Sampling(1.0, 4, ())).read()
     assert found.sample_id.tolist() == list(range(15)) and [int(r[0]) for r in found.responses()] == list(range(50, 65))
     assert streams.most == 2
