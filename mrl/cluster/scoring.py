@@ -20,8 +20,10 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mrl.cluster.calls import gather, unwrap
+from mrl.cluster.generations import write_generations
 from mrl.cluster.stored_samples import StoredSamples
 from mrl.config.schema import RunConfig
+from mrl.data.batch import Prompt
 from mrl.data.dataset import load_tokenizer
 from mrl.data.samples import Samples
 from mrl.model.hub import local_folder
@@ -31,6 +33,7 @@ from mrl.reward.pool import RewardPool
 EVERY_S = 0.2  # between two calls of a scorer while generation goes on
 WAIT_S = 0.5  # of a call for the results of what it was given
 START_S = 120.0
+WRITE_S = 3600.0
 PHASE = "scoring"
 
 Asked = tuple[int, int, Question]  # number of a block, row of it, what is asked of the response
@@ -79,6 +82,12 @@ class Scorer:
             self._pool.submit(question.answered(text))
         return self._pool.collect(wait_s)
 
+    def write_generations(
+        self, path: Path, prompts: Sequence[Prompt], stored: StoredSamples, results: Sequence[RewardResult], shown: Sequence[int]
+    ) -> list[dict[str, Any]]:
+        """See mrl.cluster.generations; here, since it has the tokenizer."""
+        return write_generations(path, self._tokenizer, prompts, stored, results, shown)
+
     def close(self) -> None:
         """Ends the scoring processes."""
         if self._pool is not None:
@@ -109,6 +118,10 @@ class Channel:
 
     def _answer(self, finished: Any) -> list[RewardResult]:
         return unwrap(finished, self.name, PHASE)
+
+    def write_generations(self, *arguments: Any) -> list[dict[str, Any]]:
+        """See ScorerGroup.write_generations."""
+        return gather({self.name: self.handle.write_generations.remote(*arguments)}, WRITE_S, "writing generations")[self.name]
 
     def receive(self) -> list[RewardResult]:
         """Of the finished call. Raises Interrupted when the process died, or a response is lost with its node."""
@@ -165,6 +178,15 @@ class ScorerGroup:
             self.forward(at_once=True)
         results, self._results = self._results, []
         return sorted(results, key=lambda result: result.sample_id)
+
+    def write_generations(
+        self, path: Path, prompts: Sequence[Prompt], stored: StoredSamples, results: Sequence[RewardResult], shown: Sequence[int]
+    ) -> list[dict[str, Any]]:
+        """One of them writes held-out responses, judged, as lines of text; the rows `shown` are returned.
+
+        Raises EnvironmentFault for a full disk, Interrupted when the process dies or is late.
+        """
+        return self.channels[0].write_generations(path.absolute(), list(prompts), stored, list(results), list(shown))
 
     @property
     def _awaited(self) -> int:

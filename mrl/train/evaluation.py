@@ -24,7 +24,7 @@ from mrl.record.run_dir import json_line, write_text
 from mrl.reward.pool import check_function
 from mrl.train.rollouts import Responder
 from mrl.train.run import load_validation, reward_spec, stop_on_signals
-from mrl.train.validation import Validation, answer_and_score, write_generations
+from mrl.train.validation import Validation, answer_and_score
 
 RESULTS, GENERATIONS, CONFIG, MODEL = "results.json", "generations.jsonl", "config.resolved.yaml", "model.tmp"
 
@@ -57,10 +57,10 @@ def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, co
         stack.callback(engines.stop)
         engines.wait_started()
         rewards = stack.enter_context(start_scorers(config, scoring, output / "logs", engines.nodes))
-        responder = Responder(tokenizer, engines, rewards, config.reward, console, stop.raise_if_set)
+        responder = Responder(engines, rewards, config.reward, console, stop.raise_if_set)
         validation = answer_and_score(config, responder, prompts)
         results = _results(resolved.config, checkpoint, prompts, validation, time.monotonic() - began)
-        write_generations(output / GENERATIONS, validation.rows)
+        validation.write(responder, output / GENERATIONS)
         write_text(output / CONFIG, resolved.to_yaml())
         write_text(output / RESULTS, json_line(results))
     return results
@@ -92,7 +92,7 @@ def _with_checkpoint(config: RunConfig, checkpoint: Path, output: Path) -> RunCo
 
 
 def _results(config: RunConfig, checkpoint: Path | None, prompts: PromptDataset, validation: Validation, seconds: float) -> dict[str, Any]:
-    sources = [row["data_source"] for row in validation.rows]
+    sources = validation.sources
     return {
         "model": config.model.path,
         "checkpoint": checkpoint and str(checkpoint),

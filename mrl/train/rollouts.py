@@ -10,7 +10,7 @@ order of the data: drawn_groups.py.
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -44,7 +44,6 @@ class Progress(Protocol):
 class Responder:
     """Answers prompts and scores the answers: what training, validation and `mrl eval` share."""
 
-    tokenizer: Any
     engines: RolloutGroup
     rewards: ScorerGroup
     reward_config: RewardConfig

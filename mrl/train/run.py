@@ -163,7 +163,7 @@ def open_run(resolved: ResolvedConfig, resume: bool, views: Mapping[str, View] |
         sample_writer = SampleWriter(run_dir.samples, config.cluster.step_timeout_s, config.record)
         stack.callback(sample_writer.close)
         machines = Machines(config, actor, engines)
-        responder = Responder(tokenizer, engines, rewards, config.reward, record, stop.raise_if_set)
+        responder = Responder(engines, rewards, config.reward, record, stop.raise_if_set)
         yield Run(
             config=config, run_dir=run_dir, val_prompts=val, total_steps=total,
             stop=stop, record=record, responder=responder, actor=actor, placement=placement, saver=saver, sample_writer=sample_writer,

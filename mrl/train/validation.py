@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mrl.cluster.stored_samples import StoredSamples
 from mrl.config.schema import RunConfig
 from mrl.data.batch import Prompt
 from mrl.data.dataset import PromptDataset
-from mrl.data.samples import STOP_REASONS, Samples
-from mrl.record.run_dir import json_line, write_text
+from mrl.data.samples import SampleRows
 from mrl.record.validation_metrics import ACC, PRED, REWARD, Answers, evenly_spread, validation_metrics
 from mrl.reward.items import OK, RewardResult, failure_counts
 from mrl.train.reporting import AdvisedRecord
@@ -22,10 +22,22 @@ VALIDATION = "validation"
 
 @dataclass(frozen=True)
 class Validation:
-    """One validation: metrics, and a row a response in the order of prompts."""
+    """One validation: metrics, and its responses in the order of prompts, which stay where they are."""
 
     metrics: dict[str, float]
-    rows: list[dict[str, Any]]
+    prompts: list[Prompt]
+    samples: StoredSamples
+    results: list[RewardResult]
+
+    @property
+    def sources(self) -> list[str]:
+        """Data source of each response."""
+        return [self.prompts[group].data_source for group in self.samples.rows.group_id.tolist()]
+
+    def write(self, responder: Responder, path: Path, shown: int = 0) -> list[dict[str, Any]]:
+        """Every response as a line of the file `path`; the rows of some of them, evenly spread, for people to look at."""
+        numbers = evenly_spread(len(self.samples), shown) if shown else []
+        return responder.rewards.write_generations(path, self.prompts, self.samples, self.results, numbers)
 
 
 def validate(
@@ -35,11 +47,11 @@ def validate(
 
     Every response stands in `folder/step-N.jsonl`; `trainer.log_val_generations` of them go to the loggers.
     """
-    validation = answer_and_score(config, responder, prompts)
-    write_generations(folder / f"step-{step}.jsonl", validation.rows)
-    limit = config.trainer.log_val_generations
+    validation, limit = answer_and_score(config, responder, prompts), config.trainer.log_val_generations
+    folder.mkdir(parents=True, exist_ok=True)
+    shown = validation.write(responder, folder / f"step-{step}.jsonl", limit)
     if limit:
-        record.generations(step, [validation.rows[i] for i in evenly_spread(len(validation.rows), limit)])
+        record.generations(step, shown)
     return validation.metrics
 
 
@@ -54,11 +66,11 @@ def answer_and_score(config: RunConfig, responder: Responder, dataset: PromptDat
         return sample_seed(run_seed, VALIDATION, 0, prompt.prompt_id, k)
 
     samples = responder.respond(prompts, n, validation_sampling(config), seed, VALIDATION)
-    results, samples = responder.collect_rewards(samples), samples.read()
+    results = responder.collect_rewards(samples)
     answers = _answers(prompts, [results[g * n : (g + 1) * n] for g in range(len(prompts))])
     failed = sum(failure_counts(results).values())
-    metrics = validation_metrics(answers) | {"val-aux/reward_failed": float(failed)} | _lengths(samples)
-    return Validation(metrics, _rows(responder.tokenizer, prompts, samples, results))
+    metrics = validation_metrics(answers) | {"val-aux/reward_failed": float(failed)} | _lengths(samples.rows)
+    return Validation(metrics, prompts, samples, results)
 
 
 def _answers(prompts: Sequence[Prompt], results: Sequence[Sequence[RewardResult]]) -> list[Answers]:
@@ -90,30 +102,8 @@ def _prompt_answers(prompt: Prompt, results: Sequence[RewardResult], names: set[
     return Answers(prompt.data_source, {REWARD: [r.score for r in results]} | values, preds)
 
 
-def _lengths(samples: Samples) -> dict[str, float]:
+def _lengths(rows: SampleRows) -> dict[str, float]:
     return {
-        "val-aux/response_length/mean": int(samples.response_lengths.sum()) / len(samples),
-        "val-aux/response_length/clip_ratio": int(samples.truncated.sum()) / len(samples),
+        "val-aux/response_length/mean": int(rows.response_lengths.sum()) / len(rows),
+        "val-aux/response_length/clip_ratio": int(rows.truncated.sum()) / len(rows),
     }
-
-
-def _rows(tokenizer: Any, prompts: Sequence[Prompt], samples: Samples, results: Sequence[RewardResult]) -> list[dict[str, Any]]:
-    """Each response for people and for audits; `input` and `output` keep special tokens, `gts` is the truth, as verl names it."""
-    numbers = zip(*(c.tolist() for c in (samples.group_id, samples.seed, samples.stop_reason, samples.weight_version)), strict=True)
-    return [
-        {
-            "data_source": prompts[group].data_source, "prompt_id": prompts[group].prompt_id, "sample_id": result.sample_id, "seed": seed,
-            "input": tokenizer.decode(prompt.tolist()), "output": tokenizer.decode(response.tolist()), "gts": prompts[group].ground_truth,
-            "score": result.score, "reason": result.reason, "detail": result.detail, "reward": dict(result.parts),
-            "response_length": len(response), "stop_reason": STOP_REASONS[reason], "weight_version": version,
-        }
-        for (group, seed, reason, version), prompt, response, result in zip(
-            numbers, samples.prompts(), samples.responses(), results, strict=True
-        )
-    ]  # fmt: skip
-
-
-def write_generations(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """A line a response; the file appears whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, "".join(map(json_line, rows)))

@@ -207,7 +207,7 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
     pool = PoolSettings(RewardSpec("exact_match"), 1, 60.0, 0.0, folder / "reward.log", dict(os.environ), str(folder))
     ray.get(scorer.start.remote(pool))
     scorers = ScorerGroup([Channel("scorer 0", scorer)], dict.fromkeys(engines.names, 0))
-    responder = Responder(None, engines, scorers, config.reward, display, lambda: None)
+    responder = Responder(engines, scorers, config.reward, display, lambda: None)
     prompts = prompts_of(responses)
     warm(ray, actor.ranks, engines.workers)
 

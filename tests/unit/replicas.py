@@ -42,6 +42,9 @@ class Here(Channel):
     def _answer(self, finished):
         return finished
 
+    def write_generations(self, *arguments):
+        return self.handle.write_generations(*arguments)
+
 
 class HereAlone(ScorerGroup):
     """One scorer, in this process."""

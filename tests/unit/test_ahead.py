@@ -178,7 +178,7 @@ class World:
         self.config = load_config(TINY, None, [*SIZES, *overrides]).config
         self.engines, self.rewards = engines(seed), Rewards(seed, **({"score": score} if score else {}))
         stream = PromptStream([Prompt(p, (1, p + 1), "test", "x") for p in range(prompts)], BATCH, seed=0)
-        responder = Responder(None, self.engines, self.rewards, self.config.reward, Display(), lambda: None)
+        responder = Responder(self.engines, self.rewards, self.config.reward, Display(), lambda: None)
         self.state = state or TrainState()
         self.engines.version = self.state.step
         schedule = schedule_of(self.config)

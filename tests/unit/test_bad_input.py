@@ -543,7 +543,7 @@ def collected(pool: RewardPool, reward: RewardConfig, answers: list[tuple[str, s
     ]
     group = scorers(pool, SimpleNamespace(decode=lambda ids, skip_special_tokens: "".join(map(chr, ids))))
     group.submit(stored(made), [Question(n, source, "2") for n, (source, _) in enumerate(answers)], "engine 0")
-    responder = Responder(None, None, group, reward, display=None, poll=lambda: None)
+    responder = Responder(None, group, reward, display=None, poll=lambda: None)
     return responder.collect_rewards(stored([made[n] for n in order or range(len(made))]))
 
 

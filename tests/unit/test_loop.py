@@ -3,7 +3,6 @@ and the names of what it writes.
 """
 
 import signal
-from types import SimpleNamespace
 
 import pytest
 from replicas import Replicas, stored
@@ -185,11 +184,10 @@ class SharedDevices(World):
 def run_of(world, tmp_path, *overrides) -> Run:
     config = load_config(TINY, None, [*SIZES, "trainer.test_freq=-1", "trainer.save_freq=-1", *overrides]).config
     stream = PromptStream([Prompt(p, (1, 2, 3), "test", "x") for p in range(4)], 2, seed=0, shuffle=False)
-    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "")
     stop = StopFlag()
     world.ranks = Replicas(config, 2, -0.1, -0.2, world.updated)
     world.config, world.model, world.layout, world.route_readers = config, world.ranks.model, world.ranks.layout, {}
-    responder = Responder(tokenizer, world, world, config.reward, world, stop.raise_if_set)
+    responder = Responder(world, world, config.reward, world, stop.raise_if_set)
     run_dir = RunDir.open(tmp_path / "run", "")
     shared = isinstance(world, SharedDevices)
     placement = Colocated(world, world, world, lambda phase: None) if shared else Separate(world, world)

@@ -224,7 +224,7 @@ def test_an_engine_that_samples_from_no_distribution_stops_training_and_validati
     """What a sync that was forgotten after a sleep would give, were it not for the fence: see test_engine_sleep."""
     done = [Sample(3, 0, i, i, (1,), (5, 6), (-0.5, bad if i == 2 else -0.25), "length", 7) for i in range(4)]
     engines = SimpleNamespace(generate=lambda requests, sampling, score: stored(done))
-    responder = rollouts.Responder(None, engines, None, None, display=None, poll=lambda: None)
+    responder = rollouts.Responder(engines, None, None, display=None, poll=lambda: None)
     with pytest.raises(
         NumericAbort, match=r"1 of 4 responses .* the first is sample 2 under weight version 7"
     ) as stopped:

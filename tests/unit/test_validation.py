@@ -16,6 +16,7 @@ from mrl.data.batch import Prompt
 from mrl.data.samples import Sample
 from mrl.errors import DataError
 from mrl.record.run_dir import RunDir
+from mrl.record.validation_metrics import evenly_spread
 from mrl.reward.items import RewardSpec
 from mrl.reward.pool import RewardPool
 from mrl.train.loop import due, held_out_metrics
@@ -86,7 +87,6 @@ class World:
 
     def responder(self, pool):
         return Responder(
-            Chars(),
             self.engines,
             scorers(pool, Chars()),
             self.run.config.reward,
@@ -217,8 +217,13 @@ def test_a_prompt_that_comes_twice_in_a_batch_is_not_answered_alike(tmp_path):
 def test_answers_come_back_in_the_order_of_prompts(tmp_path):
     world = World(tmp_path, ANSWERS, ROWS)
     with RewardPool(RewardSpec(), num_workers=1) as pool:
-        validation = answer_and_score(world.run.config, world.responder(pool), world.run.val_prompts)
-    assert [r["output"] for r in validation.rows] == ["Answer: 1", "Answer: 9", "Answer: 2", "Answer: 2", "4", "4"]
+        responder = world.responder(pool)
+        validation = answer_and_score(world.run.config, responder, world.run.val_prompts)
+        shown = validation.write(responder, tmp_path / "all.jsonl", 2)
+    rows = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
+    assert [row["output"] for row in rows] == ["Answer: 1", "Answer: 9", "Answer: 2", "Answer: 2", "4", "4"]
+    assert [row["data_source"] for row in rows] == validation.sources
+    assert shown == [rows[i] for i in evenly_spread(6, 2)] and sorted(tmp_path.glob(".*")) == []
 
 
 def test_a_resumed_run_drops_validations_past_its_checkpoint(tmp_path):
