@@ -216,7 +216,7 @@ def start_scorers(config: RunConfig, spec: RewardSpec, logs: Path, nodes: Mappin
     group = ScorerGroup([Channel(f"scorer {i}", _actor(config.model.path, node)) for i, (node, _) in enumerate(hosts)], near)
     started = {}
     for number, (channel, (_, share)) in enumerate(zip(group.channels, hosts, strict=True)):
-        log = logs / (f"reward-{number}.log" if number else "reward.log")
+        log = logs.absolute() / (f"reward-{number}.log" if number else "reward.log")
         settings = PoolSettings(spec, share, reward.timeout_s, reward.failure_score or 0.0, log, *own)
         started[channel.name] = channel.handle.start.remote(settings)
     try:
