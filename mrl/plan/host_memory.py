@@ -91,6 +91,17 @@ def save_bytes(inputs: PlanInputs, rank: int) -> int:
     )
 
 
+def resume_seconds(inputs: PlanInputs) -> float:
+    """Until ranks go on from a checkpoint, by what hashing takes: the driver verifies all files, `hash_threads` at a
+    time (mrl/checkpoint/manifest.py), then each rank those that it reads, and reads them. Storage that gives less than
+    that decides instead.
+    """
+    sizes = [save_bytes(inputs, rank) for rank in range(inputs.train.world_size)]
+    usual = inputs.assumptions
+    threads = min(usual.hash_threads, len(sizes))
+    return (sum(sizes) / threads + max(sizes)) / usual.hash_rate
+
+
 def _saved(numel: int, precision: Precision, shards: int, is_first: bool) -> int:
     return numel * precision.parameters * is_first + -(-numel // shards) * (precision.master + precision.moments)
 

@@ -18,6 +18,7 @@ from mrl.model.device_grid import Place
 from mrl.model.layout import TrainLayout
 from mrl.plan.devices import Device, devices
 from mrl.plan.engine_memory import EngineMemory
+from mrl.plan.host_memory import resume_seconds
 from mrl.plan.memory import memory_section
 from mrl.plan.plan_inputs import BatchPlan, PlanInputs, batch_plan, device_for, engine_of, sync_budget
 from mrl.plan.suggest_fixes import fitting_changes
@@ -127,6 +128,7 @@ def _times(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory) -> dict[s
         "flops": step_flops(inputs, batch),
         "pipeline_bubble": actor_seconds(inputs, batch)[1].bubble_share,
         "phase_seconds": phase_seconds(inputs, batch, engine),
+        "resume_seconds": resume_seconds(inputs),
     }
 
 
