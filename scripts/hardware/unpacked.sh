@@ -17,5 +17,7 @@ if [ "${#missing[@]}" -gt 0 ]; then
     "$python" -m pip --disable-pip-version-check -q install --no-index --no-deps --target "$here/deps" --upgrade "${missing[@]}"
 fi
 mkdir -p "$here/bin" "$here/deps"
-ln -sf "$(command -v "$python")" "$here/bin/python"
+# no link: Python would not find the environment that it belongs to
+printf '#!/bin/sh\nexec "%s" "$@"\n' "$(command -v "$python")" >"$here/bin/python"
+chmod +x "$here/bin/python"
 PATH="$here/bin:$PATH" PYTHONPATH="$here/deps${PYTHONPATH:+:$PYTHONPATH}" exec bash "$here/scripts/hardware/run.sh" "$@"
