@@ -112,7 +112,9 @@ def test_a_violation_says_where_its_value_was_written():
     assert only("trainer.save_freq=0").where == "--set"
     assert only("rollout.n=1").where == "--set"
     (batch,) = broken("data.train_batch_size=100")
-    assert (batch.field, batch.value, batch.where) == ("actor.ppo_mini_batch_size", 16, f"{TINY}:33")
+    lines = TINY.read_text(encoding="utf-8").splitlines()
+    line = 1 + next(i for i, text in enumerate(lines) if text.strip().startswith("ppo_mini_batch_size: 16"))
+    assert (batch.field, batch.value, batch.where) == ("actor.ppo_mini_batch_size", 16, f"{TINY}:{line}")
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------
