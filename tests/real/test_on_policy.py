@@ -120,7 +120,10 @@ def test_the_updated_weights_are_those_after_a_pass_and_the_pass_is_not_made(lay
     assert [report["forwards"] for report in reports(out, WITH_PASS)] == [2 * 4, 2 * 4]
 
 
-OF_THE_LAYOUT = ("global_seqlen/", "actor/dp_imbalance", "actor/padding_share", "actor/packed_sequences", "router/")
+OF_THE_LAYOUT = (
+    "perf/",  # seconds and bytes
+    "global_seqlen/", "actor/dp_imbalance", "actor/padding_share", "actor/packed_sequences", "router/",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
