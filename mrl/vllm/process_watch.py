@@ -34,7 +34,7 @@ def stopped_below() -> list[str]:
 def _command(process: psutil.Process) -> str:
     """Its program's name and first arguments. Raises psutil.Error when it has ended."""
     program, *arguments = process.cmdline() or [""]
-    return " ".join([os.path.basename(program), *arguments])[:60]
+    return " ".join([os.path.basename(program), *arguments])[:60].strip()  # a title is padded to what stood there
 
 
 def end_with_parent() -> None:
