@@ -42,9 +42,9 @@ class ActorGroup:
         self.seats = seats or actor_seats(config)
         kind = ray.remote(concurrency_groups={WRITING: 1})(worker)
         self.workers = [
-            kind.options(runtime_env={"env_vars": seat.environment | hosting.actor_environment()}, **seat.options).remote(
-                config.model_dump(), rank, str(run_dir / "logs" / f"actor-rank-{rank}.log"), seat.places
-            )
+            kind.options(
+                runtime_env={"env_vars": seat.environment | hosting.actor_environment()}, **seat.options
+            ).remote(config.model_dump(), rank, str(run_dir / "logs" / f"actor-rank-{rank}.log"), seat.places)
             for rank, seat in enumerate(self.seats.seats)
         ]
         self._start(checkpoint)
@@ -62,13 +62,17 @@ class ActorGroup:
         print(f"actor: {gather(asked, limit, 'asking the actor what it computes with')['rank 0']}")
 
     def read_routes_at(self, nodes: Iterable[str]) -> None:
-        """Routes lie on these nodes: where ranks need a part of them and may be elsewhere, processes there cut it out."""
+        """Routes lie on these nodes: where ranks need a part of them and may be elsewhere,
+        processes there cut it out.
+        """
         layout = self.layout
         cut = layout.pipeline * layout.context * (layout.tensor if layout.sequence_parallel else 1) > 1
         if self.config.actor.router_replay == "R3" and cut and sum(node["Alive"] for node in ray.nodes()) > 1:
             self.route_readers = start_readers(nodes)
 
-    def call(self, method: str, *arguments: Any, timeout_s: float | None = None, interruptible: bool = False) -> list[Any]:
+    def call(
+        self, method: str, *arguments: Any, timeout_s: float | None = None, interruptible: bool = False
+    ) -> list[Any]:
         """Calls a method on all ranks; answers in rank order."""
         refs = self.refs(method, *arguments)
         poll = self.poll if interruptible else lambda: None
@@ -78,9 +82,17 @@ class ActorGroup:
         """Calls a method on all ranks without waiting; answers to come, by name."""
         return {f"rank {i}": getattr(w, method).remote(*arguments) for i, w in enumerate(self.workers)}
 
-    def each(self, method: str, arguments: Sequence[Sequence[Any]], phase: str, interruptible: bool = False) -> list[Any]:
-        """Calls a method on all ranks, each with its own arguments; answers in rank order. `phase`: how errors name it."""
-        refs = {f"rank {i}": getattr(w, method).remote(*own) for i, (w, own) in enumerate(zip(self.workers, arguments, strict=True))}
+    def each(
+        self, method: str, arguments: Sequence[Sequence[Any]], phase: str, interruptible: bool = False
+    ) -> list[Any]:
+        """Calls a method on all ranks, each with its own arguments; answers in rank order.
+
+        `phase`: how errors name it.
+        """
+        refs = {
+            f"rank {i}": getattr(w, method).remote(*own)
+            for i, (w, own) in enumerate(zip(self.workers, arguments, strict=True))
+        }
         poll = self.poll if interruptible else lambda: None
         return list(gather(refs, self.config.cluster.step_timeout_s, phase, poll).values())
 
@@ -90,12 +102,16 @@ class ActorGroup:
             self.call("offload")
 
     def bring(self, *kinds: str) -> None:
-        """Of what `actor.*_offload` names, these kinds are on all devices and the others have left them; see mrl/megatron/offload.py."""
+        """Of what `actor.*_offload` names, these kinds are on all devices and the others have left them;
+        see mrl/megatron/offload.py.
+        """
         if self.config.actor.offloaded:
             self.call("bring", *kinds)
 
     def prefetch(self, *kinds: str) -> None:
-        """Of what `actor.*_offload` names, these kinds begin to come onto the devices beside what is computed there next."""
+        """Of what `actor.*_offload` names, these kinds begin to come onto the devices beside what is computed there
+        next.
+        """
         if self.config.actor.offloaded:
             self.call("prefetch", *kinds)
 
@@ -105,7 +121,9 @@ class ActorGroup:
         Raises what `call` raises; data of a bucket is never fetched here.
         """
         options = {"num_returns": "streaming", "_generator_backpressure_num_objects": _AHEAD}
-        streams = {w.export_buckets.options(**options).remote(limit_bytes): f"rank {i}" for i, w in enumerate(self.workers)}
+        streams = {
+            w.export_buckets.options(**options).remote(limit_bytes): f"rank {i}" for i, w in enumerate(self.workers)
+        }
         first = next(iter(streams))
         while first in streams:
             head = self._next_of(first, streams)
@@ -125,7 +143,9 @@ class ActorGroup:
         while stream in streams:
             ready, _ = ray.wait(list(streams), timeout=0.5, fetch_local=False)
             if not ready and time.monotonic() > deadline:
-                late = Interrupted(f"{_EXPORT}: nothing from {streams[stream]} within {limit:g} s; see logs/ in the run directory")
+                late = Interrupted(
+                    f"{_EXPORT}: nothing from {streams[stream]} within {limit:g} s; see logs/ in the run directory"
+                )
                 raise concerning(late, streams[stream])
             for ready_stream in ready:
                 ref = next(ready_stream, None)
@@ -161,7 +181,9 @@ class ActorGroup:
         cluster.step_timeout_s.
         """
         try:
-            parts = gather_all(self.refs("write_checkpoint", str(folder)), self.config.cluster.step_timeout_s, "write_checkpoint")
+            parts = gather_all(
+                self.refs("write_checkpoint", str(folder)), self.config.cluster.step_timeout_s, "write_checkpoint"
+            )
         except Late as error:
             raise EnvironmentFault(f"{error}; the disk is slow, or raise cluster.step_timeout_s") from error
         return list(parts.values())

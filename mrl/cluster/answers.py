@@ -26,7 +26,9 @@ class Answers:
         """They are sent by the next `take`, or when an engine has a place for them."""
         longest = self._sampling.max_tokens
         self._asked |= {request.sample_id: request for request in requests}
-        self._routing.add(Queued(r.sample_id, r.prompt_ids, len(r.prompt_ids) + (r.max_tokens or longest)) for r in requests)
+        self._routing.add(
+            Queued(r.sample_id, r.prompt_ids, len(r.prompt_ids) + (r.max_tokens or longest)) for r in requests
+        )
 
     def take(self, wait_s: float = WAIT_S) -> list[Arrived]:
         """What has come back, after a wait at most. Raises Interrupted when an engine died or stands still."""

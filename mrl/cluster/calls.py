@@ -12,10 +12,14 @@ from mrl.errors import EnvironmentFault, Interrupted, MrlError
 
 _CAUSE_CHARACTERS = 800
 SETTLE_S = 5.0  # a rank's peers notice its death before Ray does
-_LOST = re.compile(r"gloo/transport|connection (closed|reset|refused)|broken pipe|remote process exited|collective operation timeout", re.I)
+_LOST = re.compile(
+    r"gloo/transport|connection (closed|reset|refused)|broken pipe|remote process exited|collective operation timeout",
+    re.I,
+)
 _FULL = re.compile(r"no space left on device|disk quota exceeded", re.I)
 _GONE = (
-    ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError, ray.exceptions.ObjectLostError, ray.exceptions.NodeDiedError,
+    ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError, ray.exceptions.ObjectLostError,
+    ray.exceptions.NodeDiedError,
     ray.exceptions.OutOfMemoryError,
 )  # fmt: skip
 _STORE_FULL = (ray.exceptions.OutOfDiskError, ray.exceptions.ObjectStoreFullError)
@@ -29,7 +33,9 @@ class LostPeer(Interrupted):
     """A rank's connection to another one broke; who died, only Ray can say."""
 
 
-def gather(refs: dict[str, ray.ObjectRef], timeout_s: float, phase: str, poll: Callable[[], None] = lambda: None) -> dict:
+def gather(
+    refs: dict[str, ray.ObjectRef], timeout_s: float, phase: str, poll: Callable[[], None] = lambda: None
+) -> dict:
     """Answers by the same names.
 
     The first failure ends the wait at once, since the other ranks may hang in a collective.
@@ -85,7 +91,8 @@ def unwrap(ref: ray.ObjectRef, name: str, phase: str):
     """The value behind a finished reference, with Ray's error wrapping taken off.
 
     Raises Interrupted for a process that died, LostPeer for a broken connection, EnvironmentFault for a full disk, one
-    of mrl.errors as it was raised, and Ray's own error, traceback included, for a defect. Each bears the process's name.
+    of mrl.errors as it was raised, and Ray's own error, traceback included, for a defect. Each bears the process's
+    name.
     """
     try:
         return ray.get(ref)
@@ -138,7 +145,10 @@ def _finished(
         if waiting and time.monotonic() > deadline:
             late = sorted(others)
             raise concerning(
-                Late(f"{phase}: no answer from {', '.join(late)} within {timeout_s:g} s; see logs/ in the run directory"), *late
+                Late(
+                    f"{phase}: no answer from {', '.join(late)} within {timeout_s:g} s; see logs/ in the run directory"
+                ),
+                *late,
             )
 
 
@@ -149,14 +159,18 @@ def _known(cause: Exception, name: str, phase: str) -> MrlError | None:
         return _died(cause, name, phase)
     if isinstance(cause, _STORE_FULL):
         return Interrupted(
-            f"{phase}: {name} found the object store of its node full, and its disk too, to which Ray spills; make room "
-            "there, or start Ray with a larger --object-store-memory, and resume: the step is generated again"
+            f"{phase}: {name} found the object store of its node full, and its disk too, to which Ray spills; make "
+            "room there, or start Ray with a larger --object-store-memory, and resume: the step is generated again"
         )
     text = str(cause)
     if getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or _FULL.search(text):
-        return EnvironmentFault(f"{phase}: {name} found no space left to write to ({_in_short(cause)}); make room and resume")
+        return EnvironmentFault(
+            f"{phase}: {name} found no space left to write to ({_in_short(cause)}); make room and resume"
+        )
     if isinstance(cause, RuntimeError | ConnectionError) and _LOST.search(text):
-        return LostPeer(f"{phase}: the ranks lost each other, as {name} saw ({_in_short(cause)}); their logs are in logs/")
+        return LostPeer(
+            f"{phase}: the ranks lost each other, as {name} saw ({_in_short(cause)}); their logs are in logs/"
+        )
     return None
 
 
@@ -176,7 +190,9 @@ def _last_line(error: Exception) -> str:
 
 
 def _in_short(error: Exception) -> str:
-    """The cause in one line, its beginning first: what follows a traceback's frames, or precedes those of a C++ error."""
+    """The cause in one line, its beginning first: what follows a traceback's frames,
+    or precedes those of a C++ error.
+    """
     lines = str(error).split("\nException raised from")[0].strip().splitlines()
     if isinstance(error, ray.exceptions.RayTaskError):
         frames = [number for number, line in enumerate(lines) if line.startswith((" ", "Traceback"))]

@@ -1,6 +1,9 @@
-"""Engines that hold requests and make no tokens. A response of twenty thousand tokens is not late; an engine that stands still is.
+"""Engines that hold requests and make no tokens.
 
-Each engine that has requests is asked from time to time how many tokens it has made. One that does not answer has made none.
+A response of twenty thousand tokens is not late; an engine that stands still is.
+
+Each engine that has requests is asked from time to time how many tokens it has made. One that does not answer has made
+none.
 """
 
 import time
@@ -19,7 +22,9 @@ NONE_YET = -1
 class EngineProgress:
     """When each engine last made a token."""
 
-    def __init__(self, ask: Callable[[str], ray.ObjectRef], limit_s: float, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self, ask: Callable[[str], ray.ObjectRef], limit_s: float, clock: Callable[[], float] = time.monotonic
+    ):
         """`ask`: an engine for the tokens that it has made since it began, an answer to come."""
         self._ask, self._clock, self._watch = ask, clock, ProgressWatch(limit_s)
         self._every = min(ASK_S, limit_s / 4)

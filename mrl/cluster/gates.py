@@ -1,8 +1,8 @@
 """Before something comes onto a shared device: is there room for what the plan says the next phase needs?
 
-An example, an 80 GiB device before `train_to_sync`, which the plan gives the actor 12 GiB and the engine 10. The rank has
-10 live there and the sleeping engine 0, so 2 + 10 are still to come. Free are 70 GiB on a healthy device; 9 if the rank's
-optimizer had stayed, and then the step ends here, with the rank and its 61 GiB named.
+An example, an 80 GiB device before `train_to_sync`, which the plan gives the actor 12 GiB and the engine 10. The rank
+has 10 live there and the sleeping engine 0, so 2 + 10 are still to come. Free are 70 GiB on a healthy device; 9 if the
+rank's optimizer had stayed, and then the step ends here, with the rank and its 61 GiB named.
 """
 
 from collections import defaultdict
@@ -30,7 +30,9 @@ class Holder:
 
 @dataclass(frozen=True)
 class Need:
-    """What the plan gives each kind of process on a device in a phase, in bytes of tensors; `available`: what it may fill in all."""
+    """What the plan gives each kind of process on a device in a phase, in bytes of tensors; `available`:
+    what it may fill in all.
+    """
 
     phase: str
     planned: dict[str, int]

@@ -1,4 +1,6 @@
-"""Held-out responses for people and for audits: a line of JSON each, written where a tokenizer is, from where they lie."""
+"""Held-out responses for people and for audits: a line of JSON each, written where a tokenizer is,
+from where they lie.
+"""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -40,7 +42,9 @@ def write_generations(
     return [kept[number] for number in shown]
 
 
-def _rows(tokenizer: Any, prompts: Sequence[Prompt], stored: StoredSamples, results: Sequence[RewardResult]) -> Iterator[dict[str, Any]]:
+def _rows(
+    tokenizer: Any, prompts: Sequence[Prompt], stored: StoredSamples, results: Sequence[RewardResult]
+) -> Iterator[dict[str, Any]]:
     for first in range(0, len(stored), ROWS_AT_ONCE):
         last = min(first + ROWS_AT_ONCE, len(stored))
         yield from _some_rows(tokenizer, prompts, stored.take(np.arange(first, last)), results[first:last])

@@ -68,11 +68,15 @@ def read_runtime_env(path: Path, grace_s: int | None = None) -> dict[str, Any]:
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"--runtime-env {path} cannot be read: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("env_vars", {}), dict):
-        raise ConfigError(f"--runtime-env {path}: a mapping with working_dir, excludes and env_vars (a mapping) is wanted")
+        raise ConfigError(
+            f"--runtime-env {path}: a mapping with working_dir, excludes and env_vars (a mapping) is wanted"
+        )
     variables = content.get("env_vars", {})
     wrong = [name for name, value in variables.items() if not isinstance(value, str)]
     if wrong:
-        raise ConfigError(f"--runtime-env {path}: env_vars {', '.join(map(str, wrong))}: values must be text; put them in quotes")
+        raise ConfigError(
+            f"--runtime-env {path}: env_vars {', '.join(map(str, wrong))}: values must be text; put them in quotes"
+        )
     grace = str(grace_s) if grace_s is not None else variables.get(GRACE, str(GRACE_S))
     return content | {"env_vars": variables | {GRACE: grace}}
 
@@ -102,7 +106,8 @@ def follow(client: JobClient, job: Job, say: Callable[[str], None]) -> int:
     would without this, or ends the wait if it would be ignored. Raises Interrupted when the head is lost.
     """
     with _stopping(client, job, say):
-        with suppress(RuntimeError, OSError):  # the connection breaks with the head; what became of the job is asked below
+        # the connection breaks with the head; what became of the job is asked below
+        with suppress(RuntimeError, OSError):
             asyncio.run(_print_logs(client, job, say))
         status = _wait_for_end(client, job)
     if status == "SUCCEEDED":
@@ -131,7 +136,9 @@ def _wait_for_end(client: JobClient, job: Job) -> str:
                 return status
         except (RuntimeError, ConnectionError) as error:
             if time.monotonic() - answered > LOST_AFTER_S:
-                raise Interrupted(f"the head no longer answers about job {job.name} ({error}); its run can be resumed") from error
+                raise Interrupted(
+                    f"the head no longer answers about job {job.name} ({error}); its run can be resumed"
+                ) from error
         time.sleep(1.0)
 
 
@@ -139,7 +146,8 @@ def _wait_for_end(client: JobClient, job: Job) -> str:
 def _stopping(client: JobClient, job: Job, say: Callable[[str], None]) -> Iterator[None]:
     def ask(number: int, frame: Any) -> None:
         restore()
-        if before[signal.SIGINT] is signal.SIG_IGN:  # as in a shell's background job, whose second SIGINT must end the wait too
+        # as in a shell's background job, whose second SIGINT must end the wait too
+        if before[signal.SIGINT] is signal.SIG_IGN:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         say(f"stopping job {job.name}: it finishes what it must and saves; the same again only ends this wait\n")
         with suppress(RuntimeError, ConnectionError):
@@ -161,7 +169,9 @@ def _largest(runtime_env: dict[str, Any]) -> str:
     root = Path(runtime_env.get("working_dir", "."))
     sizes = sorted(((_size(entry), entry.name) for entry in root.iterdir()), reverse=True) if root.is_dir() else []
     rows = ", ".join(f"{name} {size / MIB:.0f} MiB" for size, name in sizes[:5])
-    return f"Largest in {root.absolute()}: {rows}; add what the job does not need to `excludes` of the runtime environment"
+    return (
+        f"Largest in {root.absolute()}: {rows}; add what the job does not need to `excludes` of the runtime environment"
+    )
 
 
 def _size(path: Path) -> int:

@@ -40,4 +40,6 @@ def with_kept(kept: Mapping[int, Samples], batch: Samples) -> Samples:
     if not kept:
         return batch
     rows = (batch.rows(slice(i, i + 1)) for i in range(len(batch)))
-    return Samples.joined([joined(kept[number], row) if (number := int(row.sample_id[0])) in kept else row for row in rows])
+    return Samples.joined(
+        [joined(kept[number], row) if (number := int(row.sample_id[0])) in kept else row for row in rows]
+    )

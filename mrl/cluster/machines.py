@@ -1,4 +1,6 @@
-"""The machines that a run is on: what they could compute at best, of which MFU is a share, and how full their memory is."""
+"""The machines that a run is on: what they could compute at best, of which MFU is a share,
+and how full their memory is.
+"""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -53,23 +55,40 @@ class Machines:
         self._config, self._actor, self._engines = config, actor, engines
 
     def speeds(self) -> list[Speed]:
-        """Of every rank's device; on the CPU of every host that has ranks. Nothing else should compute there meanwhile."""
-        everybody = self._actor.workers if self._config.cluster.device != "cpu" else [self._actor.workers[i] for i in self._first_ranks]
+        """Of every rank's device; on the CPU of every host that has ranks.
+
+        Nothing else should compute there meanwhile.
+        """
+        everybody = (
+            self._actor.workers
+            if self._config.cluster.device != "cpu"
+            else [self._actor.workers[i] for i in self._first_ranks]
+        )
         asked = {f"rank {number}": worker.speed.remote() for number, worker in enumerate(everybody)}
         return [Speed(*found) for found in self._gathered(asked, "measuring devices").values()]
 
     def peak(self) -> Peak:
-        """Prints what it is made of; two kinds of devices under one actor are worth a warning, for the slower sets the pace."""
+        """Prints what it is made of; two kinds of devices under one actor are worth a warning,
+        for the slower sets the pace.
+        """
         speeds = self.speeds()
         print("\n".join(_in_words(speeds)), flush=True)
         return Peak.of(self._config, speeds)
 
     def memory_used(self) -> int:
-        """Bytes of host memory in use on the fullest host. One that only engines are on and that does not answer is left out."""
-        used = self._gathered({f"rank {i}": self._actor.workers[i].host_bytes_used.remote() for i in self._first_ranks}, "measuring memory")
+        """Bytes of host memory in use on the fullest host.
+
+        One that only engines are on and that does not answer is left out.
+        """
+        used = self._gathered(
+            {f"rank {i}": self._actor.workers[i].host_bytes_used.remote() for i in self._first_ranks},
+            "measuring memory",
+        )
         found = [host_bytes_used(), *used.values()]
         with suppress(Interrupted):  # whoever needs a lost engine says so
-            asked = {f"engine process {i}": self._engines.workers[i].host_bytes_used.remote() for i in self._first_engines}
+            asked = {
+                f"engine process {i}": self._engines.workers[i].host_bytes_used.remote() for i in self._first_engines
+            }
             found += self._gathered(asked, "measuring memory").values()
         return max(found)
 
@@ -103,9 +122,14 @@ def first_of_each(values: Iterable[str]) -> list[int]:
 
 def _in_words(speeds: list[Speed]) -> list[str]:
     kinds = {speed.device: [other.measured for other in speeds if other.device == speed.device] for speed in speeds}
-    lines = [f"{len(found)} x {device}: {_tera(found)} TFLOP/s in products{_published(device)}" for device, found in kinds.items()]
+    lines = [
+        f"{len(found)} x {device}: {_tera(found)} TFLOP/s in products{_published(device)}"
+        for device, found in kinds.items()
+    ]
     if len(kinds) > 1:
-        lines.append("warning: the actor is on devices of several kinds; the slowest sets the pace, and a plan knows one kind")
+        lines.append(
+            "warning: the actor is on devices of several kinds; the slowest sets the pace, and a plan knows one kind"
+        )
     return lines
 
 

@@ -89,7 +89,9 @@ def check_nodes(address: str) -> tuple[int, list[str]]:
     ray.init(address=address, log_to_driver=False, logging_level="error", namespace="mrl-doctor")
     kind, nodes = ray.remote(num_cpus=0)(Listener), [node for node in ray.nodes() if node["Alive"]]
     there = {
-        node["NodeManagerAddress"]: kind.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote()
+        node["NodeManagerAddress"]: kind.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        ).remote()
         for node in nodes
     }
     ports = ray.get([listener.ports.remote() for listener in there.values()], timeout=_ANSWER_S)

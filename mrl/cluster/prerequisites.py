@@ -16,7 +16,8 @@ from mrl.platforms.hosting import Hosting, get_hosting
 from mrl.units import GIB
 
 CONNECT_TIMEOUT_S = 10.0
-_HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # RFC 9113: preface, empty SETTINGS frame
+# RFC 9113: preface, empty SETTINGS frame
+_HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 _SETTINGS = 4
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _PORT_TRIES = 100
@@ -47,26 +48,31 @@ def check_reachable(address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
     except (OSError, OverflowError) as error:
         raise unreachable(address, str(error)) from error
     if len(answer) < 9 or answer[3] != _SETTINGS:
-        raise unreachable(address, "something else listens there; the dashboard's port, where jobs are submitted, is not the head's")
+        raise unreachable(
+            address, "something else listens there; the dashboard's port, where jobs are submitted, is not the head's"
+        )
 
 
 def unreachable(address: str, why: str) -> EnvironmentFault:
     """What is said when a cluster cannot be joined."""
     return EnvironmentFault(
-        f"no Ray head answers at {address} (from cluster.address or $RAY_ADDRESS): {why}; start one with launch/start_head.sh and give "
-        "HOST:6379, or unset both and the run starts a cluster of its own"
+        f"no Ray head answers at {address} (from cluster.address or $RAY_ADDRESS): {why}; start one with "
+        "launch/start_head.sh and give HOST:6379, or unset both and the run starts a cluster of its own"
     )
 
 
 def check_port_free(port: int) -> None:
     """Raises EnvironmentFault when something listens on `port` of this machine."""
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a connection that lingers after its run is no obstacle
+        # a connection that lingers after its run is no obstacle
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
             probe.listen()
         except OSError as error:
-            raise EnvironmentFault(f"cluster.port {port} is in use; choose another, or leave it out for a free one") from error
+            raise EnvironmentFault(
+                f"cluster.port {port} is in use; choose another, or leave it out for a free one"
+            ) from error
 
 
 def free_port() -> int:
@@ -85,7 +91,9 @@ def free_port() -> int:
 
 
 def _own_ports() -> range:
-    """Ports between those of Ray's workers (10002 to 19999) and Kubernetes' (30000 to 32767), below the ephemeral ones."""
+    """Ports between those of Ray's workers (10002 to 19999) and Kubernetes' (30000 to 32767),
+    below the ephemeral ones.
+    """
     try:
         first_ephemeral = int(_EPHEMERAL.read_text().split()[0])
     except (OSError, ValueError, IndexError):
@@ -132,7 +140,11 @@ def engine_bundles(config: RunConfig, hosting: Hosting) -> list[dict[str, float]
     Raises ConfigError when engines do not fit.
     """
     layout, _ = rollout_layout(config), rank_places(config)
-    return [hosting.ray_resources(config.cluster.cpus_per_engine / layout.data, devices=layout.tensor)] * layout.num_engines * layout.data
+    return (
+        [hosting.ray_resources(config.cluster.cpus_per_engine / layout.data, devices=layout.tensor)]
+        * layout.num_engines
+        * layout.data
+    )
 
 
 def shared_devices(config: RunConfig) -> tuple[Place, ...]:
@@ -142,20 +154,27 @@ def shared_devices(config: RunConfig) -> tuple[Place, ...]:
 
 
 def device_bundles(config: RunConfig, hosting: Hosting) -> list[dict[str, float]]:
-    """Resources of each device of a colocated run. They are alike, so that whichever node Ray finds one on, it can be any of them."""
+    """Resources of each device of a colocated run.
+
+    They are alike, so that whichever node Ray finds one on, it can be any of them.
+    """
     devices = len(shared_devices(config))
     ranks, engines = actor_bundles(config, hosting), engine_bundles(config, hosting)
     cpus = sum(bundle["CPU"] for bundle in (*ranks, *engines)) / devices
     return [hosting.ray_resources(cpus, devices=1)] * devices
 
 
-def check_size(config: RunConfig, have: dict[str, float], names: tuple[str, ...] | None = None, actor: bool = True) -> None:
+def check_size(
+    config: RunConfig, have: dict[str, float], names: tuple[str, ...] | None = None, actor: bool = True
+) -> None:
     """Raises EnvironmentFault when the run needs more than `have`.
 
     `names`: only these are known; `actor`: see needed_resources.
     """
     need = needed_resources(config, actor)
-    short = {n: amount for n, amount in need.items() if (names is None or n in names) and have.get(n, 0.0) + 1e-6 < amount}
+    short = {
+        n: amount for n, amount in need.items() if (names is None or n in names) and have.get(n, 0.0) + 1e-6 < amount
+    }
     if not short:
         return
     lines = [f"{name}: the run needs {amount:g}, {have.get(name, 0.0):g} are there" for name, amount in short.items()]
@@ -168,7 +187,8 @@ def check_size(config: RunConfig, have: dict[str, float], names: tuple[str, ...]
 
 
 def check_object_stores(need: int, have: dict[str, int]) -> None:
-    """Raises EnvironmentFault where a node's object store is smaller than `need`, both in bytes; `have` by the node's name.
+    """Raises EnvironmentFault where a node's object store is smaller than `need`, both in bytes; `have` by the node's
+    name.
 
     Ray would spill what does not fit to the node's disk, several times a step, and end the run when that is full.
     """
@@ -177,9 +197,10 @@ def check_object_stores(need: int, have: dict[str, int]) -> None:
         return
     node, size = min(small.items(), key=lambda known: known[1])
     raise EnvironmentFault(
-        f"the object store of {len(small)} of {len(have)} nodes is too small: Ray on {node} has one of {size / GIB:.2f} GiB, and the "
-        f"responses that exist at once take {need / GIB:.2f} GiB of a node when all are as long as data.max_response_length allows. "
-        f"Start Ray there with --object-store-memory {need} or more (launch/start_head.sh and start_worker.sh hand it on), or lower "
-        "data.train_batch_size, rollout.n, data.max_response_length or trainer.max_staleness; routes of actor.router_replay: R3 are most "
-        "of it where they are on"
+        f"the object store of {len(small)} of {len(have)} nodes is too small: Ray on {node} has one of "
+        f"{size / GIB:.2f} GiB, and the responses that exist at once take {need / GIB:.2f} GiB of a node when all are "
+        f"as long as data.max_response_length allows. Start Ray there with --object-store-memory {need} or more "
+        "(launch/start_head.sh and start_worker.sh hand it on), or lower data.train_batch_size, rollout.n, "
+        "data.max_response_length or trainer.max_staleness; routes of actor.router_replay: R3 are most of it where "
+        "they are on"
     )

@@ -1,6 +1,8 @@
-"""What ranks and engines wrote last, beside the error that they ended with: a person need not know which of many logs to open.
+"""What ranks and engines wrote last, beside the error that they ended with: a person need not know which of many logs
+to open.
 
-Errors of a process bear its name from where they are received (`concerning`); the run, which knows its folder, reads (`with_log_tails`).
+Errors of a process bear its name from where they are received (`concerning`); the run, which knows its folder, reads
+(`with_log_tails`).
 """
 
 import re
@@ -13,7 +15,8 @@ from mrl.vllm.requests import log_name
 
 LINES, CHARACTERS, FILES = 15, 300, 3  # of a log, of a line, of an error
 _READ = 64 * 1024  # bytes from the end of a log
-_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")  # colours, cursor moves: a log is text of others
+# colours, cursor moves: a log is text of others
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 
 Raised = TypeVar("Raised", bound=BaseException)
 
@@ -47,7 +50,9 @@ def with_log_tails(logs: Path) -> Iterator[None]:
 
 
 def log_tail(file: Path) -> list[str]:
-    """The last lines that are not empty, control characters taken out; none of a file that is not there (another node may have it)."""
+    """The last lines that are not empty, control characters taken out; none of a file that is not there
+    (another node may have it).
+    """
     try:
         with file.open("rb") as log:
             log.seek(max(log.seek(0, 2) - _READ, 0))

@@ -19,7 +19,10 @@ from mrl.megatron.cut import ReplicaCut
 
 
 class RankStep:
-    """Rows of the newest step. Ranks before the last pipeline stage have no log-probs, and compute nothing of tokens."""
+    """Rows of the newest step.
+
+    Ranks before the last pipeline stage have no log-probs, and compute nothing of tokens.
+    """
 
     def __init__(self, actor: MegatronActor, stored: StoredSamples, own: np.ndarray, cut: ReplicaCut, readers: Readers):
         """`own`, bool [rows]: which of `stored` the replica trains on; the others are there for fillers.
@@ -81,7 +84,8 @@ class RankStep:
             self._rows.select(least)
 
     def update(self, counts: list[Denominators]) -> tuple[list[FloatParts], Scored | None]:
-        """See MegatronActor.update_replica; on policy what `log_probs` says else, of the same weights, those before the update.
+        """See MegatronActor.update_replica; on policy what `log_probs` says else, of the same weights, those before the
+        update.
 
         The rows are gone afterwards: memory is free while the next ones are generated.
         """

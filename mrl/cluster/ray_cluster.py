@@ -42,7 +42,14 @@ def _connect(address: str | None, folder: str | None) -> None:
     quiet = {"log_to_driver": False, "logging_level": "warning", "namespace": f"mrl-{os.getpid()}"}
     try:
         if address is None:
-            ray.init(address="local", num_cpus=own_cpus(), include_dashboard=False, _temp_dir=folder, _node_ip_address="127.0.0.1", **quiet)
+            ray.init(
+                address="local",
+                num_cpus=own_cpus(),
+                include_dashboard=False,
+                _temp_dir=folder,
+                _node_ip_address="127.0.0.1",
+                **quiet,
+            )
         else:
             ray.init(address=address, **quiet)
     except (ConnectionError, RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
@@ -73,7 +80,9 @@ class Reservation:
         return self._in_bundle(index, self.bundles[index]) | {"max_restarts": 0}
 
     def idle_options(self, index: int) -> dict:
-        """Options of a Ray actor that sits in a bundle with others and takes nothing of it: what it uses is reserved there."""
+        """Options of a Ray actor that sits in a bundle with others and takes nothing of it:
+        what it uses is reserved there.
+        """
         return self._in_bundle(index, {}) | {"max_restarts": 0}
 
     def device_options(self, index: int) -> dict:
@@ -102,7 +111,9 @@ def reserve(bundles: list[dict[str, float]], timeout_s: float, together: int = 1
     ready, _ = ray.wait([group.ready()], timeout=timeout_s)
     if not ready:
         remove_placement_group(group)
-        raise EnvironmentFault(f"the cluster did not free {len(bundles)} bundles like {bundles[0]} within {timeout_s:g} s; is it busy?")
+        raise EnvironmentFault(
+            f"the cluster did not free {len(bundles)} bundles like {bundles[0]} within {timeout_s:g} s; is it busy?"
+        )
     by_bundle = placement_group_table(group)["bundles_to_node_id"]
     nodes = tuple(by_bundle[i] for i in range(len(bundles)))
     return Reservation(group, tuple(bundles), rank_order(nodes, together), nodes)

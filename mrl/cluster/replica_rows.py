@@ -3,8 +3,8 @@
     log-probs --> mismatch of rows;  reference's --> ;  corrected: mask, weights, anchor, penalties --> numbers a row
     advantages: from numbers a response --> numbers a row;  selected: tokens that a loss treats apart
 
-Every formula is mrl.algo's and looks at one row at a time, so rows lie where they like. What takes all rows, a mean or a
-count, the driver makes of numbers a row (mrl/train/update.py); nothing here talks to another rank.
+Every formula is mrl.algo's and looks at one row at a time, so rows lie where they like. What takes all rows, a mean or
+a count, the driver makes of numbers a row (mrl/train/update.py); nothing here talks to another rank.
 """
 
 from dataclasses import replace
@@ -21,13 +21,16 @@ from mrl.data.batch import TrainBatch
 from mrl.data.routes import RoutesHere
 from mrl.data.samples import Samples
 
-Scored = tuple[RowValues, tuple[float, float]]  # how far generation's log-probs are from the rows'; sum and count of their entropies
+# how far generation's log-probs are from the rows'; sum and count of their entropies
+Scored = tuple[RowValues, tuple[float, float]]
 
 
 class ReplicaRows:
     """The rows that a replica holds; `batch` gains what is computed. Arrays a token are flat, rows end to end."""
 
-    def __init__(self, algorithm: AlgorithmConfig, samples: Samples, temperature: float, routes: RoutesHere | None = None):
+    def __init__(
+        self, algorithm: AlgorithmConfig, samples: Samples, temperature: float, routes: RoutesHere | None = None
+    ):
         self._algorithm, self._truncated = algorithm, samples.truncated
         self.batch = TrainBatch.of(samples, temperature, routes)
         self._penalties: np.ndarray | None = None  # float64 [response tokens]: KL in the reward
@@ -38,9 +41,12 @@ class ReplicaRows:
         return self.batch.response_lengths
 
     def set_old(self, log_probs: np.ndarray) -> RowValues:
-        """Log-probs [response tokens] of the same weights under the trainer's numerics; how far generation's are from them."""
+        """Log-probs [response tokens] of the same weights under the trainer's numerics;
+        how far generation's are from them.
+        """
         self.batch = replace(self.batch, old_log_probs=log_probs)
-        return in_chunks(mismatch_of_rows, (self.batch.rollout_log_probs, log_probs), self._lengths)  # of dozens of float64 a token
+        # of dozens of float64 a token
+        return in_chunks(mismatch_of_rows, (self.batch.rollout_log_probs, log_probs), self._lengths)
 
     def old_log_probs_of(self, rows: np.ndarray) -> list[np.ndarray]:
         """Of the given rows of this replica, each row's tokens."""
@@ -76,14 +82,19 @@ class ReplicaRows:
         return found | {"trained": row_sums(mask, lengths)} | self._take_anchor()
 
     def _take_anchor(self) -> RowValues:
-        """`anchor`: sums over the trained tokens, nothing on policy. `from_rollout`: 1 of a trained row that has generation's own."""
+        """`anchor`: sums over the trained tokens, nothing on policy.
+
+        `from_rollout`: 1 of a trained row that has generation's own.
+        """
         batch, lengths, found = self.batch, self._lengths, {}
         if self._algorithm.on_policy:
             return found
         if self._algorithm.anchor == "rollout":
             batch = self.batch = replace(batch, old_log_probs=batch.rollout_log_probs)
             found["from_rollout"] = (row_sums(batch.loss_mask, lengths) > 0).astype(np.int64)
-        return found | {"anchor": row_sums(np.where(batch.loss_mask, batch.old_log_probs, 0.0).astype(np.float64), lengths)}
+        return found | {
+            "anchor": row_sums(np.where(batch.loss_mask, batch.old_log_probs, 0.0).astype(np.float64), lengths)
+        }
 
     def moments(self, advantages: TokenAdvantages) -> RowValues:
         """`mrl.algo.rows.moments` over trained tokens of what is to be whitened."""
@@ -95,12 +106,18 @@ class ReplicaRows:
         self.batch = replace(self.batch, advantages=values)
         return moments(values.astype(np.float64), self.batch.loss_mask, self._lengths)
 
-    def find(self, parameters: PolicyLossParameters, mini_batches: list[np.ndarray], means: list[Means]) -> list[np.ndarray]:
-        """Of each mini-batch, rows of this replica and means of all, the largest numbers of tokens that may be selected."""
+    def find(
+        self, parameters: PolicyLossParameters, mini_batches: list[np.ndarray], means: list[Means]
+    ) -> list[np.ndarray]:
+        """Of each mini-batch, rows of this replica and means of all,
+        the largest numbers of tokens that may be selected.
+        """
         self._candidates = []
         for rows, mean in zip(mini_batches, means, strict=True):
             part = self.batch.rows(rows)
-            found = candidates(parameters, part.advantages, part.old_log_probs, part.loss_mask, part.response_lengths, mean)
+            found = candidates(
+                parameters, part.advantages, part.old_log_probs, part.loss_mask, part.response_lengths, mean
+            )
             self._candidates.append((rows, found))
         return [largest(parameters, found, mean) for (_, found), mean in zip(self._candidates, means, strict=True)]
 

@@ -51,13 +51,21 @@ class RequestStreams:
         """Engines that have requests, each once."""
         return list(dict.fromkeys(engine for engine, _ in self._streams.values()))
 
-    def send(self, engine: str, requests: Sequence[Request], sampling: Sampling, kept: Mapping[int, StoredSamples] | None = None) -> None:
+    def send(
+        self,
+        engine: str,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        kept: Mapping[int, StoredSamples] | None = None,
+    ) -> None:
         """Asks one engine for responses. `kept`: by sample_id, the row that a response goes on from."""
         if not requests:
             return
         if engine not in self.waiting_for:
             self.progress.begin(engine)
-        generate = self._workers[engine].generate.options(num_returns="streaming", _generator_backpressure_num_objects=AHEAD)
+        generate = self._workers[engine].generate.options(
+            num_returns="streaming", _generator_backpressure_num_objects=AHEAD
+        )
         before = {number: (row.blocks[0], int(row.place[0])) for number, row in (kept or {}).items()}
         self._streams[generate.remote(list(requests), sampling, before)] = engine, sampling.routes
 
@@ -73,10 +81,14 @@ class RequestStreams:
 
     def _ready(self, timeout_s: float) -> list[ray.ObjectRefGenerator]:
         every = 1 if timeout_s else len(self._streams)
-        return ray.wait(list(self._streams), num_returns=every, timeout=timeout_s, fetch_local=False)[0]  # a block is not for this node
+        # a block is not for this node
+        return ray.wait(list(self._streams), num_returns=every, timeout=timeout_s, fetch_local=False)[0]
 
     def _next(self, stream: ray.ObjectRefGenerator) -> Arrived | None:
-        """A block with what is told of it; None while that is to come. An engine that stops in between holds up nobody."""
+        """A block with what is told of it; None while that is to come.
+
+        An engine that stops in between holds up nobody.
+        """
         begun = self._begun.setdefault(stream, [])
         try:
             begun.append(next(stream))

@@ -37,7 +37,9 @@ OnArrival = Callable[[list[Arrived]], None]
 class RolloutGroup:
     """Handles of the engines and the weight version that all of them serve."""
 
-    def __init__(self, config: RunConfig, run_dir: Path, poll: Callable[[], None] = lambda: None, seats: Seats | None = None):
+    def __init__(
+        self, config: RunConfig, run_dir: Path, poll: Callable[[], None] = lambda: None, seats: Seats | None = None
+    ):
         """Starts every engine. Raises EnvironmentFault when a start-up check fails.
 
         `seats`: of the engines, by default on devices of their own.
@@ -60,8 +62,12 @@ class RolloutGroup:
         """The actor of the `number`-th of all ranks, engine by engine."""
         rollout, hosting = self.config.rollout, get_hosting(self.config.cluster.device)
         settings = engine_settings(self.config, number // self.engine_ranks, logs, number % self.engine_ranks)
-        own = hosting.engine_environment(number, len(self.names), rollout.tensor_model_parallel_size, rollout.cpu_kvcache_gib)
-        kind = ray.remote(EngineWorker).options(runtime_env={"env_vars": STREAM_ENVIRONMENT | seat.environment | own}, **seat.options)
+        own = hosting.engine_environment(
+            number, len(self.names), rollout.tensor_model_parallel_size, rollout.cpu_kvcache_gib
+        )
+        kind = ray.remote(EngineWorker).options(
+            runtime_env={"env_vars": STREAM_ENVIRONMENT | seat.environment | own}, **seat.options
+        )
         return kind.remote(settings, str(logs / f"{log_name(settings.name)}.log"), seat.places)
 
     def _start(self) -> dict[str, ray.ObjectRef]:
@@ -73,7 +79,10 @@ class RolloutGroup:
         return {name: worker.start.remote(meetings[number // self.engine_ranks]) for number, (name, worker) in numbered}
 
     def wait_started(self) -> None:
-        """Blocks until every engine serves; the actor can start meanwhile. Raises EnvironmentFault where one has other software."""
+        """Blocks until every engine serves; the actor can start meanwhile.
+
+        Raises EnvironmentFault where one has other software.
+        """
         check_same(gather(self._software, self.config.rollout.start_timeout_s, "starting the engines", self.poll))
         gather(self._starting, self.config.rollout.start_timeout_s, "starting the engines", self.poll)
 
@@ -129,8 +138,11 @@ class RolloutGroup:
         """Nothing asked yet."""
         return Answers(self.streams(), Routing(self.names, self.places), sampling, self.poll)
 
-    def generate(self, requests: list[Request], sampling: Sampling, on_arrival: OnArrival = lambda arrived: None) -> StoredSamples:
-        """All responses, ordered by `sample_id`; `on_arrival` is told at least twice a second of those that came since, if any.
+    def generate(
+        self, requests: list[Request], sampling: Sampling, on_arrival: OnArrival = lambda arrived: None
+    ) -> StoredSamples:
+        """All responses, ordered by `sample_id`; `on_arrival` is told at least twice a second of those that came since,
+        if any.
 
         Raises Interrupted when an engine dies or stands still.
         """
@@ -167,7 +179,10 @@ class RolloutGroup:
         return sum(self.call("commit", version))
 
     def pause_for_update(self, give_back: bool) -> bool:
-        """Every engine pauses for new weights and `commit`; whether one of them gives its requests back. See VllmEngine."""
+        """Every engine pauses for new weights and `commit`; whether one of them gives its requests back.
+
+        See VllmEngine.
+        """
         return any(self.call("pause_for_update", give_back))
 
     def end_requests(self, handles: Mapping[str, list[int]]) -> None:
@@ -177,15 +192,21 @@ class RolloutGroup:
         self._answers(refs, self.config.cluster.step_timeout_s, "ending requests")
 
     def sleep(self) -> None:
-        """Every engine gives its devices' memory back, weights included, and gives up requests under way; see VllmEngine.sleep."""
+        """Every engine gives its devices' memory back, weights included, and gives up requests under way;
+        see VllmEngine.sleep.
+        """
         self.call("sleep")
 
     def wake_weights(self) -> None:
-        """Every sleeping engine has room for weights again, which have to be brought there; see VllmEngine.wake_weights."""
+        """Every sleeping engine has room for weights again, which have to be brought there;
+        see VllmEngine.wake_weights.
+        """
         self.call("wake_weights")
 
     def wake_cache(self) -> None:
-        """Every engine that was brought weights has its cache again, and serves after `commit`; see VllmEngine.wake_cache."""
+        """Every engine that was brought weights has its cache again, and serves after `commit`;
+        see VllmEngine.wake_cache.
+        """
         self.call("wake_cache")
 
     def fingerprints(self) -> list[dict[str, str]]:
@@ -205,8 +226,9 @@ class RolloutGroup:
 def request_places(config: RunConfig) -> int | None:
     """Requests that a front end has at most; None: each call's are spread before the first is answered.
 
-    A response is a function of its request and the weights where what else an engine computes changes no bit, which engines check
-    when they start. Elsewhere who is beside whom decides the last bits, and a run that is to repeat must not leave that to a clock.
+    A response is a function of its request and the weights where what else an engine computes changes no bit, which
+    engines check when they start. Elsewhere who is beside whom decides the last bits, and a run that is to repeat must
+    not leave that to a clock.
     """
     needs_order = config.trainer.deterministic and not get_hosting(config.cluster.device).checks_batch_order
     return None if needs_order else places_of(config.rollout.max_num_seqs)

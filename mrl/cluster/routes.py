@@ -64,7 +64,9 @@ def start_readers(nodes: Iterable[str]) -> dict[str, Any]:
     return {node: kind.options(num_cpus=0, scheduling_strategy=way).remote() for node, way in there.items()}
 
 
-def read_routes(stored: StoredSamples, samples: Samples, needed: np.ndarray, layers: np.ndarray, readers: Readers) -> RoutesHere | None:
+def read_routes(
+    stored: StoredSamples, samples: Samples, needed: np.ndarray, layers: np.ndarray, readers: Readers
+) -> RoutesHere | None:
     """Routes of `needed`, bool [tokens of samples], in `layers`, int64: columns among those that an engine tells of.
 
     `samples` are what `stored.read()` gave. None where no engine told of any. Raises Interrupted when the node is gone
@@ -91,7 +93,9 @@ def _by_node(stored: StoredSamples) -> dict[str, list[int]]:
     return found
 
 
-def _asked(stored: StoredSamples, reader: Any, layers: np.ndarray, wanted: list[np.ndarray], routes: list[Any]) -> tuple[Any, bool]:
+def _asked(
+    stored: StoredSamples, reader: Any, layers: np.ndarray, wanted: list[np.ndarray], routes: list[Any]
+) -> tuple[Any, bool]:
     """Routes of blocks of one node, and whether they are a reference; without a reader there they are cut out here."""
     if reader is not None:
         return reader.read.remote(layers, wanted, *routes), True

@@ -1,4 +1,6 @@
-"""Whether all processes of a run, on whichever node, run what the driver runs: the same mrl, to the byte, and the same packages."""
+"""Whether all processes of a run, on whichever node, run what the driver runs: the same mrl, to the byte,
+and the same packages.
+"""
 
 import hashlib
 import sys
@@ -35,7 +37,9 @@ def _digest(folder: Path) -> str:
 
 
 def check_same(others: Mapping[str, tuple[str, Mapping[str, str]]], mine: Mapping[str, str] | None = None) -> None:
-    """`others`: name of a process -> address of its node, and its `software`. `mine`: the driver's, by default this process's.
+    """`others`: name of a process -> address of its node, and its `software`.
+
+    `mine`: the driver's, by default this process's.
 
     Raises EnvironmentFault that names nodes whose processes have another version of something that the driver has too.
     """

@@ -27,7 +27,9 @@ class _Writer:
         write_samples(self._folder, step, _pieces(samples), rewards)
         keep_within(self._folder, self._max_bytes)
 
-    def write_differences(self, step: int, rows: Sequence[tuple[np.ndarray, np.ndarray]], *parts: np.ndarray | None) -> None:
+    def write_differences(
+        self, step: int, rows: Sequence[tuple[np.ndarray, np.ndarray]], *parts: np.ndarray | None
+    ) -> None:
         """`rows`: ids and response lengths of each rank's rows; `parts`: None of ranks that hand nothing out."""
         known = [(*own, part) for own, part in zip(rows, parts, strict=True) if part is not None]
         write_differences(self._folder, step, *(np.concatenate(column) for column in zip(*known, strict=True)))

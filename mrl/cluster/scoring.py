@@ -1,10 +1,12 @@
-"""Responses are decoded and judged on the nodes where they lie: the driver sends references and what is expected, and gets scores.
+"""Responses are decoded and judged on the nodes where they lie: the driver sends references and what is expected, and
+gets scores.
 
     driver                                  process on a node of engines               scoring processes (mrl.reward)
     references, questions --ScorerGroup-->  Scorer: fetches, decodes  --RewardPool-->  the reward function
     results               <---------------  those that are there      <--------------  score, parts, reason
 
-One call a scorer is under way at a time: it takes along all that has arrived since the one before, and brings back results.
+One call a scorer is under way at a time: it takes along all that has arrived since the one before, and brings back
+results.
 """
 
 import os
@@ -54,7 +56,14 @@ class PoolSettings:
     def pool(self) -> RewardPool:
         """Its workers are ready. Raises what RewardPool raises."""
         return RewardPool(
-            self.spec, self.num_workers, self.timeout_s, self.failure_score, self.log_path, START_S, self.environment, self.folder
+            self.spec,
+            self.num_workers,
+            self.timeout_s,
+            self.failure_score,
+            self.log_path,
+            START_S,
+            self.environment,
+            self.folder,
         )
 
 
@@ -75,7 +84,9 @@ class Scorer:
         return self._load()
 
     def exchange(self, asked: Sequence[Asked], wait_s: float, *blocks: Samples) -> list[RewardResult]:
-        """Begins with what is asked; waits for all that is under way, `wait_s` seconds at most; results that are there, each once."""
+        """Begins with what is asked; waits for all that is under way, `wait_s` seconds at most; results that are there,
+        each once.
+        """
         responses = [list(block.responses()) for block in blocks]
         for block, row, question in asked:
             text = self._tokenizer.decode(responses[block][row].tolist(), skip_special_tokens=True)
@@ -83,7 +94,12 @@ class Scorer:
         return self._pool.collect(wait_s)
 
     def write_generations(
-        self, path: Path, prompts: Sequence[Prompt], stored: StoredSamples, results: Sequence[RewardResult], shown: Sequence[int]
+        self,
+        path: Path,
+        prompts: Sequence[Prompt],
+        stored: StoredSamples,
+        results: Sequence[RewardResult],
+        shown: Sequence[int],
     ) -> list[dict[str, Any]]:
         """See mrl.cluster.generations; here, since it has the tokenizer."""
         return write_generations(path, self._tokenizer, prompts, stored, results, shown)
@@ -121,7 +137,9 @@ class Channel:
 
     def write_generations(self, *arguments: Any) -> list[dict[str, Any]]:
         """See ScorerGroup.write_generations."""
-        return gather({self.name: self.handle.write_generations.remote(*arguments)}, WRITE_S, "writing generations")[self.name]
+        return gather({self.name: self.handle.write_generations.remote(*arguments)}, WRITE_S, "writing generations")[
+            self.name
+        ]
 
     def receive(self) -> list[RewardResult]:
         """Of the finished call. Raises Interrupted when the process died, or a response is lost with its node."""
@@ -151,7 +169,9 @@ class ScorerGroup:
             queued.append((samples.blocks[block].samples, row, question))
 
     def forward(self, at_once: bool = False) -> None:
-        """Takes results of finished calls and sends what is queued, waiting for nothing; `at_once`: however short ago the last was sent."""
+        """Takes results of finished calls and sends what is queued, waiting for nothing; `at_once`:
+        however short ago the last was sent.
+        """
         for channel in self.channels:
             if channel.under_way is not None and self._finished([channel], 0):
                 self._results += channel.receive()
@@ -160,7 +180,10 @@ class ScorerGroup:
                 channel.send()
 
     def collect(self, at_once: bool = False) -> list[RewardResult]:
-        """Results that are there, none of them given again. Raises what made scoring impossible. `at_once`: see `forward`."""
+        """Results that are there, none of them given again.
+
+        Raises what made scoring impossible. `at_once`: see `forward`.
+        """
         self.forward(at_once)
         results, self._results = self._results, []
         return results
@@ -168,8 +191,9 @@ class ScorerGroup:
     def drain(self, poll: Callable[[], None] = lambda: None, max_failures: int | None = None) -> list[RewardResult]:
         """Waits for all that was submitted; results that were not collected, by sample_id.
 
-        `poll` is called about twice a second and may raise. The wait ends early, with the results that there are, once more than
-        `max_failures` of them are failures: the caller refuses them, and the scorers are then only good for closing.
+        `poll` is called about twice a second and may raise. The wait ends early, with the results that there are, once
+        more than `max_failures` of them are failures: the caller refuses them, and the scorers are then only good for
+        closing.
         """
         self.forward(at_once=True)
         while self._awaited and not self._failed_more_than(max_failures):
@@ -180,7 +204,12 @@ class ScorerGroup:
         return sorted(results, key=lambda result: result.sample_id)
 
     def write_generations(
-        self, path: Path, prompts: Sequence[Prompt], stored: StoredSamples, results: Sequence[RewardResult], shown: Sequence[int]
+        self,
+        path: Path,
+        prompts: Sequence[Prompt],
+        stored: StoredSamples,
+        results: Sequence[RewardResult],
+        shown: Sequence[int],
     ) -> list[dict[str, Any]]:
         """One of them writes held-out responses, judged, as lines of text; the rows `shown` are returned.
 
@@ -213,7 +242,9 @@ def start_scorers(config: RunConfig, spec: RewardSpec, logs: Path, nodes: Mappin
     """
     reward, own = config.reward, (dict(os.environ), str(Path.cwd()))
     hosts, near = scorer_places(nodes, reward.num_workers)
-    group = ScorerGroup([Channel(f"scorer {i}", _actor(config.model.path, node)) for i, (node, _) in enumerate(hosts)], near)
+    group = ScorerGroup(
+        [Channel(f"scorer {i}", _actor(config.model.path, node)) for i, (node, _) in enumerate(hosts)], near
+    )
     started = {}
     for number, (channel, (_, share)) in enumerate(zip(group.channels, hosts, strict=True)):
         log = logs.absolute() / (f"reward-{number}.log" if number else "reward.log")
@@ -228,7 +259,8 @@ def start_scorers(config: RunConfig, spec: RewardSpec, logs: Path, nodes: Mappin
 
 
 def scorer_places(nodes: Mapping[str, str], workers: int) -> tuple[list[tuple[str, int]], dict[str, int]]:
-    """Nodes with a scorer, each with its number of scoring processes, and by engine the number of the scorer that is nearest.
+    """Nodes with a scorer, each with its number of scoring processes, and by engine the number of the scorer that is
+    nearest.
 
     Where there are fewer processes than nodes, engines of the other nodes take turns.
     """

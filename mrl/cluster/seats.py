@@ -1,10 +1,12 @@
 """Where a run's processes sit. `separate`: a rank or an engine has its devices to itself. `colocated`: they share them.
 
-Colocated, Ray reserves a bundle a device, and everything that works on a device sits in its bundle. Which device that is
-we say ourselves: an actor that asks Ray for a device gets one alone, and a rank and a worker are to have the same one.
+Colocated, Ray reserves a bundle a device, and everything that works on a device sits in its bundle. Which device that
+is we say ourselves: an actor that asks Ray for a device gets one alone, and a rank and a worker are to have the same
+one.
 
-An example, engines of TP2 on two nodes of two devices: rank 3 sits in the bundle of (node 1, device 1). Engine 1 has its
-process in the bundle of (node 1, device 0) and sees devices 0 and 1 of that node, on which it starts its two workers.
+An example, engines of TP2 on two nodes of two devices: rank 3 sits in the bundle of (node 1, device 1). Engine 1 has
+its process in the bundle of (node 1, device 0) and sees devices 0 and 1 of that node, on which it starts its two
+workers.
 """
 
 import os
@@ -48,7 +50,9 @@ def actor_seats(config: RunConfig) -> Seats:
 
 
 def engine_seats(config: RunConfig) -> Seats:
-    """Of the engines' data-parallel ranks, on devices of their own; those of one engine share a node where that can be."""
+    """Of the engines' data-parallel ranks, on devices of their own;
+    those of one engine share a node where that can be.
+    """
     bundles = engine_bundles(config, get_hosting(config.cluster.device))
     return _own(reserve(bundles, config.cluster.start_timeout_s, config.rollout.data_parallel_size))
 
@@ -78,12 +82,16 @@ class _Device:
 
 
 def shared_seats(config: RunConfig) -> SharedSeats:
-    """Seats of a colocated run. Raises EnvironmentFault when Ray cannot give the devices node by node as the layout needs them."""
+    """Seats of a colocated run.
+
+    Raises EnvironmentFault when Ray cannot give the devices node by node as the layout needs them.
+    """
     hosting, (ranks, workers) = get_hosting(config.cluster.device), rank_places(config)
     reserved = reserve(device_bundles(config, hosting), config.cluster.start_timeout_s)
     try:
         names = _device_names(reserved, hosting, config.cluster.start_timeout_s)
-        ascending = sorted(range(len(names)), key=lambda bundle: (len(names[bundle]), names[bundle]))  # CANN knows no other order
+        # CANN knows no other order
+        ascending = sorted(range(len(names)), key=lambda bundle: (len(names[bundle]), names[bundle]))
         places = shared_devices(config)
         bundles = [ascending[i] for i in bundles_of_places(places, [reserved.nodes[bundle] for bundle in ascending])]
     except BaseException:
@@ -98,7 +106,9 @@ def shared_seats(config: RunConfig) -> SharedSeats:
     of_ranks = [_seat([devices[place]], hosting, config.cluster.cpus_per_actor) for place in ranks]
     together = config.rollout.tensor_model_parallel_size  # an engine's tensor workers are below one process
     groups = [workers[first : first + together] for first in range(0, len(workers), together)]
-    of_engines = [_seat([devices[place] for place in group], hosting, config.cluster.cpus_per_engine) for group in groups]
+    of_engines = [
+        _seat([devices[place] for place in group], hosting, config.cluster.cpus_per_engine) for group in groups
+    ]
     return SharedSeats(Seats(tuple(of_ranks), _keep), Seats(tuple(of_engines), _keep), reserved.release)
 
 

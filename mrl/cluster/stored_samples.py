@@ -1,16 +1,17 @@
-"""Responses that stay in the object store of the node where they were generated: the driver holds numbers and references.
+"""Responses that stay in the object store of the node where they were generated: the driver holds numbers and
+references.
 
-    engine's process            object store of its node              driver                       rank
-    Samples, as they finish --> blocks: a few short responses,  <---- StoredSamples: SampleRows,   StoredSamples of its rows
-                                or one long one                       block and place of each row  --read--> Samples
-                                beside each its routes                                             --routes.py--> its layers
+    engine's process            object store of its node            driver                       rank
+    Samples, as they finish --> blocks: a few short responses, <--- StoredSamples: SampleRows,   its rows' StoredSamples
+                                or one long one                     block and place of each row  --read--> Samples
+                                beside each its routes                                           --routes.py--> layers
 
-A long response is a block of its own, so a rank that needs it receives nothing else with it. Routes, hundreds of bytes a token,
-are an object of their own beside their block: whoever wants tokens fetches no routes. Ray moves blocks between
+A long response is a block of its own, so a rank that needs it receives nothing else with it. Routes, hundreds of bytes
+a token, are an object of their own beside their block: whoever wants tokens fetches no routes. Ray moves blocks between
 nodes, spills them to disk when a store is full, and forgets a block with the last reference to it. An engine yields
-a block as an item of its stream, so the driver owns it and it outlives the engine's process. (References that an engine made
-itself with ray.put and handed on inside an item were lost: Ray 2.60 forgot that the driver had borrowed them.) Ray would
-put items of up to 100 KB into the driver's memory; `STREAM_ENVIRONMENT` in the engine's process lowers that.
+a block as an item of its stream, so the driver owns it and it outlives the engine's process. (References that an engine
+made itself with ray.put and handed on inside an item were lost: Ray 2.60 forgot that the driver had borrowed them.) Ray
+would put items of up to 100 KB into the driver's memory; `STREAM_ENVIRONMENT` in the engine's process lowers that.
 """
 
 from collections.abc import Sequence
@@ -28,8 +29,8 @@ STREAM_ENVIRONMENT = {"RAY_max_direct_call_object_size": "1024"}  # bytes
 
 
 def in_blocks(samples: Samples) -> list[Samples]:
-    """What becomes an object each, its routes another one: responses that finished together where they are short, one by
-    one where they are long.
+    """What becomes an object each, its routes another one: responses that finished together where they are short, one
+    by one where they are long.
     """
     return [samples] if samples.nbytes <= BLOCK_BYTES else [samples.rows(slice(i, i + 1)) for i in range(len(samples))]
 
@@ -74,18 +75,23 @@ class StoredSamples:
         )
 
     def take(self, index: np.ndarray) -> "StoredSamples":
-        """The given rows alone, blocks in the order of their first rows; references to blocks that none of them is in are given up."""
+        """The given rows alone, blocks in the order of their first rows;
+        references to blocks that none of them is in are given up.
+        """
         used, first, block = np.unique(self.block[index], return_index=True, return_inverse=True)
         order = np.argsort(first)
         blocks = tuple(self.blocks[i] for i in used[order])
-        return replace(self, rows=self.rows.rows(index), block=np.argsort(order)[block], place=self.place[index], blocks=blocks)
+        return replace(
+            self, rows=self.rows.rows(index), block=np.argsort(order)[block], place=self.place[index], blocks=blocks
+        )
 
     def renumbered(self, group_id: np.ndarray, sample_id: np.ndarray) -> "StoredSamples":
         """The same under other ids. Those in the blocks stay as they were."""
         return replace(self, rows=replace(self.rows, group_id=group_id, sample_id=sample_id))
 
     def read(self, with_routes: bool = False) -> Samples:
-        """The responses under the ids of `rows`, with routes if so asked: what of them is on another node is fetched to this one.
+        """The responses under the ids of `rows`, with routes if so asked: what of them is on another node is fetched to
+        this one.
 
         Raises Interrupted when the node is gone that held some.
         """
@@ -111,10 +117,11 @@ class StoredSamples:
             return ray.get(list(references))
         except (ray.exceptions.OutOfDiskError, ray.exceptions.ObjectStoreFullError) as error:
             raise Interrupted(
-                "responses of the step have no room on this node: its object store and the disk that Ray spills to are full; "
-                "make room and resume"
+                "responses of the step have no room on this node: its object store and the disk that Ray spills to "
+                "are full; make room and resume"
             ) from error
         except (ray.exceptions.ObjectLostError, ray.exceptions.ObjectFetchTimedOutError) as error:
             raise Interrupted(
-                f"responses of the step are lost with the node that held them ({error}); resumed, it generates them again"
+                f"responses of the step are lost with the node that held them ({error}); "
+                "resumed, it generates them again"
             ) from error

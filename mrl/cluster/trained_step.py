@@ -1,4 +1,5 @@
-"""A step's rows on the ranks, as the driver sees them: who has which, calls on all ranks, numbers a row from all replicas.
+"""A step's rows on the ranks, as the driver sees them: who has which, calls on all ranks, numbers a row from all
+replicas.
 
 driver                                     ranks (rank_step.py)
 lengths --step_cut--> rows of replicas --> fetch their rows, once, from where they are
@@ -36,10 +37,14 @@ class TrainedStep:
     """Calls on all ranks about one step; see ReplicaRows for what each does of a replica's rows."""
 
     def __init__(self, actor: ActorGroup, samples: StoredSamples):
-        """Deals the rows out; every rank fetches its own. Raises DataError for a row above the limit of a micro-batch."""
+        """Deals the rows out; every rank fetches its own.
+
+        Raises DataError for a row above the limit of a micro-batch.
+        """
         layout = actor.layout
         self._actor, self.rows = actor, samples.rows
-        self.log_gaps: np.ndarray | None = None  # [rows]: mean |log p_actor - log p_rollout| over tokens, once it is known
+        # [rows]: mean |log p_actor - log p_rollout| over tokens, once it is known
+        self.log_gaps: np.ndarray | None = None
         self.cut = step_cut(actor.config, layout, actor.model, samples.rows.lengths)
         self._replica_of = [layout.dense_coords(rank).dp for rank in range(layout.world_size)]
         self._needed = [self.cut.needed_rows(replica) for replica in range(layout.data)]
@@ -48,7 +53,9 @@ class TrainedStep:
             (samples.take(needed), np.isin(needed, own), self.cut.of(replica).renumbered(needed), actor.route_readers)
             for replica, (needed, own) in enumerate(zip(self._needed, self._own, strict=True))
         ]
-        actor.each("begin_step", [parts[replica] for replica in self._replica_of], "fetching samples", interruptible=True)
+        actor.each(
+            "begin_step", [parts[replica] for replica in self._replica_of], "fetching samples", interruptible=True
+        )
 
     def log_probs(self) -> Mismatch:
         """How far generation is from training."""
@@ -57,8 +64,13 @@ class TrainedStep:
         return found
 
     def old_log_probs_of(self, rows: Sequence[int]) -> dict[int, np.ndarray]:
-        """The trainer's log-probs of the given rows' tokens, by row; after `log_probs` and before `correct`, which may change them."""
-        wanted = [np.flatnonzero(np.isin(needed, own) & np.isin(needed, rows)) for needed, own in zip(self._needed, self._own, strict=True)]
+        """The trainer's log-probs of the given rows' tokens, by row; after `log_probs` and before `correct`,
+        which may change them.
+        """
+        wanted = [
+            np.flatnonzero(np.isin(needed, own) & np.isin(needed, rows))
+            for needed, own in zip(self._needed, self._own, strict=True)
+        ]
         found: dict[int, np.ndarray] = {}
         for replica, answer in zip(self._replica_of, self._call("old_log_probs_of", wanted.__getitem__), strict=True):
             if answer is not None:
@@ -67,7 +79,8 @@ class TrainedStep:
         return found
 
     def differences(self) -> tuple[list[tuple[np.ndarray, np.ndarray]], list[Any]]:
-        """Of each rank, ids and response lengths of its replica's own rows, and a reference to its `RankStep.differences`.
+        """Of each rank, ids and response lengths of its replica's own rows, and a reference to its
+        `RankStep.differences`.
 
         Nothing is waited for: who is given the references fetches what stands behind them. After `log_probs`.
         """
@@ -101,7 +114,10 @@ class TrainedStep:
         self._call("select", lambda replica: least)
 
     def update(self, counts: list[Denominators]) -> tuple[UpdateResult, Mismatch | None]:
-        """All optimizer steps; `counts` of each mini-batch's trained tokens and sequences. On policy, what `log_probs` says else."""
+        """All optimizer steps; `counts` of each mini-batch's trained tokens and sequences.
+
+        On policy, what `log_probs` says else.
+        """
         answers = self._call("update", lambda replica: counts)
         result = UpdateResult([part for parts, _ in answers for part in parts], list(self.cut.loads))
         scored = [scored for _, scored in answers]
@@ -116,7 +132,9 @@ class TrainedStep:
         """`values` [rows] of each mini-batch."""
         return [values[rows] for rows in self.cut.slices]
 
-    def _call(self, method: str, argument: Callable[[int], Any] | None = None, interruptible: bool = False) -> list[Any]:
+    def _call(
+        self, method: str, argument: Callable[[int], Any] | None = None, interruptible: bool = False
+    ) -> list[Any]:
         arguments = [(method,) if argument is None else (method, argument(replica)) for replica in self._replica_of]
         return self._actor.each("on_step", arguments, method, interruptible)
 

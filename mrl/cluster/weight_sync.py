@@ -1,9 +1,9 @@
 """One weight sync over all ranks and engines: agree on a plan, move the weights, compare digests, commit a version.
 
 Fencing: an engine that takes weights holds no version from the first byte on and refuses to generate
-(FENCED of mrl.vllm.engine_state); only the commit, which comes when every engine is verified, gives it one again. An engine
-whose sync failed stays fenced and is synced once more from the first round. What it then holds is read back whatever
-reshard.verify_every says. When that fails too, the run stops with the reason and can be resumed.
+(FENCED of mrl.vllm.engine_state); only the commit, which comes when every engine is verified, gives it one again. An
+engine whose sync failed stays fenced and is synced once more from the first round. What it then holds is read back
+whatever reshard.verify_every says. When that fails too, the run stops with the reason and can be resumed.
 """
 
 import itertools
@@ -78,7 +78,8 @@ class WeightSync:
         return metrics | {"reshard/seconds": time.perf_counter() - began}
 
     def transfer(self, version: int) -> dict[str, float]:
-        """Metrics of moving the weights of `version`: every engine holds them, verified, and serves nothing until `commit`.
+        """Metrics of moving the weights of `version`: every engine holds them, verified, and serves nothing until
+        `commit`.
 
         Raises Interrupted when one could not be brought there, EnvironmentFault when ranks and engines cannot meet.
         """
@@ -116,7 +117,10 @@ class WeightSync:
         sending = self.actor.refs("send_weights", update, workers, read_back)
         receiving = self.engines.refs("receive_weights", update, read_back, engines=sorted(engines))
         answers = settle(sending | receiving, self.config.cluster.step_timeout_s, "weight sync")
-        received = {engine: _of_engine([answers[rank_name(engine, rank, ranks)] for rank in range(ranks)]) for engine in sorted(engines)}
+        received = {
+            engine: _of_engine([answers[rank_name(engine, rank, ranks)] for rank in range(ranks)])
+            for engine in sorted(engines)
+        }
         return AttemptAnswers([answers[name] for name in sending], received)
 
     def _compare(self, answers: AttemptAnswers, progress: SyncProgress) -> None:
@@ -124,7 +128,9 @@ class WeightSync:
         progress.transports_broken = answers.has_errors
         faults = _sending_faults(answers.sends)
         sends = [] if faults else answers.sends
-        receives = [report for reports in answers.receives.values() if not isinstance(reports, Exception) for report in reports]
+        receives = [
+            report for reports in answers.receives.values() if not isinstance(reports, Exception) for report in reports
+        ]
         differing = _by_engine(disagreements(self.setup, sends, receives))
         for engine, answer in answers.receives.items():
             if isinstance(answer, Exception):
@@ -137,7 +143,9 @@ class WeightSync:
                 progress.verified[engine] = answer
         progress.fenced -= progress.verified.keys()
         for report in sends:
-            progress.bytes_sent += sum(n for worker, n in report["moved"].items() if self.setup.engine_of(worker) in progress.verified)
+            progress.bytes_sent += sum(
+                n for worker, n in report["moved"].items() if self.setup.engine_of(worker) in progress.verified
+            )
             progress.staging_bytes = max(progress.staging_bytes, report["staging_bytes"])
         progress.free_bytes = [report.get("free_bytes") for report in sends]
 
@@ -146,13 +154,17 @@ class WeightSync:
         names = ", ".join(f"engine {engine}" for engine in sorted(progress.fenced))
         if is_last:
             failed = Interrupted(
-                f"weight sync to version {version}: {names} could not be brought to the trained weights, twice: {progress.why}"
+                f"weight sync to version {version}: {names} could not be brought to the trained "
+                f"weights, twice: {progress.why}"
             )
             raise concerning(failed, *self.engines.names_of(progress.fenced))
         print(f"weight sync to version {version}: {names} fenced and synced again: {progress.why}", file=sys.stderr)
 
     def _transferred(self, progress: SyncProgress) -> dict[str, float]:
-        """Metrics of a sync that every engine came through. Raises RuntimeError when the two sides counted other bytes."""
+        """Metrics of a sync that every engine came through.
+
+        Raises RuntimeError when the two sides counted other bytes.
+        """
         receives = [report for reports in progress.verified.values() for report in reports]
         if self._syncs == 0:
             self._say_what_is_there(progress.free_bytes, receives)
@@ -161,7 +173,9 @@ class WeightSync:
         return metrics | {"reshard/engines": float(len(progress.verified)), "reshard/workers": float(len(receives))}
 
     def _say_what_is_there(self, free: list[int | None], receives: list[Report]) -> None:
-        """Engines' MoE kernels, and what is free of the fullest device: communicators and staging are made by the first sync alone."""
+        """Engines' MoE kernels, and what is free of the fullest device:
+        communicators and staging are made by the first sync alone.
+        """
         if kernels := sorted({kernel for report in receives for kernel in report.get("moe_kernels", ())}):
             print(f"engines: MoE kernels {', '.join(kernels)}")
         if known := [n for n in (*free, *(report.get("free_bytes") for report in receives)) if n is not None]:
@@ -175,7 +189,9 @@ class WeightSync:
         try:
             self._agree()
         except EnvironmentFault as error:
-            raise EnvironmentFault(f"weight sync to version {version}: {why}; and connecting again failed: {error}") from error
+            raise EnvironmentFault(
+                f"weight sync to version {version}: {why}; and connecting again failed: {error}"
+            ) from error
 
     def _agree(self) -> None:
         """Agrees on the plan and opens the transports; before the first byte, and again after a transport broke."""
@@ -230,7 +246,9 @@ def _topology(places: dict[str, Any], ranks: int) -> dict[str, list[list[int]]]:
 
 
 def _of_engine(answers: list[list[Report] | Exception]) -> list[Report] | Exception:
-    """Reports of all workers, data-parallel rank by data-parallel rank; an error when a rank has one, with all causes."""
+    """Reports of all workers, data-parallel rank by data-parallel rank; an error when a rank has one,
+    with all causes.
+    """
     if errors := [answer for answer in answers if isinstance(answer, Exception)]:
         texts = sorted((str(error) for error in errors), key=lambda text: GAVE_UP in text)
         return RuntimeError("; ".join(dict.fromkeys(texts)))
@@ -239,7 +257,9 @@ def _of_engine(answers: list[list[Report] | Exception]) -> list[Report] | Except
 
 def _sending_faults(sends: Sequence[Report | Exception]) -> list[str]:
     """Why what was sent cannot be trusted: errors of ranks, causes before effects, else replicas that differ."""
-    errors = sorted((str(answer) for answer in sends if isinstance(answer, Exception)), key=lambda text: GAVE_UP in text)
+    errors = sorted(
+        (str(answer) for answer in sends if isinstance(answer, Exception)), key=lambda text: GAVE_UP in text
+    )
     if errors:
         return errors
     stale = replica_faults(sends)

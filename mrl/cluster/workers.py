@@ -85,12 +85,18 @@ class ActorWorker:
         """
         self.config = with_model_folders(self.config)  # this node's
         model = self.config.model
-        own = prepare_process(self.config.cluster.device, self.config.actor.layout.model_dump(), model.override_transformer_config)
-        self.config = self.config.model_copy(update={"model": model.model_copy(update={"override_transformer_config": own})})
+        own = prepare_process(
+            self.config.cluster.device, self.config.actor.layout.model_dump(), model.override_transformer_config
+        )
+        self.config = self.config.model_copy(
+            update={"model": model.model_copy(update={"override_transformer_config": own})}
+        )
         from mrl.megatron.actor import MegatronActor
 
         note_baseline()
-        self.actor = MegatronActor(self.config, self.rank, self.config.actor.layout.world_size, master_addr, master_port)
+        self.actor = MegatronActor(
+            self.config, self.rank, self.config.actor.layout.world_size, master_addr, master_port
+        )
         if checkpoint is not None:
             from mrl.checkpoint.rank_load import load_rank
 
@@ -103,7 +109,9 @@ class ActorWorker:
 
         self.step = None  # the rows of the step before go first
         here = ray.get_runtime_context().get_node_id()  # what lies here, the rank cuts out itself
-        self.step = RankStep(self.actor, samples, own, cut, {node: reader for node, reader in readers.items() if node != here})
+        self.step = RankStep(
+            self.actor, samples, own, cut, {node: reader for node, reader in readers.items() if node != here}
+        )
 
     def on_step(self, method: str, *arguments: Any) -> Any:
         """A method of RankStep."""
@@ -145,7 +153,8 @@ class ActorWorker:
         from safetensors.torch import save
 
         bucket, size = {}, 0
-        with closing(self.actor.export_hf()) as exported:  # it holds the parameters on the device until it ends, also where we are left
+        # it holds the parameters on the device until it ends, also where we are left
+        with closing(self.actor.export_hf()) as exported:
             for name, tensor in exported:
                 if self.rank:
                     continue
@@ -225,8 +234,10 @@ class EngineWorker:
         log_to(log_path)
         self._places = places
         os.environ |= address_environment(ray.util.get_node_ip_address())  # vLLM's own processes inherit it
-        if settings.arguments.get("data_parallel_size", 1) == 1:  # vLLM 0.23's coordinator of ranks would ask twice and get one port
-            # where vLLM begins to look for ports; its workers listen seconds later, when one of the kernel's may be taken
+        # vLLM 0.23's coordinator of ranks would ask twice and get one port
+        if settings.arguments.get("data_parallel_size", 1) == 1:
+            # where vLLM begins to look for ports; its workers listen seconds later, when one of the kernel's may be
+            # taken
             os.environ.setdefault("VLLM_PORT", str(free_port()))
         folder = local_folder(settings.arguments["model"])  # this node's
         self.engine = VllmEngine(replace(settings, arguments=settings.arguments | {"model": folder}))
@@ -254,7 +265,8 @@ class EngineWorker:
         await self.engine.check_there()
 
     async def generate(self, requests, sampling, kept: dict[int, tuple[Block, int]] | None = None):
-        """Streams what finished together, by blocks: a block, its routes if asked for, then the numbers of its rows; see StoredSamples.
+        """Streams what finished together, by blocks: a block, its routes if asked for, then the numbers of its rows;
+        see StoredSamples.
 
         `kept`: by sample_id, block and row of the tokens that a response goes on from; what is streamed of it is whole.
         """
@@ -285,7 +297,11 @@ class EngineWorker:
 
     def places(self) -> list[tuple[str, int | None]]:
         """Node, and device on it where there is one, of every worker of this engine."""
-        return self._places or own_places() or [(ray.get_runtime_context().get_node_id(), None)] * self.engine.settings.workers
+        return (
+            self._places
+            or own_places()
+            or [(ray.get_runtime_context().get_node_id(), None)] * self.engine.settings.workers
+        )
 
     async def connect_sync(self, setup: dict[str, Any], plan_hash: str) -> int:
         """See VllmEngine.connect_sync."""

@@ -45,7 +45,13 @@ class Attempt:
 @contextmanager
 def attempt(folder: Path, step: int, versions: Mapping[str, str]) -> Iterator[None]:
     """Writes that the run was started, and, when the block ends, how. What the disk refuses of it ends no run."""
-    began = {"command": sys.argv, "versions": dict(versions), "host": socket.gethostname(), "pid": os.getpid(), "step": step}
+    began = {
+        "command": sys.argv,
+        "versions": dict(versions),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "step": step,
+    }
     _append(folder, "began", began)
     try:
         yield
@@ -56,7 +62,10 @@ def attempt(folder: Path, step: int, versions: Mapping[str, str]) -> Iterator[No
 
 
 def read_attempts(folder: Path) -> list[Attempt]:
-    """The starts of a run, in order; none of a run that older versions wrote. A line that is no such object is passed over."""
+    """The starts of a run, in order; none of a run that older versions wrote.
+
+    A line that is no such object is passed over.
+    """
     found: list[Attempt] = []
     with suppress(FileNotFoundError):
         for line in (folder / ATTEMPTS).read_text(encoding="utf-8", errors="replace").splitlines():
@@ -69,7 +78,14 @@ def _take(found: list[Attempt], row: dict[str, Any]) -> None:
     if row["event"] == "began":
         versions = {str(name): str(version) for name, version in row["versions"].items()}
         found.append(
-            Attempt(str(row["time"]), tuple(map(str, row["command"])), versions, str(row["host"]), int(row["pid"]), int(row["step"]))
+            Attempt(
+                str(row["time"]),
+                tuple(map(str, row["command"])),
+                versions,
+                str(row["host"]),
+                int(row["pid"]),
+                int(row["step"]),
+            )
         )
     elif found:
         ended = {"ended": str(row["time"]), "exit_code": int(row["exit_code"]), "message": str(row["message"])}

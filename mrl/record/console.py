@@ -21,14 +21,18 @@ PHASE = "timing_s/"
 SHOWN_STEPS = 12
 
 
-def make_console(total_steps: int, stream: TextIO | None = None, logs: Path | None = None) -> "PlainConsole | LiveConsole":
+def make_console(
+    total_steps: int, stream: TextIO | None = None, logs: Path | None = None
+) -> "PlainConsole | LiveConsole":
     """A live table on a terminal, with the folder of logs below it, else plain lines."""
     stream = stream or sys.stdout
     return LiveConsole(total_steps, stream, logs) if stream.isatty() else PlainConsole(total_steps, stream)
 
 
 class TimeLeft:
-    """Estimated from the mean step time so far in this process: set-up and validation before the first step are not counted."""
+    """Estimated from the mean step time so far in this process:
+    set-up and validation before the first step are not counted.
+    """
 
     def __init__(self, total_steps: int, now: Callable[[], float] = time.monotonic) -> None:
         self._total, self._now = total_steps, now
@@ -51,7 +55,11 @@ def hms(seconds: float) -> str:
 
 def phases(metrics: Metrics) -> dict[str, float]:
     """Seconds by phase, longest first, without the step as a whole."""
-    times = {name.removeprefix(PHASE): value for name, value in metrics.items() if name.startswith(PHASE) and name != PHASE + "step"}
+    times = {
+        name.removeprefix(PHASE): value
+        for name, value in metrics.items()
+        if name.startswith(PHASE) and name != PHASE + "step"
+    }
     return dict(sorted(times.items(), key=lambda item: -item[1]))
 
 
@@ -112,7 +120,9 @@ class PlainConsole(View):
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Prints the step's line."""
-        print(format_line(step, self._total, metrics, self._time_left.after(step, metrics)), file=self._stream, flush=True)
+        print(
+            format_line(step, self._total, metrics, self._time_left.after(step, metrics)), file=self._stream, flush=True
+        )
 
     def generations(self, step: int, rows: Rows) -> None:
         """Prints them."""
@@ -166,7 +176,8 @@ class LiveConsole(View):
 
 
 def make_table(rows: list[tuple[int, dict[str, float]]], total_steps: int, left: str, note: str = "") -> Any:
-    """A rich table: one row a step with headline metrics and held-out score; the phases of the last step, or `note`, stand below.
+    """A rich table: one row a step with headline metrics and held-out score; the phases of the last step, or `note`,
+    stand below.
 
     Columns that no row fills are left out, so that it fits 80 characters.
     """
@@ -175,7 +186,9 @@ def make_table(rows: list[tuple[int, dict[str, float]]], total_steps: int, left:
     last_step, last = rows[-1]
     times = ", ".join(f"{name} {seconds:.1f}" for name, seconds in phases(last).items())
     table = Table(
-        title=f"step {last_step} of {total_steps}, {left} left", caption=note or (f"seconds: {times}" if times else None), box=None
+        title=f"step {last_step} of {total_steps}, {left} left",
+        caption=note or (f"seconds: {times}" if times else None),
+        box=None,
     )
     table.padding, table.pad_edge = (0, 1, 0, 0), False
     cells = [_cells(step, metrics) for step, metrics in rows]

@@ -42,7 +42,10 @@ def _kept_id(file: Path) -> str | None:
 
 
 class WandbSink(View):
-    """Weights & Biases. `training/global_step` is the axis, so that steps trained again after a resume are shown at their place."""
+    """Weights & Biases.
+
+    `training/global_step` is the axis, so that steps trained again after a resume are shown at their place.
+    """
 
     def __init__(self, folder: Path, info: RunInfo) -> None:
         """Raises ImportError without the package; connects with the first call."""
@@ -90,7 +93,11 @@ class MlflowSink(View):
         if self._client is None:
             client = self._mlflow.MlflowClient(tracking_uri=self._uri)
             experiment = client.get_experiment_by_name(self._info.project)
-            number = experiment.experiment_id if experiment else client.create_experiment(self._info.project, self._artifacts())
+            number = (
+                experiment.experiment_id
+                if experiment
+                else client.create_experiment(self._info.project, self._artifacts())
+            )
             known = self._folder / "mlflow.id"
             self._id = _kept_id(known) or client.create_run(number, run_name=self._info.name).info.run_id
             known.write_text(self._id)
@@ -147,7 +154,10 @@ class SwanlabSink(View):
 
     def generations(self, step: int, rows: Rows) -> None:
         """Texts."""
-        texts = [self._swanlab.Text(_cell(row["output"]), caption=f"score {row['score']:g}: {_cell(row['input'])[:200]}") for row in rows]
+        texts = [
+            self._swanlab.Text(_cell(row["output"]), caption=f"score {row['score']:g}: {_cell(row['input'])[:200]}")
+            for row in rows
+        ]
         self._open().log({"val/generations": texts}, step=step)
 
     def close(self) -> None:
@@ -183,7 +193,10 @@ class TensorBoardSink(View):
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Scalars; what is no number is left out."""
-        self._add(step, [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items() if value is not None])
+        self._add(
+            step,
+            [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items() if value is not None],
+        )
 
     def generations(self, step: int, rows: Rows) -> None:
         """One text a response."""
@@ -205,5 +218,7 @@ class TensorBoardSink(View):
 def as_markdown(row: Mapping[str, Any]) -> str:
     """A response with its prompt, truth and score; indented, so that nothing in it is taken for markup."""
     parts = (("prompt", row["input"]), ("response", row["output"]), ("truth", row["gts"]))
-    body = "\n\n".join(f"{name}:\n\n" + "\n".join(f"    {line}" for line in str(text).splitlines()) for name, text in parts)
+    body = "\n\n".join(
+        f"{name}:\n\n" + "\n".join(f"    {line}" for line in str(text).splitlines()) for name, text in parts
+    )
     return f"score {row['score']:g} ({row['data_source']})\n\n{body}"

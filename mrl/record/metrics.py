@@ -11,7 +11,8 @@ import numpy as np
 from mrl.data.samples import SampleRows
 from mrl.record.spec import DEVIATIONS, metric_spec
 
-FloatParts = Mapping[str, tuple[float, float]]  # mean: (sum of value x weight, sum of weight); any other kind: (value, 1)
+# mean: (sum of value x weight, sum of weight); any other kind: (value, 1)
+FloatParts = Mapping[str, tuple[float, float]]
 
 WHOLE = "step"  # the phase that all others stand in, side by side
 GENERATING = "gen"  # its time is shared among response tokens; every other phase's among all tokens
@@ -58,7 +59,11 @@ def distribution(prefix: str, values: np.ndarray | Sequence[float]) -> dict[str,
     array = np.asarray(values, dtype=np.float64)
     if array.size == 0:
         return {}
-    return {f"{prefix}/mean": float(array.mean()), f"{prefix}/max": float(array.max()), f"{prefix}/min": float(array.min())}
+    return {
+        f"{prefix}/mean": float(array.mean()),
+        f"{prefix}/max": float(array.max()),
+        f"{prefix}/min": float(array.min()),
+    }
 
 
 def reward_metrics(scores: np.ndarray, rewards: np.ndarray) -> dict[str, float]:
@@ -80,7 +85,11 @@ def advantage_metrics(of_rows: Mapping[str, np.ndarray]) -> dict[str, float]:
     count = int(of_rows["count"].sum())
     if not count:
         return {}
-    values = {"mean": math.fsum(of_rows["sum"].tolist()) / count, "max": float(of_rows["high"].max()), "min": float(of_rows["low"].min())}
+    values = {
+        "mean": math.fsum(of_rows["sum"].tolist()) / count,
+        "max": float(of_rows["high"].max()),
+        "min": float(of_rows["low"].min()),
+    }
     return {f"critic/{what}/{name}": value for what in ("advantages", "returns") for name, value in values.items()}
 
 
@@ -89,7 +98,8 @@ def _length_metrics(prefix: str, lengths: np.ndarray, longest: int) -> dict[str,
 
 
 def seqlen_metrics(lengths: np.ndarray, trained_tokens: Sequence[int]) -> dict[str, float]:
-    """`global_seqlen/*`: tokens a data-parallel rank, for the batch cut in order into equal shares and as it is trained.
+    """`global_seqlen/*`: tokens a data-parallel rank, for the batch cut in order into equal shares and as it is
+    trained.
 
     `lengths` are tokens a sequence, [batch]; `trained_tokens` are those of each data-parallel rank. As in verl,
     `minmax_diff` is that of the cut in order.
@@ -114,7 +124,11 @@ def speed_metrics(rows: SampleRows, seconds: Mapping[str, float], devices: int) 
     response = int(rows.response_lengths.sum())
     total = response + int(rows.prompt_lengths.sum())
     shares = {name: response if name == GENERATING else total for name in PER_TOKEN_PHASES}
-    metrics = {f"timing_per_token_ms/{name}": 1e3 * seconds[name] / tokens for name, tokens in shares.items() if name in seconds and tokens}
+    metrics = {
+        f"timing_per_token_ms/{name}": 1e3 * seconds[name] / tokens
+        for name, tokens in shares.items()
+        if name in seconds and tokens
+    }
     metrics["perf/total_num_tokens"] = float(total)
     if seconds.get("step"):
         metrics |= {"perf/time_per_step": seconds["step"], "perf/throughput": total / seconds["step"] / devices}
@@ -142,7 +156,10 @@ class GeneratingTime:
 
 
 class PhaseTimer:
-    """Seconds by phase: `with timer("gen"): ...`. A phase entered again adds up; phases may nest, each counts its own whole time."""
+    """Seconds by phase: `with timer("gen"): ...`.
+
+    A phase entered again adds up; phases may nest, each counts its own whole time.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -163,7 +180,9 @@ class PhaseTimer:
         return MappingProxyType(self._seconds)
 
     def metrics(self) -> dict[str, float]:
-        """`timing_s/PHASE` of every phase that has ended; `outside` is what of WHOLE, once it has ended, no other phase counts."""
+        """`timing_s/PHASE` of every phase that has ended; `outside` is what of WHOLE, once it has ended,
+        no other phase counts.
+        """
         seconds = dict(self._seconds)
         if WHOLE in seconds:
             seconds["outside"] = 2 * seconds[WHOLE] - math.fsum(seconds.values())

@@ -49,7 +49,10 @@ class RunDir:
 
     @property
     def spool(self) -> Path:
-        """A file `group-N.npz` a group that is finished and not trained on yet; see mrl.train.spool. Empty between two processes."""
+        """A file `group-N.npz` a group that is finished and not trained on yet; see mrl.train.spool.
+
+        Empty between two processes.
+        """
         return self.path / "spool"
 
     @property
@@ -96,7 +99,9 @@ class RunDir:
             run._make(resume)
             _take_lock(run.path / LOCK)
         except OSError as error:
-            raise ConfigError(f"trainer.run_dir: cannot write {run.path} ({error.strerror}); give another one") from error
+            raise ConfigError(
+                f"trainer.run_dir: cannot write {run.path} ({error.strerror}); give another one"
+            ) from error
         if not resume:
             run.truncate_metrics(-1)  # what an attempt that reached no step left
         for unfinished in run.checkpoints.glob("*.tmp-*"):
@@ -114,8 +119,8 @@ class RunDir:
         if self._holds_a_run():
             raise ConfigError(
                 f"trainer.run_dir: {self.path} holds another run; "
-                "pass --resume to continue it (trainer.resume_mode: auto always does), or give another --run-dir, or remove "
-                "the folder"
+                "pass --resume to continue it (trainer.resume_mode: auto always does), or give another --run-dir, or "
+                "remove the folder"
             )
 
     def _make(self, resume: bool) -> None:
@@ -125,7 +130,10 @@ class RunDir:
             folder.mkdir(parents=True, exist_ok=True)
 
     def _holds_a_run(self) -> bool:
-        """Whether anything is there to lose. A run that died before its first step leaves at most a validation of the untrained model."""
+        """Whether anything is there to lose.
+
+        A run that died before its first step leaves at most a validation of the untrained model.
+        """
         trained = any(row["training/global_step"] > 0 for _, row in _whole_lines(self.metrics))
         return trained or (self.checkpoints.is_dir() and any(self.checkpoints.iterdir()))
 
@@ -134,7 +142,8 @@ class RunDir:
         _give_back(self.path / LOCK)
 
     def truncate_metrics(self, after_step: int) -> int:
-        """Drops what was written past `after_step`, the step of the checkpoint that is resumed; returns the number of lines kept.
+        """Drops what was written past `after_step`, the step of the checkpoint that is resumed; returns the number of
+        lines kept.
 
         The steps that are trained again write their lines, and samples, again, so none is there twice. A torn last
         line, left by a crash in the middle of a write, is dropped. The file is rewritten atomically.
@@ -145,7 +154,8 @@ class RunDir:
             if int(file.stem.removeprefix("step-")) > after_step:
                 file.unlink()
         (self.path / SHOWN_ROWS).unlink(missing_ok=True)  # the next step writes its own
-        shutil.rmtree(self.tensorboard, ignore_errors=True)  # its files cannot be cut; the sink writes the kept lines anew
+        # its files cannot be cut; the sink writes the kept lines anew
+        shutil.rmtree(self.tensorboard, ignore_errors=True)
         return len(kept)
 
 
@@ -236,7 +246,9 @@ def _give_back(lock: Path) -> None:
 
 @contextmanager
 def _guarded(lock: Path) -> Iterator[TextIO]:
-    """The lock file, which is never removed, under the kernel's lock: two processes cannot both find it stale and both take it."""
+    """The lock file, which is never removed, under the kernel's lock:
+    two processes cannot both find it stale and both take it.
+    """
     with lock.open("a+", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield file
@@ -257,7 +269,9 @@ def _own_mark() -> dict[str, Any]:
 
 
 def _alive(holder: dict[str, Any]) -> bool:
-    """Of another host nothing can be known, so its lock counts; here the same pid with another start time is another process."""
+    """Of another host nothing can be known, so its lock counts;
+    here the same pid with another start time is another process.
+    """
     if holder["host"] != socket.gethostname():
         return True
     try:
@@ -270,7 +284,9 @@ def _alive(holder: dict[str, Any]) -> bool:
 
 
 def _started(pid: int) -> str | None:
-    """Start time of a process in clock ticks since boot (field 22 of Linux's /proc/PID/stat); None where there is no such file."""
+    """Start time of a process in clock ticks since boot (field 22 of Linux's /proc/PID/stat);
+    None where there is no such file.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:

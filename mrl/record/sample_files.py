@@ -1,9 +1,9 @@
 """Files of `samples/`: a step's responses as they travel through a run, in columns, with their rewards.
 
 `step-N.parquet` has a row a response: its ids and seed, `prompt_ids` and `response_ids` (lists of int32),
-`rollout_log_probs` (list of float32), `stop_reason`, `weight_version` (list of `first_token`, `version`: one item unless
-weights changed meanwhile), `score`, `reason`, and `reward` (JSON: the parts that the reward function gave). Older runs
-have `step-N.jsonl`, which `read_samples` reads alike.
+`rollout_log_probs` (list of float32), `stop_reason`, `weight_version` (list of `first_token`, `version`: one item
+unless weights changed meanwhile), `score`, `reason`, and `reward` (JSON: the parts that the reward function gave).
+Older runs have `step-N.jsonl`, which `read_samples` reads alike.
 """
 
 import json
@@ -28,7 +28,8 @@ ROWS_AT_ONCE = 64  # of a row group: what a reader has to decompress for one res
 
 
 def write_samples(folder: Path, step: int, pieces: Iterable[Samples], rewards: Sequence[RewardParts]) -> Path:
-    """Writes `folder/step-N.parquet`, which appears whole or not at all; `rewards` are of all rows of all pieces, in order.
+    """Writes `folder/step-N.parquet`, which appears whole or not at all; `rewards` are of all rows of all pieces, in
+    order.
 
     Routes are left out: they are hundreds of bytes a token, and an engine of that weight version would give them again.
     """
@@ -58,7 +59,9 @@ def _write_whole(path: Path, schema: pa.Schema, tables: Iterable[pa.Table]) -> P
     return path
 
 
-def write_differences(folder: Path, step: int, sample_id: np.ndarray, lengths: np.ndarray, differences: np.ndarray) -> Path:
+def write_differences(
+    folder: Path, step: int, sample_id: np.ndarray, lengths: np.ndarray, differences: np.ndarray
+) -> Path:
     """Writes `folder/step-N.log_probs.parquet`: by response, how far the trainer's log-prob of each token is from
     generation's, float16.
 
@@ -70,7 +73,9 @@ def write_differences(folder: Path, step: int, sample_id: np.ndarray, lengths: n
 
 
 def keep_within(folder: Path, max_bytes: float) -> list[int]:
-    """Removes files of the oldest steps, never of the newest, until those left have `max_bytes` at most; their steps."""
+    """Removes files of the oldest steps, never of the newest, until those left have `max_bytes` at most;
+    their steps.
+    """
     sizes: dict[int, int] = {}
     for file in folder.glob("step-*.*"):
         step = step_of(file)
@@ -172,23 +177,37 @@ def _rows_of(path: Path, rows: np.ndarray) -> list[dict[str, Any]]:
 def _row(row: dict[str, Any]) -> dict[str, Any]:
     own = {name: row.pop(name) for name in OWN_COLUMNS}
     first = row["weight_version"][0]["version"]
-    return row | {"weight_version": first, "reward": json.loads(row["reward"]) | {k: v for k, v in own.items() if v is not None}}
+    return row | {
+        "weight_version": first,
+        "reward": json.loads(row["reward"]) | {k: v for k, v in own.items() if v is not None},
+    }
 
 
 def _table(samples: Samples, rewards: Sequence[RewardParts]) -> pa.Table:
     """Lists are the flat columns and where rows end: no number is copied one by one."""
-    of_prompts = np.repeat(np.tile([True, False], len(samples)), _alternating(samples.prompt_lengths, samples.response_lengths))
+    of_prompts = np.repeat(
+        np.tile([True, False], len(samples)), _alternating(samples.prompt_lengths, samples.response_lengths)
+    )
     own = [json_line({k: v for k, v in parts.items() if k not in OWN_COLUMNS}).rstrip() for parts in rewards]
     spans = pa.StructArray.from_arrays([samples.span_starts, samples.span_versions], ["first_token", "version"])
     return pa.table(
         {
-            **{f.name: getattr(samples, f.name) for f in fields(Samples) if f.name in ("prompt_id", "group_id", "sample_id", "seed")},
+            **{
+                f.name: getattr(samples, f.name)
+                for f in fields(Samples)
+                if f.name in ("prompt_id", "group_id", "sample_id", "seed")
+            },
             "prompt_ids": _lists(pa.array(samples.token_ids[of_prompts]), samples.prompt_lengths),
             "response_ids": _lists(pa.array(samples.token_ids[~of_prompts]), samples.response_lengths),
             "rollout_log_probs": _lists(pa.array(samples.rollout_log_probs), samples.response_lengths),
-            "stop_reason": pa.DictionaryArray.from_arrays(pa.array(samples.stop_reason, pa.int8()), list(STOP_REASONS)).dictionary_decode(),
+            "stop_reason": pa.DictionaryArray.from_arrays(
+                pa.array(samples.stop_reason, pa.int8()), list(STOP_REASONS)
+            ).dictionary_decode(),
             "weight_version": _lists(spans, samples.span_counts),
-            **{name: pa.array([parts.get(name) for parts in rewards], kind) for name, kind in zip(OWN_COLUMNS, _KINDS, strict=True)},
+            **{
+                name: pa.array([parts.get(name) for parts in rewards], kind)
+                for name, kind in zip(OWN_COLUMNS, _KINDS, strict=True)
+            },
             "reward": pa.array(own, pa.string()),
         }
     )

@@ -1,7 +1,8 @@
 """Responses of a step that people are shown, and the trainer's log-probs of them beside generation's.
 
-`shown_rows.json` in the run directory is of the newest step alone: `step`, and `log_probs` by row of the step's samples, the
-trainer's under the weights that generated, LONGEST tokens at most. What engines gave the same tokens stands in `samples/`.
+`shown_rows.json` in the run directory is of the newest step alone: `step`, and `log_probs` by row of the step's
+samples, the trainer's under the weights that generated, LONGEST tokens at most. What engines gave the same tokens
+stands in `samples/`.
 """
 
 import json
@@ -25,7 +26,9 @@ class ShownRows:
     log_probs: dict[int, list[float | None]]
 
 
-def extreme_rows(scores: Sequence[float], prompts: Sequence[int], gaps: Sequence[float] | None = None) -> dict[str, list[int]]:
+def extreme_rows(
+    scores: Sequence[float], prompts: Sequence[int], gaps: Sequence[float] | None = None
+) -> dict[str, list[int]]:
     """Rows by kind, EACH at most, none in two: `best` and `worst` of the scores, and `changed`: the largest of `gaps`.
 
     Of different prompts as long as there are such.

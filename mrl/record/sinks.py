@@ -13,7 +13,10 @@ from mrl.record.views import Metrics, Rows, View, ViewThread
 
 
 class JsonlSink:
-    """One object a step, on disk when `write` returns. Keys keep the order in which they come, `training/global_step` first."""
+    """One object a step, on disk when `write` returns.
+
+    Keys keep the order in which they come, `training/global_step` first.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", encoding="utf-8")
@@ -30,7 +33,9 @@ class JsonlSink:
 
 
 class Record:
-    """All sinks of a run. The JSONL line is written first and its errors are raised: a run whose record cannot be written must not go on.
+    """All sinks of a run.
+
+    The JSONL line is written first and its errors are raised: a run whose record cannot be written must not go on.
 
     A view has a thread of its own. One that raises, or is busy with one call for more than `timeout_s` seconds, is
     logged once, left out from then on, and training continues; it never waits for a view, except for as long again when
@@ -88,7 +93,9 @@ HOSTED = ("wandb", "mlflow", "swanlab")  # extras of the same name, and packages
 
 
 def check_packages(names: Sequence[str]) -> None:
-    """Raises ConfigError for a view whose package is not installed; imports none, so it can be asked before a run starts anything."""
+    """Raises ConfigError for a view whose package is not installed; imports none,
+    so it can be asked before a run starts anything.
+    """
     for name in names:
         if name in HOSTED and importlib.util.find_spec(name) is None:
             raise ConfigError(_missing(name, name))
@@ -100,9 +107,15 @@ def _missing(view: str, package: str | None) -> str:
 
 
 def make_sinks(
-    names: Sequence[str], run_dir: RunDir, total_steps: int, info: RunInfo | None = None, more: Mapping[str, View] | None = None
+    names: Sequence[str],
+    run_dir: RunDir,
+    total_steps: int,
+    info: RunInfo | None = None,
+    more: Mapping[str, View] | None = None,
 ) -> Record:
-    """The record of a run with the views that `trainer.logger` names; `jsonl` may be named and is on anyhow. `more`: ready ones.
+    """The record of a run with the views that `trainer.logger` names; `jsonl` may be named and is on anyhow.
+
+    `more`: ready ones.
 
     Raises ConfigError for a name that is none, or a view whose package is missing or broken; EnvironmentFault where the
     disk or the network refuses a view.
@@ -120,7 +133,10 @@ def _view(name: str, run_dir: RunDir, total_steps: int, info: RunInfo) -> View:
         return VIEWS[name](run_dir, total_steps, info)
     except ImportError as error:
         raise ConfigError(_missing(name, error.name)) from error
-    except Exception as error:  # a broken installation raises anything, and a run should not begin without what it was asked for
+    except Exception as error:
+        # a broken installation raises anything, and a run should not begin without what it was asked for
         fault = EnvironmentFault if isinstance(error, OSError) else ConfigError
         what = f"{type(error).__name__}: {error}"
-        raise fault(f"trainer.logger: {name} cannot be started ({what}); mend it, or take {name} off the list") from error
+        raise fault(
+            f"trainer.logger: {name} cannot be started ({what}); mend it, or take {name} off the list"
+        ) from error

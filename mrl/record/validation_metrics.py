@@ -2,9 +2,9 @@
 
 A prompt has n responses; best@k is what the best of k of them is worth. verl estimates it with 1000 bootstrap draws of
 k with replacement; here it is the exact expectation of that draw (Efron's ideal bootstrap), so it has no noise of its
-own. A majority has no such form and is drawn, 1000 times, seed 42, as in verl. `/ci95_low` and `/ci95_high` are the 95 %
-interval over prompts, whose responses are not independent; they are left out for a single prompt. Of what is 0 or 1 in
-every response it is Wilson's, which stays within 0 and 1 and has a width where all are right; of anything else the
+own. A majority has no such form and is drawn, 1000 times, seed 42, as in verl. `/ci95_low` and `/ci95_high` are the 95
+% interval over prompts, whose responses are not independent; they are left out for a single prompt. Of what is 0 or 1
+in every response it is Wilson's, which stays within 0 and 1 and has a width where all are right; of anything else the
 percentile bootstrap's.
 """
 
@@ -20,7 +20,9 @@ Z95 = 1.959964  # of the normal distribution, 95 % lie within so many standard d
 
 @dataclass(frozen=True)
 class Answers:
-    """All responses to one prompt: quantities by name, [n] each, and what each response answered, for majorities, where it is known."""
+    """All responses to one prompt: quantities by name, [n] each, and what each response answered, for majorities,
+    where it is known.
+    """
 
     data_source: str
     values: Mapping[str, Sequence[float]]
@@ -97,10 +99,12 @@ def validation_metrics(answers: Sequence[Answers]) -> dict[str, float]:
 
 
 def wilson95(values: np.ndarray, responses: int) -> tuple[float, float]:
-    """The 95 % interval of the mean of `values`, [prompts], each made of `responses` zeros and ones. With one response a prompt
-    it is Wilson's (1927, eq. 5).
+    """The 95 % interval of the mean of `values`, [prompts], each made of `responses` zeros and ones.
 
-    With several, as many independent answers are put in its place as would vary as the prompts do (Korn and Graubard 1998):
+    With one response a prompt it is Wilson's (1927, eq. 5).
+
+    With several, as many independent answers are put in its place as would vary as the prompts do (Korn and Graubard
+    1998):
     at least one a prompt, at most all responses. Where all are alike nothing tells how many: one a prompt.
     """
     count, mean = len(values), float(values.mean())
@@ -120,7 +124,9 @@ def bootstrap95(values: np.ndarray) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def _over_prompts(source: str, quantity: str, rows: list[dict[str, float]], n: int, core: bool, binary: bool) -> dict[str, float]:
+def _over_prompts(
+    source: str, quantity: str, rows: list[dict[str, float]], n: int, core: bool, binary: bool
+) -> dict[str, float]:
     metrics = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         values = np.array([row[name] for row in rows if name in row])
@@ -128,7 +134,9 @@ def _over_prompts(source: str, quantity: str, rows: list[dict[str, float]], n: i
         metrics[f"{section}/{source}/{quantity}/{name}"] = float(values.mean())
         if len(values) > 1 and not name.startswith("std@") and not name.endswith("/std"):
             low, high = wilson95(values, n) if binary else bootstrap95(values)
-            metrics |= {f"val-aux/{source}/{quantity}/{name}/ci95_{end}": value for end, value in (("low", low), ("high", high))}
+            metrics |= {
+                f"val-aux/{source}/{quantity}/{name}/ci95_{end}": value for end, value in (("low", low), ("high", high))
+            }
     return metrics
 
 

@@ -44,14 +44,19 @@ class ViewThread:
 
     @property
     def alive(self) -> bool:
-        """Whether the view still gets calls. One that has been busy with a single call for too long is given up here."""
+        """Whether the view still gets calls.
+
+        One that has been busy with a single call for too long is given up here.
+        """
         since = self._since
         if since is not None and time.monotonic() - since > self._timeout_s:
             self._leave_out(f"was busy with one call for more than trainer.logger_timeout_s ({self._timeout_s:g} s)")
         return not self._left_out
 
     def call(self, job: Callable[[View], None], droppable: bool = False) -> None:
-        """Has the view do `job` when it comes to it; one that may be dropped is, while another is under way or waits."""
+        """Has the view do `job` when it comes to it; one that may be dropped is,
+        while another is under way or waits.
+        """
         if not (droppable and (self._since is not None or not self._jobs.empty())):
             self._jobs.put(job)
 
@@ -61,7 +66,9 @@ class ViewThread:
         self._jobs.put(None)
 
     def wait_closed(self, deadline: float) -> None:
-        """Waits until the view has closed, or was left out, or the deadline (of time.monotonic) passes, when it is left to itself."""
+        """Waits until the view has closed, or was left out, or the deadline (of time.monotonic) passes,
+        when it is left to itself.
+        """
         while not self._ended.wait(min(0.2, max(deadline - time.monotonic(), 0.0))):
             if not self.alive:
                 return
@@ -82,4 +89,9 @@ class ViewThread:
         with self._lock:
             first, self._left_out = not self._left_out, True
         if first:
-            log.error("trainer.logger: %s %s; it is left out from now on, metrics.jsonl goes on", self.name, reason, exc_info=error)
+            log.error(
+                "trainer.logger: %s %s; it is left out from now on, metrics.jsonl goes on",
+                self.name,
+                reason,
+                exc_info=error,
+            )

@@ -1,4 +1,7 @@
-"""Where a response says its answer. Plain scans in linear time: a response is a stranger's text. Standard library only."""
+"""Where a response says its answer.
+
+Plain scans in linear time: a response is a stranger's text. Standard library only.
+"""
 
 import re
 
@@ -8,7 +11,9 @@ STATED = re.compile(r"(?i)\banswer\s*(?:is\s*:?|:)\s*")
 
 
 def conclusion(response: str) -> str:
-    """What follows the reasoning: the text after the last `</think>`, nothing when a `<think>` never closes; its last TAIL characters."""
+    """What follows the reasoning: the text after the last `</think>`, nothing when a `<think>` never closes;
+    its last TAIL characters.
+    """
     rest = response.rpartition("</think>")[2]
     if "<think>" in rest:
         return ""
@@ -16,7 +21,10 @@ def conclusion(response: str) -> str:
 
 
 def closing_brace(text: str, start: int) -> int | None:
-    """Index of the `}` that closes the group whose content begins at `start`; None if it never closes. Escaped braces do not count."""
+    """Index of the `}` that closes the group whose content begins at `start`; None if it never closes.
+
+    Escaped braces do not count.
+    """
     depth, i = 1, start
     while i < len(text):
         if text[i] == "\\":
@@ -44,7 +52,9 @@ def boxed(text: str) -> list[str]:
 
 
 def unboxed(content: str) -> str:
-    """A box whose only content is a box is that box; more than three of them, one in another, are no answer's form and stay."""
+    """A box whose only content is a box is that box; more than three of them, one in another,
+    are no answer's form and stay.
+    """
     for _ in range(3):
         match = BOX.match(content.strip())
         if match is None or closing_brace(content.strip(), match.end()) != len(content.strip()) - 1:
@@ -54,7 +64,9 @@ def unboxed(content: str) -> str:
 
 
 def stated(text: str) -> str | None:
-    """What follows the last `Answer:` or `answer is` on its line, without asterisks and the final period; None where there is none."""
+    """What follows the last `Answer:` or `answer is` on its line, without asterisks and the final period;
+    None where there is none.
+    """
     matches = list(STATED.finditer(text))
     if not matches:
         return None

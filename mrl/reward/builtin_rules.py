@@ -1,4 +1,6 @@
-"""Built-in reward functions, with verl's signature: (data_source, solution_str, ground_truth, extra_info) -> score or dict(score=...)."""
+"""Built-in reward functions, with verl's signature: (data_source, solution_str, ground_truth,
+extra_info) -> score or dict(score=...).
+"""
 
 import re
 from collections.abc import Callable, Mapping
@@ -29,9 +31,12 @@ _DAPO_REPLACED = (
     ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
 )  # fmt: skip
 _DAPO_REMOVED = (
-    "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue", "points", "feet", "minutes",
-    "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students", "childrentickets", "multiples", "\\text{s}",
-    "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!",
+    "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue", "points",
+    "feet", "minutes",
+    "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students", "childrentickets",
+    "multiples", "\\text{s}",
+    "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}", "\\mathrm{th}", "^\\circ",
+    "^{\\circ}", "\\;", ",\\!",
     "{,}", '"', "\\dots",
 )  # fmt: skip
 _DAPO_PATTERNS = tuple(
@@ -48,13 +53,16 @@ _DAPO_PATTERNS = tuple(
 )
 
 
-def exact_match(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> float:
+def exact_match(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
+) -> float:
     """1 if the response is the ground truth, spaces around both aside, else 0."""
     return float(solution_str.strip() == str(ground_truth).strip())
 
 
 def gsm8k(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> Score:
-    """1 if the last `#### number` in the response's last 300 characters is the ground truth, thousands commas aside (verl's strict form).
+    """1 if the last `#### number` in the response's last 300 characters is the ground truth, thousands commas aside
+    (verl's strict form).
 
     Parts: `acc`, the score itself as in verl, and `answered`, whether there was such a number at all.
     """
@@ -75,11 +83,15 @@ def normalised(answer: str) -> str:
     return (digits if digits.isdigit() else text).strip()
 
 
-def math_dapo(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """`score` 1 or -1, `acc` 1 or 0, `pred` the normalised answer, `[INVALID]` where there is no `Answer:` in the last 300 characters.
+def math_dapo(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """`score` 1 or -1, `acc` 1 or 0, `pred` the normalised answer, `[INVALID]` where there is no `Answer:` in the last
+    300 characters.
 
-    Behaviour of verl's math_dapo (itself Minerva's normalisation), so that scores are comparable with published runs, its quirks included.
-    The layered verifier of mrl.reward.math_verifier is the better judge; this one is the reference.
+    Behaviour of verl's math_dapo (itself Minerva's normalisation), so that scores are comparable with published runs,
+    its quirks included. The layered verifier of mrl.reward.math_verifier is the better judge; this one is the
+    reference.
     """
     answers = DAPO_ANSWER.findall(solution_str[-DAPO_TAIL:])
     pred = normalised(answers[-1] if answers else DAPO_NOTHING)
@@ -89,18 +101,23 @@ def math_dapo(data_source: str, solution_str: str, ground_truth: Any, extra_info
 
 
 def letters(text: str) -> str | None:
-    """The letters that a text chooses, in the order of the alphabet, each once; None where it is no choice ("ALL", "the first")."""
+    """The letters that a text chooses, in the order of the alphabet, each once; None where it is no choice ("ALL",
+    "the first").
+    """
     match = _CHOICE.fullmatch(clean(text[:LONGEST_CHOICE]))
     if match is None:
         return None
     return "".join(sorted({c for c in match[1] if c in LETTERS}))
 
 
-def multiple_choice(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """1 if the last `\\boxed{}` after the reasoning chooses exactly the right letters, order and separators aside, else 0.
+def multiple_choice(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """1 if the last `\\boxed{}` after the reasoning chooses exactly the right letters, order and separators aside, else
+    0.
 
-    Parts: `acc`, `verdict`, `pred`. Unlike a search for letters anywhere in the box, `\\boxed{CAB}` as a word of letters counts and
-    `\\boxed{None}` does not. Raises ValueError for a truth that is no choice.
+    Parts: `acc`, `verdict`, `pred`. Unlike a search for letters anywhere in the box, `\\boxed{CAB}` as a word of
+    letters counts and `\\boxed{None}` does not. Raises ValueError for a truth that is no choice.
     """
     truth = letters("".join(ground_truth) if isinstance(ground_truth, list) else str(ground_truth))
     if truth is None:
@@ -112,7 +129,9 @@ def multiple_choice(data_source: str, solution_str: str, ground_truth: Any, extr
     return {"score": correct, "acc": correct, "verdict": verdict, "pred": pred or ""}
 
 
-def think_format(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> float:
+def think_format(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
+) -> float:
     """1 if the response is reasoning, one `</think>`, and an answer behind it, both with content.
 
     The opening `<think>` may be missing: chat templates with thinking on put it into the prompt.
@@ -125,7 +144,9 @@ def think_format(data_source: str, solution_str: str, ground_truth: Any, extra_i
     return float(bool(thought.strip()) and bool(answer.strip()))
 
 
-def boxed_format(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> float:
+def boxed_format(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
+) -> float:
     """1 if there is exactly one `\\boxed{}` with content behind the reasoning."""
     boxes = boxed(conclusion(solution_str))
     return float(len(boxes) == 1 and bool(boxes[0].strip()))
@@ -141,7 +162,8 @@ RULES: dict[str, RewardFunction] = {
     "boxed_format": boxed_format,
 }
 
-# What `auto` uses for a data_source that is not itself a rule's name; the keys are those in verl's prepared files and of `mrl data`.
+# What `auto` uses for a data_source that is not itself a rule's name; the keys are those in verl's prepared files and
+# of `mrl data`.
 RULE_OF_DATA_SOURCE: dict[str, str] = {
     "openai/gsm8k": "gsm8k",
     "lighteval/MATH": "math",
@@ -149,7 +171,8 @@ RULE_OF_DATA_SOURCE: dict[str, str] = {
     "HuggingFaceH4/MATH-500": "math",
     "math_dapo_reasoning": "math_dapo",
 }
-RULE_OF_PREFIX: dict[str, str] = {"aime": "math_dapo", "dianjin": "multiple_choice"}  # aime2024, aime_2025, dianjin/cflue_mcq, ...
+# aime2024, aime_2025, dianjin/cflue_mcq, ...
+RULE_OF_PREFIX: dict[str, str] = {"aime": "math_dapo", "dianjin": "multiple_choice"}
 
 
 def rule_name(data_source: str) -> str:

@@ -1,4 +1,7 @@
-"""What goes to the scoring workers and comes back. This room imports the standard library only, so that a worker starts in milliseconds."""
+"""What goes to the scoring workers and comes back.
+
+This room imports the standard library only, so that a worker starts in milliseconds.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -15,7 +18,9 @@ ACC = "acc"  # the part that says how right an answer is; where a function gives
 
 @dataclass(frozen=True)
 class RewardSpec:
-    """Which function scores: a built-in by name, `auto` (by each row's data_source), or `name` in the user's file at `path`."""
+    """Which function scores: a built-in by name, `auto` (by each row's data_source),
+    or `name` in the user's file at `path`.
+    """
 
     function: str = "auto"
     path: str | None = None
@@ -53,7 +58,9 @@ class Question:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """`reason` is one of the constants above; where it is not `ok`, `score` is the pool's failure_score and `detail` says more."""
+    """`reason` is one of the constants above; where it is not `ok`,
+    `score` is the pool's failure_score and `detail` says more.
+    """
 
     sample_id: int
     score: float
@@ -69,10 +76,12 @@ def failure_counts(results: Iterable[RewardResult]) -> dict[str, int]:
 
 
 def failures_at_the_bottom(results: list[RewardResult]) -> list[RewardResult]:
-    """The results with failed ones scored as the lowest of their data source, of all where it has no other, and at most 0.
+    """The results with failed ones scored as the lowest of their data source, of all where it has no other, and at most
+    0.
 
-    Any fixed score would stand above the wrong answers of some rule: 0 does above the -1 of math_dapo, and hanging would be learned. The
-    lowest of another source may be out of all proportion: in a group of 0 and 1, a -100 would be all that is learned from.
+    Any fixed score would stand above the wrong answers of some rule: 0 does above the -1 of math_dapo, and hanging
+    would be learned. The lowest of another source may be out of all proportion: in a group of 0 and 1, a -100 would be
+    all that is learned from.
     """
     lowest: dict[str, float] = {}
     for r in results:
@@ -83,11 +92,16 @@ def failures_at_the_bottom(results: list[RewardResult]) -> list[RewardResult]:
 
 
 def check_failures(results: list[RewardResult], max_failure_share: float) -> None:
-    """Raises DataError when more than this share of the results are failures, with counts by reason and one detail of each."""
+    """Raises DataError when more than this share of the results are failures,
+    with counts by reason and one detail of each.
+    """
     counts = failure_counts(results)
     failed = sum(counts.values())
     if failed <= max_failure_share * len(results):
         return
     lines = [f"  {n} {reason}: {next(r.detail for r in results if r.reason == reason)}" for reason, n in counts.items()]
-    head = f"the reward failed on {failed} of {len(results)} responses, more than reward.max_failure_share ({max_failure_share:g}) allows:"
+    head = (
+        f"the reward failed on {failed} of {len(results)} responses, more than reward.max_failure_share "
+        f"({max_failure_share:g}) allows:"
+    )
     raise DataError("\n".join([head, *lines]))

@@ -1,4 +1,7 @@
-"""Short mathematical answers in one way of writing, and what can be compared exactly: numbers, units, lists. Standard library only."""
+"""Short mathematical answers in one way of writing, and what can be compared exactly: numbers, units, lists.
+
+Standard library only.
+"""
 # ruff: noqa: RUF001  the characters that look alike are what this file is about
 
 import re
@@ -18,11 +21,15 @@ _UNICODE = {
     **dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\u2014\ufe63", "-"),
     **dict.fromkeys("\u00a0\u2009\u202f\u2002\u2003\u3000\u2005\u2006", " "),
     **dict.fromkeys("\u200b\ufeff\u2060§", ""),
-    "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ", "÷": "/", "⁄": "/", "∕": "/", "π": r"\pi ", "∞": r"\infty ",
-    "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ", "°": r"^\circ ", "√": r"\sqrt ",
-    "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅕": r"\frac{1}{5}",
+    "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ", "÷": "/", "⁄": "/", "∕": "/", "π": r"\pi ",
+    "∞": r"\infty ",
+    "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ", "°": r"^\circ ",
+    "√": r"\sqrt ",
+    "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
+    "⅕": r"\frac{1}{5}",
     "⅛": r"\frac{1}{8}",
-    "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "γ": r"\gamma ", "λ": r"\lambda ", "，": ",", "。": ".", "、": ",",
+    "θ": r"\theta ",
+    "α": r"\alpha ", "β": r"\beta ", "γ": r"\gamma ", "λ": r"\lambda ", "，": ",", "。": ".", "、": ",",
 }  # fmt: skip
 _TABLE = str.maketrans(_UNICODE)
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
@@ -30,25 +37,32 @@ _LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 
 _UNITS = {
     "cm": "cm centimeter centimeters", "mm": "mm millimeter millimeters", "m": "m meter meters metre metres",
-    "km": "km kilometer kilometers", "in": "in inch inches", "ft": "ft foot feet", "yd": "yd yard yards", "mi": "mi mile miles",
+    "km": "km kilometer kilometers", "in": "in inch inches", "ft": "ft foot feet", "yd": "yd yard yards",
+    "mi": "mi mile miles",
     "g": "g gram grams", "kg": "kg kilogram kilograms",
     "lb": "lb lbs pound pounds", "oz": "oz ounce ounces", "s": "s sec second seconds", "min": "min minute minutes",
     "h": "h hr hrs hour hours", "day": "day days", "week": "week weeks", "month": "month months", "year": "year years",
-    "dollar": "dollar dollars usd", "cent": "cent cents", "deg": "deg degree degrees", "rad": "rad radian radians", "mph": "mph",
+    "dollar": "dollar dollars usd", "cent": "cent cents", "deg": "deg degree degrees", "rad": "rad radian radians",
+    "mph": "mph",
     "unit": "unit units",
     "L": "L liter liters litre litres", "%": "percent", "元": "元", "万元": "万元", "亿元": "亿元",
 }  # fmt: skip
 _UNIT_OF = {spelling: unit for unit, spellings in _UNITS.items() for spelling in spellings.split()}
-_BARE_UNITS = sorted((s for s in _UNIT_OF if len(s) > 1 or s == "元"), key=len, reverse=True)  # one letter may be a variable
+# one letter may be a variable
+_BARE_UNITS = sorted((s for s in _UNIT_OF if len(s) > 1 or s == "元"), key=len, reverse=True)
 _KNOWN_UNIT = re.compile(rf"(?:{'|'.join(map(re.escape, _UNITS))})[23]?")
 _POWER = r"(?:\s*\^\s*\{?([23])\}?)?"
 _SQUARE = {"square": "2", "sq": "2", "cubic": "3"}
-_TRAILING_UNIT = re.compile(rf"(?<=[0-9)}}\s])\s*(?:(square|sq|cubic)\.?\s+)?({'|'.join(map(re.escape, _BARE_UNITS))}){_POWER}$")
+_TRAILING_UNIT = re.compile(
+    rf"(?<=[0-9)}}\s])\s*(?:(square|sq|cubic)\.?\s+)?({'|'.join(map(re.escape, _BARE_UNITS))}){_POWER}$"
+)
 _TEXT_UNIT = re.compile(r"(?:(square|sq|cubic)\.?\s+)?([A-Za-z元万亿]+)" + _POWER + "$")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|operatorname)\s*\{")
 
 _SPACES = re.compile(r"(?<!\\)\\(?:[,;:! ]|quad(?![a-zA-Z])|qquad(?![a-zA-Z])|enspace(?![a-zA-Z]))|~")
-_LEFT_OUT = re.compile(r"\\(?:left|right|displaystyle|bigl|bigr|Bigl|Bigr|big|Big|limits)(?![a-zA-Z])\.?|(?<!\\)\\[()\[\]]|\$")
+_LEFT_OUT = re.compile(
+    r"\\(?:left|right|displaystyle|bigl|bigr|Bigl|Bigr|big|Big|limits)(?![a-zA-Z])\.?|(?<!\\)\\[()\[\]]|\$"
+)
 _DOLLARS = re.compile(r"^\s*\$?\s*([+-]?)\s*\\\$([^§]*?)(\$?)$")
 _FRACTION = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
 _SHORT_FRACTION = re.compile(r"\\frac\s*(?:(\d)\s*(\d)|\{([^{}]*)\}\s*(\d)|(\d)\s*\{([^{}]*)\})")
@@ -77,11 +91,21 @@ class Quantity:
 
 
 def clean(text: str) -> str:
-    """The answer without dressing: no dollars, sizes, spacing commands, text wrappers and final period; units marked with `§`."""
+    """The answer without dressing: no dollars, sizes, spacing commands, text wrappers and final period;
+    units marked with `§`.
+    """
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+", lambda m: "^{" + m[0].translate(_RAISED) + "}", text)
     text = re.sub("[₀₁₂₃₄₅₆₇₈₉]+", lambda m: "_{" + m[0].translate(_LOWERED) + "}", text)
-    text = text.translate(_TABLE).replace("{,}", ",").replace(r"\%", "%").replace(r"\lbrace", r"\{").replace(r"\rbrace", r"\}")
-    text = _DOLLARS.sub(lambda m: f"{m[1]}{m[2]} {UNIT}$$", text).replace(r"\$", "").replace(f"{UNIT}$$", f"{UNIT}dollar")
+    text = (
+        text.translate(_TABLE)
+        .replace("{,}", ",")
+        .replace(r"\%", "%")
+        .replace(r"\lbrace", r"\{")
+        .replace(r"\rbrace", r"\}")
+    )
+    text = (
+        _DOLLARS.sub(lambda m: f"{m[1]}{m[2]} {UNIT}$$", text).replace(r"\$", "").replace(f"{UNIT}$$", f"{UNIT}dollar")
+    )
     text = _FRACTION.sub(lambda m: r"\frac", text)
     text = _DEGREES.sub(f" {UNIT}deg", _LEFT_OUT.sub("", text))
     text = _unwrap_text(_SPACES.sub(" ", text.replace(r"\!", "")))
@@ -93,12 +117,16 @@ def clean(text: str) -> str:
 
 
 def _long_fraction(match: re.Match) -> str:
-    above, below = (next(part for part in pair if part is not None) for pair in (match.group(1, 3, 5), match.group(2, 4, 6)))
+    above, below = (
+        next(part for part in pair if part is not None) for pair in (match.group(1, 3, 5), match.group(2, 4, 6))
+    )
     return rf"\frac{{{above}}}{{{below}}}"
 
 
 def _unwrap_text(text: str) -> str:
-    """`\\text{...}` as its content between spaces; as a marked unit where the content is one and something stands before it."""
+    """`\\text{...}` as its content between spaces; as a marked unit where the content is one and something stands
+    before it.
+    """
     while match := _TEXT.search(text):
         end = closing_brace(text, match.end())
         if end is None:
@@ -174,8 +202,8 @@ def _scientific(digits: str, braced: str, plain: str) -> Fraction:
 def same_quantity(truth: Quantity, answer: Quantity) -> bool:
     """Equal numbers, and no two different units.
 
-    A percentage equals its value (50 % is 0.5). Its bare number counts too, since questions ask for "how many percent", except where the
-    truth is a bare number below one, which is a share.
+    A percentage equals its value (50 % is 0.5). Its bare number counts too, since questions ask for "how many percent",
+    except where the truth is a bare number below one, which is a share.
     """
     if truth.unit and answer.unit and truth.unit != answer.unit:
         return False
@@ -213,7 +241,10 @@ def _depths(text: str) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class Collection:
-    """Several answers in one. `kind` is the pair of brackets, `list` for none and for braces, `union` for intervals joined."""
+    """Several answers in one.
+
+    `kind` is the pair of brackets, `list` for none and for braces, `union` for intervals joined.
+    """
 
     kind: str
     items: tuple[str, ...]

@@ -1,8 +1,9 @@
-"""Is an answer the truth? Exact comparison of numbers, lists and text first, which is microseconds; math-verify for what is left.
+"""Is an answer the truth? Exact comparison of numbers, lists and text first, which is microseconds; math-verify for
+what is left.
 
-Strict where a policy could be paid for less than the answer: several different answers, a list where one is asked for, another unit,
-an interval with other ends, words around a number. Decimals are exact: 0.333 is not 1/3. No signal and no alarm is used: the one deadline
-is that of the scoring process (mrl.reward.pool).
+Strict where a policy could be paid for less than the answer: several different answers, a list where one is asked for,
+another unit, an interval with other ends, words around a number. Decimals are exact: 0.333 is not 1/3. No signal and no
+alarm is used: the one deadline is that of the scoring process (mrl.reward.pool).
 """
 
 import functools
@@ -12,7 +13,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mrl.reward.answers import answers, boxed, closing_brace
-from mrl.reward.latex import UNIT, Collection, clean, collection, deepest, quantity, same_quantity, split_top, split_unit
+from mrl.reward.latex import (
+    UNIT,
+    Collection,
+    clean,
+    collection,
+    deepest,
+    quantity,
+    same_quantity,
+    split_top,
+    split_unit,
+)
 
 MATCH, WRONG, NO_ANSWER, SEVERAL, TOO_COMPLEX = "match", "wrong", "no_answer", "several_answers", "too_complex"
 
@@ -34,7 +45,8 @@ _COMMAND = re.compile(r"\\[A-Za-z]+|\\.")
 _KNOWN_COMMANDS = frozenset(
     rf"\{name}"
     for group in (
-        "frac sqrt pi cdot times div infty circ le leq ge geq ne neq lt gt lfloor rfloor lceil rceil vert emptyset varnothing mathbb",
+        "frac sqrt pi cdot times div infty circ le leq ge geq ne neq lt gt lfloor rfloor lceil rceil vert "
+        "emptyset varnothing mathbb",
         "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp",
         "theta alpha beta gamma delta lambda mu phi omega sigma rho tau epsilon",
     )
@@ -48,11 +60,14 @@ class TooComplex(Exception):
     """The answer is nothing that may be computed with: it could take for ever, or say anything."""
 
 
-def math(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """1 if the response's answer is the truth, else 0; parts: `acc`, `verdict` (one of the above) and `pred`, the answer as compared.
+def math(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """1 if the response's answer is the truth, else 0; parts: `acc`, `verdict` (one of the above) and `pred`, the
+    answer as compared.
 
-    The answer is what stands in `\\boxed{}`, else behind `Answer:` or `answer is`, after `</think>`. A truth that is a list of texts names
-    alternatives. Raises ValueError for a truth without content.
+    The answer is what stands in `\\boxed{}`, else behind `Answer:` or `answer is`, after `</think>`. A truth that is a
+    list of texts names alternatives. Raises ValueError for a truth without content.
     """
     truths = [_truth(t) for t in (ground_truth if isinstance(ground_truth, list) and ground_truth else [ground_truth])]
     verdict, pred = judge(truths, solution_str)
@@ -65,7 +80,8 @@ def judge(truths: list[str], response: str) -> tuple[str, str]:
     given = list({canonical(a): a for a in map(clean, answers(response))}.values())
     if not any(given):
         return NO_ANSWER, ""
-    answer = given[0] if len(given) == 1 else ", ".join(given)  # several boxes are a list, which is right only where the truth is one
+    # several boxes are a list, which is right only where the truth is one
+    answer = given[0] if len(given) == 1 else ", ".join(given)
     try:
         right = any(equal(truth, answer) for truth in truths)
     except TooComplex:
@@ -84,13 +100,20 @@ def _truth(value: Any) -> str:
 
 
 def canonical(cleaned: str) -> str:
-    """One text for all spellings of the same number; for other answers their own without needless spaces. What majority votes count."""
+    """One text for all spellings of the same number; for other answers their own without needless spaces.
+
+    What majority votes count.
+    """
     named = _ASSIGNED.match(cleaned)
     if named and len(_EQUALS.findall(cleaned)) <= 1:
         cleaned = cleaned[named.end() :]
     number = quantity(cleaned)
     if number is None:
-        return " ".join(cleaned.split()) if _WORD.search(cleaned) or _SPACED_DIGITS.search(cleaned) else cleaned.replace(" ", "")
+        return (
+            " ".join(cleaned.split())
+            if _WORD.search(cleaned) or _SPACED_DIGITS.search(cleaned)
+            else cleaned.replace(" ", "")
+        )
     return str(number.value) + (UNIT + number.unit if number.unit else "")
 
 
@@ -154,12 +177,18 @@ def _set_of_one(truth: Collection | None, answer: Collection | None, truth_text:
 
 
 def _without_names(truth: str, answer: str) -> tuple[str, str] | None:
-    """Both sides without `x =`, `f(x) =` or `x \\in` where one has it, or both have the same; None where there is nothing to take off."""
+    """Both sides without `x =`, `f(x) =` or `x \\in` where one has it, or both have the same;
+    None where there is nothing to take off.
+    """
     known, given = _ASSIGNED.match(truth), _ASSIGNED.match(answer)
     known = known if known and len(_EQUALS.findall(truth)) <= 1 else None
     given = given if given and len(_EQUALS.findall(answer)) <= 1 else None
     if known and given:
-        return (truth[known.end() :], answer[given.end() :]) if known[1].replace(" ", "") == given[1].replace(" ", "") else None
+        return (
+            (truth[known.end() :], answer[given.end() :])
+            if known[1].replace(" ", "") == given[1].replace(" ", "")
+            else None
+        )
     if given and "=" not in truth:
         return truth, answer[given.end() :]
     if known and "=" not in answer:
@@ -168,7 +197,10 @@ def _without_names(truth: str, answer: str) -> tuple[str, str] | None:
 
 
 def _same_expression(truth: str, answer: str) -> bool:
-    """The last layer. Words, units of one side's own, decimals for irrational numbers and chains of equations are not computed with."""
+    """The last layer.
+
+    Words, units of one side's own, decimals for irrational numbers and chains of equations are not computed with.
+    """
     known, given = quantity(truth), quantity(answer)
     if any(q is not None and q.decimal for q in (known, given)):
         return False
@@ -187,24 +219,34 @@ def _same_expression(truth: str, answer: str) -> bool:
 
 
 def _letters(text: str) -> set[str]:
-    """Its variables, capitals apart from small letters, which math-verify does not tell apart; without the constants e and i."""
+    """Its variables, capitals apart from small letters, which math-verify does not tell apart;
+    without the constants e and i.
+    """
     return set(re.findall("[A-Za-z]", _COMMAND.sub(" ", text))) - {"e", "i"}
 
 
 def _is_expression(text: str) -> bool:
     """Whether it is made of numbers, one-letter names, operators and known commands only."""
     depth = deepest(text)
-    if depth is None or depth > DEEPEST or not text.strip() or any(command not in _KNOWN_COMMANDS for command in _COMMAND.findall(text)):
+    if (
+        depth is None
+        or depth > DEEPEST
+        or not text.strip()
+        or any(command not in _KNOWN_COMMANDS for command in _COMMAND.findall(text))
+    ):
         return False
     if r"\infty" in text and not re.fullmatch(r"\s*[+-]?\s*\\infty\s*", text):
         return False  # not a number to compute with
     rest = _COMMAND.sub("*", text)
-    odd = r"\d\s+[\d.]|\d\s*_|['\"`?@#&|%:]|\.\.|\d\s*,\s*\d|(?<![\d.])0\d"  # a leading zero stands in dates, such as 2023-01-01
+    # a leading zero stands in dates, such as 2023-01-01
+    odd = r"\d\s+[\d.]|\d\s*_|['\"`?@#&|%:]|\.\.|\d\s*,\s*\d|(?<![\d.])0\d"
     return not (_WORD.search(rest) or re.search(odd, rest))
 
 
 def _check_size(text: str) -> None:
-    """Raises TooComplex for an expression that is long, or has towers of powers, huge ones, or factorials of anything but small numbers."""
+    """Raises TooComplex for an expression that is long, or has towers of powers, huge ones,
+    or factorials of anything but small numbers.
+    """
     letters = re.search("[A-Za-z]", _COMMAND.sub(" ", text)) is not None
     if len(text) > LONGEST_EXPRESSION or _TOWER.search(text) or re.search(r"\d{41}", text):
         raise TooComplex
@@ -229,11 +271,16 @@ def _math_verify(truth: str, answer: str) -> bool:
     """math-verify on LaTeX only, without its alarms. An answer that it cannot read is wrong."""
     parse, verify, targets = load_math_verify()
     sides = [parse(f"${text}$", targets, fallback_mode="no_fallback", parsing_timeout=None) for text in (truth, answer)]
-    return bool(sides[0] and sides[1]) and bool(verify(*sides, timeout_seconds=None)) and _confirmed(sides[0][0], sides[1][0])
+    return (
+        bool(sides[0] and sides[1])
+        and bool(verify(*sides, timeout_seconds=None))
+        and _confirmed(sides[0][0], sides[1][0])
+    )
 
 
 def _confirmed(truth: Any, answer: Any) -> bool:
-    """Whether two expressions have the same finite value where their variables have some; true of what has no value, such as relations.
+    """Whether two expressions have the same finite value where their variables have some; true of what has no value,
+    such as relations.
 
     math-verify takes a difference that it cannot evaluate for none: it finds 7 pi^infinity equal to 5.
     """
@@ -253,7 +300,10 @@ def _confirmed(truth: Any, answer: Any) -> bool:
 
 @functools.cache
 def load_math_verify() -> tuple[Any, Any, list[Any]]:
-    """math-verify's two functions and how an answer is read; the import takes about a second. Raises ImportError with the cure."""
+    """math-verify's two functions and how an answer is read; the import takes about a second.
+
+    Raises ImportError with the cure.
+    """
     try:
         from latex2sympy2_extended import NormalizationConfig
         from math_verify import parse, verify
@@ -261,9 +311,13 @@ def load_math_verify() -> tuple[Any, Any, list[Any]]:
     except ImportError as error:
         raise ImportError("the rule `math` compares expressions with math-verify; pip install 'mrl[math]'") from error
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no time limit; the worker has
-    as_it_is = NormalizationConfig(basic_latex=True, units=False, malformed_operators=False, nits=False, boxed="none", equations=False)
+    as_it_is = NormalizationConfig(
+        basic_latex=True, units=False, malformed_operators=False, nits=False, boxed="none", equations=False
+    )
     targets = [LatexExtractionConfig(normalization_config=as_it_is)]
     verify(
-        parse("$x+1$", targets, parsing_timeout=None), parse("$1+x$", targets, parsing_timeout=None), timeout_seconds=None
+        parse("$x+1$", targets, parsing_timeout=None),
+        parse("$1+x$", targets, parsing_timeout=None),
+        timeout_seconds=None,
     )  # loads tables
     return parse, verify, targets

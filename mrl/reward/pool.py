@@ -1,6 +1,8 @@
-"""Scoring in processes that can be killed: one sample that hangs, crashes or runs out of memory costs that sample and nothing else.
+"""Scoring in processes that can be killed: one sample that hangs, crashes or runs out of memory costs that sample and
+nothing else.
 
-Threads and alarms do not do: a regular expression gone exponential holds the interpreter lock and no exception reaches it.
+Threads and alarms do not do: a regular expression gone exponential holds the interpreter lock and no exception reaches
+it.
 """
 
 import atexit
@@ -21,7 +23,10 @@ POLL_S = 0.5
 
 
 def check_function(spec: RewardSpec, timeout_s: float = 60.0) -> None:
-    """Loads the function in a child process and lets it go. Raises ConfigError with the reason if that fails or takes too long."""
+    """Loads the function in a child process and lets it go.
+
+    Raises ConfigError with the reason if that fails or takes too long.
+    """
     worker = WorkerProcess(spec)
     try:
         worker.wait_ready(timeout_s)
@@ -46,8 +51,9 @@ class _Closed(Exception):
 class RewardPool:
     """`num_workers` scoring processes, each held by one thread.
 
-    `timeout_s` is the one deadline of a sample's scoring, counted from when its worker begins it. A failed sample gets `failure_score`
-    and a reason. `submit` and `drain` let scoring overlap generation; `score` does both. Use as a context manager, one thread at a time.
+    `timeout_s` is the one deadline of a sample's scoring, counted from when its worker begins it. A failed sample gets
+    `failure_score` and a reason. `submit` and `drain` let scoring overlap generation; `score` does both. Use as a
+    context manager, one thread at a time.
     """
 
     def __init__(
@@ -55,12 +61,18 @@ class RewardPool:
         log_path: Path | None = None, start_timeout_s: float = 60.0, environment: Mapping[str, str] | None = None,
         folder: str | None = None,
     ):  # fmt: skip
-        """Returns when every worker is ready; `environment` and `folder`: of the workers, by default those of this process.
+        """Returns when every worker is ready; `environment` and `folder`: of the workers, by default those of this
+        process.
 
         Raises ConfigError if the function cannot be loaded, EnvironmentFault if no worker starts.
         """
         self._environment, self._folder = environment, folder
-        self.spec, self.timeout_s, self.failure_score, self.start_timeout_s = spec, timeout_s, failure_score, start_timeout_s
+        self.spec, self.timeout_s, self.failure_score, self.start_timeout_s = (
+            spec,
+            timeout_s,
+            failure_score,
+            start_timeout_s,
+        )
         self._log = log_path.open("ab") if log_path else None
         self._changed = threading.Condition()
         self._queue: deque[_Job] = deque()
@@ -89,7 +101,9 @@ class RewardPool:
 
     def submit(self, item: RewardItem) -> None:
         """Queues an item; scoring begins at once. Values that JSON does not know reach the function as their text."""
-        request = json.dumps([item.data_source, item.response_text, item.ground_truth, dict(item.extra_info)], default=str)
+        request = json.dumps(
+            [item.data_source, item.response_text, item.ground_truth, dict(item.extra_info)], default=str
+        )
         with self._changed:
             if self._closed:
                 raise RuntimeError("the reward pool is closed")
@@ -100,8 +114,8 @@ class RewardPool:
     def drain(self, poll: Callable[[], None] = lambda: None, max_failures: int | None = None) -> list[RewardResult]:
         """Waits for everything submitted since the last drain; results in the order of submission.
 
-        `poll` is called about twice a second and may raise. The wait ends early, with the results that there are, once more than
-        `max_failures` samples failed: the caller refuses them, and the pool is then only good for closing.
+        `poll` is called about twice a second and may raise. The wait ends early, with the results that there are, once
+        more than `max_failures` samples failed: the caller refuses them, and the pool is then only good for closing.
         """
         self._wait_for(lambda: not self._awaited or self._failed_more_than(max_failures), poll)
         with self._changed:
@@ -113,8 +127,8 @@ class RewardPool:
     def collect(self, wait_s: float = 0.0) -> list[RewardResult]:
         """Results that are there, in the order of submission; none of them is given again.
 
-        Waits for those of all items, `wait_s` seconds at most. For whoever submits without end; `drain` waits for the rest.
-        Raises what made scoring impossible.
+        Waits for those of all items, `wait_s` seconds at most. For whoever submits without end; `drain` waits for the
+        rest. Raises what made scoring impossible.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._closed or not self._awaited, timeout=wait_s)
@@ -192,7 +206,9 @@ class RewardPool:
             return [self._queue.popleft() for _ in range(min(ITEMS_AT_ONCE, share))]
 
     def _work(self, slot: int, jobs: list[_Job], alone: bool = False) -> None:
-        """Has the slot's worker answer the jobs. On a failure the job it was at is finished with the reason, the rest go to a fresh one.
+        """Has the slot's worker answer the jobs.
+
+        On a failure the job it was at is finished with the reason, the rest go to a fresh one.
 
         `alone`: the one job has a fresh worker to itself, so that memory it does not find is no other sample's fault.
         """
@@ -207,7 +223,8 @@ class RewardPool:
                     return self._work_alone(slot, unanswered)
                 self._finish(unanswered[0], *answer)
                 unanswered.popleft()
-                if answer[0] == OUT_OF_MEMORY:  # what filled it may have been kept, and every later sample would fail too
+                # what filled it may have been kept, and every later sample would fail too
+                if answer[0] == OUT_OF_MEMORY:
                     return self._start_again(slot, unanswered)
         except WorkerFailure as failure:
             if self._closed:
@@ -236,7 +253,10 @@ class RewardPool:
                 self._changed.notify_all()
 
     def _start(self, slot: int) -> None:
-        """A fresh worker in the slot, in place of the one there. The user's file loaded before, so a failure here is tried again."""
+        """A fresh worker in the slot, in place of the one there.
+
+        The user's file loaded before, so a failure here is tried again.
+        """
         for attempt in range(START_ATTEMPTS):
             self._discard(slot)
             with self._changed:
@@ -249,7 +269,9 @@ class RewardPool:
                 if self._closed:
                     raise _Closed from failure
                 if attempt == START_ATTEMPTS - 1:
-                    message = f"no scoring process starts ({_origin(self.spec)}), {START_ATTEMPTS} attempts: {failure.detail}"
+                    message = (
+                        f"no scoring process starts ({_origin(self.spec)}), {START_ATTEMPTS} attempts: {failure.detail}"
+                    )
                     raise EnvironmentFault(message) from failure
 
     def _discard(self, slot: int) -> None:

@@ -1,4 +1,7 @@
-"""One scoring process as seen from the trainer: started, asked, killed. Pipes carry JSON lines; see mrl.reward.worker."""
+"""One scoring process as seen from the trainer: started, asked, killed.
+
+Pipes carry JSON lines; see mrl.reward.worker.
+"""
 
 import contextlib
 import dataclasses
@@ -29,10 +32,17 @@ class WorkerFailure(Exception):
 
 
 class WorkerProcess:
-    """A process of its own session, so that killing it takes along whatever the user's function started. Used by one thread."""
+    """A process of its own session, so that killing it takes along whatever the user's function started.
+
+    Used by one thread.
+    """
 
     def __init__(
-        self, spec: RewardSpec, log: IO[bytes] | None = None, environment: Mapping[str, str] | None = None, folder: str | None = None
+        self,
+        spec: RewardSpec,
+        log: IO[bytes] | None = None,
+        environment: Mapping[str, str] | None = None,
+        folder: str | None = None,
     ):
         """Starts it without waiting. What the user's function prints goes to `log`, by default to standard error.
 
@@ -47,13 +57,17 @@ class WorkerProcess:
         command = [sys.executable, "-P", "-m", "mrl.reward.worker", str(requests), str(results)]
         self._process = subprocess.Popen(
             command, pass_fds=(requests, results), stdin=subprocess.DEVNULL, stdout=log or 2, stderr=log or 2,
-            start_new_session=True, env=_environment(environment), cwd=folder if folder and os.path.isdir(folder) else None,
+            start_new_session=True, env=_environment(environment),
+            cwd=folder if folder and os.path.isdir(folder) else None,
         )  # fmt: skip
         os.close(requests)
         os.close(results)
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Returns once the function is loaded. Raises ConfigError with the worker's reason, WorkerFailure if it hangs or dies."""
+        """Returns once the function is loaded.
+
+        Raises ConfigError with the worker's reason, WorkerFailure if it hangs or dies.
+        """
         line = (json.dumps(dataclasses.asdict(self._spec)) + "\n").encode()
         answer = json.loads(next(self.exchange(line, 1, timeout_s)))
         if "error" in answer:
@@ -62,8 +76,9 @@ class WorkerProcess:
     def exchange(self, data: bytes, answers: int, timeout_s: float) -> Iterator[bytes]:
         """Sends request lines and yields as many answer lines, in order.
 
-        Each answer has `timeout_s` seconds from the one before it, because the worker begins an item when it has answered the last.
-        Raises WorkerFailure for the first answer that does not come. Never blocks on a full pipe in either direction.
+        Each answer has `timeout_s` seconds from the one before it, because the worker begins an item when it has
+        answered the last. Raises WorkerFailure for the first answer that does not come. Never blocks on a full pipe in
+        either direction.
         """
         unsent = memoryview(data)
         deadline = time.monotonic() + timeout_s
@@ -85,7 +100,8 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """Sends SIGKILL to the process and all it started; any thread may call it."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # gone already; macOS says the latter of a zombie
+        # gone already; macOS says the latter of a zombie
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:

@@ -20,8 +20,8 @@ AUTO, MATH = "auto", "math"
 def resolve(spec: RewardSpec) -> RewardFunction:
     """The function of `spec`, bonus rules included, ready to run.
 
-    Raises ConfigError for an unknown name, for a user's file that is missing, fails or lacks the name, and where math-verify is needed and
-    missing.
+    Raises ConfigError for an unknown name, for a user's file that is missing, fails or lacks the name, and where
+    math-verify is needed and missing.
     """
     function = _main_function(spec)
     if MATH in _rules_used(spec):
@@ -42,7 +42,13 @@ def _main_function(spec: RewardSpec) -> RewardFunction:
 
 
 def _rules_used(spec: RewardSpec) -> set[str]:
-    main = () if spec.path is not None else map(rule_name, spec.data_sources) if spec.function == AUTO else (spec.function,)
+    main = (
+        ()
+        if spec.path is not None
+        else map(rule_name, spec.data_sources)
+        if spec.function == AUTO
+        else (spec.function,)
+    )
     return {*main, *spec.bonus_rules}
 
 
@@ -50,7 +56,9 @@ def _known_rule(name: str, key: str) -> RewardFunction:
     if name not in RULES:
         near = difflib.get_close_matches(name, RULES, n=1)
         hint = f" (nearest: {near[0]})" if near else ""
-        raise ConfigError(f"{key}: {name!r} is unknown{hint}; allowed: {AUTO}, {', '.join(RULES)}, or a custom_reward_function")
+        raise ConfigError(
+            f"{key}: {name!r} is unknown{hint}; allowed: {AUTO}, {', '.join(RULES)}, or a custom_reward_function"
+        )
     return RULES[name]
 
 
@@ -77,7 +85,9 @@ def _plain(value: Score) -> float:
 
 
 def check_data_sources(spec: RewardSpec, data_sources: Iterable[str]) -> None:
-    """Raises ConfigError if `auto` has no rule for one of the data's sources; call it before the first response is generated."""
+    """Raises ConfigError if `auto` has no rule for one of the data's sources;
+    call it before the first response is generated.
+    """
     if spec.path is not None or spec.function != AUTO:
         return
     unknown = sorted(source for source in data_sources if rule_name(source) not in RULES)
@@ -87,7 +97,10 @@ def check_data_sources(spec: RewardSpec, data_sources: Iterable[str]) -> None:
 
 def _no_rule(sources: str) -> str:
     known = ", ".join([*RULES, *RULE_OF_DATA_SOURCE, *(f"{prefix}..." for prefix in RULE_OF_PREFIX)])
-    return f"reward.function is auto and data_source {sources} has no rule; name a rule in reward.function, or use one of: {known}"
+    return (
+        f"reward.function is auto and data_source {sources} has no rule; name a rule in "
+        f"reward.function, or use one of: {known}"
+    )
 
 
 def _by_data_source(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> Score:
@@ -114,6 +127,8 @@ def _load(path: Path, name: str) -> RewardFunction:
         raise ConfigError(f"{where}: importing it failed: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
     if not callable(function):
-        defined = sorted(n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", None) == module.__name__)
+        defined = sorted(
+            n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", None) == module.__name__
+        )
         raise ConfigError(f"{where}: no function {name!r}; the file defines: {', '.join(defined) or 'no function'}")
     return function

@@ -1,8 +1,9 @@
 """The scoring process: JSON lines in on one descriptor, one JSON line out per item on another, in order.
 
-`python -m mrl.reward.worker REQUESTS RESULTS` with two inherited descriptors. The first line in is the RewardSpec; the first line out is
-{} when the function is ready, or {"error": text}. Standard input is empty and standard output is standard error, so that nothing a
-user's function reads or prints can touch the protocol. Imports only the standard library and this room.
+`python -m mrl.reward.worker REQUESTS RESULTS` with two inherited descriptors. The first line in is the RewardSpec; the
+first line out is {} when the function is ready, or {"error": text}. Standard input is empty and standard output is
+standard error, so that nothing a user's function reads or prints can touch the protocol. Imports only the standard
+library and this room.
 """
 
 import ctypes
@@ -44,10 +45,14 @@ def main(requests_fd: int, results_fd: int) -> None:
         _send(results_fd, score_one(function, *json.loads(line)))
 
 
-def score_one(function: RewardFunction, data_source: str, response: str, ground_truth: Any, extra_info: dict[str, Any]) -> Answer:
+def score_one(
+    function: RewardFunction, data_source: str, response: str, ground_truth: Any, extra_info: dict[str, Any]
+) -> Answer:
     """Calls the function and judges what it gives."""
     try:
-        value = function(data_source=data_source, solution_str=response, ground_truth=ground_truth, extra_info=extra_info)
+        value = function(
+            data_source=data_source, solution_str=response, ground_truth=ground_truth, extra_info=extra_info
+        )
         return judge(value)
     except MemoryError as error:
         return OUT_OF_MEMORY, None, {}, _describe(error)
@@ -63,20 +68,34 @@ def judge(value: Any) -> Answer:
     """
     named = value if isinstance(value, dict) else {"score": value}
     if "score" not in named:
-        return WRONG_TYPE, None, {}, f"a dict without 'score'; its keys: {', '.join(map(str, named)) or 'none'}"[:DETAIL_LIMIT]
+        return (
+            WRONG_TYPE,
+            None,
+            {},
+            f"a dict without 'score'; its keys: {', '.join(map(str, named)) or 'none'}"[:DETAIL_LIMIT],
+        )
     parts = {str(k): _part(v) for k, v in named.items() if k != "score"}
     score = named["score"]
     number = _number(score)
     if number is None:
         return WRONG_TYPE, None, parts, f"{type(score).__name__} {str(score)[:PART_LIMIT]!r} where a number is expected"
     if not abs(number) <= LARGEST_SCORE:
-        return NOT_A_NUMBER, None, parts, f"the score is {number:g}" + f", beyond {LARGEST_SCORE:g}" * math.isfinite(number)
+        return (
+            NOT_A_NUMBER,
+            None,
+            parts,
+            f"the score is {number:g}" + f", beyond {LARGEST_SCORE:g}" * math.isfinite(number),
+        )
     return OK, number, parts if named is value else {ACC: number}, ""
 
 
 def _number(value: Any) -> float | None:
     """A float from Python, numpy or a one-element tensor; None for everything else, text included."""
-    if not isinstance(value, bool | int | float) and getattr(value, "shape", None) is not None and getattr(value, "size", None) is not None:
+    if (
+        not isinstance(value, bool | int | float)
+        and getattr(value, "shape", None) is not None
+        and getattr(value, "size", None) is not None
+    ):
         value = value.item() if math.prod(value.shape) == 1 else None
     return float(value) if isinstance(value, bool | int | float) else None
 
@@ -99,7 +118,9 @@ def _send(fd: int, value: Any) -> None:
 
 
 def _limit_memory(gib: float | None) -> None:
-    """An allocation beyond the limit raises MemoryError in the function that asks for it; the host is never out of memory because of it."""
+    """An allocation beyond the limit raises MemoryError in the function that asks for it;
+    the host is never out of memory because of it.
+    """
     if gib is not None:
         limit = int(gib * 1024**3)
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

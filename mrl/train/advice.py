@@ -1,4 +1,6 @@
-"""Advice to the person who watches a run, from the metrics of its steps: one line where a number is off, with what to do. No torch."""
+"""Advice to the person who watches a run, from the metrics of its steps: one line where a number is off,
+with what to do. No torch.
+"""
 
 from collections.abc import Callable, Mapping
 from math import sqrt
@@ -29,27 +31,43 @@ def clip_advice(config: RunConfig, metrics: Mapping[str, float]) -> str | None:
     if 0 < clipped <= CLIPS_TOO_MUCH:
         return None
     length = metrics.get("response_length/mean", 0.0)
-    fitting = f"; at {length:.0f} tokens a band near {PAPER_BAND * sqrt(PAPER_LENGTH / length):.1g} is usual" if length > 0 else ""
+    fitting = (
+        f"; at {length:.0f} tokens a band near {PAPER_BAND * sqrt(PAPER_LENGTH / length):.1g} is usual"
+        if length > 0
+        else ""
+    )
     cure = "widen it or lower actor.optim.lr" if clipped else "narrow it, unless the learning rate is still warming up"
     return (
-        f"warning: actor/pg_clipfrac is {clipped:.3g} (healthy: above 0, up to {CLIPS_TOO_MUCH}): algorithm.policy_loss.clip_ratio_low and "
-        f"_high, {loss.clip_ratio_low:g} and {loss.clip_ratio_high:g}, clip {'most sequences' if clipped else 'nothing'}; {cure}. "
-        f"The ratio of a sequence spreads as 1/sqrt(response length){fitting}"
+        f"warning: actor/pg_clipfrac is {clipped:.3g} (healthy: above 0, up to {CLIPS_TOO_MUCH}): "
+        f"algorithm.policy_loss.clip_ratio_low and _high, {loss.clip_ratio_low:g} and {loss.clip_ratio_high:g}, clip "
+        f"{'most sequences' if clipped else 'nothing'}; {cure}. The ratio of a sequence spreads as 1/sqrt(response "
+        f"length){fitting}"
     )
 
 
 def routes_advice(config: RunConfig, metrics: Mapping[str, float]) -> str | None:
-    """One line when tokens came to a replayed update without the engine's routes; None when all had theirs, or none were asked for."""
+    """One line when tokens came to a replayed update without the engine's routes; None when all had theirs,
+    or none were asked for.
+    """
     missing = metrics.get("router/missing_routes", 0.0)
     if not missing:
         return None
     cached = config.rollout.enable_prefix_caching and not get_hosting(config.cluster.device).returns_routes
-    cure = "rollout.enable_prefix_caching: false brings those of cached prompts" if cached else "see logs/engine-N.log in the run directory"
-    return f"warning: router/missing_routes is {missing:.3g}: this share of choices is the trainer's own, not the engine's (R3); {cure}"
+    cure = (
+        "rollout.enable_prefix_caching: false brings those of cached prompts"
+        if cached
+        else "see logs/engine-N.log in the run directory"
+    )
+    return (
+        f"warning: router/missing_routes is {missing:.3g}: this share of choices is the trainer's own, not "
+        f"the engine's (R3); {cure}"
+    )
 
 
 class MismatchWatch:
-    """Says once when generation's and training's probabilities are far apart, or drift: k3_kl far above what the first steps had."""
+    """Says once when generation's and training's probabilities are far apart, or drift:
+    k3_kl far above what the first steps had.
+    """
 
     def __init__(self) -> None:
         self._first: list[float] = []
@@ -65,7 +83,9 @@ class MismatchWatch:
         if now > MISMATCH_LIMIT:
             size = f"above {MISMATCH_LIMIT:g}"
         elif now > max(DRIFT_FACTOR * usual, DRIFT_FLOOR):
-            size = f"{now / usual:.0f} times that of the first {FIRST_STEPS} steps" if usual else "where it was 0 at first"
+            size = (
+                f"{now / usual:.0f} times that of the first {FIRST_STEPS} steps" if usual else "where it was 0 at first"
+            )
         else:
             return None
         return f"warning: {MISMATCH} is {now:.2g} nats a token, {size}: {_mismatch_cure(config)}"
@@ -74,15 +94,24 @@ class MismatchWatch:
 def _mismatch_cure(config: RunConfig) -> str:
     if filtered := ", ".join(f"rollout.{name} {value:g}" for name, value in filters(config).items()):
         return (
-            f"words were left out ({filtered}), whose share is in it; without the filter it measures what training and generation compute"
+            f"words were left out ({filtered}), whose share is in it; without the filter it measures what "
+            "training and generation compute"
         )
     if config.algorithm.anchor == "rollout":
         cure = "algorithm.anchor: rollout takes it for a step of the policy; use recompute with a rollout_correction"
     elif config.algorithm.rollout_correction.level is None:
-        cure = "set algorithm.rollout_correction (level token, mode truncate, high 2 is TIS; level token, mode mask, 0.5 to 5 is IcePop)"
+        cure = (
+            "set algorithm.rollout_correction (level token, mode truncate, high 2 is TIS; level token, mode "
+            "mask, 0.5 to 5 is IcePop)"
+        )
     else:
-        cure = "the correction hides it at the price of samples; see rollout_corr/rejected_token_share and effective_sample_share"
-    return f"generation and training disagree more than rounding explains. Check rollout.dtype against model.dtype; {cure}"
+        cure = (
+            "the correction hides it at the price of samples; see rollout_corr/rejected_token_share "
+            "and effective_sample_share"
+        )
+    return (
+        f"generation and training disagree more than rounding explains. Check rollout.dtype against model.dtype; {cure}"
+    )
 
 
 def advisers() -> list[Adviser]:

@@ -1,11 +1,12 @@
-"""Generation ahead of training, beside it: a thread sends requests and takes responses and rewards; the loop takes whole batches.
+"""Generation ahead of training, beside it: a thread sends requests and takes responses and rewards; the loop takes
+whole batches.
 
     thread   admit prompts --> assignments --> engines --> responses --> reward pool --> groups finished, or filtered
     loop     take: a step's batch ........ train ........ settle: weights may change ... sync ... advanced: on with them
 
-Who is issued when, by which weights each token is made and which engine makes it is decided by the machines of mrl.schedule;
-here are the prompts, the engines and the rewards that they speak of by number. Both threads hold `_changed` while they touch
-them, and neither while it waits for Ray.
+Who is issued when, by which weights each token is made and which engine makes it is decided by the machines of
+mrl.schedule; here are the prompts, the engines and the rewards that they speak of by number. Both threads hold
+`_changed` while they touch them, and neither while it waits for Ray.
 """
 
 import threading
@@ -71,14 +72,20 @@ class GenerationAhead:
     ):
         """Goes on from `state`, at `begin`. `spool`: gets what is finished; `lost`: engines that were.
 
-        Raises ConfigError for a checkpoint of a run whose generation was not ahead, DataError for one whose groups are others.
+        Raises ConfigError for a checkpoint of a run whose generation was not ahead, DataError for one whose groups are
+        others.
         """
         self._config, self._responder, self._fingerprint, self._spool = config, responder, fingerprint, spool
         self._sampling = training_sampling(config)
         self._streams = responder.engines.streams()
-        kept, self._prompts = state.ahead, NumberedPrompts(stream, state.ahead.place if state.ahead else DrawPlace(0, state.cursor))
+        kept, self._prompts = (
+            state.ahead,
+            NumberedPrompts(stream, state.ahead.place if state.ahead else DrawPlace(0, state.cursor)),
+        )
         if state.step and kept is None:
-            raise ConfigError(f"trainer.schedule: {config.trainer.schedule}, and the checkpoint is of a synchronous run")
+            raise ConfigError(
+                f"trainer.schedule: {config.trainer.schedule}, and the checkpoint is of a synchronous run"
+            )
         self._responses: dict[Key, StoredSamples] = dict(kept.responses) if kept else {}
         self._results: dict[Key, RewardResult] = dict(kept.results) if kept else {}
         buffer = restored(kept.ledger, schedule, fingerprint, _lengths(kept)) if kept else GroupBuffer(schedule)
@@ -106,7 +113,9 @@ class GenerationAhead:
         self._thread.start()
 
     def _admit(self) -> None:
-        """Issues all that may be issued: at once where something changed, so that nobody finds the weights free to change before."""
+        """Issues all that may be issued: at once where something changed,
+        so that nobody finds the weights free to change before.
+        """
         while groups := self._buffer.reserve():
             for group in groups:
                 group.prompt_tokens = len(self._prompts[group.number][0].token_ids)
@@ -125,7 +134,10 @@ class GenerationAhead:
         self._dispatcher.admit(group)
 
     def take(self, state: TrainState, timer: PhaseTimer) -> Rollouts:
-        """Waits for the step's batch, phase "gen". Raises what generation raised, DataError when too many rewards failed."""
+        """Waits for the step's batch, phase "gen".
+
+        Raises what generation raised, DataError when too many rewards failed.
+        """
         batch = self._buffer.schedule.batch
         with timer("gen"):
             groups = self._wait(self._taken)
@@ -149,7 +161,9 @@ class GenerationAhead:
         return self._buffer.take()
 
     def _check_rewards(self) -> None:
-        """Raises DataError once more rewards of the step failed than may, or once more groups were filtered for it than may."""
+        """Raises DataError once more rewards of the step failed than may,
+        or once more groups were filtered for it than may.
+        """
         filtering, batch = self._config.algorithm.filter_groups, self._buffer.schedule.batch
         groups = list(islice(self._buffer.groups.values(), batch))  # those that the step will train on, as far as known
         filtered = self._filtered_before(groups[-1].number) if groups else []
@@ -164,9 +178,9 @@ class GenerationAhead:
             limit *= self._buffer.schedule.max_staleness + 1  # some were filtered for the steps that follow
         if filtering.max_num_gen_batches and len(filtered) > limit:
             raise DataError(
-                f"step {self._buffer.step + 1}: {len(filtered)} groups have responses that do not differ in {filtering.metric}: the "
-                "prompts are too easy or too hard for the model as it is. Raise algorithm.filter_groups.max_num_gen_batches or "
-                "rollout.n, or give other prompts"
+                f"step {self._buffer.step + 1}: {len(filtered)} groups have responses that do not differ in "
+                f"{filtering.metric}: the prompts are too easy or too hard for the model as it is. Raise "
+                "algorithm.filter_groups.max_num_gen_batches or rollout.n, or give other prompts"
             )
 
     def _filtered_before(self, last: int) -> list[Filtered]:
@@ -176,8 +190,8 @@ class GenerationAhead:
     def settle(self, timer: PhaseTimer, saves: bool) -> None:
         """Returns once engines may be given other weights; nothing is sent or taken until `advanced`; phase "settle".
 
-        in_order what was to be made by these weights is back, and judged. ready_first engines hold what they are at; where
-        the step `saves` they give it back, so that the checkpoint has its tokens.
+        in_order what was to be made by these weights is back, and judged. ready_first engines hold what they are at;
+        where the step `saves` they give it back, so that the checkpoint has its tokens.
         """
         with timer("settle"):
             if self._buffer.schedule.order == "ready_first":
@@ -203,7 +217,9 @@ class GenerationAhead:
             pass
 
     def advanced(self, state: TrainState) -> TrainState:
-        """Engines hold the weights of `state`, and generation goes on by them; the state with all groups on their way."""
+        """Engines hold the weights of `state`, and generation goes on by them;
+        the state with all groups on their way.
+        """
         with self._changed:
             before = dict(self._buffer.groups)
             ended = self._dispatcher.advance()
@@ -243,7 +259,10 @@ class GenerationAhead:
     def _counts(self) -> dict[str, float]:
         """Of groups, between two steps: what is counted at another moment depends on the engines' speed."""
         counts, groups = self._buffer.counts, self._buffer.groups
-        lengths = {f"async/dropped_response_length/{cause}": tally.mean_length for cause, tally in sorted(counts.dropped.items())}
+        lengths = {
+            f"async/dropped_response_length/{cause}": tally.mean_length
+            for cause, tally in sorted(counts.dropped.items())
+        }
         return lengths | {
             "async/groups_ahead": float(len(groups)),
             "async/dropped_groups": float(sum(tally.groups for tally in counts.dropped.values())),
@@ -347,7 +366,9 @@ class GenerationAhead:
         (prompt, first), schedule = self._prompts[sent.number], self._buffer.schedule
         step = sent.number // schedule.batch + 1
         seed = sample_seed(self._config.trainer.seed, TRAIN, step, prompt.prompt_id, first + sent.index)
-        return Request(sent.request, prompt.token_ids, seed, prompt.prompt_id, sent.number, sent.max_tokens, sent.request)
+        return Request(
+            sent.request, prompt.token_ids, seed, prompt.prompt_id, sent.number, sent.max_tokens, sent.request
+        )
 
     def _kept(self, sent: Assignment) -> StoredSamples | None:
         return self._responses[sent.number, sent.index] if sent.kept else None
@@ -412,7 +433,10 @@ class GenerationAhead:
     def _metrics(
         self, groups: list[Group], parts: list[StoredSamples], results: list[RewardResult], filtered: list[RewardResult]
     ) -> dict[str, float]:
-        """Of the groups that the step trains on and those that were filtered for it. Raises DataError where too many rewards failed."""
+        """Of the groups that the step trains on and those that were filtered for it.
+
+        Raises DataError where too many rewards failed.
+        """
         n = self._config.rollout.n
         differing = sum(self._differs(results[i : i + n], parts[i : i + n]) for i in range(0, len(results), n))
         made = [*results, *filtered]

@@ -24,7 +24,9 @@ OUTPUT_TAIL = 1500  # characters of a failed run's output that are shown
 
 
 def checkpoint_difference(first: Path, second: Path) -> str | None:
-    """The first difference of two checkpoints of the same layout: weights, optimizer, random states, place in the data. None: no bit.
+    """The first difference of two checkpoints of the same layout: weights, optimizer, random states, place in the data.
+
+    None: no bit.
 
     Raises EnvironmentFault for one that is damaged.
     """
@@ -50,7 +52,9 @@ def _same(a: Any, b: Any) -> bool:
     return a == b or (a != a and b != b)  # NaN is like NaN
 
 
-def _differences(first: Path, second: Path, first_manifest: Manifest, second_manifest: Manifest) -> Iterator[str | None]:
+def _differences(
+    first: Path, second: Path, first_manifest: Manifest, second_manifest: Manifest
+) -> Iterator[str | None]:
     for name in ("step", "layout", "dtype"):
         yield _unlike(name, getattr(first_manifest, name), getattr(second_manifest, name))
     for name in sorted(first_manifest.optimizer.keys() | second_manifest.optimizer.keys()):
@@ -84,8 +88,8 @@ def _tensor_difference(first: Path, second: Path, manifest: Manifest) -> str:
                 where = unlike.nonzero()[0].tolist()
                 known = ", ".join(names.get((first.name, key), ())[:2])
                 return (
-                    f"{first.name}, {key}{f' ({known})' if known else ''}: {int(unlike.sum())} of {x.numel()} elements, first {where}: "
-                    f"{x[tuple(where)].item()!r} and {y[tuple(where)].item()!r}"
+                    f"{first.name}, {key}{f' ({known})' if known else ''}: {int(unlike.sum())} of {x.numel()} "
+                    f"elements, first {where}: {x[tuple(where)].item()!r} and {y[tuple(where)].item()!r}"
                 )
     return f"{first.name}: bytes differ and no number does (a sign of zero, or another order of tensors)"
 
@@ -102,7 +106,8 @@ class ResumeVerdict:
 
 
 def verify_resume(resolved: ResolvedConfig, steps: int) -> ResumeVerdict:
-    """Trains 2 x `steps` steps with a checkpoint in the middle, goes back to that one in a new process, and compares the ends.
+    """Trains 2 x `steps` steps with a checkpoint in the middle, goes back to that one in a new process, and compares
+    the ends.
 
     Everything happens in a folder beside the configured run directory, which is removed in the end. Raises what the
     runs end with.
@@ -123,7 +128,9 @@ def verify_resume(resolved: ResolvedConfig, steps: int) -> ResumeVerdict:
         shutil.copy(whole / run.metrics.name, run.metrics)
         _train(config, run, steps, work / "resumed.log", "--resume")
         lines = read_metrics(whole / run.metrics.name)
-        difference = metrics_difference(lines, read_metrics(run.metrics)) or checkpoint_difference(whole / last.name, last)
+        difference = metrics_difference(lines, read_metrics(run.metrics)) or checkpoint_difference(
+            whole / last.name, last
+        )
         size = sum(facts["bytes"] for facts in read_manifest(last).files().values())
         return ResumeVerdict(difference, steps, size, len(lines), perf_counter() - begun)
     finally:
@@ -134,7 +141,8 @@ def _train(config: Path, run: RunDir, steps: int, log: Path, *more: str) -> None
     """`mrl train` in a process of its own: what a process keeps in memory must not help a resume."""
     settings = {
         "trainer.total_training_steps": 2 * steps, "trainer.save_freq": steps, "trainer.max_actor_ckpt_to_keep": 2,
-        "trainer.val_before_train": "false", "trainer.test_freq": -1, "trainer.logger": "[console]", "trainer.resume_mode": "disable",
+        "trainer.val_before_train": "false", "trainer.test_freq": -1, "trainer.logger": "[console]",
+        "trainer.resume_mode": "disable",
         "trainer.resume_from_path": "null",
     }  # fmt: skip
     overrides = [text for key, value in settings.items() for text in ("--set", f"{key}={value}")]
@@ -143,4 +151,6 @@ def _train(config: Path, run: RunDir, steps: int, log: Path, *more: str) -> None
     if code:
         said = log.read_text(errors="replace")[-OUTPUT_TAIL:]
         kind = next((k for k in MrlError.__subclasses__() if k.exit_code == code), MrlError)
-        raise kind(f"the run that was to be {'resumed' if more else 'compared with'} ended with exit code {code}:\n{said}")
+        raise kind(
+            f"the run that was to be {'resumed' if more else 'compared with'} ended with exit code {code}:\n{said}"
+        )

@@ -1,10 +1,11 @@
-"""Dynamic sampling (DAPO, algorithm.filter_groups): groups that teach nothing are dropped and further prompts generated.
+"""Dynamic sampling (DAPO, algorithm.filter_groups): groups that teach nothing are dropped and further prompts
+generated.
 
-Prompts are drawn data.gen_batch_size at a time, in the order of the data. The next ones are drawn as soon as those under
-way cannot fill the step, while the rewards of the others are still to come (mrl/schedule/draws.py), and generated beside
-them. The step trains on the first data.train_batch_size groups whose responses differ; what is more than that is dropped
-too. The place in the data moves past every prompt that was generated, so that a resumed run repeats nothing and misses
-nothing.
+Prompts are drawn data.gen_batch_size at a time, in the order of the data. The next ones are drawn as soon as those
+under way cannot fill the step, while the rewards of the others are still to come (mrl/schedule/draws.py), and generated
+beside them. The step trains on the first data.train_batch_size groups whose responses differ; what is more than that is
+dropped too. The place in the data moves past every prompt that was generated, so that a resumed run repeats nothing and
+misses nothing.
 
 Where generation runs ahead of training the same rule holds at max_staleness 0 (mrl/schedule/staleness.py, `unit`).
 """
@@ -125,7 +126,9 @@ class DrawnGroups:
                 yield Request(group * n + k, prompt.token_ids, seed, prompt.prompt_id, group)
 
     def take(self) -> None:
-        """Waits a moment for responses, or for rewards where there are no more; judges the groups that have all of both."""
+        """Waits a moment for responses, or for rewards where there are no more;
+        judges the groups that have all of both.
+        """
         arrived = self._answers.take() if self.generates else []
         for part in arrived:
             self._take_in(part)

@@ -1,4 +1,6 @@
-"""`mrl eval`: engines alone, on a Hugging Face checkpoint or a saved step, over the held-out sets of a configuration."""
+"""`mrl eval`: engines alone, on a Hugging Face checkpoint or a saved step,
+over the held-out sets of a configuration.
+"""
 
 import shutil
 import time
@@ -30,7 +32,8 @@ RESULTS, GENERATIONS, CONFIG, MODEL = "results.json", "generations.jsonl", "conf
 
 
 def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, console: PlainConsole) -> dict[str, Any]:
-    """Answers and scores every held-out prompt; writes results, generations and configuration into `output`; returns the results.
+    """Answers and scores every held-out prompt; writes results, generations and configuration into `output`; returns
+    the results.
 
     `checkpoint`: a `step-N` folder, None for the configuration's model.path. It is brought into Hugging Face's form
     within `output` once prompts and reward are known to be good, and removed at the end. Raises one of mrl.errors; an
@@ -88,10 +91,14 @@ def _folder(output: Path) -> Iterator[None]:
 def _with_checkpoint(config: RunConfig, checkpoint: Path, output: Path) -> RunConfig:
     shutil.rmtree(output / MODEL, ignore_errors=True)  # of an evaluation that was killed
     write_hf(open_saved(checkpoint), output / MODEL)
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": str((output / MODEL).resolve())})})
+    return config.model_copy(
+        update={"model": config.model.model_copy(update={"path": str((output / MODEL).resolve())})}
+    )
 
 
-def _results(config: RunConfig, checkpoint: Path | None, prompts: PromptDataset, validation: Validation, seconds: float) -> dict[str, Any]:
+def _results(
+    config: RunConfig, checkpoint: Path | None, prompts: PromptDataset, validation: Validation, seconds: float
+) -> dict[str, Any]:
     sources = validation.sources
     return {
         "model": config.model.path,

@@ -20,7 +20,10 @@ class Generation(Protocol):
         """What the step after `state` trains on; phases "gen" and "reward"."""
 
     def settle(self, timer: PhaseTimer, saves: bool) -> None:
-        """Returns once engines may be given other weights; phase "settle". `saves`: a checkpoint of the step is written."""
+        """Returns once engines may be given other weights; phase "settle".
+
+        `saves`: a checkpoint of the step is written.
+        """
 
     def advanced(self, state: TrainState) -> TrainState:
         """Engines hold the weights of `state`, and generation goes on by them; the state with what it had under way."""

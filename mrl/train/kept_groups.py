@@ -1,10 +1,10 @@
 """Groups that generation was ahead with, in a checkpoint: what is known of each, its tokens so far, its rewards.
 
-    checkpoints/step-N/manifest.json   trainer.ahead: the ledger, the place in the data, rewards, size and digest of each file
+    checkpoints/step-N/manifest.json   trainer.ahead: ledger, place in the data, rewards, size and digest of each file
     checkpoints/step-N/group-N.npz     columns of a group's responses that have tokens, by their index in it
 
-A resumed run goes on with them: nothing is generated twice, nothing is lost. Tokens pass through no process but the one that writes
-them, one group at a time; those of finished groups are on the disk before anybody saves (spool.py).
+A resumed run goes on with them: nothing is generated twice, nothing is lost. Tokens pass through no process but the one
+that writes them, one group at a time; those of finished groups are on the disk before anybody saves (spool.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,10 @@ class KeptGroups:
         return sum(column_bytes(int(one.prompt_lengths[0]), int(one.response_lengths[0])) for one in rows)
 
     def write(self, folder: Path) -> dict[str, Any]:
-        """Writes the tokens into `folder`; what the manifest has to say of them. Raises EnvironmentFault for a full disk."""
+        """Writes the tokens into `folder`; what the manifest has to say of them.
+
+        Raises EnvironmentFault for a full disk.
+        """
         groups = by_group(self.responses)
         files = self.spool.write(folder, {number: of_group(number, parts) for number, parts in groups.items()})
         said = {
@@ -70,7 +73,9 @@ def by_group(responses: Mapping[Key, StoredSamples]) -> dict[int, dict[int, Stor
 
 
 def of_group(number: int, parts: Mapping[int, StoredSamples]) -> StoredSamples:
-    """The responses of one group, under its number and their index in it: ids of requests are an accident of their order."""
+    """The responses of one group, under its number and their index in it:
+    ids of requests are an accident of their order.
+    """
     return StoredSamples.joined(list(parts.values())).renumbered(np.full(len(parts), number), np.array(list(parts)))
 
 

@@ -1,10 +1,10 @@
 """Engines that died or stood still in the middle of generation, and what they were at: a file of the run directory.
 
-    RUN/lost_engines.jsonl   a line a loss: step, engines, why; of each unfinished group there its number, the id of its prompt, and
-                             tokens that had come back
+    RUN/lost_engines.jsonl   a line a loss: step, engines, why; of each unfinished group there its number, the id of
+                             its prompt, and tokens that had come back
 
-The loss ends the run; resumed it goes on with these groups. A prompt that engines are lost under again and again is set aside by its id
-(mrl/schedule/suspects.py), and said so; without the file it is asked for again.
+The loss ends the run; resumed it goes on with these groups. A prompt that engines are lost under again and again is set
+aside by its id (mrl/schedule/suspects.py), and said so; without the file it is asked for again.
 """
 
 import json
@@ -49,5 +49,7 @@ class LostEngines:
         try:
             found = [[group["prompt_id"] for group in json.loads(line)["groups"]] for line in lines]
         except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{self._path} is damaged ({error}); without it prompts that engines were lost under are forgotten") from error
+            raise DataError(
+                f"{self._path} is damaged ({error}); without it prompts that engines were lost under are forgotten"
+            ) from error
         return suspects(found)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from mrl.data.batch import Prompt
 from mrl.data.order import DataCursor, PromptStream
 
-REPEAT_OFFSET = 1_000_000  # between the response indices of a prompt that comes twice in one draw, so that it is not answered alike
+# between the response indices of a prompt that comes twice in one draw, so that it is not answered alike
+REPEAT_OFFSET = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,9 @@ class NumberedPrompts:
 
 
 def with_first_index(prompts: list[Prompt]) -> list[tuple[Prompt, int]]:
-    """Each prompt with the index of its first response: 0, and further on where files mixed by weight bring it again."""
+    """Each prompt with the index of its first response: 0,
+    and further on where files mixed by weight bring it again.
+    """
     times: Counter[int] = Counter()
     indexed = []
     for prompt in prompts:

@@ -25,7 +25,8 @@ def run_mrl(
     """
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, *arguments], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            [sys.executable, "-c", PROGRAM, *arguments], stdin=subprocess.DEVNULL, stdout=output,
+            stderr=subprocess.STDOUT,
             env=environment, start_new_session=True, preexec_fn=_stop_with_the_caller,
         )  # fmt: skip
         try:

@@ -1,7 +1,8 @@
 """Hand-overs between engines and trainer: nothing to do where each has devices of its own, turns where they share them.
 
-The loop calls the same methods of `Separate` and of `Colocated`. A colocated step, as one device sees it, with 10 GiB of
-parameters, 20 of gradients, 60 of optimizer, and an engine of 8 of weights and 40 of cache; 2 stay of a sleeping engine:
+The loop calls the same methods of `Separate` and of `Colocated`. A colocated step, as one device sees it, with 10 GiB
+of parameters, 20 of gradients, 60 of optimizer, and an engine of 8 of weights and 40 of cache; 2 stay of a sleeping
+engine:
 
     hand-over             what happens, on every device before any goes on                     on the device after it
     -----------------------------------------------------------------------------------------------------------------
@@ -48,7 +49,10 @@ class Placement(Protocol):
         """The engines are about to generate, for training or for validation."""
 
     def to_log_probs(self) -> None:
-        """Generation is over, and the actor works until `to_engines`. Left out where no pass comes before the update."""
+        """Generation is over, and the actor works until `to_engines`.
+
+        Left out where no pass comes before the update.
+        """
 
     def to_update(self) -> None:
         """The actor is about to update its weights."""
@@ -98,9 +102,14 @@ class Separate:
 
 
 class Colocated:
-    """Engines and ranks take turns on the same devices. The engines are handed over asleep, the actor as it was loaded."""
+    """Engines and ranks take turns on the same devices.
 
-    def __init__(self, actor: ActorGroup, engines: RolloutGroup, sync: WeightSync, gate: Gate, prefetched: Sequence[str] = ()) -> None:
+    The engines are handed over asleep, the actor as it was loaded.
+    """
+
+    def __init__(
+        self, actor: ActorGroup, engines: RolloutGroup, sync: WeightSync, gate: Gate, prefetched: Sequence[str] = ()
+    ) -> None:
         """`prefetched`: what of the actor comes on while log-probs are computed."""
         self._actor, self._engines, self._sync, self._gate, self._prefetched = actor, engines, sync, gate, prefetched
         self._timer = PhaseTimer()
@@ -126,7 +135,9 @@ class Colocated:
                 self._actor.prefetch(*self._prefetched)
 
     def to_update(self) -> None:
-        """Gradients and optimizer come on; after no `to_log_probs`, where there is nothing to score, engines sleep first."""
+        """Gradients and optimizer come on; after no `to_log_probs`, where there is nothing to score,
+        engines sleep first.
+        """
         self._sleep()
         self._let_in("train")
         with self._timer("onload"):
@@ -155,7 +166,10 @@ class Colocated:
         return {f"switch/{name}_s": value for name, value in timer.seconds.items()}
 
     def take_checkpoint(self) -> int:
-        """As Placement says. In a step the engines sleep; at a run's end they are put to sleep, for there is no room beside them."""
+        """As Placement says.
+
+        In a step the engines sleep; at a run's end they are put to sleep, for there is no room beside them.
+        """
         self._sleep()
         return self._actor.take_checkpoint()
 

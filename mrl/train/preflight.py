@@ -60,7 +60,9 @@ def preflight_evaluation(resolved: ResolvedConfig, checkpoint: str | None) -> Pa
     """
     config = resolved.config
     if not config.data.val_files:
-        raise ConfigError("data.val_files names no file, and there is nothing to evaluate on; --set data.val_files=[FILE, ...]")
+        raise ConfigError(
+            "data.val_files names no file, and there is nothing to evaluate on; --set data.val_files=[FILE, ...]"
+        )
     for file in config.data.val_files:
         if not Path(file).is_file():
             raise ConfigError(f"data.val_files: {file} is no file (working directory: {Path.cwd()})")
@@ -82,12 +84,15 @@ def preflight_evaluation(resolved: ResolvedConfig, checkpoint: str | None) -> Pa
 
 
 def _model_of(folder: Path, config: RunConfig) -> ModelSpec:
-    """The model of a checkpoint of ours. Raises ConfigError where its dtype is not the configured one and none is set for engines."""
+    """The model of a checkpoint of ours.
+
+    Raises ConfigError where its dtype is not the configured one and none is set for engines.
+    """
     manifest = read_manifest(folder)
     if config.rollout.dtype is None and manifest.dtype != config.model.dtype:
         raise ConfigError(
-            f"model.dtype: {config.model.dtype}, and the weights in {folder} are {manifest.dtype}; set it to that, or rollout.dtype to "
-            "what the engines are to compute in"
+            f"model.dtype: {config.model.dtype}, and the weights in {folder} are {manifest.dtype}; set it to that, or "
+            "rollout.dtype to what the engines are to compute in"
         )
     return model_spec(manifest.hf_config)
 
@@ -109,7 +114,9 @@ def run_dir_path(config: RunConfig, resume: bool) -> Path:
     """The run directory, absolute. Raises ConfigError where another run stands, or none that could be resumed."""
     folder = RunDir(run_dir_of(config).resolve())
     if resume and not folder.config.is_file():
-        raise ConfigError(f"trainer.run_dir: {folder.path} holds no run to resume; leave --resume out to start one there")
+        raise ConfigError(
+            f"trainer.run_dir: {folder.path} holds no run to resume; leave --resume out to start one there"
+        )
     if not resume:
         folder.refuse_another_run()
     return folder.path

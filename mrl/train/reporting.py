@@ -50,11 +50,12 @@ def memory_metrics(machines: Machines) -> dict[str, float]:
 def mfu_metrics(
     algorithm: AlgorithmConfig, model: ModelSpec, rows: SampleRows, peak: Peak, seconds: Mapping[str, float]
 ) -> dict[str, float]:
-    """FLOPs that the step's samples cost, over what devices could do in the time: `update` seconds on the ranks, `step` in all.
+    """FLOPs that the step's samples cost, over what devices could do in the time: `update` seconds on the ranks, `step`
+    in all.
 
-    Counted are the sequences as they are, each by itself: no padding, experts that a token is sent to, the output layer of response
-    tokens alone, and layers that are computed twice once. A backward pass costs two forward ones; generation and each pass of log-probs
-    one, whatever a cache saved.
+    Counted are the sequences as they are, each by itself: no padding, experts that a token is sent to, the output layer
+    of response tokens alone, and layers that are computed twice once. A backward pass costs two forward ones;
+    generation and each pass of log-probs one, whatever a cache saved.
     """
     forward = forward_flops(model, rows.lengths.tolist(), int(rows.response_lengths.sum()))
     scored = (not algorithm.on_policy) + algorithm.needs_reference

@@ -1,4 +1,7 @@
-"""Where a run goes on: what a checkpoint must agree with; the run directory brought back to its step. No torch, no Ray."""
+"""Where a run goes on: what a checkpoint must agree with; the run directory brought back to its step.
+
+No torch, no Ray.
+"""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +23,8 @@ if TYPE_CHECKING:
 
 # what the order of the prompts and the samples of a step follow from: a resumed run keeps them
 FIXED = (
-    "trainer.seed", "trainer.schedule", "data.shuffle", "data.train_weights", "data.train_batch_size", "data.gen_batch_size", "rollout.n",
+    "trainer.seed", "trainer.schedule", "data.shuffle", "data.train_weights", "data.train_batch_size",
+    "data.gen_batch_size", "rollout.n",
 )  # fmt: skip
 
 
@@ -30,7 +34,8 @@ class TrainState:
 
     step: int = 0  # steps finished; also the version of the weights
     cursor: DataCursor = field(default_factory=DataCursor)
-    ahead: "KeptGroups | None" = field(default=None, compare=False, repr=False)  # groups on their way, where generation runs ahead
+    # groups on their way, where generation runs ahead
+    ahead: "KeptGroups | None" = field(default=None, compare=False, repr=False)
 
     def advanced(self, cursor: DataCursor) -> "TrainState":
         """After one more step."""
@@ -38,11 +43,18 @@ class TrainState:
 
 
 # and the same of which weights make which token, where generation runs ahead
-FIXED_AHEAD = ("trainer.max_staleness", "trainer.partial_rollouts", "trainer.segment_tokens", "data.max_response_length")
+FIXED_AHEAD = (
+    "trainer.max_staleness",
+    "trainer.partial_rollouts",
+    "trainer.segment_tokens",
+    "data.max_response_length",
+)
 
 
 def goes_on(config: RunConfig, asked: bool) -> bool:
-    """Whether the run in the run directory is continued: that is `asked` for, or resume_mode is auto and there is one."""
+    """Whether the run in the run directory is continued: that is `asked` for,
+    or resume_mode is auto and there is one.
+    """
     return asked or (config.trainer.resume_mode == "auto" and RunDir(run_dir_of(config)).config.is_file())
 
 
@@ -50,14 +62,18 @@ def resume_note(config: RunConfig, resume: bool) -> list[str]:
     """What resume_mode made of this start, where it is not the usual one."""
     trainer, folder = config.trainer, run_dir_of(config)
     if trainer.resume_mode == "auto":
-        return [f"trainer.resume_mode auto: {folder} holds " + ("a run, which goes on" if resume else "no run; a new one begins")]
+        return [
+            f"trainer.resume_mode auto: {folder} holds "
+            + ("a run, which goes on" if resume else "no run; a new one begins")
+        ]
     if trainer.resume_mode == "resume_path" and not resume:
         return [f"trainer.resume_mode resume_path: a new run in {folder} begins from {trainer.resume_from_path}"]
     return []
 
 
 def find_resume_point(config: RunConfig, run_dir: Path, resume: bool, digests: bool) -> Newest | None:
-    """The newest complete checkpoint and what it says of itself, an empty one for a run that saved none, which starts anew.
+    """The newest complete checkpoint and what it says of itself, an empty one for a run that saved none, which starts
+    anew.
 
     Without `resume` the one that resume_mode: resume_path names; None for a run from the beginning. With `digests`, a
     checkpoint counts as complete only when every byte of it is what was written. Raises EnvironmentFault when all that
@@ -66,7 +82,11 @@ def find_resume_point(config: RunConfig, run_dir: Path, resume: bool, digests: b
     """
     if not resume and config.trainer.resume_mode != "resume_path":
         return None
-    newest = newest_checkpoint(RunDir(run_dir).checkpoints, digests) if resume else _named(config.trainer.resume_from_path, digests)
+    newest = (
+        newest_checkpoint(RunDir(run_dir).checkpoints, digests)
+        if resume
+        else _named(config.trainer.resume_from_path, digests)
+    )
     if newest.manifest is not None:
         _check_same_model(config, newest.manifest, newest.path)
         _check_same_values(config, newest.manifest, newest.path)
@@ -94,24 +114,28 @@ def fixed_values(config: RunConfig) -> dict[str, Any]:
 def _check_same_values(config: RunConfig, manifest: Manifest, folder: Path) -> None:
     if manifest.weights_only:
         raise ConfigError(
-            f"{folder} was converted from weights alone and belongs to no run: start a new one with the Hugging Face checkpoint as "
-            "model.path (mrl convert megatron-to-hf writes one from this)"
+            f"{folder} was converted from weights alone and belongs to no run: start a new one with the Hugging Face "
+            "checkpoint as model.path (mrl convert megatron-to-hf writes one from this)"
         )
     then = {"trainer.schedule": "sync"} | manifest.trainer["fixed"]  # a checkpoint may be older than a key
     differing = [(key, now) for key, now in fixed_values(config).items() if now != then.get(key, now)]
     changed = [f"{key}: {now}, and {folder} was trained with {then[key]}" for key, now in differing]
     if changed:
         raise ConfigError(
-            f"{'; '.join(changed)}. The place in the data and the samples of a step follow from them: give the run's own values, "
-            "or start a new run from an export of the checkpoint (mrl convert megatron-to-hf)"
+            f"{'; '.join(changed)}. The place in the data and the samples of a step follow from them: give the run's "
+            "own values, or start a new run from an export of the checkpoint (mrl convert megatron-to-hf)"
         )
 
 
 def _check_same_model(config: RunConfig, manifest: Manifest, folder: Path) -> None:
     if model_spec(manifest.hf_config) != load_model_spec(config.model.path):
-        raise ConfigError(f"model.path: {config.model.path} is another model than the one in {folder}; give the run's own model.path")
+        raise ConfigError(
+            f"model.path: {config.model.path} is another model than the one in {folder}; give the run's own model.path"
+        )
     if manifest.dtype != config.model.dtype:
-        raise ConfigError(f"model.dtype: {config.model.dtype}, and the weights in {folder} are {manifest.dtype}; set it to that")
+        raise ConfigError(
+            f"model.dtype: {config.model.dtype}, and the weights in {folder} are {manifest.dtype}; set it to that"
+        )
 
 
 def verified_resume_point(config: RunConfig, path: Path, resume: bool, data_fingerprint: str) -> Newest | None:
@@ -126,13 +150,17 @@ def verified_resume_point(config: RunConfig, path: Path, resume: bool, data_fing
     total, lines = config.trainer.total_training_steps, read_metrics(RunDir(path).metrics)
     if point.manifest.step >= total and lines and lines[-1]["training/global_step"] >= point.manifest.step:
         raise NothingToDo(
-            f"{path} has {point.manifest.step} steps already, of the {total} of trainer.total_training_steps; raise it to train on"
+            f"{path} has {point.manifest.step} steps already, of the {total} of "
+            "trainer.total_training_steps; raise it to train on"
         )
     return point
 
 
 def rewind(run_dir: RunDir, point: Newest | None) -> tuple[Path | None, TrainState]:
-    """Removes what was recorded past the checkpoint; its folder and state. None: a new run; without a manifest: anew."""
+    """Removes what was recorded past the checkpoint; its folder and state.
+
+    None: a new run; without a manifest: anew.
+    """
     if point is None:
         return None, TrainState()
     if point.manifest is None:
@@ -149,8 +177,9 @@ def rewind(run_dir: RunDir, point: Newest | None) -> tuple[Path | None, TrainSta
 def _check_same_data(manifest: Manifest, data_fingerprint: str, folder: Path) -> None:
     if manifest.trainer["data_fingerprint"] != data_fingerprint:
         raise DataError(
-            f"{folder} was trained on other prompts than data.train_files gives now, so its place in the data means nothing here; "
-            "give the same files, tokenizer and limits, or start a new run from an export of the checkpoint (mrl convert megatron-to-hf)"
+            f"{folder} was trained on other prompts than data.train_files gives now, so its place in the data means "
+            "nothing here; give the same files, tokenizer and limits, or start a new run from an export of the "
+            "checkpoint (mrl convert megatron-to-hf)"
         )
 
 

@@ -50,7 +50,9 @@ class Responder:
     display: Progress
     poll: Callable[[], None]  # raises Interrupted once the run is to stop
 
-    def respond(self, prompts: list[Prompt], n: int, sampling: Sampling, seed: Callable[[Prompt, int], int], label: str) -> StoredSamples:
+    def respond(
+        self, prompts: list[Prompt], n: int, sampling: Sampling, seed: Callable[[Prompt, int], int], label: str
+    ) -> StoredSamples:
         """`n` responses a prompt, ordered by prompt; each goes to a scorer as it arrives.
 
         `seed(prompt, k)` is the seed of the prompt's k-th response; `label` names the phase where progress is shown.
@@ -66,7 +68,9 @@ class Responder:
             for samples, engine in parts:
                 arrived += len(samples)
                 self.display.progress(f"{label} responses", arrived, len(requests))
-                questions = [question(sample_id, planned[sample_id][1]) for sample_id in samples.rows.sample_id.tolist()]
+                questions = [
+                    question(sample_id, planned[sample_id][1]) for sample_id in samples.rows.sample_id.tolist()
+                ]
                 self.rewards.submit(samples, questions, engine)
             self.rewards.forward()
 
@@ -75,7 +79,8 @@ class Responder:
         return samples
 
     def collect_rewards(self, samples: StoredSamples) -> list[RewardResult]:
-        """Results in the order of `samples`, failed ones at the bottom of their data source where reward.failure_score is not set.
+        """Results in the order of `samples`, failed ones at the bottom of their data source where reward.failure_score
+        is not set.
 
         Raises DataError when too many failed.
         """
@@ -101,8 +106,9 @@ def check_finite(rows: SampleRows) -> None:
     bad = np.flatnonzero(~rows.finite)
     if len(bad):
         raise NumericAbort(
-            f"{len(bad)} of {len(rows)} responses have log-probs that are not finite, the first is sample {rows.sample_id[bad[0]]} "
-            f"under weight version {rows.weight_version[bad[0]]}: the engines computed with weights that are not numbers"
+            f"{len(bad)} of {len(rows)} responses have log-probs that are not finite, the first is sample "
+            f"{rows.sample_id[bad[0]]} under weight version {rows.weight_version[bad[0]]}: the engines computed with "
+            "weights that are not numbers"
         )
 
 
@@ -117,7 +123,10 @@ def sample_seed(run_seed: int, purpose: str, step: int, prompt_id: int, index: i
 
 @dataclass(frozen=True)
 class Group:
-    """The responses to one prompt, with their rewards. `differs`: they do not all have the same value. A dropped one has no samples."""
+    """The responses to one prompt, with their rewards.
+
+    `differs`: they do not all have the same value. A dropped one has no samples.
+    """
 
     samples: StoredSamples | None
     results: tuple[RewardResult, ...]
@@ -126,7 +135,9 @@ class Group:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """What a step trains on, ordered by (group_id, sample_id), and the place in the data after all that was generated for it."""
+    """What a step trains on, ordered by (group_id, sample_id),
+    and the place in the data after all that was generated for it.
+    """
 
     samples: StoredSamples
     results: list[RewardResult]
@@ -154,12 +165,18 @@ def gather_rollouts(
 
 
 def rollouts_of(
-    config: RunConfig, samples: StoredSamples, results: list[RewardResult], cursor: DataCursor, metrics: dict[str, float]
+    config: RunConfig,
+    samples: StoredSamples,
+    results: list[RewardResult],
+    cursor: DataCursor,
+    metrics: dict[str, float],
 ) -> Rollouts:
     """What a step trains on, from the samples and results that were chosen for it; `metrics`: of their generation."""
     rewards = rewards_after_penalties(config, samples.rows, results)
     if config.algorithm.overlong_buffer.enable:
-        metrics = metrics | {"train/overlong_penalty_mean": float((rewards - [result.score for result in results]).mean())}
+        metrics = metrics | {
+            "train/overlong_penalty_mean": float((rewards - [result.score for result in results]).mean())
+        }
     return Rollouts(samples, results, rewards, cursor, metrics)
 
 
@@ -191,11 +208,14 @@ def rewards_after_penalties(config: RunConfig, rows: SampleRows, results: list[R
     scores, buffer = np.array([result.score for result in results], dtype=np.float64), config.algorithm.overlong_buffer
     if not buffer.enable:
         return scores
-    return scores + soft_overlong_penalty(rows.response_lengths, config.data.max_response_length, buffer.len, buffer.penalty_factor)
+    return scores + soft_overlong_penalty(
+        rows.response_lengths, config.data.max_response_length, buffer.len, buffer.penalty_factor
+    )
 
 
 def metric_values(metric: str, results: list[RewardResult], rewards: np.ndarray) -> np.ndarray:
-    """float64 [batch]: `score`, `reward` (after penalties), or the reward's part of that name; of a failed reward always its score.
+    """float64 [batch]: `score`, `reward` (after penalties), or the reward's part of that name; of a failed reward
+    always its score.
 
     Raises DataError when the reward function gives no such part, or no number under that name.
     """
@@ -211,8 +231,8 @@ def _part(result: RewardResult, name: str) -> float:
         return float(value)
     known = ", ".join([SCORE, REWARD, *sorted(result.parts)])
     raise DataError(
-        f"the reward of sample {result.sample_id} has no number under {name!r} (algorithm.filter_groups.metric, gdpo_reward_keys); "
-        f"allowed: {known}"
+        f"the reward of sample {result.sample_id} has no number under {name!r} (algorithm.filter_groups.metric, "
+        f"gdpo_reward_keys); allowed: {known}"
     )
 
 
@@ -221,7 +241,9 @@ def renumbered(groups: list[Group]) -> tuple[StoredSamples, list[RewardResult]]:
     samples = StoredSamples.joined([group.samples for group in groups])
     numbers = np.repeat(np.arange(len(groups)), [len(group.results) for group in groups])
     results = [result for group in groups for result in group.results]
-    return samples.renumbered(numbers, np.arange(len(samples))), [replace(result, sample_id=i) for i, result in enumerate(results)]
+    return samples.renumbered(numbers, np.arange(len(samples))), [
+        replace(result, sample_id=i) for i, result in enumerate(results)
+    ]
 
 
 def group_metrics(batches: float, uniform_share: float, trained: int, made: list[RewardResult]) -> dict[str, float]:

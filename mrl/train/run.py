@@ -166,7 +166,8 @@ def open_run(resolved: ResolvedConfig, resume: bool, views: Mapping[str, View] |
         responder = Responder(engines, rewards, config.reward, record, stop.raise_if_set)
         yield Run(
             config=config, run_dir=run_dir, val_prompts=val, total_steps=total,
-            stop=stop, record=record, responder=responder, actor=actor, placement=placement, saver=saver, sample_writer=sample_writer,
+            stop=stop, record=record, responder=responder, actor=actor, placement=placement, saver=saver,
+            sample_writer=sample_writer,
             generation=stack.enter_context(closing(_generation(config, responder, stream, state, spool, run_dir))),
             machines=machines, peak=machines.peak(), state=state,
         )  # fmt: skip
@@ -176,8 +177,11 @@ def open_run(resolved: ResolvedConfig, resume: bool, views: Mapping[str, View] |
 def _processes(
     config: RunConfig, folder: Path, checkpoint: Path | None, poll: Callable[[], None]
 ) -> Iterator[tuple[RolloutGroup, ActorGroup]]:
-    """Engines and ranks, started. On shared devices engines start first and sleep: vLLM measures what is free of a device,
-    and a model that comes onto it meanwhile would be counted as its own."""
+    """Engines and ranks, started.
+
+    On shared devices engines start first and sleep: vLLM measures what is free of a device, and a model that comes onto
+    it meanwhile would be counted as its own.
+    """
     with ExitStack() as stack:
         if config.cluster.placement == "separate":
             engines = RolloutGroup(config, folder, poll)
@@ -238,7 +242,9 @@ def _generation(
 
 def _run_info(config: RunConfig) -> RunInfo:
     trainer = config.trainer
-    return RunInfo(trainer.project_name, trainer.experiment_name, config.model_dump(mode="json"), trainer.logger_timeout_s)
+    return RunInfo(
+        trainer.project_name, trainer.experiment_name, config.model_dump(mode="json"), trainer.logger_timeout_s
+    )
 
 
 def _with_total(config: RunConfig, total: int) -> RunConfig:
@@ -266,9 +272,11 @@ def load_training(config: RunConfig, tokenizer: Any) -> PromptStream:
 
 
 def load_validation(config: RunConfig, tokenizer: Any) -> PromptDataset | None:
-    """The held-out prompts of all files, a sample of `data.val_max_samples` where that is set; None where no file is given.
+    """The held-out prompts of all files, a sample of `data.val_max_samples` where that is set; None where no file is
+    given.
 
-    The sample is the same whatever `trainer.seed` is: runs of different seeds are compared on the same prompts. Raises DataError.
+    The sample is the same whatever `trainer.seed` is: runs of different seeds are compared on the same prompts. Raises
+    DataError.
     """
     data = config.data
     if not data.val_files:
@@ -286,10 +294,16 @@ def _read_and_taken(found: PromptDataset, taken: PromptDataset) -> str:
 def reward_spec(config: RunConfig, data_sources: Iterable[str] = ()) -> RewardSpec:
     """Which function scores. Raises ConfigError where `auto` knows none for one of the data sources."""
     reward, custom = config.reward, config.reward.custom_reward_function
-    shared = {"bonus_rules": reward.bonus_rules, "max_memory_gib": reward.max_memory_gib, "data_sources": tuple(sorted(data_sources))}
+    shared = {
+        "bonus_rules": reward.bonus_rules,
+        "max_memory_gib": reward.max_memory_gib,
+        "data_sources": tuple(sorted(data_sources)),
+    }
     if custom is None:
         spec = RewardSpec(reward.function, **shared)
     else:
-        spec = RewardSpec(path=str(Path(custom.path).resolve()), name=custom.name, kwargs=custom.reward_kwargs, **shared)
+        spec = RewardSpec(
+            path=str(Path(custom.path).resolve()), name=custom.name, kwargs=custom.reward_kwargs, **shared
+        )
     check_data_sources(spec, data_sources)
     return spec

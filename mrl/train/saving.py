@@ -51,9 +51,14 @@ class BackgroundWrite:
         self._running: tuple[int, Future[WriteResult]] | None = None
 
     def begin(self, step: int, write: Callable[[], None]) -> None:
-        """Starts `write()`. Raises RuntimeError while the result of the one before was not asked for: it would be lost."""
+        """Starts `write()`.
+
+        Raises RuntimeError while the result of the one before was not asked for: it would be lost.
+        """
         if self._running is not None:
-            raise RuntimeError(f"step {step} is to be saved before it is known how the save of step {self._running[0]} ended")
+            raise RuntimeError(
+                f"step {step} is to be saved before it is known how the save of step {self._running[0]} ended"
+            )
         self._running = step, self._thread.submit(_timed, step, write)
 
     def result(self, wait: bool) -> WriteResult | None:
@@ -67,7 +72,10 @@ class BackgroundWrite:
         return future.result()
 
     def close(self) -> None:
-        """Waits for the write under way: what was begun is worth having, however the run ends. Says so when it fails."""
+        """Waits for the write under way: what was begun is worth having, however the run ends.
+
+        Says so when it fails.
+        """
         try:
             result = self.result(wait=True)
             if result is not None and result.fault:
@@ -104,10 +112,11 @@ class Saver:
         return previous | self.write(state, metrics)
 
     def take(self, step: int) -> dict[str, float]:
-        """The ranks copy their parts of the checkpoint of `step` to host memory, for `write`, unless there is one; they do it once
-        the save before is over. Returns what `finished` does.
+        """The ranks copy their parts of the checkpoint of `step` to host memory, for `write`, unless there is one; they
+        do it once the save before is over. Returns what `finished` does.
 
-        A disk that does not take a checkpoint is no reason to stop: it is said, counted, and the checkpoints that are there stay.
+        A disk that does not take a checkpoint is no reason to stop: it is said, counted, and the checkpoints that are
+        there stay.
         """
         previous, self._taken = self.finished(wait=True), None
         if self.saved_step == step:
@@ -121,8 +130,9 @@ class Saver:
         return previous
 
     def write(self, state: TrainState, metrics: dict[str, float] | None = None) -> dict[str, float]:
-        """Begins to write what was taken of `state`, if anything was, while training goes on. `metrics`: of its step, should their
-        line get lost. Returns what `finished` does.
+        """Begins to write what was taken of `state`, if anything was, while training goes on.
+
+        `metrics`: of its step, should their line get lost. Returns what `finished` does.
         """
         if self._taken != state.step:
             return {}
@@ -131,7 +141,10 @@ class Saver:
         return {} if self._config.trainer.async_save else self.finished(wait=True)
 
     def finished(self, wait: bool = False) -> dict[str, float]:
-        """The metrics of the save under way, if it has ended. Raises what went wrong with it, a disk's refusal excepted."""
+        """The metrics of the save under way, if it has ended.
+
+        Raises what went wrong with it, a disk's refusal excepted.
+        """
         result = self._writing.result(wait)
         if result is None:
             return {}
@@ -146,7 +159,11 @@ class Saver:
         self.save(state)
         self.finished(wait=True)
         if self.saved_step != state.step:
-            newest = f"the newest checkpoint is that of step {self.saved_step}" if self.saved_step else "there is no checkpoint"
+            newest = (
+                f"the newest checkpoint is that of step {self.saved_step}"
+                if self.saved_step
+                else "there is no checkpoint"
+            )
             fault = f"step {state.step} is not saved ({self._last_fault})"
             raise EnvironmentFault(f"{self._folder}: {fault}; {newest}. Make room and pass --resume")
 
@@ -157,7 +174,10 @@ class Saver:
     def _count_failure(self, step: int, fault: str) -> None:
         self.failed_saves += 1
         self._last_fault = fault
-        print(f"error: step {step} is not saved: {fault}. Training goes on; the checkpoints before it are as they were", flush=True)
+        print(
+            f"error: step {step} is not saved: {fault}. Training goes on; the checkpoints before it are as they were",
+            flush=True,
+        )
 
     def _write(self, state: TrainState, metrics: dict[str, float]) -> None:
         """The whole of a save but for the ranks' copies; in a thread, so it uses only what does not change."""
@@ -184,7 +204,9 @@ class Saver:
         } | ({"ahead": state.ahead.write(work)} if state.ahead else {})
         hf_config = json.loads((model / "config.json").read_text())
         layout = self._config.actor.layout.model_dump()
-        write_manifest(work, Manifest(state.step, layout, self._config.model.dtype, hf_config, ranks, trainer, _versions()))
+        write_manifest(
+            work, Manifest(state.step, layout, self._config.model.dtype, hf_config, ranks, trainer, _versions())
+        )
 
 
 def _versions() -> dict[str, Any]:

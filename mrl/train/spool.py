@@ -1,7 +1,7 @@
 """Groups that are finished and not yet trained on, on the disk: written once, beside the loop, for checkpoints.
 
     RUN/spool/group-N.npz    the responses to the prompt of number N
-    checkpoints/step-M/      has those that were on their way at step M: finished ones under a second name, others written then
+    checkpoints/step-M/      has those on their way at step M: finished ones under a second name, others written then
 
 What finds no room here is told once, and written with the checkpoint.
 """
@@ -31,7 +31,10 @@ class Spool:
     """Files of finished groups by number."""
 
     def __init__(self, folder: Path, writer: Writer):
-        """Makes `folder` where there is none. What an earlier process left in it is removed: the checkpoint has its own names for it."""
+        """Makes `folder` where there is none.
+
+        What an earlier process left in it is removed: the checkpoint has its own names for it.
+        """
         self._folder, self._writer = folder, writer
         self._begun: dict[int, Any] = {}
         self._written: dict[int, dict[str, Any]] = {}  # facts of files that came from a checkpoint
@@ -94,5 +97,7 @@ class Spool:
             self._told = True
 
     def close(self) -> None:
-        """Removes all files, once nothing is written any more: checkpoints have names of their own for what they need."""
+        """Removes all files, once nothing is written any more:
+        checkpoints have names of their own for what they need.
+        """
         shutil.rmtree(self._folder, ignore_errors=True)

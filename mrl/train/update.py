@@ -1,12 +1,13 @@
 """From samples to updated weights: log-probs of the policies, KL penalties, rejections, advantages; the update.
 
-    samples --> ranks: old log-probs --> reference's --> anchor, rejections, weights, penalties --> advantages --> updates
-    driver:     mismatch                                 trained tokens, penalties a row    <-->    advantages a response
+    samples --> ranks: old log-probs --> reference's --> anchor, rejections, weights, penalty --> advantages --> update
+    driver:     mismatch                                 trained tokens, penalties a row   <-->   advantages a response
 
-Where a step is one update, algorithm.anchor on_policy leaves the first out: the update's own log-probs are the old ones.
+Where a step is one update, algorithm.anchor on_policy leaves the first out: the update's own log-probs are the
+old ones.
 
-Tokens and what is computed of them stay on the ranks (cluster/replica_rows.py); here are numbers a row, and what takes all
-rows: metrics, baselines of groups, whitening, the loss's denominators. The formulas stand in mrl.algo.
+Tokens and what is computed of them stay on the ranks (cluster/replica_rows.py); here are numbers a row, and what
+takes all rows: metrics, baselines of groups, whitening, the loss's denominators. The formulas stand in mrl.algo.
 """
 
 from collections.abc import Sequence
@@ -28,8 +29,8 @@ from mrl.train.rollouts import Rollouts, metric_values
 
 
 def old_log_probs(config: RunConfig, step: TrainedStep) -> dict[str, float]:
-    """Log-probs of the same weights under Megatron's numerics; the policy's entropy, and the mismatch between generation
-    and training. With algorithm.anchor on_policy all of it comes of the update.
+    """Log-probs of the same weights under Megatron's numerics; the policy's entropy, and the mismatch between
+    generation and training. With algorithm.anchor on_policy all of it comes of the update.
 
     Raises NumericAbort for log-probs that are not finite, EnvironmentFault when no sample has a route of R3.
     """
@@ -43,11 +44,14 @@ def _metrics_of(found: Mismatch) -> dict[str, float]:
 
 
 def check_any_route(rows: SampleRows) -> None:
-    """Some may be missing, as those of cached prompts are; where all are, nothing would be replayed under the name of R3."""
+    """Some may be missing, as those of cached prompts are; where all are,
+    nothing would be replayed under the name of R3.
+    """
     if not rows.routed.any():
         raise EnvironmentFault(
-            f"actor.router_replay: R3, and the vLLM engines (rollout) returned no route for any of {len(rows)} samples; "
-            "see logs/engine-N.log in the run directory, or set actor.router_replay: R2 or disabled, which need none"
+            f"actor.router_replay: R3, and the vLLM engines (rollout) returned no route for any of {len(rows)} "
+            "samples; see logs/engine-N.log in the run directory, or set actor.router_replay: R2 or disabled, which "
+            "need none"
         )
 
 
@@ -71,19 +75,26 @@ def corrections(algorithm: AlgorithmConfig, step: TrainedStep) -> tuple[RowValue
     return of_rows, metrics
 
 
-def _check_something_left(algorithm: AlgorithmConfig, rows: SampleRows, trained: np.ndarray, metrics: dict[str, float]) -> None:
+def _check_something_left(
+    algorithm: AlgorithmConfig, rows: SampleRows, trained: np.ndarray, metrics: dict[str, float]
+) -> None:
     if trained.any() or not rows.response_lengths.any():
         return
     dropped, cures = [], []
     if algorithm.overlong_filter:
-        dropped.append(f"algorithm.overlong_filter dropped {metrics['train/overlong_filtered_share']:.0%} of the responses")
+        dropped.append(
+            f"algorithm.overlong_filter dropped {metrics['train/overlong_filtered_share']:.0%} of the responses"
+        )
         cures.append("raise data.max_response_length, or look at why no response ends")
     if algorithm.rollout_correction.level is not None:
         dropped.append("algorithm.rollout_correction rejected every token" + " of the rest" * bool(dropped))
         cures.append(
-            "widen the band of the correction, or look at rollout_corr/k3_kl: generation and training may not hold the same weights"
+            "widen the band of the correction, or look at rollout_corr/k3_kl: generation and training may "
+            "not hold the same weights"
         )
-    raise NumericAbort(f"nothing of the step is left to train on: {' and '.join(dropped)}. To cure it: {'; '.join(cures)}")
+    raise NumericAbort(
+        f"nothing of the step is left to train on: {' and '.join(dropped)}. To cure it: {'; '.join(cures)}"
+    )
 
 
 def advantages(config: RunConfig, step: TrainedStep, rollouts: Rollouts, corrected: RowValues) -> dict[str, float]:
@@ -107,7 +118,9 @@ def advantages(config: RunConfig, step: TrainedStep, rollouts: Rollouts, correct
     of_rows = step.set_advantages(of_responses)
     if algorithm.policy_loss.loss_mode in SELECTIONS:
         _select(config, step, of_rows["sum"], corrected)
-    return advantage_metrics(of_rows) | {f"ran/adv_estimator/{of_responses.estimator}": float((of_rows["count"] > 0).sum())}
+    return advantage_metrics(of_rows) | {
+        f"ran/adv_estimator/{of_responses.estimator}": float((of_rows["count"] > 0).sum())
+    }
 
 
 def _moments(step: TrainedStep, of_responses: TokenAdvantages, trained: np.ndarray) -> RowValues:
@@ -131,8 +144,8 @@ def _select(config: RunConfig, step: TrainedStep, advantages: np.ndarray, correc
 def update(step: TrainedStep, corrected: RowValues) -> dict[str, float]:
     """All optimizer steps; reduced metrics, on policy with those of `old_log_probs`.
 
-    Raises NumericAbort when too many in a row could not be applied, and on policy for log-probs that are not finite, which
-    have changed nothing.
+    Raises NumericAbort when too many in a row could not be applied, and on policy for log-probs that are not finite,
+    which have changed nothing.
     """
     result, mismatch = step.update(counts_of(step.by_mini_batch(corrected["trained"])))
     metrics = {} if mismatch is None else _metrics_of(mismatch)

@@ -35,7 +35,9 @@ class Validation:
         return [self.prompts[group].data_source for group in self.samples.rows.group_id.tolist()]
 
     def write(self, responder: Responder, path: Path, shown: int = 0) -> list[dict[str, Any]]:
-        """Every response as a line of the file `path`; the rows of some of them, evenly spread, for people to look at."""
+        """Every response as a line of the file `path`; the rows of some of them, evenly spread,
+        for people to look at.
+        """
         numbers = evenly_spread(len(self.samples), shown) if shown else []
         return responder.rewards.write_generations(path, self.prompts, self.samples, self.results, numbers)
 
@@ -56,7 +58,8 @@ def validate(
 
 
 def answer_and_score(config: RunConfig, responder: Responder, dataset: PromptDataset) -> Validation:
-    """`rollout.val_kwargs.n` responses a prompt under the sampling of validation; seeds are the same at every validation.
+    """`rollout.val_kwargs.n` responses a prompt under the sampling of validation; seeds are the same at every
+    validation.
 
     Raises DataError when too many rewards failed.
     """
@@ -74,16 +77,23 @@ def answer_and_score(config: RunConfig, responder: Responder, dataset: PromptDat
 
 
 def _answers(prompts: Sequence[Prompt], results: Sequence[Sequence[RewardResult]]) -> list[Answers]:
-    """One a prompt, from its results. What is measured is decided by data source: a prompt whose responses all failed takes part too."""
+    """One a prompt, from its results.
+
+    What is measured is decided by data source: a prompt whose responses all failed takes part too.
+    """
     by_source: dict[str, list[RewardResult]] = defaultdict(list)
     for prompt, scored in zip(prompts, results, strict=True):
         by_source[prompt.data_source].extend(scored)
     measured = {source: _measured(scored) for source, scored in by_source.items()}
-    return [_prompt_answers(prompt, scored, *measured[prompt.data_source]) for prompt, scored in zip(prompts, results, strict=True)]
+    return [
+        _prompt_answers(prompt, scored, *measured[prompt.data_source])
+        for prompt, scored in zip(prompts, results, strict=True)
+    ]
 
 
 def _measured(results: Sequence[RewardResult]) -> tuple[set[str], float, bool]:
-    """Numbers that all responses of a data source have beside the score; a failed one's accuracy; whether each says its answer.
+    """Numbers that all responses of a data source have beside the score; a failed one's accuracy; whether each says its
+    answer.
 
     A failed response has the lowest accuracy of its data source and at most 0 (a function that gives a number alone may
     go below), an empty answer, and no other number: where one failed, those are left out.
@@ -96,7 +106,9 @@ def _measured(results: Sequence[RewardResult]) -> tuple[set[str], float, bool]:
     return names if len(scored) == len(results) else names & {ACC}, wrong, all(PRED in r.parts for r in scored)
 
 
-def _prompt_answers(prompt: Prompt, results: Sequence[RewardResult], names: set[str], wrong: float, voting: bool) -> Answers:
+def _prompt_answers(
+    prompt: Prompt, results: Sequence[RewardResult], names: set[str], wrong: float, voting: bool
+) -> Answers:
     values = {name: [r.parts.get(name, wrong) for r in results] for name in names}
     preds = [str(r.parts.get(PRED, "")) for r in results] if voting else None
     return Answers(prompt.data_source, {REWARD: [r.score for r in results]} | values, preds)
