@@ -17,21 +17,24 @@
     testing          held-out prompts, engines          validation metrics                    validation.py
     save_checkpoint  actor, state                       checkpoints/step-N, written beside    saving.py
 
-Between them stand the hand-overs of placement.py, where engines and actor take turns on the same devices. Where generation runs
-ahead of training (trainer.schedule) engines work beside all of it up to `settle`: `gen` is then a wait for what they have (ahead.py).
+Between them stand the hand-overs of placement.py, where engines and actor take turns on the same devices. Where
+generation runs ahead of training (trainer.schedule) engines work beside all of it up to `settle`: `gen` is then a wait
+for what they have (ahead.py).
 
 An example, parallel_configs/tiny-moe/cpu.yaml: 64 prompts x 8 responses of up to 4 tokens are 512 samples, 512 rows of
 columns (data/samples.py); mini-batches of 16 prompts make 4 updates of 128 rows each.
 
-Large things stay where they are: weights in ranks and engines, responses in the object stores of the engines' nodes until
-a rank fetches those that it trains on. The driver holds prompts, numbers a response, references and metrics. What a run
-consists of stands in run.py.
+Large things stay where they are: weights in ranks and engines, responses in the object stores of the engines' nodes
+until a rank fetches those that it trains on. The driver holds prompts, numbers a response, references and metrics. What
+a run consists of stands in run.py.
 """
 
+from mrl.algo.rows import RowValues
 from mrl.cluster.trained_step import TrainedStep
 from mrl.errors import Interrupted
 from mrl.record.metrics import PhaseTimer
 from mrl.train.reporting import memory_metrics, mfu_metrics, reward_parts, sample_metrics, time_metrics
+from mrl.train.rollouts import Rollouts
 from mrl.train.run import Run
 from mrl.train.shown_rows import record_shown_rows
 from mrl.train.update import advantages, corrections, old_log_probs, update
@@ -56,45 +59,29 @@ def train(run: Run) -> None:
 
 def train_step(run: Run) -> None:
     """One step. A signal may end it until `update`, before which nothing is changed; from there it runs to its end."""
-    timer, config, actor, step = PhaseTimer(), run.config, run.actor, run.state.step + 1
-    algorithm = config.algorithm
+    timer, config, step = PhaseTimer(), run.config, run.state.step + 1
     with timer("step"):
         with timer("gen"):
             run.placement.to_generation()
         rollouts = run.generation.take(run.state, timer)
         with timer("record"):
             run.sample_writer.write(step, rollouts.samples, reward_parts(rollouts))  # goes on beside what follows
-        if algorithm.scores_before_update:
-            with timer("switch"):
-                run.placement.to_log_probs()
-        with timer("adv" if algorithm.on_policy else "old_log_prob"):
-            trained = TrainedStep(actor, rollouts.samples)
-            policy_metrics = old_log_probs(config, trained)
-            if config.record.trainer_log_probs:
-                run.sample_writer.write_differences(step, trained)
-        with timer("record"):
-            record_shown_rows(run.run_dir.path, step, trained, rollouts)
-        if algorithm.needs_reference:
-            with timer("ref"):
-                trained.ref_log_probs()
-        with timer("adv"):
-            corrected, correction_metrics = corrections(algorithm, trained)
-            advantage_metrics = advantages(config, trained, rollouts, corrected)
+        trained, corrected, metrics = weigh_samples(run, timer, step, rollouts)
         run.stop.hold()
         with timer("switch"):
             run.placement.to_update()
         with timer("update_actor"):
-            update_metrics = update(trained, corrected)
+            metrics |= update(trained, corrected)
         save_metrics, saves = run.saver.finished(), due(config.trainer.save_freq, step, run.total_steps)
         if saves:
             with timer("save_checkpoint"):
                 save_metrics |= run.saver.take(step)  # the ranks have what is saved on their devices
         run.generation.settle(timer, saves)
         with timer("reshard"):
-            sync_metrics = run.placement.to_engines(step)
+            metrics |= run.placement.to_engines(step)
         run.state = run.state.advanced(rollouts.cursor)
-        metrics = sample_metrics(config.data, run.state.cursor.epoch, rollouts) | rollouts.metrics
-        metrics |= policy_metrics | correction_metrics | advantage_metrics | update_metrics | sync_metrics | run.placement.seconds()
+        metrics = sample_metrics(config.data, run.state.cursor.epoch, rollouts) | rollouts.metrics | metrics
+        metrics |= run.placement.seconds()
         if due(config.trainer.test_freq, step, run.total_steps):
             with timer("testing"):
                 metrics |= held_out_metrics(run)
@@ -107,9 +94,35 @@ def train_step(run: Run) -> None:
     metrics |= {"training/failed_sample_files": float(run.sample_writer.failed)}
     metrics |= time_metrics(config, timer, rollouts) | memory_metrics(run.machines)
     seconds = {"update": metrics["perf/update_s"], "step": timer.seconds["step"]}
-    metrics |= mfu_metrics(algorithm, actor.model, rollouts.samples.rows, run.peak, seconds)
+    metrics |= mfu_metrics(config.algorithm, run.actor.model, rollouts.samples.rows, run.peak, seconds)
     run.record.write(step, metrics)
     run.stop.release()
+
+
+def weigh_samples(
+    run: Run, timer: PhaseTimer, step: int, rollouts: Rollouts
+) -> tuple[TrainedStep, RowValues, dict[str, float]]:
+    """What an update needs of the samples, on the ranks: log-probs of the policies, rejections and weights, advantages.
+
+    Returns the step there, the corrections a row, and metrics. Changes nothing that lasts.
+    """
+    config, algorithm = run.config, run.config.algorithm
+    if algorithm.scores_before_update:
+        with timer("switch"):
+            run.placement.to_log_probs()
+    with timer("adv" if algorithm.on_policy else "old_log_prob"):
+        trained = TrainedStep(run.actor, rollouts.samples)
+        metrics = old_log_probs(config, trained)
+        if config.record.trainer_log_probs:
+            run.sample_writer.write_differences(step, trained)
+    with timer("record"):
+        record_shown_rows(run.run_dir.path, step, trained, rollouts)
+    if algorithm.needs_reference:
+        with timer("ref"):
+            trained.ref_log_probs()
+    with timer("adv"):
+        corrected, correction_metrics = corrections(algorithm, trained)
+        return trained, corrected, metrics | correction_metrics | advantages(config, trained, rollouts, corrected)
 
 
 def due(freq: int, step: int, total_steps: int) -> bool:
