@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Iterator
-from typing import Any
 
 _BASH = """\
 # Completion of mrl for bash: source <(mrl completion bash)
@@ -49,11 +48,13 @@ def add(commands) -> None:
 
 def script(shell: str, parser: argparse.ArgumentParser) -> str:
     """The whole script, for the commands of `parser`."""
+    from mrl.config.schema import schema_keys
+
     commands = _commands(parser)
     text = _BASH.format(
         commands=" | ".join(commands),
         names=" ".join(commands),
-        keys=" ".join(f"{key}=" for key in _keys()),
+        keys=" ".join(f"{key}=" for key in schema_keys()),
         values="\n".join(f"        {case} words='{' '.join(words)}' ;;" for case, words in _values(commands)),
         options="\n".join(
             f"                    {name}) words='{' '.join(_options(p))}' ;;" for name, p in commands.items()
@@ -102,16 +103,3 @@ def _choices(commands: dict[str, argparse.ArgumentParser]) -> Iterator[tuple[str
         ]
         if words:
             yield name, words
-
-
-def _keys(section: Any = None, prefix: str = "") -> Iterator[str]:
-    """Dotted keys of the configuration."""
-    from mrl.config.schema import RunConfig
-    from mrl.config.section import section_of
-
-    for name, field in (section or RunConfig).model_fields.items():
-        inner = section_of(field.annotation)
-        if inner is None:
-            yield prefix + name
-        else:
-            yield from _keys(inner, f"{prefix}{name}.")

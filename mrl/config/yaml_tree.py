@@ -199,3 +199,15 @@ class _Builder:
 
 def _plain(value: Any) -> Any:
     return {key: child.plain() for key, child in value.items()} if isinstance(value, dict) else value
+
+
+def nested(values: dict[str, Any]) -> dict[str, Any]:
+    """Dotted keys as nested mappings. Keys below engine_kwargs and the like have no dots in themselves."""
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        *sections, last = key.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[last] = value
+    return tree

@@ -13,6 +13,7 @@ from mrl.config.load import ResolvedConfig
 from mrl.config.rollout_rules import engine_splits_heads
 from mrl.config.rules import violations
 from mrl.config.schema import RunConfig
+from mrl.config.yaml_tree import nested
 from mrl.errors import ConfigError
 from mrl.model import ModelSpec
 from mrl.model.layout import RolloutLayout
@@ -88,7 +89,7 @@ def first_config(path: str, model: ModelSpec, count: DeviceCount, data: dict[str
     recipe = "gspo" if model.is_moe else "grpo"
     too_large: dict[str, int] = {}
     for values in _ways(path, model, count):
-        config = RunConfig.model_validate(_nested(values | data))
+        config = RunConfig.model_validate(nested(values | data))
         problem = search_problem(config, model, count.device, count.total, count.per_node, MEGATRON)
         result = search(problem)
         for candidate in fastest_that_fit(config, problem, result, _TRIED)[0]:
@@ -184,14 +185,3 @@ def _layout(candidate: Candidate) -> dict[str, Any]:
             f"{prefix}num_layers": recompute.num_layers,
         }
     return values
-
-
-def _nested(values: dict[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for key, value in values.items():
-        *sections, last = key.split(".")
-        node = tree
-        for section in sections:
-            node = node.setdefault(section, {})
-        node[last] = value
-    return tree

@@ -151,12 +151,17 @@ class RunDir:
         kept = [line for line, row in _whole_lines(self.metrics) if row["training/global_step"] <= after_step]
         write_text(self.metrics, "".join(kept))
         for file in (*self.samples.glob("step-*.*"), *self.validation.glob("step-*.jsonl")):
-            if int(file.stem.removeprefix("step-")) > after_step:
+            if step_of(file) > after_step:
                 file.unlink()
         (self.path / SHOWN_ROWS).unlink(missing_ok=True)  # the next step writes its own
         # its files cannot be cut; the sink writes the kept lines anew
         shutil.rmtree(self.tensorboard, ignore_errors=True)
         return len(kept)
+
+
+def step_of(file: Path) -> int:
+    """Of a file of `samples/` or `validation/`: `step-N.` and whatever kind it is of."""
+    return int(file.name.split(".")[0].removeprefix("step-"))
 
 
 def in_use(folder: Path) -> bool:

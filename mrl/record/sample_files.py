@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mrl.data.samples import STOP_REASONS, Samples, packed
-from mrl.record.run_dir import json_line
+from mrl.record.run_dir import json_line, step_of
 
 RewardParts = Mapping[str, Any]  # `score`, `reason` and whatever else the reward function returned
 OWN_COLUMNS = ("score", "reason")  # parts that every reward has
@@ -89,11 +89,6 @@ def keep_within(folder: Path, max_bytes: float) -> list[int]:
         del sizes[step]
         removed.append(step)
     return removed
-
-
-def step_of(file: Path) -> int:
-    """Of a file of `samples/`."""
-    return int(file.name.split(".")[0].removeprefix("step-"))
 
 
 def read_samples(folder: Path, step: int) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Responses of a step that people are shown, and the trainer's log-probs of them beside generation's.
 
-`shown_rows.json` in the run directory is of the newest step alone: `step`, and `log_probs` by row of the step's
-samples, the trainer's under the weights that generated, LONGEST tokens at most. What engines gave the same tokens
+`shown_rows.json` in the run directory is of the newest step alone: `step`, and `log_probs` by `sample_id`, the
+trainer's under the weights that generated, LONGEST tokens at most. What engines gave the same tokens
 stands in `samples/`.
 """
 
@@ -20,7 +20,7 @@ LONGEST = 1500  # tokens of a response
 
 @dataclass(frozen=True)
 class ShownRows:
-    """The trainer's log-probs by row of a step's samples."""
+    """The trainer's log-probs by `sample_id` of a step's samples."""
 
     step: int
     log_probs: dict[int, list[float | None]]

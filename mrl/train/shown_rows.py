@@ -19,7 +19,9 @@ def record_shown_rows(folder: Path, step: int, trained: TrainedStep, rollouts: R
     try:
         scores = [result.score for result in rollouts.results]
         kinds = extreme_rows(scores, trained.rows.group_id.tolist(), trained.log_gaps.tolist())
-        write_shown_rows(folder, step, trained.old_log_probs_of(sorted(row for rows in kinds.values() for row in rows)))
+        of_rows = trained.old_log_probs_of(sorted(row for rows in kinds.values() for row in rows))
+        ids = trained.rows.sample_id
+        write_shown_rows(folder, step, {int(ids[row]): log_probs for row, log_probs in of_rows.items()})
     except MrlError:
         raise
     except Exception as error:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +31,7 @@ class World:
     metrics: Mapping[str, Sequence[float]] | None = None
     held_out: Mapping[int, Sequence[float]] | None = None
     with_samples: bool = True
+    sample_ids: Sequence[int] = range(6)  # of the rows of the samples' file
 
 
 def write_run(path: Path, world: World = World()) -> RunDir:
@@ -51,7 +52,10 @@ def write_run(path: Path, world: World = World()) -> RunDir:
         _write_validation(run, step, scores)
     if world.with_samples and world.steps:
         write_samples(
-            run.samples, world.steps, [packed([_sample(row) for row in range(6)])], [_reward(row) for row in range(6)]
+            run.samples,
+            world.steps,
+            [packed([replace(_sample(row), sample_id=id) for row, id in enumerate(world.sample_ids)])],
+            [_reward(row) for row in range(len(world.sample_ids))],
         )
     run.close()
     return run

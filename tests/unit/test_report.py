@@ -20,9 +20,10 @@ from mrl.extras.report.at_checkpoints import APART_S, ReportView, report_at_the_
 from mrl.extras.report.columns import STEP, Curve, curves_of
 from mrl.extras.report.heldout import paired
 from mrl.extras.report.html import page_html
+from mrl.extras.report.page import Chart
 from mrl.extras.report.run_record import read_run
-from mrl.extras.report.samples import decoder, tokens_of
-from mrl.extras.report.sections import run_page
+from mrl.extras.report.samples import decoder, looked_at, tokens_of
+from mrl.extras.report.sections import curve_charts, run_page
 from mrl.extras.report.settings import read_settings
 from mrl.extras.report.verdict import verdict
 from mrl.record.attempts import attempt, read_attempts
@@ -190,6 +191,26 @@ def test_differences_of_log_probs_colour_the_tokens(tmp_path):
         ("t2", "trainer less engine, nats: 0.25"), ("t-5", "trainer less engine, nats: -0.5"),
     }  # fmt: skip
     assert len(tokens) == 2 * 3
+
+
+def test_log_probs_stand_beside_their_own_response_where_not_all_are_kept(tmp_path):
+    """Of a step of twelve every second one is in the file; the trainer's are of the first, the fifth, and one that is
+    not there."""
+    run = write_run(tmp_path / "run", World(sample_ids=range(0, 12, 2)))
+    write_shown_rows(run.path, 6, {id: np.array([-0.25, -3.5 - id]) for id in (0, 8, 9)})
+    found = looked_at(run.samples, 6, read_shown_rows(run.path))
+    differing = {one.row: one.old_log_probs for kind in found.values() for one in kind if one.old_log_probs}
+    assert differing == {0: [-0.25, -3.5], 4: [-0.25, -11.5]}
+
+
+def test_a_held_out_score_has_its_interval(tmp_path):
+    name, ends = "val-core/sum/reward/mean@1", [f"val-aux/sum/reward/mean@1/ci95_{end}" for end in ("low", "high")]
+    metrics = {name: [0.5] * 6, ends[0]: [0.3] * 6, ends[1]: [0.6] * 6}
+    run = read_run(write_run(tmp_path / "run", World(metrics=metrics)).path)
+    (series,) = [s for chart in curve_charts(run) if isinstance(chart, Chart) for s in chart.series if s.curve == name]
+    assert series.band == tuple(ends)
+    page = run_page(run)
+    assert all(end in page.curves for end in ends)
 
 
 def test_rounding_stays_white_and_another_steps_log_probs_are_not_taken(tmp_path):

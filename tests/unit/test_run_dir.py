@@ -5,11 +5,12 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from mrl.errors import ConfigError
 from mrl.record.run_dir import RunDir, json_line, read_metrics
-from mrl.record.sample_files import write_samples
+from mrl.record.sample_files import write_differences, write_samples
 from mrl.record.sinks import JsonlSink
 
 
@@ -99,10 +100,12 @@ def test_resuming_drops_samples_and_event_files_past_the_checkpoint(tmp_path):
     run = _with_steps(tmp_path, [1, 2])
     for step in (1, 2, 10):
         write_samples(run.samples, step, [], [])
+        write_differences(run.samples, step, np.array([0]), np.array([1]), np.array([0.5]))
     (run.samples / "step-11.jsonl").write_text("")  # of an older version
     run.tensorboard.mkdir()
     run.truncate_metrics(after_step=2)
-    assert sorted(file.name for file in run.samples.iterdir()) == ["step-1.parquet", "step-2.parquet"]
+    kept = [f"step-{step}{kind}" for step in (1, 2) for kind in (".log_probs.parquet", ".parquet")]
+    assert sorted(file.name for file in run.samples.iterdir()) == kept
     assert not run.tensorboard.exists()
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mrl.config.schema import RunConfig
-from mrl.config.yaml_tree import dump_value
+from mrl.config.yaml_tree import dump_value, nested
 
 KINDS = ("carried", "renamed", "implied", "chosen", "not_applicable", "unsupported", "unknown")
 
@@ -102,7 +102,7 @@ class Import:
         ]
         head += [f"# warning: {line}" for warning in self.warnings for line in warning.splitlines()]
         head += [f"# {kind}: {entry}" for kind in ("unsupported", "unknown") for entry in self.of(kind)]
-        return "\n".join([*head, *self._sections(_tree(self.values), ()), ""])
+        return "\n".join([*head, *self._sections(nested(self.values), ()), ""])
 
     def _sections(self, tree: dict[str, Any], path: tuple[str, ...]) -> Iterator[str]:
         order = list(RunConfig.model_fields)
@@ -114,15 +114,3 @@ class Import:
                 yield from self._sections(tree[name], here)
             else:
                 yield f"{indent}{dump_value(name)}: {dump_value(tree[name])}  # {self.notes['.'.join(here)]}"
-
-
-def _tree(values: dict[str, Any]) -> dict[str, Any]:
-    """Dotted keys as nested mappings. Keys below engine_kwargs and the like have no dots in themselves."""
-    tree: dict[str, Any] = {}
-    for key, value in values.items():
-        *sections, last = key.split(".")
-        node = tree
-        for section in sections:
-            node = node.setdefault(section, {})
-        node[last] = value
-    return tree

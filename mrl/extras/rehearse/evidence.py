@@ -14,7 +14,7 @@ from typing import Any
 from mrl.checkpoint.manifest import WEIGHT, Manifest, StoredTensor, read_manifest
 from mrl.errors import EnvironmentFault
 from mrl.extras.rehearse.scoring import CALL
-from mrl.record.run_dir import RunDir, read_metrics
+from mrl.record.run_dir import RunDir, read_metrics, step_of
 from mrl.record.sample_files import read_samples
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
@@ -85,7 +85,7 @@ class Evidence:
     @cached_property
     def samples(self) -> list[dict[str, Any]]:
         """Training samples of all steps."""
-        steps = sorted({int(file.stem.removeprefix("step-")) for file in self.run.samples.glob("step-*")})
+        steps = sorted({step_of(file) for file in self.run.samples.glob("step-*")})
         return [sample for step in steps for sample in read_samples(self.run.samples, step)]
 
     def _lines_of(self, log: str) -> Iterator[str]:

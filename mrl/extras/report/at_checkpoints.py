@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mrl.extras.report.write import write_report
 from mrl.record.attempts import read_attempts
+from mrl.record.console import Pace
 from mrl.record.run_dir import RunDir
 from mrl.record.views import Metrics, View
 
@@ -23,13 +24,11 @@ class ReportView(View):
     """
 
     def __init__(self, folder: Path, saves: Callable[[int], bool], clock: Callable[[], float] = time.monotonic) -> None:
-        self._folder, self._saves, self._clock = folder, saves, clock
-        self._newest, self._process = clock(), None
+        self._folder, self._saves, self._pace, self._process = folder, saves, Pace(APART_S, clock), None
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Begins with a report, if one is due and none is under way."""
-        if self._saves(step) and self._clock() - self._newest >= APART_S and not self._under_way:
-            self._newest = self._clock()
+        if self._saves(step) and not self._under_way and self._pace.due():
             with (RunDir(self._folder).logs / "report.log").open("wb") as log:
                 command = [sys.executable, "-c", _PROGRAM, "report", str(self._folder)]
                 self._process = subprocess.Popen(

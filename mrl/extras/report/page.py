@@ -65,13 +65,13 @@ class Text:
 
 @dataclass(frozen=True)
 class Series:
-    """A curve of a chart. `half_width`: key of the curve that is an interval around it; `color`: its number, else by
-    its place.
+    """A curve of a chart. `band`: keys of the curves of the lower and the upper end of an interval around it;
+    `color`: its number, else by its place.
     """
 
     label: str
     curve: str
-    half_width: str | None = None
+    band: tuple[str, str] | None = None
     color: int | None = None
 
 

@@ -44,9 +44,11 @@ def looked_at(folder: Path, step: int, shown: ShownRows | None) -> dict[str, lis
             samples = [_old_row(row) for row in read_samples(folder, step)]
             kinds = extreme_rows([one.score for one in samples], [one.prompt_id for one in samples])
             return {kind: [samples[row] for row in rows] for kind, rows in kinds.items()}
-        columns = pq.read_table(file, columns=["score", "group_id"])
+        columns = pq.read_table(file, columns=["score", "group_id", "sample_id"])
         kinds = extreme_rows(columns["score"].to_pylist(), columns["group_id"].to_pylist())
-        log_probs = shown.log_probs if shown is not None and shown.step == step else {}
+        by_id = shown.log_probs if shown is not None and shown.step == step else {}
+        # the file may have fewer rows than the step had (record.samples)
+        log_probs = {row: by_id[id] for row, id in enumerate(columns["sample_id"].to_pylist()) if id in by_id}
         if log_probs:
             kinds["changed"] = sorted(log_probs.keys() - {row for rows in kinds.values() for row in rows})
         samples = dict(_rows(file, sorted({row for rows in kinds.values() for row in rows})))

@@ -139,8 +139,14 @@ def curve_charts(run: RunRecord) -> Iterator[Block]:
 
 
 def _series(run: RunRecord, name: str) -> Series:
-    half = f"{re.sub('^val-core/', 'val-aux/', name)}/ci95"
-    return Series(name, name, half if half in run.curves else None)
+    return Series(name, name, interval_of(run, name))
+
+
+def interval_of(run: RunRecord, metric: str) -> tuple[str, str] | None:
+    """The curves of the lower and the upper end of a held-out score's 95 % interval; None of another metric."""
+    auxiliary = re.sub("^val-core/", "val-aux/", metric)
+    ends = (f"{auxiliary}/ci95_low", f"{auxiliary}/ci95_high")
+    return ends if all(end in run.curves for end in ends) else None
 
 
 def unit_of(name: str) -> str:

@@ -9,7 +9,7 @@ from mrl.extras.report.columns import Curve
 from mrl.extras.report.comparison import Comparison
 from mrl.extras.report.page import Block, Chart, Explorer, Items, Page, Paragraph, Section, Series, Table
 from mrl.extras.report.run_record import RunRecord
-from mrl.extras.report.sections import CHARTS, unit_of
+from mrl.extras.report.sections import CHARTS, interval_of, unit_of
 from mrl.extras.report.sections_run import PHASES, data_fingerprint
 from mrl.extras.report.verdict import Tone, verdict
 
@@ -92,8 +92,8 @@ def _curves(comparison: Comparison) -> Iterator[Block]:
 
 
 def _series(label: str, run: RunRecord, metric: str) -> Series:
-    half = f"{re.sub('^val-core/', 'val-aux/', metric)}/ci95"
-    return Series(label, f"{label}|{metric}", f"{label}|{half}" if half in run.curves else None)
+    ends = interval_of(run, metric)
+    return Series(label, f"{label}|{metric}", (f"{label}|{ends[0]}", f"{label}|{ends[1]}") if ends else None)
 
 
 def _all_curves(comparison: Comparison) -> dict[str, Curve]:

@@ -322,9 +322,11 @@ _COUNTED = {
     "reshard/resynced": "weight syncs failed at first and were done again",
     "actor/skipped_updates": "updates were left out: a gradient norm not finite, or every token rejected",
     "reward/failed": "rewards failed; they counted as reward.failure_score",
+    "rollout/stale_prefix_tokens": "prompts were answered from a cache of older weights, which is a defect",
 }
 _GROWING = {
     "training/failed_saves": "checkpoints were not saved; those before stayed",
+    "training/failed_sample_files": "files of samples were not written: the disk took no more",
     "async/dropped_groups": "groups were generated and not trained on",
 }
 

@@ -40,12 +40,12 @@
       const stroke = palette[(s.color ?? i) % palette.length], take = view.log[chart.id] ? positive : (y) => y;
       const few = c.x.length < 40;
       const add = (y, options) => (tables.push([c.x, take(y)]), series.push({ spanGaps: true, value: (_, v) => shown(v), ...options }));
-      if (s.half_width && curves[s.half_width] && !view.log[chart.id]) {
-        const half = new Map(curves[s.half_width].x.map((x, j) => [x, curves[s.half_width].y[j]]));
-        const edge = (sign) => c.y.map((v, j) => (half.has(c.x[j]) ? v + sign * half.get(c.x[j]) : null));
+      if (s.band && s.band.every((key) => curves[key]) && !view.log[chart.id]) {
         const at = series.length;
-        add(edge(1), { label: "", class: "edge", stroke: "transparent", points: { show: false } });
-        add(edge(-1), { label: "", class: "edge", stroke: "transparent", points: { show: false } });
+        [...s.band].reverse().forEach((key) => {  // the upper end first, as uPlot wants its bands
+          const end = new Map(curves[key].x.map((x, j) => [x, curves[key].y[j]]));
+          add(c.x.map((x) => end.get(x) ?? null), { label: "", class: "edge", stroke: "transparent", points: { show: false } });
+        });
         bands.push({ series: [at, at + 1], fill: stroke + "33" });
       }
       if (view.smooth > 0) {
