@@ -119,6 +119,14 @@ def checkpoint_bytes(model: ModelSpec, dtype: str) -> int:
     return parameter_count(model) * precision.checkpoint + BESIDE_TENSORS
 
 
+def route_bytes(config: RunConfig, model: ModelSpec) -> int:
+    """Of a token's routes, as they come with samples; 0 where they do not."""
+    if config.actor.router_replay != "R3":
+        return 0
+    shape = RouteShape(model.num_layers, model.moe_layers, model.num_experts_per_tok, model.num_experts)
+    return shape.token_bytes
+
+
 def kept_group_bytes(config: RunConfig, model: ModelSpec) -> int:
     """Of groups that generation is ahead with, at most: they are in every checkpoint, finished ones by a second name.
 
@@ -126,12 +134,8 @@ def kept_group_bytes(config: RunConfig, model: ModelSpec) -> int:
     """
     if (schedule := schedule_of(config)) is None:
         return 0
-    routes = 0
-    if config.actor.router_replay == "R3":
-        routes = RouteShape(
-            model.num_layers, model.moe_layers, model.num_experts_per_tok, model.num_experts
-        ).token_bytes
-    response = column_bytes(config.data.max_prompt_length, config.data.max_response_length, routes)
+    lengths = config.data.max_prompt_length, config.data.max_response_length
+    response = column_bytes(*lengths, route_bytes(config, model))
     return schedule.places * schedule.responses * response
 
 

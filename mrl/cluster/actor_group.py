@@ -8,7 +8,7 @@ from typing import Any
 import ray
 
 from mrl.cluster.calls import Late, LostPeer, blame, gather, gather_all, unwrap
-from mrl.cluster.process_logs import concerning
+from mrl.cluster.process_logs import concerning, log_file
 from mrl.cluster.routes import start_readers
 from mrl.cluster.same_software import check_same
 from mrl.cluster.seats import Seats, actor_seats
@@ -44,7 +44,7 @@ class ActorGroup:
         self.workers = [
             kind.options(
                 runtime_env={"env_vars": seat.environment | hosting.actor_environment()}, **seat.options
-            ).remote(config.model_dump(), rank, str(run_dir / "logs" / f"actor-rank-{rank}.log"), seat.places)
+            ).remote(config.model_dump(), rank, str(run_dir / "logs" / log_file(f"rank {rank}")), seat.places)
             for rank, seat in enumerate(self.seats.seats)
         ]
         self._start(checkpoint)

@@ -4,6 +4,7 @@ kept row, fetched by reference --> request: prompt and kept tokens, what they ma
 what the engine adds           --> one row again: log-probs, versions and routes of kept tokens as they were
 """
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -17,7 +18,8 @@ from mrl.vllm.requests import Request
 
 async def fetched(kept: Mapping[int, tuple[Block, int]]) -> dict[int, Samples]:
     """One row a sample_id, under that id, from references to blocks and places in them."""
-    blocks = {block: await _whole(block) for block in {block for block, _ in kept.values()}}
+    wanted = list({block for block, _ in kept.values()})
+    blocks = dict(zip(wanted, await asyncio.gather(*map(_whole, wanted)), strict=True))
     rows = {number: blocks[block].rows(slice(place, place + 1)) for number, (block, place) in kept.items()}
     return {number: replace(row, sample_id=np.array([number])) for number, row in rows.items()}
 

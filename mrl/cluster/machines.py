@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from mrl.cluster.actor_group import ActorGroup
-from mrl.cluster.calls import gather
+from mrl.cluster.calls import SETTLE_S, gather
 from mrl.cluster.rollout_group import RolloutGroup
 from mrl.config.rollout_rules import needed_devices
 from mrl.config.schema import RunConfig
@@ -78,7 +78,7 @@ class Machines:
     def memory_used(self) -> int:
         """Bytes of host memory in use on the fullest host.
 
-        One that only engines are on and that does not answer is left out.
+        One that only engines are on and that does not answer within SETTLE_S is left out.
         """
         used = self._gathered(
             {f"rank {i}": self._actor.workers[i].host_bytes_used.remote() for i in self._first_ranks},
@@ -89,7 +89,7 @@ class Machines:
             asked = {
                 f"engine process {i}": self._engines.workers[i].host_bytes_used.remote() for i in self._first_engines
             }
-            found += self._gathered(asked, "measuring memory").values()
+            found += gather(asked, SETTLE_S, "measuring memory").values()
         return max(found)
 
     def _gathered(self, refs: dict[str, ray.ObjectRef], what: str) -> dict[str, Any]:
@@ -107,8 +107,7 @@ class Machines:
     @cached_property
     def _first_engines(self) -> list[int]:
         """The first engine process of every node that has engines and no ranks."""
-        places = self._gathered(self._engines.refs("places"), "placing the engines")
-        nodes = [of_workers[0][0] for of_workers in places.values()]
+        nodes = list(self._engines.nodes.values())
         return [number for number in first_of_each(nodes) if nodes[number] not in self._rank_nodes]
 
 

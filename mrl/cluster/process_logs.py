@@ -33,8 +33,11 @@ def processes_of(error: BaseException) -> tuple[str, ...]:
 
 
 def log_file(name: str) -> str:
-    """File in logs/ that the output of a rank, an engine or an engine's rank goes to."""
-    return f"{log_name(f'actor {name}' if name.startswith('rank ') else name)}.log"
+    """File in logs/ that the output of a rank, an engine or an engine's rank goes to; of a scorer, its processes'."""
+    kind, _, number = name.partition(" ")
+    if kind == "scorer":
+        return "reward.log" if number == "0" else f"reward-{number}.log"
+    return f"{log_name(f'actor {name}' if kind == 'rank' else name)}.log"
 
 
 @contextmanager

@@ -31,10 +31,11 @@ class RankStep:
         """
         config = actor.config
         self._actor, self._own, self._cut = actor, own, cut
-        samples, routes = stored.read(), None
+        blocks, routes = stored.fetched([block.samples for block in stored.blocks]), None
+        samples = stored.assembled(blocks)
         if config.actor.router_replay == "R3" and actor.routing is not None:
             needed = actor.computed_tokens(cut, samples.lengths)
-            routes = read_routes(stored, samples, needed, actor.routing.layers, readers)
+            routes = read_routes(stored, blocks, needed, actor.routing.layers, readers)
         self._rows = ReplicaRows(config.algorithm, samples, config.rollout.temperature, routes)
 
     def log_probs(self) -> Scored | None:

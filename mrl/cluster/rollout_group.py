@@ -16,6 +16,7 @@ import ray
 
 from mrl.cluster.answers import Answers
 from mrl.cluster.calls import SETTLE_S, Late, gather
+from mrl.cluster.process_logs import log_file
 from mrl.cluster.request_streams import Arrived, RequestStreams
 from mrl.cluster.same_software import check_same
 from mrl.cluster.seats import Seat, Seats, engine_seats
@@ -26,7 +27,7 @@ from mrl.errors import Interrupted
 from mrl.platforms.hosting import get_hosting
 from mrl.schedule.engine_loads import places_of
 from mrl.schedule.routing import Routing
-from mrl.vllm.requests import Request, Sampling, engine_settings, log_name, rank_name
+from mrl.vllm.requests import Request, Sampling, engine_settings, rank_name
 
 JOINED_AT = 64  # parts: columns of a row each are kilobytes, of many rows a hundred bytes a row
 PREPARE_S = 60.0  # for a rank that is there to say so; another may be in the middle of a long step
@@ -68,7 +69,7 @@ class RolloutGroup:
         kind = ray.remote(EngineWorker).options(
             runtime_env={"env_vars": STREAM_ENVIRONMENT | seat.environment | own}, **seat.options
         )
-        return kind.remote(settings, str(logs / f"{log_name(settings.name)}.log"), seat.places)
+        return kind.remote(settings, str(logs / log_file(settings.name)), seat.places)
 
     def _start(self) -> dict[str, ray.ObjectRef]:
         """Starts all ranks at once, those of one engine with the address where they meet: at their first one."""

@@ -65,15 +65,16 @@ def start_readers(nodes: Iterable[str]) -> dict[str, Any]:
 
 
 def read_routes(
-    stored: StoredSamples, samples: Samples, needed: np.ndarray, layers: np.ndarray, readers: Readers
+    stored: StoredSamples, blocks: Sequence[Samples], needed: np.ndarray, layers: np.ndarray, readers: Readers
 ) -> RoutesHere | None:
-    """Routes of `needed`, bool [tokens of samples], in `layers`, int64: columns among those that an engine tells of.
+    """Routes of `needed`, bool [tokens], in `layers`, int64: columns among those that an engine tells of.
 
-    `samples` are what `stored.read()` gave. None where no engine told of any. Raises Interrupted when the node is gone
-    that held some.
+    `blocks`: those of `stored`, as they were fetched. None where no engine told of any. Raises Interrupted when the
+    node is gone that held some.
     """
-    tokens, within = np.flatnonzero(needed), _within_blocks(stored, samples)
-    block_of_token = np.repeat(stored.block, samples.lengths)[tokens]
+    tokens, lengths = np.flatnonzero(needed), [block.lengths for block in blocks]
+    of_rows, within = _within_blocks(stored, lengths)
+    block_of_token = np.repeat(stored.block, of_rows)[tokens]
     parts, order = [], []
     for node, numbers in _by_node(stored).items():
         own = [tokens[block_of_token == number] for number in numbers]
@@ -110,10 +111,14 @@ def _together(size: int, order: list[np.ndarray], found: list[np.ndarray | None]
     return RoutesHere(places, known[0][1] if len(known) == 1 else np.concatenate([part for _, part in known]))
 
 
-def _within_blocks(stored: StoredSamples, samples: Samples) -> np.ndarray:
-    """int64 [tokens of samples]: place of each among the tokens of its block."""
-    lengths = [block.lengths for block in stored.fetched([block.samples for block in stored.blocks])]
+def _within_blocks(stored: StoredSamples, lengths: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [rows]: tokens of each. int64 [tokens]: place of each among the tokens of its block.
+
+    `lengths`: of the rows of each block.
+    """
     starts = [np.cumsum(each) - each for each in lengths]
-    first = [starts[block][place] for block, place in zip(stored.block.tolist(), stored.place.tolist(), strict=True)]
-    ends = np.cumsum(samples.lengths)
-    return np.repeat(np.array(first, np.int64) - (ends - samples.lengths), samples.lengths) + np.arange(int(ends[-1]))
+    places = list(zip(stored.block.tolist(), stored.place.tolist(), strict=True))
+    own = np.array([lengths[block][place] for block, place in places], np.int64)
+    first = np.array([starts[block][place] for block, place in places], np.int64)
+    ends = np.cumsum(own)
+    return own, np.repeat(first - (ends - own), own) + np.arange(int(ends[-1]))

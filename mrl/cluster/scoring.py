@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mrl.cluster.calls import gather, unwrap
 from mrl.cluster.generations import write_generations
+from mrl.cluster.process_logs import log_file
 from mrl.cluster.stored_samples import StoredSamples
 from mrl.config.schema import RunConfig
 from mrl.data.batch import Prompt
@@ -246,8 +247,8 @@ def start_scorers(config: RunConfig, spec: RewardSpec, logs: Path, nodes: Mappin
         [Channel(f"scorer {i}", _actor(config.model.path, node)) for i, (node, _) in enumerate(hosts)], near
     )
     started = {}
-    for number, (channel, (_, share)) in enumerate(zip(group.channels, hosts, strict=True)):
-        log = logs.absolute() / (f"reward-{number}.log" if number else "reward.log")
+    for channel, (_, share) in zip(group.channels, hosts, strict=True):
+        log = logs.absolute() / log_file(channel.name)
         settings = PoolSettings(spec, share, reward.timeout_s, reward.failure_score or 0.0, log, *own)
         started[channel.name] = channel.handle.start.remote(settings)
     try:

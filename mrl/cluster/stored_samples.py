@@ -99,6 +99,10 @@ class StoredSamples:
         if with_routes:
             routes = self.fetched([block.routes for block in self.blocks])
             blocks = [replace(block, routes=own) for block, own in zip(blocks, routes, strict=True)]
+        return self.assembled(blocks)
+
+    def assembled(self, blocks: Sequence[Samples]) -> Samples:
+        """The responses, of `blocks` as they were fetched."""
         lengths = [len(block) for block in blocks]
         index, whole = (np.cumsum(lengths) - lengths)[self.block] + self.place, Samples.joined(blocks)
         if not np.array_equal(index, np.arange(len(whole))):  # of long responses they are

@@ -154,11 +154,6 @@ def _merged(starts: np.ndarray, versions: np.ndarray, length: int) -> tuple[np.n
     return starts[begins], versions[begins]
 
 
-def unfinished(samples: Samples, max_tokens: int) -> np.ndarray:
-    """bool [rows]: cut off before the longest length that a response may have, so that it can go on."""
-    return samples.truncated & (samples.response_lengths < max_tokens)
-
-
 def check_routes(samples: Samples) -> None:
     """Raises DataError where routes are not those of all tokens but the last: prompt + tokens - 1 of them."""
     if samples.routes is None:
@@ -170,12 +165,6 @@ def check_routes(samples: Samples) -> None:
     if len(wrong := np.flatnonzero(known != expected)):
         row = int(np.searchsorted(ends, wrong[0], side="right"))
         raise DataError(f"sample {samples.sample_id[row]}: routes are not those of all its tokens but the last")
-
-
-def oldest_versions(samples: Samples) -> np.ndarray:
-    """int64 [rows]: version of the oldest token of each response."""
-    starts = np.cumsum(samples.span_counts) - samples.span_counts
-    return np.minimum.reduceat(samples.span_versions, starts)
 
 
 def token_versions(samples: Samples) -> np.ndarray:

@@ -92,7 +92,7 @@ class GenerationAhead:
         self._dispatcher = Dispatcher(buffer, responder.engines.names, responder.engines.places)
         self._lost, self._suspects, self._is_noted = lost, lost.suspects(), False
         self._filtered: list[Filtered] = list(kept.filtered) if kept else []
-        self._any_failed = False  # a reward, since this process began
+        self._any_failed = self._knows_failures()  # rewards of the groups on their way
         self._counted = self._counts()
         self._pending: set[Key] = set()  # responses whose reward is awaited
         self._generating, self._came = GeneratingTime(), 0  # tokens that came back since it was last noted
@@ -183,6 +183,10 @@ class GenerationAhead:
                 "algorithm.filter_groups.max_num_gen_batches or rollout.n, or give other prompts"
             )
 
+    def _knows_failures(self) -> bool:
+        every = [*self._results.values(), *(result for _, results in self._filtered for result in results)]
+        return any(result.reason != OK for result in every)
+
     def _filtered_before(self, last: int) -> list[Filtered]:
         """Groups lost for a step whose last one is `last`; ready_first all since the step before."""
         return [each for each in self._filtered if each[0] < last or self._buffer.schedule.order == "ready_first"]
@@ -231,6 +235,7 @@ class GenerationAhead:
             place = self._prompts.forget_before(self._buffer.frontier)
             ledger = snapshot(self._buffer, self._fingerprint)
             self._counted = self._counts()
+            self._any_failed = self._knows_failures()
             results, filtered = dict(self._results), tuple(self._filtered)
             kept = KeptGroups(ledger, place, dict(self._responses), results, filtered, self._spool)
             self._admit()

@@ -40,11 +40,10 @@ class KeptGroups:
     filtered: Sequence[Filtered]  # dropped, and told of by no step yet
     spool: Spool
 
-    @property
-    def bytes_to_write(self) -> int:
-        """At most, beside what the spool has."""
+    def bytes_to_write(self, route_bytes: int) -> int:
+        """At most, beside what the spool has. `route_bytes`: of a token's routes, as they come with samples."""
         rows = [part.rows for (number, _), part in self.responses.items() if not self.spool.holds(number)]
-        return sum(column_bytes(int(one.prompt_lengths[0]), int(one.response_lengths[0])) for one in rows)
+        return sum(column_bytes(int(one.prompt_lengths[0]), int(one.response_lengths[0]), route_bytes) for one in rows)
 
     def write(self, folder: Path) -> dict[str, Any]:
         """Writes the tokens into `folder`; what the manifest has to say of them.
@@ -101,4 +100,4 @@ def read_kept(folder: Path, said: Mapping[str, Any], spool: Spool) -> KeptGroups
 
 def _put(row: Samples) -> Block:
     routes = None if row.routes is None else ray.put(row.routes)
-    return Block(ray.put(replace(row, routes=None)), routes)
+    return Block(ray.put(replace(row, routes=None)), routes, ray.get_runtime_context().get_node_id())

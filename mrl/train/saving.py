@@ -17,9 +17,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mrl.checkpoint.manifest import Manifest, RankFiles, fsync, write_manifest
-from mrl.checkpoint.step_folders import BESIDE_TENSORS, check_room, discard, superseded, write_atomically
+from mrl.checkpoint.step_folders import (
+    BESIDE_TENSORS,
+    check_room,
+    discard,
+    route_bytes,
+    superseded,
+    write_atomically,
+)
 from mrl.config.schema import RunConfig
 from mrl.errors import EnvironmentFault
+from mrl.model import load_model_spec
 from mrl.model.hf_files import copy_hf_files
 from mrl.train.resume import TrainState, fixed_values
 
@@ -182,7 +190,8 @@ class Saver:
     def _write(self, state: TrainState, metrics: dict[str, float]) -> None:
         """The whole of a save but for the ranks' copies; in a thread, so it uses only what does not change."""
         if state.ahead is not None:
-            check_room(self._folder, self._taken_bytes + BESIDE_TENSORS + state.ahead.bytes_to_write)
+            kept_bytes = state.ahead.bytes_to_write(route_bytes(self._config, load_model_spec(self._config.model.path)))
+            check_room(self._folder, self._taken_bytes + BESIDE_TENSORS + kept_bytes)
         folder = self._folder / f"step-{state.step}"
         write_atomically(folder, lambda work: self._write_checkpoint(state, work, metrics))
         for old in superseded(self._folder, state.step, self._config.trainer.max_actor_ckpt_to_keep):

@@ -45,6 +45,7 @@ class Spool:
 
     def put(self, number: int, responses: StoredSamples) -> None:
         """The group is finished: its file is begun."""
+        self._unwanted.discard(number)  # it was finished before, by responses that became too old
         self._begun[number] = self._writer.begin(self._folder / group_file(number), responses)
 
     def take_over(self, number: int, written: Path, facts: dict[str, Any]) -> None:

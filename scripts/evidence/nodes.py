@@ -4,7 +4,7 @@ scripts/evidence/nodes.sh.
 python scripts/evidence/nodes.py PART --work FOLDER --json FILE
 
 one, two, four    three steps of the tiny MoE (two ranks, two engines), by the fast and the slow path, on so many nodes:
-                  ranks on the first and engines on the second, or one process a node. `one` comes first: the others are
+                  ranks on one and engines on the other, or one process a node. `one` comes first: the others are
                   held against it, every metric but clocks, and every byte of the last checkpoint
 submit            the run as a job, handed in from the second node
 own               a run directory that every node has for itself
@@ -39,7 +39,7 @@ from world import PRESET, make_world, overrides  # noqa: E402
 
 STEPS = 3
 REMOTE = "reshard/bytes_remote"
-CPUS = {1: [4], 2: [2, 2], 4: [1, 1, 1, 1]}  # of each node: ranks fill the first ones, engines the others
+CPUS = {1: [4], 2: [2, 2], 4: [1, 1, 1, 1]}  # of each node; Ray says which node gets ranks and which engines
 RUN_S = 240.0
 RAY_PORTS = (
     "--node-manager-port=6380",
@@ -202,7 +202,7 @@ def lost(work: Path) -> dict[str, Any]:
 
 
 def other_version(work: Path) -> dict[str, Any]:
-    """One line of mrl is another one on the second node, where the engines start."""
+    """One line of mrl is another one on the second node."""
     run = emptied(work / "version")
     folder = work / "other"
     shutil.rmtree(folder, ignore_errors=True)

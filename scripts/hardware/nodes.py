@@ -67,15 +67,13 @@ def _unlike(nodes: list[Node], field: str, what: str, cure: str) -> str:
 
 def facts(device: str) -> dict[str, Any]:
     """Of this node; run on each."""
-    import importlib.metadata
     import shutil
 
-    from mrl.plan.doctor.machine import PACKAGES
     from mrl.platforms import get_platform
     from mrl.platforms.inventory import find_devices
+    from mrl.platforms.versions import installed_versions
 
-    known = {entry.metadata["Name"].lower(): entry.version for entry in importlib.metadata.distributions()}
-    packages = " ".join(f"{name} {known[name]}" for name in PACKAGES if name in known)
+    packages = " ".join(f"{name} {version}" for name, version in installed_versions().items())
     return {"device": get_platform(device).device_name(), "driver": find_devices(device).driver or "",
             "versions": packages,
             "shm_gib": shutil.disk_usage("/dev/shm").total / 2**30, "clock": time.time()}  # fmt: skip

@@ -190,6 +190,7 @@ def test_names_of_ranks_and_of_their_logs():
     assert log_name("engine 2 rank 1") == "engine-2-rank-1"
     logs = [log_file(name) for name in ("rank 3", "engine 1", "engine 1 rank 0")]
     assert logs == ["actor-rank-3.log", "engine-1.log", "engine-1-rank-0.log"]
+    assert [log_file(f"scorer {i}") for i in (0, 2)] == ["reward.log", "reward-2.log"]  # their processes'
 
 
 def test_an_engines_report_is_that_of_its_ranks_in_order_or_all_their_errors():

@@ -81,6 +81,11 @@ def test_what_does_not_belong_together_is_told_with_its_cure(change, said):
     assert nodes.faults([WELL, replace(WELL, name="b", clock_s=0.4)]) == []
 
 
+def test_a_node_says_what_it_is():
+    said = nodes.facts("cpu")
+    assert "torch " in said["versions"] and said["shm_gib"] > 0
+
+
 def test_a_closed_port_is_found_and_an_open_one_is_not():
     listener = nodes.Listener()
     (open_port, *_), free = listener.ports(), nodes.Listener()

@@ -114,7 +114,7 @@ def machines_of(monkeypatch, ranks: list[Process], engines: list[Process]) -> Ma
     monkeypatch.setattr(module, "host_bytes_used", lambda: 2 * GIB)  # of the driver's host
     actor = SimpleNamespace(workers=ranks, call=lambda method: [rank.places() for rank in ranks])
     group = SimpleNamespace(
-        workers=engines, refs=lambda method: {f"engine {i}": engine.places() for i, engine in enumerate(engines)}
+        workers=engines, nodes={f"engine {i}": engine.places()[0][0] for i, engine in enumerate(engines)}
     )
     return Machines(load_config(TINY).config, actor, group)
 

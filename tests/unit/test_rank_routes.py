@@ -57,6 +57,12 @@ CUT = ReplicaCut(
     (rows(0), rows(1, 2, 3), rows(4, 5)),
     (rows(0, 1), rows(2, 3, 4, 5)),
 )
+
+
+def blocks(kept) -> list:
+    return kept.fetched([block.samples for block in kept.blocks])
+
+
 SHAPES = [
     Shape(True),
     Shape(False),
@@ -77,7 +83,7 @@ def test_routers_get_what_they_would_get_of_whole_responses_and_nothing_else_tra
         for tensor in range(shape.tensor):
             needed = CUT.computed(made.lengths, shape, context, tensor)
             received.clear()
-            found = read_routes(kept, made, needed, layers, {"a": reader(received), "b": reader(received)})
+            found = read_routes(kept, blocks(kept), needed, layers, {"a": reader(received), "b": reader(received)})
             known = needed & (every.routes != MISSING).any((1, 2))
             extra = needed.sum() - known.sum()  # of the row without routes, whose part of an answer is MISSING
             assert known.sum() * len(layers) * TOPK <= sum(received) <= (known.sum() + extra) * len(layers) * TOPK
@@ -94,7 +100,8 @@ def test_on_its_own_node_a_rank_cuts_out_the_same():
     made, layers = kept.read(), np.array([1, 2])
     needed = CUT.computed(made.lengths, Shape(True, context=2), 0, 0)
     far, near = (
-        read_routes(kept, made, needed, layers, each) for each in ({"a": reader(received), "b": reader(received)}, {})
+        read_routes(kept, blocks(kept), needed, layers, each)
+        for each in ({"a": reader(received), "b": reader(received)}, {})
     )
     assert np.array_equal(far.values, near.values) and np.array_equal(far.places, near.places)
 
@@ -102,13 +109,15 @@ def test_on_its_own_node_a_rank_cuts_out_the_same():
 def test_without_any_routes_there_are_none():
     kept = InMemory.whole(packed(samples([WITHOUT])))
     made = kept.read()
-    assert read_routes(kept, made, np.ones(len(made.token_ids), bool), np.arange(LAYERS), {}) is None
+    assert read_routes(kept, blocks(kept), np.ones(len(made.token_ids), bool), np.arange(LAYERS), {}) is None
 
 
 def test_rows_of_a_batch_keep_their_routes():
     kept = stored()
     made = kept.read()
-    batch = TrainBatch.of(made, 1.0, read_routes(kept, made, np.ones(len(made.token_ids), bool), np.arange(LAYERS), {}))
+    batch = TrainBatch.of(
+        made, 1.0, read_routes(kept, blocks(kept), np.ones(len(made.token_ids), bool), np.arange(LAYERS), {})
+    )
     whole = TrainBatch.of(kept.read(with_routes=True), 1.0)
     for index in (np.array([5, 1]), slice(2, 5)):
         one, other = (micro_inputs(each.rows(index), np.arange(2), Shape(True)) for each in (batch, whole))

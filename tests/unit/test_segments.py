@@ -14,9 +14,7 @@ from mrl.schedule.segments import (
     continuation,
     continuation_seed,
     joined,
-    oldest_versions,
     token_versions,
-    unfinished,
 )
 
 ROUTE = (2, 2)  # layers, experts of each token
@@ -53,7 +51,7 @@ def test_the_example_of_the_module():
     assert (both.span_starts.tolist(), both.span_versions.tolist(), both.span_counts.tolist()) == ([0, 2], [4, 5], [2])
     assert both.routes[:, 0, 0].tolist() == [160, 161, 162, 203, 204, MISSING]
     assert (both.seed.tolist(), both.stop_reason.tolist(), both.weight_version.tolist()) == ([11], [0], [4])
-    assert token_versions(both).tolist() == [4, 4, 5, 5] and oldest_versions(both).tolist() == [4]
+    assert token_versions(both).tolist() == [4, 4, 5, 5]
     check_routes(both)
 
 
@@ -140,11 +138,6 @@ def test_a_continuation_begins_other_random_numbers_and_the_first_request_its_ow
     assert continuation(KEPT, 0, 3).seed == continuation_seed(11, 2) == continuation_seed(11, 2)
     with pytest.raises(DataError, match="ended"):
         continuation(WRONG["a response that has ended"][0], 0, 3)
-
-
-def test_only_what_was_cut_off_before_its_limit_can_go_on():
-    rows = packed([sample([7], [1, 2], 4), sample([7], [1, 2, 3], 4), sample([7], [1], 4, "stop")])
-    assert unfinished(rows, 3).tolist() == [True, False, False]
 
 
 @pytest.mark.parametrize("change", ["missing", "too many"])

@@ -93,6 +93,15 @@ def test_what_is_trained_on_leaves_the_spool_and_stays_in_its_checkpoint(spool, 
     assert list((tmp_path / "spool").iterdir()) == [], "one that was written after it was forgotten goes too"
 
 
+def test_a_group_that_was_too_old_and_is_finished_again_stays(spool, tmp_path):
+    spool.put(5, group(5))
+    spool.forget([5])  # before its file is there
+    spool.put(5, group(5))
+    spool._writer.facts({"": spool._begun[5]})
+    spool.forget([])
+    assert [file.name for file in (tmp_path / "spool").iterdir()] == [group_file(5)]
+
+
 def test_a_group_that_is_trained_on_while_its_checkpoint_is_written_is_in_it(spool, tmp_path):
     spool.put(4, group(4))
     spool._writer.facts({"": spool._begun[4]})
@@ -134,4 +143,6 @@ def test_room_is_asked_for_what_the_spool_has_not(spool, monkeypatch):
     responses = {(number, k): group(number).take(np.array([k])) for number in (4, 5) for k in range(3)}
     spool.put(4, of_group(4, by_group(responses)[4]))
     kept = KeptGroups(None, None, responses, {}, (), spool)
-    assert kept.bytes_to_write == 4 * (3 * 2 + 5 + 6 + 7) + 4 * (5 + 6 + 7)
+    without = 4 * (3 * 2 + 5 + 6 + 7) + 4 * (5 + 6 + 7)
+    assert kept.bytes_to_write(0) == without
+    assert kept.bytes_to_write(48) == without + 48 * (3 * 2 + 5 + 6 + 7)
