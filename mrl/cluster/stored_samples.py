@@ -62,6 +62,13 @@ class StoredSamples:
         return cls(rows, np.zeros(len(rows), np.int64), np.arange(len(rows)), (block,))
 
     @classmethod
+    def put_here(cls, samples: Samples) -> "StoredSamples":
+        """All of them as one block, in the object store of this node."""
+        routes = None if samples.routes is None else ray.put(samples.routes)
+        block = Block(ray.put(replace(samples, routes=None)), routes, ray.get_runtime_context().get_node_id())
+        return cls.of(samples.numbers, block)
+
+    @classmethod
     def joined(cls, parts: Sequence["StoredSamples"]) -> "StoredSamples":
         """The rows of all parts, which are of one kind, in their order. Raises ValueError where there is no part."""
         if not parts:

@@ -8,17 +8,16 @@ that writes them, one group at a time; those of finished groups are on the disk 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
 
 from mrl.checkpoint.group_files import group_file, read_group
-from mrl.cluster.stored_samples import Block, StoredSamples
+from mrl.cluster.stored_samples import StoredSamples
 from mrl.data.order import DataCursor
-from mrl.data.samples import Samples, column_bytes
+from mrl.data.samples import column_bytes
 from mrl.reward.items import RewardResult
 from mrl.schedule.groups import State
 from mrl.schedule.ledger import Ledger
@@ -91,13 +90,9 @@ def read_kept(folder: Path, said: Mapping[str, Any], spool: Spool) -> KeptGroups
         if number in finished:
             spool.take_over(number, file, said["files"][file.name])
         rows = (samples.rows(np.array([i])) for i in range(len(samples)))  # copies, so that each is put alone
-        responses |= {(number, int(row.sample_id[0])): StoredSamples.of(row.numbers, _put(row)) for row in rows}
+        responses |= {(number, int(row.sample_id[0])): StoredSamples.put_here(row) for row in rows}
     results = {(number, index): RewardResult(**result) for number, index, result in said["results"]}
     place = DrawPlace(said["draw"], DataCursor(**said["cursor"]))
     filtered = [(number, [RewardResult(**result) for result in each]) for number, each in said["filtered"]]
     return KeptGroups(ledger, place, responses, results, filtered, spool)
 
-
-def _put(row: Samples) -> Block:
-    routes = None if row.routes is None else ray.put(row.routes)
-    return Block(ray.put(replace(row, routes=None)), routes, ray.get_runtime_context().get_node_id())

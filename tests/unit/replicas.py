@@ -28,6 +28,8 @@ class InMemory(StoredSamples):
         """One block."""
         return cls.of(samples.numbers, Block(replace(samples, routes=None), samples.routes, node))
 
+    put_here = whole
+
 
 def stored(samples) -> InMemory:
     return InMemory.joined([InMemory.whole(block) for block in in_blocks(packed(samples))])

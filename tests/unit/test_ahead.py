@@ -160,7 +160,6 @@ class Display:
 def in_memory(monkeypatch):
     for module in (ahead, drawn_groups, kept_groups):
         monkeypatch.setattr(module, "StoredSamples", InMemory)
-    monkeypatch.setattr(kept_groups.ray, "put", lambda value: value)
     monkeypatch.setattr(ahead, "WAIT_S", 0.001)
     monkeypatch.setattr(ahead, "POLL_S", 0.01)
     sampling = lambda config: Sampling(1.0, LONGEST, ())  # noqa: E731
