@@ -9,6 +9,7 @@ from mrl.config.schema import RunConfig, leaf
 from mrl.errors import Violation, did_you_mean
 from mrl.model import ModelSpec
 from mrl.platforms.ascend_fields import ADDITIONAL_CONFIG
+from mrl.platforms.hosting import get_hosting
 from mrl.platforms.versions import (
     RETURNS_ROUTES,
     ROUTES_BY_BLOCK,
@@ -178,12 +179,14 @@ def _ascend(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
 
 
 def _npu_chunks(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
-    if config.cluster.device == "npu" and (config.actor.layout.virtual_pipeline_model_parallel_size or 1) > 1:
+    device, virtual = config.cluster.device, config.actor.layout.virtual_pipeline_model_parallel_size or 1
+    if virtual > 1 and not get_hosting(device).interleaves_stages:
         why = (
             "mbridge and virtual pipeline stages exclude each other on NPU: MindSpeed's schedule builds "
             "chunks that mbridge cannot map"
         )
-        yield Violation("actor.layout.virtual_pipeline_model_parallel_size", "must be left out on npu", why, (None,))
+        key = "actor.layout.virtual_pipeline_model_parallel_size"
+        yield Violation(key, f"must be left out on {device}", why, (None,))
 
 
 def _npu_layers(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:

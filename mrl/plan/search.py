@@ -21,6 +21,7 @@ from mrl.plan.devices import USUAL, Assumptions, Device
 from mrl.plan.memory_phases import ActorBytes, Offload, Phase, actor_phases
 from mrl.plan.model_state import StateBytes, layer_kinds, stage_state
 from mrl.plan.times import PassSeconds, PassWork, micro_batch_count, update_seconds
+from mrl.platforms.hosting import get_hosting
 from mrl.platforms.versions import MEGATRON, release_of, shares_key_value_heads
 from mrl.units import GIB
 
@@ -141,7 +142,8 @@ def _legal(problem: SearchProblem) -> Iterator[tuple[dict[str, Any], TrainLayout
         raise ConfigError(f"--megatron {problem.megatron}: is no version of megatron-core, such as {MEGATRON}")
     model, world, shares_heads = problem.model, problem.devices, shares_key_value_heads(problem.megatron)
     divisors = [n for n in range(1, world + 1) if world % n == 0]
-    for pp, vp, notation in _pipelines(model.num_layers, divisors):
+    interleaves = get_hosting(problem.device.platform).interleaves_stages
+    for pp, vp, notation in _pipelines(model.num_layers, divisors, interleaves):
         base = {"world_size": world, _PP: pp, _VPP: vp, **notation}
         experts = [
             (ep, etp)
@@ -160,7 +162,9 @@ def _legal(problem: SearchProblem) -> Iterator[tuple[dict[str, Any], TrainLayout
                 )
 
 
-def _pipelines(num_layers: int, divisors: list[int]) -> Iterator[tuple[int, int | None, dict[str, bool]]]:
+def _pipelines(
+    num_layers: int, divisors: list[int], interleaves: bool
+) -> Iterator[tuple[int, int | None, dict[str, bool]]]:
     """(stages, virtual stages, notation) that give every stage whole layers."""
     for pp, notation in product(divisors, _NOTATIONS):
         counted = num_layers + sum(notation.values())
@@ -169,7 +173,7 @@ def _pipelines(num_layers: int, divisors: list[int]) -> Iterator[tuple[int, int 
             yield from (
                 (pp, v if v > 1 else None, notation)
                 for v in range(1, per_stage + 1)
-                if per_stage % v == 0 and (pp > 1 or v == 1)
+                if per_stage % v == 0 and (v == 1 or (pp > 1 and interleaves))
             )
 
 

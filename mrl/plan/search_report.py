@@ -7,6 +7,7 @@ such a layout takes its later place.
 
 import heapq
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -142,18 +143,27 @@ def _engine_lines(config: RunConfig, problem: SearchProblem) -> list[str]:
 
 
 def fastest_that_fit(
-    config: RunConfig, problem: SearchProblem, result: SearchResult, top: int
+    config: RunConfig,
+    problem: SearchProblem,
+    result: SearchResult,
+    top: int,
+    allows: Callable[[Candidate], bool] = lambda _: True,
 ) -> tuple[list[Candidate], Counter[str]]:
-    """The `top` best whose plan fits, their phase that of the plan; and why those before them were left out."""
+    """The `top` best whose plan fits, their phase that of the plan; and why those before them were left out.
+
+    What the caller does not allow is passed over, and neither planned nor counted.
+    """
     number = count()
     # sorted, so a heap; the plan, once made
     waiting = [(candidate.order, next(number), candidate, None) for candidate in result.fitting]
     shown: list[Candidate] = []
     left_out: Counter[str] = Counter()
-    for _ in range(_TRIED):
-        if not waiting or len(shown) == top:
-            break
+    tried = 0
+    while waiting and len(shown) < top and tried < _TRIED:
         *_, candidate, memory = heapq.heappop(waiting)
+        if not allows(candidate):
+            continue
+        tried += 1
         memory = memory or _planned(config, problem, candidate)
         if memory["fits"]:
             shown.append(replace(candidate, phase=_fullest(memory)))

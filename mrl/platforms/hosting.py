@@ -84,6 +84,7 @@ class Hosting:
     # how far device memory can be opened from another process; mrl.platforms.transfer does it
     memory_reach: Reach = "process"
     orders_devices: bool = True  # a process may be shown devices in any order; CANN takes them ascending only
+    interleaves_stages: bool = True  # a rank may hold several stages of a pipeline; MindSpeed's cannot be mapped
     returns_routes: bool = True  # vLLM itself returns routed experts; on CPU its model runner that does so lacks Triton
 
     def ray_resources(self, cpus: float, devices: int) -> dict[str, float]:
@@ -162,7 +163,9 @@ def cpu_binding(cores: list[int], engine_id: int, engines: int, workers: int) ->
 _HOSTING = {
     "cpu": Hosting("cpu", None, checks_batch_order=True, returns_routes=False),
     "cuda": Hosting("cuda", "GPU", checks_batch_order=False, memory_reach="node"),
-    "npu": Hosting("npu", "NPU", checks_batch_order=False, memory_reach="device", orders_devices=False),
+    "npu": Hosting(
+        "npu", "NPU", checks_batch_order=False, memory_reach="device", orders_devices=False, interleaves_stages=False
+    ),
 }
 
 

@@ -19,7 +19,7 @@ from mrl.plan.memory import memory_section
 from mrl.plan.model_state import stage_state
 from mrl.plan.plan_inputs import PlanInputs, batch_plan
 from mrl.plan.search import RECOMPUTE, SearchProblem, SearchResult, fullest_phase, legal_layouts, search
-from mrl.plan.search_report import config_for_model, run_with, search_problem
+from mrl.plan.search_report import config_for_model, fastest_that_fit, run_with, search_problem
 from mrl.plan.times import PassWork, micro_batch_count, pipeline_slots, update_seconds
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -137,6 +137,27 @@ def test_more_tensor_ranks_than_key_value_heads_only_with_a_megatron_that_shares
     )
     assert old == {1, 2, 4}
     assert new == {1, 2, 4, 8, 16, 32}
+
+
+def test_stages_are_interleaved_only_where_the_device_can():
+    virtual = {
+        device: {layout.virtual_pipeline for _, layout in legal_layouts(problem("Qwen3-30B-A3B", 8, device=device))}
+        for device in ("h100-80g", "ascend-910b-64g")
+    }
+    assert max(virtual["h100-80g"]) > 1 and virtual["ascend-910b-64g"] == {1}
+
+
+def test_what_a_caller_refuses_takes_no_place_among_the_fastest():
+    config, model = (
+        load_config(ROOT / "parallel_configs/qwen3-30b-a3b/h100-1x8.yaml").config,
+        known_spec("Qwen3-30B-A3B"),
+    )
+    case = search_problem(config, model, find_device("h100-80g"), 8, 8, "0.16.1")
+    result = search(case)
+    best, _ = fastest_that_fit(config, case, result, 4)
+    without = fastest_that_fit(config, case, result, 2, lambda candidate: candidate.layout != best[0].layout)[0]
+    assert without == [candidate for candidate in best if candidate.layout != best[0].layout][:2]
+    assert fastest_that_fit(config, case, result, 1, lambda _: False) == ([], {})
 
 
 def test_interleaved_pipelines_get_a_multiple_of_their_stages_of_micro_batches():
