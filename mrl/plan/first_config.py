@@ -5,8 +5,9 @@ turn on all devices.
 """
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from mrl.config.load import ResolvedConfig
@@ -14,7 +15,7 @@ from mrl.config.rollout_rules import engine_splits_heads
 from mrl.config.rules import violations
 from mrl.config.schema import RunConfig
 from mrl.config.yaml_tree import nested
-from mrl.errors import ConfigError
+from mrl.errors import ConfigError, Violation
 from mrl.model import ModelSpec
 from mrl.model.layout import RolloutLayout
 from mrl.plan.devices import Device, devices, find_device
@@ -29,7 +30,7 @@ _PROMPTS, _MINI, _N = 128, 32, 8  # of a step, of an update; responses a prompt
 _FEW_PROMPTS, _FEW_MINI = 16, 8  # on a CPU
 _SEQUENCES = 8  # of the longest kind that an engine's cache should hold at once
 _SHARE = 0.7  # of a device's memory, for an engine beside an actor that is on the host meanwhile
-_TRIED = 5  # layouts of one way to use the memory
+_SAID = 3  # reasons of a kind in a refusal
 _OFFLOADED = ("actor.param_offload", "actor.grad_offload", "actor.optimizer_offload")  # while engines have the devices
 _HOST_ADAM = {
     "optimizer_cpu_offload": True,
@@ -85,30 +86,57 @@ def _named(name: str) -> Device:
 
 
 def first_config(path: str, model: ModelSpec, count: DeviceCount, data: dict[str, Any]) -> FirstConfig:
-    """`path`: the model's; `data`: further keys, those of the user's files. Raises ConfigError where nothing fits."""
-    recipe = "gspo" if model.is_moe else "grpo"
-    too_large: dict[str, int] = {}
-    for values in _ways(path, model, count):
-        config = RunConfig.model_validate(nested(values | data))
-        problem = search_problem(config, model, count.device, count.total, count.per_node, MEGATRON)
+    """`path`: the model's; `data`: further keys, those of the user's files. Raises ConfigError where nothing fits.
+
+    What costs least speed is tried first: Adam's states on the devices, small engines.
+    """
+    recipe, sizes, against = "gspo" if model.is_moe else "grpo", _engine_sizes(model, count), _Against()
+    for adam in _places_of_adam(count):
+        ways = [_usual(path, model, count, tensor) | adam for tensor in sizes]
+        configs = [RunConfig.model_validate(nested(values | data)) for values in ways]
+        # of the actor alone: the same beside engines of every size
+        problem = search_problem(configs[0], model, count.device, count.total, count.per_node, MEGATRON)
         result = search(problem)
-        for candidate in fastest_that_fit(config, problem, result, _TRIED)[0]:
-            changed = run_with(config, candidate.degrees, candidate.recompute)
-            if not violations(ResolvedConfig(changed, {}), model):
+        against.too_large += result.too_large
+        for values, config in zip(ways, configs, strict=True):
+            allows = partial(_is_legal, config, model, against.broken)
+            best, left_out = fastest_that_fit(config, problem, result, 1, allows)
+            for candidate in best:
                 return FirstConfig(recipe, values | _layout(candidate) | data, candidate.reasons(count.per_node))
-        too_large |= dict(result.too_large)
-    most = f"; what weighs most: {', '.join(too_large)}" if too_large else ""
-    raise ConfigError(
-        f"{path} does not fit on {count}, also with its optimizer on the host{most}; give more devices, or larger ones"
-    )
+            against.left_out += left_out
+    raise ConfigError(_refusal(path, count, against))
 
 
-def _ways(path: str, model: ModelSpec, count: DeviceCount) -> Iterator[dict[str, Any]]:
-    """Ways to use the devices' memory, what costs least speed first: small engines, Adam's states on the devices."""
+@dataclass
+class _Against:
+    """What speaks against every way that was tried."""
+
+    too_large: Counter[str] = field(default_factory=Counter)  # of actors by themselves
+    left_out: Counter[str] = field(default_factory=Counter)  # of whole runs whose actor fits
+    broken: list[Violation] = field(default_factory=list)  # by actors that fit, the fastest first
+
+
+def _places_of_adam(count: DeviceCount) -> tuple[dict[str, Any], ...]:
+    """Keys with which its states are on the devices, and on the host; on a CPU that is the same."""
     on_host = {"actor.optim.override_optimizer_config": _HOST_ADAM, "actor.optimizer_offload": False}
-    for adam in ({},) if count.device.platform == "cpu" else ({}, on_host):
-        for tensor in _engine_sizes(model, count):
-            yield _usual(path, model, count, tensor) | adam
+    return ({},) if count.device.platform == "cpu" else ({}, on_host)
+
+
+def _is_legal(config: RunConfig, model: ModelSpec, broken: list[Violation], candidate: Candidate) -> bool:
+    """Whether a layout holds every rule of a configuration; those that it breaks go to `broken`."""
+    found = violations(ResolvedConfig(run_with(config, candidate.degrees, candidate.recompute), {}), model)
+    broken += found
+    return not found
+
+
+def _refusal(path: str, count: DeviceCount, against: _Against) -> str:
+    if against.broken and not against.left_out:
+        first = replace(against.broken[0], where="")  # nobody has written it yet
+        return f"{path} on {count}: every layout that fits breaks a rule, the fastest this: {first}"
+    host = "" if count.device.platform == "cpu" else ", also with its optimizer on the host"
+    weighs = [what for found in (against.left_out, against.too_large) for what, _ in found.most_common(_SAID)]
+    most = f"; what weighs most: {'; '.join(dict.fromkeys(weighs))}" if weighs else ""
+    return f"{path} does not fit on {count}{host}{most}; give more devices, or larger ones"
 
 
 def _usual(path: str, model: ModelSpec, count: DeviceCount, tensor: int) -> dict[str, Any]:

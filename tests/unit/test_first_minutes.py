@@ -16,9 +16,11 @@ from mrl.cli.versions import version_lines
 from mrl.config.load import load_config
 from mrl.errors import ConfigError
 from mrl.model import planning_model_spec
+from mrl.plan import first_config as planned
 from mrl.plan.first_config import first_config, parse_devices
 from mrl.plan.memory import memory_section
 from mrl.plan.plan_inputs import PlanInputs, device_for
+from mrl.plan.search import search
 
 ROW = {"data_source": "openai/gsm8k", "prompt": "1+1", "reward_model": {"ground_truth": "2"}}
 
@@ -66,6 +68,7 @@ def test_its_layout_is_the_fastest_that_the_search_shows_for_it(mrl):
     [
         ("Qwen/Qwen3-30B-A3B", "8 x h100-80g", "gspo"),  # Adam's states have no room on the devices
         ("Qwen/Qwen3-8B", "16xascend-a3", "grpo"),
+        ("Qwen/Qwen3-30B-A3B", "64 x ascend-910b", "gspo"),  # pipelines would be interleaved, where that were legal
         ("Qwen/Qwen3-8B", "8 h200", "grpo"),
         ("Qwen/Qwen2.5-0.5B", "1 x a100", "grpo"),
     ],
@@ -77,6 +80,36 @@ def test_models_and_devices_of_every_kind_get_one_that_fits(tmp_path, model, dev
     config = load_config(tmp_path / "first.yaml").config
     assert first.recipe == recipe and config.actor.layout.world_size == count.total
     assert memory_section(PlanInputs.of(config, spec, device_for(config)))["fits"]
+
+
+def refused(model: str, devices: str, **data) -> str:
+    """Why there is no first configuration."""
+    given = {"data.train_files": ["a.parquet"]} | {key.replace("__", "."): value for key, value in data.items()}
+    with pytest.raises(ConfigError) as refusal:
+        first_config(model, planning_model_spec(model)[0], parse_devices(devices), given)
+    return str(refusal.value)
+
+
+def test_a_refusal_says_what_was_tried_and_what_speaks_against_it():
+    assert "also with its optimizer on the host; what weighs" in refused("Qwen/Qwen3-235B-A22B", "8 x h200")
+    on_cpu = refused("Qwen/Qwen3-0.6B", "2 x cpu")
+    assert "on the host" not in on_cpu, "on a CPU that is where it always is"
+    assert "what weighs most: train_to_sync, most optimizer; optimizer;" in on_cpu, "plans of whole runs, then actors"
+
+
+def test_a_refusal_for_a_rule_is_no_matter_of_size():
+    said = refused("Qwen/Qwen2.5-0.5B", "1 x a100", data__train_batch_size=100)
+    assert "actor.ppo_mini_batch_size = 32: must divide data.train_batch_size = 100" in said
+    assert "does not fit" not in said and "(default)" not in said
+
+
+def test_layouts_are_searched_once_for_each_place_of_the_optimizer(monkeypatch):
+    searched = []
+    monkeypatch.setattr(planned, "search", lambda problem: searched.append(problem) or search(problem))
+    model, devices = "Qwen/Qwen2.5-0.5B", "8 x a100"
+    assert planned._engine_sizes(planning_model_spec(model)[0], parse_devices(devices)) == [1, 2]
+    refused(model, devices, data__train_batch_size=100)
+    assert len(searched) == 2
 
 
 def test_a_small_model_of_ones_own_gets_one_for_cpus(mrl, tmp_path):
