@@ -18,7 +18,7 @@ _FIELDS = (
     "clocks_event_reasons.hw_power_brake_slowdown",
 )  # fmt: skip
 _SLOWED = _FIELDS[-3:]
-_CHECKS = ("device kinds", "partitions", "clocks", "peer access")
+_OF_EACH, _OF_PAIRS = ("device kinds", "partitions", "clocks"), ("peer access",)  # checks
 _LOWERED = 0.9  # of the highest clock: what is set below that was set by somebody
 
 
@@ -36,16 +36,15 @@ class Gpu:
 
 @dataclass(frozen=True)
 class DeviceState:
-    """All of a host's; empty where there are none."""
+    """All of a host's, as far as the driver tells."""
 
     gpus: tuple[Gpu, ...] = ()
-    apart: tuple[str, ...] = ()  # pairs that do not reach each other's memory, with the driver's word
+    # pairs that do not reach each other's memory, with the driver's word; None where it does not tell
+    apart: tuple[str, ...] | None = None
 
 
 def read_device_state(kind: str) -> DeviceState:
-    """Asks the driver of that kind of device, where one tells. Never raises: without an answer there is nothing
-    to judge, and another check says so.
-    """
+    """Asks the driver of that kind of device, where one tells. Never raises: what gets no answer stays unknown."""
     if kind != "cuda":
         return DeviceState()
     query = _output(["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"])
@@ -75,22 +74,38 @@ def _number(text: str) -> float | None:
     return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else None
 
 
-def parse_peers(text: str) -> tuple[str, ...]:
-    """Pairs that are neither the same device nor OK, from the matrix of `nvidia-smi topo -p2p r`."""
-    found = []
+def parse_peers(text: str) -> tuple[str, ...] | None:
+    """Pairs that are neither the same device nor OK, from the matrix of `nvidia-smi topo -p2p r`; None without one."""
+    rows = list(_peer_rows(text))
+    pairs = ((own, other, word) for own, words in rows for other, word in enumerate(words) if own < other)
+    apart = tuple(f"{own} and {other} ({word})" for own, other, word in pairs if word not in ("X", "OK"))
+    return apart if rows else None
+
+
+def _peer_rows(text: str) -> Iterator[tuple[int, list[str]]]:
+    """A device's number, and a word for each device of the host."""
     for line in text.splitlines():
-        if match := re.match(r"\s*GPU(\d+)\s+((?:[A-Z]+\s*)+)$", line):
-            words = match[2].split()
-            if all(re.fullmatch(r"X|OK|[A-Z]{2,3}", word) for word in words):
-                pairs = ((number, word) for number, word in enumerate(words) if word not in ("X", "OK"))
-                found += [f"{match[1]} and {other} ({word})" for other, word in pairs if int(match[1]) < other]
-    return tuple(found)
+        name, *words = line.split() or [""]
+        if re.fullmatch(r"GPU\d+", name) and words and all(re.fullmatch("X|OK|[A-Z]{2,3}", word) for word in words):
+            yield int(name.removeprefix("GPU")), words
 
 
 def state_checks(kind: str, state: DeviceState) -> Iterator[tuple[str, tuple[str, str] | None]]:
-    """Each check of that kind of device, and what is found and its cure; None where nothing is wrong."""
+    """Each check of that kind of device, and what is found and its cure; None where nothing is wrong.
+
+    Of what the driver did not tell there is no check, but one that says so.
+    """
+    if kind != "cuda":
+        return
     faults = {name: (found, cure) for name, found, cure in state_faults(state)}
-    yield from ((name, faults.get(name)) for name in (_CHECKS if kind == "cuda" else ()))
+    told = (_OF_EACH if state.gpus else ()) + (_OF_PAIRS if state.apart is not None else ())
+    yield from ((name, faults.get(name)) for name in told)
+    if untold := [name for name in (*_OF_EACH, *_OF_PAIRS) if name not in told]:
+        cure = (
+            "run `nvidia-smi` and `nvidia-smi topo -p2p r` here and mend what they say; drivers before R580 may answer "
+            "in another form"
+        )
+        yield "GPU state", (f"nvidia-smi did not answer; not judged: {', '.join(untold)}", cure)
 
 
 def state_faults(state: DeviceState) -> Iterator[tuple[str, str, str]]:

