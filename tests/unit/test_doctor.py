@@ -129,6 +129,7 @@ FAULTS = {
     "some open files": (replace(NPU, open_files=32768), "open files", "warning", "ulimit -n 65535"),
     "few processes": (replace(CPU, processes=1024), "processes", "failure", "ulimit -u"),
     "some processes": (replace(CUDA, processes=4096), "processes", "warning", "ulimit -u"),
+    "vllm-ascend missing": (without(NPU, "vllm-ascend"), "vllm-ascend pairing", "failure", "pip install vllm-ascend=="),
     "two kinds of devices": (replace(CUDA, state=TWO_KINDS), "device kinds", "warning", "one kind"),
     "partitions": (replace(CUDA, state=PARTED), "partitions", "warning", "nvidia-smi -mig 0"),
     "hot devices": (replace(CUDA, state=HOT), "clocks", "warning", "cooling"),
@@ -201,6 +202,13 @@ def test_a_matrix_of_another_form_is_left_out_at_once():
     began = time.perf_counter()
     assert parse_peers("GPU0\t" + "OK\t" * 40 + "N/A\n") is None
     assert time.perf_counter() - began < 0.1
+
+
+def test_the_vllm_ascend_to_install_is_that_of_the_row(monkeypatch):
+    (row,) = [row for row in ROWS if row.device == "npu"]
+    other = replace(row, packages=row.packages | {"vllm-ascend": "0.18.0"})
+    monkeypatch.setattr("mrl.plan.doctor.version_checks.row_of", lambda device: other)
+    assert examine(without(NPU, "vllm-ascend"))["vllm-ascend pairing"].cure == "pip install vllm-ascend==0.18.0"
 
 
 def test_adapters_are_those_that_the_kernel_and_the_container_show(tmp_path):

@@ -30,7 +30,7 @@ def version_checks(machine: Machine) -> Iterator[Finding]:
     yield _companions(machine)
     if row.toolkit is not None:
         yield _toolkit(machine, row)
-        yield _ascend_pairing(machine)
+        yield _ascend_pairing(machine, row)
     yield _layers(machine, row)
     yield ok("kernels", _kernels(machine, row))
     yield from (_source_only(machine, name, branch) for name, branch in row.source_only.items())
@@ -140,13 +140,13 @@ def _compiled(machine: Machine, row: VersionRow, name: str, wanted: str) -> Find
     return ok(f"version:{name}", installed)
 
 
-def _ascend_pairing(machine: Machine) -> Finding:
+def _ascend_pairing(machine: Machine, row: VersionRow) -> Finding:
     """vllm-ascend was released for exactly one set; the wrong neighbour is the commonest
     reason why it does not start.
     """
     name, version = "vllm-ascend pairing", machine.versions.get("vllm-ascend")
     if version is None:
-        return failure(name, "vllm-ascend is not installed", "pip install vllm-ascend==0.23.0")
+        return failure(name, "vllm-ascend is not installed", f"pip install vllm-ascend=={row.packages['vllm-ascend']}")
     if bare(version) not in VLLM_ASCEND:
         return warning(name, f"vllm-ascend {version} is in no published row", f"use one of {', '.join(VLLM_ASCEND)}")
     vllm, cann, torch, torch_npu = VLLM_ASCEND[bare(version)]
