@@ -95,4 +95,3 @@ def read_kept(folder: Path, said: Mapping[str, Any], spool: Spool) -> KeptGroups
     place = DrawPlace(said["draw"], DataCursor(**said["cursor"]))
     filtered = [(number, [RewardResult(**result) for result in each]) for number, each in said["filtered"]]
     return KeptGroups(ledger, place, responses, results, filtered, spool)
-
