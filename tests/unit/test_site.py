@@ -1,7 +1,9 @@
 """The pages of docs/: each stands in the site, no link leads nowhere, and every command of the tutorial is one."""
 
 import re
+import runpy
 import shlex
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 TUTORIAL = sorted((DOCS / "tutorial").glob("*.md"))
+WITH_COMMANDS = [page for page in (ROOT / "README.md", *PAGES) if re.search(r"^mrl ", page.read_text(), re.MULTILINE)]
 BLOCK = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -42,11 +45,20 @@ def commands(page: Path) -> list[list[str]]:
     return [shlex.split(line, comments=True)[1:] for line in text.splitlines() if line.startswith("mrl ")]
 
 
-@pytest.mark.parametrize("page", TUTORIAL, ids=lambda page: page.stem)
-def test_every_command_of_the_tutorial_is_one(page):
-    found = commands(page)
-    assert found
-    for words in found:
+def test_every_page_of_the_tutorial_has_commands_and_they_run_in_its_order():
+    assert set(TUTORIAL) < set(WITH_COMMANDS)
+    (nav,) = [
+        entry["Tutorial"] for entry in yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"] if "Tutorial" in entry
+    ]
+    runs = runpy.run_path(str(ROOT / "scripts/evidence/tutorial.py"))
+    assert [f"tutorial/{page}.md" for page in runs["PAGES"]] == leaves(nav)
+    per_page = Counter(block.page for block in runs["blocks"](ROOT))
+    assert per_page == {page.stem: len(BLOCK.findall(page.read_text())) for page in TUTORIAL}
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.stem)
+def test_every_command_of_a_page_is_one(page):
+    for words in commands(page):
         if words != ["--version"]:
             options = make_parser().parse_args(words)  # exits for what is no command
             config = getattr(options, "config", None) or ""
