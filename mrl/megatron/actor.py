@@ -45,6 +45,7 @@ from mrl.megatron.optimizer import (
     step,
     zero_gradients,
 )
+from mrl.megatron.overlap import gather_weights, hold_reduction
 from mrl.megatron.packing import MicroInputs, micro_inputs
 from mrl.megatron.routing import Routing
 from mrl.megatron.traces import SwitchTraces
@@ -87,9 +88,11 @@ class MegatronActor:
         self.chunks = self.bridge.build_model()
         for chunk in self.chunks:
             chunk.config.finalize_model_grads_func = finalize_model_grads
+        hold_reduction(self.chunks)
         return_hidden_states(self.chunks)
         self.reference = self._load_reference() if config.algorithm.needs_reference else None
         self.bridge.load_hf(config.model.path)
+        gather_weights(self.chunks)
         fused = config.model.override_transformer_config.get("moe_router_fusion")  # chooses where nobody can look
         replay = config.actor.router_replay
         self.routing = Routing(self.chunks, self.model, replay) if self.model.is_moe and not fused else None
@@ -243,6 +246,7 @@ class MegatronActor:
             self.routing.begin_step()  # no pass did it before
         self.traces.begin()
         results = [self._update_once(batch, micros, count) for micros, count in zip(mini_batches, counts, strict=True)]
+        gather_weights(self.chunks)
         parts = [part for part, _ in results if part is not None]
         if seen := (self.routing.metrics() if self.routing else {}) | self.traces.metrics():
             parts[-1:] = [(parts[-1] if parts else {}) | seen]

@@ -102,7 +102,7 @@ ON_GPUS = [
     [VERSIONS + "{vllm: 0.40.0}"], [VERSIONS + "{vlm: 0.32.0}"], [VERSIONS + "{megatron-core: newest}"],
     [VERSIONS + "{megatron-core: 0.12.1}", LAYOUT + "tensor_model_parallel_size=8"],
     ["actor.optim.override_optimizer_config={overlap_cpu_optimizer_d2h_h2d: true, lr: 1, loss_scale: 2}"],
-    ["actor.override_ddp_config={overlap_grad_reduce: true}", "actor.param_offload=true",
+    ["actor.override_ddp_config={overlap_param_gather: true}", "actor.param_offload=true",
         TRANSFORMER + "fp8_param=true"],
     [*ENGINES, "actor.ppo_mini_batch_size=3", "rollout.tensor_model_parallel_size=8", "cluster.placement=separate",
      "cluster.nnodes=3", "cluster.n_gpus_per_node=12", "rollout.num_engines=3"],
