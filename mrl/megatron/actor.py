@@ -10,7 +10,6 @@ from itertools import chain
 import numpy as np
 import torch
 from megatron.core import parallel_state as mpu
-from megatron.core.distributed import finalize_model_grads
 
 from mrl.algo.aggregate import Denominators, FloatParts, merge, to_floats
 from mrl.algo.rows import row_sums
@@ -45,7 +44,7 @@ from mrl.megatron.optimizer import (
     step,
     zero_gradients,
 )
-from mrl.megatron.overlap import gather_weights, hold_reduction
+from mrl.megatron.overlap import GradientReduction, gather_weights
 from mrl.megatron.packing import MicroInputs, micro_inputs
 from mrl.megatron.routing import Routing
 from mrl.megatron.traces import SwitchTraces
@@ -86,9 +85,7 @@ class MegatronActor:
         parallel.init_model_parallel(self.layout, config.trainer.seed, timeout_s)
         self.bridge: Bridge = MBridge(config.model, config.actor, self.model, self.layout, config.trainer.deterministic)
         self.chunks = self.bridge.build_model()
-        for chunk in self.chunks:
-            chunk.config.finalize_model_grads_func = finalize_model_grads
-        hold_reduction(self.chunks)
+        reduction = GradientReduction(self.chunks)
         return_hidden_states(self.chunks)
         self.reference = self._load_reference() if config.algorithm.needs_reference else None
         self.bridge.load_hf(config.model.path)
@@ -105,7 +102,7 @@ class MegatronActor:
         self.residence = Residence(self.platform, self.chunks, self.optimizer, switched(config.actor))
         on_host = self.reference if config.ref.param_offload else None
         recomputes = bool(config.model.override_transformer_config.get("recompute_granularity"))
-        self.traces = SwitchTraces(self.chunks, self.residence, self.optimizer, on_host, recomputes)
+        self.traces = SwitchTraces(self.chunks, self.residence, self.optimizer, on_host, recomputes, reduction)
         self.num_updates = 0  # optimizer steps applied
         self.skipped_in_a_row = 0  # the newest of those that could not be applied
 

@@ -6,23 +6,38 @@ Here is what its training script has to do for that, and what readers of weights
 """
 
 from collections.abc import Sequence
+from typing import Any
 
+from megatron.core.distributed import finalize_model_grads
 from torch.nn import Module
 
 from mrl.megatron.logprob import REDUCES_EARLY
 
 
-def hold_reduction(chunks: Sequence[Module]) -> None:
-    """Lets only the last micro-batch of a pass reduce gradients early; without it each would, and each again what those
-    before it had summed. Nothing where gradients are reduced at the end.
+class GradientReduction:
+    """How the chunks of a rank sum their gradients over replicas.
+
+    `early`: of the update under way, the groups of buckets whose sums had begun when the backward was over.
     """
-    if not chunks[0].ddp_config.overlap_grad_reduce:
-        return
-    held = [chunk.no_sync for chunk in chunks]
-    for chunk in chunks:
-        chunk.config.no_sync_func = held if len(held) > 1 else held[0]
-        for parameter in chunk.parameters():
-            setattr(parameter, REDUCES_EARLY, True)
+
+    def __init__(self, chunks: Sequence[Module]):
+        """Only the last micro-batch of a pass may reduce early; without that each would, and each again what those
+        before it had summed.
+        """
+        self.early = 0
+        overlaps = chunks[0].ddp_config.overlap_grad_reduce
+        held = [chunk.no_sync for chunk in chunks]
+        for chunk in chunks:
+            chunk.config.finalize_model_grads_func = self._finalize if overlaps else finalize_model_grads
+            if overlaps:
+                chunk.config.no_sync_func = held if len(held) > 1 else held[0]
+                for parameter in chunk.parameters():
+                    setattr(parameter, REDUCES_EARLY, True)
+
+    def _finalize(self, chunks: list[Module], *arguments: Any, **named: Any) -> None:
+        groups = (group for chunk in chunks for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups)
+        self.early += sum(group.grad_reduce_handle is not None for group in groups)
+        finalize_model_grads(chunks, *arguments, **named)
 
 
 def gather_weights(chunks: Sequence[Module]) -> None:
