@@ -52,7 +52,7 @@ from mrl.model import load_model_spec
 from mrl.model.hf_files import check_same_architecture
 from mrl.model.layout import TrainLayout
 from mrl.platforms import get_platform
-from mrl.platforms.layers import check_layers, layers
+from mrl.platforms.layers import check_dispatcher, check_layers, layers
 from mrl.platforms.process_memory import ProcessMemory, process_memory
 from mrl.platforms.speed import product_rate
 
@@ -76,6 +76,7 @@ class MegatronActor:
         self.platform.set_device(rank % config.cluster.n_gpus_per_node)
         self.platform.apply_patches()
         check_layers(config.cluster.device, layers(), config.model.allow_torch_layers)
+        check_dispatcher(config.model.override_transformer_config)
         if config.trainer.deterministic:
             self.platform.deterministic()
         self.model = load_model_spec(config.model.path)
