@@ -95,7 +95,7 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
     """One step through StoredSamples, TrainedStep and SampleWriter."""
     import ray
 
-    from mrl.cluster.rollout_group import RolloutGroup
+    from mrl.cluster.rollout_group import RolloutGroup, request_places
     from mrl.cluster.routes import start_readers
     from mrl.cluster.sample_writer import SampleWriter
     from mrl.cluster.scoring import Channel, PoolSettings, Scorer, ScorerGroup
@@ -147,13 +147,14 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
             from mrl.cluster.routes import read_routes
             from mrl.megatron.packing import Shape
 
-            samples, found = stored.read(), None
+            blocks, found = stored.fetched([block.samples for block in stored.blocks]), None
+            samples = stored.assembled(blocks)
             self.own, self.needed = own, samples.rows(np.flatnonzero(own)).nbytes
-            self.received = sum(block.nbytes for block in stored.fetched([block.samples for block in stored.blocks]))
+            self.received = sum(block.nbytes for block in blocks)
             if readers:
                 layers = np.array_split(np.arange(LAYERS), self.degree)[self.stage]
                 computed = cut.computed(samples.lengths, Shape(True, self.degree), self.context, 0)
-                found = read_routes(stored, samples, computed, layers, readers)
+                found = read_routes(stored, blocks, computed, layers, readers)
                 self.received += found.values.nbytes
                 trained = np.repeat(own, samples.lengths) & computed
                 self.needed += int(trained.sum()) * len(layers) * TOPK
@@ -192,7 +193,7 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
             )
 
     engines = RolloutGroup.__new__(RolloutGroup)
-    engines.config, engines.poll = config, lambda: None
+    engines.config, engines.poll, engines.places = config, lambda: None, request_places(config)
     environment = {"env_vars": STREAM_ENVIRONMENT}
     engines.workers = [ray.remote(Engine).options(num_cpus=0, runtime_env=environment).remote() for _ in range(ENGINES)]
     engines.names, engines.engine_ranks = [f"engine {i}" for i in range(ENGINES)], 1
