@@ -27,10 +27,10 @@ PIECES = {
     "resume": ("test_resume", "test_guards", "test_lost_worker", "test_full_disk"),
     "conversion": ("test_convert", "test_torch_dist"),
     "placement": ("test_colocated",),
-    "ahead": ("test_ahead_runs", "test_weights_in_flight"),
+    "ahead": ("test_ahead_runs", "test_weights_in_flight", "test_engine_pressure"),
     "presets": ("test_presets_verified",),
     "rehearsals": ("test_rehearse",),
-    "ranks": ("test_dp2", "test_dp_runs", "test_overlap"),
+    "ranks": ("test_dp2", "test_dp_runs"),
     "rows": ("test_rows",),
     "runs": ("test_eval", "test_glm_run", "test_recipes", "test_submit", "test_hosted_loggers"),
 }

@@ -12,7 +12,7 @@ from mrl.cluster.process_logs import concerning, log_file
 from mrl.cluster.routes import start_readers
 from mrl.cluster.same_software import check_same
 from mrl.cluster.seats import Seats, actor_seats
-from mrl.cluster.stored_samples import StoredSamples
+from mrl.cluster.shared_folder import check_seen, marked
 from mrl.cluster.workers import WRITING, ActorWorker
 from mrl.config.schema import RunConfig
 from mrl.errors import EnvironmentFault, Interrupted
@@ -22,16 +22,6 @@ from mrl.platforms.hosting import get_hosting
 
 _EXPORT = "weight export"
 _AHEAD = 2  # objects: the head and the data of one bucket are made while the bucket before is loaded
-
-
-def put_once(arguments: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Arguments of ranks, with samples that several of them are given as one object that all of them fetch.
-
-    They hold thousands of references, which would be written again for every rank.
-    """
-    same = {id(value): value for own in arguments for value in own if isinstance(value, StoredSamples)}
-    put = {key: ray.put(value) for key, value in same.items()}
-    return [[put.get(id(value), value) for value in own] for own in arguments]
 
 
 class ActorGroup:
@@ -58,11 +48,13 @@ class ActorGroup:
             ).remote(config.model_dump(), rank, str(run_dir / "logs" / log_file(f"rank {rank}")), seat.places)
             for rank, seat in enumerate(self.seats.seats)
         ]
-        self._start(checkpoint)
+        self._start(checkpoint, run_dir)
 
-    def _start(self, checkpoint: Path | None) -> None:
+    def _start(self, checkpoint: Path | None, run_dir: Path) -> None:
         limit = self.config.cluster.start_timeout_s
         check_same(gather(self.refs("software"), limit, "starting the actor", self.poll))
+        with marked(run_dir) as mark:
+            check_seen(run_dir, gather(self.refs("sees", mark), limit, "looking for the run directory", self.poll))
         first = {"rank 0": self.workers[0].host.remote()}
         address = gather(first, limit, "starting the actor", self.poll)["rank 0"]
         port = self.config.cluster.port
@@ -102,7 +94,7 @@ class ActorGroup:
         """
         refs = {
             f"rank {i}": getattr(w, method).remote(*own)
-            for i, (w, own) in enumerate(zip(self.workers, put_once(arguments), strict=True))
+            for i, (w, own) in enumerate(zip(self.workers, arguments, strict=True))
         }
         poll = self.poll if interruptible else lambda: None
         return list(gather(refs, self.config.cluster.step_timeout_s, phase, poll).values())

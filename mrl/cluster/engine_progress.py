@@ -2,8 +2,8 @@
 
 A response of twenty thousand tokens is not late; an engine that stands still is.
 
-Each engine that has requests is asked from time to time how many tokens it has made. One that does not answer has made
-none.
+Each engine that has requests is asked from time to time for its meters: how many tokens it has made (one that does not
+answer has made none), and how full its KV cache is, which is what the rate of requests goes by.
 """
 
 import time
@@ -14,6 +14,8 @@ import ray
 from mrl.cluster.process_logs import concerning
 from mrl.errors import Interrupted
 from mrl.schedule.progress import ProgressWatch
+from mrl.schedule.rate import Observation
+from mrl.vllm.requests import EngineReading
 
 ASK_S = 5.0  # between two questions, where the limit is longer than some of them
 NONE_YET = -1
@@ -25,11 +27,13 @@ class EngineProgress:
     def __init__(
         self, ask: Callable[[str], ray.ObjectRef], limit_s: float, clock: Callable[[], float] = time.monotonic
     ):
-        """`ask`: an engine for the tokens that it has made since it began, an answer to come."""
+        """`ask`: an engine for its EngineReading, an answer to come."""
         self._ask, self._clock, self._watch = ask, clock, ProgressWatch(limit_s)
         self._every = min(ASK_S, limit_s / 4)
         self._asked: dict[str, float] = {}
         self._to_come: dict[str, ray.ObjectRef] = {}
+        self._readings: dict[str, EngineReading] = {}
+        self._is_read, self._preemptions = False, 0  # since `observed`, and then
 
     def begin(self, engine: str) -> None:
         """It gets requests and had none: its time begins now."""
@@ -52,6 +56,15 @@ class EngineProgress:
             silent = Interrupted(f"generation: no token within {self._watch.limit_s:g} s from {', '.join(late)}")
             raise concerning(silent, *late)
 
+    def observed(self, under_way: int) -> Observation | None:
+        """What engines' meters said since this was last asked; None where none was read. `under_way`: responses."""
+        if not self._is_read:
+            return None
+        preemptions, before = sum(each.preemptions for each in self._readings.values()), self._preemptions
+        self._is_read, self._preemptions = False, preemptions
+        fullest = max(each.cache_share for each in self._readings.values())
+        return Observation(fullest, preemptions - before, under_way)
+
     def excuse(self) -> None:
         """All engines stood still for a reason: their time begins anew."""
         self._watch.excuse(self._clock())
@@ -67,6 +80,8 @@ class EngineProgress:
             if ray.wait([answer], timeout=0)[0]:
                 del self._to_come[engine]
                 try:
-                    self._watch.note(engine, ray.get(answer), True, now)
+                    reading = ray.get(answer)
                 except ray.exceptions.RayError:
                     continue
+                self._watch.note(engine, reading.tokens, True, now)
+                self._readings[engine], self._is_read = reading, True

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import ray
@@ -31,6 +32,15 @@ from mrl.vllm.requests import Request, Sampling, engine_settings, rank_name
 
 JOINED_AT = 64  # parts: columns of a row each are kilobytes, of many rows a hundred bytes a row
 PREPARE_S = 60.0  # for a rank that is there to say so; another may be in the middle of a long step
+
+
+class Served(NamedTuple):
+    """What a version of the weights came to, in all engines."""
+
+    stale_tokens: int  # that prefix caches gave its requests and other weights had computed: 0; see VllmEngine.commit
+    cache_peak: float  # share of the KV cache, in the fullest engine
+    preemptions: int  # since the engines were started
+
 
 OnArrival = Callable[[list[Arrived]], None]
 
@@ -172,12 +182,14 @@ class RolloutGroup:
         self.call("finish_update")
         return moved
 
-    def commit(self, version: int) -> int:
+    def commit(self, version: int) -> Served:
         """From here on every engine serves `version`. Each of them holds it already; see VllmEngine.receive_weights.
 
-        Returns the stale tokens of all prefix caches: 0; see VllmEngine.commit.
+        What the version before came to, in all engines.
         """
-        return sum(self.call("commit", version))
+        stale, readings = zip(*self.call("commit", version), strict=True)
+        peak = max(reading.cache_peak for reading in readings)
+        return Served(sum(stale), peak, sum(reading.preemptions for reading in readings))
 
     def pause_for_update(self, give_back: bool) -> bool:
         """Every engine pauses for new weights and `commit`; whether one of them gives its requests back.

@@ -68,6 +68,7 @@ class WeightSync:
         self.config, self.actor, self.engines = config, actor, engines
         self._updates = itertools.count(1)
         self._syncs = 0
+        self._preempted = 0  # requests, since the engines were started
         self.setup: SyncSetup | None = None
         self._weight_bytes = 0
 
@@ -89,9 +90,14 @@ class WeightSync:
 
     def commit(self, version: int) -> dict[str, float]:
         """From here on every engine serves `version`, which `transfer` brought there. Metrics of the version before."""
-        stale = self.engines.commit(version)
+        served = self.engines.commit(version)
         self._syncs += 1
-        return {"rollout/stale_prefix_tokens": float(stale)}
+        preempted, self._preempted = served.preemptions - self._preempted, served.preemptions
+        return {
+            "rollout/stale_prefix_tokens": float(served.stale_tokens),
+            "perf/kv_cache_peak": served.cache_peak,
+            "perf/preemptions": float(preempted),
+        }
 
     def _slow(self) -> dict[str, float]:
         return {"reshard/bytes_moved": float(self.engines.load_weights(self.actor.export_buckets(BUCKET_BYTES)))}

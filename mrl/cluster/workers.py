@@ -19,6 +19,7 @@ from mrl.cluster.kept_tokens import fetched, going_on, with_kept
 from mrl.cluster.prerequisites import free_port, own_cpus
 from mrl.cluster.routes import Readers
 from mrl.cluster.same_software import software
+from mrl.cluster.shared_folder import Mark
 from mrl.cluster.stored_samples import Block, StoredSamples, in_blocks
 from mrl.config.model_folders import with_model_folders
 from mrl.config.schema import RunConfig
@@ -28,6 +29,7 @@ from mrl.platforms import prepare_process
 from mrl.platforms.addresses import address_environment
 from mrl.platforms.inventory import device_number
 from mrl.platforms.process_memory import ProcessMemory, host_bytes_used, note_baseline
+from mrl.vllm.requests import EngineReading
 
 WRITING = "writing"  # the methods that a rank answers in a thread of their own, while it trains
 
@@ -73,6 +75,10 @@ class ActorWorker:
     def software(self) -> tuple[str, dict[str, str]]:
         """This node's address, and what runs here."""
         return self.host(), software()
+
+    def sees(self, mark: Mark) -> tuple[str, bool]:
+        """This node's address, and whether the driver's file is here, too; see check_seen."""
+        return self.host(), mark.is_seen()
 
     def free_port(self) -> int:
         """A TCP port that nobody listens on now."""
@@ -279,9 +285,9 @@ class EngineWorker:
                     yield block.routes
                 yield block.numbers.to_bytes()
 
-    async def tokens_made(self) -> int:
-        """See VllmEngine.tokens_made."""
-        return self.engine.tokens_made
+    async def reading(self) -> EngineReading:
+        """See VllmEngine.reading."""
+        return self.engine.reading
 
     async def begin_update(self) -> None:
         """See VllmEngine.begin_update."""
@@ -315,9 +321,10 @@ class EngineWorker:
         """See VllmEngine.receive_weights."""
         return await self.engine.receive_weights(update, read_back)
 
-    async def commit(self, version: int) -> int:
-        """See VllmEngine.commit."""
-        return await self.engine.commit(version)
+    async def commit(self, version: int) -> tuple[int, EngineReading]:
+        """See VllmEngine.commit; and the engine's meters before it."""
+        reading = self.engine.reading
+        return await self.engine.commit(version), reading
 
     async def pause(self) -> None:
         """See VllmEngine.pause."""

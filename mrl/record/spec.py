@@ -143,12 +143,6 @@ _ACTOR = [
         "layers",
         "Layers that a rank computed twice in the step's updates; with recompute",
     ),
-    MetricSpec(
-        "actor/early_reductions",
-        "max",
-        "groups of buckets",
-        "Gradient sums over replicas that had begun when their backward ended, of a rank; with overlap_grad_reduce",
-    ),
     MetricSpec("actor/model_chunks", "max", "chunks", "Model chunks of a rank, with virtual pipeline stages"),
     MetricSpec(
         "offload/*_bytes",
@@ -266,6 +260,18 @@ _PERF = [
         "share",
         "FLOPs of generation, log-probs and update over what all devices could do in the step",
     ),
+    MetricSpec(
+        "perf/kv_cache_peak",
+        "max",
+        "share",
+        "Of the KV cache's blocks, in use at once under the weights before the sync; fullest engine",
+    ),
+    MetricSpec(
+        "perf/preemptions",
+        "sum",
+        "requests",
+        "Requests that an engine dropped for want of KV cache and computed anew, since the sync before",
+    ),
 ]
 
 _RESHARD = [
@@ -349,6 +355,9 @@ _AHEAD = [
         "sum",
         "tokens",
         "Prompt and response tokens computed once more, where a response went on by other weights",
+    ),
+    MetricSpec(
+        "async/window", "last", "responses", "Responses that may be under way: fewer where KV caches are short of room"
     ),
     MetricSpec("async/requeued_groups", "last", "groups", "Groups that began anew because their tokens were too old"),
     MetricSpec(

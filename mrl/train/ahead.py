@@ -31,6 +31,7 @@ from mrl.schedule.buffer import GroupBuffer
 from mrl.schedule.dispatch import Assignment, Dispatcher
 from mrl.schedule.groups import Group
 from mrl.schedule.ledger import Fingerprint, restored, snapshot
+from mrl.schedule.rate import Rate, RateRules
 from mrl.schedule.staleness import Schedule
 from mrl.train.kept_groups import Filtered, KeptGroups, Key, of_group
 from mrl.train.lost_engines import LostEngines, Unfinished
@@ -90,6 +91,7 @@ class GenerationAhead:
         self._results: dict[Key, RewardResult] = dict(kept.results) if kept else {}
         buffer = restored(kept.ledger, schedule, fingerprint, _lengths(kept)) if kept else GroupBuffer(schedule)
         self._dispatcher = Dispatcher(buffer, responder.engines.names, responder.engines.places)
+        self._rate = _rate(schedule, responder)
         self._lost, self._suspects, self._is_noted = lost, lost.suspects(), False
         self._filtered: list[Filtered] = list(kept.filtered) if kept else []
         self._any_failed = self._knows_failures()  # rewards of the groups on their way
@@ -313,6 +315,7 @@ class GenerationAhead:
                     for result in scored:
                         self._take_result(result)
                     self._admit()
+                    self._adjust_rate()
                     self._generating.note(bool(self._streams.waiting_for), self._came, time.monotonic())
                     self._came = 0
                     if arrived or scored:
@@ -323,6 +326,14 @@ class GenerationAhead:
             with self._changed:
                 self._error = self._with_unfinished(error)
                 self._changed.notify_all()
+
+    def _adjust_rate(self) -> None:
+        """As many responses under way as caches have room for; in_order speed has no say, and what is preempted there
+        is told by `perf/preemptions`.
+        """
+        if self._rate and (seen := self._streams.progress.observed(len(self._dispatcher.under_way))):
+            self._rate = self._rate.after(seen)
+            self._dispatcher.window = self._rate.window
 
     def _with_unfinished(self, error: BaseException) -> BaseException:
         """Of an engine that is lost, with what it was at, which is noted for the resumed run."""
@@ -454,8 +465,18 @@ class GenerationAhead:
             "async/versions_per_sample": float(np.mean([int(one.span_counts[0]) for one in rows])),
             "async/recomputed_tokens": float(sum(map(recomputed_tokens, rows))),
             **self._counted,
+            **({"async/window": float(self._rate.window)} if self._rate else {}),
             **self._generating.metrics(),
         }
+
+
+def _rate(schedule: Schedule, responder: Responder) -> Rate | None:
+    """ready_first: of responses under way, at first as many as engines have places for."""
+    if schedule.order == "in_order":
+        return None
+    names, places = responder.engines.names, responder.engines.places
+    every = schedule.places * schedule.responses
+    return Rate.start(RateRules(len(names), min(every, places * len(names)) if places else every))
 
 
 def _keys(group: Group) -> Iterator[Key]:

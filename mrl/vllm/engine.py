@@ -22,6 +22,7 @@ from mrl.errors import EnvironmentFault, Interrupted
 from mrl.platforms.process_memory import ProcessMemory
 from mrl.platforms.versions import VllmGeneration
 from mrl.vllm.admission import Admission, TurnedBack
+from mrl.vllm.cache_use import CacheUse
 from mrl.vllm.cached_prefixes import CachedPrefixes
 from mrl.vllm.completions import (
     ABORTED,
@@ -37,7 +38,7 @@ from mrl.vllm.engine_calls import EngineCalls
 from mrl.vllm.engine_state import ASLEEP, AWAKE, CACHE, FENCED, WEIGHTS, WEIGHTS_AWAKE, EngineMachine
 from mrl.vllm.engine_updates import EngineUpdates
 from mrl.vllm.leftovers import note, noted, remove_all, shared_memory_below
-from mrl.vllm.requests import EngineSettings, Request, Sampling, log_name
+from mrl.vllm.requests import EngineReading, EngineSettings, Request, Sampling, log_name
 
 DROP_S = 5.0  # for blocks of the prefix cache to come free
 EMPTY_S = 30.0  # for requests to end that a sleep aborted
@@ -70,7 +71,7 @@ class VllmEngine:
         self._made = 0  # tokens of responses that are whole
         self._is_scheduler_paused = False  # vLLM's own
         self._newest = 0  # version that it served last
-        self._prefixes = CachedPrefixes(block=1)
+        self._prefixes, self._cache = CachedPrefixes(block=1), CacheUse()
         self._handles: dict[int, str] = {}  # names of requests that are here and can be ended
 
     @property
@@ -79,9 +80,10 @@ class VllmEngine:
         return self._machine.version
 
     @property
-    def tokens_made(self) -> int:
-        """Response tokens since it was started: while it has requests and this number stands, so does the engine."""
-        return self._made + self._calls.tokens_inside
+    def reading(self) -> EngineReading:
+        """Of now, in every state."""
+        cache = self._cache
+        return EngineReading(self._made + self._calls.tokens_inside, cache.share, cache.peak, cache.preemptions)
 
     async def start(self, meeting: tuple[str, int] | None = None) -> float:
         """Starts vLLM and checks it; returns seconds. Raises EnvironmentFault when the start-up check fails.
@@ -106,7 +108,7 @@ class VllmEngine:
             worker_extension_cls=f"{adapter_module()}.WorkerExtension",
         )
         try:
-            self._calls.llm = AsyncLLM.from_engine_args(arguments)
+            self._calls.llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[self._cache.stat_logger()])
         except Exception as error:  # vLLM ends its own children first; the reason stands in their output
             raise EnvironmentFault(
                 f"{self.settings.name} did not start ({type(error).__name__}: {error}); "
@@ -429,6 +431,7 @@ class VllmEngine:
             await self._drop_cache()
             await self._forget_routes()
             stale, self._newest = self._prefixes.renew(), version
+            self._cache.renew()
             await self._resume_scheduler()
             self._machine.serve(version)
             self._door.open()

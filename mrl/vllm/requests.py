@@ -38,6 +38,16 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class EngineReading:
+    """An engine's meters."""
+
+    tokens: int  # of responses, made since it was started: while it has requests and this stands, so does the engine
+    cache_share: float = 0.0  # of the KV cache's blocks that are in use now
+    cache_peak: float = 0.0  # the highest of that under the weights that it serves
+    preemptions: int = 0  # since it was started
+
+
+@dataclass(frozen=True)
 class EngineSettings:
     """Everything one engine is started with, or one data-parallel rank of it: each has a front end of its own."""
 

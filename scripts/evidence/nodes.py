@@ -169,9 +169,7 @@ def submitted(work: Path) -> dict[str, Any]:
 
 
 def own_folders(work: Path) -> dict[str, Any]:
-    """A run directory that is another one on each node: one process a node, so the second rank saves elsewhere than the
-    first.
-    """
+    """A run directory that is another one on each node: told before a model is loaded."""
     with cluster(4) as rays:
         run = rays.net.own / "run"
         code, said = end_of(rays.mrl("train", str(PRESET), "--run-dir", str(run), *settings(world_of(work), 4)))
@@ -225,7 +223,7 @@ def closed_ports(work: Path) -> dict[str, Any]:
     with cluster(2, arguments=RAY_PORTS) as rays:
         for node in rays.net.nodes:
             for number, rule in enumerate(
-                (("sport", "1-32767", "lookup", "main"), ("dport", "32768-65535", "unreachable"))
+                (("sport", "1-32767", "lookup", "main"), ("dport", "32768-65534", "unreachable"))
             ):
                 node.run(
                     "ip", "rule", "add", "pref", str(100 + number), "to", f"{SUBNET}.0/24", "ipproto", "tcp", *rule

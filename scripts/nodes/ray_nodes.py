@@ -79,7 +79,8 @@ class RayNodes:
             "env": self.environment,
             "cwd": self.net.folder,
         } | options
-        return (node or self.head).start("mrl", *arguments, **given)
+        folder = given.pop("cwd")  # who enters a node's mounts stands at their root
+        return (node or self.head).start("env", f"--chdir={folder}", "mrl", *arguments, **given)
 
     def status(self) -> str:
         """What Ray says of its nodes."""

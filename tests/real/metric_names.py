@@ -13,7 +13,8 @@ REFERENCE, KL_LOSS, KL_REWARD, OVERLONG = "a reference model", "use_kl_loss", "u
 R3, PREDICTIONS = "router_replay R3", "a reward that says what was answered (pred)"
 COLOCATED, AHEAD = "colocated placement", "generation ahead of training"
 PENALTY, DYNAMIC, OFFLOAD = "overlong_buffer", "use_dynamic_bsz", "offload"
-RECOMPUTE, CHUNKS, FROZEN, OVERLAP = "recompute", "virtual stages", "freeze_router", "overlap_grad_reduce"
+READY_FIRST = "order: ready_first"
+RECOMPUTE, CHUNKS, FROZEN = "recompute", "virtual stages", "freeze_router"
 VALIDATION, SAVING, STEPS_AFTER_SAVING = "validation", "saving", "a step after one that saved"
 WRITTEN_WITH = {
     REFERENCE: {"timing_s/ref"},
@@ -26,7 +27,6 @@ WRITTEN_WITH = {
     RECOMPUTE: {"actor/recomputed_layers"},
     CHUNKS: {"actor/model_chunks"},
     FROZEN: {"router/frozen"},
-    OVERLAP: {"actor/early_reductions"},  # tests/real/test_overlap.py
     R3: {"router/missing_routes", "router/rollout_drift"},
     COLOCATED: {spec.name for spec in METRICS if spec.name.startswith("switch/")},
     VALIDATION: {"timing_s/testing", *(spec.name for spec in METRICS if spec.name.startswith("val-"))}
@@ -37,7 +37,9 @@ WRITTEN_WITH = {
     AHEAD: {
         "timing_s/settle",
         *(spec.name for spec in METRICS if spec.name.startswith(("async/", "training/off_policy/"))),
-    },
+    }
+    - {"async/window"},
+    READY_FIRST: {"async/window"},
 }
 
 

@@ -29,6 +29,7 @@ from mrl.errors import DataError, Interrupted
 from mrl.record.metrics import PhaseTimer
 from mrl.reward.items import OK, RAISED, RewardResult
 from mrl.schedule.ledger import Fingerprint
+from mrl.schedule.rate import Observation
 from mrl.schedule.routing import Routing
 from mrl.schedule.segments import token_versions
 from mrl.train import ahead, drawn_groups, kept_groups
@@ -65,7 +66,10 @@ class Engines:
 
     @property
     def progress(self):
-        return SimpleNamespace(excuse=lambda: None)
+        return SimpleNamespace(excuse=lambda: None, observed=self.observed)
+
+    def observed(self, under_way):
+        return None
 
     def streams(self) -> "Engines":
         return self
@@ -292,6 +296,32 @@ def test_a_resumed_run_goes_on_with_what_was_under_way(name, tmp_path):
         second = World(2, AHEAD[name], state, spool=spool)
         assert state.ahead.responses, "something was under way"
         assert_same([*begun, *second.steps(6 - step)], whole)
+
+
+class Crowded(Engines):
+    """Caches that are always short of room."""
+
+    most = 0
+
+    def observed(self, under_way):
+        self.most = max(self.most, len(self.under_way))
+        return Observation(0.9, 1, under_way)
+
+    def take(self, timeout_s):
+        assert self.under_way
+        return super().take(timeout_s)
+
+
+@pytest.mark.parametrize("order", ["ready_first", "in_order"])
+def test_engines_that_are_short_of_cache_get_fewer_requests_but_not_in_order(order):
+    settings = ["trainer.schedule=bounded", "trainer.max_staleness=1", f"trainer.order={order}"]
+    world = World(0, settings, engines=Crowded)
+    rows = [rollouts.metrics for rollouts in world.steps(6)]
+    every = 2 * BATCH * N
+    if order == "in_order":
+        assert "async/window" not in rows[-1] and world.engines.most == 0, "nobody asked"
+    else:
+        assert rows[-1]["async/window"] == len(Engines.names) < every and world.engines.most <= every
 
 
 def test_nothing_is_issued_past_the_last_step():

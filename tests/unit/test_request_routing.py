@@ -14,8 +14,9 @@ from mrl.cluster.rollout_group import RolloutGroup, request_places
 from mrl.config.load import load_config
 from mrl.data.samples import Sample, packed
 from mrl.errors import Interrupted
+from mrl.schedule.rate import Observation
 from mrl.schedule.routing import Queued, Routing
-from mrl.vllm.requests import Request, Sampling
+from mrl.vllm.requests import EngineReading, Request, Sampling
 
 ENGINES = ("a", "b", "c")
 
@@ -152,15 +153,22 @@ def test_a_call_has_all_its_responses_in_the_order_of_their_numbers(monkeypatch)
 
 
 class Fleet:
-    """Engines by name, with the tokens that each has made; None: it does not answer. Time is that of the test."""
+    """Engines by name, with the tokens that each has made; None: it does not answer. Time is that of the test.
+
+    Their caches are as full as `share` says, and lose `preemptions` requests in all.
+    """
 
     def __init__(self, monkeypatch, **made):
         self.made, self.now, self.asked = made, 0.0, 0
+        self.share, self.preemptions = 0.0, 0
         monkeypatch.setattr(
             engine_progress.ray, "wait", lambda refs, timeout: ([r for r in refs if self.made[r] is not None], [])
         )
-        monkeypatch.setattr(engine_progress.ray, "get", lambda ref: self.made[ref])
+        monkeypatch.setattr(engine_progress.ray, "get", self.reading)
         self.progress = EngineProgress(self.ask, 10.0, lambda: self.now)
+
+    def reading(self, engine):
+        return EngineReading(self.made[engine], self.share, 1.0, self.preemptions)
 
     def ask(self, engine):
         self.asked += 1
@@ -183,6 +191,18 @@ def test_a_long_response_is_not_late_and_an_engine_that_stands_still_is_named(mo
     fleet = Fleet(monkeypatch, long=1, silent=None)
     with pytest.raises(Interrupted, match=r"no token within 10 s from silent$"):
         fleet.pass_time(20, "long", "silent")
+
+
+def test_meters_are_told_once_and_preemptions_are_those_since(monkeypatch):
+    fleet = Fleet(monkeypatch, long=1, also_long=1, silent=None)
+    assert fleet.progress.observed(5) is None, "nobody was asked"
+    fleet.share, fleet.preemptions = 0.5, 3
+    fleet.pass_time(6, "long", "also_long")
+    assert fleet.progress.observed(7) == Observation(0.5, 6, 7), "of two engines"
+    assert fleet.progress.observed(7) is None
+    fleet.share, fleet.preemptions = 0.9, 4
+    fleet.pass_time(12, "long", "also_long")
+    assert fleet.progress.observed(8) == Observation(0.9, 2, 8)
 
 
 def test_time_without_requests_and_time_that_is_excused_do_not_count(monkeypatch):

@@ -18,6 +18,7 @@ from reshard_world import DictWriter, World, expected, hf_weights, setup_for, sh
 
 from mrl.cluster import weight_sync
 from mrl.cluster.prerequisites import free_port
+from mrl.cluster.rollout_group import Served
 from mrl.cluster.weight_sync import WeightSync
 from mrl.errors import EnvironmentFault, Interrupted
 from mrl.reshard.setup import SyncSetup
@@ -105,10 +106,10 @@ class FakeCluster:
         held = {name: writer.digest(spec) for name, spec in writer.parameters.items()} if read_back else None
         return [vars(report) | {"received": writer.digests, "held": held}]
 
-    def commit(self, version) -> int:
+    def commit(self, version) -> Served:
         for engine in self.engines:
             engine.version = version
-        return 0
+        return Served(0, 0.5, 3 * version)
 
     def versions(self) -> list:
         return [engine.version for engine in self.engines]
@@ -198,6 +199,9 @@ def test_a_clean_sync_moves_what_is_required_and_serves_the_version_everywhere(c
     assert holds(world, 0) and holds(world, 1)
     assert metrics["reshard/bytes_moved"] == metrics["reshard/bytes_required"] > 0
     assert (metrics["reshard/verified"], metrics["reshard/resynced"], metrics["reshard/weight_version"]) == (1, 0, 7)
+    meters = ("rollout/stale_prefix_tokens", "perf/kv_cache_peak", "perf/preemptions")
+    assert [metrics[name] for name in meters] == [0, 0.5, 21]
+    assert sync.bring_to(8)["perf/preemptions"] == 24 - 21, "since the sync before"
 
 
 def test_a_byte_flipped_on_the_way_is_named_and_only_that_engine_is_synced_again(cluster, capsys):

@@ -1,0 +1,63 @@
+"""Whether every node sees the run directory: ranks write their part of a checkpoint into the driver's folder, and read
+the others' when they resume.
+"""
+
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from mrl.errors import EnvironmentFault
+
+SEEN_S = 10.0  # until another node's file is seen: network file systems keep what they know of a folder for a while
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A file of the run directory, there while ranks look for it."""
+
+    path: str
+    text: str
+
+    def is_seen(self) -> bool:
+        """Whether this process's node has that very file."""
+        deadline = time.monotonic() + SEEN_S
+        while not (seen := self._read() == self.text) and time.monotonic() < deadline:
+            time.sleep(SEEN_S / 50)
+        return seen
+
+    def _read(self) -> str:
+        try:
+            return Path(self.path).read_text(encoding="ascii")
+        except OSError:
+            return ""
+
+
+@contextmanager
+def marked(run_dir: Path) -> Iterator[Mark]:
+    """Puts a mark into the folder for as long as it is looked for."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    mark = Mark(str(run_dir.resolve() / f".seen-{secrets.token_hex(4)}"), secrets.token_hex(16))
+    Path(mark.path).write_text(mark.text, encoding="ascii")
+    try:
+        yield mark
+    finally:
+        Path(mark.path).unlink(missing_ok=True)
+
+
+def check_seen(run_dir: Path, seen: Mapping[str, tuple[str, bool]]) -> None:
+    """`seen`: name of a process -> address of its node, and whether it saw the mark. Raises EnvironmentFault naming
+    nodes whose processes did not.
+    """
+    blind: dict[str, list[str]] = {}
+    for process, (address, saw) in seen.items():
+        if not saw:
+            blind.setdefault(address, []).append(process)
+    if blind:
+        nodes = "; ".join(f"{address} ({', '.join(processes)})" for address, processes in blind.items())
+        raise EnvironmentFault(
+            f"{run_dir} is not the same folder on every node: what is written here is not seen on {nodes}; "
+            "checkpoints are written by ranks of all nodes: give a --run-dir on a file system that they share"
+        )
