@@ -1,11 +1,32 @@
 """What the tests' modules have imported (torch, Megatron) is left out of garbage collection while tests run:
-a seventh of their time. And no call of Ray's starts a cluster by itself.
+a seventh of their time. And no call of Ray's starts a cluster by itself. Files of tests are in memory, where there is
+room: what waits for a disk thousands of times is no slower on a slow one.
 """
 
 import gc
 import os
+import shutil
+import tempfile
+
+import pytest
 
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
+MEMORY = "/dev/shm"
+ROOM_BYTES = 4 << 30
+OWN_FOLDER = pytest.StashKey[str]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Before pytest itself chooses; workers of pytest-xdist are told."""
+    if config.option.basetemp or not os.path.isdir(MEMORY) or shutil.disk_usage(MEMORY).free < ROOM_BYTES:
+        return
+    config.stash[OWN_FOLDER] = config.option.basetemp = tempfile.mkdtemp(prefix="mrl-tests-", dir=MEMORY)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if folder := config.stash.get(OWN_FOLDER, None):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def pytest_collection_finish() -> None:
