@@ -20,15 +20,16 @@ def add(commands) -> None:
 
 def _compare(options: argparse.Namespace) -> None:
     from mrl.extras.report.comparison import compare
-    from mrl.extras.report.sections_compare import compare_page, headline
+    from mrl.extras.report.sections_compare import compare_page
     from mrl.extras.report.write import write_page
 
     found = compare([Path(path) for path in options.run_dirs])
     if options.json:
         print(json.dumps(found.to_json()))
         return
-    size = write_page(compare_page(found), Path(options.output))
-    print(headline(found)[1])
+    page = compare_page(found)
+    size = write_page(page, Path(options.output))
+    print(page.headline)
     for test in found.tests:
         print(f"  {test.words()}")
     for note in found.notes:

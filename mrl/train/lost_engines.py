@@ -9,6 +9,7 @@ aside by its id (mrl/schedule/suspects.py), and said so; without the file it is 
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,6 +28,37 @@ class Unfinished:
     tokens: int  # that had come back before
 
 
+@dataclass(frozen=True)
+class Loss:
+    """A line of the file. `groups`: what the engines had not finished."""
+
+    step: int
+    engines: list[str]
+    why: str
+    groups: list[Unfinished]
+
+    @classmethod
+    def of(cls, line: str) -> "Loss":
+        """Raises ValueError, KeyError or TypeError for a line that is none."""
+        row = json.loads(line)
+        groups = [Unfinished(**group) for group in row["groups"]]
+        return cls(int(row["step"]), list(row["engines"]), str(row["why"]), groups)
+
+
+def whole_losses(path: Path) -> tuple[list[Loss], int]:
+    """Losses that can be read, in the order of time, and how many lines cannot; a torn last line is no line."""
+    found, lines = [], _lines(path)
+    for line in lines:
+        with suppress(ValueError, KeyError, TypeError):
+            found.append(Loss.of(line))
+    return found, len(lines) - len(found)
+
+
+def _lines(path: Path) -> list[str]:
+    """With their line's end; none of a file that is not there."""
+    return path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1] if path.exists() else []
+
+
 class LostEngines:
     """What the file says, and what is added to it."""
 
@@ -35,19 +67,15 @@ class LostEngines:
 
     def note(self, step: int, engines: Sequence[str], why: str, groups: Sequence[Unfinished]) -> str:
         """Adds a loss; what to tell of it."""
-        line = {"step": step, "engines": list(engines), "why": why, "groups": [asdict(group) for group in groups]}
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(asdict(Loss(step, list(engines), why, list(groups)))) + "\n")
         prompts = ", ".join(str(group.prompt_id) for group in groups[:TOLD]) + (", ..." if len(groups) > TOLD else "")
         return f"{len(groups)} unfinished groups go on when the run is resumed (prompts {prompts})" if groups else ""
 
     def suspects(self) -> Suspects:
         """By the losses so far. Raises DataError for a file that is damaged; a torn last line is left out."""
-        if not self._path.exists():
-            return Suspects()
-        lines = self._path.read_text(encoding="utf-8").split("\n")[:-1]
         try:
-            found = [[group["prompt_id"] for group in json.loads(line)["groups"]] for line in lines]
+            found = [[group.prompt_id for group in Loss.of(line).groups] for line in _lines(self._path)]
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"{self._path} is damaged ({error}); without it prompts that engines were lost under are forgotten"

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from mrl.errors import ConfigError
-from mrl.extras.report.heldout import LEVEL, Difference, differences, read_responses
+from mrl.extras.report.heldout import LEVEL, Difference, differences
 from mrl.extras.report.run_record import RunRecord, read_run
-from mrl.record.run_dir import RunDir
 
 NO_SETTINGS = ("trainer.run_dir", "trainer.experiment_name", "trainer.resume_mode", "trainer.resume_from_path")
 
@@ -95,8 +94,8 @@ def _tests(runs: dict[str, RunRecord]) -> tuple[HeldOutTest, ...]:
     first, found = runs[names[0]], []
     for name in names[1:]:
         if step := _shared_step(first, runs[name]):
-            responses = (read_responses(RunDir(run.path).validation, step) for run in (first, runs[name]))
-            found += [(name, source, step, difference) for source, difference in differences(*responses).items()]
+            changes = differences(first.responses(step), runs[name].responses(step))
+            found += [(name, source, step, difference) for source, difference in changes.items()]
     return tuple(HeldOutTest(*each, LEVEL / len(found)) for each in found)
 
 
@@ -129,5 +128,5 @@ def _same_start(first: RunRecord, second: RunRecord) -> bool:
     """Whether both answered the held-out prompts alike before training; true where one of them did not say."""
     if 0 not in first.validation_steps or 0 not in second.validation_steps:
         return True
-    before = [[one.output for one in read_responses(RunDir(run.path).validation, 0)] for run in (first, second)]
+    before = [[one.output for one in run.responses(0)] for run in (first, second)]
     return before[0] == before[1]

@@ -79,6 +79,7 @@ def state_tag(folder: Path) -> str:
         run.samples,
         run.validation,
         run.checkpoints,
+        run.lost_engines,
     ):
         try:
             stat = path.stat()

@@ -174,7 +174,7 @@ class Section:
 @dataclass(frozen=True)
 class Page:
     """A whole page. `curves`: every curve that a chart names, thinned where they are many but for those of `whole`.
-    `summary`: what stands there for a browser without scripts.
+    `summary`: what stands there for a browser without scripts. `headline`: what the page says first.
     """
 
     title: str
@@ -183,3 +183,4 @@ class Page:
     curves: dict[str, Curve] = field(default_factory=dict)
     whole: frozenset[str] = frozenset()
     summary: Table | None = None
+    headline: str = ""

@@ -11,6 +11,7 @@ from mrl.config.load import load_config
 from mrl.config.schema import RunConfig
 from mrl.errors import ConfigError, MrlError
 from mrl.extras.report.columns import STEP, Curve, curves_of
+from mrl.extras.report.heldout import Response, read_responses
 from mrl.extras.report.settings import Settings, read_settings
 from mrl.plan.run_plan import read_plan
 from mrl.record.attempts import Attempt, read_attempts
@@ -94,6 +95,17 @@ class RunRecord:
     def validation_steps(self) -> tuple[int, ...]:
         """Steps whose held-out responses are there."""
         return _numbered(RunDir(self.path).validation)
+
+    def responses(self, step: int) -> list[Response]:
+        """Held-out responses after `step`, whose file is read once; none where there is no file."""
+        if step not in self._responses:
+            self._responses[step] = read_responses(RunDir(self.path).validation, step)
+        return self._responses[step]
+
+    @cached_property
+    def _responses(self) -> dict[int, list[Response]]:
+        """By step, those that were asked for."""
+        return {}
 
     def matching(self, pattern: str) -> list[str]:
         """Names of metrics that a regular expression fits from end to end, in the order of the lines."""

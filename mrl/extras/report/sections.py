@@ -17,7 +17,7 @@ from mrl.extras.report.sections_run import (
     sync_proof,
 )
 from mrl.extras.report.sections_samples import samples
-from mrl.extras.report.verdict import verdict
+from mrl.extras.report.verdict import Verdict, verdict
 from mrl.record.spec import metric_spec
 
 FOLDED_ABOVE = 12  # rows of a table of settings
@@ -66,8 +66,9 @@ CHARTS = (
 
 def run_page(run: RunRecord) -> Page:
     """The page of one run."""
+    said = verdict(run)
     sections = (
-        Section("verdict", "Verdict", tuple(_verdict(run))),
+        Section("verdict", "Verdict", tuple(_verdict(said, run.notes))),
         Section("settings", "What differs from the recipe's defaults", tuple(_settings(run))),
         Section("curves", "Curves", tuple(curve_charts(run))),
         *filter(
@@ -91,6 +92,7 @@ def run_page(run: RunRecord) -> Page:
         curves=run.curves | stacked,
         whole=frozenset(stacked),
         summary=summary(run),
+        headline=said.headline,
     )
 
 
@@ -98,15 +100,14 @@ def _stacked(sections: tuple[Section, ...], run: RunRecord) -> dict[str, Curve]:
     return stacked_curves(run) if any(section.id == "steps" for section in sections) else {}
 
 
-def _verdict(run: RunRecord) -> Iterator[Block]:
-    said = verdict(run)
+def _verdict(said: Verdict, notes: tuple[str, ...]) -> Iterator[Block]:
     yield Paragraph(said.headline, said.tone)
     if said.sentences:
         yield Items(said.sentences)
     yield Paragraph("What to do next:")
     yield Items(said.next_steps)
-    if run.notes:
-        yield Items(run.notes)
+    if notes:
+        yield Items(notes)
 
 
 def _settings(run: RunRecord) -> Iterator[Block]:

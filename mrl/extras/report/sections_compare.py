@@ -16,9 +16,9 @@ from mrl.extras.report.verdict import Tone, verdict
 
 def compare_page(comparison: Comparison) -> Page:
     """The page of a comparison."""
-    names = list(comparison.runs)
+    names, (tone, words) = list(comparison.runs), headline(comparison)
     sections = (
-        Section("verdict", "Verdict", tuple(_verdict(comparison))),
+        Section("verdict", "Verdict", (Paragraph(words, tone), *_verdict(comparison))),
         Section("settings", "Settings that differ", tuple(_settings(comparison))),
         Section("curves", "Curves", tuple(_curves(comparison))),
         Section("steps", "Where the time goes", (_times(comparison),)),
@@ -27,7 +27,7 @@ def compare_page(comparison: Comparison) -> Page:
     return Page(
         title=f"{names[0]} and {', '.join(names[1:])}", subtitle=f"{len(names)} runs, each held against "
         f"{names[0]}", sections=sections,
-        curves=_all_curves(comparison), summary=_summary(comparison),
+        curves=_all_curves(comparison), summary=_summary(comparison), headline=words,
     )  # fmt: skip
 
 
@@ -51,8 +51,6 @@ def headline(comparison: Comparison) -> tuple[Tone, str]:
 
 
 def _verdict(comparison: Comparison) -> Iterator[Block]:
-    tone, words = headline(comparison)
-    yield Paragraph(words, tone)
     if comparison.tests:
         yield Items(tuple(test.words() for test in comparison.tests))
         share = f", each at {comparison.tests[0].level:.2g}" if len(comparison.tests) > 1 else ""

@@ -4,7 +4,7 @@ again.
 
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -26,7 +26,9 @@ from mrl.extras.report.page import (
     color_of,
 )
 from mrl.extras.report.run_record import RunRecord
+from mrl.plan.memory_phases import ACTOR, phase_bytes
 from mrl.record.run_dir import RunDir
+from mrl.train.lost_engines import whole_losses
 from mrl.units import GIB
 
 # phases in the loop's order, and who works in them
@@ -184,13 +186,12 @@ def _measured(run: RunRecord, planned: dict, fullest: float) -> Iterator[Block]:
         for name in ("perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb", "perf/cpu_memory_used_gb")
         if name in run.curves
     ]
-    trained = (
-        max(planned["phases"][name]["bytes"] for name in planned["phases"] if not name.startswith("rollout")) / GIB
-    )
     if "perf/max_memory_allocated_gb" in run.curves:
         most = run.curves["perf/max_memory_allocated_gb"].values.max()
+        of_a_rank = max(phase_bytes(run.plan, name).holders[ACTOR] for name in planned["phases"]) / GIB
         yield Paragraph(
-            f"Measured on the fullest rank: {most:.3g} GiB allocated at most; planned for ranks: {trained:.3g} GiB."
+            f"Measured on the fullest rank: {most:.3g} GiB allocated at most; planned for ranks: {of_a_rank:.3g} GiB, "
+            "engines that share their devices left out."
         )
     else:
         host = planned["host"]["bytes_per_node"] / GIB
@@ -260,9 +261,9 @@ def _sync_facts(run: RunRecord, planned: dict) -> Iterator[tuple[str, str]]:
         yield "plan of the sync", planned["hash"]
 
 
-def _some(steps: np.ndarray) -> str:
-    shown = ", ".join(map(str, steps[:8]))
-    return shown if len(steps) <= 8 else f"{shown} and {len(steps) - 8} more"
+def _some(numbers: Sequence[int] | np.ndarray) -> str:
+    shown = ", ".join(map(str, numbers[:8]))
+    return shown if len(numbers) <= 8 else f"{shown} and {len(numbers) - 8} more"
 
 
 def _bytes(size: float) -> str:
@@ -347,10 +348,23 @@ def _incidents(run: RunRecord) -> Iterator[tuple[int, str, str]]:
             yield int(curve.steps[curve.values > 0][0]), f"{name} {curve.last:g}", f"{meaning} (first in this step)"
     for advice in run.advice:
         yield advice.step, "advice", advice.text
+    yield from _lost_engines(run)
     steps = sorted(run.by_step)
     for before, after in pairwise(steps):
         if after - before > 1:
             yield after, "missing lines", f"metrics.jsonl has none of steps {before + 1} to {after - 1}"
+
+
+def _lost_engines(run: RunRecord) -> Iterator[tuple[int, str, str]]:
+    file = RunDir(run.path).lost_engines
+    losses, damaged = whole_losses(file)
+    for loss in losses:
+        groups = f"{len(loss.groups)} unfinished groups" if len(loss.groups) != 1 else "1 unfinished group"
+        prompts = f": prompts {_some([group.prompt_id for group in loss.groups])}" if loss.groups else ""
+        yield loss.step, f"lost: {', '.join(loss.engines)}", f"{loss.why} ({groups}{prompts})"
+    if damaged:
+        meaning = "cannot be read; a run that resumes refuses the file"
+        yield run.last_step, f"{file.name}: {damaged} damaged {'lines' if damaged > 1 else 'line'}", meaning
 
 
 def _starts(run: RunRecord) -> Iterator[str]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mrl.errors import DataError
-from mrl.extras.report.heldout import Response, read_responses
+from mrl.extras.report.heldout import Response
 from mrl.extras.report.page import Block, Pair, Paragraph, SampleBlock, Section
 from mrl.extras.report.run_record import RunRecord
 from mrl.extras.report.samples import Decode, TrainingSample, decoder, looked_at, text_of, tokens_of
@@ -114,10 +114,10 @@ def _held_out(run: RunRecord) -> Iterator[Block]:
     """Responses to the same prompt with the same seed whose score changed most between the first and the last
     validation.
     """
-    steps, folder = run.validation_steps, RunDir(run.path).validation
+    steps = run.validation_steps
     if len(steps) < 2:
         return
-    first, last = ({_key(r): r for r in read_responses(folder, step)} for step in (steps[0], steps[-1]))
+    first, last = ({_key(r): r for r in run.responses(step)} for step in (steps[0], steps[-1]))
     shared = [(first[key], last[key]) for key in first if key in last and first[key].output != last[key].output]
     if not shared:
         return

@@ -7,9 +7,8 @@ from typing import Literal
 import numpy as np
 
 from mrl.errors import EnvironmentFault, Interrupted, NumericAbort
-from mrl.extras.report.heldout import Difference, differences, read_responses
+from mrl.extras.report.heldout import Difference, differences
 from mrl.extras.report.run_record import RunRecord
-from mrl.record.run_dir import RunDir
 
 Tone = Literal["good", "plain", "warn", "bad"]
 CUT_OFF, UNIFORM, FLAT_ENTROPY = 0.2, 0.5, 0.1
@@ -62,8 +61,8 @@ def _tone(state: _State, changes: Sequence[Difference], things_to_do: int) -> To
 
 def held_out_changes(run: RunRecord) -> dict[str, Difference]:
     """From the first to the last validation, by data source; nothing where there are no two."""
-    steps, folder = run.validation_steps, RunDir(run.path).validation
-    return differences(read_responses(folder, steps[0]), read_responses(folder, steps[-1])) if len(steps) > 1 else {}
+    steps = run.validation_steps
+    return differences(run.responses(steps[0]), run.responses(steps[-1])) if len(steps) > 1 else {}
 
 
 def _state(run: RunRecord) -> _State:

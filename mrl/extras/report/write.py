@@ -8,7 +8,6 @@ from mrl.extras.report.html import page_html
 from mrl.extras.report.page import Page
 from mrl.extras.report.run_record import read_run
 from mrl.extras.report.sections import run_page
-from mrl.extras.report.verdict import verdict
 from mrl.record.run_dir import RunDir, write_text
 
 
@@ -28,7 +27,8 @@ def write_report(run_dir: Path, output: Path | None = None) -> Written:
     """
     run = read_run(run_dir)
     target = output or RunDir(run.path).report
-    return Written(target, write_page(run_page(run), target), verdict(run).headline)
+    page = run_page(run)
+    return Written(target, write_page(page, target), page.headline)
 
 
 def write_page(page: Page, target: Path) -> int:
