@@ -139,7 +139,7 @@ class StepFile:
         """The given rows, in that order; see read_samples."""
         if self._lines is not None:
             return [self._lines[row] for row in rows.tolist()]
-        return [_row(row) for row in _rows_of(self._path, rows)]
+        return [_row(row) for row in rows_of(self._path, rows)]
 
     def differences(self, sample_ids: Sequence[int]) -> list[list[float] | None]:
         """How far the trainer's log-prob of each token of these responses is from generation's; None: not kept."""
@@ -148,13 +148,13 @@ class StepFile:
         kept = pq.read_table(self._differences, columns=["sample_id"])["sample_id"].to_numpy()
         place = {number: row for row, number in enumerate(kept.tolist())}
         there = [number for number in sample_ids if number in place]
-        found = _rows_of(self._differences, np.array([place[number] for number in there], np.int64))
+        found = rows_of(self._differences, np.array([place[number] for number in there], np.int64))
         by_id = {number: row["difference"] for number, row in zip(there, found, strict=True)}
         return [by_id.get(number) for number in sample_ids]
 
 
-def _rows_of(path: Path, rows: np.ndarray) -> list[dict[str, Any]]:
-    """Rows of a file of columns, in the given order, from the groups of rows that they are in."""
+def rows_of(path: Path, rows: np.ndarray) -> list[dict[str, Any]]:
+    """Rows of a file of columns, in the given order, read from the groups of rows that they are in; `rows`: int64."""
     if not len(rows):
         return []
     with pq.ParquetFile(path) as file:

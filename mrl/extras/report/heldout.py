@@ -15,7 +15,9 @@ from typing import Any
 
 import numpy as np
 
-Z95, LEVEL = 1.959964, 0.05
+from mrl.record.validation_metrics import Z95
+
+LEVEL = 0.05
 FEW_PROMPTS = 12  # below it the normal distribution promises too much
 
 

@@ -1,16 +1,17 @@
 """Training samples for people: which of a step's responses are worth a look, and their tokens as text."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mrl.errors import DataError
 from mrl.extras.report.page import Token
-from mrl.record.sample_files import read_samples
+from mrl.record.sample_files import read_samples, rows_of
 from mrl.record.shown_rows import ShownRows, extreme_rows
 
 _TORN = "\ufffd"  # what a decoder gives for bytes that are no whole character
@@ -51,7 +52,9 @@ def looked_at(folder: Path, step: int, shown: ShownRows | None) -> dict[str, lis
         log_probs = {row: by_id[id] for row, id in enumerate(columns["sample_id"].to_pylist()) if id in by_id}
         if log_probs:
             kinds["changed"] = sorted(log_probs.keys() - {row for rows in kinds.values() for row in rows})
-        samples = dict(_rows(file, sorted({row for rows in kinds.values() for row in rows})))
+        wanted = sorted({row for rows in kinds.values() for row in rows})
+        found = zip(wanted, rows_of(file, np.array(wanted, np.int64)), strict=True)
+        samples = {row: _new_row(row, values) for row, values in found}
         return {
             kind: [replace(samples[row], old_log_probs=log_probs.get(row)) for row in rows]
             for kind, rows in kinds.items()
@@ -60,20 +63,6 @@ def looked_at(folder: Path, step: int, shown: ShownRows | None) -> dict[str, lis
         raise DataError(
             f"{folder}: the samples of step {step} cannot be read ({type(error).__name__}: {error})"
         ) from error
-
-
-def _rows(file: Path, wanted: Sequence[int]) -> Iterator[tuple[int, TrainingSample]]:
-    """Rows by number, row group by row group."""
-    with pq.ParquetFile(file) as parquet:
-        first = 0
-        for group in range(parquet.num_row_groups):
-            count = parquet.metadata.row_group(group).num_rows
-            here = [row for row in wanted if first <= row < first + count]
-            if here:
-                table = parquet.read_row_group(group)
-                for row in here:
-                    yield row, _new_row(row, table.slice(row - first, 1).to_pylist()[0])
-            first += count
 
 
 def _new_row(number: int, row: dict[str, Any]) -> TrainingSample:
