@@ -1,6 +1,6 @@
 #!/usr/bin/env python
-"""Writes docs/{configuration,metrics,from_verl,tuning,known_problems}.md from the schema, the spec tables and
-docs/source.
+"""Writes docs/{configuration,metrics,from_verl,tuning,efficiency,known_problems}.md from the schema, the spec tables
+and docs/source.
 
     python scripts/generate_docs.py [--check]     with --check writes nothing and exits 1 when a page is out of date
 
@@ -13,6 +13,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -21,7 +22,8 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from mrl.algo import spec
-from mrl.config.schema import RunConfig, Section, schema_keys
+from mrl.config.load import load_config
+from mrl.config.schema import RunConfig, Section, leaf, schema_keys
 from mrl.config.schema_errors import allowed_text
 from mrl.config.section import notes_of, section_of
 from mrl.config.yaml_tree import dump_value
@@ -239,6 +241,53 @@ def tuning() -> str:
     return "\n".join(page)
 
 
+def efficiency() -> str:
+    """Switches that make an update faster, one a row."""
+    page = [
+        _MADE,
+        "# Efficiency of an update\n",
+        "What makes an update of a mixture of experts faster, where it is from, and what refuses it before a run. "
+        "Sources are of Megatron-core 0.16.1; what refuses is the same in 0.17.0. Nobody has measured these here: no "
+        "machine with devices was there. `mrl plan` counts time or memory where the last column says so, and nothing "
+        "for the others.\n",
+        "| switch | set by | from | refused | presets | the plan counts |",
+        "|---|---|---|---|---|---|",
+    ]
+    return "\n".join([*page, *map(_efficiency_row, _source("efficiency")), ""])
+
+
+def _efficiency_row(row: dict) -> str:
+    settings = ", ".join(
+        f"`{key.rpartition('.')[2]}: {dump_value(value)}`" for key, value in row.get("set", {}).items()
+    )
+    where = f"`{row['source']['file']}`: {row['source']['text']}"
+    counted = ", ".join(row.get("plan", [])) or "nothing"
+    return f"| {row['switch']} | {settings or 'nothing'} | {where} | {row['refused']} | {_with(row)} | {counted} |"
+
+
+def _with(row: dict) -> str:
+    found = [name for name in sorted(presets()) if row.get("set") and is_set(presets()[name], row["set"])]
+    return ", ".join(found) or ("none" if "set" in row else "all")
+
+
+@cache
+def presets() -> dict[str, RunConfig]:
+    """Of every preset by MODEL/CLUSTER what it comes to."""
+    files = (ROOT / "parallel_configs").glob("*/*.yaml")
+    return {f"{file.parent.name}/{file.stem}": load_config(file).config for file in files}
+
+
+def is_set(config: RunConfig, wanted: dict[str, Any]) -> bool:
+    """Whether a configuration has these values, under its keys or those of `override_*`."""
+    return all(setting_of(config, key) == value for key, value in wanted.items())
+
+
+def setting_of(config: RunConfig, key: str) -> Any:
+    """The value of a key, or of a field of an `override_*` key; None where that is not given."""
+    above, _, name = key.rpartition(".")
+    return leaf(config, above).get(name) if above.rpartition(".")[2].startswith("override_") else leaf(config, key)
+
+
 def known_problems() -> str:
     """Symptoms with cause and cure."""
     page = [
@@ -282,6 +331,7 @@ PAGES = {
     "metrics": metrics,
     "from_verl": from_verl,
     "tuning": tuning,
+    "efficiency": efficiency,
     "known_problems": known_problems,
 }
 

@@ -30,7 +30,7 @@ PIECES = {
     "ahead": ("test_ahead_runs", "test_weights_in_flight", "test_engine_pressure"),
     "presets": ("test_presets_verified",),
     "rehearsals": ("test_rehearse",),
-    "ranks": ("test_dp2", "test_dp_runs"),
+    "ranks": ("test_dp2", "test_dp_runs", "test_overlap"),
     "rows": ("test_rows",),
     "runs": ("test_eval", "test_glm_run", "test_recipes", "test_submit", "test_hosted_loggers"),
 }

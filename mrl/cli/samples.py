@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,11 @@ def _samples(options: argparse.Namespace) -> None:
         own = ({} if gap is None else {"trainer_less_rollout": gap} for gap in gaps)
         sys.stdout.writelines(json_line(row | more) for row, more in zip(found, own, strict=True))
         return
-    tokenizer = _tokenizer(run.config)
+    decode = _decoder(run.config)
     for row, gap in zip(found, gaps, strict=True):
-        print(_text(step, row, tokenizer))
+        print(_text(step, row, decode))
         if options.log_probs:
-            print(_table(row, gap, tokenizer))
+            print(_table(row, gap, decode))
 
 
 def _steps(folder: Path) -> list[int]:
@@ -73,21 +74,26 @@ def _step(folder: Path, asked: int | None) -> int:
     return steps[-1]
 
 
-def _tokenizer(config: Path) -> Any:
-    """The run's. Raises ConfigError where its model's folder is not here."""
+def _decoder(config: Path) -> Callable[[list[int]], str]:
+    """Of the run's token ids: by tokenizer.json alone, which takes no second, where the model has one.
+
+    Raises ConfigError where its model's folder is not here.
+    """
     import yaml
 
     from mrl.data.dataset import load_tokenizer
+    from mrl.extras.report.samples import decoder
     from mrl.model.hub import local_folder
 
     path = yaml.safe_load(config.read_text(encoding="utf-8"))["model"]["path"] if config.exists() else ""
     try:
-        return load_tokenizer(local_folder(path))
+        folder = local_folder(path)
+        return decoder([Path(folder)]) or load_tokenizer(folder).decode
     except ConfigError as error:
         raise ConfigError(f"{config}: {error}; --jsonl needs no tokenizer") from None
 
 
-def _text(step: int, row: dict[str, Any], tokenizer: Any) -> str:
+def _text(step: int, row: dict[str, Any], decode: Callable[[list[int]], str]) -> str:
     reward = {name: value for name, value in row["reward"].items() if name not in ("score", "reason")}
     head = (
         f"step {step}  prompt {row['prompt_id']}  sample {row['sample_id']}  score {row['reward']['score']:g}"
@@ -99,19 +105,19 @@ def _text(step: int, row: dict[str, Any], tokenizer: Any) -> str:
             f"=== {head}",
             *([f"--- reward  {json.dumps(reward, ensure_ascii=False)}"] if reward else []),
             "--- prompt",
-            tokenizer.decode(row["prompt_ids"]),
+            decode(row["prompt_ids"]),
             "--- response",
-            tokenizer.decode(row["response_ids"]),
+            decode(row["response_ids"]),
         ]
     )
 
 
-def _table(row: dict[str, Any], gap: list[float] | None, tokenizer: Any) -> str:
+def _table(row: dict[str, Any], gap: list[float] | None, decode: Callable[[list[int]], str]) -> str:
     """A line a token; the third column is the trainer's log-prob less generation's."""
     missing = [] if gap is not None else ["(the trainer's are not kept: record.trainer_log_probs)"]
     columns = zip(row["response_ids"], row["rollout_log_probs"], gap or [None] * len(row["response_ids"]), strict=True)
     lines = [
-        f"{i:6}  {log_prob:10.4f}  {'' if other is None else format(other, '+.1e'):>9}  {tokenizer.decode([token])!r}"
+        f"{i:6}  {log_prob:10.4f}  {'' if other is None else format(other, '+.1e'):>9}  {decode([token])!r}"
         for i, (token, log_prob, other) in enumerate(columns)
     ]
     return "\n".join(["--- log-probs", *missing, *lines])

@@ -13,6 +13,7 @@ from mrl.cluster.routes import start_readers
 from mrl.cluster.same_software import check_same
 from mrl.cluster.seats import Seats, actor_seats
 from mrl.cluster.shared_folder import check_seen, marked
+from mrl.cluster.stored_samples import StoredSamples
 from mrl.cluster.workers import WRITING, ActorWorker
 from mrl.config.schema import RunConfig
 from mrl.errors import EnvironmentFault, Interrupted
@@ -22,6 +23,16 @@ from mrl.platforms.hosting import get_hosting
 
 _EXPORT = "weight export"
 _AHEAD = 2  # objects: the head and the data of one bucket are made while the bucket before is loaded
+
+
+def put_once(arguments: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """Arguments of ranks, with samples that several of them are given as one object that all of them fetch.
+
+    They hold thousands of references, which would be written again for every rank.
+    """
+    same = {id(value): value for own in arguments for value in own if isinstance(value, StoredSamples)}
+    put = {key: ray.put(value) for key, value in same.items()}
+    return [[put.get(id(value), value) for value in own] for own in arguments]
 
 
 class ActorGroup:
@@ -94,7 +105,7 @@ class ActorGroup:
         """
         refs = {
             f"rank {i}": getattr(w, method).remote(*own)
-            for i, (w, own) in enumerate(zip(self.workers, arguments, strict=True))
+            for i, (w, own) in enumerate(zip(self.workers, put_once(arguments), strict=True))
         }
         poll = self.poll if interruptible else lambda: None
         return list(gather(refs, self.config.cluster.step_timeout_s, phase, poll).values())

@@ -29,16 +29,10 @@ Rule = Callable[[RunConfig, ModelSpec], Iterator[Violation]]
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
 # fields of OptimizerConfig
 _STATE_DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-_GRAPHS = "graphs that were captured go on using the addresses that weights and gradients had"
 # key: field, its value that is compatible with parameters or gradients that leave the device and come back elsewhere,
 # and why
 _KEEP_ADDRESSES = {
-    _TRANSFORMER: (
-        ("enable_cuda_graph", False, _GRAPHS),
-        ("external_cuda_graph", False, _GRAPHS),
-        ("cuda_graph_impl", "none", _GRAPHS),
-        ("fp8_param", False, "weights in fp8 lie beside Megatron's buffers"),
-    ),
+    _TRANSFORMER: (("fp8_param", False, "weights in fp8 lie beside Megatron's buffers"),),
     _DDP: (
         ("fp8_param_gather", False, "weights in fp8 lie beside Megatron's buffers"),
         ("nccl_ub", False, "the communicator has registered the memory of the buffers"),

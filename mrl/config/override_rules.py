@@ -101,14 +101,18 @@ _VLLM = {
     "worker_cls": "mrl itself, by device",
 }
 
-_GATHER = (
-    "weights are read for log-probs, sync and checkpoints right after a step, when such a gather has not happened yet"
-)
+_GATHER = "Megatron reads it from actor.override_ddp_config, which has a key of the same name"
+_GATHER_IN_STEP = "its gathers are begun inside Megatron's own optimizer step; ours leaves out what is not finite"
+_ALIGNED = "gathers would begin where the schedule is told to begin them, and nobody tells it"
 _WHOLE = (
     "checkpoints and the weight sync read parameters and optimizer shards as the plain "
     "distributed optimizer lays them out"
 )
 _DELAYED = "nothing in the actor's schedule runs the postponed half, so gradients would be lost"
+_PLANNED = (
+    "Megatron then asks the forward step for a plan of its layers' parts (core/pipeline_parallel/combined_1f1b.py, "
+    "return_schedule_plan), which log-probs without logits and replayed routes do not have"
+)
 
 # field -> the one value that it may have, and why: with another one the actor would run and compute something else
 _TRANSFORMER_ONLY = {
@@ -117,19 +121,15 @@ _TRANSFORMER_ONLY = {
         "gradients would no longer be divided by the data-parallel size, for which the loss makes up",
     ),
     "delay_wgrad_compute": (False, _DELAYED),
-    "overlap_moe_expert_parallel_comm": (False, _DELAYED),
+    "overlap_moe_expert_parallel_comm": (False, _PLANNED),
 }
 _OPTIMIZER_ONLY = {
     "overlap_param_gather": (False, _GATHER),
-    "overlap_param_gather_with_optimizer_step": (False, _GATHER),
+    "overlap_param_gather_with_optimizer_step": (False, _GATHER_IN_STEP),
     "loss_scale": (None, "gradients would be divided by a scale that the loss was never multiplied with"),
 }
 _DDP_ONLY = {
-    "overlap_param_gather": (False, _GATHER),
-    "overlap_grad_reduce": (
-        False,
-        "gradients would be reduced at the first micro-batch already, and again at every later one",
-    ),
+    "align_param_gather": (False, _ALIGNED),
     "num_distributed_optimizer_instances": (1, _WHOLE),
     "use_megatron_fsdp": (False, _WHOLE),
     "use_custom_fsdp": (False, _WHOLE),
@@ -156,6 +156,15 @@ def override_rules(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
         yield from override_faults(key, leaf(config, key) or {}, leaf(config, "cluster.device"))
 
 
+def _gathers_beside_reduction(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    given, key = config.actor.override_ddp_config, "actor.override_ddp_config.overlap_param_gather"
+    if given.get("overlap_param_gather") and not given.get("overlap_grad_reduce"):
+        why = (
+            "weights are gathered by buckets, which Megatron makes for overlap_grad_reduce alone; it refuses the other"
+        )
+        yield Violation(key, "needs overlap_grad_reduce: true", why, (False,))
+
+
 def _engine_names(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
     for name in config.rollout.engine_kwargs:
         if name != config.rollout.name:
@@ -163,7 +172,7 @@ def _engine_names(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
             yield Violation(f"rollout.engine_kwargs.{name}", rule, "it would be ignored", (config.rollout.name,))
 
 
-OVERRIDE_RULES = (override_rules, _engine_names)
+OVERRIDE_RULES = (override_rules, _gathers_beside_reduction, _engine_names)
 
 
 def override_faults(key: str, given: Mapping[str, Any], device: str | None) -> list[Violation]:

@@ -2,10 +2,11 @@
 
 All are judged: one look shows all that is wrong.
 
-Rules stand in actor_rules.py, loss_rules.py, rollout_rules.py, run_rules.py, override_rules.py and device_rules.py,
-each a function of the configuration and the model; a rule of one key stands at the key. Each is judged by itself: where
-the schema refuses a part of a configuration (mrl/config/schema_errors.py), the rules that do not read that part still
-speak. A function ends where it reads what is refused, so it holds one rule, or rules that read the same keys.
+Rules stand in actor_rules.py, efficiency_rules.py, loss_rules.py, rollout_rules.py, run_rules.py, override_rules.py
+and device_rules.py, each a function of the configuration and the model; a rule of one key stands at the key. Each is
+judged by itself: where the schema refuses a part of a configuration (mrl/config/schema_errors.py), the rules that do
+not read that part still speak. A function ends where it reads what is refused, so it holds one rule, or rules that
+read the same keys.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from typing import Any
 
 from mrl.config.actor_rules import ACTOR_RULES, actor_notes
 from mrl.config.device_rules import DEVICE_RULES, npu_notes, version_notes
+from mrl.config.efficiency_rules import EFFICIENCY_RULES
 from mrl.config.load import ResolvedConfig, SchemaRefusal
 from mrl.config.loss_rules import LOSS_RULES, loss_notes
 from mrl.config.override_rules import OVERRIDE_RULES
@@ -98,6 +100,7 @@ _KEY_RULES = tuple(
 )
 RULES = (
     *ACTOR_RULES,
+    *EFFICIENCY_RULES,
     *_KEY_RULES,
     *LOSS_RULES,
     *ROLLOUT_RULES,

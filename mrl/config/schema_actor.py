@@ -199,7 +199,12 @@ class ActorConfig(Section):
         advice="A last resort when router/drift or router/max_violation grows although routes are replayed.",
         verl="actor_rollout_ref.actor.megatron.freeze_moe_router",
     )
-    override_ddp_config: dict[str, Any] = key({}, "Fields of Megatron's DistributedDataParallelConfig.")
+    override_ddp_config: dict[str, Any] = key(
+        {},
+        "Fields of Megatron's DistributedDataParallelConfig.",
+        advice="Replicas over a network: overlap_grad_reduce: true sums gradients beside the backward of the last "
+        "micro-batch, overlap_param_gather: true gathers updated weights beside the next forward.",
+    )
 
     @property
     def offloaded(self) -> tuple[str, ...]:

@@ -10,7 +10,6 @@ from itertools import chain
 import numpy as np
 import torch
 from megatron.core import parallel_state as mpu
-from megatron.core.distributed import finalize_model_grads
 
 from mrl.algo.aggregate import Denominators, FloatParts, merge, to_floats
 from mrl.algo.rows import row_sums
@@ -45,6 +44,7 @@ from mrl.megatron.optimizer import (
     step,
     zero_gradients,
 )
+from mrl.megatron.overlap import GradientReduction, gather_weights
 from mrl.megatron.packing import MicroInputs, micro_inputs
 from mrl.megatron.routing import Routing
 from mrl.megatron.traces import SwitchTraces
@@ -52,7 +52,7 @@ from mrl.model import load_model_spec
 from mrl.model.hf_files import check_same_architecture
 from mrl.model.layout import TrainLayout
 from mrl.platforms import get_platform
-from mrl.platforms.layers import check_layers, layers
+from mrl.platforms.layers import check_dispatcher, check_layers, layers
 from mrl.platforms.process_memory import ProcessMemory, process_memory
 from mrl.platforms.speed import product_rate
 
@@ -76,6 +76,7 @@ class MegatronActor:
         self.platform.set_device(rank % config.cluster.n_gpus_per_node)
         self.platform.apply_patches()
         check_layers(config.cluster.device, layers(), config.model.allow_torch_layers)
+        check_dispatcher(config.model.override_transformer_config)
         if config.trainer.deterministic:
             self.platform.deterministic()
         self.model = load_model_spec(config.model.path)
@@ -85,11 +86,11 @@ class MegatronActor:
         parallel.init_model_parallel(self.layout, config.trainer.seed, timeout_s)
         self.bridge: Bridge = MBridge(config.model, config.actor, self.model, self.layout, config.trainer.deterministic)
         self.chunks = self.bridge.build_model()
-        for chunk in self.chunks:
-            chunk.config.finalize_model_grads_func = finalize_model_grads
+        reduction = GradientReduction(self.chunks)
         return_hidden_states(self.chunks)
         self.reference = self._load_reference() if config.algorithm.needs_reference else None
         self.bridge.load_hf(config.model.path)
+        gather_weights(self.chunks)
         fused = config.model.override_transformer_config.get("moe_router_fusion")  # chooses where nobody can look
         replay = config.actor.router_replay
         self.routing = Routing(self.chunks, self.model, replay) if self.model.is_moe and not fused else None
@@ -102,7 +103,7 @@ class MegatronActor:
         self.residence = Residence(self.platform, self.chunks, self.optimizer, switched(config.actor))
         on_host = self.reference if config.ref.param_offload else None
         recomputes = bool(config.model.override_transformer_config.get("recompute_granularity"))
-        self.traces = SwitchTraces(self.chunks, self.residence, self.optimizer, on_host, recomputes)
+        self.traces = SwitchTraces(self.chunks, self.residence, self.optimizer, on_host, recomputes, reduction)
         self.num_updates = 0  # optimizer steps applied
         self.skipped_in_a_row = 0  # the newest of those that could not be applied
 
@@ -243,6 +244,7 @@ class MegatronActor:
             self.routing.begin_step()  # no pass did it before
         self.traces.begin()
         results = [self._update_once(batch, micros, count) for micros, count in zip(mini_batches, counts, strict=True)]
+        gather_weights(self.chunks)
         parts = [part for part, _ in results if part is not None]
         if seen := (self.routing.metrics() if self.routing else {}) | self.traces.metrics():
             parts[-1:] = [(parts[-1] if parts else {}) | seen]

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from mrl.units import MIB
 
+# mark of a weight whose gradient buffer Megatron reduces in its backward: see mrl/megatron/overlap.py
+REDUCES_EARLY = "mrl_reduces_early"
 CHUNK_BYTES = 128 * MIB  # of one chunk of float32 logits; two tensors of this size are alive at a time
 _CPU_TOKENS, _CPU_BLOCK_BYTES = 2048, 8 * MIB  # many tokens: the weight's gradient is read and written once for so many
 
@@ -200,7 +202,7 @@ class _WeightGradient:
 
     def __init__(self, weight: Tensor, width: int):
         self.width, self.dtype = width, weight.dtype
-        self.buffer = getattr(weight, "main_grad", None)
+        self.buffer, self.reduces_early = getattr(weight, "main_grad", None), getattr(weight, REDUCES_EARLY, False)
         self.total = (
             torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if self.buffer is None else self.buffer
         )
@@ -214,8 +216,12 @@ class _WeightGradient:
             into.addmm_(grad.t(), hidden.float())
 
     def result(self) -> Tensor | None:
-        """What autograd adds to the weight's own gradient; None when it is in the buffer already."""
-        return self.total.to(self.dtype) if self.buffer is None else None
+        """What autograd adds to the weight's own gradient; nothing more when it is in the buffer already, as zeros
+        where Megatron asks for a gradient before it reduces the buffer.
+        """
+        if self.buffer is None:
+            return self.total.to(self.dtype)
+        return torch.zeros_like(self.buffer, dtype=self.dtype) if self.reduces_early else None
 
 
 def lean_log_probs(

@@ -1,5 +1,5 @@
-"""What switches of the actor came to in an update: bytes on the host, layers computed twice, what is frozen.
-Metrics of one rank.
+"""What switches of the actor came to in an update: bytes on the host, layers computed twice, gradients
+summed early, what is frozen. Metrics of one rank.
 
 A switch that is off writes nothing, so that a line of metrics tells which code ran.
 """
@@ -12,6 +12,7 @@ from torch.nn import Module
 from mrl.megatron.adam_state import AdamState
 from mrl.megatron.offload import FrozenWeights, Residence
 from mrl.megatron.optimizer import is_frozen
+from mrl.megatron.overlap import GradientReduction
 from mrl.megatron.recompute import RecomputeCount
 from mrl.record.metrics import FloatParts
 
@@ -29,12 +30,15 @@ class SwitchTraces:
         optimizer: MegatronOptimizer,
         reference: FrozenWeights | None,
         recomputes: bool,
+        reduction: GradientReduction,
     ) -> None:
         self._chunks, self._residence, self._optimizer, self._reference = chunks, residence, optimizer, reference
         self._recompute = RecomputeCount(chunks) if recomputes else None
+        self._reduction = reduction
 
     def begin(self) -> None:
         """An update begins."""
+        self._reduction.early = 0
         if self._recompute:
             self._recompute.begin()
 
@@ -46,6 +50,7 @@ class SwitchTraces:
             "offload/reference_bytes": sum(piece.nbytes for piece in self._reference.pieces) if self._reference else 0,
             "offload/host_adam_bytes": self._host_adam(),
             "actor/recomputed_layers": self._recompute.count if self._recompute else 0,
+            "actor/early_reductions": self._reduction.early,
             "actor/model_chunks": len(self._chunks) if len(self._chunks) > 1 else 0,
             "router/frozen": frozen,
         }

@@ -22,6 +22,7 @@ from mrl.model.tensors import (
     expert_share,
     forward_flops,
     forward_flops_per_token,
+    module_flops_per_token,
     parameter_count,
     tensor_specs,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "known_spec",
     "load_model_spec",
     "model_spec",
+    "module_flops_per_token",
     "parameter_count",
     "planning_model_spec",
     "read_hf_config",

@@ -88,6 +88,20 @@ def forward_flops_per_token(model: ModelSpec, context: float) -> float:
     return 2.0 * (matmul + scores_and_values)
 
 
+def module_flops_per_token(model: ModelSpec, context: float) -> dict[str, float]:
+    """The part of `forward_flops_per_token` in each module that Megatron's selective recompute names."""
+    found = dict.fromkeys(("core_attn", "mlp", "moe", "shared_experts"), 0.0)
+    found["core_attn"] = forward_flops_per_token(model, context) - forward_flops_per_token(model, 0)
+    for weight, layers in weight_map(model).counted:
+        flops = 2.0 * _matmul_numel(model, weight) * layers
+        if ".mlp.linear_" in weight.megatron:
+            found["mlp"] += flops
+        elif ".mlp." in weight.megatron:
+            found["moe"] += flops
+            found["shared_experts"] += flops * (".mlp.shared_experts." in weight.megatron)
+    return found
+
+
 def forward_flops(model: ModelSpec, lengths: Sequence[int], predicted: int) -> float:
     """Of a forward pass over sequences of these lengths in tokens, one by one, without padding.
 

@@ -35,7 +35,7 @@ _DROPPED = {
     "moe_act": ("expert activation",),
     "layernorm": ("mlp norm",),
     "mlp": ("mlp",),
-    "moe": ("router", "dispatch", "expert input", "expert activation", "shared experts"),
+    "moe": ("router", "dispatch", "expert input", "expert projection", "expert activation", "shared experts"),
     "shared_experts": ("shared experts",),
 }
 
@@ -212,13 +212,18 @@ class Activations:
         if m.router_score == "sigmoid":
             probabilities = m.num_experts + 2 * k  # of all; of the chosen, before and after they are normalised
         inner = m.moe_intermediate_size // self.layout.expert_tensor
+        projection = round(self.expert_tokens * inner * 2 * self.bytes)
         return {
             "mlp norm": self._norm() + self._hidden(),
             "router": s * (k * _INT64 + probabilities * _F32),
             # the routing map, its probabilities, the order of the rows
             "dispatch": s * (m.num_experts * (1 + _F32) + k * _INT64),
             "expert input": round(self.expert_tokens * m.hidden_size * self.bytes),
-            "expert activation": self._gated(self.expert_tokens, inner, 3) + round(self.expert_tokens * _F32),
+            # of gate and up: what the activation is computed again from
+            "expert projection": projection,
+            "expert activation": self._gated(self.expert_tokens, inner, 3)
+            + round(self.expert_tokens * _F32)
+            - projection,
             "shared experts": self._shared(),
         }
 

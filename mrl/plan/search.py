@@ -20,7 +20,7 @@ from mrl.plan.activations import Activations, MicroBatchShape, Recompute
 from mrl.plan.devices import USUAL, Assumptions, Device
 from mrl.plan.memory_phases import ActorBytes, Offload, Phase, actor_phases
 from mrl.plan.model_state import StateBytes, layer_kinds, stage_state
-from mrl.plan.times import PassSeconds, PassWork, micro_batch_count, update_seconds
+from mrl.plan.times import Overlap, PassSeconds, PassWork, micro_batch_count, update_seconds
 from mrl.platforms.hosting import get_hosting
 from mrl.platforms.versions import MEGATRON, release_of, shares_key_value_heads
 from mrl.units import GIB
@@ -49,6 +49,7 @@ class SearchProblem:
     micro_of: Callable[[TrainLayout], MicroBatchShape] | None = None  # None: that of `work` in every layout
     offload: Offload = field(default_factory=Offload)  # what the actor keeps on the host
     scores_old: bool = True  # a pass is made for old log-probs
+    overlap: Overlap = field(default_factory=Overlap)
 
     @property
     def model(self) -> ModelSpec:
@@ -242,5 +243,7 @@ def candidate_of(
 ) -> Candidate:
     """The layout with its predicted time; `phase` the fullest, `state` of the heaviest stage."""
     work = problem.work_in(layout)
-    seconds = update_seconds(work, layout, problem.device, problem.per_node, state, recompute, problem.assumptions)
+    seconds = update_seconds(
+        work, layout, problem.device, problem.per_node, state, recompute, problem.assumptions, problem.overlap
+    )
     return Candidate(degrees, layout, recompute, phase, seconds, micro_batch_count(work, layout))

@@ -36,7 +36,7 @@ from mrl.plan.search import (
     search,
     unlike_stages,
 )
-from mrl.plan.times import sample_work
+from mrl.plan.times import overlap_of, sample_work
 from mrl.units import GIB
 
 _TRIED = 100  # plans of whole runs at most
@@ -77,6 +77,7 @@ def search_problem(
         micro_of=micro_of,
         offload=offload_of(config),
         scores_old=not config.algorithm.on_policy,
+        overlap=overlap_of(config, config.updates_per_step),
     )
 
 

@@ -1,4 +1,5 @@
-"""Predicted FLOPs and seconds of a step: generation, log-probs and update. Not measured; nothing overlaps.
+"""Predicted FLOPs and seconds of a step: generation, log-probs and update. Not measured. Nothing overlaps, but what
+data parallelism exchanges where the configuration says so.
 
 A pass of the actor over samples is predicted in one way, whether a plan asks how long a step takes or a search which
 layout is fastest: whole micro-batches on the slowest stage, computing at an assumed share of the peak, every collective
@@ -13,7 +14,7 @@ forward does, in the same places.
 from dataclasses import dataclass, replace
 
 from mrl.config.schema import RunConfig
-from mrl.model import ModelSpec, expert_share, forward_flops_per_token
+from mrl.model import ModelSpec, expert_share, forward_flops_per_token, module_flops_per_token
 from mrl.model.layout import TrainLayout
 from mrl.plan.activations import MicroBatchShape, Recompute
 from mrl.plan.devices import Assumptions, Device
@@ -55,11 +56,52 @@ def mean_flops_per_token(model: ModelSpec, lengths: Lengths) -> float:
     return forward_flops_per_token(model, (lengths.total + 1) / 2)
 
 
-def update_passes(recompute: Recompute) -> int:
-    """Forward passes that an update costs: the forward itself, the backward as two,
-    and one more where all activations are made again.
+@dataclass(frozen=True)
+class Passes:
+    """Forward passes that a pass costs, of what each does."""
+
+    compute: float = 1.0
+    experts: float = 1.0  # of bringing tokens to experts and back
+    others: float = 1.0  # of all other exchanges
+
+
+def update_passes(recompute: Recompute, again: float = 0.0) -> Passes:
+    """Of an update: the forward itself, the backward as two, and what of a forward is made again in the backward.
+
+    `again`: share of a forward's operations in the modules of selective recompute (see `share_again`); a mixture of
+    experts that is made again sends its tokens again.
     """
-    return 4 if recompute.granularity == "full" else 3
+    match recompute.granularity:
+        case None:
+            return Passes(3, 3, 3)
+        case "full":
+            return Passes(4, 4, 4)
+    return Passes(3 + again, 3 + ("moe" in recompute.modules), 3)
+
+
+def share_again(recompute: Recompute, model: ModelSpec, flops_per_token: float) -> float:
+    """Share of a forward pass of so many operations a token that is computed twice; counted are products."""
+    if recompute.granularity != "selective":
+        return float(recompute.granularity == "full")
+    products = module_flops_per_token(model, 0)
+    products["core_attn"] = flops_per_token - forward_flops_per_token(model, 0)
+    named = set(recompute.modules) - ({"shared_experts"} if "moe" in recompute.modules else set())
+    return sum(products.get(name, 0.0) for name in named) / flops_per_token
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Which exchanges of data parallelism go on beside computing (mrl/megatron/overlap.py)."""
+
+    gradients: bool = False  # beside the backward of the last micro-batch
+    weights: float = 0.0  # share of the updates whose gather is beside the next forward: all but a step's last
+
+
+def overlap_of(config: RunConfig, mini_batches: int) -> Overlap:
+    """From `actor.override_ddp_config`, for steps of so many updates."""
+    given = config.actor.override_ddp_config
+    beside = (mini_batches - 1) / mini_batches if given.get("overlap_param_gather") else 0.0
+    return Overlap(bool(given.get("overlap_grad_reduce")), beside)
 
 
 def pipeline_slots(layout: TrainLayout, micro_batches: int) -> tuple[int, int]:
@@ -79,7 +121,9 @@ def step_flops(inputs: PlanInputs, batch: BatchPlan) -> dict[str, float]:
     lengths = mean_lengths(inputs.config, inputs.assumptions)
     forward = batch.samples * lengths.total * mean_flops_per_token(inputs.model, lengths)
     scored = {} if inputs.config.algorithm.on_policy else {"log_prob": forward}
-    return scored | {"update": forward * update_passes(recompute_of(inputs.config)), "generation": forward}
+    recompute = recompute_of(inputs.config)
+    again = share_again(recompute, inputs.model, mean_flops_per_token(inputs.model, lengths))
+    return scored | {"update": forward * update_passes(recompute, again).compute, "generation": forward}
 
 
 def phase_seconds(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory) -> dict[str, float]:
@@ -106,9 +150,12 @@ def actor_seconds(inputs: PlanInputs, batch: BatchPlan) -> tuple["PassSeconds", 
         inputs.config, inputs.model, batch.micro, batch.samples // batch.mini_batches, inputs.assumptions
     )
     return (
-        pass_seconds(scored, train, device, per_node, 1, inputs.assumptions),
-        update_seconds(updated, train, device, per_node, state, recompute, inputs.assumptions),
-    )
+        pass_seconds(scored, train, device, per_node, Passes(), inputs.assumptions),
+        update_seconds(
+            updated, train, device, per_node, state, recompute, inputs.assumptions,
+            overlap_of(inputs.config, batch.mini_batches),
+        ),
+    )  # fmt: skip
 
 
 def _generation(inputs: PlanInputs, batch: BatchPlan, engine: EngineMemory, flops: float) -> float:
@@ -175,7 +222,7 @@ class PassSeconds:
     expert: float
     context: float
     pipeline: float  # handing over between stages
-    data: float  # gradients and parameters over data parallelism
+    data: float  # gradients and parameters over data parallelism, as far as nothing is computed beside it
     bubble: float
 
     @property
@@ -196,14 +243,26 @@ def update_seconds(
     state: StateBytes,
     recompute: Recompute,
     assumed: Assumptions,
+    overlap: Overlap = Overlap(),
 ) -> PassSeconds:
-    """Of one update: forward and backward passes, and what data parallelism exchanges at its end."""
-    seconds = pass_seconds(work, layout, device, per_node, update_passes(recompute), assumed)
-    return replace(seconds, data=_data_seconds(layout, state, _Links(device, per_node, assumed.link_share)))
+    """Of one update: forward and backward passes, and what data parallelism exchanges at its end, less what it
+    exchanges beside them.
+    """
+    passes = update_passes(recompute, share_again(recompute, work.model, work.flops_per_token))
+    seconds = pass_seconds(work, layout, device, per_node, passes, assumed)
+    reduced, gathered = _data_seconds(layout, state, _Links(device, per_node, assumed.link_share))
+    forward = (seconds.total - seconds.bubble) / micro_batch_count(work, layout) / passes.compute
+    hidden = _hidden(overlap, reduced, gathered, forward, forward * (passes.compute - 1))
+    return replace(seconds, data=reduced + gathered - hidden)
+
+
+def _hidden(overlap: Overlap, reduced: float, gathered: float, forward: float, backward: float) -> float:
+    """Seconds of an update's exchanges that pass beside one micro-batch's computing, from the mean over the updates."""
+    return overlap.gradients * min(reduced, backward) + overlap.weights * min(gathered, forward)
 
 
 def pass_seconds(
-    work: PassWork, layout: TrainLayout, device: Device, per_node: int, passes: int, assumed: Assumptions
+    work: PassWork, layout: TrainLayout, device: Device, per_node: int, passes: Passes, assumed: Assumptions
 ) -> PassSeconds:
     """Sums over the micro-batches of one rank, each as long as so many forward passes; the stage with the most layers
     sets the pace.
@@ -212,16 +271,16 @@ def pass_seconds(
     forward = work.micro.tokens * work.flops_per_token / (layout.tensor * layout.context)
     layers = max(map(sum, layout.chunk_layers))
     share = layers / work.model.num_layers
-    compute = count * passes * forward * share / (device.flops * assumed.compute_share)
+    compute = count * passes.compute * forward * share / (device.flops * assumed.compute_share)
     links = _Links(device, per_node, assumed.link_share)
     volumes = _volumes(work, layout, layers)
     tensor, expert, context, pipeline = (
-        count * passes * volumes[name] / links.rate(size)
-        for name, size in (
-            ("tensor", layout.tensor),
-            ("expert", layout.expert_tensor * layout.expert),
-            ("context", layout.tensor * layout.context),
-            ("pipeline", layout.world_size),
+        count * repeated * volumes[name] / links.rate(size)
+        for name, repeated, size in (
+            ("tensor", passes.others, layout.tensor),
+            ("expert", passes.experts, layout.expert_tensor * layout.expert),
+            ("context", passes.others, layout.tensor * layout.context),
+            ("pipeline", passes.others, layout.world_size),
         )
     )
     waiting, working = pipeline_slots(layout, count)
@@ -272,9 +331,10 @@ def _leaving_share(size: int) -> float:
     return (size - 1) / size
 
 
-def _data_seconds(layout: TrainLayout, state: StateBytes, links: _Links) -> float:
-    """Reduce-scatter of the gradients and all-gather of the parameters, once an update."""
+def _data_seconds(layout: TrainLayout, state: StateBytes, links: _Links) -> tuple[float, float]:
+    """Reduce-scatter of the gradients, and all-gather of the parameters, once an update."""
     ranks = layout.data * layout.context
     if ranks == 1:
-        return 0.0
-    return (state.gradients + state.parameters) * _leaving_share(ranks) / links.rate(layout.tensor * ranks)
+        return 0.0, 0.0
+    share = _leaving_share(ranks) / links.rate(layout.tensor * ranks)
+    return state.gradients * share, state.parameters * share

@@ -1,8 +1,9 @@
 """Which layers Megatron builds in this process: Transformer Engine's, or mrl's in plain torch."""
 
 import importlib
+from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 
 from mrl.errors import EnvironmentFault
 
@@ -43,4 +44,17 @@ def check_layers(device: str, found: Layers, allow_torch: bool) -> None:
             "missing, or cannot be imported): it would compute in plain torch, expert by expert, unfused, in more "
             "memory than was planned. Install it (scripts/install.sh, mrl doctor --deep), or set "
             "model.allow_torch_layers: true"
+        )
+
+
+def check_dispatcher(overrides: Mapping[str, Any]) -> None:
+    """Raises EnvironmentFault where tokens are to reach experts by kernels that this process lacks.
+
+    `overrides`: fields of Megatron's transformer config. It would say so itself, after it has built the layers before.
+    """
+    if overrides.get("moe_token_dispatcher_type") == "flex" and find_spec("deep_ep") is None:
+        raise EnvironmentFault(
+            "model.override_transformer_config.moe_token_dispatcher_type: flex needs the package deep_ep (DeepEP; its "
+            "branch hybrid-ep for HybridEP), which is built against the cluster's network: install it on every node, "
+            "or leave the key out for alltoall"
         )

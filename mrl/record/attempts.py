@@ -1,8 +1,10 @@
 """Every start of a run, and how it ended: `attempts.jsonl` in the run directory, which no resume cuts.
 
 A start writes a line with `event` began: `time` (UTC), `command`, `versions`, `host`, `pid`, `step` (of the checkpoint
-that it goes on from, 0 for a new run). Its end, unless the process was killed, writes one with `event` ended: `time`,
-`exit_code` and `message`, the codes being those of mrl.errors.
+that it goes on from, 0 for a new run), `generated_again` (responses that starts before it had generated for later
+steps, and that were lost with them). Its end, unless the process was killed, writes one with `event` ended: `time`,
+`exit_code` and `message`, the codes being those of mrl.errors. `under_way.json` names the newest step that all
+responses were there for, and how many.
 """
 
 import json
@@ -17,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from mrl.errors import MrlError, described
-from mrl.record.run_dir import json_line
+from mrl.record.run_dir import METRICS, json_line, read_metrics
 
 ATTEMPTS = "attempts.jsonl"
+UNDER_WAY = "under_way.json"
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Attempt:
     ended: str | None = None
     exit_code: int | None = None
     message: str = ""
+    generated_again: int = 0
 
     @property
     def is_of_this_process(self) -> bool:
@@ -43,7 +47,7 @@ class Attempt:
 
 
 @contextmanager
-def attempt(folder: Path, step: int, versions: Mapping[str, str]) -> Iterator[None]:
+def attempt(folder: Path, step: int, versions: Mapping[str, str], generated_again: int = 0) -> Iterator[None]:
     """Writes that the run was started, and, when the block ends, how. What the disk refuses of it ends no run."""
     began = {
         "command": sys.argv,
@@ -51,6 +55,7 @@ def attempt(folder: Path, step: int, versions: Mapping[str, str]) -> Iterator[No
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "step": step,
+        "generated_again": generated_again,
     }
     _append(folder, "began", began)
     try:
@@ -59,6 +64,25 @@ def attempt(folder: Path, step: int, versions: Mapping[str, str]) -> Iterator[No
         _append(folder, "ended", {"exit_code": _exit_code(error), "message": _text(error)})
         raise
     _append(folder, "ended", {"exit_code": 0, "message": ""})
+
+
+def note_under_way(folder: Path, step: int, responses: int) -> None:
+    """All responses of `step` are there. What the disk refuses of it ends no run."""
+    with suppress(OSError):
+        (folder / UNDER_WAY).write_text(json_line({"step": step, "responses": responses}), encoding="utf-8")
+
+
+def generated_after(folder: Path, step: int, group_size: int) -> int:
+    """Responses that the steps after `step` were trained on so far, and those of the step that was under way; a run
+    that goes on from `step` generates them again. To be asked before the lines of these steps are cut.
+    """
+    later = [row for row in read_metrics(folder / METRICS) if row["training/global_step"] > step]
+    found = sum(int(row.get("train/trained_groups", 0)) * group_size for row in later)
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        newest = json.loads((folder / UNDER_WAY).read_text(encoding="utf-8"))
+        if newest["step"] > max([step, *(row["training/global_step"] for row in later)]):
+            found += int(newest["responses"])
+    return found
 
 
 def read_attempts(folder: Path) -> list[Attempt]:
@@ -85,6 +109,7 @@ def _take(found: list[Attempt], row: dict[str, Any]) -> None:
                 str(row["host"]),
                 int(row["pid"]),
                 int(row["step"]),
+                generated_again=int(row.get("generated_again", 0)),
             )
         )
     elif found:

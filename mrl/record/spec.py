@@ -143,6 +143,12 @@ _ACTOR = [
         "layers",
         "Layers that a rank computed twice in the step's updates; with recompute",
     ),
+    MetricSpec(
+        "actor/early_reductions",
+        "max",
+        "groups of buckets",
+        "Gradient sums over replicas that had begun when their backward ended, of a rank; with overlap_grad_reduce",
+    ),
     MetricSpec("actor/model_chunks", "max", "chunks", "Model chunks of a rank, with virtual pipeline stages"),
     MetricSpec(
         "offload/*_bytes",

@@ -15,6 +15,7 @@ from mrl.config.schema import RunConfig, leaf
 from mrl.data.order import DataCursor
 from mrl.errors import ConfigError, DataError, NothingToDo
 from mrl.model import load_model_spec, model_spec
+from mrl.record.attempts import generated_after
 from mrl.record.run_dir import RunDir, read_metrics
 from mrl.record.sinks import JsonlSink
 
@@ -172,6 +173,20 @@ def rewind(run_dir: RunDir, point: Newest | None) -> tuple[Path | None, TrainSta
     run_dir.truncate_metrics(point.manifest.step)
     _restore_line(point.manifest, run_dir)
     return point.path, TrainState(point.manifest.step, DataCursor(**point.manifest.trainer["cursor"]))
+
+
+def generated_again(config: RunConfig, run_dir: RunDir, point: Newest | None) -> int:
+    """Responses that were lost with the starts before this one, and are generated again; says so where there are some.
+
+    Where generation runs ahead of training finished groups are kept, and what is lost is in lost_engines.jsonl.
+    """
+    if point is None or config.trainer.schedule != "sync":
+        return 0
+    step = 0 if point.manifest is None else point.manifest.step
+    lost = generated_after(run_dir.path, step, config.rollout.n)
+    if lost:
+        print(f"{lost} responses of steps after {step} are lost with the start before, and generated again")
+    return lost
 
 
 def _check_same_data(manifest: Manifest, data_fingerprint: str, folder: Path) -> None:

@@ -52,7 +52,7 @@ from mrl.train.lost_engines import LostEngines
 from mrl.train.placement import Colocated, Placement, Separate
 from mrl.train.preflight import run_dir_path
 from mrl.train.reporting import AdvisedRecord
-from mrl.train.resume import TrainState, rewind, verified_resume_point
+from mrl.train.resume import TrainState, generated_again, rewind, verified_resume_point
 from mrl.train.rollouts import Responder
 from mrl.train.saving import Saver
 from mrl.train.spool import Spool
@@ -144,8 +144,9 @@ def open_run(resolved: ResolvedConfig, resume: bool, views: Mapping[str, View] |
         stop = stack.enter_context(stop_on_signals())  # after Ray, whose own handlers abort the process
         run_dir = RunDir.open(path, resolved.to_yaml(), resume)
         stack.callback(run_dir.close)
+        again = generated_again(config, run_dir, point)
         checkpoint, state = rewind(run_dir, point)
-        stack.enter_context(attempt(run_dir.path, state.step, installed_versions()))
+        stack.enter_context(attempt(run_dir.path, state.step, installed_versions(), again))
         spool = stack.enter_context(_spool(config, run_dir.spool))
         if spool is not None and checkpoint is not None and (ahead := point.manifest.trainer.get("ahead")):
             state = replace(state, ahead=read_kept(checkpoint, ahead, spool))

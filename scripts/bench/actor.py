@@ -218,7 +218,7 @@ def _extrapolated(run: _Run, found: dict[int, dict[str, float]], peak: float) ->
     whole = known_hf_config(MODEL)["num_hidden_layers"]
     spec = replace(model_spec(run.config), num_layers=whole, moe_layers=tuple(range(whole)))
     forward = forward_flops(spec, run.batch.lengths.tolist(), int(run.batch.response_lengths.sum()))
-    passes = update_passes(Recompute("full" if run.options.recompute == "full" else None))
+    passes = update_passes(Recompute("full" if run.options.recompute == "full" else None)).compute
     measured = more["update"] + (whole - many) * layer
     planned = passes * forward / (peak * USUAL.compute_share)
     return {

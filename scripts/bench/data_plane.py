@@ -1,16 +1,18 @@
 """What a step's data costs the driver: real Ray, engines and ranks without models, responses of the lengths of a large
 run.
 
-    python scripts/bench/data_plane.py [--before COMMIT] [--responses 64 128 256] [--routes] [--json]
+    python scripts/bench/data_plane.py [--before COMMIT] [--responses 64 256 1024] [--routes] [--json]
 
 Engines synthesise responses (lognormal lengths: mean 7,385 tokens, 1,190 to 20,480, 3.9 % cut off) and hand them on by
-the product's code; ranks fetch their rows and compute of tokens what is computed beside a model. The driver runs the
-phases of a step. Each size is a run of its own, in a process of its own, so its peak is its own. `--before`: the same
-with an earlier commit's code, checked out into a temporary folder, whose driver held everything. Extrapolated by a line
-through the sizes to 8,192 responses; `error` is the largest relative distance of a size from that line.
+the product's code, as many a second as make 8,192 in 200 s; ranks fetch their rows and compute of tokens what is
+computed beside a model. The driver runs the phases of a step. Each size is a run of its own, in a process of its own,
+so its peak is its own. `--before`: the same with an earlier commit's code, checked out into a temporary folder, whose
+driver held everything. Extrapolated by a line through the sizes to 8,192 responses; `error` is the largest relative
+distance of a size from that line. `phases`: of each, the driver's processor seconds and what it then holds more.
 """
 
 import argparse
+import asyncio
 import json
 import os
 import resource
@@ -18,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PRESET = "parallel_configs/tiny-moe/cpu.yaml"
 FULL, MEAN, SHORTEST, LONGEST = 8192, 7385, 1190, 20480
 PROMPT, N, ENGINES, REPLICAS, LAYERS, TOPK = 120, 8, 2, 2, 94, 8
+RATE = FULL / 200  # responses a second, all engines together
 SIGMA = 0.62  # of the logarithm: 3.9 % beyond LONGEST, with that mean
 
 
@@ -59,6 +63,14 @@ def peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+async def in_time(requests: list) -> AsyncIterator:
+    """One after the other, at the pace of one of the engines."""
+    begun = time.monotonic()
+    for number, request in enumerate(requests):
+        await asyncio.sleep(begun + number * ENGINES / RATE - time.monotonic())
+        yield request
+
+
 class Rewards:
     """Scores at once; what it is given is not kept."""
 
@@ -77,13 +89,21 @@ class Measured:
     """From here on: bytes over what is held now, and processor seconds."""
 
     def __init__(self):
-        self.rss, self.cpu = rss(), time.process_time()
+        self.rss, self.cpu, self.phases = rss(), time.process_time(), {}
+
+    def note(self, phase: str) -> None:
+        """What was done since the last note."""
+        before = self.phases.values()
+        busy, held = time.process_time() - self.cpu, rss() - self.rss
+        own = busy - sum(each["busy_s"] for each in before), held - sum(each["bytes"] for each in before)
+        self.phases[phase] = dict(zip(("busy_s", "bytes"), own, strict=True))
 
     def of(self, tokens: int, **more) -> dict:
         return {
             "tokens": tokens,
             "driver_peak_bytes": peak() - self.rss,
             "driver_busy_s": time.process_time() - self.cpu,
+            **({"phases": self.phases} if self.phases else {}),
             **more,
         }
 
@@ -95,7 +115,8 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
     """One step through StoredSamples, TrainedStep and SampleWriter."""
     import ray
 
-    from mrl.cluster.rollout_group import RolloutGroup
+    from mrl.cluster.actor_group import put_once
+    from mrl.cluster.rollout_group import RolloutGroup, request_places
     from mrl.cluster.routes import start_readers
     from mrl.cluster.sample_writer import SampleWriter
     from mrl.cluster.scoring import Channel, PoolSettings, Scorer, ScorerGroup
@@ -117,7 +138,7 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
 
     class FakeEngine:
         async def generate(self, requests, sampling):
-            for request in requests:
+            async for request in in_time(requests):
                 rng, tokens = np.random.default_rng(request.sample_id), int(every[request.sample_id])
                 ids, known = rng.integers(1, 1000, tokens).astype(np.int32), None
                 if routes:
@@ -147,13 +168,14 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
             from mrl.cluster.routes import read_routes
             from mrl.megatron.packing import Shape
 
-            samples, found = stored.read(), None
+            blocks, found = stored.fetched([block.samples for block in stored.blocks]), None
+            samples = stored.assembled(blocks)
             self.own, self.needed = own, samples.rows(np.flatnonzero(own)).nbytes
-            self.received = sum(block.nbytes for block in stored.fetched([block.samples for block in stored.blocks]))
+            self.received = sum(block.nbytes for block in blocks)
             if readers:
                 layers = np.array_split(np.arange(LAYERS), self.degree)[self.stage]
                 computed = cut.computed(samples.lengths, Shape(True, self.degree), self.context, 0)
-                found = read_routes(stored, samples, computed, layers, readers)
+                found = read_routes(stored, blocks, computed, layers, readers)
                 self.received += found.values.nbytes
                 trained = np.repeat(own, samples.lengths) & computed
                 self.needed += int(trained.sum()) * len(layers) * TOPK
@@ -188,11 +210,11 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
 
         def each(self, method, arguments, phase, interruptible=False):
             return ray.get(
-                [getattr(rank, method).remote(*own) for rank, own in zip(self.ranks, arguments, strict=True)]
+                [getattr(rank, method).remote(*own) for rank, own in zip(self.ranks, put_once(arguments), strict=True)]
             )
 
     engines = RolloutGroup.__new__(RolloutGroup)
-    engines.config, engines.poll = config, lambda: None
+    engines.config, engines.poll, engines.places = config, lambda: None, request_places(config)
     environment = {"env_vars": STREAM_ENVIRONMENT}
     engines.workers = [ray.remote(Engine).options(num_cpus=0, runtime_env=environment).remote() for _ in range(ENGINES)]
     engines.names, engines.engine_ranks = [f"engine {i}" for i in range(ENGINES)], 1
@@ -213,14 +235,19 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
 
     measured = Measured()
     samples = responder.respond(prompts, N, Sampling(1.0, LONGEST, (), routes=routes), lambda prompt, k: k, "train")
+    measured.note("generation")
     results = responder.collect_rewards(samples)
     rollouts = Rollouts(samples, results, rewards_after_penalties(config, samples.rows, results), DataCursor(), {})
+    measured.note("rewards")
     writer.write(1, samples, reward_parts(rollouts))
+    measured.note("samples' file")
     step = TrainedStep(actor, samples)
+    measured.note("rows to ranks")
     old_log_probs(config, step)
     corrected, _ = corrections(config.algorithm, step)
     advantages(config, step, rollouts, corrected)
     update(step, corrected)
+    measured.note("log-probs to update")
     found = measured.of(int(samples.rows.lengths.sum()))
     writer.close()
     received = ray.get([rank.fetched.remote() for rank in actor.ranks])
@@ -250,7 +277,7 @@ def run_before(responses: int, routes: bool, folder: Path) -> dict:
 
     class Engine:
         async def generate(self, requests, sampling):
-            for request in requests:
+            async for request in in_time(requests):
                 rng, tokens = np.random.default_rng(request.sample_id), int(every[request.sample_id])
                 ids, known = tuple(rng.integers(1, 1000, tokens).tolist()), None
                 if routes:
@@ -368,7 +395,7 @@ def extrapolated(rows: list[dict], key: str) -> dict:
 def main() -> None:
     """Prints a table, or with --json one object."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--responses", type=int, nargs="+", default=[64, 128, 256])
+    parser.add_argument("--responses", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--before", metavar="COMMIT")
     parser.add_argument("--routes", action="store_true")
     parser.add_argument("--json", action="store_true")

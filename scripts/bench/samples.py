@@ -3,11 +3,14 @@
     python scripts/bench/samples.py [--responses 8192] [--json]
 
 Responses have lognormal lengths (mean 7,385 tokens, 1,190 to 20,480), token ids that thin out like words do, and
-log-probs of a sharp distribution: most tokens are nearly sure. Written and read in one process.
+log-probs of a sharp distribution: most tokens are nearly sure. Written and read in one process; `command`: all of
+`mrl samples RUN --worst 5`, its start and a tokenizer of as many words included.
 """
 
 import argparse
 import json
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -15,8 +18,10 @@ from pathlib import Path
 
 import numpy as np
 from data_plane import PROMPT, lengths_of
+from tokenizers import Tokenizer, models
 
 from mrl.data.samples import Sample, Samples, packed
+from mrl.record.run_dir import CONFIG, RunDir
 from mrl.record.sample_files import ROWS_AT_ONCE, StepFile, write_samples
 
 VOCABULARY = 151_936
@@ -57,6 +62,19 @@ def timed_writing(folder: Path, lengths: np.ndarray) -> float:
     return time.perf_counter() - begun - making
 
 
+def timed_command(run: Path) -> float:
+    """Seconds of the command in a process of its own, the second time: its files are in the page cache."""
+    Tokenizer(models.WordLevel({str(i): i for i in range(VOCABULARY)}, "0")).save(str(run / "tokenizer.json"))
+    (run / CONFIG).write_text(f"model: {{path: {run}}}")
+    command = [sys.executable, "-c", "from mrl.cli.main import main; main()", "samples", str(run), "--worst", "5"]
+    for _ in range(2):
+        begun = time.perf_counter()
+        shown = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        seconds = time.perf_counter() - begun
+    assert shown.count("=== step 1 ") == 5
+    return seconds
+
+
 def main() -> None:
     """Prints lines, or with --json one object."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -64,17 +82,20 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     lengths = lengths_of(args.responses)
-    with tempfile.TemporaryDirectory() as folder:
-        seconds = timed_writing(Path(folder), lengths)
+    with tempfile.TemporaryDirectory() as run:
+        folder = RunDir(Path(run)).samples
+        folder.mkdir()
+        seconds = timed_writing(folder, lengths)
         begun = time.perf_counter()
-        file = StepFile(Path(folder), 1)
+        file = StepFile(folder, 1)
         worst = file.read(file.worst(5))
         found = {
             "responses": args.responses,
             "tokens": int(lengths.sum()) + args.responses * PROMPT,
             "write_seconds": seconds,
-            "bytes": next(Path(folder).glob("*.parquet")).stat().st_size,
             "worst_five_seconds": time.perf_counter() - begun,
+            "bytes": next(folder.glob("*.parquet")).stat().st_size,
+            "command_seconds": timed_command(Path(run)),
         }
         assert len(worst) == 5
     found |= {"bytes_per_token": found["bytes"] / found["tokens"], "tokens_per_second": found["tokens"] / seconds}

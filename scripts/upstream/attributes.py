@@ -116,7 +116,7 @@ REACHED = (
     Reached(
         ("megatron-core",),
         "megatron.core.distributed.DistributedDataParallel",
-        ("buffers", "expert_parallel_buffers", "zero_grad_buffer"),
+        ("buffers", "expert_parallel_buffers", "zero_grad_buffer", "ddp_config", "no_sync", "start_param_sync"),
         "mrl/megatron/",
     ),
     Reached(

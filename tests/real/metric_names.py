@@ -14,7 +14,7 @@ R3, PREDICTIONS = "router_replay R3", "a reward that says what was answered (pre
 COLOCATED, AHEAD = "colocated placement", "generation ahead of training"
 PENALTY, DYNAMIC, OFFLOAD = "overlong_buffer", "use_dynamic_bsz", "offload"
 READY_FIRST = "order: ready_first"
-RECOMPUTE, CHUNKS, FROZEN = "recompute", "virtual stages", "freeze_router"
+RECOMPUTE, CHUNKS, FROZEN, OVERLAP = "recompute", "virtual stages", "freeze_router", "overlap_grad_reduce"
 VALIDATION, SAVING, STEPS_AFTER_SAVING = "validation", "saving", "a step after one that saved"
 WRITTEN_WITH = {
     REFERENCE: {"timing_s/ref"},
@@ -27,6 +27,7 @@ WRITTEN_WITH = {
     RECOMPUTE: {"actor/recomputed_layers"},
     CHUNKS: {"actor/model_chunks"},
     FROZEN: {"router/frozen"},
+    OVERLAP: {"actor/early_reductions"},  # tests/real/test_overlap.py
     R3: {"router/missing_routes", "router/rollout_drift"},
     COLOCATED: {spec.name for spec in METRICS if spec.name.startswith("switch/")},
     VALIDATION: {"timing_s/testing", *(spec.name for spec in METRICS if spec.name.startswith("val-"))}

@@ -14,16 +14,23 @@ from engine_driver import run_engine
 from test_engine_slices import ONE_RANK, checkpoints, setup_of
 from tiny_models import save, tiny_moe, wide_moe
 
+from mrl.config.schema_run import ReshardConfig
 from mrl.model import load_model_spec, tensor_specs
 from mrl.platforms.hosting import get_hosting
-
-MIB = 2**20
+from mrl.units import KIB, MIB
 
 
 def start(
-    folder: Path, what: str, model: Path, other: Path, tensor: int, limit_s: float = 400, kv_gib: int = 1, **more
+    folder: Path,
+    what: str,
+    model: Path,
+    other: Path,
+    tensor: int,
+    limit_s: float = 400,
+    budget_bytes: int = 64 * KIB,
+    **more,
 ) -> dict:
-    """What came of one engine's job."""
+    """What came of one engine's job. `budget_bytes`: of a round; as it is, a tiny model takes many."""
     spec = load_model_spec(model)
     arguments = {
         "model": str(model), "dtype": "float32", "tensor_parallel_size": tensor, "max_model_len": 64,
@@ -33,11 +40,12 @@ def start(
         "distributed_executor_backend": "mp", **get_hosting("cpu").engine_arguments(64, 1024),
     }  # fmt: skip
     setup = setup_of(model, "float32", ONE_RANK, tensor, 1) | {"transport": {"kind": "shm", "name": "none"}}
+    setup["budget_bytes"] = budget_bytes
     job = {
         "what": what, "model": str(model), "other": str(other), "arguments": arguments, "vocab_size": spec.vocab_size,
         "expected": [[t.name, t.shape] for t in tensor_specs(spec)], "setup": setup, **more,
     }  # fmt: skip
-    return run_engine("engine_sleep.py", folder, job, tensor, limit_s, kv_gib)
+    return run_engine("engine_sleep.py", folder, job, tensor, limit_s)
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["TP1", "TP2"])
@@ -150,11 +158,16 @@ def test_cycle_after_cycle_gives_the_same_bits_and_leaves_nothing_behind(cycled)
     assert slope([row["own_resident"] / MIB for row in rows]) < SLOPE_MIB
 
 
+# A run's own. A plan cuts weights to a sixteenth of it at most: in 4 KiB, of rounds for a tiny model, 0.4 GB are 80,000
+# boxes of Python's, over 100 MiB.
+BUDGET = ReshardConfig().budget_mb * MIB
+
+
 @pytest.fixture(scope="module", params=[6, 13], ids=["0.4GB", "0.8GB"])
 def wide(request, tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("wide")
     model = save(wide_moe(request.param), folder / "model")
-    found = start(folder, "cycles", model, model, 1, limit_s=500, cycles=3, seconds=300)
+    found = start(folder, "cycles", model, model, 1, limit_s=500, budget_bytes=BUDGET, cycles=3, seconds=300)
     if kept := os.environ.get("SLEEP_ROWS"):
         Path(kept, f"wide-{request.param}.json").write_text(json.dumps(found))
     return found | {"bytes": (model / "model.safetensors").stat().st_size}

@@ -13,6 +13,8 @@ from deadlines import END_S
 from test_runs import finish, train, wait_for_step
 from world import make_world
 
+from mrl.record.attempts import generated_after
+
 
 def rank_one(below: psutil.Process, run_dir: Path) -> psutil.Process | None:
     """The actor's rank 1: it writes to that rank's log."""
@@ -54,6 +56,7 @@ def test_a_lost_process_ends_the_run_as_resumable(tmp_path, find, named):
     assert named in said
     own_words = [line for line in said.splitlines() if not line.startswith("  | ")]  # without a log's tail
     assert "Traceback" not in "\n".join(own_words)
+    assert generated_after(run_dir, 0, 1) > 0  # counted by the start that generates them again
     assert not [p for p in Path("/dev/shm").glob("mrl-sync-*") if str(p) in _noted(run_dir)]
 
 

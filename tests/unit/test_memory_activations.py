@@ -54,7 +54,8 @@ def test_an_expert_layer_by_hand():
     """
     terms = activations(known_spec("Qwen3-30B-A3B"), BIG, world_size=8, **{TP: 4, EP: 8}).layer(is_moe=True)
     assert terms["expert input"] == 2048 * 8 * 2048 * 2
-    assert terms["expert activation"] == 2048 * 8 * (3 * 768 * 2 + 4)
+    assert terms["expert projection"] == 2048 * 8 * 2 * 768 * 2
+    assert terms["expert activation"] == 2048 * 8 * (768 * 2 + 4)
     assert terms["router"] == 2048 * 8 * (8 + 4)
     assert terms["dispatch"] == 2048 * (128 * 5 + 8 * 8)
     assert terms["shared experts"] == 0
@@ -174,3 +175,13 @@ def test_padded_rows_share_their_rotary_factors():
         activations(DENSE, replace(MICRO, packed=packed)).layer(False)["query, key, value"] for packed in (True, False)
     )
     assert packed - padded == 4 * (32 - 16) * 10 * 2
+
+
+def test_an_activation_that_is_made_again_keeps_what_it_is_made_from():
+    """moe_act of Megatron (core/transformer/moe/experts.py): of a gated expert's 3 widths the first 2 stay."""
+    model = known_spec("Qwen3-30B-A3B")
+    none = activations(model, BIG)
+    again = replace(none, recompute=Recompute("selective", modules=("moe_act",)))
+    routed = 8192 * model.num_experts_per_tok
+    dropped = none.chunk((True,))[0] - again.chunk((True,))[0]
+    assert dropped == routed * (model.moe_intermediate_size * 2 + 4)  # bf16, and a float32 probability

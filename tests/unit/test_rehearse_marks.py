@@ -44,7 +44,7 @@ ALL_ON = (
     "algorithm.overlong_filter=true", "algorithm.rollout_correction={level: token, high: 2.0}", "rollout.num_engines=2",
     "rollout.tensor_model_parallel_size=1", "data.val_files=[val.parquet]", "trainer.test_freq=5",
     "trainer.val_before_train=true",
-    "algorithm.entropy_coeff=0.001",
+    "algorithm.entropy_coeff=0.001", "actor.override_ddp_config={overlap_grad_reduce: true}",
 )  # fmt: skip
 
 
@@ -145,6 +145,7 @@ MARKED_BY = {
     "actor.optimizer_offload": "offload/optimizer_bytes", "ref.param_offload": "offload/reference_bytes",
     "actor.use_dynamic_bsz": "actor/token_budget_share", "actor.use_remove_padding": "actor/packed_sequences",
     "model.override_transformer_config.recompute_granularity": "actor/recomputed_layers",
+    "actor.override_ddp_config.overlap_grad_reduce": "actor/early_reductions",
     "actor.freeze_router": "router/frozen",
     "algorithm.use_kl_loss": "actor/kl_loss", "algorithm.overlong_buffer": "train/overlong_penalty_mean",
     "algorithm.overlong_filter": "train/overlong_filtered_share",

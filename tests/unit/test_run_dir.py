@@ -8,10 +8,16 @@ import sys
 import numpy as np
 import pytest
 
+from mrl.checkpoint.step_folders import Newest
+from mrl.config.load import load_config
 from mrl.errors import ConfigError
+from mrl.record.attempts import attempt, generated_after, note_under_way, read_attempts
 from mrl.record.run_dir import RunDir, json_line, read_metrics
 from mrl.record.sample_files import write_differences, write_samples
 from mrl.record.sinks import JsonlSink
+from mrl.train.resume import generated_again
+
+TINY = "parallel_configs/tiny-moe/cpu.yaml"
 
 
 def _with_steps(path, steps) -> RunDir:
@@ -135,3 +141,24 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path):
 
 def test_truncating_a_run_without_metrics_is_nothing(tmp_path):
     assert RunDir.open(tmp_path, "").truncate_metrics(5) == 0
+
+
+def test_what_a_lost_node_took_along_is_generated_again_and_counted(tmp_path, capsys):
+    """Steps 3 and 4 were done after the checkpoint of step 2, step 5 was under way."""
+    config, run = load_config(TINY, None, ["rollout.n=4", "data.train_batch_size=16"]).config, RunDir.open(tmp_path, "")
+    note_under_way(run.path, 1, 64)
+    lines = [{"training/global_step": step, "train/trained_groups": 16.0 - step} for step in range(5)]
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert generated_after(run.path, 2, 4) == 4 * (13 + 12) and generated_after(run.path, 4, 4) == 0
+    note_under_way(run.path, 5, 60)
+    assert generated_after(run.path, 2, 4) == 4 * (13 + 12) + 60 and generated_after(run.path, 5, 4) == 0
+    saved_nothing = Newest(None, None, {})
+    again = generated_again(config, run, saved_nothing)
+    assert again == 4 * (15 + 14 + 13 + 12) + 60 and f"{again} responses" in capsys.readouterr().out
+    ahead = load_config(TINY, None, ["trainer.schedule=one_step_off"]).config
+    assert generated_again(ahead, run, saved_nothing) == generated_again(config, run, None) == 0
+    with attempt(run.path, 0, {}, again):
+        run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines[:1]))
+    assert read_attempts(run.path)[-1].generated_again == again
+    (run.path / "under_way.json").write_text('{"step": 5, "resp')
+    assert generated_after(run.path, 0, 4) == 0

@@ -237,7 +237,7 @@ def test_the_command_shows_the_worst_and_exports_lines(tmp_path, monkeypatch, ca
     made = a_step(tmp_path / "samples", 6, 30)
     lengths = np.array([len(sample.response_ids) for sample in made])
     write_differences(tmp_path / "samples", 6, np.arange(30), lengths, np.full(lengths.sum(), 0.25))
-    monkeypatch.setattr(samples_command, "_tokenizer", lambda config: SimpleNamespace(decode=lambda ids: f"<{ids}>"))
+    monkeypatch.setattr(samples_command, "_decoder", lambda config: lambda ids: f"<{ids}>")
     every = read_samples(tmp_path / "samples", 6)
     main(["samples", str(tmp_path), "--worst", "2", "--log-probs"])
     shown = capsys.readouterr().out
@@ -250,6 +250,18 @@ def test_the_command_shows_the_worst_and_exports_lines(tmp_path, monkeypatch, ca
         with pytest.raises(SystemExit) as ended:
             main(["samples", str(tmp_path), *wrong])
         assert ended.value.code == 2
+
+
+def test_texts_are_those_of_the_models_tokenizer_which_is_not_loaded_for_them(tmp_path, monkeypatch):
+    """Loading it takes seconds; the whole of it is asked where the folder has no tokenizer.json."""
+    from tokenizers import Tokenizer, models
+
+    whole = SimpleNamespace(decode=lambda ids: "by the whole one")
+    monkeypatch.setattr("mrl.data.dataset.load_tokenizer", lambda path: whole)
+    (config := tmp_path / "config.yaml").write_text(f"model: {{path: {tmp_path}}}")
+    assert samples_command._decoder(config)([1]) == "by the whole one"
+    Tokenizer(models.WordLevel({"<unk>": 0, "four": 1, "two": 2}, "<unk>")).save(str(tmp_path / "tokenizer.json"))
+    assert samples_command._decoder(config)([1, 2, 0]) == "four two <unk>"
 
 
 def test_numbers_of_rows_come_through_bytes_as_they_were():

@@ -20,6 +20,11 @@ PRESETS = Path(__file__).parents[2] / "parallel_configs"
 BASE = PRESETS / "qwen3-30b-a3b" / "h100-4x8.yaml"
 MODEL = known_spec("Qwen3-30B-A3B")
 LAYOUT, TRANSFORMER, VLLM = "actor.layout.", "model.override_transformer_config.", "rollout.engine_kwargs.vllm."
+FULL = [
+    TRANSFORMER + text
+    for text in ("recompute_granularity=full", "recompute_method=uniform", "recompute_num_layers=1",
+                 "recompute_modules=null")
+]  # fmt: skip
 CORRECTION, AGGREGATION = "algorithm.rollout_correction.level=token", "algorithm.policy_loss.loss_agg_mode"
 OLD_VLLM = "cluster.versions={vllm: 0.11.0}"
 
@@ -150,10 +155,11 @@ BOUNDARIES = [
         (False,)),
     (["actor.optim.override_optimizer_config={exp_avg_dtype: bfloat16}"],
      "actor.optim.override_optimizer_config.exp_avg_dtype", ("float32",)),
-    ([TRANSFORMER + "recompute_granularity=half"], TRANSFORMER + "recompute_granularity", ("full", "selective", None)),
-    ([TRANSFORMER + "recompute_method=all"], TRANSFORMER + "recompute_method", ("uniform", "block")),
-    ([TRANSFORMER + "recompute_num_layers=0"], TRANSFORMER + "recompute_num_layers", (1,)),
-    ([TRANSFORMER + "recompute_modules=[mlp]"], TRANSFORMER + "recompute_modules", (None,)),
+    ([*FULL, TRANSFORMER + "recompute_granularity=half"], TRANSFORMER + "recompute_granularity",
+        ("full", "selective", None)),
+    ([*FULL, TRANSFORMER + "recompute_method=all"], TRANSFORMER + "recompute_method", ("uniform", "block")),
+    ([*FULL, TRANSFORMER + "recompute_num_layers=0"], TRANSFORMER + "recompute_num_layers", (1,)),
+    ([*FULL, TRANSFORMER + "recompute_modules=[mlp]"], TRANSFORMER + "recompute_modules", (None,)),
     ([TRANSFORMER + "distribute_saved_activations=true"], TRANSFORMER + "distribute_saved_activations", (False,)),
     ([TRANSFORMER + "moe_enable_deepep=true"], TRANSFORMER + "moe_enable_deepep", (False,)),
     ([TRANSFORMER + "moe_token_dispatcher_type=alltoal"], TRANSFORMER + "moe_token_dispatcher_type",

@@ -18,6 +18,7 @@ from mrl.extras.rehearse.notes import OutOfReach
 Found = str | None  # what was found, in words
 NO_MARK = "no mark of it"
 _TRANSFORMER = "model.override_transformer_config"
+_DDP = "actor.override_ddp_config"
 _COLOCATED = "colocated"
 
 
@@ -300,6 +301,18 @@ SWITCHES: tuple[Switch, ...] = (
         _given(_TRANSFORMER, "recompute_granularity"),
         _metric("actor/recomputed_layers"),
         "no layer ran twice",
+    ),
+    Switch(
+        f"{_DDP}.overlap_grad_reduce",
+        _given(_DDP, "overlap_grad_reduce"),
+        _metric("actor/early_reductions"),
+        "no sum of gradients had begun when its backward ended",
+    ),
+    Switch(
+        f"{_DDP}.overlap_param_gather",
+        _given(_DDP, "overlap_param_gather"),
+        _never,
+        "it leaves no mark: nobody asks whether a gather is under way",
     ),
     Switch(
         "actor.use_remove_padding", _is("actor.use_remove_padding"), _metric("actor/packed_sequences"), _NOT_WRITTEN

@@ -346,6 +346,10 @@ def _incidents(run: RunRecord) -> Iterator[tuple[int, str, str]]:
         curve = run.curves.get(name)
         if curve is not None and curve.last > 0:
             yield int(curve.steps[curve.values > 0][0]), f"{name} {curve.last:g}", f"{meaning} (first in this step)"
+    for one in run.attempts:
+        if one.generated_again:
+            lost = "of later steps, lost with the process or the node that a start before ended with"
+            yield one.step, f"{one.generated_again} responses generated again", lost
     for advice in run.advice:
         yield advice.step, "advice", advice.text
     yield from _lost_engines(run)
@@ -369,7 +373,8 @@ def _lost_engines(run: RunRecord) -> Iterator[tuple[int, str, str]]:
 
 def _starts(run: RunRecord) -> Iterator[str]:
     for number, one in enumerate(run.attempts, 1):
-        begun = f"Start {number}: {one.began} on {one.host}, from step {one.step}"
+        again = f", with {one.generated_again} responses generated again" if one.generated_again else ""
+        begun = f"Start {number}: {one.began} on {one.host}, from step {one.step}{again}"
         if one.exit_code is not None:
             yield (
                 f"{begun}; ended {one.ended} with exit code {one.exit_code}{f': {one.message}' if one.message else ''}"

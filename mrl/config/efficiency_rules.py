@@ -1,0 +1,82 @@
+"""Switches that make an update faster, where they would fail after the model is built, or do nothing: kernels that a
+device lacks, and graphs.
+
+Sources are of Megatron-core 0.16.1, and the same in 0.17.0.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from mrl.config.schema import RunConfig
+from mrl.errors import Violation
+from mrl.model import ModelSpec
+
+_TRANSFORMER = "model.override_transformer_config"
+_DISPATCHER = f"{_TRANSFORMER}.moe_token_dispatcher_type"
+FLEX = "flex"
+BACKENDS = ("deepep", "hybridep")
+_BOTH = "moe_enable_deepep is the old way to say deepep, and Megatron refuses two"
+# core/transformer/moe/moe_utils.py (fused_permute, TE >= 2.1; fused_topk_with_score_function, TE >= 2.7) raises in the
+# first forward
+_TE_KERNELS = ("moe_permute_fusion", "moe_router_fusion")
+_NO_TE = "its kernel is Transformer Engine's, and Megatron refuses it in the first forward without"
+# MindSpeed core_r0.16.0 brings a permutation of its own under this name (core/fusions/fused_moe_permute.py), no router
+_ON_NPU = ("moe_permute_fusion",)
+_GRAPHS = {"cuda_graph_impl": "none", "enable_cuda_graph": False, "external_cuda_graph": False}
+_SHAPES = (
+    "a captured graph asserts that every tensor has the shape that it was captured with (core/transformer/"
+    "cuda_graphs.py), and a micro-batch has as many tokens as its samples have; graphs of Transformer Engine also "
+    "refuse packed sequences (core/transformer/transformer_layer.py)"
+)
+
+
+def _flex_device(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+    device = config.cluster.device
+    if _is_flex(config, model) and device != "cuda":
+        why = f"the kernels of DeepEP and HybridEP are NVIDIA's; {device} has neither"
+        yield Violation(_DISPATCHER, f"must be alltoall on {device}", why, ("alltoall", "allgather"))
+
+
+def _flex_ranks(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+    layout = config.actor.layout
+    spread = layout.expert_model_parallel_size * (layout.expert_tensor_parallel_size or 1)
+    if _is_flex(config, model) and spread == 1:
+        why = "there is nobody to send tokens to, and Megatron's dispatcher asserts that there is"
+        yield Violation(_DISPATCHER, "needs experts over several ranks", why, ("alltoall",))
+
+
+def _is_flex(config: RunConfig, model: ModelSpec) -> bool:
+    return model.is_moe and config.model.override_transformer_config.get("moe_token_dispatcher_type") == FLEX
+
+
+def _flex_backend(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+    given, key = config.model.override_transformer_config, f"{_TRANSFORMER}.moe_flex_dispatcher_backend"
+    backend = given.get("moe_flex_dispatcher_backend")
+    if not model.is_moe or backend is None:
+        return
+    if backend not in BACKENDS:
+        yield Violation(key, "is unknown", "Megatron has these kernels for the flex dispatcher", BACKENDS)
+    if given.get("moe_token_dispatcher_type") != FLEX:
+        yield Violation(key, "needs moe_token_dispatcher_type: flex", "it would be ignored", (None,))
+    elif backend == "hybridep" and given.get("moe_enable_deepep"):
+        yield Violation(key, "must be deepep with moe_enable_deepep", _BOTH, ("deepep",))
+
+
+def _kernels_of_device(config: RunConfig, model: ModelSpec) -> Iterator[Violation]:
+    given, device = config.model.override_transformer_config, config.cluster.device
+    able: tuple[str, ...] = {"cuda": _TE_KERNELS, "npu": _ON_NPU}.get(device, ())
+    for name in _TE_KERNELS:
+        if model.is_moe and given.get(name) and name not in able:
+            yield Violation(f"{_TRANSFORMER}.{name}", f"must be false on {device}", _NO_TE, (False,))
+
+
+def _graphs(config: RunConfig, _: ModelSpec) -> Iterator[Violation]:
+    given: dict[str, Any] = config.model.override_transformer_config
+    for name, legal in _GRAPHS.items():
+        if given.get(name, legal) != legal:
+            yield Violation(f"{_TRANSFORMER}.{name}", f"must be {str(legal).lower()}", _SHAPES, (legal,))
+    if given.get("cuda_graph_scope"):
+        yield Violation(f"{_TRANSFORMER}.cuda_graph_scope", "must be left out", _SHAPES, (None,))
+
+
+EFFICIENCY_RULES = (_flex_device, _flex_ranks, _flex_backend, _kernels_of_device, _graphs)
