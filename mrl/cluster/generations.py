@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mrl.cluster.reward_texts import with_texts
 from mrl.cluster.stored_samples import StoredSamples
 from mrl.data.batch import Prompt
 from mrl.data.samples import STOP_REASONS
@@ -47,7 +48,8 @@ def _rows(
 ) -> Iterator[dict[str, Any]]:
     for first in range(0, len(stored), ROWS_AT_ONCE):
         last = min(first + ROWS_AT_ONCE, len(stored))
-        yield from _some_rows(tokenizer, prompts, stored.take(np.arange(first, last)), results[first:last])
+        own = with_texts(results[first:last])
+        yield from _some_rows(tokenizer, prompts, stored.take(np.arange(first, last)), own)
 
 
 def _some_rows(

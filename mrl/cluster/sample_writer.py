@@ -8,12 +8,14 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mrl.cluster.calls import gather_all
+from mrl.cluster.reward_texts import with_texts
 from mrl.cluster.stored_samples import StoredSamples
 from mrl.cluster.trained_step import TrainedStep
 from mrl.config.schema import RecordConfig
 from mrl.data.samples import Samples
 from mrl.errors import EnvironmentFault
 from mrl.record.sample_files import ROWS_AT_ONCE, RewardParts, keep_within, write_differences, write_samples
+from mrl.reward.items import RewardResult
 from mrl.units import GIB
 
 
@@ -23,8 +25,8 @@ class _Writer:
     def __init__(self, folder: Path, max_bytes: float):
         self._folder, self._max_bytes = folder, max_bytes
 
-    def write(self, step: int, samples: StoredSamples, rewards: Sequence[RewardParts]) -> None:
-        write_samples(self._folder, step, _pieces(samples), rewards)
+    def write(self, step: int, samples: StoredSamples, results: Sequence[RewardResult]) -> None:
+        write_samples(self._folder, step, _pieces(samples), reward_parts(results))
         keep_within(self._folder, self._max_bytes)
 
     def write_differences(
@@ -41,6 +43,11 @@ def _pieces(samples: StoredSamples) -> Iterator[Samples]:
         yield samples.take(np.arange(first, min(first + ROWS_AT_ONCE, len(samples)))).read()
 
 
+def reward_parts(results: Sequence[RewardResult]) -> list[RewardParts]:
+    """What is written of the rewards of samples."""
+    return [{**each.parts, "score": each.score, "reason": each.reason} for each in with_texts(results)]
+
+
 class SampleWriter:
     """Writes `folder/step-N.parquet` beside training, on the node of this process, one step at a time.
 
@@ -54,12 +61,12 @@ class SampleWriter:
         kind = ray.remote(_Writer).options(num_cpus=0, scheduling_strategy=here)
         self._writer = None if record.samples == "none" else kind.remote(folder, max_bytes)
 
-    def write(self, step: int, samples: StoredSamples, rewards: Sequence[RewardParts]) -> None:
+    def write(self, step: int, samples: StoredSamples, results: Sequence[RewardResult]) -> None:
         """Begins with the step's file once the one before is written. Raises what `finish` raises."""
         self.finish()
         if self._writer is not None:
             rows = kept_rows(len(samples), self._kept)
-            chosen = samples.take(rows), [rewards[row] for row in rows.tolist()]
+            chosen = samples.take(rows), [results[row] for row in rows.tolist()]
             self._under_way = {f"samples of step {step}": self._writer.write.remote(step, *chosen)}
 
     def write_differences(self, step: int, trained: TrainedStep) -> None:

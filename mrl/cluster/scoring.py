@@ -24,7 +24,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from mrl.cluster.calls import gather, unwrap
 from mrl.cluster.generations import write_generations
 from mrl.cluster.process_logs import log_file
-from mrl.cluster.stored_samples import StoredSamples
+from mrl.cluster.reward_texts import Texts, named, split
+from mrl.cluster.stored_samples import STREAM_ENVIRONMENT, StoredSamples
 from mrl.config.schema import RunConfig
 from mrl.data.batch import Prompt
 from mrl.data.dataset import load_tokenizer
@@ -84,15 +85,17 @@ class Scorer:
     def _tokenizer(self) -> Any:
         return self._load()
 
-    def exchange(self, asked: Sequence[Asked], wait_s: float, *blocks: Samples) -> list[RewardResult]:
+    def exchange(
+        self, asked: Sequence[Asked], wait_s: float, *blocks: Samples
+    ) -> tuple[list[RewardResult], list[Texts]]:
         """Begins with what is asked; waits for all that is under way, `wait_s` seconds at most; results that are there,
-        each once.
+        each once, and apart from them their long texts.
         """
         responses = [list(block.responses()) for block in blocks]
         for block, row, question in asked:
             text = self._tokenizer.decode(responses[block][row].tolist(), skip_special_tokens=True)
             self._pool.submit(question.answered(text))
-        return self._pool.collect(wait_s)
+        return split(self._pool.collect(wait_s))
 
     def write_generations(
         self,
@@ -118,7 +121,8 @@ class Channel:
     name: str
     handle: Any
     queued: list[tuple[Any, int, Question]] = field(default_factory=list)  # reference to a block, row of it
-    under_way: Any = None
+    under_way: Any = None  # results to come
+    texts: Any = None  # and theirs
     awaited: int = 0  # results of what was sent
     sent_at: float = 0.0
 
@@ -128,10 +132,10 @@ class Channel:
         number = {key: i for i, key in enumerate(blocks)}
         asked = [(number[id(block)], row, question) for block, row, question in self.queued]
         self.awaited, self.sent_at, self.queued = self.awaited + len(asked), time.monotonic(), []
-        self.under_way = self._call(asked, *blocks.values())
+        self.under_way, self.texts = self._call(asked, *blocks.values())
 
-    def _call(self, asked: list[Asked], *blocks: Any) -> Any:
-        return self.handle.exchange.remote(asked, WAIT_S, *blocks)
+    def _call(self, asked: list[Asked], *blocks: Any) -> Sequence[Any]:
+        return self.handle.exchange.options(num_returns=2).remote(asked, WAIT_S, *blocks)
 
     def _answer(self, finished: Any) -> list[RewardResult]:
         return unwrap(finished, self.name, PHASE)
@@ -144,8 +148,8 @@ class Channel:
 
     def receive(self) -> list[RewardResult]:
         """Of the finished call. Raises Interrupted when the process died, or a response is lost with its node."""
-        finished, self.under_way = self.under_way, None
-        results = self._answer(finished)
+        finished, texts, self.under_way, self.texts = self.under_way, self.texts, None, None
+        results = named(self._answer(finished), texts)
         self.awaited -= len(results)
         return results
 
@@ -274,6 +278,6 @@ def _actor(model: str, node: str) -> ray.actor.ActorHandle:
     there = NodeAffinitySchedulingStrategy(node, soft=False)
     return (
         ray.remote(Scorer)
-        .options(num_cpus=0, max_restarts=0, scheduling_strategy=there)
+        .options(num_cpus=0, max_restarts=0, scheduling_strategy=there, runtime_env={"env_vars": STREAM_ENVIRONMENT})
         .remote(lambda: load_tokenizer(local_folder(model)))
     )

@@ -68,6 +68,7 @@ class RewardResult:
     reason: str
     detail: str = ""
     data_source: str = ""
+    texts: Any = None  # of `parts`, where they stayed with the scorer; see mrl.cluster.reward_texts
 
 
 def failure_counts(results: Iterable[RewardResult]) -> dict[str, int]:

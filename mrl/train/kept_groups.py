@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from mrl.checkpoint.group_files import group_file, read_group
+from mrl.cluster.reward_texts import with_texts
 from mrl.cluster.stored_samples import StoredSamples
 from mrl.data.order import DataCursor
 from mrl.data.samples import column_bytes
@@ -51,15 +52,23 @@ class KeptGroups:
         """
         groups = by_group(self.responses)
         files = self.spool.write(folder, {number: of_group(number, parts) for number, parts in groups.items()})
+        keys = sorted(self.results)
         said = {
             "ledger": self.ledger.to_json(),
             "draw": self.place.draw,
             "cursor": vars(self.place.cursor),
             "responses": [list(key) for key in sorted(self.responses)],
-            "results": [[*key, asdict(result)] for key, result in sorted(self.results.items())],
-            "filtered": [[number, [asdict(result) for result in results]] for number, results in self.filtered],
+            "results": [
+                [*key, said] for key, said in zip(keys, _said([self.results[key] for key in keys]), strict=True)
+            ],
+            "filtered": [[number, _said(results)] for number, results in self.filtered],
         }
         return said | {"files": files}
+
+
+def _said(results: Sequence[RewardResult]) -> list[dict[str, Any]]:
+    """With all texts: a checkpoint outlives whoever has them."""
+    return [asdict(result) for result in with_texts(results)]
 
 
 def by_group(responses: Mapping[Key, StoredSamples]) -> dict[int, dict[int, StoredSamples]]:

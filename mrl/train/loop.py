@@ -34,7 +34,7 @@ from mrl.cluster.trained_step import TrainedStep
 from mrl.errors import Interrupted
 from mrl.record.attempts import note_under_way
 from mrl.record.metrics import PhaseTimer
-from mrl.train.reporting import memory_metrics, mfu_metrics, reward_parts, sample_metrics, time_metrics
+from mrl.train.reporting import memory_metrics, mfu_metrics, sample_metrics, time_metrics
 from mrl.train.rollouts import Rollouts
 from mrl.train.run import Run
 from mrl.train.shown_rows import record_shown_rows
@@ -67,7 +67,7 @@ def train_step(run: Run) -> None:
         rollouts = run.generation.take(run.state, timer)
         with timer("record"):
             note_under_way(run.run_dir.path, step, len(rollouts.samples))
-            run.sample_writer.write(step, rollouts.samples, reward_parts(rollouts))  # goes on beside what follows
+            run.sample_writer.write(step, rollouts.samples, rollouts.results)  # goes on beside what follows
         trained, corrected, metrics = weigh_samples(run, timer, step, rollouts)
         run.stop.hold()
         with timer("switch"):

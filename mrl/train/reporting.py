@@ -17,11 +17,6 @@ from mrl.train.rollouts import Rollouts
 from mrl.units import GIB
 
 
-def reward_parts(rollouts: Rollouts) -> list[dict[str, float | str]]:
-    """What is written of the rewards of the step's samples."""
-    return [{**result.parts, "score": result.score, "reason": result.reason} for result in rollouts.results]
-
-
 def sample_metrics(data: DataConfig, epoch: int, rollouts: Rollouts) -> dict[str, float]:
     """What the step's samples say: lengths, scores, rewards after penalties."""
     scores = np.array([result.score for result in rollouts.results])

@@ -129,7 +129,6 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
     from mrl.model import planning_model_spec
     from mrl.model.layout import TrainLayout
     from mrl.reward.items import RewardSpec
-    from mrl.train.reporting import reward_parts
     from mrl.train.rollouts import Responder, Rollouts, rewards_after_penalties
     from mrl.train.update import advantages, corrections, old_log_probs, update
     from mrl.vllm.requests import Sampling
@@ -239,7 +238,7 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
     results = responder.collect_rewards(samples)
     rollouts = Rollouts(samples, results, rewards_after_penalties(config, samples.rows, results), DataCursor(), {})
     measured.note("rewards")
-    writer.write(1, samples, reward_parts(rollouts))
+    writer.write(1, samples, results)
     measured.note("samples' file")
     step = TrainedStep(actor, samples)
     measured.note("rows to ranks")

@@ -9,6 +9,7 @@ from replicas import Replicas, stored
 
 from mrl.cluster.machines import Peak
 from mrl.cluster.request_streams import Arrived
+from mrl.cluster.sample_writer import reward_parts
 from mrl.config.load import load_config
 from mrl.data.batch import Prompt
 from mrl.data.order import PromptStream
@@ -109,8 +110,8 @@ class Writer:
     def __init__(self, folder):
         self.folder = folder
 
-    def write(self, step, samples, rewards):
-        write_samples(self.folder, step, [samples.read()], rewards)
+    def write(self, step, samples, results):
+        write_samples(self.folder, step, [samples.read()], reward_parts(results))
 
 
 @pytest.fixture

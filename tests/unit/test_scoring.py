@@ -1,15 +1,18 @@
 """Responses judged where they lie: decoded there, each once, and the driver gets what it got when texts came to it."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from replicas import InMemory, scorers, stored
 
+from mrl.cluster.reward_texts import SHORT, with_texts
 from mrl.cluster.scoring import scorer_places
 from mrl.data.samples import Sample
 from mrl.reward.items import Question, RewardItem, RewardSpec
 from mrl.reward.pool import RewardPool
 
+WHOLE = ["acc", "count", "more", "pred", "why"]
 CHARS = SimpleNamespace(decode=lambda ids, skip_special_tokens: "".join(map(chr, ids)))
 
 
@@ -52,6 +55,33 @@ def test_what_is_collected_is_not_drained_again_and_every_response_has_one_resul
             found += group.collect(at_once=bool(number % 3))
         found += group.drain()
     assert sorted(r.sample_id for r in found) == list(range(20)) and sum(r.score for r in found) == 1.0
+
+
+def test_long_texts_stay_with_the_scorer_and_are_there_where_they_are_written_down(tmp_path):
+    """What the driver holds of a reward is bounded; what is recorded of it is all that the function gave."""
+    function = tmp_path / "judge.py"
+    function.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    long = 'because ' * 40 if solution_str == 'b' else 'short'\n"
+        "    return {'score': 1.0, 'acc': 1.0, 'pred': 'p' * 400, 'why': long, 'more': long, 'count': 3}\n"
+    )
+    with RewardPool(RewardSpec(path=str(function)), 1) as pool:
+        texts = ["a", "b", "a", "b"]
+        expected = pool.score([RewardItem(i, "source", text, None, {}) for i, text in enumerate(texts)])
+        group = scorers(pool, CHARS)
+        for first in (0, 2):
+            asked = [Question(first + i, "source", None) for i in range(2)]
+            group.submit(samples(texts[first : first + 2], first), asked, "engine 0")
+            group.forward(at_once=True)
+        found = group.drain()
+    assert [sorted(each.parts) for each in found[:2]] == [WHOLE, ["acc", "count", "pred"]]
+    held = [
+        len(part) for each in found for name, part in each.parts.items() if isinstance(part, str) and name != "pred"
+    ]
+    assert max(held) < SHORT and all(each.texts is None for each in found[::2])
+    assert with_texts(found, list) == expected and len(expected[1].parts["why"]) == 320
+    renumbered = [replace(each, sample_id=7) for each in found]
+    assert [each.parts for each in with_texts(renumbered, list)] == [each.parts for each in expected]
 
 
 def test_calls_are_not_made_for_every_response_while_generation_goes_on():
