@@ -60,12 +60,14 @@ def of(what: str, dtype: type | None = None) -> dict[str, Any]:
 class Columns:
     """What every dataclass of columns can do."""
 
+    prompt_lengths: np.ndarray  # each has it: one number a row
+
     def counts(self) -> dict[str, np.ndarray]:
         """int64 [rows] by kind: how many numbers each row has in a column of that kind."""
         raise NotImplementedError
 
     def __len__(self) -> int:
-        return len(self.counts()["row"])
+        return len(self.prompt_lengths)
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:

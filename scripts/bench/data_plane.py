@@ -222,7 +222,7 @@ def run_now(responses: int, routes: bool, folder: Path) -> dict:
     display = SimpleNamespace(progress=lambda *_: None)
     scorer = (
         ray.remote(Scorer)
-        .options(num_cpus=0)
+        .options(num_cpus=0, runtime_env=environment)
         .remote(lambda: SimpleNamespace(decode=lambda ids, **_: "text" * len(ids)))
     )
     pool = PoolSettings(RewardSpec("exact_match"), 1, 60.0, 0.0, folder / "reward.log", dict(os.environ), str(folder))
