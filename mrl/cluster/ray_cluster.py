@@ -18,6 +18,7 @@ from mrl.cluster.prerequisites import check_size, needed_resources, own_cpus, ra
 from mrl.config.schema import RunConfig
 from mrl.errors import EnvironmentFault
 from mrl.model.device_grid import rank_order
+from mrl.platforms.process_memory import few_heaps
 
 
 @contextmanager
@@ -28,6 +29,7 @@ def ray_cluster(config: RunConfig, actor: bool = True) -> Iterator[None]:
     """
     address = ray_address(config)
     folder = None if address else tempfile.mkdtemp(prefix="mrl-ray-", dir="/tmp")  # short: Ray puts sockets below it
+    few_heaps()
     try:
         _connect(address, folder)
         check_size(config, ray.cluster_resources(), actor=actor)

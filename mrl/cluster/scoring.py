@@ -34,7 +34,8 @@ from mrl.model.hub import local_folder
 from mrl.reward.items import OK, Question, RewardResult, RewardSpec
 from mrl.reward.pool import RewardPool
 
-EVERY_S = 0.2  # between two calls of a scorer while generation goes on
+EVERY_S = 0.2  # between two calls of a scorer while generation goes on, at least
+IN_ALL_S = 0.1  # and between two calls of any of them in the mean
 WAIT_S = 0.5  # of a call for the results of what it was given
 START_S = 120.0
 WRITE_S = 3600.0
@@ -177,10 +178,11 @@ class ScorerGroup:
         """Takes results of finished calls and sends what is queued, waiting for nothing; `at_once`:
         however short ago the last was sent.
         """
+        every_s = max(EVERY_S, IN_ALL_S * len(self.channels))
         for channel in self.channels:
             if channel.under_way is not None and self._finished([channel], 0):
                 self._results += channel.receive()
-            due = at_once or time.monotonic() - channel.sent_at >= EVERY_S
+            due = at_once or time.monotonic() - channel.sent_at >= every_s
             if channel.under_way is None and due and (channel.queued or channel.awaited):
                 channel.send()
 

@@ -352,6 +352,10 @@ def child(side: str, responses: int, routes: bool) -> None:
     """One run; prints its figures as JSON."""
     import ray
 
+    if side == "now":
+        from mrl.platforms.process_memory import few_heaps
+
+        few_heaps()  # as ray_cluster does
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "samples").mkdir()
         ray.init(

@@ -1,12 +1,14 @@
 """What a process holds is counted by storages: each once, views and gradients included, host places left out."""
 
 import gc
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from mrl.platforms import process_memory as module
-from mrl.platforms.process_memory import live_bytes, note_baseline, process_memory, resident_bytes
+from mrl.platforms.process_memory import HEAPS, live_bytes, note_baseline, process_memory, resident_bytes
 
 MIB = 2**20
 
@@ -106,3 +108,27 @@ def test_an_accelerator_is_asked_for_its_own_figures(monkeypatch):
     awake, asleep = process_memory("npu"), process_memory("npu", absent_bytes=110)
     assert (awake.live_bytes, awake.free_bytes) == (100, 70)
     assert asleep.live_bytes == 10  # nothing more can lie in the blocks that are there
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_threads_share_few_heaps_where_that_is_asked(few):
+    """malloc_info tells of each heap of the process."""
+    code = """
+import ctypes, sys, threading
+from mrl.platforms.process_memory import few_heaps
+libc = ctypes.CDLL(None)
+if sys.argv[1] == "True" and not few_heaps() or not hasattr(libc, "malloc_info"):
+    sys.exit("no glibc")
+libc.malloc.restype = libc.fdopen.restype = ctypes.c_void_p
+at_once = threading.Barrier(8)
+threads = [threading.Thread(target=lambda: (at_once.wait(), libc.malloc(2000), at_once.wait())) for _ in range(8)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+file = ctypes.c_void_p(libc.fdopen(1, b"w"))
+libc.malloc_info(0, file)
+libc.fflush(file)
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(few)], capture_output=True, text=True)
+    if "no glibc" in done.stderr:
+        pytest.skip("not glibc")
+    assert (done.stdout.count("<heap nr=") <= HEAPS) == few, done.stderr
