@@ -4,11 +4,13 @@
 
 Responses have lognormal lengths (mean 7,385 tokens, 1,190 to 20,480), token ids that thin out like words do, and
 log-probs of a sharp distribution: most tokens are nearly sure. Written and read in one process; `command`: all of
-`mrl samples RUN --worst 5`, its start and a tokenizer of as many words included.
+`mrl samples RUN --worst 5`, its start and a tokenizer of as many words included. `..._busy_seconds`: of a processor,
+which is what these take where nobody else computes.
 """
 
 import argparse
 import json
+import resource
 import subprocess
 import sys
 import tempfile
@@ -41,36 +43,60 @@ def response(number: int, tokens: int) -> Sample:
     return Sample(number // 16, number // 16, number, number, (7,) * PROMPT, ids, log_probs, "stop", 3)
 
 
-def timed_writing(folder: Path, lengths: np.ndarray) -> float:
-    """Seconds of the writer, making up samples left out."""
-    making = 0.0
+class Clock:
+    """Seconds since it was made: on the wall, and of processors, of this process or (`children`) of those it ran."""
+
+    def __init__(self, children: bool = False):
+        self._of = resource.RUSAGE_CHILDREN if children else resource.RUSAGE_SELF
+        self._begun = self._now()
+
+    def _now(self) -> np.ndarray:
+        used = resource.getrusage(self._of)
+        return np.array([time.perf_counter(), used.ru_utime + used.ru_stime])
+
+    def seconds(self) -> np.ndarray:
+        """float64 [2]."""
+        return self._now() - self._begun
+
+
+def timed_writing(folder: Path, lengths: np.ndarray) -> np.ndarray:
+    """Seconds of the writer, making up samples left out; see Clock."""
+    making = np.zeros(2)
 
     def made() -> Iterator[Samples]:
         nonlocal making
         source = pieces(lengths)
         while True:
-            begun = time.perf_counter()
+            clock = Clock()
             piece = next(source, None)
-            making += time.perf_counter() - begun
+            making += clock.seconds()
             if piece is None:
                 return
             yield piece
 
     scores = np.random.default_rng(0).random(len(lengths))
-    begun = time.perf_counter()
+    clock = Clock()
     write_samples(folder, 1, made(), [{"score": float(score), "reason": "ok"} for score in scores])
-    return time.perf_counter() - begun - making
+    return clock.seconds() - making
 
 
-def timed_command(run: Path) -> float:
+def timed_reading(folder: Path) -> np.ndarray:
+    """Seconds; see Clock."""
+    clock = Clock()
+    file = StepFile(folder, 1)
+    assert len(file.read(file.worst(5))) == 5
+    return clock.seconds()
+
+
+def timed_command(run: Path) -> np.ndarray:
     """Seconds of the command in a process of its own, the second time: its files are in the page cache."""
     Tokenizer(models.WordLevel({str(i): i for i in range(VOCABULARY)}, "0")).save(str(run / "tokenizer.json"))
     (run / CONFIG).write_text(f"model: {{path: {run}}}")
     command = [sys.executable, "-c", "from mrl.cli.main import main; main()", "samples", str(run), "--worst", "5"]
     for _ in range(2):
-        begun = time.perf_counter()
+        clock = Clock(children=True)
         shown = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-        seconds = time.perf_counter() - begun
+        seconds = clock.seconds()
     assert shown.count("=== step 1 ") == 5
     return seconds
 
@@ -85,21 +111,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as run:
         folder = RunDir(Path(run)).samples
         folder.mkdir()
-        seconds = timed_writing(folder, lengths)
-        begun = time.perf_counter()
-        file = StepFile(folder, 1)
-        worst = file.read(file.worst(5))
-        found = {
-            "responses": args.responses,
-            "tokens": int(lengths.sum()) + args.responses * PROMPT,
-            "write_seconds": seconds,
-            "worst_five_seconds": time.perf_counter() - begun,
-            "bytes": next(folder.glob("*.parquet")).stat().st_size,
-            "command_seconds": timed_command(Path(run)),
+        timed = {
+            "write": timed_writing(folder, lengths),
+            "worst_five": timed_reading(folder),
+            "command": timed_command(Path(run)),
         }
-        assert len(worst) == 5
-    found |= {"bytes_per_token": found["bytes"] / found["tokens"], "tokens_per_second": found["tokens"] / seconds}
-    print(json.dumps(found) if args.json else "\n".join(f"{name:20} {value:,.2f}" for name, value in found.items()))
+        size = next(folder.glob("*.parquet")).stat().st_size
+    tokens = int(lengths.sum()) + args.responses * PROMPT
+    found = {"responses": args.responses, "tokens": tokens, "bytes": size, "bytes_per_token": size / tokens}
+    for name, (wall, busy) in timed.items():
+        found |= {f"{name}_seconds": wall, f"{name}_busy_seconds": busy}
+    found["tokens_per_busy_second"] = tokens / found["write_busy_seconds"]
+    print(json.dumps(found) if args.json else "\n".join(f"{name:24} {value:,.2f}" for name, value in found.items()))
 
 
 if __name__ == "__main__":
