@@ -209,7 +209,7 @@ def _memory_lines(memory: dict[str, Any]) -> Iterator[str]:
         terms = _terms(host["terms"])
         yield (
             f"object store: {host['object_store_bytes'] / GIB:.2f} GiB of a node, for the responses that exist "
-            "at once, at their limits"
+            f"at once, at their limits{_held_out_words(host['held_out_prompts'])}"
         )
         yield (
             f"host: {host['bytes_per_node'] / GIB:.1f} of {host['node_bytes'] / GIB:.0f} GiB of a "
@@ -217,6 +217,10 @@ def _memory_lines(memory: dict[str, Any]) -> Iterator[str]:
         )
     for change in memory["would_fit_with"]:
         yield "would fit with: " + " ".join(f"--set {setting}" for setting in change)
+
+
+def _held_out_words(prompts: int) -> str:
+    return f", the answers to {prompts} held-out prompts among them" if prompts else ""
 
 
 def _time_lines(plan: dict[str, Any]) -> Iterator[str]:

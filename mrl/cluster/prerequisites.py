@@ -201,6 +201,6 @@ def check_object_stores(need: int, have: dict[str, int]) -> None:
         f"{size / GIB:.2f} GiB, and the responses that exist at once take {need / GIB:.2f} GiB of a node when all are "
         f"as long as data.max_response_length allows. Start Ray there with --object-store-memory {need} or more "
         "(launch/start_head.sh and start_worker.sh hand it on), or lower data.train_batch_size, rollout.n, "
-        "data.max_response_length or trainer.max_staleness; routes of actor.router_replay: R3 are most of it where "
-        "they are on"
+        "data.max_response_length, trainer.max_staleness or data.val_max_samples; routes of "
+        "actor.router_replay: R3 are most of it where they are on"
     )

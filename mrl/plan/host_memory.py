@@ -17,7 +17,14 @@ from mrl.plan.engine_memory import EngineMemory
 from mrl.plan.memory_phases import HOST_CURES, ActorBytes
 from mrl.plan.model_state import stage_numel
 from mrl.plan.plan_inputs import BatchPlan, PlanInputs, precision_of, sync_budget
-from mrl.plan.step_batch import fetched_share, held_bytes, kept_group_bytes, stored_bytes
+from mrl.plan.step_batch import (
+    fetched_share,
+    held_bytes,
+    held_out_bytes,
+    kept_group_bytes,
+    stored_beside_validation,
+    stored_bytes,
+)
 from mrl.platforms.hosting import get_hosting
 from mrl.reshard.setup import pair_route
 
@@ -55,6 +62,7 @@ def host_section(
         "fits": used <= limit,
         "change": "" if used <= limit else HOST_CURES[largest],
         "object_store_bytes": max(stores.values()),  # that a node's has to have room for
+        "held_out_prompts": inputs.held_out_prompts,  # counted in it
         "bytes_of_a_rank": max(sum(rank.values()) for rank in of_ranks),
         "bytes_of_a_worker": max(sum(worker.values()) for worker in of_workers),
     }
@@ -65,15 +73,18 @@ def object_stores(
 ) -> dict[int, int]:
     """Bytes by node: what its engines generated, and what its ranks fetch of the rest,
     as if all of that came from other nodes. The first node, the driver's, has room for all where generation runs
-    ahead: a resumed run reads the groups there that a checkpoint kept.
+    ahead: a resumed run reads the groups there that a checkpoint kept. Answers to held-out prompts stay where they were
+    generated; the step before is still there when they come.
     """
-    whole, stores = stored_bytes(inputs, batch), {}
-    for node in {place.node for place in (*ranks, *workers)}:
+    whole, beside = stored_bytes(inputs, batch), stored_beside_validation(inputs, batch)
+    answers, stores = held_out_bytes(inputs.config, inputs.held_out_prompts), {}
+    nodes = sorted({place.node for place in (*ranks, *workers)})
+    for node in nodes:
         generated = sum(place.node == node for place in workers) / len(workers)
         fetched = fetched_share(inputs, [rank for rank, place in enumerate(ranks) if place.node == node])
-        stores[node] = math.ceil(whole * min(1.0, generated + fetched))
-    if schedule_of(inputs.config) is not None:
-        stores[min(stores)] = whole
+        reads_kept = schedule_of(inputs.config) is not None and node == nodes[0]
+        share = 1.0 if reads_kept else min(1.0, generated + fetched)
+        stores[node] = math.ceil(max(whole * share, beside * share + answers * generated))
     return stores
 
 

@@ -23,7 +23,7 @@ HOST_CURES = {
     "engine_weights": f"cluster.placement: separate, or {_MORE_MEMORY}",
     "samples": _FEWER_SAMPLES,
     "kept_group": _FEWER_SAMPLES,
-    "object_store": _FEWER_SAMPLES,
+    "object_store": f"{_FEWER_SAMPLES}; a smaller data.val_max_samples where answers to held-out prompts are",
 }
 # largest term -> what to change, the likeliest help first
 CURES = {

@@ -56,16 +56,27 @@ class PlanInputs:
     assumptions: Assumptions
     train: TrainLayout
     rollout: RolloutLayout
+    held_out_prompts: int = 0  # of a validation, as far as is known; 0: there is none, or nobody knows
 
     @classmethod
-    def of(cls, config: RunConfig, model: ModelSpec, device: Device, assumptions: Assumptions = USUAL) -> "PlanInputs":
-        """What communicators of weight syncs may take of the device is not planned with.
+    def of(
+        cls,
+        config: RunConfig,
+        model: ModelSpec,
+        device: Device,
+        assumptions: Assumptions = USUAL,
+        held_out_prompts: int | None = None,
+    ) -> "PlanInputs":
+        """What communicators of weight syncs may take of the device is not planned with. `held_out_prompts`: of
+        data.val_files, where they were read.
 
         Raises ConfigError for an illegal layout.
         """
         train = TrainLayout.build(config.actor.layout.model_dump(), model)
         taken = device.pair and device.pair * most_pairs(config)
-        return cls(config, model, replace(device, communicators=taken), assumptions, train, rollout_layout(config))
+        held_out = _held_out_prompts(config, held_out_prompts)
+        device = replace(device, communicators=taken)
+        return cls(config, model, device, assumptions, train, rollout_layout(config), held_out)
 
     @property
     def colocated(self) -> bool:
@@ -98,6 +109,14 @@ def device_for(config: RunConfig, name: str | None = None) -> Device:
             f"device {name}: cluster.device is {config.cluster.device}; allowed: {fitting} (or set cluster.device)"
         )
     return device
+
+
+def _held_out_prompts(config: RunConfig, read: int | None) -> int:
+    """At most, of a run that validates: those that were read, else those of a sample."""
+    trainer, data = config.trainer, config.data
+    if not data.val_files or not (trainer.val_before_train or trainer.test_freq > 0):
+        return 0
+    return min((each for each in (read, data.val_max_samples) if each is not None), default=0)
 
 
 def sync_budget(config: RunConfig) -> int:

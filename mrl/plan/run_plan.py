@@ -34,9 +34,9 @@ _SHOWN = 8  # differences in one message
 _NOT_COMPARED = ("hash", "seconds", "reshard.plan_seconds")
 
 
-def plan_of(config: RunConfig, model: ModelSpec, device: Device) -> dict[str, Any]:
-    """`make_plan` of a configuration that has passed its rules."""
-    return make_plan(PlanInputs.of(config, model, device))
+def plan_of(config: RunConfig, model: ModelSpec, device: Device, held_out_prompts: int | None = None) -> dict[str, Any]:
+    """`make_plan` of a configuration that has passed its rules; see PlanInputs.of."""
+    return make_plan(PlanInputs.of(config, model, device, held_out_prompts=held_out_prompts))
 
 
 def make_plan(inputs: PlanInputs) -> dict[str, Any]:
@@ -188,11 +188,14 @@ def read_plan(text: str, where: str) -> dict[str, Any]:
     return plan
 
 
-def plan_again(config: RunConfig, model: ModelSpec, file: Path) -> dict[str, Any]:
-    """The plan as it is now; where the configuration names no device,
-    for the one that the plan stored in `file` was made for.
+def plan_again(config: RunConfig, model: ModelSpec, file: Path, held_out_prompts: int | None = None) -> dict[str, Any]:
+    """The plan as it is now; where the configuration names no device, for the one that the plan stored in `file` was
+    made for, and with its number of held-out prompts where none is given.
     """
-    return plan_of(config, model, _same_device(config, _stored(file)))
+    stored = _stored(file)
+    if held_out_prompts is None and stored is not None:  # plans of older runs have none; 0: nobody knew
+        held_out_prompts = stored["memory"]["host"].get("held_out_prompts") or None
+    return plan_of(config, model, _same_device(config, stored), held_out_prompts)
 
 
 def plan_report(config: RunConfig, model: ModelSpec, file: Path) -> list[str]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mrl.config.schedule_rules import schedule_of
+from mrl.config.schema import RunConfig
 from mrl.data.routes import RouteShape
 from mrl.data.samples import column_bytes
 from mrl.model import ModelSpec
@@ -127,6 +128,23 @@ def stored_bytes(inputs: PlanInputs, batch: BatchPlan) -> int:
         * config.algorithm.filter_groups.enable
     )
     return _columns(inputs, batch.samples + further)
+
+
+def stored_beside_validation(inputs: PlanInputs, batch: BatchPlan) -> int:
+    """Of `stored_bytes`, what is there still while held-out prompts are answered after a step: its responses, and those
+    ahead of it. Nothing where only the untrained model is validated.
+    """
+    if inputs.config.trainer.test_freq < 1:
+        return 0
+    return stored_bytes(inputs, batch) if schedule_of(inputs.config) else _columns(inputs, batch.samples)
+
+
+def held_out_bytes(config: RunConfig, prompts: int) -> int:
+    """Of the answers to so many held-out prompts, in the object stores of the engines' nodes until they are written;
+    they bring no routes.
+    """
+    responses, data = prompts * config.rollout.val_kwargs.n, config.data
+    return column_bytes(responses * data.max_prompt_length, responses * data.max_response_length)
 
 
 def kept_group_bytes(inputs: PlanInputs) -> int:

@@ -77,7 +77,7 @@ def _fits(inputs: PlanInputs, change: _Change) -> bool:
         config = _changed(inputs.config, change)
         if violations(ResolvedConfig(config, {}), inputs.model):
             return False
-        changed = PlanInputs.of(config, inputs.model, inputs.device, inputs.assumptions)
+        changed = PlanInputs.of(config, inputs.model, inputs.device, inputs.assumptions, inputs.held_out_prompts)
         return memory_section(changed)["fits"]
     except (ConfigError, ValueError):  # no such layout, or no value that the schema takes
         return False

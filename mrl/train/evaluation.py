@@ -19,8 +19,8 @@ from mrl.cluster.scoring import start_scorers
 from mrl.config.load import ResolvedConfig
 from mrl.config.schema import RunConfig
 from mrl.data.dataset import PromptDataset, load_tokenizer
-from mrl.data.samples import column_bytes
 from mrl.errors import ConfigError
+from mrl.plan.step_batch import held_out_bytes
 from mrl.record.console import PlainConsole
 from mrl.record.run_dir import json_line, write_text
 from mrl.reward.pool import check_function
@@ -53,7 +53,7 @@ def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, co
         stack.enter_context(ray_cluster(config, actor=False))
         stores = object_store_sizes(config)
         nodes = min(len(stores), config.rollout.num_engines * config.rollout.data_parallel_size) or 1
-        check_object_stores(-(-answer_bytes(config, len(prompts)) // nodes), stores)
+        check_object_stores(-(-held_out_bytes(config, len(prompts)) // nodes), stores)
         stop = stack.enter_context(stop_on_signals())
         stack.enter_context(with_log_tails(output / "logs"))
         engines = RolloutGroup(config, output, stop.raise_if_set)
@@ -67,12 +67,6 @@ def evaluate(resolved: ResolvedConfig, checkpoint: Path | None, output: Path, co
         write_text(output / CONFIG, resolved.to_yaml())
         write_text(output / RESULTS, json_line(results))
     return results
-
-
-def answer_bytes(config: RunConfig, prompts: int) -> int:
-    """Of all responses, in the object stores of the engines' nodes until they are judged, at their limits."""
-    responses, data = prompts * config.rollout.val_kwargs.n, config.data
-    return column_bytes(responses * data.max_prompt_length, responses * data.max_response_length)
 
 
 @contextmanager

@@ -139,7 +139,7 @@ def open_run(resolved: ResolvedConfig, resume: bool, views: Mapping[str, View] |
         path = run_dir_path(config, resume)
         point = verified_resume_point(config, path, resume, stream.prompts.fingerprint)
         stack.enter_context(ray_cluster(config))
-        plan = plan_again(config, load_model_spec(config.model.path), RunDir(path).plan)
+        plan = plan_again(config, load_model_spec(config.model.path), RunDir(path).plan, len(val) if val else None)
         check_object_stores(plan["memory"]["host"]["object_store_bytes"], object_store_sizes(config))
         stop = stack.enter_context(stop_on_signals())  # after Ray, whose own handlers abort the process
         run_dir = RunDir.open(path, resolved.to_yaml(), resume)

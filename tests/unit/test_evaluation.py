@@ -13,12 +13,17 @@ from small_model import write_model
 from test_data import row, write_jsonl
 
 import mrl.train.evaluation as evaluation
+import mrl.train.run as run
 from mrl.checkpoint.convert import write_layout
 from mrl.checkpoint.open_checkpoint import open_hf
 from mrl.cli.main import main
 from mrl.cluster.request_streams import Arrived
+from mrl.config.load import load_config
 from mrl.data.dataset import load_tokenizer
 from mrl.data.samples import Sample
+from mrl.errors import EnvironmentFault
+from mrl.model import load_model_spec
+from mrl.plan.run_plan import plan_again
 from mrl.reward.pool import RewardPool
 
 TINY = Path(__file__).resolve().parents[2] / "parallel_configs" / "tiny-moe" / "cpu.yaml"
@@ -133,6 +138,30 @@ def test_an_object_store_that_is_too_small_is_told_before_any_engine_starts(worl
     with pytest.raises(SystemExit) as ended:
         main(["eval", str(TINY), *settings, "-o", str(tmp_path / "out")])
     assert ended.value.code == 4 and "object store of 1 of 1 nodes is too small" in capsys.readouterr().err
+
+
+def test_training_wants_room_for_its_validations_too(world, tmp_path, monkeypatch):
+    """A store with room for a step and one held-out prompt, which has 16 + 4 numbers of 4 bytes and 4 log-probs; the
+    file has two prompts.
+    """
+    held_out = write_jsonl(tmp_path / "val.jsonl", [row(f"{i}+1", "2", source="exact_match") for i in range(2)])
+    overrides = [f"data.train_files={world}/val.jsonl", "data.train_batch_size=1", "actor.ppo_mini_batch_size=1"]
+    overrides += [f"model.path={world}/model", "data.max_response_length=4", f"trainer.run_dir={tmp_path / 'run'}"]
+    resolved = load_config(TINY, None, [*overrides, f"data.val_files={held_out}", "rollout.val_kwargs.n=1"])
+    plan = plan_again(resolved.config, load_model_spec(str(world / "model")), tmp_path / "none.json")
+    room = plan["memory"]["host"]["object_store_bytes"] + (16 + 4) * 4 + 4 * 4
+    monkeypatch.setattr(run, "ray_cluster", lambda config: contextlib.nullcontext())
+    monkeypatch.setattr(run, "object_store_sizes", lambda config: {"here": room})
+    with pytest.raises(EnvironmentFault, match="of 1 of 1 nodes is too small"), run.open_run(resolved, False):
+        pass
+
+    def past_the_check():
+        raise InterruptedError
+
+    monkeypatch.setattr(run, "stop_on_signals", past_the_check)  # what comes next
+    resolved = load_config(TINY, None, [*overrides, f"data.val_files={world}/val.jsonl", "rollout.val_kwargs.n=1"])
+    with pytest.raises(InterruptedError), run.open_run(resolved, False):
+        pass
 
 
 def test_a_checkpoint_is_answered_with_and_leaves_nothing_of_itself(world, tmp_path, monkeypatch, capsys):

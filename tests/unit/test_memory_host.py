@@ -36,10 +36,10 @@ SMALL = [
 ]  # fmt: skip
 
 
-def inputs_of(preset: str, *overrides: str) -> PlanInputs:
+def inputs_of(preset: str, *overrides: str, held_out: int | None = None) -> PlanInputs:
     config = load_config(ROOT / "parallel_configs" / f"{preset}.yaml", None, list(overrides)).config
     model, _ = planning_model_spec(config.model.path)
-    return PlanInputs.of(config, model, device_for(config))
+    return PlanInputs.of(config, model, device_for(config), held_out_prompts=held_out)
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +189,54 @@ def test_responses_of_the_steps_that_generation_is_ahead_lie_in_the_stores_too(o
     plain, ahead = inputs_of("qwen3-30b-a3b/h100-4x8"), inputs_of("qwen3-30b-a3b/h100-4x8", *overrides)
     batch = batch_plan(plain.config, plain.train)
     assert stored_bytes(ahead, batch) == steps * stored_bytes(plain, batch)
+
+
+def stores_of(*overrides: str, held_out: int | None = None) -> dict[int, int]:
+    """Of four nodes of 8 ranks and 8 workers each, in the middle of a run that validates."""
+    overrides = ("data.val_files=held-out.parquet", "rollout.val_kwargs.n=4", "trainer.test_freq=5", *overrides)
+    inputs = inputs_of("qwen3-30b-a3b/h100-4x8", *overrides, held_out=held_out)
+    return object_stores(inputs, batch_plan(inputs.config, inputs.train), *rank_places(inputs.config))
+
+
+def answers_of(prompts: int) -> int:
+    """Four answers a prompt on four nodes: what one node has of them, by the bytes of real columns."""
+    data = load_config(ROOT / "parallel_configs/qwen3-30b-a3b/h100-4x8.yaml").config.data
+    one = full_samples(1, data.max_prompt_length, data.max_response_length)
+    return prompts * sum(each.nbytes for each in (one.token_ids, one.rollout_log_probs))
+
+
+@pytest.mark.parametrize("schedule", [(), ("trainer.schedule=bounded", "trainer.max_staleness=3")])
+def test_answers_to_held_out_prompts_lie_beside_the_step_and_what_is_ahead_of_it(schedule):
+    without, with_them = stores_of(*schedule), stores_of(*schedule, held_out=1000)
+    assert {node: with_them[node] - without[node] for node in without} == dict.fromkeys(range(4), answers_of(1000))
+
+
+def test_held_out_answers_before_the_first_step_have_the_stores_to_themselves():
+    once = ("trainer.test_freq=-1", "trainer.val_before_train=true")
+    assert stores_of(*once, held_out=10) == stores_of(*once)
+    assert set(stores_of(*once, held_out=10**6).values()) == {answers_of(10**6)}
+
+
+def test_a_batch_that_was_filtered_is_gone_when_held_out_prompts_are_answered():
+    """256 groups are kept of 1,024 more: 1,000 prompts of 4 answers take less room than those that were dropped."""
+    assert stores_of(*FILTERING, held_out=1000) == stores_of(*FILTERING)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "read", "counted"),
+    [
+        (["data.val_max_samples=100"], None, 100),
+        (["data.val_max_samples=100"], 60, 60),  # the files have fewer
+        ([], 60, 60),
+        ([], None, 0),  # before anybody has read the files
+        (["data.val_files=[]"], 60, 0),
+        (["trainer.test_freq=-1", "trainer.val_before_train=false"], 60, 0),
+    ],
+)
+def test_a_plan_counts_the_held_out_prompts_that_it_knows_of(overrides, read, counted):
+    validating = ["data.val_files=held-out.parquet", "trainer.test_freq=5"]
+    inputs = inputs_of("qwen3-8b/h100-1x8", *validating, *overrides, held_out=read)
+    assert inputs.held_out_prompts == host_of(inputs)["held_out_prompts"] == counted
 
 
 def test_a_store_that_is_too_small_is_refused_with_the_number():

@@ -361,6 +361,16 @@ def test_a_run_is_planned_for_the_device_that_was_named(preset, tmp_path):
     assert plan_again(cuda, model, tmp_path / "none.json")["device"]["name"] == "h100-80g"
 
 
+def test_a_resumed_run_is_planned_with_the_held_out_prompts_that_were_read(preset, tmp_path, capsys):
+    config = load_config(preset, None, ["data.val_files=held-out.parquet"]).config
+    model, file = load_model_spec(tmp_path / "model"), tmp_path / "plan.json"
+    file.write_text(plan_text(plan_again(config, model, file, 1000)))
+    assert plan_report(config, model, file)[0].endswith("as planned before")
+    assert plan_again(config, model, file, 7)["memory"]["host"]["held_out_prompts"] == 7  # other files by now
+    main(["plan", str(preset), "--set", "data.val_files=held-out.parquet", "--set", "data.val_max_samples=64"])
+    assert "the answers to 64 held-out prompts among them" in capsys.readouterr().out
+
+
 def test_a_run_that_will_not_fit_is_told_what_to_change(preset, tmp_path):
     cramped = load_config(preset, None, ["rollout.cpu_kvcache_gib=20"]).config
     said, note = plan_report(cramped, load_model_spec(tmp_path / "model"), tmp_path / "none.json")
