@@ -62,9 +62,12 @@ class Tree:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.module = cache(self._module)
+        self._answers: dict[tuple[str, ...], Found | None] = {}  # of one search: modules that star-import each other
 
     def find(self, dotted: str, depth: int = 0) -> Found | None:
         """The longest part of the name that is a module, then names in it; None where one is missing."""
+        if not depth:
+            self._answers.clear()
         found = self._find(dotted, depth)
         if depth or found is None or not isinstance(found.node, ast.ClassDef):
             return found
@@ -92,6 +95,16 @@ class Tree:
         return Module(name, path, ast.parse(path.read_text(encoding="utf-8", errors="replace")))
 
     def _inside(self, name: str, rest: list[str], depth: int) -> Found | None:
+        """Asked once a search, and nothing of who is asking already; else the ways through circles of star-imports would
+        be countless.
+        """
+        asked = (name, *rest)
+        if asked not in self._answers:
+            self._answers[asked] = None
+            self._answers[asked] = self._inside_once(name, rest, depth)
+        return self._answers[asked]
+
+    def _inside_once(self, name: str, rest: list[str], depth: int) -> Found | None:
         module = self.module(name)
         if not rest:
             return Found(self._place(module, None), None, name)
@@ -102,7 +115,7 @@ class Tree:
             if found is not None:
                 return found
         for star in module.stars:
-            if (found := self.find(".".join([star, *rest]), depth + 1)) is not None:
+            if self.file(star) and (found := self._inside(star, rest, depth + 1)) is not None:
                 return found
         lazy = module.lazy.get(rest[0])
         return self.find(".".join([lazy, *rest[1:]]), depth + 1) if lazy else None
