@@ -7,7 +7,8 @@ those features out; `repatch` with the real sizes mends that, and must come befo
 one of the functions replaced.
 
 Source: MindSpeed core_r0.16.0, mindspeed/megatron_adaptor.py (`patch_features`, `repatch`), mindspeed/args_utils.py
-(`get_mindspeed_args` parses `sys.argv`), features_manager/context_parallel/context_parallel_feature.py. Never run on
+(`get_mindspeed_args` parses `sys.argv`; `get_full_args`, which `repatch` takes, gives the same where Megatron's
+training script is not installed), features_manager/context_parallel/context_parallel_feature.py. Never run on
 hardware.
 """
 

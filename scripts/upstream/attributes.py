@@ -94,10 +94,18 @@ REACHED = (
     Reached(
         ("vllm-ascend",),
         "vllm_ascend.device_allocator.camem.CaMemAllocator",
-        ("get_instance", "wake_up", "pointer_to_data"),
+        ("get_instance", "sleep", "wake_up", "pointer_to_data"),
         "mrl/vllm/",
     ),
-    Reached(("mindspeed",), "mindspeed.megatron_adaptor", ("repatch",), "mrl/platforms/npu_mindspeed.py"),
+    Reached(
+        ("mindspeed",), "mindspeed.megatron_adaptor", ("patch_features", "repatch"), "mrl/platforms/npu_mindspeed.py"
+    ),
+    Reached(
+        ("mindspeed",),
+        "mindspeed.args_utils",
+        ("get_mindspeed_args", "get_full_args"),
+        "mrl/platforms/npu_mindspeed.py",
+    ),
     Reached(("mbridge",), "mbridge.AutoBridge", ("from_config",), "mrl/megatron/bridge.py"),
     Reached(
         ("mbridge",),
@@ -146,7 +154,27 @@ REACHED = (
     Reached(
         ("torch-npu",),
         "torch_npu.npu",
-        ("is_available", "memory_snapshot", "mem_get_info", "empty_cache"),
+        (
+            "is_available",
+            "device_count",
+            "current_device",
+            "set_device",
+            "get_device_name",
+            "synchronize",
+            "get_rng_state",
+            "set_rng_state",
+            "Stream",
+            "stream",
+            "current_stream",
+            "empty_cache",
+            "memory_snapshot",
+            "mem_get_info",
+            "memory_allocated",
+            "memory_reserved",
+            "max_memory_allocated",
+            "max_memory_reserved",
+            "reset_peak_memory_stats",
+        ),
         "mrl/platforms/",
     ),
     Reached(

@@ -95,9 +95,7 @@ class Tree:
         return Module(name, path, ast.parse(path.read_text(encoding="utf-8", errors="replace")))
 
     def _inside(self, name: str, rest: list[str], depth: int) -> Found | None:
-        """Asked once a search, and nothing of who is asking already; else the ways through circles of star-imports would
-        be countless.
-        """
+        """Each module is asked for a name once a search: the ways through circles of star-imports are countless."""
         asked = (name, *rest)
         if asked not in self._answers:
             self._answers[asked] = None

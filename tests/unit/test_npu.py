@@ -1,8 +1,9 @@
 """The NPU platform against stand-ins.
 
 They have the signatures of MindSpeed core_r0.16.0 (Ascend/MindSpeed on GitHub: mindspeed/ megatron_adaptor.py,
-mindspeed/args_utils.py, features_manager/context_parallel/context_parallel_feature.py), of torch_npu and of Megatron;
-nothing here has seen hardware.
+mindspeed/args_utils.py, features_manager/context_parallel/context_parallel_feature.py) and of torch_npu 2.10.0.post4
+(tests/unit/test_stand_ins.py compares both with what was read from these releases), and of Megatron; nothing here has
+seen hardware.
 """
 
 import ast
@@ -56,10 +57,12 @@ def get_mindspeed_args(get_defaults=False):
     if not get_defaults:
         _MINDSPEED_ARGS = args
     return args
+def get_full_args():
+    return get_mindspeed_args()  # those of Megatron's training script, where that is installed and has parsed any
 """,
     "mindspeed/megatron_adaptor.py": """
 from torch_npu.contrib import transfer_to_npu
-from mindspeed.args_utils import get_mindspeed_args
+from mindspeed.args_utils import get_full_args, get_mindspeed_args
 from megatron.core import parallel_state
 _ORIGINAL = parallel_state.initialize_model_parallel
 def _apply(args):
@@ -69,7 +72,7 @@ def patch_features():
     _apply(get_mindspeed_args())
 def repatch(args):
     parallel_state.initialize_model_parallel = _ORIGINAL
-    full_args = get_mindspeed_args()
+    full_args = get_full_args()
     for k, v in args.items():
         setattr(full_args, k, v)
     _apply(full_args)
@@ -198,13 +201,13 @@ class Npu(types.ModuleType):
     def current_device(self):
         return self.chosen
 
-    def set_device(self, index):
-        self.chosen = index
+    def set_device(self, device):
+        self.chosen = device
 
-    def max_memory_allocated(self):
+    def max_memory_allocated(self, device=None):
         return 3 * 2**30
 
-    def max_memory_reserved(self):
+    def max_memory_reserved(self, device=None):
         return 5 * 2**29
 
 

@@ -116,6 +116,18 @@ def test_what_moved_is_told_with_the_places_that_use_it(package):
     ]  # fmt: skip
 
 
+def test_modules_that_star_import_each_other_are_asked_once_each(tmp_path):
+    """Ten of them, and more that are not there: by every way through them it would take 18 ** 12 looks."""
+    (tmp_path / "ring").mkdir()
+    (tmp_path / "ring" / "__init__.py").write_text("from .m0 import *\n")
+    for number in range(10):
+        others = [*(f"m{n}" for n in range(10) if n != number), *(f"gone{n}" for n in range(9))]
+        own = "def last(x): ...\n" if number == 9 else ""
+        (tmp_path / "ring" / f"m{number}.py").write_text("".join(f"from .{o} import *\n" for o in others) + own)
+    found = tree.Tree(tmp_path)
+    assert found.find("ring.nothing") is None and str(found.find("ring.last").signature) == "(x)"
+
+
 def test_what_is_stored_is_of_the_versions_of_the_rows_and_lacks_nothing_that_mrl_uses():
     faults, counts = check.check_stored()
     assert faults == [] and all(counts.values())
@@ -125,6 +137,7 @@ def test_what_is_stored_is_of_the_versions_of_the_rows_and_lacks_nothing_that_mr
         "vllm-ascend": npu.packages["vllm-ascend"],
         "transformer-engine": row_of("cuda").packages["transformer-engine"],
         "mindspeed": "core_r0.16.0",
+        "torch-npu": npu.packages["torch-npu"],
     }
     assert {name: record["version"] for name, record in check.stored().items()} == expected
     assert npu.source_only["mindspeed"].endswith(expected["mindspeed"]) and len(ROWS) == 3

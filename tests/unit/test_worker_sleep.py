@@ -1,7 +1,8 @@
 """What a worker extension does around a worker's sleep, on stand-ins; with vllm-ascend's wake in it, which transposes
 experts.
 
-The stand-ins have the signatures of vllm-ascend v0.23.0 (vllm_ascend/worker/worker.py, device_allocator/camem.py)."""
+The stand-ins have the signatures of vllm-ascend v0.23.0 (vllm_ascend/worker/worker.py, device_allocator/camem.py);
+tests/unit/test_stand_ins.py compares them with what was read from its wheel."""
 
 import sys
 from types import SimpleNamespace
@@ -29,7 +30,8 @@ class Pool:
     def get_instance(cls):
         return cls.one
 
-    def sleep(self):
+    def sleep(self, offload_tags=None):
+        assert offload_tags == ()  # nothing is copied to the host at level 2
         self.asleep = {WEIGHTS, CACHE}
 
     def wake_up(self, tags=None):
@@ -55,7 +57,7 @@ class NPUWorker:
     def sleep(self, level=1):
         assert level == 2
         self._sleep_saved_buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        Pool.one.sleep()
+        Pool.one.sleep(offload_tags=())
         self.model.cos_sin_cache.fill_(-1)
 
     def wake_up(self, tags=None):
