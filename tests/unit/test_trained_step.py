@@ -12,7 +12,7 @@ from mrl.algo.correction import mismatch_of_rows
 from mrl.algo.rows import in_chunks
 from mrl.algo.selection import _lots
 from mrl.algo.spec import ADVANTAGES
-from mrl.cluster import request_streams
+from mrl.cluster import actor_group, request_streams
 from mrl.cluster.request_streams import RequestStreams, Sent
 from mrl.cluster.stored_samples import BLOCK_BYTES, StoredSamples
 from mrl.cluster.trained_step import TrainedStep, counts_of
@@ -250,6 +250,25 @@ def test_what_has_come_waits_for_more_a_hundredth_of_the_time_that_it_took(took_
     stream.there = 2
     assert len(streams.take(0.0)) == 1
     assert slept == pytest.approx([0.0, rests_s])
+
+
+def test_references_of_a_replicas_rows_are_written_once_for_all_of_its_ranks(monkeypatch):
+    put = []
+    monkeypatch.setattr(actor_group.ray, "put", lambda value: put.append(value) or ("reference to", value))
+    first, second = stored(samples()[:3]), stored(samples()[3:5])
+    arguments = [(first, "own 0", {}), (second, "own 1", {}), (first, "own 0", {}), (second, "own 1", {})]
+    found = actor_group.put_once(arguments)
+    assert put == [first, second]
+    assert found == [[("reference to", each), own, {}] for each, own, _ in arguments]
+    assert actor_group.put_once([("log_probs",), ("log_probs",)]) == [["log_probs"], ["log_probs"]] and len(put) == 2
+
+
+def test_what_the_driver_holds_of_a_response_does_not_grow_with_its_length():
+    def held(tokens: int) -> int:
+        made = packed([Sample(0, 0, i, 0, (1,) * 9, (2,) * tokens, (-0.5,) * tokens, "stop", 0) for i in range(4)])
+        return len(made.numbers.to_bytes())
+
+    assert held(1) == held(20_000) <= 4 * 100
 
 
 def test_long_responses_are_blocks_of_their_own_and_short_ones_share_one():
