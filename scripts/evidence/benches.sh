@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # What README says of single parts, in one place: scripts/bench/{plan,packing,logprob,verifier,convert,samples,data_plane}.py on this machine, one after the other.
-# data_plane, 8,192 responses at the pace of a large run, takes six minutes, and data_plane_routes two.
+# data_plane, 4,096 responses at the pace of a large run, takes four minutes, and data_plane_routes one.
 # Writes docs/results/benches.json.   scripts/evidence/benches.sh [names; all without them, others keep what the file holds of them]
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 out=docs/results/benches.json
 names=("$@")
 [ ${#names[@]} -gt 0 ] || names=(plan packing logprob verifier convert samples data_plane data_plane_routes)
-declare -A more=([data_plane]="--responses 256 1024 8192" [data_plane_routes]="--routes --responses 64 128 256")
+declare -A more=([data_plane]="--responses 256 1024 4096" [data_plane_routes]="--routes --responses 64 128")
 for one in "${names[@]}"; do
     found=$(python "scripts/bench/${one%_routes}.py" --json ${more[$one]:-})
     python - "$out" "$one" "$(git rev-parse HEAD)" "$found" <<'PY'
