@@ -13,6 +13,7 @@ import numpy as np
 
 from mrl.checkpoint.manifest import file_facts, fsync
 from mrl.data.samples import Samples
+from mrl.record.whole_file import appears_whole
 
 
 def group_file(number: int) -> str:
@@ -22,17 +23,10 @@ def group_file(number: int) -> str:
 
 def write_group(path: Path, samples: Samples) -> dict[str, Any]:
     """Writes `path` durably; its size and digest."""
-    work = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with appears_whole(path) as work:
         with work.open("wb") as file:
             np.savez_compressed(file, **samples.arrays)
-        fsync(work)
-        facts = file_facts(work)
-        work.replace(path)
-    except BaseException:
-        work.unlink(missing_ok=True)
-        raise
-    return facts
+        return file_facts(work)
 
 
 def read_group(path: Path) -> Samples:

@@ -2,7 +2,6 @@
 from where they lie.
 """
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from mrl.cluster.stored_samples import StoredSamples
 from mrl.data.batch import Prompt
 from mrl.data.samples import STOP_REASONS
 from mrl.record.run_dir import json_line
+from mrl.record.whole_file import appears_whole
 from mrl.reward.items import RewardResult
 
 ROWS_AT_ONCE = 64  # that are held in memory
@@ -28,18 +28,12 @@ def write_generations(
     `prompts` are by group, `results` by row.
     """
     kept: dict[int, dict[str, Any]] = {}
-    work, wanted = path.with_name(f".{path.name}.{os.getpid()}.tmp"), set(shown)
-    try:
-        with work.open("w", encoding="utf-8") as file:
-            for number, row in enumerate(_rows(tokenizer, prompts, stored, results)):
-                file.write(json_line(row))
-                if number in wanted:
-                    kept[number] = row
-            file.flush()
-            os.fsync(file.fileno())
-        work.replace(path)
-    finally:
-        work.unlink(missing_ok=True)
+    wanted = set(shown)
+    with appears_whole(path) as work, work.open("w", encoding="utf-8") as file:
+        for number, row in enumerate(_rows(tokenizer, prompts, stored, results)):
+            file.write(json_line(row))
+            if number in wanted:
+                kept[number] = row
     return [kept[number] for number in shown]
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from mrl.errors import ConfigError
+from mrl.record.whole_file import appears_whole
 
 CONFIG = "config.resolved.yaml"
 METRICS = "metrics.jsonl"
@@ -200,12 +201,8 @@ def _whole_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def write_text(path: Path, text: str) -> None:
     """Replaces `path` atomically and durably: readers see the old text or the new one."""
-    work = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with work.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    work.replace(path)
+    with appears_whole(path) as work:
+        work.write_text(text, encoding="utf-8")
 
 
 def json_safe(value: Any) -> Any:

@@ -7,7 +7,6 @@ Older runs have `step-N.jsonl`, which `read_samples` reads alike.
 """
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property
@@ -20,6 +19,7 @@ import pyarrow.parquet as pq
 
 from mrl.data.samples import STOP_REASONS, Samples, packed
 from mrl.record.run_dir import json_line, step_of
+from mrl.record.whole_file import appears_whole
 
 RewardParts = Mapping[str, Any]  # `score`, `reason` and whatever else the reward function returned
 OWN_COLUMNS = ("score", "reason")  # parts that every reward has
@@ -46,16 +46,9 @@ def _tables(pieces: Iterable[Samples], rewards: Sequence[RewardParts]) -> Iterat
 
 def _write_whole(path: Path, schema: pa.Schema, tables: Iterable[pa.Table]) -> Path:
     """The file, once all of it is on the disk; nothing of one that fails stays."""
-    work = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with pq.ParquetWriter(work, schema, compression="zstd") as file:
-            for table in tables:
-                file.write_table(table, row_group_size=ROWS_AT_ONCE)
-        with work.open("rb+") as file:
-            os.fsync(file.fileno())
-        work.replace(path)
-    finally:
-        work.unlink(missing_ok=True)
+    with appears_whole(path) as work, pq.ParquetWriter(work, schema, compression="zstd") as file:
+        for table in tables:
+            file.write_table(table, row_group_size=ROWS_AT_ONCE)
     return path
 
 
