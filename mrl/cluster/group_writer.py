@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mrl.checkpoint.group_files import write_group
 from mrl.cluster.calls import gather_all
+from mrl.cluster.helper_actors import on_node
 from mrl.cluster.stored_samples import StoredSamples
 
 
@@ -23,9 +23,8 @@ class GroupWriter:
     """Writes beside generation and training, on the node of this process."""
 
     def __init__(self, timeout_s: float):
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         self._timeout_s = timeout_s
-        self._writer = ray.remote(_Writer).options(num_cpus=0, scheduling_strategy=here).remote()
+        self._writer = ray.remote(_Writer).options(**on_node()).remote()
 
     def begin(self, path: Path, responses: StoredSamples) -> ray.ObjectRef:
         """Begins with a file as soon as those before it are written; facts of it to come."""

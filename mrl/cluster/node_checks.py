@@ -84,16 +84,12 @@ class Listener:
 def check_nodes(address: str) -> tuple[int, list[str]]:
     """Nodes of the cluster at `address`, and what is wrong between them."""
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from mrl.cluster.helper_actors import on_node
 
     ray.init(address=address, log_to_driver=False, logging_level="error", namespace="mrl-doctor")
-    kind, nodes = ray.remote(num_cpus=0)(Listener), [node for node in ray.nodes() if node["Alive"]]
-    there = {
-        node["NodeManagerAddress"]: kind.options(
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        ).remote()
-        for node in nodes
-    }
+    kind, nodes = ray.remote(Listener), [node for node in ray.nodes() if node["Alive"]]
+    there = {node["NodeManagerAddress"]: kind.options(**on_node(node["NodeID"])).remote() for node in nodes}
     ports = ray.get([listener.ports.remote() for listener in there.values()], timeout=_ANSWER_S)
     clocks = {}
     for host, listener in there.items():

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from mrl.cluster.helper_actors import on_node
 from mrl.cluster.stored_samples import StoredSamples
 from mrl.data.routes import MISSING, RoutesHere
 from mrl.data.samples import Samples
@@ -60,8 +60,7 @@ def _as_slice(numbers: np.ndarray) -> np.ndarray | slice:
 def start_readers(nodes: Iterable[str]) -> dict[str, Any]:
     """A reader on each node."""
     kind = ray.remote(RouteReader)
-    there = {node: NodeAffinitySchedulingStrategy(node, soft=False) for node in dict.fromkeys(nodes)}
-    return {node: kind.options(num_cpus=0, scheduling_strategy=way).remote() for node, way in there.items()}
+    return {node: kind.options(**on_node(node)).remote() for node in dict.fromkeys(nodes)}
 
 
 def read_routes(

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mrl.cluster.calls import gather_all
+from mrl.cluster.helper_actors import on_node
 from mrl.cluster.reward_texts import with_texts
 from mrl.cluster.stored_samples import StoredSamples
 from mrl.cluster.trained_step import TrainedStep
@@ -55,10 +55,9 @@ class SampleWriter:
     """
 
     def __init__(self, folder: Path, timeout_s: float, record: RecordConfig):
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         self._timeout_s, self._kept, self._under_way, self.failed = timeout_s, record.samples, {}, 0
         max_bytes = float("inf") if record.samples_max_gib is None else record.samples_max_gib * GIB
-        kind = ray.remote(_Writer).options(num_cpus=0, scheduling_strategy=here)
+        kind = ray.remote(_Writer).options(**on_node())
         self._writer = None if record.samples == "none" else kind.remote(folder, max_bytes)
 
     def write(self, step: int, samples: StoredSamples, results: Sequence[RewardResult]) -> None:

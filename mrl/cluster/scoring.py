@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mrl.cluster.calls import gather, unwrap
 from mrl.cluster.generations import write_generations
+from mrl.cluster.helper_actors import on_node
 from mrl.cluster.process_logs import log_file
 from mrl.cluster.reward_texts import Texts, named, split
 from mrl.cluster.stored_samples import STREAM_ENVIRONMENT, StoredSamples
@@ -277,9 +277,8 @@ def scorer_places(nodes: Mapping[str, str], workers: int) -> tuple[list[tuple[st
 
 
 def _actor(model: str, node: str) -> ray.actor.ActorHandle:
-    there = NodeAffinitySchedulingStrategy(node, soft=False)
     return (
         ray.remote(Scorer)
-        .options(num_cpus=0, max_restarts=0, scheduling_strategy=there, runtime_env={"env_vars": STREAM_ENVIRONMENT})
+        .options(**on_node(node), max_restarts=0, runtime_env={"env_vars": STREAM_ENVIRONMENT})
         .remote(lambda: load_tokenizer(local_folder(model)))
     )
