@@ -26,7 +26,7 @@ from mrl.data.order import PromptStream
 from mrl.data.samples import SampleRows
 from mrl.errors import ConfigError, DataError, Interrupted
 from mrl.record.metrics import GeneratingTime, PhaseTimer, distribution
-from mrl.reward.items import OK, RewardResult, check_failures, failure_counts, failures_at_the_bottom
+from mrl.reward.items import OK, RewardResult, check_failures, failure_counts
 from mrl.schedule.buffer import GroupBuffer
 from mrl.schedule.dispatch import Assignment, Dispatcher
 from mrl.schedule.groups import Group
@@ -38,17 +38,17 @@ from mrl.train.lost_engines import LostEngines, Unfinished
 from mrl.train.numbered_prompts import DrawPlace, NumberedPrompts
 from mrl.train.resume import TrainState
 from mrl.train.rollouts import (
-    SCORE,
     TRAIN,
     Responder,
     Rollouts,
     check_finite,
+    compared_values,
+    differ,
     group_metrics,
-    metric_values,
     question,
-    rewards_after_penalties,
     rollouts_of,
     sample_seed,
+    with_failures_scored,
 )  # fmt: skip
 from mrl.train.spool import Spool
 from mrl.vllm.requests import Request, training_sampling
@@ -153,9 +153,8 @@ class GenerationAhead:
             self._spool.forget(group.number for group in groups)
         numbers, ids = np.repeat(np.arange(batch), self._config.rollout.n), np.arange(len(keys))
         samples = StoredSamples.joined(parts).renumbered(numbers, ids)
-        if self._config.reward.failure_score is None:
-            results = failures_at_the_bottom(results)
-        results = [replace(result, sample_id=i) for i, result in enumerate(results)]
+        judged = with_failures_scored(self._config.reward, results)
+        results = [replace(result, sample_id=i) for i, result in enumerate(judged)]
         return rollouts_of(self._config, samples, results, cursor, metrics)
 
     def _taken(self) -> list[Group] | None:
@@ -434,12 +433,8 @@ class GenerationAhead:
 
     def _differs(self, results: list[RewardResult], parts: list[StoredSamples]) -> bool:
         """Whether the responses to a prompt do not all have the same value; failed rewards are at the bottom."""
-        filtering = self._config.algorithm.filter_groups
-        if self._config.reward.failure_score is None:
-            results = failures_at_the_bottom(results)
-        rewards = rewards_after_penalties(self._config, StoredSamples.joined(parts).rows, results)
-        values = metric_values(filtering.metric if filtering.enable else SCORE, results, rewards)
-        return bool(values.min() < values.max())
+        judged = with_failures_scored(self._config.reward, results)
+        return differ(compared_values(self._config, StoredSamples.joined(parts).rows, judged))
 
     def _batches(self, groups: int) -> float:
         """Of prompts, in which so many groups were generated."""

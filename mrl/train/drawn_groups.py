@@ -23,7 +23,7 @@ from mrl.data.batch import Prompt
 from mrl.data.order import DataCursor, PromptStream
 from mrl.errors import DataError
 from mrl.record.metrics import PhaseTimer
-from mrl.reward.items import RewardResult, check_failures, failure_counts, failures_at_the_bottom
+from mrl.reward.items import RewardResult, check_failures, failure_counts
 from mrl.schedule.draws import Draws
 from mrl.train.numbered_prompts import with_first_index
 from mrl.train.rollouts import (
@@ -38,6 +38,7 @@ from mrl.train.rollouts import (
     renumbered,
     rollouts_of,
     sample_seed,
+    with_failures_scored,
 )
 from mrl.vllm.requests import Request, training_sampling
 
@@ -64,9 +65,8 @@ def draw_rollouts(
     results_said = [result for group in said for result in group.results]
     metrics = group_metrics(float(made), uniform, len(chosen), results_said)
     samples, results = renumbered(chosen)
-    if config.reward.failure_score is None:
-        results = failures_at_the_bottom(results)
-    return rollouts_of(config, samples, results, drawing.cursor, metrics)
+    judged = with_failures_scored(config.reward, results)
+    return rollouts_of(config, samples, judged, drawing.cursor, metrics)
 
 
 def up_to(groups: list[Group], last: Group) -> list[Group]:
@@ -172,8 +172,7 @@ class DrawnGroups:
             return
         results = [waiting.results[k] for k in range(n)]
         samples = StoredSamples.joined([waiting.parts[k] for k in range(n)])
-        compared = failures_at_the_bottom(results) if self._config.reward.failure_score is None else results
-        (group,) = as_groups(self._config, samples, compared)
+        (group,) = as_groups(self._config, samples, with_failures_scored(self._config.reward, results))
         self._groups[number] = replace(group, results=tuple(results))
         del self._under_way[number]
         self.draws.judged(group.differs)

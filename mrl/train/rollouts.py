@@ -87,10 +87,13 @@ class Responder:
         share = self.reward_config.max_failure_share
         results = self.rewards.drain(self.poll, int(share * len(samples)))
         check_failures(results, share)
-        if self.reward_config.failure_score is None:
-            results = failures_at_the_bottom(results)
-        by_id = {result.sample_id: result for result in results}
+        by_id = {result.sample_id: result for result in with_failures_scored(self.reward_config, results)}
         return [by_id[sample_id] for sample_id in samples.rows.sample_id.tolist()]
+
+
+def with_failures_scored(reward: RewardConfig, results: list[RewardResult]) -> list[RewardResult]:
+    """The results as they count: failed ones have reward.failure_score, or go to the bottom where there is none."""
+    return failures_at_the_bottom(results) if reward.failure_score is None else results
 
 
 def question(sample_id: int, prompt: Prompt) -> Question:
@@ -192,15 +195,23 @@ def generate(config: RunConfig, responder: Responder, prompts: list[Prompt], ste
 
 def as_groups(config: RunConfig, samples: StoredSamples, results: list[RewardResult]) -> list[Group]:
     """The responses to one batch of prompts by group, in order."""
-    filtering = config.algorithm.filter_groups
-    rewards = rewards_after_penalties(config, samples.rows, results)
-    values = metric_values(filtering.metric if filtering.enable else SCORE, results, rewards)
-    groups = []
+    values, groups = compared_values(config, samples.rows, results), []
     for group_id in np.unique(samples.rows.group_id):
         rows = np.flatnonzero(samples.rows.group_id == group_id)
-        differs = bool(values[rows].min() < values[rows].max())
-        groups.append(Group(samples.take(rows), tuple(results[i] for i in rows), differs))
+        groups.append(Group(samples.take(rows), tuple(results[i] for i in rows), differ(values[rows])))
     return groups
+
+
+def compared_values(config: RunConfig, rows: SampleRows, results: list[RewardResult]) -> np.ndarray:
+    """float64 [batch]: what responses to a prompt differ in, or do not; see metric_values."""
+    filtering = config.algorithm.filter_groups
+    metric = filtering.metric if filtering.enable else SCORE
+    return metric_values(metric, results, rewards_after_penalties(config, rows, results))
+
+
+def differ(values: np.ndarray) -> bool:
+    """Whether a group's values, one at least, are not all the same."""
+    return bool(values.min() < values.max())
 
 
 def rewards_after_penalties(config: RunConfig, rows: SampleRows, results: list[RewardResult]) -> np.ndarray:
