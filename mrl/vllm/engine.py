@@ -35,14 +35,13 @@ from mrl.vllm.completions import (
     with_routes,
 )  # fmt: skip
 from mrl.vllm.engine_calls import EngineCalls
-from mrl.vllm.engine_state import ASLEEP, AWAKE, CACHE, FENCED, WEIGHTS, WEIGHTS_AWAKE, EngineMachine
+from mrl.vllm.engine_state import AWAKE, CACHE, REFUSES_REQUESTS, WEIGHTS, EngineMachine
 from mrl.vllm.engine_updates import EngineUpdates
 from mrl.vllm.leftovers import note, noted, remove_all, shared_memory_below
 from mrl.vllm.requests import EngineReading, EngineSettings, Request, Sampling, log_name
 
 DROP_S = 5.0  # for blocks of the prefix cache to come free
 EMPTY_S = 30.0  # for requests to end that a sleep aborted
-_REFUSES_REQUESTS = (ASLEEP, WEIGHTS_AWAKE, FENCED)
 
 
 @dataclass(frozen=True)
@@ -169,7 +168,7 @@ class VllmEngine:
         finally:
             self._handles.pop(request.handle, None)
         answer = final.outputs[0]
-        if answer.finish_reason == ABORTED and self._machine.state in _REFUSES_REQUESTS:
+        if answer.finish_reason == ABORTED and self._machine.state in REFUSES_REQUESTS:
             raise Interrupted(f"sample {request.sample_id}: {self._asleep_under(len(answer.token_ids))}")
         sample = sample_of(request, answer, self._spans_of(request, answer, begun))
         return with_routes(sample, await self._routes(name, request, answer)) if sampling.routes else sample

@@ -74,6 +74,10 @@ VERBS: Mapping[str, Mapping[EngineState, EngineState]] = MappingProxyType(
 )
 
 
+# states of a living engine that requests are refused in
+REFUSES_REQUESTS = frozenset(EngineState) - VERBS["generate"].keys() - {DEAD}
+
+
 class EngineMachine:
     """State and version of one engine; starts FENCED, with nothing received."""
 

@@ -12,6 +12,7 @@ from mrl.vllm.engine_state import (
     FENCED,
     HOLDING,
     PAUSED,
+    REFUSES_REQUESTS,
     VERBS,
     WEIGHTS_AWAKE,
     EngineMachine,
@@ -158,3 +159,7 @@ def test_a_fresh_engine_serves_nothing():
     for verb in ("generate", "commit"):
         with pytest.raises(RuntimeError):
             made.check(verb)
+
+
+def test_requests_are_refused_without_memory_or_without_a_version_that_is_promised():
+    assert {ASLEEP, WEIGHTS_AWAKE, FENCED} == REFUSES_REQUESTS
